@@ -1,0 +1,29 @@
+"""tokenmill: takes a checkpoint and your traffic, gives back the cheapest deployment that keeps quality and latency.
+
+`from tokenmill import LLM, SamplingParams`; everything else is behind the `tokenmill` command.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tokenmill.errors import UserError
+from tokenmill.types import SamplingParams
+
+if TYPE_CHECKING:
+    from tokenmill.engine.async_engine import AsyncEngine
+    from tokenmill.engine.llm import LLM
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "AsyncEngine", "SamplingParams", "UserError", "__version__"]
+
+_LAZY = {"LLM": "tokenmill.engine.llm", "AsyncEngine": "tokenmill.engine.async_engine"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import the engine (and with it torch) only when it is asked for: `tokenmill --help` stays instant."""
+    if name in _LAZY:
+        from importlib import import_module
+
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'tokenmill' has no attribute '{name}'")

@@ -1,0 +1,204 @@
+"""The vocabulary: the only six things that cross a layer, with shape and owner of each field.
+
+SamplingParams and Request come from the caller; StepPlan is what the scheduler asks of the runtime; Batch is its
+tensor form, seen by the model; StepResult is what the runtime answers; TokenEvent is what leaves the engine.
+Imports no torch: the scheduler, the simulator and the HTTP edge use this file as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from tokenmill.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MAX_LOGPROBS = 64
+MAX_SEED = 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is chosen and when to stop. Immutable; ranges are checked on construction."""
+
+    n: int = 1
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0  # 0: greedy
+    top_k: int = 0  # 0 or -1: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0  # over prompt and output
+    frequency_penalty: float = 0.0  # over output
+    presence_penalty: float = 0.0  # over output
+    logit_bias: Mapping[int, float] | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    logprobs: int | None = None  # top-k to report for each sampled token
+    prompt_logprobs: int | None = None  # top-k to report for each prompt token
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        _check_int("n", self.n, 1, 128)
+        _check_int("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
+        _check_float("temperature", self.temperature, 0.0, 100.0)
+        _check_int("top_k", self.top_k, -1, 2**31 - 1)
+        _check_float("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _check_float("min_p", self.min_p, 0.0, 1.0)
+        _check_float("typical_p", self.typical_p, 0.0, 1.0, open_low=True)
+        _check_float("repetition_penalty", self.repetition_penalty, 0.0, 10.0, open_low=True)
+        _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        if self.seed is not None:
+            _check_int("seed", self.seed, 0, MAX_SEED)
+        if self.logprobs is not None:
+            _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.prompt_logprobs is not None:
+            _check_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        if any(not text for text in self.stop):
+            raise UserError("a stop string is empty", "remove it or give at least one character")
+        for token_id, bias in (self.logit_bias or {}).items():
+            _check_int("logit_bias token id", token_id, 0, 2**31 - 1)
+            _check_float(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One sequence in the engine. The caller fills the first block; the scheduler owns the second and alone writes it.
+
+    With `params.n > 1` the request is computed up to its last prompt token, then forked: each sibling is a Request
+    of its own with the same id and another `index`.
+    """
+
+    request_id: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    stop_ids: frozenset[int] = frozenset()  # end-of-text ids and params.stop_token_ids
+    seed: int = 0  # resolved: params.seed, or drawn by the facade
+    priority: int = 0  # lower runs first (only under the priority discipline)
+    arrival: int = 0  # a counter, not a clock: order of arrival
+    index: int = 0  # which of the n siblings
+
+    token_ids: list[int] = field(default_factory=list)  # prompt + output so far
+    num_computed: int = 0  # tokens whose KV is stored
+    num_cached_tokens: int = 0  # prompt tokens taken from the prefix cache when first admitted
+    num_preemptions: int = 0
+    forked: bool = False  # siblings exist already
+
+    def __post_init__(self) -> None:
+        if not self.token_ids:
+            self.token_ids = list(self.prompt_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - len(self.prompt_ids)
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self.token_ids[len(self.prompt_ids) :]
+
+
+@dataclass(slots=True)
+class ScheduledTokens:
+    """A row of a StepPlan: compute tokens [start, start + count) of `request`."""
+
+    request: Request  # read-only for the runtime
+    start: int
+    count: int
+    block_tables: tuple[list[int], ...]  # per KV group: page id by page index, -1 where the page left the window
+    samples: bool  # the last of these tokens is the last known one: its logits choose the next
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """What one step computes. Thrown away after the step."""
+
+    scheduled: list[ScheduledTokens] = field(default_factory=list)
+    page_copies: list[tuple[int, int]] = field(default_factory=list)  # (source, destination), before the forward pass
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.count for row in self.scheduled)
+
+
+@dataclass(slots=True)
+class Batch:
+    """The tensor form of a StepPlan. T tokens, S sequences, G KV groups; everything on the model's device."""
+
+    token_ids: Tensor  # [T] int64
+    positions: Tensor  # [T] int64
+    query_starts: Tensor  # [S + 1] int32, cumulative token counts
+    seq_lens: Tensor  # [S] int32, stored tokens after this step
+    slots: tuple[Tensor, ...]  # G x [T] int64: page * page_size + offset to write each token's KV to
+    block_tables: tuple[Tensor, ...]  # G x [S, max_pages] int32, -1 padded
+    logit_rows: Tensor  # [R] int64: rows of [T] whose logits are wanted
+    max_query: int  # longest token count of a sequence
+    max_seq: int  # longest seq_len
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one position, from the raw logits: the token's own, its rank (1: most likely), the top-k."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What the runtime answers, row by row as in StepPlan.scheduled."""
+
+    token_ids: list[int | None]  # None where the row did not sample
+    logprobs: list[TokenLogprobs | None]
+    prompt_logprobs: list[list[TokenLogprobs] | None]  # for prompt tokens start+1 .. start+count of the row
+
+
+@dataclass(slots=True)
+class TokenEvent:
+    """One news item about one sequence, in order. Text is added by whoever holds the tokenizer."""
+
+    request_id: str
+    index: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    num_cached_tokens: int = 0
+    finish_reason: str | None = None  # "stop", "length", "abort"
+    stop_reason: int | str | None = None  # the stop id or string that ended it
+
+
+def _check_int(name: str, value: object, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise UserError(f"{name} must be a whole number, got {value!r}", f"give {low} to {high}")
+    if not low <= value <= high:
+        raise UserError(f"{name} is {value}", f"give {low} to {high}")
+
+
+def _check_float(name: str, value: object, low: float, high: float, open_low: bool = False) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
+        raise UserError(f"{name} must be a number, got {value!r}", f"give {low:g} to {high:g}")
+    if not low <= value <= high or (open_low and value == low):
+        span = f"more than {low:g} and at most {high:g}" if open_low else f"{low:g} to {high:g}"
+        raise UserError(f"{name} is {value:g}", f"give {span}")
