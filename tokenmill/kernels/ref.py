@@ -1,0 +1,130 @@
+"""The spec: every op in plain torch, float32, as simple as it can be said.
+
+Faster backends are compared with these functions by the conformance tests. Activations are float32 [tokens, width].
+KV pages are [pages, kv_heads, page_size, head_dim]. Runs on any device; chosen when nothing faster accepts.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from tokenmill.kernels.base import StoredWeight
+
+# Rows of a weight expanded to float32 at a time: bounds the extra memory whatever the matrix.
+_TILE_VALUES = 1 << 24
+
+
+def unavailable(_where: torch.device) -> str | None:
+    return None
+
+
+class RefLinear:
+    """Expands the stored weight tile by tile and multiplies; never keeps a float copy of the matrix."""
+
+    backend = "ref"
+    detail = "torch, expanded tile by tile"
+
+    def __init__(self, weight: StoredWeight) -> None:
+        self.weight = weight
+
+    @property
+    def nbytes(self) -> int:
+        return 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        weight = self.weight
+        y = x.new_empty(x.shape[0], weight.out_features)
+        step = max(1, _TILE_VALUES // weight.in_features)
+        for begin in range(0, weight.out_features, step):
+            end = min(begin + step, weight.out_features)
+            torch.matmul(x, weight.dequantize(begin, end).T, out=y[:, begin:end])
+        return y if weight.bias is None else y.add_(weight.bias)
+
+
+def make_linear(weight: StoredWeight) -> RefLinear:
+    return RefLinear(weight)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, head_dim: int = 0) -> Tensor:
+    rows = x.view(-1, head_dim) if head_dim else x
+    scaled = rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + eps)
+    return (scaled * weight).view_as(x)
+
+
+def add(x: Tensor, y: Tensor) -> Tensor:
+    return x + y
+
+
+def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    total = x + y
+    return total, rms_norm(total, weight, eps)
+
+
+def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    if activation == "silu":
+        return torch.nn.functional.silu(gate) * up
+    assert activation == "gelu_tanh", activation
+    return torch.nn.functional.gelu(gate, approximate="tanh") * up
+
+
+def softcap(x: Tensor, cap: float) -> Tensor:
+    return torch.tanh(x / cap) * cap
+
+
+def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, head_dim: int, interleaved: bool) -> Tensor:
+    """Rotate pairs of each head: (i, i + dim/2), or (2i, 2i + 1) when interleaved. cos, sin: [positions, dim/2]."""
+    heads = x.view(x.shape[0], -1, head_dim)
+    c, s = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)  # [T, 1, dim/2]
+    if interleaved:
+        a, b = heads[..., 0::2], heads[..., 1::2]
+        return torch.stack((a * c - b * s, b * c + a * s), dim=-1).view_as(x)
+    a, b = heads.chunk(2, dim=-1)
+    return torch.cat((a * c - b * s, b * c + a * s), dim=-1).view_as(x)
+
+
+def store_kv(x: Tensor, pages: Tensor, slots: Tensor) -> None:
+    """Write rows [T, kv_heads * head_dim] to token slots (page * page_size + offset) of `pages`."""
+    _, kv_heads, page_size, head_dim = pages.shape
+    heads = x.view(-1, kv_heads, head_dim).to(pages.dtype)
+    pages[slots // page_size, :, slots % page_size] = heads
+
+
+def attention(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_table: Tensor,
+    query_starts: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    window: int,
+    cap: float,
+) -> Tensor:
+    """Causal attention of each sequence's last tokens over its pages. q: [T, heads * head_dim]; returns the same."""
+    _, kv_heads, page_size, head_dim = k_pages.shape
+    heads = q.view(q.shape[0], -1, head_dim)
+    out = torch.empty_like(heads)
+    starts, lengths = query_starts.tolist(), seq_lens.tolist()
+    for number, length in enumerate(lengths):
+        begin, end = starts[number], starts[number + 1]
+        num_pages = -(-length // page_size)
+        # Pages that left the window are -1 in the table; reading page 0 instead is harmless, the mask hides them.
+        ids = block_table[number, :num_pages].clamp(min=0).long()
+        k = k_pages[ids].float().transpose(0, 1).reshape(kv_heads, -1, head_dim)[:, :length]
+        v = v_pages[ids].float().transpose(0, 1).reshape(kv_heads, -1, head_dim)[:, :length]
+        query = heads[begin:end].view(end - begin, kv_heads, -1, head_dim)  # [n, kv, group, dim]
+        scores = torch.einsum("nkgd,ksd->kgns", query, k) * scale
+        if cap:
+            scores = torch.tanh(scores / cap) * cap
+        position = torch.arange(length - (end - begin), length, device=q.device).unsqueeze(1)
+        key = torch.arange(length, device=q.device).unsqueeze(0)
+        visible = key <= position
+        if window:
+            visible &= key > position - window
+        probabilities = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+        out[begin:end] = torch.einsum("kgns,ksd->nkgd", probabilities, v).reshape(end - begin, -1, head_dim)
+    return out.view_as(q)

@@ -1,0 +1,84 @@
+"""The decoder every architecture here is: embedding, blocks, final norm, head. Subclasses say how a block differs.
+
+A block takes the residual stream and the update still to be added to it, so that each addition fuses with the norm
+that follows. Written against Ops only: it runs eagerly, is recorded, or is captured, without knowing which.
+"""
+
+from __future__ import annotations
+
+from tokenmill.checkpoint.description import ModelDescription, RopeScaling
+from tokenmill.hardware.kv_layout import LayerKV
+from tokenmill.model.layers.attention import GatedMLP, SelfAttention
+from tokenmill.model.layers.rotary import RotaryTable, build_rotary_table
+from tokenmill.model.ops import Ops, Value
+from tokenmill.model.reader import WeightReader
+
+
+class Block:
+    """Norm before attention and before the MLP, as in Llama."""
+
+    head_norms = False
+
+    def __init__(self, reader: WeightReader, description: ModelDescription, layer: int, rotary: RotaryTable) -> None:
+        d = description
+        prefix = f"model.layers.{layer}"
+        self.eps = d.norm_eps
+        self.attention = SelfAttention(reader, d, layer, rotary, self.head_norms)
+        self.mlp = GatedMLP(reader, d, layer)
+        self.attention_norm = reader.vector(f"{prefix}.input_layernorm.weight", d.hidden_size, d.norm_offset)
+        self.mlp_norm = reader.vector(f"{prefix}.post_attention_layernorm.weight", d.hidden_size, d.norm_offset)
+
+    def __call__(self, ops: Ops, residual: Value, update: Value | None) -> tuple[Value, Value]:
+        residual, x = self.enter(ops, residual, update)
+        residual, x = ops.add_rms_norm(residual, self.attention(ops, x), self.mlp_norm, self.eps)
+        return residual, self.mlp(ops, x)
+
+    def enter(self, ops: Ops, residual: Value, update: Value | None) -> tuple[Value, Value]:
+        if update is None:
+            return residual, ops.rms_norm(residual, self.attention_norm, self.eps)
+        return ops.add_rms_norm(residual, update, self.attention_norm, self.eps)
+
+
+class Decoder:
+    block_class: type[Block] = Block
+
+    def __init__(self, reader: WeightReader, description: ModelDescription, num_positions: int) -> None:
+        d = self.description = description
+        self.embedding = reader.linear("model.embed_tokens", d.vocab_size, d.hidden_size)
+        divisors = reader.optional_vector("rope_freqs.weight", d.head_dim // 2)
+        tables = {
+            "full": build_rotary_table(
+                d.head_dim, num_positions, d.rope_theta, d.rope_scaling, d.rope_interleaved, divisors
+            )
+        }
+        tables["sliding"] = tables["full"]
+        if d.local_rope_theta is not None:
+            tables["sliding"] = build_rotary_table(
+                d.head_dim, num_positions, d.local_rope_theta, RopeScaling(), d.rope_interleaved
+            )
+        self.blocks = [
+            self.block_class(reader, d, layer, tables[d.layer_kinds[layer]]) for layer in range(d.num_layers)
+        ]
+        self.norm = reader.vector("model.norm.weight", d.hidden_size, d.norm_offset)
+        if d.tie_embeddings:
+            self.head = self.embedding
+            reader.ignore("lm_head.weight")
+        else:
+            self.head = reader.linear("lm_head", d.vocab_size, d.hidden_size)
+
+    def kv_layers(self) -> list[LayerKV]:
+        return self.description.kv_layers()
+
+    def forward(self, ops: Ops) -> Value:
+        """The hidden state of every token of the batch, before the final norm."""
+        residual, update = ops.embed(self.embedding, self.description.embedding_scale), None
+        for block in self.blocks:
+            residual, update = block(ops, residual, update)
+        return ops.add(residual, update)
+
+    def logits(self, ops: Ops, hidden: Value) -> Value:
+        """Logits of the rows that the step asks for."""
+        x = ops.rms_norm(ops.select_rows(hidden), self.norm, self.description.norm_eps)
+        logits = ops.linear(x, [self.head])[0]
+        cap = self.description.logit_softcap
+        return ops.softcap(logits, cap) if cap else logits

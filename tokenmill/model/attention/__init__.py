@@ -1,0 +1,20 @@
+"""Attention backends, tried in this order on the store at hand. Add one: a file here and a line in the table."""
+
+from tokenmill.model.attention.base import AttentionBackend
+from tokenmill.model.kvstore.base import KVStore
+from tokenmill.registry import Registry
+
+ATTENTION_BACKENDS = Registry("attention backend", {"paged": "tokenmill.model.attention.paged:PagedAttention"})
+
+
+def choose_attention(store: KVStore, kernels: str = "") -> AttentionBackend:
+    """The first backend that reads this store."""
+    declined = []
+    for name in ATTENTION_BACKENDS:
+        backend = ATTENTION_BACKENDS.get(name)
+        reason = backend.declines(store)
+        if reason is None:
+            chosen: AttentionBackend = backend(store, kernels)
+            return chosen
+        declined.append(f"{name}: {reason}")
+    raise NotImplementedError(f"no attention backend reads {store.name} pages ({'; '.join(declined)})")

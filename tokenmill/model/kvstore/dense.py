@@ -1,0 +1,60 @@
+"""KV pages as plain floats: float32, float16 or bfloat16."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from tokenmill.hardware.kv_layout import KVLayout
+from tokenmill.kernels.base import select
+from tokenmill.model.kvstore.base import KVStore
+
+
+class DenseStore(KVStore):
+    dtype: ClassVar[torch.dtype]
+
+    def __init__(self, layout: KVLayout, num_pages: int, where: torch.device, kernels: str = "") -> None:
+        super().__init__(layout, num_pages, where)
+        shape = (layout.layers_per_page, num_pages, layout.num_kv_heads, layout.page_size, layout.head_dim)
+        # Not zeroed on purpose: the operating system hands out memory only for pages that are really written.
+        self._k = torch.empty(shape, dtype=self.dtype, device=where)
+        self._v = torch.empty(shape, dtype=self.dtype, device=where)
+        self._store = select("store_kv", where, kernels).run
+
+    @classmethod
+    def page_bytes(cls, layout: KVLayout) -> int:
+        return layout.values_per_page * cls.dtype.itemsize
+
+    def write(self, slot: int, token_slots: Tensor, k: Tensor, v: Tensor) -> None:
+        self._store(k, self._k[slot], token_slots)
+        self._store(v, self._v[slot], token_slots)
+
+    def pages(self, slot: int) -> tuple[Tensor, Tensor]:
+        return self._k[slot], self._v[slot]
+
+    def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
+        # In order, one by one: a later pair may copy from an earlier destination.
+        for source, destination in pairs:
+            self._k[:, destination] = self._k[:, source]
+            self._v[:, destination] = self._v[:, source]
+
+    @property
+    def nbytes(self) -> int:
+        return 2 * self._k.numel() * self._k.element_size()
+
+
+class Float32Store(DenseStore):
+    name = "float32"
+    dtype = torch.float32
+
+
+class Float16Store(DenseStore):
+    name = "float16"
+    dtype = torch.float16
+
+
+class BFloat16Store(DenseStore):
+    name = "bfloat16"
+    dtype = torch.bfloat16

@@ -1,0 +1,103 @@
+"""Reads a checkpoint for an architecture and keeps the account: what was asked for, what is missing, what is left over.
+
+Architectures ask by canonical name and expected shape; the format of each matrix is found from its tensors. Problems
+are collected and raised together by `finish`, so that one error names them all.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tokenmill.checkpoint.base import Checkpoint, StoredTensor
+from tokenmill.errors import CheckpointError
+from tokenmill.model.formats import FORMATS
+from tokenmill.model.formats.base import LinearWeight
+from tokenmill.model.formats.dense import DenseWeight
+
+# Buffers that some exporters store beside the weights; they are derived, not read.
+_DERIVED_SUFFIXES = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+_SHOWN = 6
+
+
+class WeightReader:
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+        self.weights: dict[str, LinearWeight] = {}
+        self._used: set[str] = set()
+        self._missing: list[str] = []
+        self._misshapen: list[str] = []
+
+    def vector(self, name: str, size: int, offset: float = 0.0) -> Tensor:
+        """A small float vector (a norm or a bias) as float32, plus `offset`."""
+        stored = self._take(name)
+        if stored is None:
+            return torch.empty(size, device="meta")
+        if stored.shape != (size,):
+            self._misshapen.append(f"{name} is {list(stored.shape)}, expected [{size}]")
+        if not stored.data.dtype.is_floating_point:
+            self._misshapen.append(f"{name} has type {stored.type_name}, expected a plain float type")
+        return stored.data.float() + offset
+
+    def optional_vector(self, name: str, size: int) -> Tensor | None:
+        return self.vector(name, size) if name in self.checkpoint else None
+
+    def linear(self, prefix: str, out_features: int, in_features: int, bias: bool = False) -> LinearWeight:
+        """The matrix `prefix` [out, in], in whatever format its tensors are."""
+        for name in FORMATS:
+            names = FORMATS.get(name).tensor_names(self.checkpoint, prefix)
+            if names:
+                weight: LinearWeight = FORMATS.get(name).load(self.checkpoint, prefix)
+                self._used.update(names)
+                break
+        else:
+            weight = self._unreadable(prefix, out_features, in_features)
+        if (weight.out_features, weight.in_features) != (out_features, in_features):
+            self._misshapen.append(
+                f"{prefix} is [{weight.out_features}, {weight.in_features}], expected [{out_features}, {in_features}]"
+            )
+        if bias:
+            weight.bias = self.vector(f"{prefix}.bias", out_features)
+        self.weights[prefix] = weight
+        return weight
+
+    def ignore(self, name: str) -> None:
+        """A tensor that may be present and is not needed."""
+        self._used.add(name)
+
+    def finish(self) -> None:
+        """Raise one error that names every missing, misshapen or leftover tensor."""
+        left = [n for n in self.checkpoint.names() if n not in self._used and not n.endswith(_DERIVED_SUFFIXES)]
+        problems = [
+            f"{label}: {', '.join(names[:_SHOWN])}"
+            + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+            for label, names in (
+                ("missing tensors", self._missing),
+                ("tensors of the wrong shape", self._misshapen),
+                ("tensors this architecture does not use", sorted(left)),
+            )
+            if names
+        ]
+        if problems:
+            raise CheckpointError(
+                f"{self.checkpoint.path} does not fit architecture {self.checkpoint.description.architecture}: "
+                + "; ".join(problems),
+                "the file is incomplete or its config describes another model; fetch it again or correct the config",
+            )
+
+    def _take(self, name: str) -> StoredTensor | None:
+        if name not in self.checkpoint:
+            self._missing.append(name)
+            return None
+        self._used.add(name)
+        return self.checkpoint.tensor(name)
+
+    def _unreadable(self, prefix: str, out_features: int, in_features: int) -> LinearWeight:
+        name = f"{prefix}.weight"
+        if name in self.checkpoint:
+            self._used.add(name)
+            self._misshapen.append(f"{name} has type {self.checkpoint.tensor(name).type_name}, which no format reads")
+        else:
+            self._missing.append(name)
+        shape = (out_features, in_features)
+        return DenseWeight(StoredTensor(name, shape, "F32", torch.empty(shape, device="meta")))

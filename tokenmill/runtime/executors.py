@@ -1,0 +1,5 @@
+"""How a step can be run, fastest first. Each executor may decline a model or store with a reason."""
+
+from tokenmill.registry import Registry
+
+EXECUTORS = Registry("executor", {"eager": "tokenmill.runtime.eager:EagerExecutor"})

@@ -1,0 +1,26 @@
+"""Sampling features in the order they apply. Add one: a file here and a line in its table.
+
+Logit features run before temperature, filters after it on candidates sorted by probability; each filter sees the
+distribution that the one before it left, renormalized.
+"""
+
+from tokenmill.registry import Registry
+
+LOGIT_FEATURES = Registry(
+    "logit feature",
+    {
+        "penalties": "tokenmill.runtime.sampling.features.penalties:Penalties",
+        "logit_bias": "tokenmill.runtime.sampling.features.logit_bias:LogitBias",
+        "min_tokens": "tokenmill.runtime.sampling.features.min_tokens:MinTokens",
+        "typical": "tokenmill.runtime.sampling.features.typical:Typical",
+    },
+)
+
+FILTERS = Registry(
+    "sampling filter",
+    {
+        "top_k": "tokenmill.runtime.sampling.features.top_k:TopK",
+        "top_p": "tokenmill.runtime.sampling.features.top_p:TopP",
+        "min_p": "tokenmill.runtime.sampling.features.min_p:MinP",
+    },
+)

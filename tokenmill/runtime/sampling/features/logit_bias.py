@@ -1,0 +1,19 @@
+"""`logit_bias`: a number added to the logits of chosen tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tokenmill.runtime.sampling.features.base import LogitFeature
+from tokenmill.types import Request, SamplingParams
+
+
+class LogitBias(LogitFeature):
+    def active(self, params: SamplingParams) -> bool:
+        return bool(params.logit_bias)
+
+    def edit(self, logits: Tensor, request: Request) -> None:
+        bias = request.params.logit_bias or {}
+        ids = torch.tensor(list(bias), device=logits.device)
+        logits[ids] += torch.tensor(list(bias.values()), dtype=logits.dtype, device=logits.device)

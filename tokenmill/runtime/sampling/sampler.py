@@ -1,0 +1,92 @@
+"""Logits -> token ids, where the logits are. Every row is sampled for its own request, independent of its neighbours.
+
+Greedy rows are one argmax. Random rows take one uniform number each (random.py) and walk the cumulative distribution;
+the vocabulary is sorted only when a filter cannot decide from the most likely few hundred tokens. Features plug in
+through features/. Called by the runner once per chunk of logit rows.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tokenmill.runtime.sampling.features import FILTERS, LOGIT_FEATURES
+from tokenmill.runtime.sampling.features.base import Candidates, Filter, LogitFeature
+from tokenmill.runtime.sampling.random import uniform
+from tokenmill.types import Request, SamplingParams, TokenLogprobs
+
+_FIRST_CUT = 256  # candidates looked at before the whole vocabulary is sorted
+
+
+class Sampler:
+    def __init__(self) -> None:
+        self._logit_features: list[LogitFeature] = [LOGIT_FEATURES.get(name)() for name in LOGIT_FEATURES]
+        self._filters: list[Filter] = [FILTERS.get(name)() for name in FILTERS]
+
+    @torch.inference_mode()
+    def sample(self, logits: Tensor, requests: list[Request]) -> tuple[list[int], list[TokenLogprobs | None]]:
+        """`logits` [R, vocab] is consumed (edited in place). One token per row, with log-probabilities if asked for."""
+        wanted = [row for row, request in enumerate(requests) if request.params.logprobs is not None]
+        # Reported log-probabilities are those of the model, before any penalty or filter.
+        raw = logits[wanted].log_softmax(-1) if wanted else None
+        for row, request in enumerate(requests):
+            for feature in self._logit_features:
+                if feature.active(request.params):
+                    feature.edit(logits[row], request)
+        token_ids = logits.argmax(-1).tolist()
+        for row, request in enumerate(requests):
+            if not request.params.greedy:
+                token_ids[row] = self._draw(logits[row], request)
+        logprobs: list[TokenLogprobs | None] = [None] * len(requests)
+        if raw is not None:
+            for number, row in enumerate(wanted):
+                top = requests[row].params.logprobs or 0
+                logprobs[row] = token_logprobs(raw[number], token_ids[row], top)
+        return token_ids, logprobs
+
+    def _draw(self, logits: Tensor, request: Request) -> int:
+        params = request.params
+        point = uniform(request.seed, request.index, request.num_tokens)
+        probabilities = (logits / params.temperature).softmax(-1, dtype=torch.float64)
+        filters = [each for each in self._filters if each.active(params)]
+        if not filters:
+            return _pick(probabilities, point)
+        cut = min(_FIRST_CUT, probabilities.numel())
+        values, ids = probabilities.topk(cut)
+        kept = _narrow(filters, values, cut == probabilities.numel(), params)
+        if kept is None:
+            values, ids = probabilities.sort(descending=True)
+            kept = _narrow(filters, values, True, params)
+        assert kept is not None
+        return int(ids[_pick(values[:kept], point)])
+
+
+def _narrow(filters: list[Filter], values: Tensor, complete: bool, params: SamplingParams) -> int | None:
+    """How many of the sorted candidates survive all filters; None if the cut list cannot tell."""
+    for each in filters:
+        kept = each.keep(Candidates(values, complete), params)
+        if kept is None:
+            return None
+        values = values[:kept]
+        values = values / values.sum()
+        complete = True  # what lies beyond is excluded now, so the list is the whole distribution
+    return values.numel()
+
+
+def _pick(probabilities: Tensor, point: float) -> int:
+    """The index where the cumulative mass passes `point` of the total; never one of zero probability."""
+    mass = probabilities.cumsum(-1)
+    index = int(torch.searchsorted(mass, point * float(mass[-1]), right=True))
+    if index >= probabilities.numel():  # rounding at the very end
+        index = int(probabilities.nonzero()[-1])
+    return index
+
+
+def token_logprobs(logprobs: Tensor, token_id: int, top: int) -> TokenLogprobs:
+    """The record for one position from its log-probabilities [vocab]."""
+    own = logprobs[token_id]
+    best: tuple[tuple[int, float], ...] = ()
+    if top:
+        values, ids = logprobs.topk(top)
+        best = tuple(zip(ids.tolist(), values.tolist(), strict=True))
+    return TokenLogprobs(token_id, float(own), int((logprobs > own).sum()) + 1, best)
