@@ -1,0 +1,1 @@
+"""Checkpoints: files and directories that hold a model. See base.py for the contract."""

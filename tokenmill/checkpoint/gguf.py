@@ -1,0 +1,160 @@
+"""Our reader of GGUF files (version 2 and 3, little endian): header, tensor table, memory-mapped tensors.
+
+Every offset, size and type is checked when the file is opened, so a tensor that is listed can be read. Nothing is
+converted or copied. Opened through open.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tokenmill.checkpoint.base import StoredTensor
+from tokenmill.checkpoint.fields import shown
+from tokenmill.checkpoint.gguf_description import describe, read_architecture
+from tokenmill.checkpoint.gguf_metadata import Cursor, Metadata, read_metadata
+from tokenmill.checkpoint.gguf_names import canonical_name
+from tokenmill.checkpoint.mapped_file import DAMAGED, map_file, view_tensor
+from tokenmill.errors import CheckpointError
+from tokenmill.kernels.ggml_types import TYPES_BY_NUMBER, UNREAD_TYPE_NAMES, GGMLType
+
+MAGIC = b"GGUF"
+
+_DTYPES = {
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F64": torch.float64,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
+_MAX_DIMENSIONS = 4
+_DEFAULT_ALIGNMENT = 32
+_HEADER_BYTES = 4 + 4 + 8 + 8
+
+
+@dataclass(frozen=True, slots=True)
+class _TensorEntry:
+    """A row of the tensor table. `offset` counts from the start of the data part."""
+
+    name: str  # as in the file
+    shape: tuple[int, ...]  # row-major
+    layout: GGMLType
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) // self.layout.block_size * self.layout.block_bytes
+
+
+class GGUFCheckpoint:
+    """A Checkpoint in one GGUF file. `metadata` is for the tokenizer and chat template builders."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._buffer = map_file(path, _HEADER_BYTES)
+        cursor = Cursor(self._buffer, path.name)
+        num_tensors, num_pairs = _read_header(cursor)
+        self.metadata: Metadata = read_metadata(cursor, num_pairs)
+        architecture = read_architecture(self.metadata, path.name)
+        entries = _read_tensor_table(cursor, num_tensors)
+        self._data_start = _data_start(cursor, self.metadata)
+        self._entries: dict[str, _TensorEntry] = {}
+        for entry in entries:
+            _check_place(cursor, entry, self._data_start)
+            name = canonical_name(architecture, entry.name)
+            if name in self._entries:
+                raise cursor.damaged(f"tensor '{entry.name}' occurs twice")
+            self._entries[name] = entry
+        shapes = {name: entry.shape for name, entry in self._entries.items()}
+        self.description = describe(self.metadata, shapes, path.name)
+
+    def names(self) -> Iterable[str]:
+        return self._entries.keys()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
+
+    def tensor(self, name: str) -> StoredTensor:
+        if name not in self._entries:
+            raise CheckpointError(f"{self.path.name} has no tensor '{name}'", "the file may be of another model")
+        entry = self._entries[name]
+        layout = entry.layout
+        dtype = torch.uint8 if layout.is_block else _DTYPES[layout.name]
+        shape = entry.shape
+        if layout.is_block:
+            shape = (*shape[:-1], layout.row_bytes(shape[-1]))
+        start = self._data_start + entry.offset
+        return StoredTensor(name, entry.shape, layout.name, view_tensor(self._buffer, dtype, shape, start))
+
+    def quantization(self) -> dict[str, object]:
+        return {}
+
+
+def read_gguf_metadata(path: Path) -> Metadata:
+    """The metadata alone, whatever the architecture: a vocabulary is readable where the model is not."""
+    cursor = Cursor(map_file(path, _HEADER_BYTES), path.name)
+    _, num_pairs = _read_header(cursor)
+    return read_metadata(cursor, num_pairs)
+
+
+def _read_header(cursor: Cursor) -> tuple[int, int]:
+    """(tensors, metadata entries)."""
+    if cursor.buffer[:4] != MAGIC:
+        raise CheckpointError(f"{cursor.label} is not a GGUF file", "give a .gguf file or a safetensors directory")
+    cursor.position = 4
+    version = cursor.u32()
+    if version == 1:
+        raise CheckpointError(f"{cursor.label} is GGUF version 1", "convert it again with a current llama.cpp")
+    if version and version & 0xFFFF == 0:
+        raise CheckpointError(f"{cursor.label} is a big-endian GGUF", "convert it with gguf-convert-endian first")
+    if version not in (2, 3):
+        raise CheckpointError(f"{cursor.label} is GGUF version {version}, we read 2 and 3", DAMAGED)
+    return cursor.u64(), cursor.u64()
+
+
+def _read_tensor_table(cursor: Cursor, num_tensors: int) -> list[_TensorEntry]:
+    smallest_entry = 8 + 1 + 4 + 8 + 4 + 8
+    if num_tensors > cursor.left // smallest_entry:
+        raise cursor.damaged(f"the header promises {num_tensors} tensors, more than the file can hold")
+    return [_read_tensor_entry(cursor) for _ in range(num_tensors)]
+
+
+def _read_tensor_entry(cursor: Cursor) -> _TensorEntry:
+    name = cursor.name("a tensor name")
+    num_dimensions = cursor.u32()
+    if not 1 <= num_dimensions <= _MAX_DIMENSIONS:
+        raise cursor.damaged(f"tensor '{name}' has {num_dimensions} dimensions")
+    dimensions = [cursor.u64() for _ in range(num_dimensions)]  # fastest first
+    number = cursor.u32()
+    layout = TYPES_BY_NUMBER.get(number)
+    if layout is None:
+        known = UNREAD_TYPE_NAMES.get(number, f"number {number}")
+        raise CheckpointError(
+            f"{cursor.label}: tensor '{name}' has ggml type {known}, which is not supported",
+            f"use a file with {', '.join(sorted(kind.name for kind in TYPES_BY_NUMBER.values() if kind.is_block))}",
+        )
+    if any(size == 0 for size in dimensions) or dimensions[0] % layout.block_size:
+        raise cursor.damaged(f"tensor '{name}' of type {layout.name} cannot have dimensions {dimensions}")
+    return _TensorEntry(name, tuple(reversed(dimensions)), layout, cursor.u64())
+
+
+def _data_start(cursor: Cursor, metadata: Metadata) -> int:
+    alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
+    if not isinstance(alignment, int) or alignment < 8 or alignment & (alignment - 1):
+        raise cursor.damaged(f"alignment {shown(alignment)} is not a power of two from 8 up")
+    return (cursor.position + alignment - 1) // alignment * alignment
+
+
+def _check_place(cursor: Cursor, entry: _TensorEntry, data_start: int) -> None:
+    if entry.offset % 8:  # files pad to their alignment, which is at least this; any plain type is then aligned
+        raise cursor.damaged(f"tensor '{entry.name}' starts at an odd place")
+    if data_start + entry.offset + entry.nbytes > cursor.end:
+        missing = data_start + entry.offset + entry.nbytes - cursor.end
+        raise cursor.damaged(f"tensor '{entry.name}' ends {missing} bytes past the end of the file")

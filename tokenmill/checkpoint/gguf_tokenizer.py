@@ -1,0 +1,240 @@
+"""Builds a Tokenizer from GGUF metadata (`tokenizer.ggml.*`), with the same ids as llama.cpp.
+
+Two kinds of vocabulary: "gpt2" (byte-level BPE with merges, on the `tokenizers` library) and "llama" (SentencePiece BPE
+by scores). Special tokens are cut out first. Does not read files. Called by Tokenizer.from_gguf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from enum import IntEnum
+from typing import Any
+
+import tokenizers
+from tokenizers import Regex, models, pre_tokenizers
+
+from tokenmill.checkpoint.piece_bytes import SPACE, byte_level_bytes, byte_piece_value
+from tokenmill.checkpoint.pretokenizers import PreTokenizer, find_pre_tokenizer
+from tokenmill.checkpoint.sentencepiece import SentencePieceBPE
+from tokenmill.checkpoint.special_tokens import SpecialToken, SpecialTokenSplitter
+from tokenmill.checkpoint.tokenizer import Tokenizer
+from tokenmill.errors import CheckpointError
+from tokenmill.log import get_logger
+
+_LOG = get_logger(__name__)
+_PREFIX = "tokenizer.ggml."
+_MISSING = "\0missing byte"  # no vocabulary has this piece
+_CONVERT = "convert the model to GGUF again"
+
+
+class TokenKind(IntEnum):
+    UNDEFINED = 0
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+# Files often name only one end token; a model that writes one of these has finished all the same.
+_END_NAMES = (
+    "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> </s> <|eom_id|> "
+    "<EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <|tool_response> "
+    "<｜end▁of▁sentence｜> [e~[ <|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD] "
+    "<|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame> <|file_sep|>"
+)
+_FILL_IN_NAMES = (
+    "<|fim_prefix|> <fim-prefix> <fim_prefix> <｜fim▁begin｜> <PRE> ▁<PRE> <|code_prefix|> <|prefix|> "
+    "<|fim_suffix|> <fim-suffix> <fim_suffix> <｜fim▁hole｜> <SUF> ▁<SUF> <|code_suffix|> <|suffix|> "
+    "<|fim_middle|> <fim-middle> <fim_middle> <｜fim▁end｜> <MID> ▁<MID> <|code_middle|> <|middle|>"
+)
+
+
+class _Fields:
+    """Typed access to the `tokenizer.ggml.*` metadata."""
+
+    def __init__(self, metadata: Mapping[str, Any]) -> None:
+        self._metadata = metadata
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self._metadata.get(_PREFIX + name, default)
+
+    def required(self, name: str) -> Any:
+        value = self.get(name)
+        if value is None or len(value) == 0:
+            raise CheckpointError(f"the file has no {_PREFIX}{name}", _CONVERT)
+        return value
+
+    def column(self, name: str, size: int, default: float) -> Sequence[Any]:
+        """One value for each token."""
+        values = self.get(name)
+        if values is None:
+            return [default] * size
+        if len(values) != size:
+            raise CheckpointError(f"{size} tokens but {len(values)} values in {_PREFIX}{name}", _CONVERT)
+        return list(values)
+
+    def token_id(self, name: str, size: int, default: int | None = None) -> int | None:
+        value = self.get(f"{name}_token_id", default)
+        return int(value) if value is not None and 0 <= value < size else None
+
+
+class _GGUFVocabulary:
+    def __init__(self, pieces: list[str], kinds: Sequence[int], byte_level: bool) -> None:
+        self.size = len(pieces)
+        self.kinds = kinds
+        # Reversed: where a piece occurs twice the lower id wins.
+        self.ids = dict(zip(reversed(pieces), range(len(pieces) - 1, -1, -1), strict=True))
+        self._pieces = pieces
+        self._byte_level = byte_level
+
+    def piece(self, token_id: int) -> str:
+        return self._pieces[token_id] if 0 <= token_id < self.size else ""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        piece = self.piece(token_id)
+        kind = self.kinds[token_id] if piece else TokenKind.UNUSED
+        if kind == TokenKind.UNUSED:
+            return b""
+        if kind == TokenKind.BYTE:
+            return byte_piece_value(piece) or piece.encode()
+        if kind in (TokenKind.CONTROL, TokenKind.USER_DEFINED, TokenKind.UNKNOWN):
+            return piece.encode()
+        return byte_level_bytes(piece) if self._byte_level else piece.replace(SPACE, " ").encode()
+
+    def of_kind(self, *kinds: TokenKind) -> set[int]:
+        return {token_id for token_id, kind in enumerate(self.kinds) if kind in kinds}
+
+    def named(self, texts: Iterable[str]) -> set[int]:
+        return {self.ids[text] for text in texts if text in self.ids}
+
+
+class _ByteLevelBPE:
+    def __init__(self, fields: _Fields, vocabulary: _GGUFVocabulary, pre_tokenizer: PreTokenizer) -> None:
+        merges = [tuple(line.split(" ", 1)) for line in fields.required("merges")]
+        ids, self._missing_id = vocabulary.ids, vocabulary.size
+        if any(character not in ids for character in pre_tokenizers.ByteLevel.alphabet()):
+            # A byte that is no token (SmolLM2 lacks a few) must still keep its neighbours apart while merging.
+            ids = {**ids, _MISSING: self._missing_id}
+        unknown = _MISSING if _MISSING in ids else None
+        try:
+            model = models.BPE(ids, merges, unk_token=unknown, ignore_merges=pre_tokenizer.ignore_merges)
+        except Exception as error:  # the library raises nothing more precise
+            raise CheckpointError(f"the merges do not fit the tokens ({error})", _CONVERT) from None
+        self._backend = tokenizers.Tokenizer(model)
+        splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre_tokenizer.patterns]
+        to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        self._backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, to_bytes])
+
+    def encode(self, text: str) -> list[int]:
+        ids = self._backend.encode(text, add_special_tokens=False).ids
+        if self._missing_id in ids:
+            _LOG.warning("the vocabulary has no token for some bytes of the text: they are left out")
+            ids = [token_id for token_id in ids if token_id != self._missing_id]
+        return ids
+
+
+class _GGUFEncoder:
+    """Cuts out special tokens, hands the rest to the vocabulary's own rule."""
+
+    def __init__(
+        self,
+        rule: _ByteLevelBPE | SentencePieceBPE,
+        every_special: SpecialTokenSplitter,
+        user_defined: SpecialTokenSplitter,
+        adds_leading_space: bool,
+    ) -> None:
+        self._rule = rule
+        self._every_special = every_special
+        self._user_defined = user_defined  # matched in plain text too: gemma's runs of blanks, HTML tags
+        self._adds_leading_space = adds_leading_space
+
+    def encode(self, text: str, parse_special: bool) -> list[int]:
+        ids: list[int] = []
+        follows_special = True  # so does the start of the text
+        for part in (self._every_special if parse_special else self._user_defined).split(text):
+            if isinstance(part, int):
+                ids.append(part)
+                follows_special = True
+            else:
+                ids.extend(self._rule.encode(" " + part if self._adds_leading_space and follows_special else part))
+                follows_special = False
+        return ids
+
+
+def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
+    fields = _Fields(metadata)
+    family = fields.required("model")
+    if family not in ("gpt2", "llama"):
+        raise CheckpointError(f"tokenizer model '{family}' is not supported", "use a model of the gpt2 or llama kind")
+    pieces = [piece or f"[EMPTY_{token_id}]" for token_id, piece in enumerate(fields.required("tokens"))]
+    size = len(pieces)
+    kinds = fields.column("token_type", size, TokenKind.NORMAL)
+    vocabulary = _GGUFVocabulary(pieces, kinds, byte_level=family == "gpt2")
+    rule: _ByteLevelBPE | SentencePieceBPE
+    if family == "gpt2":
+        pre_tokenizer = _pre_tokenizer(fields)
+        rule = _ByteLevelBPE(fields, vocabulary, pre_tokenizer)
+        adds_bos, adds_leading_space = pre_tokenizer.adds_bos, False
+        bos_id, eos_id = fields.token_id("bos", size), fields.token_id("eos", size)
+    else:
+        scores = fields.column("scores", size, 0.0)
+        rule = SentencePieceBPE(pieces, vocabulary.ids, scores, fields.token_id("unknown", size, 0))
+        adds_bos, adds_leading_space = True, bool(fields.get("add_space_prefix", True))
+        bos_id, eos_id = fields.token_id("bos", size, 1), fields.token_id("eos", size, 2)
+
+    end_ids = _end_ids(fields, vocabulary, eos_id)
+    every_special, user_defined = _splitters(metadata, vocabulary)
+    return Tokenizer(
+        _GGUFEncoder(rule, every_special, user_defined, adds_leading_space),
+        vocabulary,
+        bos_id=bos_id,
+        eos_ids=end_ids,
+        special_ids=vocabulary.of_kind(TokenKind.CONTROL, TokenKind.UNKNOWN) | end_ids,
+        prefix_ids=_edge_token(fields, "bos", adds_bos, bos_id),
+        suffix_ids=_edge_token(fields, "eos", False, eos_id),
+        adds_leading_space=adds_leading_space,
+    )
+
+
+def _pre_tokenizer(fields: _Fields) -> PreTokenizer:
+    name = fields.get("pre")
+    if not name:
+        _LOG.warning("the file does not name its pre-tokenizer: text may be cut into the wrong words")
+    return find_pre_tokenizer(name or "default")
+
+
+def _end_ids(fields: _Fields, vocabulary: _GGUFVocabulary, eos_id: int | None) -> set[int]:
+    named = {eos_id, *(fields.token_id(name, vocabulary.size) for name in ("eot", "eom"))}
+    ends = vocabulary.named(_END_NAMES.split()) | {token_id for token_id in named if token_id is not None}
+    # Where </s> is not a control token (gemma, qwen) it closes an HTML tag and ends nothing.
+    return {i for i in ends if i in named or vocabulary.kinds[i] == TokenKind.CONTROL or vocabulary.piece(i) != "</s>"}
+
+
+def _splitters(
+    metadata: Mapping[str, Any], vocabulary: _GGUFVocabulary
+) -> tuple[SpecialTokenSplitter, SpecialTokenSplitter]:
+    """(all special tokens, those that plain text may contain). Names of control tokens count as such in any case."""
+    control = vocabulary.of_kind(TokenKind.CONTROL, TokenKind.UNKNOWN)
+    control |= vocabulary.named(f"{_END_NAMES} {_FILL_IN_NAMES}".split())
+    user_defined = vocabulary.of_kind(TokenKind.USER_DEFINED) - control
+    name = str(metadata.get("general.name", "")).lower()
+    is_phi3 = "phi-3" in name or "phi3" in name  # the file format has no field for this
+    keeps_blanks = vocabulary.named(("<unk>", "<s>", "<|endoftext|>"))
+
+    def splitter(token_ids: set[int]) -> SpecialTokenSplitter:
+        return SpecialTokenSplitter(
+            [SpecialToken(vocabulary.piece(i), i, is_phi3 and i not in keeps_blanks) for i in sorted(token_ids)]
+        )
+
+    return splitter(control | user_defined), splitter(user_defined)
+
+
+def _edge_token(fields: _Fields, name: str, default: bool, token_id: int | None) -> tuple[int, ...]:
+    """The token to add before or after a sequence, if the file (or the kind of vocabulary) asks for one."""
+    if not fields.get(f"add_{name}_token", default):
+        return ()
+    if token_id is None:
+        raise CheckpointError(f"{_PREFIX}add_{name}_token is set but there is no {name} token", _CONVERT)
+    return (token_id,)

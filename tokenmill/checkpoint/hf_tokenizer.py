@@ -1,0 +1,163 @@
+"""Builds a Tokenizer from Hugging Face files: tokenizer.json, tokenizer_config.json, generation_config.json.
+
+The `tokenizers` library does the encoding; how a piece turns into bytes is read from the decoder it declares. Called by
+Tokenizer.from_file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import tokenizers
+
+from tokenmill.checkpoint.piece_bytes import SPACE, byte_level_bytes, byte_piece_value
+from tokenmill.checkpoint.tokenizer import Tokenizer
+from tokenmill.errors import CheckpointError
+
+_DOWNLOAD = "download the model's tokenizer files again"
+
+
+class _HFVocabulary:
+    def __init__(self, backend: tokenizers.Tokenizer, byte_level: bool) -> None:
+        self._backend = backend
+        self._byte_level = byte_level
+        self.added = backend.get_added_tokens_decoder()
+        self.size = max(backend.get_vocab_size(with_added_tokens=True), *(i + 1 for i in self.added), 0)
+
+    def piece(self, token_id: int) -> str:
+        return (self._backend.id_to_token(token_id) or "") if 0 <= token_id < self.size else ""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        piece = self.piece(token_id)
+        if self._byte_level:
+            return piece.encode() if token_id in self.added else byte_level_bytes(piece)
+        return byte_piece_value(piece) or piece.replace(SPACE, " ").encode()
+
+
+class _HFEncoder:
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        self._backend = backend
+        self._lock = Lock()  # whether special tokens are recognised is a switch of the shared backend
+
+    def encode(self, text: str, parse_special: bool) -> list[int]:
+        with self._lock:
+            self._backend.encode_special_tokens = not parse_special
+            return self._backend.encode(text, add_special_tokens=False).ids
+
+
+def build_tokenizer(tokenizer_json: Path, tokenizer_config: Path | None) -> Tokenizer:
+    config = read_json(tokenizer_config) if tokenizer_config else {}
+    definition = read_json(tokenizer_json)
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(tokenizer_json))
+    except Exception as error:  # the library raises nothing more precise
+        raise CheckpointError(f"{tokenizer_json} is not a tokenizer ({error})", _DOWNLOAD) from None
+    backend.no_truncation()
+    backend.no_padding()
+    _add_missing_tokens(backend, config)
+
+    decoder_steps = list(_steps(definition.get("decoder")))
+    byte_level = any(step["type"] == "ByteLevel" for step in decoder_steps)
+    if not byte_level and not any(step["type"] in ("Metaspace", "Replace") for step in decoder_steps):
+        raise CheckpointError(
+            f"{tokenizer_json} has a kind of vocabulary that is not supported",
+            "use a byte-level or SentencePiece model",
+        )
+    vocabulary = _HFVocabulary(backend, byte_level)
+    bos_id, eos_id = _named_id(backend, config, "bos_token"), _named_id(backend, config, "eos_token")
+    generation = tokenizer_json.with_name("generation_config.json")
+    eos_ids = _as_ids(read_json(generation).get("eos_token_id")) if generation.is_file() else []
+    if eos_id is not None:
+        eos_ids.append(eos_id)
+    prefix, suffix = _edges(backend)
+    return Tokenizer(
+        _HFEncoder(backend),
+        vocabulary,
+        bos_id=bos_id,
+        eos_ids=eos_ids,
+        special_ids={*eos_ids, *(token_id for token_id, token in vocabulary.added.items() if token.special)},
+        prefix_ids=_explicit(config, "add_bos_token", bos_id, prefix),
+        suffix_ids=_explicit(config, "add_eos_token", eos_id, suffix),
+        adds_leading_space=any(map(_strips_leading_space, decoder_steps)),
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read {path} ({error})", _DOWNLOAD) from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} is not a JSON object", _DOWNLOAD)
+    return value
+
+
+def token_text(config: dict[str, Any], name: str) -> str | None:
+    """A token in tokenizer_config.json is a string, or an object with its flags."""
+    value = config.get(name)
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _named_id(backend: tokenizers.Tokenizer, config: dict[str, Any], name: str) -> int | None:
+    text = token_text(config, name)
+    return backend.token_to_id(text) if text is not None else None
+
+
+def _as_ids(value: object) -> list[int]:
+    values = value if isinstance(value, list) else [value]
+    return [token_id for token_id in values if isinstance(token_id, int)]
+
+
+def _add_missing_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
+    """Tokens that only tokenizer_config.json knows. Ids must come out as written there."""
+    declared = config.get("added_tokens_decoder") or {}
+    for token_id, flags in sorted((int(key), flags) for key, flags in declared.items()):
+        if backend.token_to_id(flags["content"]) is not None:
+            continue
+        names = ("single_word", "lstrip", "rstrip", "normalized", "special")
+        options = {name: bool(flags[name]) for name in names if name in flags}
+        backend.add_tokens([tokenizers.AddedToken(flags["content"], **options)])
+        if backend.token_to_id(flags["content"]) != token_id:
+            raise CheckpointError(
+                f"tokenizer_config.json puts '{flags['content']}' at a wrong id {token_id}", _DOWNLOAD
+            )
+
+
+def _steps(component: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
+    """The steps of a component, whether alone or in a sequence."""
+    if component is None:
+        return
+    if component["type"] == "Sequence":
+        for step in component.get("decoders", []):
+            yield from _steps(step)
+    else:
+        yield component
+
+
+def _strips_leading_space(step: dict[str, Any]) -> bool:
+    if step["type"] == "Metaspace":
+        return step.get("prepend_scheme", "always") != "never" and step.get("add_prefix_space", True)
+    return step["type"] == "Strip" and step.get("content") == " " and step.get("start", 0) > 0
+
+
+def _edges(backend: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What the post-processor puts before and after a sequence."""
+    plain = backend.encode("a", add_special_tokens=False).ids
+    whole = backend.encode("a", add_special_tokens=True).ids
+    for start in range(len(whole) - len(plain) + 1):
+        if whole[start : start + len(plain)] == plain:
+            return tuple(whole[:start]), tuple(whole[start + len(plain) :])
+    return (), ()
+
+
+def _explicit(config: dict[str, Any], name: str, token_id: int | None, default: tuple[int, ...]) -> tuple[int, ...]:
+    """tokenizer_config.json overrules the post-processor where it says something."""
+    if not isinstance(config.get(name), bool) or token_id is None:
+        return default
+    return (token_id,) if config[name] else ()

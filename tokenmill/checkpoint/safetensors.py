@@ -1,0 +1,214 @@
+"""A directory in Hugging Face layout: config.json and one or more .safetensors files, memory-mapped.
+
+Parses the safetensors header itself and checks every offset, so a tensor that is listed can be read. Of a multimodal
+Gemma 3 it gives the text model. Knows nothing about quantization beyond handing out `quantization_config`. Opened
+through open.py.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tokenmill.checkpoint import hf_config
+from tokenmill.checkpoint.base import StoredTensor
+from tokenmill.checkpoint.fields import shown
+from tokenmill.checkpoint.mapped_file import DAMAGED, map_file, view_tensor
+from tokenmill.errors import CheckpointError
+from tokenmill.log import get_logger
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+_log = get_logger(__name__)
+_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+_MAX_DIMENSIONS = 8
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+# Where a multimodal wrapper keeps its text model (the first two: before transformers 4.52, the third: since).
+_TEXT_PREFIXES = (
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+    ("model.language_model.", "model."),
+)
+_IMAGE_PARTS = ("vision_tower.", "multi_modal_projector.")
+
+
+@dataclass(frozen=True, slots=True)
+class _TensorEntry:
+    buffer: mmap.mmap
+    type_name: str
+    shape: tuple[int, ...]
+    start: int  # byte in the file
+
+
+class SafetensorsCheckpoint:
+    """A Checkpoint in a directory."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._config = read_json(path / "config.json")
+        generation = path / "generation_config.json"
+        description = hf_config.describe(self._config, read_json(generation) if generation.is_file() else None)
+        self.description = replace(description, name=description.name or path.resolve().name)
+        self._entries: dict[str, _TensorEntry] = {}
+        num_image_tensors = 0
+        for stored_name, entry in _all_entries(path).items():
+            name = self._canonical(stored_name)
+            if name:
+                self._entries[name] = entry
+            elif stored_name.removeprefix("model.").startswith(_IMAGE_PARTS):
+                num_image_tensors += 1
+        if num_image_tensors:
+            _log.warning("%s: text only; %d tensors for images are not used", path.name, num_image_tensors)
+
+    def _canonical(self, name: str) -> str:
+        """The name architectures use; empty for what the text model does not compute with."""
+        if "text_config" in self._config:
+            if name.removeprefix("model.").startswith(_IMAGE_PARTS):
+                return ""
+            for prefix, ours in _TEXT_PREFIXES:
+                if name.startswith(prefix):
+                    name = ours + name.removeprefix(prefix)
+                    break
+        if name.endswith(".rotary_emb.inv_freq"):  # old checkpoints store what follows from the config
+            return ""
+        if name == "lm_head.weight" and self.description.tie_embeddings:  # a second copy of the embedding
+            return ""
+        return name
+
+    def names(self) -> Iterable[str]:
+        return self._entries.keys()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
+
+    def tensor(self, name: str) -> StoredTensor:
+        if name not in self._entries:
+            raise CheckpointError(f"{self.path.name} has no tensor '{name}'", "config.json may be of another model")
+        entry = self._entries[name]
+        data = view_tensor(entry.buffer, _DTYPES[entry.type_name], entry.shape, entry.start)
+        return StoredTensor(name, entry.shape, entry.type_name, data)
+
+    def quantization(self) -> dict[str, object]:
+        text = self._config.get("text_config")
+        for config in (self._config, text if isinstance(text, dict) else {}):
+            settings = config.get("quantization_config")
+            if isinstance(settings, dict):
+                return dict(settings)
+        return {}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file, or a CheckpointError that names it."""
+    try:
+        value = json.loads(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror or error}", "check the directory") from None
+    except (ValueError, RecursionError):
+        raise CheckpointError(f"{path} is not valid JSON", DAMAGED) from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} does not hold a JSON object", DAMAGED)
+    return value
+
+
+def _all_entries(path: Path) -> dict[str, _TensorEntry]:
+    if (path / SINGLE_FILE).is_file():
+        return _read_file(path / SINGLE_FILE)
+    if (path / INDEX_FILE).is_file():
+        return _read_shards(path)
+    files = sorted(path.glob("*.safetensors"))
+    if len(files) == 1:
+        return _read_file(files[0])
+    if not files:
+        raise CheckpointError(f"{path} has no .safetensors file", "give a directory with the weights in safetensors")
+    raise CheckpointError(f"{path} has {len(files)} .safetensors files and no {INDEX_FILE}", "download the index too")
+
+
+def _read_shards(path: Path) -> dict[str, _TensorEntry]:
+    weight_map = read_json(path / INDEX_FILE).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{path / INDEX_FILE} has no 'weight_map'", DAMAGED)
+    shards: dict[str, dict[str, _TensorEntry]] = {}
+    entries = {}
+    for name, file_name in weight_map.items():
+        if not isinstance(file_name, str) or Path(file_name).name != file_name:
+            raise CheckpointError(f"{path / INDEX_FILE}: {shown(file_name)} is not a file name", DAMAGED)
+        if file_name not in shards:
+            if not (path / file_name).is_file():
+                raise CheckpointError(f"{path / file_name} is missing", "download all files of the model")
+            shards[file_name] = _read_file(path / file_name)
+        if name not in shards[file_name]:
+            raise CheckpointError(
+                f"the index lists tensor {shown(name)} in {file_name}, which does not have it",
+                "the files are of different versions: download them again",
+            )
+        entries[name] = shards[file_name][name]
+    return entries
+
+
+def _read_file(path: Path) -> dict[str, _TensorEntry]:
+    """The tensor table of one file: 8 bytes of header length, a JSON header, then the data."""
+    buffer = map_file(path, smallest=8 + 2)
+    header_bytes = int.from_bytes(buffer[:8], "little")
+    if header_bytes > min(len(buffer) - 8, _MAX_HEADER_BYTES):
+        raise CheckpointError(f"{path.name}: a header of {header_bytes} bytes cannot be", DAMAGED)
+    try:
+        header = json.loads(buffer[8 : 8 + header_bytes])
+    except (ValueError, RecursionError):
+        raise CheckpointError(f"{path.name}: the header is not valid JSON", DAMAGED) from None
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{path.name}: the header is not a JSON object", DAMAGED)
+    header.pop("__metadata__", None)
+    return {name: _read_entry(path, buffer, 8 + header_bytes, name, info) for name, info in header.items()}
+
+
+def _read_entry(path: Path, buffer: mmap.mmap, data_start: int, name: str, info: object) -> _TensorEntry:
+    def damaged(problem: str) -> CheckpointError:
+        return CheckpointError(f"{path.name}: tensor {shown(name)} {problem}", DAMAGED)
+
+    if not isinstance(info, dict):
+        raise damaged("has no description")
+    type_name: Any = info.get("dtype")
+    shape: Any = info.get("shape")
+    offsets: Any = info.get("data_offsets")
+    if not isinstance(type_name, str) or type_name not in _DTYPES:
+        raise CheckpointError(
+            f"{path.name}: tensor {shown(name)} has unsupported dtype {shown(type_name)}",
+            f"supported: {', '.join(_DTYPES)}",
+        )
+    if not _is_counts(shape) or len(shape) > _MAX_DIMENSIONS or math.prod(max(size, 1) for size in shape) >= 2**62:
+        raise damaged(f"has shape {shown(shape)}")
+    if not _is_counts(offsets) or len(offsets) != 2:
+        raise damaged(f"has offsets {shown(offsets)}")
+    begin, end = offsets
+    if end - begin != math.prod(shape) * _DTYPES[type_name].itemsize:
+        raise damaged(f"of shape {shown(shape)} and type {type_name} cannot have {end - begin} bytes")
+    if data_start + end > len(buffer):
+        raise damaged(f"ends {data_start + end - len(buffer)} bytes past the end of the file")
+    return _TensorEntry(buffer, type_name, tuple(shape), data_start + begin)
+
+
+def _is_counts(value: Any) -> bool:
+    return isinstance(value, list) and all(type(entry) is int and 0 <= entry < 2**63 for entry in value)
