@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.parity.tiny_models import CONFIGS, make
 
+from tests.parity.tiny_models import CONFIGS, make
 from tokenmill.checkpoint.open import open_checkpoint
 from tokenmill.config import EngineConfig
 from tokenmill.hardware.kv_layout import KVLayout, build_layout
@@ -30,7 +30,9 @@ def _tables(layout: KVLayout, generator: torch.Generator, length: int) -> list[l
     return [order[group * pages : (group + 1) * pages] for group in range(len(layout.groups))]
 
 
-def _logits(executor: Executor, layout: KVLayout, ids: list[int], tables: list[list[int]], chunks: list[int]) -> torch.Tensor:
+def _logits(
+    executor: Executor, layout: KVLayout, ids: list[int], tables: list[list[int]], chunks: list[int]
+) -> torch.Tensor:
     """Logits of all positions, computed in the given chunks; pages that left a window are withdrawn as we go."""
     request = Request("r", ids, SamplingParams())
     found, start = [], 0

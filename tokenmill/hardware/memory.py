@@ -32,14 +32,9 @@ def kv_bytes_per_token(layout: KVLayout, page_bytes: int) -> float:
     return growing * page_bytes / layout.page_size
 
 
-def plan_kv(
-    layout: KVLayout, page_bytes: int, context: int, concurrency: int, memory: int, available: int, step_tokens: int
-) -> KVBudget:
-    """Pages for `concurrency` requests of `context` tokens, within `memory` (stated) or a share of `available`.
-
-    `step_tokens`: a step writes up to so many tokens before pages that left a window are given back.
-    """
-    one = pages_for_one(layout, context, step_tokens)
+def plan_kv(layout: KVLayout, page_bytes: int, context: int, concurrency: int, memory: int, available: int) -> KVBudget:
+    """Pages for `concurrency` requests of `context` tokens, within `memory` (stated) or a share of `available`."""
+    one = layout.peak_pages(context)
     wanted = one * concurrency
     if memory:
         pages, reason = memory // page_bytes, "memory stated"
@@ -55,13 +50,3 @@ def plan_kv(
         pages = max(one, min(wanted, share))
         reason = "context x concurrency" if pages == wanted else f"{DEFAULT_SHARE:.0%} of free memory"
     return KVBudget(pages, page_bytes, pages / one, reason)
-
-
-def pages_for_one(layout: KVLayout, context: int, step_tokens: int) -> int:
-    """Pages one request of `context` tokens can hold at its peak, the step's own tokens included."""
-    total = 0
-    for group in layout.groups:
-        tokens = context if group.kind != "sliding" else min(context, group.window + step_tokens + layout.page_size)
-        total += -(-tokens // layout.page_size)
-    # One more page per group: copy-on-write duplicates a shared page before it is written.
-    return total + len(layout.groups)

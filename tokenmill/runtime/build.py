@@ -60,7 +60,6 @@ def build_runtime(checkpoint: Checkpoint, config: EngineConfig, context: int) ->
         config.concurrency,
         config.memory,
         available_memory(),
-        config.batch_tokens,
     )
     store: KVStore = store_class(layout, budget.num_pages, where, config.kernels)
     executor, declined = choose_executor(config.executor, model, store, config)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.parity.tiny_models import make
 
+from tests.parity.tiny_models import make
 from tokenmill.checkpoint.open import open_checkpoint
 from tokenmill.errors import CheckpointError
 from tokenmill.model.loader import load_model

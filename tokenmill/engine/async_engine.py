@@ -1,0 +1,184 @@
+"""The streaming face: many callers on one asyncio loop, the engine in a thread of its own.
+
+Callers never touch the core: requests and cancellations cross in a queue that the engine thread empties between steps, and
+outputs come back on each caller's loop. Leaving the `async for` early cancels the request and frees its pages at the
+next step boundary. Used by the server's engine process and by Python callers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenmill.config import EngineConfig
+from tokenmill.engine.build import EngineParts, build_engine
+from tokenmill.engine.collector import RequestCollector
+from tokenmill.engine.intake import Prompt
+from tokenmill.engine.outputs import RequestOutput
+from tokenmill.errors import UserError
+from tokenmill.log import get_logger
+from tokenmill.types import Request, SamplingParams
+
+_log = get_logger(__name__)
+
+
+class EngineDeadError(RuntimeError):
+    """A step failed: every request in flight gets this, and no new one is taken."""
+
+
+@dataclass(slots=True)
+class StreamUpdate:
+    """One step's news about a request: which sibling, the new text and tokens, and the output so far."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    output: RequestOutput  # shared and growing: copy what must not change
+    finished: bool  # the last update of the request
+
+
+@dataclass(slots=True, eq=False)
+class _Stream:
+    collector: RequestCollector
+    deliver: Callable[[StreamUpdate | BaseException], None]
+
+
+class AsyncEngine:
+    def __init__(self, model: str | Path = "smollm2", config: EngineConfig | None = None, **options: Any) -> None:
+        if config is not None and options:
+            raise UserError("both config and options are given", "put the options into the config")
+        self.parts: EngineParts = build_engine(model, config or EngineConfig.from_options(options))
+        self._wake = threading.Condition()
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._streams: dict[str, _Stream] = {}  # engine thread only
+        self._closing = False
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._loop, name="tokenmill-engine", daemon=True)
+        self._thread.start()
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        chat: bool = False,
+    ) -> AsyncIterator[StreamUpdate]:
+        """Stream a request. `chat`: the prompt is text already rendered by the chat template."""
+        request = self.parts.intake.request(prompt, params or SamplingParams(), request_id, priority, chat)
+        loop = asyncio.get_running_loop()
+        news: asyncio.Queue[StreamUpdate | BaseException] = asyncio.Queue()
+
+        def deliver(item: StreamUpdate | BaseException) -> None:
+            loop.call_soon_threadsafe(news.put_nowait, item)
+
+        text = prompt if isinstance(prompt, str) else None
+        collector = RequestCollector(request, text, self.parts.tokenizer)
+        stream = _Stream(collector, deliver)
+        self._post(lambda: self._begin(request, stream))
+        try:
+            while True:
+                item = await news.get()
+                if isinstance(item, BaseException):
+                    raise item
+                yield item
+                if item.finished:
+                    return
+        finally:
+            self._post(lambda: self._end(request.request_id, stream), best_effort=True)
+
+    async def cancel(self, request_id: str) -> None:
+        """Forget a request wherever it is; its stream ends with finish reason "abort"."""
+        self._post(lambda: self._abort(request_id), best_effort=True)
+
+    @property
+    def alive(self) -> bool:
+        return self._failure is None and self._thread.is_alive()
+
+    def close(self) -> None:
+        """Finish the current step, drop what is in flight, stop the thread."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        self._thread.join()
+
+    async def __aenter__(self) -> AsyncEngine:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(self.close)
+
+    # --- crossing to the engine thread ---
+
+    def _post(self, action: Callable[[], None], best_effort: bool = False) -> None:
+        with self._wake:
+            if self._closing or self._failure is not None:
+                if best_effort:
+                    return
+                raise EngineDeadError("the engine has stopped") from self._failure
+            self._inbox.append(action)
+            self._wake.notify()
+
+    # --- engine thread ---
+
+    def _loop(self) -> None:
+        core = self.parts.core
+        try:
+            while True:
+                with self._wake:
+                    self._wake.wait_for(lambda: self._inbox or self._closing or core.has_work)
+                    if self._closing:
+                        break
+                    actions, self._inbox = self._inbox, deque()
+                for action in actions:
+                    action()
+                self._step()
+        except BaseException as failure:
+            _log.exception("the engine loop failed")
+            with self._wake:
+                self._failure = failure
+        for stream in self._streams.values():
+            error = EngineDeadError("the engine has stopped")
+            error.__cause__ = self._failure
+            stream.deliver(error)
+
+    def _step(self) -> None:
+        core = self.parts.core
+        for event in core.step():
+            stream = self._streams.get(event.request_id)
+            if stream is None:
+                continue
+            text, stop = stream.collector.take(event)
+            if stop:
+                core.cancel(event.request_id, event.index)
+            output = stream.collector.output
+            stream.deliver(StreamUpdate(event.index, text, event.token_ids, output, output.finished))
+
+    def _begin(self, request: Request, stream: _Stream) -> None:
+        if request.request_id in self._streams:
+            stream.deliver(UserError(f"request id '{request.request_id}' is in use", "choose another"))
+            return
+        self._streams[request.request_id] = stream
+        self.parts.core.add(request)
+
+    def _end(self, request_id: str, stream: _Stream) -> None:
+        """The caller has left. Only its own stream goes: one refused for a duplicate id must not end the other."""
+        if self._streams.get(request_id) is stream:
+            del self._streams[request_id]
+            self.parts.core.cancel(request_id)
+
+    def _abort(self, request_id: str) -> None:
+        self.parts.core.cancel(request_id)
+        stream = self._streams.pop(request_id, None)
+        if stream is None:
+            return
+        output = stream.collector.output
+        for completion in output.outputs:
+            completion.finish_reason = completion.finish_reason or "abort"
+        stream.deliver(StreamUpdate(0, "", [], output, True))

@@ -1,0 +1,74 @@
+"""Puts an engine together: model source, checkpoint, tokenizer, runtime, scheduler.
+
+The tokenizer is built while the weights are made ready. Called by LLM and AsyncEngine; imports the runtime (and so
+torch), which the scheduler and the KV manager never do.
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tokenmill.checkpoint.chat_template import ChatTemplate
+from tokenmill.checkpoint.description import ModelDescription
+from tokenmill.checkpoint.open import open_checkpoint
+from tokenmill.checkpoint.sources import resolve
+from tokenmill.checkpoint.tokenizer import Tokenizer, load_chat_template, load_tokenizer
+from tokenmill.config import EngineConfig
+from tokenmill.engine.core import EngineCore
+from tokenmill.engine.intake import Intake
+from tokenmill.engine.kv.manager import KVManager
+from tokenmill.engine.kv.policy import POLICIES
+from tokenmill.engine.order import DISCIPLINES
+from tokenmill.engine.scheduler import Scheduler
+from tokenmill.runtime.build import Runtime, build_runtime, resolve_context
+
+
+@dataclass(slots=True, eq=False)
+class EngineParts:
+    core: EngineCore
+    intake: Intake
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
+    description: ModelDescription
+    config: EngineConfig  # resolved: no automatic values left
+    runtime: Runtime
+    path: Path
+    load_seconds: float
+
+
+def build_engine(model: str | Path, config: EngineConfig) -> EngineParts:
+    started = time.perf_counter()
+    path = resolve(str(model)).path
+    discipline = DISCIPLINES.get(config.scheduling)()
+    policy = POLICIES.get(config.eviction)()
+    with ThreadPoolExecutor(1) as background:
+        building = background.submit(load_tokenizer, path)
+        checkpoint = open_checkpoint(path)
+        description = checkpoint.description
+        context = resolve_context(config, description.context_length)
+        runtime = build_runtime(checkpoint, config, context)
+        tokenizer = building.result()
+    config = replace(
+        config,
+        context=context,
+        memory=runtime.budget.nbytes,
+        kv_cache_dtype=runtime.store.name,
+        executor=runtime.executor.name,
+    )
+    kv = KVManager(runtime.layout, runtime.budget.num_pages, config.prefix_caching, policy)
+    scheduler = Scheduler(kv, discipline, config.batch_tokens, config.concurrency, context)
+    eos_ids = tuple(dict.fromkeys((*description.eos_ids, *tokenizer.eos_ids)))
+    return EngineParts(
+        core=EngineCore(scheduler, runtime.runner),
+        intake=Intake(tokenizer, description.vocab_size, eos_ids, context, config.seed),
+        tokenizer=tokenizer,
+        chat_template=load_chat_template(path),
+        description=description,
+        config=config,
+        runtime=runtime,
+        path=path,
+        load_seconds=time.perf_counter() - started,
+    )

@@ -1,0 +1,47 @@
+"""The engine core: one step is schedule, execute, update, emit. This is the whole architecture in one function.
+
+Owns the order of the four verbs and the statistics; knows neither tensors nor text. The runner may be the real runtime
+or a cost model. Called by the offline facade, the serving loop and the simulator, from one thread.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from tokenmill.engine.scheduler import Scheduler
+from tokenmill.engine.stats import EngineStats
+from tokenmill.types import Request, StepPlan, StepResult, TokenEvent
+
+
+class Runner(Protocol):
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Apply the page copies, compute every row, sample where a row says so. Plan and requests are read-only."""
+        ...
+
+
+class EngineCore:
+    def __init__(self, scheduler: Scheduler, runner: Runner) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self.stats = EngineStats()
+
+    def step(self) -> list[TokenEvent]:
+        """Compute one batch; what it brought, at most one event for each running sequence. Nothing to do: no events."""
+        plan = self.scheduler.schedule()
+        if not plan.scheduled:
+            assert not self.scheduler.has_work, "requests wait but none can be scheduled"
+            return []
+        result = self.runner.execute(plan)
+        events = self.scheduler.update(plan, result)
+        self.stats.record(self.scheduler, plan, events)
+        return events
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def add(self, request: Request) -> None:
+        self.scheduler.add(request)
+
+    def cancel(self, request_id: str, index: int | None = None) -> bool:
+        return self.scheduler.cancel(request_id, index)

@@ -1,0 +1,82 @@
+"""Prompts -> Requests: text or token ids are checked against the model before anything is scheduled.
+
+Everything a caller can get wrong about a single request is refused here, with the remedy. Used by LLM and AsyncEngine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count
+from typing import Protocol
+
+from tokenmill.errors import UserError
+from tokenmill.types import MAX_SEED, Request, SamplingParams
+
+Prompt = str | Sequence[int]
+
+
+class Encoding(Protocol):
+    """What is needed of a tokenizer here."""
+
+    def encode(self, text: str, add_special_tokens: bool = True, parse_special: bool = False) -> list[int]: ...
+
+
+class Intake:
+    def __init__(
+        self, tokenizer: Encoding, vocab_size: int, eos_ids: Sequence[int], context_length: int, seed: int
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_ids = frozenset(eos_ids)
+        self._context_length = context_length
+        self._seed = seed
+        self._arrivals = count()
+
+    def request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str | None = None,
+        priority: int = 0,
+        chat: bool = False,
+    ) -> Request:
+        """`chat`: the text is a rendered template, whose control tokens count and which brings its own BOS."""
+        if isinstance(prompt, str):
+            if not prompt:
+                raise UserError("the prompt is empty", "give at least one character")
+            ids = self._tokenizer.encode(prompt, add_special_tokens=not chat, parse_special=chat)
+        else:
+            ids = self._checked_ids("prompt token id", prompt)
+        if not ids:
+            raise UserError("the prompt has no tokens", "give at least one")
+        # Scoring may fill the context: the one token it samples is never computed.
+        scores_only = params.prompt_logprobs is not None and params.max_tokens == 1
+        if len(ids) > self._context_length - (not scores_only):
+            raise UserError(
+                f"the prompt has {len(ids)} tokens, the context holds {self._context_length} with room for one more",
+                "shorten the prompt or raise --context",
+            )
+        stop_ids = frozenset(self._checked_ids("stop token id", params.stop_token_ids))
+        self._checked_ids("logit_bias token id", list(params.logit_bias or ()))
+        arrival = next(self._arrivals)
+        return Request(
+            request_id=request_id if request_id is not None else str(arrival),
+            prompt_ids=ids,
+            params=params,
+            stop_ids=stop_ids if params.ignore_eos else stop_ids | self._eos_ids,
+            seed=params.seed if params.seed is not None else self._own_seed(arrival),
+            priority=priority,
+            arrival=arrival,
+        )
+
+    def _own_seed(self, arrival: int) -> int:
+        """Different for every request, the same from run to run."""
+        return (self._seed * 0x9E3779B97F4A7C15 + arrival * 0xD1B54A32D192ED03) & MAX_SEED
+
+    def _checked_ids(self, what: str, ids: Sequence[int]) -> list[int]:
+        for token_id in ids:
+            if isinstance(token_id, bool) or not isinstance(token_id, int):
+                raise UserError(f"{what} {token_id!r} is not a whole number", "give token ids as integers")
+            if not 0 <= token_id < self._vocab_size:
+                raise UserError(f"{what} {token_id} is outside the vocabulary", f"give 0 to {self._vocab_size - 1}")
+        return list(ids)

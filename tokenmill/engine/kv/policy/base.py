@@ -1,0 +1,33 @@
+"""The contract of an eviction policy: which cached page goes first when a new one is needed.
+
+A policy sees page numbers and the order of calls, never tokens, requests or the tree. The page pool calls it: `add`
+when the last holder of a cached page lets go, `remove` when a request takes the page again or it leaves the cache. A
+policy that counts uses, keeps pages for a time or pins them derives all that from these calls and its own options.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+
+
+class EvictionPolicy(ABC):
+    """Holds the cached pages that nobody uses. Every method is O(1) (iteration is for checks only)."""
+
+    @abstractmethod
+    def add(self, page: int) -> None:
+        """The page is cached and now unused. It is not in the policy yet."""
+
+    @abstractmethod
+    def remove(self, page: int) -> None:
+        """The page is used again or no longer cached. It is in the policy."""
+
+    @abstractmethod
+    def victim(self) -> int | None:
+        """The page to evict next, None only if the policy is empty. It stays until `remove`."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[int]: ...

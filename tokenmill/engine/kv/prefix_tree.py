@@ -1,0 +1,138 @@
+"""The prefix tree: which full pages of which token sequences are stored, at page granularity.
+
+A node is one full page of token ids below its parent and names, for each KV group, the page that stores it (or none).
+It knows nothing of reference counts or requests; the manager attaches pages, the page pool evicts them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tokenmill.hardware.kv_layout import KVLayout
+
+NO_PAGE = -1
+UNBOUNDED = 2**30  # pages that a group without a window looks back
+
+
+class PrefixNode:
+    """`page_size` token ids (`key`) after those of `parent`; `cursors` counts requests that will commit below it."""
+
+    __slots__ = ("children", "cursors", "key", "pages", "parent")
+
+    def __init__(self, parent: PrefixNode | None, key: tuple[int, ...], num_groups: int) -> None:
+        self.parent = parent
+        self.key = key
+        self.children: dict[tuple[int, ...], PrefixNode] = {}
+        self.pages = [NO_PAGE] * num_groups
+        self.cursors = 0
+
+
+class PrefixTree:
+    """Page sequences by their tokens. `owner` names the node of every page in the tree."""
+
+    def __init__(self, layout: KVLayout) -> None:
+        self.page_size = layout.page_size
+        # How many pages back from its own each group looks: the whole prefix, or what its window spans.
+        self.spans = [layout.group_pages(group, UNBOUNDED * layout.page_size) for group in layout.groups]
+        self.root = PrefixNode(None, (), len(layout.groups))
+        self.owner: dict[int, PrefixNode] = {}
+
+    def match(self, token_ids: list[int], max_pages: int) -> list[PrefixNode]:
+        """The longest path of at most `max_pages` nodes after which every group has all the pages it looks at."""
+        path: list[PrefixNode] = []
+        runs = [0] * len(self.spans)  # per group: nodes with a page, counted back from here
+        valid = 0
+        node: PrefixNode | None = self.root
+        size = self.page_size
+        for depth in range(1, max_pages + 1):
+            node = node.children.get(tuple(token_ids[(depth - 1) * size : depth * size])) if node else None
+            if node is None:
+                break
+            path.append(node)
+            usable = True
+            for group, page in enumerate(node.pages):
+                run = runs[group] = runs[group] + 1 if page >= 0 else 0
+                if run < depth and run < self.spans[group]:
+                    usable = False
+            if usable:
+                valid = depth
+        return path[:valid]
+
+    def child(self, node: PrefixNode, key: tuple[int, ...]) -> PrefixNode:
+        """The child with these tokens, made if there is none."""
+        child = node.children.get(key)
+        if child is None:
+            child = node.children[key] = PrefixNode(node, key, len(self.spans))
+        return child
+
+    def attach(self, node: PrefixNode, group: int, page: int) -> None:
+        assert node.pages[group] == NO_PAGE
+        assert page not in self.owner
+        node.pages[group] = page
+        self.owner[page] = node
+
+    def detach(self, page: int) -> list[int]:
+        """Take a page out and with it all that is of no use without it. Returns every page that left the tree.
+
+        Nothing below a node can match once a page that groups without window need is gone, so its subtree goes too; a
+        window can do without, so such a page goes alone.
+        """
+        node = self.owner[page]
+        group = node.pages.index(page)
+        if self.spans[group] == UNBOUNDED:
+            return self._cut(node)
+        node.pages[group] = NO_PAGE
+        del self.owner[page]
+        self.prune(node)
+        return [page]
+
+    def prune(self, node: PrefixNode) -> None:
+        """Remove nodes that hold nothing and lead nowhere, from `node` upward."""
+        while node.parent is not None and not node.children and not node.cursors and max(node.pages) == NO_PAGE:
+            parent = node.parent
+            del parent.children[node.key]
+            node.parent = None
+            node = parent
+
+    def nodes(self) -> Iterator[PrefixNode]:
+        stack = list(self.root.children.values())
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+    def check(self, cursors: dict[PrefixNode, int]) -> None:
+        """Owner table, links and cursor counts agree with the tree; no dead branches."""
+        seen = set()
+        for node in self.nodes():
+            parent = node.parent
+            assert parent is not None
+            assert parent.children.get(node.key) is node
+            assert len(node.key) == self.page_size
+            assert node.cursors == cursors.get(node, 0), "cursor count wrong"
+            assert node.children or node.cursors or max(node.pages) >= 0, "dead branch"
+            for group, page in enumerate(node.pages):
+                assert page >= 0 or self.spans[group] != UNBOUNDED or not any(p >= 0 for p in node.pages), "hole"
+                if page >= 0:
+                    assert self.owner.get(page) is node, f"page {page} is not its node's"
+                    seen.add(page)
+        assert len(seen) == len(self.owner), "owner table names pages that are not in the tree"
+        assert self.root.cursors == cursors.get(self.root, 0)
+
+    def _cut(self, node: PrefixNode) -> list[int]:
+        parent = node.parent
+        assert parent is not None
+        del parent.children[node.key]
+        removed = []
+        stack = [node]
+        while stack:
+            node = stack.pop()
+            assert not node.cursors, "a request that will commit below a node holds its pages"
+            node.parent = None
+            for page in node.pages:
+                if page >= 0:
+                    del self.owner[page]
+                    removed.append(page)
+            stack.extend(node.children.values())
+        self.prune(parent)
+        return removed

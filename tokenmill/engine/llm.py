@@ -1,0 +1,159 @@
+"""The offline face: a batch of prompts in, a batch of outputs out, in one process.
+
+`LLM(model, **options).generate(prompts, params)` in the shape vLLM users know. Owns nothing but the loop over
+`core.step`; text and stop strings are the collectors' work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from tokenmill.config import EngineConfig
+from tokenmill.engine.build import EngineParts, build_engine
+from tokenmill.engine.collector import RequestCollector
+from tokenmill.engine.intake import Prompt
+from tokenmill.engine.outputs import RequestOutput
+from tokenmill.engine.progress import progress_console
+from tokenmill.engine.stats import EngineStats
+from tokenmill.errors import UserError
+from tokenmill.types import Request, SamplingParams
+
+Message = Mapping[str, Any]
+
+
+class LLM:
+    def __init__(self, model: str | Path = "smollm2", config: EngineConfig | None = None, **options: Any) -> None:
+        """`options` are the fields of EngineConfig (or their vLLM names); `config` is the ready record instead."""
+        if config is not None and options:
+            raise UserError("both config and options are given", "put the options into the config")
+        self._parts: EngineParts | None = build_engine(model, config or EngineConfig.from_options(options))
+
+    @property
+    def parts(self) -> EngineParts:
+        """What the engine is made of: for reports, benchmarks and tests."""
+        if self._parts is None:
+            raise UserError("this LLM is closed", "make a new one")
+        return self._parts
+
+    @property
+    def stats(self) -> EngineStats:
+        return self.parts.core.stats
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: Sequence[int] | None = None,
+        progress: bool = False,
+    ) -> list[RequestOutput]:
+        """One output per prompt, in order. A prompt is text or a list of token ids; params are one, or one each."""
+        batch = _as_batch(prompts)
+        params = _one_each(sampling_params, len(batch))
+        requests = [
+            self.parts.intake.request(prompt, each, priority=priority[number] if priority else 0)
+            for number, (prompt, each) in enumerate(zip(batch, params, strict=True))
+        ]
+        texts = [prompt if isinstance(prompt, str) else None for prompt in batch]
+        return self._run(requests, texts, progress)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or several, rendered by the model's chat template."""
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+        texts = [self.render_chat(each, tools=tools) for each in conversations]  # type: ignore[arg-type]
+        params = _one_each(sampling_params, len(texts))
+        requests = [self.parts.intake.request(text, each, chat=True) for text, each in zip(texts, params, strict=True)]
+        return self._run(requests, list(texts), progress)
+
+    def render_chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
+        template = self.parts.chat_template
+        if template is None:
+            raise UserError(
+                f"{self.parts.path.name} has no chat template: it is a base model", "use generate, or --raw with run"
+            )
+        text: str = template.render(list(messages), tools=list(tools) if tools else None)
+        return text
+
+    def close(self) -> None:
+        """Release weights, KV memory and threads."""
+        self._parts = None
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, _type: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(self, requests: list[Request], texts: list[str | None], progress: bool) -> list[RequestOutput]:
+        core = self.parts.core
+        collectors = {
+            request.request_id: RequestCollector(request, text, self.parts.tokenizer)
+            for request, text in zip(requests, texts, strict=True)
+        }
+        for request in requests:
+            core.add(request)
+        unfinished = len(collectors)
+        try:
+            with _bar(len(collectors), progress) as (bar, task):
+                while unfinished:
+                    for event in core.step():
+                        collector = collectors[event.request_id]
+                        _, stop = collector.take(event)
+                        if stop:
+                            core.cancel(event.request_id, event.index)
+                        if collector.output.outputs[event.index].finished and collector.output.finished:
+                            unfinished -= 1
+                            bar.advance(task)
+        except BaseException:
+            # Interrupted or failed: the engine must be clean for the next call.
+            for request_id in collectors:
+                core.cancel(request_id)
+            raise
+        return [collector.output for collector in collectors.values()]
+
+
+class _bar:
+    """A progress bar over requests on a terminal, nothing elsewhere."""
+
+    def __init__(self, total: int, wanted: bool) -> None:
+        console = progress_console() if wanted else None
+        columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        self._progress = Progress(*columns, console=console, disable=console is None, transient=True)
+        self._total = total
+
+    def __enter__(self) -> tuple[Progress, Any]:
+        self._progress.start()
+        return self._progress, self._progress.add_task("requests", total=self._total)
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+
+def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if prompts and isinstance(prompts[0], int):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise UserError(f"{len(params)} sampling params for {count} prompts", "give one, or one for each prompt")
+    return list(params)

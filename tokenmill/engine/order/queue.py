@@ -1,0 +1,43 @@
+"""A sorted line of requests: membership in O(1), entering and leaving anywhere by binary search.
+
+Keys are given by the scheduler, unique, and kept while the request moves from one line to another.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+
+from tokenmill.types import Request
+
+Key = tuple[int, ...]
+
+
+class RequestQueue:
+    def __init__(self) -> None:
+        self._line: list[tuple[Key, Request]] = []  # keys are unique, so requests are never compared
+        self._keys: dict[Request, Key] = {}
+
+    def add(self, request: Request, key: Key) -> None:
+        self._keys[request] = key
+        insort(self._line, (key, request))
+
+    def remove(self, request: Request) -> Key:
+        key = self._keys.pop(request)
+        del self._line[bisect_left(self._line, (key,))]
+        return key
+
+    def first(self) -> Request:
+        return self._line[0][1]
+
+    def last(self) -> Request:
+        return self._line[-1][1]
+
+    def snapshot(self) -> list[Request]:
+        """All requests in order, safe to walk while the queue changes."""
+        return [request for _, request in self._line]
+
+    def __contains__(self, request: Request) -> bool:
+        return request in self._keys
+
+    def __len__(self) -> int:
+        return len(self._line)

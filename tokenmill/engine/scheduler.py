@@ -1,0 +1,285 @@
+"""The scheduler: which tokens of which requests the next step computes, and what a step's result means for them.
+
+There are no phases: a request is its known tokens minus the computed ones, and a step hands out token counts under a
+budget; prompts in chunks, prefix hits, decoding and resumption are one case. Running requests come first, those with a
+single pending token (decodes) before the rest, so that a long prompt never delays them; then waiting ones are admitted
+from the head of the line. When pages run out, the last running request in the order of the discipline gives up its
+pages and is recomputed later, never one that sorts before the needy. The first in order therefore always advances, and
+the constructor makes sure that it fits alone. Knows neither tensors nor text; EngineCore calls it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from itertools import count as counter
+
+from tokenmill.engine.kv.manager import NO_MATCH, KVManager
+from tokenmill.engine.order.base import Discipline
+from tokenmill.engine.order.queue import Key, RequestQueue
+from tokenmill.errors import UserError
+from tokenmill.types import MAX_SEED, Request, ScheduledTokens, StepPlan, StepResult, TokenEvent, TokenLogprobs
+
+
+class Scheduler:
+    """Waiting requests hold no pages; running ones do. `update` must follow each `schedule` with its plan."""
+
+    def __init__(
+        self, kv: KVManager, discipline: Discipline, max_batch_tokens: int, max_running: int, context_length: int
+    ) -> None:
+        assert min(max_batch_tokens, max_running) > 0
+        _check_fit(kv, context_length)
+        self.kv = kv
+        self.discipline = discipline
+        self.max_batch_tokens = max_batch_tokens
+        self.max_running = max_running
+        self.context_length = context_length
+        self.num_preemptions = 0
+        self._waiting = RequestQueue()
+        self._running = RequestQueue()
+        self._siblings: dict[str, list[Request]] = {}  # by request id: those that are not finished
+        self._prompt_logprobs: dict[Request, list[TokenLogprobs]] = {}  # until the first token event takes them along
+        self._sequence = counter()
+        self._rows: dict[Request, ScheduledTokens] = {}  # of the step being scheduled
+        self._budget = 0  # tokens that the step being scheduled can still take
+
+    # --- from the caller ---
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._siblings)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def knows(self, request_id: str) -> bool:
+        return request_id in self._siblings
+
+    def add(self, request: Request) -> None:
+        """Queue a request. A prompt that fills the context gets one token, which is never computed."""
+        assert 0 < request.num_tokens <= self.context_length, "prompt does not fit the context"
+        assert request.request_id not in self._siblings, f"request id {request.request_id!r} is in use"
+        self._siblings[request.request_id] = [request]
+        self._waiting.add(request, self._key(request))
+
+    def cancel(self, request_id: str, index: int | None = None) -> bool:
+        """Forget a request and its siblings, or only the one at `index`, at any moment; their pages are free at once.
+        False: not known."""
+        siblings = self._siblings.pop(request_id, [])
+        cancelled = [request for request in siblings if index is None or request.index == index]
+        for request in cancelled:
+            siblings.remove(request)
+            self._remove(request)
+        if siblings:
+            self._siblings[request_id] = siblings
+        return bool(cancelled)
+
+    # --- one step ---
+
+    def schedule(self) -> StepPlan:
+        """The plan of the next step. Empty only if there is no work."""
+        self._rows = {}
+        self._budget = self.max_batch_tokens
+        preemptions = self.num_preemptions
+        prompts = []
+        for request in self._running.snapshot():
+            pending = len(request.token_ids) - request.num_computed
+            if pending > 1:
+                prompts.append(request)
+            elif pending == 1 and self._budget > 0 and request in self._running:
+                self._continue(request, 1)
+        crowded = self.num_preemptions > preemptions
+        for request in prompts:
+            if not crowded:
+                self._admit(ahead_of=request)
+            if self._budget > 0 and request in self._running:
+                before = self.num_preemptions
+                self._continue(request, min(request.num_tokens - request.num_computed, self._budget))
+                crowded = crowded or self.num_preemptions > before
+        if not crowded:
+            self._admit()
+        return StepPlan(list(self._rows.values()), self.kv.take_copies())
+
+    def update(self, plan: StepPlan, result: StepResult) -> list[TokenEvent]:
+        """Take in what the step computed. Rows of requests that were cancelled meanwhile are ignored."""
+        events = []
+        rows = zip(plan.scheduled, result.token_ids, result.logprobs, result.prompt_logprobs, strict=True)
+        for row, token_id, logprobs, prompt_logprobs in rows:
+            request = row.request
+            if request not in self._running:
+                continue
+            request.num_computed = row.start + row.count
+            self.discipline.charge(request, row.count)
+            self.kv.commit(request)
+            if prompt_logprobs and _wants_prompt_logprobs(request):
+                self._prompt_logprobs.setdefault(request, []).extend(prompt_logprobs)
+            if token_id is not None:
+                events.append(self._advance(request, token_id, logprobs))
+        return events
+
+    # --- who gets tokens ---
+
+    def _continue(self, request: Request, wanted: int) -> None:
+        """Schedule up to `wanted` tokens of a running request; make room by preempting if not even one fits."""
+        granted = wanted
+        if not self.kv.reserve(request, wanted):
+            while not (granted := min(wanted, self.kv.room(request))):
+                victim = self._running.last()
+                self._preempt(victim)
+                if victim is request:
+                    return
+            self.kv.reserve(request, granted)
+        self._plan(request, granted)
+
+    def _admit(self, ahead_of: Request | None = None) -> None:
+        """Start waiting requests from the head of the line while budget, slots and pages last; none overtakes.
+
+        With `ahead_of`, only those that may push that running request aside.
+        """
+        while len(self._waiting) and self._budget > 0:
+            request = self._waiting.first()
+            if ahead_of is not None and not self.discipline.outranks(request, ahead_of):
+                return
+            while not self._start(request):
+                if not self._can_push_aside(request):
+                    return
+                self._preempt(self._running.last())
+
+    def _start(self, request: Request) -> bool:
+        """Admit the head of the line. Unless alone, all its known tokens must fit: it would be preempted half way."""
+        running = len(self._running)
+        if running >= self.max_running:
+            return False
+        match = NO_MATCH if _wants_prompt_logprobs(request) else self.kv.match(request)
+        if running and not self.kv.fits(request, match):
+            return False
+        granted = min(request.num_tokens - match.num_tokens, self._budget, self.kv.room(request, match))
+        if granted == 0 or not self.kv.reserve(request, granted, match):
+            return False
+        request.num_computed = match.num_tokens
+        if request.num_preemptions == 0:
+            request.num_cached_tokens = match.num_tokens
+        self._running.add(request, self._waiting.remove(request))
+        self._plan(request, granted)
+        return True
+
+    def _can_push_aside(self, request: Request) -> bool:
+        """Whether preempting running requests that `request` outranks can let it start. None is preempted in vain
+        (but for pages that they share: those count once for each holder)."""
+        if not len(self._running) or not self.discipline.outranks(request, self._running.last()):
+            return False
+        running = self._running.snapshot()
+        outranked = [other for other in running if self.discipline.outranks(request, other)]
+        if len(outranked) == len(running):
+            return True
+        match = NO_MATCH if _wants_prompt_logprobs(request) else self.kv.match(request)
+        return self.kv.fits(request, match, without=outranked)
+
+    def _plan(self, request: Request, granted: int) -> None:
+        start = request.num_computed
+        samples = start + granted == len(request.token_ids)
+        self._rows[request] = ScheduledTokens(request, start, granted, self.kv.block_tables(request), samples)
+        self._budget -= granted
+
+    def _preempt(self, request: Request) -> None:
+        """Back to the line, without pages; what it was to compute in this step is taken back."""
+        row = self._rows.pop(request, None)
+        if row is not None:
+            self._budget += row.count
+        self._waiting.add(request, self._running.remove(request))
+        self.kv.release(request)
+        self._prompt_logprobs.pop(request, None)
+        request.num_computed = 0
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+
+    # --- what becomes of a request ---
+
+    def _advance(self, request: Request, token_id: int, logprobs: TokenLogprobs | None) -> TokenEvent:
+        """Append a sampled token; fork after the first one; finish if it was the last."""
+        event = TokenEvent(
+            request.request_id,
+            request.index,
+            [token_id],
+            [] if logprobs is None else [logprobs],
+            self._prompt_logprobs.pop(request, []),
+            request.num_cached_tokens,
+        )
+        request.token_ids.append(token_id)
+        if request.params.n > 1 and not request.forked:
+            self._fork(request)
+        if token_id in request.stop_ids:
+            event.finish_reason = "stop"
+            event.stop_reason = token_id if token_id in request.params.stop_token_ids else None
+        elif request.num_output_tokens >= request.params.max_tokens or request.num_tokens >= self.context_length:
+            event.finish_reason = "length"
+        else:
+            return event
+        siblings = self._siblings[request.request_id]
+        siblings.remove(request)
+        if not siblings:
+            del self._siblings[request.request_id]
+        self._remove(request)
+        return event
+
+    def _fork(self, parent: Request) -> None:
+        """Make the siblings 1 .. n-1 of a request whose prompt is computed. Sibling i has the parent's seed plus i.
+
+        Each recomputes the last prompt token only, on pages shared with the parent, and samples for itself. Those for
+        which there is no slot wait like any request, without pages.
+        """
+        parent.forked = True
+        for index in range(1, parent.params.n):
+            child = Request(
+                parent.request_id,
+                parent.prompt_ids,
+                parent.params,
+                parent.stop_ids,
+                seed=(parent.seed + index) % (MAX_SEED + 1),
+                priority=parent.priority,
+                arrival=parent.arrival,
+                index=index,
+                tenant=parent.tenant,
+                weight=parent.weight,
+                num_cached_tokens=parent.num_cached_tokens,
+                forked=True,
+            )
+            self._siblings[parent.request_id].append(child)
+            if len(self._running) < self.max_running:
+                child.num_computed = child.num_tokens - 1
+                self.kv.fork(parent, child)
+                self._running.add(child, self._key(child))
+            else:
+                self._waiting.add(child, self._key(child))
+
+    def _remove(self, request: Request) -> None:
+        if request in self._running:
+            self._running.remove(request)
+            self.kv.release(request)
+        else:
+            self._waiting.remove(request)
+        self._prompt_logprobs.pop(request, None)
+        self.discipline.leave(request)
+
+    def _key(self, request: Request) -> Key:
+        return (*self.discipline.key(request), request.index, next(self._sequence))
+
+
+def _wants_prompt_logprobs(request: Request) -> bool:
+    """Whether every prompt token must be computed by this very request, for its log-probabilities."""
+    return request.params.prompt_logprobs is not None and request.index == 0 and request.num_output_tokens == 0
+
+
+def _check_fit(kv: KVManager, context_length: int) -> None:
+    needed = kv.layout.peak_pages(context_length)
+    if kv.num_pages < needed:
+        longest = bisect_right(range(1, context_length), kv.num_pages, key=kv.layout.peak_pages)
+        raise UserError(
+            f"a request of the full context of {context_length} tokens needs {needed} KV pages of "
+            f"{kv.layout.page_size} tokens, but there are {kv.num_pages}",
+            f"lower --context to at most {longest} or raise --memory" if longest > 1 else "raise --memory",
+        )
