@@ -1,8 +1,8 @@
 """The streaming face: many callers on one asyncio loop, the engine in a thread of its own.
 
-Callers never touch the core: requests and cancellations cross in a queue that the engine thread empties between steps, and
-outputs come back on each caller's loop. Leaving the `async for` early cancels the request and frees its pages at the
-next step boundary. Used by the server's engine process and by Python callers.
+Callers never touch the core: requests and cancellations cross in a queue that the engine thread empties between steps,
+and outputs come back on each caller's loop. Leaving the `async for` early cancels the request and frees its pages at
+the next step boundary. Used by the server's engine process and by Python callers.
 """
 
 from __future__ import annotations
@@ -71,7 +71,12 @@ class AsyncEngine:
         chat: bool = False,
     ) -> AsyncIterator[StreamUpdate]:
         """Stream a request. `chat`: the prompt is text already rendered by the chat template."""
-        request = self.parts.intake.request(prompt, params or SamplingParams(), request_id, priority, chat)
+        params = params or SamplingParams()
+        intake = self.parts.intake
+        if params.structured is None:
+            request = intake.request(prompt, params, request_id, priority, chat)
+        else:  # waits for the grammar
+            request = await asyncio.to_thread(intake.request, prompt, params, request_id, priority, chat)
         loop = asyncio.get_running_loop()
         news: asyncio.Queue[StreamUpdate | BaseException] = asyncio.Queue()
 

@@ -1,0 +1,90 @@
+"""Throughput of many requests sent at once: tokens per second, and how well the KV memory was used.
+
+Waste is the share of token slots in held pages that hold no token, averaged over steps. Called by `tokenmill bench
+throughput`.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+
+from tokenmill.bench.context import benchmark_context
+from tokenmill.bench.prompts import SyntheticRequest, longest_request, random_requests
+from tokenmill.config import EngineConfig
+from tokenmill.engine.llm import LLM
+from tokenmill.engine.stats import EngineStats
+from tokenmill.types import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class ThroughputJob:
+    num_prompts: int = 16
+    input_len: int = 256
+    output_len: int = 128
+    range_ratio: float = 0.0
+    shared_prefix: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ThroughputReport:
+    output_tok_s: float
+    total_tok_s: float  # prompt tokens included, those from the prefix cache too
+    requests_s: float
+    elapsed_s: float
+    num_prompts: int
+    input_tokens: int
+    output_tokens: int
+    kv_waste: float
+    kv_use: float
+    prefix_hit_rate: float
+    preemptions: int
+
+
+def measure_throughput(
+    model: str, config: EngineConfig, job: ThroughputJob, progress: bool = False
+) -> ThroughputReport:
+    needed = longest_request(job.input_len, job.output_len, job.range_ratio, job.shared_prefix)
+    _requests(2, job, config.seed)  # refuse a bad job before the model is loaded
+    config = replace(config, context=benchmark_context(model, config, needed))
+    with LLM(model, config) as llm:
+        requests = _requests(llm.parts.description.vocab_size, job, config.seed)
+        _warm_up(llm, requests[0])
+        before = llm.stats
+        stats = llm.parts.core.stats = EngineStats()
+        started = time.perf_counter()
+        outputs = llm.generate([each.prompt_ids for each in requests], _params(requests), progress=progress)
+        elapsed = time.perf_counter() - started
+    input_tokens = sum(len(each.prompt_ids) for each in requests)
+    output_tokens = sum(len(each.outputs[0].token_ids) for each in outputs)
+    queried = stats.num_prefix_query_tokens - before.num_prefix_query_tokens
+    hits = stats.num_prefix_hit_tokens - before.num_prefix_hit_tokens
+    return ThroughputReport(
+        output_tok_s=output_tokens / elapsed,
+        total_tok_s=(input_tokens + output_tokens) / elapsed,
+        requests_s=job.num_prompts / elapsed,
+        elapsed_s=elapsed,
+        num_prompts=job.num_prompts,
+        input_tokens=input_tokens,
+        output_tokens=output_tokens,
+        kv_waste=stats.mean_kv_waste,
+        kv_use=stats.mean_kv_use,
+        prefix_hit_rate=hits / max(1, queried),
+        preemptions=stats.num_preemptions - before.num_preemptions,
+    )
+
+
+def _requests(vocab_size: int, job: ThroughputJob, seed: int) -> list[SyntheticRequest]:
+    return random_requests(
+        vocab_size, job.num_prompts, job.input_len, job.output_len, job.range_ratio, job.shared_prefix, seed
+    )
+
+
+def _params(requests: list[SyntheticRequest]) -> list[SamplingParams]:
+    return [SamplingParams(max_tokens=each.output_len, temperature=0.0, ignore_eos=True) for each in requests]
+
+
+def _warm_up(llm: LLM, request: SyntheticRequest) -> None:
+    """Two steps on a few tokens that no prompt begins with: threads and memory are there when the clock starts."""
+    prompt = [(token_id + 1) % llm.parts.description.vocab_size for token_id in request.prompt_ids[:8]]
+    llm.generate(prompt, SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True))

@@ -1,0 +1,70 @@
+"""`tokenmill bench latency | throughput`: the engine on synthetic prompts."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from tokenmill.cli.options import DEFAULT_MODEL, AsJson, Model, Verbose, engine_options
+from tokenmill.cli.output import emit
+from tokenmill.config import EngineConfig
+
+app = typer.Typer(help="Measure speed on synthetic prompts.")
+
+
+@app.callback(invoke_without_command=True)
+def group(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+@app.command()
+@engine_options(prefix_caching=False)
+def latency(
+    model: Model = DEFAULT_MODEL,
+    input_len: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 512,
+    output_len: Annotated[int, typer.Option(help="Tokens generated for each prompt.")] = 128,
+    batch_size: Annotated[int, typer.Option(help="Prompts at the same time.")] = 1,
+    repeat: Annotated[int, typer.Option(help="Runs measured; medians are reported.")] = 3,
+    warmup: Annotated[int, typer.Option(help="Runs before that, not measured.")] = 1,
+    as_json: AsJson = False,
+    _verbose: Verbose = False,
+    *,
+    engine: EngineConfig,
+) -> None:
+    """One batch: how fast prompts are read (until every sequence has its first token) and how fast tokens follow."""
+    from tokenmill.bench.latency import LatencyJob, measure_latency
+
+    job = LatencyJob(input_len, output_len, batch_size, repeat, warmup)
+    total = warmup + repeat
+    report = measure_latency(model, engine, job, lambda done: _say(f"run {done} of {total}"))
+    emit(asdict(report), as_json)
+
+
+@app.command()
+@engine_options()
+def throughput(
+    model: Model = DEFAULT_MODEL,
+    num_prompts: Annotated[int, typer.Option(help="Requests, all sent at once.")] = 16,
+    input_len: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 256,
+    output_len: Annotated[int, typer.Option(help="Tokens generated for each prompt.")] = 128,
+    range_ratio: Annotated[float, typer.Option(help="Lengths vary uniformly by this share, up and down.")] = 0.0,
+    shared_prefix: Annotated[int, typer.Option(help="Tokens all prompts begin with, on top of --input-len.")] = 0,
+    as_json: AsJson = False,
+    _verbose: Verbose = False,
+    *,
+    engine: EngineConfig,
+) -> None:
+    """Many requests at once: tokens per second, and how much of the KV memory in use holds no token (kv_waste)."""
+    from tokenmill.bench.throughput import ThroughputJob, measure_throughput
+
+    job = ThroughputJob(num_prompts, input_len, output_len, range_ratio, shared_prefix)
+    emit(asdict(measure_throughput(model, engine, job, progress=True)), as_json)
+
+
+def _say(text: str) -> None:
+    if sys.stderr.isatty():
+        print(text, file=sys.stderr, flush=True)

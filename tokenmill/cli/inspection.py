@@ -1,0 +1,60 @@
+"""`tokenmill inspect`: what a checkpoint is, what it costs, and who computes it here."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from tokenmill.cli.options import DEFAULT_MODEL, AsJson, Model, Verbose, engine_options
+from tokenmill.cli.output import emit
+from tokenmill.config import EngineConfig
+
+_SHAPES = (
+    "hidden_size",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "intermediate_size",
+    "vocab_size",
+    "context_length",
+    "activation",
+    "tie_embeddings",
+)
+
+
+@engine_options(without=("memory", "prefix_caching", "scheduling", "eviction", "concurrency", "threads", "seed"))
+def inspect(
+    model: Model = DEFAULT_MODEL,
+    as_json: AsJson = False,
+    _verbose: Verbose = False,
+    *,
+    engine: EngineConfig,
+) -> None:
+    """Show architecture, bytes, KV cost, tokenizer, and which kernel takes each op and why faster ones declined."""
+    from tokenmill.checkpoint.sources import resolve
+    from tokenmill.runtime.report import inspect_model
+
+    found = resolve(model)
+    report = inspect_model(found.path, engine)
+    description = report.description
+    result: dict[str, Any] = {
+        "model": model,
+        "name": description.name,
+        "path": str(found.path),
+        "source": found.source,
+        "architecture": description.architecture,
+        "parameters": report.parameters,
+        "bytes": report.bytes,
+        "bits_per_weight": round(8 * report.bytes / report.parameters, 3),
+        "shapes": {name: getattr(description, name) for name in _SHAPES},
+        "weights": [asdict(each) for each in report.weights],
+        "kv_cache": asdict(report.kv),
+        "tokenizer": asdict(report.tokenizer),
+        "executor": {"chosen": report.executor.runs_on, "declined": list(report.executor.declined)},
+        "kernels": [
+            {"op": each.what, "implementation": each.runs_on, "declined": list(each.declined)}
+            for each in report.kernels
+        ],
+    }
+    emit(result, as_json)

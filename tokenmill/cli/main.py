@@ -1,0 +1,114 @@
+"""The `tokenmill` command: gathers the verbs and turns what goes wrong into one line and an exit code.
+
+Exit 0: done; 2: the user's to mend (the line says how); 1: ours; 130: interrupted. Verbs import the engine only when
+they run, so that help is instant.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+from tokenmill import __version__
+from tokenmill.cli import bench, chat, doctor, evaluation, inspection, pull, run, serve
+from tokenmill.errors import UserError
+from tokenmill.log import configure, get_logger
+
+# Typer carries its own copy of click or uses the installed one, by version: this is the usage error of either.
+UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+
+app = typer.Typer(
+    name="tokenmill",
+    help="Run, measure and serve language models from a checkpoint.",
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("pull")(pull.pull)
+app.command("run")(run.run)
+app.command("chat")(chat.chat)
+app.command("serve")(serve.serve)
+app.command("inspect")(inspection.inspect)
+app.command("doctor")(doctor.doctor)
+app.add_typer(bench.app, name="bench")
+app.add_typer(evaluation.app, name="eval")
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"tokenmill {__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    context: typer.Context,
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    configure()
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 must not end an answer
+    try:
+        code = app(list(sys.argv[1:] if arguments is None else arguments), "tokenmill", standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except UserError as error:
+        return _fail(str(error), 2)
+    except UsageError as error:
+        return _fail(_explain_usage(error), 2)
+    except (KeyboardInterrupt, typer.Abort):
+        return 130
+    except Exception as error:
+        if get_logger("tokenmill").isEnabledFor(20):
+            import traceback
+
+            traceback.print_exc()
+        return _fail(
+            f"internal error, {type(error).__name__}: {error}. Report it with the output of `tokenmill doctor` and of "
+            "this command with --verbose.",
+            1,
+        )
+
+
+def _fail(message: str, code: int) -> int:
+    sys.stdout.flush()
+    print("error: " + " ".join(message.split()), file=sys.stderr)
+    return code
+
+
+def _explain_usage(error: Any) -> str:
+    """Click's message in one line, with the nearest valid flag or verb and where to read on."""
+    context = getattr(error, "ctx", None)
+    path = context.command_path if context is not None else "tokenmill"
+    message = error.format_message().split(" (Possible options")[0].split(" Did you mean")[0].rstrip(".")
+    near = _nearest(error, context)
+    hint = f"Did you mean {near}? " if near else ""
+    return f"{message}. {hint}See `{path} --help`."
+
+
+def _nearest(error: Any, context: Any) -> str | None:
+    if context is None:
+        return None
+    flag = getattr(error, "option_name", None)
+    if flag is not None:
+        valid = [text for param in context.command.params for text in (*param.opts, *param.secondary_opts)]
+        found = difflib.get_close_matches(flag, [text for text in valid if text.startswith("--")], n=1, cutoff=0.5)
+        return found[0] if found else None
+    verbs = getattr(context.command, "commands", None)
+    typed = error.format_message().partition("'")[2].partition("'")[0]
+    found = difflib.get_close_matches(typed, list(verbs), n=1, cutoff=0.5) if verbs and typed else []
+    return f"`{context.command_path} {found[0]}`" if found else None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

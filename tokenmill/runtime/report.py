@@ -1,0 +1,225 @@
+"""What a checkpoint is and who computes it on this machine: the facts behind `tokenmill inspect`.
+
+Builds the architecture on the mapped file and makes one weight of each type and shape ready, to learn which kernel
+takes it; nothing else is read or repacked, so that a large model costs little. Benchmarks use it to name their kernels.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+
+from tokenmill.checkpoint.base import Checkpoint
+from tokenmill.checkpoint.description import ModelDescription
+from tokenmill.checkpoint.open import open_checkpoint
+from tokenmill.checkpoint.tokenizer import load_chat_template, load_tokenizer
+from tokenmill.config import EngineConfig
+from tokenmill.errors import UserError
+from tokenmill.hardware.kv_layout import KVLayout, build_layout
+from tokenmill.hardware.memory import kv_bytes_per_token
+from tokenmill.kernels import cpu
+from tokenmill.kernels.base import Choice, select, select_linear
+from tokenmill.model.architectures import ARCHITECTURES
+from tokenmill.model.formats.base import LinearWeight
+from tokenmill.model.kvstore import KV_STORES
+from tokenmill.model.kvstore.base import KVStore
+from tokenmill.model.loader import LoadedModel
+from tokenmill.model.reader import WeightReader
+from tokenmill.runtime.build import resolve_context
+from tokenmill.runtime.eager import OPS
+from tokenmill.runtime.executors import EXECUTORS
+
+
+@dataclass(frozen=True, slots=True)
+class Implementation:
+    """Who computes something, and who declined with what reason."""
+
+    what: str
+    runs_on: str
+    declined: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredType:
+    """All tensors of one type in the file."""
+
+    type: str
+    tensors: int
+    parameters: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class KVReport:
+    dtype: str
+    bytes_per_token: float  # what one more token of a long sequence costs: sliding layers no longer grow
+    context: int  # that the engine would take
+    bytes_full_context: int  # one request of that length, sliding layers included
+    full_layers: int
+    sliding_layers: int
+    sliding_window: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerReport:
+    kind: str
+    vocab_size: int
+    bos_id: int | None
+    adds_bos: bool
+    eos_ids: tuple[int, ...]
+    special_tokens: int
+    chat_template: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ModelReport:
+    description: ModelDescription
+    parameters: int
+    bytes: int
+    weights: tuple[StoredType, ...]
+    kv: KVReport
+    tokenizer: TokenizerReport
+    executor: Implementation
+    kernels: tuple[Implementation, ...]
+
+
+def inspect_model(path: Path, config: EngineConfig) -> ModelReport:
+    checkpoint = open_checkpoint(path)
+    model = survey(checkpoint, config)
+    layout = build_layout(model.decoder.kv_layers(), config.page_size)
+    store_class = KV_STORES.get("float32" if config.kv_cache_dtype == "auto" else config.kv_cache_dtype)
+    store = store_class(layout, 1, model.where, config.kernels)
+    executor = _executor(model, store, config.executor)
+    stored = stored_types(checkpoint)
+    return ModelReport(
+        description=checkpoint.description,
+        parameters=sum(each.parameters for each in stored),
+        bytes=sum(each.bytes for each in stored),
+        weights=stored,
+        kv=_kv_report(checkpoint.description, config, layout, store_class.name, store_class.page_bytes(layout)),
+        tokenizer=_tokenizer_report(path, checkpoint),
+        executor=executor,
+        kernels=implementations(model, executor.runs_on),
+    )
+
+
+def survey(checkpoint: Checkpoint, config: EngineConfig) -> LoadedModel:
+    """The model with its kernels chosen but not filled: weights of one type and shape share one choice."""
+    description = checkpoint.description
+    where = torch.device("cpu")
+    reader = WeightReader(checkpoint)
+    decoder = ARCHITECTURES.get(description.architecture)(reader, description, 1)
+    reader.finish()
+    chosen: dict[tuple[str, int, int, bool], Choice] = {}
+    for weight in reader.weights.values():
+        key = (weight.type_name, weight.out_features, weight.in_features, weight.bias is not None)
+        if weight is decoder.embedding and decoder.head is not weight:
+            continue  # only looked up, never multiplied
+        if key not in chosen:
+            chosen[key] = select_linear(weight, where, config.kernels)
+        weight.kernel = chosen[key]
+    return LoadedModel(decoder, reader.weights, checkpoint, where, config.kernels)
+
+
+def implementations(model: LoadedModel, executor: str) -> tuple[Implementation, ...]:
+    """One line for each way a weight type is multiplied, and for each op."""
+    linears = {
+        Implementation(f"linear {weight.type_name}", _linear_name(weight), _reasons(weight.kernel.declined)): None
+        for weight in model.weights.values()
+        if weight.kernel is not None
+    }
+    if executor != "eager":  # a whole step is one program of one backend
+        return (*linears, *(Implementation(op, f"{executor} program", ()) for op in OPS))
+    choices = (select(op, model.where, model.kernels) for op in OPS)
+    return (*linears, *(Implementation(each.op, each.backend, _reasons(each.declined)) for each in choices))
+
+
+def kernel_names(model: LoadedModel, executor: str) -> dict[str, str]:
+    """Op or weight type -> implementation; several for one type are joined."""
+    names: dict[str, str] = {}
+    for each in implementations(model, executor):
+        names[each.what] = f"{names[each.what]}, {each.runs_on}" if each.what in names else each.runs_on
+    return names
+
+
+def num_threads(config: EngineConfig) -> int:
+    """How many threads compute."""
+    if cpu.unavailable(torch.device("cpu")) is not None:
+        return torch.get_num_threads()
+    size: int = cpu.module().Pool.shared(config.threads).size
+    return size
+
+
+def stored_types(checkpoint: Checkpoint) -> tuple[StoredType, ...]:
+    """The file by tensor type, largest first."""
+    totals: dict[str, tuple[int, int, int]] = {}
+    for name in checkpoint.names():
+        tensor = checkpoint.tensor(name)
+        tensors, parameters, nbytes = totals.get(tensor.type_name, (0, 0, 0))
+        totals[tensor.type_name] = (tensors + 1, parameters + prod(tensor.shape), nbytes + tensor.nbytes)
+    found = [StoredType(type_name, *total) for type_name, total in totals.items()]
+    return tuple(sorted(found, key=lambda each: -each.bytes))
+
+
+def _executor(model: LoadedModel, store: KVStore, wanted: str) -> Implementation:
+    """The executor the engine would take. None is built: some allocate buffers for whole batches."""
+    declined: list[tuple[str, str]] = []
+    for name in EXECUTORS if wanted == "auto" else (wanted,):
+        reason = EXECUTORS.get(name).declines(model, store)
+        if reason is None:
+            return Implementation("step", name, _reasons(declined))
+        declined.append((name, reason))
+    raise UserError(f"executor '{wanted}' cannot run here: {declined[-1][1]}", "use --executor auto")
+
+
+def _linear_name(weight: LinearWeight) -> str:
+    assert weight.kernel is not None
+    detail = getattr(weight.kernel.run, "detail", "")
+    return f"{weight.kernel.backend} ({detail})" if detail else weight.kernel.backend
+
+
+def _reasons(declined: Iterable[tuple[str, str]]) -> tuple[str, ...]:
+    return tuple(f"{name}: {reason}" for name, reason in declined)
+
+
+def _kv_report(
+    description: ModelDescription, config: EngineConfig, layout: KVLayout, dtype: str, page_bytes: int
+) -> KVReport:
+    context = resolve_context(config, description.context_length)
+    return KVReport(
+        dtype=dtype,
+        bytes_per_token=kv_bytes_per_token(layout, page_bytes),
+        context=context,
+        bytes_full_context=layout.peak_pages(context) * page_bytes,
+        full_layers=description.num_layers - description.num_sliding_layers,
+        sliding_layers=description.num_sliding_layers,
+        sliding_window=description.sliding_window if description.num_sliding_layers else 0,
+    )
+
+
+def _tokenizer_report(path: Path, checkpoint: Checkpoint) -> TokenizerReport:
+    tokenizer = load_tokenizer(path)
+    begins = tokenizer.encode("")[:1]
+    return TokenizerReport(
+        kind=_tokenizer_kind(path, checkpoint),
+        vocab_size=tokenizer.vocab_size,
+        bos_id=tokenizer.bos_id,
+        adds_bos=bool(begins) and begins[0] == tokenizer.bos_id,
+        eos_ids=tuple(dict.fromkeys((*checkpoint.description.eos_ids, *tokenizer.eos_ids))),
+        special_tokens=len(tokenizer.special_ids),
+        chat_template=load_chat_template(path) is not None,
+    )
+
+
+def _tokenizer_kind(path: Path, checkpoint: Checkpoint) -> str:
+    metadata = getattr(checkpoint, "metadata", None)
+    if metadata is not None:
+        names = (metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre"))
+        return " ".join(str(name) for name in names if name) or "unknown"
+    content = json.loads((path / "tokenizer.json").read_text(encoding="utf-8"))
+    return str(content.get("model", {}).get("type") or "unknown")
