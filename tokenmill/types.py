@@ -12,13 +12,39 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from tokenmill.errors import UserError
+from tokenmill.errors import UserError, unknown_name
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from tokenmill.runtime.sampling.grammar.compiler import CompiledGrammar
+
 MAX_LOGPROBS = 64
 MAX_SEED = 2**64 - 1
+MAX_STRUCTURED_CHARS = 1 << 18
+MAX_CHOICES = 4096
+STRUCTURED_KINDS = ("json_object", "json_schema", "regex", "choice", "grammar")
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredSpec:
+    """What the output must look like: a JSON object, JSON of a schema, a regex, one of some texts, or a grammar."""
+
+    kind: str  # of STRUCTURED_KINDS
+    text: str = ""  # the schema as JSON, the regex, or the grammar (Lark, or GBNF with ::=)
+    choices: tuple[str, ...] = ()  # of "choice"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "choices", tuple(self.choices))
+        if self.kind not in STRUCTURED_KINDS:
+            raise unknown_name("kind of structured output", self.kind, STRUCTURED_KINDS)
+        if self.kind == "choice" and not (0 < len(self.choices) <= MAX_CHOICES and all(self.choices)):
+            raise UserError(f"there are {len(self.choices)} choices, or an empty one", f"give 1 to {MAX_CHOICES} texts")
+        if self.kind in ("json_schema", "regex", "grammar") and not self.text.strip():
+            raise UserError(f"the {self.kind} is empty", "give it, or leave structured output out")
+        size = len(self.text) + sum(map(len, self.choices))
+        if size > MAX_STRUCTURED_CHARS:
+            raise UserError(f"the {self.kind} has {size} characters", f"give at most {MAX_STRUCTURED_CHARS}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +71,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     logprobs: int | None = None  # top-k to report for each sampled token
     prompt_logprobs: int | None = None  # top-k to report for each prompt token
+    structured: StructuredSpec | None = None
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -78,7 +105,7 @@ class SamplingParams:
         return self.temperature == 0.0
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Request:
     """One sequence in the engine. The caller fills the first block; the scheduler owns the second and alone writes it.
 
@@ -94,6 +121,10 @@ class Request:
     priority: int = 0  # lower runs first (only under the priority discipline)
     arrival: int = 0  # a counter, not a clock: order of arrival
     index: int = 0  # which of the n siblings
+    tenant: str = ""  # whose share of the engine it uses (only under the fair discipline)
+    weight: float = 1.0  # of the tenant
+    embeds: bool = False  # also wants the hidden state of its last prompt token, with its first token
+    grammar: CompiledGrammar | None = None  # params.structured made ready for the sampler; opaque to the engine
 
     token_ids: list[int] = field(default_factory=list)  # prompt + output so far
     num_computed: int = 0  # tokens whose KV is stored
@@ -170,9 +201,10 @@ class TokenLogprobs:
 class StepResult:
     """What the runtime answers, row by row as in StepPlan.scheduled."""
 
-    token_ids: list[int | None]  # None where the row did not sample
+    token_ids: list[int | None]  # None where the row did not sample, or where no token is possible
     logprobs: list[TokenLogprobs | None]
     prompt_logprobs: list[list[TokenLogprobs] | None]  # for prompt tokens start+1 .. start+count of the row
+    embeddings: dict[int, list[float]] = field(default_factory=dict)  # by row, for those that sample and want one
 
 
 @dataclass(slots=True)
@@ -185,8 +217,9 @@ class TokenEvent:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     num_cached_tokens: int = 0
-    finish_reason: str | None = None  # "stop", "length", "abort"
+    finish_reason: str | None = None  # "stop", "length", "abort", "error" (no token was possible)
     stop_reason: int | str | None = None  # the stop id or string that ended it
+    embedding: list[float] = field(default_factory=list)  # final hidden state, if the request wants it
 
 
 def _check_int(name: str, value: object, low: int, high: int) -> None:

@@ -44,6 +44,11 @@ class ChatTemplate:
         self._compiled: dict[str, Template] = {}
         self._lock = Lock()  # the environment counts the steps of one rendering
 
+    @property
+    def tool_source(self) -> str:
+        """The template that is used when there are tools."""
+        return self._variants.get("tool_use", self.source)
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -52,7 +57,7 @@ class ChatTemplate:
         **extra: Any,
     ) -> str:
         """The prompt for `messages`. `extra` reaches the template as variables (such as enable_thinking)."""
-        source = self._variants.get("tool_use", self.source) if tools else self.source
+        source = self.tool_source if tools else self.source
         variables = {
             **self._special_tokens,
             "messages": [

@@ -11,8 +11,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from tokenmill.checkpoint.base import StoredTensor
 from tokenmill.checkpoint.fields import shown
 from tokenmill.checkpoint.gguf_description import describe, read_architecture
@@ -25,14 +23,14 @@ from tokenmill.kernels.ggml_types import TYPES_BY_NUMBER, UNREAD_TYPE_NAMES, GGM
 MAGIC = b"GGUF"
 
 _DTYPES = {
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F64": torch.float64,
-    "I8": torch.int8,
-    "I16": torch.int16,
-    "I32": torch.int32,
-    "I64": torch.int64,
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F64": "float64",
+    "I8": "int8",
+    "I16": "int16",
+    "I32": "int32",
+    "I64": "int64",
 }
 _MAX_DIMENSIONS = 4
 _DEFAULT_ALIGNMENT = 32
@@ -84,9 +82,11 @@ class GGUFCheckpoint:
     def tensor(self, name: str) -> StoredTensor:
         if name not in self._entries:
             raise CheckpointError(f"{self.path.name} has no tensor '{name}'", "the file may be of another model")
+        import torch  # here: who reads only the metadata does without
+
         entry = self._entries[name]
         layout = entry.layout
-        dtype = torch.uint8 if layout.is_block else _DTYPES[layout.name]
+        dtype = getattr(torch, "uint8" if layout.is_block else _DTYPES[layout.name])
         shape = entry.shape
         if layout.is_block:
             shape = (*shape[:-1], layout.row_bytes(shape[-1]))

@@ -9,11 +9,13 @@ from __future__ import annotations
 import math
 import mmap
 from pathlib import Path
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from tokenmill.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 DAMAGED = "the file is damaged or incomplete: download or convert it again"
 
@@ -33,6 +35,8 @@ def map_file(path: Path, smallest: int) -> mmap.mmap:
 
 def view_tensor(buffer: mmap.mmap, dtype: torch.dtype, shape: tuple[int, ...], start: int) -> Tensor:
     """A tensor over mapped bytes; the caller has checked that they exist. Copies only what lies misaligned."""
+    import torch  # here: who reads only metadata, such as a tokenizer in the server process, does without
+
     count = math.prod(shape)
     if count == 0:
         return torch.empty(shape, dtype=dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -14,7 +15,7 @@ from tokenmill.cli.streaming import Answer, Streamer, answer_record, logprob_rec
 from tokenmill.cli.values import parse_ids
 from tokenmill.config import EngineConfig
 from tokenmill.errors import UserError
-from tokenmill.types import SamplingParams
+from tokenmill.types import SamplingParams, StructuredSpec
 
 MAX_TOKENS = 256
 
@@ -29,6 +30,10 @@ def run(
     token_ids: Annotated[str | None, typer.Option(help="A prompt of token ids instead, such as 1,2,3.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text itself, without the chat template.")] = False,
     system: Annotated[str | None, typer.Option(help="System message, before the prompt.")] = None,
+    json_schema: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The answer must be JSON of the schema in this file.")
+    ] = None,
+    regex: Annotated[str | None, typer.Option(help="The answer must match this regular expression.")] = None,
     as_json: AsJson = False,
     _verbose: Verbose = False,
     *,
@@ -44,6 +49,7 @@ def run(
         raise UserError("both a text and --token-ids are given", "keep one of them")
     if system is not None and (raw or token_ids is not None):
         raise UserError("--system needs the chat template", "leave out --raw and --token-ids")
+    params = replace(params, structured=_structured(json_schema, regex))
     engine = replace(engine, concurrency=max(engine.concurrency, params.n))
     with Streamer(model, engine) as streamer:
         chat = isinstance(prompt, str) and not raw and (streamer.has_template or system is not None)
@@ -53,6 +59,19 @@ def run(
         streams = not as_json and params.n == 1
         answer = streamer.stream(prompt, params, chat, _write if streams else lambda _index, _text: None)
     _finish(answer, params, as_json)
+
+
+def _structured(json_schema: Path | None, regex: str | None) -> StructuredSpec | None:
+    if json_schema is not None and regex is not None:
+        raise UserError("both --json-schema and --regex are given", "keep one of them")
+    if regex is not None:
+        return StructuredSpec("regex", regex)
+    if json_schema is None:
+        return None
+    try:
+        return StructuredSpec("json_schema", json_schema.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {json_schema}: {error}", "check the path") from None
 
 
 def _prompt_text(text: str | None) -> str:

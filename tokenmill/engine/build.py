@@ -24,12 +24,14 @@ from tokenmill.engine.kv.policy import POLICIES
 from tokenmill.engine.order import DISCIPLINES
 from tokenmill.engine.scheduler import Scheduler
 from tokenmill.runtime.build import Runtime, build_runtime, resolve_context
+from tokenmill.runtime.sampling.grammar.compiler import GrammarCompiler
 
 
 @dataclass(slots=True, eq=False)
 class EngineParts:
     core: EngineCore
     intake: Intake
+    grammars: GrammarCompiler
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
     description: ModelDescription
@@ -61,9 +63,11 @@ def build_engine(model: str | Path, config: EngineConfig) -> EngineParts:
     kv = KVManager(runtime.layout, runtime.budget.num_pages, config.prefix_caching, policy)
     scheduler = Scheduler(kv, discipline, config.batch_tokens, config.concurrency, context)
     eos_ids = tuple(dict.fromkeys((*description.eos_ids, *tokenizer.eos_ids)))
+    grammars = GrammarCompiler(tokenizer, eos_ids)
     return EngineParts(
         core=EngineCore(scheduler, runtime.runner),
-        intake=Intake(tokenizer, description.vocab_size, eos_ids, context, config.seed),
+        intake=Intake(tokenizer, description.vocab_size, eos_ids, context, config.seed, grammars),
+        grammars=grammars,
         tokenizer=tokenizer,
         chat_template=load_chat_template(path),
         description=description,

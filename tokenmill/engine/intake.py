@@ -10,7 +10,8 @@ from itertools import count
 from typing import Protocol
 
 from tokenmill.errors import UserError
-from tokenmill.types import MAX_SEED, Request, SamplingParams
+from tokenmill.runtime.sampling.grammar.compiler import CompiledGrammar
+from tokenmill.types import MAX_SEED, Request, SamplingParams, StructuredSpec
 
 Prompt = str | Sequence[int]
 
@@ -21,15 +22,28 @@ class Encoding(Protocol):
     def encode(self, text: str, add_special_tokens: bool = True, parse_special: bool = False) -> list[int]: ...
 
 
+class Compiling(Protocol):
+    def compile(self, spec: StructuredSpec) -> CompiledGrammar: ...
+
+
 class Intake:
+    """Without `grammars`, structured requests are taken in as they are: the engine process compiles for the server."""
+
     def __init__(
-        self, tokenizer: Encoding, vocab_size: int, eos_ids: Sequence[int], context_length: int, seed: int
+        self,
+        tokenizer: Encoding,
+        vocab_size: int,
+        eos_ids: Sequence[int],
+        context_length: int,
+        seed: int,
+        grammars: Compiling | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_ids = frozenset(eos_ids)
         self._context_length = context_length
         self._seed = seed
+        self._grammars = grammars
         self._arrivals = count()
 
     def request(
@@ -58,15 +72,21 @@ class Intake:
             )
         stop_ids = frozenset(self._checked_ids("stop token id", params.stop_token_ids))
         self._checked_ids("logit_bias token id", list(params.logit_bias or ()))
+        structured = params.structured
+        if structured is not None and not self._eos_ids:
+            raise UserError("the model has no end-of-text token", "leave structured output out")
+        grammar = self._grammars.compile(structured) if structured is not None and self._grammars else None
         arrival = next(self._arrivals)
         return Request(
             request_id=request_id if request_id is not None else str(arrival),
             prompt_ids=ids,
             params=params,
-            stop_ids=stop_ids if params.ignore_eos else stop_ids | self._eos_ids,
+            # A grammar that is complete ends the request: there is nothing to go on with.
+            stop_ids=stop_ids if params.ignore_eos and structured is None else stop_ids | self._eos_ids,
             seed=params.seed if params.seed is not None else self._own_seed(arrival),
             priority=priority,
             arrival=arrival,
+            grammar=grammar,
         )
 
     def _own_seed(self, arrival: int) -> int:

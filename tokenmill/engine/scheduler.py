@@ -108,7 +108,7 @@ class Scheduler:
         """Take in what the step computed. Rows of requests that were cancelled meanwhile are ignored."""
         events = []
         rows = zip(plan.scheduled, result.token_ids, result.logprobs, result.prompt_logprobs, strict=True)
-        for row, token_id, logprobs, prompt_logprobs in rows:
+        for number, (row, token_id, logprobs, prompt_logprobs) in enumerate(rows):
             request = row.request
             if request not in self._running:
                 continue
@@ -119,6 +119,9 @@ class Scheduler:
                 self._prompt_logprobs.setdefault(request, []).extend(prompt_logprobs)
             if token_id is not None:
                 events.append(self._advance(request, token_id, logprobs))
+                events[-1].embedding = result.embeddings.get(number, [])
+            elif row.samples:
+                events.append(self._give_up(request))
         return events
 
     # --- who gets tokens ---
@@ -219,12 +222,29 @@ class Scheduler:
             event.finish_reason = "length"
         else:
             return event
+        self._finish(request)
+        return event
+
+    def _give_up(self, request: Request) -> TokenEvent:
+        """No token was possible: the sequence ends where it is. Its siblings are on their own."""
+        if request.params.n > 1 and not request.forked:
+            self._fork(request)
+        event = TokenEvent(
+            request.request_id,
+            request.index,
+            prompt_logprobs=self._prompt_logprobs.pop(request, []),
+            num_cached_tokens=request.num_cached_tokens,
+            finish_reason="error",
+        )
+        self._finish(request)
+        return event
+
+    def _finish(self, request: Request) -> None:
         siblings = self._siblings[request.request_id]
         siblings.remove(request)
         if not siblings:
             del self._siblings[request.request_id]
         self._remove(request)
-        return event
 
     def _fork(self, parent: Request) -> None:
         """Make the siblings 1 .. n-1 of a request whose prompt is computed. Sibling i has the parent's seed plus i.
@@ -244,6 +264,7 @@ class Scheduler:
                 arrival=parent.arrival,
                 index=index,
                 tenant=parent.tenant,
+                grammar=parent.grammar,
                 weight=parent.weight,
                 num_cached_tokens=parent.num_cached_tokens,
                 forked=True,

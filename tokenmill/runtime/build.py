@@ -15,6 +15,7 @@ from tokenmill.errors import UserError, unknown_name
 from tokenmill.hardware.kv_layout import KVLayout, build_layout
 from tokenmill.hardware.machine import available_memory, usable_cores
 from tokenmill.hardware.memory import KVBudget, plan_kv
+from tokenmill.kernels.ref import rms_norm
 from tokenmill.log import get_logger
 from tokenmill.model.kvstore import KV_STORES
 from tokenmill.model.kvstore.base import KVStore
@@ -73,7 +74,10 @@ def build_runtime(checkpoint: Checkpoint, config: EngineConfig, context: int) ->
         budget.full_requests,
         context,
     )
-    runner = ModelRunner(executor, store, checkpoint.description.vocab_size)
+    decoder, eps = model.decoder, checkpoint.description.norm_eps
+    runner = ModelRunner(
+        executor, store, checkpoint.description.vocab_size, lambda rows: rms_norm(rows, decoder.norm, eps)
+    )
     return Runtime(runner, model, store, layout, budget, executor, declined)
 
 

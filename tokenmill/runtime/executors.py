@@ -2,4 +2,10 @@
 
 from tokenmill.registry import Registry
 
-EXECUTORS = Registry("executor", {"eager": "tokenmill.runtime.eager:EagerExecutor"})
+EXECUTORS = Registry(
+    "executor",
+    {
+        "recorded": "tokenmill.runtime.recorded:RecordedExecutor",
+        "eager": "tokenmill.runtime.eager:EagerExecutor",
+    },
+)

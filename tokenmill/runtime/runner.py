@@ -6,6 +6,7 @@ sampler, knows nothing of queues, pages' owners or text.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -28,9 +29,12 @@ class Executor(Protocol):
 
 
 class ModelRunner:
-    def __init__(self, executor: Executor, store: KVStore, vocab_size: int) -> None:
+    def __init__(
+        self, executor: Executor, store: KVStore, vocab_size: int, final_norm: Callable[[Tensor], Tensor]
+    ) -> None:
         self.executor = executor
         self.store = store
+        self.final_norm = final_norm  # [R, hidden] -> what the head would read
         self.sampler = Sampler()
         self.rows_at_once = max(1, _MAX_LOGIT_VALUES // vocab_size)
 
@@ -43,6 +47,7 @@ class ModelRunner:
         result = StepResult([None] * len(rows), [None] * len(rows), [None] * len(rows))
         done = self._prompt_logprobs(hidden, batch, rows, result)
         self._samples(hidden, batch, rows, done, result)
+        self._embeddings(hidden, batch, rows, result)
         return result
 
     @torch.inference_mode()
@@ -74,9 +79,17 @@ class ModelRunner:
             token_ids, logprobs = self.sampler.sample(logits, requests)
             _scatter(result, chunk, token_ids, logprobs)
 
+    @torch.inference_mode()
+    def _embeddings(self, hidden: Tensor, batch: Batch, rows: list[ScheduledTokens], result: StepResult) -> None:
+        """The final hidden state of the last token, for requests that ask for it."""
+        for number, row in enumerate(rows):
+            if row.request.embeds and row.samples:
+                end = int(batch.query_starts[number + 1])
+                result.embeddings[number] = self.final_norm(hidden[end - 1 : end])[0].tolist()
+
 
 def _scatter(
-    result: StepResult, numbers: list[int], token_ids: list[int], logprobs: list[TokenLogprobs | None]
+    result: StepResult, numbers: list[int], token_ids: list[int | None], logprobs: list[TokenLogprobs | None]
 ) -> None:
     for number, token_id, logprob in zip(numbers, token_ids, logprobs, strict=True):
         result.token_ids[number] = token_id

@@ -24,8 +24,11 @@ class Sampler:
         self._filters: list[Filter] = [FILTERS.get(name)() for name in FILTERS]
 
     @torch.inference_mode()
-    def sample(self, logits: Tensor, requests: list[Request]) -> tuple[list[int], list[TokenLogprobs | None]]:
-        """`logits` [R, vocab] is consumed (edited in place). One token per row, with log-probabilities if asked for."""
+    def sample(self, logits: Tensor, requests: list[Request]) -> tuple[list[int | None], list[TokenLogprobs | None]]:
+        """`logits` [R, vocab] is consumed (edited in place). One token per row, with log-probabilities if asked for.
+
+        None for a row in which a feature has left no token possible.
+        """
         wanted = [row for row, request in enumerate(requests) if request.params.logprobs is not None]
         # Reported log-probabilities are those of the model, before any penalty or filter.
         raw = logits[wanted].log_softmax(-1) if wanted else None
@@ -33,15 +36,17 @@ class Sampler:
             for feature in self._logit_features:
                 if feature.active(request.params):
                     feature.edit(logits[row], request)
-        token_ids = logits.argmax(-1).tolist()
+        token_ids: list[int | None] = logits.argmax(-1).tolist()
         for row, request in enumerate(requests):
-            if not request.params.greedy:
+            if request.params.structured is not None and float(logits[row, token_ids[row]]) == float("-inf"):
+                token_ids[row] = None
+            elif not request.params.greedy:
                 token_ids[row] = self._draw(logits[row], request)
         logprobs: list[TokenLogprobs | None] = [None] * len(requests)
         if raw is not None:
             for number, row in enumerate(wanted):
-                top = requests[row].params.logprobs or 0
-                logprobs[row] = token_logprobs(raw[number], token_ids[row], top)
+                token_id, top = token_ids[row], requests[row].params.logprobs or 0
+                logprobs[row] = None if token_id is None else token_logprobs(raw[number], token_id, top)
         return token_ids, logprobs
 
     def _draw(self, logits: Tensor, request: Request) -> int:

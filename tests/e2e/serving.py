@@ -1,0 +1,90 @@
+"""A real server in its own process, on a free port of the loopback address, always torn down. For test_serve*.py."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+_READY = re.compile(r"ready in .* on (http://\S+)")
+_START_SECONDS = 90
+
+
+class RunningServer:
+    def __init__(self, model: Path, *flags: str, env: dict[str, str] | None = None) -> None:
+        command = [sys.executable, "-m", "tokenmill", "serve", str(model), "--port", "0", *flags]
+        self.process = subprocess.Popen(
+            command, stderr=subprocess.PIPE, text=True, env={**os.environ, **(env or {})}, start_new_session=True
+        )
+        self.lines: list[str] = []
+        self.url = ""
+        self._found = threading.Event()
+        threading.Thread(target=self._read, daemon=True).start()
+        assert self._found.wait(_START_SECONDS), "the server did not start:\n" + "".join(self.lines)
+        assert self.url, "the server ended:\n" + "".join(self.lines)
+        self.http = httpx.Client(base_url=self.url, timeout=60)
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.lines.append(line)
+            match = _READY.search(line)
+            if match:
+                self.url = match[1]
+                self._found.set()
+        self._found.set()
+
+    @property
+    def log(self) -> str:
+        return "".join(self.lines)
+
+    def load(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.http.get("/load").json()
+        return found
+
+    def wait_idle(self, seconds: float = 20.0) -> None:
+        """Until nothing is in flight and no page is held; the page invariant must hold then."""
+
+        def idle() -> bool:
+            load = self.load()
+            return not any(load[name] for name in ("server_load", "requests_running", "kv_pages_held", "queued_tokens"))
+
+        wait_until(idle, seconds)
+        assert self.load()["kv_pages_consistent"]
+
+    def stop(self) -> int:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(20)
+            except subprocess.TimeoutExpired:
+                os.killpg(self.process.pid, signal.SIGKILL)
+                self.process.wait()
+        self.http.close()
+        return self.process.returncode
+
+
+@contextlib.contextmanager
+def serving(model: Path, *flags: str, env: dict[str, str] | None = None) -> Iterator[RunningServer]:
+    server = RunningServer(model, *flags, env=env)
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)

@@ -1,0 +1,47 @@
+"""schemathesis sends what the server's own OpenAPI document allows, and what it does not: nothing may be a 5xx."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis.checks import not_a_server_error
+
+from tests.e2e.serving import serving
+
+_settings = settings(
+    max_examples=12,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    phases=(Phase.generate,),
+    suppress_health_check=list(HealthCheck),
+)
+
+
+def _probe(strategy: Any) -> int:
+    """Send a dozen examples; how many there were."""
+    cases = []
+
+    @_settings
+    @given(case=strategy)
+    def check(case: Any) -> None:
+        cases.append(case)
+        if isinstance(case.body, dict):
+            case.body.pop("model", None)  # almost all names are unknown: 404 and nothing learnt
+        case.call_and_validate(checks=[not_a_server_error], timeout=60)
+
+    check()
+    return len(cases)
+
+
+def test_no_document_breaks_the_server(model_path: Callable[[str], Path]) -> None:
+    with serving(model_path("stories15m"), "--context", "128", "--concurrency", "8", "--no-access-log") as server:
+        schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+        num_cases = sum(_probe(operation.ok().as_strategy()) for operation in schema.get_all_operations())
+        assert num_cases > 50
+        server.wait_idle()
+        assert server.http.get("/health").status_code == 200

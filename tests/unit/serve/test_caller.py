@@ -1,0 +1,14 @@
+"""Urgency: lanes come before priorities, and a batch key cannot promote itself."""
+
+from __future__ import annotations
+
+from tokenmill.serve.keys import Client
+from tokenmill.serve.service import Caller
+
+
+def test_ranks() -> None:
+    interactive, batch = Client("i"), Client("b", lane="batch")
+    assert Caller(interactive, priority=-3).rank == -3
+    assert Caller(interactive, lane="batch").rank > Caller(interactive, priority=100).rank
+    assert Caller(batch, lane="interactive").rank == Caller(batch).rank
+    assert Caller(batch, priority=-100).rank > Caller(interactive, priority=100).rank

@@ -1,0 +1,119 @@
+"""Admission: bounds, quotas, deadlines, and that everything taken is given back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tokenmill.engine.messages import Snapshot
+from tokenmill.serve.errors import ApiError
+from tokenmill.serve.keys import Client
+from tokenmill.serve.limits import Admission, Pace
+
+
+def _admission(slots: int = 2, requests: int = 3, tokens: int = 100) -> Admission:
+    return Admission(slots, requests, tokens, Pace())
+
+
+def _refused(code: str, admission: Admission, client: Client, lengths: list[int], **extra: Any) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        admission.admit(client, lengths, 1, extra.get("deadline"), extra.get("now", 1.0))
+    assert caught.value.status == 429
+    assert caught.value.code == code
+    assert int(caught.value.headers()["retry-after"]) >= 1
+    return caught.value
+
+
+def test_the_queue_is_bounded_in_requests_and_tokens() -> None:
+    admission, client = _admission(), Client()
+    for _ in range(5):  # two slots and three that wait
+        admission.admit(client, [10], 1, None, 1.0)
+    _refused("queue_full", admission, client, [1])
+    admission = _admission()
+    admission.admit(client, [60], 1, None, 1.0)
+    _refused("queue_full", admission, client, [41])
+    admission.admit(client, [40], 1, None, 1.0)
+
+
+def test_one_long_prompt_may_exceed_the_token_bound_when_nothing_waits() -> None:
+    admission = _admission()
+    admission.admit(Client(), [500], 1, None, 1.0)
+    assert admission.waiting_tokens == 500
+
+
+def test_a_first_token_makes_room() -> None:
+    admission, client = _admission(slots=1, requests=0), Client()
+    ticket = admission.admit(client, [10], 1, None, 1.0)
+    _refused("queue_full", admission, client, [1])
+    admission.started(ticket, 10)
+    admission.admit(client, [1], 1, None, 1.0)
+
+
+def test_quotas_say_when_to_come_back() -> None:
+    client = Client("alice", requests_per_minute=60, tokens_per_minute=600)
+    admission = _admission(slots=100)
+    for _ in range(60):
+        admission.release(admission.admit(client, [1], 1, None, 10.0), 1, 10.0)
+    error = _refused("request_quota", admission, client, [1], now=10.0)
+    assert "alice" in error.message
+    ticket = admission.admit(client, [1], 1, None, 12.0)
+    admission.release(ticket, 5000, 12.0)  # the output is paid for afterwards
+    assert _refused("token_quota", admission, client, [1], now=20.0).retry_after > 300
+
+
+def test_requests_in_flight_per_key() -> None:
+    client, other = Client("a", max_parallel=1), Client("b", max_parallel=1)
+    admission = _admission()
+    ticket = admission.admit(client, [1], 1, None, 1.0)
+    _refused("parallel_limit", admission, client, [1])
+    admission.admit(other, [1], 1, None, 1.0)
+    admission.release(ticket, 0, 1.0)
+    admission.admit(client, [1], 1, None, 1.0)
+
+
+def test_deadlines_use_the_measured_speed() -> None:
+    admission, client = _admission(slots=1, requests=50, tokens=10**6), Client()
+    admission.admit(client, [1000], 1, 0.001, 1.0)  # nothing measured yet: nothing to refuse on
+    admission.pace.record_step(Snapshot(step_tokens=512, step_seconds=1.0))
+    assert admission.predict(512) == pytest.approx(1512 / 512)
+    _refused("deadline", admission, client, [512], deadline=2.0)
+    admission.admit(client, [512], 1, 60.0, 1.0)
+    admission.pace.record_service(10.0)
+    assert admission.predict(0) > 20.0  # two turns before it
+
+
+def test_a_small_step_says_nothing_about_prompt_speed() -> None:
+    pace = Pace()
+    pace.record_step(Snapshot(step_tokens=4, step_seconds=1.0))
+    assert pace.prompt_rate is None
+
+
+def test_draining_refuses_with_503() -> None:
+    admission = _admission()
+    admission.draining = True
+    with pytest.raises(ApiError) as caught:
+        admission.check_door(Client(), 1.0)
+    assert caught.value.status == 503
+
+
+@given(st.lists(st.tuples(st.lists(st.integers(1, 30), min_size=1, max_size=3), st.integers(1, 3), st.booleans())))
+def test_everything_taken_is_given_back(work: list[tuple[list[int], int, bool]]) -> None:
+    admission, client = _admission(4, 6, 200), Client("x", max_parallel=5)
+    open_tickets = []
+    for lengths, answers, starts in work:
+        try:
+            ticket = admission.admit(client, lengths, answers, None, 1.0)
+        except ApiError:
+            if open_tickets:
+                admission.release(open_tickets.pop(0), 3, 1.0)
+            continue
+        open_tickets.append(ticket)
+        if starts:
+            admission.started(ticket, lengths[0])
+        assert admission.num_waiting <= 10
+    for ticket in open_tickets:
+        admission.release(ticket, 3, 1.0)
+    assert (admission.num_active, admission.num_waiting, admission.waiting_tokens, client.num_active) == (0, 0, 0, 0)

@@ -1,0 +1,69 @@
+"""The metric table: both families of names from one value, counters that survive an engine, histograms that add up."""
+
+from __future__ import annotations
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from tokenmill.engine.messages import Snapshot
+from tokenmill.serve.metrics import METRICS, Metrics
+
+_EXPECTED_BY_DASHBOARDS = [
+    "num_requests_running",
+    "num_requests_waiting",
+    "kv_cache_usage_perc",
+    "prefix_cache_queries",
+    "prefix_cache_hits",
+    "num_preemptions",
+    "prompt_tokens",
+    "generation_tokens",
+    "time_to_first_token_seconds",
+    "inter_token_latency_seconds",
+    "e2e_request_latency_seconds",
+    "lora_requests_info",
+    "admission_rejections",
+]
+
+
+def _samples(metrics: Metrics) -> dict[str, float]:
+    families = text_string_to_metric_families(metrics.render().decode())
+    return {
+        sample.name + str(sample.labels.get("le", "")): sample.value for family in families for sample in family.samples
+    }
+
+
+def test_names_are_unique_and_vllms_are_there() -> None:
+    names = [spec.name for spec in METRICS]
+    assert len(set(names)) == len(names)
+    assert set(_EXPECTED_BY_DASHBOARDS) <= {spec.vllm for spec in METRICS}
+
+
+def test_both_names_show_one_value() -> None:
+    metrics = Metrics("m")
+    metrics.on_step(Snapshot(num_running=3, num_waiting=2, num_pages=8, num_pages_held=2))
+    samples = _samples(metrics)
+    assert samples["tokenmill_requests_running"] == samples["vllm:num_requests_running"] == 3
+    assert samples["vllm:kv_cache_usage_perc"] == 0.25
+
+
+def test_counters_go_on_when_the_engine_starts_over() -> None:
+    metrics = Metrics("m")
+    metrics.on_step(Snapshot(num_steps=10, num_prefix_hit_tokens=5))
+    metrics.on_restart("killed")
+    metrics.on_step(Snapshot(num_steps=4, num_prefix_hit_tokens=1))
+    samples = _samples(metrics)
+    assert samples["tokenmill_engine_steps_total"] == 14
+    assert samples["vllm:prefix_cache_hits_total"] == 6
+    assert samples["tokenmill_engine_restarts_total"] == 1
+
+
+def test_histograms_are_cumulative() -> None:
+    metrics = Metrics("m")
+    for value in (0.0005, 0.03, 0.03, 1000.0):
+        metrics.observe("ttft_seconds", value)
+    samples = _samples(metrics)
+    assert samples["vllm:time_to_first_token_seconds_bucket0.001"] == 1
+    assert samples["vllm:time_to_first_token_seconds_bucket0.04"] == 3
+    assert samples["vllm:time_to_first_token_seconds_bucket80.0"] == 3
+    assert samples["vllm:time_to_first_token_seconds_bucket+Inf"] == 4
+    assert samples["vllm:time_to_first_token_seconds_count"] == 4
+    assert metrics.get("ttft_seconds") == 4

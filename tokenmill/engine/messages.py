@@ -1,0 +1,176 @@
+"""What the HTTP process and the engine process say to each other, as typed records in msgpack.
+
+Every message is checked against its type when it is read, on both sides. Tokens only: text never crosses. Knows nothing
+of sockets or processes; used by engine/process.py and by the server's engine client. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from tokenmill.types import Request, SamplingParams, TokenEvent
+
+
+class EngineSpec(msgspec.Struct, frozen=True):
+    """What an engine process is started with (JSON on its standard input)."""
+
+    path: str
+    options: dict[str, Any]  # EngineConfig, by field
+    inbox: str  # address it reads from
+    outbox: str  # address it writes to
+    heartbeat_seconds: float = 0.25
+    log_level: str = "info"
+
+
+# --- to the engine ---
+
+
+class Submit(msgspec.Struct, frozen=True, tag="submit"):
+    """A request, in the fields a caller may set."""
+
+    request_id: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    stop_ids: list[int]
+    seed: int
+    priority: int
+    arrival: int
+    tenant: str
+    weight: float
+    embeds: bool = False
+
+    @classmethod
+    def of(cls, request: Request) -> Submit:
+        return cls(
+            request.request_id,
+            request.prompt_ids,
+            request.params,
+            list(request.stop_ids),
+            request.seed,
+            request.priority,
+            request.arrival,
+            request.tenant,
+            request.weight,
+            request.embeds,
+        )
+
+    def request(self) -> Request:
+        return Request(
+            self.request_id,
+            self.prompt_ids,
+            self.params,
+            frozenset(self.stop_ids),
+            seed=self.seed,
+            priority=self.priority,
+            arrival=self.arrival,
+            tenant=self.tenant,
+            weight=self.weight,
+            embeds=self.embeds,
+        )
+
+
+class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
+    request_id: str
+    index: int | None = None  # one of the siblings; None: all of them
+
+
+class Ping(msgspec.Struct, frozen=True, tag="ping"):
+    number: int
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
+    pass
+
+
+ToEngine = Submit | Cancel | Ping | Shutdown
+
+# --- from the engine ---
+
+
+class Snapshot(msgspec.Struct, frozen=True, array_like=True):
+    """Where the engine stands after a step. Counters start at zero with each process."""
+
+    num_steps: int = 0
+    num_tokens_computed: int = 0
+    num_tokens_sampled: int = 0
+    num_preemptions: int = 0
+    num_evictions: int = 0
+    num_prefix_query_tokens: int = 0
+    num_prefix_hit_tokens: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    num_pages: int = 1
+    num_pages_held: int = 0
+    num_pages_cached: int = 0
+    step_tokens: int = 0  # of the last step
+    step_seconds: float = 0.0
+    pages_consistent: bool = True  # free + cached + held = total, checked whenever the engine falls idle
+
+
+class Phase(msgspec.Struct, frozen=True, tag="phase"):
+    name: str
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    vocab_size: int
+    eos_ids: list[int]
+    options: dict[str, Any]  # the resolved EngineConfig
+    architecture: str
+    name: str  # what the checkpoint calls itself
+    quantization: str  # stored type of most parameters
+    weight_bytes: int
+    load_seconds: float
+
+
+class Events(msgspec.Struct, frozen=True, tag="events"):
+    """All that one step brought."""
+
+    events: list[TokenEvent]
+    snapshot: Snapshot
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
+    """From a side thread, so that it also comes while a step runs."""
+
+    step_age: float  # seconds since the step in progress began; 0: none runs
+    num_steps: int
+
+
+class Pong(msgspec.Struct, frozen=True, tag="pong"):
+    number: int
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """A message that could not be used. `request_id` is empty if it could not even be read."""
+
+    request_id: str
+    message: str
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """The last message of an engine: what ended it, and whether it is the user's to mend."""
+
+    message: str
+    user_error: bool = False
+
+
+FromEngine = Phase | Ready | Events | Heartbeat | Pong | Refused | Failed
+
+_encoder = msgspec.msgpack.Encoder()
+_to_engine = msgspec.msgpack.Decoder(ToEngine)
+_from_engine = msgspec.msgpack.Decoder(FromEngine)
+
+
+def encode(message: ToEngine | FromEngine) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_to_engine(data: bytes) -> ToEngine:
+    """Raises msgspec.DecodeError, or UserError from the ranges of SamplingParams."""
+    return _to_engine.decode(data)
+
+
+def decode_from_engine(data: bytes) -> FromEngine:
+    return _from_engine.decode(data)

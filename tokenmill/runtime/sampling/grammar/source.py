@@ -1,0 +1,130 @@
+"""A StructuredSpec in the grammar library's own language. Every refusal is a UserError that names what is not possible.
+
+A schema keyword that cannot be kept is refused, never dropped; references to other documents are not followed. Knows
+no tokens and no models; called by the compiler and by nobody else.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from tokenmill.errors import UserError
+from tokenmill.types import StructuredSpec
+
+# Bounded: a model that has nothing to say must not fill its context with blanks. Room for deep indentation.
+WHITESPACE = r"[ \n\r\t]{1,40}"
+JSON_OPTIONS: dict[str, Any] = {"lenient": False, "coerce_one_of": False, "whitespace_pattern": WHITESPACE}
+_MAX_DEPTH = 64
+_MAX_MESSAGE = 300
+_REMEDY = {
+    "json_schema": "leave that part out of the schema, or check the answer yourself",
+    "json_object": "report this",
+    "regex": "write it without look-around, back-references and word boundaries",
+    "choice": "shorten the list",
+    "grammar": "give a Lark grammar with a rule 'start', or GBNF with a rule 'root'",
+}
+
+
+def grammar_text(spec: StructuredSpec) -> str:
+    """The grammar as the library reads it. Raises UserError where the text itself is broken."""
+    from llguidance import LLMatcher
+
+    match spec.kind:
+        case "json_object":
+            return LLMatcher.grammar_from_json_schema('{"type": "object"}', overrides=_options())
+        case "json_schema":
+            return LLMatcher.grammar_from_json_schema(json.dumps(read_schema(spec.text)), overrides=_options())
+        case "regex":
+            return LLMatcher.grammar_from_regex(_unanchored(spec.text))
+        case "choice":
+            return LLMatcher.grammar_from_regex("|".join(map(_escaped, dict.fromkeys(spec.choices))))
+        case _:
+            return LLMatcher.grammar_from_lark(_lark(spec.text))
+
+
+def refusal(spec: StructuredSpec, reason: str) -> UserError:
+    """The library's words on one line, with what to do."""
+    words = " ".join(reason.replace("<non-verbose/>", "").split())
+    words = re.sub(r"^at \d+\(\d+\): ", "", re.sub(r" \d+ \| .*", "", words))  # places in the library's own text
+    if spec.kind == "regex":
+        words = words.rpartition("error: ")[2]
+    if words.startswith("NoExtension"):
+        words = "it allows no output at all"
+    if len(words) > _MAX_MESSAGE:
+        words = words[:_MAX_MESSAGE] + "..."
+    return UserError(f"the {spec.kind} cannot be used: {words}", _REMEDY[spec.kind])
+
+
+def json_rule(schema: dict[str, Any]) -> str:
+    """`schema` inside a Lark grammar, with the options of a schema of its own."""
+    return "%json " + json.dumps({**schema, "x-guidance": JSON_OPTIONS})
+
+
+def _options() -> Any:
+    return dict(JSON_OPTIONS)
+
+
+def read_schema(text: str) -> dict[str, Any]:
+    """A schema from its text. Raises UserError if it is none."""
+    try:
+        schema = json.loads(text, parse_float=_number, parse_constant=_no_constant)
+    except RecursionError:
+        raise UserError("the json_schema is nested too deeply", f"keep it below {_MAX_DEPTH} levels") from None
+    except ValueError as error:
+        raise UserError(f"the json_schema is not JSON: {error}", "correct it") from None
+    if schema is True:
+        return {}
+    if not isinstance(schema, dict):
+        raise UserError("the json_schema is not an object that anything can match", "give a JSON object")
+    if _depth(schema) > _MAX_DEPTH:
+        raise UserError("the json_schema is nested too deeply", f"keep it below {_MAX_DEPTH} levels")
+    return schema
+
+
+def _number(text: str) -> int | float:
+    """Counts may be written 2.0; the library wants 2. To JSON they are the same number."""
+    value = float(text)
+    return int(value) if value.is_integer() and abs(value) < 2**53 else value
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _depth(value: object) -> int:
+    level, depth = [value], 0
+    while level:
+        depth += 1
+        level = [
+            child
+            for each in level
+            for child in (each.values() if isinstance(each, dict) else each if isinstance(each, list) else ())
+        ]
+    return depth
+
+
+def _unanchored(regex: str) -> str:
+    """The whole output must match anyway, so ^ at the start and $ at the end say nothing."""
+    body = regex.removeprefix("^")
+    if body.endswith("$") and (len(body) - len(body[:-1].rstrip("\\"))) % 2 == 1:
+        body = body[:-1]
+    return body if body == regex or "|" not in body else f"(?:{body})"
+
+
+def _escaped(text: str) -> str:
+    return re.sub(r"[^\w]", lambda found: f"\\x{{{ord(found[0]):x}}}", text)
+
+
+def _lark(text: str) -> str:
+    if not re.search(r"^\s*[\w-]+\s*::=", text, re.MULTILINE):
+        return text
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    try:
+        return gbnf_to_lark(text)
+    except Exception as error:  # the converter raises all kinds
+        raise UserError(
+            f"the grammar is not GBNF: {' '.join(str(error).split())[:_MAX_MESSAGE]}", "correct it"
+        ) from None

@@ -1,0 +1,1 @@
+"""The HTTP edge: an OpenAI-compatible server on an engine in a process of its own."""

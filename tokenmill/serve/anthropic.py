@@ -1,0 +1,174 @@
+"""The Anthropic-style endpoint, as a thin adapter over chat: /v1/messages, whole or streamed in its own events.
+
+Knows only how that API says things. Its errors have their own shape, made by `anthropic_error`.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Request
+from starlette.responses import Response
+
+from tokenmill.serve.anthropic_messages import chat_messages, chat_tools
+from tokenmill.serve.caller import caller_of
+from tokenmill.serve.chat import open_chat
+from tokenmill.serve.errors import ApiError
+from tokenmill.serve.exchange import Record, record_of, respond, to_json
+from tokenmill.serve.generation import Generation
+from tokenmill.serve.protocol import AnthropicBody, ChatBody
+from tokenmill.serve.service import Service
+from tokenmill.serve.tool_messages import ToolReader, tools_of
+from tokenmill.serve.tools.base import CallArguments, CallEnd, CallStart, Content, ToolEvent, fold
+from tokenmill.serve.tools.use import ToolUse
+from tokenmill.serve.usage import usage_of
+
+PATH = "/v1/messages"
+_ERROR_TYPES = {413: "request_too_large", 429: "rate_limit_error", 500: "api_error", 503: "overloaded_error"}
+
+
+def add_anthropic_routes(app: FastAPI, service: Service) -> None:
+    router = APIRouter()
+
+    @router.post(PATH)
+    async def messages(body: AnthropicBody, request: Request) -> Response:
+        caller, record = caller_of(request, service, body), record_of(request)
+        head = {
+            "id": f"msg_{uuid.uuid4().hex}",
+            "type": "message",
+            "role": "assistant",
+            "model": service.check_model(body.model),
+        }
+        chat = _as_chat(body)
+        tools = tools_of(service, chat)
+        generation = await open_chat(service, chat, caller, tools, streaming=bool(body.stream))
+        return await respond(
+            request,
+            generation,
+            whole=lambda: head | _answer(generation, tools, record),
+            chunks=lambda: _events(generation, tools, head, record),
+        )
+
+    app.include_router(router)
+
+
+def anthropic_error(error: ApiError) -> dict[str, Any]:
+    kind = _ERROR_TYPES.get(error.status, error.type)
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
+def _as_chat(body: AnthropicBody) -> ChatBody:
+    try:
+        messages, tools = chat_messages(body), chat_tools(body)
+    except ValueError as error:
+        raise ApiError(400, str(error), param="messages") from None
+    return ChatBody(
+        messages=messages,
+        max_tokens=body.max_tokens,
+        stop=body.stop_sequences,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        **tools,
+    )
+
+
+def _stop(generation: Generation, called: bool) -> dict[str, Any]:
+    completion = generation.outputs[0].outputs[0]
+    if completion.finish_reason == "length":
+        return {"stop_reason": "max_tokens", "stop_sequence": None}
+    if isinstance(completion.stop_reason, str):
+        return {"stop_reason": "stop_sequence", "stop_sequence": completion.stop_reason}
+    return {"stop_reason": "tool_use" if called else "end_turn", "stop_sequence": None}
+
+
+def _usage(generation: Generation, record: Record) -> dict[str, int]:
+    usage = usage_of(generation, record)
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    return {
+        "input_tokens": usage["prompt_tokens"] - cached,
+        "cache_read_input_tokens": cached,
+        "output_tokens": usage["completion_tokens"],
+    }
+
+
+def _answer(generation: Generation, tools: ToolUse | None, record: Record) -> dict[str, Any]:
+    reader = ToolReader(tools)
+    answer = fold(reader.read(generation.outputs[0].outputs[0].text, final=True))
+    content: list[dict[str, Any]] = [_call_block(call.call_id, call.name, call.arguments) for call in answer.calls]
+    if answer.content or not content:
+        content.insert(0, {"type": "text", "text": answer.content})
+    return {"content": content, **_stop(generation, reader.called), "usage": _usage(generation, record)}
+
+
+def _call_block(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    try:
+        given = json.loads(arguments)
+    except ValueError:
+        given = {}  # cut off: the stop reason says so
+    return {"type": "tool_use", "id": call_id, "name": name, "input": given}
+
+
+def _event(name: str, **fields: Any) -> bytes:
+    return b"event: " + name.encode() + b"\ndata: " + to_json({"type": name, **fields}) + b"\n\n"
+
+
+class _Blocks:
+    """Content blocks of a stream: one at a time is open, numbered in order."""
+
+    def __init__(self) -> None:
+        self._index = -1
+        self._kind = ""  # of the open block
+
+    def say(self, event: ToolEvent) -> bytes:
+        match event:
+            case Content(text=text):
+                head = b"" if self._kind == "text" else self.open({"type": "text", "text": ""})
+                return head + self._delta({"type": "text_delta", "text": text})
+            case CallStart(call_id=call_id, name=name):
+                return self.open({"type": "tool_use", "id": call_id, "name": name, "input": {}})
+            case CallArguments(text=text):
+                return self._delta({"type": "input_json_delta", "partial_json": text})
+            case CallEnd():
+                return b""
+
+    def open(self, block: dict[str, Any]) -> bytes:
+        closed = self.close()
+        self._index += 1
+        self._kind = block["type"]
+        return closed + _event("content_block_start", index=self._index, content_block=block)
+
+    def close(self) -> bytes:
+        if not self._kind:
+            return b""
+        self._kind = ""
+        return _event("content_block_stop", index=self._index)
+
+    def _delta(self, delta: dict[str, Any]) -> bytes:
+        return _event("content_block_delta", index=self._index, delta=delta)
+
+
+async def _events(
+    generation: Generation, tools: ToolUse | None, head: dict[str, Any], record: Record
+) -> AsyncIterator[bytes]:
+    opening = {**head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": _usage(generation, record)}
+    blocks, reader = _Blocks(), ToolReader(tools)
+    yield _event("message_start", message=opening)
+    if tools is None:
+        yield blocks.open({"type": "text", "text": ""})
+    try:
+        async for batch in generation.deltas():
+            text = "".join(delta.text for delta in batch)
+            events = reader.read(text, any(delta.finish_reason for delta in batch))
+            if events:
+                yield b"".join(map(blocks.say, events))
+    except ApiError as error:
+        record.error = error.message
+        yield _event("error", error=anthropic_error(error)["error"])
+        return
+    yield blocks.close()
+    yield _event("message_delta", delta=_stop(generation, reader.called), usage=_usage(generation, record))
+    yield _event("message_stop")

@@ -1,0 +1,81 @@
+"""What an Anthropic-style body says, in the terms of a chat body: messages with tool blocks, tools, tool choice.
+
+Raises ValueError for what cannot be said. Called by anthropic.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tokenmill.serve.exchange import to_json
+from tokenmill.serve.protocol import AnthropicBody, AnthropicMessage, Message, content_text
+
+
+def chat_messages(body: AnthropicBody) -> list[Message]:
+    messages = [Message(role="system", content=content_text(body.system))] if body.system else []
+    for each in body.messages:
+        messages += _messages(each)
+    return messages
+
+
+def chat_tools(body: AnthropicBody) -> dict[str, Any]:
+    """The fields of a chat body that are about tools."""
+    if body.tools is None:
+        return {}
+    tools = [
+        {
+            "type": "function",
+            "function": {
+                "name": tool.get("name"),
+                "description": tool.get("description") or "",
+                "parameters": tool.get("input_schema"),
+            },
+        }
+        for tool in body.tools
+    ]
+    choice = body.tool_choice or {"type": "auto"}
+    return {
+        "tools": tools,
+        "tool_choice": _choice(choice),
+        "parallel_tool_calls": not choice.get("disable_parallel_tool_use", False),
+    }
+
+
+def _choice(choice: dict[str, Any]) -> str | dict[str, Any]:
+    match choice.get("type"):
+        case "auto" | "none" as same:
+            return str(same)
+        case "any":
+            return "required"
+        case "tool":
+            return {"type": "function", "function": {"name": choice.get("name")}}
+    raise ValueError("tool_choice: give a type of auto, any, tool or none")
+
+
+def _result_text(content: object) -> str:
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list) and all(isinstance(part, dict) for part in content):
+        return content_text(content)
+    raise ValueError("the content of a tool_result is neither text nor a list of parts")
+
+
+def _messages(message: AnthropicMessage) -> list[Message]:
+    """Results of tools are messages of their own; calls belong to the assistant's message."""
+    if isinstance(message.content, str):
+        return [Message(role=message.role, content=message.content)]
+    results, calls, texts = [], [], []
+    for block in message.content:
+        match block.get("type"):
+            case "tool_result" if message.role == "user":
+                content = _result_text(block.get("content") or "")
+                results.append(Message(role="tool", content=content, tool_call_id=str(block.get("tool_use_id"))))
+            case "tool_use" if message.role == "assistant":
+                function = {"name": str(block.get("name")), "arguments": to_json(block.get("input") or {}).decode()}
+                calls.append({"id": str(block.get("id")), "type": "function", "function": function})
+            case _:
+                texts.append(block)
+    if texts or calls or not results:
+        own = Message(role=message.role, content=content_text(texts), tool_calls=calls or None)
+        return [*results, own]
+    return results

@@ -1,0 +1,85 @@
+"""Puts the HTTP application together: routes, error shapes, the edge around them. Owns no behaviour of its own."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from tokenmill import __version__
+from tokenmill.log import get_logger
+from tokenmill.serve.anthropic import PATH as ANTHROPIC_PATH
+from tokenmill.serve.anthropic import add_anthropic_routes, anthropic_error
+from tokenmill.serve.chat import add_chat_routes
+from tokenmill.serve.completions import add_completion_routes
+from tokenmill.serve.edge import Edge, with_cors
+from tokenmill.serve.embeddings import add_embedding_routes
+from tokenmill.serve.errors import ApiError
+from tokenmill.serve.exchange import ClientGoneError, error_response, json_response, record_of
+from tokenmill.serve.info import add_info_routes
+from tokenmill.serve.keys import KeyRing
+from tokenmill.serve.ollama import add_ollama_routes
+from tokenmill.serve.service import Service
+
+_log = get_logger(__name__)
+_ROUTES = (
+    add_info_routes,
+    add_completion_routes,
+    add_chat_routes,
+    add_embedding_routes,
+    add_ollama_routes,
+    add_anthropic_routes,
+)
+
+
+def build_app(service: Service, keys: KeyRing) -> ASGIApp:
+    app = FastAPI(title="tokenmill", version=__version__, redoc_url=None)
+    for add_routes in _ROUTES:
+        add_routes(app, service)
+    _add_error_handlers(app)
+    config = service.config
+    edge: ASGIApp = Edge(app, keys, service.metrics, config.max_body_bytes, config.access_log)
+    return with_cors(edge, config.cors_origin) if config.cors_origin else edge
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    @app.exception_handler(ApiError)
+    async def refused(request: Request, error: ApiError) -> Response:
+        record_of(request).error = error.message
+        if request.url.path == ANTHROPIC_PATH:
+            return json_response(anthropic_error(error), error.status, error.headers())
+        if request.url.path.startswith("/api/"):
+            return json_response({"error": error.message}, error.status, error.headers())
+        return error_response(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        return await refused(request, _explain(error))
+
+    @app.exception_handler(HTTPException)
+    async def plain(request: Request, error: HTTPException) -> Response:
+        return await refused(request, ApiError(error.status_code, str(error.detail)))
+
+    @app.exception_handler(ClientGoneError)
+    async def gone(request: Request, _error: ClientGoneError) -> Response:
+        record_of(request).error = "the client left"
+        return Response(status_code=499)
+
+    @app.exception_handler(Exception)
+    async def broken(request: Request, error: Exception) -> Response:
+        _log.error("request %s failed", record_of(request).request_id, exc_info=error)
+        return await refused(request, ApiError(500, "internal error; the server's log has the request id"))
+
+
+def _explain(error: RequestValidationError) -> ApiError:
+    """The first problem in one line, without repeating what the client sent."""
+    first = error.errors()[0] if error.errors() else {}
+    place = [str(part) for part in first.get("loc", ()) if part != "body"]
+    message = str(first.get("msg", "the body is not valid"))
+    if first.get("type") == "json_invalid":
+        return ApiError(400, "the body is not valid JSON", code="invalid_json")
+    param = place[0][:64].encode("ascii", "replace").decode() if place else None
+    where = ".".join(place[:6])[:100].encode("ascii", "replace").decode()
+    return ApiError(400, f"{where}: {message}" if where else f"the body: {message}", param=param)

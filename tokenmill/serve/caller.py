@@ -1,0 +1,40 @@
+"""Who sends a request and how urgent it is: from the key, the headers and the body."""
+
+from __future__ import annotations
+
+import math
+
+from starlette.requests import Request
+
+from tokenmill.serve.errors import ApiError
+from tokenmill.serve.exchange import record_of
+from tokenmill.serve.protocol import Body, GenerationBody
+from tokenmill.serve.service import Caller, Service
+
+DEADLINE_HEADER = "x-request-deadline-ms"
+
+
+def caller_of(request: Request, service: Service, body: Body) -> Caller:
+    """Also takes note of fields that nobody reads, for the response header and the counter."""
+    record = record_of(request)
+    record.ignored = tuple(body.ignored())
+    if record.ignored:
+        service.metrics.add("ignored_fields", len(record.ignored))
+    deadline = _deadline(request)
+    if isinstance(body, GenerationBody):
+        deadline = body.deadline_ms / 1000 if body.deadline_ms is not None else deadline
+        return Caller(record.client, body.priority or 0, body.lane, deadline)
+    return Caller(record.client, deadline=deadline)
+
+
+def _deadline(request: Request) -> float | None:
+    text = request.headers.get(DEADLINE_HEADER)
+    if text is None:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < 1e9:
+        raise ApiError(400, f"{DEADLINE_HEADER} is not a number of milliseconds", param=DEADLINE_HEADER)
+    return value / 1000

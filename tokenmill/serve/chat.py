@@ -1,0 +1,159 @@
+"""/v1/chat/completions: messages through the model's template, answers whole or streamed.
+
+`open_chat` is the one way into the engine for every chat-like API; the Ollama and Anthropic adapters use it too.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Request
+from starlette.responses import Response
+
+from tokenmill.engine.outputs import CompletionOutput
+from tokenmill.serve.caller import caller_of
+from tokenmill.serve.errors import ApiError
+from tokenmill.serve.exchange import DONE, Record, event, record_of, respond
+from tokenmill.serve.generation import Delta, Generation
+from tokenmill.serve.logprobs import chat_logprobs
+from tokenmill.serve.protocol import ChatBody
+from tokenmill.serve.sampling import build_params, resolve_max_tokens
+from tokenmill.serve.service import Caller, Service
+from tokenmill.serve.tool_messages import ToolReader, delta_of, message_of, tools_of
+from tokenmill.serve.tools.base import fold
+from tokenmill.serve.tools.use import ToolUse
+from tokenmill.serve.usage import usage_of
+from tokenmill.types import SamplingParams
+
+
+def add_chat_routes(app: FastAPI, service: Service) -> None:
+    router = APIRouter()
+
+    @router.post("/v1/chat/completions")
+    async def chat_completions(body: ChatBody, request: Request) -> Response:
+        caller, record = caller_of(request, service, body), record_of(request)
+        head = {
+            "id": f"chatcmpl-{uuid.uuid4().hex}",
+            "object": "chat.completion.chunk" if body.stream else "chat.completion",
+            "created": int(time.time()),
+            "model": service.check_model(body.model),
+        }
+        tools = tools_of(service, body)
+        generation = await open_chat(service, body, caller, tools, streaming=bool(body.stream))
+        return await respond(
+            request,
+            generation,
+            whole=lambda: head | _answer(service, body, generation, tools, record),
+            chunks=lambda: _chunks(service, body, generation, tools, head, record),
+        )
+
+    app.include_router(router)
+
+
+async def open_chat(
+    service: Service, body: ChatBody, caller: Caller, tools: ToolUse | None, *, streaming: bool
+) -> Generation:
+    """Render, tokenize, admit and start. The caller must close the generation."""
+    try:
+        plain = [message.plain() for message in body.messages]
+    except ValueError as error:
+        raise ApiError(400, str(error), param="messages") from None
+    generation_prompt = body.add_generation_prompt is not False
+    messages, shown = service.tool_style.for_template(plain, tools.tools if tools is not None else None)
+    prompt = await service.render(messages, shown, generation_prompt, body.chat_template_kwargs)
+
+    def params(length: int) -> SamplingParams:
+        limit = resolve_max_tokens(body, length, service.context, None)
+        own = build_params(body, service.config, limit, logprobs=_num_logprobs(body))
+        return tools.apply(own) if tools is not None else own
+
+    return await service.open([prompt], params, caller, streaming=streaming, chat=True)
+
+
+def finish_reason(reason: str | None) -> str | None:
+    return "stop" if reason == "abort" else reason
+
+
+def _num_logprobs(body: ChatBody) -> int | None:
+    if body.top_logprobs is not None and not body.logprobs:
+        raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
+    return (body.top_logprobs or 0) if body.logprobs else None
+
+
+def _answer(
+    service: Service, body: ChatBody, generation: Generation, tools: ToolUse | None, record: Record
+) -> dict[str, Any]:
+    def choice(completion: CompletionOutput) -> dict[str, Any]:
+        logprobs = None
+        if completion.logprobs is not None:
+            top = body.top_logprobs or 0
+            logprobs = chat_logprobs(service.tokenizer, completion.token_ids, completion.logprobs, top)
+        reader = ToolReader(tools)
+        answer = fold(reader.read(completion.text, final=True))
+        return {
+            "index": completion.index,
+            "message": message_of(answer),
+            "logprobs": logprobs,
+            "finish_reason": reader.finish_reason(finish_reason(completion.finish_reason)),
+            "stop_reason": completion.stop_reason,
+        }
+
+    choices = [choice(each) for each in generation.outputs[0].outputs]
+    return {"choices": choices, "usage": usage_of(generation, record)}
+
+
+async def _chunks(
+    service: Service,
+    body: ChatBody,
+    generation: Generation,
+    tools: ToolUse | None,
+    head: dict[str, Any],
+    record: Record,
+) -> AsyncIterator[bytes]:
+    with_usage = body.include_usage()
+    tail: dict[str, Any] = {"usage": None} if with_usage else {}
+
+    def chunk(index: int, delta: dict[str, Any], logprobs: Any = None, reason: str | None = None) -> bytes:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        return event({**head, "choices": [choice], **tail})
+
+    def news(delta: Delta) -> bytes:
+        logprobs = None
+        if delta.logprobs:
+            logprobs = chat_logprobs(service.tokenizer, delta.token_ids, delta.logprobs, body.top_logprobs or 0)
+        reader = readers[delta.index]
+        events = reader.read(delta.text, delta.finish_reason is not None)
+        said = [content for each in events if (content := delta_of(each)) is not None]
+        reason = reader.finish_reason(finish_reason(delta.finish_reason))
+        if not said and (logprobs or reason):
+            said = [{"content": ""} if logprobs else {}]
+        # Log-probabilities go with the first piece, the reason with the last.
+        last = len(said) - 1
+        return b"".join(
+            chunk(delta.index, content, logprobs if place == 0 else None, reason if place == last else None)
+            for place, content in enumerate(said)
+        )
+
+    readers: dict[int, ToolReader] = {}
+    try:
+        async for batch in generation.deltas():
+            pieces = []
+            for delta in batch:
+                if delta.index not in readers:
+                    readers[delta.index] = ToolReader(tools)
+                    pieces.append(chunk(delta.index, {"role": "assistant", "content": ""}))
+                if delta.text or delta.logprobs or delta.finish_reason:
+                    pieces.append(news(delta))
+            if pieces:
+                yield b"".join(pieces)
+    except ApiError as error:
+        record.error = error.message
+        yield event(error.body())
+    else:
+        usage = usage_of(generation, record)
+        if with_usage:
+            yield event({**head, "choices": [], "usage": usage})
+    yield DONE

@@ -1,0 +1,162 @@
+"""/v1/completions: one prompt or many, as text or token ids, answers whole or streamed.
+
+Choice `index` counts answers over all prompts: prompt number times n plus the sibling's index.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Request
+from starlette.responses import Response
+
+from tokenmill.engine.outputs import PositionLogprobs, RequestOutput
+from tokenmill.serve.caller import caller_of
+from tokenmill.serve.chat import finish_reason
+from tokenmill.serve.errors import ApiError
+from tokenmill.serve.exchange import DONE, Record, event, record_of, respond
+from tokenmill.serve.generation import Delta, Generation
+from tokenmill.serve.logprobs import CompletionLogprobs
+from tokenmill.serve.protocol import CompletionBody
+from tokenmill.serve.sampling import build_params, resolve_max_tokens
+from tokenmill.serve.service import Service
+from tokenmill.serve.usage import usage_of
+from tokenmill.types import SamplingParams
+
+_DEFAULT_MAX_TOKENS = 16
+
+
+def add_completion_routes(app: FastAPI, service: Service) -> None:
+    router = APIRouter()
+
+    @router.post("/v1/completions")
+    async def completions(body: CompletionBody, request: Request) -> Response:
+        caller, record = caller_of(request, service, body), record_of(request)
+        head = {
+            "id": f"cmpl-{uuid.uuid4().hex}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": service.check_model(body.model),
+        }
+        prompts = _checked_prompts(service, body)
+
+        def params(length: int) -> SamplingParams:
+            limit = resolve_max_tokens(body, length, service.context, _DEFAULT_MAX_TOKENS)
+            scored = body.logprobs if body.echo and body.logprobs is not None else body.prompt_logprobs
+            return build_params(body, service.config, limit, logprobs=body.logprobs, prompt_logprobs=scored)
+
+        special = body.add_special_tokens is not False
+        generation = await service.open(prompts, params, caller, streaming=bool(body.stream), special=special)
+        shapes = _Shapes(service, body, generation)
+        return await respond(
+            request,
+            generation,
+            whole=lambda: head | {"choices": shapes.choices(), "usage": usage_of(generation, record)},
+            chunks=lambda: _chunks(body, generation, shapes, head, record),
+        )
+
+    app.include_router(router)
+
+
+def _checked_prompts(service: Service, body: CompletionBody) -> list[str | list[int]]:
+    if body.suffix:
+        raise ApiError(400, "suffix is not supported: this server does not fill in the middle", param="suffix")
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise ApiError(400, "best_of is not supported: use n", param="best_of")
+    if body.output_limit() == 0 and not body.echo:
+        raise ApiError(400, "max_tokens is 0: give at least 1, or echo the prompt", param="max_tokens")
+    prompts = body.prompts()
+    if not 0 < len(prompts) <= service.config.max_prompts:
+        limit = service.config.max_prompts
+        raise ApiError(400, f"{len(prompts)} prompts in one request: give 1 to {limit}", param="prompt")
+    return prompts
+
+
+class _Shapes:
+    """Answers as choices. An echoed prompt is the beginning of each of its answers."""
+
+    def __init__(self, service: Service, body: CompletionBody, generation: Generation) -> None:
+        self._tokenizer = service.tokenizer
+        self._generation = generation
+        self._num_answers = body.n or 1
+        self._echo = bool(body.echo)
+        self._mute = body.output_limit() == 0  # the prompt alone was asked for; one token had to be sampled
+        self._num_logprobs = body.logprobs
+        self._wants_scores = body.prompt_logprobs is not None
+        self._logprobs: dict[tuple[int, int], CompletionLogprobs] = {}
+
+    def choices(self) -> list[dict[str, Any]]:
+        shown = []
+        for number, output in enumerate(self._generation.outputs):
+            for each in output.outputs:
+                delta = Delta(number, each.index, each.text, each.token_ids, each.logprobs or [], each.finish_reason)
+                choice = self.choice(delta) | {"stop_reason": each.stop_reason}
+                if self._wants_scores:
+                    choice["prompt_logprobs"] = _scores(output)
+                shown.append(choice)
+        return shown
+
+    def choice(self, delta: Delta) -> dict[str, Any]:
+        """A delta, or a whole answer as one delta. The first of each answer brings the echo."""
+        output = self._generation.outputs[delta.number]
+        place = (delta.number, delta.index)
+        first = place not in self._logprobs
+        if first:
+            self._logprobs[place] = CompletionLogprobs(self._tokenizer, self._num_logprobs or 0)
+        text, token_ids, positions = delta.text, delta.token_ids, list[PositionLogprobs | None](delta.logprobs)
+        if self._mute:
+            text, token_ids, positions = "", [], []
+        if first and self._echo:
+            text = self._prompt_text(output) + text
+            token_ids = output.prompt_token_ids + token_ids
+            positions = (output.prompt_logprobs or []) + positions
+        logprobs = self._logprobs[place].take(token_ids, positions) if self._num_logprobs is not None else None
+        return {
+            "index": delta.number * self._num_answers + delta.index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": "length" if self._mute else finish_reason(delta.finish_reason),
+        }
+
+    def _prompt_text(self, output: RequestOutput) -> str:
+        return output.prompt if output.prompt is not None else self._tokenizer.decode(output.prompt_token_ids)
+
+
+def _scores(output: RequestOutput) -> list[dict[str, Any] | None]:
+    return [
+        None
+        if position is None
+        else {
+            str(token_id): {"logprob": each.logprob, "rank": each.rank, "decoded_token": each.decoded_token}
+            for token_id, each in position.items()
+        }
+        for position in output.prompt_logprobs or []
+    ]
+
+
+async def _chunks(
+    body: CompletionBody, generation: Generation, shapes: _Shapes, head: dict[str, Any], record: Record
+) -> AsyncIterator[bytes]:
+    with_usage = body.include_usage()
+    tail: dict[str, Any] = {"usage": None} if with_usage else {}
+    try:
+        async for batch in generation.deltas():
+            choices = [shapes.choice(delta) for delta in batch]
+            pieces = [
+                event({**head, "choices": [choice], **tail})
+                for choice in choices
+                if choice["text"] or choice["logprobs"] or choice["finish_reason"]
+            ]
+            if pieces:
+                yield b"".join(pieces)
+    except ApiError as error:
+        record.error = error.message
+        yield event(error.body())
+    else:
+        usage = usage_of(generation, record)
+        if with_usage:
+            yield event({**head, "choices": [], "usage": usage})
+    yield DONE

@@ -1,0 +1,63 @@
+"""/v1/embeddings: the final hidden state of the last token of each text, scaled to length one.
+
+These are the states of a generating model: good for likeness within one model, not those of a trained embedding model.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import struct
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Request
+from starlette.responses import Response
+
+from tokenmill.serve.caller import caller_of
+from tokenmill.serve.errors import ApiError
+from tokenmill.serve.exchange import json_response, record_of, unless_gone
+from tokenmill.serve.protocol import EmbeddingBody
+from tokenmill.serve.service import Service
+from tokenmill.serve.usage import usage_of
+from tokenmill.types import SamplingParams
+
+
+def add_embedding_routes(app: FastAPI, service: Service) -> None:
+    router = APIRouter()
+
+    @router.post("/v1/embeddings")
+    async def embeddings(body: EmbeddingBody, request: Request) -> Response:
+        caller, model = caller_of(request, service, body), service.check_model(body.model)
+        if body.dimensions is not None:
+            raise ApiError(400, "dimensions is not supported: this model has one size", param="dimensions")
+        prompts = body.prompts()
+        if not 0 < len(prompts) <= service.config.max_prompts:
+            limit = service.config.max_prompts
+            raise ApiError(400, f"{len(prompts)} inputs in one request: give 1 to {limit}", param="input")
+        params = SamplingParams(max_tokens=1, temperature=0.0)
+        generation = await service.open(prompts, lambda _length: params, caller, streaming=False, embeds=True)
+        try:
+            await unless_gone(request, generation.result())
+            usage = usage_of(generation, record_of(request))
+            vectors = [_unit(member.embedding) for member in generation.members]
+        finally:
+            generation.close()
+        data = [
+            {"object": "embedding", "index": number, "embedding": _shown(vector, body.encoding_format)}
+            for number, vector in enumerate(vectors)
+        ]
+        used = {"prompt_tokens": usage["prompt_tokens"], "total_tokens": usage["prompt_tokens"]}
+        return json_response({"object": "list", "model": model, "data": data, "usage": used})
+
+    app.include_router(router)
+
+
+def _unit(vector: list[float]) -> list[float]:
+    length = math.sqrt(sum(value * value for value in vector)) or 1.0
+    return [value / length for value in vector]
+
+
+def _shown(vector: list[float], encoding: str | None) -> Any:
+    if encoding != "base64":
+        return vector
+    return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()

@@ -1,0 +1,57 @@
+"""Errors as HTTP answers, in the OpenAI shape. Every refusal of the server is one of these, with its status and remedy.
+
+Knows nothing of routes; the adapters for other APIs turn the same errors into their own shapes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+    500: "internal_error",
+    503: "service_unavailable",
+}
+
+
+class ApiError(Exception):
+    """`param` names the field at fault, `code` is for programs; `retry_after` in seconds becomes a header."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.retry_after = retry_after
+
+    @property
+    def type(self) -> str:
+        return _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "internal_error")
+
+    def body(self) -> dict[str, Any]:
+        code = self.code if self.code is not None else self.status
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": code}}
+
+    def headers(self) -> dict[str, str]:
+        if self.retry_after is None:
+            return {}
+        return {"retry-after": str(max(1, round(self.retry_after + 0.5)))}
+
+
+def engine_gone(message: str, retry_after: float = 2.0) -> ApiError:
+    return ApiError(503, message, code="engine_unavailable", retry_after=retry_after)

@@ -1,0 +1,146 @@
+"""One HTTP exchange: JSON and event-stream answers that notice when the client leaves.
+
+A stream is written as fast as the client reads; what came meanwhile goes out in one piece. A client that leaves ends
+its generation within a step. Knows ASGI, not what the bytes mean; used by all generating routes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from tokenmill.serve.errors import ApiError
+from tokenmill.serve.generation import Generation
+from tokenmill.serve.keys import Client
+
+_Result = TypeVar("_Result")
+DONE = b"data: [DONE]\n\n"
+EVENT_STREAM = "text/event-stream; charset=utf-8"
+NDJSON = "application/x-ndjson"
+
+to_json = msgspec.json.Encoder().encode
+
+
+@dataclass(slots=True)
+class Record:
+    """What is known of an exchange, for the access log and the response headers."""
+
+    request_id: str
+    client: Client
+    ignored: tuple[str, ...] = ()
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    completion_tokens: int | None = None
+    error: str | None = None
+
+
+class ClientGoneError(Exception):
+    """The client closed the connection before the answer."""
+
+
+def record_of(request: Request) -> Record:
+    record: Record = request.scope["state"]["record"]
+    return record
+
+
+def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(to_json(value), status, dict(headers or {}), "application/json")
+
+
+def error_response(error: ApiError) -> Response:
+    return json_response(error.body(), error.status, error.headers())
+
+
+def event(value: Any) -> bytes:
+    return b"data: " + to_json(value) + b"\n\n"
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, _Result]) -> _Result:
+    """The result of `work`; if the client leaves first, `work` is cancelled and ClientGoneError is raised."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_until_gone(request.receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientGoneError
+    finally:
+        await _end(working, leaving)
+
+
+class StreamedResponse(Response):
+    """Sends chunks as they come; `close` is called at the end, whatever the reason."""
+
+    def __init__(self, chunks: AsyncIterator[bytes], media_type: str, close: Callable[[], None]) -> None:
+        self.status_code = 200
+        self.background = None
+        self.raw_headers = [
+            (b"content-type", media_type.encode()),
+            (b"cache-control", b"no-cache"),
+            (b"x-accel-buffering", b"no"),  # proxies must not hold tokens back
+        ]
+        self._chunks = chunks
+        self._close = close
+
+    async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
+        sending = asyncio.ensure_future(self._send_all(send))
+        leaving = asyncio.ensure_future(_until_gone(receive))
+        try:
+            await asyncio.wait((sending, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if sending.done():
+                sending.result()
+        finally:
+            self._close()
+            await _end(sending, leaving)
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for chunk in self._chunks:
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def respond(
+    request: Request,
+    generation: Generation,
+    *,
+    whole: Callable[[], Any],
+    chunks: Callable[[], AsyncIterator[bytes]],
+    media_type: str = EVENT_STREAM,
+) -> Response:
+    """Answer whole or streamed, as the generation was opened, and close it at the end.
+
+    A stream starts with its first token, so that whatever goes wrong before is an HTTP status.
+    """
+    try:
+        await unless_gone(request, generation.first() if generation.streaming else generation.result())
+        if generation.streaming:
+            return StreamedResponse(chunks(), media_type, generation.close)
+        return json_response(whole())
+    except BaseException:
+        generation.close()
+        raise
+    finally:
+        if not generation.streaming:
+            generation.close()
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _end(*tasks: asyncio.Future[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    for task in tasks:
+        with contextlib.suppress(asyncio.CancelledError, Exception):
+            await task

@@ -1,0 +1,149 @@
+"""One HTTP request's work in the engine: one or more prompts, and what comes back for them, as deltas or as a whole.
+
+Text, stop strings and log-probabilities are made here, on the server's side of the wire, as events arrive. Knows
+neither sockets nor HTTP shapes. The engine client feeds it, routes read it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+from tokenmill.engine.collector import RequestCollector
+from tokenmill.engine.outputs import PositionLogprobs, RequestOutput
+from tokenmill.types import Request, TokenEvent
+
+
+@dataclass(slots=True)
+class Delta:
+    """News about one answer: prompt `number`, sibling `index`."""
+
+    number: int
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[PositionLogprobs]
+    finish_reason: str | None
+
+
+class Member:
+    """One prompt of a Generation."""
+
+    def __init__(self, generation: Generation, number: int, request: Request, collector: RequestCollector) -> None:
+        self.generation = generation
+        self.number = number
+        self.request = request
+        self.collector = collector
+        self.arrived = time.monotonic()
+        self.first_token: float | None = None
+        self.last_token = 0.0
+        self.embedding: list[float] = []
+        self.finished = False
+
+    @property
+    def output(self) -> RequestOutput:
+        return self.collector.output
+
+    def take(self, event: TokenEvent) -> bool:
+        """Add an event; True if a stop string ended this sequence, which must then be cancelled in the engine."""
+        completion = self.output.outputs[event.index]
+        if completion.finished:
+            return False
+        seen = len(completion.logprobs or ())
+        self.embedding = event.embedding or self.embedding
+        text, stop = self.collector.take(event)
+        self.finished = completion.finished and self.output.finished
+        generation = self.generation
+        if generation.streaming:
+            logprobs = completion.logprobs[seen:] if completion.logprobs is not None else []
+            generation.post(Delta(self.number, event.index, text, event.token_ids, logprobs, completion.finish_reason))
+        if self.finished:
+            generation.member_finished()
+        return stop
+
+
+class Generation:
+    def __init__(self, streaming: bool, close: Callable[[Generation], None]) -> None:
+        self.streaming = streaming
+        self.members: list[Member] = []
+        self._close = close
+        self._deltas: list[Delta] = []
+        self._unfinished = 0
+        self._error: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._closed = False
+
+    def add(self, request: Request, collector: RequestCollector) -> Member:
+        member = Member(self, len(self.members), request, collector)
+        self.members.append(member)
+        self._unfinished += 1
+        return member
+
+    # --- the engine client's side ---
+
+    def post(self, delta: Delta) -> None:
+        self._deltas.append(delta)
+        self._wake()
+
+    def member_finished(self) -> None:
+        self._unfinished -= 1
+        if self._unfinished == 0:
+            self._wake()
+
+    def fail(self, error: Exception) -> None:
+        if self._error is None and self._unfinished:
+            self._error = error
+            self._wake()
+
+    # --- the route's side ---
+
+    @property
+    def outputs(self) -> list[RequestOutput]:
+        return [member.output for member in self.members]
+
+    @property
+    def started(self) -> bool:
+        return any(member.first_token is not None for member in self.members)
+
+    async def first(self) -> None:
+        """Wait until there is something to say: until then a failure can still be an HTTP status."""
+        await self._news()
+
+    async def deltas(self) -> AsyncIterator[list[Delta]]:
+        """What has come since the last time, until all is said. Raises what ended the engine's work early."""
+        while True:
+            await self._news()
+            if self._deltas:
+                batch, self._deltas = self._deltas, []
+                yield batch
+            elif self._error is not None:
+                raise self._error
+            elif self._unfinished == 0:
+                return
+
+    async def result(self) -> list[RequestOutput]:
+        while self._unfinished:
+            await self._news()
+        return self.outputs
+
+    def close(self) -> None:
+        """Must be called once the route is done, whatever happened: what still runs is cancelled."""
+        if not self._closed:
+            self._closed = True
+            self._close(self)
+
+    async def _news(self) -> None:
+        if not self._deltas and self._error is None and self._unfinished:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        if self._error is not None and not self._deltas:
+            raise self._error
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

@@ -1,0 +1,134 @@
+"""Routes that compute nothing: models, tokenize, detokenize, health, ping, version, load, metrics."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Request
+from starlette.responses import Response
+
+from tokenmill import __version__
+from tokenmill.errors import UserError
+from tokenmill.serve.caller import caller_of
+from tokenmill.serve.errors import ApiError, engine_gone
+from tokenmill.serve.exchange import json_response
+from tokenmill.serve.protocol import DetokenizeBody, TokenizeBody
+from tokenmill.serve.service import Service
+
+
+def add_info_routes(app: FastAPI, service: Service) -> None:
+    router = APIRouter()
+
+    @router.get("/v1/models")
+    async def models() -> Response:
+        return json_response({"object": "list", "data": [_model(service, name) for name in service.names]})
+
+    @router.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        return json_response(_model(service, service.check_model(name)))
+
+    @router.head("/ping", include_in_schema=False)
+    @router.head("/health", include_in_schema=False)
+    @router.post("/ping", include_in_schema=False)
+    @router.get("/ping")
+    @router.get("/health")
+    async def health() -> Response:
+        """200 only if tokens move, or the idle engine answers within a second."""
+        if service.admission.draining:
+            raise ApiError(503, "the server is shutting down", code="draining")
+        well, what = await service.engine.healthy()
+        if not well:
+            raise engine_gone(what)
+        return json_response({"status": "ok", "engine": what})
+
+    @router.get("/version")
+    async def version() -> Response:
+        return json_response({"version": __version__})
+
+    @router.get("/load")
+    async def load() -> Response:
+        return json_response(_load(service))
+
+    @router.get("/metrics")
+    async def metrics() -> Response:
+        service.metrics.set("engine_up", service.engine.state == "ready")
+        service.metrics.set("predicted_ttft_seconds", service.admission.predict(0))
+        return Response(service.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @router.post("/tokenize")
+    async def tokenize(body: TokenizeBody, request: Request) -> Response:
+        caller_of(request, service, body)
+        service.check_model(body.model)
+        tokens = await _tokenize(service, body)
+        shown: dict[str, Any] = {"count": len(tokens), "max_model_len": service.context, "tokens": tokens}
+        if body.return_token_strs:
+            shown["token_strs"] = [service.tokenizer.id_to_piece(each) for each in tokens]
+        return json_response(shown)
+
+    @router.post("/detokenize")
+    async def detokenize(body: DetokenizeBody, request: Request) -> Response:
+        caller_of(request, service, body)
+        service.check_model(body.model)
+        if any(token_id >= service.identity.vocab_size for token_id in body.tokens):
+            raise ApiError(400, f"give token ids below {service.identity.vocab_size}", param="tokens")
+        return json_response({"prompt": service.tokenizer.decode(body.tokens, skip_special_tokens=False)})
+
+    app.include_router(router)
+
+
+async def _tokenize(service: Service, body: TokenizeBody) -> list[int]:
+    try:
+        if body.messages is not None and body.prompt is None:
+            messages = [message.plain() for message in body.messages]
+            text = await service.render(messages, add_generation_prompt=body.add_generation_prompt is not False)
+            return await service.encode(text, chat=True)
+        if body.prompt is None or body.messages is not None:
+            raise ApiError(400, "give either prompt or messages", param="prompt")
+        return await service.encode(body.prompt, special=body.add_special_tokens is not False)
+    except (UserError, ValueError) as error:
+        raise ApiError(400, str(error), param="prompt") from None
+
+
+def _model(service: Service, name: str) -> dict[str, Any]:
+    """The OpenAI record, and what is really behind the name."""
+    identity, template = service.identity, service.template
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "tokenmill",
+        "root": service.names[0],
+        "parent": None,
+        "max_model_len": service.context,
+        "tokenmill": {
+            "version": __version__,
+            "architecture": identity.architecture,
+            "checkpoint": identity.name,
+            "quantization": identity.quantization,
+            "weight_bytes": identity.weight_bytes,
+            "kv_cache_dtype": identity.options.get("kv_cache_dtype"),
+            "executor": identity.options.get("executor"),
+            "chat_template_sha256": None
+            if template is None
+            else hashlib.sha256(template.source.encode()).hexdigest()[:16],
+        },
+    }
+
+
+def _load(service: Service) -> dict[str, Any]:
+    snapshot, admission = service.engine.snapshot, service.admission
+    return {
+        "server_load": service.engine.num_in_flight,
+        "requests_running": snapshot.num_running,
+        "requests_waiting": snapshot.num_waiting,
+        "queued_requests": admission.num_waiting,
+        "queued_tokens": admission.waiting_tokens,
+        "kv_pages_total": snapshot.num_pages,
+        "kv_pages_held": snapshot.num_pages_held,
+        "kv_pages_cached": snapshot.num_pages_cached,
+        "kv_pages_consistent": snapshot.pages_consistent,
+        "predicted_ttft_seconds": round(admission.predict(0), 4),
+        "engine": service.engine.state,
+        "engine_pid": service.engine.pid,
+    }

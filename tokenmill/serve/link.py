@@ -1,0 +1,154 @@
+"""One engine process seen from the server: its start, its two sockets, its last sign of life, its end.
+
+A link is used once: a new engine gets a new one with new addresses, so nothing of a dead engine can be taken for the
+new one's. Knows nothing of requests; engine_client.py owns it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from tokenmill.config import EngineConfig
+from tokenmill.engine import messages
+from tokenmill.engine.messages import EngineSpec, Failed, FromEngine, Heartbeat, Pong, ToEngine
+from tokenmill.log import get_logger
+
+_log = get_logger(__name__)
+_DUMP_SECONDS = 0.5
+_LOG_LEVELS = {10: "debug", 20: "info", 30: "warning", 40: "error"}
+
+
+class LinkDownError(ConnectionError):
+    """The engine cannot be reached."""
+
+
+class EngineLink:
+    def __init__(self, folder: Path, number: int, deliver: Callable[[FromEngine], None]) -> None:
+        self._deliver = deliver
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+        self._addresses = [f"ipc://{folder}/{name}{number}" for name in ("requests", "events")]
+        self._outbox = self._bind(zmq.PUSH, self._addresses[0])
+        self._inbox = self._bind(zmq.PULL, self._addresses[1])
+        self._process: asyncio.subprocess.Process | None = None
+        self._pongs: dict[int, asyncio.Future[None]] = {}
+        self._num_pings = 0
+        self.last_sign = time.monotonic()
+        self.heartbeat = Heartbeat(0.0, 0)
+        self.failure: Failed | None = None  # what the engine said before it ended
+
+    async def launch(self, path: str, config: EngineConfig) -> None:
+        level = _LOG_LEVELS.get(_log.getEffectiveLevel(), "info")
+        spec = EngineSpec(path, asdict(config), self._addresses[0], self._addresses[1], log_level=level)
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "tokenmill.engine.process",
+            stdin=asyncio.subprocess.PIPE,
+            start_new_session=True,  # a terminal's Ctrl-C is for the server alone
+        )
+        assert self._process.stdin is not None
+        with contextlib.suppress(ConnectionError):
+            self._process.stdin.write(msgspec.json.encode(spec) + b"\n")
+            await self._process.stdin.drain()
+        asyncio.get_running_loop().add_reader(int(self._inbox.getsockopt(zmq.FD)), self._read)
+        self._read()
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process is not None else None
+
+    def send(self, message: ToEngine) -> None:
+        try:
+            self._outbox.send(messages.encode(message), zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            raise LinkDownError(f"the engine cannot be reached: {error.strerror}") from None
+
+    async def ping(self, timeout: float) -> bool:
+        """Whether the engine's loop, not only its process, answers in time."""
+        self._num_pings += 1
+        number = self._num_pings
+        answer = self._pongs[number] = asyncio.get_running_loop().create_future()
+        try:
+            self.send(messages.Ping(number))
+            await asyncio.wait_for(answer, timeout)
+            return True
+        except (TimeoutError, LinkDownError):
+            return False
+        finally:
+            self._pongs.pop(number, None)
+
+    async def ended(self) -> str:
+        """Wait for the process to end; says how."""
+        assert self._process is not None
+        code = await self._process.wait()
+        self._read()  # its last words may still lie in the socket
+        if self.failure is not None:
+            return self.failure.message
+        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+    async def dump_and_kill(self) -> None:
+        """Have all stacks printed to standard error, then end it."""
+        self._signal(signal.SIGUSR1)
+        await asyncio.sleep(_DUMP_SECONDS)
+        self._signal(signal.SIGKILL)
+
+    async def stop(self, timeout: float) -> None:
+        """End the process: politely, then not."""
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(LinkDownError):
+                self.send(messages.Shutdown())
+            try:
+                await asyncio.wait_for(self._process.wait(), timeout)
+            except TimeoutError:
+                self._signal(signal.SIGKILL)
+                await self._process.wait()
+        self.close()
+
+    def close(self) -> None:
+        if not self._inbox.closed:
+            with contextlib.suppress(ValueError, RuntimeError):
+                asyncio.get_running_loop().remove_reader(int(self._inbox.getsockopt(zmq.FD)))
+            self._inbox.close(linger=0)
+            self._outbox.close(linger=0)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(number)
+
+    def _bind(self, kind: int, address: str) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.set_hwm(0)
+        socket.bind(address)
+        return socket
+
+    def _read(self) -> None:
+        """Take all that has come: the descriptor tells of new messages only once."""
+        while not self._inbox.closed and int(self._inbox.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            try:
+                message = messages.decode_from_engine(self._inbox.recv(zmq.NOBLOCK))
+            except msgspec.DecodeError:
+                _log.exception("unusable message from the engine")
+                continue
+            self.last_sign = time.monotonic()
+            match message:
+                case Heartbeat():
+                    self.heartbeat = message
+                case Pong(number=number):
+                    waiting = self._pongs.get(number)
+                    if waiting is not None and not waiting.done():
+                        waiting.set_result(None)
+                case Failed():
+                    self.failure = message
+                case _:
+                    self._deliver(message)

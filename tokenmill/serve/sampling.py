@@ -1,0 +1,99 @@
+"""A request body -> SamplingParams, within the server's limits. Every refusal names the field.
+
+Shared by completions, chat and the adapters. Knows nothing of prompts beyond their length.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tokenmill.errors import UserError
+from tokenmill.serve.config import ServeConfig
+from tokenmill.serve.errors import ApiError
+from tokenmill.serve.protocol import MAX_STOPS, GenerationBody
+from tokenmill.serve.structured import constrain
+from tokenmill.types import SamplingParams
+
+_SAME_NAME = (
+    "n",
+    "min_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "typical_p",
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+    "stop_token_ids",
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "prompt_logprobs",
+)
+_MAX_STOP_CHARS = 1024
+_MAX_BIASES = 1024
+
+
+def build_params(body: GenerationBody, config: ServeConfig, max_tokens: int, **fixed: Any) -> SamplingParams:
+    """`max_tokens` is resolved by the caller; `fixed` are fields that the route decides (log-probabilities)."""
+    values: dict[str, Any] = {name: getattr(body, name) for name in _SAME_NAME if getattr(body, name) is not None}
+    values |= {name: value for name, value in fixed.items() if value is not None}
+    _check_limit("n", values.get("n"), config.max_n)
+    _check_limit("logprobs", values.get("logprobs"), config.max_logprobs)
+    _check_limit("prompt_logprobs", values.get("prompt_logprobs"), config.max_logprobs)
+    if body.seed is not None:
+        if not -(2**63) <= body.seed < 2**64:
+            raise ApiError(400, "seed is out of range: give a 64-bit number", param="seed")
+        values["seed"] = body.seed % 2**64
+    values["stop"] = _stops(body.stop)
+    values["logit_bias"] = _biases(body.logit_bias)
+    try:
+        params = SamplingParams(max_tokens=max_tokens, **values)
+        wanted = body.structured()
+    except UserError as error:
+        raise ApiError(400, str(error), param=error.problem.split(" ")[0]) from None
+    except ValueError as error:
+        raise ApiError(400, str(error), param="response_format") from None
+    return constrain(params, wanted)
+
+
+def resolve_max_tokens(body: GenerationBody, prompt_length: int, context: int, default: int | None) -> int:
+    """What the body says, else `default`, else what the context has room for. Too much is refused, not cut."""
+    room = context - prompt_length
+    wanted = body.output_limit()
+    if wanted is None:
+        return max(1, room if default is None else min(default, room))
+    if wanted < 0:
+        raise ApiError(400, f"max_tokens is {wanted}: give at least 1", param="max_tokens")
+    if wanted > room and prompt_length < context:
+        raise ApiError(
+            400,
+            f"max_tokens is {wanted}, but after the prompt of {prompt_length} tokens the context of {context} has room "
+            f"for {room}: lower max_tokens, shorten the prompt or serve with a larger --context",
+            param="max_tokens",
+            code="context_length_exceeded",
+        )
+    return max(1, wanted)
+
+
+def _check_limit(name: str, value: int | None, limit: int) -> None:
+    if value is not None and value > limit:
+        raise ApiError(400, f"{name} is {value}, this server allows {limit}", param=name)
+
+
+def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
+    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    if len(stops) > MAX_STOPS or any(len(each) > _MAX_STOP_CHARS for each in stops):
+        raise ApiError(400, f"give at most {MAX_STOPS} stop strings of {_MAX_STOP_CHARS} characters", param="stop")
+    return stops
+
+
+def _biases(biases: dict[str, float] | None) -> dict[int, float] | None:
+    if biases is None:
+        return None
+    if len(biases) > _MAX_BIASES:
+        raise ApiError(400, f"logit_bias has {len(biases)} entries, at most {_MAX_BIASES}", param="logit_bias")
+    if not all(each.isascii() and each.isdecimal() and len(each) < 12 for each in biases):
+        raise ApiError(400, "logit_bias keys must be token ids", param="logit_bias")
+    return {int(token_id): bias for token_id, bias in biases.items()}

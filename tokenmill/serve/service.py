@@ -1,0 +1,215 @@
+"""What every route works with: the model's text side, admission, metrics and the engine, joined at one place.
+
+`open` takes prompts in (door, tokenizer, limits, engine) and returns a Generation; closing that settles the bill. Knows
+nothing of HTTP shapes; routes and adapters call it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tokenmill.checkpoint.chat_template import ChatTemplate
+from tokenmill.checkpoint.tokenizer import Tokenizer
+from tokenmill.engine.collector import RequestCollector
+from tokenmill.engine.intake import Intake
+from tokenmill.engine.messages import Ready, Snapshot
+from tokenmill.errors import UserError
+from tokenmill.serve.config import ServeConfig
+from tokenmill.serve.engine_client import EngineClient
+from tokenmill.serve.errors import ApiError
+from tokenmill.serve.generation import Generation, Member
+from tokenmill.serve.keys import LANES, Client
+from tokenmill.serve.limits import Admission, Pace, Ticket
+from tokenmill.serve.metrics import Metrics
+from tokenmill.serve.tools.use import ToolStyle
+from tokenmill.types import SamplingParams
+
+_LONG_TEXT = 4096  # characters: more is tokenized beside the event loop
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who asks, and how urgently."""
+
+    client: Client
+    priority: int = 0
+    lane: str | None = None
+    deadline: float | None = None  # seconds to the first token
+
+    @property
+    def rank(self) -> int:
+        lanes = (self.client.lane, self.lane or self.client.lane)
+        return self.priority + max(LANES[each] for each in lanes)  # a batch key cannot promote itself
+
+
+class Service:
+    def __init__(
+        self,
+        config: ServeConfig,
+        names: Sequence[str],
+        engine: EngineClient,
+        identity: Ready,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+    ) -> None:
+        self.config = config
+        self.names = tuple(names)
+        self.engine = engine
+        self.identity = identity
+        self.tokenizer = tokenizer
+        self.template = template
+        self.created = int(time.time())
+        self.context = int(identity.options["context"])
+        self.metrics = Metrics(self.names[0])
+        self.admission = Admission(
+            int(identity.options["concurrency"]), config.max_queued_requests, config.max_queued_tokens, Pace()
+        )
+        self._intake = Intake(
+            tokenizer, identity.vocab_size, identity.eos_ids, self.context, int(identity.options["seed"])
+        )
+        self.tool_style = ToolStyle.choose(template, tokenizer, config.tool_call_parser)
+        self._tickets: dict[Generation, Ticket] = {}
+        engine.observe(self)
+
+    # --- what routes ask ---
+
+    def check_model(self, name: str | None) -> str:
+        """The name to answer with. No name means the only model there is."""
+        if name is None or name in self.names:
+            return name or self.names[0]
+        shown = name[:100].encode("ascii", "replace").decode()
+        raise ApiError(
+            404, f"model '{shown}' is not served here: use '{self.names[0]}'", param="model", code="model_not_found"
+        )
+
+    async def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        extra: Mapping[str, Any] | None = None,
+    ) -> str:
+        template = self.template
+        if template is None:
+            raise ApiError(400, f"{self.names[0]} has no chat template: use /v1/completions", param="messages")
+        size = sum(len(str(message.get("content"))) for message in messages)
+        self.check_size(size, "messages")
+
+        def work() -> str:
+            variables = {key: value for key, value in (extra or {}).items() if key not in ("messages", "tools")}
+            return template.render(messages, tools, add_generation_prompt, **variables)
+
+        try:
+            return await asyncio.to_thread(work) if size > _LONG_TEXT else work()
+        except UserError as error:
+            raise ApiError(400, str(error), param="messages") from None
+
+    def check_size(self, num_chars: int, param: str) -> None:
+        if num_chars > self.config.max_prompt_chars:
+            limit = self.config.max_prompt_chars
+            raise ApiError(413, f"the prompt has {num_chars} characters, this server takes {limit}", param=param)
+
+    async def encode(self, prompt: str | Sequence[int], *, chat: bool = False, special: bool = True) -> list[int]:
+        """Token ids. `chat`: the text is a rendered template; `special`: with the tokens that start a sequence."""
+        if not isinstance(prompt, str):
+            return list(prompt)
+        self.check_size(len(prompt), "prompt")
+        if len(prompt) > _LONG_TEXT:
+            return await asyncio.to_thread(self._encode, prompt, chat, special)
+        return self._encode(prompt, chat, special)
+
+    async def open(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        make_params: Callable[[int], SamplingParams],
+        caller: Caller,
+        *,
+        streaming: bool,
+        chat: bool = False,
+        special: bool = True,
+        embeds: bool = False,
+    ) -> Generation:
+        """Start generating; `make_params` is given the length of each prompt. The caller must close the result."""
+        try:
+            self.admission.check_door(caller.client, time.monotonic())
+            encoded = [await self.encode(prompt, chat=chat, special=special) for prompt in prompts]
+            generation = self._prepare(prompts, encoded, make_params, caller, streaming)
+            for member in generation.members:
+                member.request.embeds = embeds
+            lengths = [len(member.request.prompt_ids) for member in generation.members]
+            num_answers = generation.members[0].request.params.n
+            ticket = self.admission.admit(caller.client, lengths, num_answers, caller.deadline, time.monotonic())
+        except UserError as error:
+            code = "context_length_exceeded" if "context" in error.problem else None
+            raise ApiError(400, str(error), param="messages" if chat else "prompt", code=code) from None
+        except ApiError as error:
+            if error.status == 429:
+                self.metrics.add("admission_rejections", 1.0, error.code or "other")
+            raise
+        self._tickets[generation] = ticket
+        try:
+            self.engine.submit(generation)
+        except ApiError:
+            generation.close()
+            raise
+        if caller.deadline is not None:
+            asyncio.get_running_loop().call_later(caller.deadline, self._expire, generation)
+        return generation
+
+    # --- from the engine ---
+
+    def on_step(self, snapshot: Snapshot) -> None:
+        self.metrics.on_step(snapshot)
+        self.admission.pace.record_step(snapshot)
+
+    def on_tokens(self, member: Member, num_tokens: int) -> None:
+        starts = member.first_token is None
+        self.metrics.on_tokens(member, num_tokens)
+        if starts and num_tokens:
+            self.admission.started(self._tickets[member.generation], len(member.request.prompt_ids))
+
+    def on_end(self, member: Member) -> None:
+        self.metrics.on_end(member)
+        if member.first_token is not None and member.finished:
+            self.admission.pace.record_service(member.last_token - member.first_token)
+
+    def on_restart(self, reason: str) -> None:
+        self.metrics.on_restart(reason)
+
+    # --- how ---
+
+    def _encode(self, text: str, chat: bool, special: bool) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=special and not chat, parse_special=chat)
+
+    def _prepare(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        encoded: list[list[int]],
+        make_params: Callable[[int], SamplingParams],
+        caller: Caller,
+        streaming: bool,
+    ) -> Generation:
+        generation = Generation(streaming, self._close)
+        for prompt, ids in zip(prompts, encoded, strict=True):
+            request = self._intake.request(ids, make_params(len(ids)), uuid.uuid4().hex, caller.rank)
+            request.tenant, request.weight = caller.client.name, caller.client.weight
+            text = prompt if isinstance(prompt, str) else None
+            generation.add(request, RequestCollector(request, text, self.tokenizer))
+        return generation
+
+    def _expire(self, generation: Generation) -> None:
+        if generation in self._tickets and not generation.started:
+            self.metrics.add("admission_rejections", 1.0, "deadline")
+            generation.fail(ApiError(429, "the deadline passed before the first token", code="deadline", retry_after=1))
+
+    def _close(self, generation: Generation) -> None:
+        self.engine.withdraw(generation)
+        ticket = self._tickets.pop(generation, None)
+        if ticket is not None:
+            produced = sum(len(each.token_ids) for output in generation.outputs for each in output.outputs)
+            self.admission.release(ticket, produced, time.monotonic())

@@ -1,0 +1,148 @@
+"""The contract of a tool-call style: how a model writes calls in its text, read piece by piece, and how to force one.
+
+A parser is fed text as it comes and answers with events; the whole answer is defined as the fold of those events, so
+streamed and whole answers are the same by construction. Text that looks like a call but is none comes out as content;
+only blanks around calls are dropped. Knows no HTTP and no tokens.
+"""
+
+from __future__ import annotations
+
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from tokenmill.serve.tools.functions import Function
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallStart:
+    index: int
+    call_id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    index: int
+    text: str  # a piece of JSON
+
+
+@dataclass(frozen=True, slots=True)
+class CallEnd:
+    index: int
+
+
+ToolEvent = Content | CallStart | CallArguments | CallEnd
+
+
+@dataclass(slots=True)
+class ToolCall:
+    call_id: str
+    name: str
+    arguments: str = ""
+
+
+@dataclass(slots=True)
+class Answer:
+    content: str = ""
+    calls: list[ToolCall] = field(default_factory=list)
+
+
+def fold(events: Iterable[ToolEvent]) -> Answer:
+    """What a stream of events amounts to."""
+    answer = Answer()
+    for event in events:
+        match event:
+            case Content(text=text):
+                answer.content += text
+            case CallStart(call_id=call_id, name=name):
+                answer.calls.append(ToolCall(call_id, name))
+            case CallArguments(index=index, text=text):
+                answer.calls[index].arguments += text
+            case CallEnd():
+                pass
+    return answer
+
+
+class ToolParser(ABC):
+    """Reads one answer. `names` are the functions there are: a call of another is content.
+
+    `certain`: a grammar forced the calls, so arguments are passed on as they come; otherwise a call is announced only
+    when all of it has been read and is good. `parallel`: more than one call may come.
+    """
+
+    name: ClassVar[str]
+    marker: ClassVar[str] = ""  # must be visible in the text even if it is a control token of the model
+
+    def __init__(self, names: Collection[str], certain: bool = False, parallel: bool = True) -> None:
+        self._names = frozenset(names)
+        self._certain = certain
+        self._parallel = parallel
+        self._buffer = ""
+        self._blanks = ""  # held back: dropped if a call follows
+        self._num_calls = 0
+
+    @classmethod
+    @abstractmethod
+    def writes(cls, template: str) -> bool:
+        """Whether a chat template asks the model for this style."""
+
+    @classmethod
+    @abstractmethod
+    def grammar(cls, functions: Sequence[Function], parallel: bool) -> str:
+        """Rules of a Lark grammar, with `calls` on top, for nothing but calls of these functions."""
+
+    @abstractmethod
+    def _step(self, events: list[ToolEvent], final: bool) -> bool:
+        """Use up some of the buffer; False if more text is needed. With `final` there will be none."""
+
+    def feed(self, text: str) -> list[ToolEvent]:
+        self._buffer += text
+        return self._run(False)
+
+    def finish(self) -> list[ToolEvent]:
+        """The answer has ended: what is still held back."""
+        events = self._run(True)
+        if self._blanks and not self._num_calls:
+            events.append(Content(self._blanks))
+        self._blanks = ""
+        return events
+
+    def _run(self, final: bool) -> list[ToolEvent]:
+        events: list[ToolEvent] = []
+        while self._step(events, final):
+            pass
+        return events
+
+    # --- for the styles ---
+
+    def _say(self, events: list[ToolEvent], text: str) -> None:
+        text = self._blanks + text
+        visible = text.rstrip()
+        self._blanks = text[len(visible) :]
+        if visible:
+            events.append(Content(visible))
+
+    def _start(self, events: list[ToolEvent], name: str) -> int:
+        """Announce a call; returns its index."""
+        self._blanks = ""
+        index = self._num_calls
+        self._num_calls += 1
+        events.append(CallStart(index, f"call_{uuid.uuid4().hex[:24]}", name))
+        return index
+
+    def _call(self, events: list[ToolEvent], name: str, arguments: str) -> None:
+        index = self._start(events, name)
+        events += [CallArguments(index, arguments), CallEnd(index)]
+
+    @property
+    def _full(self) -> bool:
+        """No further call may come."""
+        return self._num_calls > 0 and not self._parallel

@@ -1,0 +1,160 @@
+"""What the styles share that write a call as one JSON object with a name and arguments.
+
+A scanner finds where a JSON object ends while it still comes in; a finished object becomes a call if it names a known
+function; a forced one is passed on while it is written.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from tokenmill.serve.tools.base import CallArguments, CallEnd, ToolEvent, ToolParser
+from tokenmill.serve.tools.functions import Function
+
+_HEAD = re.compile(r'\{\s*"name"\s*:\s*"([^"]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+
+
+class ObjectScanner:
+    """Finds the end of a JSON object that comes in pieces. Sees strings and brackets, nothing else."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._in_string = False
+        self._escaped = False
+
+    def push(self, text: str) -> int | None:
+        """The place in `text` just after the object's last bracket; None if that has not come yet."""
+        for place, character in enumerate(text):
+            if self._in_string:
+                if self._escaped:
+                    self._escaped = False
+                elif character == "\\":
+                    self._escaped = True
+                elif character == '"':
+                    self._in_string = False
+            elif character == '"':
+                self._in_string = True
+            elif character in "{[":
+                self._depth += 1
+            elif character in "}]":
+                self._depth -= 1
+                if self._depth == 0:
+                    return place + 1
+        return None
+
+
+def read_call(text: str, names: Collection[str]) -> tuple[str, str] | None:
+    """(name, arguments as JSON) of a call written as a JSON object; None if it is not a call of a known function."""
+    try:
+        value = json.loads(text, parse_constant=_refuse)
+        if isinstance(value, dict) and isinstance(value.get("function"), dict):
+            value = value["function"]
+        if not isinstance(value, dict) or not isinstance(value.get("name"), str) or value["name"] not in names:
+            return None
+        arguments: Any = value.get("arguments", value.get("parameters", {}))
+        if isinstance(arguments, str):  # some models write JSON within JSON
+            arguments = json.loads(arguments, parse_constant=_refuse)
+        if not isinstance(arguments, dict):
+            return None
+        return value["name"], json.dumps(arguments, ensure_ascii=False)
+    except (ValueError, RecursionError):
+        return None
+
+
+class JsonCallParser(ToolParser):
+    """Reads objects; a style says where one may begin (`_seek`) and what follows it (`_close`)."""
+
+    def __init__(self, names: Collection[str], certain: bool = False, parallel: bool = True) -> None:
+        super().__init__(names, certain, parallel)
+        self._state: Callable[[list[ToolEvent], bool], bool] = self._seek
+        self._scanner = ObjectScanner()
+        self._object_start = 0  # place in the buffer; before it is what announced the object
+        self._scanned = 0
+
+    def _seek(self, events: list[ToolEvent], final: bool) -> bool:
+        raise NotImplementedError
+
+    def _close(self, events: list[ToolEvent], final: bool) -> bool:
+        raise NotImplementedError
+
+    def _step(self, events: list[ToolEvent], final: bool) -> bool:
+        return self._state(events, final)
+
+    def _begin_object(self, place: int) -> bool:
+        """The object begins at `place` of the buffer."""
+        self._object_start = self._scanned = place
+        self._scanner = ObjectScanner()
+        self._state = self._head if self._certain else self._whole
+        return True
+
+    def _rest(self, events: list[ToolEvent], _final: bool) -> bool:
+        """No more calls: all that comes is content."""
+        self._say(events, self._buffer)
+        self._buffer = ""
+        return False
+
+    def _whole(self, events: list[ToolEvent], final: bool) -> bool:
+        end = self._scanner.push(self._buffer[self._scanned :])
+        if end is None:
+            self._scanned = len(self._buffer)
+            return self._rest(events, final) if final else False
+        end += self._scanned
+        call = read_call(self._buffer[self._object_start : end], self._names)
+        if call is None:
+            self._say(events, self._buffer[:end])
+            self._state = self._seek
+        else:
+            self._call(events, *call)
+            self._state = self._close
+        self._buffer = self._buffer[end:]
+        return True
+
+    def _head(self, events: list[ToolEvent], final: bool) -> bool:
+        found = _HEAD.match(self._buffer, self._object_start)
+        if found is None:
+            return self._rest(events, final) if final else False
+        self._start(events, found[1])
+        self._buffer = self._buffer[found.end() :]
+        self._scanner = ObjectScanner()
+        self._state = self._arguments
+        return True
+
+    def _arguments(self, events: list[ToolEvent], _final: bool) -> bool:
+        end = self._scanner.push(self._buffer)
+        index, piece = self._num_calls - 1, self._buffer[:end]
+        if piece:
+            events.append(CallArguments(index, piece))
+        self._buffer = self._buffer[len(piece) :]
+        if end is None:
+            return False
+        events.append(CallEnd(index))
+        self._state = self._tail
+        return True
+
+    def _tail(self, _events: list[ToolEvent], _final: bool) -> bool:
+        """The bracket that closes the object around the arguments."""
+        rest = self._buffer.lstrip()
+        if not rest:
+            return False
+        self._buffer = rest.removeprefix("}")
+        self._state = self._close
+        return True
+
+
+def object_rules(functions: Sequence[Function], key: str, before: str, after: str) -> str:
+    """Rules of a Lark grammar: `call` is one of the functions as an object, between two literal texts."""
+    from tokenmill.runtime.sampling.grammar.source import json_rule
+
+    rules = ["call: " + " | ".join(f"call_{number}" for number in range(len(functions)))]
+    for number, function in enumerate(functions):
+        head = json.dumps(f'{before}{{"name": "{function.name}", "{key}": ')
+        rules.append(f"call_{number}: {head} arguments_{number} {json.dumps('}' + after)}")
+        rules.append(f"arguments_{number}: {json_rule(dict(function.parameters))}")
+    return "\n".join(rules) + "\n"
+
+
+def _refuse(name: str) -> Any:
+    raise ValueError(f"{name} is not a JSON number")
