@@ -48,6 +48,8 @@ def refusal(spec: StructuredSpec, reason: str) -> UserError:
     """The library's words on one line, with what to do."""
     words = " ".join(reason.replace("<non-verbose/>", "").split())
     words = re.sub(r"^at \d+\(\d+\): ", "", re.sub(r" \d+ \| .*", "", words))  # places in the library's own text
+    if "coerce_one_of" in words:
+        words = "oneOf is kept only where its branches cannot both match; say anyOf, or make them disjoint"
     if spec.kind == "regex":
         words = words.rpartition("error: ")[2]
     if words.startswith("NoExtension"):
@@ -59,6 +61,7 @@ def refusal(spec: StructuredSpec, reason: str) -> UserError:
 
 def json_rule(schema: dict[str, Any]) -> str:
     """`schema` inside a Lark grammar, with the options of a schema of its own."""
+    _check(schema)
     return "%json " + json.dumps({**schema, "x-guidance": JSON_OPTIONS})
 
 
@@ -78,8 +81,7 @@ def read_schema(text: str) -> dict[str, Any]:
         return {}
     if not isinstance(schema, dict):
         raise UserError("the json_schema is not an object that anything can match", "give a JSON object")
-    if _depth(schema) > _MAX_DEPTH:
-        raise UserError("the json_schema is nested too deeply", f"keep it below {_MAX_DEPTH} levels")
+    _check(schema)
     return schema
 
 
@@ -93,16 +95,24 @@ def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not a JSON number")
 
 
-def _depth(value: object) -> int:
-    level, depth = [value], 0
-    while level:
-        depth += 1
-        level = [
-            child
-            for each in level
-            for child in (each.values() if isinstance(each, dict) else each if isinstance(each, list) else ())
-        ]
-    return depth
+def _check(schema: dict[str, Any]) -> None:
+    """Refuse what the library would take but not keep."""
+    level: list[Any] = [schema]
+    for _ in range(_MAX_DEPTH):
+        objects = [each for each in level if isinstance(each, dict)]
+        for each in objects:
+            fewest, required = each.get("minProperties"), each.get("required")
+            # It counts keys as they are written, and free keys can be written twice.
+            if isinstance(fewest, int) and fewest > 1 + (len(required) if isinstance(required, list) else 0):
+                raise UserError(
+                    "the json_schema cannot be used: minProperties asks for two or more keys that it does not name",
+                    "name them in properties and required",
+                )
+        lists = [each for each in level if isinstance(each, list)]
+        level = [child for each in objects for child in each.values()] + [child for each in lists for child in each]
+        if not level:
+            return
+    raise UserError("the json_schema is nested too deeply", f"keep it below {_MAX_DEPTH} levels")
 
 
 def _unanchored(regex: str) -> str:

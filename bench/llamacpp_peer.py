@@ -1,0 +1,141 @@
+"""llama.cpp through its C API (package llama-cpp-python), driven the way its own llama-bench and llama-server drive it.
+
+One context per measurement, so that sizes fit; weights are loaded once. No Python work per token beyond one library call.
+Used by cpu_vs_llamacpp.py.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import llama_cpp as lib
+
+
+class Peer:
+    def __init__(self, path: Path, threads: int) -> None:
+        lib.llama_log_set(_SILENT, None)
+        lib.llama_backend_init()
+        self._threads = threads
+        self._model = lib.llama_model_load_from_file(str(path).encode(), lib.llama_model_default_params())
+        assert self._model, f"llama.cpp cannot load {path}"
+        self.vocab_size: int = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self._model))
+
+    def prefill(self, tokens: Sequence[int]) -> float:
+        """Tokens per second of one prompt, logits of the last token."""
+        context = self._context(len(tokens) + 8, 1)
+        batch = _Batch(len(tokens))
+        batch.fill([(token, position, 0, position == len(tokens) - 1) for position, token in enumerate(tokens)])
+        started = time.perf_counter()
+        self._decode(context, batch)
+        elapsed = time.perf_counter() - started
+        lib.llama_free(context)
+        return len(tokens) / elapsed
+
+    def decode(self, prompts: Sequence[Sequence[int]], steps: int) -> float:
+        """Generated tokens per second with every prompt as a sequence of one batch."""
+        count = len(prompts)
+        context = self._context(sum(map(len, prompts)) + count * (steps + 8), count)
+        batch = _Batch(max(512, count))
+        for number, prompt in enumerate(prompts):
+            batch.fill([(token, position, number, True) for position, token in enumerate(prompt)][:512])
+            self._decode(context, batch)
+        started = time.perf_counter()
+        for step in range(steps):
+            batch.fill([(7 + step, len(prompt) + step, number, True) for number, prompt in enumerate(prompts)])
+            self._decode(context, batch)
+        elapsed = time.perf_counter() - started
+        lib.llama_free(context)
+        return count * steps / elapsed
+
+    def serve(self, prefix: Sequence[int], tails: Sequence[Sequence[int]], output: int, slots: int) -> float:
+        """Output tokens per second over all requests: `slots` sequences, each keeping the common prefix once it has
+        computed it, prompts batched beside decodes as llama-server does."""
+        longest = len(prefix) + max(map(len, tails)) + output + 8
+        context = self._context(longest * slots, slots)
+        memory = lib.llama_get_memory(context)
+        waiting = deque(tails)
+        pending: list[deque[tuple[int, int]]] = [deque() for _ in range(slots)]  # (token, position) to compute
+        left = [0] * slots
+        known = [0] * slots
+        batch = _Batch(512)
+        done = 0
+        started = time.perf_counter()
+        while done < len(tails):
+            for slot in range(slots):
+                if not left[slot] and waiting:
+                    tail = waiting.popleft()
+                    first = len(prefix) if known[slot] else 0
+                    lib.llama_memory_seq_rm(memory, slot, first, -1)
+                    whole = [*prefix, *tail]
+                    pending[slot].extend((whole[position], position) for position in range(first, len(whole)))
+                    known[slot], left[slot] = len(whole), output
+            rows: list[tuple[int, int, int, bool]] = []
+            sampling = []
+            for slot in sorted(range(slots), key=lambda slot: len(pending[slot])):
+                while pending[slot] and len(rows) < 512:
+                    token, position = pending[slot].popleft()
+                    rows.append((token, position, slot, not pending[slot]))
+                    if not pending[slot]:
+                        sampling.append(slot)
+            batch.fill(rows)
+            self._decode(context, batch)
+            for slot in sampling:
+                left[slot] -= 1
+                if left[slot]:
+                    pending[slot].append((11, known[slot]))
+                    known[slot] += 1
+                else:
+                    done += 1
+        elapsed = time.perf_counter() - started
+        lib.llama_free(context)
+        return len(tails) * output / elapsed
+
+    def close(self) -> None:
+        lib.llama_model_free(self._model)
+
+    def _context(self, tokens: int, sequences: int) -> Any:
+        params = lib.llama_context_default_params()
+        params.n_ctx = max(512, -(-tokens // 256) * 256)
+        params.n_batch = params.n_ubatch = 512
+        params.n_seq_max = sequences
+        params.n_threads = params.n_threads_batch = self._threads
+        if hasattr(params, "kv_unified"):
+            params.kv_unified = True
+        context = lib.llama_init_from_model(self._model, params)
+        assert context, "llama.cpp cannot make a context"
+        return context
+
+    @staticmethod
+    def _decode(context: Any, batch: _Batch) -> None:
+        assert lib.llama_decode(context, batch.raw) == 0, "llama_decode failed"
+        lib.llama_synchronize(context)
+
+
+class _Batch:
+    def __init__(self, capacity: int) -> None:
+        self.raw = lib.llama_batch_init(capacity, 0, 1)
+
+    def fill(self, rows: Sequence[tuple[int, int, int, bool]]) -> None:
+        """Rows of (token, position, sequence, wants logits)."""
+        raw = self.raw
+        raw.n_tokens = len(rows)
+        for number, (token, position, sequence, wants) in enumerate(rows):
+            raw.token[number] = token
+            raw.pos[number] = position
+            raw.n_seq_id[number] = 1
+            raw.seq_id[number][0] = sequence
+            raw.logits[number] = wants
+
+
+@lib.llama_log_callback
+def _SILENT(_level: int, _text: bytes, _data: object) -> None:
+    """Keeps llama.cpp's log out of the table."""
+
+
+def random_prompt(generator: random.Random, length: int, vocab_size: int) -> list[int]:
+    return [generator.randrange(10, vocab_size - 10) for _ in range(length)]

@@ -1,0 +1,349 @@
+// The second half of panel_kernels.h: panels to int8, the product of those, and the activations.
+//
+// Included by panel_kernels.h only. `expand_exact` keeps codes and scales per 32. `requantize` makes one scale per 128:
+// the value of a weight is (code * A + B) >> 8 in 16-bit arithmetic, where A and B come from the group's scale and
+// minimum relative to the largest magnitude the codes of the block can have.
+#pragma once
+
+namespace tokenmill {
+namespace {
+
+// Scales and minimums of one group (or sub-group) of 16 columns: w = scale * code + minimum.
+template <class V>
+struct GroupScales {
+  static constexpr int kRegs = kPanelCols / V::kLanes;
+  typename V::Floats scale[kRegs], minimum[kRegs];
+};
+
+template <class V, class T>
+TM_INLINE void load_group_scales(const PanelLayout& layout, const uint8_t* head, const uint8_t* p, int index, int sub,
+                                 GroupScales<V>& out) {
+  const typename V::Floats bias = V::splat(float(T::kSigned ? 0 : -layout.offset));
+  for (int i = 0; i < out.kRegs; ++i) {
+    const int c = i * V::kLanes;
+    typename V::Floats scale, minimum = V::splat(0);
+    if constexpr (T::kSuper) {
+      scale = V::mul(V::load_half(head + c * 2), V::to_float(V::load_i8(p + sub * 16 + c)));
+      if constexpr (T::kMin) {
+        const int number = T::kFine ? index * 2 + sub : index;
+        const auto units = V::to_float(V::load_byte_of(head + 64 + number / 4 * 64 + c * 4, number % 4));
+        minimum = V::mul(V::mul(V::load_half(head + 32 + c * 2), units), V::splat(-1));
+      }
+    } else {
+      scale = load_scale<V, T>(p + c * 2);
+      if constexpr (T::kMin) minimum = load_scale<V, T>(p + 32 + c * 2);
+    }
+    out.scale[i] = scale;
+    out.minimum[i] = V::fma(scale, bias, minimum);
+  }
+}
+
+// Smallest and largest value a decoded code can have. -128 is left out for bytes: it fits int8 beside a peak of 127.
+template <class T>
+TM_INLINE void code_range(const PanelLayout& layout, float& low, float& high) {
+  low = T::kBits == 8 ? -127.0f : 0.0f;
+  high = T::kBits == 8 ? 127.0f : float((1 << T::kBits) - 1);
+  if (!T::kLut) return;
+  low = high = layout.lut[0];
+  for (int i = 1; i < 16; ++i) {
+    low = layout.lut[i] < low ? layout.lut[i] : low;
+    high = layout.lut[i] > high ? layout.lut[i] : high;
+  }
+}
+
+template <class V, class T>
+void expand_requantized(const PanelLayout& layout, const uint8_t* panel, int64_t begin, int64_t end, int8_t* w8,
+                        float* scales) {
+  constexpr int kSubs = T::kFine ? 2 : 1,
+                kWide = V::kWideRegs * V::kLanes * 4;  // bytes of a k-quad in one multiply panel
+  constexpr int kRegs = kPanelCols / V::kLanes, kGroups = kQuantBlock / 32;
+  const typename V::Table table = V::load_table(layout.lut);
+  const int64_t quads = (end - begin) / 4;
+  float low, high;
+  code_range<T>(layout, low, high);
+  for (int64_t k = begin; k < end; k += kQuantBlock, scales += 2 * kPanelCols) {
+    const int groups = int((k + kQuantBlock < end ? kQuantBlock : end - k) / 32);
+    GroupScales<V> group[kGroups * kSubs];
+    const uint8_t* codes[kGroups];
+    typename V::Floats peak[kRegs], inverse[kRegs];
+    // The floor keeps the inverse finite; a block that small is zero in the product anyway.
+    for (int i = 0; i < kRegs; ++i) peak[i] = V::splat(1e-30f);
+    for (int g = 0; g < groups; ++g) {
+      const int64_t index = k / 32 + g;
+      const uint8_t* head = nullptr;
+      if constexpr (T::kSuper) {
+        head = panel + index / 8 * (layout.head_bytes + 8 * layout.group_bytes);
+        codes[g] = head + layout.head_bytes + index % 8 * layout.group_bytes;
+      } else {
+        codes[g] = panel + index * layout.group_bytes;
+      }
+      for (int s = 0; s < kSubs; ++s) {
+        GroupScales<V>& one = group[g * kSubs + s];
+        load_group_scales<V, T>(layout, head, codes[g] + layout.code_bytes, int(index % 8), s, one);
+        for (int i = 0; i < kRegs; ++i) {
+          peak[i] = V::max_abs(peak[i], V::fma(one.scale[i], V::splat(low), one.minimum[i]));
+          peak[i] = V::max_abs(peak[i], V::fma(one.scale[i], V::splat(high), one.minimum[i]));
+        }
+      }
+    }
+    for (int i = 0; i < kRegs; ++i) {
+      inverse[i] = V::div(V::splat(127.0f * 256.0f), peak[i]);
+      V::store_f(scales + i * V::kLanes, V::mul(peak[i], V::splat(1.0f / 127.0f)));
+    }
+    for (int g = 0; g < groups; ++g)
+      for (int i = 0; i < kRegs; ++i) {
+        const int at = i * V::kLanes * 4;
+        // The product between two expansions leaves the hardware prefetcher no stream to follow.
+        for (int line = i * 64; line < layout.group_bytes; line += kRegs * 64)
+          V::prefetch(codes[g] + 4 * layout.group_bytes + line);
+        int8_t* to = w8 + at / kWide * (quads * kWide) + ((k - begin) / 4 + g * 8) * kWide + at % kWide;
+        typename V::Fixed a[kSubs], b[kSubs];
+        for (int s = 0; s < kSubs; ++s) {
+          const GroupScales<V>& one = group[g * kSubs + s];
+          a[s] = V::fixed(V::mul(one.scale[i], inverse[i]));
+          b[s] = V::fixed(V::fma(one.minimum[i], inverse[i], V::splat(128.0f)));
+        }
+        unroll<8>([&](auto step) {
+          constexpr int kStep = step.value % 2 * 4 + step.value / 2, kSub = kStep / 4 * (kSubs - 1);
+          const auto code = decode<V, T, kStep>(codes[g], at, table);
+          V::store_weights(to + kStep * kWide, V::requantize(code, a[kSub], b[kSub]));
+        });
+      }
+  }
+}
+
+// Codes less their offset, as they are, with scale and minimum of each group of 32.
+template <class V, class T>
+void expand_exact(const PanelLayout& layout, const uint8_t* panel, int64_t begin, int64_t end, int8_t* w8,
+                  float* scales) {
+  constexpr int kWide = V::kWideRegs * V::kLanes * 4, kRegs = kPanelCols / V::kLanes;
+  constexpr int kCodeBytes = 64 * T::kBits, kGroupBytes = kCodeBytes + (T::kMin ? 64 : 32);
+  const typename V::Table table = V::load_table(layout.lut);
+  const typename V::Bytes offset = V::splat_bytes(T::kSigned ? 0 : layout.offset);
+  const int64_t quads = (end - begin) / 4;
+  const uint8_t* group = panel + begin / 32 * kGroupBytes;
+  for (int64_t k = begin; k < end; k += 32, group += kGroupBytes, scales += 2 * kPanelCols)
+    for (int i = 0; i < kRegs; ++i) {
+      const int at = i * V::kLanes * 4;
+      for (int line = i * 64; line < kGroupBytes; line += kRegs * 64) V::prefetch(group + 4 * kGroupBytes + line);
+      const uint8_t* p = group + kCodeBytes + i * V::kLanes * 2;
+      V::store_f(scales + i * V::kLanes, load_scale<V, T>(p));
+      if constexpr (T::kMin) V::store_f(scales + kPanelCols + i * V::kLanes, load_scale<V, T>(p + 32));
+      int8_t* to = w8 + at / kWide * (quads * kWide) + (k - begin) / 4 * kWide + at % kWide;
+      unroll<8>([&](auto step) {
+        constexpr int kStep = step.value % 2 * 4 + step.value / 2;
+        auto code = decode<V, T, kStep>(group, at, table);
+        if constexpr (!T::kSigned && !T::kMin) code = V::sub_bytes(code, offset);
+        V::store_weights(to + kStep * kWide, code);
+      });
+    }
+}
+
+// N quads of rows x kWideRegs registers of columns: integer sums of blocks of B, added up in float.
+template <class V, int N, int B, bool kMin>
+TM_INLINE void multiply_block(const int8_t* w8, const float* scales, int64_t begin, int64_t end, const uint8_t* quads,
+                              const QuadForm& form, int first, float* sums) {
+  constexpr int Q = V::kWideRegs, kRow = V::kLanes * 4;
+  typename V::Floats y[N * 4][Q];
+  for (int t = 0; t < N * 4; ++t)
+    for (int i = 0; i < Q; ++i)
+      y[t][i] = begin ? V::load_f(sums + t * kPanelCols + first + i * V::kLanes) : V::splat(0);
+  for (int64_t k = begin; k < end; k += B, scales += 2 * kPanelCols) {
+    const int64_t steps = B == 32 ? 8 : (k + B < end ? B : end - k) / 4, block = k / B;
+    typename V::Ints acc[N * 4][Q];
+    for (int n = 0; n < N; ++n) {
+      const int32_t* sum = reinterpret_cast<const int32_t*>(quads + n * form.bytes() + form.sum()) + block * 4;
+      for (int t = 0; t < 4; ++t)
+        for (int i = 0; i < Q; ++i) acc[n * 4 + t][i] = V::splat_i(-V::kSignedBias * sum[t]);
+    }
+    const int8_t* x = reinterpret_cast<const int8_t*>(quads) + k * 4;
+#pragma GCC unroll 8
+    for (int64_t step = 0; step < steps; ++step, x += 16, w8 += Q * kRow) {
+      typename V::Bytes w[Q];
+      for (int i = 0; i < Q; ++i) w[i] = V::load(reinterpret_cast<const uint8_t*>(w8) + i * kRow);
+      for (int n = 0; n < N; ++n) {
+        const typename V::X four = V::load_x(x + n * form.bytes());
+        unroll<4>([&](auto t) {
+          for (int i = 0; i < Q; ++i)
+            acc[n * 4 + t.value][i] = V::template dot_stored<t.value>(acc[n * 4 + t.value][i], w[i], four);
+        });
+      }
+    }
+    for (int i = 0; i < Q; ++i) {
+      const auto w_scale = V::load_f(scales + first + i * V::kLanes);
+      for (int t = 0; t < N * 4; ++t) {
+        const float* scale = reinterpret_cast<const float*>(quads + t / 4 * form.bytes() + form.scale()) + block * 4;
+        y[t][i] = V::fma(V::to_float(acc[t][i]), V::mul(w_scale, V::splat(scale[t % 4])), y[t][i]);
+      }
+      if constexpr (kMin) {
+        const auto w_min = V::load_f(scales + kPanelCols + first + i * V::kLanes);
+        for (int t = 0; t < N * 4; ++t) {
+          const float* sum =
+              reinterpret_cast<const float*>(quads + t / 4 * form.bytes() + form.scaled_sum()) + block * 4;
+          y[t][i] = V::fma(w_min, V::splat(sum[t % 4]), y[t][i]);
+        }
+      }
+    }
+  }
+  for (int t = 0; t < N * 4; ++t)
+    for (int i = 0; i < Q; ++i) V::store_f(sums + t * kPanelCols + first + i * V::kLanes, y[t][i]);
+}
+
+template <class V, int B, bool kMin>
+void multiply(const int8_t* w8, const float* scales, int64_t begin, int64_t end, const uint8_t* quads, int64_t cols,
+              int num_quads, float* sums) {
+  const QuadForm form{cols, B};
+  constexpr int kColumns = V::kWideRegs * V::kLanes;
+  int n = 0;
+  for (; n + V::kQuads <= num_quads; n += V::kQuads)
+    for (int first = 0; first < kPanelCols; first += kColumns)
+      multiply_block<V, V::kQuads, B, kMin>(w8 + (end - begin) * first, scales, begin, end, quads + n * form.bytes(),
+                                            form, first, sums + n * 4 * kPanelCols);
+  for (; n < num_quads; ++n)
+    for (int first = 0; first < kPanelCols; first += kColumns)
+      multiply_block<V, 1, B, kMin>(w8 + (end - begin) * first, scales, begin, end, quads + n * form.bytes(), form,
+                                    first, sums + n * 4 * kPanelCols);
+}
+
+// The inverse step of a block's int8 grid. The peak need not fall on 127 exactly: of a few steps that differ by a percent,
+// the one with the least squared rounding error is taken. Costs little beside the product, lowers the error by some 8 %.
+template <class V>
+TM_INLINE float choose_inverse(const float* x, int n) {
+  const float peak = V::peak(x, n);
+  if (!(peak > 1e-30f)) return 0.0f;
+  constexpr float kTop[] = {127.45f, 126.9f, 126.3f, 125.6f};
+  float best = 0.0f, least = 0.0f;
+  for (const float top : kTop) {
+    const float inverse = top / peak, error = V::rounding_error(x, n, inverse) / (top * top);
+    if (best == 0.0f || error < least) {
+      best = inverse;
+      least = error;
+    }
+  }
+  return best;
+}
+
+// One row of direct activations (RowForm). n is a multiple of 32, so are the blocks.
+template <class V>
+void quantize_row(const float* x, int64_t cols, int block, uint8_t* out) {
+  const RowForm form{cols, block};
+  int8_t* q = reinterpret_cast<int8_t*>(out);
+  float* scale = reinterpret_cast<float*>(out + form.scale());
+  int32_t* sum32 = reinterpret_cast<int32_t*>(out + form.sum32());
+  uint8_t* extra = out + form.extra();
+  for (int64_t k = 0; k < cols; k += block) {
+    const float inverse = choose_inverse<V>(x + k, block), unit = inverse > 0 ? 1.0f / inverse : 0.0f;
+    scale[k / block] = unit;
+    for (int64_t i = k; i < k + block; i += 32) {
+      const int32_t low = V::quantize16(x + i, inverse, q + i), high = V::quantize16(x + i + 16, inverse, q + i + 16);
+      sum32[i / 32] = low + high;
+      if (block == 32) {
+        reinterpret_cast<float*>(extra)[i / 32] = unit * float(low + high);
+      } else {
+        reinterpret_cast<int32_t*>(extra)[i / 16] = low;
+        reinterpret_cast<int32_t*>(extra)[i / 16 + 1] = high;
+        int8_t *parts16 = q + form.parts16() + k / 256 * 32, *parts32 = q + form.parts32() + k / 256 * 16;
+        const int64_t g = (i - k) / 32;
+        parts16[2 * g] = int8_t(low >> 6);
+        parts16[2 * g + 1] = int8_t(high >> 6);
+        parts16[2 * g + 16] = int8_t(low & 63);
+        parts16[2 * g + 17] = int8_t(high & 63);
+        parts32[g] = int8_t((low + high) >> 6);
+        parts32[g + 8] = int8_t((low + high) & 63);
+      }
+    }
+  }
+}
+
+// Four rows of expanded activations (QuadForm).
+template <class V>
+void quantize_quad(const float* const rows[4], int64_t cols, int block, uint8_t* out) {
+  const QuadForm form{cols, block};
+  float* scale = reinterpret_cast<float*>(out + form.scale());
+  int32_t* sum = reinterpret_cast<int32_t*>(out + form.sum());
+  float* scaled = reinterpret_cast<float*>(out + form.scaled_sum());
+  for (int64_t k = 0; k < cols; k += block, scale += 4, sum += 4, scaled += 4)
+    for (int t = 0; t < 4; ++t) {
+      const int length = int(k + block < cols ? block : cols - k);
+      const float inverse = rows[t] ? choose_inverse<V>(rows[t] + k, length) : 0.0f;
+      scale[t] = inverse > 0 ? 1.0f / inverse : 0.0f;
+      sum[t] = 0;
+      for (int64_t i = k; i < k + length; i += 16) {
+        uint32_t words[4] = {};
+        if (rows[t]) sum[t] += V::quantize16(rows[t] + i, inverse, reinterpret_cast<int8_t*>(words));
+        for (int j = 0; j < 4; ++j) reinterpret_cast<uint32_t*>(out)[(i / 4 + j) * 4 + t] = words[j];
+      }
+      scaled[t] = scale[t] * float(sum[t]);
+    }
+}
+
+template <class V>
+MultiplyFn choose_multiply(const PanelLayout& layout) {
+  if (requantizes(layout)) return multiply<V, kQuantBlock, false>;
+  return layout.has_min ? multiply<V, 32, true> : multiply<V, 32, false>;
+}
+
+// The kernel of a layout, as template instance: `Pick<T>::get()` for the matching Traits.
+template <template <class> class Pick>
+auto choose(const PanelLayout& l) -> decltype(Pick<Traits<4, false, false, false, false, false>>::get()) {
+  if (l.superblock) {
+    if (l.bits == 2) return Pick<Traits<2, false, true, true, true, false>>::get();
+    if (l.bits == 3) return Pick<Traits<3, false, false, true, true, false>>::get();
+    if (l.bits == 5) return Pick<Traits<5, false, true, true, false, false>>::get();
+    if (l.bits == 6) return Pick<Traits<6, false, false, true, true, false>>::get();
+    if (l.has_lut) return Pick<Traits<4, true, false, true, false, false>>::get();
+    return Pick<Traits<4, false, true, true, false, false>>::get();
+  }
+  if (l.bits == 8)
+    return l.wide_scale ? Pick<Traits<8, false, false, false, false, true>>::get()
+                        : Pick<Traits<8, false, false, false, false, false>>::get();
+  if (l.bits == 5)
+    return l.has_min ? Pick<Traits<5, false, true, false, false, false>>::get()
+                     : Pick<Traits<5, false, false, false, false, false>>::get();
+  if (l.has_lut)
+    return l.wide_scale ? Pick<Traits<4, true, false, false, false, true>>::get()
+                        : Pick<Traits<4, true, false, false, false, false>>::get();
+  if (l.has_min)
+    return l.wide_scale ? Pick<Traits<4, false, true, false, false, true>>::get()
+                        : Pick<Traits<4, false, true, false, false, false>>::get();
+  return l.wide_scale ? Pick<Traits<4, false, false, false, false, true>>::get()
+                      : Pick<Traits<4, false, false, false, false, false>>::get();
+}
+
+template <class V>
+struct Pick {
+  template <class T>
+  struct Direct {
+    static DirectFn get() { return direct<V, T>; }
+  };
+  template <class T>
+  struct Expand {
+    static ExpandFn get() {
+      // Superblocks are always requantized, bytes when they are coarse.
+      if constexpr (T::kSuper) return expand_requantized<V, T>;
+      return expand_exact<V, T>;
+    }
+  };
+};
+
+template <class V>
+ExpandFn choose_expand(const PanelLayout& layout) {
+  if (layout.coarse && layout.wide_scale) return expand_requantized<V, Traits<8, false, false, false, false, true>>;
+  if (layout.coarse) return expand_requantized<V, Traits<8, false, false, false, false, false>>;
+  return choose<Pick<V>::template Expand>(layout);
+}
+
+// The whole table of an instruction set.
+template <class V>
+PanelKernels make_kernels(const char* name, int (*expand_from)(const PanelLayout&)) {
+  return {name,
+          quantize_row<V>,
+          quantize_quad<V>,
+          choose<Pick<V>::template Direct>,
+          choose_expand<V>,
+          choose_multiply<V>,
+          expand_from};
+}
+
+}  // namespace
+}  // namespace tokenmill

@@ -1,0 +1,230 @@
+// One item of attention: online softmax in float32 over blocks of keys, and the merge of partial results.
+//
+// See attention.h. The inner products are FloatKernels; this file walks pages, masks, and keeps the running maximum.
+#include "attention.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "float_kernels.h"
+
+namespace tokenmill {
+namespace {
+
+constexpr int kKeyBlock = 64;  // keys between two updates of the running maximum
+constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
+
+int max_rows(int num_heads, int num_kv_heads) {
+  const int heads = num_heads / num_kv_heads;
+  return std::max(1, kTileRows / heads) * heads;
+}
+
+}  // namespace
+
+// Scratch of one thread. Rows are (query, head) pairs of one KV head, head fastest.
+struct AttentionRunner::Tile {
+  int rows, heads;
+  int64_t dim;
+  float* q;          // [rows, dim], scaled
+  float* out;        // [rows, dim]
+  float* scores;     // [rows, kKeyBlock]
+  float* maximum;    // [rows]
+  float* sum;        // [rows]
+  float* converted;  // [kKeyBlock, dim]
+};
+
+size_t AttentionRunner::scratch_floats(int num_heads, int num_kv_heads, int head_dim) {
+  const size_t rows = max_rows(num_heads, num_kv_heads);
+  return rows * (2 * head_dim + kKeyBlock + 2) + kKeyBlock * static_cast<size_t>(head_dim);
+}
+
+void AttentionRunner::run(int piece, float* scratch) const {
+  const int count = num_pieces();
+  const int kv_head = piece % shape_.num_kv_heads;
+  // Later tiles of a causal prefill are longer: start with them, so that threads end together.
+  const AttentionPlan::Item& item = plan_.items_[(count - 1 - piece) / shape_.num_kv_heads];
+  Tile tile;
+  tile.heads = shape_.num_heads / shape_.num_kv_heads;
+  tile.dim = shape_.head_dim;
+  tile.rows = item.num_queries * tile.heads;
+  tile.q = scratch;
+  tile.out = tile.q + tile.rows * tile.dim;
+  tile.scores = tile.out + tile.rows * tile.dim;
+  tile.maximum = tile.scores + tile.rows * kKeyBlock;
+  tile.sum = tile.maximum + tile.rows;
+  tile.converted = tile.sum + tile.rows;
+  if (k_ != nullptr && item.key_end == batch_.seq_lens[item.sequence]) {
+    const int token = plan_.queries_[item.first_query].token;
+    const int64_t offset = token * ldkv_ + kv_head * tile.dim;
+    store_kv_head(pages_, kv_head, slots_[token], k_ + offset, v_ + offset);
+  }
+  attend(item, kv_head, tile);
+  finish(item, kv_head, tile);
+}
+
+void AttentionRunner::attend(const AttentionPlan::Item& item, int kv_head, Tile& tile) const {
+  const FloatKernels& kernels = float_kernels();
+  for (int row = 0; row < tile.rows; ++row) {
+    const int token = plan_.queries_[item.first_query + row / tile.heads].token;
+    const float* q = q_ + token * ldq_ + (kv_head * tile.heads + row % tile.heads) * tile.dim;
+    kernels.scale(q, shape_.scale, tile.dim, tile.q + row * tile.dim);
+    tile.maximum[row] = kMinusInfinity;
+    tile.sum[row] = 0;
+  }
+  std::memset(tile.out, 0, tile.rows * tile.dim * sizeof(float));
+  for (int key = item.key_begin; key < item.key_end; key += kKeyBlock) {
+    const int count = std::min(kKeyBlock, item.key_end - key);
+    for_pieces(item, key, count, [&](int page, int offset, int at, int length) {
+      if (page < 0) return;  // masked below: no query of this item sees a page that left the window
+      const float* k = page_rows(pages_.k, page, kv_head, offset, length, tile.converted);
+      kernels.scores(tile.q, tile.dim, tile.rows, k, tile.dim, length, tile.dim, tile.scores + at, kKeyBlock);
+    });
+    if (shape_.softcap > 0) {
+      for (int row = 0; row < tile.rows; ++row) {
+        float* scores = tile.scores + row * kKeyBlock;
+        kernels.softcap(scores, shape_.softcap, count, scores);
+      }
+    }
+    mask(item, key, count, tile);
+    soften(count, tile);
+    for_pieces(item, key, count, [&](int page, int offset, int at, int length) {
+      if (page < 0) return;
+      const float* v = page_rows(pages_.v, page, kv_head, offset, length, tile.converted);
+      kernels.accumulate(tile.scores + at, kKeyBlock, tile.rows, v, tile.dim, length, tile.dim, tile.out, tile.dim);
+    });
+  }
+}
+
+// fn(page, offset in page, offset in block, length) for each page that keys [key, key + count) touch.
+template <typename Function>
+void AttentionRunner::for_pieces(const AttentionPlan::Item& item, int key, int count, Function&& fn) const {
+  const int32_t* table = batch_.block_table + item.sequence * batch_.max_pages;
+  for (int at = 0; at < count;) {
+    const int offset = (key + at) % pages_.page_size;
+    const int length = std::min(pages_.page_size - offset, count - at);
+    fn(table[(key + at) / pages_.page_size], offset, at, length);
+    at += length;
+  }
+}
+
+const float* AttentionRunner::page_rows(const void* base, int page, int kv_head, int offset, int count,
+                                        float* converted) const {
+  const int64_t at = page * pages_.page_stride +
+                     (static_cast<int64_t>(kv_head) * pages_.page_size + offset) * pages_.head_dim;
+  if (pages_.type == PageType::float32) return static_cast<const float*>(base) + at;
+  const FloatKernels& kernels = float_kernels();
+  const auto convert = pages_.type == PageType::float16 ? kernels.half_to_float : kernels.bfloat_to_float;
+  convert(static_cast<const uint16_t*>(base) + at, converted, static_cast<int64_t>(count) * pages_.head_dim);
+  return converted;
+}
+
+// Hide keys after the query's own position, and those before its window.
+void AttentionRunner::mask(const AttentionPlan::Item& item, int key, int count, Tile& tile) const {
+  for (int i = 0; i < item.num_queries; ++i) {
+    const int position = plan_.queries_[item.first_query + i].position;
+    const int end = std::min(count, position + 1 - key);
+    const int begin = shape_.window > 0 ? std::max(0, position - shape_.window + 1 - key) : 0;
+    if (begin == 0 && end == count) continue;
+    for (int head = 0; head < tile.heads; ++head) {
+      float* scores = tile.scores + (i * tile.heads + head) * kKeyBlock;
+      std::fill(scores, scores + std::min(begin, count), kMinusInfinity);
+      std::fill(scores + std::max(end, 0), scores + count, kMinusInfinity);
+    }
+  }
+}
+
+// Scores -> weights relative to the running maximum; rescale what was gathered under the old one.
+void AttentionRunner::soften(int count, Tile& tile) const {
+  const FloatKernels& kernels = float_kernels();
+  for (int row = 0; row < tile.rows; ++row) {
+    float* scores = tile.scores + row * kKeyBlock;
+    const float highest = kernels.maximum(scores, count);
+    if (highest > tile.maximum[row]) {
+      const float factor = std::exp(tile.maximum[row] - highest);  // 0 at first
+      tile.maximum[row] = highest;
+      tile.sum[row] *= factor;
+      float* out = tile.out + row * tile.dim;
+      kernels.scale(out, factor, tile.dim, out);
+    }
+    if (tile.maximum[row] == kMinusInfinity) {
+      std::memset(scores, 0, count * sizeof(float));  // nothing visible yet
+    } else {
+      tile.sum[row] += kernels.exponentials(scores, count, tile.maximum[row]);
+    }
+  }
+}
+
+void AttentionRunner::finish(const AttentionPlan::Item& item, int kv_head, const Tile& tile) const {
+  const FloatKernels& kernels = float_kernels();
+  for (int row = 0; row < tile.rows; ++row) {
+    const int i = row / tile.heads;
+    const int head = kv_head * tile.heads + row % tile.heads;
+    const float* values = tile.out + row * tile.dim;
+    if (item.partial < 0) {
+      const int token = plan_.queries_[item.first_query + i].token;
+      kernels.scale(values, 1.0f / tile.sum[row], tile.dim, out_ + token * ldo_ + head * tile.dim);
+    } else {
+      float* partial = &plan_.partials_[(static_cast<int64_t>(item.partial + i) * shape_.num_heads + head) *
+                                        (tile.dim + 2)];
+      std::memcpy(partial, values, tile.dim * sizeof(float));
+      partial[tile.dim] = tile.maximum[row];
+      partial[tile.dim + 1] = tile.sum[row];
+    }
+  }
+  if (item.partial < 0) return;
+  for (int i = 0; i < item.num_queries; ++i) {
+    const int token = plan_.queries_[item.first_query + i].token;
+    const int64_t index = static_cast<int64_t>(token) * shape_.num_kv_heads + kv_head;
+    if (plan_.remaining_[index].fetch_sub(1, std::memory_order_acq_rel) == 1) merge(token, kv_head);
+  }
+}
+
+// Called by the thread that wrote the token's last partial for this KV head.
+void AttentionRunner::merge(int token, int kv_head) const {
+  const int begin = plan_.slot_starts_[token], end = plan_.slot_starts_[token + 1];
+  plan_.remaining_[static_cast<int64_t>(token) * shape_.num_kv_heads + kv_head].store(end - begin,
+                                                                                     std::memory_order_relaxed);
+  const int64_t dim = shape_.head_dim;
+  const int heads = shape_.num_heads / shape_.num_kv_heads;
+  for (int head = kv_head * heads; head < (kv_head + 1) * heads; ++head) {
+    const auto partial = [&](int slot) {
+      return &plan_.partials_[(static_cast<int64_t>(plan_.slots_[slot]) * shape_.num_heads + head) * (dim + 2)];
+    };
+    float maximum = kMinusInfinity;
+    for (int slot = begin; slot < end; ++slot) maximum = std::max(maximum, partial(slot)[dim]);
+    float sum = 0;
+    for (int slot = begin; slot < end; ++slot) sum += partial(slot)[dim + 1] * std::exp(partial(slot)[dim] - maximum);
+    float* out = out_ + token * ldo_ + head * dim;
+    std::memset(out, 0, dim * sizeof(float));
+    for (int slot = begin; slot < end; ++slot) {
+      const float weight = std::exp(partial(slot)[dim] - maximum) / sum;
+      float_kernels().accumulate(&weight, 1, 1, partial(slot), dim, 1, dim, out, dim);
+    }
+  }
+}
+
+void store_kv_head(const KVPages& pages, int kv_head, int64_t slot, const float* k, const float* v) {
+  store_head(pages, pages.k, kv_head, slot, k);
+  store_head(pages, pages.v, kv_head, slot, v);
+}
+
+void store_head(const KVPages& pages, void* base, int kv_head, int64_t slot, const float* x) {
+  const int64_t page = slot / pages.page_size, offset = slot % pages.page_size;
+  const int64_t at = page * pages.page_stride + (kv_head * pages.page_size + offset) * pages.head_dim;
+  const FloatKernels& kernels = float_kernels();
+  switch (pages.type) {
+    case PageType::float32:
+      std::memcpy(static_cast<float*>(base) + at, x, pages.head_dim * sizeof(float));
+      break;
+    case PageType::float16:
+      kernels.float_to_half(x, static_cast<uint16_t*>(base) + at, pages.head_dim);
+      break;
+    case PageType::bfloat16:
+      kernels.float_to_bfloat(x, static_cast<uint16_t*>(base) + at, pages.head_dim);
+      break;
+  }
+}
+
+}  // namespace tokenmill

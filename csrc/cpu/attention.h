@@ -1,0 +1,142 @@
+// Causal attention over paged keys and values: what to compute (AttentionPlan) and one piece of it (run_attention_item).
+//
+// A plan is built once per step and KV group and serves all its layers. It cuts the work into items (a tile of queries
+// x a range of keys), so that: query heads of one KV head share each page read; a prefix whose pages several sequences
+// share is read once for all of them; a long context is split. Items of one query are merged by log-sum-exp in a fixed
+// order by whoever finishes last. Neither the cut nor the order depends on the number of threads.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+namespace tokenmill {
+
+enum class PageType { float32, float16, bfloat16 };
+
+constexpr int kTileRows = 48;  // query rows (tokens x heads of one KV head) that share a page read
+
+// Pages of one layer: k and v are [num_pages, num_kv_heads, page_size, head_dim], a page apart by page_stride values.
+struct KVPages {
+  void* k = nullptr;
+  void* v = nullptr;
+  PageType type = PageType::float32;
+  int64_t page_stride = 0;
+  int num_kv_heads = 0;
+  int page_size = 0;
+  int head_dim = 0;
+};
+
+struct AttentionShape {
+  int num_heads = 0;
+  int num_kv_heads = 0;
+  int head_dim = 0;
+  float scale = 1;
+  int window = 0;     // 0: full
+  float softcap = 0;  // 0: off
+};
+
+struct AttentionBatch {
+  int num_sequences = 0;
+  const int32_t* query_starts = nullptr;  // [S + 1]
+  const int32_t* seq_lens = nullptr;      // [S], this step's tokens included
+  const int32_t* block_table = nullptr;   // [S, max_pages], -1 for pages that left the window
+  int64_t max_pages = 0;
+};
+
+class AttentionPlan {
+ public:
+  struct Query {
+    int32_t token;     // row of q
+    int32_t position;  // in its sequence
+  };
+  struct Item {
+    int32_t sequence;     // whose block table to read
+    int32_t first_query;  // in queries
+    int32_t num_queries;
+    int32_t key_begin, key_end;
+    int32_t partial;  // first partial slot, one per query; -1: the item is all there is, write the output itself
+  };
+
+  AttentionPlan(int max_tokens, int max_sequences, int num_heads, int num_kv_heads, int head_dim);
+
+  void build(const AttentionBatch& batch, int page_size, int window);
+
+  int num_items() const { return static_cast<int>(items_.size()); }
+  int num_shared_tokens() const { return num_shared_tokens_; }  // longest prefix read once for several sequences
+
+ private:
+  friend class AttentionRunner;
+  struct Member {
+    int32_t sequence;
+    int32_t shared_pages;
+  };
+
+  void share_prefixes(const AttentionBatch& batch, int page_size, int window);
+  void add_tile(int sequence, int first_query, int num_queries, int key_begin, int key_end);
+  void split_keys();
+
+  const int num_heads_, num_kv_heads_, head_dim_;
+  const int tile_queries_;
+  int max_slots_;
+  int num_shared_tokens_ = 0;
+  std::vector<Query> queries_;
+  std::vector<Item> items_;
+  std::vector<Item> tiles_;               // items before their keys are split
+  std::vector<int32_t> shared_keys_;      // [S] leading keys that a shared item covers
+  std::vector<Member> members_;
+  std::vector<int32_t> slot_starts_;      // [T + 1] into slots_
+  std::vector<int32_t> slots_;            // partial slots of each token, in merging order
+  std::unique_ptr<std::atomic<int>[]> remaining_;  // [T, num_kv_heads] partials not yet written
+  std::unique_ptr<float[]> partials_;     // [slot, num_heads, head_dim + 2]: values, maximum, sum
+};
+
+// One layer's attention in one step: q and out are [T, num_heads * head_dim].
+class AttentionRunner {
+ public:
+  AttentionRunner(AttentionPlan& plan, const AttentionBatch& batch, const KVPages& pages, const AttentionShape& shape,
+                  const float* q, int64_t ldq, float* out, int64_t ldo)
+      : plan_(plan), batch_(batch), pages_(pages), shape_(shape), q_(q), ldq_(ldq), out_(out), ldo_(ldo) {}
+
+  // With every sequence bringing one token, an item that reaches the end of its sequence can store that token's key and
+  // value first: then no barrier is needed between storing and attending. k and v are [T, num_kv_heads * head_dim].
+  void store_first(const float* k, const float* v, int64_t ldkv, const int64_t* slots) {
+    k_ = k, v_ = v, ldkv_ = ldkv, slots_ = slots;
+  }
+
+  int num_pieces() const { return plan_.num_items() * shape_.num_kv_heads; }
+  static size_t scratch_floats(int num_heads, int num_kv_heads, int head_dim);
+  void run(int piece, float* scratch) const;
+
+ private:
+  struct Tile;
+  void attend(const AttentionPlan::Item& item, int kv_head, Tile& tile) const;
+  void mask(const AttentionPlan::Item& item, int key, int count, Tile& tile) const;
+  void soften(int count, Tile& tile) const;
+  void finish(const AttentionPlan::Item& item, int kv_head, const Tile& tile) const;
+  void merge(int token, int kv_head) const;
+  template <typename Function>
+  void for_pieces(const AttentionPlan::Item& item, int key, int count, Function&& fn) const;
+  const float* page_rows(const void* base, int page, int kv_head, int offset, int count, float* converted) const;
+
+  AttentionPlan& plan_;
+  const AttentionBatch& batch_;
+  const KVPages& pages_;
+  const AttentionShape& shape_;
+  const float* q_;
+  int64_t ldq_;
+  float* out_;
+  int64_t ldo_;
+  const float* k_ = nullptr;
+  const float* v_ = nullptr;
+  int64_t ldkv_ = 0;
+  const int64_t* slots_ = nullptr;
+};
+
+// Write one token's values of one KV head to its slot (page * page_size + offset) in pages.k or pages.v; or both.
+void store_head(const KVPages& pages, void* base, int kv_head, int64_t slot, const float* x);
+void store_kv_head(const KVPages& pages, int kv_head, int64_t slot, const float* k, const float* v);
+
+}  // namespace tokenmill

@@ -1,0 +1,105 @@
+// PackedLinear for Python: a weight repacked for this CPU, callable eagerly; and row lookup in a quantized table.
+//
+// The program borrows the Linear inside (the Python object is kept alive by the recorder).
+#include "bind.h"
+#include "bind_linear.h"
+#include "float_kernels.h"
+#include "memory.h"
+#include "pool.h"
+#include "product.h"
+
+namespace tokenmill {
+namespace {
+
+Isa isa_of(const std::string& name) {
+  if (name.empty()) return best_isa();
+  for (int i = 0; i <= static_cast<int>(Isa::amx); ++i)
+    if (name == isa_name(static_cast<Isa>(i))) return static_cast<Isa>(i);
+  throw nb::value_error(("unknown instruction set " + name).c_str());
+}
+
+void construct(PackedLinear* self, const std::string& type, AnyTensor data, int64_t rows, int64_t cols,
+               const std::string& isa) {
+  const Isa chosen = isa_of(isa);
+  std::string why;
+  std::unique_ptr<Linear> packed;
+  {
+    nb::gil_scoped_release release;
+    packed = pack_linear(type, data.data(), rows, cols, chosen, &why);
+  }
+  if (!packed) throw nb::value_error(why.c_str());
+  new (self) PackedLinear{std::move(packed)};
+}
+
+// y[i] = x W_i^T + bias_i for all weights, in one parallel region.
+void linear(ThreadPool& pool, ConstMatrix x, const std::vector<PackedLinear*>& weights,
+            const std::vector<std::optional<ConstVector>>& biases, const std::vector<Matrix>& outputs) {
+  const int m = static_cast<int>(x.shape(0));
+  require(biases.size() == weights.size() && outputs.size() == weights.size() && !weights.empty(),
+          "linear: one bias and one output per weight");
+  std::vector<const Linear*> plain;
+  std::vector<ProductOutput> places;
+  for (size_t i = 0; i < weights.size(); ++i) {
+    const Linear* weight = weights[i]->linear.get();
+    require(weight->cols == static_cast<int64_t>(x.shape(1)) && outputs[i].shape(0) == x.shape(0) &&
+                static_cast<int64_t>(outputs[i].shape(1)) == weight->rows &&
+                (!biases[i] || static_cast<int64_t>(biases[i]->size()) == weight->rows),
+            "linear: shapes do not match");
+    plain.push_back(weight);
+    places.push_back({biases[i] ? biases[i]->data() : nullptr, outputs[i].data(), weight->rows});
+  }
+  if (m == 0) return;
+  nb::gil_scoped_release release;
+  const Product product(plain);
+  const AlignedBuffer activations = allocate_aligned(product.activation_bytes(m));
+  const size_t scratch_bytes = (product.scratch_bytes(m) + 127) / 64 * 64;
+  const AlignedBuffer scratch = allocate_aligned(scratch_bytes * pool.size());
+  const float* in = x.data();
+  const int block = product.row_block(m);
+  pool.run([&](Team& team) {
+    team.for_each((m + block - 1) / block, 1, [&](int i) {
+      product.quantize(in, plain[0]->cols, i * block, std::min(m, (i + 1) * block), m, activations.get());
+    });
+    team.barrier();
+    team.for_each(product.num_tiles(m), 1, [&](int tile) {
+      product.run_tile(tile, m, activations.get(), places.data(), scratch.get() + team.thread * scratch_bytes);
+    });
+  });
+}
+
+void embed(ThreadPool& pool, const std::string& type, AnyTensor table, int64_t num_rows, Int64Vector rows, float scale,
+           Matrix out) {
+  require(out.shape(0) == rows.shape(0), "embed: shapes do not match");
+  const int64_t cols = out.shape(1);
+  const int64_t* at = rows.data();
+  for (size_t i = 0; i < rows.size(); ++i) require(at[i] >= 0 && at[i] < num_rows, "embed: no such row");
+  const void* data = table.data();
+  float* to = out.data();
+  std::atomic<bool> known{true};
+  {
+    nb::gil_scoped_release release;
+    pool.for_each(static_cast<int>(rows.size()), 4, [&](int i) {
+      if (!dequantize_row(type, data, at[i], cols, to + i * cols)) known.store(false, std::memory_order_relaxed);
+      if (scale != 1.0f) float_kernels().scale(to + i * cols, scale, cols, to + i * cols);
+    });
+  }
+  require(known.load(), "embed: type or row length not supported");
+}
+
+}  // namespace
+
+void bind_linear(nb::module_& module) {
+  nb::class_<PackedLinear>(module, "PackedLinear", "A weight [rows, cols] packed for one instruction set")
+      .def("__init__", &construct, nb::arg("type"), nb::arg("data"), nb::arg("rows"), nb::arg("cols"),
+           nb::arg("isa") = "")
+      .def_prop_ro("rows", [](const PackedLinear& self) { return self.linear->rows; })
+      .def_prop_ro("cols", [](const PackedLinear& self) { return self.linear->cols; })
+      .def_prop_ro("nbytes", [](const PackedLinear& self) { return self.linear->bytes(); })
+      .def_prop_ro("kernel", [](const PackedLinear& self) { return self.linear->kernel(); });
+  module.def("linear", &linear, nb::arg("pool"), nb::arg("x"), nb::arg("weights"), nb::arg("biases").none(),
+             nb::arg("outputs"));
+  module.def("embed", &embed);
+  module.def("best_isa", [] { return isa_name(best_isa()); });
+}
+
+}  // namespace tokenmill

@@ -1,0 +1,176 @@
+// Program for Python: recording methods take values (numbers) and tensors, run() replays a step without the GIL.
+//
+// Tensors handed over while recording must outlive the program; the recorder keeps them.
+#include "bind.h"
+#include "bind_attention.h"
+#include "bind_linear.h"
+#include "program.h"
+
+namespace tokenmill {
+namespace {
+
+// What the C++ side needs to check a step against: taken down while recording.
+struct RecordedProgram {
+  RecordedProgram(int max_tokens, int max_sequences, std::shared_ptr<ThreadPool> pool)
+      : program(max_tokens, max_sequences, std::move(pool)) {}
+
+  Program program;
+  int64_t vocabulary = 0;  // rows of the embedding table
+  int64_t positions = INT64_MAX;  // rows of the shortest rotary table
+  int64_t num_pages = INT64_MAX;
+  int page_size = 1;
+  int num_groups = 0;
+  int64_t logits_width = 0;
+};
+
+int64_t vector_of(const ConstVector& weight, int64_t width) {
+  require(static_cast<int64_t>(weight.size()) == width, "a norm weight has the wrong length");
+  return width;
+}
+
+int embed(RecordedProgram& self, const std::string& type, AnyTensor table, int64_t rows, int64_t cols, float scale) {
+  std::vector<float> row(cols);
+  require(dequantize_row(type, table.data(), 0, cols, row.data()), "embed: type or row length not supported");
+  self.vocabulary = rows;
+  return self.program.embed(type, table.data(), cols, scale);
+}
+
+int embed_packed(RecordedProgram& self, const PackedLinear& table, float scale) {
+  self.vocabulary = table.linear->rows;
+  return self.program.embed_packed(table.linear.get(), scale);
+}
+
+int rms_norm(RecordedProgram& self, int x, ConstVector weight, float eps, int64_t head_dim) {
+  vector_of(weight, head_dim > 0 ? head_dim : self.program.width(x));
+  return self.program.rms_norm(x, weight.data(), eps, head_dim);
+}
+
+nb::tuple add_rms_norm(RecordedProgram& self, int x, int y, ConstVector weight, float eps) {
+  vector_of(weight, self.program.width(x));
+  const auto [total, normed] = self.program.add_rms_norm(x, y, weight.data(), eps);
+  return nb::make_tuple(total, normed);
+}
+
+std::vector<int> linear(RecordedProgram& self, int x, const std::vector<PackedLinear*>& weights,
+                        const std::vector<std::optional<ConstVector>>& biases) {
+  require(weights.size() == biases.size() && weights.size() <= kMaxProductWeights, "linear: one bias per weight");
+  std::vector<const Linear*> plain;
+  std::vector<const float*> values;
+  for (size_t i = 0; i < weights.size(); ++i) {
+    const Linear* weight = weights[i]->linear.get();
+    require(weight->cols == self.program.width(x), "linear: shapes do not match");
+    require(!biases[i] || static_cast<int64_t>(biases[i]->size()) == weight->rows, "linear: wrong bias length");
+    plain.push_back(weight);
+    values.push_back(biases[i] ? biases[i]->data() : nullptr);
+  }
+  return self.program.linear(x, plain, values);
+}
+
+int rope(RecordedProgram& self, int x, ConstMatrix cosines, ConstMatrix sines, int64_t head_dim, bool interleaved) {
+  const int64_t half = cosines.shape(1);
+  require(cosines.size() == sines.size() && 2 * half <= head_dim && self.program.width(x) % head_dim == 0,
+          "rope: shapes do not match");
+  self.positions = std::min<int64_t>(self.positions, cosines.shape(0));
+  return self.program.rope(x, cosines.data(), sines.data(), half, head_dim, interleaved);
+}
+
+int attention(RecordedProgram& self, int q, int k, int v, AnyTensor k_pages, AnyTensor v_pages, int group,
+              int num_heads, float scale, int window, float softcap) {
+  const KVPages pages = pages_of(k_pages, v_pages);
+  AttentionShape shape{num_heads, pages.num_kv_heads, pages.head_dim, scale, window, softcap};
+  const int64_t kv_width = static_cast<int64_t>(pages.num_kv_heads) * pages.head_dim;
+  require(num_heads % pages.num_kv_heads == 0 && self.program.width(k) == kv_width &&
+              self.program.width(v) == kv_width &&
+              self.program.width(q) == static_cast<int64_t>(num_heads) * pages.head_dim,
+          "attention: shapes do not match");
+  self.num_pages = std::min<int64_t>(self.num_pages, k_pages.shape(0));
+  self.page_size = pages.page_size;
+  self.num_groups = std::max(self.num_groups, group + 1);
+  return self.program.attention(q, k, v, pages, group, shape);
+}
+
+int gated(RecordedProgram& self, int gate, int up, const std::string& activation) {
+  require(activation == "silu" || activation == "gelu_tanh", "gated: unknown activation");
+  return self.program.gated(gate, up, activation == "silu" ? Activation::silu : Activation::gelu_tanh);
+}
+
+void finish(RecordedProgram& self, int logits) {
+  self.logits_width = self.program.width(logits);
+  self.program.finish(logits);
+}
+
+void check_range(const int64_t* values, int64_t count, int64_t limit, const char* message) {
+  for (int64_t i = 0; i < count; ++i) require(values[i] >= 0 && values[i] < limit, message);
+}
+
+// Inputs come as addresses: turning a dozen torch tensors into ndarrays costs more than many a step's Python. The caller
+// (runtime/recorded.py) vouches for types and lengths; the contents are checked here.
+void run(RecordedProgram& self, int num_tokens, int num_sequences, uintptr_t token_ids, uintptr_t positions,
+         uintptr_t query_starts, uintptr_t seq_lens, const std::vector<uintptr_t>& slots,
+         const std::vector<uintptr_t>& block_tables, const std::vector<int64_t>& table_widths, int num_logit_rows,
+         uintptr_t logit_rows, uintptr_t logits, bool body, bool head) {
+  StepInputs inputs;
+  inputs.num_tokens = num_tokens;
+  inputs.token_ids = reinterpret_cast<const int64_t*>(token_ids);
+  inputs.positions = reinterpret_cast<const int64_t*>(positions);
+  inputs.num_logit_rows = num_logit_rows;
+  inputs.logit_rows = reinterpret_cast<const int64_t*>(logit_rows);
+  inputs.logits = reinterpret_cast<float*>(logits);
+  inputs.body = body;
+  inputs.head = head;
+  require(num_tokens > 0 && num_tokens <= self.program.max_tokens(), "more tokens than recorded for");
+  require(num_sequences > 0 && num_sequences <= self.program.max_sequences(), "more sequences than recorded for");
+  require(num_logit_rows <= self.program.max_tokens(), "more logit rows than recorded for");
+  require(static_cast<int>(slots.size()) == self.num_groups && block_tables.size() == slots.size() &&
+              table_widths.size() == slots.size(),
+          "one slot list and one block table per KV group");
+  check_range(inputs.token_ids, num_tokens, self.vocabulary, "a token id is outside the vocabulary");
+  check_range(inputs.positions, num_tokens, self.positions, "a position is outside the rotary table");
+  check_range(inputs.logit_rows, num_logit_rows, num_tokens, "no such logit row");
+  for (size_t group = 0; group < slots.size(); ++group) {
+    const int64_t* own_slots = reinterpret_cast<const int64_t*>(slots[group]);
+    check_range(own_slots, num_tokens, self.num_pages * self.page_size, "no such KV slot");
+    inputs.slots.push_back(own_slots);
+    inputs.batches.push_back({num_sequences, reinterpret_cast<const int32_t*>(query_starts),
+                              reinterpret_cast<const int32_t*>(seq_lens),
+                              reinterpret_cast<const int32_t*>(block_tables[group]), table_widths[group]});
+    check_batch(inputs.batches.back(), num_tokens, self.page_size, self.num_pages);
+  }
+  nb::gil_scoped_release release;
+  self.program.run(inputs);
+}
+
+}  // namespace
+
+void bind_program(nb::module_& module) {
+  nb::class_<RecordedProgram>(module, "Program", "A forward pass recorded once and replayed for every step")
+      .def(nb::init<int, int, std::shared_ptr<ThreadPool>>(), nb::arg("max_tokens"), nb::arg("max_sequences"),
+           nb::arg("pool"))
+      .def("embed", &embed)
+      .def("embed_packed", &embed_packed)
+      .def("rms_norm", &rms_norm)
+      .def("add", [](RecordedProgram& self, int x, int y) { return self.program.add(x, y); })
+      .def("add_rms_norm", &add_rms_norm)
+      .def("linear", &linear)
+      .def("rope", &rope)
+      .def("attention", &attention)
+      .def("gated", &gated)
+      .def("select_rows", [](RecordedProgram& self, int x) { return self.program.select_rows(x); })
+      .def("softcap", [](RecordedProgram& self, int x, float cap) { return self.program.softcap(x, cap); })
+      .def("end_body", [](RecordedProgram& self) { self.program.end_body(); })
+      .def("finish", &finish)
+      .def("run", &run)
+      .def(
+          "value",
+          [](RecordedProgram& self, int value) {
+            const size_t shape[2] = {static_cast<size_t>(self.program.max_tokens()),
+                                     static_cast<size_t>(self.program.width(value))};
+            return nb::ndarray<nb::pytorch, float, nb::ndim<2>>(const_cast<float*>(self.program.data(value)), 2, shape,
+                                                               nb::find(self));
+          },
+          "The memory of a value, [max_tokens, width]; only those that outlive their stage mean anything")
+      .def_prop_ro("nbytes", [](const RecordedProgram& self) { return self.program.bytes(); })
+      .def_prop_ro("num_stages", [](const RecordedProgram& self) { return self.program.num_stages(); });
+}
+
+}  // namespace tokenmill

@@ -1,0 +1,45 @@
+// Single-row float32 kernels, one table of them per instruction set.
+//
+// Rows are contiguous; the callers (ops, attention, program) split rows over threads. The kernels know nothing of
+// threads, pages or batches. `float_kernels()` picks the table for this CPU once.
+#pragma once
+
+#include <cstdint>
+
+namespace tokenmill {
+
+enum class Activation { silu, gelu_tanh };
+
+struct FloatKernels {
+  const char* name;
+
+  // out = x / rms(x) * weight over n values. `out` may be `x`.
+  void (*rms_norm)(const float* x, const float* weight, float eps, int64_t n, float* out);
+  void (*add)(const float* x, const float* y, int64_t n, float* out);
+  void (*scale)(const float* x, float factor, int64_t n, float* out);
+  void (*gated)(const float* gate, const float* up, Activation activation, int64_t n, float* out);
+  void (*softcap)(const float* x, float cap, int64_t n, float* out);
+
+  // Rotate the first 2 * half values of one head; the rest is copied. `out` may be `x`.
+  void (*rope)(const float* x, const float* cosines, const float* sines, int64_t half, int64_t head_dim,
+               bool interleaved, float* out);
+
+  void (*half_to_float)(const uint16_t* in, float* out, int64_t n);
+  void (*float_to_half)(const float* in, uint16_t* out, int64_t n);
+  void (*bfloat_to_float)(const uint16_t* in, float* out, int64_t n);
+  void (*float_to_bfloat)(const float* in, uint16_t* out, int64_t n);
+
+  // scores[r][j] = sum_d q[r][d] * k[j][d]
+  void (*scores)(const float* q, int64_t ldq, int rows, const float* k, int64_t ldk, int keys, int64_t dim,
+                 float* scores, int64_t lds);
+  // values[j] = e^(values[j] - max); returns their sum
+  float (*exponentials)(float* values, int n, float max);
+  float (*maximum)(const float* values, int64_t n);
+  // out[r][d] += sum_j weights[r][j] * v[j][d]
+  void (*accumulate)(const float* weights, int64_t ldw, int rows, const float* v, int64_t ldv, int keys, int64_t dim,
+                     float* out, int64_t ldo);
+};
+
+const FloatKernels& float_kernels();
+
+}  // namespace tokenmill

@@ -1,0 +1,237 @@
+// The float32 kernels themselves, written once over simd.h's vector and compiled once per instruction set.
+//
+// Included by float_kernels.cpp (baseline) and by arch/<isa>_float.cpp, each of which exports one table. All in an
+// unnamed namespace, see simd.h. Sums run over a fixed number of lanes, so a result depends on the instruction set only.
+#pragma once
+
+#include <cmath>
+
+#include "float_kernels.h"
+#include "simd.h"
+
+namespace tokenmill {
+namespace {
+
+// out[i] = fn(i-th vectors of the inputs), the last one partial.
+template <typename Function>
+inline void map_row(const float* a, const float* b, int64_t n, float* out, Function fn) {
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) store(out + i, fn(load(a + i), load(b + i)));
+  if (i < n) store_first(out + i, fn(load_first(a + i, n - i), load_first(b + i, n - i)), n - i);
+}
+
+void rms_norm_row(const float* x, const float* weight, float eps, int64_t n, float* out) {
+  vec sum[4] = {};
+  int64_t i = 0;
+  for (; i + 4 * kLanes <= n; i += 4 * kLanes) {
+    for (int u = 0; u < 4; ++u) {
+      const vec v = load(x + i + u * kLanes);
+      sum[u] += v * v;
+    }
+  }
+  for (; i < n; i += kLanes) {
+    const vec v = i + kLanes <= n ? load(x + i) : load_first(x + i, n - i);
+    sum[0] += v * v;
+  }
+  const float mean = lane_sum((sum[0] + sum[1]) + (sum[2] + sum[3])) / static_cast<float>(n);
+  const float factor = 1.0f / std::sqrt(mean + eps);
+  map_row(x, weight, n, out, [factor](vec v, vec w) { return v * factor * w; });
+}
+
+void add_row(const float* x, const float* y, int64_t n, float* out) {
+  map_row(x, y, n, out, [](vec a, vec b) { return a + b; });
+}
+
+void scale_row(const float* x, float factor, int64_t n, float* out) {
+  map_row(x, x, n, out, [factor](vec v, vec) { return v * factor; });
+}
+
+void gated_row(const float* gate, const float* up, Activation activation, int64_t n, float* out) {
+  if (activation == Activation::silu) {
+    map_row(gate, up, n, out, [](vec g, vec u) { return g / (1.0f + exp_vec(-g)) * u; });
+  } else {
+    // 0.5 (1 + tanh t) is the logistic function of 2 t.
+    map_row(gate, up, n, out, [](vec g, vec u) {
+      const vec t = g * (1.0f + 0.044715f * g * g) * 1.5957691216057308f;
+      return g / (1.0f + exp_vec(-t)) * u;
+    });
+  }
+}
+
+void softcap_row(const float* x, float cap, int64_t n, float* out) {
+  const float inverse = 1.0f / cap;
+  map_row(x, x, n, out, [cap, inverse](vec v, vec) { return cap * tanh_vec(v * inverse); });
+}
+
+void rope_row(const float* x, const float* cosines, const float* sines, int64_t half, int64_t head_dim,
+              bool interleaved, float* out) {
+  if (interleaved) {
+    for (int64_t i = 0; i < half; ++i) {
+      const float first = x[2 * i], second = x[2 * i + 1];
+      out[2 * i] = first * cosines[i] - second * sines[i];
+      out[2 * i + 1] = second * cosines[i] + first * sines[i];
+    }
+  } else {
+    int64_t i = 0;
+    for (; i + kLanes <= half; i += kLanes) {
+      const vec first = load(x + i), second = load(x + half + i), c = load(cosines + i), s = load(sines + i);
+      store(out + i, first * c - second * s);
+      store(out + half + i, second * c + first * s);
+    }
+    for (; i < half; ++i) {
+      const float first = x[i], second = x[half + i];
+      out[i] = first * cosines[i] - second * sines[i];
+      out[half + i] = second * cosines[i] + first * sines[i];
+    }
+  }
+  for (int64_t i = 2 * half; i < head_dim; ++i) out[i] = x[i];
+}
+
+// The last dim % lanes products. Kept out of line: inlined, it makes the compiler spill the accumulators of scores_block.
+__attribute__((noinline)) void scores_tail(const float* q, int64_t ldq, int rows, const float* k, int64_t ldk, int keys,
+                                           int64_t begin, int64_t dim, float* out, int64_t ldo) {
+  for (int r = 0; r < rows; ++r)
+    for (int j = 0; j < keys; ++j)
+      for (int64_t d = begin; d < dim; ++d) out[r * ldo + j] += q[r * ldq + d] * k[j * ldk + d];
+}
+
+template <int R, int K>
+inline void scores_block(const float* q, int64_t ldq, const float* k, int64_t ldk, int64_t dim, float* out,
+                         int64_t ldo) {
+  vec sum[R][K] = {};
+  int64_t d = 0;
+  for (; d + kLanes <= dim; d += kLanes) {
+    vec keys[K];
+    for (int j = 0; j < K; ++j) keys[j] = load(k + j * ldk + d);
+    for (int r = 0; r < R; ++r) {
+      const vec query = load(q + r * ldq + d);
+      for (int j = 0; j < K; ++j) sum[r][j] += query * keys[j];
+    }
+  }
+  for (int r = 0; r < R; ++r) {
+    if constexpr (K == 4) {
+      lane_sum4(sum[r], out + r * ldo);
+    } else {
+      for (int j = 0; j < K; ++j) out[r * ldo + j] = lane_sum(sum[r][j]);
+    }
+  }
+  if (d < dim) scores_tail(q, ldq, R, k, ldk, K, d, dim, out, ldo);
+}
+
+template <int R>
+inline void scores_rows(const float* q, int64_t ldq, const float* k, int64_t ldk, int keys, int64_t dim, float* out,
+                        int64_t ldo) {
+  int j = 0;
+  for (; j + 4 <= keys; j += 4) scores_block<R, 4>(q, ldq, k + j * ldk, ldk, dim, out + j, ldo);
+  for (; j < keys; ++j) scores_block<R, 1>(q, ldq, k + j * ldk, ldk, dim, out + j, ldo);
+}
+
+void scores_tile(const float* q, int64_t ldq, int rows, const float* k, int64_t ldk, int keys, int64_t dim,
+                 float* out, int64_t ldo) {
+  int r = 0;
+  for (; r + kRowBlock <= rows; r += kRowBlock)
+    scores_rows<kRowBlock>(q + r * ldq, ldq, k, ldk, keys, dim, out + r * ldo, ldo);
+  const float* rest = q + r * ldq;
+  switch (rows - r) {
+    case 3: return scores_rows<3>(rest, ldq, k, ldk, keys, dim, out + r * ldo, ldo);
+    case 2: return scores_rows<2>(rest, ldq, k, ldk, keys, dim, out + r * ldo, ldo);
+    case 1: return scores_rows<1>(rest, ldq, k, ldk, keys, dim, out + r * ldo, ldo);
+  }
+}
+
+float exponentials_row(float* values, int n, float max) {
+  vec sum{};
+  int i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    const vec e = exp_vec(load(values + i) - max);
+    store(values + i, e);
+    sum += e;
+  }
+  float total = 0;
+  if (i < n) {
+    const vec e = exp_vec(load_first(values + i, n - i) - max);
+    store_first(values + i, e, n - i);
+    for (; i < n; ++i) total += values[i];
+  }
+  return total + lane_sum(sum);
+}
+
+float maximum_row(const float* values, int64_t n) {
+  float best = values[0];
+  int64_t i = 0;
+  if (n >= kLanes) {
+    vec top = load(values);
+    for (i = kLanes; i + kLanes <= n; i += kLanes) top = max(top, load(values + i));
+    best = lane_max(top);
+  }
+  for (; i < n; ++i) best = values[i] > best ? values[i] : best;
+  return best;
+}
+
+template <int R, int V>
+inline void accumulate_block(const float* weights, int64_t ldw, const float* v, int64_t ldv, int keys, float* out,
+                             int64_t ldo) {
+  vec sum[R][V];
+  for (int r = 0; r < R; ++r)
+    for (int c = 0; c < V; ++c) sum[r][c] = load(out + r * ldo + c * kLanes);
+  for (int j = 0; j < keys; ++j) {
+    vec value[V];
+    for (int c = 0; c < V; ++c) value[c] = load(v + j * ldv + c * kLanes);
+    for (int r = 0; r < R; ++r) {
+      const float weight = weights[r * ldw + j];
+      for (int c = 0; c < V; ++c) sum[r][c] += weight * value[c];
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int c = 0; c < V; ++c) store(out + r * ldo + c * kLanes, sum[r][c]);
+}
+
+template <int R>
+inline void accumulate_rows(const float* weights, int64_t ldw, const float* v, int64_t ldv, int keys, int64_t dim,
+                            float* out, int64_t ldo) {
+  int64_t d = 0;
+  for (; d + 4 * kLanes <= dim; d += 4 * kLanes)
+    accumulate_block<R, 4>(weights, ldw, v + d, ldv, keys, out + d, ldo);
+  for (; d + kLanes <= dim; d += kLanes) accumulate_block<R, 1>(weights, ldw, v + d, ldv, keys, out + d, ldo);
+  for (; d < dim; ++d) {
+    for (int r = 0; r < R; ++r) {
+      float total = out[r * ldo + d];
+      for (int j = 0; j < keys; ++j) total += weights[r * ldw + j] * v[j * ldv + d];
+      out[r * ldo + d] = total;
+    }
+  }
+}
+
+void accumulate_tile(const float* weights, int64_t ldw, int rows, const float* v, int64_t ldv, int keys, int64_t dim,
+                     float* out, int64_t ldo) {
+  int r = 0;
+  for (; r + kRowBlock <= rows; r += kRowBlock)
+    accumulate_rows<kRowBlock>(weights + r * ldw, ldw, v, ldv, keys, dim, out + r * ldo, ldo);
+  const float* rest = weights + r * ldw;
+  switch (rows - r) {
+    case 3: return accumulate_rows<3>(rest, ldw, v, ldv, keys, dim, out + r * ldo, ldo);
+    case 2: return accumulate_rows<2>(rest, ldw, v, ldv, keys, dim, out + r * ldo, ldo);
+    case 1: return accumulate_rows<1>(rest, ldw, v, ldv, keys, dim, out + r * ldo, ldo);
+  }
+}
+
+inline FloatKernels make_float_kernels(const char* name) {
+  return {name,
+          rms_norm_row,
+          add_row,
+          scale_row,
+          gated_row,
+          softcap_row,
+          rope_row,
+          half_row_to_float,
+          float_row_to_half,
+          bfloat_row_to_float,
+          float_row_to_bfloat,
+          scores_tile,
+          exponentials_row,
+          maximum_row,
+          accumulate_tile};
+}
+
+}  // namespace
+}  // namespace tokenmill

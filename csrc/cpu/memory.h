@@ -1,0 +1,22 @@
+// Memory that vector code likes: aligned to a cache line, never initialised (untouched pages are never resident).
+#pragma once
+
+#include <cstddef>
+#include <cstdlib>
+#include <memory>
+#include <new>
+
+namespace tokenmill {
+
+struct FreeDeleter {
+  void operator()(void* p) const { std::free(p); }
+};
+using AlignedBuffer = std::unique_ptr<char[], FreeDeleter>;
+
+inline AlignedBuffer allocate_aligned(size_t bytes) {
+  void* memory = nullptr;
+  if (posix_memalign(&memory, 64, (bytes + 63) / 64 * 64 + 64) != 0) throw std::bad_alloc();
+  return AlignedBuffer(static_cast<char*>(memory));
+}
+
+}  // namespace tokenmill

@@ -1,0 +1,66 @@
+// Where activations lie and which tile belongs to which weight. See product.h.
+#include "product.h"
+
+#include <algorithm>
+
+namespace tokenmill {
+namespace {
+
+size_t aligned(size_t bytes) { return (bytes + 63) / 64 * 64; }
+
+}  // namespace
+
+// Activations of the kinds lie one after another, in the order in which the kinds first appear.
+size_t Product::offset(int i, int m) const {
+  size_t bytes = 0;
+  for (int j = 0; j < size(); ++j) {
+    bool seen = false;
+    for (int earlier = 0; earlier < j; ++earlier) seen = seen || shares(earlier, j, m);
+    if (seen) continue;
+    if (i < size() && shares(i, j, m)) return bytes;
+    bytes += aligned(weights_[j]->activation_bytes(m));
+  }
+  return bytes;
+}
+
+size_t Product::activation_bytes(int m) const { return offset(size(), m); }
+
+size_t Product::scratch_bytes(int m) const {
+  size_t bytes = 0;
+  for (const Linear* weight : weights_) bytes = std::max(bytes, weight->scratch_bytes(m));
+  return bytes;
+}
+
+int Product::row_block(int m) const {
+  int block = 1;  // blocks are powers of two, so the largest is a multiple of all
+  for (const Linear* weight : weights_) block = std::max(block, weight->activation_row_block(m));
+  return block;
+}
+
+int Product::num_tiles(int m) const {
+  int tiles = 0;
+  for (const Linear* weight : weights_) tiles += weight->num_tiles(m);
+  return tiles;
+}
+
+void Product::quantize(const float* x, int64_t ldx, int begin, int end, int m, char* activations) const {
+  for (int i = 0; i < size(); ++i) {
+    bool seen = false;
+    for (int earlier = 0; earlier < i; ++earlier) seen = seen || shares(earlier, i, m);
+    if (!seen) weights_[i]->quantize(x, ldx, begin, end, m, activations + offset(i, m));
+  }
+}
+
+void Product::run_tile(int tile, int m, const char* activations, const ProductOutput* outputs, void* scratch) const {
+  for (int i = 0; i < size(); ++i) {
+    const int tiles = weights_[i]->num_tiles(m);
+    if (tile < tiles) {
+      const ProductOutput& out = outputs[i];
+      weights_[i]->run_tile(tile, m, activations + offset(i, m), out.bias, out.y, out.ldy, scratch);
+      return;
+    }
+    tile -= tiles;
+  }
+}
+
+}  // namespace tokenmill

@@ -1,0 +1,151 @@
+// The forward pass as a flat list of stages over fixed buffers: recorded once per model, replayed for every step.
+//
+// A stage is a run of row-wise ops (each row independent of the others) followed by at most one product or attention.
+// Replaying is one pool run: all threads walk the stages together and meet at a barrier after each. When few rows are
+// computed, every thread does the row-wise part for itself in private memory, which saves the barrier before the product.
+// Knows nothing of Python or of models; recorded by runtime/recorded.py through bind_program.cpp.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "attention.h"
+#include "float_kernels.h"
+#include "memory.h"
+#include "pool.h"
+#include "product.h"
+
+namespace tokenmill {
+
+struct RowOp {
+  enum class Kind { embed, rms_norm, add, add_rms_norm, rope, gated, softcap, select };
+  Kind kind;
+  int in[2] = {-1, -1};   // values
+  int out[2] = {-1, -1};
+  const float* weight = nullptr;  // rms_norm
+  float number = 0;               // eps, scale or cap
+  int64_t head_dim = 0;
+  const float* cosines = nullptr;  // [positions, half]
+  const float* sines = nullptr;
+  int64_t half = 0;
+  bool interleaved = false;
+  Activation activation = Activation::silu;
+  std::string type;  // embed
+  const void* table = nullptr;
+  const Linear* packed = nullptr;  // embed: instead of type and table
+};
+
+// One step's inputs; pointers stay the caller's. One entry of slots and block tables per KV group.
+struct StepInputs {
+  int num_tokens = 0;
+  const int64_t* token_ids = nullptr;  // [T]
+  const int64_t* positions = nullptr;  // [T]
+  std::vector<const int64_t*> slots;   // [T] each
+  std::vector<AttentionBatch> batches;
+  int num_logit_rows = 0;
+  const int64_t* logit_rows = nullptr;  // [R]
+  float* logits = nullptr;              // [R, vocab]
+  bool body = true;                     // compute the hidden state
+  bool head = true;                     // compute logits from the hidden state of this or the previous call
+};
+
+class Program {
+ public:
+  Program(int max_tokens, int max_sequences, std::shared_ptr<ThreadPool> pool);
+
+  // Recording: values are numbers; every method returns those it makes.
+  int embed(const std::string& type, const void* table, int64_t cols, float scale);
+  int embed_packed(const Linear* table, float scale);
+  int rms_norm(int x, const float* weight, float eps, int64_t head_dim);
+  int add(int x, int y);
+  std::pair<int, int> add_rms_norm(int x, int y, const float* weight, float eps);
+  std::vector<int> linear(int x, const std::vector<const Linear*>& weights, const std::vector<const float*>& biases);
+  int rope(int x, const float* cosines, const float* sines, int64_t half, int64_t head_dim, bool interleaved);
+  int attention(int q, int k, int v, const KVPages& pages, int group, const AttentionShape& shape);
+  int gated(int gate, int up, Activation activation);
+  int select_rows(int x);
+  int softcap(int x, float cap);
+  void end_body();          // what follows is the head: it runs over the selected rows only
+  void finish(int logits);  // no more recording; lays out the memory
+
+  void run(const StepInputs& inputs);
+
+  int64_t width(int value) const { return values_[value].width; }
+  const float* data(int value) const { return arena() + values_[value].offset; }
+  size_t bytes() const { return bytes_; }
+  int num_stages() const { return static_cast<int>(stages_.size()); }
+  int max_tokens() const { return max_tokens_; }
+  int max_sequences() const { return max_sequences_; }
+
+ private:
+  struct Value {
+    int64_t width = 0;
+    int first_stage = 0, last_stage = 0;
+    int alias = -1;              // lives where that value lives
+    bool external = false;       // in the caller's logits
+    bool by_rows = false;        // made by a row op: every thread may have its own
+    size_t offset = 0;           // floats in the arena
+    size_t private_offset = 0;   // floats in a thread's private memory, while its own stage runs redundantly
+  };
+  struct Stage {
+    std::vector<RowOp> rows;
+    std::unique_ptr<Product> product;
+    int input = -1;                   // product
+    std::vector<int> outputs;         // product, attention
+    std::vector<const float*> biases;  // product
+    int q = -1, k = -1, v = -1;       // attention
+    int plan = -1;
+    int group = 0;
+    KVPages pages;
+    AttentionShape shape;
+    bool head = false;  // runs over the selected rows
+    int64_t row_cost = 0;
+    bool in_place = false;     // a row op overwrites its input: must run once
+    bool elementwise = false;  // may be split within rows
+  };
+  struct PlanEntry {
+    int group, window, page_size, num_heads;
+    std::unique_ptr<AttentionPlan> plan;
+  };
+  struct Place {  // where a thread finds values in this stage
+    const Program& program;
+    const StepInputs& inputs;
+    int stage;
+    float* private_memory;  // null: shared
+    float* at(int value, int64_t row) const;
+  };
+
+  int make_value(int64_t width);
+  void use(int value);
+  RowOp& row_op(RowOp::Kind kind);
+  Stage& open_stage();
+  int plan_for(const Stage& stage);
+  void lay_out_values();
+  void lay_out_scratch();
+  int root(int value) const { return values_[value].alias < 0 ? value : root(values_[value].alias); }
+
+  void run_stage(Team& team, const StepInputs& inputs, int number);
+  void run_rows(const Stage& stage, const Place& place, int begin, int end) const;
+  void run_row(const RowOp& op, const Place& place, int row) const;
+  void run_product(Team& team, const Stage& stage, const Place& place, int rows, bool redundant);
+  void run_attention(Team& team, const Stage& stage, const Place& place, int rows, bool redundant);
+  float* arena() const { return reinterpret_cast<float*>(arena_.get()); }
+
+  const int max_tokens_, max_sequences_;
+  std::shared_ptr<ThreadPool> pool_;
+  std::vector<Value> values_;
+  std::vector<Stage> stages_;
+  bool open_ = false;  // the last stage may still take row ops
+  bool in_head_ = false;
+  std::vector<PlanEntry> plans_;
+  AlignedBuffer arena_, activations_, private_;
+  size_t private_floats_ = 0;             // per thread, values
+  size_t private_activation_bytes_ = 0;  // per thread
+  size_t scratch_bytes_ = 0;             // per thread
+  size_t thread_bytes_ = 0;
+  size_t bytes_ = 0;
+};
+
+}  // namespace tokenmill

@@ -1,0 +1,239 @@
+// Replaying a Program on the pool. See program.h.
+//
+// No allocation, no locks, no Python: stages, barriers, kernels.
+#include <algorithm>
+#include <cstring>
+
+#include "program.h"
+
+namespace tokenmill {
+namespace {
+
+// Few rows: all threads compute them, each for itself, where that costs less than a barrier.
+constexpr int kMaxRedundantRows = 4;
+constexpr int64_t kBarrierCost = 2048;  // in the units of op_cost: about a value read and written
+constexpr int64_t kSplitValues = 4096;  // elementwise ops are cut into pieces of this many values
+
+int64_t op_cost(const RowOp& op, int64_t width) {
+  switch (op.kind) {
+    case RowOp::Kind::gated:
+    case RowOp::Kind::softcap:
+      return 5 * width;
+    case RowOp::Kind::add_rms_norm:
+      return 3 * width;
+    case RowOp::Kind::add:
+    case RowOp::Kind::select:
+      return width;
+    default:
+      return 2 * width;
+  }
+}
+
+bool one_token_each(const AttentionBatch& batch, int tokens) {
+  if (batch.num_sequences != tokens) return false;
+  for (int s = 0; s < tokens; ++s)
+    if (batch.query_starts[s + 1] != s + 1) return false;
+  return true;
+}
+
+size_t aligned(size_t bytes) { return (bytes + 63) / 64 * 64; }
+
+}  // namespace
+
+void Program::lay_out_scratch() {
+  size_t activation_bytes = 0;
+  for (size_t number = 0; number < stages_.size(); ++number) {
+    Stage& stage = stages_[number];
+    size_t floats = 0;
+    stage.elementwise = !stage.rows.empty() && !stage.product && stage.plan < 0;
+    for (const RowOp& op : stage.rows) {
+      stage.row_cost += op_cost(op, width(op.out[0]));
+      stage.elementwise = stage.elementwise && op.kind == RowOp::Kind::softcap;
+      stage.in_place = stage.in_place || op.kind == RowOp::Kind::softcap;
+      for (int out : op.out) {
+        if (out < 0) continue;
+        values_[out].by_rows = true;
+        values_[out].private_offset = floats;
+        floats += aligned(kMaxRedundantRows * width(out));
+      }
+    }
+    private_floats_ = std::max(private_floats_, floats);
+    if (stage.product) {
+      stage.row_cost += 2 * width(stage.input);
+      for (int m = 1; m <= max_tokens_; ++m) {
+        activation_bytes = std::max(activation_bytes, stage.product->activation_bytes(m));
+        scratch_bytes_ = std::max(scratch_bytes_, stage.product->scratch_bytes(m));
+        if (m <= kMaxRedundantRows)
+          private_activation_bytes_ = std::max(private_activation_bytes_, stage.product->activation_bytes(m));
+      }
+    }
+    if (stage.plan >= 0) {
+      const AttentionShape& shape = stage.shape;
+      scratch_bytes_ = std::max(scratch_bytes_, sizeof(float) * AttentionRunner::scratch_floats(
+                                                                    shape.num_heads, shape.num_kv_heads, shape.head_dim));
+    }
+  }
+  // Per thread: values, activations, scratch; a line apart so that threads do not share one.
+  thread_bytes_ = aligned(private_floats_ * sizeof(float)) + aligned(private_activation_bytes_) +
+                  aligned(scratch_bytes_) + 64;
+  activations_ = allocate_aligned(activation_bytes);
+  private_ = allocate_aligned(thread_bytes_ * pool_->size());
+  bytes_ += activation_bytes + thread_bytes_ * pool_->size();
+}
+
+float* Program::Place::at(int value, int64_t row) const {
+  const Value& v = program.values_[value];
+  if (program.values_[program.root(value)].external) return inputs.logits + row * v.width;
+  if (private_memory != nullptr && v.by_rows && v.first_stage == stage)
+    return private_memory + v.private_offset + row * v.width;
+  return program.arena() + v.offset + row * v.width;
+}
+
+void Program::run(const StepInputs& inputs) {
+  if (inputs.body) {
+    for (PlanEntry& entry : plans_) entry.plan->build(inputs.batches[entry.group], entry.page_size, entry.window);
+  }
+  pool_->run([&](Team& team) {
+    for (int number = 0; number < num_stages(); ++number) {
+      const bool head = stages_[number].head;
+      if (head ? inputs.head && inputs.num_logit_rows > 0 : inputs.body) run_stage(team, inputs, number);
+    }
+  });
+}
+
+void Program::run_stage(Team& team, const StepInputs& inputs, int number) {
+  const Stage& stage = stages_[number];
+  const int rows = stage.head ? inputs.num_logit_rows : inputs.num_tokens;
+  char* own = private_.get() + team.thread * thread_bytes_;
+  const int rows_each = (rows + team.size - 1) / team.size;
+  bool redundant =
+      !stage.in_place && rows <= kMaxRedundantRows && (rows - rows_each) * stage.row_cost <= kBarrierCost;
+  // With one new token per sequence, whoever attends to the end of a sequence stores that token: no barrier either.
+  if (redundant && stage.plan >= 0) redundant = one_token_each(inputs.batches[stage.group], rows);
+  // Thread 0 works in shared memory, so that later stages find the values; the others must not touch it meanwhile.
+  const Place place{*this, inputs, number, redundant && team.thread > 0 ? reinterpret_cast<float*>(own) : nullptr};
+  if (stage.product) {
+    run_product(team, stage, place, rows, redundant);
+  } else if (stage.plan >= 0) {
+    run_attention(team, stage, place, rows, redundant);
+  } else if (stage.elementwise) {
+    const int64_t count = rows * width(stage.rows[0].out[0]);
+    float* values = place.at(stage.rows[0].out[0], 0);
+    team.for_each(static_cast<int>((count + kSplitValues - 1) / kSplitValues), 1, [&](int piece) {
+      const int64_t begin = piece * kSplitValues;
+      for (const RowOp& op : stage.rows)
+        float_kernels().softcap(values + begin, op.number, std::min(kSplitValues, count - begin), values + begin);
+    });
+  } else if (redundant) {
+    if (team.thread == 0) run_rows(stage, place, 0, rows);
+  } else {
+    team.for_each(rows, 1, [&](int row) { run_rows(stage, place, row, row + 1); });
+  }
+  team.barrier();
+}
+
+void Program::run_rows(const Stage& stage, const Place& place, int begin, int end) const {
+  for (const RowOp& op : stage.rows)
+    for (int row = begin; row < end; ++row) run_row(op, place, row);
+}
+
+void Program::run_row(const RowOp& op, const Place& place, int row) const {
+  const FloatKernels& kernels = float_kernels();
+  float* out = place.at(op.out[0], row);
+  const int64_t n = width(op.out[0]);
+  const float* x = op.in[0] < 0 ? nullptr : place.at(op.in[0], op.kind == RowOp::Kind::select ? 0 : row);
+  switch (op.kind) {
+    case RowOp::Kind::embed:
+      if (op.packed != nullptr) {
+        op.packed->dequantize_row(place.inputs.token_ids[row], out);
+      } else {
+        dequantize_row(op.type, op.table, place.inputs.token_ids[row], n, out);
+      }
+      if (op.number != 1.0f) kernels.scale(out, op.number, n, out);
+      break;
+    case RowOp::Kind::rms_norm:
+      for (int64_t i = 0; i < n; i += op.head_dim) kernels.rms_norm(x + i, op.weight, op.number, op.head_dim, out + i);
+      break;
+    case RowOp::Kind::add:
+      kernels.add(x, place.at(op.in[1], row), n, out);
+      break;
+    case RowOp::Kind::add_rms_norm:
+      kernels.add(x, place.at(op.in[1], row), n, out);
+      kernels.rms_norm(out, op.weight, op.number, n, place.at(op.out[1], row));
+      break;
+    case RowOp::Kind::rope: {
+      const int64_t at = place.inputs.positions[row] * op.half;
+      for (int64_t i = 0; i < n; i += op.head_dim)
+        kernels.rope(x + i, op.cosines + at, op.sines + at, op.half, op.head_dim, op.interleaved, out + i);
+      break;
+    }
+    case RowOp::Kind::gated:
+      kernels.gated(x, place.at(op.in[1], row), op.activation, n, out);
+      break;
+    case RowOp::Kind::softcap:
+      kernels.softcap(x, op.number, n, out);
+      break;
+    case RowOp::Kind::select:
+      std::memcpy(out, x + place.inputs.logit_rows[row] * n, n * sizeof(float));
+      break;
+  }
+}
+
+void Program::run_product(Team& team, const Stage& stage, const Place& place, int rows, bool redundant) {
+  const Product& product = *stage.product;
+  char* own = private_.get() + team.thread * thread_bytes_;
+  char* activations = redundant ? own + aligned(private_floats_ * sizeof(float)) : activations_.get();
+  char* scratch = own + aligned(private_floats_ * sizeof(float)) + aligned(private_activation_bytes_);
+  const int64_t cols = width(stage.input);
+  const float* x = place.at(stage.input, 0);
+  if (redundant) {
+    run_rows(stage, place, 0, rows);
+    product.quantize(x, cols, 0, rows, rows, activations);
+  } else {
+    const int unit = product.row_block(rows);
+    const int per_thread = (rows + 4 * team.size - 1) / (4 * team.size);
+    const int block = (std::min(per_thread, 16) + unit - 1) / unit * unit;
+    team.for_each((rows + block - 1) / block, 1, [&](int i) {
+      const int begin = i * block, end = std::min(rows, begin + block);
+      run_rows(stage, place, begin, end);
+      product.quantize(x, cols, begin, end, rows, activations);
+    });
+    team.barrier();
+  }
+  ProductOutput outputs[kMaxProductWeights];
+  for (int i = 0; i < product.size(); ++i)
+    outputs[i] = {stage.biases[i], place.at(stage.outputs[i], 0), width(stage.outputs[i])};
+  const int tiles = product.num_tiles(rows);
+  const int grain = std::max(1, tiles / (8 * team.size));
+  team.for_each(tiles, grain, [&](int tile) { product.run_tile(tile, rows, activations, outputs, scratch); });
+}
+
+void Program::run_attention(Team& team, const Stage& stage, const Place& place, int rows, bool redundant) {
+  char* own = private_.get() + team.thread * thread_bytes_;
+  float* scratch = reinterpret_cast<float*>(own + aligned(private_floats_ * sizeof(float)) +
+                                            aligned(private_activation_bytes_));
+  const StepInputs& inputs = place.inputs;
+  const int64_t* slots = inputs.slots[stage.group];
+  const int64_t kv_width = width(stage.k);
+  if (redundant) {
+    run_rows(stage, place, 0, rows);
+  } else {
+    const int block = std::max(1, std::min(16, rows / (4 * team.size)));
+    team.for_each((rows + block - 1) / block, 1, [&](int i) {
+      const int begin = i * block, end = std::min(rows, begin + block);
+      run_rows(stage, place, begin, end);
+      for (int row = begin; row < end; ++row) {
+        const float *k = place.at(stage.k, row), *v = place.at(stage.v, row);
+        for (int head = 0; head < stage.shape.num_kv_heads; ++head)
+          store_kv_head(stage.pages, head, slots[row], k + head * stage.shape.head_dim, v + head * stage.shape.head_dim);
+      }
+    });
+    team.barrier();
+  }
+  AttentionRunner runner(*plans_[stage.plan].plan, inputs.batches[stage.group], stage.pages, stage.shape,
+                         place.at(stage.q, 0), width(stage.q), place.at(stage.outputs[0], 0), width(stage.outputs[0]));
+  if (redundant) runner.store_first(place.at(stage.k, 0), place.at(stage.v, 0), kv_width, slots);
+  team.for_each(runner.num_pieces(), 1, [&](int piece) { runner.run(piece, scratch); });
+}
+
+}  // namespace tokenmill

@@ -1,0 +1,128 @@
+// Float kernels and attention against plain double arithmetic, over odd sizes: meant for the address and
+// undefined-behaviour sanitizers, so every buffer is exactly as long as it must be.
+#include <algorithm>
+#include <cstdint>
+
+#include "attention.h"
+#include "check.h"
+#include "float_kernels.h"
+#include "pool.h"
+#include "sampling.h"
+
+using namespace tokenmill;
+
+namespace {
+
+void rows() {
+  const FloatKernels& kernels = float_kernels();
+  for (int n : {1, 2, 3, 7, 8, 15, 16, 17, 31, 63, 65, 100}) {
+    const std::vector<float> x = random_floats(n, n, 3), y = random_floats(n, n + 1), w = random_floats(n, n + 2);
+    std::vector<float> out(n);
+    double squares = 0;
+    for (float v : x) squares += double(v) * v;
+    kernels.rms_norm(x.data(), w.data(), 1e-5f, n, out.data());
+    for (int i = 0; i < n; ++i) CHECK(near(out[i], x[i] / std::sqrt(squares / n + 1e-5) * w[i], 1e-6));
+    kernels.add(x.data(), y.data(), n, out.data());
+    for (int i = 0; i < n; ++i) CHECK(out[i] == x[i] + y[i]);
+    kernels.gated(x.data(), y.data(), Activation::silu, n, out.data());
+    for (int i = 0; i < n; ++i) CHECK(near(out[i], x[i] / (1 + std::exp(-double(x[i]))) * y[i], 1e-6));
+    kernels.softcap(x.data(), 2.0f, n, out.data());
+    for (int i = 0; i < n; ++i) CHECK(near(out[i], 2 * std::tanh(x[i] / 2.0), 1e-6));
+    CHECK(kernels.maximum(x.data(), n) == *std::max_element(x.begin(), x.end()));
+    CHECK(argmax(x.data(), n) == std::max_element(x.begin(), x.end()) - x.begin());
+    std::vector<float> best(n);
+    std::vector<int64_t> indices(n);
+    top_k(x.data(), n, n, best.data(), indices.data());
+    CHECK(std::is_sorted(best.rbegin(), best.rend()));
+    std::vector<uint16_t> half(n);
+    kernels.float_to_half(x.data(), half.data(), n);
+    kernels.half_to_float(half.data(), out.data(), n);
+    for (int i = 0; i < n; ++i) CHECK(near(out[i], x[i], 5e-4));
+  }
+}
+
+// Every half value there and back; and exponentials over their whole range.
+void conversions() {
+  const FloatKernels& kernels = float_kernels();
+  std::vector<uint16_t> all(1 << 16), back(1 << 16);
+  for (size_t i = 0; i < all.size(); ++i) all[i] = static_cast<uint16_t>(i);
+  std::vector<float> wide(all.size());
+  kernels.half_to_float(all.data(), wide.data(), wide.size());
+  kernels.float_to_half(wide.data(), back.data(), wide.size());
+  for (size_t i = 0; i < all.size(); ++i) CHECK((all[i] & 0x7fff) > 0x7c00 ? std::isnan(wide[i]) : back[i] == all[i]);
+  for (float x = -87.0f; x <= 0.0f; x += 0.037f) {
+    float value = x;
+    const float sum = kernels.exponentials(&value, 1, 0.0f);
+    CHECK(sum == value && std::fabs(value / std::exp(double(x)) - 1) < 3e-7);
+  }
+  float values[3] = {-INFINITY, -200.0f, 1.0f};
+  kernels.exponentials(values, 3, 1.0f);
+  CHECK(values[0] == 0 && values[1] == 0 && values[2] == 1);
+}
+
+void attention(int heads, int kv_heads, int dim, int page_size, int window, bool shared, int threads) {
+  const std::vector<int> lengths = {1, 37, 150, 151, 70}, counts = {1, 37, 1, 2, 3};
+  const int sequences = 5, max_pages = 151 / page_size + 1, num_pages = sequences * max_pages;
+  std::vector<int32_t> starts = {0}, seq_lens(lengths.begin(), lengths.end()), table(sequences * max_pages, -1);
+  for (int count : counts) starts.push_back(starts.back() + count);
+  for (int s = 0; s < sequences; ++s)
+    for (int page = 0; page * page_size < lengths[s]; ++page)
+      table[s * max_pages + page] =
+          shared && s == 3 && (page + 1) * page_size <= 149 ? table[2 * max_pages + page] : (page * sequences + s);
+  const int64_t page_values = int64_t(kv_heads) * page_size * dim;
+  std::vector<float> k = random_floats(num_pages * page_values, 1), v = random_floats(num_pages * page_values, 2);
+  const int tokens = starts.back();
+  const int64_t width = int64_t(heads) * dim;
+  const std::vector<float> q = random_floats(tokens * width, 3);
+  std::vector<float> out(tokens * width, NAN);
+  const KVPages pages{k.data(), v.data(), PageType::float32, page_values, kv_heads, page_size, dim};
+  const AttentionShape shape{heads, kv_heads, dim, 0.3f, window, 0.0f};
+  const AttentionBatch batch{sequences, starts.data(), seq_lens.data(), table.data(), max_pages};
+  AttentionPlan plan(tokens, sequences, heads, kv_heads, dim);
+  plan.build(batch, page_size, window);
+  CHECK((plan.num_shared_tokens() > 0) == (shared && (window == 0 || window > 151)));
+  const AttentionRunner runner(plan, batch, pages, shape, q.data(), width, out.data(), width);
+  ThreadPool pool(threads);
+  for (int layer = 0; layer < 2; ++layer) {  // a plan serves several layers
+    pool.run([&](Team& team) {
+      std::vector<float> scratch(AttentionRunner::scratch_floats(heads, kv_heads, dim));
+      team.for_each(runner.num_pieces(), 1, [&](int piece) { runner.run(piece, scratch.data()); });
+    });
+  }
+  for (int s = 0; s < sequences; ++s) {
+    for (int token = starts[s]; token < starts[s + 1]; ++token) {
+      const int position = lengths[s] - (starts[s + 1] - token);
+      for (int head = 0; head < heads; head += 2) {
+        const auto row = [&](const std::vector<float>& base, int key) {
+          const int64_t page = table[s * max_pages + key / page_size];
+          return &base[page * page_values + (int64_t(head / (heads / kv_heads)) * page_size + key % page_size) * dim];
+        };
+        std::vector<double> expected(dim, 0.0);
+        double total = 0;
+        for (int key = window > 0 ? std::max(0, position - window + 1) : 0; key <= position; ++key) {
+          double score = 0;
+          for (int d = 0; d < dim; ++d) score += double(q[token * width + head * dim + d]) * row(k, key)[d];
+          const double weight = std::exp(score * 0.3);
+          total += weight;
+          for (int d = 0; d < dim; ++d) expected[d] += weight * row(v, key)[d];
+        }
+        for (int d = 0; d < dim; ++d) CHECK(near(out[token * width + head * dim + d], expected[d] / total, 2e-5));
+      }
+    }
+  }
+}
+
+}  // namespace
+
+int main() {
+  rows();
+  conversions();
+  for (bool shared : {false, true}) {
+    attention(4, 2, 16, 16, 0, shared, 2);
+    attention(3, 1, 7, 4, 0, shared, 3);
+    attention(2, 2, 33, 64, 0, shared, 1);
+    attention(6, 2, 20, 5, 12, shared, 2);
+    attention(6, 2, 20, 5, 200, shared, 2);
+  }
+  return report("float kernels and attention");
+}

@@ -1,0 +1,160 @@
+// Conformance of every weight type on every instruction set this machine can run, against float64.
+//
+// Exits non-zero and names the case on the first failures. Bounds are the worst case of rounding activations to int8
+// (and, where weights are requantized, those per 128), so a wrong lane, sign, scale or tail cannot hide. Run by CI.
+#include <algorithm>
+
+#include "linear_testing.h"
+
+using namespace tokenmill;
+
+namespace {
+
+int failures = 0;
+
+void fail(const std::string& what) {
+  if (++failures <= 20) std::printf("FAIL %s\n", what.c_str());
+}
+
+// Worst rounding error of sum_k w x, in blocks of `block`.
+double rounding_bound(const float* w, const float* x, int64_t cols, int block, bool expanded) {
+  double bound = 0;
+  for (int64_t k = 0; k < cols; k += block) {
+    const int64_t end = std::min<int64_t>(k + block, cols);
+    double w_sum = 0, x_sum = 0, w_peak = 0, x_peak = 0;
+    for (int64_t i = k; i < end; ++i) {
+      w_sum += std::fabs(w[i]);
+      x_sum += std::fabs(x[i]);
+      w_peak = std::max<double>(w_peak, std::fabs(w[i]));
+      x_peak = std::max<double>(x_peak, std::fabs(x[i]));
+    }
+    bound += w_sum * x_peak / 127 * 0.501;
+    // The scale of an expanded block comes from the range of its codes: at most twice the largest weight present here.
+    if (expanded) bound += (x_sum + double(end - k) * x_peak / 254) * 2 * w_peak / 127 * 0.7;
+  }
+  return bound;
+}
+
+void check(const Linear& linear, const std::vector<float>& weights, int m, float x_scale, bool integer,
+           std::mt19937& random, const std::string& name) {
+  std::normal_distribution<float> normal;
+  std::vector<float> x(size_t(m * linear.cols)), bias(size_t(linear.rows)), y(size_t(m * linear.rows) + 16, 12345.0f);
+  for (float& v : x) v = x_scale * normal(random) * (random() % 64 == 0 ? 8.0f : 1.0f);
+  if (m > 2) std::fill_n(x.begin(), linear.cols, 0.0f);
+  for (float& v : bias) v = normal(random);
+  run_linear(linear, x.data(), m, bias.data(), y.data(), 1);
+  std::vector<float> again(y.size(), 12345.0f);
+  run_linear(linear, x.data(), m, bias.data(), again.data(), 3);
+  if (y != again) fail(name + ": depends on threads");
+  for (size_t i = y.size() - 16; i < y.size(); ++i)
+    if (y[i] != 12345.0f) return fail(name + ": wrote past the output");
+  const int kind = linear.activation_kind(m);
+  for (int t = 0; t < m; ++t)
+    for (int64_t row = 0; row < linear.rows; ++row) {
+      const float *w = &weights[size_t(row * linear.cols)], *v = &x[size_t(t * linear.cols)];
+      double want = bias[size_t(row)], magnitude = std::fabs(want);
+      for (int64_t k = 0; k < linear.cols; ++k) {
+        want += double(w[k]) * v[k];
+        magnitude += std::fabs(double(w[k]) * v[k]);
+      }
+      double bound = magnitude * 2e-6 + 1e-30;
+      if (integer) bound += rounding_bound(w, v, linear.cols, kind % 1000, kind == 1128);
+      const double got = y[size_t(t * linear.rows + row)];
+      if (!(std::fabs(got - want) <= bound))
+        return fail(name + " row " + std::to_string(row) + " token " + std::to_string(t) + ": " + std::to_string(got) +
+                    " for " + std::to_string(want) + " +- " + std::to_string(bound));
+    }
+}
+
+void check_packing(const Linear& linear, const std::vector<float>& weights, const std::string& name) {
+  std::vector<float> row(size_t(linear.cols));
+  for (int64_t r = 0; r < linear.rows; ++r) {
+    linear.dequantize_row(r, row.data());
+    if (!std::equal(row.begin(), row.end(), &weights[size_t(r * linear.cols)])) return fail(name + ": row not kept");
+  }
+}
+
+void check_type(const std::string& type, Isa isa, std::mt19937& random) {
+  const QuantFormat& format = *find_quant_format(type);
+  const int64_t shapes[][2] = {{1, 256}, {16, 512}, {37, 768}, {50, 1280}, {7, 2304}};
+  for (auto& shape : shapes) {
+    const int64_t rows = shape[0], cols = format.block == 1    ? shape[1] - 3
+                                          : format.block == 32 ? shape[1] - 96
+                                                               : shape[1];
+    for (float magnitude : {0.02f, 30.0f}) {
+      const std::vector<uint8_t> data = random_weights(format, rows, cols, magnitude, random);
+      std::vector<float> weights(size_t(rows * cols));
+      for (int64_t r = 0; r < rows; ++r) dequantize_row(type, data.data(), r, cols, &weights[size_t(r * cols)]);
+      std::string why;
+      const auto linear = pack_linear(type, data.data(), rows, cols, isa, &why);
+      if (!linear) return fail(type + ": " + why);
+      const std::string name = std::string(linear->kernel()) + " " + std::to_string(rows) + "x" + std::to_string(cols);
+      check_packing(*linear, weights, name);
+      const bool integer = format.bits > 0 && isa != Isa::portable;
+      for (int m : {1, 2, 3, 4, 5, 8, 17, 64, 200})
+        if (m < 20 || rows < 40)
+          check(*linear, weights, m, m % 2 ? 1.0f : 300.0f, integer, random, name + " m=" + std::to_string(m));
+    }
+  }
+}
+
+void check_groups(Isa isa, std::mt19937& random) {
+  const int64_t rows = 37, cols = 384;
+  const float table[16] = {-1.0f,   -0.6962f, -0.5251f, -0.3949f, -0.2844f, -0.1848f, -0.0911f, 0.0f,
+                           0.0796f, 0.1609f,  0.2461f,  0.3379f,  0.4407f,  0.5626f,  0.7230f,  1.0f};
+  for (int group : {32, 128, int(cols)})
+    for (int variant = 0; variant < 4; ++variant) {
+      const size_t groups = size_t(rows * cols / group);
+      std::vector<uint8_t> codes(size_t(rows * cols / 2));
+      std::vector<float> scales(groups), zeros(groups), weights(size_t(rows * cols));
+      for (auto& c : codes) c = uint8_t(random());
+      for (auto& s : scales)
+        s = half_to_float(float_to_half((variant == 3 ? 1e-7f : 0.01f) * float(1 + random() % 100)));
+      for (auto& z : zeros) z = float(random() % 16);
+      for (int64_t i = 0; i < rows * cols; ++i) {
+        const int code = codes[size_t(i / 2)] >> (i % 2 * 4) & 15;
+        const size_t g = size_t(i / cols * (cols / group) + i % cols / group);
+        weights[size_t(i)] = scales[g] * (variant == 2 ? table[code] : float(code) - (variant == 1 ? zeros[g] : 8.0f));
+      }
+      std::string why;
+      const Group4 four{codes.data(), scales.data(), variant == 1 ? zeros.data() : nullptr,
+                        variant == 2 ? table : nullptr, group};
+      const auto linear = pack_group4(four, rows, cols, isa, &why);
+      if (!linear) return fail("int4-group: " + why);
+      // Scales are kept as halves or bfloats: compare with what was kept, which must be near what was given.
+      std::vector<float> kept(weights.size());
+      for (int64_t r = 0; r < rows; ++r) linear->dequantize_row(r, &kept[size_t(r * cols)]);
+      for (size_t i = 0; i < kept.size(); ++i)
+        if (std::fabs(kept[i] - weights[i]) >
+            scales[i / size_t(cols) * size_t(cols / group) + i % size_t(cols) / size_t(group)] * 0.04f)
+          return fail("int4-group: weight not kept");
+      for (int m : {1, 4, 6, 33})
+        check(*linear, kept, m, 1.0f, isa != Isa::portable, random,
+              std::string(linear->kernel()) + " variant " + std::to_string(variant));
+      if (variant) continue;
+      std::vector<int8_t> bytes(weights.size());
+      for (auto& b : bytes) b = int8_t(random());
+      const auto eight = pack_int8(bytes.data(), scales.data(), group, rows, cols, isa, &why);
+      for (int64_t r = 0; r < rows; ++r) eight->dequantize_row(r, &kept[size_t(r * cols)]);
+      for (int m : {1, 4, 6, 33}) check(*eight, kept, m, 1.0f, isa != Isa::portable, random, eight->kernel());
+    }
+}
+
+}  // namespace
+
+int main() {
+  std::mt19937 random(7);
+  std::string tested;
+  for (int i = 0; i <= int(best_isa()); ++i) {
+    const Isa isa = Isa(i);
+    std::string why;
+    const auto probe = make_linear("Q4_0", 16, 32, isa, &why);
+    // An instruction set that this build or this architecture lacks falls back to portable: nothing new to test.
+    if (isa != Isa::portable && std::string(probe->kernel()) == "Q4_0 portable") continue;
+    for (const std::string& type : all_types()) check_type(type, isa, random);
+    check_groups(isa, random);
+    tested += std::string(" ") + isa_name(isa);
+  }
+  std::printf("%s:%s, %d failures\n", failures ? "FAILED" : "ok", tested.c_str(), failures);
+  return failures != 0;
+}

@@ -1,0 +1,183 @@
+"""The CPU backend of the op table: the functions of ref.py on top of the C++ module `_cpu` (csrc/cpu).
+
+Owns the import guard, the choice of threads and the output tensors; all arithmetic is in C++, which reads torch tensors
+in place. Declines with a reason where the module was not built or the tensors are elsewhere. The recorded program
+(runtime/recorded.py) uses the same module directly.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tokenmill.errors import UserError
+from tokenmill.kernels.base import Declined
+
+if TYPE_CHECKING:
+    from tokenmill.kernels.base import StoredWeight
+
+try:
+    import tokenmill.kernels._cpu as _cpu
+except ImportError as error:
+    _cpu = None
+    _missing = f"the C++ kernels are not built ({error}); reinstall with a C++17 compiler present"
+else:
+    _missing = ""
+
+THREADS_VARIABLE = "TOKENMILL_THREADS"
+
+
+def unavailable(where: torch.device) -> str | None:
+    if where.type != "cpu":
+        return f"runs on CPU tensors, not on {where.type}"
+    return _missing or None
+
+
+def module() -> Any:
+    """The C++ module; only after `unavailable` has said None."""
+    assert _cpu is not None, _missing
+    return _cpu
+
+
+@cache
+def pool() -> Any:
+    """The worker threads of this process: TOKENMILL_THREADS, or the physical cores that it may use."""
+    text = os.environ.get(THREADS_VARIABLE, "0")
+    if not text.isdigit():
+        raise UserError(f"{THREADS_VARIABLE} is {text!r}", "give a whole number; 0 takes all physical cores")
+    return module().Pool.shared(int(text))
+
+
+def num_threads() -> int:
+    size: int = pool().size
+    return size
+
+
+def instruction_set() -> str:
+    name: str = module().best_isa()
+    return name
+
+
+class CpuLinear:
+    """A weight repacked for this CPU's instruction set. Owns the packed bytes; the stored ones are no longer read."""
+
+    backend = "cpu"
+
+    def __init__(self, packed: Any, bias: Tensor | None) -> None:
+        self.packed = packed
+        self.bias = None if bias is None else bias.float().contiguous()
+        self.detail: str = packed.kernel
+
+    @property
+    def nbytes(self) -> int:
+        size: int = self.packed.nbytes
+        return size
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = x.new_empty(x.shape[0], self.packed.rows)
+        module().linear(pool(), x.contiguous(), [self.packed], [self.bias], [y])
+        return y
+
+
+def make_linear(weight: StoredWeight, isa: str = "") -> CpuLinear:
+    """Repack `weight`; `isa` names a lesser instruction set for tests. Declines types and shapes without a kernel."""
+    parts = weight.parts()
+    if len(parts) != 1:
+        raise Declined(f"no kernel for weights made of {', '.join(sorted(parts))}")
+    (data,) = parts.values()
+    try:
+        packed = module().PackedLinear(
+            weight.type_name, data.contiguous().view(torch.uint8), weight.out_features, weight.in_features, isa
+        )
+    except ValueError as error:
+        raise Declined(str(error)) from None
+    return CpuLinear(packed, weight.bias)
+
+
+def can_look_up(table: StoredWeight) -> bool:
+    """Whether rows of the stored (not repacked) matrix can be expanded in C++."""
+    parts = table.parts()
+    if len(parts) != 1:
+        return False
+    (data,) = parts.values()
+    row = torch.empty(1, table.in_features)
+    try:
+        module().embed(pool(), table.type_name, data.view(torch.uint8), table.out_features, torch.tensor([0]), 1.0, row)
+    except ValueError:
+        return False
+    return True
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, head_dim: int = 0) -> Tensor:
+    y = torch.empty_like(x)
+    module().rms_norm(pool(), x, weight, eps, head_dim, y)
+    return y
+
+
+def add(x: Tensor, y: Tensor) -> Tensor:
+    z = torch.empty_like(x)
+    module().add(pool(), x, y, z)
+    return z
+
+
+def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    total, normed = torch.empty_like(x), torch.empty_like(x)
+    module().add_rms_norm(pool(), x, y, weight, eps, total, normed)
+    return total, normed
+
+
+def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    y = torch.empty_like(gate)
+    module().gated(pool(), gate, up, activation, y)
+    return y
+
+
+def softcap(x: Tensor, cap: float) -> Tensor:
+    y = torch.empty_like(x)
+    module().softcap(pool(), x, cap, y)
+    return y
+
+
+def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, head_dim: int, interleaved: bool) -> Tensor:
+    y = torch.empty_like(x)
+    module().rope(pool(), x, positions, cos, sin, head_dim, interleaved, y)
+    return y
+
+
+def store_kv(x: Tensor, pages: Tensor, slots: Tensor) -> None:
+    module().store_kv(pool(), x, pages, slots)
+
+
+def attention(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_table: Tensor,
+    query_starts: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    window: int,
+    cap: float,
+) -> Tensor:
+    out = torch.empty_like(q)
+    module().attention(pool(), q, k_pages, v_pages, block_table, query_starts, seq_lens, scale, window, cap, out)
+    return out
+
+
+def argmax(logits: Tensor) -> Tensor:
+    """Index of the largest value of each row [R, vocab]; the first of equals."""
+    best = torch.empty(logits.shape[0], dtype=torch.int64)
+    module().argmax(pool(), logits, best)
+    return best
+
+
+def top_k(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest values of each row in descending order and their indices, without sorting the row."""
+    values = torch.empty(logits.shape[0], k)
+    indices = torch.empty(logits.shape[0], k, dtype=torch.int64)
+    module().top_k(pool(), logits, values, indices)
+    return values, indices
