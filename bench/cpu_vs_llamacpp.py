@@ -3,9 +3,9 @@
     pip install llama-cpp-python        # compiles for about twenty minutes
     python bench/cpu_vs_llamacpp.py smollm2 [--threads 2] [--repeat 3] [--json]
 
-Runs of both are interleaved (peer, ours, peer, ours, ...) and medians compared, so that a noisy machine disturbs both alike.
-Prefill of 512 tokens, decode of 128 at batch 1, batched decode, and 64 requests at concurrency 16 with a common prefix
-of 512 tokens (200 more in, 64 out). Also prints the fraction of the machine's read bandwidth and int8 rate that is reached.
+Runs of both are interleaved (peer, ours, peer, ours, ...) and medians compared, so that a noisy machine disturbs both
+alike. Prefill of 512 tokens, decode of 128 at batch 1, batched decode, and 64 requests at concurrency 16 with a common
+prefix of 512 tokens (200 more in, 64 out).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """llama.cpp through its C API (package llama-cpp-python), driven the way its own llama-bench and llama-server drive it.
 
-One context per measurement, so that sizes fit; weights are loaded once. No Python work per token beyond one library call.
+One context per measurement, so that sizes fit; weights are loaded once. One library call per step, no work per token.
 Used by cpu_vs_llamacpp.py.
 """
 

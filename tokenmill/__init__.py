@@ -8,14 +8,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from tokenmill.errors import UserError
-from tokenmill.types import SamplingParams
+from tokenmill.types import SamplingParams, StructuredSpec
 
 if TYPE_CHECKING:
     from tokenmill.engine.async_engine import AsyncEngine
     from tokenmill.engine.llm import LLM
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "AsyncEngine", "SamplingParams", "UserError", "__version__"]
+__all__ = ["LLM", "AsyncEngine", "SamplingParams", "StructuredSpec", "UserError", "__version__"]
 
 _LAZY = {"LLM": "tokenmill.engine.llm", "AsyncEngine": "tokenmill.engine.async_engine"}
 

@@ -64,11 +64,13 @@ class EngineConfig:
         low=1,
     )
     page_size: int = option(16, "Tokens per KV page.", aliases=("block_size",), low=1)
-    kv_cache_dtype: str = option("auto", "How KV pages are held: auto, float32, float16, bfloat16.")
+    kv_cache_dtype: str = option("auto", "How KV pages are held: auto (float32), float32, float16, bfloat16.")
     prefix_caching: bool = option(
         True, "Reuse the KV pages of a prompt's beginning across requests.", aliases=("enable_prefix_caching",)
     )
-    scheduling: str = option("fcfs", "Who runs first: fcfs, priority or fair (between API keys).", aliases=("scheduling_policy",))
+    scheduling: str = option(
+        "fcfs", "Who runs first: fcfs, priority or fair (between API keys).", aliases=("scheduling_policy",)
+    )
     eviction: str = option("lru", "Which cached prefix pages go first when memory is short.")
     executor: str = option("auto", "How a step runs: auto, recorded or eager.")
     kernels: str = option("", "Force a kernel backend (cpu, ref). Empty: the fastest that accepts each op.")

@@ -1,8 +1,11 @@
 // How many cores this process may use. Reads Linux's affinity mask, sysfs topology and cgroup quota.
 //
-// Knows nothing of threads; called once by whoever builds a pool of default size.
+// Knows nothing of threads; called once by whoever builds a pool of default size. Reads files with C's stdio: C++ streams crash
+// in a process where another library has brought a second copy of their locale tables, as some torch builds do.
 #include <algorithm>
-#include <fstream>
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
 #include <set>
 #include <string>
 #include <thread>
@@ -18,10 +21,21 @@ namespace tokenmill {
 namespace {
 
 #if defined(__linux__)
+// The first line of a small file without its newline; empty if it cannot be read.
+std::string read_line(const std::string& path) {
+  const std::unique_ptr<FILE, int (*)(FILE*)> file(std::fopen(path.c_str(), "r"), std::fclose);
+  char line[4096];
+  if (!file || !std::fgets(line, sizeof(line), file.get())) return "";
+  std::string text = line;
+  while (!text.empty() && (text.back() == '\n' || text.back() == ' ')) text.pop_back();
+  return text;
+}
+
 int read_int(const std::string& path, int fallback) {
-  std::ifstream file(path);
-  int value = fallback;
-  return file >> value ? value : fallback;
+  const std::string line = read_line(path);
+  char* end = nullptr;
+  const long value = std::strtol(line.c_str(), &end, 10);
+  return end == line.c_str() ? fallback : static_cast<int>(value);
 }
 
 int cores_in_affinity_mask() {
@@ -40,11 +54,9 @@ int cores_in_affinity_mask() {
 
 // Whole CPUs of the tightest quota on the way from our cgroup (version 2) to the root; 0: no quota.
 int quota_from_cgroup() {
-  std::ifstream membership("/proc/self/cgroup");
-  std::string line, path;
-  while (std::getline(membership, line)) {
-    if (line.rfind("0::", 0) == 0) path = line.substr(3);
-  }
+  // Version 2 alone has one line, "0::/path"; beside version 1 its line comes last and the quota is in the old place.
+  const std::string membership = read_line("/proc/self/cgroup");
+  std::string path = membership.rfind("0::/", 0) == 0 ? membership.substr(3) : "";
   int best = 0;
   const auto consider = [&best](double quota, double period) {
     if (quota <= 0 || period <= 0) return;
@@ -52,10 +64,9 @@ int quota_from_cgroup() {
     best = best == 0 ? cpus : std::min(best, cpus);
   };
   for (;;) {
-    std::ifstream file("/sys/fs/cgroup" + (path == "/" ? "" : path) + "/cpu.max");
-    std::string quota;
-    double period = 0;
-    if (file >> quota >> period && quota != "max") consider(std::stod(quota), period);
+    const std::string limit = read_line("/sys/fs/cgroup" + (path == "/" ? "" : path) + "/cpu.max");
+    double quota = 0, period = 0;  // "max 100000" reads as no number at all
+    if (std::sscanf(limit.c_str(), "%lf %lf", &quota, &period) == 2) consider(quota, period);
     if (path.empty() || path == "/") break;
     path.resize(path.rfind('/'));
   }

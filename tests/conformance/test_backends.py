@@ -54,6 +54,7 @@ CASES: dict[str, list[Callable[[], tuple[Any, ...]]]] = {
         lambda: (_random(3, 99) * 8, _random(3, 99, seed=1), "silu"),
         lambda: (_random(3, 99) * 8, _random(3, 99, seed=1), "gelu_tanh"),
     ],
+    "argmax": [lambda: (_random(3, 1001),), lambda: (torch.zeros(2, 5),)],
     "softcap": [lambda: (_random(3, 99) * 40, 30.0)],
     "rope": [
         lambda interleaved=interleaved: (  # type: ignore[misc]

@@ -1,16 +1,18 @@
-"""`tokenmill bench latency | throughput`: the engine on synthetic prompts."""
+"""`tokenmill bench latency | throughput | serve`: the engine on synthetic prompts, a server under load."""
 
 from __future__ import annotations
 
 import sys
 from dataclasses import asdict
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from tokenmill.cli.options import DEFAULT_MODEL, AsJson, Model, Verbose, engine_options
+from tokenmill.bench.serve_job import ServeJob
+from tokenmill.cli.options import DEFAULT_MODEL, AsJson, Model, Verbose, engine_options, given_options
 from tokenmill.cli.output import emit
 from tokenmill.config import EngineConfig
+from tokenmill.errors import UserError
 
 app = typer.Typer(help="Measure speed on synthetic prompts.")
 
@@ -63,6 +65,37 @@ def throughput(
 
     job = ThroughputJob(num_prompts, input_len, output_len, range_ratio, shared_prefix)
     emit(asdict(measure_throughput(model, engine, job, progress=True)), as_json)
+
+
+@app.command()
+@given_options({"Load": ServeJob}, {})
+def serve(
+    limits: Annotated[list[str] | None, typer.Argument(hidden=True, metavar="")] = None,
+    as_json: AsJson = False,
+    _verbose: Verbose = False,
+    *,
+    given: dict[str, Any],
+) -> None:
+    """Send load to any OpenAI-compatible server: throughput, TTFT, TPOT, ITL. Flags as in `vllm bench serve`."""
+    from tokenmill.bench.serve import measure_serving
+    from tokenmill.bench.serve_print import as_block, save
+    from tokenmill.bench.serve_progress import progress_of
+    from tokenmill.bench.serve_report import build_report, details
+
+    extra = " ".join(limits or ())  # the values after the first of `--goodput a:1 b:2` arrive as arguments
+    job = ServeJob.from_options(given | {"goodput": (*given.get("goodput", ()), extra)} if extra else given)
+    with progress_of(job) as on_done:
+        measurement = measure_serving(job, on_done)
+    report = build_report(measurement)
+    if job.save_result or job.save_detailed:
+        path = save(report, details(measurement) if job.save_detailed else None, job)
+        print(f"saved {path}", file=sys.stderr, flush=True)
+    if as_json:
+        emit(report, as_json=True)
+    else:
+        print(as_block(report, job), flush=True)
+    if not report["completed"]:
+        raise UserError("no request succeeded", "the failures above say why")
 
 
 def _say(text: str) -> None:

@@ -11,14 +11,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
 from tokenmill.config import EngineConfig
 from tokenmill.engine.build import EngineParts, build_engine
 from tokenmill.engine.collector import RequestCollector
 from tokenmill.engine.intake import Prompt
 from tokenmill.engine.outputs import RequestOutput
-from tokenmill.engine.progress import progress_console
+from tokenmill.engine.progress import request_bar
 from tokenmill.engine.stats import EngineStats
 from tokenmill.errors import UserError
 from tokenmill.types import Request, SamplingParams
@@ -108,7 +106,7 @@ class LLM:
             core.add(request)
         unfinished = len(collectors)
         try:
-            with _bar(len(collectors), progress) as (bar, task):
+            with request_bar(len(collectors), progress) as advance:
                 while unfinished:
                     for event in core.step():
                         collector = collectors[event.request_id]
@@ -117,30 +115,13 @@ class LLM:
                             core.cancel(event.request_id, event.index)
                         if collector.output.outputs[event.index].finished and collector.output.finished:
                             unfinished -= 1
-                            bar.advance(task)
+                            advance()
         except BaseException:
             # Interrupted or failed: the engine must be clean for the next call.
             for request_id in collectors:
                 core.cancel(request_id)
             raise
         return [collector.output for collector in collectors.values()]
-
-
-class _bar:
-    """A progress bar over requests on a terminal, nothing elsewhere."""
-
-    def __init__(self, total: int, wanted: bool) -> None:
-        console = progress_console() if wanted else None
-        columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        self._progress = Progress(*columns, console=console, disable=console is None, transient=True)
-        self._total = total
-
-    def __enter__(self) -> tuple[Progress, Any]:
-        self._progress.start()
-        return self._progress, self._progress.add_task("requests", total=self._total)
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

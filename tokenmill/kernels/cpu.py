@@ -44,12 +44,27 @@ def module() -> Any:
 
 
 @cache
+def _pool(threads: int) -> Any:
+    return module().Pool.shared(threads)
+
+
+_wanted_threads = 0
+
+
+def use_threads(count: int) -> None:
+    """How many workers `pool` has from now on; 0: TOKENMILL_THREADS, or the physical cores this process may use."""
+    global _wanted_threads
+    _wanted_threads = count
+
+
 def pool() -> Any:
-    """The worker threads of this process: TOKENMILL_THREADS, or the physical cores that it may use."""
+    """The worker threads of this process, shared by everything that computes in it."""
+    if _wanted_threads:
+        return _pool(_wanted_threads)
     text = os.environ.get(THREADS_VARIABLE, "0")
     if not text.isdigit():
         raise UserError(f"{THREADS_VARIABLE} is {text!r}", "give a whole number; 0 takes all physical cores")
-    return module().Pool.shared(int(text))
+    return _pool(int(text))
 
 
 def num_threads() -> int:

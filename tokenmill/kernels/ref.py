@@ -71,6 +71,11 @@ def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     return torch.nn.functional.gelu(gate, approximate="tanh") * up
 
 
+def argmax(logits: Tensor) -> Tensor:
+    """Index of the largest value of each row; the first of equals."""
+    return logits.argmax(-1)
+
+
 def softcap(x: Tensor, cap: float) -> Tensor:
     return torch.tanh(x / cap) * cap
 

@@ -15,6 +15,7 @@ from tokenmill.errors import UserError, unknown_name
 from tokenmill.hardware.kv_layout import KVLayout, build_layout
 from tokenmill.hardware.machine import available_memory, usable_cores
 from tokenmill.hardware.memory import KVBudget, plan_kv
+from tokenmill.kernels import cpu
 from tokenmill.kernels.ref import rms_norm
 from tokenmill.log import get_logger
 from tokenmill.model.kvstore import KV_STORES
@@ -22,6 +23,7 @@ from tokenmill.model.kvstore.base import KVStore
 from tokenmill.model.loader import LoadedModel, load_model
 from tokenmill.runtime.executors import EXECUTORS
 from tokenmill.runtime.runner import Executor, ModelRunner
+from tokenmill.runtime.sampling.sampler import Sampler
 
 _log = get_logger(__name__)
 _LONGEST_DEFAULT_CONTEXT = 8192
@@ -50,6 +52,7 @@ def resolve_context(config: EngineConfig, trained: int) -> int:
 def build_runtime(checkpoint: Checkpoint, config: EngineConfig, context: int) -> Runtime:
     where = torch.device("cpu")
     torch.set_num_threads(config.threads or usable_cores())
+    cpu.use_threads(config.threads)
     model = load_model(checkpoint, where, context, config.kernels)
     layout = build_layout(model.decoder.kv_layers(), config.page_size)
     dtype = "float32" if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
@@ -76,7 +79,11 @@ def build_runtime(checkpoint: Checkpoint, config: EngineConfig, context: int) ->
     )
     decoder, eps = model.decoder, checkpoint.description.norm_eps
     runner = ModelRunner(
-        executor, store, checkpoint.description.vocab_size, lambda rows: rms_norm(rows, decoder.norm, eps)
+        executor,
+        store,
+        Sampler(where, config.kernels),
+        checkpoint.description.vocab_size,
+        lambda rows: rms_norm(rows, decoder.norm, eps),
     )
     return Runtime(runner, model, store, layout, budget, executor, declined)
 

@@ -33,7 +33,7 @@ class RecordedExecutor:
     def __init__(self, model: LoadedModel, store: KVStore, config: EngineConfig) -> None:
         # A step never holds more tokens than the budget, nor more sequences than may run at once.
         self._tokens = max(config.batch_tokens, config.concurrency)
-        self._pool = cpu.module().Pool.shared(config.threads)
+        self._pool = cpu.pool()
         program = cpu.module().Program(self._tokens, config.concurrency, self._pool)
         ops = RecordedOps(program, store)
         hidden = model.decoder.forward(ops)

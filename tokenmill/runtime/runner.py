@@ -30,12 +30,17 @@ class Executor(Protocol):
 
 class ModelRunner:
     def __init__(
-        self, executor: Executor, store: KVStore, vocab_size: int, final_norm: Callable[[Tensor], Tensor]
+        self,
+        executor: Executor,
+        store: KVStore,
+        sampler: Sampler,
+        vocab_size: int,
+        final_norm: Callable[[Tensor], Tensor],
     ) -> None:
         self.executor = executor
         self.store = store
         self.final_norm = final_norm  # [R, hidden] -> what the head would read
-        self.sampler = Sampler()
+        self.sampler = sampler
         self.rows_at_once = max(1, _MAX_LOGIT_VALUES // vocab_size)
 
     def execute(self, plan: StepPlan) -> StepResult:

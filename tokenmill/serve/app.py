@@ -21,7 +21,9 @@ from tokenmill.serve.exchange import ClientGoneError, error_response, json_respo
 from tokenmill.serve.info import add_info_routes
 from tokenmill.serve.keys import KeyRing
 from tokenmill.serve.ollama import add_ollama_routes
+from tokenmill.serve.page import add_page_routes
 from tokenmill.serve.service import Service
+from tokenmill.serve.tracing import start_tracing
 
 _log = get_logger(__name__)
 _ROUTES = (
@@ -31,6 +33,7 @@ _ROUTES = (
     add_embedding_routes,
     add_ollama_routes,
     add_anthropic_routes,
+    add_page_routes,
 )
 
 
@@ -41,6 +44,10 @@ def build_app(service: Service, keys: KeyRing) -> ASGIApp:
     _add_error_handlers(app)
     config = service.config
     edge: ASGIApp = Edge(app, keys, service.metrics, config.max_body_bytes, config.access_log)
+    tracing = start_tracing()
+    if tracing is not None:
+        service.engine.observe(tracing)
+        edge = tracing.around(edge)
     return with_cors(edge, config.cors_origin) if config.cors_origin else edge
 
 

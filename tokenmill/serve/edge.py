@@ -19,6 +19,7 @@ from tokenmill.serve.errors import ApiError
 from tokenmill.serve.exchange import Record, error_response
 from tokenmill.serve.keys import Client, KeyRing
 from tokenmill.serve.metrics import Metrics
+from tokenmill.serve.page import CHALLENGE, basic_key
 
 _access = get_logger("access")
 _OPEN_PATHS = ("/health", "/ping")
@@ -71,6 +72,8 @@ class Edge:
                 status[0] = message["status"]
                 headers = MutableHeaders(scope=message)
                 headers["x-request-id"] = record.request_id
+                if status[0] == 401:
+                    headers["www-authenticate"] = CHALLENGE
                 if record.ignored:
                     headers[IGNORED_HEADER] = ",".join(record.ignored)
             await send(message)
@@ -104,7 +107,7 @@ def _key(headers: Headers) -> str | None:
     scheme, _, key = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer" and key:
         return key.strip()
-    return headers.get("x-api-key")
+    return basic_key(headers) or headers.get("x-api-key")
 
 
 def _request_id(headers: Headers) -> str:

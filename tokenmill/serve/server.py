@@ -82,6 +82,7 @@ async def _serve(
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         settings = {name: value for name, value in asdict(config).items() if name not in _SECRET}
         settings["keys"] = len(keys)
+        settings["tool_call_parser"] = f"{service.tool_style.parser.name} ({service.tool_style.reason})"
         report.ready(_address(listener), {"server": settings, "engine": service.identity.options})
         if announce is not None:
             announce({"url": _address(listener), "model": service.names[0], "engine": service.identity.options})

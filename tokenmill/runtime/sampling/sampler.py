@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tokenmill.kernels.base import select
 from tokenmill.runtime.sampling.features import FILTERS, LOGIT_FEATURES
 from tokenmill.runtime.sampling.features.base import Candidates, Filter, LogitFeature
 from tokenmill.runtime.sampling.random import uniform
@@ -19,7 +20,8 @@ _FIRST_CUT = 256  # candidates looked at before the whole vocabulary is sorted
 
 
 class Sampler:
-    def __init__(self) -> None:
+    def __init__(self, where: torch.device | None = None, kernels: str = "") -> None:
+        self._argmax = select("argmax", where or torch.device("cpu"), kernels).run
         self._logit_features: list[LogitFeature] = [LOGIT_FEATURES.get(name)() for name in LOGIT_FEATURES]
         self._filters: list[Filter] = [FILTERS.get(name)() for name in FILTERS]
 
@@ -36,7 +38,7 @@ class Sampler:
             for feature in self._logit_features:
                 if feature.active(request.params):
                     feature.edit(logits[row], request)
-        token_ids: list[int | None] = logits.argmax(-1).tolist()
+        token_ids: list[int | None] = self._argmax(logits).tolist()
         for row, request in enumerate(requests):
             if request.params.structured is not None and float(logits[row, token_ids[row]]) == float("-inf"):
                 token_ids[row] = None

@@ -1,0 +1,119 @@
+"""OpenTelemetry traces, if OTEL_EXPORTER_OTLP_ENDPOINT is set and the extra `tokenmill[otel]` is installed.
+
+One span per HTTP request, child of the caller's if it sent `traceparent`; under it, for each prompt, the wait for the
+first token (queue and prefill, which the engine does not tell apart) and the decode. Never holds text. OTEL_* variables
+set sampling, headers and the service name. Wraps the application and observes the engine client.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tokenmill import __version__
+from tokenmill.engine.messages import Snapshot
+from tokenmill.log import get_logger
+from tokenmill.serve.generation import Member
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Tracer
+
+_log = get_logger(__name__)
+_VARIABLES = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+_QUIET_PATHS = ("/health", "/ping", "/metrics", "/load")  # polled; they would drown the rest
+
+
+def start_tracing() -> Tracing | None:
+    """None unless an endpoint is set; a missing package is said once."""
+    if not any(os.environ.get(name) for name in _VARIABLES):
+        return None
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError as error:
+        _log.warning("no traces: %s is not installed; run pip install 'tokenmill[otel]'", error.name)
+        return None
+    name = os.environ.get("OTEL_SERVICE_NAME", "tokenmill")
+    provider = TracerProvider(resource=Resource.create({"service.name": name, "service.version": __version__}))
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))  # sent from a thread of its own
+    return Tracing(provider.get_tracer("tokenmill", __version__))
+
+
+class Tracing:
+    def __init__(self, tracer: Tracer) -> None:
+        from opentelemetry import trace
+
+        self._tracer = tracer
+        self._trace = trace
+        self._epoch = time.time_ns() - time.monotonic_ns()
+
+    def around(self, app: ASGIApp) -> ASGIApp:
+        """`app` with a span around each request but the polled ones."""
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        propagator = TraceContextTextMapPropagator()
+
+        async def traced(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] != "http" or scope["path"] in _QUIET_PATHS:
+                await app(scope, receive, send)
+                return
+            caller = propagator.extract(dict(Headers(scope=scope)))
+            kind = self._trace.SpanKind.SERVER
+            name = f"{scope['method']} {scope['path'][:100]}"
+            with self._tracer.start_as_current_span(name, context=caller, kind=kind) as span:
+                await app(scope, receive, _noting_status(send, span))
+                record = scope.get("state", {}).get("record")
+                if record is not None:
+                    span.set_attribute("tokenmill.request_id", record.request_id)
+                    if record.error:
+                        span.set_attribute("error.message", record.error)
+
+        return traced
+
+    # --- from the engine client ---
+
+    def on_step(self, snapshot: Snapshot) -> None:
+        pass
+
+    def on_tokens(self, member: Member, num_tokens: int) -> None:
+        pass
+
+    def on_restart(self, reason: str) -> None:
+        pass
+
+    def on_end(self, member: Member) -> None:
+        """Called in the request's own task, so that the spans fall under its span."""
+        output = member.output
+        attributes: dict[str, Any] = {
+            "gen_ai.usage.input_tokens": len(member.request.prompt_ids),
+            "gen_ai.usage.output_tokens": sum(len(each.token_ids) for each in output.outputs),
+            "tokenmill.cached_tokens": output.num_cached_tokens or 0,
+            "gen_ai.response.finish_reasons": [each.finish_reason or "abort" for each in output.outputs],
+        }
+        now = time.monotonic()
+        first = member.first_token
+        self._span("queue and prefill", member.arrived, first if first is not None else now, attributes)
+        if first is not None:
+            self._span("decode", first, max(first, member.last_token), attributes)
+
+    def _span(self, name: str, start: float, end: float, attributes: dict[str, Any]) -> None:
+        span = self._tracer.start_span(name, start_time=self._nanoseconds(start), attributes=attributes)
+        span.end(self._nanoseconds(end))
+
+    def _nanoseconds(self, moment: float) -> int:
+        return self._epoch + int(moment * 1e9)
+
+
+def _noting_status(send: Send, span: Any) -> Send:
+    async def noting(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            span.set_attribute("http.response.status_code", message["status"])
+        await send(message)
+
+    return noting
