@@ -19,13 +19,13 @@ Isa isa_of(const std::string& name) {
 }
 
 void construct(PackedLinear* self, const std::string& type, AnyTensor data, int64_t rows, int64_t cols,
-               const std::string& isa) {
+               const std::string& isa, bool precise) {
   const Isa chosen = isa_of(isa);
   std::string why;
   std::unique_ptr<Linear> packed;
   {
     nb::gil_scoped_release release;
-    packed = pack_linear(type, data.data(), rows, cols, chosen, &why);
+    packed = pack_linear(type, data.data(), rows, cols, chosen, &why, precise);
   }
   if (!packed) throw nb::value_error(why.c_str());
   new (self) PackedLinear{std::move(packed)};
@@ -91,7 +91,7 @@ void embed(ThreadPool& pool, const std::string& type, AnyTensor table, int64_t n
 void bind_linear(nb::module_& module) {
   nb::class_<PackedLinear>(module, "PackedLinear", "A weight [rows, cols] packed for one instruction set")
       .def("__init__", &construct, nb::arg("type"), nb::arg("data"), nb::arg("rows"), nb::arg("cols"),
-           nb::arg("isa") = "")
+           nb::arg("isa") = "", nb::arg("precise") = false)
       .def_prop_ro("rows", [](const PackedLinear& self) { return self.linear->rows; })
       .def_prop_ro("cols", [](const PackedLinear& self) { return self.linear->cols; })
       .def_prop_ro("nbytes", [](const PackedLinear& self) { return self.linear->bytes(); })

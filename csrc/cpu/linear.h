@@ -54,13 +54,15 @@ Isa best_isa();  // what this CPU can run, unless TOKENMILL_CPU_ISA names a less
 const char* isa_name(Isa isa);
 
 // An empty Linear for ggml type `type`, to be filled by pack_rows (from several threads if wanted).
-std::unique_ptr<Linear> make_linear(const std::string& type, int64_t rows, int64_t cols, Isa isa, std::string* why);
+// `precise`: activations are taken as two int8 terms instead of one, for weights whose rounding error weighs most.
+std::unique_ptr<Linear> make_linear(const std::string& type, int64_t rows, int64_t cols, Isa isa, std::string* why,
+                                    bool precise = false);
 
 // make_linear and pack_rows in one: pack `rows` rows of ggml type `type` (name as in GGUF, "Q4_K"; plain "F32", "F16",
 // "BF16" too) lying at `data`. Returns null when this type or shape is not supported (the caller then declines with
 // `why`).
 std::unique_ptr<Linear> pack_linear(const std::string& type, const void* data, int64_t rows, int64_t cols, Isa isa,
-                                    std::string* why);
+                                    std::string* why, bool precise = false);
 
 // 4-bit codes with a float scale per group of columns (GPTQ, AWQ, compressed-tensors, nf4), for pack_group4:
 // w = scale * (code - zero), or scale * table[code]. Columns are in natural order: an act-order permutation is undone

@@ -104,19 +104,20 @@ Isa best_isa() {
   return best;
 }
 
-std::unique_ptr<Linear> make_linear(const std::string& type, int64_t rows, int64_t cols, Isa isa, std::string* why) {
+std::unique_ptr<Linear> make_linear(const std::string& type, int64_t rows, int64_t cols, Isa isa, std::string* why,
+                                    bool precise) {
   const QuantFormat* format = find_quant_format(type);
   if (!format) return decline(why, "no CPU kernel for type " + type);
   if (rows <= 0 || cols <= 0 || cols % format->block)
     return decline(why, type + " needs a positive multiple of " + std::to_string(format->block) + " columns, not " +
                             std::to_string(cols));
   if (format->bits == 0) return make_plain_linear(*format, rows, cols, isa);
-  return make_panel_linear(type, make_layout(*format, cols), format, rows, isa);
+  return make_panel_linear(type, make_layout(*format, cols), format, rows, isa, precise);
 }
 
 std::unique_ptr<Linear> pack_linear(const std::string& type, const void* data, int64_t rows, int64_t cols, Isa isa,
-                                    std::string* why) {
-  std::unique_ptr<Linear> linear = make_linear(type, rows, cols, isa, why);
+                                    std::string* why, bool precise) {
+  std::unique_ptr<Linear> linear = make_linear(type, rows, cols, isa, why, precise);
   if (linear) linear->pack_rows(data, 0, rows);
   return linear;
 }

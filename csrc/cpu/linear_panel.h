@@ -68,6 +68,7 @@ using MultiplyFn = void (*)(const int8_t* w8, const float* scales, int64_t begin
 struct PanelKernels {
   const char* name;
   void (*quantize_row)(const float* x, int64_t cols, int block, uint8_t* out);
+  void (*residual)(const float* x, int64_t cols, int block, float* out);  // x less what quantizing keeps of it
   void (*quantize_quad)(const float* const rows[4], int64_t cols, int block, uint8_t* out);  // null rows are zeros
   DirectFn (*direct)(const PanelLayout& layout);
   ExpandFn (*expand)(const PanelLayout& layout);
@@ -112,7 +113,7 @@ class PanelLinear : public Linear {
 // An empty PanelLinear for `isa` (portable: float32 kernel; else integer kernels). `format` may be null when the caller
 // fills the panels itself.
 std::unique_ptr<PanelLinear> make_panel_linear(const std::string& type, const PanelLayout& layout,
-                                               const QuantFormat* format, int64_t rows, Isa isa);
+                                               const QuantFormat* format, int64_t rows, Isa isa, bool precise = false);
 std::unique_ptr<PanelLinear> make_portable_panel_linear(const std::string& type, const PanelLayout& layout,
                                                         const QuantFormat* format, int64_t rows);
 // F32, F16, BF16 (linear_plain.cpp).

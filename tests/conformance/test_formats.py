@@ -69,3 +69,21 @@ def test_backend_multiplies_as_the_spec_says(name: str, tokens: int, backend: st
     step = x.abs().amax() / 127
     bound = 1e-4 + (0 if name in _DENSE else 4 * step * dense.square().sum(-1).sqrt() / 12**0.5)
     assert (error <= bound).all(), (error / bound).max()
+
+
+@pytest.mark.parametrize("backend", [backend for backend in BACKENDS if backend != "ref"])
+@pytest.mark.parametrize("tokens", [1, 3, 70])
+@pytest.mark.parametrize("name", _BLOCK_TYPES)
+def test_a_precise_weight_is_rounded_far_less(name: str, tokens: int, backend: str) -> None:
+    x = torch.randn(tokens, _COLS, generator=torch.Generator().manual_seed(2))
+    errors = []
+    for precise in (False, True):
+        weight = _weight(name)
+        weight.precise = precise
+        weight.bias = torch.randn(_ROWS, generator=torch.Generator().manual_seed(1))
+        choice = select_linear(weight, _WHERE, backend)
+        if choice.backend != backend:
+            pytest.skip(f"{backend} declined: {dict(choice.declined)[backend]}")
+        errors.append((choice.run(x) - (x @ weight.dequantize(0, _ROWS).T + weight.bias)).square().mean().sqrt())
+    plain, precise_error = errors
+    assert precise_error <= max(0.05 * plain, 1e-4)

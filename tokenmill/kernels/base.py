@@ -29,6 +29,7 @@ class StoredWeight(Protocol):
     out_features: int
     in_features: int
     bias: Tensor | None
+    precise: bool  # rounding its input costs the model most: a kernel that rounds should round less here
 
     def parts(self) -> dict[str, Tensor]:
         """The stored tensors by role (such as {"blocks": uint8 [out, row_bytes]})."""

@@ -106,7 +106,12 @@ def make_linear(weight: StoredWeight, isa: str = "") -> CpuLinear:
     (data,) = parts.values()
     try:
         packed = module().PackedLinear(
-            weight.type_name, data.contiguous().view(torch.uint8), weight.out_features, weight.in_features, isa
+            weight.type_name,
+            data.contiguous().view(torch.uint8),
+            weight.out_features,
+            weight.in_features,
+            isa,
+            weight.precise,
         )
     except ValueError as error:
         raise Declined(str(error)) from None

@@ -255,6 +255,16 @@ void quantize_row(const float* x, int64_t cols, int block, uint8_t* out) {
   }
 }
 
+// What quantization in blocks takes away from a row.
+template <class V>
+void residual(const float* x, int64_t cols, int block, float* out) {
+  for (int64_t k = 0; k < cols; k += block) {
+    const int length = int(k + block < cols ? block : cols - k);
+    const float inverse = choose_inverse<V>(x + k, length), unit = inverse > 0 ? 1.0f / inverse : 0.0f;
+    for (int64_t i = k; i < k + length; ++i) out[i] = x[i] - unit * __builtin_rintf(x[i] * inverse);
+  }
+}
+
 // Four rows of expanded activations (QuadForm).
 template <class V>
 void quantize_quad(const float* const rows[4], int64_t cols, int block, uint8_t* out) {
@@ -338,6 +348,7 @@ template <class V>
 PanelKernels make_kernels(const char* name, int (*expand_from)(const PanelLayout&)) {
   return {name,
           quantize_row<V>,
+          residual<V>,
           quantize_quad<V>,
           choose<Pick<V>::template Direct>,
           choose_expand<V>,

@@ -25,6 +25,7 @@ class LinearWeight(ABC):
     out_features: int
     in_features: int
     bias: Tensor | None = None
+    precise: bool = False  # set by the architecture: see kernels/base.py
     kernel: Choice | None = None  # set by the loader: who multiplies
 
     @abstractmethod
