@@ -45,6 +45,10 @@ class Checkpoint(Protocol):
 
     def tensor(self, name: str) -> StoredTensor: ...
 
+    def release(self, name: str) -> None:
+        """Give back the memory of a tensor that was read into another form; reading it again still works."""
+        ...
+
     def quantization(self) -> dict[str, object]:
         """`quantization_config` of a safetensors checkpoint; empty for GGUF and plain ones."""
         ...

@@ -16,7 +16,7 @@ from tokenmill.checkpoint.fields import shown
 from tokenmill.checkpoint.gguf_description import describe, read_architecture
 from tokenmill.checkpoint.gguf_metadata import Cursor, Metadata, read_metadata
 from tokenmill.checkpoint.gguf_names import canonical_name
-from tokenmill.checkpoint.mapped_file import DAMAGED, map_file, view_tensor
+from tokenmill.checkpoint.mapped_file import DAMAGED, map_file, release_pages, view_tensor
 from tokenmill.errors import CheckpointError
 from tokenmill.kernels.ggml_types import TYPES_BY_NUMBER, UNREAD_TYPE_NAMES, GGMLType
 
@@ -92,6 +92,12 @@ class GGUFCheckpoint:
             shape = (*shape[:-1], layout.row_bytes(shape[-1]))
         start = self._data_start + entry.offset
         return StoredTensor(name, entry.shape, layout.name, view_tensor(self._buffer, dtype, shape, start))
+
+    def release(self, name: str) -> None:
+        entry = self._entries[name]
+        rows = math.prod(entry.shape[:-1])
+        count = rows * entry.layout.row_bytes(entry.shape[-1]) if entry.shape else entry.layout.block_bytes
+        release_pages(self._buffer, self._data_start + entry.offset, count)
 
     def quantization(self) -> dict[str, object]:
         return {}

@@ -33,6 +33,17 @@ def map_file(path: Path, smallest: int) -> mmap.mmap:
         raise CheckpointError(f"cannot read {path}: {reason}", "check the path and its permissions") from None
 
 
+def release_pages(buffer: mmap.mmap, start: int, count: int) -> None:
+    """Give back the memory behind mapped bytes that were read; they come from the file again if anyone looks.
+
+    Only whole pages inside the range: its neighbours stay. Safe because the mapping is never written.
+    """
+    page = mmap.PAGESIZE
+    first, end = -(-start // page) * page, (start + count) // page * page
+    if end > first and hasattr(mmap, "MADV_DONTNEED"):
+        buffer.madvise(mmap.MADV_DONTNEED, first, end - first)
+
+
 def view_tensor(buffer: mmap.mmap, dtype: torch.dtype, shape: tuple[int, ...], start: int) -> Tensor:
     """A tensor over mapped bytes; the caller has checked that they exist. Copies only what lies misaligned."""
     import torch  # here: who reads only metadata, such as a tokenizer in the server process, does without

@@ -20,7 +20,7 @@ import torch
 from tokenmill.checkpoint import hf_config
 from tokenmill.checkpoint.base import StoredTensor
 from tokenmill.checkpoint.fields import shown
-from tokenmill.checkpoint.mapped_file import DAMAGED, map_file, view_tensor
+from tokenmill.checkpoint.mapped_file import DAMAGED, map_file, release_pages, view_tensor
 from tokenmill.errors import CheckpointError
 from tokenmill.log import get_logger
 
@@ -110,6 +110,11 @@ class SafetensorsCheckpoint:
         entry = self._entries[name]
         data = view_tensor(entry.buffer, _DTYPES[entry.type_name], entry.shape, entry.start)
         return StoredTensor(name, entry.shape, entry.type_name, data)
+
+    def release(self, name: str) -> None:
+        entry = self._entries[name]
+        count = math.prod(entry.shape) * _DTYPES[entry.type_name].itemsize
+        release_pages(entry.buffer, entry.start, count)
 
     def quantization(self) -> dict[str, object]:
         text = self._config.get("text_config")

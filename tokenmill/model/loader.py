@@ -20,7 +20,7 @@ from tokenmill.model.formats.base import LinearWeight
 from tokenmill.model.reader import WeightReader
 
 _log = get_logger(__name__)
-_PACKING_THREADS = 4
+_PACKING_THREADS = 2
 
 
 @dataclass(slots=True, eq=False)
@@ -44,12 +44,16 @@ def load_model(checkpoint: Checkpoint, where: torch.device, num_positions: int, 
     decoder: Decoder = architecture(reader, description, num_positions)
     reader.finish()
 
-    def prepare(weight: LinearWeight) -> None:
+    def prepare(prefix: str) -> None:
+        weight = reader.weights[prefix]
         weight.kernel = select_linear(weight, where, kernels)
+        if weight.kernel.backend != "ref":  # the kernel has its own packed copy: one is enough
+            for name in reader.tensor_names[prefix]:
+                checkpoint.release(name)
 
-    multiplied = [weight for weight in reader.weights.values() if weight is not decoder.embedding]
-    if decoder.head is decoder.embedding:
-        multiplied.append(decoder.head)
+    multiplied = [
+        prefix for prefix, weight in reader.weights.items() if weight is not decoder.embedding or weight is decoder.head
+    ]
     with ThreadPoolExecutor(_PACKING_THREADS) as pool:
         list(pool.map(prepare, multiplied))
     return LoadedModel(decoder, reader.weights, checkpoint, where, kernels)

@@ -24,6 +24,7 @@ class WeightReader:
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
         self.weights: dict[str, LinearWeight] = {}
+        self.tensor_names: dict[str, list[str]] = {}  # of each weight
         self._used: set[str] = set()
         self._missing: list[str] = []
         self._misshapen: list[str] = []
@@ -49,6 +50,7 @@ class WeightReader:
             if names:
                 weight: LinearWeight = FORMATS.get(name).load(self.checkpoint, prefix)
                 self._used.update(names)
+                self.tensor_names[prefix] = names
                 break
         else:
             weight = self._unreadable(prefix, out_features, in_features)
