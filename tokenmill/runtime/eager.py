@@ -21,7 +21,8 @@ from tokenmill.model.layers.rotary import RotaryTable
 from tokenmill.model.loader import LoadedModel
 from tokenmill.types import Batch
 
-OPS = ("rms_norm", "add", "add_rms_norm", "gated", "softcap", "rope", "store_kv", "attention", "argmax")
+FORWARD_OPS = ("rms_norm", "add", "add_rms_norm", "gated", "softcap", "rope", "store_kv", "attention")
+OPS = (*FORWARD_OPS, "argmax")  # the last is the sampler's
 
 
 class EagerExecutor:

@@ -31,7 +31,7 @@ from tokenmill.model.kvstore.base import KVStore
 from tokenmill.model.loader import LoadedModel
 from tokenmill.model.reader import WeightReader
 from tokenmill.runtime.build import resolve_context
-from tokenmill.runtime.eager import OPS
+from tokenmill.runtime.eager import FORWARD_OPS, OPS
 from tokenmill.runtime.executors import EXECUTORS
 
 
@@ -133,10 +133,14 @@ def implementations(model: LoadedModel, executor: str) -> tuple[Implementation, 
         for weight in model.weights.values()
         if weight.kernel is not None
     }
-    if executor != "eager":  # a whole step is one program of one backend
-        return (*linears, *(Implementation(op, f"{executor} program", ()) for op in OPS))
-    choices = (select(op, model.where, model.kernels) for op in OPS)
-    return (*linears, *(Implementation(each.op, each.backend, _reasons(each.declined)) for each in choices))
+    ops = []
+    for op in OPS:
+        if executor != "eager" and op in FORWARD_OPS:  # the forward pass is one program of one backend
+            ops.append(Implementation(op, f"{executor} program", ()))
+        else:
+            choice = select(op, model.where, model.kernels)
+            ops.append(Implementation(op, choice.backend, _reasons(choice.declined)))
+    return (*linears, *ops)
 
 
 def kernel_names(model: LoadedModel, executor: str) -> dict[str, str]:
