@@ -63,7 +63,7 @@ class EngineConfig:
         parse=parse_count,
         low=1,
     )
-    page_size: int = option(16, "Tokens per KV page.", aliases=("block_size",), low=1)
+    page_size: int = option(8, "Tokens per KV page.", aliases=("block_size",), low=1)
     kv_cache_dtype: str = option("auto", "How KV pages are held: auto (float32), float32, float16, bfloat16.")
     prefix_caching: bool = option(
         True, "Reuse the KV pages of a prompt's beginning across requests.", aliases=("enable_prefix_caching",)
