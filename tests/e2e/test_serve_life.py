@@ -175,9 +175,8 @@ def test_an_idle_engine_that_is_killed_is_noticed(server: RunningServer) -> None
 def test_a_stuck_engine_is_dumped_killed_and_replaced(server: RunningServer) -> None:
     old = server.load()["engine_pid"]
     os.kill(old, signal.SIGSTOP)
-    began = time.monotonic()
-    assert server.http.get("/health").status_code == 503
-    assert time.monotonic() - began < 2
+    # Not at once: an engine that answered a moment ago counts as alive for that moment.
+    wait_until(lambda: server.http.get("/health").status_code == 503, 10)
     wait_until(lambda: "stuck: no sign of life" in server.log, 10)
     wait_until(lambda: server.http.get("/health").status_code == 200, 60)
     assert server.load()["engine_pid"] != old
