@@ -1,0 +1,117 @@
+"""The contract of a quantization method: what it is given for one block of the model, and what it gives back.
+
+Two kinds of step make up a recipe. A `Transform` rewrites float weights without changing the function (scales moved
+into norms, rotations); a `Solver` turns each matrix into a QuantizedMatrix. Both see one block at a time through
+`BlockView` and know nothing of files, formats or the job's bookkeeping. Solvers' arithmetic lives in pure functions.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from tokenmill.errors import UserError, unknown_name
+from tokenmill.model.formats.quantized import QuantizedMatrix, Scheme
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """What calibration saw at the input of a group of linears. Fields not asked for are None."""
+
+    num_tokens: int
+    hessian: Tensor | None = None  # float32 [in, in]: sum of x x^T over tokens, divided by num_tokens
+    mean_square: Tensor | None = None  # float32 [in]
+    mean_abs: Tensor | None = None  # float32 [in]
+    max_abs: Tensor | None = None  # float32 [in]
+    sample: Tensor | None = None  # float32 [n, in]: some of the rows, evenly spaced
+
+
+@dataclass(frozen=True, slots=True)
+class LinearGroup:
+    """Linears that read the same input, in the order of the forward pass, and what could absorb a scale of that input.
+
+    `source` names the weight whose output channels feed this input one to one: a norm vector, or a linear (v_proj for
+    o_proj, up_proj for down_proj), or None. `source_repeats` > 1: each source channel feeds that many inputs (GQA).
+    """
+
+    names: tuple[str, ...]  # canonical prefixes, such as "model.layers.3.self_attn.q_proj"
+    source: str | None
+    source_is_norm: bool
+    source_repeats: int = 1
+
+
+class BlockView(Protocol):
+    """One transformer block during a job, with calibration data flowing through it. Implemented by calibrate.py."""
+
+    index: int
+    groups: Sequence[LinearGroup]
+    head_dim: int
+
+    def weight(self, name: str) -> Tensor:
+        """The float32 weight [out, in] of a linear, or the vector of a norm, as it is now."""
+        ...
+
+    def replace(self, name: str, value: Tensor) -> None:
+        """Use `value` from now on: a transformed weight, or the dequantized result, so that later groups see it."""
+        ...
+
+    def statistics(self, group: LinearGroup, kinds: Sequence[str]) -> Statistics:
+        """Run calibration data to the input of `group` with the present weights and collect the named kinds
+        ("hessian", "mean_square", "mean_abs", "max_abs", "sample")."""
+        ...
+
+    def inputs(self) -> Sequence[Tensor]:
+        """The block's inputs, one float32 [tokens, hidden] per calibration sequence."""
+        ...
+
+    def forward(self, inputs: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
+        """The block's output [tokens, hidden] for one sequence with some weights replaced; differentiable in them."""
+        ...
+
+
+class Step(ABC):
+    """One step of a recipe. `Options` is a frozen dataclass of its own settings, with defaults."""
+
+    name: str
+    needs_calibration: bool = False
+
+    @dataclass(frozen=True, slots=True)
+    class Options:
+        pass
+
+    def __init__(self, options: Mapping[str, Any] | None = None) -> None:
+        self.options = parse_options(self.name, self.Options, options or {})
+
+
+class Transform(Step):
+    @abstractmethod
+    def apply(self, block: BlockView, scheme_of: Mapping[str, Scheme]) -> None:
+        """Rewrite the block's float weights through `block.replace`."""
+
+
+class Solver(Step):
+    def check(self, name: str, shape: tuple[int, int], scheme: Scheme) -> None:
+        """Raise a UserError before any long work when this solver cannot fill `scheme` for a matrix of `shape`."""
+
+    @abstractmethod
+    def solve(self, block: BlockView, scheme_of: Mapping[str, Scheme]) -> dict[str, QuantizedMatrix]:
+        """Every linear named in `scheme_of`, quantized. Must call `block.replace(name, dequantized)` as it goes."""
+
+
+def parse_options(step: str, options: type, given: Mapping[str, Any]) -> Any:
+    """Options from a recipe or the command line: unknown names and wrong types are refused."""
+    known = {field.name: field for field in fields(options)}
+    for name, value in given.items():
+        if name not in known:
+            raise unknown_name(f"option of {step}", name, list(known))
+        default = known[name].default
+        good = isinstance(value, type(default)) or (isinstance(default, float) and isinstance(value, int))
+        if not good or (isinstance(value, bool) and not isinstance(default, bool)):
+            raise UserError(
+                f"{step}: {name} is {value!r}, expected a {type(default).__name__}", f"the default is {default!r}"
+            )
+    return options(**given)

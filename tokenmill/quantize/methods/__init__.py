@@ -1,0 +1,30 @@
+"""Quantization methods by name. A name stands for a recipe of steps: transforms, then one solver. Add one: a file here
+and a line in a table."""
+
+from tokenmill.registry import Registry
+
+TRANSFORMS = Registry(
+    "transform",
+    {
+        "smoothquant": "tokenmill.quantize.methods.smoothquant:SmoothQuant",
+        "awq": "tokenmill.quantize.methods.awq:Awq",
+        "rotation": "tokenmill.quantize.methods.rotation:Rotation",
+    },
+)
+
+SOLVERS = Registry(
+    "solver",
+    {
+        "rtn": "tokenmill.quantize.methods.rtn:RoundToNearest",
+        "gptq": "tokenmill.quantize.methods.gptq:Gptq",
+        "autoround": "tokenmill.quantize.methods.autoround:AutoRound",
+        "hqq": "tokenmill.quantize.methods.hqq:Hqq",
+        "turboquant": "tokenmill.quantize.methods.turboquant:TurboQuant",
+        "fp8": "tokenmill.quantize.methods.fp8:Fp8",
+        "mx": "tokenmill.quantize.methods.mx:Microscaling",
+        "nvfp4": "tokenmill.quantize.methods.nvfp4:NvFp4",
+        "nf4": "tokenmill.quantize.methods.nf4:NormalFloat",
+        "llm_int8": "tokenmill.quantize.methods.llm_int8:LlmInt8",
+        "imatrix": "tokenmill.quantize.methods.imatrix:ImportanceMatrix",
+    },
+)
