@@ -125,6 +125,7 @@ class Request:
     weight: float = 1.0  # of the tenant
     embeds: bool = False  # also wants the hidden state of its last prompt token, with its first token
     grammar: CompiledGrammar | None = None  # params.structured made ready for the sampler; opaque to the engine
+    logits_from: int | None = None  # logits of the tokens from here on are read: no cached page may stand for these
 
     token_ids: list[int] = field(default_factory=list)  # prompt + output so far
     num_computed: int = 0  # tokens whose KV is stored

@@ -31,6 +31,65 @@ void construct(PackedLinear* self, const std::string& type, AnyTensor data, int6
   new (self) PackedLinear{std::move(packed)};
 }
 
+using Bytes = Tensor<const uint8_t, nb::ndim<2>, nb::c_contig>;
+
+// `rounding`: how the scheme rounds the input of the product, a name of kernels/rounding.py.
+PackedLinear finished(std::unique_ptr<Linear> packed, const std::string& rounding, float input_scale, std::string why) {
+  if (packed) packed = round_inputs(std::move(packed), rounding, input_scale, &why);
+  if (!packed) throw nb::value_error(why.c_str());
+  return PackedLinear{std::move(packed)};
+}
+
+PackedLinear group4(Bytes codes, ConstMatrix scales, const std::optional<ConstMatrix>& zeros,
+                    const std::optional<ConstVector>& table, const std::string& rounding, float input_scale,
+                    const std::string& isa, bool precise) {
+  const int64_t rows = codes.shape(0), cols = codes.shape(1) * 2, groups = scales.shape(1);
+  require(static_cast<int64_t>(scales.shape(0)) == rows && groups > 0 && cols % groups == 0 &&
+              (!zeros || (zeros->shape(0) == scales.shape(0) && zeros->shape(1) == scales.shape(1))) &&
+              (!table || table->size() == 16) && !(zeros && table),
+          "group4: shapes do not match");
+  const Isa chosen = isa_of(isa);
+  const Group4 weight{codes.data(), scales.data(), zeros ? zeros->data() : nullptr, table ? table->data() : nullptr,
+                      static_cast<int>(cols / groups)};
+  std::string why;
+  std::unique_ptr<Linear> packed;
+  {
+    nb::gil_scoped_release release;
+    packed = pack_group4(weight, rows, cols, chosen, &why, precise);
+  }
+  return finished(std::move(packed), rounding, input_scale, why);
+}
+
+PackedLinear int8(Tensor<const int8_t, nb::ndim<2>, nb::c_contig> codes, ConstMatrix scales,
+                  const std::string& rounding, float input_scale, const std::string& isa, bool precise) {
+  const int64_t rows = codes.shape(0), cols = codes.shape(1), groups = scales.shape(1);
+  require(static_cast<int64_t>(scales.shape(0)) == rows && groups > 0 && cols % groups == 0,
+          "int8: shapes do not match");
+  const Isa chosen = isa_of(isa);
+  std::string why;
+  std::unique_ptr<Linear> packed;
+  {
+    nb::gil_scoped_release release;
+    packed = pack_int8(codes.data(), scales.data(), static_cast<int>(cols / groups), rows, cols, chosen, &why, precise);
+  }
+  return finished(std::move(packed), rounding, input_scale, why);
+}
+
+PackedLinear coded(const std::string& element, Bytes codes, ConstMatrix scales, int64_t group, float multiplier,
+                   const std::string& rounding, float input_scale) {
+  const int64_t rows = codes.shape(0), cols = codes.shape(1) * (element == "e2m1" ? 2 : 1);
+  require(static_cast<int64_t>(scales.shape(0)) == rows && group > 0 &&
+              static_cast<int64_t>(scales.shape(1)) == (cols + group - 1) / group,
+          "coded: shapes do not match");
+  std::string why;
+  std::unique_ptr<Linear> packed;
+  {
+    nb::gil_scoped_release release;
+    packed = pack_coded({element, codes.data(), scales.data(), group, multiplier}, rows, cols, &why);
+  }
+  return finished(std::move(packed), rounding, input_scale, why);
+}
+
 // y[i] = x W_i^T + bias_i for all weights, in one parallel region.
 void linear(ThreadPool& pool, ConstMatrix x, const std::vector<PackedLinear*>& weights,
             const std::vector<std::optional<ConstVector>>& biases, const std::vector<Matrix>& outputs) {
@@ -67,6 +126,12 @@ void linear(ThreadPool& pool, ConstMatrix x, const std::vector<PackedLinear*>& w
   });
 }
 
+void dequantized(const PackedLinear& self, int64_t index, Tensor<float, nb::ndim<1>, nb::c_contig> out) {
+  require(index >= 0 && index < self.linear->rows && static_cast<int64_t>(out.size()) == self.linear->cols,
+          "row: shapes do not match");
+  self.linear->dequantize_row(index, out.data());
+}
+
 void embed(ThreadPool& pool, const std::string& type, AnyTensor table, int64_t num_rows, Int64Vector rows, float scale,
            Matrix out) {
   require(out.shape(0) == rows.shape(0), "embed: shapes do not match");
@@ -92,6 +157,14 @@ void bind_linear(nb::module_& module) {
   nb::class_<PackedLinear>(module, "PackedLinear", "A weight [rows, cols] packed for one instruction set")
       .def("__init__", &construct, nb::arg("type"), nb::arg("data"), nb::arg("rows"), nb::arg("cols"),
            nb::arg("isa") = "", nb::arg("precise") = false)
+      .def_static("group4", &group4, nb::arg("codes"), nb::arg("scales"), nb::arg("zeros").none(),
+                  nb::arg("table").none(), nb::arg("rounding") = "none", nb::arg("input_scale") = 0.0f,
+                  nb::arg("isa") = "", nb::arg("precise") = false)
+      .def_static("int8", &int8, nb::arg("codes"), nb::arg("scales"), nb::arg("rounding") = "none",
+                  nb::arg("input_scale") = 0.0f, nb::arg("isa") = "", nb::arg("precise") = false)
+      .def_static("coded", &coded, nb::arg("element"), nb::arg("codes"), nb::arg("scales"), nb::arg("group"),
+                  nb::arg("multiplier") = 1.0f, nb::arg("rounding") = "none", nb::arg("input_scale") = 0.0f)
+      .def("row", &dequantized, nb::arg("index"), nb::arg("out"), "One row as float32, from the packed form")
       .def_prop_ro("rows", [](const PackedLinear& self) { return self.linear->rows; })
       .def_prop_ro("cols", [](const PackedLinear& self) { return self.linear->cols; })
       .def_prop_ro("nbytes", [](const PackedLinear& self) { return self.linear->bytes(); })

@@ -102,12 +102,15 @@ void rope(ThreadPool& pool, ConstMatrix x, Int64Vector positions, ConstMatrix co
   });
 }
 
-void argmax_rows(ThreadPool& pool, ConstMatrix logits, Tensor<int64_t, nb::ndim<1>, nb::c_contig> out) {
-  require(out.size() == logits.shape(0), "argmax: shapes do not match");
-  const int64_t width = logits.shape(1);
-  const float* in = logits.data();
-  int64_t* to = out.data();
-  for_rows(pool, logits.shape(0), width, [=](int64_t row) { to[row] = argmax(in + row * width, width); });
+// By address, as Program.run: it follows every decode step, and turning tensors into ndarrays costs more than the search.
+void argmax_rows(ThreadPool& pool, uintptr_t logits, int64_t rows, int64_t width, uintptr_t out) {
+  const float* in = reinterpret_cast<const float*>(logits);
+  int64_t* to = reinterpret_cast<int64_t*>(out);
+  if (rows < 4) {  // waking the pool takes longer
+    for (int64_t row = 0; row < rows; ++row) to[row] = argmax(in + row * width, width);
+    return;
+  }
+  for_rows(pool, rows, width, [=](int64_t row) { to[row] = argmax(in + row * width, width); });
 }
 
 void top_k_rows(ThreadPool& pool, ConstMatrix logits, Matrix values,

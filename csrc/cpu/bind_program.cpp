@@ -5,6 +5,9 @@
 #include "bind_attention.h"
 #include "bind_linear.h"
 #include "program.h"
+#include "sampling.h"
+
+#include <algorithm>
 
 namespace tokenmill {
 namespace {
@@ -103,6 +106,60 @@ void check_range(const int64_t* values, int64_t count, int64_t limit, const char
   for (int64_t i = 0; i < count; ++i) require(values[i] >= 0 && values[i] < limit, message);
 }
 
+using Tables = std::vector<std::vector<int32_t>>;  // page ids of each sequence
+
+// A step in which every sequence brings one token and wants its logits: most steps, and short enough that the caller's
+// bookkeeping shows. Plain lists come in, the index of each row's largest logit goes out.
+std::vector<int64_t> decode(RecordedProgram& self, const std::vector<int64_t>& token_ids,
+                            const std::vector<int64_t>& positions, const std::vector<Tables>& tables,
+                            uintptr_t logits) {
+  const size_t count = token_ids.size();
+  require(count > 0 && count <= size_t(self.program.max_sequences()), "more sequences than recorded for");
+  require(positions.size() == count && int(tables.size()) == self.num_groups, "one position and table per sequence");
+  std::vector<int64_t> rows(count);
+  std::vector<int32_t> starts(count + 1), lengths(count);
+  for (size_t i = 0; i < count; ++i) {
+    rows[i] = int64_t(i);
+    starts[i + 1] = int32_t(i + 1);
+    lengths[i] = int32_t(positions[i] + 1);
+  }
+  check_range(token_ids.data(), int64_t(count), self.vocabulary, "a token id is outside the vocabulary");
+  check_range(positions.data(), int64_t(count), self.positions, "a position is outside the rotary table");
+  StepInputs inputs;
+  inputs.num_tokens = inputs.num_logit_rows = int(count);
+  inputs.token_ids = token_ids.data();
+  inputs.positions = positions.data();
+  inputs.logit_rows = rows.data();
+  inputs.logits = reinterpret_cast<float*>(logits);
+  std::vector<std::vector<int64_t>> slots(tables.size(), std::vector<int64_t>(count));
+  std::vector<std::vector<int32_t>> padded(tables.size());
+  for (size_t group = 0; group < tables.size(); ++group) {
+    require(tables[group].size() == count, "one table per sequence");
+    size_t width = 0;
+    for (const auto& table : tables[group]) width = std::max(width, table.size());
+    padded[group].assign(width * count, -1);
+    for (size_t i = 0; i < count; ++i) {
+      const auto& table = tables[group][i];
+      const size_t page = size_t(positions[i] / self.page_size);
+      require(page < table.size(), "a position has no page");
+      std::copy(table.begin(), table.end(), padded[group].begin() + i * width);
+      slots[group][i] = int64_t(table[page]) * self.page_size + positions[i] % self.page_size;
+    }
+    check_range(slots[group].data(), int64_t(count), self.num_pages * self.page_size, "no such KV slot");
+    inputs.slots.push_back(slots[group].data());
+    inputs.batches.push_back({int(count), starts.data(), lengths.data(), padded[group].data(), int64_t(width)});
+    check_batch(inputs.batches.back(), int(count), self.page_size, self.num_pages);
+  }
+  std::vector<int64_t> best(count);
+  nb::gil_scoped_release release;
+  self.program.run(inputs);
+  const float* in = inputs.logits;
+  self.program.pool().for_each(int(count), 1, [&](int row) {
+    best[row] = argmax(in + row * self.logits_width, self.logits_width);
+  });
+  return best;
+}
+
 // Inputs come as addresses: turning a dozen torch tensors into ndarrays costs more than many a step's Python. The caller
 // (runtime/recorded.py) vouches for types and lengths; the contents are checked here.
 void run(RecordedProgram& self, int num_tokens, int num_sequences, uintptr_t token_ids, uintptr_t positions,
@@ -160,6 +217,7 @@ void bind_program(nb::module_& module) {
       .def("end_body", [](RecordedProgram& self) { self.program.end_body(); })
       .def("finish", &finish)
       .def("run", &run)
+      .def("decode", &decode)
       .def(
           "value",
           [](RecordedProgram& self, int value) {

@@ -43,6 +43,7 @@ class Linear {
   // Independent pieces of the product, each worth about the same time. `scratch` is private to the calling thread.
   virtual int num_tiles(int m) const = 0;
   virtual size_t scratch_bytes(int m) const = 0;
+  virtual void prefetch_tile(int, int) const {}  // (tile, m): begin to fetch what the tile reads first
   virtual void run_tile(int tile, int m, const void* activations, const float* bias, float* y, int64_t ldy,
                         void* scratch) const = 0;
 };
@@ -74,11 +75,27 @@ struct Group4 {
   const float* table;    // 16 values, or null; then zeros is null
   int group;             // a multiple of 32, or cols
 };
-std::unique_ptr<Linear> pack_group4(const Group4& weight, int64_t rows, int64_t cols, Isa isa, std::string* why);
+std::unique_ptr<Linear> pack_group4(const Group4& weight, int64_t rows, int64_t cols, Isa isa, std::string* why,
+                                    bool precise = false);
 
 // Signed bytes [rows, cols] with a float scale per group of columns (group = cols: one per output channel).
 std::unique_ptr<Linear> pack_int8(const int8_t* codes, const float* scales, int group, int64_t rows, int64_t cols,
-                                  Isa isa, std::string* why);
+                                  Isa isa, std::string* why, bool precise = false);
+
+// Codes that keep their own meaning, for pack_coded: w = multiplier * scale * value(code). Exact, multiplied in float32.
+struct Coded {
+  std::string element;   // "e4m3", "int8": [rows, cols] bytes; "e2m1": [rows, cols / 2], even column in the low nibble
+  const uint8_t* codes;
+  const float* scales;   // [rows, ceil(cols / group)]
+  int64_t group;
+  float multiplier;
+};
+std::unique_ptr<Linear> pack_coded(const Coded& weight, int64_t rows, int64_t cols, std::string* why);
+
+// `linear` with its input rounded as the scheme says: a name of kernels/rounding.py and, for calibrated ones, the scale.
+// Null, with `why`, where the kernel cannot take such inputs exactly.
+std::unique_ptr<Linear> round_inputs(std::unique_ptr<Linear> linear, const std::string& rounding, float scale,
+                                     std::string* why);
 
 // Expand row `row` of a ggml-typed matrix to float32 (embedding lookup, tests).
 bool dequantize_row(const std::string& type, const void* data, int64_t row, int64_t cols, float* out);

@@ -64,11 +64,27 @@ std::unique_ptr<Linear> decline(std::string* why, const std::string& reason) {
   return nullptr;
 }
 
-// Halves keep 11 bits of a scale but a narrow range; bfloat16 the reverse.
+// Halves keep 11 bits of a scale but a narrow range; bfloat16 the reverse. Takes what loses less.
 bool needs_wide_scale(const std::vector<float>& values) {
-  for (float value : values)
-    if (value != 0 && (std::fabs(value) < 6.2e-5f || std::fabs(value) > 65000.0f)) return true;
-  return false;
+  double half = 0, wide = 0;
+  for (float value : values) {
+    if (value == 0) continue;
+    half += std::fabs(half_to_float(float_to_half(value)) / value - 1);
+    wide += std::fabs(bfloat_to_float(float_to_bfloat(value)) / value - 1);
+  }
+  return wide < half;
+}
+
+// The step of which all 16 values of a table are whole multiples up to 127, or their peak / 127 where there is none.
+float table_step(const float* table) {
+  float peak = 0, least = INFINITY;
+  for (int i = 0; i < 16; ++i) {
+    peak = std::fmax(peak, std::fabs(table[i]));
+    if (table[i] != 0) least = std::fmin(least, std::fabs(table[i]));
+  }
+  bool whole = peak > 0 && peak / least <= 127;
+  for (int i = 0; i < 16; ++i) whole = whole && table[i] == least * std::nearbyint(table[i] / least);
+  return whole ? least : peak / 127;
 }
 
 }  // namespace
@@ -122,7 +138,8 @@ std::unique_ptr<Linear> pack_linear(const std::string& type, const void* data, i
   return linear;
 }
 
-std::unique_ptr<Linear> pack_group4(const Group4& weight, int64_t rows, int64_t cols, Isa isa, std::string* why) {
+std::unique_ptr<Linear> pack_group4(const Group4& weight, int64_t rows, int64_t cols, Isa isa, std::string* why,
+                                    bool precise) {
   if (rows <= 0 || cols <= 0 || cols % 32 || weight.group <= 0 || cols % weight.group || weight.group % 32)
     return decline(why, "4-bit groups need columns and group size to be multiples of 32");
   PanelLayout layout;
@@ -132,10 +149,8 @@ std::unique_ptr<Linear> pack_group4(const Group4& weight, int64_t rows, int64_t 
   layout.offset = weight.table || weight.zeros ? 0 : 8;
   float table_scale = 1;
   if (weight.table) {
-    float peak = 0;
-    for (int i = 0; i < 16; ++i) peak = std::fmax(peak, std::fabs(weight.table[i]));
-    table_scale = peak / 127;
-    for (int i = 0; i < 16; ++i) layout.lut[i] = int8_t(std::lround(peak > 0 ? weight.table[i] / table_scale : 0));
+    table_scale = table_step(weight.table);
+    for (int i = 0; i < 16; ++i) layout.lut[i] = int8_t(std::lround(table_scale > 0 ? weight.table[i] / table_scale : 0));
   }
   const int64_t groups = cols / weight.group;
   std::vector<float> scales(weight.scales, weight.scales + rows * groups), minimums;
@@ -144,7 +159,7 @@ std::unique_ptr<Linear> pack_group4(const Group4& weight, int64_t rows, int64_t 
   for (float& scale : scales) scale *= table_scale;
   layout.wide_scale = needs_wide_scale(scales) || needs_wide_scale(minimums);
   finish_layout(layout, cols);
-  std::unique_ptr<PanelLinear> linear = make_panel_linear("int4-group", layout, nullptr, rows, isa);
+  std::unique_ptr<PanelLinear> linear = make_panel_linear("int4-group", layout, nullptr, rows, isa, precise);
   PanelGroup group = {};
   for (int64_t p = 0; p < linear->num_panels(); ++p)
     for (int64_t g = 0; g < cols / 32; ++g) {
@@ -161,7 +176,7 @@ std::unique_ptr<Linear> pack_group4(const Group4& weight, int64_t rows, int64_t 
 }
 
 std::unique_ptr<Linear> pack_int8(const int8_t* codes, const float* scales, int group_size, int64_t rows, int64_t cols,
-                                  Isa isa, std::string* why) {
+                                  Isa isa, std::string* why, bool precise) {
   if (rows <= 0 || cols <= 0 || cols % 32 || group_size <= 0 || cols % group_size || group_size % 32)
     return decline(why, "int8 weights need columns and group size to be multiples of 32");
   PanelLayout layout;
@@ -170,7 +185,7 @@ std::unique_ptr<Linear> pack_int8(const int8_t* codes, const float* scales, int 
   const int64_t groups = cols / group_size;
   layout.wide_scale = needs_wide_scale(std::vector<float>(scales, scales + rows * groups));
   finish_layout(layout, cols);
-  std::unique_ptr<PanelLinear> linear = make_panel_linear("int8", layout, nullptr, rows, isa);
+  std::unique_ptr<PanelLinear> linear = make_panel_linear("int8", layout, nullptr, rows, isa, precise);
   PanelGroup group = {};
   for (int64_t p = 0; p < linear->num_panels(); ++p)
     for (int64_t g = 0; g < cols / 32; ++g) {

@@ -40,8 +40,7 @@ void PanelLinear::dequantize_row(int64_t row, float* out) const {
 
 namespace {
 
-constexpr int kQuadKind = 1000;     // activation kinds: block for rows, this + block for quads
-constexpr int kPreciseKind = 2000;  // added where each row has a second slot for its residual
+constexpr int kQuadKind = 1000;  // activation kinds: block for rows, this + block for quads
 constexpr int kScaleFloats = kChunk / 32 * 2 * kPanelCols;
 constexpr int64_t kTileBytes = 16384;  // direct: a tile is about a microsecond of work
 
@@ -52,13 +51,15 @@ int64_t wanted_tiles() {
   return wanted;
 }
 
+// A precise weight sees each row twice: rounded, and what rounding took away, rounded in its turn. The second set of
+// activations follows the first, so that plain weights can share the first.
 class IntegerLinear final : public PanelLinear {
  public:
   IntegerLinear(const std::string& type, const PanelLayout& layout, const QuantFormat* format, int64_t rows,
                 const PanelKernels& kernels, bool precise)
       : PanelLinear(type + " " + kernels.name + (precise ? " precise" : ""), layout, format, rows),
         kernels_(kernels),
-        slots_per_row_(precise ? 2 : 1),
+        precise_(precise),
         direct_(kernels.direct(layout)),
         expand_(kernels.expand(layout)),
         multiply_(kernels.multiply(layout)),
@@ -71,89 +72,96 @@ class IntegerLinear final : public PanelLinear {
   }
 
   int activation_kind(int m) const override {
-    const int64_t kind = expanded(m) ? kQuadKind + quad_form_.block : row_form_.block;
-    return int(kind) + (slots_per_row_ - 1) * kPreciseKind;
+    return int(expanded(m) ? kQuadKind + quad_form_.block : row_form_.block);
   }
-  int activation_row_block(int m) const override { return expanded(m) ? 4 / slots_per_row_ : 1; }
-  size_t activation_bytes(int m) const override {
-    const int slots = m * slots_per_row_;
-    return size_t(expanded(m) ? (slots + 3) / 4 * quad_form_.bytes() : slots * row_form_.bytes());
-  }
+  int activation_row_block(int m) const override { return expanded(m) ? 4 : 1; }
+  size_t activation_bytes(int m) const override { return size_t(set_bytes(m)) * (precise_ ? 2 : 1); }
 
   void quantize(const float* x, int64_t ldx, int begin, int end, int m, void* activations) const override {
     uint8_t* out = static_cast<uint8_t*>(activations);
-    const int block = int(expanded(m) ? quad_form_.block : row_form_.block);
-    // A precise weight sees each row twice: rounded, and what rounding took away (rounded in its turn).
-    thread_local std::vector<float> residuals;
-    if (slots_per_row_ == 2 && residuals.size() < size_t(2 * cols)) residuals.resize(size_t(2 * cols));
-    auto residual = [&](int row) {
-      float* to = residuals.data() + row % 2 * cols;
-      kernels_.residual(x + row * ldx, cols, block, to);
-      return to;
-    };
+    const int64_t second = set_bytes(m);
+    thread_local std::vector<float> kept;
+    if (precise_ && kept.size() < size_t(4 * cols)) kept.resize(size_t(4 * cols));
+    float* residuals = precise_ ? kept.data() : nullptr;
     if (!expanded(m)) {
+      const int block = int(row_form_.block);
       for (int row = begin; row < end; ++row) {
-        uint8_t* to = out + row * slots_per_row_ * row_form_.bytes();
-        kernels_.quantize_row(x + row * ldx, cols, block, to);
-        if (slots_per_row_ == 2) kernels_.quantize_row(residual(row), cols, block, to + row_form_.bytes());
+        uint8_t* to = out + row * row_form_.bytes();
+        kernels_.quantize_row(x + row * ldx, cols, block, to, residuals);
+        if (precise_) kernels_.quantize_row(residuals, cols, block, to + second, nullptr);
       }
       return;
     }
-    const int step = 4 / slots_per_row_;
-    for (int row = begin; row < end; row += step) {
-      const float* quad[4] = {};
-      for (int t = 0; t < step && row + t < m; ++t) {
-        quad[t * slots_per_row_] = x + (row + t) * ldx;
-        if (slots_per_row_ == 2) quad[t * 2 + 1] = residual(row + t);
+    const int block = int(quad_form_.block);
+    for (int row = begin; row < end; row += 4) {
+      const float *quad[4] = {}, *rest[4] = {};
+      for (int t = 0; t < 4 && row + t < m; ++t) {
+        quad[t] = x + (row + t) * ldx;
+        rest[t] = residuals + t * cols;
       }
-      kernels_.quantize_quad(quad, cols, block, out + row / step * quad_form_.bytes());
+      uint8_t* to = out + row / 4 * quad_form_.bytes();
+      kernels_.quantize_quad(quad, cols, block, to, residuals);
+      if (precise_) kernels_.quantize_quad(rest, cols, block, to + second, nullptr);
     }
   }
 
   int num_tiles(int m) const override {
     if (!expanded(m)) return int((num_panels() + tile_panels_ - 1) / tile_panels_);
-    return int(num_panels()) * token_blocks(m * slots_per_row_);
+    return int(num_panels()) * token_blocks(m);
   }
 
   size_t scratch_bytes(int m) const override {
     if (!expanded(m)) return 0;
-    return kChunk * kPanelCols + kScaleFloats * 4 + size_t(token_block(m * slots_per_row_)) * kPanelCols * 4;
+    return kChunk * kPanelCols + kScaleFloats * 4 + size_t(token_block(m)) * kPanelCols * 4 * (precise_ ? 2 : 1);
   }
 
   void run_tile(int tile, int m, const void* activations, const float* bias, float* y, int64_t ldy,
                 void* scratch) const override {
     const uint8_t* rows_in = static_cast<const uint8_t*>(activations);
-    if (expanded(m))
-      return run_expanded(tile, m * slots_per_row_, rows_in, bias, y, ldy, static_cast<uint8_t*>(scratch));
+    if (expanded(m)) return run_expanded(tile, m, rows_in, bias, y, ldy, static_cast<uint8_t*>(scratch));
     const int64_t first = int64_t(tile) * tile_panels_, last = std::min(first + tile_panels_, num_panels());
-    float out[4 * kPanelCols];
-    const int slots = m * slots_per_row_;
+    float out[8 * kPanelCols];
     for (int64_t p = first; p < last; ++p)
-      for (int slot = 0; slot < slots; slot += 4) {
-        const int count = std::min(4, slots - slot);
-        direct_(layout, panel(p), rows_in + slot * row_form_.bytes(), count, out);
-        write(out, p, slot, count, bias, y, ldy);
+      for (int row = 0; row < m; row += 4) {
+        const int count = std::min(4, m - row);
+        const uint8_t* from = rows_in + row * row_form_.bytes();
+        if (precise_ && m == 1) {
+          direct_(layout, panel(p), from, 2, out);  // the two lie side by side
+        } else {
+          direct_(layout, panel(p), from, count, out);
+          if (precise_) direct_(layout, panel(p), from + set_bytes(m), count, out + count * kPanelCols);
+        }
+        write(out, precise_ ? out + count * kPanelCols : nullptr, p, row, count, bias, y, ldy);
       }
   }
 
- private:
-  bool expanded(int m) const { return m * slots_per_row_ >= expand_from_; }
-
-  // Slots per tile: split further only where there are too few panels to go round.
-  int token_block(int slots) const {
-    int64_t block = kTokenBlock;
-    while (block > 64 && num_panels() * ((slots + block - 1) / block) < wanted_tiles()) block /= 2;
-    return int(std::min<int64_t>(block, (slots + 3) / 4 * 4));
+  void prefetch_tile(int tile, int m) const override {
+    const uint8_t* from = panel(expanded(m) ? tile / token_blocks(m) : int64_t(tile) * tile_panels_);
+    for (int line = 0; line < 1024; line += 64) __builtin_prefetch(from + line);
   }
-  int token_blocks(int slots) const { return (slots + token_block(slots) - 1) / token_block(slots); }
 
-  void write(const float* sums, int64_t p, int slot, int count, const float* bias, float* y, int64_t ldy) const {
+ private:
+  bool expanded(int m) const { return m >= expand_from_; }
+  int64_t set_bytes(int m) const {
+    return expanded(m) ? int64_t(m + 3) / 4 * quad_form_.bytes() : m * row_form_.bytes();
+  }
+
+  // Rows per tile: split further only where there are too few panels to go round.
+  int token_block(int m) const {
+    int64_t block = kTokenBlock;
+    while (block > 64 && num_panels() * ((m + block - 1) / block) < wanted_tiles()) block /= 2;
+    return int(std::min<int64_t>(block, (m + 3) / 4 * 4));
+  }
+  int token_blocks(int m) const { return (m + token_block(m) - 1) / token_block(m); }
+
+  void write(const float* sums, const float* more, int64_t p, int row, int count, const float* bias, float* y,
+             int64_t ldy) const {
     const int64_t base = p * kPanelCols;
     const int width = int(std::min<int64_t>(kPanelCols, rows - base));
-    for (int t = 0; t < count; t += slots_per_row_, sums += slots_per_row_ * kPanelCols) {
-      float* out = y + (slot + t) / slots_per_row_ * ldy + base;
-      if (slots_per_row_ == 2) {
-        for (int c = 0; c < width; ++c) out[c] = sums[c] + sums[kPanelCols + c] + (bias ? bias[base + c] : 0.0f);
+    for (int t = 0; t < count; ++t, sums += kPanelCols) {
+      float* out = y + (row + t) * ldy + base;
+      if (more) {
+        for (int c = 0; c < width; ++c) out[c] = sums[c] + more[t * kPanelCols + c] + (bias ? bias[base + c] : 0.0f);
       } else if (bias) {
         for (int c = 0; c < width; ++c) out[c] = sums[c] + bias[base + c];
       } else if (width == kPanelCols) {
@@ -164,23 +172,26 @@ class IntegerLinear final : public PanelLinear {
     }
   }
 
-  void run_expanded(int tile, int slots, const uint8_t* quads, const float* bias, float* y, int64_t ldy,
+  void run_expanded(int tile, int m, const uint8_t* quads, const float* bias, float* y, int64_t ldy,
                     uint8_t* scratch) const {
-    const int64_t p = tile / token_blocks(slots);
-    const int first = tile % token_blocks(slots) * token_block(slots), last = std::min(first + token_block(slots), slots);
+    const int64_t p = tile / token_blocks(m);
+    const int first = tile % token_blocks(m) * token_block(m), last = std::min(first + token_block(m), m);
+    const int num_quads = (last - first + 3) / 4;
     int8_t* w8 = reinterpret_cast<int8_t*>(scratch);
     float* scales = reinterpret_cast<float*>(scratch + kChunk * kPanelCols);
-    float* sums = scales + kScaleFloats;
+    float *sums = scales + kScaleFloats, *more = precise_ ? sums + num_quads * 4 * kPanelCols : nullptr;
+    const uint8_t* from = quads + first / 4 * quad_form_.bytes();
     for (int64_t begin = 0; begin < cols; begin += kChunk) {
       const int64_t end = std::min<int64_t>(begin + kChunk, cols);
       expand_(layout, panel(p), begin, end, w8, scales);
-      multiply_(w8, scales, begin, end, quads + first / 4 * quad_form_.bytes(), cols, (last - first + 3) / 4, sums);
+      multiply_(w8, scales, begin, end, from, cols, num_quads, sums);
+      if (precise_) multiply_(w8, scales, begin, end, from + set_bytes(m), cols, num_quads, more);
     }
-    write(sums, p, first, last - first, bias, y, ldy);
+    write(sums, more, p, first, last - first, bias, y, ldy);
   }
 
   const PanelKernels& kernels_;
-  const int slots_per_row_;
+  const bool precise_;
   const DirectFn direct_;
   const ExpandFn expand_;
   const MultiplyFn multiply_;

@@ -67,9 +67,10 @@ using MultiplyFn = void (*)(const int8_t* w8, const float* scales, int64_t begin
 
 struct PanelKernels {
   const char* name;
-  void (*quantize_row)(const float* x, int64_t cols, int block, uint8_t* out);
-  void (*residual)(const float* x, int64_t cols, int block, float* out);  // x less what quantizing keeps of it
-  void (*quantize_quad)(const float* const rows[4], int64_t cols, int block, uint8_t* out);  // null rows are zeros
+  // Both also write what rounding took away to `residuals` ([cols], or [4][cols]) unless it is null.
+  void (*quantize_row)(const float* x, int64_t cols, int block, uint8_t* out, float* residuals);
+  void (*quantize_quad)(const float* const rows[4], int64_t cols, int block, uint8_t* out,
+                        float* residuals);  // null rows are zeros
   DirectFn (*direct)(const PanelLayout& layout);
   ExpandFn (*expand)(const PanelLayout& layout);
   MultiplyFn (*multiply)(const PanelLayout& layout);

@@ -1,10 +1,10 @@
 // F32, F16 and BF16 weights: kept as they lie in the file, multiplied in float32.
 //
-// Bound by memory for one row of activations and by float arithmetic for many; activations stay float32. Every output
-// is a sum of 4 partial sums over k, however rows are blocked, so results depend neither on threads nor on the number
-// of rows.
+// Bound by memory for one row of activations and by float arithmetic for many; activations stay float32. See
+// float_block.h for the order of the sums.
 #include <algorithm>
 
+#include "float_block.h"
 #include "linear_panel.h"
 #if defined(__aarch64__)
 #include <arm_neon.h>
@@ -13,20 +13,6 @@
 namespace tokenmill {
 namespace {
 
-// A vector of the baseline instruction set, by the compiler's extension.
-typedef float Float4 __attribute__((vector_size(16)));
-
-Float4 load4(const float* p) {
-  Float4 v;
-  std::memcpy(&v, p, 16);
-  return v;
-}
-
-struct AsFloat {
-  using Storage = float;
-  static float load(float value) { return value; }
-  static Float4 four(const float* p) { return load4(p); }
-};
 struct AsBfloat {
   using Storage = uint16_t;
   static float load(uint16_t value) { return bfloat_to_float(value); }
@@ -47,27 +33,6 @@ struct AsHalf {
 };
 
 constexpr int kTileRows = 16;
-
-// y[t][r] = w[r] . x[t] for R rows of the weight and T rows of activations.
-template <class Type, int R, int T>
-void block(const typename Type::Storage* w, const float* x, int64_t cols, const float* bias, float* y, int64_t ldy) {
-  Float4 sums[R][T] = {};
-  int64_t k = 0;
-  for (; k + 4 <= cols; k += 4) {
-    Float4 v[T];
-    for (int t = 0; t < T; ++t) v[t] = load4(x + t * cols + k);
-    for (int r = 0; r < R; ++r) {
-      const Float4 weight = Type::four(w + r * cols + k);
-      for (int t = 0; t < T; ++t) sums[r][t] += weight * v[t];
-    }
-  }
-  for (int r = 0; r < R; ++r)
-    for (int t = 0; t < T; ++t) {
-      float sum = (sums[r][t][0] + sums[r][t][1]) + (sums[r][t][2] + sums[r][t][3]);
-      for (int64_t i = k; i < cols; ++i) sum += Type::load(w[r * cols + i]) * x[t * cols + i];
-      y[t * ldy + r] = bias ? sum + bias[r] : sum;
-    }
-}
 
 template <class Type>
 class PlainLinear final : public Linear {
@@ -115,11 +80,11 @@ class PlainLinear final : public Linear {
           const Float4 v = Type::four(w + k);
           std::memcpy(wide + k, &v, 16);
         }
-        rows_of<AsFloat, 4>(wide, x, m, add, y + row, ldy);
+        rows_of<AsFloat, 4>(wide, x, m, cols, add, y + row, ldy);
       } else if (count == 4) {
-        rows_of<Type, 4>(w, x, m, add, y + row, ldy);
+        rows_of<Type, 4>(w, x, m, cols, add, y + row, ldy);
       } else if (count == 1) {
-        rows_of<Type, 1>(w, x, m, add, y + row, ldy);
+        rows_of<Type, 1>(w, x, m, cols, add, y + row, ldy);
       }
       row += count;
     }
@@ -129,14 +94,6 @@ class PlainLinear final : public Linear {
   using Storage = typename Type::Storage;
 
   static bool widens(int m) { return sizeof(Storage) == 2 && m >= 4; }
-
-  template <class Source, int R>
-  void rows_of(const typename Source::Storage* w, const float* x, int m, const float* bias, float* y,
-               int64_t ldy) const {
-    int t = 0;
-    for (; t + 4 <= m; t += 4) block<Source, R, 4>(w, x + t * cols, cols, bias, y + t * ldy, ldy);
-    for (; t < m; ++t) block<Source, R, 1>(w, x + t * cols, cols, bias, y + t * ldy, ldy);
-  }
 
   const Storage* weights(int64_t row) const { return reinterpret_cast<const Storage*>(storage_.data()) + row * cols; }
 

@@ -32,8 +32,16 @@ class Team {
   template <typename Function>
   void for_each(int count, int grain, Function&& fn);
 
+  // The same for indices that are cheaper in a row (they stream through memory): each thread begins with a run of its own,
+  // [own_run() ...), and only the last eighth goes to whoever is free. Neighbours handed to different threads one by one
+  // halve the memory bandwidth: each core's prefetcher fetches what the other will read.
+  template <typename Function>
+  void for_runs(int count, Function&& fn);
+  int own_run(int count) const { return thread * run_length(count); }
+
  private:
   friend class ThreadPool;
+  int run_length(int count) const { return count / size * 7 / 8; }
   ThreadPool* pool_;
   uint32_t epoch_ = 0;  // barriers passed in this run
 };
@@ -92,6 +100,14 @@ class ThreadPool {
   std::atomic<int> sleepers_{0};
   PaddedCounter counters_[3];  // used in turn, one per interval between barriers
 };
+
+template <typename Function>
+void Team::for_runs(int count, Function&& fn) {
+  const int length = run_length(count), begin = thread * length, shared = size * length;
+  for (int i = begin; i < begin + length; ++i) fn(i);
+  const int rest = count - shared;
+  for_each(rest, rest / (4 * size) + 1, [&](int i) { fn(shared + i); });
+}
 
 template <typename Function>
 void Team::for_each(int count, int grain, Function&& fn) {

@@ -10,15 +10,28 @@ size_t aligned(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
 }  // namespace
 
+// The first weight of each kind stands for it; among weights of a kind, the one that needs most activations (a precise
+// weight needs more than others, beginning with the same) quantizes for all.
+bool Product::is_first(int i, int m) const {
+  for (int earlier = 0; earlier < i; ++earlier)
+    if (shares(earlier, i, m)) return false;
+  return true;
+}
+
+int Product::widest(int i, int m) const {
+  int best = i;
+  for (int j = 0; j < size(); ++j)
+    if (shares(i, j, m) && weights_[j]->activation_bytes(m) > weights_[best]->activation_bytes(m)) best = j;
+  return best;
+}
+
 // Activations of the kinds lie one after another, in the order in which the kinds first appear.
 size_t Product::offset(int i, int m) const {
   size_t bytes = 0;
   for (int j = 0; j < size(); ++j) {
-    bool seen = false;
-    for (int earlier = 0; earlier < j; ++earlier) seen = seen || shares(earlier, j, m);
-    if (seen) continue;
+    if (!is_first(j, m)) continue;
     if (i < size() && shares(i, j, m)) return bytes;
-    bytes += aligned(weights_[j]->activation_bytes(m));
+    bytes += aligned(weights_[widest(j, m)]->activation_bytes(m));
   }
   return bytes;
 }
@@ -44,10 +57,15 @@ int Product::num_tiles(int m) const {
 }
 
 void Product::quantize(const float* x, int64_t ldx, int begin, int end, int m, char* activations) const {
+  for (int i = 0; i < size(); ++i)
+    if (is_first(i, m)) weights_[widest(i, m)]->quantize(x, ldx, begin, end, m, activations + offset(i, m));
+}
+
+void Product::prefetch_tile(int tile, int m) const {
   for (int i = 0; i < size(); ++i) {
-    bool seen = false;
-    for (int earlier = 0; earlier < i; ++earlier) seen = seen || shares(earlier, i, m);
-    if (!seen) weights_[i]->quantize(x, ldx, begin, end, m, activations + offset(i, m));
+    const int tiles = weights_[i]->num_tiles(m);
+    if (tile < tiles) return weights_[i]->prefetch_tile(tile, m);
+    tile -= tiles;
   }
 }
 

@@ -32,9 +32,12 @@ class Product {
 
   // Rows [begin, end) of x for every kind; begin is a multiple of row_block(m). `x` points at row 0.
   void quantize(const float* x, int64_t ldx, int begin, int end, int m, char* activations) const;
+  void prefetch_tile(int tile, int m) const;  // begin to fetch what the tile reads first
   void run_tile(int tile, int m, const char* activations, const ProductOutput* outputs, void* scratch) const;
 
  private:
+  bool is_first(int i, int m) const;
+  int widest(int i, int m) const;
   size_t offset(int i, int m) const;  // of weight i's activations in the buffer
   bool shares(int i, int j, int m) const { return weights_[i]->activation_kind(m) == weights_[j]->activation_kind(m); }
 

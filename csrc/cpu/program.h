@@ -76,6 +76,7 @@ class Program {
   const float* data(int value) const { return arena() + values_[value].offset; }
   size_t bytes() const { return bytes_; }
   int num_stages() const { return static_cast<int>(stages_.size()); }
+  ThreadPool& pool() const { return *pool_; }
   int max_tokens() const { return max_tokens_; }
   int max_sequences() const { return max_sequences_; }
 

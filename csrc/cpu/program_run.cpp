@@ -186,6 +186,8 @@ void Program::run_product(Team& team, const Stage& stage, const Place& place, in
   char* scratch = own + aligned(private_floats_ * sizeof(float)) + aligned(private_activation_bytes_);
   const int64_t cols = width(stage.input);
   const float* x = place.at(stage.input, 0);
+  const int tiles = product.num_tiles(rows);
+  product.prefetch_tile(team.own_run(tiles), rows);
   if (redundant) {
     run_rows(stage, place, 0, rows);
     product.quantize(x, cols, 0, rows, rows, activations);
@@ -203,9 +205,7 @@ void Program::run_product(Team& team, const Stage& stage, const Place& place, in
   ProductOutput outputs[kMaxProductWeights];
   for (int i = 0; i < product.size(); ++i)
     outputs[i] = {stage.biases[i], place.at(stage.outputs[i], 0), width(stage.outputs[i])};
-  const int tiles = product.num_tiles(rows);
-  const int grain = std::max(1, tiles / (8 * team.size));
-  team.for_each(tiles, grain, [&](int tile) { product.run_tile(tile, rows, activations, outputs, scratch); });
+  team.for_runs(tiles, [&](int tile) { product.run_tile(tile, rows, activations, outputs, scratch); });
 }
 
 void Program::run_attention(Team& team, const Stage& stage, const Place& place, int rows, bool redundant) {

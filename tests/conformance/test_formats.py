@@ -10,12 +10,18 @@ import numpy as np
 import pytest
 import torch
 
+from tests.quantized_files import SAMPLES, in_memory, random_matrix
 from tokenmill.checkpoint.base import StoredTensor
 from tokenmill.kernels.base import BACKENDS, select_linear
 from tokenmill.kernels.ggml_types import TYPES
+from tokenmill.kernels.rounding import round_input
+from tokenmill.model.formats import FORMATS
 from tokenmill.model.formats.base import LinearWeight
+from tokenmill.model.formats.coded import CodedWeight
 from tokenmill.model.formats.dense import DenseWeight
+from tokenmill.model.formats.files import FILE_FORMATS
 from tokenmill.model.formats.ggml import GgmlWeight
+from tokenmill.model.formats.quantized import QuantizedMatrix
 
 _WHERE = torch.device("cpu")
 _DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -87,3 +93,81 @@ def test_a_precise_weight_is_rounded_far_less(name: str, tokens: int, backend: s
         errors.append((choice.run(x) - (x @ weight.dequantize(0, _ROWS).T + weight.bias)).square().mean().sqrt())
     plain, precise_error = errors
     assert precise_error <= max(0.05 * plain, 1e-4)
+
+
+_PREFIX = "model.q_proj"
+
+
+def _coded(sample: str, rows: int, columns: int, largest: float = 0.02) -> tuple[CodedWeight, QuantizedMatrix]:
+    """The sample written and read back; whichever format takes its tensors must be the first and only one."""
+    file_format, scheme = SAMPLES[sample]
+    matrix = random_matrix(scheme, rows, columns, largest=largest)
+    assert FILE_FORMATS.get(file_format).refuses(scheme, (rows, columns)) is None
+    checkpoint = in_memory(matrix, file_format, _PREFIX)
+    takers = [name for name in FORMATS if FORMATS.get(name).tensor_names(checkpoint, _PREFIX)]
+    assert len(takers) == 1, takers
+    assert set(FORMATS.get(takers[0]).tensor_names(checkpoint, _PREFIX)) == set(checkpoint.names())
+    return FORMATS.get(takers[0]).load(checkpoint, _PREFIX), matrix
+
+
+def test_every_format_that_is_read_has_a_sample() -> None:
+    read = {_coded(sample, 64, 128)[0].format_name for sample in SAMPLES}
+    assert {*FORMATS, *read} == {*read, "ggml", "dense"}
+    assert {file_format for file_format, _ in SAMPLES.values()} >= {*FILE_FORMATS} - {"bitsandbytes_double"}
+
+
+@pytest.mark.parametrize("sample", SAMPLES)
+@pytest.mark.parametrize(("rows", "columns"), [(32, 96), (160, 288)])
+def test_what_is_written_is_read_back_unchanged(sample: str, rows: int, columns: int) -> None:
+    weight, matrix = _coded(sample, rows, columns)
+    read = weight.decode()
+    assert (read.scheme, weight.activations) == (matrix.scheme, matrix.scheme.activations)
+    assert torch.equal(read.codes, matrix.codes)
+    assert torch.equal(read.scales, matrix.scales)
+    assert (read.global_scale, read.input_scale) == (matrix.global_scale, matrix.input_scale)
+    assert (read.zeros is None) == (matrix.zeros is None)
+    assert read.zeros is None or torch.equal(read.zeros, matrix.zeros)
+    writer = FILE_FORMATS.get(SAMPLES[sample][0])
+    first, second = writer.encode(matrix), writer.encode(read)
+    assert first.keys() == second.keys()
+    for suffix, part in first.items():
+        assert part.dtype == second[suffix].dtype
+        assert torch.equal(part.view(torch.uint8), second[suffix].view(torch.uint8)), suffix
+
+
+@pytest.mark.parametrize("sample", SAMPLES)
+def test_packed_rows_and_ranges_agree(sample: str) -> None:
+    weight, matrix = _coded(sample, 160, 96)
+    whole = matrix.dequantize()
+    assert torch.equal(weight.dequantize(0, 160), whole)
+    assert torch.equal(weight.dequantize(3, 141), whole[3:141])  # across blocks of 128 and words of 8
+    rows = torch.tensor([159, 0, 130, 5])
+    assert torch.equal(weight.dequantize_rows(rows), whole[rows])
+    assert weight.nbytes < 1.2 * 160 * 96
+
+
+@pytest.mark.parametrize("backend", [backend for backend in BACKENDS if backend != "ref"])
+@pytest.mark.parametrize("largest", [0.02, 3e-6, 30.0])
+@pytest.mark.parametrize("sample", SAMPLES)
+def test_backend_multiplies_packed_weights(sample: str, largest: float, backend: str) -> None:
+    rows, columns = 160, 384
+    weight, matrix = _coded(sample, rows, columns, largest)
+    weight.bias = torch.randn(rows, generator=torch.Generator().manual_seed(1)) * largest
+    choice = select_linear(weight, _WHERE, backend)
+    if choice.backend != backend:
+        pytest.skip(f"{backend} declined: {dict(choice.declined)[backend]}")
+    values = matrix.dequantize()
+    rounds_input = matrix.scheme.activations != "none"
+    # What a kernel may lose: scales as halves (or bfloats, where they exceed halves), tables as int8; and, where the
+    # scheme leaves activations alone, those to int8 in blocks.
+    scale_error = (2**-8 if largest < 1e-4 else 2**-10) * values.abs()
+    table_error = 1 / 250 * values.abs().amax() if matrix.scheme.element in ("nf4", "codebook") else 0.0
+    for tokens in (1, 5, 70):
+        x = torch.randn(tokens, columns, generator=torch.Generator().manual_seed(tokens))
+        seen = round_input(x, weight.activations, weight.input_scale)
+        expected = seen @ values.T + weight.bias
+        bound = 1e-5 * expected.abs().amax() + seen.abs() @ (scale_error + table_error).T
+        if not rounds_input:
+            bound += 4 * x.abs().amax() / 127 * values.square().sum(-1).sqrt() / 12**0.5
+        error = (choice.run(x) - expected).abs()
+        assert (error <= bound).all(), (error / bound).max()

@@ -6,16 +6,15 @@ nothing of servers or of time, except that a trace's requests carry their own.
 
 from __future__ import annotations
 
-import gzip
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import cycle, islice
 from random import Random
-from typing import IO, Any
+from typing import Any
 
 from tokenmill.bench.prompts import random_requests
 from tokenmill.bench.serve_job import ServeJob
+from tokenmill.bench.trace_rows import numbered_objects
 from tokenmill.errors import UserError
 
 # Common words that most vocabularies hold as one token with their space: about as many tokens as words.
@@ -63,27 +62,8 @@ def as_text(ids: list[int]) -> str:
     return " ".join([_WORDS[token_id % len(_WORDS)] for token_id in ids])
 
 
-def open_text(path: str) -> IO[str]:
-    try:
-        if path.endswith(".gz"):
-            return gzip.open(path, "rt", encoding="utf-8")
-        return open(path, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}", "check --dataset-path") from None
-
-
 def json_lines(path: str) -> Iterator[dict[str, Any]]:
-    with open_text(path) as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                value = json.loads(line)
-            except ValueError:
-                value = None
-            if not isinstance(value, dict):
-                raise UserError(f"line {number} of {path} is not a JSON object", "give one object a line")
-            yield value
+    return (value for _, value in numbered_objects(path))
 
 
 def _random_items(job: ServeJob) -> list[Item]:

@@ -6,23 +6,19 @@ azure: CSV of time, context tokens, generated tokens. mooncake and timed_trace: 
 
 from __future__ import annotations
 
-import csv
-from collections.abc import Callable, Iterator
-from datetime import datetime
+from collections.abc import Callable
 from functools import lru_cache
 from itertools import islice
 from random import Random
 
-from tokenmill.bench.serve_datasets import Item, json_lines, open_text
+from tokenmill.bench.serve_datasets import Item
 from tokenmill.bench.serve_job import ServeJob
+from tokenmill.bench.trace_rows import BLOCK_TOKENS, azure_rows, block_rows
 from tokenmill.errors import UserError
-
-_BLOCK_TOKENS = 512
-Row = tuple[float, int, int, list[int]]  # seconds, prompt tokens, output tokens, block ids
 
 
 def trace_items(job: ServeJob) -> list[Item]:
-    rows = _azure_rows(job.dataset_path) if job.dataset_name == "azure" else _block_rows(job.dataset_path)
+    rows = azure_rows(job.dataset_path) if job.dataset_name == "azure" else block_rows(job.dataset_path)
     prompt = _prompt_maker(job)
     items: list[Item] = []
     began = None
@@ -38,7 +34,7 @@ def trace_items(job: ServeJob) -> list[Item]:
 
 
 def _prompt_maker(job: ServeJob) -> Callable[[int, int, list[int]], list[int]]:
-    size = max(1, round(_BLOCK_TOKENS * job.trace_length_scale))
+    size = max(1, round(BLOCK_TOKENS * job.trace_length_scale))
 
     def draw(name: str, count: int) -> list[int]:
         random = Random(f"{job.seed}/{name}")
@@ -53,39 +49,3 @@ def _prompt_maker(job: ServeJob) -> Callable[[int, int, list[int]], list[int]]:
         return ids + draw(f"request {number}", length - len(ids))
 
     return prompt
-
-
-def _azure_rows(path: str) -> Iterator[Row]:
-    with open_text(path) as file:
-        reader = csv.DictReader(file)
-        for line in reader:
-            try:
-                yield (
-                    _seconds(line["TIMESTAMP"]),
-                    int(line["ContextTokens"]),
-                    int(line["GeneratedTokens"]),
-                    [],
-                )
-            except (KeyError, ValueError, TypeError):
-                raise UserError(
-                    f"line {reader.line_num} of {path} is not of an Azure trace",
-                    "it has TIMESTAMP,ContextTokens,GeneratedTokens",
-                ) from None
-
-
-def _seconds(text: str) -> float:
-    """The trace has seven digits after the point, datetime takes six."""
-    whole, _, fraction = text.partition(".")
-    return datetime.fromisoformat(whole + "+00:00").timestamp() + float(f"0.{fraction or 0}")
-
-
-def _block_rows(path: str) -> Iterator[Row]:
-    for number, line in enumerate(json_lines(path), 1):
-        try:
-            seconds = float(line["timestamp"]) / 1000
-            blocks = [int(each) for each in line.get("hash_ids") or ()]
-            yield seconds, int(line["input_length"]), int(line["output_length"]), blocks
-        except (KeyError, ValueError, TypeError):
-            raise UserError(
-                f"request {number} of {path} lacks a field", "it has timestamp, input_length and output_length"
-            ) from None

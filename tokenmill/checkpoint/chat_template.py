@@ -37,7 +37,7 @@ class ChatTemplate:
         variants: Mapping[str, str] | None = None,
     ) -> None:
         self.source = source
-        self._variants = dict(variants or {})
+        self.variants = dict(variants or {})
         self._special_tokens = {"bos_token": bos_token or "", "eos_token": eos_token or ""}
         self._reads_parts = _reads_parts(source)
         self._environment = TemplateEnvironment()
@@ -47,7 +47,7 @@ class ChatTemplate:
     @property
     def tool_source(self) -> str:
         """The template that is used when there are tools."""
-        return self._variants.get("tool_use", self.source)
+        return self.variants.get("tool_use", self.source)
 
     def render(
         self,

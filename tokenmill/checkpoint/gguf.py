@@ -10,15 +10,19 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tokenmill.checkpoint.base import StoredTensor
 from tokenmill.checkpoint.fields import shown
 from tokenmill.checkpoint.gguf_description import describe, read_architecture
-from tokenmill.checkpoint.gguf_metadata import Cursor, Metadata, read_metadata
+from tokenmill.checkpoint.gguf_metadata import Cursor, Metadata, read_metadata, read_raw_pairs
 from tokenmill.checkpoint.gguf_names import canonical_name
 from tokenmill.checkpoint.mapped_file import DAMAGED, map_file, release_pages, view_tensor
 from tokenmill.errors import CheckpointError
 from tokenmill.kernels.ggml_types import TYPES_BY_NUMBER, UNREAD_TYPE_NAMES, GGMLType
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MAGIC = b"GGUF"
 
@@ -108,6 +112,33 @@ def read_gguf_metadata(path: Path) -> Metadata:
     cursor = Cursor(map_file(path, _HEADER_BYTES), path.name)
     _, num_pairs = _read_header(cursor)
     return read_metadata(cursor, num_pairs)
+
+
+def read_gguf_tensors(path: Path) -> tuple[Metadata, dict[str, Tensor]]:
+    """Metadata and plain tensors of a GGUF that is not a model (an importance matrix), by the names in the file."""
+    import torch
+
+    buffer = map_file(path, _HEADER_BYTES)
+    cursor = Cursor(buffer, path.name)
+    num_tensors, num_pairs = _read_header(cursor)
+    metadata = read_metadata(cursor, num_pairs)
+    entries = _read_tensor_table(cursor, num_tensors)
+    start = _data_start(cursor, metadata)
+    tensors = {}
+    for entry in entries:
+        _check_place(cursor, entry, start)
+        if entry.layout.is_block:
+            raise cursor.damaged(f"tensor '{entry.name}' has type {entry.layout.name}, a plain one is expected")
+        dtype = getattr(torch, _DTYPES[entry.layout.name])
+        tensors[entry.name] = view_tensor(buffer, dtype, entry.shape, start + entry.offset)
+    return metadata, tensors
+
+
+def read_gguf_raw_pairs(path: Path) -> dict[str, bytes]:
+    """The metadata as bytes, for a copy of the file with other tensors."""
+    cursor = Cursor(map_file(path, _HEADER_BYTES), path.name)
+    _, num_pairs = _read_header(cursor)
+    return read_raw_pairs(cursor, num_pairs)
 
 
 def _read_header(cursor: Cursor) -> tuple[int, int]:

@@ -175,6 +175,17 @@ def read_metadata(cursor: Cursor, num_pairs: int) -> Metadata:
     return Metadata(cursor.buffer, values)
 
 
+def read_raw_pairs(cursor: Cursor, num_pairs: int) -> dict[str, bytes]:
+    """Key -> its type and value as they lie in the file: for writing them into another one unchanged."""
+    pairs: dict[str, bytes] = {}
+    for _ in range(num_pairs):
+        key = cursor.name("a metadata key")
+        start = cursor.position
+        _read_value(cursor, key)
+        pairs[key] = cursor.buffer[start : cursor.position]
+    return pairs
+
+
 def _read_value(cursor: Cursor, key: str) -> Any:
     value_type = cursor.u32()
     if value_type == _STRING:

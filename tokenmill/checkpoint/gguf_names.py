@@ -1,6 +1,7 @@
-"""Tensor names: GGUF's short ones -> the canonical (Hugging Face) ones that architectures are written in.
+"""Tensor names: GGUF's short ones <-> the canonical (Hugging Face) ones that architectures are written in.
 
-A name that is not in the tables is passed through, so that the loader can report it as left over. Used by gguf.py.
+A name that is not in the tables is passed through, so that the loader can report it as left over. Used by gguf.py and,
+the other way, by gguf_export.py.
 """
 
 from __future__ import annotations
@@ -45,3 +46,17 @@ def canonical_name(architecture: str, name: str) -> str:
     if stem in _TOP and kind in ("weight", "bias"):
         return f"{_TOP[stem]}.{kind}"
     return name
+
+
+_CANONICAL_LAYER = re.compile(r"model\.layers\.(\d{1,6})\.(.+)\.(weight|bias)")
+
+
+def gguf_name(architecture: str, name: str) -> str:
+    """`model.layers.3.mlp.up_proj.weight` -> `blk.3.ffn_up.weight`: the inverse of `canonical_name`."""
+    # Where two short names mean one weight, the later of the table is the one that this architecture's files use.
+    layer_names = {ours: short for short, ours in (_LAYER_SANDWICH if architecture == "gemma3" else _LAYER).items()}
+    if (match := _CANONICAL_LAYER.fullmatch(name)) and match[2] in layer_names:
+        return f"blk.{int(match[1])}.{layer_names[match[2]]}.{match[3]}"
+    stem, _, kind = name.rpartition(".")
+    top_names = {ours: short for short, ours in _TOP.items()}
+    return f"{top_names[stem]}.{kind}" if stem in top_names and kind in ("weight", "bias") else name

@@ -7,6 +7,7 @@ by scores). Special tokens are cut out first. Does not read files. Called by Tok
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
@@ -111,8 +112,7 @@ class _GGUFVocabulary:
 
 
 class _ByteLevelBPE:
-    def __init__(self, fields: _Fields, vocabulary: _GGUFVocabulary, pre_tokenizer: PreTokenizer) -> None:
-        merges = [tuple(line.split(" ", 1)) for line in fields.required("merges")]
+    def __init__(self, merges: list[tuple[str, str]], vocabulary: _GGUFVocabulary, pre_tokenizer: PreTokenizer) -> None:
         ids, self._missing_id = vocabulary.ids, vocabulary.size
         if any(character not in ids for character in pre_tokenizers.ByteLevel.alphabet()):
             # A byte that is no token (SmolLM2 lacks a few) must still keep its neighbours apart while merging.
@@ -123,9 +123,7 @@ class _ByteLevelBPE:
         except Exception as error:  # the library raises nothing more precise
             raise CheckpointError(f"the merges do not fit the tokens ({error})", _CONVERT) from None
         self._backend = tokenizers.Tokenizer(model)
-        splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre_tokenizer.patterns]
-        to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        self._backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, to_bytes])
+        self._backend.pre_tokenizer = byte_level_splitter(pre_tokenizer)
 
     def encode(self, text: str) -> list[int]:
         ids = self._backend.encode(text, add_special_tokens=False).ids
@@ -133,6 +131,13 @@ class _ByteLevelBPE:
             _LOG.warning("the vocabulary has no token for some bytes of the text: they are left out")
             ids = [token_id for token_id in ids if token_id != self._missing_id]
         return ids
+
+
+def byte_level_splitter(pre_tokenizer: PreTokenizer) -> pre_tokenizers.Sequence:
+    """The patterns one after another, then GPT-2's alphabet of bytes."""
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre_tokenizer.patterns]
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre_tokenizers.Sequence([*splits, to_bytes])
 
 
 class _GGUFEncoder:
@@ -163,38 +168,97 @@ class _GGUFEncoder:
         return ids
 
 
-def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
+@dataclass(frozen=True, slots=True)
+class GGUFTokenizer:
+    """All that the metadata says about a tokenizer, once: to encode with (build_tokenizer) or to write out in another
+    form (tokenizer_export.py)."""
+
+    pieces: list[str]
+    ids: dict[str, int]
+    kinds: Sequence[int]
+    pre_tokenizer: PreTokenizer | None  # None: SentencePiece, whose joins follow from `scores`
+    merges: list[tuple[str, str]]
+    scores: Sequence[float]
+    unknown_id: int | None
+    adds_leading_space: bool
+    control_ids: set[int]  # never found in plain text
+    user_defined_ids: set[int]  # found in plain text too
+    blank_eating_ids: set[int]  # swallow the blanks that follow them: phi-3's
+    bos_id: int | None
+    eos_id: int | None
+    padding_id: int | None
+    end_ids: set[int]
+    hidden_ids: set[int]  # by skip_special_tokens
+    prefix_ids: tuple[int, ...]
+    suffix_ids: tuple[int, ...]
+
+
+def read_tokenizer(metadata: Mapping[str, Any]) -> GGUFTokenizer:
     fields = _Fields(metadata)
     family = fields.required("model")
     if family not in ("gpt2", "llama"):
         raise CheckpointError(f"tokenizer model '{family}' is not supported", "use a model of the gpt2 or llama kind")
     pieces = [piece or f"[EMPTY_{token_id}]" for token_id, piece in enumerate(fields.required("tokens"))]
     size = len(pieces)
-    kinds = fields.column("token_type", size, TokenKind.NORMAL)
-    vocabulary = _GGUFVocabulary(pieces, kinds, byte_level=family == "gpt2")
-    rule: _ByteLevelBPE | SentencePieceBPE
+    vocabulary = _GGUFVocabulary(pieces, fields.column("token_type", size, TokenKind.NORMAL), family == "gpt2")
     if family == "gpt2":
-        pre_tokenizer = _pre_tokenizer(fields)
-        rule = _ByteLevelBPE(fields, vocabulary, pre_tokenizer)
-        adds_bos, adds_leading_space = pre_tokenizer.adds_bos, False
+        pre_tokenizer: PreTokenizer | None = _pre_tokenizer(fields)
+        merges = [(left, right) for left, _, right in (line.partition(" ") for line in fields.required("merges"))]
+        scores: Sequence[float] = ()
         bos_id, eos_id = fields.token_id("bos", size), fields.token_id("eos", size)
     else:
+        pre_tokenizer, merges = None, []
         scores = fields.column("scores", size, 0.0)
-        rule = SentencePieceBPE(pieces, vocabulary.ids, scores, fields.token_id("unknown", size, 0))
-        adds_bos, adds_leading_space = True, bool(fields.get("add_space_prefix", True))
         bos_id, eos_id = fields.token_id("bos", size, 1), fields.token_id("eos", size, 2)
-
+    control, user_defined, eats_blanks = _special_ids(metadata, vocabulary)
     end_ids = _end_ids(fields, vocabulary, eos_id)
-    every_special, user_defined = _splitters(metadata, vocabulary)
-    return Tokenizer(
-        _GGUFEncoder(rule, every_special, user_defined, adds_leading_space),
-        vocabulary,
+    return GGUFTokenizer(
+        pieces=pieces,
+        ids=vocabulary.ids,
+        kinds=vocabulary.kinds,
+        pre_tokenizer=pre_tokenizer,
+        merges=merges,
+        scores=scores,
+        unknown_id=fields.token_id("unknown", size, 0 if pre_tokenizer is None else None),
+        adds_leading_space=pre_tokenizer is None and bool(fields.get("add_space_prefix", True)),
+        control_ids=control,
+        user_defined_ids=user_defined,
+        blank_eating_ids=eats_blanks,
         bos_id=bos_id,
-        eos_ids=end_ids,
-        special_ids=vocabulary.of_kind(TokenKind.CONTROL, TokenKind.UNKNOWN) | end_ids,
-        prefix_ids=_edge_token(fields, "bos", adds_bos, bos_id),
+        eos_id=eos_id,
+        padding_id=fields.token_id("padding", size),
+        end_ids=end_ids,
+        hidden_ids=vocabulary.of_kind(TokenKind.CONTROL, TokenKind.UNKNOWN) | end_ids,
+        prefix_ids=_edge_token(fields, "bos", pre_tokenizer is None or pre_tokenizer.adds_bos, bos_id),
         suffix_ids=_edge_token(fields, "eos", False, eos_id),
-        adds_leading_space=adds_leading_space,
+    )
+
+
+def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
+    parts = read_tokenizer(metadata)
+    byte_level = parts.pre_tokenizer is not None
+    vocabulary = _GGUFVocabulary(parts.pieces, parts.kinds, byte_level)
+    rule: _ByteLevelBPE | SentencePieceBPE
+    if parts.pre_tokenizer is not None:
+        rule = _ByteLevelBPE(parts.merges, vocabulary, parts.pre_tokenizer)
+    else:
+        rule = SentencePieceBPE(parts.pieces, parts.ids, parts.scores, parts.unknown_id)
+
+    def splitter(token_ids: set[int]) -> SpecialTokenSplitter:
+        return SpecialTokenSplitter(
+            [SpecialToken(parts.pieces[i], i, i in parts.blank_eating_ids) for i in sorted(token_ids)]
+        )
+
+    every_special = splitter(parts.control_ids | parts.user_defined_ids)
+    return Tokenizer(
+        _GGUFEncoder(rule, every_special, splitter(parts.user_defined_ids), parts.adds_leading_space),
+        vocabulary,
+        bos_id=parts.bos_id,
+        eos_ids=parts.end_ids,
+        special_ids=parts.hidden_ids,
+        prefix_ids=parts.prefix_ids,
+        suffix_ids=parts.suffix_ids,
+        adds_leading_space=parts.adds_leading_space,
     )
 
 
@@ -212,23 +276,16 @@ def _end_ids(fields: _Fields, vocabulary: _GGUFVocabulary, eos_id: int | None) -
     return {i for i in ends if i in named or vocabulary.kinds[i] == TokenKind.CONTROL or vocabulary.piece(i) != "</s>"}
 
 
-def _splitters(
-    metadata: Mapping[str, Any], vocabulary: _GGUFVocabulary
-) -> tuple[SpecialTokenSplitter, SpecialTokenSplitter]:
-    """(all special tokens, those that plain text may contain). Names of control tokens count as such in any case."""
+def _special_ids(metadata: Mapping[str, Any], vocabulary: _GGUFVocabulary) -> tuple[set[int], set[int], set[int]]:
+    """(control, user-defined, those that eat blanks). Names of control tokens count as such in any case."""
     control = vocabulary.of_kind(TokenKind.CONTROL, TokenKind.UNKNOWN)
     control |= vocabulary.named(f"{_END_NAMES} {_FILL_IN_NAMES}".split())
     user_defined = vocabulary.of_kind(TokenKind.USER_DEFINED) - control
     name = str(metadata.get("general.name", "")).lower()
-    is_phi3 = "phi-3" in name or "phi3" in name  # the file format has no field for this
+    if "phi-3" not in name and "phi3" not in name:  # the file format has no field for this
+        return control, user_defined, set()
     keeps_blanks = vocabulary.named(("<unk>", "<s>", "<|endoftext|>"))
-
-    def splitter(token_ids: set[int]) -> SpecialTokenSplitter:
-        return SpecialTokenSplitter(
-            [SpecialToken(vocabulary.piece(i), i, is_phi3 and i not in keeps_blanks) for i in sorted(token_ids)]
-        )
-
-    return splitter(control | user_defined), splitter(user_defined)
+    return control, user_defined, (control | user_defined) - keeps_blanks
 
 
 def _edge_token(fields: _Fields, name: str, default: bool, token_id: int | None) -> tuple[int, ...]:

@@ -37,6 +37,7 @@ _DTYPES = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
@@ -53,6 +54,7 @@ _TEXT_PREFIXES = (
     ("model.language_model.", "model."),
 )
 _IMAGE_PARTS = ("vision_tower.", "multi_modal_projector.")
+_QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json")  # ModelOpt's, AutoGPTQ's
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +124,11 @@ class SafetensorsCheckpoint:
             settings = config.get("quantization_config")
             if isinstance(settings, dict):
                 return dict(settings)
+        for name in _QUANTIZATION_FILES:  # older exporters keep the settings beside config.json
+            if (self.path / name).is_file():
+                settings = read_json(self.path / name)
+                inner = settings.get("quantization")
+                return inner if isinstance(inner, dict) else settings
         return {}
 
 

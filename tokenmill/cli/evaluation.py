@@ -1,19 +1,43 @@
-"""`tokenmill eval perplexity`: how well a model predicts a text."""
+"""`tokenmill eval`: perplexity of a text, divergence from a reference, and (evaluation_task.py) tasks."""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tokenmill.cli.evaluation_progress import progress_bar
+from tokenmill.cli.evaluation_task import task
 from tokenmill.cli.options import DEFAULT_MODEL, AsJson, Model, Verbose, engine_options
 from tokenmill.cli.output import emit
 from tokenmill.config import EngineConfig, parse_count, parse_size
 
+if TYPE_CHECKING:
+    from tokenmill.evaluate.windows import TextJob
+
 app = typer.Typer(help="Measure quality.")
+app.command("task")(task)
+
+Text = Annotated[Path | None, typer.Option(metavar="FILE", help="The text, UTF-8. Required.")]
+Context = Annotated[
+    int, typer.Option("--context", "-c", parser=parse_count, metavar="TOKENS", help="Tokens of each chunk.")
+]
+LimitBytes = Annotated[
+    int, typer.Option(parser=parse_size, metavar="SIZE", help="Only the first bytes of the text; 0: all.")
+]
+MaxChunks = Annotated[int, typer.Option(help="Only the first chunks; 0: all.")]
+Protocol = Annotated[
+    str,
+    typer.Option(
+        metavar="llama.cpp|stride",
+        help="llama.cpp: the second half of each chunk is scored. stride: sliding windows, every token is scored once.",
+    ),
+]
+Stride = Annotated[
+    int, typer.Option(help="Tokens from one window of `--protocol stride` to the next; 0: --context, no overlap.")
+]
 
 
 @app.callback(invoke_without_command=True)
@@ -26,31 +50,72 @@ def group(context: typer.Context) -> None:
 @engine_options(without=("context",), prefix_caching=False)
 def perplexity(
     model: Model = DEFAULT_MODEL,
-    text: Annotated[Path | None, typer.Option(metavar="FILE", help="The text, UTF-8. Required.")] = None,
-    context: Annotated[
-        int, typer.Option("--context", "-c", parser=parse_count, metavar="TOKENS", help="Tokens of each chunk.")
-    ] = 512,
-    limit_bytes: Annotated[
-        int, typer.Option(parser=parse_size, metavar="SIZE", help="Only the first bytes of the text; 0: all.")
-    ] = 0,
-    max_chunks: Annotated[int, typer.Option(help="Only the first chunks; 0: all.")] = 0,
+    text: Text = None,
+    context: Context = 512,
+    limit_bytes: LimitBytes = 0,
+    max_chunks: MaxChunks = 0,
+    protocol: Protocol = "llama.cpp",
+    stride: Stride = 0,
     as_json: AsJson = False,
     _verbose: Verbose = False,
     *,
     engine: EngineConfig,
 ) -> None:
-    """Perplexity by llama.cpp's protocol: chunks of --context tokens, the second half of each is scored."""
-    from tokenmill.errors import UserError
+    """Perplexity of a text: by llama.cpp's protocol (the second half of each chunk is scored) or by sliding windows."""
+    from tokenmill.evaluate.perplexity import measure_perplexity
 
-    if text is None:
-        raise UserError("there is no text", "give a file, as in: tokenmill eval perplexity smollm2 --text FILE")
-    from tokenmill.evaluate.perplexity import PerplexityJob, measure_perplexity
-
-    job = PerplexityJob(text, context, limit_bytes, max_chunks)
-    report = measure_perplexity(model, engine, job, _say)
+    job = _text_job("perplexity smollm2", text, context, limit_bytes, max_chunks, protocol, stride)
+    with progress_bar("chunks") as advance:
+        report = measure_perplexity(model, engine, job, advance)
     emit(asdict(report), as_json)
 
 
-def _say(done: int, total: int) -> None:
-    if sys.stderr.isatty():
-        print(f"chunk {done} of {total}", file=sys.stderr, flush=True)
+@app.command()
+@engine_options(without=("context",), prefix_caching=False)
+def divergence(
+    model: Model = DEFAULT_MODEL,
+    reference: Annotated[
+        str, typer.Option(metavar="MODEL|FILE", help="The model to compare with, or its logit cache. Required.")
+    ] = "",
+    text: Text = None,
+    context: Context = 512,
+    limit_bytes: LimitBytes = 0,
+    max_chunks: MaxChunks = 0,
+    protocol: Protocol = "llama.cpp",
+    stride: Stride = 0,
+    cache: Annotated[
+        bool,
+        typer.Option(
+            "--cache/--no-cache",
+            help="Keep the reference's log-probabilities for the next time, or run both models side by side.",
+        ),
+    ] = True,
+    as_json: AsJson = False,
+    _verbose: Verbose = False,
+    *,
+    engine: EngineConfig,
+) -> None:
+    """How far a model's predictions are from a reference's: KL divergence, top-1 agreement, ratio of perplexities."""
+    from tokenmill.errors import UserError
+    from tokenmill.evaluate.divergence import measure_divergence
+
+    example = "divergence my-quantized-model --reference smollm2"
+    if not reference:
+        raise UserError("there is no reference", f"give a model, as in: tokenmill eval {example} --text FILE")
+    job = _text_job(example, text, context, limit_bytes, max_chunks, protocol, stride)
+    with progress_bar("chunks") as advance:
+        report = measure_divergence(
+            model, reference, job.cut, engine, context=context, cached=cache, on_progress=advance
+        )
+    emit(asdict(report), as_json)
+
+
+def _text_job(
+    example: str, text: Path | None, context: int, limit_bytes: int, max_chunks: int, protocol: str, stride: int
+) -> TextJob:
+    from tokenmill.errors import UserError
+    from tokenmill.evaluate.windows import TextJob
+
+    if text is None:
+        raise UserError("there is no text", f"give a file, as in: tokenmill eval {example} --text FILE")
+    return TextJob(text, context, limit_bytes, max_chunks, protocol, stride)

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from tokenmill import __version__
-from tokenmill.cli import bench, chat, doctor, evaluation, inspection, pull, run, serve
+from tokenmill.cli import bench, chat, convert, doctor, evaluation, inspection, plan, pull, quantize, run, serve
 from tokenmill.errors import UserError
 from tokenmill.log import configure, get_logger
 
@@ -32,6 +32,9 @@ app.command("pull")(pull.pull)
 app.command("run")(run.run)
 app.command("chat")(chat.chat)
 app.command("serve")(serve.serve)
+app.command("plan")(plan.plan)
+app.command("quantize")(quantize.quantize)
+app.command("convert")(convert.convert)
 app.command("inspect")(inspection.inspect)
 app.command("doctor")(doctor.doctor)
 app.add_typer(bench.app, name="bench")

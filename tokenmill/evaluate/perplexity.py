@@ -1,39 +1,22 @@
-"""Perplexity of a text, by the protocol of llama.cpp's llama-perplexity, so that figures can be compared.
+"""Perplexity of a text: how well a model predicts it, by one of the protocols in windows.py.
 
-The whole text is tokenized once and cut into consecutive chunks; the first half of each is context only, the second is
-scored. Where the model begins sequences with BOS, that token replaces the first of each chunk. Called by
-`tokenmill eval perplexity`.
+With llama.cpp's protocol the figures can be compared with those of llama-perplexity, with `stride` and a context of
+2048 with those of the papers on quantization. Called by `tokenmill eval perplexity`.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-from tokenmill.checkpoint.tokenizer import Tokenizer
+import numpy as np
+
 from tokenmill.config import EngineConfig
 from tokenmill.engine.llm import LLM
-from tokenmill.engine.outputs import RequestOutput
-from tokenmill.errors import UserError
-from tokenmill.types import SamplingParams
+from tokenmill.evaluate.likelihood import Progress, no_progress, window_logprobs
+from tokenmill.evaluate.statistics import exponential_of_mean
+from tokenmill.evaluate.windows import TextJob, read_text
 
-CHUNKS_AT_ONCE = 8
-
-
-@dataclass(frozen=True, slots=True)
-class PerplexityJob:
-    text: Path
-    context: int = 512
-    limit_bytes: int = 0  # 0: the whole text
-    max_chunks: int = 0  # 0: all
-
-    def __post_init__(self) -> None:
-        if self.context < 4:
-            raise UserError(f"--context is {self.context}", "give at least 4, such as 512")
-        if self.limit_bytes < 0 or self.max_chunks < 0:
-            raise UserError("a limit is negative", "give --limit-bytes and --max-chunks as 0 or more")
+WINDOWS_AT_ONCE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,73 +27,33 @@ class PerplexityReport:
     chunks: int
     context: int
     text_tokens: int
+    protocol: str
+    stride: int  # between the beginnings of windows
 
 
 def measure_perplexity(
-    model: str,
-    config: EngineConfig,
-    job: PerplexityJob,
-    on_chunk: Callable[[int, int], None] = lambda _done, _all: None,
+    model: str, config: EngineConfig, job: TextJob, on_progress: Progress = no_progress
 ) -> PerplexityReport:
-    """`on_chunk` is told how many chunks of how many are done."""
+    """`on_progress` is told how many windows of how many are done."""
     text = read_text(job.text, job.limit_bytes)
-    config = replace(config, context=job.context, concurrency=min(config.concurrency, CHUNKS_AT_ONCE))
-    with LLM(model, config) as llm:
+    with LLM(model, scoring_config(config, job.context)) as llm:
         tokens = llm.parts.tokenizer.encode(text)
-        chunks = cut_chunks(tokens, job.context, _added_bos(llm.parts.tokenizer), job.max_chunks)
-        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
-        losses: list[float] = []
-        for begin in range(0, len(chunks), CHUNKS_AT_ONCE):
-            for output in llm.generate(chunks[begin : begin + CHUNKS_AT_ONCE], params):
-                losses += scored_losses(output)
-            on_chunk(min(begin + CHUNKS_AT_ONCE, len(chunks)), len(chunks))
-    perplexity, stderr = summarize(losses)
-    return PerplexityReport(perplexity, len(losses), stderr, len(chunks), job.context, len(tokens))
+        windows = job.windows(tokens, llm.parts.tokenizer)
+        found = window_logprobs(llm.parts, windows, on_progress)
+    losses = -np.concatenate(found)
+    perplexity = exponential_of_mean(losses)
+    return PerplexityReport(
+        perplexity.value,
+        len(losses),
+        perplexity.stderr,
+        len(windows),
+        job.context,
+        len(tokens),
+        job.protocol,
+        job.stride or job.context,
+    )
 
 
-def read_text(path: Path, limit_bytes: int) -> str:
-    """The text, or its first bytes; a character that the limit cuts in two is left out."""
-    try:
-        with path.open("rb") as file:
-            data = file.read(limit_bytes or -1)
-    except OSError as error:
-        raise UserError(f"cannot read '{path}': {error.strerror}", "give a text file with --text") from None
-    try:
-        return data.decode("utf-8", errors="ignore" if limit_bytes else "strict")
-    except UnicodeDecodeError as error:
-        raise UserError(f"'{path}' is not UTF-8 at byte {error.start}", "convert it to UTF-8") from None
-
-
-def cut_chunks(tokens: list[int], context: int, bos_id: int | None, max_chunks: int = 0) -> list[list[int]]:
-    count = len(tokens) // context
-    if count == 0:
-        raise UserError(
-            f"the text has {len(tokens)} tokens, fewer than one chunk of {context}", "lower --context or give more text"
-        )
-    chunks = [tokens[i * context : (i + 1) * context] for i in range(min(count, max_chunks or count))]
-    if bos_id is not None:
-        for chunk in chunks:
-            chunk[0] = bos_id
-    return chunks
-
-
-def scored_losses(output: RequestOutput) -> list[float]:
-    """Negative log-likelihoods of the second half of a chunk. Its first token only opens it, as in llama.cpp."""
-    ids, logprobs = output.prompt_token_ids, output.prompt_logprobs
-    assert logprobs is not None
-    assert len(logprobs) == len(ids)
-    return [-entries[ids[i]].logprob for i, entries in enumerate(logprobs) if i > len(ids) // 2 and entries]
-
-
-def summarize(losses: list[float]) -> tuple[float, float]:
-    """(perplexity, its standard error): exp of the mean loss, and that times the standard error of the mean."""
-    mean = math.fsum(losses) / len(losses)
-    variance = math.fsum((loss - mean) ** 2 for loss in losses) / len(losses)
-    perplexity = math.exp(mean)
-    return perplexity, perplexity * math.sqrt(variance / max(1, len(losses) - 1))
-
-
-def _added_bos(tokenizer: Tokenizer) -> int | None:
-    """The BOS id if encoding a text puts it first."""
-    begins = tokenizer.encode("")[:1]
-    return tokenizer.bos_id if begins and begins[0] == tokenizer.bos_id else None
+def scoring_config(config: EngineConfig, context: int) -> EngineConfig:
+    """An engine for windows of this size: few at a time keep its memory small and the cores as busy."""
+    return replace(config, context=context, concurrency=min(config.concurrency, WINDOWS_AT_ONCE))

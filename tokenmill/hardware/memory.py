@@ -1,17 +1,23 @@
 """The memory model: how many bytes a deployment needs, by one formula for planner and engine.
 
-Weights by their stored bytes, KV by pages of the layout. Pure arithmetic.
+Weights by their stored bytes, KV by pages of the layout, activations of the largest step, and what the runtime itself
+holds. Pure arithmetic (formulas F2, F3, F11, F12 of docs/planner.md); knows neither models nor devices by name.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import ceil
 
 from tokenmill.errors import UserError
-from tokenmill.hardware.kv_layout import KVLayout
+from tokenmill.hardware.kv_layout import KVGroup, KVLayout
 
+GIB = 1 << 30
 # Without a stated budget the KV cache takes at most this share of the memory that is free.
 DEFAULT_SHARE = 0.25
+# Sampling workspace per (sequence, vocabulary entry): logits, probabilities, sorted copies and indices in float32.
+SAMPLER_BYTES = 41.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,3 +56,105 @@ def plan_kv(layout: KVLayout, page_bytes: int, context: int, concurrency: int, m
         pages = max(one, min(wanted, share))
         reason = "context x concurrency" if pages == wanted else f"{DEFAULT_SHARE:.0%} of free memory"
     return KVBudget(pages, page_bytes, pages / one, reason)
+
+
+@dataclass(frozen=True, slots=True)
+class KVNeed:
+    """What the layers of one kind keep on one rank. `kind`: "full" | "sliding" | "state" (per sequence, any length)."""
+
+    kind: str
+    layers: int
+    bytes_per_token: float  # of one layer
+    window: int = 0
+    state_bytes: float = 0.0  # of one layer, per sequence
+
+
+def layout_of(needs: Sequence[KVNeed], page_size: int) -> tuple[KVLayout, list[tuple[KVGroup, float]]]:
+    """The engine's paging of these needs, and for each group the bytes of one of its pages.
+
+    As in kv_layout.build_layout the smallest kind sets the group size, so other kinds may pad their last group.
+    """
+    paged = [need for need in needs if need.kind != "state"]
+    size = min((need.layers for need in paged), default=1)
+    groups = [
+        (KVGroup(need.kind, need.window, tuple(range(size))), size * page_size * need.bytes_per_token)
+        for need in paged
+        for _ in range(ceil(need.layers / size))
+    ]
+    return KVLayout(page_size, size, 1, 1, tuple(group for group, _ in groups)), groups
+
+
+def sequence_bytes(needs: Sequence[KVNeed], num_tokens: int, page_size: int = 16) -> float:
+    """F3: bytes of one sequence on one rank, with windows, page rounding, group padding and recurrent state."""
+    layout, groups = layout_of(needs, page_size)
+    pages = sum(layout.group_pages(group, num_tokens) * page_bytes for group, page_bytes in groups)
+    return pages + sum(need.layers * need.state_bytes for need in needs)
+
+
+def token_capacity(needs: Sequence[KVNeed], budget: float, page_size: int = 16) -> int:
+    """KV tokens that engines log: whole pages of all groups, as if every layer kept every token."""
+    _, groups = layout_of(needs, page_size)
+    page = sum(page_bytes for _, page_bytes in groups)
+    return int(budget // page) * page_size if page else 0
+
+
+def sequences_that_fit(needs: Sequence[KVNeed], budget: float, num_tokens: int, page_size: int = 16) -> int:
+    one = sequence_bytes(needs, num_tokens, page_size)
+    return int(budget // one) if one > 0 else 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeCosts:
+    """F12: what the runtime itself holds on one device, in bytes, within the engine's own budget.
+
+    vLLM measures its budget against the memory that was free when it started, so the CUDA context (0.45-0.6 GiB)
+    lies outside; it must fit into the share that `utilization` leaves.
+    """
+
+    context: float = 0.06 * GIB
+    communication: float = 0.25 * GIB  # NCCL buffers and peers' contexts; only with more than one device
+    graphs: float = 0.36 * GIB  # logged: 0.11, 0.26, 0.36
+
+    def total(self, devices: int) -> float:
+        return self.context + self.graphs + (self.communication if devices > 1 else 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Bytes on one device, by purpose. `kv` is what is left; negative means that the plan does not fit."""
+
+    usable: float
+    utilization: float
+    weights: float
+    activations: float
+    runtime: float
+
+    @property
+    def kv(self) -> float:
+        return self.usable * self.utilization - self.weights - self.activations - self.runtime
+
+    @property
+    def fits(self) -> bool:
+        return self.kv > 0
+
+
+def activation_bytes(
+    batch_tokens: int,
+    hidden: int,
+    intermediate: int,
+    vocab: int,
+    tp: int = 1,
+    max_sequences: int = 256,
+    expert_workspace: float = 0.0,
+) -> float:
+    """F11: the larger of the widest layer's temporaries and the sampler's, plus the experts' workspace."""
+    layer = batch_tokens * (3 * intermediate + 2 * hidden) / tp * 2
+    sampler = max_sequences * vocab * SAMPLER_BYTES
+    return max(layer, sampler) + expert_workspace
+
+
+def expert_workspace_bytes(
+    batch_tokens: int, per_token: int, hidden: int, num_experts: int, expert_parallel: int = 1
+) -> float:
+    """F11: rows gathered by expert, padded to blocks of 128, in float32; never more than every row once."""
+    return batch_tokens * per_token * hidden * min(1.0, num_experts / expert_parallel / 128) * 4

@@ -18,7 +18,7 @@ from tokenmill.errors import unknown_name
 if TYPE_CHECKING:
     from torch import Tensor, device
 
-BACKENDS = ("cpu", "ref")  # fastest first; `ref` must be last
+BACKENDS = ("cpu", "triton", "ref")  # fastest first; `ref` must be last
 FORCE_VARIABLE = "TOKENMILL_KERNELS"
 
 
@@ -30,6 +30,8 @@ class StoredWeight(Protocol):
     in_features: int
     bias: Tensor | None
     precise: bool  # rounding its input costs the model most: a kernel that rounds should round less here
+    activations: str  # how the input must be rounded (rounding.py): part of what the weight means
+    input_scale: float | None
 
     def parts(self) -> dict[str, Tensor]:
         """The stored tensors by role (such as {"blocks": uint8 [out, row_bytes]})."""

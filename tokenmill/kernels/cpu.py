@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tokenmill.errors import UserError
 from tokenmill.kernels.base import Declined
+from tokenmill.kernels.cpu_coded import CodedWeight, pack_coded
 
 if TYPE_CHECKING:
     from tokenmill.kernels.base import StoredWeight
@@ -48,23 +49,25 @@ def _pool(threads: int) -> Any:
     return module().Pool.shared(threads)
 
 
-_wanted_threads = 0
+_chosen_pool: Any = None
 
 
 def use_threads(count: int) -> None:
     """How many workers `pool` has from now on; 0: TOKENMILL_THREADS, or the physical cores this process may use."""
-    global _wanted_threads
-    _wanted_threads = count
+    global _chosen_pool
+    if not count:
+        text = os.environ.get(THREADS_VARIABLE, "0")
+        if not text.isdigit():
+            raise UserError(f"{THREADS_VARIABLE} is {text!r}", "give a whole number; 0 takes all physical cores")
+        count = int(text)
+    _chosen_pool = _pool(count)
 
 
 def pool() -> Any:
     """The worker threads of this process, shared by everything that computes in it."""
-    if _wanted_threads:
-        return _pool(_wanted_threads)
-    text = os.environ.get(THREADS_VARIABLE, "0")
-    if not text.isdigit():
-        raise UserError(f"{THREADS_VARIABLE} is {text!r}", "give a whole number; 0 takes all physical cores")
-    return _pool(int(text))
+    if _chosen_pool is None:
+        use_threads(0)
+    return _chosen_pool
 
 
 def num_threads() -> int:
@@ -100,6 +103,10 @@ class CpuLinear:
 
 def make_linear(weight: StoredWeight, isa: str = "") -> CpuLinear:
     """Repack `weight`; `isa` names a lesser instruction set for tests. Declines types and shapes without a kernel."""
+    if isinstance(weight, CodedWeight):
+        return CpuLinear(pack_coded(module(), weight, isa), weight.bias)
+    if weight.activations != "none":
+        raise Declined(f"no kernel for {weight.type_name} with its input rounded as {weight.activations}")
     parts = weight.parts()
     if len(parts) != 1:
         raise Declined(f"no kernel for weights made of {', '.join(sorted(parts))}")
@@ -191,7 +198,9 @@ def attention(
 def argmax(logits: Tensor) -> Tensor:
     """Index of the largest value of each row [R, vocab]; the first of equals."""
     best = torch.empty(logits.shape[0], dtype=torch.int64)
-    module().argmax(pool(), logits, best)
+    logits = logits.contiguous()
+    assert logits.dtype == torch.float32
+    module().argmax(pool(), logits.data_ptr(), logits.shape[0], logits.shape[1], best.data_ptr())
     return best
 
 

@@ -11,6 +11,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from tokenmill.kernels.ref_codebook import PARTS as CODEBOOK_PARTS
+from tokenmill.kernels.ref_codebook import CodebookLinear
+from tokenmill.kernels.rounding import INPUT_ROUNDINGS, round_input
+
 if TYPE_CHECKING:
     from tokenmill.kernels.base import StoredWeight
 
@@ -26,10 +30,12 @@ class RefLinear:
     """Expands the stored weight tile by tile and multiplies; never keeps a float copy of the matrix."""
 
     backend = "ref"
-    detail = "torch, expanded tile by tile"
 
     def __init__(self, weight: StoredWeight) -> None:
         self.weight = weight
+        self.detail = "torch, expanded tile by tile"
+        if weight.activations != "none":
+            self.detail += f"; input: {INPUT_ROUNDINGS[weight.activations]}"
 
     @property
     def nbytes(self) -> int:
@@ -37,6 +43,7 @@ class RefLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         weight = self.weight
+        x = round_input(x, weight.activations, weight.input_scale)
         y = x.new_empty(x.shape[0], weight.out_features)
         step = max(1, _TILE_VALUES // weight.in_features)
         for begin in range(0, weight.out_features, step):
@@ -45,8 +52,8 @@ class RefLinear:
         return y if weight.bias is None else y.add_(weight.bias)
 
 
-def make_linear(weight: StoredWeight) -> RefLinear:
-    return RefLinear(weight)
+def make_linear(weight: StoredWeight) -> RefLinear | CodebookLinear:
+    return CodebookLinear(weight) if weight.parts().keys() >= CODEBOOK_PARTS else RefLinear(weight)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, head_dim: int = 0) -> Tensor:

@@ -11,12 +11,17 @@ from torch import Tensor
 
 from tokenmill.checkpoint.base import Checkpoint, StoredTensor
 from tokenmill.errors import CheckpointError
+from tokenmill.log import get_logger
 from tokenmill.model.formats import FORMATS
 from tokenmill.model.formats.base import LinearWeight
+from tokenmill.model.formats.coded import CodedWeight
 from tokenmill.model.formats.dense import DenseWeight
 
+_log = get_logger(__name__)
 # Buffers that some exporters store beside the weights; they are derived, not read.
 _DERIVED_SUFFIXES = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+# Calibrated scales of a quantized KV cache. Ours is kept in floats, so they are not needed; said once in the log.
+_KV_SCALES = (".k_scale", ".v_scale", ".q_scale", ".k_zero_point", ".v_zero_point")
 _SHOWN = 6
 
 
@@ -58,7 +63,8 @@ class WeightReader:
             self._misshapen.append(
                 f"{prefix} is [{weight.out_features}, {weight.in_features}], expected [{out_features}, {in_features}]"
             )
-        if bias:
+        # GPTQ files may add a bias that the architecture does not have.
+        if bias or (isinstance(weight, CodedWeight) and f"{prefix}.bias" in self.checkpoint):
             weight.bias = self.vector(f"{prefix}.bias", out_features)
         self.weights[prefix] = weight
         return weight
@@ -70,6 +76,10 @@ class WeightReader:
     def finish(self) -> None:
         """Raise one error that names every missing, misshapen or leftover tensor."""
         left = [n for n in self.checkpoint.names() if n not in self._used and not n.endswith(_DERIVED_SUFFIXES)]
+        num_kv_scales = sum(name.endswith(_KV_SCALES) for name in left)
+        if num_kv_scales:
+            _log.warning("the file's %d scales of a quantized KV cache are not used", num_kv_scales)
+            left = [name for name in left if not name.endswith(_KV_SCALES)]
         problems = [
             f"{label}: {', '.join(names[:_SHOWN])}"
             + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
@@ -96,7 +106,11 @@ class WeightReader:
 
     def _unreadable(self, prefix: str, out_features: int, in_features: int) -> LinearWeight:
         name = f"{prefix}.weight"
-        if name in self.checkpoint:
+        stored = [other for other in self.checkpoint.names() if other.startswith(f"{prefix}.")]
+        if name not in self.checkpoint and stored:
+            self._used.update(stored)
+            self._misshapen.append(f"{prefix} is stored as {', '.join(stored)}, which no format reads")
+        elif name in self.checkpoint:
             self._used.add(name)
             self._misshapen.append(f"{name} has type {self.checkpoint.tensor(name).type_name}, which no format reads")
         else:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from tokenmill.checkpoint.description import ModelDescription
 from tokenmill.errors import UserError, unknown_name
 from tokenmill.model.formats.quantized import QuantizedMatrix, Scheme
 
@@ -52,12 +53,19 @@ class BlockView(Protocol):
     head_dim: int
 
     def weight(self, name: str) -> Tensor:
-        """The float32 weight [out, in] of a linear, or the vector of a norm, as it is now."""
+        """The float32 weight [out, in] of a linear, or the vector of a norm as it multiplies (any stored offset added),
+        as it is now. Names are prefixes, without ".weight"."""
         ...
 
     def replace(self, name: str, value: Tensor) -> None:
         """Use `value` from now on: a transformed weight, or the dequantized result, so that later groups see it."""
         ...
+
+    def bias(self, name: str) -> Tensor | None:
+        """The float32 bias [out] of a linear, as it is now, if it has one."""
+        ...
+
+    def replace_bias(self, name: str, value: Tensor) -> None: ...
 
     def statistics(self, group: LinearGroup, kinds: Sequence[str]) -> Statistics:
         """Run calibration data to the input of `group` with the present weights and collect the named kinds
@@ -73,6 +81,22 @@ class BlockView(Protocol):
         ...
 
 
+class ModelView(Protocol):
+    """What lies outside the blocks, before the first of them is calibrated. Implemented by the job.
+
+    Names: "model.embed_tokens", "model.norm" (the final norm, as it multiplies), "lm_head". With tied embeddings
+    "lm_head" reads as the embedding, and replacing either name unties the two.
+    """
+
+    description: ModelDescription
+
+    def weight(self, name: str) -> Tensor:
+        """float32, as it is now."""
+        ...
+
+    def replace(self, name: str, value: Tensor) -> None: ...
+
+
 class Step(ABC):
     """One step of a recipe. `Options` is a frozen dataclass of its own settings, with defaults."""
 
@@ -86,8 +110,17 @@ class Step(ABC):
     def __init__(self, options: Mapping[str, Any] | None = None) -> None:
         self.options = parse_options(self.name, self.Options, options or {})
 
+    def memory_bytes(self, shape: tuple[int, int]) -> int:
+        """What the step needs at most, beside the weights, for a matrix (or a stack with one input) of `shape`."""
+        return 4 * 3 * shape[0] * shape[1]
+
 
 class Transform(Step):
+    def begin(self, model: ModelView) -> None:
+        """Called once, before any block runs (and again when a job resumes: the result must be the same). May rewrite
+        the embedding, the final norm and the head; refuses a model it cannot transform. Most have nothing to do."""
+        del model
+
     @abstractmethod
     def apply(self, block: BlockView, scheme_of: Mapping[str, Scheme]) -> None:
         """Rewrite the block's float weights through `block.replace`."""

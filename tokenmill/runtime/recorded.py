@@ -22,7 +22,7 @@ from tokenmill.model.kvstore.base import KVStore
 from tokenmill.model.kvstore.dense import DenseStore
 from tokenmill.model.layers.rotary import RotaryTable
 from tokenmill.model.loader import LoadedModel
-from tokenmill.types import Batch
+from tokenmill.types import Batch, ScheduledTokens
 
 _MAX_LOGIT_VALUES = 1 << 24  # logits that one call computes: 64 MiB, whatever the vocabulary
 
@@ -80,6 +80,28 @@ class RecordedExecutor:
             return self._logits[begin:end]
         self._run(batch, batch.logit_rows[begin:end], body=False, head=True)
         return self._logits[: end - begin]
+
+    def decode(self, rows: Sequence[ScheduledTokens]) -> list[int]:
+        """One token of each row, all sampling: the index of its largest logit. The logits stay until the next call."""
+        if len(rows) > self._logits.shape[0]:
+            self._logits = torch.empty(len(rows), self._logits.shape[1])
+        starts = [row.start for row in rows]
+        best: list[int] = self._program.decode(
+            [row.request.token_ids[start] for row, start in zip(rows, starts, strict=True)],
+            starts,
+            [list(tables) for tables in zip(*(row.block_tables for row in rows), strict=True)],
+            self._logits.data_ptr(),
+        )
+        return best
+
+    def decoded_logits(self, begin: int, end: int) -> Tensor:
+        """Rows of the logits of the last `decode`."""
+        return self._logits[begin:end]
+
+    @property
+    def most_decoded(self) -> int:
+        """How many rows `decode` takes."""
+        return self._rows_at_once
 
     def _run(self, batch: Batch, logit_rows: Tensor, body: bool, head: bool) -> None:
         rows = logit_rows.shape[0]

@@ -6,8 +6,8 @@ sampler, knows nothing of queues, pages' owners or text.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -28,6 +28,17 @@ class Executor(Protocol):
     def logits(self, hidden: Tensor, batch: Batch, begin: int, end: int) -> Tensor: ...
 
 
+@runtime_checkable
+class DecodingExecutor(Protocol):
+    """An executor with a short way for the commonest step: one token of each sequence, all of them sampling."""
+
+    most_decoded: int
+
+    def decode(self, rows: Sequence[ScheduledTokens]) -> list[int]: ...
+
+    def decoded_logits(self, begin: int, end: int) -> Tensor: ...
+
+
 class ModelRunner:
     def __init__(
         self,
@@ -42,18 +53,32 @@ class ModelRunner:
         self.final_norm = final_norm  # [R, hidden] -> what the head would read
         self.sampler = sampler
         self.rows_at_once = max(1, _MAX_LOGIT_VALUES // vocab_size)
+        self._decoder = executor if isinstance(executor, DecodingExecutor) else None
 
     def execute(self, plan: StepPlan) -> StepResult:
         if plan.page_copies:
             self.store.copy_pages(plan.page_copies)
+        if self._decoder is not None and _is_decode(plan.scheduled, self._decoder.most_decoded):
+            return self._decode(self._decoder, plan.scheduled)
         batch = build_batch(plan, self.store.layout.page_size, self.store.where)
         hidden = self.executor.forward(batch)
         rows = plan.scheduled
         result = StepResult([None] * len(rows), [None] * len(rows), [None] * len(rows))
-        done = self._prompt_logprobs(hidden, batch, rows, result)
+        done = 0
+        if any(row.request.params.prompt_logprobs is not None for row in rows):
+            done = self._prompt_logprobs(hidden, batch, rows, result)
         self._samples(hidden, batch, rows, done, result)
-        self._embeddings(hidden, batch, rows, result)
+        if any(row.request.embeds for row in rows):
+            self._embeddings(hidden, batch, rows, result)
         return result
+
+    def _decode(self, decoder: DecodingExecutor, rows: list[ScheduledTokens]) -> StepResult:
+        best: list[int | None] = list(decoder.decode(rows))
+        requests = [row.request for row in rows]
+        if self.sampler.is_plain(requests):
+            return StepResult(best, [None] * len(rows), [None] * len(rows))
+        token_ids, logprobs = self.sampler.sample(decoder.decoded_logits(0, len(rows)), requests)
+        return StepResult(token_ids, logprobs, [None] * len(rows))
 
     @torch.inference_mode()
     def _prompt_logprobs(self, hidden: Tensor, batch: Batch, rows: list[ScheduledTokens], result: StepResult) -> int:
@@ -91,6 +116,16 @@ class ModelRunner:
             if row.request.embeds and row.samples:
                 end = int(batch.query_starts[number + 1])
                 result.embeddings[number] = self.final_norm(hidden[end - 1 : end])[0].tolist()
+
+
+def _is_decode(rows: list[ScheduledTokens], most: int) -> bool:
+    return len(rows) <= most and all(
+        row.count == 1
+        and row.samples
+        and not row.request.embeds
+        and (row.request.params.prompt_logprobs is None or row.start >= len(row.request.prompt_ids) - 1)
+        for row in rows
+    )
 
 
 def _scatter(

@@ -68,6 +68,8 @@ struct Avx2 {
     return _mm256_and_si256(_mm256_srl_epi32(load(p), _mm_cvtsi32_si128(8 * byte)), _mm256_set1_epi32(255));
   }
 
+  static constexpr int32_t kFloatBase = 0;  // converting is as cheap as anything here
+  static TM_INLINE Floats based_to_float(Ints v) { return to_float(v); }
   static TM_INLINE Floats to_float(Ints v) { return _mm256_cvtepi32_ps(v); }
   static TM_INLINE Floats splat(float v) { return _mm256_set1_ps(v); }
   static TM_INLINE Floats mul(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
@@ -126,6 +128,9 @@ struct Avx2 {
     __m128 sum = _mm_add_ps(_mm256_castps256_ps128(error), _mm256_extractf128_ps(error, 1));
     sum = _mm_add_ps(sum, _mm_movehl_ps(sum, sum));
     return _mm_cvtss_f32(_mm_add_ss(sum, _mm_movehdup_ps(sum)));
+  }
+  static TM_INLINE void rounding_errors(const float* x, int n, const float* inverse, float* error) {
+    for (int i = 0; i < 4; ++i) error[i] = rounding_error(x, n, inverse[i]);
   }
   static TM_INLINE int32_t quantize16(const float* x, float inverse, int8_t* out) {
     const __m256i a = _mm256_cvtps_epi32(mul(load_f(x), splat(inverse)));

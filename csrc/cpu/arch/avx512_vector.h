@@ -73,6 +73,8 @@ struct Avx512 {
     return _mm512_and_si512(_mm512_srl_epi32(load(p), _mm_cvtsi32_si128(8 * byte)), _mm512_set1_epi32(255));
   }
 
+  static constexpr int32_t kFloatBase = 0;  // converting is as cheap as anything here
+  static TM_INLINE Floats based_to_float(Ints v) { return to_float(v); }
   static TM_INLINE Floats to_float(Ints v) { return _mm512_cvtepi32_ps(v); }
   static TM_INLINE Floats splat(float v) { return _mm512_set1_ps(v); }
   static TM_INLINE Floats mul(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
@@ -126,6 +128,9 @@ struct Avx512 {
       error = fma(d, d, error);
     }
     return _mm512_reduce_add_ps(error);
+  }
+  static TM_INLINE void rounding_errors(const float* x, int n, const float* inverse, float* error) {
+    for (int i = 0; i < 4; ++i) error[i] = rounding_error(x, n, inverse[i]);
   }
   static TM_INLINE int32_t quantize16(const float* x, float inverse, int8_t* out) {
     const __m512i words = _mm512_cvtps_epi32(mul(load_f(x), splat(inverse)));

@@ -68,6 +68,12 @@ struct Neon {
     return vreinterpretq_s32_u32(vandq_u32(words, vdupq_n_u32(255)));
   }
 
+  // A sum below 2^22 that starts from the bits of 1.5 * 2^23 is a float already, but for that number: a subtraction on
+  // either pipe instead of a conversion, which takes one pipe twice.
+  static constexpr int32_t kFloatBase = 0x4B400000;
+  static TM_INLINE Floats based_to_float(Ints v) {
+    return vsubq_f32(vreinterpretq_f32_s32(v), vdupq_n_f32(12582912.0f));
+  }
   static TM_INLINE Floats to_float(Ints v) { return vcvtq_f32_s32(v); }
   static TM_INLINE Floats splat(float v) { return vdupq_n_f32(v); }
   static TM_INLINE Floats mul(Floats a, Floats b) { return vmulq_f32(a, b); }
@@ -111,16 +117,25 @@ struct Neon {
     }
     return vmaxvq_f32(vmaxq_f32(vmaxq_f32(m0, m1), vmaxq_f32(m2, m3)));
   }
-  // Sum of squared distances of x * inverse to whole numbers.
-  static TM_INLINE float rounding_error(const float* x, int n, float inverse) {
-    float32x4_t e0 = vdupq_n_f32(0), e1 = e0;
-    for (int i = 0; i < n; i += 8) {
-      const float32x4_t a = vmulq_n_f32(vld1q_f32(x + i), inverse), b = vmulq_n_f32(vld1q_f32(x + i + 4), inverse);
-      const float32x4_t da = vsubq_f32(a, vrndnq_f32(a)), db = vsubq_f32(b, vrndnq_f32(b));
-      e0 = vfmaq_f32(e0, da, da);
-      e1 = vfmaq_f32(e1, db, db);
+  // error[i]: sum of squared distances of x * inverse[i] to whole numbers.
+  static TM_INLINE void rounding_errors(const float* x, int n, const float* inverse, float* error) {
+    // Adding and taking away 1.5 * 2^23 rounds; it runs on both pipes, where frintn has one.
+    const float32x4_t magic = vdupq_n_f32(12582912.0f), four = vld1q_f32(inverse);
+    float32x4_t e[4] = {vdupq_n_f32(0), vdupq_n_f32(0), vdupq_n_f32(0), vdupq_n_f32(0)};
+    for (int i = 0; i < n; i += 4) {
+      const float32x4_t v = vld1q_f32(x + i);
+      const float32x4_t r0 = vsubq_f32(vfmaq_laneq_f32(magic, v, four, 0), magic);
+      const float32x4_t r1 = vsubq_f32(vfmaq_laneq_f32(magic, v, four, 1), magic);
+      const float32x4_t r2 = vsubq_f32(vfmaq_laneq_f32(magic, v, four, 2), magic);
+      const float32x4_t r3 = vsubq_f32(vfmaq_laneq_f32(magic, v, four, 3), magic);
+      const float32x4_t d0 = vfmsq_laneq_f32(r0, v, four, 0), d1 = vfmsq_laneq_f32(r1, v, four, 1);
+      const float32x4_t d2 = vfmsq_laneq_f32(r2, v, four, 2), d3 = vfmsq_laneq_f32(r3, v, four, 3);
+      e[0] = vfmaq_f32(e[0], d0, d0);
+      e[1] = vfmaq_f32(e[1], d1, d1);
+      e[2] = vfmaq_f32(e[2], d2, d2);
+      e[3] = vfmaq_f32(e[3], d3, d3);
     }
-    return vaddvq_f32(vaddq_f32(e0, e1));
+    vst1q_f32(error, vpaddq_f32(vpaddq_f32(e[0], e[1]), vpaddq_f32(e[2], e[3])));
   }
   static TM_INLINE int32_t quantize16(const float* x, float inverse, int8_t* out) {
     const int32x4_t q0 = vcvtnq_s32_f32(vmulq_n_f32(vld1q_f32(x), inverse));

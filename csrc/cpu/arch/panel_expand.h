@@ -211,21 +211,25 @@ template <class V>
 TM_INLINE float choose_inverse(const float* x, int n) {
   const float peak = V::peak(x, n);
   if (!(peak > 1e-30f)) return 0.0f;
-  constexpr float kTop[] = {127.45f, 126.9f, 126.3f, 125.6f};
-  float best = 0.0f, least = 0.0f;
-  for (const float top : kTop) {
-    const float inverse = top / peak, error = V::rounding_error(x, n, inverse) / (top * top);
-    if (best == 0.0f || error < least) {
-      best = inverse;
-      least = error;
-    }
+  constexpr float kTop[4] = {127.45f, 126.9f, 126.3f, 125.6f};
+  float inverse[4], error[4];
+  for (int i = 0; i < 4; ++i) inverse[i] = kTop[i] / peak;
+  V::rounding_errors(x, n, inverse, error);
+  int best = 0;
+  for (int i = 0; i < 4; ++i) {
+    error[i] *= 1.0f / (kTop[i] * kTop[i]);  // in units of x
+    if (error[i] < error[best]) best = i;
   }
-  return best;
+  return inverse[best];
+}
+
+TM_INLINE void take_away(const float* x, const int8_t* q, float unit, int n, float* out) {
+  for (int i = 0; i < n; ++i) out[i] = x[i] - unit * float(q[i]);
 }
 
 // One row of direct activations (RowForm). n is a multiple of 32, so are the blocks.
 template <class V>
-void quantize_row(const float* x, int64_t cols, int block, uint8_t* out) {
+void quantize_row(const float* x, int64_t cols, int block, uint8_t* out, float* residuals) {
   const RowForm form{cols, block};
   int8_t* q = reinterpret_cast<int8_t*>(out);
   float* scale = reinterpret_cast<float*>(out + form.scale());
@@ -236,6 +240,7 @@ void quantize_row(const float* x, int64_t cols, int block, uint8_t* out) {
     scale[k / block] = unit;
     for (int64_t i = k; i < k + block; i += 32) {
       const int32_t low = V::quantize16(x + i, inverse, q + i), high = V::quantize16(x + i + 16, inverse, q + i + 16);
+      if (residuals) take_away(x + i, q + i, unit, 32, residuals + i);
       sum32[i / 32] = low + high;
       if (block == 32) {
         reinterpret_cast<float*>(extra)[i / 32] = unit * float(low + high);
@@ -255,19 +260,9 @@ void quantize_row(const float* x, int64_t cols, int block, uint8_t* out) {
   }
 }
 
-// What quantization in blocks takes away from a row.
-template <class V>
-void residual(const float* x, int64_t cols, int block, float* out) {
-  for (int64_t k = 0; k < cols; k += block) {
-    const int length = int(k + block < cols ? block : cols - k);
-    const float inverse = choose_inverse<V>(x + k, length), unit = inverse > 0 ? 1.0f / inverse : 0.0f;
-    for (int64_t i = k; i < k + length; ++i) out[i] = x[i] - unit * __builtin_rintf(x[i] * inverse);
-  }
-}
-
 // Four rows of expanded activations (QuadForm).
 template <class V>
-void quantize_quad(const float* const rows[4], int64_t cols, int block, uint8_t* out) {
+void quantize_quad(const float* const rows[4], int64_t cols, int block, uint8_t* out, float* residuals) {
   const QuadForm form{cols, block};
   float* scale = reinterpret_cast<float*>(out + form.scale());
   int32_t* sum = reinterpret_cast<int32_t*>(out + form.sum());
@@ -280,7 +275,11 @@ void quantize_quad(const float* const rows[4], int64_t cols, int block, uint8_t*
       sum[t] = 0;
       for (int64_t i = k; i < k + length; i += 16) {
         uint32_t words[4] = {};
-        if (rows[t]) sum[t] += V::quantize16(rows[t] + i, inverse, reinterpret_cast<int8_t*>(words));
+        int8_t* q = reinterpret_cast<int8_t*>(words);
+        if (rows[t]) {
+          sum[t] += V::quantize16(rows[t] + i, inverse, q);
+          if (residuals) take_away(rows[t] + i, q, scale[t], 16, residuals + t * cols + i);
+        }
         for (int j = 0; j < 4; ++j) reinterpret_cast<uint32_t*>(out)[(i / 4 + j) * 4 + t] = words[j];
       }
       scaled[t] = scale[t] * float(sum[t]);
@@ -348,7 +347,6 @@ template <class V>
 PanelKernels make_kernels(const char* name, int (*expand_from)(const PanelLayout&)) {
   return {name,
           quantize_row<V>,
-          residual<V>,
           quantize_quad<V>,
           choose<Pick<V>::template Direct>,
           choose_expand<V>,

@@ -5,6 +5,7 @@
 //   load(p) field<shift, mask>(b) insert<shift, mask>(low, b) lookup(table, b): decoding of codes
 //   X, load_x(p), dot_unsigned / dot_signed<lane>(acc, w, x): acc[col] += w[col][0..3] . x[4 lane .. 4 lane + 3]
 //   kSignedBias: what dot_signed adds to every signed weight (its sum is taken out through the block sums)
+//   kFloatBase, based_to_float: sums that start from kFloatBase instead of 0, as floats
 //   splat_i, add_scaled_i(acc, a, b), load_i8, load_u8, load_byte_of(p, i), to_float: integers
 //   splat, mul, div, fma, max_abs, load_f, store_f, load_half, load_bfloat: floats
 //   Fixed, fixed(floats), requantize(codes, a, b): (code * a + b) >> 8 with int16 a, b per column
@@ -94,11 +95,11 @@ TM_INLINE void direct_plain(const PanelLayout& layout, const uint8_t* panel, con
   constexpr int kCodeBytes = 64 * T::kBits, kGroupBytes = kCodeBytes + (T::kMin ? 64 : 32);
   const int at = first * 4;
   for (int64_t g = 0; g < layout.cols / 32; ++g, panel += kGroupBytes) {
-    V::prefetch(panel + 2048);
+    for (int line = 0; line < kGroupBytes; line += 64) V::prefetch(panel + 512 + line);
     typename V::Ints acc[R][Q];
     typename V::X x[R][2];
     for (int r = 0; r < R; ++r) {
-      for (int i = 0; i < Q; ++i) acc[r][i] = V::splat_i(-bias * sum[r][g]);
+      for (int i = 0; i < Q; ++i) acc[r][i] = V::splat_i(V::kFloatBase - bias * sum[r][g]);
       x[r][0] = V::load_x(q[r] + g * 32);
       x[r][1] = V::load_x(q[r] + g * 32 + 16);
     }
@@ -113,7 +114,7 @@ TM_INLINE void direct_plain(const PanelLayout& layout, const uint8_t* panel, con
       const uint8_t* p = panel + kCodeBytes + (first + i * V::kLanes) * 2;
       const auto w_scale = load_scale<V, T>(p);
       for (int r = 0; r < R; ++r)
-        y[r][i] = V::fma(V::to_float(acc[r][i]), V::mul(w_scale, V::splat(scale[r][g])), y[r][i]);
+        y[r][i] = V::fma(V::based_to_float(acc[r][i]), V::mul(w_scale, V::splat(scale[r][g])), y[r][i]);
       if constexpr (T::kMin) {
         const auto w_min = load_scale<V, T>(p + 32);
         for (int r = 0; r < R; ++r) y[r][i] = V::fma(w_min, V::splat(sum_scaled[r][g]), y[r][i]);

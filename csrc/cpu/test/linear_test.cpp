@@ -4,6 +4,7 @@
 // (and, where weights are requantized, those per 128), so a wrong lane, sign, scale or tail cannot hide. Run by CI.
 #include <algorithm>
 
+#include "../input_rounding.h"
 #include "linear_testing.h"
 
 using namespace tokenmill;
@@ -140,6 +141,45 @@ void check_groups(Isa isa, std::mt19937& random) {
     }
 }
 
+// Inputs rounded by the scheme reach the product exactly: nothing is rounded twice, whatever the kernel.
+void check_rounded(Isa isa, std::mt19937& random) {
+  const int64_t rows = 37, cols = 384;
+  std::vector<int8_t> codes(size_t(rows * cols));
+  std::vector<float> scales(rows), weights(codes.size()), rounded(cols);
+  for (auto& c : codes) c = int8_t(random());
+  for (auto& s : scales) s = half_to_float(float_to_half(0.0001f * float(1 + random() % 100)));
+  for (size_t i = 0; i < codes.size(); ++i) weights[i] = scales[i / size_t(cols)] * float(codes[i]);
+  std::string why;
+  for (const char* rounding : {"int8_token", "int8_static", "fp8_token", "llm_int8"}) {
+    const bool panel = rounding[0] == 'i';
+    std::vector<uint8_t> bytes(codes.begin(), codes.end());
+    auto plain = panel ? pack_int8(codes.data(), scales.data(), int(cols), rows, cols, isa, &why)
+                       : pack_coded({"int8", bytes.data(), scales.data(), cols, 1.0f}, rows, cols, &why);
+    const auto linear = round_inputs(std::move(plain), rounding, 0.05f, &why);
+    if (!linear) return fail(std::string(rounding) + ": " + why);
+    InputRounding kind;
+    find_input_rounding(rounding, &kind);
+    for (int m : {1, 4, 6, 33}) {
+      std::normal_distribution<float> normal(0, 3);
+      std::vector<float> x(size_t(m * cols)), y(size_t(m * rows));
+      for (auto& v : x) v = normal(random);
+      run_linear(*linear, x.data(), m, nullptr, y.data(), 2);
+      for (int t = 0; t < m; ++t) {
+        round_row(&x[size_t(t * cols)], cols, kind, 0.05f, rounded.data());
+        for (int64_t r = 0; r < rows; ++r) {
+          double want = 0, size = 0;
+          for (int64_t k = 0; k < cols; ++k) {
+            want += double(rounded[size_t(k)]) * weights[size_t(r * cols + k)];
+            size += std::fabs(double(rounded[size_t(k)]) * weights[size_t(r * cols + k)]);
+          }
+          if (std::fabs(y[size_t(t * rows + r)] - want) > size * 1e-6)
+            return fail(std::string(linear->kernel()) + " m=" + std::to_string(m) + ": rounded twice, or not at all");
+        }
+      }
+    }
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -153,6 +193,7 @@ int main() {
     if (isa != Isa::portable && std::string(probe->kernel()) == "Q4_0 portable") continue;
     for (const std::string& type : all_types()) check_type(type, isa, random);
     check_groups(isa, random);
+    check_rounded(isa, random);
     tested += std::string(" ") + isa_name(isa);
   }
   std::printf("%s:%s, %d failures\n", failures ? "FAILED" : "ok", tested.c_str(), failures);

@@ -62,8 +62,8 @@ def test_a_saved_model(tmp_path: Path, shard_size: str) -> None:
 
 @pytest.mark.parametrize(
     "dtype",
-    [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8,
-     torch.int32, torch.int64, torch.bool],
+    [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu,
+     torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool],
 )  # fmt: skip
 def test_dtypes(tmp_path: Path, dtype: torch.dtype) -> None:
     value = torch.randint(0, 2, (3, 5)).to(dtype)

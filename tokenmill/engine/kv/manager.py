@@ -77,7 +77,8 @@ class KVManager:
         """The longest cached prefix of all known tokens, at least one short of them. Changes nothing."""
         if not self.prefix_caching:
             return NO_MATCH
-        nodes = self.tree.match(request.token_ids, (request.num_tokens - 1) // self._page_size)
+        limit = request.num_tokens - 1 if request.logits_from is None else request.logits_from
+        nodes = self.tree.match(request.token_ids, limit // self._page_size)
         if not nodes:
             return NO_MATCH
         refs = self.pool.refs

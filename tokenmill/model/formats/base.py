@@ -26,6 +26,8 @@ class LinearWeight(ABC):
     in_features: int
     bias: Tensor | None = None
     precise: bool = False  # set by the architecture: see kernels/base.py
+    activations: str = "none"  # how the scheme rounds the input of the product: see kernels/rounding.py
+    input_scale: float | None = None  # the calibrated scale that some roundings need
     kernel: Choice | None = None  # set by the loader: who multiplies
 
     @abstractmethod

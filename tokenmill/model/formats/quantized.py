@@ -39,7 +39,8 @@ class Scheme:
     `element`: "int" (unsigned codes of `bits` bits), "e4m3" (a float8 byte), "e2m1", "nf4", or "codebook" (`bits` bits,
     table in the matrix). One scale serves `block_rows` rows by `group_size` columns; 0 means the whole extent.
     `scale_type`: "float", "e8m0" (powers of two) or "e4m3" (times one float32 per tensor).
-    `activations`: how the input is rounded when the product runs: "none", "int8_token", "fp8_token" or "fp8_static".
+    `activations`: how the input is rounded when the product runs: "none", "int8_token", "fp8_token", "fp8_static" or
+    another kind of kernels/rounding.py.
     """
 
     element: str
@@ -70,7 +71,7 @@ class QuantizedMatrix:
     zeros  float32, like scales, for asymmetric ints: w = scale * (code - zero). Whole numbers unless the method
            (HQQ) says otherwise.
     global_scale  a further multiplier of the whole matrix (NVFP4).
-    input_scale   the calibrated static activation scale ("fp8_static"), a multiplier.
+    input_scale   the calibrated static activation scale ("int8_static", "fp8_static", "nvfp4"), a multiplier.
     table  float32 [2^bits], codebooks only.
     rotation_seed  codebooks only: rows were rotated by the signed Hadamard transform of this seed before rounding.
     """
@@ -104,11 +105,16 @@ def element_values(matrix: QuantizedMatrix) -> Tensor:
         return codes.float() - zeros
     if scheme.element == "e4m3":
         return codes.view(torch.float8_e4m3fn).float()
-    if scheme.element == "codebook":
+    return table_values(matrix)[codes.long()]
+
+
+def table_values(matrix: QuantizedMatrix) -> Tensor:
+    """float32: what each code stands for, for elements that index a table."""
+    if matrix.scheme.element == "codebook":
         assert matrix.table is not None
-        return matrix.table[codes.long()]
-    table = torch.tensor(NF4_VALUES if scheme.element == "nf4" else (*E2M1_VALUES, *(-v for v in E2M1_VALUES)))
-    return table[codes.long()]
+        return matrix.table
+    assert matrix.scheme.element in ("nf4", "e2m1"), matrix.scheme.element
+    return torch.tensor(NF4_VALUES if matrix.scheme.element == "nf4" else (*E2M1_VALUES, *(-v for v in E2M1_VALUES)))
 
 
 def spread(shared: Tensor, matrix: QuantizedMatrix) -> Tensor:

@@ -25,6 +25,5 @@ SOLVERS = Registry(
         "nvfp4": "tokenmill.quantize.methods.nvfp4:NvFp4",
         "nf4": "tokenmill.quantize.methods.nf4:NormalFloat",
         "llm_int8": "tokenmill.quantize.methods.llm_int8:LlmInt8",
-        "imatrix": "tokenmill.quantize.methods.imatrix:ImportanceMatrix",
     },
 )

@@ -7,6 +7,8 @@ through features/. Called by the runner once per chunk of logit rows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -25,12 +27,27 @@ class Sampler:
         self._logit_features: list[LogitFeature] = [LOGIT_FEATURES.get(name)() for name in LOGIT_FEATURES]
         self._filters: list[Filter] = [FILTERS.get(name)() for name in FILTERS]
 
-    @torch.inference_mode()
     def sample(self, logits: Tensor, requests: list[Request]) -> tuple[list[int | None], list[TokenLogprobs | None]]:
         """`logits` [R, vocab] is consumed (edited in place). One token per row, with log-probabilities if asked for.
 
         None for a row in which a feature has left no token possible.
         """
+        if self.is_plain(requests):
+            return self._argmax(logits).tolist(), [None] * len(requests)
+        with torch.inference_mode():
+            return self._sample(logits, requests)
+
+    def is_plain(self, requests: Sequence[Request]) -> bool:
+        """Whether the largest logit of each row is all there is to it."""
+        for request in requests:
+            params = request.params
+            if not params.greedy or params.logprobs is not None or params.structured is not None:
+                return False
+            if any(feature.active(params) for feature in self._logit_features):
+                return False
+        return True
+
+    def _sample(self, logits: Tensor, requests: list[Request]) -> tuple[list[int | None], list[TokenLogprobs | None]]:
         wanted = [row for row, request in enumerate(requests) if request.params.logprobs is not None]
         # Reported log-probabilities are those of the model, before any penalty or filter.
         raw = logits[wanted].log_softmax(-1) if wanted else None

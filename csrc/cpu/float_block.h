@@ -1,0 +1,60 @@
+// y = W x for a few rows of float weights and of activations: the inner loop of everything that multiplies in float32.
+//
+// Every output is a sum of 4 partial sums over k, however rows are blocked, so results depend neither on threads nor on
+// the number of rows. Plain compiler vectors: files of any instruction set may include it.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+namespace tokenmill {
+namespace {
+
+// A vector of the baseline instruction set, by the compiler's extension.
+typedef float Float4 __attribute__((vector_size(16)));
+
+inline Float4 load4(const float* p) {
+  Float4 v;
+  std::memcpy(&v, p, 16);
+  return v;
+}
+
+// How a stored weight becomes a float: one, or four in a row.
+struct AsFloat {
+  using Storage = float;
+  static float load(float value) { return value; }
+  static Float4 four(const float* p) { return load4(p); }
+};
+
+// y[t][r] = w[r] . x[t] for R rows of the weight and T rows of activations.
+template <class Type, int R, int T>
+void block(const typename Type::Storage* w, const float* x, int64_t cols, const float* bias, float* y, int64_t ldy) {
+  Float4 sums[R][T] = {};
+  int64_t k = 0;
+  for (; k + 4 <= cols; k += 4) {
+    Float4 v[T];
+    for (int t = 0; t < T; ++t) v[t] = load4(x + t * cols + k);
+    for (int r = 0; r < R; ++r) {
+      const Float4 weight = Type::four(w + r * cols + k);
+      for (int t = 0; t < T; ++t) sums[r][t] += weight * v[t];
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int t = 0; t < T; ++t) {
+      float sum = (sums[r][t][0] + sums[r][t][1]) + (sums[r][t][2] + sums[r][t][3]);
+      for (int64_t i = k; i < cols; ++i) sum += Type::load(w[r * cols + i]) * x[t * cols + i];
+      y[t * ldy + r] = bias ? sum + bias[r] : sum;
+    }
+}
+
+// R rows of the weight with all m rows of activations.
+template <class Type, int R>
+void rows_of(const typename Type::Storage* w, const float* x, int m, int64_t cols, const float* bias, float* y,
+             int64_t ldy) {
+  int t = 0;
+  for (; t + 4 <= m; t += 4) block<Type, R, 4>(w, x + t * cols, cols, bias, y + t * ldy, ldy);
+  for (; t < m; ++t) block<Type, R, 1>(w, x + t * cols, cols, bias, y + t * ldy, ldy);
+}
+
+}  // namespace
+}  // namespace tokenmill

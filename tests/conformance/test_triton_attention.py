@@ -1,0 +1,152 @@
+"""Triton's paged attention against its float64 twin: decode, prefill, mixed steps, windows, FP8, shared prefixes."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+if os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available():
+    pytest.skip("no GPU: test_triton.py runs this file under the interpreter", allow_module_level=True)
+
+from tokenmill.kernels.triton.paged import SharedPrefix, contiguous_attention, paged_attention
+
+WHERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+PAGE = 16
+ERROR = 5e-3  # bf16 in and out; FP8 pages are exact once stored
+
+
+@dataclass
+class Step:
+    """A batch over random pages, with NaN wherever nothing may be read."""
+
+    counts: list[int]
+    lengths: list[int]
+    kv_heads: int = 2
+    group: int = 4
+    dim: int = 64
+    dtype: torch.dtype = torch.bfloat16
+    shared: int = 0  # tokens that all sequences have in common
+    window: int = 0
+    cap: float = 0.0
+
+    def __post_init__(self) -> None:
+        pages = [-(-length // PAGE) for length in self.lengths]
+        shape = (sum(pages) + 2, self.kv_heads, PAGE, self.dim)
+        self.k, self.v = (torch.randn(shape).to(self.dtype) for _ in range(2))
+        order = torch.randperm(sum(pages)).int().split(pages)
+        self.table = torch.full((len(pages), max(pages)), -1, dtype=torch.int32)
+        for row, ids in enumerate(order):
+            self.table[row, : len(ids)] = ids
+            self.table[row, : self.shared // PAGE] = order[0][: self.shared // PAGE]
+            self._poison(row)
+        self.scales = (torch.rand(self.kv_heads) + 0.5, torch.rand(self.kv_heads) + 0.5)
+        self.q = torch.randn(sum(self.counts), self.kv_heads * self.group * self.dim).bfloat16()
+
+    def _poison(self, row: int) -> None:
+        length = self.lengths[row]
+        if self.dtype != torch.float8_e4m3fn and length % PAGE:
+            for pages in (self.k, self.v):
+                pages[int(self.table[row, length // PAGE]), :, length % PAGE :] = float("nan")
+        if self.window:  # pages that have left every token's window are given back
+            gone = max(0, length - self.counts[row] - self.window + 1) // PAGE
+            self.table[row, :gone] = -1
+
+    def run(self) -> Tensor:
+        starts = torch.tensor([0, *torch.tensor(self.counts).cumsum(0).tolist()], dtype=torch.int32)
+        lengths = torch.tensor(self.lengths, dtype=torch.int32)
+        quantized = self.dtype == torch.float8_e4m3fn
+        shared = None
+        if self.shared:
+            bounds = torch.tensor([0, len(self.counts), self.shared], dtype=torch.int32, device=WHERE)
+            shared = SharedPrefix(bounds, self.shared)
+        moved = (each.to(WHERE) for each in (self.q, self.k, self.v, self.table, starts, lengths))
+        out = torch.full_like(self.q, float("nan")).to(WHERE)
+        return paged_attention(
+            *moved, self.dim**-0.5, self.window, self.cap,
+            scales=tuple(each.to(WHERE) for each in self.scales) if quantized else None,  # type: ignore[arg-type]
+            shared=shared, out=out,
+        ).cpu()  # fmt: skip
+
+    def twin(self) -> Tensor:
+        """Token by token in float64."""
+        quantized = self.dtype == torch.float8_e4m3fn
+        out, token = torch.zeros(self.q.shape, dtype=torch.float64), 0
+        for row, (count, length) in enumerate(zip(self.counts, self.lengths, strict=True)):
+            for position in range(length - count, length):
+                first = max(0, position - self.window + 1) if self.window else 0
+                keys = torch.arange(first, position + 1)
+                place = self.table[row, keys // PAGE].long(), slice(None), keys % PAGE
+                k, v = self.k[place].double(), self.v[place].double()  # [keys, kv_heads, dim]
+                if quantized:
+                    k, v = k * self.scales[0][None, :, None], v * self.scales[1][None, :, None]
+                q = self.q[token].double().view(self.kv_heads, self.group, self.dim)
+                scores = torch.einsum("hgd,khd->hgk", q, k) * self.dim**-0.5
+                if self.cap:
+                    scores = torch.tanh(scores / self.cap) * self.cap
+                out[token] = torch.einsum("hgk,khd->hgd", scores.softmax(-1), v).reshape(-1)
+                token += 1
+        return out
+
+
+def check(step: Step) -> None:
+    got, wanted = step.run(), step.twin()
+    assert not got.isnan().any(), "a row was not written, or something outside was read"
+    assert float((got.double() - wanted).norm() / wanted.norm()) < ERROR
+
+
+FLOAT8 = torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, FLOAT8])
+@pytest.mark.parametrize(("kv_heads", "group", "dim"), [(2, 4, 64), (1, 3, 40), (1, 8, 128), (3, 1, 80)])
+def test_decode(dtype: torch.dtype, kv_heads: int, group: int, dim: int) -> None:
+    check(Step([1, 1, 1], [33, 1, 300], kv_heads, group, dim, dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FLOAT8])
+@pytest.mark.parametrize(("window", "cap"), [(0, 0.0), (9, 0.0), (70, 0.0), (0, 20.0)])
+def test_mixed_step(dtype: torch.dtype, window: int, cap: float) -> None:
+    check(Step([1, 5, 40, 1, 17], [133, 5, 90, 1, 60], window=window, cap=cap, dtype=dtype))
+
+
+@pytest.mark.parametrize("group", [1, 3, 8])
+def test_prefill_in_blocks_of_any_group(group: int) -> None:
+    check(Step([50, 3], [50, 130], 1, group, 64))
+
+
+def test_decode_with_a_window() -> None:
+    check(Step([1, 1], [300, 20], window=33))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FLOAT8])
+@pytest.mark.parametrize("shared", [16, 240, 256])
+def test_shared_prefix_is_the_same_attention(dtype: torch.dtype, shared: int) -> None:
+    check(Step([1] * 5, [333, 290, 257, 300, 304], shared=shared, dtype=dtype))
+
+
+def test_a_launch_for_a_shared_prefix_is_right_without_one() -> None:
+    step = Step([1, 1, 1], [40, 100, 7])
+    starts, lengths = torch.arange(4, dtype=torch.int32), torch.tensor(step.lengths, dtype=torch.int32)
+    for bounds in ([0, 0, 0], [0, 3, 0]):
+        shared = SharedPrefix(torch.tensor(bounds, dtype=torch.int32, device=WHERE), 64)
+        moved = (each.to(WHERE) for each in (step.q, step.k, step.v, step.table, starts, lengths))
+        got = paged_attention(*moved, step.dim**-0.5, shared=shared).cpu()
+        wanted = step.twin()
+        assert float((got.double() - wanted).norm() / wanted.norm()) < ERROR
+
+
+def test_whole_prompts_by_the_library() -> None:
+    counts, heads, kv_heads, dim = [7, 7, 12], 4, 2, 16
+    q, k, v = (torch.randn(26, number, dim, device=WHERE).bfloat16() for number in (heads, kv_heads, kv_heads))
+    got = contiguous_attention(q, k, v, counts, 0.2)
+    begin = 0
+    for count in counts:
+        part = slice(begin, begin + count)
+        wide = (each[part].double().repeat_interleave(heads // each.shape[1], 1).transpose(0, 1) for each in (q, k, v))
+        wanted = torch.nn.functional.scaled_dot_product_attention(*wide, is_causal=True, scale=0.2).transpose(0, 1)
+        assert float((got[part].double() - wanted).norm() / wanted.norm()) < 1e-2
+        begin += count

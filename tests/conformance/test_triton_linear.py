@@ -1,0 +1,191 @@
+"""Triton's products against float64 twins: bf16, fp8, int8, grouped 4 and 8 bits, ggml types, neutral schemes."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+if os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available():
+    pytest.skip("no GPU: test_triton.py runs this file under the interpreter", allow_module_level=True)
+
+from tokenmill.kernels.base import Declined
+from tokenmill.kernels.ggml_types import TYPES
+from tokenmill.kernels.ref_ggml import dequantize
+from tokenmill.kernels.triton import repack
+from tokenmill.kernels.triton.grouped import expand
+from tokenmill.kernels.triton.linear import (
+    DenseLinear,
+    GpuLinear,
+    GroupedLinear,
+    ScaledLinear,
+    from_quantized,
+    make_linear,
+    quantize_at_load,
+)
+from tokenmill.kernels.triton.skinny import Tiling
+from tokenmill.kernels.triton.tuning import GROUPED, SKINNY, VECTOR, Plan, PlanTable, candidates, rule
+from tokenmill.model.formats.quantized import QuantizedMatrix, Scheme
+
+WHERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+ERROR = 6e-3  # bf16 input and output; the interpreter cuts off instead of rounding
+FLOAT8_ERROR = 0.04 if torch.cuda.is_available() else 0.14  # likewise
+SHAPES = [(1, 70, 208), (3, 40, 96), (18, 33, 320)]  # tokens, rows, depth
+
+
+def error(got: Tensor, wanted: Tensor) -> float:
+    assert not got.isnan().any()
+    return float((got.double().cpu() - wanted.double().cpu()).norm() / wanted.double().cpu().norm())
+
+
+def tokens(count: int, depth: int) -> Tensor:
+    return torch.randn(count, depth).to(WHERE, torch.bfloat16)
+
+
+@pytest.mark.parametrize(("count", "rows", "depth"), SHAPES)
+@pytest.mark.parametrize("kernel", [SKINNY, VECTOR])
+def test_dense(count: int, rows: int, depth: int, kernel: str) -> None:
+    weight, bias, x = torch.randn(rows, depth).bfloat16(), torch.randn(rows), tokens(count, depth)
+    linear = DenseLinear(weight.to(WHERE), bias)
+    wanted = x.double().cpu() @ weight.double().T + bias.double()
+    for splits in (1, 3):
+        plan = Plan(kernel, Tiling(16, 64, splits, 4, 2))
+        assert error(linear.multiply(x, torch.bfloat16, plan), wanted) < ERROR
+    assert linear(x.float()).dtype == torch.float32
+    assert error(linear(x.float()), wanted) < ERROR
+
+
+@pytest.mark.parametrize(("count", "rows", "depth"), SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_one_scale_per_row_and_token(count: int, rows: int, depth: int, dtype: torch.dtype) -> None:
+    codes = (torch.randn(rows, depth) * 40).clamp(-127, 127).to(dtype)
+    scales, x = torch.rand(rows) + 0.1, tokens(count, depth)
+    linear = ScaledLinear(codes.to(WHERE), scales, None)
+    x_codes, x_scales = (torch.randn(count, depth) * 40).clamp(-127, 127).to(dtype), torch.rand(count) + 0.1
+    wanted = (x_codes.double() @ codes.double().T) * x_scales[:, None].double() * scales.double()
+    assert error(linear.multiply_quantized(x_codes.to(WHERE), x_scales.to(WHERE)), wanted) < ERROR
+    whole = x.double().cpu() @ (codes.double() * scales[:, None].double()).T
+    assert error(linear(x), whole) < (FLOAT8_ERROR if dtype == torch.float8_e4m3fn else 0.015)
+
+
+@pytest.mark.parametrize("group", [16, 32, 64, 128])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("affine", [False, True])
+def test_groups(group: int, bits: int, affine: bool) -> None:
+    rows, depth = 36, group * 5  # not a whole number of blocks
+    limit = 2 ** (bits - 1)
+    codes = torch.randint(-limit, limit, (rows, depth), dtype=torch.int8)
+    scales = torch.rand(rows, 5) + 0.1
+    zeros = torch.randint(-5, 5, (rows, 5)).float() if affine else None
+    weight = repack.pack_groups(codes.to(WHERE), scales.to(WHERE), None if zeros is None else zeros.to(WHERE), bits)
+    spread = 0.0 if zeros is None else zeros.double().repeat_interleave(group, 1)
+    exact = (codes.double() - spread) * scales.double().repeat_interleave(group, 1)
+    assert error(expand(weight), exact) < ERROR
+    linear = GroupedLinear(weight, torch.ones(rows), "")
+    for count in (1, 70):  # scales after the sum; in the weights from 64 tokens on
+        x = tokens(count, depth)
+        for splits in (1, 2) if count == 1 else (1,):
+            plan = Plan(GROUPED, Tiling(16, 0, splits, 4, 2, 0, 64))
+            got = linear.multiply(x, torch.bfloat16, plan)
+            assert error(got, x.double().cpu() @ exact.T + 1) < ERROR, (count, splits)
+
+
+def ggml_blocks(name: str, rows: int, depth: int) -> Tensor:
+    """Random bytes with scales of a sane size."""
+    kind = TYPES[name]
+    blocks = torch.randint(0, 256, (rows * depth // kind.block_size, kind.block_bytes), dtype=torch.uint8)
+    halves = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q4_1": (0, 2)}
+    for place in halves.get(name, (0, 2) if name == "Q5_1" else () if name == "MXFP4" else (0,)):
+        blocks[:, place : place + 2] = (torch.rand(len(blocks), 1) * 0.01).half().view(torch.uint8)
+    if name == "MXFP4":
+        blocks[:, 0] = torch.randint(120, 130, (len(blocks),)).to(torch.uint8)
+    if name in ("Q4_K", "Q5_K"):
+        blocks[::3, 4] = 0  # a group whose scale is 0 and whose minimum is not
+    return blocks.view(rows, -1)
+
+
+class Stored:
+    """A StoredWeight of one tensor."""
+
+    precise = False
+    activations = "none"
+    input_scale = None
+
+    def __init__(self, type_name: str, parts: dict[str, Tensor], shape: tuple[int, int]) -> None:
+        self.type_name, self._parts = type_name, parts
+        self.out_features, self.in_features = shape
+        self.bias: Tensor | None = None
+
+    def parts(self) -> dict[str, Tensor]:
+        return self._parts
+
+    def dequantize(self, begin: int, end: int) -> Tensor:
+        return dequantize(self.type_name, self._parts["blocks"][begin:end])
+
+
+@pytest.mark.parametrize("name", sorted(repack._GGML))
+def test_every_ggml_type(name: str) -> None:
+    rows, depth = 20, 512 if TYPES[name].block_size == 256 else 96
+    blocks = ggml_blocks(name, rows, depth)
+    linear = make_linear(Stored(name, {"blocks": blocks}, (rows, depth)))
+    assert name in linear.detail
+    x = tokens(3, depth)
+    assert error(linear(x), x.double().cpu() @ dequantize(name, blocks).double().T) < ERROR
+
+
+SCHEMES = [
+    Scheme("int", 4, 32, symmetric=False),
+    Scheme("int", 4, 128),
+    Scheme("int", 3, 32),
+    Scheme("int", 4, 0),
+    Scheme("int", 8, 64),
+    Scheme("e2m1", 4, 16),
+    Scheme("e4m3", 8, 32),
+    Scheme("nf4", 4, 64),
+    Scheme("e4m3", 8, 0, activations="fp8_token"),
+    Scheme("e4m3", 8, 0, 0, activations="fp8_static"),
+    Scheme("int", 8, 0, activations="int8_token"),
+]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_every_neutral_scheme(scheme: Scheme) -> None:
+    rows, depth = 24, 256
+    codes = torch.randint(0, 120 if scheme.element == "e4m3" else 2**scheme.bits, (rows, depth), dtype=torch.uint8)
+    shape = (rows if scheme.block_rows else 1, depth // scheme.group_size if scheme.group_size else 1)
+    scales = torch.rand(shape) + 0.1
+    zeros = None if scheme.symmetric else torch.randint(0, 15, shape).float()
+    matrix = QuantizedMatrix(scheme, codes, scales, zeros, input_scale=0.01)
+    linear = from_quantized(matrix, None, WHERE)
+    x = tokens(2, depth)
+    wanted = x.double().cpu() @ matrix.dequantize().double().T
+    assert error(linear(x), wanted) < (ERROR if scheme.activations == "none" else FLOAT8_ERROR)
+    assert linear.activations == ("" if scheme.activations == "none" else scheme.activations.split("_")[0])
+
+
+def test_an_input_rounding_without_a_kernel_is_declined() -> None:
+    scheme = Scheme("e4m3", 8, 128, 128, activations="fp8_group128")
+    matrix = QuantizedMatrix(scheme, torch.zeros(128, 128, dtype=torch.uint8), torch.ones(1, 1))
+    with pytest.raises(Declined, match="fp8_group128"):
+        from_quantized(matrix, None, WHERE)
+
+
+@pytest.mark.parametrize(("scheme", "limit"), [("fp8", 1.6 * FLOAT8_ERROR), ("int8", 0.02), ("int4", 0.2)])
+def test_rounding_at_load(scheme: str, limit: float) -> None:
+    values, x = torch.randn(48, 256), tokens(2, 256)
+    linear: GpuLinear = quantize_at_load(values.to(WHERE), None, scheme, 64)
+    assert error(linear(x), x.double().cpu() @ values.double().T) < limit
+    assert linear.nbytes < 48 * 256 * {"fp8": 1.1, "int8": 1.1, "int4": 0.6}[scheme]
+
+
+def test_plans_are_kept_between_processes(tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setenv("TOKENMILL_TUNING", str(tmp_path / "plans.json"))
+    times = {plan: number for number, plan in enumerate(reversed(candidates("int4", 4096, 16)))}
+    monkeypatch.setattr("tokenmill.kernels.triton.tuning.time_call", lambda call: call())
+    table = PlanTable(WHERE)
+    assert table.plan("int4", 4096, 4096, 16) == rule("int4", 4096, 16)
+    best = table.measure("int4", 4096, 4096, 16, lambda plan: times[plan])  # type: ignore[arg-type,return-value]
+    assert times[best] == 0
+    assert PlanTable(WHERE).plan("int4", 4096, 4096, 13) == best, "the same bucket"

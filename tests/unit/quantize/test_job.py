@@ -1,0 +1,224 @@
+"""The job: resumes after a kill with identical files, and refuses before any work what cannot end well."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import signal
+import subprocess
+import sys
+from collections import namedtuple
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.parity.tiny_models import make
+from tokenmill.checkpoint.open import open_checkpoint
+from tokenmill.errors import UserError
+from tokenmill.quantize import forecast
+from tokenmill.quantize.finish import GateRequest
+from tokenmill.quantize.job import QuantizeJob, prepare, run_job
+from tokenmill.quantize.recipe import RecipeRequest
+from tokenmill.quantize.workspace import Workspace
+
+_TEXT = "Once upon a time there was a small boat that wanted to see the sea. " * 60
+
+
+@pytest.fixture(scope="module")
+def model(model_path: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny qwen2 with the tokenizer of stories15m: a whole model that takes a second."""
+    from transformers import Qwen2Config
+
+    from tests.parity import tiny_models
+
+    folder = tmp_path_factory.mktemp("tiny")
+    tiny_models.CONFIGS["qwen2-tokens"] = lambda: Qwen2Config(
+        **{**tiny_models._COMMON, "vocab_size": 32000}, tie_word_embeddings=True
+    )
+    try:
+        make("qwen2-tokens", folder)
+    finally:
+        del tiny_models.CONFIGS["qwen2-tokens"]
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        file = model_path("stories15m") / name
+        if file.is_file():
+            shutil.copy(file, folder / name)
+    return folder
+
+
+@pytest.fixture
+def job(model: Path, tmp_path: Path) -> QuantizeJob:
+    text = tmp_path / "text.txt"
+    text.write_text(_TEXT)
+    return QuantizeJob(
+        str(model),
+        tmp_path / "out",
+        RecipeRequest("gptq", group_size=32),
+        calibration=text,
+        calibration_samples=6,
+        calibration_length=32,
+        threads=1,
+        gate=GateRequest(enabled=False),
+    )
+
+
+def _hashes(folder: Path) -> dict[str, str]:
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(folder.iterdir())}
+
+
+_CHILD = """
+import os, signal, sys
+from pathlib import Path
+from tokenmill.quantize import block_job
+from tokenmill.quantize.finish import GateRequest
+from tokenmill.quantize.job import QuantizeJob, prepare, run_job
+from tokenmill.quantize.methods.gptq import Gptq
+from tokenmill.quantize.recipe import RecipeRequest
+model, out, text, where = sys.argv[1:]
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+if where == "inside":
+    solve = Gptq._solve_group
+    calls = []
+    def counted(self, *rest):
+        calls.append(1)
+        if len(calls) == 7:  # four groups a block: in the middle of the second
+            die()
+        return solve(self, *rest)
+    Gptq._solve_group = counted
+job = QuantizeJob(model, Path(out), RecipeRequest("gptq", group_size=32), calibration=Path(text),
+                  calibration_samples=6, calibration_length=32, threads=1, gate=GateRequest(enabled=False))
+run_job(prepare(job), lambda done, total, left: die() if where == "between" and done == 2 else None)
+"""
+
+
+@pytest.mark.parametrize(("where", "finished"), [("between", 2), ("inside", 1)])
+def test_a_killed_job_resumes_to_the_identical_files(
+    where: str, finished: int, job: QuantizeJob, tmp_path: Path
+) -> None:
+    whole = run_job(prepare(replace(job, out=tmp_path / "whole")))
+    assert whole.resumed_blocks == 0
+    arguments = [job.model, str(job.out), str(job.calibration), where]
+    died = subprocess.run([sys.executable, "-c", _CHILD, *arguments], capture_output=True, text=True, timeout=300)
+    assert died.returncode == -signal.SIGKILL, died.stderr
+    assert not job.out.exists()
+    report = run_job(prepare(job))
+    assert report.resumed_blocks == finished
+    assert _hashes(job.out) == _hashes(tmp_path / "whole")
+    assert not job.out.with_name("out.partial").exists()
+
+
+def test_unfinished_work_of_another_job_is_not_continued(job: QuantizeJob) -> None:
+    Workspace(job.out, "another")
+    with pytest.raises(UserError, match="--restart"):
+        run_job(prepare(job))
+    report = run_job(prepare(replace(job, restart=True)))
+    assert report.resumed_blocks == 0
+    assert open_checkpoint(job.out).quantization()["quant_method"] == "compressed-tensors"
+
+
+def test_report_and_card(job: QuantizeJob) -> None:
+    told: list[tuple[int, int]] = []
+    report = run_job(prepare(job), lambda done, total, _left: told.append((done, total)))
+    assert told == [(0, 3), (1, 3), (2, 3), (3, 3)]
+    assert report.bits_per_weight == pytest.approx(4.5, abs=0.1)  # weight_shape counts on matrices this small
+    assert report.bytes == sum(file.stat().st_size for file in job.out.iterdir())
+    assert len(report.layers) == 21
+    assert 0 < report.fidelity["weight_error_mean"] < 0.3
+    card = (job.out / "README.md").read_text()
+    assert "--no-gate" in card
+    assert hashlib.sha256((job.out / "model.safetensors").read_bytes()).hexdigest() in card
+    assert "6 sequences of 32 tokens of text.txt" in card
+    assert "model.layers.2.mlp.down_proj" in card
+
+
+def test_float16_states_and_small_batches_fit_a_smaller_cap(job: QuantizeJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forecast, "resident_bytes", lambda _key="VmRSS": 0)
+    free = prepare(job).forecast
+    assert (free.batch, free.half_states) == (6, False)
+    per_sequence = forecast._sequence_bytes(prepare(job).source, 32)
+    smaller = prepare(replace(job, memory=free.memory_bytes - 3 * per_sequence)).forecast
+    assert (smaller.batch, smaller.half_states) == (2, False)
+    smallest = prepare(replace(job, memory=free.memory_bytes - 5 * per_sequence - 10_000)).forecast
+    assert (smallest.batch, smallest.half_states) == (1, True)
+    with pytest.raises(UserError, match=r"give --memory \d+MiB, or fewer --calibration-samples"):
+        prepare(replace(job, memory=1 << 20))
+
+
+def test_a_job_that_outgrows_its_cap_stops_and_can_go_on(job: QuantizeJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared = prepare(replace(job, memory=8 << 30))
+    monkeypatch.setattr(forecast, "peak_bytes", lambda: 9 << 30)
+    with pytest.raises(UserError, match="finished blocks are kept"):
+        run_job(prepared)
+    monkeypatch.undo()
+    assert run_job(prepared).resumed_blocks == 1
+
+
+def test_bad_input_is_refused_before_any_work(
+    job: QuantizeJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cases = [
+        (replace(job, calibration_samples=10_000), "need 320000"),
+        (replace(job, calibration_length=4096), "more than the 256 tokens"),
+        (replace(job, recipe=RecipeRequest("gptq", group_size=128)), "not a multiple of the group size 128"),
+        (replace(job, recipe=RecipeRequest("gptq", ignore=("model.layers.9.mlp.up_proj",))), "the nearest are"),
+        (replace(job, recipe=RecipeRequest("rtn", group_size=32, symmetric=False), format="gptq"), "gptq_v2"),
+        (replace(job, recipe=RecipeRequest("rtn", bits=3, group_size=32), format="awq"), "compressed-tensors"),
+        (replace(job, format="awq2"), "did you mean 'awq'"),
+        (replace(job, dtype="float8"), "--dtype float8"),
+        (replace(job, out=tmp_path / "none" / "out"), "is not a directory"),
+        (replace(job, out=tmp_path), "exists"),
+    ]
+    for case, message in cases:
+        with pytest.raises(UserError, match=message):
+            prepare(case)
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage(1, 1, 1000))
+    with pytest.raises(UserError, match="MiB on the disk"):
+        prepare(job)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["text.txt"]
+
+
+def test_a_full_disk_during_the_job_keeps_what_is_finished(job: QuantizeJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tokenmill.quantize import workspace
+
+    save = workspace.save_file
+
+    def fails_on_the_second_block(tensors: object, path: Path, metadata: object) -> None:
+        if Path(path).name == "block-00001.writing":
+            raise OSError(28, "No space left on device")
+        save(tensors, path, metadata)
+
+    monkeypatch.setattr(workspace, "save_file", fails_on_the_second_block)
+    prepared = prepare(job)
+    with pytest.raises(UserError, match="run the same command again"):
+        run_job(prepared)
+    assert not job.out.exists()
+    monkeypatch.undo()
+    assert run_job(prepared).resumed_blocks == 1
+
+
+def test_mixed_precision_meets_its_average(job: QuantizeJob) -> None:
+    request = RecipeRequest("mixed+rtn", group_size=32, options=(("average_bits", "3.5"),))
+    report = run_job(prepare(replace(job, recipe=request)))
+    assert len({layer["type_name"] for layer in report.layers}) > 1
+    assert report.bits_per_weight <= 4.1  # 3.5 and the scales, and weight_shape on matrices this small
+    groups = open_checkpoint(job.out).quantization()["config_groups"]
+    assert isinstance(groups, dict)
+    assert len(groups) == len({layer["type_name"] for layer in report.layers})
+
+
+def test_a_harmful_result_is_set_aside(job: QuantizeJob) -> None:
+    gated = replace(
+        job,
+        recipe=RecipeRequest("rtn", bits=2, group_size=32),
+        gate=GateRequest(text=job.calibration, max_quality_loss=0.0, max_chunks=1, threads=1),
+    )
+    with pytest.raises(UserError, match="is refused: perplexity grows"):
+        run_job(prepare(gated))
+    assert not job.out.exists()
+    rejected = job.out.with_name("out.rejected")
+    assert "perplexity" in (rejected / "reason.txt").read_text()
+    assert "| perplexity ratio |" in (rejected / "README.md").read_text()

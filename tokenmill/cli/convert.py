@@ -1,0 +1,38 @@
+"""`tokenmill convert`: the same numbers in another file format."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tokenmill.cli.options import AsJson, Verbose
+from tokenmill.cli.output import emit
+
+
+def convert(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Alias, Hugging Face id, directory or .gguf file.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory (or .gguf file) to write.")],
+    format: Annotated[
+        str,
+        typer.Option(
+            help="compressed-tensors, gptq, gptq_v2, awq, bitsandbytes, fp8, gguf, or safetensors (all floats). "
+            "Default: gguf for an OUT of that name, else safetensors."
+        ),
+    ] = "",
+    dtype: Annotated[
+        str,
+        typer.Option(help="Of what is not quantized: float32, float16, bfloat16, or auto: what loses nothing."),
+    ] = "auto",
+    as_json: AsJson = False,
+    _verbose: Verbose = False,
+) -> None:
+    """Write a model in another format without rounding it again. What is lost, if anything, is measured and listed."""
+    from tokenmill.checkpoint.sources import resolve
+    from tokenmill.quantize.convert import DENSE, GGUF
+    from tokenmill.quantize.convert import convert as run
+
+    chosen = format or (GGUF if out.suffix == ".gguf" else DENSE)
+    emit(asdict(run(resolve(model).path, out, chosen, dtype)), as_json)

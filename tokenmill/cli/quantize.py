@@ -1,0 +1,184 @@
+"""`tokenmill quantize`: make a model smaller, and prove what it lost."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tokenmill.cli.options import DEFAULT_MODEL, AsJson, Model, Verbose
+from tokenmill.cli.output import emit
+from tokenmill.config import parse_count, parse_size
+from tokenmill.errors import UserError
+
+if TYPE_CHECKING:
+    from tokenmill.quantize.finish import GateRequest
+
+
+def parse_share(text: str | float) -> float:
+    """ "1%" or 0.01 -> 0.01."""
+    if isinstance(text, float | int):
+        return float(text)
+    try:
+        share = float(text.rstrip("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        share = -1.0
+    if share < 0:
+        raise UserError(f"'{text}' is not a share", "write it like 1% or 0.01")
+    return share
+
+
+def parse_options(pairs: list[str]) -> tuple[tuple[str, Any], ...]:
+    """["order=static", "gptq.mse=true"] -> pairs; their types are the method's business."""
+    options = []
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or not name:
+            raise UserError(f"'{pair}' is not an option", "write it like order=static")
+        options.append((name.strip(), value.strip()))
+    return tuple(options)
+
+
+def quantize(
+    model: Model = DEFAULT_MODEL,
+    out: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="Directory (or .gguf file) to write. Required.")
+    ] = None,
+    method: Annotated[
+        str,
+        typer.Option(help="A method, or several joined by '+', such as smoothquant+gptq. Default: gptq; for GGUF rtn."),
+    ] = "",
+    format: Annotated[
+        str, typer.Option(help="compressed-tensors, gptq, gptq_v2, awq, bitsandbytes, fp8 or gguf. Default: what fits.")
+    ] = "",
+    bits: Annotated[int | None, typer.Option(help="Bits of each weight, where the method leaves it open.")] = None,
+    group_size: Annotated[
+        int | None,
+        typer.Option(help="Weights that share a scale; 0: a whole row. Default: 128, 64 or 32 by what divides."),
+    ] = None,
+    symmetric: Annotated[
+        bool | None,
+        typer.Option("--symmetric/--asymmetric", help="Without or with zero points. Default: the method's."),
+    ] = None,
+    option: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="An option of a step. Repeatable.")
+    ] = None,
+    ignore: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PATTERN", help="A layer to leave alone: its name, or re:REGEX. Repeatable."),
+    ] = None,
+    recipe: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A recipe in YAML instead of these flags.")
+    ] = None,
+    type: Annotated[str, typer.Option(help="GGUF only: type or mix of the file, such as Q4_K_M.")] = "",
+    dtype: Annotated[str, typer.Option(help="Of what is not quantized: auto, float16, bfloat16 or float32.")] = "auto",
+    calibration: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Text, or jsonl of texts or chats. Default: a built-in text.")
+    ] = None,
+    calibration_samples: Annotated[int, typer.Option(help="Sequences to calibrate on.")] = 128,
+    calibration_length: Annotated[
+        int, typer.Option(parser=parse_count, metavar="TOKENS", help="Tokens of each. 0: 512, or the model's context.")
+    ] = 0,
+    memory: Annotated[
+        int, typer.Option(parser=parse_size, metavar="SIZE", help="Never take more memory than this, such as 4GiB.")
+    ] = 0,
+    threads: Annotated[int, typer.Option(help="CPU threads. 0: all.")] = 0,
+    gate: Annotated[
+        bool, typer.Option("--gate/--no-gate", help="Measure the result and refuse one that lost much.")
+    ] = True,
+    gate_text: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Text to measure on. Default: held-out text.")
+    ] = None,
+    max_quality_loss: Annotated[
+        float, typer.Option(parser=parse_share, metavar="SHARE", help="How much perplexity may rise, such as 1%.")
+    ] = 9.0,
+    restart: Annotated[bool, typer.Option("--restart", help="Discard the unfinished work of an earlier run.")] = False,
+    as_json: AsJson = False,
+    _verbose: Verbose = False,
+) -> None:
+    """Quantize a model by any method into any format. A killed job goes on where it stopped.
+
+    Without --max-quality-loss only a broken result (perplexity tenfold) is refused.
+    """
+    if out is None:
+        raise UserError("there is no output", "give a path, as in: tokenmill quantize smollm2 --out smollm2-int4")
+    gate_request = _gate_request(gate, gate_text, max_quality_loss, threads)
+    if format == "gguf" or type:
+        wrong = {
+            "--format": format not in ("", "gguf"),
+            "--recipe": recipe,
+            "--group-size": group_size,
+            "--option": option,
+        }
+        if any(wrong.values()):
+            raise UserError(
+                f"{', '.join(name for name, given in wrong.items() if given)} does not go with a GGUF",
+                "give --type (such as Q4_K_M) or --bits, and --method rtn or imatrix",
+            )
+        from tokenmill.quantize.gguf_job import GGUFJob, run_gguf_job
+
+        gguf = GGUFJob(model, out, method or "rtn", type, bits, calibration, calibration_samples, calibration_length)
+        emit(run_gguf_job(gguf, gate_request, memory, _say), as_json)
+        return
+    from tokenmill.quantize.job import QuantizeJob, prepare, run_job
+    from tokenmill.quantize.recipe import RecipeRequest
+    from tokenmill.quantize.recipe_file import read_recipe
+
+    if recipe is not None:
+        if option or bits is not None or group_size is not None or symmetric is not None or method:
+            raise UserError("--recipe says the method itself", "leave --method, --bits, --group-size and --option out")
+        request = read_recipe(recipe)
+        request = replace(request, ignore=(*request.ignore, *(ignore or ())))
+    else:
+        request = RecipeRequest(
+            method or "gptq", bits, group_size, symmetric, parse_options(option or []), tuple(ignore or ())
+        )
+    job = QuantizeJob(
+        model=model,
+        out=out,
+        recipe=request,
+        format=format,
+        dtype=dtype,
+        calibration=calibration,
+        calibration_samples=calibration_samples,
+        calibration_length=calibration_length,
+        memory=memory,
+        threads=threads,
+        restart=restart,
+        gate=gate_request,
+    )
+    prepared = prepare(job)
+    forecast = prepared.forecast
+    print(
+        f"{prepared.recipe.method} to {prepared.file_format.name}: about {_duration(forecast.seconds)}, "
+        f"{forecast.memory_bytes / 2**20:,.0f} MiB of memory, {forecast.disk_bytes / 2**20:,.0f} MiB of disk meanwhile",
+        file=sys.stderr,
+    )
+    report = asdict(run_job(prepared, _say))
+    if not as_json:
+        report.pop("layers")  # in the card
+    emit(report, as_json)
+
+
+def _gate_request(enabled: bool, text: Path | None, max_quality_loss: float, threads: int) -> GateRequest:
+    from tokenmill.quantize.finish import GateRequest
+
+    return GateRequest(enabled, text, max_quality_loss, threads=threads)
+
+
+def _say(done: int, total: int, seconds_left: float) -> None:
+    if sys.stderr.isatty():
+        width = 30
+        filled = "#" * (width * done // total)
+        print(f"\r[{filled:<{width}}] block {done}/{total}, {_duration(seconds_left)} left ", end="", file=sys.stderr)
+        if done == total:
+            print(file=sys.stderr)
+        sys.stderr.flush()
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}h{minutes % 60:02d}m" if minutes >= 60 else f"{minutes}m{rest:02d}s"

@@ -1,0 +1,67 @@
+"""Checks of what an answer looks like: bullets, highlights, sections, JSON, a title, how it begins and ends."""
+
+from __future__ import annotations
+
+import json
+import re
+
+_ANSWERS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
+
+
+def bullets(answer: str, num_bullets: int) -> bool:
+    """Lines that begin with one asterisk or a hyphen: exactly so many."""
+    found = re.findall(r"^\s*\*[^*].*$", answer, re.MULTILINE) + re.findall(r"^\s*-.*$", answer, re.MULTILINE)
+    return len(found) == num_bullets
+
+
+def one_of_three(answer: str) -> bool:
+    return any(text in answer for text in _ANSWERS)
+
+
+def highlights(answer: str, num_highlights: int) -> bool:
+    """*parts* and **parts** with something between the asterisks."""
+    single = re.findall(r"\*([^\n*]*)\*", answer)
+    double = re.findall(r"\*\*([^\n*]*)\*\*", answer)
+    return sum(bool(part.strip()) for part in single + double) >= num_highlights
+
+
+def sections(answer: str, section_spliter: str, num_sections: int) -> bool:
+    """At least so many headings "SECTION 1": the splitter and a number."""
+    return len(re.findall(rf"\s?{re.escape(section_spliter)}\s?\d+\s?", answer)) >= num_sections
+
+
+def is_json(answer: str) -> bool:
+    """All of it, but for a code fence around it."""
+    text = re.sub(r"^```(?:json)?\s*|\s*```$", "", answer.strip(), flags=re.IGNORECASE)
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
+def has_title(answer: str) -> bool:
+    """<<A title>>"""
+    return any(title.strip("<> ") for title in re.findall(r"<<[^\n]+>>", answer))
+
+
+def two_responses(answer: str) -> bool:
+    """Two different answers with six asterisks between them."""
+    parts = answer.split("******")
+    if any(not part.strip() for part in parts[1:-1]):
+        return False
+    found = [part.strip() for part in parts if part.strip()]
+    return len(found) == 2 and found[0] != found[1]
+
+
+def repeats_prompt(answer: str, prompt_to_repeat: str) -> bool:
+    return answer.strip().lower().startswith(prompt_to_repeat.strip().lower())
+
+
+def ends_with(answer: str, end_phrase: str) -> bool:
+    return answer.strip().strip('"').lower().endswith(end_phrase.strip().lower())
+
+
+def is_quoted(answer: str) -> bool:
+    text = answer.strip()
+    return len(text) > 1 and text[0] == text[-1] == '"'

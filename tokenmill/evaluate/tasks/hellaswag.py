@@ -1,0 +1,28 @@
+"""HellaSwag: which ending continues a scene."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from tokenmill.engine.llm import LLM
+from tokenmill.evaluate.likelihood import Progress
+from tokenmill.evaluate.tasks.base import Fields, Item, ItemResult, Task, choice_defect
+from tokenmill.evaluate.tasks.choices import Question, choice_metrics, score_answers
+
+
+class HellaSwag(Task):
+    fields: ClassVar[Fields] = {"ctx": str, "endings": list, "label": int}
+    headline = "acc_norm"
+
+    @classmethod
+    def defect(cls, item: Item) -> str | None:
+        return choice_defect(item, "endings", "label")
+
+    def run(self, llm: LLM, items: Sequence[Item], on_progress: Progress) -> list[ItemResult]:
+        questions = [Question(item["ctx"], [f" {ending}" for ending in item["endings"]]) for item in items]
+        scored = score_answers(llm, questions, on_progress)
+        return [
+            ItemResult(*choice_metrics(found, question.answers, item["label"]))
+            for found, question, item in zip(scored, questions, items, strict=True)
+        ]

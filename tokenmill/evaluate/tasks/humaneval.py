@@ -1,0 +1,65 @@
+"""HumanEval: the body of a function from its signature and docstring; right if its tests pass in the sandbox."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import ClassVar
+
+from tokenmill.engine.llm import LLM
+from tokenmill.evaluate.likelihood import Progress
+from tokenmill.evaluate.sandbox import Verdict, run_program
+from tokenmill.evaluate.tasks.base import Fields, Item, ItemResult, Task
+from tokenmill.evaluate.tasks.generation import write_answers
+
+_MAX_TOKENS = 512
+_STOP = ("\nclass ", "\ndef ", "\n#", "\nif ", "\nprint(", "\n@", "\nassert ")  # the function is over
+_PROGRAMS_AT_ONCE = 2
+
+
+class HumanEval(Task):
+    fields: ClassVar[Fields] = {"task_id": str, "prompt": str, "entry_point": str, "test": str}
+    headline = "pass@1"
+    generates = True
+
+    @classmethod
+    def defect(cls, item: Item) -> str | None:
+        return None if item["entry_point"].isidentifier() else "'entry_point' is no name of a function"
+
+    def run(self, llm: LLM, items: Sequence[Item], on_progress: Progress) -> list[ItemResult]:
+        answers = write_answers(
+            llm,
+            [item["prompt"] for item in items],
+            max_tokens=self.options.max_tokens or _MAX_TOKENS,
+            stop=_STOP,
+            chat=bool(self.options.chat),
+            on_progress=on_progress,
+        )
+        with ThreadPoolExecutor(_PROGRAMS_AT_ONCE) as workers:
+            verdicts = workers.map(judge_completion, items, [answer.text for answer in answers])
+            return [
+                ItemResult(
+                    {"pass@1": float(verdict.passed)},
+                    {"task_id": item["task_id"], "text": answer.text, "why": verdict.why},
+                )
+                for item, answer, verdict in zip(items, answers, verdicts, strict=True)
+            ]
+
+
+def judge_completion(item: Item, completion: str) -> Verdict:
+    """A fenced block (of a chat answer) that holds the whole function is taken as it is."""
+    fenced = _fenced(completion)
+    body = fenced if fenced is not None and f"def {item['entry_point']}" in fenced else completion
+    program = item["prompt"] + body if body is completion else f"{_imports(item['prompt'])}\n{body}"
+    return run_program(f"{program}\n\n{item['test']}\n\ncheck({item['entry_point']})\n")
+
+
+def _fenced(text: str) -> str | None:
+    """What lies between the first pair of ``` lines."""
+    _, opening, rest = text.partition("```")
+    block, closing, _ = rest.partition("```")
+    return block.partition("\n")[2] if opening and closing else None
+
+
+def _imports(prompt: str) -> str:
+    return "\n".join(line for line in prompt.splitlines() if line.startswith(("import ", "from ")))

@@ -1,0 +1,73 @@
+"""The GPU backend of the op table, in Triton. Importing this package does not import triton; asking for an op does.
+
+Ops of kernels/ref.py, same signatures (activations bf16 or float32, result in the type of the input):
+  rms_norm  add  add_rms_norm  gated  softcap  rope  store_kv  attention  argmax  make_linear
+Beyond the spec, for executors that fuse (all without host synchronization, shapes alone decide a launch):
+  add_rms_norm_quantized(x, y|None, weight, eps, "fp8"|"int8") -> total, codes, scales
+  gated_quantized(gate, up, activation, "fp8"|"int8") -> codes, scales         gate, up may be halves of one matrix
+  quantize_rows(x, "fp8"|"int8") -> codes, scales                              per token
+  embed(ids, table, scale=1.0, dtype=bf16) -> rows
+  rope_store(qkv, q_heads, k_pages, v_pages, positions, slots, cos, sin, interleaved, *, norms, eps, scales) -> q
+  paged_attention(q, k_pages, v_pages, block_table, query_starts, seq_lens, scale, window, cap, *, max_query, max_seq,
+                  scales, shared: SharedPrefix, out)                           decode, prefill, mixed, shared prefix
+  contiguous_attention(q, k, v, counts, scale)                                 whole prompts, lengths known to the host
+  sample(logits, SamplingTensors, out) -> ids        mix_seed(seed, index)     temperature, top-k, top-p, min-p
+  quantize_at_load(values, bias, "fp8"|"int8"|"int4", group) -> GpuLinear      from_quantized(matrix, bias, device)
+A GpuLinear: `linear(x)`, `.multiply(x, out_dtype)`, `.multiply_quantized(codes, scales)` where `.activations` is set,
+`.tune(tokens)` before capture. KV pages: [pages, kv_heads, page_size, head_dim], 16 tokens a page is the tuned size.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+_HOME = {
+    "rms_norm": "elementwise",
+    "add": "elementwise",
+    "add_rms_norm": "elementwise",
+    "add_rms_norm_quantized": "elementwise",
+    "gated": "elementwise",
+    "gated_quantized": "elementwise",
+    "quantize_rows": "elementwise",
+    "softcap": "elementwise",
+    "embed": "elementwise",
+    "rope": "rotary",
+    "rope_store": "rotary",
+    "store_kv": "rotary",
+    "attention": "paged",
+    "paged_attention": "paged",
+    "contiguous_attention": "paged",
+    "SharedPrefix": "paged",
+    "argmax": "sampling",
+    "sample": "sampling",
+    "mix_seed": "sampling",
+    "SamplingTensors": "sampling",
+    "make_linear": "linear",
+    "from_quantized": "linear",
+    "quantize_at_load": "linear",
+    "GpuLinear": "linear",
+}
+
+
+def unavailable(where: torch.device) -> str | None:
+    """Why this backend cannot run on a device; on a CPU only Triton's interpreter can, for tests."""
+    interpreted = os.environ.get("TRITON_INTERPRET", "0") == "1"
+    if where.type != "cuda" and not (where.type == "cpu" and interpreted):
+        return f"runs on NVIDIA GPUs, not on {where.type}"
+    if find_spec("triton") is None:
+        return "triton is not installed; install tokenmill[gpu]"
+    if where.type == "cuda" and torch.cuda.get_device_capability(where)[0] < 8:
+        return "needs compute capability 8.0 or later"
+    return None
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{home}"), name)

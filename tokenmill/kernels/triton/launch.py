@@ -1,0 +1,88 @@
+"""What every launch shares: programmatic dependent launch, scratch memory, sizes. No arithmetic of its own.
+
+A kernel that is launched with `launch_pdl` may start while its predecessor still runs; `begin` (the first statement of
+every kernel here) lets the successor start early too and then waits for the predecessor's results. Used by every file
+of this package.
+"""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+import os
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+PDL_VARIABLE = "TOKENMILL_PDL"  # "0" turns programmatic dependent launch off
+
+
+@triton.jit
+def begin(PDL: tl.constexpr):
+    """Let the next kernel start, then wait until everything the kernels before this one wrote can be read."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@cache
+def _early_launch(index: int) -> bool:
+    if os.environ.get(PDL_VARIABLE, "1") == "0":
+        return False
+    return torch.cuda.get_device_capability(index)[0] >= 9
+
+
+def early(where: torch.device) -> bool:
+    """Whether kernels on this device overlap their start with the end of the one before."""
+    return where.type == "cuda" and _early_launch(where.index or 0)
+
+
+def options(where: torch.device, warps: int = 4, stages: int = 3) -> dict[str, Any]:
+    """Launch keywords besides the kernel's own arguments; the interpreter knows only the first two."""
+    return {"num_warps": warps, "num_stages": stages} | ({"launch_pdl": True} if early(where) else {})
+
+
+@cache
+def num_processors(where: torch.device) -> int:
+    """Streaming multiprocessors; a small number where there is no GPU, so that tests split work too."""
+    return torch.cuda.get_device_properties(where).multi_processor_count if where.type == "cuda" else 4
+
+
+def power_of_two(value: int, least: int = 1) -> int:
+    return max(least, 1 << max(0, value - 1).bit_length())
+
+
+class Workspace:
+    """Scratch of one device: float32 partial results and zeroed counters, shared by all launches of a stream.
+
+    Kernels of one stream never use it at the same time. It only grows, and old buffers are kept: a captured graph goes
+    on writing to the one it saw.
+    """
+
+    def __init__(self, where: torch.device) -> None:
+        self._where = where
+        self._kept: list[Tensor] = []
+        self._partials = torch.empty(1 << 22, dtype=torch.float32, device=where)
+        self._counters = torch.zeros(1 << 16, dtype=torch.int32, device=where)
+
+    def partials(self, count: int) -> Tensor:
+        if count > self._partials.numel():
+            self._kept.append(self._partials)
+            self._partials = torch.empty(power_of_two(count), dtype=torch.float32, device=self._where)
+        return self._partials
+
+    def counters(self, count: int) -> Tensor:
+        """Zero between launches: the last program to arrive at a counter sets it back."""
+        if count > self._counters.numel():
+            self._kept.append(self._counters)
+            self._counters = torch.zeros(power_of_two(count), dtype=torch.int32, device=self._where)
+        return self._counters
+
+
+@cache
+def workspace(where: torch.device) -> Workspace:
+    return Workspace(where)

@@ -1,0 +1,283 @@
+"""Products of a few tokens with a weight matrix [out, in]: bf16, fp8 x fp8, int8 x int8. Bound by reading the weights.
+
+The weight tile is the tensor core's left operand (64 or more rows), the tokens its right one, so that 16 tokens cost
+what one costs. Where the matrix has too few rows to fill the chip, several programs share a tile's depth and the last
+to finish adds up. `tuning.py` says when the vendor's library is faster.
+"""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tokenmill.kernels.triton.launch import INTERPRETED, early, num_processors, options, workspace
+
+
+@triton.jit
+def prefetch_rows(pointers, LINE_ELEMENTS: tl.constexpr, LINES: tl.constexpr):
+    """Ask the cache for the first LINES * 128 bytes of each row: weights depend on no earlier kernel."""
+    lines = tl.arange(0, LINES) * LINE_ELEMENTS
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+        "=r,l",
+        [pointers[:, None] + lines[None, :]],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def write_tile(
+    acc, out, x_scale, w_scale, bias, rows, tokens, M, N, out_stride, SCALED: tl.constexpr, BIASED: tl.constexpr
+):
+    """acc [rows, tokens] -> out [tokens, rows], scaled per token and per row."""
+    row_ok = rows < N
+    token_ok = tokens < M
+    if SCALED:
+        of_row = tl.load(w_scale + rows, mask=row_ok, other=0.0)
+        of_token = tl.load(x_scale + tokens, mask=token_ok, other=0.0)
+        acc = acc * of_row[:, None] * of_token[None, :]
+    if BIASED:
+        acc += tl.load(bias + rows, mask=row_ok, other=0.0)[:, None].to(tl.float32)
+    place = out + tokens[None, :].to(tl.int64) * out_stride + rows[:, None]
+    tl.store(place, acc.to(out.dtype.element_ty), mask=row_ok[:, None] & token_ok[None, :])
+
+
+@triton.jit
+def arrive_last(counter, SPLITS: tl.constexpr):
+    """True for the last of SPLITS programs to come here; what the others stored before can then be read."""
+    tl.debug_barrier()  # all threads have stored before one of them counts
+    arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+    return arrived == SPLITS - 1
+
+
+@triton.jit
+def multiply(w_tile, x_tile, acc, INTEGER: tl.constexpr, INTERPRET: tl.constexpr):
+    """acc + w_tile @ x_tile on the tensor cores; the interpreter takes bf16 for its bits, so it gets float32."""
+    if INTEGER:
+        return tl.dot(w_tile, x_tile, acc, out_dtype=tl.int32)
+    elif INTERPRET:
+        return tl.dot(w_tile.to(tl.float32), x_tile.to(tl.float32), acc, input_precision="ieee")
+    else:
+        return tl.dot(w_tile, x_tile, acc)
+
+
+@triton.jit(do_not_specialize=["M"])  # M = 1 as a constant would make all token rows one address
+def _skinny(
+    x,
+    w,
+    out,
+    x_scale,
+    w_scale,
+    bias,
+    partial,
+    counter,
+    M,
+    N,
+    K,
+    x_stride,
+    out_stride,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    SCALED: tl.constexpr,
+    BIASED: tl.constexpr,
+    INTEGER: tl.constexpr,
+    LINES: tl.constexpr,
+    PDL: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    tile, split, token_tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    rows = tile * BN + tl.arange(0, BN)
+    tokens = token_tile * BM + tl.arange(0, BM)
+    steps = tl.cdiv(K, BK)
+    per_split = tl.cdiv(steps, SPLITS)
+    first = split * per_split
+    last = tl.minimum(first + per_split, steps)
+    # Rows and tokens past the end repeat the last one: no masks on the way, they are not written.
+    w_rows = w + tl.minimum(rows, N - 1).to(tl.int64) * K
+    x_rows = x + tl.minimum(tokens, M - 1).to(tl.int64) * x_stride
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        if LINES:
+            prefetch_rows(w_rows + first * BK, 128 // (w.dtype.element_ty.primitive_bitwidth // 8), LINES)
+        tl.extra.cuda.gdc_wait()
+    acc = tl.zeros([BN, BM], dtype=tl.int32 if INTEGER else tl.float32)
+    for step in range(first, last):
+        k = step * BK + tl.arange(0, BK)
+        if EVEN_K:
+            w_tile = tl.load(w_rows[:, None] + k[None, :], eviction_policy="evict_first")
+            x_tile = tl.load(x_rows[None, :] + k[:, None])
+        else:
+            w_tile = tl.load(w_rows[:, None] + k[None, :], mask=k[None, :] < K, other=0.0)
+            x_tile = tl.load(x_rows[None, :] + k[:, None], mask=k[:, None] < K, other=0.0)
+        acc = multiply(w_tile, x_tile, acc, INTEGER, INTERPRET)
+    total = acc.to(tl.float32)
+    if SPLITS == 1:
+        write_tile(total, out, x_scale, w_scale, bias, rows, tokens, M, N, out_stride, SCALED, BIASED)
+    else:
+        tiles = tl.num_programs(0) * tl.num_programs(2)
+        number = token_tile * tl.num_programs(0) + tile
+        inside = tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
+        tl.store(partial + (split * tiles + number) * BN * BM + inside, total)
+        if arrive_last(counter + number, SPLITS):
+            total = tl.zeros([BN, BM], dtype=tl.float32)
+            for other in range(SPLITS):
+                total += tl.load(partial + (other * tiles + number) * BN * BM + inside, cache_modifier=".cg")
+            tl.store(counter + number, 0)
+            write_tile(total, out, x_scale, w_scale, bias, rows, tokens, M, N, out_stride, SCALED, BIASED)
+
+
+@triton.jit
+def _vector(
+    x,
+    w,
+    out,
+    x_scale,
+    w_scale,
+    bias,
+    N,
+    K,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    STAGES: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    SCALED: tl.constexpr,
+    BIASED: tl.constexpr,
+    LINES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One token, no tensor core: each program takes a few rows whole and its threads spread along them."""
+    rows = tl.program_id(0) * BN + tl.arange(0, BN)
+    w_rows = w + tl.minimum(rows, N - 1).to(tl.int64) * K
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        if LINES:
+            prefetch_rows(w_rows, 128 // (w.dtype.element_ty.primitive_bitwidth // 8), LINES)
+        tl.extra.cuda.gdc_wait()
+    acc = tl.zeros([BN, BK], dtype=tl.float32)
+    for start in tl.range(0, K, BK, num_stages=STAGES):
+        k = start + tl.arange(0, BK)
+        if EVEN_K:
+            w_tile = tl.load(w_rows[:, None] + k[None, :], eviction_policy="evict_first")
+            x_tile = tl.load(x + k)
+        else:
+            w_tile = tl.load(w_rows[:, None] + k[None, :], mask=k[None, :] < K, other=0.0)
+            x_tile = tl.load(x + k, mask=k < K, other=0.0)
+        acc += w_tile.to(tl.float32) * x_tile.to(tl.float32)[None, :]
+    total = tl.sum(acc, 1)
+    if SCALED:
+        total *= tl.load(w_scale + rows, mask=rows < N, other=0.0) * tl.load(x_scale)
+    if BIASED:
+        total += tl.load(bias + rows, mask=rows < N, other=0.0).to(tl.float32)
+    tl.store(out + rows, total.to(out.dtype.element_ty), mask=rows < N)
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """How a product is cut up; `splits` 0: as many programs per tile as fill the chip."""
+
+    rows: int = 64
+    depth: int = 128
+    splits: int = 0
+    warps: int = 4
+    stages: int = 4
+    lines: int = 0  # 128-byte lines of each row asked for before the input is ready
+    tokens: int = 128  # at most this many in a tile
+
+
+def choose_splits(tiles: int, steps: int, where: torch.device, per_processor: int = 2) -> int:
+    """Programs per tile: enough for `per_processor` on each, none with fewer than two steps."""
+    wanted = max(1, per_processor * num_processors(where) // max(1, tiles))
+    return max(1, min(wanted, steps // 2, 16))
+
+
+def skinny_matmul(
+    x: Tensor,
+    w: Tensor,
+    x_scale: Tensor | None = None,
+    w_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    tiling: Tiling = Tiling(),  # noqa: B008
+) -> Tensor:
+    """x [M, K] @ w [N, K]^T (* x_scale [M] * w_scale [N]) (+ bias): both of one type, bf16, float8_e4m3fn or int8."""
+    tokens, depth = x.shape
+    rows = w.shape[0]
+    out = torch.empty(tokens, rows, dtype=out_dtype, device=x.device)
+    token_tile = min(tiling.tokens, max(16, triton.next_power_of_2(tokens)))
+    tiles, token_tiles = triton.cdiv(rows, tiling.rows), triton.cdiv(tokens, token_tile)
+    steps = triton.cdiv(depth, tiling.depth)
+    splits = tiling.splits or choose_splits(tiles * token_tiles, steps, x.device)
+    splits = triton.cdiv(steps, triton.cdiv(steps, splits))  # none without work
+    scratch = workspace(x.device)
+    _skinny[(tiles, splits, token_tiles)](
+        x,
+        w,
+        out,
+        x_scale,
+        w_scale,
+        bias,
+        scratch.partials(splits * tiles * token_tiles * tiling.rows * token_tile if splits > 1 else 0),
+        scratch.counters(tiles * token_tiles),
+        tokens,
+        rows,
+        depth,
+        x.stride(0),
+        out.stride(0),
+        BM=token_tile,
+        BN=tiling.rows,
+        BK=tiling.depth,
+        SPLITS=splits,
+        EVEN_K=depth % tiling.depth == 0,
+        SCALED=w_scale is not None,
+        BIASED=bias is not None,
+        INTEGER=w.dtype == torch.int8,
+        LINES=tiling.lines,
+        PDL=early(x.device),
+        INTERPRET=INTERPRETED,
+        **options(x.device, tiling.warps, tiling.stages),
+    )
+    return out
+
+
+def vector_matmul(
+    x: Tensor,
+    w: Tensor,
+    x_scale: Tensor | None = None,
+    w_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    tiling: Tiling = Tiling(rows=4, depth=1024, stages=1),  # noqa: B008
+) -> Tensor:
+    """x [1, K] @ w [N, K]^T (* x_scale [1] * w_scale [N]) (+ bias) without tensor cores; any types, also mixed."""
+    rows, depth = w.shape
+    out = torch.empty(1, rows, dtype=out_dtype, device=x.device)
+    _vector[(triton.cdiv(rows, tiling.rows),)](
+        x,
+        w,
+        out,
+        x_scale,
+        w_scale,
+        bias,
+        rows,
+        depth,
+        BN=tiling.rows,
+        BK=tiling.depth,
+        STAGES=1 if INTERPRETED else tiling.stages,
+        EVEN_K=depth % tiling.depth == 0,
+        SCALED=w_scale is not None,
+        BIASED=bias is not None,
+        LINES=tiling.lines,
+        PDL=early(x.device),
+        **options(x.device, tiling.warps, 1),
+    )
+    return out

@@ -1,0 +1,129 @@
+"""A replica: one engine core with a SimRunner, and what it did with its time.
+
+`begin` runs the next step (or a stride of decode steps) from a moment on and says when it ends; the cluster delivers
+what the step brought at that moment. Knows neither other replicas nor where requests come from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tokenmill.engine.core import EngineCore
+from tokenmill.engine.kv.manager import KVManager
+from tokenmill.engine.kv.policy import POLICIES
+from tokenmill.engine.order import DISCIPLINES
+from tokenmill.engine.scheduler import Scheduler
+from tokenmill.plan.simulate.engine_shape import EngineShape
+from tokenmill.plan.simulate.runner import CostModel, SimRunner
+from tokenmill.plan.simulate.stride import longest_stride, stride
+from tokenmill.types import Request, TokenEvent
+
+_SHORTEST_STRIDE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """What happened from one moment to `end`: the events of one step, or the times of a stride of `requests`."""
+
+    end: float
+    events: list[TokenEvent]
+    times: list[float]  # of the steps of a stride; empty for a single step
+    requests: list[Request]
+
+
+class Replica:
+    def __init__(
+        self, number: int, pool: str, shape: EngineShape, cost: CostModel, prefix_caching: bool = True, now: float = 0.0
+    ) -> None:
+        self.number = number
+        self.pool = pool  # "serve" | "prefill" | "decode"
+        self.runner = SimRunner(cost)
+        self.kv = KVManager(shape.layout, shape.num_pages, prefix_caching, POLICIES.get("lru")())
+        # A decode pool's prompts arrive as KV: they take pages, not arithmetic, and so no share of the step.
+        budget = 1 << 30 if pool == "decode" else shape.batch_tokens
+        self.scheduler = Scheduler(self.kv, DISCIPLINES.get("fcfs")(), budget, shape.max_running, shape.context)
+        self.core = EngineCore(self.scheduler, self.runner)
+        self.strides = True
+        self.busy = False
+        self.draining = False
+        self.since = now  # paid from here on
+        self.until: float | None = None  # paid up to here
+        self.link_free_at = 0.0  # when the last KV transfer from here is over
+        self.outstanding = 0  # requests assigned and not finished
+        self.outstanding_tokens = 0
+        self.num_requests = 0
+        self.num_steps = 0
+        self.busy_ms = 0.0
+        self.input_ms = 0.0
+        self._untried = False  # a request came since the last step, which may be able to start
+        self._waits = any(group.kind == "sliding" for group in shape.layout.groups)
+
+    @property
+    def num_preemptions(self) -> int:
+        return self.scheduler.num_preemptions
+
+    @property
+    def kv_use(self) -> float:
+        return 1.0 - self.kv.pool.available / self.kv.num_pages
+
+    def matched_tokens(self, request: Request) -> int:
+        """How many of its tokens this replica has in its prefix cache."""
+        return self.kv.match(request).num_tokens
+
+    def add(self, request: Request, transferred: int = 0) -> None:
+        if transferred:
+            self.runner.transferred[request] = transferred
+        self.core.add(request)
+        self.outstanding += 1
+        self.outstanding_tokens += request.num_tokens + request.params.max_tokens
+        self.num_requests += 1
+        self._untried = self._untried or self.scheduler.num_waiting == 1
+
+    def leave(self, request: Request) -> None:
+        """A request of this replica has its last token."""
+        self.outstanding -= 1
+        self.outstanding_tokens -= len(request.prompt_ids) + request.params.max_tokens
+        self.runner.transferred.pop(request, None)
+
+    def begin(self, now: float, bound: float) -> StepOutcome:
+        """Compute from `now` on. `bound`: when the next thing happens that this replica must know of."""
+        requests = self._strideable()
+        if requests:
+            limit = longest_stride(requests)
+            if limit >= _SHORTEST_STRIDE:
+                times = stride(requests, self.kv, self.runner.cost, limit, now, bound)
+                if times:
+                    return self._done(now, times, [], requests)
+        preemptions = self.scheduler.num_preemptions
+        self._untried = False
+        events = self.core.step()
+        if self.scheduler.num_preemptions > preemptions:
+            self.runner.decodes_only = False
+        self.input_ms += self.runner.input_ms
+        self.num_steps += 1
+        self.busy_ms += self.runner.ms
+        return StepOutcome(now + self.runner.ms, events, [], [])
+
+    def _done(self, now: float, times: list[float], events: list[TokenEvent], requests: list[Request]) -> StepOutcome:
+        for ms in times:  # one by one, so that the clock is the same as after single steps
+            now += ms
+            self.busy_ms += ms
+        self.num_steps += len(times)
+        return StepOutcome(now, events, times, requests)
+
+    def _strideable(self) -> list[Request]:
+        """All running requests, in order, if the next step can only be one token for each; else none.
+
+        So it is after a step of decodes only that nobody left and nobody was pushed out of, unless a request came to an
+        empty line since. A line that could not move then cannot now: pages only get fewer (but for windows that let
+        go of some).
+        """
+        rows = self.runner.plan.scheduled
+        if not (self.strides and self.runner.decodes_only) or self._untried or not rows:
+            return []
+        running, waiting = self.scheduler.num_running, self.scheduler.num_waiting
+        if len(rows) != running or running >= self.scheduler.max_batch_tokens:
+            return []
+        if waiting and self._waits and running < self.scheduler.max_running:
+            return []
+        return [row.request for row in rows]

@@ -1,0 +1,30 @@
+"""Prefix aware: the replica that has most of the prompt in its cache, unless it is too busy for that to pay.
+
+Short matches are not worth a detour, and a replica with many more requests than the idlest one is not either: then the
+least loaded one takes it (and caches the prefix there too).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tokenmill.plan.simulate.replica import Replica
+from tokenmill.plan.simulate.routing.base import Router
+from tokenmill.plan.simulate.routing.least_loaded import load
+from tokenmill.types import Request
+
+_LEAST_MATCH = 0.1  # of the prompt
+_MORE_REQUESTS = 8  # than the idlest replica, and
+_TIMES_AS_MANY = 1.5
+
+
+class PrefixAware(Router):
+    def choose(self, request: Request, replicas: Sequence[Replica]) -> Replica:
+        idlest = min(replicas, key=load)
+        matches = [(replica.matched_tokens(request), replica) for replica in replicas]
+        most = max(tokens for tokens, _ in matches)
+        if most < _LEAST_MATCH * request.num_tokens:
+            return idlest
+        best = min((replica for tokens, replica in matches if tokens == most), key=load)
+        crowded = max(_TIMES_AS_MANY * idlest.outstanding, idlest.outstanding + _MORE_REQUESTS)
+        return idlest if best.outstanding > crowded else best

@@ -1,0 +1,83 @@
+"""One block's turn: transforms, solver, encoded tensors, and what became of each matrix.
+
+Pure in the job's terms: block in, tensors and report out. Knows file formats by their contract only; saves nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenmill.errors import UserError
+from tokenmill.model.formats.files.base import FileFormat
+from tokenmill.model.formats.quantized import Scheme
+from tokenmill.quantize.calibrate import CalibratedBlock
+from tokenmill.quantize.recipe import Recipe
+from tokenmill.quantize.source import narrow, stored_norm
+
+
+@dataclass(frozen=True, slots=True)
+class LayerReport:
+    name: str
+    type_name: str
+    num_weights: int
+    num_bytes: int
+    relative_error: float  # |W - quantized W| / |W|, after transforms
+
+
+@torch.no_grad()
+def quantize_block(
+    block: CalibratedBlock, recipe: Recipe, file_format: type[FileFormat], dtype: torch.dtype, norm_offset: float
+) -> tuple[dict[str, Tensor], list[LayerReport]]:
+    """The block's tensors as the file holds them. The block itself then computes as the file will."""
+    names = {name for group in block.groups for name in group.names}
+    scheme_of: Mapping[str, Scheme] = {name: recipe.scheme_of[name] for name in names if name in recipe.scheme_of}
+    ordered = {name: scheme_of[name] for group in block.groups for name in group.names if name in scheme_of}
+    if ordered:
+        with torch.enable_grad():  # methods that learn say themselves where they do not
+            for transform in recipe.transforms:
+                transform.apply(block, ordered)
+            block.watch_errors()
+            matrices = recipe.solver.solve(block, ordered)
+    else:
+        matrices = {}
+    assert set(matrices) == set(ordered), sorted(set(ordered) ^ set(matrices))
+    tensors: dict[str, Tensor] = {}
+    reports = []
+    for name, matrix in matrices.items():
+        if not bool(torch.isfinite(matrix.scales).all()):
+            raise UserError(f"{name} became NaN or infinite", "give other calibration text or another method")
+        encoded = file_format.encode(matrix)
+        tensors |= {f"{name}.{suffix}": tensor for suffix, tensor in encoded.items()}
+        size = sum(tensor.numel() * tensor.element_size() for tensor in encoded.values())
+        reports.append(
+            LayerReport(name, describe_scheme(matrix.scheme), matrix.codes.numel(), size, block.errors[name])
+        )
+    for name, value in block.tensors.items():
+        if name in matrices:
+            continue
+        if name in names:
+            tensors[f"{name}.weight"] = narrow(name, value, dtype)
+        elif name.endswith(".bias"):
+            tensors[name] = narrow(name, value, dtype)
+        else:
+            tensors[f"{name}.weight"] = narrow(name, stored_norm(value, norm_offset), dtype)
+    return tensors, reports
+
+
+def describe_scheme(scheme: Scheme) -> str:
+    from tokenmill.model.formats.coded import type_name
+
+    return type_name(scheme)
+
+
+def to_plain(reports: list[LayerReport]) -> dict[str, Any]:
+    return {"layers": [asdict(report) for report in reports]}
+
+
+def from_plain(plain: Mapping[str, Any]) -> list[LayerReport]:
+    return [LayerReport(**layer) for layer in plain["layers"]]

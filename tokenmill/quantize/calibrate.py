@@ -1,0 +1,214 @@
+"""Calibration: hidden states of all sequences, moved forward block by block, and the statistics methods ask for.
+
+`CalibratedBlock` is the BlockView that methods work on: one block's float32 weights with the calibration data at its
+door. Statistics are streamed: a batch of sequences runs to the input asked for, its share is added, nothing is kept.
+Used by the job; knows nothing of recipes or files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import overload
+
+import torch
+from torch import Tensor
+
+from tokenmill.quantize.base import LinearGroup, Statistics
+from tokenmill.quantize.calibration_ops import CalibrationOps, ReachedInput
+from tokenmill.quantize.source import SourceModel
+
+KINDS = ("hessian", "mean_square", "mean_abs", "max_abs", "sample")
+SAMPLE_ROWS = 512
+_HESSIAN_TILE = 1024
+
+
+class HiddenStates:
+    """Inputs of the present block, [sequences, length, hidden], float32 or (to save memory) float16."""
+
+    def __init__(self, values: Tensor, batch: int) -> None:
+        self.values = values
+        self.batch = batch  # sequences computed at a time
+
+    @property
+    def num_tokens(self) -> int:
+        return self.values.shape[0] * self.values.shape[1]
+
+    def batches(self) -> Iterator[tuple[slice, Tensor]]:
+        """(which sequences, their states as float32 [tokens, hidden])."""
+        for begin in range(0, self.values.shape[0], self.batch):
+            cut = slice(begin, begin + self.batch)
+            yield cut, self.values[cut].float().flatten(0, 1)
+
+    def advance(self, run: Callable[[Tensor], Tensor]) -> None:
+        """Replace the states by the block's outputs, in place."""
+        for cut, states in self.batches():
+            self.values[cut] = run(states).view_as(self.values[cut])
+
+
+class SequenceInputs(Sequence[Tensor]):
+    """The block's inputs one sequence at a time, widened when looked at."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._values = values
+
+    def __len__(self) -> int:
+        return self._values.shape[0]
+
+    @overload
+    def __getitem__(self, index: int) -> Tensor: ...
+    @overload
+    def __getitem__(self, index: slice) -> SequenceInputs: ...
+    def __getitem__(self, index: int | slice) -> Tensor | SequenceInputs:
+        if isinstance(index, slice):
+            return SequenceInputs(self._values[index])
+        return self._values[index].float()
+
+
+class CalibratedBlock:
+    """A BlockView. Without hidden states (data-free methods) only weights can be read and replaced."""
+
+    def __init__(self, source: SourceModel, index: int, states: HiddenStates | None) -> None:
+        self.index = index
+        self.groups: Sequence[LinearGroup] = source.groups(index)
+        self.head_dim = source.description.head_dim
+        self.tensors = source.read_block(index)
+        self._block = source.block(index)
+        self._names = source.names
+        self._states = states
+        self.errors: dict[str, float] = {}  # of each linear replaced since watch_errors
+        self._watches_errors = False
+
+    def watch_errors(self) -> None:
+        """From now on a replaced linear is a rounded one: keep how far it moved."""
+        self._watches_errors = True
+
+    def weight(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+    def replace(self, name: str, value: Tensor) -> None:
+        assert value.shape == self.tensors[name].shape, (name, value.shape, self.tensors[name].shape)
+        value = value.detach().float()
+        if self._watches_errors and value.dim() == 2:
+            before = self.tensors[name]
+            self.errors[name] = float((value - before).norm() / before.norm().clamp(min=1e-30))
+        self.tensors[name] = value
+
+    def bias(self, name: str) -> Tensor | None:
+        return self.tensors.get(f"{name}.bias")
+
+    def replace_bias(self, name: str, value: Tensor) -> None:
+        self.replace(f"{name}.bias", value)
+
+    def inputs(self) -> SequenceInputs:
+        assert self._states is not None, "this job has no calibration data"
+        return SequenceInputs(self._states.values)
+
+    @torch.no_grad()
+    def statistics(self, group: LinearGroup, kinds: Sequence[str]) -> Statistics:
+        assert self._states is not None, "this job has no calibration data"
+        first = group.names[0]
+        collector = StatisticsCollector(self.tensors[first].shape[1], self._states.num_tokens, kinds)
+        for _, states in self._states.batches():
+            self._run(states, self.tensors, {first: collector.add}, stop_at=first)
+        return collector.finish()
+
+    @torch.no_grad()
+    def survey(self, kinds: Sequence[str]) -> dict[str, Statistics]:
+        """Statistics of every group's input, by linear, and the hidden states moved on: all in one pass."""
+        assert self._states is not None, "this job has no calibration data"
+        collectors = {
+            group.names[0]: StatisticsCollector(self.tensors[group.names[0]].shape[1], self._states.num_tokens, kinds)
+            for group in self.groups
+        }
+        watched = {name: collector.add for name, collector in collectors.items()}
+        self._states.advance(lambda states: self._run(states, self.tensors, watched))
+        found = {name: collector.finish() for name, collector in collectors.items()}
+        return {name: found[group.names[0]] for group in self.groups for name in group.names}
+
+    def forward(self, inputs: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
+        return self._run(inputs, {**self.tensors, **weights}, {}, length=inputs.shape[0])
+
+    @torch.no_grad()
+    def advance(self) -> None:
+        """Move the hidden states past this block, with its weights as they are now."""
+        assert self._states is not None
+        self._states.advance(lambda states: self._run(states, self.tensors, {}))
+
+    def _run(
+        self,
+        states: Tensor,
+        weights: Mapping[str, Tensor],
+        watched: Mapping[str, Callable[[Tensor], None]],
+        stop_at: str | None = None,
+        length: int = 0,
+    ) -> Tensor:
+        if not length:
+            assert self._states is not None
+            length = self._states.values.shape[1]
+        ops = CalibrationOps(self._names, weights, length, watched, stop_at)
+        try:
+            residual, update = self._block(ops, states, None)
+        except ReachedInput:
+            return states
+        output: Tensor = residual + update
+        return output
+
+
+class StatisticsCollector:
+    """Adds up batches of rows [tokens, in]; one pass serves every kind asked for."""
+
+    def __init__(self, in_features: int, num_tokens: int, kinds: Sequence[str]) -> None:
+        assert set(kinds) <= set(KINDS), kinds
+        self._kinds = frozenset(kinds)
+        self._seen = 0
+        self._hessian = torch.zeros(in_features, in_features) if "hessian" in kinds else None
+        self._square = torch.zeros(in_features, dtype=torch.float64)
+        self._abs = torch.zeros(in_features, dtype=torch.float64)
+        self._max = torch.zeros(in_features)
+        self._stride = max(1, num_tokens // SAMPLE_ROWS)
+        self._sample: list[Tensor] = []
+
+    def add(self, x: Tensor) -> None:
+        x = x.detach()
+        if self._hessian is not None:
+            add_gram(self._hessian, x)
+        if "mean_square" in self._kinds:
+            self._square += x.square().sum(0)
+        if "mean_abs" in self._kinds:
+            self._abs += x.abs().sum(0)
+        if "max_abs" in self._kinds:
+            self._max = torch.maximum(self._max, x.abs().amax(0))
+        if "sample" in self._kinds:
+            offset = -self._seen % self._stride
+            self._sample.append(x[offset :: self._stride].clone())
+        self._seen += x.shape[0]
+
+    def finish(self) -> Statistics:
+        count = max(1, self._seen)
+        hessian = self._hessian
+        if hessian is not None:
+            mirror_upper_(hessian.div_(count))
+        return Statistics(
+            num_tokens=self._seen,
+            hessian=hessian,
+            mean_square=(self._square / count).float() if "mean_square" in self._kinds else None,
+            mean_abs=(self._abs / count).float() if "mean_abs" in self._kinds else None,
+            max_abs=self._max if "max_abs" in self._kinds else None,
+            sample=torch.cat(self._sample)[:SAMPLE_ROWS] if "sample" in self._kinds else None,
+        )
+
+
+def add_gram(gram: Tensor, x: Tensor) -> None:
+    """gram += x^T x in the upper tiles only: the rest is its mirror, so nearly half of the work is saved."""
+    size = gram.shape[0]
+    for begin in range(0, size, _HESSIAN_TILE):
+        end = min(begin + _HESSIAN_TILE, size)
+        gram[begin:end, begin:].addmm_(x[:, begin:end].T, x[:, begin:])
+
+
+def mirror_upper_(gram: Tensor) -> None:
+    """Make a matrix symmetric of which only the upper tiles are filled in."""
+    size = gram.shape[0]
+    for begin in range(0, size, _HESSIAN_TILE):
+        end = min(begin + _HESSIAN_TILE, size)
+        gram[end:, begin:end] = gram[begin:end, end:].T

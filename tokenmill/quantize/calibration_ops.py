@@ -1,0 +1,104 @@
+"""One block's forward pass on plain float32 tensors: whole sequences, causal attention without KV pages; has gradients.
+
+Implements model/ops.py for calibration. Weights come from a mapping by name, so a caller can run the block with some of
+them replaced; a watched linear hands its input to the caller and may end the pass there. Used by calibrate.py only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from tokenmill.kernels import ref
+from tokenmill.model.attention.base import AttentionSpec
+from tokenmill.model.formats.base import LinearWeight
+from tokenmill.model.layers.rotary import RotaryTable
+
+
+class ReachedInput(Exception):
+    """Ends a forward pass once the watched input has been seen: what follows is not needed."""
+
+
+class CalibrationOps:
+    """`names`: the name of each linear and norm by identity. `weights`: their float32 values, biases as NAME.bias."""
+
+    def __init__(
+        self,
+        names: Mapping[int, str],
+        weights: Mapping[str, Tensor],
+        length: int,
+        watched: Mapping[str, Callable[[Tensor], None]] | None = None,
+        stop_at: str | None = None,
+    ) -> None:
+        self._names = names
+        self._weights = weights
+        self._length = length  # of each sequence in the batch
+        self._watched = watched or {}
+        self._stop_at = stop_at
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, head_dim: int = 0) -> Tensor:
+        return ref.rms_norm(x, self._weights[self._names[id(weight)]], eps, head_dim)
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        return x + y
+
+    def add_rms_norm(self, x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        total = x + y
+        return total, self.rms_norm(total, weight, eps)
+
+    def linear(self, x: Tensor, weights: Sequence[LinearWeight]) -> list[Tensor]:
+        names = [self._names[id(weight)] for weight in weights]
+        if names[0] in self._watched:
+            self._watched[names[0]](x)
+        if names[0] == self._stop_at:
+            raise ReachedInput
+        outputs = [x @ self._weights[name].T for name in names]
+        biases = [self._weights.get(f"{name}.bias") for name in names]
+        return [y if bias is None else y + bias for y, bias in zip(outputs, biases, strict=True)]
+
+    def rope(self, x: Tensor, table: RotaryTable, head_dim: int) -> Tensor:
+        positions = torch.arange(self._length).repeat(x.shape[0] // self._length)
+        return ref.rope(x, positions, table.cos, table.sin, head_dim, table.interleaved)
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+        length, repeats = self._length, spec.num_heads // spec.num_kv_heads
+
+        def heads(x: Tensor, repeat: int) -> Tensor:  # -> [sequences, heads, length, head_dim]
+            split = x.view(-1, length, x.shape[1] // spec.head_dim, spec.head_dim).transpose(1, 2)
+            return split.repeat_interleave(repeat, 1) if repeat > 1 else split
+
+        query, key, value = heads(q, 1), heads(k, repeats), heads(v, repeats)
+        if spec.softcap:
+            scores = ref.softcap((query @ key.transpose(-1, -2)) * spec.scale, spec.softcap)
+            hidden = ~_visible(length, spec.window)
+            mixed = scores.masked_fill(hidden, float("-inf")).softmax(-1) @ value
+        elif spec.window and spec.window < length:
+            mask = _visible(length, spec.window)
+            mixed = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=spec.scale)
+        else:
+            mixed = scaled_dot_product_attention(query, key, value, is_causal=True, scale=spec.scale)
+        return mixed.transpose(1, 2).reshape(q.shape)
+
+    def gated(self, gate: Tensor, up: Tensor, activation: str) -> Tensor:
+        return ref.gated(gate, up, activation)
+
+    def softcap(self, x: Tensor, cap: float) -> Tensor:
+        return ref.softcap(x, cap)
+
+    def embed(self, table: LinearWeight, scale: float) -> Tensor:
+        raise AssertionError("a block does not embed", table, scale)
+
+    def select_rows(self, x: Tensor) -> Tensor:
+        raise AssertionError("a block has no logits", x)
+
+
+def _visible(length: int, window: int) -> Tensor:
+    """[query, key]: what a token may see."""
+    position = torch.arange(length)
+    visible = position.unsqueeze(0) <= position.unsqueeze(1)
+    if window:
+        visible &= position.unsqueeze(0) > position.unsqueeze(1) - window
+    return visible

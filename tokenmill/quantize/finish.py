@@ -1,0 +1,82 @@
+"""The end of a job: measure the assembled files against the source, write the card, and move them into place or aside.
+
+The quality gate itself is evaluate/gate.py; here are its verdict's consequences. What is refused is kept as
+OUT.rejected with the reason in it, and the user gets one line.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tokenmill.checkpoint.open import open_checkpoint
+from tokenmill.config import EngineConfig
+from tokenmill.errors import UserError
+from tokenmill.quantize.calibration_text import built_in_held_out, read_text
+from tokenmill.quantize.card import CardContent, write_card
+from tokenmill.quantize.output import CARD, REASON, move_into_place
+from tokenmill.quantize.workspace import Workspace
+
+GATE_CONTEXT = 512
+_CHARACTERS_PER_TOKEN = 5
+
+
+@dataclass(frozen=True, slots=True)
+class GateRequest:
+    enabled: bool = True
+    text: Path | None = None  # None: what calibration left over, else built-in text
+    max_quality_loss: float = 9.0  # share by which perplexity may rise; the default only stops a broken model
+    max_chunks: int = 16
+    threads: int = 0
+
+
+def conclude(
+    workspace: Workspace, out: Path, content: CardContent, request: GateRequest, reference: str, held_out: str
+) -> Mapping[str, Any]:
+    """Gate, card, rename. Returns what was measured; raises when the result is refused."""
+    if not request.enabled:
+        write_card(workspace.result / CARD, content)
+        move_into_place(workspace, out)
+        return {"gate": "off"}
+    measured, reason, words = measure(workspace.result, request, reference, held_out)
+    write_card(workspace.result / CARD, replace(content, gate=measured, gate_text=words))
+    if reason:
+        rejected = out.with_name(out.name + ".rejected")
+        (workspace.result / REASON).write_text(reason + "\n", encoding="utf-8")
+        if rejected.exists():
+            shutil.rmtree(rejected)
+        move_into_place(workspace, rejected)
+        raise UserError(
+            f"the quantized model is refused: {reason}. It was kept as {rejected}",
+            "use more bits, smaller groups or another method, or raise --max-quality-loss",
+        )
+    move_into_place(workspace, out)
+    return {"gate": "passed", **measured}
+
+
+def measure(candidate: Path, request: GateRequest, reference: str, held_out: str) -> tuple[Mapping[str, Any], str, str]:
+    """(figures, reason of refusal or "", the text in words)."""
+    from tokenmill.evaluate.gate import GateLimits, run_gate
+
+    context = min(GATE_CONTEXT, open_checkpoint(candidate).description.context_length)
+    text, words = gate_text(request, held_out, context)
+    limits = GateLimits(max_quality_loss=request.max_quality_loss)
+    config = EngineConfig(threads=request.threads, prefix_caching=False)
+    report = asdict(run_gate(candidate, reference, text, limits, config, context=context, cached=False))
+    reasons, _ = report.pop("reasons"), report.pop("passed")
+    return report, "; ".join(reasons), words
+
+
+def gate_text(request: GateRequest, held_out: str, context: int) -> tuple[str, str]:
+    """(the text, what it is): a bounded part, so that the gate takes minutes whatever it was given."""
+    if request.text is not None:
+        text, words = read_text(request.text), request.text.name
+    elif held_out:
+        text, words = held_out, "calibration text that was held out"
+    else:
+        text, words = built_in_held_out(), "built-in text"
+    most = request.max_chunks * context * _CHARACTERS_PER_TOKEN
+    return text[:most], words

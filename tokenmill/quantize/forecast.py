@@ -1,0 +1,154 @@
+"""What a job will take, before it starts: memory, time, disk; and how it is cut up to stay under the memory cap.
+
+One formula for the forecast and the cap: sequences computed at a time shrink first, then hidden states go to float16,
+and what still does not fit is refused with the number that would. Used by the job.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tokenmill.errors import UserError
+from tokenmill.quantize.recipe import Recipe
+from tokenmill.quantize.source import SourceModel
+
+MIB = 1 << 20
+_BATCH_TOKENS = 4096  # computed at a time where memory allows: more gains nothing
+_PASSES = 3  # runs of a block's calibration data: to each input in turn, and once through
+_STATUS = Path("/proc/self/status")
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    memory_bytes: int  # resident at the peak, this process as it is now included
+    seconds: float
+    disk_bytes: int  # free space the job needs while it runs
+    batch: int  # sequences computed at a time
+    half_states: bool  # hidden states between blocks are float16
+
+
+def forecast_job(
+    source: SourceModel, recipe: Recipe, sequences: tuple[int, int] | None, cap: int, output_bytes: int
+) -> Forecast:
+    """`sequences`: (samples, length), None for a data-free job. `cap`: bytes, 0 for none."""
+    fixed = resident_bytes() + _block_bytes(source) + _step_bytes(source, recipe) + _edge_bytes(source)
+    samples, length = sequences or (0, 0)
+    batch, half, needed = _fit(source, fixed, samples, length, cap)
+    disk = 2 * output_bytes + 2 * _states_bytes(source, samples * length, half)
+    return Forecast(needed, _seconds(source, recipe, samples * length), disk, batch, half)
+
+
+def states_plan(source: SourceModel, samples: int, length: int, cap: int) -> tuple[int, bool]:
+    """(sequences at a time, float16 states) of a job that only looks at the data."""
+    batch, half, _ = _fit(source, resident_bytes() + _block_bytes(source), samples, length, cap)
+    return batch, half
+
+
+def check_memory(cap: int) -> None:
+    """Stop a job that has taken more than it was allowed to."""
+    peak = peak_bytes()
+    if cap and peak > cap:
+        raise UserError(
+            f"the job has taken {peak / MIB:,.0f} MiB, over --memory",
+            f"its finished blocks are kept: run it again with --memory {-(-peak // MIB) + 64}MiB",
+        )
+
+
+def _fit(source: SourceModel, fixed: int, samples: int, length: int, cap: int) -> tuple[int, bool, int]:
+    """(sequences at a time, float16 states, bytes in all): the fastest way that stays under the cap."""
+    options = [(0, False)]
+    if samples:
+        widest = max(1, min(samples, _BATCH_TOKENS // length))
+        sizes = sorted({widest, *(2**power for power in range(widest.bit_length()))}, reverse=True)
+        options = [(size, half) for half in (False, True) for size in sizes]
+    for batch, half in options:
+        needed = fixed + _states_bytes(source, samples * length, half) + batch * _sequence_bytes(source, length)
+        if not cap or needed <= cap:
+            return batch, half, needed
+    raise UserError(
+        f"the job needs at least {needed / MIB:,.0f} MiB, more than --memory allows ({cap / MIB:,.0f} MiB)",
+        f"give --memory {-(-needed // MIB)}MiB"
+        + (", or fewer --calibration-samples or a shorter --calibration-length" if samples else ""),
+    )
+
+
+def _states_bytes(source: SourceModel, num_tokens: int, half: bool) -> int:
+    return num_tokens * source.description.hidden_size * (2 if half else 4)
+
+
+def resident_bytes(key: str = "VmRSS") -> int:
+    """Memory of this process now, or at its peak ("VmHWM"); 0 where the system does not say."""
+    try:
+        for line in _STATUS.read_text().splitlines():
+            if line.startswith(f"{key}:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return 0
+
+
+def peak_bytes() -> int:
+    peak = resident_bytes("VmHWM")
+    if not peak:
+        import resource
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return peak
+
+
+def _linear_sizes(source: SourceModel) -> Mapping[str, tuple[int, int]]:
+    return {name: source.shape(name) for name in source.linear_names(0)}
+
+
+def _block_bytes(source: SourceModel) -> int:
+    """One block: float32 weights, the codes as bytes, and the packed result."""
+    return sum(out * width for out, width in _linear_sizes(source).values()) * (4 + 1 + 1)
+
+
+def _step_bytes(source: SourceModel, recipe: Recipe) -> int:
+    """The hungriest step on the hungriest group of one block."""
+    sizes = _linear_sizes(source)
+    stacks = [(sum(sizes[name][0] for name in group.names), sizes[group.names[0]][1]) for group in source.groups(0)]
+    return max(step.memory_bytes(stack) for step in recipe.steps for stack in stacks)
+
+
+def _edge_bytes(source: SourceModel) -> int:
+    """Nothing lasting: the embedding is narrowed before calibration begins, and then given back."""
+    d = source.description
+    return max(0, 2 * d.vocab_size * d.hidden_size - _block_bytes(source))
+
+
+def _sequence_bytes(source: SourceModel, length: int) -> int:
+    """Activations that live at once while one sequence runs through a block."""
+    d = source.description
+    heads = (d.num_heads + 2 * d.num_kv_heads) * d.head_dim
+    rows = 6 * d.hidden_size + 4 * heads + 3 * d.intermediate_size
+    masked = d.attention_softcap or (d.num_sliding_layers and d.sliding_window < length)
+    return 4 * length * (rows + (2 * d.num_heads * length if masked else 0))
+
+
+def _seconds(source: SourceModel, recipe: Recipe, num_tokens: int) -> float:
+    """From the products that must be made and how fast this machine makes one."""
+    weights = sum(out * width for out, width in _linear_sizes(source).values())
+    operations = 200.0 * weights  # finding grids and rounding
+    if recipe.needs_calibration:
+        squares = sum(source.shape(group.names[0])[1] ** 2 for group in source.groups(0))
+        cubes = sum(source.shape(group.names[0])[1] ** 3 for group in source.groups(0))
+        operations += num_tokens * (2.0 * _PASSES * weights + 1.1 * squares) + 2.0 * cubes
+    return source.num_blocks * operations / _speed()
+
+
+def _speed() -> float:
+    """Operations per second of a float32 matrix product, with the threads torch has now."""
+    a, b = torch.randn(512, 1024), torch.randn(1024, 1024)
+    a @ b
+    begin, count = time.perf_counter(), 0
+    while count < 2 or time.perf_counter() - begin < 0.05:
+        a @ b
+        count += 1
+    return 2.0 * 512 * 1024 * 1024 * count / (time.perf_counter() - begin)

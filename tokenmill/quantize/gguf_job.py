@@ -1,0 +1,167 @@
+"""A job whose output is a GGUF: the type of each tensor by llama.cpp's mixes, weighted by importance where asked for.
+
+`imatrix` runs calibration text through the float model and hands the mean square of each matrix's input to the ggml
+quantizers; `rtn` does without. The file is measured like any other result. Called by `tokenmill quantize`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenmill import __version__
+from tokenmill.checkpoint.base import Checkpoint
+from tokenmill.checkpoint.open import open_checkpoint
+from tokenmill.checkpoint.sources import resolve
+from tokenmill.checkpoint.tokenizer import load_chat_template, load_tokenizer
+from tokenmill.errors import UserError
+from tokenmill.hardware.machine import usable_cores
+from tokenmill.kernels.ref import rms_norm
+from tokenmill.quantize.calibrate import CalibratedBlock, HiddenStates, StatisticsCollector
+from tokenmill.quantize.calibration_text import CalibrationText, read_calibration
+from tokenmill.quantize.finish import GateRequest, measure
+from tokenmill.quantize.forecast import MIB, check_memory, peak_bytes, states_plan
+from tokenmill.quantize.ggml.export import GGUFReport, plan_gguf, quantize_gguf
+from tokenmill.quantize.source import FINAL_NORM, HEAD, SourceModel
+
+METHODS = ("rtn", "imatrix")
+_TYPE_OF_BITS = {2: "Q2_K", 3: "Q3_K_M", 4: "Q4_K_M", 5: "Q5_K_M", 6: "Q6_K", 8: "Q8_0"}
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFJob:
+    model: str
+    out: Path
+    method: str = "rtn"
+    type_name: str = ""  # empty: by `bits`
+    bits: int | None = None
+    calibration: Path | None = None
+    calibration_samples: int = 128
+    calibration_length: int = 0
+
+    @property
+    def mix(self) -> str:
+        if self.type_name:
+            return self.type_name
+        bits = 4 if self.bits is None else self.bits
+        if bits not in _TYPE_OF_BITS:
+            raise UserError(
+                f"no GGUF mix has {bits} bits", f"give --bits {', '.join(map(str, _TYPE_OF_BITS))} or --type"
+            )
+        return _TYPE_OF_BITS[bits]
+
+
+def run_gguf_job(
+    job: GGUFJob, gate: GateRequest, memory: int, on_block: Callable[[int, int, float], None]
+) -> dict[str, Any]:
+    begin = time.monotonic()
+    torch.set_num_threads(gate.threads or usable_cores())
+    if job.method not in METHODS:
+        raise UserError(f"a GGUF has quantizers of its own, {job.method} cannot fill it", "use --method rtn or imatrix")
+    if job.out.exists():
+        raise UserError(f"{job.out} exists", "give another --out, or remove it")
+    path = resolve(job.model).path
+    checkpoint = open_checkpoint(path)
+    plan = plan_gguf(checkpoint, job.mix)
+    parent = job.out.absolute().parent
+    if not parent.is_dir():
+        raise UserError(f"{parent} is not a directory", "create it, or give another --out")
+    free = shutil.disk_usage(parent).free
+    if free < plan.nbytes:
+        raise UserError(
+            f"the file needs {plan.nbytes / MIB:,.0f} MiB on the disk of {job.out}, only {free / MIB:,.0f} are free",
+            "make room, or give an --out on another disk",
+        )
+    importance = collect_importance(checkpoint, path, job, memory, on_block) if job.method == "imatrix" else None
+    partial = job.out.with_name(job.out.name + ".partial")
+    report = quantize_gguf(checkpoint, partial, job.mix, importance)
+    measured = _conclude(job, gate, partial, str(path), report)
+    worst = max(report.tensors, key=lambda tensor: tensor.relative_error)
+    return {
+        "path": str(job.out),
+        "bits_per_weight": report.bits_per_weight,
+        "bytes": report.nbytes,
+        "seconds": time.monotonic() - begin,
+        "peak_memory_bytes": peak_bytes(),
+        "fidelity": {**measured, "weight_error_worst": worst.relative_error, "weight_error_worst_layer": worst.name},
+        "format": "gguf",
+        "method": job.method,
+        "type": report.mix,
+        "layers": [asdict(tensor) for tensor in report.tensors],
+    }
+
+
+def collect_importance(
+    checkpoint: Checkpoint, path: Path, job: GGUFJob, memory: int, on_block: Callable[[int, int, float], None]
+) -> dict[str, Tensor]:
+    """Mean square of the input of every linear, by name; the head's too."""
+    length = job.calibration_length or min(512, checkpoint.description.context_length)
+    text: CalibrationText = read_calibration(
+        job.calibration, load_tokenizer(path), load_chat_template(path), job.calibration_samples, length
+    )
+    source = SourceModel(checkpoint, length)
+    batch, half = states_plan(source, job.calibration_samples, length, memory)
+    values = source.embed(text.sequences)
+    states = HiddenStates(values.half() if half else values, batch)
+    importance: dict[str, Tensor] = {}
+    started = time.monotonic()
+    for index in range(source.num_blocks):
+        found = CalibratedBlock(source, index, states).survey(("mean_square",))
+        importance |= {name: each.mean_square for name, each in found.items() if each.mean_square is not None}
+        spent = (time.monotonic() - started) / (index + 1)
+        on_block(index + 1, source.num_blocks, spent * (source.num_blocks - index - 1))
+        check_memory(memory)
+    norm, eps = source.read_edge(FINAL_NORM), source.description.norm_eps
+    collector = StatisticsCollector(source.description.hidden_size, states.num_tokens, ("mean_square",))
+    for _, rows in states.batches():
+        collector.add(rms_norm(rows, norm, eps))
+    head = collector.finish().mean_square
+    assert head is not None
+    return {**importance, HEAD: head}
+
+
+def _conclude(job: GGUFJob, gate: GateRequest, partial: Path, reference: str, report: GGUFReport) -> dict[str, Any]:
+    """Measure, write the card beside the file, and move both into place or aside."""
+    measured: dict[str, Any] = {"gate": "off"}
+    reason = words = ""
+    if gate.enabled:
+        figures, reason, words = measure(partial, gate, reference, "")
+        measured = {"gate": "refused" if reason else "passed", **figures}
+    final = job.out.with_name(job.out.name + ".rejected") if reason else job.out
+    os.replace(partial, final)
+    final.with_name(final.name + ".md").write_text(_card(job, report, measured, words), encoding="utf-8")
+    if reason:
+        final.with_name(final.name + ".reason.txt").write_text(reason + "\n", encoding="utf-8")
+        raise UserError(
+            f"the quantized model is refused: {reason}. It was kept as {final}",
+            "use a larger type or --method imatrix, or raise --max-quality-loss",
+        )
+    return measured
+
+
+def _card(job: GGUFJob, report: GGUFReport, measured: dict[str, Any], words: str) -> str:
+    lines = [
+        f"# {job.model}, {report.mix} GGUF",
+        "",
+        f"Made by tokenmill {__version__} with {job.method}; {report.bits_per_weight:.3f} bits a weight in matrices.",
+        "",
+        f"Measured against the source on {words}:"
+        if words
+        else "Not measured: the gate was switched off (`--no-gate`).",
+        "",
+        *(f"- {name.replace('_', ' ')}: {value}" for name, value in measured.items() if name != "gate"),
+        "",
+        "| Tensor | Type | Relative error |",
+        "|---|---|---|",
+        *(f"| {tensor.name} | {tensor.type_name} | {tensor.relative_error:.5f} |" for tensor in report.tensors),
+        "",
+    ]
+    return "\n".join(lines)

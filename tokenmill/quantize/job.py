@@ -1,0 +1,293 @@
+"""A quantization job from start to finish: check everything, then block by block, then assemble, measure, move into
+place.
+
+Resumable after any block; under a memory cap; refuses before any long work what cannot end well. The steps are other
+modules': this one is their order. Called by `tokenmill quantize`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tokenmill import __version__
+from tokenmill.checkpoint.base import Checkpoint
+from tokenmill.checkpoint.open import open_checkpoint
+from tokenmill.checkpoint.sources import resolve
+from tokenmill.checkpoint.tokenizer import load_chat_template, load_tokenizer
+from tokenmill.errors import UserError
+from tokenmill.hardware.machine import usable_cores
+from tokenmill.model.formats.files import FILE_FORMATS
+from tokenmill.model.formats.files.base import FileFormat
+from tokenmill.quantize.block_job import LayerReport, from_plain, quantize_block, to_plain
+from tokenmill.quantize.calibrate import CalibratedBlock, HiddenStates
+from tokenmill.quantize.calibration_text import CalibrationText, read_calibration
+from tokenmill.quantize.card import CardContent
+from tokenmill.quantize.edges import Edges
+from tokenmill.quantize.finish import GateRequest, conclude
+from tokenmill.quantize.forecast import MIB, Forecast, check_memory, forecast_job, peak_bytes
+from tokenmill.quantize.mixed_job import choose_schemes
+from tokenmill.quantize.output import assemble, directory_bytes, file_digest, weight_files
+from tokenmill.quantize.recipe import Recipe, RecipeRequest, build_recipe
+from tokenmill.quantize.source import SourceModel
+from tokenmill.quantize.workspace import Workspace
+
+DEFAULT_LENGTH = 512
+Progress = Callable[[int, int, float], None]  # blocks done, of how many, seconds still to go
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizeJob:
+    model: str
+    out: Path
+    recipe: RecipeRequest = field(default_factory=RecipeRequest)
+    format: str = ""  # a name of FILE_FORMATS; empty: the first that holds the scheme
+    dtype: str = "auto"  # of what is not quantized
+    calibration: Path | None = None
+    calibration_samples: int = 128
+    calibration_length: int = 0  # 0: 512, or the model's context where that is shorter
+    memory: int = 0
+    threads: int = 0
+    restart: bool = False
+    gate: GateRequest = field(default_factory=GateRequest)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizeReport:
+    path: str
+    bits_per_weight: float
+    bytes: int
+    seconds: float
+    peak_memory_bytes: int
+    fidelity: Mapping[str, Any]
+    format: str
+    method: str
+    forecast: Mapping[str, Any]
+    resumed_blocks: int
+    layers: list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PreparedJob:
+    """Everything checked, nothing written."""
+
+    job: QuantizeJob
+    path: Path
+    checkpoint: Checkpoint
+    source: SourceModel
+    recipe: Recipe
+    file_format: type[FileFormat]
+    dtype: torch.dtype
+    calibration: CalibrationText | None
+    forecast: Forecast
+
+    @property
+    def key(self) -> str:
+        """What decides the result; a resumed job must agree."""
+        decisive = {
+            "version": [__version__, torch.__version__],
+            "source": [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in weight_files(self.path)],
+            "recipe": self.recipe.describe(),
+            "format": self.file_format.name,
+            "dtype": str(self.dtype),
+            "calibration": self.calibration.digest if self.calibration else None,
+            "batch": [self.forecast.batch, self.forecast.half_states],
+        }
+        return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
+
+
+def prepare(job: QuantizeJob) -> PreparedJob:
+    """Refuse here what would fail later."""
+    if job.out.exists():
+        raise UserError(f"{job.out} exists", "give another --out, or remove it")
+    if not job.out.absolute().parent.is_dir():
+        raise UserError(f"{job.out.absolute().parent} is not a directory", "create it, or give another --out")
+    torch.set_num_threads(job.threads or usable_cores())
+    path = resolve(job.model).path
+    checkpoint = open_checkpoint(path)
+    length = _sequence_length(job, checkpoint.description.context_length)
+    source = SourceModel(checkpoint, length)
+    shapes = {name: source.shape(name) for name in source.layer_linears()}
+    recipe = build_recipe(job.recipe, shapes)
+    file_format = _choose_format(job.format, recipe, shapes)
+    dtype = _choose_dtype(job.dtype, checkpoint)
+    calibration = None
+    if recipe.needs_calibration:
+        template = load_chat_template(path)
+        calibration = read_calibration(job.calibration, load_tokenizer(path), template, job.calibration_samples, length)
+    size = _output_bytes(source, recipe, shapes, dtype)
+    sequences = (job.calibration_samples, length) if calibration else None
+    forecast = forecast_job(source, recipe, sequences, job.memory, size)
+    free = shutil.disk_usage(job.out.absolute().parent).free
+    if free < forecast.disk_bytes:
+        raise UserError(
+            f"the job needs {forecast.disk_bytes / MIB:,.0f} MiB on the disk of {job.out}, it has {free / MIB:,.0f}",
+            "make room, or give an --out on another disk",
+        )
+    return PreparedJob(job, path, checkpoint, source, recipe, file_format, dtype, calibration, forecast)
+
+
+def run_job(prepared: PreparedJob, on_block: Progress = lambda _done, _all, _left: None) -> QuantizeReport:
+    begin = time.monotonic()
+    job, source, recipe = prepared.job, prepared.source, prepared.recipe
+    workspace = Workspace(job.out, prepared.key, job.restart)
+    edges = Edges(source)
+    for transform in recipe.transforms:
+        transform.begin(edges)
+    if recipe.average_bits is not None and prepared.calibration is not None:
+        recipe = choose_schemes(recipe, source, prepared.calibration.sequences, prepared.file_format, workspace)
+    finished = workspace.num_finished(recipe.needs_calibration)
+    states = _initial_states(prepared, edges, workspace, finished)
+    workspace.save(workspace.edges, edges.stored(prepared.dtype))
+    edges.drop_tables()
+    on_block(finished, source.num_blocks, prepared.forecast.seconds)
+    started = time.monotonic()
+    for index in range(finished, source.num_blocks):
+        _do_block(prepared, recipe, workspace, index, states, edges.description.norm_offset)
+        spent = (time.monotonic() - started) / (index + 1 - finished)
+        on_block(index + 1, source.num_blocks, spent * (source.num_blocks - index - 1))
+        check_memory(job.memory)
+    del states
+    dtype_name = str(prepared.dtype).removeprefix("torch.")
+    digests = assemble(
+        workspace, source.num_blocks, prepared.checkpoint, edges.description, recipe, prepared.file_format, dtype_name
+    )
+    layers = [layer for index in range(source.num_blocks) for layer in from_plain(workspace.block_report(index))]
+    bits = 8.0 * sum(layer.num_bytes for layer in layers) / sum(layer.num_weights for layer in layers)
+    content = CardContent(
+        source_name=prepared.checkpoint.description.name or prepared.path.name,
+        source_digests={file.name: file_digest(file) for file in weight_files(prepared.path)},
+        recipe=recipe.describe(),
+        format_name=prepared.file_format.name,
+        dtype=dtype_name,
+        bits_per_weight=bits,
+        calibration=_calibration_words(prepared),
+        digests=digests,
+        layers=layers,
+        gate=None,
+        gate_text="",
+    )
+    held_out = prepared.calibration.held_out if prepared.calibration else ""
+    measured = conclude(workspace, job.out, content, job.gate, str(prepared.path), held_out)
+    return QuantizeReport(
+        path=str(job.out),
+        bits_per_weight=bits,
+        bytes=directory_bytes(job.out),
+        seconds=time.monotonic() - begin,
+        peak_memory_bytes=peak_bytes(),
+        fidelity={**measured, **_weight_errors(layers)},
+        format=prepared.file_format.name,
+        method=recipe.method,
+        forecast=asdict(prepared.forecast),
+        resumed_blocks=finished,
+        layers=[asdict(layer) for layer in layers],
+    )
+
+
+def _do_block(
+    prepared: PreparedJob,
+    recipe: Recipe,
+    workspace: Workspace,
+    index: int,
+    states: HiddenStates | None,
+    norm_offset: float,
+) -> None:
+    block = CalibratedBlock(prepared.source, index, states)
+    tensors, reports = quantize_block(block, recipe, prepared.file_format, prepared.dtype, norm_offset)
+    if states is not None:
+        block.advance()
+        workspace.save_states(index + 1, states.values)
+    workspace.save_block(index, tensors, to_plain(reports))
+    if states is not None:
+        workspace.drop_states(index)
+
+
+def _initial_states(prepared: PreparedJob, edges: Edges, workspace: Workspace, finished: int) -> HiddenStates | None:
+    """Hidden states at the first block still to do."""
+    if prepared.calibration is None:
+        return None
+    if finished:
+        values = workspace.load_states(finished)
+    else:
+        values = edges.embed(prepared.calibration.sequences)
+        if prepared.forecast.half_states:
+            values = values.half()
+    return HiddenStates(values, prepared.forecast.batch)
+
+
+def _sequence_length(job: QuantizeJob, context: int) -> int:
+    if job.calibration_length > context:
+        raise UserError(
+            f"--calibration-length {job.calibration_length} is more than the {context} tokens of the model's context",
+            f"give at most {context}",
+        )
+    return job.calibration_length or min(DEFAULT_LENGTH, context)
+
+
+def _choose_format(name: str, recipe: Recipe, shapes: Mapping[str, tuple[int, int]]) -> type[FileFormat]:
+    quantized = {each: shapes[each] for each in recipe.scheme_of}
+    if name:
+        chosen: type[FileFormat] = FILE_FORMATS.get(name)
+        chosen.check(recipe.scheme_of, quantized)
+        return chosen
+    reasons = []
+    for candidate in FILE_FORMATS:
+        file_format: type[FileFormat] = FILE_FORMATS.get(candidate)
+        try:
+            file_format.check(recipe.scheme_of, quantized)
+            return file_format
+        except UserError as error:
+            reasons.append(str(error))
+    raise UserError(f"no format holds what {recipe.method} makes: {reasons[0]}", "choose another scheme")
+
+
+def _choose_dtype(name: str, checkpoint: Checkpoint) -> torch.dtype:
+    """As asked; else bfloat16 where the source is, or needs its range (Gemma), and float16 elsewhere."""
+    known = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+    if name != "auto":
+        if name not in known:
+            raise UserError(f"--dtype {name} is not known", f"give auto, {', '.join(known)}")
+        return known[name]
+    stored = checkpoint.tensor("model.norm.weight").type_name
+    wide = stored == "BF16" or checkpoint.description.architecture.startswith("gemma")
+    return torch.bfloat16 if wide else torch.float16
+
+
+def _output_bytes(
+    source: SourceModel, recipe: Recipe, shapes: Mapping[str, tuple[int, int]], dtype: torch.dtype
+) -> int:
+    d = source.description
+    tied = d.tie_embeddings and not recipe.transforms  # a transform may make the two differ
+    edges = d.vocab_size * d.hidden_size * (1 if tied else 2)
+    total = edges * dtype.itemsize
+    for name, (out, width) in shapes.items():
+        scheme = recipe.scheme_of.get(name)
+        total += int(out * width * (scheme.bits_per_weight / 8 if scheme else dtype.itemsize))
+    return total
+
+
+def _calibration_words(prepared: PreparedJob) -> str:
+    if prepared.calibration is None:
+        return "none (data-free)"
+    samples, length = prepared.calibration.sequences.shape
+    return f"{samples} sequences of {length} tokens of {prepared.calibration.origin}" + (
+        ", hidden states kept as float16" if prepared.forecast.half_states else ""
+    )
+
+
+def _weight_errors(layers: list[LayerReport]) -> dict[str, Any]:
+    worst = max(layers, key=lambda layer: layer.relative_error)
+    mean = sum(layer.relative_error for layer in layers) / len(layers)
+    return {
+        "weight_error_mean": mean,
+        "weight_error_worst": worst.relative_error,
+        "weight_error_worst_layer": worst.name,
+    }

@@ -1,0 +1,238 @@
+"""AutoRound: learns for each weight whether to round up or down, and for each group how far to clip, by signed gradient
+descent on the error of the block's output.
+
+Rounding passes gradients straight through. Each step rounds the weights once, runs a few sequences through the block
+and moves every parameter by the same small amount against the sign of its gradient; the best step is kept. Objective
+"layer" descends on each linear's own output error instead, from the Hessian alone: cheaper, blind to what follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tokenmill.errors import UserError, unknown_name
+from tokenmill.model.formats.quantized import QuantizedMatrix, Scheme
+from tokenmill.quantize.base import BlockView, Solver
+from tokenmill.quantize.methods.rtn import SMALLEST_SCALE, check_integer_scheme
+
+OBJECTIVES = ("block", "layer")
+_LEAST_RANGE = 0.5  # ranges shrink to no less than this share
+
+
+class LearnedRounding:
+    """One matrix and its parameters: an offset in [-0.5, 0.5] per weight, and the share of the range kept per group.
+
+    Everything is kept as [out, groups, group]. Gradients are written out instead of traced: a step is then a few passes
+    over the weights, which matters where there are few cores.
+    """
+
+    def __init__(self, weight: Tensor, scheme: Scheme, learns_range: bool) -> None:
+        self.shape, self.scheme, self.learns_range = weight.shape, scheme, learns_range
+        self.weight = weight.reshape(weight.shape[0], -1, scheme.group_size or weight.shape[1])
+        self.low = self.weight.amin(-1, keepdim=True).clamp(max=0.0)
+        self.high = self.weight.amax(-1, keepdim=True).clamp(min=0.0)
+        self.offset = torch.zeros_like(self.weight)
+        self.low_share, self.high_share = torch.ones_like(self.low), torch.ones_like(self.high)
+        self.codes, self.scales, self.zeros, self.inside = self._round()
+        self.best = self._copies()
+
+    def dequantize(self) -> Tensor:
+        """The weights [out, in] as the present parameters round them."""
+        self.codes, self.scales, self.zeros, self.inside = self._round()
+        return ((self.codes - self.zeros) * self.scales).view(self.shape)
+
+    def step(self, slopes: Tensor, rate: float) -> None:
+        """Move against the sign of the gradients, given the loss's gradient by what `dequantize` returned."""
+        slopes = slopes.reshape(self.weight.shape)
+        by_low, by_high = self._range_gradients(slopes) if self.learns_range else (None, None)
+        self.offset.sub_((slopes * self.inside).sign_(), alpha=rate).clamp_(-0.5, 0.5)
+        if by_low is not None and by_high is not None:
+            self.low_share.sub_(by_low.sign(), alpha=rate).clamp_(_LEAST_RANGE, 1.0)
+            self.high_share.sub_(by_high.sign(), alpha=rate).clamp_(_LEAST_RANGE, 1.0)
+
+    def keep(self) -> None:
+        """Remember the present parameters as the best so far."""
+        self.best = self._copies()
+
+    def finish(self) -> QuantizedMatrix:
+        """The matrix of the best parameters."""
+        self.offset, self.low_share, self.high_share = self.best
+        codes, scales, zeros, _ = self._round()
+        return QuantizedMatrix(
+            self.scheme,
+            codes.to(torch.uint8).view(self.shape),
+            scales.squeeze(-1),
+            None if self.scheme.symmetric else zeros.squeeze(-1),
+        )
+
+    def _round(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(codes, scales, zeros, which codes were not clamped)."""
+        scales, zeros = self._grid()
+        codes = (self.weight / scales).add_(zeros).add_(self.offset).round_()
+        levels = 2**self.scheme.bits - 1
+        inside = (codes >= 0) & (codes <= levels)
+        return codes.clamp_(0, levels), scales, zeros, inside
+
+    def _grid(self) -> tuple[Tensor, Tensor]:
+        """(scales, zeros) [out, groups, 1]: those of round-to-nearest while the shares are 1."""
+        levels = 2.0**self.scheme.bits - 1
+        low, high = self.low * self.low_share, self.high * self.high_share
+        span = torch.maximum(-low, high) * 2 if self.scheme.symmetric else high - low
+        scales = (span / levels).clamp(SMALLEST_SCALE, 65504.0).half().float()
+        if self.scheme.symmetric:
+            return scales, torch.full_like(scales, 2.0 ** (self.scheme.bits - 1))
+        return scales, (-low / scales).round_().clamp_(0, levels)
+
+    def _range_gradients(self, slopes: Tensor) -> tuple[Tensor, Tensor]:
+        """Of the shares of low and high, roundings passed straight through.
+
+        value = scale * (code - zero), code = weight / scale + zero + offset: by the scale it is code - zero, less
+        weight / scale where not clamped; by the zero it is nothing, or -scale where clamped.
+        """
+        levels = 2.0**self.scheme.bits - 1
+        moved = (self.codes - self.zeros).sub_((self.weight / self.scales).mul_(self.inside))
+        by_scale = (slopes * moved).sum(-1, keepdim=True)
+        if self.scheme.symmetric:
+            low, high = -self.low * self.low_share, self.high * self.high_share
+            factor = 2.0 / levels
+            return by_scale * (low > high) * -self.low * factor, by_scale * (high >= low) * self.high * factor
+        by_zero = -(slopes * ~self.inside).sum(-1, keepdim=True) * self.scales
+        by_scale = by_scale + by_zero * self.low * self.low_share / self.scales.square()  # zero = -low / scale
+        by_low = by_scale * -self.low / levels - by_zero * self.low / self.scales
+        return by_low, by_scale * self.high / levels
+
+    def _copies(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.offset.clone(), self.low_share.clone(), self.high_share.clone()
+
+
+Gradients = Callable[[int, Mapping[str, Tensor]], tuple[float, Mapping[str, Tensor]]]
+
+
+def descend(roundings: Mapping[str, LearnedRounding], gradients: Gradients, iterations: int, rate: float) -> None:
+    """Signed descent, the rate falling linearly to zero. `gradients(iteration, weights)` gives the loss, comparable
+    between iterations, and its gradient by each weight."""
+    least = float("inf")
+    for iteration in range(iterations):
+        loss, slopes = gradients(iteration, {name: rounding.dequantize() for name, rounding in roundings.items()})
+        if loss < least:
+            least = loss
+            for rounding in roundings.values():
+                rounding.keep()
+        for name, rounding in roundings.items():
+            rounding.step(slopes[name], rate * (1 - iteration / iterations))
+
+
+class BlockObjective:
+    """Mean squared change of the block's output on a batch of sequences, as a share of what plain rounding does to the
+    same sequences: so losses of different batches can be compared."""
+
+    def __init__(self, block: BlockView, plain: Mapping[str, Tensor], sequences: Sequence[Tensor], batch: int) -> None:
+        self._block, self._sequences = block, sequences
+        self._batch = min(batch, len(sequences))
+        self._generator = torch.Generator().manual_seed(block.index)
+        with torch.no_grad():
+            self._targets = [block.forward(sequence, {}) for sequence in sequences]
+            self._plain = [
+                float((block.forward(sequence, plain) - target).square().sum().clamp(min=1e-30))
+                for sequence, target in zip(sequences, self._targets, strict=True)
+            ]
+
+    def __call__(self, iteration: int, weights: Mapping[str, Tensor]) -> tuple[float, Mapping[str, Tensor]]:
+        del iteration
+        chosen = torch.randperm(len(self._sequences), generator=self._generator)[: self._batch].tolist()
+        leaves = {name: weight.requires_grad_() for name, weight in weights.items()}
+        scale = 1.0 / sum(self._plain[index] for index in chosen)
+        total = 0.0
+        for index in chosen:
+            output = self._block.forward(self._sequences[index], leaves)
+            loss = (output - self._targets[index]).square().sum() * scale
+            loss.backward()
+            total += float(loss.detach())
+        return total, {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+
+
+def layer_gradients(float_weights: Mapping[str, Tensor], hessian: Tensor) -> Gradients:
+    """The output error tr(D H D^T) of linears that share one input, and its gradient 2 D H."""
+
+    def gradients(_iteration: int, weights: Mapping[str, Tensor]) -> tuple[float, Mapping[str, Tensor]]:
+        total, slopes = 0.0, {}
+        for name, weight in weights.items():
+            delta = weight - float_weights[name]
+            slopes[name] = delta @ hessian
+            total += float((slopes[name] * delta).sum())
+        return total, slopes
+
+    return gradients
+
+
+class AutoRound(Solver):
+    name = "autoround"
+    needs_calibration = True
+
+    @dataclass(frozen=True, slots=True)
+    class Options:
+        iterations: int = 200
+        rate: float = 0.0  # of the first step; 0: 1 / iterations
+        objective: str = "block"  # or "layer"
+        sequences: int = 8  # run through the block in each step
+        pool: int = 64  # calibration sequences that steps draw from, evenly spaced
+        tokens: int = 512  # the first of each sequence are used
+        learn_range: bool = True
+
+    def check(self, name: str, shape: tuple[int, int], scheme: Scheme) -> None:
+        check_integer_scheme(self.name, name, shape, scheme)
+        o = self.options
+        if o.objective not in OBJECTIVES:
+            raise unknown_name("objective of autoround", o.objective, OBJECTIVES)
+        if min(o.iterations, o.sequences, o.pool, o.tokens) < 1 or o.rate < 0:
+            raise UserError("autoround: an option is below its least value", "give counts from 1 and a rate from 0")
+
+    def memory_bytes(self, shape: tuple[int, int]) -> int:
+        """Parameters, their best, codes and gradients of a matrix; those of the whole block are learned at once."""
+        return 4 * 10 * shape[0] * shape[1] * (3 if self.options.objective == "block" else 1) + 4 * shape[1] ** 2
+
+    def solve(self, block: BlockView, scheme_of: Mapping[str, Scheme]) -> dict[str, QuantizedMatrix]:
+        matrices = (self._solve_block if self.options.objective == "block" else self._solve_layers)(block, scheme_of)
+        for name, matrix in matrices.items():
+            block.replace(name, matrix.dequantize())
+        return matrices
+
+    def _solve_block(self, block: BlockView, scheme_of: Mapping[str, Scheme]) -> dict[str, QuantizedMatrix]:
+        roundings = self._roundings(block, list(scheme_of), scheme_of)
+        plain = {name: rounding.dequantize() for name, rounding in roundings.items()}
+        objective = BlockObjective(block, plain, self._sequences(block), self.options.sequences)
+        self._descend(roundings, objective)
+        return {name: rounding.finish() for name, rounding in roundings.items()}
+
+    def _solve_layers(self, block: BlockView, scheme_of: Mapping[str, Scheme]) -> dict[str, QuantizedMatrix]:
+        matrices: dict[str, QuantizedMatrix] = {}
+        for group in block.groups:
+            names = [name for name in group.names if name in scheme_of]
+            if not names:
+                continue
+            hessian = block.statistics(group, ("hessian",)).hessian
+            assert hessian is not None
+            roundings = self._roundings(block, names, scheme_of)
+            self._descend(roundings, layer_gradients({name: block.weight(name) for name in names}, hessian))
+            for name, rounding in roundings.items():
+                matrices[name] = rounding.finish()
+                block.replace(name, matrices[name].dequantize())
+        return matrices
+
+    def _roundings(
+        self, block: BlockView, names: Sequence[str], scheme_of: Mapping[str, Scheme]
+    ) -> dict[str, LearnedRounding]:
+        learns_range = self.options.learn_range
+        return {name: LearnedRounding(block.weight(name), scheme_of[name], learns_range) for name in names}
+
+    def _descend(self, roundings: Mapping[str, LearnedRounding], gradients: Gradients) -> None:
+        descend(roundings, gradients, self.options.iterations, self.options.rate or 1 / self.options.iterations)
+
+    def _sequences(self, block: BlockView) -> list[Tensor]:
+        inputs = block.inputs()
+        count = min(self.options.pool, len(inputs))
+        return [inputs[index * len(inputs) // count][: self.options.tokens] for index in range(count)]

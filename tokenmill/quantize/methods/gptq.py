@@ -1,0 +1,249 @@
+"""GPTQ: columns are rounded one after the other, and each one's error is pushed onto the columns not yet rounded, as
+far as the inputs' correlations let them make up for it.
+
+The arithmetic is a recursion over column ranges: solve the left half, update the right half by one matrix product,
+solve the right half. So nearly all work is matrix products, whatever the block size. Matrices that read one input are
+stacked and share one factorization.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tokenmill.errors import UserError, unknown_name
+from tokenmill.log import get_logger
+from tokenmill.model.formats.quantized import QuantizedMatrix, Scheme
+from tokenmill.quantize.base import BlockView, Solver
+from tokenmill.quantize.methods.rtn import check_integer_scheme, choose_grid, round_to_nearest
+
+_log = get_logger(__name__)
+_LEAF = 16  # columns solved one by one
+_INVERT_LEAF = 64
+ORDERS = ("none", "static", "gar")
+
+
+def factor_hessian(hessian: Tensor, damping: float, order: Tensor | None = None) -> tuple[Tensor, float]:
+    """(U, damping used): upper U with U^T U = (H + damping * mean(diag H) * I)^-1, columns taken in `order`.
+
+    Instead of inverting H and factoring the inverse: a Cholesky of H from its last column up, H = M M^T with M upper,
+    then U = M^-1. Inputs that were always zero count as independent. Damping grows until the factorization succeeds.
+    """
+    backwards = torch.arange(hessian.shape[0]) if order is None else order
+    backwards = backwards.flip(0)
+    damped = hessian[backwards][:, backwards]
+    diagonal = damped.diagonal()
+    diagonal[diagonal == 0] = 1.0
+    mean, added = float(diagonal.mean()), 0.0
+    while True:
+        diagonal.add_((damping - added) * mean)
+        lower, failed = torch.linalg.cholesky_ex(damped)
+        if not int(failed) and bool(torch.isfinite(lower[-1, -1])):
+            break
+        added, damping = damping, max(damping + 0.01, damping * 2)
+        if damping >= 1.0:
+            raise UserError(
+                "the calibration statistics cannot be factored", "give more or other calibration text, or use rtn"
+            )
+    del damped, diagonal
+    factor = lower.flip(0, 1)
+    del lower
+    invert_upper_(factor)
+    return factor, damping
+
+
+def invert_upper_(matrix: Tensor) -> None:
+    """Invert an upper triangular matrix in place, by halves: [[A, B], [0, C]]^-1 = [[A', -A'BC'], [0, C']]."""
+    size = matrix.shape[0]
+    if size <= _INVERT_LEAF:
+        identity = torch.eye(size, dtype=matrix.dtype, device=matrix.device)
+        matrix.copy_(torch.linalg.solve_triangular(matrix, identity, upper=True))
+        return
+    half = size // 2
+    left, right, corner = matrix[:half, :half], matrix[half:, half:], matrix[:half, half:]
+    invert_upper_(left)
+    invert_upper_(right)
+    corner.copy_((left @ corner @ right).neg_())
+
+
+class _Columns:
+    """The state of one solve, transposed so that a column of W is contiguous: `weight` and `codes` are [in, out]."""
+
+    def __init__(self, weight: Tensor, factor: Tensor, scheme: Scheme, norm: float) -> None:
+        self.weight, self.factor, self.scheme, self.norm = weight, factor, scheme, norm
+        self.codes = torch.empty(weight.shape, dtype=torch.uint8)
+        self.errors = torch.empty_like(weight)
+        self.group = scheme.group_size or weight.shape[0]
+        num_groups = weight.shape[0] // self.group
+        self.scales = torch.empty(num_groups, weight.shape[1])
+        self.zeros = None if scheme.symmetric else torch.empty_like(self.scales)
+        self.group_of: list[int] | None = None  # static: group of each column, grids fixed beforehand
+
+    def solve(self, begin: int, end: int) -> None:
+        """Round columns [begin, end); all updates from the columns before `begin` have been applied to them."""
+        if self.group_of is None and end - begin == self.group and begin % self.group == 0:
+            self._choose(begin // self.group)
+        if end - begin <= _LEAF:
+            self._solve_leaf(begin, end)
+            return
+        middle = self._split(begin, end)
+        self.solve(begin, middle)
+        # W[right] -= U[left, right]^T @ E[left]
+        self.weight[middle:end].addmm_(self.factor[begin:middle, middle:end].T, self.errors[begin:middle], alpha=-1)
+        self.solve(middle, end)
+
+    def _split(self, begin: int, end: int) -> int:
+        """The middle, at a group's edge as long as there is more than one group."""
+        unit = self.group if end - begin > self.group else _LEAF if end - begin > 2 * _LEAF else 1
+        return begin + max(unit, (end - begin) // 2 // unit * unit)
+
+    def _choose(self, group: int) -> None:
+        rows = self.weight[group * self.group : (group + 1) * self.group].T
+        scales, zeros = choose_grid(rows, self._whole_row(), self.norm)
+        self.scales[group] = scales[:, 0]
+        if self.zeros is not None and zeros is not None:
+            self.zeros[group] = zeros[:, 0]
+
+    def _whole_row(self) -> Scheme:
+        return Scheme("int", self.scheme.bits, 0, symmetric=self.scheme.symmetric)
+
+    def _solve_leaf(self, begin: int, end: int) -> None:
+        top = 2**self.scheme.bits - 1
+        middle: float | Tensor = 2.0 ** (self.scheme.bits - 1)
+        for column in range(begin, end):
+            group = self.group_of[column] if self.group_of is not None else column // self.group
+            scale = self.scales[group]
+            if self.zeros is not None:
+                middle = self.zeros[group]
+            value = self.weight[column]
+            code = (value / scale).add_(middle).round_().clamp_(0, top)
+            self.codes[column] = code
+            error = self.errors[column]
+            torch.sub(value, code.sub_(middle).mul_(scale), out=error)
+            error.div_(self.factor[column, column])
+            if column + 1 < end:
+                self.weight[column + 1 : end].addr_(self.factor[column, column + 1 : end], error, alpha=-1)
+
+
+def column_order(diagonal: Tensor, group_size: int, order: str) -> Tensor | None:
+    """The order in which columns are rounded: those with the largest inputs first, while the rest can still make up.
+
+    "static": freely, grids are fixed before. "gar": whole groups by their largest, and inside each group, so that
+    groups stay together and their grids can follow the updated weights.
+    """
+    if order == "none" or (order == "gar" and not group_size):
+        return None if order == "none" else torch.argsort(diagonal, descending=True, stable=True)
+    if order == "static":
+        return torch.argsort(diagonal, descending=True, stable=True)
+    groups = diagonal.view(-1, group_size)
+    inside = torch.argsort(groups, dim=1, descending=True, stable=True)
+    outside = torch.argsort(groups.amax(1), descending=True, stable=True)
+    return (inside + torch.arange(groups.shape[0]).unsqueeze(1) * group_size)[outside].reshape(-1)
+
+
+def gptq(
+    weight: Tensor, factor: Tensor, scheme: Scheme, order: Tensor | None = None, static: bool = False, norm: float = 0.0
+) -> QuantizedMatrix:
+    """`weight` [out, in] on `scheme`'s grid; `factor` is of the Hessian in the same column order as `order` says."""
+    columns = weight.T[order] if order is not None else weight.T
+    state = _Columns(columns.contiguous().clone() if order is None else columns, factor, scheme, norm)
+    if static:
+        scales, zeros = choose_grid(weight, scheme, norm)
+        state.scales, state.zeros = scales.T.contiguous(), None if zeros is None else zeros.T.contiguous()
+        places = order if order is not None else torch.arange(weight.shape[1])
+        state.group_of = (places // state.group).tolist()
+    state.solve(0, weight.shape[1])
+    codes, scales_of_groups, zeros_of_groups = state.codes, state.scales, state.zeros
+    if order is not None:
+        restored = torch.empty_like(codes)
+        restored[order] = codes
+        codes = restored
+        if not static:  # groups were moved as wholes
+            moved = order[:: state.group] // state.group
+            scales_of_groups = _scattered(scales_of_groups, moved)
+            zeros_of_groups = None if zeros_of_groups is None else _scattered(zeros_of_groups, moved)
+    zeros = None if zeros_of_groups is None else zeros_of_groups.T.contiguous()
+    return QuantizedMatrix(scheme, codes.T.contiguous(), scales_of_groups.T.contiguous(), zeros)
+
+
+def _scattered(rows: Tensor, places: Tensor) -> Tensor:
+    result = torch.empty_like(rows)
+    result[places] = rows
+    return result
+
+
+class Gptq(Solver):
+    name = "gptq"
+    needs_calibration = True
+
+    @dataclass(frozen=True, slots=True)
+    class Options:
+        damping: float = 0.01  # share of the mean diagonal; grows by itself where the factorization fails
+        order: str = "gar"  # "none", "static" or "gar": see column_order
+        mse: bool = False  # grids of least error instead of min and max
+        norm: float = 2.4
+        least_tokens: float = 0.005  # share of calibration tokens that must reach a matrix, else it is rounded plainly
+
+    def check(self, name: str, shape: tuple[int, int], scheme: Scheme) -> None:
+        check_integer_scheme(self.name, name, shape, scheme)
+        if self.options.order not in ORDERS:
+            raise unknown_name("order of gptq", self.options.order, ORDERS)
+
+    def memory_bytes(self, shape: tuple[int, int]) -> int:
+        """Three matrices like the Hessian while it is factored; weight, errors and a copy while columns are solved."""
+        out_features, in_features = shape
+        return 4 * in_features * max(3 * in_features, 2 * in_features + 4 * out_features)
+
+    def solve(self, block: BlockView, scheme_of: Mapping[str, Scheme]) -> dict[str, QuantizedMatrix]:
+        total = sum(len(sequence) for sequence in block.inputs())
+        matrices: dict[str, QuantizedMatrix] = {}
+        for group in block.groups:
+            names = [name for name in group.names if name in scheme_of]
+            if not names:
+                continue
+            statistics = block.statistics(group, ("hessian",))
+            assert statistics.hessian is not None
+            if statistics.num_tokens < self.options.least_tokens * total:
+                _log.warning("%s saw %d of %d tokens: rounded plainly", names[0], statistics.num_tokens, total)
+                solved = {name: round_to_nearest(block.weight(name), scheme_of[name]) for name in names}
+            else:
+                solved = self._solve_group({name: block.weight(name) for name in names}, statistics.hessian, scheme_of)
+            del statistics
+            for name, matrix in solved.items():
+                block.replace(name, matrix.dequantize())
+            matrices |= solved
+        return matrices
+
+    def _solve_group(
+        self, weights: dict[str, Tensor], hessian: Tensor, scheme_of: Mapping[str, Scheme]
+    ) -> dict[str, QuantizedMatrix]:
+        """Stack what shares a scheme; factor once for each order of columns, which is once where schemes are alike."""
+        static = self.options.order == "static"
+        by_scheme: dict[Scheme, list[str]] = {}
+        for name in weights:
+            by_scheme.setdefault(scheme_of[name], []).append(name)
+        dead = hessian.diagonal() == 0
+        solved: dict[str, QuantizedMatrix] = {}
+        for scheme, names in by_scheme.items():
+            order = column_order(hessian.diagonal(), scheme.group_size, self.options.order)
+            factor, damping = factor_hessian(hessian, self.options.damping, order)
+            if damping > self.options.damping:
+                _log.info("%s: damping raised to %.2f", names[0], damping)
+            stacked = torch.cat([weights[name] for name in names])
+            stacked[:, dead] = 0.0
+            matrix = gptq(stacked, factor, scheme, order, static, self.options.norm if self.options.mse else 0.0)
+            solved |= _unstacked(matrix, {name: weights[name].shape[0] for name in names})
+        return solved
+
+
+def _unstacked(matrix: QuantizedMatrix, rows_of: Mapping[str, int]) -> dict[str, QuantizedMatrix]:
+    parts, begin = {}, 0
+    for name, rows in rows_of.items():
+        cut = slice(begin, begin + rows)
+        zeros = None if matrix.zeros is None else matrix.zeros[cut]
+        parts[name] = QuantizedMatrix(matrix.scheme, matrix.codes[cut], matrix.scales[cut], zeros)
+        begin += rows
+    return parts

@@ -1,0 +1,101 @@
+"""Rotations fused into the weights: a random Hadamard turns the residual stream (R1) and each value head (R2), so that
+no channel stands out and rounding errs less. The model computes the same function; nothing is left to do at run time.
+
+R1 needs norms without weights, so these are folded into the linears behind them, and the embedding is untied from the
+head. Matrices are random, not learned. A solver rounds afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tokenmill.errors import UserError
+from tokenmill.kernels.hadamard import signed_hadamard
+from tokenmill.model.architectures import ARCHITECTURES
+from tokenmill.model.architectures.decoder import Block
+from tokenmill.model.formats.quantized import Scheme
+from tokenmill.quantize.base import BlockView, LinearGroup, ModelView, Transform
+
+_ROWS = 4096  # rotated at once in float64
+
+
+class Rotation(Transform):
+    name = "rotation"
+
+    @dataclass(frozen=True, slots=True)
+    class Options:
+        residual: bool = True  # R1
+        heads: bool = True  # R2
+        seed: int = 0
+
+    def begin(self, model: ModelView) -> None:
+        if not self.options.residual:
+            return
+        refuse_normed_updates(model.description.architecture)
+        head = model.weight("lm_head") * model.weight("model.norm")
+        embedding = model.weight("model.embed_tokens")
+        model.replace("lm_head", rotate_inputs(head, self.options.seed))
+        model.replace("model.embed_tokens", rotate_inputs(embedding, self.options.seed))
+        model.replace("model.norm", torch.ones_like(model.weight("model.norm")))
+
+    def apply(self, block: BlockView, scheme_of: Mapping[str, Scheme]) -> None:
+        del scheme_of  # linears that stay as they are live in the same residual stream
+        for group in block.groups:
+            if self.options.residual:
+                self._rotate_residual(block, group)
+            if self.options.heads and group.source is not None and group.source.endswith("v_proj"):
+                _rotate_heads(block, group, self.options.seed + 1 + block.index)
+
+    def _rotate_residual(self, block: BlockView, group: LinearGroup) -> None:
+        """Linears behind a norm read the residual stream; all others of a block write to it."""
+        seed = self.options.seed
+        if group.source_is_norm:
+            assert group.source is not None
+            norm = block.weight(group.source)
+            for name in group.names:
+                block.replace(name, rotate_inputs(block.weight(name) * norm, seed))
+            block.replace(group.source, torch.ones_like(norm))
+            return
+        for name in group.names:
+            block.replace(name, rotate_outputs(block.weight(name), seed))
+            bias = block.bias(name)
+            if bias is not None:
+                block.replace_bias(name, rotate_inputs(bias.unsqueeze(0), seed)[0])
+
+
+def refuse_normed_updates(architecture: str) -> None:
+    """A block that norms what it adds to the residual stream weighs its channels there: no rotation passes that."""
+    if ARCHITECTURES.get(architecture).block_class.__call__ is not Block.__call__:
+        raise UserError(
+            f"{architecture} scales each channel of what its blocks add to the residual stream: that cannot be rotated",
+            "rotate only the value heads: --option rotation.residual=false",
+        )
+
+
+def rotate_inputs(weight: Tensor, seed: int) -> Tensor:
+    """W R^T for a linear [out, in] whose input x becomes R x; also the rows of an embedding."""
+    return torch.cat([signed_hadamard(rows.double(), seed).float() for rows in weight.split(_ROWS)])
+
+
+def rotate_outputs(weight: Tensor, seed: int) -> Tensor:
+    """R W for a linear whose output y becomes R y."""
+    return rotate_inputs(weight.T, seed).T.contiguous()
+
+
+def _rotate_heads(block: BlockView, group: LinearGroup, seed: int) -> None:
+    """One rotation for every value head, so that query heads that share one stay right."""
+    assert group.source is not None
+    value, size = block.weight(group.source), block.head_dim
+    turned = rotate_inputs(value.view(-1, size, value.shape[1]).transpose(1, 2).reshape(-1, size), seed)
+    turned = turned.view(-1, value.shape[1], size).transpose(1, 2).reshape(value.shape)
+    block.replace(group.source, turned)
+    bias = block.bias(group.source)
+    if bias is not None:
+        block.replace_bias(group.source, rotate_inputs(bias.view(-1, size), seed).view(-1))
+    for name in group.names:
+        output = block.weight(name)
+        block.replace(name, rotate_inputs(output.reshape(-1, size), seed).view(output.shape))

@@ -1,0 +1,73 @@
+"""The finished directory: shards, config.json with its quantization_config, tokenizer, generation settings.
+
+Put together inside the job's workspace and moved into place by one rename, so that the output is there whole or not at
+all. Used by the job; the model card is card.py's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenmill.checkpoint.base import Checkpoint
+from tokenmill.checkpoint.description import ModelDescription
+from tokenmill.checkpoint.hf_export import export_config, export_tokenizer, generation_config
+from tokenmill.model.formats.files.base import FileFormat
+from tokenmill.quantize.recipe import Recipe
+from tokenmill.quantize.shards import join_files
+from tokenmill.quantize.source import HEAD
+from tokenmill.quantize.workspace import Workspace, full_disk_explained
+
+CARD, REASON = "README.md", "reason.txt"
+_CHUNK = 8 << 20
+
+
+def assemble(
+    workspace: Workspace,
+    num_blocks: int,
+    checkpoint: Checkpoint,
+    description: ModelDescription,
+    recipe: Recipe,
+    file_format: type[FileFormat],
+    dtype: str,
+) -> dict[str, str]:
+    """Every file but the card, in `workspace.result`; the SHA-256 of each file with weights."""
+    directory = workspace.result
+    with full_disk_explained(workspace.path):
+        directory.mkdir(exist_ok=True)
+        digests = join_files([workspace.edges, *map(workspace.block, range(num_blocks))], directory)
+        config = export_config(description, dtype)
+        config["quantization_config"] = file_format.quantization_config(recipe.scheme_of, [HEAD, *recipe.ignored])
+        _write_json(directory / "config.json", config)
+        _write_json(directory / "generation_config.json", generation_config(description))
+        export_tokenizer(checkpoint, directory)
+    return digests
+
+
+def move_into_place(workspace: Workspace, out: Path) -> None:
+    os.rename(workspace.result, out)
+    workspace.remove()
+
+
+def directory_bytes(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.iterdir() if file.is_file())
+
+
+def weight_files(path: Path) -> Sequence[Path]:
+    """The files that hold the weights of a checkpoint."""
+    return [path] if path.is_file() else sorted(path.glob("*.safetensors")) or sorted(path.glob("*.gguf"))
+
+
+def file_digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while data := file.read(_CHUNK):
+            digest.update(data)
+    return digest.hexdigest()
+
+
+def _write_json(path: Path, content: dict[str, object]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,150 @@
+"""The model a job reads: its blocks one at a time as float32 tensors in Hugging Face's layout, whatever the file holds.
+
+Rotary pairs are halves and norm vectors are as they multiply, so methods meet one convention. Builds the architecture
+over the mapped checkpoint without loading it; a block's pages are given back once it has been read. Used by the job and
+the calibration; knows nothing of methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from tokenmill.checkpoint.base import Checkpoint
+from tokenmill.checkpoint.hf_export import exported_description, to_hf_layout
+from tokenmill.errors import UserError
+from tokenmill.model.architectures import ARCHITECTURES
+from tokenmill.model.architectures.decoder import Block, Decoder
+from tokenmill.model.formats.base import LinearWeight
+from tokenmill.model.reader import WeightReader
+from tokenmill.quantize.base import LinearGroup
+
+EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens", "model.norm", "lm_head"
+_TILE_ROWS = 4096
+
+
+class _NamingReader(WeightReader):
+    """Remembers which vector has which name: blocks hand vectors to Ops without it."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        super().__init__(checkpoint)
+        self.vectors: dict[str, Tensor] = {}
+
+    def vector(self, name: str, size: int, offset: float = 0.0) -> Tensor:
+        self.vectors[name] = super().vector(name, size, offset)
+        return self.vectors[name]
+
+
+class SourceModel:
+    def __init__(self, checkpoint: Checkpoint, num_positions: int) -> None:
+        """`num_positions`: the length of calibration sequences."""
+        self.checkpoint = checkpoint
+        self.description = exported_description(checkpoint)
+        reader = _NamingReader(checkpoint)
+        # Norms are read by the source's own offset; rotary tables are those of the layout that blocks are turned into.
+        described = replace(checkpoint.description, rope_interleaved=False)
+        architecture = ARCHITECTURES.get(described.architecture)
+        self.decoder: Decoder = architecture(reader, described, num_positions)
+        reader.finish()
+        self._reader = reader
+        self.names = {id(weight): prefix for prefix, weight in reader.weights.items()}
+        self.names |= {id(vector): name.removesuffix(".weight") for name, vector in reader.vectors.items()}
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.decoder.blocks)
+
+    def block(self, index: int) -> Block:
+        return self.decoder.blocks[index]
+
+    def linear_names(self, index: int) -> list[str]:
+        """In the order of the forward pass."""
+        prefix = f"model.layers.{index}."
+        return [name for name in self._reader.weights if name.startswith(prefix)]
+
+    def shape(self, name: str) -> tuple[int, int]:
+        weight = self._reader.weights[name]
+        return weight.out_features, weight.in_features
+
+    def stored_type(self, name: str) -> str:
+        return self._reader.weights[name].type_name
+
+    def read(self, name: str) -> Tensor:
+        """A linear or the embedding as float32 [out, in]; its mapped pages are given back."""
+        weight = self._reader.weights[name]
+        values = weight.dequantize(0, weight.out_features).clone()
+        for part in self._reader.tensor_names[name]:
+            self.checkpoint.release(part)
+        return to_hf_layout(f"{name}.weight", values, self.checkpoint.description).contiguous()
+
+    def read_block(self, index: int) -> dict[str, Tensor]:
+        """Every tensor of a block: NAME of a linear or norm, NAME.bias of a bias."""
+        prefix = f"model.layers.{index}."
+        tensors = {name: self.read(name) for name in self.linear_names(index)}
+        for name, vector in self._reader.vectors.items():
+            if name.startswith(prefix):
+                # A bias keeps its ending; of norms the name is the prefix. Norms stay as they multiply.
+                turned = to_hf_layout(name, vector, self.checkpoint.description) if name.endswith(".bias") else vector
+                tensors[name.removesuffix(".weight")] = turned.clone()
+        return tensors
+
+    def read_edge(self, name: str) -> Tensor:
+        """The embedding, the final norm (as it multiplies) or the head; of tied models the head is the embedding."""
+        if name == FINAL_NORM:
+            return self._reader.vectors[f"{FINAL_NORM}.weight"].clone()
+        return self.read(EMBEDDING if name == HEAD and self.description.tie_embeddings else name)
+
+    def narrowed(self, name: str, dtype: torch.dtype) -> Tensor:
+        """The embedding or the head as `dtype`, expanded a tile of rows at a time."""
+        weight = self._reader.weights[name]
+        table = torch.empty(weight.out_features, weight.in_features, dtype=dtype)
+        for begin in range(0, weight.out_features, _TILE_ROWS):
+            end = min(begin + _TILE_ROWS, weight.out_features)
+            table[begin:end] = narrow(name, weight.dequantize(begin, end), dtype)
+        for part in self._reader.tensor_names[name]:
+            self.checkpoint.release(part)
+        return table
+
+    def embed(self, ids: Tensor, table: Tensor | None = None) -> Tensor:
+        """Hidden states before the first block, for token ids of any shape."""
+        flat = ids.reshape(-1)
+        weight: LinearWeight = self.decoder.embedding
+        rows = weight.dequantize_rows(flat) if table is None else table[flat]
+        return (rows * self.description.embedding_scale).view(*ids.shape, -1)
+
+    def groups(self, index: int) -> list[LinearGroup]:
+        """Linears by shared input, with what could absorb a scale of it."""
+        block, d = self.block(index), self.description
+        attention, mlp = block.attention, block.mlp
+
+        def group(weights: list[LinearWeight], source: object, is_norm: bool, repeats: int = 1) -> LinearGroup:
+            return LinearGroup(tuple(self.names[id(w)] for w in weights), self.names[id(source)], is_norm, repeats)
+
+        return [
+            group(attention.inputs, block.attention_norm, True),
+            group([attention.output], attention.inputs[2], False, d.num_heads // d.num_kv_heads),
+            group(mlp.inputs, block.mlp_norm, True),
+            group([mlp.output], mlp.inputs[1], False),
+        ]
+
+    def layer_linears(self) -> Iterator[str]:
+        for index in range(self.num_blocks):
+            yield from self.linear_names(index)
+
+
+def narrow(name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
+    """In the type of a file; values that do not fit are refused rather than written as infinity."""
+    narrowed = values.to(dtype)
+    if not bool(torch.isfinite(narrowed).all()):
+        raise UserError(
+            f"{name} holds values that {str(dtype).removeprefix('torch.')} cannot hold", "use --dtype bfloat16"
+        )
+    return narrowed
+
+
+def stored_norm(vector: Tensor, offset: float) -> Tensor:
+    """A norm as the file keeps it, from how it multiplies."""
+    return vector - offset if offset else vector

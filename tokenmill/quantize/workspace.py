@@ -1,0 +1,130 @@
+"""The job's directory OUT.partial: finished blocks, the hidden states after the last one, and whose job it is.
+
+What makes a job resumable. Files appear under their final name only when complete, states before the block they follow,
+so that a kill at any moment leaves a state to go on from. Knows nothing of what the tensors mean. Used by the job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tokenmill.errors import UserError
+
+_JOURNAL, _EDGES, _RESULT = "journal.json", "edges.safetensors", "result"
+_STATES = "states"
+
+
+class Workspace:
+    def __init__(self, out: Path, key: str, restart: bool = False) -> None:
+        """`key` says what the job is; blocks of another job are never continued."""
+        self.path = out.with_name(out.name + ".partial")
+        if restart and self.path.exists():
+            shutil.rmtree(self.path)
+        if self.path.exists() and self._stored_key() != key:
+            raise UserError(
+                f"{self.path} holds the unfinished work of another job",
+                "run that job again to finish it, or give --restart to discard its work",
+            )
+        with full_disk_explained(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            _write_text(self.path / _JOURNAL, json.dumps({"key": key}))
+
+    def _stored_key(self) -> str | None:
+        try:
+            journal = json.loads((self.path / _JOURNAL).read_text())
+        except (OSError, ValueError):
+            return None
+        return journal.get("key") if isinstance(journal, dict) else None
+
+    @property
+    def result(self) -> Path:
+        """Where the finished files are put together."""
+        return self.path / _RESULT
+
+    @property
+    def edges(self) -> Path:
+        return self.path / _EDGES
+
+    def block(self, index: int) -> Path:
+        return self.path / f"block-{index:05d}.safetensors"
+
+    def _states(self, index: int) -> Path:
+        return self.path / f"states-{index:05d}.safetensors"
+
+    def num_finished(self, needs_states: bool) -> int:
+        """Blocks that need not be done again; with calibration, the states after them must be there as well."""
+        count = 0
+        while self.block(count).exists():
+            count += 1
+        while needs_states and count and not self._states(count).exists():
+            count -= 1
+        return count
+
+    def save_block(self, index: int, tensors: Mapping[str, Tensor], report: Mapping[str, Any]) -> None:
+        self.save(self.block(index), tensors, {"report": json.dumps(report)})
+
+    def block_report(self, index: int) -> dict[str, Any]:
+        with safe_open(self.block(index), "pt") as file:
+            report: dict[str, Any] = json.loads(file.metadata()["report"])
+        return report
+
+    def save_states(self, index: int, states: Tensor) -> None:
+        """The inputs of block `index`."""
+        self.save(self._states(index), {_STATES: states})
+
+    def load_states(self, index: int) -> Tensor:
+        return load_file(self._states(index))[_STATES].clone()
+
+    def drop_states(self, index: int) -> None:
+        self._states(index).unlink(missing_ok=True)
+
+    def write_json(self, name: str, content: Any) -> None:
+        """A decision that a resumed job must not take again."""
+        with full_disk_explained(self.path):
+            _write_text(self.path / f"{name}.json", json.dumps(content))
+
+    def read_json(self, name: str) -> Any:
+        """What `write_json` kept under this name; None if nothing."""
+        path = self.path / f"{name}.json"
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+    def save(self, path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+        partial = path.with_suffix(".writing")
+        with full_disk_explained(self.path):
+            save_file({name: each.contiguous() for name, each in tensors.items()}, partial, dict(metadata or {}))
+            os.replace(partial, path)
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def full_disk_explained(path: Path) -> Iterator[None]:
+    """A full disk is the user's to mend; the finished blocks stay."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error)
+        if not full:
+            reason = getattr(error, "strerror", None) or str(error)
+            raise UserError(f"cannot write {path}: {reason}", "check the path and its permissions") from None
+        raise UserError(
+            f"the disk of {path} is full", "make room and run the same command again: it goes on at the last block"
+        ) from None
+
+
+def _write_text(path: Path, text: str) -> None:
+    partial = path.with_suffix(".writing")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
