@@ -81,14 +81,16 @@ def measure(arguments: argparse.Namespace, model: str, method: str, bits: int) -
     subject, folder = SUBJECTS[model], arguments.cache / f"{path.stem}.model"
     target, num_bytes, seconds = model, 0, 0.0
     if method != "float":
-        if not folder.exists():
+        done = folder.with_suffix(".report")  # a job that was killed goes on by itself; a finished one is only scored
+        if not done.exists():
+            shutil.rmtree(folder, ignore_errors=True)
             report = run_job(prepare(make_job(arguments, model, method, bits, folder)))
-            folder.with_suffix(".report").write_text(json.dumps([weight_bytes(report.layers), report.seconds]))
-        num_bytes, seconds = json.loads(folder.with_suffix(".report").read_text())
+            done.write_text(json.dumps([weight_bytes(report.layers), report.seconds]))
+        num_bytes, seconds = json.loads(done.read_text())
         target = str(folder)
     share = 4 if arguments.quick else 1
     job = TextJob(arguments.shared / "data/text" / subject.text, subject.context, subject.limit_bytes // share)
-    scored = measure_perplexity(target, EngineConfig(kernels="ref"), job)
+    scored = measure_perplexity(target, EngineConfig(kernels="ref", threads=arguments.threads), job)
     row = Row(model, method, bits, scored.perplexity, scored.stderr, num_bytes, round(seconds, 1))
     path.write_text(json.dumps(asdict(row)))
     shutil.rmtree(folder, ignore_errors=True)
@@ -110,6 +112,7 @@ def make_job(arguments: argparse.Namespace, model: str, method: str, bits: int, 
         calibration=arguments.shared / "data/text" / subject.calibration,
         calibration_samples=subject.samples // (4 if arguments.quick else 1),
         calibration_length=subject.context,
+        threads=arguments.threads,
         gate=GateRequest(enabled=False),
     )
 
@@ -149,6 +152,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--bits", default="3,4")
     parser.add_argument("--asymmetric", action="store_true", help="with zero points")
     parser.add_argument("--quick", action="store_true", help="a quarter of the calibration and of the scored text")
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: all")
     parser.add_argument("--cache", type=Path, default=Path("build/quantization_order"))
     parser.add_argument("--shared", type=Path, default=Path(__file__).parents[2] / "shared")
     arguments = parser.parse_args()

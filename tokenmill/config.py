@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from tokenmill.errors import UserError, unknown_name
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+_CHOICES = {"device": ("auto", "cpu", "cuda"), "load_format": ("auto", "dummy"), "quantization": ("", "fp8", "int4")}
+_GPU_DEFAULTS = {"page_size": 16, "batch_tokens": 8192, "concurrency": 256}
 
 
 def parse_size(text: str | int) -> int:
@@ -64,7 +67,9 @@ class EngineConfig:
         low=1,
     )
     page_size: int = option(8, "Tokens per KV page.", aliases=("block_size",), low=1)
-    kv_cache_dtype: str = option("auto", "How KV pages are held: auto (float32), float32, float16, bfloat16.")
+    kv_cache_dtype: str = option(
+        "auto", "How KV pages are held: auto (float32, on a GPU bfloat16), float32, float16, bfloat16, fp8."
+    )
     prefix_caching: bool = option(
         True, "Reuse the KV pages of a prompt's beginning across requests.", aliases=("enable_prefix_caching",)
     )
@@ -72,8 +77,15 @@ class EngineConfig:
         "fcfs", "Who runs first: fcfs, priority or fair (between API keys).", aliases=("scheduling_policy",)
     )
     eviction: str = option("lru", "Which cached prefix pages go first when memory is short.")
-    executor: str = option("auto", "How a step runs: auto, recorded or eager.")
-    kernels: str = option("", "Force a kernel backend (cpu, ref). Empty: the fastest that accepts each op.")
+    device: str = option("auto", "Where the model runs: auto (a GPU if there is one), cpu or cuda.")
+    load_format: str = option(
+        "auto", "Where weights come from: auto (the checkpoint) or dummy (random ones of the shape in config.json)."
+    )
+    quantization: str = option(
+        "", "On a GPU: round the weights to nearest while loading, fp8 (per channel) or int4 (groups of 128)."
+    )
+    executor: str = option("auto", "How a step runs: auto, recorded, eager, cuda_graph or cuda_eager.")
+    kernels: str = option("", "Force a kernel backend (cpu, triton, ref). Empty: the fastest that accepts each op.")
     threads: int = option(0, "CPU threads. 0: one per physical core.", low=0)
     seed: int = option(0, "Base of the seeds given to requests that bring none.", low=0)
 
@@ -88,6 +100,15 @@ class EngineConfig:
                 raise UserError(f"{spec.name} must be a {type(spec.default).__name__}, got {value!r}", "correct it")
             if low is not None and value < low:
                 raise UserError(f"{spec.name} is {value}", f"give at least {low}")
+        for name, allowed in _CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise unknown_name(name, getattr(self, name), [each for each in allowed if each])
+
+    def on_gpu(self) -> EngineConfig:
+        """The record for a GPU: values that are the CPU's defaults become the GPU's."""
+        default = {spec.name: spec.default for spec in fields(self)}
+        changes: dict[str, Any] = {k: v for k, v in _GPU_DEFAULTS.items() if getattr(self, k) == default[k]}
+        return replace(self, **changes)
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> EngineConfig:

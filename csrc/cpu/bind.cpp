@@ -1,6 +1,7 @@
 // The Python module tokenmill.kernels._cpu: the thread pool, and the parts that the other bind_*.cpp add.
 #include "bind.h"
 
+#include "machine_limits.h"
 #include "pool.h"
 
 namespace tokenmill {
@@ -10,6 +11,10 @@ void bind_pool(nb::module_& module) {
       .def_static("shared", &ThreadPool::shared, nb::arg("num_threads") = 0)
       .def_prop_ro("size", &ThreadPool::size);
   module.def("physical_cores", &physical_cores);
+  module.def("read_bandwidth", &read_bandwidth, nb::arg("pool"), nb::arg("bytes"),
+             nb::call_guard<nb::gil_scoped_release>(), "Bytes per second that all threads read, measured");
+  module.def("int8_peak", &int8_peak, nb::arg("pool"), nb::call_guard<nb::gil_scoped_release>(),
+             "Integer operations per second of the best instruction set, measured");
 }
 
 }  // namespace tokenmill

@@ -120,7 +120,7 @@ void linear(ThreadPool& pool, ConstMatrix x, const std::vector<PackedLinear*>& w
       product.quantize(in, plain[0]->cols, i * block, std::min(m, (i + 1) * block), m, activations.get());
     });
     team.barrier();
-    team.for_each(product.num_tiles(m), 1, [&](int tile) {
+    team.for_runs(product.num_tiles(m), [&](int tile) {
       product.run_tile(tile, m, activations.get(), places.data(), scratch.get() + team.thread * scratch_bytes);
     });
   });

@@ -181,7 +181,7 @@ std::unique_ptr<Linear> pack_int8(const int8_t* codes, const float* scales, int 
     return decline(why, "int8 weights need columns and group size to be multiples of 32");
   PanelLayout layout;
   layout.bits = 8;
-  layout.coarse = group_size % kQuantBlock == 0;
+  layout.coarse = group_size % kQuantBlock == 0 || group_size == cols;
   const int64_t groups = cols / group_size;
   layout.wide_scale = needs_wide_scale(std::vector<float>(scales, scales + rows * groups));
   finish_layout(layout, cols);

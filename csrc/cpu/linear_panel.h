@@ -75,6 +75,7 @@ struct PanelKernels {
   ExpandFn (*expand)(const PanelLayout& layout);
   MultiplyFn (*multiply)(const PanelLayout& layout);
   int (*expand_from)(const PanelLayout& layout);  // number of rows from which the expanded product is faster
+  int64_t (*spin_dots)(int64_t rounds);           // integer products at full speed; returns how many operations
 };
 
 class AlignedBytes {

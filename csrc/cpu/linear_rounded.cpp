@@ -3,6 +3,7 @@
 // Kernels that take floats get rounded floats. Integer panels get the int8 codes themselves, with the token's step as
 // the scale of every block, so that nothing is rounded twice and the product is exact. Other roundings of panels are
 // refused. Relies on the forms of linear_panel.h.
+#include <cstring>
 #include <algorithm>
 #include <atomic>
 #include <vector>
@@ -123,6 +124,11 @@ std::unique_ptr<Linear> round_inputs(std::unique_ptr<Linear> linear, const std::
     return nullptr;
   }
   if (!linear || kind == InputRounding::none) return linear;
+  // AVX2 multiplies by moving the weight's sign to the input, and int8 has no 128; only a fixed scale brings -128.
+  if (kind == InputRounding::int8_static && std::strstr(linear->kernel(), "avx2")) {
+    if (why) *why = std::string(linear->kernel()) + " cannot take the code -128 of a fixed input scale";
+    return nullptr;
+  }
   for (int m : {1, 4, 1024}) {
     const int form = linear->activation_kind(m);
     // One set of activations, in a form that is known here: a precise weight would read a second one.

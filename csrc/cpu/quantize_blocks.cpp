@@ -19,7 +19,7 @@ struct FourBlocks {
 
 namespace {
 
-const AffineGrid kWeightedGrid = {-0.9, 0.05, 36, false};
+const AffineGrid kWeightedGrid = {-0.9, 0.05, 36};
 
 typedef uint8_t Codes[kSide][kMaxBlock];
 
@@ -89,7 +89,7 @@ vec affine_32(const FourBlocks& in, int levels, Codes& codes, vec& low) {
   if (in.weighted) {
     vec weights[32];
     weigh<32>(in.x, in.importance, in.row_mean_square, weights);
-    const AffineFit fit = fit_affine<32, false>(in.x, weights, float(levels), kWeightedGrid);
+    const AffineFit fit = fit_affine<32>(in.x, weights, float(levels), kWeightedGrid);
     scale = fit.scale;
     low = -fit.minimum;
     const vec inverse = reciprocal_or_zero(round_to_half(scale)), stored_low = round_to_half(low);
@@ -212,15 +212,16 @@ struct AffineBlock {
   Codes scales, minima, codes;
 };
 
-template <int N, bool Absolute>
+// BySize (two bits): without importance, values weigh by their magnitude alone.
+template <int N, bool BySize>
 void affine_block(const FourBlocks& in, float levels, const AffineGrid& grid, float scale_levels, AffineBlock& out) {
   constexpr int kGroups = kMaxBlock / N;
   vec weights[kMaxBlock], scale[kGroups], minimum[kGroups], scale_codes[kGroups], minimum_codes[kGroups];
   if (in.weighted) {
     vec total[kGroups];
-    weigh_block<N>(in, Absolute ? 1.0f : 2.0f, weights);
+    weigh_block<N>(in, BySize ? 1.0f : 2.0f, weights);
     for (int g = 0; g < kGroups; ++g) {
-      const AffineFit fit = fit_affine<N, false>(in.x + g * N, weights + g * N, levels, kWeightedGrid);
+      const AffineFit fit = fit_affine<N>(in.x + g * N, weights + g * N, levels, kWeightedGrid);
       scale[g] = fit.scale;
       minimum[g] = fit.minimum;
       total[g] = sum<N>(weights + g * N);
@@ -230,8 +231,8 @@ void affine_block(const FourBlocks& in, float levels, const AffineGrid& grid, fl
   } else {
     for (int g = 0; g < kGroups; ++g) {
       const vec *x = in.x + g * N, rms = square_root(sum_of_squares<N>(x) / splat(float(N)));
-      for (int i = 0; i < N; ++i) weights[i] = Absolute ? magnitude(x[i]) : rms + magnitude(x[i]);
-      const AffineFit fit = fit_affine<N, Absolute>(x, weights, levels, grid);
+      for (int i = 0; i < N; ++i) weights[i] = BySize ? magnitude(x[i]) : rms + magnitude(x[i]);
+      const AffineFit fit = fit_affine<N>(x, weights, levels, grid);
       scale[g] = fit.scale;
       minimum[g] = fit.minimum;
     }
@@ -254,7 +255,7 @@ void affine_block(const FourBlocks& in, float levels, const AffineGrid& grid, fl
 
 void encode_q2_k(const FourBlocks& in, uint8_t* const* out) {
   AffineBlock block;
-  affine_block<16, true>(in, 3, {-0.5, 0.1, 15, true}, 15, block);
+  affine_block<16, true>(in, 3, {-0.5, 0.1, 15}, 15, block);
   for (int k = 0; k < kSide; ++k) {
     for (int g = 0; g < 16; ++g) out[k][g] = uint8_t(block.scales[k][g] | block.minima[k][g] << 4);
     pack(block.codes[k], 2, 32, 2, 0, out[k] + 16);
@@ -277,7 +278,7 @@ void store_k_head(const AffineBlock& block, int k, uint8_t* out) {
 
 void encode_q4_k(const FourBlocks& in, uint8_t* const* out) {
   AffineBlock block;
-  affine_block<32, false>(in, 15, {-1.0, 0.1, 20, false}, 63, block);
+  affine_block<32, false>(in, 15, {-1.0, 0.1, 20}, 63, block);
   for (int k = 0; k < kSide; ++k) {
     store_k_head(block, k, out[k]);
     pack(block.codes[k], 4, 32, 4, 0, out[k] + 16);
@@ -286,7 +287,7 @@ void encode_q4_k(const FourBlocks& in, uint8_t* const* out) {
 
 void encode_q5_k(const FourBlocks& in, uint8_t* const* out) {
   AffineBlock block;
-  affine_block<32, false>(in, 31, {-0.5, 0.1, 15, false}, 63, block);
+  affine_block<32, false>(in, 31, {-0.5, 0.1, 15}, 63, block);
   for (int k = 0; k < kSide; ++k) {
     store_k_head(block, k, out[k]);
     pack(block.codes[k], 1, 32, 1, 4, out[k] + 16);

@@ -60,7 +60,6 @@ inline vec sum(const vec* x) {
 struct AffineGrid {
   double first, step;
   int steps;
-  bool absolute;
 };
 
 // x ~ scale * code - minimum, codes 0 .. levels.
@@ -68,17 +67,17 @@ struct AffineFit {
   vec scale, minimum;
 };
 
-template <int N, bool Absolute>
+template <int N>
 inline vec affine_error(const vec* x, const vec* weights, const vec* codes, vec scale, vec offset) {
   vec error = splat(0);
   for (int i = 0; i < N; ++i) {
     const vec difference = scale * codes[i] + offset - x[i];
-    error = error + weights[i] * (Absolute ? magnitude(difference) : difference * difference);
+    error = error + weights[i] * (difference * difference);
   }
   return error;
 }
 
-template <int N, bool Absolute>
+template <int N>
 AffineFit fit_affine(const vec* x, const vec* weights, float levels, const AffineGrid& grid) {
   vec low = x[0], high = x[0], sum_w = weights[0], sum_x = weights[0] * x[0];
   for (int i = 1; i < N; ++i) {
@@ -93,7 +92,7 @@ AffineFit fit_affine(const vec* x, const vec* weights, float levels, const Affin
   vec best_scale = 1.0f / inverse, best_low = low;
   vec codes[N];
   for (int i = 0; i < N; ++i) codes[i] = codes_from_zero(inverse * (x[i] - low), levels);
-  vec best_error = affine_error<N, Absolute>(x, weights, codes, best_scale, low);
+  vec best_error = affine_error<N>(x, weights, codes, best_scale, low);
   for (int k = 0; k <= grid.steps; ++k) {
     inverse = splat(float(grid.first + grid.step * k + levels)) / (high - best_low);
     vec sum_l = splat(0), sum_l2 = splat(0), sum_xl = splat(0);
@@ -110,7 +109,7 @@ AffineFit fit_affine(const vec* x, const vec* weights, float levels, const Affin
     const ivec above = offset > splat(0);
     scale = pick(above, sum_xl / sum_l2, scale);
     offset = pick(above, splat(0), offset);
-    const vec error = affine_error<N, Absolute>(x, weights, codes, scale, offset);
+    const vec error = affine_error<N>(x, weights, codes, scale, offset);
     const ivec better = (determinant > splat(0)) & (error < best_error);
     best_error = pick(better, error, best_error);
     best_scale = pick(better, scale, best_scale);

@@ -24,10 +24,11 @@ def test_store(name: str) -> None:
     for slot in range(layout.layers_per_page):
         store.write(slot, slots, k, v)
     store.copy_pages([(1, 3), (3, 0)])
+    close = 0.07 if name == "fp8" else 0.01  # three bits of mantissa
     for slot in range(layout.layers_per_page):
         for pages, rows in zip(store.pages(slot), (k, v), strict=True):
             for page in (1, 3, 0):
                 stored = pages[page].float().transpose(0, 1).reshape(4, 32)
-                torch.testing.assert_close(stored, rows[:4], rtol=0.01, atol=0.01)
-            torch.testing.assert_close(pages[5, :, 0].float().reshape(32), rows[4], rtol=0.01, atol=0.01)
+                torch.testing.assert_close(stored, rows[:4], rtol=close, atol=0.01)
+            torch.testing.assert_close(pages[5, :, 0].float().reshape(32), rows[4], rtol=close, atol=0.01)
     assert choose_attention(store).declines(store) is None

@@ -101,19 +101,35 @@ def check(step: Step) -> None:
 FLOAT8 = torch.float8_e4m3fn
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, FLOAT8])
-@pytest.mark.parametrize(("kv_heads", "group", "dim"), [(2, 4, 64), (1, 3, 40), (1, 8, 128), (3, 1, 80)])
+@pytest.mark.parametrize(
+    ("dtype", "kv_heads", "group", "dim"),
+    [
+        (torch.bfloat16, 2, 4, 64),
+        (torch.float16, 1, 3, 40),
+        (FLOAT8, 2, 3, 40),
+        (FLOAT8, 1, 8, 128),
+        (torch.bfloat16, 3, 1, 80),
+    ],
+)
 def test_decode(dtype: torch.dtype, kv_heads: int, group: int, dim: int) -> None:
     check(Step([1, 1, 1], [33, 1, 300], kv_heads, group, dim, dtype))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, FLOAT8])
-@pytest.mark.parametrize(("window", "cap"), [(0, 0.0), (9, 0.0), (70, 0.0), (0, 20.0)])
+@pytest.mark.parametrize(
+    ("dtype", "window", "cap"),
+    [
+        (torch.bfloat16, 0, 0.0),
+        (torch.bfloat16, 9, 0.0),
+        (FLOAT8, 70, 0.0),
+        (torch.bfloat16, 70, 20.0),
+        (FLOAT8, 0, 20.0),
+    ],
+)
 def test_mixed_step(dtype: torch.dtype, window: int, cap: float) -> None:
     check(Step([1, 5, 40, 1, 17], [133, 5, 90, 1, 60], window=window, cap=cap, dtype=dtype))
 
 
-@pytest.mark.parametrize("group", [1, 3, 8])
+@pytest.mark.parametrize("group", [1, 3])
 def test_prefill_in_blocks_of_any_group(group: int) -> None:
     check(Step([50, 3], [50, 130], 1, group, 64))
 
@@ -122,10 +138,9 @@ def test_decode_with_a_window() -> None:
     check(Step([1, 1], [300, 20], window=33))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, FLOAT8])
-@pytest.mark.parametrize("shared", [16, 240, 256])
+@pytest.mark.parametrize(("dtype", "shared"), [(torch.bfloat16, 256), (torch.bfloat16, 16), (FLOAT8, 240)])
 def test_shared_prefix_is_the_same_attention(dtype: torch.dtype, shared: int) -> None:
-    check(Step([1] * 5, [333, 290, 257, 300, 304], shared=shared, dtype=dtype))
+    check(Step([1] * 4, [333, 290, 257, 304], shared=shared, dtype=dtype))
 
 
 def test_a_launch_for_a_shared_prefix_is_right_without_one() -> None:

@@ -13,6 +13,7 @@ from tokenmill.bench.context import benchmark_context
 from tokenmill.bench.prompts import SyntheticRequest, longest_request, random_requests
 from tokenmill.config import EngineConfig
 from tokenmill.engine.llm import LLM
+from tokenmill.engine.outputs import RequestOutput
 from tokenmill.engine.stats import EngineStats
 from tokenmill.types import SamplingParams
 
@@ -49,22 +50,29 @@ def measure_throughput(
     config = replace(config, context=benchmark_context(model, config, needed))
     with LLM(model, config) as llm:
         requests = _requests(llm.parts.description.vocab_size, job, config.seed)
-        _warm_up(llm, requests[0])
-        before = llm.stats
-        stats = llm.parts.core.stats = EngineStats()
-        started = time.perf_counter()
-        outputs = llm.generate([each.prompt_ids for each in requests], _params(requests), progress=progress)
-        elapsed = time.perf_counter() - started
+        warm_up(llm, requests[0])
+        return run_requests(llm, requests, progress)[0]
+
+
+def run_requests(
+    llm: LLM, requests: list[SyntheticRequest], progress: bool = False
+) -> tuple[ThroughputReport, list[RequestOutput]]:
+    """One timed pass over requests that are all there at once, by an engine that is already warm."""
+    before = llm.stats
+    stats = llm.parts.core.stats = EngineStats()
+    started = time.perf_counter()
+    outputs = llm.generate([each.prompt_ids for each in requests], _params(requests), progress=progress)
+    elapsed = time.perf_counter() - started
     input_tokens = sum(len(each.prompt_ids) for each in requests)
     output_tokens = sum(len(each.outputs[0].token_ids) for each in outputs)
     queried = stats.num_prefix_query_tokens - before.num_prefix_query_tokens
     hits = stats.num_prefix_hit_tokens - before.num_prefix_hit_tokens
-    return ThroughputReport(
+    report = ThroughputReport(
         output_tok_s=output_tokens / elapsed,
         total_tok_s=(input_tokens + output_tokens) / elapsed,
-        requests_s=job.num_prompts / elapsed,
+        requests_s=len(requests) / elapsed,
         elapsed_s=elapsed,
-        num_prompts=job.num_prompts,
+        num_prompts=len(requests),
         input_tokens=input_tokens,
         output_tokens=output_tokens,
         kv_waste=stats.mean_kv_waste,
@@ -72,6 +80,7 @@ def measure_throughput(
         prefix_hit_rate=hits / max(1, queried),
         preemptions=stats.num_preemptions - before.num_preemptions,
     )
+    return report, outputs
 
 
 def _requests(vocab_size: int, job: ThroughputJob, seed: int) -> list[SyntheticRequest]:
@@ -84,7 +93,7 @@ def _params(requests: list[SyntheticRequest]) -> list[SamplingParams]:
     return [SamplingParams(max_tokens=each.output_len, temperature=0.0, ignore_eos=True) for each in requests]
 
 
-def _warm_up(llm: LLM, request: SyntheticRequest) -> None:
+def warm_up(llm: LLM, request: SyntheticRequest) -> None:
     """Two steps on a few tokens that no prompt begins with: threads and memory are there when the clock starts."""
     prompt = [(token_id + 1) % llm.parts.description.vocab_size for token_id in request.prompt_ids[:8]]
     llm.generate(prompt, SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True))

@@ -14,7 +14,21 @@ from typing import Annotated, Any
 import typer
 
 from tokenmill import __version__
-from tokenmill.cli import bench, chat, convert, doctor, evaluation, inspection, plan, pull, quantize, run, serve
+from tokenmill.cli import (
+    bench,
+    chat,
+    convert,
+    deploy,
+    doctor,
+    evaluation,
+    inspection,
+    plan,
+    pull,
+    quantize,
+    run,
+    serve,
+    simulate,
+)
 from tokenmill.errors import UserError
 from tokenmill.log import configure, get_logger
 
@@ -33,6 +47,8 @@ app.command("run")(run.run)
 app.command("chat")(chat.chat)
 app.command("serve")(serve.serve)
 app.command("plan")(plan.plan)
+app.command("deploy")(deploy.deploy)
+app.command("simulate")(simulate.simulate)
 app.command("quantize")(quantize.quantize)
 app.command("convert")(convert.convert)
 app.command("inspect")(inspection.inspect)

@@ -52,6 +52,10 @@ def plan(
     spot_discount: Annotated[float, typer.Option(help="0.6: spot costs 40 % of the price.")] = 0.0,
     overhead: Annotated[float, typer.Option(help="Facility and engineering, share of hardware.")] = 0.0,
     explain: Annotated[bool, typer.Option(help="Add the rules behind each recommendation.")] = False,
+    trait: Annotated[
+        list[str] | None,
+        typer.Option(help="Of the use, for --explain: structured, fine-tuned, critical, development. Repeatable."),
+    ] = None,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a self-contained report.")] = None,
     validate: Annotated[Path | None, typer.Option(metavar="FILE.csv[.gz]", help="Score the model on rows.")] = None,
     calibrate: Annotated[bool, typer.Option(help="Measure this machine (two minutes) and re-anchor.")] = False,
@@ -69,7 +73,7 @@ def plan(
 
         emit(measure(model or "smollm2"), as_json)
         return
-    from tokenmill.plan.answer import Question, answer
+    from tokenmill.plan.answer import Question, answer, search_question
     from tokenmill.plan.cost import Pricing
     from tokenmill.plan.search import Limits
 
@@ -83,6 +87,7 @@ def plan(
         "itl_ms": itl if itl >= 0 else None,
     }
     from tokenmill.hardware.catalog import load_catalog
+    from tokenmill.plan.guide import check_traits
     from tokenmill.plan.workload import preset
 
     catalog = load_catalog(prices)
@@ -98,8 +103,11 @@ def plan(
         tp=tp,
         fixed_fleet=not any_gpu,
         target_cost=target_cost,
+        traits=tuple(trait or ()),
     )
-    result = answer(question, catalog)
+    check_traits(question.traits)
+    found = search_question(question)
+    result = answer(question, catalog, found)
     if explain:
         from tokenmill.plan.guide import explain_plan
 
@@ -107,7 +115,7 @@ def plan(
     if html is not None:
         from tokenmill.plan.report import write_plan_report
 
-        write_plan_report(html, question, result)
+        write_plan_report(html, question, result, found)
         result["report"] = str(html)
     emit(result, as_json)
 

@@ -11,8 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from tokenmill.checkpoint.base import Checkpoint
 from tokenmill.checkpoint.chat_template import ChatTemplate
 from tokenmill.checkpoint.description import ModelDescription
+from tokenmill.checkpoint.dummy import DummyCheckpoint, numbering_tokenizer
 from tokenmill.checkpoint.open import open_checkpoint
 from tokenmill.checkpoint.sources import resolve
 from tokenmill.checkpoint.tokenizer import Tokenizer, load_chat_template, load_tokenizer
@@ -23,7 +25,7 @@ from tokenmill.engine.kv.manager import KVManager
 from tokenmill.engine.kv.policy import POLICIES
 from tokenmill.engine.order import DISCIPLINES
 from tokenmill.engine.scheduler import Scheduler
-from tokenmill.runtime.build import Runtime, build_runtime, resolve_context
+from tokenmill.runtime.build import Runtime, build_runtime, resolve_context, resolve_device
 from tokenmill.runtime.sampling.grammar.compiler import GrammarCompiler
 
 
@@ -47,21 +49,26 @@ def build_engine(model: str | Path, config: EngineConfig) -> EngineParts:
     discipline = DISCIPLINES.get(config.scheduling)()
     policy = POLICIES.get(config.eviction)()
     with ThreadPoolExecutor(1) as background:
-        building = background.submit(load_tokenizer, path)
-        checkpoint = open_checkpoint(path)
+        dummy = config.load_format == "dummy"
+        checkpoint: Checkpoint = DummyCheckpoint(path) if dummy else open_checkpoint(path)
         description = checkpoint.description
+        nameless = dummy and not (path / "tokenizer.json").is_file()  # only a config.json: tokens are numbers
+        building = None if nameless else background.submit(load_tokenizer, path)
+        where = resolve_device(config)
+        config = replace(config.on_gpu() if where.type == "cuda" else config, device=where.type)
         context = resolve_context(config, description.context_length)
-        runtime = build_runtime(checkpoint, config, context)
-        tokenizer = building.result()
+        config = replace(config, context=context)
+        runtime = build_runtime(checkpoint, config, context, where)
+        tokenizer = numbering_tokenizer(description.vocab_size) if building is None else building.result()
     config = replace(
         config,
-        context=context,
         memory=runtime.budget.nbytes,
         kv_cache_dtype=runtime.store.name,
         executor=runtime.executor.name,
     )
     kv = KVManager(runtime.layout, runtime.budget.num_pages, config.prefix_caching, policy)
-    scheduler = Scheduler(kv, discipline, config.batch_tokens, config.concurrency, context)
+    ahead = getattr(runtime.executor, "looks_ahead", 0)
+    scheduler = Scheduler(kv, discipline, config.batch_tokens, config.concurrency, context, ahead)
     eos_ids = tuple(dict.fromkeys((*description.eos_ids, *tokenizer.eos_ids)))
     grammars = GrammarCompiler(tokenizer, eos_ids)
     return EngineParts(
@@ -69,7 +76,7 @@ def build_engine(model: str | Path, config: EngineConfig) -> EngineParts:
         intake=Intake(tokenizer, description.vocab_size, eos_ids, context, config.seed, grammars),
         grammars=grammars,
         tokenizer=tokenizer,
-        chat_template=load_chat_template(path),
+        chat_template=None if nameless else load_chat_template(path),
         description=description,
         config=config,
         runtime=runtime,

@@ -136,8 +136,8 @@ def _problems(
         found.append(f"{test.model} did not answer: {test.error}")
     if not test.model:
         found.append("no small model is cached, so nothing was run: tokenmill pull smollm2")
-    if machine.gpus:
-        found.append("a GPU is present and is not used: this version computes on the CPU")
+    if machine.gpus and not torch.cuda.is_available():
+        found.append("a GPU is present and is not used: this torch has no CUDA, install tokenmill[gpu]")
     if free_disk < _LITTLE_DISK:
         found.append(f"{free_disk / 1e9:.1f} GB are free in the cache folder: set TOKENMILL_CACHE to a larger disk")
     if machine.available_bytes < _LITTLE_MEMORY:

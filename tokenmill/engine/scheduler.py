@@ -24,8 +24,16 @@ class Scheduler:
     """Waiting requests hold no pages; running ones do. `update` must follow each `schedule` with its plan."""
 
     def __init__(
-        self, kv: KVManager, discipline: Discipline, max_batch_tokens: int, max_running: int, context_length: int
+        self,
+        kv: KVManager,
+        discipline: Discipline,
+        max_batch_tokens: int,
+        max_running: int,
+        context_length: int,
+        ahead: int = 0,
     ) -> None:
+        """`ahead`: tokens beyond the scheduled ones to hold slots for, while there are pages: a runner that starts the
+        next step before it is asked to needs them."""
         assert min(max_batch_tokens, max_running) > 0
         _check_fit(kv, context_length)
         self.kv = kv
@@ -34,6 +42,7 @@ class Scheduler:
         self.max_running = max_running
         self.context_length = context_length
         self.num_preemptions = 0
+        self._ahead = ahead
         self._waiting = RequestQueue()
         self._running = RequestQueue()
         self._siblings: dict[str, list[Request]] = {}  # by request id: those that are not finished
@@ -129,7 +138,8 @@ class Scheduler:
     def _continue(self, request: Request, wanted: int) -> None:
         """Schedule up to `wanted` tokens of a running request; make room by preempting if not even one fits."""
         granted = wanted
-        if not self.kv.reserve(request, wanted):
+        early = self._ahead > 0 and self.kv.reserve(request, wanted + self._ahead)
+        if not early and not self.kv.reserve(request, wanted):
             while not (granted := min(wanted, self.kv.room(request))):
                 victim = self._running.last()
                 self._preempt(victim)

@@ -6,9 +6,10 @@ Pure functions on arrays; seeded, so that a report can be repeated. Called by ev
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 
@@ -74,16 +75,21 @@ def compare_paired(
 
 
 def bootstrap_interval(
-    values: np.ndarray, confidence: float = 0.95, resamples: int = 10_000, seed: int = 0
+    values: np.ndarray,
+    confidence: float = 0.95,
+    resamples: int = 10_000,
+    seed: int = 0,
+    statistic: Callable[..., Any] = np.mean,
 ) -> tuple[float, float]:
-    """Percentile interval of the mean, resampling items."""
+    """Percentile interval of the mean (or another `statistic` that takes an `axis`), resampling items."""
     assert len(values) > 0
     generator = np.random.default_rng(seed)
     means = np.empty(resamples)
     step = max(1, _RESAMPLES_AT_ONCE // len(values))
     for begin in range(0, resamples, step):
         count = min(step, resamples - begin)
-        means[begin : begin + count] = values[generator.integers(0, len(values), (count, len(values)))].mean(axis=1)
+        drawn = values[generator.integers(0, len(values), (count, len(values)))]
+        means[begin : begin + count] = statistic(drawn, axis=1)
     low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
     return float(low), float(high)
 

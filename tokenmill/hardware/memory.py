@@ -38,7 +38,15 @@ def kv_bytes_per_token(layout: KVLayout, page_bytes: int) -> float:
     return growing * page_bytes / layout.page_size
 
 
-def plan_kv(layout: KVLayout, page_bytes: int, context: int, concurrency: int, memory: int, available: int) -> KVBudget:
+def plan_kv(
+    layout: KVLayout,
+    page_bytes: int,
+    context: int,
+    concurrency: int,
+    memory: int,
+    available: int,
+    share_of_available: float = DEFAULT_SHARE,
+) -> KVBudget:
     """Pages for `concurrency` requests of `context` tokens, within `memory` (stated) or a share of `available`."""
     one = layout.peak_pages(context)
     wanted = one * concurrency
@@ -52,9 +60,9 @@ def plan_kv(layout: KVLayout, page_bytes: int, context: int, concurrency: int, m
             )
         pages = min(pages, wanted)
     else:
-        share = int(available * DEFAULT_SHARE) // page_bytes
+        share = int(available * share_of_available) // page_bytes
         pages = max(one, min(wanted, share))
-        reason = "context x concurrency" if pages == wanted else f"{DEFAULT_SHARE:.0%} of free memory"
+        reason = "context x concurrency" if pages == wanted else f"{share_of_available:.0%} of free memory"
     return KVBudget(pages, page_bytes, pages / one, reason)
 
 

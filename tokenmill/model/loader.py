@@ -8,14 +8,20 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from tokenmill.checkpoint.base import Checkpoint
+from tokenmill.checkpoint.dummy import DummyCheckpoint
+from tokenmill.kernels import triton
 from tokenmill.kernels.base import select_linear
 from tokenmill.log import get_logger
 from tokenmill.model.architectures import ARCHITECTURES
 from tokenmill.model.architectures.decoder import Decoder
+from tokenmill.model.device_weights import Placement, place_weights
+from tokenmill.model.dummy_reader import DummyReader
 from tokenmill.model.formats.base import LinearWeight
 from tokenmill.model.reader import WeightReader
 
@@ -30,19 +36,37 @@ class LoadedModel:
     checkpoint: Checkpoint  # keeps the mapping alive
     where: torch.device
     kernels: str  # forced backend, or empty
+    table: Tensor | None = None  # on a GPU: the embedding in bf16
 
     @property
     def weight_bytes(self) -> int:
-        return sum(weight.nbytes for weight in self.weights.values())
+        """Bytes of the matrices: as stored, on a GPU as they lie there."""
+        if self.table is None:
+            return sum(weight.nbytes for weight in self.weights.values())
+        sizes = {id(kernel): kernel.nbytes for kernel in self._kernels()}
+        tied = self.decoder.head is self.decoder.embedding and any(
+            getattr(kernel, "weight", None) is self.table for kernel in self._kernels()
+        )
+        return sum(sizes.values()) + (0 if tied else self.table.numel() * self.table.element_size())
+
+    def _kernels(self) -> list[Any]:
+        return [weight.kernel.run for weight in self.weights.values() if weight.kernel is not None]
 
 
-def load_model(checkpoint: Checkpoint, where: torch.device, num_positions: int, kernels: str = "") -> LoadedModel:
-    """`num_positions`: how many positions the rotary tables cover (the engine's context length)."""
+def load_model(
+    checkpoint: Checkpoint, where: torch.device, num_positions: int, kernels: str = "", quantization: str = ""
+) -> LoadedModel:
+    """`num_positions`: how many positions the rotary tables cover (the engine's context length). `quantization`: how
+    plain matrices are rounded while they are loaded onto a GPU."""
     description = checkpoint.description
-    reader = WeightReader(checkpoint)
+    dummy = isinstance(checkpoint, DummyCheckpoint)
+    reader = DummyReader(checkpoint, where) if dummy else WeightReader(checkpoint)
     architecture = ARCHITECTURES.get(description.architecture)
     decoder: Decoder = architecture(reader, description, num_positions)
     reader.finish()
+    if where.type != "cpu" or (kernels == "triton" and triton.unavailable(where) is None):
+        table = place_weights(decoder, reader, Placement(where, kernels, quantization))
+        return LoadedModel(decoder, reader.weights, checkpoint, where, kernels, table)
 
     def prepare(prefix: str) -> None:
         weight = reader.weights[prefix]

@@ -6,12 +6,14 @@ fits, naming the limit that binds. Owns no arithmetic.
 
 from __future__ import annotations
 
+import difflib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tokenmill.errors import UserError
-from tokenmill.hardware.catalog import Catalog, DeviceGroup
+from tokenmill.hardware.catalog import ApiPrice, Catalog, DeviceGroup
 from tokenmill.plan.candidates import enumerate_plans
 from tokenmill.plan.cost import Pricing, break_even
 from tokenmill.plan.deployment import bits_per_weight, total_weight_bytes
@@ -23,6 +25,7 @@ from tokenmill.plan.step_cost import StepCost
 from tokenmill.plan.workload import Workload
 
 _SHOWN = 8
+_RIVALS = 4
 _SPECULATION = Speculation(4, 0.6, 0.03)  # n-gram or small head: four drafts, 60 % accepted
 
 
@@ -39,11 +42,13 @@ class Question:
     tp: int = 0
     fixed_fleet: bool = True  # the stated devices are all there are, and all are paid
     target_cost: float = 0.0  # -0.6: at least 60 % below the baseline
+    traits: tuple[str, ...] = ()  # of the use, for the decision guide (plan/guide.py)
 
 
-def answer(question: Question, catalog: Catalog) -> dict[str, Any]:
+def answer(question: Question, catalog: Catalog, found: SearchResult | None = None) -> dict[str, Any]:
+    """`found`: the question's search, where the caller has it already."""
     q = question
-    found = search_question(q)
+    found = found or search_question(q)
     if not found.plans:
         best = found.refused[0] if len(found.refused) == 1 else _closest(found)
         d = best.deployment
@@ -89,6 +94,7 @@ def describe(plan: Plan, workload: Workload) -> dict[str, Any]:
         "pp": d.pp,
         "engine": d.engine,
         "weights": d.weights.name,
+        "stored_weights": d.model.stored_format,
         "bits_per_weight": round(bits_per_weight(d.model, d.weights), 3),
         "weight_bytes": int(total_weight_bytes(d.model, d.weights)),
         "kv_bits": 8 * d.kv_bytes,
@@ -99,7 +105,7 @@ def describe(plan: Plan, workload: Workload) -> dict[str, Any]:
             "max_num_seqs": min(d.max_sequences, max(1, e.sequences_that_fit)),
             "max_num_batched_tokens": d.batch_tokens,
             "gpu_memory_utilization": d.utilization,
-            "max_model_len": workload.total_tokens,
+            "max_model_len": _context(plan, workload),
         },
         "memory_gib_per_device": {
             "usable": round(e.memory.usable * e.memory.utilization / gib, 2),
@@ -114,6 +120,12 @@ def describe(plan: Plan, workload: Workload) -> dict[str, Any]:
         "quality_loss_percent": {"low": plan.risk.low, "high": plan.risk.high, "basis": plan.risk.reason},
         "broken_promises": list(plan.failures),
     }
+
+
+def _context(plan: Plan, workload: Workload) -> int:
+    """Requests vary: twice the mean in round numbers, as far as the model and the KV cache reach."""
+    wanted = 1 << (2 * workload.total_tokens - 1).bit_length()
+    return max(workload.total_tokens, min(wanted, plan.deployment.model.context_length, plan.estimate.kv_tokens))
 
 
 def figure(value: Figure) -> dict[str, Any]:
@@ -176,9 +188,21 @@ def _costs(chosen: Plan, q: Question, catalog: Catalog) -> dict[str, Any]:
                 "utilization": round(each.utilization, 3),
                 "possible": each.utilization <= 1,
             }
-            for each in (break_even(api, q.workload, full) for api in catalog.apis[:4])
+            for each in (break_even(api, q.workload, full) for api in _rivals(catalog, q.model.name))
         ],
     }
+
+
+def _rivals(catalog: Catalog, model: str) -> list[ApiPrice]:
+    """The APIs whose model is named most alike, at most four; another size counts as unlike."""
+    size = re.search(r"\d+b", model.lower())
+
+    def likeness(api: ApiPrice) -> float:
+        other = re.search(r"\d+b", api.model)
+        differs = size is not None and other is not None and size[0] != other[0]
+        return difflib.SequenceMatcher(None, api.model, model.lower()).ratio() - differs
+
+    return sorted(catalog.apis, key=likeness, reverse=True)[:_RIVALS]
 
 
 def _speculation(chosen: Plan, workload: Workload) -> dict[str, Any]:

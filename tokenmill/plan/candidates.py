@@ -14,8 +14,9 @@ from tokenmill.hardware.weight_formats import WeightFormat, find_format
 from tokenmill.plan.deployment import Deployment, plan_memory
 from tokenmill.plan.planned_model import PlannedModel
 
-_GPU_FORMATS = ("bf16", "fp8", "int8", "int4-g128", "nvfp4")
-_BLOCK_FORMATS = ("q8_0", "q6_k", "q5_k_m", "q4_k_m", "q4_0")
+_GPU_FORMATS: tuple[str, ...] = ("bf16", "fp8", "int8", "int4-g128", "nvfp4")
+_BLOCK_FORMATS: tuple[str, ...] = ("q8_0", "q6_k", "q5_k_m", "q4_k_m", "q4_0")
+_BLOCK_ENGINES = ("llama.cpp", "tokenmill")  # run GGUF blocks; KV is planned at 16 bits there
 _NEEDS = {"fp8": "fp8", "fp8-block": "fp8", "int8": "int8", "nvfp4": "fp4", "mxfp4": "fp4"}
 
 
@@ -23,9 +24,9 @@ def default_engine(device: Device) -> str:
     return "vllm" if device.kind in ("gpu", "tpu") else "llama.cpp"
 
 
-def formats_for(device: Device, model: PlannedModel) -> list[WeightFormat]:
-    """Formats with kernels on this kind of device; the checkpoint's own comes first."""
-    names = _GPU_FORMATS if default_engine(device) == "vllm" else _BLOCK_FORMATS
+def formats_for(device: Device, model: PlannedModel, engine: str = "") -> list[WeightFormat]:
+    """Formats with kernels in this engine on this device; the checkpoint's own comes first."""
+    names = _BLOCK_FORMATS if (engine or default_engine(device)) in _BLOCK_ENGINES else _GPU_FORMATS
     if device.vendor != "nvidia":  # the others' 4-bit floats are the open standard's
         names = tuple("mxfp4" if name == "nvfp4" else name for name in names)
     usable = [name for name in names if name not in _NEEDS or device.supports(_NEEDS[name])]
@@ -64,8 +65,8 @@ def enumerate_plans(
     plans = []
     for group in groups:
         name = engine or default_engine(group.device)
-        formats = [find_format(weights)] if weights else formats_for(group.device, model)
-        widths = [_kv_bytes(kv)] if kv else ([2.0, 1.0] if name != "llama.cpp" else [2.0])
+        formats = [find_format(weights)] if weights else formats_for(group.device, model, name)
+        widths = [_kv_bytes(kv)] if kv else ([2.0] if name in _BLOCK_ENGINES else [2.0, 1.0])
         for wanted in formats:
             _check_math(wanted, group.device, bool(weights))
             fitting = 0

@@ -85,10 +85,11 @@ def token_costs(
     decode_ms = cost.decode_ms(batch, batch * context) / batch * workload.output_tokens
     share = prefill_ms / (prefill_ms + decode_ms)
     request = per_output * workload.output_tokens / 1e6  # $ of one request
-    uncached = 1e6 * request * share / new
+    cached_share = _cached_share(cost, new, cached) if cached else 0.0
+    uncached = 1e6 * request * share / (new + cached_share * cached)
     return TokenCosts(
         uncached_input=uncached,
-        cached_input=0.0 if not cached else uncached * _cached_share(cost, new, cached),
+        cached_input=uncached * cached_share,
         output=1e6 * request * (1 - share) / workload.output_tokens,
         blended=1e6 * request / workload.total_tokens,
         hourly=hourly,

@@ -40,6 +40,7 @@ class Plan:
     costs: TokenCosts | None  # None: no price is known
     risk: QualityRisk
     failures: tuple[str, ...] = ()  # promises that it breaks
+    excess: float = 1.0  # by which factor the worst of them is missed
 
     @property
     def devices(self) -> int:
@@ -89,7 +90,7 @@ def search(
             refused.append(Refused(deployment, reason))
         else:
             plans.append(judge(deployment, workload, pricing, limits, devices_given))
-    plans.sort(key=lambda plan: (len(plan.failures), plan.rank))
+    plans.sort(key=lambda plan: (len(plan.failures), plan.excess, plan.rank))  # a good plan's excess is 1
     winner = plans[0] if plans and plans[0].good else None
     cheaper = [plan for plan in plans if not plan.good and (winner is None or plan.rank < winner.rank)]
     nearest = min(cheaper, key=lambda plan: (len(plan.failures), plan.rank), default=None)
@@ -124,7 +125,8 @@ def judge(deployment: Deployment, workload: Workload, pricing: Pricing, limits: 
     costs = _price(deployment, workload, pricing, cost, best, replicas)
     risk = quality_risk(deployment)
     failures = tuple(_failures(deployment, workload, limits, best, replicas, costs, risk))
-    return Plan(deployment, best, users, replicas, costs, risk, failures)
+    excess = _excess(workload, limits, best, costs, risk) if failures else 1.0
+    return Plan(deployment, best, users, replicas, costs, risk, failures, excess)
 
 
 def _size(deployment: Deployment, workload: Workload, cost: StepCost, devices_given: int) -> tuple[int, int, Estimate]:
@@ -206,6 +208,16 @@ def _failures(
         yield f"up to {risk.high:.1f} % quality loss is above {limits.quality_loss:g} %"
     if limits.devices and deployment.devices * replicas > limits.devices:
         yield f"needs {deployment.devices * replicas} devices, {limits.devices} are allowed"
+
+
+def _excess(workload: Workload, limits: Limits, found: Estimate, costs: TokenCosts | None, risk: QualityRisk) -> float:
+    pairs = [
+        (found.ttft.value, workload.ttft_ms),
+        (found.tpot.value, workload.itl_ms),
+        (costs.monthly if costs else 0.0, limits.dollars_per_month),
+        (risk.high, limits.quality_loss),
+    ]
+    return max([value / limit for value, limit in pairs if limit] + [1.0])
 
 
 def pareto(plans: Sequence[Plan]) -> tuple[Plan, ...]:

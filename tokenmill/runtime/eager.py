@@ -39,8 +39,8 @@ class EagerExecutor:
         self.places = [store.layout.place(layer) for layer in layers]
 
     @classmethod
-    def declines(cls, _model: LoadedModel, _store: KVStore) -> str | None:
-        return None
+    def declines(cls, model: LoadedModel, _store: KVStore) -> str | None:
+        return None if model.where.type == "cpu" else "computes on the CPU; cuda_eager is its twin on a GPU"
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:

@@ -112,8 +112,9 @@ void expand_requantized(const PanelLayout& layout, const uint8_t* panel, int64_t
   }
 }
 
-// Codes less their offset, as they are, with scale and minimum of each group of 32.
-template <class V, class T>
+// Codes less their offset, as they are, with scale and minimum of each group of 32; or of each 128, where groups are at
+// least that long (and then never need requantizing).
+template <class V, class T, int B = 32>
 void expand_exact(const PanelLayout& layout, const uint8_t* panel, int64_t begin, int64_t end, int8_t* w8,
                   float* scales) {
   constexpr int kWide = V::kWideRegs * V::kLanes * 4, kRegs = kPanelCols / V::kLanes;
@@ -122,12 +123,13 @@ void expand_exact(const PanelLayout& layout, const uint8_t* panel, int64_t begin
   const typename V::Bytes offset = V::splat_bytes(T::kSigned ? 0 : layout.offset);
   const int64_t quads = (end - begin) / 4;
   const uint8_t* group = panel + begin / 32 * kGroupBytes;
-  for (int64_t k = begin; k < end; k += 32, group += kGroupBytes, scales += 2 * kPanelCols)
+  for (int64_t k = begin; k < end; k += 32, group += kGroupBytes) {
+    const bool opens = (k - begin) % B == 0;
     for (int i = 0; i < kRegs; ++i) {
       const int at = i * V::kLanes * 4;
       for (int line = i * 64; line < kGroupBytes; line += kRegs * 64) V::prefetch(group + 4 * kGroupBytes + line);
       const uint8_t* p = group + kCodeBytes + i * V::kLanes * 2;
-      V::store_f(scales + i * V::kLanes, load_scale<V, T>(p));
+      if (opens) V::store_f(scales + i * V::kLanes, load_scale<V, T>(p));
       if constexpr (T::kMin) V::store_f(scales + kPanelCols + i * V::kLanes, load_scale<V, T>(p + 32));
       int8_t* to = w8 + at / kWide * (quads * kWide) + (k - begin) / 4 * kWide + at % kWide;
       unroll<8>([&](auto step) {
@@ -137,6 +139,8 @@ void expand_exact(const PanelLayout& layout, const uint8_t* panel, int64_t begin
         V::store_weights(to + kStep * kWide, code);
       });
     }
+    if (opens) scales += 2 * kPanelCols;
+  }
 }
 
 // N quads of rows x kWideRegs registers of columns: integer sums of blocks of B, added up in float.
@@ -328,7 +332,7 @@ struct Pick {
   template <class T>
   struct Expand {
     static ExpandFn get() {
-      // Superblocks are always requantized, bytes when they are coarse.
+      // Superblocks are always requantized.
       if constexpr (T::kSuper) return expand_requantized<V, T>;
       return expand_exact<V, T>;
     }
@@ -337,8 +341,9 @@ struct Pick {
 
 template <class V>
 ExpandFn choose_expand(const PanelLayout& layout) {
-  if (layout.coarse && layout.wide_scale) return expand_requantized<V, Traits<8, false, false, false, false, true>>;
-  if (layout.coarse) return expand_requantized<V, Traits<8, false, false, false, false, false>>;
+  if (layout.coarse && layout.wide_scale)
+    return expand_exact<V, Traits<8, false, false, false, false, true>, kQuantBlock>;
+  if (layout.coarse) return expand_exact<V, Traits<8, false, false, false, false, false>, kQuantBlock>;
   return choose<Pick<V>::template Expand>(layout);
 }
 
@@ -351,7 +356,8 @@ PanelKernels make_kernels(const char* name, int (*expand_from)(const PanelLayout
           choose<Pick<V>::template Direct>,
           choose_expand<V>,
           choose_multiply<V>,
-          expand_from};
+          expand_from,
+          spin_dots<V>};
 }
 
 }  // namespace

@@ -219,6 +219,26 @@ TM_INLINE void direct_rows(const PanelLayout& layout, const uint8_t* panel, cons
   }
 }
 
+// The most integer products this instruction set can do, from registers alone: the ceiling that benchmarks quote.
+template <class V>
+int64_t spin_dots(int64_t rounds) {
+  alignas(64) uint8_t bytes[64] = {};
+  const uint8_t* volatile hidden = bytes;  // or the compiler would know the sums
+  const auto w = V::load(hidden);
+  const auto x = V::load_x(reinterpret_cast<const int8_t*>(hidden));
+  constexpr int kChains = 12;
+  typename V::Ints acc[kChains];
+  unroll<kChains>([&](auto i) { acc[i.value] = V::splat_i(hidden[i.value]); });
+  for (int64_t round = 0; round < rounds; ++round)
+    unroll<kChains>([&](auto i) { acc[i.value] = V::template dot_stored<0>(acc[i.value], w, x); });
+  auto total = acc[0];
+  unroll<kChains>([&](auto i) { total = V::add_scaled_i(total, acc[i.value], V::splat_i(1)); });
+  alignas(64) float out[kPanelCols];
+  V::store_f(out, V::to_float(total));
+  asm volatile("" : : "r"(out) : "memory");
+  return rounds * kChains * V::kLanes * 4 * 2;
+}
+
 template <class V, class T>
 void direct(const PanelLayout& layout, const uint8_t* panel, const uint8_t* rows, int num_rows, float* out) {
   switch (num_rows) {

@@ -156,6 +156,7 @@ void check_rounded(Isa isa, std::mt19937& random) {
     auto plain = panel ? pack_int8(codes.data(), scales.data(), int(cols), rows, cols, isa, &why)
                        : pack_coded({"int8", bytes.data(), scales.data(), cols, 1.0f}, rows, cols, &why);
     const auto linear = round_inputs(std::move(plain), rounding, 0.05f, &why);
+    if (!linear && isa == Isa::avx2 && std::string(rounding) == "int8_static") continue;  // declined, with the reason
     if (!linear) return fail(std::string(rounding) + ": " + why);
     InputRounding kind;
     find_input_rounding(rounding, &kind);

@@ -14,6 +14,7 @@ from tokenmill.evaluate.tasks.generation import write_answers
 
 _MAX_TOKENS = 512
 _STOP = ("\nclass ", "\ndef ", "\n#", "\nif ", "\nprint(", "\n@", "\nassert ")  # the function is over
+_REQUEST = "Complete this function. Answer with the whole function in one code block."
 _PROGRAMS_AT_ONCE = 2
 
 
@@ -27,12 +28,14 @@ class HumanEval(Task):
         return None if item["entry_point"].isidentifier() else "'entry_point' is no name of a function"
 
     def run(self, llm: LLM, items: Sequence[Item], on_progress: Progress) -> list[ItemResult]:
+        """As a completion of the prompt, or with --chat as an answer that holds the whole function."""
+        chat = bool(self.options.chat)
         answers = write_answers(
             llm,
-            [item["prompt"] for item in items],
+            [f"{_REQUEST}\n```python\n{item['prompt']}```" if chat else item["prompt"] for item in items],
             max_tokens=self.options.max_tokens or _MAX_TOKENS,
-            stop=_STOP,
-            chat=bool(self.options.chat),
+            stop=() if chat else _STOP,
+            chat=chat,
             on_progress=on_progress,
         )
         with ThreadPoolExecutor(_PROGRAMS_AT_ONCE) as workers:
@@ -55,10 +58,9 @@ def judge_completion(item: Item, completion: str) -> Verdict:
 
 
 def _fenced(text: str) -> str | None:
-    """What lies between the first pair of ``` lines."""
+    """What lies between the first ``` and the next, or the end."""
     _, opening, rest = text.partition("```")
-    block, closing, _ = rest.partition("```")
-    return block.partition("\n")[2] if opening and closing else None
+    return rest.partition("```")[0].partition("\n")[2] if opening else None
 
 
 def _imports(prompt: str) -> str:

@@ -13,6 +13,8 @@ Beyond the spec, for executors that fuse (all without host synchronization, shap
   contiguous_attention(q, k, v, counts, scale)                                 whole prompts, lengths known to the host
   sample(logits, SamplingTensors, out) -> ids        mix_seed(seed, index)     temperature, top-k, top-p, min-p
   quantize_at_load(values, bias, "fp8"|"int8"|"int4", group) -> GpuLinear      from_quantized(matrix, bias, device)
+  join_linears([GpuLinear, ...]) -> GpuLinear | None        JoinedRows            matrices that share an input, as one
+  begin_step(...)                                            what a decode step derives from positions and page tables
 A GpuLinear: `linear(x)`, `.multiply(x, out_dtype)`, `.multiply_quantized(codes, scales)` where `.activations` is set,
 `.tune(tokens)` before capture. KV pages: [pages, kv_heads, page_size, head_dim], 16 tokens a page is the tuned size.
 """
@@ -51,6 +53,9 @@ _HOME = {
     "from_quantized": "linear",
     "quantize_at_load": "linear",
     "GpuLinear": "linear",
+    "join_linears": "joined",
+    "JoinedRows": "joined",
+    "begin_step": "step",
 }
 
 

@@ -129,10 +129,11 @@ def contiguous_attention(q: Tensor, k: Tensor, v: Tensor, counts: list[int], sca
         while past < len(counts) and counts[past] == length:
             past += 1
         rows = (past - index) * length
-        parts = (
-            each[begin : begin + rows].view(past - index, length, -1, q.shape[2]).transpose(1, 2) for each in (q, k, v)
+        whole = (past - index, length, -1, q.shape[2])
+        queries, keys, values = (each[begin : begin + rows].view(whole).transpose(1, 2) for each in (q, k, v))
+        done = torch.nn.functional.scaled_dot_product_attention(
+            queries, keys, values, is_causal=True, scale=scale, enable_gqa=grouped
         )
-        done = torch.nn.functional.scaled_dot_product_attention(*parts, is_causal=True, scale=scale, enable_gqa=grouped)
         out[begin : begin + rows] = done.transpose(1, 2).reshape(rows, -1, q.shape[2])
         begin, index = begin + rows, past
     return out

@@ -8,5 +8,6 @@ KV_STORES = Registry(
         "float32": "tokenmill.model.kvstore.dense:Float32Store",
         "float16": "tokenmill.model.kvstore.dense:Float16Store",
         "bfloat16": "tokenmill.model.kvstore.dense:BFloat16Store",
+        "fp8": "tokenmill.model.kvstore.float8:Float8Store",
     },
 )

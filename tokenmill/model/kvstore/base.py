@@ -35,6 +35,14 @@ class KVStore(ABC):
     def pages(self, slot: int) -> tuple[Tensor, Tensor]:
         """K and V of a layer slot as float tensors [pages, kv_heads, page_size, head_dim]."""
 
+    def stored(self, slot: int) -> tuple[Tensor, Tensor]:
+        """K and V of a layer slot as they lie in memory, for kernels that read them so."""
+        return self.pages(slot)
+
+    def scales(self, slot: int) -> tuple[Tensor, Tensor] | None:  # noqa: ARG002
+        """What stored K and V are multiplied by, float32 [kv_heads] each; None where they are the values."""
+        return None
+
     @abstractmethod
     def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
         """Copy whole pages (source, destination) in every layer: copy-on-write."""

@@ -119,6 +119,8 @@ def simulate_engine(
     transfer: TransferTime = TransferTime(),  # noqa: B008
 ) -> Simulation:
     split = fleet.prefill_replicas > 0
+    if fleet.autoscaling and engine.loops > 1:
+        raise UserError("autoscaling of engines with pipeline stages is not simulated", "use --pp 1, or no --autoscale")
     serving = fleet.prefill_replicas if split else fleet.replicas
     settings = ClusterSettings(
         serve=PoolSettings(engine.shape, engine.cost, serving * engine.loops),

@@ -2,7 +2,8 @@
 
 The file holds statistics, not requests. Each client's arrivals are drawn by a gamma renewal process with the window's
 rate and coefficient of variation (also where the authors fitted a Weibull law: the first two moments are the same), its
-lengths from the histogram in force. Lazy: a day has a million requests. Read by traces.py.
+lengths from the histogram in force. A client without histograms (not all windows are published) borrows those of
+another, chosen by rate. Lazy: a day has a million requests. Read by traces.py.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class _Client:
 
 def servegen_arrivals(path: str, seed: int) -> Iterator[Arrival]:
     clients = _read_clients(path)
+    _lend_lengths(list(clients.values()), Random(f"{seed}/lengths"))
     streams = [
         _client_arrivals(client, Random(f"{seed}/{name}"))
         for name, client in sorted(clients.items())
@@ -63,15 +65,25 @@ def _read_clients(path: str) -> dict[str, _Client]:
             if line["kind"] == "trace_csv":
                 client.windows = [_window(row) for row in line["data"].splitlines() if row.strip()]
             else:
-                windows = sorted((finite(start), table) for start, table in line["data"].items())
+                tables = [(finite(start), _histograms(table)) for start, table in line["data"].items()]
+                windows = sorted([pair for pair in tables if pair[1]], key=lambda pair: pair[0])
                 client.starts = [start for start, _ in windows]
-                client.lengths = [_histograms(table) for _, table in windows]
+                client.lengths = [table for _, table in windows]
         except (KeyError, ValueError, TypeError, AttributeError, SyntaxError, IndexError):
             raise UserError(
                 f"line {number} of {path} is not of a ServeGen file",
                 "it has file, kind (dataset or trace_csv) and data",
             ) from None
     return clients
+
+
+def _lend_lengths(clients: list[_Client], random: Random) -> None:
+    lenders = [client for client in clients if client.lengths and client.windows]
+    rates = [sum(rate for _, rate, _ in client.windows) for client in lenders]
+    for client in clients:
+        if not client.lengths and any(rates):
+            (lender,) = random.choices(lenders, rates)
+            client.starts, client.lengths = lender.starts, lender.lengths
 
 
 def _window(row: str) -> tuple[float, float, float]:
@@ -83,6 +95,9 @@ def _window(row: str) -> tuple[float, float, float]:
 
 
 def _histograms(table: dict[str, Any]) -> dict[str, _Histogram]:
+    """By name; empty for a window in which the client sent nothing."""
+    if ast.literal_eval(table["output_tokens"]) == {}:
+        return {}
     return {name: _histogram(text) for name, text in table.items() if name.endswith(("_tokens", "_count"))}
 
 

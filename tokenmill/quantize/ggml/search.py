@@ -25,7 +25,6 @@ class AffineGrid:
     first: float
     step: float
     steps: int
-    absolute: bool = False  # minimise |error| instead of its square
 
 
 def ordered_sum(values: Tensor) -> Tensor:
@@ -52,7 +51,7 @@ def fit_affine(x: Tensor, weights: Tensor, levels: int, grid: AffineGrid) -> tup
 
     def error(scale: Tensor, offset: Tensor, codes: Tensor) -> Tensor:
         difference = scale * codes + offset - x
-        return ordered_sum(weights * (difference.abs() if grid.absolute else difference * difference))
+        return ordered_sum(weights * (difference * difference))
 
     inverse = _divide(float(levels), high - low)
     best_scale, best_low = inverse.reciprocal(), low

@@ -29,7 +29,7 @@ BLOCK = 256
 
 
 def q2_k(x: Tensor, importance: Tensor | None) -> Tensor:
-    d, scales, dmin, minima, codes = _affine(x, importance, 3, AffineGrid(-0.5, 0.1, 15, absolute=True), 15)
+    d, scales, dmin, minima, codes = _affine(x, importance, 3, AffineGrid(-0.5, 0.1, 15), 15)
     return torch.cat([scales | minima << 4, pack_fields(codes, 32, 2), half_bytes(d), half_bytes(dmin)], dim=1)
 
 
@@ -85,8 +85,9 @@ def _affine(
     """(d [B], scales [B, groups], dmin [B], minima [B, groups], codes [B, 256])."""
     groups = BLOCK // x.shape[0]
     if importance is None:
-        # Groups of 32 weigh by how far a value stands out of its group; the 2-bit groups of 16 by size alone.
-        weights = x.abs() if grid.absolute else (ordered_sum(x * x) / float(x.shape[0])).sqrt() + x.abs()
+        # Two bits cannot serve small values too: they weigh by size alone. (llama.cpp weighs so as well, but minimises
+        # the absolute error; the square leaves less of every kind: see the figures in bench/gguf_quality.py.)
+        weights = x.abs() if levels == 3 else (ordered_sum(x * x) / float(x.shape[0])).sqrt() + x.abs()
         scale, minimum = (_per_block(value, groups) for value in fit_affine(x, weights, levels, grid))
         d, scales = _against_largest(scale, scale_levels)
         dmin, minima = _against_largest(minimum, scale_levels)

@@ -180,7 +180,7 @@ class AutoRound(Solver):
         objective: str = "block"  # or "layer"
         sequences: int = 8  # run through the block in each step
         pool: int = 64  # calibration sequences that steps draw from, evenly spaced
-        tokens: int = 512  # the first of each sequence are used
+        tokens: int = 128  # of each sequence, its first; more cost in proportion and gain little
         learn_range: bool = True
 
     def check(self, name: str, shape: tuple[int, int], scheme: Scheme) -> None:

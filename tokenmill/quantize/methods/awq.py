@@ -29,7 +29,7 @@ class Awq(Transform):
     @dataclass(frozen=True, slots=True)
     class Options:
         grid: int = 20  # exponents tried between 0 and 1
-        duo_scaling: bool = True  # also divide by the size of the weights
+        duo_scaling: bool = True  # try each exponent with the size of the weights taken into account as well
         clip: bool = True
         clip_steps: int = 10
         max_shrink: float = 0.5  # the smallest range tried is 1 - this
@@ -79,9 +79,12 @@ class Awq(Transform):
         schemes = [scheme_of[name] for name in names]
         repeats, head_dim = group.source_repeats, block.head_dim
         inputs = narrow(statistics.mean_abs, repeats, head_dim)
-        sizes = narrow(relative_size(weights, schemes), repeats, head_dim) if self.options.duo_scaling else None
-        best, least = torch.ones_like(inputs), float("inf")
-        for scale in [best, *candidate_scales(inputs, sizes, self.options.grid)]:
+        candidates = [torch.ones_like(inputs), *candidate_scales(inputs, None, self.options.grid)]
+        if self.options.duo_scaling:
+            sizes = narrow(relative_size(weights, schemes), repeats, head_dim)
+            candidates += candidate_scales(inputs, sizes, self.options.grid)
+        best, least = candidates[0], float("inf")
+        for scale in candidates:
             wide = widen(scale, repeats, head_dim)
             error = sum(
                 output_error(rounded_under_scale(weight, wide, scheme) - weight, statistics.hessian)

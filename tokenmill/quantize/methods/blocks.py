@@ -52,10 +52,19 @@ def check_groups(step: str, name: str, shape: tuple[int, int], group_size: int) 
 
 def block_peaks(weight: Tensor, block_rows: int, group_size: int) -> Tensor:
     """The largest magnitude of each block [ceil(out / block_rows), ceil(in / group_size)]; 0 is the whole extent."""
-    rows, columns = weight.shape
+    return _in_blocks(weight.abs(), block_rows, group_size).amax((1, 3))
+
+
+def block_sums(values: Tensor, block_rows: int, group_size: int) -> Tensor:
+    return _in_blocks(values, block_rows, group_size).sum((1, 3))
+
+
+def _in_blocks(values: Tensor, block_rows: int, group_size: int) -> Tensor:
+    """[blocks down, rows of a block, blocks across, columns of a block], filled up with zeros at the edges."""
+    rows, columns = values.shape
     tall, wide = block_rows or rows, group_size or columns
-    padded = torch.nn.functional.pad(weight.abs(), (0, -columns % wide, 0, -rows % tall))
-    return padded.unflatten(1, (-1, wide)).unflatten(0, (-1, tall)).amax((1, 3))
+    padded = torch.nn.functional.pad(values, (0, -columns % wide, 0, -rows % tall))
+    return padded.unflatten(1, (-1, wide)).unflatten(0, (-1, tall))
 
 
 def nonzero(scales: Tensor) -> Tensor:

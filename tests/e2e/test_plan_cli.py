@@ -1,0 +1,123 @@
+"""`tokenmill plan` and `tokenmill deploy` as typed: JSON, reports, files; bad input ends with 2 and the remedy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tokenmill.cli.main import main
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert main([*words, "--json"]) == 0, capsys.readouterr().err
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(list(words)) == 2
+    shown = capsys.readouterr()
+    assert shown.err.count("\n") == 1
+    assert shown.err.startswith("error: ")
+    return shown.err
+
+
+def test_one_h100_and_a_70b_model(capsys: pytest.CaptureFixture[str]) -> None:
+    found = run(capsys, "plan", "llama-3.1-70b", "--gpu", "h100x1", "--weights", "fp8", "--kv-cache-dtype", "fp8")
+    assert 20_500 <= found["plan"]["kv_tokens"] <= 22_500
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (("llama-3.1-70b", "--gpu", "h1000"), ("unknown device 'h1000'", "nearest: h100")),
+        (("llama-3.1-7b", "--gpu", "h100"), ("llama-3.1-7b", "llama-3.1-70b")),
+        (("llama-3.1-70b", "--gpu", "h100x1", "--weights", "bf16"), ("weights alone do not fit", "fewer bits")),
+        (("llama-3.1-70b", "--gpu", "a100-40x1", "--weights", "int4"), ("refused", "KV")),
+        (("llama-3.1-70b", "--gpu", "h100x4", "--itl", "1"), ("impossible", "looser limit")),
+        (("llama-3.1-8b", "--gpu", "h100", "--price", "-3"), ("negative", "at least 0")),
+        (("llama-3.1-8b", "--gpu", "h100", "--ttft", "-5", "--itl", "-5", "--input-len", "0x"), ("token count", "8k")),
+        (("llama-3.1-8b", "--gpu", "h100", "--use", "chatt"), ("unknown workload", "chat")),
+        (("llama-3.1-8b", "--gpu", "h100", "--concurrency", "4", "--rate", "2"), ("either", "one of them")),
+        (("llama-3.1-8b", "--gpu", "h100", "--any-gpu"), ("both", "one of them")),
+        (("llama-3.1-8b",), ("no hardware", "--gpu")),
+        (("--gpu", "h100"), ("no model", "name one")),
+        (("llama-3.1-8b", "--gpu", "h100x0"), ("at least one device", "h100x1")),
+        (("llama-3.1-8b", "--gpu", "custom:mem=80"), ("needs at least", "bw=3350")),
+        (("llama-3.1-8b", "--gpu", "h100", "--engine", "vlm"), ("unknown engine", "vllm")),
+        (("llama-3.1-8b", "--gpu", "h100", "--trait", "tiny"), ("unknown trait", "fine-tuned")),
+        (("llama-3.1-8b", "--gpu", "h100", "--utilization", "2"), ("utilization", "correct")),
+        (("llama-3.1-8b", "--gpu", "h100", "--target-cost", "much"), ("not a share", "-60%")),
+        (("llama-3.1-8b", "--gpu", "h100", "--prices", "no.toml"), ("cannot read no.toml", "TOML")),
+        (("llama-3.1-8b", "--gpu", "h100", "--html", "no/such/x.html"), ("cannot write", "--html")),
+    ],
+)
+def test_bad_input_is_answered_with_the_remedy(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...], parts: tuple[str, ...]
+) -> None:
+    message = refused(capsys, "plan", *words)
+    for part in parts:
+        assert part in message
+
+
+def test_negative_prices_of_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    prices = tmp_path / "prices.toml"
+    prices.write_text('[[device]]\nname = "h100"\nprice = -2.0\n', encoding="utf-8")
+    assert "at least 0" in refused(capsys, "plan", "llama-3.1-8b", "--gpu", "h100", "--prices", str(prices))
+
+
+def test_explain_and_report(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    found = run(capsys, "plan", "llama-3.1-8b", "--gpu", "h100", "--explain", "--html", str(page))
+    assert {"R1", "R2", "R3", "R10"} <= {row["rule"] for row in found["explain"]}
+    assert found["report"] == str(page)
+    assert 'data-chart="pareto"' in page.read_text(encoding="utf-8")
+
+
+def test_from_plan_to_manifests(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    plan = run(capsys, "plan", "llama-3.1-8b", "--gpu", "h100x2", "--concurrency", "8", "--weights", "fp8")
+    (tmp_path / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
+    words = ("deploy", "meta-llama/Llama-3.1-8B", "--plan", str(tmp_path / "plan.json"), "--target", "kubernetes")
+    found = run(capsys, *words, "--out", str(tmp_path / "out"))
+    assert all(Path(each).is_file() for each in found["written"])
+    kinds = [each["kind"] for each in yaml.safe_load_all((tmp_path / "out" / "serving.yaml").read_text())]
+    assert "Deployment" in kinds
+    assert found["command"][:3] == ["vllm", "serve", "meta-llama/Llama-3.1-8B"]
+    assert str(plan["plan"]["settings"]["max_model_len"]) in found["command"]
+
+
+def test_deploy_prints_a_script(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["deploy", "llama-3.2-1b", "--gpu", "xeon-8480", "--engine", "llamacpp"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("#!/bin/sh\n")
+    assert "exec llama-server" in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (("llama-3.1-8b",), ("neither a plan nor hardware", "--gpu")),
+        (("llama-3.1-8b", "--gpu", "h100", "--engine", "vlm"), ("unknown engine", "vllm")),
+        (("llama-3.1-8b", "--gpu", "h100", "--engine", "tokenmill", "--weights", "q4_k_m"), ("CPU", "vllm")),
+        (("llama-3.1-8b", "--gpu", "h100", "--target", "helm"), ("unknown target", "kubernetes")),
+        (("llama-3.1-8b", "--gpu", "h100", "--split", "2"), ("not a split", "1:2")),
+        (("llama-3.1-8b", "--plan", "no.json"), ("cannot read no.json", "tokenmill plan")),
+        (("org/some-model", "--gpu", "h100"), ("some-model", "")),
+    ],
+)
+def test_bad_deployments_are_refused(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...], parts: tuple[str, ...]
+) -> None:
+    message = refused(capsys, "deploy", *words)
+    for part in parts:
+        assert part in message
+
+
+def test_a_file_that_is_no_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for text in ("[]", "{}", '{"plan": {"device": "h100"}}', "x"):
+        (tmp_path / "p.json").write_text(text, encoding="utf-8")
+        assert "tokenmill" in refused(capsys, "deploy", "m", "--plan", str(tmp_path / "p.json"))

@@ -1,0 +1,65 @@
+"""Models for GPU tests: a config.json whose weights are made up, and what counts as the same greedy choice."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tokenmill import LLM, SamplingParams
+
+_TINY = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 131,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}
+_QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 32}
+_GEMMA3 = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "head_dim": 32,
+    "num_hidden_layers": 4,
+    "sliding_window": 16,
+    "query_pre_attn_scalar": 24,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
+    "rope_local_base_freq": 10000.0,
+    "tie_word_embeddings": True,
+}
+CONFIGS: dict[str, dict[str, Any]] = {"llama": _TINY, "qwen3": _TINY | _QWEN3, "gemma3": _TINY | _GEMMA3}
+
+
+def write_config(folder: Path, name: str = "llama", **changes: Any) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(CONFIGS[name] | changes))
+    return folder
+
+
+def greedy(llm: LLM, prompts: list[list[int]], length: int) -> list[list[int]]:
+    params = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
+    return [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+
+
+def worst_choice(reference: LLM, prompt: list[int], chosen: list[int]) -> float:
+    """By how much the reference's log-probability of a chosen token falls short of the best one, at worst."""
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
+    scored = reference.generate([prompt + chosen], params)[0].prompt_logprobs
+    assert scored is not None
+    worst = 0.0
+    for position in range(len(prompt), len(prompt) + len(chosen)):
+        entries = scored[position]
+        assert entries is not None
+        own = entries[(prompt + chosen)[position]].logprob
+        worst = max(worst, max(each.logprob for each in entries.values()) - own)
+    return worst

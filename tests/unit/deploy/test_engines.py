@@ -1,0 +1,141 @@
+"""Launch lines: ours is accepted by our own parser, others carry flags that exist today, refusals name the way out."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields, replace
+
+import pytest
+import yaml
+
+from tokenmill.cli.quantize import quantize
+from tokenmill.config import EngineConfig
+from tokenmill.deploy.engines import ENGINES
+from tokenmill.deploy.engines.base import COMPRESSED_TENSORS, GGUF_TYPES
+from tokenmill.deploy.render import find_engine
+from tokenmill.deploy.serving import Serving, object_name
+from tokenmill.errors import UserError
+from tokenmill.hardware.catalog import load_catalog
+from tokenmill.model.formats.files import FILE_FORMATS
+from tokenmill.quantize.methods import SOLVERS, TRANSFORMS
+from tokenmill.serve.config import ServeConfig, split_options
+
+CATALOG = load_catalog()
+H100 = Serving("org/model-70b", "model-70b", CATALOG.find_device("h100"), tp=4, replicas=2, weights="fp8", kv_bits=8.0)
+CPU = Serving("org/model-1b", "model-1b", CATALOG.find_device("xeon-8480"), weights="q4_k_m", stored="q4_k_m")
+
+
+def flags(command: tuple[str, ...]) -> dict[str, str]:
+    found = {}
+    for at, word in enumerate(command):
+        if word.startswith("--"):
+            following = command[at + 1] if at + 1 < len(command) else ""
+            found[word] = "" if following.startswith("--") else following
+    return found
+
+
+def test_our_own_line_is_one_we_accept() -> None:
+    launch = find_engine("tokenmill").launch(replace(CPU, max_sequences=24, context=4096))
+    assert launch.command[:3] == ("tokenmill", "serve", "org/model-1b")
+    options = {name[2:]: value for name, value in flags(launch.command).items()}
+    kinds = {spec.name: type(spec.default) for record in (ServeConfig, EngineConfig) for spec in fields(record)}
+    typed = {name: int(value) if kinds[name.replace("-", "_")] is int else value for name, value in options.items()}
+    server, engine = split_options(typed)
+    assert (server.host, server.port, server.served_model_name) == ("0.0.0.0", 8000, ("model-1b",))
+    assert (engine.context, engine.concurrency, engine.kv_cache_dtype) == (4096, 24, "bfloat16")
+
+
+@pytest.mark.parametrize(("serving", "remedy"), [(H100, "vllm"), (replace(CPU, kv_bits=4.0), "bf16")])
+def test_ours_refuses_what_it_cannot_run(serving: Serving, remedy: str) -> None:
+    with pytest.raises(UserError, match=remedy):
+        find_engine("tokenmill").launch(serving)
+
+
+def test_vllm_quantizes_fp8_at_load_by_the_name_of_today() -> None:
+    found = flags(find_engine("vllm").launch(H100).command)
+    assert found["--quantization"] == "fp8_per_tensor"
+    assert found["--kv-cache-dtype"] == "fp8"
+    assert found["--tensor-parallel-size"] == "4"
+    stored = flags(find_engine("vllm").launch(replace(H100, stored="fp8")).command)
+    assert "--quantization" not in stored
+
+
+@pytest.mark.parametrize(
+    ("device", "bits", "vllm", "sglang"),
+    [
+        ("h100", 16, "auto", "auto"),
+        ("h100", 8, "fp8", "fp8_e4m3"),
+        ("a100-80", 8, "int8_per_token_head", "fp8_e5m2"),
+        ("b200", 4, "int4_per_token_head", "fp4_e2m1"),
+    ],
+)
+def test_kv_dtypes_follow_the_hardware(device: str, bits: float, vllm: str, sglang: str) -> None:
+    serving = replace(H100, device=CATALOG.find_device(device), weights="bf16", kv_bits=bits)
+    assert flags(find_engine("vllm").launch(serving).command)["--kv-cache-dtype"] == vllm
+    assert flags(find_engine("sglang").launch(serving).command)["--kv-cache-dtype"] == sglang
+
+
+def test_four_bit_weights_are_made_first() -> None:
+    launch = find_engine("vllm").launch(replace(H100, weights="int4-g128"))
+    (line,) = launch.prepare
+    assert "--bits 4 --group-size 128" in line
+    assert launch.command[2] == "/models/model-70b-int4-g128"
+    assert f"[ -e {launch.command[2]} ]" in line
+
+
+def test_recipes_use_flags_and_names_that_quantize_has() -> None:
+    known = {"--" + name.replace("_", "-") for name in quantize.__annotations__} | {"--symmetric"}
+    for recipe in (*COMPRESSED_TENSORS.values(), *GGUF_TYPES.values()):
+        words = tuple(recipe.split())
+        assert {word for word in words if word.startswith("--")} <= known
+        found = flags(words)
+        assert found.get("--format", "compressed-tensors") in FILE_FORMATS
+        for method in found.get("--method", "rtn").split("+"):
+            assert method in (*SOLVERS, *TRANSFORMS, "imatrix")
+
+
+def test_trtllm_puts_the_rest_into_its_file() -> None:
+    engine = find_engine("trtllm")
+    launch = engine.launch(H100, "prefill")
+    options = yaml.safe_load(launch.files["options.yaml"])
+    assert options["kv_cache_config"]["dtype"] == "fp8"
+    assert options["disable_overlap_scheduler"] is True
+    assert "disable_overlap_scheduler" not in yaml.safe_load(engine.launch(H100, "decode").files["options.yaml"])
+    with pytest.raises(UserError, match="does not run on mi300x"):
+        engine.launch(replace(H100, device=CATALOG.find_device("mi300x")))
+
+
+def test_llamacpp_gives_every_slot_its_context() -> None:
+    found = flags(find_engine("llama.cpp").launch(replace(CPU, users=4, context=4096)).command)
+    assert (found["--parallel"], found["--ctx-size"]) == ("4", "16384")
+    with pytest.raises(UserError, match="cannot serve fp8"):
+        find_engine("llamacpp").launch(replace(CPU, weights="fp8", stored="bf16"))
+
+
+def test_ollama_is_set_up_by_its_environment() -> None:
+    launch = find_engine("ollama").launch(replace(CPU, model="/models/m.gguf", kv_bits=8.0))
+    environment = dict(launch.environment)
+    assert environment["OLLAMA_KV_CACHE_TYPE"] == "q8_0"
+    assert environment["OLLAMA_NUM_PARALLEL"] == "4"
+    assert any("ollama create model-1b" in line for line in launch.prepare)
+
+
+def test_every_engine_either_splits_or_says_that_it_cannot() -> None:
+    for name in ENGINES:
+        engine = find_engine(name)
+        serving = CPU if name in ("tokenmill", "llamacpp", "ollama") else H100
+        if engine.can_split:
+            assert engine.launch(serving, "prefill") != engine.launch(serving, "decode")
+            _, router = engine.router(serving, ("a", "b"), ("c",))
+            assert all(host in json.dumps([router.command, router.files]) for host in ("a:", "b:", "c:"))
+        else:
+            with pytest.raises(UserError, match="cannot split"):
+                engine.launch(serving, "prefill")
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [("meta-llama/Llama-3.1-70B", "llama-3-1-70b"), ("/models/a_b.Q4_K_M.gguf", "a-b-q4-k-m"), ("x/7b-it", "m-7b-it")],
+)
+def test_names_of_objects(model: str, name: str) -> None:
+    assert object_name(model) == name

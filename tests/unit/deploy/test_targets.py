@@ -1,0 +1,279 @@
+"""Manifests checked by real checkers: published Kubernetes schemas, systemd's own verifier; probes that see a hang."""
+
+from __future__ import annotations
+
+import http.server
+import os
+import shutil
+import subprocess
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+from jsonschema import Draft202012Validator
+
+from tests.unit.deploy.test_engines import CPU, H100
+from tokenmill.deploy.engines import ENGINES
+from tokenmill.deploy.engines.base import Engine
+from tokenmill.deploy.probes import progress_script
+from tokenmill.deploy.render import TARGETS, find_engine, render
+from tokenmill.deploy.serving import Serving
+from tokenmill.deploy.split import parse_split
+from tokenmill.errors import UserError
+
+VERSION = "1.34"
+_NAME = {"type": "string", "pattern": "^[a-z]([-a-z0-9]*[a-z0-9])?$", "maxLength": 63}
+_META = {"type": "object", "required": ["name"], "properties": {"name": _NAME}}
+CUSTOM = {  # what the two operators demand
+    "ServiceMonitor": {
+        "properties": {
+            "apiVersion": {"const": "monitoring.coreos.com/v1"},
+            "metadata": _META,
+            "spec": {
+                "type": "object",
+                "required": ["selector", "endpoints"],
+                "additionalProperties": False,
+                "properties": {
+                    "selector": {"type": "object", "required": ["matchLabels"]},
+                    "endpoints": {
+                        "type": "array",
+                        "minItems": 1,
+                        "items": {
+                            "type": "object",
+                            "additionalProperties": False,
+                            "properties": {
+                                "port": {"type": "string"},
+                                "path": {"type": "string", "pattern": "^/"},
+                                "interval": {"type": "string", "pattern": "^[0-9]+(s|m)$"},
+                            },
+                        },
+                    },
+                },
+            },
+        }
+    },
+    "ScaledObject": {
+        "properties": {
+            "apiVersion": {"const": "keda.sh/v1alpha1"},
+            "metadata": _META,
+            "spec": {
+                "type": "object",
+                "required": ["scaleTargetRef", "triggers"],
+                "additionalProperties": False,
+                "properties": {
+                    "scaleTargetRef": {"type": "object", "required": ["name"]},
+                    "minReplicaCount": {"type": "integer", "minimum": 0},
+                    "maxReplicaCount": {"type": "integer", "minimum": 1},
+                    "pollingInterval": {"type": "integer"},
+                    "cooldownPeriod": {"type": "integer"},
+                    "fallback": {"type": "object", "required": ["failureThreshold", "replicas"]},
+                    "advanced": {"type": "object"},
+                    "triggers": {
+                        "type": "array",
+                        "minItems": 1,
+                        "items": {
+                            "type": "object",
+                            "required": ["type", "metadata"],
+                            "additionalProperties": False,
+                            "properties": {
+                                "type": {"const": "prometheus"},
+                                "name": {"type": "string"},
+                                "metricType": {"enum": ["AverageValue", "Value"]},
+                                "metadata": {
+                                    "type": "object",
+                                    "required": ["serverAddress", "query", "threshold"],
+                                    "additionalProperties": {"type": "string"},
+                                },
+                            },
+                        },
+                    },
+                },
+            },
+        }
+    },
+}
+
+
+def check(document: dict[str, Any]) -> str:
+    kind: str = document["kind"]
+    if kind in CUSTOM:
+        Draft202012Validator(CUSTOM[kind]).validate(document)
+    else:
+        kubernetes_validate.validate(document, VERSION, strict=True)
+    return kind
+
+
+def documents(text: str) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all(text))
+
+
+def serving_for(engine: Engine) -> Serving:
+    return H100 if engine.can_split else CPU
+
+
+@pytest.mark.parametrize("name", ENGINES.names())
+@pytest.mark.parametrize("scaler", ["keda", "hpa"])
+def test_kubernetes_objects_are_valid(name: str, scaler: str) -> None:
+    engine = find_engine(name)
+    files = render("kubernetes", engine, serving_for(engine), scaler=scaler).files
+    kinds = {check(each) for file, text in files.items() if file.endswith(".yaml") for each in documents(text)}
+    wanted = {"Deployment", "Service", "PersistentVolumeClaim", "PodDisruptionBudget"}
+    if engine.signals is not None:
+        wanted |= {"ServiceMonitor", "ScaledObject" if scaler == "keda" else "HorizontalPodAutoscaler"}
+    assert wanted <= kinds
+    assert not {"ScaledObject", "HorizontalPodAutoscaler"} <= kinds  # two masters of one Deployment
+
+
+def test_the_schema_check_can_fail() -> None:
+    engine = find_engine("vllm")
+    deployment = documents(render("kubernetes", engine, H100).files["serving.yaml"])[2]
+    deployment["spec"]["replicass"] = 1
+    with pytest.raises(kubernetes_validate.ValidationError):
+        check(deployment)
+
+
+def test_scaling_waits_five_minutes_before_it_shrinks() -> None:
+    for scaler in ("keda", "hpa"):
+        (scaled, *_) = documents(
+            render("kubernetes", find_engine("vllm"), H100, scaler=scaler).files["autoscaling.yaml"]
+        )
+        spec = scaled["spec"]
+        behavior = (
+            spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"] if scaler == "keda" else spec["behavior"]
+        )
+        assert behavior["scaleDown"]["stabilizationWindowSeconds"] == 300
+        assert behavior["scaleUp"]["stabilizationWindowSeconds"] < 60
+        text = yaml.safe_dump_all(documents(render("kubernetes", find_engine("vllm"), H100, scaler=scaler)
+                                            .files["autoscaling.yaml"]))  # fmt: skip
+        assert "vllm:num_requests_waiting" in text
+        assert "vllm:kv_cache_usage_perc" in text
+
+
+def test_a_slow_load_is_no_failed_start() -> None:
+    big = replace(H100, weight_bytes=140 * 10**9)
+    deployment = documents(render("kubernetes", find_engine("vllm"), big).files["serving.yaml"])[2]
+    probe = deployment["spec"]["template"]["spec"]["containers"][0]["startupProbe"]
+    assert probe["periodSeconds"] * probe["failureThreshold"] >= 300 + 140 / 0.2
+
+
+@pytest.mark.parametrize("name", ["vllm", "sglang", "trtllm"])
+def test_split_pools_are_valid_and_joined(name: str) -> None:
+    engine = find_engine(name)
+    found = documents(render("kubernetes", engine, H100, split=(1, 2)).files["split.yaml"])
+    assert [check(each) for each in found].count("StatefulSet") == 2
+    replicas = {each["metadata"]["name"]: each["spec"]["replicas"] for each in found if each["kind"] == "StatefulSet"}
+    assert replicas == {"model-70b-prefill": 1, "model-70b-decode": 2}
+    text = yaml.safe_dump_all(found)
+    for host in ("model-70b-prefill-0.model-70b-prefill", "model-70b-decode-1.model-70b-decode"):
+        assert host in text
+    headless = [each for each in found if each["kind"] == "Service" and each["spec"].get("clusterIP") == "None"]
+    assert len(headless) == 2
+
+
+def test_splits_are_checked() -> None:
+    assert parse_split("2:3") == (2, 3)
+    for text in ("2", "0:1", "a:b"):
+        with pytest.raises(UserError, match="is not a split"):
+            parse_split(text)
+    with pytest.raises(UserError, match="needs a cluster"):
+        render("compose", find_engine("vllm"), H100, split=(1, 1))
+
+
+@pytest.mark.parametrize("name", ENGINES.names())
+def test_compose_has_what_compose_needs(name: str) -> None:
+    engine = find_engine(name)
+    serving = replace(serving_for(engine), replicas=2)
+    files = render("compose", engine, serving).files
+    found = yaml.safe_load(files["compose.yaml"])
+    assert set(found) == {"name", "services", "volumes"}
+    assert len(found["services"]) == 2
+    ports, devices = set(), []
+    for service in found["services"].values():
+        assert {"image", "command", "ports", "volumes", "healthcheck", "restart"} <= set(service)
+        assert service["healthcheck"]["test"][0] == "CMD"
+        assert all(isinstance(word, str) for word in service["command"])
+        ports |= set(service["ports"])
+        if serving.on_gpu:
+            devices += service["deploy"]["resources"]["reservations"]["devices"][0]["device_ids"]
+    assert len(ports) == 2
+    assert len(devices) == len(set(devices)) == (8 if serving.on_gpu else 0)
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze")
+@pytest.mark.parametrize("name", ENGINES.names())
+def test_systemd_accepts_the_units(name: str, tmp_path: Path) -> None:
+    engine = find_engine(name)
+    files = render("systemd", engine, replace(serving_for(engine), replicas=2)).files
+    units = [tmp_path / each for each in files if each.endswith((".service", ".timer"))]
+    assert len(units) == 6
+    for unit in units:
+        unit.write_text(files[unit.name], encoding="utf-8")
+    assert _complaints(tmp_path, units) == []
+    broken = units[0].read_text(encoding="utf-8").replace("Restart=on-failure", "Restart=perhaps")
+    if broken != units[0].read_text(encoding="utf-8"):
+        units[0].write_text(broken, encoding="utf-8")
+        assert _complaints(tmp_path, units[:1]) != []
+
+
+def _complaints(folder: Path, units: list[Path]) -> list[str]:
+    done = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", "--generators=no", *units],
+        capture_output=True, text=True, env={**os.environ, "SYSTEMD_UNIT_PATH": f"{folder}:"}, check=False,
+    )  # fmt: skip
+    return [line for line in done.stderr.splitlines() if any(unit.name in line for unit in units)]
+
+
+def test_command_keeps_json_in_one_word() -> None:
+    script = render("command", find_engine("vllm"), H100).files["launch.sh"]
+    assert subprocess.run(["sh", "-n"], input=script, text=True, check=False).returncode == 0
+    assert "exec vllm serve org/model-70b" in script
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(UserError, match="did you mean 'vllm'"):
+        find_engine("vlm")
+    with pytest.raises(UserError, match="unknown target"):
+        render("helm", find_engine("vllm"), H100)
+    with pytest.raises(UserError, match="unknown autoscaler"):
+        render("kubernetes", find_engine("vllm"), H100, scaler="magic")
+    assert "kubernetes" in TARGETS
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="no curl")
+def test_the_probe_tells_a_hang_from_work_and_from_rest(tmp_path: Path) -> None:
+    """The script itself, against a server that plays the engine's metrics."""
+    shown = {"running": 0, "tokens": 10}
+
+    class Metrics(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            label = '{model_name="m"}'
+            body = f"vllm:num_requests_running{label} {shown['running']}.0\n"
+            body += f"vllm:iteration_tokens_total_sum{label} {shown['tokens']}\n"
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = http.server.HTTPServer(("127.0.0.1", 0), Metrics)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    script = progress_script(find_engine("vllm")).replace(":8000/", f":{server.server_port}/")
+
+    def look(running: int, tokens: int) -> bool:
+        shown.update(running=running, tokens=tokens)
+        call = ["sh", "-c", script, "probe", str(tmp_path / "memory")]
+        return subprocess.run(call, check=False, env={**os.environ, "no_proxy": "*"}).returncode == 0
+
+    assert look(0, 10)
+    assert look(0, 10)  # at rest nothing needs to move
+    assert look(2, 25)
+    assert not look(2, 25)  # work, but no token
+    assert look(2, 26)
+    server.shutdown()
+    server.server_close()
+    assert not look(0, 26)  # nobody answers

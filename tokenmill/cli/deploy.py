@@ -1,0 +1,131 @@
+"""`tokenmill deploy`: a plan -> launch line, Kubernetes manifests, compose file or systemd units."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tokenmill.cli.options import AsJson, Verbose
+from tokenmill.cli.output import emit
+from tokenmill.config import parse_count
+from tokenmill.errors import UserError
+
+_Tokens = Annotated[int, typer.Option(parser=parse_count, metavar="TOKENS")]
+
+
+def deploy(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="What the engine loads: hub id, folder or file.")],
+    engine: Annotated[
+        str, typer.Option(help="tokenmill, vllm, sglang, trtllm, llamacpp or ollama. Default: the plan's.")
+    ] = "",
+    target: Annotated[str, typer.Option(help="command, kubernetes, compose or systemd.")] = "command",
+    plan: Annotated[Path | None, typer.Option(metavar="FILE", help="Answer of `tokenmill plan --json`.")] = None,
+    planned_as: Annotated[str, typer.Option(help="Name or config.json to plan with, where MODEL is neither.")] = "",
+    gpu: Annotated[list[str] | None, typer.Option(metavar="NAME[xN]", help="Devices; repeatable.")] = None,
+    use: Annotated[str, typer.Option(help="Workload preset: chat, agent, rag, summarize, code, batch.")] = "chat",
+    input_len: _Tokens = 0,
+    output_len: _Tokens = 0,
+    concurrency: Annotated[int, typer.Option(help="Users at once.")] = 0,
+    rate: Annotated[float, typer.Option(help="Requests per second, instead of --concurrency.")] = 0.0,
+    ttft: Annotated[float, typer.Option(help="Promise: time to first token, ms; 0: none.")] = -1.0,
+    itl: Annotated[float, typer.Option(help="Promise: time between tokens, ms; 0: none.")] = -1.0,
+    weights: Annotated[str, typer.Option(help="Fix the weight format.")] = "",
+    kv_cache_dtype: Annotated[str, typer.Option(help="Fix the KV dtype (bf16, fp8, int8, int4).")] = "",
+    tp: Annotated[int, typer.Option(help="Fix the tensor-parallel width.")] = 0,
+    name: Annotated[str, typer.Option(help="Of the objects and in the API. Default: from MODEL.")] = "",
+    split: Annotated[str, typer.Option(metavar="P:D", help="Prefill and decode in pools of P and D replicas.")] = "",
+    autoscaler: Annotated[str, typer.Option(help="Kubernetes: keda, hpa or none.")] = "keda",
+    max_replicas: Annotated[int, typer.Option(help="Kubernetes: most replicas. 0: twice the plan's.")] = 0,
+    prometheus: Annotated[str, typer.Option(help="Where KEDA asks for metrics.")] = "",
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Write the files here instead of printing.")] = None,
+    as_json: AsJson = False,
+    _verbose: Verbose = False,
+) -> None:
+    """Write what deploys MODEL: flags valid today, probes that see progress, scaling on queue and KV use."""
+    from tokenmill.deploy.autoscaling import PROMETHEUS
+    from tokenmill.deploy.render import find_engine, render
+    from tokenmill.deploy.serving import from_plan
+    from tokenmill.deploy.split import parse_split
+    from tokenmill.hardware.catalog import load_catalog
+
+    catalog = load_catalog()
+    chosen = find_engine(engine) if engine else None
+    if plan is not None:
+        result = _read(plan)
+    else:
+        given = {"input_tokens": input_len, "output_tokens": output_len, "concurrency": concurrency, "rate": rate}
+        promises = {key: value for key, value in (("ttft_ms", ttft), ("itl_ms", itl)) if value >= 0}
+        fixed = {"weights": weights, "kv": kv_cache_dtype, "tp": tp, "engine": chosen.planner_name if chosen else ""}
+        loads = {key: value for key, value in given.items() if value}
+        result = _plan(planned_as or model, gpu or [], use, loads | promises, fixed)
+    serving = from_plan(result, catalog, model, name)
+    found = render(
+        target,
+        chosen or find_engine(result["plan"]["engine"]),
+        serving,
+        split=parse_split(split) if split else None,
+        scaler=autoscaler,
+        prometheus=prometheus or PROMETHEUS,
+        most_replicas=max_replicas,
+    )
+    if out is not None:
+        _write(out, found.files)
+    if not as_json and out is None:
+        _print(found.files, found.notes)
+        return
+    shown: dict[str, Any] = {"command": list(found.command), "prepare": list(found.prepare), "notes": list(found.notes)}
+    emit(shown | ({"written": [str(out / each) for each in found.files]} if out else {"files": found.files}), as_json)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}", "write it with `tokenmill plan ... --json`") from None
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON: {error}", "write it with `tokenmill plan ... --json`") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{path} is not the answer of a plan", "write it with `tokenmill plan ... --json`")
+    return found
+
+
+def _plan(model: str, gpus: list[str], use: str, given: dict[str, Any], fixed: dict[str, Any]) -> dict[str, Any]:
+    from tokenmill.hardware.catalog import load_catalog
+    from tokenmill.plan.answer import Question, answer
+    from tokenmill.plan.cost import Pricing
+    from tokenmill.plan.model_names import describe_for_planning
+    from tokenmill.plan.search import Limits
+    from tokenmill.plan.workload import preset
+
+    if not gpus:
+        raise UserError("there is neither a plan nor hardware", "give --plan FILE or --gpu h100x2")
+    catalog = load_catalog()
+    groups = [catalog.parse_gpu(each) for each in gpus]
+    question = Question(
+        describe_for_planning(model), groups, preset(use, **given), Pricing(), Limits(), fixed_fleet=True, **fixed
+    )
+    return answer(question, catalog)
+
+
+def _write(folder: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        path = folder / name
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"cannot write {path}: {error.strerror}", "give another --out") from None
+        if path.suffix == ".sh":
+            path.chmod(0o755)
+
+
+def _print(files: dict[str, str], notes: tuple[str, ...]) -> None:
+    for name, text in files.items():
+        if len(files) > 1:
+            print(f"# ---- {name}")
+        print(text, end="")
+    for note in notes:
+        print(f"# note: {note}")

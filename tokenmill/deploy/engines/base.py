@@ -1,0 +1,89 @@
+"""The contract of an engine that can be deployed: its launch line, how it says that it is well, what it measures.
+
+An engine turns a `Serving` into a `Launch` or refuses with a reason and a remedy; it never drops a setting silently.
+Knows nothing of Kubernetes, compose or systemd, which read `Launch` and the attributes. Called by the targets.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tokenmill.deploy.serving import Serving
+from tokenmill.errors import UserError
+
+WEIGHTS_FOLDER = "/models"  # where targets mount the weights
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """`files`: name -> text, to lie in `/etc/serving`. `prepare`: shell lines to run once, before the first start."""
+
+    command: tuple[str, ...]
+    environment: tuple[tuple[str, str], ...] = ()
+    files: dict[str, str] = field(default_factory=dict)
+    prepare: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Signals:
+    """PromQL of the two numbers that decide how many replicas there should be, per replica; empty: not measured."""
+
+    path: str  # where metrics are read
+    queue: str  # metric: requests waiting
+    kv: str = ""  # metric: share of the KV cache in use, 0 to 1
+    running: str = ""  # metric: requests being computed
+    tokens: str = ""  # counter that moves while work is done
+
+
+class Engine(ABC):
+    name: str
+    planner_name: str  # as plan/engines.py knows it
+    version: str  # whose flags these are
+    image: str
+    cpu_image: str = ""  # where devices are CPUs; empty: the same
+    port: int = 8000
+    health: str = "/health"
+    health_sees_progress = False  # the health check fails when tokens do not move
+    signals: Signals | None = None
+    can_split = False  # prefill and decode in separate pools
+
+    @abstractmethod
+    def launch(self, serving: Serving, role: str = "") -> Launch:
+        """The launch line; `role`: "prefill" or "decode" of a split deployment."""
+
+    def router(self, serving: Serving, prefill: Sequence[str], decode: Sequence[str]) -> tuple[str, Launch]:
+        """(image, launch) of what stands before split pools; `prefill` and `decode` are host names."""
+        raise UserError(
+            f"{self.name} cannot split prefill and decode ({len(prefill)} + {len(decode)} of {serving.name})",
+            "use vllm, sglang or trtllm, or drop --split",
+        )
+
+    def image_for(self, serving: Serving) -> str:
+        return self.cpu_image if self.cpu_image and not serving.on_gpu else self.image
+
+
+def quantized(serving: Serving, recipes: dict[str, str], engine: str) -> tuple[str, tuple[str, ...]]:
+    """(model to load, lines that make it). `recipes`: weight format -> flags of `tokenmill quantize`."""
+    if not serving.needs_quantizing:
+        return serving.model, ()
+    if serving.weights not in recipes:
+        raise UserError(
+            f"{engine} cannot serve {serving.weights} weights of a {serving.stored} checkpoint",
+            f"plan with --weights {' or '.join([serving.stored, *recipes])}, or another --engine",
+        )
+    gguf = serving.weights.startswith("q")
+    path = f"{WEIGHTS_FOLDER}/{serving.name}-{serving.weights}" + (".gguf" if gguf else "")
+    return path, (f"[ -e {path} ] || tokenmill quantize {serving.model} {recipes[serving.weights]} --out {path}",)
+
+
+COMPRESSED_TENSORS = {  # what vLLM and SGLang read best
+    "int4-g128": "--method gptq --format compressed-tensors --bits 4 --group-size 128",
+    "int4-g128-sym": "--method gptq --format compressed-tensors --bits 4 --group-size 128 --symmetric",
+    "int8": "--method smoothquant+gptq --format compressed-tensors",
+    "nvfp4": "--method nvfp4 --format compressed-tensors",
+}
+GGUF_TYPES = {name: f"--type {name.upper()}" for name in ("q8_0", "q6_k")}  # need no calibration
+GGUF_TYPES |= {name: f"--method imatrix --type {name.upper()}" for name in ("q5_k_m", "q4_k_m", "q4_0", "q3_k_m")}

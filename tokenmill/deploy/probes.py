@@ -1,0 +1,41 @@
+"""How a machine asks whether an engine is well: the engine's own check where it watches tokens, else a check of ours.
+
+The check of ours reads the engine's metrics: requests are being computed, but no token moved since the last look. A
+server that merely accepts connections passes the usual check while its engine hangs. Used by all targets.
+"""
+
+from __future__ import annotations
+
+from tokenmill.deploy.engines.base import Engine
+
+SCRIPT_NAME = "progress.sh"
+FILES_FOLDER = "/etc/serving"
+
+_SCRIPT = """\
+#!/bin/sh
+# Exit 1 if requests run but no token moved since the last look. Written by `tokenmill deploy`.
+memory=${{1:-/tmp/serving-progress}}
+text=$(curl --fail --silent --max-time 10 http://127.0.0.1:{port}{path}) || exit 1
+total() {{
+  printf '%s\\n' "$text" | awk -v name="$1" '
+    index($0, name "{{") == 1 || index($0, name " ") == 1 {{ sum += $NF }}
+    END {{ printf "%.0f", sum }}'
+}}
+now=$(total '{tokens}')
+before=$(cat "$memory" 2>/dev/null || true)
+printf '%s' "$now" > "$memory"
+if [ "$(total '{running}')" -gt 0 ] && [ "$now" = "$before" ]; then exit 1; fi
+"""
+
+
+def progress_script(engine: Engine) -> str:
+    """Source of the check (sh, curl, awk: in every image), or nothing where the engine's own is enough or nothing is
+    measured."""
+    signals = engine.signals
+    if engine.health_sees_progress or signals is None or not (signals.running and signals.tokens):
+        return ""
+    return _SCRIPT.format(port=engine.port, path=signals.path, running=signals.running, tokens=signals.tokens)
+
+
+def progress_command(engine: Engine) -> list[str]:
+    return ["sh", f"{FILES_FOLDER}/{SCRIPT_NAME}"] if progress_script(engine) else []

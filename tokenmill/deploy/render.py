@@ -1,0 +1,123 @@
+"""From a plan to files: engine x target -> {file name: text}. The only way in for the CLI and for `optimize`."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+
+from tokenmill.deploy.autoscaling import PROMETHEUS, autoscaler
+from tokenmill.deploy.compose import compose, compose_files
+from tokenmill.deploy.engines import ENGINES
+from tokenmill.deploy.engines.base import Engine, Launch
+from tokenmill.deploy.kubernetes import Manifest, manifests
+from tokenmill.deploy.serving import Serving
+from tokenmill.deploy.split import split_manifests
+from tokenmill.deploy.systemd import units
+from tokenmill.errors import UserError, unknown_name
+
+TARGETS = ("command", "kubernetes", "compose", "systemd")
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    files: dict[str, str]
+    command: tuple[str, ...]  # of one replica
+    prepare: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def find_engine(name: str) -> Engine:
+    """By name; the planner's spellings count too."""
+    found: Engine = ENGINES.get("llamacpp" if name == "llama.cpp" else name)()
+    return found
+
+
+def render(
+    target: str,
+    engine: Engine,
+    serving: Serving,
+    *,
+    split: tuple[int, int] | None = None,
+    scaler: str = "keda",
+    prometheus: str = PROMETHEUS,
+    most_replicas: int = 0,
+) -> Rendered:
+    if target not in TARGETS:
+        raise unknown_name("target", target, TARGETS)
+    if split and target != "kubernetes":
+        raise UserError(f"a split deployment needs a cluster, not {target}", "give --target kubernetes")
+    launch = engine.launch(serving)
+    notes = list(launch.notes)
+    if target == "kubernetes":
+        files = _kubernetes(engine, serving, launch, split, scaler, prometheus, most_replicas)
+        if split:
+            notes += engine.router(serving, ("prefill",), ("decode",))[1].notes
+        elif scaler != "none" and engine.signals is None:
+            notes.append(f"{engine.name} publishes no metrics: nothing scales by itself")
+    elif target == "compose":
+        files = {"compose.yaml": _yaml([compose(engine, serving, launch)]), **compose_files(engine, launch)}
+    elif target == "systemd":
+        files = units(engine, serving, launch) | launch.files
+    else:
+        files = {"launch.sh": launch_script(launch), **launch.files}
+    if launch.prepare and target != "command":
+        files["prepare.sh"] = _script(launch.prepare)
+    return Rendered(files, launch.command, launch.prepare, tuple(notes))
+
+
+def _kubernetes(
+    engine: Engine,
+    serving: Serving,
+    launch: Launch,
+    split: tuple[int, int] | None,
+    scaler: str,
+    prometheus: str,
+    most: int,
+) -> dict[str, str]:
+    if split:
+        return {"split.yaml": _yaml(split_manifests(engine, serving, split))}
+    files = {"serving.yaml": _yaml(manifests(engine, serving, launch))}
+    scaling = autoscaler(scaler, engine, serving, prometheus, most or 2 * serving.replicas)
+    if scaling:
+        files["autoscaling.yaml"] = _yaml(scaling)
+    return files
+
+
+def launch_script(launch: Launch) -> str:
+    """A shell script: what to prepare, the environment, then the command with one flag per line."""
+    lines = [f"export {name}={shlex.quote(value)}" for name, value in launch.environment]
+    return _script((*launch.prepare, *lines, "exec " + shell_line(launch.command)))
+
+
+def shell_line(command: Sequence[str]) -> str:
+    text, words = shlex.quote(command[0]), list(command[1:])
+    for word in words:
+        text += (" \\\n  " if word.startswith("--") else " ") + shlex.quote(word)
+    return text
+
+
+def _script(lines: Sequence[str]) -> str:
+    return "#!/bin/sh\nset -eu\n" + "\n".join(lines) + "\n"
+
+
+class _Dumper(yaml.SafeDumper):
+    """Nothing by reference, texts of several lines as blocks: what a person would write."""
+
+    def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002
+        return True
+
+
+def _block(dumper: yaml.SafeDumper, text: str) -> Any:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _block)
+
+
+def _yaml(documents: Sequence[Manifest]) -> str:
+    text: str = yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=1000)
+    return text

@@ -1,0 +1,142 @@
+"""Weights onto a GPU: mapped file -> pinned memory -> device, rounded there if asked, joined where they share an input.
+
+Each matrix passes through alone, so that the peak is the model plus one layer. Everything small that the architecture
+holds (norms, rotary tables) moves along. Called by the loader; knows nothing of batches.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from tokenmill.errors import UserError
+from tokenmill.kernels import triton as gpu
+from tokenmill.kernels.base import Choice, select_linear
+from tokenmill.model.architectures.decoder import Decoder
+from tokenmill.model.dummy_reader import fill
+from tokenmill.model.formats.base import LinearWeight
+from tokenmill.model.linear_groups import linear_groups
+from tokenmill.model.reader import WeightReader
+
+_STAGE_BYTES = 64 << 20
+_INT4_GROUPS = (128, 64, 32)
+_TABLE_ROWS = 16384  # of an embedding expanded at a time
+
+
+class Uploader:
+    """Copies mapped tensors to a device through two pinned buffers: one is read from disk while the other travels."""
+
+    def __init__(self, where: torch.device) -> None:
+        self._where = where
+        self._turn = 0
+        if where.type == "cuda":
+            self._stages = [torch.empty(_STAGE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+            self._free = [torch.cuda.Event() for _ in range(2)]
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        if tensor.is_meta:
+            return fill(tensor, self._where)
+        if self._where.type != "cuda" or tensor.device.type == "cuda":
+            return tensor
+        source = tensor.contiguous().reshape(-1).view(torch.uint8)
+        target = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._where)
+        flat = target.view(-1).view(torch.uint8)
+        for begin in range(0, source.numel(), _STAGE_BYTES):
+            self._turn ^= 1
+            stage, free = self._stages[self._turn], self._free[self._turn]
+            free.synchronize()
+            part = source[begin : begin + _STAGE_BYTES]
+            stage[: part.numel()].copy_(part)
+            flat[begin : begin + part.numel()].copy_(stage[: part.numel()], non_blocking=True)
+            free.record()
+        return target
+
+    def weight(self, weight: LinearWeight) -> LinearWeight:
+        """The same weight with its tensors on the device."""
+        moved = copy.copy(weight)
+        for name, value in vars(weight).items():
+            if isinstance(value, Tensor):
+                setattr(moved, name, self(value))
+            elif isinstance(value, dict) and any(isinstance(each, Tensor) for each in value.values()):
+                setattr(moved, name, {k: self(v) if isinstance(v, Tensor) else v for k, v in value.items()})
+        return moved
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    where: torch.device
+    kernels: str  # forced backend, or empty
+    quantization: str  # "", "fp8" or "int4": how plain matrices are rounded
+
+
+def place_weights(decoder: Decoder, reader: WeightReader, placement: Placement) -> Tensor:
+    """Give every multiplied weight its kernel on the device; returns the embedding table in bf16."""
+    upload = Uploader(placement.where)
+    prefixes = {id(weight): prefix for prefix, weight in reader.weights.items()}
+    for group in linear_groups(decoder):
+        for weight in group:
+            scheme = "" if weight is decoder.head else placement.quantization
+            weight.kernel = _make(upload.weight(weight), prefixes[id(weight)], scheme, placement)
+            for name in reader.tensor_names[prefixes[id(weight)]]:
+                reader.checkpoint.release(name)
+        if len(group) > 1:
+            _join(group)
+    _move_small(decoder, placement.where)
+    return _embedding(decoder, upload)
+
+
+def _make(weight: LinearWeight, prefix: str, scheme: str, placement: Placement) -> Choice:
+    if not scheme:
+        return select_linear(weight, placement.where, placement.kernels)
+    parts = weight.parts()
+    if set(parts) != {"values"}:
+        raise UserError(f"{prefix} is quantized already ({weight.type_name})", "leave --quantization out")
+    group = next((size for size in _INT4_GROUPS if weight.in_features % size == 0), 0)
+    if scheme == "int4" and not group:
+        return select_linear(weight, placement.where, placement.kernels)
+    return Choice("linear", "triton", gpu.quantize_at_load(parts["values"], weight.bias, scheme, group))
+
+
+def _join(group: list[LinearWeight]) -> None:
+    kernels = [weight.kernel.run for weight in group if weight.kernel is not None]
+    if not all(isinstance(kernel, gpu.GpuLinear) for kernel in kernels):
+        return
+    whole = gpu.join_linears(kernels)
+    if whole is None:
+        return
+    begin = 0
+    for weight in group:
+        assert weight.kernel is not None
+        end = begin + weight.out_features
+        weight.kernel = replace(weight.kernel, run=gpu.JoinedRows(whole, begin, end))
+        begin = end
+
+
+def _move_small(decoder: Decoder, where: torch.device) -> None:
+    """Norms and rotary tables: attributes of the decoder, its blocks and their halves."""
+    tables: dict[int, object] = {}
+    parts: list[object] = [decoder, *decoder.blocks]
+    parts += [half for block in decoder.blocks for half in (block.attention, block.mlp)]
+    for part in parts:
+        for name, value in vars(part).items():
+            if isinstance(value, Tensor):
+                setattr(part, name, value.to(where))
+    for block in decoder.blocks:
+        table = block.attention.rotary
+        moved = tables.setdefault(id(table), replace(table, cos=table.cos.to(where), sin=table.sin.to(where)))
+        block.attention.rotary = moved  # type: ignore[assignment]
+
+
+def _embedding(decoder: Decoder, upload: Uploader) -> Tensor:
+    """bf16 [vocab, hidden]; the head's own matrix where the two are one and plain."""
+    head = decoder.head.kernel.run if decoder.head.kernel is not None else None
+    if decoder.head is decoder.embedding and getattr(head, "kind", "") == "bf16":
+        table: Tensor = head.weight  # type: ignore[union-attr]
+        return table
+    stored = upload.weight(decoder.embedding)
+    rows = range(0, stored.out_features, _TABLE_ROWS)
+    pieces = [stored.dequantize(r, min(r + _TABLE_ROWS, stored.out_features)).to(torch.bfloat16) for r in rows]
+    return torch.cat(pieces)

@@ -1,0 +1,50 @@
+"""Random weights in place of a checkpoint's: whatever an architecture asks for, it gets, in the shape it expects.
+
+For benchmarks: shapes, not values, decide how fast a step is. Matrices for a GPU are only promised (meta tensors) and
+filled where they will lie, so that no copy of the model is ever held by the host. Used by the loader.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tokenmill.checkpoint.base import Checkpoint, StoredTensor
+from tokenmill.model.formats.base import LinearWeight
+from tokenmill.model.formats.dense import DenseWeight
+from tokenmill.model.reader import WeightReader
+
+_SPREAD = 0.02  # standard deviation: what models are started with
+
+
+class DummyReader(WeightReader):
+    def __init__(self, checkpoint: Checkpoint, where: torch.device) -> None:
+        super().__init__(checkpoint)
+        self._where = where
+        self._generator = torch.Generator().manual_seed(0)
+
+    def vector(self, name: str, size: int, offset: float = 0.0) -> Tensor:  # noqa: ARG002
+        return torch.ones(size) if "norm" in name else torch.zeros(size)
+
+    def optional_vector(self, name: str, size: int) -> Tensor | None:  # noqa: ARG002
+        return None
+
+    def linear(self, prefix: str, out_features: int, in_features: int, bias: bool = False) -> LinearWeight:
+        shape = (out_features, in_features)
+        if self._where.type == "cpu":
+            values = (torch.randn(shape, generator=self._generator) * _SPREAD).to(torch.bfloat16)
+        else:
+            values = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+        weight = DenseWeight(StoredTensor(f"{prefix}.weight", shape, "BF16", values))
+        weight.bias = torch.zeros(out_features) if bias else None
+        self.weights[prefix] = weight
+        self.tensor_names[prefix] = []
+        return weight
+
+    def finish(self) -> None:
+        """Nothing can be missing or left over."""
+
+
+def fill(promised: Tensor, where: torch.device) -> Tensor:
+    """A promised matrix made real on its device."""
+    return torch.empty(promised.shape, dtype=promised.dtype, device=where).normal_(std=_SPREAD)

@@ -1,0 +1,38 @@
+"""Which matrices a model multiplies by the same input: found by walking its forward pass with Ops that compute nothing.
+
+So no architecture has to state it, and none can state it wrongly. Used by the loader to join them on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tokenmill.model.architectures.decoder import Decoder
+from tokenmill.model.formats.base import LinearWeight
+
+
+def linear_groups(decoder: Decoder) -> list[list[LinearWeight]]:
+    """Every `linear` call of a step, in order, as the list of weights it was given."""
+    ops = _Walk()
+    decoder.logits(ops, decoder.forward(ops))
+    return ops.groups
+
+
+class _Walk:
+    """Ops whose values are all None."""
+
+    def __init__(self) -> None:
+        self.groups: list[list[LinearWeight]] = []
+
+    def linear(self, _x: None, weights: Sequence[LinearWeight]) -> list[None]:
+        self.groups.append(list(weights))
+        return [None] * len(weights)
+
+    def add_rms_norm(self, *_: Any) -> tuple[None, None]:
+        return None, None
+
+    def _nothing(self, *_: Any, **__: Any) -> None:
+        return None
+
+    embed = rms_norm = add = rope = attention = gated = select_rows = softcap = _nothing

@@ -1,0 +1,74 @@
+"""The baseline: the fastest that this engine runs the model unquantized, so that a saving is not a slow start's.
+
+Plain float weights (written once from the source) compete, then plain float KV dtypes and batch sizes on the fastest of
+them. Called by the loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tokenmill.errors import UserError
+from tokenmill.optimize.bench_table import BenchTable
+from tokenmill.optimize.candidates import Candidate, batch_choices, parse_weights, unquantized_kv, unquantized_weights
+from tokenmill.optimize.evidence import compare_speed
+from tokenmill.optimize.results import FAILED, PASSED, SLOWER, CandidateResult
+
+
+def choose_baseline(
+    table: BenchTable, say: Callable[[str, float], None]
+) -> tuple[CandidateResult, list[CandidateResult]]:
+    """(the fastest, all that were measured)."""
+    tokens = table.engine.batch_tokens
+    leader: CandidateResult | None = None
+    tried: list[CandidateResult] = []
+
+    def contest(candidates: list[Candidate]) -> None:
+        nonlocal leader
+        for candidate in candidates:
+            say(f"baseline {candidate.name}", 0.02 + 0.02 * len(tried))
+            result = CandidateResult(candidate.name, candidate.weights, candidate.kv, candidate.batch_tokens)
+            tried.append(result)
+            try:
+                leader = result if leader is None else _faster(table, leader, result)
+            except (UserError, MemoryError, RuntimeError, OSError) as error:
+                result.verdict, result.reason = FAILED, " ".join(str(error).split())
+
+    contest([Candidate(name, table.default_kv, tokens) for name in _plain_first()])
+    if leader is None:
+        raise UserError(f"no unquantized baseline runs here: {tried[0].reason}", "free memory or disk")
+    contest([Candidate(leader.weights, kv, tokens) for kv in unquantized_kv() if kv != leader.kv])
+    prompts = table.traffic.input_tokens * table.engine.concurrency
+    contest([Candidate(leader.weights, leader.kv, size) for size in batch_choices(prompts) if size != tokens])
+    for result in tried:
+        if result.verdict != FAILED:
+            result.verdict = PASSED if result is leader else SLOWER
+    leader.artefact = table.artefact(leader.weights, float("inf"))
+    _free_losers(table, leader)
+    return leader, tried
+
+
+def _plain_first() -> list[str]:
+    """F16 first: the others are compared with it."""
+    return sorted(unquantized_weights(), key=lambda name: (name != "F16", name))
+
+
+def _faster(table: BenchTable, leader: CandidateResult, other: CandidateResult) -> CandidateResult:
+    kind = f"against {leader.name}"
+    if table.store.recall(kind, other.name) is None:
+        for each in (leader, other):
+            each.artefact = table.artefact(each.weights, float("inf"))
+    base, own = table.pair(kind, leader, other)
+    other.speed = compare_speed(base, own)
+    if leader.speed is None:
+        leader.speed = compare_speed(base, base)
+    other.reason = f"{1 / other.speed.cost_ratio:.2f} x the speed of {leader.name}"
+    return other if other.speed.cost_ratio < 1 else leader
+
+
+def _free_losers(table: BenchTable, leader: CandidateResult) -> None:
+    """Float copies of the whole model are large: only the chosen one stays."""
+    for name in unquantized_weights():
+        choice = parse_weights(name)
+        if name != leader.weights:
+            table.workshop.discard(choice)

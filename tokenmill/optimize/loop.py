@@ -1,0 +1,313 @@
+"""The closed loop: predict, measure the baseline, try the candidates round by round, choose. Each step is another
+module's; this one is their order, the time budget, and what is remembered.
+
+Rounds: (1) every promising weight choice is built, checked on a short text and timed once; (2) the cheapest half must
+prove its quality on the whole text; (3) KV dtypes and batch sizes are tried on the leader; (4) the finalists take turns
+with the baseline. What fails is recorded with its reason. Called by `tokenmill optimize`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+
+from tokenmill.config import EngineConfig
+from tokenmill.errors import UserError
+from tokenmill.optimize.artefacts import NotEnoughTimeError, Workshop
+from tokenmill.optimize.baseline import choose_baseline
+from tokenmill.optimize.bench_table import BenchTable
+from tokenmill.optimize.candidates import Candidate, batch_choices, parse_weights
+from tokenmill.optimize.evidence import choose, compare_speed, survivors
+from tokenmill.optimize.measure import QualityText, as_quality, hopeless, refusal
+from tokenmill.optimize.predict import Predictor, by_promise, cannot_win
+from tokenmill.optimize.results import (
+    CHOSEN,
+    FAILED,
+    HARMED,
+    PASSED,
+    SLOWER,
+    TIED,
+    UNLIKELY,
+    CandidateResult,
+    Prediction,
+    Quality,
+    Run,
+)
+from tokenmill.optimize.store import Store
+from tokenmill.optimize.traffic import Traffic
+
+Say = Callable[[str, float], None]  # what is being done, and the share of the whole that is done
+_FIRST_ROUND_SHARE, _PROOF_SHARE, _SETTINGS_SHARE = 0.55, 0.75, 0.85  # of the time, at most, by the end of each
+_FINALISTS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How much is measured. `runs`: cycles of the final; texts in windows of `context` tokens."""
+
+    seconds: float = 480.0
+    runs: int = 5
+    short_windows: int = 4
+    windows: int = 48
+    context: int = 256
+
+
+@dataclass(slots=True)
+class Search:
+    """Everything the loop works with, and what it has found."""
+
+    workshop: Workshop
+    store: Store
+    traffic: Traffic
+    text: str
+    engine: EngineConfig  # context and concurrency of the workload
+    effort: Effort
+    limit: float  # of quality loss
+    weights: list[str]
+    kv: list[str]
+    predictor: Predictor | None
+    say: Say
+    began: float = field(default_factory=time.monotonic)
+    results: dict[str, CandidateResult] = field(default_factory=dict)
+    baseline: CandidateResult | None = None
+    baseline_variants: list[CandidateResult] = field(default_factory=list)
+    chosen: str = ""
+    tied: list[str] = field(default_factory=list)
+    out_of_time: bool = False
+    table: BenchTable = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.table = BenchTable(self.store, self.traffic, self.engine, self.workshop)
+
+    @property
+    def used(self) -> float:
+        """Share of the time that is gone."""
+        return (time.monotonic() - self.began) / self.effort.seconds
+
+    def run(self) -> None:
+        try:
+            self._record_death()
+            order = self._predict()
+            self.baseline, self.baseline_variants = choose_baseline(self.table, self.say)
+            self._first_round(order)
+            leaders = self._proofs()
+            if leaders:
+                leaders += self._settings(leaders[0])
+                self._final(leaders[: _FINALISTS + 1])
+        finally:
+            self.table.close()
+
+    # --- before anything is made ---
+
+    def _record_death(self) -> None:
+        name = self.store.died_in
+        if name is not None:
+            self.store.remember("failed", name, "an earlier run was killed while it was tried: out of memory?")
+            self.store.forget_attempt()
+
+    def _predict(self) -> list[str]:
+        """Weight choices in the order to try them; the planner's hopeless ones are recorded and left out."""
+        self.say("predicting", 0.0)
+        first_kv = self.table.default_kv
+        predictions: dict[str, Prediction] = {}
+        for name in self.weights:
+            candidate = Candidate(name, first_kv, self.engine.batch_tokens)
+            result = self._result(candidate)
+            try:
+                if self.predictor is not None:
+                    result.prediction = predictions[name] = self.predictor.predict(parse_weights(name))
+            except UserError as error:
+                result.verdict, result.reason = FAILED, str(error)
+        if self.predictor is None:
+            return [name for name in self.weights if self.results[name].verdict != FAILED]
+        for name in list(predictions):
+            reason = cannot_win(name, predictions, self.limit) if len(self.weights) > 1 else ""
+            if reason:
+                self.results[name].verdict, self.results[name].reason = UNLIKELY, reason
+        open_ones = {name: each for name, each in predictions.items() if self.results[name].verdict != UNLIKELY}
+        calibrated = {name: _needs_data(name) for name in open_ones}
+        return by_promise(open_ones, self.limit, calibrated)
+
+    # --- the rounds ---
+
+    def _first_round(self, order: list[str]) -> None:
+        assert self.baseline is not None
+        for number, name in enumerate(order):
+            result = self.results[name]
+            result.kv, result.batch_tokens = self.baseline.kv, self.baseline.batch_tokens
+            if self.used > _FIRST_ROUND_SHARE and not self._known(result):
+                result.reason, self.out_of_time = "no time was left to try it", True
+                continue
+            self.say(f"trying {name}", 0.2 + 0.35 * number / len(order))
+            self._try(result, self._first_look)
+
+    def _proofs(self) -> list[CandidateResult]:
+        """The cheaper half that is shown to keep its quality, cheapest first. Goes further down the list when fewer
+        than the finalists pass: a cheap candidate that fails costs the others nothing."""
+        costs = {name: result.speed.cost_ratio for name, result in self.results.items() if result.speed}
+        keep = set(survivors(costs, _FINALISTS))
+        passed: list[CandidateResult] = []
+        for name in sorted(costs, key=lambda each: (costs[each], each)):
+            result = self.results[name]
+            if len(passed) >= _FINALISTS or (name not in keep and len(passed) >= 2):
+                result.verdict = SLOWER
+                result.reason = f"dropped after one round: {len(passed)} cheaper ones kept their quality"
+                continue
+            if passed and self.used > _PROOF_SHARE and self._quality_known(result) is None:
+                result.reason, self.out_of_time = "no time was left to prove its quality", True
+                continue
+            self.say(f"proving {name}", 0.55 + 0.2 * len(passed) / _FINALISTS)
+            if self._try(result, self._prove):
+                passed.append(result)
+        return passed
+
+    def _settings(self, leader: CandidateResult) -> list[CandidateResult]:
+        """KV dtypes and batch sizes on the leader; those that are cheaper and keep the quality go to the final."""
+        better: list[CandidateResult] = []
+        prompts = self.traffic.input_tokens * self.engine.concurrency
+        variants = [Candidate(leader.weights, kv, leader.batch_tokens) for kv in self.kv if kv != leader.kv]
+        variants += [
+            Candidate(leader.weights, leader.kv, size) for size in batch_choices(prompts) if size != leader.batch_tokens
+        ]
+        assert leader.speed is not None
+        for number, variant in enumerate(variants):
+            result = self._result(variant, variant.name)
+            result.prediction, result.artefact = leader.prediction, leader.artefact
+            if self.used > _SETTINGS_SHARE and not self._known(result):
+                result.reason, self.out_of_time = "no time was left to try it", True
+                continue
+            self.say(f"trying {variant.name}", 0.75 + 0.1 * number / len(variants))
+            if not self._try(result, self._first_look) or result.speed is None:
+                continue
+            if result.speed.cost_ratio >= leader.speed.cost_ratio:
+                result.verdict, result.reason = SLOWER, f"no cheaper than {leader.name}"
+            elif self._try(result, self._prove):
+                better.append(result)
+        better.sort(key=lambda each: each.speed.cost_ratio if each.speed else 1.0)
+        return better[:1]
+
+    def _final(self, finalists: list[CandidateResult]) -> None:
+        assert self.baseline is not None
+        by_name = {each.name: each for each in finalists}
+        everyone = [self.baseline, *finalists]
+        runs: dict[str, list[Run]] = {"": [], **{name: [] for name in by_name}}
+        try:
+            for cycle in range(self.effort.runs):
+                if self.used > 1 and cycle >= 3 and not self.table.has_cycle(everyone, cycle):
+                    self.out_of_time = True
+                    break
+                self.say(f"final, run {cycle + 1} of {self.effort.runs}", 0.85 + 0.15 * cycle / self.effort.runs)
+                for name, run in zip(runs, self.table.cycle(everyone, cycle), strict=True):
+                    runs[name].append(run)
+        finally:
+            if runs[""]:
+                self._conclude(by_name, runs)
+
+    def _conclude(self, finalists: dict[str, CandidateResult], runs: dict[str, list[Run]]) -> None:
+        assert self.baseline is not None
+        count = min(map(len, runs.values()))
+        if not count:
+            return
+        base = runs[""][:count]
+        self.baseline.speed = compare_speed(base, base)
+        for name, result in finalists.items():
+            result.speed, result.rounds = compare_speed(base, runs[name][:count]), 2
+        contest = {name: runs[name][:count] for name in finalists}
+        losses = {name: result.quality.loss for name, result in finalists.items() if result.quality}
+        self.chosen, self.tied = choose(contest, losses)
+        for name, result in finalists.items():
+            result.verdict = CHOSEN if name == self.chosen else TIED if name in self.tied else PASSED
+            result.reason = {
+                CHOSEN: "",
+                TIED: f"costs the same as {self.chosen} within the measurement's accuracy",
+                PASSED: f"costs more than {self.chosen}",
+            }[result.verdict]
+
+    # --- one candidate ---
+
+    def _result(self, candidate: Candidate, key: str = "") -> CandidateResult:
+        key = key or candidate.weights
+        if key not in self.results:
+            self.results[key] = CandidateResult(key, candidate.weights, candidate.kv, candidate.batch_tokens)
+        return self.results[key]
+
+    def _try(self, result: CandidateResult, work: Callable[[CandidateResult], bool]) -> bool:
+        """Whatever goes wrong with one candidate is its own affair."""
+        failed = self.store.recall("failed", result.name)
+        if failed:
+            result.verdict, result.reason = FAILED, failed
+            return False
+        try:
+            with self.store.attempt(result.name):
+                return work(result)
+        except NotEnoughTimeError as error:
+            result.reason, self.out_of_time = str(error), True
+        except Exception as error:  # any: a registered method or store is somebody else's code
+            result.verdict, result.reason = FAILED, _explained(error)
+            self.store.remember("failed", result.name, result.reason)
+        return False
+
+    def _first_look(self, result: CandidateResult) -> bool:
+        left = self.effort.seconds * (_FIRST_ROUND_SHARE - self.used)
+        result.artefact = self.table.artefact(result.weights, left)
+        if not self._short_check(result):
+            return False
+        self._time(result, "first")
+        result.rounds = 1
+        return True
+
+    def _known(self, result: CandidateResult) -> bool:
+        return bool(self.store.recall("failed", result.name) or self.store.recall("short", result.name))
+
+    def _quality_known(self, result: CandidateResult) -> Quality | None:
+        found = self.store.recall("quality", result.name)
+        return Quality(**found["quality"]) if found else None
+
+    def _short_check(self, result: CandidateResult) -> bool:
+        found = self.store.recall("short", result.name)
+        if found is None:
+            text = QualityText(self.text, self.effort.context, self.effort.short_windows)
+            found = asdict(as_quality(self.table.compare_text(text, self._baseline, result)))
+            self.store.remember("short", result.name, found)
+        result.divergence = Quality(**found)
+        result.reason = hopeless(result.divergence, self.limit)
+        if result.reason:
+            result.verdict = HARMED
+        return not result.reason
+
+    def _prove(self, result: CandidateResult) -> bool:
+        found = self.store.recall("quality", result.name)
+        if found is None or found["limit"] != self.limit:
+            text = QualityText(self.text, self.effort.context, self.effort.windows)
+            report = self.table.compare_text(text, self._baseline, result)
+            found = {"quality": asdict(as_quality(report)), "limit": self.limit, "refusal": refusal(report, self.limit)}
+            self.store.remember("quality", result.name, found)
+        result.quality = Quality(**found["quality"])
+        result.reason = found["refusal"]
+        result.verdict = HARMED if result.reason else PASSED
+        return not result.reason
+
+    def _time(self, result: CandidateResult, kind: str) -> None:
+        base, own = self.table.pair(kind, self._baseline, result)
+        result.speed = compare_speed(base, own)
+
+    @property
+    def _baseline(self) -> CandidateResult:
+        assert self.baseline is not None
+        return self.baseline
+
+
+def _needs_data(name: str) -> bool:
+    choice = parse_weights(name)
+    return choice.importance or bool(choice.method)
+
+
+def _explained(error: BaseException) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if isinstance(error, UserError) else f"{type(error).__name__}: {text}"
+
+
+def workload_engine(engine: EngineConfig, traffic: Traffic, concurrency: int) -> EngineConfig:
+    """The engine that the workload asks for."""
+    return replace(engine, context=engine.context or traffic.longest, concurrency=concurrency)

@@ -1,0 +1,145 @@
+"""Measuring contenders: loaded engines that take turns on the same requests, and what their weights did to the text.
+
+Speed comes from bench/, quality from evaluate/; this module loads, alternates and keeps the cache of one contender from
+helping the next run. Called by the loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from types import TracebackType
+
+from tokenmill.bench.prompts import SyntheticRequest
+from tokenmill.bench.throughput import run_requests, warm_up
+from tokenmill.checkpoint.tokenizer import Tokenizer, load_tokenizer
+from tokenmill.config import EngineConfig
+from tokenmill.engine.llm import LLM
+from tokenmill.errors import UserError
+from tokenmill.evaluate.divergence import DivergenceReport, measure_divergence
+from tokenmill.evaluate.gate import GateLimits, judge
+from tokenmill.evaluate.likelihood import no_progress
+from tokenmill.evaluate.perplexity import scoring_config
+from tokenmill.evaluate.reference import open_reference
+from tokenmill.evaluate.windows import Window, added_bos, cut_chunks
+from tokenmill.hardware.machine import available_memory
+from tokenmill.optimize.artefacts import weight_bytes
+from tokenmill.optimize.results import Quality, Run
+
+_UNSCORED_SHARE = 8  # the first eighth of a window is context only
+_LOAD_FACTOR = 1.3  # memory of a loaded model over its file: repacked weights and buffers
+_SHORT_KLD_FACTOR = 3  # mean divergence, over the loss it would mean if the text were the model's own, that is hopeless
+
+
+class Contender:
+    """A loaded engine, warm."""
+
+    def __init__(self, path: Path, config: EngineConfig) -> None:
+        needed, free = int(weight_bytes(path) * _LOAD_FACTOR), available_memory()
+        if needed > free:
+            raise UserError(
+                f"out of memory: it needs about {needed >> 20:,} MiB, {free >> 20:,} MiB are free", "free some memory"
+            )
+        self._llm = LLM(str(path), config)
+        self._warm = False
+
+    @property
+    def memory_bytes(self) -> int:
+        """Weights and KV pages as allocated."""
+        return self._llm.parts.runtime.store.nbytes
+
+    def run(self, requests: list[SyntheticRequest]) -> Run:
+        if not self._warm:
+            warm_up(self._llm, requests[0])
+            self._warm = True
+        self._llm.parts.core.scheduler.kv.pool.clear()  # what an earlier run computed must not help this one
+        report, outputs = run_requests(self._llm, requests)
+        first = [output.metrics.ttft for output in outputs]
+        later = [output.metrics.tpot(len(output.outputs[0].token_ids)) for output in outputs]
+        return Run(
+            report.elapsed_s,
+            report.output_tok_s,
+            report.total_tok_s,
+            1e3 * median(value for value in first if value is not None),
+            1e3 * median([value for value in later if value is not None] or [0.0]),
+        )
+
+    def close(self) -> None:
+        self._llm.close()
+
+    def __enter__(self) -> Contender:
+        return self
+
+    def __exit__(
+        self, _type: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def take_turns(contenders: Sequence[Contender], requests: list[SyntheticRequest]) -> list[Run]:
+    """One cycle: each runs the same requests, one after the other."""
+    return [contender.run(requests) for contender in contenders]
+
+
+class QualityText:
+    """A held-out text cut into windows, and the baseline's log-probabilities on it."""
+
+    def __init__(self, text: str, context: int, max_windows: int) -> None:
+        self.text = text
+        self.context = context
+        self.max_windows = max_windows
+
+    def windows(self, tokenizer: Tokenizer) -> list[Window]:
+        chunks = cut_chunks(tokenizer.encode(self.text), self.context, added_bos(tokenizer), self.max_windows)
+        return [Window(chunk.token_ids, max(1, self.context // _UNSCORED_SHARE)) for chunk in chunks]
+
+    def reference(self, path: Path, config: EngineConfig) -> str:
+        """The baseline's logit cache on this text, made on first use; the model itself where that is too large."""
+        windows = self.windows(load_tokenizer(path))
+        config = scoring_config(config, self.context)
+        found = open_reference(str(path), windows, self.windows, config, True, no_progress)
+        try:
+            return str(found.cache or path)
+        finally:
+            found.close()
+
+    def compare(self, path: Path, reference: str, config: EngineConfig) -> DivergenceReport:
+        return measure_divergence(str(path), reference, self.windows, config, context=self.context)
+
+
+def as_quality(report: DivergenceReport) -> Quality:
+    verdict = judge(report, GateLimits(max_quality_loss=float("inf")))
+    return Quality(
+        loss=verdict.quality_loss,
+        loss_low=verdict.perplexity_ratio_low - 1,
+        loss_high=verdict.perplexity_ratio_high - 1,
+        kld_mean=verdict.kld_mean,
+        kld_p99=verdict.kld_p99,
+        top1_agreement=verdict.top1_agreement,
+        perplexity=verdict.perplexity,
+        reference_perplexity=verdict.reference_perplexity,
+        tokens=verdict.tokens,
+        nan_count=verdict.nan_count,
+        stderr=verdict.perplexity_ratio_stderr,
+    )
+
+
+def hopeless(quality: Quality, limit: float) -> str:
+    """Why a short text already rules the candidate out; empty: it does not.
+
+    On text that the model itself might have written, the mean divergence is the logarithm of the perplexity ratio, with
+    far less noise than the ratio itself.
+    """
+    if quality.nan_count:
+        return f"{quality.nan_count} of {quality.tokens} tokens have logits that are NaN or infinite"
+    if quality.loss_low > limit:
+        return f"perplexity grows by {quality.loss:.2%} (at least {quality.loss_low:.2%}) on the short text"
+    if quality.kld_mean > _SHORT_KLD_FACTOR * limit:
+        return f"mean divergence {quality.kld_mean:.4f} on the short text, more than {_SHORT_KLD_FACTOR} x {limit:g}"
+    return ""
+
+
+def refusal(report: DivergenceReport, limit: float) -> str:
+    """Why the gate refuses it; empty: it passes."""
+    return "; ".join(judge(report, GateLimits(max_quality_loss=limit)).reasons)

@@ -1,0 +1,195 @@
+"""What a captured decode step reads and writes: buffers that never move, filled by small copies from pinned memory.
+
+A step's inputs are each row's token (or which row of the step before drew it), its position and its page table; the
+rest is worked out on the device. Tables and sampling parameters travel only when they changed. Three turns of pinned memory:
+while one step computes and the next is queued, a third can be written. Owned by the graph executor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tokenmill.hardware.kv_layout import KVLayout
+from tokenmill.kernels import triton as gpu
+from tokenmill.runtime.cuda_sampling import heat, is_filtered, seed, top_k
+from tokenmill.types import Batch, Request
+
+_TURNS = 3
+_WORTHWHILE = 16384  # key reads that a shared prefix must save per layer to pay for two more launches
+
+Tables = tuple[list[int], ...]
+
+
+class DecodeInputs:
+    def __init__(self, layout: KVLayout, most_rows: int, context: int, where: torch.device) -> None:
+        self._page_size, self._where = layout.page_size, where
+        width, groups = -(-context // layout.page_size) + 1, len(layout.groups)
+        self.capacity = width * layout.page_size  # tokens that a table reaches
+
+        def device(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=where)
+
+        self._given = device(3, most_rows)  # token ids, positions, sources
+        self._tables = [device(most_rows, width, dtype=torch.int32) for _ in range(groups)]
+        self._floats = device(3, most_rows, dtype=torch.float32)  # temperature, top-p, min-p
+        self._top_k = device(most_rows, dtype=torch.int32)
+        self._seeds = device(most_rows)
+        self._bounds = device(3, dtype=torch.int32)
+        self._ids, self._positions, self._draws = device(most_rows), device(most_rows), device(most_rows)
+        self._seq_lens = device(most_rows, dtype=torch.int32)
+        self._slots = [device(most_rows) for _ in range(groups)]
+        self._starts = torch.arange(most_rows + 1, dtype=torch.int32, device=where)
+        self.drawn = device(most_rows)
+        self._turn = 0
+        self._turns = [_Turn(self, where) for _ in range(_TURNS)]
+        self._known: list[list[list[int]]] = [[[] for _ in range(most_rows)] for _ in range(groups)]
+        self._content = [np.zeros((most_rows, width), dtype=np.int32) for _ in range(groups)]
+        self._requests: list[Request] = []
+        full = [number for number, group in enumerate(layout.groups) if group.kind != "sliding"]
+        self._full_group = full[0] if len(full) == 1 else -1  # whose pages a shared prefix is looked for in
+        self.filtered = False
+        self.shared_tokens = 0  # in common of the rows in bounds
+
+    @property
+    def shapes(self) -> tuple[Tensor, ...]:
+        """The buffers that have a twin in pinned memory."""
+        return (self._given, *self._tables, self._floats, self._top_k, self._seeds, self._bounds, self.drawn)
+
+    def fill(
+        self,
+        requests: Sequence[Request],
+        tables: Sequence[Tables],
+        ids: list[int],
+        positions: list[int],
+        sources: list[int],
+    ) -> None:
+        """Queue the copies for a step of these rows; a source of -1 takes the token id given here."""
+        rows = len(requests)
+        self._turn = (self._turn + 1) % _TURNS
+        turn = self._turns[self._turn]
+        given = turn.array(self._given)
+        given[1] = -1
+        given[:, :rows] = (ids, positions, sources)
+        turn.send(self._given)
+        changed = self._update_tables(tables, rows)
+        for group in changed:
+            turn.array(self._tables[group])[:rows] = self._content[group][:rows]
+            turn.send(self._tables[group], rows)
+        same = self._requests == requests
+        if not same:
+            self._send_parameters(turn, requests)
+        if changed or not same:
+            self._share(turn, tables)
+
+    def _update_tables(self, tables: Sequence[Tables], rows: int) -> list[int]:
+        changed = []
+        for group, known in enumerate(self._known):
+            content, differs = self._content[group], False
+            for row in range(rows):
+                table = tables[row][group]
+                if known[row] != table:
+                    differs = True
+                    known[row] = list(table)
+                    content[row, : len(table)] = table
+            if differs:
+                changed.append(group)
+        return changed
+
+    def _send_parameters(self, turn: _Turn, requests: Sequence[Request]) -> None:
+        rows = len(requests)
+        self._requests = list(requests)
+        turn.array(self._floats)[:, :rows] = np.array([heat(request) for request in requests], dtype=np.float32).T
+        turn.array(self._top_k)[:rows] = [top_k(request) for request in requests]
+        turn.array(self._seeds)[:rows] = [seed(request) for request in requests]
+        for each in (self._floats, self._top_k, self._seeds):
+            turn.send(each)
+        self.filtered = any(is_filtered(request) for request in requests)
+
+    def _share(self, turn: _Turn, tables: Sequence[Tables]) -> None:
+        """The longest run of rows with the same first page, and how many leading pages they have in common."""
+        self.shared_tokens = 0
+        if self._full_group < 0 or len(tables) < 2:
+            return
+        own = [table[self._full_group] for table in tables]
+        runs = [[row for row, _ in run] for _, run in groupby(enumerate(own), key=lambda pair: pair[1][0])]
+        rows = max(runs, key=len)
+        low, high = (pick(own[row] for row in rows) for pick in (min, max))
+        common = next((n for n, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), min(len(low), len(high)))
+        tokens = common * self._page_size
+        if (len(rows) - 1) * tokens < _WORTHWHILE:
+            return
+        self.shared_tokens = tokens
+        turn.array(self._bounds)[:] = (rows[0], rows[-1] + 1, tokens)
+        turn.send(self._bounds)
+
+    # --- what the step itself uses ---
+
+    def begin(self, rows: int, longest: int) -> Batch:
+        """The first launches of a step of `rows` rows, and its batch. Safe to capture."""
+        for group, table in enumerate(self._tables):
+            gpu.begin_step(
+                self._given[:, :rows],
+                self.drawn,
+                table,
+                self._page_size,
+                self._ids[:rows],
+                self._positions[:rows],
+                self._draws[:rows],
+                self._seq_lens[:rows],
+                self._slots[group][:rows],
+            )
+        return Batch(
+            token_ids=self._ids[:rows],
+            positions=self._positions[:rows],
+            query_starts=self._starts[: rows + 1],
+            seq_lens=self._seq_lens[:rows],
+            slots=tuple(slots[:rows] for slots in self._slots),
+            block_tables=tuple(table[:rows] for table in self._tables),
+            logit_rows=self._starts[:0],
+            max_query=1,
+            max_seq=longest,
+        )
+
+    def shared(self, most_tokens: int) -> object:
+        return gpu.SharedPrefix(self._bounds, most_tokens) if most_tokens else None
+
+    def sampling(self, rows: int, filtered: bool) -> object:
+        floats = self._floats[:, :rows]
+        return gpu.SamplingTensors(
+            floats[0], self._top_k[:rows], floats[1], floats[2], self._seeds[:rows], self._draws[:rows], filtered
+        )
+
+    def receive(self) -> tuple[Tensor, torch.cuda.Event | None]:
+        """Queue the copy of the drawn ids to the host; read them once the event has happened."""
+        turn = self._turns[self._turn]
+        return turn.receive(self.drawn)
+
+
+class _Turn:
+    """One set of pinned twins of the input buffers."""
+
+    def __init__(self, inputs: DecodeInputs, where: torch.device) -> None:
+        self._pinned = where.type == "cuda"
+        self._twins = {
+            id(each): torch.zeros(each.shape, dtype=each.dtype, pin_memory=self._pinned) for each in inputs.shapes
+        }
+        self._arrays = {number: twin.numpy() for number, twin in self._twins.items()}
+        self._event = torch.cuda.Event() if self._pinned else None
+
+    def array(self, buffer: Tensor) -> np.ndarray:
+        return self._arrays[id(buffer)]
+
+    def send(self, buffer: Tensor, rows: int | None = None) -> None:
+        buffer[:rows].copy_(self._twins[id(buffer)][:rows], non_blocking=True)
+
+    def receive(self, buffer: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+        twin = self._twins[id(buffer)]
+        twin.copy_(buffer, non_blocking=True)
+        if self._event is not None:
+            self._event.record()
+        return twin, self._event

@@ -1,0 +1,242 @@
+"""Ops on a GPU: the same calls as everywhere, carried out a little later so that neighbours fuse into one kernel.
+
+A norm waits for the product that reads it (which may want it in 8 bits), a gate likewise; q, k and v stay columns of
+one product until attention rotates and stores them in one pass. Values are tensors or the small records below. No call
+synchronizes, so a step can be captured. Used by both GPU executors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenmill.kernels import triton as gpu
+from tokenmill.model.attention.base import AttentionSpec
+from tokenmill.model.formats.base import LinearWeight
+from tokenmill.model.kvstore.base import KVStore
+from tokenmill.model.layers.rotary import RotaryTable
+from tokenmill.types import Batch
+
+FEW_ROWS = 32  # up to here logits are float32 from the accumulator; above, the library rounds them to bf16
+
+
+class Norm:
+    """rms_norm(x + y) and the sum itself, computed when the first reader says in which form it wants the norm."""
+
+    def __init__(self, x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> None:
+        self._inputs = (x, y, weight, eps)
+        self._total: Tensor | None = None
+        self._plain: Tensor | None = None
+        self._codes: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def total(self) -> Tensor:
+        if self._total is None:
+            self.plain()
+        assert self._total is not None
+        return self._total
+
+    def plain(self) -> Tensor:
+        if self._plain is None:
+            x, y, weight, eps = self._inputs
+            if self._total is None and y is not None:
+                self._total, self._plain = gpu.add_rms_norm(x, y, weight, eps)
+            else:
+                self._total = x if self._total is None else self._total
+                self._plain = gpu.rms_norm(self._total, weight, eps)
+        assert self._plain is not None
+        return self._plain
+
+    def codes(self, kind: str, fixed: float) -> tuple[Tensor, Tensor]:
+        if self._codes is None:
+            x, y, weight, eps = self._inputs
+            if self._total is not None:
+                x, y = self._total, None
+            self._total, codes, scales = gpu.add_rms_norm_quantized(x, y, weight, eps, kind, fixed)
+            self._codes = codes, scales
+        return self._codes
+
+
+@dataclass(slots=True, eq=False)
+class Total:
+    """The sum that a Norm makes beside the norm: the residual stream."""
+
+    norm: Norm
+
+
+@dataclass(slots=True, eq=False)
+class Gate:
+    gate: Tensor
+    up: Tensor
+    activation: str
+
+    def plain(self) -> Tensor:
+        y: Tensor = gpu.gated(self.gate, self.up, self.activation)
+        return y
+
+    def codes(self, kind: str, fixed: float) -> tuple[Tensor, Tensor]:
+        pair: tuple[Tensor, Tensor] = gpu.gated_quantized(self.gate, self.up, self.activation, kind, fixed)
+        return pair
+
+
+@dataclass(slots=True, eq=False)
+class Columns:
+    """Columns [begin, end) of a joined product; for heads, with the norm and the rotation that attention will apply."""
+
+    source: Tensor
+    begin: int
+    end: int
+    norm: Tensor | None = None
+    eps: float = 0.0
+    rotary: RotaryTable | None = None
+
+    @property
+    def tensor(self) -> Tensor:
+        assert self.norm is None and self.rotary is None, "heads are read by attention only"  # noqa: PT018
+        return self.source[:, self.begin : self.end]
+
+
+class CudaOps:
+    def __init__(
+        self,
+        store: KVStore,
+        table: Tensor,
+        batch: Batch,
+        *,
+        rows: Tensor | None = None,
+        shared: Any = None,
+    ) -> None:
+        """`rows`: whose logits are wanted, None: all. `shared`: a SharedPrefix for layers without a window."""
+        self._store, self._table, self._batch = store, table, batch
+        self._rows, self._shared = rows, shared
+
+    def embed(self, table: LinearWeight, scale: float) -> Tensor:  # noqa: ARG002 (the bf16 copy is on the device)
+        rows: Tensor = gpu.embed(self._batch.token_ids, self._table, scale)
+        return rows
+
+    def rms_norm(self, x: Any, weight: Tensor, eps: float, head_dim: int = 0) -> Any:
+        if head_dim and isinstance(x, Columns):
+            return Columns(x.source, x.begin, x.end, weight, eps)
+        return Norm(tensor(x), None, weight, eps)
+
+    def add(self, x: Any, y: Any) -> Tensor:
+        z: Tensor = gpu.add(tensor(x), tensor(y))
+        return z
+
+    def add_rms_norm(self, x: Any, y: Any, weight: Tensor, eps: float) -> tuple[Total, Norm]:
+        norm = Norm(tensor(x), tensor(y), weight, eps)
+        return Total(norm), norm
+
+    def linear(self, x: Any, weights: Sequence[LinearWeight]) -> list[Any]:
+        kernels: list[Any] = [weight.kernel.run for weight in weights if weight.kernel is not None]
+        whole = _whole(kernels)
+        if whole is None:
+            products = [
+                multiply(kernel, x, self._out_dtype(weight)) for kernel, weight in zip(kernels, weights, strict=True)
+            ]
+            return products if len(products) == 1 else [Columns(each, 0, each.shape[1]) for each in products]
+        product = multiply(whole, x)
+        return [Columns(product, kernel.begin, kernel.end) for kernel in kernels]
+
+    def _out_dtype(self, weight: LinearWeight) -> torch.dtype:
+        """float32 for the head of a few rows; everything else stays bf16."""
+        few = self._batch.token_ids.shape[0] <= FEW_ROWS if self._rows is None else self._rows.shape[0] <= FEW_ROWS
+        is_head = weight.out_features == self._table.shape[0]
+        return torch.float32 if is_head and few else torch.bfloat16
+
+    def rope(self, x: Columns, table: RotaryTable, head_dim: int) -> Columns:  # noqa: ARG002
+        return Columns(x.source, x.begin, x.end, x.norm, x.eps, table)
+
+    def attention(self, q: Columns, k: Columns, v: Columns, spec: AttentionSpec) -> Tensor:
+        batch, table = self._batch, q.rotary
+        assert table is not None
+        group, slot = self._store.layout.place(spec.layer)
+        k_pages, v_pages = self._store.stored(slot)
+        scales = self._store.scales(slot)
+        norms = None if q.norm is None or k.norm is None else (q.norm, k.norm)
+        queries = gpu.rope_store(
+            _side_by_side(q, k, v),
+            spec.num_heads,
+            k_pages,
+            v_pages,
+            batch.positions,
+            batch.slots[group],
+            table.cos,
+            table.sin,
+            table.interleaved,
+            norms=norms,
+            eps=q.eps,
+            scales=scales,
+        )
+        out: Tensor = gpu.paged_attention(
+            queries,
+            k_pages,
+            v_pages,
+            batch.block_tables[group],
+            batch.query_starts,
+            batch.seq_lens,
+            spec.scale,
+            spec.window,
+            spec.softcap,
+            max_query=batch.max_query,
+            max_seq=batch.max_seq,
+            scales=scales,
+            shared=None if spec.window else self._shared,
+        )
+        return out
+
+    def gated(self, gate: Any, up: Any, activation: str) -> Gate:
+        return Gate(tensor(gate), tensor(up), activation)
+
+    def select_rows(self, x: Tensor) -> Tensor:
+        return x if self._rows is None else x[self._rows]
+
+    def softcap(self, x: Tensor, cap: float) -> Tensor:
+        y: Tensor = gpu.softcap(x, cap)
+        return y
+
+
+def tensor(value: Any) -> Tensor:
+    """A value as a plain tensor."""
+    if isinstance(value, Tensor):
+        return value
+    if isinstance(value, Total):
+        return value.norm.total
+    if isinstance(value, Columns):
+        return value.tensor
+    assert isinstance(value, (Norm, Gate)), type(value)
+    return value.plain()
+
+
+def multiply(kernel: Any, x: Any, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """x @ W^T by a kernel that may want x in 8 bits."""
+    y: Tensor
+    if not isinstance(kernel, gpu.GpuLinear):  # the plain torch spec, or rows of a joined matrix by themselves
+        y = kernel(tensor(x).float()).to(out_dtype)
+    elif kernel.activations and isinstance(x, (Norm, Gate)):
+        y = kernel.multiply_quantized(*x.codes(kernel.activations, kernel.input_scale), out_dtype)
+    else:
+        y = kernel.multiply(tensor(x), out_dtype)
+    return y
+
+
+def _whole(kernels: list[Any]) -> Any:
+    """The joined matrix that these kernels are all the rows of, in order; None if they are not."""
+    if not all(isinstance(kernel, gpu.JoinedRows) for kernel in kernels):
+        return None
+    whole, end = kernels[0].whole, 0
+    for kernel in kernels:
+        if kernel.whole is not whole or kernel.begin != end:
+            return None
+        end = kernel.end
+    return whole if end == whole.rows else None
+
+
+def _side_by_side(q: Columns, k: Columns, v: Columns) -> Tensor:
+    if q.source is k.source and k.source is v.source and q.end == k.begin and k.end == v.begin:
+        return q.source
+    return torch.cat([each.source[:, each.begin : each.end] for each in (q, k, v)], 1)
