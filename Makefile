@@ -26,6 +26,12 @@ demo: $(READY)
 	$(BIN)/tokenmill run smollm2 "Explain in two sentences why the sky is blue." --max-tokens 96
 	$(BIN)/tokenmill bench latency smollm2 --input-len 128 --output-len 32 --batch-size 1
 	$(BIN)/tokenmill bench throughput smollm2 --num-prompts 16 --input-len 128 --output-len 32 --range-ratio 0.5
+	$(BIN)/tokenmill optimize smollm2 --target-cost -60% --max-quality-loss 1% --minutes 4 --input-len 128 --output-len 32 \
+	  --concurrency 4 --quality-tokens 8192 --out demo/optimize
+	@$(BIN)/python -c "import json; r = json.load(open('demo/optimize/results.json')); \
+	  print(f\"\nsaving:       {r['cost_reduction']:.1%} of the cost of a token, against {r['baseline']['name']}\"); \
+	  print(f\"quality loss: {r['quality_loss'] or 0:+.2%} of perplexity\"); \
+	  print('report:       demo/optimize/report.html'); print('serve it:    ', r['launch_lines']['tokenmill'])"
 
 test: lint unit
 

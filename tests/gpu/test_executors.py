@@ -71,7 +71,9 @@ def test_greedy_tokens_are_those_of_the_spec_up_to_near_ties(tmp_path: Path, nam
 
 
 @pytest.mark.usefixtures("same_weights")
-@pytest.mark.parametrize("changes", [{"kv_cache_dtype": "fp8"}, {"quantization": "fp8"}, {"quantization": "int4"}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{"kv_cache_dtype": "fp8"}, {"quantization": "fp8"}, {"quantization": "int4"}], ids=str
+)
 def test_rounded_weights_and_pages_stay_close(tmp_path: Path, changes: dict[str, str]) -> None:
     if "quantization" in changes and not ON_GPU:
         with pytest.raises(UserError, match="on a GPU only"), engine(write_config(tmp_path), "auto", **changes):
@@ -105,7 +107,7 @@ def test_graph_and_eager_choose_the_same_tokens(tmp_path: Path) -> None:
 
 def test_features_beyond_the_kernel_go_through_the_plain_sampler(tmp_path: Path) -> None:
     folder = write_config(tmp_path)
-    banned = {token: -100.0 for token in range(130)}
+    banned = dict.fromkeys(range(130), -100.0)
     params = [
         SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logit_bias=banned),
         SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logprobs=2),

@@ -15,7 +15,15 @@ _ROOT = Path(__file__).parents[2]
 def test_under_the_interpreter() -> None:
     pytest.importorskip("triton", reason="triton is not installed")
     environment = os.environ | {"TRITON_INTERPRET": "1", "TOKENMILL_TUNING": "off", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", str(Path(__file__).with_name("test_executors.py"))]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        str(Path(__file__).with_name("test_executors.py")),
+    ]
     result = subprocess.run(command, cwd=_ROOT, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
     assert " passed" in result.stdout, result.stdout

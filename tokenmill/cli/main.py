@@ -22,6 +22,7 @@ from tokenmill.cli import (
     doctor,
     evaluation,
     inspection,
+    optimize,
     plan,
     pull,
     quantize,
@@ -50,6 +51,7 @@ app.command("plan")(plan.plan)
 app.command("deploy")(deploy.deploy)
 app.command("simulate")(simulate.simulate)
 app.command("quantize")(quantize.quantize)
+app.command("optimize")(optimize.optimize)
 app.command("convert")(convert.convert)
 app.command("inspect")(inspection.inspect)
 app.command("doctor")(doctor.doctor)

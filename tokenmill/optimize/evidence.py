@@ -36,6 +36,7 @@ def compare_speed(baseline: Sequence[Run], candidate: Sequence[Run]) -> Speed:
         total_tok_s=median(run.total_tok_s for run in candidate),
         ttft_ms=median(run.ttft_ms for run in candidate),
         tpot_ms=median(run.tpot_ms for run in candidate),
+        memory_bytes=candidate[0].memory_bytes,
     )
 
 
@@ -49,14 +50,15 @@ def survivors(costs: Mapping[str, float], least: int = 2) -> list[str]:
     return [name for name in ordered if costs[name] <= cut * _NEAR_CUT]
 
 
-def choose(runs: Mapping[str, Sequence[Run]], losses: Mapping[str, float]) -> tuple[str, list[str]]:
+def choose(runs: Mapping[str, Sequence[Run]], divergence: Mapping[str, float]) -> tuple[str, list[str]]:
     """(winner, those statistically tied with the cheapest, winner included) of contenders that ran in the same cycles.
 
-    Among the tied the better quality wins, then the name: the same data always gives the same choice.
+    Among the tied the better quality wins, then the name: the same data always gives the same choice. Quality is the
+    mean divergence from the baseline: unlike the perplexity ratio it cannot come out better by luck.
     """
     cheapest = min(runs, key=lambda name: (-median(run.total_tok_s for run in runs[name]), name))
     tied = [name for name in runs if name == cheapest or is_tied(runs[cheapest], runs[name])]
-    winner = min(tied, key=lambda name: (losses[name], name))
+    winner = min(tied, key=lambda name: (divergence[name], name))
     return winner, sorted(tied)
 
 

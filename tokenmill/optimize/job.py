@@ -242,7 +242,10 @@ def _reason(outcome: Outcome) -> str:
     cheaper: list[CandidateResult] = [
         each
         for each in outcome.candidates
-        if each.speed and outcome.chosen.speed and each.speed.cost_ratio < outcome.chosen.speed.cost_ratio
+        if each.speed
+        and outcome.chosen.speed
+        and each.name not in outcome.tied
+        and each.speed.cost_ratio < outcome.chosen.speed.cost_ratio
     ]
     why = f"; {cheaper[0].name} is cheaper, but {cheaper[0].reason}" if cheaper else ""
     return f"the target of {-outcome.target_cost:.0%} is not reached on this machine: this is the best point{why}"

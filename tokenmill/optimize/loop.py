@@ -214,8 +214,8 @@ class Search:
         for name, result in finalists.items():
             result.speed, result.rounds = compare_speed(base, runs[name][:count]), 2
         contest = {name: runs[name][:count] for name in finalists}
-        losses = {name: result.quality.loss for name, result in finalists.items() if result.quality}
-        self.chosen, self.tied = choose(contest, losses)
+        divergence = {name: result.quality.kld_mean for name, result in finalists.items() if result.quality}
+        self.chosen, self.tied = choose(contest, divergence)
         for name, result in finalists.items():
             result.verdict = CHOSEN if name == self.chosen else TIED if name in self.tied else PASSED
             result.reason = {

@@ -43,11 +43,7 @@ class Contender:
             )
         self._llm = LLM(str(path), config)
         self._warm = False
-
-    @property
-    def memory_bytes(self) -> int:
-        """Weights and KV pages as allocated."""
-        return self._llm.parts.runtime.store.nbytes
+        self._memory_bytes = weight_bytes(path) + self._llm.parts.runtime.store.nbytes
 
     def run(self, requests: list[SyntheticRequest]) -> Run:
         if not self._warm:
@@ -63,6 +59,7 @@ class Contender:
             report.total_tok_s,
             1e3 * median(value for value in first if value is not None),
             1e3 * median([value for value in later if value is not None] or [0.0]),
+            self._memory_bytes,
         )
 
     def close(self) -> None:

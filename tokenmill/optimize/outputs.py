@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
+import yaml  # type: ignore[import-untyped]
 
 from tokenmill.checkpoint.sources.cache import write_json
 from tokenmill.deploy.engines import ENGINES
@@ -142,7 +142,8 @@ def _reproduction(outcome: Outcome, search: Search) -> list[str]:
         chosen.artefact.command,
         f"tokenmill eval divergence {model} --reference {base} --text TEXT --context {search.effort.context}",
         *(
-            f"tokenmill bench throughput {each} {flags} --kv-cache-dtype {result.kv} --batch-tokens {result.batch_tokens}"
+            f"tokenmill bench throughput {each} {flags} --kv-cache-dtype {result.kv}"
+            f" --batch-tokens {result.batch_tokens}"
             for each, result in ((base, baseline), (model, chosen))
         ),
     ]

@@ -1,13 +1,14 @@
 """report.html: one file without outside resources, for a manager's minute and an engineer's hour.
 
-Headline, Pareto plot, every candidate with its verdict, predicted against measured, error of each layer, memory, and the
-commands that repeat it. Only arranges what the outcome holds. Called by outputs.py.
+Headline, Pareto plot, every candidate with its verdict, predicted against measured, error of each layer, memory, and
+the commands that repeat it. Only arranges what the outcome holds (and report.css). Called by outputs.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from html import escape
+from importlib import resources
 from typing import Any
 
 from tokenmill import __version__
@@ -16,25 +17,11 @@ from tokenmill.optimize.plots import Point, bars, scatter
 from tokenmill.optimize.results import CHOSEN, FAILED, HARMED, PASSED, TIED, CandidateResult, Outcome
 
 _LAYERS_SHOWN = 40
-_STYLE = """
-:root{color-scheme:light dark;--text:#1d2430;--dim:#5d6775;--line:#d9dee5;--good:#0b7a4b;--bad:#b3261e;--page:#fff;--soft:#f4f6f9}
-@media(prefers-color-scheme:dark){:root{--text:#e4e8ee;--dim:#9aa5b4;--line:#39424f;--good:#4cc38a;--bad:#ff8a80;--page:#14181f;--soft:#1d232c}}
-body{font:15px/1.5 system-ui,sans-serif;color:var(--text);background:var(--page);max-width:70rem;margin:2rem auto;padding:0 1rem}
-h1{font-size:1.6rem}h2{font-size:1.15rem;margin-top:2.2rem;border-bottom:1px solid var(--line)}
-.cards{display:flex;gap:1rem;flex-wrap:wrap}.card{flex:1 1 11rem;background:var(--soft);border-radius:8px;padding:.8rem 1rem}
-.card b{display:block;font-size:1.7rem}.card small,.dim{color:var(--dim)}.good{color:var(--good)}.bad{color:var(--bad)}
-table{border-collapse:collapse;width:100%;font-size:13px}th,td{text-align:left;padding:.25rem .5rem;border-bottom:1px solid var(--line);vertical-align:top}
-td.n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}tr.chosen{background:var(--soft);font-weight:600}
-pre{background:var(--soft);padding:.7rem;overflow:auto;font-size:13px}svg{width:100%;max-width:46rem;display:block}
-svg text{font-size:11px;fill:var(--dim)}svg .name{font-size:12px}svg .label{fill:var(--text)}svg .grid{stroke:var(--line)}
-svg .limit{stroke:var(--bad);stroke-dasharray:5 4}svg .front{fill:none;stroke:var(--good);stroke-width:1.5}svg .error{stroke:var(--dim)}
-svg circle{fill:#7a8696}svg .chosen{fill:var(--good)}svg .passed{fill:#2f6fde}svg .harmed{fill:var(--bad)}svg .baseline{fill:var(--text)}svg .bar{fill:#2f6fde}
-.scroll{overflow-x:auto}
-"""
 
 
 def render_report(outcome: Outcome) -> str:
     title = f"{outcome.model}: {_headline(outcome)}"
+    style = (resources.files("tokenmill.optimize") / "report.css").read_text(encoding="utf-8")
     body = [
         f"<h1>{escape(title)}</h1>",
         f'<p class="dim">{escape(outcome.machine)}; {escape(outcome.workload_words)}; ${outcome.price:.3f} an hour '
@@ -49,14 +36,14 @@ def render_report(outcome: Outcome) -> str:
         _section("Error of each layer of the chosen model", _layers(outcome)),
         _section("Serve it", _pre(f"# {name}\n{line}" for name, line in outcome.launch_lines.items())),
         _section("Repeat it", _pre(outcome.commands)),
-        f'<p class="dim">tokenmill {__version__}, {outcome.seconds:.0f} s. Costs are medians of ratios to baseline runs '
-        "that alternated with the candidate's, intervals are 95 %. Loss is the ratio of perplexities minus one on "
+        f'<p class="dim">tokenmill {__version__}, {outcome.seconds:.0f} s. Costs are medians of ratios to baseline '
+        "runs that alternated with the candidate's, intervals are 95 %. Loss is the ratio of perplexities minus one on "
         f"{escape(outcome.quality_text)}; a candidate passes if it is within the limit with 95 % confidence.</p>",
     ]
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body>{''.join(body)}</body></html>\n"
+        f"<title>{escape(title)}</title><style>{style}</style></head><body>{''.join(body)}</body></html>\n"
     )
 
 
@@ -89,7 +76,11 @@ def _cards(outcome: Outcome) -> str:
          f"{outcome.max_quality_loss:.1%}"),
         ("Time to first token", f"<b>{speed.ttft_ms:.0f} ms</b>", f"before {base.speed.ttft_ms:.0f} ms"),
         ("Time per token", f"<b>{speed.tpot_ms:.1f} ms</b>", f"before {base.speed.tpot_ms:.1f} ms"),
-        ("Weights", f"<b>{size / 1e6:,.0f} MB</b>", f"before {before / 1e6:,.0f} MB"),
+        (
+            "Memory",
+            f"<b>{speed.memory_bytes / 1e6:,.0f} MB</b>",
+            f"before {base.speed.memory_bytes / 1e6:,.0f} MB; weights {size / 1e6:,.0f}, before {before / 1e6:,.0f} MB",
+        ),
     ]  # fmt: skip
     shown = (f'<div class="card">{name}{value}<small>{escape(note)}</small></div>' for name, value, note in cards)
     return f'<p>Chosen: <b id="chosen">{escape(chosen.name)}</b></p><div class="cards">{"".join(shown)}</div>'
@@ -148,7 +139,7 @@ def _table(outcome: Outcome) -> str:
     rows = sorted(outcome.candidates, key=lambda each: (order.get(each.verdict, 9), each.name))
     head = (
         "candidate", "KV", "batch", "verdict", "cost", "predicted", "loss", "KL mean", "same top", "tok/s", "TTFT",
-        "TPOT", "MB", "why",
+        "TPOT", "file MB", "memory MB", "why",
     )  # fmt: skip
     return _rows(head, [_cells(each) for each in rows], [each.verdict for each in rows])
 
@@ -169,6 +160,7 @@ def _cells(each: CandidateResult) -> list[str]:
         f"{speed.ttft_ms:.0f} ms" if speed else "",
         f"{speed.tpot_ms:.1f} ms" if speed else "",
         f"{each.artefact.nbytes / 1e6:,.0f}" if each.artefact else "",
+        f"{speed.memory_bytes / 1e6:,.0f}" if speed else "",
         each.reason,
     ]
 

@@ -29,6 +29,7 @@ class Run:
     total_tok_s: float
     ttft_ms: float  # median over requests
     tpot_ms: float
+    memory_bytes: int = 0  # weights, and KV pages for the workload's concurrency
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,7 @@ class Speed:
     total_tok_s: float
     ttft_ms: float
     tpot_ms: float
+    memory_bytes: int = 0
 
     @property
     def cost_reduction(self) -> float:

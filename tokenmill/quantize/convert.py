@@ -112,7 +112,10 @@ def _plan_codes(source: ConvertSource, file_format: type[FileFormat], dtype: tor
             scheme = unrounded
         targets[prefix] = scheme
         moves.append(Move(prefix, stored, type_name(scheme), scheme, tuple(lost), file_format.name in _HALF_SCALES))
-    file_format.check(targets, {prefix: source.shape(prefix) for prefix in targets})
+    try:
+        file_format.check(targets, {prefix: source.shape(prefix) for prefix in targets})
+    except UserError as error:
+        raise UserError(error.problem, f"{error.remedy}, or {_QUANTIZE}") from None
     return ConvertPlan(moves, file_format, dtype)
 
 

@@ -1,8 +1,8 @@
 """What a captured decode step reads and writes: buffers that never move, filled by small copies from pinned memory.
 
 A step's inputs are each row's token (or which row of the step before drew it), its position and its page table; the
-rest is worked out on the device. Tables and sampling parameters travel only when they changed. Three turns of pinned memory:
-while one step computes and the next is queued, a third can be written. Owned by the graph executor.
+rest is worked out on the device. Tables and sampling parameters travel only when they changed. Pinned memory has three
+turns: while one step computes and the next is queued, a third can be written. Owned by the graph executor.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from tests.parity.engine_logits import engine_logits
 from tests.parity.tiny_models import make
 from tests.quantized_files import random_matrix, save_quantized
 from tokenmill.checkpoint.open import open_checkpoint
+from tokenmill.cli.main import main
 from tokenmill.errors import UserError
 from tokenmill.kernels.ref_ggml import dequantize
 from tokenmill.model.formats.quantized import Scheme
@@ -202,7 +203,7 @@ class TestRefusals:
         source = quantized(tmp_path / "source", "compressed-tensors", Scheme("e2m1", 4, 16, scale_type="e4m3"))
         with pytest.raises(UserError, match=r"NVFP4.*quantize"):
             convert(source, tmp_path / "out.gguf", "gguf")
-        with pytest.raises(UserError, match="integers"):
+        with pytest.raises(UserError, match=r"integers.*tokenmill quantize"):
             convert(source, tmp_path / "out", "gptq")
         assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
@@ -221,6 +222,19 @@ class TestRefusals:
             convert(source, tmp_path / "none" / "out", "gptq_v2")
         with pytest.raises(UserError, match="bfloat16"):
             convert(source, tmp_path / "out", "gptq_v2", "bf16")
+
+
+def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = quantized(tmp_path / "source", "awq", ASYMMETRIC)
+    capsys.readouterr()
+    assert main(["convert", str(source), str(tmp_path / "out"), "--format", "gptq_v2", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["path"], report["lossless"], report["lost"]) == (str(tmp_path / "out"), True, [])
+    assert main(["convert", str(source), str(tmp_path / "out.gguf"), "--json"]) == 0  # by its name a GGUF
+    report = json.loads(capsys.readouterr().out)
+    assert not report["lossless"]
+    assert set(report["lost"][0]) == {"name", "lost"}
+    assert main(["convert", str(source), str(tmp_path / "out"), "--format", "awq"]) == 2
 
 
 def test_config_keeps_what_it_said(tmp_path: Path) -> None:
