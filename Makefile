@@ -26,7 +26,7 @@ demo: $(READY)
 	$(BIN)/tokenmill run smollm2 "Explain in two sentences why the sky is blue." --max-tokens 96
 	$(BIN)/tokenmill bench latency smollm2 --input-len 128 --output-len 32 --batch-size 1
 	$(BIN)/tokenmill bench throughput smollm2 --num-prompts 16 --input-len 128 --output-len 32 --range-ratio 0.5
-	$(BIN)/tokenmill optimize smollm2 --target-cost -60% --max-quality-loss 1% --minutes 4 --input-len 128 --output-len 32 \
+	$(BIN)/tokenmill optimize smollm2 --target-cost -60% --max-quality-loss 1% --minutes 4 --input-len 64 --output-len 32 \
 	  --concurrency 4 --quality-tokens 8192 --out demo/optimize
 	@$(BIN)/python -c "import json; r = json.load(open('demo/optimize/results.json')); \
 	  print(f\"\nsaving:       {r['cost_reduction']:.1%} of the cost of a token, against {r['baseline']['name']}\"); \

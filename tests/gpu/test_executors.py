@@ -22,6 +22,8 @@ ON_GPU = torch.cuda.is_available()
 if os.environ.get("TRITON_INTERPRET") != "1" and not ON_GPU:
     pytest.skip("no GPU: test_interpreted.py runs this file under the interpreter", allow_module_level=True)
 
+# The interpreter takes milliseconds per program: shapes and lengths are as small as the code paths allow.
+LENGTH, LONGEST = (20, 40) if ON_GPU else (5, 20)
 COMMON: dict[str, Any] = {"load_format": "dummy", "context": 128, "page_size": 16, "batch_tokens": 24}
 NEAR_TIE = 0.02  # in log-probability: bf16 activations against float32
 
@@ -30,6 +32,7 @@ NEAR_TIE = 0.02  # in log-probability: bf16 activations against float32
 def engine(folder: Path, executor: str, **options: Any) -> Iterator[LLM]:
     """A GPU engine (under the interpreter: the same code on CPU tensors)."""
     where = {"device": "cuda"} if ON_GPU else {"device": "cpu", "kernels": "triton", "kv_cache_dtype": "bfloat16"}
+    torch.manual_seed(0)  # weights are made up on the device
     with LLM(folder, executor=executor, **(COMMON | where | options)) as llm:
         yield llm
 
@@ -41,7 +44,7 @@ def spec(folder: Path) -> Iterator[LLM]:
         yield llm
 
 
-def prompts(count: int, longest: int = 40) -> list[list[int]]:
+def prompts(count: int, longest: int = LONGEST) -> list[list[int]]:
     generator = torch.Generator().manual_seed(count)
     lengths = torch.randint(3, longest, (count,), generator=generator).tolist()
     return [torch.randint(0, 131, (length,), generator=generator).tolist() for length in lengths]
@@ -57,16 +60,16 @@ def same_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("same_weights")
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"] if ON_GPU else ["llama", "gemma3"])
 def test_greedy_tokens_are_those_of_the_spec_up_to_near_ties(tmp_path: Path, name: str) -> None:
     folder = write_config(tmp_path, name)
     asked = prompts(3)
     with engine(folder, "cuda_graph") as llm:
-        answers = greedy(llm, asked, 20)  # across a page, in chunks of prompts beside decodes
+        answers = greedy(llm, asked, LENGTH)  # across a page, in chunks of prompts beside decodes
         assert llm.parts.runtime.executor.name == "cuda_graph"
     with spec(folder) as reference:
         for prompt, answer in zip(asked, answers, strict=True):
-            assert len(answer) == 20
+            assert len(answer) == LENGTH
             assert worst_choice(reference, prompt, answer) < NEAR_TIE
 
 
@@ -89,15 +92,14 @@ def test_rounded_weights_and_pages_stay_close(tmp_path: Path, changes: dict[str,
 
 def test_graph_and_eager_choose_the_same_tokens(tmp_path: Path) -> None:
     folder = write_config(tmp_path)
-    asked = prompts(3, 20)
+    asked = prompts(3, 9)
     params = [
-        SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True),
-        SamplingParams(temperature=0.8, top_k=20, seed=7, max_tokens=12, ignore_eos=True),
-        SamplingParams(temperature=1.0, top_p=0.9, seed=8, max_tokens=9, ignore_eos=True, n=2),
+        SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True),
+        SamplingParams(temperature=0.8, top_k=20, seed=7, max_tokens=LENGTH, ignore_eos=True),
+        SamplingParams(temperature=1.0, top_p=0.9, seed=8, max_tokens=3, ignore_eos=True, n=2),
     ]
     found = {}
     for executor in ("cuda_eager", "cuda_graph"):
-        torch.manual_seed(0)
         with engine(folder, executor) as llm:
             outputs = llm.generate(asked, params)
             found[executor] = [[each.token_ids for each in output.outputs] for output in outputs]
@@ -109,14 +111,14 @@ def test_features_beyond_the_kernel_go_through_the_plain_sampler(tmp_path: Path)
     folder = write_config(tmp_path)
     banned = dict.fromkeys(range(130), -100.0)
     params = [
-        SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logit_bias=banned),
-        SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logprobs=2),
-        SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True),
+        SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, logit_bias=banned),
+        SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, logprobs=2),
+        SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True),
     ]
-    prompt = prompts(1)[0]
+    prompt = prompts(1, 9)[0]
     with engine(folder, "cuda_graph") as llm:
         biased, reported, plain = (each.outputs[0] for each in llm.generate([prompt] * 3, params))
-    assert biased.token_ids == [130] * 4
+    assert biased.token_ids == [130] * 2
     assert reported.token_ids == plain.token_ids
     assert reported.logprobs is not None
 
@@ -124,17 +126,17 @@ def test_features_beyond_the_kernel_go_through_the_plain_sampler(tmp_path: Path)
 def test_a_queued_step_that_nobody_asks_for_is_dropped(tmp_path: Path) -> None:
     """A request that ends, or one that joins, between two steps: the others' tokens do not change."""
     folder = write_config(tmp_path)
-    first, second = prompts(2, 20)
-    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    first, second = prompts(2, 9)
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     with engine(folder, "cuda_graph") as llm:
-        alone = greedy(llm, [first], 12)[0]
+        alone = greedy(llm, [first], 8)[0]
         core, intake = llm.parts.core, llm.parts.intake
         core.add(intake.request(first, params, "one"))
         found: list[int] = []
-        for step in range(40):
-            if step == 4:
+        for step in range(14):
+            if step == 3:
                 core.add(intake.request(second, params, "two"))
-            if step == 7:
+            if step == 5:
                 core.cancel("two")
             found += [token for event in core.step() if event.request_id == "one" for token in event.token_ids]
         assert found == alone
@@ -147,14 +149,14 @@ def test_a_shared_prefix_is_read_once_and_changes_nothing(tmp_path: Path, monkey
     from tokenmill.runtime import cuda_inputs
 
     folder = write_config(tmp_path)
-    prefix = prompts(1)[0][:3] * 11  # two whole pages
-    asked = [[*prefix, *tail] for tail in prompts(3, 8)]
+    prefix = prompts(1, 9)[0][:3] * 6  # a page and a bit
+    asked = [[*prefix, *tail] for tail in prompts(3, 5)]
     with engine(folder, "cuda_graph") as llm:
-        apart = greedy(llm, asked, 6)
+        apart = greedy(llm, asked, 3)
     monkeypatch.setattr(cuda_inputs, "_WORTHWHILE", 1)
     with engine(folder, "cuda_graph") as llm:
         greedy(llm, asked[:1], 1)  # its pages are in the cache for the others
-        together = greedy(llm, asked, 6)
+        together = greedy(llm, asked, 3)
         executor: Any = llm.parts.runtime.executor
         assert any(kind.shared for kind in executor._graphs)
     assert together == apart

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict
@@ -15,13 +16,16 @@ from pathlib import Path
 
 from tokenmill import __version__
 from tokenmill.checkpoint.base import Checkpoint
+from tokenmill.checkpoint.gguf_writer import TensorSlot
 from tokenmill.checkpoint.sources.cache import cache_root, write_json
 from tokenmill.errors import UserError
 from tokenmill.evaluate.identity import model_hash
 from tokenmill.optimize.candidates import WeightChoice
 from tokenmill.optimize.results import Artefact
 from tokenmill.quantize.finish import GateRequest
-from tokenmill.quantize.ggml.export import plan_gguf
+from tokenmill.quantize.ggml.export import plan_slots
+from tokenmill.quantize.ggml.mixes import find_mix
+from tokenmill.quantize.ggml.source_tensors import SourceTensors
 from tokenmill.quantize.gguf_job import GGUFJob, run_gguf_job
 from tokenmill.quantize.job import QuantizeJob, prepare, run_job
 from tokenmill.quantize.recipe import RecipeRequest
@@ -45,6 +49,7 @@ class Workshop:
         self.checkpoint = checkpoint
         self.digest = model_hash(source)
         self.folder = cache_root() / "optimize" / self.digest[:16]
+        self._tensors = SourceTensors(checkpoint)  # read once: every mix is planned on it
         self._model = model  # as the user named it, for commands
         self._threads = threads
 
@@ -130,12 +135,14 @@ class Workshop:
         return min(CALIBRATION_LENGTH, self.checkpoint.description.context_length)
 
     def forecast_bytes(self, choice: WeightChoice) -> int:
-        """Disk that it will take; methods are counted at eight bits and a float16 embedding."""
+        """Disk that it will take, at most: methods are counted as float16."""
         if choice.is_stored or self.find(choice):
             return 0
-        if choice.mix:
-            return plan_gguf(self.checkpoint, choice.mix).nbytes
-        return plan_gguf(self.checkpoint, "F16").nbytes
+        return sum(slot.nbytes for slot in self.slots(choice.mix or "F16"))
+
+    def slots(self, mix: str) -> list[TensorSlot]:
+        """The tensors of a mix with their types; nothing is made."""
+        return plan_slots(self._tensors, find_mix(mix), has_importance=False)
 
     def _job(self, choice: WeightChoice, path: Path, gate: GateRequest) -> QuantizeJob:
         return QuantizeJob(
@@ -151,7 +158,7 @@ class Workshop:
 
     def _stored(self) -> Artefact:
         nbytes = weight_bytes(self.source)
-        parameters = plan_gguf(self.checkpoint, "F16").num_weights
+        parameters = sum(math.prod(slot.shape) for slot in self.slots("F16"))
         return Artefact(str(self.source), nbytes, 8 * nbytes / parameters, 0.0, f"tokenmill pull {self._model}")
 
     @staticmethod

@@ -29,10 +29,15 @@ def choose_baseline(
             say(f"baseline {candidate.name}", 0.02 + 0.02 * len(tried))
             result = CandidateResult(candidate.name, candidate.weights, candidate.kv, candidate.batch_tokens)
             tried.append(result)
+            result.reason = table.store.recall("failed", f"baseline {candidate.name}") or ""
+            if result.reason:
+                result.verdict = FAILED
+                continue
             try:
                 leader = result if leader is None else _faster(table, leader, result)
-            except (UserError, MemoryError, RuntimeError, OSError) as error:
+            except Exception as error:  # any: a registered store is somebody else's code
                 result.verdict, result.reason = FAILED, " ".join(str(error).split())
+                table.store.remember("failed", f"baseline {candidate.name}", result.reason)
 
     contest([Candidate(name, table.default_kv, tokens) for name in _plain_first()])
     if leader is None:

@@ -21,6 +21,7 @@ from tokenmill.optimize.store import Store
 from tokenmill.optimize.traffic import Traffic
 
 _FIRST_PAIRS = 2
+_CLEAR = 1.5  # a ratio that one run is enough for
 _FINAL_LENGTH = 2  # requests per slot in the final, one in the first round: runs grow
 
 
@@ -46,12 +47,16 @@ class BenchTable:
         return self.workshop.path(parse_weights(result.weights))
 
     def pair(self, kind: str, baseline: CandidateResult, result: CandidateResult) -> tuple[list[Run], list[Run]]:
-        """Short runs: baseline, candidate, baseline, candidate."""
+        """Short runs: baseline, candidate, and once more of each where one run cannot tell them apart."""
         found = self.store.recall(kind, result.name)
         if found is None:
             contenders = self._seat([baseline, result])
-            cycles = [take_turns(contenders, self._requests(1, number)) for number in range(_FIRST_PAIRS)]
-            found = [[asdict(run) for run in cycle] for cycle in cycles]
+            found = []
+            while len(found) < _FIRST_PAIRS:
+                base, own = take_turns(contenders, self._requests(1, len(found)))
+                found.append([asdict(base), asdict(own)])
+                if not 1 / _CLEAR < base.total_tok_s / own.total_tok_s < _CLEAR:
+                    break
             self.store.remember(kind, result.name, found)
         return [Run(**cycle[0]) for cycle in found], [Run(**cycle[1]) for cycle in found]
 

@@ -35,7 +35,7 @@ from tokenmill.optimize.loop import Effort, Say, Search, workload_engine
 from tokenmill.optimize.outputs import write_outputs
 from tokenmill.optimize.predict import Predictor, this_machine
 from tokenmill.optimize.pricing import machine_price, project
-from tokenmill.optimize.results import CandidateResult, Outcome
+from tokenmill.optimize.results import PASSED, CandidateResult, Outcome
 from tokenmill.optimize.store import Store, question_key
 from tokenmill.optimize.traffic import Traffic, TrafficRequest, build_traffic
 from tokenmill.plan.ceilings import dollars_per_million
@@ -183,7 +183,7 @@ def _predictor(
         return None
     load = Load(traffic.input_tokens, traffic.output_tokens, job.traffic.concurrency)
     try:
-        return Predictor(planned, workshop.checkpoint, this_machine(), load)
+        return Predictor(planned, workshop.slots, this_machine(), load)
     except UserError as error:
         _log.warning("nothing is predicted: %s", error)
         return None
@@ -234,7 +234,10 @@ def _source_note(quantized: bool) -> str:
 def _reason(outcome: Outcome) -> str:
     if outcome.chosen is None:
         if outcome.state != "complete":
-            return f"the run is {outcome.state}: nothing was proven yet"
+            proven = [each for each in outcome.candidates if each.verdict == PASSED and each.speed]
+            lead = min(proven, key=lambda each: each.speed.cost_ratio if each.speed else 1.0, default=None)
+            so_far = f"{lead.name} leads so far, the final is missing" if lead else "nothing was proven yet"
+            return f"the run is {outcome.state}: {so_far}"
         return "no candidate is cheaper and keeps the quality: serve the baseline"
     if outcome.target_met:
         tied = [name for name in outcome.tied if name != outcome.chosen.name]

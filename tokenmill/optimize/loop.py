@@ -40,6 +40,7 @@ from tokenmill.optimize.traffic import Traffic
 Say = Callable[[str, float], None]  # what is being done, and the share of the whole that is done
 _FIRST_ROUND_SHARE, _PROOF_SHARE, _SETTINGS_SHARE = 0.55, 0.75, 0.85  # of the time, at most, by the end of each
 _FINALISTS = 3
+_AT_LEAST = 3  # candidates that are tried however slow the machine is: an answer late beats none
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +137,7 @@ class Search:
         for number, name in enumerate(order):
             result = self.results[name]
             result.kv, result.batch_tokens = self.baseline.kv, self.baseline.batch_tokens
-            if self.used > _FIRST_ROUND_SHARE and not self._known(result):
+            if number >= _AT_LEAST and self.used > _FIRST_ROUND_SHARE and not self._known(result):
                 result.reason, self.out_of_time = "no time was left to try it", True
                 continue
             self.say(f"trying {name}", 0.2 + 0.35 * number / len(order))
@@ -249,7 +250,7 @@ class Search:
         return False
 
     def _first_look(self, result: CandidateResult) -> bool:
-        left = self.effort.seconds * (_FIRST_ROUND_SHARE - self.used)
+        left = self.effort.seconds * max(0.0, _FIRST_ROUND_SHARE - self.used)
         result.artefact = self.table.artefact(result.weights, left)
         if not self._short_check(result):
             return False

@@ -6,11 +6,11 @@ are the planner's; here the registries' names are put into its words. Called by 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 
-from tokenmill.checkpoint.base import Checkpoint
+from tokenmill.checkpoint.gguf_writer import TensorSlot
 from tokenmill.hardware.catalog import Device
 from tokenmill.hardware.machine import detect_machine
 from tokenmill.hardware.weight_formats import FORMATS, WeightFormat
@@ -25,11 +25,23 @@ from tokenmill.plan.performance import estimate
 from tokenmill.plan.planned_model import PlannedModel
 from tokenmill.plan.quality import quality_risk
 from tokenmill.plan.this_machine import MachineCalibration, load_calibration
-from tokenmill.quantize.ggml.export import plan_gguf
 from tokenmill.quantize.recipe import compose
 from tokenmill.quantize.schemes import adjust
 
+SlotsOf = Callable[[str], list[TensorSlot]]  # GGUF mix -> the tensors of its file
 _HOPELESS_QUALITY = 3.0  # the low end of the published range, over the limit, beyond which nothing is tried
+
+
+_LIKE = {  # mixes that the quality tables do not list: the one of as many bits
+    "q3_k_s": "q3_k_m",
+    "q3_k_l": "q3_k_m",
+    "q4_k_s": "q4_k_m",
+    "iq4_nl": "q4_k_m",
+    "iq4_xs": "q4_k_m",
+    "q5_0": "q5_k_m",
+    "q5_1": "q5_k_m",
+    "q5_k_s": "q5_k_m",
+}
 _CLEARLY_FASTER = 1.2  # the planner's error on a machine that it has roofs of
 
 
@@ -51,16 +63,16 @@ def this_machine() -> Device:
 
 
 class Predictor:
-    def __init__(self, model: PlannedModel, checkpoint: Checkpoint, device: Device, load: Load) -> None:
+    def __init__(self, model: PlannedModel, slots_of: SlotsOf, device: Device, load: Load) -> None:
         self._model = model
-        self._checkpoint = checkpoint
+        self._slots_of = slots_of
         self._device = device
         self._load = load
-        self._baseline = self._rate(planner_format(WeightChoice("F16", mix="F16"), checkpoint, model))
+        self._baseline = self._rate(planner_format(WeightChoice("F16", mix="F16"), slots_of, model))
 
     def predict(self, choice: WeightChoice) -> Prediction:
         """Raises UserError where it does not fit or cannot be made."""
-        weights = planner_format(choice, self._checkpoint, self._model)
+        weights = planner_format(choice, self._slots_of, self._model)
         deployment = self._deployment(weights)
         named = replace(weights, name=catalog_name(choice, weights, self._model))
         risk = quality_risk(replace(deployment, weights=named))
@@ -80,13 +92,14 @@ class Predictor:
         return Deployment(self._model, self._device, weights, engine="tokenmill", batch_tokens=512, max_sequences=most)
 
 
-def planner_format(choice: WeightChoice, checkpoint: Checkpoint, model: PlannedModel) -> WeightFormat:
+def planner_format(choice: WeightChoice, slots_of: SlotsOf, model: PlannedModel) -> WeightFormat:
     """Bits of each part and the arithmetic of its product, for any registered name."""
     if choice.is_stored:
         return replace(FORMATS[model.stored_format], math="int8")
     if choice.mix:
-        slots = {slot.name: TYPES[slot.type_name].bits_per_value for slot in plan_gguf(checkpoint, choice.mix).slots}
-        sizes = {slot.name: slot.nbytes for slot in plan_gguf(checkpoint, choice.mix).slots}
+        planned = slots_of(choice.mix)
+        slots = {slot.name: TYPES[slot.type_name].bits_per_value for slot in planned}
+        sizes = {slot.name: slot.nbytes for slot in planned}
         blocks = [name for name in slots if name.startswith("blk.") and slots[name] < 32] or list(slots)
         bits = 8 * sum(sizes[name] for name in blocks) / sum(8 * sizes[name] / slots[name] for name in blocks)
         embedding = slots["token_embd.weight"]
@@ -103,9 +116,7 @@ def catalog_name(choice: WeightChoice, weights: WeightFormat, model: PlannedMode
     if choice.is_stored:
         return model.stored_format
     if choice.mix:
-        return {"q4_k_s": "q4_k_m", "q5_k_s": "q5_k_m", "iq4_nl": "q4_k_m", "iq4_xs": "q4_k_m"}.get(
-            weights.name, weights.name
-        )
+        return _LIKE.get(weights.name, weights.name)
     if choice.method in FORMATS:
         return choice.method
     if weights.bits > 6:

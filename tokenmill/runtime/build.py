@@ -73,7 +73,7 @@ def build_runtime(checkpoint: Checkpoint, config: EngineConfig, context: int, wh
     on_gpu = where.type == "cuda"
     if config.quantization and not on_gpu:
         raise UserError("weights are rounded at load on a GPU only", "use tokenmill quantize, or --device cuda")
-    if not on_gpu:
+    if cpu.unavailable(where) is None:
         cpu.use_threads(config.threads)
     model = load_model(checkpoint, where, context, config.kernels, config.quantization)
     layout = build_layout(model.decoder.kv_layers(), config.page_size)

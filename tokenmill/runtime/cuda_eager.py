@@ -15,6 +15,8 @@ from tokenmill.model.loader import LoadedModel
 from tokenmill.runtime.cuda_ops import CudaOps, tensor
 from tokenmill.types import Batch
 
+_LONG_PROMPT = 2048
+
 
 class CudaEagerExecutor:
     name = "cuda_eager"
@@ -34,7 +36,12 @@ class CudaEagerExecutor:
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:
         """Hidden states [T, hidden] of the batch; its keys and values are stored."""
-        return tensor(self.model.decoder.forward(CudaOps(self.store, self.table, batch)))
+        tokens = batch.token_ids.shape[0]
+        # A prompt as long as a step, or the first chunk of one: the library's attention is the fastest there, and needs
+        # a plan for every length, which only this one repays.
+        whole = tokens == batch.max_query == batch.max_seq == self.config.batch_tokens and tokens >= _LONG_PROMPT
+        ops = CudaOps(self.store, self.table, batch, whole_prompt=whole)
+        return tensor(self.model.decoder.forward(ops))
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor, batch: Batch, begin: int, end: int) -> Tensor:

@@ -29,6 +29,7 @@ from tokenmill.types import Batch, Request, ScheduledTokens
 _log = get_logger(__name__)
 _SMALL_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 _BUCKET_STEP = 32
+_MANY_ROWS = 64  # from here on the rows alone fill the chip: lengths do not change how keys are shared out
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,9 +184,11 @@ class CudaGraphExecutor(CudaEagerExecutor):
     ) -> _Flight:
         inputs, size = self._inputs, self.store.layout.page_size
         inputs.fill(requests, tables, ids, positions, sources)
+        rows = next(bucket for bucket in self._buckets if bucket >= len(requests))
+        longest = inputs.capacity if rows >= _MANY_ROWS else min(_upper(max(positions) + 1, 4), inputs.capacity)
         kind = _Kind(
-            next(bucket for bucket in self._buckets if bucket >= len(requests)),
-            min(_upper(max(positions) + 1, 4), inputs.capacity),
+            rows,
+            longest,
             _upper(inputs.shared_tokens, 2) if inputs.shared_tokens else 0,
             inputs.filtered,
         )

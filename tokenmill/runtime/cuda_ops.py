@@ -109,10 +109,12 @@ class CudaOps:
         *,
         rows: Tensor | None = None,
         shared: Any = None,
+        whole_prompt: bool = False,
     ) -> None:
-        """`rows`: whose logits are wanted, None: all. `shared`: a SharedPrefix for layers without a window."""
+        """`rows`: whose logits are wanted, None: all. `shared`: a SharedPrefix for layers without a window.
+        `whole_prompt`: the batch is one sequence from its beginning, of a length that comes again and again."""
         self._store, self._table, self._batch = store, table, batch
-        self._rows, self._shared = rows, shared
+        self._rows, self._shared, self._whole_prompt = rows, shared, whole_prompt
 
     def embed(self, table: LinearWeight, scale: float) -> Tensor:  # noqa: ARG002 (the bf16 copy is on the device)
         rows: Tensor = gpu.embed(self._batch.token_ids, self._table, scale)
@@ -172,7 +174,13 @@ class CudaOps:
             eps=q.eps,
             scales=scales,
         )
-        out: Tensor = gpu.paged_attention(
+        out: Tensor
+        if self._whole_prompt and not spec.window and not spec.softcap:
+            heads = queries.view(queries.shape[0], spec.num_heads, -1)
+            keys, values = (self._heads(each, spec.num_kv_heads) for each in (k, v))
+            out = gpu.contiguous_attention(heads, keys, values, [queries.shape[0]], spec.scale)
+            return out.view_as(queries)
+        out = gpu.paged_attention(
             queries,
             k_pages,
             v_pages,
@@ -188,6 +196,17 @@ class CudaOps:
             shared=None if spec.window else self._shared,
         )
         return out
+
+    def _heads(self, x: Columns, num_heads: int) -> Tensor:
+        """Keys or values [T, heads, head_dim] as attention sees them, outside the pages."""
+        columns = x.source[:, x.begin : x.end].contiguous()
+        head_dim = columns.shape[1] // num_heads
+        if x.norm is not None:
+            columns = gpu.rms_norm(columns, x.norm, x.eps, head_dim)
+        if x.rotary is not None:
+            table = x.rotary
+            columns = gpu.rope(columns, self._batch.positions, table.cos, table.sin, head_dim, table.interleaved)
+        return columns.view(columns.shape[0], num_heads, head_dim)
 
     def gated(self, gate: Any, up: Any, activation: str) -> Gate:
         return Gate(tensor(gate), tensor(up), activation)

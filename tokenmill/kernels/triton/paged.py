@@ -20,6 +20,7 @@ from tokenmill.kernels.triton.paged_merge import _merge
 
 LOG2_E = 1.4426950408889634
 MAX_SPLITS = 32
+MOST_PARTIALS = 1 << 26  # float32 of partial results in a step with prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +57,11 @@ def _prefill_blocks(group: int, head_dim: int, element_size: int) -> Blocks:
 
 
 def choose_key_splits(programs: int, max_keys: int, keys: int, where: torch.device, per_processor: int = 4) -> int:
-    """Shares of a sequence's keys: none where the programs fill the chip already, none below two tiles."""
+    """Shares of a sequence's keys: none where the programs fill the chip already, none below two tiles. A power of two:
+    every other number would be one more kernel to compile."""
     wanted = per_processor * num_processors(where) // max(1, programs)
-    return max(1, min(wanted, max_keys // (2 * keys), MAX_SPLITS))
+    shares = max(1, min(wanted, max_keys // (2 * keys), MAX_SPLITS))
+    return 1 << (shares.bit_length() - 1)
 
 
 def attention(
@@ -175,6 +178,9 @@ class _Call:
         sequences = self.lengths.shape[0]
         blocks = _decode_blocks(self.group, sequences * self.kv_heads, self.where)
         splits = choose_key_splits(sequences * self.kv_heads, max_keys, blocks.keys, self.where)
+        if single_only:  # beside prompts: partial results have a line for every token of the step
+            room = MOST_PARTIALS // (self.q.shape[0] * self.heads * (self.head_dim + 1))
+            splits = max(1, min(splits, 1 << max(0, room.bit_length() - 1)))
         grid = (sequences, self.kv_heads, splits)
         self._launch(ATTEND_DECODE, grid, blocks, splits, slots=splits, single_only=single_only)
 

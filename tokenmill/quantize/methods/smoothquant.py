@@ -19,7 +19,7 @@ from tokenmill.quantize.base import BlockView, LinearGroup, Transform
 from tokenmill.quantize.methods.awq import fold_scale, narrow, widen
 from tokenmill.quantize.methods.rtn import round_to_nearest
 
-SEARCHED_ALPHAS = tuple(step / 20 for step in range(4, 20))  # 0.2 .. 0.95
+SEARCHED_ALPHAS = tuple(step / 10 for step in range(3, 10))
 _SMALLEST = 1e-5
 
 
@@ -53,19 +53,25 @@ class SmoothQuant(Transform):
         assert statistics.max_abs is not None
         assert statistics.sample is not None
         repeats, head_dim = group.source_repeats, block.head_dim
-        largest = narrow(statistics.max_abs, repeats, head_dim)
         weights = [block.weight(name) for name in schemes]
         sizes = narrow(torch.stack([weight.abs().amax(0) for weight in weights]).amax(0), repeats, head_dim)
         if not self.options.search:
+            largest = narrow(statistics.max_abs, repeats, head_dim)
             fold_scale(block, group, smoothing_scale(largest, sizes, self.options.alpha))
             return
-        candidates = [torch.ones_like(largest)]
-        candidates += [smoothing_scale(largest, sizes, alpha) for alpha in SEARCHED_ALPHAS]
-        errors = [
-            rounding_error(statistics.sample, weights, list(schemes.values()), widen(scale, repeats, head_dim))
-            for scale in candidates
-        ]
+        candidates = [torch.ones_like(sizes)]
+        for seen in (statistics.max_abs, largest_share(statistics.sample)):
+            largest = narrow(seen, repeats, head_dim)
+            candidates += [smoothing_scale(largest, sizes, alpha) for alpha in SEARCHED_ALPHAS]
+        wide = [widen(scale, repeats, head_dim) for scale in candidates]
+        errors = rounding_errors(statistics.sample, weights, list(schemes.values()), wide)
         fold_scale(block, group, candidates[min(range(len(errors)), key=errors.__getitem__)])
+
+
+def largest_share(sample: Tensor) -> Tensor:
+    """[in]: the most that each channel takes of any token of `sample` [n, in], as a share of the token's size. Every
+    token has a scale of its own, so a token that is large as a whole does no harm to the others."""
+    return (sample.abs() / sample.square().mean(-1, keepdim=True).sqrt().clamp(min=1e-12)).amax(0)
 
 
 def smoothing_scale(largest: Tensor, sizes: Tensor, alpha: float) -> Tensor:
@@ -74,15 +80,20 @@ def smoothing_scale(largest: Tensor, sizes: Tensor, alpha: float) -> Tensor:
     return scale.clamp(min=_SMALLEST)
 
 
-def rounding_error(sample: Tensor, weights: Sequence[Tensor], schemes: Sequence[Scheme], scale: Tensor) -> float:
-    """Squared error of the products of `sample` [n, in], relative to each product, when both sides are rounded."""
-    total = 0.0
+def rounding_errors(
+    sample: Tensor, weights: Sequence[Tensor], schemes: Sequence[Scheme], scales: Sequence[Tensor]
+) -> list[float]:
+    """For each scale: the squared error of the products of `sample` [n, in], both sides rounded, as a share of each
+    token's product; the mean over tokens, summed over the weights."""
+    totals = [0.0] * len(scales)
     for weight, scheme in zip(weights, schemes, strict=True):
         expected = sample @ weight.T
-        rounded = round_activations(sample / scale, scheme.activations)
-        actual = rounded @ round_to_nearest(weight * scale, scheme).dequantize().T
-        total += float((actual - expected).square().sum() / expected.square().sum().clamp(min=1e-30))
-    return total
+        power = expected.square().sum(-1).clamp(min=1e-30)
+        for index, scale in enumerate(scales):
+            rounded = round_activations(sample / scale, scheme.activations)
+            actual = rounded @ round_to_nearest(weight * scale, scheme).dequantize().T
+            totals[index] += float(((actual - expected).square().sum(-1) / power).mean())
+    return totals
 
 
 def round_activations(x: Tensor, kind: str) -> Tensor:
