@@ -123,8 +123,8 @@ def measure(variant: str, model: Path, which: list[str], rows: list[Row]) -> Non
             print(json.dumps(rows[-1]), flush=True)
 
     began = time.perf_counter()
-    options = {"load_format": "dummy", "device": "cuda", "context": 16384, "concurrency": 256, **VARIANTS[variant]}
-    with LLM(model, **options) as llm:
+    options: dict[str, Any] = {"load_format": "dummy", "device": "cuda", "context": 16384, "concurrency": 256}
+    with LLM(model, **options, **VARIANTS[variant]) as llm:
         llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1, ignore_eos=True))
         show("start to first token", seconds=time.perf_counter() - began)
         Workloads(llm, show).run(which)

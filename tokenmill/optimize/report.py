@@ -17,6 +17,7 @@ from tokenmill.optimize.plots import Point, bars, scatter
 from tokenmill.optimize.results import CHOSEN, FAILED, HARMED, PASSED, TIED, CandidateResult, Outcome
 
 _LAYERS_SHOWN = 40
+_DEAREST_SHOWN = 1.5  # times the baseline's cost
 
 
 def render_report(outcome: Outcome) -> str:
@@ -90,8 +91,8 @@ def _pareto_plot(outcome: Outcome) -> str:
     points, marks = {}, []
     for each in outcome.candidates:
         quality = each.quality or each.divergence
-        if each.speed is None or quality is None or not quality.loss < 1:
-            continue
+        if each.speed is None or quality is None or not quality.loss < 1 or each.speed.cost_ratio > _DEAREST_SHOWN:
+            continue  # far off: in the table only
         points[each.name] = (each.speed.cost_ratio, quality.loss)
         marks.append(
             Point(

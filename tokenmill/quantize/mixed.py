@@ -75,6 +75,12 @@ def budget_bytes(sensitivities: Sequence[Sensitivity], scheme: Scheme, average_b
     return int(sum(each.num_weights for each in sensitivities) * bits / 8)
 
 
+def average_bits_within(budget: int, num_weights: int, scheme: Scheme) -> float:
+    """The inverse of `budget_bytes`: bits per weight that `budget` bytes pay for."""
+    one, two = (replace(scheme, bits=bits).bits_per_weight for bits in (1, 2))
+    return 1 + (8 * budget / num_weights - one) / (two - one)
+
+
 def choose_widths(sensitivities: Sequence[Sensitivity], scheme: Scheme, budget: int) -> dict[str, int]:
     """Bits for every linear, such that all together take at most `budget` bytes with their scales."""
     errors = {each.names[0]: each.errors for each in sensitivities}

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
+from tokenmill.config import parse_size
 from tokenmill.errors import UserError, unknown_name
 from tokenmill.kernels.rounding import CALIBRATED
 from tokenmill.model.formats.quantized import Scheme
 from tokenmill.quantize.base import Solver, Step, Transform
 from tokenmill.quantize.methods import SOLVERS, TRANSFORMS
+from tokenmill.quantize.mixed import average_bits_within
 from tokenmill.quantize.schemes import FP8_SCALING, GROUP_SIZES, METHODS, Method, adjust
 
 MIXED = "mixed"
@@ -83,6 +86,7 @@ def build_recipe(request: RecipeRequest, shapes: Mapping[str, tuple[int, int]]) 
     """`shapes`: every linear inside the model's blocks, by name."""
     options = dict(request.options)
     name, average_bits = _take_mixed(request, options)
+    budget = options.pop("budget", None) if average_bits is not None else None
     method = compose(name)
     scaling = _take_scaling(name, options)
     scheme = adjust(name, method, request.bits, request.group_size, request.symmetric, scaling)
@@ -101,6 +105,8 @@ def build_recipe(request: RecipeRequest, shapes: Mapping[str, tuple[int, int]]) 
     assert isinstance(solver, Solver)
     for name, each in scheme_of.items():
         solver.check(name, shapes[name], each)
+    if budget is not None:
+        average_bits = _average_within(budget, scheme, sum(math.prod(shapes[name]) for name in scheme_of))
     transforms = tuple(step for step in steps[:-1] if isinstance(step, Transform))
     return Recipe(request.method, transforms, solver, scheme, scheme_of, tuple(sorted(ignored)), average_bits)
 
@@ -165,6 +171,15 @@ def _take_mixed(request: RecipeRequest, options: dict[str, Any]) -> tuple[str, f
             f"{name} has one width only: there is nothing to mix", "use mixed+gptq, mixed+rtn or mixed alone"
         )
     return name, average
+
+
+def _average_within(budget: Any, scheme: Scheme, num_weights: int) -> float:
+    """The average width at which `num_weights` take `budget` bytes, scales and zero points included."""
+    average = average_bits_within(parse_size(budget), num_weights, scheme)
+    if average < 2:
+        least = math.ceil(num_weights * replace(scheme, bits=2).bits_per_weight / 8)
+        raise UserError(f"a budget of {budget} is too small for 2 bits each", f"give at least {least:,} bytes")
+    return min(average, 8.0)
 
 
 def _take_scaling(method: str, options: dict[str, Any]) -> str:

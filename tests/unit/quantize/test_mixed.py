@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from tests.unit.quantize.methods.tiny_blocks import TinyModel
 from tokenmill.errors import UserError
 from tokenmill.model.formats.quantized import Scheme
-from tokenmill.quantize.mixed import WIDTHS, Sensitivity, allocate, budget_bytes, choose_widths, measure_block
+from tokenmill.quantize.mixed import (
+    WIDTHS,
+    Sensitivity,
+    allocate,
+    average_bits_within,
+    budget_bytes,
+    choose_widths,
+    measure_block,
+)
 
 SCHEME = Scheme("int", 4, 32)
 
@@ -59,6 +67,9 @@ def test_average_bits_become_bytes_with_their_scales() -> None:
     groups = [Sensitivity(("q", "k"), 3200, dict.fromkeys(WIDTHS, 1.0))]
     assert budget_bytes(groups, SCHEME, 4.0) == 3200 * 4.5 / 8
     assert budget_bytes(groups, SCHEME, 3.5) == 3200 * 4.0 / 8
+    for scheme in (SCHEME, Scheme("int", 4, 64, symmetric=False)):
+        budget = budget_bytes(groups, scheme, 3.25)
+        assert average_bits_within(budget, 3200, scheme) == pytest.approx(3.25, abs=0.01)
     assert choose_widths(groups, SCHEME, 3200 * 4) == {"q": 2, "k": 2}  # nothing gains from more
 
 

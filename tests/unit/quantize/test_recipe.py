@@ -165,6 +165,11 @@ def test_mixed_leaves_the_widths_open() -> None:
     assert [step.name for step in recipe.steps] == ["awq", "gptq"]
     assert recipe.average_bits == 3.5
     assert build_recipe(RecipeRequest("mixed", bits=3), _SHAPES).average_bits == 3.0
+    weights = sum(out * width for out, width in _SHAPES.values())
+    request = RecipeRequest("mixed", group_size=64, options=(("budget", str(weights // 2)),))  # 4 bits with scales
+    assert build_recipe(request, _SHAPES).average_bits == pytest.approx(3.75)
+    with pytest.raises(UserError, match="too small"):
+        build_recipe(RecipeRequest("mixed", options=(("budget", "1000"),)), _SHAPES)
     with pytest.raises(UserError, match="nothing to mix"):
         build_recipe(RecipeRequest("mixed+nvfp4"), _SHAPES)
     with pytest.raises(UserError, match="from 2 to 8"):

@@ -43,7 +43,7 @@ def test_less_error_where_a_channel_stands_out() -> None:
     sample[:, 3] *= 50.0
     scale = smoothing_scale(sample.abs().amax(0), weight.abs().amax(0), 0.5)
     plain, smoothed = rounding_errors(sample, [weight], [SCHEME], [torch.ones(32), scale])
-    assert smoothed < 0.2 * plain
+    assert smoothed < 0.5 * plain
 
 
 def test_the_search_is_no_worse_than_any_fixed_strength(tmp_path: Path) -> None:
