@@ -23,7 +23,12 @@ if os.environ.get("TRITON_INTERPRET") != "1" and not ON_GPU:
     pytest.skip("no GPU: test_interpreted.py runs this file under the interpreter", allow_module_level=True)
 
 # The interpreter takes milliseconds per program: shapes and lengths are as small as the code paths allow.
-LENGTH, LONGEST = (20, 40) if ON_GPU else (5, 20)
+LENGTH, LONGEST = (20, 40) if ON_GPU else (3, 18)
+SHALLOW: dict[str, dict[str, Any]] = {
+    "llama": {"num_hidden_layers": 1},
+    "qwen3": {"num_hidden_layers": 1},
+    "gemma3": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
+}
 COMMON: dict[str, Any] = {"load_format": "dummy", "context": 128, "page_size": 16, "batch_tokens": 24}
 NEAR_TIE = 0.02  # in log-probability: bf16 activations against float32
 
@@ -44,6 +49,10 @@ def spec(folder: Path) -> Iterator[LLM]:
         yield llm
 
 
+def config(folder: Path, name: str = "llama") -> Path:
+    return write_config(folder, name, **({} if ON_GPU else SHALLOW[name]))
+
+
 def prompts(count: int, longest: int = LONGEST) -> list[list[int]]:
     generator = torch.Generator().manual_seed(count)
     lengths = torch.randint(3, longest, (count,), generator=generator).tolist()
@@ -62,7 +71,7 @@ def same_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("same_weights")
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"] if ON_GPU else ["llama", "gemma3"])
 def test_greedy_tokens_are_those_of_the_spec_up_to_near_ties(tmp_path: Path, name: str) -> None:
-    folder = write_config(tmp_path, name)
+    folder = config(tmp_path, name)
     asked = prompts(3)
     with engine(folder, "cuda_graph") as llm:
         answers = greedy(llm, asked, LENGTH)  # across a page, in chunks of prompts beside decodes
@@ -82,16 +91,16 @@ def test_rounded_weights_and_pages_stay_close(tmp_path: Path, changes: dict[str,
         with pytest.raises(UserError, match="on a GPU only"), engine(write_config(tmp_path), "auto", **changes):
             pass
         return
-    folder = write_config(tmp_path, hidden_size=128, intermediate_size=256, num_attention_heads=8)
+    folder = write_config(tmp_path, hidden_size=128, intermediate_size=256) if ON_GPU else config(tmp_path)
     asked = prompts(2)
     with engine(folder, "cuda_eager", **changes) as llm:
-        answers = greedy(llm, asked, 8)
+        answers = greedy(llm, asked, LENGTH)
     with spec(folder) as reference:
         assert max(worst_choice(reference, *pair) for pair in zip(asked, answers, strict=True)) < 0.5
 
 
 def test_graph_and_eager_choose_the_same_tokens(tmp_path: Path) -> None:
-    folder = write_config(tmp_path)
+    folder = config(tmp_path)
     asked = prompts(3, 9)
     params = [
         SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True),
@@ -108,7 +117,7 @@ def test_graph_and_eager_choose_the_same_tokens(tmp_path: Path) -> None:
 
 
 def test_features_beyond_the_kernel_go_through_the_plain_sampler(tmp_path: Path) -> None:
-    folder = write_config(tmp_path)
+    folder = config(tmp_path)
     banned = dict.fromkeys(range(130), -100.0)
     params = [
         SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, logit_bias=banned),
@@ -125,7 +134,7 @@ def test_features_beyond_the_kernel_go_through_the_plain_sampler(tmp_path: Path)
 
 def test_a_queued_step_that_nobody_asks_for_is_dropped(tmp_path: Path) -> None:
     """A request that ends, or one that joins, between two steps: the others' tokens do not change."""
-    folder = write_config(tmp_path)
+    folder = config(tmp_path)
     first, second = prompts(2, 9)
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     with engine(folder, "cuda_graph") as llm:
@@ -148,7 +157,7 @@ def test_a_queued_step_that_nobody_asks_for_is_dropped(tmp_path: Path) -> None:
 def test_a_shared_prefix_is_read_once_and_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tokenmill.runtime import cuda_inputs
 
-    folder = write_config(tmp_path)
+    folder = config(tmp_path)
     prefix = prompts(1, 9)[0][:3] * 6  # a page and a bit
     asked = [[*prefix, *tail] for tail in prompts(3, 5)]
     with engine(folder, "cuda_graph") as llm:
