@@ -9,7 +9,7 @@
 
 namespace tokenmill {
 
-// Four blocks transposed: element i of each in in x[i]. `importance` is only filled where `weighted`.
+// Four blocks transposed: element i of each is in x[i]. `importance` is one everywhere unless `weighted`.
 struct FourBlocks {
   vec x[kMaxBlock];
   vec importance[kMaxBlock];
@@ -20,6 +20,7 @@ struct FourBlocks {
 namespace {
 
 const AffineGrid kWeightedGrid = {-0.9, 0.05, 36};
+constexpr float kLargestGain = 1.25f;
 
 typedef uint8_t Codes[kSide][kMaxBlock];
 
@@ -212,14 +213,14 @@ struct AffineBlock {
   Codes scales, minima, codes;
 };
 
-// BySize (two bits): without importance, values weigh by their magnitude alone.
-template <int N, bool BySize>
-void affine_block(const FourBlocks& in, float levels, const AffineGrid& grid, float scale_levels, AffineBlock& out) {
+template <int N>
+void affine_block(const FourBlocks& in, bool weighted, float levels, const AffineGrid& grid, float scale_levels,
+                  AffineBlock& out) {
   constexpr int kGroups = kMaxBlock / N;
   vec weights[kMaxBlock], scale[kGroups], minimum[kGroups], scale_codes[kGroups], minimum_codes[kGroups];
-  if (in.weighted) {
+  if (weighted) {
     vec total[kGroups];
-    weigh_block<N>(in, BySize ? 1.0f : 2.0f, weights);
+    weigh_block<N>(in, levels == 3 ? 1.0f : 2.0f, weights);
     for (int g = 0; g < kGroups; ++g) {
       const AffineFit fit = fit_affine<N>(in.x + g * N, weights + g * N, levels, kWeightedGrid);
       scale[g] = fit.scale;
@@ -231,7 +232,7 @@ void affine_block(const FourBlocks& in, float levels, const AffineGrid& grid, fl
   } else {
     for (int g = 0; g < kGroups; ++g) {
       const vec *x = in.x + g * N, rms = square_root(sum_of_squares<N>(x) / splat(float(N)));
-      for (int i = 0; i < N; ++i) weights[i] = BySize ? magnitude(x[i]) : rms + magnitude(x[i]);
+      for (int i = 0; i < N; ++i) weights[i] = rms + magnitude(x[i]);
       const AffineFit fit = fit_affine<N>(x, weights, levels, grid);
       scale[g] = fit.scale;
       minimum[g] = fit.minimum;
@@ -253,10 +254,33 @@ void affine_block(const FourBlocks& in, float levels, const AffineGrid& grid, fl
   spread<kGroups>(minimum_codes, out.minima);
 }
 
+// What to multiply a block's scales by so that the result, projected on the weights, has their length.
+float gain_to_one(const FourBlocks& in, const AffineBlock& block, int k, float d, float dmin) {
+  float wanted = 0, had = 0;
+  for (int g = 0; g < 16; ++g) {
+    const float scale = d * block.scales[k][g], minimum = dmin * block.minima[k][g];
+    float group_wanted = 0, group_had = 0;
+    for (int i = g * 16; i < g * 16 + 16; ++i) {
+      const float weighted = in.importance[i][k] * in.x[i][k], found = scale * block.codes[k][i] - minimum;
+      group_wanted += weighted * in.x[i][k];
+      group_had += weighted * found;
+    }
+    wanted += group_wanted;
+    had += group_had;
+  }
+  const float gain = wanted / had;
+  return !(had > 0) ? 1.0f : gain < 1 / kLargestGain ? 1 / kLargestGain : gain > kLargestGain ? kLargestGain : gain;
+}
+
 void encode_q2_k(const FourBlocks& in, uint8_t* const* out) {
   AffineBlock block;
-  affine_block<16, true>(in, 3, {-0.5, 0.1, 15}, 15, block);
+  affine_block<16>(in, true, 3, kWeightedGrid, 15, block);
+  block.d = round_to_half(block.d);
+  block.dmin = round_to_half(block.dmin);
   for (int k = 0; k < kSide; ++k) {
+    const float gain = gain_to_one(in, block, k, block.d[k], block.dmin[k]);
+    block.d[k] *= gain;
+    block.dmin[k] *= gain;
     for (int g = 0; g < 16; ++g) out[k][g] = uint8_t(block.scales[k][g] | block.minima[k][g] << 4);
     pack(block.codes[k], 2, 32, 2, 0, out[k] + 16);
     store_half(block.d[k], out[k] + 80);
@@ -278,7 +302,7 @@ void store_k_head(const AffineBlock& block, int k, uint8_t* out) {
 
 void encode_q4_k(const FourBlocks& in, uint8_t* const* out) {
   AffineBlock block;
-  affine_block<32, false>(in, 15, {-1.0, 0.1, 20}, 63, block);
+  affine_block<32>(in, in.weighted, 15, {-1.0, 0.1, 20}, 63, block);
   for (int k = 0; k < kSide; ++k) {
     store_k_head(block, k, out[k]);
     pack(block.codes[k], 4, 32, 4, 0, out[k] + 16);
@@ -287,7 +311,7 @@ void encode_q4_k(const FourBlocks& in, uint8_t* const* out) {
 
 void encode_q5_k(const FourBlocks& in, uint8_t* const* out) {
   AffineBlock block;
-  affine_block<32, false>(in, 31, {-0.5, 0.1, 15}, 63, block);
+  affine_block<32>(in, in.weighted, 31, {-0.5, 0.1, 15}, 63, block);
   for (int k = 0; k < kSide; ++k) {
     store_k_head(block, k, out[k]);
     pack(block.codes[k], 1, 32, 1, 4, out[k] + 16);
@@ -416,6 +440,7 @@ void quantize_rows(const BlockQuantizer& quantizer, const float* in, int64_t row
   FourBlocks four;
   four.weighted = importance != nullptr;
   four.row_mean_square = splat(0);
+  for (vec& each : four.importance) each = splat(1);
   uint8_t spare[kSide * kMaxBlock];  // where the lanes past the last block go
   for (int64_t first = 0; first < blocks; first += kSide) {
     uint8_t* to[kSide];
