@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <cstring>
 #include <limits>
 #include <new>
 #include <thread>
@@ -165,7 +166,7 @@ class IntegerLinear final : public PanelLinear {
       } else if (bias) {
         for (int c = 0; c < width; ++c) out[c] = sums[c] + bias[base + c];
       } else if (width == kPanelCols) {
-        std::copy_n(sums, kPanelCols, out);
+        std::memcpy(out, sums, kPanelCols * sizeof(float));
       } else {
         std::copy_n(sums, width, out);
       }
