@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -93,15 +94,16 @@ def quantize(
         Path | None, typer.Option(metavar="FILE", help="Text to measure on. Default: held-out text.")
     ] = None,
     max_quality_loss: Annotated[
-        float, typer.Option(parser=parse_share, metavar="SHARE", help="How much perplexity may rise, such as 1%.")
-    ] = 9.0,
+        float | None,
+        typer.Option(parser=parse_share, metavar="SHARE", help="How much perplexity may rise. Default: 25%."),
+    ] = None,
     restart: Annotated[bool, typer.Option("--restart", help="Discard the unfinished work of an earlier run.")] = False,
     as_json: AsJson = False,
     _verbose: Verbose = False,
 ) -> None:
     """Quantize a model by any method into any format. A killed job goes on where it stopped.
 
-    Without --max-quality-loss only a broken result (perplexity tenfold) is refused.
+    Without --max-quality-loss a result whose perplexity rose by more than a quarter is refused and kept aside.
     """
     if out is None:
         raise UserError("there is no output", "give a path, as in: tokenmill quantize smollm2 --out smollm2-int4")
@@ -121,7 +123,7 @@ def quantize(
         from tokenmill.quantize.gguf_job import GGUFJob, run_gguf_job
 
         gguf = GGUFJob(model, out, method or "rtn", type, bits, calibration, calibration_samples, calibration_length)
-        emit(run_gguf_job(gguf, gate_request, memory, _say), as_json)
+        _report(run_gguf_job(gguf, gate_request, memory, _say), as_json)
         return
     from tokenmill.quantize.job import QuantizeJob, prepare, run_job
     from tokenmill.quantize.recipe import RecipeRequest
@@ -157,16 +159,19 @@ def quantize(
         f"{forecast.memory_bytes / 2**20:,.0f} MiB of memory, {forecast.disk_bytes / 2**20:,.0f} MiB of disk meanwhile",
         file=sys.stderr,
     )
-    report = asdict(run_job(prepared, _say))
-    if not as_json:
-        report.pop("layers")  # in the card
-    emit(report, as_json)
+    _report(asdict(run_job(prepared, _say)), as_json)
 
 
-def _gate_request(enabled: bool, text: Path | None, max_quality_loss: float, threads: int) -> GateRequest:
-    from tokenmill.quantize.finish import GateRequest
+def _report(report: Mapping[str, Any], as_json: bool) -> None:
+    """People find the layers in the card."""
+    emit({name: value for name, value in report.items() if as_json or name != "layers"}, as_json)
 
-    return GateRequest(enabled, text, max_quality_loss, threads=threads)
+
+def _gate_request(enabled: bool, text: Path | None, max_quality_loss: float | None, threads: int) -> GateRequest:
+    from tokenmill.quantize.finish import DEFAULT_MAX_LOSS, GateRequest
+
+    most = DEFAULT_MAX_LOSS if max_quality_loss is None else max_quality_loss
+    return GateRequest(enabled, text, most, threads=threads)
 
 
 def _say(done: int, total: int, seconds_left: float) -> None:

@@ -22,13 +22,14 @@ from tokenmill.quantize.workspace import Workspace
 
 GATE_CONTEXT = 512
 _CHARACTERS_PER_TOKEN = 5
+DEFAULT_MAX_LOSS = 0.25  # beyond it no one would call it the same model; who serves wants a far smaller limit
 
 
 @dataclass(frozen=True, slots=True)
 class GateRequest:
     enabled: bool = True
     text: Path | None = None  # None: what calibration left over, else built-in text
-    max_quality_loss: float = 9.0  # share by which perplexity may rise; the default only stops a broken model
+    max_quality_loss: float = DEFAULT_MAX_LOSS  # share by which perplexity may rise
     max_chunks: int = 16
     threads: int = 0
 
