@@ -30,15 +30,24 @@ struct AsFloat {
 template <class Type, int R, int T>
 void block(const typename Type::Storage* w, const float* x, int64_t cols, const float* bias, float* y, int64_t ldy) {
   Float4 sums[R][T] = {};
-  int64_t k = 0;
-  for (; k + 4 <= cols; k += 4) {
+  const auto step = [&](int64_t k) __attribute__((always_inline)) {
     Float4 v[T];
     for (int t = 0; t < T; ++t) v[t] = load4(x + t * cols + k);
     for (int r = 0; r < R; ++r) {
       const Float4 weight = Type::four(w + r * cols + k);
       for (int t = 0; t < T; ++t) sums[r][t] += weight * v[t];
     }
+  };
+  int64_t k = 0;
+  // One row is bound by memory, and as many streams as rows are more than the hardware follows by itself.
+  if constexpr (T == 1) {
+    constexpr int64_t kLine = 64 / sizeof(typename Type::Storage);
+    for (; k + kLine <= cols; k += kLine) {
+      for (int r = 0; r < R; ++r) __builtin_prefetch(w + r * cols + k + 8 * kLine);
+      for (int64_t i = 0; i < kLine; i += 4) step(k + i);
+    }
   }
+  for (; k + 4 <= cols; k += 4) step(k);
   for (int r = 0; r < R; ++r)
     for (int t = 0; t < T; ++t) {
       float sum = (sums[r][t][0] + sums[r][t][1]) + (sums[r][t][2] + sums[r][t][3]);

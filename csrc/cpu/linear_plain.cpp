@@ -33,6 +33,7 @@ struct AsHalf {
 };
 
 constexpr int kTileRows = 16;
+constexpr int kTokens = 64;  // activations multiplied at a time
 
 template <class Type>
 class PlainLinear final : public Linear {
@@ -67,6 +68,15 @@ class PlainLinear final : public Linear {
   void run_tile(int tile, int m, const void* activations, const float* bias, float* y, int64_t ldy,
                 void* scratch) const override {
     const float* x = static_cast<const float*>(activations);
+    // A block of activations stays near while all rows of the tile pass over it.
+    for (int t = 0; t < m; t += kTokens)
+      run_block(tile, std::min(kTokens, m - t), x + t * cols, bias, y + t * ldy, ldy, scratch);
+  }
+
+ private:
+  using Storage = typename Type::Storage;
+
+  void run_block(int tile, int m, const float* x, const float* bias, float* y, int64_t ldy, void* scratch) const {
     const int64_t last = std::min(int64_t(tile + 1) * kTileRows, rows);
     for (int64_t row = int64_t(tile) * kTileRows; row < last;) {
       const int64_t left = last - row;
@@ -90,10 +100,7 @@ class PlainLinear final : public Linear {
     }
   }
 
- private:
-  using Storage = typename Type::Storage;
-
-  static bool widens(int m) { return sizeof(Storage) == 2 && m >= 4; }
+  static bool widens(int m) { return sizeof(Storage) == 2 && m >= 8; }
 
   const Storage* weights(int64_t row) const { return reinterpret_cast<const Storage*>(storage_.data()) + row * cols; }
 
