@@ -52,6 +52,12 @@ def test_one_h100_and_a_70b_model(capsys: pytest.CaptureFixture[str]) -> None:
         (("llama-3.1-8b", "--gpu", "h100", "--trait", "tiny"), ("unknown trait", "fine-tuned")),
         (("llama-3.1-8b", "--gpu", "h100", "--utilization", "2"), ("utilization", "correct")),
         (("llama-3.1-8b", "--gpu", "h100", "--target-cost", "much"), ("not a share", "-60%")),
+        (("llama-3.1-8b", "--gpu", "h100", "--speculation", "perhaps"), ("perhaps", "auto, on, off")),
+        (("llama-3.1-8b", "--gpu", "h100", "--acceptance", "60"), ("no speculation", "from 0 to 1")),
+        (("llama-3.1-8b", "--gpu", "h100", "--ep", "8"), ("no combination", "--ep")),
+        (("llama-3.1-8b", "--gpu", "h100", "--daily-load", "1,x"), ("no daily load", "one number per hour")),
+        (("llama-3.1-8b", "--gpu", "h100", "--current-bill", "-5"), ("a bill of $-5", "--current-bill")),
+        (("llama-3.1-8b", "--gpu", "h100", "--gpu-memory-utilization", "92"), ("memory share", "0.98")),
         (("llama-3.1-8b", "--gpu", "h100", "--prices", "no.toml"), ("cannot read no.toml", "TOML")),
         (("llama-3.1-8b", "--gpu", "h100", "--html", "no/such/x.html"), ("cannot write", "--html")),
     ],
@@ -62,6 +68,39 @@ def test_bad_input_is_answered_with_the_remedy(
     message = refused(capsys, "plan", *words)
     for part in parts:
         assert part in message
+
+
+def test_every_part_of_the_money_has_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    fixed = ("plan", "llama-3.1-8b", "--gpu", "h100", "--weights", "fp8", "--price", "2", "--concurrency", "16")
+    plain = run(capsys, *fixed)["costs"]
+    full = run(
+        capsys, *fixed, "--owned", "--pue", "1.5", "--kwh-price", "0.2", "--overhead", "0.25", "--engineering", "730",
+        "--cold-starts", "12", "--cold-start-minutes", "6", "--spot-discount", "0.5", "--daily-load", "1,1,4,2",
+        "--current-bill", "5000", "--monthly-tokens", "1e8",
+    )["costs"]  # fmt: skip
+    parts = full["hour_of_a_device"]
+    assert parts["rent"] == 1.0
+    assert parts["power"] == pytest.approx(0.7 * 1.5 * 0.2)
+    assert full["dollars_per_hour"] == pytest.approx(sum(parts.values()) + 1.0, abs=0.002)
+    assert full["utilization"] == 0.5
+    assert plain["dollars_per_hour"] == 2.0
+    assert "against_bill" not in plain
+    bill = full["against_bill"]
+    assert (bill["bill"], bill["tokens"], bill["bill_per_million"]) == (5000, 100e6, 50.0)
+    assert bill["change"] == pytest.approx(full["dollars_per_month"] / 5000 - 1, abs=0.001)
+
+
+def test_search_variables_have_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--max-num-seqs", "24", "--max-num-batched-tokens", "4096", "--gpu-memory-utilization", "0.9")
+    drafts = ("--speculation", "on", "--draft-tokens", "3", "--acceptance", "0.8")
+    found = run(capsys, "plan", "llama-3.1-8b", "--gpu", "h100", *words, *drafts)
+    settings = found["plan"]["settings"]
+    assert settings["max_num_seqs"] == 24
+    assert (settings["max_num_batched_tokens"], settings["gpu_memory_utilization"]) == (4096, 0.9)
+    assert settings["draft_tokens"] == 3
+    assert found["speculation"]["assumes"] == "3 drafts, 80% accepted"
+    experts = run(capsys, "plan", "qwen3-235b-a22b", "--gpu", "h200x8", "--tp", "1", "--dp", "8", "--ep", "8")["plan"]
+    assert (experts["tp"], experts["data_parallel"], experts["ep"], experts["devices"]) == (1, 8, 8, 8)
 
 
 def test_negative_prices_of_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

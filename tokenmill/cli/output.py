@@ -36,6 +36,9 @@ def flatten(result: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
             name = str(next(iter(row.values()), number))
             rest = dict(list(row.items())[1:])
             yield f"{prefix}.{name}", ", ".join(f"{key} {value}" for key, value in flatten(rest))
+    elif _is_prose(result):
+        for number, text in enumerate(result, 1):
+            yield f"{prefix}.{number}", text
     else:
         yield prefix, readable(result, prefix)
 
@@ -56,6 +59,11 @@ def readable(value: Any, key: str = "") -> str:
 
 def _is_table(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(row, Mapping) for row in value)
+
+
+def _is_prose(value: Any) -> bool:
+    """Sentences, which deserve a line each."""
+    return isinstance(value, (list, tuple)) and any(isinstance(each, str) and len(each) > 60 for each in value)
 
 
 def _finite(value: Any) -> Any:

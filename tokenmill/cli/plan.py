@@ -12,7 +12,11 @@ from tokenmill.cli.options import AsJson, Verbose
 from tokenmill.cli.output import emit
 from tokenmill.config import parse_count
 
-_Tokens = Annotated[int, typer.Option(parser=parse_count, metavar="TOKENS")]
+_LOAD, _FIX, _MONEY, _OTHER = "Load and promises", "What to hold fixed", "Money", "Instead of planning"
+
+
+def _option(panel: str, text: str, **rest: Any) -> Any:
+    return typer.Option(rich_help_panel=panel, help=text, **rest)
 
 
 def _percent(text: str | float) -> float:
@@ -27,38 +31,63 @@ def _percent(text: str | float) -> float:
         raise UserError(f"'{text}' is not a share", "write -60% or -0.6") from None
 
 
+_Tokens = Annotated[int, _option(_LOAD, "Of a request, on average.", parser=parse_count, metavar="TOKENS")]
+_Target = Annotated[float, _option(_LOAD, "Against unquantized weights.", parser=_percent, metavar="-60%")]
+_Prices = Annotated[Path | None, _option(_MONEY, "TOML laid over the catalog.", metavar="FILE")]
+_Traits = Annotated[
+    list[str] | None, typer.Option(help="Of the use, for --explain: structured, fine-tuned, critical, development.")
+]
+_DailyLoad = Annotated[str, _option(_MONEY, "Load by the hour, as 1,1,3,8,...: sets the utilization.", metavar="LIST")]
+
+
 def plan(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A known name, config.json, directory or GGUF.")] = "",
-    gpu: Annotated[list[str] | None, typer.Option(metavar="NAME[xN]", help="Devices; repeatable.")] = None,
+    gpu: Annotated[
+        list[str] | None, typer.Option(metavar="NAME[xN]", help="Devices, or this-machine (calibrated); repeatable.")
+    ] = None,
     any_gpu: Annotated[bool, typer.Option(help="Consider every priced GPU of the catalog, 1 to 8 of each.")] = False,
-    use: Annotated[str, typer.Option(help="Workload preset: chat, agent, rag, summarize, code, batch.")] = "chat",
+    use: Annotated[str, _option(_LOAD, "Preset: chat, agent, rag, summarize, code, batch.")] = "chat",
     input_len: _Tokens = 0,
     output_len: _Tokens = 0,
-    concurrency: Annotated[int, typer.Option(help="Users at once.")] = 0,
-    rate: Annotated[float, typer.Option(help="Requests per second, instead of --concurrency.")] = 0.0,
-    prefix_share: Annotated[float, typer.Option(help="Share of each prompt found in the cache.")] = -1.0,
-    ttft: Annotated[float, typer.Option(help="Promise: time to first token, ms; 0: none.")] = -1.0,
-    itl: Annotated[float, typer.Option(help="Promise: time between tokens, ms; 0: none.")] = -1.0,
-    budget: Annotated[float, typer.Option(help="At most this many dollars a month.")] = 0.0,
-    max_quality_loss: Annotated[float, typer.Option(help="At most this percent, at the high end.")] = 0.0,
-    target_cost: Annotated[float, typer.Option(parser=_percent, metavar="-60%", help="Against unquantized.")] = 0.0,
-    weights: Annotated[str, typer.Option(help="Fix the weight format (bf16, fp8, int8, awq, q4_k_m, ...).")] = "",
-    kv_cache_dtype: Annotated[str, typer.Option(help="Fix the KV dtype (bf16, fp8, int8, int4).")] = "",
-    engine: Annotated[str, typer.Option(help="Fix the engine (vllm, sglang, trtllm, llama.cpp, tokenmill).")] = "",
-    tp: Annotated[int, typer.Option(help="Fix the tensor-parallel width.")] = 0,
-    price: Annotated[float, typer.Option(help="Dollars per device and hour; else the catalog.")] = -1.0,
-    prices: Annotated[Path | None, typer.Option(metavar="FILE", help="TOML laid over the catalog.")] = None,
-    utilization: Annotated[float, typer.Option(help="Mean load over capacity.")] = 0.5,
-    spot_discount: Annotated[float, typer.Option(help="0.6: spot costs 40 % of the price.")] = 0.0,
-    overhead: Annotated[float, typer.Option(help="Facility and engineering, share of hardware.")] = 0.0,
+    concurrency: Annotated[int, _option(_LOAD, "Users at once.")] = 0,
+    rate: Annotated[float, _option(_LOAD, "Requests per second, instead of --concurrency.")] = 0.0,
+    prefix_share: Annotated[float, _option(_LOAD, "Share of each prompt found in the cache.")] = -1.0,
+    ttft: Annotated[float, _option(_LOAD, "Promise: time to first token, ms; 0: none.")] = -1.0,
+    itl: Annotated[float, _option(_LOAD, "Promise: time between tokens, ms; 0: none.")] = -1.0,
+    budget: Annotated[float, _option(_LOAD, "At most this many dollars a month.")] = 0.0,
+    max_quality_loss: Annotated[float, _option(_LOAD, "At most this percent, at the high end.")] = 0.0,
+    target_cost: _Target = 0.0,
+    weights: Annotated[str, _option(_FIX, "Weight format (bf16, fp8, int8, awq, q4_k_m, ...).")] = "",
+    kv_cache_dtype: Annotated[str, _option(_FIX, "KV dtype (bf16, fp8, int8, int4).")] = "",
+    engine: Annotated[str, _option(_FIX, "Engine (vllm, sglang, trtllm, llama.cpp, tokenmill).")] = "",
+    tp: Annotated[int, _option(_FIX, "Tensor-parallel width of attention.")] = 0,
+    ep: Annotated[int, _option(_FIX, "Devices that whole experts are spread over; 1: cut every expert.")] = 0,
+    dp: Annotated[int, _option(_FIX, "Copies of attention within a replica.")] = 0,
+    max_num_seqs: Annotated[int, _option(_FIX, "Sequences of a step; else by the promised ITL.")] = 0,
+    max_num_batched_tokens: Annotated[int, _option(_FIX, "Tokens of a step.")] = 0,
+    gpu_memory_utilization: Annotated[float, _option(_FIX, "Share of a device that the engine may use.")] = 0.0,
+    speculation: Annotated[str, _option(_FIX, "on, off, or auto: where it pays at the plan's batch.")] = "auto",
+    draft_tokens: Annotated[int, _option(_FIX, "Drafts of a step, for speculation.")] = 4,
+    acceptance: Annotated[float, _option(_FIX, "Share of drafts that is accepted; else by the use.")] = -1.0,
+    price: Annotated[float, _option(_MONEY, "Dollars per device and hour; else the catalog.")] = -1.0,
+    prices: _Prices = None,
+    utilization: Annotated[float, _option(_MONEY, "Mean load over capacity.")] = 0.5,
+    daily_load: _DailyLoad = "",
+    spot_discount: Annotated[float, _option(_MONEY, "0.6: spot costs 40 % of the price.")] = 0.0,
+    owned: Annotated[bool, _option(_MONEY, "Devices are owned: add power to --price (their write-off).")] = False,
+    pue: Annotated[float, _option(_MONEY, "Power of the building over that of the devices.")] = 1.4,
+    kwh_price: Annotated[float, _option(_MONEY, "Dollars per kWh.")] = 0.10,
+    overhead: Annotated[float, _option(_MONEY, "Facility, as a share of the hardware's cost.")] = 0.0,
+    engineering: Annotated[float, _option(_MONEY, "Dollars a month for the people who run it.")] = 0.0,
+    cold_starts: Annotated[float, _option(_MONEY, "Starts per replica and day, paid before tokens flow.")] = 0.0,
+    cold_start_minutes: Annotated[float, _option(_MONEY, "Until a replica serves.")] = 5.0,
+    current_bill: Annotated[float, _option(_MONEY, "Dollars a month paid today: compare with it.")] = 0.0,
+    monthly_tokens: Annotated[float, _option(_MONEY, "That the bill pays for, as 2e9; else the plan's load.")] = 0.0,
     explain: Annotated[bool, typer.Option(help="Add the rules behind each recommendation.")] = False,
-    trait: Annotated[
-        list[str] | None,
-        typer.Option(help="Of the use, for --explain: structured, fine-tuned, critical, development. Repeatable."),
-    ] = None,
+    trait: _Traits = None,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a self-contained report.")] = None,
-    validate: Annotated[Path | None, typer.Option(metavar="FILE.csv[.gz]", help="Score the model on rows.")] = None,
-    calibrate: Annotated[bool, typer.Option(help="Measure this machine (two minutes) and re-anchor.")] = False,
+    validate: Annotated[Path | None, _option(_OTHER, "Score the model on measured rows.", metavar="FILE.csv")] = None,
+    calibrate: Annotated[bool, _option(_OTHER, "Measure this machine (two minutes) and re-anchor.")] = False,
     as_json: AsJson = False,
     _verbose: Verbose = False,
 ) -> None:
@@ -73,9 +102,15 @@ def plan(
 
         emit(measure(model or "smollm2"), as_json)
         return
+    from tokenmill.hardware.catalog import load_catalog
     from tokenmill.plan.answer import Question, answer, search_question
-    from tokenmill.plan.cost import Pricing
+    from tokenmill.plan.cost import Pricing, utilization_of_day
+    from tokenmill.plan.cost_answer import Bill
+    from tokenmill.plan.guide import check_traits
     from tokenmill.plan.search import Limits
+    from tokenmill.plan.speculation import Speculation
+    from tokenmill.plan.tuning import Tuning
+    from tokenmill.plan.workload import preset, usual_acceptance
 
     given: dict[str, Any] = {
         "input_tokens": input_len or None,
@@ -86,24 +121,37 @@ def plan(
         "ttft_ms": ttft if ttft >= 0 else None,
         "itl_ms": itl if itl >= 0 else None,
     }
-    from tokenmill.hardware.catalog import load_catalog
-    from tokenmill.plan.guide import check_traits
-    from tokenmill.plan.workload import preset
-
     catalog = load_catalog(prices)
+    drafts = Speculation(draft_tokens, usual_acceptance(use) if acceptance == -1.0 else acceptance)
     question = Question(
         model=_model(model),
-        groups=_groups(catalog, gpu or [], any_gpu),
+        groups=_groups(catalog, gpu or [], any_gpu, engine, model),
         workload=preset(use, **{key: value for key, value in given.items() if value is not None}),
-        pricing=Pricing(None if price == -1.0 else price, spot_discount, utilization, overhead),
+        pricing=Pricing(
+            price=None if price == -1.0 else price,
+            spot_discount=spot_discount,
+            utilization=utilization_of_day(_hours(daily_load)) if daily_load else utilization,
+            overhead=overhead,
+            engineering=engineering,
+            power=owned,
+            pue=pue,
+            dollars_per_kwh=kwh_price,
+            cold_starts_per_day=cold_starts,
+            cold_start_minutes=cold_start_minutes,
+        ),
         limits=Limits(budget, max_quality_loss),
         weights=weights,
         kv=kv_cache_dtype,
         engine=engine,
         tp=tp,
+        ep=ep,
+        data_parallel=dp,
+        memory_share=gpu_memory_utilization,
+        tuning=Tuning(max_num_seqs, max_num_batched_tokens, speculation, drafts),
         fixed_fleet=not any_gpu,
         target_cost=target_cost,
         traits=tuple(trait or ()),
+        bill=Bill(current_bill, monthly_tokens) if current_bill or monthly_tokens else None,
     )
     check_traits(question.traits)
     found = search_question(question)
@@ -129,14 +177,31 @@ def _model(name: str) -> Any:
     return describe_for_planning(name)
 
 
-def _groups(catalog: Any, names: list[str], any_gpu: bool) -> list[Any]:
+def _groups(catalog: Any, names: list[str], any_gpu: bool, engine: str, model: str) -> list[Any]:
     from tokenmill.errors import UserError
     from tokenmill.hardware.catalog import DeviceGroup
+    from tokenmill.plan.this_machine import calibrated_device, check_engine, is_this_machine
 
     if names and any_gpu:
         raise UserError("both --gpu and --any-gpu are given", "give one of them")
     if any_gpu:
         return [DeviceGroup(d, 8) for d in catalog.devices.values() if d.kind == "gpu" and d.price is not None]
     if not names:
-        raise UserError("there is no hardware", "give --gpu h100x1 (see the catalog) or --any-gpu")
-    return [catalog.parse_gpu(name) for name in names]
+        raise UserError("there is no hardware", "give --gpu h100x1 (see the catalog), this-machine or --any-gpu")
+    groups = []
+    for name in names:
+        if is_this_machine(name):
+            check_engine(engine)
+            groups.append(DeviceGroup(calibrated_device(model)))
+        else:
+            groups.append(catalog.parse_gpu(name))
+    return groups
+
+
+def _hours(text: str) -> list[float]:
+    from tokenmill.errors import UserError
+
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise UserError(f"'{text}' is no daily load", "write one number per hour: 1,1,2,5,8,...") from None

@@ -52,6 +52,11 @@ def render(
         raise UserError(f"a split deployment needs a cluster, not {target}", "give --target kubernetes")
     launch = engine.launch(serving)
     notes = list(launch.notes)
+    if serving.draft_tokens:
+        notes.append(
+            f"the plan counts on speculation with {serving.draft_tokens} drafts: add a drafter of your choice to the "
+            "command, or plan with --speculation off"
+        )
     if target == "kubernetes":
         files = _kubernetes(engine, serving, launch, split, scaler, prometheus, most_replicas)
         if split:

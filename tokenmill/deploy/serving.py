@@ -12,6 +12,7 @@ from typing import Any
 
 from tokenmill.errors import UserError
 from tokenmill.hardware.catalog import Catalog, Device
+from tokenmill.plan.this_machine import calibrated_device, is_this_machine
 
 _LOAD_BYTES_PER_SECOND = 0.2e9  # a slow network volume: a start must not be taken for a hang
 _WARM_UP_SECONDS = 300  # compilation and graph capture
@@ -26,6 +27,8 @@ class Serving:
     device: Device
     tp: int = 1
     pp: int = 1
+    ep: int = 1  # devices that whole experts are spread over
+    data_parallel: int = 1  # copies of attention within a replica
     replicas: int = 1
     weights: str = "bf16"
     stored: str = "bf16"
@@ -36,11 +39,22 @@ class Serving:
     context: int = 8192
     weight_bytes: int = 0
     users: int = 16  # that one replica is planned for
+    draft_tokens: int = 0  # the plan counts on speculation with so many drafts
 
     @property
     def devices(self) -> int:
         """Of one replica."""
-        return self.tp * self.pp
+        return self.group * self.pp
+
+    @property
+    def group(self) -> int:
+        """Devices that work on one layer."""
+        return self.tp * self.data_parallel
+
+    @property
+    def sequences_per_copy(self) -> int:
+        """What one copy of attention may run, for engines whose limit counts per copy."""
+        return -(-self.max_sequences // self.data_parallel)
 
     @property
     def on_gpu(self) -> bool:
@@ -75,9 +89,11 @@ def from_plan(result: Mapping[str, Any], catalog: Catalog, model: str, name: str
         return Serving(
             model=model,
             name=object_name(name or model),
-            device=catalog.find_device(plan["device"]),
+            device=calibrated_device() if is_this_machine(plan["device"]) else catalog.find_device(plan["device"]),
             tp=int(plan["tp"]),
             pp=int(plan["pp"]),
+            ep=int(plan.get("ep", 1)),
+            data_parallel=int(plan.get("data_parallel", 1)),
             replicas=int(plan["replicas"]),
             weights=str(plan["weights"]),
             stored=str(plan.get("stored_weights", "bf16")),
@@ -88,6 +104,7 @@ def from_plan(result: Mapping[str, Any], catalog: Catalog, model: str, name: str
             context=int(settings["max_model_len"]),
             weight_bytes=int(plan["weight_bytes"]),
             users=int(plan["users_per_replica"]),
+            draft_tokens=int(settings.get("draft_tokens", 0)),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"the plan lacks or misstates {error}", "write it with this version of tokenmill") from None

@@ -54,7 +54,7 @@ class Device:
     memory_gb: float  # as sold
     usable_gib: float  # what the driver offers to one process
     bandwidth_gb_s: float
-    tflops: Mapping[str, float]  # dense, by dtype: bf16, fp16, fp8, int8, fp4, fp32
+    tflops: Mapping[str, float] = field(hash=False)  # dense, by dtype: bf16, fp16, fp8, int8, fp4, fp32
     link: Link = Link()
     pcie_gb_s: float = 0.0
     network_gb_s: float = 0.0
@@ -65,6 +65,7 @@ class Device:
     source_date: str = ""
     confidence: str = "recalled"  # "verified" | "recalled" | "announced" | "stated" (by the user)
     note: str = ""
+    measured_shares: tuple[float, float] | None = None  # of bandwidth and arithmetic, reached by our engine right here
 
     @property
     def usable_bytes(self) -> int:

@@ -6,27 +6,26 @@ fits, naming the limit that binds. Owns no arithmetic.
 
 from __future__ import annotations
 
-import difflib
-import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tokenmill.errors import UserError
-from tokenmill.hardware.catalog import ApiPrice, Catalog, DeviceGroup
-from tokenmill.plan.candidates import enumerate_plans
-from tokenmill.plan.cost import Pricing, break_even
+from tokenmill.hardware.catalog import Catalog, DeviceGroup
+from tokenmill.plan.candidates import Fixed, enumerate_plans
+from tokenmill.plan.cost import Pricing
+from tokenmill.plan.cost_answer import Bill, cost_rows
 from tokenmill.plan.deployment import bits_per_weight, total_weight_bytes
 from tokenmill.plan.performance import Figure
 from tokenmill.plan.planned_model import PlannedModel
-from tokenmill.plan.search import Limits, Plan, SearchResult, search
-from tokenmill.plan.speculation import Speculation, speedup_at
+from tokenmill.plan.reasons import plan_name, reasons, what_follows
+from tokenmill.plan.search import Limits, Plan, SearchResult, Terms, search
+from tokenmill.plan.speculation import break_even_batch, speedup_at
 from tokenmill.plan.step_cost import StepCost
+from tokenmill.plan.tuning import Tuning
 from tokenmill.plan.workload import Workload
 
 _SHOWN = 8
-_RIVALS = 4
-_SPECULATION = Speculation(4, 0.6, 0.03)  # n-gram or small head: four drafts, 60 % accepted
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +39,18 @@ class Question:
     kv: str = ""
     engine: str = ""
     tp: int = 0
+    ep: int = 0
+    data_parallel: int = 0
+    memory_share: float = 0.0  # of a device that the engine may use; 0: the usual one
+    tuning: Tuning = field(default_factory=Tuning)  # batch limits and speculation
     fixed_fleet: bool = True  # the stated devices are all there are, and all are paid
     target_cost: float = 0.0  # -0.6: at least 60 % below the baseline
     traits: tuple[str, ...] = ()  # of the use, for the decision guide (plan/guide.py)
+    bill: Bill | None = None  # what is paid today
+
+    @property
+    def fixed(self) -> Fixed:
+        return Fixed(self.weights, self.kv, self.engine, self.tp, self.ep, self.data_parallel, self.memory_share)
 
 
 def answer(question: Question, catalog: Catalog, found: SearchResult | None = None) -> dict[str, Any]:
@@ -63,12 +71,12 @@ def answer(question: Question, catalog: Catalog, found: SearchResult | None = No
         "parameters": q.model.parameters,
         "feasible": found.winner is not None,
         "plan": describe(chosen, q.workload),
-        "reasons": reasons(chosen, found, q),
-        "costs": _costs(chosen, q, catalog),
-        "speculation": _speculation(chosen, q.workload),
+        "reasons": reasons(chosen, found, q.workload),
+        "costs": cost_rows(chosen, q.workload, q.pricing, catalog, q.model.name, q.bill),
+        "speculation": _speculation(chosen, q),
+        "formats": list(_formats(found, q.workload)),
         "pareto": [_row(plan) for plan in found.front[:_SHOWN]],
-        "rejected": [{"plan": _name(each.deployment), "reason": each.reason} for each in list(found.refused)[:_SHOWN]]
-        + [{"plan": _name(p.deployment), "reason": "; ".join(p.failures)} for p in found.plans if p.failures][:_SHOWN],
+        "rejected": list(_rejected(found)),
     }
     if q.target_cost:
         result["target"] = _against_baseline(chosen, q)
@@ -76,11 +84,9 @@ def answer(question: Question, catalog: Catalog, found: SearchResult | None = No
 
 
 def search_question(q: Question) -> SearchResult:
-    deployments = enumerate_plans(
-        q.model, q.groups, weights=q.weights, kv=q.kv, engine=q.engine, tp=q.tp, narrow=len(q.groups) > 2
-    )
+    deployments = enumerate_plans(q.model, q.groups, q.fixed, narrow=len(q.groups) > 2)
     fleet = q.groups[0].count if len(q.groups) == 1 and q.fixed_fleet else 0
-    return search(deployments, q.workload, q.pricing, q.limits, fleet)
+    return search(deployments, Terms(q.workload, q.pricing, q.limits, fleet), q.tuning)
 
 
 def describe(plan: Plan, workload: Workload) -> dict[str, Any]:
@@ -92,6 +98,8 @@ def describe(plan: Plan, workload: Workload) -> dict[str, Any]:
         "replicas": plan.replicas,
         "tp": d.tp,
         "pp": d.pp,
+        "ep": d.ep,
+        "data_parallel": d.data_parallel,
         "engine": d.engine,
         "weights": d.weights.name,
         "stored_weights": d.model.stored_format,
@@ -102,10 +110,11 @@ def describe(plan: Plan, workload: Workload) -> dict[str, Any]:
         "requests_that_fit": e.sequences_that_fit,
         "users_per_replica": plan.users,
         "settings": {
-            "max_num_seqs": min(d.max_sequences, max(1, e.sequences_that_fit)),
+            "max_num_seqs": max(1, min(d.max_sequences, e.sequences_that_fit)),
             "max_num_batched_tokens": d.batch_tokens,
             "gpu_memory_utilization": d.utilization,
             "max_model_len": _context(plan, workload),
+            "draft_tokens": plan.speculation.draft_tokens if plan.speculation else 0,
         },
         "memory_gib_per_device": {
             "usable": round(e.memory.usable * e.memory.utilization / gib, 2),
@@ -137,90 +146,51 @@ def figure(value: Figure) -> dict[str, Any]:
     }
 
 
-def reasons(chosen: Plan, found: SearchResult, q: Question) -> list[str]:
-    """Why this plan, what binds, and what a cheaper one would ask for."""
-    d, e, memory = chosen.deployment, chosen.estimate, chosen.estimate.memory
-    texts = []
-    if chosen.good:
-        texts.append(f"cheapest of {sum(plan.good for plan in found.plans)} plans that keep every promise")
-    else:
-        texts.append(f"no plan keeps every promise; this comes nearest and breaks: {'; '.join(chosen.failures)}")
-    texts.append(
-        f"{d.weights.name} weights and {8 * d.kv_bytes:g}-bit KV leave {e.kv_tokens:,} KV tokens, room for "
-        f"{e.sequences_that_fit} requests of {q.workload.total_tokens:,} tokens at once"
-    )
-    budget = memory.usable * memory.utilization
-    binding = "KV memory" if e.sequences_that_fit <= chosen.users else "memory bandwidth and arithmetic"
-    texts.append(f"what limits the load: {binding}; weights take {100 * memory.weights / budget:.0f} % of the budget")
-    if e.sequences_that_fit < 32 and d.weights.bits > 4.6:
-        texts.append("so few requests at once waste the hardware: more devices or 4-bit weights would raise throughput")
-    if chosen.risk.high > 0:
-        texts.append(
-            f"expect {chosen.risk.low:.1f} to {chosen.risk.high:.1f} % quality loss ({chosen.risk.reason}): measure it "
-            "with `tokenmill eval divergence` before deploying"
-        )
-    cheaper = found.nearest_cheaper
-    if cheaper is not None and found.winner is not None:
-        texts.append(f"nearest cheaper plan: {_name(cheaper.deployment)}, if {'; '.join(cheaper.failures)} may give")
-    return texts
+def _rejected(found: SearchResult) -> Iterator[dict[str, str]]:
+    for each in found.refused[:_SHOWN]:
+        yield {"plan": plan_name(each.deployment), "reason": each.reason}
+    for plan in [plan for plan in found.plans if plan.failures][:_SHOWN]:
+        yield {"plan": plan_name(plan.deployment), "reason": "; ".join(plan.failures)}
 
 
-def _costs(chosen: Plan, q: Question, catalog: Catalog) -> dict[str, Any]:
-    costs = chosen.costs
-    if costs is None:
-        return {"note": f"no price is known for {chosen.deployment.device.name}: give --price"}
-    price = chosen.deployment.device.price
-    full = costs.blended * q.pricing.utilization
-    stated = q.pricing.price is not None or price is None
+def _speculation(chosen: Plan, q: Question) -> dict[str, Any]:
+    """What drafts would gain at several batches, whether the plan uses them or not."""
+    drafts, cost = q.tuning.drafts, StepCost(chosen.deployment)
+    context = q.workload.input_tokens + q.workload.output_tokens / 2
     return {
-        "dollars_per_hour": round(costs.hourly, 3),
-        "dollars_per_month": round(costs.monthly, 0),
-        "utilization": q.pricing.utilization,
-        "per_million_uncached_input": round(costs.uncached_input, 4),
-        "per_million_cached_input": round(costs.cached_input, 4),
-        "per_million_output": round(costs.output, 4),
-        "per_million_blended": round(costs.blended, 4),
-        "price_basis": "stated" if stated else f"{price.source} ({price.date})",  # type: ignore[union-attr]
-        "break_even": [
-            {
-                "against": each.against,
-                "api_blended": round(each.api_blended, 4),
-                "utilization": round(each.utilization, 3),
-                "possible": each.utilization <= 1,
+        "used": chosen.speculation is not None,
+        "assumes": f"{drafts.draft_tokens} drafts, {drafts.acceptance:.0%} accepted",
+        "speedup_by_batch": {
+            str(batch): round(speedup_at(drafts, cost, batch, context), 2) for batch in sorted({1, 8, chosen.users})
+        },
+        "pays_up_to_batch": break_even_batch(lambda batch: speedup_at(drafts, cost, batch, context)),
+    }
+
+
+def _formats(found: SearchResult, workload: Workload) -> Iterator[dict[str, Any]]:
+    """The best plan of every weight format, and what its KV room means."""
+    seen = set()
+    for plan in found.plans:
+        d, e = plan.deployment, plan.estimate
+        if d.weights.name not in seen:
+            seen.add(d.weights.name)
+            yield {
+                "weights": d.weights.name,
+                "kv_bits": 8 * d.kv_bytes,
+                "devices": plan.devices,
+                "kv_tokens": e.kv_tokens,
+                "requests_that_fit": e.sequences_that_fit,
+                "per_million_output": round(plan.costs.output, 4) if plan.costs else None,
+                "quality_loss_high": plan.risk.high,
+                "what_follows": what_follows(plan, workload),
             }
-            for each in (break_even(api, q.workload, full) for api in _rivals(catalog, q.model.name))
-        ],
-    }
-
-
-def _rivals(catalog: Catalog, model: str) -> list[ApiPrice]:
-    """The APIs whose model is named most alike, at most four; another size counts as unlike."""
-    size = re.search(r"\d+b", model.lower())
-
-    def likeness(api: ApiPrice) -> float:
-        other = re.search(r"\d+b", api.model)
-        differs = size is not None and other is not None and size[0] != other[0]
-        return difflib.SequenceMatcher(None, api.model, model.lower()).ratio() - differs
-
-    return sorted(catalog.apis, key=likeness, reverse=True)[:_RIVALS]
-
-
-def _speculation(chosen: Plan, workload: Workload) -> dict[str, Any]:
-    context = workload.input_tokens + workload.output_tokens / 2
-    cost = StepCost(chosen.deployment)
-    gains = {str(batch): round(speedup_at(_SPECULATION, cost, batch, context), 2) for batch in (1, 8, chosen.users)}
-    return {
-        "assumes": f"{_SPECULATION.draft_tokens} drafts, {_SPECULATION.acceptance:.0%} accepted",
-        "speedup_by_batch": gains,
-        "advice": "worth trying" if gains[str(chosen.users)] > 1.1 else "not at this load",
-    }
 
 
 def _against_baseline(chosen: Plan, q: Question) -> dict[str, Any]:
     """The same question answered with unquantized weights and KV on the same kind of device."""
     groups = [DeviceGroup(group.device, max(group.count, 8)) for group in q.groups]
     baseline = search_question(
-        Question(q.model, groups, q.workload, q.pricing, Limits(), weights="bf16", kv="bf16", fixed_fleet=False)
+        replace(q, groups=groups, limits=Limits(), weights="bf16", kv="bf16", tuning=Tuning(), fixed_fleet=False)
     )
     if not baseline.plans or baseline.plans[0].costs is None or chosen.costs is None:
         return {"note": "the unquantized baseline does not fit these devices or has no price"}
@@ -230,7 +200,7 @@ def _against_baseline(chosen: Plan, q: Question) -> dict[str, Any]:
         "wanted": q.target_cost,
         "predicted": round(change, 4),
         "met": change <= q.target_cost,
-        "baseline": _name(base.deployment),
+        "baseline": plan_name(base.deployment),
         "baseline_per_million_blended": round(base.costs.blended, 4),  # type: ignore[union-attr]
     }
 
@@ -242,14 +212,9 @@ def _closest(found: SearchResult) -> Any:
     return min(found.refused, key=lambda each: weight_bytes_per_device(each.deployment))
 
 
-def _name(d: Any) -> str:
-    cut = f"tp{d.tp}" + (f" pp{d.pp}" if d.pp > 1 else "")
-    return f"{d.device.name} x{d.devices} {cut} {d.weights.name} kv{8 * d.kv_bytes:g} {d.engine}"
-
-
 def _row(plan: Plan) -> dict[str, Any]:
     return {
-        "plan": _name(plan.deployment),
+        "plan": plan_name(plan.deployment),
         "replicas": plan.replicas,
         "per_million_output": round(plan.costs.output, 4) if plan.costs else None,
         "ttft_ms": round(plan.estimate.ttft.value, 1),

@@ -20,6 +20,7 @@ from tokenmill.config import EngineConfig
 from tokenmill.engine.llm import LLM
 from tokenmill.hardware.machine import detect_machine
 from tokenmill.kernels import cpu
+from tokenmill.log import get_logger
 from tokenmill.plan.machine_probe import product_gflops, read_bandwidth_gb_s
 from tokenmill.plan.measured_cost import TimedStep, fit_cost, fit_error
 from tokenmill.plan.served_probe import measured, started_server
@@ -30,23 +31,30 @@ from tokenmill.plan.step_log import log_steps
 from tokenmill.plan.this_machine import MachineCalibration, ModelCalibration, load_calibration, save_calibration
 
 _STEP_SECONDS = 40.0
+_PROBE_SECONDS = 8.0  # of one scenario: a slow machine must not take ten minutes
 _SERVED_SECONDS = 20.0
 _LONE_REQUESTS = 5
-_USERS = 8
+_CROWDS = ((8, 128, 48), (4, 64, 24), (2, 32, 8))  # users, tokens in, tokens out: the first that is quick enough
+_LOG = get_logger(__name__)
 
 
 def calibrate(model: str = "smollm2", step_seconds: float = _STEP_SECONDS, serving: bool = True) -> dict[str, Any]:
     """Measure, fit, store; the report compares prediction and measurement. Without `serving` only the engine."""
     bandwidth, gflops = read_bandwidth_gb_s(), product_gflops()
     with LLM(model, EngineConfig(prefix_caching=False)) as llm:
-        steps = log_steps(llm, step_seconds)
+        log = log_steps(llm, step_seconds, _PROBE_SECONDS)
+        steps, skipped = log.steps, log.skipped
         cost = fit_cost(steps)
         found = _of_engine(llm, cost.coefficients, fit_error(cost, steps))
         vocabulary = llm.parts.description.vocab_size
     report: dict[str, Any] = {"predicted_against_measured": _compare_steps(steps, found)}
     if serving:
-        found, served = _with_serving(model, found, vocabulary)
+        found, served, left_out = _with_serving(model, found, vocabulary)
         report["predicted_against_measured"] += served
+        skipped += left_out
+    for each in skipped:
+        _LOG.warning("not measured in full: %s", each)
+    report["skipped"] = skipped
     machine = detect_machine()
     old = load_calibration()
     calibration = MachineCalibration(
@@ -111,12 +119,13 @@ def compared(name: str, predicted: float, measured_value: float) -> dict[str, An
 
 def _with_serving(
     model: str, found: ModelCalibration, vocabulary: int
-) -> tuple[ModelCalibration, list[dict[str, Any]]]:
-    """What the server adds: to every token while several stream, and to the first token of a lone request."""
-    lone = _job(vocabulary, _LONE_REQUESTS, 1, 64, 8)
-    crowd = _job(vocabulary, _USERS, _USERS, 128, 48)
-    one_round = simulate_engine(found.engine(), closed_loop(crowd)).duration_s
-    crowd = replace(crowd, num_prompts=_USERS * max(2, min(16, round(_SERVED_SECONDS / one_round))))
+) -> tuple[ModelCalibration, list[dict[str, Any]], list[str]]:
+    """What the server adds: to every token while several stream, and to the first token of a lone request. Also the
+    comparison, and what was left out."""
+    crowd, left_out = _crowd(found, vocabulary)
+    if crowd is None:
+        return found, [], left_out
+    lone = _job(vocabulary, _LONE_REQUESTS, 1, crowd.random_input_len // 2, 8)
     with started_server(model, "--no-prefix-caching") as url:
         alone = measured(replace(lone, base_url=url, num_warmups=1))
         busy = measured(replace(crowd, base_url=url))
@@ -126,7 +135,23 @@ def _with_serving(
     quiet = simulate_engine(found.engine(), closed_loop(lone)).ttft.p50
     request_ms = median(1e3 * (each.first - each.sent) for each in alone.samples) - quiet
     found = replace(found, request_ms=max(0.0, request_ms))
-    return found, compare_runs("served", simulate_engine(found.engine(), closed_loop(crowd)), busy)
+    return found, compare_runs("served", simulate_engine(found.engine(), closed_loop(crowd)), busy), left_out
+
+
+def _crowd(found: ModelCalibration, vocabulary: int) -> tuple[ServeJob | None, list[str]]:
+    """The largest closed loop of which two rounds fit into the time, by the fitted cost, with as many rounds as do; and
+    the larger ones that were left out."""
+    left_out: list[str] = []
+    for users, tokens_in, tokens_out in _CROWDS:
+        crowd = _job(vocabulary, users, users, tokens_in, tokens_out)
+        one_round = simulate_engine(found.engine(), closed_loop(crowd)).duration_s
+        if 2 * one_round <= _SERVED_SECONDS:
+            rounds = min(16, int(_SERVED_SECONDS / one_round))
+            return replace(crowd, num_prompts=users * rounds), left_out
+        left_out.append(
+            f"serving {users} users of {tokens_in} + {tokens_out} tokens: left out, would take {2 * one_round:.0f} s"
+        )
+    return None, left_out
 
 
 def _job(vocabulary: int, requests: int, users: int, input_len: int, output_len: int) -> ServeJob:
@@ -155,7 +180,7 @@ def closed_loop(job: ServeJob) -> Workload:
 def compare_runs(name: str, simulation: Simulation, measurement: Measurement) -> list[dict[str, Any]]:
     samples = measurement.samples
     tokens = sum(sample.output_tokens for sample in samples) / (measurement.ended - measurement.began)
-    ttft = median(1e3 * (sample.first - sample.sent) for sample in samples)
+    ttft = median(1e3 * (sample.first - sample.intended) for sample in samples)  # arrivals, as the simulator counts
     return [
         compared(f"{name} output tok/s", simulation.throughput_tok_s, tokens),
         compared(f"{name} TTFT p50 ms", simulation.ttft.p50, ttft),

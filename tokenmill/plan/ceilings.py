@@ -6,12 +6,15 @@ performance.py.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from tokenmill.errors import UserError
 from tokenmill.hardware.catalog import Device
 from tokenmill.hardware.weight_formats import WeightFormat, weight_bytes
 from tokenmill.plan.planned_model import PlannedModel
 
 
+@lru_cache(1 << 10)
 def bytes_read_per_token(model: PlannedModel, weights: WeightFormat) -> float:
     """Weights that one decoded token at batch 1 must read: everything but the embedding table and idle experts."""
     tensors = []

@@ -1,8 +1,8 @@
 """A light deterministic simulation of a closed loop: `concurrency` users, each sending its next request on completion.
 
 Steps come from StepCost; stretches where nothing joins or leaves are taken in one stride, so a benchmark of thousands
-of requests takes milliseconds. The real scheduler with real traces is the simulator's business; this is what the
-closed-form planner and `--validate` ask for steady TTFT and TPOT.
+of requests takes milliseconds. The real scheduler with real traces is the simulator's business, users who have drifted
+apart that of steady_state.py; this is what `--validate` asks, whose rows are benchmarks that start all users at once.
 """
 
 from __future__ import annotations
@@ -28,6 +28,12 @@ class Load:
     concurrency: int
     spread: float = 0.0
     rounds: int = 10  # requests per user
+    cached_tokens: int = 0  # before each prompt, found in the cache: read by attention, not computed
+
+    @property
+    def mean_tokens(self) -> int:
+        """Of a request, in the KV cache at its end."""
+        return self.cached_tokens + round((self.input_tokens + self.output_tokens) * (1 - self.spread / 2))
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +145,7 @@ class _Loop:
             new = min(request.prompt - request.done, budget)
             if new <= 0:
                 break
-            chunks.append((new, request.done))
+            chunks.append((new, self.load.cached_tokens + request.done))
             request.done += new
             budget -= new
         self.clock += self.cost.step_ms(chunks, (count, float(self.context if rides else 0)))
@@ -152,7 +158,7 @@ class _Loop:
     def _start_decoding(self, request: _Request) -> None:
         request.first = self.clock
         self.ttft.append(self.clock - request.arrival + self.scheduling.request_ms)
-        self.context += request.prompt + 1
+        self.context += self.load.cached_tokens + request.prompt + 1
         heappush(self.decoding, (self.steps + request.output - 1, self._sent * 1_000_000 + len(self.ttft), request))
 
     def _stride(self) -> None:
@@ -170,7 +176,7 @@ class _Loop:
     def _finish(self, total: int) -> None:
         while self.decoding and self.decoding[0][0] <= self.steps:
             _, _, request = heappop(self.decoding)
-            self.context -= request.prompt + request.output
+            self.context -= self.load.cached_tokens + request.prompt + request.output
             self.generated += request.output
             self.tpot.append((self.clock - request.first) / max(request.output - 1, 1))
             if self._sent < total:

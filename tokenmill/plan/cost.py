@@ -25,7 +25,8 @@ class Pricing:
     price: float | None = None  # $ per device and hour
     spot_discount: float = 0.0  # 0.6: spot costs 40 % of the price
     utilization: float = 0.5  # mean load over capacity, over the month: the daily curve is in here
-    overhead: float = 0.0  # facility and engineering, as a share of the hardware cost
+    overhead: float = 0.0  # facility (space, network, spares), as a share of the hardware cost
+    engineering: float = 0.0  # $ a month for the people who run it, whatever the number of devices
     power: bool = False  # add power (owned machines)
     pue: float = 1.4
     dollars_per_kwh: float = 0.10
@@ -33,23 +34,34 @@ class Pricing:
     cold_start_minutes: float = 5.0
 
     def __post_init__(self) -> None:
-        if (self.price is not None and self.price < 0) or self.dollars_per_kwh < 0:
-            raise UserError("a price is negative", "give dollars per hour of at least 0")
+        if (self.price is not None and self.price < 0) or min(self.dollars_per_kwh, self.engineering) < 0:
+            raise UserError("a price is negative", "give dollars of at least 0")
+        if min(self.cold_starts_per_day, self.cold_start_minutes) < 0:
+            raise UserError("cold starts are negative", "give --cold-starts and --cold-start-minutes of at least 0")
         if not 0 < self.utilization <= 1 or not 0 <= self.spot_discount < 1 or self.overhead < 0 or self.pue < 1:
             raise UserError(
                 "utilization must be in (0, 1], spot discount in [0, 1), overhead at least 0, PUE at least 1",
                 "correct the pricing options",
             )
 
+    def fleet_hour(self, device: Device, devices: int) -> float:
+        """$ for one hour of a plan."""
+        return devices * self.device_hour(device) + self.engineering / HOURS_PER_MONTH
+
     def device_hour(self, device: Device) -> float:
         """$ for one hour of one device, everything included."""
+        return sum(self.hour_parts(device).values())
+
+    def hour_parts(self, device: Device) -> dict[str, float]:
+        """$ for one hour of one device, by what they are paid for."""
         if self.price is None and device.price is None:
             raise UserError(f"no price is known for {device.name}", "give --price DOLLARS_PER_HOUR or --prices FILE")
         rent = self.price if self.price is not None else device.price.middle  # type: ignore[union-attr]
         rent *= 1 - self.spot_discount
         power = power_dollars_per_hour(device, self.pue, self.dollars_per_kwh) if self.power else 0.0
-        lost = 1 + self.cold_starts_per_day * self.cold_start_minutes / (24 * 60)
-        return (rent + power) * (1 + self.overhead) * lost
+        overhead = (rent + power) * self.overhead
+        lost = self.cold_starts_per_day * self.cold_start_minutes / (24 * 60)
+        return {"rent": rent, "power": power, "overhead": overhead, "cold_starts": (rent + power + overhead) * lost}
 
 
 def utilization_of_day(hourly_load: list[float]) -> float:
@@ -72,11 +84,10 @@ class TokenCosts:
 
 
 def token_costs(
-    cost: StepCost, workload: Workload, output_rate: float, devices: int, device_hour: float, utilization: float
+    cost: StepCost, workload: Workload, output_rate: float, hourly: float, utilization: float
 ) -> TokenCosts:
     """Split the machine's time between prompt and output tokens by what each takes alone, then scale to the measured
     whole: the parts always add up to the bill."""
-    hourly = devices * device_hour
     per_output = dollars_per_million(hourly, output_rate, utilization)  # if output alone paid
     new, cached = workload.uncached_tokens, workload.input_tokens - workload.uncached_tokens
     prefill_ms = cost.step_ms([(new, cached)], (0, 0.0))
@@ -119,3 +130,31 @@ def break_even(api: ApiPrice, workload: Workload, blended_at_full_load: float) -
     dollars = new * api.input + cached * api.cached_input + workload.output_tokens * api.output
     blended = dollars / workload.total_tokens
     return BreakEven(f"{api.provider} {api.model}", blended, blended_at_full_load / blended if blended else 2.0)
+
+
+@dataclass(frozen=True, slots=True)
+class AgainstBill:
+    """A plan beside what is paid today for the same tokens. Shares are fractions; negative saves."""
+
+    bill: float  # $ a month, today
+    tokens: float  # a month, input and output
+    bill_per_million: float
+    plan_per_month: float
+    change: float  # of the monthly cost
+    break_even_tokens: float  # a month, at which both cost the same
+    possible: bool  # the plan can serve as many
+
+
+def against_bill(bill: float, tokens: float, costs: TokenCosts, utilization: float) -> AgainstBill:
+    """`tokens` that the bill pays for, 0: as many as the plan serves at its mean load."""
+    if bill <= 0 or tokens < 0:
+        raise UserError(f"a bill of ${bill:g} for {tokens:g} tokens", "give --current-bill above 0 dollars a month")
+    served = 1e6 * costs.monthly / costs.blended  # at the mean load
+    tokens = tokens or served
+    per_million = 1e6 * bill / tokens
+    break_even_tokens = 1e6 * costs.monthly / per_million
+    capacity = served / utilization
+    return AgainstBill(
+        bill, tokens, per_million, costs.monthly, costs.monthly / bill - 1, break_even_tokens,
+        max(tokens, break_even_tokens) <= capacity,
+    )  # fmt: skip

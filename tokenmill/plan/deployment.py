@@ -6,6 +6,7 @@ Owns the record that every planner part reads and the join of hardware/memory.py
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from tokenmill.errors import UserError
 from tokenmill.hardware.catalog import Device
@@ -65,22 +66,28 @@ class Deployment:
         return max(1, self.group // self.ep)
 
 
-def rank_parameters(matrix: Matrix, deployment: Deployment) -> float:
+def rank_parameters(matrix: Matrix, tp: int, group: int) -> float:
     """Parameters of one matrix on one device of its group."""
     if matrix.part == "expert":
-        return matrix.parameters / deployment.group
+        return matrix.parameters / group
     if matrix.split == "none":
         return float(matrix.parameters)
-    return matrix.parameters / deployment.tp
+    return matrix.parameters / tp
 
 
 def weight_bytes_per_device(deployment: Deployment) -> float:
     """F1 for one device; layers are spread over pipeline stages, embedding and head lie on the first and last."""
+    d = deployment
+    return _weight_bytes_per_device(d.model, d.weights, d.tp, d.group, d.pp)
+
+
+@lru_cache(1 << 12)  # a search asks for every KV width and batch limit
+def _weight_bytes_per_device(model: PlannedModel, weights: WeightFormat, tp: int, group: int, pp: int) -> float:
     tensors = []
-    for count, matrix in deployment.model.matrices():
-        share = count / deployment.pp if matrix.part not in ("embedding", "head", "vision") else float(count)
-        tensors.append((share * rank_parameters(matrix, deployment), matrix.part, matrix.split))
-    return weight_bytes(tensors, deployment.weights)
+    for count, matrix in model.matrices():
+        share = count / pp if matrix.part not in ("embedding", "head", "vision") else float(count)
+        tensors.append((share * rank_parameters(matrix, tp, group), matrix.part, matrix.split))
+    return weight_bytes(tensors, weights)
 
 
 def total_weight_bytes(model: PlannedModel, weights: WeightFormat) -> float:
@@ -116,14 +123,28 @@ def plan_memory(deployment: Deployment) -> MemoryPlan:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What memory leaves for requests of one length."""
+
+    memory: MemoryPlan
+    kv_tokens: int  # of one attention replica, as engines log it
+    sequences: int  # at once, over all attention replicas
+
+
+def room_for(deployment: Deployment, num_tokens: int) -> Room:
+    memory = plan_memory(deployment)
+    needs = deployment.model.kv_needs(deployment.tp, deployment.kv_bytes)
+    budget = max(0.0, memory.kv) * deployment.pp
+    fit = sequences_that_fit(needs, budget, num_tokens, PAGE_SIZE) * deployment.data_parallel
+    return Room(memory, token_capacity(needs, budget, PAGE_SIZE), fit)
+
+
 def kv_token_capacity(deployment: Deployment) -> int:
     """KV tokens that one attention replica can hold, as engines log it."""
-    needs = deployment.model.kv_needs(deployment.tp, deployment.kv_bytes)
-    return token_capacity(needs, max(0.0, plan_memory(deployment).kv) * deployment.pp, PAGE_SIZE)
+    return room_for(deployment, 1).kv_tokens
 
 
 def concurrent_sequences(deployment: Deployment, num_tokens: int) -> int:
     """Sequences of this length that fit at once, over all attention replicas."""
-    needs = deployment.model.kv_needs(deployment.tp, deployment.kv_bytes)
-    budget = max(0.0, plan_memory(deployment).kv) * deployment.pp
-    return sequences_that_fit(needs, budget, num_tokens, PAGE_SIZE) * deployment.data_parallel
+    return room_for(deployment, num_tokens).sequences

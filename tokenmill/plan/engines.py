@@ -13,7 +13,9 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
+from tokenmill.config import EngineConfig
 from tokenmill.errors import unknown_name
+from tokenmill.hardware.catalog import Device
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,22 @@ class RoofShares:
     measured: bool = False  # the memory share comes from a published rate; otherwise both are assumed
 
 
+@dataclass(frozen=True, slots=True)
+class BatchLimits:
+    """What one step holds at most."""
+
+    tokens: int
+    sequences: int
+
+
+def usual_limits(engine: str) -> BatchLimits:
+    """The engine's own defaults; those of the big GPU engines are alike."""
+    if engine == "tokenmill":
+        config = EngineConfig()
+        return BatchLimits(config.batch_tokens, config.concurrency)
+    return BatchLimits(8192, 256)
+
+
 @cache
 def _data() -> Mapping[str, dict[str, dict[str, Any]]]:
     text = (resources.files("tokenmill.plan") / "data" / "engines.toml").read_text(encoding="utf-8")
@@ -80,3 +98,11 @@ def roof_shares(engine: str, device_name: str, kind: str) -> RoofShares | None:
         if key in table:
             return RoofShares(**table[key])
     return None
+
+
+def device_roofs(engine: str, device: Device) -> RoofShares | None:
+    """The shares that were measured on this very device, else those of the tables."""
+    if device.measured_shares:
+        memory, compute = device.measured_shares
+        return RoofShares(memory, compute, measured=True)
+    return roof_shares(engine, device.name, device.kind)

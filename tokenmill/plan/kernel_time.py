@@ -1,12 +1,14 @@
 """Time of the kernels of one step on one device: linear layers, experts, attention, the small ones in between.
 
 Each function returns a curve over tokens (or a surface over batch and context), from the measured H200 tables moved to
-the wanted device by its roofs. Formulas F4, F5, F7. Called once per deployment by step_cost.py.
+the wanted device by its roofs. Formulas F4, F5, F7. Called by step_cost.py; plans of one search share most curves, so
+each is kept.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 
 from tokenmill.hardware.catalog import Device, find_device
 from tokenmill.hardware.roofline import Work, transferred
@@ -20,6 +22,7 @@ from tokenmill.plan.tables import ExpertShape
 LAUNCH_MS = 0.003  # of a kernel inside a captured graph
 _TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 TOKENS = (*_TOKENS, 12288, 16384, 32768)
+_KEPT = 1 << 12  # curves of each kind
 LENGTHS = (*TOKENS, 65536, 131072, 262144, 524288, 1048576)
 
 
@@ -29,10 +32,12 @@ def _fitted(work: Work, device: Device) -> Work:
     return Work(work.nbytes / shares.memory, work.flops / shares.compute, work.math)
 
 
+@lru_cache(1)
 def measured_device() -> Device:
     return find_device(tables.MEASURED_ON)
 
 
+@lru_cache(_KEPT)
 def linear_curve(
     device: Device, weights: WeightFormat, bits: float, outputs: int, inputs: int, roofs: RoofShares | None
 ) -> Curve:
@@ -79,6 +84,7 @@ def expert_work(shape: ExpertShape, tokens: float, bits: float, math: str) -> Wo
     return Work(read + 4.0 * tokens * shape.hidden, 2.0 * tokens * shape.per_token / shape.ep * matrices, math)
 
 
+@lru_cache(_KEPT)
 def expert_curve(
     device: Device, weights: WeightFormat, hidden: int, ffn: FeedForward, tp: int, ep: int, roofs: RoofShares | None
 ) -> Curve:
@@ -102,6 +108,7 @@ def expert_curve(
     return Curve(points, moved)
 
 
+@lru_cache(_KEPT)
 def decode_surface(device: Device, attention: Attention, tp: int, kv_bytes: float, roofs: RoofShares | None) -> Surface:
     """One layer's attention of one new token per sequence, over (batch, mean context)."""
     kv_heads, heads = max(1, attention.num_kv_heads // tp), max(1, attention.num_heads // tp)
@@ -140,6 +147,7 @@ def _formula_decode(device: Device, nbytes: float, flops: float, shares: RoofSha
     return Surface(batches, [Curve(contexts, [ms(batch * context) for context in contexts]) for batch in batches])
 
 
+@lru_cache(_KEPT)
 def prefill_curve(device: Device, attention: Attention, tp: int, kv_bytes: float, roofs: RoofShares | None) -> Curve:
     """One layer's causal attention over a prompt, over its length (other shapes: see `equivalent_length`)."""
     heads = max(1, attention.num_heads // tp)

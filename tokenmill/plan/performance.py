@@ -1,6 +1,6 @@
 """The closed-form answer: TTFT, TPOT and throughput of a deployment under a steady load, each with interval and basis.
 
-Joins memory, step cost and the closed loop. Intervals come from the residuals of the validation rows (P10 to P90 of
+Joins memory, step cost and the steady state. Intervals come from the residuals of the validation rows (P10 to P90 of
 measured over predicted); where nothing was measured they are wider and say so. Called by the search and the CLI.
 """
 
@@ -13,12 +13,16 @@ from importlib import resources
 
 from tokenmill.errors import UserError
 from tokenmill.hardware.memory import MemoryPlan
-from tokenmill.plan.closed_loop import Load, Scheduling, run_closed_loop
-from tokenmill.plan.deployment import Deployment, concurrent_sequences, kv_token_capacity, plan_memory
-from tokenmill.plan.engines import roof_shares
+from tokenmill.plan.closed_loop import Load, Scheduling
+from tokenmill.plan.deployment import Deployment, Room, room_for
+from tokenmill.plan.engines import device_roofs
+from tokenmill.plan.speculation import Speculation, speculative_step
+from tokenmill.plan.steady_state import steady_state
 from tokenmill.plan.step_cost import StepCost
 from tokenmill.plan.tables import MEASURED_ON
 
+# How far the steady state typically lies from the event loop with lengths that vary (test_steady_state.py).
+_STEADY = {"tpot": 1.1, "ttft": 1.2}
 _MEASURED_FAMILIES = ("hopper", "blackwell")
 
 
@@ -62,7 +66,9 @@ class Estimate:
 def basis_of(deployment: Deployment) -> str:
     """Where the times come from: a measured table, the table moved by data sheets, or formulas alone."""
     d = deployment
-    roofs = roof_shares(d.engine, d.device.name, d.device.kind)
+    roofs = device_roofs(d.engine, d.device)
+    if roofs and d.device.measured_shares:
+        return f"formula: measured roofs of this machine x the shares that {d.engine} reached ({d.device.source})"
     if roofs:
         shares = f"bandwidth share measured for {d.engine}" if roofs.measured else "assumed shares"
         return f"formula: roofs of {d.device.name} x {shares} (F13)"
@@ -89,37 +95,51 @@ def interval(metric: str, deployment: Deployment) -> tuple[float, float]:
     low, high = table.get(f"{deployment.engine}-{kind}") or table[f"any-{kind}"]
     if not basis_of(deployment).startswith("table"):  # nothing like it was measured: half as wide again on both sides
         low, high = low / 1.5, high * 1.5
-    return low, high
+    return low / _STEADY[metric], high * _STEADY[metric]
 
 
-def estimate(deployment: Deployment, load: Load, cost: StepCost | None = None) -> Estimate:
-    """Steady-state latency and throughput; refuses what does not fit into memory."""
-    memory = plan_memory(deployment)
-    fit = concurrent_sequences(deployment, load.input_tokens + load.output_tokens)
+def estimate(
+    deployment: Deployment,
+    load: Load,
+    cost: StepCost | None = None,
+    speculation: Speculation | None = None,
+    room: Room | None = None,
+) -> Estimate:
+    """Steady-state latency and throughput; refuses what does not fit into memory. `cost` and `room` (of the load's mean
+    tokens) where the caller has them already."""
+    room = room or room_for(deployment, load.mean_tokens)
+    memory, fit = room.memory, room.sequences
     if not memory.fits or fit < 1:
         raise UserError(*_does_not_fit(deployment, memory, load))
     cost = cost or StepCost(deployment)
     stages = deployment.pp
     users = replace(load, concurrency=max(1, -(-load.concurrency // stages)))  # one micro-batch per stage in flight
-    room = min(max(1, fit // stages), deployment.max_sequences)
     scheduling = Scheduling(
-        deployment.batch_tokens * deployment.data_parallel, cost.costs.mixed, room, cost.costs.request_ms
+        batch_tokens=deployment.batch_tokens * deployment.data_parallel,
+        mixed=cost.costs.mixed,
+        max_running=min(max(1, fit // stages), deployment.max_sequences),
+        request_ms=cost.costs.request_ms,
     )
-    result = run_closed_loop(cost, users, scheduling)
+    plain = steady_state(cost.step_ms, users, scheduling)
+    found = steady_state(speculative_step(speculation, cost), users, scheduling) if speculation else plain
     basis = basis_of(deployment)
+    if speculation:
+        basis += f"; speculation by F10, {speculation.acceptance:.0%} of {speculation.draft_tokens} drafts taken"
     tpot_low, tpot_high = interval("tpot", deployment)
     ttft_low, ttft_high = interval("ttft", deployment)
-    ttft, tpot, rate = result.steady_ttft_ms, result.steady_tpot_ms, result.output_tok_s * stages
+    slowest = max(found.tpot_ms, plain.tpot_ms) * tpot_high  # drafts that are never accepted gain nothing
+    slow_rate = min(found.output_tok_s, plain.output_tok_s) / tpot_high
+    rate = found.output_tok_s
     return Estimate(
         deployment=deployment,
         load=load,
         memory=memory,
-        kv_tokens=kv_token_capacity(deployment),
+        kv_tokens=room.kv_tokens,
         sequences_that_fit=fit,
-        ttft=Figure(ttft, ttft * ttft_low, ttft * ttft_high, "ms", basis),
-        tpot=Figure(tpot, tpot * tpot_low, tpot * tpot_high, "ms", basis),
-        output_rate=Figure(rate, rate / tpot_high, rate / tpot_low, "tokens/s", basis),
-        saturated=result.saturated,
+        ttft=Figure(found.ttft_ms, found.ttft_ms * ttft_low, found.ttft_ms * ttft_high, "ms", basis),
+        tpot=Figure(found.tpot_ms, found.tpot_ms * tpot_low, slowest, "ms", basis),
+        output_rate=Figure(rate * stages, slow_rate * stages, rate * stages / tpot_low, "tokens/s", basis),
+        saturated=found.saturated,
     )
 
 
@@ -133,5 +153,5 @@ def _does_not_fit(deployment: Deployment, memory: MemoryPlan, load: Load) -> tup
         f"{memory.kv / gib:.1f} GiB for KV within {budget / gib:.1f} GiB"
     )
     if memory.fits:
-        problem += f", less than one request of {load.input_tokens + load.output_tokens} tokens"
+        problem += f", less than one request of {load.mean_tokens} tokens"
     return problem, "use fewer bits per weight, more devices (--tp), or a device with more memory"

@@ -12,11 +12,11 @@ from typing import Any
 
 from tokenmill.plan import charts
 from tokenmill.plan.answer import Question, search_question
-from tokenmill.plan.closed_loop import Load
 from tokenmill.plan.guide import explain_plan
 from tokenmill.plan.page import bullets, grid, section, table, tiles, write_page
-from tokenmill.plan.performance import Estimate, estimate
-from tokenmill.plan.search import Plan, SearchResult
+from tokenmill.plan.performance import Estimate
+from tokenmill.plan.reasons import plan_name
+from tokenmill.plan.search import Plan, SearchResult, Terms
 from tokenmill.plan.step_cost import StepCost
 
 _MOST_POINTS = 400
@@ -33,7 +33,7 @@ def write_plan_report(
     title = f"{result['model']} on {plan['devices']} × {plan['device']}"
     subtitle = (
         f"{plan['weights']} weights ({plan['bits_per_weight']:g} bits), {plan['kv_bits']:g}-bit KV, {plan['engine']}, "
-        f"tp {plan['tp']}, pp {plan['pp']}, {plan['replicas']} replicas; {question.workload.input_tokens:,} tokens in, "
+        f"{_cut(plan)}, {plan['replicas']} replicas; {question.workload.input_tokens:,} tokens in, "
         f"{question.workload.output_tokens:,} out"
     )
     verdict = ("keeps every promise", True) if result["feasible"] else ("no plan keeps every promise", False)
@@ -50,6 +50,11 @@ def write_plan_report(
     ]
     body = [tiles(_headline(plan, result)), grid([each for each in sections if each])]
     write_page(path, title, subtitle, verdict, body)
+
+
+def _cut(plan: Mapping[str, Any]) -> str:
+    sizes = (("tp", plan["tp"]), ("pp", plan["pp"]), ("dp", plan["data_parallel"]), ("ep", plan["ep"]))
+    return ", ".join(f"{name} {size}" for name, size in sizes if size > 1 or name == "tp")
 
 
 def _headline(plan: Mapping[str, Any], result: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -95,9 +100,8 @@ def _pareto(found: SearchResult, chosen: Plan) -> str:
     points = []
     for plan in [*rest, *(each for each in found.front if each in priced)]:
         number = numbers.get(id(plan), "")
-        title = (
-            f"{_name(plan)}: {_money(plan):.3g}, {plan.estimate.tpot.value:.1f} ms, up to {plan.risk.high:.1f} % loss"
-        )
+        figures = f"{_money(plan):.3g}, {plan.estimate.tpot.value:.1f} ms, up to {plan.risk.high:.1f} % loss"
+        title = f"{plan_name(plan.deployment)}: {figures}"
         color = _risk_color(plan.risk.high)
         points.append(charts.Point(_money(plan), plan.estimate.tpot.value, color, title, number, not number,
                                    plan is chosen))  # fmt: skip
@@ -108,7 +112,7 @@ def _pareto(found: SearchResult, chosen: Plan) -> str:
         for (_, color), text in zip(_RISK_COLORS, ("up to 1 % loss", "up to 4 %", "more"), strict=True)
     )
     rows = [
-        [int(numbers[id(plan)]), _name(plan), plan.replicas, _money(plan), plan.estimate.ttft.value,
+        [int(numbers[id(plan)]), plan_name(plan.deployment), plan.replicas, _money(plan), plan.estimate.ttft.value,
          plan.estimate.tpot.value, plan.risk.high, "yes" if plan.good else "; ".join(plan.failures)]
         for plan in found.front
     ]  # fmt: skip
@@ -122,12 +126,6 @@ def _money(plan: Plan) -> float:
     return max(1e-6, plan.rank[0])
 
 
-def _name(plan: Plan) -> str:
-    d = plan.deployment
-    cut = f"tp{d.tp}" + (f" pp{d.pp}" if d.pp > 1 else "")
-    return f"{d.device.name} x{d.devices} {cut} {d.weights.name} kv{8 * d.kv_bytes:g} {d.engine}"
-
-
 def _latency(question: Question, chosen: Plan) -> list[str]:
     """TTFT and ITL of one replica over its number of users, with intervals and the promises."""
     workload, cost = question.workload, StepCost(chosen.deployment)
@@ -135,10 +133,8 @@ def _latency(question: Question, chosen: Plan) -> list[str]:
     users = [1]
     while users[-1] < most:
         users.append(min(most, 2 * users[-1]))
-    found = [
-        estimate(chosen.deployment, Load(workload.uncached_tokens, workload.output_tokens, count), cost)
-        for count in users
-    ]
+    terms = Terms(workload, question.pricing, question.limits)
+    found = [terms.estimate(chosen.deployment, count, cost, chosen.speculation) for count in users]
     note = f"band: P10 to P90; planned: {chosen.users} users per replica"
     drawn = []
     for name, title, key, limit, color in (

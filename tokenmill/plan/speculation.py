@@ -6,10 +6,11 @@ mixtures of experts, where more tokens touch more experts. Knows nothing of draf
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tokenmill.plan.step_cost import StepCost
+from tokenmill.errors import UserError
+from tokenmill.plan.step_cost import Decode, StepCost
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,9 +18,16 @@ class Speculation:
     """`draft_tokens` (K) proposed per step, each accepted with probability `acceptance`; one draft token costs
     `draft_cost` of a target step at batch 1."""
 
-    draft_tokens: int
-    acceptance: float
-    draft_cost: float
+    draft_tokens: int = 4
+    acceptance: float = 0.6
+    draft_cost: float = 0.03  # a trained head or a draft model of a few percent of the size
+
+    def __post_init__(self) -> None:
+        if self.draft_tokens < 1 or not 0 <= self.acceptance <= 1 or self.draft_cost < 0:
+            raise UserError(
+                f"{self.draft_tokens} drafts, {self.acceptance:g} of them accepted, is no speculation",
+                "give --draft-tokens of at least 1 and --acceptance from 0 to 1",
+            )
 
 
 def expected_tokens(speculation: Speculation) -> float:
@@ -43,6 +51,22 @@ def verify_ratio(cost: StepCost, batch: int, mean_context: float, draft_tokens: 
 
 def speedup_at(speculation: Speculation, cost: StepCost, batch: int, mean_context: float) -> float:
     return speedup(speculation, verify_ratio(cost, batch, mean_context, speculation.draft_tokens))
+
+
+def speculative_step(speculation: Speculation, cost: StepCost) -> Callable[[Sequence[tuple[int, int]], Decode], float]:
+    """Milliseconds per token of each decoding sequence, as `StepCost.step_ms` asks. Steps with prompts decode plainly:
+    their extra rows would lengthen what every user waits for."""
+
+    def step_ms(prefill: Sequence[tuple[int, int]], decode: Decode) -> float:
+        plain = cost.step_ms(prefill, decode)
+        count, context = decode if isinstance(decode, tuple) else (len(decode), float(sum(decode)))
+        if prefill or not count:
+            return plain
+        checking = max(plain, cost.verify_ms(count, context, speculation.draft_tokens))
+        drafting = speculation.draft_tokens * speculation.draft_cost * plain
+        return min(plain, (checking + drafting) / expected_tokens(speculation))  # an engine stops where it does not pay
+
+    return step_ms
 
 
 def break_even_batch(gain: Callable[[int], float], limit: int = 4096) -> int:

@@ -15,10 +15,11 @@ from tokenmill.plan import kernel_time
 from tokenmill.plan.communication import all_reduce_ms, all_to_all_ms, hand_over_ms
 from tokenmill.plan.curves import Curve, Surface, sampled
 from tokenmill.plan.deployment import Deployment
-from tokenmill.plan.engines import EngineCosts, RoofShares, engine_costs, roof_shares
+from tokenmill.plan.engines import EngineCosts, RoofShares, device_roofs, engine_costs
 from tokenmill.plan.planned_model import LayerKind, Matrix
 
 Decode = list[int] | tuple[int, float]
+_KEPT_CHUNKS = 1 << 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class StepCost:
     def __init__(self, deployment: Deployment, costs: EngineCosts | None = None) -> None:
         self.deployment = d = deployment
         self.costs = costs or engine_costs(d.engine)
-        self._roofs = roof_shares(d.engine, d.device.name, d.device.kind)
+        self._roofs = device_roofs(d.engine, d.device)
         self._dp = float(d.data_parallel)
         layers = [curve for kind in d.model.layers for curve in self._layer_linears(kind)]
         self._linear = _summed(layers)
@@ -72,6 +73,13 @@ class StepCost:
         other._weigh(costs)
         return other
 
+    def with_kv(self, deployment: Deployment) -> StepCost:
+        """The same model, devices and cut with another KV width or other batch limits: only attention differs."""
+        other = copy(self)
+        other.deployment = deployment
+        other._attention = [other._attention_times(kind) for kind in deployment.model.layers]
+        return other
+
     def _weigh(self, costs: EngineCosts) -> None:
         self.costs, self._kernel = costs, costs.kernel
         self._layers_ms = costs.layer_us * self.deployment.model.num_layers / 1e3
@@ -83,10 +91,8 @@ class StepCost:
     def step_ms(self, prefill: Sequence[tuple[int, int]], decode: Decode) -> float:
         """The same as `parts(...).total`, without the bookkeeping."""
         count, context = _counted(decode)
-        tokens, sequences = count, count
-        for new, _ in prefill:
-            tokens += new
-            sequences += 1
+        tokens = count + sum([new for new, _ in prefill]) if prefill else count
+        sequences = count + len(prefill)
         if not tokens:
             return 0.0
         costs = self.costs
@@ -186,7 +192,7 @@ class StepCost:
 class _AttentionTimes:
     """Milliseconds of the token mixers of one kind of layer in a step."""
 
-    __slots__ = ("_count", "_decode", "_dp", "_prefill", "_recurrent", "_window")
+    __slots__ = ("_count", "_decode", "_dp", "_floor", "_prefill", "_recurrent", "_window", "_work")
 
     def __init__(self, kind: LayerKind, d: Deployment, roofs: RoofShares | None) -> None:
         a = kind.attention
@@ -197,13 +203,14 @@ class _AttentionTimes:
         if self._recurrent is None:
             self._decode = kernel_time.decode_surface(d.device, a, d.tp, d.kv_bytes, roofs)
             self._prefill = kernel_time.prefill_curve(d.device, a, d.tp, d.kv_bytes, roofs)
+            self._floor = self._prefill(1.0)
+        self._work: dict[tuple[int, int], float] = {}  # of chunks seen: equal prompts come in crowds
 
     def __call__(self, prefill: Sequence[tuple[int, int]], count: int, context: float) -> float:
         if self._recurrent is not None:  # a prompt passes in blocks of 64 tokens, each like one step of the state
             blocks = count + sum([-(-new // 64) for new, _ in prefill])
             return self._count * self._recurrent(blocks / self._dp)
         assert self._decode is not None
-        assert self._prefill is not None
         total = 0.0
         if count:
             mean = context / count
@@ -211,10 +218,18 @@ class _AttentionTimes:
                 mean = float(self._window)
             total += self._decode(max(1.0, count / self._dp), mean)
         if prefill:
-            floor = self._prefill(1.0)
-            work = [self._prefill(equivalent_length(new, before, self._window)) - floor for new, before in prefill]
-            total += floor + sum(work) / min(self._dp, len(prefill))
+            known = self._work
+            work = [known[chunk] if chunk in known else self._chunk_ms(chunk) for chunk in prefill]
+            total += self._floor + sum(work) / min(self._dp, len(prefill))
         return total * self._count
+
+    def _chunk_ms(self, chunk: tuple[int, int]) -> float:
+        """Attention of one prompt chunk, without the launch."""
+        assert self._prefill is not None
+        ms = self._prefill(equivalent_length(*chunk, self._window)) - self._floor
+        if len(self._work) < _KEPT_CHUNKS:
+            self._work[chunk] = ms
+        return ms
 
 
 def equivalent_length(new: int, before: int, window: int = 0) -> float:

@@ -1,15 +1,16 @@
 """A short run of the real engine with every step timed: what calibrate.py fits its cost to.
 
 Drives the engine core as the offline facade does, with a runner that notes what each step held. Prompts of several
-lengths, batches of several sizes, and prompts that join running batches, until the time is up. Imports torch.
+lengths, batches of several sizes, and prompts that join running batches, until the time is up; on a slow machine what
+would take too long is shortened or cut, and said so. Imports torch.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import cycle
+from dataclasses import dataclass, replace
+from itertools import cycle, islice
 
 from tokenmill.bench.prompts import random_requests
 from tokenmill.engine.core import Runner
@@ -26,6 +27,10 @@ class Scenario:
     prompt: int
     output: int
     joins: int = 0
+
+    def __str__(self) -> str:
+        joining = f", {self.joins} joining" if self.joins else ""
+        return f"{self.batch} x {self.prompt} tokens in, {self.output} out{joining}"
 
 
 # Short contexts and long ones, one sequence and many: enough to tell the parts of a step from each other. A model of
@@ -54,40 +59,86 @@ class _NotingRunner:
         return self.runner.execute(plan)
 
 
-def log_steps(llm: LLM, seconds: float) -> list[TimedStep]:
-    """Timed steps of all scenarios, at least once each after one warm-up, then again until `seconds` have passed."""
+@dataclass(frozen=True, slots=True)
+class StepLog:
+    steps: list[TimedStep]
+    skipped: list[str]  # scenarios that were left out or cut short, with the reason
+
+
+def log_steps(llm: LLM, seconds: float, probe_seconds: float) -> StepLog:
+    """Timed steps of all scenarios, once each after a warm-up, then again until `seconds` have passed. None takes much
+    longer than `probe_seconds`."""
     core = llm.parts.core
     real, noting = core.runner, _NotingRunner(core.runner)
     core.runner = noting
-    steps: list[TimedStep] = []
+    log = StepLog([], [])
     try:
-        _run(llm, Scenario(4, 64, 4), noting, 0)
-        fitting = [each for each in _SCENARIOS if each.prompt + each.output <= llm.parts.config.context]
+        _run(llm, Scenario(2, 16, 2), noting, 0, probe_seconds)
+        scenarios = list(_fitting(llm, log))
         deadline = time.perf_counter() + seconds
-        for number, scenario in enumerate(cycle(fitting), 1):
-            if number > len(fitting) and time.perf_counter() > deadline:
+        for number, wanted in enumerate(cycle(scenarios), 1):
+            if number > len(scenarios) and time.perf_counter() > deadline:
                 break
-            steps += _run(llm, scenario, noting, number)
+            scenario = shortened(wanted, _seconds_per_token(log.steps), probe_seconds)
+            steps, ended = _run(llm, scenario, noting, number, probe_seconds)
+            log.steps.extend(steps)
+            if number <= len(scenarios) and (scenario != wanted or not ended):
+                became = f"shortened to {scenario.prompt} in" if scenario != wanted else ""
+                cut = "" if ended else f"cut after {probe_seconds:g} s"
+                log.skipped.append(f"{wanted}: {', '.join(filter(None, (became, cut)))}")
     finally:
         core.runner = real
-    return steps
+    return log
 
 
-def _run(llm: LLM, scenario: Scenario, noting: _NotingRunner, seed: int) -> list[TimedStep]:
+def shortened(scenario: Scenario, seconds_per_token: float, probe_seconds: float) -> Scenario:
+    """With prompts that take at most half of the time, so that the batch decodes too."""
+    while scenario.prompt > 8 and scenario.batch * scenario.prompt * seconds_per_token > probe_seconds / 2:
+        scenario = replace(scenario, prompt=scenario.prompt // 2)
+    return scenario
+
+
+def _fitting(llm: LLM, log: StepLog) -> Iterator[Scenario]:
+    context = llm.parts.config.context
+    for scenario in _SCENARIOS:
+        if scenario.prompt + scenario.output <= context:
+            yield scenario
+        else:
+            log.skipped.append(f"{scenario}: longer than the context of {context} tokens")
+
+
+def _seconds_per_token(steps: list[TimedStep]) -> float:
+    """Of a prompt, by the steps so far that held nothing else; 0 before the first."""
+    rates = [step.ms / 1e3 / sum(new for new, _ in step.prefill) for step in steps if step.prefill and not step.count]
+    return min(rates, default=0.0)
+
+
+def _run(
+    llm: LLM, scenario: Scenario, noting: _NotingRunner, seed: int, most_seconds: float
+) -> tuple[list[TimedStep], bool]:
+    """The scenario's steps, and whether it came to its end."""
     core = llm.parts.core
     requests = _requests(llm, scenario, seed)
-    for _ in range(scenario.batch):
-        core.add(next(requests))
+    sent = []
+    for request in islice(requests, scenario.batch):
+        sent.append(request.request_id)
+        core.add(request)
     steps: list[TimedStep] = []
+    start = time.perf_counter()
     while core.has_work:
+        if time.perf_counter() - start > most_seconds:
+            for request_id in sent:
+                core.cancel(request_id)
+            return steps, False
         if scenario.joins and len(steps) % 8 == 7:
             late = next(requests, None)
             if late is not None:
+                sent.append(late.request_id)
                 core.add(late)
         begin = time.perf_counter()
         core.step()
         steps.append(timed_step(noting.plan, 1e3 * (time.perf_counter() - begin)))
-    return steps
+    return steps, True
 
 
 def _requests(llm: LLM, scenario: Scenario, seed: int) -> Iterator[Request]:

@@ -1,7 +1,7 @@
 """What `plan --calibrate` found out about this machine, on disk and in the planner's terms.
 
 One JSON file per machine in the cache folder: roofs, and per model a fitted step cost with the engine's shape. Owns the
-file; measures nothing and imports no torch. Read by `simulate --gpu this-machine`.
+file; measures nothing and imports no torch. Read by `plan` and `simulate` with `--gpu this-machine`.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from tokenmill.checkpoint.sources.cache import cache_root
@@ -18,12 +19,17 @@ from tokenmill.errors import UserError
 from tokenmill.hardware.catalog import Device
 from tokenmill.hardware.kv_layout import KVGroup, KVLayout
 from tokenmill.hardware.machine import Machine, detect_machine
+from tokenmill.hardware.weight_formats import find_format
+from tokenmill.plan.ceilings import bytes_read_per_token, prefill_flops
 from tokenmill.plan.measured_cost import MeasuredCost
+from tokenmill.plan.model_names import describe_for_planning
 from tokenmill.plan.simulate.engine_shape import EngineShape
 from tokenmill.plan.simulate.job import SimulatedEngine
 
 NAME = "this-machine"
+ENGINE = "tokenmill"  # the only one that is measured here
 _VERSION = 1
+_PROBE_TOKENS, _PROBE_CONTEXT = 256, 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +67,28 @@ class MachineCalibration:
 
     def device(self) -> Device:
         """This machine as a row of the catalog, for models that were not measured themselves."""
+        bare = self._bare_device()
+        return replace(bare, measured_shares=self._shares(bare))
+
+    def _shares(self, bare: Device) -> tuple[float, float] | None:
+        """What our engine reached of the roofs, over the models that were measured: one sequence decoding reads the
+        weights once, a prompt of a few hundred tokens is arithmetic. None: none of them can be described any more."""
+        found = []
+        for name, model in self.models.items():
+            try:
+                planned = describe_for_planning(name)
+            except UserError:
+                continue
+            stored, cost = find_format(planned.stored_format), MeasuredCost(tuple(model.coefficients))
+            reading = bytes_read_per_token(planned, stored) / (bare.bandwidth_gb_s * 1e6)
+            flops = prefill_flops(planned.active_parameters, _PROBE_TOKENS)
+            rate = bare.rate("int8" if stored.bits < 16 else "fp32")
+            memory = reading / cost.step_ms((), (1, float(_PROBE_CONTEXT)))
+            compute = flops / (rate * 1e9) / cost.step_ms(((_PROBE_TOKENS, 0),), (0, 0.0))
+            found.append((memory, compute))
+        return (median(m for m, _ in found), median(c for _, c in found)) if found else None
+
+    def _bare_device(self) -> Device:
         gib = 1 << 30
         return Device(
             name=NAME,
@@ -71,7 +99,7 @@ class MachineCalibration:
             usable_gib=self.memory_bytes / gib,
             bandwidth_gb_s=self.bandwidth_gb_s,
             tflops={"fp32": self.gflops["float32"] / 1e3, "int8": max(self.gflops.values()) / 1e3},
-            source="tokenmill plan --calibrate",
+            source=f"tokenmill plan --calibrate with {', '.join(self.models)}",
             source_date=self.date,
             confidence="verified",
         )
@@ -105,18 +133,36 @@ def load_calibration(path: Path | None = None) -> MachineCalibration | None:
         return None
 
 
+def is_this_machine(name: str) -> bool:
+    return name.strip().lower() == NAME
+
+
+def check_engine(engine: str) -> None:
+    if engine not in ("", ENGINE):
+        raise UserError(f"{engine} is not measured on this machine", f"drop --engine, or give --engine {ENGINE}")
+
+
+def is_measured(model: str) -> bool:
+    """Whether this very model was measured here, not only the machine."""
+    return model in _calibration(model).models
+
+
 def measured_engine(model: str) -> SimulatedEngine:
     """The engine as it was measured here with this model."""
-    calibration = load_calibration()
-    if calibration is None or model not in calibration.models:
-        known = f" ({', '.join(calibration.models)} is)" if calibration and calibration.models else ""
+    models = _calibration(model).models
+    if model not in models:
+        known = f" ({', '.join(models)} is)" if models else ""
         raise UserError(f"{model} is not measured on this machine{known}", f"run: tokenmill plan {model} --calibrate")
-    return calibration.models[model].engine()
+    return models[model].engine()
 
 
-def calibrated_device() -> Device:
+def calibrated_device(model: str = "") -> Device:
     """This machine as a device of the catalog, with the roofs that were measured."""
+    return _calibration(model).device()
+
+
+def _calibration(model: str) -> MachineCalibration:
     calibration = load_calibration()
     if calibration is None:
-        raise UserError("this machine is not measured", "run: tokenmill plan --calibrate")
-    return calibration.device()
+        raise UserError("this machine is not measured", f"run: tokenmill plan {model or 'smollm2'} --calibrate")
+    return calibration

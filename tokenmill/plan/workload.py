@@ -60,5 +60,14 @@ def preset(name: str, **given: float) -> Workload:
     return replace(_PRESETS[name], **given)  # type: ignore[arg-type]
 
 
+_ACCEPTANCE = {"code": 0.8}  # of drafts: text that repeats its prompt and itself is easier to guess
+_USUAL_ACCEPTANCE = 0.6
+
+
+def usual_acceptance(name: str) -> float:
+    """Share of drafts that are accepted in such a use, before anything is measured."""
+    return _ACCEPTANCE.get(name, _USUAL_ACCEPTANCE)
+
+
 def preset_names() -> list[str]:
     return list(_PRESETS)

@@ -12,7 +12,7 @@ from tokenmill.cli.quantize import quantize
 from tokenmill.config import EngineConfig
 from tokenmill.deploy.engines import ENGINES
 from tokenmill.deploy.engines.base import COMPRESSED_TENSORS, GGUF_TYPES
-from tokenmill.deploy.render import find_engine
+from tokenmill.deploy.render import find_engine, render
 from tokenmill.deploy.serving import Serving, object_name
 from tokenmill.errors import UserError
 from tokenmill.hardware.catalog import load_catalog
@@ -58,6 +58,29 @@ def test_vllm_quantizes_fp8_at_load_by_the_name_of_today() -> None:
     assert found["--tensor-parallel-size"] == "4"
     stored = flags(find_engine("vllm").launch(replace(H100, stored="fp8")).command)
     assert "--quantization" not in stored
+
+
+def test_experts_lie_as_planned() -> None:
+    """Attention copied eight times, whole experts on eight devices: each engine has its own words for it."""
+    serving = replace(H100, tp=1, data_parallel=8, ep=8)
+    assert serving.devices == 8
+    vllm = flags(find_engine("vllm").launch(serving).command)
+    assert (vllm["--data-parallel-size"], vllm["--max-num-seqs"]) == ("8", "8")  # of each copy
+    assert "--enable-expert-parallel" in vllm
+    assert "--tensor-parallel-size" not in vllm
+    sglang = flags(find_engine("sglang").launch(serving).command)
+    assert (sglang["--tp-size"], sglang["--dp-size"], sglang["--ep-size"]) == ("8", "8", "8")
+    assert "--enable-dp-attention" in sglang
+    trtllm = find_engine("trtllm").launch(serving)
+    assert (flags(trtllm.command)["--tp_size"], flags(trtllm.command)["--ep_size"]) == ("8", "8")
+    assert yaml.safe_load(trtllm.files["options.yaml"])["enable_attention_dp"] is True
+
+
+def test_a_plan_with_drafts_says_so() -> None:
+    assert any(
+        "4 drafts" in note for note in render("command", find_engine("vllm"), replace(H100, draft_tokens=4)).notes
+    )
+    assert not render("command", find_engine("vllm"), H100).notes
 
 
 @pytest.mark.parametrize(

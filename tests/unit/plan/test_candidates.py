@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from tokenmill.config import EngineConfig
 from tokenmill.errors import UserError
 from tokenmill.hardware.catalog import load_catalog
-from tokenmill.plan.candidates import cuts, default_engine, enumerate_plans, formats_for
+from tokenmill.plan.candidates import Fixed, cuts, default_engine, enumerate_plans, expert_cuts, formats_for
 from tokenmill.plan.model_names import built_in
 
 CATALOG = load_catalog()
@@ -30,7 +31,7 @@ def test_formats_follow_the_hardware(device: str, has: str, lacks: str) -> None:
 
 def test_formats_follow_the_engine() -> None:
     """llama.cpp on a GPU runs GGUF blocks, not FP8, and its KV stays at 16 bits."""
-    plans = enumerate_plans(built_in("llama-3.1-8b"), [CATALOG.parse_gpu("rtx-4090")], engine="llama.cpp")
+    plans = enumerate_plans(built_in("llama-3.1-8b"), [CATALOG.parse_gpu("rtx-4090")], Fixed(engine="llama.cpp"))
     assert {plan.weights.name for plan in plans} >= {"q8_0", "q4_k_m"}
     assert "fp8" not in {plan.weights.name for plan in plans}
     assert {plan.kv_bytes for plan in plans} == {2.0}
@@ -45,7 +46,7 @@ def test_tensor_cuts_stay_on_the_link_and_divide_the_heads() -> None:
 
 def test_what_the_user_fixes_stays_fixed() -> None:
     group = [CATALOG.parse_gpu("h100x8")]
-    plans = enumerate_plans(built_in("llama-3.1-70b"), group, weights="fp8", kv="fp8", engine="sglang", tp=4)
+    plans = enumerate_plans(built_in("llama-3.1-70b"), group, Fixed("fp8", "fp8", "sglang", tp=4))
     assert [(p.weights.name, p.kv_bytes, p.engine, p.tp, p.pp) for p in plans] == [("fp8", 1.0, "sglang", 4, 1)]
 
 
@@ -60,9 +61,30 @@ def test_what_the_user_fixes_stays_fixed() -> None:
 )
 def test_bad_settings_are_refused(fields: dict[str, object], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        enumerate_plans(built_in("llama-3.1-8b"), [CATALOG.parse_gpu("h100x4")], **fields)  # type: ignore[arg-type]
+        enumerate_plans(built_in("llama-3.1-8b"), [CATALOG.parse_gpu("h100x4")], Fixed(**fields))  # type: ignore[arg-type]
 
 
 def test_defaults() -> None:
     assert default_engine(CATALOG.find_device("mi300x")) == "vllm"
     assert default_engine(CATALOG.find_device("m4-max")) == "llama.cpp"
+
+
+def test_experts_are_cut_or_placed_where_they_divide() -> None:
+    deepseek = built_in("deepseek-v3")  # 256 experts
+    assert expert_cuts(8, deepseek, "vllm") == [(8, 1, 1), (8, 1, 8), (1, 8, 8)]
+    assert expert_cuts(1, deepseek, "vllm") == [(1, 1, 1)]
+    assert expert_cuts(8, deepseek, "llama.cpp") == [(8, 1, 1)]
+    assert expert_cuts(8, built_in("llama-3.1-70b"), "vllm") == [(8, 1, 1)]
+    plans = enumerate_plans(deepseek, [CATALOG.parse_gpu("h200x8")], Fixed("fp8-block", "fp8", ep=8))
+    assert {(p.tp, p.data_parallel, p.devices) for p in plans} == {(8, 1, 8), (1, 8, 8)}
+
+
+def test_limits_are_the_engine_s_own_and_memory_can_be_stated() -> None:
+    ours = enumerate_plans(
+        built_in("llama-3.2-1b"), [CATALOG.parse_gpu("xeon-8480")], Fixed("q4_k_m", engine="tokenmill")
+    )
+    theirs = enumerate_plans(built_in("llama-3.1-8b"), [CATALOG.parse_gpu("h100")], Fixed("fp8", memory_share=0.98))
+    assert ours[0].batch_tokens == EngineConfig().batch_tokens
+    assert (theirs[0].batch_tokens, theirs[0].utilization) == (8192, 0.98)
+    with pytest.raises(UserError, match="memory share"):
+        Fixed(memory_share=92)

@@ -11,7 +11,7 @@ from tokenmill.errors import UserError
 from tokenmill.hardware.catalog import ApiPrice, load_catalog
 from tokenmill.plan.answer import search_question
 from tokenmill.plan.ceilings import dollars_per_million
-from tokenmill.plan.cost import Pricing, break_even, utilization_of_day
+from tokenmill.plan.cost import Pricing, TokenCosts, against_bill, break_even, utilization_of_day
 from tokenmill.plan.workload import Workload
 
 H100 = load_catalog().find_device("h100")
@@ -52,11 +52,37 @@ def test_a_device_hour_holds_everything() -> None:
 @pytest.mark.parametrize(
     "fields",
     [{"price": -1.0}, {"utilization": 0.0}, {"utilization": 1.5}, {"spot_discount": 1.0}, {"overhead": -0.1},
-     {"pue": 0.9}, {"dollars_per_kwh": -1.0}],
+     {"pue": 0.9}, {"dollars_per_kwh": -1.0}, {"engineering": -1.0}, {"cold_starts_per_day": -1.0}],
 )  # fmt: skip
 def test_bad_prices_are_refused(fields: dict[str, float]) -> None:
     with pytest.raises(UserError):
         Pricing(**fields)  # type: ignore[arg-type]
+
+
+def test_an_hour_by_its_parts() -> None:
+    pricing = Pricing(
+        2.0, 0.5, overhead=0.25, engineering=7300.0, power=True, cold_starts_per_day=12, cold_start_minutes=6
+    )
+    parts = pricing.hour_parts(H100)
+    assert parts["rent"] == 1.0
+    assert parts["overhead"] == pytest.approx(0.25 * (1.0 + parts["power"]))
+    assert parts["cold_starts"] == pytest.approx(0.05 * 1.25 * (1.0 + parts["power"]))
+    assert pricing.device_hour(H100) == pytest.approx(sum(parts.values()))
+    assert pricing.fleet_hour(H100, 4) == pytest.approx(4 * sum(parts.values()) + 10.0)
+
+
+def test_against_a_bill() -> None:
+    """$730 a month that serve 1,000 million tokens at half load, beside a bill of $2,000 for 800 million."""
+    costs = TokenCosts(0.5, 0.1, 1.0, 0.73, 1.0, 730.0)
+    found = against_bill(2000.0, 800e6, costs, 0.5)
+    assert found.bill_per_million == pytest.approx(2.5)
+    assert found.change == pytest.approx(730 / 2000 - 1)
+    assert found.break_even_tokens == pytest.approx(292e6)
+    assert found.possible
+    assert not against_bill(2000.0, 2500e6, costs, 0.5).possible  # more than the plan can serve at all
+    assert against_bill(365.0, 0.0, costs, 0.5).change == pytest.approx(1.0)
+    with pytest.raises(UserError, match="--current-bill"):
+        against_bill(0.0, 1e6, costs, 0.5)
 
 
 def test_no_price_is_said() -> None:

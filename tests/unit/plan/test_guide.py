@@ -29,6 +29,7 @@ QUESTIONS = [
     question("llama-3.1-8b", "h100x8", weights="fp8", use="rag", load={"rate": 120.0}, fixed_fleet=False),
     question("llama-3.1-405b", "h100x16", weights="bf16", load={"concurrency": 16}),
     question("llama-3.1-8b", "rtx-4090", engine="llama.cpp"),
+    question("llama-3.1-70b", "h100x2", weights="fp8", load={"concurrency": 3}),
 ]
 
 

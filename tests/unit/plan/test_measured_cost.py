@@ -11,13 +11,18 @@ from random import Random
 import pytest
 
 from tokenmill.cli.main import main
+from tokenmill.config import EngineConfig
+from tokenmill.engine.llm import LLM
 from tokenmill.errors import UserError
 from tokenmill.plan import this_machine
 from tokenmill.plan.calibrate import calibrate
+from tokenmill.plan.deployment import Deployment
 from tokenmill.plan.measured_cost import MeasuredCost, TimedStep, fit_cost, fit_error
+from tokenmill.plan.model_names import built_in
 from tokenmill.plan.simulate.job import simulate_engine
 from tokenmill.plan.simulate.workload import Arrival, Workload
-from tokenmill.plan.step_log import timed_step
+from tokenmill.plan.step_cost import StepCost
+from tokenmill.plan.step_log import Scenario, log_steps, shortened, timed_step
 from tokenmill.plan.this_machine import MachineCalibration, ModelCalibration, load_calibration, save_calibration
 from tokenmill.types import Request, SamplingParams, ScheduledTokens, StepPlan
 
@@ -111,8 +116,33 @@ def test_simulate_uses_the_measured_machine(
     found = json.loads(capsys.readouterr().out)
     assert (found["requests"], found["output_tokens"], found["device"]) == (10, 80, "this-machine")
     assert found["basis"].startswith("measured")
-    assert main(["simulate", "smollm2", "--gpu", "this-machine", *load]) == 2
-    assert "--calibrate" in capsys.readouterr().err
+    assert main(["simulate", "tiny", "--gpu", "this-machine", "--engine", "vllm", *load]) == 2
+    assert "drop --engine" in capsys.readouterr().err
+
+
+def test_other_models_rest_on_the_measured_roofs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calibration: MachineCalibration, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Shares are anchored: by them a decode of the measured model takes about the measured time."""
+    monkeypatch.setenv("TOKENMILL_CACHE", str(tmp_path))
+    words = ["plan", "smollm2-135m", "--gpu", "this-machine", "--ttft", "0", "--itl", "0", "--json"]
+    assert main(words) == 2
+    assert "tokenmill plan smollm2-135m --calibrate" in capsys.readouterr().err
+    save_calibration(replace(calibration, models={"smollm2-135m": calibration.models["tiny"]}))
+    device = this_machine.calibrated_device()
+    assert device.measured_shares is not None
+    cost = StepCost(Deployment(built_in("smollm2-135m"), device, engine="tokenmill"))
+    measured = TRUTH.step_ms([], (1, 128.0))
+    assert cost.step_ms([], (1, 128.0)) == pytest.approx(measured, rel=0.35)
+    assert main(words) == 0
+    plan = json.loads(capsys.readouterr().out)["plan"]
+    assert (plan["device"], plan["engine"]) == ("this-machine", "tokenmill")
+    assert "measured roofs of this machine" in plan["itl_ms"]["basis"]
+    assert main([*words, "--engine", "llama.cpp"]) == 2
+    assert "drop --engine" in capsys.readouterr().err
+    load = ["--concurrency", "2", "--input-len", "50", "--output-len", "8", "--limit", "4", "--json"]
+    assert main(["simulate", "llama-3.2-1b", "--gpu", "this-machine", *load]) == 0
+    assert "tokenmill plan llama-3.2-1b --calibrate" in json.loads(capsys.readouterr().out)["basis"]
 
 
 def test_calibration_times_the_real_engine(
@@ -124,8 +154,20 @@ def test_calibration_times_the_real_engine(
     report = calibrate(model, step_seconds=0.0, serving=False)
     assert report["steps_timed"] > 50
     assert {row["what"] for row in report["predicted_against_measured"]} >= {"prefill 128 tok/s", "decode x1 tok/s"}
+    assert any("longer than the context" in each for each in report["skipped"])
     engine = this_machine.measured_engine(model)
     assert engine.shape.layout.page_size == 8
     few, many = (engine.cost.step_ms([], (count, 100.0 * count)) for count in (1, 16))
     assert 0 < few < many
     assert min(report["bandwidth_gb_s"], *report["gflops"].values()) > 0
+
+
+def test_long_probes_are_shortened_and_cut(model_path: Callable[[str], Path]) -> None:
+    assert shortened(Scenario(8, 256, 16), 0.0, 1.0) == Scenario(8, 256, 16)
+    assert shortened(Scenario(8, 256, 16), 0.001, 1.0) == Scenario(8, 32, 16)
+    assert shortened(Scenario(8, 256, 16), 9.0, 1.0).prompt == 8
+    with LLM(str(model_path("stories15m")), EngineConfig(prefix_caching=False)) as llm:
+        log = log_steps(llm, 0.0, 0.0)  # no time at all: every scenario is stopped before its first step
+        assert not log.steps
+        assert sum("cut after 0 s" in each for each in log.skipped) >= 4
+        assert not llm.parts.core.has_work

@@ -38,8 +38,12 @@ class SGLang(Engine):
         command += ["--chunked-prefill-size", str(serving.batch_tokens)]
         command += ["--mem-fraction-static", f"{serving.memory_share - 0.04:.2f}"]  # graphs lie outside its share
         command += ["--kv-cache-dtype", _kv_dtype(serving), "--enable-metrics"]
-        if serving.tp > 1:
-            command += ["--tp-size", str(serving.tp)]
+        if serving.group > 1:
+            command += ["--tp-size", str(serving.group)]
+        if serving.data_parallel > 1:
+            command += ["--dp-size", str(serving.data_parallel), "--enable-dp-attention"]
+        if serving.ep > 1:
+            command += ["--ep-size", str(serving.ep)]
         if serving.pp > 1:
             command += ["--pp-size", str(serving.pp)]
         if online:

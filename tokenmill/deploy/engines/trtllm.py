@@ -33,8 +33,10 @@ class TensorRTLLM(Engine):
             raise UserError(f"TensorRT-LLM does not run on {serving.device.name}", "use --engine vllm or sglang")
         model, prepare = _model(serving)
         command = ["trtllm-serve", model, "--host", "0.0.0.0", "--port", str(self.port), "--backend", "pytorch"]
-        command += ["--max_seq_len", str(serving.context), "--max_batch_size", str(serving.max_sequences)]
-        command += ["--max_num_tokens", str(serving.batch_tokens), "--tp_size", str(serving.tp)]
+        command += ["--max_seq_len", str(serving.context), "--max_batch_size", str(serving.sequences_per_copy)]
+        command += ["--max_num_tokens", str(serving.batch_tokens), "--tp_size", str(serving.group)]
+        if serving.ep > 1:
+            command += ["--ep_size", str(serving.ep)]
         command += ["--pp_size", str(serving.pp), "--extra_llm_api_options", f"{_FOLDER}/options.yaml"]
         return Launch(tuple(command), files={"options.yaml": yaml.safe_dump(_options(serving, role))}, prepare=prepare)
 
@@ -72,6 +74,8 @@ def _options(serving: Serving, role: str) -> dict[str, Any]:
     cache: dict[str, Any] = {"dtype": names[round(serving.kv_bits)], "enable_block_reuse": True}
     cache["free_gpu_memory_fraction"] = round(serving.memory_share - 0.02, 2)  # of what the weights leave
     options: dict[str, Any] = {"kv_cache_config": cache, "return_perf_metrics": True, "enable_iter_perf_stats": True}
+    if serving.data_parallel > 1:
+        options["enable_attention_dp"] = True
     if role:
         options["cache_transceiver_config"] = {"backend": "NIXL"}
     if role == "prefill":

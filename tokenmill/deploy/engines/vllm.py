@@ -32,7 +32,7 @@ class Vllm(Engine):
         model, prepare = (serving.model, ()) if online else quantized(serving, COMPRESSED_TENSORS, self.name)
         command = ["vllm", "serve", model, "--host", "0.0.0.0", "--port", str(self.port)]
         command += ["--served-model-name", serving.name, "--max-model-len", str(serving.context)]
-        command += ["--max-num-seqs", str(serving.max_sequences)]
+        command += ["--max-num-seqs", str(serving.sequences_per_copy)]
         command += ["--max-num-batched-tokens", str(serving.batch_tokens)]
         command += ["--kv-cache-dtype", kv_dtype(serving)]
         if serving.on_gpu:
@@ -41,6 +41,10 @@ class Vllm(Engine):
             command += ["--tensor-parallel-size", str(serving.tp)]
         if serving.pp > 1:
             command += ["--pipeline-parallel-size", str(serving.pp)]
+        if serving.data_parallel > 1:
+            command += ["--data-parallel-size", str(serving.data_parallel)]
+        if serving.ep > 1:
+            command.append("--enable-expert-parallel")
         if online:  # plain `fp8` is refused on an unquantized model since 0.32
             command += ["--quantization", _ONLINE[serving.weights]]
         environment: list[tuple[str, str]] = []

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from tokenmill.errors import UserError, unknown_name
-from tokenmill.hardware.catalog import parse_gpu
+from tokenmill.hardware.catalog import DeviceGroup, parse_gpu
 from tokenmill.hardware.weight_formats import find_format
 from tokenmill.plan.candidates import default_engine
 from tokenmill.plan.deployment import Deployment
+from tokenmill.plan.engines import usual_limits
 from tokenmill.plan.model_names import describe_for_planning
 from tokenmill.plan.performance import basis_of
 from tokenmill.plan.simulate.job import FleetOptions, Limits, SimulatedEngine, TransferTime, simulate, simulate_engine
@@ -22,6 +23,7 @@ from tokenmill.plan.simulate.report import Simulation
 from tokenmill.plan.simulate.synthetic import SyntheticLoad, at_rate, synthetic_arrivals
 from tokenmill.plan.simulate.traces import open_trace
 from tokenmill.plan.simulate.workload import Workload, adjusted
+from tokenmill.plan.this_machine import calibrated_device, check_engine, is_measured, is_this_machine, measured_engine
 
 _KV_BYTES = {"bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5}
 _SYNTHETIC_REQUESTS = 1000
@@ -106,7 +108,7 @@ def load_of(question: LoadQuestion) -> Workload:
 def deployment_of(question: EngineQuestion, engines: int) -> tuple[Deployment, int]:
     """(deployment, replicas). The devices are cut into `engines` equal ones; without, by --tp, else all in one."""
     q = question
-    group = parse_gpu(q.gpu, q.prices)
+    group = DeviceGroup(calibrated_device(q.model)) if is_this_machine(q.gpu) else parse_gpu(q.gpu, q.prices)
     model = describe_for_planning(q.model)
     if q.pp < 1 or q.tp < 0:
         raise UserError(f"tp {q.tp}, pp {q.pp}", "give --tp and --pp of at least 1")
@@ -128,11 +130,9 @@ def deployment_of(question: EngineQuestion, engines: int) -> tuple[Deployment, i
         tp,
         q.pp,
     )
-    if q.batch_tokens:
-        deployment = replace(deployment, batch_tokens=q.batch_tokens)
-    if q.max_sequences:
-        deployment = replace(deployment, max_sequences=q.max_sequences)
-    return deployment, parts
+    usual = usual_limits(deployment.engine)
+    tokens, sequences = q.batch_tokens or usual.tokens, q.max_sequences or usual.sequences
+    return replace(deployment, batch_tokens=tokens, max_sequences=sequences), parts
 
 
 def ask(
@@ -140,8 +140,10 @@ def ask(
 ) -> tuple[Simulation, dict[str, Any]]:
     """The simulation, and the answer as plain values with what it rests on."""
     workload = load_of(load)
-    if engine.gpu.strip().lower() == "this-machine":
-        return _ask_this_machine(engine, workload, fleet, limits)
+    if is_this_machine(engine.gpu):
+        check_engine(engine.engine)
+        if is_measured(engine.model) and not engine.weights:
+            return _ask_this_machine(engine, workload, fleet, limits)
     split = fleet.prefill_replicas + fleet.decode_replicas
     deployment, replicas = deployment_of(engine, split or engine.replicas)
     fleet = replace(fleet, replicas=replicas) if not split else fleet
@@ -154,16 +156,20 @@ def ask(
         "workload": workload.name,
         "scheduler": f"tokenmill, fcfs, {d.batch_tokens} tokens a step, {d.max_sequences} sequences",
         "router": fleet.router,
-        "basis": basis_of(d),
+        "basis": basis_of(d) + _remedy(engine),
         **result.to_json(),
     }
+
+
+def _remedy(engine: EngineQuestion) -> str:
+    if not is_this_machine(engine.gpu):
+        return ""
+    return f"; for measured steps: tokenmill plan {engine.model} --calibrate, and no --weights"
 
 
 def _ask_this_machine(
     engine: EngineQuestion, workload: Workload, fleet: FleetOptions, limits: Limits
 ) -> tuple[Simulation, dict[str, Any]]:
-    from tokenmill.plan.this_machine import measured_engine
-
     measured = _with_limits(measured_engine(engine.model), engine)
     result = simulate_engine(measured, workload, fleet, limits, TransferTime())
     shape = measured.shape
