@@ -104,6 +104,8 @@ def make_job(arguments: argparse.Namespace, model: str, method: str, bits: int, 
     if method in INTEGER_METHODS:
         symmetric = None if method in ASYMMETRIC else not arguments.asymmetric
         request = RecipeRequest(method, bits, subject.group_size, symmetric)
+    elif method == "nf4":
+        request = RecipeRequest(method, group_size=subject.group_size)
     return QuantizeJob(
         model=model,
         out=out,

@@ -112,6 +112,7 @@ def test_price_file_replaces_only_what_it_names(tmp_path: Path) -> None:
         ('[[device]]\nname = "h100"\nbandwith_gb_s = 1\n', "did you mean 'bandwidth_gb_s'"),
         ('[[device]]\nname = "new"\n', "lacks memory_gb"),
         ("[[device", "not TOML"),
+        ("[h100]\nprice = 2\n", "unknown table 'h100'"),
         ('[[api]]\nmodel = "x"\ninput = -0.1\noutput = 1\n', "at least 0"),
     ],
 )
