@@ -195,7 +195,7 @@ def _price(value: Any, name: str, where: str) -> PriceRange:
     row = {"low": value, "high": value} if isinstance(value, int | float) else dict(value)
     row.setdefault("high", row.get("low"))
     if any(not isinstance(row.get(key), int | float) or row[key] < 0 for key in ("low", "high")):
-        raise UserError(f"{where}price of '{name}' must be dollars per hour, not {value}", "give 0 or more")
+        raise UserError(f"{where}price of '{name}' must be dollars per hour, at least 0, not {value}", "correct it")
     if row["high"] < row["low"]:
         raise UserError(f"{where}price of '{name}': high {row['high']} is below low {row['low']}", "swap them")
     return PriceRange(row["low"], row["high"], str(row.get("date", "")), str(row.get("source", "stated")))
@@ -211,7 +211,8 @@ def _overridden(shipped: Catalog, path: Path) -> Catalog:
     where = f"{path}: "
     for key in data:
         if key not in ("device", "api"):
-            raise UserError(f"{where}unknown table '{key}'", 'write [[device]] with name = "h100" and price = 2.5, or [[api]]')
+            remedy = 'write [[device]] with name = "h100" and price = 2.5, or [[api]]'
+            raise UserError(f"{where}unknown table '{key}'", remedy)
     devices = dict(shipped.devices)
     for row in data.get("device", []):
         if "name" not in row:
