@@ -45,7 +45,7 @@ def test_our_own_line_is_one_we_accept() -> None:
     assert (engine.context, engine.concurrency, engine.kv_cache_dtype) == (4096, 24, "bfloat16")
 
 
-@pytest.mark.parametrize(("serving", "remedy"), [(H100, "vllm"), (replace(CPU, kv_bits=4.0), "bf16")])
+@pytest.mark.parametrize(("serving", "remedy"), [(H100, "vllm"), (replace(CPU, kv_bits=5.0), "bf16")])
 def test_ours_refuses_what_it_cannot_run(serving: Serving, remedy: str) -> None:
     with pytest.raises(UserError, match=remedy):
         find_engine("tokenmill").launch(serving)
