@@ -68,7 +68,14 @@ class EngineConfig:
     )
     page_size: int = option(8, "Tokens per KV page.", aliases=("block_size",), low=1)
     kv_cache_dtype: str = option(
-        "auto", "How KV pages are held: auto (float32, on a GPU bfloat16), float32, float16, bfloat16, fp8."
+        "auto",
+        "How KV pages are held: auto (float32, on a GPU bfloat16), float32, float16, bfloat16, fp8, int8, int4, "
+        "turboquant4, kivi2, ... (docs/kv_cache.md lists all).",
+    )
+    kv_native_layers: int = option(
+        -1,
+        "Layers at either end whose KV stays in 16-bit floats where the others are quantized. -1: as the dtype says.",
+        low=-1,
     )
     prefix_caching: bool = option(
         True, "Reuse the KV pages of a prompt's beginning across requests.", aliases=("enable_prefix_caching",)
@@ -76,13 +83,36 @@ class EngineConfig:
     scheduling: str = option(
         "fcfs", "Who runs first: fcfs, priority or fair (between API keys).", aliases=("scheduling_policy",)
     )
-    eviction: str = option("lru", "Which cached prefix pages go first when memory is short.")
+    kv_policy: str = option(
+        "lru", "Which cached prefix pages go first when memory is short: lru or lfu.", aliases=("eviction",)
+    )
+    kv_host_memory: int = option(
+        0, "Host memory for prefix pages that the KV cache evicts, such as 8GiB. For GPUs.", parse=parse_size, low=0
+    )
+    kv_disk: str = option("", "Directory that keeps prefix pages across restarts. Empty: none.")
+    kv_disk_size: int = option(10 << 30, "Most bytes that --kv-disk may take, such as 10GiB.", parse=parse_size, low=1)
+    kv_redis: str = option("", "Redis that servers share prefix pages through, such as redis://host:6379/0.")
+    kv_budget_policy: str = option(
+        "", "What requests drop beyond --kv-budget, at a loss, by default: streaming_llm, paged_eviction or h2o."
+    )
+    kv_budget: int = option(0, "Tokens that a request holds once its prompt is computed.", parse=parse_count, low=0)
     device: str = option("auto", "Where the model runs: auto (a GPU if there is one), cpu or cuda.")
     load_format: str = option(
         "auto", "Where weights come from: auto (the checkpoint) or dummy (random ones of the shape in config.json)."
     )
     quantization: str = option(
         "", "On a GPU: round the weights to nearest while loading, fp8 (per channel) or int4 (groups of 128)."
+    )
+    speculate: str = option(
+        "off",
+        "Guess tokens and check several at once: off, ngram, suffix, draft:MODEL, self:layers=N, self:TYPE (the same "
+        "weights as q2_k, ...) or head:DIR (made by train-draft). The output stays what it is without.",
+    )
+    draft_tokens: int = option(
+        8,
+        "Most tokens guessed at a time for a request; how many, down to none, is decided by what they gain.",
+        aliases=("num_speculative_tokens",),
+        low=1,
     )
     executor: str = option("auto", "How a step runs: auto, recorded, eager, cuda_graph or cuda_eager.")
     kernels: str = option("", "Force a kernel backend (cpu, triton, ref). Empty: the fastest that accepts each op.")
@@ -103,6 +133,11 @@ class EngineConfig:
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise unknown_name(name, getattr(self, name), [each for each in allowed if each])
+
+    @classmethod
+    def default(cls, name: str) -> Any:
+        """What a field is where nobody said otherwise."""
+        return next(spec.default for spec in fields(cls) if spec.name == name)
 
     def on_gpu(self) -> EngineConfig:
         """The record for a GPU: values that are the CPU's defaults become the GPU's."""

@@ -23,6 +23,9 @@ MAX_LOGPROBS = 64
 MAX_SEED = 2**64 - 1
 MAX_STRUCTURED_CHARS = 1 << 18
 MAX_CHOICES = 4096
+MAX_TTL_SECONDS = 86_400.0
+MAX_KV_BUDGET = 2**31 - 1
+BUDGET_POLICIES = ("streaming_llm", "h2o", "paged_eviction")  # the files of engine/kv/budget/
 STRUCTURED_KINDS = ("json_object", "json_schema", "regex", "choice", "grammar")
 
 
@@ -45,6 +48,53 @@ class StructuredSpec:
         size = len(self.text) + sum(map(len, self.choices))
         if size > MAX_STRUCTURED_CHARS:
             raise UserError(f"the {self.kind} has {size} characters", f"give at most {MAX_STRUCTURED_CHARS}")
+
+
+@dataclass(frozen=True, slots=True)
+class CacheControl:
+    """What a request asks of the KV cache: how long its prompt stays there, and how little it may hold itself."""
+
+    ttl: float = 0.0  # seconds that the pages of the prompt are kept after their last use; 0: no promise
+    pin: bool = False  # keep them until no other page can make room
+    policy: str = ""  # of BUDGET_POLICIES: what to drop beyond `budget`, at a loss; "full": nothing; "": the default
+    budget: int = 0  # tokens that the request holds once its prompt is computed, rounded up to pages
+
+    def __post_init__(self) -> None:
+        if self.ttl:
+            _check_float("cache_control ttl", self.ttl, 1.0, MAX_TTL_SECONDS)
+        if self.policy not in ("", "full", *BUDGET_POLICIES):
+            raise unknown_name("kv_policy", self.policy, ("full", *BUDGET_POLICIES))
+        _check_int("kv_budget", self.budget, 0, MAX_KV_BUDGET)
+        if (self.policy in BUDGET_POLICIES) != (self.budget > 0):
+            raise UserError("kv_policy and kv_budget belong together", "give both, or neither")
+
+    @property
+    def needs_attention(self) -> bool:
+        """Whether the policy chooses by attention weights, which only some executors can see."""
+        return self.policy == "h2o"
+
+
+@dataclass(slots=True)
+class CacheReport:
+    """How the KV cache served a request. `reason` is one of CACHE_REASONS."""
+
+    reason: str = ""
+    tier: str = ""  # which one pages came back from, the slowest if several
+    num_loaded_tokens: int = 0  # of the cached ones, those that came from a tier
+    num_dropped_tokens: int = 0  # by the request's budget policy, so far
+
+
+CACHE_REASONS = (
+    "hit",  # all full pages before the last token
+    "partial",  # the prompt goes on differently from what is cached
+    "cold",  # nothing cached begins like it
+    "short",  # not one full page before the last token
+    "must_compute",  # every token's attention or log-probability is wanted
+    "slower",  # a tier has more, but recomputing is faster by measured costs
+    "no_room",  # a tier has more, but running requests need the pages
+    "tier_failed",  # a tier had more, but did not bring it in time, or not whole
+    "off",  # prefix caching is off
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +122,7 @@ class SamplingParams:
     logprobs: int | None = None  # top-k to report for each sampled token
     prompt_logprobs: int | None = None  # top-k to report for each prompt token
     structured: StructuredSpec | None = None
+    cache: CacheControl | None = None
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -130,6 +181,7 @@ class Request:
     token_ids: list[int] = field(default_factory=list)  # prompt + output so far
     num_computed: int = 0  # tokens whose KV is stored
     num_cached_tokens: int = 0  # prompt tokens taken from the prefix cache when first admitted
+    cache: CacheReport = field(default_factory=CacheReport)  # of the first admission, and what was dropped since
     num_preemptions: int = 0
     forked: bool = False  # siblings exist already
 
@@ -159,6 +211,14 @@ class ScheduledTokens:
     count: int
     block_tables: tuple[list[int], ...]  # per KV group: page id by page index, -1 where the page left the window
     samples: bool  # the last of these tokens is the last known one: its logits choose the next
+    num_dropped: int = 0  # tokens whose pages a budget took out of the tables: attention counts positions without them
+    num_draft_slots: int = 0  # slots held after them: the runtime may guess that many tokens and compute them too
+    draft_ids: list[int] = field(default_factory=list)  # those it guessed; the runtime's own, filled in by it
+
+    @property
+    def length(self) -> int:
+        """Tokens that the runtime computes for this row, guessed ones included."""
+        return self.count + len(self.draft_ids)
 
 
 @dataclass(slots=True)
@@ -206,6 +266,9 @@ class StepResult:
     logprobs: list[TokenLogprobs | None]
     prompt_logprobs: list[list[TokenLogprobs] | None]  # for prompt tokens start+1 .. start+count of the row
     embeddings: dict[int, list[float]] = field(default_factory=dict)  # by row, for those that sample and want one
+    accepted: dict[int, list[int]] = field(default_factory=dict)  # by row: drafts that held; they precede its token
+    accepted_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    saved_seconds: float = 0.0  # what drafting has won in this step, by the runtime's own measurements; may be negative
 
 
 @dataclass(slots=True)
@@ -221,6 +284,7 @@ class TokenEvent:
     finish_reason: str | None = None  # "stop", "length", "abort", "error" (no token was possible)
     stop_reason: int | str | None = None  # the stop id or string that ended it
     embedding: list[float] = field(default_factory=list)  # final hidden state, if the request wants it
+    cache: CacheReport | None = None  # with the first token and at the end
 
 
 def _check_int(name: str, value: object, low: int, high: int) -> None:

@@ -70,6 +70,7 @@ void AttentionRunner::attend(const AttentionPlan::Item& item, int kv_head, Tile&
     const int token = plan_.queries_[item.first_query + row / tile.heads].token;
     const float* q = q_ + token * ldq_ + (kv_head * tile.heads + row % tile.heads) * tile.dim;
     kernels.scale(q, shape_.scale, tile.dim, tile.q + row * tile.dim);
+    pages_.k.format->turn_query(tile.q + row * tile.dim, kv_head);
     tile.maximum[row] = kMinusInfinity;
     tile.sum[row] = 0;
   }
@@ -109,14 +110,13 @@ void AttentionRunner::for_pieces(const AttentionPlan::Item& item, int key, int c
   }
 }
 
-const float* AttentionRunner::page_rows(const void* base, int page, int kv_head, int offset, int count,
+const float* AttentionRunner::page_rows(const KVSide& side, int page, int kv_head, int offset, int count,
                                         float* converted) const {
-  const int64_t at = page * pages_.page_stride +
-                     (static_cast<int64_t>(kv_head) * pages_.page_size + offset) * pages_.head_dim;
-  if (pages_.type == PageType::float32) return static_cast<const float*>(base) + at;
-  const FloatKernels& kernels = float_kernels();
-  const auto convert = pages_.type == PageType::float16 ? kernels.half_to_float : kernels.bfloat_to_float;
-  convert(static_cast<const uint16_t*>(base) + at, converted, static_cast<int64_t>(count) * pages_.head_dim);
+  const uint8_t* rows = side.row(page, kv_head, offset);
+  const RowFormat& format = *side.format;
+  if (format.kind == RowKind::float32 && side.row_stride == format.row_bytes())
+    return reinterpret_cast<const float*>(rows);
+  format.decode(rows, side.row_stride, count, kv_head, converted);
   return converted;
 }
 
@@ -140,7 +140,9 @@ void AttentionRunner::soften(int count, Tile& tile) const {
   const FloatKernels& kernels = float_kernels();
   for (int row = 0; row < tile.rows; ++row) {
     float* scores = tile.scores + row * kKeyBlock;
-    const float highest = kernels.maximum(scores, count);
+    // Always a whole block: the order of the sum must not depend on how many keys later queries of the tile see.
+    std::fill(scores + count, scores + kKeyBlock, kMinusInfinity);
+    const float highest = kernels.maximum(scores, kKeyBlock);
     if (highest > tile.maximum[row]) {
       const float factor = std::exp(tile.maximum[row] - highest);  // 0 at first
       tile.maximum[row] = highest;
@@ -151,20 +153,23 @@ void AttentionRunner::soften(int count, Tile& tile) const {
     if (tile.maximum[row] == kMinusInfinity) {
       std::memset(scores, 0, count * sizeof(float));  // nothing visible yet
     } else {
-      tile.sum[row] += kernels.exponentials(scores, count, tile.maximum[row]);
+      tile.sum[row] += kernels.exponentials(scores, kKeyBlock, tile.maximum[row]);
     }
   }
 }
 
 void AttentionRunner::finish(const AttentionPlan::Item& item, int kv_head, const Tile& tile) const {
   const FloatKernels& kernels = float_kernels();
+  const Rotation* rotation = pages_.v.format->rotation.get();
   for (int row = 0; row < tile.rows; ++row) {
     const int i = row / tile.heads;
     const int head = kv_head * tile.heads + row % tile.heads;
     const float* values = tile.out + row * tile.dim;
     if (item.partial < 0) {
       const int token = plan_.queries_[item.first_query + i].token;
-      kernels.scale(values, 1.0f / tile.sum[row], tile.dim, out_ + token * ldo_ + head * tile.dim);
+      float* out = out_ + token * ldo_ + head * tile.dim;
+      kernels.scale(values, 1.0f / tile.sum[row], tile.dim, out);
+      if (rotation != nullptr) rotation->turn_back(out);
     } else {
       float* partial = &plan_.partials_[(static_cast<int64_t>(item.partial + i) * shape_.num_heads + head) *
                                         (tile.dim + 2)];
@@ -202,6 +207,7 @@ void AttentionRunner::merge(int token, int kv_head) const {
       const float weight = std::exp(partial(slot)[dim] - maximum) / sum;
       float_kernels().accumulate(&weight, 1, 1, partial(slot), dim, 1, dim, out, dim);
     }
+    if (pages_.v.format->rotation != nullptr) pages_.v.format->rotation->turn_back(out);
   }
 }
 
@@ -210,21 +216,9 @@ void store_kv_head(const KVPages& pages, int kv_head, int64_t slot, const float*
   store_head(pages, pages.v, kv_head, slot, v);
 }
 
-void store_head(const KVPages& pages, void* base, int kv_head, int64_t slot, const float* x) {
-  const int64_t page = slot / pages.page_size, offset = slot % pages.page_size;
-  const int64_t at = page * pages.page_stride + (kv_head * pages.page_size + offset) * pages.head_dim;
-  const FloatKernels& kernels = float_kernels();
-  switch (pages.type) {
-    case PageType::float32:
-      std::memcpy(static_cast<float*>(base) + at, x, pages.head_dim * sizeof(float));
-      break;
-    case PageType::float16:
-      kernels.float_to_half(x, static_cast<uint16_t*>(base) + at, pages.head_dim);
-      break;
-    case PageType::bfloat16:
-      kernels.float_to_bfloat(x, static_cast<uint16_t*>(base) + at, pages.head_dim);
-      break;
-  }
+void store_head(const KVPages& pages, const KVSide& side, int kv_head, int64_t slot, const float* x) {
+  const int offset = static_cast<int>(slot % pages.page_size);
+  side.format->encode(x, kv_head, side.row(slot / pages.page_size, kv_head, offset));
 }
 
 }  // namespace tokenmill

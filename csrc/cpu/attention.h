@@ -12,18 +12,25 @@
 #include <memory>
 #include <vector>
 
-namespace tokenmill {
+#include "kv_rows.h"
 
-enum class PageType { float32, float16, bfloat16 };
+namespace tokenmill {
 
 constexpr int kTileRows = 48;  // query rows (tokens x heads of one KV head) that share a page read
 
-// Pages of one layer: k and v are [num_pages, num_kv_heads, page_size, head_dim], a page apart by page_stride values.
+// Keys or values of one layer: rows of [num_pages, num_kv_heads, page_size], strides in bytes.
+struct KVSide {
+  uint8_t* data = nullptr;
+  std::shared_ptr<const RowFormat> format;
+  int64_t page_stride = 0, head_stride = 0, row_stride = 0;
+
+  uint8_t* row(int64_t page, int kv_head, int offset) const {
+    return data + page * page_stride + kv_head * head_stride + offset * row_stride;
+  }
+};
+
 struct KVPages {
-  void* k = nullptr;
-  void* v = nullptr;
-  PageType type = PageType::float32;
-  int64_t page_stride = 0;
+  KVSide k, v;
   int num_kv_heads = 0;
   int page_size = 0;
   int head_dim = 0;
@@ -58,6 +65,7 @@ class AttentionPlan {
     int32_t num_queries;
     int32_t key_begin, key_end;
     int32_t partial;  // first partial slot, one per query; -1: the item is all there is, write the output itself
+    bool few = false;  // of a sequence with few queries
   };
 
   AttentionPlan(int max_tokens, int max_sequences, int num_heads, int num_kv_heads, int head_dim);
@@ -75,7 +83,7 @@ class AttentionPlan {
   };
 
   void share_prefixes(const AttentionBatch& batch, int page_size, int window);
-  void add_tile(int sequence, int first_query, int num_queries, int key_begin, int key_end);
+  void add_tile(int sequence, int first_query, int num_queries, int key_begin, int key_end, bool few);
   void split_keys();
 
   const int num_heads_, num_kv_heads_, head_dim_;
@@ -119,7 +127,7 @@ class AttentionRunner {
   void merge(int token, int kv_head) const;
   template <typename Function>
   void for_pieces(const AttentionPlan::Item& item, int key, int count, Function&& fn) const;
-  const float* page_rows(const void* base, int page, int kv_head, int offset, int count, float* converted) const;
+  const float* page_rows(const KVSide& side, int page, int kv_head, int offset, int count, float* converted) const;
 
   AttentionPlan& plan_;
   const AttentionBatch& batch_;
@@ -135,8 +143,8 @@ class AttentionRunner {
   const int64_t* slots_ = nullptr;
 };
 
-// Write one token's values of one KV head to its slot (page * page_size + offset) in pages.k or pages.v; or both.
-void store_head(const KVPages& pages, void* base, int kv_head, int64_t slot, const float* x);
+// Write one token's row of one KV head to its slot (page * page_size + offset) in pages.k or pages.v; or both.
+void store_head(const KVPages& pages, const KVSide& side, int kv_head, int64_t slot, const float* x);
 void store_kv_head(const KVPages& pages, int kv_head, int64_t slot, const float* k, const float* v);
 
 }  // namespace tokenmill

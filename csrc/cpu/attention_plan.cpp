@@ -11,6 +11,13 @@ namespace {
 constexpr int kEnoughPieces = 32;   // below this many pieces the keys are split too
 constexpr int kShortestSplit = 128;  // keys
 constexpr int kMinSharedKeys = 64;  // saved key reads under which sharing is not worth a merge
+// A sequence with few queries (a decode, a draft that is checked) is cut at every multiple of kChunk keys, whatever else
+// is in the step: its sums then run in one order, and a token has the same bits alone, in any batch and among drafts.
+constexpr int kFewQueries = 65;
+constexpr int kChunk = 128;
+constexpr int kKeyBlock = 64;  // as in attention.cpp: where blocks of keys begin decides the order of sums too
+
+int whole_chunks(int keys) { return keys / kChunk * kChunk; }
 
 int round_up(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
 
@@ -50,15 +57,15 @@ void AttentionPlan::build(const AttentionBatch& batch, int page_size, int window
       const int first = static_cast<int>(queries_.size());
       const int position = first_position + token - begin;
       for (int i = 0; i < count; ++i) queries_.push_back({token + i, position + i});
-      const int key_begin = window > 0 ? std::max(0, position - window + 1) : 0;
-      add_tile(s, first, count, std::max(key_begin, shared_keys_[s]), position + count);
+      const int key_begin = window > 0 ? std::max(0, position - window + 1) / kKeyBlock * kKeyBlock : 0;
+      add_tile(s, first, count, std::max(key_begin, shared_keys_[s]), position + count, end - begin <= kFewQueries);
     }
   }
   split_keys();
 }
 
-void AttentionPlan::add_tile(int sequence, int first_query, int num_queries, int key_begin, int key_end) {
-  tiles_.push_back({sequence, first_query, num_queries, key_begin, key_end, -1});
+void AttentionPlan::add_tile(int sequence, int first_query, int num_queries, int key_begin, int key_end, bool few) {
+  tiles_.push_back({sequence, first_query, num_queries, key_begin, key_end, -1, few});
 }
 
 // Sequences that begin with the same pages and bring few tokens: attend to those pages together.
@@ -89,11 +96,11 @@ void AttentionPlan::share_prefixes(const AttentionBatch& batch, int page_size, i
     int64_t saved = kMinSharedKeys - 1;
     size_t num_members = 0;
     for (size_t k = 0; k < members_.size(); ++k) {
-      const int64_t keys = static_cast<int64_t>(k + 1) * members_[k].shared_pages * page_size;
+      const int64_t keys = static_cast<int64_t>(k + 1) * whole_chunks(members_[k].shared_pages * page_size);
       if (keys > saved) saved = keys, num_members = k + 1;
     }
     if (num_members == 0) continue;
-    const int shared = members_[num_members - 1].shared_pages * page_size;
+    const int shared = whole_chunks(members_[num_members - 1].shared_pages * page_size);
     num_shared_tokens_ = std::max(num_shared_tokens_, shared);
     members_.resize(num_members);
     members_.push_back({leader, 0});
@@ -106,7 +113,7 @@ void AttentionPlan::share_prefixes(const AttentionBatch& batch, int page_size, i
     }
     const int end = static_cast<int>(queries_.size());
     for (; first < end; first += tile_queries_)
-      add_tile(leader, first, std::min(tile_queries_, end - first), 0, shared);
+      add_tile(leader, first, std::min(tile_queries_, end - first), 0, shared, true);
   }
 }
 
@@ -123,8 +130,10 @@ void AttentionPlan::split_keys() {
   for (const Query& query : queries_) num_tokens = std::max(num_tokens, query.token + 1);
   slot_starts_.assign(num_tokens + 1, 0);
   for (const Item& tile : tiles_) {
+    const int longest = tile.few ? kChunk : split;
     for (int key = tile.key_begin; key < tile.key_end;) {
-      const int end = static_cast<int>(std::min<int64_t>(tile.key_end, (static_cast<int64_t>(key) / split + 1) * split));
+      const int64_t cut = (static_cast<int64_t>(key) / longest + 1) * longest;
+      const int end = static_cast<int>(std::min<int64_t>(tile.key_end, cut));
       items_.push_back({tile.sequence, tile.first_query, tile.num_queries, key, end, -1});
       for (int i = 0; i < tile.num_queries; ++i) ++slot_starts_[queries_[tile.first_query + i].token + 1];
       key = end;
@@ -151,8 +160,8 @@ void AttentionPlan::split_keys() {
       slots_[slot] = next_slot++;
     }
   }
-  if (next_slot > max_slots_) {  // never in practice: give the memory rather than the wrong answer
-    max_slots_ = next_slot;
+  if (next_slot > max_slots_) {  // long contexts of many sequences at once
+    max_slots_ = next_slot + next_slot / 2;
     partials_.reset(new float[static_cast<size_t>(max_slots_) * num_heads_ * (head_dim_ + 2)]);
   }
 }

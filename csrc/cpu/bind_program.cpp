@@ -77,16 +77,16 @@ int rope(RecordedProgram& self, int x, ConstMatrix cosines, ConstMatrix sines, i
   return self.program.rope(x, cosines.data(), sines.data(), half, head_dim, interleaved);
 }
 
-int attention(RecordedProgram& self, int q, int k, int v, AnyTensor k_pages, AnyTensor v_pages, int group,
-              int num_heads, float scale, int window, float softcap) {
-  const KVPages pages = pages_of(k_pages, v_pages);
+int attention(RecordedProgram& self, int q, int k, int v, const BoundPages& bound, int group, int num_heads, float scale,
+              int window, float softcap) {
+  const KVPages& pages = bound.pages;
   AttentionShape shape{num_heads, pages.num_kv_heads, pages.head_dim, scale, window, softcap};
   const int64_t kv_width = static_cast<int64_t>(pages.num_kv_heads) * pages.head_dim;
   require(num_heads % pages.num_kv_heads == 0 && self.program.width(k) == kv_width &&
               self.program.width(v) == kv_width &&
               self.program.width(q) == static_cast<int64_t>(num_heads) * pages.head_dim,
           "attention: shapes do not match");
-  self.num_pages = std::min<int64_t>(self.num_pages, k_pages.shape(0));
+  self.num_pages = std::min(self.num_pages, bound.num_pages);
   self.page_size = pages.page_size;
   self.num_groups = std::max(self.num_groups, group + 1);
   return self.program.attention(q, k, v, pages, group, shape);

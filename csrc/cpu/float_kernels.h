@@ -29,6 +29,13 @@ struct FloatKernels {
   void (*bfloat_to_float)(const uint16_t* in, float* out, int64_t n);
   void (*float_to_bfloat)(const float* in, uint16_t* out, int64_t n);
 
+  // Codes of KV rows (kv_rows.h): out = value of the code * factor (+ offset); look_up has a table of 16.
+  void (*int8_to_float)(const int8_t* in, float factor, float* out, int64_t n);
+  void (*e4m3_to_float)(const uint8_t* in, float factor, float* out, int64_t n);
+  void (*e5m2_to_float)(const uint8_t* in, float factor, float* out, int64_t n);
+  void (*codes_to_float)(const uint8_t* codes, float factor, float offset, float* out, int64_t n);
+  void (*look_up)(const uint8_t* codes, const float* table, float factor, float* out, int64_t n);
+
   // scores[r][j] = sum_d q[r][d] * k[j][d]
   void (*scores)(const float* q, int64_t ldq, int rows, const float* k, int64_t ldk, int keys, int64_t dim,
                  float* scores, int64_t lds);

@@ -7,6 +7,7 @@
 #include <cmath>
 
 #include "float_kernels.h"
+#include "kv_rows_impl.h"
 #include "simd.h"
 
 namespace tokenmill {
@@ -227,6 +228,11 @@ inline FloatKernels make_float_kernels(const char* name) {
           float_row_to_half,
           bfloat_row_to_float,
           float_row_to_bfloat,
+          int8_row_to_float,
+          e4m3_row_to_float,
+          e5m2_row_to_float,
+          codes_row_to_float,
+          look_up_row,
           scores_tile,
           exponentials_row,
           maximum_row,

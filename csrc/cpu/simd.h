@@ -88,7 +88,8 @@ inline void lane_sum4(const vec* v, float* out) {
     quarter[i] = part[0];
   }
   _MM_TRANSPOSE4_PS(quarter[0], quarter[1], quarter[2], quarter[3]);
-  _mm_storeu_ps(out, _mm_add_ps(_mm_add_ps(quarter[0], quarter[1]), _mm_add_ps(quarter[2], quarter[3])));
+  // In the order of lane_sum: a sum has the same bits whichever of the two computes it.
+  _mm_storeu_ps(out, _mm_add_ps(_mm_add_ps(quarter[0], quarter[2]), _mm_add_ps(quarter[1], quarter[3])));
 #else
   for (int i = 0; i < 4; ++i) out[i] = lane_sum(v[i]);
 #endif

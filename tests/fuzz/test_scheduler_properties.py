@@ -11,7 +11,8 @@ import pytest
 
 from tests.fuzz.shadow_runner import VOCABULARY, ShadowRunner, expected_output
 from tokenmill.engine.kv.manager import KVManager
-from tokenmill.engine.kv.policy.lru import LeastRecentlyUsed
+from tokenmill.engine.kv.policy import POLICIES
+from tokenmill.engine.kv.policy.base import EvictionPolicy
 from tokenmill.engine.kv.prefix_tree import UNBOUNDED
 from tokenmill.engine.order import DISCIPLINES
 from tokenmill.engine.scheduler import Scheduler
@@ -39,6 +40,7 @@ class Case:
     max_running: int = 6
     context_length: int = 56
     num_steps: int = 700
+    policy: str = "lru"
 
 
 CASES = [
@@ -48,6 +50,8 @@ CASES = [
     Case("full", 16, 5, context_length=90),
     Case("full", 4, 400, max_running=12),
     Case("full", 4, 6, prefix_caching=False),
+    Case("full", 4, 20, policy="lfu"),
+    Case("gemma", 4, 40, policy="lfu"),
     Case("gemma", 1, 40, "priority"),
     Case("gemma", 4, 0),
     Case("gemma", 4, 12),
@@ -71,18 +75,31 @@ class Traffic:
         self.random = random.Random(seed)
         layout = build_layout(LAYERS[case.layers], case.page_size)
         num_pages = layout.peak_pages(case.context_length) + case.extra_pages
-        self.policy = LeastRecentlyUsed()
-        self.kv = KVManager(layout, num_pages, case.prefix_caching, self.policy)
+        self.policy: EvictionPolicy = POLICIES.get(case.policy)()
+        self.kv = self.make_kv(layout, num_pages)
         self.scheduler = Scheduler(
             self.kv, DISCIPLINES.get(case.discipline)(), case.max_batch_tokens, case.max_running, case.context_length
         )
-        self.runner = ShadowRunner(self.kv)
+        self.runner = self.make_runner()
         self.stems = [self.tokens(case.context_length) for _ in range(4)]
         self.requests: dict[str, Request] = {}  # alive
         self.unfinished: dict[str, set[int]] = {}  # indices of the siblings
         self.outputs: dict[tuple[str, int], list[int]] = {}
         self.num_arrived = 0
         self.num_finished = 0
+
+    def make_kv(self, layout: KVLayout, num_pages: int) -> KVManager:
+        return KVManager(layout, num_pages, self.case.prefix_caching, self.policy)
+
+    def make_runner(self) -> ShadowRunner:
+        return ShadowRunner(self.kv)
+
+    def make_params(self) -> SamplingParams:
+        draw = self.random
+        return SamplingParams(n=draw.choice([1, 1, 1, 2, 4]), max_tokens=draw.choice([1, 3, 12, 60]))
+
+    def expected(self, request: Request, index: int) -> list[int]:
+        return expected_output(request, request.seed + index, self.case.context_length)
 
     def tokens(self, count: int) -> list[int]:
         return [self.random.randrange(VOCABULARY) for _ in range(count)]
@@ -95,7 +112,7 @@ class Traffic:
         request = Request(
             request_id=f"r{self.num_arrived}",
             prompt_ids=prompt,
-            params=SamplingParams(n=draw.choice([1, 1, 1, 2, 4]), max_tokens=draw.choice([1, 3, 12, 60])),
+            params=self.make_params(),
             stop_ids=frozenset(draw.sample(range(VOCABULARY), draw.choice([0, 0, 1]))),
             seed=draw.randrange(1000),
             priority=draw.randrange(3),
@@ -138,7 +155,7 @@ class Traffic:
         output.extend(event.token_ids)
         if event.finish_reason is None:
             return
-        assert output == expected_output(request, request.seed + event.index, self.case.context_length)
+        assert output == self.expected(request, event.index)
         assert event.finish_reason == ("stop" if output[-1] in request.stop_ids else "length")
         self.num_finished += 1
         self.unfinished[event.request_id].remove(event.index)

@@ -1,4 +1,4 @@
-"""The GPU executors without a GPU: test_executors.py in a process of its own under Triton's interpreter."""
+"""The GPU executors without a GPU: their tests in a process of its own under Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ def test_under_the_interpreter() -> None:
         "-p",
         "no:cacheprovider",
         str(Path(__file__).with_name("test_executors.py")),
+        str(Path(__file__).with_name("test_kv_memory.py")),
+        str(Path(__file__).with_name("test_speculation.py")),
     ]
     result = subprocess.run(command, cwd=_ROOT, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]

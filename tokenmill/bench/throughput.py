@@ -40,6 +40,9 @@ class ThroughputReport:
     kv_use: float
     prefix_hit_rate: float
     preemptions: int
+    draft_acceptance: float | None  # of drafted tokens; None: none were drafted
+    draft_length: float | None  # tokens drafted at a time, mean
+    draft_gain: float  # time without drafts over time with, by the engine's own measurements
 
 
 def measure_throughput(
@@ -67,6 +70,7 @@ def run_requests(
     output_tokens = sum(len(each.outputs[0].token_ids) for each in outputs)
     queried = stats.num_prefix_query_tokens - before.num_prefix_query_tokens
     hits = stats.num_prefix_hit_tokens - before.num_prefix_hit_tokens
+    drafted = stats.num_drafted - before.num_drafted
     report = ThroughputReport(
         output_tok_s=output_tokens / elapsed,
         total_tok_s=(input_tokens + output_tokens) / elapsed,
@@ -79,6 +83,9 @@ def run_requests(
         kv_use=stats.mean_kv_use,
         prefix_hit_rate=hits / max(1, queried),
         preemptions=stats.num_preemptions - before.num_preemptions,
+        draft_acceptance=(stats.num_accepted - before.num_accepted) / drafted if drafted else None,
+        draft_length=drafted / (stats.num_drafts - before.num_drafts) if drafted else None,
+        draft_gain=1.0 + (stats.saved_seconds - before.saved_seconds) / elapsed,
     )
     return report, outputs
 

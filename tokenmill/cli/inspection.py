@@ -23,7 +23,11 @@ _SHAPES = (
 )
 
 
-@engine_options(without=("memory", "prefix_caching", "scheduling", "eviction", "concurrency", "threads", "seed"))
+_NOT_SHOWN = """memory prefix_caching scheduling concurrency threads seed speculate draft_tokens
+kv_policy kv_host_memory kv_disk kv_disk_size kv_redis kv_budget_policy kv_budget"""
+
+
+@engine_options(without=tuple(_NOT_SHOWN.split()))
 def inspect(
     model: Model = DEFAULT_MODEL,
     as_json: AsJson = False,

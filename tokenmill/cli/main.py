@@ -29,6 +29,7 @@ from tokenmill.cli import (
     run,
     serve,
     simulate,
+    train_draft,
 )
 from tokenmill.errors import UserError
 from tokenmill.log import configure, get_logger
@@ -53,6 +54,7 @@ app.command("simulate")(simulate.simulate)
 app.command("quantize")(quantize.quantize)
 app.command("optimize")(optimize.optimize)
 app.command("convert")(convert.convert)
+app.command("train-draft")(train_draft.train_draft)
 app.command("inspect")(inspection.inspect)
 app.command("doctor")(doctor.doctor)
 app.add_typer(bench.app, name="bench")

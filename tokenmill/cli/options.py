@@ -41,7 +41,7 @@ _SAMPLING_HELP = {
     "skip_special_tokens": "Leave control tokens out of the text.",
     "logprobs": "Report the log-probability of each token and of the k most likely ones.",
 }
-_NOT_SAMPLING_FLAGS = ("prompt_logprobs", "structured")  # the evaluation verbs and the server are for those
+_NOT_SAMPLING_FLAGS = ("prompt_logprobs", "structured", "cache")  # the evaluation verbs and the server are for those
 
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="Alias, Hugging Face id, directory or .gguf file.", show_default=True)

@@ -112,6 +112,7 @@ class AsyncEngine:
             self._closing = True
             self._wake.notify()
         self._thread.join()
+        self.parts.close()
 
     async def __aenter__(self) -> AsyncEngine:
         return self

@@ -21,12 +21,16 @@ from tokenmill.checkpoint.tokenizer import Tokenizer, load_chat_template, load_t
 from tokenmill.config import EngineConfig
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.intake import Intake
+from tokenmill.engine.kv.budget.keeper import BudgetKeeper
 from tokenmill.engine.kv.manager import KVManager
 from tokenmill.engine.kv.policy import POLICIES
 from tokenmill.engine.order import DISCIPLINES
 from tokenmill.engine.scheduler import Scheduler
+from tokenmill.engine.tiers import build_tiers, shown_address
 from tokenmill.runtime.build import Runtime, build_runtime, resolve_context, resolve_device
+from tokenmill.runtime.page_scores import keep_page_scores
 from tokenmill.runtime.sampling.grammar.compiler import GrammarCompiler
+from tokenmill.types import CacheControl, SamplingParams
 
 
 @dataclass(slots=True, eq=False)
@@ -42,12 +46,17 @@ class EngineParts:
     path: Path
     load_seconds: float
 
+    def close(self, timeout: float = 60.0) -> None:
+        """Let go of what lives outside this process: cached pages are written to the tiers, if there are any."""
+        self.core.scheduler.kv.close(timeout)
+
 
 def build_engine(model: str | Path, config: EngineConfig) -> EngineParts:
     started = time.perf_counter()
     path = resolve(str(model)).path
     discipline = DISCIPLINES.get(config.scheduling)()
-    policy = POLICIES.get(config.eviction)()
+    policy = POLICIES.get(config.kv_policy)()
+    budget = CacheControl(policy=config.kv_budget_policy, budget=config.kv_budget) if config.kv_budget_policy else None
     with ThreadPoolExecutor(1) as background:
         dummy = config.load_format == "dummy"
         checkpoint: Checkpoint = DummyCheckpoint(path) if dummy else open_checkpoint(path)
@@ -64,16 +73,24 @@ def build_engine(model: str | Path, config: EngineConfig) -> EngineParts:
         config,
         memory=runtime.budget.nbytes,
         kv_cache_dtype=runtime.store.name,
+        page_size=runtime.layout.page_size,
         executor=runtime.executor.name,
     )
-    kv = KVManager(runtime.layout, runtime.budget.num_pages, config.prefix_caching, policy)
+    scores = keep_page_scores(runtime, config)
+    BudgetKeeper(runtime.layout, scores).check(SamplingParams(cache=budget))
+    tiers = build_tiers(config, path, runtime)
+    config = replace(config, kv_redis=shown_address(config.kv_redis))
+    kv = KVManager(runtime.layout, runtime.budget.num_pages, config.prefix_caching, policy, tiers, scores)
     ahead = getattr(runtime.executor, "looks_ahead", 0)
-    scheduler = Scheduler(kv, discipline, config.batch_tokens, config.concurrency, context, ahead)
+    drafts = config.draft_tokens if runtime.runner.speculator is not None else 0
+    scheduler = Scheduler(kv, discipline, config.batch_tokens, config.concurrency, context, ahead, drafts)
     eos_ids = tuple(dict.fromkeys((*description.eos_ids, *tokenizer.eos_ids)))
     grammars = GrammarCompiler(tokenizer, eos_ids)
     return EngineParts(
         core=EngineCore(scheduler, runtime.runner),
-        intake=Intake(tokenizer, description.vocab_size, eos_ids, context, config.seed, grammars),
+        intake=Intake(
+            tokenizer, description.vocab_size, eos_ids, context, config.seed, grammars, budget, kv.budgets.check
+        ),
         grammars=grammars,
         tokenizer=tokenizer,
         chat_template=None if nameless else load_chat_template(path),

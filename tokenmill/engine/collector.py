@@ -57,7 +57,15 @@ class RequestCollector:
             metrics.last_token = now
         detokenizer = self._detokenizers[event.index]
         visible = self._visible(event)
-        delta = detokenizer.push(visible, event.finish_reason is not None)
+        delta = ""
+        if len(visible) > 1:  # one by one: a stop string ends the output at the very token that completes it
+            for number, token_id in enumerate(visible[:-1], start=1):
+                delta += detokenizer.push([token_id], False)
+                if detokenizer.stop_reason is not None:
+                    del event.token_ids[number:], event.logprobs[number:]
+                    break
+            visible = visible[-1:]
+        delta += detokenizer.push(visible, event.finish_reason is not None)
         completion.token_ids += event.token_ids
         self._take_logprobs(completion, event)
         completion.text += delta
@@ -78,6 +86,9 @@ class RequestCollector:
     def _take_prompt(self, event: TokenEvent) -> None:
         output = self.output
         output.num_cached_tokens = max(output.num_cached_tokens, event.num_cached_tokens)
+        if event.cache is not None:
+            output.cache = output.cache or event.cache
+            output.outputs[event.index].num_dropped_tokens = event.cache.num_dropped_tokens
         if output.prompt_logprobs is not None:
             output.prompt_logprobs += [self._position(each) for each in event.prompt_logprobs]
 

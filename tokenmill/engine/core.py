@@ -6,6 +6,7 @@ or a cost model. Called by the offline facade, the serving loop and the simulato
 
 from __future__ import annotations
 
+import time
 from typing import Protocol
 
 from tokenmill.engine.scheduler import Scheduler
@@ -31,7 +32,9 @@ class EngineCore:
         if not plan.scheduled:
             assert not self.scheduler.has_work, "requests wait but none can be scheduled"
             return []
+        began = time.perf_counter()
         result = self.runner.execute(plan)
+        self.scheduler.kv.record_step(plan, time.perf_counter() - began)
         events = self.scheduler.update(plan, result)
         self.stats.record(self.scheduler, plan, events)
         return events

@@ -5,13 +5,14 @@ Everything a caller can get wrong about a single request is refused here, with t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import count
 from typing import Protocol
 
 from tokenmill.errors import UserError
 from tokenmill.runtime.sampling.grammar.compiler import CompiledGrammar
-from tokenmill.types import MAX_SEED, Request, SamplingParams, StructuredSpec
+from tokenmill.types import MAX_SEED, CacheControl, Request, SamplingParams, StructuredSpec
 
 Prompt = str | Sequence[int]
 
@@ -37,13 +38,18 @@ class Intake:
         context_length: int,
         seed: int,
         grammars: Compiling | None = None,
+        budget: CacheControl | None = None,
+        check: Callable[[SamplingParams], None] | None = None,
     ) -> None:
+        """`budget`: the KV budget of requests that name none; `check` refuses what the engine's KV cache cannot do."""
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_ids = frozenset(eos_ids)
         self._context_length = context_length
         self._seed = seed
         self._grammars = grammars
+        self._budget = budget
+        self._check = check
         self._arrivals = count()
 
     def request(
@@ -76,6 +82,9 @@ class Intake:
         if structured is not None and not self._eos_ids:
             raise UserError("the model has no end-of-text token", "leave structured output out")
         grammar = self._grammars.compile(structured) if structured is not None and self._grammars else None
+        params = self._with_budget(params)
+        if self._check is not None:
+            self._check(params)
         arrival = next(self._arrivals)
         return Request(
             request_id=request_id if request_id is not None else str(arrival),
@@ -88,6 +97,12 @@ class Intake:
             arrival=arrival,
             grammar=grammar,
         )
+
+    def _with_budget(self, params: SamplingParams) -> SamplingParams:
+        if self._budget is None or (params.cache is not None and params.cache.policy):
+            return params
+        own = params.cache or CacheControl()
+        return replace(params, cache=replace(own, policy=self._budget.policy, budget=self._budget.budget))
 
     def _own_seed(self, arrival: int) -> int:
         """Different for every request, the same from run to run."""

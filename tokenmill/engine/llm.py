@@ -86,6 +86,8 @@ class LLM:
 
     def close(self) -> None:
         """Release weights, KV memory and threads."""
+        if self._parts is not None:
+            self._parts.close()
         self._parts = None
 
     def __enter__(self) -> LLM:

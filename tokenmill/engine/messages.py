@@ -89,6 +89,22 @@ ToEngine = Submit | Cancel | Ping | Shutdown
 # --- from the engine ---
 
 
+class TierSnapshot(msgspec.Struct, frozen=True, array_like=True):
+    """A KV tier: what it holds and what it did since the engine started."""
+
+    name: str
+    entries: int
+    bytes: int
+    hits: int
+    misses: int
+    read_bytes: int
+    written_bytes: int
+    corrupt: int
+    foreign: int
+    failures: int
+    read_bandwidth: float  # bytes per second, a moving average; 0: nothing read yet
+
+
 class Snapshot(msgspec.Struct, frozen=True, array_like=True):
     """Where the engine stands after a step. Counters start at zero with each process."""
 
@@ -107,6 +123,14 @@ class Snapshot(msgspec.Struct, frozen=True, array_like=True):
     step_tokens: int = 0  # of the last step
     step_seconds: float = 0.0
     pages_consistent: bool = True  # free + cached + held = total, checked whenever the engine falls idle
+    num_pages_kept: int = 0  # cached and promised to a request
+    num_promises_broken: int = 0  # promised pages that had to make room
+    num_pages_unwritten: int = 0  # evicted faster than the tiers could take them
+    tiers: list[TierSnapshot] = []
+    num_drafts: int = 0  # steps of a sequence in which tokens were drafted
+    num_drafted: int = 0  # tokens
+    num_accepted: int = 0  # of these
+    saved_seconds: float = 0.0  # that drafting won
 
 
 class Phase(msgspec.Struct, frozen=True, tag="phase"):

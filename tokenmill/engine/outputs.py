@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from tokenmill.types import CacheReport
+
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
@@ -26,6 +28,7 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     finish_reason: str | None = None  # "stop", "length", "abort"
     stop_reason: int | str | None = None
+    num_dropped_tokens: int = 0  # whose KV a budget policy gave up on the way
 
     @property
     def finished(self) -> bool:
@@ -59,6 +62,7 @@ class RequestOutput:
     metrics: RequestMetrics
     prompt_logprobs: list[PositionLogprobs | None] | None = None  # None first: nothing predicts the first token
     num_cached_tokens: int = 0
+    cache: CacheReport | None = None  # how the KV cache served the prompt, from the first token on
 
     @property
     def finished(self) -> bool:

@@ -25,6 +25,7 @@ from tokenmill.config import EngineConfig
 from tokenmill.engine import messages
 from tokenmill.engine.build import EngineParts, build_engine
 from tokenmill.engine.compiling import Compiling
+from tokenmill.engine.kv.tier.stack import TierStack
 from tokenmill.engine.messages import (
     Cancel,
     EngineSpec,
@@ -40,6 +41,7 @@ from tokenmill.engine.messages import (
     Shutdown,
     Snapshot,
     Submit,
+    TierSnapshot,
 )
 from tokenmill.errors import UserError
 from tokenmill.log import configure, get_logger
@@ -47,7 +49,8 @@ from tokenmill.types import Request, SamplingParams
 
 _log = get_logger(__name__)
 _IDLE_POLL_MS = 1000
-_COMPILE_POLL_MS = 2
+_SHORT_POLL_MS = 2  # while something is done beside the steps
+_CLOSE_SECONDS = 1.5  # to write cached pages to the tiers; the server waits for two
 _MAX_REASON = 500  # characters; the traceback is on standard error
 
 
@@ -83,11 +86,12 @@ class EngineProcess:
         self._step_tokens = 0
         self._step_seconds = 0.0
         self._consistent = True
+        self._saving = False  # there are pages that idle moments can write to the tiers
         self._closing = False
 
     def run(self) -> None:
         while not self._closing:
-            patience = _COMPILE_POLL_MS if self._compiling else _IDLE_POLL_MS
+            patience = _SHORT_POLL_MS if self._compiling or self._saving else _IDLE_POLL_MS
             handled = self._receive(0 if self._core.has_work else patience)
             self._take_compiled()
             if self._core.has_work:
@@ -95,6 +99,10 @@ class EngineProcess:
             elif handled:
                 self._check_pages()
                 self._send(Events([], self._snapshot()))
+            elif self._saving:
+                self._saving = self._core.scheduler.kv.save()
+                if not self._saving:
+                    self._send(Events([], self._snapshot()))
 
     def _step(self) -> None:
         stats = self._core.stats
@@ -105,6 +113,7 @@ class EngineProcess:
         self._pulse.num_steps = stats.num_steps
         self._step_tokens = stats.num_tokens_computed - computed
         self._step_seconds = time.monotonic() - began
+        self._saving = self._core.scheduler.kv.tiers is not None
         if not self._core.has_work:
             self._check_pages()
         self._send(Events(events, self._snapshot()))
@@ -161,6 +170,10 @@ class EngineProcess:
             return f"weight {message.weight} is not a positive number"
         if scheduler.knows(message.request_id) or message.request_id in self._compiling:
             return f"request id '{message.request_id}' is in use"
+        try:
+            scheduler.kv.budgets.check(message.params)
+        except UserError as error:
+            return str(error)
         return None
 
     def _check_pages(self) -> None:
@@ -190,10 +203,24 @@ class EngineProcess:
             self._step_tokens,
             self._step_seconds,
             self._consistent,
+            num_pages_kept=kv.keeping.num_kept,
+            num_promises_broken=kv.keeping.num_broken,
+            num_pages_unwritten=kv.tiers.num_unwritten if kv.tiers is not None else 0,
+            tiers=tier_snapshots(kv.tiers),
+            num_drafts=scheduler.num_drafts,
+            num_drafted=scheduler.num_drafted,
+            num_accepted=scheduler.num_accepted,
+            saved_seconds=scheduler.saved_seconds,
         )
 
     def _send(self, message: FromEngine) -> None:
         self._outbox.send(messages.encode(message))
+
+
+def tier_snapshots(tiers: TierStack | None) -> list[TierSnapshot]:
+    if tiers is None:
+        return []
+    return [TierSnapshot(name, **asdict(stats), read_bandwidth=speed) for name, stats, speed in tiers.stats()]
 
 
 def describe(parts: EngineParts) -> Ready:
@@ -238,6 +265,7 @@ def serve_engine(spec: EngineSpec) -> None:
         warm_up(parts)
         outbox.send(messages.encode(describe(parts)))
         EngineProcess(parts, inbox, outbox, pulse).run()
+        parts.close(_CLOSE_SECONDS)
     except BaseException as failure:
         user_error = isinstance(failure, UserError)
         if not user_error:

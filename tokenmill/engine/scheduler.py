@@ -11,6 +11,7 @@ the constructor makes sure that it fits alone. Knows neither tensors nor text; E
 from __future__ import annotations
 
 from bisect import bisect_right
+from dataclasses import replace
 from itertools import count as counter
 
 from tokenmill.engine.kv.manager import NO_MATCH, KVManager
@@ -18,6 +19,8 @@ from tokenmill.engine.order.base import Discipline
 from tokenmill.engine.order.queue import Key, RequestQueue
 from tokenmill.errors import UserError
 from tokenmill.types import MAX_SEED, Request, ScheduledTokens, StepPlan, StepResult, TokenEvent, TokenLogprobs
+
+_LOAD_PATIENCE = 15.0  # seconds: longer than any load is allowed to take
 
 
 class Scheduler:
@@ -31,9 +34,10 @@ class Scheduler:
         max_running: int,
         context_length: int,
         ahead: int = 0,
+        max_drafts: int = 0,
     ) -> None:
         """`ahead`: tokens beyond the scheduled ones to hold slots for, while there are pages: a runner that starts the
-        next step before it is asked to needs them."""
+        next step before it is asked to needs them. `max_drafts`: tokens that the runner may guess for a sequence."""
         assert min(max_batch_tokens, max_running) > 0
         _check_fit(kv, context_length)
         self.kv = kv
@@ -42,7 +46,12 @@ class Scheduler:
         self.max_running = max_running
         self.context_length = context_length
         self.num_preemptions = 0
+        self.num_drafts = 0  # steps of a sequence in which tokens were drafted
+        self.num_drafted = 0  # tokens
+        self.num_accepted = 0  # of these
+        self.saved_seconds = 0.0
         self._ahead = ahead
+        self._max_drafts = max_drafts
         self._waiting = RequestQueue()
         self._running = RequestQueue()
         self._siblings: dict[str, list[Request]] = {}  # by request id: those that are not finished
@@ -111,6 +120,8 @@ class Scheduler:
                 crowded = crowded or self.num_preemptions > before
         if not crowded:
             self._admit()
+        if self._max_drafts and not crowded:
+            self._hold_draft_slots()
         return StepPlan(list(self._rows.values()), self.kv.take_copies())
 
     def update(self, plan: StepPlan, result: StepResult) -> list[TokenEvent]:
@@ -121,23 +132,30 @@ class Scheduler:
             request = row.request
             if request not in self._running:
                 continue
-            request.num_computed = row.start + row.count
-            self.discipline.charge(request, row.count)
+            accepted = result.accepted.get(number, [])
+            self._count_drafts(row, accepted)
+            request.token_ids += accepted
+            request.num_computed = row.start + row.count + len(accepted)
+            self.discipline.charge(request, row.count + len(accepted))
             self.kv.commit(request)
             if prompt_logprobs and _wants_prompt_logprobs(request):
                 self._prompt_logprobs.setdefault(request, []).extend(prompt_logprobs)
             if token_id is not None:
                 events.append(self._advance(request, token_id, logprobs))
+                if accepted:
+                    events[-1].token_ids[:0] = accepted
+                    events[-1].logprobs[:0] = result.accepted_logprobs.get(number, [])
                 events[-1].embedding = result.embeddings.get(number, [])
             elif row.samples:
                 events.append(self._give_up(request))
+        self.saved_seconds += result.saved_seconds
         return events
 
     # --- who gets tokens ---
 
     def _continue(self, request: Request, wanted: int) -> None:
         """Schedule up to `wanted` tokens of a running request; make room by preempting if not even one fits."""
-        granted = wanted
+        granted = wanted = min(wanted, self.kv.row_limit(request, request.num_computed))
         early = self._ahead > 0 and self.kv.reserve(request, wanted + self._ahead)
         if not early and not self.kv.reserve(request, wanted):
             while not (granted := min(wanted, self.kv.room(request))):
@@ -157,10 +175,17 @@ class Scheduler:
             request = self._waiting.first()
             if ahead_of is not None and not self.discipline.outranks(request, ahead_of):
                 return
+            if not self._is_prepared(request):
+                return
             while not self._start(request):
                 if not self._can_push_aside(request):
                     return
                 self._preempt(self._running.last())
+
+    def _is_prepared(self, request: Request) -> bool:
+        """Whether no page that it could use is still on its way from a tier. With nothing else to do, wait for that."""
+        idle = not self._rows and not len(self._running)
+        return _wants_prompt_logprobs(request) or self.kv.prepare(request, _LOAD_PATIENCE if idle else 0.0)
 
     def _start(self, request: Request) -> bool:
         """Admit the head of the line. Unless alone, all its known tokens must fit: it would be preempted half way."""
@@ -170,7 +195,8 @@ class Scheduler:
         match = NO_MATCH if _wants_prompt_logprobs(request) else self.kv.match(request)
         if running and not self.kv.fits(request, match):
             return False
-        granted = min(request.num_tokens - match.num_tokens, self._budget, self.kv.room(request, match))
+        most = self.kv.row_limit(request, match.num_tokens)
+        granted = min(request.num_tokens - match.num_tokens, self._budget, self.kv.room(request, match), most)
         if granted == 0 or not self.kv.reserve(request, granted, match):
             return False
         request.num_computed = match.num_tokens
@@ -195,8 +221,30 @@ class Scheduler:
     def _plan(self, request: Request, granted: int) -> None:
         start = request.num_computed
         samples = start + granted == len(request.token_ids)
-        self._rows[request] = ScheduledTokens(request, start, granted, self.kv.block_tables(request), samples)
+        tables, dropped = self.kv.block_tables(request), self.kv.num_dropped(request)
+        self._rows[request] = ScheduledTokens(request, start, granted, tables, samples, num_dropped=dropped)
         self._budget -= granted
+
+    def _hold_draft_slots(self) -> None:
+        """Slots for guesses after the token of each decode: of the budget and the pages that are left, without hurting
+        anyone. No more than the request can still take, so that all accepted ones and one token more are its own."""
+        reserved = len(self._running) * self.kv.layout.page_size  # tokens: everyone could still grow by a page
+        for request, row in self._rows.items():
+            if row.count > 1 or not row.samples or row.start < len(request.prompt_ids):
+                continue
+            left = min(request.params.max_tokens - request.num_output_tokens, self.context_length - request.num_tokens)
+            most = self.kv.row_limit(request, row.start) - row.count
+            slots = min(self._max_drafts, left - 1, self._budget, most)
+            if slots > 0:
+                slots = min(slots, self.kv.room(request) - row.count - reserved)
+            if slots > 0 and self.kv.reserve(request, row.count + slots):
+                row.num_draft_slots = slots
+                self._budget -= slots
+
+    def _count_drafts(self, row: ScheduledTokens, accepted: list[int]) -> None:
+        self.num_drafts += bool(row.draft_ids)
+        self.num_drafted += len(row.draft_ids)
+        self.num_accepted += len(accepted)
 
     def _preempt(self, request: Request) -> None:
         """Back to the line, without pages; what it was to compute in this step is taken back."""
@@ -221,6 +269,7 @@ class Scheduler:
             [] if logprobs is None else [logprobs],
             self._prompt_logprobs.pop(request, []),
             request.num_cached_tokens,
+            cache=None if request.num_output_tokens else request.cache,
         )
         request.token_ids.append(token_id)
         if request.params.n > 1 and not request.forked:
@@ -232,6 +281,7 @@ class Scheduler:
             event.finish_reason = "length"
         else:
             return event
+        event.cache = request.cache
         self._finish(request)
         return event
 
@@ -244,6 +294,7 @@ class Scheduler:
             request.index,
             prompt_logprobs=self._prompt_logprobs.pop(request, []),
             num_cached_tokens=request.num_cached_tokens,
+            cache=request.cache,
             finish_reason="error",
         )
         self._finish(request)
@@ -277,6 +328,7 @@ class Scheduler:
                 grammar=parent.grammar,
                 weight=parent.weight,
                 num_cached_tokens=parent.num_cached_tokens,
+                cache=replace(parent.cache),
                 forked=True,
             )
             self._siblings[parent.request_id].append(child)
@@ -293,6 +345,7 @@ class Scheduler:
             self.kv.release(request)
         else:
             self._waiting.remove(request)
+            self.kv.abandon(request)
         self._prompt_logprobs.pop(request, None)
         self.discipline.leave(request)
 

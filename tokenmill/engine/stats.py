@@ -21,6 +21,10 @@ class EngineStats:
     num_evictions: int = 0  # cached pages that made room
     num_prefix_query_tokens: int = 0
     num_prefix_hit_tokens: int = 0
+    num_drafts: int = 0  # steps of a sequence in which tokens were drafted
+    num_drafted: int = 0  # tokens
+    num_accepted: int = 0  # of these
+    saved_seconds: float = 0.0  # that drafting won, by the engine's own measurements
     num_running: int = 0
     num_waiting: int = 0
     total_kv_use: float = 0.0  # sums over steps of fractions
@@ -39,6 +43,10 @@ class EngineStats:
         self.num_evictions = kv.pool.num_evictions
         self.num_prefix_query_tokens = kv.num_query_tokens
         self.num_prefix_hit_tokens = kv.num_hit_tokens
+        self.num_drafts = scheduler.num_drafts
+        self.num_drafted = scheduler.num_drafted
+        self.num_accepted = scheduler.num_accepted
+        self.saved_seconds = scheduler.saved_seconds
         self.num_running = scheduler.num_running
         self.num_waiting = scheduler.num_waiting
         self.total_kv_use += usage.num_held / kv.num_pages

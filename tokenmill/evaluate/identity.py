@@ -1,43 +1,19 @@
 """Hashes that say which model and which tokens a stored result belongs to.
 
-A model's hash covers the bytes of all its files, read once and remembered by path, size and time of change. Called by
-the reference cache and the gate's report.
+The model's is checkpoint/identity.py's. Called by the reference cache and the gate's report.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 
-from tokenmill.checkpoint.sources.cache import cache_root, write_json
+from tokenmill.checkpoint.identity import file_hash, model_hash
 from tokenmill.evaluate.windows import Window
 
-_SUFFIXES = (".safetensors", ".gguf", ".bin", ".json", ".model")
-
-
-def model_hash(path: Path) -> str:
-    """sha256 over the names and contents of a model file, or of the files of its directory."""
-    digest = hashlib.sha256()
-    for file in _files(path):
-        digest.update(f"{file.name if path.is_dir() else ''}:{file_hash(file)}\n".encode())
-    return digest.hexdigest()
-
-
-def file_hash(file: Path) -> str:
-    memory = cache_root() / "references" / "hashes.json"
-    stat = file.stat()
-    key = f"{file.resolve()}:{stat.st_size}:{stat.st_mtime_ns}"
-    known = _read(memory)
-    if key not in known:
-        with file.open("rb") as data:
-            known[key] = hashlib.file_digest(data, "sha256").hexdigest()
-        memory.parent.mkdir(parents=True, exist_ok=True)
-        write_json(memory, known)
-    return known[key]
+__all__ = ["file_hash", "model_hash", "windows_hash"]
 
 
 def windows_hash(windows: Sequence[Window]) -> str:
@@ -46,17 +22,3 @@ def windows_hash(windows: Sequence[Window]) -> str:
     for window in windows:
         digest.update(np.array([len(window.token_ids), window.first, *window.token_ids], dtype="<i8").tobytes())
     return digest.hexdigest()
-
-
-def _files(path: Path) -> list[Path]:
-    if not path.is_dir():
-        return [path]
-    return sorted(file for file in path.iterdir() if file.is_file() and file.suffix in _SUFFIXES)
-
-
-def _read(memory: Path) -> dict[str, str]:
-    try:
-        known = json.loads(memory.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return known if isinstance(known, dict) else {}

@@ -31,6 +31,13 @@ def has_hadamard(n: int) -> bool:
     return _split(n)[2]
 
 
+def hadamard_parts(n: int) -> tuple[int, Tensor]:
+    """(power, matrix): `hadamard_matrix(n)` is Sylvester's of order `power` (x) `matrix`, orthonormal [rest, rest]. For
+    kernels that apply the power of two by butterflies."""
+    power, rest, _ = _split(n)
+    return power, _factors(n)[-1].float() if rest > 1 else torch.ones(1, 1)
+
+
 def hadamard(x: Tensor) -> Tensor:
     """H x along the last dimension, H = hadamard_matrix(x.shape[-1])."""
     return _apply(x, transposed=False)

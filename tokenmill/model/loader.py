@@ -54,13 +54,18 @@ class LoadedModel:
 
 
 def load_model(
-    checkpoint: Checkpoint, where: torch.device, num_positions: int, kernels: str = "", quantization: str = ""
+    checkpoint: Checkpoint,
+    where: torch.device,
+    num_positions: int,
+    kernels: str = "",
+    quantization: str = "",
+    reader: WeightReader | None = None,
 ) -> LoadedModel:
     """`num_positions`: how many positions the rotary tables cover (the engine's context length). `quantization`: how
-    plain matrices are rounded while they are loaded onto a GPU."""
+    plain matrices are rounded while they are loaded onto a GPU. `reader`: instead of the plain one."""
     description = checkpoint.description
     dummy = isinstance(checkpoint, DummyCheckpoint)
-    reader = DummyReader(checkpoint, where) if dummy else WeightReader(checkpoint)
+    reader = reader or (DummyReader(checkpoint, where) if dummy else WeightReader(checkpoint))
     architecture = ARCHITECTURES.get(description.architecture)
     decoder: Decoder = architecture(reader, description, num_positions)
     reader.finish()

@@ -20,7 +20,7 @@ from tokenmill.model.formats.dense import DenseWeight
 _log = get_logger(__name__)
 # Buffers that some exporters store beside the weights; they are derived, not read.
 _DERIVED_SUFFIXES = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
-# Calibrated scales of a quantized KV cache. Ours is kept in floats, so they are not needed; said once in the log.
+# Calibrated scales of a quantized KV cache: read by model/kvstore/checkpoint_scales.py, for fp8 pages only.
 _KV_SCALES = (".k_scale", ".v_scale", ".q_scale", ".k_zero_point", ".v_zero_point")
 _SHOWN = 6
 
@@ -78,7 +78,7 @@ class WeightReader:
         left = [n for n in self.checkpoint.names() if n not in self._used and not n.endswith(_DERIVED_SUFFIXES)]
         num_kv_scales = sum(name.endswith(_KV_SCALES) for name in left)
         if num_kv_scales:
-            _log.warning("the file's %d scales of a quantized KV cache are not used", num_kv_scales)
+            _log.info("the file has %d scales of a quantized KV cache: for --kv-cache-dtype fp8 only", num_kv_scales)
             left = [name for name in left if not name.endswith(_KV_SCALES)]
         problems = [
             f"{label}: {', '.join(names[:_SHOWN])}"

@@ -22,7 +22,7 @@ from tokenmill.evaluate.windows import read_text
 from tokenmill.hardware.catalog import load_catalog
 from tokenmill.hardware.machine import detect_machine
 from tokenmill.log import get_logger
-from tokenmill.model.kvstore import KV_STORES
+from tokenmill.model.kvstore import EVERYDAY_STORES, KV_STORES
 from tokenmill.optimize.artefacts import Workshop
 from tokenmill.optimize.candidates import (
     STORED,
@@ -88,7 +88,7 @@ def optimize(job: OptimizeJob, say: Say) -> Outcome:
     workshop = Workshop(source, checkpoint, job.model, job.engine.threads)
     quantized = _is_quantized(workshop)
     weights = chosen_names(job.candidates, registered_weights(quantized), "weights")
-    kv = chosen_names(job.kv, list(KV_STORES), "KV cache dtype")
+    kv = chosen_names(job.kv, list(KV_STORES), "KV cache dtype") if job.kv else list(EVERYDAY_STORES)
     text = read_text(job.text) if job.text else built_in_held_out()
     disk = _state_disk(workshop, weights)
     store = Store(job.out, _key(job, workshop, text), job.restart)

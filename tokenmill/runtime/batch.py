@@ -10,7 +10,7 @@ from tokenmill.types import Batch, ScheduledTokens, StepPlan
 
 def build_batch(plan: StepPlan, page_size: int, where: torch.device) -> Batch:
     rows = plan.scheduled
-    decodes = all(row.count == 1 for row in rows)
+    decodes = all(row.length == 1 for row in rows)
     arrays = _decode_arrays(rows, page_size) if decodes else _arrays(rows, page_size)
     token_ids, positions, starts, seq_lens, slots, tables, logit_rows = arrays
     return Batch(
@@ -21,7 +21,7 @@ def build_batch(plan: StepPlan, page_size: int, where: torch.device) -> Batch:
         slots=tuple(_tensor(each, where) for each in slots),
         block_tables=tuple(_tensor(each, where) for each in tables),
         logit_rows=_tensor(logit_rows, where),
-        max_query=1 if decodes else max(row.count for row in rows),
+        max_query=1 if decodes else max(row.length for row in rows),
         max_seq=int(seq_lens.max()),
     )
 
@@ -32,19 +32,22 @@ _Arrays = tuple[
 
 
 def _arrays(rows: list[ScheduledTokens], page_size: int) -> _Arrays:
-    counts = [row.count for row in rows]
+    counts = [row.length for row in rows]
     starts = np.zeros(len(rows) + 1, dtype=np.int32)
     np.cumsum(counts, out=starts[1:])
     token_ids: list[int] = []
     for row in rows:
         token_ids += row.request.token_ids[row.start : row.start + row.count]
-    positions = np.concatenate([np.arange(row.start, row.start + row.count) for row in rows])
-    seq_lens = np.array([row.start + row.count for row in rows], dtype=np.int32)
+        token_ids += row.draft_ids
+    positions = np.concatenate([np.arange(row.start, row.start + row.length) for row in rows])
+    dropped = np.array([row.num_dropped for row in rows], dtype=np.int32)  # keys that attention no longer counts
+    seq_lens = np.array([row.start + row.length for row in rows], dtype=np.int32) - dropped
+    places = positions - np.repeat(dropped, counts)
     tables, slots = [], []
     for group in range(len(rows[0].block_tables)):
         table = _pad([row.block_tables[group] for row in rows])
-        pages = table[np.repeat(np.arange(len(rows)), counts), positions // page_size].astype(np.int64)
-        slots.append(pages * page_size + positions % page_size)
+        pages = table[np.repeat(np.arange(len(rows)), counts), places // page_size].astype(np.int64)
+        slots.append(pages * page_size + places % page_size)
         tables.append(table)
     logit_rows = np.array(_logit_rows(rows, starts), dtype=np.int64)
     return np.array(token_ids, dtype=np.int64), positions, starts, seq_lens, slots, tables, logit_rows
@@ -53,14 +56,15 @@ def _arrays(rows: list[ScheduledTokens], page_size: int) -> _Arrays:
 def _decode_arrays(rows: list[ScheduledTokens], page_size: int) -> _Arrays:
     """The same where every row is one token: lists are quicker than array arithmetic, and this is most steps."""
     starts = [row.start for row in rows]
+    places = [row.start - row.num_dropped for row in rows]
     token_ids = [row.request.token_ids[row.start] for row in rows]
     slots, tables = [], []
     for group in range(len(rows[0].block_tables)):
         own = [row.block_tables[group] for row in rows]
         slots.append(
             [
-                table[start // page_size] * page_size + start % page_size
-                for table, start in zip(own, starts, strict=True)
+                table[place // page_size] * page_size + place % page_size
+                for table, place in zip(own, places, strict=True)
             ]
         )
         tables.append(_pad(own))
@@ -70,7 +74,7 @@ def _decode_arrays(rows: list[ScheduledTokens], page_size: int) -> _Arrays:
         logit_rows = np.arange(len(rows), dtype=np.int64)
     else:
         logit_rows = np.array(_logit_rows(rows, query_starts), dtype=np.int64)
-    seq_lens = (wide[1] + 1).astype(np.int32)
+    seq_lens = np.array(places, dtype=np.int32) + 1
     return wide[0], wide[1], query_starts, seq_lens, list(wide[2:]), tables, logit_rows
 
 
@@ -88,11 +92,14 @@ def prompt_rows(row: ScheduledTokens) -> int:
 
 
 def _logit_rows(rows: list[ScheduledTokens], starts: np.ndarray) -> list[int]:
-    """Prompt rows of all sequences first, then the last row of each that samples."""
+    """Prompt rows of all sequences first, then of each that samples the last known token and its drafts."""
     wanted: list[int] = []
     for number, row in enumerate(rows):
         wanted += range(starts[number], starts[number] + prompt_rows(row))
-    wanted += [int(starts[number + 1]) - 1 for number, row in enumerate(rows) if row.samples]
+    for number, row in enumerate(rows):
+        if row.samples:
+            end = int(starts[number + 1])
+            wanted += range(end - 1 - len(row.draft_ids), end)
     return wanted
 
 

@@ -11,21 +11,25 @@ import torch
 
 from tokenmill.checkpoint.base import Checkpoint
 from tokenmill.config import EngineConfig
-from tokenmill.errors import UserError, unknown_name
-from tokenmill.hardware.kv_layout import KVLayout, build_layout
+from tokenmill.errors import UserError
+from tokenmill.hardware.kv_layout import KVLayout, LayerKV, build_layout
 from tokenmill.hardware.machine import available_memory, usable_cores
-from tokenmill.hardware.memory import GIB, KVBudget, RuntimeCosts, activation_bytes, plan_kv
+from tokenmill.hardware.memory import DEFAULT_SHARE, GIB, KVBudget, RuntimeCosts, activation_bytes, plan_kv
 from tokenmill.kernels import cpu
 from tokenmill.kernels import triton as gpu
 from tokenmill.kernels.ref import rms_norm
 from tokenmill.log import get_logger
-from tokenmill.model.kvstore import KV_STORES
 from tokenmill.model.kvstore.base import KVStore
+from tokenmill.model.kvstore.checkpoint_scales import load_kv_scales
+from tokenmill.model.kvstore.choice import StoreChoice, choose_store
 from tokenmill.model.loader import LoadedModel, load_model
 from tokenmill.runtime.cuda_sampling import CudaSampler
-from tokenmill.runtime.executors import EXECUTORS
+from tokenmill.runtime.executors import choose_executor
+from tokenmill.runtime.key_conditioning import condition_keys
 from tokenmill.runtime.runner import Executor, ModelRunner
 from tokenmill.runtime.sampling.sampler import Sampler
+from tokenmill.runtime.spec.base import Target
+from tokenmill.runtime.spec.speculator import build_speculator
 
 _log = get_logger(__name__)
 _LONGEST_DEFAULT_CONTEXT = 8192
@@ -76,36 +80,46 @@ def build_runtime(checkpoint: Checkpoint, config: EngineConfig, context: int, wh
     if cpu.unavailable(where) is None:
         cpu.use_threads(config.threads)
     model = load_model(checkpoint, where, context, config.kernels, config.quantization)
-    layout = build_layout(model.decoder.kv_layers(), config.page_size)
-    dtype = config.kv_cache_dtype if config.kv_cache_dtype != "auto" else "bfloat16" if on_gpu else "float32"
-    store_class = KV_STORES.get(dtype)
-    page_bytes = store_class.page_bytes(layout)
-    if on_gpu:
-        free = _free_on_gpu(checkpoint, config, model)
-        budget = plan_kv(layout, page_bytes, context, config.concurrency, config.memory, free, _GPU_SHARE)
-    else:
-        budget = plan_kv(layout, page_bytes, context, config.concurrency, config.memory, available_memory())
-    store: KVStore = store_class(layout, budget.num_pages, where, config.kernels)
+    layout, choice = kv_arrangement(config, model.decoder.kv_layers(), where)
+    page_bytes, fixed = choice.page_bytes(layout), choice.fixed_bytes(layout, config.concurrency)
+    free = _free_on_gpu(checkpoint, config, model) if on_gpu else available_memory()
+    memory = max(1, config.memory - fixed) if config.memory else 0
+    share = _GPU_SHARE if on_gpu else DEFAULT_SHARE
+    budget = plan_kv(layout, page_bytes, context, config.concurrency, memory, free - fixed, share)
+    store = choice.build(layout, budget.num_pages, where, config.kernels, config.concurrency)
+    load_kv_scales(store, checkpoint)
+    condition_keys(store, model, config, context)
     executor, declined = choose_executor(config.executor, model, store, config)
     _log.info(
         "KV cache: %d pages of %d tokens, predicted %.1f MiB, allocated %.1f MiB (%s); %.1f requests of %d tokens",
         budget.num_pages,
-        config.page_size,
-        budget.nbytes / 2**20,
+        layout.page_size,
+        (budget.nbytes + fixed) / 2**20,
         store.nbytes / 2**20,
         budget.reason,
         budget.full_requests,
         context,
     )
     decoder, eps = model.decoder, checkpoint.description.norm_eps
+    sampler = CudaSampler(where, config.kernels) if model.table is not None else Sampler(where, config.kernels)
     runner = ModelRunner(
         executor,
         store,
-        CudaSampler(where, config.kernels) if model.table is not None else Sampler(where, config.kernels),
+        sampler,
         checkpoint.description.vocab_size,
         lambda rows: rms_norm(rows.float(), decoder.norm, eps),
+        build_speculator(Target(model, store, executor, sampler, config)),
     )
     return Runtime(runner, model, store, layout, budget, executor, declined)
+
+
+def kv_arrangement(config: EngineConfig, layers: list[LayerKV], where: torch.device) -> tuple[KVLayout, StoreChoice]:
+    """How KV memory is divided and held."""
+    choice = choose_store(config.kv_cache_dtype, config.kv_native_layers, len(layers), where)
+    page_size = choice.page_size(config.page_size, EngineConfig.default("page_size"))
+    if page_size != config.page_size:
+        _log.info("KV pages of %d tokens, as %s groups so many", page_size, choice.name)
+    return build_layout(layers, page_size), choice
 
 
 def _free_on_gpu(checkpoint: Checkpoint, config: EngineConfig, model: LoadedModel) -> int:
@@ -128,20 +142,3 @@ def _free_on_gpu(checkpoint: Checkpoint, config: EngineConfig, model: LoadedMode
         free / GIB,
     )
     return max(0, int(free - steps - runtime))
-
-
-def choose_executor(
-    name: str, model: LoadedModel, store: KVStore, config: EngineConfig
-) -> tuple[Executor, tuple[tuple[str, str], ...]]:
-    """The named executor, or with "auto" the first that does not decline."""
-    if name != "auto" and name not in EXECUTORS:
-        raise unknown_name("executor", name, ["auto", *EXECUTORS])
-    declined: list[tuple[str, str]] = []
-    for candidate in EXECUTORS if name == "auto" else (name,):
-        executor_class = EXECUTORS.get(candidate)
-        reason = executor_class.declines(model, store)
-        if reason is None:
-            executor: Executor = executor_class(model, store, config)
-            return executor, tuple(declined)
-        declined.append((candidate, reason))
-    raise UserError(f"executor '{name}' cannot run here: {declined[-1][1]}", "use --executor auto")

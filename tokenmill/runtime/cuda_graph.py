@@ -46,6 +46,7 @@ class _Kind:
 class _Graph:
     graph: torch.cuda.CUDAGraph | None  # None: seen once, run eagerly
     logits: Tensor
+    hidden: Tensor | None
 
 
 @dataclass(slots=True, eq=False)
@@ -57,6 +58,7 @@ class _Flight:
     pages: list[tuple[int, ...]]  # per row and group: the page its token was written to
     ids: Tensor
     event: torch.cuda.Event | None
+    hidden: Tensor | None  # a copy: the next step of this kind overwrites its own
 
     def tokens(self) -> list[int]:
         if self.event is not None:
@@ -82,6 +84,8 @@ class CudaGraphExecutor(CudaEagerExecutor):
             self._stream = torch.cuda.Stream(model.where)
         self._flight: _Flight | None = None
         self._logits: Tensor = torch.empty(0)
+        self._hidden: Tensor | None = None  # of the rows last asked for
+        self.keeps_hidden = False  # set before the first step by whoever reads `decoded_hidden`
         self.num_dropped = 0  # steps that were queued and not asked for
 
     @classmethod
@@ -115,11 +119,26 @@ class CudaGraphExecutor(CudaEagerExecutor):
         if self._sampler.is_plain(requests):
             self._flight = self._launch_next(rows, places)
         drawn = flight.tokens()
+        self._hidden = None if flight.hidden is None else flight.hidden[places]
         return [drawn[place] for place in places]
 
     def decoded_logits(self, begin: int, end: int) -> Tensor:
         """Rows of the logits of the last `decode`, for those that need more than the kernel's draw."""
         return self._logits[begin:end].float()
+
+    def decoded_hidden(self, begin: int, end: int) -> Tensor:
+        """Rows of the hidden states of the last `decode` or `check`."""
+        assert self._hidden is not None, "hidden states were not asked for"
+        return self._hidden[begin:end]
+
+    @torch.inference_mode()
+    def check(self, rows: Sequence[ScheduledTokens]) -> list[int]:
+        """As `decode`, where several rows may be of one sequence, one position each: a draft is checked like a batch of
+        decodes. Every row's key is stored before any row attends, so each sees those before it."""
+        self._drop()
+        flight = self._launch_asked(rows)
+        self._hidden = flight.hidden
+        return flight.tokens()
 
     # --- which step ---
 
@@ -192,44 +211,48 @@ class CudaGraphExecutor(CudaEagerExecutor):
             _upper(inputs.shared_tokens, 2) if inputs.shared_tokens else 0,
             inputs.filtered,
         )
-        self._run(kind)
+        hidden = self._run(kind)
         arriving, event = inputs.receive()
         pages = [
             tuple(table[position // size] for table in own) for own, position in zip(tables, positions, strict=True)
         ]
         places = {request: place for place, request in enumerate(requests)}
-        return _Flight(places, positions, pages, arriving, event)
+        kept = None if hidden is None else hidden[: len(requests)].clone()
+        return _Flight(places, positions, pages, arriving, event, kept)
 
-    def _run(self, kind: _Kind) -> None:
+    def _run(self, kind: _Kind) -> Tensor | None:
         known = self._graphs.get(kind)
         if known is None or not self._captures:
-            self._graphs[kind] = _Graph(None, self._step(kind))
+            self._graphs[kind] = _Graph(None, *self._step(kind))
         elif known.graph is None:
             self._graphs[kind] = self._capture(kind)
         else:
             known.graph.replay()
         self._logits = self._graphs[kind].logits
+        return self._graphs[kind].hidden
 
     def _capture(self, kind: _Kind) -> _Graph:
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            logits = self._step(kind)
+            outputs = self._step(kind)
             graph.capture_end()
         torch.cuda.current_stream().wait_stream(self._stream)
         graph.replay()
         _log.info("captured a step of %d rows, up to %d tokens, %d shared", kind.rows, kind.longest, kind.shared)
-        return _Graph(graph, logits)
+        return _Graph(graph, *outputs)
 
-    def _step(self, kind: _Kind) -> Tensor:
-        """The whole step: inputs, forward pass, logits, draw. Returns the logits."""
+    def _step(self, kind: _Kind) -> tuple[Tensor, Tensor | None]:
+        """The whole step: inputs, forward pass, logits, draw. Returns the logits, and the hidden states if kept."""
         inputs, decoder = self._inputs, self.model.decoder
         batch = inputs.begin(kind.rows, kind.longest)
         ops: Any = CudaOps(self.store, self.table, batch, shared=inputs.shared(kind.shared))
-        logits: Tensor = tensor(decoder.logits(ops, decoder.forward(ops)))
+        hidden = decoder.forward(ops)
+        kept = tensor(hidden) if self.keeps_hidden else None
+        logits: Tensor = tensor(decoder.logits(ops, hidden))
         gpu.sample(logits, inputs.sampling(kind.rows, kind.filtered), inputs.drawn[: kind.rows])
-        return logits
+        return logits, kept
 
 
 def _buckets(most: int) -> list[int]:

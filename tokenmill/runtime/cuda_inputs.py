@@ -84,7 +84,7 @@ class DecodeInputs:
         if not same:
             self._send_parameters(turn, requests)
         if changed or not same:
-            self._share(turn, tables)
+            self._share(turn, tables, min(positions))
 
     def _update_tables(self, tables: Sequence[Tables], rows: int) -> list[int]:
         changed = []
@@ -110,8 +110,9 @@ class DecodeInputs:
             turn.send(each)
         self.filtered = any(is_filtered(request) for request in requests)
 
-    def _share(self, turn: _Turn, tables: Sequence[Tables]) -> None:
-        """The longest run of rows with the same first page, and how many leading pages they have in common."""
+    def _share(self, turn: _Turn, tables: Sequence[Tables], first: int) -> None:
+        """The longest run of rows with the same first page, and how many leading pages they have in common. Pages from
+        position `first` on are written in this step, by several rows of one sequence perhaps: they are not shared."""
         self.shared_tokens = 0
         if self._full_group < 0 or len(tables) < 2:
             return
@@ -120,7 +121,7 @@ class DecodeInputs:
         rows = max(runs, key=len)
         low, high = (pick(own[row] for row in rows) for pick in (min, max))
         common = next((n for n, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), min(len(low), len(high)))
-        tokens = common * self._page_size
+        tokens = min(common, first // self._page_size) * self._page_size
         if (len(rows) - 1) * tokens < _WORTHWHILE:
             return
         self.shared_tokens = tokens

@@ -45,6 +45,7 @@ class EagerExecutor:
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:
         """Hidden states [T, hidden] of the batch; its keys and values are stored."""
+        self.store.prepare(batch)
         hidden: Tensor = self.model.decoder.forward(EagerOps(self, batch))
         return hidden
 

@@ -19,7 +19,6 @@ from tokenmill.kernels.cpu import CpuLinear
 from tokenmill.model.attention.base import AttentionSpec
 from tokenmill.model.formats.base import LinearWeight
 from tokenmill.model.kvstore.base import KVStore
-from tokenmill.model.kvstore.dense import DenseStore
 from tokenmill.model.layers.rotary import RotaryTable
 from tokenmill.model.loader import LoadedModel
 from tokenmill.types import Batch, ScheduledTokens
@@ -51,8 +50,8 @@ class RecordedExecutor:
         reason = cpu.unavailable(model.where)
         if reason is not None:
             return reason
-        if not isinstance(store, DenseStore):
-            return f"KV pages of type {store.name} are not plain floats"
+        if any(store.kernel_pages(slot) is None for slot in range(store.layout.layers_per_page)):
+            return f"KV pages of type {store.name} are not read by C++ here"
         for name, weight in model.weights.items():
             kernel = weight.kernel.run if weight.kernel is not None else None
             if kernel is not None and not isinstance(kernel, CpuLinear):
@@ -97,6 +96,10 @@ class RecordedExecutor:
     def decoded_logits(self, begin: int, end: int) -> Tensor:
         """Rows of the logits of the last `decode`."""
         return self._logits[begin:end]
+
+    def decoded_hidden(self, begin: int, end: int) -> Tensor:
+        """Rows of the hidden states of the last `decode`."""
+        return self._hidden[begin:end]
 
     @property
     def most_decoded(self) -> int:
@@ -182,10 +185,11 @@ class RecordedOps:
 
     def attention(self, q: int, k: int, v: int, spec: AttentionSpec) -> int:
         group, slot = self._store.layout.place(spec.layer)
-        k_pages, v_pages = self._store.pages(slot)
-        self.keep += [k_pages, v_pages]
+        pages = self._store.kernel_pages(slot)
+        assert pages is not None, self._store.name  # `declines` has looked
+        self.keep.append(pages)
         value: int = self._program.attention(
-            q, k, v, k_pages, v_pages, group, spec.num_heads, spec.scale, spec.window, spec.softcap
+            q, k, v, pages.bound, group, spec.num_heads, spec.scale, spec.window, spec.softcap
         )
         return value
 

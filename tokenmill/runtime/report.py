@@ -20,17 +20,17 @@ from tokenmill.checkpoint.open import open_checkpoint
 from tokenmill.checkpoint.tokenizer import load_chat_template, load_tokenizer
 from tokenmill.config import EngineConfig
 from tokenmill.errors import UserError
-from tokenmill.hardware.kv_layout import KVLayout, build_layout
+from tokenmill.hardware.kv_layout import KVLayout
 from tokenmill.hardware.memory import kv_bytes_per_token
 from tokenmill.kernels import cpu
 from tokenmill.kernels.base import Choice, select, select_linear
 from tokenmill.model.architectures import ARCHITECTURES
 from tokenmill.model.formats.base import LinearWeight
-from tokenmill.model.kvstore import KV_STORES
 from tokenmill.model.kvstore.base import KVStore
+from tokenmill.model.kvstore.choice import StoreChoice, native_layer_count, reading_path
 from tokenmill.model.loader import LoadedModel
 from tokenmill.model.reader import WeightReader
-from tokenmill.runtime.build import resolve_context
+from tokenmill.runtime.build import kv_arrangement, resolve_context
 from tokenmill.runtime.eager import FORWARD_OPS, OPS
 from tokenmill.runtime.executors import EXECUTORS
 
@@ -57,6 +57,9 @@ class StoredType:
 @dataclass(frozen=True, slots=True)
 class KVReport:
     dtype: str
+    read_as: str  # what attention does with the pages
+    native_layers: int  # that stay in 16-bit floats though the dtype is coded
+    page_size: int  # tokens
     bytes_per_token: float  # what one more token of a long sequence costs: sliding layers no longer grow
     context: int  # that the engine would take
     bytes_full_context: int  # one request of that length, sliding layers included
@@ -91,9 +94,8 @@ class ModelReport:
 def inspect_model(path: Path, config: EngineConfig) -> ModelReport:
     checkpoint = open_checkpoint(path)
     model = survey(checkpoint, config)
-    layout = build_layout(model.decoder.kv_layers(), config.page_size)
-    store_class = KV_STORES.get("float32" if config.kv_cache_dtype == "auto" else config.kv_cache_dtype)
-    store = store_class(layout, 1, model.where, config.kernels)
+    layout, choice = kv_arrangement(config, model.decoder.kv_layers(), model.where)
+    store = choice.build(layout, 1, model.where, config.kernels, 1)
     executor = _executor(model, store, config.executor)
     stored = stored_types(checkpoint)
     return ModelReport(
@@ -101,7 +103,7 @@ def inspect_model(path: Path, config: EngineConfig) -> ModelReport:
         parameters=sum(each.parameters for each in stored),
         bytes=sum(each.bytes for each in stored),
         weights=stored,
-        kv=_kv_report(checkpoint.description, config, layout, store_class.name, store_class.page_bytes(layout)),
+        kv=_kv_report(checkpoint.description, config, layout, choice, store),
         tokenizer=_tokenizer_report(path, checkpoint),
         executor=executor,
         kernels=implementations(model, executor.runs_on),
@@ -192,11 +194,15 @@ def _reasons(declined: Iterable[tuple[str, str]]) -> tuple[str, ...]:
 
 
 def _kv_report(
-    description: ModelDescription, config: EngineConfig, layout: KVLayout, dtype: str, page_bytes: int
+    description: ModelDescription, config: EngineConfig, layout: KVLayout, choice: StoreChoice, store: KVStore
 ) -> KVReport:
     context = resolve_context(config, description.context_length)
+    page_bytes = choice.page_bytes(layout)
     return KVReport(
-        dtype=dtype,
+        dtype=choice.name,
+        read_as=reading_path(store),
+        native_layers=native_layer_count(layout, choice.edge_layers),
+        page_size=layout.page_size,
         bytes_per_token=kv_bytes_per_token(layout, page_bytes),
         context=context,
         bytes_full_context=layout.peak_pages(context) * page_bytes,

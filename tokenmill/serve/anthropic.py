@@ -13,7 +13,7 @@ from typing import Any
 from fastapi import APIRouter, FastAPI, Request
 from starlette.responses import Response
 
-from tokenmill.serve.anthropic_messages import chat_messages, chat_tools
+from tokenmill.serve.anthropic_messages import cache_control, chat_messages, chat_tools
 from tokenmill.serve.caller import caller_of
 from tokenmill.serve.chat import open_chat
 from tokenmill.serve.errors import ApiError
@@ -24,7 +24,7 @@ from tokenmill.serve.service import Service
 from tokenmill.serve.tool_messages import ToolReader, tools_of
 from tokenmill.serve.tools.base import CallArguments, CallEnd, CallStart, Content, ToolEvent, fold
 from tokenmill.serve.tools.use import ToolUse
-from tokenmill.serve.usage import usage_of
+from tokenmill.serve.usage import lossy_policy, usage_of
 
 PATH = "/v1/messages"
 _ERROR_TYPES = {413: "request_too_large", 429: "rate_limit_error", 500: "api_error", 503: "overloaded_error"}
@@ -62,7 +62,7 @@ def anthropic_error(error: ApiError) -> dict[str, Any]:
 
 def _as_chat(body: AnthropicBody) -> ChatBody:
     try:
-        messages, tools = chat_messages(body), chat_tools(body)
+        messages, tools, cache = chat_messages(body), chat_tools(body), cache_control(body)
     except ValueError as error:
         raise ApiError(400, str(error), param="messages") from None
     return ChatBody(
@@ -72,6 +72,9 @@ def _as_chat(body: AnthropicBody) -> ChatBody:
         temperature=body.temperature,
         top_p=body.top_p,
         top_k=body.top_k,
+        cache_control=cache,
+        kv_policy=body.kv_policy,
+        kv_budget=body.kv_budget,
         **tools,
     )
 
@@ -85,13 +88,14 @@ def _stop(generation: Generation, called: bool) -> dict[str, Any]:
     return {"stop_reason": "tool_use" if called else "end_turn", "stop_sequence": None}
 
 
-def _usage(generation: Generation, record: Record) -> dict[str, int]:
+def _usage(generation: Generation, record: Record) -> dict[str, Any]:
     usage = usage_of(generation, record)
     cached = usage["prompt_tokens_details"]["cached_tokens"]
     return {
         "input_tokens": usage["prompt_tokens"] - cached,
         "cache_read_input_tokens": cached,
         "output_tokens": usage["completion_tokens"],
+        **lossy_policy(generation),
     }
 
 

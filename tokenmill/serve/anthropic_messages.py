@@ -7,8 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from pydantic import ValidationError
+
 from tokenmill.serve.exchange import to_json
-from tokenmill.serve.protocol import AnthropicBody, AnthropicMessage, Message, content_text
+from tokenmill.serve.protocol import AnthropicBody, AnthropicMessage, CacheControlBody, Message, content_text
+
+_MAX_BREAKPOINTS = 4
 
 
 def chat_messages(body: AnthropicBody) -> list[Message]:
@@ -39,6 +43,29 @@ def chat_tools(body: AnthropicBody) -> dict[str, Any]:
         "tool_choice": _choice(choice),
         "parallel_tool_calls": not choice.get("disable_parallel_tool_use", False),
     }
+
+
+def cache_control(body: AnthropicBody) -> CacheControlBody | None:
+    """The longest promise asked for, at the top or at any block. Here a breakpoint keeps the whole prompt, not only
+    what comes before it."""
+    blocks = [*(body.tools or ()), *(body.system if isinstance(body.system, list) else ())]
+    for message in body.messages:
+        blocks += message.content if isinstance(message.content, list) else ()
+    marks = [block["cache_control"] for block in blocks if block.get("cache_control") is not None]
+    if len(marks) > _MAX_BREAKPOINTS:
+        raise ValueError(f"{len(marks)} blocks have cache_control: give at most {_MAX_BREAKPOINTS}")
+    asked = [_as_control(mark) for mark in marks] + ([body.cache_control] if body.cache_control is not None else [])
+    for each in asked:
+        if each.type != "ephemeral" or each.ttl not in (None, "5m", "1h"):
+            raise ValueError("cache_control: give the type ephemeral, with a ttl of 5m or 1h")
+    return max(asked, key=CacheControlBody.seconds, default=None)
+
+
+def _as_control(mark: object) -> CacheControlBody:
+    try:
+        return CacheControlBody.model_validate(mark)
+    except ValidationError:
+        raise ValueError("cache_control: give the type ephemeral, with a ttl of 5m or 1h") from None
 
 
 def _choice(choice: dict[str, Any]) -> str | dict[str, Any]:

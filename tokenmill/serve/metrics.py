@@ -84,9 +84,29 @@ METRICS = (
     _counter("prefix_cache_hits", "prefix_cache_hits", "Prompt tokens found in the prefix cache.", "KV cache"),
     _counter("preemptions", "num_preemptions", "Sequences that gave up their pages.", "KV cache"),
     _counter("evictions", "", "Cached pages that made room.", "KV cache"),
+    _counter("prefix_cache_requests", "", "Requests by what the prefix cache did for them.", "KV cache", "outcome"),
+    _counter("kv_dropped_tokens", "", "Tokens whose KV a budget gave up, at a loss.", "KV cache", "policy"),
+    _gauge("kv_pages_kept", "", "Cached KV pages promised to a request by cache_control.", "KV cache"),
+    _counter("kv_promises_broken", "", "Promised pages that had to make room.", "KV cache"),
+    _counter("kv_pages_unwritten", "", "Pages evicted faster than the tiers could take them.", "KV tiers"),
+    _counter("kv_loaded_tokens", "", "Prompt tokens whose KV came back from a tier.", "KV tiers", "tier"),
+    _gauge("kv_tier_entries", "", "Pages in a tier.", "KV tiers", "short", "tier"),
+    _gauge("kv_tier_bytes", "", "Size of a tier.", "KV tiers", "bytes", "tier"),
+    _gauge("kv_tier_read_bandwidth", "", "Measured speed of reading pages.", "KV tiers", "Bps", "tier"),
+    _counter("kv_tier_hits", "", "Pages that came back.", "KV tiers", "tier"),
+    _counter("kv_tier_misses", "", "Pages that were expected and did not come.", "KV tiers", "tier"),
+    _counter("kv_tier_read_bytes", "", "Bytes read from a tier.", "KV tiers", "tier"),
+    _counter("kv_tier_written_bytes", "", "Bytes written to a tier.", "KV tiers", "tier"),
+    _counter("kv_tier_corrupt", "", "Entries with a wrong checksum; never used.", "KV tiers", "tier"),
+    _counter("kv_tier_foreign", "", "Entries of another model or layout; never used.", "KV tiers", "tier"),
+    _counter("kv_tier_failures", "", "Reads and writes that a tier refused.", "KV tiers", "tier"),
     _counter("prompt_tokens", "prompt_tokens", "Prompt tokens of requests that started.", "Throughput"),
     _counter("generation_tokens", "generation_tokens", "Tokens generated.", "Throughput"),
     _counter("engine_steps", "", "Steps of the engine.", "Throughput"),
+    _counter("drafts", "spec_decode_num_drafts", "Steps of a sequence with drafted tokens.", "Throughput"),
+    _counter("drafted_tokens", "spec_decode_num_draft_tokens", "Tokens drafted.", "Throughput"),
+    _counter("accepted_tokens", "spec_decode_num_accepted_tokens", "Drafted tokens that held.", "Throughput"),
+    _gauge("drafting_saved_seconds", "", "Time that drafting has won, net, by the engine's clock.", "Throughput", "s"),
     _counter("requests", "request_success", "Sequences ended.", "Throughput", "finished_reason"),
     _seconds("ttft_seconds", "time_to_first_token_seconds", "Time to first token."),
     _seconds("itl_seconds", "inter_token_latency_seconds", "Gap between tokens."),
@@ -112,7 +132,14 @@ _FROM_SNAPSHOT = {
     "preemptions": "num_preemptions",
     "evictions": "num_evictions",
     "engine_steps": "num_steps",
+    "drafts": "num_drafts",
+    "drafted_tokens": "num_drafted",
+    "accepted_tokens": "num_accepted",
+    "kv_promises_broken": "num_promises_broken",
+    "kv_pages_unwritten": "num_pages_unwritten",
 }
+_TIER_GAUGES = ("entries", "bytes", "read_bandwidth")
+_TIER_COUNTERS = ("hits", "misses", "read_bytes", "written_bytes", "corrupt", "foreign", "failures")
 
 
 class _Histogram:
@@ -151,8 +178,8 @@ class Metrics:
     def add(self, name: str, amount: float = 1.0, *labels: str) -> None:
         self._values[name][labels] += amount
 
-    def set(self, name: str, value: float) -> None:
-        self._values[name][()] = value
+    def set(self, name: str, value: float, *labels: str) -> None:
+        self._values[name][labels] = value
 
     def get(self, name: str) -> float:
         """Sum over labels, or the number of observations."""
@@ -168,12 +195,24 @@ class Metrics:
     def on_step(self, snapshot: Snapshot) -> None:
         for name, source in _FROM_SNAPSHOT.items():
             self._values[name][()] += getattr(snapshot, source) - getattr(self._last, source)
+        self._on_tiers(snapshot)
         self._last = snapshot
         self.set("requests_running", snapshot.num_running)
         self.set("requests_waiting", snapshot.num_waiting)
         self.set("kv_cache_usage_ratio", snapshot.num_pages_held / snapshot.num_pages)
         self.set("kv_pages_cached", snapshot.num_pages_cached)
         self.set("kv_pages_consistent", snapshot.pages_consistent)
+        self.set("kv_pages_kept", snapshot.num_pages_kept)
+        self.set("drafting_saved_seconds", snapshot.saved_seconds)
+
+    def _on_tiers(self, snapshot: Snapshot) -> None:
+        before = {tier.name: tier for tier in self._last.tiers}
+        for tier in snapshot.tiers:
+            for field in _TIER_GAUGES:
+                self.set(f"kv_tier_{field}", getattr(tier, field), tier.name)
+            for field in _TIER_COUNTERS:
+                known = getattr(before[tier.name], field) if tier.name in before else 0
+                self.add(f"kv_tier_{field}", getattr(tier, field) - known, tier.name)
 
     def on_tokens(self, member: Member, num_tokens: int) -> None:
         if not num_tokens:
@@ -194,8 +233,19 @@ class Metrics:
         if member.first_token is not None:
             self.observe("e2e_seconds", time.monotonic() - member.arrived)
             self.observe("request_generation_tokens", sum(len(each.token_ids) for each in member.output.outputs))
+        self._on_cache(member)
         for each in member.output.outputs:
             self.add("requests", 1.0, each.finish_reason or "abort")
+
+    def _on_cache(self, member: Member) -> None:
+        report, control = member.output.cache, member.request.params.cache
+        if report is not None:
+            self.add("prefix_cache_requests", 1.0, report.reason)
+            if report.num_loaded_tokens:
+                self.add("kv_loaded_tokens", report.num_loaded_tokens, report.tier)
+        if control is not None and control.budget:
+            dropped = sum(each.num_dropped_tokens for each in member.output.outputs)
+            self.add("kv_dropped_tokens", dropped, control.policy)
 
     def on_restart(self, _reason: str) -> None:
         self._last = Snapshot()

@@ -34,7 +34,7 @@ from tokenmill.serve.service import Service
 from tokenmill.serve.tool_messages import ToolReader, tools_of
 from tokenmill.serve.tools.base import Content, ToolCall, ToolEvent, fold
 from tokenmill.serve.tools.use import ToolUse
-from tokenmill.serve.usage import usage_of
+from tokenmill.serve.usage import lossy_policy, usage_of
 
 _Say = Callable[[str, Sequence[ToolCall]], dict[str, Any]]  # text and calls -> the field that carries them
 
@@ -129,6 +129,7 @@ async def _respond(request: Request, generation: Generation, model: str, tools: 
             "total_duration": int((time.monotonic() - began) * 1e9),
             "prompt_eval_count": usage["prompt_tokens"],
             "eval_count": usage["completion_tokens"],
+            **lossy_policy(generation),
         }
 
     def whole() -> dict[str, Any]:

@@ -6,6 +6,7 @@ means in our own terms (SamplingParams, a Structured spec, messages); it decides
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -14,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 MAX_STOPS = 16
 MAX_IGNORED = 16
+_DEFAULT_TTL = 300.0  # Anthropic's
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
 Prompt = str | list[TokenId]
@@ -64,6 +66,26 @@ class StructuredOutputs(Body):
     json_object: bool | None = None
 
 
+class CacheControlBody(Body):
+    """How long the prompt stays in the KV cache: `ttl` in seconds, or as Anthropic writes it ("5m", "1h")."""
+
+    type: Literal["ephemeral", "pin"] = "ephemeral"
+    ttl: str | float | None = None
+
+    def seconds(self) -> float:
+        """Of a promise; 0 if it is to be pinned. Raises ValueError."""
+        if self.type == "pin":
+            if self.ttl is not None:
+                raise ValueError("cache_control of type pin has no ttl")
+            return 0.0
+        if self.ttl is None:
+            return _DEFAULT_TTL
+        match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)([smh]?)", str(self.ttl))
+        if match is None:
+            raise ValueError(f"cache_control ttl {str(self.ttl)[:40]!r} is not a time: write seconds, or like 5m or 1h")
+        return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]]
+
+
 class GenerationBody(Body):
     """What completions and chat have in common."""
 
@@ -98,6 +120,9 @@ class GenerationBody(Body):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     structured_outputs: StructuredOutputs | None = None
+    cache_control: CacheControlBody | None = None
+    kv_policy: str | None = None
+    kv_budget: int | None = None
 
     def output_limit(self) -> int | None:
         """Most tokens to generate, None if the body does not say."""
@@ -259,6 +284,9 @@ class AnthropicBody(Body):
     top_k: int | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
+    cache_control: CacheControlBody | None = None
+    kv_policy: str | None = None
+    kv_budget: int | None = None
 
 
 def content_text(content: str | list[dict[str, Any]]) -> str:

@@ -12,7 +12,7 @@ from tokenmill.serve.config import ServeConfig
 from tokenmill.serve.errors import ApiError
 from tokenmill.serve.protocol import MAX_STOPS, GenerationBody
 from tokenmill.serve.structured import constrain
-from tokenmill.types import SamplingParams
+from tokenmill.types import CacheControl, SamplingParams
 
 _SAME_NAME = (
     "n",
@@ -48,6 +48,7 @@ def build_params(body: GenerationBody, config: ServeConfig, max_tokens: int, **f
         values["seed"] = body.seed % 2**64
     values["stop"] = _stops(body.stop)
     values["logit_bias"] = _biases(body.logit_bias)
+    values["cache"] = _cache(body)
     try:
         params = SamplingParams(max_tokens=max_tokens, **values)
         wanted = body.structured()
@@ -75,6 +76,22 @@ def resolve_max_tokens(body: GenerationBody, prompt_length: int, context: int, d
             code="context_length_exceeded",
         )
     return max(1, wanted)
+
+
+def _cache(body: GenerationBody) -> CacheControl | None:
+    """What the body asks of the KV cache."""
+    control, policy, budget = body.cache_control, body.kv_policy or "", body.kv_budget or 0
+    if control is None and not policy and not budget:
+        return None
+    try:
+        ttl = control.seconds() if control is not None else 0.0
+        if control is not None and control.type == "ephemeral" and not ttl:
+            raise ValueError("cache_control ttl is 0: give at least 1 second")
+        return CacheControl(ttl, control is not None and control.type == "pin", policy, budget)
+    except UserError as error:
+        raise ApiError(400, str(error), param=error.problem.split(" ")[0]) from None
+    except ValueError as error:
+        raise ApiError(400, str(error), param="cache_control") from None
 
 
 def _check_limit(name: str, value: int | None, limit: int) -> None:

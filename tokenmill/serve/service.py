@@ -27,7 +27,7 @@ from tokenmill.serve.keys import LANES, Client
 from tokenmill.serve.limits import Admission, Pace, Ticket
 from tokenmill.serve.metrics import Metrics
 from tokenmill.serve.tools.use import ToolStyle
-from tokenmill.types import SamplingParams
+from tokenmill.types import CacheControl, SamplingParams
 
 _LONG_TEXT = 4096  # characters: more is tokenized beside the event loop
 
@@ -69,8 +69,14 @@ class Service:
         self.admission = Admission(
             int(identity.options["concurrency"]), config.max_queued_requests, config.max_queued_tokens, Pace()
         )
+        policy, budget = identity.options["kv_budget_policy"], identity.options["kv_budget"]
         self._intake = Intake(
-            tokenizer, identity.vocab_size, identity.eos_ids, self.context, int(identity.options["seed"])
+            tokenizer,
+            identity.vocab_size,
+            identity.eos_ids,
+            self.context,
+            int(identity.options["seed"]),
+            budget=CacheControl(policy=policy, budget=budget) if policy else None,
         )
         self.tool_style = ToolStyle.choose(template, tokenizer, config.tool_call_parser)
         self._tickets: dict[Generation, Ticket] = {}

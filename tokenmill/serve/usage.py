@@ -1,4 +1,5 @@
-"""Token counts of an answer as the OpenAI API reports them, and for the access log. Called by all generating routes."""
+"""Token counts of an answer as the OpenAI API reports them, and for the access log; beside them, under names of our
+own, what the KV cache did. Called by all generating routes."""
 
 from __future__ import annotations
 
@@ -14,9 +15,32 @@ def usage_of(generation: Generation, record: Record) -> dict[str, Any]:
     cached = sum(output.num_cached_tokens for output in outputs)
     completion = sum(len(each.token_ids) for output in outputs for each in output.outputs)
     record.prompt_tokens, record.cached_tokens, record.completion_tokens = prompt, cached, completion
-    return {
+    usage = {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": cached},
+        "prompt_tokens_details": {"cached_tokens": cached, **_cache_details(generation)},
     }
+    return usage | lossy_policy(generation)
+
+
+def lossy_policy(generation: Generation) -> dict[str, Any]:
+    """What was given up of the KV cache, by which policy: part of every answer that a budget may have changed."""
+    control = generation.members[0].request.params.cache
+    if control is None or not control.budget:
+        return {}
+    dropped = sum(each.num_dropped_tokens for output in generation.outputs for each in output.outputs)
+    return {"kv_policy": {"name": control.policy, "budget": control.budget, "dropped_tokens": dropped}}
+
+
+def _cache_details(generation: Generation) -> dict[str, Any]:
+    """Why no more of the prompt was cached, and what came from a tier; nothing until the first token."""
+    reports = [output.cache for output in generation.outputs if output.cache is not None]
+    if not reports:
+        return {}
+    loaded = sum(report.num_loaded_tokens for report in reports)
+    details: dict[str, Any] = {"cache_reason": ",".join(dict.fromkeys(report.reason for report in reports))}
+    if loaded:
+        details["tier"] = ",".join(dict.fromkeys(report.tier for report in reports if report.tier))
+        details["tier_tokens"] = loaded
+    return details

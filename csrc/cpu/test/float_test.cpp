@@ -5,6 +5,7 @@
 
 #include "attention.h"
 #include "check.h"
+#include "plain_pages.h"
 #include "float_kernels.h"
 #include "pool.h"
 #include "sampling.h"
@@ -75,7 +76,7 @@ void attention(int heads, int kv_heads, int dim, int page_size, int window, bool
   const int64_t width = int64_t(heads) * dim;
   const std::vector<float> q = random_floats(tokens * width, 3);
   std::vector<float> out(tokens * width, NAN);
-  const KVPages pages{k.data(), v.data(), PageType::float32, page_values, kv_heads, page_size, dim};
+  const KVPages pages = plain_pages(k.data(), v.data(), kv_heads, page_size, dim);
   const AttentionShape shape{heads, kv_heads, dim, 0.3f, window, 0.0f};
   const AttentionBatch batch{sequences, starts.data(), seq_lens.data(), table.data(), max_pages};
   AttentionPlan plan(tokens, sequences, heads, kv_heads, dim);

@@ -3,6 +3,7 @@
 #include "program.h"
 
 #include "check.h"
+#include "plain_pages.h"
 
 using namespace tokenmill;
 
@@ -51,7 +52,7 @@ struct Instance {
       const int key = program.rope(program.rms_norm(qkv[1], m.norm.data(), 1e-5f, kDim), m.cosines.data(),
                                    m.sines.data(), kDim / 2, kDim, true);
       const size_t at = size_t(layer) * kPages * kKvHeads * kPage * kDim;
-      const KVPages pages{&k[at], &v[at], PageType::float32, kKvHeads * kPage * kDim, kKvHeads, kPage, kDim};
+      const KVPages pages = plain_pages(&k[at], &v[at], kKvHeads, kPage, kDim);
       const int attended =
           program.attention(q, key, qkv[2], pages, 0, {kHeads, kKvHeads, kDim, 0.4f, layer == 1 ? 5 : 0, 0.0f});
       update = program.linear(attended, {m.weight(kHidden, kHeads * kDim)}, {nullptr})[0];

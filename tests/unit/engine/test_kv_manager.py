@@ -342,5 +342,5 @@ def test_check_finds_damage(damage: str) -> None:
 
 
 def test_an_unknown_policy_is_named_with_the_valid_ones() -> None:
-    with pytest.raises(UserError, match="valid: lru"):
-        POLICIES.get("lfu")
+    with pytest.raises(UserError, match="valid: lfu, lru"):
+        POLICIES.get("fifo")

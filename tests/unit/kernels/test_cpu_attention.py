@@ -96,7 +96,7 @@ def test_shared_prefix_is_read_once_and_changes_nothing(window: int) -> None:
     case.check()
     out = torch.empty_like(case.q)
     arguments = (case.q, case.k, case.v, case.table, case.starts, case.lengths, 0.125, window, 0.0, out)
-    assert cpu.module().attention(cpu.pool(), *arguments) == 12 * 16
+    assert cpu.module().attention(cpu.pool(), *arguments) == 128  # of 12 * 16: whole chunks only
 
 
 def test_same_bits_whatever_the_threads() -> None:
@@ -110,6 +110,25 @@ def test_same_bits_whatever_the_threads() -> None:
         results.append(out)
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
+
+
+@pytest.mark.parametrize(("window", "shared_pages"), [(0, 0), (0, 20), (70, 0), (400, 20)])
+@pytest.mark.parametrize("page_size", [8, 16])
+def test_same_bits_alone_in_a_batch_and_among_drafts(window: int, shared_pages: int, page_size: int) -> None:
+    """A decode's sums run in one order: a draft's tokens, computed together, are those computed one by one."""
+    sequences = [(5, 350), (1, 900), (9, 261), (1, 20), (3, 129), (2, 128), (17, 211), *[(1, 300)] * 9]
+    case = Case(sequences, page_size=page_size, shared_pages=shared_pages, window=window)
+    common = (0.125, window, 0.0)
+    together = cpu.attention(case.q, case.k, case.v, case.table, case.starts, case.lengths, *common)
+    row = 0
+    for number, (new, length) in enumerate(sequences):
+        for place in range(new):
+            lengths = torch.tensor([length - new + place + 1], dtype=torch.int32)
+            starts = torch.tensor([0, 1], dtype=torch.int32)
+            table = case.table[number : number + 1].contiguous()
+            alone = cpu.attention(case.q[row : row + 1], case.k, case.v, table, starts, lengths, *common)
+            assert torch.equal(alone[0], together[row]), (number, place)
+            row += 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -68,7 +68,10 @@ def run(model: LoadedModel, executor_class: type, threads: int = 0, store_name: 
     return logits
 
 
-@pytest.mark.parametrize("store_name", ["float32", "float16", "bfloat16"])
+CODED = ["fp8", "fp8_e5m2", "int8", "int4", "turboquant3", "turboquant_4bit_nc"]
+
+
+@pytest.mark.parametrize("store_name", ["float32", "float16", "bfloat16", *CODED])
 def test_same_logits_as_eager(model: LoadedModel, store_name: str) -> None:
     eager = run(model, EagerExecutor, store_name=store_name)
     recorded = run(model, RecordedExecutor, store_name=store_name)
@@ -76,10 +79,15 @@ def test_same_logits_as_eager(model: LoadedModel, store_name: str) -> None:
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_same_bits_whatever_the_threads(model: LoadedModel) -> None:
-    one = run(model, RecordedExecutor, threads=1)
-    for threads in (2, 3):
-        assert all(torch.equal(a, b) for a, b in zip(one, run(model, RecordedExecutor, threads=threads), strict=True))
+@pytest.mark.parametrize("store_name", ["float32", "int8", "int4", "turboquant3"])
+def test_same_bits_whatever_the_threads(model: LoadedModel, store_name: str) -> None:
+    runs = []
+    for threads in (1, 2, 3):
+        cpu.use_threads(threads)
+        runs.append(run(model, RecordedExecutor, store_name=store_name))
+    cpu.use_threads(0)
+    for other in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(runs[0], other, strict=True))
 
 
 def test_logits_in_parts(model: LoadedModel) -> None:

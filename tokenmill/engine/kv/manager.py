@@ -1,9 +1,10 @@
 """The KV manager: gives requests their pages. One pool of interchangeable pages serves all KV groups.
 
-Owns block tables, sharing (prefix cache, forks), copy-on-write and windows; knows token ids and counts but neither
-tensors nor why a request runs. The scheduler is its only caller: match, reserve, commit, release, fork, check.
-A request holds pages from its first `reserve` to `release`; its tables have equal length in all groups. A holder of a
-tree node holds the pages of all its ancestors (but those its windows left), so unheld pages can always be evicted.
+Owns block tables, sharing (prefix cache, forks), copy-on-write, windows and budgets; knows token ids and counts but
+neither tensors nor why a request runs. The scheduler is its only caller: match, reserve, commit, release, fork, check,
+and `prepare` where pages may have to come back from a tier first. A request holds pages from its first `reserve` to
+`release`; its tables have equal length in all groups. A holder of a tree node holds the pages of all its ancestors (but
+those its windows left), so unheld pages can always be evicted.
 """
 
 from __future__ import annotations
@@ -12,11 +13,19 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from tokenmill.engine.kv.budget.base import PageScores
+from tokenmill.engine.kv.budget.keeper import BudgetKeeper, budget_of
+from tokenmill.engine.kv.holding import Holding, check_holding
 from tokenmill.engine.kv.pages import PagePool
 from tokenmill.engine.kv.policy.base import EvictionPolicy
+from tokenmill.engine.kv.policy.keeping import FOREVER, Keeping
 from tokenmill.engine.kv.prefix_tree import NO_PAGE, UNBOUNDED, PrefixNode, PrefixTree
+from tokenmill.engine.kv.restore import Restored, Restorer
+from tokenmill.engine.kv.saving import Saver
+from tokenmill.engine.kv.tier.stack import TierStack
+from tokenmill.engine.kv.usage import KVUsage, usage_of
 from tokenmill.hardware.kv_layout import KVLayout
-from tokenmill.types import Request
+from tokenmill.types import CacheReport, Request, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,54 +40,40 @@ class PrefixMatch:
 NO_MATCH = PrefixMatch()
 
 
-@dataclass(frozen=True, slots=True)
-class KVUsage:
-    """Pages by state, and how well the held ones are used."""
-
-    num_free: int
-    num_cached: int
-    num_held: int
-    waste: float  # of the token slots in held pages, the fraction that holds no token
-    padding: float  # of the layer slots in held pages, the fraction that belongs to no layer
-
-
-@dataclass(slots=True, eq=False)
-class _Holding:
-    """The pages of one request. All tables have the same length; entries before `first_live` are NO_PAGE."""
-
-    tables: tuple[list[int], ...]
-    first_live: list[int]
-    capacity: int  # tokens that the tables have slots for
-    committed: int  # leading pages that are in the tree
-    cursor: PrefixNode  # tree node of the last committed page
-    shared: bool = False  # forked and not written since: pages from the next written one on may have other holders
-
-
 class KVManager:
-    def __init__(self, layout: KVLayout, num_pages: int, prefix_caching: bool, policy: EvictionPolicy) -> None:
+    def __init__(
+        self,
+        layout: KVLayout,
+        num_pages: int,
+        prefix_caching: bool,
+        policy: EvictionPolicy,
+        tiers: TierStack | None = None,
+        scores: PageScores | None = None,
+    ) -> None:
         self.layout = layout
         self.num_pages = num_pages
         self.prefix_caching = prefix_caching
         self.num_queries = 0  # requests that looked for a prefix and were admitted
         self.num_query_tokens = 0
         self.num_hit_tokens = 0
-        self.tree = PrefixTree(layout)
-        self.pool = PagePool(num_pages, self.tree, policy)
+        self.keeping = Keeping(policy)
+        self.budgets = BudgetKeeper(layout, scores)
+        self.tiers = tiers
+        self.tree = PrefixTree(layout, tiers.root_name if tiers is not None else b"")
+        self._saver = Saver(self.tree, tiers) if tiers is not None else None
+        self.pool = PagePool(num_pages, self.tree, self.keeping, self._saver.offer if self._saver else None)
+        self._restorer = Restorer(self.tree, self.pool, tiers) if tiers is not None else None
         self._page_size = layout.page_size
         self._num_groups = len(layout.groups)
         self._windowed = [g for g, span in enumerate(self.tree.spans) if span != UNBOUNDED]
-        self._padding = [1 - len(group.layers) / layout.layers_per_page for group in layout.groups]
-        self._holdings: dict[Request, _Holding] = {}
+        self._holdings: dict[Request, Holding] = {}
         self._copies: dict[int, int] = {}  # destination -> source
 
     # --- the verbs ---
 
     def match(self, request: Request) -> PrefixMatch:
         """The longest cached prefix of all known tokens, at least one short of them. Changes nothing."""
-        if not self.prefix_caching:
-            return NO_MATCH
-        limit = request.num_tokens - 1 if request.logits_from is None else request.logits_from
-        nodes = self.tree.match(request.token_ids, limit // self._page_size)
+        nodes = self.tree.match(request.token_ids, self._max_match(request))
         if not nodes:
             return NO_MATCH
         refs = self.pool.refs
@@ -88,6 +83,21 @@ class KVManager:
             for node in nodes[first:]
         )
         return PrefixMatch(len(nodes) * self._page_size, unheld, nodes)
+
+    def prepare(self, request: Request, wait: float = 0.0) -> bool:
+        """Have the tiers bring what they have of a waiting request's prefix, if that is faster than computing it.
+
+        False: it is on its way, for at most `wait` seconds more; ask again before `match`.
+        """
+        if self._restorer is None:
+            return True
+        reserved = len(self._holdings) * self._num_groups  # everyone who runs could still grow by a page
+        return self._restorer.ready(request, self._max_match(request), reserved, wait)
+
+    def abandon(self, request: Request) -> None:
+        """A waiting request is gone."""
+        if self._restorer is not None:
+            self._restorer.abandon(request)
 
     def reserve(self, request: Request, count: int, match: PrefixMatch = NO_MATCH) -> bool:
         """Slots to write the next `count` tokens to, in every group. False: not enough pages, and nothing changed.
@@ -102,6 +112,7 @@ class KVManager:
             holding = self._open(request, match)
             self._extend(holding, match.num_tokens + count)
             return True
+        self._trim(request, holding)
         end = request.num_computed + count
         if end <= holding.capacity and not holding.shared:
             return True
@@ -120,7 +131,7 @@ class KVManager:
         size = self._page_size
         holding = self._holdings[request]
         full = request.num_computed // size
-        if full <= holding.committed or not self.prefix_caching:
+        if full <= holding.committed or not self.prefix_caching or holding.num_dropped:
             return
         node = holding.cursor
         node.cursors -= 1
@@ -133,7 +144,7 @@ class KVManager:
                 if theirs == NO_PAGE:
                     self.tree.attach(node, group, ours)
                 else:
-                    self.pool.take(theirs)
+                    self.pool.take(theirs, counts=False)
                     table[index] = theirs
                     self.pool.drop(ours)
         node.cursors += 1
@@ -143,6 +154,7 @@ class KVManager:
     def release(self, request: Request) -> None:
         """Let go of everything, from tail to head so that the end of a prefix is evicted before its beginning."""
         holding = self._holdings.pop(request)
+        self._promise(request, holding)
         drop = self.pool.drop
         for row in zip(*(reversed(table) for table in holding.tables), strict=True):
             for page in row:
@@ -152,6 +164,8 @@ class KVManager:
         self.tree.prune(holding.cursor)
         if self._copies:
             self._copies = {copy: source for copy, source in self._copies.items() if self.pool.refs[copy] > 0}
+        if budget_of(request) is not None:
+            self.budgets.scores.released(request)
 
     def fork(self, parent: Request, child: Request) -> None:
         """Share the pages of `parent` with `child` as far as its tokens go, the last one partly filled. Writers copy.
@@ -160,6 +174,7 @@ class KVManager:
         """
         size = self._page_size
         source = self._holdings[parent]
+        assert not source.num_dropped, "a request is forked before its budget takes pages"
         length = -(-child.num_tokens // size)
         committed = min(source.committed, child.num_computed // size)
         cursor = source.cursor
@@ -171,7 +186,7 @@ class KVManager:
             for page in table:
                 if page >= 0:
                     self.pool.take(page)
-        self._holdings[child] = _Holding(
+        self._holdings[child] = Holding(
             tables, list(source.first_live), len(tables[0]) * size, committed, cursor, shared=True
         )
         cursor.cursors += 1
@@ -185,7 +200,7 @@ class KVManager:
         self.pool.check(held)
         self.tree.check(Counter(holding.cursor for holding in self._holdings.values()))
         for request, holding in self._holdings.items():
-            self._check_holding(request, holding)
+            check_holding(request, holding, self.layout, self.tree, self.pool)
 
     # --- questions the scheduler asks ---
 
@@ -194,6 +209,7 @@ class KVManager:
         holding = self._holdings.get(request)
         if holding is None:
             return max(0, self.pool.available - match.num_unheld) // self._num_groups * self._page_size
+        self._trim(request, holding)
         self._slide(holding, request.num_computed)
         spare = self.pool.available
         if holding.shared:
@@ -219,6 +235,14 @@ class KVManager:
         """Per group: page id by page index, NO_PAGE where the window left it. Lists that change in place."""
         return self._holdings[request].tables
 
+    def num_dropped(self, request: Request) -> int:
+        """Tokens whose pages a budget took out of the tables."""
+        return self._holdings[request].num_dropped
+
+    def row_limit(self, request: Request, start: int) -> int:
+        """The most tokens that a row which begins at `start` may have."""
+        return UNBOUNDED if budget_of(request) is None else self.budgets.row_limit(request, start)
+
     def take_copies(self) -> list[tuple[int, int]]:
         """(source, destination) pages to copy before the next step writes; no page is the destination of two."""
         copies = [(source, copy) for copy, source in self._copies.items()]
@@ -229,29 +253,33 @@ class KVManager:
         """Forget every cached page that nobody holds."""
         self.pool.clear()
 
+    # --- tiers ---
+
+    def save(self) -> bool:
+        """Have a few cached pages written to the tiers when idle; False once there are no more."""
+        return self._saver is not None and self._saver.save()
+
+    def record_step(self, plan: StepPlan, seconds: float) -> None:
+        """How long a step took: the tiers weigh loading against computing."""
+        if self._saver is not None:
+            self._saver.record_step(plan, seconds)
+
+    def close(self, timeout: float = 60.0) -> None:
+        """Write what is cached to the tiers, as far as time allows, and do without them from now on."""
+        if self._saver is not None:
+            self._saver.close(timeout)
+        self.tiers = self._saver = self._restorer = None
+        self.pool.on_evict = None
+
     def usage(self) -> KVUsage:
-        pool = self.pool
-        num_held = self.num_pages - pool.available
-        unused = 0
-        for request, holding in self._holdings.items():
-            tail = holding.capacity - request.num_computed
-            unused += tail // pool.refs[holding.tables[0][-1]] if holding.shared and tail else tail
-        waste = unused * self._num_groups / (num_held * self._page_size) if num_held else 0.0
-        padding = 0.0
-        if num_held and any(self._padding):
-            pages = [0] * self._num_groups
-            for holding in self._holdings.values():
-                for group, first in enumerate(holding.first_live):
-                    pages[group] += len(holding.tables[group]) - first
-            padding = sum(part * number for part, number in zip(self._padding, pages, strict=True)) / sum(pages)
-        return KVUsage(pool.num_free, pool.num_cached, num_held, waste, padding)
+        return usage_of(self.layout, self.pool, self._holdings)
 
     # --- how ---
 
     def _first_live(self, num_tokens: int) -> list[int]:
         return [self.layout.first_live_page(group, num_tokens) for group in self.layout.groups]
 
-    def _open(self, request: Request, match: PrefixMatch) -> _Holding:
+    def _open(self, request: Request, match: PrefixMatch) -> Holding:
         """Start a holding with the matched pages."""
         depth = len(match.nodes)
         first_live = self._first_live(match.num_tokens)
@@ -264,67 +292,104 @@ class KVManager:
                 self.pool.take(page)
         cursor = match.nodes[-1] if depth else self.tree.root
         cursor.cursors += 1
-        holding = self._holdings[request] = _Holding(tables, first_live, match.num_tokens, depth, cursor)
+        holding = self._holdings[request] = Holding(tables, first_live, match.num_tokens, depth, cursor)
         if self.prefix_caching:
             self.num_queries += 1
             self.num_query_tokens += request.num_tokens
             self.num_hit_tokens += match.num_tokens
+        self._report(request, match)
         return holding
 
-    def _extend(self, holding: _Holding, end: int) -> None:
+    def _max_match(self, request: Request) -> int:
+        """The most pages of its prefix that a request may take from the cache."""
+        if not self.prefix_caching or self.budgets.needs_all_computed(request):
+            return 0
+        limit = request.num_tokens - 1 if request.logits_from is None else request.logits_from
+        if budget_of(request) is not None:
+            # Its own output was computed over fewer pages; they leave between a row of the prompt and the next.
+            limit = min(limit, len(request.prompt_ids) - 1)
+        return limit // self._page_size
+
+    def _report(self, request: Request, match: PrefixMatch) -> None:
+        """What the cache did for a request that is admitted for the first time."""
+        restored = self._restorer.settle(request) if self._restorer is not None else Restored()
+        if request.num_preemptions:
+            return
+        most = self._max_match(request)
+        if not self.prefix_caching:
+            reason = "off"
+        elif request.params.prompt_logprobs is not None or self.budgets.needs_all_computed(request):
+            reason = "must_compute"
+        elif len(match.nodes) >= most:
+            reason = "hit" if most else "short"
+        else:
+            reason = restored.reason or ("partial" if match.nodes else "cold")
+        loaded = min(restored.num_tokens, match.num_tokens)
+        request.cache = CacheReport(reason, restored.tier if loaded else "", loaded)
+
+    def _extend(self, holding: Holding, end: int) -> None:
         allocate = self.pool.allocate
         while holding.capacity < end:
             for table in holding.tables:
                 table.append(allocate())
             holding.capacity += self._page_size
 
-    def _slide(self, holding: _Holding, num_computed: int) -> None:
+    def _slide(self, holding: Holding, num_computed: int) -> None:
         """Let go of the pages that no token from `num_computed` on can see."""
         for group in self._windowed:
             first = self.layout.first_live_page(self.layout.groups[group], num_computed)
+            first -= holding.num_dropped // self._page_size  # all before the window
             table = holding.tables[group]
             for index in range(holding.first_live[group], min(first, len(table))):
                 self.pool.drop(table[index])
                 table[index] = NO_PAGE
                 holding.first_live[group] = index + 1
 
-    def _count_copies(self, holding: _Holding, num_computed: int) -> int:
-        index = num_computed // self._page_size
+    def _trim(self, request: Request, holding: Holding) -> None:
+        """Let go of the pages that the request's budget has no place for."""
+        if request.params.cache is None:
+            return
+        victims = self.budgets.victims(request, holding.tables, holding.num_dropped)
+        if not victims:
+            return
+        if not holding.num_dropped:  # it leaves the tree: what it holds from now on is no prefix
+            holding.cursor.cursors -= 1
+            self.tree.prune(holding.cursor)
+            self.tree.root.cursors += 1
+            holding.cursor, holding.committed = self.tree.root, 0
+        for page in holding.drop(victims, self._page_size):
+            self.pool.drop(page)
+        request.cache.num_dropped_tokens = holding.num_dropped
+        self.budgets.scores.dropped(request, victims)
+
+    def _promise(self, request: Request, holding: Holding) -> None:
+        """Have the pages of the prompt kept, before they are let go of."""
+        cache = request.params.cache
+        if cache is None or not (cache.ttl or cache.pin):
+            return
+        pages = min(holding.committed, len(request.prompt_ids) // self._page_size)
+        for table in holding.tables:
+            for page in table[:pages]:
+                if page >= 0:
+                    self.keeping.keep(page, FOREVER if cache.pin else cache.ttl)
+
+    def _count_copies(self, holding: Holding, num_computed: int) -> int:
+        index = (num_computed - holding.num_dropped) // self._page_size
         return sum(page >= 0 and self.pool.refs[page] > 1 for table in holding.tables for page in table[index:])
 
-    def _unshare(self, holding: _Holding, num_computed: int) -> None:
+    def _unshare(self, holding: Holding, num_computed: int) -> None:
         """Make the pages to be written the request's own: copy what others hold, take the rest out of the tree."""
+        computed = num_computed - holding.num_dropped
         for table in holding.tables:
-            for index in range(num_computed // self._page_size, len(table)):
+            for index in range(computed // self._page_size, len(table)):
                 page = table[index]
                 if page == NO_PAGE:
                     continue
                 if self.pool.refs[page] > 1:
                     table[index] = copy = self.pool.allocate()
-                    if index * self._page_size < num_computed:  # else every slot of it is written anew
+                    if index * self._page_size < computed:  # else every slot of it is written anew
                         self._copies[copy] = page
                     self.pool.drop(page)
                 elif page in self.tree.owner:
                     self.pool.uncache(page)
         holding.shared = False
-
-    def _check_holding(self, request: Request, holding: _Holding) -> None:
-        size = self._page_size
-        assert {len(table) * size for table in holding.tables} == {holding.capacity}, "tables of unequal length"
-        assert request.num_computed <= holding.capacity, "computed tokens without slots"
-        for group, table in enumerate(holding.tables):
-            first = holding.first_live[group]
-            assert first <= self.layout.first_live_page(self.layout.groups[group], request.num_computed)
-            assert all(page == NO_PAGE for page in table[:first]), "a page before the window is held"
-            assert all(0 <= page < self.num_pages for page in table[first:]), "a page in the window is missing"
-            for page in table[request.num_computed // size :]:
-                own = page < 0 or (self.pool.refs[page] == 1 and page not in self.tree.owner)
-                assert own or holding.shared, "a page to be written is not private"
-        node = holding.cursor
-        for index in range(holding.committed - 1, -1, -1):
-            assert node.key == tuple(request.token_ids[index * size : (index + 1) * size]), "tree path of other tokens"
-            for table, page in zip(holding.tables, node.pages, strict=True):
-                assert table[index] in (NO_PAGE, page), "a committed page is not the tree's"
-            assert node.parent is not None
-            node = node.parent
-        assert node is self.tree.root

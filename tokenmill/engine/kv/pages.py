@@ -7,23 +7,34 @@
           |  drop, not in the tree            take                 |
           +--------------------------------------------------------+  evict
 
-Knows no requests and no tokens; the manager is its only caller.
+Knows no requests and no tokens; the manager is its only caller. A page that makes room is shown to `on_evict` while its
+content is still there.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from tokenmill.engine.kv.policy.base import EvictionPolicy
 from tokenmill.engine.kv.prefix_tree import PrefixTree
 
 
 class PagePool:
-    def __init__(self, num_pages: int, tree: PrefixTree, policy: EvictionPolicy) -> None:
+    def __init__(
+        self,
+        num_pages: int,
+        tree: PrefixTree,
+        policy: EvictionPolicy,
+        on_evict: Callable[[int, bytes, int], None] | None = None,
+    ) -> None:
+        """`on_evict` gets the page, the name of its node and its group."""
         self.num_pages = num_pages
         self.refs = [0] * num_pages
         self.num_evictions = 0
         self._free = list(range(num_pages - 1, -1, -1))
         self._tree = tree
         self._policy = policy
+        self.on_evict = on_evict
 
     @property
     def num_free(self) -> int:
@@ -44,15 +55,17 @@ class PagePool:
             victim = self._policy.victim()
             assert victim is not None, "allocate without an available page"
             assert self.refs[victim] == 0, "the policy names a page in use"
-            self.uncache(victim)
+            self.uncache(victim, self.on_evict)
         page = self._free.pop()
         self.refs[page] = 1
         return page
 
-    def take(self, page: int) -> None:
-        """One more holder of a page that is held or cached."""
+    def take(self, page: int, counts: bool = True) -> None:
+        """One more holder of a page that is held or cached. It counts as a use if the whole path to it is taken too."""
         if self.refs[page] == 0:
             self._policy.remove(page)
+        if counts and page in self._tree.owner:
+            self._policy.use(page)
         self.refs[page] += 1
 
     def drop(self, page: int) -> None:
@@ -65,13 +78,16 @@ class PagePool:
                 self._free.append(page)
         assert refs >= 0
 
-    def uncache(self, page: int) -> None:
+    def uncache(self, page: int, on_evict: Callable[[int, bytes, int], None] | None = None) -> None:
         """Take a page out of the tree, with all that is of no use there without it. Holders keep what they hold."""
-        for removed in self._tree.detach(page):
+        for removed, name, group in self._tree.detach(page):
             if self.refs[removed] == 0:
                 self._policy.remove(removed)
                 self._free.append(removed)
                 self.num_evictions += 1
+                if on_evict is not None:
+                    on_evict(removed, name, group)
+            self._policy.forget(removed)
 
     def clear(self) -> None:
         """Evict every cached page."""

@@ -1,12 +1,16 @@
 """The prefix tree: which full pages of which token sequences are stored, at page granularity.
 
 A node is one full page of token ids below its parent and names, for each KV group, the page that stores it (or none).
-It knows nothing of reference counts or requests; the manager attaches pages, the page pool evicts them.
+Where pages can leave for a tier, each node also has a name that is the same in every process: the hash of the root's
+(model, KV dtype, layout) and of all tokens up to it. It knows nothing of reference counts or requests; the manager
+attaches pages, the page pool evicts them.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
+from hashlib import blake2b
 
 from tokenmill.hardware.kv_layout import KVLayout
 
@@ -17,24 +21,30 @@ UNBOUNDED = 2**30  # pages that a group without a window looks back
 class PrefixNode:
     """`page_size` token ids (`key`) after those of `parent`; `cursors` counts requests that will commit below it."""
 
-    __slots__ = ("children", "cursors", "key", "pages", "parent")
+    __slots__ = ("children", "cursors", "key", "name", "pages", "parent")
 
-    def __init__(self, parent: PrefixNode | None, key: tuple[int, ...], num_groups: int) -> None:
+    def __init__(self, parent: PrefixNode | None, key: tuple[int, ...], num_groups: int, name: bytes) -> None:
         self.parent = parent
         self.key = key
+        self.name = name
         self.children: dict[tuple[int, ...], PrefixNode] = {}
         self.pages = [NO_PAGE] * num_groups
         self.cursors = 0
 
 
+def child_name(parent: bytes, key: tuple[int, ...]) -> bytes:
+    """The name of the page of tokens `key` after `parent`; nothing has a name below a root without one."""
+    return blake2b(parent + array("q", key).tobytes(), digest_size=16).digest() if parent else b""
+
+
 class PrefixTree:
     """Page sequences by their tokens. `owner` names the node of every page in the tree."""
 
-    def __init__(self, layout: KVLayout) -> None:
+    def __init__(self, layout: KVLayout, root_name: bytes = b"") -> None:
         self.page_size = layout.page_size
         # How many pages back from its own each group looks: the whole prefix, or what its window spans.
         self.spans = [layout.group_pages(group, UNBOUNDED * layout.page_size) for group in layout.groups]
-        self.root = PrefixNode(None, (), len(layout.groups))
+        self.root = PrefixNode(None, (), len(layout.groups), root_name)
         self.owner: dict[int, PrefixNode] = {}
 
     def match(self, token_ids: list[int], max_pages: int) -> list[PrefixNode]:
@@ -62,7 +72,7 @@ class PrefixTree:
         """The child with these tokens, made if there is none."""
         child = node.children.get(key)
         if child is None:
-            child = node.children[key] = PrefixNode(node, key, len(self.spans))
+            child = node.children[key] = PrefixNode(node, key, len(self.spans), child_name(node.name, key))
         return child
 
     def attach(self, node: PrefixNode, group: int, page: int) -> None:
@@ -71,8 +81,9 @@ class PrefixTree:
         node.pages[group] = page
         self.owner[page] = node
 
-    def detach(self, page: int) -> list[int]:
-        """Take a page out and with it all that is of no use without it. Returns every page that left the tree.
+    def detach(self, page: int) -> list[tuple[int, bytes, int]]:
+        """Take a page out and with it all that is of no use without it. Returns every page that left the tree, with
+        the name of its node and its group.
 
         Nothing below a node can match once a page that groups without window need is gone, so its subtree goes too; a
         window can do without, so such a page goes alone.
@@ -84,7 +95,7 @@ class PrefixTree:
         node.pages[group] = NO_PAGE
         del self.owner[page]
         self.prune(node)
-        return [page]
+        return [(page, node.name, group)]
 
     def prune(self, node: PrefixNode) -> None:
         """Remove nodes that hold nothing and lead nowhere, from `node` upward."""
@@ -119,7 +130,7 @@ class PrefixTree:
         assert len(seen) == len(self.owner), "owner table names pages that are not in the tree"
         assert self.root.cursors == cursors.get(self.root, 0)
 
-    def _cut(self, node: PrefixNode) -> list[int]:
+    def _cut(self, node: PrefixNode) -> list[tuple[int, bytes, int]]:
         parent = node.parent
         assert parent is not None
         del parent.children[node.key]
@@ -129,10 +140,10 @@ class PrefixTree:
             node = stack.pop()
             assert not node.cursors, "a request that will commit below a node holds its pages"
             node.parent = None
-            for page in node.pages:
+            for group, page in enumerate(node.pages):
                 if page >= 0:
                     del self.owner[page]
-                    removed.append(page)
+                    removed.append((page, node.name, group))
             stack.extend(node.children.values())
         self.prune(parent)
         return removed

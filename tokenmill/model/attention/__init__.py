@@ -4,7 +4,13 @@ from tokenmill.model.attention.base import AttentionBackend
 from tokenmill.model.kvstore.base import KVStore
 from tokenmill.registry import Registry
 
-ATTENTION_BACKENDS = Registry("attention backend", {"paged": "tokenmill.model.attention.paged:PagedAttention"})
+ATTENTION_BACKENDS = Registry(
+    "attention backend",
+    {
+        "coded": "tokenmill.model.attention.coded:CodedAttention",
+        "paged": "tokenmill.model.attention.paged:PagedAttention",
+    },
+)
 
 
 def choose_attention(store: KVStore, kernels: str = "") -> AttentionBackend:

@@ -1,7 +1,12 @@
-"""Paged attention over stores that hold plain floats, by the op table's `attention`."""
+"""Paged attention by the op table's `attention`, over pages of plain floats.
+
+Coded pages that no kernel reads are expanded first, those that the batch attends to and no others: right for every
+store, at the price of a float copy of the attended context.
+"""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from tokenmill.kernels.base import select
@@ -18,12 +23,17 @@ class PagedAttention(AttentionBackend):
         self._attention = select("attention", store.where, kernels).run
 
     @classmethod
-    def declines(cls, store: KVStore) -> str | None:
-        k, _ = store.pages(0)
-        return None if k.dtype.is_floating_point else f"{store.name} pages are not plain floats"
+    def declines(cls, _store: KVStore) -> str | None:
+        return None
 
     def attend(self, q: Tensor, slot: int, block_table: Tensor, batch: Batch, spec: AttentionSpec) -> Tensor:
-        k, v = self.store.pages(slot)
+        if self.store.is_coded:
+            # Pages that left the window are -1 and stay so.
+            numbers, places = torch.unique(block_table.clamp(min=0), return_inverse=True)
+            k, v = self.store.read(slot, numbers.long())
+            block_table = torch.where(block_table < 0, block_table, places.to(block_table.dtype))
+        else:
+            k, v = self.store.pages(slot)
         result: Tensor = self._attention(
             q, k, v, block_table, batch.query_starts, batch.seq_lens, spec.scale, spec.window, spec.softcap
         )

@@ -7,17 +7,33 @@ because a page belongs to one group at a time. Knows nothing of requests or of w
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from tokenmill.hardware.kv_layout import KVLayout
+from tokenmill.kernels.cpu_pages import CpuPages
+from tokenmill.model.kvstore.conditioning import KeyConditioning
+from tokenmill.types import Batch
 
 
 class KVStore(ABC):
     name: str
+    is_coded: ClassVar[bool] = False  # pages are codes: `pages` and `read` expand them
+    on_gpu: ClassVar[bool] = False  # the GPU kernels read and write `stored`
+    edge_layers: ClassVar[int] = 0  # layers at either end that stay native unless the user says otherwise
+    page_multiple: ClassVar[int] = 1  # a page must hold a multiple of so many tokens
 
-    def __init__(self, layout: KVLayout, num_pages: int, where: torch.device) -> None:
+    def __init__(
+        self,
+        layout: KVLayout,
+        num_pages: int,
+        where: torch.device,
+        kernels: str = "",  # noqa: ARG002
+        sequences: int = 1,  # noqa: ARG002
+    ) -> None:
+        """`kernels`: forced backend of the op table, or empty. `sequences`: most that are computed at the same time."""
         self.layout = layout
         self.num_pages = num_pages
         self.where = where
@@ -27,6 +43,23 @@ class KVStore(ABC):
     def page_bytes(cls, layout: KVLayout) -> int:
         """Bytes of one page over all its layers: what the memory model counts."""
 
+    @classmethod
+    def fixed_bytes(cls, layout: KVLayout, sequences: int) -> int:  # noqa: ARG003
+        """Bytes beside the pages, whatever is in them."""
+        return 0
+
+    def prepare(self, batch: Batch) -> None:  # noqa: B027
+        """Told of a step before its first write; for stores that treat recent tokens otherwise."""
+
+    @property
+    def conditions_keys(self) -> bool:
+        """Whether `condition_keys` would make the codes of keys better."""
+        return False
+
+    def condition_keys(self, slot: int, conditioning: KeyConditioning) -> None:
+        """Round the keys of a layer slot, where nothing is written yet, with what is known of them."""
+        raise NotImplementedError(self.name)
+
     @abstractmethod
     def write(self, slot: int, token_slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Store rows [T, kv_heads * head_dim] at `token_slots` (page * page_size + offset) of layer slot `slot`."""
@@ -35,6 +68,11 @@ class KVStore(ABC):
     def pages(self, slot: int) -> tuple[Tensor, Tensor]:
         """K and V of a layer slot as float tensors [pages, kv_heads, page_size, head_dim]."""
 
+    def read(self, slot: int, pages: Tensor) -> tuple[Tensor, Tensor]:
+        """As `pages`, of these page numbers (int64) only."""
+        k, v = self.pages(slot)
+        return k[pages], v[pages]
+
     def stored(self, slot: int) -> tuple[Tensor, Tensor]:
         """K and V of a layer slot as they lie in memory, for kernels that read them so."""
         return self.pages(slot)
@@ -42,6 +80,41 @@ class KVStore(ABC):
     def scales(self, slot: int) -> tuple[Tensor, Tensor] | None:  # noqa: ARG002
         """What stored K and V are multiplied by, float32 [kv_heads] each; None where they are the values."""
         return None
+
+    def kernel_pages(self, slot: int) -> CpuPages | None:  # noqa: ARG002
+        """The pages of a layer slot for the C++ kernels; None where they do not read this store (or are not here)."""
+        return None
+
+    def meaning(self) -> str:
+        """What decides, beside the layout, what the bytes of a page mean: pages of equal meaning can be exchanged."""
+        return self.name
+
+    @abstractmethod
+    def page_tensors(self) -> list[Tensor]:
+        """All tensors that hold pages, whole, each with the page as its second dimension: [layer slots, pages, ...].
+
+        Whatever belongs to a page must be in one of them: pages leave for a tier and come back byte by byte.
+        """
+
+    def export_page(self, page: int) -> memoryview:
+        """A copy of one page, all layers: bytes in host memory, in the order of `page_tensors`."""
+        parts = [tensor[:, page].contiguous().view(-1).view(torch.uint8) for tensor in self.page_tensors()]
+        return torch.cat(parts).cpu().numpy().data
+
+    def import_page(self, page: int, data: memoryview) -> None:
+        """Overwrite a page with what `export_page` of a store of the same kind and layout gave.
+
+        `data` must lie in writable memory, which torch asks of all memory that it did not allocate.
+        """
+        source = torch.frombuffer(data, dtype=torch.uint8)
+        begin = 0
+        for tensor in self.page_tensors():
+            place = tensor[:, page]
+            end = begin + place.numel() * place.element_size()
+            octets = place.view(torch.uint8)
+            octets.copy_(source[begin:end].view(octets.shape))
+            begin = end
+        assert begin == source.numel(), "a page of another store"
 
     @abstractmethod
     def copy_pages(self, pairs: list[tuple[int, int]]) -> None:

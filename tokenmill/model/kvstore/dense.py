@@ -8,15 +8,20 @@ import torch
 from torch import Tensor
 
 from tokenmill.hardware.kv_layout import KVLayout
+from tokenmill.kernels import cpu
 from tokenmill.kernels.base import select
+from tokenmill.kernels.cpu_pages import CpuPages
 from tokenmill.model.kvstore.base import KVStore
 
 
 class DenseStore(KVStore):
+    on_gpu = True
     dtype: ClassVar[torch.dtype]
 
-    def __init__(self, layout: KVLayout, num_pages: int, where: torch.device, kernels: str = "") -> None:
-        super().__init__(layout, num_pages, where)
+    def __init__(
+        self, layout: KVLayout, num_pages: int, where: torch.device, kernels: str = "", sequences: int = 1
+    ) -> None:
+        super().__init__(layout, num_pages, where, kernels, sequences)
         shape = (layout.layers_per_page, num_pages, layout.num_kv_heads, layout.page_size, layout.head_dim)
         # Not zeroed on purpose: the operating system hands out memory only for pages that are really written.
         self._k = torch.empty(shape, dtype=self.dtype, device=where)
@@ -33,6 +38,12 @@ class DenseStore(KVStore):
 
     def pages(self, slot: int) -> tuple[Tensor, Tensor]:
         return self._k[slot], self._v[slot]
+
+    def kernel_pages(self, slot: int) -> CpuPages | None:
+        return None if cpu.unavailable(self.where) else CpuPages(*self.pages(slot))
+
+    def page_tensors(self) -> list[Tensor]:
+        return [self._k, self._v]
 
     def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
         # In order, one by one: a later pair may copy from an earlier destination.

@@ -1,7 +1,8 @@
-"""KV pages in FP8 (e4m3): a byte a value, one scale per layer and KV head. Half of bfloat16, for GPUs.
+"""KV pages in FP8: a byte a value. e4m3 with one scale per layer and KV head, e5m2, and e4m3 with a scale per row.
 
-The GPU executors write and read the bytes themselves (`stored`, `scales`); `write` and `pages` are the plain torch
-twin of that. Scales are one: keys and values of trained models lie well within the 448 that e4m3 reaches.
+`fp8` takes its scales from the checkpoint where it brings calibrated ones (checkpoint_scales.py); else they are one:
+keys and values of trained models lie well within the 448 that e4m3 reaches. The GPU executors write and read the e4m3
+bytes themselves (`stored`, `scales`).
 """
 
 from __future__ import annotations
@@ -10,49 +11,115 @@ import torch
 from torch import Tensor
 
 from tokenmill.hardware.kv_layout import KVLayout
-from tokenmill.model.kvstore.base import KVStore
+from tokenmill.kernels.cpu_pages import RowCode
+from tokenmill.model.kvstore.packing import as_bytes, from_bytes
+from tokenmill.model.kvstore.rows import RowFormat, RowStore
 
-_LIMIT = 448.0
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+_KINDS = {E4M3: "float8_e4m3", E5M2: "float8_e5m2"}
+SMALLEST_SCALE = 1e-6
 
 
-class Float8Store(KVStore):
-    name = "fp8"
+class Float8Rows(RowFormat):
+    """value / scale of its KV head, saturated."""
 
-    def __init__(self, layout: KVLayout, num_pages: int, where: torch.device, kernels: str = "") -> None:  # noqa: ARG002
-        super().__init__(layout, num_pages, where)
-        shape = (layout.layers_per_page, num_pages, layout.num_kv_heads, layout.page_size, layout.head_dim)
-        self._k = torch.empty(shape, dtype=torch.float8_e4m3fn, device=where)
-        self._v = torch.empty(shape, dtype=torch.float8_e4m3fn, device=where)
-        heads = (layout.layers_per_page, layout.num_kv_heads)
-        self._k_scale = torch.ones(heads, dtype=torch.float32, device=where)
-        self._v_scale = torch.ones(heads, dtype=torch.float32, device=where)
-
-    @classmethod
-    def page_bytes(cls, layout: KVLayout) -> int:
-        return layout.values_per_page
-
-    def write(self, slot: int, token_slots: Tensor, k: Tensor, v: Tensor) -> None:
-        size = self.layout.page_size
-        for rows, pages, scale in ((k, self._k, self._k_scale), (v, self._v, self._v_scale)):
-            heads = rows.float().view(rows.shape[0], self.layout.num_kv_heads, -1) / scale[slot][:, None]
-            codes = heads.clamp(-_LIMIT, _LIMIT).to(torch.float8_e4m3fn).view(torch.uint8)
-            pages[slot].view(torch.uint8)[token_slots // size, :, token_slots % size] = codes
-
-    def pages(self, slot: int) -> tuple[Tensor, Tensor]:
-        k, v = self._k[slot].float(), self._v[slot].float()
-        return k * self._k_scale[slot][:, None, None], v * self._v_scale[slot][:, None, None]
-
-    def stored(self, slot: int) -> tuple[Tensor, Tensor]:
-        return self._k[slot], self._v[slot]
-
-    def scales(self, slot: int) -> tuple[Tensor, Tensor]:
-        return self._k_scale[slot], self._v_scale[slot]
-
-    def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
-        for source, destination in pairs:
-            for pages in (self._k.view(torch.uint8), self._v.view(torch.uint8)):
-                pages[:, destination] = pages[:, source]
+    def __init__(self, head_dim: int, dtype: torch.dtype, scales: Tensor | None = None) -> None:
+        """`scales`: float32 [kv_heads]; None: one."""
+        super().__init__(head_dim)
+        self.dtype, self.scales = dtype, scales
+        self._limit = torch.finfo(dtype).max
 
     @property
-    def nbytes(self) -> int:
-        return 2 * self._k.numel()
+    def row_bytes(self) -> int:
+        return self.head_dim
+
+    def to_rows(self, heads: Tensor) -> Tensor:
+        scale: Tensor | float = 1.0 if self.scales is None else self.scales[:, None]
+
+        def rounder(values: Tensor) -> tuple[Tensor, Tensor]:
+            codes = (values / scale).clamp(-self._limit, self._limit).to(self.dtype)
+            return codes.view(torch.uint8), codes.float() * scale
+
+        return self.round(heads, rounder)
+
+    def from_rows(self, rows: Tensor) -> Tensor:
+        values = rows.contiguous().view(self.dtype).float()
+        return values if self.scales is None else values * self.scales[:, None, None]
+
+    def code(self) -> RowCode:
+        return RowCode(_KINDS[self.dtype], self.head_dim, 8, head_scales=self.scales)
+
+    def constants(self) -> list[Tensor]:
+        return [*super().constants(), *([] if self.scales is None else [self.scales])]
+
+
+class ScaledFloat8Rows(RowFormat):
+    """e4m3, and behind the values the row's own scale in float32: max |x| / 448."""
+
+    @property
+    def row_bytes(self) -> int:
+        return self.head_dim + 4
+
+    def to_rows(self, heads: Tensor) -> Tensor:
+        scale = (heads.abs().amax(-1, keepdim=True) / 448.0).clamp(min=SMALLEST_SCALE)
+
+        def rounder(values: Tensor) -> tuple[Tensor, Tensor]:
+            codes = (values / scale).clamp(-448.0, 448.0).to(E4M3)
+            return codes.view(torch.uint8), codes.float() * scale
+
+        return torch.cat((self.round(heads, rounder), as_bytes(scale)), -1)
+
+    def from_rows(self, rows: Tensor) -> Tensor:
+        codes = rows[..., : self.head_dim].contiguous().view(E4M3).float()
+        return codes * from_bytes(rows[..., self.head_dim :], torch.float32)
+
+    def code(self) -> RowCode:
+        return RowCode(_KINDS[E4M3], self.head_dim, 8, scale_bytes=4)
+
+
+class Float8Store(RowStore):
+    name = "fp8"
+    on_gpu = True
+
+    def __init__(
+        self, layout: KVLayout, num_pages: int, where: torch.device, kernels: str = "", sequences: int = 1
+    ) -> None:
+        super().__init__(layout, num_pages, where, kernels, sequences)
+        ones = torch.ones(layout.num_kv_heads, device=where)
+        self._scales = [(ones, ones)] * layout.layers_per_page
+
+    @classmethod
+    def formats(cls, layout: KVLayout) -> tuple[RowFormat, RowFormat]:
+        rows = Float8Rows(layout.head_dim, E4M3)
+        return rows, rows
+
+    def set_scales(self, slot: int, k: Tensor, v: Tensor) -> None:
+        """float32 [kv_heads] each, before anything is written."""
+        scales = (k.to(self.where), v.to(self.where))
+        formats = [Float8Rows(self.layout.head_dim, E4M3, each) for each in scales]
+        self._scales[slot] = scales
+        self.use_formats(slot, formats[0], formats[1])
+
+    def stored(self, slot: int) -> tuple[Tensor, Tensor]:
+        return self._k[slot].view(E4M3), self._v[slot].view(E4M3)
+
+    def scales(self, slot: int) -> tuple[Tensor, Tensor]:
+        return self._scales[slot]
+
+
+class Float8E5M2Store(RowStore):
+    name = "fp8_e5m2"
+
+    @classmethod
+    def formats(cls, layout: KVLayout) -> tuple[RowFormat, RowFormat]:
+        rows = Float8Rows(layout.head_dim, E5M2)
+        return rows, rows
+
+
+class Float8PerTokenHeadStore(RowStore):
+    name = "fp8_per_token_head"
+
+    @classmethod
+    def formats(cls, layout: KVLayout) -> tuple[RowFormat, RowFormat]:
+        rows = ScaledFloat8Rows(layout.head_dim)
+        return rows, rows

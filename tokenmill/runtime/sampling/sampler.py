@@ -47,6 +47,26 @@ class Sampler:
                 return False
         return True
 
+    def allowed(self, request: Request, token_ids: Sequence[int]) -> int:
+        """How many of these tokens could follow one after the other: the first that a feature bans ends them."""
+        count = len(token_ids)
+        for feature in self._logit_features:
+            if count and feature.active(request.params):
+                count = feature.allowed(request, token_ids[:count])
+        return count
+
+    def distribution(self, logits: Tensor, request: Request) -> Tensor | None:
+        """[vocab] float64: what a random row is drawn from. Edits the row; None where no token is possible."""
+        for feature in self._logit_features:
+            if feature.active(request.params):
+                feature.edit(logits, request)
+        if request.params.structured is not None and float(logits.max()) == float("-inf"):
+            return None
+        values, ids = self._candidates(logits, request.params)
+        if ids is None:
+            return values
+        return torch.zeros_like(logits, dtype=torch.float64).scatter_(0, ids, values / values.sum())
+
     def _sample(self, logits: Tensor, requests: list[Request]) -> tuple[list[int | None], list[TokenLogprobs | None]]:
         wanted = [row for row, request in enumerate(requests) if request.params.logprobs is not None]
         # Reported log-probabilities are those of the model, before any penalty or filter.
@@ -69,12 +89,17 @@ class Sampler:
         return token_ids, logprobs
 
     def _draw(self, logits: Tensor, request: Request) -> int:
-        params = request.params
         point = uniform(request.seed, request.index, request.num_tokens)
+        values, ids = self._candidates(logits, request.params)
+        place = pick(values, point)
+        return place if ids is None else int(ids[place])
+
+    def _candidates(self, logits: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor | None]:
+        """(probabilities, up to a factor; the tokens they are of, or None: all of the vocabulary in order)."""
         probabilities = (logits / params.temperature).softmax(-1, dtype=torch.float64)
         filters = [each for each in self._filters if each.active(params)]
         if not filters:
-            return _pick(probabilities, point)
+            return probabilities, None
         cut = min(_FIRST_CUT, probabilities.numel())
         values, ids = probabilities.topk(cut)
         kept = _narrow(filters, values, cut == probabilities.numel(), params)
@@ -82,7 +107,7 @@ class Sampler:
             values, ids = probabilities.sort(descending=True)
             kept = _narrow(filters, values, True, params)
         assert kept is not None
-        return int(ids[_pick(values[:kept], point)])
+        return values[:kept], ids[:kept]
 
 
 def _narrow(filters: list[Filter], values: Tensor, complete: bool, params: SamplingParams) -> int | None:
@@ -97,7 +122,7 @@ def _narrow(filters: list[Filter], values: Tensor, complete: bool, params: Sampl
     return values.numel()
 
 
-def _pick(probabilities: Tensor, point: float) -> int:
+def pick(probabilities: Tensor, point: float) -> int:
     """The index where the cumulative mass passes `point` of the total; never one of zero probability."""
     mass = probabilities.cumsum(-1)
     index = int(torch.searchsorted(mass, point * float(mass[-1]), right=True))

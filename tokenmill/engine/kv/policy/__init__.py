@@ -8,5 +8,6 @@ POLICIES = Registry(
     "KV eviction policy",
     {
         "lru": "tokenmill.engine.kv.policy.lru:LeastRecentlyUsed",
+        "lfu": "tokenmill.engine.kv.policy.lfu:LeastFrequentlyUsed",
     },
 )

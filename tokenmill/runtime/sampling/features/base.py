@@ -9,6 +9,7 @@ A feature is asked only about the rows whose request uses it. It knows nothing o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -23,6 +24,10 @@ class LogitFeature(ABC):
     @abstractmethod
     def edit(self, logits: Tensor, request: Request) -> None:
         """Change one request's row [vocab] in place."""
+
+    def allowed(self, _request: Request, token_ids: Sequence[int]) -> int:
+        """How many of these tokens, one after the other, this feature would not make impossible."""
+        return len(token_ids)
 
 
 @dataclass(slots=True)

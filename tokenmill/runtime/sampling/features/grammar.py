@@ -7,6 +7,7 @@ a limit), every logit is -inf and the sampler ends the request.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -32,12 +33,19 @@ class Grammar(LogitFeature):
     def active(self, params: SamplingParams) -> bool:
         return params.structured is not None
 
-    def edit(self, logits: Tensor, request: Request) -> None:
+    def allowed(self, request: Request, token_ids: Sequence[int]) -> int:
+        return self._followed(request).valid(token_ids)
+
+    def _followed(self, request: Request) -> _Progress:
         assert request.grammar is not None, "a structured request reached the sampler without its grammar"
         progress = self._progress.get(request)
-        if progress is None or progress.num_taken > request.num_output_tokens:
+        if progress is None or not progress.go_back(request.num_output_tokens):
             progress = self._progress[request] = _Progress(request.grammar)
         progress.follow(request.token_ids, len(request.prompt_ids))
+        return progress
+
+    def edit(self, logits: Tensor, request: Request) -> None:
+        progress = self._followed(request)
         banned = progress.banned(logits.numel())
         _ban(logits, banned)
         if banned.all():
@@ -56,11 +64,29 @@ class _Progress:
         self._vocab_size = grammar.vocab_size
         self.num_taken = 0
 
+    def go_back(self, count: int) -> bool:
+        """Forget tokens beyond the first `count`: they were only drafted. False: not possible, start over."""
+        extra = self.num_taken - count
+        if extra <= 0:
+            return True
+        if self._matcher.is_error() or not self._matcher.rollback(extra):
+            return False
+        self.num_taken = count
+        return True
+
     def follow(self, token_ids: list[int], num_prompt: int) -> None:
         """Take in the output since the last time."""
         for token_id in token_ids[num_prompt + self.num_taken :]:
             self._matcher.consume_token(token_id)
             self.num_taken += 1
+
+    def valid(self, token_ids: Sequence[int]) -> int:
+        """How many of these tokens the grammar can take next, one after the other. Takes none of them."""
+        if self._matcher.is_error() or self._matcher.is_stopped():
+            return 0
+        known = next((n for n, each in enumerate(token_ids) if each >= self._vocab_size), len(token_ids))
+        count: int = self._matcher.validate_tokens(list(token_ids[:known]))
+        return max(0, count)
 
     def banned(self, num_logits: int) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
         """[num_logits]: what must not come next."""

@@ -1,0 +1,70 @@
+"""The pages of one request, and what must be true of them. Owned by the KV manager; nobody else sees a holding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tokenmill.engine.kv.pages import PagePool
+from tokenmill.engine.kv.prefix_tree import NO_PAGE, PrefixNode, PrefixTree
+from tokenmill.hardware.kv_layout import KVLayout
+from tokenmill.types import Request
+
+
+@dataclass(slots=True, eq=False)
+class Holding:
+    """All tables have the same length; entries before `first_live` are NO_PAGE.
+
+    A budget takes entries out of the middle: the entry of a position is then (position - num_dropped) // page_size,
+    for all positions that are still written. From the first time on the request is at the root of the tree: it no
+    longer holds the ancestors of what it holds, and enters nothing.
+    """
+
+    tables: tuple[list[int], ...]
+    first_live: list[int]
+    capacity: int  # tokens that the tables have slots for, dropped ones included
+    committed: int  # leading pages that are in the tree
+    cursor: PrefixNode  # tree node of the last committed page
+    shared: bool = False  # forked and not written since: pages from the next written one on may have other holders
+    num_dropped: int = 0  # tokens whose pages a budget took
+
+    def drop(self, entries: list[int], page_size: int) -> list[int]:
+        """Take full entries (ascending) out of all tables; the pages that were there, last first."""
+        pages = []
+        for index in reversed(entries):
+            for group, table in enumerate(self.tables):
+                page = table.pop(index)
+                if page >= 0:
+                    pages.append(page)
+                self.first_live[group] -= index < self.first_live[group]
+        self.num_dropped += len(entries) * page_size
+        return pages
+
+
+def check_holding(request: Request, holding: Holding, layout: KVLayout, tree: PrefixTree, pool: PagePool) -> None:
+    """Raise AssertionError if a holding is not as it should be."""
+    size, dropped = layout.page_size, holding.num_dropped
+    assert {len(table) * size + dropped for table in holding.tables} == {holding.capacity}, "tables of unequal length"
+    assert request.num_computed <= holding.capacity, "computed tokens without slots"
+    for group, table in enumerate(holding.tables):
+        first = holding.first_live[group]
+        live = layout.first_live_page(layout.groups[group], request.num_computed)
+        assert first <= max(0, live - dropped // size), "a page in the window was let go of"
+        assert all(page == NO_PAGE for page in table[:first]), "a page before the window is held"
+        assert all(0 <= page < pool.num_pages for page in table[first:]), "a page in the window is missing"
+        for page in table[(request.num_computed - dropped) // size :]:
+            own = page < 0 or (pool.refs[page] == 1 and page not in tree.owner)
+            assert own or holding.shared, "a page to be written is not private"
+    if dropped:
+        assert holding.cursor is tree.root, "a request that lost pages is still in the tree"
+    _check_path(request, holding, tree, size)
+
+
+def _check_path(request: Request, holding: Holding, tree: PrefixTree, size: int) -> None:
+    node = holding.cursor
+    for index in range(holding.committed - 1, -1, -1):
+        assert node.key == tuple(request.token_ids[index * size : (index + 1) * size]), "tree path of other tokens"
+        for table, page in zip(holding.tables, node.pages, strict=True):
+            assert table[index] in (NO_PAGE, page), "a committed page is not the tree's"
+        assert node.parent is not None
+        node = node.parent
+    assert node is tree.root

@@ -1,0 +1,201 @@
+"""Brings the prefix pages of a waiting request back from the tiers into the prefix tree, where it then finds them.
+
+At admission: which pages would lengthen the match, which tier has them, are they worth it; they are fetched beside the
+loop while others compute, then copied into pages of the pool as if somebody had computed and let go of them. The KV
+manager owns it and calls it from the engine thread; only `_Wish` is also read by the loading thread, and never changes.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from tokenmill.engine.kv.pages import PagePool
+from tokenmill.engine.kv.prefix_tree import NO_PAGE, UNBOUNDED, PrefixNode, PrefixTree, child_name
+from tokenmill.engine.kv.tier.costs import IMPORT
+from tokenmill.engine.kv.tier.stack import Load, TierStack
+from tokenmill.types import Request
+
+
+@dataclass(slots=True)
+class Restored:
+    """What became of a request's wish: why it got no more (empty if it got all there was), and what it got."""
+
+    reason: str = ""
+    num_tokens: int = 0
+    tier: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Wish:
+    """The pages of a prefix by depth (from 1) and group: their keys, and which the tree had when it was made."""
+
+    keys: list[list[bytes]]  # [depth - 1][group]
+    present: list[list[bool]]
+    spans: list[int]
+    page_size: int
+
+    def missing(self, depth: int) -> list[bytes]:
+        """Keys of the pages that a match of this depth needs and the tree lacks, from the root on."""
+        return [
+            self.keys[place][group]
+            for place in range(depth)
+            for group, span in enumerate(self.spans)
+            if place >= depth - span and not self.present[place][group]
+        ]
+
+    def lacking(self, place: int | None = None) -> list[bytes]:
+        """Keys of all pages that the tree lacks, or of those at one place."""
+        places = range(len(self.keys)) if place is None else (place,)
+        return [
+            key for each in places for key, there in zip(self.keys[each], self.present[each], strict=True) if not there
+        ]
+
+    def depth(self, found: set[bytes]) -> int:
+        """The deepest match that the tree and the found pages allow."""
+        runs = [0] * len(self.spans)
+        best = 0
+        for place, keys in enumerate(self.keys):
+            usable = True
+            for group, key in enumerate(keys):
+                there = self.present[place][group] or key in found
+                runs[group] = runs[group] + 1 if there else 0
+                usable = usable and runs[group] >= min(place + 1, self.spans[group])
+            if usable:
+                best = place + 1
+        return best
+
+    def choose(self, found: set[bytes]) -> list[bytes]:
+        return self.missing(self.depth(found))
+
+    def num_saved(self, chosen: list[bytes]) -> int:
+        return (self.depth(set(chosen)) - self.depth(set())) * self.page_size
+
+
+class Restorer:
+    def __init__(self, tree: PrefixTree, pool: PagePool, tiers: TierStack) -> None:
+        self._tree = tree
+        self._pool = pool
+        self._tiers = tiers
+        self._waiting: dict[Request, tuple[_Wish, Load]] = {}
+        self._restored: dict[Request, Restored] = {}  # until admission
+
+    def ready(self, request: Request, max_pages: int, num_reserved: int, wait: float) -> bool:
+        """Whether all pages that are worth waiting for are in the tree. Waits for at most so many seconds.
+
+        `num_reserved`: pages to leave for those who run.
+        """
+        if request in self._restored:
+            return True
+        if request not in self._waiting:
+            wish = self._wish(request.token_ids, max_pages)
+            load = Load([], wish.choose, wish.num_saved)
+            if not self._start(wish, load):
+                self._restored[request] = Restored(load.verdict)
+                return True
+            self._waiting[request] = (wish, load)
+        wish, load = self._waiting[request]
+        if not load.wait(wait):
+            return False
+        del self._waiting[request]
+        self._restored[request] = self._take(request.token_ids, wish, load, num_reserved)
+        return True
+
+    def settle(self, request: Request) -> Restored:
+        """The request is admitted: what it got."""
+        return self._restored.pop(request, Restored())
+
+    def abandon(self, request: Request) -> None:
+        """The request is gone before it was admitted."""
+        self._restored.pop(request, None)
+        if request in self._waiting:
+            self._waiting.pop(request)[1].cancelled = True
+
+    # --- how ---
+
+    def _wish(self, token_ids: list[int], max_pages: int) -> _Wish:
+        size, groups = self._tree.page_size, range(len(self._tree.spans))
+        node: PrefixNode | None = self._tree.root
+        name = self._tree.root.name
+        keys, present = [], []
+        for place in range(max_pages):
+            tokens = tuple(token_ids[place * size : (place + 1) * size])
+            node = node.children.get(tokens) if node is not None else None
+            name = node.name if node is not None else child_name(name, tokens)
+            keys.append([self._tiers.key(name, group) for group in groups])
+            present.append([node is not None and node.pages[group] >= 0 for group in groups])
+        return _Wish(keys, present, self._tree.spans, size)
+
+    def _start(self, wish: _Wish, load: Load) -> bool:
+        """Ask for what would help. False: there is nothing."""
+        load.keys = wish.lacking() if self._tiers.has_remote else wish.choose(self._found_here(wish))
+        if load.keys:
+            self._tiers.start(load)
+        return bool(load.keys)
+
+    def _found_here(self, wish: _Wish) -> set[bytes]:
+        """What the tiers of this machine have of a wish, as far as there is no gap that ends every match."""
+        found: set[bytes] = set()
+        for place in range(len(wish.keys)):
+            lacking = wish.lacking(place)
+            found |= self._tiers.local(lacking)
+            if any(wish.spans[wish.keys[place].index(key)] == UNBOUNDED for key in lacking if key not in found):
+                break
+        return found
+
+    def _take(self, token_ids: list[int], wish: _Wish, load: Load, num_reserved: int) -> Restored:
+        """Put the loaded pages into the tree, as far as they and the pool reach."""
+        pages = {} if load.cancelled else load.pages
+        if not pages:
+            return Restored("tier_failed" if load.cancelled else load.verdict)
+        # The tree may have changed since: look again.
+        wish = self._wish(token_ids, len(wish.keys))
+        before, depth, reason = wish.depth(set()), wish.depth(set(pages)), load.verdict
+        while depth > before:
+            missing = wish.missing(depth)
+            excess = len(missing) + num_reserved - self._available(token_ids, depth)
+            if excess <= 0 and pages.keys() >= set(missing):
+                break
+            depth -= max(1, excess // len(wish.spans))
+            reason = reason or "no_room"
+        if depth <= before:
+            return Restored(reason)
+        self._insert(token_ids, wish, depth, load)
+        size = self._tree.page_size
+        slowest = {load.tiers[key] for key in wish.missing(depth)}
+        tier = next(tier.name for tier in reversed(self._tiers.tiers) if tier.name in slowest)
+        return Restored(reason, (depth - before) * size, tier)
+
+    def _available(self, token_ids: list[int], depth: int) -> int:
+        """Pages that can be had without those on the path itself."""
+        nodes = self._tree.match(token_ids, depth)
+        path = sum(page >= 0 and self._pool.refs[page] == 0 for node in nodes for page in node.pages)
+        return self._pool.available - path
+
+    def _insert(self, token_ids: list[int], wish: _Wish, depth: int, load: Load) -> None:
+        tree, pool, size = self._tree, self._pool, self._tree.page_size
+        nodes = []
+        node = tree.root
+        for place in range(depth):
+            node = tree.child(node, tuple(token_ids[place * size : (place + 1) * size]))
+            nodes.append(node)
+        node.cursors += 1  # nobody prunes the path
+        began, num_bytes = time.monotonic(), 0
+        needed = [(place, group) for place in range(depth) for group, span in enumerate(tree.spans)
+                  if place >= depth - span]  # fmt: skip
+        # What is there is held before anything is evicted for the rest.
+        for place, group in needed:
+            if wish.present[place][group]:
+                pool.take(nodes[place].pages[group])
+        for place, group in needed:
+            if not wish.present[place][group]:
+                page = pool.allocate()
+                data = load.pages[wish.keys[place][group]]
+                self._tiers.restore(page, data)
+                num_bytes += data.nbytes
+                assert nodes[place].pages[group] == NO_PAGE
+                tree.attach(nodes[place], group, page)
+        self._tiers.costs.record_load(IMPORT, num_bytes, time.monotonic() - began)
+        node.cursors -= 1
+        for place, group in reversed(needed):  # the end of a prefix is evicted before its beginning
+            pool.drop(nodes[place].pages[group])

@@ -1,0 +1,62 @@
+"""The contract of a tier: keeps pages by key, gives them back whole or not at all.
+
+A key names a page's content for good (model, KV dtype, layout, all tokens up to the page, KV group), so an entry is
+never overwritten and never stale. Tiers know bytes, not tensors or requests. `has` and `holds` are asked by the engine
+thread, `get` by the loading thread, `put` by the writing thread: a tier guards its own state.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(slots=True)
+class TierStats:
+    """Counters of one tier since the engine started; entries and bytes are what it holds now."""
+
+    entries: int = 0
+    bytes: int = 0
+    hits: int = 0  # pages that came back
+    misses: int = 0  # pages that were expected and did not
+    read_bytes: int = 0
+    written_bytes: int = 0
+    corrupt: int = 0  # entries whose checksum was wrong; deleted, never used
+    foreign: int = 0  # entries of another model, KV dtype, layout or revision; never used
+    failures: int = 0  # operations that the operating system or the network refused
+
+
+class PageTier(ABC):
+    name: str
+    remote: bool = False  # `has` needs a round trip: only the loading thread asks
+
+    def __init__(self) -> None:
+        self.stats = TierStats()
+
+    @abstractmethod
+    def holds(self, key: bytes) -> bool:
+        """Whether writing the page again would be in vain, as far as can be told without waiting."""
+
+    @abstractmethod
+    def has(self, keys: list[bytes]) -> list[bool]:
+        """Which of these pages could be asked for."""
+
+    @abstractmethod
+    def get(self, key: bytes) -> memoryview | None:
+        """The page as writable bytes, verified; None if it is not there or not right."""
+
+    @abstractmethod
+    def put(self, key: bytes, data: memoryview) -> None:
+        """Keep a page. What goes wrong is counted and logged, not raised: the page can be computed again."""
+
+    def close(self) -> None:  # noqa: B027
+        """Let go of connections and the like."""
+
+
+class PageAccess(Protocol):
+    """What the tiers need of a KV store."""
+
+    def export_page(self, page: int) -> memoryview: ...
+
+    def import_page(self, page: int, data: memoryview) -> None: ...

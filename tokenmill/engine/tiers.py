@@ -1,0 +1,65 @@
+"""Makes the KV tiers that a configuration names, under a name that no other model, KV dtype or layout shares.
+
+Called once, when an engine is built. What cannot be used is refused here, before any request comes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from pathlib import Path
+
+from tokenmill.checkpoint.identity import model_hash
+from tokenmill.config import EngineConfig
+from tokenmill.engine.kv.tier.base import PageTier
+from tokenmill.engine.kv.tier.disk import DiskTier
+from tokenmill.engine.kv.tier.host import HostTier
+from tokenmill.engine.kv.tier.redis import RedisTier
+from tokenmill.engine.kv.tier.resp import RedisAddress
+from tokenmill.engine.kv.tier.stack import TierStack
+from tokenmill.errors import UserError
+from tokenmill.log import get_logger
+from tokenmill.runtime.build import Runtime
+
+_log = get_logger(__name__)
+_VERSION = 1  # of how pages are computed and laid out: raise it when either changes
+
+
+def build_tiers(config: EngineConfig, path: Path, runtime: Runtime) -> TierStack | None:
+    if not (config.kv_host_memory or config.kv_disk or config.kv_redis):
+        return None
+    if not config.prefix_caching:
+        raise UserError("KV tiers keep pages of the prefix cache, which is off", "leave --no-prefix-caching out")
+    store = runtime.store
+    page_bytes = len(store.export_page(0))
+    identity = page_identity(config, path, runtime, page_bytes)
+    tiers: list[PageTier] = []
+    if config.kv_host_memory:
+        tiers.append(HostTier(config.kv_host_memory))
+    if config.kv_disk:
+        tiers.append(DiskTier(Path(config.kv_disk).expanduser(), config.kv_disk_size, identity, page_bytes))
+    if config.kv_redis:
+        tiers.append(RedisTier(config.kv_redis, identity))
+    _log.info("KV tiers: %s; pages of %.1f KiB", ", ".join(tier.name for tier in tiers), page_bytes / 1024)
+    return TierStack(tiers, store, identity, page_bytes)
+
+
+def shown_address(redis: str) -> str:
+    """The address without user and password, for settings that get printed."""
+    return f"redis://{RedisAddress.parse(redis)}" if redis else ""
+
+
+def page_identity(config: EngineConfig, path: Path, runtime: Runtime, page_bytes: int) -> bytes:
+    """16 bytes that are the same exactly where a page of the same tokens has the same content."""
+    weights = f"dummy of {model_hash(path)}" if config.load_format == "dummy" else model_hash(path)
+    parts = (
+        _VERSION,
+        weights,
+        config.quantization,
+        runtime.store.name,
+        page_bytes,
+        config.kv_native_layers,
+        runtime.layout,
+        sys.byteorder,
+    )
+    return hashlib.sha256("\n".join(map(repr, parts)).encode()).digest()[:16]

@@ -1,0 +1,106 @@
+"""From what the user asked for to a store: which dtype, how many layers stay native, how large a page is in tokens.
+
+The bytes that the memory model counts and the store that is then built come from one `StoreChoice`. Called by the
+construction of the runtime and by `inspect`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tokenmill.errors import UserError
+from tokenmill.hardware.kv_layout import KVLayout
+from tokenmill.model.attention import choose_attention
+from tokenmill.model.kvstore import KV_STORES
+from tokenmill.model.kvstore.base import KVStore
+from tokenmill.model.kvstore.edges import EdgeStore, native_slots, split_layout
+
+
+@dataclass(frozen=True, slots=True)
+class StoreChoice:
+    dtype: str  # of KV_STORES
+    native: str  # of the edge layers
+    edge_layers: int
+
+    @property
+    def _store(self) -> Any:
+        return KV_STORES.get(self.dtype)
+
+    @property
+    def name(self) -> str:
+        name: str = self._store.name
+        return name
+
+    def page_size(self, wanted: int, default: int) -> int:
+        """Tokens of a page: as wanted; where that is only the default, what the store needs."""
+        multiple: int = self._store.page_multiple
+        if wanted % multiple == 0:
+            return wanted
+        if wanted == default:
+            return multiple
+        raise UserError(f"KV dtype {self.dtype} needs pages of {multiple} tokens", f"use --page-size {multiple}")
+
+    def page_bytes(self, layout: KVLayout) -> int:
+        if not self.edge_layers:
+            size: int = self._store.page_bytes(layout)
+            return size
+        native, coded = split_layout(layout, self.edge_layers)
+        total: int = KV_STORES.get(self.native).page_bytes(native) + self._store.page_bytes(coded)
+        return total
+
+    def fixed_bytes(self, layout: KVLayout, sequences: int) -> int:
+        coded = split_layout(layout, self.edge_layers)[1] if self.edge_layers else layout
+        size: int = self._store.fixed_bytes(coded, sequences)
+        return size
+
+    def build(self, layout: KVLayout, num_pages: int, where: torch.device, kernels: str, sequences: int) -> KVStore:
+        if not self.edge_layers:
+            whole: KVStore = self._store(layout, num_pages, where, kernels, sequences)
+            return whole
+        native, coded = split_layout(layout, self.edge_layers)
+        return EdgeStore(
+            layout,
+            self.edge_layers,
+            KV_STORES.get(self.native)(native, num_pages, where, kernels, sequences),
+            self._store(coded, num_pages, where, kernels, sequences),
+        )
+
+
+def choose_store(dtype: str, edge_layers: int, num_layers: int, where: torch.device) -> StoreChoice:
+    """`dtype`: a name or "auto". `edge_layers`: -1 leaves it to the store."""
+    on_gpu = where.type == "cuda"
+    if dtype == "auto":
+        dtype = "bfloat16" if on_gpu else "float32"
+    store = KV_STORES.get(dtype)
+    if on_gpu and not store.on_gpu:
+        able = [name for name in KV_STORES if KV_STORES.get(name).on_gpu]
+        raise UserError(f"KV pages of type {dtype} are read on the CPU only", f"on a GPU use one of {', '.join(able)}")
+    if not store.is_coded:
+        edge_layers = 0
+    elif edge_layers < 0:
+        edge_layers = store.edge_layers if 2 * store.edge_layers < num_layers else 0
+    if 2 * edge_layers >= num_layers > 0 and edge_layers:
+        raise UserError(
+            f"{edge_layers} native layers at either end of {num_layers} leave none to quantize",
+            "lower --kv-native-layers, or use --kv-cache-dtype float16",
+        )
+    return StoreChoice(dtype, "bfloat16" if on_gpu else "float16", edge_layers)
+
+
+def reading_path(store: KVStore) -> str:
+    """In words: what attention does with the pages of this store."""
+    if not store.is_coded:
+        return "plain floats"
+    backend = choose_attention(store)
+    if backend.name == "coded":
+        return "C++ expands the rows it attends to"
+    return "torch expands the attended pages before attention"
+
+
+def native_layer_count(layout: KVLayout, edge_layers: int) -> int:
+    """Layers that really stay native: a slot is shared by the groups."""
+    slots = native_slots(layout, edge_layers) if edge_layers else ()
+    return sum(layout.place(layer)[1] in slots for group in layout.groups for layer in group.layers)

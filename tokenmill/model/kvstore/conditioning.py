@@ -1,0 +1,41 @@
+"""What a store may know of a layer's keys and queries to round keys well: centers, scales, how queries weigh errors.
+
+Rows hold (key - center) * scale, rotated. A center moves all scores of a query alike, which softmax does not see;
+queries are divided by the scale. Rounding one coordinate after the other, the error so far is made up for by those to
+come, as far as queries cannot tell them apart (LDLQ): what is minimized is the error of scores, not of keys. Reading a
+row needs nothing of this but the scale. Measured by runtime/key_conditioning.py, applied by the row formats.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tokenmill.model.kvstore.rotation import Rotation
+
+_RIDGE = 0.03  # of the mean energy: what was measured on few tokens is not the last word
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeyConditioning:
+    """Of one layer."""
+
+    center: Tensor  # float32 [kv_heads, head_dim]
+    scale: Tensor  # float32 [kv_heads, head_dim]
+    query_moment: Tensor  # float64 [kv_heads, head_dim, head_dim]: E[q q^T]
+
+    def feedback(self, rotation: Rotation) -> Tensor:
+        """float32 [kv_heads, head_dim, head_dim], strictly lower: coordinate i should be rounded from y_i less the sum
+        of feedback[i, j] * error_j over j < i.
+
+        With E[q q^T] = M^T D M, M unit lower triangular, the error of scores is sum_i D_i (error_i + (M error)_i)^2."""
+        inverse = 1 / self.scale.double()
+        moment = self.query_moment * inverse[:, :, None] * inverse[:, None, :]
+        moment = rotation.turn(rotation.turn(moment).transpose(1, 2))  # in the coordinates that are rounded
+        energy = moment.diagonal(dim1=1, dim2=2).mean(1).clamp(min=1e-12)
+        moment = moment + _RIDGE * energy[:, None, None] * torch.eye(moment.shape[1], dtype=moment.dtype)
+        upper = torch.linalg.cholesky(moment.flip(1, 2)).flip(1, 2)
+        lower = (upper / upper.diagonal(dim1=1, dim2=2)[:, None]).transpose(1, 2)
+        return lower.tril(-1).float().contiguous()

@@ -1,0 +1,111 @@
+"""A store whose first and last layers are held natively (16-bit floats) and the others in a coded store.
+
+Quantizing hurts most where the model begins and ends. A layer slot is native when any layer that lies in it is one of
+those: with one group of layers that is exactly the layers asked for; with sliding layers, groups share slots, and
+more layers than asked for stay native. Composes two stores; knows nothing of their formats.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from tokenmill.hardware.kv_layout import KVLayout
+from tokenmill.kernels.cpu_pages import CpuPages
+from tokenmill.model.kvstore.base import KVStore
+from tokenmill.model.kvstore.conditioning import KeyConditioning
+from tokenmill.types import Batch
+
+
+def native_slots(layout: KVLayout, edge_layers: int) -> tuple[int, ...]:
+    """Layer slots that hold one of the first or last `edge_layers` layers of the model."""
+    num_layers = 1 + max(layer for group in layout.groups for layer in group.layers)
+    edges = [layer for layer in range(num_layers) if layer < edge_layers or layer >= num_layers - edge_layers]
+    return tuple(sorted({layout.place(layer)[1] for layer in edges}))
+
+
+def split_layout(layout: KVLayout, edge_layers: int) -> tuple[KVLayout, KVLayout]:
+    """The layouts of the native and of the coded slots. Only their sizes are used."""
+    native = len(native_slots(layout, edge_layers))
+    return replace(layout, layers_per_page=native), replace(layout, layers_per_page=layout.layers_per_page - native)
+
+
+class EdgeStore(KVStore):
+    is_coded = True
+
+    def __init__(self, layout: KVLayout, edge_layers: int, native: KVStore, coded: KVStore) -> None:
+        """`native` and `coded` hold the layouts of `split_layout`, as many pages each."""
+        super().__init__(layout, coded.num_pages, coded.where)
+        self.name = coded.name
+        self._stores = (native, coded)
+        natives = native_slots(layout, edge_layers)
+        others = [slot for slot in range(layout.layers_per_page) if slot not in natives]
+        self._places: dict[int, tuple[KVStore, int]] = {slot: (native, at) for at, slot in enumerate(natives)}
+        self._places |= {slot: (coded, at) for at, slot in enumerate(others)}
+
+    @classmethod
+    def page_bytes(cls, layout: KVLayout) -> int:
+        raise NotImplementedError("depends on the two stores: see StoreChoice.page_bytes")
+
+    def prepare(self, batch: Batch) -> None:
+        for store in self._stores:
+            store.prepare(batch)
+
+    @property
+    def conditions_keys(self) -> bool:
+        return self._stores[1].conditions_keys
+
+    def condition_keys(self, slot: int, conditioning: KeyConditioning) -> None:
+        store, at = self._places[slot]
+        if store.conditions_keys:
+            store.condition_keys(at, conditioning)
+
+    def write(self, slot: int, token_slots: Tensor, k: Tensor, v: Tensor) -> None:
+        store, at = self._places[slot]
+        store.write(at, token_slots, k, v)
+
+    def pages(self, slot: int) -> tuple[Tensor, Tensor]:
+        store, at = self._places[slot]
+        return store.pages(at)
+
+    def read(self, slot: int, pages: Tensor) -> tuple[Tensor, Tensor]:
+        store, at = self._places[slot]
+        return store.read(at, pages)
+
+    def stored(self, slot: int) -> tuple[Tensor, Tensor]:
+        store, at = self._places[slot]
+        return store.stored(at)
+
+    def scales(self, slot: int) -> tuple[Tensor, Tensor] | None:
+        store, at = self._places[slot]
+        return store.scales(at)
+
+    def kernel_pages(self, slot: int) -> CpuPages | None:
+        store, at = self._places[slot]
+        return store.kernel_pages(at)
+
+    def meaning(self) -> str:
+        slots = [slot for slot, (store, _) in self._places.items() if store is self._stores[0]]
+        return f"{self._stores[1].meaning()}-{self._stores[0].meaning()}-{slots}"
+
+    def page_tensors(self) -> list[Tensor]:
+        return [tensor for store in self._stores for tensor in store.page_tensors()]
+
+    def export_page(self, page: int) -> memoryview:
+        return memoryview(bytearray().join(store.export_page(page) for store in self._stores))
+
+    def import_page(self, page: int, data: memoryview) -> None:
+        begin = 0
+        for store in self._stores:
+            size = sum(tensor[:, page].numel() * tensor.element_size() for tensor in store.page_tensors())
+            store.import_page(page, data[begin : begin + size])
+            begin += size
+
+    def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
+        for store in self._stores:
+            store.copy_pages(pairs)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(store.nbytes for store in self._stores)

@@ -1,0 +1,219 @@
+"""KIVI: keys in 2 or 4 bits per channel over groups of 32 tokens, values per token over groups of 32 channels.
+
+The last 128 tokens of a sequence, and what else lies in their pages, are in half precision: a page that is written has
+a place among the recent pages and is rounded when the sequence has moved on (`prepare`). Pages hold a multiple of 32
+tokens. torch expands the pages before attention. Neither sequences nor their ends are known here: a place that is short
+goes to whoever needs it, and the page used longest ago is rounded early.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from math import gcd
+
+import torch
+from torch import Tensor
+
+from tokenmill.hardware.kv_layout import KVLayout
+from tokenmill.model.kvstore.base import KVStore
+from tokenmill.model.kvstore.grouped_codes import (
+    decode_over_channels,
+    decode_over_rows,
+    encode_over_channels,
+    encode_over_rows,
+)
+from tokenmill.types import Batch
+
+GROUP = 32  # tokens of a channel, channels of a token
+RECENT = 128  # tokens in half precision
+_SIDES = (0, 1)  # keys, values
+
+
+class _KiviStore(KVStore):
+    is_coded = True
+    page_multiple = GROUP
+    bits: int
+
+    def __init__(
+        self, layout: KVLayout, num_pages: int, where: torch.device, kernels: str = "", sequences: int = 1
+    ) -> None:
+        super().__init__(layout, num_pages, where, kernels, sequences)
+        slots, heads, size, dim = layout.layers_per_page, layout.num_kv_heads, layout.page_size, layout.head_dim
+        rows, runs = size // GROUP, dim // gcd(GROUP, dim)
+        self._codes = [
+            torch.empty(slots, num_pages, heads, size, dim * self.bits // 8, dtype=torch.uint8, device=where)
+            for _ in _SIDES
+        ]
+        # Step and least value: of keys per (group of tokens, channel), of values per (token, run of channels).
+        shapes = ((rows, 2, dim), (size, runs, 2))
+        self._numbers = [
+            torch.empty(slots, num_pages, heads, *shape, dtype=torch.float16, device=where) for shape in shapes
+        ]
+        places = self._num_places(layout, sequences)
+        self._recent = [torch.empty(slots, places, heads, size, dim, dtype=torch.float16, device=where) for _ in _SIDES]
+        self._place_of: OrderedDict[int, int] = OrderedDict()  # page -> place, the one used longest ago first
+        self._places = torch.full((num_pages,), -1, device=where)  # the same as a tensor
+        self._free = list(range(places))
+        self._leaving: list[int] = []  # pages that are recent for this step only
+        self._filled = torch.zeros(slots, num_pages, dtype=torch.int64, device=where)  # rows that were ever written
+
+    @staticmethod
+    def _num_places(layout: KVLayout, sequences: int) -> int:
+        """Recent pages of every sequence and group: those of the window, one begun before it, one that leaves it."""
+        return sequences * len(layout.groups) * (RECENT // layout.page_size + 3)
+
+    @classmethod
+    def page_bytes(cls, layout: KVLayout) -> int:
+        size, dim = layout.page_size, layout.head_dim
+        keys = size * dim * cls.bits // 8 + size // GROUP * dim * 4
+        values = size * (dim * cls.bits // 8 + dim // gcd(GROUP, dim) * 4)
+        return layout.layers_per_page * layout.num_kv_heads * (keys + values)
+
+    @classmethod
+    def fixed_bytes(cls, layout: KVLayout, sequences: int) -> int:
+        return cls._num_places(layout, sequences) * layout.values_per_page * 2
+
+    def prepare(self, batch: Batch) -> None:
+        """Give places to pages that this step writes and that stay recent; round those that no longer are."""
+        self._round_pages([page for page in self._leaving if page in self._place_of])
+        self._leaving = []
+        size = self.layout.page_size
+        lengths, starts = batch.seq_lens.tolist(), batch.query_starts.tolist()
+        recent: dict[int, None] = {}
+        passed: dict[int, None] = {}
+        for table in batch.block_tables:
+            for row, length, begin, end in zip(table.tolist(), lengths, starts, starts[1:], strict=False):
+                before = length - (end - begin)
+                first, last = max(0, length - RECENT) // size, (length - 1) // size
+                recent |= dict.fromkeys(row[first : last + 1])
+                passed |= dict.fromkeys(row[max(0, before - RECENT) // size : first])
+        written = {int(slot) // size for slots in batch.slots for slot in slots.tolist()}
+        for page in recent:
+            if page >= 0 and (page in written or page in self._place_of):
+                self._take_place(page)
+        leaving = [page for page in passed if page in self._place_of and page not in recent]
+        self._leaving = [page for page in leaving if page in written]  # its last rows come in this step
+        self._round_pages([page for page in leaving if page not in written])
+
+    def write(self, slot: int, token_slots: Tensor, k: Tensor, v: Tensor) -> None:
+        size = self.layout.page_size
+        page, offset = token_slots // size, token_slots % size
+        place = self._places[page]
+        recent = place >= 0
+        for side, rows in zip(_SIDES, (k, v), strict=True):
+            heads = rows.half().view(rows.shape[0], self.layout.num_kv_heads, -1)
+            self._recent[side][slot, place[recent], :, offset[recent]] = heads[recent]
+            if not bool(recent.all()):  # through half precision all the same: codes do not depend on the steps
+                self._write_coded(slot, side, page[~recent], offset[~recent], heads[~recent].float())
+        begun = page[offset == 0]
+        self._filled[slot, begun] = 0
+        self._filled[slot].scatter_reduce_(0, page, offset + 1, "amax")
+
+    def read(self, slot: int, pages: Tensor) -> tuple[Tensor, Tensor]:
+        place = self._places[pages]
+        recent = place >= 0
+        k, v = (self._decode(slot, side, pages) for side in _SIDES)
+        k[recent], v[recent] = (self._recent[side][slot, place[recent]].float() for side in _SIDES)
+        return k, v
+
+    def pages(self, slot: int) -> tuple[Tensor, Tensor]:
+        return self.read(slot, torch.arange(self.num_pages, device=self.where))
+
+    def page_tensors(self) -> list[Tensor]:
+        return [*self._codes, *self._numbers]
+
+    def export_page(self, page: int) -> memoryview:
+        self._round_pages([page] if page in self._place_of else [])
+        return super().export_page(page)
+
+    def import_page(self, page: int, data: memoryview) -> None:
+        self._drop_place(page)
+        super().import_page(page, data)
+        self._filled[:, page] = self.layout.page_size
+
+    def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
+        for source, destination in pairs:
+            self._drop_place(destination)
+            for tensor in self.page_tensors():
+                tensor[:, destination] = tensor[:, source]
+            self._filled[:, destination] = self._filled[:, source]
+            if source in self._place_of:
+                self._take_place(destination)
+                for tensor in self._recent:
+                    tensor[:, self._place_of[destination]] = tensor[:, self._place_of[source]]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (*self.page_tensors(), *self._recent))
+
+    def _take_place(self, page: int) -> None:
+        if page in self._place_of:
+            self._place_of.move_to_end(page)
+            return
+        if not self._free:
+            self._round_pages([next(iter(self._place_of))])
+        place = self._free.pop()
+        self._place_of[page] = place
+        self._places[page] = place
+        if bool((self._filled[:, page] > 0).any()):  # begun earlier and rounded since
+            for slot in range(self.layout.layers_per_page):
+                for side in _SIDES:
+                    self._recent[side][slot, place] = self._decode(slot, side, torch.tensor([page]))[0].half()
+
+    def _drop_place(self, page: int) -> None:
+        place = self._place_of.pop(page, None)
+        if place is not None:
+            self._places[page] = -1
+            self._free.append(place)
+
+    def _round_pages(self, pages: list[int]) -> None:
+        """From half precision to codes, all layers."""
+        for page in pages:
+            place = self._place_of[page]
+            for slot in range(self.layout.layers_per_page):
+                for side in _SIDES:
+                    values = self._recent[side][slot, place].float()
+                    filled = int(self._filled[slot, page])
+                    if 0 < filled < self.layout.page_size:  # rows never written must not widen the range
+                        values[:, filled:] = values[:, filled - 1 : filled]
+                    self._encode(slot, side, torch.tensor([page]), values[None])
+            self._drop_place(page)
+
+    def _write_coded(self, slot: int, side: int, page: Tensor, offset: Tensor, heads: Tensor) -> None:
+        """Rows that are not recent: with what their pages hold already, encoded anew."""
+        pages, at = torch.unique(page, return_inverse=True)
+        count = torch.zeros_like(pages).index_add_(0, at, torch.ones_like(at))
+        values = self._decode(slot, side, pages)
+        known = self._filled[slot, pages].clone()
+        known[at[offset == 0]] = 0
+        values[at, :, offset] = heads
+        for number in torch.nonzero(count < self.layout.page_size).flatten().tolist():  # seldom: a page in two parts
+            mine = offset[at == number]
+            valid = torch.arange(self.layout.page_size, device=self.where) < known[number]
+            valid[mine] = True
+            values[number][:, ~valid] = values[number][:, mine[:1]]
+        self._encode(slot, side, pages, values)
+
+    def _encode(self, slot: int, side: int, pages: Tensor, values: Tensor) -> None:
+        """values [n, heads, page_size, head_dim]"""
+        if side == 0:
+            codes, numbers = encode_over_rows(values.unflatten(2, (-1, GROUP)), self.bits)
+            codes = codes.flatten(2, 3)
+        else:
+            codes, numbers = encode_over_channels(values, gcd(GROUP, self.layout.head_dim), self.bits)
+        self._codes[side][slot, pages] = codes
+        self._numbers[side][slot, pages] = numbers
+
+    def _decode(self, slot: int, side: int, pages: Tensor) -> Tensor:
+        codes, numbers = self._codes[side][slot, pages], self._numbers[side][slot, pages]
+        if side == 1:
+            return decode_over_channels(codes, numbers, self.bits)
+        return decode_over_rows(codes.unflatten(2, (-1, GROUP)), numbers, self.bits).flatten(2, 3)
+
+
+class Kivi4Store(_KiviStore):
+    name, bits = "kivi4", 4
+
+
+class Kivi2Store(_KiviStore):
+    name, bits = "kivi2", 2

@@ -1,0 +1,205 @@
+"""Stores whose pages are rows of bytes: one row per token and KV head, of a format for keys and one for values.
+
+A `RowFormat` is the spec of its row in plain torch; where it also has a code of csrc/cpu/kv_rows.h, C++ writes and
+reads the pages, in eager steps and in the recorded program. A store subclass only names its two formats. Used by every
+quantized store but KIVI, whose keys are grouped over tokens.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from copy import copy
+from dataclasses import replace
+from hashlib import sha256
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from tokenmill.errors import UserError
+from tokenmill.hardware.kv_layout import KVLayout
+from tokenmill.kernels.base import select
+from tokenmill.kernels.cpu_pages import CpuPages, RowCode
+from tokenmill.model.kvstore.base import KVStore
+from tokenmill.model.kvstore.conditioning import KeyConditioning
+from tokenmill.model.kvstore.rotation import Rotation
+
+Rounder = Callable[[Tensor], tuple[Tensor, Tensor]]  # values [..., n] -> codes and what they stand for
+
+
+class RowFormat(ABC):
+    """How one token's key or value of one KV head becomes bytes."""
+
+    rotation: Rotation | None = None
+    conditioning: KeyConditioning | None = None
+    feedback: Tensor | None = None
+
+    def __init__(self, head_dim: int) -> None:
+        if head_dim % 8:
+            raise UserError(f"heads of {head_dim} values cannot be packed", "use --kv-cache-dtype float16")
+        self.head_dim = head_dim
+
+    @property
+    @abstractmethod
+    def row_bytes(self) -> int: ...
+
+    @abstractmethod
+    def to_rows(self, heads: Tensor) -> Tensor:
+        """float32 [T, kv_heads, head_dim], rotated -> uint8 [T, kv_heads, row_bytes]."""
+
+    @abstractmethod
+    def from_rows(self, rows: Tensor) -> Tensor:
+        """uint8 [pages, kv_heads, page_size, row_bytes] -> float32 [pages, kv_heads, page_size, head_dim], rotated."""
+
+    def code(self) -> RowCode | None:
+        """The same for C++, without rotation and conditioning; None where it has no such rows."""
+        return None
+
+    def constants(self) -> list[Tensor]:
+        """What rows are read with that is not the same in every process."""
+        return [] if self.conditioning is None else [self.conditioning.center, self.conditioning.scale]
+
+    def encode(self, heads: Tensor) -> Tensor:
+        if self.conditioning is not None:
+            heads = (heads - self.conditioning.center) * self.conditioning.scale
+        return self.to_rows(heads if self.rotation is None else self.rotation.turn(heads))
+
+    def decode(self, rows: Tensor) -> Tensor:
+        heads = self.from_rows(rows)
+        if self.rotation is not None:
+            heads = self.rotation.turn_back(heads)
+        if self.conditioning is not None:
+            heads = heads / self.conditioning.scale[:, None] + self.conditioning.center[:, None]
+        return heads
+
+    def conditioned(self, conditioning: KeyConditioning) -> Self:
+        """The same rows for the keys of one layer; rotated in any case."""
+        other = copy(self)
+        other.rotation = self.rotation or Rotation(self.head_dim)
+        other.conditioning = conditioning
+        other.feedback = conditioning.feedback(other.rotation)
+        return other
+
+    def round(self, heads: Tensor, rounder: Rounder) -> Tensor:
+        """Codes of all coordinates [T, kv_heads, head_dim]; with feedback one after the other."""
+        if self.feedback is None:
+            return rounder(heads)[0]
+        codes = []
+        targets = heads.clone()
+        for i in range(self.head_dim):
+            code, value = rounder(targets[..., i : i + 1])
+            codes.append(code)
+            targets -= (value - heads[..., i : i + 1]) * self.feedback[:, :, i]
+        return torch.cat(codes, -1)
+
+    def bound(self) -> Any:
+        """The C++ object of this format; None where there is none."""
+        code = self.code()
+        if code is None:
+            return None
+        known = self.conditioning
+        turn = None if self.rotation is None else self.rotation.code()
+        if known is not None:
+            code = replace(code, centers=known.center, scales=known.scale, feedback=self.feedback)
+        return replace(code, rotation=turn).bound()
+
+
+class RowStore(KVStore):
+    is_coded = True
+    conditioned: ClassVar[bool] = True  # keys may lie centered, scaled and rotated
+    joined: ClassVar[bool] = False  # key and value of a token side by side in one slot of even length
+
+    def __init__(
+        self, layout: KVLayout, num_pages: int, where: torch.device, kernels: str = "", sequences: int = 1
+    ) -> None:
+        super().__init__(layout, num_pages, where, kernels, sequences)
+        pair = self.formats(layout)
+        self._formats = [pair] * layout.layers_per_page
+        shape = (layout.layers_per_page, num_pages, layout.num_kv_heads, layout.page_size)
+        k_bytes, v_bytes = (each.row_bytes for each in pair)
+        # Not zeroed on purpose: the operating system hands out memory only for pages that are really written.
+        if self.joined:
+            slots = torch.empty(*shape, self._slot_bytes(layout), dtype=torch.uint8, device=where)
+            self._tensors = [slots]
+            self._k, self._v = slots[..., :k_bytes], slots[..., k_bytes : k_bytes + v_bytes]
+        else:
+            self._k = torch.empty(*shape, k_bytes, dtype=torch.uint8, device=where)
+            self._v = torch.empty(*shape, v_bytes, dtype=torch.uint8, device=where)
+            self._tensors = [self._k, self._v]
+        self._backend = select("attention", where, kernels).backend
+        self._pages: list[CpuPages | None] = [self._bind(slot) for slot in range(layout.layers_per_page)]
+
+    def use_formats(self, slot: int, k: RowFormat, v: RowFormat) -> None:
+        """Others of the same size for one layer slot, before anything is written."""
+        self._formats[slot] = (k, v)
+        self._pages[slot] = self._bind(slot)
+
+    def _bind(self, slot: int) -> CpuPages | None:
+        k, v = (each.bound() if self._backend == "cpu" else None for each in self._formats[slot])
+        return None if k is None or v is None else CpuPages(self._k[slot], self._v[slot], k, v)
+
+    def meaning(self) -> str:
+        digest = sha256()
+        for k, v in self._formats:
+            for row in (k, v):
+                for tensor in row.constants():
+                    digest.update(tensor.float().cpu().numpy().tobytes())
+        return f"{self.name}-{digest.hexdigest()[:16]}"
+
+    @property
+    def conditions_keys(self) -> bool:
+        # Layers of several groups share slots, and no one vector is the mean of all their keys.
+        # The GPU kernels read and write rows without all this.
+        return self.conditioned and len(self.layout.groups) == 1 and self._backend != "triton"
+
+    def condition_keys(self, slot: int, conditioning: KeyConditioning) -> None:
+        k, v = self._formats[slot]
+        self.use_formats(slot, k.conditioned(conditioning), v)
+
+    @classmethod
+    @abstractmethod
+    def formats(cls, layout: KVLayout) -> tuple[RowFormat, RowFormat]:
+        """Of keys and of values."""
+
+    @classmethod
+    def _slot_bytes(cls, layout: KVLayout) -> int:
+        total = sum(each.row_bytes for each in cls.formats(layout))
+        return total + total % 2 if cls.joined else total
+
+    @classmethod
+    def page_bytes(cls, layout: KVLayout) -> int:
+        return layout.layers_per_page * layout.page_size * layout.num_kv_heads * cls._slot_bytes(layout)
+
+    def write(self, slot: int, token_slots: Tensor, k: Tensor, v: Tensor) -> None:
+        pages = self._pages[slot]
+        if pages is not None:
+            pages.store(k, v, token_slots)
+            return
+        page, offset = token_slots // self.layout.page_size, token_slots % self.layout.page_size
+        for rows, tensor, form in zip((k, v), (self._k, self._v), self._formats[slot], strict=True):
+            heads = rows.float().view(rows.shape[0], self.layout.num_kv_heads, -1)
+            tensor[slot][page, :, offset] = form.encode(heads)
+
+    def read(self, slot: int, pages: Tensor) -> tuple[Tensor, Tensor]:
+        k_format, v_format = self._formats[slot]
+        return k_format.decode(self._k[slot][pages]), v_format.decode(self._v[slot][pages])
+
+    def pages(self, slot: int) -> tuple[Tensor, Tensor]:
+        return self.read(slot, torch.arange(self.num_pages, device=self.where))
+
+    def kernel_pages(self, slot: int) -> CpuPages | None:
+        return self._pages[slot]
+
+    def page_tensors(self) -> list[Tensor]:
+        return self._tensors
+
+    def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
+        # In order, one by one: a later pair may copy from an earlier destination.
+        for source, destination in pairs:
+            for tensor in self._tensors:
+                tensor[:, destination] = tensor[:, source]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.numel() for tensor in self._tensors)
