@@ -6,11 +6,12 @@ READY := $(VENV)/.ready
 NATIVE := CMakeLists.txt $(wildcard csrc/cpu/*.cpp csrc/cpu/*.h csrc/cpu/arch/*.cpp csrc/cpu/arch/*.h)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint unit format kernels clean
+.PHONY: help demo test lint unit sanitize format kernels clean
 
 help:
 	@echo "make demo     set everything up, then run a real model end to end"
 	@echo "make test     set everything up, then lint, types, import contracts and the whole test suite"
+	@echo "make sanitize run the C++ tests under the address, undefined-behaviour and thread sanitizers"
 	@echo "make kernels  rebuild the C++ kernels after a change in csrc/"
 	@echo "make format   format the Python code"
 
@@ -43,6 +44,22 @@ lint: $(READY)
 
 unit: $(READY)
 	$(BIN)/python -m pytest
+
+# Needs a compiler and cmake (this environment's, or the system's), not the package. One build for addresses and undefined
+# behaviour, of everything; one for data races, of the pool and its test alone.
+# Addresses are not randomized where that is allowed: older thread sanitizers cannot place their shadow on some kernels.
+CONFIGURE := cmake -S . -DTOKENMILL_MODULE=OFF -DTOKENMILL_TESTS=ON
+JOBS := $(shell nproc 2>/dev/null || echo 2)
+PLAIN_ADDRESSES := $(shell setarch $$(uname -m) -R true 2>/dev/null && echo setarch $$(uname -m) -R)
+
+sanitize: export PATH := $(CURDIR)/$(BIN):$(PATH)
+sanitize:
+	$(CONFIGURE) -B build/sanitize -DTOKENMILL_SANITIZE=address,undefined
+	cmake --build build/sanitize --parallel $(JOBS)
+	ctest --test-dir build/sanitize --parallel $(JOBS) --output-on-failure
+	$(CONFIGURE) -B build/sanitize-thread -DTOKENMILL_SANITIZE=thread
+	cmake --build build/sanitize-thread --parallel $(JOBS) --target pool_test
+	$(PLAIN_ADDRESSES) build/sanitize-thread/pool_test
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

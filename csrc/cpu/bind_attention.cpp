@@ -33,7 +33,7 @@ std::shared_ptr<Rotation> make_rotation(ConstVector signs, int power, ConstMatri
 std::shared_ptr<RowFormat> make_format(const std::string& kind, int head_dim, int bits, int scale_bytes,
                                        bool renormalize, Floats centroids, Floats bounds, Floats head_scales,
                                        Floats centers, Floats scales, Floats feedback,
-                                       std::shared_ptr<Rotation> rotation) {
+                                       Floats weights, Floats gains, std::shared_ptr<Rotation> rotation) {
   auto format = std::make_shared<RowFormat>();
   require(row_kind(kind, &format->kind), "no such kind of KV row");
   format->head_dim = head_dim;
@@ -46,7 +46,10 @@ std::shared_ptr<RowFormat> make_format(const std::string& kind, int head_dim, in
   format->centers = copy_of(centers);
   format->scales = copy_of(scales);
   format->feedback = copy_of(feedback);
+  format->weights = copy_of(weights);
+  format->gains = copy_of(gains);
   require(format->centers.size() == format->scales.size() &&
+              format->feedback.size() == format->weights.size() * head_dim &&
               (format->feedback.empty() || format->feedback.size() == format->centers.size() * head_dim),
           "centers, scales and feedback go together");
   const bool coded = format->kind > RowKind::int8;
@@ -201,7 +204,8 @@ void bind_attention(nb::module_& module) {
       .def(nb::new_(&make_format), nb::arg("kind"), nb::arg("head_dim"), nb::arg("bits"), nb::arg("scale_bytes") = 0,
            nb::arg("renormalize") = false, nb::arg("centroids") = nb::none(), nb::arg("bounds") = nb::none(),
            nb::arg("head_scales") = nb::none(), nb::arg("centers") = nb::none(), nb::arg("scales") = nb::none(),
-           nb::arg("feedback") = nb::none(), nb::arg("rotation") = nb::none())
+           nb::arg("feedback") = nb::none(), nb::arg("weights") = nb::none(), nb::arg("gains") = nb::none(),
+           nb::arg("rotation") = nb::none())
       .def_prop_ro("row_bytes", &RowFormat::row_bytes);
   nb::class_<BoundPages>(module, "Pages", "The pages of one layer; the tensors must outlive it")
       .def(nb::new_([](AnyTensor k, AnyTensor v, std::shared_ptr<RowFormat> k_rows, std::shared_ptr<RowFormat> v_rows) {

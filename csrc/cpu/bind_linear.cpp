@@ -13,8 +13,12 @@ namespace {
 
 Isa isa_of(const std::string& name) {
   if (name.empty()) return best_isa();
-  for (int i = 0; i <= static_cast<int>(Isa::amx); ++i)
-    if (name == isa_name(static_cast<Isa>(i))) return static_cast<Isa>(i);
+  for (int i = 0; i <= static_cast<int>(Isa::amx); ++i) {
+    const Isa isa = static_cast<Isa>(i);
+    if (name != isa_name(isa)) continue;
+    if (isa_missing(isa)) throw nb::value_error((name + ": " + isa_missing(isa)).c_str());
+    return isa;
+  }
   throw nb::value_error(("unknown instruction set " + name).c_str());
 }
 
@@ -173,6 +177,15 @@ void bind_linear(nb::module_& module) {
              nb::arg("outputs"));
   module.def("embed", &embed);
   module.def("best_isa", [] { return isa_name(best_isa()); });
+  // Every instruction set there are kernels for, with the reason where it cannot run here.
+  module.def("isas", [] {
+    nb::dict missing;
+    for (int i = 0; i <= static_cast<int>(Isa::amx); ++i) {
+      const char* reason = isa_missing(static_cast<Isa>(i));
+      missing[isa_name(static_cast<Isa>(i))] = reason ? nb::object(nb::str(reason)) : nb::object(nb::none());
+    }
+    return missing;
+  });
 }
 
 }  // namespace tokenmill

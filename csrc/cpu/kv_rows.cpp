@@ -211,21 +211,28 @@ void RowFormat::turn_query(float* q, int kv_head) const {
 }
 
 // round(i, target) keeps the code of coordinate i and returns what it stands for. What one misses, the later ones make up
-// for as far as queries cannot tell: see tokenmill/model/kvstore/conditioning.py.
+// for as far as queries cannot tell: see tokenmill/model/kvstore/conditioning.py. Returns what is lost.
 template <typename Round>
-void RowFormat::round_all(const float* x, int kv_head, Round&& round) const {
+float RowFormat::round_all(const float* x, int kv_head, Round&& round) const {
   const int n = head_dim;
+  float cost = 0;
   if (feedback.empty()) {
-    for (int i = 0; i < n; ++i) round(i, x[i]);
-    return;
+    for (int i = 0; i < n; ++i) {
+      const float error = round(i, x[i]) - x[i];
+      cost += error * error;
+    }
+    return cost;
   }
-  const float* weights = &feedback[static_cast<size_t>(kv_head) * n * n];
+  const float* row = &feedback[static_cast<size_t>(kv_head) * n * n];
+  const float* weight = &weights[static_cast<size_t>(kv_head) * n];
   float targets[kMaxHeadDim];
   std::memcpy(targets, x, n * sizeof(float));
-  for (int i = 0; i < n; ++i, weights += n) {
-    const float error = round(i, targets[i]) - x[i];
-    for (int j = i + 1; j < n; ++j) targets[j] -= weights[j] * error;
+  for (int i = 0; i < n; ++i, row += n) {
+    const float value = round(i, targets[i]), missed = value - targets[i], error = value - x[i];
+    cost += weight[i] * missed * missed;
+    for (int j = i + 1; j < n; ++j) targets[j] -= row[j] * error;
   }
+  return cost;
 }
 
 void RowFormat::encode_codes(const float* x, int kv_head, uint8_t* row) const {
@@ -297,16 +304,24 @@ void RowFormat::encode_codes(const float* x, int kv_head, uint8_t* row) const {
       break;
     }
     case RowKind::codebook: {
-      const float norm = std::sqrt(sum_of_squares(x, n));
-      put_half(tail, norm);
-      const float factor = norm > 0 ? std::sqrt(static_cast<float>(n)) / norm : 0.0f;
-      const float unit = norm / std::sqrt(static_cast<float>(n));
-      round_all(x, kv_head, [&](int i, float target) {
-        uint8_t code = 0;
-        for (const float bound : bounds) code += target * factor > bound;
-        codes[i] = code;
-        return centroids[code] * unit;
-      });
+      const float norm = std::sqrt(sum_of_squares(x, n)), width = std::sqrt(static_cast<float>(n));
+      uint8_t tried[kMaxHeadDim];
+      float least = 0;
+      for (size_t attempt = 0; attempt < std::max<size_t>(1, gains.size()); ++attempt) {
+        const float length = gains.empty() ? norm : norm * gains[attempt];
+        const float factor = length > 0 ? width / length : 0.0f;
+        const float cost = round_all(x, kv_head, [&](int i, float target) {
+          const float value = target * factor;
+          uint8_t code = 0;
+          for (const float bound : bounds) code += value > bound;
+          tried[i] = code;
+          return centroids[code] * length / width;
+        });
+        if (attempt > 0 && !(cost < least)) continue;
+        least = cost;
+        put_half(tail, length);
+        std::memcpy(codes, tried, n);
+      }
       pack(codes, bits, n, row);
       break;
     }

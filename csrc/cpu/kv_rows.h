@@ -40,6 +40,8 @@ struct RowFormat {
   std::vector<float> centers;      // [kv_heads, head_dim] taken off before anything else; empty: neither
   std::vector<float> scales;       // [kv_heads, head_dim] multiplied with what is left
   std::vector<float> feedback;     // [kv_heads, head_dim, head_dim]: coordinate j is rounded less feedback[i][j] * error i
+  std::vector<float> weights;      // [kv_heads, head_dim] with feedback: what the square of an error costs
+  std::vector<float> gains;        // codebook: multiples of the norm to try; empty: the norm alone
   std::shared_ptr<const Rotation> rotation;
 
   int64_t row_bytes() const;
@@ -53,7 +55,7 @@ struct RowFormat {
  private:
   void encode_codes(const float* x, int kv_head, uint8_t* row) const;
   template <typename Round>
-  void round_all(const float* x, int kv_head, Round&& round) const;
+  float round_all(const float* x, int kv_head, Round&& round) const;
   void decode_codes(const uint8_t* row, int kv_head, float* out) const;
   float head_scale(int kv_head) const { return head_scales.empty() ? 1.0f : head_scales[kv_head]; }
 };

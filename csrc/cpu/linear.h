@@ -53,6 +53,7 @@ enum class Isa { portable, neon_dotprod, neon_i8mm, avx2, avx512_vnni, amx };
 
 Isa best_isa();  // what this CPU can run, unless TOKENMILL_CPU_ISA names a lesser one
 const char* isa_name(Isa isa);
+const char* isa_missing(Isa isa);  // why it cannot run here, or null where it can
 
 // An empty Linear for ggml type `type`, to be filled by pack_rows (from several threads if wanted).
 // `precise`: activations are taken as two int8 terms instead of one, for weights whose rounding error weighs most.

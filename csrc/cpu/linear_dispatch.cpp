@@ -11,6 +11,12 @@
 #if defined(__aarch64__) && defined(__linux__)
 #include <asm/hwcap.h>
 #include <sys/auxv.h>
+#elif defined(__x86_64__)
+#include <cpuid.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #endif
 
 namespace tokenmill {
@@ -18,16 +24,40 @@ namespace tokenmill {
 #ifdef TOKENMILL_HAS_NEON_DOTPROD
 const PanelKernels* neon_dotprod_kernels();
 #endif
+#ifdef TOKENMILL_HAS_NEON_I8MM
+const PanelKernels* neon_i8mm_kernels();
+#endif
 #ifdef TOKENMILL_HAS_AVX2
 const PanelKernels* avx2_kernels();
 #endif
 #ifdef TOKENMILL_HAS_AVX512_VNNI
 const PanelKernels* avx512_vnni_kernels();
 #endif
+#ifdef TOKENMILL_HAS_AMX
+const PanelKernels* amx_kernels();
+#endif
 
 namespace {
 
 const char* const kNames[] = {"portable", "neon_dotprod", "neon_i8mm", "avx2", "avx512_vnni", "amx"};
+
+#if defined(__x86_64__)
+bool cpu_has_tiles() {
+  unsigned a, b, c, d;
+  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 24 & 1) && (d >> 25 & 1);  // AMX-TILE, AMX-INT8
+}
+#endif
+
+// Linux keeps the 8 KiB of tiles per thread only for a process that has asked for them.
+bool system_grants_tiles() {
+#if defined(__x86_64__) && defined(__linux__)
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  static const bool granted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  return granted;
+#else
+  return false;
+#endif
+}
 
 bool cpu_has(Isa isa) {
   switch (isa) {
@@ -51,13 +81,13 @@ bool cpu_has(Isa isa) {
     case Isa::avx512_vnni:
       return __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw") &&
              __builtin_cpu_supports("avx512vl");
+    case Isa::amx:
+      return cpu_has(Isa::avx512_vnni) && cpu_has_tiles();
 #endif
     default:
       return false;
   }
 }
-
-bool usable(Isa isa) { return isa == Isa::portable || (find_panel_kernels(isa) && cpu_has(isa)); }
 
 std::unique_ptr<Linear> decline(std::string* why, const std::string& reason) {
   if (why) *why = reason;
@@ -95,6 +125,10 @@ const PanelKernels* find_panel_kernels(Isa isa) {
     case Isa::neon_dotprod:
       return neon_dotprod_kernels();
 #endif
+#ifdef TOKENMILL_HAS_NEON_I8MM
+    case Isa::neon_i8mm:
+      return neon_i8mm_kernels();
+#endif
 #ifdef TOKENMILL_HAS_AVX2
     case Isa::avx2:
       return avx2_kernels();
@@ -103,6 +137,10 @@ const PanelKernels* find_panel_kernels(Isa isa) {
     case Isa::avx512_vnni:
       return avx512_vnni_kernels();
 #endif
+#ifdef TOKENMILL_HAS_AMX
+    case Isa::amx:
+      return amx_kernels();
+#endif
     default:
       return nullptr;
   }
@@ -110,11 +148,19 @@ const PanelKernels* find_panel_kernels(Isa isa) {
 
 const char* isa_name(Isa isa) { return kNames[int(isa)]; }
 
+const char* isa_missing(Isa isa) {
+  if (isa == Isa::portable) return nullptr;
+  if (!find_panel_kernels(isa)) return "not in this build (another architecture, or a compiler that cannot emit it)";
+  if (!cpu_has(isa)) return "this CPU does not have it";
+  if (isa == Isa::amx && !system_grants_tiles()) return "the system does not grant tiles to this process";
+  return nullptr;
+}
+
 Isa best_isa() {
   const char* wanted = std::getenv("TOKENMILL_CPU_ISA");
   Isa best = Isa::portable;
   for (int i = 0; i <= int(Isa::amx); ++i) {
-    if (usable(Isa(i))) best = Isa(i);
+    if (!isa_missing(Isa(i))) best = Isa(i);
     if (wanted && std::string(wanted) == kNames[i]) break;
   }
   return best;

@@ -41,7 +41,6 @@ void PanelLinear::dequantize_row(int64_t row, float* out) const {
 
 namespace {
 
-constexpr int kQuadKind = 1000;  // activation kinds: block for rows, this + block for quads
 constexpr int kScaleFloats = kChunk / 32 * 2 * kPanelCols;
 constexpr int64_t kTileBytes = 16384;  // direct: a tile is about a microsecond of work
 
@@ -67,13 +66,13 @@ class IntegerLinear final : public PanelLinear {
         // Requantizing would round the weights instead: a precise one stays with the direct product.
         expand_from_(precise && requantizes(layout) ? std::numeric_limits<int>::max() : kernels.expand_from(layout)),
         row_form_{layout.cols, layout.superblock ? 256 : 32},
-        quad_form_{layout.cols, requantizes(layout) ? kQuantBlock : 32} {
+        quad_form_{layout.cols, requantizes(layout) ? kQuantBlock : 32, kernels.quad_run} {
     const int64_t by_size = std::max<int64_t>(1, kTileBytes / layout.panel_bytes);
     tile_panels_ = int(std::max<int64_t>(1, std::min(by_size, num_panels() / wanted_tiles())));
   }
 
   int activation_kind(int m) const override {
-    return int(expanded(m) ? kQuadKind + quad_form_.block : row_form_.block);
+    return expanded(m) ? quad_kind(quad_form_.block, quad_form_.run) : int(row_form_.block);
   }
   int activation_row_block(int m) const override { return expanded(m) ? 4 : 1; }
   size_t activation_bytes(int m) const override { return size_t(set_bytes(m)) * (precise_ ? 2 : 1); }

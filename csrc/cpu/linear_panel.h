@@ -42,16 +42,40 @@ struct RowForm {
 
 TM_INLINE bool requantizes(const PanelLayout& layout) { return layout.superblock || layout.coarse; }
 
-// Offsets into four rows of expanded activations: int8 [cols / 4][4 rows][4], then scales and sums per block of 32 or
-// 128.
+// Offsets into four rows of expanded activations: int8 codes, then scales and sums per block of 32 or 128. `run` is how
+// the product of an instruction set wants them: 4 or 8 consecutive k of each row in turn, codes [cols / run][4][run] and
+// then float scales, int32 sums, float scale * sum, each [blocks][4]; or kRowRun: every row by itself, codes [cols] and
+// then the three [blocks], so that any number of quads are rows of one pitch.
+constexpr int kRowRun = 32;
+
 struct QuadForm {
   int64_t cols, block;
+  int run;
   TM_INLINE int64_t blocks() const { return (cols + block - 1) / block; }
-  TM_INLINE int64_t scale() const { return 4 * cols; }                    // float [blocks][4]
-  TM_INLINE int64_t sum() const { return scale() + blocks() * 16; }       // int32 [blocks][4]
-  TM_INLINE int64_t scaled_sum() const { return sum() + blocks() * 16; }  // float [blocks][4]
-  TM_INLINE int64_t bytes() const { return (scaled_sum() + blocks() * 16 + 63) / 64 * 64; }
+  TM_INLINE int64_t bytes() const {
+    return run == kRowRun ? 4 * pitch() : (4 * cols + blocks() * 48 + 63) / 64 * 64;
+  }
+  // Of kRowRun: an odd number of cache lines, so that the rows of a tile fall into different sets.
+  TM_INLINE int64_t pitch() const { return ((cols + blocks() * 12 + 63) / 64 | 1) * 64; }
+  // Code k of row t; consecutive k are consecutive bytes up to the next multiple of `run`.
+  TM_INLINE int64_t code(int64_t k, int t) const {
+    return run == kRowRun ? t * pitch() + k : k / run * run * 4 + t * run + k % run;
+  }
+  TM_INLINE int64_t scale(int64_t b, int t) const { return number(0, b, t); }
+  TM_INLINE int64_t sum(int64_t b, int t) const { return number(1, b, t); }
+  TM_INLINE int64_t scaled_sum(int64_t b, int t) const { return number(2, b, t); }
+
+ private:
+  TM_INLINE int64_t number(int which, int64_t b, int t) const {
+    return run == kRowRun ? t * pitch() + cols + (which * blocks() + b) * 4
+                          : 4 * cols + (which * blocks() + b) * 16 + t * 4;
+  }
 };
+
+// Activation kinds: the block for rows, and this for quads, whose bytes differ with the run too.
+constexpr int quad_kind(int64_t block, int run) { return run * 250 + int(block); }
+constexpr bool is_quad_kind(int kind) { return kind >= 1000; }
+constexpr QuadForm quad_form_of(int64_t cols, int kind) { return {cols, kind % 250, kind / 250}; }
 
 // out[t][16] = panel x row t, for t < num_rows <= 4.
 using DirectFn = void (*)(const PanelLayout& layout, const uint8_t* panel, const uint8_t* rows, int num_rows,
@@ -67,6 +91,7 @@ using MultiplyFn = void (*)(const int8_t* w8, const float* scales, int64_t begin
 
 struct PanelKernels {
   const char* name;
+  int quad_run;  // QuadForm::run of what quantize_quad writes
   // Both also write what rounding took away to `residuals` ([cols], or [4][cols]) unless it is null.
   void (*quantize_row)(const float* x, int64_t cols, int block, uint8_t* out, float* residuals);
   void (*quantize_quad)(const float* const rows[4], int64_t cols, int block, uint8_t* out,

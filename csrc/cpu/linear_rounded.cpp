@@ -14,11 +14,10 @@
 namespace tokenmill {
 namespace {
 
-constexpr int kRowKind = 32, kQuadKind = 1000;  // activation kinds of linear_panel.cpp: rows in blocks, quads + block
-constexpr int kRoundedKind = 10000;             // added once per rounding, so that weights share only equal ones
+constexpr int kRowKind = 32;         // activation kind of linear_panel.cpp: rows in blocks of 32
+constexpr int kRoundedKind = 10000;  // added once per rounding, so that weights share only equal ones
 
 bool is_int8(InputRounding kind) { return kind == InputRounding::int8_token || kind == InputRounding::int8_static; }
-bool is_quads(int kind) { return kind == kQuadKind + 32 || kind == kQuadKind + kQuantBlock; }
 
 class RoundedLinear final : public Linear {
  public:
@@ -60,7 +59,7 @@ class RoundedLinear final : public Linear {
       for (int row = begin; row < end; ++row) write_row(x + row * ldx, form, out + row * form.bytes());
       return;
     }
-    const QuadForm form{cols, kind - kQuadKind};
+    const QuadForm form = quad_form_of(cols, kind);
     for (int row = begin; row < end; row += 4)
       write_quad(x + row * ldx, ldx, std::min(4, m - row), form, out + row / 4 * form.bytes());
   }
@@ -96,13 +95,13 @@ class RoundedLinear final : public Linear {
       float step = 0;
       if (t < count) step = int8_row(x + t * ldx, cols, rounding_, scale_, codes.data());
       if (t >= count) std::fill(codes.begin(), codes.end(), int8_t(0));
-      for (int64_t k = 0; k < cols; k += 4) std::memcpy(out + k * 4 + t * 4, codes.data() + k, 4);
+      for (int64_t k = 0; k < cols; k += 4) std::memcpy(out + form.code(k, t), codes.data() + k, 4);
       for (int64_t b = 0; b < form.blocks(); ++b) {
         int32_t sum = 0;
         for (int64_t i = b * form.block; i < std::min(cols, (b + 1) * form.block); ++i) sum += codes[size_t(i)];
-        reinterpret_cast<float*>(out + form.scale())[b * 4 + t] = step;
-        reinterpret_cast<int32_t*>(out + form.sum())[b * 4 + t] = sum;
-        reinterpret_cast<float*>(out + form.scaled_sum())[b * 4 + t] = step * float(sum);
+        *reinterpret_cast<float*>(out + form.scale(b, t)) = step;
+        *reinterpret_cast<int32_t*>(out + form.sum(b, t)) = sum;
+        *reinterpret_cast<float*>(out + form.scaled_sum(b, t)) = step * float(sum);
       }
     }
   }
@@ -133,7 +132,7 @@ std::unique_ptr<Linear> round_inputs(std::unique_ptr<Linear> linear, const std::
     const int form = linear->activation_kind(m);
     // One set of activations, in a form that is known here: a precise weight would read a second one.
     const int64_t row_bytes = RowForm{linear->cols, 32}.bytes();
-    const int64_t quad_bytes = is_quads(form) ? QuadForm{linear->cols, form - kQuadKind}.bytes() : 0;
+    const int64_t quad_bytes = is_quad_kind(form) ? quad_form_of(linear->cols, form).bytes() : 0;
     const int64_t one_set = form == kRowKind ? m * row_bytes : (m + 3) / 4 * quad_bytes;
     const bool known = one_set > 0 && linear->activation_bytes(m) == size_t(one_set);
     if (form == 0 || (is_int8(kind) && known)) continue;

@@ -77,6 +77,7 @@ def test_hidden_states_reach_a_drafter_that_wants_them(tmp_path: Path) -> None:
         with engine(folder, executor, speculate="ngram", draft_tokens=3) as llm:
             runner = llm.parts.runtime.runner
             assert runner.speculator is not None
+            runner.speculator.lengths = TakeAll()  # not by measured times, which differ between executors
             states = seen[executor] = []
             drafter = runner.speculator.drafter
             drafter.needs_hidden = True
@@ -87,6 +88,6 @@ def test_hidden_states_reach_a_drafter_that_wants_them(tmp_path: Path) -> None:
             )
             llm.generate([prompt], params)
     first, second = seen.values()
-    assert len(first) == len(second) == LENGTHS
+    assert 0 < len(first) == len(second) <= LENGTHS
     for one, other in zip(first, second, strict=True):
         assert one == pytest.approx(other, abs=0.05, rel=0.05)

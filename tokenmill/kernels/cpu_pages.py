@@ -39,6 +39,8 @@ class RowCode:
     centers: Tensor | None = None  # [kv_heads, head_dim] and of keys only, as are the scales that go with them
     scales: Tensor | None = None
     feedback: Tensor | None = None  # [kv_heads, head_dim, head_dim], strictly lower
+    weights: Tensor | None = None  # [kv_heads, head_dim], with feedback: what the square of an error costs
+    gains: Tensor | None = None  # of a codebook: multiples of the norm to try
     rotation: RowRotation | None = None
 
     def bound(self) -> Any:
@@ -60,6 +62,8 @@ class RowCode:
             None if self.centers is None else self.centers.float().flatten(),
             None if self.scales is None else self.scales.float().flatten(),
             None if self.feedback is None else self.feedback.float().transpose(1, 2).flatten(),
+            None if self.weights is None else self.weights.float().flatten(),
+            self.gains,
             rotation,
         )
 

@@ -16,6 +16,7 @@ struct Avx2 {
   using Table = __m256i;
   using X = const int8_t*;
   static constexpr int kLanes = 8, kDirectRegs = 1, kWideRegs = 2, kQuads = 1, kSignedBias = 0;
+  static constexpr int kQuadRun = 4, kDotOperations = 64;
 
   static TM_INLINE Bytes load(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
   static TM_INLINE __m128i load16(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
@@ -58,6 +59,7 @@ struct Avx2 {
     return dot_signed<Lane>(acc, w, x);
   }
 
+  static TM_INLINE Ints zero_i() { return _mm256_setzero_si256(); }
   static TM_INLINE Ints splat_i(int32_t v) { return _mm256_set1_epi32(v); }
   static TM_INLINE Ints add_scaled_i(Ints acc, Ints a, Ints b) {
     return _mm256_add_epi32(acc, _mm256_mullo_epi32(a, b));

@@ -23,6 +23,7 @@ struct Avx512 {
   using Table = __m512i;
   using X = const int8_t*;
   static constexpr int kLanes = 16, kDirectRegs = 1, kWideRegs = 1, kQuads = 3, kSignedBias = 128;
+  static constexpr int kQuadRun = 4, kDotOperations = 128;
 
   static TM_INLINE __m128i load16(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
   static TM_INLINE __m256i load32(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
@@ -63,6 +64,7 @@ struct Avx512 {
     return _mm512_dpbusd_epi32(acc, w, four<Lane>(x));
   }
 
+  static TM_INLINE Ints zero_i() { return _mm512_setzero_si512(); }
   static TM_INLINE Ints splat_i(int32_t v) { return _mm512_set1_epi32(v); }
   static TM_INLINE Ints add_scaled_i(Ints acc, Ints a, Ints b) {
     return _mm512_add_epi32(acc, _mm512_mullo_epi32(a, b));
@@ -138,6 +140,8 @@ struct Avx512 {
     return _mm512_reduce_add_epi32(words);
   }
 };
+
+int expand_from(const PanelLayout&) { return 13; }
 
 }  // namespace
 }  // namespace tokenmill

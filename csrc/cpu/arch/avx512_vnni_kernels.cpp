@@ -4,11 +4,6 @@
 #include "avx512_vector.h"
 
 namespace tokenmill {
-namespace {
-
-int expand_from(const PanelLayout&) { return 13; }
-
-}  // namespace
 
 const PanelKernels* avx512_vnni_kernels() {
   static const PanelKernels kernels = make_kernels<Avx512>("avx512_vnni", expand_from);

@@ -18,6 +18,7 @@ struct Neon {
   using Table = int8x16_t;
   using X = int8x16_t;
   static constexpr int kLanes = 4, kDirectRegs = 2, kWideRegs = 2, kQuads = 1, kSignedBias = 0;
+  static constexpr int kQuadRun = 4, kDotOperations = 32;
 
   static TM_INLINE Bytes load(const uint8_t* p) { return vreinterpretq_s8_u8(vld1q_u8(p)); }
   static TM_INLINE Table load_table(const int8_t* p) { return vld1q_s8(p); }
@@ -53,6 +54,12 @@ struct Neon {
     return vdotq_laneq_s32(acc, w, x, Lane);
   }
 
+  // Written out, because a zero made so costs nothing, while the compiler's copies of one zero each take a vector slot.
+  static TM_INLINE Ints zero_i() {
+    Ints zero;
+    asm volatile("movi %0.2d, #0" : "=w"(zero));
+    return zero;
+  }
   static TM_INLINE Ints splat_i(int32_t v) { return vdupq_n_s32(v); }
   static TM_INLINE Ints add_scaled_i(Ints acc, Ints a, Ints b) { return vmlaq_s32(acc, a, b); }
   static TM_INLINE Ints load_i8(const uint8_t* p) {
@@ -147,6 +154,13 @@ struct Neon {
     return vaddvq_s32(vaddq_s32(vaddq_s32(q0, q1), vaddq_s32(q2, q3)));
   }
 };
+
+// Measured on a Neoverse-N1: from here on, unpacking once for all rows beats group scales in the product.
+int expand_from(const PanelLayout& layout) {
+  if (layout.superblock) return layout.bits == 6 || layout.bits <= 3 ? 9 : layout.bits == 5 ? 11 : 16;
+  if (layout.bits == 5) return 8;
+  return layout.bits == 8 || layout.has_min || layout.has_lut ? 9 : 12;
+}
 
 }  // namespace
 }  // namespace tokenmill

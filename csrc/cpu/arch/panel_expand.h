@@ -51,6 +51,25 @@ TM_INLINE void code_range(const PanelLayout& layout, float& low, float& high) {
   }
 }
 
+// The eight vectors of a group to where the product reads them: `code(j)` is V_j, its register at byte `at` of a k-quad.
+// The two halves of a group alternate, so that a byte is loaded once for both its nibbles.
+template <class V, class Code>
+TM_INLINE void store_expanded(int8_t* to, int at, Code&& code) {
+  constexpr int kWide = V::kWideRegs * V::kLanes * 4;
+  if constexpr (V::kQuadRun == 8) {
+    unroll<4>([&](auto step) {
+      constexpr int kPair = step.value % 2 * 2 + step.value / 2;
+      const auto first = code(std::integral_constant<int, 2 * kPair>());
+      V::store_pairs(to + 2 * (kPair * kWide + at), first, code(std::integral_constant<int, 2 * kPair + 1>()));
+    });
+  } else {
+    unroll<8>([&](auto step) {
+      constexpr int kStep = step.value % 2 * 4 + step.value / 2;
+      V::store_weights(to + kStep * kWide + at, code(std::integral_constant<int, kStep>()));
+    });
+  }
+}
+
 template <class V, class T>
 void expand_requantized(const PanelLayout& layout, const uint8_t* panel, int64_t begin, int64_t end, int8_t* w8,
                         float* scales) {
@@ -96,17 +115,16 @@ void expand_requantized(const PanelLayout& layout, const uint8_t* panel, int64_t
         // The product between two expansions leaves the hardware prefetcher no stream to follow.
         for (int line = i * 64; line < layout.group_bytes; line += kRegs * 64)
           V::prefetch(codes[g] + 4 * layout.group_bytes + line);
-        int8_t* to = w8 + at / kWide * (quads * kWide) + ((k - begin) / 4 + g * 8) * kWide + at % kWide;
+        int8_t* to = w8 + at / kWide * (quads * kWide) + ((k - begin) / 4 + g * 8) * kWide;
         typename V::Fixed a[kSubs], b[kSubs];
         for (int s = 0; s < kSubs; ++s) {
           const GroupScales<V>& one = group[g * kSubs + s];
           a[s] = V::fixed(V::mul(one.scale[i], inverse[i]));
           b[s] = V::fixed(V::fma(one.minimum[i], inverse[i], V::splat(128.0f)));
         }
-        unroll<8>([&](auto step) {
-          constexpr int kStep = step.value % 2 * 4 + step.value / 2, kSub = kStep / 4 * (kSubs - 1);
-          const auto code = decode<V, T, kStep>(codes[g], at, table);
-          V::store_weights(to + kStep * kWide, V::requantize(code, a[kSub], b[kSub]));
+        store_expanded<V>(to, at % kWide, [&](auto step) {
+          constexpr int kSub = step.value / 4 * (kSubs - 1);
+          return V::requantize(decode<V, T, step.value>(codes[g], at, table), a[kSub], b[kSub]);
         });
       }
   }
@@ -131,23 +149,69 @@ void expand_exact(const PanelLayout& layout, const uint8_t* panel, int64_t begin
       const uint8_t* p = group + kCodeBytes + i * V::kLanes * 2;
       if (opens) V::store_f(scales + i * V::kLanes, load_scale<V, T>(p));
       if constexpr (T::kMin) V::store_f(scales + kPanelCols + i * V::kLanes, load_scale<V, T>(p + 32));
-      int8_t* to = w8 + at / kWide * (quads * kWide) + (k - begin) / 4 * kWide + at % kWide;
-      unroll<8>([&](auto step) {
-        constexpr int kStep = step.value % 2 * 4 + step.value / 2;
-        auto code = decode<V, T, kStep>(group, at, table);
-        if constexpr (!T::kSigned && !T::kMin) code = V::sub_bytes(code, offset);
-        V::store_weights(to + kStep * kWide, code);
+      int8_t* to = w8 + at / kWide * (quads * kWide) + (k - begin) / 4 * kWide;
+      store_expanded<V>(to, at % kWide, [&](auto step) {
+        const auto code = decode<V, T, step.value>(group, at, table);
+        if constexpr (!T::kSigned && !T::kMin) return V::sub_bytes(code, offset);
+        return code;
       });
     }
     if (opens) scales += 2 * kPanelCols;
   }
 }
 
+// Integer sums of `steps` x 4 k, for N quads of rows `pitch` bytes apart and kWideRegs registers of columns.
+template <class V, int N, int Q>
+TM_INLINE void sum_words(const int8_t* w8, const int8_t* x, int64_t pitch, int64_t steps,
+                         typename V::Ints (&acc)[N * 4][Q]) {
+  constexpr int kRow = V::kLanes * 4;
+#pragma GCC unroll 8
+  for (int64_t step = 0; step < steps; ++step, x += 16, w8 += Q * kRow) {
+    typename V::Bytes w[Q];
+    for (int i = 0; i < Q; ++i) w[i] = V::load(reinterpret_cast<const uint8_t*>(w8) + i * kRow);
+    for (int n = 0; n < N; ++n) {
+      const typename V::X four = V::load_x(x + n * pitch);
+      unroll<4>([&](auto t) {
+        for (int i = 0; i < Q; ++i)
+          acc[n * 4 + t.value][i] = V::template dot_stored<t.value>(acc[n * 4 + t.value][i], w[i], four);
+      });
+    }
+  }
+}
+
+// The same by 2 rows x 2 columns x 8 k; the sums are put back in order once.
+template <class V, int N, int Q>
+TM_INLINE void sum_pairs(const int8_t* w8, const int8_t* x, int64_t pitch, int64_t steps,
+                         typename V::Ints (&acc)[N * 4][Q]) {
+  constexpr int kRow = V::kLanes * 4;
+  typename V::Ints pair[N * 2][Q * 2];
+  for (int h = 0; h < N * 2; ++h)
+    for (int i = 0; i < Q * 2; ++i) pair[h][i] = V::splat_i(0);
+#pragma GCC unroll 4
+  for (int64_t step = 0; step < steps; step += 2, x += 32, w8 += 2 * Q * kRow) {
+    typename V::Bytes w[Q * 2];
+    for (int i = 0; i < Q * 2; ++i) w[i] = V::load(reinterpret_cast<const uint8_t*>(w8) + i * kRow);
+    for (int h = 0; h < N * 2; ++h) {
+      const typename V::X rows = V::load_x(x + h / 2 * pitch + h % 2 * 16);
+      for (int i = 0; i < Q * 2; ++i) pair[h][i] = V::dot_pairs(pair[h][i], rows, w[i]);
+    }
+  }
+  for (int h = 0; h < N * 2; ++h)
+    for (int i = 0; i < Q; ++i) V::split_pairs(pair[h][2 * i], pair[h][2 * i + 1], acc[2 * h][i], acc[2 * h + 1][i]);
+}
+
+// Integer sums begin here: with what takes the bias of stored weights out again.
+template <class V>
+TM_INLINE typename V::Ints start(int32_t sum) {
+  if constexpr (V::kSignedBias == 0) return V::zero_i();
+  return V::splat_i(-V::kSignedBias * sum);
+}
+
 // N quads of rows x kWideRegs registers of columns: integer sums of blocks of B, added up in float.
 template <class V, int N, int B, bool kMin>
 TM_INLINE void multiply_block(const int8_t* w8, const float* scales, int64_t begin, int64_t end, const uint8_t* quads,
                               const QuadForm& form, int first, float* sums) {
-  constexpr int Q = V::kWideRegs, kRow = V::kLanes * 4;
+  constexpr int Q = V::kWideRegs;
   typename V::Floats y[N * 4][Q];
   for (int t = 0; t < N * 4; ++t)
     for (int i = 0; i < Q; ++i)
@@ -155,35 +219,28 @@ TM_INLINE void multiply_block(const int8_t* w8, const float* scales, int64_t beg
   for (int64_t k = begin; k < end; k += B, scales += 2 * kPanelCols) {
     const int64_t steps = B == 32 ? 8 : (k + B < end ? B : end - k) / 4, block = k / B;
     typename V::Ints acc[N * 4][Q];
-    for (int n = 0; n < N; ++n) {
-      const int32_t* sum = reinterpret_cast<const int32_t*>(quads + n * form.bytes() + form.sum()) + block * 4;
-      for (int t = 0; t < 4; ++t)
-        for (int i = 0; i < Q; ++i) acc[n * 4 + t][i] = V::splat_i(-V::kSignedBias * sum[t]);
-    }
     const int8_t* x = reinterpret_cast<const int8_t*>(quads) + k * 4;
-#pragma GCC unroll 8
-    for (int64_t step = 0; step < steps; ++step, x += 16, w8 += Q * kRow) {
-      typename V::Bytes w[Q];
-      for (int i = 0; i < Q; ++i) w[i] = V::load(reinterpret_cast<const uint8_t*>(w8) + i * kRow);
+    if constexpr (V::kQuadRun == 8) {
+      sum_pairs<V, N, Q>(w8, x, form.bytes(), steps, acc);
+    } else {
       for (int n = 0; n < N; ++n) {
-        const typename V::X four = V::load_x(x + n * form.bytes());
-        unroll<4>([&](auto t) {
-          for (int i = 0; i < Q; ++i)
-            acc[n * 4 + t.value][i] = V::template dot_stored<t.value>(acc[n * 4 + t.value][i], w[i], four);
-        });
+        const int32_t* sum = reinterpret_cast<const int32_t*>(quads + n * form.bytes() + form.sum(block, 0));
+        for (int t = 0; t < 4; ++t)
+          for (int i = 0; i < Q; ++i) acc[n * 4 + t][i] = start<V>(sum[t]);
       }
+      sum_words<V, N, Q>(w8, x, form.bytes(), steps, acc);
     }
+    w8 += steps * Q * V::kLanes * 4;
     for (int i = 0; i < Q; ++i) {
       const auto w_scale = V::load_f(scales + first + i * V::kLanes);
       for (int t = 0; t < N * 4; ++t) {
-        const float* scale = reinterpret_cast<const float*>(quads + t / 4 * form.bytes() + form.scale()) + block * 4;
+        const float* scale = reinterpret_cast<const float*>(quads + t / 4 * form.bytes() + form.scale(block, 0));
         y[t][i] = V::fma(V::to_float(acc[t][i]), V::mul(w_scale, V::splat(scale[t % 4])), y[t][i]);
       }
       if constexpr (kMin) {
         const auto w_min = V::load_f(scales + kPanelCols + first + i * V::kLanes);
         for (int t = 0; t < N * 4; ++t) {
-          const float* sum =
-              reinterpret_cast<const float*>(quads + t / 4 * form.bytes() + form.scaled_sum()) + block * 4;
+          const float* sum = reinterpret_cast<const float*>(quads + t / 4 * form.bytes() + form.scaled_sum(block, 0));
           y[t][i] = V::fma(w_min, V::splat(sum[t % 4]), y[t][i]);
         }
       }
@@ -196,7 +253,7 @@ TM_INLINE void multiply_block(const int8_t* w8, const float* scales, int64_t beg
 template <class V, int B, bool kMin>
 void multiply(const int8_t* w8, const float* scales, int64_t begin, int64_t end, const uint8_t* quads, int64_t cols,
               int num_quads, float* sums) {
-  const QuadForm form{cols, B};
+  const QuadForm form{cols, B, V::kQuadRun};
   constexpr int kColumns = V::kWideRegs * V::kLanes;
   int n = 0;
   for (; n + V::kQuads <= num_quads; n += V::kQuads)
@@ -275,26 +332,26 @@ void quantize_row(const float* x, int64_t cols, int block, uint8_t* out, float* 
 // Four rows of expanded activations (QuadForm).
 template <class V>
 void quantize_quad(const float* const rows[4], int64_t cols, int block, uint8_t* out, float* residuals) {
-  const QuadForm form{cols, block};
-  float* scale = reinterpret_cast<float*>(out + form.scale());
-  int32_t* sum = reinterpret_cast<int32_t*>(out + form.sum());
-  float* scaled = reinterpret_cast<float*>(out + form.scaled_sum());
-  for (int64_t k = 0; k < cols; k += block, scale += 4, sum += 4, scaled += 4)
+  const QuadForm form{cols, block, V::kQuadRun};
+  constexpr int kPiece = V::kQuadRun < 16 ? V::kQuadRun : 16;
+  for (int64_t k = 0, b = 0; k < cols; k += block, ++b)
     for (int t = 0; t < 4; ++t) {
       const int length = int(k + block < cols ? block : cols - k);
       const float inverse = rows[t] ? inverse_step<V>(rows[t] + k, length) : 0.0f;
-      scale[t] = inverse > 0 ? 1.0f / inverse : 0.0f;
-      sum[t] = 0;
+      const float scale = inverse > 0 ? 1.0f / inverse : 0.0f;
+      int32_t sum = 0;
       for (int64_t i = k; i < k + length; i += 16) {
-        uint32_t words[4] = {};
-        int8_t* q = reinterpret_cast<int8_t*>(words);
+        int8_t q[16] = {};
         if (rows[t]) {
-          sum[t] += V::quantize16(rows[t] + i, inverse, q);
-          if (residuals) take_away(rows[t] + i, q, scale[t], 16, residuals + t * cols + i);
+          sum += V::quantize16(rows[t] + i, inverse, q);
+          if (residuals) take_away(rows[t] + i, q, scale, 16, residuals + t * cols + i);
         }
-        for (int j = 0; j < 4; ++j) reinterpret_cast<uint32_t*>(out)[(i / 4 + j) * 4 + t] = words[j];
+        uint8_t* to = out + form.code(i, t);  // the next run of a row follows those of all four
+        for (int j = 0; j < 16; j += kPiece) __builtin_memcpy(to + j * 4, q + j, kPiece);
       }
-      scaled[t] = scale[t] * float(sum[t]);
+      *reinterpret_cast<float*>(out + form.scale(b, t)) = scale;
+      *reinterpret_cast<int32_t*>(out + form.sum(b, t)) = sum;
+      *reinterpret_cast<float*>(out + form.scaled_sum(b, t)) = scale * float(sum);
     }
 }
 
@@ -355,17 +412,20 @@ ExpandFn choose_expand(const PanelLayout& layout) {
   return choose<Pick<V>::template Expand>(layout);
 }
 
-// The whole table of an instruction set.
+// The whole table of an instruction set; one with an expanded product of its own says so.
 template <class V>
-PanelKernels make_kernels(const char* name, int (*expand_from)(const PanelLayout&)) {
+PanelKernels make_kernels(const char* name, int (*expand_from)(const PanelLayout&),
+                          MultiplyFn (*multiply)(const PanelLayout&) = choose_multiply<V>,
+                          int64_t (*spin)(int64_t) = spin_dots<V>) {
   return {name,
+          V::kQuadRun,
           quantize_row<V>,
           quantize_quad<V>,
           choose<Pick<V>::template Direct>,
           choose_expand<V>,
-          choose_multiply<V>,
+          multiply,
           expand_from,
-          spin_dots<V>};
+          spin};
 }
 
 }  // namespace

@@ -6,12 +6,15 @@
 //   X, load_x(p), dot_unsigned / dot_signed<lane>(acc, w, x): acc[col] += w[col][0..3] . x[4 lane .. 4 lane + 3]
 //   kSignedBias: what dot_signed adds to every signed weight (its sum is taken out through the block sums)
 //   kFloatBase, based_to_float: sums that start from kFloatBase instead of 0, as floats
-//   splat_i, add_scaled_i(acc, a, b), load_i8, load_u8, load_byte_of(p, i), to_float: integers
+//   zero_i, splat_i, add_scaled_i(acc, a, b), load_i8, load_u8, load_byte_of(p, i), to_float: integers
 //   splat, mul, div, fma, max_abs, load_f, store_f, load_half, load_bfloat: floats
 //   Fixed, fixed(floats), requantize(codes, a, b): (code * a + b) >> 8 with int16 a, b per column
 //   splat_bytes, sub_bytes, store_weights, dot_stored<lane>: expanded weights
 //   peak(x, n), quantize16(x, inverse, out) -> sum: activations
-//   kDirectRegs, kWideRegs, kQuads: register blocking
+//   kDirectRegs, kWideRegs, kQuads: register blocking; kDotOperations: multiplications and additions of a product
+//   kQuadRun: QuadForm::run. Where it is 8, the expanded product goes by pairs: store_pairs(p, first, second) of two
+//   registers of 4 k, dot_pairs(acc, rows, w): acc[2 rows][2 columns] += rows[2][8] . w[2][8], and
+//   split_pairs(left, right, even, odd): two such sums as 4 columns of the even and of the odd row
 #pragma once
 
 #include <utility>
@@ -230,13 +233,19 @@ int64_t spin_dots(int64_t rounds) {
   typename V::Ints acc[kChains];
   unroll<kChains>([&](auto i) { acc[i.value] = V::splat_i(hidden[i.value]); });
   for (int64_t round = 0; round < rounds; ++round)
-    unroll<kChains>([&](auto i) { acc[i.value] = V::template dot_stored<0>(acc[i.value], w, x); });
+    unroll<kChains>([&](auto i) {
+      if constexpr (V::kQuadRun == 8) {
+        acc[i.value] = V::dot_pairs(acc[i.value], x, w);
+      } else {
+        acc[i.value] = V::template dot_stored<0>(acc[i.value], w, x);
+      }
+    });
   auto total = acc[0];
   unroll<kChains>([&](auto i) { total = V::add_scaled_i(total, acc[i.value], V::splat_i(1)); });
   alignas(64) float out[kPanelCols];
   V::store_f(out, V::to_float(total));
   asm volatile("" : : "r"(out) : "memory");
-  return rounds * kChains * V::kLanes * 4 * 2;
+  return rounds * kChains * V::kDotOperations;
 }
 
 template <class V, class T>

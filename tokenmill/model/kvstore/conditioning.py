@@ -26,9 +26,9 @@ class KeyConditioning:
     scale: Tensor  # float32 [kv_heads, head_dim]
     query_moment: Tensor  # float64 [kv_heads, head_dim, head_dim]: E[q q^T]
 
-    def feedback(self, rotation: Rotation) -> Tensor:
+    def feedback(self, rotation: Rotation) -> tuple[Tensor, Tensor]:
         """float32 [kv_heads, head_dim, head_dim], strictly lower: coordinate i should be rounded from y_i less the sum
-        of feedback[i, j] * error_j over j < i.
+        of feedback[i, j] * error_j over j < i; and what is lost by doing so, weights [kv_heads, head_dim] of squares.
 
         With E[q q^T] = M^T D M, M unit lower triangular, the error of scores is sum_i D_i (error_i + (M error)_i)^2."""
         inverse = 1 / self.scale.double()
@@ -37,5 +37,6 @@ class KeyConditioning:
         energy = moment.diagonal(dim1=1, dim2=2).mean(1).clamp(min=1e-12)
         moment = moment + _RIDGE * energy[:, None, None] * torch.eye(moment.shape[1], dtype=moment.dtype)
         upper = torch.linalg.cholesky(moment.flip(1, 2)).flip(1, 2)
-        lower = (upper / upper.diagonal(dim1=1, dim2=2)[:, None]).transpose(1, 2)
-        return lower.tril(-1).float().contiguous()
+        pivots = upper.diagonal(dim1=1, dim2=2)
+        lower = (upper / pivots[:, None]).transpose(1, 2)
+        return lower.tril(-1).float().contiguous(), (pivots.square() / energy[:, None]).float()

@@ -40,7 +40,7 @@ class Float8Rows(RowFormat):
             codes = (values / scale).clamp(-self._limit, self._limit).to(self.dtype)
             return codes.view(torch.uint8), codes.float() * scale
 
-        return self.round(heads, rounder)
+        return self.round(heads, rounder)[0]
 
     def from_rows(self, rows: Tensor) -> Tensor:
         values = rows.contiguous().view(self.dtype).float()
@@ -67,7 +67,7 @@ class ScaledFloat8Rows(RowFormat):
             codes = (values / scale).clamp(-448.0, 448.0).to(E4M3)
             return codes.view(torch.uint8), codes.float() * scale
 
-        return torch.cat((self.round(heads, rounder), as_bytes(scale)), -1)
+        return torch.cat((self.round(heads, rounder)[0], as_bytes(scale)), -1)
 
     def from_rows(self, rows: Tensor) -> Tensor:
         codes = rows[..., : self.head_dim].contiguous().view(E4M3).float()

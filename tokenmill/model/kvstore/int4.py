@@ -42,7 +42,7 @@ class HiddenZeroRows(RowFormat):
             codes = (round_away(values / scale) + zero).clamp(0, _HIGHEST)
             return codes, (codes - zero) * scale
 
-        codes = pack_codes(self.round(heads, rounder), 4)
+        codes = pack_codes(self.round(heads, rounder)[0], 4)
         return torch.cat((codes, as_bytes(word | zero.to(torch.int32))), -1)
 
     def from_rows(self, rows: Tensor) -> Tensor:

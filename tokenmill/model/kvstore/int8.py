@@ -38,7 +38,7 @@ class Int8Rows(RowFormat):
             codes = round_away(values / scale.float()).clamp(-127, 127)
             return codes.to(torch.int8).view(torch.uint8), codes * scale.float()
 
-        return torch.cat((self.round(heads, rounder), as_bytes(scale)), -1)
+        return torch.cat((self.round(heads, rounder)[0], as_bytes(scale)), -1)
 
     def from_rows(self, rows: Tensor) -> Tensor:
         codes = rows[..., : self.head_dim].contiguous().view(torch.int8).float()

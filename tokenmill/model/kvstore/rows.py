@@ -34,6 +34,7 @@ class RowFormat(ABC):
     rotation: Rotation | None = None
     conditioning: KeyConditioning | None = None
     feedback: Tensor | None = None
+    weights: Tensor | None = None  # [kv_heads, head_dim], with feedback: what the square of an error costs
 
     def __init__(self, head_dim: int) -> None:
         if head_dim % 8:
@@ -78,20 +79,24 @@ class RowFormat(ABC):
         other = copy(self)
         other.rotation = self.rotation or Rotation(self.head_dim)
         other.conditioning = conditioning
-        other.feedback = conditioning.feedback(other.rotation)
+        other.feedback, other.weights = conditioning.feedback(other.rotation)
         return other
 
-    def round(self, heads: Tensor, rounder: Rounder) -> Tensor:
-        """Codes of all coordinates [T, kv_heads, head_dim]; with feedback one after the other."""
-        if self.feedback is None:
-            return rounder(heads)[0]
-        codes = []
+    def round(self, heads: Tensor, rounder: Rounder) -> tuple[Tensor, Tensor]:
+        """Codes of all coordinates [T, kv_heads, head_dim], with feedback one after the other, and what they cost."""
+        if self.feedback is None or self.weights is None:
+            codes, values = rounder(heads)
+            return codes, (values - heads).square().sum(-1, keepdim=True)
+        parts: list[Tensor] = []
         targets = heads.clone()
+        cost = torch.zeros_like(heads[..., :1])
         for i in range(self.head_dim):
-            code, value = rounder(targets[..., i : i + 1])
-            codes.append(code)
+            target = targets[..., i : i + 1].clone()
+            code, value = rounder(target)
+            parts.append(code)
+            cost += self.weights[:, i : i + 1] * (value - target).square()
             targets -= (value - heads[..., i : i + 1]) * self.feedback[:, :, i]
-        return torch.cat(codes, -1)
+        return torch.cat(parts, -1), cost
 
     def bound(self) -> Any:
         """The C++ object of this format; None where there is none."""
@@ -101,7 +106,8 @@ class RowFormat(ABC):
         known = self.conditioning
         turn = None if self.rotation is None else self.rotation.code()
         if known is not None:
-            code = replace(code, centers=known.center, scales=known.scale, feedback=self.feedback)
+            code = replace(code, centers=known.center, scales=known.scale)
+            code = replace(code, feedback=self.feedback, weights=self.weights)
         return replace(code, rotation=turn).bound()
 
 

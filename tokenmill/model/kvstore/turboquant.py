@@ -2,7 +2,8 @@
 
 `turboquantB` is the variant of least squared error for keys and values. `turboquantB_prod` spends one of the key's bits
 on the signs of a random projection of what rounding left: products with queries become unbiased, at more variance.
-The rotation is a randomized Hadamard matrix. C++ reads the first, torch expands the second.
+The rotation is a randomized Hadamard matrix; beyond the paper, a few multiples of the norm are tried. C++ reads the
+first, torch expands the second.
 """
 
 from __future__ import annotations
@@ -19,15 +20,26 @@ from tokenmill.model.kvstore.packing import as_bytes, from_bytes, pack_codes, un
 from tokenmill.model.kvstore.rotation import SEED, Rotation
 from tokenmill.model.kvstore.rows import RowFormat, RowStore
 
+# A row of some dozen coordinates is not quite normal: with a norm a little off, its codes may lose a sixth less.
+GAINS = (0.85, 0.92, 1.0, 1.08)
+
 
 class CodebookRows(RowFormat):
     """Codes of the rotated direction, then the norm in half precision."""
 
-    def __init__(self, head_dim: int, bits: int, signed: bool = True, renormalize: bool = False) -> None:
+    def __init__(
+        self,
+        head_dim: int,
+        bits: int,
+        signed: bool = True,
+        renormalize: bool = False,
+        gains: tuple[float, ...] = (1.0,),
+    ) -> None:
         """`signed`: random signs before the Hadamard matrix. `renormalize`: the rounded direction is brought to length
-        one before the norm is applied."""
+        one before the norm is applied. `gains`: multiples of the norm that are tried; the one that loses least is kept.
+        """
         super().__init__(head_dim)
-        self.bits, self._renormalize = bits, renormalize
+        self.bits, self._renormalize, self._gains = bits, renormalize, gains
         self.rotation = Rotation(head_dim, signed)
         self._levels, self._bounds = normal_codebook(bits)
 
@@ -36,13 +48,23 @@ class CodebookRows(RowFormat):
         return self.head_dim * self.bits // 8 + 2
 
     def to_rows(self, heads: Tensor) -> Tensor:
-        norm = heads.norm(dim=-1, keepdim=True)
+        best: tuple[Tensor, Tensor, Tensor] | None = None  # codes, cost, norm
+        for gain in self._gains:
+            norm = heads.norm(dim=-1, keepdim=True) * gain
 
-        def rounder(values: Tensor) -> tuple[Tensor, Tensor]:
-            codes = self.nearest(values, norm)
-            return codes, self.direction(codes) * norm
+            def rounder(values: Tensor, norm: Tensor = norm) -> tuple[Tensor, Tensor]:
+                codes = self.nearest(values, norm)
+                return codes, self.direction(codes) * norm
 
-        return torch.cat((pack_codes(self.round(heads, rounder), self.bits), as_bytes(norm.half())), -1)
+            codes, cost = self.round(heads, rounder)
+            if best is not None:
+                better = cost < best[1]
+                codes, cost, norm = (
+                    torch.where(better, new, old) for new, old in zip((codes, cost, norm), best, strict=True)
+                )
+            best = codes, cost, norm
+        assert best is not None
+        return torch.cat((pack_codes(best[0], self.bits), as_bytes(best[2].half())), -1)
 
     def from_rows(self, rows: Tensor) -> Tensor:
         split = self.row_bytes - 2
@@ -68,6 +90,7 @@ class CodebookRows(RowFormat):
             renormalize=self._renormalize,
             centroids=self._levels,
             bounds=self._bounds,
+            gains=torch.tensor(self._gains),
         )
 
 
@@ -109,7 +132,7 @@ class _TurboQuantStore(RowStore):
 
     @classmethod
     def formats(cls, layout: KVLayout) -> tuple[RowFormat, RowFormat]:
-        rows = CodebookRows(layout.head_dim, cls.bits)
+        rows = CodebookRows(layout.head_dim, cls.bits, gains=GAINS)
         return rows, rows
 
 
@@ -118,7 +141,7 @@ class _TurboQuantProductStore(RowStore):
 
     @classmethod
     def formats(cls, layout: KVLayout) -> tuple[RowFormat, RowFormat]:
-        return ProductRows(layout.head_dim, cls.bits), CodebookRows(layout.head_dim, cls.bits)
+        return ProductRows(layout.head_dim, cls.bits), CodebookRows(layout.head_dim, cls.bits, gains=GAINS)
 
 
 class TurboQuant4Store(_TurboQuantStore):

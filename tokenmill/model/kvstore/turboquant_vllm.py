@@ -41,7 +41,7 @@ class UniformRows(RowFormat):
             codes = round_away((values - low) / step).clamp(0, highest)
             return codes, codes * step + low
 
-        codes = pack_codes(self.round(heads, rounder), self._bits)
+        codes = pack_codes(self.round(heads, rounder)[0], self._bits)
         return torch.cat((codes, as_bytes(torch.cat((step, low), -1))), -1)
 
     def from_rows(self, rows: Tensor) -> Tensor:

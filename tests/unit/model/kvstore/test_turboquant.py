@@ -11,7 +11,7 @@ from torch import Tensor
 from tokenmill.model.kvstore.codebook import normal_codebook, normal_distortion
 from tokenmill.model.kvstore.packing import pack_codes, unpack_codes
 from tokenmill.model.kvstore.rows import RowFormat
-from tokenmill.model.kvstore.turboquant import CodebookRows, ProductRows
+from tokenmill.model.kvstore.turboquant import GAINS, CodebookRows, ProductRows
 
 # Positive halves, for variance one.
 LEVELS = {
@@ -68,6 +68,16 @@ def test_squared_error_is_that_of_theory(bits: int, width: int) -> None:
     assert float(error) == pytest.approx(distortion_of_unit_vectors(width, bits), rel=0.03)
     if width > 64:  # from here on coordinates are normal enough
         assert float(error) == pytest.approx(DISTORTION[bits], rel=0.03)
+
+
+@pytest.mark.parametrize("bits", [3, 4])
+def test_a_choice_of_norms_loses_less(bits: int) -> None:
+    x = unit_vectors(2000, 64, 9)
+    plain, chosen = (
+        (read_back(CodebookRows(64, bits, gains=gains), x) - x).square().sum(-1) for gains in ((1.0,), GAINS)
+    )
+    assert float(chosen.mean()) < {3: 0.95, 4: 0.9}[bits] * float(plain.mean())
+    assert float((chosen > plain * 1.001).float().mean()) == 0
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
