@@ -37,7 +37,8 @@ STORY = "Once upon a time, there was a little girl named Lily. She loved to play
 @pytest.fixture(autouse=True)
 def reference_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Logit caches of these tests go here; models stay where they are."""
-    from tokenmill.evaluate import identity, reference_cache
+    from tokenmill.checkpoint import identity
+    from tokenmill.evaluate import reference_cache
 
     monkeypatch.setattr(reference_cache, "cache_root", lambda: tmp_path)
     monkeypatch.setattr(identity, "cache_root", lambda: tmp_path)

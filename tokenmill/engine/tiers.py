@@ -56,7 +56,7 @@ def page_identity(config: EngineConfig, path: Path, runtime: Runtime, page_bytes
         _VERSION,
         weights,
         config.quantization,
-        runtime.store.name,
+        runtime.store.meaning(),
         page_bytes,
         config.kv_native_layers,
         runtime.layout,
