@@ -322,6 +322,11 @@ void RowFormat::encode_codes(const float* x, int kv_head, uint8_t* row) const {
         put_half(tail, length);
         std::memcpy(codes, tried, n);
       }
+      if (!gains.empty()) {  // as long as it must be for the product with x itself to be right
+        double product = 0;
+        for (int i = 0; i < n; ++i) product += static_cast<double>(x[i]) * centroids[codes[i]];
+        if (product > 0) put_half(tail, static_cast<float>(static_cast<double>(norm) * norm * width / product));
+      }
       pack(codes, bits, n, row);
       break;
     }

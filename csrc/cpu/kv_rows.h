@@ -41,7 +41,7 @@ struct RowFormat {
   std::vector<float> scales;       // [kv_heads, head_dim] multiplied with what is left
   std::vector<float> feedback;     // [kv_heads, head_dim, head_dim]: coordinate j is rounded less feedback[i][j] * error i
   std::vector<float> weights;      // [kv_heads, head_dim] with feedback: what the square of an error costs
-  std::vector<float> gains;        // codebook: multiples of the norm to try; empty: the norm alone
+  std::vector<float> gains;        // codebook: multiples of the norm to try, then lengths are unbiased; empty: the norm
   std::shared_ptr<const Rotation> rotation;
 
   int64_t row_bytes() const;

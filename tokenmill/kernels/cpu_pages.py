@@ -40,7 +40,7 @@ class RowCode:
     scales: Tensor | None = None
     feedback: Tensor | None = None  # [kv_heads, head_dim, head_dim], strictly lower
     weights: Tensor | None = None  # [kv_heads, head_dim], with feedback: what the square of an error costs
-    gains: Tensor | None = None  # of a codebook: multiples of the norm to try
+    gains: Tensor | None = None  # of a codebook: multiples of the norm to try; then lengths are unbiased
     rotation: RowRotation | None = None
 
     def bound(self) -> Any:

@@ -265,4 +265,5 @@ void direct(const PanelLayout& layout, const uint8_t* panel, const uint8_t* rows
 }  // namespace
 }  // namespace tokenmill
 
+#include "panel_activations.h"
 #include "panel_expand.h"

@@ -11,7 +11,7 @@ from torch import Tensor
 from tokenmill.model.kvstore.codebook import normal_codebook, normal_distortion
 from tokenmill.model.kvstore.packing import pack_codes, unpack_codes
 from tokenmill.model.kvstore.rows import RowFormat
-from tokenmill.model.kvstore.turboquant import GAINS, CodebookRows, ProductRows
+from tokenmill.model.kvstore.turboquant import CodebookRows, ProductRows
 
 # Positive halves, for variance one.
 LEVELS = {
@@ -70,14 +70,13 @@ def test_squared_error_is_that_of_theory(bits: int, width: int) -> None:
         assert float(error) == pytest.approx(DISTORTION[bits], rel=0.03)
 
 
-@pytest.mark.parametrize("bits", [3, 4])
-def test_a_choice_of_norms_loses_less(bits: int) -> None:
+@pytest.mark.parametrize(("bits", "share"), [(3, 0.97), (4, 0.9)])
+def test_refined_lengths_lose_less_and_are_unbiased(bits: int, share: float) -> None:
     x = unit_vectors(2000, 64, 9)
-    plain, chosen = (
-        (read_back(CodebookRows(64, bits, gains=gains), x) - x).square().sum(-1) for gains in ((1.0,), GAINS)
-    )
-    assert float(chosen.mean()) < {3: 0.95, 4: 0.9}[bits] * float(plain.mean())
-    assert float((chosen > plain * 1.001).float().mean()) == 0
+    plain, refined = (read_back(CodebookRows(64, bits, refined=refined), x) for refined in (False, True))
+    assert float((refined - x).square().sum(-1).mean()) < share * float((plain - x).square().sum(-1).mean())
+    assert float((plain * x).sum(-1).mean()) < 1 - 0.5 * DISTORTION[bits]  # too short
+    torch.testing.assert_close((refined * x).sum(-1), torch.ones(2000, 1), rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
