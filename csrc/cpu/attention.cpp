@@ -13,7 +13,6 @@
 namespace tokenmill {
 namespace {
 
-constexpr int kKeyBlock = 64;  // keys between two updates of the running maximum
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
 int max_rows(int num_heads, int num_kv_heads) {

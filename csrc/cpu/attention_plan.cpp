@@ -15,7 +15,6 @@ constexpr int kMinSharedKeys = 64;  // saved key reads under which sharing is no
 // is in the step: its sums then run in one order, and a token has the same bits alone, in any batch and among drafts.
 constexpr int kFewQueries = 65;
 constexpr int kChunk = 128;
-constexpr int kKeyBlock = 64;  // as in attention.cpp: where blocks of keys begin decides the order of sums too
 
 int whole_chunks(int keys) { return keys / kChunk * kChunk; }
 
@@ -28,8 +27,8 @@ AttentionPlan::AttentionPlan(int max_tokens, int max_sequences, int num_heads, i
       num_kv_heads_(num_kv_heads),
       head_dim_(head_dim),
       tile_queries_(std::max(1, kTileRows / (num_heads / num_kv_heads))) {
-  // Sharing gives a token two partials. Splitting happens below kEnoughPieces tiles and makes at most about
-  // 2 * kEnoughPieces + tiles items.
+  // For short sequences: sharing gives a token two partials, splitting for the threads' sake about 2 * kEnoughPieces items
+  // more. A sequence of few queries has an item per kChunk keys besides; split_keys grows the memory when those are many.
   max_slots_ = 2 * max_tokens + 4 * kEnoughPieces * std::min(tile_queries_, max_tokens);
   queries_.reserve(2 * max_tokens);
   tiles_.reserve(2 * max_tokens);

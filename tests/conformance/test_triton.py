@@ -1,7 +1,6 @@
 """The GPU kernels without a GPU: each test_triton_*.py file runs in a process of its own under Triton's interpreter.
 
-The interpreter must be chosen before triton is imported, and it must not leak into the other tests of this process. On
-a machine with a GPU those files run directly, on the real thing.
+On a machine with a GPU those files run directly, on the real thing.
 """
 
 from __future__ import annotations
@@ -13,18 +12,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.interpreter import assert_passes_interpreted
+
 _FILES = sorted(Path(__file__).parent.glob("test_triton_*.py"))
 _ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("file", _FILES, ids=lambda path: path.stem)
 def test_under_the_interpreter(file: Path) -> None:
-    pytest.importorskip("triton", reason="triton is not installed")
-    environment = os.environ | {"TRITON_INTERPRET": "1", "TOKENMILL_TUNING": "off", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", str(file)]
-    result = subprocess.run(command, cwd=_ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
-    assert " passed" in result.stdout, result.stdout
+    assert_passes_interpreted(file)
 
 
 def test_a_machine_without_a_gpu_does_not_import_triton() -> None:

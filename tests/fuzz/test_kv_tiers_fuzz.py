@@ -82,15 +82,7 @@ class TierTraffic(Traffic):
 @pytest.mark.parametrize("case", _TIER_CASES, ids=lambda case: f"{case.layers}-{case.page_size}-{case.extra_pages}")
 def test_traffic_with_tiers(case: Case) -> None:
     traffic = TierTraffic(case, seed=_TIER_CASES.index(case))
-    for _ in range(case.num_steps):
-        if len(traffic.requests) < 12 and traffic.random.random() < 0.5:
-            traffic.arrive()
-        traffic.step()
-    for _ in range(5000):
-        if not traffic.requests:
-            break
-        traffic.step(cancels=False)
-    assert not traffic.requests, "requests starve"
+    traffic.run(case.num_steps)
     assert traffic.kv.usage().num_held == 0
     traffic.kv.close()
     traffic.kv.check()

@@ -162,6 +162,18 @@ class Traffic:
         if not self.unfinished[event.request_id]:
             del self.requests[event.request_id]
 
+    def run(self, num_steps: int) -> None:
+        """Steps with arrivals, then without until nobody is left."""
+        for _ in range(num_steps):
+            if len(self.requests) < 12 and self.random.random() < 0.5:
+                self.arrive()
+            self.step()
+        for _ in range(5000):
+            if not self.requests:
+                break
+            self.step(cancels=False)
+        assert not self.requests, "requests starve"
+
     def check_eviction_order(self) -> None:
         """No cached page of a group without window is evicted before those below it."""
         place = {page: number for number, page in enumerate(self.policy)}
@@ -175,15 +187,7 @@ class Traffic:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.layers}-{case.page_size}-{case.extra_pages}")
 def test_random_traffic(case: Case) -> None:
     traffic = Traffic(case, seed=CASES.index(case))
-    for _ in range(case.num_steps):
-        if len(traffic.requests) < 12 and traffic.random.random() < 0.5:
-            traffic.arrive()
-        traffic.step()
-    for _ in range(5000):
-        if not traffic.requests:
-            break
-        traffic.step(cancels=False)
-    assert not traffic.requests, "requests starve"
+    traffic.run(case.num_steps)
     assert traffic.num_finished > 20
     usage = traffic.kv.usage()
     assert usage.num_held == 0

@@ -7,28 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+from tests.interpreter import assert_passes_interpreted
 
 _ROOT = Path(__file__).parents[2]
 
 
 def test_under_the_interpreter() -> None:
-    pytest.importorskip("triton", reason="triton is not installed")
-    environment = os.environ | {"TRITON_INTERPRET": "1", "TOKENMILL_TUNING": "off", "CUDA_VISIBLE_DEVICES": ""}
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-x",
-        "-p",
-        "no:cacheprovider",
-        str(Path(__file__).with_name("test_executors.py")),
-        str(Path(__file__).with_name("test_kv_memory.py")),
-        str(Path(__file__).with_name("test_speculation.py")),
-    ]
-    result = subprocess.run(command, cwd=_ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
-    assert " passed" in result.stdout, result.stdout
+    assert_passes_interpreted(
+        *(Path(__file__).with_name(f"test_{name}.py") for name in ("executors", "kv_memory", "speculation"))
+    )
 
 
 def test_a_machine_without_a_gpu_declines_with_a_reason_and_imports_no_triton() -> None:

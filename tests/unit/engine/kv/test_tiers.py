@@ -13,6 +13,7 @@ from tokenmill.engine.kv.tier.base import PageTier
 from tokenmill.engine.kv.tier.costs import IMPORT, LoadCosts
 from tokenmill.engine.kv.tier.host import HostTier
 from tokenmill.engine.kv.tier.stack import TierStack
+from tokenmill.engine.scheduler import Scheduler
 from tokenmill.errors import UserError
 from tokenmill.hardware.kv_layout import LayerKV, build_layout
 from tokenmill.types import CacheControl, Request, SamplingParams
@@ -109,8 +110,7 @@ class SlowTier(HostTier):
         return super().get(key)
 
 
-def test_a_load_holds_nobody_else_up() -> None:
-    """While pages are on their way those who run go on; the one that waits starts when they are there."""
+def one_runs_and_a_prefix_is_in_the_tier() -> tuple[SlowTier, KVManager, Scheduler]:
     tier = SlowTier()
     saved, _, _ = make(tier)
     fill(saved, list(range(21)))
@@ -118,6 +118,12 @@ def test_a_load_holds_nobody_else_up() -> None:
     kv, _, _ = make(tier, num_pages=32)
     scheduler = make_scheduler(kv)
     scheduler.add(make_request([90, 91, 92], "runs", max_tokens=20))
+    return tier, kv, scheduler
+
+
+def test_a_load_holds_nobody_else_up() -> None:
+    """While pages are on their way those who run go on; the one that waits starts when they are there."""
+    tier, kv, scheduler = one_runs_and_a_prefix_is_in_the_tier()
     assert step(scheduler)[0] == {"runs": 3}
     waiting = make_request(list(range(21)), "waits", max_tokens=2, arrival=1)
     scheduler.add(waiting)
@@ -136,13 +142,7 @@ def test_a_load_holds_nobody_else_up() -> None:
 
 
 def test_cancelling_while_pages_are_on_their_way() -> None:
-    tier = SlowTier()
-    saved, _, _ = make(tier)
-    fill(saved, list(range(21)))
-    saved.close()
-    kv, _, _ = make(tier, num_pages=32)
-    scheduler = make_scheduler(kv)
-    scheduler.add(make_request([90, 91, 92], "runs", max_tokens=20))
+    tier, kv, scheduler = one_runs_and_a_prefix_is_in_the_tier()
     step(scheduler)
     scheduler.add(make_request(list(range(21)), "waits", arrival=1))
     step(scheduler)
