@@ -12,16 +12,14 @@
 #include <thread>
 #include <vector>
 
+#include "memory.h"
+
 namespace tokenmill {
 
-AlignedBytes::AlignedBytes(size_t size) : data_(nullptr), size_(size) {
-  void* memory = nullptr;
+AlignedBytes::AlignedBytes(size_t size) : size_(size) {
   // One vector of slack, so that kernels may load past the last scale.
-  if (posix_memalign(&memory, 64, size + 64) != 0) throw std::bad_alloc();
-  data_ = static_cast<uint8_t*>(memory);
+  block_ = allocate_huge(size + 64, &data_);
 }
-
-AlignedBytes::~AlignedBytes() { std::free(data_); }
 
 PanelLinear::PanelLinear(const std::string& name, const PanelLayout& layout, const QuantFormat* format, int64_t rows)
     : Linear(rows, layout.cols),
@@ -41,7 +39,7 @@ void PanelLinear::dequantize_row(int64_t row, float* out) const {
 
 namespace {
 
-constexpr int kScaleFloats = kChunk / 32 * 2 * kPanelCols;
+constexpr int kScaleFloats = kChunk / 32 * kBlockScales;
 constexpr int64_t kTileBytes = 16384;  // direct: a tile is about a microsecond of work
 
 // Fewer tiles than this leave threads idle. Expanding a panel once per block of rows costs, so no more blocks than

@@ -23,6 +23,7 @@ namespace tokenmill {
 constexpr int kQuantBlock = 128;  // k per scale in the requantized product; the last block may be shorter
 constexpr int kChunk = 1024;      // k expanded at a time: 16 columns x 1024 stay in the first-level cache
 constexpr int kTokenBlock = 512;  // rows per tile of the expanded product
+constexpr int kBlockScales = 3 * kPanelCols;  // floats of an expanded block: scales, minimums, scaled bases of sums
 
 // Offsets into one row of direct activations. Block sums serve code offsets and minimums.
 struct RowForm {
@@ -106,14 +107,12 @@ struct PanelKernels {
 class AlignedBytes {
  public:
   explicit AlignedBytes(size_t size);
-  ~AlignedBytes();
-  AlignedBytes(const AlignedBytes&) = delete;
-  AlignedBytes& operator=(const AlignedBytes&) = delete;
   uint8_t* data() const { return data_; }
   size_t size() const { return size_; }
 
  private:
-  uint8_t* data_;
+  std::shared_ptr<void> block_;
+  uint8_t* data_ = nullptr;
   size_t size_;
 };
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <cstdlib>
 #include <memory>
 #include <new>
@@ -18,5 +19,9 @@ inline AlignedBuffer allocate_aligned(size_t bytes) {
   if (posix_memalign(&memory, 64, (bytes + 63) / 64 * 64 + 64) != 0) throw std::bad_alloc();
   return AlignedBuffer(static_cast<char*>(memory));
 }
+
+// For what is read through at every step: 2 MiB pages of the machine where it has them (thousands of small ones miss in
+// its address cache), several allocations to a block. Aligned to a cache line; freed with the last share of the block.
+std::shared_ptr<void> allocate_huge(size_t bytes, uint8_t** data);
 
 }  // namespace tokenmill

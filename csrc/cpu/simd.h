@@ -65,11 +65,15 @@ inline float lane_sum(vec v) {
 }
 
 inline float lane_max(vec v) {
+#if defined(__aarch64__)
+  return vmaxvq_f32((float32x4_t)v);
+#else
   float lanes[kLanes];
   std::memcpy(lanes, &v, sizeof(v));
   for (int width = kLanes / 2; width > 0; width /= 2)
     for (int i = 0; i < width; ++i) lanes[i] = lanes[i + width] > lanes[i] ? lanes[i + width] : lanes[i];
   return lanes[0];
+#endif
 }
 
 // out[i] = sum of lanes of v[i], i < 4.

@@ -87,11 +87,11 @@ TM_INLINE void add_scaled(const int32_t* sums, const float* scales, TileRows row
     constexpr int t = row.value;
     const __m512 total = _mm512_cvtepi32_ps(_mm512_load_si512(sums + t * kPanelCols));
     const float scale = *reinterpret_cast<const float*>(rows.scale);
-    y[t] = _mm512_fmadd_ps(total, _mm512_mul_ps(w_scale, _mm512_set1_ps(scale)), y[t]);
     if constexpr (kMin) {
       const float scaled_sum = *reinterpret_cast<const float*>(rows.scale + rows.to_scaled_sum);
       y[t] = _mm512_fmadd_ps(w_min, _mm512_set1_ps(scaled_sum), y[t]);
     }
+    y[t] = _mm512_fmadd_ps(total, _mm512_mul_ps(w_scale, _mm512_set1_ps(scale)), y[t]);
     rows.scale += rows.pitch;
   });
 }
@@ -100,7 +100,7 @@ TM_INLINE void add_scaled(const int32_t* sums, const float* scales, TileRows row
 template <int R, int B, bool kMin>
 TM_INLINE void multiply_rows(const int8_t* w8, const float* scales, int64_t length, TileRows rows, bool first,
                              float* sums) {
-  constexpr int kWeights = B * kPanelCols, kScales = 2 * kPanelCols;  // of a block
+  constexpr int kWeights = B * kPanelCols, kScales = kBlockScales;  // of a block
   alignas(64) int32_t block_sums[2][R * kPanelCols];
   const int8_t* x = reinterpret_cast<const int8_t*>(rows.first);
   __m512 y[R];

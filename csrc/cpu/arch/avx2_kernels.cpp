@@ -59,7 +59,6 @@ struct Avx2 {
     return dot_signed<Lane>(acc, w, x);
   }
 
-  static TM_INLINE Ints zero_i() { return _mm256_setzero_si256(); }
   static TM_INLINE Ints splat_i(int32_t v) { return _mm256_set1_epi32(v); }
   static TM_INLINE Ints add_scaled_i(Ints acc, Ints a, Ints b) {
     return _mm256_add_epi32(acc, _mm256_mullo_epi32(a, b));
@@ -70,6 +69,7 @@ struct Avx2 {
     return _mm256_and_si256(_mm256_srl_epi32(load(p), _mm_cvtsi32_si128(8 * byte)), _mm256_set1_epi32(255));
   }
 
+  static constexpr bool kBlocks = false;
   static constexpr int32_t kFloatBase = 0;  // converting is as cheap as anything here
   static TM_INLINE Floats based_to_float(Ints v) { return to_float(v); }
   static TM_INLINE Floats to_float(Ints v) { return _mm256_cvtepi32_ps(v); }

@@ -64,7 +64,6 @@ struct Avx512 {
     return _mm512_dpbusd_epi32(acc, w, four<Lane>(x));
   }
 
-  static TM_INLINE Ints zero_i() { return _mm512_setzero_si512(); }
   static TM_INLINE Ints splat_i(int32_t v) { return _mm512_set1_epi32(v); }
   static TM_INLINE Ints add_scaled_i(Ints acc, Ints a, Ints b) {
     return _mm512_add_epi32(acc, _mm512_mullo_epi32(a, b));
@@ -75,6 +74,7 @@ struct Avx512 {
     return _mm512_and_si512(_mm512_srl_epi32(load(p), _mm_cvtsi32_si128(8 * byte)), _mm512_set1_epi32(255));
   }
 
+  static constexpr bool kBlocks = false;
   static constexpr int32_t kFloatBase = 0;  // converting is as cheap as anything here
   static TM_INLINE Floats based_to_float(Ints v) { return to_float(v); }
   static TM_INLINE Floats to_float(Ints v) { return _mm512_cvtepi32_ps(v); }

@@ -10,6 +10,7 @@ namespace {
 
 struct NeonI8mm : Neon {
   static constexpr int kQuadRun = 8, kDotOperations = 64;
+  static constexpr bool kBlocks = false;
 
   // 4 columns x 4 k twice, to columns 0 and 1 x 8 k, then columns 2 and 3.
   static TM_INLINE void store_pairs(int8_t* p, Bytes first, Bytes second) {

@@ -6,6 +6,8 @@
 
 #include <arm_neon.h>
 
+#include "../linear_panel.h"
+#include "neon_block.h"
 #include "panel_kernels.h"
 
 namespace tokenmill {
@@ -19,6 +21,7 @@ struct Neon {
   using X = int8x16_t;
   static constexpr int kLanes = 4, kDirectRegs = 2, kWideRegs = 2, kQuads = 1, kSignedBias = 0;
   static constexpr int kQuadRun = 4, kDotOperations = 32;
+  static constexpr bool kBlocks = true;
 
   static TM_INLINE Bytes load(const uint8_t* p) { return vreinterpretq_s8_u8(vld1q_u8(p)); }
   static TM_INLINE Table load_table(const int8_t* p) { return vld1q_s8(p); }
@@ -54,12 +57,6 @@ struct Neon {
     return vdotq_laneq_s32(acc, w, x, Lane);
   }
 
-  // Written out, because a zero made so costs nothing, while the compiler's copies of one zero each take a vector slot.
-  static TM_INLINE Ints zero_i() {
-    Ints zero;
-    asm volatile("movi %0.2d, #0" : "=w"(zero));
-    return zero;
-  }
   static TM_INLINE Ints splat_i(int32_t v) { return vdupq_n_s32(v); }
   static TM_INLINE Ints add_scaled_i(Ints acc, Ints a, Ints b) { return vmlaq_s32(acc, a, b); }
   static TM_INLINE Ints load_i8(const uint8_t* p) {
@@ -75,11 +72,35 @@ struct Neon {
     return vreinterpretq_s32_u32(vandq_u32(words, vdupq_n_u32(255)));
   }
 
-  // A sum below 2^22 that starts from the bits of 1.5 * 2^23 is a float already, but for that number: a subtraction on
-  // either pipe instead of a conversion, which takes one pipe twice.
+  // A sum below 2^22 that starts from the bits of 1.5 * 2^23 is a float already, but for that number, which a
+  // multiply-add takes out: a conversion would take one pipe twice.
   static constexpr int32_t kFloatBase = 0x4B400000;
-  static TM_INLINE Floats based_to_float(Ints v) {
-    return vsubq_f32(vreinterpretq_f32_s32(v), vdupq_n_f32(12582912.0f));
+  static constexpr float kFloatBaseValue = 12582912.0f;
+  static TM_INLINE Floats based_to_float(Ints v) { return vsubq_f32(as_float(v), vdupq_n_f32(kFloatBaseValue)); }
+  static TM_INLINE Floats as_float(Ints v) { return vreinterpretq_f32_s32(v); }
+  template <bool kMin>
+  static TM_INLINE void multiply_blocks(const int8_t* w, const int8_t* x, const float* scales, const uint8_t* row_scales,
+                                        const uint8_t* row_sums, int64_t blocks, float* sums) {
+    tokenmill::multiply_blocks<kMin>(w, x, scales, row_scales, row_sums, blocks, kBases, sums);
+  }
+  alignas(16) static constexpr int32_t kBases[4] = {kFloatBase, kFloatBase, kFloatBase, kFloatBase};
+  // Loads that stay loads: the compiler's copies of one register each take a vector slot, where loads have their own.
+  static TM_INLINE Ints float_base() {
+    return vreinterpretq_s32_f32(load_anew(reinterpret_cast<const float*>(kBases)));
+  }
+  static TM_INLINE Floats load_anew(const float* p) {
+    Floats v;
+    asm volatile("ldr %q0, %1" : "=w"(v) : "m"(*reinterpret_cast<const float(*)[4]>(p)));
+    return v;
+  }
+  static TM_INLINE Floats fma_lane(Floats a, Floats four, int lane, Floats c) {
+    switch (lane) {
+      case 0: asm("fmla %0.4s, %1.4s, %2.s[0]" : "+w"(c) : "w"(a), "w"(four)); break;
+      case 1: asm("fmla %0.4s, %1.4s, %2.s[1]" : "+w"(c) : "w"(a), "w"(four)); break;
+      case 2: asm("fmla %0.4s, %1.4s, %2.s[2]" : "+w"(c) : "w"(a), "w"(four)); break;
+      default: asm("fmla %0.4s, %1.4s, %2.s[3]" : "+w"(c) : "w"(a), "w"(four)); break;
+    }
+    return c;
   }
   static TM_INLINE Floats to_float(Ints v) { return vcvtq_f32_s32(v); }
   static TM_INLINE Floats splat(float v) { return vdupq_n_f32(v); }
@@ -158,8 +179,7 @@ struct Neon {
 // Measured on a Neoverse-N1: from here on, unpacking once for all rows beats group scales in the product.
 int expand_from(const PanelLayout& layout) {
   if (layout.superblock) return layout.bits == 6 || layout.bits <= 3 ? 9 : layout.bits == 5 ? 11 : 16;
-  if (layout.bits == 5) return 8;
-  return layout.bits == 8 || layout.has_min || layout.has_lut ? 9 : 12;
+  return layout.bits == 8 ? 11 : 8;
 }
 
 }  // namespace

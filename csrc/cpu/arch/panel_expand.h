@@ -51,6 +51,13 @@ TM_INLINE void code_range(const PanelLayout& layout, float& low, float& high) {
   }
 }
 
+// The scales of a register of columns; where sums begin with a base, also what that base comes to.
+template <class V>
+TM_INLINE void store_scale(float* to, typename V::Floats scale) {
+  V::store_f(to, scale);
+  if constexpr (V::kFloatBase != 0) V::store_f(to + 2 * kPanelCols, V::mul(scale, V::splat(-V::kFloatBaseValue)));
+}
+
 // The eight vectors of a group to where the product reads them: `code(j)` is V_j, its register at byte `at` of 4 k.
 // The two halves of a group alternate, so that a byte is loaded once for both its nibbles.
 template <class V, class Code>
@@ -80,7 +87,7 @@ void expand_requantized(const PanelLayout& layout, const uint8_t* panel, int64_t
   const int64_t quads = (end - begin) / 4;
   float low, high;
   code_range<T>(layout, low, high);
-  for (int64_t k = begin; k < end; k += kQuantBlock, scales += 2 * kPanelCols) {
+  for (int64_t k = begin; k < end; k += kQuantBlock, scales += kBlockScales) {
     const int groups = int((k + kQuantBlock < end ? kQuantBlock : end - k) / 32);
     GroupScales<V> group[kGroups * kSubs];
     const uint8_t* codes[kGroups];
@@ -107,7 +114,7 @@ void expand_requantized(const PanelLayout& layout, const uint8_t* panel, int64_t
     }
     for (int i = 0; i < kRegs; ++i) {
       inverse[i] = V::div(V::splat(127.0f * 256.0f), peak[i]);
-      V::store_f(scales + i * V::kLanes, V::mul(peak[i], V::splat(1.0f / 127.0f)));
+      store_scale<V>(scales + i * V::kLanes, V::mul(peak[i], V::splat(1.0f / 127.0f)));
     }
     for (int g = 0; g < groups; ++g)
       for (int i = 0; i < kRegs; ++i) {
@@ -147,7 +154,7 @@ void expand_exact(const PanelLayout& layout, const uint8_t* panel, int64_t begin
       const int at = i * V::kLanes * 4;
       for (int line = i * 64; line < kGroupBytes; line += kRegs * 64) V::prefetch(group + 4 * kGroupBytes + line);
       const uint8_t* p = group + kCodeBytes + i * V::kLanes * 2;
-      if (opens) V::store_f(scales + i * V::kLanes, load_scale<V, T>(p));
+      if (opens) store_scale<V>(scales + i * V::kLanes, load_scale<V, T>(p));
       if constexpr (T::kMin) V::store_f(scales + kPanelCols + i * V::kLanes, load_scale<V, T>(p + 32));
       int8_t* to = w8 + at / kWide * (quads * kWide) + (k - begin) / 4 * kWide;
       store_expanded<V>(to, at % kWide, [&](auto step) {
@@ -156,8 +163,15 @@ void expand_exact(const PanelLayout& layout, const uint8_t* panel, int64_t begin
         return code;
       });
     }
-    if (opens) scales += 2 * kPanelCols;
+    if (opens) scales += kBlockScales;
   }
+}
+
+// Integer sums begin here: with the base that makes them floats, or with what takes the bias of stored weights out again.
+template <class V>
+TM_INLINE typename V::Ints start(int32_t sum) {
+  if constexpr (V::kFloatBase != 0) return V::float_base();
+  return V::splat_i(-V::kSignedBias * sum);
 }
 
 // Integer sums of `steps` x 4 k, for N quads of rows `pitch` bytes apart and kWideRegs registers of columns.
@@ -186,7 +200,7 @@ TM_INLINE void sum_pairs(const int8_t* w8, const int8_t* x, int64_t pitch, int64
   constexpr int kRow = V::kLanes * 4;
   typename V::Ints pair[N * 2][Q * 2];
   for (int h = 0; h < N * 2; ++h)
-    for (int i = 0; i < Q * 2; ++i) pair[h][i] = V::splat_i(0);
+    for (int i = 0; i < Q * 2; ++i) pair[h][i] = start<V>(0);
 #pragma GCC unroll 4
   for (int64_t step = 0; step < steps; step += 2, x += 32, w8 += 2 * Q * kRow) {
     typename V::Bytes w[Q * 2];
@@ -200,11 +214,23 @@ TM_INLINE void sum_pairs(const int8_t* w8, const int8_t* x, int64_t pitch, int64
     for (int i = 0; i < Q; ++i) V::split_pairs(pair[h][2 * i], pair[h][2 * i + 1], acc[2 * h][i], acc[2 * h + 1][i]);
 }
 
-// Integer sums begin here: with what takes the bias of stored weights out again.
-template <class V>
-TM_INLINE typename V::Ints start(int32_t sum) {
-  if constexpr (V::kSignedBias == 0) return V::zero_i();
-  return V::splat_i(-V::kSignedBias * sum);
+// y += sums of a block x scales of its columns x scales of its rows. A sum on a base is a float without being converted,
+// and one multiply-add with the scaled base takes the base out: exactly, for scales of up to 22 bits.
+template <class V, int N, int Q>
+TM_INLINE void add_scaled(const typename V::Ints (&acc)[N * 4][Q], const float* scales, const uint8_t* row_scales,
+                          int64_t pitch, typename V::Floats (&y)[N * 4][Q]) {
+  for (int i = 0; i < Q; ++i) {
+    const auto w_scale = V::load_f(scales + i * V::kLanes);
+    for (int t = 0; t < N * 4; ++t) {
+      const float* four = reinterpret_cast<const float*>(row_scales + t / 4 * pitch);
+      if constexpr (V::kFloatBase != 0) {
+        const auto base = V::load_anew(scales + 2 * kPanelCols + i * V::kLanes);
+        y[t][i] = V::fma_lane(V::fma(V::as_float(acc[t][i]), w_scale, base), V::load_f(four), t % 4, y[t][i]);
+      } else {
+        y[t][i] = V::fma(V::to_float(acc[t][i]), V::mul(w_scale, V::splat(four[t % 4])), y[t][i]);
+      }
+    }
+  }
 }
 
 // N quads of rows x kWideRegs registers of columns: integer sums of blocks of B, added up in float.
@@ -212,11 +238,19 @@ template <class V, int N, int B, bool kMin>
 TM_INLINE void multiply_block(const int8_t* w8, const float* scales, int64_t begin, int64_t end, const uint8_t* quads,
                               const QuadForm& form, int first, float* sums) {
   constexpr int Q = V::kWideRegs;
+  if constexpr (V::kBlocks && N == 1 && B == 32) {  // by hand
+    if (begin == 0)
+      for (int t = 0; t < 4; ++t) __builtin_memset(sums + t * kPanelCols + first, 0, Q * V::kLanes * sizeof(float));
+    V::template multiply_blocks<kMin>(w8, reinterpret_cast<const int8_t*>(quads) + begin * 4, scales + first,
+                                      quads + form.scale(begin / 32, 0), quads + form.scaled_sum(begin / 32, 0),
+                                      (end - begin) / 32, sums + first);
+    return;
+  }
   typename V::Floats y[N * 4][Q];
   for (int t = 0; t < N * 4; ++t)
     for (int i = 0; i < Q; ++i)
       y[t][i] = begin ? V::load_f(sums + t * kPanelCols + first + i * V::kLanes) : V::splat(0);
-  for (int64_t k = begin; k < end; k += B, scales += 2 * kPanelCols) {
+  for (int64_t k = begin; k < end; k += B, scales += kBlockScales) {
     const int64_t steps = B == 32 ? 8 : (k + B < end ? B : end - k) / 4, block = k / B;
     typename V::Ints acc[N * 4][Q];
     const int8_t* x = reinterpret_cast<const int8_t*>(quads) + k * 4;
@@ -231,20 +265,15 @@ TM_INLINE void multiply_block(const int8_t* w8, const float* scales, int64_t beg
       sum_words<V, N, Q>(w8, x, form.bytes(), steps, acc);
     }
     w8 += steps * Q * V::kLanes * 4;
-    for (int i = 0; i < Q; ++i) {
-      const auto w_scale = V::load_f(scales + first + i * V::kLanes);
-      for (int t = 0; t < N * 4; ++t) {
-        const float* scale = reinterpret_cast<const float*>(quads + t / 4 * form.bytes() + form.scale(block, 0));
-        y[t][i] = V::fma(V::to_float(acc[t][i]), V::mul(w_scale, V::splat(scale[t % 4])), y[t][i]);
-      }
-      if constexpr (kMin) {
+    if constexpr (kMin)
+      for (int i = 0; i < Q; ++i) {
         const auto w_min = V::load_f(scales + kPanelCols + first + i * V::kLanes);
         for (int t = 0; t < N * 4; ++t) {
           const float* sum = reinterpret_cast<const float*>(quads + t / 4 * form.bytes() + form.scaled_sum(block, 0));
           y[t][i] = V::fma(w_min, V::splat(sum[t % 4]), y[t][i]);
         }
       }
-    }
+    add_scaled<V, N, Q>(acc, scales + first, quads + form.scale(block, 0), form.bytes(), y);
   }
   for (int t = 0; t < N * 4; ++t)
     for (int i = 0; i < Q; ++i) V::store_f(sums + t * kPanelCols + first + i * V::kLanes, y[t][i]);

@@ -5,8 +5,9 @@
 //   load(p) field<shift, mask>(b) insert<shift, mask>(low, b) lookup(table, b): decoding of codes
 //   X, load_x(p), dot_unsigned / dot_signed<lane>(acc, w, x): acc[col] += w[col][0..3] . x[4 lane .. 4 lane + 3]
 //   kSignedBias: what dot_signed adds to every signed weight (its sum is taken out through the block sums)
-//   kFloatBase, based_to_float: sums that start from kFloatBase instead of 0, as floats
-//   zero_i, splat_i, add_scaled_i(acc, a, b), load_i8, load_u8, load_byte_of(p, i), to_float: integers
+//   kFloatBase: 0, or the bits of kFloatBaseValue, on which a sum is a float as it is: float_base(), as_float(sum),
+//   based_to_float(sum), load_anew(p): a load for each use, fma_lane(a, four, lane, c)
+//   splat_i, add_scaled_i(acc, a, b), load_i8, load_u8, load_byte_of(p, i), to_float: integers
 //   splat, mul, div, fma, max_abs, load_f, store_f, load_half, load_bfloat: floats
 //   Fixed, fixed(floats), requantize(codes, a, b): (code * a + b) >> 8 with int16 a, b per column
 //   splat_bytes, sub_bytes, store_weights, dot_stored<lane>: expanded weights
@@ -116,11 +117,15 @@ TM_INLINE void direct_plain(const PanelLayout& layout, const uint8_t* panel, con
     for (int i = 0; i < Q; ++i) {
       const uint8_t* p = panel + kCodeBytes + (first + i * V::kLanes) * 2;
       const auto w_scale = load_scale<V, T>(p);
-      for (int r = 0; r < R; ++r)
-        y[r][i] = V::fma(V::based_to_float(acc[r][i]), V::mul(w_scale, V::splat(scale[r][g])), y[r][i]);
       if constexpr (T::kMin) {
         const auto w_min = load_scale<V, T>(p + 32);
         for (int r = 0; r < R; ++r) y[r][i] = V::fma(w_min, V::splat(sum_scaled[r][g]), y[r][i]);
+      }
+      for (int r = 0; r < R; ++r) {
+        // After the minimum and as add_scaled does it, so that both products have the same bits.
+        const auto sums = V::based_to_float(acc[r][i]);
+        y[r][i] = V::kFloatBase != 0 ? V::fma(V::mul(sums, w_scale), V::splat(scale[r][g]), y[r][i])
+                                     : V::fma(sums, V::mul(w_scale, V::splat(scale[r][g])), y[r][i]);
       }
     }
   }

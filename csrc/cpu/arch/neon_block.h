@@ -1,0 +1,82 @@
+// Four rows x eight columns of the expanded product with a scale per 32 k, scheduled by hand for NEON with dot product.
+//
+// A block is 64 dot products and 16 (with minimums 24) multiply-adds that bring their sums to float. On the Neoverse-N1 a
+// dot product that follows a multiply-add waits, because both would write their results in the same cycle, so all the
+// multiply-adds of a block come together; the second four columns lag two steps behind the first, so that their start
+// does not wait for sums. Loads that repeat are cheaper than copies of registers. Included by neon_vector.h only.
+#pragma once
+
+#include <cstdint>
+
+namespace tokenmill {
+namespace {
+
+// v0-v3, v4-v7: integer sums of the first and second columns, by row; v8-v11, v12-v15: their float sums; v16-v19 weights;
+// v20-v23 rows; v28, v29 scales of the columns, v30 of the rows, v31 scaled code sums of the rows. At the end of a block
+// v24-v27 and what is free of the others take the scaled sums, v21 and v22 the minimums.
+#define TM_DOT(acc, w, x, row) "sdot v" #acc ".4s, v" #w ".16b, v" #x ".4b[" #row "]\n"
+#define TM_FIRST(w, x) TM_DOT(0, w, x, 0) TM_DOT(1, w, x, 1) TM_DOT(2, w, x, 2) TM_DOT(3, w, x, 3)
+#define TM_SECOND(w, x) TM_DOT(4, w, x, 0) TM_DOT(5, w, x, 1) TM_DOT(6, w, x, 2) TM_DOT(7, w, x, 3)
+#define TM_LOAD(reg, from, at) "ldr q" #reg ", [%[" #from "], #" #at "]\n"
+#define TM_LOAD4(a, b, c, d, from, at) TM_LOAD(a, from, at) TM_LOAD(b, from, at) TM_LOAD(c, from, at) TM_LOAD(d, from, at)
+#define TM_SCALE(to, sum, scale) "fmla v" #to ".4s, v" #sum ".4s, v" #scale ".4s\n"
+#define TM_ADD(to, sum, scales, row) "fmla v" #to ".4s, v" #sum ".4s, v" #scales ".s[" #row "]\n"
+#define TM_ADD4(a, b, c, d, sa, sb, sc, sd, scales) \
+  TM_ADD(a, sa, scales, 0) TM_ADD(b, sb, scales, 1) TM_ADD(c, sc, scales, 2) TM_ADD(d, sd, scales, 3)
+// clang-format off
+#define TM_BLOCK(load_minimums, add_minimums)                                                           \
+  "1:\n" TM_LOAD(20, x, 0) TM_LOAD(16, w, 0) TM_LOAD4(0, 1, 2, 3, base, 0) TM_LOAD(21, x, 16)           \
+  TM_LOAD(17, w, 32) TM_FIRST(16, 20) TM_LOAD(22, x, 32) TM_LOAD(18, w, 16) TM_LOAD(16, w, 64)          \
+  TM_FIRST(17, 21) TM_LOAD4(4, 5, 6, 7, base, 0) TM_LOAD(19, w, 48) TM_LOAD(17, w, 96) TM_SECOND(18, 20) \
+  TM_FIRST(16, 22) TM_LOAD(23, x, 48) TM_LOAD(18, w, 80) TM_LOAD(16, w, 128) TM_SECOND(19, 21)          \
+  TM_FIRST(17, 23) TM_LOAD(20, x, 64) TM_LOAD(19, w, 112) TM_LOAD(17, w, 160) TM_SECOND(18, 22)         \
+  TM_FIRST(16, 20) TM_LOAD(21, x, 80) TM_LOAD(18, w, 144) TM_LOAD(16, w, 192) TM_SECOND(19, 23)         \
+  TM_FIRST(17, 21) TM_LOAD(22, x, 96) TM_LOAD(19, w, 176) TM_LOAD(17, w, 224) TM_SECOND(18, 20)         \
+  TM_FIRST(16, 22) TM_LOAD(23, x, 112) TM_LOAD(18, w, 208) TM_LOAD(30, row_scales, 0) TM_SECOND(19, 21) \
+  TM_FIRST(17, 23) TM_LOAD(19, w, 240) TM_LOAD(28, scales, 0) TM_LOAD4(24, 25, 26, 27, scales, 128)     \
+  TM_SECOND(18, 22) load_minimums TM_LOAD(29, scales, 16) TM_LOAD4(16, 17, 18, 20, scales, 144)         \
+  TM_SECOND(19, 23)                                                                                     \
+  TM_SCALE(24, 0, 28) TM_SCALE(25, 1, 28) TM_SCALE(26, 2, 28) TM_SCALE(27, 3, 28) add_minimums          \
+  TM_SCALE(16, 4, 29) TM_SCALE(17, 5, 29) TM_SCALE(18, 6, 29) TM_SCALE(20, 7, 29)                       \
+  TM_ADD4(8, 9, 10, 11, 24, 25, 26, 27, 30) TM_ADD4(12, 13, 14, 15, 16, 17, 18, 20, 30)                 \
+  "add %[w], %[w], #256\n add %[x], %[x], #128\n add %[scales], %[scales], #192\n"                      \
+  "add %[row_scales], %[row_scales], #16\n add %[row_sums], %[row_sums], #16\n"                         \
+  "subs %[blocks], %[blocks], #1\n b.ne 1b\n"
+// clang-format on
+
+// sums[4][16 apart][8] += the blocks' products; `scales` is laid out as kBlockScales says.
+template <bool kMin>
+TM_INLINE void multiply_blocks(const int8_t* w, const int8_t* x, const float* scales, const uint8_t* row_scales,
+                               const uint8_t* row_sums, int64_t blocks, const int32_t* base, float* sums) {
+#define TM_ASM(load_minimums, add_minimums)                                                                        \
+  asm volatile("ldp q8, q12, [%[y]]\n ldp q9, q13, [%[y], #64]\n ldp q10, q14, [%[y], #128]\n ldp q11, q15, [%[y], "  \
+               "#192]\n" TM_BLOCK(load_minimums, add_minimums)                                                     \
+               "stp q8, q12, [%[y]]\n stp q9, q13, [%[y], #64]\n stp q10, q14, [%[y], #128]\n stp q11, q15, [%[y], " \
+               "#192]\n"                                                                                             \
+               : [w] "+r"(w), [x] "+r"(x), [scales] "+r"(scales), [row_scales] "+r"(row_scales),                     \
+                 [row_sums] "+r"(row_sums), [blocks] "+r"(blocks)                                                    \
+               : [base] "r"(base), [y] "r"(sums)                                                                     \
+               : "memory", "cc", "v0", "v1", "v2", "v3", "v4", "v5", "v6", "v7", "v8", "v9", "v10", "v11", "v12",    \
+                 "v13", "v14", "v15", "v16", "v17", "v18", "v19", "v20", "v21", "v22", "v23", "v24", "v25", "v26",   \
+                 "v27", "v28", "v29", "v30", "v31")
+  if constexpr (kMin) {
+    TM_ASM(TM_LOAD(31, row_sums, 0) TM_LOAD(21, scales, 64) TM_LOAD(22, scales, 80),
+           TM_ADD4(8, 9, 10, 11, 21, 21, 21, 21, 31) TM_ADD4(12, 13, 14, 15, 22, 22, 22, 22, 31));
+  } else {
+    TM_ASM("", "");
+  }
+#undef TM_ASM
+}
+
+#undef TM_DOT
+#undef TM_FIRST
+#undef TM_SECOND
+#undef TM_LOAD
+#undef TM_LOAD4
+#undef TM_SCALE
+#undef TM_ADD
+#undef TM_ADD4
+#undef TM_BLOCK
+
+}  // namespace
+}  // namespace tokenmill
