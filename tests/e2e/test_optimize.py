@@ -120,6 +120,24 @@ def test_a_second_run_measures_nothing_and_chooses_the_same(
     assert set(printed) >= {"chosen", "cost_reduction", "quality_loss", "report"}
 
 
+def test_drafters_are_tried_where_the_prompts_are_text(
+    model: Path, folder: Path, finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": _STORY * count}) + "\n" for count in (1, 2)))
+    names = ["--candidates", "Q8_0", "--kv-cache-dtypes", "float32", "--prompts", str(prompts)]
+    assert main(_command(model, folder, "drafted", *names)) == 0
+    capsys.readouterr()
+    drafted, random = (json.loads((path / "results.json").read_text()) for path in (folder / "drafted", finished))
+    leader = drafted["candidates"][0]
+    assert leader["speculate"] == "off"
+    tried = {each["speculate"]: each for each in drafted["candidates"] if each["kv"] == leader["kv"]}
+    assert set(tried) == {"off", "ngram", "suffix"}
+    assert tried["ngram"]["divergence"] == leader["divergence"], "guesses change no prediction"
+    assert tried["ngram"]["speed"] is not None
+    assert {each["speculate"] for each in random["candidates"]} == {"off"}
+
+
 def test_another_question_in_the_same_folder_is_refused(
     finished: Path, model: Path, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,7 +14,7 @@ from tokenmill.bench.prompts import SyntheticRequest
 from tokenmill.config import EngineConfig
 from tokenmill.evaluate.divergence import DivergenceReport
 from tokenmill.optimize.artefacts import Workshop
-from tokenmill.optimize.candidates import parse_weights
+from tokenmill.optimize.candidates import Candidate, parse_weights
 from tokenmill.optimize.measure import Contender, QualityText, take_turns
 from tokenmill.optimize.results import Artefact, CandidateResult, Run
 from tokenmill.optimize.store import Store
@@ -41,7 +41,9 @@ class BenchTable:
         return self.workshop.find(choice) or self.workshop.make(choice, seconds_left, lambda *_: None)
 
     def config(self, result: CandidateResult) -> EngineConfig:
-        return replace(self.engine, kv_cache_dtype=result.kv, batch_tokens=result.batch_tokens)
+        return replace(
+            self.engine, kv_cache_dtype=result.kv, batch_tokens=result.batch_tokens, speculate=result.speculate
+        )
 
     def path(self, result: CandidateResult) -> Path:
         return self.workshop.path(parse_weights(result.weights))
@@ -90,7 +92,7 @@ class BenchTable:
         self._loaded.clear()
 
     def _scoring(self, result: CandidateResult) -> EngineConfig:
-        return replace(self.config(result), prefix_caching=False)
+        return replace(self.config(result), prefix_caching=False, speculate="off")
 
     def _seat(self, results: Sequence[CandidateResult]) -> list[Contender]:
         """Load who is missing, unload who is not wanted."""
@@ -115,4 +117,4 @@ class BenchTable:
 
 
 def _seat_name(result: CandidateResult) -> str:
-    return f"{result.weights}/{result.kv}/{result.batch_tokens}"
+    return Candidate(result.weights, result.kv, result.batch_tokens, result.speculate).name

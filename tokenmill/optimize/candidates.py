@@ -1,4 +1,4 @@
-"""What may be tried: weight choices, KV dtypes and batch sizes, all by the names of the registries.
+"""What may be tried: weight choices, KV dtypes, batch sizes and drafters, all by the names of the registries.
 
 A weight choice is a GGUF mix (`Q4_K_M`), a mix weighted by importance (`imatrix:Q4_K_M`), a method with its bits
 (`gptq-4`, `smoothquant+gptq`), or `stored`: the checkpoint as it is. What is registered is considered; nothing here
@@ -16,6 +16,7 @@ from tokenmill.model.kvstore.dense import DenseStore
 from tokenmill.quantize.ggml.mixes import MIXES
 from tokenmill.quantize.recipe import compose
 from tokenmill.quantize.schemes import METHODS
+from tokenmill.runtime.spec import DRAFTERS
 
 STORED = "stored"
 _IMPORTANCE = "imatrix:"
@@ -28,10 +29,12 @@ class Candidate:
     weights: str
     kv: str
     batch_tokens: int
+    speculate: str = "off"
 
     @property
     def name(self) -> str:
-        return f"{self.weights}/{self.kv}/{self.batch_tokens}"
+        settings = f"{self.weights}/{self.kv}/{self.batch_tokens}"
+        return settings if self.speculate == "off" else f"{settings}/{self.speculate}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +112,11 @@ def chosen_names(given: Sequence[str], known: Sequence[str], kind: str) -> list[
 def batch_choices(prompt_tokens: int) -> list[int]:
     """Tokens a step may hold: sizes that the prompts arriving together (`prompt_tokens`) can tell apart."""
     return [size for number, size in enumerate(_BATCH_TOKENS) if number == 0 or prompt_tokens > _BATCH_TOKENS[0]]
+
+
+def ready_drafters() -> list[str]:
+    """Drafters that any model can be tried with."""
+    return [name for name in DRAFTERS if getattr(DRAFTERS.get(name), "ready_made", False)]
 
 
 def _is_dense(name: str) -> bool:

@@ -2,8 +2,8 @@
 module's; this one is their order, the time budget, and what is remembered.
 
 Rounds: (1) every promising weight choice is built, checked on a short text and timed once; (2) the cheapest half must
-prove its quality on the whole text; (3) KV dtypes and batch sizes are tried on the leader; (4) the finalists take turns
-with the baseline. What fails is recorded with its reason. Called by `tokenmill optimize`.
+prove its quality on the whole text; (3) KV dtypes, batch sizes and drafters are tried on the leader; (4) the finalists
+take turns with the baseline. What fails is recorded with its reason. Called by `tokenmill optimize`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tokenmill.errors import UserError
 from tokenmill.optimize.artefacts import NotEnoughTimeError, Workshop
 from tokenmill.optimize.baseline import choose_baseline
 from tokenmill.optimize.bench_table import BenchTable
-from tokenmill.optimize.candidates import Candidate, batch_choices, parse_weights
+from tokenmill.optimize.candidates import Candidate, batch_choices, parse_weights, ready_drafters
 from tokenmill.optimize.evidence import choose, compare_speed, survivors
 from tokenmill.optimize.measure import QualityText, as_quality, hopeless, refusal
 from tokenmill.optimize.predict import Predictor, by_promise, cannot_win
@@ -164,13 +164,19 @@ class Search:
         return passed
 
     def _settings(self, leader: CandidateResult) -> list[CandidateResult]:
-        """KV dtypes and batch sizes on the leader; those that are cheaper and keep the quality go to the final."""
+        """KV dtypes, batch sizes and drafters on the leader; what is cheaper and keeps the quality goes to the final.
+
+        Drafters only where prompts are text: what they guess from random tokens says nothing about the user's.
+        """
         better: list[CandidateResult] = []
         prompts = self.traffic.input_tokens * self.engine.concurrency
         variants = [Candidate(leader.weights, kv, leader.batch_tokens) for kv in self.kv if kv != leader.kv]
         variants += [
             Candidate(leader.weights, leader.kv, size) for size in batch_choices(prompts) if size != leader.batch_tokens
         ]
+        if self.traffic.is_text:
+            place = (leader.weights, leader.kv, leader.batch_tokens)
+            variants += [Candidate(*place, speculate=name) for name in ready_drafters()]
         assert leader.speed is not None
         for number, variant in enumerate(variants):
             result = self._result(variant, variant.name)
@@ -230,7 +236,8 @@ class Search:
     def _result(self, candidate: Candidate, key: str = "") -> CandidateResult:
         key = key or candidate.weights
         if key not in self.results:
-            self.results[key] = CandidateResult(key, candidate.weights, candidate.kv, candidate.batch_tokens)
+            c = candidate
+            self.results[key] = CandidateResult(key, c.weights, c.kv, c.batch_tokens, c.speculate)
         return self.results[key]
 
     def _try(self, result: CandidateResult, work: Callable[[CandidateResult], bool]) -> bool:

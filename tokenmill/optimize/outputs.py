@@ -96,6 +96,7 @@ def _write_serve(path: Path, chosen: CandidateResult, search: Search) -> None:
         "batch-tokens": chosen.batch_tokens,
         "kv-cache-dtype": chosen.kv,
         "prefix-caching": engine.prefix_caching,
+        "speculate": chosen.speculate,
     }
     if engine.threads:
         settings["threads"] = engine.threads
@@ -143,7 +144,7 @@ def _reproduction(outcome: Outcome, search: Search) -> list[str]:
         f"tokenmill eval divergence {model} --reference {base} --text TEXT --context {search.effort.context}",
         *(
             f"tokenmill bench throughput {each} {flags} --kv-cache-dtype {result.kv}"
-            f" --batch-tokens {result.batch_tokens}"
+            f" --batch-tokens {result.batch_tokens} --speculate {result.speculate}"
             for each, result in ((base, baseline), (model, chosen))
         ),
     ]

@@ -91,6 +91,7 @@ class CandidateResult:
     weights: str
     kv: str
     batch_tokens: int
+    speculate: str = "off"
     verdict: str = UNTRIED
     reason: str = ""
     prediction: Prediction | None = None

@@ -49,6 +49,7 @@ class Traffic:
     input_tokens: int  # mean, for the planner
     output_tokens: int
     words: str
+    is_text: bool = False  # prompts are what people wrote, not random tokens
 
 
 _FILE_REQUESTS = 4096  # read at most
@@ -65,6 +66,7 @@ def build_traffic(request: TrafficRequest, vocab_size: int, tokenizer: Tokenizer
             max(1, round(fmean(len(each.prompt_ids) for each in pool))),
             max(1, round(fmean(each.output_len for each in pool))),
             f"{len(pool)} requests of {(r.prompts or r.trace).name}, {r.concurrency} at a time",  # type: ignore[union-attr]
+            is_text=r.prompts is not None,
         )
     else:
         traffic = Traffic(

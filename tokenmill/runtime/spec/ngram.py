@@ -32,6 +32,7 @@ def continuation(token_ids: Sequence[int], place: int, limit: int) -> list[int]:
 
 class NgramDrafter(Drafter):
     name = "ngram"
+    ready_made = True
 
     def __init__(self) -> None:
         self._tables: WeakKeyDictionary[Request, _Table] = WeakKeyDictionary()

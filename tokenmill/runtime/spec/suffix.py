@@ -26,6 +26,7 @@ _BYTES_PER_TOKEN = 900  # measured: two states, their edges and numbers
 
 class SuffixDrafter(Drafter):
     name = "suffix"
+    ready_made = True
 
     def __init__(self, concurrency: int = 1) -> None:
         self._concurrency = concurrency
