@@ -181,9 +181,11 @@ class IntegerLinear final : public PanelLinear {
     const uint8_t* from = quads + first / 4 * quad_form_.bytes();
     for (int64_t begin = 0; begin < cols; begin += kChunk) {
       const int64_t end = std::min<int64_t>(begin + kChunk, cols);
-      expand_(layout, panel(p), begin, end, w8, scales);
-      multiply_(w8, scales, begin, end, from, cols, num_quads, sums);
-      if (precise_) multiply_(w8, scales, begin, end, from + set_bytes(m), cols, num_quads, more);
+      const int8_t* codes = expand_(layout, panel(p), begin, end, w8, scales);
+      const uint8_t* next = panel(p) + end * layout.panel_bytes / cols;  // the next chunk, or the panel behind this one
+      const int64_t next_bytes = std::min<int64_t>(kChunk, cols) * layout.panel_bytes / cols;
+      multiply_(codes, scales, begin, end, from, cols, num_quads, {next, next + next_bytes}, sums);
+      if (precise_) multiply_(codes, scales, begin, end, from + set_bytes(m), cols, num_quads, {next, next}, more);
     }
     write(sums, more, p, first, last - first, bias, y, ldy);
   }

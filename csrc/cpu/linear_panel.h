@@ -81,14 +81,19 @@ constexpr QuadForm quad_form_of(int64_t cols, int kind) { return {cols, kind % 2
 // out[t][16] = panel x row t, for t < num_rows <= 4.
 using DirectFn = void (*)(const PanelLayout& layout, const uint8_t* panel, const uint8_t* rows, int num_rows,
                           float* out);
-// k [begin, end) of a panel to int8 (in the order `multiply` wants) and float scales [blocks][2][16]: scale, then
-// minimum.
-using ExpandFn = void (*)(const PanelLayout& layout, const uint8_t* panel, int64_t begin, int64_t end, int8_t* w8,
-                          float* scales);
+// k [begin, end) of a panel to int8, in the order that `multiply` of the same layout wants, and float scales as
+// kBlockScales says. Returns the codes: w8, or the panel itself where they lie right already.
+using ExpandFn = const int8_t* (*)(const PanelLayout& layout, const uint8_t* panel, int64_t begin, int64_t end,
+                                   int8_t* w8, float* scales);
 
-// sums[quad * 4 + t][16] (+)= expanded panel x quads; overwrites when begin == 0.
-using MultiplyFn = void (*)(const int8_t* w8, const float* scales, int64_t begin, int64_t end, const uint8_t* quads,
-                            int64_t cols, int num_quads, float* sums);
+// sums[quad * 4 + t][16] (+)= expanded panel x quads; overwrites when begin == 0. `next` is what will be expanded after
+// this: memory that the product can ask for meanwhile.
+struct NextBytes {
+  const uint8_t* begin;
+  const uint8_t* end;
+};
+using MultiplyFn = void (*)(const int8_t* codes, const float* scales, int64_t begin, int64_t end, const uint8_t* quads,
+                            int64_t cols, int num_quads, NextBytes next, float* sums);
 
 struct PanelKernels {
   const char* name;

@@ -132,7 +132,7 @@ void multiply_last(const int8_t* w8, const float* scales, int64_t length, TileRo
 
 template <int B, bool kMin>
 void multiply_tiles(const int8_t* w8, const float* scales, int64_t begin, int64_t end, const uint8_t* quads,
-                    int64_t cols, int num_quads, float* sums) {
+                    int64_t cols, int num_quads, NextBytes, float* sums) {
   const QuadForm form{cols, B, kRowRun};
   TileRows rows{quads + begin, quads + form.scale(begin / B, 0), form.pitch(),
                 form.scaled_sum(0, 0) - form.scale(0, 0)};

@@ -18,6 +18,7 @@ namespace {
 #define TM_FIRST(w, x) TM_DOT(0, w, x, 0) TM_DOT(1, w, x, 1) TM_DOT(2, w, x, 2) TM_DOT(3, w, x, 3)
 #define TM_SECOND(w, x) TM_DOT(4, w, x, 0) TM_DOT(5, w, x, 1) TM_DOT(6, w, x, 2) TM_DOT(7, w, x, 3)
 #define TM_LOAD(reg, from, at) "ldr q" #reg ", [%[" #from "], #" #at "]\n"
+#define TM_CODES(reg, step, half) "ldr q" #reg ", [%[w], #(" #step " * %c[step] + " #half ")]\n"
 #define TM_LOAD4(a, b, c, d, from, at) TM_LOAD(a, from, at) TM_LOAD(b, from, at) TM_LOAD(c, from, at) TM_LOAD(d, from, at)
 #define TM_SCALE(to, sum, scale) "fmla v" #to ".4s, v" #sum ".4s, v" #scale ".4s\n"
 #define TM_ADD(to, sum, scales, row) "fmla v" #to ".4s, v" #sum ".4s, v" #scales ".s[" #row "]\n"
@@ -25,37 +26,40 @@ namespace {
   TM_ADD(a, sa, scales, 0) TM_ADD(b, sb, scales, 1) TM_ADD(c, sc, scales, 2) TM_ADD(d, sd, scales, 3)
 // clang-format off
 #define TM_BLOCK(load_minimums, add_minimums)                                                           \
-  "1:\n" TM_LOAD(20, x, 0) TM_LOAD(16, w, 0) TM_LOAD4(0, 1, 2, 3, base, 0) TM_LOAD(21, x, 16)           \
-  TM_LOAD(17, w, 32) TM_FIRST(16, 20) TM_LOAD(22, x, 32) TM_LOAD(18, w, 16) TM_LOAD(16, w, 64)          \
-  TM_FIRST(17, 21) TM_LOAD4(4, 5, 6, 7, base, 0) TM_LOAD(19, w, 48) TM_LOAD(17, w, 96) TM_SECOND(18, 20) \
-  TM_FIRST(16, 22) TM_LOAD(23, x, 48) TM_LOAD(18, w, 80) TM_LOAD(16, w, 128) TM_SECOND(19, 21)          \
-  TM_FIRST(17, 23) TM_LOAD(20, x, 64) TM_LOAD(19, w, 112) TM_LOAD(17, w, 160) TM_SECOND(18, 22)         \
-  TM_FIRST(16, 20) TM_LOAD(21, x, 80) TM_LOAD(18, w, 144) TM_LOAD(16, w, 192) TM_SECOND(19, 23)         \
-  TM_FIRST(17, 21) TM_LOAD(22, x, 96) TM_LOAD(19, w, 176) TM_LOAD(17, w, 224) TM_SECOND(18, 20)         \
-  TM_FIRST(16, 22) TM_LOAD(23, x, 112) TM_LOAD(18, w, 208) TM_LOAD(30, row_scales, 0) TM_SECOND(19, 21) \
-  TM_FIRST(17, 23) TM_LOAD(19, w, 240) TM_LOAD(28, scales, 0) TM_LOAD4(24, 25, 26, 27, scales, 128)     \
+  "1:\n" TM_LOAD(20, x, 0) TM_CODES(16, 0, 0) TM_LOAD4(0, 1, 2, 3, base, 0) TM_LOAD(21, x, 16)           \
+  TM_CODES(17, 1, 0) TM_FIRST(16, 20) TM_LOAD(22, x, 32) TM_CODES(18, 0, 16) TM_CODES(16, 2, 0)          \
+  TM_FIRST(17, 21) TM_LOAD4(4, 5, 6, 7, base, 0) TM_CODES(19, 1, 16) TM_CODES(17, 3, 0) TM_SECOND(18, 20) \
+  TM_FIRST(16, 22) TM_LOAD(23, x, 48) TM_CODES(18, 2, 16) TM_CODES(16, 4, 0) TM_SECOND(19, 21)          \
+  TM_FIRST(17, 23) TM_LOAD(20, x, 64) TM_CODES(19, 3, 16) TM_CODES(17, 5, 0) TM_SECOND(18, 22)         \
+  TM_FIRST(16, 20) TM_LOAD(21, x, 80) TM_CODES(18, 4, 16) TM_CODES(16, 6, 0) TM_SECOND(19, 23)         \
+  TM_FIRST(17, 21) TM_LOAD(22, x, 96) TM_CODES(19, 5, 16) TM_CODES(17, 7, 0) TM_SECOND(18, 20)         \
+  TM_FIRST(16, 22) TM_LOAD(23, x, 112) TM_CODES(18, 6, 16) TM_LOAD(30, row_scales, 0) TM_SECOND(19, 21) \
+  TM_FIRST(17, 23) TM_CODES(19, 7, 16) TM_LOAD(28, scales, 0) TM_LOAD4(24, 25, 26, 27, scales, 128)     \
   TM_SECOND(18, 22) load_minimums TM_LOAD(29, scales, 16) TM_LOAD4(16, 17, 18, 20, scales, 144)         \
   TM_SECOND(19, 23)                                                                                     \
   TM_SCALE(24, 0, 28) TM_SCALE(25, 1, 28) TM_SCALE(26, 2, 28) TM_SCALE(27, 3, 28) add_minimums          \
   TM_SCALE(16, 4, 29) TM_SCALE(17, 5, 29) TM_SCALE(18, 6, 29) TM_SCALE(20, 7, 29)                       \
   TM_ADD4(8, 9, 10, 11, 24, 25, 26, 27, 30) TM_ADD4(12, 13, 14, 15, 16, 17, 18, 20, 30)                 \
-  "add %[w], %[w], #256\n add %[x], %[x], #128\n add %[scales], %[scales], #192\n"                      \
+  "prfm pldl2keep, [%[next]]\n add %[next], %[next], #64\n"                                           \
+  "add %[w], %[w], #%c[block]\n add %[x], %[x], #128\n add %[scales], %[scales], #192\n"                      \
   "add %[row_scales], %[row_scales], #16\n add %[row_sums], %[row_sums], #16\n"                         \
   "subs %[blocks], %[blocks], #1\n b.ne 1b\n"
 // clang-format on
 
-// sums[4][16 apart][8] += the blocks' products; `scales` is laid out as kBlockScales says.
-template <bool kMin>
+// sums[4][16 apart][8] += the blocks' products; `scales` is laid out as kBlockScales says. kStep: bytes from 4 k of the
+// weights to the next, kBlock: from block to block. A line from `next` on is asked for with each block.
+template <bool kMin, int kStep, int kBlock>
 TM_INLINE void multiply_blocks(const int8_t* w, const int8_t* x, const float* scales, const uint8_t* row_scales,
-                               const uint8_t* row_sums, int64_t blocks, const int32_t* base, float* sums) {
+                               const uint8_t* row_sums, int64_t blocks, const uint8_t* next, const int32_t* base,
+                               float* sums) {
 #define TM_ASM(load_minimums, add_minimums)                                                                        \
   asm volatile("ldp q8, q12, [%[y]]\n ldp q9, q13, [%[y], #64]\n ldp q10, q14, [%[y], #128]\n ldp q11, q15, [%[y], "  \
                "#192]\n" TM_BLOCK(load_minimums, add_minimums)                                                     \
                "stp q8, q12, [%[y]]\n stp q9, q13, [%[y], #64]\n stp q10, q14, [%[y], #128]\n stp q11, q15, [%[y], " \
                "#192]\n"                                                                                             \
                : [w] "+r"(w), [x] "+r"(x), [scales] "+r"(scales), [row_scales] "+r"(row_scales),                     \
-                 [row_sums] "+r"(row_sums), [blocks] "+r"(blocks)                                                    \
-               : [base] "r"(base), [y] "r"(sums)                                                                     \
+                 [row_sums] "+r"(row_sums), [blocks] "+r"(blocks), [next] "+r"(next)                                                    \
+               : [base] "r"(base), [y] "r"(sums), [step] "i"(kStep), [block] "i"(kBlock)                                                                   \
                : "memory", "cc", "v0", "v1", "v2", "v3", "v4", "v5", "v6", "v7", "v8", "v9", "v10", "v11", "v12",    \
                  "v13", "v14", "v15", "v16", "v17", "v18", "v19", "v20", "v21", "v22", "v23", "v24", "v25", "v26",   \
                  "v27", "v28", "v29", "v30", "v31")
@@ -72,6 +76,7 @@ TM_INLINE void multiply_blocks(const int8_t* w, const int8_t* x, const float* sc
 #undef TM_FIRST
 #undef TM_SECOND
 #undef TM_LOAD
+#undef TM_CODES
 #undef TM_LOAD4
 #undef TM_SCALE
 #undef TM_ADD

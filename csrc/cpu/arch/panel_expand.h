@@ -51,6 +51,8 @@ TM_INLINE void code_range(const PanelLayout& layout, float& low, float& high) {
   }
 }
 
+constexpr int kByteGroup = 512 + 32;  // of a panel of 8-bit codes: codes of 32 k, then scales
+
 // The scales of a register of columns; where sums begin with a base, also what that base comes to.
 template <class V>
 TM_INLINE void store_scale(float* to, typename V::Floats scale) {
@@ -78,8 +80,8 @@ TM_INLINE void store_expanded(int8_t* to, int at, Code&& code) {
 }
 
 template <class V, class T>
-void expand_requantized(const PanelLayout& layout, const uint8_t* panel, int64_t begin, int64_t end, int8_t* w8,
-                        float* scales) {
+const int8_t* expand_requantized(const PanelLayout& layout, const uint8_t* panel, int64_t begin, int64_t end,
+                                 int8_t* w8, float* scales) {
   constexpr int kSubs = T::kFine ? 2 : 1,
                 kWide = V::kWideRegs * V::kLanes * 4;  // bytes of a k-quad in one multiply panel
   constexpr int kRegs = kPanelCols / V::kLanes, kGroups = kQuantBlock / 32;
@@ -135,13 +137,14 @@ void expand_requantized(const PanelLayout& layout, const uint8_t* panel, int64_t
         });
       }
   }
+  return w8;
 }
 
 // Codes less their offset, as they are, with scale and minimum of each group of 32; or of each 128, where groups are at
 // least that long (and then never need requantizing).
 template <class V, class T, int B = 32>
-void expand_exact(const PanelLayout& layout, const uint8_t* panel, int64_t begin, int64_t end, int8_t* w8,
-                  float* scales) {
+const int8_t* expand_exact(const PanelLayout& layout, const uint8_t* panel, int64_t begin, int64_t end, int8_t* w8,
+                           float* scales) {
   constexpr int kWide = V::kWideRegs * V::kLanes * 4, kRegs = kPanelCols / V::kLanes;
   constexpr int kCodeBytes = 64 * T::kBits, kGroupBytes = kCodeBytes + (T::kMin ? 64 : 32);
   const typename V::Table table = V::load_table(layout.lut);
@@ -165,6 +168,19 @@ void expand_exact(const PanelLayout& layout, const uint8_t* panel, int64_t begin
     }
     if (opens) scales += kBlockScales;
   }
+  return w8;
+}
+
+// Bytes are codes as they are: only the scales become floats, and the product reads the panel (multiply_in_blocks).
+template <class V, class T>
+const int8_t* expand_scales(const PanelLayout&, const uint8_t* panel, int64_t begin, int64_t end, int8_t*, float* scales) {
+  static_assert(T::kBits == 8 && !T::kMin, "other codes must be unpacked");
+  const uint8_t* group = panel + begin / 32 * kByteGroup;
+  for (int64_t k = begin; k < end; k += 32, group += kByteGroup, scales += kBlockScales) {
+    for (int line = 0; line < kByteGroup; line += 64) V::prefetch(group + 4 * kByteGroup + line);
+    for (int c = 0; c < kPanelCols; c += V::kLanes) store_scale<V>(scales + c, load_scale<V, T>(group + 512 + c * 2));
+  }
+  return reinterpret_cast<const int8_t*>(panel + begin / 32 * kByteGroup);
 }
 
 // Integer sums begin here: with the base that makes them floats, or with what takes the bias of stored weights out again.
@@ -238,14 +254,6 @@ template <class V, int N, int B, bool kMin>
 TM_INLINE void multiply_block(const int8_t* w8, const float* scales, int64_t begin, int64_t end, const uint8_t* quads,
                               const QuadForm& form, int first, float* sums) {
   constexpr int Q = V::kWideRegs;
-  if constexpr (V::kBlocks && N == 1 && B == 32) {  // by hand
-    if (begin == 0)
-      for (int t = 0; t < 4; ++t) __builtin_memset(sums + t * kPanelCols + first, 0, Q * V::kLanes * sizeof(float));
-    V::template multiply_blocks<kMin>(w8, reinterpret_cast<const int8_t*>(quads) + begin * 4, scales + first,
-                                      quads + form.scale(begin / 32, 0), quads + form.scaled_sum(begin / 32, 0),
-                                      (end - begin) / 32, sums + first);
-    return;
-  }
   typename V::Floats y[N * 4][Q];
   for (int t = 0; t < N * 4; ++t)
     for (int i = 0; i < Q; ++i)
@@ -281,7 +289,7 @@ TM_INLINE void multiply_block(const int8_t* w8, const float* scales, int64_t beg
 
 template <class V, int B, bool kMin>
 void multiply(const int8_t* w8, const float* scales, int64_t begin, int64_t end, const uint8_t* quads, int64_t cols,
-              int num_quads, float* sums) {
+              int num_quads, NextBytes, float* sums) {
   const QuadForm form{cols, B, V::kQuadRun};
   constexpr int kColumns = V::kWideRegs * V::kLanes;
   int n = 0;
@@ -295,10 +303,34 @@ void multiply(const int8_t* w8, const float* scales, int64_t begin, int64_t end,
                                     first, sums + n * 4 * kPanelCols);
 }
 
+// As `multiply` with a scale per 32, by what an instruction set wrote by hand; in place: on the bytes of the panel.
+template <class V, bool kMin, bool kInPlace>
+void multiply_in_blocks(const int8_t* codes, const float* scales, int64_t begin, int64_t end, const uint8_t* quads,
+                        int64_t cols, int num_quads, NextBytes next, float* sums) {
+  const QuadForm form{cols, 32, V::kQuadRun};
+  constexpr int kColumns = V::kWideRegs * V::kLanes, kStep = kInPlace ? 4 * kPanelCols : 4 * kColumns;
+  for (int n = 0; n < num_quads; ++n, quads += form.bytes(), sums += 4 * kPanelCols)
+    for (int first = 0; first < kPanelCols; first += kColumns) {
+      if (begin == 0)
+        for (int t = 0; t < 4; ++t) __builtin_memset(sums + t * kPanelCols + first, 0, kColumns * sizeof(float));
+      const int64_t blocks = (end - begin) / 32;
+      V::template multiply_blocks<kMin, kStep, kInPlace ? kByteGroup : 8 * kStep>(
+          codes + first * (kInPlace ? 4 : end - begin), reinterpret_cast<const int8_t*>(quads) + begin * 4,
+          scales + first, quads + form.scale(begin / 32, 0), quads + form.scaled_sum(begin / 32, 0), blocks, next.begin,
+          sums + first);
+      if (next.begin < next.end) next.begin += blocks * 64;
+    }
+}
+
 template <class V>
 MultiplyFn choose_multiply(const PanelLayout& layout) {
   if (requantizes(layout)) return multiply<V, kQuantBlock, false>;
-  return layout.has_min ? multiply<V, 32, true> : multiply<V, 32, false>;
+  if constexpr (V::kBlocks) {
+    if (layout.bits == 8) return multiply_in_blocks<V, false, true>;
+    return layout.has_min ? multiply_in_blocks<V, true, false> : multiply_in_blocks<V, false, false>;
+  } else {
+    return layout.has_min ? multiply<V, 32, true> : multiply<V, 32, false>;
+  }
 }
 
 // The kernel of a layout, as template instance: `Pick<T>::get()` for the matching Traits.
@@ -339,6 +371,7 @@ struct Pick {
     static ExpandFn get() {
       // Superblocks are always requantized.
       if constexpr (T::kSuper) return expand_requantized<V, T>;
+      if constexpr (V::kBlocks && T::kBits == 8) return expand_scales<V, T>;
       return expand_exact<V, T>;
     }
   };
