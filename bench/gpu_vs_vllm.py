@@ -1,16 +1,21 @@
 """Our engine on one GPU, and vLLM where it is installed, on the same work: Llama-3.1-8B's shape, made-up weights.
 
-    python bench/gpu_vs_vllm.py [--variants bf16,fp8,int4] [--workloads single,decode64,...] [--vllm SCRIPT]
+    python bench/gpu_vs_vllm.py [--variants bf16,fp8,int4] [--workloads single,decode64,...] [--out FILE]
+                                [--vllm SCRIPT [--vllm-packages FOLDER]]
 
 Random prompts, temperature 0.6, no early end, prefix caching on, 256 sequences at most. A line of JSON per workload as
-it is measured, a table at the end. `--vllm`: a script that takes MODEL QUANTIZATION KV_DTYPE WORKLOADS and prints such
-lines for vLLM; it runs first in each variant, in a process of its own, and the table then has ratios.
+it is measured (also appended to `--out`), a table at the end. `--vllm`: a script that takes MODEL QUANTIZATION KV_DTYPE
+WORKLOADS and prints such lines for vLLM; the table then has ratios. Each engine and variant has a process of its own,
+vLLM first. Ours answers a request first ("start to first token") and then prepares all kinds of steps ("warm up"), as a
+server does when idle; vLLM does so before it is ready.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
+import os
 import random
 import subprocess
 import sys
@@ -47,12 +52,13 @@ CONFIG = {
     "bos_token_id": 128000,
     "eos_token_id": 128001,
 }
-VARIANTS: dict[str, dict[str, str]] = {
+VARIANTS: dict[str, dict[str, Any]] = {
     "bf16": {},
     "fp8": {"quantization": "fp8", "kv_cache_dtype": "fp8"},
     "int4": {"quantization": "int4"},
 }
-VLLM_ARGUMENTS = {"bf16": ("none", "auto"), "fp8": ("fp8", "fp8"), "int4": ("awq", "auto")}
+VLLM_ARGUMENTS = {"bf16": ("none", "auto"), "fp8": ("fp8", "fp8"), "int4": ("none", "auto")}
+VLLM_INT4 = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
 WORKLOADS = "single,decode8,decode64,decode256,prefill,mixed,shared"
 LOWER_IS_BETTER = {"seconds", "ttft_ms", "tpot_ms"}
 
@@ -94,7 +100,6 @@ class Workloads:
     def decode(self, batch: int) -> None:
         prompts = [self.tokens(512) for _ in range(batch)]
         self.generate(prompts, [1] * batch)  # fills the prefix cache, so that only decoding differs below
-        self.generate(prompts, [8] * batch)  # and the graph of this size is captured
         whole = self.generate(prompts, [257] * batch)
         first = self.generate(prompts, [1] * batch)
         self._show(f"decode{batch}", tpot_ms=(whole - first) / 256 * 1e3, tok_s=batch * 256 / (whole - first))
@@ -116,33 +121,43 @@ class Workloads:
         self._show("shared4096x256", req_s=256 / took)
 
 
-def measure(variant: str, model: Path, which: list[str], rows: list[Row]) -> None:
+def measure(variant: str, model: Path, which: list[str]) -> None:
+    """Our engine, in this process: a line of JSON per figure."""
+
     def show(workload: str, **values: float) -> None:
-        for figure, value in values.items():
-            rows.append({"engine": "tokenmill", "variant": variant, "workload": workload, figure: round(value, 3)})
-            print(json.dumps(rows[-1]), flush=True)
+        print(
+            json.dumps({"workload": workload} | {name: round(value, 3) for name, value in values.items()}), flush=True
+        )
 
     began = time.perf_counter()
     options: dict[str, Any] = {"load_format": "dummy", "device": "cuda", "context": 16384, "concurrency": 256}
     with LLM(model, **options, **VARIANTS[variant]) as llm:
         llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1, ignore_eos=True))
         show("start to first token", seconds=time.perf_counter() - began)
+        began = time.perf_counter()
+        llm.warm_up()
+        show("warm up", seconds=time.perf_counter() - began)
+        gc.freeze()  # as the engine process of a server does: no pauses for what lives as long as the engine
         Workloads(llm, show).run(which)
         executor: Any = llm.parts.runtime.executor
         show("queued steps dropped", count=float(getattr(executor, "num_dropped", 0)))
 
 
-def measure_vllm(script: Path, variant: str, model: Path, which: list[str], rows: list[Row]) -> None:
-    command = [sys.executable, str(script), str(model), *VLLM_ARGUMENTS[variant], ",".join(which)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    for line in done.stdout.splitlines():
-        if line.startswith("{"):
-            row = json.loads(line)
-            workload = {"startup": "start to first token"}.get(row["workload"], row["workload"])
-            figures = {key: value for key, value in row.items() if key != "workload"}
-            rows += [{"engine": "vllm", "variant": variant, "workload": workload, k: v} for k, v in figures.items()]
-    if done.returncode:
-        print(f"vLLM ended with status {done.returncode}: {done.stderr[-500:]}", file=sys.stderr)
+def collect(engine: str, variant: str, command: list[str], packages: Path | None, keep: Callable[[Row], None]) -> None:
+    """Run one engine and keep its figures as they come."""
+    paths = [str(packages)] if packages is not None else []
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith('{"workload"'):
+                found = json.loads(line)
+                workload = found.pop("workload")
+                workload = "start to first token" if workload == "startup" else workload
+                for figure, value in found.items():
+                    keep({"engine": engine, "variant": variant, "workload": workload, figure: value})
+    if process.returncode:
+        print(f"{engine} ended with status {process.returncode}", file=sys.stderr)
 
 
 def table(rows: list[Row]) -> str:
@@ -165,21 +180,45 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
+def write_model(folder: Path, **additions: object) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG | additions))
+    return folder
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--variants", default="bf16,fp8,int4")
     parser.add_argument("--workloads", default=WORKLOADS)
+    parser.add_argument("--out", type=Path, help="file that figures are appended to as they are measured")
     parser.add_argument("--vllm", type=Path, help="script that runs vLLM on the same workloads")
+    parser.add_argument("--vllm-packages", type=Path, help="folder with vLLM and what it needs")
+    parser.add_argument(
+        "--alone", type=Path, metavar="MODEL", help="only our engine, in this process: MODEL is its folder"
+    )
     arguments = parser.parse_args()
-    which = arguments.workloads.split(",")
+    if arguments.alone is not None:
+        measure(arguments.variants, arguments.alone, arguments.workloads.split(","))
+        return
     rows: list[Row] = []
+
+    def keep(row: Row) -> None:
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+        if arguments.out is not None:
+            with arguments.out.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+
     with tempfile.TemporaryDirectory() as folder:
-        model = Path(folder)
-        (model / "config.json").write_text(json.dumps(CONFIG))
+        plain = write_model(Path(folder) / "plain")
+        awq = write_model(Path(folder) / "awq", quantization_config=VLLM_INT4)
         for variant in arguments.variants.split(","):
             if arguments.vllm is not None:
-                measure_vllm(arguments.vllm, variant, model, which, rows)
-            measure(variant, model, which, rows)
+                model = awq if variant == "int4" else plain
+                own = [str(arguments.vllm), str(model), *VLLM_ARGUMENTS[variant], arguments.workloads]
+                collect("vllm", variant, [sys.executable, *own], arguments.vllm_packages, keep)
+            own = [__file__, "--variants", variant, "--workloads", arguments.workloads, "--alone", str(plain)]
+            collect("tokenmill", variant, [sys.executable, *own], None, keep)
     print(table(rows))
 
 

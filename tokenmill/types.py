@@ -246,6 +246,8 @@ class Batch:
     logit_rows: Tensor  # [R] int64: rows of [T] whose logits are wanted
     max_query: int  # longest token count of a sequence
     max_seq: int  # longest seq_len
+    # [T] int64, trees of drafts only: bit j where a token sees the j-th of its sequence's tokens in this step
+    ancestors: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,7 +122,13 @@ const float* AttentionRunner::page_rows(const KVSide& side, int page, int kv_hea
 // Hide keys after the query's own position, and those before its window.
 void AttentionRunner::mask(const AttentionPlan::Item& item, int key, int count, Tile& tile) const {
   for (int i = 0; i < item.num_queries; ++i) {
-    const int position = plan_.queries_[item.first_query + i].position;
+    const AttentionPlan::Query& query = plan_.queries_[item.first_query + i];
+    if (batch_.ancestors != nullptr) {
+      for (int head = 0; head < tile.heads; ++head)
+        mask_tree(query, key, count, tile.scores + (i * tile.heads + head) * kKeyBlock);
+      continue;
+    }
+    const int position = query.position;
     const int end = std::min(count, position + 1 - key);
     const int begin = shape_.window > 0 ? std::max(0, position - shape_.window + 1 - key) : 0;
     if (begin == 0 && end == count) continue;
@@ -131,6 +137,19 @@ void AttentionRunner::mask(const AttentionPlan::Item& item, int key, int count, 
       std::fill(scores, scores + std::min(begin, count), kMinusInfinity);
       std::fill(scores + std::max(end, 0), scores + count, kMinusInfinity);
     }
+  }
+}
+
+// As `mask`, of one row of a tree: known keys within the window of the position that its depth gives it, and ancestors.
+void AttentionRunner::mask_tree(const AttentionPlan::Query& query, int key, int count, float* scores) const {
+  const uint64_t* first = batch_.ancestors + (query.token - (query.position - query.known));  // of its sequence
+  const uint64_t seen = batch_.ancestors[query.token];
+  const auto place = [&](uint64_t ancestors) { return query.known + __builtin_popcountll(ancestors) - 1; };
+  const int oldest = shape_.window > 0 ? place(seen) - shape_.window + 1 : 0;
+  for (int at = 0; at < count; ++at) {
+    const int node = key + at - query.known;
+    const bool visible = node < 0 ? key + at >= oldest : node < 64 && (seen >> node & 1) && place(first[node]) >= oldest;
+    if (!visible) scores[at] = kMinusInfinity;
   }
 }
 

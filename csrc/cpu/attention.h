@@ -52,13 +52,17 @@ struct AttentionBatch {
   const int32_t* seq_lens = nullptr;      // [S], this step's tokens included
   const int32_t* block_table = nullptr;   // [S, max_pages], -1 for pages that left the window
   int64_t max_pages = 0;
+  // Trees of drafts: [T] bit j is set where a token sees the j-th new token of its sequence; itself, the first and those
+  // between, so that their number is its depth. nullptr: each sees all before it.
+  const uint64_t* ancestors = nullptr;
 };
 
 class AttentionPlan {
  public:
   struct Query {
     int32_t token;     // row of q
-    int32_t position;  // in its sequence
+    int32_t position;  // in its sequence, as stored
+    int32_t known;     // tokens of its sequence before this step
   };
   struct Item {
     int32_t sequence;     // whose block table to read
@@ -123,6 +127,7 @@ class AttentionRunner {
   struct Tile;
   void attend(const AttentionPlan::Item& item, int kv_head, Tile& tile) const;
   void mask(const AttentionPlan::Item& item, int key, int count, Tile& tile) const;
+  void mask_tree(const AttentionPlan::Query& query, int key, int count, float* scores) const;
   void soften(int count, Tile& tile) const;
   void finish(const AttentionPlan::Item& item, int kv_head, const Tile& tile) const;
   void merge(int token, int kv_head) const;

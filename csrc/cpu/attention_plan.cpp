@@ -55,8 +55,9 @@ void AttentionPlan::build(const AttentionBatch& batch, int page_size, int window
       const int count = std::min(tile_queries_, end - token);
       const int first = static_cast<int>(queries_.size());
       const int position = first_position + token - begin;
-      for (int i = 0; i < count; ++i) queries_.push_back({token + i, position + i});
-      const int key_begin = window > 0 ? std::max(0, position - window + 1) / kKeyBlock * kKeyBlock : 0;
+      for (int i = 0; i < count; ++i) queries_.push_back({token + i, position + i, first_position});
+      const int oldest = batch.ancestors == nullptr ? position : first_position;  // a branch may be short
+      const int key_begin = window > 0 ? std::max(0, oldest - window + 1) / kKeyBlock * kKeyBlock : 0;
       add_tile(s, first, count, std::max(key_begin, shared_keys_[s]), position + count, end - begin <= kFewQueries);
     }
   }
@@ -108,7 +109,7 @@ void AttentionPlan::share_prefixes(const AttentionBatch& batch, int page_size, i
       const int s = member.sequence;
       shared_keys_[s] = shared;
       for (int token = batch.query_starts[s]; token < batch.query_starts[s + 1]; ++token)
-        queries_.push_back({token, first_position(s) + token - batch.query_starts[s]});
+        queries_.push_back({token, first_position(s) + token - batch.query_starts[s], first_position(s)});
     }
     const int end = static_cast<int>(queries_.size());
     for (; first < end; first += tile_queries_)

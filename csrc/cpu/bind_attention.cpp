@@ -190,6 +190,9 @@ void check_batch(const AttentionBatch& batch, int64_t tokens, int page_size, int
   for (int s = 0; s < batch.num_sequences; ++s) {
     const int count = batch.query_starts[s + 1] - batch.query_starts[s];
     require(count >= 0 && batch.seq_lens[s] >= count, "a sequence is shorter than its new tokens");
+    require(batch.ancestors == nullptr || count <= 64, "a tree of drafts has more than 64 tokens");
+    for (int i = 0; batch.ancestors != nullptr && i < count; ++i)
+      require(batch.ancestors[batch.query_starts[s] + i] >> i == 1, "a token of a tree sees itself and none after it");
     const int64_t pages = (batch.seq_lens[s] + page_size - 1) / page_size;
     require(pages <= batch.max_pages, "the block table is too narrow");
     for (int64_t page = 0; page < pages; ++page)

@@ -165,7 +165,7 @@ std::vector<int64_t> decode(RecordedProgram& self, const std::vector<int64_t>& t
 void run(RecordedProgram& self, int num_tokens, int num_sequences, uintptr_t token_ids, uintptr_t positions,
          uintptr_t query_starts, uintptr_t seq_lens, const std::vector<uintptr_t>& slots,
          const std::vector<uintptr_t>& block_tables, const std::vector<int64_t>& table_widths, int num_logit_rows,
-         uintptr_t logit_rows, uintptr_t logits, bool body, bool head) {
+         uintptr_t logit_rows, uintptr_t logits, bool body, bool head, uintptr_t ancestors) {
   StepInputs inputs;
   inputs.num_tokens = num_tokens;
   inputs.token_ids = reinterpret_cast<const int64_t*>(token_ids);
@@ -190,7 +190,8 @@ void run(RecordedProgram& self, int num_tokens, int num_sequences, uintptr_t tok
     inputs.slots.push_back(own_slots);
     inputs.batches.push_back({num_sequences, reinterpret_cast<const int32_t*>(query_starts),
                               reinterpret_cast<const int32_t*>(seq_lens),
-                              reinterpret_cast<const int32_t*>(block_tables[group]), table_widths[group]});
+                              reinterpret_cast<const int32_t*>(block_tables[group]), table_widths[group],
+                              reinterpret_cast<const uint64_t*>(ancestors)});
     check_batch(inputs.batches.back(), num_tokens, self.page_size, self.num_pages);
   }
   nb::gil_scoped_release release;

@@ -183,10 +183,10 @@ def test_rounding_at_load(scheme: str, limit: float) -> None:
 
 def test_plans_are_kept_between_processes(tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.setenv("TOKENMILL_TUNING", str(tmp_path / "plans.json"))
-    times = {plan: number for number, plan in enumerate(reversed(candidates("int4", 4096, 16)))}
+    times = {plan: number for number, plan in enumerate(reversed(candidates("int4", 4096, 4096, 16)))}
     monkeypatch.setattr("tokenmill.kernels.triton.tuning.time_call", lambda call: call())
     table = PlanTable(WHERE)
-    assert table.plan("int4", 4096, 4096, 16) == rule("int4", 4096, 16)
+    assert table.plan("int4", 4096, 4096, 16) == rule("int4", 4096, 4096, 16)
     best = table.measure("int4", 4096, 4096, 16, lambda plan: times[plan])  # type: ignore[arg-type,return-value]
     assert times[best] == 0
     assert PlanTable(WHERE).plan("int4", 4096, 4096, 13) == best, "the same bucket"

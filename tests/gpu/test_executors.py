@@ -154,6 +154,41 @@ def test_a_queued_step_that_nobody_asks_for_is_dropped(tmp_path: Path) -> None:
         llm.parts.core.scheduler.kv.check()
 
 
+def test_a_step_without_rows_stores_nothing(tmp_path: Path) -> None:
+    """What `prepare_next` runs between requests must not touch what they keep."""
+    with engine(config(tmp_path), "cuda_graph") as llm:
+        greedy(llm, prompts(2, 9), 2)
+        executor: Any = llm.parts.runtime.executor
+        pages = [torch.stack(executor.store.stored(slot)) for slot in range(executor.store.layout.layers_per_page)]
+        before = [each.clone() for each in pages]
+        with torch.inference_mode():
+            for kind in {kind for kind in executor._kinds() if kind and kind.rows in (1, 4) and not kind.filtered}:
+                executor._inputs.clear()
+                executor._step(kind)
+            executor.forward(executor._inputs.no_prompts(3))
+        after = [torch.stack(executor.store.stored(slot)) for slot in range(executor.store.layout.layers_per_page)]
+        assert all(
+            torch.equal(one.view(torch.uint8), two.view(torch.uint8)) for one, two in zip(before, after, strict=True)
+        )
+
+
+def test_prepared_steps_choose_the_same_tokens(tmp_path: Path) -> None:
+    folder, asked = config(tmp_path), prompts(3, 9)
+    params = [SamplingParams(temperature=0.0, max_tokens=LENGTH, ignore_eos=True)] * 2
+    params += [SamplingParams(temperature=0.8, top_k=20, seed=7, max_tokens=LENGTH, ignore_eos=True)]
+    found = []
+    for prepared in (False, True):
+        with engine(folder, "cuda_graph", concurrency=8) as llm:
+            if prepared:
+                greedy(llm, asked[:1], 2)
+                llm.warm_up()
+                executor: Any = llm.parts.runtime.executor
+                assert not ON_GPU or all(graph.graph is not None for graph in executor._graphs.values())
+                assert not llm.parts.runtime.runner.prepare()
+            found.append([output.outputs[0].token_ids for output in llm.generate(asked, params)])
+    assert found[0] == found[1]
+
+
 def test_a_shared_prefix_is_read_once_and_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tokenmill.runtime import cuda_inputs
 

@@ -13,9 +13,8 @@ _ROOT = Path(__file__).parents[2]
 
 
 def test_under_the_interpreter() -> None:
-    assert_passes_interpreted(
-        *(Path(__file__).with_name(f"test_{name}.py") for name in ("executors", "kv_memory", "speculation"))
-    )
+    names = ("executors", "kv_memory", "packed_pages", "speculation", "draft_heads")
+    assert_passes_interpreted(*(Path(__file__).with_name(f"test_{name}.py") for name in names))
 
 
 def test_a_machine_without_a_gpu_declines_with_a_reason_and_imports_no_triton() -> None:

@@ -84,6 +84,12 @@ class LLM:
         text: str = template.render(list(messages), tools=list(tools) if tools else None)
         return text
 
+    def warm_up(self) -> None:
+        """Compile and capture every kind of step now, so that none of the requests to come waits for that. Without it
+        each kind is slow once; a server does this in its idle moments."""
+        while self.parts.runtime.runner.prepare():
+            pass
+
     def close(self) -> None:
         """Release weights, KV memory and threads."""
         if self._parts is not None:

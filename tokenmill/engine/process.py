@@ -8,6 +8,7 @@ heartbeats, so that a stuck step is seen from outside. SIGUSR1 prints all stacks
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import select
 import signal
@@ -87,11 +88,13 @@ class EngineProcess:
         self._step_seconds = 0.0
         self._consistent = True
         self._saving = False  # there are pages that idle moments can write to the tiers
+        self._preparing = True  # there are kinds of steps that idle moments can make fast
         self._closing = False
 
     def run(self) -> None:
         while not self._closing:
-            patience = _SHORT_POLL_MS if self._compiling or self._saving else _IDLE_POLL_MS
+            busy = self._compiling or self._saving or self._preparing
+            patience = _SHORT_POLL_MS if busy else _IDLE_POLL_MS
             handled = self._receive(0 if self._core.has_work else patience)
             self._take_compiled()
             if self._core.has_work:
@@ -103,6 +106,8 @@ class EngineProcess:
                 self._saving = self._core.scheduler.kv.save()
                 if not self._saving:
                     self._send(Events([], self._snapshot()))
+            elif self._preparing:
+                self._preparing = self._parts.runtime.runner.prepare()
 
     def _step(self) -> None:
         stats = self._core.stats
@@ -264,6 +269,8 @@ def serve_engine(spec: EngineSpec) -> None:
         parts.grammars.prepare()
         warm_up(parts)
         outbox.send(messages.encode(describe(parts)))
+        gc.collect()
+        gc.freeze()  # what lives as long as the process is not looked through again: that would stop a step for long
         EngineProcess(parts, inbox, outbox, pulse).run()
         parts.close(_CLOSE_SECONDS)
     except BaseException as failure:

@@ -20,6 +20,7 @@ from tokenmill.engine.order.queue import Key, RequestQueue
 from tokenmill.errors import UserError
 from tokenmill.types import MAX_SEED, Request, ScheduledTokens, StepPlan, StepResult, TokenEvent, TokenLogprobs
 
+_WORTH_WAITING = 256  # tokens: so many that another request computes in this step are waited for
 _LOAD_PATIENCE = 15.0  # seconds: longer than any load is allowed to take
 
 
@@ -175,7 +176,7 @@ class Scheduler:
             request = self._waiting.first()
             if ahead_of is not None and not self.discipline.outranks(request, ahead_of):
                 return
-            if not self._is_prepared(request):
+            if not self._is_prepared(request) or self._is_computed_now(request):
                 return
             while not self._start(request):
                 if not self._can_push_aside(request):
@@ -186,6 +187,17 @@ class Scheduler:
         """Whether no page that it could use is still on its way from a tier. With nothing else to do, wait for that."""
         idle = not self._rows and not len(self._running)
         return _wants_prompt_logprobs(request) or self.kv.prepare(request, _LOAD_PATIENCE if idle else 0.0)
+
+    def _is_computed_now(self, request: Request) -> bool:
+        """Whether this step computes much of what the request begins with, for another one: a step later the cache has
+        it, and nobody computes it twice."""
+        if not self.kv.prefix_caching or _wants_prompt_logprobs(request):
+            return False
+        for other, row in self._rows.items():
+            end = row.start + _WORTH_WAITING
+            if row.count >= _WORTH_WAITING and other.token_ids[:end] == request.token_ids[:end]:
+                return True
+        return False
 
     def _start(self, request: Request) -> bool:
         """Admit the head of the line. Unless alone, all its known tokens must fit: it would be preempted half way."""

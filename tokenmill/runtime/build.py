@@ -115,7 +115,7 @@ def build_runtime(checkpoint: Checkpoint, config: EngineConfig, context: int, wh
 
 def kv_arrangement(config: EngineConfig, layers: list[LayerKV], where: torch.device) -> tuple[KVLayout, StoreChoice]:
     """How KV memory is divided and held."""
-    choice = choose_store(config.kv_cache_dtype, config.kv_native_layers, len(layers), where)
+    choice = choose_store(config.kv_cache_dtype, config.kv_native_layers, layers, where)
     page_size = choice.page_size(config.page_size, EngineConfig.default("page_size"))
     if page_size != config.page_size:
         _log.info("KV pages of %d tokens, as %s groups so many", page_size, choice.name)

@@ -1,15 +1,17 @@
 """The fast executor on a GPU: a decode step, sampling included, is one CUDA graph per bucket of batch sizes.
 
-Graphs are captured at the second step of their kind, so the first answer waits for none. While a step runs, the next
-one of the same rows is already queued behind it, reading the drawn tokens on the device; if the scheduler then asks for
-something else, the queued step is dropped (what it wrote is written again before anyone reads it: one stream orders
-all). Steps with prompts in them run eagerly. The same tokens as cuda_eager, up to the order of sums.
+Graphs are captured at the second step of their kind, so the first answer waits for none, or in idle moments before
+their first (`prepare_next`). While a step runs, the next one of the same rows is already queued behind it, reading the
+drawn tokens on the device; if the scheduler then asks for something else, the queued step is dropped (what it wrote is
+written again before anyone reads it: one stream orders all). Steps with prompts in them run eagerly. The same tokens as
+cuda_eager, up to the order of sums. With a draft head (`draft_with`) a step that checks drafts also guesses those of
+the next one, which is queued in the same way (cuda_checks.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from tokenmill.kernels import triton as gpu
 from tokenmill.log import get_logger
 from tokenmill.model.kvstore.base import KVStore
 from tokenmill.model.loader import LoadedModel
+from tokenmill.runtime.cuda_checks import Checks, Expected, StepHead
 from tokenmill.runtime.cuda_eager import CudaEagerExecutor
 from tokenmill.runtime.cuda_inputs import DecodeInputs, Tables
 from tokenmill.runtime.cuda_ops import CudaOps, tensor
@@ -29,17 +32,17 @@ from tokenmill.types import Batch, Request, ScheduledTokens
 _log = get_logger(__name__)
 _SMALL_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 _BUCKET_STEP = 32
-_MANY_ROWS = 64  # from here on the rows alone fill the chip: lengths do not change how keys are shared out
+_PROMPT_ROWS = 2  # of the step with prompts that is prepared
 
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """What fixes the launches of a step."""
+    """What fixes the launches of a step. Lengths do not: the kernels read them on the device."""
 
     rows: int
-    longest: int  # upper bounds of a sequence and of a shared prefix, in tokens
-    shared: int
-    filtered: bool
+    shared: bool  # some rows begin with the same pages
+    filtered: bool  # some rows sample from a part of the vocabulary
+    guesses: bool = False  # a draft head guesses what follows
 
 
 @dataclass(slots=True, eq=False)
@@ -59,11 +62,14 @@ class _Flight:
     ids: Tensor
     event: torch.cuda.Event | None
     hidden: Tensor | None  # a copy: the next step of this kind overwrites its own
+    num_rows: int
+    guessed: Tensor | None = None  # [rows, depth], in pinned memory as `ids`
+    expected: Expected = field(default_factory=list)  # the rows of a check that was queued
 
     def tokens(self) -> list[int]:
         if self.event is not None:
             self.event.synchronize()
-        found: list[int] = self.ids[: len(self.positions)].tolist()
+        found: list[int] = self.ids[: self.num_rows].tolist()
         return found
 
 
@@ -73,11 +79,13 @@ class CudaGraphExecutor(CudaEagerExecutor):
 
     def __init__(self, model: LoadedModel, store: KVStore, config: EngineConfig) -> None:
         super().__init__(model, store, config)
-        self._buckets = _buckets(config.concurrency)
+        drafts = config.draft_tokens if config.speculate not in ("", "off") else 0
+        self._buckets = _buckets(min(config.concurrency * (1 + drafts), max(config.concurrency, _SMALL_BUCKETS[-1])))
         self._context = config.context or model.decoder.description.context_length
         self._inputs = DecodeInputs(store.layout, self._buckets[-1], self._context, model.where)
         self._sampler = CudaSampler(model.where, model.kernels)
         self._graphs: dict[_Kind, _Graph] = {}
+        self._unprepared = self._kinds()
         self._captures = model.where.type == "cuda"
         if self._captures:
             self._pool = torch.cuda.graph_pool_handle()
@@ -87,6 +95,9 @@ class CudaGraphExecutor(CudaEagerExecutor):
         self._hidden: Tensor | None = None  # of the rows last asked for
         self.keeps_hidden = False  # set before the first step by whoever reads `decoded_hidden`
         self.num_dropped = 0  # steps that were queued and not asked for
+        self._head: StepHead | None = None
+        self._checks: Checks | None = None
+        self.guesses: list[list[int]] | None = None  # by row of the last `check`: what may follow its drawn token
 
     @classmethod
     def declines(cls, model: LoadedModel, store: KVStore) -> str | None:
@@ -135,10 +146,63 @@ class CudaGraphExecutor(CudaEagerExecutor):
     def check(self, rows: Sequence[ScheduledTokens]) -> list[int]:
         """As `decode`, where several rows may be of one sequence, one position each: a draft is checked like a batch of
         decodes. Every row's key is stored before any row attends, so each sees those before it."""
+        if self._checks is not None:
+            return self._check_and_guess(self._checks, rows)
         self._drop()
         flight = self._launch_asked(rows)
         self._hidden = flight.hidden
         return flight.tokens()
+
+    def draft_with(self, head: StepHead) -> None:
+        """From now on steps that check drafts also guess. Before the first step."""
+        self._head, self._checks = head, Checks(head.depth, self.store.layout.page_size, self._context)
+        self._inputs.prepare_drafts(head.depth)
+        self.looks_ahead = 2 * (head.depth + 1)
+
+    def _check_and_guess(self, checks: Checks, rows: Sequence[ScheduledTokens]) -> list[int]:
+        flight, self._flight = self._flight, None
+        if flight is None or not checks.are_expected(rows, flight.expected, self._inputs.known_tables):
+            self.num_dropped += flight is not None
+            flight = self._launch_asked(rows, checks.owners(rows))
+        following = None
+        requests = [row.request for row in rows]
+        if self._sampler.is_plain(requests) and checks.can_follow(rows):
+            self._inputs.fill_from_device([row.block_tables for row in rows])
+            following = self._fly(requests, guesses=True)
+        drawn = flight.tokens()
+        assert flight.guessed is not None
+        self.guesses = flight.guessed[: len(rows)].tolist()
+        if following is not None:
+            following.expected = checks.expect(rows, drawn, self.guesses)
+        self._flight = following
+        return drawn
+
+    # --- before anyone asks ---
+
+    @torch.inference_mode()
+    def prepare_next(self) -> bool:
+        """Compile and capture one kind of step that may come; False if there is none left. Between requests only: it
+        runs the step on rows that are not there."""
+        if not self._captures or not self._unprepared:
+            return False
+        self._drop()
+        kind = self._unprepared.pop()
+        if kind is None:
+            super().forward(self._inputs.no_prompts(_PROMPT_ROWS))
+        else:
+            self._inputs.clear()
+            if kind not in self._graphs:
+                self._graphs[kind] = _Graph(None, *self._step(kind))
+            if self._graphs[kind].graph is None:
+                self._graphs[kind] = self._capture(kind)
+        torch.cuda.synchronize()  # what was sent to the device is overwritten soon
+        return True
+
+    def _kinds(self) -> list[_Kind | None]:
+        """What to prepare, the likeliest last; None is a step with prompts."""
+        shared = [False, True] if self._inputs.can_share else [False]
+        kinds = [_Kind(rows, s, filtered) for s in shared for filtered in (False, True) for rows in self._buckets]
+        return [*reversed([kind for kind in kinds if kind.rows > 1 or not kind.shared]), None]
 
     # --- which step ---
 
@@ -164,13 +228,14 @@ class CudaGraphExecutor(CudaEagerExecutor):
         self.num_dropped += self._flight is not None
         self._flight = None
 
-    def _launch_asked(self, rows: Sequence[ScheduledTokens]) -> _Flight:
+    def _launch_asked(self, rows: Sequence[ScheduledTokens], owners: list[int] | None = None) -> _Flight:
         return self._launch(
             [row.request for row in rows],
             [row.block_tables for row in rows],
             [row.request.token_ids[row.start] for row in rows],
             [row.start for row in rows],
             [-1] * len(rows),
+            owners,
         )
 
     def _launch_next(self, rows: Sequence[ScheduledTokens], places: list[int]) -> _Flight | None:
@@ -199,26 +264,33 @@ class CudaGraphExecutor(CudaEagerExecutor):
     # --- how it runs ---
 
     def _launch(
-        self, requests: list[Request], tables: list[Tables], ids: list[int], positions: list[int], sources: list[int]
+        self,
+        requests: list[Request],
+        tables: list[Tables],
+        ids: list[int],
+        positions: list[int],
+        sources: list[int],
+        owners: list[int] | None = None,
     ) -> _Flight:
         inputs, size = self._inputs, self.store.layout.page_size
         inputs.fill(requests, tables, ids, positions, sources)
-        rows = next(bucket for bucket in self._buckets if bucket >= len(requests))
-        longest = inputs.capacity if rows >= _MANY_ROWS else min(_upper(max(positions) + 1, 4), inputs.capacity)
-        kind = _Kind(
-            rows,
-            longest,
-            _upper(inputs.shared_tokens, 2) if inputs.shared_tokens else 0,
-            inputs.filtered,
-        )
-        hidden = self._run(kind)
-        arriving, event = inputs.receive()
-        pages = [
+        if owners is not None:
+            inputs.own(owners)
+        flight = self._fly(requests, guesses=owners is not None)
+        flight.places, flight.positions = {request: place for place, request in enumerate(requests)}, positions
+        flight.pages = [
             tuple(table[position // size] for table in own) for own, position in zip(tables, positions, strict=True)
         ]
-        places = {request: place for place, request in enumerate(requests)}
+        return flight
+
+    def _fly(self, requests: list[Request], guesses: bool) -> _Flight:
+        """Launch a step whose inputs are on their way."""
+        inputs = self._inputs
+        rows = next(bucket for bucket in self._buckets if bucket >= len(requests))
+        hidden = self._run(_Kind(rows, inputs.shared_tokens > 0, inputs.filtered, guesses))
+        arriving, guessed, event = inputs.receive(guesses)
         kept = None if hidden is None else hidden[: len(requests)].clone()
-        return _Flight(places, positions, pages, arriving, event, kept)
+        return _Flight({}, [], [], arriving, event, kept, len(requests), guessed)
 
     def _run(self, kind: _Kind) -> Tensor | None:
         known = self._graphs.get(kind)
@@ -240,18 +312,20 @@ class CudaGraphExecutor(CudaEagerExecutor):
             graph.capture_end()
         torch.cuda.current_stream().wait_stream(self._stream)
         graph.replay()
-        _log.info("captured a step of %d rows, up to %d tokens, %d shared", kind.rows, kind.longest, kind.shared)
+        _log.info("captured a step of %d rows%s", kind.rows, ", a prefix shared" if kind.shared else "")
         return _Graph(graph, *outputs)
 
     def _step(self, kind: _Kind) -> tuple[Tensor, Tensor | None]:
         """The whole step: inputs, forward pass, logits, draw. Returns the logits, and the hidden states if kept."""
         inputs, decoder = self._inputs, self.model.decoder
-        batch = inputs.begin(kind.rows, kind.longest)
+        batch = inputs.begin(kind.rows)
         ops: Any = CudaOps(self.store, self.table, batch, shared=inputs.shared(kind.shared))
         hidden = decoder.forward(ops)
-        kept = tensor(hidden) if self.keeps_hidden else None
+        kept = tensor(hidden) if self.keeps_hidden and not kind.guesses else None
         logits: Tensor = tensor(decoder.logits(ops, hidden))
         gpu.sample(logits, inputs.sampling(kind.rows, kind.filtered), inputs.drawn[: kind.rows])
+        if kind.guesses and self._head is not None:
+            inputs.follow(kind.rows, self._head.guess(tensor(hidden), inputs.drawn[: kind.rows]))
         return logits, kept
 
 
@@ -259,11 +333,3 @@ def _buckets(most: int) -> list[int]:
     large = range(_SMALL_BUCKETS[-1] + _BUCKET_STEP, most + _BUCKET_STEP, _BUCKET_STEP)
     found = [*_SMALL_BUCKETS, *large]
     return found[: next((n for n, bucket in enumerate(found) if bucket >= most), len(found) - 1) + 1]
-
-
-def _upper(tokens: int, factor: int) -> int:
-    """The smallest 1024 * factor^n that is at least `tokens`: few kinds of steps for all lengths."""
-    bound = 1024
-    while bound < tokens:
-        bound *= factor
-    return bound

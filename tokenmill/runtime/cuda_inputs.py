@@ -52,6 +52,8 @@ class DecodeInputs:
         self._requests: list[Request] = []
         full = [number for number, group in enumerate(layout.groups) if group.kind != "sliding"]
         self._full_group = full[0] if len(full) == 1 else -1  # whose pages a shared prefix is looked for in
+        self.guessed = device(0, 0)  # [rows, depth] in steps that also guess; `prepare_drafts` makes room
+        self._owners = device(0, dtype=torch.int32)
         self.filtered = False
         self.shared_tokens = 0  # in common of the rows in bounds
 
@@ -85,6 +87,41 @@ class DecodeInputs:
             self._send_parameters(turn, requests)
         if changed or not same:
             self._share(turn, tables, min(positions))
+
+    @property
+    def can_share(self) -> bool:
+        return self._full_group >= 0
+
+    def clear(self) -> None:
+        """A step without rows: nothing is read but padding, nothing stored."""
+        self._turn = (self._turn + 1) % _TURNS
+        turn = self._turns[self._turn]
+        turn.array(self._given)[:] = -1
+        turn.array(self._bounds)[:] = 0
+        turn.array(self._floats)[:] = 0.0
+        for each in (self._given, self._bounds, self._floats):
+            turn.send(each)
+        self._requests = []
+
+    def no_prompts(self, rows: int) -> Batch:
+        """A step with prompts, two tokens of the first row and one of each other, without any: not stored, no keys."""
+
+        def device(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=self._where)
+
+        starts = torch.arange(rows + 1, dtype=torch.int32, device=self._where)
+        starts[1:] += 1
+        return Batch(
+            token_ids=device(rows + 1),
+            positions=device(rows + 1),
+            query_starts=starts,
+            seq_lens=device(rows, dtype=torch.int32),
+            slots=tuple(device(rows + 1) - 1 for _ in self._tables),
+            block_tables=tuple(device(rows, 1, dtype=torch.int32) for _ in self._tables),
+            logit_rows=starts[:0],
+            max_query=2,
+            max_seq=self.capacity,
+        )
 
     def _update_tables(self, tables: Sequence[Tables], rows: int) -> list[int]:
         changed = []
@@ -128,9 +165,47 @@ class DecodeInputs:
         turn.array(self._bounds)[:] = (rows[0], rows[-1] + 1, tokens)
         turn.send(self._bounds)
 
+    # --- drafts that are guessed by the step itself ---
+
+    def prepare_drafts(self, depth: int) -> None:
+        rows = self.drawn.shape[0]
+        self.guessed = torch.zeros(rows, depth, dtype=torch.int64, device=self._where)
+        self._owners = torch.zeros(rows, dtype=torch.int32, device=self._where)
+        for turn in self._turns:
+            turn.add(self.guessed)
+            turn.add(self._owners)
+
+    @property
+    def known_tables(self) -> list[list[list[int]]]:
+        """By group and row: what the device has."""
+        return self._known
+
+    def own(self, owners: list[int]) -> None:
+        """After `fill`: the first row of each row's sequence; -1 where it has not a row for every draft."""
+        turn = self._turns[self._turn]
+        array = turn.array(self._owners)
+        array[:] = -1
+        array[: len(owners)] = owners
+        turn.send(self._owners)
+
+    def fill_from_device(self, tables: Sequence[Tables]) -> None:
+        """Instead of `fill`, where the step before has worked out ids and positions of the same rows (`follow`)."""
+        self._turn = (self._turn + 1) % _TURNS
+        turn = self._turns[self._turn]
+        for group in self._update_tables(tables, len(tables)):
+            turn.array(self._tables[group])[: len(tables)] = self._content[group][: len(tables)]
+            turn.send(self._tables[group], len(tables))
+
+    def follow(self, rows: int, guessed: Tensor) -> None:
+        """The last launch of a step that guesses. Safe to capture."""
+        self.guessed[:rows] = guessed
+        gpu.follow_drafts(
+            self.drawn, self._ids[:rows], self._positions[:rows], self._owners, self.guessed, self._given[:, :rows]
+        )
+
     # --- what the step itself uses ---
 
-    def begin(self, rows: int, longest: int) -> Batch:
+    def begin(self, rows: int) -> Batch:
         """The first launches of a step of `rows` rows, and its batch. Safe to capture."""
         for group, table in enumerate(self._tables):
             gpu.begin_step(
@@ -153,11 +228,11 @@ class DecodeInputs:
             block_tables=tuple(table[:rows] for table in self._tables),
             logit_rows=self._starts[:0],
             max_query=1,
-            max_seq=longest,
+            max_seq=self.capacity,
         )
 
-    def shared(self, most_tokens: int) -> object:
-        return gpu.SharedPrefix(self._bounds, most_tokens) if most_tokens else None
+    def shared(self, any_shared: bool) -> object:
+        return gpu.SharedPrefix(self._bounds, self.capacity) if any_shared else None
 
     def sampling(self, rows: int, filtered: bool) -> object:
         floats = self._floats[:, :rows]
@@ -165,10 +240,11 @@ class DecodeInputs:
             floats[0], self._top_k[:rows], floats[1], floats[2], self._seeds[:rows], self._draws[:rows], filtered
         )
 
-    def receive(self) -> tuple[Tensor, torch.cuda.Event | None]:
-        """Queue the copy of the drawn ids to the host; read them once the event has happened."""
+    def receive(self, guesses: bool = False) -> tuple[Tensor, Tensor | None, torch.cuda.Event | None]:
+        """Queue the copy of the drawn ids (and of what was guessed) to the host; read once the event has happened."""
         turn = self._turns[self._turn]
-        return turn.receive(self.drawn)
+        guessed = turn.fetch(self.guessed) if guesses else None
+        return turn.fetch(self.drawn), guessed, turn.mark()
 
 
 class _Turn:
@@ -188,9 +264,16 @@ class _Turn:
     def send(self, buffer: Tensor, rows: int | None = None) -> None:
         buffer[:rows].copy_(self._twins[id(buffer)][:rows], non_blocking=True)
 
-    def receive(self, buffer: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    def add(self, buffer: Tensor) -> None:
+        twin = torch.zeros(buffer.shape, dtype=buffer.dtype, pin_memory=self._pinned)
+        self._twins[id(buffer)], self._arrays[id(buffer)] = twin, twin.numpy()
+
+    def fetch(self, buffer: Tensor) -> Tensor:
         twin = self._twins[id(buffer)]
         twin.copy_(buffer, non_blocking=True)
+        return twin
+
+    def mark(self) -> torch.cuda.Event | None:
         if self._event is not None:
             self._event.record()
-        return twin, self._event
+        return self._event

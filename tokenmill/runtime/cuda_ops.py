@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tokenmill.kernels import triton as gpu
+from tokenmill.kernels.packed_pages import PackedPages
 from tokenmill.model.attention.base import AttentionSpec
 from tokenmill.model.formats.base import LinearWeight
 from tokenmill.model.kvstore.base import KVStore
@@ -32,6 +33,10 @@ class Norm:
         self._total: Tensor | None = None
         self._plain: Tensor | None = None
         self._codes: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def num_rows(self) -> int:
+        return self._inputs[0].shape[0]
 
     @property
     def total(self) -> Tensor:
@@ -73,6 +78,10 @@ class Gate:
     gate: Tensor
     up: Tensor
     activation: str
+
+    @property
+    def num_rows(self) -> int:
+        return self.gate.shape[0]
 
     def plain(self) -> Tensor:
         y: Tensor = gpu.gated(self.gate, self.up, self.activation)
@@ -157,9 +166,12 @@ class CudaOps:
         batch, table = self._batch, q.rotary
         assert table is not None
         group, slot = self._store.layout.place(spec.layer)
+        norms = None if q.norm is None or k.norm is None else (q.norm, k.norm)
+        packed = self._store.packed_pages(slot)
+        if packed is not None:
+            return self._packed_attention(q, k, v, spec, packed, norms, group)
         k_pages, v_pages = self._store.stored(slot)
         scales = self._store.scales(slot)
-        norms = None if q.norm is None or k.norm is None else (q.norm, k.norm)
         queries = gpu.rope_store(
             _side_by_side(q, k, v),
             spec.num_heads,
@@ -197,16 +209,36 @@ class CudaOps:
         )
         return out
 
+    def _packed_attention(
+        self,
+        q: Columns,
+        k: Columns,
+        v: Columns,
+        spec: AttentionSpec,
+        pages: PackedPages,
+        norms: tuple[Tensor, Tensor] | None,
+        group: int,
+    ) -> Tensor:
+        """Over quantized rows."""
+        batch, table = self._batch, q.rotary
+        assert table is not None
+        place = (batch.positions, batch.slots[group], table.cos, table.sin, table.interleaved)
+        queries = gpu.rope_store_packed(_side_by_side(q, k, v), spec.num_heads, pages, *place, norms=norms, eps=q.eps)
+        lengths = (batch.block_tables[group], batch.query_starts, batch.seq_lens)
+        bounds = {"max_query": batch.max_query, "max_seq": batch.max_seq}
+        out: Tensor = gpu.packed_attention(queries, pages, *lengths, spec.scale, spec.window, spec.softcap, **bounds)
+        return out
+
     def _heads(self, x: Columns, num_heads: int) -> Tensor:
         """Keys or values [T, heads, head_dim] as attention sees them, outside the pages."""
-        columns = x.source[:, x.begin : x.end].contiguous()
+        columns = x.source[:, x.begin : x.end]
         head_dim = columns.shape[1] // num_heads
         if x.norm is not None:
             columns = gpu.rms_norm(columns, x.norm, x.eps, head_dim)
         if x.rotary is not None:
             table = x.rotary
             columns = gpu.rope(columns, self._batch.positions, table.cos, table.sin, head_dim, table.interleaved)
-        return columns.view(columns.shape[0], num_heads, head_dim)
+        return columns.unflatten(1, (num_heads, head_dim))
 
     def gated(self, gate: Any, up: Any, activation: str) -> Gate:
         return Gate(tensor(gate), tensor(up), activation)
@@ -236,7 +268,7 @@ def multiply(kernel: Any, x: Any, out_dtype: torch.dtype = torch.bfloat16) -> Te
     y: Tensor
     if not isinstance(kernel, gpu.GpuLinear):  # the plain torch spec, or rows of a joined matrix by themselves
         y = kernel(tensor(x).float()).to(out_dtype)
-    elif kernel.activations and isinstance(x, (Norm, Gate)):
+    elif isinstance(x, (Norm, Gate)) and kernel.takes_codes(x.num_rows):
         y = kernel.multiply_quantized(*x.codes(kernel.activations, kernel.input_scale), out_dtype)
     else:
         y = kernel.multiply(tensor(x), out_dtype)

@@ -126,6 +126,7 @@ class RecordedExecutor:
             self._logits.data_ptr(),
             body,
             head,
+            0 if batch.ancestors is None else _address(batch.ancestors, torch.int64, tokens),
         )
 
 

@@ -51,12 +51,20 @@ class CheckingExecutor(Protocol):
     """A decoding executor that takes several positions of one sequence as rows: drafts cost no other kind of step."""
 
     most_decoded: int
+    guesses: list[list[int]] | None  # by row of the last `check`, where it guesses by itself what follows
 
     def check(self, rows: Sequence[ScheduledTokens]) -> list[int]: ...
 
     def decoded_logits(self, begin: int, end: int) -> Tensor: ...
 
     def decoded_hidden(self, begin: int, end: int) -> Tensor: ...
+
+
+@runtime_checkable
+class PreparingExecutor(Protocol):
+    """An executor that can do beforehand, between requests, what steps of a new kind would wait for."""
+
+    def prepare_next(self) -> bool: ...
 
 
 class ModelRunner:
@@ -79,6 +87,10 @@ class ModelRunner:
         self._checker = executor if isinstance(executor, CheckingExecutor) else None
         self.make_observing: Callable[[], ModelRunner] | None = None  # a runner for steps whose attention is watched
         self._observing: ModelRunner | None = None
+
+    def prepare(self) -> bool:
+        """Make one kind of step fast before it is asked for; False once there is none left. For idle moments."""
+        return isinstance(self.executor, PreparingExecutor) and self.executor.prepare_next()
 
     def execute(self, plan: StepPlan) -> StepResult:
         if self.make_observing is not None and any(_is_watched(row.request) for row in plan.scheduled):
@@ -206,6 +218,9 @@ class ModelRunner:
         if self.speculator is not None and self.speculator.drafter.needs_hidden:
             starts = accumulate([row.length for row in rows[:-1]], initial=0)
             places = [start + len(verdict.accepted) for start, verdict in zip(starts, verdicts, strict=True)]
+            if checker.guesses is not None:
+                self.speculator.take(rows, result, [checker.guesses[place] for place in places])
+                return result
             self.speculator.observe(rows, result, checker.decoded_hidden(0, len(spread))[places])
         return result
 

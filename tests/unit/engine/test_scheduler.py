@@ -70,6 +70,23 @@ def test_a_prefix_hit_is_not_computed_again() -> None:
     assert {event.request_id: event.num_cached_tokens for event in events} == {"a": 0, "b": 16}
 
 
+def test_a_prefix_that_this_step_computes_for_another_is_waited_for() -> None:
+    scheduler = make_scheduler(make_kv(num_pages=600), max_batch_tokens=1024, context_length=1000)
+    scheduler.add(make_request([*range(400), 1], "first", arrival=0))
+    scheduler.add(make_request([*range(400), 2], "second", arrival=1))
+    scheduler.add(make_request([*range(500, 800)], "other", arrival=2))
+    assert step(scheduler)[0] == {"first": 401}  # not 400 tokens twice; nobody overtakes
+    assert step(scheduler)[0] == {"first": 1, "second": 1, "other": 300}
+    scheduler.kv.check()
+
+
+def test_a_short_prefix_in_common_delays_nobody() -> None:
+    scheduler = make_scheduler(max_batch_tokens=64)
+    scheduler.add(make_request([*range(20), 1], "first", arrival=0))
+    scheduler.add(make_request([*range(20), 2], "second", arrival=1))
+    assert step(scheduler)[0] == {"first": 21, "second": 21}
+
+
 # --- endings ---
 
 

@@ -76,12 +76,9 @@ class KVManager:
         nodes = self.tree.match(request.token_ids, self._max_match(request))
         if not nodes:
             return NO_MATCH
-        refs = self.pool.refs
-        unheld = sum(
-            refs[node.pages[group]] == 0
-            for group, first in enumerate(self._first_live(len(nodes) * self._page_size))
-            for node in nodes[first:]
-        )
+        refs, unheld = self.pool.refs, 0
+        for group, first in enumerate(self._first_live(len(nodes) * self._page_size)):
+            unheld += [refs[node.pages[group]] for node in nodes[first:]].count(0)
         return PrefixMatch(len(nodes) * self._page_size, unheld, nodes)
 
     def prepare(self, request: Request, wait: float = 0.0) -> bool:
@@ -288,8 +285,7 @@ class KVManager:
             for group, first in enumerate(first_live)
         )
         for table, first in zip(tables, first_live, strict=True):
-            for page in table[first:]:
-                self.pool.take(page)
+            self.pool.take_path(table[first:])
         cursor = match.nodes[-1] if depth else self.tree.root
         cursor.cursors += 1
         holding = self._holdings[request] = Holding(tables, first_live, match.num_tokens, depth, cursor)

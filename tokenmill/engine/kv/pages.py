@@ -68,6 +68,15 @@ class PagePool:
             self._policy.use(page)
         self.refs[page] += 1
 
+    def take_path(self, pages: list[int]) -> None:
+        """`take` for pages of the tree, the whole path to each among them."""
+        refs, policy = self.refs, self._policy
+        for page in pages:
+            if refs[page] == 0:
+                policy.remove(page)
+            policy.use(page)
+            refs[page] += 1
+
     def drop(self, page: int) -> None:
         """One holder fewer."""
         refs = self.refs[page] = self.refs[page] - 1

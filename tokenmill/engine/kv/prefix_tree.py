@@ -49,6 +49,8 @@ class PrefixTree:
 
     def match(self, token_ids: list[int], max_pages: int) -> list[PrefixNode]:
         """The longest path of at most `max_pages` nodes after which every group has all the pages it looks at."""
+        if self.spans == [UNBOUNDED]:
+            return self._match_all(token_ids, max_pages)
         path: list[PrefixNode] = []
         runs = [0] * len(self.spans)  # per group: nodes with a page, counted back from here
         valid = 0
@@ -67,6 +69,18 @@ class PrefixTree:
             if usable:
                 valid = depth
         return path[:valid]
+
+    def _match_all(self, token_ids: list[int], max_pages: int) -> list[PrefixNode]:
+        """`match` for a single group that looks at everything: up to the first node without a page."""
+        path: list[PrefixNode] = []
+        children, size = self.root.children, self.page_size
+        for begin in range(0, max_pages * size, size):
+            node = children.get(tuple(token_ids[begin : begin + size]))
+            if node is None or node.pages[0] < 0:
+                break
+            path.append(node)
+            children = node.children
+        return path
 
     def child(self, node: PrefixNode, key: tuple[int, ...]) -> PrefixNode:
         """The child with these tokens, made if there is none."""

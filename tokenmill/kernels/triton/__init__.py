@@ -10,11 +10,13 @@ Beyond the spec, for executors that fuse (all without host synchronization, shap
   rope_store(qkv, q_heads, k_pages, v_pages, positions, slots, cos, sin, interleaved, *, norms, eps, scales) -> q
   paged_attention(q, k_pages, v_pages, block_table, query_starts, seq_lens, scale, window, cap, *, max_query, max_seq,
                   scales, shared: SharedPrefix, out)                           decode, prefill, mixed, shared prefix
+  rope_store_packed(qkv, q_heads, PackedPages, ...)    packed_attention(q, PackedPages, ...)     quantized KV rows
   contiguous_attention(q, k, v, counts, scale)                                 whole prompts, lengths known to the host
   sample(logits, SamplingTensors, out) -> ids        mix_seed(seed, index)     temperature, top-k, top-p, min-p
   quantize_at_load(values, bias, "fp8"|"int8"|"int4", group) -> GpuLinear      from_quantized(matrix, bias, device)
   join_linears([GpuLinear, ...]) -> GpuLinear | None        JoinedRows            matrices that share an input, as one
   begin_step(...)                                            what a decode step derives from positions and page tables
+  follow_drafts(...)                                         what the step after checked drafts begins with
 A GpuLinear: `linear(x)`, `.multiply(x, out_dtype)`, `.multiply_quantized(codes, scales)` where `.activations` is set,
 `.tune(tokens)` before capture. KV pages: [pages, kv_heads, page_size, head_dim], 16 tokens a page is the tuned size.
 """
@@ -45,6 +47,8 @@ _HOME = {
     "paged_attention": "paged",
     "contiguous_attention": "paged",
     "SharedPrefix": "paged",
+    "packed_attention": "packed",
+    "rope_store_packed": "packed_store",
     "argmax": "sampling",
     "sample": "sampling",
     "mix_seed": "sampling",
@@ -56,6 +60,7 @@ _HOME = {
     "join_linears": "joined",
     "JoinedRows": "joined",
     "begin_step": "step",
+    "follow_drafts": "follow",
 }
 
 

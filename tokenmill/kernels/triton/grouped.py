@@ -2,8 +2,8 @@
 
 Serves GPTQ, AWQ and compressed-tensors int4, and every GGUF block type (repack.py brings them to this form). Codes lie
 so that a tile is contiguous and the nibbles of a word belong to eight different stretches of the depth: each is a
-tensor-core operand of its own and unpacking needs no shuffle. Few tokens: scales are applied to a group's partial
-sum. Many tokens: to the weights, in registers, before the product.
+tensor-core operand of its own and unpacking needs no shuffle. Scales are applied to a group's partial sum; to the
+weights, in registers, before the product where many tokens leave no room for that or groups are small.
 """
 
 # mypy: allow-untyped-defs
@@ -17,9 +17,23 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenmill.kernels.triton.launch import INTERPRETED, begin, early, options, workspace
-from tokenmill.kernels.triton.skinny import Tiling, arrive_last, choose_splits, multiply, prefetch_rows, write_tile
+from tokenmill.kernels.triton.skinny import (
+    Tiling,
+    arrive_last,
+    choose_splits,
+    multiply,
+    prefetch_rows,
+    sum_parts,
+    write_tile,
+)
 
-FOLD_TOKENS = 64  # from this many on, scales go into the weights: a second accumulator would not fit
+FOLD_TOKENS = 64  # from this many on, scales of small groups go into the weights: there would be too many sums
+
+
+def _folds(weight: GroupedWeight, tokens: int, token_tile: int) -> bool:
+    """Whether scales go into the weights. With groups of 128 that is the slower way even at 256 tokens, as the weights
+    wait for them; with zero points the sums of a large tile do not fit."""
+    return tokens >= FOLD_TOKENS and (weight.group < 128 or (weight.zeros is not None and token_tile > 64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +189,7 @@ def add_stretches(
     return acc
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M", "splits"])
 def _grouped(
     x,
     codes,
@@ -192,12 +206,13 @@ def _grouped(
     steps,
     x_stride,
     out_stride,
+    splits,
     BM: tl.constexpr,
     BN: tl.constexpr,
     WIDTH: tl.constexpr,
     GROUP: tl.constexpr,
     BITS: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SPLIT: tl.constexpr,
     EVEN_K: tl.constexpr,
     FOLD: tl.constexpr,
     AFFINE: tl.constexpr,
@@ -209,7 +224,7 @@ def _grouped(
     tile, split, token_tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     rows = tile * BN + tl.arange(0, BN)
     tokens = token_tile * BM + tl.arange(0, BM)
-    per_split = tl.cdiv(steps, SPLITS)
+    per_split = tl.cdiv(steps, splits)
     first = split * per_split
     last = tl.minimum(first + per_split, steps)
     safe = tl.minimum(rows, N - 1)
@@ -227,6 +242,7 @@ def _grouped(
     LINES_PER_STEP: tl.constexpr = STRETCHES * WIDTH // GROUP
     line_step = tl.cast(N, tl.int64) * LINES_PER_STEP
     # Few tokens: scales are read one step ahead, since only operands of a product get a pipeline from the compiler.
+    # Where they go into the weights they would, carried from step to step, be in another layout than those.
     AHEAD: tl.constexpr = not FOLD and not AFFINE
     carried = load_lines(scales + safe + first * line_step, N, LINES_PER_STEP)
     for step in range(first, last):
@@ -249,17 +265,15 @@ def _grouped(
                 acc, parts, x_rows, k, K, now, zero, STRETCHES, GROUP // WIDTH, EVEN_K, FOLD, AFFINE, INTERPRET
             )
     acc *= tl.load(row_scale + safe)[:, None]
-    if SPLITS == 1:
+    if not SPLIT:
         write_tile(acc, out, row_scale, row_scale, bias, rows, tokens, M, N, out_stride, False, BIASED)
     else:
         tiles = tl.num_programs(0) * tl.num_programs(2)
         number = token_tile * tl.num_programs(0) + tile
         inside = tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
         tl.store(partial + (split * tiles + number) * BN * BM + inside, acc)
-        if arrive_last(counter + number, SPLITS):
-            acc = tl.zeros([BN, BM], dtype=tl.float32)
-            for other in range(SPLITS):
-                acc += tl.load(partial + (other * tiles + number) * BN * BM + inside, cache_modifier=".cg")
+        if arrive_last(counter + number, splits):
+            acc = sum_parts(partial, number, tiles, inside, splits, BN * BM)
             tl.store(counter + number, 0)
             write_tile(acc, out, row_scale, row_scale, bias, rows, tokens, M, N, out_stride, False, BIASED)
 
@@ -356,14 +370,15 @@ def grouped_matmul(
         steps,
         x.stride(0),
         out.stride(0),
+        splits,
         BM=token_tile,
         BN=tiling.rows,
         WIDTH=weight.codes.shape[2],
         GROUP=weight.group,
         BITS=weight.bits,
-        SPLITS=splits,
+        SPLIT=splits > 1,
         EVEN_K=weight.depth % weight.block == 0,
-        FOLD=tokens >= FOLD_TOKENS,
+        FOLD=_folds(weight, tokens, token_tile),
         AFFINE=weight.zeros is not None,
         BIASED=bias is not None,
         LINES=tiling.lines,

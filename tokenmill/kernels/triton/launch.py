@@ -68,12 +68,20 @@ class Workspace:
         self._kept: list[Tensor] = []
         self._partials = torch.empty(1 << 22, dtype=torch.float32, device=where)
         self._counters = torch.zeros(1 << 16, dtype=torch.int32, device=where)
+        self._widened = torch.empty(0, dtype=torch.bfloat16, device=where)
 
     def partials(self, count: int) -> Tensor:
         if count > self._partials.numel():
             self._kept.append(self._partials)
             self._partials = torch.empty(power_of_two(count), dtype=torch.float32, device=self._where)
         return self._partials
+
+    def widened(self, count: int) -> Tensor:
+        """bf16, for pages that were stored in fewer bits."""
+        if count > self._widened.numel():
+            self._kept.append(self._widened)
+            self._widened = torch.empty(count, dtype=torch.bfloat16, device=self._where)
+        return self._widened
 
     def counters(self, count: int) -> Tensor:
         """Zero between launches: the last program to arrive at a counter sets it back."""

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from tokenmill.kernels.base import StoredWeight
 
 
+_LARGE = 8192  # rows
+
+
 class GpuLinear:
     """What the three kinds share: the bias, the choice of a plan, the measurement of one."""
 
@@ -47,6 +50,13 @@ class GpuLinear:
     def multiply(self, x: Tensor, out_dtype: torch.dtype = torch.bfloat16, plan: Plan | None = None) -> Tensor:
         """x [M, K] bf16 or float32 -> [M, N]."""
         raise NotImplementedError
+
+    def takes_codes(self, tokens: int) -> bool:
+        """Whether a product of so many tokens wants its input in 8 bits. Of one token's only large ones, whose threads
+        each read all of it: for the others rounding the input is but one more thing to wait for."""
+        if not self.activations or tokens > 1:
+            return bool(self.activations)
+        return self.rows > _LARGE or self.choose(1).kernel != VECTOR
 
     def choose(self, tokens: int) -> Plan:
         return self.plans.plan(self.kind, self.rows, self.depth, tokens)
@@ -101,6 +111,10 @@ class ScaledLinear(GpuLinear):
         return self.codes.numel() + 4 * self.scales.numel()
 
     def multiply(self, x: Tensor, out_dtype: torch.dtype = torch.bfloat16, plan: Plan | None = None) -> Tensor:
+        plan = plan or self.choose(x.shape[0])
+        if plan.kernel == VECTOR and x.shape[0] == 1:
+            x = x.to(torch.bfloat16)
+            return vector_matmul(x, self.codes, None, self.scales, self.bias, out_dtype, plan.tiling)
         return self.multiply_quantized(*quantize_rows(x, self.activations, self.input_scale), out_dtype, plan)
 
     def multiply_quantized(

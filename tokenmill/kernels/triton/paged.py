@@ -17,6 +17,7 @@ from torch import Tensor
 from tokenmill.kernels.triton.launch import INTERPRETED, early, num_processors, options, power_of_two, workspace
 from tokenmill.kernels.triton.paged_kernel import ATTEND_DECODE, ATTEND_PREFILL, ATTEND_SHARED, _attend
 from tokenmill.kernels.triton.paged_merge import _merge
+from tokenmill.kernels.triton.paged_widen import widened_prefix
 
 LOG2_E = 1.4426950408889634
 MAX_SPLITS = 32
@@ -48,9 +49,12 @@ def _decode_blocks(group: int, programs: int, where: torch.device) -> Blocks:
     return Blocks(power_of_two(group, 16), 64, 2 if crowded else 4, 4)
 
 
-def _prefill_blocks(group: int, head_dim: int, element_size: int) -> Blocks:
+def _prefill_blocks(group: int, head_dim: int, element_size: int, wide: bool = False) -> Blocks:
+    """`wide`: more rows for the keys that were read; not for FP8, whose time goes into widening them."""
     if element_size == 4:  # float32, for tests: small tiles, no tensor core
         return Blocks(power_of_two(group, 32), 32, 4, 1)
+    if head_dim <= 128 and wide:
+        return Blocks(power_of_two(group, 256), 64, 16, 2)
     if head_dim <= 128:
         return Blocks(power_of_two(group, 128), 128, 8, 3)
     return Blocks(power_of_two(group, 64), 32, 4, 2)
@@ -122,9 +126,10 @@ def paged_attention(
 def contiguous_attention(q: Tensor, k: Tensor, v: Tensor, counts: list[int], scale: float) -> Tensor:
     """Causal attention of whole prompts over their own keys, by the library (cuDNN or FlashAttention through torch).
 
-    q [T, heads, head_dim], k and v [T, kv_heads, head_dim], `counts` tokens per prompt, known to the host. Neighbours
-    of one length go together. For long prompts: the library plans anew for every length, tens of milliseconds each."""
-    out = torch.empty_like(q)
+    q [T, heads, head_dim], k and v [T, kv_heads, head_dim], whose rows may lie apart; `counts` tokens per prompt, known
+    to the host. Neighbours of one length go together. For long prompts: the library plans anew for every length, tens
+    of milliseconds each."""
+    done: list[Tensor] = []
     begin = index = 0
     grouped = q.shape[1] != k.shape[1]
     while index < len(counts):
@@ -134,12 +139,19 @@ def contiguous_attention(q: Tensor, k: Tensor, v: Tensor, counts: list[int], sca
         rows = (past - index) * length
         whole = (past - index, length, -1, q.shape[2])
         queries, keys, values = (each[begin : begin + rows].view(whole).transpose(1, 2) for each in (q, k, v))
-        done = torch.nn.functional.scaled_dot_product_attention(
+        attended = torch.nn.functional.scaled_dot_product_attention(
             queries, keys, values, is_causal=True, scale=scale, enable_gqa=grouped
         )
-        out[begin : begin + rows] = done.transpose(1, 2).reshape(rows, -1, q.shape[2])
+        done.append(attended.transpose(1, 2).reshape(rows, -1, q.shape[2]))
         begin, index = begin + rows, past
-    return out
+    return done[0] if len(done) == 1 else torch.cat(done)
+
+
+def replace_pages(call: _Call, k_pages: Tensor, v_pages: Tensor, table: Tensor) -> _Call:
+    """The same call over other pages, all sequences through the one row of `table`."""
+    rows = table.expand(call.lengths.shape[0], -1)
+    lengths = (call.starts, call.lengths, call.scale, call.window, call.cap)
+    return _Call(call.q, k_pages, v_pages, rows, *lengths, call.scales, call.out)
 
 
 class _Call:
@@ -176,19 +188,21 @@ class _Call:
 
     def decode(self, max_keys: int, single_only: bool) -> None:
         sequences = self.lengths.shape[0]
-        blocks = _decode_blocks(self.group, sequences * self.kv_heads, self.where)
+        blocks = _decode_blocks(self.group, 0 if single_only else sequences * self.kv_heads, self.where)
         splits = choose_key_splits(sequences * self.kv_heads, max_keys, blocks.keys, self.where)
         if single_only:  # beside prompts: partial results have a line for every token of the step
             room = MOST_PARTIALS // (self.q.shape[0] * self.heads * (self.head_dim + 1))
             splits = max(1, min(splits, 1 << max(0, room.bit_length() - 1)))
         grid = (sequences, self.kv_heads, splits)
-        self._launch(ATTEND_DECODE, grid, blocks, splits, slots=splits, single_only=single_only)
+        # One kernel for all steps with prompts, so that none of them waits for the compiler.
+        split = splits > 1 or single_only
+        self._launch(ATTEND_DECODE, grid, blocks, splits, slots=splits, single_only=single_only, split=split)
 
     def prefill(self) -> None:
-        blocks = _prefill_blocks(self.group, self.head_dim, self.q.element_size())
+        blocks = _prefill_blocks(self.group, self.head_dim, self.q.element_size(), wide=not self.quantized)
         tokens = blocks.rows // self.group
         grid = (self.q.shape[0] // tokens + self.lengths.shape[0], self.kv_heads, 1)
-        self._launch(ATTEND_PREFILL, grid, blocks, 1, slots=1, single_only=True)
+        self._launch(ATTEND_PREFILL, grid, blocks, 1, slots=0, single_only=True)
 
     def cascade(self, shared: SharedPrefix, max_keys: int) -> None:
         """Common keys once for all sequences, own keys per sequence, then one merge."""
@@ -200,7 +214,11 @@ class _Call:
         own_splits = choose_key_splits(sequences * self.kv_heads, max_keys, own.keys, self.where)
         slots = common_splits + own_splits
         bounds = shared.bounds
-        self._launch(
+        prefix = self
+        if self.quantized:
+            pages = widened_prefix(self.k_pages, self.v_pages, self.table, bounds, shared.max_tokens)
+            prefix = replace_pages(self, *pages)
+        prefix._launch(
             ATTEND_SHARED, (stacked, self.kv_heads, common_splits), common, common_splits, slots, bounds=bounds
         )
         grid = (sequences, self.kv_heads, own_splits)
@@ -214,8 +232,8 @@ class _Call:
             bounds,
             self.q.shape[0],
             self.out.stride(0),
-            PREFIX_SLOTS=common_splits,
-            SLOTS=slots,
+            common_splits,
+            slots,
             HEADS=self.heads,
             HD=self.head_dim,
             HDF=power_of_two(self.head_dim, 16),
@@ -240,8 +258,10 @@ class _Call:
         bounds: Tensor | None = None,
         slot: int = 0,
         single_only: bool = False,
+        split: bool = False,
     ) -> None:
-        partial, logs = self._partials(slots if slots > 1 else 0)
+        """`slots`: parts that the launch and those beside it write; `split`: this one writes parts and joins them."""
+        partial, logs = self._partials(slots if split or bounds is not None else 0)
         scale = self.scale if self.cap else self.scale * LOG2_E
         k_scale, v_scale = self.scales or (None, None)
         k_pages, v_pages, pair = self.k_pages, self.v_pages, 1
@@ -270,6 +290,8 @@ class _Call:
             self.table.stride(0),
             k_pages.stride(0),
             k_pages.stride(1),
+            splits,
+            slot,
             HEADS=self.heads,
             GROUP=self.group,
             GROUP_P=power_of_two(self.group),
@@ -280,8 +302,7 @@ class _Call:
             BM=blocks.rows,
             BN=blocks.keys,
             MODE=mode.value,
-            SPLITS=splits,
-            SLOT=slot,
+            SPLIT=split,
             CASCADE=bounds is not None and mode.value == ATTEND_DECODE.value,
             SINGLE_ONLY=single_only,
             WINDOW=self.window,

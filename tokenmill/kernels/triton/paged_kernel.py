@@ -149,7 +149,8 @@ def walk_tiles(
     return acc, acc_odd, top, total
 
 
-@triton.jit(do_not_specialize=["num_seqs", "num_tokens"])
+# Numbers that change from step to step do not make another kernel.
+@triton.jit(do_not_specialize=["num_seqs", "num_tokens", "table_stride", "splits", "first_slot"])
 def _attend(
     q,
     k_pages,
@@ -173,6 +174,8 @@ def _attend(
     table_stride,
     page_stride,
     head_stride,
+    splits,
+    first_slot,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_P: tl.constexpr,
@@ -183,8 +186,7 @@ def _attend(
     BM: tl.constexpr,
     BN: tl.constexpr,
     MODE: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SLOT: tl.constexpr,
+    SPLIT: tl.constexpr,
     CASCADE: tl.constexpr,
     SINGLE_ONLY: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -260,13 +262,22 @@ def _attend(
     if QUANTIZED:
         q_odd = tl.load(q_place + 1, mask=row_ok, other=0.0).to(COMPUTE)
         acc_odd = tl.zeros([BM, HDP], dtype=tl.float32)
-        scale = scale * tl.load(k_scale + kv_head) * 256.0
+        scale = scale * 256.0
+    if k_scale is not None:
+        scale = scale * tl.load(k_scale + kv_head)
     k_base = k_pages + kv_head.to(tl.int64) * head_stride
     v_base = v_pages + kv_head.to(tl.int64) * head_stride
     top = tl.full([BM], float("-inf"), dtype=tl.float32)
     total = tl.zeros([BM], dtype=tl.float32)
     first_tile, past_tile = low // BN, tl.cdiv(end, BN)
-    share = tl.cdiv(past_tile - first_tile, SPLITS)
+    tiles = past_tile - first_tile
+    share = tl.cdiv(tiles, splits)
+    if MODE == 0 and SPLIT and not CASCADE:
+        # Short sequences are shared out less: one tile each up to 16 shares, then two.
+        share = tl.maximum(share, tl.minimum(2, tl.cdiv(tiles, 16)))
+        splits = tl.maximum(tl.cdiv(tiles, tl.maximum(share, 1)), 1)
+        if split >= splits:
+            return
     first_tile += split * share
     past_tile = tl.minimum(past_tile, first_tile + share)
     # Tiles before `past_whole` need no mask. Own keys after a shared prefix are few, may begin inside a tile: masked.
@@ -285,18 +296,20 @@ def _attend(
     )  # fmt: skip
 
     norm = 1.0 / tl.where(total == 0.0, 1.0, total)
+    if v_scale is not None:
+        norm *= tl.load(v_scale + kv_head)
     if QUANTIZED:
-        norm *= tl.load(v_scale + kv_head) * 256.0
+        norm *= 256.0
         acc_odd = acc_odd * norm[:, None]
     acc = acc * norm[:, None]
     out_place = out + tokens[:, None].to(tl.int64) * out_stride + heads[:, None] * HD + dims[None, :] * STEP
-    if SPLITS == 1 and SLOT == 0 and not CASCADE and MODE != 2:
+    if not SPLIT and not CASCADE and MODE != 2:
         tl.store(out_place, acc.to(out.dtype.element_ty), mask=row_ok)
         if QUANTIZED:
             tl.store(out_place + 1, acc_odd.to(out.dtype.element_ty), mask=row_ok)
     else:
         log = tl.where(total == 0.0, float("-inf"), top + tl.log2(total))
-        slot = (SLOT + split).to(tl.int64) * num_tokens
+        slot = (first_slot + split).to(tl.int64) * num_tokens
         line = (slot + tokens) * HEADS + heads
         tl.store(partial_log + line, log, mask=live)
         part_place = partial + line[:, None] * HD + dims[None, :] * STEP
@@ -306,7 +319,7 @@ def _attend(
             tl.store(part_place + 1, acc_odd, mask=filled)
         if MODE == 0 and not CASCADE:
             number = counter + seq * tl.num_programs(1) + kv_head
-            if arrive_last(number, SPLITS):
+            if arrive_last(number, splits):
                 tl.store(number, 0)
                 group_heads = tl.arange(0, GROUP_P)
                 valid = group_heads < GROUP
@@ -318,7 +331,7 @@ def _attend(
                     valid,
                     num_tokens,
                     0,
-                    SPLITS,
+                    splits,
                     HEADS,
                     HD,
                     HDF,

@@ -21,25 +21,25 @@ def merge_parts(
     live,
     num_tokens,
     first,
-    SLOTS: tl.constexpr,
+    slots,
     HEADS: tl.constexpr,
     HD: tl.constexpr,
     HDF: tl.constexpr,
     R: tl.constexpr,
+    CHUNK: tl.constexpr = 8,
 ):
-    """R rows out of slots [first, SLOTS) of partial results, weighted by their share of the softmax sum.
+    """R rows out of slots [first, slots) of partial results, weighted by their share of the softmax sum.
 
-    Several slots are read at a time: one after the other, the latency of each would add up."""
-    CHUNK: tl.constexpr = 8 if SLOTS > 4 else 4
+    CHUNK slots are read at a time: one after the other, the latency of each would add up."""
     dims = tl.arange(0, HDF)
     slot_lines = tl.cast(num_tokens, tl.int64) * HEADS
     top = tl.full([R], float("-inf"), dtype=tl.float32)
     acc = tl.zeros([R, HDF], dtype=tl.float32)
     total = tl.zeros([R], dtype=tl.float32)
-    for start in tl.static_range(0, SLOTS, CHUNK):
-        slots = start + tl.arange(0, CHUNK)
-        ok = (slots < SLOTS)[:, None] & (slots >= first)[:, None] & live[None, :]
-        place = slots.to(tl.int64)[:, None] * slot_lines + line[None, :]  # [CHUNK, R]
+    for start in range(0, slots, CHUNK):
+        chunk = start + tl.arange(0, CHUNK)
+        ok = (chunk < slots)[:, None] & (chunk >= first)[:, None] & live[None, :]
+        place = chunk.to(tl.int64)[:, None] * slot_lines + line[None, :]  # [CHUNK, R]
         logs = tl.load(partial_log + place, mask=ok, other=float("-inf"), cache_modifier=".cg")
         filled = ok & (logs > float("-inf"))
         whole = filled[:, :, None] & (dims < HD)[None, None, :]
@@ -56,7 +56,7 @@ def merge_parts(
     return acc / tl.where(total == 0.0, 1.0, total)[:, None]
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "prefix_slots", "slots"])
 def _merge(
     partial,
     partial_log,
@@ -64,23 +64,23 @@ def _merge(
     shared,
     num_tokens,
     out_stride,
-    PREFIX_SLOTS: tl.constexpr,
-    SLOTS: tl.constexpr,
+    prefix_slots,
+    slots,
     HEADS: tl.constexpr,
     HD: tl.constexpr,
     HDF: tl.constexpr,
     BM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Shared prefix (slots below PREFIX_SLOTS) and own keys (the rest) of single tokens -> out."""
+    """Shared prefix (slots below `prefix_slots`) and own keys (the rest) of single tokens -> out."""
     begin(PDL)
     token = tl.program_id(0)
     heads = tl.program_id(1) * BM + tl.arange(0, BM)
     live = heads < HEADS
     sharing = (token >= tl.load(shared)) & (token < tl.load(shared + 1)) & (tl.load(shared + 2) > 0)
-    first = tl.where(sharing, 0, PREFIX_SLOTS)
+    first = tl.where(sharing, 0, prefix_slots)
     line = token.to(tl.int64) * HEADS + heads
-    merged = merge_parts(partial, partial_log, line, live, num_tokens, first, SLOTS, HEADS, HD, HDF, BM)
+    merged = merge_parts(partial, partial_log, line, live, num_tokens, first, slots, HEADS, HD, HDF, BM, 4)
     dims = tl.arange(0, HDF)
     place = out + token.to(tl.int64) * out_stride + heads[:, None] * HD + dims[None, :]
     tl.store(place, merged.to(out.dtype.element_ty), mask=live[:, None] & (dims < HD)[None, :])

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tokenmill.kernels.triton.launch import begin, early, options, power_of_two, workspace
+from tokenmill.kernels.triton.launch import INTERPRETED, begin, early, options, power_of_two, workspace
 from tokenmill.kernels.triton.skinny import arrive_last
 
 _CHUNK = 4096  # tokens of the vocabulary per program
@@ -113,7 +113,17 @@ def mix32(value):
 
 
 @triton.jit
-def exponential(seed, position, token):
+def quick_log(value, INTERPRET: tl.constexpr):
+    """The logarithm as the hardware has it, good to 2^-22: noise needs no more, and a row takes two for every token."""
+    if INTERPRET:
+        return tl.log(value)
+    else:
+        binary = tl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [value], tl.float32, True, 1)
+        return binary * 0.6931471805599453
+
+
+@triton.jit
+def exponential(seed, position, token, INTERPRET: tl.constexpr):
     """A draw from Exp(1) for a token, exact also where it is very small: the winners have small ones."""
     low, high = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
     key = mix32(mix32(low ^ position.to(tl.uint32) * 0x9E3779B9) ^ high)
@@ -121,7 +131,7 @@ def exponential(seed, position, token):
     v = (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10  # (0, 1]
     v = tl.minimum(v, 0.99999994)
     series = v * (1.0 + v * (0.5 + v * (0.3333333333333333 + v * 0.25)))
-    return tl.where(v < 0.004, series, -tl.log(1.0 - v))
+    return tl.where(v < 0.004, series, -quick_log(1.0 - v, INTERPRET))
 
 
 @triton.jit
@@ -143,6 +153,7 @@ def _draw(
     RANDOM: tl.constexpr,
     FILTERED: tl.constexpr,
     PDL: tl.constexpr,
+    INTERPRET: tl.constexpr,
 ):
     """The best of a chunk of a row; the last chunk to finish compares them and writes the id. First of equals wins."""
     begin(PDL)
@@ -152,8 +163,8 @@ def _draw(
     values = tl.load(logits + row.to(tl.int64) * stride + tokens, mask=ok, other=float("-inf")).to(tl.float32)
     if RANDOM:
         heat = tl.load(temperature + row)
-        noise = -tl.log(exponential(tl.load(seeds + row), tl.load(positions + row), tokens))
-        drawn = values / tl.where(heat > 0, heat, 1.0) + noise
+        waiting = exponential(tl.load(seeds + row), tl.load(positions + row), tokens, INTERPRET)
+        drawn = values * (1.0 / tl.where(heat > 0, heat, 1.0)) - quick_log(waiting, INTERPRET)
         if FILTERED:
             drawn = tl.where(values >= tl.load(thresholds + row), drawn, float("-inf"))
         values = tl.where(ok, tl.where(heat > 0, drawn, values), float("-inf"))
@@ -209,6 +220,7 @@ def _pick(logits: Tensor, rows: SamplingTensors | None, thresholds: Tensor | Non
         RANDOM=rows is not None,
         FILTERED=thresholds is not None,
         PDL=early(logits.device),
+        INTERPRET=INTERPRETED,
         **options(logits.device, 8, 1),
     )
     return out

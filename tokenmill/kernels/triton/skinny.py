@@ -50,11 +50,22 @@ def write_tile(
 
 
 @triton.jit
-def arrive_last(counter, SPLITS: tl.constexpr):
-    """True for the last of SPLITS programs to come here; what the others stored before can then be read."""
+def arrive_last(counter, splits):
+    """True for the last of `splits` programs to come here; what the others stored before can then be read."""
     tl.debug_barrier()  # all threads have stored before one of them counts
     arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
-    return arrived == SPLITS - 1
+    return arrived == splits - 1
+
+
+@triton.jit
+def sum_parts(partial, number, tiles, inside, splits, SIZE: tl.constexpr):
+    """The partial results of tile `number` added up, four in flight: one by one their latencies would add up."""
+    total = tl.load(partial + number * SIZE + inside, cache_modifier=".cg")
+    for first in range(1, splits, 4):
+        for ahead in tl.static_range(4):
+            place = partial + ((first + ahead) * tiles + number) * SIZE + inside
+            total += tl.load(place, mask=(inside >= 0) & (first + ahead < splits), other=0.0, cache_modifier=".cg")
+    return total
 
 
 @triton.jit
@@ -68,7 +79,8 @@ def multiply(w_tile, x_tile, acc, INTEGER: tl.constexpr, INTERPRET: tl.constexpr
         return tl.dot(w_tile, x_tile, acc)
 
 
-@triton.jit(do_not_specialize=["M"])  # M = 1 as a constant would make all token rows one address
+# M = 1 as a constant would make all token rows one address; a number of splits as one, a kernel for every shape.
+@triton.jit(do_not_specialize=["M", "splits"])
 def _skinny(
     x,
     w,
@@ -83,10 +95,11 @@ def _skinny(
     K,
     x_stride,
     out_stride,
+    splits,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SPLIT: tl.constexpr,
     EVEN_K: tl.constexpr,
     SCALED: tl.constexpr,
     BIASED: tl.constexpr,
@@ -99,7 +112,7 @@ def _skinny(
     rows = tile * BN + tl.arange(0, BN)
     tokens = token_tile * BM + tl.arange(0, BM)
     steps = tl.cdiv(K, BK)
-    per_split = tl.cdiv(steps, SPLITS)
+    per_split = tl.cdiv(steps, splits)
     first = split * per_split
     last = tl.minimum(first + per_split, steps)
     # Rows and tokens past the end repeat the last one: no masks on the way, they are not written.
@@ -121,17 +134,15 @@ def _skinny(
             x_tile = tl.load(x_rows[None, :] + k[:, None], mask=k[:, None] < K, other=0.0)
         acc = multiply(w_tile, x_tile, acc, INTEGER, INTERPRET)
     total = acc.to(tl.float32)
-    if SPLITS == 1:
+    if not SPLIT:
         write_tile(total, out, x_scale, w_scale, bias, rows, tokens, M, N, out_stride, SCALED, BIASED)
     else:
         tiles = tl.num_programs(0) * tl.num_programs(2)
         number = token_tile * tl.num_programs(0) + tile
         inside = tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
         tl.store(partial + (split * tiles + number) * BN * BM + inside, total)
-        if arrive_last(counter + number, SPLITS):
-            total = tl.zeros([BN, BM], dtype=tl.float32)
-            for other in range(SPLITS):
-                total += tl.load(partial + (other * tiles + number) * BN * BM + inside, cache_modifier=".cg")
+        if arrive_last(counter + number, splits):
+            total = sum_parts(partial, number, tiles, inside, splits, BN * BM)
             tl.store(counter + number, 0)
             write_tile(total, out, x_scale, w_scale, bias, rows, tokens, M, N, out_stride, SCALED, BIASED)
 
@@ -175,7 +186,9 @@ def _vector(
         acc += w_tile.to(tl.float32) * x_tile.to(tl.float32)[None, :]
     total = tl.sum(acc, 1)
     if SCALED:
-        total *= tl.load(w_scale + rows, mask=rows < N, other=0.0) * tl.load(x_scale)
+        total *= tl.load(w_scale + rows, mask=rows < N, other=0.0)
+        if x_scale is not None:
+            total *= tl.load(x_scale)
     if BIASED:
         total += tl.load(bias + rows, mask=rows < N, other=0.0).to(tl.float32)
     tl.store(out + rows, total.to(out.dtype.element_ty), mask=rows < N)
@@ -233,10 +246,11 @@ def skinny_matmul(
         depth,
         x.stride(0),
         out.stride(0),
+        splits,
         BM=token_tile,
         BN=tiling.rows,
         BK=tiling.depth,
-        SPLITS=splits,
+        SPLIT=splits > 1,
         EVEN_K=depth % tiling.depth == 0,
         SCALED=w_scale is not None,
         BIASED=bias is not None,
@@ -258,7 +272,7 @@ def vector_matmul(
     out_dtype: torch.dtype = torch.bfloat16,
     tiling: Tiling = Tiling(rows=4, depth=1024, stages=1),  # noqa: B008
 ) -> Tensor:
-    """x [1, K] @ w [N, K]^T (* x_scale [1] * w_scale [N]) (+ bias) without tensor cores; any types, also mixed."""
+    """x [1, K] @ w [N, K]^T (* x_scale [1]) (* w_scale [N]) (+ bias) without tensor cores; any types, also mixed."""
     rows, depth = w.shape
     out = torch.empty(1, rows, dtype=out_dtype, device=x.device)
     _vector[(triton.cdiv(rows, tiling.rows),)](

@@ -11,10 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tokenmill.kernels.triton.launch import begin, early, options, power_of_two
+from tokenmill.kernels.triton.launch import begin, early, options
+
+_ROWS = 128  # of a program
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _begin(
     given_ids,
     given_positions,
@@ -62,8 +64,7 @@ def begin_step(
     """given int64 [3, R]: token ids, positions (-1: no row), sources (a row of `drawn`, or -1); table int32 [R, pages].
     Fills ids, positions, draws (position of the token to be drawn), seq_lens int32 and slots, all [R]."""
     count = ids.shape[0]
-    block = min(256, power_of_two(count))
-    _begin[(triton.cdiv(count, block),)](
+    _begin[(triton.cdiv(count, _ROWS),)](
         given[0],
         given[1],
         given[2],
@@ -77,7 +78,7 @@ def begin_step(
         count,
         table.stride(0),
         PAGE=page_size,
-        BLOCK=block,
+        BLOCK=_ROWS,
         PDL=early(ids.device),
         **options(ids.device, 4, 1),
     )

@@ -38,7 +38,7 @@ def bucket(tokens: int) -> int:
     return min(8192, triton.next_power_of_2(tokens))
 
 
-def rule(kind: str, rows: int, tokens: int) -> Plan:
+def rule(kind: str, rows: int, depth: int, tokens: int) -> Plan:
     """The plan without measurements. kind: "bf16", "fp8", "int8", "int4" or "grouped8" (groups along the depth)."""
     small = rows <= 8192
     if INTERPRETED:
@@ -53,19 +53,23 @@ def rule(kind: str, rows: int, tokens: int) -> Plan:
             return Plan(VECTOR, Tiling(8, 1024, 0, 4, 1, 8) if small else Tiling(4, 1024, 0, 2, 1))
         if tokens <= 32:
             return Plan(SKINNY, Tiling(64, 256, 0, 4, 4, 2))
-        if tokens <= 128:
-            return Plan(SKINNY, Tiling(64, 128, 0, 4, 4) if small else Tiling(128, 128, 0, 8, 4))
-        return Plan(LIBRARY)
+        if tokens <= 64:
+            return Plan(SKINNY, Tiling(64, 256, 0, 4, 3))
+        # The library has no good int8 product of few tokens, and none of fp8 where the depth must be shared out.
+        skinny = tokens <= 256 if kind == "int8" else tokens <= 128 and depth > 8192
+        return Plan(SKINNY, Tiling(64, 128, 0, 4, 4)) if skinny else Plan(LIBRARY)
     if tokens <= 32:
-        return Plan(GROUPED, Tiling(128, 0, 0, 8, 3, 2))
-    if tokens <= 64 and small:
+        return Plan(GROUPED, Tiling(128, 0, 0, 8, 3, 2) if tokens <= 16 else Tiling(128, 0, 0, 4, 3))
+    if small and tokens <= 128:
         return Plan(GROUPED, Tiling(64, 0, 0, 4, 3, 0, 64))
-    return Plan(GROUPED, Tiling(128, 0, 0, 8, 2, 0, 64)) if tokens <= 256 else Plan(LIBRARY)
+    if tokens > 256 or (small and depth <= 8192):
+        return Plan(LIBRARY)
+    return Plan(GROUPED, Tiling(128, 0, 0, 8, 3, 0, 64 if tokens <= 64 else 128))
 
 
-def candidates(kind: str, rows: int, tokens: int) -> list[Plan]:
+def candidates(kind: str, rows: int, depth: int, tokens: int) -> list[Plan]:
     """The rule's plan and its neighbours."""
-    plans = [rule(kind, rows, tokens)]
+    plans = [rule(kind, rows, depth, tokens)]
     if kind == "bf16":
         plans += [Plan(LIBRARY)]
         if tokens == 1:
@@ -79,7 +83,7 @@ def candidates(kind: str, rows: int, tokens: int) -> list[Plan]:
         if tokens > 64:
             plans += [Plan(SKINNY, Tiling(64, 128, 0, 4, 4, 0, 256)), Plan(SKINNY, Tiling(128, 128, 0, 8, 4, 0, 256))]
     else:
-        plans += [Plan(GROUPED, Tiling(64, 0, 0, 4, 4, 2, 64)), Plan(GROUPED, Tiling(128, 0, 0, 8, 2, 0, 64))]
+        plans += [Plan(GROUPED, Tiling(64, 0, 0, 4, 3, 0, 64)), Plan(GROUPED, Tiling(128, 0, 0, 8, 3, 0, 128))]
         plans += [Plan(LIBRARY)] if tokens > 64 else []
     return list(dict.fromkeys(plans))
 
@@ -119,8 +123,8 @@ class PlanTable:
 
     def plan(self, kind: str, rows: int, depth: int, tokens: int) -> Plan:
         if not self._plans:
-            return rule(kind, rows, tokens)
-        return self._plans.get(_key(kind, rows, depth, tokens)) or rule(kind, rows, tokens)
+            return rule(kind, rows, depth, tokens)
+        return self._plans.get(_key(kind, rows, depth, tokens)) or rule(kind, rows, depth, tokens)
 
     def measure(self, kind: str, rows: int, depth: int, tokens: int, run: Callable[[Plan], Tensor]) -> Plan:
         """Time every candidate by `run` and keep the best; returns the stored one at once if there is one."""
@@ -129,7 +133,8 @@ class PlanTable:
             return self._plans[key]
         capturing = self._where.type == "cuda" and torch.cuda.is_current_stream_capturing()
         assert not capturing, "plans are measured before a graph is captured"
-        timed = [(time_call(lambda plan=plan: run(plan)), plan) for plan in candidates(kind, rows, tokens)]  # type: ignore[misc]
+        plans = candidates(kind, rows, depth, tokens)
+        timed = [(time_call(lambda plan=plan: run(plan)), plan) for plan in plans]  # type: ignore[misc]
         best = min(timed, key=lambda pair: pair[0])[1]
         self._plans[key] = best
         self._write()

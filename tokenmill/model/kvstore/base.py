@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tokenmill.hardware.kv_layout import KVLayout
 from tokenmill.kernels.cpu_pages import CpuPages
+from tokenmill.kernels.packed_pages import PackedPages
 from tokenmill.model.kvstore.conditioning import KeyConditioning
 from tokenmill.types import Batch
 
@@ -21,7 +22,7 @@ from tokenmill.types import Batch
 class KVStore(ABC):
     name: str
     is_coded: ClassVar[bool] = False  # pages are codes: `pages` and `read` expand them
-    on_gpu: ClassVar[bool] = False  # the GPU kernels read and write `stored`
+    on_gpu: ClassVar[bool] = False  # the GPU kernels read and write `stored` or `packed_pages`
     edge_layers: ClassVar[int] = 0  # layers at either end that stay native unless the user says otherwise
     page_multiple: ClassVar[int] = 1  # a page must hold a multiple of so many tokens
 
@@ -83,6 +84,10 @@ class KVStore(ABC):
 
     def kernel_pages(self, slot: int) -> CpuPages | None:  # noqa: ARG002
         """The pages of a layer slot for the C++ kernels; None where they do not read this store (or are not here)."""
+        return None
+
+    def packed_pages(self, slot: int) -> PackedPages | None:  # noqa: ARG002
+        """The pages of a layer slot for the GPU kernels of quantized rows; None where they are floats, or not there."""
         return None
 
     def meaning(self) -> str:

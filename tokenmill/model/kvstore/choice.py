@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tokenmill.errors import UserError
-from tokenmill.hardware.kv_layout import KVLayout
+from tokenmill.hardware.kv_layout import KVLayout, LayerKV, build_layout
 from tokenmill.model.attention import choose_attention
 from tokenmill.model.kvstore import KV_STORES
 from tokenmill.model.kvstore.base import KVStore
@@ -69,8 +69,8 @@ class StoreChoice:
         )
 
 
-def choose_store(dtype: str, edge_layers: int, num_layers: int, where: torch.device) -> StoreChoice:
-    """`dtype`: a name or "auto". `edge_layers`: -1 leaves it to the store."""
+def choose_store(dtype: str, edge_layers: int, layers: list[LayerKV], where: torch.device) -> StoreChoice:
+    """`dtype`: a name or "auto". `edge_layers`: -1 leaves it to the store, which wants some where layers are alike."""
     on_gpu = where.type == "cuda"
     if dtype == "auto":
         dtype = "bfloat16" if on_gpu else "float32"
@@ -81,10 +81,11 @@ def choose_store(dtype: str, edge_layers: int, num_layers: int, where: torch.dev
     if not store.is_coded:
         edge_layers = 0
     elif edge_layers < 0:
-        edge_layers = store.edge_layers if 2 * store.edge_layers < num_layers else 0
-    if 2 * edge_layers >= num_layers > 0 and edge_layers:
+        edge_layers = store.edge_layers if len(set(layers)) == 1 and 2 * store.edge_layers < len(layers) else 0
+    layout = build_layout(layers, page_size=1)
+    if edge_layers and len(native_slots(layout, edge_layers)) == layout.layers_per_page:
         raise UserError(
-            f"{edge_layers} native layers at either end of {num_layers} leave none to quantize",
+            f"{edge_layers} native layers at either end of {len(layers)} leave none to quantize",
             "lower --kv-native-layers, or use --kv-cache-dtype float16",
         )
     return StoreChoice(dtype, "bfloat16" if on_gpu else "float16", edge_layers)
@@ -94,6 +95,10 @@ def reading_path(store: KVStore) -> str:
     """In words: what attention does with the pages of this store."""
     if not store.is_coded:
         return "plain floats"
+    if any(store.packed_pages(slot) is not None for slot in range(store.layout.layers_per_page)):
+        return "Triton multiplies the codes as they lie"
+    if store.where.type == "cuda":
+        return "Triton widens the bytes as it multiplies"
     backend = choose_attention(store)
     if backend.name == "coded":
         return "C++ expands the rows it attends to"

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tokenmill.hardware.kv_layout import KVLayout
 from tokenmill.kernels.cpu_pages import CpuPages
+from tokenmill.kernels.packed_pages import PackedPages
 from tokenmill.model.kvstore.base import KVStore
 from tokenmill.model.kvstore.conditioning import KeyConditioning
 from tokenmill.types import Batch
@@ -84,6 +85,10 @@ class EdgeStore(KVStore):
     def kernel_pages(self, slot: int) -> CpuPages | None:
         store, at = self._places[slot]
         return store.kernel_pages(at)
+
+    def packed_pages(self, slot: int) -> PackedPages | None:
+        store, at = self._places[slot]
+        return store.packed_pages(at)
 
     def meaning(self) -> str:
         slots = [slot for slot, (store, _) in self._places.items() if store is self._stores[0]]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tokenmill.hardware.kv_layout import KVLayout
 from tokenmill.kernels.cpu_pages import RowCode
+from tokenmill.kernels.packed_pages import HIDDEN_ZERO, PackedRows
 from tokenmill.model.kvstore.int8 import round_away
 from tokenmill.model.kvstore.packing import as_bytes, from_bytes, pack_codes, unpack_codes
 from tokenmill.model.kvstore.rotation import Rotation
@@ -51,12 +52,21 @@ class HiddenZeroRows(RowFormat):
         scale = (word & ~_HIGHEST).view(torch.float32)
         return (codes - (word & _HIGHEST)) * scale
 
+    @property
+    def code_bytes(self) -> int:
+        return self.head_dim // 2
+
+    def packed(self, where: torch.device) -> PackedRows:
+        assert self.rotation is not None
+        return PackedRows(HIDDEN_ZERO, self.head_dim, self.rotation.matrix(where))
+
     def code(self) -> RowCode:
         return RowCode("hidden_zero", self.head_dim, 4)
 
 
 class Int4Store(RowStore):
     name = "int4"
+    on_gpu = True
 
     @classmethod
     def formats(cls, layout: KVLayout) -> tuple[RowFormat, RowFormat]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tokenmill.hardware.kv_layout import KVLayout
 from tokenmill.kernels.cpu_pages import RowCode
+from tokenmill.kernels.packed_pages import INT8_FLOAT, INT8_HALF, PackedRows
 from tokenmill.model.kvstore.packing import as_bytes, from_bytes
 from tokenmill.model.kvstore.rows import RowFormat, RowStore
 
@@ -44,12 +45,20 @@ class Int8Rows(RowFormat):
         codes = rows[..., : self.head_dim].contiguous().view(torch.int8).float()
         return codes * from_bytes(rows[..., self.head_dim :], self._scale_dtype).float()
 
+    @property
+    def code_bytes(self) -> int:
+        return self.head_dim
+
+    def packed(self, where: torch.device) -> PackedRows:  # noqa: ARG002
+        return PackedRows(INT8_HALF if self._scale_dtype == torch.float16 else INT8_FLOAT, self.head_dim)
+
     def code(self) -> RowCode:
         return RowCode("int8", self.head_dim, 8, scale_bytes=self._scale_dtype.itemsize)
 
 
 class Int8Store(RowStore):
     name = "int8"
+    on_gpu = True
 
     @classmethod
     def formats(cls, layout: KVLayout) -> tuple[RowFormat, RowFormat]:
@@ -59,6 +68,7 @@ class Int8Store(RowStore):
 
 class Int8PerTokenHeadStore(RowStore):
     name = "int8_per_token_head"
+    on_gpu = True
 
     @classmethod
     def formats(cls, layout: KVLayout) -> tuple[RowFormat, RowFormat]:

@@ -7,6 +7,7 @@ Hadamard matrix.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from tokenmill.kernels.cpu_pages import RowRotation
@@ -26,6 +27,11 @@ class Rotation:
 
     def turn_back(self, y: Tensor) -> Tensor:
         return inverse_hadamard(y) * self._signs.to(y)
+
+    def matrix(self, where: torch.device) -> Tensor:
+        """float16 [n, n]: `turn` of rows is x @ matrix / sqrt(n). Of a true Hadamard matrix the entries are +-1."""
+        size = len(self._signs)
+        return (self.turn(torch.eye(size)) * size**0.5).to(where, torch.float16).contiguous()
 
     def code(self) -> RowRotation:
         power, matrix = hadamard_parts(len(self._signs))

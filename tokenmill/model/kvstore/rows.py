@@ -21,6 +21,7 @@ from tokenmill.errors import UserError
 from tokenmill.hardware.kv_layout import KVLayout
 from tokenmill.kernels.base import select
 from tokenmill.kernels.cpu_pages import CpuPages, RowCode
+from tokenmill.kernels.packed_pages import PackedPages, PackedRows
 from tokenmill.model.kvstore.base import KVStore
 from tokenmill.model.kvstore.conditioning import KeyConditioning
 from tokenmill.model.kvstore.rotation import Rotation
@@ -55,6 +56,15 @@ class RowFormat(ABC):
 
     def code(self) -> RowCode | None:
         """The same for C++, without rotation and conditioning; None where it has no such rows."""
+        return None
+
+    @property
+    def code_bytes(self) -> int:
+        """Of the codes; a row's numbers follow them. Where the GPU kernels read pages these are two planes."""
+        return self.row_bytes
+
+    def packed(self, where: torch.device) -> PackedRows | None:  # noqa: ARG002
+        """The same for the GPU kernels; None where they have no such rows."""
         return None
 
     def constants(self) -> list[Tensor]:
@@ -134,6 +144,7 @@ class RowStore(KVStore):
             self._v = torch.empty(*shape, v_bytes, dtype=torch.uint8, device=where)
             self._tensors = [self._k, self._v]
         self._backend = select("attention", where, kernels).backend
+        self._packed = pair[0].packed(where) if self.on_gpu and self._backend == "triton" else None
         self._pages: list[CpuPages | None] = [self._bind(slot) for slot in range(layout.layers_per_page)]
 
     def use_formats(self, slot: int, k: RowFormat, v: RowFormat) -> None:
@@ -151,7 +162,8 @@ class RowStore(KVStore):
             for row in (k, v):
                 for tensor in row.constants():
                     digest.update(tensor.float().cpu().numpy().tobytes())
-        return f"{self.name}-{digest.hexdigest()[:16]}"
+        layout = "" if self._packed is None else "-planes"
+        return f"{self.name}-{digest.hexdigest()[:16]}{layout}"
 
     @property
     def conditions_keys(self) -> bool:
@@ -185,11 +197,30 @@ class RowStore(KVStore):
         page, offset = token_slots // self.layout.page_size, token_slots % self.layout.page_size
         for rows, tensor, form in zip((k, v), (self._k, self._v), self._formats[slot], strict=True):
             heads = rows.float().view(rows.shape[0], self.layout.num_kv_heads, -1)
-            tensor[slot][page, :, offset] = form.encode(heads)
+            encoded, begin = form.encode(heads), 0
+            for part in self._parts(tensor[slot], form):
+                end = begin + part.shape[-1]
+                part[page, :, offset] = encoded[..., begin:end]
+                begin = end
 
     def read(self, slot: int, pages: Tensor) -> tuple[Tensor, Tensor]:
-        k_format, v_format = self._formats[slot]
-        return k_format.decode(self._k[slot][pages]), v_format.decode(self._v[slot][pages])
+        found = []
+        for tensor, form in zip((self._k, self._v), self._formats[slot], strict=True):
+            found.append(form.decode(torch.cat([part[pages] for part in self._parts(tensor[slot], form)], -1)))
+        return found[0], found[1]
+
+    def _parts(self, tensor: Tensor, form: RowFormat) -> list[Tensor]:
+        """Views of rows [pages, kv_heads, page_size, bytes] that side by side are the rows of `form`."""
+        if self._packed is None:
+            return [tensor]
+        size, cut = self.layout.page_size, self.layout.page_size * form.code_bytes
+        blocks = tensor.flatten(2)
+        return [each.unflatten(2, (size, -1)) for each in (blocks[..., :cut], blocks[..., cut:])]
+
+    def packed_pages(self, slot: int) -> PackedPages | None:
+        if self._packed is None:
+            return None
+        return PackedPages(self._k[slot].flatten(2), self._v[slot].flatten(2), self.layout.page_size, self._packed)
 
     def pages(self, slot: int) -> tuple[Tensor, Tensor]:
         return self.read(slot, torch.arange(self.num_pages, device=self.where))

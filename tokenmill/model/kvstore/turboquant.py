@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tokenmill.hardware.kv_layout import KVLayout
 from tokenmill.kernels.cpu_pages import RowCode
+from tokenmill.kernels.packed_pages import CODEBOOK, PackedRows
 from tokenmill.model.kvstore.codebook import normal_codebook
 from tokenmill.model.kvstore.packing import as_bytes, from_bytes, pack_codes, unpack_codes
 from tokenmill.model.kvstore.rotation import SEED, Rotation
@@ -86,6 +87,18 @@ class CodebookRows(RowFormat):
         """The vector of about length one that codes stand for, still rotated."""
         return self._levels.to(codes.device)[codes] / math.sqrt(self.head_dim)
 
+    @property
+    def code_bytes(self) -> int:
+        return self.row_bytes - 2
+
+    def packed(self, where: torch.device) -> PackedRows | None:
+        if self.bits != 4 or self._renormalize or not self._refined:
+            return None
+        assert self.rotation is not None
+        levels, bounds = (each.float().to(where) / math.sqrt(self.head_dim) for each in (self._levels, self._bounds))
+        gains = torch.tensor(GAINS, device=where)
+        return PackedRows(CODEBOOK, self.head_dim, self.rotation.matrix(where), levels, bounds, gains)
+
     def code(self) -> RowCode:
         return RowCode(
             "codebook",
@@ -150,6 +163,7 @@ class _TurboQuantProductStore(RowStore):
 
 class TurboQuant4Store(_TurboQuantStore):
     name, bits = "turboquant4", 4
+    on_gpu = True
 
 
 class TurboQuant3Store(_TurboQuantStore):

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tokenmill.config import EngineConfig
     from tokenmill.model.kvstore.base import KVStore
     from tokenmill.model.loader import LoadedModel
+    from tokenmill.runtime.cuda_checks import StepHead
     from tokenmill.runtime.runner import Executor
     from tokenmill.runtime.sampling.sampler import Sampler
     from tokenmill.runtime.spec.tree import TreeSteps
@@ -91,12 +92,16 @@ class Target:
 
 class Drafter(ABC):
     name: str
+    # Needs no argument, no model and no training: can be tried on any model.
+    ready_made = False
     # Drafting costs a forward pass per token: lengths are chosen before it, and it is not asked when it will not pay.
     computes = False
     # Wants the target's hidden states: `observe` is called after every step.
     needs_hidden = False
     # Runs the steps that check its drafts, where these are trees.
     trees: TreeSteps | None = None
+    # Tokens of a draft where the steps that check drafts make the next ones (`in_step`); 0: they do not.
+    whole = 0
 
     @classmethod
     @abstractmethod
@@ -112,6 +117,14 @@ class Drafter(ABC):
 
         Before the final norm; the drafter's to keep.
         """
+
+    def in_step(self, target: Target) -> StepHead | None:  # noqa: ARG002
+        """What guesses inside a captured step, for executors that take it; then `take` is called instead of `observe`
+        after steps with drafts."""
+        return None
+
+    def take(self, row: ScheduledTokens, num_accepted: int, token_ids: list[int]) -> None:  # noqa: B027
+        """What the step itself guessed to follow the row's last token."""
 
     @property
     def nbytes(self) -> int:

@@ -12,6 +12,7 @@ from collections import deque
 from statistics import median
 
 _KEPT = 9  # measurements of a kind of step; the median of them stands for it
+_SETTLED = 6
 _KEPT_STEPS = 2048  # measurements after which a kind of step that did not occur again is unknown
 _EXACT = 32  # token counts up to here have an entry each, larger ones share one with those within an eighth
 _FIRST_GUESS = 0.3  # before anything is known: a token more costs this share of a token's part in the step
@@ -39,6 +40,10 @@ class StepCosts:
 
     def is_known(self, num_tokens: int) -> bool:
         return _key(num_tokens) in self._medians
+
+    def is_settled(self, num_tokens: int) -> bool:
+        """Measured often enough that a slow beginning does not count."""
+        return len(self._measured.get(_key(num_tokens), ())) >= _SETTLED
 
     def seconds(self, num_tokens: int) -> float:
         """Measured, or between its measured neighbours, or beyond them on a straight line; 1 if nothing is known."""

@@ -12,7 +12,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import silu
+from torch.nn.functional import dropout, silu
+
+STATE_EPS = 1e-6
+_DROPOUT = 0.1
 
 
 class MedusaHeads(nn.Module):
@@ -43,11 +46,16 @@ class EagleHead(nn.Module):
         self.up = nn.Linear(hidden_size, width, bias=False)
         self.down = nn.Linear(width, hidden_size, bias=False)
         nn.init.zeros_(self.down.weight)
+        with torch.no_grad():  # to begin with, the next state is the present one
+            self.join.weight[:, :hidden_size] = torch.eye(hidden_size)
+            self.join.weight[:, hidden_size:] *= 0.1
+            self.join.bias.zero_()
 
     def forward(self, hidden: Tensor, embedding: Tensor) -> Tensor:
         """The hidden state after a token, from the one before it and the token's embedding; [T, hidden] each."""
         x = self.join(torch.cat([_unit(hidden), _unit(embedding)], dim=-1))
-        x = x + self.down(silu(self.gate(_unit(x))) * self.up(_unit(x)))
+        inner = silu(self.gate(_unit(x))) * self.up(_unit(x))
+        x = x + self.down(dropout(inner, _DROPOUT, self.training))
         # States differ in size from model to model: that of the last one is a good guess for the next.
         return x * _size(hidden)
 
@@ -56,7 +64,7 @@ HEADS: dict[str, type[MedusaHeads] | type[EagleHead]] = {"medusa": MedusaHeads, 
 
 
 def _size(x: Tensor) -> Tensor:
-    return x.pow(2).mean(-1, keepdim=True).add(1e-6).sqrt()
+    return x.pow(2).mean(-1, keepdim=True).add(STATE_EPS).sqrt()
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,8 +23,12 @@ from tokenmill.runtime.spec.base import Draft, Drafter, Target
 from tokenmill.runtime.spec.head_modules import HEADS, EagleHead, MedusaHeads
 from tokenmill.types import Request, ScheduledTokens
 
+if TYPE_CHECKING:
+    from tokenmill.runtime.cuda_checks import StepHead
+
 CONFIG_FILE, WEIGHTS_FILE = "draft_head.json", "draft_head.safetensors"
 FORMAT = 1
+_UNKNOWN = 0.5  # confidence of guesses that came without one
 
 
 class HeadDrafter(Drafter):
@@ -35,6 +40,7 @@ class HeadDrafter(Drafter):
         self.head = head.to(model.where).eval().requires_grad_(False)
         self.words = Words(model)
         self.states: WeakKeyDictionary[Request, tuple[int, Tensor]] = WeakKeyDictionary()
+        self._taken: WeakKeyDictionary[Request, tuple[int, list[int]]] = WeakKeyDictionary()
 
     @classmethod
     def build(cls, argument: str, target: Target) -> HeadDrafter:
@@ -50,6 +56,16 @@ class HeadDrafter(Drafter):
         """`hidden` [hidden]: of the token whose logits chose the last one. Kept as it is: the caller gives a copy."""
         self.states[row.request] = (row.start + row.count + num_accepted + 1, hidden)
 
+    def in_step(self, target: Target) -> StepHead | None:
+        if target.model.table is None:  # weights of the CPU
+            return None
+        from tokenmill.runtime.spec.captured_heads import CapturedHead
+
+        return CapturedHead(self.head, target.model, target.config.draft_tokens)
+
+    def take(self, row: ScheduledTokens, num_accepted: int, token_ids: list[int]) -> None:
+        self._taken[row.request] = (row.start + row.count + num_accepted + 1, token_ids)
+
     def ready(self, rows: Sequence[ScheduledTokens], limits: Sequence[int]) -> list[int]:
         """The rows whose state is that of their last token."""
         lengths = [self.states.get(row.request, (0, None))[0] for row in rows]
@@ -57,8 +73,8 @@ class HeadDrafter(Drafter):
 
     @torch.inference_mode()
     def draft(self, rows: Sequence[ScheduledTokens], limits: Sequence[int]) -> list[Draft]:
-        drafts = [Draft() for _ in rows]
-        ready = self.ready(rows, limits)
+        drafts = [self._at_hand(row.request, limit) for row, limit in zip(rows, limits, strict=True)]
+        ready = [number for number in self.ready(rows, limits) if not drafts[number].token_ids]
         if not ready:
             return drafts
         hidden = torch.stack([self.states[rows[number].request][1] for number in ready]).float()
@@ -68,6 +84,13 @@ class HeadDrafter(Drafter):
         for number, own_ids, own_chances in zip(ready, ids, chances, strict=True):
             drafts[number] = Draft(own_ids[: limits[number]], own_chances[: limits[number]])
         return drafts
+
+    def _at_hand(self, request: Request, limit: int) -> Draft:
+        """What the last step guessed, if it is of the request's last token."""
+        length, ids = self._taken.get(request, (0, []))
+        if length != request.num_tokens:
+            return Draft()
+        return Draft(ids[:limit], [_UNKNOWN] * len(ids[:limit]))
 
     def _guess(self, hidden: Tensor, last: Tensor, depth: int) -> tuple[list[list[int]], list[list[float]]]:
         """[rows][depth] tokens and their probabilities."""

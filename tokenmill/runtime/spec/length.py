@@ -19,6 +19,8 @@ from tokenmill.types import Request
 _BUCKETS = 16  # of confidence
 _GLOBAL_MEMORY = 0.98  # what a trial leaves of those before it
 _REQUEST_MEMORY = 0.9
+_LASTING_MEMORY = 0.97
+_LASTING_TRIALS = 16.0
 _PRIOR_TRIALS = 4.0  # how many trials the next more general estimate counts for
 _WORTH = 1.02  # expected gain from which drafts are used: less is noise
 _FIRST_GAP, _LONGEST_GAP = 64, 1024  # steps between two trials while nothing pays
@@ -35,14 +37,15 @@ class _Rate:
         self.held = self.held * memory + held
         self.tried = self.tried * memory + 1.0
 
-    def estimate(self, prior: float) -> float:
-        return (self.held + _PRIOR_TRIALS * prior) / (self.tried + _PRIOR_TRIALS)
+    def estimate(self, prior: float, weight: float = _PRIOR_TRIALS) -> float:
+        return (self.held + weight * prior) / (self.tried + weight)
 
 
 @dataclass(slots=True)
 class _RequestRates:
     by_confidence: list[_Rate] = field(default_factory=lambda: [_Rate() for _ in range(_BUCKETS)])
     overall: _Rate = field(default_factory=_Rate)
+    lasting: _Rate = field(default_factory=_Rate)  # as overall, remembered longer
 
 
 class Acceptance:
@@ -60,6 +63,7 @@ class Acceptance:
             for rates, memory in ((self._everyone, _GLOBAL_MEMORY), (own, _REQUEST_MEMORY)):
                 rates.by_confidence[bucket].record(held, memory)
                 rates.overall.record(held, memory)
+                rates.lasting.record(held, _LASTING_MEMORY)
 
     def chance(self, request: Request, confidence: float) -> float:
         bucket = _bucket(confidence)
@@ -72,6 +76,12 @@ class Acceptance:
         general = self._everyone.overall.estimate(0.6)
         own = self._requests.get(request)
         return general if own is None else own.overall.estimate(general)
+
+    def lasting(self, request: Request) -> float:
+        """As `overall`, where a few failures in a row must not decide: what is found wanting is not tried for long."""
+        general = self._everyone.lasting.estimate(0.6)
+        own = self._requests.get(request)
+        return general if own is None else own.lasting.estimate(general, _LASTING_TRIALS)
 
 
 class DraftLengths:
@@ -102,6 +112,21 @@ class DraftLengths:
                 plan.append(before * self.acceptance.chance(request, confidence))
             plans.append(plan)
         return self._take(plans, num_tokens, 0.0)
+
+    def pay(self, requests: Sequence[Request], depth: int, num_tokens: int) -> bool:
+        """Whether drafts of `depth` tokens for each request, whole or not at all, are expected to gain time in a step
+        of `num_tokens` without them. By acceptance so far alone: the answer must not change with every token."""
+        total = num_tokens + depth * len(requests)
+        if not requests:
+            return False
+        if not self.costs.is_settled(total):
+            return True
+        expected = float(num_tokens)
+        for request in requests:
+            chance = self.acceptance.lasting(request)
+            expected += sum(chance ** (place + 1) for place in range(depth))
+        gain = expected / num_tokens * self.costs.seconds(num_tokens) / self.costs.seconds(total)
+        return gain > _WORTH or self._may_try()
 
     def learn(self, requests: Sequence[Request], drafts: Sequence[Draft], accepted: Sequence[Sequence[int]]) -> None:
         for request, draft, tokens in zip(requests, drafts, accepted, strict=True):

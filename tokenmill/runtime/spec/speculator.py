@@ -37,6 +37,10 @@ def build_speculator(target: Target) -> Speculator | None:
     drafter: Drafter = DRAFTERS.get(name).build(argument, target)
     if drafter.needs_hidden and hasattr(target.executor, "keeps_hidden"):
         target.executor.keeps_hidden = True
+    head = drafter.in_step(target)
+    if head is not None and hasattr(target.executor, "draft_with"):
+        target.executor.draft_with(head)
+        drafter.whole = head.depth
     return Speculator(drafter, target.sampler)
 
 
@@ -70,6 +74,11 @@ class Speculator:
             if row.samples:
                 self.drafter.observe(row, len(result.accepted.get(number, ())), hidden[number])
 
+    def take(self, rows: Sequence[ScheduledTokens], result: StepResult, guesses: list[list[int]]) -> None:
+        """What the step itself has guessed to follow each row."""
+        for number, row in enumerate(rows):
+            self.drafter.take(row, len(result.accepted.get(number, ())), guesses[number])
+
     def learn(self, rows: Sequence[ScheduledTokens], drafts: dict[int, Draft], result: StepResult) -> None:
         """Take in how the drafts did and what the step cost. Enters what was won into `result`."""
         self._ended = self._clock()
@@ -91,6 +100,8 @@ class Speculator:
         requests = [row.request for row in asked]
         num_tokens = sum(row.count for row in rows)
         limits = [row.num_draft_slots for row in asked]
+        if self.drafter.whole:
+            return self._draft_whole(rows, numbers)
         if self.drafter.computes:
             limits = self.lengths.limits(requests, limits, num_tokens, self._round_seconds)
             if not any(limits):
@@ -111,6 +122,20 @@ class Speculator:
                 draft.cut(length)
                 found[number] = draft
         return found
+
+    def _draft_whole(self, rows: Sequence[ScheduledTokens], numbers: list[int]) -> dict[int, Draft]:
+        """Where a step of drafts makes the next ones and is queued ahead of them: all or none, for cutting them short
+        saves nothing and throws the queued step away."""
+        depth = self.drafter.whole
+        numbers = [number for number in numbers if rows[number].num_draft_slots >= depth]
+        asked = [rows[number] for number in numbers]
+        if not self.lengths.pay([row.request for row in asked], depth, sum(row.count for row in rows)):
+            return {}
+        drafts = self.drafter.draft(asked, [depth] * len(asked))
+        for row, draft in zip(asked, drafts, strict=True):
+            if row.request.params.structured is not None:
+                draft.cut(self._possible(row.request, draft))
+        return {number: draft for number, draft in zip(numbers, drafts, strict=True) if draft.token_ids}
 
     def _possible(self, request: Request, draft: Draft) -> int:
         """How much of a draft could be accepted at all."""

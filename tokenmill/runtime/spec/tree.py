@@ -1,15 +1,16 @@
 """Trees of drafts: several guesses for one position, checked in one step by attention that follows each branch.
 
 A tree's tokens lie in storage one after the other; each sees the known tokens and its own ancestors only, at the
-position its depth gives it. Afterwards the keys and values of the accepted branch are moved together. This is the
-reference: plain torch on the eager executor, for stores of plain floats on the CPU; a fused kernel would be a second
-file. Called by the runner in steps that only decode.
+position its depth gives it. Afterwards the rows of the accepted branch are moved together, byte by byte. The recorded
+program masks by ancestors (csrc/cpu/attention.cpp); the eager executor runs the plain torch reference below. CPU only.
+Called by the runner in steps that only decode.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -18,21 +19,26 @@ from tokenmill.errors import UserError
 from tokenmill.model.attention.base import AttentionSpec
 from tokenmill.runtime.batch import build_batch
 from tokenmill.runtime.eager import EagerExecutor, EagerOps
+from tokenmill.runtime.recorded import RecordedExecutor
 from tokenmill.runtime.sampling.sampler import Sampler
 from tokenmill.runtime.spec.base import Draft, Target
 from tokenmill.runtime.spec.verify import Verdict, verify
 from tokenmill.types import Batch, ScheduledTokens, StepPlan
 
+MOST_NODES = 63  # the ancestors of a token, the known one among them, are bits of one word
+
 
 class TreeSteps:
     def __init__(self, target: Target) -> None:
         store = target.store
-        if target.model.where.type != "cpu" or store.is_coded:
+        recorded = isinstance(target.executor, RecordedExecutor)
+        if target.model.where.type != "cpu" or (store.is_coded and not recorded):
             raise UserError(
-                "trees of drafts are checked on the CPU and over KV pages of plain floats only",
+                "trees of drafts are checked on the CPU, over quantized KV pages by C++ only",
                 "use --speculate head:DIR, or --device cpu with --kv-cache-dtype auto",
             )
-        self._executor = EagerExecutor(target.model, store, target.config)
+        self._recorded = target.executor if recorded else None
+        self._eager = None if recorded else EagerExecutor(target.model, store, target.config)
         self._store = store
 
     @torch.inference_mode()
@@ -42,10 +48,9 @@ class TreeSteps:
         """Verdicts, and [rows, hidden]: the state after the token whose logits chose each row's last one."""
         batch = build_batch(StepPlan(rows), self._store.layout.page_size, self._store.where)
         places = [place for row, draft in zip(rows, drafts, strict=True) for place in _positions(row, draft)]
-        batch = replace(batch, positions=torch.tensor(places))
-        trees = [_visible(draft) for draft in drafts]
-        hidden: Tensor = self._executor.model.decoder.forward(_TreeOps(self._executor, batch, trees))
-        logits = self._executor.logits(hidden, batch, 0, int(batch.logit_rows.shape[0]))
+        masks = [mask for draft in drafts for mask in _ancestors(draft)]
+        batch = replace(batch, positions=torch.tensor(places), ancestors=torch.tensor(masks))
+        hidden, logits = self._compute(batch)
         verdicts = verify(sampler, logits, [row.request for row in rows], drafts)
         starts = batch.query_starts.tolist()
         chosen = []
@@ -55,34 +60,41 @@ class TreeSteps:
             chosen.append(start + (1 + path[-1] if path else 0))
         return verdicts, hidden[chosen].clone()
 
+    def _compute(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        count = int(batch.logit_rows.shape[0])
+        if self._recorded is not None:
+            hidden = self._recorded.forward(batch)
+            return hidden, self._recorded.logits(hidden, batch, 0, count)
+        assert self._eager is not None
+        hidden = self._eager.model.decoder.forward(_TreeOps(self._eager, batch))
+        return hidden, self._eager.logits(hidden, batch, 0, count)
+
     def _gather(self, row: ScheduledTokens, path: list[int]) -> None:
         """Move the keys and values of the accepted branch to the slots right after the known token."""
         if path == list(range(len(path))):
             return
         size, first = self._store.layout.page_size, row.start + 1 - row.num_dropped
+        source = torch.tensor([divmod(first + node, size) for node in path])
+        destination = torch.tensor([divmod(first + depth, size) for depth in range(len(path))])
         for table in row.block_tables:
-            source = torch.tensor([divmod(first + node, size) for node in path])
-            destination = torch.tensor([divmod(first + depth, size) for depth in range(len(path))])
             pages = torch.tensor(table)
-            for slot in range(self._store.layout.layers_per_page):
-                for values in self._store.pages(slot):
-                    moved = values[pages[source[:, 0]], :, source[:, 1]]
-                    values[pages[destination[:, 0]], :, destination[:, 1]] = moved
+            for tensor in self._store.page_tensors():  # [layer slots, pages, kv_heads, page_size, row]
+                moved = tensor[:, pages[source[:, 0]], :, source[:, 1]]
+                tensor[:, pages[destination[:, 0]], :, destination[:, 1]] = moved
 
 
 class _TreeOps(EagerOps):
-    def __init__(self, executor: EagerExecutor, batch: Batch, trees: list[Tensor]) -> None:
-        super().__init__(executor, batch)
-        self._trees = trees  # per sequence [1 + nodes, 1 + nodes]: which of the step's tokens each may see
+    """Attention along branches in plain torch: the reference."""
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         executor, batch = self._executor, self._batch
         group, slot = executor.places[spec.layer]
         executor.store.write(slot, batch.slots[group], k, v)
         starts, lengths = batch.query_starts.tolist(), batch.seq_lens.tolist()
+        assert batch.ancestors is not None
         parts = []
-        for number, tree in enumerate(self._trees):
-            begin, end = starts[number], starts[number + 1]
+        for number, (begin, end) in enumerate(pairwise(starts)):
+            tree = (batch.ancestors[begin:end, None] >> torch.arange(end - begin)) & 1 > 0
             pages = batch.block_tables[group][number].clamp(min=0).long()
             keys, values = (
                 each.float().transpose(0, 1).flatten(1, 2)[:, : lengths[number]]
@@ -116,12 +128,9 @@ def _positions(row: ScheduledTokens, draft: Draft) -> list[int]:
     return [row.start, *(row.start + 1 + depth for depth in depths)]
 
 
-def _visible(draft: Draft) -> Tensor:
-    size = 1 + len(draft.token_ids)
-    visible = torch.eye(size, dtype=torch.bool)
-    visible[:, 0] = True
-    for node in range(size - 1):
-        parent = draft.parent(node)
-        if parent >= 0:
-            visible[1 + node] |= visible[1 + parent]
-    return visible
+def _ancestors(draft: Draft) -> list[int]:
+    """Of the known token and of each node: which of these it sees, as bits."""
+    masks = [1]
+    for node in range(len(draft.token_ids)):
+        masks.append(masks[1 + draft.parent(node)] | 1 << (1 + node))
+    return [mask - (1 << 64) if mask >> 63 else mask for mask in masks]  # as int64

@@ -17,7 +17,7 @@ from tokenmill.errors import UserError
 from tokenmill.runtime.spec.base import Draft, Target
 from tokenmill.runtime.spec.head_modules import MedusaHeads
 from tokenmill.runtime.spec.heads import HeadDrafter, load_head
-from tokenmill.runtime.spec.tree import TreeSteps
+from tokenmill.runtime.spec.tree import MOST_NODES, TreeSteps
 from tokenmill.types import ScheduledTokens
 
 _BRANCHES = 3  # guesses for the position after a token
@@ -50,7 +50,7 @@ class TreeHeads(HeadDrafter):
         for number in self.ready(rows, limits):
             request = rows[number].request
             nodes = self._grow(self.states[request][1].float()[None], request.token_ids[-1])
-            drafts[number] = _best(nodes, limits[number])
+            drafts[number] = _best(nodes, min(limits[number], MOST_NODES))
         return drafts
 
     def _grow(self, hidden: Tensor, last: int) -> list[_Node]:

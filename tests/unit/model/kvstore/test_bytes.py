@@ -52,19 +52,19 @@ def layout_for(name: str, layers: list[LayerKV]) -> KVLayout:
 def test_bytes_per_token(name: str) -> None:
     for layers, expected in ((SMOLLM2, BY_HAND[name][0] * 3 * 30), (QWEN, BY_HAND[name][1] * 2 * 28)):
         layout = layout_for(name, layers)
-        choice = choose_store(name, 0, len(layers), CPU)
+        choice = choose_store(name, 0, layers, CPU)
         assert kv_bytes_per_token(layout, choice.page_bytes(layout)) == expected
 
 
 def test_native_layers_count_their_own_bytes() -> None:
     layout = build_layout(SMOLLM2, 8)
-    by_default = choose_store("turboquant_4bit_nc", -1, 30, CPU)
+    by_default = choose_store("turboquant_4bit_nc", -1, SMOLLM2, CPU)
     assert by_default.edge_layers == 2
     assert kv_bytes_per_token(layout, by_default.page_bytes(layout)) == 3 * (4 * 256 + 26 * 70)
-    assert choose_store("int4", -1, 30, CPU).edge_layers == 0
-    assert choose_store("float16", 3, 30, CPU).edge_layers == 0
+    assert choose_store("int4", -1, SMOLLM2, CPU).edge_layers == 0
+    assert choose_store("float16", 3, SMOLLM2, CPU).edge_layers == 0
     with pytest.raises(UserError, match="leave none"):
-        choose_store("int4", 15, 30, CPU)
+        choose_store("int4", 15, SMOLLM2, CPU)
 
 
 @pytest.mark.parametrize("layers", [SMOLLM2, QWEN], ids=["smollm2", "qwen"])
@@ -74,14 +74,14 @@ def test_native_layers_count_their_own_bytes() -> None:
 def test_tokens_that_fit_in_a_fixed_budget(name: str, ratio: float, layers: list[LayerKV]) -> None:
     def tokens(dtype: str) -> int:
         layout = build_layout(layers, 8)
-        page_bytes = choose_store(dtype, -1, len(layers), CPU).page_bytes(layout)
+        page_bytes = choose_store(dtype, -1, layers, CPU).page_bytes(layout)
         return plan_kv(layout, page_bytes, 1024, 1000, memory=256 << 20, available=0).num_pages * layout.page_size
 
     assert tokens(name) >= ratio * tokens("float16")
 
 
 def test_pages_that_a_store_cannot_group_are_refused() -> None:
-    choice = choose_store("kivi2", -1, 30, CPU)
+    choice = choose_store("kivi2", -1, SMOLLM2, CPU)
     assert choice.page_size(8, default=8) == 32
     assert choice.page_size(64, default=8) == 64
     with pytest.raises(UserError, match="--page-size 32"):
@@ -89,11 +89,11 @@ def test_pages_that_a_store_cannot_group_are_refused() -> None:
 
 
 def test_a_gpu_takes_only_what_its_kernels_read() -> None:
-    assert choose_store("auto", -1, 30, torch.device("cuda")).dtype == "bfloat16"
+    assert choose_store("auto", -1, SMOLLM2, torch.device("cuda")).dtype == "bfloat16"
     with pytest.raises(UserError, match="on the CPU only"):
-        choose_store("turboquant3", -1, 30, torch.device("cuda"))
+        choose_store("turboquant3", -1, SMOLLM2, torch.device("cuda"))
 
 
 def test_heads_that_cannot_be_packed_are_refused() -> None:
     with pytest.raises(UserError, match="float16"):
-        choose_store("int4", -1, 2, CPU).page_bytes(build_layout([LayerKV("full", 1, 12)] * 2, 8))
+        choose_store("int4", -1, SMOLLM2, CPU).page_bytes(build_layout([LayerKV("full", 1, 12)] * 2, 8))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tokenmill.checkpoint.base import StoredTensor
-from tokenmill.errors import CheckpointError
+from tokenmill.errors import CheckpointError, UserError
 from tokenmill.hardware.kv_layout import LayerKV, build_layout
 from tokenmill.model.kvstore.checkpoint_scales import load_kv_scales
 from tokenmill.model.kvstore.choice import choose_store, native_layer_count, reading_path
@@ -20,8 +20,9 @@ CPU = torch.device("cpu")
 
 
 def test_edges_are_native() -> None:
-    layout = build_layout([LayerKV("full", 2, 16)] * 6, 4)
-    choice = choose_store("turboquant2", 1, 6, CPU)
+    layers = [LayerKV("full", 2, 16)] * 6
+    layout = build_layout(layers, 4)
+    choice = choose_store("turboquant2", 1, layers, CPU)
     store = choice.build(layout, 5, CPU, "", 1)
     assert store.nbytes == 5 * choice.page_bytes(layout)
     assert native_layer_count(layout, 1) == 2
@@ -48,6 +49,9 @@ def test_groups_share_slots_so_more_layers_stay_native() -> None:
     assert layout.layers_per_page == 3
     # Layer 0 is in the first slot and layer 17 in the last: both of every group.
     assert native_layer_count(layout, 1) == 12
+    assert choose_store("turboquant_4bit_nc", -1, layers, CPU).edge_layers == 0
+    with pytest.raises(UserError, match="leave none"):
+        choose_store("turboquant_4bit_nc", 2, layers, CPU)
 
 
 @dataclass

@@ -122,6 +122,33 @@ def test_drafting_that_costs_time_is_not_done_in_vain() -> None:
     assert lengths.limits([request], [4], 1, seconds=0.020) == [0]
 
 
+@pytest.mark.parametrize(("chance", "used"), [(0.35, True), (0.6, True), (0.02, False)])
+def test_whole_drafts_are_used_where_they_pay_and_a_run_of_failures_does_not_end_them(
+    chance: float, used: bool
+) -> None:
+    """Steps of drafts that make the next ones: a fifth dearer, four tokens or none. Many short requests."""
+    lengths, draw = DraftLengths(), random.Random(5)
+    plain = spent = 0.0
+    drafted = tokens = 0
+    for _ in range(30):
+        request = _request()
+        for _ in range(100):
+            takes = lengths.pay([request], 4, 1)
+            held = 0
+            while takes and held < 4 and draw.random() < chance:
+                held += 1
+            cost = 1.2 if takes else 1.0
+            lengths.costs.record(5 if takes else 1, cost)
+            if takes:
+                lengths.learn([request], [_draft(0.5, 4)], [[0] * held])
+            drafted += takes
+            tokens += 1 + held
+            plain += 1 + held
+            spent += cost
+    assert plain / spent > (1.2 if used else 0.97)
+    assert (drafted > 2400) == used
+
+
 def test_costs_are_interpolated_and_rise() -> None:
     costs = StepCosts()
     for _ in range(5):

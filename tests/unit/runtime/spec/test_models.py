@@ -146,7 +146,7 @@ def test_training_learns_what_can_be_learned(model: Path, kind: str) -> None:
         states = HiddenStates(ids, codes.repeat(60, 1).half(), torch.arange(len(ids) - 1, -1, -1))
         plan = TrainingPlan(kind, depth=2, width=32, steps=25, batch=16, learning_rate=1e-2)
         losses: list[float] = []
-        trained, acceptance = train(loaded, states, plan, lambda _step, loss: losses.append(loss))
+        trained, acceptance = train(loaded, states, plan, lambda _step, loss: losses.append(float(loss)))
     assert losses[-1] < losses[0] / 4
     assert min(acceptance) > 0.95
     assert isinstance(trained, EagleHead) == (kind == "eagle")

@@ -68,8 +68,24 @@ class _TakeAll(DraftLengths):
         return [len(draft.token_ids) for draft in drafts]
 
 
-@pytest.mark.parametrize("name", ["stories15m", "gemma3"])
-def test_branches_change_nothing(name: str, model_path: Callable[[str], Path], tmp_path: Path) -> None:
+_RECORDED: dict[str, Any] = _OPTIONS | {"kernels": "", "executor": "recorded"}
+_CODED: dict[str, Any] = _RECORDED | {"kv_cache_dtype": "int8"}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("stories15m", _OPTIONS),
+        ("gemma3", _OPTIONS),
+        ("stories15m", _RECORDED),
+        ("gemma3", _RECORDED),
+        ("stories15m", _CODED),
+    ],
+    ids=["reference", "reference-windows", "recorded", "recorded-windows", "recorded-int8"],
+)
+def test_branches_change_nothing(
+    name: str, options: dict[str, Any], model_path: Callable[[str], Path], tmp_path: Path
+) -> None:
     """Full attention, and sliding windows shorter than the output."""
     folder = model_path("stories15m")
     if name != "stories15m":
@@ -78,9 +94,9 @@ def test_branches_change_nothing(name: str, model_path: Callable[[str], Path], t
         for file in ("tokenizer.json", "tokenizer_config.json"):
             (folder / file).write_text((source / file).read_text())
     prompts = [[1, 20, 21, 22, 23, 24, 25], [1, 40, 41, 42]]
-    with LLM(folder, **_OPTIONS) as llm:
+    with LLM(folder, **options) as llm:
         plain = [output.outputs[0].token_ids for output in llm.generate(prompts, _PARAMS)]
-    with LLM(folder, speculate="ngram", draft_tokens=9, **_OPTIONS) as llm:
+    with LLM(folder, speculate="ngram", draft_tokens=9, **options) as llm:
         parts = llm.parts.runtime
         speculator = parts.runner.speculator
         assert speculator is not None
@@ -95,7 +111,7 @@ def test_branches_change_nothing(name: str, model_path: Callable[[str], Path], t
         again = llm.generate([longer], _PARAMS[0])[0]
         assert again.num_cached_tokens > len(prompts[0]) + 8
     assert drafted == plain
-    with LLM(folder, prefix_caching=False, **_OPTIONS) as llm:
+    with LLM(folder, prefix_caching=False, **options) as llm:
         assert llm.generate([longer], _PARAMS[0])[0].outputs[0].token_ids == again.outputs[0].token_ids
 
 

@@ -1,0 +1,43 @@
+"""Quantized KV pages with the GPU executors: on a GPU if there is one, else under Triton's interpreter
+(test_interpreted.py runs this file so)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.gpu.models import greedy, worst_choice, write_config
+from tests.gpu.test_executors import LENGTH, ON_GPU, config, engine, prompts, same_weights, spec  # noqa: F401
+
+
+@pytest.mark.usefixtures("same_weights")
+@pytest.mark.parametrize(
+    "dtype", ["int8", "int8_per_token_head", "int4", "turboquant4"] if ON_GPU else ["int8", "int4"]
+)
+@pytest.mark.parametrize("name", ["llama", "gemma3"] if ON_GPU else ["llama"])
+def test_tokens_stay_close_to_the_spec(tmp_path: Path, name: str, dtype: str) -> None:
+    folder = config(tmp_path, name)
+    asked = prompts(2)
+    answers = {}
+    for executor in ("cuda_graph", "cuda_eager") if ON_GPU else ("cuda_graph",):
+        with engine(folder, executor, kv_cache_dtype=dtype) as llm:
+            answers[executor] = greedy(llm, asked, LENGTH)  # across a page, in chunks of prompts beside decodes
+            store = llm.parts.runtime.store
+            assert all(store.packed_pages(slot) is not None for slot in range(store.layout.layers_per_page))
+            assert store.nbytes == llm.parts.runtime.budget.nbytes
+    with spec(folder) as reference:
+        for prompt, answer in zip(asked, answers["cuda_graph"], strict=True):
+            assert worst_choice(reference, prompt, answer) < (0.1 if dtype.startswith("int8") else 0.6)
+
+
+@pytest.mark.usefixtures("same_weights")
+def test_edge_layers_are_floats_beside_quantized_ones(tmp_path: Path) -> None:
+    folder = write_config(tmp_path, num_hidden_layers=3)
+    (prompt,) = prompts(1, 9)
+    with engine(folder, "cuda_graph", kv_cache_dtype="int8", kv_native_layers=1) as llm:
+        (answer,) = greedy(llm, [prompt], 2)
+        store = llm.parts.runtime.store
+        assert [store.packed_pages(slot) is not None for slot in range(3)] == [False, True, False]
+    with spec(folder) as reference:
+        assert worst_choice(reference, prompt, answer) < 0.1
