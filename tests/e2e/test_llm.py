@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,19 @@ def test_text_and_ids_agree(llm: LLM) -> None:
     assert completion.text.startswith(", there was a little girl")
     assert output.metrics.ttft is not None
     _idle(llm)
+
+
+def test_a_closed_engine_frees_its_weights_at_once(model_path: Callable[[str], Path]) -> None:
+    engine = LLM(model_path("stories15m"), context=64, concurrency=1)
+    engine.generate(_PROMPT, SamplingParams(temperature=0.0, max_tokens=2))
+    weights = weakref.ref(engine.parts.runtime.model.decoder)
+    gc.collect()
+    gc.disable()  # whoever loads one model after another cannot wait for the collector
+    try:
+        engine.close()
+        assert weights() is None
+    finally:
+        gc.enable()
 
 
 def test_one_params_each_in_order(llm: LLM) -> None:

@@ -75,11 +75,12 @@ def keep_page_scores(runtime: Runtime, config: EngineConfig) -> StoredPageScores
     if EagerExecutor.declines(model, store) is not None:
         return StoredPageScores(store, None)
     mass = AttentionMass()
+    sampler, final_norm = runner.sampler, runner.final_norm  # not the runner: it would hold itself, and the weights
 
     def observing() -> ModelRunner:
         executor = ObservingExecutor(model, store, config, mass)
         vocab_size = model.decoder.description.vocab_size
-        return ObservingRunner(executor, store, runner.sampler, vocab_size, runner.final_norm)
+        return ObservingRunner(executor, store, sampler, vocab_size, final_norm)
 
     runner.make_observing = observing
     return StoredPageScores(store, mass)

@@ -78,10 +78,11 @@ struct Neon {
   static constexpr float kFloatBaseValue = 12582912.0f;
   static TM_INLINE Floats based_to_float(Ints v) { return vsubq_f32(as_float(v), vdupq_n_f32(kFloatBaseValue)); }
   static TM_INLINE Floats as_float(Ints v) { return vreinterpretq_f32_s32(v); }
-  template <bool kMin, int kStep, int kBlock>
+  template <int kBlock, bool kMin, int kStep, int kGroup>
   static TM_INLINE void multiply_blocks(const int8_t* w, const int8_t* x, const float* scales, const uint8_t* row_scales,
-                                        const uint8_t* row_sums, int64_t blocks, const uint8_t* next, float* sums) {
-    tokenmill::multiply_blocks<kMin, kStep, kBlock>(w, x, scales, row_scales, row_sums, blocks, next, kBases, sums);
+                                        const uint8_t* row_sums, int64_t groups, const uint8_t* next, float* sums) {
+    tokenmill::multiply_blocks<kBlock, kMin, kStep, kGroup>(w, x, scales, row_scales, row_sums, groups, next, kBases,
+                                                            sums);
   }
   alignas(16) static constexpr int32_t kBases[4] = {kFloatBase, kFloatBase, kFloatBase, kFloatBase};
   // Loads that stay loads: the compiler's copies of one register each take a vector slot, where loads have their own.

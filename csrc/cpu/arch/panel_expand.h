@@ -172,13 +172,15 @@ const int8_t* expand_exact(const PanelLayout& layout, const uint8_t* panel, int6
 }
 
 // Bytes are codes as they are: only the scales become floats, and the product reads the panel (multiply_in_blocks).
-template <class V, class T>
+template <class V, class T, int B = 32>
 const int8_t* expand_scales(const PanelLayout&, const uint8_t* panel, int64_t begin, int64_t end, int8_t*, float* scales) {
   static_assert(T::kBits == 8 && !T::kMin, "other codes must be unpacked");
   const uint8_t* group = panel + begin / 32 * kByteGroup;
-  for (int64_t k = begin; k < end; k += 32, group += kByteGroup, scales += kBlockScales) {
+  for (int64_t k = begin; k < end; k += 32, group += kByteGroup) {
     for (int line = 0; line < kByteGroup; line += 64) V::prefetch(group + 4 * kByteGroup + line);
+    if ((k - begin) % B != 0) continue;
     for (int c = 0; c < kPanelCols; c += V::kLanes) store_scale<V>(scales + c, load_scale<V, T>(group + 512 + c * 2));
+    scales += kBlockScales;
   }
   return reinterpret_cast<const int8_t*>(panel + begin / 32 * kByteGroup);
 }
@@ -303,32 +305,34 @@ void multiply(const int8_t* w8, const float* scales, int64_t begin, int64_t end,
                                     first, sums + n * 4 * kPanelCols);
 }
 
-// As `multiply` with a scale per 32, by what an instruction set wrote by hand; in place: on the bytes of the panel.
-template <class V, bool kMin, bool kInPlace>
+// As `multiply`, by what an instruction set wrote by hand; in place: on the bytes of the panel.
+template <class V, int B, bool kMin, bool kInPlace>
 void multiply_in_blocks(const int8_t* codes, const float* scales, int64_t begin, int64_t end, const uint8_t* quads,
                         int64_t cols, int num_quads, NextBytes next, float* sums) {
-  const QuadForm form{cols, 32, V::kQuadRun};
+  const QuadForm form{cols, B, V::kQuadRun};
   constexpr int kColumns = V::kWideRegs * V::kLanes, kStep = kInPlace ? 4 * kPanelCols : 4 * kColumns;
+  const int64_t groups = (end - begin) / 32;
   for (int n = 0; n < num_quads; ++n, quads += form.bytes(), sums += 4 * kPanelCols)
     for (int first = 0; first < kPanelCols; first += kColumns) {
       if (begin == 0)
         for (int t = 0; t < 4; ++t) __builtin_memset(sums + t * kPanelCols + first, 0, kColumns * sizeof(float));
-      const int64_t blocks = (end - begin) / 32;
-      V::template multiply_blocks<kMin, kStep, kInPlace ? kByteGroup : 8 * kStep>(
+      V::template multiply_blocks<B, kMin, kStep, kInPlace ? kByteGroup : 8 * kStep>(
           codes + first * (kInPlace ? 4 : end - begin), reinterpret_cast<const int8_t*>(quads) + begin * 4,
-          scales + first, quads + form.scale(begin / 32, 0), quads + form.scaled_sum(begin / 32, 0), blocks, next.begin,
+          scales + first, quads + form.scale(begin / B, 0), quads + form.scaled_sum(begin / B, 0), groups, next.begin,
           sums + first);
-      if (next.begin < next.end) next.begin += blocks * 64;
+      if (next.begin < next.end) next.begin += groups * 64;
     }
 }
 
 template <class V>
 MultiplyFn choose_multiply(const PanelLayout& layout) {
-  if (requantizes(layout)) return multiply<V, kQuantBlock, false>;
   if constexpr (V::kBlocks) {
-    if (layout.bits == 8) return multiply_in_blocks<V, false, true>;
-    return layout.has_min ? multiply_in_blocks<V, true, false> : multiply_in_blocks<V, false, false>;
+    if (layout.coarse) return multiply_in_blocks<V, kQuantBlock, false, true>;
+    if (layout.superblock) return multiply_in_blocks<V, kQuantBlock, false, false>;
+    if (layout.bits == 8) return multiply_in_blocks<V, 32, false, true>;
+    return layout.has_min ? multiply_in_blocks<V, 32, true, false> : multiply_in_blocks<V, 32, false, false>;
   } else {
+    if (requantizes(layout)) return multiply<V, kQuantBlock, false>;
     return layout.has_min ? multiply<V, 32, true> : multiply<V, 32, false>;
   }
 }
@@ -379,9 +383,13 @@ struct Pick {
 
 template <class V>
 ExpandFn choose_expand(const PanelLayout& layout) {
-  if (layout.coarse && layout.wide_scale)
-    return expand_exact<V, Traits<8, false, false, false, false, true>, kQuantBlock>;
-  if (layout.coarse) return expand_exact<V, Traits<8, false, false, false, false, false>, kQuantBlock>;
+  using Wide = Traits<8, false, false, false, false, true>;
+  using Half = Traits<8, false, false, false, false, false>;
+  if constexpr (V::kBlocks) {
+    if (layout.coarse) return layout.wide_scale ? expand_scales<V, Wide, kQuantBlock> : expand_scales<V, Half, kQuantBlock>;
+  } else {
+    if (layout.coarse) return layout.wide_scale ? expand_exact<V, Wide, kQuantBlock> : expand_exact<V, Half, kQuantBlock>;
+  }
   return choose<Pick<V>::template Expand>(layout);
 }
 
