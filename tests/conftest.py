@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # begun in the background: what tests start must still hear Ctrl-C
+# Begun in the background, where Ctrl-C is ignored: what tests start must still hear it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

@@ -180,7 +180,7 @@ struct Neon {
 // Measured on a Neoverse-N1: from here on, unpacking once for all rows beats group scales in the product.
 int expand_from(const PanelLayout& layout) {
   if (layout.superblock) return layout.bits == 6 || layout.bits <= 3 ? 9 : layout.bits == 5 ? 11 : 20;
-  return 8;
+  return layout.bits == 8 ? 9 : 8;
 }
 
 }  // namespace
