@@ -16,7 +16,7 @@
 
 namespace tokenmill {
 
-constexpr int kKeyBlock = 64;  // keys between two updates of the running maximum: where blocks begin decides the order of sums
+constexpr int kKeyBlock = 64;  // keys between two updates of the running maximum; where they begin orders the sums
 constexpr int kTileRows = 48;  // query rows (tokens x heads of one KV head) that share a page read
 
 // Keys or values of one layer: rows of [num_pages, num_kv_heads, page_size], strides in bytes.

@@ -5,10 +5,8 @@
 #include "linear_panel.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <cstring>
 #include <limits>
-#include <new>
 #include <thread>
 #include <vector>
 

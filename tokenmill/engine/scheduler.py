@@ -191,7 +191,7 @@ class Scheduler:
     def _is_computed_now(self, request: Request) -> bool:
         """Whether this step computes much of what the request begins with, for another one: a step later the cache has
         it, and nobody computes it twice."""
-        if not self.kv.prefix_caching or _wants_prompt_logprobs(request):
+        if not self.kv.prefix_caching or _wants_prompt_logprobs(request) or self.kv.budgets.needs_all_computed(request):
             return False
         for other, row in self._rows.items():
             end = row.start + _WORTH_WAITING

@@ -13,7 +13,7 @@ from torch import Tensor
 from tokenmill.kernels.packed_pages import PackedPages
 from tokenmill.kernels.triton.launch import INTERPRETED, early, num_processors, options, power_of_two, workspace
 from tokenmill.kernels.triton.packed_kernel import _attend_packed
-from tokenmill.kernels.triton.paged import LOG2_E, MOST_PARTIALS, Blocks, choose_key_splits
+from tokenmill.kernels.triton.paged import LOG2_E, Blocks, choose_key_splits, splits_beside_prompts
 
 
 def packed_attention(
@@ -44,9 +44,8 @@ def packed_attention(
         call.launch(grid, blocks, prefill=True)
     blocks = _decode_blocks(call.group, sequences * kv_heads, q.device)
     splits = choose_key_splits(sequences * kv_heads, max_seq, blocks.keys, q.device)
-    if not singles:  # beside prompts: partial results have a line for every token of the step
-        room = MOST_PARTIALS // (tokens * call.heads * (pages.rows.head_dim + 1))
-        splits = max(1, min(splits, 1 << max(0, room.bit_length() - 1)))
+    if not singles:
+        splits = splits_beside_prompts(splits, tokens, call.heads, pages.rows.head_dim)
     call.launch((sequences, kv_heads, splits), blocks, single_only=not singles)
     return out
 

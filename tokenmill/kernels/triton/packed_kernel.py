@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from tokenmill.kernels.triton.launch import begin
-from tokenmill.kernels.triton.paged_kernel import find_sequence
+from tokenmill.kernels.triton.paged_kernel import find_sequence, soften
 from tokenmill.kernels.triton.paged_merge import merge_parts
 from tokenmill.kernels.triton.skinny import arrive_last
 
@@ -154,19 +154,9 @@ def walk_packed(
         if KIND == 2:
             scores -= q_sum[:, None] * k_zero[None, :]
         scores *= (k_scale * scale)[None, :]
-        if CAP:
-            scores = cap * 1.4426950408889634 * (2 * tl.sigmoid(2 * scores / cap) - 1)
-        if MASKED:
-            visible = (keys[None, :] <= positions[:, None]) & inside[None, :]
-            if WINDOW:
-                visible &= keys[None, :] > positions[:, None] - WINDOW
-            scores = tl.where(visible, scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        safe_top = tl.where(new_top == float("-inf"), 0.0, new_top) if MASKED else new_top
-        weights = tl.exp2(scores - safe_top[:, None])
-        shrink = tl.exp2(top - safe_top)
-        total = total * shrink + tl.sum(weights, 1)
-        top = new_top
+        weights, shrink, top, total = soften(
+            scores, keys, inside, positions, top, total, cap, WINDOW, CAP, MASKED
+        )  # fmt: skip
         weights = (weights * (v_scale * WEIGHT_SCALE)[None, :]).to(COMPUTE)
         v_even, v_odd = widen(v_tile, levels, KIND, COMPUTE, INTERPRET)
         acc = tl.dot(weights, v_even, acc * shrink[:, None], input_precision="ieee")

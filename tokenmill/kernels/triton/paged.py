@@ -68,6 +68,12 @@ def choose_key_splits(programs: int, max_keys: int, keys: int, where: torch.devi
     return 1 << (shares.bit_length() - 1)
 
 
+def splits_beside_prompts(splits: int, tokens: int, heads: int, head_dim: int) -> int:
+    """Fewer shares where single tokens go beside prompts: partial results have a line for every token of the step."""
+    room = MOST_PARTIALS // (tokens * heads * (head_dim + 1))
+    return max(1, min(splits, 1 << max(0, room.bit_length() - 1)))
+
+
 def attention(
     q: Tensor,
     k_pages: Tensor,
@@ -190,9 +196,8 @@ class _Call:
         sequences = self.lengths.shape[0]
         blocks = _decode_blocks(self.group, 0 if single_only else sequences * self.kv_heads, self.where)
         splits = choose_key_splits(sequences * self.kv_heads, max_keys, blocks.keys, self.where)
-        if single_only:  # beside prompts: partial results have a line for every token of the step
-            room = MOST_PARTIALS // (self.q.shape[0] * self.heads * (self.head_dim + 1))
-            splits = max(1, min(splits, 1 << max(0, room.bit_length() - 1)))
+        if single_only:
+            splits = splits_beside_prompts(splits, self.q.shape[0], self.heads, self.head_dim)
         grid = (sequences, self.kv_heads, splits)
         # One kernel for all steps with prompts, so that none of them waits for the compiler.
         split = splits > 1 or single_only

@@ -65,6 +65,27 @@ def widen_pairs(pairs, INTERPRET: tl.constexpr):
 
 
 @triton.jit
+def soften(
+    scores, keys, inside, positions, top, total, cap, WINDOW: tl.constexpr, CAP: tl.constexpr, MASKED: tl.constexpr
+):  # fmt: skip
+    """Scores of a tile of keys -> weights under the running maximum of each row: (weights, what the sums gathered
+    before shrink by, the new maximum and total)."""
+    if CAP:
+        # cap * tanh(s / cap) in units of log2(e): the scale has no log2(e) in it here
+        scores = cap * 1.4426950408889634 * (2 * tl.sigmoid(2 * scores / cap) - 1)
+    if MASKED:
+        visible = (keys[None, :] <= positions[:, None]) & inside[None, :]
+        if WINDOW:
+            visible &= keys[None, :] > positions[:, None] - WINDOW
+        scores = tl.where(visible, scores, float("-inf"))
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    safe_top = tl.where(new_top == float("-inf"), 0.0, new_top) if MASKED else new_top
+    weights = tl.exp2(scores - safe_top[:, None])
+    shrink = tl.exp2(top - safe_top)
+    return weights, shrink, new_top, total * shrink + tl.sum(weights, 1)
+
+
+@triton.jit
 def walk_tiles(
     acc,
     acc_odd,
@@ -102,8 +123,8 @@ def walk_tiles(
     dims = tl.arange(0, HDP)
     for tile in range(first, last):
         keys = tile * BN + tl.arange(0, BN)
+        inside = keys < end
         if MASKED:
-            inside = keys < end
             if LOW:
                 inside &= keys >= low
             pages = tl.load(table + keys // PAGE, mask=inside, other=0)
@@ -125,20 +146,9 @@ def walk_tiles(
             scores = tl.dot(q_odd, tl.trans(k_odd), scores, input_precision="ieee") * scale
         else:
             scores = tl.dot(q_tile, tl.trans(k_tile.to(COMPUTE)), input_precision="ieee") * scale
-        if CAP:
-            # cap * tanh(s / cap) in units of log2(e): `scale` has no log2(e) in it here
-            scores = cap * 1.4426950408889634 * (2 * tl.sigmoid(2 * scores / cap) - 1)
-        if MASKED:
-            visible = (keys[None, :] <= positions[:, None]) & inside[None, :]
-            if WINDOW:
-                visible &= keys[None, :] > positions[:, None] - WINDOW
-            scores = tl.where(visible, scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        safe_top = tl.where(new_top == float("-inf"), 0.0, new_top) if MASKED else new_top
-        weights = tl.exp2(scores - safe_top[:, None])
-        shrink = tl.exp2(top - safe_top)
-        total = total * shrink + tl.sum(weights, 1)
-        top = new_top
+        weights, shrink, top, total = soften(
+            scores, keys, inside, positions, top, total, cap, WINDOW, CAP, MASKED
+        )  # fmt: skip
         weights = weights.to(COMPUTE)
         if QUANTIZED:
             v_even, v_odd = widen_pairs(v_tile, INTERPRET)
