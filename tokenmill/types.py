@@ -248,6 +248,7 @@ class Batch:
     max_seq: int  # longest seq_len
     # [T] int64, trees of drafts only: bit j where a token sees the j-th of its sequence's tokens in this step
     ancestors: Tensor | None = None
+    all_hidden: bool = True  # False: only logits are wanted, so a forward pass may leave out other rows where it can
 
 
 @dataclass(frozen=True, slots=True)

@@ -165,7 +165,7 @@ std::vector<int64_t> decode(RecordedProgram& self, const std::vector<int64_t>& t
 void run(RecordedProgram& self, int num_tokens, int num_sequences, uintptr_t token_ids, uintptr_t positions,
          uintptr_t query_starts, uintptr_t seq_lens, const std::vector<uintptr_t>& slots,
          const std::vector<uintptr_t>& block_tables, const std::vector<int64_t>& table_widths, int num_logit_rows,
-         uintptr_t logit_rows, uintptr_t logits, bool body, bool head, uintptr_t ancestors) {
+         uintptr_t logit_rows, uintptr_t logits, bool body, bool head, bool all_hidden, uintptr_t ancestors) {
   StepInputs inputs;
   inputs.num_tokens = num_tokens;
   inputs.token_ids = reinterpret_cast<const int64_t*>(token_ids);
@@ -175,6 +175,7 @@ void run(RecordedProgram& self, int num_tokens, int num_sequences, uintptr_t tok
   inputs.logits = reinterpret_cast<float*>(logits);
   inputs.body = body;
   inputs.head = head;
+  inputs.all_hidden = all_hidden;
   require(num_tokens > 0 && num_tokens <= self.program.max_tokens(), "more tokens than recorded for");
   require(num_sequences > 0 && num_sequences <= self.program.max_sequences(), "more sequences than recorded for");
   require(num_logit_rows <= self.program.max_tokens(), "more logit rows than recorded for");

@@ -3,6 +3,7 @@
 // A stage is a run of row-wise ops (each row independent of the others) followed by at most one product or attention.
 // Replaying is one pool run: all threads walk the stages together and meet at a barrier after each. When few rows are
 // computed, every thread does the row-wise part for itself in private memory, which saves the barrier before the product.
+// After the last attention rows no longer meet: where only the head reads the result, only its rows go on from there.
 // Knows nothing of Python or of models; recorded by runtime/recorded.py through bind_program.cpp.
 #pragma once
 
@@ -49,6 +50,7 @@ struct StepInputs {
   float* logits = nullptr;              // [R, vocab]
   bool body = true;                     // compute the hidden state
   bool head = true;                     // compute logits from the hidden state of this or the previous call
+  bool all_hidden = true;               // false: nobody reads the hidden state but this call's head
 };
 
 class Program {
@@ -115,6 +117,7 @@ class Program {
     const StepInputs& inputs;
     int stage;
     float* private_memory;  // null: shared
+    bool narrow;            // the rows of the head have been moved to the front
     float* at(int value, int64_t row) const;
   };
 
@@ -123,11 +126,14 @@ class Program {
   RowOp& row_op(RowOp::Kind kind);
   Stage& open_stage();
   int plan_for(const Stage& stage);
+  void find_tail();
   void lay_out_values();
   void lay_out_scratch();
   int root(int value) const { return values_[value].alias < 0 ? value : root(values_[value].alias); }
 
-  void run_stage(Team& team, const StepInputs& inputs, int number);
+  bool may_narrow(const StepInputs& inputs) const;
+  void narrow(Team& team, const StepInputs& inputs);
+  void run_stage(Team& team, const StepInputs& inputs, int number, bool narrowed);
   void run_rows(const Stage& stage, const Place& place, int begin, int end) const;
   void run_row(const RowOp& op, const Place& place, int row) const;
   void run_product(Team& team, const Stage& stage, const Place& place, int rows, bool redundant);
@@ -141,6 +147,8 @@ class Program {
   bool open_ = false;  // the last stage may still take row ops
   bool in_head_ = false;
   std::vector<PlanEntry> plans_;
+  int tail_ = 0;                  // first stage behind the last attention
+  std::vector<int> tail_inputs_;  // values that it and later stages read from before; empty: must not be narrowed
   AlignedBuffer arena_, activations_, private_;
   size_t private_floats_ = 0;             // per thread, values
   size_t private_activation_bytes_ = 0;  // per thread

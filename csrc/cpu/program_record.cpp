@@ -180,8 +180,22 @@ void Program::finish(int logits) {
     for (const RowOp& op : stage.rows)
       if (op.kind == RowOp::Kind::select) values_[root(op.in[0])].last_stage = num_stages();
   }
+  find_tail();
   lay_out_values();
   lay_out_scratch();
+}
+
+void Program::find_tail() {
+  for (int number = 0; number < num_stages(); ++number)
+    if (stages_[number].plan >= 0) tail_ = number + 1;
+  for (int number = tail_; number < num_stages(); ++number)
+    for (const RowOp& op : stages_[number].rows)
+      if (op.kind == RowOp::Kind::rope || op.kind == RowOp::Kind::embed) return;  // these know rows by their place
+  for (size_t i = 0; i < values_.size(); ++i) {
+    const Value& value = values_[i];
+    if (value.alias < 0 && !value.external && value.first_stage < tail_ && value.last_stage >= tail_)
+      tail_inputs_.push_back(static_cast<int>(i));
+  }
 }
 
 void Program::lay_out_values() {

@@ -3,6 +3,7 @@
 // No allocation, no locks, no Python: stages, barriers, kernels.
 #include <algorithm>
 #include <cstring>
+#include <functional>
 
 #include "program.h"
 
@@ -93,17 +94,40 @@ void Program::run(const StepInputs& inputs) {
   if (inputs.body) {
     for (PlanEntry& entry : plans_) entry.plan->build(inputs.batches[entry.group], entry.page_size, entry.window);
   }
+  const bool narrowing = may_narrow(inputs);
   pool_->run([&](Team& team) {
     for (int number = 0; number < num_stages(); ++number) {
-      const bool head = stages_[number].head;
-      if (head ? inputs.head && inputs.num_logit_rows > 0 : inputs.body) run_stage(team, inputs, number);
+      const bool head = stages_[number].head, narrowed = narrowing && number >= tail_;
+      if (narrowed && inputs.num_logit_rows == 0) break;
+      if (narrowed && number == tail_) narrow(team, inputs);
+      if (head ? inputs.head && inputs.num_logit_rows > 0 : inputs.body) run_stage(team, inputs, number, narrowed);
     }
   });
 }
 
-void Program::run_stage(Team& team, const StepInputs& inputs, int number) {
+bool Program::may_narrow(const StepInputs& inputs) const {
+  const int rows = inputs.num_logit_rows;
+  if (!inputs.body || inputs.all_hidden || tail_inputs_.empty() || rows >= inputs.num_tokens) return false;
+  if (rows > 0 && !inputs.head) return false;
+  // Rows move to the front in place, in this order.
+  const int64_t* end = inputs.logit_rows + rows;
+  return std::adjacent_find(inputs.logit_rows, end, std::greater_equal<int64_t>()) == end;
+}
+
+void Program::narrow(Team& team, const StepInputs& inputs) {
+  team.for_each(static_cast<int>(tail_inputs_.size()), 1, [&](int i) {
+    const Value& value = values_[tail_inputs_[i]];
+    float* first = arena() + value.offset;
+    for (int row = 0; row < inputs.num_logit_rows; ++row)
+      if (inputs.logit_rows[row] != row)
+        std::memcpy(first + row * value.width, first + inputs.logit_rows[row] * value.width, value.width * sizeof(float));
+  });
+  team.barrier();
+}
+
+void Program::run_stage(Team& team, const StepInputs& inputs, int number, bool narrowed) {
   const Stage& stage = stages_[number];
-  const int rows = stage.head ? inputs.num_logit_rows : inputs.num_tokens;
+  const int rows = stage.head || narrowed ? inputs.num_logit_rows : inputs.num_tokens;
   char* own = private_.get() + team.thread * thread_bytes_;
   const int rows_each = (rows + team.size - 1) / team.size;
   bool redundant =
@@ -111,7 +135,8 @@ void Program::run_stage(Team& team, const StepInputs& inputs, int number) {
   // With one new token per sequence, whoever attends to the end of a sequence stores that token: no barrier either.
   if (redundant && stage.plan >= 0) redundant = one_token_each(inputs.batches[stage.group], rows);
   // Thread 0 works in shared memory, so that later stages find the values; the others must not touch it meanwhile.
-  const Place place{*this, inputs, number, redundant && team.thread > 0 ? reinterpret_cast<float*>(own) : nullptr};
+  float* const private_memory = redundant && team.thread > 0 ? reinterpret_cast<float*>(own) : nullptr;
+  const Place place{*this, inputs, number, private_memory, narrowed};
   if (stage.product) {
     run_product(team, stage, place, rows, redundant);
   } else if (stage.plan >= 0) {
@@ -174,7 +199,7 @@ void Program::run_row(const RowOp& op, const Place& place, int row) const {
       kernels.softcap(x, op.number, n, out);
       break;
     case RowOp::Kind::select:
-      std::memcpy(out, x + place.inputs.logit_rows[row] * n, n * sizeof(float));
+      std::memcpy(out, x + (place.narrow ? row : place.inputs.logit_rows[row]) * n, n * sizeof(float));
       break;
   }
 }

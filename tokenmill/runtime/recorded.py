@@ -68,7 +68,8 @@ class RecordedExecutor:
         return size
 
     def forward(self, batch: Batch) -> Tensor:
-        """Hidden states [T, hidden]; logits are computed in the same call when they are few enough to keep."""
+        """Hidden states [T, hidden], where batch.all_hidden; logits are computed in the same call when they are few
+        enough to keep."""
         rows = batch.logit_rows.shape[0]
         self._run(batch, batch.logit_rows, body=True, head=0 < rows <= self._rows_at_once)
         return self._hidden[: batch.token_ids.shape[0]]
@@ -126,6 +127,7 @@ class RecordedExecutor:
             self._logits.data_ptr(),
             body,
             head,
+            batch.all_hidden,
             0 if batch.ancestors is None else _address(batch.ancestors, torch.int64, tokens),
         )
 

@@ -113,9 +113,11 @@ class ModelRunner:
                 return self._decode(self._decoder, plan.scheduled)
             if self._checker is not None and sum(row.length for row in plan.scheduled) <= self._checker.most_decoded:
                 return self._check(self._checker, plan.scheduled, drafts)
-        batch = build_batch(plan, self.store.layout.page_size, self.store.where)
-        hidden = self.executor.forward(batch)
         rows = plan.scheduled
+        observes = self.speculator is not None and self.speculator.drafter.needs_hidden
+        batch = build_batch(plan, self.store.layout.page_size, self.store.where)
+        batch.all_hidden = observes or any(row.request.embeds for row in rows)
+        hidden = self.executor.forward(batch)
         result = StepResult([None] * len(rows), [None] * len(rows), [None] * len(rows))
         done = 0
         if any(row.request.params.prompt_logprobs is not None for row in rows):
@@ -124,7 +126,8 @@ class ModelRunner:
             self._verified(hidden, batch, rows, drafts, done, result)
         else:
             self._samples(hidden, batch, rows, done, result)
-        if self.speculator is not None and self.speculator.drafter.needs_hidden:
+        if observes:
+            assert self.speculator is not None
             ends = batch.query_starts[1:].tolist()
             refused = [len(row.draft_ids) - len(result.accepted.get(n, ())) for n, row in enumerate(rows)]
             places = [end - 1 - count for end, count in zip(ends, refused, strict=True)]

@@ -32,6 +32,7 @@ struct Instance {
   std::vector<float> k, v;
   Program program;
   int hidden = 0;
+  bool all_hidden = true;
 
   Instance(int threads, int max_tokens)
       : k(kLayers * kPages * kKvHeads * kPage * kDim), v(k.size()),
@@ -69,7 +70,8 @@ struct Instance {
   }
 
   // Sequences as (first position, count); sequence s owns pages s * 10 ...; logits of every sequence's last token.
-  std::vector<float> step(const std::vector<std::pair<int, int>>& rows, bool twice = false) {
+  // `wants` false: of none.
+  std::vector<float> step(const std::vector<std::pair<int, int>>& rows, bool twice = false, bool wants = true) {
     std::vector<int64_t> ids, positions, slots, last;
     std::vector<int32_t> starts = {0}, lengths, table(rows.size() * 10);
     for (size_t s = 0; s < rows.size(); ++s) {
@@ -91,7 +93,8 @@ struct Instance {
     inputs.positions = positions.data();
     inputs.slots = {slots.data()};
     inputs.batches = {{int(rows.size()), starts.data(), lengths.data(), table.data(), 10}};
-    inputs.num_logit_rows = int(last.size());
+    inputs.num_logit_rows = wants ? int(last.size()) : 0;
+    inputs.all_hidden = all_hidden;
     inputs.logit_rows = last.data();
     inputs.logits = logits.data();
     inputs.head = !twice;
@@ -117,7 +120,7 @@ bool same(const std::vector<float>& a, const std::vector<float>& b, double toler
 int main() {
   std::vector<std::vector<float>> pair_logits;
   for (int threads : {1, 2, 4}) {
-    Instance whole(threads, 40), chunks(threads, 16), tokens(threads, 16), beside(threads, 40);
+    Instance whole(threads, 40), chunks(threads, 16), tokens(threads, 16), beside(threads, 40), narrow(threads, 40);
     const std::vector<float> expected = whole.step({{0, 23}});
     CHECK(same(whole.step({{22, 1}}, true), expected, 1e-5));
     chunks.step({{0, 10}});
@@ -130,6 +133,13 @@ int main() {
     const std::vector<float> three = beside.step({{22, 1}, {8, 1}, {6, 1}});
     CHECK(same({three.begin(), three.begin() + kVocabulary}, expected, 1e-5));
     pair_logits.push_back(three);
+    narrow.all_hidden = false;  // behind the last attention only rows with logits are computed
+    narrow.step({{0, 20}, {0, 7}, {0, 1}}, false, false);
+    narrow.step({{20, 2}, {7, 1}, {1, 5}});
+    CHECK(same(narrow.step({{22, 1}, {8, 1}, {6, 1}}), three, 1e-5));
+    CHECK(same(narrow.step({{0, 23}}), expected, 1e-5));
+    const std::vector<float> again = narrow.step({{20, 3}, {7, 2}, {2, 5}});
+    CHECK(same(again, three, 1e-5));
   }
   CHECK(pair_logits[0] == pair_logits[1] && pair_logits[0] == pair_logits[2]);  // to the bit
   return report("program");
