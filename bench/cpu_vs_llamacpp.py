@@ -16,12 +16,11 @@ import random
 import statistics
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from bench.llamacpp_peer import Peer, random_prompt
+from bench.peer_process import PeerProcess
 from tokenmill import LLM, SamplingParams
 from tokenmill.checkpoint.sources import resolve
 
@@ -59,20 +58,18 @@ def _greedy(tokens: int) -> SamplingParams:
 
 
 def measure(path: Path, threads: int, repeat: int, quick: bool) -> dict[str, dict[str, float]]:
-    # llama.cpp sets the AMX tiles of a thread once, for good; ours sets and releases them: it gets its own thread.
-    thread = ThreadPoolExecutor(1)
-    peer, ours = thread.submit(Peer, path, threads).result(), Ours(path, threads)
+    peer, ours = PeerProcess(path, threads), Ours(path, threads)
     generator = random.Random(0)
 
     def prompt(length: int) -> list[int]:
-        return random_prompt(generator, length, peer.vocab_size)
+        return [generator.randrange(10, peer.vocab_size - 10) for _ in range(length)]
 
     cases: dict[str, Callable[[], tuple[float, float]]] = {}
 
     def case(name: str, make: Callable[[], tuple[Callable[[], float], Callable[[], float]]]) -> None:
         def once() -> tuple[float, float]:
             theirs, mine = make()
-            return thread.submit(theirs).result(), mine()
+            return theirs(), mine()
 
         cases[name] = once
 
@@ -107,7 +104,7 @@ def measure(path: Path, threads: int, repeat: int, quick: bool) -> dict[str, dic
             f"{name:28} llama.cpp {theirs:8.1f}  tokenmill {mine:8.1f} tok/s  ratio {mine / theirs:5.2f}",
             file=sys.stderr,
         )
-    thread.submit(peer.close).result()
+    peer.close()
     return table
 
 

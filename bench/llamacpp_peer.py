@@ -1,12 +1,11 @@
 """llama.cpp through its C API (package llama-cpp-python), driven the way its own llama-bench and llama-server drive it.
 
 One context per measurement, so that sizes fit; weights are loaded once. One library call per step, no work per token.
-Used by cpu_vs_llamacpp.py.
+Used by peer_process.py.
 """
 
 from __future__ import annotations
 
-import random
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -135,7 +134,3 @@ class _Batch:
 @lib.llama_log_callback
 def _SILENT(_level: int, _text: bytes, _data: object) -> None:
     """Keeps llama.cpp's log out of the table."""
-
-
-def random_prompt(generator: random.Random, length: int, vocab_size: int) -> list[int]:
-    return [generator.randrange(10, vocab_size - 10) for _ in range(length)]

@@ -212,7 +212,7 @@ class ScheduledTokens:
     block_tables: tuple[list[int], ...]  # per KV group: page id by page index, -1 where the page left the window
     samples: bool  # the last of these tokens is the last known one: its logits choose the next
     num_dropped: int = 0  # tokens whose pages a budget took out of the tables: attention counts positions without them
-    num_draft_slots: int = 0  # slots held after them: the runtime may guess that many tokens and compute them too
+    num_draft_slots: int = 0  # slots held after them: the runtime may compute that many more tokens, guessed or chosen
     draft_ids: list[int] = field(default_factory=list)  # those it guessed; the runtime's own, filled in by it
 
     @property

@@ -57,7 +57,8 @@ std::shared_ptr<RowFormat> make_format(const std::string& kind, int head_dim, in
               (head_dim > 0 && head_dim <= kMaxHeadDim && head_dim % 8 == 0 &&
                (coded ? bits >= 2 && bits <= 4 : bits == 8)),
           "no KV rows of this width in C++");
-  require(format->kind != RowKind::hidden_zero || bits == 4, "a hidden zero point is for 4 bits");
+  const bool hides_zeros = format->kind == RowKind::hidden_zero || format->kind == RowKind::paired_zero;
+  require(!hides_zeros || bits == 4, "a hidden zero point is for 4 bits");
   require(format->kind != RowKind::int8 || scale_bytes == 2 || scale_bytes == 4, "int8 rows have a scale");
   require(format->kind != RowKind::codebook ||
               (format->centroids.size() == 16 && format->bounds.size() == (size_t(1) << bits) - 1),

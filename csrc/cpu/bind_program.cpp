@@ -110,21 +110,25 @@ using Tables = std::vector<std::vector<int32_t>>;  // page ids of each sequence
 
 // A step in which every sequence brings one token and wants its logits: most steps, and short enough that the caller's
 // bookkeeping shows. Plain lists come in, the index of each row's largest logit goes out.
-std::vector<int64_t> decode(RecordedProgram& self, const std::vector<int64_t>& token_ids,
-                            const std::vector<int64_t>& positions, const std::vector<Tables>& tables,
-                            uintptr_t logits) {
+//
+// With more than one step, each goes on from the largest logits of the one before, until a sequence has drawn one of its
+// `stops`; one list for each step that was computed. The tables have the pages of them all.
+std::vector<std::vector<int64_t>> decode(RecordedProgram& self, std::vector<int64_t> token_ids,
+                                         std::vector<int64_t> positions, const std::vector<Tables>& tables,
+                                         uintptr_t logits, int steps, const std::vector<std::vector<int64_t>>& stops) {
   const size_t count = token_ids.size();
   require(count > 0 && count <= size_t(self.program.max_sequences()), "more sequences than recorded for");
   require(positions.size() == count && int(tables.size()) == self.num_groups, "one position and table per sequence");
+  require(steps == 1 || (steps > 1 && stops.size() == count), "one list of stops per sequence");
   std::vector<int64_t> rows(count);
   std::vector<int32_t> starts(count + 1), lengths(count);
   for (size_t i = 0; i < count; ++i) {
     rows[i] = int64_t(i);
     starts[i + 1] = int32_t(i + 1);
-    lengths[i] = int32_t(positions[i] + 1);
+    lengths[i] = int32_t(positions[i] + steps);
   }
   check_range(token_ids.data(), int64_t(count), self.vocabulary, "a token id is outside the vocabulary");
-  check_range(positions.data(), int64_t(count), self.positions, "a position is outside the rotary table");
+  check_range(positions.data(), int64_t(count), self.positions - (steps - 1), "a position is outside the rotary table");
   StepInputs inputs;
   inputs.num_tokens = inputs.num_logit_rows = int(count);
   inputs.token_ids = token_ids.data();
@@ -140,23 +144,35 @@ std::vector<int64_t> decode(RecordedProgram& self, const std::vector<int64_t>& t
     padded[group].assign(width * count, -1);
     for (size_t i = 0; i < count; ++i) {
       const auto& table = tables[group][i];
-      const size_t page = size_t(positions[i] / self.page_size);
-      require(page < table.size(), "a position has no page");
+      require(size_t((lengths[i] - 1) / self.page_size) < table.size(), "a position has no page");
       std::copy(table.begin(), table.end(), padded[group].begin() + i * width);
-      slots[group][i] = int64_t(table[page]) * self.page_size + positions[i] % self.page_size;
     }
-    check_range(slots[group].data(), int64_t(count), self.num_pages * self.page_size, "no such KV slot");
     inputs.slots.push_back(slots[group].data());
     inputs.batches.push_back({int(count), starts.data(), lengths.data(), padded[group].data(), int64_t(width)});
     check_batch(inputs.batches.back(), int(count), self.page_size, self.num_pages);
   }
-  std::vector<int64_t> best(count);
+  std::vector<std::vector<int64_t>> best;
   nb::gil_scoped_release release;
-  self.program.run(inputs);
-  const float* in = inputs.logits;
-  self.program.pool().for_each(int(count), 1, [&](int row) {
-    best[row] = argmax(in + row * self.logits_width, self.logits_width);
-  });
+  for (bool stopped = false; !stopped && int(best.size()) < steps; ) {
+    for (size_t i = 0; i < count; ++i) {
+      lengths[i] = int32_t(positions[i] + 1);
+      for (size_t group = 0; group < tables.size(); ++group) {
+        const int64_t page = tables[group][i][positions[i] / self.page_size];
+        slots[group][i] = page * self.page_size + positions[i] % self.page_size;
+      }
+    }
+    for (const auto& own : slots) check_range(own.data(), int64_t(count), self.num_pages * self.page_size, "no such KV slot");
+    self.program.run(inputs);
+    best.emplace_back(count);
+    self.program.pool().for_each(int(count), 1, [&](int row) {
+      best.back()[row] = argmax(inputs.logits + row * self.logits_width, self.logits_width);
+    });
+    for (size_t i = 0; i < count; ++i) {
+      token_ids[i] = best.back()[i];
+      ++positions[i];
+      stopped = stopped || (steps > 1 && std::count(stops[i].begin(), stops[i].end(), token_ids[i]) > 0);
+    }
+  }
   return best;
 }
 

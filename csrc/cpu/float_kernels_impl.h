@@ -232,6 +232,7 @@ inline FloatKernels make_float_kernels(const char* name) {
           e4m3_row_to_float,
           e5m2_row_to_float,
           codes_row_to_float,
+          paired_row_to_float,
           look_up_row,
           scores_tile,
           exponentials_row,

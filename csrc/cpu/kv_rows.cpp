@@ -161,7 +161,8 @@ bool row_kind(const std::string& name, RowKind* kind) {
   static const std::pair<const char*, RowKind> kinds[] = {
       {"float32", RowKind::float32},         {"float16", RowKind::float16},         {"bfloat16", RowKind::bfloat16},
       {"float8_e4m3", RowKind::float8_e4m3}, {"float8_e5m2", RowKind::float8_e5m2}, {"int8", RowKind::int8},
-      {"hidden_zero", RowKind::hidden_zero}, {"uniform", RowKind::uniform},         {"codebook", RowKind::codebook},
+      {"hidden_zero", RowKind::hidden_zero}, {"paired_zero", RowKind::paired_zero}, {"uniform", RowKind::uniform},
+      {"codebook", RowKind::codebook},
   };
   for (const auto& each : kinds)
     if (name == each.first) return *kind = each.second, true;
@@ -172,6 +173,7 @@ int64_t RowFormat::row_bytes() const {
   const int64_t codes = static_cast<int64_t>(head_dim) * bits / 8;
   switch (kind) {
     case RowKind::hidden_zero:
+    case RowKind::paired_zero:
     case RowKind::uniform:
       return codes + 4;
     case RowKind::codebook:
@@ -290,6 +292,26 @@ void RowFormat::encode_codes(const float* x, int kv_head, uint8_t* row) const {
       pack(codes, bits, n, row);
       break;
     }
+    case RowKind::paired_zero: {
+      const float bad = poison(x, n);
+      float scale[2], zero[2];
+      for (int odd = 0; odd < 2; ++odd) {
+        float low = 0, high = 0;
+        for (int i = odd; i < n; i += 2) low = std::min(low, x[i]), high = std::max(high, x[i]);
+        uint16_t half = to_half(scale_of(high - low + bad, highest)) & ~static_cast<uint16_t>(kZeroBits);
+        scale[odd] = from_half(reinterpret_cast<const uint8_t*>(&half));
+        const uint8_t code = clamped_code(std::round(-low / scale[odd]), highest);
+        zero[odd] = code;
+        half |= code;
+        std::memcpy(tail + 2 * odd, &half, 2);
+      }
+      round_all(x, kv_head, [&](int i, float target) {
+        codes[i] = clamped_code(std::round(target / scale[i & 1]) + zero[i & 1], highest);
+        return (codes[i] - zero[i & 1]) * scale[i & 1];
+      });
+      pack(codes, bits, n, row);
+      break;
+    }
     case RowKind::uniform: {
       const float low = rounded_to_half(*std::min_element(x, x + n));
       const float high = *std::max_element(x, x + n);
@@ -372,6 +394,18 @@ void RowFormat::decode_codes(const uint8_t* row, int kv_head, float* out) const 
     word &= ~kZeroBits;
     std::memcpy(&scale, &word, 4);
     return kernels.codes_to_float(codes, scale, -zero * scale, out, n);
+  }
+  if (kind == RowKind::paired_zero) {
+    float factors[2], offsets[2];
+    for (int odd = 0; odd < 2; ++odd) {
+      uint16_t half;
+      std::memcpy(&half, tail + 2 * odd, 2);
+      const float zero = static_cast<float>(half & kZeroBits);
+      half &= ~static_cast<uint16_t>(kZeroBits);
+      kernels.half_to_float(&half, &factors[odd], 1);
+      offsets[odd] = -zero * factors[odd];
+    }
+    return kernels.pairs_to_float(codes, factors, offsets, out, n);
   }
   if (kind == RowKind::uniform) return kernels.codes_to_float(codes, from_half(tail), from_half(tail + 2), out, n);
   const float norm = from_half(tail);

@@ -26,7 +26,19 @@ struct Rotation {
   void turn_back(float* x) const;
 };
 
-enum class RowKind { float32, float16, bfloat16, float8_e4m3, float8_e5m2, int8, hidden_zero, uniform, codebook };
+// paired_zero has a scale for the even and one for the odd coordinates, each a half with its zero point in the low bits.
+enum class RowKind {
+  float32,
+  float16,
+  bfloat16,
+  float8_e4m3,
+  float8_e5m2,
+  int8,
+  hidden_zero,
+  paired_zero,
+  uniform,
+  codebook
+};
 
 struct RowFormat {
   RowKind kind = RowKind::float32;

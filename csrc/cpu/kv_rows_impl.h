@@ -40,6 +40,17 @@ void codes_row_to_float(const uint8_t* codes, float factor, float offset, float*
   for (int64_t i = 0; i < n; ++i) out[i] = static_cast<float>(static_cast<int32_t>(codes[i])) * factor + offset;
 }
 
+// As codes_row_to_float, with a factor and an offset for even places and one for odd ones.
+void paired_row_to_float(const uint8_t* codes, const float* factors, const float* offsets, float* out, int64_t n) {
+  constexpr int kLanes = 16;
+  float by[kLanes], from[kLanes];
+  for (int j = 0; j < kLanes; ++j) by[j] = factors[j & 1], from[j] = offsets[j & 1];
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes)
+    for (int j = 0; j < kLanes; ++j) out[i + j] = static_cast<float>(static_cast<int32_t>(codes[i + j])) * by[j] + from[j];
+  for (; i < n; ++i) out[i] = static_cast<float>(static_cast<int32_t>(codes[i])) * by[i & 1] + from[i & 1];
+}
+
 // out[i] = table[codes[i]] * factor, with a table of 16.
 void look_up_row(const uint8_t* codes, const float* table, float factor, float* out, int64_t n) {
   int64_t i = 0;

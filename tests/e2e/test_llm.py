@@ -54,6 +54,38 @@ def test_a_closed_engine_frees_its_weights_at_once(model_path: Callable[[str], P
         gc.enable()
 
 
+def test_tokens_that_come_at_once_are_those_that_come_one_by_one(llm: LLM) -> None:
+    core, intake = llm.parts.core, llm.parts.intake
+    assert llm.parts.runtime.runner.enduring is not None
+    alone = llm.generate(_PROMPT, SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True))[0].outputs[0]
+    stop = alone.token_ids[17]
+    kinds = [
+        {"max_tokens": 40},
+        {"max_tokens": 40, "stop_token_ids": [stop]},  # ends in the middle of a run
+        {"max_tokens": 5},
+        {"max_tokens": 40, "n": 2},
+        {"max_tokens": 40, "temperature": 1.0, "seed": 7},  # as long as it runs, all come one by one
+    ]
+    for chosen in (kinds[:3], kinds[:4], kinds):
+        params = [SamplingParams(ignore_eos=True, **{"temperature": 0.0, **kind}) for kind in chosen]
+        steps = core.stats.num_steps
+        outputs = llm.generate([_PROMPT] * len(params), params)
+        at_once = core.stats.num_steps - steps
+        texts = [completion.token_ids for output in outputs for completion in output.outputs]
+        for number, each in enumerate(params):
+            core.add(intake.request(_PROMPT, each, request_id=f"single-{len(chosen)}-{number}"))
+        singly: dict[tuple[str, int], list[int]] = {}
+        while core.has_work:
+            for event in core.step():
+                assert len(event.token_ids) == 1
+                singly.setdefault((event.request_id, event.index), []).extend(event.token_ids)
+        assert texts == [singly[key] for key in sorted(singly)]
+        assert len(texts[1]) <= 18
+        assert texts[1][-1] == stop
+        assert (at_once < 20) == (chosen is not kinds)
+    _idle(llm)
+
+
 def test_one_params_each_in_order(llm: LLM) -> None:
     params = [SamplingParams(temperature=0.0, max_tokens=count) for count in (3, 9, 1)]
     outputs = llm.generate([_PROMPT, "The dog", [1, 9038]], params)

@@ -26,9 +26,10 @@ class EngineCore:
         self.runner = runner
         self.stats = EngineStats()
 
-    def step(self) -> list[TokenEvent]:
-        """Compute one batch; what it brought, at most one event for each running sequence. Nothing to do: no events."""
-        plan = self.scheduler.schedule()
+    def step(self, run: int = 1) -> list[TokenEvent]:
+        """Compute one batch; what it brought, at most one event for each running sequence. Nothing to do: no events.
+        Where nobody waits for single tokens, `run` of them may come at once: less time goes by between them."""
+        plan = self.scheduler.schedule(run)
         if not plan.scheduled:
             assert not self.scheduler.has_work, "requests wait but none can be scheduled"
             return []

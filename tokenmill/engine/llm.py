@@ -23,6 +23,8 @@ from tokenmill.types import Request, SamplingParams
 
 Message = Mapping[str, Any]
 
+_RUN = 8  # tokens at a time: outputs are handed over whole, so nobody sees it; Ctrl-C waits for no more than these
+
 
 class LLM:
     def __init__(self, model: str | Path = "smollm2", config: EngineConfig | None = None, **options: Any) -> None:
@@ -106,6 +108,7 @@ class LLM:
 
     def _run(self, requests: list[Request], texts: list[str | None], progress: bool) -> list[RequestOutput]:
         core = self.parts.core
+        run = _RUN if self.parts.runtime.runner.enduring is not None else 1
         collectors = {
             request.request_id: RequestCollector(request, text, self.parts.tokenizer)
             for request, text in zip(requests, texts, strict=True)
@@ -116,7 +119,7 @@ class LLM:
         try:
             with request_bar(len(collectors), progress) as advance:
                 while unfinished:
-                    for event in core.step():
+                    for event in core.step(run):
                         collector = collectors[event.request_id]
                         _, stop = collector.take(event)
                         if stop:

@@ -99,8 +99,9 @@ class Scheduler:
 
     # --- one step ---
 
-    def schedule(self) -> StepPlan:
-        """The plan of the next step. Empty only if there is no work."""
+    def schedule(self, run: int = 1) -> StepPlan:
+        """The plan of the next step. Empty only if there is no work. `run`: tokens of a sequence that the caller does
+        not mind getting at once; without drafts the runner may then compute that many, one after the other."""
         self._rows = {}
         self._budget = self.max_batch_tokens
         preemptions = self.num_preemptions
@@ -121,8 +122,9 @@ class Scheduler:
                 crowded = crowded or self.num_preemptions > before
         if not crowded:
             self._admit()
-        if self._max_drafts and not crowded:
-            self._hold_draft_slots()
+        most = self._max_drafts or run - 1
+        if most and not crowded:
+            self._hold_draft_slots(most)
         return StepPlan(list(self._rows.values()), self.kv.take_copies())
 
     def update(self, plan: StepPlan, result: StepResult) -> list[TokenEvent]:
@@ -237,7 +239,7 @@ class Scheduler:
         self._rows[request] = ScheduledTokens(request, start, granted, tables, samples, num_dropped=dropped)
         self._budget -= granted
 
-    def _hold_draft_slots(self) -> None:
+    def _hold_draft_slots(self, wanted: int) -> None:
         """Slots for guesses after the token of each decode: of the budget and the pages that are left, without hurting
         anyone. No more than the request can still take, so that all accepted ones and one token more are its own."""
         reserved = len(self._running) * self.kv.layout.page_size  # tokens: everyone could still grow by a page
@@ -246,7 +248,7 @@ class Scheduler:
                 continue
             left = min(request.params.max_tokens - request.num_output_tokens, self.context_length - request.num_tokens)
             most = self.kv.row_limit(request, row.start) - row.count
-            slots = min(self._max_drafts, left - 1, self._budget, most)
+            slots = min(wanted, left - 1, self._budget, most)
             if slots > 0:
                 slots = min(slots, self.kv.room(request) - row.count - reserved)
             if slots > 0 and self.kv.reserve(request, row.count + slots):
@@ -254,9 +256,10 @@ class Scheduler:
                 self._budget -= slots
 
     def _count_drafts(self, row: ScheduledTokens, accepted: list[int]) -> None:
-        self.num_drafts += bool(row.draft_ids)
-        self.num_drafted += len(row.draft_ids)
-        self.num_accepted += len(accepted)
+        if row.draft_ids:
+            self.num_drafts += 1
+            self.num_drafted += len(row.draft_ids)
+            self.num_accepted += len(accepted)
 
     def _preempt(self, request: Request) -> None:
         """Back to the line, without pages; what it was to compute in this step is taken back."""

@@ -38,6 +38,7 @@ class EngineStats:
         self.num_tokens_computed += plan.num_tokens
         for event in events:
             self.num_tokens_sampled += len(event.token_ids)
+            self.num_tokens_computed += max(0, len(event.token_ids) - 1)  # all but the last went on in the same step
             self.num_finished += event.finish_reason is not None
         self.num_preemptions = scheduler.num_preemptions
         self.num_evictions = kv.pool.num_evictions

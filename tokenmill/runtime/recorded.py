@@ -83,14 +83,21 @@ class RecordedExecutor:
 
     def decode(self, rows: Sequence[ScheduledTokens]) -> list[int]:
         """One token of each row, all sampling: the index of its largest logit. The logits stay until the next call."""
+        return self.decode_on(rows, 1)[0]
+
+    def decode_on(self, rows: Sequence[ScheduledTokens], steps: int) -> list[list[int]]:
+        """Up to `steps` decodes, each from the largest logits of the one before, until a row has drawn one of its stop
+        ids. The tokens of each step, by row."""
         if len(rows) > self._logits.shape[0]:
             self._logits = torch.empty(len(rows), self._logits.shape[1])
         starts = [row.start for row in rows]
-        best: list[int] = self._program.decode(
+        best: list[list[int]] = self._program.decode(
             [row.request.token_ids[start] for row, start in zip(rows, starts, strict=True)],
             starts,
             [list(tables) for tables in zip(*(row.block_tables for row in rows), strict=True)],
             self._logits.data_ptr(),
+            steps,
+            [list(row.request.stop_ids) for row in rows] if steps > 1 else [],
         )
         return best
 

@@ -122,6 +122,7 @@ int main() {
         {RowKind::float32, 32, 0, 1e-9},     {RowKind::float16, 16, 0, 1e-3},    {RowKind::bfloat16, 16, 0, 5e-3},
         {RowKind::float8_e4m3, 8, 0, 0.04},  {RowKind::float8_e4m3, 8, 4, 0.04}, {RowKind::float8_e5m2, 8, 0, 0.08},
         {RowKind::int8, 8, 2, 0.015},        {RowKind::int8, 8, 4, 0.015},       {RowKind::hidden_zero, 4, 0, 0.2},
+        {RowKind::paired_zero, 4, 0, 0.2},
         {RowKind::uniform, 4, 0, 0.2},       {RowKind::uniform, 3, 0, 0.4},      {RowKind::codebook, 4, 0, 0.2},
         {RowKind::codebook, 3, 0, 0.4},      {RowKind::codebook, 2, 0, 0.8},
     };
