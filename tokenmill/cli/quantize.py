@@ -87,6 +87,9 @@ def quantize(
         int, typer.Option(parser=parse_size, metavar="SIZE", help="Never take more memory than this, such as 4GiB.")
     ] = 0,
     threads: Annotated[int, typer.Option(help="CPU threads. 0: all.")] = 0,
+    device: Annotated[
+        str, typer.Option(help="Where blocks are computed: auto (a GPU if there is one), cpu or cuda.")
+    ] = "auto",
     gate: Annotated[
         bool, typer.Option("--gate/--no-gate", help="Measure the result and refuse one that lost much.")
     ] = True,
@@ -107,7 +110,7 @@ def quantize(
     """
     if out is None:
         raise UserError("there is no output", "give a path, as in: tokenmill quantize smollm2 --out smollm2-int4")
-    gate_request = _gate_request(gate, gate_text, max_quality_loss, threads)
+    gate_request = _gate_request(gate, gate_text, max_quality_loss, threads, device)
     if format == "gguf" or type:
         wrong = {
             "--format": format not in ("", "gguf"),
@@ -122,9 +125,12 @@ def quantize(
             )
         from tokenmill.quantize.gguf_job import GGUFJob, run_gguf_job
 
-        gguf = GGUFJob(model, out, method or "rtn", type, bits, calibration, calibration_samples, calibration_length)
+        gguf = GGUFJob(
+            model, out, method or "rtn", type, bits, calibration, calibration_samples, calibration_length, device
+        )
         _report(run_gguf_job(gguf, gate_request, memory, _say), as_json)
         return
+    from tokenmill.quantize.device import describe_device
     from tokenmill.quantize.job import QuantizeJob, prepare, run_job
     from tokenmill.quantize.recipe import RecipeRequest
     from tokenmill.quantize.recipe_file import read_recipe
@@ -149,14 +155,18 @@ def quantize(
         calibration_length=calibration_length,
         memory=memory,
         threads=threads,
+        device=device,
         restart=restart,
         gate=gate_request,
     )
     prepared = prepare(job)
     forecast = prepared.forecast
     print(
-        f"{prepared.recipe.method} to {prepared.file_format.name}: about {_duration(forecast.seconds)}, "
-        f"{forecast.memory_bytes / 2**20:,.0f} MiB of memory, {forecast.disk_bytes / 2**20:,.0f} MiB of disk meanwhile",
+        f"{prepared.recipe.method} to {prepared.file_format.name} on {describe_device(prepared.device)}: "
+        f"about {_duration(forecast.seconds)}, "
+        f"{forecast.memory_bytes / 2**20:,.0f} MiB of memory, "
+        f"{f'{forecast.device_bytes / 2**20:,.0f} MiB of GPU memory, ' if forecast.device_bytes else ''}"
+        f"{forecast.disk_bytes / 2**20:,.0f} MiB of disk meanwhile",
         file=sys.stderr,
     )
     _report(asdict(run_job(prepared, _say)), as_json)
@@ -167,11 +177,14 @@ def _report(report: Mapping[str, Any], as_json: bool) -> None:
     emit({name: value for name, value in report.items() if as_json or name != "layers"}, as_json)
 
 
-def _gate_request(enabled: bool, text: Path | None, max_quality_loss: float | None, threads: int) -> GateRequest:
+def _gate_request(
+    enabled: bool, text: Path | None, max_quality_loss: float | None, threads: int, device: str
+) -> GateRequest:
     from tokenmill.quantize.finish import DEFAULT_MAX_LOSS, GateRequest
 
     most = DEFAULT_MAX_LOSS if max_quality_loss is None else max_quality_loss
-    return GateRequest(enabled, text, most, threads=threads)
+    # The engine has needs of its own of a GPU (Triton): where it declines one that could quantize, the CPU measures.
+    return GateRequest(enabled, text, most, threads=threads, device="cpu" if device == "cpu" else "auto")
 
 
 def _say(done: int, total: int, seconds_left: float) -> None:

@@ -53,17 +53,17 @@ def round_input(x: Tensor, kind: str, scale: float | None = None) -> Tensor:
         return _grouped(x, 32, lambda groups, peak: _float4(groups, power_of_two_scale(peak, 2)))
     assert scale is not None, kind
     if kind == "int8_static":
-        return _int8(x, torch.full((1, 1), scale))
+        return _int8(x, x.new_full((1, 1), scale))
     if kind == "fp8_static":
-        return _float8(x, torch.full((1, 1), scale))
+        return _float8(x, x.new_full((1, 1), scale))
     assert kind == "nvfp4", kind
     return _grouped(x, 16, lambda groups, peak: _float4(groups, _to_e4m3(peak / _E2M1_MAX / scale) * scale))
 
 
 def nearest_e2m1(x: Tensor) -> Tensor:
     """Codes (uint8, bit 3 the sign) of the nearest 4-bit floats; ties to even, larger values to 6."""
-    middles = torch.tensor(_E2M1_MIDDLES, dtype=x.dtype)
-    middles[1::2] = torch.nextafter(middles[1::2], torch.zeros(()).to(x.dtype))
+    middles = torch.tensor(_E2M1_MIDDLES, dtype=x.dtype, device=x.device)
+    middles[1::2] = torch.nextafter(middles[1::2], torch.zeros_like(middles[1::2]))
     magnitude = torch.bucketize(x.abs().contiguous(), middles)  # > middle, so a tie at an even boundary stays below
     return (magnitude + 8 * torch.signbit(x)).to(torch.uint8)
 
@@ -109,4 +109,4 @@ def _float8(x: Tensor, scale: Tensor) -> Tensor:
 def _float4(x: Tensor, scale: Tensor) -> Tensor:
     step = _nonzero(scale)
     codes = nearest_e2m1(x / step).long()
-    return torch.where(codes >= 8, -1.0, 1.0) * _E2M1_STEPS[codes & 7] * step
+    return torch.where(codes >= 8, -1.0, 1.0) * _E2M1_STEPS.to(x.device)[codes & 7] * step

@@ -2,7 +2,8 @@
 
 Two kinds of step make up a recipe. A `Transform` rewrites float weights without changing the function (scales moved
 into norms, rotations); a `Solver` turns each matrix into a QuantizedMatrix. Both see one block at a time through
-`BlockView` and know nothing of files, formats or the job's bookkeeping. Solvers' arithmetic lives in pure functions.
+`BlockView` and know nothing of files, formats or the job's bookkeeping. Solvers' arithmetic lives in pure functions, on
+the device of the tensors they are given.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from tokenmill.checkpoint.description import ModelDescription
 from tokenmill.errors import UserError, unknown_name
 from tokenmill.model.formats.quantized import QuantizedMatrix, Scheme
 
+SAMPLE_ROWS = 4096  # calibration tokens whose inputs are kept for methods that ask
+
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
@@ -28,7 +31,7 @@ class Statistics:
     mean_square: Tensor | None = None  # float32 [in]
     mean_abs: Tensor | None = None  # float32 [in]
     max_abs: Tensor | None = None  # float32 [in]
-    sample: Tensor | None = None  # float32 [n, in]: some of the rows, evenly spaced
+    sample: Tensor | None = None  # float32 [n, in]: up to SAMPLE_ROWS of the rows, evenly spaced
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +80,8 @@ class BlockView(Protocol):
         ...
 
     def forward(self, inputs: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
-        """The block's output [tokens, hidden] for one sequence with some weights replaced; differentiable in them."""
+        """The block's output for a sequence [tokens, hidden], or for several [sequences, tokens, hidden], with some
+        weights replaced; differentiable in them."""
         ...
 
 

@@ -51,7 +51,7 @@ def quantize_block(
     for name, matrix in matrices.items():
         if not bool(torch.isfinite(matrix.scales).all()):
             raise UserError(f"{name} became NaN or infinite", "give other calibration text or another method")
-        encoded = file_format.encode(matrix)
+        encoded = file_format.encode(matrix.to("cpu"))
         tensors |= {f"{name}.{suffix}": tensor for suffix, tensor in encoded.items()}
         size = sum(tensor.numel() * tensor.element_size() for tensor in encoded.values())
         reports.append(
@@ -60,6 +60,7 @@ def quantize_block(
     for name, value in block.tensors.items():
         if name in matrices:
             continue
+        value = value.cpu()
         if name in names:
             tensors[f"{name}.weight"] = narrow(name, value, dtype)
         elif name.endswith(".bias"):

@@ -2,7 +2,7 @@
 
 `CalibratedBlock` is the BlockView that methods work on: one block's float32 weights with the calibration data at its
 door. Statistics are streamed: a batch of sequences runs to the input asked for, its share is added, nothing is kept.
-Used by the job; knows nothing of recipes or files.
+Weights and arithmetic are on the block's device, hidden states on the host. Used by the job; knows no recipes or files.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from tokenmill.quantize.base import LinearGroup, Statistics
+from tokenmill.quantize.base import SAMPLE_ROWS, LinearGroup, Statistics
 from tokenmill.quantize.calibration_ops import CalibrationOps, ReachedInput
 from tokenmill.quantize.source import SourceModel
 
 KINDS = ("hessian", "mean_square", "mean_abs", "max_abs", "sample")
-SAMPLE_ROWS = 512
 _HESSIAN_TILE = 1024
+_HOST = torch.device("cpu")
 
 
 class HiddenStates:
-    """Inputs of the present block, [sequences, length, hidden], float32 or (to save memory) float16."""
+    """Inputs of the present block, [sequences, length, hidden], float32 or (to save memory) float16, on the host."""
 
     def __init__(self, values: Tensor, batch: int) -> None:
         self.values = values
@@ -33,23 +33,24 @@ class HiddenStates:
     def num_tokens(self) -> int:
         return self.values.shape[0] * self.values.shape[1]
 
-    def batches(self) -> Iterator[tuple[slice, Tensor]]:
-        """(which sequences, their states as float32 [tokens, hidden])."""
+    def batches(self, device: torch.device = _HOST) -> Iterator[tuple[slice, Tensor]]:
+        """(which sequences, their states as float32 [tokens, hidden] on `device`)."""
         for begin in range(0, self.values.shape[0], self.batch):
             cut = slice(begin, begin + self.batch)
-            yield cut, self.values[cut].float().flatten(0, 1)
+            yield cut, self.values[cut].to(device).float().flatten(0, 1)
 
-    def advance(self, run: Callable[[Tensor], Tensor]) -> None:
+    def advance(self, run: Callable[[Tensor], Tensor], device: torch.device = _HOST) -> None:
         """Replace the states by the block's outputs, in place."""
-        for cut, states in self.batches():
-            self.values[cut] = run(states).view_as(self.values[cut])
+        for cut, states in self.batches(device):
+            self.values[cut] = run(states).view(self.values[cut].shape).to(self.values.device)
 
 
 class SequenceInputs(Sequence[Tensor]):
-    """The block's inputs one sequence at a time, widened when looked at."""
+    """The block's inputs one sequence at a time, widened and brought to the device when looked at."""
 
-    def __init__(self, values: Tensor) -> None:
+    def __init__(self, values: Tensor, device: torch.device) -> None:
         self._values = values
+        self._device = device
 
     def __len__(self) -> int:
         return self._values.shape[0]
@@ -60,18 +61,21 @@ class SequenceInputs(Sequence[Tensor]):
     def __getitem__(self, index: slice) -> SequenceInputs: ...
     def __getitem__(self, index: int | slice) -> Tensor | SequenceInputs:
         if isinstance(index, slice):
-            return SequenceInputs(self._values[index])
-        return self._values[index].float()
+            return SequenceInputs(self._values[index], self._device)
+        return self._values[index].to(self._device).float()
 
 
 class CalibratedBlock:
     """A BlockView. Without hidden states (data-free methods) only weights can be read and replaced."""
 
-    def __init__(self, source: SourceModel, index: int, states: HiddenStates | None) -> None:
+    def __init__(
+        self, source: SourceModel, index: int, states: HiddenStates | None, device: torch.device = _HOST
+    ) -> None:
         self.index = index
+        self.device = device
         self.groups: Sequence[LinearGroup] = source.groups(index)
         self.head_dim = source.description.head_dim
-        self.tensors = source.read_block(index)
+        self.tensors = {name: tensor.to(device) for name, tensor in source.read_block(index).items()}
         self._block = source.block(index)
         self._names = source.names
         self._states = states
@@ -101,14 +105,14 @@ class CalibratedBlock:
 
     def inputs(self) -> SequenceInputs:
         assert self._states is not None, "this job has no calibration data"
-        return SequenceInputs(self._states.values)
+        return SequenceInputs(self._states.values, self.device)
 
     @torch.no_grad()
     def statistics(self, group: LinearGroup, kinds: Sequence[str]) -> Statistics:
         assert self._states is not None, "this job has no calibration data"
         first = group.names[0]
-        collector = StatisticsCollector(self.tensors[first].shape[1], self._states.num_tokens, kinds)
-        for _, states in self._states.batches():
+        collector = self._collector(first, kinds)
+        for _, states in self._states.batches(self.device):
             self._run(states, self.tensors, {first: collector.add}, stop_at=first)
         return collector.finish()
 
@@ -116,23 +120,26 @@ class CalibratedBlock:
     def survey(self, kinds: Sequence[str]) -> dict[str, Statistics]:
         """Statistics of every group's input, by linear, and the hidden states moved on: all in one pass."""
         assert self._states is not None, "this job has no calibration data"
-        collectors = {
-            group.names[0]: StatisticsCollector(self.tensors[group.names[0]].shape[1], self._states.num_tokens, kinds)
-            for group in self.groups
-        }
+        collectors = {group.names[0]: self._collector(group.names[0], kinds) for group in self.groups}
         watched = {name: collector.add for name, collector in collectors.items()}
-        self._states.advance(lambda states: self._run(states, self.tensors, watched))
+        self._states.advance(lambda states: self._run(states, self.tensors, watched), self.device)
         found = {name: collector.finish() for name, collector in collectors.items()}
         return {name: found[group.names[0]] for group in self.groups for name in group.names}
 
     def forward(self, inputs: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
-        return self._run(inputs, {**self.tensors, **weights}, {}, length=inputs.shape[0])
+        rows = inputs.reshape(-1, inputs.shape[-1])
+        return self._run(rows, {**self.tensors, **weights}, {}, length=inputs.shape[-2]).view(inputs.shape)
 
     @torch.no_grad()
     def advance(self) -> None:
         """Move the hidden states past this block, with its weights as they are now."""
         assert self._states is not None
-        self._states.advance(lambda states: self._run(states, self.tensors, {}))
+        self._states.advance(lambda states: self._run(states, self.tensors, {}), self.device)
+
+    def _collector(self, name: str, kinds: Sequence[str]) -> StatisticsCollector:
+        """Of the input of linear `name`."""
+        assert self._states is not None
+        return StatisticsCollector(self.tensors[name].shape[1], self._states.num_tokens, kinds, self.device)
 
     def _run(
         self,
@@ -155,16 +162,16 @@ class CalibratedBlock:
 
 
 class StatisticsCollector:
-    """Adds up batches of rows [tokens, in]; one pass serves every kind asked for."""
+    """Adds up batches of rows [tokens, in], all on `device`; one pass serves every kind asked for."""
 
-    def __init__(self, in_features: int, num_tokens: int, kinds: Sequence[str]) -> None:
+    def __init__(self, in_features: int, num_tokens: int, kinds: Sequence[str], device: torch.device = _HOST) -> None:
         assert set(kinds) <= set(KINDS), kinds
         self._kinds = frozenset(kinds)
         self._seen = 0
-        self._hessian = torch.zeros(in_features, in_features) if "hessian" in kinds else None
-        self._square = torch.zeros(in_features, dtype=torch.float64)
-        self._abs = torch.zeros(in_features, dtype=torch.float64)
-        self._max = torch.zeros(in_features)
+        self._hessian = torch.zeros(in_features, in_features, device=device) if "hessian" in kinds else None
+        self._square = torch.zeros(in_features, dtype=torch.float64, device=device)
+        self._abs = torch.zeros(in_features, dtype=torch.float64, device=device)
+        self._max = torch.zeros(in_features, device=device)
         self._stride = max(1, num_tokens // SAMPLE_ROWS)
         self._sample: list[Tensor] = []
 

@@ -60,8 +60,8 @@ class CalibrationOps:
         return [y if bias is None else y + bias for y, bias in zip(outputs, biases, strict=True)]
 
     def rope(self, x: Tensor, table: RotaryTable, head_dim: int) -> Tensor:
-        positions = torch.arange(self._length).repeat(x.shape[0] // self._length)
-        return ref.rope(x, positions, table.cos, table.sin, head_dim, table.interleaved)
+        positions = torch.arange(self._length, device=x.device).repeat(x.shape[0] // self._length)
+        return ref.rope(x, positions, table.cos.to(x.device), table.sin.to(x.device), head_dim, table.interleaved)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         length, repeats = self._length, spec.num_heads // spec.num_kv_heads
@@ -73,10 +73,10 @@ class CalibrationOps:
         query, key, value = heads(q, 1), heads(k, repeats), heads(v, repeats)
         if spec.softcap:
             scores = ref.softcap((query @ key.transpose(-1, -2)) * spec.scale, spec.softcap)
-            hidden = ~_visible(length, spec.window)
+            hidden = ~_visible(length, spec.window, q.device)
             mixed = scores.masked_fill(hidden, float("-inf")).softmax(-1) @ value
         elif spec.window and spec.window < length:
-            mask = _visible(length, spec.window)
+            mask = _visible(length, spec.window, q.device)
             mixed = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=spec.scale)
         else:
             mixed = scaled_dot_product_attention(query, key, value, is_causal=True, scale=spec.scale)
@@ -95,9 +95,9 @@ class CalibrationOps:
         raise AssertionError("a block has no logits", x)
 
 
-def _visible(length: int, window: int) -> Tensor:
+def _visible(length: int, window: int, device: torch.device) -> Tensor:
     """[query, key]: what a token may see."""
-    position = torch.arange(length)
+    position = torch.arange(length, device=device)
     visible = position.unsqueeze(0) <= position.unsqueeze(1)
     if window:
         visible &= position.unsqueeze(0) > position.unsqueeze(1) - window

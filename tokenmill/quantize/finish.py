@@ -32,6 +32,7 @@ class GateRequest:
     max_quality_loss: float = DEFAULT_MAX_LOSS  # share by which perplexity may rise
     max_chunks: int = 16
     threads: int = 0
+    device: str = "auto"  # that the engine measures on
 
 
 def conclude(
@@ -65,7 +66,7 @@ def measure(candidate: Path, request: GateRequest, reference: str, held_out: str
     context = min(GATE_CONTEXT, open_checkpoint(candidate).description.context_length)
     text, words = gate_text(request, held_out, context)
     limits = GateLimits(max_quality_loss=request.max_quality_loss)
-    config = EngineConfig(threads=request.threads, prefix_caching=False)
+    config = EngineConfig(threads=request.threads, device=request.device, prefix_caching=False)
     report = asdict(run_gate(candidate, reference, text, limits, config, context=context, cached=False))
     reasons, _ = report.pop("reasons"), report.pop("passed")
     return report, "; ".join(reasons), words

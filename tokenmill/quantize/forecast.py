@@ -25,7 +25,8 @@ _STATUS = Path("/proc/self/status")
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    memory_bytes: int  # resident at the peak, this process as it is now included
+    memory_bytes: int  # resident on the host at the peak, this process as it is now included
+    device_bytes: int  # on the GPU; 0 without one
     seconds: float
     disk_bytes: int  # free space the job needs while it runs
     batch: int  # sequences computed at a time
@@ -33,19 +34,28 @@ class Forecast:
 
 
 def forecast_job(
-    source: SourceModel, recipe: Recipe, sequences: tuple[int, int] | None, cap: int, output_bytes: int
+    source: SourceModel,
+    recipe: Recipe,
+    sequences: tuple[int, int] | None,
+    cap: int,
+    output_bytes: int,
+    device: torch.device,
 ) -> Forecast:
-    """`sequences`: (samples, length), None for a data-free job. `cap`: bytes, 0 for none."""
-    fixed = resident_bytes() + _block_bytes(source) + _step_bytes(source, recipe) + _edge_bytes(source)
+    """`sequences`: (samples, length), None for a data-free job. `cap`: bytes on the host, 0 for none."""
+    on_host = device.type == "cpu"
+    step = _step_bytes(source, recipe)
+    fixed = resident_bytes() + _block_bytes(source) + _edge_bytes(source) + (step if on_host else 0)
     samples, length = sequences or (0, 0)
-    batch, half, needed = _fit(source, fixed, samples, length, cap)
+    batch, half, needed = _fit(source, fixed, samples, length, cap, on_host)
     disk = 2 * output_bytes + 2 * _states_bytes(source, samples * length, half)
-    return Forecast(needed, _seconds(source, recipe, samples * length), disk, batch, half)
+    there = 0 if on_host else _block_bytes(source) + step + batch * _sequence_bytes(source, length)
+    return Forecast(needed, there, _seconds(source, recipe, samples * length, device), disk, batch, half)
 
 
-def states_plan(source: SourceModel, samples: int, length: int, cap: int) -> tuple[int, bool]:
+def states_plan(source: SourceModel, samples: int, length: int, cap: int, device: torch.device) -> tuple[int, bool]:
     """(sequences at a time, float16 states) of a job that only looks at the data."""
-    batch, half, _ = _fit(source, resident_bytes() + _block_bytes(source), samples, length, cap)
+    fixed = resident_bytes() + _block_bytes(source)
+    batch, half, _ = _fit(source, fixed, samples, length, cap, device.type == "cpu")
     return batch, half
 
 
@@ -59,15 +69,16 @@ def check_memory(cap: int) -> None:
         )
 
 
-def _fit(source: SourceModel, fixed: int, samples: int, length: int, cap: int) -> tuple[int, bool, int]:
-    """(sequences at a time, float16 states, bytes in all): the fastest way that stays under the cap."""
+def _fit(source: SourceModel, fixed: int, samples: int, length: int, cap: int, on_host: bool) -> tuple[int, bool, int]:
+    """(sequences at a time, float16 states, bytes on the host): the fastest way that stays under the cap."""
     options = [(0, False)]
     if samples:
         widest = max(1, min(samples, _BATCH_TOKENS // length))
         sizes = sorted({widest, *(2**power for power in range(widest.bit_length()))}, reverse=True)
         options = [(size, half) for half in (False, True) for size in sizes]
     for batch, half in options:
-        needed = fixed + _states_bytes(source, samples * length, half) + batch * _sequence_bytes(source, length)
+        needed = fixed + _states_bytes(source, samples * length, half)
+        needed += batch * _sequence_bytes(source, length) if on_host else 0
         if not cap or needed <= cap:
             return batch, half, needed
     raise UserError(
@@ -132,7 +143,7 @@ def _sequence_bytes(source: SourceModel, length: int) -> int:
     return 4 * length * (rows + (2 * d.num_heads * length if masked else 0))
 
 
-def _seconds(source: SourceModel, recipe: Recipe, num_tokens: int) -> float:
+def _seconds(source: SourceModel, recipe: Recipe, num_tokens: int, device: torch.device) -> float:
     """From the products that must be made and how fast this machine makes one."""
     weights = sum(out * width for out, width in _linear_sizes(source).values())
     operations = 200.0 * weights  # finding grids and rounding
@@ -140,15 +151,15 @@ def _seconds(source: SourceModel, recipe: Recipe, num_tokens: int) -> float:
         squares = sum(source.shape(group.names[0])[1] ** 2 for group in source.groups(0))
         cubes = sum(source.shape(group.names[0])[1] ** 3 for group in source.groups(0))
         operations += num_tokens * (2.0 * _PASSES * weights + 1.1 * squares) + 2.0 * cubes
-    return source.num_blocks * operations / _speed()
+    return source.num_blocks * operations / _speed(device)
 
 
-def _speed() -> float:
+def _speed(device: torch.device) -> float:
     """Operations per second of a float32 matrix product, with the threads torch has now."""
-    a, b = torch.randn(512, 1024), torch.randn(1024, 1024)
-    a @ b
+    a, b = torch.randn(512, 1024, device=device), torch.randn(1024, 1024, device=device)
+    float((a @ b)[0, 0])
     begin, count = time.perf_counter(), 0
     while count < 2 or time.perf_counter() - begin < 0.05:
-        a @ b
+        float((a @ b)[0, 0])  # a GPU is waited for
         count += 1
     return 2.0 * 512 * 1024 * 1024 * count / (time.perf_counter() - begin)

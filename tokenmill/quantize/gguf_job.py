@@ -27,6 +27,7 @@ from tokenmill.hardware.machine import usable_cores
 from tokenmill.kernels.ref import rms_norm
 from tokenmill.quantize.calibrate import CalibratedBlock, HiddenStates, StatisticsCollector
 from tokenmill.quantize.calibration_text import CalibrationText, read_calibration
+from tokenmill.quantize.device import choose_device
 from tokenmill.quantize.finish import GateRequest, measure
 from tokenmill.quantize.forecast import MIB, check_memory, peak_bytes, states_plan
 from tokenmill.quantize.ggml.export import GGUFReport, plan_gguf, quantize_gguf
@@ -46,6 +47,7 @@ class GGUFJob:
     calibration: Path | None = None
     calibration_samples: int = 128
     calibration_length: int = 0
+    device: str = "auto"  # that the calibration text runs on; the ggml quantizers run on the host
 
     @property
     def mix(self) -> str:
@@ -64,6 +66,7 @@ def run_gguf_job(
 ) -> dict[str, Any]:
     begin = time.monotonic()
     torch.set_num_threads(gate.threads or usable_cores())
+    device = choose_device(job.device)
     if job.method not in METHODS:
         raise UserError(f"a GGUF has quantizers of its own, {job.method} cannot fill it", "use --method rtn or imatrix")
     if job.out.exists():
@@ -80,7 +83,9 @@ def run_gguf_job(
             f"the file needs {plan.nbytes / MIB:,.0f} MiB on the disk of {job.out}, only {free / MIB:,.0f} are free",
             "make room, or give an --out on another disk",
         )
-    importance = collect_importance(checkpoint, path, job, memory, on_block) if job.method == "imatrix" else None
+    importance = None
+    if job.method == "imatrix":
+        importance = collect_importance(checkpoint, path, job, memory, device, on_block)
     partial = job.out.with_name(job.out.name + ".partial")
     report = quantize_gguf(checkpoint, partial, job.mix, importance)
     measured = _conclude(job, gate, partial, str(path), report)
@@ -100,7 +105,12 @@ def run_gguf_job(
 
 
 def collect_importance(
-    checkpoint: Checkpoint, path: Path, job: GGUFJob, memory: int, on_block: Callable[[int, int, float], None]
+    checkpoint: Checkpoint,
+    path: Path,
+    job: GGUFJob,
+    memory: int,
+    device: torch.device,
+    on_block: Callable[[int, int, float], None],
 ) -> dict[str, Tensor]:
     """Mean square of the input of every linear, by name; the head's too."""
     length = job.calibration_length or min(512, checkpoint.description.context_length)
@@ -108,14 +118,14 @@ def collect_importance(
         job.calibration, load_tokenizer(path), load_chat_template(path), job.calibration_samples, length
     )
     source = SourceModel(checkpoint, length)
-    batch, half = states_plan(source, job.calibration_samples, length, memory)
+    batch, half = states_plan(source, job.calibration_samples, length, memory, device)
     values = source.embed(text.sequences)
     states = HiddenStates(values.half() if half else values, batch)
     importance: dict[str, Tensor] = {}
     started = time.monotonic()
     for index in range(source.num_blocks):
-        found = CalibratedBlock(source, index, states).survey(("mean_square",))
-        importance |= {name: each.mean_square for name, each in found.items() if each.mean_square is not None}
+        found = CalibratedBlock(source, index, states, device).survey(("mean_square",))
+        importance |= {name: each.mean_square.cpu() for name, each in found.items() if each.mean_square is not None}
         spent = (time.monotonic() - started) / (index + 1)
         on_block(index + 1, source.num_blocks, spent * (source.num_blocks - index - 1))
         check_memory(memory)

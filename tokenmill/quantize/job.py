@@ -31,6 +31,13 @@ from tokenmill.quantize.block_job import LayerReport, from_plain, quantize_block
 from tokenmill.quantize.calibrate import CalibratedBlock, HiddenStates
 from tokenmill.quantize.calibration_text import CalibrationText, read_calibration
 from tokenmill.quantize.card import CardContent
+from tokenmill.quantize.device import (
+    check_room,
+    choose_device,
+    describe_device,
+    full_device_explained,
+    peak_device_bytes,
+)
 from tokenmill.quantize.edges import Edges
 from tokenmill.quantize.finish import GateRequest, conclude
 from tokenmill.quantize.forecast import MIB, Forecast, check_memory, forecast_job, peak_bytes
@@ -56,6 +63,7 @@ class QuantizeJob:
     calibration_length: int = 0  # 0: 512, or the model's context where that is shorter
     memory: int = 0
     threads: int = 0
+    device: str = "auto"  # a GPU where there is one, "cpu" or "cuda"
     restart: bool = False
     gate: GateRequest = field(default_factory=GateRequest)
 
@@ -67,6 +75,8 @@ class QuantizeReport:
     bytes: int
     seconds: float
     peak_memory_bytes: int
+    peak_device_bytes: int  # on the GPU, 0 without one
+    device: str
     fidelity: Mapping[str, Any]
     format: str
     method: str
@@ -86,6 +96,7 @@ class PreparedJob:
     recipe: Recipe
     file_format: type[FileFormat]
     dtype: torch.dtype
+    device: torch.device
     calibration: CalibrationText | None
     forecast: Forecast
 
@@ -98,6 +109,7 @@ class PreparedJob:
             "recipe": self.recipe.describe(),
             "format": self.file_format.name,
             "dtype": str(self.dtype),
+            "device": self.device.type,
             "calibration": self.calibration.digest if self.calibration else None,
             "batch": [self.forecast.batch, self.forecast.half_states],
         }
@@ -111,6 +123,7 @@ def prepare(job: QuantizeJob) -> PreparedJob:
     if not job.out.absolute().parent.is_dir():
         raise UserError(f"{job.out.absolute().parent} is not a directory", "create it, or give another --out")
     torch.set_num_threads(job.threads or usable_cores())
+    device = choose_device(job.device)
     path = resolve(job.model).path
     checkpoint = open_checkpoint(path)
     length = _sequence_length(job, checkpoint.description.context_length)
@@ -125,14 +138,15 @@ def prepare(job: QuantizeJob) -> PreparedJob:
         calibration = read_calibration(job.calibration, load_tokenizer(path), template, job.calibration_samples, length)
     size = _output_bytes(source, recipe, shapes, dtype)
     sequences = (job.calibration_samples, length) if calibration else None
-    forecast = forecast_job(source, recipe, sequences, job.memory, size)
+    forecast = forecast_job(source, recipe, sequences, job.memory, size, device)
+    check_room(device, forecast.device_bytes)
     free = shutil.disk_usage(job.out.absolute().parent).free
     if free < forecast.disk_bytes:
         raise UserError(
             f"the job needs {forecast.disk_bytes / MIB:,.0f} MiB on the disk of {job.out}, it has {free / MIB:,.0f}",
             "make room, or give an --out on another disk",
         )
-    return PreparedJob(job, path, checkpoint, source, recipe, file_format, dtype, calibration, forecast)
+    return PreparedJob(job, path, checkpoint, source, recipe, file_format, dtype, device, calibration, forecast)
 
 
 def run_job(prepared: PreparedJob, on_block: Progress = lambda _done, _all, _left: None) -> QuantizeReport:
@@ -143,7 +157,8 @@ def run_job(prepared: PreparedJob, on_block: Progress = lambda _done, _all, _lef
     for transform in recipe.transforms:
         transform.begin(edges)
     if recipe.average_bits is not None and prepared.calibration is not None:
-        recipe = choose_schemes(recipe, source, prepared.calibration.sequences, prepared.file_format, workspace)
+        sequences = prepared.calibration.sequences
+        recipe = choose_schemes(recipe, source, sequences, prepared.file_format, workspace, prepared.device)
     finished = workspace.num_finished(recipe.needs_calibration)
     states = _initial_states(prepared, edges, workspace, finished)
     workspace.save(workspace.edges, edges.stored(prepared.dtype))
@@ -151,7 +166,8 @@ def run_job(prepared: PreparedJob, on_block: Progress = lambda _done, _all, _lef
     on_block(finished, source.num_blocks, prepared.forecast.seconds)
     started = time.monotonic()
     for index in range(finished, source.num_blocks):
-        _do_block(prepared, recipe, workspace, index, states, edges.description.norm_offset)
+        with full_device_explained(f"block {index}"):
+            _do_block(prepared, recipe, workspace, index, states, edges.description.norm_offset)
         spent = (time.monotonic() - started) / (index + 1 - finished)
         on_block(index + 1, source.num_blocks, spent * (source.num_blocks - index - 1))
         check_memory(job.memory)
@@ -183,6 +199,8 @@ def run_job(prepared: PreparedJob, on_block: Progress = lambda _done, _all, _lef
         bytes=directory_bytes(job.out),
         seconds=time.monotonic() - begin,
         peak_memory_bytes=peak_bytes(),
+        peak_device_bytes=peak_device_bytes(prepared.device),
+        device=describe_device(prepared.device),
         fidelity={**measured, **_weight_errors(layers)},
         format=prepared.file_format.name,
         method=recipe.method,
@@ -200,7 +218,7 @@ def _do_block(
     states: HiddenStates | None,
     norm_offset: float,
 ) -> None:
-    block = CalibratedBlock(prepared.source, index, states)
+    block = CalibratedBlock(prepared.source, index, states, prepared.device)
     tensors, reports = quantize_block(block, recipe, prepared.file_format, prepared.dtype, norm_offset)
     if states is not None:
         block.advance()

@@ -24,12 +24,17 @@ _SEQUENCES = 4
 
 
 def choose_schemes(
-    recipe: Recipe, source: SourceModel, sequences: Tensor, file_format: type[FileFormat], workspace: Workspace
+    recipe: Recipe,
+    source: SourceModel,
+    sequences: Tensor,
+    file_format: type[FileFormat],
+    workspace: Workspace,
+    device: torch.device,
 ) -> Recipe:
     """The recipe with a scheme of its own for each linear, on average as wide as the recipe asks for."""
     widths = workspace.read_json("widths")
     if widths is None:
-        widths = _choose(recipe, source, sequences, file_format)
+        widths = _choose(recipe, source, sequences, file_format, device)
         workspace.write_json("widths", widths)
     counts = {bits: sum(width == bits for width in widths.values()) for bits in sorted(set(widths.values()))}
     _log.info("mixed precision: %s", ", ".join(f"{count} x {bits} bits" for bits, count in counts.items()))
@@ -37,7 +42,9 @@ def choose_schemes(
     return replace(recipe, scheme_of=schemes)
 
 
-def _choose(recipe: Recipe, source: SourceModel, sequences: Tensor, file_format: type[FileFormat]) -> dict[str, int]:
+def _choose(
+    recipe: Recipe, source: SourceModel, sequences: Tensor, file_format: type[FileFormat], device: torch.device
+) -> dict[str, int]:
     assert recipe.average_bits is not None
     shapes = {name: source.shape(name) for name in recipe.scheme_of}
     widths = [
@@ -54,7 +61,7 @@ def _choose(recipe: Recipe, source: SourceModel, sequences: Tensor, file_format:
     states = HiddenStates(source.embed(chosen), 1)
     measured: list[Sensitivity] = []
     for index in range(source.num_blocks):
-        block = CalibratedBlock(source, index, states)
+        block = CalibratedBlock(source, index, states, device)
         measured += measure_block(block, recipe.scheme_of, widths, count)
         block.advance()
     return choose_widths(measured, recipe.scheme, budget_bytes(measured, recipe.scheme, recipe.average_bits))

@@ -13,6 +13,7 @@ from tokenmill import LLM, SamplingParams
 from tokenmill.checkpoint.open import open_checkpoint
 from tokenmill.kernels.ref import rms_norm, softcap
 from tokenmill.quantize import calibrate
+from tokenmill.quantize.base import SAMPLE_ROWS
 from tokenmill.quantize.calibrate import CalibratedBlock, HiddenStates, StatisticsCollector
 from tokenmill.quantize.source import FINAL_NORM, HEAD, SourceModel
 
@@ -113,9 +114,10 @@ def test_forward_has_gradients(block_of: Callable[[], CalibratedBlock]) -> None:
 
 
 def test_sample_is_spread_over_the_tokens() -> None:
-    collector = StatisticsCollector(1, 5120, ("sample",))
-    for begin in range(0, 5120, 100):
-        collector.add(torch.arange(begin, min(begin + 100, 5120)).float().unsqueeze(1))
+    count = 10 * SAMPLE_ROWS
+    collector = StatisticsCollector(1, count, ("sample",))
+    for begin in range(0, count, 100):
+        collector.add(torch.arange(begin, min(begin + 100, count)).float().unsqueeze(1))
     sample = collector.finish().sample
     assert sample is not None
-    assert sample.flatten().tolist() == list(range(0, 5120, 10))
+    assert sample.flatten().tolist() == list(range(0, count, 10))

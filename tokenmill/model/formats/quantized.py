@@ -6,7 +6,7 @@ losing nothing. Codes are unpacked here (one byte each); packing is the format's
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -89,6 +89,13 @@ class QuantizedMatrix:
     def shape(self) -> tuple[int, int]:
         return self.codes.shape[0], self.codes.shape[1]
 
+    def to(self, device: torch.device | str) -> QuantizedMatrix:
+        tensors = (self.codes, self.scales, self.zeros, self.table)
+        codes, scales, zeros, table = (None if each is None else each.to(device) for each in tensors)
+        assert codes is not None
+        assert scales is not None
+        return replace(self, codes=codes, scales=scales, zeros=zeros, table=table)
+
     def dequantize(self) -> Tensor:
         """float32 [out, in]; for a rotated codebook still in the rotated basis."""
         values = element_values(self)
@@ -114,7 +121,8 @@ def table_values(matrix: QuantizedMatrix) -> Tensor:
         assert matrix.table is not None
         return matrix.table
     assert matrix.scheme.element in ("nf4", "e2m1"), matrix.scheme.element
-    return torch.tensor(NF4_VALUES if matrix.scheme.element == "nf4" else (*E2M1_VALUES, *(-v for v in E2M1_VALUES)))
+    values = NF4_VALUES if matrix.scheme.element == "nf4" else (*E2M1_VALUES, *(-v for v in E2M1_VALUES))
+    return torch.tensor(values, device=matrix.codes.device)
 
 
 def spread(shared: Tensor, matrix: QuantizedMatrix) -> Tensor:

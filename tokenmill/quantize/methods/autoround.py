@@ -143,16 +143,13 @@ class BlockObjective:
 
     def __call__(self, iteration: int, weights: Mapping[str, Tensor]) -> tuple[float, Mapping[str, Tensor]]:
         del iteration
-        chosen = torch.randperm(len(self._sequences), generator=self._generator)[: self._batch].tolist()
+        chosen = torch.randperm(len(self._sequences), generator=self._generator, device="cpu")[: self._batch].tolist()
         leaves = {name: weight.requires_grad_() for name, weight in weights.items()}
-        scale = 1.0 / sum(self._plain[index] for index in chosen)
-        total = 0.0
-        for index in chosen:
-            output = self._block.forward(self._sequences[index], leaves)
-            loss = (output - self._targets[index]).square().sum() * scale
-            loss.backward()
-            total += float(loss.detach())
-        return total, {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+        output = self._block.forward(torch.stack([self._sequences[index] for index in chosen]), leaves)
+        target = torch.stack([self._targets[index] for index in chosen])
+        loss = (output - target).square().sum() / sum(self._plain[index] for index in chosen)
+        loss.backward()
+        return float(loss.detach()), {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
 
 
 def layer_gradients(float_weights: Mapping[str, Tensor], hessian: Tensor) -> Gradients:

@@ -111,7 +111,7 @@ def candidate_scales(inputs: Tensor, sizes: Tensor | None, grid: int) -> list[Te
 
 def relative_size(weights: Sequence[Tensor], schemes: Sequence[Scheme]) -> Tensor:
     """[in]: the mean over all rows of |w| as a share of its group's largest."""
-    total = torch.zeros(weights[0].shape[1])
+    total = weights[0].new_zeros(weights[0].shape[1])
     for weight, scheme in zip(weights, schemes, strict=True):
         groups = weight.abs().view(weight.shape[0], -1, scheme.group_size or weight.shape[1])
         total += (groups / (groups.amax(-1, keepdim=True) + 1e-6)).view(weight.shape).sum(0)
@@ -165,7 +165,7 @@ def _clip_rows(weight: Tensor, blocks: Tensor, scheme: Scheme, steps: int, max_s
     """blocks [groups, size, size]: the diagonal blocks of the Hessian."""
     groups = weight.view(weight.shape[0], -1, blocks.shape[1])
     largest = groups.abs().amax(-1, keepdim=True)  # [rows, groups, 1]
-    best, least = groups, torch.full(groups.shape[:2], float("inf"))
+    best, least = groups, groups.new_full(groups.shape[:2], float("inf"))
     for step in range(steps):
         limit = largest * (1 - max_shrink * step / steps)
         tried = groups.clamp(-limit, limit)

@@ -32,7 +32,7 @@ def factor_hessian(hessian: Tensor, damping: float, order: Tensor | None = None)
     Instead of inverting H and factoring the inverse: a Cholesky of H from its last column up, H = M M^T with M upper,
     then U = M^-1. Inputs that were always zero count as independent. Damping grows until the factorization succeeds.
     """
-    backwards = torch.arange(hessian.shape[0]) if order is None else order
+    backwards = torch.arange(hessian.shape[0], device=hessian.device) if order is None else order
     backwards = backwards.flip(0)
     damped = hessian[backwards][:, backwards]
     diagonal = damped.diagonal()
@@ -69,16 +69,19 @@ def invert_upper_(matrix: Tensor) -> None:
     corner.copy_((left @ corner @ right).neg_())
 
 
-class _Columns:
-    """The state of one solve, transposed so that a column of W is contiguous: `weight` and `codes` are [in, out]."""
+class Columns:
+    """The state of one solve, transposed so that a column of W is contiguous: `weight` and `codes` are [in, out].
+
+    Rounds to integers; a number type of its own overrides `round`.
+    """
 
     def __init__(self, weight: Tensor, factor: Tensor, scheme: Scheme, norm: float) -> None:
         self.weight, self.factor, self.scheme, self.norm = weight, factor, scheme, norm
-        self.codes = torch.empty(weight.shape, dtype=torch.uint8)
+        self.codes = weight.new_empty(weight.shape, dtype=torch.uint8)
         self.errors = torch.empty_like(weight)
         self.group = scheme.group_size or weight.shape[0]
         num_groups = weight.shape[0] // self.group
-        self.scales = torch.empty(num_groups, weight.shape[1])
+        self.scales = weight.new_empty(num_groups, weight.shape[1])
         self.zeros = None if scheme.symmetric else torch.empty_like(self.scales)
         self.group_of: list[int] | None = None  # static: group of each column, grids fixed beforehand
 
@@ -111,21 +114,21 @@ class _Columns:
         return Scheme("int", self.scheme.bits, 0, symmetric=self.scheme.symmetric)
 
     def _solve_leaf(self, begin: int, end: int) -> None:
-        top = 2**self.scheme.bits - 1
-        middle: float | Tensor = 2.0 ** (self.scheme.bits - 1)
         for column in range(begin, end):
             group = self.group_of[column] if self.group_of is not None else column // self.group
-            scale = self.scales[group]
-            if self.zeros is not None:
-                middle = self.zeros[group]
-            value = self.weight[column]
-            code = (value / scale).add_(middle).round_().clamp_(0, top)
-            self.codes[column] = code
-            error = self.errors[column]
-            torch.sub(value, code.sub_(middle).mul_(scale), out=error)
+            value, error = self.weight[column], self.errors[column]
+            torch.sub(value, self.round(column, value, group), out=error)
             error.div_(self.factor[column, column])
             if column + 1 < end:
                 self.weight[column + 1 : end].addr_(self.factor[column, column + 1 : end], error, alpha=-1)
+
+    def round(self, column: int, value: Tensor, group: int) -> Tensor:
+        """Fill in the codes of a column and return what they mean."""
+        scale = self.scales[group]
+        middle: float | Tensor = 2.0 ** (self.scheme.bits - 1) if self.zeros is None else self.zeros[group]
+        code = (value / scale).add_(middle).round_().clamp_(0, 2**self.scheme.bits - 1)
+        self.codes[column] = code
+        return code.sub_(middle).mul_(scale)
 
 
 def column_order(diagonal: Tensor, group_size: int, order: str) -> Tensor | None:
@@ -141,7 +144,8 @@ def column_order(diagonal: Tensor, group_size: int, order: str) -> Tensor | None
     groups = diagonal.view(-1, group_size)
     inside = torch.argsort(groups, dim=1, descending=True, stable=True)
     outside = torch.argsort(groups.amax(1), descending=True, stable=True)
-    return (inside + torch.arange(groups.shape[0]).unsqueeze(1) * group_size)[outside].reshape(-1)
+    begins = torch.arange(groups.shape[0], device=groups.device).unsqueeze(1) * group_size
+    return (inside + begins)[outside].reshape(-1)
 
 
 def gptq(
@@ -149,11 +153,11 @@ def gptq(
 ) -> QuantizedMatrix:
     """`weight` [out, in] on `scheme`'s grid; `factor` is of the Hessian in the same column order as `order` says."""
     columns = weight.T[order] if order is not None else weight.T
-    state = _Columns(columns.contiguous().clone() if order is None else columns, factor, scheme, norm)
+    state = Columns(columns.contiguous().clone() if order is None else columns, factor, scheme, norm)
     if static:
         scales, zeros = choose_grid(weight, scheme, norm)
         state.scales, state.zeros = scales.T.contiguous(), None if zeros is None else zeros.T.contiguous()
-        places = order if order is not None else torch.arange(weight.shape[1])
+        places = order if order is not None else torch.arange(weight.shape[1], device=weight.device)
         state.group_of = (places // state.group).tolist()
     state.solve(0, weight.shape[1])
     codes, scales_of_groups, zeros_of_groups = state.codes, state.scales, state.zeros

@@ -35,7 +35,7 @@ class NormalFloat(MatrixSolver):
 def to_normal_float(weight: Tensor, scheme: Scheme) -> QuantizedMatrix:
     peaks = block_peaks(weight, 1, scheme.group_size)
     blocks = weight.reshape(*peaks.shape, -1) / nonzero(peaks).unsqueeze(-1)
-    codes = nearest_in_table(blocks, torch.tensor(NF4_VALUES))
+    codes = nearest_in_table(blocks, torch.tensor(NF4_VALUES, device=weight.device))
     return QuantizedMatrix(scheme, codes.view(weight.shape), peaks)
 
 

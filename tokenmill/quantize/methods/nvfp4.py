@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -58,7 +59,7 @@ def to_nvfp4(
     """`peak`: the largest magnitude of all matrices that share the float32 scale."""
     largest = (_ROOM_FOR_FOUR if four_over_six else E4M3_MAX) * E2M1_MAX
     # Files hold the reciprocal as float32: start from that, so that writing and reading change nothing.
-    global_scale = 1.0 / float(torch.tensor(largest / peak)) if peak else 1.0
+    global_scale = 1.0 / float(np.float32(largest / peak)) if peak else 1.0
     peaks = block_peaks(weight, 1, scheme.group_size)
     matrix = _round(weight, scheme, peaks / E2M1_MAX, global_scale)
     if four_over_six:

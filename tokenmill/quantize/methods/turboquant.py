@@ -48,7 +48,7 @@ class TurboQuant(MatrixSolver):
 
 def to_codebook(weight: Tensor, scheme: Scheme, seed: int) -> QuantizedMatrix:
     rotated = signed_hadamard(weight, seed)
-    table = torch.tensor(normal_table(scheme.bits))
+    table = torch.tensor(normal_table(scheme.bits), device=weight.device)
     spreads = nonzero(rotated.square().mean(1, keepdim=True).sqrt())
     codes = nearest_in_table(rotated / spreads, table)
     values = table[codes.long()]

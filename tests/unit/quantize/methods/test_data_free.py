@@ -9,7 +9,8 @@ from torch import Tensor
 from tests.unit.quantize.methods.fake_block import FakeBlock, random_weight
 from tokenmill.errors import UserError
 from tokenmill.model.formats.quantized import E2M1_VALUES, NF4_VALUES, QuantizedMatrix, Scheme
-from tokenmill.quantize.methods.fp8 import Fp8, to_float8
+from tokenmill.quantize.methods.fp8 import Fp8, compensated_codes, to_float8
+from tokenmill.quantize.methods.gptq import column_order, factor_hessian
 from tokenmill.quantize.methods.llm_int8 import LlmInt8
 from tokenmill.quantize.methods.mx import Microscaling, ocp_scale, to_microscaling
 from tokenmill.quantize.methods.nf4 import NormalFloat
@@ -66,6 +67,20 @@ class TestFp8:
         assert matrices["q"].scales == matrices["k"].scales == peak / 448
         assert matrices["o"].scales != peak / 448
         assert all(m.input_scale == pytest.approx(float(inputs.abs().amax()) / 448) for m in matrices.values())
+
+    @pytest.mark.parametrize("scaling", list(FP8_SCALING))
+    def test_compensation_keeps_the_scales_and_lowers_the_error_of_the_output(self, scaling: str) -> None:
+        generator = torch.Generator().manual_seed(4)
+        inputs = torch.randn(400, 300, generator=generator) @ torch.randn(300, 300, generator=generator)
+        weight, hessian = random_weight(200, 300), inputs.T @ inputs / 400
+        plain = to_float8(weight, FP8_SCALING[scaling], tries=4)
+        order = column_order(hessian.diagonal(), 0, "static")
+        assert order is not None
+        codes = compensated_codes(weight, plain, factor_hessian(hessian, 0.01, order)[0], order)
+        made_up = QuantizedMatrix(plain.scheme, codes, plain.scales)
+        before, after = ((each.dequantize() - weight) @ inputs.T for each in (plain, made_up))
+        assert after.norm() < 0.8 * before.norm()
+        assert error(made_up, weight) >= error(plain, weight)  # the nearest codes are those of plain rounding
 
     def test_only_float8(self) -> None:
         with pytest.raises(UserError, match="e4m3"):

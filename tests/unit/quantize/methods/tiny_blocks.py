@@ -14,6 +14,7 @@ from tokenmill.quantize.edges import Edges
 from tokenmill.quantize.source import SourceModel
 
 LENGTH = 24
+_HOST = torch.device("cpu")
 
 
 class TinyModel:
@@ -25,11 +26,11 @@ class TinyModel:
         self.edges = Edges(self.source)
         self.ids = torch.randint(3, 131, (12, LENGTH), generator=torch.Generator().manual_seed(7))
 
-    def block(self, index: int = 0) -> CalibratedBlock:
+    def block(self, index: int = 0, device: torch.device = _HOST) -> CalibratedBlock:
         """Block `index` with the embedding's rows, an outlier channel among them, at its door."""
         states = self.source.embed(self.ids).clone()
         states[..., 5] *= 6.0
-        return CalibratedBlock(self.source, index, HiddenStates(states, batch=6))
+        return CalibratedBlock(self.source, index, HiddenStates(states, batch=6), device)
 
     def logits(self, blocks: list[CalibratedBlock]) -> Tensor:
         """The whole model's logits for `ids`, with the blocks and edges as they are now."""
