@@ -13,6 +13,7 @@ if os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available():
     pytest.skip("no GPU: test_triton.py runs this file under the interpreter", allow_module_level=True)
 
 from tokenmill.kernels.triton.paged import SharedPrefix, contiguous_attention, paged_attention
+from tokenmill.kernels.triton.paged_widen import distinct_pages
 
 WHERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PAGE = 16
@@ -32,6 +33,8 @@ class Step:
     shared: int = 0  # tokens that all sequences have in common
     window: int = 0
     cap: float = 0.0
+    shared_pages: int = 0  # that all tables begin with, in steps of any kind
+    widened: bool = False  # FP8 pages are widened before the launch
 
     def __post_init__(self) -> None:
         pages = [-(-length // PAGE) for length in self.lengths]
@@ -41,7 +44,8 @@ class Step:
         self.table = torch.full((len(pages), max(pages)), -1, dtype=torch.int32)
         for row, ids in enumerate(order):
             self.table[row, : len(ids)] = ids
-            self.table[row, : self.shared // PAGE] = order[0][: self.shared // PAGE]
+            common = max(self.shared // PAGE, self.shared_pages)
+            self.table[row, :common] = order[0][:common]
             self._poison(row)
         self.scales = (torch.rand(self.kv_heads) + 0.5, torch.rand(self.kv_heads) + 0.5)
         self.q = torch.randn(sum(self.counts), self.kv_heads * self.group * self.dim).bfloat16()
@@ -68,7 +72,7 @@ class Step:
         return paged_attention(
             *moved, self.dim**-0.5, self.window, self.cap,
             scales=tuple(each.to(WHERE) for each in self.scales) if quantized else None,  # type: ignore[arg-type]
-            shared=shared, out=out,
+            shared=shared, distinct=distinct_pages(self.table.to(WHERE), PAGE) if self.widened else None, out=out,
         ).cpu()  # fmt: skip
 
     def twin(self) -> Tensor:
@@ -127,6 +131,11 @@ def test_decode(dtype: torch.dtype, kv_heads: int, group: int, dim: int) -> None
 )
 def test_mixed_step(dtype: torch.dtype, window: int, cap: float) -> None:
     check(Step([1, 5, 40, 1, 17], [133, 5, 90, 1, 60], window=window, cap=cap, dtype=dtype))
+
+
+@pytest.mark.parametrize("window", [0, 30])
+def test_pages_widened_beforehand(window: int) -> None:
+    check(Step([1, 5, 40, 1, 17], [133, 69, 114, 65, 90], dtype=FLOAT8, shared_pages=4, widened=True, window=window))
 
 
 @pytest.mark.parametrize("group", [1, 3])

@@ -15,6 +15,7 @@ from tokenmill.kernels.base import Declined
 from tokenmill.kernels.ggml_types import TYPES
 from tokenmill.kernels.ref_ggml import dequantize
 from tokenmill.kernels.triton import repack
+from tokenmill.kernels.triton.elementwise import quantize_rows
 from tokenmill.kernels.triton.grouped import expand
 from tokenmill.kernels.triton.linear import (
     DenseLinear,
@@ -26,7 +27,17 @@ from tokenmill.kernels.triton.linear import (
     quantize_at_load,
 )
 from tokenmill.kernels.triton.skinny import Tiling
-from tokenmill.kernels.triton.tuning import GROUPED, SKINNY, VECTOR, Plan, PlanTable, candidates, rule
+from tokenmill.kernels.triton.tuning import (
+    GROUPED,
+    HOPPER,
+    SKINNY,
+    VECTOR,
+    Plan,
+    PlanTable,
+    candidates,
+    on_hopper,
+    rule,
+)
 from tokenmill.model.formats.quantized import QuantizedMatrix, Scheme
 
 WHERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -91,6 +102,53 @@ def test_groups(group: int, bits: int, affine: bool) -> None:
             plan = Plan(GROUPED, Tiling(16, 0, splits, 4, 2, 0, 64))
             got = linear.multiply(x, torch.bfloat16, plan)
             assert error(got, x.double().cpu() @ exact.T + 1) < ERROR, (count, splits)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp8", "int4"])
+@pytest.mark.parametrize("rows", [44, 140])  # no whole number of tiles
+def test_a_product_whose_halves_gate_each_other(kind: str, rows: int) -> None:
+    values, bias, x = torch.randn(rows, 256), torch.randn(rows), tokens(1 if kind != "int4" else 3, 256)
+    if kind == "bf16":
+        linear: GpuLinear = DenseLinear(values.bfloat16().to(WHERE), bias)
+        values = values.bfloat16()
+    else:
+        linear = quantize_at_load(values.to(WHERE), bias, kind)
+    assert linear.gates(len(x))
+    whole = linear.multiply(x, torch.float32).double().cpu()
+    if kind == "bf16":
+        assert error(whole, x.double().cpu() @ values.double().T + bias.double()) < ERROR
+    wanted = torch.nn.functional.silu(whole[:, : rows // 2]) * whole[:, rows // 2 :]
+    assert error(linear.multiply(x, torch.float32, gated=True), wanted) < 1e-4
+    if kind == "fp8":
+        rounded = quantize_rows(x, "fp8")
+        whole = linear.multiply_quantized(*rounded, torch.float32).double().cpu()  # type: ignore[attr-defined]
+        wanted = torch.nn.functional.silu(whole[:, : rows // 2]) * whole[:, rows // 2 :]
+        got = linear.multiply_quantized(*rounded, torch.float32, gated=True)  # type: ignore[attr-defined]
+        assert error(got, wanted) < 1e-4
+
+
+@pytest.mark.skipif(not on_hopper(), reason="needs a Hopper GPU")
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("affine", [False, True])
+@pytest.mark.parametrize(
+    ("count", "rows", "depth"), [(65, 512, 1280), (128, 384, 4096), (200, 768, 2048), (300, 256, 384)]
+)
+def test_many_tokens_on_hopper(group: int, affine: bool, count: int, rows: int, depth: int) -> None:
+    codes = torch.randint(-8, 8, (rows, depth), dtype=torch.int8)
+    scales = torch.rand(rows, depth // group) + 0.1
+    zeros = torch.randint(-5, 5, scales.shape).float() if affine else None
+    weight = repack.pack_groups(codes.to(WHERE), scales.to(WHERE), None if zeros is None else zeros.to(WHERE), 4)
+    bias = torch.randn(rows)
+    linear = GroupedLinear(weight, bias, "")
+    spread = 0.0 if zeros is None else zeros.double().repeat_interleave(group, 1)
+    exact = (codes.double() - spread) * scales.double().repeat_interleave(group, 1)
+    x = tokens(count, depth)
+    wanted = x.double().cpu() @ exact.T + bias.double()
+    for _ in range(3):  # counters are left as they were
+        assert error(linear.multiply(x, torch.bfloat16, Plan(HOPPER)), wanted) < ERROR
+    if rows % 256 == 0:
+        gated = torch.nn.functional.silu(wanted[:, : rows // 2]) * wanted[:, rows // 2 :]
+        assert error(linear.multiply(x, torch.bfloat16, Plan(HOPPER), gated=True), gated) < 2 * ERROR
 
 
 def ggml_blocks(name: str, rows: int, depth: int) -> Tensor:

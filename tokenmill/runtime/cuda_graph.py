@@ -117,6 +117,8 @@ class CudaGraphExecutor(CudaEagerExecutor):
 
     def forward(self, batch: Batch) -> Tensor:
         self._drop()
+        if self._head is not None:
+            self._head.note(batch)
         return super().forward(batch)
 
     @torch.inference_mode()
@@ -124,11 +126,15 @@ class CudaGraphExecutor(CudaEagerExecutor):
         """One token of each row, all sampling: the ids drawn. Queues the step that will probably be asked for next."""
         flight, places = self._flight, self._find(rows)
         self._flight = None
+        plain = self._sampler.is_plain([row.request for row in rows])
+        order = self._inputs.longest_first(rows) if plain else range(len(rows))
         if flight is None or places is None:
-            flight, places = self._launch_asked(rows), list(range(len(rows)))
-        requests = [row.request for row in rows]
-        if self._sampler.is_plain(requests):
-            self._flight = self._launch_next(rows, places)
+            flight = self._launch_asked([rows[number] for number in order])
+            places = [0] * len(rows)
+            for place, number in enumerate(order):
+                places[number] = place
+        if plain:
+            self._flight = self._launch_next([rows[number] for number in order], [places[number] for number in order])
         drawn = flight.tokens()
         self._hidden = None if flight.hidden is None else flight.hidden[places]
         return [drawn[place] for place in places]
@@ -319,13 +325,15 @@ class CudaGraphExecutor(CudaEagerExecutor):
         """The whole step: inputs, forward pass, logits, draw. Returns the logits, and the hidden states if kept."""
         inputs, decoder = self._inputs, self.model.decoder
         batch = inputs.begin(kind.rows)
+        if self._head is not None:
+            self._head.note(batch)
         ops: Any = CudaOps(self.store, self.table, batch, shared=inputs.shared(kind.shared))
         hidden = decoder.forward(ops)
         kept = tensor(hidden) if self.keeps_hidden and not kind.guesses else None
         logits: Tensor = tensor(decoder.logits(ops, hidden))
         gpu.sample(logits, inputs.sampling(kind.rows, kind.filtered), inputs.drawn[: kind.rows])
         if kind.guesses and self._head is not None:
-            inputs.follow(kind.rows, self._head.guess(tensor(hidden), inputs.drawn[: kind.rows]))
+            inputs.follow(kind.rows, self._head.guess(tensor(hidden), inputs.drawn[: kind.rows], batch))
         return logits, kept
 
 

@@ -7,6 +7,7 @@ turns: while one step computes and the next is queued, a third can be written. O
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from tokenmill.hardware.kv_layout import KVLayout
 from tokenmill.kernels import triton as gpu
 from tokenmill.runtime.cuda_sampling import heat, is_filtered, seed, top_k
-from tokenmill.types import Batch, Request
+from tokenmill.types import Batch, Request, ScheduledTokens
 
 _TURNS = 3
 _WORTHWHILE = 16384  # key reads that a shared prefix must save per layer to pay for two more launches
@@ -87,6 +88,14 @@ class DecodeInputs:
             self._send_parameters(turn, requests)
         if changed or not same:
             self._share(turn, tables, min(positions))
+
+    def longest_first(self, rows: Sequence[ScheduledTokens]) -> list[int]:
+        """The order in which rows are best computed: attention takes them one after the other, and long ones at the end
+        would leave most of the chip idle. Rows that begin with the same page stay together, for `_share`."""
+        firsts = [row.block_tables[self._full_group][0] for row in rows]
+        times = Counter(firsts) if self.can_share else {}
+        shared = [first if times.get(first, 1) > 1 else -1 for first in firsts]
+        return sorted(range(len(rows)), key=lambda number: (shared[number], -rows[number].start))
 
     @property
     def can_share(self) -> bool:

@@ -109,6 +109,29 @@ class Columns:
         return self.source[:, self.begin : self.end]
 
 
+class Product:
+    """A joined product of two parts, computed when it is known whether one gates the other."""
+
+    def __init__(self, kernel: Any, x: Any) -> None:
+        self._kernel, self._x = kernel, x
+        self._whole: Tensor | None = None
+
+    def whole(self) -> Tensor:
+        if self._whole is None:
+            self._whole = multiply(self._kernel, self._x)
+        return self._whole
+
+    def gated(self) -> Tensor:
+        return multiply(self._kernel, self._x, gated=True)
+
+
+@dataclass(slots=True, eq=False)
+class Half:
+    product: Product
+    begin: int
+    end: int
+
+
 class CudaOps:
     def __init__(
         self,
@@ -118,12 +141,14 @@ class CudaOps:
         *,
         rows: Tensor | None = None,
         shared: Any = None,
-        whole_prompt: bool = False,
+        whole_prompts: int = 0,
+        distinct: Sequence[Any] = (),
     ) -> None:
         """`rows`: whose logits are wanted, None: all. `shared`: a SharedPrefix for layers without a window.
-        `whole_prompt`: the batch is one sequence from its beginning, of a length that comes again and again."""
+        `whole_prompts`: so many sequences from their beginning, all of one length that comes again and again.
+        `distinct`: for each KV group its DistinctPages, where long prompts read FP8 pages."""
         self._store, self._table, self._batch = store, table, batch
-        self._rows, self._shared, self._whole_prompt = rows, shared, whole_prompt
+        self._rows, self._shared, self._whole_prompts, self._distinct = rows, shared, whole_prompts, distinct
 
     def embed(self, table: LinearWeight, scale: float) -> Tensor:  # noqa: ARG002 (the bf16 copy is on the device)
         rows: Tensor = gpu.embed(self._batch.token_ids, self._table, scale)
@@ -150,6 +175,9 @@ class CudaOps:
                 multiply(kernel, x, self._out_dtype(weight)) for kernel, weight in zip(kernels, weights, strict=True)
             ]
             return products if len(products) == 1 else [Columns(each, 0, each.shape[1]) for each in products]
+        if len(kernels) == 2 and whole.gates(num_rows(x)):
+            halves = Product(whole, x)
+            return [Half(halves, kernel.begin, kernel.end) for kernel in kernels]
         product = multiply(whole, x)
         return [Columns(product, kernel.begin, kernel.end) for kernel in kernels]
 
@@ -187,10 +215,11 @@ class CudaOps:
             scales=scales,
         )
         out: Tensor
-        if self._whole_prompt and not spec.window and not spec.softcap:
+        if self._whole_prompts and not spec.window and not spec.softcap:
             heads = queries.view(queries.shape[0], spec.num_heads, -1)
             keys, values = (self._heads(each, spec.num_kv_heads) for each in (k, v))
-            out = gpu.contiguous_attention(heads, keys, values, [queries.shape[0]], spec.scale)
+            counts = [queries.shape[0] // self._whole_prompts] * self._whole_prompts
+            out = gpu.contiguous_attention(heads, keys, values, counts, spec.scale)
             return out.view_as(queries)
         out = gpu.paged_attention(
             queries,
@@ -206,6 +235,7 @@ class CudaOps:
             max_seq=batch.max_seq,
             scales=scales,
             shared=None if spec.window else self._shared,
+            distinct=self._distinct[group] if self._distinct else None,
         )
         return out
 
@@ -240,7 +270,11 @@ class CudaOps:
             columns = gpu.rope(columns, self._batch.positions, table.cos, table.sin, head_dim, table.interleaved)
         return columns.unflatten(1, (num_heads, head_dim))
 
-    def gated(self, gate: Any, up: Any, activation: str) -> Gate:
+    def gated(self, gate: Any, up: Any, activation: str) -> Gate | Tensor:
+        if isinstance(gate, Half) and isinstance(up, Half) and activation == "silu":
+            same = gate.product is up.product and gate.begin == 0 and gate.end == up.begin == up.end - up.begin
+            if same:
+                return gate.product.gated()
         return Gate(tensor(gate), tensor(up), activation)
 
     def select_rows(self, x: Tensor) -> Tensor:
@@ -259,19 +293,26 @@ def tensor(value: Any) -> Tensor:
         return value.norm.total
     if isinstance(value, Columns):
         return value.tensor
+    if isinstance(value, Half):
+        return value.product.whole()[:, value.begin : value.end]
     assert isinstance(value, (Norm, Gate)), type(value)
     return value.plain()
 
 
-def multiply(kernel: Any, x: Any, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """x @ W^T by a kernel that may want x in 8 bits."""
+def num_rows(value: Any) -> int:
+    count: int = value.num_rows if isinstance(value, (Norm, Gate)) else tensor(value).shape[0]
+    return count
+
+
+def multiply(kernel: Any, x: Any, out_dtype: torch.dtype = torch.bfloat16, gated: bool = False) -> Tensor:
+    """x @ W^T by a kernel that may want x in 8 bits; `gated`: where the kernel says that it can."""
     y: Tensor
     if not isinstance(kernel, gpu.GpuLinear):  # the plain torch spec, or rows of a joined matrix by themselves
         y = kernel(tensor(x).float()).to(out_dtype)
     elif isinstance(x, (Norm, Gate)) and kernel.takes_codes(x.num_rows):
-        y = kernel.multiply_quantized(*x.codes(kernel.activations, kernel.input_scale), out_dtype)
+        y = kernel.multiply_quantized(*x.codes(kernel.activations, kernel.input_scale), out_dtype, gated=gated)
     else:
-        y = kernel.multiply(tensor(x), out_dtype)
+        y = kernel.multiply(tensor(x), out_dtype, gated=gated)
     return y
 
 

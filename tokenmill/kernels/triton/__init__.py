@@ -9,7 +9,7 @@ Beyond the spec, for executors that fuse (all without host synchronization, shap
   embed(ids, table, scale=1.0, dtype=bf16) -> rows
   rope_store(qkv, q_heads, k_pages, v_pages, positions, slots, cos, sin, interleaved, *, norms, eps, scales) -> q
   paged_attention(q, k_pages, v_pages, block_table, query_starts, seq_lens, scale, window, cap, *, max_query, max_seq,
-                  scales, shared: SharedPrefix, out)                           decode, prefill, mixed, shared prefix
+                  scales, shared: SharedPrefix, distinct: DistinctPages, out)  decode, prefill, mixed, shared prefix
   rope_store_packed(qkv, q_heads, PackedPages, ...)    packed_attention(q, PackedPages, ...)     quantized KV rows
   contiguous_attention(q, k, v, counts, scale)                                 whole prompts, lengths known to the host
   sample(logits, SamplingTensors, out) -> ids        mix_seed(seed, index)     temperature, top-k, top-p, min-p
@@ -17,6 +17,8 @@ Beyond the spec, for executors that fuse (all without host synchronization, shap
   join_linears([GpuLinear, ...]) -> GpuLinear | None        JoinedRows            matrices that share an input, as one
   begin_step(...)                                            what a decode step derives from positions and page tables
   follow_drafts(...)                                         what the step after checked drafts begins with
+  look_up_drafts(tokens, block_table, seq_lens, drawn, guessed, depth)         what followed the last tokens before
+  draft_inputs(hidden, ids, table, scale, eps)               a state and a token's embedding as a draft head reads them
 A GpuLinear: `linear(x)`, `.multiply(x, out_dtype)`, `.multiply_quantized(codes, scales)` where `.activations` is set,
 `.tune(tokens)` before capture. KV pages: [pages, kv_heads, page_size, head_dim], 16 tokens a page is the tuned size.
 """
@@ -47,6 +49,7 @@ _HOME = {
     "paged_attention": "paged",
     "contiguous_attention": "paged",
     "SharedPrefix": "paged",
+    "distinct_pages": "paged_widen",
     "packed_attention": "packed",
     "rope_store_packed": "packed_store",
     "argmax": "sampling",
@@ -61,6 +64,8 @@ _HOME = {
     "JoinedRows": "joined",
     "begin_step": "step",
     "follow_drafts": "follow",
+    "draft_inputs": "head_inputs",
+    "look_up_drafts": "lookup",
 }
 
 

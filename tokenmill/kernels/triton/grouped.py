@@ -24,6 +24,8 @@ from tokenmill.kernels.triton.skinny import (
     multiply,
     prefetch_rows,
     sum_parts,
+    tile_rows,
+    write_gated,
     write_tile,
 )
 
@@ -217,12 +219,13 @@ def _grouped(
     FOLD: tl.constexpr,
     AFFINE: tl.constexpr,
     BIASED: tl.constexpr,
+    GATED: tl.constexpr,
     LINES: tl.constexpr,
     PDL: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
     tile, split, token_tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    rows = tile * BN + tl.arange(0, BN)
+    rows = tile_rows(tile, N, BN, GATED)
     tokens = token_tile * BM + tl.arange(0, BM)
     per_split = tl.cdiv(steps, splits)
     first = split * per_split
@@ -265,7 +268,10 @@ def _grouped(
                 acc, parts, x_rows, k, K, now, zero, STRETCHES, GROUP // WIDTH, EVEN_K, FOLD, AFFINE, INTERPRET
             )
     acc *= tl.load(row_scale + safe)[:, None]
-    if not SPLIT:
+    if GATED:
+        tl.static_assert(not SPLIT)
+        write_gated(acc, out, bias, tile, tokens, M, N, out_stride, BN, BM, BIASED)
+    elif not SPLIT:
         write_tile(acc, out, row_scale, row_scale, bias, rows, tokens, M, N, out_stride, False, BIASED)
     else:
         tiles = tl.num_programs(0) * tl.num_programs(2)
@@ -344,14 +350,16 @@ def grouped_matmul(
     bias: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     tiling: Tiling = Tiling(),  # noqa: B008
+    gated: bool = False,
 ) -> Tensor:
-    """x bf16 [M, K] @ weight^T (+ bias). `tiling.depth` is not used: a step is one block of codes."""
+    """x bf16 [M, K] @ weight^T (+ bias). `tiling.depth` is not used: a step is one block of codes.
+    `gated`: silu of the first half of the result times the second."""
     tokens = x.shape[0]
-    out = torch.empty(tokens, weight.rows, dtype=out_dtype, device=x.device)
+    out = torch.empty(tokens, weight.rows // 2 if gated else weight.rows, dtype=out_dtype, device=x.device)
     token_tile = min(tiling.tokens, max(16, triton.next_power_of_2(tokens)))
-    tiles, token_tiles = triton.cdiv(weight.rows, tiling.rows), triton.cdiv(tokens, token_tile)
+    tiles, token_tiles = triton.cdiv(out.shape[1], tiling.rows // (1 + gated)), triton.cdiv(tokens, token_tile)
     steps = weight.codes.shape[0]
-    splits = tiling.splits or choose_splits(tiles * token_tiles, steps, x.device)
+    splits = 1 if gated else tiling.splits or choose_splits(tiles * token_tiles, steps, x.device)
     splits = triton.cdiv(steps, triton.cdiv(steps, splits))
     scratch = workspace(x.device)
     _grouped[(tiles, splits, token_tiles)](
@@ -381,6 +389,7 @@ def grouped_matmul(
         FOLD=_folds(weight, tokens, token_tile),
         AFFINE=weight.zeros is not None,
         BIASED=bias is not None,
+        GATED=gated,
         LINES=tiling.lines,
         PDL=early(x.device),
         INTERPRET=INTERPRETED,

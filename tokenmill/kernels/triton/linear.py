@@ -19,13 +19,14 @@ from tokenmill.kernels.triton.elementwise import quantize_rows
 from tokenmill.kernels.triton.grouped import GroupedWeight, expand, grouped_matmul
 from tokenmill.kernels.triton.launch import INTERPRETED
 from tokenmill.kernels.triton.skinny import skinny_matmul, vector_matmul
-from tokenmill.kernels.triton.tuning import LIBRARY, VECTOR, Plan, plan_table
+from tokenmill.kernels.triton.tuning import GROUPED, HOPPER, LIBRARY, VECTOR, Plan, plan_table
 
 if TYPE_CHECKING:
     from tokenmill.kernels.base import StoredWeight
 
 
 _LARGE = 8192  # rows
+_FEW = 32  # tokens: a tile of more has no room for two halves of the rows side by side
 
 
 class GpuLinear:
@@ -47,9 +48,16 @@ class GpuLinear:
     def __call__(self, x: Tensor) -> Tensor:
         return self.multiply(x, x.dtype)
 
-    def multiply(self, x: Tensor, out_dtype: torch.dtype = torch.bfloat16, plan: Plan | None = None) -> Tensor:
-        """x [M, K] bf16 or float32 -> [M, N]."""
+    def multiply(
+        self, x: Tensor, out_dtype: torch.dtype = torch.bfloat16, plan: Plan | None = None, gated: bool = False
+    ) -> Tensor:
+        """x [M, K] bf16 or float32 -> [M, N]. `gated`, only where `gates` says so: silu of the first half of the rows
+        times the second, [M, N / 2]."""
         raise NotImplementedError
+
+    def gates(self, tokens: int) -> bool:
+        """Whether a product of so many tokens can gate by itself."""
+        return self.rows % 2 == 0 and tokens == 1 and self.choose(1).kernel == VECTOR
 
     def takes_codes(self, tokens: int) -> bool:
         """Whether a product of so many tokens wants its input in 8 bits. Of one token's only large ones, whose threads
@@ -83,13 +91,15 @@ class DenseLinear(GpuLinear):
     def nbytes(self) -> int:
         return self.weight.numel() * 2
 
-    def multiply(self, x: Tensor, out_dtype: torch.dtype = torch.bfloat16, plan: Plan | None = None) -> Tensor:
+    def multiply(
+        self, x: Tensor, out_dtype: torch.dtype = torch.bfloat16, plan: Plan | None = None, gated: bool = False
+    ) -> Tensor:
         plan = plan or self.choose(x.shape[0])
         x = x.to(torch.bfloat16)
         if plan.kernel == LIBRARY:
             return self._add_bias(torch.mm(x, self.weight.T).to(out_dtype))
         if plan.kernel == VECTOR and x.shape[0] == 1:
-            return vector_matmul(x, self.weight, None, None, self.bias, out_dtype, plan.tiling)
+            return vector_matmul(x, self.weight, None, None, self.bias, out_dtype, plan.tiling, gated)
         return skinny_matmul(x, self.weight, None, None, self.bias, out_dtype, plan.tiling)
 
 
@@ -110,22 +120,29 @@ class ScaledLinear(GpuLinear):
     def nbytes(self) -> int:
         return self.codes.numel() + 4 * self.scales.numel()
 
-    def multiply(self, x: Tensor, out_dtype: torch.dtype = torch.bfloat16, plan: Plan | None = None) -> Tensor:
+    def multiply(
+        self, x: Tensor, out_dtype: torch.dtype = torch.bfloat16, plan: Plan | None = None, gated: bool = False
+    ) -> Tensor:
         plan = plan or self.choose(x.shape[0])
         if plan.kernel == VECTOR and x.shape[0] == 1:
             x = x.to(torch.bfloat16)
-            return vector_matmul(x, self.codes, None, self.scales, self.bias, out_dtype, plan.tiling)
+            return vector_matmul(x, self.codes, None, self.scales, self.bias, out_dtype, plan.tiling, gated)
         return self.multiply_quantized(*quantize_rows(x, self.activations, self.input_scale), out_dtype, plan)
 
     def multiply_quantized(
-        self, codes: Tensor, scales: Tensor, out_dtype: torch.dtype = torch.bfloat16, plan: Plan | None = None
+        self,
+        codes: Tensor,
+        scales: Tensor,
+        out_dtype: torch.dtype = torch.bfloat16,
+        plan: Plan | None = None,
+        gated: bool = False,
     ) -> Tensor:
         """Input from a fused norm or gate: codes [M, K] and scales [M] as elementwise.py makes them."""
         plan = plan or self.choose(codes.shape[0])
         if plan.kernel == LIBRARY:
             return self._add_bias(self._library(codes, scales, out_dtype))
         if plan.kernel == VECTOR and codes.shape[0] == 1:
-            return vector_matmul(codes, self.codes, scales, self.scales, self.bias, out_dtype, plan.tiling)
+            return vector_matmul(codes, self.codes, scales, self.scales, self.bias, out_dtype, plan.tiling, gated)
         return skinny_matmul(codes, self.codes, scales, self.scales, self.bias, out_dtype, plan.tiling)
 
     def _library(self, codes: Tensor, scales: Tensor, out_dtype: torch.dtype) -> Tensor:
@@ -145,7 +162,9 @@ class ScaledLinear(GpuLinear):
 
 class GroupedLinear(GpuLinear):
     def __init__(self, weight: GroupedWeight, bias: Tensor | None, detail: str) -> None:
-        self.kind = "int4" if weight.bits == 4 else "grouped8"
+        # "int4": what grouped_hopper.py reads; its copy engine wants rows of tokens at multiples of 16 bytes.
+        regular = weight.codes.shape[2] == 32 and weight.group >= 32 and weight.depth % 8 == 0
+        self.kind = "grouped8" if weight.bits == 8 else "int4" if regular else "grouped4"
         super().__init__(weight.rows, weight.depth, bias, weight.codes.device, detail)
         self.weight = weight
 
@@ -153,12 +172,24 @@ class GroupedLinear(GpuLinear):
     def nbytes(self) -> int:
         return self.weight.nbytes
 
-    def multiply(self, x: Tensor, out_dtype: torch.dtype = torch.bfloat16, plan: Plan | None = None) -> Tensor:
+    def multiply(
+        self, x: Tensor, out_dtype: torch.dtype = torch.bfloat16, plan: Plan | None = None, gated: bool = False
+    ) -> Tensor:
         plan = plan or self.choose(x.shape[0])
         x = x.to(torch.bfloat16)
         if plan.kernel == LIBRARY:
             return self._add_bias(torch.mm(x, expand(self.weight).T).to(out_dtype))
-        return grouped_matmul(x, self.weight, self.bias, out_dtype, plan.tiling)
+        if plan.kernel == HOPPER:
+            from tokenmill.kernels.triton.grouped_hopper import hopper_matmul  # only there is its language known
+
+            return hopper_matmul(x, self.weight, self.bias, out_dtype, gated)
+        return grouped_matmul(x, self.weight, self.bias, out_dtype, plan.tiling, gated)
+
+    def gates(self, tokens: int) -> bool:
+        kernel = self.choose(tokens).kernel
+        if kernel == HOPPER:
+            return self.rows % 256 == 0  # no tile with rows of both halves
+        return kernel == GROUPED and self.rows % 2 == 0 and tokens <= _FEW
 
 
 def quantize_at_load(values: Tensor, bias: Tensor | None, scheme: str, group: int = 128) -> GpuLinear:

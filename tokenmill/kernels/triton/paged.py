@@ -17,7 +17,7 @@ from torch import Tensor
 from tokenmill.kernels.triton.launch import INTERPRETED, early, num_processors, options, power_of_two, workspace
 from tokenmill.kernels.triton.paged_kernel import ATTEND_DECODE, ATTEND_PREFILL, ATTEND_SHARED, _attend
 from tokenmill.kernels.triton.paged_merge import _merge
-from tokenmill.kernels.triton.paged_widen import widened_prefix
+from tokenmill.kernels.triton.paged_widen import DistinctPages, widened_prefix
 
 LOG2_E = 1.4426950408889634
 MAX_SPLITS = 32
@@ -43,9 +43,10 @@ class Blocks:
     stages: int
 
 
-def _decode_blocks(group: int, programs: int, where: torch.device) -> Blocks:
-    """Many programs: two warps each, several on a processor. Few: four warps, for the latency of one."""
-    crowded = programs >= 2 * num_processors(where)
+def _decode_blocks(group: int, programs: int, where: torch.device, quantized: bool) -> Blocks:
+    """Many programs: two warps each, several on a processor. Few: four warps, for the latency of one, which is longer
+    where keys must be widened."""
+    crowded = programs >= (4 if quantized else 2) * num_processors(where)
     return Blocks(power_of_two(group, 16), 64, 2 if crowded else 4, 4)
 
 
@@ -104,12 +105,14 @@ def paged_attention(
     max_seq: int = 0,
     scales: tuple[Tensor, Tensor] | None = None,
     shared: SharedPrefix | None = None,
+    distinct: DistinctPages | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """q [T, heads * head_dim] over pages [pages, kv_heads, page_size, head_dim]; returns the same shape.
 
     `max_query`, `max_seq`: upper bounds of a sequence's tokens in this step and of its stored tokens (0: from shapes; a
     batch with as many tokens as sequences has one token each). `scales`: float32 [kv_heads] for FP8 keys and values.
+    `distinct`: the pages of `block_table`, where prompts are so long that FP8 ones are better widened beforehand.
     """
     call = _Call(q, k_pages, v_pages, block_table, query_starts, seq_lens, scale, window, cap, scales, out)
     tokens, sequences = q.shape[0], seq_lens.shape[0]
@@ -124,7 +127,7 @@ def paged_attention(
             call.decode(max_seq, single_only=False)
         return call.out
     assert shared is None, "a shared prefix is for steps in which every sequence has one token"
-    call.prefill()
+    call.prefill(distinct)
     call.decode(max_seq, single_only=True)
     return call.out
 
@@ -154,7 +157,7 @@ def contiguous_attention(q: Tensor, k: Tensor, v: Tensor, counts: list[int], sca
 
 
 def replace_pages(call: _Call, k_pages: Tensor, v_pages: Tensor, table: Tensor) -> _Call:
-    """The same call over other pages, all sequences through the one row of `table`."""
+    """The same call over other pages; a table of one row is every sequence's."""
     rows = table.expand(call.lengths.shape[0], -1)
     lengths = (call.starts, call.lengths, call.scale, call.window, call.cap)
     return _Call(call.q, k_pages, v_pages, rows, *lengths, call.scales, call.out)
@@ -194,7 +197,8 @@ class _Call:
 
     def decode(self, max_keys: int, single_only: bool) -> None:
         sequences = self.lengths.shape[0]
-        blocks = _decode_blocks(self.group, 0 if single_only else sequences * self.kv_heads, self.where)
+        programs = 0 if single_only else sequences * self.kv_heads
+        blocks = _decode_blocks(self.group, programs, self.where, self.quantized)
         splits = choose_key_splits(sequences * self.kv_heads, max_keys, blocks.keys, self.where)
         if single_only:
             splits = splits_beside_prompts(splits, self.q.shape[0], self.heads, self.head_dim)
@@ -203,7 +207,13 @@ class _Call:
         split = splits > 1 or single_only
         self._launch(ATTEND_DECODE, grid, blocks, splits, slots=splits, single_only=single_only, split=split)
 
-    def prefill(self) -> None:
+    def prefill(self, distinct: DistinctPages | None = None) -> None:
+        if distinct is not None and self.quantized:
+            k_pages, v_pages, _ = widened_prefix(
+                self.k_pages, self.v_pages, distinct.pages, distinct.bounds, distinct.num_tokens
+            )
+            replace_pages(self, k_pages, v_pages, distinct.table).prefill()
+            return
         blocks = _prefill_blocks(self.group, self.head_dim, self.q.element_size(), wide=not self.quantized)
         tokens = blocks.rows // self.group
         grid = (self.q.shape[0] // tokens + self.lengths.shape[0], self.kv_heads, 1)
@@ -215,7 +225,7 @@ class _Call:
         common = _prefill_blocks(self.group, self.head_dim, self.q.element_size())
         stacked = triton.cdiv(sequences, common.rows // self.group)
         common_splits = choose_key_splits(stacked * self.kv_heads, shared.max_tokens, common.keys, self.where, 1)
-        own = _decode_blocks(self.group, sequences * self.kv_heads, self.where)
+        own = _decode_blocks(self.group, sequences * self.kv_heads, self.where, self.quantized)
         own_splits = choose_key_splits(sequences * self.kv_heads, max_keys, own.keys, self.where)
         slots = common_splits + own_splits
         bounds = shared.bounds

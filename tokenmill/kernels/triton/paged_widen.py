@@ -1,15 +1,17 @@
-"""The pages of a shared FP8 prefix in bf16, once per step and layer, for all the rows that read them.
+"""FP8 pages that many rows read, in bf16, once per step and layer: those of a shared prefix, or all that prompts need.
 
 Widening is most of the time of a product with FP8 keys; done in the attention kernel it is repeated for every block of
-rows. The copy has the layout of pages, in order, so that attention reads it through a table that counts up. Called by
-paged.py before the launch over the common keys.
+rows. The copy has the layout of pages, in order, so that attention reads it through a table that counts up, or through
+one that was rewritten (`DistinctPages`). Called by paged.py before the launch over these keys.
 """
 
 # mypy: allow-untyped-defs
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -19,6 +21,28 @@ from tokenmill.kernels.triton.launch import INTERPRETED, begin, early, options, 
 from tokenmill.kernels.triton.paged_kernel import widen_pairs
 
 _ROWS = 64  # tokens of a program
+
+
+@dataclass(frozen=True, slots=True)
+class DistinctPages:
+    """The pages in the tables of a step, each once."""
+
+    pages: Tensor  # int32 [1, P]
+    bounds: Tensor  # int32 [3]: 0, 1, the tokens of all pages
+    table: Tensor  # int32 [S, max_pages]: places in `pages`
+    num_tokens: int
+
+
+def distinct_pages(table: Tensor, page_size: int) -> DistinctPages:
+    """Reads the table back to the host: for steps with prompts, once."""
+    pages, places = np.unique(table.cpu().numpy(), return_inverse=True)
+    tokens = len(pages) * page_size
+
+    def device(values: np.ndarray) -> Tensor:
+        return torch.from_numpy(values.astype(np.int32)).to(table.device)
+
+    own = device(np.maximum(pages, 0)[None])  # -1 is padding
+    return DistinctPages(own, device(np.array([0, 1, tokens])), device(places.reshape(table.shape)), tokens)
 
 
 @triton.jit(do_not_specialize=["table_stride"])

@@ -50,6 +50,38 @@ def write_tile(
 
 
 @triton.jit
+def tile_rows(tile, N, BN: tl.constexpr, GATED: tl.constexpr):
+    """The rows of the matrix in a tile; GATED: rows of its first half, then those of the second that they gate."""
+    inside = tl.arange(0, BN)
+    if GATED:
+        return tile * (BN // 2) + inside % (BN // 2) + (inside // (BN // 2)) * (N // 2)
+    else:
+        return tile * BN + inside
+
+
+@triton.jit
+def gate_by_silu(gate, up, DTYPE: tl.constexpr):
+    """silu(gate) * up in float32, of what a product that does not gate by itself would have written as DTYPE: how many
+    rows a step has must not change its tokens."""
+    gate, up = gate.to(DTYPE).to(tl.float32), up.to(DTYPE).to(tl.float32)
+    return gate * tl.sigmoid(gate) * up
+
+
+@triton.jit
+def write_gated(
+    acc, out, bias, tile, tokens, M, N, out_stride, BN: tl.constexpr, BM: tl.constexpr, BIASED: tl.constexpr
+):
+    """acc [BN, BM] of `tile_rows` -> silu of its first half times the second, in out [tokens, N / 2]."""
+    if BIASED:
+        rows = tile_rows(tile, N, BN, True)
+        acc += tl.load(bias + rows, mask=rows < N, other=0.0)[:, None].to(tl.float32)
+    gate, up = tl.split(tl.permute(tl.reshape(acc, (2, BN // 2, BM)), (1, 2, 0)))
+    own = tile_rows(tile, N // 2, BN // 2, False)
+    gated = gate_by_silu(gate, up, out.dtype.element_ty)
+    write_tile(gated, out, out, out, bias, own, tokens, M, N // 2, out_stride, False, False)
+
+
+@triton.jit
 def arrive_last(counter, splits):
     """True for the last of `splits` programs to come here; what the others stored before can then be read."""
     tl.debug_barrier()  # all threads have stored before one of them counts
@@ -163,11 +195,12 @@ def _vector(
     EVEN_K: tl.constexpr,
     SCALED: tl.constexpr,
     BIASED: tl.constexpr,
+    GATED: tl.constexpr,
     LINES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One token, no tensor core: each program takes a few rows whole and its threads spread along them."""
-    rows = tl.program_id(0) * BN + tl.arange(0, BN)
+    rows = tile_rows(tl.program_id(0), N, BN, GATED)
     w_rows = w + tl.minimum(rows, N - 1).to(tl.int64) * K
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -191,7 +224,13 @@ def _vector(
             total *= tl.load(x_scale)
     if BIASED:
         total += tl.load(bias + rows, mask=rows < N, other=0.0).to(tl.float32)
-    tl.store(out + rows, total.to(out.dtype.element_ty), mask=rows < N)
+    if GATED:
+        gate, up = tl.split(tl.trans(tl.reshape(total, (2, BN // 2))))
+        own = tile_rows(tl.program_id(0), N // 2, BN // 2, False)
+        gated = gate_by_silu(gate, up, out.dtype.element_ty)
+        tl.store(out + own, gated.to(out.dtype.element_ty), mask=own < N // 2)
+    else:
+        tl.store(out + rows, total.to(out.dtype.element_ty), mask=rows < N)
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,10 +310,12 @@ def vector_matmul(
     bias: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     tiling: Tiling = Tiling(rows=4, depth=1024, stages=1),  # noqa: B008
+    gated: bool = False,
 ) -> Tensor:
-    """x [1, K] @ w [N, K]^T (* x_scale [1]) (* w_scale [N]) (+ bias) without tensor cores; any types, also mixed."""
+    """x [1, K] @ w [N, K]^T (* x_scale [1]) (* w_scale [N]) (+ bias) without tensor cores; any types, also mixed.
+    `gated`: silu of the first half of the result times the second."""
     rows, depth = w.shape
-    out = torch.empty(1, rows, dtype=out_dtype, device=x.device)
+    out = torch.empty(1, rows // 2 if gated else rows, dtype=out_dtype, device=x.device)
     _vector[(triton.cdiv(rows, tiling.rows),)](
         x,
         w,
@@ -290,6 +331,7 @@ def vector_matmul(
         EVEN_K=depth % tiling.depth == 0,
         SCALED=w_scale is not None,
         BIASED=bias is not None,
+        GATED=gated,
         LINES=tiling.lines,
         PDL=early(x.device),
         **options(x.device, tiling.warps, 1),

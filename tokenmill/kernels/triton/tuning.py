@@ -21,16 +21,25 @@ from torch import Tensor
 from tokenmill.kernels.triton.launch import INTERPRETED
 from tokenmill.kernels.triton.skinny import Tiling
 
-VECTOR, SKINNY, GROUPED, LIBRARY = "vector", "skinny", "grouped", "library"
+VECTOR, SKINNY, GROUPED, HOPPER, LIBRARY = "vector", "skinny", "grouped", "hopper", "library"
 CACHE_VARIABLE = "TOKENMILL_TUNING"  # a file of its own, or "off"
+MANY = 65  # tokens from which 4-bit groups are worth unpacking beside the tensor cores
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`kernel` is one of the four names above; "library" is cuBLAS (after expanding, for grouped codes)."""
+    """`kernel` is one of the names above; "library" is cuBLAS (after expanding, for grouped codes)."""
 
     kernel: str
     tiling: Tiling = field(default_factory=Tiling)
+
+
+@cache
+def on_hopper() -> bool:
+    """Whether kernels for this generation, written in Gluon as Triton has it since 3.6, run on the current device."""
+    if INTERPRETED or not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        return False
+    return tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
 
 
 def bucket(tokens: int) -> int:
@@ -39,14 +48,15 @@ def bucket(tokens: int) -> int:
 
 
 def rule(kind: str, rows: int, depth: int, tokens: int) -> Plan:
-    """The plan without measurements. kind: "bf16", "fp8", "int8", "int4" or "grouped8" (groups along the depth)."""
+    """The plan without measurements. kind: "bf16", "fp8", "int8" or, with groups along the depth, "int4",
+    "grouped4" (small or uneven ones), "grouped8"."""
     small = rows <= 8192
     if INTERPRETED:
-        kernel = GROUPED if kind in ("int4", "grouped8") else VECTOR if tokens == 1 else SKINNY
+        kernel = GROUPED if kind in ("int4", "grouped4", "grouped8") else VECTOR if tokens == 1 else SKINNY
         return Plan(kernel, Tiling(16, 64, 0, 4, 1))
     if kind == "bf16":
         if tokens == 1:
-            return Plan(VECTOR, Tiling(2, 2048, 0, 4, 1, 8 if small else 0))
+            return Plan(VECTOR, Tiling(2, 2048, 0, 4, 1, 8) if small else Tiling(4, 1024, 0, 2, 1))
         return Plan(SKINNY, Tiling(64, 128, 0, 4, 4, 2)) if tokens <= 16 else Plan(LIBRARY)
     if kind in ("fp8", "int8"):
         if tokens == 1:
@@ -59,7 +69,9 @@ def rule(kind: str, rows: int, depth: int, tokens: int) -> Plan:
         skinny = tokens <= 256 if kind == "int8" else tokens <= 128 and depth > 8192
         return Plan(SKINNY, Tiling(64, 128, 0, 4, 4)) if skinny else Plan(LIBRARY)
     if tokens <= 32:
-        return Plan(GROUPED, Tiling(128, 0, 0, 8, 3, 2) if tokens <= 16 else Tiling(128, 0, 0, 4, 3))
+        return Plan(GROUPED, Tiling(128, 0, 0, 4, 3, 2 if tokens <= 16 else 0))
+    if kind == "int4" and MANY <= tokens <= 512 and on_hopper():
+        return Plan(HOPPER)
     if small and tokens <= 128:
         return Plan(GROUPED, Tiling(64, 0, 0, 4, 3, 0, 64))
     if tokens > 256 or (small and depth <= 8192):
@@ -85,6 +97,7 @@ def candidates(kind: str, rows: int, depth: int, tokens: int) -> list[Plan]:
     else:
         plans += [Plan(GROUPED, Tiling(64, 0, 0, 4, 3, 0, 64)), Plan(GROUPED, Tiling(128, 0, 0, 8, 3, 0, 128))]
         plans += [Plan(LIBRARY)] if tokens > 64 else []
+        plans += [Plan(HOPPER)] if kind == "int4" and tokens > 32 and on_hopper() else []
     return list(dict.fromkeys(plans))
 
 
