@@ -1,30 +1,43 @@
-"""Prompts to train draft heads on, made from task files and a text: JSON lines {"prompt"} on stdout.
+"""Prompts to train draft heads on, made from task files, a text and Python code: JSON lines {"prompt"} on stdout.
 
-    python bench/draft_prompts.py DATA --text TEXT [--count 4000] > prompts.jsonl
+    python bench/draft_prompts.py DATA --text TEXT [--code DIR] [--count 12000] > prompts.jsonl
 
 DATA has any of ARC, MMLU, TruthfulQA, PIQA and IFEval rows (*.jsonl, by name); TEXT is plain or gzipped, a
-paragraph per line. Questions are asked as they are; paragraphs are to be summarized, continued or explained.
-None of Spec-Bench's own sources is among them, so that what is trained here may be measured there.
+paragraph per line; DIR has Python files (default: the standard library). Questions are asked as they are; paragraphs
+are to be summarized, continued or explained, in several ways where there are too few; functions are to be explained,
+rewritten or repeated. None of Spec-Bench's and HumanEval's own rows is among them, so that what is trained here may be
+measured there.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import gzip
 import json
 import random
 import sys
-from collections.abc import Iterator
+import sysconfig
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-_ASKED = (
+_TEXT_TASKS = (
     "Summarize: {}",
     "Summarize the following text in two sentences.\n\n{}",
     "Explain to a child what this is about: {}",
     "Write a short story that begins like this: {}",
     "List the main points of the following text.\n\n{}",
     "Write a blog post about the following.\n\n{}",
+    "What questions does this text answer?\n\n{}",
+    "Rewrite the following in simpler words.\n\n{}",
+)
+_CODE_TASKS = (
+    "Explain what this function does.\n\n```python\n{}\n```",
+    "Add comments to this code and write it out again.\n\n```python\n{}\n```",
+    "Improve the names of the variables and give me the full code.\n\n```python\n{}\n```",
+    "Write a test for the following code.\n\n```python\n{}\n```",
+    "Fix any mistakes in this code and repeat it.\n\n{}",
 )
 _SOURCES = ("arc", "mmlu", "truthfulqa", "piqa", "ifeval")
 _QUESTION_FIELDS = ("prompt", "question", "q", "query", "goal")
@@ -35,20 +48,33 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path)
     parser.add_argument("--text", type=Path, required=True)
-    parser.add_argument("--count", type=int, default=4000)
+    parser.add_argument("--code", type=Path, default=Path(sysconfig.get_paths()["stdlib"]))
+    parser.add_argument("--count", type=int, default=12000)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     draw = random.Random(options.seed)
     questions = list(_questions(options.data))
-    passages = [draw.choice(_ASKED).format(each) for each in _paragraphs(options.text)]
     draw.shuffle(questions)
-    draw.shuffle(passages)
-    half = min(len(questions), options.count // 2)
-    chosen = questions[:half] + passages[: options.count - half]
+    questions = questions[: options.count // 2]
+    code = _ask(list(_functions(options.code)), _CODE_TASKS, options.count // 8, draw)
+    rest = options.count - len(questions) - len(code)
+    chosen = questions + code + _ask(list(_paragraphs(options.text)), _TEXT_TASKS, rest, draw)
     draw.shuffle(chosen)
     for prompt in chosen:
         print(json.dumps({"prompt": prompt}))
-    print(f"{half} questions, {len(chosen) - half} passages", file=sys.stderr)
+    print(f"{len(chosen)} prompts: {len(questions)} questions, {len(code)} of code", file=sys.stderr)
+
+
+def _ask(subjects: list[str], tasks: Sequence[str], count: int, draw: random.Random) -> list[str]:
+    """`count` prompts, no two alike: every subject once, then again with another task."""
+    draw.shuffle(subjects)
+    begins = [draw.randrange(len(tasks)) for _ in subjects]
+    found = [
+        tasks[(begin + turn) % len(tasks)].format(subject)
+        for turn in range(len(tasks))
+        for begin, subject in zip(begins, subjects, strict=True)
+    ]
+    return found[:count]
 
 
 def _questions(folder: Path) -> Iterator[str]:
@@ -70,6 +96,17 @@ def _paragraphs(path: Path) -> Iterator[str]:
         text = line.strip().replace(" @-@ ", "-").replace(" ,", ",").replace(" .", ".")
         if 200 < len(text) < _LONGEST and not text.startswith("="):
             yield text
+
+
+def _functions(folder: Path) -> Iterator[str]:
+    """Functions of some length at the top of modules."""
+    for path in sorted(folder.glob("*.py")):
+        source = path.read_text(errors="replace")
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.FunctionDef):
+                text = ast.get_source_segment(source, node) or ""
+                if 150 < len(text) < _LONGEST:
+                    yield text
 
 
 if __name__ == "__main__":

@@ -227,6 +227,7 @@ class StepPlan:
 
     scheduled: list[ScheduledTokens] = field(default_factory=list)
     page_copies: list[tuple[int, int]] = field(default_factory=list)  # (source, destination), before the forward pass
+    run: int = 1  # tokens of a sequence that nobody minds getting at once
 
     @property
     def num_tokens(self) -> int:

@@ -21,7 +21,7 @@ from tokenmill.model.kvstore import KV_STORES
 
 WHERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PAGE = 16
-STORES = ["int8", "int8_per_token_head", "int4", "turboquant4"]
+STORES = ["int8", "int8_per_token_head", "int4", "int4_per_token_head", "turboquant4"]
 ERROR = 6e-3  # of bf16 in and out, weights included; codes are exact
 
 

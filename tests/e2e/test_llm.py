@@ -59,7 +59,7 @@ def test_tokens_that_come_at_once_are_those_that_come_one_by_one(llm: LLM) -> No
     assert llm.parts.runtime.runner.enduring is not None
     alone = llm.generate(_PROMPT, SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True))[0].outputs[0]
     stop = alone.token_ids[17]
-    kinds = [
+    kinds: list[dict[str, Any]] = [
         {"max_tokens": 40},
         {"max_tokens": 40, "stop_token_ids": [stop]},  # ends in the middle of a run
         {"max_tokens": 5},

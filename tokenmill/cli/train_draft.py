@@ -35,6 +35,9 @@ def train_draft(
     ] = "eagle",
     depth: Annotated[int, typer.Option(help="Tokens to guess ahead.")] = 4,
     width: Annotated[int, typer.Option(help="Inner width of an eagle head; 0: twice the hidden size.")] = 0,
+    layers: Annotated[
+        int, typer.Option(help="Layers of the model whose keys and values an eagle head looks at; 0: none.")
+    ] = 3,
     steps: Annotated[int, typer.Option(help="Training steps.")] = 600,
     batch: Annotated[int, typer.Option(help="Positions in a step.")] = 1024,
     learning_rate: Annotated[float, typer.Option(help="Its peak.")] = 1e-3,
@@ -50,30 +53,36 @@ def train_draft(
     engine: EngineConfig,
 ) -> None:
     """Train a draft head for --speculate head:DIR: reads the text, lets the model continue it, learns from both."""
-    from tokenmill.engine.draft_training import own_answers, own_text, read_prompts, train_head
+    from tokenmill.engine.draft_training import own_answers, own_text, read_prompts, seen_layers, train_head
     from tokenmill.engine.llm import LLM
-    from tokenmill.runtime.spec.head_modules import HEADS
+    from tokenmill.runtime.spec.head_modules import HEAD_KINDS
     from tokenmill.runtime.spec.training import TrainingPlan
 
     if (text is None) == (prompts is None) or out is None:
         raise UserError("--out and one of --text and --prompts are needed", "give a file and a directory to write to")
-    if kind not in HEADS:
-        raise UserError(f"there is no head of kind '{kind}'", f"use {' or '.join(HEADS)}")
-    for name, value, low in (("depth", depth, 1), ("steps", steps, 1), ("batch", batch, 1), ("window", window, 16)):
+    if kind not in HEAD_KINDS:
+        raise UserError(f"there is no head of kind '{kind}'", f"use {' or '.join(HEAD_KINDS)}")
+    bounds = [("depth", depth, 1), ("layers", layers, 0), ("steps", steps, 1), ("batch", batch, 1)]
+    for name, value, low in (*bounds, ("window", window, 16)):
         if value < low:
             raise UserError(f"--{name} is {value}", f"give at least {low}")
-    plan = TrainingPlan(kind, depth, width, steps, batch, learning_rate, engine.seed)
+    plan = TrainingPlan(kind, depth, width, layers, steps, batch, learning_rate, engine.seed)
     started = time.perf_counter()
     source = _read(text) if text is not None else ""
     asked = read_prompts(prompts) if prompts is not None else []
     longest = 0 if asked else window + 1
     with LLM(model, replace(engine, context=engine.context or longest, prefix_caching=False)) as llm:
-        states = own_answers(llm, asked, tokens, window // 2) if asked else own_text(llm, source, tokens, window)
+        seen = seen_layers(llm, plan)
+        if asked:
+            states = own_answers(llm, asked, tokens, window // 2, seen)
+        else:
+            states = own_text(llm, source, tokens, window, seen)
         _say(f"{len(states.token_ids)} tokens read after {time.perf_counter() - started:.0f} s")
         trained = train_head(llm, states, plan, out, _say)
     result = {
         "path": str(out),
         "kind": kind,
+        "layers": list(trained.layers),
         "acceptance": [round(each, 4) for each in trained.acceptance],
         "parameters": trained.parameters,
         "tokens": trained.tokens,

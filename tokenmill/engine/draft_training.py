@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tokenmill.engine.llm import LLM
 from tokenmill.errors import UserError
-from tokenmill.runtime.spec.head_modules import HEADS
-from tokenmill.runtime.spec.training import HiddenStates, TrainingPlan, read_hidden_states, save_head, train
+from tokenmill.runtime.spec.head_modules import HEAD_KINDS
+from tokenmill.runtime.spec.training import TrainingPlan, planned_layers, save_head, train
+from tokenmill.runtime.spec.training_states import HiddenStates, read_hidden_states
 from tokenmill.types import SamplingParams
 
 
@@ -23,14 +24,16 @@ from tokenmill.types import SamplingParams
 class TrainedHead:
     path: Path
     kind: str
+    layers: tuple[int, ...]  # of the model, that it looks at
     acceptance: list[float]  # at each depth, on sequences that were held out
     parameters: int
     tokens: int  # learned from
     seconds: float
 
 
-def own_text(llm: LLM, text: str, tokens: int, window: int) -> HiddenStates:
-    """Pieces of a text, each continued by the model: half of a sequence is read, half is its own output."""
+def own_text(llm: LLM, text: str, tokens: int, window: int, layers: Sequence[int] = ()) -> HiddenStates:
+    """Pieces of a text, each continued by the model: half of a sequence is read, half is its own output. `layers`:
+    whose keys and values are kept too."""
     half = window // 2
     ids = llm.parts.tokenizer.encode(text[: tokens * 8])  # no language has longer tokens on average
     pieces = [ids[begin : begin + half] for begin in range(0, len(ids) - half, half)][: max(1, tokens // window)]
@@ -39,18 +42,21 @@ def own_text(llm: LLM, text: str, tokens: int, window: int) -> HiddenStates:
     params = SamplingParams(temperature=0.0, max_tokens=window - half)
     outputs = llm.generate(pieces, params, progress=True)
     sequences = [piece + output.outputs[0].token_ids for piece, output in zip(pieces, outputs, strict=True)]
-    return _read(llm, sequences)
+    return _read(llm, sequences, None, layers)
 
 
-def own_answers(llm: LLM, prompts: list[str], tokens: int, length: int) -> HiddenStates:
+def own_answers(llm: LLM, prompts: list[str], tokens: int, length: int, layers: Sequence[int] = ()) -> HiddenStates:
     """Prompts in the model's chat template, and its greedy answers, from which alone is learned."""
     params = SamplingParams(temperature=0.0, max_tokens=length)
     if llm.parts.chat_template is None:
         raise UserError("the model has no chat template to ask prompts in", "use --text")
     asked = [[{"role": "user", "content": prompt}] for prompt in prompts[: max(1, tokens // length)]]
-    outputs = llm.chat(asked, params, progress=True)
+    # As many at a time as are computed together: steps without a prompt among them are the fast ones.
+    most = llm.parts.config.concurrency
+    waves = [llm.chat(asked[begin : begin + most], params) for begin in range(0, len(asked), most)]
+    outputs = [output for wave in waves for output in wave]
     sequences = [list(output.prompt_token_ids) + output.outputs[0].token_ids for output in outputs]
-    return _read(llm, sequences, [len(output.prompt_token_ids) - 1 for output in outputs])
+    return _read(llm, sequences, [len(output.prompt_token_ids) - 1 for output in outputs], layers)
 
 
 def read_prompts(path: Path) -> list[str]:
@@ -72,9 +78,9 @@ def read_prompts(path: Path) -> list[str]:
 def train_head(
     llm: LLM, states: HiddenStates, plan: TrainingPlan, out: Path, say: Callable[[str], None] = lambda _text: None
 ) -> TrainedHead:
-    if plan.kind not in HEADS:
-        raise UserError(f"there is no head of kind '{plan.kind}'", f"use {' or '.join(HEADS)}")
-    learnable = int((states.left >= plan.depth + 1).sum())
+    if plan.kind not in HEAD_KINDS:
+        raise UserError(f"there is no head of kind '{plan.kind}'", f"use {' or '.join(HEAD_KINDS)}")
+    learnable = int(states.learnable(plan.depth + 1).sum())
     if learnable < 20 * (plan.depth + 2):
         raise UserError("there is too little to learn from", "give more text or more prompts")
     started = time.perf_counter()
@@ -87,9 +93,14 @@ def train_head(
     head, acceptance = train(model, states, plan, report)
     save_head(head, model, plan, acceptance, out)
     size = sum(each.numel() for each in head.parameters())
-    return TrainedHead(out, plan.kind, acceptance, size, learnable, time.perf_counter() - started)
+    return TrainedHead(out, plan.kind, head.layers, acceptance, size, learnable, time.perf_counter() - started)
 
 
-def _read(llm: LLM, sequences: list[list[int]], firsts: list[int] | None = None) -> HiddenStates:
+def seen_layers(llm: LLM, plan: TrainingPlan) -> tuple[int, ...]:
+    """The layers whose keys and values a head of this plan must be given to learn from."""
+    return planned_layers(llm.parts.runtime.model, plan)
+
+
+def _read(llm: LLM, sequences: list[list[int]], firsts: list[int] | None, layers: Sequence[int]) -> HiddenStates:
     runtime, config = llm.parts.runtime, llm.parts.config
-    return read_hidden_states(runtime, sequences, config.batch_tokens, config.concurrency, firsts)
+    return read_hidden_states(runtime, sequences, config.batch_tokens, config.concurrency, firsts, layers)

@@ -125,7 +125,7 @@ class Scheduler:
         most = self._max_drafts or run - 1
         if most and not crowded:
             self._hold_draft_slots(most)
-        return StepPlan(list(self._rows.values()), self.kv.take_copies())
+        return StepPlan(list(self._rows.values()), self.kv.take_copies(), run)
 
     def update(self, plan: StepPlan, result: StepResult) -> list[TokenEvent]:
         """Take in what the step computed. Rows of requests that were cancelled meanwhile are ignored."""

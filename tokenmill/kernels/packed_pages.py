@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-INT8_HALF, INT8_FLOAT, HIDDEN_ZERO, CODEBOOK = range(4)  # kinds of rows
-NUMBER_TYPES = (torch.float16, torch.float32, torch.int32, torch.float16)
+INT8_HALF, INT8_FLOAT, HIDDEN_ZERO, CODEBOOK, PAIRED_ZERO = range(5)  # kinds of rows
+NUMBER_TYPES = (torch.float16, torch.float32, torch.int32, torch.float16, torch.int32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -21,7 +21,8 @@ class PackedRows:
     """How one token's key or value of one KV head lies in a page.
 
     INT8_HALF, INT8_FLOAT: code * scale. HIDDEN_ZERO: (code - zero) * scale, the zero point in the scale's four lowest
-    bits. CODEBOOK: levels[code] * length. The last two hold two codes a byte, the even dimension in the low half."""
+    bits. CODEBOOK: levels[code] * length. PAIRED_ZERO: as HIDDEN_ZERO with two halves for scales, that of the even
+    dimensions in the low 16 bits. The last three hold two codes a byte, the even dimension in the low half."""
 
     kind: int
     head_dim: int
@@ -39,7 +40,7 @@ class PackedRows:
     @property
     def pair_type(self) -> torch.dtype:
         """Of an element that holds two codes."""
-        return torch.uint8 if self.kind in (HIDDEN_ZERO, CODEBOOK) else torch.int16
+        return torch.uint8 if self.kind >= HIDDEN_ZERO else torch.int16
 
     @property
     def number_type(self) -> torch.dtype:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from tokenmill.types import Request, ScheduledTokens
+from tokenmill.types import Batch, Request, ScheduledTokens
 
 Expected = list[tuple[Request, int, int]]  # per row: request, position, token id
 
@@ -22,8 +22,13 @@ class StepHead(Protocol):
 
     depth: int
 
-    def guess(self, hidden: Tensor, last: Tensor) -> Tensor:
-        """hidden [R, hidden] and the token drawn at each row -> int64 [R, depth]: what may follow."""
+    def note(self, batch: Batch) -> None:
+        """Told of every step before it is computed: the tokens that it reads. Safe to capture."""
+        ...
+
+    def guess(self, hidden: Tensor, last: Tensor, batch: Batch) -> Tensor:
+        """hidden [R, hidden] and the token drawn at each row -> int64 [R, depth]: what may follow. The batch's keys and
+        values are stored."""
         ...
 
 

@@ -92,8 +92,9 @@ class ModelRunner:
         self.speculator = speculator
         self._decoder = executor if isinstance(executor, DecodingExecutor) else None
         self._checker = executor if isinstance(executor, CheckingExecutor) else None
-        # Drafts take the place of runs of decodes.
-        self.enduring = executor if speculator is None and isinstance(executor, EnduringExecutor) else None
+        # A drafter that reads hidden states needs those of every token.
+        sees_all = speculator is not None and speculator.drafter.needs_hidden
+        self.enduring = executor if not sees_all and isinstance(executor, EnduringExecutor) else None
         self.make_observing: Callable[[], ModelRunner] | None = None  # a runner for steps whose attention is watched
         self._observing: ModelRunner | None = None
 
@@ -119,7 +120,7 @@ class ModelRunner:
             return self._check_trees(plan.scheduled, drafts)
         if self._decoder is not None and _is_decode(plan.scheduled, self._decoder.most_decoded):
             if not drafts:
-                return self._decode(self._decoder, plan.scheduled)
+                return self._decode(self._decoder, plan.scheduled, plan.run)
             if self._checker is not None and sum(row.length for row in plan.scheduled) <= self._checker.most_decoded:
                 return self._check(self._checker, plan.scheduled, drafts)
         rows = plan.scheduled
@@ -145,9 +146,11 @@ class ModelRunner:
             self._embeddings(hidden, batch, rows, result)
         return result
 
-    def _decode(self, decoder: DecodingExecutor, rows: list[ScheduledTokens]) -> StepResult:
+    def _decode(self, decoder: DecodingExecutor, rows: list[ScheduledTokens], run: int) -> StepResult:
         requests = [row.request for row in rows]
-        slots = min(row.num_draft_slots for row in rows)
+        if self.speculator is not None:
+            run = min(run, self.speculator.undrafted)
+        slots = min(run - 1, min(row.num_draft_slots for row in rows))
         if slots and self.enduring is not None and self.sampler.is_plain(requests):
             return _in_one(self.enduring.decode_on(rows, slots + 1))
         best: list[int | None] = list(decoder.decode(rows))

@@ -12,7 +12,8 @@ import torch
 from tokenmill import LLM
 from tokenmill.engine.draft_training import own_answers, own_text, read_prompts, train_head
 from tokenmill.errors import UserError
-from tokenmill.runtime.spec.training import TrainingPlan, read_hidden_states
+from tokenmill.runtime.spec.training import TrainingPlan
+from tokenmill.runtime.spec.training_states import read_hidden_states
 
 
 @pytest.fixture
@@ -26,16 +27,14 @@ def test_sequences_are_read_together_as_they_are_alone(llm: LLM) -> None:
     firsts = [3, 0, 8, 10, 49]
     with llm:
         runtime = llm.parts.runtime
-        together = read_hidden_states(runtime, sequences, 40, 3, firsts)
-        alone = [read_hidden_states(runtime, [sequence], 40, 1) for sequence in sequences]
+        together = read_hidden_states(runtime, sequences, 40, 3, firsts, [1])
+        alone = [read_hidden_states(runtime, [sequence], 40, 1, layers=[1]) for sequence in sequences]
     assert together.token_ids.tolist() == [token for sequence in sequences for token in sequence]
     assert torch.allclose(together.hidden.float(), torch.cat([each.hidden for each in alone]).float(), atol=2e-2)
-    begin = 0
-    for sequence, first, one in zip(sequences, firsts, alone, strict=True):
-        left = together.left[begin : begin + len(sequence)]
-        assert left[:first].tolist() == [0] * first
-        assert left[first:].tolist() == one.left[first:].tolist()
-        begin += len(sequence)
+    assert torch.allclose(together.keys[1], torch.cat([each.keys[1] for each in alone]), atol=2e-2)
+    assert torch.allclose(together.values[1], torch.cat([each.values[1] for each in alone]), atol=2e-2)
+    assert together.begins.tolist() == [0, 7, 19, 28, 58]
+    assert together.learnable(3).tolist() == [1, 9, 0, 17, 0]
 
 
 def test_a_text_becomes_a_head_that_can_be_used(llm: LLM, model_path: Callable[[str], Path], tmp_path: Path) -> None:

@@ -3,7 +3,8 @@
 (code - zero) * scale of a key comes out of its scores, that of a value goes into its weight; so a code becomes a float
 and nothing else, exactly. An element holds two codes, of an even and an odd dimension (int8: 16 bits, 4-bit codes: 8);
 the two have their own operands and accumulators. Tiles and shares of keys are those of paged_kernel.py. Rotated rows
-meet rotated queries (packed_store.py); the output is turned back at the end. Launched by packed.py.
+meet rotated queries (packed_store.py); the output is turned back at the end. KIND is that of packed_pages.py; where
+even and odd dimensions have scales of their own (4), so have their scores and weights. Launched by packed.py.
 """
 
 # mypy: allow-untyped-defs
@@ -29,6 +30,15 @@ def row_scales(numbers, KIND: tl.constexpr):
     else:
         scale = numbers.to(tl.float32)
         return scale, scale * 0.0
+
+
+@triton.jit
+def paired_scales(numbers):
+    """(scale, zero) of the even and (scale, zero) of the odd dimensions of rows, float32: two halves in 32 bits."""
+    even, odd = numbers.to(tl.int16), (numbers >> 16).to(tl.int16)
+    even_scale = (even & -16).to(tl.float16, bitcast=True).to(tl.float32)
+    odd_scale = (odd & -16).to(tl.float16, bitcast=True).to(tl.float32)
+    return even_scale, (even & 15).to(tl.float32), odd_scale, (odd & 15).to(tl.float32)
 
 
 @triton.jit
@@ -92,7 +102,7 @@ def widen(codes, levels, KIND: tl.constexpr, COMPUTE: tl.constexpr, INTERPRET: t
             return ((codes << 8) >> 8).to(COMPUTE), (codes >> 8).to(COMPUTE)
         even, odd = widen_octets(codes)
         return even.to(COMPUTE), odd.to(COMPUTE)
-    elif KIND == 2 and not INTERPRET:
+    elif KIND != 3 and not INTERPRET:
         even, odd = widen_halves(codes)
         return even.to(COMPUTE), odd.to(COMPUTE)
     else:
@@ -117,8 +127,8 @@ def turned(x, matrix, HD: tl.constexpr, HDF: tl.constexpr, COMPUTE: tl.constexpr
 
 @triton.jit
 def walk_packed(
-    acc, acc_odd, shift, top, total, q_tile, q_odd, q_sum, table, k_codes, k_numbers, v_codes, v_numbers, levels,
-    first, last, low, end, positions, scale, cap, page_codes, page_numbers,
+    acc, acc_odd, shift, shift_odd, top, total, q_tile, q_odd, q_sum, q_odd_sum, table, k_codes, k_numbers,
+    v_codes, v_numbers, levels, first, last, low, end, positions, scale, cap, page_codes, page_numbers,
     CB: tl.constexpr, CBP: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr,
     CAP: tl.constexpr, MASKED: tl.constexpr, KIND: tl.constexpr, COMPUTE: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
@@ -143,28 +153,44 @@ def walk_packed(
             k_tile = tl.load(k_codes + places)
             v_tile = tl.load(v_codes + places)
         if MASKED:
-            k_scale, k_zero = row_scales(tl.load(k_numbers + lines, mask=inside, other=0), KIND)
-            v_scale, v_zero = row_scales(tl.load(v_numbers + lines, mask=inside, other=0), KIND)
+            k_line = tl.load(k_numbers + lines, mask=inside, other=0)
+            v_line = tl.load(v_numbers + lines, mask=inside, other=0)
         else:
-            k_scale, k_zero = row_scales(tl.load(k_numbers + lines), KIND)
-            v_scale, v_zero = row_scales(tl.load(v_numbers + lines), KIND)
+            k_line, v_line = tl.load(k_numbers + lines), tl.load(v_numbers + lines)
         k_even, k_odd = widen(k_tile, levels, KIND, COMPUTE, INTERPRET)
         scores = tl.dot(q_tile, tl.trans(k_even), input_precision="ieee")
-        scores = tl.dot(q_odd, tl.trans(k_odd), scores, input_precision="ieee")
-        if KIND == 2:
-            scores -= q_sum[:, None] * k_zero[None, :]
-        scores *= (k_scale * scale)[None, :]
+        if KIND == 4:
+            k_scale, k_zero, odd_scale, odd_zero = paired_scales(k_line)
+            odd_scores = tl.dot(q_odd, tl.trans(k_odd), input_precision="ieee")
+            odd_scores -= q_odd_sum[:, None] * odd_zero[None, :]
+            scores = (scores - q_sum[:, None] * k_zero[None, :]) * (k_scale * scale)[None, :]
+            scores += odd_scores * (odd_scale * scale)[None, :]
+        else:
+            k_scale, k_zero = row_scales(k_line, KIND)
+            scores = tl.dot(q_odd, tl.trans(k_odd), scores, input_precision="ieee")
+            if KIND == 2:
+                scores -= (q_sum + q_odd_sum)[:, None] * k_zero[None, :]
+            scores *= (k_scale * scale)[None, :]
         weights, shrink, top, total = soften(
             scores, keys, inside, positions, top, total, cap, WINDOW, CAP, MASKED
         )  # fmt: skip
-        weights = (weights * (v_scale * WEIGHT_SCALE)[None, :]).to(COMPUTE)
         v_even, v_odd = widen(v_tile, levels, KIND, COMPUTE, INTERPRET)
+        # Zero points: of the rounded weights, so that what large ones add to `acc` is taken off exactly.
+        if KIND == 4:
+            v_scale, v_zero, odd_scale, odd_zero = paired_scales(v_line)
+            odd_weights = (weights * (odd_scale * WEIGHT_SCALE)[None, :]).to(COMPUTE)
+            shift_odd = shift_odd * shrink + tl.sum(odd_weights.to(tl.float32) * odd_zero[None, :], 1)
+        else:
+            v_scale, v_zero = row_scales(v_line, KIND)
+        weights = (weights * (v_scale * WEIGHT_SCALE)[None, :]).to(COMPUTE)
         acc = tl.dot(weights, v_even, acc * shrink[:, None], input_precision="ieee")
-        acc_odd = tl.dot(weights, v_odd, acc_odd * shrink[:, None], input_precision="ieee")
-        if KIND == 2:
-            # Of the rounded weights, so that what large zero points add to `acc` is taken off exactly.
+        if KIND == 4:
+            acc_odd = tl.dot(odd_weights, v_odd, acc_odd * shrink[:, None], input_precision="ieee")
+        else:
+            acc_odd = tl.dot(weights, v_odd, acc_odd * shrink[:, None], input_precision="ieee")
+        if KIND == 2 or KIND == 4:
             shift = shift * shrink + tl.sum(weights.to(tl.float32) * v_zero[None, :], 1)
-    return acc, acc_odd, shift, top, total
+    return acc, acc_odd, shift, shift_odd, top, total
 
 
 @triton.jit(do_not_specialize=["num_seqs", "num_tokens", "table_stride", "splits"])
@@ -218,7 +244,7 @@ def _attend_packed(
     q_place = q + tokens[:, None] * q_stride + heads[:, None] * HD + dims[None, :] * 2
     q_tile = tl.load(q_place, mask=row_ok, other=0.0).to(COMPUTE)
     q_odd = tl.load(q_place + 1, mask=row_ok, other=0.0).to(COMPUTE)
-    q_sum = tl.sum(q_tile.to(tl.float32) + q_odd.to(tl.float32), 1)
+    q_sum, q_odd_sum = tl.sum(q_tile.to(tl.float32), 1), tl.sum(q_odd.to(tl.float32), 1)
     acc = tl.zeros([BM, CBP], dtype=tl.float32)
     acc_odd = tl.zeros([BM, CBP], dtype=tl.float32)
     k_block, v_block = k_codes + kv_head * head_codes, v_codes + kv_head * head_codes
@@ -226,7 +252,7 @@ def _attend_packed(
     v_scales = v_numbers + kv_head * head_numbers + FIRST_NUMBER
     top = tl.full([BM], float("-inf"), dtype=tl.float32)
     total = tl.zeros([BM], dtype=tl.float32)
-    shift = tl.zeros([BM], dtype=tl.float32)
+    shift, shift_odd = tl.zeros([BM], dtype=tl.float32), tl.zeros([BM], dtype=tl.float32)
     first_tile, past_tile = low // BN, tl.cdiv(end, BN)
     tiles = past_tile - first_tile
     share = tiles
@@ -241,20 +267,20 @@ def _attend_packed(
     past_whole = first_tile
     if not WINDOW:
         past_whole = tl.maximum(tl.minimum((known + 1) // BN, past_tile), first_tile)
-        acc, acc_odd, shift, top, total = walk_packed(
-            acc, acc_odd, shift, top, total, q_tile, q_odd, q_sum, table, k_block, k_scales, v_block, v_scales, levels,
-            first_tile, past_whole, low, end, positions, scale, cap, page_codes, page_numbers,
-            CB, CBP, PAGE, BN, WINDOW, CAP, False, KIND, COMPUTE, INTERPRET,
+        acc, acc_odd, shift, shift_odd, top, total = walk_packed(
+            acc, acc_odd, shift, shift_odd, top, total, q_tile, q_odd, q_sum, q_odd_sum, table, k_block, k_scales,
+            v_block, v_scales, levels, first_tile, past_whole, low, end, positions, scale, cap, page_codes,
+            page_numbers, CB, CBP, PAGE, BN, WINDOW, CAP, False, KIND, COMPUTE, INTERPRET,
         )  # fmt: skip
-    acc, acc_odd, shift, top, total = walk_packed(
-        acc, acc_odd, shift, top, total, q_tile, q_odd, q_sum, table, k_block, k_scales, v_block, v_scales, levels,
-        past_whole, past_tile, low, end, positions, scale, cap, page_codes, page_numbers,
+    acc, acc_odd, shift, shift_odd, top, total = walk_packed(
+        acc, acc_odd, shift, shift_odd, top, total, q_tile, q_odd, q_sum, q_odd_sum, table, k_block, k_scales,
+        v_block, v_scales, levels, past_whole, past_tile, low, end, positions, scale, cap, page_codes, page_numbers,
         CB, CBP, PAGE, BN, WINDOW, CAP, True, KIND, COMPUTE, INTERPRET,
     )  # fmt: skip
 
     norm = 1.0 / (tl.where(total == 0.0, 1.0, total) * WEIGHT_SCALE)
     acc = (acc - shift[:, None]) * norm[:, None]
-    acc_odd = (acc_odd - shift[:, None]) * norm[:, None]
+    acc_odd = (acc_odd - (shift_odd if KIND == 4 else shift)[:, None]) * norm[:, None]
     every = tl.arange(0, HDF)
     if not SPLIT:
         out_row = out + tokens[:, None] * out_stride + heads[:, None] * HD

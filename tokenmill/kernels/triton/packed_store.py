@@ -26,6 +26,22 @@ def round_away(x):
 
 
 @triton.jit
+def clamped(codes):
+    return tl.minimum(tl.maximum(codes, 0.0), 15.0)
+
+
+@triton.jit
+def zero_codes(values, bad):
+    """Codes of rows with one scale, a half with the zero point in its low bits, and that half as a number."""
+    low, high = tl.minimum(tl.min(values, 1), 0.0), tl.maximum(tl.max(values, 1), 0.0)
+    half = tl.maximum((high - low) / 15.0, 1e-6).to(tl.float16).to(tl.int16, bitcast=True) & -16
+    scale = half.to(tl.float16, bitcast=True).to(tl.float32)
+    zero = clamped(round_away(-low / scale))
+    codes = clamped(round_away(values / scale[:, None]) + zero[:, None]).to(tl.int32)
+    return codes, tl.where(bad == bad, (half | zero.to(tl.int16)).to(tl.int32) & 0xFFFF, 0x7E00)
+
+
+@triton.jit
 def pick_codes(values, length, bounds):
     """The codebook's cell of each value for rows of this length."""
     scaled = tl.where(length[:, None] > 0, values / length[:, None], 0.0)
@@ -126,12 +142,14 @@ def _rotate_store_packed(
             high = tl.maximum(tl.maximum(tl.max(even, 1), tl.max(odd, 1)), 0.0)
             word = tl.maximum((high - low) / 15.0, 1e-6).to(tl.int32, bitcast=True) & -16
             scale = word.to(tl.float32, bitcast=True)
-            zero = tl.minimum(tl.maximum(round_away(-low / scale), 0.0), 15.0)
-            even_codes = tl.minimum(tl.maximum(round_away(even / scale[:, None]) + zero[:, None], 0.0), 15.0).to(
-                tl.int32
-            )
-            odd_codes = tl.minimum(tl.maximum(round_away(odd / scale[:, None]) + zero[:, None], 0.0), 15.0).to(tl.int32)
+            zero = clamped(round_away(-low / scale))
+            even_codes = clamped(round_away(even / scale[:, None]) + zero[:, None]).to(tl.int32)
+            odd_codes = clamped(round_away(odd / scale[:, None]) + zero[:, None]).to(tl.int32)
             number = tl.where(bad == bad, word | zero.to(tl.int32), 0x7FC00000)
+        elif KIND == 4:
+            even_codes, even_number = zero_codes(even, bad)
+            odd_codes, odd_number = zero_codes(odd, bad)
+            number = even_number | (odd_number << 16)
         else:
             even_codes, odd_codes, length = codebook_codes(even, odd, inner_ok, levels, bounds, gains, GAINS)
             number = (length + bad).to(tl.float16)

@@ -19,7 +19,7 @@ KV_STORES = Registry(
         "int8": f"{_HERE}.int8:Int8Store",
         "int8_per_token_head": f"{_HERE}.int8:Int8PerTokenHeadStore",
         "int4": f"{_HERE}.int4:Int4Store",
-        "int4_per_token_head": f"{_HERE}.int4:Int4Store",
+        "int4_per_token_head": f"{_HERE}.int4:Int4PerTokenHeadStore",
         "kivi4": f"{_HERE}.kivi:Kivi4Store",
         "kivi2": f"{_HERE}.kivi:Kivi2Store",
         "turboquant4": f"{_HERE}.turboquant:TurboQuant4Store",

@@ -160,6 +160,7 @@ class RowStore(KVStore):
         digest = sha256()
         for k, v in self._formats:
             for row in (k, v):
+                digest.update(type(row).__name__.encode())
                 for tensor in row.constants():
                     digest.update(tensor.float().cpu().numpy().tobytes())
         layout = "" if self._packed is None else "-planes"

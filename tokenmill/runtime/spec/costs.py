@@ -75,7 +75,8 @@ class StepCosts:
         guess = _FIRST_GUESS * self._medians[last] / last
         if len(self._sizes) == 1:
             return guess
-        first = self._sizes[-2]
+        # Over the upper half: kernels work in tiles, and between two neighbouring sizes lies all of a tile or nothing.
+        first = max((size for size in self._sizes[:-1] if 2 * size <= last), default=self._sizes[-2])
         return max((self._medians[last] - self._medians[first]) / (last - first), guess / 4)
 
 

@@ -18,16 +18,18 @@ from torch import Tensor
 
 from tokenmill.errors import CheckpointError, UserError
 from tokenmill.kernels.ref import rms_norm
+from tokenmill.model.kvstore.base import KVStore
 from tokenmill.model.loader import LoadedModel
 from tokenmill.runtime.spec.base import Draft, Drafter, Target
-from tokenmill.runtime.spec.head_modules import HEADS, EagleHead, MedusaHeads
+from tokenmill.runtime.spec.head_modules import HEAD_KINDS, Attend, EagleHead, MedusaHeads, build_head
+from tokenmill.runtime.spec.page_views import PageViews
 from tokenmill.types import Request, ScheduledTokens
 
 if TYPE_CHECKING:
     from tokenmill.runtime.cuda_checks import StepHead
 
 CONFIG_FILE, WEIGHTS_FILE = "draft_head.json", "draft_head.safetensors"
-FORMAT = 1
+FORMAT = 2
 _UNKNOWN = 0.5  # confidence of guesses that came without one
 
 
@@ -36,9 +38,10 @@ class HeadDrafter(Drafter):
     computes = True
     needs_hidden = True
 
-    def __init__(self, head: MedusaHeads | EagleHead, model: LoadedModel) -> None:
+    def __init__(self, head: MedusaHeads | EagleHead, model: LoadedModel, store: KVStore) -> None:
         self.head = head.to(model.where).eval().requires_grad_(False)
         self.words = Words(model)
+        self.views = page_views(head, model, store)
         self.states: WeakKeyDictionary[Request, tuple[int, Tensor]] = WeakKeyDictionary()
         self._taken: WeakKeyDictionary[Request, tuple[int, list[int]]] = WeakKeyDictionary()
 
@@ -46,7 +49,7 @@ class HeadDrafter(Drafter):
     def build(cls, argument: str, target: Target) -> HeadDrafter:
         if not argument:
             raise UserError("--speculate head names no directory", "write --speculate head:DIR, made by train-draft")
-        return cls(load_head(Path(argument), target.model), target.model)
+        return cls(load_head(Path(argument), target.model), target.model, target.store)
 
     @property
     def nbytes(self) -> int:
@@ -61,7 +64,7 @@ class HeadDrafter(Drafter):
             return None
         from tokenmill.runtime.spec.captured_heads import CapturedHead
 
-        return CapturedHead(self.head, target.model, target.config.draft_tokens)
+        return CapturedHead(self.head, target.model, target.store, target.config.draft_tokens)
 
     def take(self, row: ScheduledTokens, num_accepted: int, token_ids: list[int]) -> None:
         self._taken[row.request] = (row.start + row.count + num_accepted + 1, token_ids)
@@ -80,9 +83,14 @@ class HeadDrafter(Drafter):
         hidden = torch.stack([self.states[rows[number].request][1] for number in ready]).float()
         depth = min(self.head.depth, max(limits[number] for number in ready))
         last = torch.tensor([rows[number].request.token_ids[-1] for number in ready], device=hidden.device)
-        ids, chances = self._guess(hidden, last, depth)
+        attend = None if self.views is None else self.views.look(self.views.batch([rows[number] for number in ready]))
+        ids, chances = self.guess(hidden, last, depth, attend)
         for number, own_ids, own_chances in zip(ready, ids, chances, strict=True):
             drafts[number] = Draft(own_ids[: limits[number]], own_chances[: limits[number]])
+            # Where drafts are checked whole (`in_step`) the place that looked up ones could fill is filled anyhow.
+            missing = min(self.whole, limits[number]) - len(drafts[number].token_ids)
+            drafts[number].token_ids += own_ids[-1:] * missing
+            drafts[number].confidences += own_chances[-1:] * missing
         return drafts
 
     def _at_hand(self, request: Request, limit: int) -> Draft:
@@ -92,7 +100,9 @@ class HeadDrafter(Drafter):
             return Draft()
         return Draft(ids[:limit], [_UNKNOWN] * len(ids[:limit]))
 
-    def _guess(self, hidden: Tensor, last: Tensor, depth: int) -> tuple[list[list[int]], list[list[float]]]:
+    def guess(
+        self, hidden: Tensor, last: Tensor, depth: int, attend: Attend | None
+    ) -> tuple[list[list[int]], list[list[float]]]:
         """[rows][depth] tokens and their probabilities."""
         if isinstance(self.head, MedusaHeads):
             guessed = self.head(hidden)[:, :depth]
@@ -101,7 +111,7 @@ class HeadDrafter(Drafter):
             return ids.view(shape).tolist(), chances.view(shape).tolist()
         steps = []
         for _ in range(depth):
-            hidden = self.head(hidden, self.words.embed(last))
+            hidden = self.head(hidden, self.words.embed(last), attend)
             chances, last = self.words.best(hidden)
             steps.append((last, chances))
         ids = torch.stack([each for each, _ in steps], dim=1)
@@ -138,6 +148,17 @@ class Words:
         return (values - logits.logsumexp(-1, keepdim=True)).exp(), ids
 
 
+def page_views(head: MedusaHeads | EagleHead, model: LoadedModel, store: KVStore) -> PageViews | None:
+    """What the head looks at; None where it does not."""
+    if not head.layers:
+        return None
+    if model.table is None:  # weights of the CPU
+        return PageViews(model, store, head.layers)
+    from tokenmill.runtime.spec.captured_views import CapturedViews
+
+    return CapturedViews(model, store, head.layers)
+
+
 def load_head(folder: Path, model: LoadedModel) -> MedusaHeads | EagleHead:
     remedy = "make one with tokenmill train-draft"
     if not (folder / CONFIG_FILE).is_file() or not (folder / WEIGHTS_FILE).is_file():
@@ -145,14 +166,18 @@ def load_head(folder: Path, model: LoadedModel) -> MedusaHeads | EagleHead:
     try:
         config = json.loads((folder / CONFIG_FILE).read_text())
         kind, depth, width = config["kind"], int(config["depth"]), int(config["width"])
+        layers = tuple(int(layer) for layer in config.get("layers", ()))
         fingerprint, version = config["target"], config["format"]
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{folder / CONFIG_FILE} cannot be read ({error})", remedy) from error
-    if version != FORMAT or kind not in HEADS:
+    if version not in (1, FORMAT) or kind not in HEAD_KINDS:  # 1 knew no layers
         raise CheckpointError(f"{folder} holds a head of kind '{kind}', format {version}, not known here", remedy)
     if fingerprint != target_fingerprint(model):
         raise UserError(f"the head in {folder} was trained for another model: {fingerprint}", remedy)
-    head = HEADS[kind](model.decoder.description.hidden_size, depth, width)
+    d = model.decoder.description
+    if not set(layers) <= {layer for layer, name in enumerate(d.layer_kinds) if name == "full"}:
+        raise CheckpointError(f"the head in {folder} looks at layers {layers}, which do not keep all keys", remedy)
+    head = build_head(kind, d.hidden_size, depth, width, layers, d.num_heads * d.head_dim)
     try:
         head.load_state_dict(load_file(folder / WEIGHTS_FILE))
     except Exception as error:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 _SHORT_PAUSE = 0.002  # seconds between two steps that still belong to the second: nobody waited for work
 _FADING = 0.9
+_DULL = 16  # tokens without a draft that held, after which
+_BLIND = 4  # are decoded before the next draft is looked for
 _MOST_DRAFTS = 64
 
 
@@ -54,6 +56,7 @@ class Speculator:
         self._began = 0.0  # when this step did, drafting excluded
         self._drafting = 0.0  # seconds that this step's drafts took
         self._round_seconds = 0.0  # of a drafted token of all rows, where drafting computes
+        self._dull = 0  # tokens of a sequence since a draft held
 
     def propose(self, rows: Sequence[ScheduledTokens]) -> dict[int, Draft]:
         """Drafts by row of the plan; none for the rows that are not there. Sets `draft_ids` of those that are."""
@@ -67,6 +70,12 @@ class Speculator:
         if started - self._ended < _SHORT_PAUSE:
             self._began -= max(0.0, started - self._ended)
         return drafts
+
+    @property
+    def undrafted(self) -> int:
+        """Tokens of a sequence that may be decoded in one call, in a step without drafts: where none held for long,
+        the time that a run of steps saves is worth more than the drafts that it misses."""
+        return _BLIND if self._dull >= _DULL else 1
 
     def observe(self, rows: Sequence[ScheduledTokens], result: StepResult, hidden: Tensor) -> None:
         """`hidden` [rows, hidden]: after the token whose logits chose each row's last one. For who wants it."""
@@ -82,7 +91,9 @@ class Speculator:
     def learn(self, rows: Sequence[ScheduledTokens], drafts: dict[int, Draft], result: StepResult) -> None:
         """Take in how the drafts did and what the step cost. Enters what was won into `result`."""
         self._ended = self._clock()
-        seconds = self._ended - self._began
+        steps = 1 if drafts else 1 + max(map(len, result.accepted.values()), default=0)  # a run of decodes
+        seconds = (self._ended - self._began) / steps
+        self._dull = 0 if drafts and result.accepted else self._dull + steps
         if all(row.count == 1 for row in rows):
             num_tokens = sum(row.length for row in rows)
             if drafts and self.lengths.costs.is_known(len(rows)):

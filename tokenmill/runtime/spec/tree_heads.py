@@ -40,7 +40,7 @@ class TreeHeads(HeadDrafter):
         if not argument:
             raise UserError("--speculate tree names no directory", "write --speculate tree:DIR, made by train-draft")
         trees = TreeSteps(target)
-        drafter = cls(load_head(Path(argument), target.model), target.model)
+        drafter = cls(load_head(Path(argument), target.model), target.model, target.store)
         drafter.trees = trees
         return drafter
 
@@ -48,13 +48,13 @@ class TreeHeads(HeadDrafter):
     def draft(self, rows: Sequence[ScheduledTokens], limits: Sequence[int]) -> list[Draft]:
         drafts = [Draft() for _ in rows]
         for number in self.ready(rows, limits):
-            request = rows[number].request
-            nodes = self._grow(self.states[request][1].float()[None], request.token_ids[-1])
+            nodes = self._grow(self.states[rows[number].request][1].float()[None], rows[number])
             drafts[number] = _best(nodes, min(limits[number], MOST_NODES))
         return drafts
 
-    def _grow(self, hidden: Tensor, last: int) -> list[_Node]:
+    def _grow(self, hidden: Tensor, row: ScheduledTokens) -> list[_Node]:
         nodes: list[_Node] = []
+        last, views = row.request.token_ids[-1], self.views
         beam = [-1]
         levels = self.head(hidden)[0] if isinstance(self.head, MedusaHeads) else None
         for depth in range(self.head.depth):
@@ -62,7 +62,8 @@ class TreeHeads(HeadDrafter):
                 states = levels[depth : depth + 1].expand(len(beam), -1)
             else:
                 ids = torch.tensor([last if node < 0 else nodes[node].token_id for node in beam])
-                states = self.head(hidden, self.words.embed(ids.to(hidden.device)))
+                attend = None if views is None else views.look(views.batch([row] * len(beam)))
+                states = self.head(hidden, self.words.embed(ids.to(hidden.device)), attend)
             chances, guesses = (each.tolist() for each in self.words.top(states, _BRANCHES))
             first = len(nodes)
             for place, node in enumerate(beam):

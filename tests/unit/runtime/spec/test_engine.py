@@ -173,3 +173,30 @@ def test_the_recorded_executor_gives_the_same_bits(model_path: Callable[[str], P
     for one, other, third in zip(plain, together, drafted, strict=True):
         assert one.outputs[0].token_ids == other.outputs[0].token_ids == third.outputs[0].token_ids
         assert one.outputs[0].logprobs == other.outputs[0].logprobs == third.outputs[0].logprobs
+
+
+def test_where_no_draft_holds_tokens_come_in_runs(
+    model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Offline only: whoever steps for single tokens gets single tokens."""
+    options: dict[str, Any] = {"context": 96, "threads": 1, "concurrency": 2}
+    params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    with LLM(model_path("stories15m"), **options) as llm:
+        plain = llm.generate(_STORY[:50], params)[0].outputs[0].token_ids
+    with LLM(model_path("stories15m"), speculate="ngram", **options) as llm:
+        runtime, core = llm.parts.runtime, llm.parts.core
+        assert runtime.runner.speculator is not None
+        monkeypatch.setattr(runtime.runner.speculator.drafter, "draft", lambda rows, _limits: [Draft() for _ in rows])
+        runs: list[int] = []
+        decode_on = runtime.executor.decode_on
+        monkeypatch.setattr(runtime.executor, "decode_on", lambda rows, n: runs.append(n) or decode_on(rows, n))
+        assert llm.generate(_STORY[:50], params)[0].outputs[0].token_ids == plain
+        assert max(runs) == 4
+        assert sum(n for n in runs if n > 1) > 35  # of 60
+        costs = runtime.runner.speculator.lengths.costs
+        runs.clear()
+        core.add(llm.parts.intake.request(_STORY[:50], params, "single"))
+        while core.has_work:
+            assert all(len(event.token_ids) == 1 for event in core.step())
+        assert not any(n > 1 for n in runs)
+        assert costs.is_known(1)
