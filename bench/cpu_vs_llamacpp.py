@@ -57,7 +57,7 @@ def _greedy(tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
 
 
-def measure(path: Path, threads: int, repeat: int, quick: bool) -> dict[str, dict[str, float]]:
+def measure(path: Path, threads: int, repeat: int, quick: bool, only: str) -> dict[str, dict[str, float]]:
     peer, ours = PeerProcess(path, threads), Ours(path, threads)
     generator = random.Random(0)
 
@@ -96,6 +96,8 @@ def measure(path: Path, threads: int, repeat: int, quick: bool) -> dict[str, dic
 
     table = {}
     for name, once in cases.items():
+        if only not in name:
+            continue
         rounds = 1 if name.startswith("16 requests") else repeat
         pairs = [once() for _ in range(rounds)]
         theirs, mine = (statistics.median(column) for column in zip(*pairs, strict=True))
@@ -114,12 +116,15 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="shorter runs")
+    parser.add_argument("--only", default="", help="measurements whose name has this in it, such as 'shared prefix'")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     arguments = parser.parse_args()
     results = {}
     for model in arguments.model:
         print(f"# {model}", file=sys.stderr)
-        results[model] = measure(resolve(model).path, arguments.threads, arguments.repeat, arguments.quick)
+        results[model] = measure(
+            resolve(model).path, arguments.threads, arguments.repeat, arguments.quick, arguments.only
+        )
     if arguments.json:
         print(json.dumps(results))
 

@@ -6,6 +6,8 @@ its threads. Used by cpu_vs_llamacpp.py.
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -23,6 +25,7 @@ class PeerProcess:
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, path, threads), daemon=True)
         self._process.start()
+        atexit.register(self._process.kill)  # a stopped process hears nothing milder
         theirs.close()
         self.vocab_size: int = self._answer()
 
@@ -61,6 +64,7 @@ class PeerProcess:
 def _serve(pipe: Connection, path: Path, threads: int) -> None:
     from bench.llamacpp_peer import Peer  # only this process needs the library
 
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: not to be left behind, stopped
     peer = Peer(path, threads)
     pipe.send(peer.vocab_size)
     while True:
