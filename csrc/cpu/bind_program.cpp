@@ -111,8 +111,8 @@ using Tables = std::vector<std::vector<int32_t>>;  // page ids of each sequence
 // A step in which every sequence brings one token and wants its logits: most steps, and short enough that the caller's
 // bookkeeping shows. Plain lists come in, the index of each row's largest logit goes out.
 //
-// With more than one step, each goes on from the largest logits of the one before, until a sequence has drawn one of its
-// `stops`; one list for each step that was computed. The tables have the pages of them all.
+// With more than one step, each goes on from the largest logits of the one before, until a sequence has drawn one of
+// its `stops`; one list for each step that was computed. The tables have the pages of them all.
 std::vector<std::vector<int64_t>> decode(RecordedProgram& self, std::vector<int64_t> token_ids,
                                          std::vector<int64_t> positions, const std::vector<Tables>& tables,
                                          uintptr_t logits, int steps, const std::vector<std::vector<int64_t>>& stops) {
@@ -153,15 +153,16 @@ std::vector<std::vector<int64_t>> decode(RecordedProgram& self, std::vector<int6
   }
   std::vector<std::vector<int64_t>> best;
   nb::gil_scoped_release release;
-  for (bool stopped = false; !stopped && int(best.size()) < steps; ) {
-    for (size_t i = 0; i < count; ++i) {
-      lengths[i] = int32_t(positions[i] + 1);
-      for (size_t group = 0; group < tables.size(); ++group) {
+  bool stopped = false;
+  while (!stopped && int(best.size()) < steps) {
+    for (size_t i = 0; i < count; ++i) lengths[i] = int32_t(positions[i] + 1);
+    for (size_t group = 0; group < tables.size(); ++group) {
+      for (size_t i = 0; i < count; ++i) {
         const int64_t page = tables[group][i][positions[i] / self.page_size];
         slots[group][i] = page * self.page_size + positions[i] % self.page_size;
       }
+      check_range(slots[group].data(), int64_t(count), self.num_pages * self.page_size, "no such KV slot");
     }
-    for (const auto& own : slots) check_range(own.data(), int64_t(count), self.num_pages * self.page_size, "no such KV slot");
     self.program.run(inputs);
     best.emplace_back(count);
     self.program.pool().for_each(int(count), 1, [&](int row) {

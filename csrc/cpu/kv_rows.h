@@ -26,7 +26,7 @@ struct Rotation {
   void turn_back(float* x) const;
 };
 
-// paired_zero has a scale for the even and one for the odd coordinates, each a half with its zero point in the low bits.
+// paired_zero has a scale for the even and one for the odd coordinates, halves with their zero points in the low bits.
 enum class RowKind {
   float32,
   float16,

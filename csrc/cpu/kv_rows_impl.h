@@ -47,7 +47,8 @@ void paired_row_to_float(const uint8_t* codes, const float* factors, const float
   for (int j = 0; j < kLanes; ++j) by[j] = factors[j & 1], from[j] = offsets[j & 1];
   int64_t i = 0;
   for (; i + kLanes <= n; i += kLanes)
-    for (int j = 0; j < kLanes; ++j) out[i + j] = static_cast<float>(static_cast<int32_t>(codes[i + j])) * by[j] + from[j];
+    for (int j = 0; j < kLanes; ++j)
+      out[i + j] = static_cast<float>(static_cast<int32_t>(codes[i + j])) * by[j] + from[j];
   for (; i < n; ++i) out[i] = static_cast<float>(static_cast<int32_t>(codes[i])) * by[i & 1] + from[i & 1];
 }
 

@@ -118,9 +118,11 @@ void Program::narrow(Team& team, const StepInputs& inputs) {
   team.for_each(static_cast<int>(tail_inputs_.size()), 1, [&](int i) {
     const Value& value = values_[tail_inputs_[i]];
     float* first = arena() + value.offset;
-    for (int row = 0; row < inputs.num_logit_rows; ++row)
-      if (inputs.logit_rows[row] != row)
-        std::memcpy(first + row * value.width, first + inputs.logit_rows[row] * value.width, value.width * sizeof(float));
+    for (int row = 0; row < inputs.num_logit_rows; ++row) {
+      const float* from = first + inputs.logit_rows[row] * value.width;
+      float* to = first + row * value.width;
+      if (from != to) std::memcpy(to, from, value.width * sizeof(float));
+    }
   });
   team.barrier();
 }

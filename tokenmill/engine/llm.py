@@ -23,7 +23,7 @@ from tokenmill.types import Request, SamplingParams
 
 Message = Mapping[str, Any]
 
-_RUN = 8  # tokens at a time: outputs are handed over whole, so nobody sees it; Ctrl-C waits for no more than these
+_RUN = 8  # outputs are handed over whole, so nobody sees it; Ctrl-C waits for no more than these
 
 
 class LLM:
@@ -32,6 +32,8 @@ class LLM:
         if config is not None and options:
             raise UserError("both config and options are given", "put the options into the config")
         self._parts: EngineParts | None = build_engine(model, config or EngineConfig.from_options(options))
+        # Of a sequence, from one call of the runner. Whoever measures for a server, which streams, sets it to one.
+        self.tokens_at_once = _RUN if self.parts.runtime.runner.enduring is not None else 1
 
     @property
     def parts(self) -> EngineParts:
@@ -108,7 +110,6 @@ class LLM:
 
     def _run(self, requests: list[Request], texts: list[str | None], progress: bool) -> list[RequestOutput]:
         core = self.parts.core
-        run = _RUN if self.parts.runtime.runner.enduring is not None else 1
         collectors = {
             request.request_id: RequestCollector(request, text, self.parts.tokenizer)
             for request, text in zip(requests, texts, strict=True)
@@ -119,7 +120,7 @@ class LLM:
         try:
             with request_bar(len(collectors), progress) as advance:
                 while unfinished:
-                    for event in core.step(run):
+                    for event in core.step(self.tokens_at_once):
                         collector = collectors[event.request_id]
                         _, stop = collector.take(event)
                         if stop:

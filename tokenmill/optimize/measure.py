@@ -42,6 +42,7 @@ class Contender:
                 f"out of memory: it needs about {needed >> 20:,} MiB, {free >> 20:,} MiB are free", "free some memory"
             )
         self._llm = LLM(str(path), config)
+        self._llm.tokens_at_once = 1  # what is found here is going to be served
         self._warm = False
         self._memory_bytes = weight_bytes(path) + self._llm.parts.runtime.store.nbytes
 
