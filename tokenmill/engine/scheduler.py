@@ -122,9 +122,10 @@ class Scheduler:
                 crowded = crowded or self.num_preemptions > before
         if not crowded:
             self._admit()
-        most = self._max_drafts or run - 1
-        if most and not crowded:
-            self._hold_draft_slots(most)
+        if self._max_drafts and not crowded:
+            self._hold_draft_slots()
+        elif run > 1 and not crowded:
+            self._hold_run(run - 1)
         return StepPlan(list(self._rows.values()), self.kv.take_copies(), run)
 
     def update(self, plan: StepPlan, result: StepResult) -> list[TokenEvent]:
@@ -239,21 +240,35 @@ class Scheduler:
         self._rows[request] = ScheduledTokens(request, start, granted, tables, samples, num_dropped=dropped)
         self._budget -= granted
 
-    def _hold_draft_slots(self, wanted: int) -> None:
+    def _hold_draft_slots(self) -> None:
         """Slots for guesses after the token of each decode: of the budget and the pages that are left, without hurting
-        anyone. No more than the request can still take, so that all accepted ones and one token more are its own."""
-        reserved = len(self._running) * self.kv.layout.page_size  # tokens: everyone could still grow by a page
+        anyone."""
         for request, row in self._rows.items():
-            if row.count > 1 or not row.samples or row.start < len(request.prompt_ids):
-                continue
-            left = min(request.params.max_tokens - request.num_output_tokens, self.context_length - request.num_tokens)
-            most = self.kv.row_limit(request, row.start) - row.count
-            slots = min(wanted, left - 1, self._budget, most)
-            if slots > 0:
-                slots = min(slots, self.kv.room(request) - row.count - reserved)
-            if slots > 0 and self.kv.reserve(request, row.count + slots):
-                row.num_draft_slots = slots
-                self._budget -= slots
+            self._hold(request, row, min(self._budget, self._slots_left(request, row, self._max_drafts)))
+
+    def _hold_run(self, wanted: int) -> None:
+        """As many slots after every token, where all rows are decodes: else the runner could not go on by itself."""
+        left = [self._slots_left(request, row, wanted) for request, row in self._rows.items()]
+        slots = min([*left, self._budget // max(1, len(left))])
+        for request, row in self._rows.items():
+            self._hold(request, row, slots)
+
+    def _slots_left(self, request: Request, row: ScheduledTokens, wanted: int) -> int:
+        """How many slots a row may hold beyond its token. No more than the request can still take, so that all accepted
+        ones and one token more are its own."""
+        if row.count > 1 or not row.samples or row.start < len(request.prompt_ids):
+            return 0
+        left = min(request.params.max_tokens - request.num_output_tokens, self.context_length - request.num_tokens)
+        slots = min(wanted, left - 1, self.kv.row_limit(request, row.start) - row.count)
+        if slots <= 0:
+            return 0
+        reserved = len(self._running) * self.kv.layout.page_size  # tokens: everyone could still grow by a page
+        return min(slots, self.kv.room(request) - row.count - reserved)
+
+    def _hold(self, request: Request, row: ScheduledTokens, slots: int) -> None:
+        if slots > 0 and self.kv.reserve(request, row.count + slots):
+            row.num_draft_slots = slots
+            self._budget -= slots
 
     def _count_drafts(self, row: ScheduledTokens, accepted: list[int]) -> None:
         if row.draft_ids:
