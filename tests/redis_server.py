@@ -29,7 +29,7 @@ class RedisServer:
 
     def start(self) -> None:
         self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        for _ in range(500):
+        for _ in range(3000):
             try:
                 socket.create_connection(("127.0.0.1", self.port), 1.0).close()
                 return

@@ -48,6 +48,10 @@ class RunningServer:
     def log(self) -> str:
         return "".join(self.lines)
 
+    def logged(self, text: str, seconds: float = 20.0) -> None:
+        """Until the log holds `text`: a line about a request is written when its answer has already left."""
+        wait_until(lambda: text in self.log, seconds)
+
     def load(self) -> dict[str, Any]:
         found: dict[str, Any] = self.http.get("/load").json()
         return found

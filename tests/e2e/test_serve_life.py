@@ -26,7 +26,7 @@ _FLAGS = ("--context", "256", "--concurrency", "4", "--served-model-name", "stor
 @pytest.fixture(scope="module")
 def server(model_path: Callable[[str], Path]) -> Iterator[RunningServer]:
     """A server whose engine is harmed."""
-    with serving(model_path("stories15m"), *_FLAGS, "--stall-timeout", "2") as running:
+    with serving(model_path("stories15m"), *_FLAGS, "--stall-timeout", "10") as running:
         yield running
 
 
@@ -50,7 +50,7 @@ def _first_answer(server: RunningServer) -> str:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_frees_its_pages(steady: RunningServer, stream: bool) -> None:
-    body = {**_LONG, "stream": stream, "n": 4}
+    body = {**_LONG, "stream": stream, "n": 16}  # four at a time: it lasts
     with httpx.Client(base_url=steady.url, timeout=30) as leaving:
         if stream:
             with leaving.stream("POST", "/v1/completions", json=body) as answer:
@@ -59,7 +59,7 @@ def test_a_client_that_leaves_frees_its_pages(steady: RunningServer, stream: boo
         else:
             with pytest.raises(httpx.ReadTimeout):
                 leaving.post("/v1/completions", json=body, timeout=0.1)
-    steady.wait_idle(5)
+    steady.wait_idle()
 
 
 def test_keys_guard_every_route_but_two(model_path: Callable[[str], Path], tmp_path: Path) -> None:
@@ -86,17 +86,18 @@ def test_keys_guard_every_route_but_two(model_path: Callable[[str], Path], tmp_p
         assert again.status_code == 429
         assert 1 <= int(again.headers["retry-after"]) <= 61
         assert again.json()["error"]["code"] == "request_quota"
-        assert '"key": "slow"' in server.log
+        server.logged('"key": "slow"')
         assert not any(key in server.log for key in ("good-key", "slow-key", "env-key"))
 
 
 def test_a_full_queue_is_429_with_a_time_to_come_back(steady: RunningServer) -> None:
-    statuses: Counter[int] = Counter()
+    statuses: list[int] = []
     retry_after = []
 
     def ask() -> None:
-        answer = httpx.post(f"{steady.url}/v1/completions", json={**_LONG, "max_tokens": 100}, timeout=60)
-        statuses[answer.status_code] += 1
+        # One client for all: making one takes longer than a short answer, and then nobody would have to wait.
+        answer = steady.http.post("/v1/completions", json={**_LONG, "max_tokens": 100})
+        statuses.append(answer.status_code)
         if answer.status_code == 429:
             retry_after.append(int(answer.headers["retry-after"]))
 
@@ -123,6 +124,7 @@ def _harm_engine_mid_stream(server: RunningServer, harm: signal.Signals) -> list
     """Eight streams, four of which wait; the engine is harmed once tokens move. (status, events) of each."""
     answers: list[tuple[int, list[str]]] = []
     started = threading.Event()
+    engine = server.load()["engine_pid"]
 
     def follow() -> None:
         body = {**_LONG, "stream": True}
@@ -136,10 +138,10 @@ def _harm_engine_mid_stream(server: RunningServer, harm: signal.Signals) -> list
     streams = [threading.Thread(target=follow) for _ in range(8)]
     for stream in streams:
         stream.start()
-    assert started.wait(30)
-    os.kill(server.load()["engine_pid"], harm)
+    assert started.wait(60)
+    os.kill(engine, harm)
     for stream in streams:
-        stream.join(30)
+        stream.join(60)
     return answers
 
 
@@ -154,7 +156,7 @@ def test_a_killed_engine_is_replaced(server: RunningServer) -> None:
     told = [json.loads(events[-2])["error"] for events in streamed if '"error"' in events[-2]]
     assert all("SIGKILL" in error["message"] for error in told)
     assert told or len(streamed) < 8  # somebody was in flight
-    wait_until(lambda: "killed by SIGKILL" in server.log, 2)
+    server.logged("killed by SIGKILL")
     assert server.http.get("/health").status_code == 503
     refused = server.http.post("/v1/completions", json=_LONG)
     assert refused.status_code == 503
@@ -162,12 +164,12 @@ def test_a_killed_engine_is_replaced(server: RunningServer) -> None:
     wait_until(lambda: server.http.get("/health").status_code == 200, 60)
     assert _first_answer(server) == text
     server.wait_idle()
-    assert "serving again" in server.log
+    server.logged("serving again")
 
 
 def test_an_idle_engine_that_is_killed_is_noticed(server: RunningServer) -> None:
     os.kill(server.load()["engine_pid"], signal.SIGKILL)
-    wait_until(lambda: server.http.get("/health").status_code == 503, 2)
+    wait_until(lambda: server.http.get("/health").status_code == 503, 20)
     wait_until(lambda: server.http.get("/health").status_code == 200, 60)
     assert _first_answer(server)
 
@@ -176,8 +178,8 @@ def test_a_stuck_engine_is_dumped_killed_and_replaced(server: RunningServer) -> 
     old = server.load()["engine_pid"]
     os.kill(old, signal.SIGSTOP)
     # Not at once: an engine that answered a moment ago counts as alive for that moment.
-    wait_until(lambda: server.http.get("/health").status_code == 503, 10)
-    wait_until(lambda: "stuck: no sign of life" in server.log, 10)
+    wait_until(lambda: server.http.get("/health").status_code == 503, 60)
+    server.logged("stuck: no sign of life", 60)
     wait_until(lambda: server.http.get("/health").status_code == 200, 60)
     assert server.load()["engine_pid"] != old
     assert _first_answer(server)
@@ -193,17 +195,18 @@ def test_sigterm_lets_requests_end_and_refuses_new_ones(server: RunningServer) -
 
     thread = threading.Thread(target=ask)
     thread.start()
-    wait_until(lambda: server.load()["server_load"] > 0, 10)
+    wait_until(lambda: server.load()["server_load"] > 0, 60)
     server.process.send_signal(signal.SIGTERM)
+    server.logged("shutting down")  # a signal takes its time: what comes before is not new
     statuses: set[int] = set()
     with contextlib.suppress(httpx.HTTPError):  # the port closes at the end
         while True:
             statuses.add(httpx.post(f"{server.url}/v1/completions", json=_LONG, timeout=10).status_code)
-    thread.join(30)
+    thread.join(60)
     assert whole[0].status_code == 200
     assert len(whole[0].json()["choices"]) == 4
     assert statuses <= {503}
-    assert server.process.wait(10) == 0
+    assert server.process.wait(60) == 0
 
 
 def test_sigterm_does_not_wait_for_ever(model_path: Callable[[str], Path]) -> None:
@@ -217,11 +220,11 @@ def test_sigterm_does_not_wait_for_ever(model_path: Callable[[str], Path]) -> No
 
         thread = threading.Thread(target=ask)
         thread.start()
-        wait_until(lambda: server.load()["server_load"] > 0, 10)
+        wait_until(lambda: server.load()["server_load"] > 0, 60)
         server.process.send_signal(signal.SIGTERM)
-        thread.join(30)
+        thread.join(60)
         assert answers[0].status_code == 503
-        assert server.process.wait(20) == 0
+        assert server.process.wait(60) == 0
         with pytest.raises(ProcessLookupError):
             os.kill(engine, 0)
 
@@ -235,11 +238,13 @@ def test_an_engine_whose_server_is_killed_ends(model_path: Callable[[str], Path]
         def gone() -> bool:
             try:
                 os.kill(engine, 0)
+                return Path(f"/proc/{engine}/stat").read_text().split()[2] == "Z"
             except ProcessLookupError:
                 return True
-            return Path(f"/proc/{engine}/stat").read_text().split()[2] == "Z"
+            except FileNotFoundError:  # it went between the two: the next look will tell
+                return False
 
-        wait_until(gone, 5)
+        wait_until(gone, 60)
 
 
 def test_what_cannot_start_says_why(model_path: Callable[[str], Path], tmp_path: Path) -> None:
@@ -255,7 +260,7 @@ class _Chaos:
     def __init__(self, server: RunningServer, seconds: float) -> None:
         self.server = server
         self.end = time.monotonic() + seconds
-        self.outcomes: Counter[str] = Counter()
+        self.outcomes: list[str] = []  # not counted here: threads would lose counts
 
     def run(self, seed: int) -> None:
         choose = random.Random(seed)
@@ -271,7 +276,7 @@ class _Chaos:
     def whole(self, http: httpx.Client, choose: random.Random) -> None:
         answer = http.post("/v1/completions", json=self.body(choose))
         assert answer.status_code in (200, 429), answer.text
-        self.outcomes[f"whole {answer.status_code}"] += 1
+        self.outcomes.append(f"whole {answer.status_code}")
 
     def streamed(self, http: httpx.Client, choose: random.Random, pause: float = 0.0) -> None:
         with http.stream("POST", "/v1/completions", json=self.body(choose, stream=True)) as answer:
@@ -279,8 +284,9 @@ class _Chaos:
             for last in answer.iter_lines():
                 time.sleep(pause)
                 assert '"error":' not in last or answer.status_code == 429
-                self.outcomes["done"] += last == "data: [DONE]"
-            self.outcomes[f"streamed {answer.status_code}"] += 1
+                if last == "data: [DONE]":
+                    self.outcomes.append("done")
+            self.outcomes.append(f"streamed {answer.status_code}")
 
     def slow(self, http: httpx.Client, choose: random.Random) -> None:
         self.streamed(http, choose, pause=0.01)
@@ -289,18 +295,18 @@ class _Chaos:
         with http.stream("POST", "/v1/completions", json=self.body(choose, stream=True)) as answer:
             for _ in zip(range(choose.randint(0, 8)), answer.iter_lines(), strict=False):
                 pass
-        self.outcomes["left"] += 1
+        self.outcomes.append("left")
 
     def bad(self, http: httpx.Client, choose: random.Random) -> None:
         content = choose.choice((b"{", b"[]", b'{"prompt": 5}', b'{"prompt": "x", "n": -1}', b"\xff\xfe"))
         answer = http.post("/v1/completions", content=content, headers={"content-type": "application/json"})
         assert answer.status_code in (400, 429)  # what is wrong beyond the form is seen after the door
-        self.outcomes["bad"] += 1
+        self.outcomes.append("bad")
 
     def too_long(self, http: httpx.Client, choose: random.Random) -> None:
         answer = http.post("/v1/completions", json=self.body(choose) | {"prompt": "dog " * 500})
         assert answer.status_code in (400, 429)  # a full queue is not even tokenized for
-        self.outcomes["too long"] += 1
+        self.outcomes.append("too long")
 
 
 def test_chaos(steady: RunningServer) -> None:
@@ -320,8 +326,9 @@ def test_chaos(steady: RunningServer) -> None:
     for thread in threads:
         thread.join()
     assert not failures, failures[0]
-    assert chaos.outcomes["done"] == chaos.outcomes["streamed 200"]
-    assert {"left", "bad", "too long", "whole 200", "streamed 200"} <= set(chaos.outcomes)
+    outcomes = Counter(chaos.outcomes)
+    assert outcomes["done"] == outcomes["streamed 200"]
+    assert {"left", "bad", "too long", "whole 200", "streamed 200"} <= set(outcomes)
     steady.wait_idle()
     assert _first_answer(steady) == text
     metrics = steady.http.get("/metrics").text

@@ -81,4 +81,5 @@ def test_without_the_package_one_line_says_so(model_path: Callable[[str], Path],
     environment = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9", "PYTHONPATH": str(tmp_path)}
     with serving(model_path("stories15m"), *_FLAGS, env=environment) as server:
         assert server.http.post("/v1/completions", json=_BODY).status_code == 200
+        server.logged("tokenmill[otel]")
         assert server.log.count("tokenmill[otel]") == 1

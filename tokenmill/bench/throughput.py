@@ -38,6 +38,8 @@ class ThroughputReport:
     output_tokens: int
     kv_waste: float
     kv_use: float
+    peak_running: int  # sequences at once
+    peak_tokens: int  # in their contexts together
     prefix_hit_rate: float
     preemptions: int
     draft_acceptance: float | None  # of drafted tokens; None: none were drafted
@@ -81,6 +83,8 @@ def run_requests(
         output_tokens=output_tokens,
         kv_waste=stats.mean_kv_waste,
         kv_use=stats.mean_kv_use,
+        peak_running=stats.peak_running,
+        peak_tokens=stats.peak_tokens,
         prefix_hit_rate=hits / max(1, queried),
         preemptions=stats.num_preemptions - before.num_preemptions,
         draft_acceptance=(stats.num_accepted - before.num_accepted) / drafted if drafted else None,

@@ -27,6 +27,8 @@ class EngineStats:
     saved_seconds: float = 0.0  # that drafting won, by the engine's own measurements
     num_running: int = 0
     num_waiting: int = 0
+    peak_running: int = 0  # sequences, between two steps
+    peak_tokens: int = 0  # in the contexts of all of them
     total_kv_use: float = 0.0  # sums over steps of fractions
     total_kv_waste: float = 0.0
     total_kv_padding: float = 0.0
@@ -50,6 +52,8 @@ class EngineStats:
         self.saved_seconds = scheduler.saved_seconds
         self.num_running = scheduler.num_running
         self.num_waiting = scheduler.num_waiting
+        self.peak_running = max(self.peak_running, self.num_running)
+        self.peak_tokens = max(self.peak_tokens, usage.num_tokens)
         self.total_kv_use += usage.num_held / kv.num_pages
         self.total_kv_waste += usage.waste
         self.total_kv_padding += usage.padding

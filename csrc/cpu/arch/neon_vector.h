@@ -8,6 +8,7 @@
 
 #include "../linear_panel.h"
 #include "neon_block.h"
+#include "neon_expand.h"
 #include "panel_kernels.h"
 
 namespace tokenmill {
@@ -21,7 +22,7 @@ struct Neon {
   using X = int8x16_t;
   static constexpr int kLanes = 4, kDirectRegs = 2, kWideRegs = 2, kQuads = 1, kSignedBias = 0;
   static constexpr int kQuadRun = 4, kDotOperations = 32;
-  static constexpr bool kBlocks = true;
+  static constexpr bool kBlocks = true, kByteFactors = true;
 
   static TM_INLINE Bytes load(const uint8_t* p) { return vreinterpretq_s8_u8(vld1q_u8(p)); }
   static TM_INLINE Table load_table(const int8_t* p) { return vld1q_s8(p); }
@@ -117,6 +118,11 @@ struct Neon {
   static TM_INLINE Floats max_abs(Floats a, Floats b) { return vmaxq_f32(a, vabsq_f32(b)); }
   static TM_INLINE Floats div(Floats a, Floats b) { return vdivq_f32(a, b); }
 
+  template <class V, class T>
+  static ExpandFn by_bytes() {
+    return expand_by_bytes<V, T>;
+  }
+
   struct Fixed {
     uint16x8_t low, high;  // columns 0 and 1, 2 and 3
   };
@@ -179,7 +185,7 @@ struct Neon {
 
 // Measured on a Neoverse-N1: from here on, unpacking once for all rows beats group scales in the product.
 int expand_from(const PanelLayout& layout) {
-  if (layout.superblock) return layout.bits == 6 || layout.bits <= 3 ? 9 : layout.bits == 5 ? 11 : 20;
+  if (layout.superblock) return layout.bits != 4 ? 9 : layout.has_lut ? 20 : 12;
   return layout.bits == 8 ? 9 : 8;
 }
 

@@ -374,6 +374,7 @@ struct Pick {
   struct Expand {
     static ExpandFn get() {
       // Superblocks are always requantized.
+      if constexpr (V::kByteFactors && T::kSuper && !T::kLut && T::kBits >= 4) return V::template by_bytes<V, T>();
       if constexpr (T::kSuper) return expand_requantized<V, T>;
       if constexpr (V::kBlocks && T::kBits == 8) return expand_scales<V, T>;
       return expand_exact<V, T>;

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
@@ -65,6 +65,7 @@ class TestByteLevel:
         assert tokenizer.decode(ids) == "he<tag>"
         assert tokenizer.decode(ids, skip_special_tokens=False) == "he<|im_end|><tag>"
 
+    @settings(deadline=None)
     @given(st.text())
     def test_round_trip(self, text: str) -> None:
         assert BYTE_LEVEL.decode(BYTE_LEVEL.encode(text)) == text
@@ -109,10 +110,12 @@ class TestSentencePiece:
         assert pieces(tokenizer, ids) == ["▁", "<0xC3>", "<0xA9>"]
         assert [tokenizer.token_bytes(token_id) for token_id in ids] == [b" ", b"\xc3", b"\xa9"]
 
+    @settings(deadline=None)
     @given(st.text(alphabet=st.one_of(st.sampled_from("helo ▁"), st.characters(codec="utf-8"))))
     def test_round_trip(self, text: str) -> None:
         assert SENTENCEPIECE.decode(SENTENCEPIECE.encode(text)) == text.replace("▁", " ")
 
+    @settings(deadline=None)
     @given(
         st.lists(st.text("ab▁", min_size=1, max_size=5), unique=True, max_size=30),
         st.lists(st.integers(-5, 0), min_size=33, max_size=33),
@@ -219,6 +222,7 @@ class TestHuggingFaceFiles:
         path.write_text(json.dumps(json.loads(path.read_text()) | {"add_bos_token": False, "add_eos_token": True}))
         assert load_tokenizer(byte_level_directory).encode("he") == [256, 258]
 
+    @settings(deadline=None)
     @given(text=st.text())
     def test_round_trip_and_bytes(self, text: str, tmp_path_factory: pytest.TempPathFactory) -> None:
         tokenizer = Tokenizer.from_file(_sentencepiece_file(tmp_path_factory))

@@ -24,7 +24,7 @@ def _submit(name: str, regex: str) -> Submit:
 
 @pytest.fixture
 def compiling() -> Compiling:
-    return Compiling(GrammarCompiler(ByteTokens(), [ByteTokens.vocab_size - 1]))
+    return Compiling(GrammarCompiler(ByteTokens(), [ByteTokens.vocab_size - 1], seconds=_PATIENCE))
 
 
 def _outcomes(compiling: Compiling, count: int) -> dict[str, Request | Refused]:

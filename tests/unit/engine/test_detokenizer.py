@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokenmill.checkpoint.tokenizer import load_tokenizer
@@ -57,6 +57,7 @@ class TestCharacters:
         deltas, _ = stream(b"a\xf0\x9f", (1, 2))
         assert deltas == ["a", "", "\ufffd"]
 
+    @settings(deadline=None)
     @given(st.binary(max_size=40), st.lists(st.integers(0, 40)))
     def test_any_bytes_any_cuts(self, data: bytes, cuts: list[int]) -> None:
         _, detokenizer = stream(data, cuts)
@@ -106,6 +107,7 @@ class TestStopStrings:
         _, detokenizer = stream(b"aaab", range(4), SamplingParams(stop=("aab",)))
         assert (detokenizer.text, detokenizer.stop_reason) == ("a", "aab")
 
+    @settings(deadline=None)
     @given(
         st.text("abé", max_size=30),
         st.lists(st.text("abé", min_size=1, max_size=4), min_size=1, max_size=4),

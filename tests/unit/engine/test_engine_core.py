@@ -48,6 +48,7 @@ def test_statistics() -> None:
     assert stats.mean_kv_use == (3 / 16) / 2  # after the first step a held three pages, after the second none
     assert stats.mean_kv_waste == (2 / 12) / 2
     assert stats.mean_kv_padding == 0
+    assert (stats.peak_running, stats.peak_tokens) == (1, 10)
 
 
 def test_the_engine_imports_no_torch() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokenmill.errors import UserError
@@ -44,6 +44,7 @@ def test_disjoint_windows_score_all_but_their_first_token() -> None:
     assert [window.first for window in windows] == [1, 1, 1]
 
 
+@settings(deadline=None)
 @given(st.integers(2, 60), st.integers(4, 20), st.integers(1, 19))
 def test_overlapping_windows_score_every_token_but_the_first_once(length: int, context: int, stride: int) -> None:
     windows = cut_strides(range(length), context, min(stride, context - 1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokenmill.engine.messages import Snapshot
@@ -99,6 +99,7 @@ def test_draining_refuses_with_503() -> None:
     assert caught.value.status == 503
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.lists(st.integers(1, 30), min_size=1, max_size=3), st.integers(1, 3), st.booleans())))
 def test_everything_taken_is_given_back(work: list[tuple[list[int], int, bool]]) -> None:
     admission, client = _admission(4, 6, 200), Client("x", max_parallel=5)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokenmill.engine import messages
@@ -47,6 +47,7 @@ def test_parameters_out_of_range_do_not_get_through() -> None:
         messages.decode_to_engine(msgspec.msgpack.encode(raw))
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_random_bytes_never_do_more_than_fail_to_decode(data: bytes) -> None:
     try:

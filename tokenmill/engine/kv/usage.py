@@ -18,6 +18,7 @@ class KVUsage:
     num_free: int
     num_cached: int
     num_held: int
+    num_tokens: int  # in the contexts of all requests; one that several share counts for each
     waste: float  # of the token slots in held pages, the fraction that holds no token
     padding: float  # of the layer slots in held pages, the fraction that belongs to no layer
 
@@ -25,8 +26,9 @@ class KVUsage:
 def usage_of(layout: KVLayout, pool: PagePool, holdings: Mapping[Request, Holding]) -> KVUsage:
     num_groups = len(layout.groups)
     num_held = pool.num_pages - pool.available
-    unused = 0
+    num_tokens = unused = 0
     for request, holding in holdings.items():
+        num_tokens += request.num_computed
         tail = holding.capacity - request.num_computed
         unused += tail // pool.refs[holding.tables[0][-1]] if holding.shared and tail else tail
     waste = unused * num_groups / (num_held * layout.page_size) if num_held else 0.0
@@ -38,4 +40,4 @@ def usage_of(layout: KVLayout, pool: PagePool, holdings: Mapping[Request, Holdin
             for group, first in enumerate(holding.first_live):
                 pages[group] += len(holding.tables[group]) - first
         padding = sum(part * number for part, number in zip(unfilled, pages, strict=True)) / sum(pages)
-    return KVUsage(pool.num_free, pool.num_cached, num_held, waste, padding)
+    return KVUsage(pool.num_free, pool.num_cached, num_held, num_tokens, waste, padding)

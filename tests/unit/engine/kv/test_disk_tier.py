@@ -171,13 +171,18 @@ def key(n): return n.to_bytes(16, "big") + b"\\0"
 draw = random.Random(1)
 seen = killed_at_work = 0
 for life in range(100):
+    begun, begins = os.pipe()
     pid = os.fork()
     if pid == 0:
+        os.write(begins, b".")
         tier = DiskTier(folder, 20 * size, b"m" * 16, size)
         number = life * 1000
         while True:
             tier.put(key(number), page(number))
             number += 1
+    os.read(begun, 1)  # on a busy machine a child has to wait for its turn
+    os.close(begun)
+    os.close(begins)
     time.sleep(draw.uniform(0.001, 0.02))
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
