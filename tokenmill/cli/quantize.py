@@ -110,7 +110,7 @@ def quantize(
     """
     if out is None:
         raise UserError("there is no output", "give a path, as in: tokenmill quantize smollm2 --out smollm2-int4")
-    gate_request = _gate_request(gate, gate_text, max_quality_loss, threads, device)
+    gate_request = _gate_request(gate, gate_text, max_quality_loss, threads, device, memory)
     if format == "gguf" or type:
         wrong = {
             "--format": format not in ("", "gguf"),
@@ -178,13 +178,14 @@ def _report(report: Mapping[str, Any], as_json: bool) -> None:
 
 
 def _gate_request(
-    enabled: bool, text: Path | None, max_quality_loss: float | None, threads: int, device: str
+    enabled: bool, text: Path | None, max_quality_loss: float | None, threads: int, device: str, memory: int
 ) -> GateRequest:
     from tokenmill.quantize.finish import DEFAULT_MAX_LOSS, GateRequest
 
     most = DEFAULT_MAX_LOSS if max_quality_loss is None else max_quality_loss
     # The engine has needs of its own of a GPU (Triton): where it declines one that could quantize, the CPU measures.
-    return GateRequest(enabled, text, most, threads=threads, device="cpu" if device == "cpu" else "auto")
+    engine = "cpu" if device == "cpu" else "auto"
+    return GateRequest(enabled, text, most, threads=threads, device=engine, in_turn=memory > 0)
 
 
 def _say(done: int, total: int, seconds_left: float) -> None:

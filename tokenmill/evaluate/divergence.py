@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -78,13 +79,15 @@ def measure_divergence(
     *,
     context: int,
     cached: bool = True,
+    scratch: Path | None = None,
     on_progress: Progress = no_progress,
 ) -> DivergenceReport:
-    """`windows_of` cuts the text with a model's tokenizer. `on_progress` counts the windows, of each model anew."""
+    """`windows_of` cuts the text with a model's tokenizer. `on_progress` counts the windows, of each model anew.
+    `scratch`: a file to be written, so that the two models are never in memory together."""
     config = scoring_config(config, context)
     path = resolve(model).path
     windows = windows_of(load_tokenizer(path))
-    base = open_reference(reference, windows, windows_of, config, cached, on_progress)
+    base = open_reference(reference, windows, windows_of, config, cached, on_progress, scratch)
     try:
         with LLM(str(path), config) as llm:
             found = compare_tokens(llm, base, windows, on_progress)

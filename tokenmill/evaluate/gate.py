@@ -65,10 +65,12 @@ def run_gate(
     *,
     context: int = 512,
     cached: bool = True,
+    scratch: Path | None = None,
     on_progress: Progress = no_progress,
 ) -> GateReport:
     """`text` is the text itself, cut into chunks of `context` tokens, or token sequences of at most that length; the
-    second half of each is scored. `reference` may be a logit cache; with `cached` one is made and kept."""
+    second half of each is scored. `reference` may be a logit cache; with `cached` one is made and kept; with `scratch`
+    it is made in that file and the two models run one after the other."""
 
     def windows_of(tokenizer: Tokenizer) -> list[Window]:
         if isinstance(text, str):
@@ -84,6 +86,7 @@ def run_gate(
         config or EngineConfig(),
         context=context,
         cached=cached,
+        scratch=scratch,
         on_progress=on_progress,
     )
     return judge(report, limits or GateLimits())

@@ -27,11 +27,21 @@ from tokenmill.engine.scoring import read_logits
 from tokenmill.errors import UserError
 from tokenmill.evaluate.identity import model_hash, windows_hash
 from tokenmill.evaluate.likelihood import Progress
-from tokenmill.evaluate.reference_cache import CacheKey, ReferenceCache, cache_path, is_cache, make_room, new_cache
+from tokenmill.evaluate.reference_cache import (
+    CacheKey,
+    CacheWriter,
+    ReferenceCache,
+    cache_path,
+    is_cache,
+    make_room,
+    new_cache,
+)
 from tokenmill.evaluate.windows import Window
 from tokenmill.log import get_logger
 
 _log = get_logger(__name__)
+
+_ROWS_AT_ONCE = 16  # as float64: tens of MiB with the largest vocabularies
 
 WindowSource = Callable[[Tokenizer], list[Window]]
 
@@ -128,9 +138,11 @@ def open_reference(
     config: EngineConfig,
     cached: bool,
     on_progress: Progress,
+    scratch: Path | None = None,
 ) -> Reference:
     """`reference` is a model or a logit cache, `windows` are the candidate's, which the reference must cut alike.
-    `config` is the engine's, its context that of the windows."""
+    `config` is the engine's, its context that of the windows. With `scratch` the reference runs first and is gone when
+    this returns; its rows are in that file."""
     if is_cache(Path(reference)):
         return CachedReference(ReferenceCache(Path(reference)), windows)
     path = resolve(reference).path
@@ -139,6 +151,12 @@ def open_reference(
             f"the candidate cuts the text into other tokens than the reference {reference}: their vocabularies differ",
             "compare models of one vocabulary, such as a model and its own quantization",
         )
+    if scratch is not None:
+        rows, width = sum(window.num_scored for window in windows), open_checkpoint(path).description.vocab_size
+        key = CacheKey(reference, "", windows_hash(windows), "", rows, width)
+        with LLM(str(path), config) as llm:
+            _write(CacheWriter(scratch, key), reference, llm, windows, on_progress)
+        return CachedReference(ReferenceCache(scratch), windows)
     if cached:
         found = _find_or_make(reference, path, windows, config, on_progress)
         if found is not None:
@@ -168,26 +186,26 @@ def _find_or_make(
         size = readable_bytes(key.nbytes)
         _log.warning("the reference's log-probabilities would take %s: both models run side by side instead", size)
         return None
-    with LLM(str(path), config) as llm:
-        _write(file, key, llm, windows, on_progress)
+    with LLM(str(path), config) as llm, new_cache(file, key) as writer:
+        _write(writer, name, llm, windows, on_progress)
     return ReferenceCache(file)
 
 
-def _write(file: Path, key: CacheKey, llm: LLM, windows: Sequence[Window], on_progress: Progress) -> None:
+def _write(writer: CacheWriter, name: str, llm: LLM, windows: Sequence[Window], on_progress: Progress) -> None:
     start = 0
-    with new_cache(file, key) as writer:
-        for number, window in enumerate(windows):
+    for number, window in enumerate(windows):
 
-            def visit(
-                _passage: int, position: int, logits: Tensor, window: Window = window, start: int = start
-            ) -> None:
-                _require_finite(logits, key.model)
-                targets = torch.tensor(window.token_ids[position + 1 : position + 1 + len(logits)])
-                writer.write(start + position + 1 - window.first, logits.double().log_softmax(-1), targets)
+        def visit(_passage: int, position: int, logits: Tensor, window: Window = window, start: int = start) -> None:
+            _require_finite(logits, name)
+            for offset in range(0, len(logits), _ROWS_AT_ONCE):
+                piece = logits[offset : offset + _ROWS_AT_ONCE]
+                begin = position + 1 + offset
+                targets = torch.tensor(window.token_ids[begin : begin + len(piece)])
+                writer.write(start + begin - window.first, piece.double().log_softmax(-1), targets)
 
-            read_logits(llm.parts, [window.passage], visit)
-            start += window.num_scored
-            on_progress(number + 1, len(windows))
+        read_logits(llm.parts, [window.passage], visit)
+        start += window.num_scored
+        on_progress(number + 1, len(windows))
 
 
 def _require_finite(logits: Tensor, name: str) -> None:

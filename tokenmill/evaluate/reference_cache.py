@@ -9,7 +9,9 @@ Called by reference.py.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import mmap
 import os
 import shutil
 from collections.abc import Iterator
@@ -19,6 +21,7 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
+from tokenmill.checkpoint.sources.base import readable_bytes
 from tokenmill.checkpoint.sources.cache import cache_root
 from tokenmill.errors import UserError
 from tokenmill.evaluate.logit_codec import ROW, decode, encode
@@ -69,12 +72,14 @@ class ReferenceCache:
         self.key = _read_header(path)
         if path.stat().st_size != self.key.nbytes:
             raise UserError(f"'{path}' is cut short", "delete it and give the reference model instead")
-        self._rows, self._codes = _map(path, self.key, "r")
+        self._mapped = _Mapped(path, self.key, mmap.ACCESS_READ)
 
     def read(self, begin: int, end: int) -> tuple[Tensor, np.ndarray, np.ndarray]:
         """(log-probabilities [R, V] float64, those of the targets [R] float64, the most likely tokens [R])."""
-        rows = self._rows[begin:end]
-        return decode(rows, self._codes[begin:end]), rows["target"], rows["best"]
+        rows = self._mapped.rows[begin:end].copy()
+        found = decode(rows, self._mapped.codes[begin:end]), rows["target"], rows["best"]
+        self._mapped.let_go()
+        return found
 
 
 class CacheWriter:
@@ -85,12 +90,14 @@ class CacheWriter:
         with path.open("wb") as file:
             file.write(header)
             file.truncate(key.nbytes)
-        self._rows, self._codes = _map(path, key, "r+")
+            _reserve(file.fileno(), key.nbytes, path)
+        self._mapped = _Mapped(path, key, mmap.ACCESS_WRITE)
 
     def write(self, begin: int, logprobs: Tensor, targets: Tensor) -> None:
         rows, codes = encode(logprobs, targets)
-        self._rows[begin : begin + len(rows)] = rows
-        self._codes[begin : begin + len(rows)] = codes
+        self._mapped.rows[begin : begin + len(rows)] = rows
+        self._mapped.codes[begin : begin + len(rows)] = codes
+        self._mapped.let_go()
 
 
 @contextlib.contextmanager
@@ -120,11 +127,32 @@ def make_room(needed: int, limit: int = LIMIT_BYTES) -> bool:
     return True
 
 
-def _map(path: Path, key: CacheKey, mode: str) -> tuple[np.ndarray, np.ndarray]:
-    begin = _HEADER_BYTES + key.rows * ROW.itemsize
-    rows = np.memmap(path, ROW, mode, _HEADER_BYTES, (key.rows,))  # type: ignore[call-overload]
-    codes = np.memmap(path, np.dtype("<u2"), mode, begin, (key.rows, key.width))  # type: ignore[call-overload]
-    return rows, codes
+def _reserve(file: int, size: int, path: Path) -> None:
+    """A full disk must show here: a mapped page that it has no room for would be a crash."""
+    try:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file, 0, size)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            path.unlink(missing_ok=True)
+            raise UserError(
+                f"the disk of {path} has no room for {readable_bytes(size)} of log-probabilities", "make room there"
+            ) from None
+
+
+class _Mapped:
+    def __init__(self, path: Path, key: CacheKey, access: int) -> None:
+        with path.open("r+b" if access == mmap.ACCESS_WRITE else "rb") as file:
+            self._map = mmap.mmap(file.fileno(), key.nbytes, access=access)
+        self.rows = np.frombuffer(self._map, ROW, key.rows, _HEADER_BYTES)
+        begin = _HEADER_BYTES + key.rows * ROW.itemsize
+        self.codes = np.frombuffer(self._map, "<u2", key.rows * key.width, begin).reshape(key.rows, key.width)
+
+    def let_go(self) -> None:
+        """Pages that were touched leave this process, though not the system's cache: rows are used once, in order, and
+        jobs with a memory limit count what they hold."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED)
 
 
 def _read_header(path: Path) -> CacheKey:

@@ -33,6 +33,7 @@ class GateRequest:
     max_chunks: int = 16
     threads: int = 0
     device: str = "auto"  # that the engine measures on
+    in_turn: bool = False  # one model in memory at a time, the reference's answers on the disk
 
 
 def conclude(
@@ -67,7 +68,13 @@ def measure(candidate: Path, request: GateRequest, reference: str, held_out: str
     text, words = gate_text(request, held_out, context)
     limits = GateLimits(max_quality_loss=request.max_quality_loss)
     config = EngineConfig(threads=request.threads, device=request.device, prefix_caching=False)
-    report = asdict(run_gate(candidate, reference, text, limits, config, context=context, cached=False))
+    scratch = candidate.with_name(candidate.name + ".logits") if request.in_turn else None
+    try:
+        gate = run_gate(candidate, reference, text, limits, config, context=context, cached=False, scratch=scratch)
+    finally:
+        if scratch is not None:
+            scratch.unlink(missing_ok=True)
+    report = asdict(gate)
     reasons, _ = report.pop("reasons"), report.pop("passed")
     return report, "; ".join(reasons), words
 

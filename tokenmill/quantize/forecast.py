@@ -19,6 +19,7 @@ from tokenmill.quantize.source import SourceModel
 
 MIB = 1 << 20
 _BATCH_TOKENS = 4096  # computed at a time where memory allows: more gains nothing
+_ENGINE_BYTES = 384 * MIB  # of an engine, beside its weights, in the gate
 _PASSES = 3  # runs of a block's calibration data: to each input in turn, and once through
 _STATUS = Path("/proc/self/status")
 
@@ -50,6 +51,11 @@ def forecast_job(
     disk = 2 * output_bytes + 2 * _states_bytes(source, samples * length, half)
     there = 0 if on_host else _block_bytes(source) + step + batch * _sequence_bytes(source, length)
     return Forecast(needed, there, _seconds(source, recipe, samples * length, device), disk, batch, half)
+
+
+def gate_memory(weight_bytes: int) -> int:
+    """What this process holds while the engine runs a model of that size: its weights once, pages and logits."""
+    return resident_bytes() + weight_bytes * 5 // 4 + _ENGINE_BYTES
 
 
 def states_plan(source: SourceModel, samples: int, length: int, cap: int, device: torch.device) -> tuple[int, bool]:

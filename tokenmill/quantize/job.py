@@ -12,7 +12,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +39,8 @@ from tokenmill.quantize.device import (
     peak_device_bytes,
 )
 from tokenmill.quantize.edges import Edges
-from tokenmill.quantize.finish import GateRequest, conclude
-from tokenmill.quantize.forecast import MIB, Forecast, check_memory, forecast_job, peak_bytes
+from tokenmill.quantize.finish import GATE_CONTEXT, GateRequest, conclude
+from tokenmill.quantize.forecast import MIB, Forecast, check_memory, forecast_job, gate_memory, peak_bytes
 from tokenmill.quantize.mixed_job import choose_schemes
 from tokenmill.quantize.output import assemble, directory_bytes, file_digest, weight_files
 from tokenmill.quantize.recipe import Recipe, RecipeRequest, build_recipe
@@ -140,6 +140,8 @@ def prepare(job: QuantizeJob) -> PreparedJob:
     sequences = (job.calibration_samples, length) if calibration else None
     forecast = forecast_job(source, recipe, sequences, job.memory, size, device)
     check_room(device, forecast.device_bytes)
+    if job.gate.enabled and job.gate.in_turn and device.type == "cpu":
+        forecast = _with_gate(forecast, job, max(size, sum(file.stat().st_size for file in weight_files(path))), source)
     free = shutil.disk_usage(job.out.absolute().parent).free
     if free < forecast.disk_bytes:
         raise UserError(
@@ -147,6 +149,18 @@ def prepare(job: QuantizeJob) -> PreparedJob:
             "make room, or give an --out on another disk",
         )
     return PreparedJob(job, path, checkpoint, source, recipe, file_format, dtype, device, calibration, forecast)
+
+
+def _with_gate(forecast: Forecast, job: QuantizeJob, weight_bytes: int, source: SourceModel) -> Forecast:
+    needed = gate_memory(weight_bytes)
+    if job.memory and needed > job.memory:
+        raise UserError(
+            f"measuring the result takes about {needed / MIB:,.0f} MiB, more than --memory allows",
+            f"give --memory {-(-needed // MIB)}MiB, or --no-gate",
+        )
+    # Two bytes for each value of a scored row; half of the text is scored.
+    rows = job.gate.max_chunks * GATE_CONTEXT * 2 * source.description.vocab_size
+    return replace(forecast, memory_bytes=max(forecast.memory_bytes, needed), disk_bytes=forecast.disk_bytes + rows)
 
 
 def run_job(prepared: PreparedJob, on_block: Progress = lambda _done, _all, _left: None) -> QuantizeReport:

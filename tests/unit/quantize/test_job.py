@@ -11,12 +11,15 @@ from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.parity.tiny_models import make
 from tokenmill.checkpoint.open import open_checkpoint
+from tokenmill.engine.llm import LLM
 from tokenmill.errors import UserError
+from tokenmill.evaluate import divergence, reference
 from tokenmill.quantize import forecast
 from tokenmill.quantize.finish import GateRequest
 from tokenmill.quantize.job import QuantizeJob, prepare, run_job
@@ -208,6 +211,43 @@ def test_mixed_precision_meets_its_average(job: QuantizeJob) -> None:
     groups = open_checkpoint(job.out).quantization()["config_groups"]
     assert isinstance(groups, dict)
     assert len(groups) == len({layer["type_name"] for layer in report.layers})
+
+
+def test_one_model_at_a_time_measures_the_same(job: QuantizeJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    alive, most = 0, 0
+
+    class Counted(LLM):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            nonlocal alive, most
+            super().__init__(*arguments, **options)
+            alive += 1
+            most = max(most, alive)
+
+        def close(self) -> None:
+            nonlocal alive
+            super().close()
+            alive -= 1
+
+    monkeypatch.setattr(divergence, "LLM", Counted)
+    monkeypatch.setattr(reference, "LLM", Counted)
+    gate = GateRequest(text=job.calibration, max_quality_loss=10.0, max_chunks=1, threads=1)
+    both = run_job(prepare(replace(job, gate=gate))).fidelity
+    assert most == 2
+    most = 0
+    out = job.out.with_name("in_turn")
+    found = run_job(prepare(replace(job, out=out, gate=replace(gate, in_turn=True)))).fidelity
+    assert (most, alive) == (1, 0)
+    assert found["perplexity_ratio"] == pytest.approx(both["perplexity_ratio"], rel=1e-9)
+    assert found["kld_mean"] == pytest.approx(both["kld_mean"], abs=1e-6)
+    assert not list(out.parent.glob("**/*.logits"))
+
+
+def test_a_gate_that_does_not_fit_the_cap_is_refused_first(job: QuantizeJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    gated = replace(job, gate=GateRequest(text=job.calibration, in_turn=True))
+    cap = prepare(gated).forecast.memory_bytes
+    monkeypatch.setattr(forecast, "_ENGINE_BYTES", 2 * cap)
+    with pytest.raises(UserError, match=r"measuring the result takes .* give --memory \d+MiB, or --no-gate"):
+        prepare(replace(gated, memory=cap))
 
 
 def test_a_harmful_result_is_set_aside(job: QuantizeJob) -> None:
