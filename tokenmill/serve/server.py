@@ -79,6 +79,7 @@ async def _serve(
         from tokenmill.serve.http import make_server
 
         server = make_server(service, keys)
+        listener.listen()  # who connects from here on waits; else the first after "ready" could be turned away
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         settings = {name: value for name, value in asdict(config).items() if name not in _SECRET}
         settings["keys"] = len(keys)
