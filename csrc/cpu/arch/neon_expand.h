@@ -105,61 +105,71 @@ TM_INLINE void expand_block(const uint8_t* head, size_t first, int64_t pitch, in
   constexpr int kHeadBytes = T::kMin ? 64 + kSubs * 128 : 32;
   const uint8_t *codes = head + kHeadBytes + first * kGroupBytes, *minimums = head + 64 + first * kSubs * 16;
   const float32x4_t whole = vdupq_n_f32(kWhole), half = vdupq_n_f32(128);
-  // Step by step for all columns: each step is a chain of instructions that wait for each other.
-  float32x4_t scale[4][kMaps], least[4][kMaps], peak[4];  // least: the value of code 0
+  // Step by step for all columns at once: a chain of instructions that wait for each other leaves room for three more.
+  float32x4_t scale[kMaps][4], least[kMaps][4], d[4], dmin[4], high[4], low[4];  // least: the value of code 0
+  float32x4_t d_whole[4], dmin_whole[4];
   unroll<4>([&](auto i) {
-    const float32x4_t d = vcvt_f32_f16(vld1_f16(reinterpret_cast<const float16_t*>(head) + i.value * 4));
-    float32x4_t dmin, high = vdupq_n_f32(0), low = high, d_whole, dmin_whole;
+    const float16_t* halves = reinterpret_cast<const float16_t*>(head) + i.value * 4;
+    d[i.value] = vcvt_f32_f16(vld1_f16(halves));
+    high[i.value] = low[i.value] = vdupq_n_f32(0);
     if constexpr (T::kMin) {
-      dmin = vcvt_f32_f16(vld1_f16(reinterpret_cast<const float16_t*>(head + 32) + i.value * 4));
-      d_whole = vmulq_n_f32(d, -kWhole), dmin_whole = vmulq_n_f32(dmin, kWhole);
+      dmin[i.value] = vcvt_f32_f16(vld1_f16(halves + 16));
+      d_whole[i.value] = vmulq_n_f32(d[i.value], -kWhole), dmin_whole[i.value] = vmulq_n_f32(dmin[i.value], kWhole);
     }
-    unroll<kMaps>([&](auto n) {
-      const uint8_t* p = codes + n.value / kSubs * kGroupBytes + kCodeBytes + n.value % kSubs * 16;
-      float32x4_t& one = scale[i.value][n.value];
+  });
+  unroll<kMaps>([&](auto n) {
+    const uint8_t* p = codes + n.value / kSubs * kGroupBytes + kCodeBytes + n.value % kSubs * 16;
+    uint8x16_t bytes = vld1q_u8(p);
+    if constexpr (!T::kMin) bytes = veorq_u8(bytes, vdupq_n_u8(128));  // signed
+    unroll<4>([&](auto i) {
+      float32x4_t& one = scale[n.value][i.value];
+      const float32x4_t units = whole_floats<i.value * 4, 1>(bytes, whole);
       if constexpr (T::kMin) {
         // Both products are exact: halves by bytes and by kWhole, which has two bits.
-        one = vfmaq_f32(anew(d_whole), whole_floats<i.value * 4, 1>(vld1q_u8(p), whole), d);
+        one = vfmaq_f32(anew(d_whole[i.value]), units, d[i.value]);
         const uint8x16_t four = vld1q_u8(minimums + n.value / 4 * 64 + i.value * 16);
-        const float32x4_t bottom = vfmsq_f32(anew(dmin_whole), whole_floats<n.value % 4, 4>(four, whole), dmin);
-        least[i.value][n.value] = bottom;
-        low = vminq_f32(low, bottom);
-        high = vmaxq_f32(high, vfmaq_n_f32(bottom, one, Range::kCodes - 1));
+        const float32x4_t steps = whole_floats<n.value % 4, 4>(four, whole);
+        const float32x4_t bottom = vfmsq_f32(anew(dmin_whole[i.value]), steps, dmin[i.value]);
+        least[n.value][i.value] = bottom;
+        low[i.value] = vminq_f32(low[i.value], bottom);
+        high[i.value] = vmaxq_f32(high[i.value], vfmaq_n_f32(bottom, one, Range::kCodes - 1));
       } else {
-        const uint8x16_t bytes = veorq_u8(vld1q_u8(p), vdupq_n_u8(128));  // signed
-        one = vmulq_f32(vsubq_f32(whole_floats<i.value * 4, 1>(bytes, whole), vdupq_n_f32(kWhole + 128)), d);
-        low = vminq_f32(low, one);
-        high = vmaxq_f32(high, one);
+        one = vmulq_f32(vsubq_f32(units, vdupq_n_f32(kWhole + 128)), d[i.value]);
+        low[i.value] = vminq_f32(low[i.value], one);
+        high[i.value] = vmaxq_f32(high[i.value], one);
       }
     });
-    // The floor keeps the inverse finite; a block that small is zero in the product anyway.
-    peak[i.value] = vmaxq_f32(vmaxq_f32(high, vnegq_f32(low)), vdupq_n_f32(1e-30f));
-    if constexpr (!T::kMin) peak[i.value] = vmulq_n_f32(peak[i.value], Range::kCodes / 2);
-    store_scale<V>(scales + i.value * 4, vmulq_n_f32(peak[i.value], 1 / Range::kTop));
   });
-  ByteMap maps[4][kMaps];
-  for (int i = 0; i < 4; ++i) {
-    const float32x4_t inverse = vdivq_f32(vdupq_n_f32(Range::kTop * 256), peak[i]);
-    unroll<kMaps>([&](auto n) {
-      const float32x4_t slope = vmulq_f32(scale[i][n.value], inverse);
+  float32x4_t inverse[4];
+  unroll<4>([&](auto i) {
+    // The floor keeps the inverse finite; a block that small is zero in the product anyway.
+    float32x4_t peak = vmaxq_f32(vmaxq_f32(high[i.value], vnegq_f32(low[i.value])), vdupq_n_f32(1e-30f));
+    if constexpr (!T::kMin) peak = vmulq_n_f32(peak, Range::kCodes / 2);
+    store_scale<V>(scales + i.value * 4, vmulq_n_f32(peak, 1 / Range::kTop));
+    inverse[i.value] = vdivq_f32(vdupq_n_f32(Range::kTop * 256), peak);
+  });
+  ByteMap maps[kMaps][4];
+  unroll<kMaps>([&](auto n) {
+    unroll<4>([&](auto i) {
+      const float32x4_t slope = vmulq_f32(scale[n.value][i.value], inverse[i.value]);
       // Without minimums, code 0 is half of all codes below zero.
       constexpr float kCenter = Range::kMiddle - (T::kMin ? 0 : Range::kCodes / 2);
       float32x4_t middle = vfmaq_n_f32(anew(half), slope, kCenter);
-      if constexpr (T::kMin) middle = vfmaq_f32(middle, least[i][n.value], inverse);
-      maps[i][n.value] = byte_map<T>(slope, middle, whole);
+      if constexpr (T::kMin) middle = vfmaq_f32(middle, least[n.value][i.value], inverse[i.value]);
+      maps[n.value][i.value] = byte_map<T>(slope, middle, whole);
     });
-  }
+  });
   for (int g = 0; g < kQuantBlock / 32; ++g, codes += kGroupBytes, w8 += 8 * kWide)
     unroll<4>([&](auto i) {
       // The product between two expansions leaves the hardware prefetcher no stream to follow.
       for (int line = i.value * 64; line < kGroupBytes; line += 256) V::prefetch(codes + 4 * kGroupBytes + line);
       constexpr int kAt = i.value * 16;
       const Planes<T> planes(codes + kAt);
-      const ByteMap* map = &maps[i.value][g * kSubs];
-      const uint8x16_t factors[2] = {map[0].factor, map[kSubs - 1].factor};
+      const ByteMap *map = &maps[g * kSubs][i.value], *last = &maps[g * kSubs + kSubs - 1][i.value];
+      const uint8x16_t factors[2] = {map->factor, last->factor};
       store_expanded<V>(w8 + kAt / kWide * pitch, kAt % kWide, [&](auto step) {
         constexpr int kHalf = step.value / 4;
-        const ByteMap& one = map[kHalf * (kSubs - 1)];
+        const ByteMap& one = kHalf ? *last : *map;
         uint8x16_t code = planes.template codes<step.value>();
         if constexpr (!T::kMin) code = veorq_u8(code, one.flip);
         const uint16x8_t left = vmlal_u8(anew(one.start), vget_low_u8(code), vget_low_u8(factors[kHalf]));
