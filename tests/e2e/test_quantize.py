@@ -76,6 +76,7 @@ def test_gguf_with_importance(
         (["--ignore", "model.layers.0.mlp.gate"], "the nearest are"),
         (["--method", "nf4", "--group-size", "32", "--format", "gptq"], "gptq cannot hold"),
         (["--max-quality-loss", "much"], "write it like 1%"),
+        (["--memory", "10MiB", "--type", "Q8_0"], "or --no-gate"),
         (["--memory", "10MiB", "--calibration-samples", "2"], "give --memory"),
         (["--format", "gguf", "--method", "gptq"], "use --method rtn or imatrix"),
         (["--format", "gguf", "--type", "Q9_K"], "Q9_K"),

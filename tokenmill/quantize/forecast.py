@@ -53,9 +53,16 @@ def forecast_job(
     return Forecast(needed, there, _seconds(source, recipe, samples * length, device), disk, batch, half)
 
 
-def gate_memory(weight_bytes: int) -> int:
-    """What this process holds while the engine runs a model of that size: its weights once, pages and logits."""
-    return resident_bytes() + weight_bytes * 5 // 4 + _ENGINE_BYTES
+def gate_memory(weight_bytes: int, cap: int) -> int:
+    """What this process holds while the engine runs a model of that size (its weights once, pages and logits); refused
+    where that is more than the cap."""
+    needed = resident_bytes() + weight_bytes * 5 // 4 + _ENGINE_BYTES
+    if cap and needed > cap:
+        raise UserError(
+            f"measuring the result takes about {needed / MIB:,.0f} MiB, more than --memory allows",
+            f"give --memory {-(-needed // MIB)}MiB, or --no-gate",
+        )
+    return needed
 
 
 def states_plan(source: SourceModel, samples: int, length: int, cap: int, device: torch.device) -> tuple[int, bool]:

@@ -29,8 +29,9 @@ from tokenmill.quantize.calibrate import CalibratedBlock, HiddenStates, Statisti
 from tokenmill.quantize.calibration_text import CalibrationText, read_calibration
 from tokenmill.quantize.device import choose_device
 from tokenmill.quantize.finish import GateRequest, measure
-from tokenmill.quantize.forecast import MIB, check_memory, peak_bytes, states_plan
+from tokenmill.quantize.forecast import MIB, check_memory, gate_memory, peak_bytes, states_plan
 from tokenmill.quantize.ggml.export import GGUFReport, plan_gguf, quantize_gguf
+from tokenmill.quantize.output import weight_files
 from tokenmill.quantize.source import FINAL_NORM, HEAD, SourceModel
 
 METHODS = ("rtn", "imatrix")
@@ -83,6 +84,8 @@ def run_gguf_job(
             f"the file needs {plan.nbytes / MIB:,.0f} MiB on the disk of {job.out}, only {free / MIB:,.0f} are free",
             "make room, or give an --out on another disk",
         )
+    if gate.enabled and gate.in_turn and device.type == "cpu":
+        gate_memory(max(plan.nbytes, sum(file.stat().st_size for file in weight_files(path))), memory)
     importance = None
     if job.method == "imatrix":
         importance = collect_importance(checkpoint, path, job, memory, device, on_block)

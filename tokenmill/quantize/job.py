@@ -152,13 +152,8 @@ def prepare(job: QuantizeJob) -> PreparedJob:
 
 
 def _with_gate(forecast: Forecast, job: QuantizeJob, weight_bytes: int, source: SourceModel) -> Forecast:
-    needed = gate_memory(weight_bytes)
-    if job.memory and needed > job.memory:
-        raise UserError(
-            f"measuring the result takes about {needed / MIB:,.0f} MiB, more than --memory allows",
-            f"give --memory {-(-needed // MIB)}MiB, or --no-gate",
-        )
-    # Two bytes for each value of a scored row; half of the text is scored.
+    needed = gate_memory(weight_bytes, job.memory)
+    # Two bytes a value. Half of the text is scored, and it may have twice the tokens that its length suggests.
     rows = job.gate.max_chunks * GATE_CONTEXT * 2 * source.description.vocab_size
     return replace(forecast, memory_bytes=max(forecast.memory_bytes, needed), disk_bytes=forecast.disk_bytes + rows)
 

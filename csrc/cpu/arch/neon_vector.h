@@ -76,7 +76,7 @@ struct Neon {
   // A sum below 2^22 that starts from the bits of 1.5 * 2^23 is a float already, but for that number, which a
   // multiply-add takes out: a conversion would take one pipe twice.
   static constexpr int32_t kFloatBase = 0x4B400000;
-  static constexpr float kFloatBaseValue = 12582912.0f;
+  static constexpr float kFloatBaseValue = kWhole;
   static TM_INLINE Floats based_to_float(Ints v) { return vsubq_f32(as_float(v), vdupq_n_f32(kFloatBaseValue)); }
   static TM_INLINE Floats as_float(Ints v) { return vreinterpretq_f32_s32(v); }
   template <int kBlock, bool kMin, int kStep, int kGroup>
@@ -90,11 +90,7 @@ struct Neon {
   static TM_INLINE Ints float_base() {
     return vreinterpretq_s32_f32(load_anew(reinterpret_cast<const float*>(kBases)));
   }
-  static TM_INLINE Floats load_anew(const float* p) {
-    Floats v;
-    asm volatile("ldr %q0, %1" : "=w"(v) : "m"(*reinterpret_cast<const float(*)[4]>(p)));
-    return v;
-  }
+  static TM_INLINE Floats load_anew(const float* p) { return anew(*reinterpret_cast<const Floats*>(p)); }
   static TM_INLINE Floats fma_lane(Floats a, Floats four, int lane, Floats c) {
     switch (lane) {
       case 0: asm("fmla %0.4s, %1.4s, %2.s[0]" : "+w"(c) : "w"(a), "w"(four)); break;
@@ -155,7 +151,7 @@ struct Neon {
   // error[i]: sum of squared distances of x * inverse[i] to whole numbers.
   static TM_INLINE void rounding_errors(const float* x, int n, const float* inverse, float* error) {
     // Adding and taking away 1.5 * 2^23 rounds; it runs on both pipes, where frintn has one.
-    const float32x4_t magic = vdupq_n_f32(12582912.0f), four = vld1q_f32(inverse);
+    const float32x4_t magic = vdupq_n_f32(kWhole), four = vld1q_f32(inverse);
     float32x4_t e[4] = {vdupq_n_f32(0), vdupq_n_f32(0), vdupq_n_f32(0), vdupq_n_f32(0)};
     for (int i = 0; i < n; i += 4) {
       const float32x4_t v = vld1q_f32(x + i);

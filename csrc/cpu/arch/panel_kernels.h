@@ -13,6 +13,7 @@
 //   splat_bytes, sub_bytes, store_weights, dot_stored<lane>: expanded weights
 //   peak(x, n), quantize16(x, inverse, out) -> sum: activations
 //   kDirectRegs, kWideRegs, kQuads: register blocking; kDotOperations: multiplications and additions of a product
+//   kByteFactors: whether by_bytes<V, T>() expands superblocks of 4 to 6 bits in a way of its own
 //   kQuadRun: QuadForm::run. Where it is 8, the expanded product goes by pairs: store_pairs(p, first, second) of two
 //   registers of 4 k, dot_pairs(acc, rows, w): acc[2 rows][2 columns] += rows[2][8] . w[2][8], and
 //   split_pairs(left, right, even, odd): two such sums as 4 columns of the even and of the odd row
