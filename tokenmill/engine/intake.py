@@ -15,6 +15,7 @@ from tokenmill.runtime.sampling.grammar.compiler import CompiledGrammar
 from tokenmill.types import MAX_SEED, CacheControl, Request, SamplingParams, StructuredSpec
 
 Prompt = str | Sequence[int]
+_STRETCH = 512  # tokens that are compared at once
 
 
 class Encoding(Protocol):
@@ -51,6 +52,7 @@ class Intake:
         self._budget = budget
         self._check = check
         self._arrivals = count()
+        self._last: list[int] = []  # the last prompt of token ids, all checked
 
     def request(
         self,
@@ -66,7 +68,7 @@ class Intake:
                 raise UserError("the prompt is empty", "give at least one character")
             ids = self._tokenizer.encode(prompt, add_special_tokens=not chat, parse_special=chat)
         else:
-            ids = self._checked_ids("prompt token id", prompt)
+            ids = self._checked_prompt(prompt)
         if not ids:
             raise UserError("the prompt has no tokens", "give at least one")
         # Scoring may fill the context: the one token it samples is never computed.
@@ -107,6 +109,17 @@ class Intake:
     def _own_seed(self, arrival: int) -> int:
         """Different for every request, the same from run to run."""
         return (self._seed * 0x9E3779B97F4A7C15 + arrival * 0xD1B54A32D192ED03) & MAX_SEED
+
+    def _checked_prompt(self, prompt: Sequence[int]) -> list[int]:
+        """Prompts that begin alike come in bursts: what is as in the last one was checked with it."""
+        begin = 0
+        while type(prompt) is list and begin < len(self._last):
+            if prompt[begin : begin + _STRETCH] != self._last[begin : begin + _STRETCH]:
+                break
+            begin += _STRETCH
+        begin = min(begin, len(self._last))
+        self._last = self._last[:begin] + self._checked_ids("prompt token id", prompt[begin:])
+        return list(self._last)
 
     def _checked_ids(self, what: str, ids: Sequence[int]) -> list[int]:
         if ids and set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < self._vocab_size:

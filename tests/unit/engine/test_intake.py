@@ -43,3 +43,21 @@ def test_what_the_engine_cannot_keep_is_refused() -> None:
     intake.request([1, 2], SamplingParams())
     with pytest.raises(UserError, match="no"):
         intake.request([1, 2], SamplingParams(cache=CacheControl(ttl=60)))
+
+
+def test_prompts_that_begin_as_the_last_one_are_checked_all_the_same() -> None:
+    intake = Intake(_NoTokenizer(), 100, [2], 4096, 0)
+    start = [number % 90 for number in range(1500)]
+    assert intake.request([*start, 7], SamplingParams()).prompt_ids == [*start, 7]
+    for bad in (100, -1, True, 3.0):
+        with pytest.raises(UserError):
+            intake.request([*start, bad], SamplingParams())  # type: ignore[list-item]
+        with pytest.raises(UserError):
+            intake.request([bad, *start], SamplingParams())  # type: ignore[list-item]
+    like_ints = [float(each) for each in start[:1024]]  # taken for what they are equal to
+    got = intake.request([*like_ints, *start[1024:], 5], SamplingParams())  # type: ignore[list-item]
+    assert got.prompt_ids == [*start, 5]
+    assert set(map(type, got.prompt_ids)) == {int}
+    shorter = intake.request(start[:600], SamplingParams())
+    shorter.token_ids.append(1)
+    assert intake.request(start[:700], SamplingParams()).prompt_ids == start[:700]

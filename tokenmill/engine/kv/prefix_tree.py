@@ -46,6 +46,7 @@ class PrefixTree:
         self.spans = [layout.group_pages(group, UNBOUNDED * layout.page_size) for group in layout.groups]
         self.root = PrefixNode(None, (), len(layout.groups), root_name)
         self.owner: dict[int, PrefixNode] = {}
+        self._last: tuple[list[int], list[PrefixNode]] = ([], [])  # tokens and nodes of the last match, while it holds
 
     def match(self, token_ids: list[int], max_pages: int) -> list[PrefixNode]:
         """The longest path of at most `max_pages` nodes after which every group has all the pages it looks at."""
@@ -71,15 +72,22 @@ class PrefixTree:
         return path[:valid]
 
     def _match_all(self, token_ids: list[int], max_pages: int) -> list[PrefixNode]:
-        """`match` for a single group that looks at everything: up to the first node without a page."""
-        path: list[PrefixNode] = []
-        children, size = self.root.children, self.page_size
-        for begin in range(0, max_pages * size, size):
+        """`match` for a single group that looks at everything: up to the first node without a page. Requests that
+        begin alike come in bursts: the path of the last one is taken whole where the tokens are the same."""
+        size = self.page_size
+        tokens, path = self._last
+        if not path or len(path) > max_pages or token_ids[: len(tokens)] != tokens:
+            path = []
+        known, path = len(path), list(path)
+        children = path[-1].children if path else self.root.children
+        for begin in range(known * size, max_pages * size, size):
             node = children.get(tuple(token_ids[begin : begin + size]))
             if node is None or node.pages[0] < 0:
                 break
             path.append(node)
             children = node.children
+        if len(path) != known:
+            self._last = (token_ids[: len(path) * size], list(path))
         return path
 
     def child(self, node: PrefixNode, key: tuple[int, ...]) -> PrefixNode:
@@ -102,6 +110,7 @@ class PrefixTree:
         Nothing below a node can match once a page that groups without window need is gone, so its subtree goes too; a
         window can do without, so such a page goes alone.
         """
+        self._last = ([], [])
         node = self.owner[page]
         group = node.pages.index(page)
         if self.spans[group] == UNBOUNDED:
