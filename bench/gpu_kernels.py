@@ -182,9 +182,9 @@ def _bench_prefill(limits: Limits) -> None:
     wrong = error(run()[length - 64 : length], wanted)
     floor = 4 * HEADS * DIM * length * length / 2 * 2 / limits.flops
     line(f"prefill bf16 2 x {length}, pages", median_us([run], 3), floor, wrong)
-    heads = q.view(-1, HEADS, DIM)
-    kc, vc = (torch.randn(2 * length, KV_HEADS, DIM, device=WHERE, dtype=torch.bfloat16) for _ in range(2))
-    whole = lambda: gpu.contiguous_attention(heads, kc, vc, [length, length], DIM**-0.5)  # noqa: E731
+    heads, keys = (torch.randn(2, count, length, DIM, device=WHERE).bfloat16() for count in (HEADS, KV_HEADS))
+    attend = torch.nn.functional.scaled_dot_product_attention
+    whole = lambda: attend(heads, keys, keys, is_causal=True, enable_gqa=True)  # noqa: E731
     line(f"prefill bf16 2 x {length}, library", median_us([whole], 3), floor, 0.0)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 if os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available():
     pytest.skip("no GPU: test_triton.py runs this file under the interpreter", allow_module_level=True)
 
-from tokenmill.kernels.triton.paged import SharedPrefix, contiguous_attention, paged_attention
+from tokenmill.kernels.triton.paged import SharedPrefix, paged_attention
 from tokenmill.kernels.triton.paged_widen import distinct_pages
 
 WHERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -72,7 +72,8 @@ class Step:
         return paged_attention(
             *moved, self.dim**-0.5, self.window, self.cap,
             scales=tuple(each.to(WHERE) for each in self.scales) if quantized else None,  # type: ignore[arg-type]
-            shared=shared, distinct=distinct_pages(self.table.to(WHERE), PAGE) if self.widened else None, out=out,
+            shared=shared, out=out,
+            distinct=distinct_pages(self.table.to(WHERE), starts, PAGE) if self.widened else None,
         ).cpu()  # fmt: skip
 
     def twin(self) -> Tensor:
@@ -152,6 +153,20 @@ def test_shared_prefix_is_the_same_attention(dtype: torch.dtype, shared: int) ->
     check(Step([1] * 4, [333, 290, 257, 304], shared=shared, dtype=dtype))
 
 
+@pytest.mark.parametrize(("group", "dim"), [(4, 128), (3, 64), (7, 128)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FLOAT8])
+def test_long_prompts(group: int, dim: int, dtype: torch.dtype) -> None:
+    """Several tiles of keys and of rows, on Hopper by a kernel of its own."""
+    step = Step([70, 1, 200, 9], [70, 400, 650, 300], 2, group, dim, dtype, shared_pages=4, widened=dtype == FLOAT8)
+    check(step)
+
+
+@pytest.mark.parametrize(("group", "dim", "shared"), [(4, 128, 656), (3, 64, 1024)])
+def test_a_long_shared_prefix(group: int, dim: int, shared: int) -> None:
+    lengths = [shared + 1 + 13 * number % 90 for number in range(40)]
+    check(Step([1] * 40, lengths, 1, group, dim, torch.bfloat16, shared=shared))
+
+
 def test_a_launch_for_a_shared_prefix_is_right_without_one() -> None:
     step = Step([1, 1, 1], [40, 100, 7])
     starts, lengths = torch.arange(4, dtype=torch.int32), torch.tensor(step.lengths, dtype=torch.int32)
@@ -161,16 +176,3 @@ def test_a_launch_for_a_shared_prefix_is_right_without_one() -> None:
         got = paged_attention(*moved, step.dim**-0.5, shared=shared).cpu()
         wanted = step.twin()
         assert float((got.double() - wanted).norm() / wanted.norm()) < ERROR
-
-
-def test_whole_prompts_by_the_library() -> None:
-    counts, heads, kv_heads, dim = [7, 7, 12], 4, 2, 16
-    q, k, v = (torch.randn(26, number, dim, device=WHERE).bfloat16() for number in (heads, kv_heads, kv_heads))
-    got = contiguous_attention(q, k, v, counts, 0.2)
-    begin = 0
-    for count in counts:
-        part = slice(begin, begin + count)
-        wide = (each[part].double().repeat_interleave(heads // each.shape[1], 1).transpose(0, 1) for each in (q, k, v))
-        wanted = torch.nn.functional.scaled_dot_product_attention(*wide, is_causal=True, scale=0.2).transpose(0, 1)
-        assert float((got[part].double() - wanted).norm() / wanted.norm()) < 1e-2
-        begin += count

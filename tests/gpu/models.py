@@ -53,13 +53,16 @@ def greedy(llm: LLM, prompts: list[list[int]], length: int) -> list[list[int]]:
 
 def worst_choice(reference: LLM, prompt: list[int], chosen: list[int]) -> float:
     """By how much the reference's log-probability of a chosen token falls short of the best one, at worst."""
+    return max(best - own for own, best in scores(reference, prompt, chosen))
+
+
+def scores(reference: LLM, prompt: list[int], chosen: list[int]) -> list[tuple[float, float]]:
+    """For each chosen token its log-probability by the reference, and that of the reference's best token there."""
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
     scored = reference.generate([prompt + chosen], params)[0].prompt_logprobs
     assert scored is not None
-    worst = 0.0
-    for position in range(len(prompt), len(prompt) + len(chosen)):
-        entries = scored[position]
+    pairs = []
+    for token, entries in zip(chosen, scored[len(prompt) :], strict=True):
         assert entries is not None
-        own = entries[(prompt + chosen)[position]].logprob
-        worst = max(worst, max(each.logprob for each in entries.values()) - own)
-    return worst
+        pairs.append((entries[token].logprob, max(each.logprob for each in entries.values())))
+    return pairs

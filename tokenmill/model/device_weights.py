@@ -82,6 +82,8 @@ def place_weights(decoder: Decoder, reader: WeightReader, placement: Placement) 
             weight.kernel = _make(upload.weight(weight), prefixes[id(weight)], scheme, placement)
             for name in reader.tensor_names[prefixes[id(weight)]]:
                 reader.checkpoint.release(name)
+        if not placement.quantization:
+            _expand(group)
         if len(group) > 1:
             _join(group)
     _move_small(decoder, placement.where)
@@ -98,6 +100,14 @@ def _make(weight: LinearWeight, prefix: str, scheme: str, placement: Placement) 
     if scheme == "int4" and not group:
         return select_linear(weight, placement.where, placement.kernels)
     return Choice("linear", "triton", gpu.quantize_at_load(parts["values"], weight.bias, scheme, group))
+
+
+def _expand(group: list[LinearWeight]) -> None:
+    """Matrices stored in few bits that are faster in bf16."""
+    choices = [weight.kernel for weight in group if weight.kernel is not None]
+    if all(isinstance(choice.run, gpu.GpuLinear) for choice in choices):
+        for weight, choice, run in zip(group, choices, gpu.expand_small([c.run for c in choices]), strict=True):
+            weight.kernel = replace(choice, run=run)
 
 
 def _join(group: list[LinearWeight]) -> None:

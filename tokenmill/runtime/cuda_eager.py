@@ -18,7 +18,7 @@ from tokenmill.model.loader import LoadedModel
 from tokenmill.runtime.cuda_ops import CudaOps, tensor
 from tokenmill.types import Batch
 
-_LONG_PROMPT = 2048
+_MANY_TOKENS, _MANY_KEYS = 2048, 256  # of a step with prompts, and of one of its sequences
 _MOST_WIDENED = 1 << 16  # tokens: 256 MiB for an 8B model's layer
 
 
@@ -40,22 +40,18 @@ class CudaEagerExecutor:
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:
         """Hidden states [T, hidden] of the batch; its keys and values are stored."""
-        tokens = batch.token_ids.shape[0]
-        # Prompts of one length that fill the step, or the first chunk of a longer one: the library's attention is the
-        # fastest there, and needs a plan for every length, which only such repay.
-        length, prompts = batch.max_query, batch.seq_lens.shape[0]
-        whole = length == batch.max_seq >= _LONG_PROMPT and tokens == prompts * length == self.config.batch_tokens
-        distinct = () if whole else self._distinct(batch)
-        ops = CudaOps(self.store, self.table, batch, whole_prompts=prompts if whole else 0, distinct=distinct)
+        ops = CudaOps(self.store, self.table, batch, distinct=self._distinct(batch))
         return tensor(self.model.decoder.forward(ops))
 
     def _distinct(self, batch: Batch) -> Sequence[Any]:
         """The pages of a step in which many tokens of prompts read many keys, if they are FP8: widened beforehand they
         are not widened again for every block of tokens."""
         tokens = batch.token_ids.shape[0]
-        if min(tokens, batch.max_seq) < _LONG_PROMPT or batch.max_query == 1 or self.store.scales(0) is None:
+        few = tokens < _MANY_TOKENS or batch.max_seq < _MANY_KEYS or batch.max_query == 1
+        if few or self.store.scales(0) is None:
             return ()
-        found = [gpu.distinct_pages(table, self.store.layout.page_size) for table in batch.block_tables]
+        size, starts = self.store.layout.page_size, batch.query_starts
+        found = [gpu.distinct_pages(table, starts, size) for table in batch.block_tables]
         return found if max(each.num_tokens for each in found) <= _MOST_WIDENED else ()
 
     @torch.inference_mode()

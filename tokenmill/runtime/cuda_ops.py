@@ -1,14 +1,15 @@
 """Ops on a GPU: the same calls as everywhere, carried out a little later so that neighbours fuse into one kernel.
 
-A norm waits for the product that reads it (which may want it in 8 bits), a gate likewise; q, k and v stay columns of
-one product until attention rotates and stores them in one pass. Values are tensors or the small records below. No call
-synchronizes, so a step can be captured. Used by both GPU executors.
+A norm waits for the product that reads it (which may want it in 8 bits), a gate likewise; a joined product waits until
+it is known whether it can gate, or rotate and store q, k and v, by itself. Values are tensors or the small records
+below. No call synchronizes, so a step can be captured. Used by both GPU executors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -92,11 +93,39 @@ class Gate:
         return pair
 
 
+class Product:
+    """A product of one matrix, or of several joined, computed when it is known what its reader makes of it."""
+
+    def __init__(self, kernel: Any, x: Any, out_dtype: torch.dtype = torch.bfloat16) -> None:
+        self._kernel, self._x, self._out_dtype = kernel, x, out_dtype
+        self._whole: Tensor | None = None
+
+    def whole(self) -> Tensor:
+        if self._whole is None:
+            self._whole = multiply(self._kernel, self._x, self._out_dtype)
+        return self._whole
+
+    @property
+    def gates(self) -> bool:
+        return isinstance(self._kernel, gpu.GpuLinear) and self._kernel.gates(num_rows(self._x))
+
+    def gated(self) -> Tensor:
+        return multiply(self._kernel, self._x, gated=True)
+
+    @property
+    def rotates(self) -> bool:
+        return isinstance(self._kernel, gpu.GpuLinear) and self._kernel.rotates(num_rows(self._x))
+
+    def rotated(self, heads: Any) -> Tensor:
+        """The queries; keys and values are stored where `heads` (a HeadPlaces) says."""
+        return multiply(self._kernel, self._x, heads=heads)
+
+
 @dataclass(slots=True, eq=False)
 class Columns:
-    """Columns [begin, end) of a joined product; for heads, with the norm and the rotation that attention will apply."""
+    """Columns [begin, end) of a product; for heads, with the norm and the rotation that attention will apply."""
 
-    source: Tensor
+    product: Product
     begin: int
     end: int
     norm: Tensor | None = None
@@ -104,32 +133,14 @@ class Columns:
     rotary: RotaryTable | None = None
 
     @property
+    def plain(self) -> Tensor:
+        """Without norm and rotation."""
+        return self.product.whole()[:, self.begin : self.end]
+
+    @property
     def tensor(self) -> Tensor:
         assert self.norm is None and self.rotary is None, "heads are read by attention only"  # noqa: PT018
-        return self.source[:, self.begin : self.end]
-
-
-class Product:
-    """A joined product of two parts, computed when it is known whether one gates the other."""
-
-    def __init__(self, kernel: Any, x: Any) -> None:
-        self._kernel, self._x = kernel, x
-        self._whole: Tensor | None = None
-
-    def whole(self) -> Tensor:
-        if self._whole is None:
-            self._whole = multiply(self._kernel, self._x)
-        return self._whole
-
-    def gated(self) -> Tensor:
-        return multiply(self._kernel, self._x, gated=True)
-
-
-@dataclass(slots=True, eq=False)
-class Half:
-    product: Product
-    begin: int
-    end: int
+        return self.plain
 
 
 class CudaOps:
@@ -141,14 +152,12 @@ class CudaOps:
         *,
         rows: Tensor | None = None,
         shared: Any = None,
-        whole_prompts: int = 0,
         distinct: Sequence[Any] = (),
     ) -> None:
         """`rows`: whose logits are wanted, None: all. `shared`: a SharedPrefix for layers without a window.
-        `whole_prompts`: so many sequences from their beginning, all of one length that comes again and again.
         `distinct`: for each KV group its DistinctPages, where long prompts read FP8 pages."""
         self._store, self._table, self._batch = store, table, batch
-        self._rows, self._shared, self._whole_prompts, self._distinct = rows, shared, whole_prompts, distinct
+        self._rows, self._shared, self._distinct = rows, shared, distinct
 
     def embed(self, table: LinearWeight, scale: float) -> Tensor:  # noqa: ARG002 (the bf16 copy is on the device)
         rows: Tensor = gpu.embed(self._batch.token_ids, self._table, scale)
@@ -156,7 +165,7 @@ class CudaOps:
 
     def rms_norm(self, x: Any, weight: Tensor, eps: float, head_dim: int = 0) -> Any:
         if head_dim and isinstance(x, Columns):
-            return Columns(x.source, x.begin, x.end, weight, eps)
+            return Columns(x.product, x.begin, x.end, weight, eps)
         return Norm(tensor(x), None, weight, eps)
 
     def add(self, x: Any, y: Any) -> Tensor:
@@ -170,16 +179,15 @@ class CudaOps:
     def linear(self, x: Any, weights: Sequence[LinearWeight]) -> list[Any]:
         kernels: list[Any] = [weight.kernel.run for weight in weights if weight.kernel is not None]
         whole = _whole(kernels)
-        if whole is None:
-            products = [
-                multiply(kernel, x, self._out_dtype(weight)) for kernel, weight in zip(kernels, weights, strict=True)
-            ]
-            return products if len(products) == 1 else [Columns(each, 0, each.shape[1]) for each in products]
-        if len(kernels) == 2 and whole.gates(num_rows(x)):
-            halves = Product(whole, x)
-            return [Half(halves, kernel.begin, kernel.end) for kernel in kernels]
-        product = multiply(whole, x)
-        return [Columns(product, kernel.begin, kernel.end) for kernel in kernels]
+        if whole is not None:
+            product = Product(whole, x)
+            return [Columns(product, kernel.begin, kernel.end) for kernel in kernels]
+        if len(kernels) == 1:
+            return [multiply(kernels[0], x, self._out_dtype(weights[0]))]
+        return [
+            Columns(Product(kernel, x, self._out_dtype(weight)), 0, weight.out_features)
+            for kernel, weight in zip(kernels, weights, strict=True)
+        ]
 
     def _out_dtype(self, weight: LinearWeight) -> torch.dtype:
         """float32 for the head of a few rows; everything else stays bf16."""
@@ -188,7 +196,7 @@ class CudaOps:
         return torch.float32 if is_head and few else torch.bfloat16
 
     def rope(self, x: Columns, table: RotaryTable, head_dim: int) -> Columns:  # noqa: ARG002
-        return Columns(x.source, x.begin, x.end, x.norm, x.eps, table)
+        return Columns(x.product, x.begin, x.end, x.norm, x.eps, table)
 
     def attention(self, q: Columns, k: Columns, v: Columns, spec: AttentionSpec) -> Tensor:
         batch, table = self._batch, q.rotary
@@ -200,27 +208,14 @@ class CudaOps:
             return self._packed_attention(q, k, v, spec, packed, norms, group)
         k_pages, v_pages = self._store.stored(slot)
         scales = self._store.scales(slot)
-        queries = gpu.rope_store(
-            _side_by_side(q, k, v),
-            spec.num_heads,
-            k_pages,
-            v_pages,
-            batch.positions,
-            batch.slots[group],
-            table.cos,
-            table.sin,
-            table.interleaved,
-            norms=norms,
-            eps=q.eps,
-            scales=scales,
-        )
+        place = (k_pages, v_pages, batch.positions, batch.slots[group], table.cos, table.sin, table.interleaved)
         out: Tensor
-        if self._whole_prompts and not spec.window and not spec.softcap:
-            heads = queries.view(queries.shape[0], spec.num_heads, -1)
-            keys, values = (self._heads(each, spec.num_kv_heads) for each in (k, v))
-            counts = [queries.shape[0] // self._whole_prompts] * self._whole_prompts
-            out = gpu.contiguous_attention(heads, keys, values, counts, spec.scale)
-            return out.view_as(queries)
+        if norms is None and _are_all_of_one(q, k, v) and q.product.rotates:
+            heads = gpu.head_places(batch.positions.shape[0], spec.num_heads, *place, scales)
+            queries = q.product.rotated(heads)
+        else:
+            joined = _side_by_side(q, k, v)
+            queries = gpu.rope_store(joined, spec.num_heads, *place, norms=norms, eps=q.eps, scales=scales)
         out = gpu.paged_attention(
             queries,
             k_pages,
@@ -259,22 +254,11 @@ class CudaOps:
         out: Tensor = gpu.packed_attention(queries, pages, *lengths, spec.scale, spec.window, spec.softcap, **bounds)
         return out
 
-    def _heads(self, x: Columns, num_heads: int) -> Tensor:
-        """Keys or values [T, heads, head_dim] as attention sees them, outside the pages."""
-        columns = x.source[:, x.begin : x.end]
-        head_dim = columns.shape[1] // num_heads
-        if x.norm is not None:
-            columns = gpu.rms_norm(columns, x.norm, x.eps, head_dim)
-        if x.rotary is not None:
-            table = x.rotary
-            columns = gpu.rope(columns, self._batch.positions, table.cos, table.sin, head_dim, table.interleaved)
-        return columns.unflatten(1, (num_heads, head_dim))
-
     def gated(self, gate: Any, up: Any, activation: str) -> Gate | Tensor:
-        if isinstance(gate, Half) and isinstance(up, Half) and activation == "silu":
-            same = gate.product is up.product and gate.begin == 0 and gate.end == up.begin == up.end - up.begin
-            if same:
-                return gate.product.gated()
+        halves = isinstance(gate, Columns) and isinstance(up, Columns) and _are_all_of_one(gate, up)
+        if halves and activation == "silu" and gate.end == up.end - up.begin and gate.product.gates:
+            product: Product = gate.product
+            return product.gated()
         return Gate(tensor(gate), tensor(up), activation)
 
     def select_rows(self, x: Tensor) -> Tensor:
@@ -293,8 +277,6 @@ def tensor(value: Any) -> Tensor:
         return value.norm.total
     if isinstance(value, Columns):
         return value.tensor
-    if isinstance(value, Half):
-        return value.product.whole()[:, value.begin : value.end]
     assert isinstance(value, (Norm, Gate)), type(value)
     return value.plain()
 
@@ -304,15 +286,18 @@ def num_rows(value: Any) -> int:
     return count
 
 
-def multiply(kernel: Any, x: Any, out_dtype: torch.dtype = torch.bfloat16, gated: bool = False) -> Tensor:
-    """x @ W^T by a kernel that may want x in 8 bits; `gated`: where the kernel says that it can."""
+def multiply(
+    kernel: Any, x: Any, out_dtype: torch.dtype = torch.bfloat16, gated: bool = False, heads: Any = None
+) -> Tensor:
+    """x @ W^T by a kernel that may want x in 8 bits; `gated`, `heads`: where the kernel says that it can."""
     y: Tensor
     if not isinstance(kernel, gpu.GpuLinear):  # the plain torch spec, or rows of a joined matrix by themselves
         y = kernel(tensor(x).float()).to(out_dtype)
     elif isinstance(x, (Norm, Gate)) and kernel.takes_codes(x.num_rows):
-        y = kernel.multiply_quantized(*x.codes(kernel.activations, kernel.input_scale), out_dtype, gated=gated)
+        codes = x.codes(kernel.activations, kernel.input_scale)
+        y = kernel.multiply_quantized(*codes, out_dtype, gated=gated, heads=heads)
     else:
-        y = kernel.multiply(tensor(x), out_dtype, gated=gated)
+        y = kernel.multiply(tensor(x), out_dtype, gated=gated, heads=heads)
     return y
 
 
@@ -328,7 +313,12 @@ def _whole(kernels: list[Any]) -> Any:
     return whole if end == whole.rows else None
 
 
+def _are_all_of_one(*parts: Columns) -> bool:
+    """Whether these are, in order, the columns of one product."""
+    return parts[0].begin == 0 and all(
+        one.product is other.product and one.end == other.begin for one, other in pairwise(parts)
+    )
+
+
 def _side_by_side(q: Columns, k: Columns, v: Columns) -> Tensor:
-    if q.source is k.source and k.source is v.source and q.end == k.begin and k.end == v.begin:
-        return q.source
-    return torch.cat([each.source[:, each.begin : each.end] for each in (q, k, v)], 1)
+    return q.product.whole() if _are_all_of_one(q, k, v) else torch.cat([each.plain for each in (q, k, v)], 1)

@@ -8,13 +8,14 @@ Beyond the spec, for executors that fuse (all without host synchronization, shap
   quantize_rows(x, "fp8"|"int8") -> codes, scales                              per token
   embed(ids, table, scale=1.0, dtype=bf16) -> rows
   rope_store(qkv, q_heads, k_pages, v_pages, positions, slots, cos, sin, interleaved, *, norms, eps, scales) -> q
+  head_places(tokens, q_heads, k_pages, ..., interleaved, scales) -> HeadPlaces     for products that do this themselves
   paged_attention(q, k_pages, v_pages, block_table, query_starts, seq_lens, scale, window, cap, *, max_query, max_seq,
                   scales, shared: SharedPrefix, distinct: DistinctPages, out)  decode, prefill, mixed, shared prefix
   rope_store_packed(qkv, q_heads, PackedPages, ...)    packed_attention(q, PackedPages, ...)     quantized KV rows
-  contiguous_attention(q, k, v, counts, scale)                                 whole prompts, lengths known to the host
-  sample(logits, SamplingTensors, out) -> ids        mix_seed(seed, index)     temperature, top-k, top-p, min-p
+  sample(logits, SamplingTensors, out, Echo) -> ids  mix_seed(seed, index)     temperature, top-k, top-p, min-p
   quantize_at_load(values, bias, "fp8"|"int8"|"int4", group) -> GpuLinear      from_quantized(matrix, bias, device)
   join_linears([GpuLinear, ...]) -> GpuLinear | None        JoinedRows            matrices that share an input, as one
+  expand_small([GpuLinear, ...]) -> [GpuLinear, ...]         grouped codes as bf16 where that is faster
   begin_step(...)                                            what a decode step derives from positions and page tables
   follow_drafts(...)                                         what the step after checked drafts begins with
   look_up_drafts(tokens, block_table, seq_lens, drawn, guessed, depth)         what followed the last tokens before
@@ -45,9 +46,9 @@ _HOME = {
     "rope": "rotary",
     "rope_store": "rotary",
     "store_kv": "rotary",
+    "head_places": "rotated",
     "attention": "paged",
     "paged_attention": "paged",
-    "contiguous_attention": "paged",
     "SharedPrefix": "paged",
     "distinct_pages": "paged_widen",
     "packed_attention": "packed",
@@ -56,13 +57,17 @@ _HOME = {
     "sample": "sampling",
     "mix_seed": "sampling",
     "SamplingTensors": "sampling",
+    "Echo": "sampling",
     "make_linear": "linear",
     "from_quantized": "linear",
     "quantize_at_load": "linear",
     "GpuLinear": "linear",
     "join_linears": "joined",
     "JoinedRows": "joined",
+    "expand_small": "small",
     "begin_step": "step",
+    "NO_ROW": "step",
+    "FOLLOWS": "step",
     "follow_drafts": "follow",
     "draft_inputs": "head_inputs",
     "look_up_drafts": "lookup",

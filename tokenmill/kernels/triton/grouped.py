@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tokenmill.kernels.triton.launch import INTERPRETED, begin, early, options, workspace
+from tokenmill.kernels.triton.launch import INTERPRETED, early, options, workspace
+from tokenmill.kernels.triton.rotated import NOT_ROTATED, HeadPlaces, head_rows, load_angles, load_places, write_heads
 from tokenmill.kernels.triton.skinny import (
     Tiling,
     arrive_last,
@@ -200,6 +201,7 @@ def _grouped(
     row_scale,
     bias,
     out,
+    heads,
     partial,
     counter,
     M,
@@ -222,10 +224,15 @@ def _grouped(
     GATED: tl.constexpr,
     LINES: tl.constexpr,
     PDL: tl.constexpr,
+    Q_HEADS: tl.constexpr,
+    K_HEADS: tl.constexpr,
+    HD: tl.constexpr,
+    PAGE: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
     tile, split, token_tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    rows = tile_rows(tile, N, BN, GATED)
+    rows = head_rows(tile, BN, HD, INTERLEAVED) if HD else tile_rows(tile, N, BN, GATED)
     tokens = token_tile * BM + tl.arange(0, BM)
     per_split = tl.cdiv(steps, splits)
     first = split * per_split
@@ -240,6 +247,7 @@ def _grouped(
         for block in tl.static_range(LINES):
             prefetch_rows(code_rows + (first + block) * step_codes, 32, 1)
         tl.extra.cuda.gdc_wait()
+    position, slot = load_places(heads, tokens, M, HD)
     acc = tl.zeros([BN, BM], dtype=tl.float32)
     STRETCHES: tl.constexpr = 8 if BITS == 4 else 1
     LINES_PER_STEP: tl.constexpr = STRETCHES * WIDTH // GROUP
@@ -268,80 +276,29 @@ def _grouped(
                 acc, parts, x_rows, k, K, now, zero, STRETCHES, GROUP // WIDTH, EVEN_K, FOLD, AFFINE, INTERPRET
             )
     acc *= tl.load(row_scale + safe)[:, None]
-    if GATED:
-        tl.static_assert(not SPLIT)
-        write_gated(acc, out, bias, tile, tokens, M, N, out_stride, BN, BM, BIASED)
-    elif not SPLIT:
-        write_tile(acc, out, row_scale, row_scale, bias, rows, tokens, M, N, out_stride, False, BIASED)
-    else:
-        tiles = tl.num_programs(0) * tl.num_programs(2)
-        number = token_tile * tl.num_programs(0) + tile
+    tiles = tl.num_programs(0) * tl.num_programs(2)
+    number = token_tile * tl.num_programs(0) + tile
+    is_last = True
+    if SPLIT:
+        tl.static_assert(not GATED)
         inside = tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
         tl.store(partial + (split * tiles + number) * BN * BM + inside, acc)
-        if arrive_last(counter + number, splits):
+        is_last = arrive_last(counter + number, splits)
+    if is_last:
+        cos, sin = load_angles(heads, position, tile, BN, HD)
+        if SPLIT:
             acc = sum_parts(partial, number, tiles, inside, splits, BN * BM)
             tl.store(counter + number, 0)
+        if HD:
+            if BIASED:
+                acc += tl.load(bias + safe)[:, None].to(tl.float32)
+            write_heads(
+                acc, cos, sin, slot, heads, tile, tokens, M, BN, BM, Q_HEADS, K_HEADS, HD, PAGE, INTERLEAVED
+            )  # fmt: skip
+        elif GATED:
+            write_gated(acc, out, bias, tile, tokens, M, N, out_stride, BN, BM, BIASED)
+        else:
             write_tile(acc, out, row_scale, row_scale, bias, rows, tokens, M, N, out_stride, False, BIASED)
-
-
-@triton.jit
-def _expand(
-    codes,
-    scales,
-    zeros,
-    row_scale,
-    out,
-    N,
-    K,
-    WIDTH: tl.constexpr,
-    GROUP: tl.constexpr,
-    BITS: tl.constexpr,
-    BN: tl.constexpr,
-    AFFINE: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Grouped codes -> bf16 [N, K], for products with thousands of tokens."""
-    begin(PDL)
-    rows = tl.program_id(0) * BN + tl.arange(0, BN)
-    step = tl.program_id(1)
-    ok = rows < N
-    inner = tl.arange(0, WIDTH)
-    place = (tl.cast(step, tl.int64) * N + rows[:, None]) * WIDTH + inner[None, :]
-    packed = tl.load(codes + place, mask=ok[:, None], other=0)
-    whole = tl.load(row_scale + rows, mask=ok, other=0.0)
-    for part in tl.static_range(8 if BITS == 4 else 1):
-        first = (step * (8 if BITS == 4 else 1) + part) * WIDTH
-        group = tl.cast(first // GROUP, tl.int64) * N + rows
-        values = ((packed >> (4 * part)) & 15).to(tl.float32) - 8.0 if BITS == 4 else packed.to(tl.float32)
-        if AFFINE:
-            values -= tl.load(zeros + group, mask=ok, other=0.0).to(tl.float32)[:, None]
-        scale = tl.load(scales + group, mask=ok & (first < K), other=0.0).to(tl.float32) * whole
-        k = first + inner
-        place = out + rows[:, None].to(tl.int64) * K + k[None, :]
-        tl.store(place, (values * scale[:, None]).to(out.dtype.element_ty), mask=ok[:, None] & (k[None, :] < K))
-
-
-def expand(weight: GroupedWeight) -> Tensor:
-    """The matrix in bf16 [N, K]."""
-    where = weight.codes.device
-    out = torch.empty(weight.rows, weight.depth, dtype=torch.bfloat16, device=where)
-    _expand[(triton.cdiv(weight.rows, 16), weight.codes.shape[0])](
-        weight.codes,
-        weight.scales,
-        weight.zeros,
-        weight.row_scale,
-        out,
-        weight.rows,
-        weight.depth,
-        WIDTH=weight.codes.shape[2],
-        GROUP=weight.group,
-        BITS=weight.bits,
-        BN=16,
-        AFFINE=weight.zeros is not None,
-        PDL=early(where),
-        **options(where, 4, 1),
-    )
-    return out
 
 
 def grouped_matmul(
@@ -351,13 +308,15 @@ def grouped_matmul(
     out_dtype: torch.dtype = torch.bfloat16,
     tiling: Tiling = Tiling(),  # noqa: B008
     gated: bool = False,
+    heads: HeadPlaces | None = None,
 ) -> Tensor:
-    """x bf16 [M, K] @ weight^T (+ bias). `tiling.depth` is not used: a step is one block of codes.
-    `gated`: silu of the first half of the result times the second."""
+    """x bf16 [M, K] @ weight^T (+ bias). `tiling.depth` is not used: a step is one block of codes. `gated`: silu of the
+    first half of the result times the second. `heads`: rotated and stored there, the queries returned."""
     tokens = x.shape[0]
-    out = torch.empty(tokens, weight.rows // 2 if gated else weight.rows, dtype=out_dtype, device=x.device)
+    width = weight.rows // 2 if gated else weight.rows
+    out = heads.queries if heads else torch.empty(tokens, width, dtype=out_dtype, device=x.device)
     token_tile = min(tiling.tokens, max(16, triton.next_power_of_2(tokens)))
-    tiles, token_tiles = triton.cdiv(out.shape[1], tiling.rows // (1 + gated)), triton.cdiv(tokens, token_tile)
+    tiles, token_tiles = triton.cdiv(width, tiling.rows // (1 + gated)), triton.cdiv(tokens, token_tile)
     steps = weight.codes.shape[0]
     splits = 1 if gated else tiling.splits or choose_splits(tiles * token_tiles, steps, x.device)
     splits = triton.cdiv(steps, triton.cdiv(steps, splits))
@@ -370,6 +329,7 @@ def grouped_matmul(
         weight.row_scale,
         bias,
         out,
+        heads.tensors if heads else None,
         scratch.partials(splits * tiles * token_tiles * tiling.rows * token_tile if splits > 1 else 0),
         scratch.counters(tiles * token_tiles),
         tokens,
@@ -392,6 +352,7 @@ def grouped_matmul(
         GATED=gated,
         LINES=tiling.lines,
         PDL=early(x.device),
+        **(heads.constants if heads else NOT_ROTATED),
         INTERPRET=INTERPRETED,
         **options(x.device, tiling.warps, tiling.stages),
     )

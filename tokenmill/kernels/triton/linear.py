@@ -16,10 +16,14 @@ from tokenmill.errors import CheckpointError
 from tokenmill.kernels.base import Declined
 from tokenmill.kernels.triton import repack
 from tokenmill.kernels.triton.elementwise import quantize_rows
-from tokenmill.kernels.triton.grouped import GroupedWeight, expand, grouped_matmul
+from tokenmill.kernels.triton.expanded import expand
+from tokenmill.kernels.triton.grouped import GroupedWeight, grouped_matmul
+from tokenmill.kernels.triton.grouped_vector import grouped_vector_matmul
 from tokenmill.kernels.triton.launch import INTERPRETED
-from tokenmill.kernels.triton.skinny import skinny_matmul, vector_matmul
+from tokenmill.kernels.triton.rotated import HeadPlaces
+from tokenmill.kernels.triton.skinny import skinny_matmul
 from tokenmill.kernels.triton.tuning import GROUPED, HOPPER, LIBRARY, VECTOR, Plan, plan_table
+from tokenmill.kernels.triton.vector import vector_matmul
 
 if TYPE_CHECKING:
     from tokenmill.kernels.base import StoredWeight
@@ -49,15 +53,24 @@ class GpuLinear:
         return self.multiply(x, x.dtype)
 
     def multiply(
-        self, x: Tensor, out_dtype: torch.dtype = torch.bfloat16, plan: Plan | None = None, gated: bool = False
+        self,
+        x: Tensor,
+        out_dtype: torch.dtype = torch.bfloat16,
+        plan: Plan | None = None,
+        gated: bool = False,
+        heads: HeadPlaces | None = None,
     ) -> Tensor:
         """x [M, K] bf16 or float32 -> [M, N]. `gated`, only where `gates` says so: silu of the first half of the rows
-        times the second, [M, N / 2]."""
+        times the second, [M, N / 2]. `heads`, only where `rotates` says so: rotated and stored there, the queries."""
         raise NotImplementedError
 
     def gates(self, tokens: int) -> bool:
         """Whether a product of so many tokens can gate by itself."""
         return self.rows % 2 == 0 and tokens == 1 and self.choose(1).kernel == VECTOR
+
+    def rotates(self, tokens: int) -> bool:
+        """Whether a product of so many tokens can rotate its heads and store keys and values by itself."""
+        return tokens == 1 and self.choose(1).kernel == VECTOR
 
     def takes_codes(self, tokens: int) -> bool:
         """Whether a product of so many tokens wants its input in 8 bits. Of one token's only large ones, whose threads
@@ -92,14 +105,19 @@ class DenseLinear(GpuLinear):
         return self.weight.numel() * 2
 
     def multiply(
-        self, x: Tensor, out_dtype: torch.dtype = torch.bfloat16, plan: Plan | None = None, gated: bool = False
+        self,
+        x: Tensor,
+        out_dtype: torch.dtype = torch.bfloat16,
+        plan: Plan | None = None,
+        gated: bool = False,
+        heads: HeadPlaces | None = None,
     ) -> Tensor:
         plan = plan or self.choose(x.shape[0])
         x = x.to(torch.bfloat16)
         if plan.kernel == LIBRARY:
             return self._add_bias(torch.mm(x, self.weight.T).to(out_dtype))
         if plan.kernel == VECTOR and x.shape[0] == 1:
-            return vector_matmul(x, self.weight, None, None, self.bias, out_dtype, plan.tiling, gated)
+            return vector_matmul(x, self.weight, None, None, self.bias, out_dtype, plan.tiling, gated, heads)
         return skinny_matmul(x, self.weight, None, None, self.bias, out_dtype, plan.tiling)
 
 
@@ -121,12 +139,17 @@ class ScaledLinear(GpuLinear):
         return self.codes.numel() + 4 * self.scales.numel()
 
     def multiply(
-        self, x: Tensor, out_dtype: torch.dtype = torch.bfloat16, plan: Plan | None = None, gated: bool = False
+        self,
+        x: Tensor,
+        out_dtype: torch.dtype = torch.bfloat16,
+        plan: Plan | None = None,
+        gated: bool = False,
+        heads: HeadPlaces | None = None,
     ) -> Tensor:
         plan = plan or self.choose(x.shape[0])
         if plan.kernel == VECTOR and x.shape[0] == 1:
             x = x.to(torch.bfloat16)
-            return vector_matmul(x, self.codes, None, self.scales, self.bias, out_dtype, plan.tiling, gated)
+            return vector_matmul(x, self.codes, None, self.scales, self.bias, out_dtype, plan.tiling, gated, heads)
         return self.multiply_quantized(*quantize_rows(x, self.activations, self.input_scale), out_dtype, plan)
 
     def multiply_quantized(
@@ -136,13 +159,15 @@ class ScaledLinear(GpuLinear):
         out_dtype: torch.dtype = torch.bfloat16,
         plan: Plan | None = None,
         gated: bool = False,
+        heads: HeadPlaces | None = None,
     ) -> Tensor:
         """Input from a fused norm or gate: codes [M, K] and scales [M] as elementwise.py makes them."""
         plan = plan or self.choose(codes.shape[0])
         if plan.kernel == LIBRARY:
             return self._add_bias(self._library(codes, scales, out_dtype))
         if plan.kernel == VECTOR and codes.shape[0] == 1:
-            return vector_matmul(codes, self.codes, scales, self.scales, self.bias, out_dtype, plan.tiling, gated)
+            rest = (self.bias, out_dtype, plan.tiling, gated, heads)
+            return vector_matmul(codes, self.codes, scales, self.scales, *rest)
         return skinny_matmul(codes, self.codes, scales, self.scales, self.bias, out_dtype, plan.tiling)
 
     def _library(self, codes: Tensor, scales: Tensor, out_dtype: torch.dtype) -> Tensor:
@@ -173,7 +198,12 @@ class GroupedLinear(GpuLinear):
         return self.weight.nbytes
 
     def multiply(
-        self, x: Tensor, out_dtype: torch.dtype = torch.bfloat16, plan: Plan | None = None, gated: bool = False
+        self,
+        x: Tensor,
+        out_dtype: torch.dtype = torch.bfloat16,
+        plan: Plan | None = None,
+        gated: bool = False,
+        heads: HeadPlaces | None = None,
     ) -> Tensor:
         plan = plan or self.choose(x.shape[0])
         x = x.to(torch.bfloat16)
@@ -183,13 +213,18 @@ class GroupedLinear(GpuLinear):
             from tokenmill.kernels.triton.grouped_hopper import hopper_matmul  # only there is its language known
 
             return hopper_matmul(x, self.weight, self.bias, out_dtype, gated)
-        return grouped_matmul(x, self.weight, self.bias, out_dtype, plan.tiling, gated)
+        if plan.kernel == VECTOR and x.shape[0] == 1:
+            return grouped_vector_matmul(x, self.weight, self.bias, out_dtype, plan.tiling, gated, heads)
+        return grouped_matmul(x, self.weight, self.bias, out_dtype, plan.tiling, gated, heads)
 
     def gates(self, tokens: int) -> bool:
         kernel = self.choose(tokens).kernel
         if kernel == HOPPER:
             return self.rows % 256 == 0  # no tile with rows of both halves
-        return kernel == GROUPED and self.rows % 2 == 0 and tokens <= _FEW
+        return kernel in (GROUPED, VECTOR) and self.rows % 2 == 0 and tokens <= _FEW
+
+    def rotates(self, tokens: int) -> bool:
+        return self.choose(tokens).kernel in (GROUPED, VECTOR) and tokens <= _FEW
 
 
 def quantize_at_load(values: Tensor, bias: Tensor | None, scheme: str, group: int = 128) -> GpuLinear:
@@ -197,6 +232,7 @@ def quantize_at_load(values: Tensor, bias: Tensor | None, scheme: str, group: in
     values = values.float()
     if scheme in ("fp8", "int8"):
         codes, scales = quantize_rows(values.contiguous(), scheme)
+        scales = scales.clone()  # by an ordinary kernel: no product, however early it starts, reads codes half written
         return ScaledLinear(codes, scales, bias, f"{scheme} per row x token, rounded at load")
     assert scheme == "int4", scheme
     grouped = values.view(values.shape[0], -1, group)

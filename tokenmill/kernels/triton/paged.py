@@ -18,6 +18,7 @@ from tokenmill.kernels.triton.launch import INTERPRETED, early, num_processors, 
 from tokenmill.kernels.triton.paged_kernel import ATTEND_DECODE, ATTEND_PREFILL, ATTEND_SHARED, _attend
 from tokenmill.kernels.triton.paged_merge import _merge
 from tokenmill.kernels.triton.paged_widen import DistinctPages, widened_prefix
+from tokenmill.kernels.triton.tuning import on_hopper
 
 LOG2_E = 1.4426950408889634
 MAX_SPLITS = 32
@@ -132,30 +133,6 @@ def paged_attention(
     return call.out
 
 
-def contiguous_attention(q: Tensor, k: Tensor, v: Tensor, counts: list[int], scale: float) -> Tensor:
-    """Causal attention of whole prompts over their own keys, by the library (cuDNN or FlashAttention through torch).
-
-    q [T, heads, head_dim], k and v [T, kv_heads, head_dim], whose rows may lie apart; `counts` tokens per prompt, known
-    to the host. Neighbours of one length go together. For long prompts: the library plans anew for every length, tens
-    of milliseconds each."""
-    done: list[Tensor] = []
-    begin = index = 0
-    grouped = q.shape[1] != k.shape[1]
-    while index < len(counts):
-        length, past = counts[index], index
-        while past < len(counts) and counts[past] == length:
-            past += 1
-        rows = (past - index) * length
-        whole = (past - index, length, -1, q.shape[2])
-        queries, keys, values = (each[begin : begin + rows].view(whole).transpose(1, 2) for each in (q, k, v))
-        attended = torch.nn.functional.scaled_dot_product_attention(
-            queries, keys, values, is_causal=True, scale=scale, enable_gqa=grouped
-        )
-        done.append(attended.transpose(1, 2).reshape(rows, -1, q.shape[2]))
-        begin, index = begin + rows, past
-    return done[0] if len(done) == 1 else torch.cat(done)
-
-
 def replace_pages(call: _Call, k_pages: Tensor, v_pages: Tensor, table: Tensor) -> _Call:
     """The same call over other pages; a table of one row is every sequence's."""
     rows = table.expand(call.lengths.shape[0], -1)
@@ -214,6 +191,9 @@ class _Call:
             )
             replace_pages(self, k_pages, v_pages, distinct.table).prefill()
             return
+        if self._suits_hopper():
+            self._launch_hopper(self.out)
+            return
         blocks = _prefill_blocks(self.group, self.head_dim, self.q.element_size(), wide=not self.quantized)
         tokens = blocks.rows // self.group
         grid = (self.q.shape[0] // tokens + self.lengths.shape[0], self.kv_heads, 1)
@@ -233,12 +213,14 @@ class _Call:
         if self.quantized:
             pages = widened_prefix(self.k_pages, self.v_pages, self.table, bounds, shared.max_tokens)
             prefix = replace_pages(self, *pages)
-        prefix._launch(
-            ATTEND_SHARED, (stacked, self.kv_heads, common_splits), common, common_splits, slots, bounds=bounds
-        )
+        partial, logs = self._partials(slots)
+        if prefix._suits_hopper():
+            prefix._launch_hopper(partial, (bounds, logs, common_splits))
+        else:
+            grid = (stacked, self.kv_heads, common_splits)
+            prefix._launch(ATTEND_SHARED, grid, common, common_splits, slots, bounds=bounds)
         grid = (sequences, self.kv_heads, own_splits)
         self._launch(ATTEND_DECODE, grid, own, own_splits, slots, bounds=bounds, slot=common_splits)
-        partial, logs = self._partials(slots)
         rows = 4
         _merge[(sequences, triton.cdiv(self.heads, rows))](
             partial,
@@ -262,6 +244,20 @@ class _Call:
         lines = slots * self.q.shape[0] * self.heads
         buffer = workspace(self.where).partials(lines * (self.head_dim + 1))
         return buffer, buffer[lines * self.head_dim :]
+
+    def _suits_hopper(self) -> bool:
+        """Whether many rows are better attended by paged_hopper.py."""
+        if not on_hopper():
+            return False
+        from tokenmill.kernels.triton.paged_hopper import suits  # only there is its language known
+
+        return suits(self.q, self.k_pages, self.window, self.cap)
+
+    def _launch_hopper(self, out: Tensor, shared: tuple[Tensor, Tensor, int] | None = None) -> None:
+        from tokenmill.kernels.triton.paged_hopper import attend_many
+
+        lengths = (self.table, self.starts, self.lengths, self.scale * LOG2_E)
+        attend_many(self.q, self.k_pages, self.v_pages, *lengths, self.scales, out, shared)
 
     def _launch(
         self,

@@ -25,7 +25,7 @@ _ROWS = 64  # tokens of a program
 
 @dataclass(frozen=True, slots=True)
 class DistinctPages:
-    """The pages in the tables of a step, each once."""
+    """The pages in the tables of a step's prompts, each once."""
 
     pages: Tensor  # int32 [1, P]
     bounds: Tensor  # int32 [3]: 0, 1, the tokens of all pages
@@ -33,16 +33,19 @@ class DistinctPages:
     num_tokens: int
 
 
-def distinct_pages(table: Tensor, page_size: int) -> DistinctPages:
-    """Reads the table back to the host: for steps with prompts, once."""
-    pages, places = np.unique(table.cpu().numpy(), return_inverse=True)
-    tokens = len(pages) * page_size
+def distinct_pages(table: Tensor, query_starts: Tensor, page_size: int) -> DistinctPages:
+    """Reads table and starts back to the host: for steps with prompts, once. Single tokens read their own pages."""
+    own = table.cpu().numpy()
+    prompts = np.diff(query_starts.cpu().numpy()) > 1
+    pages, found = np.unique(own[prompts], return_inverse=True)
+    tokens, places = len(pages) * page_size, np.zeros(own.shape, dtype=np.int32)
+    places[prompts] = found.reshape(-1, own.shape[1])
 
     def device(values: np.ndarray) -> Tensor:
         return torch.from_numpy(values.astype(np.int32)).to(table.device)
 
-    own = device(np.maximum(pages, 0)[None])  # -1 is padding
-    return DistinctPages(own, device(np.array([0, 1, tokens])), device(places.reshape(table.shape)), tokens)
+    listed = device(np.maximum(pages, 0)[None])  # -1 is padding
+    return DistinctPages(listed, device(np.array([0, 1, tokens])), device(places), tokens)
 
 
 @triton.jit(do_not_specialize=["table_stride"])

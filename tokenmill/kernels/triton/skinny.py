@@ -2,7 +2,7 @@
 
 The weight tile is the tensor core's left operand (64 or more rows), the tokens its right one, so that 16 tokens cost
 what one costs. Where the matrix has too few rows to fill the chip, several programs share a tile's depth and the last
-to finish adds up. `tuning.py` says when the vendor's library is faster.
+to finish adds up. Of one token vector.py does it. `tuning.py` says when the vendor's library is faster.
 """
 
 # mypy: allow-untyped-defs
@@ -179,60 +179,6 @@ def _skinny(
             write_tile(total, out, x_scale, w_scale, bias, rows, tokens, M, N, out_stride, SCALED, BIASED)
 
 
-@triton.jit
-def _vector(
-    x,
-    w,
-    out,
-    x_scale,
-    w_scale,
-    bias,
-    N,
-    K,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    STAGES: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    SCALED: tl.constexpr,
-    BIASED: tl.constexpr,
-    GATED: tl.constexpr,
-    LINES: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """One token, no tensor core: each program takes a few rows whole and its threads spread along them."""
-    rows = tile_rows(tl.program_id(0), N, BN, GATED)
-    w_rows = w + tl.minimum(rows, N - 1).to(tl.int64) * K
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        if LINES:
-            prefetch_rows(w_rows, 128 // (w.dtype.element_ty.primitive_bitwidth // 8), LINES)
-        tl.extra.cuda.gdc_wait()
-    acc = tl.zeros([BN, BK], dtype=tl.float32)
-    for start in tl.range(0, K, BK, num_stages=STAGES):
-        k = start + tl.arange(0, BK)
-        if EVEN_K:
-            w_tile = tl.load(w_rows[:, None] + k[None, :], eviction_policy="evict_first")
-            x_tile = tl.load(x + k)
-        else:
-            w_tile = tl.load(w_rows[:, None] + k[None, :], mask=k[None, :] < K, other=0.0)
-            x_tile = tl.load(x + k, mask=k < K, other=0.0)
-        acc += w_tile.to(tl.float32) * x_tile.to(tl.float32)[None, :]
-    total = tl.sum(acc, 1)
-    if SCALED:
-        total *= tl.load(w_scale + rows, mask=rows < N, other=0.0)
-        if x_scale is not None:
-            total *= tl.load(x_scale)
-    if BIASED:
-        total += tl.load(bias + rows, mask=rows < N, other=0.0).to(tl.float32)
-    if GATED:
-        gate, up = tl.split(tl.trans(tl.reshape(total, (2, BN // 2))))
-        own = tile_rows(tl.program_id(0), N // 2, BN // 2, False)
-        gated = gate_by_silu(gate, up, out.dtype.element_ty)
-        tl.store(out + own, gated.to(out.dtype.element_ty), mask=own < N // 2)
-    else:
-        tl.store(out + rows, total.to(out.dtype.element_ty), mask=rows < N)
-
-
 @dataclass(frozen=True, slots=True)
 class Tiling:
     """How a product is cut up; `splits` 0: as many programs per tile as fill the chip."""
@@ -244,6 +190,7 @@ class Tiling:
     stages: int = 4
     lines: int = 0  # 128-byte lines of each row asked for before the input is ready
     tokens: int = 128  # at most this many in a tile
+    held: int = 0  # pieces of `depth` of each row read before the input is ready; of products of one token
 
 
 def choose_splits(tiles: int, steps: int, where: torch.device, per_processor: int = 2) -> int:
@@ -298,42 +245,5 @@ def skinny_matmul(
         PDL=early(x.device),
         INTERPRET=INTERPRETED,
         **options(x.device, tiling.warps, tiling.stages),
-    )
-    return out
-
-
-def vector_matmul(
-    x: Tensor,
-    w: Tensor,
-    x_scale: Tensor | None = None,
-    w_scale: Tensor | None = None,
-    bias: Tensor | None = None,
-    out_dtype: torch.dtype = torch.bfloat16,
-    tiling: Tiling = Tiling(rows=4, depth=1024, stages=1),  # noqa: B008
-    gated: bool = False,
-) -> Tensor:
-    """x [1, K] @ w [N, K]^T (* x_scale [1]) (* w_scale [N]) (+ bias) without tensor cores; any types, also mixed.
-    `gated`: silu of the first half of the result times the second."""
-    rows, depth = w.shape
-    out = torch.empty(1, rows // 2 if gated else rows, dtype=out_dtype, device=x.device)
-    _vector[(triton.cdiv(rows, tiling.rows),)](
-        x,
-        w,
-        out,
-        x_scale,
-        w_scale,
-        bias,
-        rows,
-        depth,
-        BN=tiling.rows,
-        BK=tiling.depth,
-        STAGES=1 if INTERPRETED else tiling.stages,
-        EVEN_K=depth % tiling.depth == 0,
-        SCALED=w_scale is not None,
-        BIASED=bias is not None,
-        GATED=gated,
-        LINES=tiling.lines,
-        PDL=early(x.device),
-        **options(x.device, tiling.warps, 1),
     )
     return out

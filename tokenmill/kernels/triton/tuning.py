@@ -23,7 +23,10 @@ from tokenmill.kernels.triton.skinny import Tiling
 
 VECTOR, SKINNY, GROUPED, HOPPER, LIBRARY = "vector", "skinny", "grouped", "hopper", "library"
 CACHE_VARIABLE = "TOKENMILL_TUNING"  # a file of its own, or "off"
+WHOLE_DEPTH = 4096  # of a row that the threads of one program hold
 MANY = 65  # tokens from which 4-bit groups are worth unpacking beside the tensor cores
+SMALL = 1 << 22  # weights in all up to which reading bf16 takes less time than unpacking codes
+FULL = 1 << 24  # weights with enough rows of 128 to keep a GPU busy
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +59,11 @@ def rule(kind: str, rows: int, depth: int, tokens: int) -> Plan:
         return Plan(kernel, Tiling(16, 64, 0, 4, 1))
     if kind == "bf16":
         if tokens == 1:
-            return Plan(VECTOR, Tiling(2, 2048, 0, 4, 1, 8) if small else Tiling(4, 1024, 0, 2, 1))
+            return Plan(VECTOR, _bf16_vector(rows, depth))
         return Plan(SKINNY, Tiling(64, 128, 0, 4, 4, 2)) if tokens <= 16 else Plan(LIBRARY)
     if kind in ("fp8", "int8"):
+        if tokens == 1 and depth <= WHOLE_DEPTH:
+            return Plan(VECTOR, Tiling(4, triton.next_power_of_2(depth), 0, 8 if rows <= 4096 else 4, 1, held=1))
         if tokens == 1:
             return Plan(VECTOR, Tiling(8, 1024, 0, 4, 1, 8) if small else Tiling(4, 1024, 0, 2, 1))
         if tokens <= 32:
@@ -68,8 +73,10 @@ def rule(kind: str, rows: int, depth: int, tokens: int) -> Plan:
         # The library has no good int8 product of few tokens, and none of fp8 where the depth must be shared out.
         skinny = tokens <= 256 if kind == "int8" else tokens <= 128 and depth > 8192
         return Plan(SKINNY, Tiling(64, 128, 0, 4, 4)) if skinny else Plan(LIBRARY)
+    if kind == "int4" and tokens == 1 and small and depth <= WHOLE_DEPTH:
+        return Plan(VECTOR, Tiling(4 if rows > 4096 else 8, warps=4))
     if tokens <= 32:
-        return Plan(GROUPED, Tiling(128, 0, 0, 4, 3, 2 if tokens <= 16 else 0))
+        return Plan(GROUPED, Tiling(128 if rows * depth >= FULL else 64, 0, 0, 4, 3, 2 if tokens <= 16 else 0))
     if kind == "int4" and MANY <= tokens <= 512 and on_hopper():
         return Plan(HOPPER)
     if small and tokens <= 128:
@@ -79,24 +86,45 @@ def rule(kind: str, rows: int, depth: int, tokens: int) -> Plan:
     return Plan(GROUPED, Tiling(128, 0, 0, 8, 3, 0, 64 if tokens <= 64 else 128))
 
 
+def _bf16_vector(rows: int, depth: int) -> Tiling:
+    """One token, bf16: the whole depth of a few rows in registers before the input is there, as far as it fits."""
+    if depth > 2 * WHOLE_DEPTH:
+        return Tiling(2, 2048, 0, 4, 1, held=3)
+    if rows <= 4096:
+        return Tiling(2, 2048, 0, 4, 1, 8)
+    if depth > WHOLE_DEPTH:
+        return Tiling(4, 1024, 0, 2, 1)
+    few = 8192 < rows <= 65536
+    return Tiling(2 if few else 4, triton.next_power_of_2(depth), 0, 4 if rows > 65536 else 8, 1, held=1)
+
+
+def worth_expanding(rows: int, depth: int) -> bool:
+    """Whether grouped codes of this shape are multiplied faster, at any number of tokens, once they are bf16."""
+    return rows * depth <= SMALL
+
+
 def candidates(kind: str, rows: int, depth: int, tokens: int) -> list[Plan]:
     """The rule's plan and its neighbours."""
     plans = [rule(kind, rows, depth, tokens)]
     if kind == "bf16":
         plans += [Plan(LIBRARY)]
         if tokens == 1:
+            plans += [Plan(VECTOR, Tiling(2, 2048, 0, 4, 1, 8)), Plan(VECTOR, Tiling(4, 1024, 0, 2, 1))]
             plans += [Plan(VECTOR, Tiling(4, 1024, 0, 4, 1, 8)), Plan(VECTOR, Tiling(8, 512, 0, 4, 3))]
         elif tokens <= 32:
             plans += [Plan(SKINNY, Tiling(64, 128, 0, 4, 4, 2)), Plan(SKINNY, Tiling(64, 128, 2, 4, 4, 2))]
     elif kind in ("fp8", "int8"):
         plans += [Plan(LIBRARY), Plan(SKINNY, Tiling(64, 256, 0, 4, 4, 2)), Plan(SKINNY, Tiling(64, 128, 0, 4, 4))]
         if tokens == 1:
+            plans += [Plan(VECTOR, Tiling(8, 1024, 0, 4, 1, 8)), Plan(VECTOR, Tiling(4, 4096, 0, 4, 1, held=1))]
             plans += [Plan(VECTOR, Tiling(4, 1024, 0, 2, 1)), Plan(VECTOR, Tiling(4, 2048, 0, 4, 3))]
         if tokens > 64:
             plans += [Plan(SKINNY, Tiling(64, 128, 0, 4, 4, 0, 256)), Plan(SKINNY, Tiling(128, 128, 0, 8, 4, 0, 256))]
     else:
         plans += [Plan(GROUPED, Tiling(64, 0, 0, 4, 3, 0, 64)), Plan(GROUPED, Tiling(128, 0, 0, 8, 3, 0, 128))]
         plans += [Plan(LIBRARY)] if tokens > 64 else []
+        if kind == "int4" and tokens == 1:
+            plans += [Plan(VECTOR, Tiling(8 if depth <= 4096 else 4, warps=4)), Plan(VECTOR, Tiling(4, warps=4))]
         plans += [Plan(HOPPER)] if kind == "int4" and tokens > 32 and on_hopper() else []
     return list(dict.fromkeys(plans))
 
