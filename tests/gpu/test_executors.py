@@ -162,14 +162,33 @@ def test_a_step_without_rows_stores_nothing(tmp_path: Path) -> None:
         pages = [torch.stack(executor.store.stored(slot)) for slot in range(executor.store.layout.layers_per_page)]
         before = [each.clone() for each in pages]
         with torch.inference_mode():
-            for kind in {kind for kind in executor._kinds() if kind and kind.rows in (1, 4) and not kind.filtered}:
+            decodes = {kind for kind in executor._kinds() if getattr(kind, "rows", 0) in (1, 4) and not kind.filtered}
+            for kind in decodes:
                 executor._inputs.clear()
                 executor._step(kind)
-            executor.forward(executor._inputs.no_prompts(3))
+            steps = executor._prompt_steps()
+            steps.prepare(steps.inputs.likely_kinds()[-1])
         after = [torch.stack(executor.store.stored(slot)) for slot in range(executor.store.layout.layers_per_page)]
         assert all(
             torch.equal(one.view(torch.uint8), two.view(torch.uint8)) for one, two in zip(before, after, strict=True)
         )
+
+
+def test_padded_prompts_choose_the_same_tokens(tmp_path: Path) -> None:
+    """Steps with prompts as they are captured: chunks beside decodes, in buckets of tokens and of sequences."""
+    folder, asked = config(tmp_path), [*prompts(2, 9), prompts(1)[0] * 2]
+    found = []
+    for padded in (False, True):
+        with engine(folder, "cuda_graph") as llm:
+            executor: Any = llm.parts.runtime.executor
+            executor._prompts = executor._prompt_steps() if padded else None
+            answers = greedy(llm, asked, 3)
+            answers += greedy(llm, [[*asked[2][:17], 5, 6]], 2)  # behind a page that is there already
+            found.append(answers)
+            if padded:
+                assert len(executor._prompts._graphs) > 1
+                assert not ON_GPU or executor._prompts.num_captured >= 1
+    assert found[0] == found[1]
 
 
 def test_prepared_steps_choose_the_same_tokens(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from tokenmill.model.kvstore.base import KVStore
 from tokenmill.model.kvstore.checkpoint_scales import load_kv_scales
 from tokenmill.model.kvstore.choice import StoreChoice, choose_store
 from tokenmill.model.loader import LoadedModel, load_model
+from tokenmill.runtime.cuda_prompts import MOST_PROMPT_TOKENS
 from tokenmill.runtime.cuda_sampling import CudaSampler
 from tokenmill.runtime.executors import choose_executor
 from tokenmill.runtime.key_conditioning import condition_keys
@@ -131,6 +132,9 @@ def _free_on_gpu(checkpoint: Checkpoint, config: EngineConfig, model: LoadedMode
     steps = activation_bytes(
         config.batch_tokens, d.hidden_size, d.intermediate_size, d.vocab_size, max_sequences=config.concurrency
     )
+    # Captured steps with prompts share their memory, but what a smaller one took may not fit a larger one.
+    captured = min(config.batch_tokens, MOST_PROMPT_TOKENS)
+    steps += 2 * activation_bytes(captured, d.hidden_size, d.intermediate_size, d.vocab_size, max_sequences=0)
     runtime = RuntimeCosts().total(1)
     _log.info(
         "GPU memory: %.2f GiB in all, weights %.2f GiB (%.2f GiB allocated), steps %.2f, runtime %.2f, %.2f GiB free",

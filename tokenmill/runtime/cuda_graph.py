@@ -3,14 +3,14 @@
 Graphs are captured at the second step of their kind, so the first answer waits for none, or in idle moments before
 their first (`prepare_next`). While a step runs, the next one of the same rows is already queued behind it, reading the
 drawn tokens on the device; if the scheduler then asks for something else, the queued step is dropped (what it wrote is
-written again before anyone reads it: one stream orders all). Steps with prompts in them run eagerly. The same tokens as
-cuda_eager, up to the order of sums. With a draft head (`draft_with`) a step that checks drafts also guesses those of
-the next one, which is queued in the same way (cuda_checks.py).
+written again before anyone reads it: one stream orders all). Steps with prompts of few tokens are graphs of their own
+(cuda_prompts.py), longer ones run eagerly. The same tokens as cuda_eager, up to the order of sums. With a draft head
+(`draft_with`) a step that checks drafts also guesses those of the next one, queued in the same way (cuda_checks.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,13 +26,13 @@ from tokenmill.runtime.cuda_checks import Checks, Expected, StepHead
 from tokenmill.runtime.cuda_eager import CudaEagerExecutor
 from tokenmill.runtime.cuda_inputs import DecodeInputs, Tables
 from tokenmill.runtime.cuda_ops import CudaOps, tensor
+from tokenmill.runtime.cuda_prompts import PromptInputs, PromptKind, PromptSteps
 from tokenmill.runtime.cuda_sampling import CudaSampler
 from tokenmill.types import Batch, Request, ScheduledTokens
 
 _log = get_logger(__name__)
 _SMALL_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 _BUCKET_STEP = 32
-_PROMPT_ROWS = 2  # of the step with prompts that is prepared
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +85,13 @@ class CudaGraphExecutor(CudaEagerExecutor):
         self._inputs = DecodeInputs(store.layout, self._buckets[-1], self._context, model.where)
         self._sampler = CudaSampler(model.where, model.kernels)
         self._graphs: dict[_Kind, _Graph] = {}
-        self._unprepared = self._kinds()
         self._captures = model.where.type == "cuda"
+        self._prompts: PromptSteps | None = None
         if self._captures:
             self._pool = torch.cuda.graph_pool_handle()
             self._stream = torch.cuda.Stream(model.where)
+            self._prompts = self._prompt_steps()
+        self._unprepared = self._kinds()
         self._flight: _Flight | None = None
         self._logits: Tensor = torch.empty(0)
         self._hidden: Tensor | None = None  # of the rows last asked for
@@ -115,11 +117,13 @@ class CudaGraphExecutor(CudaEagerExecutor):
         """How many rows `decode` takes."""
         return self._buckets[-1]
 
+    @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:
         self._drop()
         if self._head is not None:
             self._head.note(batch)
-        return super().forward(batch)
+        hidden = None if self._prompts is None else self._prompts.forward(batch)
+        return super().forward(batch) if hidden is None else hidden
 
     @torch.inference_mode()
     def decode(self, rows: Sequence[ScheduledTokens]) -> list[int]:
@@ -193,22 +197,43 @@ class CudaGraphExecutor(CudaEagerExecutor):
             return False
         self._drop()
         kind = self._unprepared.pop()
-        if kind is None:
-            super().forward(self._inputs.no_prompts(_PROMPT_ROWS))
+        if isinstance(kind, PromptKind):
+            assert self._prompts is not None
+            if kind == self._prompts.inputs.long_kind():  # its kernels are not all those of short ones
+                super().forward(self._prompts.inputs.example(kind))
+            else:
+                self._prompts.prepare(kind)
         else:
-            self._inputs.clear()
             if kind not in self._graphs:
+                self._inputs.clear()
                 self._graphs[kind] = _Graph(None, *self._step(kind))
             if self._graphs[kind].graph is None:
+                self._inputs.clear()
                 self._graphs[kind] = self._capture(kind)
         torch.cuda.synchronize()  # what was sent to the device is overwritten soon
         return True
 
-    def _kinds(self) -> list[_Kind | None]:
-        """What to prepare, the likeliest last; None is a step with prompts."""
+    def _kinds(self) -> list[_Kind | PromptKind]:
+        """What to prepare, the likeliest last."""
         shared = [False, True] if self._inputs.can_share else [False]
         kinds = [_Kind(rows, s, filtered) for s in shared for filtered in (False, True) for rows in self._buckets]
-        return [*reversed([kind for kind in kinds if kind.rows > 1 or not kind.shared]), None]
+        decodes = reversed([kind for kind in kinds if kind.rows > 1 or not kind.shared])
+        if self._prompts is None:
+            return list(decodes)
+        long = self._prompts.inputs.long_kind()
+        return [*([] if long is None else [long]), *decodes, *self._prompts.inputs.likely_kinds()]
+
+    def _prompt_steps(self) -> PromptSteps:
+        config = self.config
+        inputs = PromptInputs(
+            self.store.layout, config.batch_tokens, config.concurrency, self._context, self.model.where
+        )
+
+        def compute(batch: Batch) -> Tensor:
+            ops: Any = CudaOps(self.store, self.table, batch)
+            return tensor(self.model.decoder.forward(ops))
+
+        return PromptSteps(inputs, compute, self._record if self._captures else None)
 
     # --- which step ---
 
@@ -310,16 +335,22 @@ class CudaGraphExecutor(CudaEagerExecutor):
         return self._graphs[kind].hidden
 
     def _capture(self, kind: _Kind) -> _Graph:
+        outputs: list[tuple[Tensor, Tensor | None]] = []
+        graph = self._record(lambda: outputs.append(self._step(kind)))
+        _log.info("captured a step of %d rows%s", kind.rows, ", a prefix shared" if kind.shared else "")
+        return _Graph(graph, *outputs[0])
+
+    def _record(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """Capture what `step` launches, and run it."""
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            outputs = self._step(kind)
+            step()
             graph.capture_end()
         torch.cuda.current_stream().wait_stream(self._stream)
         graph.replay()
-        _log.info("captured a step of %d rows%s", kind.rows, ", a prefix shared" if kind.shared else "")
-        return _Graph(graph, *outputs)
+        return graph
 
     def _step(self, kind: _Kind) -> tuple[Tensor, Tensor | None]:
         """The whole step: inputs, forward pass, logits, draw. Returns the logits, and the hidden states if kept."""
@@ -331,7 +362,7 @@ class CudaGraphExecutor(CudaEagerExecutor):
         hidden = decoder.forward(ops)
         kept = tensor(hidden) if self.keeps_hidden and not kind.guesses else None
         logits: Tensor = tensor(decoder.logits(ops, hidden))
-        gpu.sample(logits, inputs.sampling(kind.rows, kind.filtered), inputs.drawn[: kind.rows])
+        gpu.sample(logits, inputs.sampling(kind.rows, kind.filtered), inputs.drawn[: kind.rows], inputs.echo)
         if kind.guesses and self._head is not None:
             inputs.follow(kind.rows, self._head.guess(tensor(hidden), inputs.drawn[: kind.rows], batch))
         return logits, kept

@@ -1,8 +1,9 @@
-"""What a captured decode step reads and writes: buffers that never move, filled by small copies from pinned memory.
+"""What a captured decode step reads and writes: buffers that never move.
 
 A step's inputs are each row's token (or which row of the step before drew it), its position and its page table; the
-rest is worked out on the device. Tables and sampling parameters travel only when they changed. Pinned memory has three
-turns: while one step computes and the next is queued, a third can be written. Owned by the graph executor.
+rest is worked out on the device. Tokens and positions are read, and drawn ids written, by the kernels themselves in
+pinned memory; tables and sampling parameters are copied when they changed. Pinned memory has three turns: while one
+step computes and the next is queued, a third can be written. Owned by the graph executor.
 """
 
 from __future__ import annotations
@@ -35,7 +36,13 @@ class DecodeInputs:
         def device(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, device=where)
 
-        self._given = device(3, most_rows)  # token ids, positions, sources
+        # Token ids, positions, sources: the host's, and what a step that guesses has worked out for the next one.
+        self._given = _pinned(where, _TURNS, 3, most_rows)
+        self._followed = device(3, most_rows)
+        self._echo = _pinned(where, _TURNS, most_rows)  # drawn ids
+        self._counted = device(1, dtype=torch.int32)  # the turn of the step that runs
+        self._counts = _pinned(where, _TURNS, dtype=torch.int32)
+        self._counts.copy_(torch.arange(_TURNS))
         self._tables = [device(most_rows, width, dtype=torch.int32) for _ in range(groups)]
         self._floats = device(3, most_rows, dtype=torch.float32)  # temperature, top-p, min-p
         self._top_k = device(most_rows, dtype=torch.int32)
@@ -46,6 +53,7 @@ class DecodeInputs:
         self._slots = [device(most_rows) for _ in range(groups)]
         self._starts = torch.arange(most_rows + 1, dtype=torch.int32, device=where)
         self.drawn = device(most_rows)
+        self._given_arrays = self._given.numpy()
         self._turn = 0
         self._turns = [_Turn(self, where) for _ in range(_TURNS)]
         self._known: list[list[list[int]]] = [[[] for _ in range(most_rows)] for _ in range(groups)]
@@ -61,7 +69,7 @@ class DecodeInputs:
     @property
     def shapes(self) -> tuple[Tensor, ...]:
         """The buffers that have a twin in pinned memory."""
-        return (self._given, *self._tables, self._floats, self._top_k, self._seeds, self._bounds, self.drawn)
+        return (*self._tables, self._floats, self._top_k, self._seeds, self._bounds)
 
     def fill(
         self,
@@ -71,14 +79,12 @@ class DecodeInputs:
         positions: list[int],
         sources: list[int],
     ) -> None:
-        """Queue the copies for a step of these rows; a source of -1 takes the token id given here."""
+        """Make ready for a step of these rows, run once; a source of -1 takes the token id given here."""
         rows = len(requests)
-        self._turn = (self._turn + 1) % _TURNS
-        turn = self._turns[self._turn]
-        given = turn.array(self._given)
-        given[1] = -1
+        turn = self._next_turn(counted=sources[0] >= 0)
+        given = self._given_arrays[self._turn]
+        given[1] = gpu.NO_ROW
         given[:, :rows] = (ids, positions, sources)
-        turn.send(self._given)
         changed = self._update_tables(tables, rows)
         for group in changed:
             turn.array(self._tables[group])[:rows] = self._content[group][:rows]
@@ -102,35 +108,21 @@ class DecodeInputs:
         return self._full_group >= 0
 
     def clear(self) -> None:
-        """A step without rows: nothing is read but padding, nothing stored."""
-        self._turn = (self._turn + 1) % _TURNS
-        turn = self._turns[self._turn]
-        turn.array(self._given)[:] = -1
+        """A step without rows, run once: nothing is read but padding, nothing stored."""
+        turn = self._next_turn(counted=False)
+        self._given_arrays[self._turn][:] = gpu.NO_ROW
         turn.array(self._bounds)[:] = 0
         turn.array(self._floats)[:] = 0.0
-        for each in (self._given, self._bounds, self._floats):
+        for each in (self._bounds, self._floats):
             turn.send(each)
         self._requests = []
 
-    def no_prompts(self, rows: int) -> Batch:
-        """A step with prompts, two tokens of the first row and one of each other, without any: not stored, no keys."""
-
-        def device(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.zeros(*shape, dtype=dtype, device=self._where)
-
-        starts = torch.arange(rows + 1, dtype=torch.int32, device=self._where)
-        starts[1:] += 1
-        return Batch(
-            token_ids=device(rows + 1),
-            positions=device(rows + 1),
-            query_starts=starts,
-            seq_lens=device(rows, dtype=torch.int32),
-            slots=tuple(device(rows + 1) - 1 for _ in self._tables),
-            block_tables=tuple(device(rows, 1, dtype=torch.int32) for _ in self._tables),
-            logit_rows=starts[:0],
-            max_query=2,
-            max_seq=self.capacity,
-        )
+    def _next_turn(self, counted: bool) -> _Turn:
+        """`counted`: the step before is known to have run as often as it was made ready, so the device is in step."""
+        if not counted:
+            self._counted.copy_(self._counts[self._turn : self._turn + 1], non_blocking=True)
+        self._turn = (self._turn + 1) % _TURNS
+        return self._turns[self._turn]
 
     def _update_tables(self, tables: Sequence[Tables], rows: int) -> list[int]:
         changed = []
@@ -199,8 +191,8 @@ class DecodeInputs:
 
     def fill_from_device(self, tables: Sequence[Tables]) -> None:
         """Instead of `fill`, where the step before has worked out ids and positions of the same rows (`follow`)."""
-        self._turn = (self._turn + 1) % _TURNS
-        turn = self._turns[self._turn]
+        turn = self._next_turn(counted=True)
+        self._given_arrays[self._turn][1] = gpu.FOLLOWS
         for group in self._update_tables(tables, len(tables)):
             turn.array(self._tables[group])[: len(tables)] = self._content[group][: len(tables)]
             turn.send(self._tables[group], len(tables))
@@ -209,25 +201,26 @@ class DecodeInputs:
         """The last launch of a step that guesses. Safe to capture."""
         self.guessed[:rows] = guessed
         gpu.follow_drafts(
-            self.drawn, self._ids[:rows], self._positions[:rows], self._owners, self.guessed, self._given[:, :rows]
+            self.drawn, self._ids[:rows], self._positions[:rows], self._owners, self.guessed, self._followed[:, :rows]
         )
 
     # --- what the step itself uses ---
 
     def begin(self, rows: int) -> Batch:
         """The first launches of a step of `rows` rows, and its batch. Safe to capture."""
-        for group, table in enumerate(self._tables):
-            gpu.begin_step(
-                self._given[:, :rows],
-                self.drawn,
-                table,
-                self._page_size,
-                self._ids[:rows],
-                self._positions[:rows],
-                self._draws[:rows],
-                self._seq_lens[:rows],
-                self._slots[group][:rows],
-            )
+        gpu.begin_step(
+            self._given,
+            self._counted,
+            self._followed if self.guessed.numel() else None,
+            self.drawn,
+            self._tables,
+            self._page_size,
+            self._ids[:rows],
+            self._positions[:rows],
+            self._draws[:rows],
+            self._seq_lens[:rows],
+            self._slots,
+        )
         return Batch(
             token_ids=self._ids[:rows],
             positions=self._positions[:rows],
@@ -249,23 +242,31 @@ class DecodeInputs:
             floats[0], self._top_k[:rows], floats[1], floats[2], self._seeds[:rows], self._draws[:rows], filtered
         )
 
+    @property
+    def echo(self) -> object:
+        """Where the step writes the drawn ids besides."""
+        return gpu.Echo(self._echo, self._counted)
+
     def receive(self, guesses: bool = False) -> tuple[Tensor, Tensor | None, torch.cuda.Event | None]:
-        """Queue the copy of the drawn ids (and of what was guessed) to the host; read once the event has happened."""
+        """The drawn ids, and a copy of what was guessed, for the host: to be read once the event has happened."""
         turn = self._turns[self._turn]
         guessed = turn.fetch(self.guessed) if guesses else None
-        return turn.fetch(self.drawn), guessed, turn.mark()
+        return self._echo[self._turn], guessed, turn.mark()
+
+
+def _pinned(where: torch.device, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Memory of the host that the device can read and write."""
+    return torch.zeros(shape, dtype=dtype, pin_memory=where.type == "cuda")
 
 
 class _Turn:
     """One set of pinned twins of the input buffers."""
 
     def __init__(self, inputs: DecodeInputs, where: torch.device) -> None:
-        self._pinned = where.type == "cuda"
-        self._twins = {
-            id(each): torch.zeros(each.shape, dtype=each.dtype, pin_memory=self._pinned) for each in inputs.shapes
-        }
+        self._where = where
+        self._twins = {id(each): _pinned(where, *each.shape, dtype=each.dtype) for each in inputs.shapes}
         self._arrays = {number: twin.numpy() for number, twin in self._twins.items()}
-        self._event = torch.cuda.Event() if self._pinned else None
+        self._event = torch.cuda.Event() if where.type == "cuda" else None
 
     def array(self, buffer: Tensor) -> np.ndarray:
         return self._arrays[id(buffer)]
@@ -274,7 +275,7 @@ class _Turn:
         buffer[:rows].copy_(self._twins[id(buffer)][:rows], non_blocking=True)
 
     def add(self, buffer: Tensor) -> None:
-        twin = torch.zeros(buffer.shape, dtype=buffer.dtype, pin_memory=self._pinned)
+        twin = _pinned(self._where, *buffer.shape, dtype=buffer.dtype)
         self._twins[id(buffer)], self._arrays[id(buffer)] = twin, twin.numpy()
 
     def fetch(self, buffer: Tensor) -> Tensor:

@@ -57,9 +57,14 @@ class CudaSampler(Sampler):
     def _tensors(self, requests: list[Request]) -> object:
         floats = torch.tensor([heat(request) for request in requests], dtype=torch.float32).t().contiguous()
         whole = torch.tensor([[top_k(r), seed(r), r.num_tokens] for r in requests], dtype=torch.int64).t().contiguous()
-        floats, whole = floats.to(self._where), whole.to(self._where)
+        floats, whole = self._sent(floats), self._sent(whole)
         filtered = any(is_filtered(request) for request in requests)
         return gpu.SamplingTensors(floats[0], whole[0].int(), floats[1], floats[2], whole[1], whole[2], filtered)
+
+    def _sent(self, values: Tensor) -> Tensor:
+        """On the device, without waiting for what it still computes."""
+        pinned = values.pin_memory() if self._where.type == "cuda" else values
+        return pinned.to(self._where, non_blocking=True)
 
 
 def heat(request: Request) -> tuple[float, float, float]:

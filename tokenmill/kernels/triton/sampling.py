@@ -145,8 +145,11 @@ def _draw(
     best_token,
     counter,
     out,
+    echo,
+    turn,
     vocab,
     stride,
+    echo_stride,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
     CHUNKS_P: tl.constexpr,
@@ -180,6 +183,8 @@ def _draw(
         where = tl.load(best_token + row * CHUNKS + chunks, mask=inside, other=2147483647, cache_modifier=".cg")
         winner = tl.min(tl.where((found == tl.max(found, 0)) & inside, where, 2147483647), 0)
         tl.store(out + row, winner.to(out.dtype.element_ty))
+        if echo is not None:
+            tl.store(echo + tl.load(turn) * echo_stride + row, winner.to(echo.dtype.element_ty))
 
 
 def mix_seed(seed: int, index: int) -> int:
@@ -196,7 +201,21 @@ def _chunk(vocab: int) -> int:
     return min(_CHUNK, power_of_two(vocab, 256))
 
 
-def _pick(logits: Tensor, rows: SamplingTensors | None, thresholds: Tensor | None, out: Tensor | None) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """Where ids are written besides, for the host: pinned int64 [turns, most rows]; turn int32 [1] on the device."""
+
+    ids: Tensor
+    turn: Tensor
+
+
+def _pick(
+    logits: Tensor,
+    rows: SamplingTensors | None,
+    thresholds: Tensor | None,
+    out: Tensor | None,
+    echo: Echo | None = None,
+) -> Tensor:
     count, vocab = logits.shape
     out = torch.empty(count, dtype=torch.int64, device=logits.device) if out is None else out
     chunks = triton.cdiv(vocab, _chunk(vocab))
@@ -212,8 +231,11 @@ def _pick(logits: Tensor, rows: SamplingTensors | None, thresholds: Tensor | Non
         values[count * chunks :].view(torch.int32),
         scratch.counters(count),
         out,
+        None if echo is None else echo.ids,
+        None if echo is None else echo.turn,
         vocab,
         logits.stride(0),
+        0 if echo is None else echo.ids.stride(0),
         CHUNK=_chunk(vocab),
         CHUNKS=chunks,
         CHUNKS_P=power_of_two(chunks),
@@ -231,10 +253,10 @@ def argmax(logits: Tensor) -> Tensor:
     return _pick(logits, None, None, None)
 
 
-def sample(logits: Tensor, rows: SamplingTensors, out: Tensor | None = None) -> Tensor:
+def sample(logits: Tensor, rows: SamplingTensors, out: Tensor | None = None, echo: Echo | None = None) -> Tensor:
     """One token id per row of logits [R, vocab] (float32 or bf16) -> int64 [R]."""
     thresholds = _search(logits, rows) if rows.filtered else None
-    return _pick(logits, rows, thresholds, out)
+    return _pick(logits, rows, thresholds, out, echo)
 
 
 def _search(logits: Tensor, rows: SamplingTensors) -> Tensor:

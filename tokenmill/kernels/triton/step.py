@@ -1,7 +1,9 @@
 """The first launch of a decode step: what follows from each row's position and page table, worked out on the device.
 
-A row's token is the host's, or the one that the step before drew for row `source` and that no host has seen yet. So a
-step can be launched before the last one has ended. Called by the graph executor, inside the graph.
+What the host gives lies in its own memory, where this kernel reads it: a copy between two steps would cost the device
+more than the read. There are several turns of it; the device counts them, so that a captured step needs no new
+addresses. A row's token is the host's, or the one that the step before drew for row `source` and that no host has seen
+yet. So a step can be launched before the last one has ended. Called by the graph executor, inside the graph.
 """
 
 # mypy: allow-untyped-defs
@@ -11,16 +13,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tokenmill.kernels.triton.launch import begin, early, options
+from tokenmill.kernels.triton.launch import begin, early, options, power_of_two
 
-_ROWS = 128  # of a program
+NO_ROW = -1  # instead of a position: a row that only fills the bucket
+FOLLOWS = -2  # instead of a position: what the step before has worked out for this row
+
+_FOLLOWS = tl.constexpr(FOLLOWS)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit
+def store_slots(table, slots, rows, position, live, ok, table_stride, PAGE: tl.constexpr):
+    page = tl.load(table + rows.to(tl.int64) * table_stride + position // PAGE, mask=live, other=0).to(tl.int64)
+    tl.store(slots + rows, tl.where(live & (page >= 0), page * PAGE + position % PAGE, -1), mask=ok)
+
+
+@triton.jit(do_not_specialize=["count", "given_stride", "followed_stride"])
 def _begin(
-    given_ids,
-    given_positions,
-    sources,
+    given,
+    turn,
+    followed,
     drawn,
     table,
     ids,
@@ -29,56 +40,85 @@ def _begin(
     seq_lens,
     slots,
     count,
+    given_stride,
+    followed_stride,
     table_stride,
+    TURNS: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """One program for all rows: it alone knows when all have read `turn`."""
     begin(PDL)
-    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    now = (tl.load(turn) + 1) % TURNS
+    rows = tl.arange(0, BLOCK)
     ok = rows < count
-    position = tl.load(given_positions + rows, mask=ok, other=-1)
-    live = ok & (position >= 0)  # -1: a row that only fills the bucket
-    source = tl.load(sources + rows, mask=live, other=-1)
-    own = tl.load(given_ids + rows, mask=live, other=0)
+    # Volatile: the host may have written since the last read.
+    place = given + now * 3 * given_stride + rows
+    own = tl.load(place, mask=ok, other=0, volatile=True)
+    position = tl.load(place + given_stride, mask=ok, other=-1, volatile=True)
+    source = tl.load(place + 2 * given_stride, mask=ok, other=-1, volatile=True)
+    if followed is not None:
+        follows = ok & (position == _FOLLOWS)
+        own = tl.where(follows, tl.load(followed + rows, mask=follows, other=0), own)
+        position = tl.where(follows, tl.load(followed + followed_stride + rows, mask=follows, other=-1), position)
+        source = tl.where(follows, tl.load(followed + 2 * followed_stride + rows, mask=follows, other=-1), source)
+    live = ok & (position >= 0)
     last = tl.load(drawn + source, mask=live & (source >= 0), other=0)
-    tl.store(ids + rows, tl.where(source >= 0, last, own), mask=ok)
+    tl.store(ids + rows, tl.where(live, tl.where(source >= 0, last, own), 0), mask=ok)
     tl.store(positions + rows, tl.maximum(position, 0), mask=ok)
     tl.store(draws + rows, position + 1, mask=ok)
     tl.store(seq_lens + rows, (position + 1).to(tl.int32), mask=ok)
-    page = tl.load(table + rows.to(tl.int64) * table_stride + position // PAGE, mask=live, other=0).to(tl.int64)
-    tl.store(slots + rows, tl.where(live & (page >= 0), page * PAGE + position % PAGE, -1), mask=ok)
+    store_slots(table, slots, rows, position, live, ok, table_stride, PAGE)
+    tl.debug_barrier()
+    tl.store(turn, now)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _place(seq_lens, table, slots, count, table_stride, PAGE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    begin(PDL)
+    rows = tl.arange(0, BLOCK)
+    ok = rows < count
+    position = tl.load(seq_lens + rows, mask=ok, other=0).to(tl.int64) - 1
+    store_slots(table, slots, rows, position, ok & (position >= 0), ok, table_stride, PAGE)
 
 
 def begin_step(
     given: Tensor,
+    turn: Tensor,
+    followed: Tensor | None,
     drawn: Tensor,
-    table: Tensor,
+    tables: list[Tensor],
     page_size: int,
     ids: Tensor,
     positions: Tensor,
     draws: Tensor,
     seq_lens: Tensor,
-    slots: Tensor,
+    slots: list[Tensor],
 ) -> None:
-    """given int64 [3, R]: token ids, positions (-1: no row), sources (a row of `drawn`, or -1); table int32 [R, pages].
-    Fills ids, positions, draws (position of the token to be drawn), seq_lens int32 and slots, all [R]."""
-    count = ids.shape[0]
-    _begin[(triton.cdiv(count, _ROWS),)](
-        given[0],
-        given[1],
-        given[2],
+    """given int64 [turns, 3, most rows], pinned: token ids, positions (or NO_ROW, FOLLOWS), sources (a row of `drawn`,
+    or -1); turn int32 [1]: the turn of the step before, and then of this one; followed int64 [3, most rows]: as a turn
+    of `given`, on the device; tables int32 [R, pages] and slots [R], of each group. Fills slots, ids, positions, draws
+    (position of the token to be drawn) and seq_lens int32, all [R]."""
+    count, where = ids.shape[0], ids.device
+    launch = {"PAGE": page_size, "BLOCK": power_of_two(count, 128), "PDL": early(where)} | options(where, 4, 1)
+    _begin[(1,)](
+        given,
+        turn,
+        followed,
         drawn,
-        table,
+        tables[0],
         ids,
         positions,
         draws,
         seq_lens,
-        slots,
+        slots[0],
         count,
-        table.stride(0),
-        PAGE=page_size,
-        BLOCK=_ROWS,
-        PDL=early(ids.device),
-        **options(ids.device, 4, 1),
+        given.stride(1),
+        0 if followed is None else followed.stride(0),
+        tables[0].stride(0),
+        TURNS=given.shape[0],
+        **launch,
     )
+    for table, own in zip(tables[1:], slots[1:], strict=True):
+        _place[(1,)](seq_lens, table, own, count, table.stride(0), **launch)
