@@ -67,6 +67,7 @@ OPTIONS: dict[str, Any] = {
 VLLM_ARGUMENTS = {"bf16": ("none", "auto"), "fp8": ("fp8", "fp8"), "int4": ("none", "auto")}
 VLLM_INT4 = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
 WORKLOADS = "single,decode8,decode64,decode256,prefill,mixed,shared"
+HEAVY = ("prefill", "decode256", "mixed")  # those in which the tensor cores' power is felt
 LOWER_IS_BETTER = {"seconds", "ttft_ms", "tpot_ms"}
 
 Row = dict[str, Any]
@@ -76,8 +77,12 @@ class Workloads:
     """The same work in the same order as the vLLM script, so that both draw the same prompts."""
 
     def __init__(self, llm: LLM, show: Callable[..., None]) -> None:
-        self._llm, self._show = llm, show
+        self._llm, self._report = llm, show
         self._random = random.Random(0)
+        self.remark = ""
+
+    def _show(self, workload: str, **values: float) -> None:
+        self._report(workload + self.remark, **values)
 
     def tokens(self, count: int) -> list[int]:
         return [self._random.randrange(10, 100000) for _ in range(count)]
@@ -111,10 +116,10 @@ class Workloads:
         first = self.generate(prompts, [1] * batch)
         self._show(f"decode{batch}", tpot_ms=(whole - first) / 256 * 1e3, tok_s=batch * 256 / (whole - first))
 
-    def prefill(self, name: str = "prefill8x8192") -> None:
+    def prefill(self) -> None:
         for _ in range(2):
             took = self.generate([self.tokens(8192) for _ in range(8)], [1] * 8)
-        self._show(name, tok_s=8 * 8192 / took)
+        self._show("prefill8x8192", tok_s=8 * 8192 / took)
 
     def mixed(self) -> None:
         prompts = [self.tokens(self._random.randint(100, 1024)) for _ in range(256)]
@@ -146,9 +151,10 @@ def measure(variant: str, model: Path, which: list[str]) -> None:
         gc.freeze()  # as the engine process of a server does: no pauses for what lives as long as the engine
         workloads = Workloads(llm, show)
         workloads.run(which)
-        if variant == "int4" and "prefill" in which:
+        if variant == "int4":
             make_codes_alike(llm)
-            workloads.prefill("prefill8x8192, codes alike")
+            workloads.remark = ", codes alike"
+            workloads.run([name for name in HEAVY if name in which])
         executor: Any = llm.parts.runtime.executor
         show("queued steps dropped", count=float(getattr(executor, "num_dropped", 0)))
 

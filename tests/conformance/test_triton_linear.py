@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from tokenmill.kernels.ggml_types import TYPES
 from tokenmill.kernels.ref_ggml import dequantize
 from tokenmill.kernels.triton import repack
 from tokenmill.kernels.triton.elementwise import quantize_rows
-from tokenmill.kernels.triton.grouped import expand
+from tokenmill.kernels.triton.expanded import expand
 from tokenmill.kernels.triton.linear import (
     DenseLinear,
     GpuLinear,
@@ -104,6 +105,25 @@ def test_groups(group: int, bits: int, affine: bool) -> None:
             assert error(got, x.double().cpu() @ exact.T + 1) < ERROR, (count, splits)
 
 
+@pytest.mark.parametrize(
+    ("group", "depth", "affine", "warps"), [(128, 640, False, 1), (32, 1024, True, 2), (64, 320, False, 4)]
+)
+def test_groups_with_one_token_and_no_tensor_core(group: int, depth: int, affine: bool, warps: int) -> None:
+    """Whole pieces of a row, and pieces that end beyond it."""
+    rows = 22
+    codes, scales = torch.randint(-8, 8, (rows, depth), dtype=torch.int8), torch.rand(rows, depth // group) + 0.1
+    zeros = torch.randint(-5, 5, scales.shape).float() if affine else None
+    weight = repack.pack_groups(codes.to(WHERE), scales.to(WHERE), None if zeros is None else zeros.to(WHERE), 4)
+    spread = 0.0 if zeros is None else zeros.double().repeat_interleave(group, 1)
+    exact = (codes.double() - spread) * scales.double().repeat_interleave(group, 1)
+    bias, x = torch.randn(rows), tokens(1, depth)
+    linear, plan = GroupedLinear(weight, bias, ""), Plan(VECTOR, Tiling(4, warps=warps))
+    wanted = x.double().cpu() @ exact.T + bias.double()
+    assert error(linear.multiply(x, torch.float32, plan), wanted) < ERROR / 4
+    got = linear.multiply(x, torch.float32, plan, gated=True)
+    assert error(got, torch.nn.functional.silu(wanted[:, : rows // 2]) * wanted[:, rows // 2 :]) < ERROR
+
+
 @pytest.mark.parametrize("kind", ["bf16", "fp8", "int4"])
 @pytest.mark.parametrize("rows", [44, 140])  # no whole number of tiles
 def test_a_product_whose_halves_gate_each_other(kind: str, rows: int) -> None:
@@ -131,7 +151,16 @@ def test_a_product_whose_halves_gate_each_other(kind: str, rows: int) -> None:
 @pytest.mark.parametrize("group", [32, 64, 128])
 @pytest.mark.parametrize("affine", [False, True])
 @pytest.mark.parametrize(
-    ("count", "rows", "depth"), [(65, 512, 1280), (128, 384, 4096), (200, 768, 2048), (300, 256, 384)]
+    ("count", "rows", "depth"),
+    [
+        (65, 512, 1280),
+        (128, 384, 4096),
+        (130, 456, 2048),  # a tile with rows beyond the last
+        (192, 768, 1920),
+        (256, 1536, 2304),  # shares that end within a tile
+        (300, 256, 384),
+        (512, 1280, 4096),
+    ],
 )
 def test_many_tokens_on_hopper(group: int, affine: bool, count: int, rows: int, depth: int) -> None:
     codes = torch.randint(-8, 8, (rows, depth), dtype=torch.int8)
@@ -144,11 +173,56 @@ def test_many_tokens_on_hopper(group: int, affine: bool, count: int, rows: int, 
     exact = (codes.double() - spread) * scales.double().repeat_interleave(group, 1)
     x = tokens(count, depth)
     wanted = x.double().cpu() @ exact.T + bias.double()
-    for _ in range(3):  # counters are left as they were
-        assert error(linear.multiply(x, torch.bfloat16, Plan(HOPPER)), wanted) < ERROR
-    if rows % 256 == 0:
-        gated = torch.nn.functional.silu(wanted[:, : rows // 2]) * wanted[:, rows // 2 :]
-        assert error(linear.multiply(x, torch.bfloat16, Plan(HOPPER), gated=True), gated) < 2 * ERROR
+    from tokenmill.kernels.triton.grouped_hopper_wide import wide_matmul  # only there is its language known
+
+    kernels = [partial(linear.multiply, plan=Plan(HOPPER))]
+    kernels += [partial(wide_matmul, weight=weight, bias=linear.bias)] if count > 256 else []  # not chosen there
+    for multiply in kernels:
+        got = [multiply(x) for _ in range(4)]  # counters are left as they were
+        assert error(got[0], wanted) < ERROR
+        assert all(torch.equal(again, got[0]) for again in got)
+        if rows % 256 == 0:
+            gated = torch.nn.functional.silu(wanted[:, : rows // 2]) * wanted[:, rows // 2 :]
+            got = [multiply(x, gated=True) for _ in range(4)]
+            assert error(got[0], gated) < 2 * ERROR
+            assert all(torch.equal(again, got[0]) for again in got)
+
+
+@pytest.mark.skipif(not on_hopper(), reason="needs a Hopper GPU")
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("count", [192, 256, 512])
+def test_hopper_gives_the_same_bits_every_time(gated: bool, count: int) -> None:
+    """Every program goes from tile to tile and shares some: copies, products and sums of different tiles overlap."""
+    linear = quantize_at_load(torch.randn(14336, 2048).to(WHERE), None, "int4")
+    assert isinstance(linear, GroupedLinear)
+    from tokenmill.kernels.triton.grouped_hopper_wide import wide_matmul
+
+    x = tokens(count, 2048)
+    first = wide_matmul(x, linear.weight, gated=gated)
+    different = torch.zeros((), dtype=torch.int64, device=WHERE)
+    for _ in range(100):  # launched without a pause: each starts while the one before ends
+        different += (wide_matmul(x, linear.weight, gated=gated) != first).sum()
+    assert different == 0
+    whole = x.double() @ expand(linear.weight).double().T
+    wanted = torch.nn.functional.silu(whole[:, :7168]) * whole[:, 7168:] if gated else whole
+    assert error(first, wanted) < (2 if gated else 1) * ERROR
+
+
+@pytest.mark.parametrize(("tiles", "steps"), [(48, 16), (224, 16), (32, 56), (4, 2), (1, 1), (3, 40), (1002, 16)])
+@pytest.mark.parametrize("programs", [132, 66, 1])
+@pytest.mark.parametrize("most", [4, 8])
+def test_programs_share_the_blocks_of_all_tiles(tiles: int, steps: int, programs: int, most: int) -> None:
+    """No more programs than can run at once, since they wait for each other; no more on a tile than add up its sums."""
+    plan_shares = pytest.importorskip("tokenmill.kernels.triton.grouped_hopper_wide").plan_shares
+    share, partners = plan_shares(tiles, steps, programs, most)
+    takers = [{block // share for block in range(tile * steps, (tile + 1) * steps)} for tile in range(tiles)]
+    assert set.union(*takers) == set(range(-(-tiles * steps // share)))
+    assert max(set.union(*takers)) < programs
+    assert max(map(len, takers)) <= partners <= most
+    assert partners.bit_count() == 1
+    for program in set.union(*takers):  # a program has room for the sums of two tiles, its first and another
+        shared = [tile for tile in range(tiles) if program in takers[tile] and len(takers[tile]) > 1]
+        assert sum(tile != program * share // steps for tile in shared) <= 1
 
 
 def ggml_blocks(name: str, rows: int, depth: int) -> Tensor:

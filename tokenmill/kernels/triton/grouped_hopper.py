@@ -3,6 +3,7 @@
 grouped.py's layout and meaning (`GroupedWeight` of 4 bits, groups of 32 or more). Written in Gluon, since the plain
 language makes the tensor cores wait for every unpacked operand. A program has 256 rows of the matrix in two halves and
 128 tokens; the copy engine brings codes and tokens two blocks ahead. Scales go into the weights. `tuning.py` says when.
+129 to 256 tokens are grouped_hopper_wide.py's.
 """
 
 # mypy: allow-untyped-defs
@@ -19,83 +20,17 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tokenmill.kernels.triton.grouped import GroupedWeight
+from tokenmill.kernels.triton.grouped_hopper_unpack import WORDS, barrier, gate_by_silu, halves_of, load_lines, unpack
+from tokenmill.kernels.triton.grouped_hopper_wide import wide_matmul
 from tokenmill.kernels.triton.launch import early, num_processors, workspace
 
 HALF = gl.constexpr(128)  # rows of the matrix in an accumulator; a program has two
 TOKENS = gl.constexpr(128)  # of a program
-WORDS = gl.constexpr(32)  # of a row in a block of codes; also the depth of one stretch of nibbles
 PARTS = gl.constexpr(8)  # stretches of a block
 SLOTS = gl.constexpr(4)  # stretches of tokens that are fetched together
 MOST_SPLITS = 8
+MOST_WIDE = 256  # tokens
 WARPS = 8
-barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # renamed in Triton 3.7
-
-
-@gluon.constexpr_function
-def unpack_text(place, affine):
-    """Two nibbles at 4 * place of two halves of a register -> ((128 + n) - 136 [- zero]) * scale, as a pair of bf16."""
-    shift = f"shr.u32 t, $1, {4 * place};" if place else "mov.b32 t, $1;"
-    minus = "sub.rn.bf16x2 t, t, $3;" if affine else ""
-    return (
-        "{ .reg .b32 t, middle; mov.b32 middle, 0x43084308; "
-        + shift
-        + " lop3.b32 t, t, 0x000f000f, 0x43004300, 0xea; sub.rn.bf16x2 t, t, middle; "
-        + minus
-        + " mul.rn.bf16x2 $0, t, $2; }"
-    )
-
-
-@gluon.jit
-def halves_of(words):
-    """int32 -> lower and upper 16 bits, those of neighbours side by side in one register."""
-    low = gl.inline_asm_elementwise(
-        "prmt.b32 $0, $1, $2, 0x5410;", "=r,r,r", [words], dtype=gl.int16, is_pure=True, pack=2
-    )
-    high = gl.inline_asm_elementwise(
-        "prmt.b32 $0, $1, $2, 0x7632;", "=r,r,r", [words], dtype=gl.int16, is_pure=True, pack=2
-    )
-    return low, high
-
-
-@gluon.jit
-def unpack(halves, scale, zero, PLACE: gl.constexpr, AFFINE: gl.constexpr):
-    """The weights of one stretch, bf16 [HALF, WORDS]."""
-    if AFFINE:
-        return gl.inline_asm_elementwise(
-            unpack_text(PLACE, True),
-            "=r,r,r,r",
-            [halves, scale[:, None], zero[:, None]],
-            dtype=gl.bfloat16,
-            is_pure=True,
-            pack=2,
-        )
-    else:
-        return gl.inline_asm_elementwise(
-            unpack_text(PLACE, False),
-            "=r,r,r",
-            [halves, scale[:, None]],
-            dtype=gl.bfloat16,
-            is_pure=True,
-            pack=2,
-        )
-
-
-@gluon.jit
-def load_pair(base, N):
-    return gl.load(base).to(gl.bfloat16), gl.load(base + N).to(gl.bfloat16)
-
-
-@gluon.jit
-def load_lines(base, N, LINES: gl.constexpr):
-    """Scales or zeros of the groups of a block, one bf16 tensor [HALF] each."""
-    gl.static_assert((LINES == 2) | (LINES == 4) | (LINES == 8))
-    if LINES == 2:
-        return load_pair(base, N)
-    elif LINES == 4:
-        return load_pair(base, N) + load_pair(base + 2 * N, N)
-    else:
-        low = load_pair(base, N) + load_pair(base + 2 * N, N)
-        return low + load_pair(base + 4 * N, N) + load_pair(base + 6 * N, N)
 
 
 @gluon.jit
@@ -113,13 +48,6 @@ def fetch_tokens(source, room, arrived, quarter, token, depth, wanted):
     for slot in gl.static_range(SLOTS):
         place = [token, depth + slot * WORDS]
         tma.async_copy_global_to_shared(source, place, bar, room.index(quarter * SLOTS + slot), pred=wanted)
-
-
-@gluon.jit
-def gate_by_silu(gate, up, DTYPE: gl.constexpr):
-    """As skinny.py's, of what would have been written as DTYPE."""
-    gate, up = gate.to(DTYPE).to(gl.float32), up.to(DTYPE).to(gl.float32)
-    return gate * (1.0 / (1.0 + gl.exp2(gate * -1.4426950408889634))) * up
 
 
 @gluon.jit
@@ -327,6 +255,8 @@ def hopper_matmul(
     gated: bool = False,
 ) -> Tensor:
     """x bf16 [M, K] @ weight^T (+ bias) -> [M, N]; `gated`: silu of the first half of the rows times the second."""
+    if TOKENS.value < x.shape[0] <= MOST_WIDE:
+        return wide_matmul(x, weight, bias, out_dtype, gated)
     assert weight.codes.shape[2] == WORDS.value <= weight.group, "another layout"
     assert not gated or weight.rows % (2 * HALF.value) == 0, "a tile would have rows of both halves"
     tokens, rows = x.shape[0], weight.rows
