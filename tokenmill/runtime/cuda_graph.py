@@ -94,7 +94,8 @@ class CudaGraphExecutor(CudaEagerExecutor):
         self._unprepared = self._kinds()
         self._flight: _Flight | None = None
         self._logits: Tensor = torch.empty(0)
-        self._hidden: Tensor | None = None  # of the rows last asked for
+        self._hidden: Tensor | None = None  # of the rows last asked for,
+        self._places: list[int] | None = None  # in another order
         self.keeps_hidden = False  # set before the first step by whoever reads `decoded_hidden`
         self.num_dropped = 0  # steps that were queued and not asked for
         self._head: StepHead | None = None
@@ -140,7 +141,7 @@ class CudaGraphExecutor(CudaEagerExecutor):
         if plain:
             self._flight = self._launch_next([rows[number] for number in order], [places[number] for number in order])
         drawn = flight.tokens()
-        self._hidden = None if flight.hidden is None else flight.hidden[places]
+        self._hidden, self._places = flight.hidden, places
         return [drawn[place] for place in places]
 
     def decoded_logits(self, begin: int, end: int) -> Tensor:
@@ -150,7 +151,7 @@ class CudaGraphExecutor(CudaEagerExecutor):
     def decoded_hidden(self, begin: int, end: int) -> Tensor:
         """Rows of the hidden states of the last `decode` or `check`."""
         assert self._hidden is not None, "hidden states were not asked for"
-        return self._hidden[begin:end]
+        return self._hidden[begin:end] if self._places is None else self._hidden[self._places[begin:end]]
 
     @torch.inference_mode()
     def check(self, rows: Sequence[ScheduledTokens]) -> list[int]:
@@ -160,7 +161,7 @@ class CudaGraphExecutor(CudaEagerExecutor):
             return self._check_and_guess(self._checks, rows)
         self._drop()
         flight = self._launch_asked(rows)
-        self._hidden = flight.hidden
+        self._hidden, self._places = flight.hidden, None
         return flight.tokens()
 
     def draft_with(self, head: StepHead) -> None:

@@ -155,7 +155,7 @@ class ModelRunner:
             return _in_one(self.enduring.decode_on(rows, slots + 1))
         best: list[int | None] = list(decoder.decode(rows))
         result = StepResult(best, [None] * len(rows), [None] * len(rows))
-        if self.speculator is not None and self.speculator.drafter.needs_hidden:
+        if self.speculator is not None and self.speculator.wants_hidden:
             self.speculator.observe(rows, result, decoder.decoded_hidden(0, len(rows)).clone())
         if not self.sampler.is_plain(requests):
             result.token_ids, result.logprobs = self.sampler.sample(decoder.decoded_logits(0, len(rows)), requests)

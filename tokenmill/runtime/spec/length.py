@@ -91,6 +91,12 @@ class DraftLengths:
         self._gap = _FIRST_GAP
         self._since_trial = 0
         self._trying = False
+        self._pays = True
+
+    @property
+    def rests(self) -> bool:
+        """Whether `pay` has said no, and will say so the next time too."""
+        return not self._pays and self._since_trial + 1 < self._gap
 
     def limits(self, requests: Sequence[Request], most: Sequence[int], num_tokens: int, seconds: float) -> list[int]:
         """Before drafting costs anything: how many tokens of each request to draft. `seconds`: of a drafted token, for
@@ -120,13 +126,25 @@ class DraftLengths:
         if not requests:
             return False
         if not self.costs.is_settled(total):
+            self._pays = True
             return True
+        if not self.costs.is_settled(num_tokens):  # a run without drafts, to compare with
+            self._pays = False
+            return False
         expected = float(num_tokens)
         for request in requests:
             chance = self.acceptance.lasting(request)
             expected += sum(chance ** (place + 1) for place in range(depth))
         gain = expected / num_tokens * self.costs.seconds(num_tokens) / self.costs.seconds(total)
-        return gain > _WORTH or self._may_try()
+        self._pays = gain > _WORTH
+        if self._pays:
+            self._gap = _FIRST_GAP
+        elif self._may_try():
+            # One such step interrupts what was queued ahead, so it is rare from the first time on.
+            self._gap = min(2 * self._gap, _LONGEST_GAP)
+            self._trying = False
+            return True
+        return self._pays
 
     def learn(self, requests: Sequence[Request], drafts: Sequence[Draft], accepted: Sequence[Sequence[int]]) -> None:
         for request, draft, tokens in zip(requests, drafts, accepted, strict=True):

@@ -25,6 +25,7 @@ _FADING = 0.9
 _DULL = 16  # tokens without a draft that held, after which
 _BLIND = 4  # are decoded before the next draft is looked for
 _MOST_DRAFTS = 64
+_UNSTEADY = 2  # steps after a change between drafts and none that say little: nothing was queued ahead of them
 
 
 def build_speculator(target: Target) -> Speculator | None:
@@ -57,6 +58,8 @@ class Speculator:
         self._drafting = 0.0  # seconds that this step's drafts took
         self._round_seconds = 0.0  # of a drafted token of all rows, where drafting computes
         self._dull = 0  # tokens of a sequence since a draft held
+        self._alike = 0  # steps in a row with drafts, or without
+        self._drafted = False  # the last step
 
     def propose(self, rows: Sequence[ScheduledTokens]) -> dict[int, Draft]:
         """Drafts by row of the plan; none for the rows that are not there. Sets `draft_ids` of those that are."""
@@ -77,6 +80,11 @@ class Speculator:
         the time that a run of steps saves is worth more than the drafts that it misses."""
         return _BLIND if self._dull >= _DULL else 1
 
+    @property
+    def wants_hidden(self) -> bool:
+        """Whether hidden states of a step without drafts are needed: not where none will be made of them."""
+        return self.drafter.needs_hidden and not (self.drafter.whole and self.lengths.rests)
+
     def observe(self, rows: Sequence[ScheduledTokens], result: StepResult, hidden: Tensor) -> None:
         """`hidden` [rows, hidden]: after the token whose logits chose each row's last one. For who wants it."""
         for number, row in enumerate(rows):
@@ -94,6 +102,8 @@ class Speculator:
         steps = 1 if drafts else 1 + max(map(len, result.accepted.values()), default=0)  # a run of decodes
         seconds = (self._ended - self._began) / steps
         self._dull = 0 if drafts and result.accepted else self._dull + steps
+        self._alike = self._alike + 1 if bool(drafts) == self._drafted else 0
+        self._drafted = bool(drafts)
         if all(row.count == 1 for row in rows):
             num_tokens = sum(row.length for row in rows)
             if drafts and self.lengths.costs.is_known(len(rows)):
@@ -102,7 +112,8 @@ class Speculator:
                 result.saved_seconds = plain - seconds - self._drafting
             else:
                 result.saved_seconds = -self._drafting
-            self.lengths.costs.record(num_tokens, seconds)
+            if not self.drafter.whole or self._alike >= _UNSTEADY:
+                self.lengths.costs.record(num_tokens, seconds)
         accepted = [result.accepted.get(number, []) for number in drafts]
         self.lengths.learn([rows[number].request for number in drafts], list(drafts.values()), accepted)
 
