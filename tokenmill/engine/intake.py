@@ -111,15 +111,17 @@ class Intake:
         return (self._seed * 0x9E3779B97F4A7C15 + arrival * 0xD1B54A32D192ED03) & MAX_SEED
 
     def _checked_prompt(self, prompt: Sequence[int]) -> list[int]:
-        """Prompts that begin alike come in bursts: what is as in the last one was checked with it."""
-        begin = 0
-        while type(prompt) is list and begin < len(self._last):
-            if prompt[begin : begin + _STRETCH] != self._last[begin : begin + _STRETCH]:
+        """Prompts that begin alike come in bursts: what is as in the last one was checked with it, and taken from
+        there. Several threads may ask at once, so `_last` is read once and replaced whole."""
+        last, begin = self._last, 0
+        while type(prompt) is list and begin < len(last):
+            if prompt[begin : begin + _STRETCH] != last[begin : begin + _STRETCH]:
                 break
             begin += _STRETCH
-        begin = min(begin, len(self._last))
-        self._last = self._last[:begin] + self._checked_ids("prompt token id", prompt[begin:])
-        return list(self._last)
+        begin = min(begin, len(last))
+        ids = last[:begin] + self._checked_ids("prompt token id", prompt[begin:])
+        self._last = ids
+        return list(ids)
 
     def _checked_ids(self, what: str, ids: Sequence[int]) -> list[int]:
         if ids and set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < self._vocab_size:

@@ -6,6 +6,7 @@ Every automatic choice is made here and logged. Called by the engine's construct
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -123,6 +124,14 @@ def kv_arrangement(config: EngineConfig, layers: list[LayerKV], where: torch.dev
     return build_layout(layers, page_size), choice
 
 
+def _largest_expanded(model: LoadedModel) -> int:
+    """Bytes of the largest matrix of grouped codes once it is bf16, as products with many tokens make it."""
+    kernels = [weight.kernel.run for weight in model.weights.values() if weight.kernel is not None]
+    wholes: list[Any] = [getattr(kernel, "whole", kernel) for kernel in kernels]
+    grouped = [whole for whole in wholes if getattr(whole, "kind", "") in ("int4", "grouped4", "grouped8")]
+    return max((2 * whole.rows * whole.depth for whole in grouped), default=0)
+
+
 def _free_on_gpu(checkpoint: Checkpoint, config: EngineConfig, model: LoadedModel) -> int:
     """Bytes that the KV cache may take: what is free now less what the memory model says the steps will need."""
     torch.cuda.synchronize()
@@ -135,6 +144,7 @@ def _free_on_gpu(checkpoint: Checkpoint, config: EngineConfig, model: LoadedMode
     # Captured steps with prompts share their memory, but what a smaller one took may not fit a larger one.
     captured = min(config.batch_tokens, MOST_PROMPT_TOKENS)
     steps += 2 * activation_bytes(captured, d.hidden_size, d.intermediate_size, d.vocab_size, max_sequences=0)
+    steps += 2 * _largest_expanded(model)  # in a captured step and in an eager one
     runtime = RuntimeCosts().total(1)
     _log.info(
         "GPU memory: %.2f GiB in all, weights %.2f GiB (%.2f GiB allocated), steps %.2f, runtime %.2f, %.2f GiB free",

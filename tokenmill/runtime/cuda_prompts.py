@@ -39,6 +39,7 @@ class PromptInputs:
         width, groups = -(-context // layout.page_size) + 1, len(layout.groups)
         self._capacity = width * layout.page_size
         most = min(most_tokens, MOST_PROMPT_TOKENS)
+        self._has_long = most == MOST_PROMPT_TOKENS
         self._token_buckets = [bucket for bucket in _TOKEN_BUCKETS if bucket < most]
         self._token_buckets.append(_TOKEN_BUCKETS[len(self._token_buckets)])
         self._sequence_buckets = [*(bucket for bucket in _SEQUENCE_BUCKETS if bucket < most_sequences), most_sequences]
@@ -67,14 +68,13 @@ class PromptInputs:
         return PromptKind(found, padded) if padded and found else None
 
     def likely_kinds(self) -> list[PromptKind]:
-        """Short prompts, few at a time; the likeliest last."""
+        """Short prompts, few at a time; the largest last, which is prepared first: the others fit its memory."""
         few = self._sequence_buckets[0]
-        return [PromptKind(each, few) for each in reversed(self._token_buckets) if few < each <= _LIKELY_TOKENS]
+        return [PromptKind(each, few) for each in self._token_buckets if few < each <= _LIKELY_TOKENS]
 
     def long_kind(self) -> PromptKind | None:
         """Of steps that are not captured; None where no step is so long."""
-        longest = self._token_buckets[-1]
-        return PromptKind(longest, self._sequence_buckets[0]) if longest == MOST_PROMPT_TOKENS else None
+        return PromptKind(MOST_PROMPT_TOKENS, self._sequence_buckets[0]) if self._has_long else None
 
     def example(self, kind: PromptKind) -> Batch:
         """A step with a prompt of two tokens that are stored nowhere; the rest is padding."""
@@ -175,4 +175,4 @@ class PromptSteps:
         captured = [kind for kind, graph in self._graphs.items() if graph is not None]
         if len(captured) >= _MOST_GRAPHS:
             torch.cuda.synchronize()  # it may still run
-            self._graphs[captured[0]] = None
+            del self._graphs[captured[0]]  # captured again only if it comes twice again

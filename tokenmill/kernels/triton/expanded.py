@@ -1,6 +1,7 @@
-"""Grouped codes written out as a bf16 matrix, for products with so many tokens that the vendor's library is faster.
+"""Grouped codes written out as a bf16 matrix, where the vendor's library multiplies faster than codes are unpacked.
 
-Knows the layout that grouped.py describes. Called by linear.py for each such product; nothing is kept.
+Knows the layout that grouped.py describes. Called by linear.py for products with many tokens, which keeps nothing, and
+by small.py, once, for matrices that stay bf16.
 """
 
 # mypy: allow-untyped-defs

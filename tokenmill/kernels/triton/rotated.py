@@ -1,8 +1,8 @@
 """The end of a product of q, k and v for a few tokens: rotate, and store, without a kernel of its own for it.
 
 A tile holds pairs of rows that rotate together. What is written is exactly what `rope_store` would make of the product
-written as bf16: how many rows a step has must not change its tokens. Knows nothing of how a product is computed;
-vector.py and grouped.py call the kernels' parts, linear.py hands `HeadPlaces` through.
+written as bf16: whether the two are one kernel must not change a bit. Knows nothing of how a product is computed;
+vector.py, grouped.py and grouped_vector.py call the kernels' parts, linear.py hands `HeadPlaces` through.
 """
 
 # mypy: allow-untyped-defs

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tokenmill.model.kvstore.base import KVStore
 from tokenmill.runtime.batch import build_batch
-from tokenmill.runtime.runner import DecodingExecutor, Executor
+from tokenmill.runtime.runner import CheckingExecutor, DecodingExecutor, Executor
 from tokenmill.runtime.sampling.random import uniform
 from tokenmill.runtime.sampling.sampler import Sampler, pick
 from tokenmill.runtime.spec.base import Draft
@@ -76,7 +76,10 @@ class ChainDrafting:
         """[rows, vocab] float32: of the last token of each."""
         decoder = self._decoder
         if decoder is not None and len(rows) <= decoder.most_decoded and all(row.count == 1 for row in rows):
-            decoder.decode(rows)
+            if isinstance(decoder, CheckingExecutor):  # keeps the order of rows and queues no step whose logits follow
+                decoder.check(rows)
+            else:
+                decoder.decode(rows)
             return decoder.decoded_logits(0, len(rows))[:, : self._vocab_size]
         batch = build_batch(StepPlan(rows), self._store.layout.page_size, self._store.where)
         hidden = self._executor.forward(batch)

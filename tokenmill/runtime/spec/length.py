@@ -95,7 +95,8 @@ class DraftLengths:
 
     @property
     def rests(self) -> bool:
-        """Whether `pay` has said no, and will say so the next time too."""
+        """Whether `pay` has said no and will probably say so the next time too. Where it does not, that step has no
+        drafts yet, as their maker has not seen the one before."""
         return not self._pays and self._since_trial + 1 < self._gap
 
     def limits(self, requests: Sequence[Request], most: Sequence[int], num_tokens: int, seconds: float) -> list[int]:

@@ -102,9 +102,10 @@ class Speculator:
         steps = 1 if drafts else 1 + max(map(len, result.accepted.values()), default=0)  # a run of decodes
         seconds = (self._ended - self._began) / steps
         self._dull = 0 if drafts and result.accepted else self._dull + steps
-        self._alike = self._alike + 1 if bool(drafts) == self._drafted else 0
+        decodes = all(row.count == 1 for row in rows)
+        self._alike = (self._alike + 1 if bool(drafts) == self._drafted else 0) if decodes else -1
         self._drafted = bool(drafts)
-        if all(row.count == 1 for row in rows):
+        if decodes:
             num_tokens = sum(row.length for row in rows)
             if drafts and self.lengths.costs.is_known(len(rows)):
                 num_accepted = sum(map(len, result.accepted.values()))
@@ -147,8 +148,10 @@ class Speculator:
 
     def _draft_whole(self, rows: Sequence[ScheduledTokens], numbers: list[int]) -> dict[int, Draft]:
         """Where a step of drafts makes the next ones and is queued ahead of them: all or none, for cutting them short
-        saves nothing and throws the queued step away."""
+        saves nothing and throws the queued step away. Steps with prompts are not queued, and have none."""
         depth = self.drafter.whole
+        if any(row.count > 1 for row in rows):
+            return {}
         numbers = [number for number in numbers if rows[number].num_draft_slots >= depth]
         asked = [rows[number] for number in numbers]
         if not self.lengths.pay([row.request for row in asked], depth, sum(row.count for row in rows)):
