@@ -174,18 +174,21 @@ def bench_attention(limits: Limits) -> None:
 
 
 def _bench_prefill(limits: Limits) -> None:
-    length = 8192
-    q, k, v, table, starts, lengths = attention_step(2, length, torch.bfloat16, count=length)
-    run = lambda: gpu.paged_attention(q, k, v, table, starts, lengths, DIM**-0.5, max_query=length)  # noqa: E731
-    tail = torch.tensor([0, 64], dtype=torch.int32)
-    wanted = ref.attention(q[length - 64 : length].float(), k, v, table[:1], tail, lengths[:1], DIM**-0.5, 0, 0.0)
-    wrong = error(run()[length - 64 : length], wanted)
-    floor = 4 * HEADS * DIM * length * length / 2 * 2 / limits.flops
-    line(f"prefill bf16 2 x {length}, pages", median_us([run], 3), floor, wrong)
-    heads, keys = (torch.randn(2, count, length, DIM, device=WHERE).bfloat16() for count in (HEADS, KV_HEADS))
-    attend = torch.nn.functional.scaled_dot_product_attention
-    whole = lambda: attend(heads, keys, keys, is_causal=True, enable_gqa=True)  # noqa: E731
-    line(f"prefill bf16 2 x {length}, library", median_us([whole], 3), floor, 0.0)
+    """Whole prompts, prompts after a common beginning, and a chunk of a long one; the library on the first."""
+    for sequences, count, length, shared in ((2, 8192, 8192, 0), (128, 128, 4224, 4096), (1, 2048, 32768, 0)):
+        step = attention_step(sequences, length, torch.bfloat16, count, shared)
+        run = lambda: gpu.paged_attention(*step, DIM**-0.5, max_query=count)  # noqa: E731
+        q, k, v, table, _, lengths = step
+        tail = torch.tensor([0, 64], dtype=torch.int32)
+        wanted = ref.attention(q[count - 64 : count].float(), k, v, table[:1], tail, lengths[:1], DIM**-0.5, 0, 0.0)
+        wrong = error(run()[count - 64 : count], wanted)
+        floor = 4 * HEADS * DIM * sequences * count * (length - count / 2) / limits.flops
+        line(f"prefill bf16 {sequences} x {count} of {length}", median_us([run], 3), floor, wrong)
+        if count == length:
+            heads, keys = (torch.randn(sequences, n, length, DIM, device=WHERE).bfloat16() for n in (HEADS, KV_HEADS))
+            attend = torch.nn.functional.scaled_dot_product_attention
+            whole = lambda: attend(heads, keys, keys, is_causal=True, enable_gqa=True)  # noqa: E731
+            line("  the same by the library", median_us([whole], 3), floor, 0.0)
 
 
 def bench_small(limits: Limits) -> None:

@@ -322,7 +322,7 @@ def suits(q: Tensor, k_pages: Tensor, window: int, cap: float) -> bool:
     return regular and not window and not cap and q.dtype == k_pages.dtype == torch.bfloat16
 
 
-def rows_of_block(group: int) -> int:
+def tokens_of_block(group: int) -> int:
     """Tokens of a program."""
     return 2 * (ROWS.value // group)
 
@@ -360,7 +360,7 @@ def attend_many(
     heads = q.shape[1] // head_dim
     group = heads // kv_heads
     bounds, logs, splits = shared or (None, None, 1)
-    block = rows_of_block(group)
+    block = tokens_of_block(group)
     blocks = triton.cdiv(q.shape[0], block) if shared else q.shape[0] // block + seq_lens.shape[0]
     k_scale, v_scale = scales or (None, None)
     launch: dict[str, Any] = {"launch_pdl": True} if early(q.device) else {}
