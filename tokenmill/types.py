@@ -17,7 +17,7 @@ from tokenmill.errors import UserError, unknown_name
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tokenmill.runtime.sampling.grammar.compiler import CompiledGrammar
+    from tokenmill.grammar.compiler import CompiledGrammar
 
 MAX_LOGPROBS = 64
 MAX_SEED = 2**64 - 1

@@ -10,9 +10,9 @@ import torch
 
 from tokenmill.kernels import ref
 from tokenmill.kernels.base import BACKENDS, select
-from tokenmill.runtime.eager import OPS
+from tokenmill.runtime.executors.eager import OPS
 
-_WHERE = torch.device("cpu")
+_DEVICE = torch.device("cpu")
 _FASTER = [backend for backend in BACKENDS if backend != "ref"]
 
 
@@ -85,7 +85,7 @@ def test_every_op_has_a_case() -> None:
 @pytest.mark.parametrize("backend", _FASTER)
 @pytest.mark.parametrize("op", OPS)
 def test_op_equals_its_spec(op: str, backend: str) -> None:
-    choice = select(op, _WHERE, backend)
+    choice = select(op, _DEVICE, backend)
     if choice.backend != backend:
         pytest.skip(f"{backend} declined: {dict(choice.declined)[backend]}")
     for make in CASES[op]:

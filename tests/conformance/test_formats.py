@@ -23,7 +23,7 @@ from tokenmill.model.formats.files import FILE_FORMATS
 from tokenmill.model.formats.ggml import GgmlWeight
 from tokenmill.model.formats.quantized import QuantizedMatrix
 
-_WHERE = torch.device("cpu")
+_DEVICE = torch.device("cpu")
 _DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _BLOCK_TYPES = [name for name, kind in TYPES.items() if kind.is_block]
 _ROWS, _COLS = 37, 512
@@ -65,7 +65,7 @@ def test_rows_and_ranges_agree(name: str) -> None:
 def test_backend_multiplies_as_the_spec_says(name: str, tokens: int, backend: str) -> None:
     weight = _weight(name)
     weight.bias = torch.randn(_ROWS, generator=torch.Generator().manual_seed(1))
-    choice = select_linear(weight, _WHERE, backend)
+    choice = select_linear(weight, _DEVICE, backend)
     if choice.backend != backend:
         pytest.skip(f"{backend} declined: {dict(choice.declined)[backend]}")
     x = torch.randn(tokens, _COLS, generator=torch.Generator().manual_seed(2))
@@ -87,7 +87,7 @@ def test_a_precise_weight_is_rounded_far_less(name: str, tokens: int, backend: s
         weight = _weight(name)
         weight.precise = precise
         weight.bias = torch.randn(_ROWS, generator=torch.Generator().manual_seed(1))
-        choice = select_linear(weight, _WHERE, backend)
+        choice = select_linear(weight, _DEVICE, backend)
         if choice.backend != backend:
             pytest.skip(f"{backend} declined: {dict(choice.declined)[backend]}")
         errors.append((choice.run(x) - (x @ weight.dequantize(0, _ROWS).T + weight.bias)).square().mean().sqrt())
@@ -153,7 +153,7 @@ def test_backend_multiplies_packed_weights(sample: str, largest: float, backend:
     rows, columns = 160, 384
     weight, matrix = _coded(sample, rows, columns, largest)
     weight.bias = torch.randn(rows, generator=torch.Generator().manual_seed(1)) * largest
-    choice = select_linear(weight, _WHERE, backend)
+    choice = select_linear(weight, _DEVICE, backend)
     if choice.backend != backend:
         pytest.skip(f"{backend} declined: {dict(choice.declined)[backend]}")
     values = matrix.dequantize()

@@ -15,7 +15,7 @@ from tokenmill.model.kvstore import KV_STORES
 from tokenmill.model.kvstore.base import KVStore
 from tokenmill.types import Batch
 
-_WHERE = torch.device("cpu")
+_DEVICE = torch.device("cpu")
 _LAYERS = [LayerKV("sliding", 2, 16, 8)] * 4 + [LayerKV("full", 2, 16)] * 2
 # Relative error of a normal vector by bits: what theory says and a little more.
 _CLOSE = {"16": 0.004, "8": 0.03, "5": 0.06, "4": 0.15, "3": 0.25, "2": 0.45}
@@ -42,7 +42,7 @@ _PRODUCTS = ("turboquant4_prod", "turboquant3_prod", "turboquant2_prod")  # unbi
 def make(name: str, layers: list[LayerKV], num_pages: int, kernels: str = "") -> tuple[KVStore, KVLayout]:
     store_class = KV_STORES.get(name)
     layout = build_layout(layers, page_size=max(4, store_class.page_multiple))
-    return store_class(layout, num_pages, _WHERE, kernels), layout
+    return store_class(layout, num_pages, _DEVICE, kernels), layout
 
 
 def rows(count: int, width: int, seed: int) -> Tensor:
@@ -140,7 +140,7 @@ def test_attention(name: str, head_dim: int) -> None:
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.skipif(cpu.unavailable(_WHERE) is not None, reason="no C++ kernels")
+@pytest.mark.skipif(cpu.unavailable(_DEVICE) is not None, reason="no C++ kernels")
 @pytest.mark.parametrize("head_dim", [48, 64, 128])
 @pytest.mark.parametrize("name", list(KV_STORES))
 def test_both_kernels_write_the_same(name: str, head_dim: int) -> None:

@@ -12,10 +12,10 @@ from torch import Tensor
 if os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available():
     pytest.skip("no GPU: test_triton.py runs this file under the interpreter", allow_module_level=True)
 
-from tokenmill.kernels.triton.paged import SharedPrefix, paged_attention
-from tokenmill.kernels.triton.paged_widen import distinct_pages
+from tokenmill.kernels.triton.attention.paged import SharedPrefix, paged_attention
+from tokenmill.kernels.triton.attention.paged_widen import distinct_pages
 
-WHERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PAGE = 16
 ERROR = 5e-3  # bf16 in and out; FP8 pages are exact once stored
 
@@ -65,15 +65,15 @@ class Step:
         quantized = self.dtype == torch.float8_e4m3fn
         shared = None
         if self.shared:
-            bounds = torch.tensor([0, len(self.counts), self.shared], dtype=torch.int32, device=WHERE)
+            bounds = torch.tensor([0, len(self.counts), self.shared], dtype=torch.int32, device=DEVICE)
             shared = SharedPrefix(bounds, self.shared)
-        moved = (each.to(WHERE) for each in (self.q, self.k, self.v, self.table, starts, lengths))
-        out = torch.full_like(self.q, float("nan")).to(WHERE)
+        moved = (each.to(DEVICE) for each in (self.q, self.k, self.v, self.table, starts, lengths))
+        out = torch.full_like(self.q, float("nan")).to(DEVICE)
         return paged_attention(
             *moved, self.dim**-0.5, self.window, self.cap,
-            scales=tuple(each.to(WHERE) for each in self.scales) if quantized else None,  # type: ignore[arg-type]
+            scales=tuple(each.to(DEVICE) for each in self.scales) if quantized else None,  # type: ignore[arg-type]
             shared=shared, out=out,
-            distinct=distinct_pages(self.table.to(WHERE), starts, PAGE) if self.widened else None,
+            distinct=distinct_pages(self.table.to(DEVICE), starts, PAGE) if self.widened else None,
         ).cpu()  # fmt: skip
 
     def twin(self) -> Tensor:
@@ -171,8 +171,8 @@ def test_a_launch_for_a_shared_prefix_is_right_without_one() -> None:
     step = Step([1, 1, 1], [40, 100, 7])
     starts, lengths = torch.arange(4, dtype=torch.int32), torch.tensor(step.lengths, dtype=torch.int32)
     for bounds in ([0, 0, 0], [0, 3, 0]):
-        shared = SharedPrefix(torch.tensor(bounds, dtype=torch.int32, device=WHERE), 64)
-        moved = (each.to(WHERE) for each in (step.q, step.k, step.v, step.table, starts, lengths))
+        shared = SharedPrefix(torch.tensor(bounds, dtype=torch.int32, device=DEVICE), 64)
+        moved = (each.to(DEVICE) for each in (step.q, step.k, step.v, step.table, starts, lengths))
         got = paged_attention(*moved, step.dim**-0.5, shared=shared).cpu()
         wanted = step.twin()
         assert float((got.double() - wanted).norm() / wanted.norm()) < ERROR

@@ -15,10 +15,10 @@ if os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available():
 from tokenmill.kernels.base import Declined
 from tokenmill.kernels.ggml_types import TYPES
 from tokenmill.kernels.ref_ggml import dequantize
-from tokenmill.kernels.triton import repack
-from tokenmill.kernels.triton.elementwise import quantize_rows
-from tokenmill.kernels.triton.expanded import expand
-from tokenmill.kernels.triton.linear import (
+from tokenmill.kernels.triton.fused.elementwise import quantize_rows
+from tokenmill.kernels.triton.matmul import repack
+from tokenmill.kernels.triton.matmul.expanded import expand
+from tokenmill.kernels.triton.matmul.linear import (
     DenseLinear,
     GpuLinear,
     GroupedLinear,
@@ -27,8 +27,8 @@ from tokenmill.kernels.triton.linear import (
     make_linear,
     quantize_at_load,
 )
-from tokenmill.kernels.triton.skinny import Tiling
-from tokenmill.kernels.triton.tuning import (
+from tokenmill.kernels.triton.matmul.skinny import Tiling
+from tokenmill.kernels.triton.matmul.tuning import (
     GROUPED,
     HOPPER,
     SKINNY,
@@ -41,7 +41,7 @@ from tokenmill.kernels.triton.tuning import (
 )
 from tokenmill.model.formats.quantized import QuantizedMatrix, Scheme
 
-WHERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ERROR = 6e-3  # bf16 input and output; the interpreter cuts off instead of rounding
 FLOAT8_ERROR = 0.04 if torch.cuda.is_available() else 0.14  # likewise
 SHAPES = [(1, 70, 208), (18, 33, 320)]  # tokens, rows, depth
@@ -53,14 +53,14 @@ def error(got: Tensor, wanted: Tensor) -> float:
 
 
 def tokens(count: int, depth: int) -> Tensor:
-    return torch.randn(count, depth).to(WHERE, torch.bfloat16)
+    return torch.randn(count, depth).to(DEVICE, torch.bfloat16)
 
 
 @pytest.mark.parametrize(("count", "rows", "depth"), SHAPES)
 @pytest.mark.parametrize("kernel", [SKINNY, VECTOR])
 def test_dense(count: int, rows: int, depth: int, kernel: str) -> None:
     weight, bias, x = torch.randn(rows, depth).bfloat16(), torch.randn(rows), tokens(count, depth)
-    linear = DenseLinear(weight.to(WHERE), bias)
+    linear = DenseLinear(weight.to(DEVICE), bias)
     wanted = x.double().cpu() @ weight.double().T + bias.double()
     for splits in (1, 3):
         plan = Plan(kernel, Tiling(16, 64, splits, 4, 2))
@@ -74,10 +74,10 @@ def test_dense(count: int, rows: int, depth: int, kernel: str) -> None:
 def test_one_scale_per_row_and_token(count: int, rows: int, depth: int, dtype: torch.dtype) -> None:
     codes = (torch.randn(rows, depth) * 40).clamp(-127, 127).to(dtype)
     scales, x = torch.rand(rows) + 0.1, tokens(count, depth)
-    linear = ScaledLinear(codes.to(WHERE), scales, None)
+    linear = ScaledLinear(codes.to(DEVICE), scales, None)
     x_codes, x_scales = (torch.randn(count, depth) * 40).clamp(-127, 127).to(dtype), torch.rand(count) + 0.1
     wanted = (x_codes.double() @ codes.double().T) * x_scales[:, None].double() * scales.double()
-    assert error(linear.multiply_quantized(x_codes.to(WHERE), x_scales.to(WHERE)), wanted) < ERROR
+    assert error(linear.multiply_quantized(x_codes.to(DEVICE), x_scales.to(DEVICE)), wanted) < ERROR
     whole = x.double().cpu() @ (codes.double() * scales[:, None].double()).T
     assert error(linear(x), whole) < (FLOAT8_ERROR if dtype == torch.float8_e4m3fn else 0.015)
 
@@ -92,7 +92,7 @@ def test_groups(group: int, bits: int, affine: bool) -> None:
     codes = torch.randint(-limit, limit, (rows, depth), dtype=torch.int8)
     scales = torch.rand(rows, 5) + 0.1
     zeros = torch.randint(-5, 5, (rows, 5)).float() if affine else None
-    weight = repack.pack_groups(codes.to(WHERE), scales.to(WHERE), None if zeros is None else zeros.to(WHERE), bits)
+    weight = repack.pack_groups(codes.to(DEVICE), scales.to(DEVICE), None if zeros is None else zeros.to(DEVICE), bits)
     spread = 0.0 if zeros is None else zeros.double().repeat_interleave(group, 1)
     exact = (codes.double() - spread) * scales.double().repeat_interleave(group, 1)
     assert error(expand(weight), exact) < ERROR
@@ -113,7 +113,7 @@ def test_groups_with_one_token_and_no_tensor_core(group: int, depth: int, affine
     rows = 22
     codes, scales = torch.randint(-8, 8, (rows, depth), dtype=torch.int8), torch.rand(rows, depth // group) + 0.1
     zeros = torch.randint(-5, 5, scales.shape).float() if affine else None
-    weight = repack.pack_groups(codes.to(WHERE), scales.to(WHERE), None if zeros is None else zeros.to(WHERE), 4)
+    weight = repack.pack_groups(codes.to(DEVICE), scales.to(DEVICE), None if zeros is None else zeros.to(DEVICE), 4)
     spread = 0.0 if zeros is None else zeros.double().repeat_interleave(group, 1)
     exact = (codes.double() - spread) * scales.double().repeat_interleave(group, 1)
     bias, x = torch.randn(rows), tokens(1, depth)
@@ -129,10 +129,10 @@ def test_groups_with_one_token_and_no_tensor_core(group: int, depth: int, affine
 def test_a_product_whose_halves_gate_each_other(kind: str, rows: int) -> None:
     values, bias, x = torch.randn(rows, 256), torch.randn(rows), tokens(1 if kind != "int4" else 3, 256)
     if kind == "bf16":
-        linear: GpuLinear = DenseLinear(values.bfloat16().to(WHERE), bias)
+        linear: GpuLinear = DenseLinear(values.bfloat16().to(DEVICE), bias)
         values = values.bfloat16()
     else:
-        linear = quantize_at_load(values.to(WHERE), bias, kind)
+        linear = quantize_at_load(values.to(DEVICE), bias, kind)
     assert linear.gates(len(x))
     whole = linear.multiply(x, torch.float32).double().cpu()
     if kind == "bf16":
@@ -166,14 +166,14 @@ def test_many_tokens_on_hopper(group: int, affine: bool, count: int, rows: int, 
     codes = torch.randint(-8, 8, (rows, depth), dtype=torch.int8)
     scales = torch.rand(rows, depth // group) + 0.1
     zeros = torch.randint(-5, 5, scales.shape).float() if affine else None
-    weight = repack.pack_groups(codes.to(WHERE), scales.to(WHERE), None if zeros is None else zeros.to(WHERE), 4)
+    weight = repack.pack_groups(codes.to(DEVICE), scales.to(DEVICE), None if zeros is None else zeros.to(DEVICE), 4)
     bias = torch.randn(rows)
     linear = GroupedLinear(weight, bias, "")
     spread = 0.0 if zeros is None else zeros.double().repeat_interleave(group, 1)
     exact = (codes.double() - spread) * scales.double().repeat_interleave(group, 1)
     x = tokens(count, depth)
     wanted = x.double().cpu() @ exact.T + bias.double()
-    from tokenmill.kernels.triton.grouped_hopper_wide import wide_matmul  # only there is its language known
+    from tokenmill.kernels.triton.matmul.grouped_hopper_wide import wide_matmul  # only there is its language known
 
     kernels = [partial(linear.multiply, plan=Plan(HOPPER))]
     kernels += [partial(wide_matmul, weight=weight, bias=linear.bias)] if count > 256 else []  # not chosen there
@@ -193,13 +193,13 @@ def test_many_tokens_on_hopper(group: int, affine: bool, count: int, rows: int, 
 @pytest.mark.parametrize("count", [192, 256, 512])
 def test_hopper_gives_the_same_bits_every_time(gated: bool, count: int) -> None:
     """Every program goes from tile to tile and shares some: copies, products and sums of different tiles overlap."""
-    linear = quantize_at_load(torch.randn(14336, 2048).to(WHERE), None, "int4")
+    linear = quantize_at_load(torch.randn(14336, 2048).to(DEVICE), None, "int4")
     assert isinstance(linear, GroupedLinear)
-    from tokenmill.kernels.triton.grouped_hopper_wide import wide_matmul
+    from tokenmill.kernels.triton.matmul.grouped_hopper_wide import wide_matmul
 
     x = tokens(count, 2048)
     first = wide_matmul(x, linear.weight, gated=gated)
-    different = torch.zeros((), dtype=torch.int64, device=WHERE)
+    different = torch.zeros((), dtype=torch.int64, device=DEVICE)
     for _ in range(100):  # launched without a pause: each starts while the one before ends
         different += (wide_matmul(x, linear.weight, gated=gated) != first).sum()
     assert different == 0
@@ -213,7 +213,7 @@ def test_hopper_gives_the_same_bits_every_time(gated: bool, count: int) -> None:
 @pytest.mark.parametrize("most", [4, 8])
 def test_programs_share_the_blocks_of_all_tiles(tiles: int, steps: int, programs: int, most: int) -> None:
     """No more programs than can run at once, since they wait for each other; no more on a tile than add up its sums."""
-    plan_shares = pytest.importorskip("tokenmill.kernels.triton.grouped_hopper_wide").plan_shares
+    plan_shares = pytest.importorskip("tokenmill.kernels.triton.matmul.grouped_hopper_wide").plan_shares
     share, partners = plan_shares(tiles, steps, programs, most)
     takers = [{block // share for block in range(tile * steps, (tile + 1) * steps)} for tile in range(tiles)]
     assert set.union(*takers) == set(range(-(-tiles * steps // share)))
@@ -291,7 +291,7 @@ def test_every_neutral_scheme(scheme: Scheme) -> None:
     scales = torch.rand(shape) + 0.1
     zeros = None if scheme.symmetric else torch.randint(0, 15, shape).float()
     matrix = QuantizedMatrix(scheme, codes, scales, zeros, input_scale=0.01)
-    linear = from_quantized(matrix, None, WHERE)
+    linear = from_quantized(matrix, None, DEVICE)
     x = tokens(2, depth)
     wanted = x.double().cpu() @ matrix.dequantize().double().T
     assert error(linear(x), wanted) < (ERROR if scheme.activations == "none" else FLOAT8_ERROR)
@@ -302,13 +302,13 @@ def test_an_input_rounding_without_a_kernel_is_declined() -> None:
     scheme = Scheme("e4m3", 8, 128, 128, activations="fp8_group128")
     matrix = QuantizedMatrix(scheme, torch.zeros(128, 128, dtype=torch.uint8), torch.ones(1, 1))
     with pytest.raises(Declined, match="fp8_group128"):
-        from_quantized(matrix, None, WHERE)
+        from_quantized(matrix, None, DEVICE)
 
 
 @pytest.mark.parametrize(("scheme", "limit"), [("fp8", 1.6 * FLOAT8_ERROR), ("int8", 0.02), ("int4", 0.2)])
 def test_rounding_at_load(scheme: str, limit: float) -> None:
     values, x = torch.randn(48, 256), tokens(2, 256)
-    linear: GpuLinear = quantize_at_load(values.to(WHERE), None, scheme, 64)
+    linear: GpuLinear = quantize_at_load(values.to(DEVICE), None, scheme, 64)
     assert error(linear(x), x.double().cpu() @ values.double().T) < limit
     assert linear.nbytes < 48 * 256 * {"fp8": 1.1, "int8": 1.1, "int4": 0.6}[scheme]
 
@@ -316,9 +316,9 @@ def test_rounding_at_load(scheme: str, limit: float) -> None:
 def test_plans_are_kept_between_processes(tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.setenv("TOKENMILL_TUNING", str(tmp_path / "plans.json"))
     times = {plan: number for number, plan in enumerate(reversed(candidates("int4", 4096, 4096, 16)))}
-    monkeypatch.setattr("tokenmill.kernels.triton.tuning.time_call", lambda call: call())
-    table = PlanTable(WHERE)
+    monkeypatch.setattr("tokenmill.kernels.triton.matmul.tuning.time_call", lambda call: call())
+    table = PlanTable(DEVICE)
     assert table.plan("int4", 4096, 4096, 16) == rule("int4", 4096, 4096, 16)
     best = table.measure("int4", 4096, 4096, 16, lambda plan: times[plan])  # type: ignore[arg-type,return-value]
     assert times[best] == 0
-    assert PlanTable(WHERE).plan("int4", 4096, 4096, 13) == best, "the same bucket"
+    assert PlanTable(DEVICE).plan("int4", 4096, 4096, 13) == best, "the same bucket"

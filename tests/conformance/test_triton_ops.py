@@ -15,13 +15,13 @@ from tests.conformance.test_backends import CASES
 from tokenmill.kernels import ref
 from tokenmill.kernels import triton as gpu
 
-WHERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FLOAT8_ERROR = 0.04 if torch.cuda.is_available() else 0.2  # likewise, three bits of mantissa
 BF16_ERROR = 5e-3  # one rounding to bf16 (the interpreter cuts off instead of rounding)
 
 
 def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.randn(*shape).to(WHERE, dtype)
+    return torch.randn(*shape).to(DEVICE, dtype)
 
 
 def error(got: Tensor, wanted: Tensor) -> float:
@@ -32,7 +32,7 @@ def error(got: Tensor, wanted: Tensor) -> float:
 @pytest.mark.parametrize("op", sorted(CASES))
 def test_op_equals_its_spec_in_float32(op: str) -> None:
     for make in CASES[op]:
-        spec = [each.to(WHERE) if isinstance(each, Tensor) else each for each in make()]
+        spec = [each.to(DEVICE) if isinstance(each, Tensor) else each for each in make()]
         given = [each.clone() if isinstance(each, Tensor) else each for each in spec]
         wanted, got = getattr(ref, op)(*spec), getattr(gpu, op)(*given)
         if wanted is None:
@@ -46,7 +46,7 @@ def test_op_equals_its_spec_in_float32(op: str) -> None:
 @pytest.mark.parametrize("width", [64, 577])
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
 def test_norm_and_gate_with_an_8_bit_copy(width: int, kind: str) -> None:
-    x, y, weight = random(3, width), random(3, width), torch.rand(width, device=WHERE) + 0.5
+    x, y, weight = random(3, width), random(3, width), torch.rand(width, device=DEVICE) + 0.5
     total, codes, scales = gpu.add_rms_norm_quantized(x, y, weight, 1e-5, kind)
     sum64 = x.double() + y.double()
     normed = ref.rms_norm(sum64, weight.double(), 1e-5)
@@ -64,7 +64,7 @@ def test_norm_and_gate_with_an_8_bit_copy(width: int, kind: str) -> None:
 
 
 def test_embedding_rows() -> None:
-    table, ids = random(50, 70), torch.tensor([3, 49, 0, 3], device=WHERE)
+    table, ids = random(50, 70), torch.tensor([3, 49, 0, 3], device=DEVICE)
     assert error(gpu.embed(ids, table, 2.5), table[ids].double() * 2.5) < BF16_ERROR
 
 
@@ -75,14 +75,16 @@ def test_rope_store_is_norm_rope_and_store(interleaved: bool, normed: bool, page
     qkv = random(tokens, (q_heads + 2 * kv_heads) * dim)
     positions, slots = torch.tensor([0, 3, 7, 1, 2]), torch.tensor([5, -1, 16, 17, 40])  # -1: a padding row
     angles = torch.outer(torch.arange(8.0), torch.rand(dim // 2))
-    cos, sin = angles.cos().to(WHERE), angles.sin().to(WHERE)
-    norms = (torch.rand(dim, device=WHERE) + 0.5, torch.rand(dim, device=WHERE) + 0.5) if normed else None
-    k_pages = torch.zeros(3, kv_heads, 16, dim, dtype=pages_dtype, device=WHERE)
+    cos, sin = angles.cos().to(DEVICE), angles.sin().to(DEVICE)
+    norms = (torch.rand(dim, device=DEVICE) + 0.5, torch.rand(dim, device=DEVICE) + 0.5) if normed else None
+    k_pages = torch.zeros(3, kv_heads, 16, dim, dtype=pages_dtype, device=DEVICE)
     v_pages = torch.zeros_like(k_pages)
     quantized = pages_dtype == torch.float8_e4m3fn
-    scales = (torch.rand(kv_heads, device=WHERE) + 0.5, torch.rand(kv_heads, device=WHERE) + 0.5) if quantized else None
+    scales = (
+        (torch.rand(kv_heads, device=DEVICE) + 0.5, torch.rand(kv_heads, device=DEVICE) + 0.5) if quantized else None
+    )
     q = gpu.rope_store(
-        qkv, q_heads, k_pages, v_pages, positions.to(WHERE), slots.to(WHERE), cos, sin, interleaved,
+        qkv, q_heads, k_pages, v_pages, positions.to(DEVICE), slots.to(DEVICE), cos, sin, interleaved,
         norms=norms, eps=1e-6, scales=scales,
     )  # fmt: skip
     wide = qkv.double().cpu().split([q_heads * dim, kv_heads * dim, kv_heads * dim], 1)
@@ -105,12 +107,12 @@ def test_rope_store_is_norm_rope_and_store(interleaved: bool, normed: bool, page
 
 def rows(count: int, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> gpu.SamplingTensors:
     return gpu.SamplingTensors(
-        torch.full((count,), temperature, device=WHERE),
-        torch.full((count,), top_k, dtype=torch.int32, device=WHERE),
-        torch.full((count,), top_p, device=WHERE),
-        torch.full((count,), min_p, device=WHERE),
-        torch.tensor([gpu.mix_seed(7, index) for index in range(count)], device=WHERE),
-        torch.arange(count, device=WHERE),
+        torch.full((count,), temperature, device=DEVICE),
+        torch.full((count,), top_k, dtype=torch.int32, device=DEVICE),
+        torch.full((count,), top_p, device=DEVICE),
+        torch.full((count,), min_p, device=DEVICE),
+        torch.tensor([gpu.mix_seed(7, index) for index in range(count)], device=DEVICE),
+        torch.arange(count, device=DEVICE),
     )
 
 
@@ -130,7 +132,7 @@ def allowed(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p:
     [(1.3, 5, 1.0, 0.0), (1.3, 0, 0.6, 0.0), (1.0, 0, 1.0, 0.2), (0.9, 20, 0.8, 0.05)],
 )
 def test_draws_come_from_the_kept_tokens(temperature: float, top_k: int, top_p: float, min_p: float) -> None:
-    logits = torch.randn(1, 60, generator=torch.Generator().manual_seed(3)).to(WHERE) * 2
+    logits = torch.randn(1, 60, generator=torch.Generator().manual_seed(3)).to(DEVICE) * 2
     kept = allowed(logits[0].cpu(), temperature, top_k, top_p, min_p)
     count = 8
     ids = gpu.sample(logits.expand(count, -1).contiguous(), rows(count, temperature, top_k, top_p, min_p)).tolist()
@@ -140,7 +142,7 @@ def test_draws_come_from_the_kept_tokens(temperature: float, top_k: int, top_p: 
 
 def test_frequencies_follow_the_distribution_and_draws_are_reproducible() -> None:
     count = 500
-    logits = torch.tensor([[0.0, 1.0, 2.0, -1.0, 0.5]], device=WHERE).expand(count, -1).contiguous()
+    logits = torch.tensor([[0.0, 1.0, 2.0, -1.0, 0.5]], device=DEVICE).expand(count, -1).contiguous()
     ids = gpu.sample(logits, rows(count, 0.8))
     frequency = torch.bincount(ids.cpu(), minlength=5).double() / count
     wanted = (logits[0].double().cpu() / 0.8).softmax(-1)
@@ -150,7 +152,7 @@ def test_frequencies_follow_the_distribution_and_draws_are_reproducible() -> Non
 
 
 def test_greedy_rows_take_the_first_of_the_largest_across_chunks() -> None:
-    logits = torch.randn(3, 9001, device=WHERE)
+    logits = torch.randn(3, 9001, device=DEVICE)
     logits[0, 4097] = logits[0, 8200] = 50.0
     assert gpu.sample(logits, rows(3, 0.0)).tolist() == ref.argmax(logits).tolist() == gpu.argmax(logits).tolist()
     assert gpu.argmax(logits)[0] == 4097

@@ -15,18 +15,18 @@ if os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available():
 from tokenmill.hardware.kv_layout import LayerKV, build_layout
 from tokenmill.kernels import ref
 from tokenmill.kernels.packed_pages import PackedPages
-from tokenmill.kernels.triton.packed import packed_attention
-from tokenmill.kernels.triton.packed_store import rope_store_packed
+from tokenmill.kernels.triton.attention.packed import packed_attention
+from tokenmill.kernels.triton.fused.packed_store import rope_store_packed
 from tokenmill.model.kvstore import KV_STORES
 
-WHERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PAGE = 16
 STORES = ["int8", "int8_per_token_head", "int4", "int4_per_token_head", "turboquant4"]
 ERROR = 6e-3  # of bf16 in and out, weights included; codes are exact
 
 
 def make(name: str, kv_heads: int, dim: int, num_pages: int) -> tuple[Any, PackedPages]:
-    store = KV_STORES.get(name)(build_layout([LayerKV("full", kv_heads, dim)], PAGE), num_pages, WHERE, "triton")
+    store = KV_STORES.get(name)(build_layout([LayerKV("full", kv_heads, dim)], PAGE), num_pages, DEVICE, "triton")
     for tensor in store.page_tensors():
         tensor.fill_(0xFF)  # scales that nobody wrote are NaN
     pages = store.packed_pages(0)
@@ -44,10 +44,10 @@ def attention(name: str, counts: list[int], lengths: list[int], kv_heads: int = 
         table[row, : len(ids)] = ids
     for row, length in enumerate(lengths):
         at = torch.arange(length)
-        slots = (table[row, at // PAGE].long() * PAGE + at % PAGE).to(WHERE)
-        k, v = (torch.randn(length, kv_heads * dim, device=WHERE) for _ in range(2))
+        slots = (table[row, at // PAGE].long() * PAGE + at % PAGE).to(DEVICE)
+        k, v = (torch.randn(length, kv_heads * dim, device=DEVICE) for _ in range(2))
         store.write(0, slots, k + 1.0, v)  # keys off center: zero points matter
-    k_all, v_all = (each.double().cpu() for each in store.read(0, torch.arange(sum(sizes), device=WHERE)))
+    k_all, v_all = (each.double().cpu() for each in store.read(0, torch.arange(sum(sizes), device=DEVICE)))
     q = torch.randn(sum(counts), kv_heads * group * dim).bfloat16()
     wanted, token = torch.zeros(q.shape, dtype=torch.float64), 0
     for row, (count, length) in enumerate(zip(counts, lengths, strict=True)):
@@ -62,14 +62,14 @@ def attention(name: str, counts: list[int], lengths: list[int], kv_heads: int = 
     if window:  # pages that left every token's window are given back
         for row, (count, length) in enumerate(zip(counts, lengths, strict=True)):
             table[row, : max(0, length - count - window + 1) // PAGE] = -1
-    queries = q.to(WHERE)
+    queries = q.to(DEVICE)
     if pages.rows.turn is not None:
         turned = queries.float().view(-1, dim) @ pages.rows.turn.float() * dim**-0.5
         queries = turned.view_as(queries).bfloat16()
-    starts = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32, device=WHERE)
+    starts = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32, device=DEVICE)
     out = torch.full_like(queries, float("nan"))
-    ends = torch.tensor(lengths, dtype=torch.int32, device=WHERE)
-    packed_attention(queries, pages, table.to(WHERE), starts, ends, dim**-0.5, window, cap, out=out)
+    ends = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    packed_attention(queries, pages, table.to(DEVICE), starts, ends, dim**-0.5, window, cap, out=out)
     return out.cpu(), wanted
 
 
@@ -104,12 +104,12 @@ def test_what_is_written_is_what_the_twin_writes(name: str, interleaved: bool, n
     tokens, heads, kv_heads = 5, 3, 2
     store, pages = make(name, kv_heads, dim, 4)
     twin, twin_pages = make(name, kv_heads, dim, 4)
-    qkv = (torch.randn(tokens, (heads + 2 * kv_heads) * dim, device=WHERE) * 3).bfloat16()
-    positions = torch.tensor([0, 7, 3, 11, 20], device=WHERE)
-    slots = torch.tensor([17, 3, -1, 40, 0], device=WHERE)
-    angles = torch.outer(torch.arange(32.0), 1.0 / 100 ** (torch.arange(dim // 2) / (dim // 2))).to(WHERE)
+    qkv = (torch.randn(tokens, (heads + 2 * kv_heads) * dim, device=DEVICE) * 3).bfloat16()
+    positions = torch.tensor([0, 7, 3, 11, 20], device=DEVICE)
+    slots = torch.tensor([17, 3, -1, 40, 0], device=DEVICE)
+    angles = torch.outer(torch.arange(32.0), 1.0 / 100 ** (torch.arange(dim // 2) / (dim // 2))).to(DEVICE)
     cos, sin = angles.cos().contiguous(), angles.sin().contiguous()
-    norms = (torch.rand(dim, device=WHERE) + 0.5, torch.rand(dim, device=WHERE) + 0.5) if normed else None
+    norms = (torch.rand(dim, device=DEVICE) + 0.5, torch.rand(dim, device=DEVICE) + 0.5) if normed else None
     queries = rope_store_packed(
         qkv, heads, pages, positions, slots, cos, sin, interleaved, norms=norms, eps=1e-5 if normed else 0.0
     )
@@ -136,11 +136,11 @@ def test_what_is_written_is_what_the_twin_writes(name: str, interleaved: bool, n
 def test_a_row_that_is_not_finite_cannot_hide(name: str) -> None:
     dim = 64
     store, pages = make(name, 1, dim, 1)
-    qkv = torch.randn(2, 3 * dim, device=WHERE).bfloat16()
+    qkv = torch.randn(2, 3 * dim, device=DEVICE).bfloat16()
     qkv[0, dim + 5], qkv[1, 2 * dim + 9] = float("nan"), float("inf")  # the key of one token, the value of the other
-    angles = torch.zeros(4, dim // 2, device=WHERE)
-    places = torch.tensor([0, 1], device=WHERE)
+    angles = torch.zeros(4, dim // 2, device=DEVICE)
+    places = torch.tensor([0, 1], device=DEVICE)
     rope_store_packed(qkv, 1, pages, places, places, angles.cos(), angles.sin(), False)
-    k, v = (each[0, 0].isnan().any(-1) for each in store.read(0, torch.tensor([0], device=WHERE)))
+    k, v = (each[0, 0].isnan().any(-1) for each in store.read(0, torch.tensor([0], device=DEVICE)))
     assert k[:2].tolist() == [True, False]
     assert v[:2].tolist() == [False, True]

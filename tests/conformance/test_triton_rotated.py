@@ -12,11 +12,11 @@ if os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available():
     pytest.skip("no GPU: test_triton.py runs this file under the interpreter", allow_module_level=True)
 
 from tokenmill.kernels import triton as gpu
-from tokenmill.kernels.triton.linear import DenseLinear, GpuLinear, ScaledLinear, quantize_at_load
-from tokenmill.kernels.triton.skinny import Tiling
-from tokenmill.kernels.triton.tuning import GROUPED, VECTOR, Plan
+from tokenmill.kernels.triton.matmul.linear import DenseLinear, GpuLinear, ScaledLinear, quantize_at_load
+from tokenmill.kernels.triton.matmul.skinny import Tiling
+from tokenmill.kernels.triton.matmul.tuning import GROUPED, VECTOR, Plan
 
-WHERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 Q_HEADS, KV_HEADS, DEPTH = 3, 2, 512
 
 
@@ -24,24 +24,24 @@ def weights(kind: str, head_dim: int, biased: bool) -> GpuLinear:
     rows = (Q_HEADS + 2 * KV_HEADS) * head_dim
     values, bias = torch.randn(rows, DEPTH), torch.randn(rows) if biased else None
     if kind == "bf16":
-        return DenseLinear(values.bfloat16().to(WHERE), bias)
-    return quantize_at_load(values.to(WHERE), bias, kind)
+        return DenseLinear(values.bfloat16().to(DEVICE), bias)
+    return quantize_at_load(values.to(DEVICE), bias, kind)
 
 
 def pages(head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     shape = (3, KV_HEADS, 16, head_dim)
-    return torch.zeros(shape, dtype=dtype, device=WHERE), torch.zeros(shape, dtype=dtype, device=WHERE)
+    return torch.zeros(shape, dtype=dtype, device=DEVICE), torch.zeros(shape, dtype=dtype, device=DEVICE)
 
 
 def assert_same(linear: GpuLinear, head_dim: int, interleaved: bool, dtype: torch.dtype, slots: list[int]) -> None:
     count = len(slots)
     assert linear.rotates(count)
-    x = torch.randn(count, DEPTH).to(WHERE, torch.bfloat16)
-    positions, slot = torch.arange(5, 5 + count, device=WHERE), torch.tensor(slots, device=WHERE)
+    x = torch.randn(count, DEPTH).to(DEVICE, torch.bfloat16)
+    positions, slot = torch.arange(5, 5 + count, device=DEVICE), torch.tensor(slots, device=DEVICE)
     angles = torch.outer(torch.arange(40.0), torch.rand(head_dim // 2))
-    tables = (angles.cos().to(WHERE), angles.sin().to(WHERE))
+    tables = (angles.cos().to(DEVICE), angles.sin().to(DEVICE))
     quantized = dtype == torch.float8_e4m3fn
-    scales = (torch.rand(2, device=WHERE) + 0.5, torch.rand(2, device=WHERE) + 0.5) if quantized else None
+    scales = (torch.rand(2, device=DEVICE) + 0.5, torch.rand(2, device=DEVICE) + 0.5) if quantized else None
     wanted, found = pages(head_dim, dtype), pages(head_dim, dtype)
     product = linear.multiply(x)
     apart = gpu.rope_store(product, Q_HEADS, *wanted, positions, slot, *tables, interleaved, scales=scales)
@@ -94,7 +94,7 @@ def test_a_few_tokens_of_groups(splits: int, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("held", [1, 3, 9])
 def test_pieces_held_before_the_input_is_ready_change_nothing(held: int) -> None:
     """Also where the depth is no whole number of pieces, or fewer than are asked for."""
-    linear = DenseLinear(torch.randn(20, 208).bfloat16().to(WHERE), None)
-    x = torch.randn(1, 208).to(WHERE, torch.bfloat16)
+    linear = DenseLinear(torch.randn(20, 208).bfloat16().to(DEVICE), None)
+    x = torch.randn(1, 208).to(DEVICE, torch.bfloat16)
     plain, ahead = (Plan(VECTOR, Tiling(4, 64, stages=1, held=count)) for count in (0, held))
     assert torch.equal(linear.multiply(x, torch.float32, ahead), linear.multiply(x, torch.float32, plain))

@@ -14,14 +14,14 @@ if os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available():
 
 from tests.quantized_files import save_quantized
 from tokenmill.checkpoint.open import open_checkpoint
-from tokenmill.kernels.triton import repack, tuning
-from tokenmill.kernels.triton.joined import JoinedRows, join_linears
-from tokenmill.kernels.triton.linear import DenseLinear, GroupedLinear
-from tokenmill.kernels.triton.small import expand_small
+from tokenmill.kernels.triton.matmul import repack, tuning
+from tokenmill.kernels.triton.matmul.joined import JoinedRows, join_linears
+from tokenmill.kernels.triton.matmul.linear import DenseLinear, GroupedLinear
+from tokenmill.kernels.triton.matmul.small import expand_small
 from tokenmill.model.formats.quantized import Scheme
 from tokenmill.model.loader import load_model
 
-WHERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ERROR = 8e-3  # bf16 weights, input and output; the interpreter cuts off instead of rounding
 
 
@@ -29,7 +29,7 @@ def grouped(rows: int, depth: int) -> tuple[GroupedLinear, torch.Tensor]:
     """A matrix in groups of 32 with zero points that are no whole numbers, and its exact values."""
     codes = torch.randint(-8, 8, (rows, depth), dtype=torch.int8)
     scales, zeros = torch.rand(rows, depth // 32) + 0.1, torch.randn(rows, depth // 32)
-    weight = repack.pack_groups(codes.to(WHERE), scales.to(WHERE), zeros.to(WHERE), 4)
+    weight = repack.pack_groups(codes.to(DEVICE), scales.to(DEVICE), zeros.to(DEVICE), 4)
     exact = (codes.double() - zeros.double().repeat_interleave(32, 1)) * scales.double().repeat_interleave(32, 1)
     return GroupedLinear(weight, torch.ones(rows), "Q4_1 as 4-bit groups of 32"), exact
 
@@ -45,7 +45,7 @@ def test_small_matrices_become_bf16_and_join() -> None:
     assert whole is not None
     x = torch.randn(3, 96).bfloat16()
     wanted = x.double() @ torch.cat([one, two]).T + 1
-    got = whole.multiply(x.to(WHERE)).double().cpu()
+    got = whole.multiply(x.to(DEVICE)).double().cpu()
     assert float((got - wanted).norm() / wanted.norm()) < ERROR
 
 
@@ -57,7 +57,7 @@ def test_together_they_must_be_small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_bf16_already_stays() -> None:
-    values = DenseLinear(torch.randn(8, 64).to(WHERE), None)
+    values = DenseLinear(torch.randn(8, 64).to(DEVICE), None)
     assert expand_small([values]) == [values]
 
 
@@ -65,7 +65,7 @@ def test_a_loaded_model_counts_the_bytes_of_what_was_expanded(tmp_path: Path, mo
     """hidden 64, MLP 96, 4 + 2 heads of 16: q, k, v are 128 x 64, o 64 x 64, gate and up 192 x 64, down 64 x 96."""
     save_quantized(tmp_path, "gptq", Scheme("int", 4, 32), "llama")
     monkeypatch.setattr(tuning, "SMALL", 128 * 64)
-    model = load_model(open_checkpoint(tmp_path), WHERE, 64, "triton")
+    model = load_model(open_checkpoint(tmp_path), DEVICE, 64, "triton")
     kinds: dict[str, Any] = {
         name: weight.kernel.run for name, weight in model.weights.items() if weight.kernel is not None
     }

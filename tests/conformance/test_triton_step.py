@@ -13,16 +13,16 @@ if os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available():
 
 from tokenmill.kernels import triton as gpu
 
-WHERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TURNS, MOST, ROWS, PAGE = 3, 6, 5, 4
 
 
 def pinned(*shape: int) -> Tensor:
-    return torch.zeros(*shape, dtype=torch.int64, pin_memory=WHERE.type == "cuda")
+    return torch.zeros(*shape, dtype=torch.int64, pin_memory=DEVICE.type == "cuda")
 
 
 def device(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-    return torch.zeros(*shape, dtype=dtype, device=WHERE)
+    return torch.zeros(*shape, dtype=dtype, device=DEVICE)
 
 
 class Step:
@@ -30,15 +30,15 @@ class Step:
 
     def __init__(self, followed: Tensor | None = None) -> None:
         self.given, self.turn, self.followed = pinned(TURNS, 3, MOST), device(1, dtype=torch.int32), followed
-        self.drawn = torch.arange(70, 70 + MOST, device=WHERE)
-        self.tables = [(torch.arange(MOST * 3).view(MOST, 3) + 100 * g).int().to(WHERE) for g in range(2)]
+        self.drawn = torch.arange(70, 70 + MOST, device=DEVICE)
+        self.tables = [(torch.arange(MOST * 3).view(MOST, 3) + 100 * g).int().to(DEVICE) for g in range(2)]
         self.ids, self.positions, self.draws = device(ROWS), device(ROWS), device(ROWS)
         self.seq_lens, self.slots = device(ROWS, dtype=torch.int32), [device(MOST), device(MOST)]
 
     def begin(self) -> None:
         found = (self.ids, self.positions, self.draws, self.seq_lens, self.slots)
         gpu.begin_step(self.given, self.turn, self.followed, self.drawn, self.tables, PAGE, *found)
-        if WHERE.type == "cuda":
+        if DEVICE.type == "cuda":
             torch.cuda.synchronize()
 
 
@@ -61,7 +61,7 @@ def test_each_step_reads_its_own_turn() -> None:
 
 
 def test_rows_follow_what_the_device_has_worked_out() -> None:
-    followed = torch.tensor([[5, 6, 7, 8, 9, 0], [2, gpu.NO_ROW, 3, 1, 0, 0], [-1, -1, -1, 2, -1, 0]], device=WHERE)
+    followed = torch.tensor([[5, 6, 7, 8, 9, 0], [2, gpu.NO_ROW, 3, 1, 0, 0], [-1, -1, -1, 2, -1, 0]], device=DEVICE)
     step = Step(followed)
     step.given[1, 1] = gpu.FOLLOWS
     step.given[1, 0, 4], step.given[1, 1, 4], step.given[1, 2, 4] = 42, 6, -1  # but not the last row
@@ -72,10 +72,10 @@ def test_rows_follow_what_the_device_has_worked_out() -> None:
 
 
 def test_drawn_ids_are_written_for_the_host_too() -> None:
-    logits = torch.randn(3, 300, device=WHERE)
-    floats, whole = torch.ones(3, device=WHERE), torch.arange(3, device=WHERE)
+    logits = torch.randn(3, 300, device=DEVICE)
+    floats, whole = torch.ones(3, device=DEVICE), torch.arange(3, device=DEVICE)
     rows = gpu.SamplingTensors(floats, whole.int() * 0, floats, floats * 0, whole, whole, filtered=False)
-    echo, turn = pinned(TURNS, MOST) - 1, torch.ones(1, dtype=torch.int32, device=WHERE)
-    echo = echo.pin_memory() if WHERE.type == "cuda" else echo
+    echo, turn = pinned(TURNS, MOST) - 1, torch.ones(1, dtype=torch.int32, device=DEVICE)
+    echo = echo.pin_memory() if DEVICE.type == "cuda" else echo
     drawn = gpu.sample(logits, rows, echo=gpu.Echo(echo, turn)).tolist()
     assert echo.tolist() == [[-1] * MOST, [*drawn, -1, -1, -1], [-1] * MOST]

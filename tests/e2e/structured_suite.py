@@ -21,7 +21,7 @@ import jsonschema
 from llguidance import LLMatcher, LLTokenizer
 
 from tokenmill import LLM, SamplingParams, UserError
-from tokenmill.runtime.sampling.grammar.source import grammar_text
+from tokenmill.grammar.source import grammar_text
 from tokenmill.types import StructuredSpec
 
 _PROMPT = "Write a very small JSON example.\n"

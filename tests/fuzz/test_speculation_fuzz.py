@@ -19,11 +19,11 @@ from tokenmill.engine.kv.manager import KVManager
 from tokenmill.engine.order import DISCIPLINES
 from tokenmill.engine.scheduler import Scheduler
 from tokenmill.runtime.sampling.sampler import Sampler
-from tokenmill.runtime.spec.base import Draft
-from tokenmill.runtime.spec.verify import verify
+from tokenmill.runtime.speculation.base import Draft
+from tokenmill.runtime.speculation.verify import verify
 from tokenmill.types import ScheduledTokens, StepPlan, StepResult
 
-_MOST_DRAFTS = 9
+_MAX_DRAFTS = 9
 
 
 class DraftingShadowRunner(ShadowRunner):
@@ -93,7 +93,7 @@ class DraftingTraffic(Traffic):
             case.max_batch_tokens,
             case.max_running,
             case.context_length,
-            max_drafts=_MOST_DRAFTS,
+            max_drafts=_MAX_DRAFTS,
         )
         self.runner: DraftingShadowRunner = DraftingShadowRunner(self.kv, seed)
 
@@ -140,4 +140,4 @@ def test_the_drafts_reach_what_they_are_for() -> None:
         seen["copies"] += traffic.runner.num_copies
     wanted = ["accepted", "rejected", "wholly accepted", "page boundaries", "preemptions", "hits", "copies"]
     assert all(seen[name] > 50 for name in wanted), seen
-    assert all(seen[f"length {length}"] > 5 for length in range(1, _MOST_DRAFTS + 1)), seen
+    assert all(seen[f"length {length}"] > 5 for length in range(1, _MAX_DRAFTS + 1)), seen

@@ -14,16 +14,16 @@ from torch import Tensor
 from tests.gpu.models import write_config
 from tests.gpu.test_executors import ON_GPU, config, engine, prompts, same_weights  # noqa: F401
 from tokenmill import LLM, SamplingParams
-from tokenmill.kernels.triton.lookup import look_up_drafts
+from tokenmill.kernels.triton.step.lookup import look_up_drafts
 from tokenmill.model.kvstore.base import KVStore
-from tokenmill.runtime.cuda_checks import Checks
-from tokenmill.runtime.spec.captured_heads import CapturedHead
-from tokenmill.runtime.spec.captured_views import CapturedViews
-from tokenmill.runtime.spec.head_modules import build_head
-from tokenmill.runtime.spec.heads import HeadDrafter
-from tokenmill.runtime.spec.ngram import continuation
-from tokenmill.runtime.spec.page_views import PageViews
-from tokenmill.runtime.spec.training import TrainingPlan, save_head
+from tokenmill.runtime.executors.cuda.checks import Checks
+from tokenmill.runtime.speculation.captured_heads import CapturedHead
+from tokenmill.runtime.speculation.captured_views import CapturedViews
+from tokenmill.runtime.speculation.head_modules import build_head
+from tokenmill.runtime.speculation.heads import HeadDrafter
+from tokenmill.runtime.speculation.ngram import continuation
+from tokenmill.runtime.speculation.page_views import PageViews
+from tokenmill.runtime.speculation.training import TrainingPlan, save_head
 from tokenmill.types import Batch
 
 LENGTH = 40 if ON_GPU else 9
@@ -46,11 +46,11 @@ class Bigrams:
 
     depth = DEPTH
 
-    def __init__(self, outputs: list[list[int]], where: torch.device) -> None:
+    def __init__(self, outputs: list[list[int]], device: torch.device) -> None:
         self._next = torch.zeros(131, dtype=torch.int64)
         for ids in outputs:
             self._next[ids[:-1]] = torch.tensor(ids[1:])
-        self._next = self._next.to(where)
+        self._next = self._next.to(device)
 
     def note(self, _batch: Batch) -> None: ...
 
@@ -74,7 +74,7 @@ def test_a_captured_head_guesses_what_the_head_guesses(tmp_path: Path, kind: str
         assert isinstance(drafter, HeadDrafter)
         model, store = runtime.model, runtime.store
         batch = fill_pages(store)
-        hidden = torch.randn(5, llm.parts.description.hidden_size, device=model.where).bfloat16()
+        hidden = torch.randn(5, llm.parts.description.hidden_size, device=model.device).bfloat16()
         last = torch.tensor([3, 9, 14, 100, 0], device=hidden.device)
         attend = None
         if layers:
@@ -95,7 +95,7 @@ def test_pages_look_the_same_to_a_captured_head(tmp_path: Path, dtype: str) -> N
         batch = fill_pages(store)
         views = PageViews(model, store, (0,))
         views.kernels = "ref"
-        queries = torch.randn(5, d.num_heads * d.head_dim, device=model.where).bfloat16()
+        queries = torch.randn(5, d.num_heads * d.head_dim, device=model.device).bfloat16()
         wanted = views.look(batch)(queries.float())
         found = CapturedViews(model, store, (0,)).look(batch)(queries).float()
     assert torch.allclose(found, wanted, atol=0.03, rtol=0.03)
@@ -103,17 +103,17 @@ def test_pages_look_the_same_to_a_captured_head(tmp_path: Path, dtype: str) -> N
 
 def fill_pages(store: KVStore) -> Batch:
     """Five sequences of several lengths over pages of random keys and values."""
-    size, where = store.layout.page_size, store.where
-    lengths = torch.tensor([1, 5, size, size + 3, 2 * size - 1], dtype=torch.int32, device=where)
-    tables = torch.arange(10, dtype=torch.int32, device=where).view(5, 2)
+    size, device = store.layout.page_size, store.device
+    lengths = torch.tensor([1, 5, size, size + 3, 2 * size - 1], dtype=torch.int32, device=device)
+    tables = torch.arange(10, dtype=torch.int32, device=device).view(5, 2)
     torch.manual_seed(7)
     width = store.layout.num_kv_heads * store.layout.head_dim
-    k, v = (torch.randn(10 * size, width, device=where).to(torch.bfloat16) for _ in range(2))
-    store.write(0, torch.arange(10 * size, device=where), k, v)
+    k, v = (torch.randn(10 * size, width, device=device).to(torch.bfloat16) for _ in range(2))
+    store.write(0, torch.arange(10 * size, device=device), k, v)
     return Batch(
-        token_ids=torch.zeros(5, dtype=torch.int64, device=where),
+        token_ids=torch.zeros(5, dtype=torch.int64, device=device),
         positions=lengths.long() - 1,
-        query_starts=torch.arange(6, dtype=torch.int32, device=where),
+        query_starts=torch.arange(6, dtype=torch.int32, device=device),
         seq_lens=lengths,
         slots=(lengths.long(),),
         block_tables=(tables,),
@@ -125,7 +125,7 @@ def fill_pages(store: KVStore) -> Batch:
 
 def test_drafts_are_looked_up_as_the_spec_does() -> None:
     """Texts of few words over pages in any order; the longest match of two to four tokens, its latest occurrence."""
-    where = torch.device("cuda" if ON_GPU else "cpu")
+    device = torch.device("cuda" if ON_GPU else "cpu")
     draw = random.Random(3)
     size, depth = 4, 7
     texts = [[draw.randrange(3) for _ in range(length)] for length in (1, 2, 3, 9, 26, 40)]
@@ -141,7 +141,7 @@ def test_drafts_are_looked_up_as_the_spec_does() -> None:
     lengths = torch.tensor([len(text) - 1 for text in texts], dtype=torch.int32)
     drawn = torch.tensor([text[-1] for text in texts])
     guessed = torch.arange(len(texts))[:, None] * 10 + torch.tensor([100, 101])
-    moved = [each.to(where) for each in (tokens, table, lengths, drawn, guessed)]
+    moved = [each.to(device) for each in (tokens, table, lengths, drawn, guessed)]
     found = look_up_drafts(*moved, depth).tolist()
     for text, own, by_head in zip(texts, found, guessed.tolist(), strict=True):
         place, length = longest_match(text)
@@ -190,7 +190,7 @@ def test_drafts_made_in_the_step_change_nothing(tmp_path: Path, together: int, m
     monkeypatch.setattr(Checks, "are_expected", lambda *args: followed.append(expected(*args)) or followed[-1])
     with engine(folder, "cuda_graph", page_size=4, speculate=speculate, draft_tokens=DEPTH) as llm:
         runtime: Any = llm.parts.runtime
-        runtime.executor.draft_with(Bigrams(plain, runtime.model.where))
+        runtime.executor.draft_with(Bigrams(plain, runtime.model.device))
         runtime.runner.speculator.lengths.pay = lambda requests, _depth, _tokens: bool(requests)
         drafted = [output.outputs[0].token_ids for output in llm.generate(asked, params)]
         llm.parts.core.scheduler.kv.check()
@@ -208,7 +208,7 @@ def test_a_request_that_ends_or_joins_drops_the_queued_step(tmp_path: Path) -> N
         speculate = make_head(tmp_path / "head", llm, "eagle")
     with engine(folder, "cuda_graph", speculate=speculate, draft_tokens=DEPTH) as llm:
         runtime: Any = llm.parts.runtime
-        runtime.executor.draft_with(Bigrams([alone], runtime.model.where))
+        runtime.executor.draft_with(Bigrams([alone], runtime.model.device))
         runtime.runner.speculator.lengths.pay = lambda requests, _depth, _tokens: bool(requests)
         core, intake = llm.parts.core, llm.parts.intake
         core.add(intake.request(first, params, "one"))

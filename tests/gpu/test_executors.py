@@ -36,9 +36,9 @@ NEAR_TIE = 0.02  # in log-probability: bf16 activations against float32
 @contextmanager
 def engine(folder: Path, executor: str, **options: Any) -> Iterator[LLM]:
     """A GPU engine (under the interpreter: the same code on CPU tensors)."""
-    where = {"device": "cuda"} if ON_GPU else {"device": "cpu", "kernels": "triton", "kv_cache_dtype": "bfloat16"}
+    device = {"device": "cuda"} if ON_GPU else {"device": "cpu", "kernels": "triton", "kv_cache_dtype": "bfloat16"}
     torch.manual_seed(0)  # weights are made up on the device
-    with LLM(folder, executor=executor, **(COMMON | where | options)) as llm:
+    with LLM(folder, executor=executor, **(COMMON | device | options)) as llm:
         yield llm
 
 
@@ -65,7 +65,7 @@ def same_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     from tokenmill.model import loader
     from tokenmill.model.dummy_reader import DummyReader
 
-    monkeypatch.setattr(loader, "DummyReader", lambda checkpoint, _where: DummyReader(checkpoint, torch.device("cpu")))
+    monkeypatch.setattr(loader, "DummyReader", lambda checkpoint, _device: DummyReader(checkpoint, torch.device("cpu")))
 
 
 @pytest.mark.usefixtures("same_weights")
@@ -209,14 +209,14 @@ def test_prepared_steps_choose_the_same_tokens(tmp_path: Path) -> None:
 
 
 def test_a_shared_prefix_is_read_once_and_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tokenmill.runtime import cuda_inputs
+    from tokenmill.runtime.executors.cuda import inputs
 
     folder = config(tmp_path)
     prefix = prompts(1, 9)[0][:3] * 6  # a page and a bit
     asked = [[*prefix, *tail] for tail in prompts(3, 5)]
     with engine(folder, "cuda_graph") as llm:
         apart = greedy(llm, asked, 3)
-    monkeypatch.setattr(cuda_inputs, "_WORTHWHILE", 1)
+    monkeypatch.setattr(inputs, "_WORTHWHILE", 1)
     with engine(folder, "cuda_graph") as llm:
         greedy(llm, asked[:1], 1)  # its pages are in the cache for the others
         together = greedy(llm, asked, 3)

@@ -13,8 +13,8 @@ import pytest
 
 from tests.gpu.test_executors import LENGTH, ON_GPU, config, engine, prompts
 from tokenmill import SamplingParams
-from tokenmill.runtime.spec.base import Draft, Drafter, Target
-from tokenmill.runtime.spec.length import DraftLengths
+from tokenmill.runtime.speculation.base import Draft, Drafter, Target
+from tokenmill.runtime.speculation.length import DraftLengths
 from tokenmill.types import Request, ScheduledTokens
 
 LENGTHS = LENGTH + 2

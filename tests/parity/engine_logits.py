@@ -16,23 +16,23 @@ from tokenmill.runtime.batch import build_batch
 from tokenmill.runtime.executors import EXECUTORS
 from tokenmill.types import Request, SamplingParams, ScheduledTokens, StepPlan
 
-_WHERE = torch.device("cpu")
+_DEVICE = torch.device("cpu")
 _PAGE_SIZE = 8
 
 
 def engine_logits(folder: Path, ids: list[int], executor_name: str) -> Tensor:
     """`executor_name`: "eager" runs the plain torch spec, "recorded" the C++ kernels."""
     kernels = "ref" if executor_name == "eager" else ""
-    model = load_model(open_checkpoint(folder), _WHERE, 256, kernels)
+    model = load_model(open_checkpoint(folder), _DEVICE, 256, kernels)
     layout = build_layout(model.decoder.kv_layers(), _PAGE_SIZE)
     pages = -(-len(ids) // _PAGE_SIZE)
-    store = KV_STORES.get("float32")(layout, pages * len(layout.groups), _WHERE, kernels)
+    store = KV_STORES.get("float32")(layout, pages * len(layout.groups), _DEVICE, kernels)
     executor_class = EXECUTORS.get(executor_name)
     assert executor_class.declines(model, store) is None, executor_class.declines(model, store)
     executor = executor_class(model, store, EngineConfig(batch_tokens=128))
     tables = tuple(list(range(group * pages, (group + 1) * pages)) for group in range(len(layout.groups)))
     row = ScheduledTokens(Request("r", ids, SamplingParams()), 0, len(ids), tables, True)
-    batch = build_batch(StepPlan([row]), _PAGE_SIZE, _WHERE)
+    batch = build_batch(StepPlan([row]), _PAGE_SIZE, _DEVICE)
     batch.logit_rows = torch.arange(len(ids))
     hidden = executor.forward(batch)
     return executor.logits(hidden, batch, 0, len(ids)).clone()

@@ -22,13 +22,13 @@ from tokenmill.model.loader import load_model
 from tokenmill.model.reader import WeightReader
 from tokenmill.runtime.executors import EXECUTORS
 
-_WHERE = torch.device("cpu")
+_DEVICE = torch.device("cpu")
 
 
 def _our_logits(checkpoint: Checkpoint, ids: list[int]) -> torch.Tensor:
-    model = load_model(checkpoint, _WHERE, 256, "ref")
+    model = load_model(checkpoint, _DEVICE, 256, "ref")
     layout = build_layout(model.decoder.kv_layers(), 4)
-    executor = EXECUTORS.get("eager")(model, KV_STORES.get("float32")(layout, 400, _WHERE, "ref"), EngineConfig())
+    executor = EXECUTORS.get("eager")(model, KV_STORES.get("float32")(layout, 400, _DEVICE, "ref"), EngineConfig())
     return _logits(executor, layout, ids, _tables(layout, torch.Generator().manual_seed(0), len(ids)), [len(ids)])
 
 

@@ -21,7 +21,7 @@ from tokenmill.engine.kv.policy.lru import LeastRecentlyUsed
 from tokenmill.engine.order import DISCIPLINES
 from tokenmill.engine.scheduler import Scheduler
 from tokenmill.runtime.build import build_runtime
-from tokenmill.runtime.page_scores import keep_page_scores
+from tokenmill.runtime.observation.page_scores import keep_page_scores
 from tokenmill.types import CacheControl, Request, SamplingParams
 
 _SIZE, _PROMPT, _OUTPUT, _BUDGET = 4, 45, 24, 36

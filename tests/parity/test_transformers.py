@@ -18,7 +18,7 @@ from tokenmill.runtime.executors import EXECUTORS
 from tokenmill.runtime.runner import Executor
 from tokenmill.types import Request, SamplingParams, ScheduledTokens, StepPlan
 
-_WHERE = torch.device("cpu")
+_DEVICE = torch.device("cpu")
 _PAGE_SIZE = 4
 _LENGTH = 90
 
@@ -42,7 +42,7 @@ def _logits(
                 table[page] = -1
         needed = -(-(start + count) // _PAGE_SIZE)
         row = ScheduledTokens(request, start, count, tuple(table[:needed] for table in tables), True)
-        batch = build_batch(StepPlan([row]), _PAGE_SIZE, _WHERE)
+        batch = build_batch(StepPlan([row]), _PAGE_SIZE, _DEVICE)
         batch.logit_rows = torch.arange(count)
         hidden = executor.forward(batch)
         found.append(executor.logits(hidden, batch, 0, count).clone())
@@ -57,14 +57,14 @@ def test_logits_match_transformers(name: str, executor_name: str, tmp_path: Path
     checkpoint = open_checkpoint(tmp_path)
     # The eager executor is tested as the spec; others run what they run in production.
     kernels = "ref" if executor_name == "eager" else ""
-    model = load_model(checkpoint, _WHERE, 256, kernels)
+    model = load_model(checkpoint, _DEVICE, 256, kernels)
     layout = build_layout(model.decoder.kv_layers(), _PAGE_SIZE)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, 131, (_LENGTH,), generator=generator).tolist()
     with torch.inference_mode():
         expected = oracle(torch.tensor([ids])).logits[0]
     for chunks in ([_LENGTH], [60] + [1] * 30, [7] * 12 + [6], [1] * 40 + [50]):
-        store = KV_STORES.get("float32")(layout, 400, _WHERE, kernels)
+        store = KV_STORES.get("float32")(layout, 400, _DEVICE, kernels)
         executor_class = EXECUTORS.get(executor_name)
         reason = executor_class.declines(model, store)
         if reason is not None:

@@ -18,7 +18,7 @@ from tokenmill.errors import CheckpointError
 
 _LABEL = "config.json"
 _REMEDY = "correct config.json, or download the model again"
-_MOST_LAYERS = 10_000
+_MAX_LAYERS = 10_000
 _ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -90,7 +90,7 @@ def describe(config: Mapping[str, Any], generation: Mapping[str, Any] | None = N
     sizes = dict(family.sizes)
     hidden_size = text.integer("hidden_size", sizes.get("hidden_size"))
     num_layers = text.integer("num_hidden_layers", sizes.get("num_hidden_layers"))
-    if num_layers > _MOST_LAYERS:
+    if num_layers > _MAX_LAYERS:
         raise text.wrong("num_hidden_layers", num_layers)
     num_heads = text.integer("num_attention_heads", sizes.get("num_attention_heads"))
     num_kv_heads, head_dim = _head_sizes(text, family, hidden_size, num_heads)

@@ -69,7 +69,7 @@ def deploy(
         split=parse_split(split) if split else None,
         scaler=autoscaler,
         prometheus=prometheus or PROMETHEUS,
-        most_replicas=max_replicas,
+        max_replicas=max_replicas,
     )
     if out is not None:
         _write(out, found.files)

@@ -55,8 +55,8 @@ def train_draft(
     """Train a draft head for --speculate head:DIR: reads the text, lets the model continue it, learns from both."""
     from tokenmill.engine.draft_training import own_answers, own_text, read_prompts, seen_layers, train_head
     from tokenmill.engine.llm import LLM
-    from tokenmill.runtime.spec.head_modules import HEAD_KINDS
-    from tokenmill.runtime.spec.training import TrainingPlan
+    from tokenmill.runtime.speculation.head_modules import HEAD_KINDS
+    from tokenmill.runtime.speculation.training import TrainingPlan
 
     if (text is None) == (prompts is None) or out is None:
         raise UserError("--out and one of --text and --prompts are needed", "give a file and a directory to write to")

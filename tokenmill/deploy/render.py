@@ -44,7 +44,7 @@ def render(
     split: tuple[int, int] | None = None,
     scaler: str = "keda",
     prometheus: str = PROMETHEUS,
-    most_replicas: int = 0,
+    max_replicas: int = 0,
 ) -> Rendered:
     if target not in TARGETS:
         raise unknown_name("target", target, TARGETS)
@@ -58,7 +58,7 @@ def render(
             "command, or plan with --speculation off"
         )
     if target == "kubernetes":
-        files = _kubernetes(engine, serving, launch, split, scaler, prometheus, most_replicas)
+        files = _kubernetes(engine, serving, launch, split, scaler, prometheus, max_replicas)
         if split:
             notes += engine.router(serving, ("prefill",), ("decode",))[1].notes
         elif scaler != "none" and engine.signals is None:

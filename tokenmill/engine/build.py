@@ -27,9 +27,9 @@ from tokenmill.engine.kv.policy import POLICIES
 from tokenmill.engine.order import DISCIPLINES
 from tokenmill.engine.scheduler import Scheduler
 from tokenmill.engine.tiers import build_tiers, shown_address
+from tokenmill.grammar.compiler import GrammarCompiler
 from tokenmill.runtime.build import Runtime, build_runtime, resolve_context, resolve_device
-from tokenmill.runtime.page_scores import keep_page_scores
-from tokenmill.runtime.sampling.grammar.compiler import GrammarCompiler
+from tokenmill.runtime.observation.page_scores import keep_page_scores
 from tokenmill.types import CacheControl, SamplingParams
 
 
@@ -63,11 +63,11 @@ def build_engine(model: str | Path, config: EngineConfig) -> EngineParts:
         description = checkpoint.description
         nameless = dummy and not (path / "tokenizer.json").is_file()  # only a config.json: tokens are numbers
         building = None if nameless else background.submit(load_tokenizer, path)
-        where = resolve_device(config)
-        config = replace(config.on_gpu() if where.type == "cuda" else config, device=where.type)
+        device = resolve_device(config)
+        config = replace(config.on_gpu() if device.type == "cuda" else config, device=device.type)
         context = resolve_context(config, description.context_length)
         config = replace(config, context=context)
-        runtime = build_runtime(checkpoint, config, context, where)
+        runtime = build_runtime(checkpoint, config, context, device)
         tokenizer = numbering_tokenizer(description.vocab_size) if building is None else building.result()
     config = replace(
         config,

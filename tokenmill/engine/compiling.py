@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from tokenmill.engine.messages import Refused, Submit
 from tokenmill.errors import UserError
-from tokenmill.runtime.sampling.grammar.compiler import GrammarCompiler, GrammarJob
+from tokenmill.grammar.compiler import GrammarCompiler, GrammarJob
 from tokenmill.types import Request
 
 

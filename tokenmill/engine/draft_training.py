@@ -1,7 +1,7 @@
 """A draft head for a model from what the model itself says: it reads texts or answers prompts, the head learns from it.
 
-Joins the engine, which generates, with runtime/spec/training.py, which learns. Knows no command line. Called by
-`tokenmill train-draft` and bench/speculation.py.
+Joins the engine, which generates, with runtime/speculation/training.py, which learns. Knows no command line. Called by
+`tokenmill train-draft` and benchmarks/speculation.py.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from pathlib import Path
 
 from tokenmill.engine.llm import LLM
 from tokenmill.errors import UserError
-from tokenmill.runtime.spec.head_modules import HEAD_KINDS
-from tokenmill.runtime.spec.training import TrainingPlan, planned_layers, save_head, train
-from tokenmill.runtime.spec.training_states import HiddenStates, read_hidden_states
+from tokenmill.runtime.speculation.head_modules import HEAD_KINDS
+from tokenmill.runtime.speculation.training import TrainingPlan, planned_layers, save_head, train
+from tokenmill.runtime.speculation.training_states import HiddenStates, read_hidden_states
 from tokenmill.types import SamplingParams
 
 

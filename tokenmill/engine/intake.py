@@ -11,7 +11,7 @@ from itertools import count
 from typing import Protocol
 
 from tokenmill.errors import UserError
-from tokenmill.runtime.sampling.grammar.compiler import CompiledGrammar
+from tokenmill.grammar.compiler import CompiledGrammar
 from tokenmill.types import MAX_SEED, CacheControl, Request, SamplingParams, StructuredSpec
 
 Prompt = str | Sequence[int]

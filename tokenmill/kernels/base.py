@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from tokenmill.errors import unknown_name
 
 if TYPE_CHECKING:
-    from torch import Tensor, device
+    import torch
+    from torch import Tensor
 
 BACKENDS = ("cpu", "triton", "ref")  # fastest first; `ref` must be last
 FORCE_VARIABLE = "TOKENMILL_KERNELS"
@@ -79,12 +80,12 @@ def candidate_backends(forced: str = "") -> tuple[str, ...]:
     return (name, "ref") if name != "ref" else ("ref",)
 
 
-def select(op: str, where: device, forced: str = "") -> Choice:
+def select(op: str, device: torch.device, forced: str = "") -> Choice:
     """Choose the implementation of a weightless op on a device."""
     declined: list[tuple[str, str]] = []
     for backend in candidate_backends(forced):
         module = import_module(f"tokenmill.kernels.{backend}")
-        reason = module.unavailable(where)
+        reason = module.unavailable(device)
         if reason is None and not hasattr(module, op):
             reason = "has no such op"
         if reason is None:
@@ -93,12 +94,12 @@ def select(op: str, where: device, forced: str = "") -> Choice:
     raise AssertionError(f"the reference backend declined {op}: {declined}")
 
 
-def select_linear(weight: StoredWeight, where: device, forced: str = "") -> Choice:
+def select_linear(weight: StoredWeight, device: torch.device, forced: str = "") -> Choice:
     """Make a weight ready on the first backend that takes it; `run` is then a LinearKernel."""
     declined: list[tuple[str, str]] = []
     for backend in candidate_backends(forced):
         module = import_module(f"tokenmill.kernels.{backend}")
-        reason = module.unavailable(where)
+        reason = module.unavailable(device)
         if reason is None:
             try:
                 return Choice("linear", backend, module.make_linear(weight), tuple(declined))

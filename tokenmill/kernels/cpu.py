@@ -2,7 +2,7 @@
 
 Owns the import guard, the choice of threads and the output tensors; all arithmetic is in C++, which reads torch tensors
 in place. Declines with a reason where the module was not built or the tensors are elsewhere. The recorded program
-(runtime/recorded.py) uses the same module directly.
+(runtime/executors/recorded.py) uses the same module directly.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ else:
 THREADS_VARIABLE = "TOKENMILL_THREADS"
 
 
-def unavailable(where: torch.device) -> str | None:
-    if where.type != "cpu":
-        return f"runs on CPU tensors, not on {where.type}"
+def unavailable(device: torch.device) -> str | None:
+    if device.type != "cpu":
+        return f"runs on CPU tensors, not on {device.type}"
     return _missing or None
 
 

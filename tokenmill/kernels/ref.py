@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _TILE_VALUES = 1 << 24
 
 
-def unavailable(_where: torch.device) -> str | None:
+def unavailable(_device: torch.device) -> str | None:
     return None
 
 

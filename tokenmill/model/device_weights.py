@@ -29,20 +29,20 @@ _TABLE_ROWS = 16384  # of an embedding expanded at a time
 class Uploader:
     """Copies mapped tensors to a device through two pinned buffers: one is read from disk while the other travels."""
 
-    def __init__(self, where: torch.device) -> None:
-        self._where = where
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._turn = 0
-        if where.type == "cuda":
+        if device.type == "cuda":
             self._stages = [torch.empty(_STAGE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
             self._free = [torch.cuda.Event() for _ in range(2)]
 
     def __call__(self, tensor: Tensor) -> Tensor:
         if tensor.is_meta:
-            return fill(tensor, self._where)
-        if self._where.type != "cuda" or tensor.device.type == "cuda":
+            return fill(tensor, self._device)
+        if self._device.type != "cuda" or tensor.device.type == "cuda":
             return tensor
         source = tensor.contiguous().reshape(-1).view(torch.uint8)
-        target = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._where)
+        target = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
         flat = target.view(-1).view(torch.uint8)
         for begin in range(0, source.numel(), _STAGE_BYTES):
             self._turn ^= 1
@@ -67,14 +67,14 @@ class Uploader:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    where: torch.device
+    device: torch.device
     kernels: str  # forced backend, or empty
     quantization: str  # "", "fp8" or "int4": how plain matrices are rounded
 
 
 def place_weights(decoder: Decoder, reader: WeightReader, placement: Placement) -> Tensor:
     """Give every multiplied weight its kernel on the device; returns the embedding table in bf16."""
-    upload = Uploader(placement.where)
+    upload = Uploader(placement.device)
     prefixes = {id(weight): prefix for prefix, weight in reader.weights.items()}
     for group in linear_groups(decoder):
         for weight in group:
@@ -86,19 +86,19 @@ def place_weights(decoder: Decoder, reader: WeightReader, placement: Placement) 
             _expand(group)
         if len(group) > 1:
             _join(group)
-    _move_small(decoder, placement.where)
+    _move_small(decoder, placement.device)
     return _embedding(decoder, upload)
 
 
 def _make(weight: LinearWeight, prefix: str, scheme: str, placement: Placement) -> Choice:
     if not scheme:
-        return select_linear(weight, placement.where, placement.kernels)
+        return select_linear(weight, placement.device, placement.kernels)
     parts = weight.parts()
     if set(parts) != {"values"}:
         raise UserError(f"{prefix} is quantized already ({weight.type_name})", "leave --quantization out")
     group = next((size for size in _INT4_GROUPS if weight.in_features % size == 0), 0)
     if scheme == "int4" and not group:
-        return select_linear(weight, placement.where, placement.kernels)
+        return select_linear(weight, placement.device, placement.kernels)
     return Choice("linear", "triton", gpu.quantize_at_load(parts["values"], weight.bias, scheme, group))
 
 
@@ -125,7 +125,7 @@ def _join(group: list[LinearWeight]) -> None:
         begin = end
 
 
-def _move_small(decoder: Decoder, where: torch.device) -> None:
+def _move_small(decoder: Decoder, device: torch.device) -> None:
     """Norms and rotary tables: attributes of the decoder, its blocks and their halves."""
     tables: dict[int, object] = {}
     parts: list[object] = [decoder, *decoder.blocks]
@@ -133,10 +133,10 @@ def _move_small(decoder: Decoder, where: torch.device) -> None:
     for part in parts:
         for name, value in vars(part).items():
             if isinstance(value, Tensor):
-                setattr(part, name, value.to(where))
+                setattr(part, name, value.to(device))
     for block in decoder.blocks:
         table = block.attention.rotary
-        moved = tables.setdefault(id(table), replace(table, cos=table.cos.to(where), sin=table.sin.to(where)))
+        moved = tables.setdefault(id(table), replace(table, cos=table.cos.to(device), sin=table.sin.to(device)))
         block.attention.rotary = moved  # type: ignore[assignment]
 
 

@@ -18,9 +18,9 @@ _SPREAD = 0.02  # standard deviation: what models are started with
 
 
 class DummyReader(WeightReader):
-    def __init__(self, checkpoint: Checkpoint, where: torch.device) -> None:
+    def __init__(self, checkpoint: Checkpoint, device: torch.device) -> None:
         super().__init__(checkpoint)
-        self._where = where
+        self._device = device
         self._generator = torch.Generator().manual_seed(0)
 
     def vector(self, name: str, size: int, offset: float = 0.0) -> Tensor:  # noqa: ARG002
@@ -31,7 +31,7 @@ class DummyReader(WeightReader):
 
     def linear(self, prefix: str, out_features: int, in_features: int, bias: bool = False) -> LinearWeight:
         shape = (out_features, in_features)
-        if self._where.type == "cpu":
+        if self._device.type == "cpu":
             values = (torch.randn(shape, generator=self._generator) * _SPREAD).to(torch.bfloat16)
         else:
             values = torch.empty(shape, dtype=torch.bfloat16, device="meta")
@@ -45,6 +45,6 @@ class DummyReader(WeightReader):
         """Nothing can be missing or left over."""
 
 
-def fill(promised: Tensor, where: torch.device) -> Tensor:
+def fill(promised: Tensor, device: torch.device) -> Tensor:
     """A promised matrix made real on its device."""
-    return torch.empty(promised.shape, dtype=promised.dtype, device=where).normal_(std=_SPREAD)
+    return torch.empty(promised.shape, dtype=promised.dtype, device=device).normal_(std=_SPREAD)

@@ -34,7 +34,7 @@ class LoadedModel:
     decoder: Decoder
     weights: dict[str, LinearWeight]  # by canonical prefix
     checkpoint: Checkpoint  # keeps the mapping alive
-    where: torch.device
+    device: torch.device
     kernels: str  # forced backend, or empty
     table: Tensor | None = None  # on a GPU: the embedding in bf16
 
@@ -55,7 +55,7 @@ class LoadedModel:
 
 def load_model(
     checkpoint: Checkpoint,
-    where: torch.device,
+    device: torch.device,
     num_positions: int,
     kernels: str = "",
     quantization: str = "",
@@ -65,17 +65,17 @@ def load_model(
     plain matrices are rounded while they are loaded onto a GPU. `reader`: instead of the plain one."""
     description = checkpoint.description
     dummy = isinstance(checkpoint, DummyCheckpoint)
-    reader = reader or (DummyReader(checkpoint, where) if dummy else WeightReader(checkpoint))
+    reader = reader or (DummyReader(checkpoint, device) if dummy else WeightReader(checkpoint))
     architecture = ARCHITECTURES.get(description.architecture)
     decoder: Decoder = architecture(reader, description, num_positions)
     reader.finish()
-    if where.type != "cpu" or (kernels == "triton" and triton.unavailable(where) is None):
-        table = place_weights(decoder, reader, Placement(where, kernels, quantization))
-        return LoadedModel(decoder, reader.weights, checkpoint, where, kernels, table)
+    if device.type != "cpu" or (kernels == "triton" and triton.unavailable(device) is None):
+        table = place_weights(decoder, reader, Placement(device, kernels, quantization))
+        return LoadedModel(decoder, reader.weights, checkpoint, device, kernels, table)
 
     def prepare(prefix: str) -> None:
         weight = reader.weights[prefix]
-        weight.kernel = select_linear(weight, where, kernels)
+        weight.kernel = select_linear(weight, device, kernels)
         if weight.kernel.backend != "ref":  # the kernel has its own packed copy: one is enough
             for name in reader.tensor_names[prefix]:
                 checkpoint.release(name)
@@ -85,4 +85,4 @@ def load_model(
     ]
     with ThreadPoolExecutor(_PACKING_THREADS) as pool:
         list(pool.map(prepare, multiplied))
-    return LoadedModel(decoder, reader.weights, checkpoint, where, kernels)
+    return LoadedModel(decoder, reader.weights, checkpoint, device, kernels)

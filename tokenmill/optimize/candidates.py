@@ -16,7 +16,7 @@ from tokenmill.model.kvstore.dense import DenseStore
 from tokenmill.quantize.ggml.mixes import MIXES
 from tokenmill.quantize.recipe import compose
 from tokenmill.quantize.schemes import METHODS
-from tokenmill.runtime.spec import DRAFTERS
+from tokenmill.runtime.speculation import DRAFTERS
 
 STORED = "stored"
 _IMPORTANCE = "imatrix:"

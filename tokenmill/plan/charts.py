@@ -14,7 +14,7 @@ from html import escape
 WIDTH, HEIGHT = 520, 300
 _LOG_STEPS: tuple[tuple[float, ...], ...] = ((1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8), (1, 1.5, 2, 3, 5, 7), (1, 2, 5))
 _LABEL_HEIGHT = 15
-_MOST_JOINED = 12  # a front of more points has too many steps in its third axis to be a line
+_MAX_JOINED = 12  # a front of more points has too many steps in its third axis to be a line
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 14, 12, 44
 
 
@@ -173,7 +173,7 @@ def scatter(name: str, label: str, points: Sequence[Point], x_label: str, y_labe
     canvas = Canvas(x_axis, Axis(y_label, min(ys) / 1.25, max(ys) * 1.25, True))
     canvas.frame()
     marked = sorted(canvas.place(point.x, point.y) for point in points if point.mark)
-    if 1 < len(marked) <= _MOST_JOINED:
+    if 1 < len(marked) <= _MAX_JOINED:
         canvas.parts.append(f'<polyline class="front" points="{" ".join(f"{x},{y}" for x, y in marked)}"/>')
     for point in sorted(points, key=lambda each: not each.dim):  # the front is drawn over the rest
         x, y = canvas.place(point.x, point.y)

@@ -1,7 +1,8 @@
 """What each serving engine adds to its kernels, and how well each chip generation uses its roofs.
 
-A handful of constants per engine and generation (plan/data/engines.toml), fitted with bench/fit_engines.py or set by
-hand over the development rows, never per model or row. Read by step_cost.py, kernel_time.py and the closed-loop model.
+A handful of constants per engine and generation (plan/data/engines.toml), fitted with benchmarks/fit_engines.py or set
+by hand over the development rows, never per model or row. Read by step_cost.py, kernel_time.py and
+the closed-loop model.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from tokenmill.plan.speculation import Speculation
 from tokenmill.plan.step_cost import StepCost
 from tokenmill.plan.workload import Workload
 
-_MOST_USERS = 1024  # of one replica
+_MAX_USERS = 1024  # of one replica
 _WORTH = 1.03
 _RESOLUTION = 16  # users are found to one part in so many
 
@@ -116,7 +116,7 @@ class Terms:
     ) -> tuple[int, Estimate]:
         """The most users that one replica bears within the promises (at least one, kept or not)."""
         room = room_for(deployment, self.workload.total_tokens)
-        most = max(1, min(_MOST_USERS, room.sequences, deployment.max_sequences))
+        most = max(1, min(_MAX_USERS, room.sequences, deployment.max_sequences))
         good, best = 1, self.estimate(deployment, 1, cost, speculation, room)
         late = most + 1
         users = min(4, most)

@@ -19,7 +19,7 @@ from tokenmill.plan.reasons import plan_name
 from tokenmill.plan.search import Plan, SearchResult, Terms
 from tokenmill.plan.step_cost import StepCost
 
-_MOST_POINTS = 400
+_MAX_POINTS = 400
 _RISK_COLORS = ((1.0, "var(--risk-low)"), (4.0, "var(--risk-mid)"), (float("inf"), "var(--risk-high)"))
 
 
@@ -96,7 +96,7 @@ def _pareto(found: SearchResult, chosen: Plan) -> str:
     """Money against latency; colour is the high end of the quality range."""
     numbers = {id(plan): str(number) for number, plan in enumerate(found.front, 1)}
     priced = [plan for plan in found.plans if plan.costs] or list(found.plans)
-    rest = [plan for plan in priced if id(plan) not in numbers][: _MOST_POINTS - len(numbers)]
+    rest = [plan for plan in priced if id(plan) not in numbers][: _MAX_POINTS - len(numbers)]
     points = []
     for plan in [*rest, *(each for each in found.front if each in priced)]:
         number = numbers.get(id(plan), "")

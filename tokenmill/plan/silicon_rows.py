@@ -1,7 +1,7 @@
 """Rows of measured deployments (the columns of aiconfigurator's silicon table) as deployments and loads.
 
 Owns reading the CSV and what is known of how the rows were made: which columns mean what, and where imports wrote
-products instead of sizes. Predicts nothing; called by validate.py and bench/fit_engines.py.
+products instead of sizes. Predicts nothing; called by validate.py and benchmarks/fit_engines.py.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class _Steady:
 
     def solve(self) -> SteadyState:
         """The number of decoding sequences at which decoding, waiting and thinking users add up to all."""
-        decoding = min(float(min(self.users, self.scheduling.max_running)), self._most_decoding())
+        decoding = min(float(min(self.users, self.scheduling.max_running)), self._max_decoding())
         point = self._at(decoding)
         users = self._users_at(decoding, point)
         if users <= self.users:  # Little: whoever neither decodes nor thinks waits for room, or for others' prompts
@@ -116,7 +116,7 @@ class _Steady:
         busy = min(prompts / capacity, _BUSIEST)
         return own + own * busy ** max(1.0, capacity) / (2 * (1 - busy)) / max(1.0, capacity)
 
-    def _most_decoding(self) -> float:
+    def _max_decoding(self) -> float:
         """More would end, and send their next prompts, faster than steps can take prompts in."""
         return self._capacity(self.scheduling.max_running) * (self.output - 1) * self.users / max(1, self.users - 1)
 

@@ -114,7 +114,7 @@ def _seconds_per_token(steps: list[TimedStep]) -> float:
 
 
 def _run(
-    llm: LLM, scenario: Scenario, noting: _NotingRunner, seed: int, most_seconds: float
+    llm: LLM, scenario: Scenario, noting: _NotingRunner, seed: int, max_seconds: float
 ) -> tuple[list[TimedStep], bool]:
     """The scenario's steps, and whether it came to its end."""
     core = llm.parts.core
@@ -126,7 +126,7 @@ def _run(
     steps: list[TimedStep] = []
     start = time.perf_counter()
     while core.has_work:
-        if time.perf_counter() - start > most_seconds:
+        if time.perf_counter() - start > max_seconds:
             for request_id in sent:
                 core.cancel(request_id)
             return steps, False

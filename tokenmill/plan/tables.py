@@ -1,7 +1,7 @@
 """Measured op times on one H200 (plan/data/h200_profiles.npz), interpolated in logarithms.
 
 Owns reading and interpolating the tables; scaling to other devices is roofline.py's. Each answer is a line of samples
-(points, milliseconds). Made by bench/make_profile_tables.py, which names source, licence and date.
+(points, milliseconds). Made by benchmarks/make_profile_tables.py, which names source, licence and date.
 """
 
 from __future__ import annotations

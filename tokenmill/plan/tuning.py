@@ -18,7 +18,7 @@ from tokenmill.plan.speculation import Speculation
 from tokenmill.plan.step_cost import StepCost
 
 _STEPS = (0.25, 1, 2)  # tokens of a step, over the usual ones
-_MOST_SEQUENCES = 1024
+_MAX_SEQUENCES = 1024
 _TIGHT_TOKENS, _TIGHT_SEQUENCES = 2048, 32  # the smallest limits that are worth serving with
 _CLEARLY = 0.97  # of the cost: a change of the engine's defaults must gain so much
 _SPECULATION_PAYS = 0.9  # the same for speculation, which rests on an assumed acceptance
@@ -103,7 +103,7 @@ def _limits(plan: Plan, cost: StepCost, terms: Terms, tuning: Tuning) -> Iterato
         [round(usual * share) for share in _STEPS] if plan.failures and not tuning.batch_tokens else [d.batch_tokens]
     )
     filled = plan.users >= d.max_sequences and not tuning.max_sequences
-    for sequences in (d.max_sequences, _MOST_SEQUENCES) if filled else (d.max_sequences,):
+    for sequences in (d.max_sequences, _MAX_SEQUENCES) if filled else (d.max_sequences,):
         for tokens in steps:
             other = replace(d, max_sequences=sequences, batch_tokens=tokens)
             if other != d and not refusal(other, terms.workload):
@@ -126,7 +126,7 @@ def _better(other: Plan, plan: Plan, share: float) -> bool:
 def _sequences_within(deployment: Deployment, cost: StepCost, terms: Terms, speculation: Speculation | None) -> int:
     """The largest batch that keeps the promised time between tokens even when others wait; 0: not even one."""
     room = room_for(deployment, terms.workload.total_tokens)
-    good, late = 0, min(_MOST_SEQUENCES, room.sequences) + 1
+    good, late = 0, min(_MAX_SEQUENCES, room.sequences) + 1
     while late - good > 1:
         limit = (good + late) // 2
         full = replace(deployment, max_sequences=limit)

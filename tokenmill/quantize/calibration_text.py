@@ -22,8 +22,8 @@ from tokenmill.errors import UserError
 from tokenmill.quantize.default_text import default_text
 
 DEFAULT_ORIGIN = "built-in text"
-_MOST_BYTES = 64 << 20
-_HELD_OUT_SHARE, _MOST_HELD_OUT = 0.1, 100_000  # of the text's characters
+_MAX_BYTES = 64 << 20
+_HELD_OUT_SHARE, _MAX_HELD_OUT = 0.1, 100_000  # of the text's characters
 _HELD_OUT_SEED = 1
 _LINE = 'write one object per line: {"text": "..."} or {"messages": [{"role": "user", "content": "..."}, ...]}'
 
@@ -128,7 +128,7 @@ def _entry(line: str, number: int, template: ChatTemplate | None) -> dict[str, A
 def _hold_out(documents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """(for calibration, for the gate): the last tenth, by characters."""
     sizes = [len(_plain_text(document)) for document in documents]
-    budget = min(_MOST_HELD_OUT, sum(sizes) * _HELD_OUT_SHARE)
+    budget = min(_MAX_HELD_OUT, sum(sizes) * _HELD_OUT_SHARE)
     first, taken = len(documents), 0
     while first > 1 and taken + sizes[first - 1] <= budget:
         first -= 1
@@ -147,10 +147,10 @@ def _plain_text(document: Any) -> str:
 def read_text(path: Path) -> str:
     try:
         with path.open("rb") as file:
-            data = file.read(_MOST_BYTES)
+            data = file.read(_MAX_BYTES)
     except OSError as error:
         raise UserError(f"cannot read '{path}': {error.strerror}", "give a text or .jsonl file") from None
     try:
-        return data.decode("utf-8", errors="ignore" if len(data) == _MOST_BYTES else "strict")
+        return data.decode("utf-8", errors="ignore" if len(data) == _MAX_BYTES else "strict")
     except UnicodeDecodeError as error:
         raise UserError(f"'{path}' is not UTF-8 at byte {error.start}", "convert it to UTF-8") from None

@@ -8,19 +8,19 @@ import torch
 from tokenmill.types import Batch, ScheduledTokens, StepPlan
 
 
-def build_batch(plan: StepPlan, page_size: int, where: torch.device) -> Batch:
+def build_batch(plan: StepPlan, page_size: int, device: torch.device) -> Batch:
     rows = plan.scheduled
     decodes = all(row.length == 1 for row in rows)
     arrays = _decode_arrays(rows, page_size) if decodes else _arrays(rows, page_size)
     token_ids, positions, starts, seq_lens, slots, tables, logit_rows = arrays
     return Batch(
-        token_ids=_tensor(token_ids, where),
-        positions=_tensor(positions, where),
-        query_starts=_tensor(starts, where),
-        seq_lens=_tensor(seq_lens, where),
-        slots=tuple(_tensor(each, where) for each in slots),
-        block_tables=tuple(_tensor(each, where) for each in tables),
-        logit_rows=_tensor(logit_rows, where),
+        token_ids=_tensor(token_ids, device),
+        positions=_tensor(positions, device),
+        query_starts=_tensor(starts, device),
+        seq_lens=_tensor(seq_lens, device),
+        slots=tuple(_tensor(each, device) for each in slots),
+        block_tables=tuple(_tensor(each, device) for each in tables),
+        logit_rows=_tensor(logit_rows, device),
         max_query=1 if decodes else max(row.length for row in rows),
         max_seq=int(seq_lens.max()),
     )
@@ -78,10 +78,10 @@ def _decode_arrays(rows: list[ScheduledTokens], page_size: int) -> _Arrays:
     return wide[0], wide[1], query_starts, seq_lens, list(wide[2:]), tables, logit_rows
 
 
-def _tensor(array: np.ndarray, where: torch.device) -> torch.Tensor:
+def _tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
     tensor = torch.from_numpy(array)
     # From pinned memory: the host need not wait for what the device still computes.
-    return tensor if where.type == "cpu" else tensor.pin_memory().to(where, non_blocking=True)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def prompt_rows(row: ScheduledTokens) -> int:

@@ -24,14 +24,14 @@ from tokenmill.model.kvstore.base import KVStore
 from tokenmill.model.kvstore.checkpoint_scales import load_kv_scales
 from tokenmill.model.kvstore.choice import StoreChoice, choose_store
 from tokenmill.model.loader import LoadedModel, load_model
-from tokenmill.runtime.cuda_prompts import MOST_PROMPT_TOKENS
-from tokenmill.runtime.cuda_sampling import CudaSampler
 from tokenmill.runtime.executors import choose_executor
-from tokenmill.runtime.key_conditioning import condition_keys
+from tokenmill.runtime.executors.cuda.prompts import MAX_PROMPT_TOKENS
+from tokenmill.runtime.executors.cuda.sampling import CudaSampler
+from tokenmill.runtime.observation.key_conditioning import condition_keys
 from tokenmill.runtime.runner import Executor, ModelRunner
 from tokenmill.runtime.sampling.sampler import Sampler
-from tokenmill.runtime.spec.base import Target
-from tokenmill.runtime.spec.speculator import build_speculator
+from tokenmill.runtime.speculation.base import Target
+from tokenmill.runtime.speculation.speculator import build_speculator
 
 _log = get_logger(__name__)
 _LONGEST_DEFAULT_CONTEXT = 8192
@@ -63,10 +63,10 @@ def resolve_device(config: EngineConfig) -> torch.device:
     if config.device == "cpu":
         return torch.device("cpu")
     found = torch.cuda.is_available()
-    where = torch.device("cuda", torch.cuda.current_device()) if found else torch.device("cuda")
-    reason = gpu.unavailable(where) if found else "this torch finds no NVIDIA GPU"
+    device = torch.device("cuda", torch.cuda.current_device()) if found else torch.device("cuda")
+    reason = gpu.unavailable(device) if found else "this torch finds no NVIDIA GPU"
     if reason is None:
-        return where
+        return device
     if config.device == "cuda":
         raise UserError(f"device cuda cannot be used: {reason}", "use --device cpu")
     if found:
@@ -74,21 +74,21 @@ def resolve_device(config: EngineConfig) -> torch.device:
     return torch.device("cpu")
 
 
-def build_runtime(checkpoint: Checkpoint, config: EngineConfig, context: int, where: torch.device) -> Runtime:
+def build_runtime(checkpoint: Checkpoint, config: EngineConfig, context: int, device: torch.device) -> Runtime:
     torch.set_num_threads(config.threads or usable_cores())
-    on_gpu = where.type == "cuda"
+    on_gpu = device.type == "cuda"
     if config.quantization and not on_gpu:
         raise UserError("weights are rounded at load on a GPU only", "use tokenmill quantize, or --device cuda")
-    if cpu.unavailable(where) is None:
+    if cpu.unavailable(device) is None:
         cpu.use_threads(config.threads)
-    model = load_model(checkpoint, where, context, config.kernels, config.quantization)
-    layout, choice = kv_arrangement(config, model.decoder.kv_layers(), where)
+    model = load_model(checkpoint, device, context, config.kernels, config.quantization)
+    layout, choice = kv_arrangement(config, model.decoder.kv_layers(), device)
     page_bytes, fixed = choice.page_bytes(layout), choice.fixed_bytes(layout, config.concurrency)
     free = _free_on_gpu(checkpoint, config, model) if on_gpu else available_memory()
     memory = max(1, config.memory - fixed) if config.memory else 0
     share = _GPU_SHARE if on_gpu else DEFAULT_SHARE
     budget = plan_kv(layout, page_bytes, context, config.concurrency, memory, free - fixed, share)
-    store = choice.build(layout, budget.num_pages, where, config.kernels, config.concurrency)
+    store = choice.build(layout, budget.num_pages, device, config.kernels, config.concurrency)
     load_kv_scales(store, checkpoint)
     condition_keys(store, model, config, context)
     executor, declined = choose_executor(config.executor, model, store, config)
@@ -103,7 +103,7 @@ def build_runtime(checkpoint: Checkpoint, config: EngineConfig, context: int, wh
         context,
     )
     decoder, eps = model.decoder, checkpoint.description.norm_eps
-    sampler = CudaSampler(where, config.kernels) if model.table is not None else Sampler(where, config.kernels)
+    sampler = CudaSampler(device, config.kernels) if model.table is not None else Sampler(device, config.kernels)
     runner = ModelRunner(
         executor,
         store,
@@ -115,9 +115,9 @@ def build_runtime(checkpoint: Checkpoint, config: EngineConfig, context: int, wh
     return Runtime(runner, model, store, layout, budget, executor, declined)
 
 
-def kv_arrangement(config: EngineConfig, layers: list[LayerKV], where: torch.device) -> tuple[KVLayout, StoreChoice]:
+def kv_arrangement(config: EngineConfig, layers: list[LayerKV], device: torch.device) -> tuple[KVLayout, StoreChoice]:
     """How KV memory is divided and held."""
-    choice = choose_store(config.kv_cache_dtype, config.kv_native_layers, layers, where)
+    choice = choose_store(config.kv_cache_dtype, config.kv_native_layers, layers, device)
     page_size = choice.page_size(config.page_size, EngineConfig.default("page_size"))
     if page_size != config.page_size:
         _log.info("KV pages of %d tokens, as %s groups so many", page_size, choice.name)
@@ -136,13 +136,13 @@ def _free_on_gpu(checkpoint: Checkpoint, config: EngineConfig, model: LoadedMode
     """Bytes that the KV cache may take: what is free now less what the memory model says the steps will need."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(model.where)
+    free, total = torch.cuda.mem_get_info(model.device)
     d = checkpoint.description
     steps = activation_bytes(
         config.batch_tokens, d.hidden_size, d.intermediate_size, d.vocab_size, max_sequences=config.concurrency
     )
     # Captured steps with prompts share their memory, but what a smaller one took may not fit a larger one.
-    captured = min(config.batch_tokens, MOST_PROMPT_TOKENS)
+    captured = min(config.batch_tokens, MAX_PROMPT_TOKENS)
     steps += 2 * activation_bytes(captured, d.hidden_size, d.intermediate_size, d.vocab_size, max_sequences=0)
     steps += 2 * _largest_expanded(model)  # in a captured step and in an eager one
     runtime = RuntimeCosts().total(1)
@@ -150,7 +150,7 @@ def _free_on_gpu(checkpoint: Checkpoint, config: EngineConfig, model: LoadedMode
         "GPU memory: %.2f GiB in all, weights %.2f GiB (%.2f GiB allocated), steps %.2f, runtime %.2f, %.2f GiB free",
         total / GIB,
         model.weight_bytes / GIB,
-        torch.cuda.memory_allocated(model.where) / GIB,
+        torch.cuda.memory_allocated(model.device) / GIB,
         steps / GIB,
         runtime / GIB,
         free / GIB,

@@ -31,7 +31,7 @@ class LogitRunner:
         runner, rows = self._runner, plan.scheduled
         if plan.page_copies:
             runner.store.copy_pages(plan.page_copies)
-        batch = build_batch(plan, runner.store.layout.page_size, runner.store.where)
+        batch = build_batch(plan, runner.store.layout.page_size, runner.store.device)
         starts = batch.query_starts.tolist()
         wanted = [_wanted(row) for row in rows]
         chosen = [start + offset for start, offsets in zip(starts, wanted, strict=False) for offset in offsets]

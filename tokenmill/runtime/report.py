@@ -31,8 +31,8 @@ from tokenmill.model.kvstore.choice import StoreChoice, native_layer_count, read
 from tokenmill.model.loader import LoadedModel
 from tokenmill.model.reader import WeightReader
 from tokenmill.runtime.build import kv_arrangement, resolve_context
-from tokenmill.runtime.eager import FORWARD_OPS, OPS
 from tokenmill.runtime.executors import EXECUTORS
+from tokenmill.runtime.executors.eager import FORWARD_OPS, OPS
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +94,8 @@ class ModelReport:
 def inspect_model(path: Path, config: EngineConfig) -> ModelReport:
     checkpoint = open_checkpoint(path)
     model = survey(checkpoint, config)
-    layout, choice = kv_arrangement(config, model.decoder.kv_layers(), model.where)
-    store = choice.build(layout, 1, model.where, config.kernels, 1)
+    layout, choice = kv_arrangement(config, model.decoder.kv_layers(), model.device)
+    store = choice.build(layout, 1, model.device, config.kernels, 1)
     executor = _executor(model, store, config.executor)
     stored = stored_types(checkpoint)
     return ModelReport(
@@ -113,7 +113,7 @@ def inspect_model(path: Path, config: EngineConfig) -> ModelReport:
 def survey(checkpoint: Checkpoint, config: EngineConfig) -> LoadedModel:
     """The model with its kernels chosen but not filled: weights of one type and shape share one choice."""
     description = checkpoint.description
-    where = torch.device("cpu")
+    device = torch.device("cpu")
     reader = WeightReader(checkpoint)
     decoder = ARCHITECTURES.get(description.architecture)(reader, description, 1)
     reader.finish()
@@ -123,9 +123,9 @@ def survey(checkpoint: Checkpoint, config: EngineConfig) -> LoadedModel:
         if weight is decoder.embedding and decoder.head is not weight:
             continue  # only looked up, never multiplied
         if key not in chosen:
-            chosen[key] = select_linear(weight, where, config.kernels)
+            chosen[key] = select_linear(weight, device, config.kernels)
         weight.kernel = chosen[key]
-    return LoadedModel(decoder, reader.weights, checkpoint, where, config.kernels)
+    return LoadedModel(decoder, reader.weights, checkpoint, device, config.kernels)
 
 
 def implementations(model: LoadedModel, executor: str) -> tuple[Implementation, ...]:
@@ -140,7 +140,7 @@ def implementations(model: LoadedModel, executor: str) -> tuple[Implementation, 
         if executor != "eager" and op in FORWARD_OPS:  # the forward pass is one program of one backend
             ops.append(Implementation(op, f"{executor} program", ()))
         else:
-            choice = select(op, model.where, model.kernels)
+            choice = select(op, model.device, model.kernels)
             ops.append(Implementation(op, choice.backend, _reasons(choice.declined)))
     return (*linears, *ops)
 

@@ -16,10 +16,10 @@ from torch import Tensor
 from tokenmill.model.kvstore.base import KVStore
 from tokenmill.runtime.batch import build_batch, prompt_rows
 from tokenmill.runtime.sampling.sampler import Sampler, token_logprobs
-from tokenmill.runtime.spec.base import Draft
-from tokenmill.runtime.spec.lending import lent
-from tokenmill.runtime.spec.speculator import Speculator
-from tokenmill.runtime.spec.verify import Verdict, compare, verify
+from tokenmill.runtime.speculation.base import Draft
+from tokenmill.runtime.speculation.lending import lent
+from tokenmill.runtime.speculation.speculator import Speculator
+from tokenmill.runtime.speculation.verify import Verdict, compare, verify
 from tokenmill.types import Batch, Request, ScheduledTokens, StepPlan, StepResult, TokenLogprobs
 
 _MAX_LOGIT_VALUES = 1 << 24  # logits computed at a time: 64 MiB, whatever the vocabulary
@@ -37,7 +37,7 @@ class Executor(Protocol):
 class DecodingExecutor(Protocol):
     """An executor with a short way for the commonest step: one token of each sequence, all of them sampling."""
 
-    most_decoded: int
+    max_decoded: int
 
     def decode(self, rows: Sequence[ScheduledTokens]) -> list[int]: ...
 
@@ -57,7 +57,7 @@ class EnduringExecutor(DecodingExecutor, Protocol):
 class CheckingExecutor(Protocol):
     """A decoding executor that takes several positions of one sequence as rows: drafts cost no other kind of step."""
 
-    most_decoded: int
+    max_decoded: int
     guesses: list[list[int]] | None  # by row of the last `check`, where it guesses by itself what follows
 
     def check(self, rows: Sequence[ScheduledTokens]) -> list[int]: ...
@@ -118,14 +118,14 @@ class ModelRunner:
     def _execute(self, plan: StepPlan, drafts: dict[int, Draft]) -> StepResult:
         if any(draft.parents is not None for draft in drafts.values()):
             return self._check_trees(plan.scheduled, drafts)
-        if self._decoder is not None and _is_decode(plan.scheduled, self._decoder.most_decoded):
+        if self._decoder is not None and _is_decode(plan.scheduled, self._decoder.max_decoded):
             if not drafts:
                 return self._decode(self._decoder, plan.scheduled, plan.run)
-            if self._checker is not None and sum(row.length for row in plan.scheduled) <= self._checker.most_decoded:
+            if self._checker is not None and sum(row.length for row in plan.scheduled) <= self._checker.max_decoded:
                 return self._check(self._checker, plan.scheduled, drafts)
         rows = plan.scheduled
         observes = self.speculator is not None and self.speculator.drafter.needs_hidden
-        batch = build_batch(plan, self.store.layout.page_size, self.store.where)
+        batch = build_batch(plan, self.store.layout.page_size, self.store.device)
         batch.all_hidden = observes or any(row.request.embeds for row in rows)
         hidden = self.executor.forward(batch)
         result = StepResult([None] * len(rows), [None] * len(rows), [None] * len(rows))

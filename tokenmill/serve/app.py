@@ -88,5 +88,5 @@ def _explain(error: RequestValidationError) -> ApiError:
     if first.get("type") == "json_invalid":
         return ApiError(400, "the body is not valid JSON", code="invalid_json")
     param = place[0][:64].encode("ascii", "replace").decode() if place else None
-    where = ".".join(place[:6])[:100].encode("ascii", "replace").decode()
-    return ApiError(400, f"{where}: {message}" if where else f"the body: {message}", param=param)
+    field = ".".join(place[:6])[:100].encode("ascii", "replace").decode()
+    return ApiError(400, f"{field}: {message}" if field else f"the body: {message}", param=param)

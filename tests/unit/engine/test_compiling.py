@@ -6,10 +6,10 @@ import time
 
 import pytest
 
-from tests.unit.runtime.test_grammar import ByteTokens
+from tests.unit.grammar.test_grammar import ByteTokens
 from tokenmill.engine.compiling import Compiling
 from tokenmill.engine.messages import Refused, Submit, decode_to_engine, encode
-from tokenmill.runtime.sampling.grammar.compiler import GrammarCompiler
+from tokenmill.grammar.compiler import GrammarCompiler
 from tokenmill.types import Request, SamplingParams, StructuredSpec
 
 _PATIENCE = 20.0

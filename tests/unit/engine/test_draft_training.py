@@ -12,8 +12,8 @@ import torch
 from tokenmill import LLM
 from tokenmill.engine.draft_training import own_answers, own_text, read_prompts, train_head
 from tokenmill.errors import UserError
-from tokenmill.runtime.spec.training import TrainingPlan
-from tokenmill.runtime.spec.training_states import read_hidden_states
+from tokenmill.runtime.speculation.training import TrainingPlan
+from tokenmill.runtime.speculation.training_states import read_hidden_states
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from tokenmill.kernels import cpu
 from tokenmill.model.kvstore import KV_STORES
 from tokenmill.model.loader import LoadedModel, load_model
 from tokenmill.runtime.batch import build_batch
-from tokenmill.runtime.eager import EagerExecutor
-from tokenmill.runtime.recorded import RecordedExecutor
+from tokenmill.runtime.executors.eager import EagerExecutor
+from tokenmill.runtime.executors.recorded import RecordedExecutor
 from tokenmill.types import Batch, Request, SamplingParams, ScheduledTokens, StepPlan
 
 CPU = torch.device("cpu")

@@ -97,13 +97,13 @@ run_job(prepare(job), lambda done, total, left: die() if where == "between" and 
 """
 
 
-@pytest.mark.parametrize(("where", "finished"), [("between", 2), ("inside", 1)])
+@pytest.mark.parametrize(("moment", "finished"), [("between", 2), ("inside", 1)])
 def test_a_killed_job_resumes_to_the_identical_files(
-    where: str, finished: int, job: QuantizeJob, tmp_path: Path
+    moment: str, finished: int, job: QuantizeJob, tmp_path: Path
 ) -> None:
     whole = run_job(prepare(replace(job, out=tmp_path / "whole")))
     assert whole.resumed_blocks == 0
-    arguments = [job.model, str(job.out), str(job.calibration), where]
+    arguments = [job.model, str(job.out), str(job.calibration), moment]
     died = subprocess.run([sys.executable, "-c", _CHILD, *arguments], capture_output=True, text=True, timeout=300)
     assert died.returncode == -signal.SIGKILL, died.stderr
     assert not job.out.exists()

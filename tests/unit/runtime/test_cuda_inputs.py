@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tokenmill.hardware.kv_layout import KVGroup, KVLayout
-from tokenmill.runtime.cuda_inputs import DecodeInputs
+from tokenmill.runtime.executors.cuda.inputs import DecodeInputs
 from tokenmill.types import Request, SamplingParams, ScheduledTokens
 
 

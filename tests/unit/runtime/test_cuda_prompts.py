@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from tokenmill.hardware.kv_layout import KVGroup, KVLayout
-from tokenmill.runtime import cuda_prompts
 from tokenmill.runtime.batch import build_batch
-from tokenmill.runtime.cuda_prompts import PromptInputs, PromptKind, PromptSteps
+from tokenmill.runtime.executors.cuda import prompts
+from tokenmill.runtime.executors.cuda.prompts import PromptInputs, PromptKind, PromptSteps
 from tokenmill.types import Batch, Request, SamplingParams, ScheduledTokens, StepPlan
 
 PAGE, CONTEXT = 16, 4096
-WHERE = torch.device("cpu")
+DEVICE = torch.device("cpu")
 LAYOUT = KVLayout(PAGE, 1, 1, 1, (KVGroup("full", 0, (0,)), KVGroup("sliding", 32, (1,))))
 
 
@@ -26,11 +26,11 @@ def step(*rows: tuple[int, int]) -> Batch:
         request = Request(str(number), list(range(start + count)), SamplingParams())
         pages = [1000 * number + page for page in range(-(-(start + count) // PAGE))]
         scheduled.append(ScheduledTokens(request, start, count, (pages, pages), True))
-    return build_batch(StepPlan(scheduled), PAGE, WHERE)
+    return build_batch(StepPlan(scheduled), PAGE, DEVICE)
 
 
 def inputs(batch_tokens: int = 8192, concurrency: int = 256) -> PromptInputs:
-    return PromptInputs(LAYOUT, batch_tokens, concurrency, CONTEXT, WHERE)
+    return PromptInputs(LAYOUT, batch_tokens, concurrency, CONTEXT, DEVICE)
 
 
 def test_steps_are_padded_to_few_kinds_that_never_look_like_single_tokens() -> None:
@@ -86,7 +86,7 @@ def test_a_kind_is_captured_at_its_second_step_and_the_least_used_makes_room(mon
         call()
         return _Replayed(call)
 
-    monkeypatch.setattr(cuda_prompts, "_MOST_GRAPHS", 2)
+    monkeypatch.setattr(prompts, "_MAX_GRAPHS", 2)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     steps = PromptSteps(inputs(), lambda batch: batch.token_ids[:, None].float() * 2, capture)
     for number in range(3):

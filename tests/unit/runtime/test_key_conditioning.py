@@ -20,7 +20,7 @@ from tokenmill.model.kvstore.conditioning import KeyConditioning
 from tokenmill.model.kvstore.int4 import HiddenZeroRows
 from tokenmill.model.layers.rotary import build_rotary_table
 from tokenmill.model.loader import load_model
-from tokenmill.runtime.key_conditioning import _over_positions, _query_moment, find_conditioning
+from tokenmill.runtime.observation.key_conditioning import _over_positions, _query_moment, find_conditioning
 
 CPU = torch.device("cpu")
 

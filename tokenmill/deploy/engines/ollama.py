@@ -7,7 +7,7 @@ from tokenmill.deploy.serving import Serving
 from tokenmill.errors import UserError
 
 _CACHE_TYPES = {16: "f16", 8: "q8_0", 4: "q4_0"}
-_MOST_PARALLEL = 4
+_MAX_PARALLEL = 4
 
 
 class Ollama(Engine):
@@ -25,7 +25,7 @@ class Ollama(Engine):
         kind = _CACHE_TYPES.get(round(serving.kv_bits))
         if kind is None:
             raise UserError(f"Ollama holds no {serving.kv_bits:g}-bit KV", "plan with --kv-cache-dtype bf16 or int8")
-        parallel = min(_MOST_PARALLEL, serving.max_sequences)
+        parallel = min(_MAX_PARALLEL, serving.max_sequences)
         environment = (
             ("OLLAMA_HOST", f"0.0.0.0:{self.port}"),
             ("OLLAMA_NUM_PARALLEL", str(parallel)),

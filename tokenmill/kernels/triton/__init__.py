@@ -34,54 +34,54 @@ from typing import Any
 import torch
 
 _HOME = {
-    "rms_norm": "elementwise",
-    "add": "elementwise",
-    "add_rms_norm": "elementwise",
-    "add_rms_norm_quantized": "elementwise",
-    "gated": "elementwise",
-    "gated_quantized": "elementwise",
-    "quantize_rows": "elementwise",
-    "softcap": "elementwise",
-    "embed": "elementwise",
-    "rope": "rotary",
-    "rope_store": "rotary",
-    "store_kv": "rotary",
-    "head_places": "rotated",
-    "attention": "paged",
-    "paged_attention": "paged",
-    "SharedPrefix": "paged",
-    "distinct_pages": "paged_widen",
-    "packed_attention": "packed",
-    "rope_store_packed": "packed_store",
-    "argmax": "sampling",
-    "sample": "sampling",
-    "mix_seed": "sampling",
-    "SamplingTensors": "sampling",
-    "Echo": "sampling",
-    "make_linear": "linear",
-    "from_quantized": "linear",
-    "quantize_at_load": "linear",
-    "GpuLinear": "linear",
-    "join_linears": "joined",
-    "JoinedRows": "joined",
-    "expand_small": "small",
-    "begin_step": "step",
-    "NO_ROW": "step",
-    "FOLLOWS": "step",
-    "follow_drafts": "follow",
-    "draft_inputs": "head_inputs",
-    "look_up_drafts": "lookup",
+    "rms_norm": "fused.elementwise",
+    "add": "fused.elementwise",
+    "add_rms_norm": "fused.elementwise",
+    "add_rms_norm_quantized": "fused.elementwise",
+    "gated": "fused.elementwise",
+    "gated_quantized": "fused.elementwise",
+    "quantize_rows": "fused.elementwise",
+    "softcap": "fused.elementwise",
+    "embed": "fused.elementwise",
+    "rope": "fused.rotary",
+    "rope_store": "fused.rotary",
+    "store_kv": "fused.rotary",
+    "head_places": "fused.rotated",
+    "attention": "attention.paged",
+    "paged_attention": "attention.paged",
+    "SharedPrefix": "attention.paged",
+    "distinct_pages": "attention.paged_widen",
+    "packed_attention": "attention.packed",
+    "rope_store_packed": "fused.packed_store",
+    "argmax": "step.sampling",
+    "sample": "step.sampling",
+    "mix_seed": "step.sampling",
+    "SamplingTensors": "step.sampling",
+    "Echo": "step.sampling",
+    "make_linear": "matmul.linear",
+    "from_quantized": "matmul.linear",
+    "quantize_at_load": "matmul.linear",
+    "GpuLinear": "matmul.linear",
+    "join_linears": "matmul.joined",
+    "JoinedRows": "matmul.joined",
+    "expand_small": "matmul.small",
+    "begin_step": "step.step",
+    "NO_ROW": "step.step",
+    "FOLLOWS": "step.step",
+    "follow_drafts": "step.follow",
+    "draft_inputs": "fused.head_inputs",
+    "look_up_drafts": "step.lookup",
 }
 
 
-def unavailable(where: torch.device) -> str | None:
+def unavailable(device: torch.device) -> str | None:
     """Why this backend cannot run on a device; on a CPU only Triton's interpreter can, for tests."""
     interpreted = os.environ.get("TRITON_INTERPRET", "0") == "1"
-    if where.type != "cuda" and not (where.type == "cpu" and interpreted):
-        return f"runs on NVIDIA GPUs, not on {where.type}"
+    if device.type != "cuda" and not (device.type == "cpu" and interpreted):
+        return f"runs on NVIDIA GPUs, not on {device.type}"
     if find_spec("triton") is None:
         return "triton is not installed; install tokenmill[gpu]"
-    if where.type == "cuda" and torch.cuda.get_device_capability(where)[0] < 8:
+    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] < 8:
         return "needs compute capability 8.0 or later"
     return None
 

@@ -36,20 +36,20 @@ def _early_launch(index: int) -> bool:
     return torch.cuda.get_device_capability(index)[0] >= 9
 
 
-def early(where: torch.device) -> bool:
+def early(device: torch.device) -> bool:
     """Whether kernels on this device overlap their start with the end of the one before."""
-    return where.type == "cuda" and _early_launch(where.index or 0)
+    return device.type == "cuda" and _early_launch(device.index or 0)
 
 
-def options(where: torch.device, warps: int = 4, stages: int = 3) -> dict[str, Any]:
+def options(device: torch.device, warps: int = 4, stages: int = 3) -> dict[str, Any]:
     """Launch keywords besides the kernel's own arguments; the interpreter knows only the first two."""
-    return {"num_warps": warps, "num_stages": stages} | ({"launch_pdl": True} if early(where) else {})
+    return {"num_warps": warps, "num_stages": stages} | ({"launch_pdl": True} if early(device) else {})
 
 
 @cache
-def num_processors(where: torch.device) -> int:
+def num_processors(device: torch.device) -> int:
     """Streaming multiprocessors; a small number where there is no GPU, so that tests split work too."""
-    return torch.cuda.get_device_properties(where).multi_processor_count if where.type == "cuda" else 4
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 def power_of_two(value: int, least: int = 1) -> int:
@@ -63,34 +63,34 @@ class Workspace:
     on writing to the one it saw.
     """
 
-    def __init__(self, where: torch.device) -> None:
-        self._where = where
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._kept: list[Tensor] = []
-        self._partials = torch.empty(1 << 22, dtype=torch.float32, device=where)
-        self._counters = torch.zeros(1 << 16, dtype=torch.int32, device=where)
-        self._widened = torch.empty(0, dtype=torch.bfloat16, device=where)
+        self._partials = torch.empty(1 << 22, dtype=torch.float32, device=device)
+        self._counters = torch.zeros(1 << 16, dtype=torch.int32, device=device)
+        self._widened = torch.empty(0, dtype=torch.bfloat16, device=device)
 
     def partials(self, count: int) -> Tensor:
         if count > self._partials.numel():
             self._kept.append(self._partials)
-            self._partials = torch.empty(power_of_two(count), dtype=torch.float32, device=self._where)
+            self._partials = torch.empty(power_of_two(count), dtype=torch.float32, device=self._device)
         return self._partials
 
     def widened(self, count: int) -> Tensor:
         """bf16, for pages that were stored in fewer bits."""
         if count > self._widened.numel():
             self._kept.append(self._widened)
-            self._widened = torch.empty(count, dtype=torch.bfloat16, device=self._where)
+            self._widened = torch.empty(count, dtype=torch.bfloat16, device=self._device)
         return self._widened
 
     def counters(self, count: int) -> Tensor:
         """Zero between launches: the last program to arrive at a counter sets it back."""
         if count > self._counters.numel():
             self._kept.append(self._counters)
-            self._counters = torch.zeros(power_of_two(count), dtype=torch.int32, device=self._where)
+            self._counters = torch.zeros(power_of_two(count), dtype=torch.int32, device=self._device)
         return self._counters
 
 
 @cache
-def workspace(where: torch.device) -> Workspace:
-    return Workspace(where)
+def workspace(device: torch.device) -> Workspace:
+    return Workspace(device)

@@ -20,7 +20,7 @@ class PagedAttention(AttentionBackend):
 
     def __init__(self, store: KVStore, kernels: str = "") -> None:
         super().__init__(store, kernels)
-        self._attention = select("attention", store.where, kernels).run
+        self._attention = select("attention", store.device, kernels).run
 
     @classmethod
     def declines(cls, _store: KVStore) -> str | None:

@@ -30,14 +30,14 @@ class KVStore(ABC):
         self,
         layout: KVLayout,
         num_pages: int,
-        where: torch.device,
+        device: torch.device,
         kernels: str = "",  # noqa: ARG002
         sequences: int = 1,  # noqa: ARG002
     ) -> None:
         """`kernels`: forced backend of the op table, or empty. `sequences`: most that are computed at the same time."""
         self.layout = layout
         self.num_pages = num_pages
-        self.where = where
+        self.device = device
 
     @classmethod
     @abstractmethod

@@ -56,22 +56,22 @@ class StoreChoice:
         size: int = self._store.fixed_bytes(coded, sequences)
         return size
 
-    def build(self, layout: KVLayout, num_pages: int, where: torch.device, kernels: str, sequences: int) -> KVStore:
+    def build(self, layout: KVLayout, num_pages: int, device: torch.device, kernels: str, sequences: int) -> KVStore:
         if not self.edge_layers:
-            whole: KVStore = self._store(layout, num_pages, where, kernels, sequences)
+            whole: KVStore = self._store(layout, num_pages, device, kernels, sequences)
             return whole
         native, coded = split_layout(layout, self.edge_layers)
         return EdgeStore(
             layout,
             self.edge_layers,
-            KV_STORES.get(self.native)(native, num_pages, where, kernels, sequences),
-            self._store(coded, num_pages, where, kernels, sequences),
+            KV_STORES.get(self.native)(native, num_pages, device, kernels, sequences),
+            self._store(coded, num_pages, device, kernels, sequences),
         )
 
 
-def choose_store(dtype: str, edge_layers: int, layers: list[LayerKV], where: torch.device) -> StoreChoice:
+def choose_store(dtype: str, edge_layers: int, layers: list[LayerKV], device: torch.device) -> StoreChoice:
     """`dtype`: a name or "auto". `edge_layers`: -1 leaves it to the store, which wants some where layers are alike."""
-    on_gpu = where.type == "cuda"
+    on_gpu = device.type == "cuda"
     if dtype == "auto":
         dtype = "bfloat16" if on_gpu else "float32"
     store = KV_STORES.get(dtype)
@@ -97,7 +97,7 @@ def reading_path(store: KVStore) -> str:
         return "plain floats"
     if any(store.packed_pages(slot) is not None for slot in range(store.layout.layers_per_page)):
         return "Triton multiplies the codes as they lie"
-    if store.where.type == "cuda":
+    if store.device.type == "cuda":
         return "Triton widens the bytes as it multiplies"
     backend = choose_attention(store)
     if backend.name == "coded":

@@ -13,7 +13,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-_MOST_ROUNDS = 20_000
+_MAX_ROUNDS = 20_000
 _CLOSE = 1e-10
 
 
@@ -22,7 +22,7 @@ def normal_codebook(bits: int) -> tuple[Tensor, Tensor]:
     """Levels float32 [2**bits] in ascending order, and the bounds [2**bits - 1] between them."""
     count = 1 << bits
     levels = [math.sqrt(2) * _inverse_erf((2 * i + 1) / count - 1) for i in range(count)]
-    for _ in range(_MOST_ROUNDS):  # bounds halfway between levels, levels at the mean of their cell
+    for _ in range(_MAX_ROUNDS):  # bounds halfway between levels, levels at the mean of their cell
         bounds = [-math.inf, *((a + b) / 2 for a, b in pairwise(levels)), math.inf]
         better = [_cell_mean(a, b) for a, b in pairwise(bounds)]
         moved = max(abs(a - b) for a, b in zip(levels, better, strict=True))

@@ -3,7 +3,7 @@
 Rows hold (key - center) * scale, rotated. A center moves all scores of a query alike, which softmax does not see;
 queries are divided by the scale. Rounding one coordinate after the other, the error so far is made up for by those to
 come, as far as queries cannot tell them apart (LDLQ): what is minimized is the error of scores, not of keys. Reading a
-row needs nothing of this but the scale. Measured by runtime/key_conditioning.py, applied by the row formats.
+row needs nothing of this but the scale. Measured by runtime/observation/key_conditioning.py, applied by row formats.
 """
 
 from __future__ import annotations

@@ -19,14 +19,14 @@ class DenseStore(KVStore):
     dtype: ClassVar[torch.dtype]
 
     def __init__(
-        self, layout: KVLayout, num_pages: int, where: torch.device, kernels: str = "", sequences: int = 1
+        self, layout: KVLayout, num_pages: int, device: torch.device, kernels: str = "", sequences: int = 1
     ) -> None:
-        super().__init__(layout, num_pages, where, kernels, sequences)
+        super().__init__(layout, num_pages, device, kernels, sequences)
         shape = (layout.layers_per_page, num_pages, layout.num_kv_heads, layout.page_size, layout.head_dim)
         # Not zeroed on purpose: the operating system hands out memory only for pages that are really written.
-        self._k = torch.empty(shape, dtype=self.dtype, device=where)
-        self._v = torch.empty(shape, dtype=self.dtype, device=where)
-        self._store = select("store_kv", where, kernels).run
+        self._k = torch.empty(shape, dtype=self.dtype, device=device)
+        self._v = torch.empty(shape, dtype=self.dtype, device=device)
+        self._store = select("store_kv", device, kernels).run
 
     @classmethod
     def page_bytes(cls, layout: KVLayout) -> int:
@@ -40,7 +40,7 @@ class DenseStore(KVStore):
         return self._k[slot], self._v[slot]
 
     def kernel_pages(self, slot: int) -> CpuPages | None:
-        return None if cpu.unavailable(self.where) else CpuPages(*self.pages(slot))
+        return None if cpu.unavailable(self.device) else CpuPages(*self.pages(slot))
 
     def page_tensors(self) -> list[Tensor]:
         return [self._k, self._v]

@@ -37,7 +37,7 @@ class EdgeStore(KVStore):
 
     def __init__(self, layout: KVLayout, edge_layers: int, native: KVStore, coded: KVStore) -> None:
         """`native` and `coded` hold the layouts of `split_layout`, as many pages each."""
-        super().__init__(layout, coded.num_pages, coded.where)
+        super().__init__(layout, coded.num_pages, coded.device)
         self.name = coded.name
         self._stores = (native, coded)
         natives = native_slots(layout, edge_layers)

@@ -82,10 +82,10 @@ class Float8Store(RowStore):
     on_gpu = True
 
     def __init__(
-        self, layout: KVLayout, num_pages: int, where: torch.device, kernels: str = "", sequences: int = 1
+        self, layout: KVLayout, num_pages: int, device: torch.device, kernels: str = "", sequences: int = 1
     ) -> None:
-        super().__init__(layout, num_pages, where, kernels, sequences)
-        ones = torch.ones(layout.num_kv_heads, device=where)
+        super().__init__(layout, num_pages, device, kernels, sequences)
+        ones = torch.ones(layout.num_kv_heads, device=device)
         self._scales = [(ones, ones)] * layout.layers_per_page
 
     @classmethod
@@ -95,7 +95,7 @@ class Float8Store(RowStore):
 
     def set_scales(self, slot: int, k: Tensor, v: Tensor) -> None:
         """float32 [kv_heads] each, before anything is written."""
-        scales = (k.to(self.where), v.to(self.where))
+        scales = (k.to(self.device), v.to(self.device))
         formats = [Float8Rows(self.layout.head_dim, E4M3, each) for each in scales]
         self._scales[slot] = scales
         self.use_formats(slot, formats[0], formats[1])

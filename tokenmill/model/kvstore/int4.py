@@ -58,9 +58,9 @@ class HiddenZeroRows(RowFormat):
         scale = (word & ~_HIGHEST).view(torch.float32)
         return (codes - (word & _HIGHEST)) * scale
 
-    def packed(self, where: torch.device) -> PackedRows:
+    def packed(self, device: torch.device) -> PackedRows:
         assert self.rotation is not None
-        return PackedRows(HIDDEN_ZERO, self.head_dim, self.rotation.matrix(where))
+        return PackedRows(HIDDEN_ZERO, self.head_dim, self.rotation.matrix(device))
 
     def code(self) -> RowCode:
         return RowCode("hidden_zero", self.head_dim, 4)
@@ -96,9 +96,9 @@ class PairedZeroRows(HiddenZeroRows):
         scale = (word & ~_HIGHEST).view(torch.float16).float()
         return ((codes - (word & _HIGHEST)) * scale).flatten(-2)
 
-    def packed(self, where: torch.device) -> PackedRows:
+    def packed(self, device: torch.device) -> PackedRows:
         assert self.rotation is not None
-        return PackedRows(PAIRED_ZERO, self.head_dim, self.rotation.matrix(where))
+        return PackedRows(PAIRED_ZERO, self.head_dim, self.rotation.matrix(device))
 
     def code(self) -> RowCode:
         return RowCode("paired_zero", self.head_dim, 4)

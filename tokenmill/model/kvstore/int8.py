@@ -49,7 +49,7 @@ class Int8Rows(RowFormat):
     def code_bytes(self) -> int:
         return self.head_dim
 
-    def packed(self, where: torch.device) -> PackedRows:  # noqa: ARG002
+    def packed(self, device: torch.device) -> PackedRows:  # noqa: ARG002
         return PackedRows(INT8_HALF if self._scale_dtype == torch.float16 else INT8_FLOAT, self.head_dim)
 
     def code(self) -> RowCode:

@@ -35,27 +35,29 @@ class _KiviStore(KVStore):
     bits: int
 
     def __init__(
-        self, layout: KVLayout, num_pages: int, where: torch.device, kernels: str = "", sequences: int = 1
+        self, layout: KVLayout, num_pages: int, device: torch.device, kernels: str = "", sequences: int = 1
     ) -> None:
-        super().__init__(layout, num_pages, where, kernels, sequences)
+        super().__init__(layout, num_pages, device, kernels, sequences)
         slots, heads, size, dim = layout.layers_per_page, layout.num_kv_heads, layout.page_size, layout.head_dim
         rows, runs = size // GROUP, dim // gcd(GROUP, dim)
         self._codes = [
-            torch.empty(slots, num_pages, heads, size, dim * self.bits // 8, dtype=torch.uint8, device=where)
+            torch.empty(slots, num_pages, heads, size, dim * self.bits // 8, dtype=torch.uint8, device=device)
             for _ in _SIDES
         ]
         # Step and least value: of keys per (group of tokens, channel), of values per (token, run of channels).
         shapes = ((rows, 2, dim), (size, runs, 2))
         self._numbers = [
-            torch.empty(slots, num_pages, heads, *shape, dtype=torch.float16, device=where) for shape in shapes
+            torch.empty(slots, num_pages, heads, *shape, dtype=torch.float16, device=device) for shape in shapes
         ]
         places = self._num_places(layout, sequences)
-        self._recent = [torch.empty(slots, places, heads, size, dim, dtype=torch.float16, device=where) for _ in _SIDES]
+        self._recent = [
+            torch.empty(slots, places, heads, size, dim, dtype=torch.float16, device=device) for _ in _SIDES
+        ]
         self._place_of: OrderedDict[int, int] = OrderedDict()  # page -> place, the one used longest ago first
-        self._places = torch.full((num_pages,), -1, device=where)  # the same as a tensor
+        self._places = torch.full((num_pages,), -1, device=device)  # the same as a tensor
         self._free = list(range(places))
         self._leaving: list[int] = []  # pages that are recent for this step only
-        self._filled = torch.zeros(slots, num_pages, dtype=torch.int64, device=where)  # rows that were ever written
+        self._filled = torch.zeros(slots, num_pages, dtype=torch.int64, device=device)  # rows that were ever written
 
     @staticmethod
     def _num_places(layout: KVLayout, sequences: int) -> int:
@@ -117,7 +119,7 @@ class _KiviStore(KVStore):
         return k, v
 
     def pages(self, slot: int) -> tuple[Tensor, Tensor]:
-        return self.read(slot, torch.arange(self.num_pages, device=self.where))
+        return self.read(slot, torch.arange(self.num_pages, device=self.device))
 
     def page_tensors(self) -> list[Tensor]:
         return [*self._codes, *self._numbers]
@@ -189,7 +191,7 @@ class _KiviStore(KVStore):
         values[at, :, offset] = heads
         for number in torch.nonzero(count < self.layout.page_size).flatten().tolist():  # seldom: a page in two parts
             mine = offset[at == number]
-            valid = torch.arange(self.layout.page_size, device=self.where) < known[number]
+            valid = torch.arange(self.layout.page_size, device=self.device) < known[number]
             valid[mine] = True
             values[number][:, ~valid] = values[number][:, mine[:1]]
         self._encode(slot, side, pages, values)

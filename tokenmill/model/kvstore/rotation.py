@@ -28,10 +28,10 @@ class Rotation:
     def turn_back(self, y: Tensor) -> Tensor:
         return inverse_hadamard(y) * self._signs.to(y)
 
-    def matrix(self, where: torch.device) -> Tensor:
+    def matrix(self, device: torch.device) -> Tensor:
         """float16 [n, n]: `turn` of rows is x @ matrix / sqrt(n). Of a true Hadamard matrix the entries are +-1."""
         size = len(self._signs)
-        return (self.turn(torch.eye(size)) * size**0.5).to(where, torch.float16).contiguous()
+        return (self.turn(torch.eye(size)) * size**0.5).to(device, torch.float16).contiguous()
 
     def code(self) -> RowRotation:
         power, matrix = hadamard_parts(len(self._signs))

@@ -63,7 +63,7 @@ class RowFormat(ABC):
         """Of the codes; a row's numbers follow them. Where the GPU kernels read pages these are two planes."""
         return self.row_bytes
 
-    def packed(self, where: torch.device) -> PackedRows | None:  # noqa: ARG002
+    def packed(self, device: torch.device) -> PackedRows | None:  # noqa: ARG002
         """The same for the GPU kernels; None where they have no such rows."""
         return None
 
@@ -127,24 +127,24 @@ class RowStore(KVStore):
     joined: ClassVar[bool] = False  # key and value of a token side by side in one slot of even length
 
     def __init__(
-        self, layout: KVLayout, num_pages: int, where: torch.device, kernels: str = "", sequences: int = 1
+        self, layout: KVLayout, num_pages: int, device: torch.device, kernels: str = "", sequences: int = 1
     ) -> None:
-        super().__init__(layout, num_pages, where, kernels, sequences)
+        super().__init__(layout, num_pages, device, kernels, sequences)
         pair = self.formats(layout)
         self._formats = [pair] * layout.layers_per_page
         shape = (layout.layers_per_page, num_pages, layout.num_kv_heads, layout.page_size)
         k_bytes, v_bytes = (each.row_bytes for each in pair)
         # Not zeroed on purpose: the operating system hands out memory only for pages that are really written.
         if self.joined:
-            slots = torch.empty(*shape, self._slot_bytes(layout), dtype=torch.uint8, device=where)
+            slots = torch.empty(*shape, self._slot_bytes(layout), dtype=torch.uint8, device=device)
             self._tensors = [slots]
             self._k, self._v = slots[..., :k_bytes], slots[..., k_bytes : k_bytes + v_bytes]
         else:
-            self._k = torch.empty(*shape, k_bytes, dtype=torch.uint8, device=where)
-            self._v = torch.empty(*shape, v_bytes, dtype=torch.uint8, device=where)
+            self._k = torch.empty(*shape, k_bytes, dtype=torch.uint8, device=device)
+            self._v = torch.empty(*shape, v_bytes, dtype=torch.uint8, device=device)
             self._tensors = [self._k, self._v]
-        self._backend = select("attention", where, kernels).backend
-        self._packed = pair[0].packed(where) if self.on_gpu and self._backend == "triton" else None
+        self._backend = select("attention", device, kernels).backend
+        self._packed = pair[0].packed(device) if self.on_gpu and self._backend == "triton" else None
         self._pages: list[CpuPages | None] = [self._bind(slot) for slot in range(layout.layers_per_page)]
 
     def use_formats(self, slot: int, k: RowFormat, v: RowFormat) -> None:
@@ -224,7 +224,7 @@ class RowStore(KVStore):
         return PackedPages(self._k[slot].flatten(2), self._v[slot].flatten(2), self.layout.page_size, self._packed)
 
     def pages(self, slot: int) -> tuple[Tensor, Tensor]:
-        return self.read(slot, torch.arange(self.num_pages, device=self.where))
+        return self.read(slot, torch.arange(self.num_pages, device=self.device))
 
     def kernel_pages(self, slot: int) -> CpuPages | None:
         return self._pages[slot]

@@ -91,13 +91,13 @@ class CodebookRows(RowFormat):
     def code_bytes(self) -> int:
         return self.row_bytes - 2
 
-    def packed(self, where: torch.device) -> PackedRows | None:
+    def packed(self, device: torch.device) -> PackedRows | None:
         if self.bits != 4 or self._renormalize or not self._refined:
             return None
         assert self.rotation is not None
-        levels, bounds = (each.float().to(where) / math.sqrt(self.head_dim) for each in (self._levels, self._bounds))
-        gains = torch.tensor(GAINS, device=where)
-        return PackedRows(CODEBOOK, self.head_dim, self.rotation.matrix(where), levels, bounds, gains)
+        levels, bounds = (each.float().to(device) / math.sqrt(self.head_dim) for each in (self._levels, self._bounds))
+        gains = torch.tensor(GAINS, device=device)
+        return PackedRows(CODEBOOK, self.head_dim, self.rotation.matrix(device), levels, bounds, gains)
 
     def code(self) -> RowCode:
         return RowCode(

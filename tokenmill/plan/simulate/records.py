@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from tokenmill.plan.simulate.replica import Replica, StepOutcome
 from tokenmill.plan.simulate.workload import Arrival
 
-_MOST_SAMPLES = 512
+_MAX_SAMPLES = 512
 
 
 @dataclass(slots=True)
@@ -96,7 +96,7 @@ class Records:
             waiting += replica.scheduler.num_waiting
             kv_use += replica.kv_use
         self.samples.append(Sample(now, running, waiting, kv_use / max(1, len(replicas)), len(replicas)))
-        if len(self.samples) >= _MOST_SAMPLES:
+        if len(self.samples) >= _MAX_SAMPLES:
             self.samples = self.samples[::2]
-            self._interval = 2 * self._interval or now / _MOST_SAMPLES * 2
+            self._interval = 2 * self._interval or now / _MAX_SAMPLES * 2
         self._next_sample = now + self._interval

@@ -121,7 +121,7 @@ def _gain_to_one(x: Tensor, found: Tensor, importance: Tensor, groups: int) -> T
 
     A fit of least squares comes out too short, at two bits by 4 %, which adds up over the layers of a model. Undoing it
     costs some squared error and gains more: qwen2.5-coder-1.5b in Q2_K has perplexity 16.8, without it 18.0, and 17.4
-    with llama.cpp's fit of least absolute error (bench/gguf_quality.py).
+    with llama.cpp's fit of least absolute error (benchmarks/gguf_quality.py).
     """
     weighted = importance * x
     wanted = ordered_sum(_per_block(ordered_sum(weighted * x), groups))

@@ -22,8 +22,8 @@ _FIRST_CUT = 256  # candidates looked at before the whole vocabulary is sorted
 
 
 class Sampler:
-    def __init__(self, where: torch.device | None = None, kernels: str = "") -> None:
-        self._argmax = select("argmax", where or torch.device("cpu"), kernels).run
+    def __init__(self, device: torch.device | None = None, kernels: str = "") -> None:
+        self._argmax = select("argmax", device or torch.device("cpu"), kernels).run
         self._logit_features: list[LogitFeature] = [LOGIT_FEATURES.get(name)() for name in LOGIT_FEATURES]
         self._filters: list[Filter] = [FILTERS.get(name)() for name in FILTERS]
 

@@ -146,7 +146,7 @@ class JsonCallParser(ToolParser):
 
 def object_rules(functions: Sequence[Function], key: str, before: str, after: str) -> str:
     """Rules of a Lark grammar: `call` is one of the functions as an object, between two literal texts."""
-    from tokenmill.runtime.sampling.grammar.source import json_rule
+    from tokenmill.grammar.source import json_rule
 
     rules = ["call: " + " | ".join(f"call_{number}" for number in range(len(functions)))]
     for number, function in enumerate(functions):

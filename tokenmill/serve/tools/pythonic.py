@@ -147,7 +147,7 @@ def _key(node: ast.expr | None) -> str:
 
 def _call_rules(number: int, function: Function) -> list[str]:
     """A call with the required arguments, then any of the others, in the order of the schema."""
-    from tokenmill.runtime.sampling.grammar.source import json_rule
+    from tokenmill.grammar.source import json_rule
 
     schema = function.parameters
     unknown = set(schema) - _PLAIN

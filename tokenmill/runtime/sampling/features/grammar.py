@@ -20,7 +20,7 @@ from tokenmill.runtime.sampling.features.base import LogitFeature
 from tokenmill.types import Request, SamplingParams
 
 if TYPE_CHECKING:
-    from tokenmill.runtime.sampling.grammar.compiler import CompiledGrammar
+    from tokenmill.grammar.compiler import CompiledGrammar
 
 _log = get_logger(__name__)
 _NEVER = float("-inf")

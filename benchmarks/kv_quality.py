@@ -1,0 +1,142 @@
+"""What each KV store costs in quality: perplexity and divergence from the same model with float32 pages, same tokens.
+
+    python benchmarks/kv_quality.py smollm2 --text TEXT.txt [--context 512,4096] [--tokens 20000] [--dtypes int8,int4]
+                               [--native-layers N] [--json FILE]
+
+Every key and value a token attends to comes out of the pages, within its own chunk too, so a prompt shows what decoding
+would show. Bytes per token are those the engine reserves. The reference's log-probabilities are cached as
+docs/evaluation.md says; the paired ratio of perplexities has a far smaller error than either perplexity.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tokenmill.checkpoint.sources import resolve
+from tokenmill.checkpoint.tokenizer import Tokenizer, load_tokenizer
+from tokenmill.config import EngineConfig
+from tokenmill.engine.llm import LLM
+from tokenmill.evaluate.divergence import compare_tokens, summarize
+from tokenmill.evaluate.likelihood import no_progress
+from tokenmill.evaluate.perplexity import scoring_config
+from tokenmill.evaluate.reference import Reference, open_reference
+from tokenmill.evaluate.windows import TextJob, Window
+from tokenmill.hardware.memory import kv_bytes_per_token
+from tokenmill.model.kvstore import KV_STORES
+from tokenmill.model.kvstore.choice import reading_path
+
+NATIVE = "float32"
+COLUMNS = (
+    "| KV dtype | bytes/token | of 16 bits | perplexity | ratio | +- | mean KL | p99 KL | same top | read as | s |"
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    dtype: str
+    context: int
+    tokens: int
+    bytes_per_token: float
+    share: float  # of 16-bit floats
+    perplexity: float
+    ratio: float
+    ratio_stderr: float
+    kld_mean: float
+    kld_p99: float
+    top1: float
+    read_as: str
+    seconds: float
+
+    def markdown(self) -> str:
+        cells = [
+            self.dtype,
+            f"{self.bytes_per_token:,.0f}",
+            f"{self.share:.3f}",
+            f"{self.perplexity:.4f}",
+            f"{self.ratio:.4f}",
+            f"{self.ratio_stderr:.4f}",
+            f"{self.kld_mean:.5f}",
+            f"{self.kld_p99:.4f}",
+            f"{self.top1:.3f}",
+            self.read_as,
+            f"{self.seconds:.0f}",
+        ]
+        return f"| {' | '.join(cells)} |"
+
+
+def measure(path: Path, config: EngineConfig, reference: Reference, windows: list[Window]) -> Row:
+    began = time.perf_counter()
+    with LLM(str(path), config) as llm:
+        found = summarize(compare_tokens(llm, reference, windows), reference, len(windows))
+        runtime = llm.parts.runtime
+        layout = runtime.layout
+        size = kv_bytes_per_token(layout, runtime.budget.page_bytes)
+        sixteen = kv_bytes_per_token(layout, 2 * layout.values_per_page)
+        read_as = reading_path(runtime.store)
+    return Row(
+        config.kv_cache_dtype,
+        config.context,
+        found.tokens,
+        size,
+        size / sixteen,
+        found.perplexity,
+        found.perplexity_ratio,
+        found.perplexity_ratio_stderr,
+        found.kld_mean,
+        found.kld_p99,
+        found.top1_agreement,
+        read_as,
+        time.perf_counter() - began,
+    )
+
+
+def run(arguments: argparse.Namespace) -> list[Row]:
+    path = resolve(arguments.model).path
+    rows: list[Row] = []
+    for context in (int(each) for each in arguments.context.split(",")):
+        job = TextJob(arguments.text, context, max_chunks=max(1, arguments.tokens // context))
+
+        def windows_of(tokenizer: Tokenizer, job: TextJob = job) -> list[Window]:
+            return job.cut(tokenizer)
+
+        windows = windows_of(load_tokenizer(path))
+        config = EngineConfig(kernels=arguments.kernels, kv_native_layers=arguments.native_layers)
+        native = scoring_config(replace(config, kv_cache_dtype=NATIVE), context)
+        cached = not arguments.no_cache
+        reference = open_reference(str(path), windows, windows_of, native, cached, no_progress)
+        print(f"\n{arguments.model}, context {context}, {sum(each.num_scored for each in windows)} tokens scored\n")
+        print(COLUMNS)
+        print("|" + "---|" * (COLUMNS.count("|") - 1), flush=True)
+        for dtype in arguments.dtypes.split(",") if arguments.dtypes else list(KV_STORES):
+            rows.append(measure(path, replace(native, kv_cache_dtype=dtype), reference, windows))
+            print(rows[-1].markdown(), flush=True)
+        reference.close()
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="alias, path or hub id")
+    parser.add_argument("--text", type=Path, required=True, help="a plain text, long enough for the contexts")
+    parser.add_argument("--context", default="512,4096", help="comma-separated")
+    parser.add_argument("--tokens", type=int, default=20_000, help="of the text, for each context")
+    parser.add_argument("--dtypes", default="", help="comma-separated; all stores where absent")
+    parser.add_argument("--native-layers", type=int, default=-1, help="at either end; -1: as the dtype says")
+    parser.add_argument("--kernels", default="", help="ref: float32 activations; empty: the default kernels")
+    parser.add_argument("--no-cache", action="store_true", help="run the reference beside each candidate")
+    parser.add_argument("--json", type=Path, help="also write the rows here")
+    arguments = parser.parse_args()
+    rows = run(arguments)
+    if arguments.json:
+        arguments.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""llama.cpp in a process of its own, stopped while the other side is measured.
+
+Its threads go on spinning for a while after their work, and it takes for granted that nobody else sets the AMX tiles of
+its threads. Used by cpu_vs_llamacpp.py.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import multiprocessing
+import os
+import signal
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+
+class PeerProcess:
+    """The methods of llamacpp_peer.Peer that measure."""
+
+    def __init__(self, path: Path, threads: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, path, threads), daemon=True)
+        self._process.start()
+        atexit.register(self._process.kill)  # a stopped process hears nothing milder
+        theirs.close()
+        self.vocab_size: int = self._answer()
+
+    def prefill(self, tokens: Sequence[int]) -> float:
+        return float(self._ask("prefill", tokens))
+
+    def decode(self, prompts: Sequence[Sequence[int]], steps: int) -> float:
+        return float(self._ask("decode", prompts, steps))
+
+    def serve(self, prefix: Sequence[int], tails: Sequence[Sequence[int]], output: int, slots: int) -> float:
+        return float(self._ask("serve", prefix, tails, output, slots))
+
+    def close(self) -> None:
+        self._ask("close")
+        self._signal(signal.SIGCONT)
+        self._process.join()
+
+    def _ask(self, *request: Any) -> Any:
+        self._signal(signal.SIGCONT)
+        self._pipe.send(request)
+        return self._answer()
+
+    def _answer(self) -> Any:
+        try:
+            answer = self._pipe.recv()
+        except EOFError:
+            raise SystemExit("llama.cpp ended without an answer; its own message is above") from None
+        self._signal(signal.SIGSTOP)
+        return answer
+
+    def _signal(self, number: int) -> None:
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
+
+
+def _serve(pipe: Connection, path: Path, threads: int) -> None:
+    from benchmarks.peers.llamacpp_peer import Peer  # only this process needs the library
+
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: not to be left behind, stopped
+    peer = Peer(path, threads)
+    pipe.send(peer.vocab_size)
+    while True:
+        name, *arguments = pipe.recv()
+        pipe.send(getattr(peer, name)(*arguments))
+        if name == "close":
+            return

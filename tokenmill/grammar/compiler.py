@@ -1,0 +1,211 @@
+"""Makes grammars ready in threads of its own, with a time limit, so that a bad one costs nobody else a token.
+
+`submit` returns a job at once; `compile` waits for it. Ready grammars are kept by content. A job that runs over its
+time is given up: its thread is left to end by itself (the library's own limits see to that) and another takes over.
+Called by the engine when a request comes in, never by the sampler.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from queue import SimpleQueue
+from typing import TYPE_CHECKING
+
+from tokenmill.errors import UserError
+from tokenmill.grammar.source import grammar_text, refusal
+from tokenmill.grammar.vocabulary import TokenBytes, build_vocabulary
+from tokenmill.types import StructuredSpec
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+_KEPT = 32
+_MAX_LEXER_STATES = 50_000  # about 1.5 kB each, for each grammar
+_MAX_GIVEN_UP = 4  # threads that may still be busy with grammars nobody waits for
+_POLL_SECONDS = 0.02
+
+
+class CompiledGrammar:
+    """A grammar over one model's tokens. Shared by all requests that ask for it; each has a matcher of its own."""
+
+    def __init__(self, prototype: LLMatcher, vocab_size: int) -> None:
+        self._prototype = prototype
+        self.vocab_size = vocab_size  # of the tokenizer; a model may have more logits
+
+    def matcher(self) -> LLMatcher:
+        return self._prototype.deep_copy()
+
+
+class GrammarJob:
+    """One grammar being made ready."""
+
+    def __init__(self, spec: StructuredSpec, seconds: float) -> None:
+        self.spec = spec
+        self._seconds = seconds
+        self._ended = threading.Event()
+        self._began: float | None = None
+        self._grammar: CompiledGrammar | None = None
+        self._error: Exception | None = None
+
+    @property
+    def expired(self) -> bool:
+        """Only the time of its own work counts, not the time in line."""
+        began = self._began
+        return not self._ended.is_set() and began is not None and time.monotonic() - began > self._seconds
+
+    @property
+    def done(self) -> bool:
+        return self._ended.is_set() or self.expired
+
+    def result(self) -> CompiledGrammar:
+        """What came of it; only once it is done. Raises UserError."""
+        if not self._ended.is_set():
+            raise UserError(
+                f"the {self.spec.kind} took more than {self._seconds:g} s to prepare", "make it smaller or simpler"
+            )
+        if self._error is not None:
+            raise self._error
+        assert self._grammar is not None
+        return self._grammar
+
+    def wait(self, seconds: float) -> None:
+        """Until it has ended, or for some time."""
+        self._ended.wait(seconds)
+
+    # --- the compiler's side ---
+
+    def begin(self) -> None:
+        self._began = time.monotonic()
+
+    def end(self, result: CompiledGrammar | Exception) -> None:
+        if isinstance(result, CompiledGrammar):
+            self._grammar = result
+        else:
+            self._error = result
+        self._ended.set()
+
+
+class GrammarCompiler:
+    def __init__(self, tokenizer: TokenBytes, eos_ids: Sequence[int], seconds: float = 2.0) -> None:
+        self._tokenizer = tokenizer
+        self._eos_ids = tuple(eos_ids)
+        self._seconds = seconds
+        self._vocabulary: LLTokenizer | None = None
+        self._ready: OrderedDict[StructuredSpec, GrammarJob] = OrderedDict()
+        self._current: dict[StructuredSpec, GrammarJob] = {}  # in line or in work
+        self._line: SimpleQueue[GrammarJob | None] = SimpleQueue()
+        self._lock = threading.Lock()  # around the tables
+        self._building = threading.Lock()  # around the vocabulary
+        self._num_workers = 0
+        self._given_up: set[GrammarJob] = set()
+
+    def prepare(self) -> None:
+        """Build the vocabulary in the background, so that the first grammar does not wait for it."""
+        self.relieve()
+        self._line.put(None)
+
+    def submit(self, spec: StructuredSpec) -> GrammarJob:
+        self.relieve()
+        with self._lock:
+            job = self._ready.get(spec) or self._current.get(spec)
+            if job is not None:
+                if spec in self._ready:
+                    self._ready.move_to_end(spec)
+                return job
+            job = GrammarJob(spec, self._seconds)
+            if len(self._given_up) > _MAX_GIVEN_UP:
+                job.end(UserError("too many slow grammars are being prepared", "try again in some seconds"))
+                return job
+            self._current[spec] = job
+        self._line.put(job)
+        return job
+
+    def compile(self, spec: StructuredSpec) -> CompiledGrammar:
+        """Wait for a grammar. Raises UserError if it cannot be used or takes too long."""
+        job = self.submit(spec)
+        while not job.done:
+            job.wait(_POLL_SECONDS)
+            self.relieve()
+        return job.result()
+
+    def relieve(self) -> None:
+        """Let another thread take over from one that is over its time. Called now and then while jobs are out."""
+        with self._lock:
+            for job in [each for each in self._current.values() if each.expired]:
+                del self._current[job.spec]
+                self._given_up.add(job)
+            self._ensure_worker()
+
+    # --- how ---
+
+    def _ensure_worker(self) -> None:
+        if self._num_workers <= len(self._given_up):
+            self._num_workers += 1
+            # A daemon: an interpreter that ends does not wait for a grammar.
+            threading.Thread(target=self._work, name="tokenmill-grammar", daemon=True).start()
+
+    def _work(self) -> None:
+        while True:
+            job = self._line.get()
+            try:
+                vocabulary = self._built_vocabulary()
+            except Exception as error:
+                if job is not None:
+                    self._finish(job, error)
+                continue
+            if job is None:
+                continue
+            job.begin()
+            try:
+                result: CompiledGrammar | Exception = _compile(job.spec, vocabulary)
+            except Exception as error:
+                result = error
+            if self._finish(job, result):
+                return
+
+    def _finish(self, job: GrammarJob, result: CompiledGrammar | Exception) -> bool:
+        """Hand the result over; whether this thread is no longer needed, because it was replaced meanwhile."""
+        with self._lock:
+            replaced = job in self._given_up
+            self._given_up.discard(job)
+            if self._current.get(job.spec) is job:
+                del self._current[job.spec]
+            if isinstance(result, CompiledGrammar):
+                self._ready[job.spec] = job
+                while len(self._ready) > _KEPT:
+                    self._ready.popitem(last=False)
+            if replaced and self._num_workers > 1:
+                self._num_workers -= 1
+            else:
+                replaced = False
+            job.end(result)
+        return replaced
+
+    def _built_vocabulary(self) -> LLTokenizer:
+        with self._building:
+            if self._vocabulary is None:
+                self._vocabulary = build_vocabulary(self._tokenizer, self._eos_ids)
+            return self._vocabulary
+
+
+def _compile(spec: StructuredSpec, vocabulary: LLTokenizer) -> CompiledGrammar:
+    from llguidance import LLMatcher
+
+    matcher = LLMatcher(vocabulary, grammar_text(spec), log_level=0, limits=_limits())
+    if matcher.is_error():
+        raise refusal(spec, matcher.get_error())
+    # The first mask is the dearest: what it works out is shared by all copies.
+    first = matcher.deep_copy()
+    mask = first.compute_bitmask()
+    if first.is_error() or not any(mask):
+        raise refusal(spec, first.get_error() or "it allows no output at all")
+    return CompiledGrammar(matcher, vocabulary.vocab_size)
+
+
+def _limits() -> LLParserLimits:
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)

@@ -1,0 +1,366 @@
+"""Products with weights of 4 or 8 bits in groups along the depth: w = scale * (code - zero), per row and group.
+
+Serves GPTQ, AWQ and compressed-tensors int4, and every GGUF block type (repack.py brings them to this form). Codes lie
+so that a tile is contiguous and the nibbles of a word belong to eight different stretches of the depth: each is a
+tensor-core operand of its own and unpacking needs no shuffle. Scales are applied to a group's partial sum; to the
+weights, in registers, before the product where many tokens leave no room for that or groups are small.
+"""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tokenmill.kernels.triton.fused.rotated import (
+    NOT_ROTATED,
+    HeadPlaces,
+    head_rows,
+    load_angles,
+    load_places,
+    write_heads,
+)
+from tokenmill.kernels.triton.launch import INTERPRETED, early, options, workspace
+from tokenmill.kernels.triton.matmul.skinny import (
+    Tiling,
+    arrive_last,
+    choose_splits,
+    multiply,
+    prefetch_rows,
+    sum_parts,
+    tile_rows,
+    write_gated,
+    write_tile,
+)
+
+FOLD_TOKENS = 64  # from this many on, scales of small groups go into the weights: there would be too many sums
+
+
+def _folds(weight: GroupedWeight, tokens: int, token_tile: int) -> bool:
+    """Whether scales go into the weights. With groups of 128 that is the slower way even at 256 tokens, as the weights
+    wait for them; with zero points the sums of a large tile do not fit."""
+    return tokens >= FOLD_TOKENS and (weight.group < 128 or (weight.zeros is not None and token_tile > 64))
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedWeight:
+    """bits 4: codes int32 [blocks, N, words]; nibble i of word j, less 8, is place words * i + j of its block of
+    8 * words. bits 8: codes int8 [groups, N, group]. scales float16 [groups, N], relative to row_scale float32 [N];
+    zeros bfloat16 like scales, None where all are zero. `depth` is K before padding to whole blocks (scale 0 there)."""
+
+    bits: int
+    group: int
+    depth: int
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    row_scale: Tensor
+
+    @property
+    def rows(self) -> int:
+        return self.codes.shape[1]
+
+    @property
+    def block(self) -> int:
+        """Values of a row in one block of codes."""
+        return self.codes.shape[2] * (8 if self.bits == 4 else 1)
+
+    @property
+    def nbytes(self) -> int:
+        tensors = [self.codes, self.scales, self.row_scale] + ([] if self.zeros is None else [self.zeros])
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+@triton.jit
+def unpack_words(words, INTERPRET: tl.constexpr):
+    """int32 -> its eight nibbles, less 8, as bf16. Two words at a time: 0x4300 | n is 128 + n, less 136.
+
+    The interpreter knows bf16 only as bits, so there all of this is float32."""
+    if INTERPRET:
+        n0 = (words & 15).to(tl.float32) - 8.0
+        n1 = ((words >> 4) & 15).to(tl.float32) - 8.0
+        n2 = ((words >> 8) & 15).to(tl.float32) - 8.0
+        n3 = ((words >> 12) & 15).to(tl.float32) - 8.0
+        n4 = ((words >> 16) & 15).to(tl.float32) - 8.0
+        n5 = ((words >> 20) & 15).to(tl.float32) - 8.0
+        n6 = ((words >> 24) & 15).to(tl.float32) - 8.0
+        n7 = ((words >> 28) & 15).to(tl.float32) - 8.0
+        return n0, n1, n2, n3, n4, n5, n6, n7
+    else:
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 a, b, c, d, e, f, g, h, bias;
+            mov.b32 bias, 0x43084308;
+            prmt.b32 a, $8, $9, 0x5410;
+            prmt.b32 e, $8, $9, 0x7632;
+            shr.u32 b, a, 4;
+            shr.u32 c, a, 8;
+            shr.u32 d, a, 12;
+            shr.u32 f, e, 4;
+            shr.u32 g, e, 8;
+            shr.u32 h, e, 12;
+            lop3.b32 a, a, 0x000f000f, 0x43004300, 0xea;
+            lop3.b32 b, b, 0x000f000f, 0x43004300, 0xea;
+            lop3.b32 c, c, 0x000f000f, 0x43004300, 0xea;
+            lop3.b32 d, d, 0x000f000f, 0x43004300, 0xea;
+            lop3.b32 e, e, 0x000f000f, 0x43004300, 0xea;
+            lop3.b32 f, f, 0x000f000f, 0x43004300, 0xea;
+            lop3.b32 g, g, 0x000f000f, 0x43004300, 0xea;
+            lop3.b32 h, h, 0x000f000f, 0x43004300, 0xea;
+            sub.rn.bf16x2 $0, a, bias;
+            sub.rn.bf16x2 $1, b, bias;
+            sub.rn.bf16x2 $2, c, bias;
+            sub.rn.bf16x2 $3, d, bias;
+            sub.rn.bf16x2 $4, e, bias;
+            sub.rn.bf16x2 $5, f, bias;
+            sub.rn.bf16x2 $6, g, bias;
+            sub.rn.bf16x2 $7, h, bias;
+            }
+            """,
+            "=r,=r,=r,=r,=r,=r,=r,=r,r,r",
+            [words],
+            dtype=(
+                tl.bfloat16,
+                tl.bfloat16,
+                tl.bfloat16,
+                tl.bfloat16,
+                tl.bfloat16,
+                tl.bfloat16,
+                tl.bfloat16,
+                tl.bfloat16,
+            ),
+            is_pure=True,
+            pack=2,
+        )
+
+
+@triton.jit
+def load_lines(pointer, N, LINES: tl.constexpr):
+    """The values of LINES neighbouring groups, one tensor each; `pointer` [BN] is at the first group."""
+    if LINES == 1:
+        return (tl.load(pointer),)
+    elif LINES == 2:
+        return tl.load(pointer), tl.load(pointer + N)
+    elif LINES == 4:
+        return tl.load(pointer), tl.load(pointer + N), tl.load(pointer + 2 * N), tl.load(pointer + 3 * N)
+    else:
+        tl.static_assert(LINES == 8)
+        low = tl.load(pointer), tl.load(pointer + N), tl.load(pointer + 2 * N), tl.load(pointer + 3 * N)
+        pointer += 4 * N
+        high = tl.load(pointer), tl.load(pointer + N), tl.load(pointer + 2 * N), tl.load(pointer + 3 * N)
+        return low + high
+
+
+@triton.jit
+def add_stretches(
+    acc,
+    parts,
+    x_rows,
+    k,
+    K,
+    scales,
+    zeros,
+    STRETCHES: tl.constexpr,
+    PER_GROUP: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    FOLD: tl.constexpr,
+    AFFINE: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """acc [BN, BM] += the product of STRETCHES parts [BN, W] with x at k, k + W, ...;
+    PER_GROUP of them share a scale."""
+    for first in tl.static_range(0, STRETCHES, PER_GROUP):
+        scale = scales[first // PER_GROUP]
+        if FOLD:
+            partial = acc
+        else:
+            partial = tl.zeros_like(acc)
+        for inner in tl.static_range(PER_GROUP):
+            part = parts[first + inner]
+            offset = k + (first + inner) * part.shape[1]
+            if EVEN_K:
+                x_tile = tl.load(x_rows[None, :] + offset[:, None])
+            else:
+                x_tile = tl.load(x_rows[None, :] + offset[:, None], mask=offset[:, None] < K, other=0.0)
+            if AFFINE:
+                part = part - zeros[first // PER_GROUP][:, None].to(part.dtype)
+            if FOLD:
+                part = part * scale[:, None].to(part.dtype)
+            partial = multiply(part, x_tile, partial, False, INTERPRET)
+        if FOLD:
+            acc = partial
+        else:
+            acc += partial * scale[:, None].to(tl.float32)
+    return acc
+
+
+@triton.jit(do_not_specialize=["M", "splits"])
+def _grouped(
+    x,
+    codes,
+    scales,
+    zeros,
+    row_scale,
+    bias,
+    out,
+    heads,
+    partial,
+    counter,
+    M,
+    N,
+    K,
+    steps,
+    x_stride,
+    out_stride,
+    splits,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    BITS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    FOLD: tl.constexpr,
+    AFFINE: tl.constexpr,
+    BIASED: tl.constexpr,
+    GATED: tl.constexpr,
+    LINES: tl.constexpr,
+    PDL: tl.constexpr,
+    Q_HEADS: tl.constexpr,
+    K_HEADS: tl.constexpr,
+    HD: tl.constexpr,
+    PAGE: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    tile, split, token_tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    rows = head_rows(tile, BN, HD, INTERLEAVED) if HD else tile_rows(tile, N, BN, GATED)
+    tokens = token_tile * BM + tl.arange(0, BM)
+    per_split = tl.cdiv(steps, splits)
+    first = split * per_split
+    last = tl.minimum(first + per_split, steps)
+    safe = tl.minimum(rows, N - 1)
+    inner = tl.arange(0, WIDTH)
+    x_rows = x + tl.minimum(tokens, M - 1).to(tl.int64) * x_stride
+    code_rows = codes + safe.to(tl.int64) * WIDTH
+    step_codes = tl.cast(N, tl.int64) * WIDTH
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        for block in tl.static_range(LINES):
+            prefetch_rows(code_rows + (first + block) * step_codes, 32, 1)
+        tl.extra.cuda.gdc_wait()
+    position, slot = load_places(heads, tokens, M, HD)
+    acc = tl.zeros([BN, BM], dtype=tl.float32)
+    STRETCHES: tl.constexpr = 8 if BITS == 4 else 1
+    LINES_PER_STEP: tl.constexpr = STRETCHES * WIDTH // GROUP
+    line_step = tl.cast(N, tl.int64) * LINES_PER_STEP
+    # Few tokens: scales are read one step ahead, since only operands of a product get a pipeline from the compiler.
+    # Where they go into the weights they would, carried from step to step, be in another layout than those.
+    AHEAD: tl.constexpr = not FOLD and not AFFINE
+    carried = load_lines(scales + safe + first * line_step, N, LINES_PER_STEP)
+    for step in range(first, last):
+        packed = tl.load(code_rows[:, None] + step * step_codes + inner[None, :], eviction_policy="evict_first")
+        if BITS == 4:
+            parts = unpack_words(packed, INTERPRET)
+        else:
+            parts = (packed.to(tl.float32 if INTERPRET else tl.bfloat16),)
+        k = step * (STRETCHES * WIDTH) + inner
+        if AHEAD:
+            following = load_lines(scales + safe + tl.minimum(step + 1, steps - 1) * line_step, N, LINES_PER_STEP)
+            acc = add_stretches(
+                acc, parts, x_rows, k, K, carried, carried, STRETCHES, GROUP // WIDTH, EVEN_K, FOLD, AFFINE, INTERPRET
+            )
+            carried = following
+        else:
+            now = load_lines(scales + safe + step * line_step, N, LINES_PER_STEP)
+            zero = load_lines(zeros + safe + step * line_step, N, LINES_PER_STEP) if AFFINE else now
+            acc = add_stretches(
+                acc, parts, x_rows, k, K, now, zero, STRETCHES, GROUP // WIDTH, EVEN_K, FOLD, AFFINE, INTERPRET
+            )
+    acc *= tl.load(row_scale + safe)[:, None]
+    tiles = tl.num_programs(0) * tl.num_programs(2)
+    number = token_tile * tl.num_programs(0) + tile
+    is_last = True
+    if SPLIT:
+        tl.static_assert(not GATED)
+        inside = tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
+        tl.store(partial + (split * tiles + number) * BN * BM + inside, acc)
+        is_last = arrive_last(counter + number, splits)
+    if is_last:
+        cos, sin = load_angles(heads, position, tile, BN, HD)
+        if SPLIT:
+            acc = sum_parts(partial, number, tiles, inside, splits, BN * BM)
+            tl.store(counter + number, 0)
+        if HD:
+            if BIASED:
+                acc += tl.load(bias + safe)[:, None].to(tl.float32)
+            write_heads(
+                acc, cos, sin, slot, heads, tile, tokens, M, BN, BM, Q_HEADS, K_HEADS, HD, PAGE, INTERLEAVED
+            )  # fmt: skip
+        elif GATED:
+            write_gated(acc, out, bias, tile, tokens, M, N, out_stride, BN, BM, BIASED)
+        else:
+            write_tile(acc, out, row_scale, row_scale, bias, rows, tokens, M, N, out_stride, False, BIASED)
+
+
+def grouped_matmul(
+    x: Tensor,
+    weight: GroupedWeight,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    tiling: Tiling = Tiling(),  # noqa: B008
+    gated: bool = False,
+    heads: HeadPlaces | None = None,
+) -> Tensor:
+    """x bf16 [M, K] @ weight^T (+ bias). `tiling.depth` is not used: a step is one block of codes. `gated`: silu of the
+    first half of the result times the second. `heads`: rotated and stored there, the queries returned."""
+    tokens = x.shape[0]
+    width = weight.rows // 2 if gated else weight.rows
+    out = heads.queries if heads else torch.empty(tokens, width, dtype=out_dtype, device=x.device)
+    token_tile = min(tiling.tokens, max(16, triton.next_power_of_2(tokens)))
+    tiles, token_tiles = triton.cdiv(width, tiling.rows // (1 + gated)), triton.cdiv(tokens, token_tile)
+    steps = weight.codes.shape[0]
+    splits = 1 if gated else tiling.splits or choose_splits(tiles * token_tiles, steps, x.device)
+    splits = triton.cdiv(steps, triton.cdiv(steps, splits))
+    scratch = workspace(x.device)
+    _grouped[(tiles, splits, token_tiles)](
+        x,
+        weight.codes,
+        weight.scales,
+        weight.zeros,
+        weight.row_scale,
+        bias,
+        out,
+        heads.tensors if heads else None,
+        scratch.partials(splits * tiles * token_tiles * tiling.rows * token_tile if splits > 1 else 0),
+        scratch.counters(tiles * token_tiles),
+        tokens,
+        weight.rows,
+        weight.depth,
+        steps,
+        x.stride(0),
+        out.stride(0),
+        splits,
+        BM=token_tile,
+        BN=tiling.rows,
+        WIDTH=weight.codes.shape[2],
+        GROUP=weight.group,
+        BITS=weight.bits,
+        SPLIT=splits > 1,
+        EVEN_K=weight.depth % weight.block == 0,
+        FOLD=_folds(weight, tokens, token_tile),
+        AFFINE=weight.zeros is not None,
+        BIASED=bias is not None,
+        GATED=gated,
+        LINES=tiling.lines,
+        PDL=early(x.device),
+        **(heads.constants if heads else NOT_ROTATED),
+        INTERPRET=INTERPRETED,
+        **options(x.device, tiling.warps, tiling.stages),
+    )
+    return out

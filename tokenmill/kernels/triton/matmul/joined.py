@@ -1,0 +1,91 @@
+"""Matrices that share an input as one matrix: one launch reads it once and fills the chip better than three small ones.
+
+Joins what is ready for the GPU already, so it does not matter which format the parts came from; those that do not fit
+together stay apart. Called by the loader; executors recognise the parts by `JoinedRows`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from tokenmill.kernels.triton.matmul.grouped import GroupedWeight
+from tokenmill.kernels.triton.matmul.linear import DenseLinear, GpuLinear, GroupedLinear, ScaledLinear
+
+Kind = TypeVar("Kind", bound=GpuLinear)
+
+
+class JoinedRows:
+    """Rows [begin, end) of a joined matrix: a LinearKernel for whoever wants only these."""
+
+    backend = "triton"
+
+    def __init__(self, whole: GpuLinear, begin: int, end: int) -> None:
+        self.whole, self.begin, self.end = whole, begin, end
+        self.detail = f"{whole.detail}, joined"
+        self.activations = whole.activations
+
+    @property
+    def nbytes(self) -> int:
+        return self.whole.nbytes * (self.end - self.begin) // self.whole.rows
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.whole(x)[:, self.begin : self.end]
+
+
+def join_linears(parts: Sequence[GpuLinear]) -> GpuLinear | None:
+    """One matrix with the rows of all parts; None where their kinds, depths or layouts differ."""
+    first = parts[0]
+    if any(type(part) is not type(first) or part.kind != first.kind or part.depth != first.depth for part in parts):
+        return None
+    bias = _join_biases(parts)
+    if isinstance(first, DenseLinear):
+        return DenseLinear(torch.cat([part.weight for part in _all(parts, DenseLinear)]), bias, first.detail)
+    if isinstance(first, ScaledLinear):
+        scaled = _all(parts, ScaledLinear)
+        if len({part.input_scale for part in scaled}) > 1:
+            return None
+        codes = torch.cat([part.codes.view(torch.uint8) for part in scaled]).view(first.codes.dtype)
+        scales = torch.cat([part.scales for part in scaled])
+        return ScaledLinear(codes, scales, bias, first.detail, first.input_scale)
+    if isinstance(first, GroupedLinear):
+        weight = _join_grouped([part.weight for part in _all(parts, GroupedLinear)])
+        return None if weight is None else GroupedLinear(weight, bias, first.detail)
+    return None
+
+
+def _all(parts: Sequence[GpuLinear], kind: type[Kind]) -> list[Kind]:
+    return [part for part in parts if isinstance(part, kind)]
+
+
+def _join_grouped(parts: list[GroupedWeight]) -> GroupedWeight | None:
+    first = parts[0]
+    shape = (first.bits, first.group, first.codes.shape[0], first.codes.shape[2])
+    if any((part.bits, part.group, part.codes.shape[0], part.codes.shape[2]) != shape for part in parts):
+        return None
+    zeros = None
+    if any(part.zeros is not None for part in parts):
+        zeros = torch.cat(
+            [
+                torch.zeros_like(part.scales, dtype=torch.bfloat16) if part.zeros is None else part.zeros
+                for part in parts
+            ],
+            1,
+        )
+    return replace(
+        first,
+        codes=torch.cat([part.codes for part in parts], 1),
+        scales=torch.cat([part.scales for part in parts], 1),
+        zeros=zeros,
+        row_scale=torch.cat([part.row_scale for part in parts]),
+    )
+
+
+def _join_biases(parts: Sequence[GpuLinear]) -> Tensor | None:
+    if all(part.bias is None for part in parts):
+        return None
+    return torch.cat([torch.zeros(part.rows, device=part.device) if part.bias is None else part.bias for part in parts])

@@ -1,0 +1,304 @@
+"""Weights made ready for a GPU: bf16, one scale per row (fp8, int8), or grouped codes. Calling one multiplies.
+
+Chooses nothing itself: tuning.py names the kernel for each token count, repack.py makes the layout. A call never
+synchronizes and allocates only its output, so it can be captured. Activations are bf16 inside; the result has the type
+of the input.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tokenmill.errors import CheckpointError
+from tokenmill.kernels.base import Declined
+from tokenmill.kernels.triton.fused.elementwise import quantize_rows
+from tokenmill.kernels.triton.fused.rotated import HeadPlaces
+from tokenmill.kernels.triton.launch import INTERPRETED
+from tokenmill.kernels.triton.matmul import repack
+from tokenmill.kernels.triton.matmul.expanded import expand
+from tokenmill.kernels.triton.matmul.grouped import GroupedWeight, grouped_matmul
+from tokenmill.kernels.triton.matmul.grouped_vector import grouped_vector_matmul
+from tokenmill.kernels.triton.matmul.skinny import skinny_matmul
+from tokenmill.kernels.triton.matmul.tuning import GROUPED, HOPPER, LIBRARY, VECTOR, Plan, plan_table
+from tokenmill.kernels.triton.matmul.vector import vector_matmul
+
+if TYPE_CHECKING:
+    from tokenmill.kernels.base import StoredWeight
+
+
+_LARGE = 8192  # rows
+_FEW = 32  # tokens: a tile of more has no room for two halves of the rows side by side
+
+
+class GpuLinear:
+    """What the three kinds share: the bias, the choice of a plan, the measurement of one."""
+
+    backend = "triton"
+    kind: str
+    activations = ""  # "fp8" or "int8" where the input is quantized per token
+
+    def __init__(self, rows: int, depth: int, bias: Tensor | None, device: torch.device, detail: str) -> None:
+        self.rows, self.depth, self.device, self.detail = rows, depth, device, detail
+        self.bias = None if bias is None else bias.to(device, torch.float32).contiguous()
+        self.plans = plan_table(device)
+
+    @property
+    def nbytes(self) -> int:
+        raise NotImplementedError
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.multiply(x, x.dtype)
+
+    def multiply(
+        self,
+        x: Tensor,
+        out_dtype: torch.dtype = torch.bfloat16,
+        plan: Plan | None = None,
+        gated: bool = False,
+        heads: HeadPlaces | None = None,
+    ) -> Tensor:
+        """x [M, K] bf16 or float32 -> [M, N]. `gated`, only where `gates` says so: silu of the first half of the rows
+        times the second, [M, N / 2]. `heads`, only where `rotates` says so: rotated and stored there, the queries."""
+        raise NotImplementedError
+
+    def gates(self, tokens: int) -> bool:
+        """Whether a product of so many tokens can gate by itself."""
+        return self.rows % 2 == 0 and tokens == 1 and self.choose(1).kernel == VECTOR
+
+    def rotates(self, tokens: int) -> bool:
+        """Whether a product of so many tokens can rotate its heads and store keys and values by itself."""
+        return tokens == 1 and self.choose(1).kernel == VECTOR
+
+    def takes_codes(self, tokens: int) -> bool:
+        """Whether a product of so many tokens wants its input in 8 bits. Of one token's only large ones, whose threads
+        each read all of it: for the others rounding the input is but one more thing to wait for."""
+        if not self.activations or tokens > 1:
+            return bool(self.activations)
+        return self.rows > _LARGE or self.choose(1).kernel != VECTOR
+
+    def choose(self, tokens: int) -> Plan:
+        return self.plans.plan(self.kind, self.rows, self.depth, tokens)
+
+    def tune(self, tokens: int) -> Plan:
+        """Measure once which plan is fastest for this many tokens; later calls use it, in later processes too."""
+        x = torch.randn(tokens, self.depth, device=self.device, dtype=torch.bfloat16)
+        return self.plans.measure(
+            self.kind, self.rows, self.depth, tokens, lambda plan: self.multiply(x, torch.bfloat16, plan)
+        )
+
+    def _add_bias(self, y: Tensor) -> Tensor:
+        return y if self.bias is None else y.add_(self.bias)
+
+
+class DenseLinear(GpuLinear):
+    kind = "bf16"
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, detail: str = "bf16") -> None:
+        super().__init__(weight.shape[0], weight.shape[1], bias, weight.device, detail)
+        self.weight = weight.to(torch.bfloat16).contiguous()
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.numel() * 2
+
+    def multiply(
+        self,
+        x: Tensor,
+        out_dtype: torch.dtype = torch.bfloat16,
+        plan: Plan | None = None,
+        gated: bool = False,
+        heads: HeadPlaces | None = None,
+    ) -> Tensor:
+        plan = plan or self.choose(x.shape[0])
+        x = x.to(torch.bfloat16)
+        if plan.kernel == LIBRARY:
+            return self._add_bias(torch.mm(x, self.weight.T).to(out_dtype))
+        if plan.kernel == VECTOR and x.shape[0] == 1:
+            return vector_matmul(x, self.weight, None, None, self.bias, out_dtype, plan.tiling, gated, heads)
+        return skinny_matmul(x, self.weight, None, None, self.bias, out_dtype, plan.tiling)
+
+
+class ScaledLinear(GpuLinear):
+    """float8_e4m3fn or int8 codes [N, K] with a scale per row; the input is quantized per token to the same type."""
+
+    def __init__(
+        self, codes: Tensor, scales: Tensor, bias: Tensor | None, detail: str = "", input_scale: float = 0.0
+    ) -> None:
+        """`input_scale`: calibrated; 0: each token has its own."""
+        self.kind = self.activations = "int8" if codes.dtype == torch.int8 else "fp8"
+        super().__init__(codes.shape[0], codes.shape[1], bias, codes.device, detail or f"{self.kind} per row x token")
+        self.input_scale = input_scale
+        self.codes = codes.contiguous()
+        self.scales = scales.to(codes.device, torch.float32).reshape(-1).contiguous()
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.numel() + 4 * self.scales.numel()
+
+    def multiply(
+        self,
+        x: Tensor,
+        out_dtype: torch.dtype = torch.bfloat16,
+        plan: Plan | None = None,
+        gated: bool = False,
+        heads: HeadPlaces | None = None,
+    ) -> Tensor:
+        plan = plan or self.choose(x.shape[0])
+        if plan.kernel == VECTOR and x.shape[0] == 1:
+            x = x.to(torch.bfloat16)
+            return vector_matmul(x, self.codes, None, self.scales, self.bias, out_dtype, plan.tiling, gated, heads)
+        return self.multiply_quantized(*quantize_rows(x, self.activations, self.input_scale), out_dtype, plan)
+
+    def multiply_quantized(
+        self,
+        codes: Tensor,
+        scales: Tensor,
+        out_dtype: torch.dtype = torch.bfloat16,
+        plan: Plan | None = None,
+        gated: bool = False,
+        heads: HeadPlaces | None = None,
+    ) -> Tensor:
+        """Input from a fused norm or gate: codes [M, K] and scales [M] as elementwise.py makes them."""
+        plan = plan or self.choose(codes.shape[0])
+        if plan.kernel == LIBRARY:
+            return self._add_bias(self._library(codes, scales, out_dtype))
+        if plan.kernel == VECTOR and codes.shape[0] == 1:
+            rest = (self.bias, out_dtype, plan.tiling, gated, heads)
+            return vector_matmul(codes, self.codes, scales, self.scales, *rest)
+        return skinny_matmul(codes, self.codes, scales, self.scales, self.bias, out_dtype, plan.tiling)
+
+    def _library(self, codes: Tensor, scales: Tensor, out_dtype: torch.dtype) -> Tensor:
+        if self.kind == "int8":
+            total = torch._int_mm(codes, self.codes.T)
+            return (total.float() * scales[:, None] * self.scales).to(out_dtype)
+        product = torch._scaled_mm(
+            codes,
+            self.codes.T,
+            scale_a=scales[:, None],
+            scale_b=self.scales[None, :],
+            out_dtype=torch.bfloat16,
+            use_fast_accum=True,
+        )
+        return product.to(out_dtype)
+
+
+class GroupedLinear(GpuLinear):
+    def __init__(self, weight: GroupedWeight, bias: Tensor | None, detail: str) -> None:
+        # "int4": what grouped_hopper.py reads; its copy engine wants rows of tokens at multiples of 16 bytes.
+        regular = weight.codes.shape[2] == 32 and weight.group >= 32 and weight.depth % 8 == 0
+        self.kind = "grouped8" if weight.bits == 8 else "int4" if regular else "grouped4"
+        super().__init__(weight.rows, weight.depth, bias, weight.codes.device, detail)
+        self.weight = weight
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes
+
+    def multiply(
+        self,
+        x: Tensor,
+        out_dtype: torch.dtype = torch.bfloat16,
+        plan: Plan | None = None,
+        gated: bool = False,
+        heads: HeadPlaces | None = None,
+    ) -> Tensor:
+        plan = plan or self.choose(x.shape[0])
+        x = x.to(torch.bfloat16)
+        if plan.kernel == LIBRARY:
+            return self._add_bias(torch.mm(x, expand(self.weight).T).to(out_dtype))
+        if plan.kernel == HOPPER:
+            from tokenmill.kernels.triton.matmul.grouped_hopper import hopper_matmul  # only there is its language known
+
+            return hopper_matmul(x, self.weight, self.bias, out_dtype, gated)
+        if plan.kernel == VECTOR and x.shape[0] == 1:
+            return grouped_vector_matmul(x, self.weight, self.bias, out_dtype, plan.tiling, gated, heads)
+        return grouped_matmul(x, self.weight, self.bias, out_dtype, plan.tiling, gated, heads)
+
+    def gates(self, tokens: int) -> bool:
+        kernel = self.choose(tokens).kernel
+        if kernel == HOPPER:
+            return self.rows % 256 == 0  # no tile with rows of both halves
+        return kernel in (GROUPED, VECTOR) and self.rows % 2 == 0 and tokens <= _FEW
+
+    def rotates(self, tokens: int) -> bool:
+        return self.choose(tokens).kernel in (GROUPED, VECTOR) and tokens <= _FEW
+
+
+def quantize_at_load(values: Tensor, bias: Tensor | None, scheme: str, group: int = 128) -> GpuLinear:
+    """A float matrix [N, K] rounded to nearest on its device: "fp8", "int8" (per row) or "int4" (groups, symmetric)."""
+    values = values.float()
+    if scheme in ("fp8", "int8"):
+        codes, scales = quantize_rows(values.contiguous(), scheme)
+        scales = scales.clone()  # by an ordinary kernel: no product, however early it starts, reads codes half written
+        return ScaledLinear(codes, scales, bias, f"{scheme} per row x token, rounded at load")
+    assert scheme == "int4", scheme
+    grouped = values.view(values.shape[0], -1, group)
+    scales = (grouped.abs().amax(-1) / 7.5).clamp(min=1e-12)
+    codes = (grouped / scales[..., None]).round().clamp(-8, 7).to(torch.int8).view_as(values)
+    return GroupedLinear(repack.pack_groups(codes, scales, None, 4), bias, f"int4 g{group}, rounded at load")
+
+
+def make_linear(weight: StoredWeight) -> GpuLinear:
+    """Repack a stored weight on the GPU (on the CPU under Triton's interpreter); declines what no kernel multiplies."""
+    parts = weight.parts()
+    device = _device(parts)
+    if set(parts) == {"values"}:
+        return DenseLinear(parts["values"].to(device), weight.bias, f"bf16 (stored {weight.type_name})")
+    if set(parts) == {"blocks"}:
+        if weight.type_name not in repack._GGML:
+            raise Declined(f"no kernel for {weight.type_name} blocks")
+        grouped = repack.from_ggml(weight.type_name, parts["blocks"].to(device), weight.in_features)
+        return GroupedLinear(
+            grouped, weight.bias, f"{weight.type_name} as {grouped.bits}-bit groups of {grouped.group}"
+        )
+    decode = getattr(weight, "decode", None)
+    if decode is None:
+        raise Declined(f"no kernel for weights made of {', '.join(sorted(parts))}")
+    try:
+        matrix = decode()
+    except CheckpointError as error:  # groups in activation order
+        raise Declined(str(error)) from None
+    return from_quantized(matrix, weight.bias, device, getattr(weight, "input_scale", None))
+
+
+def from_quantized(
+    matrix: Any, bias: Tensor | None, device: torch.device, input_scale: float | None = None
+) -> GpuLinear:
+    """A `QuantizedMatrix` (model/formats/quantized.py) on a device; `input_scale` where the matrix has none."""
+    scheme = matrix.scheme
+    if matrix.rotation_seed is not None:
+        raise Declined("codes are in a rotated basis")
+    scaled = _scaled(matrix, bias, device, matrix.input_scale or input_scale)
+    if scaled is not None:
+        return scaled
+    if scheme.activations != "none":
+        raise Declined(f"no kernel rounds its input as {scheme.activations} for {scheme.element} weights of this shape")
+    grouped = repack.from_matrix(matrix, device)
+    if grouped is not None:
+        return GroupedLinear(grouped, bias, f"{scheme.element}{scheme.bits} as {grouped.bits}-bit g{grouped.group}")
+    return DenseLinear(matrix.dequantize().to(device), bias, f"bf16 (expanded from {scheme.element}{scheme.bits})")
+
+
+def _scaled(matrix: Any, bias: Tensor | None, device: torch.device, input_scale: float | None) -> ScaledLinear | None:
+    """fp8 x fp8 or int8 x int8: the weight has one scale per row or in all, the input one per token or in all."""
+    scheme, rows = matrix.scheme, matrix.codes.shape[0]
+    if scheme.group_size != 0 or scheme.block_rows not in (0, 1) or matrix.zeros is not None:
+        return None
+    scales = (matrix.scales.float() * matrix.global_scale).reshape(-1).expand(rows)
+    fixed = float(input_scale or 0.0) if scheme.activations.endswith("_static") else 0.0
+    if scheme.element == "e4m3" and scheme.activations in ("fp8_token", "fp8_static"):
+        return ScaledLinear(matrix.codes.to(device).view(torch.float8_e4m3fn), scales, bias, input_scale=fixed)
+    if scheme.element == "int" and scheme.bits == 8 and scheme.activations in ("int8_token", "int8_static"):
+        codes = (matrix.codes.to(device).to(torch.int16) - 128).to(torch.int8)
+        return ScaledLinear(codes, scales, bias, input_scale=fixed)
+    return None
+
+
+def _device(parts: dict[str, Tensor]) -> torch.device:
+    first = next(iter(parts.values())).device
+    if first.type == "cuda" or INTERPRETED:
+        return first
+    return torch.device("cuda", torch.cuda.current_device())

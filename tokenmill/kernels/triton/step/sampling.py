@@ -1,0 +1,279 @@
+"""Logits -> token ids on the device: temperature, top-k, top-p, min-p, one random draw per row. Only ids leave.
+
+Rows with filters first get a threshold, found by bisection over the bits of a float (nothing is sorted); then every row
+is the argmax of logit / temperature plus Gumbel noise over the tokens at or above it. Noise is a hash of (seed,
+sibling, position, token): a request draws the same tokens in any batch. Tokens that tie with the last kept one stay.
+"""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tokenmill.kernels.triton.launch import INTERPRETED, begin, early, options, power_of_two, workspace
+from tokenmill.kernels.triton.matmul.skinny import arrive_last
+
+_CHUNK = 4096  # tokens of the vocabulary per program
+_BLOCK = 8192  # per step of a pass over a whole row
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingTensors:
+    """Per row, on the device. temperature float32 (0: greedy), top_k int32 (0: off), top_p float32 (1: off), min_p
+    float32 (0: off), seeds int64 (already mixed per request and sibling, see `mix_seed`), positions int64."""
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    seeds: Tensor
+    positions: Tensor
+    filtered: bool = True  # False: no row has a filter, the search is not launched
+
+
+@triton.jit
+def ordered(values):
+    """float32 -> uint32 with the same order."""
+    bits = values.to(tl.uint32, bitcast=True)
+    return tl.where(bits >= 0x80000000, bits ^ 0xFFFFFFFF, bits ^ 0x80000000)
+
+
+@triton.jit
+def unordered(key):
+    """The float32 of an ordered key."""
+    return tl.where(key >= 0x80000000, key ^ 0x80000000, key ^ 0xFFFFFFFF).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def sum_above(logits, least, top, heat, vocab, BLOCK: tl.constexpr, WEIGHED: tl.constexpr):
+    """How many logits are >= `least`, or (WEIGHED) the sum of their exp((logit - top) * heat)."""
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for start in range(0, vocab, BLOCK):
+        places = start + tl.arange(0, BLOCK)
+        values = tl.load(logits + places, mask=places < vocab, other=float("-inf")).to(tl.float32)
+        weights = tl.exp((values - top) * heat) if WEIGHED else 1.0
+        total += tl.where((values >= least) & (places < vocab), weights, 0.0)
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def bisect(logits, wanted, top, heat, vocab, BLOCK: tl.constexpr, WEIGHED: tl.constexpr):
+    """The largest float32 such that the logits at or above it number or weigh at least `wanted`."""
+    found = tl.zeros([], dtype=tl.uint32)
+    bit = tl.full([], 0x80000000, dtype=tl.uint32)
+    while bit > 0:
+        trial = found | bit
+        # Keys of NaNs lie at both ends: above them all, nothing is kept; below, everything.
+        reached = sum_above(logits, unordered(trial), top, heat, vocab, BLOCK, WEIGHED) >= wanted
+        inside = trial <= ordered(top)
+        found = tl.where((reached & inside) | (trial < 0x00800000), trial, found)
+        bit = bit >> 1
+    return unordered(found)
+
+
+@triton.jit
+def _threshold(
+    logits, temperature, top_k, top_p, min_p, thresholds, vocab, stride, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    """The smallest logit that the filters keep, per row; -inf where there are none. In order: top-k, top-p, min-p."""
+    begin(PDL)
+    row = tl.program_id(0)
+    k, p, least, heat = tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row), tl.load(temperature + row)
+    lowest = tl.full([], float("-inf"), dtype=tl.float32)
+    by_count = (k > 0) & (k < vocab)
+    if (heat > 0) & (by_count | (p < 1.0) | (least > 0)):
+        logits += row.to(tl.int64) * stride
+        best = tl.full([BLOCK], float("-inf"), dtype=tl.float32)
+        for start in range(0, vocab, BLOCK):
+            places = start + tl.arange(0, BLOCK)
+            best = tl.maximum(best, tl.load(logits + places, mask=places < vocab, other=float("-inf")).to(tl.float32))
+        top = tl.max(best, 0)
+        if by_count:
+            lowest = bisect(logits, k.to(tl.float32), top, 1.0 / heat, vocab, BLOCK, False)
+        if p < 1.0:
+            whole = sum_above(logits, lowest, top, 1.0 / heat, vocab, BLOCK, True)
+            lowest = tl.maximum(lowest, bisect(logits, p * whole, top, 1.0 / heat, vocab, BLOCK, True))
+        if least > 0:
+            lowest = tl.maximum(lowest, top + tl.log(least) * heat)
+        lowest = tl.minimum(lowest, top)
+    tl.store(thresholds + row, lowest)
+
+
+@triton.jit
+def mix32(value):
+    """A bijection of 32 bits in which every input bit reaches every output bit (uint32)."""
+    value = (value ^ (value >> 16)) * 0x7FEB352D
+    value = (value ^ (value >> 15)) * 0x846CA68B
+    return value ^ (value >> 16)
+
+
+@triton.jit
+def quick_log(value, INTERPRET: tl.constexpr):
+    """The logarithm as the hardware has it, good to 2^-22: noise needs no more, and a row takes two for every token."""
+    if INTERPRET:
+        return tl.log(value)
+    else:
+        binary = tl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [value], tl.float32, True, 1)
+        return binary * 0.6931471805599453
+
+
+@triton.jit
+def exponential(seed, position, token, INTERPRET: tl.constexpr):
+    """A draw from Exp(1) for a token, exact also where it is very small: the winners have small ones."""
+    low, high = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+    key = mix32(mix32(low ^ position.to(tl.uint32) * 0x9E3779B9) ^ high)
+    bits = mix32(mix32(token.to(tl.uint32) * 0x85EBCA6B ^ key) + key)
+    v = (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10  # (0, 1]
+    v = tl.minimum(v, 0.99999994)
+    series = v * (1.0 + v * (0.5 + v * (0.3333333333333333 + v * 0.25)))
+    return tl.where(v < 0.004, series, -quick_log(1.0 - v, INTERPRET))
+
+
+@triton.jit
+def _draw(
+    logits,
+    temperature,
+    seeds,
+    positions,
+    thresholds,
+    best_value,
+    best_token,
+    counter,
+    out,
+    echo,
+    turn,
+    vocab,
+    stride,
+    echo_stride,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CHUNKS_P: tl.constexpr,
+    RANDOM: tl.constexpr,
+    FILTERED: tl.constexpr,
+    PDL: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """The best of a chunk of a row; the last chunk to finish compares them and writes the id. First of equals wins."""
+    begin(PDL)
+    row, chunk = tl.program_id(0), tl.program_id(1)
+    tokens = chunk * CHUNK + tl.arange(0, CHUNK)
+    ok = tokens < vocab
+    values = tl.load(logits + row.to(tl.int64) * stride + tokens, mask=ok, other=float("-inf")).to(tl.float32)
+    if RANDOM:
+        heat = tl.load(temperature + row)
+        waiting = exponential(tl.load(seeds + row), tl.load(positions + row), tokens, INTERPRET)
+        drawn = values * (1.0 / tl.where(heat > 0, heat, 1.0)) - quick_log(waiting, INTERPRET)
+        if FILTERED:
+            drawn = tl.where(values >= tl.load(thresholds + row), drawn, float("-inf"))
+        values = tl.where(ok, tl.where(heat > 0, drawn, values), float("-inf"))
+    value = tl.max(values, 0)
+    token = tl.min(tl.where((values == value) & ok, tokens, 2147483647), 0)
+    tl.store(best_value + row * CHUNKS + chunk, value)
+    tl.store(best_token + row * CHUNKS + chunk, token)
+    if arrive_last(counter + row, CHUNKS):
+        tl.store(counter + row, 0)
+        chunks = tl.arange(0, CHUNKS_P)
+        inside = chunks < CHUNKS
+        found = tl.load(best_value + row * CHUNKS + chunks, mask=inside, other=float("-inf"), cache_modifier=".cg")
+        token = tl.load(best_token + row * CHUNKS + chunks, mask=inside, other=2147483647, cache_modifier=".cg")
+        winner = tl.min(tl.where((found == tl.max(found, 0)) & inside, token, 2147483647), 0)
+        tl.store(out + row, winner.to(out.dtype.element_ty))
+        if echo is not None:
+            tl.store(echo + tl.load(turn) * echo_stride + row, winner.to(echo.dtype.element_ty))
+
+
+def mix_seed(seed: int, index: int) -> int:
+    """The 64-bit seed of sibling `index` of a request, as a signed number that fits an int64 tensor."""
+    mask = (1 << 64) - 1
+    value = (seed + (index + 1) * 0x9E3779B97F4A7C15) & mask
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & mask
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EB & mask
+    value ^= value >> 31
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _chunk(vocab: int) -> int:
+    return min(_CHUNK, power_of_two(vocab, 256))
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """Where ids are written besides, for the host: pinned int64 [turns, most rows]; turn int32 [1] on the device."""
+
+    ids: Tensor
+    turn: Tensor
+
+
+def _pick(
+    logits: Tensor,
+    rows: SamplingTensors | None,
+    thresholds: Tensor | None,
+    out: Tensor | None,
+    echo: Echo | None = None,
+) -> Tensor:
+    count, vocab = logits.shape
+    out = torch.empty(count, dtype=torch.int64, device=logits.device) if out is None else out
+    chunks = triton.cdiv(vocab, _chunk(vocab))
+    scratch = workspace(logits.device)
+    values = scratch.partials(2 * count * chunks)
+    _draw[(count, chunks)](
+        logits,
+        None if rows is None else rows.temperature,
+        None if rows is None else rows.seeds,
+        None if rows is None else rows.positions,
+        thresholds,
+        values,
+        values[count * chunks :].view(torch.int32),
+        scratch.counters(count),
+        out,
+        None if echo is None else echo.ids,
+        None if echo is None else echo.turn,
+        vocab,
+        logits.stride(0),
+        0 if echo is None else echo.ids.stride(0),
+        CHUNK=_chunk(vocab),
+        CHUNKS=chunks,
+        CHUNKS_P=power_of_two(chunks),
+        RANDOM=rows is not None,
+        FILTERED=thresholds is not None,
+        PDL=early(logits.device),
+        INTERPRET=INTERPRETED,
+        **options(logits.device, 8, 1),
+    )
+    return out
+
+
+def argmax(logits: Tensor) -> Tensor:
+    """Index of the largest value of each row; the first of equals."""
+    return _pick(logits, None, None, None)
+
+
+def sample(logits: Tensor, rows: SamplingTensors, out: Tensor | None = None, echo: Echo | None = None) -> Tensor:
+    """One token id per row of logits [R, vocab] (float32 or bf16) -> int64 [R]."""
+    thresholds = _search(logits, rows) if rows.filtered else None
+    return _pick(logits, rows, thresholds, out, echo)
+
+
+def _search(logits: Tensor, rows: SamplingTensors) -> Tensor:
+    """The smallest logit that each row keeps, float32 [R]."""
+    (count, vocab), device = logits.shape, logits.device
+    thresholds = torch.empty(count, dtype=torch.float32, device=device)
+    _threshold[(count,)](
+        logits,
+        rows.temperature,
+        rows.top_k,
+        rows.top_p,
+        rows.min_p,
+        thresholds,
+        vocab,
+        logits.stride(0),
+        BLOCK=min(_BLOCK, power_of_two(vocab)),
+        PDL=early(device),
+        **options(device, 16, 1),
+    )
+    return thresholds

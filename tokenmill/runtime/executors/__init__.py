@@ -1,0 +1,41 @@
+"""How a step can be run, fastest first. Each executor may decline a model or store with a reason."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tokenmill.errors import UserError, unknown_name
+from tokenmill.registry import Registry
+
+if TYPE_CHECKING:
+    from tokenmill.config import EngineConfig
+    from tokenmill.model.kvstore.base import KVStore
+    from tokenmill.model.loader import LoadedModel
+    from tokenmill.runtime.runner import Executor
+
+EXECUTORS = Registry(
+    "executor",
+    {
+        "cuda_graph": "tokenmill.runtime.executors.cuda.graph:CudaGraphExecutor",
+        "cuda_eager": "tokenmill.runtime.executors.cuda.eager:CudaEagerExecutor",
+        "recorded": "tokenmill.runtime.executors.recorded:RecordedExecutor",
+        "eager": "tokenmill.runtime.executors.eager:EagerExecutor",
+    },
+)
+
+
+def choose_executor(
+    name: str, model: LoadedModel, store: KVStore, config: EngineConfig
+) -> tuple[Executor, tuple[tuple[str, str], ...]]:
+    """The named executor, or with "auto" the first that does not decline."""
+    if name != "auto" and name not in EXECUTORS:
+        raise unknown_name("executor", name, ["auto", *EXECUTORS])
+    declined: list[tuple[str, str]] = []
+    for candidate in EXECUTORS if name == "auto" else (name,):
+        executor_class = EXECUTORS.get(candidate)
+        reason = executor_class.declines(model, store)
+        if reason is None:
+            executor: Executor = executor_class(model, store, config)
+            return executor, tuple(declined)
+        declined.append((candidate, reason))
+    raise UserError(f"executor '{name}' cannot run here: {declined[-1][1]}", "use --executor auto")

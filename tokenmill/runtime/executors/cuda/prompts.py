@@ -1,0 +1,178 @@
+"""Steps with prompts of few tokens, captured: there launching kernel by kernel takes longer than the kernels.
+
+A kind is a bucket of tokens and one of sequences; a step is padded to both (tokens that no sequence has and that are
+stored nowhere, sequences without tokens). Knows neither models nor sampling: the graph executor says what is computed
+and how it is captured. Longer steps, and those of one token each, are not for here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tokenmill.hardware.kv_layout import KVLayout
+from tokenmill.types import Batch
+
+MAX_PROMPT_TOKENS = 2048  # of a captured step: from here on the device is the slower of the two
+# Products are computed in tiles of 128 tokens: finer steps would save little.
+_TOKEN_BUCKETS = (16, 32, 64, *range(128, MAX_PROMPT_TOKENS + 1, 128))
+# One less than a bucket of tokens: with as many sequences as tokens attention would take each for a single token.
+_SEQUENCE_BUCKETS = (3, 15, 63, 127, 255, 511, 1023)
+_MAX_GRAPHS = 40  # the one that was not used for the longest time makes room
+_LIKELY_TOKENS = 1024  # up to here steps of few sequences are prepared
+
+
+@dataclass(frozen=True, slots=True)
+class PromptKind:
+    tokens: int
+    sequences: int
+
+
+class PromptInputs:
+    """Buffers that never move, and the step in them."""
+
+    def __init__(self, layout: KVLayout, max_tokens: int, max_sequences: int, context: int, device: torch.device):
+        """`most_tokens`: of any step; `context`: of any sequence."""
+        width, groups = -(-context // layout.page_size) + 1, len(layout.groups)
+        self._capacity = width * layout.page_size
+        most = min(max_tokens, MAX_PROMPT_TOKENS)
+        self._has_long = most == MAX_PROMPT_TOKENS
+        self._token_buckets = [bucket for bucket in _TOKEN_BUCKETS if bucket < most]
+        self._token_buckets.append(_TOKEN_BUCKETS[len(self._token_buckets)])
+        self._sequence_buckets = [*(bucket for bucket in _SEQUENCE_BUCKETS if bucket < max_sequences), max_sequences]
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=device)
+
+        self._tokens = zeros(2 + groups, self._token_buckets[-1], dtype=torch.int64)  # ids, positions, slots by group
+        self._starts, self._seq_lens = zeros(max_sequences + 1), zeros(max_sequences)
+        self._tables = [zeros(max_sequences, width) for _ in range(groups)]
+
+    @property
+    def max_tokens(self) -> int:
+        return self._token_buckets[-1]
+
+    def kind(self, batch: Batch) -> PromptKind | None:
+        """What the step is padded to; None where it is not for here."""
+        tokens, sequences = batch.token_ids.shape[0], batch.seq_lens.shape[0]
+        if batch.max_query == 1 or batch.ancestors is not None or tokens >= MAX_PROMPT_TOKENS:
+            return None
+        if any(table.shape[1] > own.shape[1] for table, own in zip(batch.block_tables, self._tables, strict=True)):
+            return None
+        padded = next((bucket for bucket in self._sequence_buckets if bucket >= sequences), 0)
+        least = max(tokens, padded + 1)
+        found = next((bucket for bucket in self._token_buckets if bucket >= least), 0)
+        return PromptKind(found, padded) if padded and found else None
+
+    def likely_kinds(self) -> list[PromptKind]:
+        """Short prompts, few at a time; the largest last, which is prepared first: the others fit its memory."""
+        few = self._sequence_buckets[0]
+        return [PromptKind(each, few) for each in self._token_buckets if few < each <= _LIKELY_TOKENS]
+
+    def long_kind(self) -> PromptKind | None:
+        """Of steps that are not captured; None where no step is so long."""
+        return PromptKind(MAX_PROMPT_TOKENS, self._sequence_buckets[0]) if self._has_long else None
+
+    def example(self, kind: PromptKind) -> Batch:
+        """A step with a prompt of two tokens that are stored nowhere; the rest is padding."""
+        self.clear(kind)
+        self._starts[1 : kind.sequences + 1] = 2
+        self._seq_lens[0] = 2
+        return self.batch(kind)
+
+    def fill(self, batch: Batch, kind: PromptKind) -> None:
+        tokens, sequences = batch.token_ids.shape[0], batch.seq_lens.shape[0]
+        self.clear(kind, tokens, sequences)
+        for number, given in enumerate((batch.token_ids, batch.positions, *batch.slots)):
+            self._tokens[number, :tokens] = given
+        self._starts[: sequences + 1] = batch.query_starts
+        self._seq_lens[:sequences] = batch.seq_lens
+        for own, table in zip(self._tables, batch.block_tables, strict=True):
+            own[:sequences, : table.shape[1]] = table
+
+    def clear(self, kind: PromptKind, tokens: int = 0, sequences: int = 0) -> None:
+        """Nothing behind the first tokens and sequences."""
+        self._tokens[:2, tokens : kind.tokens] = 0
+        self._tokens[2:, tokens : kind.tokens] = -1
+        self._starts[sequences : kind.sequences + 1] = tokens
+        self._seq_lens[sequences : kind.sequences] = 0
+
+    def batch(self, kind: PromptKind) -> Batch:
+        """The padded step, with bounds that hold for every step of its kind."""
+        ids, positions, *slots = self._tokens[:, : kind.tokens]
+        return Batch(
+            token_ids=ids,
+            positions=positions,
+            query_starts=self._starts[: kind.sequences + 1],
+            seq_lens=self._seq_lens[: kind.sequences],
+            slots=tuple(slots),
+            block_tables=tuple(table[: kind.sequences] for table in self._tables),
+            logit_rows=self._starts[:0],
+            max_query=kind.tokens,
+            max_seq=self._capacity,
+        )
+
+
+class PromptSteps:
+    """Runs padded steps: the first of a kind launch by launch, the second captured, from then on replayed."""
+
+    def __init__(
+        self,
+        inputs: PromptInputs,
+        compute: Callable[[Batch], Tensor],
+        capture: Callable[[Callable[[], None]], torch.cuda.CUDAGraph] | None,
+    ) -> None:
+        """`compute`: hidden states of a batch; `capture`: captures a call and replays it once, None: nobody can."""
+        self.inputs, self._compute, self._capture = inputs, compute, capture
+        self._graphs: dict[PromptKind, torch.cuda.CUDAGraph | None] = {}  # the last used last; None: seen once
+        self._hidden: Tensor | None = None  # outside the graphs' memory, one for all of them
+
+    @property
+    def num_captured(self) -> int:
+        return sum(graph is not None for graph in self._graphs.values())
+
+    def forward(self, batch: Batch) -> Tensor | None:
+        """Hidden states [T, hidden], to be read before the next step; None where the step is not for here."""
+        kind = self.inputs.kind(batch)
+        if kind is None:
+            return None
+        self.inputs.fill(batch, kind)
+        self._run(kind)
+        assert self._hidden is not None
+        return self._hidden[: batch.token_ids.shape[0]]
+
+    def prepare(self, kind: PromptKind) -> None:
+        """Capture a kind by steps without tokens: nothing is stored."""
+        while self._graphs.get(kind) is None:
+            self.inputs.clear(kind)
+            self._run(kind)
+            if self._capture is None:
+                return
+
+    def _run(self, kind: PromptKind) -> None:
+        if self._capture is None or kind not in self._graphs:
+            self._step(kind)
+            self._graphs[kind] = None
+            return
+        graph = self._graphs.pop(kind)
+        if graph is not None:
+            graph.replay()
+        else:
+            self._make_room()
+            graph = self._capture(lambda: self._step(kind))
+        self._graphs[kind] = graph
+
+    def _step(self, kind: PromptKind) -> None:
+        hidden = self._compute(self.inputs.batch(kind))
+        if self._hidden is None:
+            self._hidden = hidden.new_zeros(self.inputs.max_tokens, hidden.shape[1])
+        self._hidden[: kind.tokens] = hidden
+
+    def _make_room(self) -> None:
+        captured = [kind for kind, graph in self._graphs.items() if graph is not None]
+        if len(captured) >= _MAX_GRAPHS:
+            torch.cuda.synchronize()  # it may still run
+            del self._graphs[captured[0]]  # captured again only if it comes twice again

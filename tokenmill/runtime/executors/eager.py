@@ -1,0 +1,106 @@
+"""The eager executor: Ops on real tensors, one call per op through the op table. The reference for all others.
+
+One EagerOps is bound to one batch. Holds no state between steps except the model, the KV store and the chosen kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenmill.config import EngineConfig
+from tokenmill.kernels.base import Choice, select
+from tokenmill.model.attention import choose_attention
+from tokenmill.model.attention.base import AttentionSpec
+from tokenmill.model.formats.base import LinearWeight
+from tokenmill.model.kvstore.base import KVStore
+from tokenmill.model.layers.rotary import RotaryTable
+from tokenmill.model.loader import LoadedModel
+from tokenmill.types import Batch
+
+FORWARD_OPS = ("rms_norm", "add", "add_rms_norm", "gated", "softcap", "rope", "store_kv", "attention")
+OPS = (*FORWARD_OPS, "argmax")  # the last is the sampler's
+
+
+class EagerExecutor:
+    name = "eager"
+
+    def __init__(self, model: LoadedModel, store: KVStore, config: EngineConfig) -> None:
+        self.model = model
+        self.config = config
+        self.store = store
+        self.attention = choose_attention(store, model.kernels)
+        self.choices: dict[str, Choice] = {op: select(op, model.device, model.kernels) for op in OPS}
+        self.run: dict[str, Callable[..., Any]] = {op: choice.run for op, choice in self.choices.items()}
+        layers = range(model.decoder.description.num_layers)
+        self.places = [store.layout.place(layer) for layer in layers]
+
+    @classmethod
+    def declines(cls, model: LoadedModel, _store: KVStore) -> str | None:
+        return None if model.device.type == "cpu" else "computes on the CPU; cuda_eager is its twin on a GPU"
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch) -> Tensor:
+        """Hidden states [T, hidden] of the batch; its keys and values are stored."""
+        self.store.prepare(batch)
+        hidden: Tensor = self.model.decoder.forward(EagerOps(self, batch))
+        return hidden
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor, batch: Batch, begin: int, end: int) -> Tensor:
+        """Float32 logits of batch.logit_rows[begin:end]."""
+        ops = EagerOps(self, batch, batch.logit_rows[begin:end])
+        logits: Tensor = self.model.decoder.logits(ops, hidden)
+        return logits
+
+
+class EagerOps:
+    def __init__(self, executor: EagerExecutor, batch: Batch, rows: Tensor | None = None) -> None:
+        self._executor = executor
+        self._batch = batch
+        self._rows = rows
+        self._run = executor.run
+
+    def embed(self, table: LinearWeight, scale: float) -> Tensor:
+        rows = table.dequantize_rows(self._batch.token_ids)
+        return rows if scale == 1.0 else rows * scale
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, head_dim: int = 0) -> Tensor:
+        y: Tensor = self._run["rms_norm"](x, weight, eps, head_dim)
+        return y
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        z: Tensor = self._run["add"](x, y)
+        return z
+
+    def add_rms_norm(self, x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        pair: tuple[Tensor, Tensor] = self._run["add_rms_norm"](x, y, weight, eps)
+        return pair
+
+    def linear(self, x: Tensor, weights: Sequence[LinearWeight]) -> list[Tensor]:
+        return [weight.kernel.run(x) for weight in weights if weight.kernel is not None]
+
+    def rope(self, x: Tensor, table: RotaryTable, head_dim: int) -> Tensor:
+        y: Tensor = self._run["rope"](x, self._batch.positions, table.cos, table.sin, head_dim, table.interleaved)
+        return y
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+        executor, batch = self._executor, self._batch
+        group, slot = executor.places[spec.layer]
+        executor.store.write(slot, batch.slots[group], k, v)
+        return executor.attention.attend(q, slot, batch.block_tables[group], batch, spec)
+
+    def gated(self, gate: Tensor, up: Tensor, activation: str) -> Tensor:
+        y: Tensor = self._run["gated"](gate, up, activation)
+        return y
+
+    def select_rows(self, x: Tensor) -> Tensor:
+        assert self._rows is not None
+        return x[self._rows]
+
+    def softcap(self, x: Tensor, cap: float) -> Tensor:
+        y: Tensor = self._run["softcap"](x, cap)
+        return y

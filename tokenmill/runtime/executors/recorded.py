@@ -1,0 +1,228 @@
+"""The recorded executor: the forward pass is described once to the C++ program, then each step is one call.
+
+`RecordedOps` implements Ops by writing down what the model does; values are numbers. `RecordedExecutor` replays it for
+any batch up to the sizes it was recorded for. Same results as the eager executor up to the order of float sums.
+Declines models with weights or KV pages that the C++ kernels do not take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenmill.config import EngineConfig
+from tokenmill.kernels import cpu
+from tokenmill.kernels.cpu import CpuLinear
+from tokenmill.model.attention.base import AttentionSpec
+from tokenmill.model.formats.base import LinearWeight
+from tokenmill.model.kvstore.base import KVStore
+from tokenmill.model.layers.rotary import RotaryTable
+from tokenmill.model.loader import LoadedModel
+from tokenmill.types import Batch, ScheduledTokens
+
+_MAX_LOGIT_VALUES = 1 << 24  # logits that one call computes: 64 MiB, whatever the vocabulary
+
+
+class RecordedExecutor:
+    name = "recorded"
+
+    def __init__(self, model: LoadedModel, store: KVStore, config: EngineConfig) -> None:
+        # A step never holds more tokens than the budget, nor more sequences than may run at once.
+        self._tokens = max(config.batch_tokens, config.concurrency)
+        self._pool = cpu.pool()
+        program = cpu.module().Program(self._tokens, config.concurrency, self._pool)
+        ops = RecordedOps(program, store)
+        hidden = model.decoder.forward(ops)
+        program.end_body()
+        program.finish(model.decoder.logits(ops, hidden))
+        self._program = program
+        self._keep = ops.keep
+        self._hidden: Tensor = program.value(hidden)
+        vocabulary = model.decoder.description.vocab_size
+        self._rows_at_once = max(1, _MAX_LOGIT_VALUES // vocabulary)
+        self._logits = torch.empty(min(config.concurrency, self._rows_at_once), vocabulary)
+
+    @classmethod
+    def declines(cls, model: LoadedModel, store: KVStore) -> str | None:
+        reason = cpu.unavailable(model.device)
+        if reason is not None:
+            return reason
+        if any(store.kernel_pages(slot) is None for slot in range(store.layout.layers_per_page)):
+            return f"KV pages of type {store.name} are not read by C++ here"
+        for name, weight in model.weights.items():
+            kernel = weight.kernel.run if weight.kernel is not None else None
+            if kernel is not None and not isinstance(kernel, CpuLinear):
+                return f"{name} ({weight.type_name}) has no C++ kernel"
+        table = model.decoder.embedding
+        if table.kernel is None and not cpu.can_look_up(table):
+            return f"the embedding ({table.type_name}) has no C++ lookup"
+        return None
+
+    @property
+    def nbytes(self) -> int:
+        """Buffers of the program: activations, partial attention, scratch."""
+        size: int = self._program.nbytes
+        return size
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Hidden states [T, hidden], where batch.all_hidden; logits are computed in the same call when they are few
+        enough to keep."""
+        rows = batch.logit_rows.shape[0]
+        self._run(batch, batch.logit_rows, body=True, head=0 < rows <= self._rows_at_once)
+        return self._hidden[: batch.token_ids.shape[0]]
+
+    def logits(self, _hidden: Tensor, batch: Batch, begin: int, end: int) -> Tensor:
+        """Float32 logits of batch.logit_rows[begin:end], until the next call. The program kept the hidden state."""
+        if batch.logit_rows.shape[0] <= self._rows_at_once:
+            return self._logits[begin:end]
+        self._run(batch, batch.logit_rows[begin:end], body=False, head=True)
+        return self._logits[: end - begin]
+
+    def decode(self, rows: Sequence[ScheduledTokens]) -> list[int]:
+        """One token of each row, all sampling: the index of its largest logit. The logits stay until the next call."""
+        return self.decode_on(rows, 1)[0]
+
+    def decode_on(self, rows: Sequence[ScheduledTokens], steps: int) -> list[list[int]]:
+        """Up to `steps` decodes, each from the largest logits of the one before, until a row has drawn one of its stop
+        ids. The tokens of each step, by row."""
+        if len(rows) > self._logits.shape[0]:
+            self._logits = torch.empty(len(rows), self._logits.shape[1])
+        starts = [row.start for row in rows]
+        best: list[list[int]] = self._program.decode(
+            [row.request.token_ids[start] for row, start in zip(rows, starts, strict=True)],
+            starts,
+            [list(tables) for tables in zip(*(row.block_tables for row in rows), strict=True)],
+            self._logits.data_ptr(),
+            steps,
+            [list(row.request.stop_ids) for row in rows] if steps > 1 else [],
+        )
+        return best
+
+    def decoded_logits(self, begin: int, end: int) -> Tensor:
+        """Rows of the logits of the last `decode`."""
+        return self._logits[begin:end]
+
+    def decoded_hidden(self, begin: int, end: int) -> Tensor:
+        """Rows of the hidden states of the last `decode`."""
+        return self._hidden[begin:end]
+
+    @property
+    def max_decoded(self) -> int:
+        """How many rows `decode` takes."""
+        return self._rows_at_once
+
+    def _run(self, batch: Batch, logit_rows: Tensor, body: bool, head: bool) -> None:
+        rows = logit_rows.shape[0]
+        if head and rows > self._logits.shape[0]:
+            self._logits = torch.empty(rows, self._logits.shape[1])
+        tokens, sequences = batch.token_ids.shape[0], batch.seq_lens.shape[0]
+        self._program.run(
+            tokens,
+            sequences,
+            _address(batch.token_ids, torch.int64, tokens),
+            _address(batch.positions, torch.int64, tokens),
+            _address(batch.query_starts, torch.int32, sequences + 1),
+            _address(batch.seq_lens, torch.int32, sequences),
+            [_address(slots, torch.int64, tokens) for slots in batch.slots],
+            [_address(table, torch.int32, sequences * table.shape[1]) for table in batch.block_tables],
+            [table.shape[1] for table in batch.block_tables],
+            rows,
+            _address(logit_rows, torch.int64, rows),
+            self._logits.data_ptr(),
+            body,
+            head,
+            batch.all_hidden,
+            0 if batch.ancestors is None else _address(batch.ancestors, torch.int64, tokens),
+        )
+
+
+def _address(tensor: Tensor, dtype: torch.dtype, length: int) -> int:
+    """Where a tensor's values lie, after making sure that they lie as the program will read them."""
+    assert tensor.dtype == dtype, tensor.dtype
+    assert tensor.is_contiguous()
+    assert tensor.numel() == length, tensor.shape
+    return tensor.data_ptr()
+
+
+class RecordedOps:
+    """Ops whose values are numbers of the program's buffers. `keep` holds every tensor that the program points into."""
+
+    def __init__(self, program: Any, store: KVStore) -> None:
+        self._program = program
+        self._store = store
+        self.keep: list[Any] = []
+
+    def embed(self, table: LinearWeight, scale: float) -> int:
+        value: int
+        if table.kernel is not None:
+            packed = _kernel(table).packed  # tied to the head: one copy serves both
+            self.keep.append(packed)
+            value = self._program.embed_packed(packed, scale)
+        else:
+            (data,) = table.parts().values()
+            value = self._program.embed(
+                table.type_name, self._kept(data.view(torch.uint8)), table.out_features, table.in_features, scale
+            )
+        return value
+
+    def rms_norm(self, x: int, weight: Tensor, eps: float, head_dim: int = 0) -> int:
+        value: int = self._program.rms_norm(x, self._kept(weight), eps, head_dim)
+        return value
+
+    def add(self, x: int, y: int) -> int:
+        value: int = self._program.add(x, y)
+        return value
+
+    def add_rms_norm(self, x: int, y: int, weight: Tensor, eps: float) -> tuple[int, int]:
+        values: tuple[int, int] = self._program.add_rms_norm(x, y, self._kept(weight), eps)
+        return values
+
+    def linear(self, x: int, weights: Sequence[LinearWeight]) -> list[int]:
+        kernels = [_kernel(weight) for weight in weights]
+        self.keep += kernels
+        values: list[int] = self._program.linear(
+            x, [kernel.packed for kernel in kernels], [kernel.bias for kernel in kernels]
+        )
+        return values
+
+    def rope(self, x: int, table: RotaryTable, head_dim: int) -> int:
+        cos, sin = self._kept(table.cos), self._kept(table.sin)
+        value: int = self._program.rope(x, cos, sin, head_dim, table.interleaved)
+        return value
+
+    def attention(self, q: int, k: int, v: int, spec: AttentionSpec) -> int:
+        group, slot = self._store.layout.place(spec.layer)
+        pages = self._store.kernel_pages(slot)
+        assert pages is not None, self._store.name  # `declines` has looked
+        self.keep.append(pages)
+        value: int = self._program.attention(
+            q, k, v, pages.bound, group, spec.num_heads, spec.scale, spec.window, spec.softcap
+        )
+        return value
+
+    def gated(self, gate: int, up: int, activation: str) -> int:
+        value: int = self._program.gated(gate, up, activation)
+        return value
+
+    def select_rows(self, x: int) -> int:
+        value: int = self._program.select_rows(x)
+        return value
+
+    def softcap(self, x: int, cap: float) -> int:
+        value: int = self._program.softcap(x, cap)
+        return value
+
+    def _kept(self, tensor: Tensor) -> Tensor:
+        kept = tensor.contiguous()
+        self.keep.append(kept)
+        return kept
+
+
+def _kernel(weight: LinearWeight) -> CpuLinear:
+    assert weight.kernel is not None
+    kernel: Any = weight.kernel.run
+    assert isinstance(kernel, CpuLinear), weight.type_name  # `declines` has looked
+    return kernel

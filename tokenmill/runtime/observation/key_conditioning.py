@@ -1,0 +1,178 @@
+"""Measures what makes keys easier to round (model/kvstore/conditioning.py): centers, scales and the moments of queries.
+
+Keys of one head share a large common part, half and more of their energy, and queries weigh some directions far more
+than others. Both are found in one step over fixed pseudo-random tokens, before rotary positions are applied, and then
+averaged over positions; text gives nearly the same. The first token gets more weight than others, for queries rest on
+it. Called once, by build.py.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor
+
+from tokenmill.config import EngineConfig
+from tokenmill.hardware.kv_layout import build_layout
+from tokenmill.kernels.hadamard import random_signs
+from tokenmill.log import get_logger
+from tokenmill.model.attention.base import AttentionSpec
+from tokenmill.model.kvstore.base import KVStore
+from tokenmill.model.kvstore.conditioning import KeyConditioning
+from tokenmill.model.kvstore.dense import Float32Store
+from tokenmill.model.layers.rotary import RotaryTable
+from tokenmill.model.loader import LoadedModel
+from tokenmill.runtime.executors.eager import EagerExecutor, EagerOps
+from tokenmill.types import Batch
+
+_log = get_logger(__name__)
+_TOKENS = 128
+_POSITIONS = 4096  # that are averaged over, whatever the context: pages of two servers mean the same
+_STRIDE = 8  # of them, one in so many is taken
+_FIRST_TOKEN = 0.25  # weight of the first key, as attention gives it about so much and more
+# Rounding with feedback would want E[k^2]^(-1/2); half of that way is taken, for what is measured is of other tokens.
+_EXPONENT = -1 / 4
+_WIDEST = 8.0  # a channel's scale lies between this and its inverse
+
+
+def condition_keys(store: KVStore, model: LoadedModel, config: EngineConfig, context: int) -> None:
+    """Tell the store the centers and scales of its layers, where it has a use for them."""
+    if not store.conditions_keys:
+        return
+    began = time.perf_counter()
+    for layer, conditioning in find_conditioning(model, config, context).items():
+        store.condition_keys(store.layout.place(layer)[1], conditioning)
+    _log.info("keys are held centered, scaled and rotated: measured in %.2f s", time.perf_counter() - began)
+
+
+@torch.inference_mode()
+def find_conditioning(model: LoadedModel, config: EngineConfig, context: int) -> dict[int, KeyConditioning]:
+    """By layer; none where scores are capped: those would see the center."""
+    count = min(_TOKENS, context)
+    layout = build_layout(model.decoder.kv_layers(), count)
+    store = Float32Store(layout, len(layout.groups), model.device, model.kernels)
+    batch = Batch(
+        token_ids=_tokens(model.decoder.description.vocab_size, count),
+        positions=torch.arange(count),
+        query_starts=torch.tensor([0, count], dtype=torch.int32),
+        seq_lens=torch.tensor([count], dtype=torch.int32),
+        slots=tuple(torch.arange(count) + group * count for group in range(len(layout.groups))),
+        block_tables=tuple(torch.tensor([[group]], dtype=torch.int32) for group in range(len(layout.groups))),
+        logit_rows=torch.zeros(0, dtype=torch.int64),
+        max_query=count,
+        max_seq=count,
+    )
+    ops = _NotingOps(EagerExecutor(model, store, config), batch)
+    model.decoder.forward(ops)
+    return ops.found
+
+
+def _tokens(vocabulary: int, count: int) -> Tensor:
+    """Fixed ids, spread over the vocabulary: 16 signs of a hash make a number each."""
+    bits = (random_signs(16 * count, seed=0) > 0).view(count, 16).long()
+    return (bits << torch.arange(16)).sum(-1) * vocabulary // (1 << 16)
+
+
+class _NotingOps(EagerOps):
+    """Ops that note queries and keys on their way to attention."""
+
+    def __init__(self, executor: EagerExecutor, batch: Batch) -> None:
+        super().__init__(executor, batch)
+        self.found: dict[int, KeyConditioning] = {}
+        self._unrotated: list[tuple[Tensor, Tensor, RotaryTable]] = []  # of this layer: result, input, how
+
+    def rope(self, x: Tensor, table: RotaryTable, head_dim: int) -> Tensor:
+        y = super().rope(x, table, head_dim)
+        self._unrotated.append((y, x, table))
+        return y
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+        if not spec.softcap:
+            (queries, _), (keys, table) = (self._before_rotation(each, spec.head_dim) for each in (q, k))
+            first, rest = keys[0], keys[1:]
+            mean = _over_positions(rest.mean(0), table)
+            center = first.lerp(mean, 1 - _FIRST_TOKEN)
+            # E[(k - center)^2] over the others: their rotation does not change the energy of a pair.
+            others = rest.square().mean(0) - 2 * mean * center + center.square()
+            spread = _pair_energy((first - center).square().lerp(others, 1 - _FIRST_TOKEN), table)
+            moment = _query_moment(queries[1:].unflatten(1, (spec.num_kv_heads, -1)), table)
+            self.found[spec.layer] = KeyConditioning(center, _scale(spread), moment)
+        self._unrotated.clear()
+        return super().attention(q, k, v, spec)
+
+    def _before_rotation(self, rotated: Tensor, head_dim: int) -> tuple[Tensor, RotaryTable | None]:
+        """[T, heads, head_dim] as at position 0, which may only stretch them."""
+        for y, x, table in self._unrotated:
+            if y is rotated:
+                heads = x.view(x.shape[0], -1, head_dim)
+                half = table.cos.shape[1]
+                stretched = heads[..., : 2 * half] * table.cos[0, 0]
+                return torch.cat((stretched, heads[..., 2 * half :]), -1), table
+        return rotated.view(rotated.shape[0], -1, head_dim), None
+
+
+def _over_positions(mean: Tensor, table: RotaryTable | None) -> Tensor:
+    """The mean of vectors [heads, head_dim] that are rotated to every position."""
+    if table is None:
+        return mean
+    turned = _complex(mean, table) * _phases(table).mean(0)
+    return torch.cat((_real(turned, table).float(), mean[:, 2 * table.cos.shape[1] :]), 1)
+
+
+def _query_moment(queries: Tensor, table: RotaryTable | None) -> Tensor:
+    """E[q q^T] float64 [kv_heads, head_dim, head_dim] of queries [T, kv_heads, group, head_dim] at every position."""
+    rows = queries.double().transpose(0, 1).flatten(1, 2)  # [kv_heads, T * group, head_dim]
+    moment = rows.transpose(1, 2) @ rows / rows.shape[1]
+    if table is None:
+        return moment
+    # With z = a + ib for a pair: E[z z^H] and E[z z^T] turn by the difference and by the sum of two angles.
+    z, phases = _complex(rows, table), _phases(table)
+    half = z.shape[-1]
+    outer = z.transpose(1, 2) @ z.conj() / z.shape[1] * (phases.T @ phases.conj() / len(phases))
+    plain = z.transpose(1, 2) @ z / z.shape[1] * (phases.T @ phases / len(phases))
+    blocks = torch.stack(
+        (outer.real + plain.real, plain.imag - outer.imag, plain.imag + outer.imag, outer.real - plain.real), -1
+    )  # aa, ab, ba, bb, twice over
+    pairs = (blocks / 2).unflatten(-1, (2, 2))  # [kv_heads, pair, pair, a or b, a or b]
+    order = (0, 1, 3, 2, 4) if table.interleaved else (0, 3, 1, 4, 2)
+    moment[:, : 2 * half, : 2 * half] = pairs.permute(order).reshape(-1, 2 * half, 2 * half)
+    moment[:, 2 * half :, : 2 * half] = moment[:, : 2 * half, 2 * half :] = 0  # turned away
+    return moment
+
+
+def _phases(table: RotaryTable) -> Tensor:
+    """complex128 [positions, pairs]: how far each position turns a pair."""
+    if table.cos.shape[0] < 2:
+        return torch.ones(1, table.cos.shape[1], dtype=torch.complex128)
+    step = torch.complex(table.cos[1].double(), table.sin[1].double()).angle()
+    angles = torch.outer(torch.arange(0, _POSITIONS, _STRIDE, dtype=torch.float64), step)
+    return torch.polar(torch.ones_like(angles), angles)
+
+
+def _complex(x: Tensor, table: RotaryTable) -> Tensor:
+    """Pairs that are rotated together as complex numbers [..., pairs]."""
+    half = table.cos.shape[1]
+    pairs = x[..., : 2 * half].double().unflatten(-1, (half, 2) if table.interleaved else (2, half))
+    axis = -1 if table.interleaved else -2
+    return torch.complex(pairs.select(axis, 0), pairs.select(axis, 1))
+
+
+def _real(z: Tensor, table: RotaryTable) -> Tensor:
+    return torch.stack((z.real, z.imag), -1 if table.interleaved else -2).flatten(-2)
+
+
+def _pair_energy(energy: Tensor, table: RotaryTable | None) -> Tensor:
+    """[heads, head_dim], each pair of rotated channels with its mean: positions turn one into the other."""
+    if table is None:
+        return energy
+    z = _complex(energy, table)
+    mean = (z.real + z.imag) / 2
+    return torch.cat((_real(torch.complex(mean, mean), table).float(), energy[:, 2 * table.cos.shape[1] :]), 1)
+
+
+def _scale(spread: Tensor) -> Tensor:
+    """E[k^2]^exponent with a geometric mean of one per head."""
+    floor = 1e-6 * spread.mean(-1, keepdim=True).clamp(min=1e-12)
+    logs = spread.maximum(floor).log() * _EXPONENT
+    return (logs - logs.mean(-1, keepdim=True)).exp().clamp(1 / _WIDEST, _WIDEST)

@@ -1,0 +1,86 @@
+"""What stored pages are worth to their request: the runtime's answer to budget policies (engine/kv/budget/base.py).
+
+"norms" is read off the stored keys and values, once per page; "attention" is summed while steps run, where the executor
+can see attention weights. Knows pages and requests' tables, not policies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from tokenmill.config import EngineConfig
+from tokenmill.model.kvstore.base import KVStore
+from tokenmill.runtime.build import Runtime
+from tokenmill.runtime.executors.eager import EagerExecutor
+from tokenmill.runtime.observation.attention_mass import AttentionMass, ObservingExecutor, ObservingRunner
+from tokenmill.runtime.runner import ModelRunner
+from tokenmill.types import Request
+
+
+class StoredPageScores:
+    def __init__(self, store: KVStore, mass: AttentionMass | None) -> None:
+        self.kinds = frozenset({"norms"} if mass is None else {"norms", "attention"})
+        self._store = store
+        self._mass = mass
+        self._norms: dict[Request, list[float]] = {}  # of the leading entries of its tables
+
+    def scores(self, kind: str, request: Request, tables: tuple[list[int], ...], count: int) -> list[float]:
+        if kind == "attention":
+            assert self._mass is not None
+            return self._mass.of(request, count)
+        known = self._norms.setdefault(request, [])
+        known += self._value_key_norms(tables, len(known), count)
+        return known[:count]
+
+    def dropped(self, request: Request, entries: Sequence[int]) -> None:
+        if request in self._norms:
+            gone = set(entries)
+            self._norms[request] = [each for place, each in enumerate(self._norms[request]) if place not in gone]
+        elif self._mass is not None and self._watches(request):
+            self._mass.drop(request, list(entries))
+
+    def released(self, request: Request) -> None:
+        self._norms.pop(request, None)
+        if self._mass is not None:
+            self._mass.forget(request)
+
+    @torch.inference_mode()
+    def _value_key_norms(self, tables: tuple[list[int], ...], begin: int, end: int) -> list[float]:
+        """Mean over tokens, heads and layers of |value| / |key|, for the entries [begin, end)."""
+        store = self._store
+        total = torch.zeros(max(0, end - begin))
+        num_layers = 0
+        for group, table in zip(store.layout.groups, tables, strict=True):
+            if group.kind != "full" or begin >= end:
+                continue
+            pages = torch.tensor(table[begin:end], dtype=torch.int64, device=store.device)
+            for slot in range(len(group.layers)):
+                k, v = store.read(slot, pages)  # [n, kv_heads, size, dim]
+                ratio = v.float().norm(dim=-1) / k.float().norm(dim=-1).clamp(min=1e-6)
+                total += ratio.mean((1, 2)).cpu()
+            num_layers += len(group.layers)
+        values: list[float] = (total / max(1, num_layers)).tolist()
+        return values
+
+    @staticmethod
+    def _watches(request: Request) -> bool:
+        return request.params.cache is not None and request.params.cache.needs_attention
+
+
+def keep_page_scores(runtime: Runtime, config: EngineConfig) -> StoredPageScores:
+    """Scores over the pages of a runtime, whose runner from now on watches the steps that need it."""
+    model, store, runner = runtime.model, runtime.store, runtime.runner
+    if EagerExecutor.declines(model, store) is not None:
+        return StoredPageScores(store, None)
+    mass = AttentionMass()
+    sampler, final_norm = runner.sampler, runner.final_norm  # not the runner: it would hold itself, and the weights
+
+    def observing() -> ModelRunner:
+        executor = ObservingExecutor(model, store, config, mass)
+        vocab_size = model.decoder.description.vocab_size
+        return ObservingRunner(executor, store, sampler, vocab_size, final_norm)
+
+    runner.make_observing = observing
+    return StoredPageScores(store, mass)

@@ -1,0 +1,68 @@
+"""The target's KV pages as a draft head sees them: some layers, up to the last token whose hidden state is known.
+
+Nothing is written; whatever store holds the pages is read by its own attention backend. Queries are rotated to the
+position of that last token, whatever their depth. Used by heads.py; captured_heads.py has the GPU's twin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from tokenmill.errors import UserError
+from tokenmill.kernels.ref import rope
+from tokenmill.model.architectures.decoder import Decoder
+from tokenmill.model.attention import choose_attention
+from tokenmill.model.attention.base import AttentionSpec
+from tokenmill.model.kvstore.base import KVStore
+from tokenmill.model.layers.rotary import RotaryTable
+from tokenmill.model.loader import LoadedModel
+from tokenmill.runtime.batch import build_batch
+from tokenmill.runtime.speculation.head_modules import Attend
+from tokenmill.types import Batch, ScheduledTokens, StepPlan
+
+
+class PageViews:
+    def __init__(self, model: LoadedModel, store: KVStore, layers: Sequence[int]) -> None:
+        self.store = store
+        self.specs, self.rotary = seen_layers(model.decoder, layers)
+        self.places = [store.layout.place(layer) for layer in layers]
+        self.kernels = model.kernels  # forced backend of the op table, or empty
+
+    def batch(self, rows: Sequence[ScheduledTokens]) -> Batch:
+        """The rows as they were one token ago: the last whose state is known, and the keys up to it."""
+        before = [replace(row, start=row.request.num_tokens - 2, count=1, draft_ids=[]) for row in rows]
+        return build_batch(StepPlan(before), self.store.layout.page_size, self.store.device)
+
+    def look(self, batch: Batch) -> Attend:
+        """For one query of each row of `batch`."""
+        backend = choose_attention(self.store, self.kernels)
+
+        def attend(queries: Tensor) -> Tensor:
+            spec, table = self.specs[0], self.rotary
+            rotated = rope(queries, batch.positions, table.cos, table.sin, spec.head_dim, table.interleaved)
+            found = []
+            for own, spec, (group, slot) in zip(
+                rotated.chunk(len(self.specs), 1), self.specs, self.places, strict=True
+            ):
+                found.append(backend.attend(own.contiguous(), slot, batch.block_tables[group], batch, spec))
+            return torch.cat(found, 1)
+
+        return attend
+
+
+def seen_layers(decoder: Decoder, layers: Sequence[int]) -> tuple[list[AttentionSpec], RotaryTable]:
+    """How the layers are looked at, and the rotation that their keys have: no windows, no caps."""
+    attentions = [decoder.blocks[layer].attention for layer in layers]
+    return [replace(each.spec, window=0, softcap=0.0) for each in attentions], attentions[0].rotary
+
+
+def choose_layers(decoder: Decoder, count: int) -> tuple[int, ...]:
+    """`count` of the layers that keep all keys, evenly spread, the last among them."""
+    full = [layer for layer, kind in enumerate(decoder.description.layer_kinds) if kind == "full"]
+    if count > len(full):
+        raise UserError(f"{count} layers are to be looked at, {len(full)} keep all keys", f"give 0 to {len(full)}")
+    return tuple(full[(number + 1) * len(full) // count - 1] for number in range(count))

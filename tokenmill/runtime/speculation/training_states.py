@@ -1,0 +1,184 @@
+"""What a draft head learns from: the target's hidden states over sequences, and the keys and values it will look at.
+
+The target reads every sequence once, as many in a step as it takes; pieces of whole sequences are then dealt out to the
+training loop. Knows no losses and no heads. Used by training.py and engine/draft_training.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from tokenmill.kernels.ref import rope
+from tokenmill.model.attention.base import AttentionSpec
+from tokenmill.model.layers.rotary import RotaryTable
+from tokenmill.runtime.batch import build_batch
+from tokenmill.runtime.build import Runtime
+from tokenmill.types import Request, SamplingParams, ScheduledTokens, StepPlan
+
+
+@dataclass(slots=True)
+class HiddenStates:
+    """Of all sequences one after the other: the token at each position, and the target's state after reading it."""
+
+    token_ids: Tensor  # [N] int64
+    hidden: Tensor  # [N, hidden] float16
+    begins: Tensor  # [S] int64, on the host: where each sequence begins
+    lengths: Tensor  # [S]
+    firsts: Tensor  # [S]: the first position of each to learn from, counted from its beginning
+    # By layer that was asked for: [N, kv_heads, head_dim] in the pages' dtype, rotated as they lie there.
+    keys: dict[int, Tensor] = field(default_factory=dict)
+    values: dict[int, Tensor] = field(default_factory=dict)
+
+    def learnable(self, ahead: int) -> Tensor:
+        """[S]: positions to learn from that have `ahead` tokens after them."""
+        return (self.lengths - ahead - self.firsts).clamp(min=0)
+
+
+@torch.inference_mode()
+def read_hidden_states(
+    runtime: Runtime,
+    sequences: Sequence[Sequence[int]],
+    max_tokens: int,
+    max_sequences: int,
+    firsts: Sequence[int] | None = None,
+    layers: Sequence[int] = (),
+) -> HiddenStates:
+    """Run the target over the sequences, as many in a step as it takes. Overwrites KV pages: the engine must be idle.
+
+    `firsts`: of each sequence, the first position to learn from (default: its beginning). `layers`: whose keys and
+    values are kept."""
+    size, device = runtime.layout.page_size, runtime.store.device
+    hidden = []
+    seen: dict[int, list[tuple[Tensor, Tensor]]] = {layer: [] for layer in layers}
+    max_pages = runtime.store.num_pages // len(runtime.layout.groups)
+    for group in _steps(sequences, max_tokens, max_sequences, max_pages, size):
+        rows = _rows(group, size, len(runtime.layout.groups))
+        longest = max(row.count for row in rows)
+        for start in range(0, longest, max_tokens):  # more than one round only for one sequence longer than a step
+            cut = [replace(row, start=start, count=min(row.count - start, max_tokens)) for row in rows]
+            batch = build_batch(StepPlan(cut), size, device)
+            hidden.append(runtime.executor.forward(batch).to(torch.float16, copy=True))
+        for layer, pairs in seen.items():
+            pairs.append(_stored(runtime, rows, layer))
+    ids = torch.tensor([token for sequence in sequences for token in sequence])
+    lengths = torch.tensor([len(sequence) for sequence in sequences])
+    states = torch.cat(hidden)
+    return HiddenStates(
+        ids.to(states.device),
+        states,
+        lengths.cumsum(0) - lengths,
+        lengths,
+        torch.zeros_like(lengths) if firsts is None else torch.tensor(firsts),
+        {layer: torch.cat([k for k, _ in pairs]) for layer, pairs in seen.items()},
+        {layer: torch.cat([v for _, v in pairs]) for layer, pairs in seen.items()},
+    )
+
+
+def _rows(sequences: Sequence[Sequence[int]], page_size: int, num_groups: int) -> list[ScheduledTokens]:
+    """Each with pages of its own, from the first on."""
+    rows, page = [], 0
+    for sequence in sequences:
+        pages = -(-len(sequence) // page_size)
+        tables = []
+        for _ in range(num_groups):
+            tables.append(list(range(page, page + pages)))
+            page += pages
+        request = Request("training", list(sequence), SamplingParams())
+        rows.append(ScheduledTokens(request, 0, len(sequence), tuple(tables), False))
+    return rows
+
+
+def _stored(runtime: Runtime, rows: Sequence[ScheduledTokens], layer: int) -> tuple[Tensor, Tensor]:
+    """Keys and values [T, kv_heads, head_dim] of the rows' tokens, one row after the other."""
+    group, slot = runtime.layout.place(layer)
+    size, device = runtime.layout.page_size, runtime.store.device
+    pages = torch.tensor([page for row in rows for page in row.block_tables[group]], device=device)
+    places = torch.tensor([n for row in rows for n in _padded(row.count, size)], device=device)
+    k, v = (each.transpose(1, 2).flatten(0, 1) for each in runtime.store.read(slot, pages))
+    return k[places >= 0], v[places >= 0]
+
+
+def _padded(count: int, page_size: int) -> list[int]:
+    """Offsets in whole pages, -1 where no token is."""
+    return [*range(count), *[-1] * (-count % page_size)]
+
+
+def _steps(
+    sequences: Sequence[Sequence[int]], max_tokens: int, most: int, num_pages: int, page_size: int
+) -> Iterator[list[Sequence[int]]]:
+    """Runs of sequences that fit a step and the pages together, in order."""
+    run: list[Sequence[int]] = []
+    tokens = pages = 0
+    for sequence in sequences:
+        needed = -(-len(sequence) // page_size)
+        full = len(run) == most or tokens + len(sequence) > max_tokens or pages + needed > num_pages
+        if run and full:
+            yield run
+            run, tokens, pages = [], 0, 0
+        run.append(sequence)
+        tokens, pages = tokens + len(sequence), pages + needed
+    if run:
+        yield run
+
+
+class Piece:
+    """Some whole sequences: all their positions to learn from, [P] together, and the context of each. Everything is
+    worked out on the host beforehand, so that a device need not be waited for."""
+
+    def __init__(self, states: HiddenStates, chosen: Tensor, ahead: int, device: torch.device) -> None:
+        """`chosen`: numbers of sequences; `ahead`: tokens that must follow a position."""
+        self.states = states
+        counts, firsts, begins = states.learnable(ahead)[chosen], states.firsts[chosen], states.begins[chosen]
+        grid = torch.arange(int(counts.max()))
+        places = firsts[:, None] + grid  # [B, Q]: in their sequences
+        keys = torch.arange(int((firsts + counts).max()))
+        learned = (grid < counts[:, None]).flatten().nonzero().flatten()
+        self._shape = places.shape
+        self._learned = learned.to(device)  # [P]: in the grid
+        self._places = places.flatten()[learned].to(device)  # [P]
+        self.positions = (begins[:, None] + places).flatten()[learned].to(device)  # [P]: among all
+        self._mask = (keys <= places[:, :, None])[:, None].to(device)  # [B, 1, Q, K]
+        self._keys = (begins[:, None] + keys).clamp(max=len(states.token_ids) - 1).to(device)  # [B, K]: among all
+
+    def tokens(self, ahead: int) -> Tensor:
+        """[P]: the tokens so many places after the positions."""
+        return self.states.token_ids[self.positions + ahead]
+
+    def hidden(self, ahead: int = 0) -> Tensor:
+        """[P, hidden] float32."""
+        return self.states.hidden[self.positions + ahead].float()
+
+    def look(self, queries: Tensor, layers: Sequence[int], specs: list[AttentionSpec], table: RotaryTable) -> Tensor:
+        """Queries [P, layers * heads * head_dim] over the keys up to their positions; what page_views.py does."""
+        head_dim = specs[0].head_dim
+        rotated = rope(queries, self._places, table.cos, table.sin, head_dim, table.interleaved)
+        found = []
+        for layer, spec, own in zip(layers, specs, rotated.chunk(len(specs), 1), strict=True):
+            padded = own.new_zeros(self._shape.numel(), own.shape[1]).index_copy(0, self._learned, own)
+            heads = padded.view(*self._shape, spec.num_heads, head_dim).transpose(1, 2)
+            k, v = (each[layer][self._keys].to(own.dtype) for each in (self.states.keys, self.states.values))
+            group = spec.num_heads // spec.num_kv_heads
+            k, v = (each.transpose(1, 2).repeat_interleave(group, 1) for each in (k, v))
+            attended = scaled_dot_product_attention(heads, k, v, attn_mask=self._mask, scale=spec.scale)
+            found.append(attended.transpose(1, 2).reshape(-1, own.shape[1]).index_select(0, self._learned))
+        return torch.cat(found, 1)
+
+
+def deal(counts: Tensor, numbers: Tensor, positions: int, generator: torch.Generator) -> Iterator[Tensor]:
+    """Pieces of `numbers`, of about so many positions each, for ever: shuffled anew every time round."""
+    while True:
+        piece: list[int] = []
+        total = 0
+        for number in numbers[torch.randperm(len(numbers), generator=generator)].tolist():
+            piece.append(number)
+            total += int(counts[number])
+            if total >= positions:
+                yield torch.tensor(piece)
+                piece, total = [], 0
+        if piece:
+            yield torch.tensor(piece)
