@@ -92,8 +92,7 @@ class Contender:
 
     def _target(self) -> Target:
         runtime, config = self.llm.parts.runtime, self.llm.parts.config
-        sampler, executor = runtime.runner.sampler, runtime.runner.executor
-        return Target(runtime.model, runtime.store, executor, sampler, replace(config, speculate=self.name))
+        return Target(runtime.model, runtime.store, runtime.executor, replace(config, speculate=self.name))
 
 
 def main() -> None:

@@ -81,7 +81,7 @@ def build_engine(model: str | Path, config: EngineConfig) -> EngineParts:
     tiers = build_tiers(config, path, runtime)
     config = replace(config, kv_redis=shown_address(config.kv_redis))
     kv = KVManager(runtime.layout, runtime.budget.num_pages, config.prefix_caching, policy, tiers, scores)
-    ahead = getattr(runtime.executor, "looks_ahead", 0)
+    ahead = runtime.executor.lookahead
     drafts = config.draft_tokens if runtime.runner.speculator is not None else 0
     scheduler = Scheduler(kv, discipline, config.batch_tokens, config.concurrency, context, ahead, drafts)
     eos_ids = tuple(dict.fromkeys((*description.eos_ids, *tokenizer.eos_ids)))

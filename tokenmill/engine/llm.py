@@ -33,7 +33,7 @@ class LLM:
             raise UserError("both config and options are given", "put the options into the config")
         self._parts: EngineParts | None = build_engine(model, config or EngineConfig.from_options(options))
         # Of a sequence, from one call of the runner. Whoever measures for a server, which streams, sets it to one.
-        self.tokens_at_once = _RUN if self.parts.runtime.runner.enduring is not None else 1
+        self.tokens_at_once = _RUN if self.parts.runtime.runner.runs_greedily else 1
 
     @property
     def parts(self) -> EngineParts:

@@ -137,7 +137,7 @@ class Scheduler:
             if request not in self._running:
                 continue
             accepted = result.accepted.get(number, [])
-            self._count_drafts(row, accepted)
+            self._count_drafts(result.num_drafted.get(number, 0), accepted)
             request.token_ids += accepted
             request.num_computed = row.start + row.count + len(accepted)
             self.discipline.charge(request, row.count + len(accepted))
@@ -270,10 +270,10 @@ class Scheduler:
             row.num_draft_slots = slots
             self._budget -= slots
 
-    def _count_drafts(self, row: ScheduledTokens, accepted: list[int]) -> None:
-        if row.draft_ids:
+    def _count_drafts(self, num_drafted: int, accepted: list[int]) -> None:
+        if num_drafted:
             self.num_drafts += 1
-            self.num_drafted += len(row.draft_ids)
+            self.num_drafted += num_drafted
             self.num_accepted += len(accepted)
 
     def _preempt(self, request: Request) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from tokenmill.engine.build import EngineParts
 from tokenmill.engine.core import EngineCore
 from tokenmill.errors import UserError
-from tokenmill.runtime.logits import LogitRunner
+from tokenmill.runtime.scoring import LogitRunner
 from tokenmill.types import Request, SamplingParams
 
 if TYPE_CHECKING:

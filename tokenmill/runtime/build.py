@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tokenmill.checkpoint.base import Checkpoint
 from tokenmill.config import EngineConfig
@@ -18,18 +19,16 @@ from tokenmill.hardware.machine import available_memory, usable_cores
 from tokenmill.hardware.memory import DEFAULT_SHARE, GIB, KVBudget, RuntimeCosts, activation_bytes, plan_kv
 from tokenmill.kernels import cpu
 from tokenmill.kernels import triton as gpu
-from tokenmill.kernels.ref import rms_norm
 from tokenmill.log import get_logger
 from tokenmill.model.kvstore.base import KVStore
 from tokenmill.model.kvstore.checkpoint_scales import load_kv_scales
 from tokenmill.model.kvstore.choice import StoreChoice, choose_store
 from tokenmill.model.loader import LoadedModel, load_model
 from tokenmill.runtime.executors import choose_executor
+from tokenmill.runtime.executors.base import Executor
 from tokenmill.runtime.executors.cuda.prompts import MAX_PROMPT_TOKENS
-from tokenmill.runtime.executors.cuda.sampling import CudaSampler
 from tokenmill.runtime.observation.key_conditioning import condition_keys
-from tokenmill.runtime.runner import Executor, ModelRunner
-from tokenmill.runtime.sampling.sampler import Sampler
+from tokenmill.runtime.runner import ModelRunner
 from tokenmill.runtime.speculation.base import Target
 from tokenmill.runtime.speculation.speculator import build_speculator
 
@@ -45,7 +44,7 @@ class Runtime:
     store: KVStore
     layout: KVLayout
     budget: KVBudget
-    executor: Executor
+    executor: Executor[Tensor]
     declined_executors: tuple[tuple[str, str], ...]
 
 
@@ -102,16 +101,8 @@ def build_runtime(checkpoint: Checkpoint, config: EngineConfig, context: int, de
         budget.full_requests,
         context,
     )
-    decoder, eps = model.decoder, checkpoint.description.norm_eps
-    sampler = CudaSampler(device, config.kernels) if model.table is not None else Sampler(device, config.kernels)
-    runner = ModelRunner(
-        executor,
-        store,
-        sampler,
-        checkpoint.description.vocab_size,
-        lambda rows: rms_norm(rows.float(), decoder.norm, eps),
-        build_speculator(Target(model, store, executor, sampler, config)),
-    )
+    speculator = build_speculator(Target(model, store, executor, config))
+    runner = ModelRunner(executor, store, speculator)
     return Runtime(runner, model, store, layout, budget, executor, declined)
 
 

@@ -15,9 +15,10 @@ from tokenmill.kernels import cpu
 from tokenmill.model.kvstore import KV_STORES
 from tokenmill.model.loader import LoadedModel, load_model
 from tokenmill.runtime.batch import build_batch
+from tokenmill.runtime.executors.base import StepInput
 from tokenmill.runtime.executors.eager import EagerExecutor
 from tokenmill.runtime.executors.recorded import RecordedExecutor
-from tokenmill.types import Batch, Request, SamplingParams, ScheduledTokens, StepPlan
+from tokenmill.types import Batch, Request, SamplingParams, ScheduledTokens
 
 CPU = torch.device("cpu")
 PAGE_SIZE = 8
@@ -53,7 +54,7 @@ def batch_of(model: LoadedModel, step: list[tuple[int, int, int]]) -> Batch:
             list(range(first + group * PAGES_EACH, first + (group + 1) * PAGES_EACH)) for group in range(groups)
         )
         rows.append(ScheduledTokens(Request(str(sequence), ids, SamplingParams()), start, count, tables, samples=True))
-    return build_batch(StepPlan(rows), PAGE_SIZE, CPU)
+    return build_batch(StepInput(rows, hidden=True), PAGE_SIZE, CPU)
 
 
 def run(model: LoadedModel, executor_class: type, threads: int = 0, store_name: str = "float32") -> list[torch.Tensor]:
@@ -98,7 +99,7 @@ def test_logits_in_parts(model: LoadedModel) -> None:
     batch = batch_of(model, [(0, 0, 30)])
     batch.logit_rows = torch.arange(30)
     whole = executor.logits(executor.forward(batch), batch, 0, 30).clone()
-    executor._rows_at_once = 8
+    executor.max_logit_rows = 8
     hidden = executor.forward(batch)
     parts = [executor.logits(hidden, batch, begin, min(begin + 8, 30)).clone() for begin in range(0, 30, 8)]
     torch.testing.assert_close(torch.cat(parts), whole, rtol=1e-5, atol=1e-5)

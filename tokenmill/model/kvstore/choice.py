@@ -75,9 +75,6 @@ def choose_store(dtype: str, edge_layers: int, layers: list[LayerKV], device: to
     if dtype == "auto":
         dtype = "bfloat16" if on_gpu else "float32"
     store = KV_STORES.get(dtype)
-    if on_gpu and not store.on_gpu:
-        able = [name for name in KV_STORES if KV_STORES.get(name).on_gpu]
-        raise UserError(f"KV pages of type {dtype} are read on the CPU only", f"on a GPU use one of {', '.join(able)}")
     if not store.is_coded:
         edge_layers = 0
     elif edge_layers < 0:
@@ -97,7 +94,7 @@ def reading_path(store: KVStore) -> str:
         return "plain floats"
     if any(store.packed_pages(slot) is not None for slot in range(store.layout.layers_per_page)):
         return "Triton multiplies the codes as they lie"
-    if store.device.type == "cuda":
+    if store.device.type == "cuda" and not any(map(store.gpu_declines, range(store.layout.layers_per_page))):
         return "Triton widens the bytes as it multiplies"
     backend = choose_attention(store)
     if backend.name == "coded":

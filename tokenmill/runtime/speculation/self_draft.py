@@ -24,7 +24,8 @@ from tokenmill.model.formats.ggml import GgmlWeight
 from tokenmill.model.loader import load_model
 from tokenmill.model.reader import WeightReader
 from tokenmill.runtime.executors import choose_executor
-from tokenmill.runtime.speculation.base import Draft, Drafter, Target
+from tokenmill.runtime.executors.base import Draft
+from tokenmill.runtime.speculation.base import Drafter, Target
 from tokenmill.runtime.speculation.chain import ChainDrafting
 from tokenmill.runtime.speculation.draft_model import DraftModel
 from tokenmill.types import ScheduledTokens
@@ -59,7 +60,7 @@ class EarlyExit(Drafter):
         model = replace(target.model, decoder=decoder)
         config = _small_steps(target.config)
         executor, _ = choose_executor(config.executor, model, target.store, config)
-        self._chain = ChainDrafting(executor, target.store, target.sampler, decoder.description.vocab_size)
+        self._chain = ChainDrafting(executor, target.executor.sampler, decoder.description.vocab_size)
 
     @classmethod
     def build(cls, argument: str, target: Target) -> EarlyExit:

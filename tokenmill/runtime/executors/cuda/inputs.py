@@ -18,13 +18,12 @@ from torch import Tensor
 
 from tokenmill.hardware.kv_layout import KVLayout
 from tokenmill.kernels import triton as gpu
-from tokenmill.runtime.executors.cuda.sampling import heat, is_filtered, seed, top_k
+from tokenmill.runtime.executors.cuda.checks import Tables
+from tokenmill.runtime.executors.cuda.sampling import cutoffs, is_filtered, seed, top_k
 from tokenmill.types import Batch, Request, ScheduledTokens
 
 _TURNS = 3
 _WORTHWHILE = 16384  # key reads that a shared prefix must save per layer to pay for two more launches
-
-Tables = tuple[list[int], ...]
 
 
 class DecodeInputs:
@@ -141,7 +140,7 @@ class DecodeInputs:
     def _send_parameters(self, turn: _Turn, requests: Sequence[Request]) -> None:
         rows = len(requests)
         self._requests = list(requests)
-        turn.array(self._floats)[:, :rows] = np.array([heat(request) for request in requests], dtype=np.float32).T
+        turn.array(self._floats)[:, :rows] = np.array([cutoffs(request) for request in requests], dtype=np.float32).T
         turn.array(self._top_k)[:rows] = [top_k(request) for request in requests]
         turn.array(self._seeds)[:rows] = [seed(request) for request in requests]
         for each in (self._floats, self._top_k, self._seeds):

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from tokenmill.runtime.executors.base import Draft
 from tokenmill.runtime.sampling.random import uniform
-from tokenmill.runtime.sampling.sampler import Sampler, pick
-from tokenmill.runtime.speculation.base import Draft
-from tokenmill.runtime.speculation.verify import Verdict, residual, verify
+from tokenmill.runtime.sampling.sampler import Sampler, pick, residual
+from tokenmill.runtime.verify import Verdict, verify
 from tokenmill.types import Request, SamplingParams
 
 _VOCAB = 6
@@ -57,19 +57,20 @@ class _RememberingSampler(Sampler):
         super().__init__()
         self._known: dict[tuple[int, ...], Tensor | None] = {}
 
-    def distribution(self, logits: Tensor, request: Request) -> Tensor | None:
-        history = tuple(request.token_ids)
+    def distribution(self, logits: Tensor, request: Request, drafted: Sequence[int] = ()) -> Tensor | None:
+        history = (*request.token_ids, *drafted)
         if history not in self._known:
-            self._known[history] = super().distribution(logits, request)
+            self._known[history] = super().distribution(logits, request, drafted)
         return self._known[history]
 
-    def _draw(self, logits: Tensor, request: Request) -> int:
-        distribution = self.distribution(logits, request)
+    def _choose(self, logits: Tensor, request: Request, drafted: Sequence[int]) -> int:
+        distribution = self.distribution(logits, request, drafted)
         assert distribution is not None
-        return pick(distribution, uniform(request.seed, request.index, request.num_tokens))
+        return pick(distribution, uniform(request.seed, request.index, request.num_tokens + len(drafted)))
 
-    def _sample(self, logits: Tensor, requests: list[Request]) -> Any:
-        return [self._draw(row, request) for row, request in zip(logits, requests, strict=True)], [None] * len(requests)
+    def _sample(self, logits: Tensor, requests: Sequence[Request], drafted: Sequence[Sequence[int]]) -> Any:
+        rows = zip(logits, requests, drafted, strict=True)
+        return [self._choose(*row) for row in rows], [None] * len(requests)
 
 
 def _request(seed: int, **params: Any) -> Request:

@@ -8,12 +8,11 @@ Called by engine/scoring.py.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from tokenmill.runtime.batch import build_batch
+from tokenmill.runtime.executors.base import StepInput
 from tokenmill.runtime.runner import ModelRunner
 from tokenmill.types import Request, ScheduledTokens, StepPlan, StepResult
 
@@ -31,17 +30,13 @@ class LogitRunner:
         runner, rows = self._runner, plan.scheduled
         if plan.page_copies:
             runner.store.copy_pages(plan.page_copies)
-        batch = build_batch(plan, runner.store.layout.page_size, runner.store.device)
-        starts = batch.query_starts.tolist()
         wanted = [_wanted(row) for row in rows]
-        chosen = [start + offset for start, offsets in zip(starts, wanted, strict=False) for offset in offsets]
-        batch = replace(batch, logit_rows=torch.tensor(chosen, dtype=torch.int64, device=batch.token_ids.device))
-        hidden = runner.executor.forward(batch)
-        begin = 0
+        output = runner.executor.step(StepInput(rows, logit_ranges=wanted))
+        begin, limit = 0, runner.executor.max_logit_rows
         for row, offsets in zip(rows, wanted, strict=True):
-            for first in range(0, len(offsets), runner.rows_at_once):
-                part = offsets[first : first + runner.rows_at_once]
-                logits = runner.executor.logits(hidden, batch, begin, begin + len(part))
+            for first in range(0, len(offsets), limit):
+                part = offsets[first : first + limit]
+                logits = output.logits(begin, begin + len(part))
                 self._visit(row.request, row.start + part[0], logits.to("cpu", torch.float32))
                 begin += len(part)
         # The scheduler ends a request at its first token, whichever it is: no one reads it.
