@@ -180,8 +180,8 @@ def _draw(
         chunks = tl.arange(0, CHUNKS_P)
         inside = chunks < CHUNKS
         found = tl.load(best_value + row * CHUNKS + chunks, mask=inside, other=float("-inf"), cache_modifier=".cg")
-        token = tl.load(best_token + row * CHUNKS + chunks, mask=inside, other=2147483647, cache_modifier=".cg")
-        winner = tl.min(tl.where((found == tl.max(found, 0)) & inside, token, 2147483647), 0)
+        chunk_tokens = tl.load(best_token + row * CHUNKS + chunks, mask=inside, other=2147483647, cache_modifier=".cg")
+        winner = tl.min(tl.where((found == tl.max(found, 0)) & inside, chunk_tokens, 2147483647), 0)
         tl.store(out + row, winner.to(out.dtype.element_ty))
         if echo is not None:
             tl.store(echo + tl.load(turn) * echo_stride + row, winner.to(echo.dtype.element_ty))
