@@ -215,6 +215,7 @@ class _Call:
         k_pages, v_pages, per_element = self.k_pages, self.v_pages, 1
         if self.fp8:
             k_pages, v_pages, per_element = k_pages.view(torch.int16), v_pages.view(torch.int16), 2
+        k_scale, v_scale = self.scales or (None, None)
         variant = Variant(
             mode=mode.value,
             rows=tile.rows,
@@ -232,7 +233,7 @@ class _Call:
         _attend[grid](
             self.q,
             self.out,
-            Pages(k_pages, v_pages, *(self.scales or (None, None)), k_pages.stride(0), k_pages.stride(1)),
+            Pages(k_pages, v_pages, k_scale, v_scale, k_pages.stride(0), k_pages.stride(1)),
             self.batch,
             partials,
             bounds,

@@ -423,12 +423,12 @@ def attend_many_rows(
     group = heads // kv_heads
     block, shared = tokens_of_block(group), prefix is not None
     blocks = triton.cdiv(q.shape[0], block) if shared else q.shape[0] // block + sequences
-    strides = (k_pages.stride(0) // head_dim, k_pages.stride(1) // head_dim)
+    k_scale, v_scale = scales or (None, None)
     _many_rows[(blocks, kv_heads, splits)](
         q,
         _descriptor(k_pages),
         _descriptor(v_pages),
-        Pages(*(scales or (None, None)), *strides),
+        Pages(k_scale, v_scale, k_pages.stride(0) // head_dim, k_pages.stride(1) // head_dim),
         result._replace(counters=None),
         batch,
         prefix,

@@ -35,6 +35,7 @@ class GpuLinear:
     backend = "triton"
     kind: str
     activations = ""  # "fp8" or "int8" where the input is quantized per token
+    input_scale = 0.0  # of quantized inputs: calibrated; 0: each token has its own
 
     def __init__(self, rows: int, depth: int, bias: Tensor | None, device: torch.device, detail: str) -> None:
         self.rows, self.depth, self.device, self.detail = rows, depth, device, detail
@@ -58,6 +59,18 @@ class GpuLinear:
     ) -> Tensor:
         """x [M, K] bf16 or float32 -> [M, N]. `gated`, only where `gates` says so: silu of the first half of the rows
         times the second, [M, N / 2]. `heads`, only where `rotates` says so: rotated and stored there, the queries."""
+        raise NotImplementedError
+
+    def multiply_quantized(
+        self,
+        codes: Tensor,
+        scales: Tensor,
+        out_dtype: torch.dtype = torch.bfloat16,
+        plan: Plan | None = None,
+        gated: bool = False,
+        heads: HeadPlaces | None = None,
+    ) -> Tensor:
+        """As `multiply`, of codes [M, K] and scales [M] as fused/elementwise.py makes them; where `activations`."""
         raise NotImplementedError
 
     def gates(self, tokens: int) -> bool:
@@ -120,7 +133,6 @@ class ScaledLinear(GpuLinear):
     def __init__(
         self, codes: Tensor, scales: Tensor, bias: Tensor | None, detail: str = "", input_scale: float = 0.0
     ) -> None:
-        """`input_scale`: calibrated; 0: each token has its own."""
         self.kind = self.activations = "int8" if codes.dtype == torch.int8 else "fp8"
         super().__init__(codes.shape[0], codes.shape[1], bias, codes.device, detail or f"{self.kind} per row x token")
         self.input_scale = input_scale
@@ -154,7 +166,6 @@ class ScaledLinear(GpuLinear):
         gated: bool = False,
         heads: HeadPlaces | None = None,
     ) -> Tensor:
-        """Input from a fused norm or gate: codes [M, K] and scales [M] as elementwise.py makes them."""
         plan = plan or self.choose(codes.shape[0])
         if plan.kernel == LIBRARY:
             return self._add_bias(self._library(codes, scales, out_dtype))

@@ -233,17 +233,17 @@ class DecodeInputs:
             max_seq=self.capacity,
         )
 
-    def shared(self, any_shared: bool) -> object:
+    def shared(self, any_shared: bool) -> gpu.SharedPrefix | None:
         return gpu.SharedPrefix(self._bounds, self.capacity) if any_shared else None
 
-    def sampling(self, rows: int, filtered: bool) -> object:
+    def sampling(self, rows: int, filtered: bool) -> gpu.SamplingTensors:
         floats = self._floats[:, :rows]
         return gpu.SamplingTensors(
             floats[0], self._top_k[:rows], floats[1], floats[2], self._seeds[:rows], self._draws[:rows], filtered
         )
 
     @property
-    def echo(self) -> object:
+    def echo(self) -> gpu.TokenRing:
         """Where the step writes the drawn ids besides."""
         return gpu.TokenRing(self._echo, self._counted)
 

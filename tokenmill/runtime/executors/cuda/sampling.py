@@ -54,7 +54,7 @@ class CudaSampler(Sampler):
                 token_ids[row], logprobs[row] = token_id, report
         return token_ids, logprobs
 
-    def _tensors(self, requests: list[Request]) -> object:
+    def _tensors(self, requests: list[Request]) -> gpu.SamplingTensors:
         floats = torch.tensor([heat(request) for request in requests], dtype=torch.float32).t().contiguous()
         whole = torch.tensor([[top_k(r), seed(r), r.num_tokens] for r in requests], dtype=torch.int64).t().contiguous()
         floats, whole = self._sent(floats), self._sent(whole)
