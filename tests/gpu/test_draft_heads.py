@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.gpu.models import write_config
 from tests.gpu.test_executors import ON_GPU, config, engine, prompts, same_weights  # noqa: F401
 from tokenmill import LLM, SamplingParams
-from tokenmill.kernels.triton.step.lookup import look_up_drafts
+from tokenmill.kernels.triton.step.ngram_lookup import look_up_drafts
 from tokenmill.model.kvstore.base import KVStore
 from tokenmill.runtime.executors.cuda.checks import Checks
 from tokenmill.runtime.speculation.captured_heads import CapturedHead

@@ -116,14 +116,16 @@ def _make(weight: LinearWeight, prefix: str, scheme: str, placement: Placement) 
 def _expand(group: list[LinearWeight]) -> None:
     """Matrices stored in few bits that are faster in bf16."""
     choices = [weight.kernel for weight in group if weight.kernel is not None]
-    if all(isinstance(choice.run, gpu.GpuLinear) for choice in choices):
-        for weight, choice, run in zip(group, choices, gpu.expand_small([c.run for c in choices]), strict=True):
+    kernels = [choice.run for choice in choices if isinstance(choice.run, gpu.GpuLinear)]
+    if len(kernels) == len(choices):
+        for weight, choice, run in zip(group, choices, gpu.expand_small(kernels), strict=True):
             weight.kernel = replace(choice, run=run)
 
 
 def _join(group: list[LinearWeight]) -> None:
-    kernels = [weight.kernel.run for weight in group if weight.kernel is not None]
-    if not all(isinstance(kernel, gpu.GpuLinear) for kernel in kernels):
+    choices = [weight.kernel for weight in group if weight.kernel is not None]
+    kernels = [choice.run for choice in choices if isinstance(choice.run, gpu.GpuLinear)]
+    if len(kernels) != len(choices):
         return
     whole = gpu.join_linears(kernels)
     if whole is None:

@@ -82,7 +82,7 @@ class DecodeInputs:
         rows = len(requests)
         turn = self._next_turn(counted=sources[0] >= 0)
         given = self._given_arrays[self._turn]
-        given[1] = gpu.NO_ROW
+        given[1] = gpu.PADDING_POSITION
         given[:, :rows] = (ids, positions, sources)
         changed = self._update_tables(tables, rows)
         for group in changed:
@@ -109,7 +109,7 @@ class DecodeInputs:
     def clear(self) -> None:
         """A step without rows, run once: nothing is read but padding, nothing stored."""
         turn = self._next_turn(counted=False)
-        self._given_arrays[self._turn][:] = gpu.NO_ROW
+        self._given_arrays[self._turn][:] = gpu.PADDING_POSITION
         turn.array(self._bounds)[:] = 0
         turn.array(self._floats)[:] = 0.0
         for each in (self._bounds, self._floats):
@@ -191,7 +191,7 @@ class DecodeInputs:
     def fill_from_device(self, tables: Sequence[Tables]) -> None:
         """Instead of `fill`, where the step before has worked out ids and positions of the same rows (`follow`)."""
         turn = self._next_turn(counted=True)
-        self._given_arrays[self._turn][1] = gpu.FOLLOWS
+        self._given_arrays[self._turn][1] = gpu.POSITION_ON_DEVICE
         for group in self._update_tables(tables, len(tables)):
             turn.array(self._tables[group])[: len(tables)] = self._content[group][: len(tables)]
             turn.send(self._tables[group], len(tables))
@@ -232,19 +232,19 @@ class DecodeInputs:
             max_seq=self.capacity,
         )
 
-    def shared(self, any_shared: bool) -> object:
+    def shared(self, any_shared: bool) -> gpu.SharedPrefix | None:
         return gpu.SharedPrefix(self._bounds, self.capacity) if any_shared else None
 
-    def sampling(self, rows: int, filtered: bool) -> object:
+    def sampling(self, rows: int, filtered: bool) -> gpu.SamplingTensors:
         floats = self._floats[:, :rows]
         return gpu.SamplingTensors(
             floats[0], self._top_k[:rows], floats[1], floats[2], self._seeds[:rows], self._draws[:rows], filtered
         )
 
     @property
-    def echo(self) -> object:
+    def echo(self) -> gpu.TokenRing:
         """Where the step writes the drawn ids besides."""
-        return gpu.Echo(self._echo, self._counted)
+        return gpu.TokenRing(self._echo, self._counted)
 
     def receive(self, guesses: bool = False) -> tuple[Tensor, Tensor | None, torch.cuda.Event | None]:
         """The drawn ids, and a copy of what was guessed, for the host: to be read once the event has happened."""

@@ -264,9 +264,10 @@ class CudaOps:
         place = (batch.positions, batch.slots[group], table.cos, table.sin, table.interleaved)
         queries = gpu.rope_store_packed(_side_by_side(q, k, v), spec.num_heads, pages, *place, norms=norms, eps=q.eps)
         lengths = (batch.block_tables[group], batch.query_starts, batch.seq_lens)
-        bounds = {"max_query": batch.max_query, "max_seq": batch.max_seq}
-        out: Tensor = gpu.packed_attention(queries, pages, *lengths, spec.scale, spec.window, spec.softcap, **bounds)
-        return out
+        return gpu.packed_attention(
+            queries, pages, *lengths, spec.scale, spec.window, spec.softcap,
+            max_query=batch.max_query, max_seq=batch.max_seq,
+        )  # fmt: skip
 
     def gated(self, gate: Any, up: Any, activation: str) -> Gate | Tensor:
         halves = isinstance(gate, Columns) and isinstance(up, Columns) and _are_all_of_one(gate, up)

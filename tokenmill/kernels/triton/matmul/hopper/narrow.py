@@ -1,9 +1,20 @@
-"""4-bit groups times a hundred tokens or more, for Hopper: weights are unpacked while the tensor cores multiply.
+"""4-bit groups times 65 to 128 tokens (or 257 and more), for Hopper: every warp unpacks and multiplies.
 
-grouped.py's layout and meaning (`GroupedWeight` of 4 bits, groups of 32 or more). Written in Gluon, since the plain
-language makes the tensor cores wait for every unpacked operand. A program has 256 rows of the matrix in two halves and
-128 tokens; the copy engine brings codes and tokens two blocks ahead. Scales go into the weights. `tuning.py` says when.
-129 to 256 tokens are grouped_hopper_wide.py's.
+grouped.py's layout and meaning (`GroupedWeight` of 4 bits, groups of 32 or more). Written in Gluon, since plain Triton
+makes the tensor cores wait for every unpacked operand. choose.py says when; 129 to 256 tokens are wide.py's.
+
+A program of eight warps has a tile of 256 rows of the matrix, two accumulators float32 [HALF = 128, TOKENS = 128], and
+walks blocks of codes, 256 of the depth each, in PARTS = 8 stretches of 32. Per block:
+
+  1. codes of a block, int32 [2 x 128, 32], and tokens, bf16 [128, 256] in two halves, arrive by TMA, two blocks ahead;
+     copies are spread over the block, each into room that was freed before, so that they overlap the products
+  2. scales of the next block are loaded to registers; those of this one are there
+  3. for each stretch: unpack [128, 32] x 2 operands in registers, issue two wgmma [128, 32] x [32, 128], and wait only
+     for the two before: the tensor cores work while the next operands are unpacked
+  4. codes of the next block go from shared memory to registers beside the last stretch
+
+Scales are multiplied into the weights. Programs that split the depth of a tile exchange float32 sums through global
+memory at the end; the launcher starts no more of them than run at once, since they wait for each other.
 """
 
 # mypy: allow-untyped-defs
@@ -19,24 +30,17 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tokenmill.kernels.triton.launch import early, num_processors, workspace
 from tokenmill.kernels.triton.matmul.grouped import GroupedWeight
-from tokenmill.kernels.triton.matmul.grouped_hopper_unpack import (
-    WORDS,
-    barrier,
-    gate_by_silu,
-    halves_of,
-    load_lines,
-    unpack,
-)
-from tokenmill.kernels.triton.matmul.grouped_hopper_wide import wide_matmul
+from tokenmill.kernels.triton.matmul.hopper.unpack import WORDS, halves_of, load_lines, unpack
+from tokenmill.kernels.triton.matmul.tile import SplitSums
+from tokenmill.kernels.triton.shared.gluon_device import barrier, launch_dependents, silu_gate, wait_for_predecessor
+from tokenmill.kernels.triton.shared.launch import gluon_options, num_processors, uses_pdl, workspace
 
 HALF = gl.constexpr(128)  # rows of the matrix in an accumulator; a program has two
 TOKENS = gl.constexpr(128)  # of a program
 PARTS = gl.constexpr(8)  # stretches of a block
 SLOTS = gl.constexpr(4)  # stretches of tokens that are fetched together
 MAX_SPLITS = 8
-MAX_WIDE = 256  # tokens
 WARPS = 8
 
 
@@ -61,19 +65,18 @@ def fetch_tokens(source, room, arrived, quarter, token, depth, wanted):
 def write_rows(values, out, row, token, M, N, out_stride):
     """values [rows, TOKENS] -> out [token ..., row ...], through shared memory so that rows are written whole."""
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [gl.num_warps(), 1], [1, 0])
-    turned = gl.convert_layout(gl.permute(values.to(out.dtype.element_ty), (1, 0)), WIDE)
+    transposed = gl.convert_layout(gl.permute(values.to(out.dtype.element_ty), (1, 0)), WIDE)
     tokens = token + gl.arange(0, TOKENS, gl.SliceLayout(1, WIDE))
     rows = row + gl.arange(0, values.shape[0], gl.SliceLayout(0, WIDE))
     place = out + tokens[:, None].to(gl.int64) * out_stride + rows[None, :]
-    gl.store(place, turned, mask=(tokens < M)[:, None] & (rows < N)[None, :])
+    gl.store(place, transposed, mask=(tokens < M)[:, None] & (rows < N)[None, :])
 
 
 @gluon.jit
-def add_parts(
-    acc0, acc1, out, partial, counter, number, tiles, split, row, token, M, N, out_stride, SPLITS: gl.constexpr
-):
-    """Partial sums of the programs that share a tile: all write theirs, wait for each other, and each adds up a share
+def add_splits(acc0, acc1, out, sums, number, tiles, split, row, token, M, N, out_stride, SPLITS: gl.constexpr):
+    """Sums of the programs that split a tile's depth: all write theirs, wait for each other, and each adds up a share
     of the rows. All of them run at once (the launcher sees to it), so waiting ends."""
+    partial, counter = sums.partial, sums.counters
     ACC: gl.constexpr = acc0.type.layout
     SIZE: gl.constexpr = 2 * HALF * TOKENS
     rows = gl.arange(0, HALF, gl.SliceLayout(1, ACC))
@@ -95,7 +98,7 @@ def add_parts(
         start = (other * tiles + number).to(gl.int64) * SIZE
         total += gl.load(partial + start + inside, cache_modifier=".cg")
     write_rows(total, out, row + split * SHARE, token, M, N, out_stride)
-    # Whoever is the last to have seen all arrive leaves the counter as it was.
+    # The last to have seen all arrive resets the counter.
     if gl.atomic_add(counter + number, 1, sem="relaxed", scope="gpu") == 2 * SPLITS - 1:
         gl.store(counter + number, 0)
 
@@ -104,24 +107,22 @@ def add_parts(
 def _multiply(
     token_source,
     code_source,
-    scales,
-    zeros,
-    row_scale,
+    weight,
     bias,
     out,
-    partial,
-    counter,
-    M,
+    sums,
     N,
     steps,
     out_stride,
+    M,
     GROUP: gl.constexpr,
     GATED: gl.constexpr,
     SPLITS: gl.constexpr,
-    AFFINE: gl.constexpr,
-    BIASED: gl.constexpr,
     PDL: gl.constexpr,
 ):
+    """Grid (token tiles, row tiles, splits); the stages are those of the module's head."""
+    AFFINE: gl.constexpr = weight.zeros is not None
+    scales, zeros = weight.scales, weight.zeros
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, TOKENS, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     LINES: gl.constexpr = PARTS * WORDS // GROUP
@@ -138,6 +139,7 @@ def _multiply(
     per_split = gl.cdiv(steps, SPLITS)
     first = split * per_split
     last = gl.minimum(first + per_split, steps)
+    # 64 KiB of codes, two blocks of two halves; 128 KiB of tokens, two blocks of eight stretches.
     codes = gl.allocate_shared_memory(gl.int32, [4, HALF, WORDS], code_source.layout)
     inputs = gl.allocate_shared_memory(gl.bfloat16, [2 * PARTS, TOKENS, WORDS], token_source.layout)
     codes_arrived = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -146,6 +148,7 @@ def _multiply(
         mbarrier.init(codes_arrived.index(number), count=1)
     for number in gl.static_range(4):
         mbarrier.init(inputs_arrived.index(number), count=1)
+    # Stage 1 begins before the predecessor ends: weights depend on no earlier kernel, tokens do.
     for ahead in gl.static_range(2):
         start = (first + ahead) * N
         fetch_codes(code_source, codes, codes_arrived, ahead, start + row0, start + row1, first + ahead < last)
@@ -157,9 +160,9 @@ def _multiply(
     if AFFINE:
         zero0 = load_lines(zeros + safe0 + first * LINES * N, N, LINES)
         zero1 = load_lines(zeros + safe1 + first * LINES * N, N, LINES)
-    if PDL:  # weights depend on no earlier kernel, tokens do
-        gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, False, 1)
-        gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], gl.int32, False, 1)
+    if PDL:
+        launch_dependents()
+        wait_for_predecessor()
     for number in gl.static_range(4):
         wanted = first + number // 2 < last
         fetch_tokens(token_source, inputs, inputs_arrived, number, token, first * DEPTH + number * (DEPTH // 2), wanted)
@@ -173,7 +176,7 @@ def _multiply(
     now1 = unpack(low1, scale1[0], zero1[0], 0, AFFINE)
     for block in range(first, last):
         stage, phase = (block - first) & 1, ((block - first) >> 1) & 1
-        following = gl.minimum(block + 1, last - 1) * LINES * N
+        following = gl.minimum(block + 1, last - 1) * LINES * N  # stage 2
         next0 = load_lines(scales + safe0 + following, N, LINES)
         next1 = load_lines(scales + safe1 + following, N, LINES)
         later = block + 2
@@ -181,8 +184,7 @@ def _multiply(
         before0, before1 = now0, now1
         acc0 = warpgroup_mma(before0, inputs.index(stage * PARTS).permute((1, 0)), acc0, is_async=True)
         acc1 = warpgroup_mma(before1, inputs.index(stage * PARTS).permute((1, 0)), acc1, is_async=True)
-        # What is fetched is spread over the block, each into room that became free before: the copies take turns with
-        # products that are on their way.
+        # The second half of the next block's tokens: its room was freed by the block before this one.
         start = (block + 1) * DEPTH + DEPTH // 2
         wanted = (block > first) & (block + 1 < last)
         fetch_tokens(token_source, inputs, inputs_arrived, (stage ^ 1) * 2 + 1, token, start, wanted)
@@ -193,14 +195,14 @@ def _multiply(
             now1 = unpack(halves1, scale1[part // PER_LINE], zero1[part // PER_LINE], part % 4, AFFINE)
             if part == SLOTS:
                 mbarrier.wait(inputs_arrived.index(stage * 2 + 1), phase)
-            if part == PARTS - 1:  # the next block's codes; after the last block, whatever lies there
+            if part == PARTS - 1:  # stage 4; after the last block it reads whatever lies there
                 if block + 1 < last:
                     mbarrier.wait(codes_arrived.index(stage ^ 1), ((block + 1 - first) >> 1) & 1)
                 words0 = codes.index(2 * (stage ^ 1)).load(OPERAND)
                 words1 = codes.index(2 * (stage ^ 1) + 1).load(OPERAND)
             acc0 = warpgroup_mma(now0, inputs.index(stage * PARTS + part).permute((1, 0)), acc0, is_async=True)
             acc1 = warpgroup_mma(now1, inputs.index(stage * PARTS + part).permute((1, 0)), acc1, is_async=True)
-            # The products before these two are done: their operands are free.
+            # Two may be pending: the products before these two are done, and their operands are free.
             acc0, acc1, before0, before1 = warpgroup_mma_wait(2, deps=(acc0, acc1, before0, before1))
             if part == 2:
                 start = later * N
@@ -220,18 +222,18 @@ def _multiply(
         acc0, acc1, before0, before1, now0, now1 = warpgroup_mma_wait(0, deps=deps)
     rows = gl.arange(0, HALF, gl.SliceLayout(1, ACC))
     of0, of1 = gl.minimum(row0 + rows, N - 1), gl.minimum(row1 + rows, N - 1)
-    acc0 *= gl.load(row_scale + of0)[:, None]
-    acc1 *= gl.load(row_scale + of1)[:, None]
-    if BIASED:
+    acc0 *= gl.load(weight.row_scale + of0)[:, None]
+    acc1 *= gl.load(weight.row_scale + of1)[:, None]
+    if bias is not None:
         alone = (split == 0).to(gl.float32)
         acc0 += (gl.load(bias + of0) * alone)[:, None]
         acc1 += (gl.load(bias + of1) * alone)[:, None]
     if GATED:
-        write_rows(gate_by_silu(acc0, acc1, out.dtype.element_ty), out, row0, token, M, N // 2, out_stride)
+        write_rows(silu_gate(acc0, acc1, out.dtype.element_ty), out, row0, token, M, N // 2, out_stride)
     elif SPLITS > 1:
         tiles = gl.num_programs(0) * gl.num_programs(1)
         of_tile = tile * gl.num_programs(0) + token_tile
-        add_parts(acc0, acc1, out, partial, counter, of_tile, tiles, split, row0, token, M, N, out_stride, SPLITS)
+        add_splits(acc0, acc1, out, sums, of_tile, tiles, split, row0, token, M, N, out_stride, SPLITS)
     else:
         write_rows(acc0, out, row0, token, M, N, out_stride)
         write_rows(acc1, out, row1, token, M, N, out_stride)
@@ -254,7 +256,7 @@ def _choose_splits(tiles: int, steps: int, device: torch.device) -> int:
     return splits
 
 
-def hopper_matmul(
+def narrow_matmul(
     x: Tensor,
     weight: GroupedWeight,
     bias: Tensor | None = None,
@@ -262,8 +264,6 @@ def hopper_matmul(
     gated: bool = False,
 ) -> Tensor:
     """x bf16 [M, K] @ weight^T (+ bias) -> [M, N]; `gated`: silu of the first half of the rows times the second."""
-    if TOKENS.value < x.shape[0] <= MAX_WIDE:
-        return wide_matmul(x, weight, bias, out_dtype, gated)
     assert weight.codes.shape[2] == WORDS.value <= weight.group, "another layout"
     assert not gated or weight.rows % (2 * HALF.value) == 0, "a tile would have rows of both halves"
     tokens, rows = x.shape[0], weight.rows
@@ -272,28 +272,23 @@ def hopper_matmul(
     steps = weight.codes.shape[0]
     splits = 1 if gated else _choose_splits(tiles * token_tiles, steps, x.device)
     scratch = workspace(x.device)
+    partial = scratch.partials(splits * tiles * token_tiles * 2 * HALF.value * TOKENS.value if splits > 1 else 0)
     token_layout, code_layout = _layouts()
     _multiply[(token_tiles, tiles, splits)](
         TensorDescriptor.from_tensor(x.contiguous(), [TOKENS.value, WORDS.value], token_layout),
         TensorDescriptor.from_tensor(weight.codes.view(-1, WORDS.value), [HALF.value, WORDS.value], code_layout),
-        weight.scales,
-        weight.zeros,
-        weight.row_scale,
+        weight.tensors,
         bias,
         out,
-        scratch.partials(splits * tiles * token_tiles * 2 * HALF.value * TOKENS.value if splits > 1 else 0),
-        scratch.counters(tiles * token_tiles),
-        tokens,
+        SplitSums(partial, scratch.counters(tiles * token_tiles)),
         rows,
         steps,
         out.stride(0),
+        tokens,
         GROUP=weight.group,
         GATED=gated,
         SPLITS=splits,
-        AFFINE=weight.zeros is not None,
-        BIASED=bias is not None,
-        PDL=early(x.device),
-        num_warps=WARPS,
-        **({"launch_pdl": True} if early(x.device) else {}),
+        PDL=uses_pdl(x.device),
+        **gluon_options(x.device, WARPS),
     )
     return out

@@ -1,25 +1,47 @@
-"""The product of one token with 4-bit weights in groups, without tensor cores: each program takes a few rows whole.
+"""The product of one token with 4-bit weights in groups, without tensor cores: each program takes a few whole rows.
 
-All codes of its rows are on their way before the input is ready. A nibble becomes a float32 by two instructions: set
-under an exponent it is 128 or 2048 more than its value, and what that adds to the sum is taken off beforehand, once for
-all rows. Layout of the weights as in grouped.py; called by linear.py.
+All codes of its rows are requested before the input is ready. A nibble becomes a float32 by two instructions: its bits
+are put under an exponent, where it is 128 or 2048 more than its value, and what that adds to the sum is subtracted
+beforehand, once for all rows. Layout of the weights as in grouped.py; called by linear.py.
 """
 
 # mypy: allow-untyped-defs
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from tokenmill.kernels.triton.fused.rotated import NOT_ROTATED, HeadPlaces, head_rows, load_angles, load_places
-from tokenmill.kernels.triton.launch import INTERPRETED, early, options
+from tokenmill.kernels.triton.fused.rotary_epilogue import (
+    NOT_ROTATED,
+    HeadPlaces,
+    head_rows,
+    load_angles,
+    load_places,
+)
+from tokenmill.kernels.triton.matmul.choose import Tiling
+from tokenmill.kernels.triton.matmul.gemv import write_vector
 from tokenmill.kernels.triton.matmul.grouped import GroupedWeight
-from tokenmill.kernels.triton.matmul.skinny import Tiling, tile_rows
-from tokenmill.kernels.triton.matmul.vector import write_vector
+from tokenmill.kernels.triton.matmul.tile import tile_rows
+from tokenmill.kernels.triton.shared.launch import INTERPRETED, options, uses_pdl
 
-WIDTH = 32  # words of a row in a block of codes
+BLOCK_WORDS = 32  # words of a row in a block of codes
+
+
+class Variant(NamedTuple):
+    """What a launch is compiled for."""
+
+    rows: int  # of a program
+    words: int  # of a piece of the rows: whole blocks of 32
+    pieces: int  # that make up a row
+    even: bool  # none of them is past its end
+    group: int
+    gated: bool
+    pdl: bool
+    interpreted: bool
 
 
 @triton.jit
@@ -66,65 +88,46 @@ def load_stretch(x, k, K, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _grouped_vector(
-    x,
-    codes,
-    scales,
-    zeros,
-    row_scale,
-    bias,
-    out,
-    heads,
-    N,
-    K,
-    steps,
-    BN: tl.constexpr,
-    WORDS: tl.constexpr,
-    PIECES: tl.constexpr,
-    GROUP: tl.constexpr,
-    EVEN: tl.constexpr,
-    AFFINE: tl.constexpr,
-    BIASED: tl.constexpr,
-    GATED: tl.constexpr,
-    PDL: tl.constexpr,
-    Q_HEADS: tl.constexpr,
-    K_HEADS: tl.constexpr,
-    HD: tl.constexpr,
-    PAGE: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    INTERPRET: tl.constexpr,
-):
-    """PIECES of WORDS words, whole blocks of 32, make up a row. EVEN: none of them is past its end."""
+def _grouped_gemv(
+    x, weight, bias, out, heads, N, K, steps, VARIANT: tl.constexpr, LAYOUT: tl.constexpr
+):  # fmt: skip
+    BN: tl.constexpr = VARIANT.rows
+    WORDS: tl.constexpr = VARIANT.words
+    PIECES: tl.constexpr = VARIANT.pieces
+    EVEN: tl.constexpr = VARIANT.even
+    GROUP: tl.constexpr = VARIANT.group
+    GATED: tl.constexpr = VARIANT.gated
+    INTERPRET: tl.constexpr = VARIANT.interpreted
     tile = tl.program_id(0)
-    rows = head_rows(tile, BN, HD, INTERLEAVED) if HD else tile_rows(tile, N, BN, GATED)
+    rows = head_rows(tile, BN, LAYOUT) if LAYOUT.head_dim else tile_rows(tile, N, BN, GATED)
     safe = tl.minimum(rows, N - 1)
     BLOCKS: tl.constexpr = WORDS // 32
     GROUPS: tl.constexpr = 256 // GROUP  # of a block
     STRETCHES: tl.constexpr = GROUP // 32  # nibbles of a word that share a scale
     column = tl.arange(0, WORDS)
-    if PDL:
+    if VARIANT.pdl:
         tl.extra.cuda.gdc_launch_dependents()
-    held = ()
+    early = ()
     for piece in tl.static_range(PIECES):
         block = piece * BLOCKS + column // 32
-        place = codes + (block.to(tl.int64)[None, :] * N + safe[:, None]) * 32 + (column % 32)[None, :]
+        place = weight.codes + (block.to(tl.int64)[None, :] * N + safe[:, None]) * 32 + (column % 32)[None, :]
         if EVEN:
-            held += (tl.load(place, eviction_policy="evict_first"),)  # type: ignore[assignment]
+            early += (tl.load(place, eviction_policy="evict_first"),)  # type: ignore[assignment]
         else:
-            held += (tl.load(place, mask=(block < steps)[None, :], other=0),)  # type: ignore[assignment]
+            early += (tl.load(place, mask=(block < steps)[None, :], other=0),)  # type: ignore[assignment]
     by, zero = (), ()
     block = tl.arange(0, BLOCKS)
     for line in tl.static_range(PIECES * GROUPS):
         here = (line // GROUPS) * BLOCKS + block
         place = (here.to(tl.int64)[None, :] * GROUPS + line % GROUPS) * N + safe[:, None]
-        by += (tl.load(scales + place, mask=(here < steps)[None, :], other=0.0),)  # type: ignore[assignment]
-        if AFFINE:
-            zero += (tl.load(zeros + place, mask=(here < steps)[None, :], other=0.0),)  # type: ignore[assignment]
-    of_row = tl.load(row_scale + safe)
-    shift = tl.load(bias + safe).to(tl.float32) if BIASED else of_row
-    if PDL:
+        by += (tl.load(weight.scales + place, mask=(here < steps)[None, :], other=0.0),)  # type: ignore[assignment]
+        if weight.zeros is not None:
+            zero += (tl.load(weight.zeros + place, mask=(here < steps)[None, :], other=0.0),)  # type: ignore[assignment]
+    of_row = tl.load(weight.row_scale + safe)
+    shift = tl.load(bias + safe).to(tl.float32) if bias is not None else of_row
+    if VARIANT.pdl:
         tl.extra.cuda.gdc_wait()
-    position, slot = load_places(heads, tl.arange(0, 1), 1, HD)
+    position, slot = load_places(heads, tl.arange(0, 1), 1, LAYOUT)
     weighted = tl.zeros([BN, BLOCKS * 8], dtype=tl.float32)  # a value for each thread: it reads four words of a block
     for line in tl.static_range(PIECES * GROUPS):
         k = ((line // GROUPS) * BLOCKS + column // 32) * 256 + (line % GROUPS) * GROUP + column % 32
@@ -137,22 +140,20 @@ def _grouped_vector(
             raised += inputs[inner] * (2056.0 if ((line % GROUPS) * STRETCHES + inner) % 2 else 136.0)
         acc = tl.zeros([BN, WORDS], dtype=tl.float32) - raised[None, :]
         for inner in tl.static_range(STRETCHES):
-            nibble = raised_nibble(held[line // GROUPS], (line % GROUPS) * STRETCHES + inner, INTERPRET)
+            nibble = raised_nibble(early[line // GROUPS], (line % GROUPS) * STRETCHES + inner, INTERPRET)
             acc += nibble * inputs[inner][None, :]
         part = tl.sum(tl.reshape(acc, (BN, BLOCKS * 8, 4)), 2)
-        if AFFINE:
+        if weight.zeros is not None:
             part -= spread(zero[line], BN, BLOCKS) * tl.sum(tl.reshape(plain, (BLOCKS * 8, 4)), 1)[None, :]
         weighted += part * spread(by[line], BN, BLOCKS)
-    cos, sin = load_angles(heads, position, tile, BN, HD)
+    cos, sin = load_angles(heads, position, tile, BN, LAYOUT)
     total = tl.sum(weighted, 1) * of_row
-    if BIASED:
+    if bias is not None:
         total += shift
-    write_vector(
-        total, cos, sin, slot, out, heads, tile, N, BN, GATED, Q_HEADS, K_HEADS, HD, PAGE, INTERLEAVED
-    )  # fmt: skip
+    write_vector(total, cos, sin, slot, out, heads, tile, N, BN, GATED, LAYOUT)
 
 
-def grouped_vector_matmul(
+def grouped_gemv(
     x: Tensor,
     weight: GroupedWeight,
     bias: Tensor | None = None,
@@ -162,34 +163,32 @@ def grouped_vector_matmul(
     heads: HeadPlaces | None = None,
 ) -> Tensor:
     """x bf16 [1, K] @ weight^T (+ bias), arguments as `grouped_matmul` has them; of `tiling` rows and warps count."""
-    assert weight.bits == 4 and weight.codes.shape[2] == WIDTH <= weight.group, "kind int4"  # noqa: PT018
-    words = WIDTH * weight.codes.shape[0]
+    assert weight.bits == 4 and weight.codes.shape[2] == BLOCK_WORDS <= weight.group, "kind int4"  # noqa: PT018
+    words = BLOCK_WORDS * weight.codes.shape[0]
     piece = min(128 * tiling.warps, triton.next_power_of_2(words))
     width = weight.rows // 2 if gated else weight.rows
     out = heads.queries if heads else torch.empty(1, width, dtype=out_dtype, device=x.device)
-    _grouped_vector[(triton.cdiv(weight.rows, tiling.rows),)](
+    variant = Variant(
+        rows=tiling.rows,
+        words=piece,
+        pieces=triton.cdiv(words, piece),
+        even=words % piece == 0 and weight.depth == 8 * words,
+        group=weight.group,
+        gated=gated,
+        pdl=uses_pdl(x.device),
+        interpreted=INTERPRETED,
+    )
+    _grouped_gemv[(triton.cdiv(weight.rows, tiling.rows),)](
         x,
-        weight.codes,
-        weight.scales,
-        weight.zeros,
-        weight.row_scale,
+        weight.tensors,
         bias,
         out,
         heads.tensors if heads else None,
         weight.rows,
         weight.depth,
         weight.codes.shape[0],
-        BN=tiling.rows,
-        WORDS=piece,
-        PIECES=triton.cdiv(words, piece),
-        GROUP=weight.group,
-        EVEN=words % piece == 0 and weight.depth == 8 * words,
-        AFFINE=weight.zeros is not None,
-        BIASED=bias is not None,
-        GATED=gated,
-        PDL=early(x.device),
-        **(heads.constants if heads else NOT_ROTATED),
-        INTERPRET=INTERPRETED,
+        VARIANT=variant,
+        LAYOUT=heads.layout if heads else NOT_ROTATED,
         **options(x.device, tiling.warps, 1),
     )
     return out

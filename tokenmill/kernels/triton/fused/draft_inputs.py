@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tokenmill.kernels.triton.launch import begin, early, options, power_of_two
+from tokenmill.kernels.triton.shared.device import dependent_launch
+from tokenmill.kernels.triton.shared.launch import options, power_of_two, uses_pdl
 
 
 @triton.jit
@@ -28,7 +29,7 @@ def _draft_inputs(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    begin(PDL)
+    dependent_launch(PDL)
     row = tl.program_id(0).to(tl.int64)
     is_token = tl.program_id(1)
     dims = tl.arange(0, BLOCK)
@@ -57,7 +58,7 @@ def draft_inputs(hidden: Tensor, ids: Tensor, table: Tensor, scale: float, eps: 
         table.stride(0),
         WIDTH=width,
         BLOCK=power_of_two(width),
-        PDL=early(hidden.device),
+        PDL=uses_pdl(hidden.device),
         **options(hidden.device, 4, 1),
     )
     return out

@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tokenmill.kernels.triton.launch import begin, early, options, power_of_two
+from tokenmill.kernels.triton.shared.device import dependent_launch
+from tokenmill.kernels.triton.shared.launch import options, power_of_two, uses_pdl
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -28,7 +29,7 @@ def _follow(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    begin(PDL)
+    dependent_launch(PDL)
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ok = rows < count
     first = tl.load(owners + rows, mask=ok, other=-1)
@@ -68,6 +69,6 @@ def follow_drafts(
         given.stride(0),
         DEPTH=guessed.shape[1],
         BLOCK=block,
-        PDL=early(ids.device),
+        PDL=uses_pdl(ids.device),
         **options(ids.device, 4, 1),
     )

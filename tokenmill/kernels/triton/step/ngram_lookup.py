@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tokenmill.kernels.triton.launch import begin, early, options, power_of_two
+from tokenmill.kernels.triton.shared.device import dependent_launch
+from tokenmill.kernels.triton.shared.launch import options, power_of_two, uses_pdl
 
 LOOKBACK = 8192  # tokens that are looked at: the last
 _BLOCK = 1024
@@ -44,7 +45,7 @@ def _look_up(
     MOST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    begin(PDL)
+    dependent_launch(PDL)
     row = tl.program_id(0).to(tl.int64)
     table = block_table + row * table_stride
     length = tl.load(seq_lens + row)  # tokens in pages; the drawn one comes after them
@@ -97,7 +98,7 @@ def look_up_drafts(
         DEPTH_P=power_of_two(depth),
         BLOCK=_BLOCK,
         MOST=LOOKBACK,
-        PDL=early(drawn.device),
+        PDL=uses_pdl(drawn.device),
         **options(drawn.device, 8, 1),
     )
     return out

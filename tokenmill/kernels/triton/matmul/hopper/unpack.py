@@ -1,7 +1,7 @@
 """What both Hopper products of 4-bit groups do to a block of codes: nibbles become bf16 weights, in registers.
 
-Knows the order of nibbles in grouped.py's layout and how scales and zeros of a block are read, and the gate of a gated
-product. Knows nothing of tiles, copies and sums. Used by grouped_hopper.py and grouped_hopper_wide.py.
+Knows the order of nibbles in grouped.py's layout and how scales and zeros of a block are read. Knows nothing of tiles,
+copies and sums. Used by narrow.py and wide.py.
 """
 
 # mypy: allow-untyped-defs
@@ -11,7 +11,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 WORDS = gl.constexpr(32)  # of a row in a block of codes; also the depth of one stretch of nibbles
-barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # renamed in Triton 3.7
 
 
 @gluon.constexpr_function
@@ -79,10 +78,3 @@ def load_lines(base, N, LINES: gl.constexpr):
     else:
         low = load_pair(base, N) + load_pair(base + 2 * N, N)
         return low + load_pair(base + 4 * N, N) + load_pair(base + 6 * N, N)
-
-
-@gluon.jit
-def gate_by_silu(gate, up, DTYPE: gl.constexpr):
-    """As skinny.py's, of what would have been written as DTYPE."""
-    gate, up = gate.to(DTYPE).to(gl.float32), up.to(DTYPE).to(gl.float32)
-    return gate * (1.0 / (1.0 + gl.exp2(gate * -1.4426950408889634))) * up
