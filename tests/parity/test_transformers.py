@@ -13,6 +13,7 @@ from tokenmill.config import EngineConfig
 from tokenmill.hardware.kv_layout import KVLayout, build_layout
 from tokenmill.model.kvstore import KV_STORES
 from tokenmill.model.loader import load_model
+from tokenmill.resolution import resolve
 from tokenmill.runtime.batch import build_batch
 from tokenmill.runtime.executors import EXECUTORS
 from tokenmill.runtime.runner import Executor
@@ -69,6 +70,6 @@ def test_logits_match_transformers(name: str, executor_name: str, tmp_path: Path
         reason = executor_class.declines(model, store)
         if reason is not None:
             pytest.skip(reason)
-        executor = executor_class(model, store, EngineConfig(batch_tokens=128))
+        executor = executor_class(model, store, resolve(EngineConfig(batch_tokens=128)))
         got = _logits(executor, layout, ids, _tables(layout, generator, _LENGTH), chunks)
         assert (got - expected).abs().max() < 1e-4

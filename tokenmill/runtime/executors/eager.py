@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenmill.config import EngineConfig
+from tokenmill.config import ResolvedConfig
 from tokenmill.kernels.base import Choice, select
 from tokenmill.model.attention import choose_attention
 from tokenmill.model.attention.base import AttentionSpec
@@ -28,7 +28,7 @@ OPS = (*FORWARD_OPS, "argmax")  # the last is the sampler's
 class EagerExecutor:
     name = "eager"
 
-    def __init__(self, model: LoadedModel, store: KVStore, config: EngineConfig) -> None:
+    def __init__(self, model: LoadedModel, store: KVStore, config: ResolvedConfig) -> None:
         self.model = model
         self.config = config
         self.store = store

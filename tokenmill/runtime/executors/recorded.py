@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenmill.config import EngineConfig
+from tokenmill.config import ResolvedConfig
 from tokenmill.kernels import cpu
 from tokenmill.kernels.cpu import CpuLinear
 from tokenmill.model.attention.base import AttentionSpec
@@ -29,7 +29,7 @@ _MAX_LOGIT_VALUES = 1 << 24  # logits that one call computes: 64 MiB, whatever t
 class RecordedExecutor:
     name = "recorded"
 
-    def __init__(self, model: LoadedModel, store: KVStore, config: EngineConfig) -> None:
+    def __init__(self, model: LoadedModel, store: KVStore, config: ResolvedConfig) -> None:
         # A step never holds more tokens than the budget, nor more sequences than may run at once.
         self._tokens = max(config.batch_tokens, config.concurrency)
         self._pool = cpu.pool()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tokenmill.config import EngineConfig
+from tokenmill.config import ResolvedConfig
 from tokenmill.model.attention.base import AttentionSpec
 from tokenmill.model.kvstore.base import KVStore
 from tokenmill.model.loader import LoadedModel
@@ -67,7 +67,7 @@ class ObservingExecutor(EagerExecutor):
 
     name = "observing"
 
-    def __init__(self, model: LoadedModel, store: KVStore, config: EngineConfig, mass: AttentionMass) -> None:
+    def __init__(self, model: LoadedModel, store: KVStore, config: ResolvedConfig, mass: AttentionMass) -> None:
         super().__init__(model, store, config)
         self._mass = mass
         self._watched: list[tuple[int, ScheduledTokens]] = []

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tokenmill.config import EngineConfig
+from tokenmill.config import ResolvedConfig
 from tokenmill.model.kvstore.base import KVStore
 from tokenmill.runtime.build import Runtime
 from tokenmill.runtime.executors.eager import EagerExecutor
@@ -69,7 +69,7 @@ class StoredPageScores:
         return request.params.cache is not None and request.params.cache.needs_attention
 
 
-def keep_page_scores(runtime: Runtime, config: EngineConfig) -> StoredPageScores:
+def keep_page_scores(runtime: Runtime, config: ResolvedConfig) -> StoredPageScores:
     """Scores over the pages of a runtime, whose runner from now on watches the steps that need it."""
     model, store, runner = runtime.model, runtime.store, runtime.runner
     if EagerExecutor.declines(model, store) is not None:

@@ -18,7 +18,7 @@ from tokenmill.types import ScheduledTokens
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tokenmill.config import EngineConfig
+    from tokenmill.config import ResolvedConfig
     from tokenmill.model.kvstore.base import KVStore
     from tokenmill.model.loader import LoadedModel
     from tokenmill.runtime.executors.cuda.checks import StepHead
@@ -87,7 +87,7 @@ class Target:
     store: KVStore
     executor: Executor
     sampler: Sampler
-    config: EngineConfig
+    config: ResolvedConfig
 
 
 class Drafter(ABC):
