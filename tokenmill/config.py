@@ -133,7 +133,12 @@ def from_environment(specs: Iterable[Field[Any]], environment: Mapping[str, str]
     for spec in specs:
         variable = f"TOKENMILL_{spec.name.upper()}"
         if environment.get(variable):
-            found[spec.name] = convert(spec, environment[variable]), f"from environment variable {variable}"
+            try:
+                value = convert(spec, environment[variable])
+                check(spec, value)
+            except UserError as error:
+                raise UserError(f"environment variable {variable}: {error.problem}", error.remedy) from None
+            found[spec.name] = value, f"from environment variable {variable}"
     return found
 
 
@@ -320,12 +325,12 @@ class EngineConfig:
 
     def source(self, name: str) -> str:
         """Who set the option's value."""
-        if name in self.sources:
-            return self.sources[name]
         spec = next(each for each in fields(self) if each.name == name)
         value = getattr(self, name)
         if spec.default is None and value is None:
             return "automatic"
+        if name in self.sources:
+            return self.sources[name]
         return BY_DEFAULT if spec.default is not MISSING and value == spec.default else BY_USER
 
     def decided(self, name: str) -> Any:

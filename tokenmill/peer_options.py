@@ -216,7 +216,7 @@ _VLLM: dict[str, PeerOption] = {
     "tokenizer_mode": PeerOption("vLLM", only(("auto", "hf"), "tokenizers are read in one way", "leave it out")),
     "config_format": PeerOption("vLLM", only(("auto", "hf"), "config.json and GGUF metadata are read", "leave it out")),
     "generation_config": PeerOption(
-        "vLLM", only(("vllm", "auto"), "sampling defaults are the request's", "send the parameters with each request")
+        "vLLM", only(("vllm",), "sampling defaults are the request's", "send the parameters with each request")
     ),
     # What is refused, or accepted with the one value that this engine has.
     "dtype": PeerOption(
@@ -350,6 +350,9 @@ _OTHERS: dict[str, PeerOption] = {
 }
 
 PEER_OPTIONS: Mapping[str, PeerOption] = _VLLM | _OTHERS
+
+# One-letter flags of options that have the same name here.
+SHORT_FLAGS: Mapping[str, str] = {"-t": "threads", "-q": "quantization"}
 
 # Options that have the same name here, with values of their own.
 _VALUES: Mapping[str, Translation] = {"load_format": _load_format, "quantization": _quantization}

@@ -112,7 +112,7 @@ def test_the_environment_is_read_after_everything_else() -> None:
     assert (config.context, config.seed, config.prefix_caching) == (2048, 7, False)
     assert config.source("context") == "from environment variable TOKENMILL_CONTEXT"
     assert config.source("seed") == "set by you"
-    with pytest.raises(UserError, match="seed"):
+    with pytest.raises(UserError, match="TOKENMILL_SEED: seed must be a int"):
         EngineConfig.from_options({}, environment={"TOKENMILL_SEED": "many"})
 
 

@@ -12,12 +12,14 @@ import typer
 from typer.core import TyperCommand
 
 from tokenmill.errors import UserError
-from tokenmill.peer_options import PEER_OPTIONS, PeerOption, flag_text
+from tokenmill.peer_options import PEER_OPTIONS, SHORT_FLAGS, PeerOption, flag_text, means
 
 
 def _spellings() -> dict[str, tuple[str, PeerOption, bool | None]]:
     """Flag -> (name, entry, the value of a switch)."""
-    found: dict[str, tuple[str, PeerOption, bool | None]] = {}
+    found: dict[str, tuple[str, PeerOption, bool | None]] = {
+        text: (ours, PeerOption("", means(ours)), None) for text, ours in SHORT_FLAGS.items()
+    }
     for name, peer in PEER_OPTIONS.items():
         for text in (flag_text(name), *peer.short):
             found[text] = name, peer, True if peer.is_switch else None

@@ -92,7 +92,7 @@ class BenchTable:
         self._loaded.clear()
 
     def _scoring(self, result: CandidateResult) -> EngineConfig:
-        return replace(self.config(result), prefix_caching=False, speculate="off")
+        return replace(self.config(result), prefix_caching=False, speculate="off", concurrency=None)
 
     def _seat(self, results: Sequence[CandidateResult]) -> list[Contender]:
         """Load who is missing, unload who is not wanted."""

@@ -59,7 +59,7 @@ class StartupReport:
 def _shown(value: Any) -> str:
     if isinstance(value, (tuple, list)):
         return "[" + ",".join(map(str, value)) + "]"
-    return str(value) if value != "" else "-"
+    return "-" if value in (None, "") else str(value)
 
 
 def _say(text: str) -> None:

@@ -70,6 +70,7 @@ def test_values_are_parsed_by_the_fields_own_parser(parse: Parse) -> None:
         (["--swap-space", "2"], "kv_host_memory", 2 << 30),
         (["-ngl", "0"], "device", "cpu"),
         (["-tp", "1"], "concurrency", None),
+        (["-t", "2"], "threads", 2),
         (["--batch_tokens", "64"], "batch_tokens", 64),
         (["--threads", "auto"], "threads", None),
         (["--context", "auto"], "context", None),
