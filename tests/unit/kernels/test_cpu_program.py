@@ -60,7 +60,9 @@ def batch_of(model: LoadedModel, step: list[tuple[int, int, int]]) -> Batch:
 def run(model: LoadedModel, executor_class: type, threads: int = 0, store_name: str = "float32") -> list[torch.Tensor]:
     layout = build_layout(model.decoder.kv_layers(), PAGE_SIZE)
     store = KV_STORES.get(store_name)(layout, 3 * len(layout.groups) * PAGES_EACH, CPU)
-    executor = executor_class(model, store, resolve(EngineConfig(batch_tokens=40, concurrency=4, threads=threads)))
+    executor = executor_class(
+        model, store, resolve(EngineConfig(batch_tokens=40, concurrency=4, threads=threads or None))
+    )
     logits = []
     for step in STEPS:
         batch = batch_of(model, step)
