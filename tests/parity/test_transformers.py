@@ -18,6 +18,7 @@ from tokenmill.config import EngineConfig
 from tokenmill.hardware.kv_layout import KVLayout, build_layout
 from tokenmill.model.kvstore import KV_STORES
 from tokenmill.model.loader import load_model
+from tokenmill.resolution import resolve
 from tokenmill.runtime.executors import EXECUTORS
 from tokenmill.runtime.executors.base import Executor, StepInput
 from tokenmill.types import Request, SamplingParams, ScheduledTokens
@@ -74,7 +75,7 @@ def test_logits_match_transformers(name: str, device: torch.device, executor_nam
         reason = executor_class.declines(model, store)
         if reason is not None:
             pytest.skip(reason)  # no C++ kernels are built here
-        executor = executor_class(model, store, EngineConfig(batch_tokens=128, context=256))
+        executor = executor_class(model, store, resolve(EngineConfig(batch_tokens=128, context=256)))
         got = _logits(executor, layout, ids, _tables(layout, generator, _LENGTH), chunks)
         error = (got - expected).abs().max() / (expected.abs().max() if rounded else 1.0)
         assert error < (0.03 if rounded else 1e-4)

@@ -14,6 +14,7 @@ from tokenmill.hardware.kv_layout import build_layout
 from tokenmill.kernels import cpu
 from tokenmill.model.kvstore import KV_STORES
 from tokenmill.model.loader import LoadedModel, load_model
+from tokenmill.resolution import resolve
 from tokenmill.runtime.batch import build_batch
 from tokenmill.runtime.executors.base import StepInput
 from tokenmill.runtime.executors.eager import EagerExecutor
@@ -60,7 +61,9 @@ def batch_of(model: LoadedModel, step: list[tuple[int, int, int]]) -> Batch:
 def run(model: LoadedModel, executor_class: type, threads: int = 0, store_name: str = "float32") -> list[torch.Tensor]:
     layout = build_layout(model.decoder.kv_layers(), PAGE_SIZE)
     store = KV_STORES.get(store_name)(layout, 3 * len(layout.groups) * PAGES_EACH, CPU)
-    executor = executor_class(model, store, EngineConfig(batch_tokens=40, concurrency=4, threads=threads))
+    executor = executor_class(
+        model, store, resolve(EngineConfig(batch_tokens=40, concurrency=4, threads=threads or None))
+    )
     logits = []
     for step in STEPS:
         batch = batch_of(model, step)
@@ -95,7 +98,7 @@ def test_logits_in_parts(model: LoadedModel) -> None:
     """More rows than one call keeps: the head runs again over the hidden state that the program holds."""
     layout = build_layout(model.decoder.kv_layers(), PAGE_SIZE)
     store = KV_STORES.get("float32")(layout, 3 * len(layout.groups) * PAGES_EACH, CPU)
-    executor = RecordedExecutor(model, store, EngineConfig(batch_tokens=40, concurrency=4))
+    executor = RecordedExecutor(model, store, resolve(EngineConfig(batch_tokens=40, concurrency=4)))
     batch = batch_of(model, [(0, 0, 30)])
     batch.logit_rows = torch.arange(30)
     whole = executor.logits(executor.forward(batch), batch, 0, 30).clone()
@@ -108,7 +111,7 @@ def test_logits_in_parts(model: LoadedModel) -> None:
 def test_steps_beyond_the_recorded_sizes_are_refused(model: LoadedModel) -> None:
     layout = build_layout(model.decoder.kv_layers(), PAGE_SIZE)
     store = KV_STORES.get("float32")(layout, 3 * len(layout.groups) * PAGES_EACH, CPU)
-    executor = RecordedExecutor(model, store, EngineConfig(batch_tokens=16, concurrency=2))
+    executor = RecordedExecutor(model, store, resolve(EngineConfig(batch_tokens=16, concurrency=2)))
     with pytest.raises(ValueError, match="more tokens"):
         executor.forward(batch_of(model, [(0, 0, 17)]))
     with pytest.raises(ValueError, match="more sequences"):

@@ -8,7 +8,7 @@ from tokenmill.errors import UserError, unknown_name
 from tokenmill.registry import Registry
 
 if TYPE_CHECKING:
-    from tokenmill.config import EngineConfig
+    from tokenmill.config import ResolvedConfig
     from tokenmill.model.kvstore.base import KVStore
     from tokenmill.model.loader import LoadedModel
     from tokenmill.runtime.executors.base import Executor
@@ -25,7 +25,7 @@ EXECUTORS = Registry(
 
 
 def choose_executor(
-    name: str, model: LoadedModel, store: KVStore, config: EngineConfig
+    name: str, model: LoadedModel, store: KVStore, config: ResolvedConfig
 ) -> tuple[Executor[Any], tuple[tuple[str, str], ...]]:
     """The named executor, or with "auto" the first that does not decline."""
     if name != "auto" and name not in EXECUTORS:

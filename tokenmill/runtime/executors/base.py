@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 from tokenmill.types import Request, ScheduledTokens, TokenLogprobs
 
 if TYPE_CHECKING:
-    from tokenmill.config import EngineConfig
+    from tokenmill.config import ResolvedConfig
     from tokenmill.model.kvstore.base import KVStore
     from tokenmill.model.loader import LoadedModel
 
@@ -236,7 +236,7 @@ class RegisteredExecutor(Executor[Array]):
     """An executor of the table in `__init__.py`: chosen for a model and a store, unless it declines them."""
 
     @abstractmethod
-    def __init__(self, model: LoadedModel, store: KVStore, config: EngineConfig) -> None: ...
+    def __init__(self, model: LoadedModel, store: KVStore, config: ResolvedConfig) -> None: ...
 
     @classmethod
     @abstractmethod

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tokenmill.config import EngineConfig
+from tokenmill.config import ResolvedConfig
 from tokenmill.kernels.ref import rms_norm
 from tokenmill.model.kvstore.base import KVStore
 from tokenmill.model.loader import LoadedModel
@@ -25,7 +25,7 @@ _MAX_LOGIT_VALUES = 1 << 24  # logits computed at a time: 64 MiB, whatever the v
 
 
 class BatchedExecutor(RegisteredExecutor[Tensor]):
-    def __init__(self, model: LoadedModel, store: KVStore, config: EngineConfig) -> None:
+    def __init__(self, model: LoadedModel, store: KVStore, config: ResolvedConfig) -> None:
         self.model, self.store, self.config = model, store, config
         self.sampler = self.make_sampler()
         self.max_logit_rows = max(1, _MAX_LOGIT_VALUES // model.decoder.description.vocab_size)

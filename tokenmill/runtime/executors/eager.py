@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenmill.config import EngineConfig
+from tokenmill.config import ResolvedConfig
 from tokenmill.kernels.base import Choice, select
 from tokenmill.model.attention import choose_attention
 from tokenmill.model.attention.base import AttentionSpec
@@ -32,7 +32,7 @@ OPS = (*FORWARD_OPS, "argmax")  # the last is the sampler's
 class EagerExecutor(BatchedExecutor):
     name = "eager"
 
-    def __init__(self, model: LoadedModel, store: KVStore, config: EngineConfig) -> None:
+    def __init__(self, model: LoadedModel, store: KVStore, config: ResolvedConfig) -> None:
         super().__init__(model, store, config)
         self.takes_trees = not store.is_coded  # an accepted branch is moved token by token
         self.attention = choose_attention(store, model.kernels)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenmill.config import EngineConfig
+from tokenmill.config import ResolvedConfig
 from tokenmill.kernels import cpu
 from tokenmill.kernels.cpu import CpuLinear
 from tokenmill.model.attention.base import AttentionSpec
@@ -31,7 +31,7 @@ class RecordedExecutor(BatchedExecutor):
     runs_greedily = True
     takes_trees = True
 
-    def __init__(self, model: LoadedModel, store: KVStore, config: EngineConfig) -> None:
+    def __init__(self, model: LoadedModel, store: KVStore, config: ResolvedConfig) -> None:
         super().__init__(model, store, config)
         # A step never holds more tokens than the budget, nor more sequences than may run at once.
         self._tokens = max(config.batch_tokens, config.concurrency)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tokenmill.config import EngineConfig
+from tokenmill.config import ResolvedConfig
 from tokenmill.model.kvstore.base import KVStore
 from tokenmill.runtime.build import Runtime
 from tokenmill.runtime.observation.attention_mass import AttentionMass, ObservingExecutor, WatchingExecutor, is_watched
@@ -62,7 +62,7 @@ class StoredPageScores:
         return values
 
 
-def keep_page_scores(runtime: Runtime, config: EngineConfig) -> StoredPageScores:
+def keep_page_scores(runtime: Runtime, config: ResolvedConfig) -> StoredPageScores:
     """Scores over the pages of a runtime, whose runner from now on watches the steps that need it."""
     model, store, mass = runtime.model, runtime.store, AttentionMass()
 

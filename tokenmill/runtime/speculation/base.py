@@ -19,7 +19,7 @@ from tokenmill.types import ScheduledTokens
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tokenmill.config import EngineConfig
+    from tokenmill.config import ResolvedConfig
     from tokenmill.model.kvstore.base import KVStore
     from tokenmill.model.loader import LoadedModel
 
@@ -31,7 +31,7 @@ class Target:
     model: LoadedModel
     store: KVStore
     executor: Executor[Tensor]
-    config: EngineConfig
+    config: ResolvedConfig
 
 
 class Drafter(ABC):

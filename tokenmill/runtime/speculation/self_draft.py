@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 
 from tokenmill.checkpoint.base import Checkpoint, StoredTensor
-from tokenmill.config import EngineConfig
+from tokenmill.config import ResolvedConfig
 from tokenmill.errors import UserError
 from tokenmill.kernels import cpu
 from tokenmill.kernels.ggml_types import TYPES
@@ -79,7 +79,7 @@ class EarlyExit(Drafter):
         return self._chain.draft(rows, [row.start for row in rows], limits)
 
 
-def _small_steps(config: EngineConfig) -> EngineConfig:
+def _small_steps(config: ResolvedConfig) -> ResolvedConfig:
     """A draft's step has one token of each sequence: its buffers need no room for prompts."""
     return replace(config, batch_tokens=min(config.batch_tokens, max(config.concurrency, 1)))
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenmill.config import EngineConfig
+from tokenmill.config import ResolvedConfig
 from tokenmill.kernels import triton as gpu
 from tokenmill.model.kvstore.base import KVStore
 from tokenmill.model.loader import LoadedModel
@@ -30,7 +30,7 @@ _MAX_WIDENED = 1 << 16  # tokens: 256 MiB for an 8B model's layer
 class CudaEagerExecutor(BatchedExecutor):
     name = "cuda_eager"
 
-    def __init__(self, model: LoadedModel, store: KVStore, config: EngineConfig) -> None:
+    def __init__(self, model: LoadedModel, store: KVStore, config: ResolvedConfig) -> None:
         super().__init__(model, store, config)
         assert model.table is not None
         self.table = model.table

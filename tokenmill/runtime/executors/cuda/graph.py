@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenmill.config import EngineConfig
+from tokenmill.config import ResolvedConfig
 from tokenmill.kernels import triton as gpu
 from tokenmill.log import get_logger
 from tokenmill.model.kvstore.base import KVStore
@@ -78,7 +78,7 @@ class CudaGraphExecutor(CudaEagerExecutor):
     name = "cuda_graph"
     lookahead = 1
 
-    def __init__(self, model: LoadedModel, store: KVStore, config: EngineConfig) -> None:
+    def __init__(self, model: LoadedModel, store: KVStore, config: ResolvedConfig) -> None:
         super().__init__(model, store, config)
         drafts = config.draft_tokens if config.speculate not in ("", "off") else 0
         self._buckets = _buckets(min(config.concurrency * (1 + drafts), max(config.concurrency, _SMALL_BUCKETS[-1])))
