@@ -100,6 +100,9 @@ class Float8Store(RowStore):
         self._scales[slot] = scales
         self.use_formats(slot, formats[0], formats[1])
 
+    def gpu_declines(self, slot: int) -> str | None:  # noqa: ARG002 (bytes and one scale: read as they are stored)
+        return None if self._backend == "triton" else super().gpu_declines(slot)
+
     def stored(self, slot: int) -> tuple[Tensor, Tensor]:
         return self._k[slot].view(E4M3), self._v[slot].view(E4M3)
 

@@ -219,7 +219,7 @@ class RowStore(KVStore):
         return [each.unflatten(2, (size, -1)) for each in (blocks[..., :cut], blocks[..., cut:])]
 
     def gpu_declines(self, slot: int) -> str | None:  # noqa: ARG002
-        return f"{self.name} rows have no GPU kernel" if self._packed is None else None
+        return None if self._packed is not None else f"{self.name} rows have no GPU kernel"
 
     def packed_pages(self, slot: int) -> PackedPages | None:
         if self._packed is None:
