@@ -7,9 +7,9 @@ A file counts if at least one of its functions runs
 Start-up otherwise, imports and C++ do not count. All lines of a file count, its comments too.
 
 CPU: the server with its default executor on a small GGUF file. GPU: what the HTTP process runs and what the engine
-process runs above `runtime`, as on the CPU; then `runtime`, `model`, `kernels` and `grammar` from an engine with the GPU
-executor, its kernels run by Triton's interpreter, so that no GPU is needed. Kernels which the interpreter cannot run
-(those written in Gluon for one generation of GPUs) are therefore not counted.
+process runs above `runtime`, as on the CPU; then `runtime`, `model`, `kernels` and `grammar` from an engine with the
+GPU executor, its kernels run by Triton's interpreter, so that no GPU is needed. Kernels which the interpreter cannot
+run (those written in Gluon for one generation of GPUs) are therefore not counted.
 
     python tools/request_path.py [--tree CHECKOUT] [--list] [--json]
 

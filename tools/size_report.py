@@ -121,9 +121,7 @@ def problems(sources: list[Source], rules: Rules) -> list[str]:
     for folder, (_, lines) in folder_sizes(sources, rules).items():
         if lines > rules.folders[folder]:
             budget = rules.folders[folder]
-            found.append(
-                f"{folder} has {lines} lines, its budget is {budget}: shorten it or raise the budget"
-            )
+            found.append(f"{folder} has {lines} lines, its budget is {budget}: shorten it or raise the budget")
     for source in sources:
         if rules.folder(source.path) is None:
             found.append(f"{source.path} lies in no folder that has a budget: add one")
