@@ -104,7 +104,9 @@ def trace_server(tree: Path) -> tuple[dict[str, int], dict[str, int]]:
     """Modules of the HTTP process and of the engine process."""
     with _traced(tree) as (folder, environment):
         command = [sys.executable, "-m", "tokenmill", "serve", MODEL, "--port", "0", "--context", "512"]
-        server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True)
+        server = subprocess.Popen(
+            command, stderr=subprocess.PIPE, text=True, cwd=tree, env=environment, start_new_session=True
+        )
         try:
             assert server.stderr is not None
             url = next(found[1] for found in map(_READY.search, server.stderr) if found)
@@ -131,7 +133,7 @@ def trace_gpu(tree: Path) -> dict[str, int]:
     with tempfile.TemporaryDirectory(prefix="request-path-") as folder:
         command = [sys.executable, "-c", _GPU_PROGRAM, folder, str(TOOLS)]
         answer = subprocess.run(
-            command, env=os.environ | own, check=True, stdout=subprocess.PIPE, text=True, timeout=_SECONDS
+            command, cwd=tree, env=os.environ | own, check=True, stdout=subprocess.PIPE, text=True, timeout=_SECONDS
         )
     found: dict[str, int] = json.loads(answer.stdout)
     return found

@@ -43,7 +43,14 @@ def _golden(data_path: Path, name: str) -> dict[str, Any]:
     return golden
 
 
-@pytest.mark.parametrize(("name", "prompts"), [("smollm2", 12), ("gemma3-270m", 6), ("qwen2.5-coder-1.5b", 3)])
+@pytest.mark.parametrize(
+    ("name", "prompts"),
+    [
+        ("smollm2", 12),
+        ("gemma3-270m", 6),
+        pytest.param("qwen2.5-coder-1.5b", 3, marks=pytest.mark.slow),  # 6 GB of float32 weights
+    ],
+)
 def test_reference_path_is_exact(name: str, prompts: int, data_path: Path, model_path: Callable[[str], Path]) -> None:
     golden = _golden(data_path, name)
     options = {"kernels": "ref", "executor": "eager", "context": 1024, "concurrency": 16, "batch_tokens": 1024}
