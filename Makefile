@@ -5,13 +5,20 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 NATIVE := CMakeLists.txt $(wildcard csrc/cpu/*.cpp csrc/cpu/*.h csrc/cpu/arch/*.cpp csrc/cpu/arch/*.h)
 
+# One test worker per core, but no more than four: a worker holds up to 6 GiB. Each computes with one thread (tests/conftest.py).
+JOBS := $(shell nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 2)
+WORKERS ?= $(if $(filter 1 2 3,$(JOBS)),$(JOBS),4)
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint unit sanitize format kernels clean
+.PHONY: help demo test test-all lint size unit sanitize format kernels clean
 
 help:
 	@echo "make demo     set everything up, then run a real model end to end"
-	@echo "make test     set everything up, then lint, types, import contracts and the whole test suite"
+	@echo "make test     set everything up, then lint, types, import contracts, sizes and the test suite"
+	@echo "make test-all the same with the tests marked slow: full sizes of what the suite checks on smaller ones"
 	@echo "make sanitize run the C++ tests under the address, undefined-behaviour and thread sanitizers"
+	@echo "make size     lines by folder against their budgets (part of make lint)"
 	@echo "make kernels  rebuild the C++ kernels after a change in csrc/"
 	@echo "make format   format the Python code"
 
@@ -34,22 +41,29 @@ demo: $(READY)
 	  print(f\"quality loss: {r['quality_loss'] or 0:+.2%} of perplexity\"); \
 	  print('report:       demo/optimize/report.html'); print('serve it:    ', r['launch_lines']['tokenmill'])"
 
-test: lint unit
+# Lint and types fill the moments in which a test waits for a process or a port.
+test: $(READY)
+	$(MAKE) --no-print-directory -j 2 lint unit
 
-lint: $(READY)
+test-all: $(READY)
+	$(MAKE) --no-print-directory -j 2 lint unit MARKS="-m ''"
+
+lint: $(READY) size
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
+size: $(READY)
+	$(BIN)/python tools/size_report.py
+
 unit: $(READY)
-	$(BIN)/python -m pytest
+	$(PYTEST) $(MARKS)
 
 # Needs a compiler and cmake (this environment's, or the system's), not the package. One build for addresses and undefined
 # behaviour, of everything; one for data races, of the pool and its test alone.
 # Addresses are not randomized where that is allowed: older thread sanitizers cannot place their shadow on some kernels.
 CONFIGURE := cmake -S . -DTOKENMILL_MODULE=OFF -DTOKENMILL_TESTS=ON
-JOBS := $(shell nproc 2>/dev/null || echo 2)
 PLAIN_ADDRESSES := $(shell setarch $$(uname -m) -R true 2>/dev/null && echo setarch $$(uname -m) -R)
 
 sanitize: export PATH := $(CURDIR)/$(BIN):$(PATH)

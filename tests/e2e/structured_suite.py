@@ -1,8 +1,9 @@
 """Real schemas on a real model: what compiles, what ends, what is valid; with free requests beside in the same batch.
 
-`python -m tests.e2e.structured_suite --shared ../shared` runs every schema of the two data sets and prints one JSON
-object; test_structured.py runs a few of them. Whatever ends by itself must validate, whatever is cut off must be the
-beginning of something valid, and what cannot be kept must be refused with the reason.
+`python -m tests.e2e.structured_suite tests/data/json/*.jsonl.gz` runs every schema of the given files (a line of JSON
+with a `schema` each) and prints one JSON object; test_structured.py runs a few of them. Whatever ends by itself must
+validate, whatever is cut off must be the beginning of something valid, and what cannot be kept must be refused with the
+reason.
 """
 
 from __future__ import annotations
@@ -54,14 +55,9 @@ class Tally:
         }
 
 
-def load_schemas(shared: Path) -> dict[str, list[Any]]:
-    suite = (shared / "data/json/json_schema_test_suite.draft2020-12.jsonl").read_text().splitlines()
-    with gzip.open(shared / "data/json/schemastore.even.jsonl.gz", "rt") as file:
-        store = file.read().splitlines()
-    return {
-        "json_schema_test_suite": [json.loads(line)["schema"] for line in suite],
-        "schemastore": [json.loads(line)["schema"] for line in store],
-    }
+def load_schemas(path: Path) -> list[Any]:
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        return [json.loads(line)["schema"] for line in file]
 
 
 def run(llm: LLM, schemas: Sequence[Any], max_tokens: int) -> Tally:
@@ -111,15 +107,12 @@ def _check(schema: Any, spec: StructuredSpec, text: str, reason: str | None, tal
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shared", type=Path, required=True)
+    parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--max-tokens", type=int, default=120)
     arguments = parser.parse_args()
     with LLM(arguments.model, concurrency=8, context=512) as llm:
-        results = {
-            name: run(llm, schemas, arguments.max_tokens).record()
-            for name, schemas in load_schemas(arguments.shared).items()
-        }
+        results = {path.name: run(llm, load_schemas(path), arguments.max_tokens).record() for path in arguments.files}
     print(json.dumps(results, indent=1))
 
 

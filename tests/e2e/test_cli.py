@@ -147,10 +147,10 @@ def test_bench_throughput_reports_prefix_hits_and_waste(model_path: ModelPath) -
     assert 0 < found["kv_waste"] < 1
 
 
-def test_perplexity_is_that_of_llama_cpp(model_path: ModelPath, shared: Path) -> None:
+def test_perplexity_is_that_of_llama_cpp(model_path: ModelPath, data_path: Path) -> None:
     """Its figure for the same text and chunk is 5.9031 +/- 0.32 in float32."""
     model_path("stories15m")
-    text = shared / "data" / "text" / "stories15m-samples.eval.txt"
+    text = data_path / "text" / "stories15m-samples.eval.txt"
     found = answer("eval", "perplexity", "stories15m", "--text", text, "--limit-bytes", "20000", "--context", "256")
     assert found["perplexity"] == pytest.approx(5.9031, abs=2e-3)
     assert found["tokens"] == 20 * 127

@@ -61,8 +61,8 @@ def answer(capfd: pytest.CaptureFixture[str]) -> Answer:
 
 
 @pytest.fixture(scope="module")
-def text(shared: Path) -> Path:
-    return shared / "data" / "text" / "stories15m-samples.eval.txt"
+def text(data_path: Path) -> Path:
+    return data_path / "text" / "stories15m-samples.eval.txt"
 
 
 @pytest.fixture(scope="module")
@@ -236,11 +236,11 @@ def test_the_gate_lets_through_what_is_good_and_nothing_else(
     assert "NaN" in broken.reasons[0]
 
 
-def test_tasks_by_the_command(model_path: ModelPath, shared: Path, tmp_path: Path, answer: Answer) -> None:
+def test_tasks_by_the_command(model_path: ModelPath, data_path: Path, tmp_path: Path, answer: Answer) -> None:
     model_path("stories15m")
-    file, results = shared / "data" / "tasks" / "arc_easy.even.jsonl", tmp_path / "results.jsonl"
+    file, results = data_path / "tasks" / "arc_easy.jsonl", tmp_path / "results.jsonl"
     found = answer("eval", "task", "stories15m", "--task", file, "--limit", "12", "--out", results)
-    assert (found["task"], found["kind"], found["n"]) == ("arc_easy.even", "multiple_choice", 12)
+    assert (found["task"], found["kind"], found["n"]) == ("arc_easy", "multiple_choice", 12)
     assert found["accuracy"] == found["metrics"]["acc_norm"]["value"]
     lines = [json.loads(line) for line in results.read_text().splitlines()]
     assert sum(line["metrics"]["acc_norm"] for line in lines) / 12 == pytest.approx(found["accuracy"])
@@ -252,19 +252,19 @@ def test_tasks_by_the_command(model_path: ModelPath, shared: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("name", "options", "metrics"),
     [
-        ("lambada_openai.even", ("--limit", "12"), {"acc"}),
-        ("hellaswag_val.first1000", ("--limit", "4"), {"acc", "acc_norm"}),
-        ("truthfulqa_mc.even", ("--limit", "2"), {"mc1", "mc2"}),
-        ("gsm8k_test.even", ("--limit", "2", "--num-shots", "1", "--max-tokens", "24"), {"strict", "flexible"}),
-        ("ifeval.even", ("--limit", "2", "--max-tokens", "24"), {"prompt_strict", "prompt_loose"}),
+        ("lambada", ("--limit", "12"), {"acc"}),
+        ("hellaswag", ("--limit", "4"), {"acc", "acc_norm"}),
+        ("truthfulqa", ("--limit", "2"), {"mc1", "mc2"}),
+        ("gsm8k", ("--limit", "2", "--num-shots", "1", "--max-tokens", "24"), {"strict", "flexible"}),
+        ("ifeval", ("--limit", "2", "--max-tokens", "24"), {"prompt_strict", "prompt_loose"}),
         ("humaneval", ("--limit", "2", "--max-tokens", "32"), {"pass@1"}),
     ],
 )
 def test_every_kind_runs(
-    model_path: ModelPath, shared: Path, answer: Answer, name: str, options: tuple[str, ...], metrics: set[str]
+    model_path: ModelPath, data_path: Path, answer: Answer, name: str, options: tuple[str, ...], metrics: set[str]
 ) -> None:
     model_path("smollm2")
-    found = answer("eval", "task", "smollm2", "--task", shared / "data" / "tasks" / f"{name}.jsonl", *options)
+    found = answer("eval", "task", "smollm2", "--task", data_path / "tasks" / f"{name}.jsonl", *options)
     assert set(found["metrics"]) == metrics
     assert 0 <= found["accuracy"] <= 1
     assert found["n"] == int(options[1])
@@ -273,11 +273,11 @@ def test_every_kind_runs(
         assert 1 < found["summary"]["word_perplexity"] < 1000
 
 
-def test_mmlu_takes_its_examples_from_a_file(model_path: ModelPath, shared: Path, answer: Answer) -> None:
+def test_mmlu_takes_its_examples_from_a_file(model_path: ModelPath, data_path: Path, answer: Answer) -> None:
     model_path("smollm2")
-    folder = shared / "data" / "tasks"
+    folder = data_path / "tasks"
     found = answer(
-        "eval", "task", "smollm2", "--task", folder / "mmlu_test.25-per-subject.jsonl", "--limit", "3",
+        "eval", "task", "smollm2", "--task", folder / "mmlu_test.jsonl", "--limit", "3",
         "--shots", folder / "mmlu_dev.jsonl", "--num-shots", "2",
     )  # fmt: skip
     assert (found["kind"], found["num_shots"], found["n"]) == ("mmlu", 2, 3)

@@ -31,7 +31,7 @@ metric_list:
 
 
 def test_the_harness_gives_our_figures(
-    model_path: Callable[[str], Path], shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model_path: Callable[[str], Path], data_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from lm_eval.tasks import TaskManager
 
@@ -39,7 +39,7 @@ def test_the_harness_gives_our_figures(
 
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    lines = (shared / "data" / "tasks" / "arc_easy.even.jsonl").read_text().splitlines()[:ITEMS]
+    lines = (data_path / "tasks" / "arc_easy.jsonl").read_text().splitlines()[:ITEMS]
     items = tmp_path / "items.jsonl"
     items.write_text("\n".join(lines))
     (tmp_path / "local_arc.yaml").write_text(TASK.replace("FILE", json.dumps(str(items))))

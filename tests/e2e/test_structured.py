@@ -276,10 +276,10 @@ def test_siblings_keep_to_the_grammar_each_for_itself(model_path: Callable[[str]
             llm.generate("x", SamplingParams(structured=StructuredSpec("regex", "(?=a)")))
 
 
-def test_schemas_from_the_field(model_path: Callable[[str], Path], shared: Path) -> None:
+def test_schemas_from_the_field(model_path: Callable[[str], Path], data_path: Path) -> None:
     """A few of the schemas that structured_suite.py runs in full."""
-    schemas = structured_suite.load_schemas(shared)
-    some = [*schemas["json_schema_test_suite"][::48], *schemas["schemastore"][::40]]
+    suite = structured_suite.load_schemas(data_path / "json" / "json_schema_test_suite.jsonl.gz")
+    some = [*suite[::48], *structured_suite.load_schemas(data_path / "json" / "schemastore.jsonl.gz")]
     with LLM(model_path("smollm2"), concurrency=8, context=256) as llm:
         tally = structured_suite.run(llm, some, max_tokens=40)
     assert not tally.problems

@@ -38,14 +38,21 @@ def _distances(llm: LLM, generations: list[dict[str, Any]]) -> tuple[torch.Tenso
     return torch.tensor(distances), flips, positions
 
 
-def _golden(shared: Path, name: str) -> dict[str, Any]:
-    golden: dict[str, Any] = json.loads((shared / "golden" / f"{name}.json").read_text())
+def _golden(data_path: Path, name: str) -> dict[str, Any]:
+    golden: dict[str, Any] = json.loads((data_path / "golden" / f"{name}.json").read_text())
     return golden
 
 
-@pytest.mark.parametrize(("name", "prompts"), [("smollm2", 12), ("gemma3-270m", 6), ("qwen2.5-coder-1.5b", 3)])
-def test_reference_path_is_exact(name: str, prompts: int, shared: Path, model_path: Callable[[str], Path]) -> None:
-    golden = _golden(shared, name)
+@pytest.mark.parametrize(
+    ("name", "prompts"),
+    [
+        ("smollm2", 12),
+        ("gemma3-270m", 6),
+        pytest.param("qwen2.5-coder-1.5b", 3, marks=pytest.mark.slow),  # 6 GB of float32 weights
+    ],
+)
+def test_reference_path_is_exact(name: str, prompts: int, data_path: Path, model_path: Callable[[str], Path]) -> None:
+    golden = _golden(data_path, name)
     options = {"kernels": "ref", "executor": "eager", "context": 1024, "concurrency": 16, "batch_tokens": 1024}
     with LLM(model_path(name), **options) as llm:
         distances, flips, _ = _distances(llm, golden["generations"][:prompts])
@@ -55,9 +62,9 @@ def test_reference_path_is_exact(name: str, prompts: int, shared: Path, model_pa
 
 @pytest.mark.parametrize("name", _MODELS)
 def test_default_path_is_at_least_as_close_as_llama_cpp(
-    name: str, shared: Path, model_path: Callable[[str], Path]
+    name: str, data_path: Path, model_path: Callable[[str], Path]
 ) -> None:
-    golden = _golden(shared, name)
+    golden = _golden(data_path, name)
     with LLM(model_path(name), context=1024, concurrency=16) as llm:
         distances, flips, positions = _distances(llm, golden["generations"])
     peer = golden["meta"]["llama_cpp_distance_to_float32"]

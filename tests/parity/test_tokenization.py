@@ -33,12 +33,12 @@ def model(request: pytest.FixtureRequest, model_path: Callable[[str], Path]) -> 
     return request.param, load(model_path(request.param))
 
 
-def golden(shared: Path, name: str) -> dict[str, Any]:
-    return json.loads((shared / "golden" / f"{name}.json").read_text(encoding="utf-8"))
+def golden(data_path: Path, name: str) -> dict[str, Any]:
+    return json.loads((data_path / "golden" / f"{name}.json").read_text(encoding="utf-8"))
 
 
-def vectors(shared: Path, name: str) -> list[tuple[str, list[int]]]:
-    with tarfile.open(shared / "data" / "tokenizers" / "llamacpp_vocab_vectors.tar.gz") as archive:
+def vectors(data_path: Path, name: str) -> list[tuple[str, list[int]]]:
+    with tarfile.open(data_path / "tokenizers" / "llamacpp_vocab_vectors.tar.gz") as archive:
         texts, ids = (_member(archive, f"ggml-vocab-{name}.gguf.{suffix}") for suffix in ("inp", "out"))
     rows = [[int(token_id) for token_id in line.split()] for line in ids.split("\n")]
     return list(zip(texts.split("\n__ggml_vocab_test__\n"), rows, strict=True))
@@ -50,46 +50,43 @@ def _member(archive: tarfile.TarFile, name: str) -> str:
     return file.read().decode()
 
 
-def test_golden_tokenizations(shared: Path, model: tuple[str, Tokenizer]) -> None:
+def test_golden_tokenizations(data_path: Path, model: tuple[str, Tokenizer]) -> None:
     name, tokenizer = model
-    for row in golden(shared, name)["tokenizations"]:
+    for row in golden(data_path, name)["tokenizations"]:
         assert tokenizer.encode(row["text"], add_special_tokens=False) == row["ids"], row["text"]
         parsed = tokenizer.encode(row["text"], add_special_tokens=False, parse_special=True)
         assert parsed == row["ids_special"], row["text"]
         assert tokenizer.decode(row["ids"]) == row["text"]
 
 
-def test_golden_prompts_and_outputs(shared: Path, model: tuple[str, Tokenizer]) -> None:
+def test_golden_prompts_and_outputs(data_path: Path, model: tuple[str, Tokenizer]) -> None:
     name, tokenizer = model
-    for row in golden(shared, name)["generations"]:
+    for row in golden(data_path, name)["generations"]:
         assert tokenizer.encode(row["prompt"]) == row["prompt_ids"], row["prompt"]
         assert tokenizer.decode(row["greedy_ids"]) == row["greedy_text"]
 
 
 @pytest.mark.parametrize("name", LLAMA_CPP_VECTORS)
-def test_llama_cpp_vectors(shared: Path, name: str) -> None:
-    path = shared / "data" / "tokenizers" / f"ggml-vocab-{name}.gguf"
-    if not path.is_file():
-        pytest.skip(f"no vocabulary of {name}")
-    tokenizer = load(path)
-    for text, ids in vectors(shared, name):
+def test_llama_cpp_vectors(data_path: Path, vocabulary: Callable[[str], Path], name: str) -> None:
+    tokenizer = load(vocabulary(name))
+    for text, ids in vectors(data_path, name):
         assert tokenizer.encode(text, add_special_tokens=False) == ids, repr(text)
 
 
 @pytest.mark.parametrize(("vector", "alias"), [("qwen2", "qwen2.5-coder-1.5b")])
 def test_llama_cpp_vectors_of_the_same_vocabulary(
-    shared: Path, model_path: Callable[[str], Path], vector: str, alias: str
+    data_path: Path, model_path: Callable[[str], Path], vector: str, alias: str
 ) -> None:
     """Qwen2 and Qwen2.5 share their vocabulary except for added tokens."""
     tokenizer = load(model_path(alias))
-    for text, ids in vectors(shared, vector):
+    for text, ids in vectors(data_path, vector):
         assert tokenizer.encode(text, add_special_tokens=False) == ids, repr(text)
 
 
-def test_llama_spm_vectors_on_the_phi_3_vocabulary(shared: Path) -> None:
+def test_llama_spm_vectors_on_the_phi_3_vocabulary(data_path: Path, vocabulary: Callable[[str], Path]) -> None:
     """Phi-3 took over llama 2's vocabulary; the texts hold no special tokens."""
-    tokenizer = load(shared / "data" / "tokenizers" / "ggml-vocab-phi-3.gguf")
-    for text, ids in vectors(shared, "llama-spm"):
+    tokenizer = load(vocabulary("phi-3"))
+    for text, ids in vectors(data_path, "llama-spm"):
         assert tokenizer.encode(text, add_special_tokens=False) == ids, repr(text)
 
 
@@ -115,7 +112,7 @@ def test_stories15m_reads_as_transformers_does(model_path: Callable[[str], Path]
         assert tokenizer.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
 
 
-def test_phi_3_special_tokens_eat_blanks(shared: Path) -> None:
-    tokenizer = load(shared / "data" / "tokenizers" / "ggml-vocab-phi-3.gguf")
+def test_phi_3_special_tokens_eat_blanks(vocabulary: Callable[[str], Path]) -> None:
+    tokenizer = load(vocabulary("phi-3"))
     ids = tokenizer.encode("<|user|>\n Hi<|end|>\n<|assistant|>\n", add_special_tokens=False, parse_special=True)
     assert [tokenizer.id_to_piece(i) for i in ids] == ["<|user|>", "▁Hi", "<|end|>", "<|assistant|>"]

@@ -31,6 +31,7 @@ from tokenmill.cli import (
     simulate,
     train_draft,
 )
+from tokenmill.cli.extras import missing_extra
 from tokenmill.cli.peer_flags import PEER_FLAGS, PeerFlagsCommand, accept_peer_flags
 from tokenmill.errors import UserError
 from tokenmill.log import configure, get_logger
@@ -84,8 +85,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     configure()
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 must not end an answer
+    words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        code = app(list(sys.argv[1:] if arguments is None else arguments), "tokenmill", standalone_mode=False)
+        code = app(words, "tokenmill", standalone_mode=False)
         return code if isinstance(code, int) else 0
     except UserError as error:
         return _fail(str(error), 2)
@@ -94,6 +96,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return 130
     except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and (explained := missing_extra(error, words)) is not None:
+            return _fail(explained, 2)
         if get_logger("tokenmill").isEnabledFor(20):
             import traceback
 

@@ -95,13 +95,13 @@ def test_equal_blocks_of_a_trace_are_equal_tokens(tmp_path: Path) -> None:
     assert half[0].prompt[:256] == half[1].prompt[:256]
 
 
-def test_the_published_traces_are_read(shared: Path) -> None:
-    traces = shared / "data" / "traces"
+def test_the_published_traces_are_read(data_path: Path) -> None:
+    traces = data_path / "traces"
     azure = load_items(_job(dataset_name="azure", dataset_path=str(traces / "azure_llm_2023_conv.csv"), num_prompts=50))
     assert (azure[0].prompt_len, azure[0].output_len, azure[0].timestamp) == (374, 44, 0)
     assert azure[1].timestamp == pytest.approx(4.314579, abs=1e-5)
     assert all(left.timestamp <= right.timestamp for left, right in pairwise(azure))
-    path = traces / "mooncake_conversation.first-half.jsonl.gz"
+    path = traces / "mooncake_conversation.jsonl.gz"
     mooncake = load_items(_job(dataset_name="mooncake", dataset_path=str(path), num_prompts=4, trace_length_scale=0.1))
     assert len({tuple(item.prompt[:51]) for item in mooncake}) == 1  # all begin with block 0
     with pytest.raises(UserError, match="Azure"):

@@ -94,15 +94,15 @@ def test_layouts_are_inverse(architecture: str, tmp_path: Path) -> None:
     assert changed == (6 if architecture == "llama" else 3 * 6 + 1)  # q and k; six norms a layer and the last one
 
 
-def _texts(shared: Path, size: int) -> list[str]:
-    files = sorted((shared / "data" / "text").glob("*.txt"))
+def _texts(data_path: Path, size: int) -> list[str]:
+    files = sorted((data_path / "text").glob("*.txt"))
     odd = ["", "  two  spaces\n\n", "日本 😀 é", "a\t\tb    c", "▁▁x", "<|im_start|>user\nhi<|im_end|>\n<s>x</s>"]
     return [*(path.read_text()[:size] for path in files), *odd]
 
 
 @pytest.mark.parametrize("alias", ["smollm2", "stories15m"])
 def test_tokenizer_gives_the_same_ids(
-    alias: str, shared: Path, model_path: Callable[[str], Path], tmp_path: Path
+    alias: str, data_path: Path, model_path: Callable[[str], Path], tmp_path: Path
 ) -> None:
     checkpoint = open_checkpoint(model_path(alias))
     written = export_tokenizer(checkpoint, tmp_path)
@@ -113,7 +113,7 @@ def test_tokenizer_gives_the_same_ids(
         load_tokenizer(tmp_path),
         AutoTokenizer.from_pretrained(tmp_path),
     )
-    for text in _texts(shared, 60_000):
+    for text in _texts(data_path, 60_000):
         ids = ours.encode(text, parse_special=True)
         assert again.encode(text, parse_special=True) == ids
         assert theirs.encode(text) == ids
@@ -130,11 +130,11 @@ def test_tokenizer_gives_the_same_ids(
         assert theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == expected
 
 
-def test_sentencepiece_scores_become_merges(shared: Path) -> None:
+def test_sentencepiece_scores_become_merges(data_path: Path, vocabulary: Callable[[str], Path]) -> None:
     """Phi-3 took over llama 2's vocabulary; its special tokens eat the blanks after them."""
-    path = shared / "data" / "tokenizers" / "ggml-vocab-phi-3.gguf"
+    path = vocabulary("phi-3")
     backend, ours = build_backend(read_tokenizer(read_gguf_metadata(path))), load_tokenizer(path)
-    for text in [*_texts(shared, 20_000), "<|user|>\n Hi<|end|>\n<|assistant|>\n", "<unk>x</s>"]:
+    for text in [*_texts(data_path, 20_000), "<|user|>\n Hi<|end|>\n<|assistant|>\n", "<unk>x</s>"]:
         assert backend.encode(text).ids == ours.encode(text, parse_special=True), repr(text[:40])
 
 

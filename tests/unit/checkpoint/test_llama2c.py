@@ -166,9 +166,9 @@ def test_stories15m_tells_a_story(model_path: Callable[[str], Path]) -> None:
     assert text.startswith("Once upon a time, there was a little girl named Lily. She loved to play outside")
 
 
-def test_stories15m_tokenizes_like_llama(model_path: Callable[[str], Path], shared: Path) -> None:
+def test_stories15m_tokenizes_like_llama(model_path: Callable[[str], Path], data_path: Path) -> None:
     tokenizer = Tokenizer.from_file(str(model_path("stories15m") / "tokenizer.json"))
-    with tarfile.open(shared / "data" / "tokenizers" / "llamacpp_vocab_vectors.tar.gz") as archive:
+    with tarfile.open(data_path / "tokenizers" / "llamacpp_vocab_vectors.tar.gz") as archive:
         contents = {}
         for kind in ("inp", "out"):
             member = archive.extractfile(f"ggml-vocab-llama-spm.gguf.{kind}")

@@ -136,8 +136,8 @@ def test_loose_judging_forgives_an_opening_line_and_asterisks() -> None:
     assert len(loose_variants("a\nb\nc")) == 8
 
 
-def test_every_item_of_the_benchmark_is_understood(shared: Path) -> None:
-    path = shared / "data" / "tasks" / "ifeval.even.jsonl"
+def test_every_item_of_the_benchmark_is_understood(data_path: Path) -> None:
+    path = data_path / "tasks" / "ifeval.jsonl"
     items = [json.loads(line) for line in path.read_text().splitlines()]
     assert len(items) == 271
     for item in items:

@@ -22,23 +22,23 @@ from tokenmill.evaluate.tasks.humaneval import judge_completion
 from tokenmill.evaluate.tasks.mmlu import Mmlu
 
 KINDS = {
-    "lambada_openai.even": "lambada",
-    "piqa.even": "multiple_choice",
-    "arc_easy.even": "multiple_choice",
-    "arc_challenge.even": "multiple_choice",
-    "hellaswag_val.first1000": "hellaswag",
+    "lambada": "lambada",
+    "piqa": "multiple_choice",
+    "arc_easy": "multiple_choice",
+    "arc_challenge": "multiple_choice",
+    "hellaswag": "hellaswag",
     "mmlu_dev": "mmlu",
-    "mmlu_test.25-per-subject": "mmlu",
-    "truthfulqa_mc.even": "truthfulqa",
-    "gsm8k_test.even": "gsm8k",
-    "ifeval.even": "ifeval",
+    "mmlu_test": "mmlu",
+    "truthfulqa": "truthfulqa",
+    "gsm8k": "gsm8k",
+    "ifeval": "ifeval",
     "humaneval": "humaneval",
 }
 
 
 @pytest.mark.parametrize(("name", "kind"), KINDS.items())
-def test_every_benchmark_file_is_recognized_and_sound(name: str, kind: str, shared: Path) -> None:
-    rows = read_jsonl(shared / "data" / "tasks" / f"{name}.jsonl")
+def test_every_benchmark_file_is_recognized_and_sound(name: str, kind: str, data_path: Path) -> None:
+    rows = read_jsonl(data_path / "tasks" / f"{name}.jsonl")
     for _, item in rows:
         assert detect_kind(item) == kind
         assert TASKS.get(kind).defect(item) is None
@@ -123,8 +123,8 @@ def test_mmlu_takes_examples_of_the_subject_only() -> None:
     assert Mmlu(TaskOptions()).num_shots == 0
 
 
-def test_canonical_solutions_pass_and_others_do_not(shared: Path) -> None:
-    path = shared / "data" / "tasks" / "humaneval.jsonl"
+def test_canonical_solutions_pass_and_others_do_not(data_path: Path) -> None:
+    path = data_path / "tasks" / "humaneval.jsonl"
     for _, item in read_jsonl(path, 3):
         assert judge_completion(item, item["canonical_solution"]).passed
         assert not judge_completion(item, "    return None\n").passed

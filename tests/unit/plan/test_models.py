@@ -105,8 +105,8 @@ def test_unknown_model_names_the_nearest() -> None:
         describe_for_planning("llama-3.1-70")
 
 
-def test_every_measured_model_is_known(shared: Path) -> None:
-    with gzip.open(shared / "data" / "profiles" / "silicon_dev.csv.gz", "rt") as file:
+def test_every_measured_model_is_known(data_path: Path) -> None:
+    with gzip.open(data_path / "profiles" / "silicon_dev.csv.gz", "rt") as file:
         names = {row["model_path"] for row in csv.DictReader(file)}
     for name in names:
         assert describe_for_planning(name).parameters > 1e9

@@ -101,9 +101,9 @@ def test_spearman() -> None:
     assert spearman([1, 1, 2], [1, 2, 3]) == pytest.approx(0.866, abs=0.001)
 
 
-def test_promised_accuracy_on_a_sample(shared: Path, tmp_path: Path) -> None:
+def test_promised_accuracy_on_a_sample(data_path: Path, tmp_path: Path) -> None:
     """Every 24th measured row; the whole table is scored by `tokenmill plan --validate` (docs/planner.md)."""
-    with gzip.open(shared / "data" / "profiles" / "silicon_dev.csv.gz", "rt", newline="") as file:
+    with gzip.open(data_path / "profiles" / "silicon_dev.csv.gz", "rt", newline="") as file:
         lines = file.readlines()
     sample = tmp_path / "sample.csv.gz"
     sample.write_bytes(gzip.compress("".join([lines[0], *lines[7::24]]).encode()))

@@ -15,7 +15,7 @@ class Tokenmill(Engine):
     name = "tokenmill"
     planner_name = "tokenmill"
     version = __version__
-    image = f"tokenmill:{__version__}"  # yours to build: `pip install tokenmill` on python:3.11-slim
+    image = f"tokenmill:{__version__}"  # yours to build, from the repository's Dockerfile
     health_sees_progress = True
     signals = Signals(
         "/metrics",

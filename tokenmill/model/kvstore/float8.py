@@ -100,7 +100,7 @@ class Float8Store(RowStore):
         self._scales[slot] = scales
         self.use_formats(slot, formats[0], formats[1])
 
-    def gpu_declines(self, slot: int) -> str | None:  # noqa: ARG002 (bytes and one scale: read as they are stored)
+    def gpu_declines(self, slot: int) -> str | None:
         return None if self._backend == "triton" else super().gpu_declines(slot)
 
     def stored(self, slot: int) -> tuple[Tensor, Tensor]:

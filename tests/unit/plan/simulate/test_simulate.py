@@ -134,8 +134,8 @@ def _printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, o
     return found
 
 
-def test_the_verb_prints_the_contract(shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trace = str(shared / "data" / "traces" / "mooncake_conversation.first-half.jsonl.gz")
+def test_the_verb_prints_the_contract(data_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = str(data_path / "traces" / "mooncake_conversation.jsonl.gz")
     found = _printed(capsys, "llama-3.1-8b", "--gpu", "h100x2", "--tp", "1", "--trace", trace, "--limit", "60")
     for name in ("ttft_ms", "itl_ms"):
         assert {"p50", "p90", "p99"} <= set(found[name])  # type: ignore[call-overload]

@@ -111,12 +111,12 @@ def test_a_servegen_client_without_lengths_borrows_them(tmp_path: Path) -> None:
     assert {each.prompt_tokens for each in rows} == {100, 300}
 
 
-def test_the_published_traces_are_read(shared: Path) -> None:
-    traces = shared / "data" / "traces"
+def test_the_published_traces_are_read(data_path: Path) -> None:
+    traces = data_path / "traces"
     expected = {
         "azure_llm_2023_conv.csv": ("azure", 374, 44),
-        "mooncake_conversation.first-half.jsonl.gz": ("mooncake", 6758, 500),
-        "vidur_arxiv_summarization_stats_llama2_tokenizer_filtered_v2.csv": ("vidur", 3772, 54),
+        "mooncake_conversation.jsonl.gz": ("mooncake", 6758, 500),
+        "vidur_arxiv_summarization.csv": ("vidur", 3772, 54),
     }
     for name, (kind, prompt, output) in expected.items():
         trace = open_trace(str(traces / name))
