@@ -18,9 +18,9 @@ from pathlib import Path
 from statistics import fmean, median
 from zlib import crc32
 
-from tokenmill.plan.engines import EngineCosts, engine_costs
-from tokenmill.plan.silicon_rows import SiliconRow, read_rows
-from tokenmill.plan.validate import Predictor, Scored
+from tokenmill.plan.cost.engine_costs import EngineCosts, engine_costs
+from tokenmill.plan.validate.scores import Predictor, Scored
+from tokenmill.plan.validate.silicon_rows import SiliconRow, read_rows
 
 # Dense rows settle what every model shares; rows with experts then settle the rest.
 STEPS = {

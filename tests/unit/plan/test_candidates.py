@@ -7,8 +7,10 @@ import pytest
 from tokenmill.config import EngineConfig
 from tokenmill.errors import UserError
 from tokenmill.hardware.catalog import load_catalog
-from tokenmill.plan.candidates import Fixed, cuts, default_engine, enumerate_plans, expert_cuts, formats_for
-from tokenmill.plan.model_names import built_in
+from tokenmill.plan.question.engines import default_engine
+from tokenmill.plan.question.model_names import built_in
+from tokenmill.plan.question.question import Fixed
+from tokenmill.plan.search.candidates import cuts, enumerate_plans, expert_cuts, formats_for
 
 CATALOG = load_catalog()
 

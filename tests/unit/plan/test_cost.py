@@ -9,10 +9,11 @@ import pytest
 from tests.unit.plan.questions import question
 from tokenmill.errors import UserError
 from tokenmill.hardware.catalog import ApiPrice, load_catalog
-from tokenmill.plan.answer import search_question
-from tokenmill.plan.ceilings import dollars_per_million
-from tokenmill.plan.cost import Pricing, TokenCosts, against_bill, break_even, utilization_of_day
-from tokenmill.plan.workload import Workload
+from tokenmill.plan.cost.ceilings import dollars_per_million
+from tokenmill.plan.question.pricing import Pricing, utilization_of_day
+from tokenmill.plan.question.workload import Workload
+from tokenmill.plan.search.answer import search_question
+from tokenmill.plan.search.money import TokenCosts, against_bill, break_even
 
 H100 = load_catalog().find_device("h100")
 

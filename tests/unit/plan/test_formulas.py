@@ -1,4 +1,4 @@
-"""Numeric checks of time, communication, speculation, ceilings and cost (F4 to F15, C2, C8, C9, C20, C27)."""
+"""Numeric checks of time, communication, speculation, ceilings and cost (F4 to F15, C2, C8, C9, C27)."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ import pytest
 from tokenmill.errors import UserError
 from tokenmill.hardware.catalog import find_device
 from tokenmill.hardware.weight_formats import find_format
-from tokenmill.plan import ceilings, communication, tables
-from tokenmill.plan.deployment import Deployment
-from tokenmill.plan.engines import roof_shares
-from tokenmill.plan.kernel_time import coverage
-from tokenmill.plan.model_names import built_in
-from tokenmill.plan.speculation import Speculation, break_even_batch, expected_tokens, speedup, speedup_at
-from tokenmill.plan.step_cost import StepCost
+from tokenmill.plan.cost import ceilings, communication, tables
+from tokenmill.plan.cost.engine_costs import roof_shares
+from tokenmill.plan.cost.kernel_time import coverage
+from tokenmill.plan.cost.speculation import break_even_batch, expected_tokens, speedup, speedup_at
+from tokenmill.plan.cost.step_cost import StepCost
+from tokenmill.plan.question.deployment import Deployment
+from tokenmill.plan.question.model_names import built_in
+from tokenmill.plan.question.pricing import power_dollars_per_hour
+from tokenmill.plan.question.question import Speculation
 
 H100, H200 = find_device("h100"), find_device("h200")
 
@@ -76,10 +78,8 @@ def test_one_device_exchanges_nothing() -> None:
     assert communication.all_to_all_ms(100, 8, 7168, 1.0, 1, H100) == 0.0
 
 
-def test_pipeline_bubble_and_latency() -> None:
+def test_pipeline_latency() -> None:
     """F9: 405B on eight H200: tensor parallelism is 5.6 times faster at the least latency."""
-    assert communication.pipeline_bubble(8, 1) == pytest.approx(7 / 8)
-    assert communication.pipeline_bubble(8, 56) == pytest.approx(1 / 9)
     model, weights = built_in("llama-3.1-405b"), find_format("fp8")
     tensor = StepCost(Deployment(model, H200, weights, tp=8, engine="trtllm")).decode_ms(1, 1024)
     pipeline = StepCost(Deployment(model, H200, weights, pp=8, engine="trtllm")).decode_ms(1, 1024)
@@ -113,8 +113,9 @@ def test_prefill_is_two_operations_per_parameter() -> None:
     """C2, Splitwise: 688 ms for 2048 tokens of 70B on two A100 is 0.67 of peak; 6 N would need 1.96 times the peak."""
     a100, model = find_device("a100-80"), built_in("llama-2-70b")
     flops = ceilings.prefill_flops(model.parameters, 2048, 80, 8192)
-    assert ceilings.utilisation(flops, 0.688, a100, 2) == pytest.approx(0.67, abs=0.02)
-    assert ceilings.utilisation(6 * model.parameters * 2048, 0.688, a100, 2) == pytest.approx(1.96, abs=0.03)
+    peak = 2 * 0.688 * a100.rate("bf16") * 1e12
+    assert flops / peak == pytest.approx(0.67, abs=0.02)
+    assert 6 * model.parameters * 2048 / peak == pytest.approx(1.96, abs=0.03)
 
 
 @pytest.mark.parametrize(
@@ -134,11 +135,6 @@ def test_single_stream_ceilings(model: str, device: str, weights: str, ceiling: 
     assert found == pytest.approx(ceiling, rel=0.05)
 
 
-def test_jetson_ceiling() -> None:
-    """C20: 52 tokens/s is the ceiling of a 3.9 GB model."""
-    assert ceilings.decode_rate(3.9e9, find_device("jetson-agx-orin"), 1.0) == pytest.approx(52, abs=1)
-
-
 @pytest.mark.parametrize(
     ("device", "rate"), [("rtx-4090", 46.8), ("v100", 31.1), ("a100", 46.1), ("h100", 73.8), ("h200", 77.1)]
 )
@@ -147,13 +143,7 @@ def test_llama_cpp_stops_scaling_with_bandwidth(device: str, rate: float) -> Non
     found = find_device(device)
     shares = roof_shares("llama.cpp", found.name, found.kind)
     assert shares is not None
-    assert ceilings.decode_rate(16.8e9, found, shares.memory) == pytest.approx(rate, rel=0.01)
-
-
-def test_offline_ceiling_of_mlperf() -> None:
-    """F14: 34,988 tokens/s on eight H200 is 61 % of FP8 peak; MI300X reaches 32 %."""
-    assert ceilings.offline_ceiling(69e9, 293, 293, H200, 0.61) == pytest.approx(34_988 / 8, rel=0.03)
-    assert ceilings.offline_ceiling(69e9, 293, 293, find_device("mi300x"), 0.32) == pytest.approx(3_063, rel=0.03)
+    assert shares.memory * found.bandwidth_gb_s / 16.8 == pytest.approx(rate, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +160,7 @@ def test_loaded_cost_and_break_even() -> None:
     blended = ceilings.dollars_per_million(3.5, 2 * 1709)
     assert blended == pytest.approx(0.28, abs=0.005)
     assert blended / 0.90 == pytest.approx(0.32, abs=0.005)
-    assert ceilings.power_dollars_per_hour(H100, 1.4, 0.1) == pytest.approx(0.10, abs=0.005)
+    assert power_dollars_per_hour(H100, 1.4, 0.1) == pytest.approx(0.10, abs=0.005)
 
 
 def test_five_billion_tokens_a_month() -> None:

@@ -10,8 +10,9 @@ import pytest
 from tests.unit.plan.questions import question
 from tokenmill.errors import UserError
 from tokenmill.hardware.catalog import load_catalog
-from tokenmill.plan.answer import Question, answer
-from tokenmill.plan.guide import applies, check_traits, explain_plan, load_rules, plan_facts, trait_names
+from tokenmill.plan.question.question import Question
+from tokenmill.plan.search.answer import answer
+from tokenmill.plan.search.guide import applies, check_traits, explain_plan, load_rules, plan_facts, trait_names
 
 QUESTIONS = [
     question("llama-3.1-70b", "h100x4", weights="int4", traits=("fine-tuned", "critical")),

@@ -10,20 +10,21 @@ from random import Random
 
 import pytest
 
+from tokenmill.calibrate.job import calibrate
+from tokenmill.calibrate.step_log import Scenario, log_steps, shortened, timed_step
 from tokenmill.cli.main import main
 from tokenmill.config import EngineConfig
 from tokenmill.engine.llm import LLM
 from tokenmill.errors import UserError
-from tokenmill.plan import this_machine
-from tokenmill.plan.calibrate import calibrate
-from tokenmill.plan.deployment import Deployment
-from tokenmill.plan.measured_cost import MeasuredCost, TimedStep, fit_cost, fit_error
-from tokenmill.plan.model_names import built_in
+from tokenmill.plan.cost import this_machine
+from tokenmill.plan.cost.measured_cost import MeasuredCost, TimedStep, fit_cost, fit_error
+from tokenmill.plan.cost.step_cost import StepCost
+from tokenmill.plan.cost.this_machine import MachineCalibration, ModelCalibration, load_calibration, save_calibration
+from tokenmill.plan.question.deployment import Deployment
+from tokenmill.plan.question.model_names import built_in
 from tokenmill.plan.simulate.job import simulate_engine
+from tokenmill.plan.simulate.measured import measured_engine
 from tokenmill.plan.simulate.workload import Arrival, Workload
-from tokenmill.plan.step_cost import StepCost
-from tokenmill.plan.step_log import Scenario, log_steps, shortened, timed_step
-from tokenmill.plan.this_machine import MachineCalibration, ModelCalibration, load_calibration, save_calibration
 from tokenmill.types import Request, SamplingParams, ScheduledTokens, StepPlan
 
 TRUTH = MeasuredCost((5.0, 2.0, 1.0, 0.5, 0.3, 0.7, 0.4, 30.0))
@@ -80,16 +81,16 @@ def test_what_was_measured_is_found_again(
     monkeypatch.setenv("TOKENMILL_CACHE", str(tmp_path))
     assert load_calibration() is None
     with pytest.raises(UserError, match="--calibrate"):
-        this_machine.measured_engine("tiny")
+        measured_engine("tiny")
     path = save_calibration(calibration)
     assert path.is_relative_to(tmp_path)
-    engine = this_machine.measured_engine("tiny")
+    engine = measured_engine("tiny")
     assert engine.cost == MeasuredCost(TRUTH.coefficients, 1.2)
     assert (engine.shape.num_pages, engine.shape.context, engine.request_ms) == (500, 400, 3.0)
     result = simulate_engine(engine, Workload("one", lambda: iter([Arrival(0, 0.0, 100, 2)])))
     assert result.ttft.p50 == pytest.approx(engine.cost.step_ms([(100, 0)], (0, 0.0)) + 3.0)
     with pytest.raises(UserError, match="tiny is"):
-        this_machine.measured_engine("other")
+        measured_engine("other")
     assert load_calibration().device().bandwidth_gb_s == 20.0  # type: ignore[union-attr]
     path.write_text("{", encoding="utf-8")
     assert load_calibration() is None
@@ -155,7 +156,7 @@ def test_calibration_times_the_real_engine(
     assert report["steps_timed"] > 50
     assert {row["what"] for row in report["predicted_against_measured"]} >= {"prefill 128 tok/s", "decode x1 tok/s"}
     assert any("longer than the context" in each for each in report["skipped"])
-    engine = this_machine.measured_engine(model)
+    engine = measured_engine(model)
     assert engine.shape.layout.page_size == 8
     few, many = (engine.cost.step_ms([], (count, 100.0 * count)) for count in (1, 16))
     assert 0 < few < many

@@ -8,18 +8,18 @@ from tokenmill.errors import UserError
 from tokenmill.hardware.catalog import find_device
 from tokenmill.hardware.memory import GIB, RuntimeCosts
 from tokenmill.hardware.weight_formats import find_format
-from tokenmill.plan.closed_loop import Load
-from tokenmill.plan.deployment import (
+from tokenmill.plan.cost.closed_loop import Load
+from tokenmill.plan.cost.performance import estimate
+from tokenmill.plan.question.deployment import (
     Deployment,
     bits_per_weight,
     concurrent_sequences,
-    kv_token_capacity,
     plan_memory,
+    room_for,
     total_weight_bytes,
     weight_bytes_per_device,
 )
-from tokenmill.plan.model_names import built_in
-from tokenmill.plan.performance import estimate
+from tokenmill.plan.question.model_names import built_in
 
 NO_GRAPHS = RuntimeCosts(graphs=0.0)  # engines of the time did not count captured graphs
 
@@ -57,19 +57,19 @@ def test_llama_70b_w8a8_on_one_h100() -> None:
         batch_tokens=16384,
         runtime=NO_GRAPHS,
     )
-    assert kv_token_capacity(d) == pytest.approx(22_096, rel=0.05)
+    assert room_for(d, 1).kv_tokens == pytest.approx(22_096, rel=0.05)
     assert concurrent_sequences(d, 2048) == pytest.approx(10, abs=1)
 
 
 def test_fp8_with_fp8_cache_at_the_default_share() -> None:
     d = Deployment(built_in("llama-3.1-70b"), find_device("h100"), find_format("fp8"), kv_bytes=1.0)
-    assert kv_token_capacity(d) == pytest.approx(22_000, rel=0.05)
+    assert room_for(d, 1).kv_tokens == pytest.approx(22_000, rel=0.05)
 
 
 def test_llama_8b_on_an_rtx_4090() -> None:
     """LLMServingSim#59: 41,408 tokens logged."""
     d = Deployment(built_in("llama-3.1-8b"), find_device("rtx-4090"), utilization=0.9, runtime=NO_GRAPHS)
-    assert kv_token_capacity(d) == pytest.approx(41_408, rel=0.05)
+    assert room_for(d, 1).kv_tokens == pytest.approx(41_408, rel=0.05)
 
 
 @pytest.mark.parametrize(("tp", "logged"), [(1, 53.29), (2, 58.97)])
@@ -84,7 +84,7 @@ def test_qwen_32b_on_two_l40s() -> None:
     """vllm#15815: 30.71 GiB of weights per device, 7.71 GiB for KV, 3,947 blocks of 16."""
     d = Deployment(built_in("qwen2.5-32b"), find_device("l40s"), utilization=0.9, tp=2, runtime=NO_GRAPHS)
     assert weight_bytes_per_device(d) / GIB == pytest.approx(30.71, rel=0.01)
-    assert kv_token_capacity(d) == pytest.approx(3947 * 16, rel=0.05)
+    assert room_for(d, 1).kv_tokens == pytest.approx(3947 * 16, rel=0.05)
 
 
 def test_llama2_7b_on_a100() -> None:
@@ -92,7 +92,7 @@ def test_llama2_7b_on_a100() -> None:
     d = Deployment(
         built_in("llama-2-7b"), find_device("a100-80"), utilization=0.9, batch_tokens=4096, runtime=NO_GRAPHS
     )
-    assert kv_token_capacity(d) == pytest.approx(7351 * 16, rel=0.05)
+    assert room_for(d, 1).kv_tokens == pytest.approx(7351 * 16, rel=0.05)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])

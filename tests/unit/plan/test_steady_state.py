@@ -8,14 +8,15 @@ import pytest
 
 from tokenmill.hardware.catalog import find_device
 from tokenmill.hardware.weight_formats import find_format
-from tokenmill.plan.closed_loop import Load, Scheduling, run_closed_loop
-from tokenmill.plan.deployment import Deployment
-from tokenmill.plan.model_names import built_in
+from tokenmill.plan.cost.closed_loop import Load, Scheduling, run_closed_loop
+from tokenmill.plan.cost.speculation import speculative_step, speedup_at
+from tokenmill.plan.cost.steady_state import steady_state
+from tokenmill.plan.cost.step_cost import StepCost
+from tokenmill.plan.question.deployment import Deployment
+from tokenmill.plan.question.model_names import built_in
+from tokenmill.plan.question.question import Speculation
 from tokenmill.plan.simulate.job import simulate
 from tokenmill.plan.simulate.question import LoadQuestion, load_of
-from tokenmill.plan.speculation import Speculation, speculative_step, speedup_at
-from tokenmill.plan.steady_state import steady_state
-from tokenmill.plan.step_cost import StepCost
 
 LLAMA_70B = Deployment(built_in("llama-3.1-70b"), find_device("h100"), find_format("int4-g128"))
 DEPLOYMENTS = {

@@ -10,13 +10,14 @@ from tokenmill.errors import UserError
 from tokenmill.hardware.catalog import find_device
 from tokenmill.hardware.roofline import Work, smooth_max, transferred
 from tokenmill.hardware.weight_formats import find_format
-from tokenmill.plan.closed_loop import Load, Scheduling, run_closed_loop
-from tokenmill.plan.curves import Curve
-from tokenmill.plan.deployment import Deployment
-from tokenmill.plan.engines import engine_costs, engine_names
-from tokenmill.plan.model_names import built_in
-from tokenmill.plan.performance import basis_of, estimate
-from tokenmill.plan.step_cost import StepCost, equivalent_length
+from tokenmill.plan.cost.closed_loop import Load, Scheduling, run_closed_loop
+from tokenmill.plan.cost.curves import Curve
+from tokenmill.plan.cost.engine_costs import engine_costs
+from tokenmill.plan.cost.performance import Estimate, basis_of, estimate
+from tokenmill.plan.cost.step_cost import StepCost, equivalent_length
+from tokenmill.plan.question.deployment import Deployment
+from tokenmill.plan.question.engines import engine_names
+from tokenmill.plan.question.model_names import built_in
 
 LLAMA = Deployment(built_in("llama-3.1-8b"), find_device("h200"))
 
@@ -149,7 +150,7 @@ def test_estimate_carries_interval_and_basis() -> None:
         d = replace(LLAMA, device=find_device(name), engine="llama.cpp" if name == "m4-max" else "vllm")
         bases[name] = basis_of(d).split(":")[0]
         found = estimate(d, Load(512, 64, 2))
-        for figure in (found.ttft, found.tpot, found.output_rate, found.rate_per_user, found.rate_per_device):
+        for figure in (found.ttft, found.tpot, found.output_rate):
             assert figure.low < figure.value < figure.high
             assert figure.basis == basis_of(d)
     assert bases == {"h200": "table", "b200": "table scaled", "a100-80": "extrapolated", "m4-max": "formula"}
@@ -162,12 +163,27 @@ def test_estimate_of_what_was_not_measured_is_wider() -> None:
     assert unknown.high / unknown.low > 2 * known.high / known.low
 
 
-def test_pipeline_keeps_latency_and_adds_throughput() -> None:
-    model, weights = built_in("llama-3.1-70b"), find_format("fp8")
-    one = estimate(Deployment(model, find_device("h200"), weights, 1.0), Load(1024, 128, 8, 0.2))
-    two = estimate(Deployment(model, find_device("h200"), weights, 1.0, pp=2), Load(1024, 128, 16, 0.2))
-    assert two.tpot.value == pytest.approx(one.tpot.value, rel=0.1)
-    assert two.output_rate.value == pytest.approx(2 * one.output_rate.value, rel=0.1)
+def pipeline(stages: int, users: int, output: int = 1024) -> Estimate:
+    d = Deployment(built_in("llama-3.1-70b"), find_device("h200"), find_format("fp8"), 1.0, pp=stages)
+    return estimate(d, Load(1024, output, users, 0.2))
+
+
+def test_a_pipeline_adds_throughput_less_its_bubble() -> None:
+    """Stages wait for the slowest micro-batch: the more steps hold prompts, the more unequal they are."""
+    one, two = pipeline(1, 8), pipeline(2, 16)
+    assert (one.bubble, one.tpot.value) < (two.bubble, two.tpot.value)
+    assert two.output_rate.value == pytest.approx(2 * (1 - two.bubble) * one.output_rate.value, rel=0.05)
+    assert 0.0 < two.bubble < 0.25
+    assert pipeline(2, 16, output=128).bubble > two.bubble
+    assert pipeline(4, 32).bubble > two.bubble
+    assert "stages idle" in two.tpot.basis
+
+
+def test_a_pipeline_with_one_user_has_one_busy_stage() -> None:
+    """F9 with one micro-batch in flight: stages do not make a single stream faster."""
+    one, eight = pipeline(1, 1), pipeline(8, 1)
+    assert eight.bubble == pytest.approx(7 / 8)
+    assert eight.output_rate.value == pytest.approx(one.output_rate.value, rel=0.05)
 
 
 def test_engines_and_their_mistakes() -> None:

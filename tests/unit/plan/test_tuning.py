@@ -8,11 +8,10 @@ import pytest
 
 from tests.unit.plan.questions import answered, question
 from tokenmill.errors import UserError
-from tokenmill.plan.answer import search_question
-from tokenmill.plan.judging import Terms
-from tokenmill.plan.speculation import Speculation
-from tokenmill.plan.step_cost import StepCost
-from tokenmill.plan.tuning import Tuning
+from tokenmill.plan.cost.step_cost import StepCost
+from tokenmill.plan.question.question import Speculation, Tuning
+from tokenmill.plan.search.answer import search_question
+from tokenmill.plan.search.judging import Terms
 
 
 def _text(found: dict[str, Any]) -> str:
@@ -114,7 +113,7 @@ def test_bad_tuning_is_refused(fields: dict[str, Any], message: str) -> None:
 
 def test_bad_drafts_are_refused() -> None:
     for fields in ((0, 0.5), (4, 1.5), (4, -0.1)):
-        with pytest.raises(UserError, match="is no speculation"):
+        with pytest.raises(UserError, match=r"speculation with .* is impossible"):
             Speculation(*fields)
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tokenmill.errors import UserError
-from tokenmill.plan.silicon_rows import SiliconRow, SkippedRow, read_rows
-from tokenmill.plan.validate import residuals, score, spearman, summarize, validate
+from tokenmill.plan.validate.scores import residuals, score, spearman, summarize, validate
+from tokenmill.plan.validate.silicon_rows import SiliconRow, SkippedRow, read_rows
 
 ROW = {
     "id": "x_c32_tp8",

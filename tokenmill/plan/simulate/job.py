@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 from tokenmill.errors import UserError
 from tokenmill.hardware.memory import sequence_bytes
-from tokenmill.plan.deployment import PAGE_SIZE, Deployment
+from tokenmill.plan.cost.step_cost import StepCost
+from tokenmill.plan.question.deployment import PAGE_SIZE, Deployment
 from tokenmill.plan.simulate.autoscaler import Autoscaling
 from tokenmill.plan.simulate.cluster import Cluster, ClusterSettings, PoolSettings
 from tokenmill.plan.simulate.engine_shape import EngineShape, shape_of
 from tokenmill.plan.simulate.report import Simulation, summarize
 from tokenmill.plan.simulate.runner import CostModel
 from tokenmill.plan.simulate.workload import Workload
-from tokenmill.plan.step_cost import StepCost
 
 _SLOWEST_LINK_GB_S = 12.5  # where the catalog knows none: a 100 Gbit/s network
 

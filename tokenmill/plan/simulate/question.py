@@ -13,17 +13,17 @@ from typing import Any
 from tokenmill.errors import UserError, unknown_name
 from tokenmill.hardware.catalog import DeviceGroup, parse_gpu
 from tokenmill.hardware.weight_formats import find_format
-from tokenmill.plan.candidates import default_engine
-from tokenmill.plan.deployment import Deployment
-from tokenmill.plan.engines import usual_limits
-from tokenmill.plan.model_names import describe_for_planning
-from tokenmill.plan.performance import basis_of
+from tokenmill.plan.cost.performance import basis_of
+from tokenmill.plan.cost.this_machine import calibrated_device, check_engine, is_measured, is_this_machine
+from tokenmill.plan.question.deployment import Deployment
+from tokenmill.plan.question.engines import default_engine, default_limits
+from tokenmill.plan.question.model_names import describe_for_planning
 from tokenmill.plan.simulate.job import FleetOptions, Limits, SimulatedEngine, TransferTime, simulate, simulate_engine
+from tokenmill.plan.simulate.measured import measured_engine
 from tokenmill.plan.simulate.report import Simulation
 from tokenmill.plan.simulate.synthetic import SyntheticLoad, at_rate, synthetic_arrivals
 from tokenmill.plan.simulate.traces import open_trace
 from tokenmill.plan.simulate.workload import Workload, adjusted
-from tokenmill.plan.this_machine import calibrated_device, check_engine, is_measured, is_this_machine, measured_engine
 
 _KV_BYTES = {"bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5}
 _SYNTHETIC_REQUESTS = 1000
@@ -130,7 +130,7 @@ def deployment_of(question: EngineQuestion, engines: int) -> tuple[Deployment, i
         tp,
         q.pp,
     )
-    usual = usual_limits(deployment.engine)
+    usual = default_limits(deployment.engine)
     tokens, sequences = q.batch_tokens or usual.tokens, q.max_sequences or usual.sequences
     return replace(deployment, batch_tokens=tokens, max_sequences=sequences), parts
 
