@@ -25,6 +25,7 @@ class Axis:
     high: float
     logarithmic: bool = False
     percent: bool = False  # values are shares
+    whole: bool = False  # values are counts
 
     def share(self, value: float) -> float:
         """Position within the range, 0 to 1, clipped."""
@@ -39,7 +40,7 @@ class Axis:
             span = self.high / self.low
             steps = _LOG_STEPS[0] if span < 4 else _LOG_STEPS[1] if span < 12 else _LOG_STEPS[2] if span < 300 else (1,)
             return [f * 10.0**d for d in decades for f in steps if self.low <= f * 10.0**d <= self.high * 1.0001]
-        step = nice_step((self.high - self.low) / 5)
+        step = max(float(self.whole), nice_step((self.high - self.low) / 5))
         first = math.ceil(self.low / step - 1e-9)
         return [step * n for n in range(first, math.floor(self.high / step + 1e-9) + 1)]
 

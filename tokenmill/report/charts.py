@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from tokenmill.report.canvas import LEFT, RIGHT, WIDTH, Axis, Canvas, svg
+from tokenmill.report.canvas import BOTTOM, LEFT, RIGHT, TOP, WIDTH, Axis, Canvas, svg
 
 _MAX_JOINED = 12  # a front of more points has too many steps in its third axis to be a line
 _NEAR = 30.0  # pixels within which points share a label
 _PADDING = 0.08  # of a linear axis on either side of the points
 _BAR_HEIGHT, _BAR_LABELS = 18, 250
+_CHARACTER, _BESIDE = 7.0, 11.0  # width of a bold letter; distance of a label from its point
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +63,17 @@ def curves(
     logarithmic: tuple[bool, bool] = (False, False),
     limits: Sequence[tuple[float, str]] = (),
     top: float = 0.0,
+    counts: bool = False,
     width: int = WIDTH,
 ) -> str:
-    """Lines over one pair of axes, with intervals and horizontal limits. `top`: at least this high."""
+    """Lines over one pair of axes, with intervals and horizontal limits. `top`: at least this high; `counts`: whole
+    numbers on the y axis."""
     xs = [x for line in lines for x in line.xs]
     values = [y for line in lines for y in (*line.ys, *line.high)] + [value for value, _ in limits] + [top]
     lows = [y for line in lines for y in (*line.ys, *line.low)] + [value for value, _ in limits]
     x_axis = Axis(x_label, min(xs), max(xs) if max(xs) > min(xs) else min(xs) + 1, logarithmic[0])
     low = min(max(1e-9, value) for value in lows) * 0.8 if logarithmic[1] else 0.0
-    canvas = Canvas(x_axis, Axis(y_label, low, max(values) * 1.1 or 1.0, logarithmic[1]), width)
+    canvas = Canvas(x_axis, Axis(y_label, low, max(values) * 1.1 or 1.0, logarithmic[1], whole=counts), width)
     canvas.frame()
     for line in lines:
         _draw_curve(canvas, line)
@@ -120,11 +123,9 @@ def scatter(
         _draw_point(canvas, point)
     for value, text in limits:
         canvas.limit(value, text)
-    for (x, y), mark in _shared_marks(canvas, points):
-        right = x > canvas.width - RIGHT - 8 * len(mark) - 11
-        at, anchor = (x - 11, "end") if right else (x + 11, "start")
-        canvas.parts.append(f'<text class="mark" x="{at:.1f}" y="{y - 8:.1f}" text-anchor="{anchor}">')
-        canvas.parts.append(f"{escape(mark)}</text>")
+    taken: list[tuple[float, float, float]] = []
+    for place, mark in _shared_marks(canvas, points):
+        _draw_mark(canvas, place, mark, taken)
     return canvas.svg(name, label)
 
 
@@ -139,6 +140,23 @@ def _draw_point(canvas: Canvas, point: Point) -> None:
     canvas.parts.append(f"{shape}<title>{escape(point.title)}</title></circle>")
     if point.ring:
         canvas.parts.append(f'<circle class="ring" cx="{x}" cy="{y}" r="10"/>')
+
+
+def _draw_mark(canvas: Canvas, place: tuple[float, float], mark: str, taken: list[tuple[float, float, float]]) -> None:
+    """A text beside a point: right of it, else left, above, else below; left out where it would cover another one (the
+    point has a tooltip). `taken`: (left, right, y) of the texts so far."""
+    x, y = place
+    length = _CHARACTER * len(mark)
+    for at in (y - 8, y + 17):
+        for left, anchor in ((x + _BESIDE, "start"), (x - _BESIDE - length, "end")):
+            right = left + length
+            inside = left >= LEFT and right <= canvas.width - RIGHT and TOP <= at <= canvas.height - BOTTOM
+            if inside and not any(left < b and a < right and abs(at - other) < 13 for a, b, other in taken):
+                taken.append((left, right, at))
+                across = left if anchor == "start" else right
+                text = f'<text class="mark" x="{across:.1f}" y="{at:.1f}" text-anchor="{anchor}">{escape(mark)}</text>'
+                canvas.parts.append(text)
+                return
 
 
 def _padded(values: Sequence[float], logarithmic: bool) -> tuple[float, float]:

@@ -74,7 +74,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[Any]], marked: int = -
     """Columns of numbers to the right, texts to the left. `marked`: the row that stands out."""
     if not rows:
         return ""
-    kind = [' class="number"' if all(_is_number(row[i]) for row in rows) else "" for i in range(len(columns))]
+    kind = [' class="number"' if _is_numeric([row[i] for row in rows]) else "" for i in range(len(columns))]
     head = "".join(f"<th{kind[i]}>{escape(name)}</th>" for i, name in enumerate(columns))
     lines = ["".join(f"<td{kind[i]}>{escape(_text(value))}</td>" for i, value in enumerate(row)) for row in rows]
     body = "".join(
@@ -101,10 +101,11 @@ def folded(summary: str, content: str) -> str:
     return f"<details><summary>{escape(summary)}</summary>{content}</details>"
 
 
-def _is_number(value: Any) -> bool:
-    if isinstance(value, str):
-        return not value or _NUMBER.fullmatch(value) is not None
-    return value is None or isinstance(value, int | float)
+def _is_numeric(column: Sequence[Any]) -> bool:
+    given = [value for value in column if value not in (None, "")]
+    return bool(given) and all(
+        _NUMBER.fullmatch(value) if isinstance(value, str) else isinstance(value, int | float) for value in given
+    )
 
 
 def _text(value: Any) -> str:

@@ -17,7 +17,7 @@ from tokenmill.plan.search.answer import answer
 from tokenmill.plan.search.html import write_plan_report
 from tokenmill.plan.simulate.html import write_simulation_report
 
-PLAN_CHARTS = {"memory", "pareto", "cost", "ttft", "itl"}
+PLAN_CHARTS = {"memory", "step", "pareto", "cost", "ttft", "itl"}
 SIMULATION_CHARTS = {"kv", "queue", "replicas", "ttft"}
 
 

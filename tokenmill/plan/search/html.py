@@ -39,13 +39,14 @@ def write_plan_report(
     title = f"{result['model']} on {plan['devices']} × {plan['device']}"
     subtitle = (
         f"{plan['weights']} weights ({plan['bits_per_weight']:g} bits), {plan['kv_bits']:g}-bit KV, {plan['engine']}, "
-        f"{_cut(plan)}, {plan['replicas']} replicas; {question.workload.input_tokens:,} tokens in, "
-        f"{question.workload.output_tokens:,} out"
+        f"{_cut(plan)}, {plan['replicas']} replica{'s' * (plan['replicas'] > 1)}; "
+        f"{question.workload.input_tokens:,} tokens in, {question.workload.output_tokens:,} out"
     )
     verdict = ("keeps every promise", True) if result["feasible"] else ("no plan keeps every promise", False)
     sections = [
         section("Why this plan", bullets(result["reasons"]), wide=True),
         _memory(plan),
+        _step(question, chosen),
         _pareto(found, chosen),
         _cost(result, chosen),
         *_latency(question, chosen),
@@ -95,6 +96,18 @@ def _memory(plan: Mapping[str, Any]) -> str:
     budget = f"{parts['usable']:.1f} GiB may be used"
     drawn = charts.stacked_bar("memory", "Memory of one device", bars, parts["usable"], "GiB", budget)
     return section("Memory of one device", drawn, f"{plan['device']}: what the engine may use, by purpose", wide=True)
+
+
+def _step(question: Question, chosen: Plan) -> str:
+    """Where the time of a decode step goes at the planned batch, without speculation."""
+    workload, cost = question.workload, StepCost(chosen.deployment)
+    batch = max(1, min(chosen.users, chosen.deployment.max_sequences) // chosen.deployment.pp)
+    parts = cost.parts((), (batch, batch * (workload.input_tokens + workload.output_tokens / 2)))
+    names = (("linear", "linear layers", 0), ("experts", "experts", 4), ("attention", "attention", 2),
+             ("communication", "communication", 3), ("small", "small kernels", 1), ("host", "host", 5))  # fmt: skip
+    bars = [charts.Bar(label, getattr(parts, name), color) for name, label, color in names if getattr(parts, name)]
+    drawn = charts.stacked_bar("step", "Time of a decode step", bars, parts.total, "ms", f"{parts.total:.2f} ms")
+    return section("Time of a decode step", drawn, f"{batch} sequences, no prompt in the step", wide=True)
 
 
 def _risk_color(percent: float) -> str:

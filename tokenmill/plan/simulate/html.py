@@ -69,7 +69,7 @@ def _over_time(series: Mapping[str, Sequence[float]]) -> list[str]:
         for key, label, color in (("running", "running", 0), ("waiting", "waiting", 1))
         if series.get(key)
     ]
-    queue = charts.curves("queue", "Requests over time", lines, "seconds", "requests")
+    queue = charts.curves("queue", "Requests over time", lines, "seconds", "requests", counts=True)
     found = [
         section("KV cache", drawn, "share of pages held"),
         section("Queue", queue, "requests computed and waiting"),
@@ -77,7 +77,9 @@ def _over_time(series: Mapping[str, Sequence[float]]) -> list[str]:
     if len(set(series.get("replicas", ()))) > 1:
         count = charts.Curve("replicas", *_thin(series, "seconds", "replicas"), 3)
         found.append(
-            section("Replicas", charts.curves("replicas", "Replicas over time", [count], "seconds", "replicas"))
+            section(
+                "Replicas", charts.curves("replicas", "Replicas over time", [count], "seconds", "replicas", counts=True)
+            )
         )
     return found
 
