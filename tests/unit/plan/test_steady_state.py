@@ -9,6 +9,7 @@ import pytest
 from tokenmill.hardware.catalog import find_device
 from tokenmill.hardware.weight_formats import find_format
 from tokenmill.plan.cost.closed_loop import Load, Scheduling, run_closed_loop
+from tokenmill.plan.cost.performance import estimate
 from tokenmill.plan.cost.speculation import speculative_step, speedup_at
 from tokenmill.plan.cost.steady_state import steady_state
 from tokenmill.plan.cost.step_cost import StepCost
@@ -57,6 +58,19 @@ def test_it_agrees_with_the_simulator_under_poisson_load() -> None:
     simulated = simulate(LLAMA_70B, load_of(load), cost=cost)
     assert found.ttft_ms == pytest.approx(simulated.ttft.mean, rel=0.25)
     assert found.tpot_ms == pytest.approx(simulated.tpot.mean, rel=0.15)
+
+
+@pytest.mark.parametrize("stages", [2, 8])
+@pytest.mark.parametrize(("tokens_in", "tokens_out", "users"), [(1024, 256, 32), (4096, 128, 16)])
+def test_a_pipeline_agrees_with_the_simulator(stages: int, tokens_in: int, tokens_out: int, users: int) -> None:
+    """The simulator moves every step through its stages; the closed form takes the slowest of those in flight."""
+    d = Deployment(built_in("llama-3.1-70b"), find_device("h200"), find_format("fp8"), 1.0, pp=stages)
+    cost = StepCost(d)
+    found = estimate(d, Load(tokens_in, tokens_out, users), cost)
+    load = LoadQuestion(input_tokens=tokens_in, output_tokens=tokens_out, users=users, spread=0.3, limit=160)
+    simulated = simulate(d, load_of(load), cost=cost)
+    assert found.tpot.value == pytest.approx(simulated.tpot.mean, rel=0.12)
+    assert found.output_rate.value == pytest.approx(simulated.throughput_tok_s, rel=0.12)
 
 
 def test_little_s_law(costs: dict[str, StepCost]) -> None:

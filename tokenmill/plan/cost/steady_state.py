@@ -19,6 +19,8 @@ _RARE = 1e-3  # numbers of prompts in a step that are less likely are left out
 _BUSIEST = 0.98  # share of the steps' room for prompts: beyond it the wait would have no end
 _CLOSE, _ATTEMPTS = 5e-3, 4  # of the users: how exactly the decoding ones are found
 
+_Times = list[tuple[float, float]]  # (probability, milliseconds)
+
 
 @dataclass(frozen=True, slots=True)
 class SteadyState:
@@ -87,35 +89,23 @@ class _Steady:
         others = decoding * (1 - 1 / self.users)  # that one sequence meets
         prompts = others / (self.output - 1)  # of theirs, per step
         batch = round(others)
-        tpot, square = self._moments(batch + 1, prompts, self.scheduling.in_flight)
-        alone = self._moments(batch + 1, prompts)[0] if self.scheduling.in_flight > 1 else tpot
+        own = self._step_times(batch + 1, prompts)
+        tpot, square = _moments(own)
+        alone = tpot
+        if self.scheduling.in_flight > 1:
+            elsewhere = self._step_times(batch + 1, decoding / (self.output - 1))
+            tpot, square = _moments(_slowest(own, elsewhere, self.scheduling.in_flight))
         residual = min(1.0, others) * square / (2 * tpot)  # of the step that one arrives in
         wait = residual + self._own_prompt(batch, prompts)
         return _Point(tpot, wait, decoding / ((self.output - 1) * tpot), tpot / alone)
 
-    def _moments(self, count: int, prompts: float, in_flight: int = 1) -> tuple[float, float]:
-        """Mean and mean square of a step's time, with `count` decodes and a Poisson number of prompts.
-
-        Micro-batches of a pipeline cannot overtake each other: in one round every one of `in_flight` takes a step, and
-        all wait for the slowest. The time of a round is the largest of that many independent draws.
-        """
-        mean = square = shorter = 0.0  # shorter: probability of a shorter step
-        for chance, ms in self._step_times(count, prompts):
-            share = chance
-            if in_flight > 1:
-                share = max(0.0, shorter + chance) ** in_flight - max(0.0, shorter) ** in_flight
-            shorter += chance
-            mean += share * ms
-            square += share * ms * ms
-        return mean, square
-
-    def _step_times(self, count: int, prompts: float) -> list[tuple[float, float]]:
-        """(probability, milliseconds) of a step by the number of prompts in it, shortest first."""
+    def _step_times(self, count: int, prompts: float) -> _Times:
+        """A step's time with `count` decodes and a Poisson number of prompts, shortest first."""
         capacity = self._capacity(count)
         if capacity < 1:  # a prompt is `1 / capacity` steps
             share = min(1.0, prompts / capacity)
             return [(1 - share, self._time(count, 0)), (share, self._time(count, 1))]
-        times: list[tuple[float, float]] = []
+        times: _Times = []
         found, chance, number = 0.0, exp(-prompts), 0
         while number <= capacity and (chance > _RARE or number <= prompts):
             times.append((chance, self._time(count, number)))
@@ -169,3 +159,26 @@ class _Steady:
         """(new tokens, tokens before them); of a prompt longer than a step a piece from its middle."""
         budget = self._budget(count)
         return [(min(self.prompt, budget), self.cached + max(0, self.prompt - budget) // 2)] * prompts
+
+
+def _moments(times: _Times) -> tuple[float, float]:
+    """Mean and mean square."""
+    return sum([chance * ms for chance, ms in times]), sum([chance * ms * ms for chance, ms in times])
+
+
+def _slowest(own: _Times, other: _Times, in_flight: int) -> _Times:
+    """The largest of one time of `own` and `in_flight - 1` of `other`.
+
+    Micro-batches of a pipeline cannot overtake each other: in one round each of them takes a step, and all wait for the
+    slowest. What stages idle meanwhile is the pipeline's bubble.
+    """
+    found, shorter = [], 0.0
+    for ms in sorted({ms for _, ms in (*own, *other)}):
+        within = _probability_within(own, ms) * _probability_within(other, ms) ** (in_flight - 1)
+        found.append((within - shorter, ms))
+        shorter = within
+    return found
+
+
+def _probability_within(times: _Times, limit: float) -> float:
+    return max(0.0, sum([chance for chance, ms in times if ms <= limit]))

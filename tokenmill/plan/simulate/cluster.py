@@ -18,6 +18,7 @@ from math import inf
 
 from tokenmill.plan.simulate.autoscaler import Autoscaler, Autoscaling
 from tokenmill.plan.simulate.engine_shape import EngineShape
+from tokenmill.plan.simulate.pipeline import Pipeline
 from tokenmill.plan.simulate.records import Records, RequestRecord
 from tokenmill.plan.simulate.replica import Replica, StepOutcome
 from tokenmill.plan.simulate.routing import ROUTERS
@@ -28,11 +29,12 @@ from tokenmill.types import Request, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class PoolSettings:
-    """Engines that do the same work. `replicas` counts engine loops."""
+    """Engines that do the same work. `replicas` counts engine loops; each `stages` of them share a pipeline."""
 
     shape: EngineShape
     cost: CostModel
     replicas: int = 1
+    stages: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +197,15 @@ class Cluster:
     def _open_replica(self, pool: str, settings: PoolSettings, since: float = 0.0) -> None:
         replica = Replica(len(self.replicas), pool, settings.shape, settings.cost, self.settings.prefix_caching, since)
         replica.strides = self.settings.strides
+        if settings.stages > 1:
+            replica.pipeline = self._pipeline_of(pool, settings.stages)
         self.replicas.append(replica)
+
+    def _pipeline_of(self, pool: str, stages: int) -> Pipeline:
+        """Loops are opened in order: each `stages` of a pool belong to one deployment."""
+        loops = [replica for replica in self.replicas if replica.pool == pool]
+        joined = loops[-1].pipeline if len(loops) % stages else None
+        return joined or Pipeline(stages)
 
     def _tick(self) -> None:
         """Ask the autoscaler; start replicas (after their cold start) or let some run empty."""

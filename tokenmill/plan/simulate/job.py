@@ -123,11 +123,13 @@ def simulate_engine(
         raise UserError("autoscaling of engines with pipeline stages is not simulated", "use --pp 1, or no --autoscale")
     serving = fleet.prefill_replicas if split else fleet.replicas
     settings = ClusterSettings(
-        serve=PoolSettings(engine.shape, engine.cost, serving * engine.loops),
+        serve=PoolSettings(engine.shape, engine.cost, serving * engine.loops, engine.loops),
         router=fleet.router,
         prefix_caching=fleet.prefix_caching,
         autoscaling=fleet.autoscaling,
-        decode=PoolSettings(engine.shape, engine.cost, fleet.decode_replicas * engine.loops) if split else None,
+        decode=PoolSettings(engine.shape, engine.cost, fleet.decode_replicas * engine.loops, engine.loops)
+        if split
+        else None,
         transfer_ms=transfer,
         strides=fleet.strides,
     )

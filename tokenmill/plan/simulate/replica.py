@@ -14,6 +14,7 @@ from tokenmill.engine.kv.policy import POLICIES
 from tokenmill.engine.order import DISCIPLINES
 from tokenmill.engine.scheduler import Scheduler
 from tokenmill.plan.simulate.engine_shape import EngineShape
+from tokenmill.plan.simulate.pipeline import Pipeline
 from tokenmill.plan.simulate.runner import CostModel, SimRunner
 from tokenmill.plan.simulate.stride import longest_stride, stride
 from tokenmill.types import Request, TokenEvent
@@ -44,6 +45,7 @@ class Replica:
         self.scheduler = Scheduler(self.kv, DISCIPLINES.get("fcfs")(), budget, shape.max_running, shape.context)
         self.core = EngineCore(self.scheduler, self.runner)
         self.strides = True
+        self.pipeline: Pipeline | None = None  # shared with the other loops of the deployment
         self.busy = False
         self.draining = False
         self.since = now  # paid from here on
@@ -102,7 +104,8 @@ class Replica:
         self.input_ms += self.runner.input_ms
         self.num_steps += 1
         self.busy_ms += self.runner.ms
-        return StepOutcome(now + self.runner.ms, events, [], [])
+        end = self.pipeline.end(now, self.runner.ms) if self.pipeline else now + self.runner.ms
+        return StepOutcome(end, events, [], [])
 
     def _done(self, now: float, times: list[float], events: list[TokenEvent], requests: list[Request]) -> StepOutcome:
         for ms in times:  # one by one, so that the clock is the same as after single steps
@@ -119,7 +122,7 @@ class Replica:
         go of some).
         """
         rows = self.runner.plan.scheduled
-        if not (self.strides and self.runner.decodes_only) or self._untried or not rows:
+        if self.pipeline or not (self.strides and self.runner.decodes_only) or self._untried or not rows:
             return []
         running, waiting = self.scheduler.num_running, self.scheduler.num_waiting
         if len(rows) != running or running >= self.scheduler.max_batch_tokens:
