@@ -37,7 +37,7 @@ class Fit:
 
     def scored(self, costs: EngineCosts) -> list[Scored]:
         pairs = ((row, self.predictor.cost(row).with_costs(costs)) for row in self.rows)
-        return [Scored(row, self.predictor.predict(row, cost)) for row, cost in pairs]
+        return [Scored(row, self.predictor.predict(row, cost), self.predictor.steady(row, cost)) for row, cost in pairs]
 
     def loss(self, costs: EngineCosts) -> float:
         scored = self.scored(costs)

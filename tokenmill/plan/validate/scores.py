@@ -1,9 +1,8 @@
 """Predicted against measured: scores the performance model on a table of measured deployments.
 
-    python -m tokenmill.plan.validate FILE.csv[.gz]
-
-Every aggregated row is predicted by the same closed loop that planning uses; nothing is tuned per row. Errors are
-fractions (0.15 is 15 %). Called by `tokenmill plan --validate`.
+Every aggregated row is predicted twice: by the closed loop, which models a benchmark whose users all start at once (as
+the rows are), and by the steady state, which plans use. Nothing is tuned per row. Errors are fractions (0.15 is 15 %).
+Called by `tokenmill plan --validate` and `python -m tokenmill.plan.validate`.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from statistics import fmean, median
 
 from tokenmill.errors import UserError
 from tokenmill.plan.cost.closed_loop import LoopResult, Scheduling, run_closed_loop
+from tokenmill.plan.cost.steady_state import SteadyState, steady_state
 from tokenmill.plan.cost.step_cost import StepCost
 from tokenmill.plan.question.deployment import concurrent_sequences
 from tokenmill.plan.validate.silicon_rows import SiliconRow, SkippedRow, read_rows
@@ -25,10 +25,15 @@ from tokenmill.plan.validate.silicon_rows import SiliconRow, SkippedRow, read_ro
 class Scored:
     row: SiliconRow
     predicted: LoopResult
+    steady: SteadyState  # what a plan would promise
 
     @property
     def tpot_error(self) -> float:
         return self.predicted.tpot_ms / self.row.tpot_ms - 1.0
+
+    @property
+    def steady_tpot_error(self) -> float:
+        return self.steady.tpot_ms / self.row.tpot_ms - 1.0
 
     @property
     def ttft_error(self) -> float:
@@ -37,7 +42,8 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class Validation:
-    """Mean absolute errors as fractions; TTFT over dense rows below saturation, rank correlation over dense TPOT."""
+    """Mean absolute errors as fractions; TTFT over dense rows below saturation, rank correlation over dense TPOT.
+    `steady_` is the steady state that plans use; its TTFT is not scored, since the rows hold cold starts."""
 
     tpot_mape_dense: float
     tpot_mape_moe: float
@@ -47,6 +53,10 @@ class Validation:
     tpot_median_error_dense: float
     tpot_median_error_moe: float
     ttft_median_error: float
+    steady_tpot_mape_dense: float
+    steady_tpot_mape_moe: float
+    steady_tpot_median_error_dense: float
+    steady_tpot_median_error_moe: float
     ttft_mape_moe: float
     spearman_moe: float
     rows_dense: int
@@ -68,12 +78,18 @@ class Predictor:
 
     def predict(self, row: SiliconRow, cost: StepCost | None = None) -> LoopResult:
         cost = cost or self.cost(row)
-        costs, d, load = cost.costs, row.deployment, row.load
-        tokens = (load.input_tokens + load.output_tokens) * (1.0 - load.spread / 2)
-        room = max(1, concurrent_sequences(d, round(tokens)))
-        return run_closed_loop(
-            cost, load, Scheduling(d.batch_tokens * d.data_parallel, costs.mixed, room, costs.request_ms)
-        )
+        return run_closed_loop(cost, row.load, _scheduling(row, cost))
+
+    def steady(self, row: SiliconRow, cost: StepCost | None = None) -> SteadyState:
+        cost = cost or self.cost(row)
+        return steady_state(cost.step_ms, row.load, _scheduling(row, cost))
+
+
+def _scheduling(row: SiliconRow, cost: StepCost) -> Scheduling:
+    d, load = row.deployment, row.load
+    tokens = (load.input_tokens + load.output_tokens) * (1.0 - load.spread / 2)
+    room = max(1, concurrent_sequences(d, round(tokens)))
+    return Scheduling(d.batch_tokens * d.data_parallel, cost.costs.mixed, room, cost.costs.request_ms)
 
 
 def validate(path: Path) -> Validation:
@@ -89,7 +105,7 @@ def score(path: Path) -> tuple[list[Scored], Counter[str]]:
         if isinstance(row, SkippedRow):
             skipped[row.reason] += 1
         else:
-            scored.append(Scored(row, predictor.predict(row)))
+            scored.append(Scored(row, predictor.predict(row), predictor.steady(row)))
     return scored, skipped
 
 
@@ -107,6 +123,10 @@ def summarize(scored: Sequence[Scored], skipped: Counter[str]) -> Validation:
         tpot_median_error_dense=_median(abs(one.tpot_error) for one in dense),
         tpot_median_error_moe=_median(abs(one.tpot_error) for one in moe),
         ttft_median_error=_median(abs(one.ttft_error) for one in free),
+        steady_tpot_mape_dense=_mean(abs(one.steady_tpot_error) for one in dense),
+        steady_tpot_mape_moe=_mean(abs(one.steady_tpot_error) for one in moe),
+        steady_tpot_median_error_dense=_median(abs(one.steady_tpot_error) for one in dense),
+        steady_tpot_median_error_moe=_median(abs(one.steady_tpot_error) for one in moe),
         ttft_mape_moe=_mean(abs(one.ttft_error) for one in free_moe),
         spearman_moe=_rank_correlation(moe),
         rows_dense=len(dense),
