@@ -1,8 +1,8 @@
-"""`tokenmill plan --calibrate`: two minutes of measuring that anchor the planner on this machine.
+"""`tokenmill plan --calibrate`: two minutes of measurements that anchor the planner on this machine.
 
-Roofs through our kernels, every step of a short engine run, and a short served run; a step cost is fitted to the
-second, the third says what serving adds. Prints predicted against measured and stores the result (this_machine.py).
-Imports torch; called by the command line.
+Roofs measured with our kernels, every step of a short engine run, and a short served run; a step cost is fitted to the
+engine run, the served run shows what serving adds. Compares predicted with measured and stores the result
+(plan/cost/this_machine.py). Called by the command line.
 """
 
 from __future__ import annotations
@@ -34,8 +34,12 @@ from tokenmill.plan.simulate.workload import Arrival, Workload
 _STEP_SECONDS = 40.0
 _PROBE_SECONDS = 8.0  # of one scenario: a slow machine must not take ten minutes
 _SERVED_SECONDS = 20.0
-_LONE_REQUESTS = 5
-_CROWDS = ((8, 128, 48), (4, 64, 24), (2, 32, 8))  # users, tokens in, tokens out: the first that is quick enough
+_SINGLE_REQUESTS = 5
+_CLOSED_LOOPS = (
+    (8, 128, 48),
+    (4, 64, 24),
+    (2, 32, 8),
+)  # users, tokens in, tokens out: the first that is fast enough is used
 _LOG = get_logger(__name__)
 
 
@@ -92,23 +96,23 @@ def _of_engine(llm: LLM, coefficients: tuple[float, ...], error: float) -> Model
 
 
 def _compare_steps(steps: list[TimedStep], found: ModelCalibration) -> list[dict[str, Any]]:
-    """Medians of like steps, as rates: prompts of two lengths alone, decodes of three batch sizes."""
+    """Medians of similar steps, as rates: prompts of two lengths alone, decodes of three batch sizes."""
     cost = found.cost
     kinds = [(f"prefill {length} tok/s", length, 0) for length in (128, 512)]
     kinds += [(f"decode x{batch} tok/s", 0, batch) for batch in (1, 4, 16)]
     rows = []
     for name, length, batch in kinds:
-        alike = [
+        similar = [
             step
             for step in steps
             if (
                 step.count == batch and not step.prefill if batch else step.prefill == ((length, 0),) and not step.count
             )
         ]
-        if alike:
-            measured_ms = median(step.ms for step in alike)
-            context = median(step.context for step in alike)
-            predicted_ms = cost.step_ms(alike[0].prefill, (batch, float(context)))
+        if similar:
+            measured_ms = median(step.ms for step in similar)
+            context = median(step.context for step in similar)
+            predicted_ms = cost.step_ms(similar[0].prefill, (batch, float(context)))
             tokens = 1e3 * (length or batch)
             rows.append(compared(name, tokens / predicted_ms, tokens / measured_ms))
     return rows
@@ -121,34 +125,34 @@ def compared(name: str, predicted: float, measured_value: float) -> dict[str, An
 def _with_serving(
     model: str, found: ModelCalibration, vocabulary: int
 ) -> tuple[ModelCalibration, list[dict[str, Any]], list[str]]:
-    """What the server adds: to every token while several stream, and to the first token of a lone request. Also the
+    """What the server adds: to every token while several stream, and to the first token of a single request. Also the
     comparison, and what was left out."""
-    crowd, left_out = _crowd(found, vocabulary)
-    if crowd is None:
+    job, left_out = _closed_loop_job(found, vocabulary)
+    if job is None:
         return found, [], left_out
-    lone = _job(vocabulary, _LONE_REQUESTS, 1, crowd.random_input_len // 2, 8)
+    single = _job(vocabulary, _SINGLE_REQUESTS, 1, job.random_input_len // 2, 8)
     with started_server(model, "--no-prefix-caching") as url:
-        alone = measured(replace(lone, base_url=url, num_warmups=1))
-        busy = measured(replace(crowd, base_url=url))
-    offline = simulate_engine(calibrated_engine(found), closed_loop(crowd))
+        alone = measured(replace(single, base_url=url, num_warmups=1))
+        busy = measured(replace(job, base_url=url))
+    offline = simulate_engine(calibrated_engine(found), closed_loop(job))
     extra_ms = 1e3 * (busy.ended - busy.began - offline.duration_s)
     found = replace(found, token_ms=max(0.0, extra_ms / offline.output_tokens))
-    quiet = simulate_engine(calibrated_engine(found), closed_loop(lone)).ttft.p50
+    quiet = simulate_engine(calibrated_engine(found), closed_loop(single)).ttft.p50
     request_ms = median(1e3 * (each.first - each.sent) for each in alone.samples) - quiet
     found = replace(found, request_ms=max(0.0, request_ms))
-    return found, compare_runs("served", simulate_engine(calibrated_engine(found), closed_loop(crowd)), busy), left_out
+    return found, compare_runs("served", simulate_engine(calibrated_engine(found), closed_loop(job)), busy), left_out
 
 
-def _crowd(found: ModelCalibration, vocabulary: int) -> tuple[ServeJob | None, list[str]]:
+def _closed_loop_job(found: ModelCalibration, vocabulary: int) -> tuple[ServeJob | None, list[str]]:
     """The largest closed loop of which two rounds fit into the time, by the fitted cost, with as many rounds as do; and
     the larger ones that were left out."""
     left_out: list[str] = []
-    for users, tokens_in, tokens_out in _CROWDS:
-        crowd = _job(vocabulary, users, users, tokens_in, tokens_out)
-        one_round = simulate_engine(calibrated_engine(found), closed_loop(crowd)).duration_s
+    for users, tokens_in, tokens_out in _CLOSED_LOOPS:
+        job = _job(vocabulary, users, users, tokens_in, tokens_out)
+        one_round = simulate_engine(calibrated_engine(found), closed_loop(job)).duration_s
         if 2 * one_round <= _SERVED_SECONDS:
             rounds = min(16, int(_SERVED_SECONDS / one_round))
-            return replace(crowd, num_prompts=users * rounds), left_out
+            return replace(job, num_prompts=users * rounds), left_out
         left_out.append(
             f"serving {users} users of {tokens_in} + {tokens_out} tokens: left out, would take {2 * one_round:.0f} s"
         )
@@ -161,14 +165,14 @@ def _job(vocabulary: int, requests: int, users: int, input_len: int, output_len:
         max_concurrency=users,
         random_input_len=input_len,
         random_output_len=output_len,
-        random_range_ratio=0.5,  # equal lengths would keep the users in step with each other
+        random_range_ratio=0.5,  # equal lengths would synchronize the users
         vocab_size=vocabulary,
         ignore_eos=True,
     )
 
 
 def closed_loop(job: ServeJob) -> Workload:
-    """The very requests of a closed loop, for the simulator."""
+    """The same requests as a closed loop, for the simulator."""
     items = load_items(job)
 
     def arrivals() -> Iterator[Arrival]:

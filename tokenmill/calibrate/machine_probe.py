@@ -1,6 +1,6 @@
 """Measures the roofs of this machine through our own kernels: read bandwidth, and matrix products of a few types.
 
-A few seconds; medians of repeats. Imports torch, so only calibrate.py calls it.
+A few seconds; medians of repeats. Called by job.py and by `optimize`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A short run of the real server: what HTTP, the other process and the load generator add on this machine.
 
 Starts `tokenmill serve` on a free port, sends a closed loop with the load generator of `bench serve`, and stops it.
-Called by calibrate.py and by benchmarks/simulate_vs_engine.py.
+Called by job.py and by benchmarks/simulate_vs_engine.py.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A short run of the real engine with every step timed: what calibrate.py fits its cost to.
+"""A short run of the real engine with every step timed: job.py fits a cost model to it.
 
-Drives the engine core as the offline facade does, with a runner that notes what each step held. Prompts of several
-lengths, batches of several sizes, and prompts that join running batches, until the time is up; on a slow machine what
-would take too long is shortened or cut, and said so. Imports torch.
+Drives the engine core as the offline facade does, with a runner that records what each step contained. Prompts of
+several lengths, batches of several sizes, and prompts that join running batches, until the time is up; on a slow
+machine scenarios are shortened or cut, and listed as skipped.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ _SCENARIOS = (
 )
 
 
-class _NotingRunner:
-    """The real runner; keeps what the last step held."""
+class _RecordingRunner:
+    """The real runner; keeps the plan of the last step."""
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
@@ -69,18 +69,18 @@ def log_steps(llm: LLM, seconds: float, probe_seconds: float) -> StepLog:
     """Timed steps of all scenarios, once each after a warm-up, then again until `seconds` have passed. None takes much
     longer than `probe_seconds`."""
     core = llm.parts.core
-    real, noting = core.runner, _NotingRunner(core.runner)
-    core.runner = noting
+    real, recording = core.runner, _RecordingRunner(core.runner)
+    core.runner = recording
     log = StepLog([], [])
     try:
-        _run(llm, Scenario(2, 16, 2), noting, 0, probe_seconds)
+        _run(llm, Scenario(2, 16, 2), recording, 0, probe_seconds)
         scenarios = list(_fitting(llm, log))
         deadline = time.perf_counter() + seconds
         for number, wanted in enumerate(cycle(scenarios), 1):
             if number > len(scenarios) and time.perf_counter() > deadline:
                 break
             scenario = shortened(wanted, _seconds_per_token(log.steps), probe_seconds)
-            steps, ended = _run(llm, scenario, noting, number, probe_seconds)
+            steps, ended = _run(llm, scenario, recording, number, probe_seconds)
             log.steps.extend(steps)
             if number <= len(scenarios) and (scenario != wanted or not ended):
                 became = f"shortened to {scenario.prompt} in" if scenario != wanted else ""
@@ -108,15 +108,15 @@ def _fitting(llm: LLM, log: StepLog) -> Iterator[Scenario]:
 
 
 def _seconds_per_token(steps: list[TimedStep]) -> float:
-    """Of a prompt, by the steps so far that held nothing else; 0 before the first."""
+    """Of a prompt, by the prompt-only steps so far; 0 before the first."""
     rates = [step.ms / 1e3 / sum(new for new, _ in step.prefill) for step in steps if step.prefill and not step.count]
     return min(rates, default=0.0)
 
 
 def _run(
-    llm: LLM, scenario: Scenario, noting: _NotingRunner, seed: int, max_seconds: float
+    llm: LLM, scenario: Scenario, recording: _RecordingRunner, seed: int, max_seconds: float
 ) -> tuple[list[TimedStep], bool]:
-    """The scenario's steps, and whether it came to its end."""
+    """The scenario's steps, and whether it ran to completion."""
     core = llm.parts.core
     requests = _requests(llm, scenario, seed)
     sent = []
@@ -137,7 +137,7 @@ def _run(
                 core.add(late)
         begin = time.perf_counter()
         core.step()
-        steps.append(timed_step(noting.plan, 1e3 * (time.perf_counter() - begin)))
+        steps.append(timed_step(recording.plan, 1e3 * (time.perf_counter() - begin)))
     return steps, True
 
 

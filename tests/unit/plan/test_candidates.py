@@ -10,7 +10,7 @@ from tokenmill.hardware.catalog import load_catalog
 from tokenmill.plan.question.engines import default_engine
 from tokenmill.plan.question.model_names import built_in
 from tokenmill.plan.question.question import Fixed
-from tokenmill.plan.search.candidates import cuts, enumerate_plans, expert_cuts, formats_for
+from tokenmill.plan.search.candidates import enumerate_plans, expert_placements, formats_for, parallel_sizes
 
 CATALOG = load_catalog()
 
@@ -41,9 +41,9 @@ def test_formats_follow_the_engine() -> None:
 
 def test_tensor_cuts_stay_on_the_link_and_divide_the_heads() -> None:
     model = built_in("llama-3.1-70b")
-    assert list(cuts(CATALOG.find_device("h100-sxm"), 16, model)) == [(1, 1), (2, 1), (4, 1), (8, 1), (8, 2)]
-    assert list(cuts(CATALOG.find_device("rtx-3090"), 4, model)) == [(1, 1), (2, 1), (2, 2)]
-    assert max(tp for tp, _ in cuts(CATALOG.find_device("gb200"), 72, model)) == 64
+    assert list(parallel_sizes(CATALOG.find_device("h100-sxm"), 16, model)) == [(1, 1), (2, 1), (4, 1), (8, 1), (8, 2)]
+    assert list(parallel_sizes(CATALOG.find_device("rtx-3090"), 4, model)) == [(1, 1), (2, 1), (2, 2)]
+    assert max(tp for tp, _ in parallel_sizes(CATALOG.find_device("gb200"), 72, model)) == 64
 
 
 def test_what_the_user_fixes_stays_fixed() -> None:
@@ -73,10 +73,10 @@ def test_defaults() -> None:
 
 def test_experts_are_cut_or_placed_where_they_divide() -> None:
     deepseek = built_in("deepseek-v3")  # 256 experts
-    assert expert_cuts(8, deepseek, "vllm") == [(8, 1, 1), (8, 1, 8), (1, 8, 8)]
-    assert expert_cuts(1, deepseek, "vllm") == [(1, 1, 1)]
-    assert expert_cuts(8, deepseek, "llama.cpp") == [(8, 1, 1)]
-    assert expert_cuts(8, built_in("llama-3.1-70b"), "vllm") == [(8, 1, 1)]
+    assert expert_placements(8, deepseek, "vllm") == [(8, 1, 1), (8, 1, 8), (1, 8, 8)]
+    assert expert_placements(1, deepseek, "vllm") == [(1, 1, 1)]
+    assert expert_placements(8, deepseek, "llama.cpp") == [(8, 1, 1)]
+    assert expert_placements(8, built_in("llama-3.1-70b"), "vllm") == [(8, 1, 1)]
     plans = enumerate_plans(deepseek, [CATALOG.parse_gpu("h200x8")], Fixed("fp8-block", "fp8", ep=8))
     assert {(p.tp, p.data_parallel, p.devices) for p in plans} == {(8, 1, 8), (1, 8, 8)}
 

@@ -129,8 +129,8 @@ def test_all_experts_take_memory() -> None:
     assert whole / 4 < weight_bytes_per_device(copied) < whole / 3
 
 
-def test_impossible_cuts_are_refused() -> None:
+def test_impossible_parallelism_is_refused() -> None:
     with pytest.raises(UserError, match="tp must be at least 1"):
         Deployment(built_in("llama-3.1-8b"), find_device("h100"), tp=0)
-    with pytest.raises(UserError, match="ep 8 is more than"):
+    with pytest.raises(UserError, match="ep 8 exceeds"):
         Deployment(built_in("mixtral-8x7b"), find_device("h100"), ep=8)

@@ -58,8 +58,8 @@ def test_stated_limits_stay() -> None:
     settings = found["plan"]["settings"]
     assert (settings["max_num_seqs"], settings["max_num_batched_tokens"]) == (12, 4096)
     assert found["plan"]["users_per_replica"] <= 12
-    assert "12 sequences a step: stated" in _text(found)
-    assert "4,096 tokens a step: stated" in _text(found)
+    assert "12 sequences a step: fixed by the user" in _text(found)
+    assert "4,096 tokens a step: fixed by the user" in _text(found)
 
 
 def test_batch_work_goes_beyond_the_default_batch() -> None:
@@ -127,7 +127,7 @@ def test_experts_are_placed_where_that_is_cheaper() -> None:
     whole = min((p for p in found.plans if p.deployment.ep == 1), key=lambda p: p.order())
     assert best.rank < whole.rank
     text = _text(answered("deepseek-v3", "h200x8", weights="fp8-block", load=load))
-    assert "whole experts on 8 devices, attention copied" in text
+    assert "whole experts on 8 devices, attention replicated" in text
     assert "per million output tokens against" in text
 
 

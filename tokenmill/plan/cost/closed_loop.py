@@ -1,8 +1,8 @@
 """A light deterministic simulation of a closed loop: `concurrency` users, each sending its next request on completion.
 
 Steps come from StepCost; stretches where nothing joins or leaves are taken in one stride, so a benchmark of thousands
-of requests takes milliseconds. The real scheduler with real traces is the simulator's business, users who have drifted
-apart that of steady_state.py; this is what `--validate` asks, whose rows are benchmarks that start all users at once.
+of requests takes milliseconds. Real traces through the real scheduler are the simulator's, users who have drifted apart
+are steady_state.py's; `--validate` uses this one, since its rows are benchmarks that start all users at once.
 """
 
 from __future__ import annotations

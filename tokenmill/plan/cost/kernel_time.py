@@ -1,6 +1,6 @@
 """Time of the kernels of one step on one device: linear layers, experts, attention, the small ones in between.
 
-Each function returns a curve over tokens (or a surface over batch and context), from the measured H200 tables moved to
+Each function returns a curve over tokens (or a surface over batch and context), from the measured H200 tables scaled to
 the wanted device by its roofs. Formulas F4, F5, F7. Called by step_cost.py; plans of one search share most curves, so
 each is kept.
 """

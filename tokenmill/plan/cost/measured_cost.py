@@ -2,7 +2,7 @@
 
 Linear in what a step holds (a fixed part, decodes, prompts, tokens, attention work), fitted to relative errors with no
 negative coefficient, so that more work never costs less. Has the interface of StepCost; knows one model on one machine
-under one engine. Made by calibrate.py, stored as JSON, used by the simulator.
+under one engine. Fitted by tokenmill/calibrate, stored as JSON, used by the simulator.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The closed-form answer: TTFT, TPOT and throughput of a deployment under a steady load, each with interval and basis.
 
 Joins memory, step cost and the steady state. Intervals come from the residuals of the validation rows (P10 to P90 of
-measured over predicted); where nothing was measured they are wider and say so. Called by the search and the CLI.
+measured over predicted); where nothing was measured they are wider, and the basis says so. Called by the search and the
+CLI.
 """
 
 from __future__ import annotations

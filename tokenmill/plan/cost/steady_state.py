@@ -1,8 +1,8 @@
 """The steady state in closed form: TTFT, TPOT and throughput of users whose requests have drifted apart.
 
 Prompts join decode steps at random (Poisson); Little's law ties users, running sequences and waiting together, and one
-number is solved for. Half a millisecond whatever the load, so that a search can ask thousands of times. A benchmark's
-cold start is closed_loop.py's business, percentiles and bursts are the simulator's. Called by performance.py.
+number is solved for. Takes half a millisecond whatever the load, so that a search can ask thousands of times. A
+benchmark's cold start is closed_loop.py's, percentiles and bursts are the simulator's. Called by performance.py.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ class _Steady:
         decoding = min(float(min(self.users, self.scheduling.max_running)), self._max_decoding())
         point = self._at(decoding)
         users = self._users_at(decoding, point)
-        if users <= self.users:  # Little: whoever neither decodes nor thinks waits for room, or for others' prompts
+        if (
+            users <= self.users
+        ):  # Little's law: users who neither decode nor think wait for KV memory or for others' prompts
             ttft = (self.users - decoding) / point.rate - self.turnaround
         else:
             point = self._balance(decoding, users)
@@ -142,7 +144,7 @@ class _Steady:
         return max(tokens - min(count, self.users), 16) if self.scheduling.mixed else tokens
 
     def _time(self, count: int, prompts: int, alone: bool = False) -> float:
-        """A step of `count` decodes and so many prompts, or one piece of a long one. Where prompts stop decodes, a
+        """A step of `count` decodes and `prompts` prompts, or one chunk of a long one. Where prompts stop decodes, a
         decoding sequence sees both; `alone` is the prompts' own part."""
         key = (count, prompts, alone and not self.scheduling.mixed)
         if key not in self._times:

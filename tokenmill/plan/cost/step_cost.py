@@ -68,13 +68,13 @@ class StepCost:
         return plain + wider + self._kernel * (self._head(rows / self._dp) - self._head(count / self._dp))
 
     def with_costs(self, costs: EngineCosts) -> StepCost:
-        """The same kernels under another engine's constants (what calibration turns)."""
+        """The same kernels under another engine's constants (what benchmarks/fit_engines.py varies)."""
         other = copy(self)
         other._weigh(costs)
         return other
 
     def with_kv(self, deployment: Deployment) -> StepCost:
-        """The same model, devices and cut with another KV width or other batch limits: only attention differs."""
+        """Same model, devices and parallelism with another KV width or other batch limits: only attention differs."""
         other = copy(self)
         other.deployment = deployment
         other._attention = [other._attention_times(kind) for kind in deployment.model.layers]
@@ -159,7 +159,7 @@ class StepCost:
         return sampled(lambda tokens: kind.count * curve(tokens), kernel_time.TOKENS)
 
     def _exchange_ms(self, tokens: float) -> float:
-        """Two all-reduces per layer; with copied attention the experts' inputs and outputs travel between copies."""
+        """Two all-reduces per layer; with replicated attention, experts' inputs and outputs travel between replicas."""
         d, hidden = self.deployment, self.deployment.model.hidden_size
         per_rank = tokens / d.data_parallel
         once = all_reduce_ms(per_rank * hidden * 2, d.tp, d.device)
@@ -204,7 +204,7 @@ class _AttentionTimes:
             self._decode = kernel_time.decode_surface(d.device, a, d.tp, d.kv_bytes, roofs)
             self._prefill = kernel_time.prefill_curve(d.device, a, d.tp, d.kv_bytes, roofs)
             self._floor = self._prefill(1.0)
-        self._work: dict[tuple[int, int], float] = {}  # of chunks seen: equal prompts come in crowds
+        self._work: dict[tuple[int, int], float] = {}  # by chunk: many prompts are equal
 
     def __call__(self, prefill: Sequence[tuple[int, int]], count: int, context: float) -> float:
         if self._recurrent is not None:  # a prompt passes in blocks of 64 tokens, each like one step of the state

@@ -87,7 +87,7 @@ def prefill_attention(head_dim: int, kv_heads: int, heads: int, kv_bytes: int) -
 
 
 class ExpertShape(NamedTuple):
-    """The experts of one layer, and how they are cut: inside each (tp) and into groups of whole ones (ep)."""
+    """The experts of one layer, and how they are sharded: inside each (tp) and into groups of whole ones (ep)."""
 
     hidden: int
     width: int

@@ -1,4 +1,4 @@
-"""What `plan --calibrate` found out about this machine, on disk and in the planner's terms.
+"""The stored result of `plan --calibrate` for this machine, on disk and as a device of the catalog.
 
 One JSON file per machine in the cache folder: roofs, and per model a fitted step cost with the engine's shape. Owns the
 file; measures nothing and imports no torch. Read by `plan` and `simulate` with `--gpu this-machine`.

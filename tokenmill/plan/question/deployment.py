@@ -1,6 +1,6 @@
-"""One deployment to be judged: a model on devices, cut and quantized in a stated way; and its memory.
+"""One deployment: a model on devices with its parallelism, formats and batch limits; and its memory.
 
-Owns the record that every planner part reads and the join of hardware/memory.py with a model. Knows nothing of time.
+Owns the record that every part of the planner reads, and applies hardware/memory.py to it. Knows nothing of time.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ PAGE_SIZE = 16
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """`tp` cuts attention, `data_parallel` copies it; the experts of one layer lie on all tp x data_parallel devices,
-    cut by `ep` (whole experts) and by the rest (inside experts)."""
+    """`tp` shards attention, `data_parallel` replicates it; the experts of one layer lie on all tp x data_parallel
+    devices: `ep` ways by whole experts, the remaining factor inside each expert."""
 
     model: PlannedModel
     device: Device
@@ -50,7 +50,7 @@ class Deployment:
             if getattr(self, name) < 1:
                 raise UserError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.ep > self.group:
-            raise UserError(f"ep {self.ep} is more than the {self.group} devices of the group", "lower --ep")
+            raise UserError(f"ep {self.ep} exceeds the {self.group} devices of the group", "lower --ep")
 
     @property
     def group(self) -> int:
@@ -81,7 +81,7 @@ def rank_parameters(matrix: Matrix, tp: int, group: int) -> float:
 
 
 def weight_bytes_per_device(deployment: Deployment) -> float:
-    """F1 for one device; layers are spread over pipeline stages, embedding and head lie on the first and last."""
+    """F1 for one device; layers are spread over pipeline stages, embedding and head are on the first and last."""
     d = deployment
     return _weight_bytes_per_device(d.model, d.weights, d.tp, d.group, d.pp)
 

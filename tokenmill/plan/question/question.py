@@ -109,7 +109,7 @@ class Question:
     data_parallel: int = 0
     memory_share: float = 0.0  # of a device that the engine may use; 0: the engine's default
     tuning: Tuning = field(default_factory=Tuning)  # batch limits and speculation
-    fixed_fleet: bool = True  # the stated devices are all there are, and all are paid
+    fixed_fleet: bool = True  # only the given devices exist, and all are paid for
     target_cost: float = 0.0  # -0.6: at least 60 % below the baseline
     traits: tuple[str, ...] = ()  # of the use, for the decision guide (search/guide.py)
     bill: Bill | None = None  # what is paid today

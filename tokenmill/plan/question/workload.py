@@ -1,4 +1,4 @@
-"""What the users send and what they are promised: the question a plan answers.
+"""The workload: what users send, and the latencies they are promised.
 
 Owns the record, its range checks and the presets of common uses. Knows nothing of models or hardware.
 """
@@ -54,16 +54,16 @@ _PRESETS = {  # lengths and promises as people state them; the load is the calle
 
 
 def preset(name: str, **given: float) -> Workload:
-    """A preset with the caller's figures laid over it."""
+    """A preset, overridden by the caller's figures."""
     if name not in _PRESETS:
         raise unknown_name("workload", name, _PRESETS)
     return replace(_PRESETS[name], **given)  # type: ignore[arg-type]
 
 
-_ACCEPTANCE = {"code": 0.8}  # of drafts: text that repeats its prompt and itself is easier to guess
-_USUAL_ACCEPTANCE = 0.6
+_ACCEPTANCE = {"code": 0.8}  # of drafts: code repeats its prompt and itself
+_DEFAULT_ACCEPTANCE = 0.6
 
 
 def usual_acceptance(name: str) -> float:
-    """Share of drafts that are accepted in such a use, before anything is measured."""
-    return _ACCEPTANCE.get(name, _USUAL_ACCEPTANCE)
+    """Assumed share of accepted drafts for a preset, before anything is measured."""
+    return _ACCEPTANCE.get(name, _DEFAULT_ACCEPTANCE)

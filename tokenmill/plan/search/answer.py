@@ -1,4 +1,4 @@
-"""The answer to a planning question as plain values: the chosen plan with intervals and reasons, its rivals, its costs.
+"""The answer to a planning question as plain values: the chosen plan with intervals and reasons, alternatives, costs.
 
 Joins search, cost and quality into what the CLI prints, the report plots and `optimize` reads. Refuses when nothing
 fits, naming the limit that binds. Owns no arithmetic.

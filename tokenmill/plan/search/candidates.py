@@ -1,7 +1,8 @@
-"""The plans worth judging: weight format x KV width x parallelism (tensor, pipeline, expert) on given devices.
+"""The candidates: weight format x KV width x parallelism (tensor, pipeline, expert) on given devices.
 
-Enumerates only what the hardware and the engine can run (a format whose arithmetic the chip lacks is left out, a cut
-wider than the link too); batch limits and speculation are tuning.py's. Knows nothing of time or money.
+Enumerates only what the hardware and the engine can run (a format whose arithmetic the chip lacks is left out, and so
+is tensor parallelism wider than the link); batch limits and speculation are tuning.py's. Knows nothing of time or
+money.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ _NEEDS = {"fp8": "fp8", "fp8-block": "fp8", "int8": "int8", "nvfp4": "fp4", "mxf
 def formats_for(device: Device, model: PlannedModel, engine: str = "") -> list[WeightFormat]:
     """Formats with kernels in this engine on this device; the checkpoint's own comes first."""
     names = _BLOCK_FORMATS if (engine or default_engine(device)) in _BLOCK_ENGINES else _GPU_FORMATS
-    if device.vendor != "nvidia":  # the others' 4-bit floats are the open standard's
+    if device.vendor != "nvidia":  # other vendors use the open 4-bit float format
         names = tuple("mxfp4" if name == "nvfp4" else name for name in names)
     usable = [name for name in names if name not in _NEEDS or device.supports(_NEEDS[name])]
     stored = [model.stored_format] if model.stored_format != "bf16" else []
     return [find_format(name) for name in dict.fromkeys([*stored, *usable])]
 
 
-def cuts(device: Device, count: int, model: PlannedModel) -> Iterator[tuple[int, int]]:
-    """(tp, pp) by powers of two up to `count` devices: tensor cuts as far as the link reaches, then stages."""
+def parallel_sizes(device: Device, count: int, model: PlannedModel) -> Iterator[tuple[int, int]]:
+    """(tp, pp) by powers of two up to `count` devices: tensor parallelism as far as the link reaches, then stages."""
     heads = min((kind.attention.num_heads for kind in model.layers if kind.attention.num_heads), default=1)
     widest = 1
     while 2 * widest <= min(count, max(1, device.link.devices)) and heads % (2 * widest) == 0:
@@ -50,9 +51,9 @@ def cuts(device: Device, count: int, model: PlannedModel) -> Iterator[tuple[int,
         pp *= 2
 
 
-def expert_cuts(group: int, model: PlannedModel, engine: str) -> list[tuple[int, int, int]]:
-    """(tp, data_parallel, ep) of `group` devices that work on one layer: everything cut inside; whole experts placed
-    with attention cut; whole experts placed with attention copied (its KV is then not replicated)."""
+def expert_placements(group: int, model: PlannedModel, engine: str) -> list[tuple[int, int, int]]:
+    """(tp, data_parallel, ep) of `group` devices that work on one layer: everything sharded; whole experts
+    placed with attention sharded; whole experts placed with attention replicated (its KV is then not duplicated)."""
     plain = (group, 1, 1)
     experts = [kind.feed_forward.num_experts for kind in model.layers if kind.feed_forward.num_experts]
     if group == 1 or not experts or engine not in _EXPERT_ENGINES or any(count % group for count in experts):
@@ -66,8 +67,8 @@ def enumerate_plans(
     fixed: Fixed = Fixed(),  # noqa: B008
     narrow: bool = False,
 ) -> list[Deployment]:
-    """Every combination, with what the caller fixed held fixed. `narrow`: on each kind of device only the smallest cut
-    that holds the model and the next one, where many kinds are compared."""
+    """Every combination, with what the caller fixed held fixed. `narrow`: on each kind of device only the smallest
+    parallelism that holds the model and the next one, where many kinds are compared."""
     plans = []
     for group in groups:
         engine = fixed.engine or default_engine(group.device)
@@ -75,31 +76,31 @@ def enumerate_plans(
         for wanted in formats:
             _check_math(wanted, group.device, bool(fixed.weights))
             fitting = 0
-            for width, pp in cuts(group.device, group.count, model):
+            for width, pp in parallel_sizes(group.device, group.count, model):
                 bare = Deployment(model, group.device, _as_multiplied(wanted, engine, group.device), engine=engine)
-                usual = default_limits(engine)
+                default = default_limits(engine)
                 bare = replace(
                     bare,
                     utilization=fixed.memory_share or bare.utilization,
-                    batch_tokens=usual.tokens,
-                    max_sequences=usual.sequences,
+                    batch_tokens=default.tokens,
+                    max_sequences=default.sequences,
                 )
                 fitting += plan_memory(replace(bare, tp=width, pp=pp)).fits
                 if narrow and fitting > 2:
                     break
-                for tp, copies, ep in expert_cuts(width, model, engine):
-                    if all(want in (0, has) for want, has in _wanted(fixed, tp, copies, ep)):
-                        cut = replace(bare, tp=tp, pp=pp, ep=ep, data_parallel=copies)
-                        plans += [replace(cut, kv_bytes=kv) for kv in _kv_widths(fixed.kv, engine, group.device)]
+                for tp, data_parallel, ep in expert_placements(width, model, engine):
+                    if all(want in (0, has) for want, has in _wanted(fixed, tp, data_parallel, ep)):
+                        placed = replace(bare, tp=tp, pp=pp, ep=ep, data_parallel=data_parallel)
+                        plans += [replace(placed, kv_bytes=kv) for kv in _kv_widths(fixed.kv, engine, group.device)]
     if not plans:
         raise UserError(
-            "no combination of the given settings exists", "drop --tp, --ep, --dp, --weights or --kv-cache-dtype"
+            "no combination of these settings is possible", "drop --tp, --ep, --dp, --weights or --kv-cache-dtype"
         )
     return plans
 
 
-def _wanted(fixed: Fixed, tp: int, copies: int, ep: int) -> tuple[tuple[int, int], ...]:
-    return (fixed.tp, tp), (fixed.data_parallel, copies), (fixed.ep, ep)
+def _wanted(fixed: Fixed, tp: int, data_parallel: int, ep: int) -> tuple[tuple[int, int], ...]:
+    return (fixed.tp, tp), (fixed.data_parallel, data_parallel), (fixed.ep, ep)
 
 
 def _as_multiplied(weights: WeightFormat, engine: str, device: Device) -> WeightFormat:

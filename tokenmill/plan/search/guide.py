@@ -1,7 +1,7 @@
 """The decision guide: which rules of thumb apply to a question and its answer, and whether the plan follows them.
 
-Rules are data (plan/data/guide.toml) with conditions over a flat set of facts; this module makes the facts and matches.
-It explains, it does not decide: the search does. Called by `tokenmill plan --explain` and the report.
+Rules are data (plan/data/guide.toml) with conditions over a flat set of facts; this module collects the facts and
+matches. It explains, it does not decide: the search does. Called by `tokenmill plan --explain` and the report.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The HTML report of a plan: headline, memory, Pareto front, latency against load, cost against utilisation, reasons.
 
-Reads the question and its answer, asks the search and the estimate again for what a plot needs, and draws. Called by
+Reads the question and its answer, repeats the search and the estimate for what a plot needs, and draws. Called by
 `tokenmill plan --html`. The report of a simulation is simulation_report.py.
 """
 
@@ -39,7 +39,7 @@ def write_plan_report(
     title = f"{result['model']} on {plan['devices']} × {plan['device']}"
     subtitle = (
         f"{plan['weights']} weights ({plan['bits_per_weight']:g} bits), {plan['kv_bits']:g}-bit KV, {plan['engine']}, "
-        f"{_cut(plan)}, {plan['replicas']} replica{'s' * (plan['replicas'] > 1)}; "
+        f"{_parallelism(plan)}, {plan['replicas']} replica{'s' * (plan['replicas'] > 1)}; "
         f"{question.workload.input_tokens:,} tokens in, {question.workload.output_tokens:,} out"
     )
     verdict = ("keeps every promise", True) if result["feasible"] else ("no plan keeps every promise", False)
@@ -59,7 +59,7 @@ def write_plan_report(
     write_page(path, render_page(title, subtitle, body, badge=verdict, footer=FOOTER))
 
 
-def _cut(plan: Mapping[str, Any]) -> str:
+def _parallelism(plan: Mapping[str, Any]) -> str:
     sizes = (("tp", plan["tp"]), ("pp", plan["pp"]), ("dp", plan["data_parallel"]), ("ep", plan["ep"]))
     return ", ".join(f"{name} {size}" for name, size in sizes if size > 1 or name == "tp")
 
@@ -141,7 +141,9 @@ def _pareto(found: SearchResult, chosen: Plan) -> str:
     ]  # fmt: skip
     columns = ["#", "plan", "replicas", x_label, "TTFT ms", "ITL ms", "loss up to %", "keeps promises"]
     content = drawn + folded("the front as a table", table(columns, rows))
-    return section("Pareto front", content, "numbered: nobody is cheaper, faster and safer at once; ringed: chosen")
+    return section(
+        "Pareto front", content, "numbered: no other plan is cheaper, faster and safer at once; ringed: chosen"
+    )
 
 
 def _money(plan: Plan) -> float:

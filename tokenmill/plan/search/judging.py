@@ -1,6 +1,6 @@
-"""One candidate judged: whether it can exist, how many users a replica bears within the promises, what that costs.
+"""One candidate judged: whether it fits, how many users a replica serves within the promises, what that costs.
 
-Owns the terms of the question (workload, prices, limits, fleet) and the verdict. Tries nothing else than the deployment
+Owns the terms of the question (workload, prices, limits, fleet) and the verdict. Judges only the deployment
 it is given: search.py compares, tuning.py varies.
 """
 
@@ -22,8 +22,8 @@ from tokenmill.plan.search.money import TokenCosts, token_costs
 from tokenmill.plan.search.quality import QualityRisk, quality_risk
 
 _MAX_USERS = 1024  # of one replica
-_WORTH = 1.03
-_RESOLUTION = 16  # users are found to one part in so many
+_WORTH = 1.03  # more users must bring at least this factor in throughput
+_RESOLUTION = 16  # users are found to one part in this many
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ class Terms:
     def _best_users(
         self, deployment: Deployment, cost: StepCost, speculation: Speculation | None
     ) -> tuple[int, Estimate]:
-        """The most users that one replica bears within the promises (at least one, kept or not)."""
+        """The most users that one replica serves within the promises (at least one, even if it breaks them)."""
         room = room_for(deployment, self.workload.total_tokens)
         most = max(1, min(_MAX_USERS, room.sequences, deployment.max_sequences))
         good, best = 1, self.estimate(deployment, 1, cost, speculation, room)
@@ -126,7 +126,7 @@ class Terms:
         return bool((w.ttft_ms and found.ttft.value > w.ttft_ms) or (w.itl_ms and found.tpot.value > w.itl_ms))
 
     def _worth(self, found: Estimate, best: Estimate) -> bool:
-        """Without promises more users are taken only as long as they bring more tokens."""
+        """Without promises, more users count only while they raise the throughput."""
         promised = self.workload.ttft_ms or self.workload.itl_ms
         return bool(promised) or found.output_rate.value > _WORTH * best.output_rate.value
 
@@ -135,7 +135,7 @@ class Terms:
         if pricing.price is None and deployment.device.price is None:
             return None
         rate = found.output_rate.value * replicas
-        if workload.rate:  # what is not asked for is not sold: the stated rate is the peak
+        if workload.rate:  # capacity beyond the given rate earns nothing
             rate = min(rate, workload.rate * workload.output_tokens)
         hourly = pricing.fleet_hour(deployment.device, deployment.devices * replicas)
         return token_costs(cost, workload, rate, hourly, pricing.utilization)

@@ -79,7 +79,7 @@ def break_even(api: ApiPrice, workload: Workload, blended_at_full_load: float) -
 
 @dataclass(frozen=True, slots=True)
 class AgainstBill:
-    """A plan beside what is paid today for the same tokens. Shares are fractions; negative saves."""
+    """A plan compared with today's bill for the same tokens. Shares are fractions; negative saves."""
 
     bill: float  # $ a month, today
     tokens: float  # a month, input and output

@@ -1,4 +1,4 @@
-"""The money part of an answer: what tokens cost, beside API prices and beside what is paid today.
+"""The money part of an answer: what tokens cost, compared with API prices and with today's bill.
 
 Arithmetic is cost.py's; here it becomes plain values. Called by answer.py.
 """
@@ -26,7 +26,7 @@ def cost_rows(
     if costs is None:
         return {"note": f"no price is known for {device.name}: give --price"}
     full = costs.blended * pricing.utilization
-    stated = pricing.price is not None or device.price is None
+    given = pricing.price is not None or device.price is None
     result = {
         "dollars_per_hour": round(costs.hourly, 3),
         "dollars_per_month": round(costs.monthly, 0),
@@ -35,7 +35,7 @@ def cost_rows(
         "per_million_cached_input": round(costs.cached_input, 4),
         "per_million_output": round(costs.output, 4),
         "per_million_blended": round(costs.blended, 4),
-        "price_basis": "stated" if stated else _source(device),
+        "price_basis": "given by the user" if given else _source(device),
         "hour_of_a_device": {key: round(value, 4) for key, value in pricing.hour_parts(device).items()},
         "break_even": [
             {
@@ -61,12 +61,12 @@ def _source(device: Device) -> str:
 
 
 def _rivals(catalog: Catalog, model: str) -> list[ApiPrice]:
-    """The APIs whose model is named most alike, at most four; another size counts as unlike."""
+    """The APIs whose model has the most similar name, at most four; another size counts against it."""
     size = re.search(r"\d+b", model.lower())
 
-    def likeness(api: ApiPrice) -> float:
+    def similarity(api: ApiPrice) -> float:
         other = re.search(r"\d+b", api.model)
         differs = size is not None and other is not None and size[0] != other[0]
         return difflib.SequenceMatcher(None, api.model, model.lower()).ratio() - differs
 
-    return sorted(catalog.apis, key=likeness, reverse=True)[:_RIVALS]
+    return sorted(catalog.apis, key=similarity, reverse=True)[:_RIVALS]

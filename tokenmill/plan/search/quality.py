@@ -36,7 +36,7 @@ def quality_risk(deployment: Deployment) -> QualityRisk:
     data = _data()
     stored, chosen = deployment.model.stored_format, deployment.weights.name
     low, high = data["loss"].get(chosen, [0.0, 10.0])
-    if chosen == stored:  # the checkpoint comes so: nothing is lost by keeping it
+    if chosen == stored:  # already stored in this format: nothing more is lost
         low = high = 0.0
     small = deployment.model.parameters < _SMALL_PARAMETERS
     factor = data["small"] if small else 1.0

@@ -1,6 +1,6 @@
 """Why a plan was chosen, in sentences: what binds, what follows from its KV room, what a cheaper one would ask for.
 
-Words over the search's figures; decides nothing. Called by answer.py.
+Puts the search's figures into words; decides nothing. Called by answer.py.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from tokenmill.plan.question.workload import Workload
 from tokenmill.plan.search.judging import Plan
 from tokenmill.plan.search.search import SearchResult
 
-_FEW = 32  # requests at once below which a data-centre GPU is mostly idle arithmetic
+_FEW = 32  # requests at once below which the compute of a data-centre GPU is mostly idle
 
 
 def plan_name(d: Deployment) -> str:
-    cut = f"tp{d.tp}" + "".join(
+    parallelism = f"tp{d.tp}" + "".join(
         f" {name}{size}" for name, size in (("pp", d.pp), ("dp", d.data_parallel), ("ep", d.ep)) if size > 1
     )
-    return f"{d.device.name} x{d.devices} {cut} {d.weights.name} kv{8 * d.kv_bytes:g} {d.engine}"
+    return f"{d.device.name} x{d.devices} {parallelism} {d.weights.name} kv{8 * d.kv_bytes:g} {d.engine}"
 
 
 def reasons(chosen: Plan, found: SearchResult, workload: Workload) -> list[str]:
@@ -27,7 +27,7 @@ def reasons(chosen: Plan, found: SearchResult, workload: Workload) -> list[str]:
     if chosen.good:
         texts.append(f"cheapest of {sum(plan.good for plan in found.plans)} plans that keep every promise")
     else:
-        texts.append(f"no plan keeps every promise; this comes nearest and breaks: {'; '.join(chosen.failures)}")
+        texts.append(f"no plan keeps every promise; this is the closest one and breaks: {'; '.join(chosen.failures)}")
     texts.append(
         f"{d.weights.name} weights and {8 * d.kv_bytes:g}-bit KV leave {chosen.estimate.kv_tokens:,} KV tokens, "
         f"{what_follows(chosen, workload)}"
@@ -45,7 +45,7 @@ def reasons(chosen: Plan, found: SearchResult, workload: Workload) -> list[str]:
     cheaper = found.nearest_cheaper
     if cheaper is not None and found.winner is not None:
         give = "; ".join(cheaper.failures)
-        texts.append(f"nearest cheaper plan: {plan_name(cheaper.deployment)}, if {give} may give")
+        texts.append(f"nearest cheaper plan: {plan_name(cheaper.deployment)}, if this is acceptable: {give}")
     return texts
 
 
@@ -56,7 +56,7 @@ def what_follows(plan: Plan, workload: Workload) -> str:
     if fit >= _FEW or plan.deployment.weights.bits <= 4.6:
         return text
     ways = ["more devices", "4-bit weights", *(["an 8-bit KV cache"] if plan.deployment.kv_bytes > 1 else [])]
-    return f"{text}; so few waste the hardware and leave no room for long contexts: {' or '.join(ways)} would help"
+    return f"{text}; so few waste the hardware and leave no memory for long contexts: {' or '.join(ways)} would help"
 
 
 def _binding(plan: Plan, workload: Workload) -> str:
@@ -69,12 +69,12 @@ def _binding(plan: Plan, workload: Workload) -> str:
 
 
 def _experts(chosen: Plan, found: SearchResult) -> str:
-    """How the experts lie, against the best plan that lays them otherwise."""
+    """How the experts are placed, compared with the best plan that places them differently."""
     d = chosen.deployment
     how = (
-        f"whole experts on {d.ep} devices, attention {'copied' if d.data_parallel > 1 else 'cut'}"
+        f"whole experts on {d.ep} devices, attention {'replicated' if d.data_parallel > 1 else 'sharded'}"
         if d.ep > 1
-        else f"every expert cut over {d.group} devices"
+        else f"every expert sharded over {d.group} devices"
     )
     others = [plan for plan in found.plans if (plan.deployment.ep, plan.deployment.group) != (d.ep, d.group)]
     others = [plan for plan in others if (plan.deployment.ep > 1) != (d.ep > 1)]

@@ -1,4 +1,4 @@
-"""Judges every candidate under the workload's promises and picks the cheapest: winner, Pareto front, and the reasons.
+"""Judges every candidate under the workload's promises and picks the cheapest: winner, Pareto front, refused plans.
 
 Each candidate is sized and priced (judging.py), the leaders are tuned (tuning.py: batch limits, speculation). What
 fails is kept with the constraint that binds. Knows neither flags nor printing.
@@ -30,7 +30,7 @@ class Refused:
 @dataclass(frozen=True, slots=True)
 class SearchResult:
     winner: Plan | None
-    front: tuple[Plan, ...]  # nobody is cheaper, faster and safer at once
+    front: tuple[Plan, ...]  # no other plan is cheaper, faster and safer at once
     plans: tuple[Plan, ...]  # all that fit into memory, best first
     refused: tuple[Refused, ...]
     nearest_cheaper: Plan | None  # breaks a promise, costs less
@@ -64,11 +64,11 @@ class _Costs:
         self._known: dict[tuple[object, ...], StepCost] = {}
 
     def of(self, d: Deployment) -> StepCost:
-        cut = (d.model.name, d.device.name, d.weights, d.engine, d.tp, d.pp, d.ep, d.data_parallel)
-        if (cut, d.kv_bytes) not in self._known:
-            base = self._known.get(cut)
-            self._known[cut, d.kv_bytes] = self._known[cut] = base.with_kv(d) if base else StepCost(d)
-        return self._known[cut, d.kv_bytes]
+        key = (d.model.name, d.device.name, d.weights, d.engine, d.tp, d.pp, d.ep, d.data_parallel)
+        if (key, d.kv_bytes) not in self._known:
+            base = self._known.get(key)
+            self._known[key, d.kv_bytes] = self._known[key] = base.with_kv(d) if base else StepCost(d)
+        return self._known[key, d.kv_bytes]
 
 
 def _front(plans: Sequence[Plan]) -> tuple[Plan, ...]:

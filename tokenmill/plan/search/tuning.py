@@ -1,7 +1,7 @@
 """Batch limits and speculation of a plan: what is chosen where the user fixed nothing, and why.
 
-Sequences per step as many as the promised time between tokens bears; tokens per step the usual ones unless a promise or
-KV room asks for others; speculation where it pays clearly at the plan's own batch. Judges with judging.py; called by
+Sequences per step: as many as keep the promised ITL. Tokens per step: the engine's default, unless a promise or KV
+memory requires another. Speculation: where it clearly pays at the plan's own batch. Judges with judging.py; called by
 search.py for the leading plans.
 """
 
@@ -16,28 +16,28 @@ from tokenmill.plan.question.engines import default_limits
 from tokenmill.plan.question.question import Speculation, Tuning
 from tokenmill.plan.search.judging import Plan, Terms, refusal
 
-_STEPS = (0.25, 1, 2)  # tokens of a step, over the usual ones
+_STEPS = (0.25, 1, 2)  # tokens of a step, relative to the engine's default
 _MAX_SEQUENCES = 1024
-_TIGHT_TOKENS, _TIGHT_SEQUENCES = 2048, 32  # the smallest limits that are worth serving with
-_CLEARLY = 0.97  # of the cost: a change of the engine's defaults must gain so much
+_TIGHT_TOKENS, _TIGHT_SEQUENCES = 2048, 32  # the smallest limits considered
+_CLEARLY = 0.97  # of the cost: a change of the engine's defaults must gain at least this much
 _SPECULATION_PAYS = 0.9  # the same for speculation, which rests on an assumed acceptance
 
 
 def first_choice(deployment: Deployment, terms: Terms, tuning: Tuning) -> tuple[str, Deployment]:
     """(why it is refused, the deployment to judge). Where the engine's default limits leave too little for KV, tight
     ones are tried before it is refused."""
-    stated = tuning.applied(deployment)
-    reason = refusal(stated, terms.workload)
+    fixed = tuning.applied(deployment)
+    reason = refusal(fixed, terms.workload)
     if not reason:
-        return "", stated
+        return "", fixed
     tight = replace(
         deployment,
         batch_tokens=min(_TIGHT_TOKENS, deployment.batch_tokens),
         max_sequences=min(_TIGHT_SEQUENCES, deployment.max_sequences),
     )
     tight = tuning.applied(tight)
-    hopeless = tight == stated or not plan_memory(tight).fits
-    return (reason, stated) if hopeless or refusal(tight, terms.workload) else ("", tight)
+    hopeless = tight == fixed or not plan_memory(tight).fits
+    return (reason, fixed) if hopeless or refusal(tight, terms.workload) else ("", tight)
 
 
 def tuned(plan: Plan, cost: StepCost, terms: Terms, tuning: Tuning) -> Plan:
@@ -60,11 +60,11 @@ def tuned(plan: Plan, cost: StepCost, terms: Terms, tuning: Tuning) -> Plan:
 
 def _limits(plan: Plan, cost: StepCost, terms: Terms, tuning: Tuning) -> Iterator[Deployment]:
     """Other limits that fit into memory: larger batches where the load fills them, other steps where a promise breaks
-    (the usual step is the one that engines were measured with)."""
+    (engines were measured with their default step)."""
     d = plan.deployment
-    usual = default_limits(d.engine).tokens
+    default = default_limits(d.engine).tokens
     steps = (
-        [round(usual * share) for share in _STEPS] if plan.failures and not tuning.batch_tokens else [d.batch_tokens]
+        [round(default * share) for share in _STEPS] if plan.failures and not tuning.batch_tokens else [d.batch_tokens]
     )
     filled = plan.users >= d.max_sequences and not tuning.max_sequences
     for sequences in (d.max_sequences, _MAX_SEQUENCES) if filled else (d.max_sequences,):
@@ -72,7 +72,7 @@ def _limits(plan: Plan, cost: StepCost, terms: Terms, tuning: Tuning) -> Iterato
             other = replace(d, max_sequences=sequences, batch_tokens=tokens)
             if other != d and not refusal(other, terms.workload):
                 yield other
-    if plan.failures and terms.workload.itl_ms and not tuning.max_sequences:  # whoever is too many may wait instead
+    if plan.failures and terms.workload.itl_ms and not tuning.max_sequences:  # excess users may wait instead
         fewer = _sequences_within(d, cost, terms, plan.speculation)
         if 0 < fewer < plan.users:
             yield replace(d, max_sequences=fewer)
@@ -105,12 +105,12 @@ def _bounded(plan: Plan, cost: StepCost, terms: Terms, tuning: Tuning) -> tuple[
     """With the limit on sequences that keeps the promise when more users come than are planned for."""
     d, fit = plan.deployment, plan.estimate.sequences_that_fit
     if tuning.max_sequences:
-        return plan, f"{d.max_sequences} sequences a step: stated"
+        return plan, f"{d.max_sequences} sequences a step: fixed by the user"
     itl = terms.workload.itl_ms
     within = _sequences_within(d, cost, terms, plan.speculation) if itl else 0
     if not within:  # no promise, or one that cannot be kept
         most = max(1, min(d.max_sequences, fit))
-        why = "as many as fit into KV memory" if most == fit else "more would not pay"
+        why = "as many as fit into KV memory" if most == fit else "more would not raise throughput"
         return replace(plan, deployment=replace(d, max_sequences=most)), f"{most} sequences a step: {why}"
     most = max(1, min(within, fit))
     found = terms.judge(replace(d, max_sequences=most), cost, plan.speculation)
@@ -121,22 +121,22 @@ def _bounded(plan: Plan, cost: StepCost, terms: Terms, tuning: Tuning) -> tuple[
 
 
 def _step_reason(best: Plan, tuning: Tuning) -> Iterator[str]:
-    d, usual = best.deployment, default_limits(best.deployment.engine).tokens
+    d, default = best.deployment, default_limits(best.deployment.engine).tokens
     if tuning.batch_tokens:
-        yield f"{d.batch_tokens:,} tokens a step: stated"
-    elif d.batch_tokens == usual:
-        yield f"{usual:,} tokens a step: the engine's default"
+        yield f"{d.batch_tokens:,} tokens a step: fixed by the user"
+    elif d.batch_tokens == default:
+        yield f"{default:,} tokens a step: the engine's default"
     else:
-        gained = (plan_memory(d).kv - plan_memory(replace(d, batch_tokens=usual)).kv) / (1 << 30)
+        gained = (plan_memory(d).kv - plan_memory(replace(d, batch_tokens=default)).kv) / (1 << 30)
         effect = f"leaves {gained:.1f} GiB more for KV" if gained > 0 else "takes more prompts at once"
-        yield f"{d.batch_tokens:,} tokens a step: {effect} than the default {usual:,}"
+        yield f"{d.batch_tokens:,} tokens a step: {effect} than the default {default:,}"
 
 
 def _speculation_reason(best: Plan, plain: Plan, terms: Terms, cost: StepCost, tuning: Tuning) -> str:
     drafts = tuning.drafts
     assumed = f"{drafts.draft_tokens} drafts, {drafts.acceptance:.0%} accepted (assumed: measure it)"
     if tuning.speculation != "auto":
-        return f"speculation {tuning.speculation}: stated" + (f", {assumed}" if best.speculation else "")
+        return f"speculation {tuning.speculation}: fixed by the user" + (f", {assumed}" if best.speculation else "")
     if not best.deployment.can_speculate:
         return "speculation off: engines do not offer it across pipeline stages"
     if best.speculation:

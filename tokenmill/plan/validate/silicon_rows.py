@@ -39,7 +39,7 @@ class SiliconRow:
     load: Load
     ttft_ms: float
     tpot_ms: float
-    group: str  # model, device, engine, format and cut: rows of one measured configuration
+    group: str  # model, device, engine, format and parallelism: rows of one measured configuration
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +72,9 @@ def read_rows(path: Path) -> Iterator[SiliconRow | SkippedRow]:
 
 def _row(line: int, row: dict[str, str]) -> SiliconRow:
     model = describe_for_planning(row["model_path"])
-    cut = _cut(row, max(kind.attention.num_heads for kind in model.layers))
+    parallel = _parallelism(row, max(kind.attention.num_heads for kind in model.layers))
     source = row.get("silicon_data_source", "")
-    concurrency = _concurrency(row, source, cut.data_parallel)
+    concurrency = _concurrency(row, source, parallel.data_parallel)
     stored = row["gemm_quant_mode"]
     weights = find_format(_FORMATS.get(stored, stored) if stored or model.stored_format == "bf16" else "bf16")
     if model.stored_format == "mxfp4":
@@ -88,19 +88,19 @@ def _row(line: int, row: dict[str, str]) -> SiliconRow:
         weights=weights,
         kv_bytes=1.0 if eight_bit_kv else 2.0,
         engine=row["backend"],
-        tp=cut.tp,
+        tp=parallel.tp,
         pp=_size(row["pp_size"]),
-        ep=cut.ep if model.is_moe else 1,
-        data_parallel=cut.data_parallel,
+        ep=parallel.ep if model.is_moe else 1,
+        data_parallel=parallel.data_parallel,
         max_sequences=max(concurrency, 256),
     )
     load = Load(int(row["isl"]), int(row["osl"]), concurrency, _spread(row, source), _REQUESTS_PER_USER)
-    group = "/".join((model.name, deployment.device.name, deployment.engine, weights.name, str(cut)))
+    group = "/".join((model.name, deployment.device.name, deployment.engine, weights.name, str(parallel)))
     return SiliconRow(line, deployment, load, float(row["silicon_ttft_ms"]), float(row["silicon_tpot_ms"]), group)
 
 
 @dataclass(frozen=True, slots=True)
-class _Cut:
+class _Parallelism:
     tp: int
     data_parallel: int
     ep: int
@@ -109,11 +109,11 @@ class _Cut:
         return f"tp{self.tp}dp{self.data_parallel}ep{self.ep}"
 
 
-def _cut(row: dict[str, str], heads: int) -> _Cut:
-    """How the model lies on devices.
+def _parallelism(row: dict[str, str], heads: int) -> _Parallelism:
+    """How the model is distributed over devices.
 
     Imports of the public sweeps wrote tp x ep (or tp x dp) where the run used the same devices for both: tp 64 with
-    expert cuts 8 and 8 is one node of 8 (the run's own name says tp8 ep8). A tp that does not divide the heads cannot
+    expert sizes 8 and 8 is one node of 8 (the run's own name says tp8 ep8). A tp that does not divide the heads cannot
     be one: such rows count all devices of a rack-wide disaggregated deployment.
     """
     tp, copies = _size(row["tp_size"]), _size(row["attention_dp_size"])
@@ -121,14 +121,14 @@ def _cut(row: dict[str, str], heads: int) -> _Cut:
     if _is_sweep(row.get("silicon_data_source", "")):
         if expert_tp == ep > 1 and tp * copies == expert_tp * ep:
             devices, copied = ep, copies > 1
-            return _Cut(1 if copied else devices, devices if copied else 1, devices)
+            return _Parallelism(1 if copied else devices, devices if copied else 1, devices)
         if tp == copies > 1:
-            return _Cut(1, tp, tp)
+            return _Parallelism(1, tp, tp)
     if heads % tp:
         raise UserError("tp does not divide the heads: not one aggregated engine")
-    if tp * copies < expert_tp * ep:  # attention copies are implied by the experts' cut
+    if tp * copies < expert_tp * ep:  # attention replicas follow from the expert sizes
         copies = expert_tp * ep // tp
-    return _Cut(tp, copies, min(ep, tp * copies))
+    return _Parallelism(tp, copies, min(ep, tp * copies))
 
 
 def _concurrency(row: dict[str, str], source: str, copies: int) -> int:
