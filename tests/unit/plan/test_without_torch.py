@@ -47,7 +47,7 @@ def test_plan_of_a_file(alias: str, model_path: Callable[[str], Path]) -> None:
 
 
 def test_validate(tmp_path: Path) -> None:
-    from tests.unit.plan.test_validate import write
+    from tests.unit.plan.validate.test_validate import write
 
     found = answered("plan", "--validate", str(write(tmp_path / "rows.csv", {}, {"isl": "2048"})))
     assert found["rows"] == 2
