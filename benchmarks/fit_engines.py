@@ -18,9 +18,9 @@ from pathlib import Path
 from statistics import fmean, median
 from zlib import crc32
 
-from tokenmill.plan.engines import EngineCosts, engine_costs
-from tokenmill.plan.silicon_rows import SiliconRow, read_rows
-from tokenmill.plan.validate import Predictor, Scored
+from tokenmill.plan.cost.engine_costs import EngineCosts, engine_costs
+from tokenmill.plan.validate.scores import Predictor, Scored
+from tokenmill.plan.validate.silicon_rows import SiliconRow, read_rows
 
 # Dense rows settle what every model shares; rows with experts then settle the rest.
 STEPS = {
@@ -37,7 +37,7 @@ class Fit:
 
     def scored(self, costs: EngineCosts) -> list[Scored]:
         pairs = ((row, self.predictor.cost(row).with_costs(costs)) for row in self.rows)
-        return [Scored(row, self.predictor.predict(row, cost)) for row, cost in pairs]
+        return [Scored(row, self.predictor.predict(row, cost), self.predictor.steady(row, cost)) for row, cost in pairs]
 
     def loss(self, costs: EngineCosts) -> float:
         scored = self.scored(costs)

@@ -22,13 +22,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tokenmill.bench.serve_job import ServeJob
+from tokenmill.calibrate.job import compare_runs
+from tokenmill.calibrate.served_probe import measured, started_server
 from tokenmill.checkpoint.open import open_checkpoint
 from tokenmill.checkpoint.sources import resolve
-from tokenmill.plan.calibrate import compare_runs
-from tokenmill.plan.served_probe import measured, started_server
 from tokenmill.plan.simulate.job import SimulatedEngine, simulate_engine
+from tokenmill.plan.simulate.measured import measured_engine
 from tokenmill.plan.simulate.question import LoadQuestion, load_of
-from tokenmill.plan.this_machine import measured_engine
 
 
 def main() -> None:

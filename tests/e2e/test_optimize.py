@@ -171,14 +171,14 @@ def test_the_report_opens_without_network_and_shows_its_plots(finished: Path) ->
     with chromium() as browser:
         browser.go((finished / "report.html").as_uri())
         assert browser.text("#chosen") == _results(finished)["chosen"]["name"]
-        for plot in ("#pareto", "#predicted", "#layers"):
+        for plot in ("pareto", "predicted", "layers"):
             box = browser.run(
-                "const b = document.querySelector(arguments[0] + ' svg').getBoundingClientRect();"
+                "const b = document.querySelector('svg[data-chart=' + arguments[0] + ']').getBoundingClientRect();"
                 "return [b.width, b.height]",
                 plot,
             )
             assert min(box) > 50, plot
-        assert browser.run("return document.querySelectorAll('#pareto circle').length") >= 2
+        assert browser.run("return document.querySelectorAll('svg[data-chart=pareto] circle').length") >= 2
         assert browser.run("return document.documentElement.scrollWidth <= window.innerWidth")
         assert browser.console() == []
         shot = browser.screenshot()

@@ -53,7 +53,7 @@ def test_one_h100_and_a_70b_model(capsys: pytest.CaptureFixture[str]) -> None:
         (("llama-3.1-8b", "--gpu", "h100", "--utilization", "2"), ("utilization", "correct")),
         (("llama-3.1-8b", "--gpu", "h100", "--target-cost", "much"), ("not a share", "-60%")),
         (("llama-3.1-8b", "--gpu", "h100", "--speculation", "perhaps"), ("perhaps", "auto, on, off")),
-        (("llama-3.1-8b", "--gpu", "h100", "--acceptance", "60"), ("no speculation", "from 0 to 1")),
+        (("llama-3.1-8b", "--gpu", "h100", "--acceptance", "60"), ("is impossible", "from 0 to 1")),
         (("llama-3.1-8b", "--gpu", "h100", "--ep", "8"), ("no combination", "--ep")),
         (("llama-3.1-8b", "--gpu", "h100", "--daily-load", "1,x"), ("no daily load", "one number per hour")),
         (("llama-3.1-8b", "--gpu", "h100", "--current-bill", "-5"), ("a bill of $-5", "--current-bill")),

@@ -19,7 +19,8 @@ import httpx
 
 from tokenmill.bench.serve_arrivals import arrival_offsets
 from tokenmill.bench.serve_client import Sample, StreamClient
-from tokenmill.bench.serve_datasets import Item, load_items
+from tokenmill.bench.serve_datasets import load_items
+from tokenmill.bench.serve_item import Item
 from tokenmill.bench.serve_job import ServeJob
 from tokenmill.errors import UserError
 

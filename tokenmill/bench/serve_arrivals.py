@@ -6,7 +6,7 @@ import math
 from itertools import accumulate
 from random import Random
 
-from tokenmill.bench.serve_datasets import Item
+from tokenmill.bench.serve_item import Item
 from tokenmill.bench.serve_job import ServeJob
 
 

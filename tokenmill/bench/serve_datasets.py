@@ -7,13 +7,14 @@ nothing of servers or of time, except that a trace's requests carry their own.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import cycle, islice
 from random import Random
 from typing import Any
 
 from tokenmill.bench.prompts import random_requests
+from tokenmill.bench.serve_item import Item
 from tokenmill.bench.serve_job import ServeJob
+from tokenmill.bench.serve_traces import trace_items
 from tokenmill.bench.trace_rows import numbered_objects
 from tokenmill.errors import UserError
 
@@ -33,16 +34,6 @@ important until form food keep
 _WORDS = _WORD_LIST.split()
 
 
-@dataclass(frozen=True, slots=True)
-class Item:
-    """One request to send. `timestamp` is in seconds since the trace's first request."""
-
-    prompt: str | list[int]
-    prompt_len: int  # 0: only the server knows
-    output_len: int
-    timestamp: float = 0.0
-
-
 def load_items(job: ServeJob) -> list[Item]:
     match job.dataset_name:
         case "random":
@@ -52,8 +43,6 @@ def load_items(job: ServeJob) -> list[Item]:
         case "custom":
             return _custom_items(job)
         case _:
-            from tokenmill.bench.serve_traces import trace_items
-
             items = trace_items(job)
     return [_with_text(item) for item in items] if job.wants_text else items
 

@@ -11,7 +11,7 @@ from functools import lru_cache
 from itertools import islice
 from random import Random
 
-from tokenmill.bench.serve_datasets import Item
+from tokenmill.bench.serve_item import Item
 from tokenmill.bench.serve_job import ServeJob
 from tokenmill.bench.trace_rows import BLOCK_TOKENS, azure_rows, block_rows
 from tokenmill.errors import UserError

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -15,6 +16,7 @@ from tokenmill.config import EngineConfig
 from tokenmill.errors import UserError
 
 app = typer.Typer(help="Measure speed on synthetic prompts.")
+_Report = Annotated[Path | None, typer.Option("--report", metavar="FILE", help="Write a self-contained HTML report.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -55,6 +57,7 @@ def throughput(
     output_len: Annotated[int, typer.Option(help="Tokens generated for each prompt.")] = 128,
     range_ratio: Annotated[float, typer.Option(help="Lengths vary uniformly by this share, up and down.")] = 0.0,
     shared_prefix: Annotated[int, typer.Option(help="Tokens all prompts begin with, on top of --input-len.")] = 0,
+    report_file: _Report = None,
     as_json: AsJson = False,
     _verbose: Verbose = False,
     *,
@@ -64,13 +67,19 @@ def throughput(
     from tokenmill.bench.throughput import ThroughputJob, measure_throughput
 
     job = ThroughputJob(num_prompts, input_len, output_len, range_ratio, shared_prefix)
-    emit(asdict(measure_throughput(model, engine, job, progress=True)), as_json)
+    found = measure_throughput(model, engine, job, progress=True)
+    if report_file is not None:
+        from tokenmill.bench.html import write_throughput_report
+
+        write_throughput_report(report_file, model, found)
+    emit(asdict(found), as_json)
 
 
 @app.command()
 @given_options({"Load": ServeJob}, {})
 def serve(
     limits: Annotated[list[str] | None, typer.Argument(hidden=True, metavar="")] = None,
+    report_file: _Report = None,
     as_json: AsJson = False,
     _verbose: Verbose = False,
     *,
@@ -90,6 +99,10 @@ def serve(
     if job.save_result or job.save_detailed:
         path = save(report, details(measurement) if job.save_detailed else None, job)
         print(f"saved {path}", file=sys.stderr, flush=True)
+    if report_file is not None:
+        from tokenmill.bench.html import write_serve_report
+
+        write_serve_report(report_file, measurement, report)
     if as_json:
         emit(report, as_json=True)
     else:

@@ -94,11 +94,11 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _plan(model: str, gpus: list[str], use: str, given: dict[str, Any], fixed: dict[str, Any]) -> dict[str, Any]:
     from tokenmill.hardware.catalog import load_catalog
-    from tokenmill.plan.answer import Question, answer
-    from tokenmill.plan.cost import Pricing
-    from tokenmill.plan.model_names import describe_for_planning
-    from tokenmill.plan.search import Limits
-    from tokenmill.plan.workload import preset
+    from tokenmill.plan.question.model_names import describe_for_planning
+    from tokenmill.plan.question.pricing import Pricing
+    from tokenmill.plan.question.question import Limits, Question
+    from tokenmill.plan.question.workload import preset
+    from tokenmill.plan.search.answer import answer
 
     if not gpus:
         raise UserError("there is neither a plan nor hardware", "give --plan FILE or --gpu h100x2")

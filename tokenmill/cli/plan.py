@@ -93,24 +93,21 @@ def plan(
 ) -> None:
     """Find the cheapest deployment that keeps the promises, or say which limit binds."""
     if validate is not None:
-        from tokenmill.plan.validate import validate as score
+        from tokenmill.plan.validate.scores import validate as score
 
         emit(asdict(score(validate)), as_json)
         return
     if calibrate:
-        from tokenmill.plan.calibrate import calibrate as measure
+        from tokenmill.calibrate.job import calibrate as measure
 
         emit(measure(model or "smollm2"), as_json)
         return
     from tokenmill.hardware.catalog import load_catalog
-    from tokenmill.plan.answer import Question, answer, search_question
-    from tokenmill.plan.cost import Pricing, utilization_of_day
-    from tokenmill.plan.cost_answer import Bill
-    from tokenmill.plan.guide import check_traits
-    from tokenmill.plan.search import Limits
-    from tokenmill.plan.speculation import Speculation
-    from tokenmill.plan.tuning import Tuning
-    from tokenmill.plan.workload import preset, usual_acceptance
+    from tokenmill.plan.question.pricing import Bill, Pricing, utilization_of_day
+    from tokenmill.plan.question.question import Limits, Question, Speculation, Tuning
+    from tokenmill.plan.question.workload import preset, usual_acceptance
+    from tokenmill.plan.search.answer import answer, search_question
+    from tokenmill.plan.search.guide import check_traits
 
     given: dict[str, Any] = {
         "input_tokens": input_len or None,
@@ -157,11 +154,11 @@ def plan(
     found = search_question(question)
     result = answer(question, catalog, found)
     if explain:
-        from tokenmill.plan.guide import explain_plan
+        from tokenmill.plan.search.guide import explain_plan
 
         result["explain"] = explain_plan(question, result)
     if html is not None:
-        from tokenmill.plan.report import write_plan_report
+        from tokenmill.plan.search.html import write_plan_report
 
         write_plan_report(html, question, result, found)
         result["report"] = str(html)
@@ -170,7 +167,7 @@ def plan(
 
 def _model(name: str) -> Any:
     from tokenmill.errors import UserError
-    from tokenmill.plan.model_names import describe_for_planning
+    from tokenmill.plan.question.model_names import describe_for_planning
 
     if not name:
         raise UserError("there is no model", "name one, as in: tokenmill plan llama-3.1-70b --gpu h100x2")
@@ -180,7 +177,7 @@ def _model(name: str) -> Any:
 def _groups(catalog: Any, names: list[str], any_gpu: bool, engine: str, model: str) -> list[Any]:
     from tokenmill.errors import UserError
     from tokenmill.hardware.catalog import DeviceGroup
-    from tokenmill.plan.this_machine import calibrated_device, check_engine, is_this_machine
+    from tokenmill.plan.cost.this_machine import calibrated_device, check_engine, is_this_machine
 
     if names and any_gpu:
         raise UserError("both --gpu and --any-gpu are given", "give one of them")

@@ -97,7 +97,7 @@ def simulate(
     )  # fmt: skip
     simulation, result = ask(asked, load, fleet, Limits(ttft, itl))
     if html is not None:
-        from tokenmill.plan.simulation_report import write_simulation_report
+        from tokenmill.plan.simulate.html import write_simulation_report
 
         write_simulation_report(html, f"{model} on {gpu}", result, simulation_series(simulation))
         result["report"] = str(html)

@@ -12,7 +12,7 @@ from typing import Any
 
 from tokenmill.errors import UserError
 from tokenmill.hardware.catalog import Catalog, Device
-from tokenmill.plan.this_machine import calibrated_device, is_this_machine
+from tokenmill.plan.cost.this_machine import calibrated_device, is_this_machine
 
 _LOAD_BYTES_PER_SECOND = 0.2e9  # a slow network volume: a start must not be taken for a hang
 _WARM_UP_SECONDS = 300  # compilation and graph capture

@@ -66,15 +66,3 @@ def is_tied(cheapest: Sequence[Run], other: Sequence[Run]) -> bool:
     """Whether these runs leave it open that `other` costs no more, up to the margin."""
     low, _ = bootstrap_interval(cost_ratios(cheapest, other), statistic=np.median)
     return low <= 1 + TIE_MARGIN
-
-
-def pareto(points: Mapping[str, tuple[float, float]]) -> list[str]:
-    """Names whose (cost, loss) no other beats in both, cheapest first."""
-    front = []
-    for name, (cost, loss) in points.items():
-        beaten = any(
-            other != name and c <= cost and q <= loss and (c, q) != (cost, loss) for other, (c, q) in points.items()
-        )
-        if not beaten:
-            front.append(name)
-    return sorted(front, key=lambda name: points[name])

@@ -38,11 +38,11 @@ from tokenmill.optimize.pricing import machine_price, project
 from tokenmill.optimize.results import PASSED, CandidateResult, Outcome
 from tokenmill.optimize.store import Store, question_key
 from tokenmill.optimize.traffic import Traffic, TrafficRequest, build_traffic
-from tokenmill.plan.ceilings import dollars_per_million
-from tokenmill.plan.closed_loop import Load
-from tokenmill.plan.model_names import describe_for_planning
-from tokenmill.plan.planned_model import PlannedModel
-from tokenmill.plan.workload import Workload
+from tokenmill.plan.cost.ceilings import dollars_per_million
+from tokenmill.plan.cost.closed_loop import Load
+from tokenmill.plan.question.model_names import describe_for_planning
+from tokenmill.plan.question.planned_model import PlannedModel
+from tokenmill.plan.question.workload import Workload
 from tokenmill.quantize.calibration_text import built_in_held_out
 
 _log = get_logger(__name__)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 
+from tokenmill.calibrate.machine_probe import product_gflops, read_bandwidth_gb_s
 from tokenmill.checkpoint.gguf_writer import TensorSlot
 from tokenmill.hardware.catalog import Device
 from tokenmill.hardware.machine import detect_machine
@@ -18,13 +19,12 @@ from tokenmill.kernels import cpu
 from tokenmill.kernels.ggml_types import TYPES
 from tokenmill.optimize.candidates import WeightChoice
 from tokenmill.optimize.results import Prediction
-from tokenmill.plan.closed_loop import Load
-from tokenmill.plan.deployment import Deployment, total_weight_bytes
-from tokenmill.plan.machine_probe import product_gflops, read_bandwidth_gb_s
-from tokenmill.plan.performance import estimate
-from tokenmill.plan.planned_model import PlannedModel
-from tokenmill.plan.quality import quality_risk
-from tokenmill.plan.this_machine import MachineCalibration, load_calibration
+from tokenmill.plan.cost.closed_loop import Load
+from tokenmill.plan.cost.performance import estimate
+from tokenmill.plan.cost.this_machine import MachineCalibration, load_calibration
+from tokenmill.plan.question.deployment import Deployment, total_weight_bytes
+from tokenmill.plan.question.planned_model import PlannedModel
+from tokenmill.plan.search.quality import quality_risk
 from tokenmill.quantize.recipe import compose
 from tokenmill.quantize.schemes import adjust
 

@@ -10,11 +10,11 @@ from typing import Any
 from tokenmill.errors import UserError
 from tokenmill.hardware.catalog import Catalog
 from tokenmill.hardware.machine import Machine
-from tokenmill.plan.answer import Question, answer
-from tokenmill.plan.cost import Pricing
-from tokenmill.plan.planned_model import PlannedModel
-from tokenmill.plan.search import Limits
-from tokenmill.plan.workload import Workload
+from tokenmill.plan.question.planned_model import PlannedModel
+from tokenmill.plan.question.pricing import Pricing
+from tokenmill.plan.question.question import Limits, Question
+from tokenmill.plan.question.workload import Workload
+from tokenmill.plan.search.answer import answer
 
 _BY_ARCHITECTURE = {"aarch64": "neoverse-n1", "arm64": "neoverse-n1", "x86_64": "xeon-8480", "AMD64": "xeon-8480"}
 

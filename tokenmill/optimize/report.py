@@ -1,51 +1,51 @@
-"""report.html: one file without outside resources, for a manager's minute and an engineer's hour.
+"""report.html: the verdict for a reader with a minute, the evidence for one with an hour.
 
 Headline, Pareto plot, every candidate with its verdict, predicted against measured, error of each layer, memory, and
-the commands that repeat it. Only arranges what the outcome holds (and report.css). Called by outputs.py.
+the commands that repeat it. Only arranges what the outcome holds. Called by outputs.py; charts and page are report/'s.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from html import escape
-from importlib import resources
 from typing import Any
 
-from tokenmill import __version__
-from tokenmill.optimize.evidence import pareto
-from tokenmill.optimize.plots import Point, bars, scatter
 from tokenmill.optimize.results import CHOSEN, FAILED, HARMED, PASSED, TIED, CandidateResult, Outcome
+from tokenmill.report.charts import Bar, Point, bars, legend, scatter
+from tokenmill.report.page import Tile, code_block, grid, paragraphs, render_page, section, table, tiles
+from tokenmill.report.pareto import pareto_front
 
 _LAYERS_SHOWN = 40
 _DEAREST_SHOWN = 1.5  # times the baseline's cost
+_COLORS = {CHOSEN: "var(--good)", TIED: "var(--c0)", PASSED: "var(--c0)", HARMED: "var(--bad)"}
+_OTHER_COLOR, _BASELINE_COLOR = "var(--c5)", "var(--ink)"
 
 
 def render_report(outcome: Outcome) -> str:
-    title = f"{outcome.model}: {_headline(outcome)}"
-    style = (resources.files("tokenmill.optimize") / "report.css").read_text(encoding="utf-8")
-    body = [
-        f"<h1>{escape(title)}</h1>",
-        f'<p class="dim">{escape(outcome.machine)}; {escape(outcome.workload_words)}; ${outcome.price:.3f} an hour '
-        f"({escape(outcome.price_basis)}). {_state(outcome)}</p>",
-        _cards(outcome),
-        *(f"<p>{escape(text)}</p>" for text in (outcome.reason, outcome.source_note) if text),
-        _section("Cost and quality", _pareto_plot(outcome)),
-        _section("Candidates", _table(outcome)),
-        _section("Baseline: the fastest unquantized way", _baseline_table(outcome)),
-        _section("Predicted against measured", _prediction_plot(outcome)),
-        _section("On other hardware (planner's projection, not measured)", _projections(outcome)),
-        _section("Error of each layer of the chosen model", _layers(outcome)),
-        _section("Serve it", _pre(f"# {name}\n{line}" for name, line in outcome.launch_lines.items())),
-        _section("Repeat it", _pre(outcome.commands)),
-        f'<p class="dim">tokenmill {__version__}, {outcome.seconds:.0f} s. Costs are medians of ratios to baseline '
-        "runs that alternated with the candidate's, intervals are 95 %. Loss is the ratio of perplexities minus one on "
-        f"{escape(outcome.quality_text)}; a candidate passes if it is within the limit with 95 % confidence.</p>",
-    ]
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{style}</style></head><body>{''.join(body)}</body></html>\n"
+    subtitle = (
+        f"{outcome.machine}; {outcome.workload_words}; ${outcome.price:.3f} an hour ({outcome.price_basis}). "
+        f"{_state(outcome)}"
     )
+    launch = code_block(f"# {name}\n{line}" for name, line in outcome.launch_lines.items())
+    footer = (
+        f"{outcome.seconds:.0f} s. Costs are medians of ratios to baseline runs that alternated with the candidate's, "
+        "intervals are 95 %. Loss is the ratio of perplexities minus one on "
+        f"{outcome.quality_text}; a candidate passes if it is within the limit with 95 % confidence."
+    )
+    sections = [
+        section("Why", paragraphs((outcome.reason, outcome.source_note)), wide=True),
+        _pareto_plot(outcome),
+        _prediction_plot(outcome),
+        section("Candidates", _table(outcome), wide=True),
+        section("Baseline: the fastest unquantized variant", _baseline_table(outcome), wide=True),
+        section("On other hardware", _projections(outcome), "projected by the planner, not measured", wide=True),
+        _layers(outcome),
+        section("Serve it", launch, wide=True),
+        section("Repeat it", code_block(outcome.commands), wide=True),
+    ]
+    body = [_chosen(outcome), grid(sections)]
+    title = f"{outcome.model}: {_headline(outcome)}"
+    return render_page(title, subtitle, body, badge=_verdict(outcome), footer=footer)
 
 
 def _headline(outcome: Outcome) -> str:
@@ -54,85 +54,104 @@ def _headline(outcome: Outcome) -> str:
     return f"{outcome.cost_reduction:.0%} cheaper, {outcome.quality_loss:+.2%} perplexity"
 
 
+def _verdict(outcome: Outcome) -> tuple[str, bool]:
+    if outcome.state != "complete":
+        return f"this run is {outcome.state}", False
+    return ("target met", True) if outcome.target_met else ("target not met", False)
+
+
 def _state(outcome: Outcome) -> str:
-    if outcome.state == "complete":
-        return ""
-    return f'<b class="bad">This run is {escape(outcome.state)}</b>; run the same command again to go on.'
+    return "" if outcome.state == "complete" else f"This run is {outcome.state}; repeat the command to continue it."
 
 
-def _cards(outcome: Outcome) -> str:
+def _chosen(outcome: Outcome) -> str:
     chosen, base = outcome.chosen, outcome.baseline
     if chosen is None or chosen.speed is None or chosen.quality is None or base is None or base.speed is None:
         return ""
     speed, quality = chosen.speed, chosen.quality
-    tone = "good" if outcome.target_met else "bad"
     size = chosen.artefact.nbytes if chosen.artefact else 0
     before = base.artefact.nbytes if base.artefact else 0
-    cards = [
-        ("Cost of a token", f'<b class="{tone}">-{outcome.cost_reduction:.0%}</b>', f"{1 - speed.high:.0%} to "
-         f"{1 - speed.low:.0%}; wanted {-outcome.target_cost:.0%}"),
-        ("Million output tokens", f"<b>${chosen.dollars_per_million_output or 0:.2f}</b>",
-         f"before ${base.dollars_per_million_output or 0:.2f}"),
-        ("Quality lost", f"<b>{quality.loss:+.2%}</b>", f"{quality.loss_low:+.2%} to {quality.loss_high:+.2%}; at most "
-         f"{outcome.max_quality_loss:.1%}"),
-        ("Time to first token", f"<b>{speed.ttft_ms:.0f} ms</b>", f"before {base.speed.ttft_ms:.0f} ms"),
-        ("Time per token", f"<b>{speed.tpot_ms:.1f} ms</b>", f"before {base.speed.tpot_ms:.1f} ms"),
-        (
-            "Memory",
-            f"<b>{speed.memory_bytes / 1e6:,.0f} MB</b>",
-            f"before {base.speed.memory_bytes / 1e6:,.0f} MB; weights {size / 1e6:,.0f}, before {before / 1e6:,.0f} MB",
+    shown = [
+        Tile(
+            f"-{outcome.cost_reduction:.0%}",
+            f"cost of a token ({1 - speed.high:.0%} to {1 - speed.low:.0%}); wanted {-outcome.target_cost:.0%}",
+            "good" if outcome.target_met else "bad",
         ),
-    ]  # fmt: skip
-    shown = (f'<div class="card">{name}{value}<small>{escape(note)}</small></div>' for name, value, note in cards)
-    return f'<p>Chosen: <b id="chosen">{escape(chosen.name)}</b></p><div class="cards">{"".join(shown)}</div>'
+        Tile(
+            f"${chosen.dollars_per_million_output or 0:.2f}",
+            f"per million output tokens, before ${base.dollars_per_million_output or 0:.2f}",
+        ),
+        Tile(
+            f"{quality.loss:+.2%}",
+            f"quality lost ({quality.loss_low:+.2%} to {quality.loss_high:+.2%}); at most "
+            f"{outcome.max_quality_loss:.1%}",
+        ),
+        Tile(f"{speed.ttft_ms:.0f} ms", f"time to first token, before {base.speed.ttft_ms:.0f} ms"),
+        Tile(f"{speed.tpot_ms:.1f} ms", f"time per token, before {base.speed.tpot_ms:.1f} ms"),
+        Tile(
+            f"{speed.memory_bytes / 1e6:,.0f} MB",
+            f"memory, before {base.speed.memory_bytes / 1e6:,.0f}; weights {size / 1e6:,.0f}, before "
+            f"{before / 1e6:,.0f} MB",
+        ),
+    ]
+    return f'<p>Chosen: <b id="chosen">{escape(chosen.name)}</b></p>{tiles(shown)}'
 
 
 def _pareto_plot(outcome: Outcome) -> str:
-    points, marks = {}, []
+    places, points = {}, []
     for each in outcome.candidates:
         quality = each.quality or each.divergence
         if each.speed is None or quality is None or not quality.loss < 1 or each.speed.cost_ratio > _DEAREST_SHOWN:
             continue  # far off: in the table only
-        points[each.name] = (each.speed.cost_ratio, quality.loss)
-        marks.append(
+        places[each.name] = (each.speed.cost_ratio, quality.loss)
+        points.append(
             Point(
                 each.speed.cost_ratio,
                 quality.loss,
+                _color(each),
+                f"{each.name}: {each.speed.cost_ratio:.0%} of the cost, {quality.loss:+.2%}",
                 each.name,
-                _kind(each),
-                (each.speed.low, each.speed.high),
-                (quality.loss_low, quality.loss_high),
+                ring=each.verdict == CHOSEN,
+                x_range=(each.speed.low, each.speed.high),
+                y_range=(quality.loss_low, quality.loss_high),
             )
         )
-    if not marks:
-        return "<p>No candidate was measured yet.</p>"
-    marks.append(Point(1.0, 0.0, "baseline", "baseline"))
-    front = [points[name] for name in pareto(points)]
+    if not points:
+        return section("Cost and quality", paragraphs(["No candidate was measured yet."]), wide=True)
+    points.append(Point(1.0, 0.0, _BASELINE_COLOR, "baseline", "baseline"))
     plot = scatter(
-        marks,
+        "pareto",
+        "Cost and quality",
+        points,
         "cost of a token, baseline = 100 %",
         "quality loss (perplexity)",
         percent=True,
-        limit_y=outcome.max_quality_loss,
-        path=front,
+        limits=[(outcome.max_quality_loss, f"limit {outcome.max_quality_loss:.1%}")],
+        front=pareto_front(places.values(), lambda place: place),
     )
-    return f'<div id="pareto">{plot}</div><p class="dim">Dashed: the limit. Line: nobody is cheaper and better.</p>'
+    key = legend(
+        [(_COLORS[CHOSEN], "chosen"), (_COLORS[PASSED], "passed"), (_COLORS[HARMED], "harmed"), (_OTHER_COLOR, "other")]
+    )
+    return section("Cost and quality", plot + key, "line: nobody is cheaper and better; ringed: chosen")
 
 
 def _prediction_plot(outcome: Outcome) -> str:
-    marks = [
-        Point(each.prediction.speedup, 1 / each.speed.cost_ratio, each.name, _kind(each))
+    points = [
+        Point(each.prediction.speedup, 1 / each.speed.cost_ratio, _color(each), each.name, each.name)
         for each in outcome.candidates
         if each.prediction and each.speed
     ]
-    if not marks:
+    if not points:
         return ""
-    plot = scatter(marks, "predicted speed over the baseline", "measured", diagonal=True)
-    return f'<div id="predicted">{plot}</div>'
+    plot = scatter(
+        "predicted", "Predicted against measured", points, "predicted speed over the baseline", "measured",
+        diagonal=True,
+    )  # fmt: skip
+    return section("Predicted against measured", plot, "dashed: the prediction was right")
 
 
-def _kind(result: CandidateResult) -> str:
-    return {CHOSEN: "chosen", TIED: "passed", PASSED: "passed", HARMED: "harmed"}.get(result.verdict, "other")
+def _color(result: CandidateResult) -> str:
+    return _COLORS.get(result.verdict, _OTHER_COLOR)
 
 
 def _table(outcome: Outcome) -> str:
@@ -142,7 +161,8 @@ def _table(outcome: Outcome) -> str:
         "candidate", "KV", "batch", "verdict", "cost", "predicted", "loss", "KL mean", "same top", "tok/s", "TTFT",
         "TPOT", "file MB", "memory MB", "why",
     )  # fmt: skip
-    return _rows(head, [_cells(each) for each in rows], [each.verdict for each in rows])
+    marked = next((number for number, each in enumerate(rows) if each.verdict == CHOSEN), -1)
+    return table(head, [_cells(each) for each in rows], marked)
 
 
 def _cells(each: CandidateResult) -> list[str]:
@@ -167,7 +187,6 @@ def _cells(each: CandidateResult) -> list[str]:
 
 
 def _baseline_table(outcome: Outcome) -> str:
-    head = ("variant", "verdict", "tok/s", "MB", "why")
     rows = [
         [
             each.name + (" (the baseline)" if each is outcome.baseline else ""),
@@ -178,7 +197,8 @@ def _baseline_table(outcome: Outcome) -> str:
         ]
         for each in outcome.baseline_variants
     ]
-    return _rows(head, rows, ["chosen" if each is outcome.baseline else "" for each in outcome.baseline_variants])
+    marked = next((i for i, each in enumerate(outcome.baseline_variants) if each is outcome.baseline), -1)
+    return table(("variant", "verdict", "tok/s", "MB", "why"), rows, marked)
 
 
 def _layers(outcome: Outcome) -> str:
@@ -189,14 +209,12 @@ def _layers(outcome: Outcome) -> str:
     if not worst:
         return ""
     shown = [
-        (each["name"], each["relative_error"], f"{each['relative_error']:.4f} {each['type_name']}") for each in worst
+        Bar(each["name"], each["relative_error"], text=f"{each['relative_error']:.4f} {each['type_name']}")
+        for each in worst[:_LAYERS_SHOWN]
     ]
-    note = (
-        f'<p class="dim">|W - W\'| / |W|; the worst {_LAYERS_SHOWN} of {len(worst)}.</p>'
-        if len(worst) > _LAYERS_SHOWN
-        else ""
-    )
-    return f'<div id="layers">{bars(shown[:_LAYERS_SHOWN])}</div>{note}'
+    note = "|W - W'| / |W|" + (f"; the worst {_LAYERS_SHOWN} of {len(worst)}" if len(worst) > _LAYERS_SHOWN else "")
+    title = "Error of each layer of the chosen model"
+    return section(title, bars("layers", title, shown), note, wide=True)
 
 
 def _projections(outcome: Outcome) -> str:
@@ -216,24 +234,4 @@ def _projections(outcome: Outcome) -> str:
                 str(each.get("note", "")),
             ]
         )
-    return _rows(head, rows, [""] * len(rows)) if rows else ""
-
-
-def _rows(head: Sequence[str], rows: Sequence[Sequence[str]], classes: Sequence[str]) -> str:
-    if not rows:
-        return ""
-    top = "".join(f"<th>{escape(name)}</th>" for name in head)
-    body = "".join(
-        f'<tr class="{escape(kind)}">' + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>"
-        for row, kind in zip(rows, classes, strict=True)
-    )
-    return f'<div class="scroll"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
-
-
-def _section(title: str, content: str) -> str:
-    return f"<h2>{escape(title)}</h2>{content}" if content else ""
-
-
-def _pre(lines: Iterable[str]) -> str:
-    text = "\n".join(lines)
-    return f"<pre>{escape(text)}</pre>" if text else ""
+    return table(head, rows)

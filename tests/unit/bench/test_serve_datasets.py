@@ -14,7 +14,8 @@ import pytest
 
 from tokenmill.bench.prompts import random_requests
 from tokenmill.bench.serve_arrivals import arrival_offsets, gamma_offsets
-from tokenmill.bench.serve_datasets import Item, as_text, load_items
+from tokenmill.bench.serve_datasets import as_text, load_items
+from tokenmill.bench.serve_item import Item
 from tokenmill.bench.serve_job import ServeJob
 from tokenmill.errors import UserError
 

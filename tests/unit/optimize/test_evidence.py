@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tokenmill.optimize.evidence import choose, compare_speed, is_tied, pareto, survivors
+from tokenmill.optimize.evidence import choose, compare_speed, is_tied, survivors
 from tokenmill.optimize.results import Run
 
 
@@ -46,8 +46,3 @@ def test_tied_candidates_are_named_and_the_better_one_wins() -> None:
 def test_equal_quality_is_decided_by_name_so_that_the_choice_repeats() -> None:
     runs = {"b": _runs(300, 300, 300), "a": _runs(300, 300, 300)}
     assert choose(runs, {"a": 0.0, "b": 0.0})[0] == "a"
-
-
-def test_pareto_front() -> None:
-    points = {"a": (0.3, 0.02), "b": (0.4, 0.01), "c": (0.5, 0.015), "d": (0.6, 0.0)}
-    assert pareto(points) == ["a", "b", "d"]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from tokenmill.hardware.catalog import load_catalog
-from tokenmill.plan.answer import Question, answer
-from tokenmill.plan.cost import Pricing
-from tokenmill.plan.model_names import describe_for_planning
-from tokenmill.plan.search import Limits
-from tokenmill.plan.workload import preset
+from tokenmill.plan.question.model_names import describe_for_planning
+from tokenmill.plan.question.pricing import Pricing
+from tokenmill.plan.question.question import Limits, Question
+from tokenmill.plan.question.workload import preset
+from tokenmill.plan.search.answer import answer
 
 
 def question(model: str, *gpus: str, use: str = "chat", load: dict[str, Any] | None = None, **fields: Any) -> Question:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,11 @@ from tests.e2e.webdriver import chromium
 from tests.unit.plan.questions import question
 from tokenmill.errors import UserError
 from tokenmill.hardware.catalog import load_catalog
-from tokenmill.plan.answer import answer
-from tokenmill.plan.charts import Axis, Curve, Point, curves, nice_step, scatter, short
-from tokenmill.plan.report import write_plan_report
-from tokenmill.plan.simulation_report import write_simulation_report
+from tokenmill.plan.search.answer import answer
+from tokenmill.plan.search.html import write_plan_report
+from tokenmill.plan.simulate.html import write_simulation_report
 
-PLAN_CHARTS = {"memory", "pareto", "cost", "ttft", "itl"}
+PLAN_CHARTS = {"memory", "step", "pareto", "cost", "ttft", "itl"}
 SIMULATION_CHARTS = {"kv", "queue", "replicas", "ttft"}
 
 
@@ -121,28 +119,6 @@ def _save(picture: bytes, name: str) -> None:
     folder = os.environ.get("TOKENMILL_SCREENSHOTS")
     if folder:
         (Path(folder) / f"{name}.png").write_bytes(picture)
-
-
-def test_marks_of_points_on_each_other_are_joined() -> None:
-    points = [Point(1, 10, "red", "a", "1"), Point(1.001, 10, "red", "b", "2"), Point(9, 90, "red", "c", "3")]
-    svg = scatter("pareto", "front", points, "x", "y")
-    marks = re.findall(r'class="mark"[^>]*>([^<]+)<', svg)
-    assert marks == ["1, 2", "3"]
-    ElementTree.fromstring(svg)
-
-
-def test_a_curve_of_one_value_can_be_drawn() -> None:
-    svg = curves("one", "one", [Curve("a", [1], [5.0], low=[4.0], high=[6.0])], "x", "y", logarithmic=(False, True))
-    assert "NaN" not in svg
-    ElementTree.fromstring(svg)
-
-
-def test_ticks() -> None:
-    assert Axis("", 0, 100).ticks() == [0, 20, 40, 60, 80, 100]
-    assert Axis("", 1, 1000, True).ticks() == [1, 10, 100, 1000]
-    assert len(Axis("", 6, 14, True).ticks()) >= 3
-    assert nice_step(0.03) == 0.05
-    assert [short(value) for value in (0.5, 12000, 3e6)] == ["0.5", "12k", "3M"]
 
 
 def test_a_folder_that_is_not_there_is_said(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ class Signals:
 
 class Engine(ABC):
     name: str
-    planner_name: str  # as plan/engines.py knows it
+    planner_name: str  # as plan/data/engines.toml spells it
     version: str  # whose flags these are
     image: str
     cpu_image: str = ""  # where devices are CPUs; empty: the same

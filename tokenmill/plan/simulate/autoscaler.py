@@ -1,8 +1,8 @@
-"""The autoscaler: how many replicas there should be, by the rule of Kubernetes' horizontal autoscaler.
+"""The autoscaler: how many replicas there should be, as Kubernetes' HorizontalPodAutoscaler decides it.
 
-desired = ceil(present x metric / target) for queue depth and KV use, the larger wins; within a tolerance nothing moves.
-A window of stabilisation lets it grow only to the least, and shrink only to the most, that was wanted within it.
-Knows nothing of replicas but their number; the cluster asks at every tick.
+desired = ceil(present x metric / target) for queue depth and KV use, whichever is larger; within a tolerance nothing
+changes. Within a stabilisation window it grows only to the minimum, and shrinks only to the maximum, of what was
+desired. Knows nothing of replicas but their number; the cluster asks at every tick.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from tokenmill.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class Autoscaling:
-    least: int = 1
-    most: int = 4
+    min_replicas: int = 1
+    max_replicas: int = 4
     target_queue: float = 4.0  # waiting requests per replica
     target_kv_use: float = 0.8
     cold_start_s: float = 120.0  # from the decision to the first request
@@ -27,8 +27,10 @@ class Autoscaling:
     tolerance: float = 0.1
 
     def __post_init__(self) -> None:
-        if not 1 <= self.least <= self.most:
-            raise UserError(f"autoscaling from {self.least} to {self.most} replicas", "give 1 <= least <= most")
+        if not 1 <= self.min_replicas <= self.max_replicas:
+            raise UserError(
+                f"autoscaling from {self.min_replicas} to {self.max_replicas} replicas", "give 1 <= minimum <= maximum"
+            )
         for name in ("target_queue", "target_kv_use", "tick_s"):
             if getattr(self, name) <= 0:
                 raise UserError(f"{name} is {getattr(self, name):g}", "give a number above 0")
@@ -48,7 +50,7 @@ class Autoscaler:
         s = self.settings
         ratio = max(queue / max(1, ready) / s.target_queue, kv_use / s.target_kv_use)
         wanted = present if abs(ratio - 1) <= s.tolerance else ceil(ready * ratio - 1e-9)
-        wanted = max(s.least, min(s.most, wanted))
+        wanted = max(s.min_replicas, min(s.max_replicas, wanted))
         self._wanted.append((now_s, wanted))
         longest = max(s.up_window_s, s.down_window_s)
         while self._wanted[0][0] < now_s - longest:

@@ -1,7 +1,7 @@
 """The cluster: a clock, replicas, a router, and what happens when. Discrete events, in order of time.
 
-Arrivals, transfers, replicas that are ready and the autoscaler's ticks are outside events; the ends of steps are inside
-ones. At one moment outside events go first, so that a step sees all that came before it begins. Owns the life of a
+Arrivals, transfers, started replicas and autoscaler ticks are external events; the ends of steps are internal ones. At
+equal times external events go first, so that a step sees everything that arrived before it begins. Owns the life of a
 request from arrival to record; knows neither costs nor formats.
 """
 
@@ -18,6 +18,7 @@ from math import inf
 
 from tokenmill.plan.simulate.autoscaler import Autoscaler, Autoscaling
 from tokenmill.plan.simulate.engine_shape import EngineShape
+from tokenmill.plan.simulate.pipeline import Pipeline
 from tokenmill.plan.simulate.records import Records, RequestRecord
 from tokenmill.plan.simulate.replica import Replica, StepOutcome
 from tokenmill.plan.simulate.routing import ROUTERS
@@ -28,11 +29,12 @@ from tokenmill.types import Request, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class PoolSettings:
-    """Engines that do the same work. `replicas` counts engine loops."""
+    """Engines that do the same work. `replicas` counts engine loops; each `stages` of them share a pipeline."""
 
     shape: EngineShape
     cost: CostModel
     replicas: int = 1
+    stages: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,7 @@ class Cluster:
         self.workload = workload
         self.records = Records()
         self.now = 0.0
-        self.replicas: list[Replica] = []  # all there ever were
+        self.replicas: list[Replica] = []  # all that ever existed
         self.num_starting = 0
         self._router = ROUTERS.get(settings.router)()
         self._decode_router = ROUTERS.get("least_loaded")()
@@ -65,13 +67,13 @@ class Cluster:
         self._steps: list[tuple[float, int, Replica, StepOutcome | None]] = []
         self._order = count()
         self._requests: dict[str, Request] = {}
-        # Replicas touch each other only through outside events, unless an end brings the next arrival or a transfer.
+        # Replicas affect each other through external events only, unless a request that ends causes one.
         self._independent = not workload.users and settings.decode is None
 
     # --- the clock ---
 
     def run(self) -> Records:
-        first = self.settings.autoscaling.least if self.settings.autoscaling else self.settings.serve.replicas
+        first = self.settings.autoscaling.min_replicas if self.settings.autoscaling else self.settings.serve.replicas
         for _ in range(max(first, self.settings.serve.replicas)):
             self._open_replica("prefill" if self.settings.decode else "serve", self.settings.serve)
         for _ in range(self.settings.decode.replicas if self.settings.decode else 0):
@@ -103,7 +105,7 @@ class Cluster:
         heappush(self._outside, (ms, next(self._order), action))
 
     def active(self) -> list[Replica]:
-        """Replicas that are there: they take requests, or still have some."""
+        """Replicas that accept requests or still have some."""
         return [replica for replica in self.replicas if replica.until is None]
 
     # --- requests ---
@@ -143,7 +145,7 @@ class Cluster:
     def _give(self, request: Request, replica: Replica, transferred: int = 0) -> None:
         self._requests[request.request_id] = request
         replica.add(request, transferred)
-        if not replica.busy:  # wake it when all that comes at this moment is there
+        if not replica.busy:  # it starts once all events of this moment have been handled
             replica.busy = True
             heappush(self._steps, (self.now, next(self._order), replica, None))
 
@@ -195,10 +197,18 @@ class Cluster:
     def _open_replica(self, pool: str, settings: PoolSettings, since: float = 0.0) -> None:
         replica = Replica(len(self.replicas), pool, settings.shape, settings.cost, self.settings.prefix_caching, since)
         replica.strides = self.settings.strides
+        if settings.stages > 1:
+            replica.pipeline = self._pipeline_of(pool, settings.stages)
         self.replicas.append(replica)
 
+    def _pipeline_of(self, pool: str, stages: int) -> Pipeline:
+        """Loops are opened in order: each `stages` of a pool belong to one deployment."""
+        loops = [replica for replica in self.replicas if replica.pool == pool]
+        joined = loops[-1].pipeline if len(loops) % stages else None
+        return joined or Pipeline(stages)
+
     def _tick(self) -> None:
-        """Ask the autoscaler; start replicas (after their cold start) or let some run empty."""
+        """Ask the autoscaler; start replicas (ready after their cold start) or drain some."""
         assert self._autoscaler is not None
         scaling = self._autoscaler.settings
         pool = "prefill" if self.settings.decode else "serve"
@@ -227,13 +237,13 @@ class Cluster:
 
 @lru_cache(maxsize=4096)
 def _params(max_tokens: int) -> SamplingParams:
-    """Immutable, so one per length is enough: a trace asks for the same ones again and again."""
+    """Immutable, so one per length is enough: a trace repeats the same lengths."""
     return SamplingParams(max_tokens=max_tokens)
 
 
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """Millions of small objects and no cycles among them: looking for garbage would take most of the time."""
+    """Millions of small objects without reference cycles: collecting would take most of the time."""
     enabled = gc.isenabled()
     gc.disable()
     try:

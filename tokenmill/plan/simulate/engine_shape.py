@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from tokenmill.errors import UserError
 from tokenmill.hardware.kv_layout import KVGroup, KVLayout
 from tokenmill.hardware.memory import layout_of
-from tokenmill.plan.deployment import PAGE_SIZE, Deployment, plan_memory
+from tokenmill.plan.question.deployment import PAGE_SIZE, Deployment, plan_memory
 
 _GIB = 1 << 30
 

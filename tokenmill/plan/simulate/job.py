@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 from tokenmill.errors import UserError
 from tokenmill.hardware.memory import sequence_bytes
-from tokenmill.plan.deployment import PAGE_SIZE, Deployment
+from tokenmill.plan.cost.step_cost import StepCost
+from tokenmill.plan.question.deployment import PAGE_SIZE, Deployment
 from tokenmill.plan.simulate.autoscaler import Autoscaling
 from tokenmill.plan.simulate.cluster import Cluster, ClusterSettings, PoolSettings
 from tokenmill.plan.simulate.engine_shape import EngineShape, shape_of
 from tokenmill.plan.simulate.report import Simulation, summarize
 from tokenmill.plan.simulate.runner import CostModel
 from tokenmill.plan.simulate.workload import Workload
-from tokenmill.plan.step_cost import StepCost
 
 _SLOWEST_LINK_GB_S = 12.5  # where the catalog knows none: a 100 Gbit/s network
 
@@ -123,11 +123,13 @@ def simulate_engine(
         raise UserError("autoscaling of engines with pipeline stages is not simulated", "use --pp 1, or no --autoscale")
     serving = fleet.prefill_replicas if split else fleet.replicas
     settings = ClusterSettings(
-        serve=PoolSettings(engine.shape, engine.cost, serving * engine.loops),
+        serve=PoolSettings(engine.shape, engine.cost, serving * engine.loops, engine.loops),
         router=fleet.router,
         prefix_caching=fleet.prefix_caching,
         autoscaling=fleet.autoscaling,
-        decode=PoolSettings(engine.shape, engine.cost, fleet.decode_replicas * engine.loops) if split else None,
+        decode=PoolSettings(engine.shape, engine.cost, fleet.decode_replicas * engine.loops, engine.loops)
+        if split
+        else None,
         transfer_ms=transfer,
         strides=fleet.strides,
     )

@@ -13,17 +13,17 @@ from typing import Any
 from tokenmill.errors import UserError, unknown_name
 from tokenmill.hardware.catalog import DeviceGroup, parse_gpu
 from tokenmill.hardware.weight_formats import find_format
-from tokenmill.plan.candidates import default_engine
-from tokenmill.plan.deployment import Deployment
-from tokenmill.plan.engines import usual_limits
-from tokenmill.plan.model_names import describe_for_planning
-from tokenmill.plan.performance import basis_of
+from tokenmill.plan.cost.performance import basis_of
+from tokenmill.plan.cost.this_machine import calibrated_device, check_engine, is_measured, is_this_machine
+from tokenmill.plan.question.deployment import Deployment
+from tokenmill.plan.question.engines import default_engine, default_limits
+from tokenmill.plan.question.model_names import describe_for_planning
 from tokenmill.plan.simulate.job import FleetOptions, Limits, SimulatedEngine, TransferTime, simulate, simulate_engine
+from tokenmill.plan.simulate.measured import measured_engine
 from tokenmill.plan.simulate.report import Simulation
 from tokenmill.plan.simulate.synthetic import SyntheticLoad, at_rate, synthetic_arrivals
 from tokenmill.plan.simulate.traces import open_trace
 from tokenmill.plan.simulate.workload import Workload, adjusted
-from tokenmill.plan.this_machine import calibrated_device, check_engine, is_measured, is_this_machine, measured_engine
 
 _KV_BYTES = {"bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5}
 _SYNTHETIC_REQUESTS = 1000
@@ -62,7 +62,7 @@ class LoadQuestion:
 
 @dataclass(frozen=True, slots=True)
 class EngineQuestion:
-    """The engine and its cut. 0 and "": by default."""
+    """The engine and its parallelism. 0 and "": the default."""
 
     model: str
     gpu: str
@@ -87,9 +87,9 @@ def load_of(question: LoadQuestion) -> Workload:
         rows, name, timed = trace.arrivals, f"{trace.kind} {Path(q.trace).name}", trace.timed
     else:
         if not (q.input_tokens and q.output_tokens):
-            raise UserError("there is no load", "give --trace FILE, or --input-len, --output-len and --rate")
+            raise UserError("no load is given", "give --trace FILE, or --input-len, --output-len and --rate")
         if not q.rate and not q.users:
-            raise UserError("there is no arrival process", "give --rate or --concurrency")
+            raise UserError("no arrival process is given", "give --rate or --concurrency")
         load = SyntheticLoad(
             q.input_tokens, q.output_tokens, q.limit or _SYNTHETIC_REQUESTS, q.spread, q.shared_prefix, q.prefixes
         )
@@ -106,7 +106,7 @@ def load_of(question: LoadQuestion) -> Workload:
 
 
 def deployment_of(question: EngineQuestion, engines: int) -> tuple[Deployment, int]:
-    """(deployment, replicas). The devices are cut into `engines` equal ones; without, by --tp, else all in one."""
+    """(deployment, replicas). The devices are divided into `engines` equal ones; if 0, by --tp, else all in one."""
     q = question
     group = DeviceGroup(calibrated_device(q.model)) if is_this_machine(q.gpu) else parse_gpu(q.gpu, q.prices)
     model = describe_for_planning(q.model)
@@ -130,8 +130,8 @@ def deployment_of(question: EngineQuestion, engines: int) -> tuple[Deployment, i
         tp,
         q.pp,
     )
-    usual = usual_limits(deployment.engine)
-    tokens, sequences = q.batch_tokens or usual.tokens, q.max_sequences or usual.sequences
+    default = default_limits(deployment.engine)
+    tokens, sequences = q.batch_tokens or default.tokens, q.max_sequences or default.sequences
     return replace(deployment, batch_tokens=tokens, max_sequences=sequences), parts
 
 

@@ -1,4 +1,4 @@
-"""What the simulation remembers: one record per request, gaps between tokens, a thinned-out series over time.
+"""What the simulation remembers: one record per request, gaps between tokens, a downsampled series over time.
 
 Owns no decisions. Filled by the cluster, read by the report.
 """

@@ -14,6 +14,7 @@ from tokenmill.engine.kv.policy import POLICIES
 from tokenmill.engine.order import DISCIPLINES
 from tokenmill.engine.scheduler import Scheduler
 from tokenmill.plan.simulate.engine_shape import EngineShape
+from tokenmill.plan.simulate.pipeline import Pipeline
 from tokenmill.plan.simulate.runner import CostModel, SimRunner
 from tokenmill.plan.simulate.stride import longest_stride, stride
 from tokenmill.types import Request, TokenEvent
@@ -39,11 +40,12 @@ class Replica:
         self.pool = pool  # "serve" | "prefill" | "decode"
         self.runner = SimRunner(cost)
         self.kv = KVManager(shape.layout, shape.num_pages, prefix_caching, POLICIES.get("lru")())
-        # A decode pool's prompts arrive as KV: they take pages, not arithmetic, and so no share of the step.
+        # A decode pool receives prompts as KV: they take pages but no compute, and so no part of the token budget.
         budget = 1 << 30 if pool == "decode" else shape.batch_tokens
         self.scheduler = Scheduler(self.kv, DISCIPLINES.get("fcfs")(), budget, shape.max_running, shape.context)
         self.core = EngineCore(self.scheduler, self.runner)
         self.strides = True
+        self.pipeline: Pipeline | None = None  # shared with the other loops of the deployment
         self.busy = False
         self.draining = False
         self.since = now  # paid from here on
@@ -55,7 +57,7 @@ class Replica:
         self.num_steps = 0
         self.busy_ms = 0.0
         self.input_ms = 0.0
-        self._untried = False  # a request came since the last step, which may be able to start
+        self._untried = False  # a request that may be able to start arrived since the last step
         self._waits = any(group.kind == "sliding" for group in shape.layout.groups)
 
     @property
@@ -86,7 +88,7 @@ class Replica:
         self.runner.transferred.pop(request, None)
 
     def begin(self, now: float, bound: float) -> StepOutcome:
-        """Compute from `now` on. `bound`: when the next thing happens that this replica must know of."""
+        """Compute from `now` on. `bound`: the time of the next event that concerns this replica."""
         requests = self._strideable()
         if requests:
             limit = longest_stride(requests)
@@ -102,7 +104,8 @@ class Replica:
         self.input_ms += self.runner.input_ms
         self.num_steps += 1
         self.busy_ms += self.runner.ms
-        return StepOutcome(now + self.runner.ms, events, [], [])
+        end = self.pipeline.end(now, self.runner.ms) if self.pipeline else now + self.runner.ms
+        return StepOutcome(end, events, [], [])
 
     def _done(self, now: float, times: list[float], events: list[TokenEvent], requests: list[Request]) -> StepOutcome:
         for ms in times:  # one by one, so that the clock is the same as after single steps
@@ -114,12 +117,12 @@ class Replica:
     def _strideable(self) -> list[Request]:
         """All running requests, in order, if the next step can only be one token for each; else none.
 
-        So it is after a step of decodes only that nobody left and nobody was pushed out of, unless a request came to an
-        empty line since. A line that could not move then cannot now: pages only get fewer (but for windows that let
-        go of some).
+        That holds after a step of decodes only, in which no request finished or was preempted, unless a request arrived
+        at an empty queue since. A queue that could not advance then cannot now: free pages only get fewer (except where
+        sliding windows release some).
         """
         rows = self.runner.plan.scheduled
-        if not (self.strides and self.runner.decodes_only) or self._untried or not rows:
+        if self.pipeline or not (self.strides and self.runner.decodes_only) or self._untried or not rows:
             return []
         running, waiting = self.scheduler.num_running, self.scheduler.num_waiting
         if len(rows) != running or running >= self.scheduler.max_batch_tokens:

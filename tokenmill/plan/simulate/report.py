@@ -26,7 +26,7 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
-    """Requests that kept every stated limit. A request's ITL is its mean time between tokens."""
+    """Requests within every limit. A request's ITL is its mean time between tokens."""
 
     ttft_limit_ms: float  # 0: no limit
     itl_limit_ms: float
@@ -82,7 +82,7 @@ class Simulation:
     gpu_seconds: GpuSeconds
     replicas: tuple[ReplicaReport, ...]
     samples: tuple[Sample, ...]
-    ttfts: tuple[tuple[float, float], ...]  # (seconds, ms) in order of arrival, thinned out
+    ttfts: tuple[tuple[float, float], ...]  # (seconds, ms) in order of arrival, downsampled
 
     @property
     def throughput_tok_s(self) -> float:
@@ -135,7 +135,7 @@ def simulation_series(simulation: Simulation) -> dict[str, Any]:
 def summarize(
     records: Records, replicas: Sequence[Replica], request_ms: float, devices: float, ttft: float, itl: float
 ) -> Simulation:
-    """`devices`: that one engine loop stands for. `ttft` and `itl`: limits in ms, 0 for none."""
+    """`devices`: of one engine loop. `ttft` and `itl`: limits in ms, 0 for none."""
     done = records.finished
     end = max(record.last for record in done)
     first = min(record.sent for record in done)

@@ -1,8 +1,8 @@
-"""SimRunner: answers the engine core as the runtime does, with tokens that mean nothing and a time from a cost model.
+"""SimRunner: answers the engine core as the runtime does, with placeholder tokens and a time from a cost model.
 
 Counts what a step holds (prompt chunks, decodes), asks the cost model for its milliseconds and keeps them for the
-replica that turns the core. Tokens of a request are one id of its own, so that it ends by length only and shares no
-output with others. Imports no torch.
+replica that drives the core. All output tokens of a request are one id of its own, so that it ends by length only and
+shares no output with others. Imports no torch.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class SimRunner:
         return StepResult(tokens, nothing, nothing)  # type: ignore[arg-type]
 
     def _left_to_compute(self, request: Request, start: int, count: int) -> tuple[int, int]:
-        """(start, count) without transferred tokens. Pages that were given up must be computed like any others."""
+        """(start, count) without transferred tokens. After a preemption they must be computed like any others."""
         known = self.transferred.get(request, 0)
         if not known or request.num_preemptions:
             return start, count

@@ -2,8 +2,8 @@
 
 The file holds statistics, not requests. Each client's arrivals are drawn by a gamma renewal process with the window's
 rate and coefficient of variation (also where the authors fitted a Weibull law: the first two moments are the same), its
-lengths from the histogram in force. A client without histograms (not all windows are published) borrows those of
-another, chosen by rate. Lazy: a day has a million requests. Read by traces.py.
+lengths from the histogram in force. A client without histograms (not all windows are published) gets those of
+another client, drawn by rate. Lazy: a day has a million requests. Read by traces.py.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Client:
 
 def servegen_arrivals(path: str, seed: int) -> Iterator[Arrival]:
     clients = _read_clients(path)
-    _lend_lengths(list(clients.values()), Random(f"{seed}/lengths"))
+    _fill_missing_lengths(list(clients.values()), Random(f"{seed}/lengths"))
     streams = [
         _client_arrivals(client, Random(f"{seed}/{name}"))
         for name, client in sorted(clients.items())
@@ -77,13 +77,13 @@ def _read_clients(path: str) -> dict[str, _Client]:
     return clients
 
 
-def _lend_lengths(clients: list[_Client], random: Random) -> None:
-    lenders = [client for client in clients if client.lengths and client.windows]
-    rates = [sum(rate for _, rate, _ in client.windows) for client in lenders]
+def _fill_missing_lengths(clients: list[_Client], random: Random) -> None:
+    complete = [client for client in clients if client.lengths and client.windows]
+    rates = [sum(rate for _, rate, _ in client.windows) for client in complete]
     for client in clients:
         if not client.lengths and any(rates):
-            (lender,) = random.choices(lenders, rates)
-            client.starts, client.lengths = lender.starts, lender.lengths
+            (source,) = random.choices(complete, rates)
+            client.starts, client.lengths = source.starts, source.lengths
 
 
 def _window(row: str) -> tuple[float, float, float]:
@@ -125,7 +125,7 @@ def _client_arrivals(client: _Client, random: Random) -> Iterator[tuple[float, i
 
 
 def _lengths(client: _Client, seconds: float, random: Random) -> tuple[int, int]:
-    """(prompt, output) tokens; pictures and sounds are so many tokens each."""
+    """(prompt, output) tokens; images, audio and video count as tokens."""
     table = client.lengths[max(0, bisect_right(client.starts, seconds) - 1)]
     prompt = sum(table[name].draw(random) for name in ("input_tokens", "text_tokens") if name in table)
     for kind in _MODALITIES:

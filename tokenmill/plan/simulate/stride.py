@@ -1,9 +1,9 @@
 """Many decode steps at once, exactly as single steps would have gone.
 
-While nobody arrives, ends or needs a page that is not there, a step only moves every running request one token on; the
-scheduler's decision is known beforehand. What does change along the way, pages taken and pages that enter the prefix
-tree, goes through the KV manager's own verbs, in the order in which single steps would call them. A test compares both
-ways token by token. Called by the replica; writes request state as the scheduler does.
+While no request arrives, ends or needs a page that is not free, a step only adds one token to every running request:
+the scheduler's decision is known in advance. What does change along the way, pages taken and pages that enter the
+prefix tree, goes through the KV manager's own verbs, in the order in which single steps would call them. A test
+compares both ways token by token. Called by the replica; writes request state as the scheduler does.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def stride(
         slot = (step + 1) % size
         if takers[slot]:
             if kv.pool.available < len(takers[slot]) * pages_each:
-                break  # the scheduler decides who gives way
+                break  # the scheduler decides which request is preempted
             for number in takers[slot]:
                 requests[number].num_computed = begins[number] + step
                 reserved = kv.reserve(requests[number], 1)
-                assert reserved, "a page that was there is not"
+                assert reserved, "a free page could not be reserved"
         step += 1
         ms = cost.step_ms((), (count, float(context)))
         times.append(ms)
@@ -55,8 +55,8 @@ def stride(
 
 
 def _appointments(requests: list[Request], kv: KVManager) -> tuple[list[list[int]], list[list[int]], list[int]]:
-    """By step number modulo the page size: who needs a page before it, whose page is full after it; and who had
-    computed how much at the start."""
+    """By step number modulo the page size: requests that need a page before it, and requests whose page is full after
+    it; also the number of computed tokens of each at the start."""
     size = kv.layout.page_size
     takers: list[list[int]] = [[] for _ in range(size)]
     committers: list[list[int]] = [[] for _ in range(size)]

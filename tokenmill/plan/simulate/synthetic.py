@@ -1,4 +1,4 @@
-"""Made-up load: Poisson or bursty arrivals, lengths around a mean, a shared prefix; and times for traces without any.
+"""Synthetic load: Poisson or bursty arrivals, lengths around a mean, a shared prefix; and times for traces without any.
 
 The same seed gives the same load. Knows nothing of engines; called by the job.
 """
@@ -16,8 +16,8 @@ from tokenmill.plan.simulate.workload import Arrival
 
 @dataclass(frozen=True, slots=True)
 class SyntheticLoad:
-    """`spread`: lengths are even over [1 - spread, 1 + spread] x the mean. `prefixes`: how many different beginnings
-    of `shared_prefix` tokens there are."""
+    """`spread`: lengths are even over [1 - spread, 1 + spread] x the mean. `prefixes`: number of distinct shared
+    prefixes of `shared_prefix` tokens."""
 
     input_tokens: int
     output_tokens: int
@@ -54,7 +54,10 @@ def synthetic_arrivals(load: SyntheticLoad, seed: int) -> Iterator[Arrival]:
 def at_rate(arrivals: Iterable[Arrival], rate: float, variation: float, seed: int) -> Iterator[Arrival]:
     """Give rows times: a gamma renewal process of `rate` requests a second; `variation` 1 is Poisson, 0 is even."""
     if rate <= 0 or variation < 0:
-        raise UserError(f"a rate of {rate:g} with variation {variation:g} is no load", "give --rate above 0")
+        raise UserError(
+            f"a rate of {rate:g} with variation {variation:g} is invalid",
+            "give --rate above 0 and --burstiness of at least 0",
+        )
     random = Random(f"{seed}/arrivals")
     shape = 1.0 / variation**2 if variation else 0.0
     ms = 0.0

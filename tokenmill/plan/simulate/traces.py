@@ -1,4 +1,4 @@
-"""Trace files as arrivals. The format is told by content: Azure CSV, vidur CSV, Mooncake or other JSON lines, ServeGen.
+"""Trace files as arrivals, detected by content: Azure CSV, vidur CSV, Mooncake or other JSON lines, ServeGen.
 
 Every malformed line is refused with its number. A trace without times (vidur, plain lengths) needs a rate or users.
 Knows nothing of engines; called by the job.
@@ -19,7 +19,7 @@ from tokenmill.errors import UserError
 from tokenmill.plan.simulate.servegen import servegen_arrivals
 from tokenmill.plan.simulate.workload import Arrival
 
-# Spellings of the three things that a JSON line must say, nearest first; times in seconds.
+# Accepted names of the three fields of a JSON line, in order of preference; times in seconds.
 _TIMES = ("arrival_s", "arrived_at", "arrival_time", "arrival")
 _INPUTS = ("input_length", "input_tokens", "prompt_tokens", "prompt_len", "num_prefill_tokens")
 _OUTPUTS = ("output_length", "output_tokens", "completion_tokens", "output_len", "num_decode_tokens")
@@ -33,7 +33,7 @@ class Trace:
 
 
 def open_trace(path: str, seed: int = 0) -> Trace:
-    """Look at the first line and choose the reader."""
+    """Choose the reader by the first line."""
     first = _first_line(path)
     if first.lstrip().startswith("{"):
         return _json_trace(path, first, seed)
@@ -44,7 +44,7 @@ def open_trace(path: str, seed: int = 0) -> Trace:
         timed = "arrived_at" in columns
         return Trace("vidur", timed, lambda: _checked(path, _since_first(_vidur(path))))
     raise UserError(
-        f"line 1 of {path} is of no known trace",
+        f"line 1 of {path} is not of a known trace format",
         "give an Azure or vidur CSV, Mooncake or ServeGen JSON lines, or lines with input_length and output_length",
     )
 
@@ -74,7 +74,7 @@ def _json_trace(path: str, first: str, seed: int) -> Trace:
 
 
 def _checked(path: str, arrivals: Iterator[Arrival]) -> Iterator[Arrival]:
-    """What cannot be read at all is the user's to mend, wherever in the file it is."""
+    """Damage anywhere in the file is a user error, not ours."""
     try:
         yield from arrivals
     except (UnicodeDecodeError, gzip.BadGzipFile, EOFError, zlib.error) as error:
@@ -82,7 +82,7 @@ def _checked(path: str, arrivals: Iterator[Arrival]) -> Iterator[Arrival]:
 
 
 def _since_first(rows: Iterator[Arrival]) -> Iterator[Arrival]:
-    """Times from the first arrival on, never going back: a server sees requests in the order they come."""
+    """Times relative to the first arrival, never decreasing: a server sees requests in the order they arrive."""
     begin: float | None = None
     latest = 0.0
     for arrival in rows:

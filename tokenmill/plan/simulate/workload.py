@@ -34,7 +34,7 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """`arrivals()` starts anew at each call. With `users`, times are ignored: each user sends on completion."""
+    """`arrivals()` starts over at each call. With `users`, times are ignored: each user sends on completion."""
 
     name: str
     arrivals: Callable[[], Iterator[Arrival]]
@@ -51,7 +51,7 @@ def adjusted(arrivals: Iterable[Arrival], speedup: float, limit: int, repeat: in
 
 
 def _repeated(rows: Iterator[Arrival], times: int) -> Iterator[Arrival]:
-    """Each round follows the last by its mean interval; blocks stay the same, so a second round finds its prefixes."""
+    """Each round follows the last by its mean interval; blocks stay the same, so later rounds hit the prefix cache."""
     kept = list(rows)
     if not kept:
         return

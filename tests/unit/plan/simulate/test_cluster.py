@@ -226,7 +226,9 @@ def test_a_cluster_scales_up_after_the_cold_start_and_down_again() -> None:
     assert len(fixed.replicas) == 1
 
 
-@pytest.mark.parametrize("options", [{"least": 0}, {"least": 5, "most": 4}, {"target_queue": 0}, {"cold_start_s": -1}])
+@pytest.mark.parametrize(
+    "options", [{"min_replicas": 0}, {"min_replicas": 5, "max_replicas": 4}, {"target_queue": 0}, {"cold_start_s": -1}]
+)
 def test_impossible_autoscaling_is_refused(options: dict[str, float]) -> None:
     with pytest.raises(UserError):
         Autoscaling(**options)  # type: ignore[arg-type]

@@ -14,13 +14,13 @@ from tokenmill.cli.main import main
 from tokenmill.errors import UserError
 from tokenmill.hardware.catalog import find_device
 from tokenmill.hardware.weight_formats import find_format
-from tokenmill.plan.deployment import Deployment, kv_token_capacity
-from tokenmill.plan.model_names import built_in
+from tokenmill.plan.cost.step_cost import StepCost
+from tokenmill.plan.question.deployment import Deployment, room_for
+from tokenmill.plan.question.model_names import built_in
 from tokenmill.plan.simulate.engine_shape import shape_of
 from tokenmill.plan.simulate.job import FleetOptions, Limits, simulate
 from tokenmill.plan.simulate.report import _weighted_percentiles, simulation_series
 from tokenmill.plan.simulate.workload import Workload
-from tokenmill.plan.step_cost import StepCost
 
 LLAMA = Deployment(built_in("llama-3.1-8b"), find_device("h100"))
 
@@ -32,7 +32,7 @@ def cost() -> StepCost:
 
 def test_the_pages_are_those_of_the_memory_model() -> None:
     shape = shape_of(LLAMA)
-    assert shape.num_pages * 16 == kv_token_capacity(LLAMA)
+    assert shape.num_pages * 16 == room_for(LLAMA, 1).kv_tokens
     assert (shape.batch_tokens, shape.max_running, shape.context) == (8192, 256, 131072)
     gemma = shape_of(replace(LLAMA, model=built_in("gemma-3-27b"), tp=2))
     assert {group.kind for group in gemma.layout.groups} == {"full", "sliding"}

@@ -1,4 +1,4 @@
-"""The contract of a router: which replica takes a request. It sees what a gateway could see, now, and nothing later."""
+"""The contract of a router: which replica takes a request. It sees only what a gateway could see at that moment."""
 
 from __future__ import annotations
 

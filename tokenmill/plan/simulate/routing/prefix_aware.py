@@ -1,7 +1,7 @@
-"""Prefix aware: the replica that has most of the prompt in its cache, unless it is too busy for that to pay.
+"""Prefix aware: the replica that has most of the prompt in its cache, unless it is too busy.
 
-Short matches are not worth a detour, and a replica with many more requests than the idlest one is not either: then the
-least loaded one takes it (and caches the prefix there too).
+Short matches do not count, and neither does a replica with many more requests than the least loaded one: then the least
+loaded one takes the request (and caches the prefix as well).
 """
 
 from __future__ import annotations
