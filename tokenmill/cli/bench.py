@@ -11,6 +11,8 @@ import typer
 from tokenmill.bench.serve_job import ServeJob
 from tokenmill.cli.options import DEFAULT_MODEL, AsJson, Model, Verbose, engine_options, given_options
 from tokenmill.cli.output import emit
+from tokenmill.cli.progress import print_note
+from tokenmill.cli.screens.bench import latency_screen, serve_screen, throughput_screen
 from tokenmill.config import EngineConfig
 from tokenmill.errors import UserError
 
@@ -42,8 +44,8 @@ def latency(
 
     job = LatencyJob(input_len, output_len, batch_size, repeat, warmup)
     total = warmup + repeat
-    report = measure_latency(model, engine, job, lambda done: _say(f"run {done} of {total}"))
-    emit(asdict(report), as_json)
+    result = asdict(measure_latency(model, engine, job, lambda done: print_note(f"run {done} of {total}")))
+    emit(result, as_json, lambda: latency_screen(result, model))
 
 
 @app.command()
@@ -64,7 +66,8 @@ def throughput(
     from tokenmill.bench.throughput import ThroughputJob, measure_throughput
 
     job = ThroughputJob(num_prompts, input_len, output_len, range_ratio, shared_prefix)
-    emit(asdict(measure_throughput(model, engine, job, progress=True)), as_json)
+    result = asdict(measure_throughput(model, engine, job, progress=True))
+    emit(result, as_json, lambda: throughput_screen(result, model))
 
 
 @app.command()
@@ -78,7 +81,7 @@ def serve(
 ) -> None:
     """Send load to any OpenAI-compatible server: throughput, TTFT, TPOT, ITL. Flags as in `vllm bench serve`."""
     from tokenmill.bench.serve import measure_serving
-    from tokenmill.bench.serve_print import as_block, save
+    from tokenmill.bench.serve_file import save
     from tokenmill.bench.serve_progress import progress_of
     from tokenmill.bench.serve_report import build_report, details
 
@@ -90,14 +93,6 @@ def serve(
     if job.save_result or job.save_detailed:
         path = save(report, details(measurement) if job.save_detailed else None, job)
         print(f"saved {path}", file=sys.stderr, flush=True)
-    if as_json:
-        emit(report, as_json=True)
-    else:
-        print(as_block(report, job), flush=True)
+    emit(report, as_json, lambda: serve_screen(report, job.shown_metrics()))
     if not report["completed"]:
         raise UserError("no request succeeded", "the failures above say why")
-
-
-def _say(text: str) -> None:
-    if sys.stderr.isatty():
-        print(text, file=sys.stderr, flush=True)

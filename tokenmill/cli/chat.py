@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from tokenmill.cli.options import DEFAULT_MODEL, AsJson, Model, Verbose, engine_options, sampling_options
-from tokenmill.cli.output import emit
+from tokenmill.cli.output import print_json
 from tokenmill.cli.run import MAX_TOKENS
 from tokenmill.cli.streaming import Streamer, answer_record
 from tokenmill.config import EngineConfig
@@ -57,7 +57,7 @@ def chat(
                 if not session.take(line.strip()):
                     break
     if as_json:
-        emit({"messages": session.conversation.messages(), "turns": session.answers}, as_json=True)
+        print_json({"messages": session.conversation.messages(), "turns": session.answers})
 
 
 class _Session:

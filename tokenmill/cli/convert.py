@@ -10,6 +10,7 @@ import typer
 
 from tokenmill.cli.options import AsJson, Verbose
 from tokenmill.cli.output import emit
+from tokenmill.cli.screens.convert import convert_screen
 
 
 def convert(
@@ -35,4 +36,5 @@ def convert(
     from tokenmill.quantize.convert import convert as run
 
     chosen = format or (GGUF if out.suffix == ".gguf" else DENSE)
-    emit(asdict(run(resolve(model).path, out, chosen, dtype)), as_json)
+    result = asdict(run(resolve(model).path, out, chosen, dtype))
+    emit(result, as_json, lambda: convert_screen(result))

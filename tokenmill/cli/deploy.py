@@ -10,6 +10,7 @@ import typer
 
 from tokenmill.cli.options import AsJson, Verbose
 from tokenmill.cli.output import emit
+from tokenmill.cli.screens.deploy import deploy_screen
 from tokenmill.config import parse_count
 from tokenmill.errors import UserError
 
@@ -54,30 +55,37 @@ def deploy(
     catalog = load_catalog()
     chosen = find_engine(engine) if engine else None
     if plan is not None:
-        result = _read(plan)
+        planned = _read(plan)
     else:
         given = {"input_tokens": input_len, "output_tokens": output_len, "concurrency": concurrency, "rate": rate}
         promises = {key: value for key, value in (("ttft_ms", ttft), ("itl_ms", itl)) if value >= 0}
         fixed = {"weights": weights, "kv": kv_cache_dtype, "tp": tp, "engine": chosen.planner_name if chosen else ""}
         loads = {key: value for key, value in given.items() if value}
-        result = _plan(planned_as or model, gpu or [], use, loads | promises, fixed)
-    serving = from_plan(result, catalog, model, name)
+        planned = _plan(planned_as or model, gpu or [], use, loads | promises, fixed)
+    serving = from_plan(planned, catalog, model, name)
     found = render(
         target,
-        chosen or find_engine(result["plan"]["engine"]),
+        chosen or find_engine(planned["plan"]["engine"]),
         serving,
         split=parse_split(split) if split else None,
         scaler=autoscaler,
         prometheus=prometheus or PROMETHEUS,
         max_replicas=max_replicas,
     )
+    result: dict[str, Any] = {
+        "command": list(found.command),
+        "prepare": list(found.prepare),
+        "notes": list(found.notes),
+    }
     if out is not None:
         _write(out, found.files)
-    if not as_json and out is None:
-        _print(found.files, found.notes)
-        return
-    shown: dict[str, Any] = {"command": list(found.command), "prepare": list(found.prepare), "notes": list(found.notes)}
-    emit(shown | ({"written": [str(out / each) for each in found.files]} if out else {"files": found.files}), as_json)
+        result["written"] = [str(out / each) for each in found.files]
+    else:
+        result["files"] = found.files
+        if not as_json:
+            _print(found.files, found.notes)
+            return
+    emit(result, as_json, lambda: deploy_screen(result, target))
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -123,6 +131,7 @@ def _write(folder: Path, files: dict[str, str]) -> None:
 
 
 def _print(files: dict[str, str], notes: tuple[str, ...]) -> None:
+    """The files themselves, so that they can be piped on; everything else is a comment."""
     for name, text in files.items():
         if len(files) > 1:
             print(f"# ---- {name}")

@@ -9,6 +9,7 @@ import typer
 
 from tokenmill.cli.options import AsJson, Verbose
 from tokenmill.cli.output import emit
+from tokenmill.cli.screens.doctor import doctor_screen
 
 
 def doctor(
@@ -23,4 +24,4 @@ def doctor(
     result: dict[str, Any] = asdict(found)
     result["problems"] = list(found.problems)
     result["network"] = dict(found.network) if network else None
-    emit(result, as_json)
+    emit(result, as_json, lambda: doctor_screen(result))

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tokenmill.cli.evaluation_progress import progress_bar
 from tokenmill.cli.evaluation_task import task
 from tokenmill.cli.options import DEFAULT_MODEL, AsJson, Model, Verbose, engine_options
 from tokenmill.cli.output import emit
+from tokenmill.cli.progress import progress_bar
+from tokenmill.cli.screens.evaluation import divergence_screen, perplexity_screen
 from tokenmill.config import EngineConfig, parse_count, parse_size
 
 if TYPE_CHECKING:
@@ -66,8 +67,8 @@ def perplexity(
 
     job = _text_job("perplexity smollm2", text, context, limit_bytes, max_chunks, protocol, stride)
     with progress_bar("chunks") as advance:
-        report = measure_perplexity(model, engine, job, advance)
-    emit(asdict(report), as_json)
+        result = asdict(measure_perplexity(model, engine, job, advance))
+    emit(result, as_json, lambda: perplexity_screen(result, model, job.text.name))
 
 
 @app.command()
@@ -107,7 +108,8 @@ def divergence(
         report = measure_divergence(
             model, reference, job.cut, engine, context=context, cached=cache, on_progress=advance
         )
-    emit(asdict(report), as_json)
+    result = asdict(report)
+    emit(result, as_json, lambda: divergence_screen(result, model))
 
 
 def _text_job(

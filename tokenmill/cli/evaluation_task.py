@@ -8,9 +8,10 @@ from typing import Annotated
 
 import typer
 
-from tokenmill.cli.evaluation_progress import progress_bar
 from tokenmill.cli.options import DEFAULT_MODEL, AsJson, Model, Verbose, engine_options
 from tokenmill.cli.output import emit
+from tokenmill.cli.progress import progress_bar
+from tokenmill.cli.screens.evaluation import task_screen
 from tokenmill.config import EngineConfig
 
 
@@ -58,4 +59,4 @@ def task(
     result = asdict(report)
     if report.comparison is None:
         del result["comparison"]
-    emit(result, as_json)
+    emit(result, as_json, lambda: task_screen(result, model))

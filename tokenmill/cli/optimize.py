@@ -13,6 +13,7 @@ import typer
 from tokenmill.cli.options import DEFAULT_MODEL, AsJson, Model, Verbose, engine_options
 from tokenmill.cli.output import emit
 from tokenmill.cli.quantize import parse_share
+from tokenmill.cli.screens.optimize import optimize_screen
 from tokenmill.config import EngineConfig, parse_count
 from tokenmill.errors import UserError
 
@@ -92,7 +93,8 @@ def optimize(
         command=shlex.join(["tokenmill", *sys.argv[1:]]),
     )
     outcome = run(job, _Progress(60 * minutes))
-    emit(_summary(outcome, out), as_json)
+    result = _summary(outcome, out)
+    emit(result, as_json, lambda: optimize_screen(result, outcome.candidates))
 
 
 def _summary(outcome: Outcome, out: Path) -> dict[str, Any]:

@@ -10,6 +10,8 @@ import typer
 
 from tokenmill.cli.options import AsJson, Verbose
 from tokenmill.cli.output import emit
+from tokenmill.cli.screens.calibration import calibrate_screen, validate_screen
+from tokenmill.cli.screens.plan import plan_screen
 from tokenmill.config import parse_count
 
 _LOAD, _FIX, _MONEY, _OTHER = "Load and promises", "What to hold fixed", "Money", "Instead of planning"
@@ -95,12 +97,14 @@ def plan(
     if validate is not None:
         from tokenmill.plan.validate import validate as score
 
-        emit(asdict(score(validate)), as_json)
+        scores = asdict(score(validate))
+        emit(scores, as_json, lambda: validate_screen(scores))
         return
     if calibrate:
         from tokenmill.plan.calibrate import calibrate as measure
 
-        emit(measure(model or "smollm2"), as_json)
+        measured = measure(model or "smollm2")
+        emit(measured, as_json, lambda: calibrate_screen(measured))
         return
     from tokenmill.hardware.catalog import load_catalog
     from tokenmill.plan.answer import Question, answer, search_question
@@ -165,7 +169,7 @@ def plan(
 
         write_plan_report(html, question, result, found)
         result["report"] = str(html)
-    emit(result, as_json)
+    emit(result, as_json, lambda: plan_screen(result))
 
 
 def _model(name: str) -> Any:

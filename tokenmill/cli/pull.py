@@ -8,6 +8,7 @@ import typer
 
 from tokenmill.cli.options import DEFAULT_MODEL, AsJson, Model, Verbose
 from tokenmill.cli.output import emit
+from tokenmill.cli.screens.pull import pull_screen
 
 
 def pull(
@@ -21,4 +22,5 @@ def pull(
     from tokenmill.checkpoint.sources import resolve
 
     found = resolve(model, revision=revision, offline=offline)
-    emit({"path": str(found.path), "bytes": found.bytes, "source": found.source}, as_json)
+    result = {"path": str(found.path), "bytes": found.bytes, "source": found.source}
+    emit(result, as_json, lambda: pull_screen(result, model))

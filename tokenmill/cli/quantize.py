@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,6 +11,7 @@ import typer
 
 from tokenmill.cli.options import DEFAULT_MODEL, AsJson, Model, Verbose
 from tokenmill.cli.output import emit
+from tokenmill.cli.screens.quantize import quantize_screen
 from tokenmill.config import parse_count, parse_size
 from tokenmill.errors import UserError
 
@@ -128,7 +128,8 @@ def quantize(
         gguf = GGUFJob(
             model, out, method or "rtn", type, bits, calibration, calibration_samples, calibration_length, device
         )
-        _report(run_gguf_job(gguf, gate_request, memory, _say), as_json)
+        report = run_gguf_job(gguf, gate_request, memory, _say)
+        emit(report, as_json, lambda: quantize_screen(report, model))
         return
     from tokenmill.quantize.device import describe_device
     from tokenmill.quantize.job import QuantizeJob, prepare, run_job
@@ -169,12 +170,8 @@ def quantize(
         f"{forecast.disk_bytes / 2**20:,.0f} MiB of disk meanwhile",
         file=sys.stderr,
     )
-    _report(asdict(run_job(prepared, _say)), as_json)
-
-
-def _report(report: Mapping[str, Any], as_json: bool) -> None:
-    """People find the layers in the card."""
-    emit({name: value for name, value in report.items() if as_json or name != "layers"}, as_json)
+    result = asdict(run_job(prepared, _say))
+    emit(result, as_json, lambda: quantize_screen(result, model))
 
 
 def _gate_request(

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from tokenmill.cli.options import DEFAULT_MODEL, AsJson, Model, Verbose, engine_options, sampling_options
-from tokenmill.cli.output import emit
+from tokenmill.cli.output import print_json
 from tokenmill.cli.streaming import Answer, Streamer, answer_record, logprob_records
 from tokenmill.cli.values import parse_ids
 from tokenmill.config import EngineConfig
@@ -95,7 +95,7 @@ def _finish(answer: Answer, params: SamplingParams, as_json: bool) -> None:
         raise KeyboardInterrupt
     assert output is not None
     if as_json:
-        emit(answer_record(output, params.logprobs), as_json=True)
+        print_json(answer_record(output, params.logprobs))
         return
     if params.n == 1:
         print()

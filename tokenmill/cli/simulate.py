@@ -9,6 +9,7 @@ import typer
 
 from tokenmill.cli.options import AsJson, Verbose
 from tokenmill.cli.output import emit
+from tokenmill.cli.screens.simulate import simulate_screen
 from tokenmill.config import parse_count
 
 _Tokens = Annotated[int, typer.Option(parser=parse_count, metavar="TOKENS", help="Of each request, without a trace.")]
@@ -103,7 +104,7 @@ def simulate(
         result["report"] = str(html)
     if as_json:
         result["series"] = simulation_series(simulation)
-    emit(result, as_json)
+    emit(result, as_json, lambda: simulate_screen(result))
 
 
 def _range(text: str) -> tuple[int, int]:

@@ -12,6 +12,7 @@ import typer
 
 from tokenmill.cli.options import DEFAULT_MODEL, AsJson, Model, Verbose, engine_options
 from tokenmill.cli.output import emit
+from tokenmill.cli.screens.train_draft import train_draft_screen
 from tokenmill.config import EngineConfig
 from tokenmill.errors import UserError
 
@@ -88,7 +89,7 @@ def train_draft(
         "tokens": trained.tokens,
         "seconds": time.perf_counter() - started,
     }
-    emit(result, as_json)
+    emit(result, as_json, lambda: train_draft_screen(result, model))
 
 
 def _read(path: Path) -> str:
