@@ -21,8 +21,7 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     assert main(list(words)) == 2
     shown = capsys.readouterr()
-    assert shown.err.count("\n") == 1
-    assert shown.err.startswith("error: ")
+    assert [line.split()[0] for line in shown.err.splitlines()] == ["error:", "try:"]
     return shown.err
 
 

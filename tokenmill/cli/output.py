@@ -1,4 +1,4 @@
-"""Prints a result on stdout: one JSON object, or the verb's screen.
+"""Prints a result on stdout, as one JSON object or as the verb's screen, and an error on stderr.
 
 The only place that writes results. Knows nothing of what it prints: a result is a mapping of plain values, a screen is
 made from it by cli/screens. Called by every verb.
@@ -28,6 +28,21 @@ def emit(result: Result, as_json: bool, screen: Callable[[], Screen]) -> None:
 
 def print_json(result: Result) -> None:
     print(json.dumps(_finite(result), allow_nan=False), flush=True)
+
+
+def print_error(message: str, remedy: str) -> None:
+    """`error: MESSAGE` and `try: REMEDY` on stderr, one line each; in colour on a terminal."""
+    lines = [("error:", "bold red", message), *([("try:", "bold yellow", remedy)] if remedy else [])]
+    if not sys.stderr.isatty():
+        for label, _, text in lines:
+            print(label, " ".join(text.split()), file=sys.stderr)
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(stderr=True)
+    for label, style, text in lines:
+        console.print(Text.assemble((label, style), " ", " ".join(text.split())), soft_wrap=True)
 
 
 def _finite(value: Any) -> Any:

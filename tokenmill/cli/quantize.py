@@ -11,6 +11,8 @@ import typer
 
 from tokenmill.cli.options import DEFAULT_MODEL, AsJson, Model, Verbose
 from tokenmill.cli.output import emit
+from tokenmill.cli.progress import progress_bar
+from tokenmill.cli.render.units import duration, size
 from tokenmill.cli.screens.quantize import quantize_screen
 from tokenmill.config import parse_count, parse_size
 from tokenmill.errors import UserError
@@ -128,7 +130,8 @@ def quantize(
         gguf = GGUFJob(
             model, out, method or "rtn", type, bits, calibration, calibration_samples, calibration_length, device
         )
-        report = run_gguf_job(gguf, gate_request, memory, _say)
+        with progress_bar("blocks") as advance:
+            report = run_gguf_job(gguf, gate_request, memory, lambda done, total, _: advance(done, total))
         emit(report, as_json, lambda: quantize_screen(report, model))
         return
     from tokenmill.quantize.device import describe_device
@@ -162,15 +165,15 @@ def quantize(
     )
     prepared = prepare(job)
     forecast = prepared.forecast
+    on_device = f", {size(forecast.device_bytes)} of GPU memory" if forecast.device_bytes else ""
     print(
         f"{prepared.recipe.method} to {prepared.file_format.name} on {describe_device(prepared.device)}: "
-        f"about {_duration(forecast.seconds)}, "
-        f"{forecast.memory_bytes / 2**20:,.0f} MiB of memory, "
-        f"{f'{forecast.device_bytes / 2**20:,.0f} MiB of GPU memory, ' if forecast.device_bytes else ''}"
-        f"{forecast.disk_bytes / 2**20:,.0f} MiB of disk meanwhile",
+        f"about {duration(forecast.seconds)}, {size(forecast.memory_bytes)} of memory{on_device}, "
+        f"{size(forecast.disk_bytes)} of temporary disk",
         file=sys.stderr,
     )
-    result = asdict(run_job(prepared, _say))
+    with progress_bar("blocks") as advance:
+        result = asdict(run_job(prepared, lambda done, total, _: advance(done, total)))
     emit(result, as_json, lambda: quantize_screen(result, model))
 
 
@@ -183,18 +186,3 @@ def _gate_request(
     # The engine has needs of its own of a GPU (Triton): where it declines one that could quantize, the CPU measures.
     engine = "cpu" if device == "cpu" else "auto"
     return GateRequest(enabled, text, most, threads=threads, device=engine, in_turn=memory > 0)
-
-
-def _say(done: int, total: int, seconds_left: float) -> None:
-    if sys.stderr.isatty():
-        width = 30
-        filled = "#" * (width * done // total)
-        print(f"\r[{filled:<{width}}] block {done}/{total}, {_duration(seconds_left)} left ", end="", file=sys.stderr)
-        if done == total:
-            print(file=sys.stderr)
-        sys.stderr.flush()
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}h{minutes % 60:02d}m" if minutes >= 60 else f"{minutes}m{rest:02d}s"

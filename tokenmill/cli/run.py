@@ -11,7 +11,8 @@ import typer
 
 from tokenmill.cli.options import DEFAULT_MODEL, AsJson, Model, Verbose, engine_options, sampling_options
 from tokenmill.cli.output import print_json
-from tokenmill.cli.streaming import Answer, Streamer, answer_record, logprob_records
+from tokenmill.cli.progress import print_note
+from tokenmill.cli.streaming import Answer, Streamer, answer_footer, answer_record, logprob_records
 from tokenmill.cli.values import parse_ids
 from tokenmill.config import EngineConfig
 from tokenmill.errors import UserError
@@ -94,8 +95,9 @@ def _finish(answer: Answer, params: SamplingParams, as_json: bool) -> None:
     if answer.interrupted:
         raise KeyboardInterrupt
     assert output is not None
+    record = answer_record(output, params.logprobs)
     if as_json:
-        print_json(answer_record(output, params.logprobs))
+        print_json(record)
         return
     if params.n == 1:
         print()
@@ -106,3 +108,5 @@ def _finish(answer: Answer, params: SamplingParams, as_json: bool) -> None:
             for record in logprob_records(each, params.logprobs):
                 top = " ".join(f"{token_id}:{logprob:.4f}" for token_id, logprob in record["top"])
                 print(f"{record['token_id']}\t{record['logprob']:.4f}\t{top}")
+    sys.stdout.flush()
+    print_note(answer_footer(record))

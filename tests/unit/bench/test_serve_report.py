@@ -12,8 +12,8 @@ import pytest
 from tokenmill.bench.serve import Measurement, request_body
 from tokenmill.bench.serve_client import Sample
 from tokenmill.bench.serve_datasets import Item
-from tokenmill.bench.serve_job import ServeJob
 from tokenmill.bench.serve_file import save
+from tokenmill.bench.serve_job import ServeJob
 from tokenmill.bench.serve_report import build_report, details
 
 

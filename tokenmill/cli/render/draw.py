@@ -56,7 +56,7 @@ def as_text(screen: Screen, width: int = PLAIN_WIDTH) -> str:
 
 
 def draw(screen: Screen, rich: bool) -> RenderableType:
-    """`rich`: with a frame and block characters."""
+    """`rich`: with a frame and line characters."""
     headline = Text(screen.headline, style=f"bold {_STYLES[screen.tone]}".strip())
     parts: list[RenderableType] = [
         Panel(headline, box=box.ROUNDED, border_style=_STYLES[screen.tone] or "dim", expand=False) if rich else headline
@@ -115,7 +115,7 @@ def _draw_bar(bar: Bar, rich: bool) -> Text:
     if bar.share > 0:
         filled = max(1, filled)  # what exists is seen
     style = _STYLES[bar.tone] or "cyan"
-    full, empty = ("█", "░") if rich else ("#", ".")
+    full, empty = ("━", "─") if rich else ("#", ".")
     return Text.assemble((full * filled, style), (empty * (_BAR_WIDTH - filled), "dim"))
 
 

@@ -2,7 +2,7 @@
 
 A verb's screen (cli/screens) is a pure function from its result to a `Screen`; draw.py puts it on a terminal or into a
 pipe. Tones carry meaning: good is a promise kept or a gain, warning an assumption or a limit, bad a refusal or a loss,
-dim where a number comes from. Imports nothing, so that verbs start fast.
+dim where a number comes from. Imports no rich, so that verbs start fast.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from tokenmill.cli.render.units import percent
 
 Result = Mapping[str, Any]
 Tone = Literal["plain", "strong", "good", "warning", "bad", "dim"]
@@ -84,6 +86,6 @@ def shares(title: str, parts: Sequence[tuple[str, float, str, Tone]]) -> Table:
     """Parts of a whole: (label, amount, amount as text, tone), with the share of each as a bar."""
     whole = sum(amount for _, amount, _, _ in parts) or 1.0
     rows: list[Sequence[Value]] = [
-        (label, text, f"{100 * amount / whole:.0f}%", Bar(amount / whole, tone)) for label, amount, text, tone in parts
+        (label, text, percent(amount / whole), Bar(amount / whole, tone)) for label, amount, text, tone in parts
     ]
     return Table(title, (left(""), right(""), right(""), left("")), rows)

@@ -120,7 +120,7 @@ def _serve_load(result: Result) -> Facts:
     rows: list[tuple[str, Value]] = [
         (
             "requests",
-            f"{count(result['completed'])} in {duration(result['duration'])}, rate {result['request_rate']}{most}",
+            f"{count(result['completed'])} in {duration(result['duration'])}, {_arrivals(result)}{most}",
         ),
         ("failed", Cell(count(failed), "bad" if failed else "good")),
         (
@@ -140,6 +140,13 @@ def _serve_load(result: Result) -> Facts:
         rows.append(("steady state", text))
     rows.append(("this client", Cell(f"{duration(result['client_cpu_s'])} of CPU time", "dim")))
     return Facts("Load", rows)
+
+
+def _arrivals(result: Result) -> str:
+    rate = result["request_rate"]
+    if rate == "inf":
+        return "all sent at once"
+    return "replayed from a trace" if rate == "trace" else f"sent at {rate:g} requests/s"
 
 
 def _at_once(result: Result) -> str:

@@ -62,7 +62,12 @@ def _models(result: Result) -> Section:
     models = result["models"]
     if not models:
         return Facts("Models", [("", Cell("none in the cache yet: try `tokenmill pull smollm2`", "dim"))])
-    rows = [(each["name"], size(each["bytes"]), Cell(each["path"], "dim")) for each in models[:_MODELS]]
+    rows = [(each["name"], size(each["bytes"]), _place(each["path"], result["cache"])) for each in models[:_MODELS]]
     if len(models) > _MODELS:
         rows.append((f"and {len(models) - _MODELS} more", "", Cell("", "dim")))
     return Table("Models in the cache", (left("name"), right("size"), left("path")), rows)
+
+
+def _place(path: str, cache: str) -> Cell:
+    """The path within the cache, which the screen has named already."""
+    return Cell(path.removeprefix(f"{cache}/"), "dim")

@@ -69,7 +69,7 @@ def divergence_screen(result: Result, model: str) -> Screen:
 def _quality(result: Result, loss: float) -> Table:
     agreement = result["top1_agreement"]
     rows: list[tuple[Value, ...]] = [
-        ("same top token", f"{percent(agreement, 1)} +/- {percent(result['top1_stderr'], 1)}", Bar(agreement, "good")),
+        ("same top token", f"{percent(agreement, 1)} +/- {percent(result['top1_stderr'], 1)}", Bar(agreement)),
         (
             "perplexity",
             f"{result['perplexity']:.4f} against {result['reference_perplexity']:.4f}",

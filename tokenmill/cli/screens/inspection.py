@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tokenmill.cli.render.screen import Bar, Cell, Facts, Result, Screen, Section, Table, left, right, shares
-from tokenmill.cli.render.units import count, counted, quantity, size
+from tokenmill.cli.render.units import count, counted, percent, quantity, size
 
 _REFERENCE = "ref"
 
@@ -49,7 +49,7 @@ def _weights(result: Result) -> Table:
             count(each["tensors"]),
             quantity(each["parameters"]),
             size(each["bytes"]),
-            f"{100 * each['bytes'] / whole:.0f}%",
+            percent(each["bytes"] / whole),
             Bar(each["bytes"] / whole),
         )
         for each in result["weights"]

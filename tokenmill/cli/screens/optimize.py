@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from tokenmill.cli.render.screen import Bar, Cell, Lines, Result, Screen, Section, Table, Tone, Value, left, right
-from tokenmill.cli.render.units import change, dollars, duration, percent, plain_number, tokens_per_second
+from tokenmill.cli.render.units import change, counted, dollars, duration, percent, plain_number, tokens_per_second
 
 if TYPE_CHECKING:
     from tokenmill.optimize.results import CandidateResult
 
 _CANDIDATES = 10
+_UNTRIED = "untried"
 _VERDICTS: dict[str, Tone] = {"chosen": "good", "tied": "good", "harmed": "bad", "failed": "bad"}
 
 
@@ -22,8 +23,12 @@ def optimize_screen(result: Result, candidates: Sequence[CandidateResult]) -> Sc
     if result["serve"]:
         sections.append(Lines("Serve it", [result["serve"]]))
     notes = [Cell(result["reason"])] if result["reason"] else []
-    if result["tied"]:
-        notes.append(Cell(f"as good within the error of measurement: {', '.join(map(str, result['tied']))}"))
+    tied = [name for name in result["tied"] if name != result["chosen"]]
+    if tied:
+        notes.append(Cell(f"as good within the error of measurement: {', '.join(tied)}"))
+    untried = sum(each.verdict == _UNTRIED for each in candidates)
+    if untried:
+        notes.append(Cell(f"{counted(untried, 'candidate')} not tried: no time was left", "warning"))
     if result["state"] != "complete":
         notes.append(Cell(f"the search is not finished: {result['state']}; run the same command to go on", "warning"))
     notes.append(Cell(f"report: {result['report']} ({duration(result['seconds'])} of measuring)"))
@@ -59,7 +64,7 @@ def _money(result: Result) -> Table:
 
 def _candidates(candidates: Sequence[CandidateResult]) -> Table:
     rows = []
-    for each in candidates[:_CANDIDATES]:
+    for each in [each for each in candidates if each.verdict != _UNTRIED][:_CANDIDATES]:
         speed, quality = each.speed, each.quality or each.divergence
         rows.append(
             (

@@ -21,7 +21,7 @@ def quantize_screen(result: Result, model: str) -> Screen:
     sections: list[Section] = [_quality(fidelity)] if loss is not None else []
     sections.append(_effort(result))
     tone: Tone = "warning" if loss is None else loss_tone(loss)
-    return Screen(headline, tone, sections, _notes(result))
+    return Screen(headline, tone, sections, _notes(result, model))
 
 
 def _quality(fidelity: Mapping[str, Any]) -> Table:
@@ -33,7 +33,7 @@ def _quality(fidelity: Mapping[str, Any]) -> Table:
             f"{plain_number(fidelity['perplexity'])} against {plain_number(fidelity['reference_perplexity'])}",
             Cell(f"{change(loss)} (95%: {change(low)} to {change(high)})", loss_tone(loss)),
         ),
-        ("same top token", percent(agreement, 1), Bar(agreement, "good")),
+        ("same top token", percent(agreement, 1), Bar(agreement)),
         (
             "KL divergence",
             f"{plain_number(fidelity['kld_mean'])} on average",
@@ -53,7 +53,7 @@ def _effort(result: Result) -> Facts:
         memory += f", {size(result['peak_device_bytes'])} of GPU memory"
     on = f" on {result['device']}" if result.get("device") else ""
     rows: list[tuple[str, Value]] = [
-        ("format", result["format"]),
+        ("format", " ".join(filter(None, (result["format"], result.get("type"))))),
         ("took", f"{duration(result['seconds'])}{on}, {memory}"),
     ]
     if result.get("resumed_blocks"):
@@ -61,12 +61,12 @@ def _effort(result: Result) -> Facts:
     return Facts("How", rows)
 
 
-def _notes(result: Result) -> list[Cell]:
+def _notes(result: Result, model: str) -> list[Cell]:
     fidelity = result["fidelity"]
     notes = []
     if fidelity.get("nan_count"):
         notes.append(Cell(f"{count(fidelity['nan_count'])} tokens were not finite", "bad"))
     if fidelity.get("quality_loss") is None:
-        text = f"measure it: tokenmill eval divergence {result['path']} --reference MODEL --text FILE"
+        text = f"measure it: tokenmill eval divergence {result['path']} --reference {model} --text FILE"
         notes.append(Cell(text, "warning"))
     return notes

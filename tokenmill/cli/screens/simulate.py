@@ -30,7 +30,7 @@ _PERCENTILES = ("mean", "p50", "p90", "p99")
 
 def simulate_screen(result: Result) -> Screen:
     goodput = result["goodput"]
-    kept = f", {percent(goodput['share'])} of requests within the limits" if goodput else ""
+    kept = f", {percent(goodput['share'])} within limits" if goodput else ""
     headline = (
         f"{result['model']} on {result['device']}: {tokens_per_second(result['throughput_tok_s'])}, "
         f"{plain_number(result['requests_s'])} requests/s, TTFT p99 {milliseconds(result['ttft_ms']['p99'])}, "
