@@ -14,5 +14,5 @@ def convert_screen(result: Result) -> Screen:
     headline = f"Wrote {result['path']}: {result['format']}, {size(result['bytes'])}, {verdict}"
     rows = [(name, count(number)) for name, number in result["types"].items()]
     sections: list[Section] = [Table("", (left("from and to"), right("tensors")), rows)]
-    notes = [Cell(str(each), "warning") for each in lost[:_LOSSES]]
+    notes = [Cell(f"{each['name']}: {'; '.join(each['lost'])}", "warning") for each in lost[:_LOSSES]]
     return Screen(headline, "good" if result["lossless"] else "warning", sections, notes)
