@@ -16,7 +16,7 @@ from tokenmill.cli.screens.bench import latency_screen, serve_screen, throughput
 from tokenmill.config import EngineConfig
 from tokenmill.errors import UserError
 
-app = typer.Typer(help="Measure speed on synthetic prompts.")
+app = typer.Typer(help="Measure speed: of the engine on synthetic prompts, of a server under load.")
 
 
 @app.callback(invoke_without_command=True)
@@ -31,9 +31,9 @@ def latency(
     model: Model = DEFAULT_MODEL,
     input_len: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 512,
     output_len: Annotated[int, typer.Option(help="Tokens generated for each prompt.")] = 128,
-    batch_size: Annotated[int, typer.Option(help="Prompts at the same time.")] = 1,
-    repeat: Annotated[int, typer.Option(help="Runs measured; medians are reported.")] = 3,
-    warmup: Annotated[int, typer.Option(help="Runs before that, not measured.")] = 1,
+    batch_size: Annotated[int, typer.Option(help="Prompts in the batch.")] = 1,
+    repeat: Annotated[int, typer.Option(help="Measured runs; medians are reported.")] = 3,
+    warmup: Annotated[int, typer.Option(help="Runs before those, not measured.")] = 1,
     as_json: AsJson = False,
     _verbose: Verbose = False,
     *,
@@ -52,11 +52,11 @@ def latency(
 @engine_options()
 def throughput(
     model: Model = DEFAULT_MODEL,
-    num_prompts: Annotated[int, typer.Option(help="Requests, all sent at once.")] = 16,
+    num_prompts: Annotated[int, typer.Option(help="Number of requests, all sent at once.")] = 16,
     input_len: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 256,
     output_len: Annotated[int, typer.Option(help="Tokens generated for each prompt.")] = 128,
-    range_ratio: Annotated[float, typer.Option(help="Lengths vary uniformly by this share, up and down.")] = 0.0,
-    shared_prefix: Annotated[int, typer.Option(help="Tokens all prompts begin with, on top of --input-len.")] = 0,
+    range_ratio: Annotated[float, typer.Option(help="Lengths vary uniformly by up to this share.")] = 0.0,
+    shared_prefix: Annotated[int, typer.Option(help="Length of a common prefix, on top of --input-len.")] = 0,
     as_json: AsJson = False,
     _verbose: Verbose = False,
     *,

@@ -1,4 +1,4 @@
-"""`tokenmill convert`: the same numbers in another file format."""
+"""`tokenmill convert`: the same weights in another file format."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def convert(
     ] = "",
     dtype: Annotated[
         str,
-        typer.Option(help="Of what is not quantized: float32, float16, bfloat16, or auto: what loses nothing."),
+        typer.Option(help="Dtype of unquantized tensors: float32, float16, bfloat16, or auto: lossless."),
     ] = "auto",
     as_json: AsJson = False,
     _verbose: Verbose = False,

@@ -18,7 +18,9 @@ _Tokens = Annotated[int, typer.Option(parser=parse_count, metavar="TOKENS")]
 
 
 def deploy(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="What the engine loads: hub id, folder or file.")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="What the engine loads: Hugging Face id, directory or file.")
+    ],
     engine: Annotated[
         str, typer.Option(help="tokenmill, vllm, sglang, trtllm, llamacpp or ollama. Default: the plan's.")
     ] = "",
@@ -29,18 +31,18 @@ def deploy(
     use: Annotated[str, typer.Option(help="Workload preset: chat, agent, rag, summarize, code, batch.")] = "chat",
     input_len: _Tokens = 0,
     output_len: _Tokens = 0,
-    concurrency: Annotated[int, typer.Option(help="Users at once.")] = 0,
+    concurrency: Annotated[int, typer.Option(help="Concurrent users.")] = 0,
     rate: Annotated[float, typer.Option(help="Requests per second, instead of --concurrency.")] = 0.0,
     ttft: Annotated[float, typer.Option(help="Promise: time to first token, ms; 0: none.")] = -1.0,
     itl: Annotated[float, typer.Option(help="Promise: time between tokens, ms; 0: none.")] = -1.0,
     weights: Annotated[str, typer.Option(help="Fix the weight format.")] = "",
     kv_cache_dtype: Annotated[str, typer.Option(help="Fix the KV dtype (bf16, fp8, int8, int4).")] = "",
-    tp: Annotated[int, typer.Option(help="Fix the tensor-parallel width.")] = 0,
-    name: Annotated[str, typer.Option(help="Of the objects and in the API. Default: from MODEL.")] = "",
+    tp: Annotated[int, typer.Option(help="Fix the tensor-parallel size.")] = 0,
+    name: Annotated[str, typer.Option(help="Name of the objects and in the API. Default: from MODEL.")] = "",
     split: Annotated[str, typer.Option(metavar="P:D", help="Prefill and decode in pools of P and D replicas.")] = "",
     autoscaler: Annotated[str, typer.Option(help="Kubernetes: keda, hpa or none.")] = "keda",
-    max_replicas: Annotated[int, typer.Option(help="Kubernetes: most replicas. 0: twice the plan's.")] = 0,
-    prometheus: Annotated[str, typer.Option(help="Where KEDA asks for metrics.")] = "",
+    max_replicas: Annotated[int, typer.Option(help="Kubernetes: maximum replicas. 0: twice the plan's.")] = 0,
+    prometheus: Annotated[str, typer.Option(help="Prometheus address that KEDA queries.")] = "",
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Write the files here instead of printing.")] = None,
     as_json: AsJson = False,
     _verbose: Verbose = False,

@@ -17,7 +17,7 @@ def doctor(
     as_json: AsJson = False,
     _verbose: Verbose = False,
 ) -> None:
-    """Check versions, machine, kernels and cached models, and have the smallest cached model answer."""
+    """Check versions, machine, kernels and cached models, and let the smallest cached model generate."""
     from tokenmill.engine.diagnosis import diagnose
 
     found = diagnose(network)

@@ -18,17 +18,17 @@ from tokenmill.config import EngineConfig, parse_count, parse_size
 if TYPE_CHECKING:
     from tokenmill.evaluate.windows import TextJob
 
-app = typer.Typer(help="Measure quality.")
+app = typer.Typer(help="Measure the quality of a model.")
 app.command("task")(task)
 
-Text = Annotated[Path | None, typer.Option(metavar="FILE", help="The text, UTF-8. Required.")]
+Text = Annotated[Path | None, typer.Option(metavar="FILE", help="Text file, UTF-8. Required.")]
 Context = Annotated[
-    int, typer.Option("--context", "-c", parser=parse_count, metavar="TOKENS", help="Tokens of each chunk.")
+    int, typer.Option("--context", "-c", parser=parse_count, metavar="TOKENS", help="Tokens per chunk.")
 ]
 LimitBytes = Annotated[
-    int, typer.Option(parser=parse_size, metavar="SIZE", help="Only the first bytes of the text; 0: all.")
+    int, typer.Option(parser=parse_size, metavar="SIZE", help="Use only this much of the text; 0: all.")
 ]
-MaxChunks = Annotated[int, typer.Option(help="Only the first chunks; 0: all.")]
+MaxChunks = Annotated[int, typer.Option(help="Use only this many chunks; 0: all.")]
 Protocol = Annotated[
     str,
     typer.Option(
@@ -102,7 +102,7 @@ def divergence(
 
     example = "divergence my-quantized-model --reference smollm2"
     if not reference:
-        raise UserError("there is no reference", f"give a model, as in: tokenmill eval {example} --text FILE")
+        raise UserError("no reference is given", f"name a model, as in: tokenmill eval {example} --text FILE")
     job = _text_job(example, text, context, limit_bytes, max_chunks, protocol, stride)
     with progress_bar("chunks") as advance:
         report = measure_divergence(
@@ -119,5 +119,5 @@ def _text_job(
     from tokenmill.evaluate.windows import TextJob
 
     if text is None:
-        raise UserError("there is no text", f"give a file, as in: tokenmill eval {example} --text FILE")
+        raise UserError("no text is given", f"give a file, as in: tokenmill eval {example} --text FILE")
     return TextJob(text, context, limit_bytes, max_chunks, protocol, stride)

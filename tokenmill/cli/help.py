@@ -22,9 +22,9 @@ GROUPS: dict[str, dict[str, str]] = {
     },
     "Make smaller and faster": {
         "quantize": "Quantize a model and measure what it lost",
-        "convert": "Write a model in another file format, without rounding it again",
+        "convert": "Write a model in another file format, without rounding again",
         "train-draft": "Train a draft head for speculative decoding",
-        "optimize": "Try, measure and prove: the cheapest variant that keeps its quality",
+        "optimize": "Measure candidates, choose the cheapest that keeps its quality",
     },
     "Measure": {
         "bench": "Speed: latency, throughput, or a server under load",

@@ -1,4 +1,4 @@
-"""`tokenmill pull`: fetch a model into the cache, or find it there."""
+"""`tokenmill pull`: download a model into the cache, or find it there."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def pull(
     as_json: AsJson = False,
     _verbose: Verbose = False,
 ) -> None:
-    """Fetch a model once; a second call finds it in the cache."""
+    """Download a model once; a second call finds it in the cache."""
     from tokenmill.checkpoint.sources import resolve
 
     found = resolve(model, revision=revision, offline=offline)

@@ -26,9 +26,9 @@ MAX_TOKENS = 256
 def run(
     model: Model = DEFAULT_MODEL,
     text: Annotated[
-        str | None, typer.Argument(metavar="TEXT", help="The prompt; '-' or none reads a piped one.")
+        str | None, typer.Argument(metavar="TEXT", help="The prompt; '-' or none: read from stdin.")
     ] = None,
-    token_ids: Annotated[str | None, typer.Option(help="A prompt of token ids instead, such as 1,2,3.")] = None,
+    token_ids: Annotated[str | None, typer.Option(help="Prompt as token ids instead, such as 1,2,3.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text itself, without the chat template.")] = False,
     system: Annotated[str | None, typer.Option(help="System message, before the prompt.")] = None,
     json_schema: Annotated[
@@ -77,7 +77,7 @@ def _structured(json_schema: Path | None, regex: str | None) -> StructuredSpec |
 
 def _prompt_text(text: str | None) -> str:
     if text is None and sys.stdin.isatty():
-        raise UserError("there is no prompt", 'give one, as in: tokenmill run smollm2 "Why is the sky blue?"')
+        raise UserError("no prompt is given", 'give one, as in: tokenmill run smollm2 "Why is the sky blue?"')
     if text in (None, "-"):
         text = sys.stdin.read().removesuffix("\n")
     if not text:
