@@ -11,7 +11,7 @@ import typer
 from tokenmill.bench.serve_job import ServeJob
 from tokenmill.cli.options import DEFAULT_MODEL, AsJson, Model, Verbose, engine_options, given_options
 from tokenmill.cli.output import emit
-from tokenmill.cli.progress import print_note
+from tokenmill.cli.progress import progress_bar
 from tokenmill.cli.screens.bench import latency_screen, serve_screen, throughput_screen
 from tokenmill.config import EngineConfig
 from tokenmill.errors import UserError
@@ -44,7 +44,8 @@ def latency(
 
     job = LatencyJob(input_len, output_len, batch_size, repeat, warmup)
     total = warmup + repeat
-    result = asdict(measure_latency(model, engine, job, lambda done: print_note(f"run {done} of {total}")))
+    with progress_bar("runs") as advance:
+        result = asdict(measure_latency(model, engine, job, lambda done: advance(done, total)))
     emit(result, as_json, lambda: latency_screen(result, model))
 
 

@@ -102,7 +102,7 @@ def divergence(
 
     example = "divergence my-quantized-model --reference smollm2"
     if not reference:
-        raise UserError("no reference is given", f"name a model, as in: tokenmill eval {example} --text FILE")
+        raise UserError("no reference is given", f"give a model, as in: tokenmill eval {example} --text FILE")
     job = _text_job(example, text, context, limit_bytes, max_chunks, protocol, stride)
     with progress_bar("chunks") as advance:
         report = measure_divergence(

@@ -17,8 +17,9 @@ from tokenmill.config import parse_count
 _LOAD, _FIX, _MONEY, _OTHER = "Load and promises", "Fixed choices", "Money", "Instead of planning"
 
 
-def _option(panel: str, text: str, **rest: Any) -> Any:
-    return typer.Option(rich_help_panel=panel, help=text, **rest)
+def _option(panel: str, text: str, show_default: bool = False, **rest: Any) -> Any:
+    """Defaults are shown where they are more than "not given"."""
+    return typer.Option(rich_help_panel=panel, help=text, show_default=show_default, **rest)
 
 
 def _percent(text: str | float) -> float:
@@ -53,7 +54,9 @@ def plan(
         list[str] | None, typer.Option(metavar="NAME[xN]", help="Devices, or this-machine (calibrated); repeatable.")
     ] = None,
     any_gpu: Annotated[bool, typer.Option(help="Consider every priced GPU of the catalog, 1 to 8 of each.")] = False,
-    use: Annotated[str, _option(_LOAD, "Preset: chat, agent, rag, summarize, code, batch.")] = "chat",
+    use: Annotated[
+        str, _option(_LOAD, "Preset: chat, agent, rag, summarize, code, batch.", show_default=True)
+    ] = "chat",
     input_len: _Tokens = 0,
     output_len: _Tokens = 0,
     concurrency: Annotated[int, _option(_LOAD, "Concurrent users.")] = 0,
@@ -75,12 +78,14 @@ def plan(
     max_num_seqs: Annotated[int, _option(_FIX, "Maximum sequences per step; default: by the ITL limit.")] = 0,
     max_num_batched_tokens: Annotated[int, _option(_FIX, "Maximum tokens per step.")] = 0,
     gpu_memory_utilization: Annotated[float, _option(_FIX, "Share of device memory that the engine may use.")] = 0.0,
-    speculation: Annotated[str, _option(_FIX, "on, off, or auto: on where it pays at the plan's batch size.")] = "auto",
-    draft_tokens: Annotated[int, _option(_FIX, "Draft tokens per step.")] = 4,
+    speculation: Annotated[
+        str, _option(_FIX, "on, off, or auto: on where it pays at the plan's batch size.", show_default=True)
+    ] = "auto",
+    draft_tokens: Annotated[int, _option(_FIX, "Draft tokens per step.", show_default=True)] = 4,
     acceptance: Annotated[float, _option(_FIX, "Share of draft tokens that is accepted; default: by the use.")] = -1.0,
     price: Annotated[float, _option(_MONEY, "Dollars per device and hour; default: the catalog.")] = -1.0,
     prices: _Prices = None,
-    utilization: Annotated[float, _option(_MONEY, "Mean load over capacity.")] = 0.5,
+    utilization: Annotated[float, _option(_MONEY, "Mean load over capacity.", show_default=True)] = 0.5,
     daily_load: _DailyLoad = "",
     spot_discount: Annotated[
         float, _option(_MONEY, "Discount of spot instances; 0.6: they cost 40% of the price.")
@@ -88,12 +93,14 @@ def plan(
     owned: Annotated[
         bool, _option(_MONEY, "Devices are owned: --price is their depreciation, power is added.")
     ] = False,
-    pue: Annotated[float, _option(_MONEY, "Power usage effectiveness of the data centre.")] = 1.4,
-    kwh_price: Annotated[float, _option(_MONEY, "Dollars per kWh.")] = 0.10,
+    pue: Annotated[float, _option(_MONEY, "Power usage effectiveness of the data centre.", show_default=True)] = 1.4,
+    kwh_price: Annotated[float, _option(_MONEY, "Dollars per kWh.", show_default=True)] = 0.10,
     overhead: Annotated[float, _option(_MONEY, "Facility cost, as a share of the hardware cost.")] = 0.0,
     engineering: Annotated[float, _option(_MONEY, "Engineering cost, dollars per month.")] = 0.0,
     cold_starts: Annotated[float, _option(_MONEY, "Cold starts per replica and day (paid, without output).")] = 0.0,
-    cold_start_minutes: Annotated[float, _option(_MONEY, "Minutes until a started replica serves.")] = 5.0,
+    cold_start_minutes: Annotated[
+        float, _option(_MONEY, "Minutes until a started replica serves.", show_default=True)
+    ] = 5.0,
     current_bill: Annotated[float, _option(_MONEY, "Dollars per month paid today, to compare with.")] = 0.0,
     monthly_tokens: Annotated[
         float, _option(_MONEY, "Tokens per month that the bill pays for, such as 2e9; default: the plan's load.")

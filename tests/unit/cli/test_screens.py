@@ -105,7 +105,7 @@ CASES = [
         "bench_throughput",
         lambda result: throughput_screen(result, "stories15m"),
         "stories15m: 323 tok/s output, 970 tok/s with prompts, 20.2 requests/s",
-        ["  KV memory in use, peak   3%  #............................."],
+        ["  KV memory in use, mean   3%  #............................."],
     ),
     Case(
         "bench_serve",
@@ -254,6 +254,12 @@ def test_inspect_names_each_reason_once() -> None:
     text = as_text(inspect_screen(result))
     assert text.count("cpu: kernels='ref'") == 1
     assert "! declined for linear Q8_0, linear Q4_1, rms_norm and 8 others: cpu: kernels='ref'\n" in text
+
+
+def test_inspect_says_who_set_an_option() -> None:
+    options = [{"name": "page_size", "value": 8, "source": "automatic: pages of 8 suit this CPU"}]
+    text = as_text(inspect_screen(recorded("inspect") | {"options": options}))
+    assert "  page-size  8      automatic: pages of 8 suit this CPU\n" in text
 
 
 def test_a_benchmark_without_success_is_bad() -> None:

@@ -76,7 +76,7 @@ def throughput_screen(result: Result, model: str) -> Screen:
         text = f"{percent(result['draft_acceptance'])} accepted, {result['draft_length']:.1f} tokens a draft"
         load.append(("speculation", Cell(f"{text}, {result['draft_gain']:.2f} times as fast", "good")))
     kv: list[tuple[Value, ...]] = [
-        ("KV memory in use, peak", percent(result["kv_use"]), Bar(result["kv_use"])),
+        ("KV memory in use, mean", percent(result["kv_use"]), Bar(result["kv_use"])),
         ("of it, holding no token", percent(result["kv_waste"]), Bar(result["kv_waste"], "warning")),
         (
             "prefix cache hits",

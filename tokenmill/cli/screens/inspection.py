@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tokenmill.cli.render.screen import Bar, Cell, Facts, Result, Screen, Section, Table, left, right, shares
@@ -19,6 +19,8 @@ def inspect_screen(result: Result) -> Screen:
         f"context of {count(shapes['context_length'])} tokens"
     )
     sections: list[Section] = [_model(result), _weights(result), _memory(result), _kernels(result)]
+    if result.get("options"):
+        sections.append(_options(result["options"]))
     return Screen(headline, "plain", sections, _declined(result))
 
 
@@ -87,6 +89,12 @@ def _kernels(result: Result) -> Table:
     ]
     executor = result["executor"]["chosen"]
     return Table(f"Computed here by the {executor} executor", (left("kernel"), left("operations")), rows)
+
+
+def _options(options: Sequence[Mapping[str, Any]]) -> Table:
+    """What is not left at its default, and who set it."""
+    rows = [(each["name"].replace("_", "-"), str(each["value"]), Cell(each["source"], "dim")) for each in options]
+    return Table("Options", (left("option"), left("value"), left("set by")), rows)
 
 
 def _declined(result: Result) -> list[Cell]:
