@@ -305,7 +305,7 @@ def test_bad_input_exits_2_with_the_remedy(
     output, errors = capfd.readouterr()
     assert (code, output) == (2, ""), errors
     assert errors.startswith("error: ")
-    assert errors.count("\n") == 1
+    assert [line.split()[0] for line in errors.splitlines()] == ["error:", "try:"]
     assert problem in errors
     assert re.search(remedy, errors), errors
 

@@ -12,10 +12,12 @@ import typer
 from tokenmill.bench.serve_job import ServeJob
 from tokenmill.cli.options import DEFAULT_MODEL, AsJson, Model, Verbose, engine_options, given_options
 from tokenmill.cli.output import emit
+from tokenmill.cli.progress import progress_bar
+from tokenmill.cli.screens.bench import latency_screen, serve_screen, throughput_screen
 from tokenmill.config import EngineConfig
 from tokenmill.errors import UserError
 
-app = typer.Typer(help="Measure speed on synthetic prompts.")
+app = typer.Typer(help="Measure speed: of the engine on synthetic prompts, of a server under load.")
 _Report = Annotated[Path | None, typer.Option("--report", metavar="FILE", help="Write a self-contained HTML report.")]
 
 
@@ -31,9 +33,9 @@ def latency(
     model: Model = DEFAULT_MODEL,
     input_len: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 512,
     output_len: Annotated[int, typer.Option(help="Tokens generated for each prompt.")] = 128,
-    batch_size: Annotated[int, typer.Option(help="Prompts at the same time.")] = 1,
-    repeat: Annotated[int, typer.Option(help="Runs measured; medians are reported.")] = 3,
-    warmup: Annotated[int, typer.Option(help="Runs before that, not measured.")] = 1,
+    batch_size: Annotated[int, typer.Option(help="Prompts in the batch.")] = 1,
+    repeat: Annotated[int, typer.Option(help="Measured runs; medians are reported.")] = 3,
+    warmup: Annotated[int, typer.Option(help="Runs before those, not measured.")] = 1,
     as_json: AsJson = False,
     _verbose: Verbose = False,
     *,
@@ -44,19 +46,20 @@ def latency(
 
     job = LatencyJob(input_len, output_len, batch_size, repeat, warmup)
     total = warmup + repeat
-    report = measure_latency(model, engine, job, lambda done: _say(f"run {done} of {total}"))
-    emit(asdict(report), as_json)
+    with progress_bar("runs") as advance:
+        result = asdict(measure_latency(model, engine, job, lambda done: advance(done, total)))
+    emit(result, as_json, lambda: latency_screen(result, model))
 
 
 @app.command()
 @engine_options()
 def throughput(
     model: Model = DEFAULT_MODEL,
-    num_prompts: Annotated[int, typer.Option(help="Requests, all sent at once.")] = 16,
+    num_prompts: Annotated[int, typer.Option(help="Number of requests, all sent at once.")] = 16,
     input_len: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 256,
     output_len: Annotated[int, typer.Option(help="Tokens generated for each prompt.")] = 128,
-    range_ratio: Annotated[float, typer.Option(help="Lengths vary uniformly by this share, up and down.")] = 0.0,
-    shared_prefix: Annotated[int, typer.Option(help="Tokens all prompts begin with, on top of --input-len.")] = 0,
+    range_ratio: Annotated[float, typer.Option(help="Lengths vary uniformly by up to this share.")] = 0.0,
+    shared_prefix: Annotated[int, typer.Option(help="Length of a common prefix, on top of --input-len.")] = 0,
     report_file: _Report = None,
     as_json: AsJson = False,
     _verbose: Verbose = False,
@@ -72,7 +75,8 @@ def throughput(
         from tokenmill.bench.html import write_throughput_report
 
         write_throughput_report(report_file, model, found)
-    emit(asdict(found), as_json)
+    result = asdict(found)
+    emit(result, as_json, lambda: throughput_screen(result, model))
 
 
 @app.command()
@@ -87,7 +91,7 @@ def serve(
 ) -> None:
     """Send load to any OpenAI-compatible server: throughput, TTFT, TPOT, ITL. Flags as in `vllm bench serve`."""
     from tokenmill.bench.serve import measure_serving
-    from tokenmill.bench.serve_print import as_block, save
+    from tokenmill.bench.serve_file import save
     from tokenmill.bench.serve_progress import progress_of
     from tokenmill.bench.serve_report import build_report, details
 
@@ -103,14 +107,6 @@ def serve(
         from tokenmill.bench.html import write_serve_report
 
         write_serve_report(report_file, measurement, report)
-    if as_json:
-        emit(report, as_json=True)
-    else:
-        print(as_block(report, job), flush=True)
+    emit(report, as_json, lambda: serve_screen(report, job.shown_metrics()))
     if not report["completed"]:
         raise UserError("no request succeeded", "the failures above say why")
-
-
-def _say(text: str) -> None:
-    if sys.stderr.isatty():
-        print(text, file=sys.stderr, flush=True)

@@ -10,9 +10,10 @@ from typing import Annotated, Any
 import typer
 
 from tokenmill.cli.options import DEFAULT_MODEL, AsJson, Model, Verbose, engine_options, sampling_options
-from tokenmill.cli.output import emit
+from tokenmill.cli.output import print_error, print_json
+from tokenmill.cli.progress import print_note
 from tokenmill.cli.run import MAX_TOKENS
-from tokenmill.cli.streaming import Streamer, answer_record
+from tokenmill.cli.streaming import Streamer, answer_footer, answer_record
 from tokenmill.config import EngineConfig
 from tokenmill.errors import UserError
 from tokenmill.types import SamplingParams
@@ -57,7 +58,7 @@ def chat(
                 if not session.take(line.strip()):
                     break
     if as_json:
-        emit({"messages": session.conversation.messages(), "turns": session.answers}, as_json=True)
+        print_json({"messages": session.conversation.messages(), "turns": session.answers})
 
 
 class _Session:
@@ -72,7 +73,7 @@ class _Session:
         """The loop on a terminal: errors are shown and the conversation goes on."""
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  line editing and history for input()
-        _note(_HELP)
+        print_note(_HELP)
         while True:
             try:
                 sys.stderr.write("> ")
@@ -82,9 +83,9 @@ class _Session:
             except EOFError:
                 return
             except KeyboardInterrupt:
-                _note("\n/exit or Ctrl-D leaves")
+                print_note("\n/exit or Ctrl-D leaves")
             except UserError as error:
-                _note(f"error: {error}")
+                print_error(error.problem, error.remedy)
 
     def take(self, line: str) -> bool:
         """One line: a command or a turn. False: leave."""
@@ -96,7 +97,7 @@ class _Session:
         elif command == "/system":
             self.conversation.system = rest.strip() or None
         elif command == "/help":
-            _note(_HELP)
+            print_note(_HELP)
         elif command.startswith("/") and command[1:].isalpha():
             raise UserError(f"unknown command {command}", _HELP)
         elif line:
@@ -120,19 +121,9 @@ class _Session:
         record = answer_record(answer.output)
         turns.append({"role": "assistant", "content": record["text"]})
         self.answers.append(record)
-        if sys.stderr.isatty():
-            speed = f", {1000 / record['tpot_ms']:.1f} tok/s" if record["tpot_ms"] else ""
-            end = "interrupted" if answer.interrupted else record["finish_reason"]
-            _note(f"[{record['completion_tokens']} tokens{speed}, first after {record['ttft_ms']:.0f} ms, {end}]")
+        print_note(answer_footer(record, answer.interrupted))
 
     def _write(self, _index: int, text: str) -> None:
         if not self._as_json:
             sys.stdout.write(text)
             sys.stdout.flush()
-
-
-def _note(text: str) -> None:
-    """Something about the conversation, not in it: on stderr."""
-    from rich.console import Console
-
-    Console(stderr=True, highlight=False).print(text, style="dim", markup=False, soft_wrap=True)

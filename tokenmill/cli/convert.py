@@ -1,4 +1,4 @@
-"""`tokenmill convert`: the same numbers in another file format."""
+"""`tokenmill convert`: the same weights in another file format."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import typer
 
 from tokenmill.cli.options import AsJson, Verbose
 from tokenmill.cli.output import emit
+from tokenmill.cli.screens.convert import convert_screen
 
 
 def convert(
@@ -24,7 +25,7 @@ def convert(
     ] = "",
     dtype: Annotated[
         str,
-        typer.Option(help="Of what is not quantized: float32, float16, bfloat16, or auto: what loses nothing."),
+        typer.Option(help="Dtype of unquantized tensors: float32, float16, bfloat16, or auto: lossless."),
     ] = "auto",
     as_json: AsJson = False,
     _verbose: Verbose = False,
@@ -35,4 +36,5 @@ def convert(
     from tokenmill.quantize.convert import convert as run
 
     chosen = format or (GGUF if out.suffix == ".gguf" else DENSE)
-    emit(asdict(run(resolve(model).path, out, chosen, dtype)), as_json)
+    result = asdict(run(resolve(model).path, out, chosen, dtype))
+    emit(result, as_json, lambda: convert_screen(result))

@@ -10,6 +10,7 @@ import typer
 
 from tokenmill.cli.options import AsJson, Verbose
 from tokenmill.cli.output import emit
+from tokenmill.cli.screens.deploy import deploy_screen
 from tokenmill.config import parse_count
 from tokenmill.errors import UserError
 
@@ -17,7 +18,9 @@ _Tokens = Annotated[int, typer.Option(parser=parse_count, metavar="TOKENS")]
 
 
 def deploy(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="What the engine loads: hub id, folder or file.")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="What the engine loads: Hugging Face id, directory or file.")
+    ],
     engine: Annotated[
         str, typer.Option(help="tokenmill, vllm, sglang, trtllm, llamacpp or ollama. Default: the plan's.")
     ] = "",
@@ -28,18 +31,18 @@ def deploy(
     use: Annotated[str, typer.Option(help="Workload preset: chat, agent, rag, summarize, code, batch.")] = "chat",
     input_len: _Tokens = 0,
     output_len: _Tokens = 0,
-    concurrency: Annotated[int, typer.Option(help="Users at once.")] = 0,
+    concurrency: Annotated[int, typer.Option(help="Concurrent users.")] = 0,
     rate: Annotated[float, typer.Option(help="Requests per second, instead of --concurrency.")] = 0.0,
     ttft: Annotated[float, typer.Option(help="Promise: time to first token, ms; 0: none.")] = -1.0,
     itl: Annotated[float, typer.Option(help="Promise: time between tokens, ms; 0: none.")] = -1.0,
     weights: Annotated[str, typer.Option(help="Fix the weight format.")] = "",
     kv_cache_dtype: Annotated[str, typer.Option(help="Fix the KV dtype (bf16, fp8, int8, int4).")] = "",
-    tp: Annotated[int, typer.Option(help="Fix the tensor-parallel width.")] = 0,
-    name: Annotated[str, typer.Option(help="Of the objects and in the API. Default: from MODEL.")] = "",
+    tp: Annotated[int, typer.Option(help="Fix the tensor-parallel size.")] = 0,
+    name: Annotated[str, typer.Option(help="Name of the objects and in the API. Default: from MODEL.")] = "",
     split: Annotated[str, typer.Option(metavar="P:D", help="Prefill and decode in pools of P and D replicas.")] = "",
     autoscaler: Annotated[str, typer.Option(help="Kubernetes: keda, hpa or none.")] = "keda",
-    max_replicas: Annotated[int, typer.Option(help="Kubernetes: most replicas. 0: twice the plan's.")] = 0,
-    prometheus: Annotated[str, typer.Option(help="Where KEDA asks for metrics.")] = "",
+    max_replicas: Annotated[int, typer.Option(help="Kubernetes: maximum replicas. 0: twice the plan's.")] = 0,
+    prometheus: Annotated[str, typer.Option(help="Prometheus address that KEDA queries.")] = "",
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Write the files here instead of printing.")] = None,
     as_json: AsJson = False,
     _verbose: Verbose = False,
@@ -54,30 +57,37 @@ def deploy(
     catalog = load_catalog()
     chosen = find_engine(engine) if engine else None
     if plan is not None:
-        result = _read(plan)
+        planned = _read(plan)
     else:
         given = {"input_tokens": input_len, "output_tokens": output_len, "concurrency": concurrency, "rate": rate}
         promises = {key: value for key, value in (("ttft_ms", ttft), ("itl_ms", itl)) if value >= 0}
         fixed = {"weights": weights, "kv": kv_cache_dtype, "tp": tp, "engine": chosen.planner_name if chosen else ""}
         loads = {key: value for key, value in given.items() if value}
-        result = _plan(planned_as or model, gpu or [], use, loads | promises, fixed)
-    serving = from_plan(result, catalog, model, name)
+        planned = _plan(planned_as or model, gpu or [], use, loads | promises, fixed)
+    serving = from_plan(planned, catalog, model, name)
     found = render(
         target,
-        chosen or find_engine(result["plan"]["engine"]),
+        chosen or find_engine(planned["plan"]["engine"]),
         serving,
         split=parse_split(split) if split else None,
         scaler=autoscaler,
         prometheus=prometheus or PROMETHEUS,
         max_replicas=max_replicas,
     )
+    result: dict[str, Any] = {
+        "command": list(found.command),
+        "prepare": list(found.prepare),
+        "notes": list(found.notes),
+    }
     if out is not None:
         _write(out, found.files)
-    if not as_json and out is None:
-        _print(found.files, found.notes)
-        return
-    shown: dict[str, Any] = {"command": list(found.command), "prepare": list(found.prepare), "notes": list(found.notes)}
-    emit(shown | ({"written": [str(out / each) for each in found.files]} if out else {"files": found.files}), as_json)
+        result["written"] = [str(out / each) for each in found.files]
+    else:
+        result["files"] = found.files
+        if not as_json:
+            _print(found.files, found.notes)
+            return
+    emit(result, as_json, lambda: deploy_screen(result, target))
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -123,6 +133,7 @@ def _write(folder: Path, files: dict[str, str]) -> None:
 
 
 def _print(files: dict[str, str], notes: tuple[str, ...]) -> None:
+    """The files themselves, so that they can be piped on; everything else is a comment."""
     for name, text in files.items():
         if len(files) > 1:
             print(f"# ---- {name}")

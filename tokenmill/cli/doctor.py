@@ -9,6 +9,7 @@ import typer
 
 from tokenmill.cli.options import AsJson, Verbose
 from tokenmill.cli.output import emit
+from tokenmill.cli.screens.doctor import doctor_screen
 
 
 def doctor(
@@ -16,11 +17,11 @@ def doctor(
     as_json: AsJson = False,
     _verbose: Verbose = False,
 ) -> None:
-    """Check versions, machine, kernels and cached models, and have the smallest cached model answer."""
+    """Check versions, machine, kernels and cached models, and let the smallest cached model generate."""
     from tokenmill.engine.diagnosis import diagnose
 
     found = diagnose(network)
     result: dict[str, Any] = asdict(found)
     result["problems"] = list(found.problems)
     result["network"] = dict(found.network) if network else None
-    emit(result, as_json)
+    emit(result, as_json, lambda: doctor_screen(result))

@@ -8,26 +8,27 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tokenmill.cli.evaluation_progress import progress_bar
 from tokenmill.cli.evaluation_task import task
 from tokenmill.cli.options import DEFAULT_MODEL, AsJson, Model, Verbose, engine_options
 from tokenmill.cli.output import emit
+from tokenmill.cli.progress import progress_bar
+from tokenmill.cli.screens.evaluation import divergence_screen, perplexity_screen
 from tokenmill.config import EngineConfig, parse_count, parse_size
 
 if TYPE_CHECKING:
     from tokenmill.evaluate.windows import TextJob
 
-app = typer.Typer(help="Measure quality.")
+app = typer.Typer(help="Measure the quality of a model.")
 app.command("task")(task)
 
-Text = Annotated[Path | None, typer.Option(metavar="FILE", help="The text, UTF-8. Required.")]
+Text = Annotated[Path | None, typer.Option(metavar="FILE", help="Text file, UTF-8. Required.")]
 Context = Annotated[
-    int, typer.Option("--context", "-c", parser=parse_count, metavar="TOKENS", help="Tokens of each chunk.")
+    int, typer.Option("--context", "-c", parser=parse_count, metavar="TOKENS", help="Tokens per chunk.")
 ]
 LimitBytes = Annotated[
-    int, typer.Option(parser=parse_size, metavar="SIZE", help="Only the first bytes of the text; 0: all.")
+    int, typer.Option(parser=parse_size, metavar="SIZE", help="Use only this much of the text; 0: all.")
 ]
-MaxChunks = Annotated[int, typer.Option(help="Only the first chunks; 0: all.")]
+MaxChunks = Annotated[int, typer.Option(help="Use only this many chunks; 0: all.")]
 Protocol = Annotated[
     str,
     typer.Option(
@@ -66,8 +67,8 @@ def perplexity(
 
     job = _text_job("perplexity smollm2", text, context, limit_bytes, max_chunks, protocol, stride)
     with progress_bar("chunks") as advance:
-        report = measure_perplexity(model, engine, job, advance)
-    emit(asdict(report), as_json)
+        result = asdict(measure_perplexity(model, engine, job, advance))
+    emit(result, as_json, lambda: perplexity_screen(result, model, job.text.name))
 
 
 @app.command()
@@ -101,13 +102,14 @@ def divergence(
 
     example = "divergence my-quantized-model --reference smollm2"
     if not reference:
-        raise UserError("there is no reference", f"give a model, as in: tokenmill eval {example} --text FILE")
+        raise UserError("no reference is given", f"give a model, as in: tokenmill eval {example} --text FILE")
     job = _text_job(example, text, context, limit_bytes, max_chunks, protocol, stride)
     with progress_bar("chunks") as advance:
         report = measure_divergence(
             model, reference, job.cut, engine, context=context, cached=cache, on_progress=advance
         )
-    emit(asdict(report), as_json)
+    result = asdict(report)
+    emit(result, as_json, lambda: divergence_screen(result, model))
 
 
 def _text_job(
@@ -117,5 +119,5 @@ def _text_job(
     from tokenmill.evaluate.windows import TextJob
 
     if text is None:
-        raise UserError("there is no text", f"give a file, as in: tokenmill eval {example} --text FILE")
+        raise UserError("no text is given", f"give a file, as in: tokenmill eval {example} --text FILE")
     return TextJob(text, context, limit_bytes, max_chunks, protocol, stride)

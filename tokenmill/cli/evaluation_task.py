@@ -8,9 +8,10 @@ from typing import Annotated
 
 import typer
 
-from tokenmill.cli.evaluation_progress import progress_bar
 from tokenmill.cli.options import DEFAULT_MODEL, AsJson, Model, Verbose, engine_options
 from tokenmill.cli.output import emit
+from tokenmill.cli.progress import progress_bar
+from tokenmill.cli.screens.evaluation import task_screen
 from tokenmill.config import EngineConfig
 
 
@@ -21,18 +22,20 @@ def task(
         Path | None, typer.Option(metavar="FILE", help="Items, one JSON object per line. Required.")
     ] = None,
     kind: Annotated[str, typer.Option(help="Kind of task. Empty: by the fields of the items.")] = "",
-    limit: Annotated[int, typer.Option(help="Only the first items; 0: all.")] = 0,
+    limit: Annotated[int, typer.Option(help="Use only this many items; 0: all.")] = 0,
     shots: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Items of the same kind to take examples from (mmlu, gsm8k).")
     ] = None,
-    num_shots: Annotated[int | None, typer.Option(help="Examples before each question. Default: as usual.")] = None,
+    num_shots: Annotated[int | None, typer.Option(help="Examples before each question. Default: by the kind.")] = None,
     chat: Annotated[
         bool | None,
         typer.Option(
             "--chat/--no-chat", help="Put prompts into the chat template. Default: for ifeval.", show_default=False
         ),
     ] = None,
-    max_tokens: Annotated[int, typer.Option(help="Most tokens of a written answer; 0: as usual for the kind.")] = 0,
+    max_tokens: Annotated[
+        int, typer.Option(help="Maximum tokens of a generated answer; 0: the default of the kind.")
+    ] = 0,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result of each item, as jsonl.")] = None,
     compare: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Results of another model, from --out, to compare with.")
@@ -44,12 +47,12 @@ def task(
 ) -> None:
     """Accuracy on a file of items: lambada, ARC, PIQA, hellaswag, mmlu, truthfulqa, gsm8k, ifeval, humaneval.
 
-    The kind is told by the fields of the items. humaneval runs programs that the model wrote, in a sandbox.
+    The kind is detected by the fields of the items. humaneval runs programs that the model wrote, in a sandbox.
     """
     from tokenmill.errors import UserError
 
     if task is None:
-        raise UserError("there is no task", "give a file, as in: tokenmill eval task smollm2 --task FILE.jsonl")
+        raise UserError("no task is given", "give a file, as in: tokenmill eval task smollm2 --task FILE.jsonl")
     from tokenmill.evaluate.task_run import TaskJob, run_task
 
     job = TaskJob(task, kind, limit, shots, num_shots, chat, max_tokens, out, compare)
@@ -58,4 +61,4 @@ def task(
     result = asdict(report)
     if report.comparison is None:
         del result["comparison"]
-    emit(result, as_json)
+    emit(result, as_json, lambda: task_screen(result, model))

@@ -17,13 +17,13 @@ EXTRAS = {
 _GROUPS = ("bench", "eval")  # verbs with a second word
 
 
-def missing_extra(error: ModuleNotFoundError, arguments: Sequence[str]) -> str | None:
-    """What to tell whoever typed `arguments`; None if the module belongs to no extra (then it is our bug)."""
+def missing_extra(error: ModuleNotFoundError, arguments: Sequence[str]) -> tuple[str, str] | None:
+    """The problem and the remedy for whoever typed `arguments`; None: the module belongs to no extra, our bug."""
     module = (error.name or "").partition(".")[0]
     for extra, modules in EXTRAS.items():
         if module in modules:
             needed = f"tokenmill[{extra}]"
-            return f"{_verb(arguments)} needs {needed}: pip install '{needed}'"
+            return f"{_verb(arguments)} needs {needed}", f"pip install '{needed}'"
     return None
 
 

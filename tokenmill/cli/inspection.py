@@ -1,4 +1,4 @@
-"""`tokenmill inspect`: what a checkpoint is, what it costs, and who computes it here."""
+"""`tokenmill inspect`: what a checkpoint is, what it needs, and which kernels run it here."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from tokenmill.cli.options import DEFAULT_MODEL, AsJson, Model, Verbose, engine_options
 from tokenmill.cli.output import emit
+from tokenmill.cli.screens.inspection import inspect_screen
 from tokenmill.config import BY_DEFAULT, EngineConfig
 
 _SHAPES = (
@@ -62,4 +63,4 @@ def inspect(
         ],
         "options": [asdict(each) for each in report.settings if each.value is not None and each.source != BY_DEFAULT],
     }
-    emit(result, as_json)
+    emit(result, as_json, lambda: inspect_screen(result))

@@ -1,7 +1,7 @@
-"""The `tokenmill` command: gathers the verbs and turns what goes wrong into one line and an exit code.
+"""The `tokenmill` command: registers the verbs and turns failures into two lines and an exit code.
 
-Exit 0: done; 2: the user's to mend (the line says how); 1: ours; 130: interrupted. Verbs import the engine only when
-they run, so that help is instant.
+Exit 0: done; 2: bad input, with the remedy; 1: a bug of ours; 130: interrupted. `error: MESSAGE` and `try: REMEDY` go
+to stderr. Verbs import the engine only when they run, so that help is instant.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from tokenmill.cli import (
     train_draft,
 )
 from tokenmill.cli.extras import missing_extra
+from tokenmill.cli.help import VerbGroup
+from tokenmill.cli.output import print_error
 from tokenmill.cli.peer_flags import PEER_FLAGS, PeerFlagsCommand, accept_peer_flags
 from tokenmill.errors import UserError
 from tokenmill.log import configure, get_logger
@@ -41,7 +43,7 @@ UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 app = typer.Typer(
     name="tokenmill",
-    help="Run, measure and serve language models from a checkpoint.",
+    cls=VerbGroup,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -90,39 +92,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = app(words, "tokenmill", standalone_mode=False)
         return code if isinstance(code, int) else 0
     except UserError as error:
-        return _fail(str(error), 2)
+        return _fail(error.problem, error.remedy, 2)
     except UsageError as error:
-        return _fail(_explain_usage(error), 2)
+        return _fail(*_explain_usage(error), 2)
     except (KeyboardInterrupt, typer.Abort):
         return 130
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and (explained := missing_extra(error, words)) is not None:
-            return _fail(explained, 2)
+            return _fail(*explained, 2)
         if get_logger("tokenmill").isEnabledFor(20):
             import traceback
 
             traceback.print_exc()
         return _fail(
-            f"internal error, {type(error).__name__}: {error}. Report it with the output of `tokenmill doctor` and of "
-            "this command with --verbose.",
+            f"internal error, {type(error).__name__}: {error}",
+            "the same command with --verbose, and report it together with the output of `tokenmill doctor`",
             1,
         )
 
 
-def _fail(message: str, code: int) -> int:
+def _fail(message: str, remedy: str, code: int) -> int:
     sys.stdout.flush()
-    print("error: " + " ".join(message.split()), file=sys.stderr)
+    print_error(message, remedy)
     return code
 
 
-def _explain_usage(error: Any) -> str:
-    """Click's message in one line, with the nearest valid flag or verb and where to read on."""
+def _explain_usage(error: Any) -> tuple[str, str]:
+    """Click's message in one line, and the nearest valid flag or verb with where to read on."""
     context = getattr(error, "ctx", None)
     path = context.command_path if context is not None else "tokenmill"
     message = error.format_message().split(" (Possible options")[0].split(" Did you mean")[0].rstrip(".")
     near = _nearest(error, context)
-    hint = f"Did you mean {near}? " if near else ""
-    return f"{message}. {hint}See `{path} --help`."
+    return message, f"{near}, or see `{path} --help`" if near else f"`{path} --help`"
 
 
 def _nearest(error: Any, context: Any) -> str | None:

@@ -1,4 +1,4 @@
-"""`tokenmill optimize`: find the cheaper deployment, prove it, write it down."""
+"""`tokenmill optimize`: find the cheapest deployment that keeps its quality, by measurement."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import typer
 from tokenmill.cli.options import DEFAULT_MODEL, AsJson, Model, Verbose, engine_options
 from tokenmill.cli.output import emit
 from tokenmill.cli.quantize import parse_share
+from tokenmill.cli.screens.optimize import optimize_screen
 from tokenmill.config import EngineConfig, parse_count
 from tokenmill.errors import UserError
 
@@ -33,27 +34,29 @@ def parse_saving(text: str | float) -> float:
 def optimize(
     model: Model = DEFAULT_MODEL,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Directory to write. Required.")] = None,
-    target_cost: Annotated[float, typer.Option(parser=parse_saving, metavar="-60%", help="Saving wanted.")] = -0.6,
+    target_cost: Annotated[float, typer.Option(parser=parse_saving, metavar="-60%", help="Cost change wanted.")] = -0.6,
     max_quality_loss: Annotated[
-        float, typer.Option(parser=parse_share, metavar="1%", help="How much perplexity may rise.")
+        float, typer.Option(parser=parse_share, metavar="1%", help="Maximum rise of perplexity.")
     ] = 0.01,
     input_len: _Tokens = 128,
     output_len: _Tokens = 64,
-    concurrency: Annotated[int, typer.Option(help="Requests computed at a time.")] = 8,
+    concurrency: Annotated[int, typer.Option(help="Concurrent requests.")] = 8,
     prompts: Annotated[
         Path | None, typer.Option(metavar="FILE.jsonl", help='Your prompts: {"prompt": ..., "output_tokens": N}.')
     ] = None,
     trace: Annotated[Path | None, typer.Option(metavar="FILE", help="A trace: Azure CSV or Mooncake jsonl.")] = None,
     length_scale: Annotated[float, typer.Option(help="Multiply the lengths of a trace.")] = 1.0,
-    price: Annotated[float, typer.Option(help="Dollars an hour of this machine. Default: the catalog.")] = -1.0,
-    minutes: Annotated[float, typer.Option(help="Time to measure in.")] = 8.0,
+    price: Annotated[float, typer.Option(help="Dollars per hour of this machine. Default: the catalog.")] = -1.0,
+    minutes: Annotated[float, typer.Option(help="Time budget for measuring.")] = 8.0,
     text: Annotated[Path | None, typer.Option(metavar="FILE", help="Text to measure quality on.")] = None,
-    gpu: Annotated[list[str] | None, typer.Option(metavar="NAME[xN]", help="Project to it too. Repeatable.")] = None,
+    gpu: Annotated[
+        list[str] | None, typer.Option(metavar="NAME[xN]", help="Also project the result to this device. Repeatable.")
+    ] = None,
     candidates: Annotated[
         list[str] | None, typer.Option(metavar="NAMES", help="Only these weights: Q4_K_M,gptq-4,stored,...")
     ] = None,
     kv_cache_dtypes: Annotated[list[str] | None, typer.Option(metavar="NAMES", help="Only these KV dtypes.")] = None,
-    runs: Annotated[int, typer.Option(help="Times that finalists and baseline take turns.")] = 5,
+    runs: Annotated[int, typer.Option(help="Alternating runs of finalists and baseline.")] = 5,
     quality_tokens: _Tokens = 12288,
     restart: Annotated[bool, typer.Option("--restart", help="Discard an earlier run's measurements.")] = False,
     as_json: AsJson = False,
@@ -66,7 +69,7 @@ def optimize(
     The same command run again goes on where it stopped. Ctrl-C leaves a report of what is known so far.
     """
     if out is None:
-        raise UserError("there is no output", "give a directory, as in: tokenmill optimize smollm2 --out cheaper")
+        raise UserError("no output is given", "give a directory, as in: tokenmill optimize smollm2 --out cheaper")
     from tokenmill.checkpoint.open import open_checkpoint
     from tokenmill.checkpoint.sources import resolve
     from tokenmill.optimize.job import OptimizeJob
@@ -92,7 +95,8 @@ def optimize(
         command=shlex.join(["tokenmill", *sys.argv[1:]]),
     )
     outcome = run(job, _Progress(60 * minutes))
-    emit(_summary(outcome, out), as_json)
+    result = _summary(outcome, out)
+    emit(result, as_json, lambda: optimize_screen(result, outcome.candidates))
 
 
 def _summary(outcome: Outcome, out: Path) -> dict[str, Any]:

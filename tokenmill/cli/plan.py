@@ -10,13 +10,16 @@ import typer
 
 from tokenmill.cli.options import AsJson, Verbose
 from tokenmill.cli.output import emit
+from tokenmill.cli.screens.calibration import calibrate_screen, validate_screen
+from tokenmill.cli.screens.plan import plan_screen
 from tokenmill.config import parse_count
 
-_LOAD, _FIX, _MONEY, _OTHER = "Load and promises", "What to hold fixed", "Money", "Instead of planning"
+_LOAD, _FIX, _MONEY, _OTHER = "Load and promises", "Fixed choices", "Money", "Instead of planning"
 
 
-def _option(panel: str, text: str, **rest: Any) -> Any:
-    return typer.Option(rich_help_panel=panel, help=text, **rest)
+def _option(panel: str, text: str, show_default: bool = False, **rest: Any) -> Any:
+    """Defaults are shown where they are more than "not given"."""
+    return typer.Option(rich_help_panel=panel, help=text, show_default=show_default, **rest)
 
 
 def _percent(text: str | float) -> float:
@@ -31,13 +34,18 @@ def _percent(text: str | float) -> float:
         raise UserError(f"'{text}' is not a share", "write -60% or -0.6") from None
 
 
-_Tokens = Annotated[int, _option(_LOAD, "Of a request, on average.", parser=parse_count, metavar="TOKENS")]
-_Target = Annotated[float, _option(_LOAD, "Against unquantized weights.", parser=_percent, metavar="-60%")]
-_Prices = Annotated[Path | None, _option(_MONEY, "TOML laid over the catalog.", metavar="FILE")]
-_Traits = Annotated[
-    list[str] | None, typer.Option(help="Of the use, for --explain: structured, fine-tuned, critical, development.")
+_Tokens = Annotated[int, _option(_LOAD, "Tokens of a request, on average.", parser=parse_count, metavar="TOKENS")]
+_Target = Annotated[float, _option(_LOAD, "Cost wanted, against unquantized weights.", parser=_percent, metavar="-60%")]
+_Prices = Annotated[
+    Path | None, _option(_MONEY, "TOML file with prices that replace those of the catalog.", metavar="FILE")
 ]
-_DailyLoad = Annotated[str, _option(_MONEY, "Load by the hour, as 1,1,3,8,...: sets the utilization.", metavar="LIST")]
+_Traits = Annotated[
+    list[str] | None,
+    typer.Option(help="Trait of the use, for --explain: structured, fine-tuned, critical, development."),
+]
+_DailyLoad = Annotated[
+    str, _option(_MONEY, "Load of each hour, such as 1,1,3,8,...: sets the utilization.", metavar="LIST")
+]
 
 
 def plan(
@@ -46,48 +54,66 @@ def plan(
         list[str] | None, typer.Option(metavar="NAME[xN]", help="Devices, or this-machine (calibrated); repeatable.")
     ] = None,
     any_gpu: Annotated[bool, typer.Option(help="Consider every priced GPU of the catalog, 1 to 8 of each.")] = False,
-    use: Annotated[str, _option(_LOAD, "Preset: chat, agent, rag, summarize, code, batch.")] = "chat",
+    use: Annotated[
+        str, _option(_LOAD, "Preset: chat, agent, rag, summarize, code, batch.", show_default=True)
+    ] = "chat",
     input_len: _Tokens = 0,
     output_len: _Tokens = 0,
-    concurrency: Annotated[int, _option(_LOAD, "Users at once.")] = 0,
+    concurrency: Annotated[int, _option(_LOAD, "Concurrent users.")] = 0,
     rate: Annotated[float, _option(_LOAD, "Requests per second, instead of --concurrency.")] = 0.0,
-    prefix_share: Annotated[float, _option(_LOAD, "Share of each prompt found in the cache.")] = -1.0,
+    prefix_share: Annotated[float, _option(_LOAD, "Share of each prompt that the prefix cache holds.")] = -1.0,
     ttft: Annotated[float, _option(_LOAD, "Promise: time to first token, ms; 0: none.")] = -1.0,
     itl: Annotated[float, _option(_LOAD, "Promise: time between tokens, ms; 0: none.")] = -1.0,
-    budget: Annotated[float, _option(_LOAD, "At most this many dollars a month.")] = 0.0,
-    max_quality_loss: Annotated[float, _option(_LOAD, "At most this percent, at the high end.")] = 0.0,
+    budget: Annotated[float, _option(_LOAD, "Maximum cost, dollars per month.")] = 0.0,
+    max_quality_loss: Annotated[
+        float, _option(_LOAD, "Maximum quality loss in percent, at the high end of the range.")
+    ] = 0.0,
     target_cost: _Target = 0.0,
     weights: Annotated[str, _option(_FIX, "Weight format (bf16, fp8, int8, awq, q4_k_m, ...).")] = "",
     kv_cache_dtype: Annotated[str, _option(_FIX, "KV dtype (bf16, fp8, int8, int4).")] = "",
     engine: Annotated[str, _option(_FIX, "Engine (vllm, sglang, trtllm, llama.cpp, tokenmill).")] = "",
-    tp: Annotated[int, _option(_FIX, "Tensor-parallel width of attention.")] = 0,
-    ep: Annotated[int, _option(_FIX, "Devices that whole experts are spread over; 1: cut every expert.")] = 0,
-    dp: Annotated[int, _option(_FIX, "Copies of attention within a replica.")] = 0,
-    max_num_seqs: Annotated[int, _option(_FIX, "Sequences of a step; else by the promised ITL.")] = 0,
-    max_num_batched_tokens: Annotated[int, _option(_FIX, "Tokens of a step.")] = 0,
-    gpu_memory_utilization: Annotated[float, _option(_FIX, "Share of a device that the engine may use.")] = 0.0,
-    speculation: Annotated[str, _option(_FIX, "on, off, or auto: where it pays at the plan's batch.")] = "auto",
-    draft_tokens: Annotated[int, _option(_FIX, "Drafts of a step, for speculation.")] = 4,
-    acceptance: Annotated[float, _option(_FIX, "Share of drafts that is accepted; else by the use.")] = -1.0,
-    price: Annotated[float, _option(_MONEY, "Dollars per device and hour; else the catalog.")] = -1.0,
+    tp: Annotated[int, _option(_FIX, "Tensor-parallel size of attention.")] = 0,
+    ep: Annotated[int, _option(_FIX, "Expert-parallel size; 1: every expert is sharded.")] = 0,
+    dp: Annotated[int, _option(_FIX, "Data-parallel size of attention within a replica.")] = 0,
+    max_num_seqs: Annotated[int, _option(_FIX, "Maximum sequences per step; default: by the ITL limit.")] = 0,
+    max_num_batched_tokens: Annotated[int, _option(_FIX, "Maximum tokens per step.")] = 0,
+    gpu_memory_utilization: Annotated[float, _option(_FIX, "Share of device memory that the engine may use.")] = 0.0,
+    speculation: Annotated[
+        str, _option(_FIX, "on, off, or auto: on where it pays at the plan's batch size.", show_default=True)
+    ] = "auto",
+    draft_tokens: Annotated[int, _option(_FIX, "Draft tokens per step.", show_default=True)] = 4,
+    acceptance: Annotated[float, _option(_FIX, "Share of draft tokens that is accepted; default: by the use.")] = -1.0,
+    price: Annotated[float, _option(_MONEY, "Dollars per device and hour; default: the catalog.")] = -1.0,
     prices: _Prices = None,
-    utilization: Annotated[float, _option(_MONEY, "Mean load over capacity.")] = 0.5,
+    utilization: Annotated[float, _option(_MONEY, "Mean load over capacity.", show_default=True)] = 0.5,
     daily_load: _DailyLoad = "",
-    spot_discount: Annotated[float, _option(_MONEY, "0.6: spot costs 40 % of the price.")] = 0.0,
-    owned: Annotated[bool, _option(_MONEY, "Devices are owned: add power to --price (their write-off).")] = False,
-    pue: Annotated[float, _option(_MONEY, "Power of the building over that of the devices.")] = 1.4,
-    kwh_price: Annotated[float, _option(_MONEY, "Dollars per kWh.")] = 0.10,
-    overhead: Annotated[float, _option(_MONEY, "Facility, as a share of the hardware's cost.")] = 0.0,
-    engineering: Annotated[float, _option(_MONEY, "Dollars a month for the people who run it.")] = 0.0,
-    cold_starts: Annotated[float, _option(_MONEY, "Starts per replica and day, paid before tokens flow.")] = 0.0,
-    cold_start_minutes: Annotated[float, _option(_MONEY, "Until a replica serves.")] = 5.0,
-    current_bill: Annotated[float, _option(_MONEY, "Dollars a month paid today: compare with it.")] = 0.0,
-    monthly_tokens: Annotated[float, _option(_MONEY, "That the bill pays for, as 2e9; else the plan's load.")] = 0.0,
+    spot_discount: Annotated[
+        float, _option(_MONEY, "Discount of spot instances; 0.6: they cost 40% of the price.")
+    ] = 0.0,
+    owned: Annotated[
+        bool, _option(_MONEY, "Devices are owned: --price is their depreciation, power is added.")
+    ] = False,
+    pue: Annotated[float, _option(_MONEY, "Power usage effectiveness of the data centre.", show_default=True)] = 1.4,
+    kwh_price: Annotated[float, _option(_MONEY, "Dollars per kWh.", show_default=True)] = 0.10,
+    overhead: Annotated[float, _option(_MONEY, "Facility cost, as a share of the hardware cost.")] = 0.0,
+    engineering: Annotated[float, _option(_MONEY, "Engineering cost, dollars per month.")] = 0.0,
+    cold_starts: Annotated[float, _option(_MONEY, "Cold starts per replica and day (paid, without output).")] = 0.0,
+    cold_start_minutes: Annotated[
+        float, _option(_MONEY, "Minutes until a started replica serves.", show_default=True)
+    ] = 5.0,
+    current_bill: Annotated[float, _option(_MONEY, "Dollars per month paid today, to compare with.")] = 0.0,
+    monthly_tokens: Annotated[
+        float, _option(_MONEY, "Tokens per month that the bill pays for, such as 2e9; default: the plan's load.")
+    ] = 0.0,
     explain: Annotated[bool, typer.Option(help="Add the rules behind each recommendation.")] = False,
     trait: _Traits = None,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a self-contained report.")] = None,
-    validate: Annotated[Path | None, _option(_OTHER, "Score the model on measured rows.", metavar="FILE.csv")] = None,
-    calibrate: Annotated[bool, _option(_OTHER, "Measure this machine (two minutes) and re-anchor.")] = False,
+    validate: Annotated[
+        Path | None, _option(_OTHER, "Score the predictions on measured rows.", metavar="FILE.csv")
+    ] = None,
+    calibrate: Annotated[
+        bool, _option(_OTHER, "Measure this machine (two minutes) and fit the cost model to it.")
+    ] = False,
     as_json: AsJson = False,
     _verbose: Verbose = False,
 ) -> None:
@@ -95,12 +121,14 @@ def plan(
     if validate is not None:
         from tokenmill.plan.validate.scores import validate as score
 
-        emit(asdict(score(validate)), as_json)
+        scores = asdict(score(validate))
+        emit(scores, as_json, lambda: validate_screen(scores))
         return
     if calibrate:
         from tokenmill.calibrate.job import calibrate as measure
 
-        emit(measure(model or "smollm2"), as_json)
+        measured = measure(model or "smollm2")
+        emit(measured, as_json, lambda: calibrate_screen(measured))
         return
     from tokenmill.hardware.catalog import load_catalog
     from tokenmill.plan.question.pricing import Bill, Pricing, utilization_of_day
@@ -162,7 +190,7 @@ def plan(
 
         write_plan_report(html, question, result, found)
         result["report"] = str(html)
-    emit(result, as_json)
+    emit(result, as_json, lambda: plan_screen(result))
 
 
 def _model(name: str) -> Any:
@@ -201,4 +229,4 @@ def _hours(text: str) -> list[float]:
     try:
         return [float(part) for part in text.split(",")]
     except ValueError:
-        raise UserError(f"'{text}' is no daily load", "write one number per hour: 1,1,2,5,8,...") from None
+        raise UserError(f"'{text}' is not a daily load", "write one number per hour, such as 1,1,2,5,8") from None

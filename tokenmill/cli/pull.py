@@ -1,4 +1,4 @@
-"""`tokenmill pull`: fetch a model into the cache, or find it there."""
+"""`tokenmill pull`: download a model into the cache, or find it there."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import typer
 
 from tokenmill.cli.options import DEFAULT_MODEL, AsJson, Model, Verbose
 from tokenmill.cli.output import emit
+from tokenmill.cli.screens.pull import pull_screen
 
 
 def pull(
@@ -17,8 +18,9 @@ def pull(
     as_json: AsJson = False,
     _verbose: Verbose = False,
 ) -> None:
-    """Fetch a model once; a second call finds it in the cache."""
+    """Download a model once; a second call finds it in the cache."""
     from tokenmill.checkpoint.sources import resolve
 
     found = resolve(model, revision=revision, offline=offline)
-    emit({"path": str(found.path), "bytes": found.bytes, "source": found.source}, as_json)
+    result = {"path": str(found.path), "bytes": found.bytes, "source": found.source}
+    emit(result, as_json, lambda: pull_screen(result, model))

@@ -1,9 +1,8 @@
-"""`tokenmill quantize`: make a model smaller, and prove what it lost."""
+"""`tokenmill quantize`: make a model smaller, and measure what it lost."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,6 +11,9 @@ import typer
 
 from tokenmill.cli.options import DEFAULT_MODEL, AsJson, Model, Verbose
 from tokenmill.cli.output import emit
+from tokenmill.cli.progress import progress_bar
+from tokenmill.cli.render.units import duration, size
+from tokenmill.cli.screens.quantize import quantize_screen
 from tokenmill.config import parse_count, parse_size
 from tokenmill.errors import UserError
 
@@ -55,61 +57,62 @@ def quantize(
     format: Annotated[
         str, typer.Option(help="compressed-tensors, gptq, gptq_v2, awq, bitsandbytes, fp8 or gguf. Default: what fits.")
     ] = "",
-    bits: Annotated[int | None, typer.Option(help="Bits of each weight, where the method leaves it open.")] = None,
+    bits: Annotated[int | None, typer.Option(help="Bits per weight, where the method allows a choice.")] = None,
     group_size: Annotated[
         int | None,
-        typer.Option(help="Weights that share a scale; 0: a whole row. Default: 128, 64 or 32 by what divides."),
+        typer.Option(help="Weights per scale; 0: a whole row. Default: 128, 64 or 32 by what divides."),
     ] = None,
     symmetric: Annotated[
         bool | None,
         typer.Option("--symmetric/--asymmetric", help="Without or with zero points. Default: the method's."),
     ] = None,
     option: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="An option of a step. Repeatable.")
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Option of a method. Repeatable.")
     ] = None,
     ignore: Annotated[
         list[str] | None,
-        typer.Option(metavar="PATTERN", help="A layer to leave alone: its name, or re:REGEX. Repeatable."),
+        typer.Option(metavar="PATTERN", help="Layer to leave unquantized: its name, or re:REGEX. Repeatable."),
     ] = None,
     recipe: Annotated[
         Path | None, typer.Option(metavar="FILE", help="A recipe in YAML instead of these flags.")
     ] = None,
     type: Annotated[str, typer.Option(help="GGUF only: type or mix of the file, such as Q4_K_M.")] = "",
-    dtype: Annotated[str, typer.Option(help="Of what is not quantized: auto, float16, bfloat16 or float32.")] = "auto",
+    dtype: Annotated[
+        str, typer.Option(help="Dtype of unquantized tensors: auto, float16, bfloat16 or float32.")
+    ] = "auto",
     calibration: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Text, or jsonl of texts or chats. Default: a built-in text.")
     ] = None,
     calibration_samples: Annotated[int, typer.Option(help="Sequences to calibrate on.")] = 128,
     calibration_length: Annotated[
-        int, typer.Option(parser=parse_count, metavar="TOKENS", help="Tokens of each. 0: 512, or the model's context.")
+        int,
+        typer.Option(parser=parse_count, metavar="TOKENS", help="Tokens per sequence. 0: 512, or the model's context."),
     ] = 0,
-    memory: Annotated[
-        int, typer.Option(parser=parse_size, metavar="SIZE", help="Never take more memory than this, such as 4GiB.")
-    ] = 0,
+    memory: Annotated[int, typer.Option(parser=parse_size, metavar="SIZE", help="Memory limit, such as 4GiB.")] = 0,
     threads: Annotated[int, typer.Option(help="CPU threads. 0: all.")] = 0,
     device: Annotated[
         str, typer.Option(help="Where blocks are computed: auto (a GPU if there is one), cpu or cuda.")
     ] = "auto",
     gate: Annotated[
-        bool, typer.Option("--gate/--no-gate", help="Measure the result and refuse one that lost much.")
+        bool, typer.Option("--gate/--no-gate", help="Measure the result and refuse it if it lost too much.")
     ] = True,
     gate_text: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Text to measure on. Default: held-out text.")
     ] = None,
     max_quality_loss: Annotated[
         float | None,
-        typer.Option(parser=parse_share, metavar="SHARE", help="How much perplexity may rise. Default: 25%."),
+        typer.Option(parser=parse_share, metavar="SHARE", help="Maximum rise of perplexity. Default: 25%."),
     ] = None,
     restart: Annotated[bool, typer.Option("--restart", help="Discard the unfinished work of an earlier run.")] = False,
     as_json: AsJson = False,
     _verbose: Verbose = False,
 ) -> None:
-    """Quantize a model by any method into any format. A killed job goes on where it stopped.
+    """Quantize a model by any method into any format. A killed job resumes where it stopped.
 
-    Without --max-quality-loss a result whose perplexity rose by more than a quarter is refused and kept aside.
+    Without --max-quality-loss a result whose perplexity rose by more than a quarter is refused and kept beside --out.
     """
     if out is None:
-        raise UserError("there is no output", "give a path, as in: tokenmill quantize smollm2 --out smollm2-int4")
+        raise UserError("no output is given", "give a path, as in: tokenmill quantize smollm2 --out smollm2-int4")
     gate_request = _gate_request(gate, gate_text, max_quality_loss, threads, device, memory)
     if format == "gguf" or type:
         wrong = {
@@ -128,7 +131,9 @@ def quantize(
         gguf = GGUFJob(
             model, out, method or "rtn", type, bits, calibration, calibration_samples, calibration_length, device
         )
-        _report(run_gguf_job(gguf, gate_request, memory, _say), as_json)
+        with progress_bar("blocks") as advance:
+            report = run_gguf_job(gguf, gate_request, memory, lambda done, total, _: advance(done, total))
+        emit(report, as_json, lambda: quantize_screen(report, model))
         return
     from tokenmill.quantize.device import describe_device
     from tokenmill.quantize.job import QuantizeJob, prepare, run_job
@@ -137,7 +142,9 @@ def quantize(
 
     if recipe is not None:
         if option or bits is not None or group_size is not None or symmetric is not None or method:
-            raise UserError("--recipe says the method itself", "leave --method, --bits, --group-size and --option out")
+            raise UserError(
+                "--recipe already names the method", "leave out --method, --bits, --group-size and --option"
+            )
         request = read_recipe(recipe)
         request = replace(request, ignore=(*request.ignore, *(ignore or ())))
     else:
@@ -161,20 +168,16 @@ def quantize(
     )
     prepared = prepare(job)
     forecast = prepared.forecast
+    on_device = f", {size(forecast.device_bytes)} of GPU memory" if forecast.device_bytes else ""
     print(
         f"{prepared.recipe.method} to {prepared.file_format.name} on {describe_device(prepared.device)}: "
-        f"about {_duration(forecast.seconds)}, "
-        f"{forecast.memory_bytes / 2**20:,.0f} MiB of memory, "
-        f"{f'{forecast.device_bytes / 2**20:,.0f} MiB of GPU memory, ' if forecast.device_bytes else ''}"
-        f"{forecast.disk_bytes / 2**20:,.0f} MiB of disk meanwhile",
+        f"about {duration(forecast.seconds)}, {size(forecast.memory_bytes)} of memory{on_device}, "
+        f"{size(forecast.disk_bytes)} of temporary disk",
         file=sys.stderr,
     )
-    _report(asdict(run_job(prepared, _say)), as_json)
-
-
-def _report(report: Mapping[str, Any], as_json: bool) -> None:
-    """People find the layers in the card."""
-    emit({name: value for name, value in report.items() if as_json or name != "layers"}, as_json)
+    with progress_bar("blocks") as advance:
+        result = asdict(run_job(prepared, lambda done, total, _: advance(done, total)))
+    emit(result, as_json, lambda: quantize_screen(result, model))
 
 
 def _gate_request(
@@ -186,18 +189,3 @@ def _gate_request(
     # The engine has needs of its own of a GPU (Triton): where it declines one that could quantize, the CPU measures.
     engine = "cpu" if device == "cpu" else "auto"
     return GateRequest(enabled, text, most, threads=threads, device=engine, in_turn=memory > 0)
-
-
-def _say(done: int, total: int, seconds_left: float) -> None:
-    if sys.stderr.isatty():
-        width = 30
-        filled = "#" * (width * done // total)
-        print(f"\r[{filled:<{width}}] block {done}/{total}, {_duration(seconds_left)} left ", end="", file=sys.stderr)
-        if done == total:
-            print(file=sys.stderr)
-        sys.stderr.flush()
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}h{minutes % 60:02d}m" if minutes >= 60 else f"{minutes}m{rest:02d}s"

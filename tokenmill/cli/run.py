@@ -10,8 +10,9 @@ from typing import Annotated
 import typer
 
 from tokenmill.cli.options import DEFAULT_MODEL, AsJson, Model, Verbose, engine_options, sampling_options
-from tokenmill.cli.output import emit
-from tokenmill.cli.streaming import Answer, Streamer, answer_record, logprob_records
+from tokenmill.cli.output import print_json
+from tokenmill.cli.progress import print_note
+from tokenmill.cli.streaming import Answer, Streamer, answer_footer, answer_record, logprob_records
 from tokenmill.cli.values import parse_ids
 from tokenmill.config import EngineConfig
 from tokenmill.errors import UserError
@@ -26,9 +27,9 @@ MAX_TOKENS = 256
 def run(
     model: Model = DEFAULT_MODEL,
     text: Annotated[
-        str | None, typer.Argument(metavar="TEXT", help="The prompt; '-' or none reads a piped one.")
+        str | None, typer.Argument(metavar="TEXT", help="The prompt; '-' or none: read from stdin.")
     ] = None,
-    token_ids: Annotated[str | None, typer.Option(help="A prompt of token ids instead, such as 1,2,3.")] = None,
+    token_ids: Annotated[str | None, typer.Option(help="Prompt as token ids instead, such as 1,2,3.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text itself, without the chat template.")] = False,
     system: Annotated[str | None, typer.Option(help="System message, before the prompt.")] = None,
     json_schema: Annotated[
@@ -77,7 +78,7 @@ def _structured(json_schema: Path | None, regex: str | None) -> StructuredSpec |
 
 def _prompt_text(text: str | None) -> str:
     if text is None and sys.stdin.isatty():
-        raise UserError("there is no prompt", 'give one, as in: tokenmill run smollm2 "Why is the sky blue?"')
+        raise UserError("no prompt is given", 'give one, as in: tokenmill run smollm2 "Why is the sky blue?"')
     if text in (None, "-"):
         text = sys.stdin.read().removesuffix("\n")
     if not text:
@@ -95,8 +96,9 @@ def _finish(answer: Answer, params: SamplingParams, as_json: bool) -> None:
     if answer.interrupted:
         raise KeyboardInterrupt
     assert output is not None
+    record = answer_record(output, params.logprobs)
     if as_json:
-        emit(answer_record(output, params.logprobs), as_json=True)
+        print_json(record)
         return
     if params.n == 1:
         print()
@@ -107,3 +109,5 @@ def _finish(answer: Answer, params: SamplingParams, as_json: bool) -> None:
             for record in logprob_records(each, params.logprobs):
                 top = " ".join(f"{token_id}:{logprob:.4f}" for token_id, logprob in record["top"])
                 print(f"{record['token_id']}\t{record['logprob']:.4f}\t{top}")
+    sys.stdout.flush()
+    print_note(answer_footer(record))

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from tokenmill.cli.options import DEFAULT_MODEL, AsJson, Model, given_options
-from tokenmill.cli.output import emit
+from tokenmill.cli.output import print_json
 from tokenmill.config import EngineConfig
 from tokenmill.log import configure
 from tokenmill.serve.config import SERVE_ENGINE_DEFAULTS, ServeConfig, read_config_file, split_options
@@ -29,4 +29,4 @@ def serve(
     configure("warning" if quiet else "info")
     from tokenmill.serve.server import run_server
 
-    run_server(model, server, engine, (lambda result: emit(result, as_json=True)) if as_json else None)
+    run_server(model, server, engine, print_json if as_json else None)

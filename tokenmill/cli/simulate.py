@@ -1,4 +1,4 @@
-"""`tokenmill simulate`: a trace or made-up load through the real scheduler on hardware you may not have."""
+"""`tokenmill simulate`: a trace or synthetic load through the real scheduler on hardware you may not have."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ import typer
 
 from tokenmill.cli.options import AsJson, Verbose
 from tokenmill.cli.output import emit
+from tokenmill.cli.screens.simulate import simulate_screen
 from tokenmill.config import parse_count
 
-_Tokens = Annotated[int, typer.Option(parser=parse_count, metavar="TOKENS", help="Of each request, without a trace.")]
+_Tokens = Annotated[
+    int, typer.Option(parser=parse_count, metavar="TOKENS", help="Tokens of each request, without a trace.")
+]
 _LOAD, _FLEET, _ENGINE = "Load", "Fleet", "Engine"
 
 
 def simulate(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A known name, config.json, directory or GGUF.")],
-    gpu: Annotated[str, typer.Option(metavar="NAME[xN]", help="Devices in all, or this-machine (calibrated).")] = "",
+    gpu: Annotated[str, typer.Option(metavar="NAME[xN]", help="All devices, or this-machine (calibrated).")] = "",
     trace: Annotated[
         str,
         typer.Option(
@@ -26,47 +29,66 @@ def simulate(
     ] = "",
     rate: Annotated[float, typer.Option(rich_help_panel=_LOAD, help="Requests per second.")] = 0.0,
     burstiness: Annotated[
-        float, typer.Option(rich_help_panel=_LOAD, help="Variation of intervals: 1 Poisson, more is burstier.")
+        float,
+        typer.Option(
+            rich_help_panel=_LOAD, help="Coefficient of variation of intervals: 1 is Poisson, more is burstier."
+        ),
     ] = 1.0,
-    concurrency: Annotated[int, typer.Option(rich_help_panel=_LOAD, help="Closed loop: users at once.")] = 0,
+    concurrency: Annotated[int, typer.Option(rich_help_panel=_LOAD, help="Closed loop: concurrent users.")] = 0,
     input_len: _Tokens = 0,
     output_len: _Tokens = 0,
     spread: Annotated[float, typer.Option(rich_help_panel=_LOAD, help="Lengths vary by this share.")] = 0.0,
     shared_prefix: _Tokens = 0,
-    prefixes: Annotated[int, typer.Option(rich_help_panel=_LOAD, help="How many shared prefixes.")] = 1,
-    speedup: Annotated[float, typer.Option(rich_help_panel=_LOAD, help="Replay so many times as fast.")] = 1.0,
+    prefixes: Annotated[int, typer.Option(rich_help_panel=_LOAD, help="Number of shared prefixes.")] = 1,
+    speedup: Annotated[float, typer.Option(rich_help_panel=_LOAD, help="Replay faster by this factor.")] = 1.0,
     limit: Annotated[int, typer.Option(rich_help_panel=_LOAD, help="Requests; 0: the whole trace, or 1000.")] = 0,
-    repeat: Annotated[int, typer.Option(rich_help_panel=_LOAD, help="The trace so many times in a row.")] = 1,
+    repeat: Annotated[int, typer.Option(rich_help_panel=_LOAD, help="Replay the trace this many times in a row.")] = 1,
     seed: Annotated[int, typer.Option(rich_help_panel=_LOAD, help="Same seed, same load.")] = 0,
     ttft: Annotated[float, typer.Option(help="Limit for goodput: time to first token, ms.")] = 0.0,
     itl: Annotated[float, typer.Option(help="Limit for goodput: mean time between tokens, ms.")] = 0.0,
-    replicas: Annotated[int, typer.Option(rich_help_panel=_FLEET, help="Engines; 0: as --tp cuts the devices.")] = 0,
+    replicas: Annotated[int, typer.Option(rich_help_panel=_FLEET, help="Replicas; 0: by --tp.")] = 0,
     router: Annotated[
         str, typer.Option(rich_help_panel=_FLEET, help="round_robin, least_loaded or prefix_aware.")
     ] = "round_robin",
     prefill: Annotated[int, typer.Option(rich_help_panel=_FLEET, help="Disaggregated: prefill engines.")] = 0,
     decode: Annotated[int, typer.Option(rich_help_panel=_FLEET, help="Disaggregated: decode engines.")] = 0,
-    link: Annotated[float, typer.Option(rich_help_panel=_FLEET, help="GB/s of a device for KV transfers.")] = 0.0,
+    link: Annotated[
+        float, typer.Option(rich_help_panel=_FLEET, help="Bandwidth of KV transfers, GB/s per device.")
+    ] = 0.0,
     autoscale: Annotated[
-        str, typer.Option(metavar="MIN:MAX", rich_help_panel=_FLEET, help="Replicas by queue and KV use.")
+        str, typer.Option(metavar="MIN:MAX", rich_help_panel=_FLEET, help="Scale replicas by queue and KV use.")
     ] = "",
     cold_start: Annotated[float, typer.Option(rich_help_panel=_FLEET, help="Seconds until a replica serves.")] = 120.0,
     target_queue: Annotated[float, typer.Option(rich_help_panel=_FLEET, help="Waiting requests per replica.")] = 4.0,
-    target_kv: Annotated[float, typer.Option(rich_help_panel=_FLEET, help="KV use to aim at.")] = 0.8,
-    scale_up_window: Annotated[float, typer.Option(rich_help_panel=_FLEET, help="Stabilisation, seconds.")] = 0.0,
-    scale_down_window: Annotated[float, typer.Option(rich_help_panel=_FLEET, help="Stabilisation, seconds.")] = 300.0,
-    weights: Annotated[str, typer.Option(rich_help_panel=_ENGINE, help="Weight format; else as stored.")] = "",
+    target_kv: Annotated[float, typer.Option(rich_help_panel=_FLEET, help="Target share of KV memory in use.")] = 0.8,
+    scale_up_window: Annotated[
+        float, typer.Option(rich_help_panel=_FLEET, help="Stabilization window, seconds.")
+    ] = 0.0,
+    scale_down_window: Annotated[
+        float, typer.Option(rich_help_panel=_FLEET, help="Stabilization window, seconds.")
+    ] = 300.0,
+    weights: Annotated[str, typer.Option(rich_help_panel=_ENGINE, help="Weight format; default: as stored.")] = "",
     kv_cache_dtype: Annotated[str, typer.Option(rich_help_panel=_ENGINE, help="bf16, fp8, int8, int4.")] = "bf16",
     engine: Annotated[
-        str, typer.Option(rich_help_panel=_ENGINE, help="Whose step costs: vllm, sglang, trtllm, llama.cpp, tokenmill.")
+        str,
+        typer.Option(
+            rich_help_panel=_ENGINE,
+            help="Engine whose step times are used: vllm, sglang, trtllm, llama.cpp, tokenmill.",
+        ),
     ] = "",
-    tp: Annotated[int, typer.Option(rich_help_panel=_ENGINE, help="Tensor-parallel width; 0: all of an engine.")] = 0,
+    tp: Annotated[
+        int, typer.Option(rich_help_panel=_ENGINE, help="Tensor-parallel size; 0: all devices of a replica.")
+    ] = 0,
     pp: Annotated[int, typer.Option(rich_help_panel=_ENGINE, help="Pipeline stages.")] = 1,
     context: _Tokens = 0,
-    max_num_batched_tokens: Annotated[int, typer.Option(rich_help_panel=_ENGINE, help="Tokens of a step.")] = 0,
-    max_num_seqs: Annotated[int, typer.Option(rich_help_panel=_ENGINE, help="Sequences of a step.")] = 0,
-    prefix_caching: Annotated[bool, typer.Option(rich_help_panel=_ENGINE, help="Reuse prompts' beginnings.")] = True,
-    prices: Annotated[Path | None, typer.Option(metavar="FILE", help="TOML laid over the catalog.")] = None,
+    max_num_batched_tokens: Annotated[int, typer.Option(rich_help_panel=_ENGINE, help="Maximum tokens per step.")] = 0,
+    max_num_seqs: Annotated[int, typer.Option(rich_help_panel=_ENGINE, help="Maximum sequences per step.")] = 0,
+    prefix_caching: Annotated[
+        bool, typer.Option(rich_help_panel=_ENGINE, help="Reuse the KV cache of common prefixes.")
+    ] = True,
+    prices: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="TOML file with prices that replace those of the catalog.")
+    ] = None,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a self-contained report.")] = None,
     as_json: AsJson = False,
     _verbose: Verbose = False,
@@ -103,7 +125,7 @@ def simulate(
         result["report"] = str(html)
     if as_json:
         result["series"] = simulation_series(simulation)
-    emit(result, as_json)
+    emit(result, as_json, lambda: simulate_screen(result))
 
 
 def _range(text: str) -> tuple[int, int]:
@@ -111,5 +133,5 @@ def _range(text: str) -> tuple[int, int]:
 
     least, _, most = text.partition(":")
     if not (least.isdecimal() and most.isdecimal()):
-        raise UserError(f"'{text}' is no range of replicas", "write --autoscale 1:8")
+        raise UserError(f"'{text}' is not a range of replicas", "write --autoscale 1:8")
     return int(least), int(most)

@@ -1,6 +1,6 @@
 """An engine for one terminal: streams one answer at a time, and Ctrl-C ends the answer but not the engine.
 
-The engine thread never sees the interrupt, so it can not be torn out of the middle of a step. Used by `run` and `chat`.
+The engine thread never sees the interrupt, so no step is cut short. Used by `run` and `chat`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from tokenmill.cli.render.units import count, counted, milliseconds, tokens_per_second
 from tokenmill.config import EngineConfig
 from tokenmill.errors import UserError
 from tokenmill.types import SamplingParams
@@ -94,6 +95,16 @@ def answer_record(output: RequestOutput, num_logprobs: int | None = None) -> dic
     if len(output.outputs) > 1:
         record["choices"] = [_choice(each, num_logprobs) for each in output.outputs]
     return record
+
+
+def answer_footer(record: Mapping[str, Any], interrupted: bool = False) -> str:
+    """One line about an answer: 57 tokens, 83.9 tok/s, first after 56.2 ms, stop."""
+    speed = f", {tokens_per_second(1000 / record['tpot_ms'])}" if record["tpot_ms"] else ""
+    cached = f" ({count(record['cached_tokens'])} cached)" if record["cached_tokens"] else ""
+    prompt = f"prompt {counted(record['prompt_tokens'], 'token')}{cached}"
+    end = "interrupted" if interrupted else record["finish_reason"]
+    first = f"first after {milliseconds(record['ttft_ms'])}"
+    return f"[{counted(record['completion_tokens'], 'token')}{speed}, {first}, {prompt}, {end}]"
 
 
 def logprob_records(completion: CompletionOutput, count: int) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ import typer
 
 from tokenmill.cli.options import DEFAULT_MODEL, AsJson, Model, Verbose, engine_options
 from tokenmill.cli.output import emit
+from tokenmill.cli.screens.train_draft import train_draft_screen
 from tokenmill.config import EngineConfig
 from tokenmill.errors import UserError
 
@@ -23,7 +24,7 @@ _UNUSED = ("speculate", "draft_tokens", "scheduling", "prefix_caching", *_CACHE_
 def train_draft(
     model: Model = DEFAULT_MODEL,
     text: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Text like what the model will see, which it continues.")
+        Path | None, typer.Option(metavar="FILE", help="Text like the expected traffic, which the model continues.")
     ] = None,
     prompts: Annotated[
         Path | None,
@@ -31,16 +32,16 @@ def train_draft(
     ] = None,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Where to write the head. Required.")] = None,
     kind: Annotated[
-        str, typer.Option(help="eagle: each guess builds on the last; medusa: all guesses at once.")
+        str, typer.Option(help="eagle: each draft token builds on the last; medusa: all at once.")
     ] = "eagle",
-    depth: Annotated[int, typer.Option(help="Tokens to guess ahead.")] = 4,
-    width: Annotated[int, typer.Option(help="Inner width of an eagle head; 0: twice the hidden size.")] = 0,
+    depth: Annotated[int, typer.Option(help="Tokens to draft ahead.")] = 4,
+    width: Annotated[int, typer.Option(help="Intermediate size of an eagle head; 0: twice the hidden size.")] = 0,
     layers: Annotated[
-        int, typer.Option(help="Layers of the model whose keys and values an eagle head looks at; 0: none.")
+        int, typer.Option(help="Layers of the model whose keys and values an eagle head attends to; 0: none.")
     ] = 3,
     steps: Annotated[int, typer.Option(help="Training steps.")] = 600,
-    batch: Annotated[int, typer.Option(help="Positions in a step.")] = 1024,
-    learning_rate: Annotated[float, typer.Option(help="Its peak.")] = 1e-3,
+    batch: Annotated[int, typer.Option(help="Positions per training step.")] = 1024,
+    learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-3,
     tokens: Annotated[
         int, typer.Option(help="Tokens of text, half of them the model's own continuations; or of its answers.")
     ] = 200_000,
@@ -88,7 +89,7 @@ def train_draft(
         "tokens": trained.tokens,
         "seconds": time.perf_counter() - started,
     }
-    emit(result, as_json)
+    emit(result, as_json, lambda: train_draft_screen(result, model))
 
 
 def _read(path: Path) -> str:

@@ -11,9 +11,9 @@ import pytest
 
 from tokenmill.bench.serve import Measurement, request_body
 from tokenmill.bench.serve_client import Sample
+from tokenmill.bench.serve_file import save
 from tokenmill.bench.serve_item import Item
 from tokenmill.bench.serve_job import ServeJob
-from tokenmill.bench.serve_print import as_block, save
 from tokenmill.bench.serve_report import build_report, details
 
 
@@ -97,16 +97,10 @@ def test_without_success_there_are_no_latencies() -> None:
     json.dumps(report, allow_nan=False)
 
 
-def test_the_block_and_the_file(tmp_path: Path) -> None:
+def test_the_file(tmp_path: Path) -> None:
     job = ServeJob.from_options({"metric_percentiles": "50,90", "result_dir": str(tmp_path), "goodput": ("ttft:1",)})
     measurement = Measurement(job, "org/m", [_sample(0.0, 1.0, 2.0), _sample(0.0, error="no")], 0.0, 2.1, False, 0.1)
     report = build_report(measurement)
-    block = as_block(report, job)
-    for line in ("Successful requests:                     1", "P90 TTFT (ms):                           1000.00"):
-        assert line in block.split("\n")
-    assert "============ Serving Benchmark Result ============" in block
-    assert "E2EL" not in block
-    assert "1 x no" in block
     path = save(report, details(measurement), job)
     assert path.name.startswith("openai-infqps-m-")
     found = json.loads(path.read_text())

@@ -43,7 +43,7 @@ def _without_extras(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_a_verb_without_its_extra_says_what_to_install(arguments: tuple[str, ...], verb: str) -> None:
     done = _without_extras(*arguments)
     assert done.returncode == 2
-    assert done.stderr == f"error: {verb} needs tokenmill[serve]: pip install 'tokenmill[serve]'\n"
+    assert done.stderr == f"error: {verb} needs tokenmill[serve]\ntry: pip install 'tokenmill[serve]'\n"
 
 
 def test_a_model_runs_without_any_extra(model_path: Callable[[str], Path]) -> None:

@@ -1,4 +1,4 @@
-"""Results as JSON and as lines."""
+"""Results as JSON and as screens, errors as lines; values of flags."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from tokenmill.cli.output import emit
+from tokenmill.cli.output import emit, print_error
+from tokenmill.cli.render.screen import Screen
 from tokenmill.cli.values import parse_biases, parse_ids
 from tokenmill.errors import UserError
 
@@ -20,26 +21,29 @@ RESULT = {
 }
 
 
+def _no_screen() -> Screen:
+    raise AssertionError("a screen was made for --json")
+
+
 def test_json_is_one_object_on_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    emit(RESULT, as_json=True)
+    emit(RESULT, True, _no_screen)
     out, err = capsys.readouterr()
     assert err == ""
     assert out.count("\n") == 1
     assert json.loads(out) == {**RESULT, "infinite": None}
 
 
-def test_lines_off_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    emit(RESULT, as_json=False)
-    assert capsys.readouterr().out.splitlines() == [
-        "model: m",
-        "speed: 12.35",
-        "infinite: -inf",
-        "nothing: -",
-        "kv.dtype: float32",
-        "kv.ids: 1, 2",
-        "kv.bytes_full_context: 2500000 (2.5 MB)",
-        "kernels.add: implementation cpu, declined triton: no GPU",
-    ]
+def test_a_person_gets_the_screen(capsys: pytest.CaptureFixture[str]) -> None:
+    emit(RESULT, False, lambda: Screen("m: 12.3 tok/s"))
+    assert capsys.readouterr().out == "m: 12.3 tok/s\n\nAll figures: --json\n"
+
+
+@pytest.mark.parametrize(
+    ("remedy", "lines"), [("give\n  less", "error: too much\ntry: give less\n"), ("", "error: too much\n")]
+)
+def test_errors_are_one_line_each(remedy: str, lines: str, capsys: pytest.CaptureFixture[str]) -> None:
+    print_error("too\nmuch", remedy)
+    assert capsys.readouterr() == ("", lines)
 
 
 @pytest.mark.parametrize(("text", "ids"), [("1,2,3", [1, 2, 3]), ("[4, 5]", [4, 5]), ("6 7", [6, 7]), ("-1", [-1])])

@@ -1,7 +1,11 @@
-"""A progress bar for long measurements: on a terminal only, on stderr, gone when done."""
+"""What is said beside a result while it is made: progress bars and quiet notes, on stderr and on a terminal only.
+
+A bar is gone when the work is done. Knows nothing of the work. Called by the verbs.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -30,3 +34,11 @@ def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
             progress.update(bar, completed=done, total=total)
 
         yield advance
+
+
+def print_note(text: str) -> None:
+    """A quiet line about a result, not part of it."""
+    if sys.stderr.isatty():
+        from rich.console import Console
+
+        Console(stderr=True, highlight=False).print(text, style="dim", markup=False, soft_wrap=True)

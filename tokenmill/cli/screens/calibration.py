@@ -1,0 +1,58 @@
+"""The screens of `tokenmill plan --validate` and `plan --calibrate`: how far predictions are from measurements."""
+
+from __future__ import annotations
+
+from tokenmill.cli.render.screen import Cell, Facts, Result, Screen, Table, Tone, left, right
+from tokenmill.cli.render.units import change, count, counted, percent, plain_number
+
+
+def validate_screen(result: Result) -> Screen:
+    headline = (
+        f"Predictions miss measured TPOT by {percent(result['tpot_mape_dense'], 1)} on average (dense models), "
+        f"TTFT by {percent(result['ttft_mape'], 1)}; rank correlation {result['spearman']:.3f}"
+    )
+    rows = [
+        _row("TPOT, dense", result, "tpot_mape_dense", "tpot_median_error_dense", "spearman", "rows_dense"),
+        _row("TPOT, experts", result, "tpot_mape_moe", "tpot_median_error_moe", "spearman_moe", "rows_moe"),
+        _row("TTFT, dense", result, "ttft_mape", "ttft_median_error", "", "rows_dense"),
+        _row("TTFT, experts", result, "ttft_mape_moe", "", "", "rows_moe"),
+    ]
+    columns = (left(""), right("mean error"), right("median error"), right("rank correlation"), right("rows"))
+    notes = [Cell(f"{count(number)} rows skipped: {reason}", "dim") for reason, number in result["skipped"].items()]
+    if result["rows_saturated"]:
+        notes.append(Cell(f"{counted(result['rows_saturated'], 'saturated row')} left out of TTFT", "dim"))
+    return Screen(headline, "plain", [Table(f"{count(result['rows'])} rows", columns, rows)], notes)
+
+
+def _row(name: str, result: Result, mean: str, median: str, rank: str, rows: str) -> tuple[str, ...]:
+    return (
+        name,
+        percent(result[mean], 1),
+        percent(result[median], 1) if median else "",
+        f"{result[rank]:.3f}" if rank else "",
+        count(result[rows]),
+    )
+
+
+def calibrate_screen(result: Result) -> Screen:
+    headline = (
+        f"Calibrated {result['model']} on this machine: {plain_number(result['bandwidth_gb_s'])} GB/s, "
+        f"{plain_number(result['gflops'])} GFLOP/s, step times fitted to {percent(result['engine']['fit_error'], 1)}"
+    )
+    rows = []
+    for each in result["predicted_against_measured"]:
+        name, predicted, measured = each["what"], each["predicted"], each["measured"]
+        error = predicted / measured - 1 if measured else None
+        tone: Tone = "good" if error is not None and abs(error) <= 0.1 else "warning"
+        rows.append((name, plain_number(predicted), plain_number(measured), Cell(change(error), tone)))
+    columns = (left(""), right("predicted"), right("measured"), right("error"))
+    machine = Facts(
+        "Machine",
+        [
+            ("processor", f"{result['cpu']}, {counted(result['cores'], 'core')}, {result['threads']} threads"),
+            ("steps timed", count(result["steps_timed"])),
+            ("saved in", Cell(result["file"], "dim")),
+        ],
+    )
+    notes = [Cell(f"not measured in full: {each}", "warning") for each in result["skipped"]]
+    return Screen(headline, "good", [Table("Predicted against measured", columns, rows), machine], notes)
