@@ -1,7 +1,7 @@
 """llama.cpp in a process of its own, stopped while the other side is measured.
 
-Its threads go on spinning for a while after their work, and it takes for granted that nobody else sets the AMX tiles of
-its threads. Used by cpu_vs_llamacpp.py.
+Its threads keep spinning for a while after their work, and it assumes that nobody else configures the AMX tiles of its
+threads. Used by cpu_vs_llamacpp.py.
 """
 
 from __future__ import annotations
