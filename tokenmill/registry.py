@@ -29,6 +29,13 @@ class Registry:
             self._loaded[name] = getattr(import_module(module_name), attribute)
         return self._loaded[name]
 
+    def register(self, name: str, implementation: Any) -> None:
+        """Add an implementation from outside the package; a name that is taken is refused."""
+        if name in self._paths:
+            raise ValueError(f"{self.kind} '{name}' is registered already")
+        self._paths[name] = f"{implementation.__module__}:{implementation.__qualname__}"
+        self._loaded[name] = implementation
+
     def __contains__(self, name: object) -> bool:
         return name in self._paths
 
