@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 NATIVE := CMakeLists.txt $(wildcard csrc/cpu/*.cpp csrc/cpu/*.h csrc/cpu/arch/*.cpp csrc/cpu/arch/*.h)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint unit sanitize format kernels clean
+.PHONY: help demo test lint unit sanitize format kernels clean docs
 
 help:
 	@echo "make demo     set everything up, then run a real model end to end"
@@ -14,6 +14,7 @@ help:
 	@echo "make sanitize run the C++ tests under the address, undefined-behaviour and thread sanitizers"
 	@echo "make kernels  rebuild the C++ kernels after a change in csrc/"
 	@echo "make format   format the Python code"
+	@echo "make docs     build the documentation site into site/"
 
 $(READY): pyproject.toml $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -68,6 +69,11 @@ format: $(READY)
 kernels:
 	$(BIN)/python -m pip install --quiet -e ".[dev]"
 	@touch $(READY)
+
+# With every warning an error: a dead link, a page outside the navigation, a name that the API reference cannot find.
+docs: $(READY)
+	$(BIN)/python -m pip install --quiet -e ".[docs]"
+	$(BIN)/python -m mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
