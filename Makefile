@@ -72,7 +72,6 @@ kernels:
 
 # With every warning an error: a dead link, a page outside the navigation, a name that the API reference cannot find.
 docs: $(READY)
-	$(BIN)/python -m pip install --quiet -e ".[docs]"
 	$(BIN)/python -m mkdocs build --strict
 
 clean:

@@ -19,7 +19,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 AS_IT_STANDS = "as it stands"
 # Command -> (how it is executed here, why not as it stands)
 COMMANDS = {
-    "pip install .": ("make -n", "compiles for minutes: `make` runs the same installation first, see below"),
+    "pip install '.[serve]'": ("make -n", "compiles for minutes: `make` runs the same installation first, see below"),
     "make demo": ("make -n", "runs for minutes: the recipe is expanded, and its verbs have tests of their own"),
     "make test": ("make -n", "runs this very suite: the recipe is expanded"),
     'tokenmill run smollm2 "Why is the sky blue?"': (
@@ -57,7 +57,7 @@ def test_make_would_run_it(command: str) -> None:
     done = run("make", "-n", "-B", target)
     assert done.returncode == 0, done.stderr
     assert "pip install" in done.stdout
-    expected = {"make demo": "tokenmill run smollm2", "make test": "pytest", "pip install .": "pip install"}
+    expected = {"make demo": "tokenmill run smollm2", "make test": "pytest", "pip install '.[serve]'": "pip install"}
     assert expected[command] in done.stdout
 
 
