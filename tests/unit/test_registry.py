@@ -24,5 +24,5 @@ def test_what_is_registered_is_found() -> None:
 
 def test_a_name_is_not_taken_twice() -> None:
     registry = Registry("thing", {"path": "pathlib:Path"})
-    with pytest.raises(ValueError, match="registered already"):
+    with pytest.raises(UserError, match="already registered"):
         registry.register("path", Outsider)
