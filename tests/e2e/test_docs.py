@@ -103,3 +103,9 @@ def python_blocks() -> list[str]:
 def test_a_recipe_runs(number: int) -> None:
     done = subprocess.run([sys.executable, "-c", python_blocks()[number]], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_every_benchmark_is_listed() -> None:
+    folder = ROOT / "benchmarks"
+    listed = set(re.findall(r"\]\(([\w/]+\.py)\)", (folder / "README.md").read_text()))
+    assert listed == {str(path.relative_to(folder)) for path in folder.rglob("*.py")}
