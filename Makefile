@@ -11,7 +11,7 @@ WORKERS ?= $(if $(filter 1 2 3,$(JOBS)),$(JOBS),4)
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint size unit sanitize format kernels clean
+.PHONY: help demo test test-all lint size unit sanitize format kernels clean docs
 
 help:
 	@echo "make demo     set everything up, then run a real model end to end"
@@ -21,6 +21,7 @@ help:
 	@echo "make size     lines by folder against their budgets (part of make lint)"
 	@echo "make kernels  rebuild the C++ kernels after a change in csrc/"
 	@echo "make format   format the Python code"
+	@echo "make docs     build the documentation site into site/"
 
 $(READY): pyproject.toml $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -82,6 +83,10 @@ format: $(READY)
 kernels:
 	$(BIN)/python -m pip install --quiet -e ".[dev]"
 	@touch $(READY)
+
+# With every warning an error: a dead link, a page outside the navigation, a name that the API reference cannot find.
+docs: $(READY)
+	$(BIN)/python -m mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

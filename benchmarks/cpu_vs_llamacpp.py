@@ -5,7 +5,9 @@
 
 Runs of both are interleaved (peer, ours, peer, ours, ...) and medians compared, so that a noisy machine disturbs both
 alike. Prefill of 512 tokens, decode of 128 at batch 1, batched decode, and 64 requests at concurrency 16 with a common
-prefix of 512 tokens (200 more in, 64 out).
+prefix of 512 tokens (200 more in, 64 out). llama.cpp runs as its own server starts it (peers/llamacpp_peer.py).
+`--quick` takes fewer decode steps and 16 instead of 64 requests: all of them are then new to llama.cpp's slots, which
+keep a prefix only after their first request, so that row flatters us. Do not publish it.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from tokenmill.checkpoint.sources import resolve
 
 
 class Ours:
-    """The same measurements on our engine, through the Python face."""
+    """The same measurements on our engine, through the Python API."""
 
     def __init__(self, path: Path, threads: int) -> None:
         options = {"device": "cpu", "threads": threads, "context": 2048, "memory": "4GiB"}
@@ -40,7 +42,7 @@ class Ours:
 
     def decode(self, prompts: list[list[int]], steps: int) -> float:
         outputs = self._plain.generate(prompts, _greedy(steps + 1))
-        # All prompts fit one step, so that every sequence gets its first token together.
+        # All prompts fit into one step, so every sequence gets its first token in the same step.
         first = max(output.metrics.first_token or 0.0 for output in outputs)
         last = max(output.metrics.last_token or 0.0 for output in outputs)
         return len(prompts) * steps / (last - first)
@@ -84,21 +86,23 @@ def measure(path: Path, threads: int, repeat: int, quick: bool, only: str) -> di
 
         return make
 
+    num_requests = 16 if quick else 64
+
     def serve() -> tuple[Callable[[], float], Callable[[], float]]:
-        prefix, tails = prompt(512), [prompt(200) for _ in range(16 if quick else 64)]
+        prefix, tails = prompt(512), [prompt(200) for _ in range(num_requests)]
         return lambda: peer.serve(prefix, tails, 64, 16), lambda: ours.serve(prefix, tails, 64)
 
     case("prefill 512", prefill)
     case("decode batch 1", decode(1, 128))
     for batch in (4, 8, 16, 32):
         case(f"decode batch {batch}", decode(batch, 64 if not quick else 24))
-    case("16 requests, shared prefix", serve)
+    case(f"{num_requests} requests, shared prefix", serve)
 
     table = {}
     for name, once in cases.items():
         if only not in name:
             continue
-        rounds = 1 if name.startswith("16 requests") else repeat
+        rounds = 1 if name.endswith("shared prefix") else repeat
         pairs = [once() for _ in range(rounds)]
         theirs, mine = (statistics.median(column) for column in zip(*pairs, strict=True))
         table[name] = {"llama.cpp": theirs, "tokenmill": mine, "ratio": mine / theirs}

@@ -3,7 +3,7 @@
     python benchmarks/decode_bandwidth.py MODEL [--threads 2] [--tokens 33] [--repeat 3]
 
 Bandwidth and decoding are measured in turns in one process, and medians compared. Bytes are those of the packed weights
-that every token reads, without its KV. Not a test.
+that every token reads; KV pages are not counted. Not a test.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def _bytes_per_token(llm: LLM) -> int:
-    """What a token reads: every weight, but of an embedding that is no head as well only a row."""
+    """Bytes that one token reads: every weight, but only one row of an embedding that is not the head too."""
     kernels = {}
     for weight in llm.parts.runtime.model.weights.values():
         if weight.kernel is not None and isinstance(weight.kernel.run, CpuLinear):

@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def first_answer(model: str, flags: tuple[str, ...], prefix: list[int], draw: random.Random) -> tuple[float, int]:
-    """(milliseconds of the first request after a start, its tokens from a tier). All is saved when the server ends."""
+    """(milliseconds of the first request after a start, tokens that came from a tier). Pages are saved at shutdown."""
     question = [draw.randrange(1000, 20_000) for _ in range(_QUESTION_TOKENS)]
     with started_server(model, *flags) as server, httpx.Client(base_url=server.url, timeout=600) as client:
         body = {"prompt": prefix + question, "max_tokens": 1, "temperature": 0}
@@ -69,7 +69,7 @@ def first_answer(model: str, flags: tuple[str, ...], prefix: list[int], draw: ra
 
 
 def wait_for_pages(client: httpx.Client) -> None:
-    """Until idle moments have written all pages: the tier no longer grows."""
+    """Wait until all pages are written in idle moments: the tier no longer grows."""
     before, deadline = -1.0, time.monotonic() + _SETTLE_SECONDS
     while time.monotonic() < deadline:
         lines = client.get("/metrics").text.splitlines()

@@ -105,7 +105,7 @@ def perplexity(file: Path, subject: Subject, shared: Path, kernels: str) -> floa
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="+", choices=SUBJECTS)
-    parser.add_argument("--types", default="", help="comma-separated; all recorded ones where absent")
+    parser.add_argument("--types", default="", help="comma-separated (default: all recorded ones)")
     parser.add_argument("--kernels", default="", help="ref: float32 activations; empty: the default kernels")
     parser.add_argument("--shared", type=Path, default=Path(__file__).parents[2] / "shared")
     arguments = parser.parse_args()

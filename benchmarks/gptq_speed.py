@@ -25,7 +25,7 @@ _CHUNK = 4096  # tokens at a time, as in a job
 
 
 def _seconds(run: Callable[[], object]) -> tuple[float, float]:
-    """(wall, CPU of all threads): the second also holds on a busy machine."""
+    """(wall time, CPU time of all threads); the second is meaningful on a busy machine too."""
     begin, begin_cpu = time.perf_counter(), time.process_time()
     run()
     return time.perf_counter() - begin, time.process_time() - begin_cpu

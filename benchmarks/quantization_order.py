@@ -1,5 +1,5 @@
-"""The order of quantization methods: the perplexity of each on two small models, and how much of what plain rounding
-loses each one wins back.
+"""The order of quantization methods: the perplexity of each on two small models, and how much of the loss of plain
+rounding each one avoids.
 
     python benchmarks/quantization_order.py [--models stories15m,smollm2=FILE] [--methods gptq,awq] [--bits 3,4]
                                             [--quick]
@@ -58,7 +58,7 @@ SUBJECTS = {
     "smollm2": Subject(64, "wikitext2-raw.test.first-half.txt", 512, "wikitext2-tokens.valid.txt", 32),
 }
 INTEGER_METHODS = ("rtn", "awq", "gptq", "autoround", "awq+gptq", "rotation", "rotation+gptq", "hqq", "mixed")
-FIXED_METHODS = {  # those whose width is not free, with their widths
+FIXED_METHODS = {  # methods with a fixed number of bits
     "nf4": (4, RecipeRequest("nf4")),
     "smoothquant": (8, RecipeRequest("smoothquant")),
     "smoothquant+gptq": (8, RecipeRequest("smoothquant+gptq")),
@@ -96,7 +96,7 @@ def measure(arguments: argparse.Namespace, model: str, method: str, bits: int) -
     subject, folder = SUBJECTS[model], arguments.cache / f"{path.stem}.model"
     target, num_bytes, seconds, device = given or model, 0, 0.0, ""
     if method != "float":
-        done = folder.with_suffix(".report")  # a job that was killed goes on by itself; a finished one is only scored
+        done = folder.with_suffix(".report")  # a killed job resumes by itself; a finished one is only scored
         if not done.exists():
             shutil.rmtree(folder, ignore_errors=True)
             report = run_job(prepare(make_job(arguments, given or model, subject, method, bits, folder)))
@@ -177,8 +177,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--bits", default="3,4")
     parser.add_argument("--asymmetric", action="store_true", help="with zero points")
     parser.add_argument("--quick", action="store_true", help="a quarter of the calibration and of the scored text")
-    parser.add_argument("--device", default="auto", help="that quantizes: auto, cpu or cuda")
-    parser.add_argument("--cached", action="store_true", help="only print what has been computed")
+    parser.add_argument("--device", default="auto", help="device that quantizes: auto, cpu or cuda")
+    parser.add_argument("--cached", action="store_true", help="only print finished rows")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: all")
     parser.add_argument("--cache", type=Path, default=Path("build/quantization_order"))
     parser.add_argument("--shared", type=Path, default=Path(__file__).parents[2] / "shared")

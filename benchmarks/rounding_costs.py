@@ -189,7 +189,7 @@ def parse_method(text: str) -> RecipeRequest:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help=f"{', '.join(SUBJECTS)}, or such a name and where its file lies: NAME=PATH")
+    parser.add_argument("model", help=f"{', '.join(SUBJECTS)}, or NAME=PATH where the file is elsewhere")
     parser.add_argument("methods", nargs="+")
     parser.add_argument("--by-linear", action="store_true", help="also the inputs of one kind of linear at a time")
     parser.add_argument("--device", default="auto")

@@ -62,7 +62,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--input-len", type=int, default=128)
     parser.add_argument("--output-len", type=int, default=64)
-    parser.add_argument("--threads", type=int, default=0, help="of the engine; 0: its own choice")
+    parser.add_argument("--threads", type=int, default=0, help="threads of the engine; 0: its own choice")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--json", action="store_true")
     return parser.parse_args()
@@ -82,7 +82,7 @@ def _offline(model: str, options: argparse.Namespace, engine: list[str]) -> floa
 
 
 def _served(model: str, vocab_size: int, options: argparse.Namespace, engine: list[str]) -> dict[str, Any]:
-    # As much context as `bench throughput` takes: the engine then holds as much KV memory on both sides.
+    # The context of `bench throughput`: the engine then reserves the same KV memory on both sides.
     context = str(options.input_len + options.output_len)
     with started_server(model, "--context", context, *engine) as server:
         lengths = ["--random-input-len", str(options.input_len), "--random-output-len", str(options.output_len)]

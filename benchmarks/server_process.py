@@ -28,7 +28,7 @@ def started_server(model: str, *flags: str) -> Iterator[ServerProcess]:
         with log.open("w") as errors, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors) as process:
             assert process.stdout is not None
             try:
-                line = process.stdout.readline()  # one JSON object, once it serves
+                line = process.stdout.readline()  # one JSON object, as soon as requests are accepted
                 if not line:
                     raise SystemExit("the server did not start:\n" + log.read_text())
                 yield ServerProcess(json.loads(line)["url"], process.pid, log)

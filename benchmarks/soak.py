@@ -39,7 +39,7 @@ _BAD_BODIES = (
 _BAD_SCHEMAS: tuple[Any, ...] = ({"type": "nothing"}, {"$ref": "#/missing"}, {"type": "string", "pattern": "("}, "text")
 _GOOD_SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
 _CONTEXT = 1024
-_REFUSED = (429,)  # a full queue may refuse anybody, and says so
+_REFUSED = (429,)  # a full queue may refuse any request, and says so
 _PROBE = {"prompt": "The capital of France is", "max_tokens": 16, "temperature": 0}
 _FLAT = 1.15  # memory at the end against memory after the first third
 

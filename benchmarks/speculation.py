@@ -77,7 +77,7 @@ class Contender:
 
     def __init__(self, llm: LLM, name: str) -> None:
         self.llm, self.name = llm, name
-        # Those without a model are several in one engine, the others' engines were built with them.
+        # Drafters without a model share one engine; each of the others has an engine that was built with it.
         ready_made = _is_ready_made(name)
         self.speculator = build_speculator(self._target()) if ready_made else llm.parts.runtime.runner.speculator
         if name == "off":
@@ -102,7 +102,7 @@ def main() -> None:
     options.drafters += [f"head:{head.path}" for head in heads]
     contenders = _contenders(options)
     params = SamplingParams(temperature=0.0, max_tokens=options.warm, ignore_eos=True)
-    for contender in contenders:  # threads, memory and pages are there before the clock starts
+    for contender in contenders:  # threads, memory and pages exist before the clock starts
         contender.step_in()
         contender.llm.generate(list(range(20, 40)), params)
     rows = []
@@ -284,16 +284,16 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--train", type=lambda text: [Path(each) for each in text.split(",")], help="prompts, JSON lines"
     )
-    parser.add_argument("--train-tokens", type=int, default=400_000, help="of answers to learn from, at most")
-    parser.add_argument("--answer", type=int, default=128, help="tokens of an answer to learn from, at most")
+    parser.add_argument("--train-tokens", type=int, default=400_000, help="tokens of answers to train on, at most")
+    parser.add_argument("--answer", type=int, default=128, help="tokens of one answer to train on, at most")
     parser.add_argument(
         "--heads", type=lambda text: text.split(","), default=["eagle"], help="KIND[:LAYERS[:WIDTH]],..."
     )
     parser.add_argument("--depth", type=int, default=4)
     parser.add_argument("--width", type=int, default=0, help="inner width of an eagle head; 0: twice the hidden size")
     parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--learning-rate", type=float, default=1e-3, help="its peak")
-    parser.add_argument("--positions", type=int, default=1024, help="of a training step")
+    parser.add_argument("--learning-rate", type=float, default=1e-3, help="peak learning rate")
+    parser.add_argument("--positions", type=int, default=1024, help="positions of a training step")
     parser.add_argument("--out", type=Path, default=Path("draft_heads"), help="where heads are written")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()

@@ -1,7 +1,9 @@
 """llama.cpp through its C API (package llama-cpp-python), driven the way its own llama-bench and llama-server drive it.
 
-One context per measurement, so that sizes fit; weights are loaded once. One library call per step, no work per token.
-Used by peer_process.py.
+One context per measurement, so that sizes fit; weights are loaded once. Every sequence has KV cells of its own
+(`kv_unified = False`, as llama-server runs its slots): in a unified cache each sequence attends over the cells of all,
+which costs llama.cpp a sixth at batch 16 and more than half with a shared prefix. One library call per step, no work
+per token. Used by peer_process.py.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ class Peer:
     def decode(self, prompts: Sequence[Sequence[int]], steps: int) -> float:
         """Generated tokens per second with every prompt as a sequence of one batch."""
         count = len(prompts)
-        context = self._context(sum(map(len, prompts)) + count * (steps + 8), count)
+        context = self._context(max(map(len, prompts)) + steps + 8, count)
         batch = _Batch(max(512, count))
         for number, prompt in enumerate(prompts):
             batch.fill([(token, position, number, True) for position, token in enumerate(prompt)][:512])
@@ -55,7 +57,7 @@ class Peer:
         """Output tokens per second over all requests: `slots` sequences, each keeping the common prefix once it has
         computed it, prompts batched beside decodes as llama-server does."""
         longest = len(prefix) + max(map(len, tails)) + output + 8
-        context = self._context(longest * slots, slots)
+        context = self._context(longest, slots)
         memory = lib.llama_get_memory(context)
         waiting = deque(tails)
         pending: list[deque[tuple[int, int]]] = [deque() for _ in range(slots)]  # (token, position) to compute
@@ -97,14 +99,15 @@ class Peer:
     def close(self) -> None:
         lib.llama_model_free(self._model)
 
-    def _context(self, tokens: int, sequences: int) -> Any:
+    def _context(self, tokens_each: int, sequences: int) -> Any:
         params = lib.llama_context_default_params()
-        params.n_ctx = max(512, -(-tokens // 256) * 256)
+        # Without a unified cache a sequence gets n_ctx / n_seq_max cells, in multiples of 256.
+        params.n_ctx = sequences * -(-tokens_each // 256) * 256
         params.n_batch = params.n_ubatch = 512
         params.n_seq_max = sequences
         params.n_threads = params.n_threads_batch = self._threads
         if hasattr(params, "kv_unified"):
-            params.kv_unified = True
+            params.kv_unified = False
         context = lib.llama_init_from_model(self._model, params)
         assert context, "llama.cpp cannot make a context"
         return context

@@ -1,7 +1,7 @@
 """llama.cpp in a process of its own, stopped while the other side is measured.
 
-Its threads go on spinning for a while after their work, and it takes for granted that nobody else sets the AMX tiles of
-its threads. Used by cpu_vs_llamacpp.py.
+Its threads keep spinning for a while after their work, and it assumes that nobody else configures the AMX tiles of its
+threads. Used by cpu_vs_llamacpp.py.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class PeerProcess:
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, path, threads), daemon=True)
         self._process.start()
-        atexit.register(self._process.kill)  # a stopped process hears nothing milder
+        atexit.register(self._process.kill)  # a stopped process receives no milder signal
         theirs.close()
         self.vocab_size: int = self._answer()
 
@@ -64,7 +64,7 @@ class PeerProcess:
 def _serve(pipe: Connection, path: Path, threads: int) -> None:
     from benchmarks.peers.llamacpp_peer import Peer  # only this process needs the library
 
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: not to be left behind, stopped
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: never left behind as a stopped process
     peer = Peer(path, threads)
     pipe.send(peer.vocab_size)
     while True:

@@ -1,0 +1,78 @@
+"""The offline GPU workloads, independent of the engine: which prompts, how long the outputs, which figure is reported.
+
+Both engines of gpu_vs_vllm.py run this file, so they draw the same prompts in the same order. It needs only the
+standard library: the process that runs vLLM imports nothing of ours but this.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+
+NAMES = ("single", "decode8", "decode64", "decode256", "prefill", "mixed", "shared")
+
+Generate = Callable[[list[list[int]], list[int]], float]  # prompts, output lengths -> seconds
+
+
+def report(workload: str, **values: float) -> None:
+    """One line of JSON for one workload, on stdout."""
+    print(json.dumps({"workload": workload} | {name: round(value, 3) for name, value in values.items()}), flush=True)
+
+
+class Workloads:
+    """Random token ids, temperature 0.6, no end of text. `generate` computes a batch and answers its seconds."""
+
+    def __init__(self, generate: Generate, suffix: str = "") -> None:
+        self._generate = generate
+        self._random = random.Random(0)
+        self.suffix = suffix  # appended to the name of each workload
+
+    def run(self, names: Sequence[str]) -> None:
+        self._generate([self._tokens(64) for _ in range(4)], [16] * 4)
+        for name in names:
+            if name.startswith("decode"):
+                self.decode(int(name.removeprefix("decode")))
+            elif name in NAMES:
+                getattr(self, name)()
+            else:
+                raise SystemExit(f"unknown workload {name!r}: give some of {', '.join(NAMES)}")
+
+    def single(self) -> None:
+        """One request, 512 tokens in: time to first token, then milliseconds per output token."""
+        self._generate([self._tokens(512)], [8])
+        first = self._generate([self._tokens(512)], [1])
+        whole = self._generate([self._tokens(512)], [257])
+        self._report("single", ttft_ms=first * 1e3, tpot_ms=(whole - first) / 256 * 1e3)
+
+    def decode(self, batch: int) -> None:
+        """256 decode steps of `batch` sequences. The prompts are in the prefix cache, so only decoding differs."""
+        prompts = [self._tokens(512) for _ in range(batch)]
+        self._generate(prompts, [1] * batch)
+        whole = self._generate(prompts, [257] * batch)
+        first = self._generate(prompts, [1] * batch)
+        self._report(f"decode{batch}", tpot_ms=(whole - first) / 256 * 1e3, tok_s=batch * 256 / (whole - first))
+
+    def prefill(self) -> None:
+        """Eight prompts of 8,192 tokens; the second of two runs counts."""
+        for _ in range(2):
+            seconds = self._generate([self._tokens(8192) for _ in range(8)], [1] * 8)
+        self._report("prefill8x8192", tok_s=8 * 8192 / seconds)
+
+    def mixed(self) -> None:
+        """256 requests of 100 to 1,024 tokens in and as many out, all waiting at the start."""
+        prompts = [self._tokens(self._random.randint(100, 1024)) for _ in range(256)]
+        lengths = [self._random.randint(100, 1024) for _ in range(256)]
+        self._report("mixed256", out_tok_s=sum(lengths) / self._generate(prompts, lengths))
+
+    def shared(self) -> None:
+        """256 requests with 4,096 tokens in common, 128 of their own, 64 out."""
+        prefix = self._tokens(4096)
+        prompts = [prefix + self._tokens(128) for _ in range(256)]
+        self._report("shared4096x256", req_s=256 / self._generate(prompts, [64] * 256))
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self._random.randrange(10, 100000) for _ in range(count)]
+
+    def _report(self, workload: str, **values: float) -> None:
+        report(workload + self.suffix, **values)
