@@ -50,7 +50,7 @@ class Contender:
         if not self._warm:
             warm_up(self._llm, requests[0])
             self._warm = True
-        self._llm.parts.core.scheduler.kv.pool.clear()  # what an earlier run computed must not help this one
+        self._llm.parts.kv.clear()  # what an earlier run computed must not help this one
         report, outputs = run_requests(self._llm, requests)
         first = [output.metrics.ttft for output in outputs]
         later = [output.metrics.tpot(len(output.outputs[0].token_ids)) for output in outputs]

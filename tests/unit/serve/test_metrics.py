@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from tokenmill.engine.messages import Snapshot
+from tokenmill.engine.stats import EngineStats
 from tokenmill.serve.metrics import METRICS, Metrics
 
 _EXPECTED_BY_DASHBOARDS = [
@@ -39,7 +39,7 @@ def test_names_are_unique_and_vllms_are_there() -> None:
 
 def test_both_names_show_one_value() -> None:
     metrics = Metrics("m")
-    metrics.on_step(Snapshot(num_running=3, num_waiting=2, num_pages=8, num_pages_held=2))
+    metrics.on_step(EngineStats(num_running=3, num_waiting=2, kv_usage=0.25))
     samples = _samples(metrics)
     assert samples["tokenmill_requests_running"] == samples["vllm:num_requests_running"] == 3
     assert samples["vllm:kv_cache_usage_perc"] == 0.25
@@ -47,9 +47,9 @@ def test_both_names_show_one_value() -> None:
 
 def test_counters_go_on_when_the_engine_starts_over() -> None:
     metrics = Metrics("m")
-    metrics.on_step(Snapshot(num_steps=10, num_prefix_hit_tokens=5))
+    metrics.on_step(EngineStats(num_steps=10, num_prefix_hit_tokens=5))
     metrics.on_restart("killed")
-    metrics.on_step(Snapshot(num_steps=4, num_prefix_hit_tokens=1))
+    metrics.on_step(EngineStats(num_steps=4, num_prefix_hit_tokens=1))
     samples = _samples(metrics)
     assert samples["tokenmill_engine_steps_total"] == 14
     assert samples["vllm:prefix_cache_hits_total"] == 6

@@ -8,23 +8,9 @@ thread, `get` by the loading thread, `put` by the writing thread: a tier guards 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import Protocol
 
-
-@dataclass(slots=True)
-class TierStats:
-    """Counters of one tier since the engine started; entries and bytes are what it holds now."""
-
-    entries: int = 0
-    bytes: int = 0
-    hits: int = 0  # pages that came back
-    misses: int = 0  # pages that were expected and did not
-    read_bytes: int = 0
-    written_bytes: int = 0
-    corrupt: int = 0  # entries whose checksum was wrong; deleted, never used
-    foreign: int = 0  # entries of another model, KV dtype, layout or revision; never used
-    failures: int = 0  # operations that the operating system or the network refused
+from tokenmill.engine.stats import TierStats
 
 
 class PageTier(ABC):
@@ -32,7 +18,7 @@ class PageTier(ABC):
     remote: bool = False  # `has` needs a round trip: only the loading thread asks
 
     def __init__(self) -> None:
-        self.stats = TierStats()
+        self.stats = TierStats(self.name)
 
     @abstractmethod
     def holds(self, key: bytes) -> bool:

@@ -14,8 +14,9 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from tokenmill.engine.kv.tier.base import PageAccess, PageTier, TierStats
+from tokenmill.engine.kv.tier.base import PageAccess, PageTier
 from tokenmill.engine.kv.tier.costs import LoadCosts
+from tokenmill.engine.stats import TierStats
 from tokenmill.log import get_logger
 
 _log = get_logger(__name__)
@@ -53,7 +54,6 @@ class TierStack:
         self.tiers = list(tiers)
         self.root_name = root_name
         self.costs = LoadCosts()
-        self.num_unwritten = 0  # pages that came faster than they could be written
         self._access = access
         self._page_bytes = page_bytes
         self._writes: queue.SimpleQueue[tuple[bytes, memoryview] | None] = queue.SimpleQueue()
@@ -81,15 +81,16 @@ class TierStack:
         """Whether another page can wait to be written."""
         return len(self._queued) * self._page_bytes < _MAX_QUEUED_BYTES
 
-    def offer(self, key: bytes, page: int) -> None:
-        """Copy a page and have it written, unless it is stored already."""
+    def offer(self, key: bytes, page: int) -> bool:
+        """Copy a page and have it written, unless it is stored already. False: pages come faster than they can be
+        written, and this one is not kept."""
         if self.holds(key):
-            return
+            return True
         if not self.has_space:
-            self.num_unwritten += 1
-            return
+            return False
         self._queued.add(key)
         self._writes.put((key, self._access.export_page(page)))
+        return True
 
     def restore(self, page: int, data: memoryview) -> None:
         self._access.import_page(page, data)
@@ -127,9 +128,10 @@ class TierStack:
         for tier in self.tiers:
             tier.close()
 
-    def stats(self) -> list[tuple[str, TierStats, float]]:
-        """(name, counters, bytes per second read) of each tier."""
-        return [(tier.name, tier.stats, self.costs.bandwidth(tier.name)) for tier in self.tiers]
+    @property
+    def stats(self) -> list[TierStats]:
+        """Of each tier, nearest first: the records that the tiers themselves count in."""
+        return [tier.stats for tier in self.tiers]
 
     # --- writing thread ---
 
@@ -183,6 +185,8 @@ class TierStack:
             spent[tier.name] += time.monotonic() - at
         for name, num_bytes in read.items():
             self.costs.record_load(name, num_bytes, spent[name])
+        for tier in self.tiers:
+            tier.stats.read_bandwidth = self.costs.bandwidth(tier.name)
         if len(load.pages) < len(chosen):
             load.verdict = "tier_failed"
 
