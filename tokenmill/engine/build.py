@@ -18,7 +18,8 @@ from tokenmill.checkpoint.description import ModelDescription
 from tokenmill.checkpoint.dummy import DummyCheckpoint, numbering_tokenizer
 from tokenmill.checkpoint.open import open_checkpoint
 from tokenmill.checkpoint.sources import resolve
-from tokenmill.checkpoint.tokenizer import Tokenizer, load_chat_template, load_tokenizer
+from tokenmill.checkpoint.tokenizer import Tokenizer
+from tokenmill.checkpoint.tokenizer_files import load_chat_template, load_tokenizer
 from tokenmill.config import EngineConfig
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.intake import Intake

@@ -13,7 +13,8 @@ from types import TracebackType
 
 from tokenmill.bench.prompts import SyntheticRequest
 from tokenmill.bench.throughput import run_requests, warm_up
-from tokenmill.checkpoint.tokenizer import Tokenizer, load_tokenizer
+from tokenmill.checkpoint.tokenizer import Tokenizer
+from tokenmill.checkpoint.tokenizer_files import load_tokenizer
 from tokenmill.config import EngineConfig
 from tokenmill.engine.llm import LLM
 from tokenmill.errors import UserError
