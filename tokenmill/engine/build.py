@@ -52,7 +52,7 @@ class EngineParts:
     load_seconds: float
 
     def close(self, timeout: float = 60.0) -> None:
-        """Let go of what lives outside this process: cached pages are written to the tiers, if there are any."""
+        """Release what lives outside this process: cached pages are written to the tiers, if there are any."""
         self.kv.close(timeout)
 
 
@@ -66,8 +66,8 @@ def build_engine(model: str | Path, config: EngineConfig) -> EngineParts:
         dummy = config.load_format == "dummy"
         checkpoint: Checkpoint = DummyCheckpoint(path) if dummy else open_checkpoint(path)
         description = checkpoint.description
-        nameless = dummy and not (path / "tokenizer.json").is_file()  # only a config.json: tokens are numbers
-        building = None if nameless else background.submit(load_tokenizer, path)
+        no_tokenizer = dummy and not (path / "tokenizer.json").is_file()  # only a config.json: tokens are numbers
+        building = None if no_tokenizer else background.submit(load_tokenizer, path)
         device = resolve_device(config)
         config = replace(config.on_gpu() if device.type == "cuda" else config, device=device.type)
         context = resolve_context(config, description.context_length)
@@ -98,7 +98,7 @@ def build_engine(model: str | Path, config: EngineConfig) -> EngineParts:
         intake=Intake(tokenizer, description.vocab_size, eos_ids, context, config.seed, budget, budgets.check),
         grammars=GrammarCompiler(tokenizer, eos_ids),
         tokenizer=tokenizer,
-        chat_template=None if nameless else load_chat_template(path),
+        chat_template=None if no_tokenizer else load_chat_template(path),
         description=description,
         config=config,
         runtime=runtime,

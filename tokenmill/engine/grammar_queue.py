@@ -32,7 +32,7 @@ class GrammarQueue:
     def take(self) -> Iterator[Request | tuple[str, UserError]]:
         """Those whose wait is over: a request with its grammar, or the id of one that is refused and why."""
         if self._jobs and self._compiler is not None:
-            self._compiler.relieve()
+            self._compiler.replace_stuck_worker()
         for request_id, (request, job) in list(self._jobs.items()):
             if job.done:
                 del self._jobs[request_id]

@@ -25,7 +25,7 @@ from tokenmill.types import Request, SamplingParams, TokenEvent
 
 Message = Mapping[str, Any]
 
-_RUN = 8  # outputs are handed over whole, so nobody sees it; Ctrl-C waits for no more than these
+_TOKENS_AT_ONCE = 8  # outputs are returned whole, so callers do not notice; Ctrl-C waits for at most these
 
 
 class LLM:
@@ -34,8 +34,8 @@ class LLM:
         if config is not None and options:
             raise UserError("both config and options are given", "put the options into the config")
         self._parts: EngineParts | None = build_engine(model, config or EngineConfig.from_options(options))
-        # Of a sequence, from one call of the runner. Whoever measures for a server, which streams, sets it to one.
-        self.tokens_at_once = _RUN if self.parts.runtime.runner.enduring is not None else 1
+        # Tokens of a sequence per call of the runner. A measurement for a server, which streams, sets it to one.
+        self.tokens_at_once = _TOKENS_AT_ONCE if self.parts.runtime.runner.enduring is not None else 1
 
     @property
     def parts(self) -> EngineParts:

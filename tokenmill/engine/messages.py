@@ -1,4 +1,4 @@
-"""What the HTTP process and the engine process say to each other, as typed records in msgpack.
+"""The messages between the HTTP process and the engine process, as typed records in msgpack.
 
 Every message is checked against its type when it is read, on both sides. Tokens only: text never crosses. Knows nothing
 of sockets or processes; used by engine/process.py and by the server's engine client. Imports no torch.
@@ -131,7 +131,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """The last message of an engine: what ended it, and whether it is the user's to mend."""
+    """The last message of an engine: what ended it, and whether the user can fix it."""
 
     message: str
     user_error: bool = False

@@ -3,9 +3,9 @@
 There are no phases: a request is its known tokens minus the computed ones, and a step hands out token counts under a
 budget; prompts in chunks, prefix hits, decoding and resumption are one case. Running requests come first, those with a
 single pending token (decodes) before the rest, so that a long prompt never delays them; then waiting ones are admitted
-from the head of the line. When pages run out, the last running request in the order of the discipline gives up its
-pages and is recomputed later, never one that sorts before the needy. The first in order therefore always advances, and
-the constructor makes sure that it fits alone. Knows neither tensors nor text; EngineCore calls it.
+from the head of the queue. When pages run out, the last running request in the order of the discipline gives up its
+pages and is recomputed later, never one that sorts before the request that needs pages. The first in order therefore
+always advances, and the constructor makes sure that it fits alone. Knows neither tensors nor text; EngineCore calls it.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Scheduler:
 
     def schedule(self, run: int = 1) -> StepPlan:
         """The plan of the next step. Empty only if there is no work. `run`: tokens of a sequence that the caller does
-        not mind getting at once; without drafts the runner may then compute that many, one after the other."""
+        not mind getting at once; without drafts the runner may then compute that many in sequence."""
         self._rows = {}
         self._budget = self.max_batch_tokens
         preemptions = self.stats.num_preemptions
@@ -176,9 +176,9 @@ class Scheduler:
         self._plan(request, min(wanted, slots.num_tokens), slots)
 
     def _admit(self, ahead_of: Request | None = None) -> None:
-        """Start waiting requests from the head of the line while budget, slots and pages last; none overtakes.
+        """Start waiting requests from the head of the queue while budget, slots and pages last; none overtakes.
 
-        With `ahead_of`, only those that may push that running request aside.
+        With `ahead_of`, only those that may preempt that running request.
         """
         while len(self._waiting) and self._budget > 0:
             request = self._waiting.first()
@@ -206,7 +206,7 @@ class Scheduler:
         return False
 
     def _start(self, request: Request) -> bool:
-        """Admit the head of the line. Unless alone, all its known tokens must fit: it would be preempted half way."""
+        """Admit the head of the queue. Unless alone, all its known tokens must fit: it would be preempted half way."""
         if len(self._running) >= self.max_running:
             return False
         match = self.kv.match(request)
@@ -223,8 +223,8 @@ class Scheduler:
         return True
 
     def _can_preempt_for(self, request: Request) -> bool:
-        """Whether preempting running requests that `request` outranks can let it start. None is preempted in vain
-        (but for pages that they share: those count once for each holder)."""
+        """Whether preempting running requests that `request` outranks can let it start. None is preempted for
+        nothing (but for pages that they share: those count once for each holder)."""
         if not len(self._running) or not self.discipline.outranks(request, self._running.last()):
             return False
         running = self._running.snapshot()
@@ -278,7 +278,7 @@ class Scheduler:
             self.stats.num_accepted += len(accepted)
 
     def _preempt(self, request: Request) -> None:
-        """Back to the line, without pages; what it was to compute in this step is taken back."""
+        """Back to the queue, without pages; its row in this step is withdrawn."""
         row = self._rows.pop(request, None)
         if row is not None:
             self._budget += row.count

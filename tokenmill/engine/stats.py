@@ -1,8 +1,8 @@
 """The statistics record of an engine: every counter and gauge is declared here, once.
 
-One instance is made together with the KV manager. Whoever counts something (page pool, KV manager, scheduler, core)
-writes the field itself; the record then travels whole to the server, which derives its metric table and its dashboard
-from the declarations below. Knows nothing of Prometheus or of processes; imports no torch.
+One instance is made together with the KV manager. Each component that counts something (page pool, KV manager,
+scheduler, core) writes the field itself; the record then travels whole to the server, which derives its metric table
+and its dashboard from the declarations below. Knows nothing of Prometheus or of processes; imports no torch.
 """
 
 from __future__ import annotations

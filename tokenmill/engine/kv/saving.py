@@ -67,7 +67,7 @@ class Saver:
             self._tiers.costs.record_step(plan.num_tokens, seconds)
 
     def close(self, timeout: float) -> None:
-        """Save what time allows and let go of the tiers."""
+        """Save what time allows and close the tiers."""
         deadline = time.monotonic() + timeout
         self.save(timeout)
         self._tiers.close(max(0.0, deadline - time.monotonic()))

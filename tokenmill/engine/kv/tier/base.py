@@ -22,7 +22,7 @@ class PageTier(ABC):
 
     @abstractmethod
     def holds(self, key: bytes) -> bool:
-        """Whether writing the page again would be in vain, as far as can be told without waiting."""
+        """Whether the page is stored already, as far as can be told without waiting."""
 
     @abstractmethod
     def has(self, keys: list[bytes]) -> list[bool]:
@@ -37,7 +37,7 @@ class PageTier(ABC):
         """Keep a page. What goes wrong is counted and logged, not raised: the page can be computed again."""
 
     def close(self) -> None:  # noqa: B027
-        """Let go of connections and the like."""
+        """Close connections and files."""
 
 
 class PageAccess(Protocol):

@@ -21,8 +21,8 @@ from tokenmill.log import get_logger
 
 _log = get_logger(__name__)
 _MAX_QUEUED_BYTES = 256 << 20
-_LONGEST_LOAD = 10.0  # seconds; a stalled disk must not look like a stuck step
-_UNKNOWN_LOAD = 5.0  # where no step has been measured yet
+_MAX_LOAD_SECONDS = 10.0  # a stalled disk must not look like a stuck step
+_DEFAULT_LOAD_SECONDS = 5.0  # where no step has been measured yet
 
 
 @dataclass(eq=False)
@@ -34,7 +34,7 @@ class Load:
     num_tokens: Callable[[list[bytes]], int]  # how many tokens these save
     pages: dict[bytes, memoryview] = field(default_factory=dict)
     tiers: dict[bytes, str] = field(default_factory=dict)  # where each came from
-    verdict: str = ""  # "", "slower" or "tier_failed"
+    reason: str = ""  # "", "slower" or "tier_failed"
     done: threading.Event = field(default_factory=threading.Event)
     cancelled: bool = False
     began: float = field(default_factory=time.monotonic)
@@ -43,7 +43,7 @@ class Load:
         """Whether the load has come to its end, or must be taken as it is because it hangs."""
         if self.done.wait(seconds):
             return True
-        self.cancelled = time.monotonic() - self.began > _LONGEST_LOAD + 1.0
+        self.cancelled = time.monotonic() - self.began > _MAX_LOAD_SECONDS + 1.0
         return self.cancelled
 
 
@@ -155,7 +155,7 @@ class TierStack:
                 self._load(load)
             except Exception:
                 _log.exception("KV pages could not be loaded")
-                load.verdict = "tier_failed"
+                load.reason = "tier_failed"
             finally:
                 load.done.set()
 
@@ -167,9 +167,9 @@ class TierStack:
         num_tokens = load.num_tokens(chosen)
         sizes = Counter(places[key].name for key in chosen)
         if not self.costs.worth_loading(num_tokens, {name: n * self._page_bytes for name, n in sizes.items()}):
-            load.verdict = "slower"
+            load.reason = "slower"
             return
-        limit = min(self.costs.recompute_seconds(num_tokens) or _UNKNOWN_LOAD, _LONGEST_LOAD)
+        limit = min(self.costs.recompute_seconds(num_tokens) or _DEFAULT_LOAD_SECONDS, _MAX_LOAD_SECONDS)
         read: Counter[str] = Counter()
         spent: defaultdict[str, float] = defaultdict(float)
         for key in chosen:
@@ -188,7 +188,7 @@ class TierStack:
         for tier in self.tiers:
             tier.stats.read_bandwidth = self.costs.bandwidth(tier.name)
         if len(load.pages) < len(chosen):
-            load.verdict = "tier_failed"
+            load.reason = "tier_failed"
 
     def _find(self, keys: list[bytes]) -> dict[bytes, PageTier]:
         """The nearest tier that has each page."""
