@@ -17,6 +17,8 @@ from tokenmill.engine.kv.tier import redis as redis_tier
 from tokenmill.engine.kv.tier.redis import RedisAddress, RedisClient, RedisTier, RedisUnavailableError
 from tokenmill.errors import UnavailableError, UserError
 
+pytest.importorskip("redis", reason="the package redis is not installed (pip install 'tokenmill[redis]')")
+
 MODEL, OTHER = b"m" * 16, b"o" * 16
 KEY = b"k" * 16 + b"\x00"
 PAGE = memoryview(bytearray(range(256)) * 400)
