@@ -1,4 +1,4 @@
-"""A real redis-server for tests, on a free port, gone with its test. Skips where the program or redis-py is not installed."""
+"""A real redis-server for tests, on a free port, gone with its test. Skips where it or redis-py is not installed."""
 
 from __future__ import annotations
 
