@@ -28,7 +28,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=33)
     parser.add_argument("--repeat", type=int, default=3)
     arguments = parser.parse_args()
-    options = {"device": "cpu", "context": 512, "concurrency": 1, "prefix_caching": False, "threads": arguments.threads}
+    options = {
+        "device": "cpu",
+        "context": 512,
+        "concurrency": 1,
+        "prefix_caching": False,
+        "threads": arguments.threads or None,
+    }
     with LLM(arguments.model, **options) as llm:
         read = _bytes_per_token(llm)
         generator = random.Random(0)

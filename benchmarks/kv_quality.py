@@ -129,7 +129,7 @@ def main() -> None:
     parser.add_argument("--context", default="512,4096", help="comma-separated")
     parser.add_argument("--tokens", type=int, default=20_000, help="of the text, for each context")
     parser.add_argument("--dtypes", default="", help="comma-separated; all stores where absent")
-    parser.add_argument("--native-layers", type=int, default=-1, help="at either end; -1: as the dtype says")
+    parser.add_argument("--native-layers", type=int, help="at each end; default: as the dtype says")
     parser.add_argument("--kernels", default="", help="ref: float32 activations; empty: the default kernels")
     parser.add_argument("--no-cache", action="store_true", help="run the reference beside each candidate")
     parser.add_argument("--json", type=Path, help="also write the rows here")

@@ -106,7 +106,9 @@ def measure(arguments: argparse.Namespace, model: str, method: str, bits: int) -
         target = str(folder)
     share = 4 if arguments.quick else 1
     job = TextJob(arguments.shared / "data/text" / subject.text, subject.context, subject.limit_bytes // share)
-    scored = measure_perplexity(target, EngineConfig(kernels="ref", device="cpu", threads=arguments.threads), job)
+    scored = measure_perplexity(
+        target, EngineConfig(kernels="ref", device="cpu", threads=arguments.threads or None), job
+    )
     row = Row(model, method, bits, scored.perplexity, scored.stderr, num_bytes, round(seconds, 1), device)
     path.write_text(json.dumps(asdict(row)))
     shutil.rmtree(folder, ignore_errors=True)

@@ -92,8 +92,7 @@ class Contender:
 
     def _target(self) -> Target:
         runtime, config = self.llm.parts.runtime, self.llm.parts.config
-        sampler, executor = runtime.runner.sampler, runtime.runner.executor
-        return Target(runtime.model, runtime.store, executor, sampler, replace(config, speculate=self.name))
+        return Target(runtime.model, runtime.store, runtime.executor, replace(config, speculate=self.name))
 
 
 def main() -> None:
@@ -120,7 +119,7 @@ def main() -> None:
 
 
 def _contenders(options: argparse.Namespace) -> list[Contender]:
-    engine = {"threads": options.threads, "context": options.context, "draft_tokens": options.draft_tokens}
+    engine = {"threads": options.threads or None, "context": options.context, "draft_tokens": options.draft_tokens}
     engine |= {"concurrency": max(options.batch), "device": options.device}
     lookups = [name for name in options.drafters if _is_ready_made(name)]
     shared = LLM(options.model, speculate=lookups[0] if lookups else "off", **engine)
@@ -138,7 +137,9 @@ def _train(options: argparse.Namespace) -> list[TrainedHead]:
     """Heads of the kinds asked for, from one reading of the model's answers."""
     prompts = [prompt for path in options.train for prompt in read_prompts(path)]
     began = time.perf_counter()
-    with LLM(options.model, threads=options.threads, device=options.device, prefix_caching=False, context=1024) as llm:
+    with LLM(
+        options.model, threads=options.threads or None, device=options.device, prefix_caching=False, context=1024
+    ) as llm:
         plans = {name: _plan(name, options) for name in options.heads}
         layers = sorted({layer for plan in plans.values() for layer in seen_layers(llm, plan)})
         states = own_answers(llm, prompts, options.train_tokens, options.answer, layers)

@@ -1,23 +1,25 @@
-"""The engine's configuration: one frozen record. CLI flags, Python keywords and config files are all made from it.
+"""The engine's options: one frozen record. CLI flags, Python keywords, config files and environment variables fill it.
 
-Users state intent (`context`, `concurrency`, `memory`), never only a fraction. Names that vLLM users type are
-accepted as aliases. Unknown keys are refused with the nearest valid one. Automatic values (0 or "auto") are resolved
-once, when the engine is built, and the resolved record is what gets printed and saved.
+`EngineConfig` is what was asked for: an option that hardware or the model decides is None, "automatic", until it is
+set, and each value remembers who set it. `ResolvedConfig` is what the engine runs with; resolution.py makes one from
+the other. Unknown names are refused with the nearest valid one; peer_options.py has those of other engines.
 """
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from typing import Any, Self
 
 from tokenmill.errors import UserError, unknown_name
+from tokenmill.peer_options import translate
 
+BY_USER = "set by you"
+BY_DEFAULT = "default"
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-
-_CHOICES = {"device": ("auto", "cpu", "cuda"), "load_format": ("auto", "dummy"), "quantization": ("", "fp8", "int4")}
-_GPU_DEFAULTS = {"page_size": 16, "batch_tokens": 8192, "concurrency": 256}
+_TRUTH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 
 def parse_size(text: str | int) -> int:
@@ -36,127 +38,348 @@ def parse_count(text: str | int) -> int:
     return int(float(match[1]) * (1024 if match[2] else 1))
 
 
-def option(default: Any, help: str, *, aliases: tuple[str, ...] = (), parse: Any = None, low: int | None = None) -> Any:
-    return field(default=default, metadata={"help": help, "aliases": aliases, "parse": parse, "low": low})
+def option(
+    default: Any,
+    help: str,
+    *,
+    kind: type | None = None,
+    metavar: str = "",
+    aliases: tuple[str, ...] = (),
+    choices: tuple[str, ...] = (),
+    parse: Any = None,
+    low: float | None = None,
+    high: float | None = None,
+) -> Any:
+    """A field that is also a flag. `default` None means automatic, and `kind` is then the type of a set value."""
+    kind = kind or type(default)
+    assert kind is not type(None), "an automatic option must state its kind"
+    metadata = {"help": help, "kind": kind, "metavar": metavar, "aliases": aliases, "choices": choices}
+    return field(default=default, metadata=metadata | {"parse": parse, "low": low, "high": high})
+
+
+def automatic(kind: type, help: str, **details: Any) -> Any:
+    """An option that is decided by hardware or model unless it is set."""
+    return option(None, help, kind=kind, **details)
+
+
+def option_fields(record: type) -> tuple[Field[Any], ...]:
+    """The fields of a record that are options."""
+    return tuple(spec for spec in fields(record) if "help" in spec.metadata)
+
+
+def is_automatic(value: Any) -> bool:
+    """Whether a value given for an automatic option leaves it automatic."""
+    return value is None or (isinstance(value, str) and value.lower() in ("", "auto"))
+
+
+def convert(spec: Field[Any], value: Any) -> Any:
+    """A loose value (text of a flag, a file or a variable) as the type of the option; other values stay as they are."""
+    kind = spec.metadata["kind"]
+    if spec.default is None and is_automatic(value):
+        return None
+    if not isinstance(value, str):
+        return float(value) if kind is float and type(value) is int else value
+    if spec.metadata["parse"] is not None:
+        return spec.metadata["parse"](value)
+    if kind is bool:
+        return _TRUTH.get(value.lower(), value)
+    if kind in (int, float):
+        try:
+            return kind(value)
+        except ValueError:
+            return value
+    return value
+
+
+def check(spec: Field[Any], value: Any) -> None:
+    """Raise a UserError for a value of the wrong type or out of range."""
+    kind, low, high = spec.metadata["kind"], spec.metadata["low"], spec.metadata["high"]
+    if spec.default is None and value is None:
+        return
+    or_automatic = ", or leave it out: automatic" if spec.default is None else ""
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise UserError(f"{spec.name} must be a {kind.__name__}, got {value!r}", f"correct it{or_automatic}")
+    if (low is not None and value < low) or (high is not None and value > high):
+        allowed = f"at least {low}" if high is None else f"{low} to {high}"
+        raise UserError(f"{spec.name} is {value}", f"give {allowed}{or_automatic}")
+    choices = spec.metadata["choices"]
+    if choices and value not in choices:
+        raise unknown_name(spec.name, value, choices)
+
+
+def by_option_name(options: Mapping[str, Any], specs: Iterable[Field[Any]]) -> dict[str, Any]:
+    """Loose options under our names: dashes and other engines' names are mapped, what is unknown is refused."""
+    known = {spec.name: spec for spec in specs}
+    found: dict[str, Any] = {}
+    for key, value in options.items():
+        name = key.replace("-", "_")
+        means = translate(name, value)
+        if means is None:
+            if name not in known:
+                raise unknown_name("option", key, known)
+            means = {name: value}
+        for ours, meant in means.items():
+            if ours not in known:
+                raise UserError(f"option '{key}' means {ours}, which is not available here", f"leave {key} out")
+            if ours in found:
+                raise UserError(f"option '{key}' is given twice (it means {ours})", "keep one of them")
+            found[ours] = convert(known[ours], meant)
+    return found
+
+
+def from_environment(specs: Iterable[Field[Any]], environment: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
+    """Name -> (value, source) of options that have a variable such as TOKENMILL_CONTEXT."""
+    found = {}
+    for spec in specs:
+        variable = f"TOKENMILL_{spec.name.upper()}"
+        if environment.get(variable):
+            try:
+                value = convert(spec, environment[variable])
+                check(spec, value)
+            except UserError as error:
+                raise UserError(f"environment variable {variable}: {error.problem}", error.remedy) from None
+            found[spec.name] = value, f"from environment variable {variable}"
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One option, for people: its value and who set it."""
+
+    name: str
+    value: Any
+    source: str  # "set by you" | "from file X" | "from environment variable X" | "automatic: REASON" | "default"
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    context: int = option(
-        0,
-        "Longest prompt + output of a request, such as 4096 or 8k. 0: what the model was trained for, at most 8192.",
-        aliases=("max_model_len",),
+    context: int | None = automatic(
+        int,
+        "Maximum length of a request in tokens, prompt and output together, such as 4096 or 8k. "
+        "Automatic: the model's trained length, at most 8192.",
+        metavar="TOKENS",
         parse=parse_count,
+        low=1,
+    )
+    concurrency: int | None = automatic(
+        int,
+        "Maximum number of requests computed at the same time. Automatic: 64, on a GPU 256.",
+        metavar="REQUESTS",
+        low=1,
+    )
+    memory: int | None = automatic(
+        int,
+        "Maximum size of the KV cache, such as 2GiB. Automatic: what context x concurrency needs, at most a quarter of "
+        "the free memory, on a GPU 95 % of what weights and activations leave free.",
+        metavar="SIZE",
+        parse=parse_size,
+        low=1,
+    )
+    gpu_memory_utilization: float | None = automatic(
+        float,
+        "Share of the GPU's total memory that weights, KV cache and activations may take together, such as 0.9. "
+        "Automatic: no such limit, see --memory.",
+        metavar="SHARE",
+        low=0.01,
+        high=1.0,
+    )
+    batch_tokens: int | None = automatic(
+        int,
+        "Maximum number of tokens computed in one step; longer prompts are computed in chunks, together with running "
+        "requests. Automatic: 512, on a GPU 8192.",
+        metavar="TOKENS",
+        parse=parse_count,
+        low=1,
+    )
+    page_size: int | None = automatic(
+        int,
+        "Tokens per KV page. Automatic: 8, on a GPU 16, or what the KV dtype requires.",
+        metavar="TOKENS",
+        low=1,
+    )
+    kv_cache_dtype: str | None = automatic(
+        str,
+        "Data type of the KV cache: float32, float16, bfloat16, fp8, int8, int4, turboquant4, kivi2, ... "
+        "(docs/kv_cache.md lists all). Automatic: float32, on a GPU bfloat16.",
+        metavar="DTYPE",
+    )
+    kv_native_layers: int | None = automatic(
+        int,
+        "Number of layers at each end of the model whose KV cache stays in 16-bit floats when the rest is quantized. "
+        "Automatic: what the KV dtype recommends.",
+        metavar="LAYERS",
         low=0,
     )
-    concurrency: int = option(
-        64, "Most requests computed at the same time.", aliases=("max_num_seqs", "max_running"), low=1
+    prefix_caching: bool = option(True, "Reuse the KV pages of prompt prefixes across requests.")
+    scheduling: str = option("fcfs", "Scheduling policy: fcfs, priority, or fair (between API keys).", metavar="POLICY")
+    kv_policy: str = option(
+        "lru", "Eviction policy for cached prefix pages when memory is short: lru or lfu.", metavar="POLICY"
     )
-    memory: int = option(
+    kv_host_memory: int = option(
         0,
-        "Memory for the KV cache, such as 2GiB. 0: what context x concurrency needs, at most a quarter of free memory.",
-        aliases=("kv_cache_memory_bytes",),
+        "Host memory for prefix pages evicted from the GPU's KV cache, such as 8GiB.",
+        metavar="SIZE",
         parse=parse_size,
         low=0,
     )
-    batch_tokens: int = option(
-        512,
-        "Most tokens computed in one step; longer prompts are computed in chunks beside running requests.",
-        aliases=("max_num_batched_tokens", "chunk_size"),
-        parse=parse_count,
-        low=1,
+    kv_disk: str = option("", "Directory that keeps prefix pages across restarts.", metavar="DIR")
+    kv_disk_size: int = option(
+        10 << 30, "Maximum size of --kv-disk, such as 10GiB.", metavar="SIZE", parse=parse_size, low=1
     )
-    page_size: int = option(8, "Tokens per KV page.", aliases=("block_size",), low=1)
-    kv_cache_dtype: str = option(
-        "auto",
-        "How KV pages are held: auto (float32, on a GPU bfloat16), float32, float16, bfloat16, fp8, int8, int4, "
-        "turboquant4, kivi2, ... (docs/kv_cache.md lists all).",
-    )
-    kv_native_layers: int = option(
-        -1,
-        "Layers at either end whose KV stays in 16-bit floats where the others are quantized. -1: as the dtype says.",
-        low=-1,
-    )
-    prefix_caching: bool = option(
-        True, "Reuse the KV pages of a prompt's beginning across requests.", aliases=("enable_prefix_caching",)
-    )
-    scheduling: str = option(
-        "fcfs", "Who runs first: fcfs, priority or fair (between API keys).", aliases=("scheduling_policy",)
-    )
-    kv_policy: str = option(
-        "lru", "Which cached prefix pages go first when memory is short: lru or lfu.", aliases=("eviction",)
-    )
-    kv_host_memory: int = option(
-        0, "Host memory for prefix pages that the KV cache evicts, such as 8GiB. For GPUs.", parse=parse_size, low=0
-    )
-    kv_disk: str = option("", "Directory that keeps prefix pages across restarts. Empty: none.")
-    kv_disk_size: int = option(10 << 30, "Most bytes that --kv-disk may take, such as 10GiB.", parse=parse_size, low=1)
-    kv_redis: str = option("", "Redis that servers share prefix pages through, such as redis://host:6379/0.")
+    kv_redis: str = option("", "Redis server for sharing prefix pages, such as redis://host:6379/0.", metavar="URL")
     kv_budget_policy: str = option(
-        "", "What requests drop beyond --kv-budget, at a loss, by default: streaming_llm, paged_eviction or h2o."
+        "",
+        "Which tokens a request drops beyond --kv-budget (lossy): streaming_llm, paged_eviction or h2o.",
+        metavar="POLICY",
     )
-    kv_budget: int = option(0, "Tokens that a request holds once its prompt is computed.", parse=parse_count, low=0)
-    device: str = option("auto", "Where the model runs: auto (a GPU if there is one), cpu or cuda.")
+    kv_budget: int = option(
+        0,
+        "Number of tokens whose KV a request keeps once its prompt is computed.",
+        metavar="TOKENS",
+        parse=parse_count,
+        low=0,
+    )
+    device: str | None = automatic(
+        str,
+        "Device the model runs on: cpu or cuda. Automatic: a GPU if one can be used.",
+        choices=("cpu", "cuda"),
+        metavar="DEVICE",
+    )
     load_format: str = option(
-        "auto", "Where weights come from: auto (the checkpoint) or dummy (random ones of the shape in config.json)."
+        "auto",
+        "Source of the weights: auto (the checkpoint) or dummy (random weights of the shape in config.json).",
+        choices=("auto", "dummy"),
+        metavar="FORMAT",
     )
-    quantization: str = option(
-        "", "On a GPU: round the weights to nearest while loading, fp8 (per channel) or int4 (groups of 128)."
+    quantization: str | None = automatic(
+        str,
+        "Round the weights to nearest while loading, on a GPU: fp8 (per channel) or int4 (groups of 128). "
+        "Automatic: as stored in the checkpoint.",
+        choices=("fp8", "int4"),
+        metavar="FORMAT",
     )
     speculate: str = option(
         "off",
-        "Guess tokens and check several at once: off, ngram, suffix, draft:MODEL, self:layers=N, self:TYPE (the same "
-        "weights as q2_k, ...) or head:DIR (made by train-draft). The output stays what it is without.",
+        "Speculative decoding (lossless): off, ngram, suffix, draft:MODEL, self:layers=N, self:TYPE (the same weights "
+        "as q2_k, ...) or head:DIR (trained by train-draft).",
+        metavar="DRAFTER",
     )
-    draft_tokens: int = option(
-        8,
-        "Most tokens guessed at a time for a request; how many, down to none, is decided by what they gain.",
-        aliases=("num_speculative_tokens",),
+    draft_tokens: int | None = automatic(
+        int,
+        "Maximum number of draft tokens per request and step; the number used is adapted to the measured gain. "
+        "Automatic: 8.",
+        metavar="TOKENS",
         low=1,
     )
-    executor: str = option("auto", "How a step runs: auto, recorded, eager, cuda_graph or cuda_eager.")
-    kernels: str = option("", "Force a kernel backend (cpu, triton, ref). Empty: the fastest that accepts each op.")
-    threads: int = option(0, "CPU threads. 0: one per physical core.", low=0)
-    seed: int = option(0, "Base of the seeds given to requests that bring none.", low=0)
+    executor: str | None = automatic(
+        str,
+        "How a step is executed: recorded, eager, cuda_graph or cuda_eager. Automatic: the fastest that supports the "
+        "model.",
+        metavar="NAME",
+    )
+    kernels: str | None = automatic(
+        str,
+        "Kernel backend for all operations: cpu, triton or ref. Automatic: the fastest that supports each operation.",
+        metavar="BACKEND",
+    )
+    threads: int | None = automatic(
+        int, "Number of CPU threads. Automatic: one per physical core.", metavar="THREADS", low=1
+    )
+    seed: int = option(0, "Base seed for requests without a seed of their own.", metavar="SEED", low=0)
+    # Name -> who set it, for options that are not at their default. Part of no comparison.
+    sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        for spec in fields(self):
-            value, low = getattr(self, spec.name), spec.metadata["low"]
-            if isinstance(spec.default, bool):
-                valid = isinstance(value, bool)
+        for spec in option_fields(type(self)):
+            value = getattr(self, spec.name)
+            if spec.default is None and is_automatic(value):
+                object.__setattr__(self, spec.name, None)
             else:
-                valid = isinstance(value, type(spec.default)) and not isinstance(value, bool)
-            if not valid:
-                raise UserError(f"{spec.name} must be a {type(spec.default).__name__}, got {value!r}", "correct it")
-            if low is not None and value < low:
-                raise UserError(f"{spec.name} is {value}", f"give at least {low}")
-        for name, allowed in _CHOICES.items():
-            if getattr(self, name) not in allowed:
-                raise unknown_name(name, getattr(self, name), [each for each in allowed if each])
+                check(spec, value)
+        if self.memory is not None and self.gpu_memory_utilization is not None:
+            raise UserError("both memory and gpu_memory_utilization are given", "keep one of them")
 
     @classmethod
-    def default(cls, name: str) -> Any:
-        """What a field is where nobody said otherwise."""
-        return next(spec.default for spec in fields(cls) if spec.name == name)
+    def from_options(
+        cls,
+        options: Mapping[str, Any],
+        sources: str | Mapping[str, str] = BY_USER,
+        environment: Mapping[str, str] | None = None,
+    ) -> Self:
+        """From loose options under our names or another engine's. `sources`: who set them, one text or by our name.
+        What they leave open is read from the environment (TOKENMILL_CONTEXT, ...)."""
+        specs = option_fields(cls)
+        values = by_option_name(options, specs)
+        by_name = dict.fromkeys(values, sources) if isinstance(sources, str) else sources
+        origin = {name: by_name.get(name, BY_USER) for name, value in values.items() if value is not None}
+        for name, (value, source) in from_environment(
+            specs, os.environ if environment is None else environment
+        ).items():
+            if name not in values:
+                values[name], origin[name] = value, source
+        return cls(**values, sources=origin)
 
-    def on_gpu(self) -> EngineConfig:
-        """The record for a GPU: values that are the CPU's defaults become the GPU's."""
-        default = {spec.name: spec.default for spec in fields(self)}
-        changes: dict[str, Any] = {k: v for k, v in _GPU_DEFAULTS.items() if getattr(self, k) == default[k]}
-        return replace(self, **changes)
+    def is_set(self, name: str) -> bool:
+        """Whether somebody stated this option; automatic values and defaults are not set."""
+        return not self.source(name).startswith(("automatic", BY_DEFAULT))
 
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> EngineConfig:
-        """Build from loose options: aliases are mapped, sizes parsed, unknown names refused with the nearest one."""
-        by_name = {name: spec for spec in fields(cls) for name in (spec.name, *spec.metadata["aliases"])}
-        values: dict[str, Any] = {}
-        for key, value in options.items():
-            name = key.replace("-", "_")
-            if name not in by_name:
-                raise unknown_name("option", key, by_name)
-            spec = by_name[name]
-            if spec.name in values:
-                raise UserError(f"option '{key}' is given twice (it means {spec.name})", "keep one of them")
-            parse = spec.metadata["parse"]
-            values[spec.name] = parse(value) if parse and isinstance(value, str) else value
-        return cls(**values)
+    def source(self, name: str) -> str:
+        """Who set the option's value."""
+        spec = next(each for each in fields(self) if each.name == name)
+        value = getattr(self, name)
+        if spec.default is None and value is None:
+            return "automatic"
+        if name in self.sources:
+            return self.sources[name]
+        return BY_DEFAULT if spec.default is not MISSING and value == spec.default else BY_USER
+
+    def decided(self, name: str) -> Any:
+        """The option's value, where it can no longer be automatic."""
+        value = getattr(self, name)
+        assert value is not None, f"{name} is still automatic"
+        return value
+
+    def fill(self, reason: str, **values: Any) -> Self:
+        """With these values where the option is automatic. A value that somebody set is never replaced."""
+        open_ones = {name: value for name, value in values.items() if getattr(self, name) is None}
+        added = {name: f"automatic: {reason}" for name, value in open_ones.items() if value is not None}
+        return replace(self, **open_ones, sources={**self.sources, **added})
+
+    def settings(self) -> list[Setting]:
+        """Every option with its value and who set it."""
+        return [
+            Setting(spec.name, getattr(self, spec.name), self.source(spec.name)) for spec in option_fields(type(self))
+        ]
+
+
+def _resolved(name: str) -> Any:
+    """The field of EngineConfig again, for a narrower type."""
+    spec = EngineConfig.__dataclass_fields__[name]
+    return field(default=spec.default, metadata=spec.metadata)
+
+
+_KNOWN_AFTER_LOADING = ("memory", "kv_native_layers")
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedConfig(EngineConfig):
+    """What the engine runs with: made by resolution.py, no automatic values left but those in _KNOWN_AFTER_LOADING.
+    Until the weights are loaded, executor is "auto" where none was set; kernels and quantization are "" then."""
+
+    context: int = _resolved("context")
+    concurrency: int = _resolved("concurrency")
+    batch_tokens: int = _resolved("batch_tokens")
+    page_size: int = _resolved("page_size")
+    kv_cache_dtype: str = _resolved("kv_cache_dtype")
+    device: str = _resolved("device")
+    quantization: str = _resolved("quantization")
+    draft_tokens: int = _resolved("draft_tokens")
+    executor: str = _resolved("executor")
+    kernels: str = _resolved("kernels")
+    threads: int = _resolved("threads")
+
+    def __post_init__(self) -> None:
+        """Values were checked when they were set; here, that none was forgotten."""
+        optional = (*_KNOWN_AFTER_LOADING, "gpu_memory_utilization")
+        missing = [spec.name for spec in option_fields(type(self)) if getattr(self, spec.name) is None]
+        assert not set(missing) - set(optional), f"not resolved: {missing}"

@@ -212,21 +212,15 @@ class Request:
 
 @dataclass(slots=True)
 class ScheduledTokens:
-    """A row of a StepPlan: compute tokens [start, start + count) of `request`."""
+    """A row of a StepPlan: compute tokens [start, start + count) of `request`. Read-only for the runtime."""
 
-    request: Request  # read-only for the runtime
+    request: Request
     start: int
     count: int
     block_tables: tuple[list[int], ...]  # per KV group: page id by page index, -1 where the page left the window
     samples: bool  # the last of these tokens is the last known one: its logits choose the next
     num_dropped: int = 0  # tokens whose pages a budget took out of the tables: attention counts positions without them
     num_draft_slots: int = 0  # slots held after them: the runtime may compute that many more tokens, guessed or chosen
-    draft_ids: list[int] = field(default_factory=list)  # those it guessed; the runtime's own, filled in by it
-
-    @property
-    def length(self) -> int:
-        """Tokens that the runtime computes for this row, guessed ones included."""
-        return self.count + len(self.draft_ids)
 
 
 @dataclass(slots=True)
@@ -280,6 +274,7 @@ class StepResult:
     embeddings: dict[int, list[float]] = field(default_factory=dict)  # by row, for those that sample and want one
     accepted: dict[int, list[int]] = field(default_factory=dict)  # by row: drafts that held; they precede its token
     accepted_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    num_drafted: dict[int, int] = field(default_factory=dict)  # by row: tokens that were drafted and checked
     saved_seconds: float = 0.0  # what drafting has won in this step, by the runtime's own measurements; may be negative
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 if os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available():
     pytest.skip("no GPU: test_triton.py runs this file under the interpreter", allow_module_level=True)
 
-from tokenmill.kernels.triton.attention.paged import SharedPrefix, paged_attention
-from tokenmill.kernels.triton.attention.paged_widen import distinct_pages
+from tokenmill.kernels.triton.attention.dense import SharedPrefix, paged_attention
+from tokenmill.kernels.triton.attention.fp8_widening import distinct_pages
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PAGE = 16

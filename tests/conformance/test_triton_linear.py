@@ -16,8 +16,20 @@ from tokenmill.kernels.base import Declined
 from tokenmill.kernels.ggml_types import TYPES
 from tokenmill.kernels.ref_ggml import dequantize
 from tokenmill.kernels.triton.fused.elementwise import quantize_rows
+from tokenmill.kernels.triton.matmul import dequantize as expansion
 from tokenmill.kernels.triton.matmul import repack
-from tokenmill.kernels.triton.matmul.expanded import expand
+from tokenmill.kernels.triton.matmul.choose import (
+    GEMV,
+    GROUPED,
+    HOPPER,
+    HOPPER_WIDE,
+    SKINNY,
+    Plan,
+    PlanTable,
+    Tiling,
+    candidates,
+    rule,
+)
 from tokenmill.kernels.triton.matmul.linear import (
     DenseLinear,
     GpuLinear,
@@ -27,18 +39,7 @@ from tokenmill.kernels.triton.matmul.linear import (
     make_linear,
     quantize_at_load,
 )
-from tokenmill.kernels.triton.matmul.skinny import Tiling
-from tokenmill.kernels.triton.matmul.tuning import (
-    GROUPED,
-    HOPPER,
-    SKINNY,
-    VECTOR,
-    Plan,
-    PlanTable,
-    candidates,
-    on_hopper,
-    rule,
-)
+from tokenmill.kernels.triton.shared.launch import on_hopper
 from tokenmill.model.formats.quantized import QuantizedMatrix, Scheme
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -57,7 +58,7 @@ def tokens(count: int, depth: int) -> Tensor:
 
 
 @pytest.mark.parametrize(("count", "rows", "depth"), SHAPES)
-@pytest.mark.parametrize("kernel", [SKINNY, VECTOR])
+@pytest.mark.parametrize("kernel", [SKINNY, GEMV])
 def test_dense(count: int, rows: int, depth: int, kernel: str) -> None:
     weight, bias, x = torch.randn(rows, depth).bfloat16(), torch.randn(rows), tokens(count, depth)
     linear = DenseLinear(weight.to(DEVICE), bias)
@@ -95,7 +96,7 @@ def test_groups(group: int, bits: int, affine: bool) -> None:
     weight = repack.pack_groups(codes.to(DEVICE), scales.to(DEVICE), None if zeros is None else zeros.to(DEVICE), bits)
     spread = 0.0 if zeros is None else zeros.double().repeat_interleave(group, 1)
     exact = (codes.double() - spread) * scales.double().repeat_interleave(group, 1)
-    assert error(expand(weight), exact) < ERROR
+    assert error(expansion.dequantize(weight), exact) < ERROR
     linear = GroupedLinear(weight, torch.ones(rows), "")
     for count in (1, 70):  # scales after the sum; in the weights from 64 tokens on
         x = tokens(count, depth)
@@ -117,7 +118,7 @@ def test_groups_with_one_token_and_no_tensor_core(group: int, depth: int, affine
     spread = 0.0 if zeros is None else zeros.double().repeat_interleave(group, 1)
     exact = (codes.double() - spread) * scales.double().repeat_interleave(group, 1)
     bias, x = torch.randn(rows), tokens(1, depth)
-    linear, plan = GroupedLinear(weight, bias, ""), Plan(VECTOR, Tiling(4, warps=warps))
+    linear, plan = GroupedLinear(weight, bias, ""), Plan(GEMV, Tiling(4, warps=warps))
     wanted = x.double().cpu() @ exact.T + bias.double()
     assert error(linear.multiply(x, torch.float32, plan), wanted) < ERROR / 4
     got = linear.multiply(x, torch.float32, plan, gated=True)
@@ -173,11 +174,8 @@ def test_many_tokens_on_hopper(group: int, affine: bool, count: int, rows: int, 
     exact = (codes.double() - spread) * scales.double().repeat_interleave(group, 1)
     x = tokens(count, depth)
     wanted = x.double().cpu() @ exact.T + bias.double()
-    from tokenmill.kernels.triton.matmul.grouped_hopper_wide import wide_matmul  # only there is its language known
-
-    kernels = [partial(linear.multiply, plan=Plan(HOPPER))]
-    kernels += [partial(wide_matmul, weight=weight, bias=linear.bias)] if count > 256 else []  # not chosen there
-    for multiply in kernels:
+    names = [HOPPER, HOPPER_WIDE] if count > 128 else [HOPPER]
+    for multiply in [partial(linear.multiply, plan=Plan(name)) for name in names]:
         got = [multiply(x) for _ in range(4)]  # counters are left as they were
         assert error(got[0], wanted) < ERROR
         assert all(torch.equal(again, got[0]) for again in got)
@@ -195,7 +193,7 @@ def test_hopper_gives_the_same_bits_every_time(gated: bool, count: int) -> None:
     """Every program goes from tile to tile and shares some: copies, products and sums of different tiles overlap."""
     linear = quantize_at_load(torch.randn(14336, 2048).to(DEVICE), None, "int4")
     assert isinstance(linear, GroupedLinear)
-    from tokenmill.kernels.triton.matmul.grouped_hopper_wide import wide_matmul
+    from tokenmill.kernels.triton.matmul.hopper.wide import wide_matmul  # imports Gluon
 
     x = tokens(count, 2048)
     first = wide_matmul(x, linear.weight, gated=gated)
@@ -203,7 +201,7 @@ def test_hopper_gives_the_same_bits_every_time(gated: bool, count: int) -> None:
     for _ in range(100):  # launched without a pause: each starts while the one before ends
         different += (wide_matmul(x, linear.weight, gated=gated) != first).sum()
     assert different == 0
-    whole = x.double() @ expand(linear.weight).double().T
+    whole = x.double() @ expansion.dequantize(linear.weight).double().T
     wanted = torch.nn.functional.silu(whole[:, :7168]) * whole[:, 7168:] if gated else whole
     assert error(first, wanted) < (2 if gated else 1) * ERROR
 
@@ -213,7 +211,7 @@ def test_hopper_gives_the_same_bits_every_time(gated: bool, count: int) -> None:
 @pytest.mark.parametrize("most", [4, 8])
 def test_programs_share_the_blocks_of_all_tiles(tiles: int, steps: int, programs: int, most: int) -> None:
     """No more programs than can run at once, since they wait for each other; no more on a tile than add up its sums."""
-    plan_shares = pytest.importorskip("tokenmill.kernels.triton.matmul.grouped_hopper_wide").plan_shares
+    plan_shares = pytest.importorskip("tokenmill.kernels.triton.matmul.hopper.wide").plan_shares
     share, partners = plan_shares(tiles, steps, programs, most)
     takers = [{block // share for block in range(tile * steps, (tile + 1) * steps)} for tile in range(tiles)]
     assert set.union(*takers) == set(range(-(-tiles * steps // share)))
@@ -316,7 +314,7 @@ def test_rounding_at_load(scheme: str, limit: float) -> None:
 def test_plans_are_kept_between_processes(tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.setenv("TOKENMILL_TUNING", str(tmp_path / "plans.json"))
     times = {plan: number for number, plan in enumerate(reversed(candidates("int4", 4096, 4096, 16)))}
-    monkeypatch.setattr("tokenmill.kernels.triton.matmul.tuning.time_call", lambda call: call())
+    monkeypatch.setattr("tokenmill.kernels.triton.matmul.choose.time_call", lambda call: call())
     table = PlanTable(DEVICE)
     assert table.plan("int4", 4096, 4096, 16) == rule("int4", 4096, 4096, 16)
     best = table.measure("int4", 4096, 4096, 16, lambda plan: times[plan])  # type: ignore[arg-type,return-value]

@@ -16,7 +16,7 @@ from tokenmill.hardware.kv_layout import LayerKV, build_layout
 from tokenmill.kernels import ref
 from tokenmill.kernels.packed_pages import PackedPages
 from tokenmill.kernels.triton.attention.packed import packed_attention
-from tokenmill.kernels.triton.fused.packed_store import rope_store_packed
+from tokenmill.kernels.triton.fused.rotary_packed import rope_store_packed
 from tokenmill.model.kvstore import KV_STORES
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -12,9 +12,8 @@ if os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available():
     pytest.skip("no GPU: test_triton.py runs this file under the interpreter", allow_module_level=True)
 
 from tokenmill.kernels import triton as gpu
+from tokenmill.kernels.triton.matmul.choose import GEMV, GROUPED, Plan, Tiling
 from tokenmill.kernels.triton.matmul.linear import DenseLinear, GpuLinear, ScaledLinear, quantize_at_load
-from tokenmill.kernels.triton.matmul.skinny import Tiling
-from tokenmill.kernels.triton.matmul.tuning import GROUPED, VECTOR, Plan
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 Q_HEADS, KV_HEADS, DEPTH = 3, 2, 512
@@ -80,7 +79,7 @@ def test_one_token_of_groups_without_tensor_cores(
     head_dim: int, interleaved: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     linear = weights("int4", head_dim, True)
-    monkeypatch.setattr(linear, "choose", lambda _tokens: Plan(VECTOR, Tiling(8, warps=1)))
+    monkeypatch.setattr(linear, "choose", lambda _tokens: Plan(GEMV, Tiling(8, warps=1)))
     assert_same(linear, head_dim, interleaved, dtype, [17])
 
 
@@ -96,5 +95,5 @@ def test_pieces_held_before_the_input_is_ready_change_nothing(held: int) -> None
     """Also where the depth is no whole number of pieces, or fewer than are asked for."""
     linear = DenseLinear(torch.randn(20, 208).bfloat16().to(DEVICE), None)
     x = torch.randn(1, 208).to(DEVICE, torch.bfloat16)
-    plain, ahead = (Plan(VECTOR, Tiling(4, 64, stages=1, held=count)) for count in (0, held))
+    plain, ahead = (Plan(GEMV, Tiling(4, 64, stages=1, held=count)) for count in (0, held))
     assert torch.equal(linear.multiply(x, torch.float32, ahead), linear.multiply(x, torch.float32, plain))

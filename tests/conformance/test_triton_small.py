@@ -14,10 +14,9 @@ if os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available():
 
 from tests.quantized_files import save_quantized
 from tokenmill.checkpoint.open import open_checkpoint
-from tokenmill.kernels.triton.matmul import repack, tuning
-from tokenmill.kernels.triton.matmul.joined import JoinedRows, join_linears
+from tokenmill.kernels.triton.matmul import choose, repack
+from tokenmill.kernels.triton.matmul.joined import JoinedRows, expand_small, join_linears
 from tokenmill.kernels.triton.matmul.linear import DenseLinear, GroupedLinear
-from tokenmill.kernels.triton.matmul.small import expand_small
 from tokenmill.model.formats.quantized import Scheme
 from tokenmill.model.loader import load_model
 
@@ -50,7 +49,7 @@ def test_small_matrices_become_bf16_and_join() -> None:
 
 
 def test_together_they_must_be_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning, "SMALL", 40 * 64)
+    monkeypatch.setattr(choose, "EXPANDED_WEIGHTS", 40 * 64)
     assert isinstance(expand_small([grouped(40, 64)[0]])[0], DenseLinear)
     parts = [grouped(20, 64)[0], grouped(21, 64)[0]]
     assert expand_small(parts) == parts
@@ -64,7 +63,7 @@ def test_what_is_bf16_already_stays() -> None:
 def test_a_loaded_model_counts_the_bytes_of_what_was_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """hidden 64, MLP 96, 4 + 2 heads of 16: q, k, v are 128 x 64, o 64 x 64, gate and up 192 x 64, down 64 x 96."""
     save_quantized(tmp_path, "gptq", Scheme("int", 4, 32), "llama")
-    monkeypatch.setattr(tuning, "SMALL", 128 * 64)
+    monkeypatch.setattr(choose, "EXPANDED_WEIGHTS", 128 * 64)
     model = load_model(open_checkpoint(tmp_path), DEVICE, 64, "triton")
     kinds: dict[str, Any] = {
         name: weight.kernel.run for name, weight in model.weights.items() if weight.kernel is not None

@@ -47,7 +47,7 @@ def test_each_step_reads_its_own_turn() -> None:
     for number in range(1, 5):
         turn = number % TURNS
         step.given[turn, 0] = torch.arange(MOST) + 10 * number
-        step.given[turn, 1] = torch.tensor([number, gpu.NO_ROW, number + 4, 0, 11, 0])
+        step.given[turn, 1] = torch.tensor([number, gpu.PADDING_POSITION, number + 4, 0, 11, 0])
         step.given[turn, 2] = torch.tensor([-1, -1, 4, -1, 0, -1])
         step.begin()
         assert step.turn.item() == turn
@@ -61,9 +61,11 @@ def test_each_step_reads_its_own_turn() -> None:
 
 
 def test_rows_follow_what_the_device_has_worked_out() -> None:
-    followed = torch.tensor([[5, 6, 7, 8, 9, 0], [2, gpu.NO_ROW, 3, 1, 0, 0], [-1, -1, -1, 2, -1, 0]], device=DEVICE)
+    followed = torch.tensor(
+        [[5, 6, 7, 8, 9, 0], [2, gpu.PADDING_POSITION, 3, 1, 0, 0], [-1, -1, -1, 2, -1, 0]], device=DEVICE
+    )
     step = Step(followed)
-    step.given[1, 1] = gpu.FOLLOWS
+    step.given[1, 1] = gpu.POSITION_ON_DEVICE
     step.given[1, 0, 4], step.given[1, 1, 4], step.given[1, 2, 4] = 42, 6, -1  # but not the last row
     step.begin()
     assert step.ids.tolist() == [5, 0, 7, 72, 42]
@@ -77,5 +79,5 @@ def test_drawn_ids_are_written_for_the_host_too() -> None:
     rows = gpu.SamplingTensors(floats, whole.int() * 0, floats, floats * 0, whole, whole, filtered=False)
     echo, turn = pinned(TURNS, MOST) - 1, torch.ones(1, dtype=torch.int32, device=DEVICE)
     echo = echo.pin_memory() if DEVICE.type == "cuda" else echo
-    drawn = gpu.sample(logits, rows, echo=gpu.Echo(echo, turn)).tolist()
+    drawn = gpu.sample(logits, rows, ring=gpu.TokenRing(echo, turn)).tolist()
     assert echo.tolist() == [[-1] * MOST, [*drawn, -1, -1, -1], [-1] * MOST]

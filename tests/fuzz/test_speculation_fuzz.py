@@ -18,9 +18,9 @@ from tests.fuzz.test_scheduler_properties import CASES, Case, Traffic
 from tokenmill.engine.kv.manager import KVManager
 from tokenmill.engine.order import DISCIPLINES
 from tokenmill.engine.scheduler import Scheduler
+from tokenmill.runtime.executors.base import Draft
 from tokenmill.runtime.sampling.sampler import Sampler
-from tokenmill.runtime.speculation.base import Draft
-from tokenmill.runtime.speculation.verify import verify
+from tokenmill.runtime.verify import verify
 from tokenmill.types import ScheduledTokens, StepPlan, StepResult
 
 _MAX_DRAFTS = 9
@@ -38,10 +38,10 @@ class DraftingShadowRunner(ShadowRunner):
     def execute(self, plan: StepPlan) -> StepResult:
         result = super().execute(plan)
         for number, row in enumerate(plan.scheduled):
-            row.draft_ids = self._guess(row)
-            if row.draft_ids:
-                self._compute_drafts(row)
-                self._judge(number, row, result)
+            draft = self._guess(row)
+            if draft:
+                self._compute_drafts(row, draft)
+                self._judge(number, row, draft, result)
         return result
 
     def _guess(self, row: ScheduledTokens) -> list[int]:
@@ -54,9 +54,9 @@ class DraftingShadowRunner(ShadowRunner):
             chain.append(hash((chain[-1], draft[-1])))
         return draft
 
-    def _compute_drafts(self, row: ScheduledTokens) -> None:
-        chain = chain_hashes(row.request.token_ids + row.draft_ids, list(self.chains[row.request]))
-        end = row.start + row.length
+    def _compute_drafts(self, row: ScheduledTokens, draft: list[int]) -> None:
+        chain = chain_hashes(row.request.token_ids + draft, list(self.chains[row.request]))
+        end = row.start + row.count + len(draft)
         for group, table in enumerate(row.block_tables):
             for position in range(row.start + row.count, end):
                 page = table[position // self.size]
@@ -67,21 +67,22 @@ class DraftingShadowRunner(ShadowRunner):
         first, last = row.start // self.size, (end - 1) // self.size
         self.seen["page boundaries"] += last > first
 
-    def _judge(self, number: int, row: ScheduledTokens, result: StepResult) -> None:
-        chain = chain_hashes(row.request.token_ids + row.draft_ids, list(self.chains[row.request]))
-        logits = torch.full((1 + len(row.draft_ids), VOCABULARY), -1e9)
+    def _judge(self, number: int, row: ScheduledTokens, draft: list[int], result: StepResult) -> None:
+        chain = chain_hashes(row.request.token_ids + draft, list(self.chains[row.request]))
+        logits = torch.full((1 + len(draft), VOCABULARY), -1e9)
         for depth in range(len(logits)):
             logits[depth, next_token(chain[row.start + depth], row.request.seed)] = 0.0
         before = list(row.request.token_ids)
-        (verdict,) = verify(self.sampler, logits, [row.request], [Draft(row.draft_ids)])
+        (verdict,) = verify(self.sampler, logits, [row.request], [Draft(draft)])
         assert row.request.token_ids == before
         result.token_ids[number] = verdict.token_id
+        result.num_drafted[number] = len(draft)
         if verdict.accepted:
             result.accepted[number] = verdict.accepted
         self.seen["accepted"] += len(verdict.accepted)
-        self.seen["rejected"] += len(verdict.accepted) < len(row.draft_ids)
-        self.seen["wholly accepted"] += len(verdict.accepted) == len(row.draft_ids)
-        self.seen[f"length {len(row.draft_ids)}"] += 1
+        self.seen["rejected"] += len(verdict.accepted) < len(draft)
+        self.seen["wholly accepted"] += len(verdict.accepted) == len(draft)
+        self.seen[f"length {len(draft)}"] += 1
 
 
 class DraftingTraffic(Traffic):

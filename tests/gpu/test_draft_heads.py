@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.gpu.models import write_config
 from tests.gpu.test_executors import ON_GPU, config, engine, prompts, same_weights  # noqa: F401
 from tokenmill import LLM, SamplingParams
-from tokenmill.kernels.triton.step.lookup import look_up_drafts
+from tokenmill.kernels.triton.step.ngram_lookup import look_up_drafts
 from tokenmill.model.kvstore.base import KVStore
 from tokenmill.runtime.executors.cuda.checks import Checks
 from tokenmill.runtime.speculation.captured_heads import CapturedHead
@@ -169,7 +169,7 @@ def test_a_head_with_lookup_changes_nothing(tmp_path: Path) -> None:
         runtime: Any = llm.parts.runtime
         runtime.runner.speculator.lengths.pay = lambda requests, _depth, _tokens: bool(requests)
         assert llm.generate([prompt], params)[0].outputs[0].token_ids == wanted
-        assert runtime.runner.speculator.drafter.whole == 4  # further than the head goes
+        assert runtime.runner.speculator.drafter.guessed_depth == 4  # further than the head goes
         assert llm.stats.num_drafted > 0
         llm.parts.core.scheduler.kv.check()
 
@@ -190,7 +190,7 @@ def test_drafts_made_in_the_step_change_nothing(tmp_path: Path, together: int, m
     monkeypatch.setattr(Checks, "are_expected", lambda *args: followed.append(expected(*args)) or followed[-1])
     with engine(folder, "cuda_graph", page_size=4, speculate=speculate, draft_tokens=DEPTH) as llm:
         runtime: Any = llm.parts.runtime
-        runtime.executor.draft_with(Bigrams(plain, runtime.model.device))
+        runtime.executor.attach_drafter(True, Bigrams(plain, runtime.model.device))
         runtime.runner.speculator.lengths.pay = lambda requests, _depth, _tokens: bool(requests)
         drafted = [output.outputs[0].token_ids for output in llm.generate(asked, params)]
         llm.parts.core.scheduler.kv.check()
@@ -208,7 +208,7 @@ def test_a_request_that_ends_or_joins_drops_the_queued_step(tmp_path: Path) -> N
         speculate = make_head(tmp_path / "head", llm, "eagle")
     with engine(folder, "cuda_graph", speculate=speculate, draft_tokens=DEPTH) as llm:
         runtime: Any = llm.parts.runtime
-        runtime.executor.draft_with(Bigrams([alone], runtime.model.device))
+        runtime.executor.attach_drafter(True, Bigrams([alone], runtime.model.device))
         runtime.runner.speculator.lengths.pay = lambda requests, _depth, _tokens: bool(requests)
         core, intake = llm.parts.core, llm.parts.intake
         core.add(intake.request(first, params, "one"))

@@ -155,7 +155,7 @@ def test_a_queued_step_that_nobody_asks_for_is_dropped(tmp_path: Path) -> None:
 
 
 def test_a_step_without_rows_stores_nothing(tmp_path: Path) -> None:
-    """What `prepare_next` runs between requests must not touch what they keep."""
+    """What `prepare` runs between requests must not touch what they keep."""
     with engine(config(tmp_path), "cuda_graph") as llm:
         greedy(llm, prompts(2, 9), 2)
         executor: Any = llm.parts.runtime.executor

@@ -1,4 +1,4 @@
-"""What only a GPU can show: the host waits once per decode step; memory is what was predicted."""
+"""What only a GPU can show: the host waits once per decode step; memory is what was predicted; options stay as set."""
 
 from __future__ import annotations
 
@@ -61,3 +61,21 @@ def test_pages_and_weights_take_the_bytes_that_were_predicted(tmp_path: Path) ->
         promised = runtime.model.weight_bytes + runtime.store.nbytes
         assert promised <= taken < promised + (64 << 20)  # rotary tables, input buffers, kernels' scratch
         assert llm.parts.config.page_size == 16
+
+
+def test_what_was_set_stays_and_the_rest_is_the_gpu_s(tmp_path: Path) -> None:
+    folder = write_config(tmp_path)
+    with LLM(folder, load_format="dummy", context=128, concurrency=64, batch_tokens=512, page_size=8) as llm:
+        config = llm.parts.config
+        assert (config.concurrency, config.batch_tokens, config.page_size) == (64, 512, 8)
+        assert config.source("concurrency") == "set by you"
+        assert (config.device, config.kv_cache_dtype) == ("cuda", "bfloat16")
+    with LLM(folder, load_format="dummy", context=128) as llm:
+        assert (llm.parts.config.concurrency, llm.parts.config.batch_tokens) == (256, 8192)
+
+
+def test_a_share_of_the_gpu_limits_weights_pages_and_steps(tmp_path: Path) -> None:
+    folder = write_config(tmp_path)
+    total = torch.cuda.get_device_properties(0).total_memory
+    with LLM(folder, load_format="dummy", device="cuda", context=128, gpu_memory_utilization=0.5) as llm:
+        assert llm.parts.runtime.store.nbytes <= total // 2

@@ -13,7 +13,8 @@ import pytest
 
 from tests.gpu.test_executors import LENGTH, ON_GPU, config, engine, prompts
 from tokenmill import SamplingParams
-from tokenmill.runtime.speculation.base import Draft, Drafter, Target
+from tokenmill.runtime.executors.base import Draft
+from tokenmill.runtime.speculation.base import Drafter, Target
 from tokenmill.runtime.speculation.length import DraftLengths
 from tokenmill.types import Request, ScheduledTokens
 
@@ -81,8 +82,7 @@ def test_hidden_states_reach_a_drafter_that_wants_them(tmp_path: Path) -> None:
             states = seen[executor] = []
             drafter = runner.speculator.drafter
             drafter.needs_hidden = True
-            if hasattr(runner.executor, "keeps_hidden"):
-                runner.executor.keeps_hidden = True
+            runner.executor.attach_drafter(needs_hidden=True, guesser=None)
             drafter.observe = lambda _row, _count, hidden, states=states: states.append(  # type: ignore[method-assign,misc]
                 hidden.float().tolist()
             )

@@ -12,9 +12,10 @@ from tokenmill.config import EngineConfig
 from tokenmill.hardware.kv_layout import build_layout
 from tokenmill.model.kvstore import KV_STORES
 from tokenmill.model.loader import load_model
-from tokenmill.runtime.batch import build_batch
+from tokenmill.resolution import resolve
 from tokenmill.runtime.executors import EXECUTORS
-from tokenmill.types import Request, SamplingParams, ScheduledTokens, StepPlan
+from tokenmill.runtime.executors.base import StepInput
+from tokenmill.types import Request, SamplingParams, ScheduledTokens
 
 _DEVICE = torch.device("cpu")
 _PAGE_SIZE = 8
@@ -29,10 +30,8 @@ def engine_logits(folder: Path, ids: list[int], executor_name: str) -> Tensor:
     store = KV_STORES.get("float32")(layout, pages * len(layout.groups), _DEVICE, kernels)
     executor_class = EXECUTORS.get(executor_name)
     assert executor_class.declines(model, store) is None, executor_class.declines(model, store)
-    executor = executor_class(model, store, EngineConfig(batch_tokens=128))
+    executor = executor_class(model, store, resolve(EngineConfig(batch_tokens=128)))
     tables = tuple(list(range(group * pages, (group + 1) * pages)) for group in range(len(layout.groups)))
     row = ScheduledTokens(Request("r", ids, SamplingParams()), 0, len(ids), tables, True)
-    batch = build_batch(StepPlan([row]), _PAGE_SIZE, _DEVICE)
-    batch.logit_rows = torch.arange(len(ids))
-    hidden = executor.forward(batch)
-    return executor.logits(hidden, batch, 0, len(ids)).clone()
+    output = executor.step(StepInput([row], logit_ranges=[range(len(ids))]))
+    return output.logits(0, len(ids)).clone()

@@ -20,6 +20,7 @@ from tokenmill.hardware.kv_layout import build_layout
 from tokenmill.model.kvstore import KV_STORES
 from tokenmill.model.loader import load_model
 from tokenmill.model.reader import WeightReader
+from tokenmill.resolution import resolve
 from tokenmill.runtime.executors import EXECUTORS
 
 _DEVICE = torch.device("cpu")
@@ -28,7 +29,8 @@ _DEVICE = torch.device("cpu")
 def _our_logits(checkpoint: Checkpoint, ids: list[int]) -> torch.Tensor:
     model = load_model(checkpoint, _DEVICE, 256, "ref")
     layout = build_layout(model.decoder.kv_layers(), 4)
-    executor = EXECUTORS.get("eager")(model, KV_STORES.get("float32")(layout, 400, _DEVICE, "ref"), EngineConfig())
+    store = KV_STORES.get("float32")(layout, 400, _DEVICE, "ref")
+    executor = EXECUTORS.get("eager")(model, store, resolve(EngineConfig()))
     return _logits(executor, layout, ids, _tables(layout, torch.Generator().manual_seed(0), len(ids)), [len(ids)])
 
 

@@ -21,6 +21,7 @@ from tokenmill.engine.kv.manager import KVManager
 from tokenmill.engine.kv.policy.lru import LeastRecentlyUsed
 from tokenmill.engine.order import DISCIPLINES
 from tokenmill.engine.scheduler import Scheduler
+from tokenmill.resolution import resolve
 from tokenmill.runtime.build import build_runtime
 from tokenmill.runtime.observation.page_scores import keep_page_scores
 from tokenmill.types import CacheControl, Request, SamplingParams
@@ -30,8 +31,16 @@ _WINDOW = 16  # of the gemma3 model's sliding layers
 
 
 def _engine(folder: Path, executor: str = "auto") -> EngineCore:
-    config = EngineConfig(
-        context=256, concurrency=4, page_size=_SIZE, batch_tokens=16, device="cpu", executor=executor, memory=8 << 20
+    config = resolve(
+        EngineConfig(
+            context=256,
+            concurrency=4,
+            page_size=_SIZE,
+            batch_tokens=16,
+            device="cpu",
+            executor=executor,
+            memory=8 << 20,
+        )
     )
     runtime = build_runtime(open_checkpoint(folder), config, 256, torch.device("cpu"))
     scores = keep_page_scores(runtime, config)

@@ -1,12 +1,12 @@
-"""EngineConfig: sizes and counts, aliases, refusals."""
+"""EngineConfig: sizes and counts, automatic values, who set what, refusals."""
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError, fields
+from dataclasses import FrozenInstanceError, asdict, replace
 
 import pytest
 
-from tokenmill.config import EngineConfig, parse_count, parse_size
+from tokenmill.config import EngineConfig, option_fields, parse_count, parse_size
 from tokenmill.errors import UserError
 
 
@@ -35,8 +35,8 @@ def test_what_is_no_count(text: str) -> None:
         parse_count(text)
 
 
-def test_options_take_aliases_dashes_and_text() -> None:
-    config = EngineConfig.from_options({"max_model_len": "4k", "kv-cache-memory-bytes": "1GiB", "max_num_seqs": 3})
+def test_options_take_other_engines_names_dashes_and_text() -> None:
+    config = EngineConfig.from_options({"max_model_len": "4k", "kv-cache-memory-bytes": "1GiB", "max_num_seqs": "3"})
     assert config == EngineConfig(context=4096, memory=1 << 30, concurrency=3)
 
 
@@ -52,7 +52,17 @@ def test_an_option_under_two_names_is_refused() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"concurrency": 0}, {"context": -1}, {"page_size": 0}, {"prefix_caching": 1}, {"threads": True}, {"seed": "x"}],
+    [
+        {"concurrency": 0},
+        {"context": -1},
+        {"page_size": 0},
+        {"threads": 0},
+        {"prefix_caching": 1},
+        {"threads": True},
+        {"seed": "x"},
+        {"gpu_memory_utilization": 90},
+        {"device": "tpu"},
+    ],
     ids=str,
 )
 def test_values_out_of_range_or_type_are_refused(options: dict[str, object]) -> None:
@@ -60,12 +70,53 @@ def test_values_out_of_range_or_type_are_refused(options: dict[str, object]) -> 
         EngineConfig.from_options(options)
 
 
+def test_two_limits_of_the_same_memory_are_refused() -> None:
+    with pytest.raises(UserError, match="keep one"):
+        EngineConfig(memory=1 << 30, gpu_memory_utilization=0.9)
+
+
+@pytest.mark.parametrize("value", [None, "auto", "AUTO", ""])
+def test_auto_is_a_value_of_every_automatic_option(value: str | None) -> None:
+    names = [spec.name for spec in option_fields(EngineConfig) if spec.default is None]
+    assert len(names) > 10
+    config = EngineConfig.from_options(dict.fromkeys(names, value))
+    assert config == EngineConfig()
+    assert {config.source(name) for name in names} == {"automatic"}
+
+
+def test_values_remember_who_set_them() -> None:
+    config = EngineConfig.from_options({"context": 512, "seed": 3}, {"context": "from file a.yaml"}, {})
+    config = config.fill("a reason", context=1, concurrency=2)
+    config = replace(config, prefix_caching=False)
+    assert (config.context, config.concurrency) == (512, 2)
+    shown = {each.name: (each.value, each.source) for each in config.settings()}
+    assert shown["context"] == (512, "from file a.yaml")
+    assert shown["seed"] == (3, "set by you")
+    assert shown["concurrency"] == (2, "automatic: a reason")
+    assert shown["prefix_caching"] == (False, "set by you")
+    assert shown["scheduling"] == ("fcfs", "default")
+    assert shown["memory"] == (None, "automatic")
+    assert [config.is_set(name) for name in ("context", "concurrency", "memory", "scheduling")] == [True, *[False] * 3]
+
+
+def test_the_sources_survive_the_way_to_another_process() -> None:
+    config = EngineConfig.from_options({"context": 512}, "from file a.yaml", {})
+    arrived = EngineConfig(**asdict(config))
+    assert arrived == config
+    assert arrived.source("context") == "from file a.yaml"
+
+
+def test_the_environment_is_read_after_everything_else() -> None:
+    environment = {"TOKENMILL_CONTEXT": "2k", "TOKENMILL_SEED": "5", "TOKENMILL_PREFIX_CACHING": "off"}
+    config = EngineConfig.from_options({"seed": 7}, environment=environment)
+    assert (config.context, config.seed, config.prefix_caching) == (2048, 7, False)
+    assert config.source("context") == "from environment variable TOKENMILL_CONTEXT"
+    assert config.source("seed") == "set by you"
+    with pytest.raises(UserError, match="TOKENMILL_SEED: seed must be a int"):
+        EngineConfig.from_options({}, environment={"TOKENMILL_SEED": "many"})
+
+
 def test_the_record_is_frozen_and_every_field_has_help() -> None:
     with pytest.raises(FrozenInstanceError):
         EngineConfig().context = 1  # type: ignore[misc]
-    assert all(spec.metadata["help"].endswith(".") for spec in fields(EngineConfig))
-
-
-def test_no_two_fields_share_a_name() -> None:
-    names = [name for spec in fields(EngineConfig) for name in (spec.name, *spec.metadata["aliases"])]
-    assert len(names) == len(set(names))
+    assert all(spec.metadata["help"].endswith(".") for spec in option_fields(EngineConfig))

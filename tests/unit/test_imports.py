@@ -12,8 +12,6 @@ import pytest
 # Edges that are on their way out; nothing may be added.
 _EXEMPT = {
     ("tokenmill.bench.serve_datasets", "tokenmill.bench.serve_traces"),
-    ("tokenmill.runtime.speculation.base", "tokenmill.runtime.runner"),
-    ("tokenmill.runtime.speculation.base", "tokenmill.runtime.speculation.tree"),
 }
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 
 from tokenmill.bench.context import benchmark_context
@@ -16,6 +16,7 @@ from tokenmill.bench.prompts import longest_request, random_requests
 from tokenmill.config import EngineConfig
 from tokenmill.engine.llm import LLM
 from tokenmill.errors import UserError
+from tokenmill.resolution import reserve_concurrency
 from tokenmill.runtime.report import kernel_names, num_threads
 from tokenmill.types import SamplingParams
 
@@ -62,7 +63,7 @@ def measure_latency(
 ) -> LatencyReport:
     """`on_repeat` is told how many runs, warm-ups included, are done."""
     context = benchmark_context(model, config, longest_request(job.input_len, job.output_len))
-    config = replace(config, context=context, concurrency=max(config.concurrency, job.batch_size))
+    config = reserve_concurrency(config.fill("the longest request", context=context), job.batch_size, "--batch-size")
     with LLM(model, config) as llm:
         timings = []
         for number in range(job.warmup + job.repeat):

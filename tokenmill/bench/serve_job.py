@@ -1,4 +1,4 @@
-"""What `bench serve` is asked to do: one frozen record, whose fields are the flags, named as in `vllm bench serve`.
+"""The options of `bench serve`: one frozen record, whose fields are the flags, named as in `vllm bench serve`.
 
 Checks values, does no work. Imports no torch.
 """
@@ -22,46 +22,85 @@ PROMPT_FORMATS = ("auto", "ids", "text")
 
 @dataclass(frozen=True, slots=True)
 class ServeJob:
-    backend: str = option("openai", "openai (completions) or openai-chat.", aliases=("endpoint_type",))
-    base_url: str = option("http://127.0.0.1:8000", "The server; https works too.")
-    endpoint: str = option("", "Path under the base URL. Empty: the backend's usual one.")
-    model: str = option("", "Model name in the API. Empty: the first that /v1/models lists.")
-    header: tuple[str, ...] = option((), "An extra header, as NAME=VALUE. Repeatable. OPENAI_API_KEY is the key.")
-    extra_body: str = option("", "JSON object merged into each request.")
-    dataset_name: str = option("random", f"One of {', '.join(DATASETS)}.")
-    dataset_path: str = option("", "File of a custom dataset or a trace; .gz is read as it is.")
-    num_prompts: int = option(1000, "Requests to send; a trace may have fewer.", low=1)
-    random_input_len: int = option(1024, "random: prompt tokens.", aliases=("input_len",), parse=parse_count, low=1)
-    random_output_len: int = option(128, "random: output tokens.", aliases=("output_len",), parse=parse_count, low=1)
-    random_range_ratio: float = option(0.0, "random: lengths vary uniformly by this share, up and down.", low=0)
-    random_prefix_len: int = option(0, "random: tokens that all prompts begin with, on top.", low=0)
-    prefix_repetition_prefix_len: int = option(256, "prefix_repetition: tokens of a shared prefix.", low=1)
-    prefix_repetition_suffix_len: int = option(256, "prefix_repetition: tokens after it, never shared.", low=1)
-    prefix_repetition_num_prefixes: int = option(10, "prefix_repetition: how many prefixes.", low=1)
-    prefix_repetition_output_len: int = option(128, "prefix_repetition: output tokens.", low=1)
-    custom_output_len: int = option(256, "custom: output tokens of lines that do not say.", low=1)
-    trace_speedup: float = option(1.0, "Traces: replay this many times as fast.", low=0)
-    trace_length_scale: float = option(1.0, "Traces: multiply all lengths, for models of shorter context.", low=0)
-    prompt_format: str = option("auto", "ids: prompts as token ids; text: words. auto: ids, or text for a chat.")
-    vocab_size: int = option(30000, "Token ids are drawn below this.", low=1)
-    request_rate: float = option(math.inf, "Requests per second; inf sends all at once, or as slots become free.")
-    burstiness: float = option(1.0, "Shape of the gamma intervals: 1 is Poisson, less is burstier.")
-    max_concurrency: int = option(0, "Most requests in flight; 0: no limit.", low=0)
-    ignore_eos: bool = option(False, "Generate to the full length. An extension that not all servers have.")
-    temperature: float = option(0.0, "Sampling temperature sent.", low=0)
-    seed: int = option(0, "Same seed, same prompts and arrivals.")
-    num_warmups: int = option(0, "Requests sent before the clock starts.", low=0)
-    request_timeout: float = option(3600.0, "Seconds after which a request counts as failed.", low=0)
-    goodput: tuple[str, ...] = option((), "Limit in ms, as ttft:500 tpot:50 itl:80 e2el:9000 (one flag, many values).")
-    percentile_metrics: str = option("ttft,tpot,itl", f"Which of {','.join(METRICS)} to print.")
-    metric_percentiles: str = option("99", "Percentiles, such as 50,90,99.")
+    backend: str = option(
+        "openai", "API to call: openai (completions) or openai-chat.", metavar="NAME", aliases=("endpoint_type",)
+    )
+    base_url: str = option("http://127.0.0.1:8000", "Base URL of the server.", metavar="URL")
+    endpoint: str = option("", "Path under the base URL. Default: the backend's.", metavar="PATH")
+    model: str = option("", "Model name in the API. Default: the first in /v1/models.", metavar="NAME")
+    header: tuple[str, ...] = option(
+        (), "Additional HTTP header. Repeatable. The API key is read from OPENAI_API_KEY.", metavar="NAME=VALUE"
+    )
+    extra_body: str = option("", "JSON object merged into every request body.", metavar="JSON")
+    dataset_name: str = option("random", f"Dataset: {', '.join(DATASETS)}.", metavar="NAME")
+    dataset_path: str = option("", "File of a custom dataset or a trace, plain or .gz.", metavar="FILE")
+    num_prompts: int = option(1000, "Number of requests to send; a trace may have fewer.", metavar="REQUESTS", low=1)
+    random_input_len: int = option(
+        1024, "random: prompt length.", metavar="TOKENS", aliases=("input_len",), parse=parse_count, low=1
+    )
+    random_output_len: int = option(
+        128, "random: output length.", metavar="TOKENS", aliases=("output_len",), parse=parse_count, low=1
+    )
+    random_range_ratio: float = option(
+        0.0, "random: lengths are uniform in length x (1 - RATIO) to length x (1 + RATIO).", metavar="RATIO", low=0
+    )
+    random_prefix_len: int = option(
+        0,
+        "random: length of a prefix shared by all prompts, in addition to the prompt length.",
+        metavar="TOKENS",
+        low=0,
+    )
+    prefix_repetition_prefix_len: int = option(
+        256, "prefix_repetition: length of each shared prefix.", metavar="TOKENS", low=1
+    )
+    prefix_repetition_suffix_len: int = option(
+        256, "prefix_repetition: length of the unique suffix.", metavar="TOKENS", low=1
+    )
+    prefix_repetition_num_prefixes: int = option(
+        10, "prefix_repetition: number of distinct prefixes.", metavar="N", low=1
+    )
+    prefix_repetition_output_len: int = option(128, "prefix_repetition: output length.", metavar="TOKENS", low=1)
+    custom_output_len: int = option(
+        256, "custom: output length of lines that do not state one.", metavar="TOKENS", low=1
+    )
+    trace_speedup: float = option(
+        1.0, "Traces: factor by which arrivals are accelerated; 2 halves the intervals.", metavar="FACTOR", low=0
+    )
+    trace_length_scale: float = option(
+        1.0, "Traces: factor applied to all lengths, for models with a shorter context.", metavar="FACTOR", low=0
+    )
+    prompt_format: str = option(
+        "auto", "Send prompts as token ids (ids) or as words (text). auto: text for chat, else ids.", metavar="FORMAT"
+    )
+    vocab_size: int = option(30000, "Upper bound of random token ids, exclusive.", metavar="TOKENS", low=1)
+    request_rate: float = option(
+        math.inf, "Requests per second; inf sends as fast as --max-concurrency allows.", metavar="RATE"
+    )
+    burstiness: float = option(
+        1.0, "Shape of the gamma distribution of arrivals: 1 is Poisson, less is burstier.", metavar="SHAPE"
+    )
+    max_concurrency: int = option(0, "Maximum number of requests in flight; 0: unlimited.", metavar="REQUESTS", low=0)
+    ignore_eos: bool = option(False, "Generate the full output length (an extension that not every server has).")
+    temperature: float = option(0.0, "Sampling temperature.", metavar="TEMPERATURE", low=0)
+    seed: int = option(0, "Seed of prompts and arrivals.", metavar="SEED")
+    num_warmups: int = option(0, "Number of warm-up requests before the measurement.", metavar="REQUESTS", low=0)
+    request_timeout: float = option(3600.0, "Time after which a request counts as failed.", metavar="SECONDS", low=0)
+    goodput: tuple[str, ...] = option(
+        (),
+        "Latency limits in ms that a request must meet to count, such as ttft:500 tpot:50 (also itl, e2el).",
+        metavar="METRIC:MS",
+    )
+    percentile_metrics: str = option(
+        "ttft,tpot,itl", f"Metrics to print percentiles of: {','.join(METRICS)}.", metavar="METRICS"
+    )
+    metric_percentiles: str = option("99", "Percentiles to print, such as 50,90,99.", metavar="PERCENTILES")
     save_result: bool = option(False, "Write the result to a JSON file.")
-    save_detailed: bool = option(False, "With times, texts and errors of each request in the file.")
-    append_result: bool = option(False, "Append to the file instead.")
-    result_dir: str = option("", "Folder of the file; the current one if empty.")
-    result_filename: str = option("", "Its name; empty: from backend, rate, model and time.")
-    label: str = option("", "Name in the result; the backend if empty.")
-    disable_tqdm: bool = option(False, "No progress bar.")
+    save_detailed: bool = option(False, "Include times, texts and errors of every request in the file.")
+    append_result: bool = option(False, "Append to the file instead of replacing it.")
+    result_dir: str = option("", "Directory of the file. Default: the current one.", metavar="DIR")
+    result_filename: str = option("", "Name of the file. Default: from backend, rate, model and time.", metavar="NAME")
+    label: str = option("", "Label in the result. Default: the backend.", metavar="TEXT")
+    disable_tqdm: bool = option(False, "Show no progress bar.")
 
     def __post_init__(self) -> None:
         for spec in fields(self):
@@ -77,12 +116,12 @@ class ServeJob:
         if self.dataset_name in DATASETS[2:] and not self.dataset_path:
             raise UserError(f"dataset {self.dataset_name} needs a file", "give --dataset-path")
         if self.is_chat and self.prompt_format == "ids":
-            raise UserError("a chat takes no token ids", "use --prompt-format text or --backend openai")
+            raise UserError("the chat API takes no token ids", "use --prompt-format text or --backend openai")
         self.extra(), self.limits(), self.percentiles(), self.headers(), self.shown_metrics()
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> ServeJob:
-        """From flags by name; an alias counts as the flag it means, and lists become tuples."""
+        """From flags by name; aliases are mapped and lists become tuples."""
         names = {name: spec for spec in fields(cls) for name in (spec.name, *spec.metadata["aliases"])}
         values: dict[str, Any] = {}
         for name, value in options.items():
@@ -121,7 +160,7 @@ class ServeJob:
     def headers(self) -> dict[str, str]:
         pairs = [each.partition("=") for each in self.header]
         if not all(name and equals for name, equals, _ in pairs):
-            raise UserError("a --header is not NAME=VALUE", "correct it")
+            raise UserError("--header must be NAME=VALUE", "write it like X-Tenant=a")
         return {name: value for name, _, value in pairs}
 
     def limits(self) -> dict[str, float]:

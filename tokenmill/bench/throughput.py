@@ -7,7 +7,7 @@ throughput`.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from tokenmill.bench.context import benchmark_context
 from tokenmill.bench.prompts import SyntheticRequest, longest_request, random_requests
@@ -51,7 +51,7 @@ def measure_throughput(
 ) -> ThroughputReport:
     needed = longest_request(job.input_len, job.output_len, job.range_ratio, job.shared_prefix)
     _requests(2, job, config.seed)  # refuse a bad job before the model is loaded
-    config = replace(config, context=benchmark_context(model, config, needed))
+    config = config.fill("the longest request", context=benchmark_context(model, config, needed))
     with LLM(model, config) as llm:
         requests = _requests(llm.parts.description.vocab_size, job, config.seed)
         warm_up(llm, requests[0])

@@ -7,7 +7,7 @@ from typing import Any
 
 from tokenmill.cli.options import DEFAULT_MODEL, AsJson, Model, Verbose, engine_options
 from tokenmill.cli.output import emit
-from tokenmill.config import EngineConfig
+from tokenmill.config import BY_DEFAULT, EngineConfig
 
 _SHAPES = (
     "hidden_size",
@@ -23,7 +23,7 @@ _SHAPES = (
 )
 
 
-_NOT_SHOWN = """memory prefix_caching scheduling concurrency threads seed speculate draft_tokens
+_NOT_SHOWN = """memory gpu_memory_utilization prefix_caching scheduling concurrency threads seed speculate draft_tokens
 kv_policy kv_host_memory kv_disk kv_disk_size kv_redis kv_budget_policy kv_budget"""
 
 
@@ -60,5 +60,6 @@ def inspect(
             {"op": each.what, "implementation": each.runs_on, "declined": list(each.declined)}
             for each in report.kernels
         ],
+        "options": [asdict(each) for each in report.settings if each.value is not None and each.source != BY_DEFAULT],
     }
     emit(result, as_json)

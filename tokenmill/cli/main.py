@@ -31,6 +31,7 @@ from tokenmill.cli import (
     simulate,
     train_draft,
 )
+from tokenmill.cli.peer_flags import PEER_FLAGS, PeerFlagsCommand, accept_peer_flags
 from tokenmill.errors import UserError
 from tokenmill.log import configure, get_logger
 
@@ -59,6 +60,7 @@ app.command("inspect")(inspection.inspect)
 app.command("doctor")(doctor.doctor)
 app.add_typer(bench.app, name="bench")
 app.add_typer(evaluation.app, name="eval")
+accept_peer_flags(app)
 
 
 def _show_version(wanted: bool) -> None:
@@ -125,6 +127,7 @@ def _nearest(error: Any, context: Any) -> str | None:
     flag = getattr(error, "option_name", None)
     if flag is not None:
         valid = [text for param in context.command.params for text in (*param.opts, *param.secondary_opts)]
+        valid += PEER_FLAGS if isinstance(context.command, PeerFlagsCommand) else ()
         found = difflib.get_close_matches(flag, [text for text in valid if text.startswith("--")], n=1, cutoff=0.5)
         return found[0] if found else None
     verbs = getattr(context.command, "commands", None)

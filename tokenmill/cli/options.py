@@ -1,12 +1,13 @@
 """Command-line flags made from the records they fill: EngineConfig and SamplingParams are the only lists of options.
 
 A decorator adds one flag per field to a verb's signature and hands the verb the finished record. A flag that is not
-given stays out, so that a verb can have defaults of its own. Knows nothing of what the options mean. Imports no torch.
+given stays unset, so that a verb can have defaults of its own. Does not know what the options mean. Imports no torch.
 """
 
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import Field, fields
 from typing import Annotated, Any, get_type_hints
@@ -14,34 +15,34 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from tokenmill.cli.values import parse_biases, parse_ids
-from tokenmill.config import EngineConfig, parse_count
+from tokenmill.config import BY_DEFAULT, EngineConfig, from_environment, option_fields
 from tokenmill.log import configure
 from tokenmill.types import SamplingParams
 
 DEFAULT_MODEL = "smollm2"
 
 _SAMPLING_HELP = {
-    "n": "How many answers to one prompt.",
-    "max_tokens": "Most tokens to generate.",
-    "min_tokens": "Do not end before this many tokens.",
-    "temperature": "Randomness; 0 always takes the most likely token.",
-    "top_k": "Choose among the k most likely tokens; 0 is off.",
-    "top_p": "Choose among the most likely tokens that together have this probability.",
-    "min_p": "Drop tokens below this share of the most likely one's probability.",
-    "typical_p": "Choose among the tokens of typical information that together have this probability.",
-    "repetition_penalty": "Above 1 makes tokens of the prompt and the output less likely.",
-    "frequency_penalty": "Lowers a token's logit by this for each time it is in the output.",
-    "presence_penalty": "Lowers a token's logit by this once it is in the output.",
-    "logit_bias": "Add to a token's logit, as ID=BIAS. Repeatable.",
-    "seed": "Same seed, same answer.",
-    "stop": "End before this text. Repeatable.",
-    "stop_token_ids": "End at one of these token ids, such as 2,32000.",
-    "ignore_eos": "Go on after the model's end-of-text token.",
-    "include_stop_str_in_output": "Keep the stop text or token in the answer.",
-    "skip_special_tokens": "Leave control tokens out of the text.",
-    "logprobs": "Report the log-probability of each token and of the k most likely ones.",
+    "n": "Number of completions per prompt.",
+    "max_tokens": "Maximum number of tokens to generate.",
+    "min_tokens": "Minimum number of tokens before the output may end.",
+    "temperature": "Sampling temperature; 0 is greedy.",
+    "top_k": "Sample from the k most likely tokens; 0 disables it.",
+    "top_p": "Sample from the smallest set of tokens whose probabilities sum to this.",
+    "min_p": "Drop tokens less likely than this share of the most likely token's probability.",
+    "typical_p": "Locally typical sampling: probability mass of the tokens kept.",
+    "repetition_penalty": "Values above 1 penalize tokens that occur in the prompt or the output.",
+    "frequency_penalty": "Subtracted from a token's logit for each time it occurs in the output.",
+    "presence_penalty": "Subtracted from a token's logit once it occurs in the output.",
+    "logit_bias": "Add BIAS to the logit of token ID. Repeatable.",
+    "seed": "Random seed; the same seed gives the same output.",
+    "stop": "Stop before this text. Repeatable.",
+    "stop_token_ids": "Stop at any of these token ids, such as 2,32000.",
+    "ignore_eos": "Continue after the end-of-sequence token.",
+    "include_stop_str_in_output": "Include the stop text or token in the output.",
+    "skip_special_tokens": "Leave special tokens out of the text.",
+    "logprobs": "Report the log-probability of each token and of the K most likely alternatives.",
 }
-_NOT_SAMPLING_FLAGS = ("prompt_logprobs", "structured", "cache")  # the evaluation verbs and the server are for those
+_NOT_SAMPLING_FLAGS = ("prompt_logprobs", "structured", "cache")  # only in evaluation verbs and the server
 
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="Alias, Hugging Face id, directory or .gguf file.", show_default=True)
@@ -55,20 +56,21 @@ def _set_verbose(verbose: bool) -> None:
 
 Verbose = Annotated[
     bool,
-    typer.Option("--verbose", "-v", callback=_set_verbose, help="Log every automatic choice; tracebacks on errors."),
+    typer.Option("--verbose", "-v", callback=_set_verbose, help="Log every automatic choice; print tracebacks."),
 ]
 
 
 def engine_options(*, without: tuple[str, ...] = (), **defaults: Any) -> Callable[[Callable[..., Any]], Any]:
     """Add the flags of EngineConfig; the verb gets `engine`. `defaults` are the verb's own."""
-    specs = [spec for spec in fields(EngineConfig) if spec.name not in without]
-    flags = [flag for spec in specs for flag in _engine_flags(spec, defaults.get(spec.name, spec.default))]
+    specs = [spec for spec in option_fields(EngineConfig) if spec.name not in without]
+    flags = [flag for spec in specs for flag in _option_flags(spec, defaults.get(spec.name, spec.default))]
 
     def build(given: Mapping[str, Any]) -> EngineConfig:
-        named = {spec.name for spec in specs if {spec.name, *spec.metadata["aliases"]} & set(given)}
-        return EngineConfig.from_options({name: v for name, v in defaults.items() if name not in named} | dict(given))
+        taken = set(given) | set(from_environment(specs, os.environ))
+        unset = {name: value for name, value in defaults.items() if name not in taken}
+        return EngineConfig.from_options(unset | dict(given), dict.fromkeys(unset, BY_DEFAULT))
 
-    return lambda verb: _extend(verb, flags, "engine", build)
+    return lambda verb: _with_peer_flags(_extend(verb, flags, "engine", build))
 
 
 def given_options(
@@ -78,10 +80,16 @@ def given_options(
     flags = [
         flag
         for panel, record in records.items()
-        for spec in fields(record)
-        for flag in _engine_flags(spec, defaults.get(spec.name, spec.default), panel)
+        for spec in option_fields(record)
+        for flag in _option_flags(spec, defaults.get(spec.name, spec.default), panel)
     ]
-    return lambda verb: _extend(verb, flags, "given", dict)
+    with_peers = _with_peer_flags if EngineConfig in records.values() else lambda verb: verb
+    return lambda verb: with_peers(_extend(verb, flags, "given", dict))
+
+
+def _with_peer_flags(verb: Callable[..., Any]) -> Callable[..., Any]:
+    verb.takes_engine_options = True  # type: ignore[attr-defined]  # peer_flags.py looks for it
+    return verb
 
 
 def sampling_options(*, without: tuple[str, ...] = (), **defaults: Any) -> Callable[[Callable[..., Any]], Any]:
@@ -105,7 +113,7 @@ def _extend(
     argument: str,
     build: Callable[[Mapping[str, Any]], Any],
 ) -> Callable[..., Any]:
-    """`verb` with `flags` in its signature instead of `argument`, which is built from those that were given."""
+    """`verb` with `flags` in its signature in place of `argument`, which is built from the flags that were given."""
     types = get_type_hints(verb, include_extras=True)
     own = [
         parameter.replace(annotation=types[name], kind=inspect.Parameter.KEYWORD_ONLY)
@@ -123,22 +131,42 @@ def _extend(
     extended.__name__, extended.__doc__, extended.__module__ = verb.__name__, verb.__doc__, verb.__module__
     parameters = [*own, *flags]
     extended.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    extended.takes_engine_options = getattr(verb, "takes_engine_options", False)  # type: ignore[attr-defined]
     extended.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return extended
 
 
-def _engine_flags(spec: Field[Any], default: Any, panel: str = "Engine") -> list[inspect.Parameter]:
+def _option_flags(spec: Field[Any], default: Any, panel: str = "Engine") -> list[inspect.Parameter]:
     """The flag of a field, and its aliases as flags that help does not list."""
-    parse, aliases = spec.metadata["parse"], spec.metadata["aliases"]
+    kind, parse, metavar = (spec.metadata[name] for name in ("kind", "parse", "metavar"))
     extra: dict[str, Any] = {"rich_help_panel": panel}
+    if metavar and kind is not bool:
+        extra["metavar"] = metavar
     if parse is not None:
-        extra |= {"parser": parse, "metavar": "TOKENS" if parse is parse_count else "SIZE"}
+        extra["parser"] = _or_automatic(parse) if spec.default is None else parse
+    elif spec.default is None and kind is not str:
+        extra["parser"] = _or_automatic(_number(kind))
     help = _with_default(spec.metadata["help"], default)
-    kind = list[str] if isinstance(spec.default, tuple) else type(spec.default)
+    typed = list[str] if kind is tuple else kind
     return [
-        _flag(spec.name, kind, help, extra),
-        *(_flag(each, kind, help, extra | {"hidden": True}) for each in aliases),
+        _flag(spec.name, typed, help, extra),
+        *(_flag(each, typed, help, extra | {"hidden": True}) for each in spec.metadata["aliases"]),
     ]
+
+
+def _number(kind: type) -> Callable[[str], Any]:
+    def parse(text: str) -> Any:
+        try:
+            return kind(text)
+        except ValueError:
+            raise typer.BadParameter(f"'{text}' is not a valid {'integer' if kind is int else 'number'}") from None
+
+    return parse
+
+
+def _or_automatic(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """`auto` is a value of every automatic option."""
+    return lambda text: text if isinstance(text, str) and text.lower() == "auto" else parse(text)
 
 
 def _sampling_flag(spec: Field[Any], kind: Any, default: Any) -> inspect.Parameter:

@@ -15,6 +15,7 @@ from tokenmill.cli.streaming import Answer, Streamer, answer_record, logprob_rec
 from tokenmill.cli.values import parse_ids
 from tokenmill.config import EngineConfig
 from tokenmill.errors import UserError
+from tokenmill.resolution import reserve_concurrency
 from tokenmill.types import SamplingParams, StructuredSpec
 
 MAX_TOKENS = 256
@@ -50,7 +51,7 @@ def run(
     if system is not None and (raw or token_ids is not None):
         raise UserError("--system needs the chat template", "leave out --raw and --token-ids")
     params = replace(params, structured=_structured(json_schema, regex))
-    engine = replace(engine, concurrency=max(engine.concurrency, params.n))
+    engine = reserve_concurrency(engine, params.n, "--n")
     with Streamer(model, engine) as streamer:
         chat = isinstance(prompt, str) and not raw and (streamer.has_template or system is not None)
         if chat:

@@ -1,4 +1,4 @@
-"""`tokenmill serve`: the OpenAI-compatible server. Flags and file become two records; the rest is serve/."""
+"""`tokenmill serve`: the OpenAI-compatible server. Flags, file and environment fill two records; the rest is serve/."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ from tokenmill.serve.config import SERVE_ENGINE_DEFAULTS, ServeConfig, read_conf
 @given_options({"Server": ServeConfig, "Engine": EngineConfig}, SERVE_ENGINE_DEFAULTS)
 def serve(
     model: Model = DEFAULT_MODEL,
-    config: Annotated[str | None, typer.Option(help="YAML file with flag names as keys; flags win.")] = None,
+    config: Annotated[
+        str | None, typer.Option(metavar="FILE", help="YAML file with flag names as keys; flags take precedence.")
+    ] = None,
     as_json: AsJson = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Log warnings and errors only.")] = False,
     *,
     given: dict[str, Any],
 ) -> None:
-    """Serve MODEL over HTTP: OpenAI, Ollama and Anthropic APIs, health, metrics. Ctrl-C or SIGTERM ends it."""
-    server, engine = split_options(given, read_config_file(config) if config else {})
+    """Serve MODEL over HTTP: OpenAI, Ollama and Anthropic APIs, health and metrics. Stop with Ctrl-C or SIGTERM."""
+    server, engine = split_options(given, read_config_file(config) if config else None, config or "")
     configure("warning" if quiet else "info")
     from tokenmill.serve.server import run_server
 

@@ -1,4 +1,4 @@
-"""Values that are more than a word or a number on the command line: lists of token ids, biases.
+"""Parsers of structured flag values: lists of token ids, logit biases.
 
 Pure functions from text, with the remedy in the error. Used by options.py and the verbs.
 """

@@ -20,7 +20,7 @@ from tokenmill.checkpoint.open import open_checkpoint
 from tokenmill.checkpoint.sources import resolve
 from tokenmill.checkpoint.tokenizer import Tokenizer
 from tokenmill.checkpoint.tokenizer_files import load_chat_template, load_tokenizer
-from tokenmill.config import EngineConfig
+from tokenmill.config import EngineConfig, ResolvedConfig
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.intake import Intake
 from tokenmill.engine.kv.budget.enforcer import BudgetEnforcer
@@ -30,7 +30,9 @@ from tokenmill.engine.order import DISCIPLINES
 from tokenmill.engine.scheduler import Scheduler
 from tokenmill.engine.tiers import build_tiers, shown_address
 from tokenmill.grammar.compiler import GrammarCompiler
-from tokenmill.runtime.build import Runtime, build_runtime, resolve_context, resolve_device
+from tokenmill.resolution import resolve as resolve_config
+from tokenmill.resolution import settle
+from tokenmill.runtime.build import Runtime, build_runtime, find_facts
 from tokenmill.runtime.observation.page_scores import keep_page_scores
 from tokenmill.types import CacheControl, SamplingParams
 
@@ -46,7 +48,7 @@ class EngineParts:
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
     description: ModelDescription
-    config: EngineConfig  # resolved: no automatic values left
+    config: ResolvedConfig
     runtime: Runtime
     path: Path
     load_seconds: float
@@ -56,46 +58,44 @@ class EngineParts:
         self.kv.close(timeout)
 
 
-def build_engine(model: str | Path, config: EngineConfig) -> EngineParts:
+def build_engine(model: str | Path, options: EngineConfig) -> EngineParts:
     started = time.perf_counter()
     path = resolve(str(model)).path
-    discipline = DISCIPLINES.get(config.scheduling)()
-    policy = POLICIES.get(config.kv_policy)()
-    budget = CacheControl(policy=config.kv_budget_policy, budget=config.kv_budget) if config.kv_budget_policy else None
+    discipline = DISCIPLINES.get(options.scheduling)()
+    policy = POLICIES.get(options.kv_policy)()
+    policy_name = options.kv_budget_policy
+    budget = CacheControl(policy=policy_name, budget=options.kv_budget) if policy_name else None
     with ThreadPoolExecutor(1) as background:
-        dummy = config.load_format == "dummy"
+        dummy = options.load_format == "dummy"
         checkpoint: Checkpoint = DummyCheckpoint(path) if dummy else open_checkpoint(path)
         description = checkpoint.description
         no_tokenizer = dummy and not (path / "tokenizer.json").is_file()  # only a config.json: tokens are numbers
         building = None if no_tokenizer else background.submit(load_tokenizer, path)
-        device = resolve_device(config)
-        config = replace(config.on_gpu() if device.type == "cuda" else config, device=device.type)
-        context = resolve_context(config, description.context_length)
-        config = replace(config, context=context)
-        runtime = build_runtime(checkpoint, config, context, device)
+        facts, device = find_facts(options, description.context_length)
+        config = resolve_config(options, facts)
+        runtime = build_runtime(checkpoint, config, device)
         tokenizer = numbering_tokenizer(description.vocab_size) if building is None else building.result()
-    config = replace(
+    config = settle(
         config,
-        memory=runtime.budget.nbytes,
-        kv_cache_dtype=runtime.store.name,
-        page_size=runtime.layout.page_size,
-        executor=runtime.executor.name,
+        memory=(runtime.budget.nbytes, runtime.budget.reason),
+        kv_native_layers=(runtime.native_layers, f"recommended for {runtime.store.name}"),
+        executor=(runtime.executor.name, "the fastest that supports the model"),
     )
     budgets = BudgetEnforcer(runtime.layout, keep_page_scores(runtime, config))
     budgets.check(SamplingParams(cache=budget))
     tiers = build_tiers(config, path, runtime)
     config = replace(config, kv_redis=shown_address(config.kv_redis))
     kv = KVManager(runtime.layout, runtime.budget.num_pages, config.prefix_caching, policy, tiers, budgets)
-    ahead = getattr(runtime.executor, "looks_ahead", 0)
+    ahead = runtime.executor.lookahead
     drafts = config.draft_tokens if runtime.runner.speculator is not None else 0
-    scheduler = Scheduler(kv, discipline, config.batch_tokens, config.concurrency, context, ahead, drafts)
+    scheduler = Scheduler(kv, discipline, config.batch_tokens, config.concurrency, config.context, ahead, drafts)
     eos_ids = tuple(dict.fromkeys((*description.eos_ids, *tokenizer.eos_ids)))
     return EngineParts(
         core=EngineCore(scheduler, runtime.runner),
         kv=kv,
         budgets=budgets,
         idle_work=(*([kv.save] if tiers is not None else []), runtime.runner.prepare),
-        intake=Intake(tokenizer, description.vocab_size, eos_ids, context, config.seed, budget, budgets.check),
+        intake=Intake(tokenizer, description.vocab_size, eos_ids, config.context, config.seed, budget, budgets.check),
         grammars=GrammarCompiler(tokenizer, eos_ids),
         tokenizer=tokenizer,
         chat_template=None if no_tokenizer else load_chat_template(path),

@@ -35,7 +35,7 @@ class LLM:
             raise UserError("both config and options are given", "put the options into the config")
         self._parts: EngineParts | None = build_engine(model, config or EngineConfig.from_options(options))
         # Tokens of a sequence per call of the runner. A measurement for a server, which streams, sets it to one.
-        self.tokens_at_once = _TOKENS_AT_ONCE if self.parts.runtime.runner.enduring is not None else 1
+        self.tokens_at_once = _TOKENS_AT_ONCE if self.parts.runtime.runner.runs_greedily else 1
 
     @property
     def parts(self) -> EngineParts:

@@ -179,7 +179,7 @@ def serve_engine(spec: EngineSpec) -> None:
     code = 0
     try:
         outbox.send(messages.encode(Phase("loading the weights")))
-        parts = build_engine(spec.path, EngineConfig.from_options(spec.options))
+        parts = build_engine(spec.path, EngineConfig(**spec.options))
         outbox.send(messages.encode(Phase("warming up")))
         parts.grammars.prepare()
         warm_up(parts)

@@ -141,7 +141,7 @@ class Scheduler:
             if request not in self._running:
                 continue
             accepted = result.accepted.get(number, [])
-            self._count_drafts(row, accepted)
+            self._count_drafts(result.num_drafted.get(number, 0), accepted)
             request.token_ids += accepted
             request.num_computed = row.start + row.count + len(accepted)
             self.discipline.charge(request, row.count + len(accepted))
@@ -271,10 +271,10 @@ class Scheduler:
             return 0
         return max(0, self.kv.reserve(request, row.count + slots, only_spare=True).num_tokens - row.count)
 
-    def _count_drafts(self, row: ScheduledTokens, accepted: list[int]) -> None:
-        if row.draft_ids:
+    def _count_drafts(self, num_drafted: int, accepted: list[int]) -> None:
+        if num_drafted:
             self.stats.num_drafts += 1
-            self.stats.num_drafted += len(row.draft_ids)
+            self.stats.num_drafted += num_drafted
             self.stats.num_accepted += len(accepted)
 
     def _preempt(self, request: Request) -> None:

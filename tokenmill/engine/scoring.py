@@ -15,7 +15,7 @@ from tokenmill.engine.build import EngineParts
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.loop import EngineLoop
 from tokenmill.errors import UserError
-from tokenmill.runtime.logits import LogitRunner
+from tokenmill.runtime.scoring import LogitRunner
 from tokenmill.types import Request, SamplingParams
 
 if TYPE_CHECKING:

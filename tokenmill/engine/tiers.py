@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from tokenmill.checkpoint.identity import model_hash
-from tokenmill.config import EngineConfig
+from tokenmill.config import ResolvedConfig
 from tokenmill.engine.kv.tier.base import PageTier
 from tokenmill.engine.kv.tier.disk import DiskTier
 from tokenmill.engine.kv.tier.host import HostTier
@@ -24,7 +24,7 @@ _log = get_logger(__name__)
 _VERSION = 1  # of how pages are computed and laid out: raise it when either changes
 
 
-def build_tiers(config: EngineConfig, path: Path, runtime: Runtime) -> TierStack | None:
+def build_tiers(config: ResolvedConfig, path: Path, runtime: Runtime) -> TierStack | None:
     if not (config.kv_host_memory or config.kv_disk or config.kv_redis):
         return None
     if not config.prefix_caching:
@@ -48,7 +48,7 @@ def shown_address(redis: str) -> str:
     return f"redis://{RedisAddress.parse(redis)}" if redis else ""
 
 
-def page_identity(config: EngineConfig, path: Path, runtime: Runtime, page_bytes: int) -> bytes:
+def page_identity(config: ResolvedConfig, path: Path, runtime: Runtime, page_bytes: int) -> bytes:
     """16 bytes that are the same exactly where a page of the same tokens has the same content."""
     weights = f"dummy of {model_hash(path)}" if config.load_format == "dummy" else model_hash(path)
     parts = (

@@ -56,4 +56,4 @@ def measure_perplexity(
 
 def scoring_config(config: EngineConfig, context: int) -> EngineConfig:
     """An engine for windows of this size: few at a time keep its memory small and the cores as busy."""
-    return replace(config, context=context, concurrency=min(config.concurrency, WINDOWS_AT_ONCE))
+    return replace(config, context=context).fill("windows scored at a time", concurrency=WINDOWS_AT_ONCE)

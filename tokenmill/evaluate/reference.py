@@ -170,8 +170,8 @@ def _find_or_make(
 ) -> ReferenceCache | None:
     """The cache of this model and these windows; None if it would be too large."""
     rows = sum(window.num_scored for window in windows)
-    numerics = f"{__version__}-{config.kernels or 'auto'}-{config.executor}-{config.kv_cache_dtype}"
-    if config.kv_native_layers >= 0:
+    numerics = f"{__version__}-{config.kernels or 'auto'}-{config.executor or 'auto'}-{config.kv_cache_dtype or 'auto'}"
+    if config.kv_native_layers is not None:
         numerics += f"-{config.kv_native_layers}"
     width = open_checkpoint(path).description.vocab_size
     key = CacheKey(name, model_hash(path), windows_hash(windows), numerics, rows, width)

@@ -125,8 +125,7 @@ def _options(job: TaskJob, task: type[Task], kind: str) -> TaskOptions:
 def task_config(model: str, config: EngineConfig) -> EngineConfig:
     """Room for the usual prompts, within what the model was trained for, unless the user says otherwise."""
     trained = open_checkpoint(resolve(model).path).description.context_length
-    context = config.context or min(trained, _CONTEXT)
-    return replace(config, context=context, concurrency=min(config.concurrency, _CONCURRENCY))
+    return config.fill("enough for the tasks", context=min(trained, _CONTEXT), concurrency=_CONCURRENCY)
 
 
 def _report(name: str, kind: str, task: Task, results: Sequence[ItemResult]) -> TaskReport:

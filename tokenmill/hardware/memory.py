@@ -56,7 +56,7 @@ def plan_kv(
             raise UserError(
                 f"a request of {context} tokens needs {one * page_bytes / 2**20:.1f} MiB of KV cache, "
                 f"memory allows {memory / 2**20:.1f} MiB",
-                "lower --context or raise --memory",
+                "lower --context, or raise --memory or --gpu-memory-utilization",
             )
         pages = min(pages, wanted)
     else:
@@ -64,6 +64,18 @@ def plan_kv(
         pages = max(one, min(wanted, share))
         reason = "context x concurrency" if pages == wanted else f"{share_of_available:.0%} of free memory"
     return KVBudget(pages, page_bytes, pages / one, reason)
+
+
+def free_within(utilization: float, total: int, free: int, held: int) -> int:
+    """Bytes that this process may still take on a device of which it may hold a share, `held` of them already."""
+    left = int(utilization * total) - held
+    if left > free:
+        raise UserError(
+            f"{utilization:.0%} of the GPU's {total / GIB:.1f} GiB is more than the {(free + held) / GIB:.1f} GiB that "
+            "other processes leave",
+            f"use --gpu-memory-utilization {int((free + held) / total * 100) / 100:.2f} or less, or free the GPU",
+        )
+    return max(0, left)
 
 
 @dataclass(frozen=True, slots=True)

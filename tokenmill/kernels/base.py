@@ -86,10 +86,10 @@ def select(op: str, device: torch.device, forced: str = "") -> Choice:
     for backend in candidate_backends(forced):
         module = import_module(f"tokenmill.kernels.{backend}")
         reason = module.unavailable(device)
-        if reason is None and not hasattr(module, op):
-            reason = "has no such op"
-        if reason is None:
-            return Choice(op, backend, getattr(module, op), tuple(declined))
+        run = module.find_op(op) if reason is None else None
+        if run is not None:
+            return Choice(op, backend, run, tuple(declined))
+        reason = reason or "has no such op"
         declined.append((backend, reason))
     raise AssertionError(f"the reference backend declined {op}: {declined}")
 

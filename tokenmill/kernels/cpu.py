@@ -8,6 +8,7 @@ in place. Declines with a reason where the module was not built or the tensors a
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,12 @@ def unavailable(device: torch.device) -> str | None:
     if device.type != "cpu":
         return f"runs on CPU tensors, not on {device.type}"
     return _missing or None
+
+
+def find_op(name: str) -> Callable[..., Any] | None:
+    """An op by its name in the op table."""
+    found: Callable[..., Any] | None = globals().get(name)
+    return found
 
 
 def module() -> Any:

@@ -6,7 +6,8 @@ KV pages are [pages, kv_heads, page_size, head_dim]. Runs on any device; chosen 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,6 +25,12 @@ _TILE_VALUES = 1 << 24
 
 def unavailable(_device: torch.device) -> str | None:
     return None
+
+
+def find_op(name: str) -> Callable[..., Any] | None:
+    """An op by its name in the op table."""
+    found: Callable[..., Any] | None = globals().get(name)
+    return found
 
 
 class RefLinear:

@@ -7,7 +7,9 @@ holds (norms, rotary tables) moves along. Called by the loader; knows nothing of
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,6 +92,15 @@ def place_weights(decoder: Decoder, reader: WeightReader, placement: Placement) 
     return _embedding(decoder, upload)
 
 
+def place_reference(decoder: Decoder, reader: WeightReader, device: torch.device) -> None:
+    """For the torch reference on a GPU: every weight as stored, on the device, multiplied by the spec."""
+    upload = Uploader(device)
+    for weight in reader.weights.values():
+        vars(weight).update(vars(upload.weight(weight)))
+        weight.kernel = select_linear(weight, device, "ref")
+    _move_small(decoder, device)
+
+
 def _make(weight: LinearWeight, prefix: str, scheme: str, placement: Placement) -> Choice:
     if not scheme:
         return select_linear(weight, placement.device, placement.kernels)
@@ -105,14 +116,16 @@ def _make(weight: LinearWeight, prefix: str, scheme: str, placement: Placement) 
 def _expand(group: list[LinearWeight]) -> None:
     """Matrices stored in few bits that are faster in bf16."""
     choices = [weight.kernel for weight in group if weight.kernel is not None]
-    if all(isinstance(choice.run, gpu.GpuLinear) for choice in choices):
-        for weight, choice, run in zip(group, choices, gpu.expand_small([c.run for c in choices]), strict=True):
+    kernels = [choice.run for choice in choices if isinstance(choice.run, gpu.GpuLinear)]
+    if len(kernels) == len(choices):
+        for weight, choice, run in zip(group, choices, gpu.expand_small(kernels), strict=True):
             weight.kernel = replace(choice, run=run)
 
 
 def _join(group: list[LinearWeight]) -> None:
-    kernels = [weight.kernel.run for weight in group if weight.kernel is not None]
-    if not all(isinstance(kernel, gpu.GpuLinear) for kernel in kernels):
+    choices = [weight.kernel for weight in group if weight.kernel is not None]
+    kernels = [choice.run for choice in choices if isinstance(choice.run, gpu.GpuLinear)]
+    if len(kernels) != len(choices):
         return
     whole = gpu.join_linears(kernels)
     if whole is None:
@@ -126,18 +139,33 @@ def _join(group: list[LinearWeight]) -> None:
 
 
 def _move_small(decoder: Decoder, device: torch.device) -> None:
-    """Norms and rotary tables: attributes of the decoder, its blocks and their halves."""
-    tables: dict[int, object] = {}
-    parts: list[object] = [decoder, *decoder.blocks]
-    parts += [half for block in decoder.blocks for half in (block.attention, block.mlp)]
-    for part in parts:
-        for name, value in vars(part).items():
-            if isinstance(value, Tensor):
-                setattr(part, name, value.to(device))
-    for block in decoder.blocks:
-        table = block.attention.rotary
-        moved = tables.setdefault(id(table), replace(table, cos=table.cos.to(device), sin=table.sin.to(device)))
-        block.attention.rotary = moved  # type: ignore[assignment]
+    """Norms, rotary tables and whatever else an architecture holds beside its matrices."""
+    moved: dict[int, Any] = {}
+
+    def move(value: Any) -> Any:
+        if id(value) not in moved:
+            moved[id(value)] = value  # parts may refer to each other
+            moved[id(value)] = _moved(value, device, move)
+        return moved[id(value)]
+
+    move(decoder)
+
+
+def _moved(value: Any, device: torch.device, move: Callable[[Any], Any]) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        return type(value)(move(each) for each in value)
+    if isinstance(value, (LinearWeight, type)):
+        return value
+    if is_dataclass(value):  # frozen, as rotary tables are
+        changed = {each.name: getattr(value, each.name) for each in fields(value)}
+        tensors = {name: move(each) for name, each in changed.items() if isinstance(each, Tensor)}
+        return replace(value, **tensors) if tensors else value  # type: ignore[type-var]
+    if hasattr(value, "__dict__") and type(value).__module__ != "builtins":
+        for name, each in vars(value).items():
+            setattr(value, name, move(each))
+    return value
 
 
 def _embedding(decoder: Decoder, upload: Uploader) -> Tensor:

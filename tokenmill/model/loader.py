@@ -16,11 +16,11 @@ from torch import Tensor
 from tokenmill.checkpoint.base import Checkpoint
 from tokenmill.checkpoint.dummy import DummyCheckpoint
 from tokenmill.kernels import triton
-from tokenmill.kernels.base import select_linear
+from tokenmill.kernels.base import candidate_backends, select_linear
 from tokenmill.log import get_logger
 from tokenmill.model.architectures import ARCHITECTURES
 from tokenmill.model.architectures.decoder import Decoder
-from tokenmill.model.device_weights import Placement, place_weights
+from tokenmill.model.device_weights import Placement, place_reference, place_weights
 from tokenmill.model.dummy_reader import DummyReader
 from tokenmill.model.formats.base import LinearWeight
 from tokenmill.model.reader import WeightReader
@@ -49,6 +49,12 @@ class LoadedModel:
         )
         return sum(sizes.values()) + (0 if tied else self.table.numel() * self.table.element_size())
 
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Float32 rows of the embedding, unscaled, on the model's device."""
+        if self.table is not None:
+            return self.table[token_ids].float()
+        return self.decoder.embedding.dequantize_rows(token_ids)
+
     def _kernels(self) -> list[Any]:
         return [weight.kernel.run for weight in self.weights.values() if weight.kernel is not None]
 
@@ -69,6 +75,9 @@ def load_model(
     architecture = ARCHITECTURES.get(description.architecture)
     decoder: Decoder = architecture(reader, description, num_positions)
     reader.finish()
+    if device.type != "cpu" and candidate_backends(kernels) == ("ref",):
+        place_reference(decoder, reader, device)
+        return LoadedModel(decoder, reader.weights, checkpoint, device, kernels)
     if device.type != "cpu" or (kernels == "triton" and triton.unavailable(device) is None):
         table = place_weights(decoder, reader, Placement(device, kernels, quantization))
         return LoadedModel(decoder, reader.weights, checkpoint, device, kernels, table)

@@ -19,7 +19,7 @@ def choose_baseline(
     table: BenchTable, say: Callable[[str, float], None]
 ) -> tuple[CandidateResult, list[CandidateResult]]:
     """(the fastest, all that were measured)."""
-    tokens = table.engine.batch_tokens
+    tokens = table.engine.decided("batch_tokens")
     leader: CandidateResult | None = None
     tried: list[CandidateResult] = []
 
@@ -43,7 +43,7 @@ def choose_baseline(
     if leader is None:
         raise UserError(f"no unquantized baseline runs here: {tried[0].reason}", "free memory or disk")
     contest([Candidate(leader.weights, kv, tokens) for kv in unquantized_kv() if kv != leader.kv])
-    prompts = table.traffic.input_tokens * table.engine.concurrency
+    prompts = table.traffic.input_tokens * table.engine.decided("concurrency")
     contest([Candidate(leader.weights, leader.kv, size) for size in batch_choices(prompts) if size != tokens])
     for result in tried:
         if result.verdict != FAILED:

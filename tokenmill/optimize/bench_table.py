@@ -92,7 +92,7 @@ class BenchTable:
         self._loaded.clear()
 
     def _scoring(self, result: CandidateResult) -> EngineConfig:
-        return replace(self.config(result), prefix_caching=False, speculate="off")
+        return replace(self.config(result), prefix_caching=False, speculate="off", concurrency=None)
 
     def _seat(self, results: Sequence[CandidateResult]) -> list[Contender]:
         """Load who is missing, unload who is not wanted."""
@@ -109,7 +109,7 @@ class BenchTable:
             self._loaded.pop(name).close()
 
     def _requests(self, per_slot: int, run: int) -> list[SyntheticRequest]:
-        return self.traffic.draw(per_slot * self.engine.concurrency, run)
+        return self.traffic.draw(per_slot * self.engine.decided("concurrency"), run)
 
     @staticmethod
     def _cycle_key(contenders: Sequence[CandidateResult], number: int) -> str:

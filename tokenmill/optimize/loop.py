@@ -36,6 +36,7 @@ from tokenmill.optimize.results import (
 )
 from tokenmill.optimize.store import Store
 from tokenmill.optimize.traffic import Traffic
+from tokenmill.resolution import DEVICE_DEFAULTS
 
 Say = Callable[[str, float], None]  # what is being done, and the share of the whole that is done
 _FIRST_ROUND_SHARE, _PROOF_SHARE, _SETTINGS_SHARE = 0.55, 0.75, 0.85  # of the time, at most, by the end of each
@@ -113,7 +114,7 @@ class Search:
         first_kv = self.table.default_kv
         predictions: dict[str, Prediction] = {}
         for name in self.weights:
-            candidate = Candidate(name, first_kv, self.engine.batch_tokens)
+            candidate = Candidate(name, first_kv, self.engine.decided("batch_tokens"))
             result = self._result(candidate)
             try:
                 if self.predictor is not None:
@@ -169,7 +170,7 @@ class Search:
         Drafters only where prompts are text: what they guess from random tokens says nothing about the user's.
         """
         better: list[CandidateResult] = []
-        prompts = self.traffic.input_tokens * self.engine.concurrency
+        prompts = self.traffic.input_tokens * self.engine.decided("concurrency")
         variants = [Candidate(leader.weights, kv, leader.batch_tokens) for kv in self.kv if kv != leader.kv]
         variants += [
             Candidate(leader.weights, leader.kv, size) for size in batch_choices(prompts) if size != leader.batch_tokens
@@ -318,4 +319,6 @@ def _explained(error: BaseException) -> str:
 
 def workload_engine(engine: EngineConfig, traffic: Traffic, concurrency: int) -> EngineConfig:
     """The engine that the workload asks for."""
-    return replace(engine, context=engine.context or traffic.longest, concurrency=concurrency)
+    usual = DEVICE_DEFAULTS["cpu"]
+    engine = engine.fill("the longest request of the traffic", context=traffic.longest)
+    return replace(engine, concurrency=concurrency).fill("where the search begins", batch_tokens=usual.batch_tokens)

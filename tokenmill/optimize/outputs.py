@@ -113,11 +113,11 @@ def launch_lines(out: Path, model: Path, chosen: CandidateResult, search: Search
         device=load_catalog().find_device("neoverse-n1"),
         weights=chosen.weights,
         stored=chosen.weights,
-        max_sequences=search.engine.concurrency,
+        max_sequences=search.engine.decided("concurrency"),
         batch_tokens=chosen.batch_tokens,
         context=min(8192, search.workshop.checkpoint.description.context_length),
         weight_bytes=chosen.artefact.nbytes if chosen.artefact else 0,
-        users=search.engine.concurrency,
+        users=search.engine.decided("concurrency"),
     )
     for engine in _OTHER_ENGINES["gguf" if model.is_file() else "directory"]:
         try:

@@ -14,9 +14,9 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from tokenmill.config import EngineConfig
 from tokenmill.errors import unknown_name
 from tokenmill.hardware.catalog import Device
+from tokenmill.resolution import DEVICE_DEFAULTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +62,8 @@ class BatchLimits:
 def usual_limits(engine: str) -> BatchLimits:
     """The engine's own defaults; those of the big GPU engines are alike."""
     if engine == "tokenmill":
-        config = EngineConfig()
-        return BatchLimits(config.batch_tokens, config.concurrency)
+        defaults = DEVICE_DEFAULTS["cpu"]
+        return BatchLimits(defaults.batch_tokens, defaults.concurrency)
     return BatchLimits(8192, 256)
 
 

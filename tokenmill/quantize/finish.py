@@ -67,7 +67,7 @@ def measure(candidate: Path, request: GateRequest, reference: str, held_out: str
     context = min(GATE_CONTEXT, open_checkpoint(candidate).description.context_length)
     text, words = gate_text(request, held_out, context)
     limits = GateLimits(max_quality_loss=request.max_quality_loss)
-    config = EngineConfig(threads=request.threads, device=request.device, prefix_caching=False)
+    config = EngineConfig(threads=request.threads or None, device=request.device, prefix_caching=False)
     scratch = candidate.with_name(candidate.name + ".logits") if request.in_turn else None
     try:
         gate = run_gate(candidate, reference, text, limits, config, context=context, cached=False, scratch=scratch)

@@ -1,18 +1,23 @@
-"""StepPlan -> Batch: the tensors a forward pass reads. Pure bookkeeping; called once per step by the runner."""
+"""StepInput -> Batch: the tensors a forward pass reads. Pure bookkeeping, called once per step by executors."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
 
-from tokenmill.types import Batch, ScheduledTokens, StepPlan
+from tokenmill.runtime.executors.base import Draft, StepInput
+from tokenmill.runtime.rows import num_prompt_logits
+from tokenmill.types import Batch, ScheduledTokens
 
 
-def build_batch(plan: StepPlan, page_size: int, device: torch.device) -> Batch:
-    rows = plan.scheduled
-    decodes = all(row.length == 1 for row in rows)
-    arrays = _decode_arrays(rows, page_size) if decodes else _arrays(rows, page_size)
+def build_batch(work: StepInput, page_size: int, device: torch.device) -> Batch:
+    rows = work.rows
+    decodes = not work.drafts and all(row.count == 1 for row in rows)
+    arrays = _decode_arrays(work, page_size) if decodes else _arrays(work, page_size)
     token_ids, positions, starts, seq_lens, slots, tables, logit_rows = arrays
+    trees = any(draft.parents is not None for draft in work.drafts.values())
+    if trees:
+        positions = np.concatenate([_tree_positions(row, work.drafts.get(n)) for n, row in enumerate(rows)])
     return Batch(
         token_ids=_tensor(token_ids, device),
         positions=_tensor(positions, device),
@@ -21,8 +26,10 @@ def build_batch(plan: StepPlan, page_size: int, device: torch.device) -> Batch:
         slots=tuple(_tensor(each, device) for each in slots),
         block_tables=tuple(_tensor(each, device) for each in tables),
         logit_rows=_tensor(logit_rows, device),
-        max_query=1 if decodes else max(row.length for row in rows),
+        max_query=1 if decodes else int(np.diff(starts).max()),
         max_seq=int(seq_lens.max()),
+        ancestors=_tensor(_ancestors(work), device) if trees else None,
+        all_hidden=work.hidden,
     )
 
 
@@ -31,17 +38,19 @@ _Arrays = tuple[
 ]  # token ids, positions, query starts, sequence lengths, slots and tables of each group, logit rows
 
 
-def _arrays(rows: list[ScheduledTokens], page_size: int) -> _Arrays:
-    counts = [row.length for row in rows]
+def _arrays(work: StepInput, page_size: int) -> _Arrays:
+    rows = work.rows
+    counts = [work.length(number) for number in range(len(rows))]
     starts = np.zeros(len(rows) + 1, dtype=np.int32)
     np.cumsum(counts, out=starts[1:])
     token_ids: list[int] = []
-    for row in rows:
-        token_ids += row.request.token_ids[row.start : row.start + row.count]
-        token_ids += row.draft_ids
-    positions = np.concatenate([np.arange(row.start, row.start + row.length) for row in rows])
+    for number in range(len(rows)):
+        token_ids += work.token_ids(number)
+    positions = np.concatenate(
+        [np.arange(row.start, row.start + count) for row, count in zip(rows, counts, strict=True)]
+    )
     dropped = np.array([row.num_dropped for row in rows], dtype=np.int32)  # keys that attention no longer counts
-    seq_lens = np.array([row.start + row.length for row in rows], dtype=np.int32) - dropped
+    seq_lens = np.array([row.start for row in rows], dtype=np.int32) + np.diff(starts) - dropped
     places = positions - np.repeat(dropped, counts)
     tables, slots = [], []
     for group in range(len(rows[0].block_tables)):
@@ -49,12 +58,13 @@ def _arrays(rows: list[ScheduledTokens], page_size: int) -> _Arrays:
         pages = table[np.repeat(np.arange(len(rows)), counts), places // page_size].astype(np.int64)
         slots.append(pages * page_size + places % page_size)
         tables.append(table)
-    logit_rows = np.array(_logit_rows(rows, starts), dtype=np.int64)
+    logit_rows = np.array(_logit_rows(work, starts), dtype=np.int64)
     return np.array(token_ids, dtype=np.int64), positions, starts, seq_lens, slots, tables, logit_rows
 
 
-def _decode_arrays(rows: list[ScheduledTokens], page_size: int) -> _Arrays:
+def _decode_arrays(work: StepInput, page_size: int) -> _Arrays:
     """The same where every row is one token: lists are quicker than array arithmetic, and this is most steps."""
+    rows = work.rows
     starts = [row.start for row in rows]
     places = [row.start - row.num_dropped for row in rows]
     token_ids = [row.request.token_ids[row.start] for row in rows]
@@ -70,10 +80,10 @@ def _decode_arrays(rows: list[ScheduledTokens], page_size: int) -> _Arrays:
         tables.append(_pad(own))
     wide = np.array([token_ids, starts, *slots], dtype=np.int64)
     query_starts = np.arange(len(rows) + 1, dtype=np.int32)
-    if all(row.samples for row in rows) and all(row.request.params.prompt_logprobs is None for row in rows):
+    if work.decodes:
         logit_rows = np.arange(len(rows), dtype=np.int64)
     else:
-        logit_rows = np.array(_logit_rows(rows, query_starts), dtype=np.int64)
+        logit_rows = np.array(_logit_rows(work, query_starts), dtype=np.int64)
     seq_lens = np.array(places, dtype=np.int32) + 1
     return wide[0], wide[1], query_starts, seq_lens, list(wide[2:]), tables, logit_rows
 
@@ -84,24 +94,40 @@ def _tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
-def prompt_rows(row: ScheduledTokens) -> int:
-    """How many leading tokens of the row need logits because the caller asked for prompt log-probabilities: each
-    predicts the prompt token after it, so the last prompt token needs none."""
-    if row.request.params.prompt_logprobs is None:
-        return 0
-    return max(0, min(row.count, len(row.request.prompt_ids) - 1 - row.start))
-
-
-def _logit_rows(rows: list[ScheduledTokens], starts: np.ndarray) -> list[int]:
-    """Prompt rows of all sequences first, then of each that samples the last known token and its drafts."""
+def _logit_rows(work: StepInput, starts: np.ndarray) -> list[int]:
+    """In the order that StepOutput states."""
     wanted: list[int] = []
-    for number, row in enumerate(rows):
-        wanted += range(starts[number], starts[number] + prompt_rows(row))
-    for number, row in enumerate(rows):
+    if work.logit_ranges is not None:
+        for start, offsets in zip(starts.tolist(), work.logit_ranges, strict=False):
+            wanted += [start + offset for offset in offsets]
+        return wanted
+    for number, row in enumerate(work.rows):
+        wanted += range(starts[number], starts[number] + num_prompt_logits(row))
+    for number, row in enumerate(work.rows):
         if row.samples:
             end = int(starts[number + 1])
-            wanted += range(end - 1 - len(row.draft_ids), end)
+            wanted += range(end - work.num_logits(number), end)
     return wanted
+
+
+def _tree_positions(row: ScheduledTokens, draft: Draft | None) -> np.ndarray:
+    """A node lies one position after its parent, whatever its place in storage."""
+    known = np.arange(row.start, row.start + row.count)
+    depths = [] if draft is None else draft.depths()
+    return np.concatenate([known, row.start + row.count + np.array(depths, dtype=np.int64)])
+
+
+def _ancestors(work: StepInput) -> np.ndarray:
+    """By token of the step: which tokens of its row it sees, as bits. Rows of trees have one known token."""
+    masks: list[int] = []
+    for number, row in enumerate(work.rows):
+        draft = work.drafts.get(number, Draft())
+        assert row.count == 1, "trees are checked in steps that only decode"
+        own = [1]
+        for node in range(len(draft.token_ids)):
+            own.append(own[1 + draft.parent(node)] | 1 << (1 + node))
+        masks += [mask - (1 << 64) if mask >> 63 else mask for mask in own]  # as int64
+    return np.array(masks, dtype=np.int64)
 
 
 def _pad(tables: list[list[int]]) -> np.ndarray:

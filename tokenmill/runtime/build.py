@@ -1,6 +1,7 @@
 """Assembles the runtime: model, KV store, executor and runner, sized by the shared memory model.
 
-Every automatic choice is made here and logged. Called by the engine's construction; knows nothing of scheduling.
+Finds the facts that automatic options are resolved from. Called by the engine's construction; knows nothing of
+scheduling.
 """
 
 from __future__ import annotations
@@ -9,32 +10,31 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tokenmill.checkpoint.base import Checkpoint
-from tokenmill.config import EngineConfig
+from tokenmill.config import EngineConfig, ResolvedConfig
 from tokenmill.errors import UserError
 from tokenmill.hardware.kv_layout import KVLayout, LayerKV, build_layout
 from tokenmill.hardware.machine import available_memory, usable_cores
-from tokenmill.hardware.memory import DEFAULT_SHARE, GIB, KVBudget, RuntimeCosts, activation_bytes, plan_kv
+from tokenmill.hardware.memory import DEFAULT_SHARE, GIB, KVBudget, RuntimeCosts, activation_bytes, free_within, plan_kv
 from tokenmill.kernels import cpu
 from tokenmill.kernels import triton as gpu
-from tokenmill.kernels.ref import rms_norm
 from tokenmill.log import get_logger
 from tokenmill.model.kvstore.base import KVStore
 from tokenmill.model.kvstore.checkpoint_scales import load_kv_scales
-from tokenmill.model.kvstore.choice import StoreChoice, choose_store
+from tokenmill.model.kvstore.choice import StoreChoice, choose_store, page_multiple
 from tokenmill.model.loader import LoadedModel, load_model
+from tokenmill.resolution import DEVICE_DEFAULTS, Facts
 from tokenmill.runtime.executors import choose_executor
+from tokenmill.runtime.executors.base import Executor
 from tokenmill.runtime.executors.cuda.prompts import MAX_PROMPT_TOKENS
-from tokenmill.runtime.executors.cuda.sampling import CudaSampler
 from tokenmill.runtime.observation.key_conditioning import condition_keys
-from tokenmill.runtime.runner import Executor, ModelRunner
-from tokenmill.runtime.sampling.sampler import Sampler
+from tokenmill.runtime.runner import ModelRunner
 from tokenmill.runtime.speculation.base import Target
 from tokenmill.runtime.speculation.speculator import build_speculator
 
 _log = get_logger(__name__)
-_LONGEST_DEFAULT_CONTEXT = 8192
 _GPU_SHARE = 0.95  # of what weights, activations and the runtime leave free on a GPU
 
 
@@ -45,47 +45,49 @@ class Runtime:
     store: KVStore
     layout: KVLayout
     budget: KVBudget
-    executor: Executor
+    executor: Executor[Tensor]
     declined_executors: tuple[tuple[str, str], ...]
+    native_layers: int = 0  # at each end, whose KV pages are 16-bit floats though the others are quantized
 
 
-def resolve_context(config: EngineConfig, trained: int) -> int:
-    """The longest request: as stated, else what the model was trained for, within reason."""
-    if config.context > trained:
-        raise UserError(
-            f"context {config.context} is more than the {trained} tokens the model was trained for", "lower --context"
-        )
-    return config.context or min(trained, _LONGEST_DEFAULT_CONTEXT)
-
-
-def resolve_device(config: EngineConfig) -> torch.device:
-    """Where the model runs; a GPU that was asked for and cannot be used is an error."""
+def find_device(config: EngineConfig) -> tuple[torch.device, str]:
+    """Where the model runs, and why there; a GPU that was asked for and cannot be used is an error."""
     if config.device == "cpu":
-        return torch.device("cpu")
+        return torch.device("cpu"), ""
     found = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if found else torch.device("cuda")
     reason = gpu.unavailable(device) if found else "this torch finds no NVIDIA GPU"
     if reason is None:
-        return device
+        return device, f"found {torch.cuda.get_device_name(device)}"
     if config.device == "cuda":
         raise UserError(f"device cuda cannot be used: {reason}", "use --device cpu")
     if found:
         _log.warning("the GPU is not used: %s", reason)
-    return torch.device("cpu")
+    return torch.device("cpu"), reason
 
 
-def build_runtime(checkpoint: Checkpoint, config: EngineConfig, context: int, device: torch.device) -> Runtime:
-    torch.set_num_threads(config.threads or usable_cores())
-    on_gpu = device.type == "cuda"
-    if config.quantization and not on_gpu:
-        raise UserError("weights are rounded at load on a GPU only", "use tokenmill quantize, or --device cuda")
+def find_facts(config: EngineConfig, trained_context: int) -> tuple[Facts, torch.device]:
+    """What automatic options are resolved from."""
+    device, reason = find_device(config)
+    dtype = config.kv_cache_dtype or DEVICE_DEFAULTS[device.type].kv_cache_dtype
+    threads, threads_reason = usable_cores(), "usable cores"
+    if cpu.unavailable(device) is None:
+        cpu.use_threads(config.threads or 0)
+        threads, threads_reason = cpu.num_threads(), "one per physical core"
+    return Facts(device.type, reason, trained_context, threads, threads_reason, page_multiple(dtype)), device
+
+
+def build_runtime(checkpoint: Checkpoint, config: ResolvedConfig, device: torch.device) -> Runtime:
+    torch.set_num_threads(config.threads if config.is_set("threads") else usable_cores())
+    on_gpu, context = device.type == "cuda", config.context
     if cpu.unavailable(device) is None:
         cpu.use_threads(config.threads)
     model = load_model(checkpoint, device, context, config.kernels, config.quantization)
     layout, choice = kv_arrangement(config, model.decoder.kv_layers(), device)
     page_bytes, fixed = choice.page_bytes(layout), choice.fixed_bytes(layout, config.concurrency)
     free = _free_on_gpu(checkpoint, config, model) if on_gpu else available_memory()
-    memory = max(1, config.memory - fixed) if config.memory else 0
+    stated = free if config.gpu_memory_utilization is not None else config.memory
+    memory = 0 if stated is None else max(1, stated - fixed)
     share = _GPU_SHARE if on_gpu else DEFAULT_SHARE
     budget = plan_kv(layout, page_bytes, context, config.concurrency, memory, free - fixed, share)
     store = choice.build(layout, budget.num_pages, device, config.kernels, config.concurrency)
@@ -102,26 +104,15 @@ def build_runtime(checkpoint: Checkpoint, config: EngineConfig, context: int, de
         budget.full_requests,
         context,
     )
-    decoder, eps = model.decoder, checkpoint.description.norm_eps
-    sampler = CudaSampler(device, config.kernels) if model.table is not None else Sampler(device, config.kernels)
-    runner = ModelRunner(
-        executor,
-        store,
-        sampler,
-        checkpoint.description.vocab_size,
-        lambda rows: rms_norm(rows.float(), decoder.norm, eps),
-        build_speculator(Target(model, store, executor, sampler, config)),
-    )
-    return Runtime(runner, model, store, layout, budget, executor, declined)
+    speculator = build_speculator(Target(model, store, executor, config))
+    runner = ModelRunner(executor, store, speculator)
+    return Runtime(runner, model, store, layout, budget, executor, declined, choice.edge_layers)
 
 
-def kv_arrangement(config: EngineConfig, layers: list[LayerKV], device: torch.device) -> tuple[KVLayout, StoreChoice]:
+def kv_arrangement(config: ResolvedConfig, layers: list[LayerKV], device: torch.device) -> tuple[KVLayout, StoreChoice]:
     """How KV memory is divided and held."""
     choice = choose_store(config.kv_cache_dtype, config.kv_native_layers, layers, device)
-    page_size = choice.page_size(config.page_size, EngineConfig.default("page_size"))
-    if page_size != config.page_size:
-        _log.info("KV pages of %d tokens, as %s groups so many", page_size, choice.name)
-    return build_layout(layers, page_size), choice
+    return build_layout(layers, config.page_size), choice
 
 
 def _largest_expanded(model: LoadedModel) -> int:
@@ -132,7 +123,7 @@ def _largest_expanded(model: LoadedModel) -> int:
     return max((2 * whole.rows * whole.depth for whole in grouped), default=0)
 
 
-def _free_on_gpu(checkpoint: Checkpoint, config: EngineConfig, model: LoadedModel) -> int:
+def _free_on_gpu(checkpoint: Checkpoint, config: ResolvedConfig, model: LoadedModel) -> int:
     """Bytes that the KV cache may take: what is free now less what the memory model says the steps will need."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -155,4 +146,6 @@ def _free_on_gpu(checkpoint: Checkpoint, config: EngineConfig, model: LoadedMode
         runtime / GIB,
         free / GIB,
     )
+    if config.gpu_memory_utilization is not None:
+        free = free_within(config.gpu_memory_utilization, total, free, torch.cuda.memory_reserved(model.device))
     return max(0, int(free - steps - runtime))

@@ -18,7 +18,7 @@ from tokenmill.checkpoint.base import Checkpoint
 from tokenmill.checkpoint.description import ModelDescription
 from tokenmill.checkpoint.open import open_checkpoint
 from tokenmill.checkpoint.tokenizer_files import load_chat_template, load_tokenizer
-from tokenmill.config import EngineConfig
+from tokenmill.config import EngineConfig, ResolvedConfig, Setting
 from tokenmill.errors import UserError
 from tokenmill.hardware.kv_layout import KVLayout
 from tokenmill.hardware.memory import kv_bytes_per_token
@@ -30,7 +30,8 @@ from tokenmill.model.kvstore.base import KVStore
 from tokenmill.model.kvstore.choice import StoreChoice, native_layer_count, reading_path
 from tokenmill.model.loader import LoadedModel
 from tokenmill.model.reader import WeightReader
-from tokenmill.runtime.build import kv_arrangement, resolve_context
+from tokenmill.resolution import resolve, settle
+from tokenmill.runtime.build import find_facts, kv_arrangement
 from tokenmill.runtime.executors import EXECUTORS
 from tokenmill.runtime.executors.eager import FORWARD_OPS, OPS
 
@@ -89,10 +90,15 @@ class ModelReport:
     tokenizer: TokenizerReport
     executor: Implementation
     kernels: tuple[Implementation, ...]
+    settings: tuple[Setting, ...]  # every engine option and who set it
 
 
-def inspect_model(path: Path, config: EngineConfig) -> ModelReport:
+def inspect_model(path: Path, options: EngineConfig) -> ModelReport:
     checkpoint = open_checkpoint(path)
+    if options.device == "cuda":
+        raise UserError("inspect shows the kernels of the CPU only", "leave out --device cuda")
+    options = options.fill("inspect shows the kernels of the CPU", device="cpu")
+    config = resolve(options, find_facts(options, checkpoint.description.context_length)[0])
     model = survey(checkpoint, config)
     layout, choice = kv_arrangement(config, model.decoder.kv_layers(), model.device)
     store = choice.build(layout, 1, model.device, config.kernels, 1)
@@ -107,10 +113,17 @@ def inspect_model(path: Path, config: EngineConfig) -> ModelReport:
         tokenizer=_tokenizer_report(path, checkpoint),
         executor=executor,
         kernels=implementations(model, executor.runs_on),
+        settings=tuple(
+            settle(
+                config,
+                kv_native_layers=(choice.edge_layers, f"recommended for {choice.name}"),
+                executor=(executor.runs_on, "the fastest that supports the model"),
+            ).settings()
+        ),
     )
 
 
-def survey(checkpoint: Checkpoint, config: EngineConfig) -> LoadedModel:
+def survey(checkpoint: Checkpoint, config: ResolvedConfig) -> LoadedModel:
     """The model with its kernels chosen but not filled: weights of one type and shape share one choice."""
     description = checkpoint.description
     device = torch.device("cpu")
@@ -153,7 +166,7 @@ def kernel_names(model: LoadedModel, executor: str) -> dict[str, str]:
     return names
 
 
-def num_threads(config: EngineConfig) -> int:
+def num_threads(config: ResolvedConfig) -> int:
     """How many threads compute."""
     if cpu.unavailable(torch.device("cpu")) is not None:
         return torch.get_num_threads()
@@ -194,9 +207,9 @@ def _reasons(declined: Iterable[tuple[str, str]]) -> tuple[str, ...]:
 
 
 def _kv_report(
-    description: ModelDescription, config: EngineConfig, layout: KVLayout, choice: StoreChoice, store: KVStore
+    description: ModelDescription, config: ResolvedConfig, layout: KVLayout, choice: StoreChoice, store: KVStore
 ) -> KVReport:
-    context = resolve_context(config, description.context_length)
+    context = config.context
     page_bytes = choice.page_bytes(layout)
     return KVReport(
         dtype=choice.name,

@@ -1,306 +1,172 @@
-"""Executes a StepPlan on a model: page copies, batch, forward pass, sampling -> StepResult.
+"""Executes a StepPlan: propose drafts, step, choose tokens, learn. The runtime's one loop body.
 
-The engine sees only `execute`; the simulator answers the same call with a cost model. Owns the executor and the
-sampler, knows nothing of queues, pages' owners or text.
+The engine sees only `execute`; the simulator answers the same call with a cost model. Owns an executor and perhaps a
+speculator; knows nothing of queues, owners of pages, text, devices or tensors: arrays pass from the executor to its own
+sampler unseen. Plans, rows and requests are read-only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+from tokenmill.runtime.executors.base import Draft, Executor, StepInput, StepOutput
+from tokenmill.runtime.rows import num_prompt_logits
+from tokenmill.runtime.verify import Verdict, compare, verify
+from tokenmill.types import ScheduledTokens, StepPlan, StepResult
 
-from tokenmill.model.kvstore.base import KVStore
-from tokenmill.runtime.batch import build_batch, prompt_rows
-from tokenmill.runtime.sampling.sampler import Sampler, token_logprobs
-from tokenmill.runtime.speculation.base import Draft
-from tokenmill.runtime.speculation.lending import lent
-from tokenmill.runtime.speculation.speculator import Speculator
-from tokenmill.runtime.speculation.verify import Verdict, compare, verify
-from tokenmill.types import Batch, Request, ScheduledTokens, StepPlan, StepResult, TokenLogprobs
+if TYPE_CHECKING:
+    from tokenmill.model.kvstore.base import KVStore
+    from tokenmill.runtime.speculation.speculator import Speculator
 
-_MAX_LOGIT_VALUES = 1 << 24  # logits computed at a time: 64 MiB, whatever the vocabulary
-
-
-class Executor(Protocol):
-    name: str
-
-    def forward(self, batch: Batch) -> Tensor: ...
-
-    def logits(self, hidden: Tensor, batch: Batch, begin: int, end: int) -> Tensor: ...
-
-
-@runtime_checkable
-class DecodingExecutor(Protocol):
-    """An executor with a short way for the commonest step: one token of each sequence, all of them sampling."""
-
-    max_decoded: int
-
-    def decode(self, rows: Sequence[ScheduledTokens]) -> list[int]: ...
-
-    def decoded_logits(self, begin: int, end: int) -> Tensor: ...
-
-    def decoded_hidden(self, begin: int, end: int) -> Tensor: ...
-
-
-@runtime_checkable
-class EnduringExecutor(DecodingExecutor, Protocol):
-    """A decoding executor that can do several such steps in one call, which saves the caller's time between them."""
-
-    def decode_on(self, rows: Sequence[ScheduledTokens], steps: int) -> list[list[int]]: ...
-
-
-@runtime_checkable
-class CheckingExecutor(Protocol):
-    """A decoding executor that takes several positions of one sequence as rows: drafts cost no other kind of step."""
-
-    max_decoded: int
-    guesses: list[list[int]] | None  # by row of the last `check`, where it guesses by itself what follows
-
-    def check(self, rows: Sequence[ScheduledTokens]) -> list[int]: ...
-
-    def decoded_logits(self, begin: int, end: int) -> Tensor: ...
-
-    def decoded_hidden(self, begin: int, end: int) -> Tensor: ...
-
-
-@runtime_checkable
-class PreparingExecutor(Protocol):
-    """An executor that can do beforehand, between requests, what steps of a new kind would wait for."""
-
-    def prepare_next(self) -> bool: ...
+Drafts = dict[int, Draft]  # by row number; rows without one are left out
 
 
 class ModelRunner:
-    def __init__(
-        self,
-        executor: Executor,
-        store: KVStore,
-        sampler: Sampler,
-        vocab_size: int,
-        final_norm: Callable[[Tensor], Tensor],
-        speculator: Speculator | None = None,
-    ) -> None:
+    def __init__(self, executor: Executor[Any], store: KVStore, speculator: Speculator | None = None) -> None:
         self.executor = executor
         self.store = store
-        self.final_norm = final_norm  # [R, hidden] -> what the head would read
-        self.sampler = sampler
-        self.rows_at_once = max(1, _MAX_LOGIT_VALUES // vocab_size)
         self.speculator = speculator
-        self._decoder = executor if isinstance(executor, DecodingExecutor) else None
-        self._checker = executor if isinstance(executor, CheckingExecutor) else None
-        # A drafter that reads hidden states needs those of every token.
-        sees_all = speculator is not None and speculator.drafter.needs_hidden
-        self.enduring = executor if not sees_all and isinstance(executor, EnduringExecutor) else None
-        self.make_observing: Callable[[], ModelRunner] | None = None  # a runner for steps whose attention is watched
-        self._observing: ModelRunner | None = None
-
-    def prepare(self) -> bool:
-        """Make one kind of step fast before it is asked for; False once there is none left. For idle moments."""
-        return isinstance(self.executor, PreparingExecutor) and self.executor.prepare_next()
 
     def execute(self, plan: StepPlan) -> StepResult:
-        if self.make_observing is not None and any(_is_watched(row.request) for row in plan.scheduled):
-            self._observing = self._observing or self.make_observing()
-            return self._observing.execute(plan)
+        rows = plan.scheduled
         if plan.page_copies:
             self.store.copy_pages(plan.page_copies)
-        if self.speculator is None:
-            return self._execute(plan, {})
-        drafts = self.speculator.propose(plan.scheduled)
-        result = self._execute(plan, drafts)
-        self.speculator.learn(plan.scheduled, drafts, result)
+        drafts = {} if self.speculator is None else self.speculator.propose(rows)
+        work = StepInput(rows, drafts, self._reads_hidden(rows, drafts), self._max_run(plan, drafts))
+        output = self.executor.step(work)
+        result, verdicts = self._choose(work, output)
+        self._keep_branches(rows, drafts, verdicts)
+        self._learn(work, drafts, output, verdicts, result)
         return result
 
-    def _execute(self, plan: StepPlan, drafts: dict[int, Draft]) -> StepResult:
-        if any(draft.parents is not None for draft in drafts.values()):
-            return self._check_trees(plan.scheduled, drafts)
-        if self._decoder is not None and _is_decode(plan.scheduled, self._decoder.max_decoded):
-            if not drafts:
-                return self._decode(self._decoder, plan.scheduled, plan.run)
-            if self._checker is not None and sum(row.length for row in plan.scheduled) <= self._checker.max_decoded:
-                return self._check(self._checker, plan.scheduled, drafts)
-        rows = plan.scheduled
-        observes = self.speculator is not None and self.speculator.drafter.needs_hidden
-        batch = build_batch(plan, self.store.layout.page_size, self.store.device)
-        batch.all_hidden = observes or any(row.request.embeds for row in rows)
-        hidden = self.executor.forward(batch)
-        result = StepResult([None] * len(rows), [None] * len(rows), [None] * len(rows))
-        done = 0
-        if any(row.request.params.prompt_logprobs is not None for row in rows):
-            done = self._prompt_logprobs(hidden, batch, rows, result)
-        if drafts:
-            self._verified(hidden, batch, rows, drafts, done, result)
-        else:
-            self._samples(hidden, batch, rows, done, result)
-        if observes:
-            assert self.speculator is not None
-            ends = batch.query_starts[1:].tolist()
-            refused = [len(row.draft_ids) - len(result.accepted.get(n, ())) for n, row in enumerate(rows)]
-            places = [end - 1 - count for end, count in zip(ends, refused, strict=True)]
-            self.speculator.observe(rows, result, hidden[places].clone())
+    def prepare(self) -> bool:
+        """Make one kind of step fast before it is asked for; False once none is left. For idle moments."""
+        return self.executor.prepare()
+
+    @property
+    def runs_greedily(self) -> bool:
+        """Whether `StepPlan.run` is of use: a drafter that reads hidden states needs those of every token."""
+        return self.executor.runs_greedily and not self._needs_hidden
+
+    # --- what is asked of the executor ---
+
+    @property
+    def _needs_hidden(self) -> bool:
+        return self.speculator is not None and self.speculator.drafter.needs_hidden
+
+    def _reads_hidden(self, rows: Sequence[ScheduledTokens], drafts: Drafts) -> bool:
         if any(row.request.embeds for row in rows):
-            self._embeddings(hidden, batch, rows, result)
-        return result
+            return True
+        if self.speculator is None or not self._needs_hidden:
+            return False
+        return bool(drafts) or self.speculator.wants_hidden or any(row.count > 1 for row in rows)
 
-    def _decode(self, decoder: DecodingExecutor, rows: list[ScheduledTokens], run: int) -> StepResult:
-        requests = [row.request for row in rows]
-        if self.speculator is not None:
-            run = min(run, self.speculator.undrafted)
-        slots = min(run - 1, min(row.num_draft_slots for row in rows))
-        if slots and self.enduring is not None and self.sampler.is_plain(requests):
-            return _in_one(self.enduring.decode_on(rows, slots + 1))
-        best: list[int | None] = list(decoder.decode(rows))
-        result = StepResult(best, [None] * len(rows), [None] * len(rows))
-        if self.speculator is not None and self.speculator.wants_hidden:
-            self.speculator.observe(rows, result, decoder.decoded_hidden(0, len(rows)).clone())
-        if not self.sampler.is_plain(requests):
-            result.token_ids, result.logprobs = self.sampler.sample(decoder.decoded_logits(0, len(rows)), requests)
-        return result
+    def _max_run(self, plan: StepPlan, drafts: Drafts) -> int:
+        """Greedy tokens of each row that one call may bring: never more than there are slots for."""
+        if plan.run == 1 or drafts or not self.runs_greedily:
+            return 1
+        run = plan.run if self.speculator is None else min(plan.run, self.speculator.undrafted)
+        return min(run, 1 + min(row.num_draft_slots for row in plan.scheduled))
 
-    @torch.inference_mode()
-    def _prompt_logprobs(self, hidden: Tensor, batch: Batch, rows: list[ScheduledTokens], result: StepResult) -> int:
-        """Fill in prompt log-probabilities; returns how many of batch.logit_rows they took."""
-        targets: list[tuple[int, Request, int]] = []  # (row of plan, request, position predicted)
+    # --- what its answer means ---
+
+    def _choose(self, work: StepInput, output: StepOutput[Any]) -> tuple[StepResult, dict[int, Verdict]]:
+        """The result, and the verdict on each sampling row."""
+        rows = work.rows
+        result = StepResult([None] * len(rows), [None] * len(rows), [None] * len(rows))
+        result.num_drafted = {number: len(draft.token_ids) for number, draft in work.drafts.items()}
+        if output.runs is not None:
+            for number, (*before, last) in enumerate(output.runs):
+                result.token_ids[number] = last
+                result.accepted[number] = before
+            return result, {}
+        if output.tokens is not None and not work.drafts:
+            result.token_ids = list(output.tokens)
+            return result, {}
+        done = self._prompt_logprobs(rows, output, result)
+        verdicts: dict[int, Verdict] = {}
+        sampling = [number for number, row in enumerate(rows) if row.samples]
+        while sampling:
+            chunk, size = self._chunk(work, sampling)
+            requests = [rows[number].request for number in chunk]
+            drafts = [work.drafts.get(number, Draft()) for number in chunk]
+            if output.tokens is not None:
+                found = compare(output.tokens[done : done + size], requests, drafts)
+            else:
+                found = verify(self.executor.sampler, output.logits(done, done + size), requests, drafts)
+            verdicts |= dict(zip(chunk, found, strict=True))
+            sampling, done = sampling[len(chunk) :], done + size
+        for number, verdict in verdicts.items():
+            _enter(result, number, verdict)
+        return result, verdicts
+
+    def _chunk(self, work: StepInput, sampling: list[int]) -> tuple[list[int], int]:
+        """As many of the rows as there is room for logits, at least one; and the number of those logits."""
+        totals = list(accumulate(work.num_logits(number) for number in sampling))
+        count = max(1, sum(total <= self.executor.max_logit_rows for total in totals))
+        return sampling[:count], totals[count - 1]
+
+    def _prompt_logprobs(self, rows: Sequence[ScheduledTokens], output: StepOutput[Any], result: StepResult) -> int:
+        """Fill in prompt log-probabilities; returns how many rows of logits they took."""
+        wanted = [(n, offset) for n, row in enumerate(rows) for offset in range(num_prompt_logits(row))]
         for number, row in enumerate(rows):
             if row.request.params.prompt_logprobs is not None:
                 result.prompt_logprobs[number] = []
-            targets += [(number, row.request, row.start + offset + 1) for offset in range(prompt_rows(row))]
-        for begin in range(0, len(targets), self.rows_at_once):
-            chunk = targets[begin : begin + self.rows_at_once]
-            logprobs = self.executor.logits(hidden, batch, begin, begin + len(chunk)).log_softmax(-1)
-            for values, (number, request, position) in zip(logprobs, chunk, strict=True):
-                top = request.params.prompt_logprobs or 0
+        for begin in range(0, len(wanted), self.executor.max_logit_rows):
+            chunk = wanted[begin : begin + self.executor.max_logit_rows]
+            following = [rows[n].request.token_ids[rows[n].start + offset + 1] for n, offset in chunk]
+            tops = [rows[n].request.params.prompt_logprobs or 0 for n, _ in chunk]
+            logits = output.logits(begin, begin + len(chunk))
+            records = self.executor.sampler.prompt_logprobs(logits, following, tops)
+            for (number, _), record in zip(chunk, records, strict=True):
                 found = result.prompt_logprobs[number]
                 assert found is not None
-                found.append(token_logprobs(values, request.token_ids[position], top))
-        return len(targets)
+                found.append(record)
+        return len(wanted)
 
-    def _samples(
-        self, hidden: Tensor, batch: Batch, rows: list[ScheduledTokens], offset: int, result: StepResult
-    ) -> None:
-        sampling = [number for number, row in enumerate(rows) if row.samples]
-        for begin in range(0, len(sampling), self.rows_at_once):
-            chunk = sampling[begin : begin + self.rows_at_once]
-            logits = self.executor.logits(hidden, batch, offset + begin, offset + begin + len(chunk))
-            requests = [rows[number].request for number in chunk]
-            token_ids, logprobs = self.sampler.sample(logits, requests)
-            _scatter(result, chunk, token_ids, logprobs)
+    def _keep_branches(self, rows: Sequence[ScheduledTokens], drafts: Drafts, verdicts: dict[int, Verdict]) -> None:
+        """Move the keys and values of accepted branches of trees to the slots right after the known token."""
+        for number, draft in drafts.items():
+            if draft.parents is not None:
+                row = rows[number]
+                self.store.move_tokens(row.block_tables, row.start + row.count - row.num_dropped, verdicts[number].path)
 
-    def _verified(
+    def _learn(
         self,
-        hidden: Tensor,
-        batch: Batch,
-        rows: list[ScheduledTokens],
-        drafts: dict[int, Draft],
-        begin: int,
+        work: StepInput,
+        drafts: Drafts,
+        output: StepOutput[Any],
+        verdicts: dict[int, Verdict],
         result: StepResult,
     ) -> None:
-        """As `_samples`, where some rows have drafts: whole sequences at a time, as many as there is room for."""
-        sampling = [number for number, row in enumerate(rows) if row.samples]
-        while sampling:
-            chunk: list[int] = []
-            size = 0
-            while sampling and (not chunk or size + 1 + len(rows[sampling[0]].draft_ids) <= self.rows_at_once):
-                size += 1 + len(rows[sampling[0]].draft_ids)
-                chunk.append(sampling.pop(0))
-            logits = self.executor.logits(hidden, batch, begin, begin + size)
-            begin += size
-            requests = [rows[number].request for number in chunk]
-            verdicts = verify(self.sampler, logits, requests, [drafts.get(number, Draft()) for number in chunk])
-            _enter(result, chunk, verdicts)
-
-    def _check(self, checker: CheckingExecutor, rows: list[ScheduledTokens], drafts: dict[int, Draft]) -> StepResult:
-        """A step of decodes, some with drafts, as one of more rows: each position of a draft is a row of its own."""
-        requests = [row.request for row in rows]
-        own = [drafts.get(number, Draft()) for number in range(len(rows))]
-        with lent(requests) as lend:
-            spread = []
+        """Hand on what the step brought beside tokens: embeddings, states and guesses for the drafter, its success."""
+        rows = work.rows
+        if work.hidden:
+            # Of each row: the number of the token whose logits chose its last one.
+            starts = accumulate((work.length(number) for number in range(len(rows))), initial=0)
+            places = [
+                start + row.count - 1 + (verdicts[number].row if number in verdicts else 0)
+                for number, (row, start) in enumerate(zip(rows, starts, strict=False))
+            ]
+            if self.speculator is not None and self._needs_hidden:
+                if drafts and output.guesses is not None:
+                    self.speculator.take(rows, result, [output.guesses[place] for place in places])
+                else:
+                    self.speculator.observe(rows, result, output.hidden(places))
             for number, row in enumerate(rows):
-                for token_id in row.draft_ids:
-                    lend(number, token_id)
-                spread += [
-                    ScheduledTokens(row.request, row.start + depth, 1, row.block_tables, True)
-                    for depth in range(row.length)
-                ]
-            chosen: list[int | None] = list(checker.check(spread))
-        if self.sampler.is_plain(requests) and all(draft.distributions is None for draft in own):
-            verdicts = compare(chosen, requests, own)
-        else:
-            verdicts = verify(self.sampler, checker.decoded_logits(0, len(spread)), requests, own)
-        result = StepResult([None] * len(rows), [None] * len(rows), [None] * len(rows))
-        _enter(result, list(range(len(rows))), verdicts)
-        if self.speculator is not None and self.speculator.drafter.needs_hidden:
-            starts = accumulate([row.length for row in rows[:-1]], initial=0)
-            places = [start + len(verdict.accepted) for start, verdict in zip(starts, verdicts, strict=True)]
-            if checker.guesses is not None:
-                self.speculator.take(rows, result, [checker.guesses[place] for place in places])
-                return result
-            self.speculator.observe(rows, result, checker.decoded_hidden(0, len(spread))[places])
-        return result
-
-    def _check_trees(self, rows: list[ScheduledTokens], drafts: dict[int, Draft]) -> StepResult:
-        """A step of decodes, some with trees of drafts."""
-        assert self.speculator is not None
-        trees = self.speculator.drafter.trees
-        assert trees is not None, "a drafter of trees says who checks them"
-        own = [drafts.get(number, Draft()) for number in range(len(rows))]
-        verdicts, hidden = trees.run(rows, own, self.sampler)
-        result = StepResult([None] * len(rows), [None] * len(rows), [None] * len(rows))
-        _enter(result, list(range(len(rows))), verdicts)
-        if self.speculator.drafter.needs_hidden:
-            self.speculator.observe(rows, result, hidden)
-        return result
-
-    @torch.inference_mode()
-    def _embeddings(self, hidden: Tensor, batch: Batch, rows: list[ScheduledTokens], result: StepResult) -> None:
-        """The final hidden state of the last token, for requests that ask for it."""
-        for number, row in enumerate(rows):
-            if row.request.embeds and row.samples:
-                end = int(batch.query_starts[number + 1])
-                result.embeddings[number] = self.final_norm(hidden[end - 1 : end])[0].tolist()
+                if row.request.embeds and row.samples:
+                    (embedding,) = self.executor.final_norm(output.hidden([places[number]])).tolist()
+                    result.embeddings[number] = embedding
+        if self.speculator is not None:
+            self.speculator.learn(rows, drafts, result)
 
 
-def _in_one(steps: list[list[int]]) -> StepResult:
-    """Several steps of decodes as one in which all tokens but the last were guessed right."""
-    *before, last = steps
-    result = StepResult(list(last), [None] * len(last), [None] * len(last))
-    if before:
-        result.accepted = {number: list(tokens) for number, tokens in enumerate(zip(*before, strict=True))}
-    return result
-
-
-def _enter(result: StepResult, numbers: list[int], verdicts: list[Verdict]) -> None:
-    for number, verdict in zip(numbers, verdicts, strict=True):
-        result.token_ids[number] = verdict.token_id
-        if verdict.accepted:
-            result.accepted[number] = verdict.accepted
-        if verdict.logprobs and verdict.logprobs[-1] is not None:
-            *before, result.logprobs[number] = verdict.logprobs
-            result.accepted_logprobs[number] = [each for each in before if each is not None]
-
-
-def _is_watched(request: Request) -> bool:
-    return request.params.cache is not None and request.params.cache.needs_attention
-
-
-def _is_decode(rows: list[ScheduledTokens], most: int) -> bool:
-    return len(rows) <= most and all(
-        row.count == 1
-        and row.samples
-        and not row.num_dropped
-        and not row.request.embeds
-        and (row.request.params.prompt_logprobs is None or row.start >= len(row.request.prompt_ids) - 1)
-        for row in rows
-    )
-
-
-def _scatter(
-    result: StepResult, numbers: list[int], token_ids: list[int | None], logprobs: list[TokenLogprobs | None]
-) -> None:
-    for number, token_id, logprob in zip(numbers, token_ids, logprobs, strict=True):
-        result.token_ids[number] = token_id
-        result.logprobs[number] = logprob
+def _enter(result: StepResult, number: int, verdict: Verdict) -> None:
+    result.token_ids[number] = verdict.token_id
+    if verdict.accepted:
+        result.accepted[number] = verdict.accepted
+    if verdict.logprobs and verdict.logprobs[-1] is not None:
+        *before, result.logprobs[number] = verdict.logprobs
+        result.accepted_logprobs[number] = [each for each in before if each is not None]

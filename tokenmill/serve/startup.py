@@ -43,8 +43,11 @@ class StartupReport:
         self.phase("")
         self.stop()
         for title, values in settings.items():
-            shown = ", ".join(f"{name}={_shown(value)}" for name, value in values.items())
-            _say(f"{title}: {shown}")
+            sources = values.get("sources", {})
+            plain = {name: value for name, value in values.items() if name not in (*sources, "sources")}
+            _say(f"{title}: {', '.join(f'{name}={_shown(value)}' for name, value in plain.items())}")
+            for name, source in sources.items():
+                _say(f"  {name}={_shown(values[name])} ({source})")
         _say(f"ready in {time.monotonic() - self._began:.2f} s on {address}")
 
     def stop(self) -> None:
@@ -56,7 +59,7 @@ class StartupReport:
 def _shown(value: Any) -> str:
     if isinstance(value, (tuple, list)):
         return "[" + ",".join(map(str, value)) + "]"
-    return str(value) if value != "" else "-"
+    return "-" if value in (None, "") else str(value)
 
 
 def _say(text: str) -> None:

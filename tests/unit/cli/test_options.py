@@ -1,7 +1,8 @@
-"""Flags made from the records: every field has one, aliases and values arrive, verbs keep their own defaults."""
+"""Flags made from the records: every field has one, other engines' flags arrive, verbs keep their own defaults."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
@@ -11,6 +12,7 @@ import typer
 from typer.testing import CliRunner
 
 from tokenmill.cli.options import engine_options, sampling_options
+from tokenmill.cli.peer_flags import PEER_FLAGS, accept_peer_flags, rewrite
 from tokenmill.config import EngineConfig
 from tokenmill.errors import UserError
 from tokenmill.types import SamplingParams
@@ -29,6 +31,8 @@ def parse() -> Parse:
     @engine_options(without=("seed",), prefix_caching=False)
     def verb(*, engine: EngineConfig, params: SamplingParams) -> None:
         seen.append((engine, params))
+
+    accept_peer_flags(app)
 
     def run(*arguments: str) -> tuple[EngineConfig, SamplingParams]:
         result = CliRunner().invoke(app, list(arguments))
@@ -53,15 +57,66 @@ def test_values_are_parsed_by_the_fields_own_parser(parse: Parse) -> None:
 
 
 @pytest.mark.parametrize(
-    "spec", [spec for spec in fields(EngineConfig) if spec.metadata["aliases"]], ids=lambda s: s.name
+    ("arguments", "name", "value"),
+    [
+        (["--max-model-len", "4k"], "context", 4096),
+        (["--max_model_len=512"], "context", 512),
+        (["-c", "512"], "context", 512),
+        (["--max-num-seqs", "33"], "concurrency", 33),
+        (["--no-enable-prefix-caching"], "prefix_caching", False),
+        (["--enable-prefix-caching"], "prefix_caching", True),
+        (["--disable-radix-cache"], "prefix_caching", False),
+        (["--enforce-eager"], "executor", "eager"),
+        (["--swap-space", "2"], "kv_host_memory", 2 << 30),
+        (["-ngl", "0"], "device", "cpu"),
+        (["-tp", "1"], "concurrency", None),
+        (["-t", "2"], "threads", 2),
+        (["--batch_tokens", "64"], "batch_tokens", 64),
+        (["--threads", "auto"], "threads", None),
+        (["--context", "auto"], "context", None),
+    ],
+    ids=str,
 )
-def test_aliases_mean_the_field(parse: Parse, spec: Any) -> None:
-    for alias in spec.metadata["aliases"]:
-        flag = f"--{alias.replace('_', '-')}"
-        value = [] if isinstance(spec.default, bool) else ["fcfs" if isinstance(spec.default, str) else "33"]
-        engine, _ = parse(flag, *value)
-        expected = True if isinstance(spec.default, bool) else type(spec.default)(value[0])
-        assert getattr(engine, spec.name) == expected
+def test_flags_of_other_engines_mean_ours(parse: Parse, arguments: list[str], name: str, value: object) -> None:
+    engine, _ = parse(*arguments)
+    assert getattr(engine, name) == value
+
+
+def test_sampling_flags_of_other_engines_mean_ours(parse: Parse) -> None:
+    _, params = parse("-n", "7", "--temp", "0.5")
+    assert (params.max_tokens, params.temperature) == (7, 0.5)
+
+
+@pytest.mark.parametrize("flag", PEER_FLAGS)
+def test_no_flag_of_the_table_is_left_to_the_parser(flag: str) -> None:
+    for value in ([], ["1"]):
+        rewritten: list[str] = []
+        with contextlib.suppress(UserError):  # test_peer_options.py looks at what it says
+            rewritten = rewrite([flag, *value], {"--context"}, "tokenmill run")
+        assert flag not in rewritten
+
+
+def test_text_after_two_dashes_is_left_alone() -> None:
+    assert rewrite(["a", "--", "--max-model-len"], {"--context"}, "run") == ["a", "--", "--max-model-len"]
+
+
+def test_a_refused_flag_says_what_to_use(parse: Parse) -> None:
+    with pytest.raises(UserError, match="--tensor-parallel-size 2: this version runs a model on one device"):
+        parse("--tensor-parallel-size", "2")
+    with pytest.raises(UserError, match="needs a value"):
+        parse("--max-num-seqs")
+    with pytest.raises(UserError, match="--allowed-origins means --cors-origin"):
+        parse("--allowed-origins", "*")
+
+
+def test_flags_environment_and_verb_say_who_set_the_value(parse: Parse, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKENMILL_CONTEXT", "1k")
+    engine, _ = parse("--concurrency", "64")
+    assert engine.source("concurrency") == "set by you"
+    assert (engine.context, engine.source("context")) == (1024, "from environment variable TOKENMILL_CONTEXT")
+    assert engine.source("prefix_caching") == "default"
+    monkeypatch.setenv("TOKENMILL_PREFIX_CACHING", "on")
+    assert parse()[0].prefix_caching is True
 
 
 def test_a_field_given_under_two_names_is_refused(parse: Parse) -> None:

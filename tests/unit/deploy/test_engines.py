@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 import yaml
 
 from tokenmill.cli.quantize import quantize
-from tokenmill.config import EngineConfig
 from tokenmill.deploy.engines import ENGINES
 from tokenmill.deploy.engines.base import COMPRESSED_TENSORS, GGUF_TYPES
 from tokenmill.deploy.render import find_engine, render
@@ -18,7 +17,7 @@ from tokenmill.errors import UserError
 from tokenmill.hardware.catalog import load_catalog
 from tokenmill.model.formats.files import FILE_FORMATS
 from tokenmill.quantize.methods import SOLVERS, TRANSFORMS
-from tokenmill.serve.config import ServeConfig, split_options
+from tokenmill.serve.config import split_options
 
 CATALOG = load_catalog()
 H100 = Serving("org/model-70b", "model-70b", CATALOG.find_device("h100"), tp=4, replicas=2, weights="fp8", kv_bits=8.0)
@@ -38,9 +37,7 @@ def test_our_own_line_is_one_we_accept() -> None:
     launch = find_engine("tokenmill").launch(replace(CPU, max_sequences=24, context=4096))
     assert launch.command[:3] == ("tokenmill", "serve", "org/model-1b")
     options = {name[2:]: value for name, value in flags(launch.command).items()}
-    kinds = {spec.name: type(spec.default) for record in (ServeConfig, EngineConfig) for spec in fields(record)}
-    typed = {name: int(value) if kinds[name.replace("-", "_")] is int else value for name, value in options.items()}
-    server, engine = split_options(typed)
+    server, engine = split_options(options)
     assert (server.host, server.port, server.served_model_name) == ("0.0.0.0", 8000, ("model-1b",))
     assert (engine.context, engine.concurrency, engine.kv_cache_dtype) == (4096, 24, "bfloat16")
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from tokenmill.errors import UserError
 from tokenmill.hardware.kv_layout import LayerKV, build_layout
-from tokenmill.hardware.memory import GIB, KVNeed, activation_bytes, sequence_bytes, token_capacity
+from tokenmill.hardware.memory import GIB, KVNeed, activation_bytes, free_within, sequence_bytes, token_capacity
 from tokenmill.hardware.weight_formats import find_format, grouped_bits
 
 
@@ -17,6 +18,15 @@ def test_planner_and_engine_page_alike(tokens: int) -> None:
     page_bytes = layout.values_per_page * 2
     needs = [KVNeed("sliding", 15, 2 * 256 * 2, 512), KVNeed("full", 3, 2 * 256 * 2)]
     assert sequence_bytes(needs, tokens, 16) == layout.pages_for(tokens) * page_bytes
+
+
+def test_a_share_of_the_device_is_of_its_total_memory() -> None:
+    """80 GiB, of which 16 are held by this process already and 60 are free: 4 are another's."""
+    assert free_within(0.5, 80 * GIB, 60 * GIB, 16 * GIB) == 24 * GIB
+    assert free_within(0.1, 80 * GIB, 60 * GIB, 16 * GIB) == 0
+    assert free_within(0.95, 80 * GIB, 60 * GIB, 16 * GIB) == 60 * GIB
+    with pytest.raises(UserError, match=r"--gpu-memory-utilization 0\.95 or less"):
+        free_within(0.96, 80 * GIB, 60 * GIB, 16 * GIB)
 
 
 def test_groups_pad_to_equal_size() -> None:

@@ -14,10 +14,12 @@ from tokenmill.hardware.kv_layout import build_layout
 from tokenmill.kernels import cpu
 from tokenmill.model.kvstore import KV_STORES
 from tokenmill.model.loader import LoadedModel, load_model
+from tokenmill.resolution import resolve
 from tokenmill.runtime.batch import build_batch
+from tokenmill.runtime.executors.base import StepInput
 from tokenmill.runtime.executors.eager import EagerExecutor
 from tokenmill.runtime.executors.recorded import RecordedExecutor
-from tokenmill.types import Batch, Request, SamplingParams, ScheduledTokens, StepPlan
+from tokenmill.types import Batch, Request, SamplingParams, ScheduledTokens
 
 CPU = torch.device("cpu")
 PAGE_SIZE = 8
@@ -53,13 +55,15 @@ def batch_of(model: LoadedModel, step: list[tuple[int, int, int]]) -> Batch:
             list(range(first + group * PAGES_EACH, first + (group + 1) * PAGES_EACH)) for group in range(groups)
         )
         rows.append(ScheduledTokens(Request(str(sequence), ids, SamplingParams()), start, count, tables, samples=True))
-    return build_batch(StepPlan(rows), PAGE_SIZE, CPU)
+    return build_batch(StepInput(rows, hidden=True), PAGE_SIZE, CPU)
 
 
 def run(model: LoadedModel, executor_class: type, threads: int = 0, store_name: str = "float32") -> list[torch.Tensor]:
     layout = build_layout(model.decoder.kv_layers(), PAGE_SIZE)
     store = KV_STORES.get(store_name)(layout, 3 * len(layout.groups) * PAGES_EACH, CPU)
-    executor = executor_class(model, store, EngineConfig(batch_tokens=40, concurrency=4, threads=threads))
+    executor = executor_class(
+        model, store, resolve(EngineConfig(batch_tokens=40, concurrency=4, threads=threads or None))
+    )
     logits = []
     for step in STEPS:
         batch = batch_of(model, step)
@@ -94,11 +98,11 @@ def test_logits_in_parts(model: LoadedModel) -> None:
     """More rows than one call keeps: the head runs again over the hidden state that the program holds."""
     layout = build_layout(model.decoder.kv_layers(), PAGE_SIZE)
     store = KV_STORES.get("float32")(layout, 3 * len(layout.groups) * PAGES_EACH, CPU)
-    executor = RecordedExecutor(model, store, EngineConfig(batch_tokens=40, concurrency=4))
+    executor = RecordedExecutor(model, store, resolve(EngineConfig(batch_tokens=40, concurrency=4)))
     batch = batch_of(model, [(0, 0, 30)])
     batch.logit_rows = torch.arange(30)
     whole = executor.logits(executor.forward(batch), batch, 0, 30).clone()
-    executor._rows_at_once = 8
+    executor.max_logit_rows = 8
     hidden = executor.forward(batch)
     parts = [executor.logits(hidden, batch, begin, min(begin + 8, 30)).clone() for begin in range(0, 30, 8)]
     torch.testing.assert_close(torch.cat(parts), whole, rtol=1e-5, atol=1e-5)
@@ -107,7 +111,7 @@ def test_logits_in_parts(model: LoadedModel) -> None:
 def test_steps_beyond_the_recorded_sizes_are_refused(model: LoadedModel) -> None:
     layout = build_layout(model.decoder.kv_layers(), PAGE_SIZE)
     store = KV_STORES.get("float32")(layout, 3 * len(layout.groups) * PAGES_EACH, CPU)
-    executor = RecordedExecutor(model, store, EngineConfig(batch_tokens=16, concurrency=2))
+    executor = RecordedExecutor(model, store, resolve(EngineConfig(batch_tokens=16, concurrency=2)))
     with pytest.raises(ValueError, match="more tokens"):
         executor.forward(batch_of(model, [(0, 0, 17)]))
     with pytest.raises(ValueError, match="more sequences"):

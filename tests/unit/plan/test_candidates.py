@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from tokenmill.config import EngineConfig
 from tokenmill.errors import UserError
 from tokenmill.hardware.catalog import load_catalog
 from tokenmill.plan.candidates import Fixed, cuts, default_engine, enumerate_plans, expert_cuts, formats_for
 from tokenmill.plan.model_names import built_in
+from tokenmill.resolution import DEVICE_DEFAULTS
 
 CATALOG = load_catalog()
 
@@ -84,7 +84,7 @@ def test_limits_are_the_engine_s_own_and_memory_can_be_stated() -> None:
         built_in("llama-3.2-1b"), [CATALOG.parse_gpu("xeon-8480")], Fixed("q4_k_m", engine="tokenmill")
     )
     theirs = enumerate_plans(built_in("llama-3.1-8b"), [CATALOG.parse_gpu("h100")], Fixed("fp8", memory_share=0.98))
-    assert ours[0].batch_tokens == EngineConfig().batch_tokens
+    assert ours[0].batch_tokens == DEVICE_DEFAULTS["cpu"].batch_tokens
     assert (theirs[0].batch_tokens, theirs[0].utilization) == (8192, 0.98)
     with pytest.raises(UserError, match="memory share"):
         Fixed(memory_share=92)

@@ -10,9 +10,10 @@ import torch
 
 from tokenmill.hardware.kv_layout import KVGroup, KVLayout
 from tokenmill.runtime.batch import build_batch
+from tokenmill.runtime.executors.base import StepInput
 from tokenmill.runtime.executors.cuda import prompts
 from tokenmill.runtime.executors.cuda.prompts import PromptInputs, PromptKind, PromptSteps
-from tokenmill.types import Batch, Request, SamplingParams, ScheduledTokens, StepPlan
+from tokenmill.types import Batch, Request, SamplingParams, ScheduledTokens
 
 PAGE, CONTEXT = 16, 4096
 DEVICE = torch.device("cpu")
@@ -26,7 +27,7 @@ def step(*rows: tuple[int, int]) -> Batch:
         request = Request(str(number), list(range(start + count)), SamplingParams())
         pages = [1000 * number + page for page in range(-(-(start + count) // PAGE))]
         scheduled.append(ScheduledTokens(request, start, count, (pages, pages), True))
-    return build_batch(StepPlan(scheduled), PAGE, DEVICE)
+    return build_batch(StepInput(scheduled, hidden=True), PAGE, DEVICE)
 
 
 def inputs(batch_tokens: int = 8192, concurrency: int = 256) -> PromptInputs:

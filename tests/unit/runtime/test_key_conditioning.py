@@ -20,6 +20,7 @@ from tokenmill.model.kvstore.conditioning import KeyConditioning
 from tokenmill.model.kvstore.int4 import HiddenZeroRows
 from tokenmill.model.layers.rotary import build_rotary_table
 from tokenmill.model.loader import load_model
+from tokenmill.resolution import resolve
 from tokenmill.runtime.observation.key_conditioning import _over_positions, _query_moment, find_conditioning
 
 CPU = torch.device("cpu")
@@ -105,8 +106,8 @@ def test_cpp_does_as_torch(name: str) -> None:
 def test_a_model_is_measured_as_its_text_would_be(model_path: Callable[[str], Path]) -> None:
     """stories15m: real queries and keys, errors of scores by int4 keys with and without what was measured."""
     model = load_model(open_checkpoint(model_path("stories15m")), CPU, 256)
-    found = find_conditioning(model, EngineConfig(), 256)
-    again = find_conditioning(model, EngineConfig(), 200)
+    found = find_conditioning(model, resolve(EngineConfig()), 256)
+    again = find_conditioning(model, resolve(EngineConfig()), 200)
     assert set(found) == set(range(6))
     assert all(torch.equal(found[layer].center, again[layer].center) for layer in found)
     for conditioning in found.values():

@@ -13,9 +13,22 @@ from tokenmill.serve.config import KEY_VARIABLE, ServeConfig, read_config_file, 
 def test_flags_beat_the_file_and_aliases_mean_the_same_option(tmp_path: Path) -> None:
     file = tmp_path / "serve.yaml"
     file.write_text("port: 9000\nmax-num-seqs: 8\nmax-num-queued-reqs: 5\ncontext: 2k\napi-key: [a, b]\n")
-    server, engine = split_options({"concurrency": 4, "host": "0.0.0.0"}, read_config_file(str(file)))
+    given = {"concurrency": 4, "host": "0.0.0.0"}
+    server, engine = split_options(given, read_config_file(str(file)), "serve.yaml")
     assert (server.port, server.host, server.max_queued_requests, server.api_key) == (9000, "0.0.0.0", 5, ("a", "b"))
     assert (engine.concurrency, engine.context, engine.scheduling) == (4, 2048, "fair")
+    assert engine.source("concurrency") == "set by you"
+    assert engine.source("context") == "from file serve.yaml"
+    assert engine.source("scheduling") == "default"
+
+
+def test_the_environment_comes_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("PORT", "9001"), ("SCHEDULING", "priority"), ("CONTEXT", "1k"), ("MAX_N", "3")):
+        monkeypatch.setenv(f"TOKENMILL_{name}", value)
+    server, engine = split_options({"context": 512}, {"max-n": 4}, "serve.yaml")
+    assert (server.port, server.max_n) == (9001, 4)
+    assert (engine.context, engine.scheduling) == (512, "priority")
+    assert engine.source("scheduling") == "from environment variable TOKENMILL_SCHEDULING"
 
 
 @pytest.mark.parametrize(
@@ -26,7 +39,7 @@ def test_flags_beat_the_file_and_aliases_mean_the_same_option(tmp_path: Path) ->
         ({"port": "eight"}, "port must be a int"),
         ({"max_num_seqs": 1, "concurrency": 2}, "given twice"),
         ({"max_n": 0}, "max_n is 0"),
-        ({"api_key": [""]}, "api_key must be texts"),
+        ({"api_key": [""]}, "api_key must be non-empty texts"),
     ],
 )
 def test_bad_options_are_refused_with_the_remedy(options: dict[str, object], message: str) -> None:

@@ -1,77 +1,86 @@
 """The GPU backend of the op table, in Triton. Importing this package does not import triton; asking for an op does.
 
-Ops of kernels/ref.py, same signatures (activations bf16 or float32, result in the type of the input):
-  rms_norm  add  add_rms_norm  gated  softcap  rope  store_kv  attention  argmax  make_linear
-Beyond the spec, for executors that fuse (all without host synchronization, shapes alone decide a launch):
-  add_rms_norm_quantized(x, y|None, weight, eps, "fp8"|"int8") -> total, codes, scales
-  gated_quantized(gate, up, activation, "fp8"|"int8") -> codes, scales         gate, up may be halves of one matrix
-  quantize_rows(x, "fp8"|"int8") -> codes, scales                              per token
-  embed(ids, table, scale=1.0, dtype=bf16) -> rows
-  rope_store(qkv, q_heads, k_pages, v_pages, positions, slots, cos, sin, interleaved, *, norms, eps, scales) -> q
-  head_places(tokens, q_heads, k_pages, ..., interleaved, scales) -> HeadPlaces     for products that do this themselves
-  paged_attention(q, k_pages, v_pages, block_table, query_starts, seq_lens, scale, window, cap, *, max_query, max_seq,
-                  scales, shared: SharedPrefix, distinct: DistinctPages, out)  decode, prefill, mixed, shared prefix
-  rope_store_packed(qkv, q_heads, PackedPages, ...)    packed_attention(q, PackedPages, ...)     quantized KV rows
-  sample(logits, SamplingTensors, out, Echo) -> ids  mix_seed(seed, index)     temperature, top-k, top-p, min-p
-  quantize_at_load(values, bias, "fp8"|"int8"|"int4", group) -> GpuLinear      from_quantized(matrix, bias, device)
-  join_linears([GpuLinear, ...]) -> GpuLinear | None        JoinedRows            matrices that share an input, as one
-  expand_small([GpuLinear, ...]) -> [GpuLinear, ...]         grouped codes as bf16 where that is faster
-  begin_step(...)                                            what a decode step derives from positions and page tables
-  follow_drafts(...)                                         what the step after checked drafts begins with
-  look_up_drafts(tokens, block_table, seq_lens, drawn, guessed, depth)         what followed the last tokens before
-  draft_inputs(hidden, ids, table, scale, eps)               a state and a token's embedding as a draft head reads them
-A GpuLinear: `linear(x)`, `.multiply(x, out_dtype)`, `.multiply_quantized(codes, scales)` where `.activations` is set,
-`.tune(tokens)` before capture. KV pages: [pages, kv_heads, page_size, head_dim], 16 tokens a page is the tuned size.
+  attention/  paged attention over dense and quantized pages
+  matmul/     weights on the GPU and their products; `GpuLinear`
+  fused/      norms, gates, embeddings, rotary positions with the KV store
+  step/       what a captured step needs besides the model: inputs, sampling, drafts
+  shared/     launch keywords, scratch memory and device functions of all of them
+
+Each folder's `__init__.py` says what is in it and how to choose; `choose.py` of attention/ and matmul/ are the only
+places that pick a kernel for a shape. Ops of kernels/ref.py have the same signatures here (activations bf16 or float32,
+result in the type of the input); the rest is for executors that fuse. Nothing synchronizes with the host (but
+`distinct_pages`), and shapes alone decide a launch, so that all of it can be captured. KV pages are [pages, kv_heads,
+page_size, head_dim]; 16 tokens a page is the tuned size.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-_HOME = {
-    "rms_norm": "fused.elementwise",
-    "add": "fused.elementwise",
-    "add_rms_norm": "fused.elementwise",
-    "add_rms_norm_quantized": "fused.elementwise",
-    "gated": "fused.elementwise",
-    "gated_quantized": "fused.elementwise",
-    "quantize_rows": "fused.elementwise",
-    "softcap": "fused.elementwise",
-    "embed": "fused.elementwise",
-    "rope": "fused.rotary",
-    "rope_store": "fused.rotary",
-    "store_kv": "fused.rotary",
-    "head_places": "fused.rotated",
-    "attention": "attention.paged",
-    "paged_attention": "attention.paged",
-    "SharedPrefix": "attention.paged",
-    "distinct_pages": "attention.paged_widen",
-    "packed_attention": "attention.packed",
-    "rope_store_packed": "fused.packed_store",
-    "argmax": "step.sampling",
-    "sample": "step.sampling",
-    "mix_seed": "step.sampling",
-    "SamplingTensors": "step.sampling",
-    "Echo": "step.sampling",
-    "make_linear": "matmul.linear",
-    "from_quantized": "matmul.linear",
-    "quantize_at_load": "matmul.linear",
-    "GpuLinear": "matmul.linear",
-    "join_linears": "matmul.joined",
-    "JoinedRows": "matmul.joined",
-    "expand_small": "matmul.small",
-    "begin_step": "step.step",
-    "NO_ROW": "step.step",
-    "FOLLOWS": "step.step",
-    "follow_drafts": "step.follow",
-    "draft_inputs": "fused.head_inputs",
-    "look_up_drafts": "step.lookup",
+if TYPE_CHECKING:  # the table below for type checkers; a test compares the two
+    from tokenmill.kernels.triton.attention.dense import SharedPrefix as SharedPrefix
+    from tokenmill.kernels.triton.attention.dense import paged_attention as paged_attention
+    from tokenmill.kernels.triton.attention.fp8_widening import DistinctPages as DistinctPages
+    from tokenmill.kernels.triton.attention.fp8_widening import distinct_pages as distinct_pages
+    from tokenmill.kernels.triton.attention.packed import packed_attention as packed_attention
+    from tokenmill.kernels.triton.fused.draft_inputs import draft_inputs as draft_inputs
+    from tokenmill.kernels.triton.fused.elementwise import add as add
+    from tokenmill.kernels.triton.fused.elementwise import add_rms_norm as add_rms_norm
+    from tokenmill.kernels.triton.fused.elementwise import add_rms_norm_quantized as add_rms_norm_quantized
+    from tokenmill.kernels.triton.fused.elementwise import embed as embed
+    from tokenmill.kernels.triton.fused.elementwise import gated as gated
+    from tokenmill.kernels.triton.fused.elementwise import gated_quantized as gated_quantized
+    from tokenmill.kernels.triton.fused.elementwise import quantize_rows as quantize_rows
+    from tokenmill.kernels.triton.fused.elementwise import rms_norm as rms_norm
+    from tokenmill.kernels.triton.fused.elementwise import softcap as softcap
+    from tokenmill.kernels.triton.fused.rotary import rope as rope
+    from tokenmill.kernels.triton.fused.rotary import rope_store as rope_store
+    from tokenmill.kernels.triton.fused.rotary import store_kv as store_kv
+    from tokenmill.kernels.triton.fused.rotary_epilogue import HeadPlaces as HeadPlaces
+    from tokenmill.kernels.triton.fused.rotary_epilogue import head_places as head_places
+    from tokenmill.kernels.triton.fused.rotary_packed import rope_store_packed as rope_store_packed
+    from tokenmill.kernels.triton.matmul.joined import JoinedRows as JoinedRows
+    from tokenmill.kernels.triton.matmul.joined import expand_small as expand_small
+    from tokenmill.kernels.triton.matmul.joined import join_linears as join_linears
+    from tokenmill.kernels.triton.matmul.linear import GpuLinear as GpuLinear
+    from tokenmill.kernels.triton.matmul.linear import from_quantized as from_quantized
+    from tokenmill.kernels.triton.matmul.linear import make_linear as make_linear
+    from tokenmill.kernels.triton.matmul.linear import quantize_at_load as quantize_at_load
+    from tokenmill.kernels.triton.step.accepted_drafts import follow_drafts as follow_drafts
+    from tokenmill.kernels.triton.step.inputs import PADDING_POSITION as PADDING_POSITION
+    from tokenmill.kernels.triton.step.inputs import POSITION_ON_DEVICE as POSITION_ON_DEVICE
+    from tokenmill.kernels.triton.step.inputs import begin_step as begin_step
+    from tokenmill.kernels.triton.step.ngram_lookup import look_up_drafts as look_up_drafts
+    from tokenmill.kernels.triton.step.sampling import SamplingTensors as SamplingTensors
+    from tokenmill.kernels.triton.step.sampling import TokenRing as TokenRing
+    from tokenmill.kernels.triton.step.sampling import argmax as argmax
+    from tokenmill.kernels.triton.step.sampling import mix_seed as mix_seed
+    from tokenmill.kernels.triton.step.sampling import sample as sample
+
+_EXPORTS = {
+    "attention.dense": "SharedPrefix attention paged_attention",
+    "attention.fp8_widening": "DistinctPages distinct_pages",
+    "attention.packed": "packed_attention",
+    "fused.draft_inputs": "draft_inputs",
+    "fused.elementwise": "add add_rms_norm add_rms_norm_quantized embed gated gated_quantized quantize_rows rms_norm "
+    "softcap",
+    "fused.rotary": "rope rope_store store_kv",
+    "fused.rotary_epilogue": "HeadPlaces head_places",
+    "fused.rotary_packed": "rope_store_packed",
+    "matmul.joined": "JoinedRows expand_small join_linears",
+    "matmul.linear": "GpuLinear from_quantized make_linear quantize_at_load",
+    "step.accepted_drafts": "follow_drafts",
+    "step.inputs": "PADDING_POSITION POSITION_ON_DEVICE begin_step",
+    "step.ngram_lookup": "look_up_drafts",
+    "step.sampling": "SamplingTensors TokenRing argmax mix_seed sample",
 }
+_MODULES = {name: module for module, names in _EXPORTS.items() for name in names.split()}
 
 
 def unavailable(device: torch.device) -> str | None:
@@ -86,8 +95,17 @@ def unavailable(device: torch.device) -> str | None:
     return None
 
 
-def __getattr__(name: str) -> Any:
-    home = _HOME.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{home}"), name)
+def find_op(name: str) -> Callable[..., Any] | None:
+    """An op by its name in the op table. Not an attribute: `attention` is an op and a folder here."""
+    module = _MODULES.get(name)
+    found: Callable[..., Any] | None = None if module is None else getattr(import_module(f"{__name__}.{module}"), name)
+    return found
+
+
+if not TYPE_CHECKING:  # else a misspelt name would be Any
+
+    def __getattr__(name: str) -> Any:
+        module = _MODULES.get(name)
+        if module is None:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(f"{__name__}.{module}"), name)

@@ -86,6 +86,11 @@ class KVStore(ABC):
         """The pages of a layer slot for the C++ kernels; None where they do not read this store (or are not here)."""
         return None
 
+    def gpu_declines(self, slot: int) -> str | None:  # noqa: ARG002
+        """Why the GPU kernels do not read and write the pages of a layer slot, so that plain torch has to; None: they
+        do."""
+        return None if self.on_gpu else f"{self.name} pages have no GPU kernel"
+
     def packed_pages(self, slot: int) -> PackedPages | None:  # noqa: ARG002
         """The pages of a layer slot for the GPU kernels of quantized rows; None where they are floats, or not there."""
         return None
@@ -124,6 +129,20 @@ class KVStore(ABC):
     @abstractmethod
     def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
         """Copy whole pages (source, destination) in every layer: copy-on-write."""
+
+    def move_tokens(self, block_tables: tuple[list[int], ...], first: int, path: list[int]) -> None:
+        """Of the tokens stored from place `first` of a sequence on, bring those at the offsets `path` (ascending)
+        together at its beginning: the accepted branch of a draft tree. For stores whose pages hold a row per token."""
+        if path == list(range(len(path))):
+            return
+        size = self.layout.page_size
+        source = torch.tensor([divmod(first + node, size) for node in path])
+        destination = torch.tensor([divmod(first + depth, size) for depth in range(len(path))])
+        for table in block_tables:
+            pages = torch.tensor(table)
+            for tensor in self.page_tensors():  # [layer slots, pages, kv_heads, page_size, row]
+                moved = tensor[:, pages[source[:, 0]], :, source[:, 1]]
+                tensor[:, pages[destination[:, 0]], :, destination[:, 1]] = moved
 
     @property
     @abstractmethod

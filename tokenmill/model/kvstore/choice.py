@@ -1,4 +1,4 @@
-"""From what the user asked for to a store: which dtype, how many layers stay native, how large a page is in tokens.
+"""From the resolved options to a store: its dtype, and how many layers at each end stay in 16-bit floats.
 
 The bytes that the memory model counts and the store that is then built come from one `StoreChoice`. Called by the
 construction of the runtime and by `inspect`.
@@ -34,15 +34,6 @@ class StoreChoice:
         name: str = self._store.name
         return name
 
-    def page_size(self, wanted: int, default: int) -> int:
-        """Tokens of a page: as wanted; where that is only the default, what the store needs."""
-        multiple: int = self._store.page_multiple
-        if wanted % multiple == 0:
-            return wanted
-        if wanted == default:
-            return multiple
-        raise UserError(f"KV dtype {self.dtype} needs pages of {multiple} tokens", f"use --page-size {multiple}")
-
     def page_bytes(self, layout: KVLayout) -> int:
         if not self.edge_layers:
             size: int = self._store.page_bytes(layout)
@@ -69,18 +60,19 @@ class StoreChoice:
         )
 
 
-def choose_store(dtype: str, edge_layers: int, layers: list[LayerKV], device: torch.device) -> StoreChoice:
-    """`dtype`: a name or "auto". `edge_layers`: -1 leaves it to the store, which wants some where layers are alike."""
+def page_multiple(dtype: str) -> int:
+    """Tokens that a page of this KV dtype must hold a multiple of."""
+    multiple: int = KV_STORES.get(dtype).page_multiple
+    return multiple
+
+
+def choose_store(dtype: str, edge_layers: int | None, layers: list[LayerKV], device: torch.device) -> StoreChoice:
+    """`edge_layers`: at each end, kept in 16 bits. None: what the store recommends where all layers are alike."""
     on_gpu = device.type == "cuda"
-    if dtype == "auto":
-        dtype = "bfloat16" if on_gpu else "float32"
     store = KV_STORES.get(dtype)
-    if on_gpu and not store.on_gpu:
-        able = [name for name in KV_STORES if KV_STORES.get(name).on_gpu]
-        raise UserError(f"KV pages of type {dtype} are read on the CPU only", f"on a GPU use one of {', '.join(able)}")
     if not store.is_coded:
         edge_layers = 0
-    elif edge_layers < 0:
+    elif edge_layers is None:
         edge_layers = store.edge_layers if len(set(layers)) == 1 and 2 * store.edge_layers < len(layers) else 0
     layout = build_layout(layers, page_size=1)
     if edge_layers and len(native_slots(layout, edge_layers)) == layout.layers_per_page:
@@ -97,7 +89,7 @@ def reading_path(store: KVStore) -> str:
         return "plain floats"
     if any(store.packed_pages(slot) is not None for slot in range(store.layout.layers_per_page)):
         return "Triton multiplies the codes as they lie"
-    if store.device.type == "cuda":
+    if store.device.type == "cuda" and not any(map(store.gpu_declines, range(store.layout.layers_per_page))):
         return "Triton widens the bytes as it multiplies"
     backend = choose_attention(store)
     if backend.name == "coded":

@@ -86,6 +86,10 @@ class EdgeStore(KVStore):
         store, at = self._places[slot]
         return store.kernel_pages(at)
 
+    def gpu_declines(self, slot: int) -> str | None:
+        store, at = self._places[slot]
+        return store.gpu_declines(at)
+
     def packed_pages(self, slot: int) -> PackedPages | None:
         store, at = self._places[slot]
         return store.packed_pages(at)

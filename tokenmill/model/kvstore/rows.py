@@ -218,6 +218,9 @@ class RowStore(KVStore):
         blocks = tensor.flatten(2)
         return [each.unflatten(2, (size, -1)) for each in (blocks[..., :cut], blocks[..., cut:])]
 
+    def gpu_declines(self, slot: int) -> str | None:  # noqa: ARG002
+        return f"{self.name} rows have no GPU kernel" if self._packed is None else None
+
     def packed_pages(self, slot: int) -> PackedPages | None:
         if self._packed is None:
             return None

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tokenmill.errors import UserError, unknown_name
 from tokenmill.registry import Registry
 
 if TYPE_CHECKING:
-    from tokenmill.config import EngineConfig
+    from tokenmill.config import ResolvedConfig
     from tokenmill.model.kvstore.base import KVStore
     from tokenmill.model.loader import LoadedModel
-    from tokenmill.runtime.runner import Executor
+    from tokenmill.runtime.executors.base import Executor
 
 EXECUTORS = Registry(
     "executor",
@@ -25,8 +25,8 @@ EXECUTORS = Registry(
 
 
 def choose_executor(
-    name: str, model: LoadedModel, store: KVStore, config: EngineConfig
-) -> tuple[Executor, tuple[tuple[str, str], ...]]:
+    name: str, model: LoadedModel, store: KVStore, config: ResolvedConfig
+) -> tuple[Executor[Any], tuple[tuple[str, str], ...]]:
     """The named executor, or with "auto" the first that does not decline."""
     if name != "auto" and name not in EXECUTORS:
         raise unknown_name("executor", name, ["auto", *EXECUTORS])
@@ -35,7 +35,7 @@ def choose_executor(
         executor_class = EXECUTORS.get(candidate)
         reason = executor_class.declines(model, store)
         if reason is None:
-            executor: Executor = executor_class(model, store, config)
+            executor: Executor[Any] = executor_class(model, store, config)
             return executor, tuple(declined)
         declined.append((candidate, reason))
     raise UserError(f"executor '{name}' cannot run here: {declined[-1][1]}", "use --executor auto")

@@ -1,6 +1,8 @@
 """The eager executor: Ops on real tensors, one call per op through the op table. The reference for all others.
 
-One EagerOps is bound to one batch. Holds no state between steps except the model, the KV store and the chosen kernels.
+Runs every architecture, weight format and KV store on every device: what no faster backend takes is computed by the
+plain torch spec (kernels/ref.py), and with `kernels="ref"` everything is. One EagerOps is bound to one batch. Holds no
+state between steps except the model, the KV store and the chosen kernels.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenmill.config import EngineConfig
+from tokenmill.config import ResolvedConfig
 from tokenmill.kernels.base import Choice, select
 from tokenmill.model.attention import choose_attention
 from tokenmill.model.attention.base import AttentionSpec
@@ -19,19 +21,20 @@ from tokenmill.model.formats.base import LinearWeight
 from tokenmill.model.kvstore.base import KVStore
 from tokenmill.model.layers.rotary import RotaryTable
 from tokenmill.model.loader import LoadedModel
+from tokenmill.runtime.executors.batched import BatchedExecutor
+from tokenmill.runtime.executors.tree_attention import attend_along_branches
 from tokenmill.types import Batch
 
 FORWARD_OPS = ("rms_norm", "add", "add_rms_norm", "gated", "softcap", "rope", "store_kv", "attention")
 OPS = (*FORWARD_OPS, "argmax")  # the last is the sampler's
 
 
-class EagerExecutor:
+class EagerExecutor(BatchedExecutor):
     name = "eager"
 
-    def __init__(self, model: LoadedModel, store: KVStore, config: EngineConfig) -> None:
-        self.model = model
-        self.config = config
-        self.store = store
+    def __init__(self, model: LoadedModel, store: KVStore, config: ResolvedConfig) -> None:
+        super().__init__(model, store, config)
+        self.takes_trees = not store.is_coded  # an accepted branch is moved token by token
         self.attention = choose_attention(store, model.kernels)
         self.choices: dict[str, Choice] = {op: select(op, model.device, model.kernels) for op in OPS}
         self.run: dict[str, Callable[..., Any]] = {op: choice.run for op, choice in self.choices.items()}
@@ -39,22 +42,20 @@ class EagerExecutor:
         self.places = [store.layout.place(layer) for layer in layers]
 
     @classmethod
-    def declines(cls, model: LoadedModel, _store: KVStore) -> str | None:
-        return None if model.device.type == "cpu" else "computes on the CPU; cuda_eager is its twin on a GPU"
+    def declines(cls, _model: LoadedModel, _store: KVStore) -> str | None:
+        return None
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:
-        """Hidden states [T, hidden] of the batch; its keys and values are stored."""
         self.store.prepare(batch)
         hidden: Tensor = self.model.decoder.forward(EagerOps(self, batch))
         return hidden
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor, batch: Batch, begin: int, end: int) -> Tensor:
-        """Float32 logits of batch.logit_rows[begin:end]."""
         ops = EagerOps(self, batch, batch.logit_rows[begin:end])
         logits: Tensor = self.model.decoder.logits(ops, hidden)
-        return logits
+        return logits.float()
 
 
 class EagerOps:
@@ -64,8 +65,8 @@ class EagerOps:
         self._rows = rows
         self._run = executor.run
 
-    def embed(self, table: LinearWeight, scale: float) -> Tensor:
-        rows = table.dequantize_rows(self._batch.token_ids)
+    def embed(self, table: LinearWeight, scale: float) -> Tensor:  # noqa: ARG002 (the model knows where it lies)
+        rows = self._executor.model.embed(self._batch.token_ids)
         return rows if scale == 1.0 else rows * scale
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, head_dim: int = 0) -> Tensor:
@@ -91,6 +92,8 @@ class EagerOps:
         executor, batch = self._executor, self._batch
         group, slot = executor.places[spec.layer]
         executor.store.write(slot, batch.slots[group], k, v)
+        if batch.ancestors is not None:
+            return attend_along_branches(q, executor.store, slot, batch.block_tables[group], batch, spec)
         return executor.attention.attend(q, slot, batch.block_tables[group], batch, spec)
 
     def gated(self, gate: Tensor, up: Tensor, activation: str) -> Tensor:

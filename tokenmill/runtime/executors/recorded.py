@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenmill.config import EngineConfig
+from tokenmill.config import ResolvedConfig
 from tokenmill.kernels import cpu
 from tokenmill.kernels.cpu import CpuLinear
 from tokenmill.model.attention.base import AttentionSpec
@@ -21,15 +21,18 @@ from tokenmill.model.formats.base import LinearWeight
 from tokenmill.model.kvstore.base import KVStore
 from tokenmill.model.layers.rotary import RotaryTable
 from tokenmill.model.loader import LoadedModel
-from tokenmill.types import Batch, ScheduledTokens
+from tokenmill.runtime.executors.base import StepInput, StepOutput
+from tokenmill.runtime.executors.batched import BatchedExecutor, copied_rows
+from tokenmill.types import Batch
 
-_MAX_LOGIT_VALUES = 1 << 24  # logits that one call computes: 64 MiB, whatever the vocabulary
 
-
-class RecordedExecutor:
+class RecordedExecutor(BatchedExecutor):
     name = "recorded"
+    runs_greedily = True
+    takes_trees = True
 
-    def __init__(self, model: LoadedModel, store: KVStore, config: EngineConfig) -> None:
+    def __init__(self, model: LoadedModel, store: KVStore, config: ResolvedConfig) -> None:
+        super().__init__(model, store, config)
         # A step never holds more tokens than the budget, nor more sequences than may run at once.
         self._tokens = max(config.batch_tokens, config.concurrency)
         self._pool = cpu.pool()
@@ -42,8 +45,7 @@ class RecordedExecutor:
         self._keep = ops.keep
         self._hidden: Tensor = program.value(hidden)
         vocabulary = model.decoder.description.vocab_size
-        self._rows_at_once = max(1, _MAX_LOGIT_VALUES // vocabulary)
-        self._logits = torch.empty(min(config.concurrency, self._rows_at_once), vocabulary)
+        self._logits = torch.empty(min(config.concurrency, self.max_logit_rows), vocabulary)
 
     @classmethod
     def declines(cls, model: LoadedModel, store: KVStore) -> str | None:
@@ -71,29 +73,46 @@ class RecordedExecutor:
         """Hidden states [T, hidden], where batch.all_hidden; logits are computed in the same call when they are few
         enough to keep."""
         rows = batch.logit_rows.shape[0]
-        self._run(batch, batch.logit_rows, body=True, head=0 < rows <= self._rows_at_once)
+        self._run(batch, batch.logit_rows, body=True, head=0 < rows <= self.max_logit_rows)
         return self._hidden[: batch.token_ids.shape[0]]
 
     def logits(self, _hidden: Tensor, batch: Batch, begin: int, end: int) -> Tensor:
         """Float32 logits of batch.logit_rows[begin:end], until the next call. The program kept the hidden state."""
-        if batch.logit_rows.shape[0] <= self._rows_at_once:
+        if batch.logit_rows.shape[0] <= self.max_logit_rows:
             return self._logits[begin:end]
         self._run(batch, batch.logit_rows[begin:end], body=False, head=True)
         return self._logits[: end - begin]
 
-    def decode(self, rows: Sequence[ScheduledTokens]) -> list[int]:
-        """One token of each row, all sampling: the index of its largest logit. The logits stay until the next call."""
-        return self.decode_on(rows, 1)[0]
+    def step(self, work: StepInput) -> StepOutput[Tensor]:
+        if len(work.rows) <= self.max_logit_rows and work.decodes and self._one_token_each(work):
+            return self._decode(work)
+        return super().step(work)
 
-    def decode_on(self, rows: Sequence[ScheduledTokens], steps: int) -> list[list[int]]:
-        """Up to `steps` decodes, each from the largest logits of the one before, until a row has drawn one of its stop
+    def _one_token_each(self, work: StepInput) -> bool:
+        return not work.drafts or all(work.length(number) == 1 for number in range(len(work.rows)))
+
+    def _decode(self, work: StepInput) -> StepOutput[Tensor]:
+        """One call into C++ for batch, forward pass and argmax: plain lists go in, token ids come back."""
+        plain = self.sampler.is_plain([row.request for row in work.rows])
+        steps = self._decode_greedily(work, work.max_run if plain else 1)
+        return StepOutput(
+            logits=lambda begin, end: self._logits[begin:end],
+            hidden=lambda places: copied_rows(self._hidden, places),
+            tokens=steps[-1] if plain else None,
+            runs=[list(tokens) for tokens in zip(*steps, strict=True)] if len(steps) > 1 else None,
+        )
+
+    def _decode_greedily(self, work: StepInput, steps: int) -> list[list[int]]:
+        """Up to `steps` decodes, each from the largest logits of the one before, until a row has chosen one of its stop
         ids. The tokens of each step, by row."""
+        rows = work.rows
         if len(rows) > self._logits.shape[0]:
             self._logits = torch.empty(len(rows), self._logits.shape[1])
-        starts = [row.start for row in rows]
         best: list[list[int]] = self._program.decode(
-            [row.request.token_ids[start] for row, start in zip(rows, starts, strict=True)],
-            starts,
+            [self._token(work, number) for number in range(len(rows))]
+            if work.drafts
+            else [row.request.token_ids[row.start] for row in rows],
+            [row.start for row in rows],
             [list(tables) for tables in zip(*(row.block_tables for row in rows), strict=True)],
             self._logits.data_ptr(),
             steps,
@@ -101,18 +120,10 @@ class RecordedExecutor:
         )
         return best
 
-    def decoded_logits(self, begin: int, end: int) -> Tensor:
-        """Rows of the logits of the last `decode`."""
-        return self._logits[begin:end]
-
-    def decoded_hidden(self, begin: int, end: int) -> Tensor:
-        """Rows of the hidden states of the last `decode`."""
-        return self._hidden[begin:end]
-
-    @property
-    def max_decoded(self) -> int:
-        """How many rows `decode` takes."""
-        return self._rows_at_once
+    @staticmethod
+    def _token(work: StepInput, number: int) -> int:
+        (token_id,) = work.token_ids(number)
+        return token_id
 
     def _run(self, batch: Batch, logit_rows: Tensor, body: bool, head: bool) -> None:
         rows = logit_rows.shape[0]

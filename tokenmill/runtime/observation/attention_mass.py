@@ -1,21 +1,20 @@
 """How much attention each page of a request has received: summed over the queries, heads and layers computed so far.
 
-Only for requests whose budget policy chooses by it. Their steps run through `ObservingRunner` and the eager executor,
-which also works the attention weights out; the result of a step is the same. CPU only. page_scores.py reads the sums.
+Only for requests whose budget policy chooses by it. Steps with such a request run on an eager executor that also works
+the attention weights out (`WatchingExecutor` decides); the result of a step is the same. page_scores.py reads the sums.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from tokenmill.config import EngineConfig
 from tokenmill.model.attention.base import AttentionSpec
-from tokenmill.model.kvstore.base import KVStore
-from tokenmill.model.loader import LoadedModel
+from tokenmill.runtime.executors.base import Executor, StepGuesser, StepInput, StepOutput
 from tokenmill.runtime.executors.eager import EagerExecutor, EagerOps
-from tokenmill.runtime.runner import ModelRunner
-from tokenmill.types import Batch, Request, ScheduledTokens, StepPlan, StepResult
+from tokenmill.types import Batch, Request, ScheduledTokens
 
 
 def key_mass(q: Tensor, k: Tensor, scale: float, cap: float) -> Tensor:
@@ -28,8 +27,8 @@ def key_mass(q: Tensor, k: Tensor, scale: float, cap: float) -> Tensor:
     scores = torch.einsum("nkgd,ksd->kgns", q.view(count, kv_heads, -1, dim), k) * scale
     if cap:
         scores = torch.tanh(scores / cap) * cap
-    position = torch.arange(length - count, length).unsqueeze(1)
-    hidden = torch.arange(length).unsqueeze(0) > position
+    position = torch.arange(length - count, length, device=q.device).unsqueeze(1)
+    hidden = torch.arange(length, device=q.device).unsqueeze(0) > position
     return scores.masked_fill(hidden, float("-inf")).softmax(-1).sum((0, 1, 2))
 
 
@@ -43,7 +42,7 @@ class AttentionMass:
         """`mass`: [pages]. `first`: a row that starts at token 0 begins the sums anew."""
         known = self._sums.get(request)
         if first or known is None:
-            known = torch.zeros(0)
+            known = torch.zeros(0, device=mass.device)
         total = mass.clone()
         total[: known.shape[0]] += known
         self._sums[request] = total
@@ -54,7 +53,7 @@ class AttentionMass:
 
     def drop(self, request: Request, entries: list[int]) -> None:
         sums = self._sums[request]
-        keep = torch.ones(sums.shape[0], dtype=torch.bool)
+        keep = torch.ones(sums.shape[0], dtype=torch.bool, device=sums.device)
         keep[entries] = False
         self._sums[request] = sums[keep]
 
@@ -62,22 +61,20 @@ class AttentionMass:
         self._sums.pop(request, None)
 
 
+def is_watched(request: Request) -> bool:
+    return request.params.cache is not None and request.params.cache.needs_attention
+
+
 class ObservingExecutor(EagerExecutor):
-    """The eager executor that notes the attention mass of the rows it was told to watch."""
+    """The eager executor that sums the attention mass of watched rows."""
 
     name = "observing"
+    mass: AttentionMass
 
-    def __init__(self, model: LoadedModel, store: KVStore, config: EngineConfig, mass: AttentionMass) -> None:
-        super().__init__(model, store, config)
-        self._mass = mass
-        self._watched: list[tuple[int, ScheduledTokens]] = []
-
-    def watch(self, rows: list[ScheduledTokens]) -> None:
-        """The rows of the next batch."""
-        caches = [row.request.params.cache for row in rows]
-        self._watched = [
-            (number, rows[number]) for number, cache in enumerate(caches) if cache is not None and cache.needs_attention
-        ]
+    def step(self, work: StepInput) -> StepOutput[Tensor]:
+        self._watched = [(number, row) for number, row in enumerate(work.rows) if is_watched(row.request)]
+        assert not any(number in work.drafts for number, _ in self._watched), "refused drafts must not count"
+        return super().step(work)
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:
@@ -85,7 +82,7 @@ class ObservingExecutor(EagerExecutor):
         ops = _ObservingOps(self, batch)
         hidden: Tensor = self.model.decoder.forward(ops)
         for number, row in self._watched:
-            self._mass.add(row.request, row.start == 0, ops.mass[number])
+            self.mass.add(row.request, row.start == 0, ops.mass[number])
         return hidden
 
     def row_mass(self, q: Tensor, batch: Batch, spec: AttentionSpec, number: int) -> Tensor:
@@ -101,17 +98,35 @@ class ObservingExecutor(EagerExecutor):
         mass = key_mass(queries, keys, spec.scale, spec.softcap)
         return torch.nn.functional.pad(mass, (0, pages.shape[0] * size - length)).view(-1, size).sum(1)
 
+    _watched: list[tuple[int, ScheduledTokens]]
+
     def watched(self) -> list[int]:
         return [number for number, _ in self._watched]
 
 
-class ObservingRunner(ModelRunner):
-    """Tells its executor which rows to watch."""
+class WatchingExecutor(Executor[Tensor]):
+    """Any executor, with steps of watched requests on an ObservingExecutor, which is built for the first of them."""
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        assert isinstance(self.executor, ObservingExecutor)
-        self.executor.watch(plan.scheduled)
-        return super().execute(plan)
+    def __init__(self, usual: Executor[Tensor], build_observer: Callable[[], ObservingExecutor]) -> None:
+        self._usual, self._build = usual, build_observer
+        self._observer: ObservingExecutor | None = None
+        self.name, self.sampler, self.max_logit_rows = usual.name, usual.sampler, usual.max_logit_rows
+        self.lookahead, self.runs_greedily, self.takes_trees = usual.lookahead, usual.runs_greedily, usual.takes_trees
+
+    def step(self, work: StepInput) -> StepOutput[Tensor]:
+        if not any(is_watched(row.request) for row in work.rows):
+            return self._usual.step(work)
+        self._observer = self._observer or self._build()
+        return self._observer.step(work)
+
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        return self._usual.final_norm(hidden)
+
+    def prepare(self) -> bool:
+        return self._usual.prepare()
+
+    def attach_drafter(self, needs_hidden: bool, guesser: StepGuesser | None) -> bool:
+        return self._usual.attach_drafter(needs_hidden, guesser)
 
 
 class _ObservingOps(EagerOps):

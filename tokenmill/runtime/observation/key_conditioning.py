@@ -13,7 +13,7 @@ import time
 import torch
 from torch import Tensor
 
-from tokenmill.config import EngineConfig
+from tokenmill.config import ResolvedConfig
 from tokenmill.hardware.kv_layout import build_layout
 from tokenmill.kernels.hadamard import random_signs
 from tokenmill.log import get_logger
@@ -36,7 +36,7 @@ _EXPONENT = -1 / 4
 _WIDEST = 8.0  # a channel's scale lies between this and its inverse
 
 
-def condition_keys(store: KVStore, model: LoadedModel, config: EngineConfig, context: int) -> None:
+def condition_keys(store: KVStore, model: LoadedModel, config: ResolvedConfig, context: int) -> None:
     """Tell the store the centers and scales of its layers, where it has a use for them."""
     if not store.conditions_keys:
         return
@@ -47,7 +47,7 @@ def condition_keys(store: KVStore, model: LoadedModel, config: EngineConfig, con
 
 
 @torch.inference_mode()
-def find_conditioning(model: LoadedModel, config: EngineConfig, context: int) -> dict[int, KeyConditioning]:
+def find_conditioning(model: LoadedModel, config: ResolvedConfig, context: int) -> dict[int, KeyConditioning]:
     """By layer; none where scores are capped: those would see the center."""
     count = min(_TOKENS, context)
     layout = build_layout(model.decoder.kv_layers(), count)

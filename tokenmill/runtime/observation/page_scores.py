@@ -10,25 +10,23 @@ from collections.abc import Sequence
 
 import torch
 
-from tokenmill.config import EngineConfig
+from tokenmill.config import ResolvedConfig
 from tokenmill.model.kvstore.base import KVStore
 from tokenmill.runtime.build import Runtime
-from tokenmill.runtime.executors.eager import EagerExecutor
-from tokenmill.runtime.observation.attention_mass import AttentionMass, ObservingExecutor, ObservingRunner
-from tokenmill.runtime.runner import ModelRunner
+from tokenmill.runtime.observation.attention_mass import AttentionMass, ObservingExecutor, WatchingExecutor, is_watched
 from tokenmill.types import Request
 
 
 class StoredPageScores:
-    def __init__(self, store: KVStore, mass: AttentionMass | None) -> None:
-        self.kinds = frozenset({"norms"} if mass is None else {"norms", "attention"})
+    kinds = frozenset({"norms", "attention"})
+
+    def __init__(self, store: KVStore, mass: AttentionMass) -> None:
         self._store = store
         self._mass = mass
         self._norms: dict[Request, list[float]] = {}  # of the leading entries of its tables
 
     def scores(self, kind: str, request: Request, tables: tuple[list[int], ...], count: int) -> list[float]:
         if kind == "attention":
-            assert self._mass is not None
             return self._mass.of(request, count)
         known = self._norms.setdefault(request, [])
         known += self._value_key_norms(tables, len(known), count)
@@ -38,13 +36,12 @@ class StoredPageScores:
         if request in self._norms:
             gone = set(entries)
             self._norms[request] = [each for place, each in enumerate(self._norms[request]) if place not in gone]
-        elif self._mass is not None and self._watches(request):
+        elif is_watched(request):
             self._mass.drop(request, list(entries))
 
     def released(self, request: Request) -> None:
         self._norms.pop(request, None)
-        if self._mass is not None:
-            self._mass.forget(request)
+        self._mass.forget(request)
 
     @torch.inference_mode()
     def _value_key_norms(self, tables: tuple[list[int], ...], begin: int, end: int) -> list[float]:
@@ -64,23 +61,15 @@ class StoredPageScores:
         values: list[float] = (total / max(1, num_layers)).tolist()
         return values
 
-    @staticmethod
-    def _watches(request: Request) -> bool:
-        return request.params.cache is not None and request.params.cache.needs_attention
 
-
-def keep_page_scores(runtime: Runtime, config: EngineConfig) -> StoredPageScores:
+def keep_page_scores(runtime: Runtime, config: ResolvedConfig) -> StoredPageScores:
     """Scores over the pages of a runtime, whose runner from now on watches the steps that need it."""
-    model, store, runner = runtime.model, runtime.store, runtime.runner
-    if EagerExecutor.declines(model, store) is not None:
-        return StoredPageScores(store, None)
-    mass = AttentionMass()
-    sampler, final_norm = runner.sampler, runner.final_norm  # not the runner: it would hold itself, and the weights
+    model, store, mass = runtime.model, runtime.store, AttentionMass()
 
-    def observing() -> ModelRunner:
-        executor = ObservingExecutor(model, store, config, mass)
-        vocab_size = model.decoder.description.vocab_size
-        return ObservingRunner(executor, store, sampler, vocab_size, final_norm)
+    def observer() -> ObservingExecutor:  # holds neither runtime nor runner: these would hold themselves
+        executor = ObservingExecutor(model, store, config)
+        executor.mass = mass
+        return executor
 
-    runner.make_observing = observing
+    runtime.runner.executor = WatchingExecutor(runtime.executor, observer)
     return StoredPageScores(store, mass)

@@ -7,6 +7,8 @@ after preemption, and on any backend.
 from __future__ import annotations
 
 _MASK = (1 << 64) - 1
+# Streams of numbers beside the sampler's own (0), which choose tokens: verification's two, and that of draft models.
+ACCEPTING, REDRAWING, DRAFTING = 1, 2, 3
 
 
 def _mix(value: int) -> int:

@@ -2,7 +2,8 @@
 
 Greedy rows are one argmax. Random rows take one uniform number each (random.py) and walk the cumulative distribution;
 the vocabulary is sorted only when a filter cannot decide from the most likely few hundred tokens. Features plug in
-through features/. Called by the runner once per chunk of logit rows.
+through features/. Tokens that are drafted but not accepted yet are passed in beside the request, which is never
+changed. Owned by an executor; called by the runner once per chunk of logit rows, by verification and by draft models.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 from tokenmill.kernels.base import select
 from tokenmill.runtime.sampling.features import FILTERS, LOGIT_FEATURES
 from tokenmill.runtime.sampling.features.base import Candidates, Filter, LogitFeature
-from tokenmill.runtime.sampling.random import uniform
+from tokenmill.runtime.sampling.random import ACCEPTING, REDRAWING, uniform
 from tokenmill.types import Request, SamplingParams, TokenLogprobs
 
 _FIRST_CUT = 256  # candidates looked at before the whole vocabulary is sorted
@@ -27,15 +28,17 @@ class Sampler:
         self._logit_features: list[LogitFeature] = [LOGIT_FEATURES.get(name)() for name in LOGIT_FEATURES]
         self._filters: list[Filter] = [FILTERS.get(name)() for name in FILTERS]
 
-    def sample(self, logits: Tensor, requests: list[Request]) -> tuple[list[int | None], list[TokenLogprobs | None]]:
+    def sample(
+        self, logits: Tensor, requests: Sequence[Request], drafted: Sequence[Sequence[int]] = ()
+    ) -> tuple[list[int | None], list[TokenLogprobs | None]]:
         """`logits` [R, vocab] is consumed (edited in place). One token per row, with log-probabilities if asked for.
 
-        None for a row in which a feature has left no token possible.
+        `drafted[i]`: tokens assumed to follow those of request i. None for a row in which no token is possible.
         """
         if self.is_plain(requests):
             return self._argmax(logits).tolist(), [None] * len(requests)
         with torch.inference_mode():
-            return self._sample(logits, requests)
+            return self._sample(logits, requests, drafted or [()] * len(requests))
 
     def is_plain(self, requests: Sequence[Request]) -> bool:
         """Whether the largest logit of each row is all there is to it."""
@@ -55,11 +58,11 @@ class Sampler:
                 count = feature.allowed(request, token_ids[:count])
         return count
 
-    def distribution(self, logits: Tensor, request: Request) -> Tensor | None:
+    def distribution(self, logits: Tensor, request: Request, drafted: Sequence[int] = ()) -> Tensor | None:
         """[vocab] float64: what a random row is drawn from. Edits the row; None where no token is possible."""
         for feature in self._logit_features:
             if feature.active(request.params):
-                feature.edit(logits, request)
+                feature.edit(logits, request, drafted)
         if request.params.structured is not None and float(logits.max()) == float("-inf"):
             return None
         values, ids = self._candidates(logits, request.params)
@@ -67,20 +70,45 @@ class Sampler:
             return values
         return torch.zeros_like(logits, dtype=torch.float64).scatter_(0, ids, values / values.sum())
 
-    def _sample(self, logits: Tensor, requests: list[Request]) -> tuple[list[int | None], list[TokenLogprobs | None]]:
+    @torch.inference_mode()
+    def accept_or_redraw(
+        self, logits: Tensor, request: Request, drafted: Sequence[int], token_id: int, proposal: Tensor
+    ) -> tuple[int | None, TokenLogprobs | None]:
+        """Rejection sampling of `token_id`, which was drawn from `proposal` [vocab]: accepted with probability
+        min(1, p/q), else replaced by a draw from what p has over q."""
+        raw = logits.log_softmax(-1) if request.params.logprobs is not None else None
+        target = self.distribution(logits, request, drafted)
+        if target is None:
+            return None, None
+        position = (request.seed, request.index, request.num_tokens + len(drafted))
+        chosen = token_id
+        if uniform(*position, stream=ACCEPTING) * float(proposal[token_id]) >= float(target[token_id]):
+            chosen = pick(residual(target, proposal.to(target.device)), uniform(*position, stream=REDRAWING))
+        record = None if raw is None else token_logprobs(raw, chosen, request.params.logprobs or 0)
+        return chosen, record
+
+    @torch.inference_mode()
+    def prompt_logprobs(self, logits: Tensor, token_ids: Sequence[int], tops: Sequence[int]) -> list[TokenLogprobs]:
+        """By row of logits: the record of the token that followed."""
+        rows = zip(logits.log_softmax(-1), token_ids, tops, strict=True)
+        return [token_logprobs(values, token_id, top) for values, token_id, top in rows]
+
+    def _sample(
+        self, logits: Tensor, requests: Sequence[Request], drafted: Sequence[Sequence[int]]
+    ) -> tuple[list[int | None], list[TokenLogprobs | None]]:
         wanted = [row for row, request in enumerate(requests) if request.params.logprobs is not None]
         # Reported log-probabilities are those of the model, before any penalty or filter.
         raw = logits[wanted].log_softmax(-1) if wanted else None
         for row, request in enumerate(requests):
             for feature in self._logit_features:
                 if feature.active(request.params):
-                    feature.edit(logits[row], request)
+                    feature.edit(logits[row], request, drafted[row])
         token_ids: list[int | None] = self._argmax(logits).tolist()
         for row, request in enumerate(requests):
             if request.params.structured is not None and float(logits[row, token_ids[row]]) == float("-inf"):
                 token_ids[row] = None
             elif not request.params.greedy:
-                token_ids[row] = self._draw(logits[row], request)
+                token_ids[row] = self._draw(logits[row], request, len(drafted[row]))
         logprobs: list[TokenLogprobs | None] = [None] * len(requests)
         if raw is not None:
             for number, row in enumerate(wanted):
@@ -88,8 +116,8 @@ class Sampler:
                 logprobs[row] = None if token_id is None else token_logprobs(raw[number], token_id, top)
         return token_ids, logprobs
 
-    def _draw(self, logits: Tensor, request: Request) -> int:
-        point = uniform(request.seed, request.index, request.num_tokens)
+    def _draw(self, logits: Tensor, request: Request, num_drafted: int) -> int:
+        point = uniform(request.seed, request.index, request.num_tokens + num_drafted)
         values, ids = self._candidates(logits, request.params)
         place = pick(values, point)
         return place if ids is None else int(ids[place])
@@ -129,6 +157,13 @@ def pick(probabilities: Tensor, point: float) -> int:
     if index >= probabilities.numel():  # rounding at the very end
         index = int(probabilities.nonzero()[-1])
     return index
+
+
+def residual(target: Tensor, proposal: Tensor) -> Tensor:
+    """What is drawn from when a token drawn from `proposal` is refused; [..., vocab], not normalized."""
+    rest = (target - proposal).clamp_min(0.0)
+    # Equal up to rounding: then nothing is refused but by rounding, and the target itself is right.
+    return torch.where(rest.sum(-1, keepdim=True) > 0.0, rest, target)
 
 
 def token_logprobs(logprobs: Tensor, token_id: int, top: int) -> TokenLogprobs:

@@ -9,74 +9,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tokenmill.errors import UserError
+from tokenmill.runtime.executors.base import Draft, Executor, StepGuesser
 from tokenmill.types import ScheduledTokens
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tokenmill.config import EngineConfig
+    from tokenmill.config import ResolvedConfig
     from tokenmill.model.kvstore.base import KVStore
     from tokenmill.model.loader import LoadedModel
-    from tokenmill.runtime.executors.cuda.checks import StepHead
-    from tokenmill.runtime.runner import Executor
-    from tokenmill.runtime.sampling.sampler import Sampler
-    from tokenmill.runtime.speculation.tree import TreeSteps
-
-
-@dataclass(slots=True)
-class Draft:
-    """Guessed tokens, first to last."""
-
-    token_ids: list[int] = field(default_factory=list)
-    # The drafter's own opinion, 0 to 1, that each is right if those before it are. Need not be true, only comparable:
-    # what tokens of that confidence are worth is measured.
-    confidences: list[float] = field(default_factory=list)
-    # [k, vocab] float64 where the tokens were drawn at random: the distribution of each. None: they were not drawn.
-    distributions: Tensor | None = None
-    # Of a tree: the place in the draft of the token that each follows, always an earlier one; -1: the last known token.
-    # None: each follows the one before it.
-    parents: list[int] | None = None
-
-    def parent(self, node: int) -> int:
-        return node - 1 if self.parents is None else self.parents[node]
-
-    def child(self, node: int, token_id: int) -> int | None:
-        """Where `token_id` follows `node` in the draft; None: it does not."""
-        if self.parents is None:
-            following = node + 1
-            return following if following < len(self.token_ids) and self.token_ids[following] == token_id else None
-        pairs = zip(self.parents, self.token_ids, strict=True)
-        return next((place for place, pair in enumerate(pairs) if pair == (node, token_id)), None)
-
-    def depths(self) -> list[int]:
-        depths: list[int] = []
-        for node in range(len(self.token_ids)):
-            parent = self.parent(node)
-            depths.append(0 if parent < 0 else depths[parent] + 1)
-        return depths
-
-    def cut(self, length: int) -> None:
-        del self.token_ids[length:], self.confidences[length:]
-        if self.distributions is not None:
-            self.distributions = self.distributions[:length]
-        if self.parents is not None:
-            del self.parents[length:]
-
-    def straighten(self) -> None:
-        """Keep only the first branch of a tree: where trees cannot be checked."""
-        if self.parents is None:
-            return
-        branch, node = [], -1
-        while node in self.parents:
-            node = self.parents.index(node)
-            branch.append(node)
-        self.token_ids = [self.token_ids[each] for each in branch]
-        self.confidences = [self.confidences[each] for each in branch]
-        self.parents = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +30,8 @@ class Target:
 
     model: LoadedModel
     store: KVStore
-    executor: Executor
-    sampler: Sampler
-    config: EngineConfig
+    executor: Executor[Tensor]
+    config: ResolvedConfig
 
 
 class Drafter(ABC):
@@ -98,10 +42,8 @@ class Drafter(ABC):
     computes = False
     # Wants the target's hidden states: `observe` is called after every step.
     needs_hidden = False
-    # Runs the steps that check its drafts, where these are trees.
-    trees: TreeSteps | None = None
-    # Tokens of a draft where the steps that check drafts make the next ones (`in_step`); 0: they do not.
-    whole = 0
+    # Tokens of a draft where the steps that check drafts make the next ones (`step_guesser`); 0: they do not.
+    guessed_depth = 0
 
     @classmethod
     @abstractmethod
@@ -118,7 +60,7 @@ class Drafter(ABC):
         Before the final norm; the drafter's to keep.
         """
 
-    def in_step(self, target: Target) -> StepHead | None:  # noqa: ARG002
+    def step_guesser(self, target: Target) -> StepGuesser | None:  # noqa: ARG002
         """What guesses inside a captured step, for executors that take it; then `take` is called instead of `observe`
         after steps with drafts."""
         return None

@@ -47,15 +47,17 @@ class CapturedViews(PageViews):
         group, slot = self.places[number]
         lengths = (batch.block_tables[group], batch.query_starts, batch.seq_lens)
         packed, turn = self.store.packed_pages(slot), self._turns[number]
-        bounds = {"max_query": 1, "max_seq": batch.max_seq}
         if packed is None:
             k_pages, v_pages = self.store.stored(slot)
             scales = self.store.scales(slot)
-            gpu.paged_attention(queries, k_pages, v_pages, *lengths, spec.scale, scales=scales, out=out, **bounds)
+            gpu.paged_attention(
+                queries, k_pages, v_pages, *lengths, spec.scale,
+                max_query=1, max_seq=batch.max_seq, scales=scales, out=out,
+            )  # fmt: skip
             return
         if turn is not None:  # queries lie in the basis of the rows
             queries = (queries.unflatten(1, (-1, spec.head_dim)) @ turn).flatten(1)
-        gpu.packed_attention(queries, packed, *lengths, spec.scale, out=out, **bounds)
+        gpu.packed_attention(queries, packed, *lengths, spec.scale, max_query=1, max_seq=batch.max_seq, out=out)
 
 
 def _turn(pages: PackedPages | None) -> Tensor | None:

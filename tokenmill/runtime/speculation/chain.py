@@ -14,26 +14,21 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tokenmill.model.kvstore.base import KVStore
-from tokenmill.runtime.batch import build_batch
-from tokenmill.runtime.runner import CheckingExecutor, DecodingExecutor, Executor
-from tokenmill.runtime.sampling.random import uniform
-from tokenmill.runtime.sampling.sampler import Sampler, pick
-from tokenmill.runtime.speculation.base import Draft
-from tokenmill.runtime.speculation.lending import lent
-from tokenmill.types import Request, ScheduledTokens, StepPlan
+from tokenmill.runtime.executors.base import Draft, Executor, StepInput, TokenSampler
+from tokenmill.runtime.rows import num_prompt_logits
+from tokenmill.runtime.sampling.random import DRAFTING, uniform
+from tokenmill.runtime.sampling.sampler import pick
+from tokenmill.types import Request, ScheduledTokens
 
-_DRAFTING = 3  # stream of random numbers, beside the sampler's and the verification's
 _UNLIKELY = 0.05  # a draft ends where the chance of all its tokens together falls below this
 
 
 class ChainDrafting:
-    def __init__(self, executor: Executor, store: KVStore, sampler: Sampler, vocab_size: int) -> None:
+    def __init__(self, executor: Executor[Tensor], sampler: TokenSampler[Tensor], vocab_size: int) -> None:
+        """`sampler`: the target's; `vocab_size`: of the target, ids beyond it are padding."""
         self._executor = executor
-        self._store = store
         self._sampler = sampler
-        self._vocab_size = vocab_size  # of the target: ids beyond it are padding
-        self._decoder = executor if isinstance(executor, DecodingExecutor) else None
+        self._vocab_size = vocab_size
 
     @torch.inference_mode()
     def draft(self, rows: Sequence[ScheduledTokens], starts: Sequence[int], limits: Sequence[int]) -> list[Draft]:
@@ -42,64 +37,61 @@ class ChainDrafting:
         `rows[i].block_tables` are the model's own.
         """
         drafts = [Draft() for _ in rows]
-        requests = [row.request for row in rows]
-        begins = list(starts)
         distributions: list[list[Tensor]] = [[] for _ in rows]
         chances = [1.0] * len(rows)
-        going = [number for number, limit in enumerate(limits) if limit > 0]
-        with lent(requests) as lend:
-            while going:
-                logits = self._forward([self._row(rows[number], begins[number]) for number in going])
-                for place, number in enumerate(going):
-                    request, draft = requests[number], drafts[number]
-                    token_id, chance = self._choose(logits[place], request, distributions[number])
-                    if token_id is None:
-                        limits = [0 if n == number else limit for n, limit in enumerate(limits)]
-                        continue
-                    begins[number] = request.num_tokens
-                    draft.token_ids.append(token_id)
-                    draft.confidences.append(chance)
-                    chances[number] *= chance
-                    lend(number, token_id)
-                    if token_id in request.stop_ids or chances[number] < _UNLIKELY:
-                        limits = [0 if n == number else limit for n, limit in enumerate(limits)]
-                going = [number for number in going if len(drafts[number].token_ids) < limits[number]]
+        unfinished = [number for number, limit in enumerate(limits) if limit > 0]
+        while unfinished:
+            logits = self._logits([self._row(rows[n], starts[n], drafts[n]) for n in unfinished], unfinished, drafts)
+            still = []
+            for place, number in enumerate(unfinished):
+                request, draft = rows[number].request, drafts[number]
+                token_id, chance = self._choose(logits[place], request, draft.token_ids, distributions[number])
+                if token_id is None:
+                    continue
+                draft.token_ids.append(token_id)
+                draft.confidences.append(chance)
+                chances[number] *= chance
+                ends = token_id in request.stop_ids or chances[number] < _UNLIKELY
+                if not ends and len(draft.token_ids) < limits[number]:
+                    still.append(number)
+            unfinished = still
         for draft, drawn in zip(drafts, distributions, strict=True):
             if drawn:
                 draft.distributions = torch.stack(drawn)
         return drafts
 
-    def _row(self, row: ScheduledTokens, begin: int) -> ScheduledTokens:
-        return ScheduledTokens(row.request, begin, row.request.num_tokens - begin, row.block_tables, True)
+    def _row(self, row: ScheduledTokens, start: int, draft: Draft) -> ScheduledTokens:
+        """The known tokens that are missing, or where the last drafted one goes."""
+        known = row.request.num_tokens
+        if not draft.token_ids:
+            return ScheduledTokens(row.request, start, known - start, row.block_tables, True)
+        return ScheduledTokens(row.request, known + len(draft.token_ids) - 1, 0, row.block_tables, True)
 
-    def _forward(self, rows: list[ScheduledTokens]) -> Tensor:
-        """[rows, vocab] float32: of the last token of each."""
-        decoder = self._decoder
-        if decoder is not None and len(rows) <= decoder.max_decoded and all(row.count == 1 for row in rows):
-            if isinstance(decoder, CheckingExecutor):  # keeps the order of rows and queues no step whose logits follow
-                decoder.check(rows)
-            else:
-                decoder.decode(rows)
-            return decoder.decoded_logits(0, len(rows))[:, : self._vocab_size]
-        batch = build_batch(StepPlan(rows), self._store.layout.page_size, self._store.device)
-        hidden = self._executor.forward(batch)
-        first = int(batch.logit_rows.shape[0]) - len(rows)  # prompt log-probabilities are not ours to compute
-        return self._executor.logits(hidden, batch, first, first + len(rows))[:, : self._vocab_size]
+    def _logits(self, rows: list[ScheduledTokens], numbers: list[int], drafts: list[Draft]) -> Tensor:
+        """[rows, vocab] float32: after the last token of each."""
+        last = [drafts[number].token_ids[-1:] for number in numbers]
+        work = StepInput(rows, {n: Draft(ids) for n, ids in enumerate(last) if ids}, queue_next=False)
+        output = self._executor.step(work)
+        first = sum(map(num_prompt_logits, rows))  # prompt log-probabilities are not ours to compute
+        return output.logits(first, first + len(rows))[:, : self._vocab_size]
 
-    def _choose(self, logits: Tensor, request: Request, drawn: list[Tensor]) -> tuple[int | None, float]:
+    def _choose(
+        self, logits: Tensor, request: Request, drafted: list[int], drawn: list[Tensor]
+    ) -> tuple[int | None, float]:
         params = request.params
         if params.greedy or params.seed is not None:
             chances = logits.softmax(-1) if params.greedy else None
-            (token_id,), _ = self._sampler.sample(logits.clone()[None], [request])
+            (token_id,), _ = self._sampler.sample(logits.clone()[None], [request], [drafted])
             if token_id is None:
                 return None, 0.0
             if chances is None:
                 chances = (logits / params.temperature).softmax(-1)
             return token_id, float(chances[token_id])
-        distribution = self._sampler.distribution(logits.clone(), request)
+        distribution = self._sampler.distribution(logits.clone(), request, drafted)
         if distribution is None:
             return None, 0.0
         distribution = distribution / distribution.sum()
-        token_id = pick(distribution, uniform(request.seed, request.index, request.num_tokens, stream=_DRAFTING))
+        position = request.num_tokens + len(drafted)
+        token_id = pick(distribution, uniform(request.seed, request.index, position, stream=DRAFTING))
         drawn.append(distribution)
         return token_id, float(distribution[token_id])

@@ -25,7 +25,8 @@ from tokenmill.model.kvstore import KV_STORES
 from tokenmill.model.kvstore.base import KVStore
 from tokenmill.model.loader import LoadedModel, load_model
 from tokenmill.runtime.executors import choose_executor
-from tokenmill.runtime.speculation.base import Draft, Drafter, Target
+from tokenmill.runtime.executors.base import Draft
+from tokenmill.runtime.speculation.base import Drafter, Target
 from tokenmill.runtime.speculation.chain import ChainDrafting
 from tokenmill.runtime.speculation.page_contents import PageContents
 from tokenmill.types import ScheduledTokens
@@ -45,7 +46,7 @@ class DraftModel(Drafter):
         self._store: KVStore = store_class(layout, target.store.num_pages, model.device, model.kernels)
         executor, _ = choose_executor(target.config.executor, model, self._store, target.config)
         vocab_size = target.model.decoder.description.vocab_size
-        self._chain = ChainDrafting(executor, self._store, target.sampler, vocab_size)
+        self._chain = ChainDrafting(executor, target.executor.sampler, vocab_size)
         self._contents = PageContents(layout.page_size)
         self._max_tokens = target.config.batch_tokens
 

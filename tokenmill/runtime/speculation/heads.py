@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,13 +19,11 @@ from tokenmill.errors import CheckpointError, UserError
 from tokenmill.kernels.ref import rms_norm
 from tokenmill.model.kvstore.base import KVStore
 from tokenmill.model.loader import LoadedModel
-from tokenmill.runtime.speculation.base import Draft, Drafter, Target
+from tokenmill.runtime.executors.base import Draft, StepGuesser
+from tokenmill.runtime.speculation.base import Drafter, Target
 from tokenmill.runtime.speculation.head_modules import HEAD_KINDS, Attend, EagleHead, MedusaHeads, build_head
 from tokenmill.runtime.speculation.page_views import PageViews
 from tokenmill.types import Request, ScheduledTokens
-
-if TYPE_CHECKING:
-    from tokenmill.runtime.executors.cuda.checks import StepHead
 
 CONFIG_FILE, WEIGHTS_FILE = "draft_head.json", "draft_head.safetensors"
 FORMAT = 2
@@ -59,7 +56,7 @@ class HeadDrafter(Drafter):
         """`hidden` [hidden]: of the token whose logits chose the last one. Kept as it is: the caller gives a copy."""
         self.states[row.request] = (row.start + row.count + num_accepted + 1, hidden)
 
-    def in_step(self, target: Target) -> StepHead | None:
+    def step_guesser(self, target: Target) -> StepGuesser | None:
         if target.model.table is None:  # weights of the CPU
             return None
         from tokenmill.runtime.speculation.captured_heads import CapturedHead
@@ -87,8 +84,8 @@ class HeadDrafter(Drafter):
         ids, chances = self.guess(hidden, last, depth, attend)
         for number, own_ids, own_chances in zip(ready, ids, chances, strict=True):
             drafts[number] = Draft(own_ids[: limits[number]], own_chances[: limits[number]])
-            # Where drafts are checked whole (`in_step`) the place that looked up ones could fill is filled anyhow.
-            missing = min(self.whole, limits[number]) - len(drafts[number].token_ids)
+            # Where drafts are checked whole (`step_guesser`) the place that looked up ones could fill is filled anyhow.
+            missing = min(self.guessed_depth, limits[number]) - len(drafts[number].token_ids)
             drafts[number].token_ids += own_ids[-1:] * missing
             drafts[number].confidences += own_chances[-1:] * missing
         return drafts
@@ -122,15 +119,12 @@ class Words:
     """The target's embedding, final norm and head: between hidden states and tokens."""
 
     def __init__(self, model: LoadedModel) -> None:
+        self._model = model
         self._decoder = model.decoder
         self._table = model.table
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        if self._table is not None:
-            rows = self._table[token_ids].float()
-        else:
-            rows = self._decoder.embedding.dequantize_rows(token_ids)
-        return rows * self._decoder.description.embedding_scale
+        return self._model.embed(token_ids) * self._decoder.description.embedding_scale
 
     def best(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """([T] probability, [T] id) of the most likely token."""

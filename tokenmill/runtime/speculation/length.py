@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
-from tokenmill.runtime.speculation.base import Draft
+from tokenmill.runtime.executors.base import Draft
 from tokenmill.runtime.speculation.costs import StepCosts
 from tokenmill.types import Request
 

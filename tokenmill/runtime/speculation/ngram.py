@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
-from tokenmill.runtime.speculation.base import Draft, Drafter, Target, refuse_argument
+from tokenmill.runtime.executors.base import Draft
+from tokenmill.runtime.speculation.base import Drafter, Target, refuse_argument
 from tokenmill.types import Request, ScheduledTokens
 
 _LENGTHS = (5, 4, 3, 2)  # of n-grams, tried from long to short

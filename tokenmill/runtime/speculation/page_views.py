@@ -21,8 +21,9 @@ from tokenmill.model.kvstore.base import KVStore
 from tokenmill.model.layers.rotary import RotaryTable
 from tokenmill.model.loader import LoadedModel
 from tokenmill.runtime.batch import build_batch
+from tokenmill.runtime.executors.base import StepInput
 from tokenmill.runtime.speculation.head_modules import Attend
-from tokenmill.types import Batch, ScheduledTokens, StepPlan
+from tokenmill.types import Batch, ScheduledTokens
 
 
 class PageViews:
@@ -34,8 +35,8 @@ class PageViews:
 
     def batch(self, rows: Sequence[ScheduledTokens]) -> Batch:
         """The rows as they were one token ago: the last whose state is known, and the keys up to it."""
-        before = [replace(row, start=row.request.num_tokens - 2, count=1, draft_ids=[]) for row in rows]
-        return build_batch(StepPlan(before), self.store.layout.page_size, self.store.device)
+        before = [replace(row, start=row.request.num_tokens - 2, count=1) for row in rows]
+        return build_batch(StepInput(before), self.store.layout.page_size, self.store.device)
 
     def look(self, batch: Batch) -> Attend:
         """For one query of each row of `batch`."""

@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 
 from tokenmill.checkpoint.base import Checkpoint, StoredTensor
-from tokenmill.config import EngineConfig
+from tokenmill.config import ResolvedConfig
 from tokenmill.errors import UserError
 from tokenmill.kernels import cpu
 from tokenmill.kernels.ggml_types import TYPES
@@ -24,7 +24,8 @@ from tokenmill.model.formats.ggml import GgmlWeight
 from tokenmill.model.loader import load_model
 from tokenmill.model.reader import WeightReader
 from tokenmill.runtime.executors import choose_executor
-from tokenmill.runtime.speculation.base import Draft, Drafter, Target
+from tokenmill.runtime.executors.base import Draft
+from tokenmill.runtime.speculation.base import Drafter, Target
 from tokenmill.runtime.speculation.chain import ChainDrafting
 from tokenmill.runtime.speculation.draft_model import DraftModel
 from tokenmill.types import ScheduledTokens
@@ -59,7 +60,7 @@ class EarlyExit(Drafter):
         model = replace(target.model, decoder=decoder)
         config = _small_steps(target.config)
         executor, _ = choose_executor(config.executor, model, target.store, config)
-        self._chain = ChainDrafting(executor, target.store, target.sampler, decoder.description.vocab_size)
+        self._chain = ChainDrafting(executor, target.executor.sampler, decoder.description.vocab_size)
 
     @classmethod
     def build(cls, argument: str, target: Target) -> EarlyExit:
@@ -78,7 +79,7 @@ class EarlyExit(Drafter):
         return self._chain.draft(rows, [row.start for row in rows], limits)
 
 
-def _small_steps(config: EngineConfig) -> EngineConfig:
+def _small_steps(config: ResolvedConfig) -> ResolvedConfig:
     """A draft's step has one token of each sequence: its buffers need no room for prompts."""
     return replace(config, batch_tokens=min(config.batch_tokens, max(config.concurrency, 1)))
 

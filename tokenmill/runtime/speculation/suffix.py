@@ -11,8 +11,9 @@ from collections import deque
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary, finalize
 
+from tokenmill.runtime.executors.base import Draft
 from tokenmill.runtime.speculation.automaton import Place, SuffixAutomaton
-from tokenmill.runtime.speculation.base import Draft, Drafter, Target, refuse_argument
+from tokenmill.runtime.speculation.base import Drafter, Target, refuse_argument
 from tokenmill.runtime.speculation.ngram import continuation, match_confidence
 from tokenmill.types import Request, ScheduledTokens
 

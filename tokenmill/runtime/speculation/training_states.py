@@ -16,9 +16,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from tokenmill.kernels.ref import rope
 from tokenmill.model.attention.base import AttentionSpec
 from tokenmill.model.layers.rotary import RotaryTable
-from tokenmill.runtime.batch import build_batch
 from tokenmill.runtime.build import Runtime
-from tokenmill.types import Request, SamplingParams, ScheduledTokens, StepPlan
+from tokenmill.runtime.executors.base import StepInput
+from tokenmill.types import Request, SamplingParams, ScheduledTokens
 
 
 @dataclass(slots=True)
@@ -52,7 +52,7 @@ def read_hidden_states(
 
     `firsts`: of each sequence, the first position to learn from (default: its beginning). `layers`: whose keys and
     values are kept."""
-    size, device = runtime.layout.page_size, runtime.store.device
+    size = runtime.layout.page_size
     hidden = []
     seen: dict[int, list[tuple[Tensor, Tensor]]] = {layer: [] for layer in layers}
     max_pages = runtime.store.num_pages // len(runtime.layout.groups)
@@ -61,8 +61,8 @@ def read_hidden_states(
         longest = max(row.count for row in rows)
         for start in range(0, longest, max_tokens):  # more than one round only for one sequence longer than a step
             cut = [replace(row, start=start, count=min(row.count - start, max_tokens)) for row in rows]
-            batch = build_batch(StepPlan(cut), size, device)
-            hidden.append(runtime.executor.forward(batch).to(torch.float16, copy=True))
+            output = runtime.executor.step(StepInput(cut, hidden=True))
+            hidden.append(output.hidden(range(sum(row.count for row in cut))).to(torch.float16))
         for layer, pairs in seen.items():
             pairs.append(_stored(runtime, rows, layer))
     ids = torch.tensor([token for sequence in sequences for token in sequence])

@@ -1,7 +1,7 @@
 """A trained head that drafts trees: where the first guess is doubtful, the second and third are checked beside it.
 
 `--speculate tree:DIR`. Guesses level by level with a beam, then keeps the tokens with the best chances of being right;
-their number is the row's number of draft slots. Everything else is the head's (heads.py) and the tree's (tree.py).
+their number is the row's number of draft slots. Everything else is as in heads.py; verify.py follows the branches.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from tokenmill.errors import UserError
-from tokenmill.runtime.speculation.base import Draft, Target
+from tokenmill.runtime.executors.base import Draft
+from tokenmill.runtime.speculation.base import Target
 from tokenmill.runtime.speculation.head_modules import MedusaHeads
 from tokenmill.runtime.speculation.heads import HeadDrafter, load_head
-from tokenmill.runtime.speculation.tree import MAX_NODES, TreeSteps
 from tokenmill.types import ScheduledTokens
 
+MAX_NODES = 63  # the ancestors of a token, the known one among them, are bits of one word
 _BRANCHES = 3  # guesses for the position after a token
 _BEAM = 3  # tokens of a level that are followed
 
@@ -39,10 +40,12 @@ class TreeHeads(HeadDrafter):
     def build(cls, argument: str, target: Target) -> TreeHeads:
         if not argument:
             raise UserError("--speculate tree names no directory", "write --speculate tree:DIR, made by train-draft")
-        trees = TreeSteps(target)
-        drafter = cls(load_head(Path(argument), target.model), target.model, target.store)
-        drafter.trees = trees
-        return drafter
+        if not target.executor.takes_trees:
+            raise UserError(
+                f"executor {target.executor.name} does not check trees of drafts over {target.store.name} pages",
+                "use --speculate head:DIR, or --device cpu with --kv-cache-dtype auto",
+            )
+        return cls(load_head(Path(argument), target.model), target.model, target.store)
 
     @torch.inference_mode()
     def draft(self, rows: Sequence[ScheduledTokens], limits: Sequence[int]) -> list[Draft]:

@@ -9,7 +9,7 @@ from tokenmill.errors import UserError
 from tokenmill.hardware.kv_layout import KVLayout, LayerKV, build_layout
 from tokenmill.hardware.memory import kv_bytes_per_token, plan_kv
 from tokenmill.model.kvstore import KV_STORES
-from tokenmill.model.kvstore.choice import choose_store
+from tokenmill.model.kvstore.choice import choose_store, page_multiple
 
 CPU = torch.device("cpu")
 SMOLLM2 = [LayerKV("full", 3, 64)] * 30
@@ -58,10 +58,10 @@ def test_bytes_per_token(name: str) -> None:
 
 def test_native_layers_count_their_own_bytes() -> None:
     layout = build_layout(SMOLLM2, 8)
-    by_default = choose_store("turboquant_4bit_nc", -1, SMOLLM2, CPU)
+    by_default = choose_store("turboquant_4bit_nc", None, SMOLLM2, CPU)
     assert by_default.edge_layers == 2
     assert kv_bytes_per_token(layout, by_default.page_bytes(layout)) == 3 * (4 * 256 + 26 * 70)
-    assert choose_store("int4", -1, SMOLLM2, CPU).edge_layers == 0
+    assert choose_store("int4", None, SMOLLM2, CPU).edge_layers == 0
     assert choose_store("float16", 3, SMOLLM2, CPU).edge_layers == 0
     with pytest.raises(UserError, match="leave none"):
         choose_store("int4", 15, SMOLLM2, CPU)
@@ -74,26 +74,21 @@ def test_native_layers_count_their_own_bytes() -> None:
 def test_tokens_that_fit_in_a_fixed_budget(name: str, ratio: float, layers: list[LayerKV]) -> None:
     def tokens(dtype: str) -> int:
         layout = build_layout(layers, 8)
-        page_bytes = choose_store(dtype, -1, layers, CPU).page_bytes(layout)
+        page_bytes = choose_store(dtype, None, layers, CPU).page_bytes(layout)
         return plan_kv(layout, page_bytes, 1024, 1000, memory=256 << 20, available=0).num_pages * layout.page_size
 
     assert tokens(name) >= ratio * tokens("float16")
 
 
-def test_pages_that_a_store_cannot_group_are_refused() -> None:
-    choice = choose_store("kivi2", -1, SMOLLM2, CPU)
-    assert choice.page_size(8, default=8) == 32
-    assert choice.page_size(64, default=8) == 64
-    with pytest.raises(UserError, match="--page-size 32"):
-        choice.page_size(16, default=8)
+def test_a_store_says_how_many_tokens_its_pages_group() -> None:
+    assert (page_multiple("kivi2"), page_multiple("int8")) == (32, 1)
 
 
 def test_a_gpu_takes_only_what_its_kernels_read() -> None:
-    assert choose_store("auto", -1, SMOLLM2, torch.device("cuda")).dtype == "bfloat16"
     with pytest.raises(UserError, match="on the CPU only"):
-        choose_store("turboquant3", -1, SMOLLM2, torch.device("cuda"))
+        choose_store("turboquant3", None, SMOLLM2, torch.device("cuda"))
 
 
 def test_heads_that_cannot_be_packed_are_refused() -> None:
     with pytest.raises(UserError, match="float16"):
-        choose_store("int4", -1, SMOLLM2, CPU).page_bytes(build_layout([LayerKV("full", 1, 12)] * 2, 8))
+        choose_store("int4", None, SMOLLM2, CPU).page_bytes(build_layout([LayerKV("full", 1, 12)] * 2, 8))

@@ -49,7 +49,7 @@ def test_groups_share_slots_so_more_layers_stay_native() -> None:
     assert layout.layers_per_page == 3
     # Layer 0 is in the first slot and layer 17 in the last: both of every group.
     assert native_layer_count(layout, 1) == 12
-    assert choose_store("turboquant_4bit_nc", -1, layers, CPU).edge_layers == 0
+    assert choose_store("turboquant_4bit_nc", None, layers, CPU).edge_layers == 0
     with pytest.raises(UserError, match="leave none"):
         choose_store("turboquant_4bit_nc", 2, layers, CPU)
 

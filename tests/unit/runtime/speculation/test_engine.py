@@ -14,7 +14,8 @@ import pytest
 
 from tokenmill import LLM, SamplingParams
 from tokenmill.engine.outputs import RequestOutput
-from tokenmill.runtime.speculation.base import Draft, Drafter, Target
+from tokenmill.runtime.executors.base import Draft
+from tokenmill.runtime.speculation.base import Drafter, Target
 from tokenmill.runtime.speculation.length import DraftLengths
 from tokenmill.types import Request, ScheduledTokens, StructuredSpec
 
@@ -188,8 +189,8 @@ def test_where_no_draft_holds_tokens_come_in_runs(
         assert runtime.runner.speculator is not None
         monkeypatch.setattr(runtime.runner.speculator.drafter, "draft", lambda rows, _limits: [Draft() for _ in rows])
         runs: list[int] = []
-        decode_on = runtime.executor.decode_on
-        monkeypatch.setattr(runtime.executor, "decode_on", lambda rows, n: runs.append(n) or decode_on(rows, n))
+        step = runtime.executor.step
+        monkeypatch.setattr(runtime.executor, "step", lambda work: runs.append(work.max_run) or step(work))
         assert llm.generate(_STORY[:50], params)[0].outputs[0].token_ids == plain
         assert max(runs) == 4
         assert sum(n for n in runs if n > 1) > 35  # of 60

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tokenmill.runtime.speculation.base import Draft
+from tokenmill.runtime.executors.base import Draft
 from tokenmill.runtime.speculation.costs import StepCosts
 from tokenmill.runtime.speculation.length import DraftLengths
 from tokenmill.types import Request, SamplingParams

@@ -8,8 +8,10 @@ import pytest
 
 from tokenmill.config import EngineConfig
 from tokenmill.errors import UserError
+from tokenmill.resolution import resolve
+from tokenmill.runtime.executors.base import Draft
 from tokenmill.runtime.speculation.automaton import Place, SuffixAutomaton
-from tokenmill.runtime.speculation.base import Draft, Drafter
+from tokenmill.runtime.speculation.base import Drafter
 from tokenmill.runtime.speculation.ngram import NgramDrafter, continuation
 from tokenmill.runtime.speculation.suffix import SuffixDrafter
 from tokenmill.types import Request, SamplingParams, ScheduledTokens
@@ -130,6 +132,6 @@ def test_unknown_drafters_and_arguments_are_refused(name: str) -> None:
     from tokenmill.runtime.speculation.base import Target
     from tokenmill.runtime.speculation.speculator import build_speculator
 
-    target = Target(None, None, None, None, EngineConfig(speculate=name))  # type: ignore[arg-type]
+    target = Target(None, None, None, resolve(EngineConfig(speculate=name)))  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"ngram|suffix"):
         build_speculator(target)

@@ -11,9 +11,9 @@ import pytest
 
 from tests.parity.tiny_models import make
 from tokenmill import LLM, SamplingParams
-from tokenmill.runtime.speculation.base import Draft, Drafter, Target
+from tokenmill.runtime.executors.base import Draft
+from tokenmill.runtime.speculation.base import Drafter, Target
 from tokenmill.runtime.speculation.length import DraftLengths
-from tokenmill.runtime.speculation.tree import TreeSteps
 from tokenmill.types import Request, ScheduledTokens
 
 _OPTIONS: dict[str, Any] = {"context": 96, "page_size": 4, "threads": 1, "kernels": "ref", "executor": "eager"}
@@ -28,10 +28,9 @@ class _TreeOracle(Drafter):
 
     name = "tree oracle"
 
-    def __init__(self, futures: list[tuple[list[int], list[int]]], trees: TreeSteps) -> None:
+    def __init__(self, futures: list[tuple[list[int], list[int]]]) -> None:
         self._futures = futures
         self._random = random.Random(4)
-        self.trees = trees
 
     @classmethod
     def build(cls, argument: str, target: Target) -> _TreeOracle:
@@ -100,8 +99,8 @@ def test_branches_change_nothing(
         parts = llm.parts.runtime
         speculator = parts.runner.speculator
         assert speculator is not None
-        target = Target(parts.model, parts.store, parts.executor, parts.runner.sampler, llm.parts.config)
-        speculator.drafter = _TreeOracle(list(zip(prompts, plain, strict=True)), TreeSteps(target))
+        assert parts.executor.takes_trees
+        speculator.drafter = _TreeOracle(list(zip(prompts, plain, strict=True)))
         speculator.lengths = _TakeAll()
         drafted = [output.outputs[0].token_ids for output in llm.generate(prompts, _PARAMS)]
         llm.parts.core.scheduler.kv.check()

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tokenmill.runtime.speculation.base import Draft, Drafter, Target
+from tokenmill.runtime.executors.base import Draft
+from tokenmill.runtime.speculation.base import Drafter, Target
 from tokenmill.runtime.speculation.speculator import Speculator
 from tokenmill.types import Request, SamplingParams, ScheduledTokens, StepResult
 
@@ -19,7 +20,7 @@ class _Guesser(Drafter):
     name = "guesser"
     computes = True
     needs_hidden = True
-    whole = DEPTH
+    guessed_depth = DEPTH
 
     def __init__(self) -> None:
         self.seen: tuple[Request | None, int] = (None, 0)

@@ -1,7 +1,7 @@
-"""Launching attention over quantized pages: decode with the keys shared out, prefill in blocks, both for mixed steps.
+"""Attention over quantized pages: decode with the keys split, prefill in blocks of rows, both launches for mixed steps.
 
-As in paged.py everything follows from shapes and the caller's two bounds, so that a launch can be captured. A prefix
-that several sequences share is read by each of them.
+As in dense.py everything follows from shapes and the caller's two bounds, so that a launch can be captured; choose.py
+decides tiles and splits. A prefix that several sequences share is read by each of them.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenmill.kernels.packed_pages import PackedPages
-from tokenmill.kernels.triton.attention.packed_kernel import _attend_packed
-from tokenmill.kernels.triton.attention.paged import LOG2_E, Blocks, choose_key_splits, splits_beside_prompts
-from tokenmill.kernels.triton.launch import INTERPRETED, early, num_processors, options, power_of_two, workspace
+from tokenmill.kernels.triton.attention import choose
+from tokenmill.kernels.triton.attention.arguments import LOG2_E, Batch, Geometry, Partials
+from tokenmill.kernels.triton.attention.choose import Tile
+from tokenmill.kernels.triton.attention.packed_kernel import Pages, Variant, _attend_packed
+from tokenmill.kernels.triton.shared.launch import INTERPRETED, options, power_of_two, uses_pdl, workspace
 
 
 def packed_attention(
@@ -36,114 +38,83 @@ def packed_attention(
     max_seq = max_seq or block_table.shape[1] * pages.page_size
     if window:
         max_seq = min(max_seq, window + 1)
-    call = _Call(q, pages, block_table, query_starts, seq_lens, scale, window, cap, out)
+    call = _Call(q, pages, Batch(block_table, query_starts, seq_lens), scale, window, cap, out)
+    group, head_dim = call.geometry.group, call.geometry.head_dim
     singles = tokens == sequences or max_query == 1
     if not singles:
-        blocks = _prefill_blocks(call.group, pages.rows.head_dim)
-        grid = (tokens // (blocks.rows // call.group) + sequences, kv_heads, 1)
-        call.launch(grid, blocks, prefill=True)
-    blocks = _decode_blocks(call.group, sequences * kv_heads, q.device)
-    splits = choose_key_splits(sequences * kv_heads, max_seq, blocks.keys, q.device)
+        tile = choose.packed_prefill_tile(group, head_dim)
+        call.launch((tokens // (tile.rows // group) + sequences, kv_heads, 1), tile, prefill=True)
+    tile = choose.packed_decode_tile(group, sequences * kv_heads, q.device)
+    splits = choose.choose_key_splits(sequences * kv_heads, max_seq, tile.keys, q.device)
     if not singles:
-        splits = splits_beside_prompts(splits, tokens, call.heads, pages.rows.head_dim)
-    call.launch((sequences, kv_heads, splits), blocks, single_only=not singles)
+        splits = choose.splits_beside_prompts(splits, tokens, call.geometry.heads, head_dim)
+    call.launch((sequences, kv_heads, splits), tile, single_only=not singles)
     return out
 
 
-def _decode_blocks(group: int, programs: int, device: torch.device) -> Blocks:
-    crowded = programs >= 2 * num_processors(device)
-    return Blocks(power_of_two(group, 16), 64, 2 if crowded else 4, 3)
-
-
-def _prefill_blocks(group: int, head_dim: int) -> Blocks:
-    if INTERPRETED:
-        return Blocks(power_of_two(group, 32), 32, 4, 1)
-    if head_dim <= 128:
-        return Blocks(power_of_two(group, 128), 64, 8, 2)
-    return Blocks(power_of_two(group, 64), 32, 4, 2)
+def _geometry(q: Tensor, pages: PackedPages) -> Geometry:
+    head_dim, rotated = pages.rows.head_dim, pages.rows.turn is not None
+    heads = q.shape[1] // head_dim
+    group, width = heads // pages.k.shape[1], power_of_two(head_dim // 2, 16)
+    # Rotating back is a product of the tensor core, which wants 16 rows or more.
+    padded_group = power_of_two(group, 16 if rotated else 1)
+    return Geometry(heads, group, padded_group, head_dim, 2 * width, head_dim // 2, width, pages.page_size)
 
 
 class _Call:
     """One attention call: its tensors, and a launch per kind of rows."""
 
     def __init__(
-        self,
-        q: Tensor,
-        pages: PackedPages,
-        block_table: Tensor,
-        query_starts: Tensor,
-        seq_lens: Tensor,
-        scale: float,
-        window: int,
-        cap: float,
-        out: Tensor,
+        self, q: Tensor, pages: PackedPages, batch: Batch, scale: float, window: int, cap: float, out: Tensor
     ) -> None:
-        self.q, self.pages, self.out = q, pages, out
-        self.batch = (block_table, query_starts, seq_lens)
+        self.q, self.pages, self.batch, self.out = q, pages, batch, out
         self.scale, self.window, self.cap = scale, window, cap
-        self.heads = q.shape[1] // pages.rows.head_dim
-        self.group = self.heads // pages.k.shape[1]
+        self.geometry = _geometry(q, pages)
 
-    def launch(
-        self, grid: tuple[int, int, int], blocks: Blocks, prefill: bool = False, single_only: bool = False
-    ) -> None:
-        pages, rows, device = self.pages, self.pages.rows, self.q.device
-        table, starts, lengths = self.batch
-        splits = grid[2]
-        lines = splits * self.q.shape[0] * self.heads if splits > 1 else 0
-        partials = workspace(device).partials(lines * (rows.head_dim + 1))
-        k_numbers, v_numbers = pages.numbers
-        k_pairs, v_pairs = pages.pairs
-        width = power_of_two(rows.head_dim // 2, 16)
-        group_rows = power_of_two(self.group, 16 if rows.turn is not None else 1)
+    def launch(self, grid: tuple[int, int, int], tile: Tile, prefill: bool = False, single_only: bool = False) -> None:
+        rows, device, splits = self.pages.rows, self.q.device, grid[2]
+        sequences, tokens = self.batch.seq_lens.shape[0], self.q.shape[0]
+        (k_codes, v_codes), (k_numbers, v_numbers) = self.pages.pairs, self.pages.numbers
+        strides = (k_codes.stride(0), k_codes.stride(1), k_numbers.stride(0), k_numbers.stride(1))
         exact = self.q.dtype == torch.float32 or INTERPRETED  # the interpreter cannot multiply bf16 tiles
+        variant = Variant(
+            prefill=prefill,
+            single_only=single_only,
+            split=splits > 1,
+            rows=tile.rows,
+            keys=tile.keys,
+            window=self.window,
+            capped=self.cap > 0,
+            kind=rows.kind,
+            rotated=rows.turn is not None,
+            first_number=self.pages.page_size * rows.code_bytes // rows.number_type.itemsize,
+            compute=tl.float32 if exact else tl.float16,  # codes fit it exactly, two values per instruction
+            rotation_dtype=tl.float32 if INTERPRETED else tl.float16,
+            pdl=uses_pdl(device),
+            interpreted=INTERPRETED,
+        )
         _attend_packed[grid](
             self.q,
-            k_pairs,
-            k_numbers,
-            v_pairs,
-            v_numbers,
-            rows.levels,
-            rows.turn,
             self.out,
-            partials,
-            partials[lines * rows.head_dim :],
-            workspace(device).counters(lengths.shape[0] * pages.k.shape[1]),
-            table,
-            starts,
-            lengths,
+            Pages(k_codes, k_numbers, v_codes, v_numbers, rows.levels, rows.turn, *strides),
+            self.batch,
+            self._partials(splits),
             self.scale if self.cap else self.scale * LOG2_E,
             self.cap,
-            lengths.shape[0],
-            self.q.shape[0],
             self.q.stride(0),
             self.out.stride(0),
-            table.stride(0),
-            k_pairs.stride(0),
-            k_pairs.stride(1),
-            k_numbers.stride(0),
-            k_numbers.stride(1),
+            sequences,
+            tokens,
+            self.batch.block_table.stride(0),
             splits,
-            HEADS=self.heads,
-            GROUP=self.group,
-            GROUP_P=group_rows,
-            HD=rows.head_dim,
-            HDF=2 * width,
-            CBP=width,
-            PAGE=pages.page_size,
-            FIRST_NUMBER=pages.page_size * rows.code_bytes // rows.number_type.itemsize,
-            BM=blocks.rows,
-            BN=blocks.keys,
-            PREFILL=prefill,
-            SINGLE_ONLY=single_only,
-            SPLIT=splits > 1,
-            WINDOW=self.window,
-            CAP=self.cap > 0,
-            KIND=rows.kind,
-            TURNED=rows.turn is not None,
-            COMPUTE=tl.float32 if exact else tl.float16,  # codes fit it exactly, two values per instruction
-            TURNING=tl.float32 if INTERPRETED else tl.float16,
-            PDL=early(device),
-            INTERPRET=INTERPRETED,
-            **options(device, blocks.warps, blocks.stages),
+            GEOMETRY=self.geometry,
+            VARIANT=variant,
+            **options(device, tile.warps, tile.stages),
         )
+
+    def _partials(self, splits: int) -> Partials:
+        lines = splits * self.q.shape[0] * self.geometry.heads if splits > 1 else 0
+        scratch, head_dim = workspace(self.q.device), self.geometry.head_dim
+        buffer = scratch.partials(lines * (head_dim + 1))
+        counters = scratch.counters(self.batch.seq_lens.shape[0] * self.pages.k.shape[1])
+        return Partials(buffer, buffer[lines * head_dim :], counters)

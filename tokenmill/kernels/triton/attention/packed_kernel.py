@@ -1,30 +1,82 @@
 """Paged attention over quantized rows: codes are multiplied as they are, scales and zero points applied outside.
 
-(code - zero) * scale of a key comes out of its scores, that of a value goes into its weight; so a code becomes a float
-and nothing else, exactly. An element holds two codes, of an even and an odd dimension (int8: 16 bits, 4-bit codes: 8);
-the two have their own operands and accumulators. Tiles and shares of keys are those of paged_kernel.py. Rotated rows
-meet rotated queries (packed_store.py); the output is turned back at the end. KIND is that of packed_pages.py; where
-even and odd dimensions have scales of their own (4), so have their scores and weights. Launched by packed.py.
+(code - zero) * scale of a key is applied to its scores, that of a value to its weight; so a code only has to become a
+float, which is exact. An element holds two codes, of an even and an odd dimension (int8: 16 bits, 4-bit codes: 8); the
+two have their own operands and accumulators. Tiles and key splits are as in dense_kernel.py. Rotated rows meet rotated
+queries (fused/rotary_packed.py); the output is rotated back at the end. KIND is that of packed_pages.py; PAIRED_ZERO
+has scales of its own for even and odd dimensions, and so scores and weights of its own. Launched by packed.py.
 """
 
 # mypy: allow-untyped-defs
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from tokenmill.kernels.triton.attention.paged_kernel import find_sequence, soften
-from tokenmill.kernels.triton.attention.paged_merge import merge_parts
-from tokenmill.kernels.triton.launch import begin
-from tokenmill.kernels.triton.matmul.skinny import arrive_last
+from tokenmill.kernels import packed_pages
+from tokenmill.kernels.triton.attention.online_softmax import merge_partials, online_softmax
+from tokenmill.kernels.triton.shared.device import arrive_last, dependent_launch, find_sequence, rotate_rows
 
+INT8_FLOAT = tl.constexpr(packed_pages.INT8_FLOAT)
+HIDDEN_ZERO = tl.constexpr(packed_pages.HIDDEN_ZERO)
+CODEBOOK = tl.constexpr(packed_pages.CODEBOOK)
+PAIRED_ZERO = tl.constexpr(packed_pages.PAIRED_ZERO)
 WEIGHT_SCALE = tl.constexpr(256.0)  # weight times scale of a value: small, and half precision ends at 6e-5
+
+
+class Pages(NamedTuple):
+    """The planes of PackedPages: codes [pages, kv_heads, ...] as elements of two, and numbers (scales, zero points)."""
+
+    k_codes: Tensor
+    k_numbers: Tensor
+    v_codes: Tensor
+    v_numbers: Tensor
+    levels: Tensor | None  # float32 [16], of a codebook
+    rotation: Tensor | None  # float16 [head_dim, head_dim], where rows lie rotated
+    page_codes: int  # strides, in elements of the plane
+    head_codes: int
+    page_numbers: int
+    head_numbers: int
+
+
+class Variant(NamedTuple):
+    """What a launch is compiled for besides the geometry."""
+
+    prefill: bool  # blocks of a sequence's tokens over all keys before them; else one token over a split of the keys
+    single_only: bool  # decode skips sequences with several tokens
+    split: bool
+    rows: int  # of a tile
+    keys: int
+    window: int  # 0: none
+    capped: bool
+    kind: int  # of packed_pages.py
+    rotated: bool
+    first_number: int  # where the numbers of a page and head begin
+    compute: Any  # tl.dtype of the operands
+    rotation_dtype: Any
+    pdl: bool
+    interpreted: bool
+
+
+class State(NamedTuple):
+    """Sums over the keys walked so far, for each row: weighted codes of even and odd dimensions, weighted zero points
+    of both, the running maximum and sum of the softmax."""
+
+    acc: Any
+    acc_odd: Any
+    zero: Any
+    zero_odd: Any
+    row_max: Any
+    row_sum: Any
 
 
 @triton.jit
 def row_scales(numbers, KIND: tl.constexpr):
     """(scale, zero) of rows, float32."""
-    if KIND == 2:
+    if KIND == HIDDEN_ZERO:
         scale = (numbers & -16).to(tl.float32, bitcast=True)
         return scale, (numbers & 15).to(tl.float32)
     else:
@@ -97,54 +149,50 @@ def widen_halves(codes):
 @triton.jit
 def widen(codes, levels, KIND: tl.constexpr, COMPUTE: tl.constexpr, INTERPRET: tl.constexpr):
     """Elements -> (even, odd) as floats."""
-    if KIND < 2:
+    if KIND <= INT8_FLOAT:
         if INTERPRET:
             return ((codes << 8) >> 8).to(COMPUTE), (codes >> 8).to(COMPUTE)
         even, odd = widen_octets(codes)
         return even.to(COMPUTE), odd.to(COMPUTE)
-    elif KIND != 3 and not INTERPRET:
+    elif KIND != CODEBOOK and not INTERPRET:
         even, odd = widen_halves(codes)
         return even.to(COMPUTE), odd.to(COMPUTE)
     else:
         low, high = codes & 15, codes >> 4
-        if KIND == 3:
+        if KIND == CODEBOOK:
             return tl.load(levels + low.to(tl.int32)).to(COMPUTE), tl.load(levels + high.to(tl.int32)).to(COMPUTE)
         else:
             return low.to(COMPUTE), high.to(COMPUTE)
 
 
 @triton.jit
-def turned(x, matrix, HD: tl.constexpr, HDF: tl.constexpr, COMPUTE: tl.constexpr, BACK: tl.constexpr):
-    """Rows [R, HDF] @ matrix / sqrt(HD), or (BACK) its inverse; scaled first, so that half precision holds them."""
-    rows, columns = tl.arange(0, HDF), tl.arange(0, HDF)
-    ok = (rows < HD)[:, None] & (columns < HD)[None, :]
-    place = columns[None, :] * HD + rows[:, None] if BACK else rows[:, None] * HD + columns[None, :]
-    operand = tl.load(matrix + place, mask=ok, other=0.0).to(COMPUTE)
-    size = tl.maximum(tl.max(tl.abs(x), 1), 1e-30)
-    inverse_root: tl.constexpr = HD**-0.5
-    return tl.dot((x / size[:, None]).to(COMPUTE), operand, input_precision="ieee") * (size * inverse_root)[:, None]
-
-
-@triton.jit
 def walk_packed(
-    acc, acc_odd, shift, shift_odd, top, total, q_tile, q_odd, q_sum, q_odd_sum, table, k_codes, k_numbers,
-    v_codes, v_numbers, levels, first, last, low, end, positions, scale, cap, page_codes, page_numbers,
-    CB: tl.constexpr, CBP: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr,
-    CAP: tl.constexpr, MASKED: tl.constexpr, KIND: tl.constexpr, COMPUTE: tl.constexpr, INTERPRET: tl.constexpr,
+    state, q_even, q_odd, q_sum, q_odd_sum, table, pages, k_codes, k_numbers, v_codes, v_numbers, first, last, low, end,
+    positions, scale, cap, GEOMETRY: tl.constexpr, VARIANT: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Key tiles [first, last): the running maximum, sum, weighted codes and (`shift`) weighted zero points of rows."""
-    dims = tl.arange(0, CBP)
+    """Key tiles [first, last) of one KV head, whose planes begin at k_codes, k_numbers, v_codes and v_numbers."""
+    ELEMENTS: tl.constexpr = GEOMETRY.elements
+    PADDED: tl.constexpr = GEOMETRY.padded_elements
+    PAGE: tl.constexpr = GEOMETRY.page_size
+    KEYS: tl.constexpr = VARIANT.keys
+    KIND: tl.constexpr = VARIANT.kind
+    COMPUTE: tl.constexpr = VARIANT.compute
+    WINDOW: tl.constexpr = VARIANT.window
+    CAP: tl.constexpr = VARIANT.capped
+    INTERPRET: tl.constexpr = VARIANT.interpreted
+    acc, acc_odd, zero, zero_odd, row_max, row_sum = state
+    dims = tl.arange(0, PADDED)
     for tile in range(first, last):
-        keys = tile * BN + tl.arange(0, BN)
+        keys = tile * KEYS + tl.arange(0, KEYS)
         inside = (keys < end) & (keys >= low)
         if MASKED:
-            pages = tl.load(table + keys // PAGE, mask=inside, other=0).to(tl.int64)
+            page = tl.load(table + keys // PAGE, mask=inside, other=0).to(tl.int64)
         else:
-            pages = tl.load(table + keys // PAGE).to(tl.int64)
-        places = (pages * page_codes + (keys % PAGE) * CB)[:, None] + dims[None, :]
-        lines = pages * page_numbers + keys % PAGE
-        if MASKED or CB != CBP:
-            ok = (dims < CB)[None, :]
+            page = tl.load(table + keys // PAGE).to(tl.int64)
+        places = (page * pages.page_codes + (keys % PAGE) * ELEMENTS)[:, None] + dims[None, :]
+        lines = page * pages.page_numbers + keys % PAGE
+        if MASKED or ELEMENTS != PADDED:
+            ok = (dims < ELEMENTS)[None, :]
             if MASKED:
                 ok &= inside[:, None]
             k_tile = tl.load(k_codes + places, mask=ok, other=0)
@@ -157,9 +205,9 @@ def walk_packed(
             v_line = tl.load(v_numbers + lines, mask=inside, other=0)
         else:
             k_line, v_line = tl.load(k_numbers + lines), tl.load(v_numbers + lines)
-        k_even, k_odd = widen(k_tile, levels, KIND, COMPUTE, INTERPRET)
-        scores = tl.dot(q_tile, tl.trans(k_even), input_precision="ieee")
-        if KIND == 4:
+        k_even, k_odd = widen(k_tile, pages.levels, KIND, COMPUTE, INTERPRET)
+        scores = tl.dot(q_even, tl.trans(k_even), input_precision="ieee")
+        if KIND == PAIRED_ZERO:
             k_scale, k_zero, odd_scale, odd_zero = paired_scales(k_line)
             odd_scores = tl.dot(q_odd, tl.trans(k_odd), input_precision="ieee")
             odd_scores -= q_odd_sum[:, None] * odd_zero[None, :]
@@ -168,67 +216,85 @@ def walk_packed(
         else:
             k_scale, k_zero = row_scales(k_line, KIND)
             scores = tl.dot(q_odd, tl.trans(k_odd), scores, input_precision="ieee")
-            if KIND == 2:
+            if KIND == HIDDEN_ZERO:
                 scores -= (q_sum + q_odd_sum)[:, None] * k_zero[None, :]
             scores *= (k_scale * scale)[None, :]
-        weights, shrink, top, total = soften(
-            scores, keys, inside, positions, top, total, cap, WINDOW, CAP, MASKED
-        )  # fmt: skip
-        v_even, v_odd = widen(v_tile, levels, KIND, COMPUTE, INTERPRET)
+        weights, rescale, row_max, row_sum = online_softmax(
+            scores, keys, inside, positions, row_max, row_sum, cap, WINDOW, CAP, MASKED
+        )
+        v_even, v_odd = widen(v_tile, pages.levels, KIND, COMPUTE, INTERPRET)
         # Zero points: of the rounded weights, so that what large ones add to `acc` is taken off exactly.
-        if KIND == 4:
+        if KIND == PAIRED_ZERO:
             v_scale, v_zero, odd_scale, odd_zero = paired_scales(v_line)
             odd_weights = (weights * (odd_scale * WEIGHT_SCALE)[None, :]).to(COMPUTE)
-            shift_odd = shift_odd * shrink + tl.sum(odd_weights.to(tl.float32) * odd_zero[None, :], 1)
+            zero_odd = zero_odd * rescale + tl.sum(odd_weights.to(tl.float32) * odd_zero[None, :], 1)
         else:
             v_scale, v_zero = row_scales(v_line, KIND)
         weights = (weights * (v_scale * WEIGHT_SCALE)[None, :]).to(COMPUTE)
-        acc = tl.dot(weights, v_even, acc * shrink[:, None], input_precision="ieee")
-        if KIND == 4:
-            acc_odd = tl.dot(odd_weights, v_odd, acc_odd * shrink[:, None], input_precision="ieee")
+        acc = tl.dot(weights, v_even, acc * rescale[:, None], input_precision="ieee")
+        if KIND == PAIRED_ZERO:
+            acc_odd = tl.dot(odd_weights, v_odd, acc_odd * rescale[:, None], input_precision="ieee")
         else:
-            acc_odd = tl.dot(weights, v_odd, acc_odd * shrink[:, None], input_precision="ieee")
-        if KIND == 2 or KIND == 4:
-            shift = shift * shrink + tl.sum(weights.to(tl.float32) * v_zero[None, :], 1)
-    return acc, acc_odd, shift, shift_odd, top, total
+            acc_odd = tl.dot(weights, v_odd, acc_odd * rescale[:, None], input_precision="ieee")
+        if KIND == HIDDEN_ZERO or KIND == PAIRED_ZERO:  # noqa: SIM109 (the compiler has no `in`)
+            zero = zero * rescale + tl.sum(weights.to(tl.float32) * v_zero[None, :], 1)
+    return State(acc, acc_odd, zero, zero_odd, row_max, row_sum)
 
 
 @triton.jit(do_not_specialize=["num_seqs", "num_tokens", "table_stride", "splits"])
 def _attend_packed(
-    q, k_codes, k_numbers, v_codes, v_numbers, levels, turn, out, partial, partial_log, counter, block_table,
-    query_starts, seq_lens, scale, cap, num_seqs, num_tokens, q_stride, out_stride, table_stride,
-    page_codes, head_codes, page_numbers, head_numbers, splits,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_P: tl.constexpr, HD: tl.constexpr, HDF: tl.constexpr,
-    CBP: tl.constexpr, PAGE: tl.constexpr, FIRST_NUMBER: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    PREFILL: tl.constexpr, SINGLE_ONLY: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
-    KIND: tl.constexpr, TURNED: tl.constexpr, COMPUTE: tl.constexpr, TURNING: tl.constexpr, PDL: tl.constexpr,
-    INTERPRET: tl.constexpr,
-):  # fmt: skip
-    """A program: BM rows, (token, head) pairs of one KV head's group; PREFILL a block of a sequence's tokens over all
-    keys before them, else its one token over a share of the keys. FIRST_NUMBER: where a block's scales begin."""
-    begin(PDL)
+    q,
+    out,
+    pages,
+    batch,
+    partials,
+    scale,
+    cap,
+    q_stride,
+    out_stride,
+    num_seqs,
+    num_tokens,
+    table_stride,
+    splits,
+    GEOMETRY: tl.constexpr,
+    VARIANT: tl.constexpr,
+):
+    """A program: a tile of rows, (token, head) pairs of one KV head's group. q, out [T, heads * head_dim]."""
+    ROWS: tl.constexpr = VARIANT.rows
+    KEYS: tl.constexpr = VARIANT.keys
+    COMPUTE: tl.constexpr = VARIANT.compute
+    WINDOW: tl.constexpr = VARIANT.window
+    HEADS: tl.constexpr = GEOMETRY.heads
+    GROUP: tl.constexpr = GEOMETRY.group
+    PADDED_GROUP: tl.constexpr = GEOMETRY.padded_group
+    HEAD_DIM: tl.constexpr = GEOMETRY.head_dim
+    PADDED_DIM: tl.constexpr = GEOMETRY.padded_dim
+    ELEMENTS: tl.constexpr = GEOMETRY.elements
+    PADDED: tl.constexpr = GEOMETRY.padded_elements
+    ROTATION_DTYPE: tl.constexpr = VARIANT.rotation_dtype
+    PDL: tl.constexpr = VARIANT.pdl
+    dependent_launch(PDL)
     kv_head, split = tl.program_id(1).to(tl.int64), tl.program_id(2)
-    TOKENS: tl.constexpr = BM // GROUP
-    CB: tl.constexpr = HD // 2  # elements of a row
-    rows = tl.arange(0, BM)
+    TOKENS: tl.constexpr = ROWS // GROUP
+    rows = tl.arange(0, ROWS)
     heads = kv_head.to(tl.int32) * GROUP + rows % GROUP
     ahead = 0
-    if PREFILL:
+    if VARIANT.prefill:
         block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest walks first
-        seq = find_sequence(query_starts, block, num_seqs, TOKENS)
-        start = tl.load(query_starts + seq)
-        count = tl.load(query_starts + seq + 1) - start
+        seq = find_sequence(batch.query_starts, block, num_seqs, TOKENS)
+        start = tl.load(batch.query_starts + seq)
+        count = tl.load(batch.query_starts + seq + 1) - start
         ahead = (block - (start // TOKENS + seq)) * TOKENS
         if (ahead >= count) | (count == 1):
             return
     else:
         seq = tl.program_id(0)
-        start = tl.load(query_starts + seq)
-        count = tl.load(query_starts + seq + 1) - start
-        if SINGLE_ONLY:  # noqa: SIM102 (longer ones are the prefill launch's)
+        start = tl.load(batch.query_starts + seq)
+        count = tl.load(batch.query_starts + seq + 1) - start
+        if VARIANT.single_only:  # noqa: SIM102 (longer ones belong to the prefill launch)
             if count != 1:
                 return
-    length = tl.load(seq_lens + seq)
+    length = tl.load(batch.seq_lens + seq)
     live = (ahead + rows // GROUP < count) & (rows < TOKENS * GROUP)
     known = length - count + ahead  # tokens before the block
     positions = known + rows // GROUP
@@ -237,27 +303,27 @@ def _attend_packed(
     if WINDOW:
         low = tl.maximum(known - WINDOW + 1, 0)
     tokens = (start + ahead + rows // GROUP).to(tl.int64)
-    table = block_table + seq.to(tl.int64) * table_stride
+    table = batch.block_table + seq.to(tl.int64) * table_stride
 
-    dims = tl.arange(0, CBP)
-    row_ok = live[:, None] & (dims < CB)[None, :]
-    q_place = q + tokens[:, None] * q_stride + heads[:, None] * HD + dims[None, :] * 2
-    q_tile = tl.load(q_place, mask=row_ok, other=0.0).to(COMPUTE)
+    dims = tl.arange(0, PADDED)
+    row_ok = live[:, None] & (dims < ELEMENTS)[None, :]
+    q_place = q + tokens[:, None] * q_stride + heads[:, None] * HEAD_DIM + dims[None, :] * 2
+    q_even = tl.load(q_place, mask=row_ok, other=0.0).to(COMPUTE)
     q_odd = tl.load(q_place + 1, mask=row_ok, other=0.0).to(COMPUTE)
-    q_sum, q_odd_sum = tl.sum(q_tile.to(tl.float32), 1), tl.sum(q_odd.to(tl.float32), 1)
-    acc = tl.zeros([BM, CBP], dtype=tl.float32)
-    acc_odd = tl.zeros([BM, CBP], dtype=tl.float32)
-    k_block, v_block = k_codes + kv_head * head_codes, v_codes + kv_head * head_codes
-    k_scales = k_numbers + kv_head * head_numbers + FIRST_NUMBER
-    v_scales = v_numbers + kv_head * head_numbers + FIRST_NUMBER
-    top = tl.full([BM], float("-inf"), dtype=tl.float32)
-    total = tl.zeros([BM], dtype=tl.float32)
-    shift, shift_odd = tl.zeros([BM], dtype=tl.float32), tl.zeros([BM], dtype=tl.float32)
-    first_tile, past_tile = low // BN, tl.cdiv(end, BN)
+    q_sum, q_odd_sum = tl.sum(q_even.to(tl.float32), 1), tl.sum(q_odd.to(tl.float32), 1)
+    acc = tl.zeros([ROWS, PADDED], dtype=tl.float32)
+    acc_odd = tl.zeros([ROWS, PADDED], dtype=tl.float32)
+    k_codes, v_codes = pages.k_codes + kv_head * pages.head_codes, pages.v_codes + kv_head * pages.head_codes
+    k_numbers = pages.k_numbers + kv_head * pages.head_numbers + VARIANT.first_number
+    v_numbers = pages.v_numbers + kv_head * pages.head_numbers + VARIANT.first_number
+    row_max = tl.full([ROWS], float("-inf"), dtype=tl.float32)
+    row_sum = tl.zeros([ROWS], dtype=tl.float32)
+    zero, zero_odd = tl.zeros([ROWS], dtype=tl.float32), tl.zeros([ROWS], dtype=tl.float32)
+    first_tile, past_tile = low // KEYS, tl.cdiv(end, KEYS)
     tiles = past_tile - first_tile
     share = tiles
-    if SPLIT:
-        # Short sequences are shared out less: one tile each up to 16 shares, then two.
+    if VARIANT.split:
+        # Short sequences are split less: one tile each up to 16 splits, then two.
         share = tl.maximum(tl.cdiv(tiles, splits), tl.minimum(2, tl.cdiv(tiles, 16)))
         splits = tl.maximum(tl.cdiv(tiles, tl.maximum(share, 1)), 1)
         if split >= splits:
@@ -265,52 +331,53 @@ def _attend_packed(
     first_tile += split * share
     past_tile = tl.minimum(past_tile, first_tile + share)
     past_whole = first_tile
+    state = State(acc, acc_odd, zero, zero_odd, row_max, row_sum)
     if not WINDOW:
-        past_whole = tl.maximum(tl.minimum((known + 1) // BN, past_tile), first_tile)
-        acc, acc_odd, shift, shift_odd, top, total = walk_packed(
-            acc, acc_odd, shift, shift_odd, top, total, q_tile, q_odd, q_sum, q_odd_sum, table, k_block, k_scales,
-            v_block, v_scales, levels, first_tile, past_whole, low, end, positions, scale, cap, page_codes,
-            page_numbers, CB, CBP, PAGE, BN, WINDOW, CAP, False, KIND, COMPUTE, INTERPRET,
+        past_whole = tl.maximum(tl.minimum((known + 1) // KEYS, past_tile), first_tile)
+        state = walk_packed(
+            state, q_even, q_odd, q_sum, q_odd_sum, table, pages, k_codes, k_numbers, v_codes, v_numbers, first_tile,
+            past_whole, low, end, positions, scale, cap, GEOMETRY, VARIANT, False,
         )  # fmt: skip
-    acc, acc_odd, shift, shift_odd, top, total = walk_packed(
-        acc, acc_odd, shift, shift_odd, top, total, q_tile, q_odd, q_sum, q_odd_sum, table, k_block, k_scales,
-        v_block, v_scales, levels, past_whole, past_tile, low, end, positions, scale, cap, page_codes, page_numbers,
-        CB, CBP, PAGE, BN, WINDOW, CAP, True, KIND, COMPUTE, INTERPRET,
+    state = walk_packed(
+        state, q_even, q_odd, q_sum, q_odd_sum, table, pages, k_codes, k_numbers, v_codes, v_numbers, past_whole,
+        past_tile, low, end, positions, scale, cap, GEOMETRY, VARIANT, True,
     )  # fmt: skip
 
-    norm = 1.0 / (tl.where(total == 0.0, 1.0, total) * WEIGHT_SCALE)
-    acc = (acc - shift[:, None]) * norm[:, None]
-    acc_odd = (acc_odd - (shift_odd if KIND == 4 else shift)[:, None]) * norm[:, None]
-    every = tl.arange(0, HDF)
-    if not SPLIT:
-        out_row = out + tokens[:, None] * out_stride + heads[:, None] * HD
-        if TURNED:
-            whole = tl.reshape(tl.join(acc, acc_odd), [BM, HDF])
-            whole = tl.where((every < HD)[None, :], whole, 0.0)
-            whole = turned(whole, turn, HD, HDF, TURNING, True)
-            ok = live[:, None] & (every < HD)[None, :]
+    acc, acc_odd, zero, zero_odd, row_max, row_sum = state
+    norm = 1.0 / (tl.where(row_sum == 0.0, 1.0, row_sum) * WEIGHT_SCALE)
+    acc = (acc - zero[:, None]) * norm[:, None]
+    acc_odd = (acc_odd - (zero_odd if VARIANT.kind == PAIRED_ZERO else zero)[:, None]) * norm[:, None]
+    every = tl.arange(0, PADDED_DIM)
+    if not VARIANT.split:
+        out_row = out + tokens[:, None] * out_stride + heads[:, None] * HEAD_DIM
+        if VARIANT.rotated:
+            whole = tl.reshape(tl.join(acc, acc_odd), [ROWS, PADDED_DIM])
+            whole = tl.where((every < HEAD_DIM)[None, :], whole, 0.0)
+            whole = rotate_rows(whole, pages.rotation, HEAD_DIM, PADDED_DIM, ROTATION_DTYPE, True)
+            ok = live[:, None] & (every < HEAD_DIM)[None, :]
             tl.store(out_row + every[None, :], whole.to(out.dtype.element_ty), mask=ok)
         else:
             tl.store(out_row + dims[None, :] * 2, acc.to(out.dtype.element_ty), mask=row_ok)
             tl.store(out_row + dims[None, :] * 2 + 1, acc_odd.to(out.dtype.element_ty), mask=row_ok)
     else:
-        log = tl.where(total == 0.0, float("-inf"), top + tl.log2(total))
+        log = tl.where(row_sum == 0.0, float("-inf"), row_max + tl.log2(row_sum))
         line = (split.to(tl.int64) * num_tokens + tokens) * HEADS + heads
-        tl.store(partial_log + line, log, mask=live)
-        filled = row_ok & (total > 0.0)[:, None]
-        tl.store(partial + line[:, None] * HD + dims[None, :] * 2, acc, mask=filled)
-        tl.store(partial + line[:, None] * HD + dims[None, :] * 2 + 1, acc_odd, mask=filled)
-        number = counter + seq * tl.num_programs(1) + tl.program_id(1)
-        if arrive_last(number, splits):
-            tl.store(number, 0)
-            group_heads = tl.arange(0, GROUP_P)
+        tl.store(partials.logs + line, log, mask=live)
+        filled = row_ok & (row_sum > 0.0)[:, None]
+        tl.store(partials.outputs + line[:, None] * HEAD_DIM + dims[None, :] * 2, acc, mask=filled)
+        tl.store(partials.outputs + line[:, None] * HEAD_DIM + dims[None, :] * 2 + 1, acc_odd, mask=filled)
+        counter = partials.counters + seq * tl.num_programs(1) + tl.program_id(1)
+        if arrive_last(counter, splits):
+            tl.store(counter, 0)
+            group_heads = tl.arange(0, PADDED_GROUP)
             valid = group_heads < GROUP
             first_line = start.to(tl.int64) * HEADS + kv_head * GROUP
-            merged = merge_parts(
-                partial, partial_log, first_line + group_heads, valid, num_tokens, 0, splits, HEADS, HD, HDF, GROUP_P
-            )
-            if TURNED:
-                merged = turned(merged, turn, HD, HDF, TURNING, True)
-            place = out + start.to(tl.int64) * out_stride + (kv_head * GROUP + group_heads)[:, None] * HD
-            ok = valid[:, None] & (every < HD)[None, :]
+            merged = merge_partials(
+                partials, first_line + group_heads, valid, num_tokens, 0, splits, HEADS, HEAD_DIM, PADDED_DIM,
+                PADDED_GROUP,
+            )  # fmt: skip
+            if VARIANT.rotated:
+                merged = rotate_rows(merged, pages.rotation, HEAD_DIM, PADDED_DIM, ROTATION_DTYPE, True)
+            place = out + start.to(tl.int64) * out_stride + (kv_head * GROUP + group_heads)[:, None] * HEAD_DIM
+            ok = valid[:, None] & (every < HEAD_DIM)[None, :]
             tl.store(place + every[None, :], merged.to(out.dtype.element_ty), mask=ok)

@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tokenmill.kernels.triton.launch import INTERPRETED, begin, early, options, power_of_two
+from tokenmill.kernels.triton.shared.device import dependent_launch
+from tokenmill.kernels.triton.shared.launch import INTERPRETED, options, power_of_two, uses_pdl
 
 FLOAT8_MAX = 448.0
 INT8_MAX = 127.0
@@ -53,7 +54,7 @@ def _rms_norm(
     columns = tl.arange(0, BLOCK)
     ok = columns < width
     gain = tl.load(weight + columns, mask=ok, other=0.0).to(tl.float32)
-    begin(PDL)
+    dependent_launch(PDL)
     values = tl.load(x + row * width + columns, mask=ok, other=0.0).to(tl.float32)
     if ADD:
         values += tl.load(y + row * width + columns, mask=ok, other=0.0).to(tl.float32)
@@ -92,7 +93,7 @@ def _gated(
     INTEGER: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    begin(PDL)
+    dependent_launch(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     ok = columns < width
@@ -118,7 +119,7 @@ def _quantize(
     INTEGER: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    begin(PDL)
+    dependent_launch(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     values = tl.load(x + row * stride + columns, mask=columns < width, other=0.0).to(tl.float32)
@@ -128,7 +129,7 @@ def _quantize(
 @triton.jit
 def _combine(x, y, out, count, cap, BLOCK: tl.constexpr, CAP: tl.constexpr, PDL: tl.constexpr):
     """out = x + y, or (CAP) cap * tanh(x / cap)."""
-    begin(PDL)
+    dependent_launch(PDL)
     places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     ok = places < count
     values = tl.load(x + places, mask=ok, other=0.0).to(tl.float32)
@@ -141,7 +142,7 @@ def _combine(x, y, out, count, cap, BLOCK: tl.constexpr, CAP: tl.constexpr, PDL:
 
 @triton.jit
 def _embed(ids, table, out, width, scale, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    begin(PDL)
+    dependent_launch(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     ok = columns < width
@@ -183,7 +184,7 @@ def _norm(
         ADD=y is not None,
         LIMIT=limit,
         INTEGER=quantize == "int8",
-        PDL=early(x.device),
+        PDL=uses_pdl(x.device),
         **options(x.device, _warps(block), 1),
     )
     if codes is None or scales is None:
@@ -230,7 +231,7 @@ def _gate(gate: Tensor, up: Tensor, activation: str, quantize: str, fixed: float
         GELU=activation == "gelu_tanh",
         LIMIT=limit,
         INTEGER=quantize == "int8",
-        PDL=early(gate.device),
+        PDL=uses_pdl(gate.device),
         **options(gate.device, _warps(block), 1),
     )
     return tuple(each for each in (out, codes, scales) if each is not None)
@@ -262,7 +263,7 @@ def quantize_rows(x: Tensor, quantize: str, fixed: float = 0.0) -> tuple[Tensor,
         BLOCK=block,
         LIMIT=limit,
         INTEGER=quantize == "int8",
-        PDL=early(x.device),
+        PDL=uses_pdl(x.device),
         **options(x.device, _warps(block), 1),
     )
     return codes, scales
@@ -280,7 +281,7 @@ def _combined(x: Tensor, y: Tensor | None, cap: float) -> Tensor:
         cap,
         BLOCK=block,
         CAP=y is None,
-        PDL=early(x.device),
+        PDL=uses_pdl(x.device),
         **options(x.device, 4, 1),
     )
     return out
@@ -300,6 +301,6 @@ def embed(ids: Tensor, table: Tensor, scale: float = 1.0, dtype: torch.dtype = t
     out = torch.empty(ids.shape[0], width, dtype=dtype, device=ids.device)
     block = min(power_of_two(width), 1024)
     _embed[(ids.shape[0], triton.cdiv(width, block))](
-        ids, table, out, width, scale, BLOCK=block, PDL=early(ids.device), **options(ids.device, 4, 1)
+        ids, table, out, width, scale, BLOCK=block, PDL=uses_pdl(ids.device), **options(ids.device, 4, 1)
     )
     return out

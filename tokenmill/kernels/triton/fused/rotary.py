@@ -12,9 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tokenmill.kernels.triton.launch import begin, early, options, power_of_two
+from tokenmill.kernels.triton.shared.device import dependent_launch
+from tokenmill.kernels.triton.shared.launch import options, power_of_two, uses_pdl
 
-HEADS_AT_ONCE = 8
+HEADS_PER_PROGRAM = 8
 
 
 @triton.jit
@@ -56,7 +57,7 @@ def _rotate_store(
     PDL: tl.constexpr,
 ):
     """x [T, (Q + K + V heads) * HD] -> q_out rotated, k_pages rotated, v_pages as it is. HALF is HD / 2, padded."""
-    begin(PDL)
+    dependent_launch(PDL)
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * BH + tl.arange(0, BH)
     pair = tl.arange(0, HALF)
@@ -82,12 +83,12 @@ def _rotate_store(
     position = tl.load(positions + token).to(tl.int64)
     c = tl.load(cos + position * HALVES + pair, mask=pair < HALVES, other=0.0)[None, :]
     s = tl.load(sin + position * HALVES + pair, mask=pair < HALVES, other=0.0)[None, :]
-    turned_a = tl.where(is_value[:, None], a, a * c - b * s)
-    turned_b = tl.where(is_value[:, None], b, b * c + a * s)
+    rotated_a = tl.where(is_value[:, None], a, a * c - b * s)
+    rotated_b = tl.where(is_value[:, None], b, b * c + a * s)
     q_place = q_out + token * q_stride + heads[:, None] * HD
     q_ok = ok & is_query[:, None]
-    tl.store(q_place + first[None, :], turned_a.to(q_out.dtype.element_ty), mask=q_ok)
-    tl.store(q_place + second[None, :], turned_b.to(q_out.dtype.element_ty), mask=q_ok)
+    tl.store(q_place + first[None, :], rotated_a.to(q_out.dtype.element_ty), mask=q_ok)
+    tl.store(q_place + second[None, :], rotated_b.to(q_out.dtype.element_ty), mask=q_ok)
     if K_HEADS:
         slot = tl.load(slots + token).to(tl.int64)
         in_page = (slot // PAGE) * page_stride + (slot % PAGE) * HD
@@ -99,9 +100,9 @@ def _rotate_store(
             by_key = tl.load(k_scale + k_head, mask=~is_query & ~is_value, other=1.0)
             by_value = tl.load(v_scale + v_head, mask=is_value & (v_head < V_HEADS), other=1.0)
             by = tl.where(is_value, by_value, by_key)[:, None]
-            turned_a, turned_b = turned_a / by, turned_b / by
-        page_a = page_value(turned_a, k_pages.dtype.element_ty, QUANTIZED)
-        page_b = page_value(turned_b, k_pages.dtype.element_ty, QUANTIZED)
+            rotated_a, rotated_b = rotated_a / by, rotated_b / by
+        page_a = page_value(rotated_a, k_pages.dtype.element_ty, QUANTIZED)
+        page_b = page_value(rotated_b, k_pages.dtype.element_ty, QUANTIZED)
         k_place = k_pages + in_page + k_head.to(tl.int64)[:, None] * head_stride
         v_place = v_pages + in_page + v_head.to(tl.int64)[:, None] * head_stride
         tl.store(k_place + first[None, :], page_a, mask=k_ok)
@@ -127,7 +128,7 @@ def _store(
     QUANTIZED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    begin(PDL)
+    dependent_launch(PDL)
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * BH + tl.arange(0, BH)
     dims = tl.arange(0, HDP)
@@ -145,7 +146,7 @@ def store_kv(x: Tensor, pages: Tensor, slots: Tensor, scale: Tensor | None = Non
     _, kv_heads, page_size, head_dim = pages.shape
     quantized = pages.element_size() == 1
     assert quantized == (scale is not None), "FP8 pages have scales, others have none"
-    _store[(x.shape[0], triton.cdiv(kv_heads, HEADS_AT_ONCE))](
+    _store[(x.shape[0], triton.cdiv(kv_heads, HEADS_PER_PROGRAM))](
         x,
         pages,
         slots,
@@ -157,9 +158,9 @@ def store_kv(x: Tensor, pages: Tensor, slots: Tensor, scale: Tensor | None = Non
         HD=head_dim,
         HDP=power_of_two(head_dim),
         PAGE=page_size,
-        BH=HEADS_AT_ONCE,
+        BH=HEADS_PER_PROGRAM,
         QUANTIZED=quantized,
-        PDL=early(x.device),
+        PDL=uses_pdl(x.device),
         **options(x.device, 4, 1),
     )
 
@@ -219,7 +220,7 @@ def _launch(
     q_norm, k_norm = norms or (None, None)
     k_scale, v_scale = scales or (None, None)
     heads = q_heads + 2 * kv_heads
-    _rotate_store[(x.shape[0], triton.cdiv(heads, HEADS_AT_ONCE))](
+    _rotate_store[(x.shape[0], triton.cdiv(heads, HEADS_PER_PROGRAM))](
         x,
         q_out,
         k_pages,
@@ -243,10 +244,10 @@ def _launch(
         HD=head_dim,
         HALF=power_of_two(head_dim // 2),
         PAGE=1 if k_pages is None else k_pages.shape[2],
-        BH=HEADS_AT_ONCE,
+        BH=HEADS_PER_PROGRAM,
         INTERLEAVED=interleaved,
         NORMED=norms is not None,
         QUANTIZED=k_pages is not None and k_pages.element_size() == 1,
-        PDL=early(x.device),
+        PDL=uses_pdl(x.device),
         **options(x.device, 4, 1),
     )

@@ -10,13 +10,14 @@ weights, in registers, before the product where many tokens leave no room for th
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from tokenmill.kernels.triton.fused.rotated import (
+from tokenmill.kernels.triton.fused.rotary_epilogue import (
     NOT_ROTATED,
     HeadPlaces,
     head_rows,
@@ -24,26 +25,43 @@ from tokenmill.kernels.triton.fused.rotated import (
     load_places,
     write_heads,
 )
-from tokenmill.kernels.triton.launch import INTERPRETED, early, options, workspace
-from tokenmill.kernels.triton.matmul.skinny import (
-    Tiling,
-    arrive_last,
-    choose_splits,
+from tokenmill.kernels.triton.matmul.choose import Tiling, choose_splits, folds_scales
+from tokenmill.kernels.triton.matmul.tile import (
+    SplitSums,
     multiply,
     prefetch_rows,
-    sum_parts,
     tile_rows,
     write_gated,
     write_tile,
 )
+from tokenmill.kernels.triton.shared.device import arrive_last, sum_partials
+from tokenmill.kernels.triton.shared.launch import INTERPRETED, options, uses_pdl, workspace
 
-FOLD_TOKENS = 64  # from this many on, scales of small groups go into the weights: there would be too many sums
+
+class GroupedTensors(NamedTuple):
+    """The tensors of a GroupedWeight, as kernels take them."""
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    row_scale: Tensor
 
 
-def _folds(weight: GroupedWeight, tokens: int, token_tile: int) -> bool:
-    """Whether scales go into the weights. With groups of 128 that is the slower way even at 256 tokens, as the weights
-    wait for them; with zero points the sums of a large tile do not fit."""
-    return tokens >= FOLD_TOKENS and (weight.group < 128 or (weight.zeros is not None and token_tile > 64))
+class Variant(NamedTuple):
+    """What a launch is compiled for."""
+
+    tokens: int  # of a tile
+    rows: int  # of the matrix in a tile
+    width: int  # words (4 bits) or codes (8 bits) of a row in a block
+    group: int
+    bits: int
+    split: bool
+    even_depth: bool  # the depth is a multiple of a block's
+    fold: bool  # scales go into the weights, not into a group's partial sum
+    gated: bool
+    prefetch_lines: int
+    pdl: bool
+    interpreted: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +86,10 @@ class GroupedWeight:
     def block(self) -> int:
         """Values of a row in one block of codes."""
         return self.codes.shape[2] * (8 if self.bits == 4 else 1)
+
+    @property
+    def tensors(self) -> GroupedTensors:
+        return GroupedTensors(self.codes, self.scales, self.zeros, self.row_scale)
 
     @property
     def nbytes(self) -> int:
@@ -201,45 +223,23 @@ def add_stretches(
 
 @triton.jit(do_not_specialize=["M", "splits"])
 def _grouped(
-    x,
-    codes,
-    scales,
-    zeros,
-    row_scale,
-    bias,
-    out,
-    heads,
-    partial,
-    counter,
-    M,
-    N,
-    K,
-    steps,
-    x_stride,
-    out_stride,
-    splits,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    WIDTH: tl.constexpr,
-    GROUP: tl.constexpr,
-    BITS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    FOLD: tl.constexpr,
-    AFFINE: tl.constexpr,
-    BIASED: tl.constexpr,
-    GATED: tl.constexpr,
-    LINES: tl.constexpr,
-    PDL: tl.constexpr,
-    Q_HEADS: tl.constexpr,
-    K_HEADS: tl.constexpr,
-    HD: tl.constexpr,
-    PAGE: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    INTERPRET: tl.constexpr,
-):
+    x, weight, bias, out, heads, sums, N, K, steps, x_stride, out_stride, M, splits,
+    VARIANT: tl.constexpr, LAYOUT: tl.constexpr,
+):  # fmt: skip
+    """x [M, K] @ weight [N, K]^T, `steps` blocks of codes deep; `heads` and LAYOUT are the rotary epilogue's."""
+    BM: tl.constexpr = VARIANT.tokens
+    BN: tl.constexpr = VARIANT.rows
+    WIDTH: tl.constexpr = VARIANT.width
+    GROUP: tl.constexpr = VARIANT.group
+    BITS: tl.constexpr = VARIANT.bits
+    EVEN_K: tl.constexpr = VARIANT.even_depth
+    FOLD: tl.constexpr = VARIANT.fold
+    GATED: tl.constexpr = VARIANT.gated
+    INTERPRET: tl.constexpr = VARIANT.interpreted
+    PREFETCH_LINES: tl.constexpr = VARIANT.prefetch_lines
+    AFFINE: tl.constexpr = weight.zeros is not None
     tile, split, token_tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    rows = head_rows(tile, BN, HD, INTERLEAVED) if HD else tile_rows(tile, N, BN, GATED)
+    rows = head_rows(tile, BN, LAYOUT) if LAYOUT.head_dim else tile_rows(tile, N, BN, GATED)
     tokens = token_tile * BM + tl.arange(0, BM)
     per_split = tl.cdiv(steps, splits)
     first = split * per_split
@@ -247,14 +247,14 @@ def _grouped(
     safe = tl.minimum(rows, N - 1)
     inner = tl.arange(0, WIDTH)
     x_rows = x + tl.minimum(tokens, M - 1).to(tl.int64) * x_stride
-    code_rows = codes + safe.to(tl.int64) * WIDTH
+    code_rows = weight.codes + safe.to(tl.int64) * WIDTH
     step_codes = tl.cast(N, tl.int64) * WIDTH
-    if PDL:
+    if VARIANT.pdl:
         tl.extra.cuda.gdc_launch_dependents()
-        for block in tl.static_range(LINES):
+        for block in tl.static_range(PREFETCH_LINES):
             prefetch_rows(code_rows + (first + block) * step_codes, 32, 1)
         tl.extra.cuda.gdc_wait()
-    position, slot = load_places(heads, tokens, M, HD)
+    position, slot = load_places(heads, tokens, M, LAYOUT)
     acc = tl.zeros([BN, BM], dtype=tl.float32)
     STRETCHES: tl.constexpr = 8 if BITS == 4 else 1
     LINES_PER_STEP: tl.constexpr = STRETCHES * WIDTH // GROUP
@@ -262,7 +262,7 @@ def _grouped(
     # Few tokens: scales are read one step ahead, since only operands of a product get a pipeline from the compiler.
     # Where they go into the weights they would, carried from step to step, be in another layout than those.
     AHEAD: tl.constexpr = not FOLD and not AFFINE
-    carried = load_lines(scales + safe + first * line_step, N, LINES_PER_STEP)
+    carried = load_lines(weight.scales + safe + first * line_step, N, LINES_PER_STEP)
     for step in range(first, last):
         packed = tl.load(code_rows[:, None] + step * step_codes + inner[None, :], eviction_policy="evict_first")
         if BITS == 4:
@@ -271,41 +271,40 @@ def _grouped(
             parts = (packed.to(tl.float32 if INTERPRET else tl.bfloat16),)
         k = step * (STRETCHES * WIDTH) + inner
         if AHEAD:
-            following = load_lines(scales + safe + tl.minimum(step + 1, steps - 1) * line_step, N, LINES_PER_STEP)
+            next_line = tl.minimum(step + 1, steps - 1) * line_step
+            following = load_lines(weight.scales + safe + next_line, N, LINES_PER_STEP)
             acc = add_stretches(
                 acc, parts, x_rows, k, K, carried, carried, STRETCHES, GROUP // WIDTH, EVEN_K, FOLD, AFFINE, INTERPRET
             )
             carried = following
         else:
-            now = load_lines(scales + safe + step * line_step, N, LINES_PER_STEP)
-            zero = load_lines(zeros + safe + step * line_step, N, LINES_PER_STEP) if AFFINE else now
+            now = load_lines(weight.scales + safe + step * line_step, N, LINES_PER_STEP)
+            zero = load_lines(weight.zeros + safe + step * line_step, N, LINES_PER_STEP) if AFFINE else now
             acc = add_stretches(
                 acc, parts, x_rows, k, K, now, zero, STRETCHES, GROUP // WIDTH, EVEN_K, FOLD, AFFINE, INTERPRET
             )
-    acc *= tl.load(row_scale + safe)[:, None]
+    acc *= tl.load(weight.row_scale + safe)[:, None]
     tiles = tl.num_programs(0) * tl.num_programs(2)
     number = token_tile * tl.num_programs(0) + tile
     is_last = True
-    if SPLIT:
+    if VARIANT.split:
         tl.static_assert(not GATED)
         inside = tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
-        tl.store(partial + (split * tiles + number) * BN * BM + inside, acc)
-        is_last = arrive_last(counter + number, splits)
+        tl.store(sums.partial + (split * tiles + number) * BN * BM + inside, acc)
+        is_last = arrive_last(sums.counters + number, splits)
     if is_last:
-        cos, sin = load_angles(heads, position, tile, BN, HD)
-        if SPLIT:
-            acc = sum_parts(partial, number, tiles, inside, splits, BN * BM)
-            tl.store(counter + number, 0)
-        if HD:
-            if BIASED:
+        cos, sin = load_angles(heads, position, tile, BN, LAYOUT)
+        if VARIANT.split:
+            acc = sum_partials(sums.partial, number, tiles, inside, splits, BN * BM)
+            tl.store(sums.counters + number, 0)
+        if LAYOUT.head_dim:
+            if bias is not None:
                 acc += tl.load(bias + safe)[:, None].to(tl.float32)
-            write_heads(
-                acc, cos, sin, slot, heads, tile, tokens, M, BN, BM, Q_HEADS, K_HEADS, HD, PAGE, INTERLEAVED
-            )  # fmt: skip
+            write_heads(acc, cos, sin, slot, heads, tile, tokens, M, BN, BM, LAYOUT)
         elif GATED:
-            write_gated(acc, out, bias, tile, tokens, M, N, out_stride, BN, BM, BIASED)
+            write_gated(acc, out, bias, tile, tokens, M, N, out_stride, BN, BM)
         else:
-            write_tile(acc, out, row_scale, row_scale, bias, rows, tokens, M, N, out_stride, False, BIASED)
+            write_tile(acc, out, None, None, bias, rows, tokens, M, N, out_stride)
 
 
 def grouped_matmul(
@@ -328,39 +327,37 @@ def grouped_matmul(
     splits = 1 if gated else tiling.splits or choose_splits(tiles * token_tiles, steps, x.device)
     splits = triton.cdiv(steps, triton.cdiv(steps, splits))
     scratch = workspace(x.device)
+    partial = scratch.partials(splits * tiles * token_tiles * tiling.rows * token_tile if splits > 1 else 0)
+    variant = Variant(
+        tokens=token_tile,
+        rows=tiling.rows,
+        width=weight.codes.shape[2],
+        group=weight.group,
+        bits=weight.bits,
+        split=splits > 1,
+        even_depth=weight.depth % weight.block == 0,
+        fold=folds_scales(weight.group, weight.zeros is not None, tokens, token_tile),
+        gated=gated,
+        prefetch_lines=tiling.prefetch_lines,
+        pdl=uses_pdl(x.device),
+        interpreted=INTERPRETED,
+    )
     _grouped[(tiles, splits, token_tiles)](
         x,
-        weight.codes,
-        weight.scales,
-        weight.zeros,
-        weight.row_scale,
+        weight.tensors,
         bias,
         out,
         heads.tensors if heads else None,
-        scratch.partials(splits * tiles * token_tiles * tiling.rows * token_tile if splits > 1 else 0),
-        scratch.counters(tiles * token_tiles),
-        tokens,
+        SplitSums(partial, scratch.counters(tiles * token_tiles)),
         weight.rows,
         weight.depth,
         steps,
         x.stride(0),
         out.stride(0),
+        tokens,
         splits,
-        BM=token_tile,
-        BN=tiling.rows,
-        WIDTH=weight.codes.shape[2],
-        GROUP=weight.group,
-        BITS=weight.bits,
-        SPLIT=splits > 1,
-        EVEN_K=weight.depth % weight.block == 0,
-        FOLD=_folds(weight, tokens, token_tile),
-        AFFINE=weight.zeros is not None,
-        BIASED=bias is not None,
-        GATED=gated,
-        LINES=tiling.lines,
-        PDL=early(x.device),
-        **(heads.constants if heads else NOT_ROTATED),
-        INTERPRET=INTERPRETED,
+        VARIANT=variant,
+        LAYOUT=heads.layout if heads else NOT_ROTATED,
         **options(x.device, tiling.warps, tiling.stages),
     )
     return out

@@ -1,7 +1,8 @@
-"""Matrices that share an input as one matrix: one launch reads it once and fills the chip better than three small ones.
+"""Matrices that share an input as one matrix: one launch reads it once and fills the GPU better than three small ones.
 
-Joins what is ready for the GPU already, so it does not matter which format the parts came from; those that do not fit
-together stay apart. Called by the loader; executors recognise the parts by `JoinedRows`.
+Joins what is ready for the GPU already, so it does not matter which format the parts came from; parts of different
+kinds stay apart. Grouped codes of small matrices become bf16 before: unpacking would take longer than reading. Called
+by the loader; executors recognise the parts by `JoinedRows`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from tokenmill.kernels.triton.matmul.choose import worth_expanding
+from tokenmill.kernels.triton.matmul.dequantize import dequantize
 from tokenmill.kernels.triton.matmul.grouped import GroupedWeight
 from tokenmill.kernels.triton.matmul.linear import DenseLinear, GpuLinear, GroupedLinear, ScaledLinear
 
@@ -35,6 +38,18 @@ class JoinedRows:
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.whole(x)[:, self.begin : self.end]
+
+
+def expand_small(parts: Sequence[GpuLinear]) -> list[GpuLinear]:
+    """Matrices that share an input, those of grouped codes as bf16 if all parts together are small. (What the user
+    asked to round at load stays as it is: the loader does not call this for it.)"""
+    if not worth_expanding(sum(part.rows for part in parts), parts[0].depth):
+        return list(parts)
+    return [_expanded(part) if isinstance(part, GroupedLinear) else part for part in parts]
+
+
+def _expanded(linear: GroupedLinear) -> DenseLinear:
+    return DenseLinear(dequantize(linear.weight), linear.bias, f"bf16, being small ({linear.detail})")
 
 
 def join_linears(parts: Sequence[GpuLinear]) -> GpuLinear | None:

@@ -1,8 +1,8 @@
 """Weights made ready for a GPU: bf16, one scale per row (fp8, int8), or grouped codes. Calling one multiplies.
 
-Chooses nothing itself: tuning.py names the kernel for each token count, repack.py makes the layout. A call never
+Decides nothing itself: choose.py names the kernel for each token count, repack.py makes the layout. A call never
 synchronizes and allocates only its output, so it can be captured. Activations are bf16 inside; the result has the type
-of the input.
+of the input. Made by the loader; executors call `multiply` and ask what it fuses.
 """
 
 from __future__ import annotations
@@ -15,30 +15,27 @@ from torch import Tensor
 from tokenmill.errors import CheckpointError
 from tokenmill.kernels.base import Declined
 from tokenmill.kernels.triton.fused.elementwise import quantize_rows
-from tokenmill.kernels.triton.fused.rotated import HeadPlaces
-from tokenmill.kernels.triton.launch import INTERPRETED
-from tokenmill.kernels.triton.matmul import repack
-from tokenmill.kernels.triton.matmul.expanded import expand
+from tokenmill.kernels.triton.fused.rotary_epilogue import HeadPlaces
+from tokenmill.kernels.triton.matmul import choose, repack
+from tokenmill.kernels.triton.matmul.choose import GEMV, HOPPER, HOPPER_WIDE, LIBRARY, Plan, plan_table
+from tokenmill.kernels.triton.matmul.dequantize import dequantize
+from tokenmill.kernels.triton.matmul.gemv import gemv
 from tokenmill.kernels.triton.matmul.grouped import GroupedWeight, grouped_matmul
-from tokenmill.kernels.triton.matmul.grouped_vector import grouped_vector_matmul
+from tokenmill.kernels.triton.matmul.grouped_gemv import grouped_gemv
 from tokenmill.kernels.triton.matmul.skinny import skinny_matmul
-from tokenmill.kernels.triton.matmul.tuning import GROUPED, HOPPER, LIBRARY, VECTOR, Plan, plan_table
-from tokenmill.kernels.triton.matmul.vector import vector_matmul
+from tokenmill.kernels.triton.shared.launch import INTERPRETED
 
 if TYPE_CHECKING:
     from tokenmill.kernels.base import StoredWeight
 
 
-_LARGE = 8192  # rows
-_FEW = 32  # tokens: a tile of more has no room for two halves of the rows side by side
-
-
 class GpuLinear:
-    """What the three kinds share: the bias, the choice of a plan, the measurement of one."""
+    """What the three kinds share: the bias, the plan for a token count, what that plan fuses."""
 
     backend = "triton"
     kind: str
     activations = ""  # "fp8" or "int8" where the input is quantized per token
+    input_scale = 0.0  # of quantized inputs: calibrated; 0: each token has its own
 
     def __init__(self, rows: int, depth: int, bias: Tensor | None, device: torch.device, detail: str) -> None:
         self.rows, self.depth, self.device, self.detail = rows, depth, device, detail
@@ -64,26 +61,35 @@ class GpuLinear:
         times the second, [M, N / 2]. `heads`, only where `rotates` says so: rotated and stored there, the queries."""
         raise NotImplementedError
 
+    def multiply_quantized(
+        self,
+        codes: Tensor,
+        scales: Tensor,
+        out_dtype: torch.dtype = torch.bfloat16,
+        plan: Plan | None = None,
+        gated: bool = False,
+        heads: HeadPlaces | None = None,
+    ) -> Tensor:
+        """As `multiply`, of codes [M, K] and scales [M] as fused/elementwise.py makes them; where `activations`."""
+        raise NotImplementedError
+
     def gates(self, tokens: int) -> bool:
-        """Whether a product of so many tokens can gate by itself."""
-        return self.rows % 2 == 0 and tokens == 1 and self.choose(1).kernel == VECTOR
+        """Whether `multiply` of this many tokens takes `gated`."""
+        return choose.fuses_gate(self.choose(tokens), self.rows, tokens)
 
     def rotates(self, tokens: int) -> bool:
-        """Whether a product of so many tokens can rotate its heads and store keys and values by itself."""
-        return tokens == 1 and self.choose(1).kernel == VECTOR
+        """Whether `multiply` of this many tokens takes `heads`."""
+        return choose.fuses_rotary(self.choose(tokens), tokens)
 
     def takes_codes(self, tokens: int) -> bool:
-        """Whether a product of so many tokens wants its input in 8 bits. Of one token's only large ones, whose threads
-        each read all of it: for the others rounding the input is but one more thing to wait for."""
-        if not self.activations or tokens > 1:
-            return bool(self.activations)
-        return self.rows > _LARGE or self.choose(1).kernel != VECTOR
+        """Whether a product of this many tokens wants its input in 8 bits, as a fused norm or gate writes it."""
+        return bool(self.activations) and choose.takes_codes(self.choose(tokens), self.rows, tokens)
 
     def choose(self, tokens: int) -> Plan:
         return self.plans.plan(self.kind, self.rows, self.depth, tokens)
 
     def tune(self, tokens: int) -> Plan:
-        """Measure once which plan is fastest for this many tokens; later calls use it, in later processes too."""
+        """Measure once which plan is fastest for this many tokens; later calls, in later processes too, use it."""
         x = torch.randn(tokens, self.depth, device=self.device, dtype=torch.bfloat16)
         return self.plans.measure(
             self.kind, self.rows, self.depth, tokens, lambda plan: self.multiply(x, torch.bfloat16, plan)
@@ -116,8 +122,8 @@ class DenseLinear(GpuLinear):
         x = x.to(torch.bfloat16)
         if plan.kernel == LIBRARY:
             return self._add_bias(torch.mm(x, self.weight.T).to(out_dtype))
-        if plan.kernel == VECTOR and x.shape[0] == 1:
-            return vector_matmul(x, self.weight, None, None, self.bias, out_dtype, plan.tiling, gated, heads)
+        if plan.kernel == GEMV and x.shape[0] == 1:
+            return gemv(x, self.weight, None, None, self.bias, out_dtype, plan.tiling, gated, heads)
         return skinny_matmul(x, self.weight, None, None, self.bias, out_dtype, plan.tiling)
 
 
@@ -127,7 +133,6 @@ class ScaledLinear(GpuLinear):
     def __init__(
         self, codes: Tensor, scales: Tensor, bias: Tensor | None, detail: str = "", input_scale: float = 0.0
     ) -> None:
-        """`input_scale`: calibrated; 0: each token has its own."""
         self.kind = self.activations = "int8" if codes.dtype == torch.int8 else "fp8"
         super().__init__(codes.shape[0], codes.shape[1], bias, codes.device, detail or f"{self.kind} per row x token")
         self.input_scale = input_scale
@@ -147,9 +152,9 @@ class ScaledLinear(GpuLinear):
         heads: HeadPlaces | None = None,
     ) -> Tensor:
         plan = plan or self.choose(x.shape[0])
-        if plan.kernel == VECTOR and x.shape[0] == 1:
+        if plan.kernel == GEMV and x.shape[0] == 1:
             x = x.to(torch.bfloat16)
-            return vector_matmul(x, self.codes, None, self.scales, self.bias, out_dtype, plan.tiling, gated, heads)
+            return gemv(x, self.codes, None, self.scales, self.bias, out_dtype, plan.tiling, gated, heads)
         return self.multiply_quantized(*quantize_rows(x, self.activations, self.input_scale), out_dtype, plan)
 
     def multiply_quantized(
@@ -161,13 +166,12 @@ class ScaledLinear(GpuLinear):
         gated: bool = False,
         heads: HeadPlaces | None = None,
     ) -> Tensor:
-        """Input from a fused norm or gate: codes [M, K] and scales [M] as elementwise.py makes them."""
         plan = plan or self.choose(codes.shape[0])
         if plan.kernel == LIBRARY:
             return self._add_bias(self._library(codes, scales, out_dtype))
-        if plan.kernel == VECTOR and codes.shape[0] == 1:
+        if plan.kernel == GEMV and codes.shape[0] == 1:
             rest = (self.bias, out_dtype, plan.tiling, gated, heads)
-            return vector_matmul(codes, self.codes, scales, self.scales, *rest)
+            return gemv(codes, self.codes, scales, self.scales, *rest)
         return skinny_matmul(codes, self.codes, scales, self.scales, self.bias, out_dtype, plan.tiling)
 
     def _library(self, codes: Tensor, scales: Tensor, out_dtype: torch.dtype) -> Tensor:
@@ -187,7 +191,7 @@ class ScaledLinear(GpuLinear):
 
 class GroupedLinear(GpuLinear):
     def __init__(self, weight: GroupedWeight, bias: Tensor | None, detail: str) -> None:
-        # "int4": what grouped_hopper.py reads; its copy engine wants rows of tokens at multiples of 16 bytes.
+        # "int4": what matmul/hopper and grouped_gemv.py read; TMA wants rows of tokens at multiples of 16 bytes.
         regular = weight.codes.shape[2] == 32 and weight.group >= 32 and weight.depth % 8 == 0
         self.kind = "grouped8" if weight.bits == 8 else "int4" if regular else "grouped4"
         super().__init__(weight.rows, weight.depth, bias, weight.codes.device, detail)
@@ -208,23 +212,18 @@ class GroupedLinear(GpuLinear):
         plan = plan or self.choose(x.shape[0])
         x = x.to(torch.bfloat16)
         if plan.kernel == LIBRARY:
-            return self._add_bias(torch.mm(x, expand(self.weight).T).to(out_dtype))
+            return self._add_bias(torch.mm(x, dequantize(self.weight).T).to(out_dtype))
         if plan.kernel == HOPPER:
-            from tokenmill.kernels.triton.matmul.grouped_hopper import hopper_matmul  # only there is its language known
+            from tokenmill.kernels.triton.matmul.hopper.narrow import narrow_matmul  # imports Gluon
 
-            return hopper_matmul(x, self.weight, self.bias, out_dtype, gated)
-        if plan.kernel == VECTOR and x.shape[0] == 1:
-            return grouped_vector_matmul(x, self.weight, self.bias, out_dtype, plan.tiling, gated, heads)
+            return narrow_matmul(x, self.weight, self.bias, out_dtype, gated)
+        if plan.kernel == HOPPER_WIDE:
+            from tokenmill.kernels.triton.matmul.hopper.wide import wide_matmul  # imports Gluon
+
+            return wide_matmul(x, self.weight, self.bias, out_dtype, gated)
+        if plan.kernel == GEMV and x.shape[0] == 1:
+            return grouped_gemv(x, self.weight, self.bias, out_dtype, plan.tiling, gated, heads)
         return grouped_matmul(x, self.weight, self.bias, out_dtype, plan.tiling, gated, heads)
-
-    def gates(self, tokens: int) -> bool:
-        kernel = self.choose(tokens).kernel
-        if kernel == HOPPER:
-            return self.rows % 256 == 0  # no tile with rows of both halves
-        return kernel in (GROUPED, VECTOR) and self.rows % 2 == 0 and tokens <= _FEW
-
-    def rotates(self, tokens: int) -> bool:
-        return self.choose(tokens).kernel in (GROUPED, VECTOR) and tokens <= _FEW
 
 
 def quantize_at_load(values: Tensor, bias: Tensor | None, scheme: str, group: int = 128) -> GpuLinear:
@@ -232,7 +231,7 @@ def quantize_at_load(values: Tensor, bias: Tensor | None, scheme: str, group: in
     values = values.float()
     if scheme in ("fp8", "int8"):
         codes, scales = quantize_rows(values.contiguous(), scheme)
-        scales = scales.clone()  # by an ordinary kernel: no product, however early it starts, reads codes half written
+        scales = scales.clone()  # by an ordinary kernel: no dependent launch of a product reads codes half written
         return ScaledLinear(codes, scales, bias, f"{scheme} per row x token, rounded at load")
     assert scheme == "int4", scheme
     grouped = values.view(values.shape[0], -1, group)

@@ -1,0 +1,9 @@
+"""What a captured step needs besides the model, so that the host need not wait for the device between steps.
+
+  inputs.py           the first launch: token ids, positions and slots from what the host or the last step provided
+  sampling.py         logits -> token ids: argmax, temperature, top-k, top-p, min-p
+  accepted_drafts.py  after checked drafts: which were accepted, and the inputs of the next step
+  ngram_lookup.py     drafts looked up in the sequence's own tokens
+
+Called inside the graph, by runtime/executors/cuda and runtime/speculation.
+"""

@@ -9,14 +9,15 @@ sibling, position, token): a request draws the same tokens in any batch. Tokens 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from tokenmill.kernels.triton.launch import INTERPRETED, begin, early, options, power_of_two, workspace
-from tokenmill.kernels.triton.matmul.skinny import arrive_last
+from tokenmill.kernels.triton.shared.device import arrive_last, dependent_launch
+from tokenmill.kernels.triton.shared.launch import INTERPRETED, options, power_of_two, uses_pdl, workspace
 
 _CHUNK = 4096  # tokens of the vocabulary per program
 _BLOCK = 8192  # per step of a pass over a whole row
@@ -33,7 +34,7 @@ class SamplingTensors:
     min_p: Tensor
     seeds: Tensor
     positions: Tensor
-    filtered: bool = True  # False: no row has a filter, the search is not launched
+    filtered: bool = True  # False: no row has a filter, so no threshold is searched
 
 
 @triton.jit
@@ -50,28 +51,28 @@ def unordered(key):
 
 
 @triton.jit
-def sum_above(logits, least, top, heat, vocab, BLOCK: tl.constexpr, WEIGHED: tl.constexpr):
-    """How many logits are >= `least`, or (WEIGHED) the sum of their exp((logit - top) * heat)."""
+def sum_above(logits, least, top, inverse_temperature, vocab, BLOCK: tl.constexpr, WEIGHED: tl.constexpr):
+    """How many logits are >= `least`, or (WEIGHED) the sum of their exp((logit - top) / temperature)."""
     total = tl.zeros([BLOCK], dtype=tl.float32)
     for start in range(0, vocab, BLOCK):
         places = start + tl.arange(0, BLOCK)
         values = tl.load(logits + places, mask=places < vocab, other=float("-inf")).to(tl.float32)
-        weights = tl.exp((values - top) * heat) if WEIGHED else 1.0
+        weights = tl.exp((values - top) * inverse_temperature) if WEIGHED else 1.0
         total += tl.where((values >= least) & (places < vocab), weights, 0.0)
     return tl.sum(total, 0)
 
 
 @triton.jit
-def bisect(logits, wanted, top, heat, vocab, BLOCK: tl.constexpr, WEIGHED: tl.constexpr):
+def bisect(logits, wanted, top, inverse_temperature, vocab, BLOCK: tl.constexpr, WEIGHED: tl.constexpr):
     """The largest float32 such that the logits at or above it number or weigh at least `wanted`."""
     found = tl.zeros([], dtype=tl.uint32)
     bit = tl.full([], 0x80000000, dtype=tl.uint32)
     while bit > 0:
         trial = found | bit
         # Keys of NaNs lie at both ends: above them all, nothing is kept; below, everything.
-        reached = sum_above(logits, unordered(trial), top, heat, vocab, BLOCK, WEIGHED) >= wanted
-        inside = trial <= ordered(top)
-        found = tl.where((reached & inside) | (trial < 0x00800000), trial, found)
+        weight = sum_above(logits, unordered(trial), top, inverse_temperature, vocab, BLOCK, WEIGHED)
+        reached = (weight >= wanted) & (trial <= ordered(top))
+        found = tl.where(reached | (trial < 0x00800000), trial, found)
         bit = bit >> 1
     return unordered(found)
 
@@ -81,12 +82,12 @@ def _threshold(
     logits, temperature, top_k, top_p, min_p, thresholds, vocab, stride, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
     """The smallest logit that the filters keep, per row; -inf where there are none. In order: top-k, top-p, min-p."""
-    begin(PDL)
+    dependent_launch(PDL)
     row = tl.program_id(0)
-    k, p, least, heat = tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row), tl.load(temperature + row)
+    k, p, least, t = tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row), tl.load(temperature + row)
     lowest = tl.full([], float("-inf"), dtype=tl.float32)
     by_count = (k > 0) & (k < vocab)
-    if (heat > 0) & (by_count | (p < 1.0) | (least > 0)):
+    if (t > 0) & (by_count | (p < 1.0) | (least > 0)):
         logits += row.to(tl.int64) * stride
         best = tl.full([BLOCK], float("-inf"), dtype=tl.float32)
         for start in range(0, vocab, BLOCK):
@@ -94,12 +95,12 @@ def _threshold(
             best = tl.maximum(best, tl.load(logits + places, mask=places < vocab, other=float("-inf")).to(tl.float32))
         top = tl.max(best, 0)
         if by_count:
-            lowest = bisect(logits, k.to(tl.float32), top, 1.0 / heat, vocab, BLOCK, False)
+            lowest = bisect(logits, k.to(tl.float32), top, 1.0 / t, vocab, BLOCK, False)
         if p < 1.0:
-            whole = sum_above(logits, lowest, top, 1.0 / heat, vocab, BLOCK, True)
-            lowest = tl.maximum(lowest, bisect(logits, p * whole, top, 1.0 / heat, vocab, BLOCK, True))
+            whole = sum_above(logits, lowest, top, 1.0 / t, vocab, BLOCK, True)
+            lowest = tl.maximum(lowest, bisect(logits, p * whole, top, 1.0 / t, vocab, BLOCK, True))
         if least > 0:
-            lowest = tl.maximum(lowest, top + tl.log(least) * heat)
+            lowest = tl.maximum(lowest, top + tl.log(least) * t)
         lowest = tl.minimum(lowest, top)
     tl.store(thresholds + row, lowest)
 
@@ -113,7 +114,7 @@ def mix32(value):
 
 
 @triton.jit
-def quick_log(value, INTERPRET: tl.constexpr):
+def fast_log(value, INTERPRET: tl.constexpr):
     """The logarithm as the hardware has it, good to 2^-22: noise needs no more, and a row takes two for every token."""
     if INTERPRET:
         return tl.log(value)
@@ -131,60 +132,54 @@ def exponential(seed, position, token, INTERPRET: tl.constexpr):
     v = (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10  # (0, 1]
     v = tl.minimum(v, 0.99999994)
     series = v * (1.0 + v * (0.5 + v * (0.3333333333333333 + v * 0.25)))
-    return tl.where(v < 0.004, series, -quick_log(1.0 - v, INTERPRET))
+    return tl.where(v < 0.004, series, -fast_log(1.0 - v, INTERPRET))
 
 
 @triton.jit
 def _draw(
     logits,
-    temperature,
-    seeds,
-    positions,
+    rows,
     thresholds,
     best_value,
     best_token,
     counter,
     out,
-    echo,
-    turn,
+    ring,
     vocab,
     stride,
-    echo_stride,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
-    CHUNKS_P: tl.constexpr,
-    RANDOM: tl.constexpr,
-    FILTERED: tl.constexpr,
+    PADDED_CHUNKS: tl.constexpr,
     PDL: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
     """The best of a chunk of a row; the last chunk to finish compares them and writes the id. First of equals wins."""
-    begin(PDL)
+    dependent_launch(PDL)
     row, chunk = tl.program_id(0), tl.program_id(1)
     tokens = chunk * CHUNK + tl.arange(0, CHUNK)
     ok = tokens < vocab
     values = tl.load(logits + row.to(tl.int64) * stride + tokens, mask=ok, other=float("-inf")).to(tl.float32)
-    if RANDOM:
-        heat = tl.load(temperature + row)
-        waiting = exponential(tl.load(seeds + row), tl.load(positions + row), tokens, INTERPRET)
-        drawn = values * (1.0 / tl.where(heat > 0, heat, 1.0)) - quick_log(waiting, INTERPRET)
-        if FILTERED:
+    if rows is not None:
+        t = tl.load(rows.temperature + row)
+        arrival = exponential(tl.load(rows.seeds + row), tl.load(rows.positions + row), tokens, INTERPRET)
+        drawn = values * (1.0 / tl.where(t > 0, t, 1.0)) - fast_log(arrival, INTERPRET)
+        if thresholds is not None:
             drawn = tl.where(values >= tl.load(thresholds + row), drawn, float("-inf"))
-        values = tl.where(ok, tl.where(heat > 0, drawn, values), float("-inf"))
+        values = tl.where(ok, tl.where(t > 0, drawn, values), float("-inf"))
     value = tl.max(values, 0)
     token = tl.min(tl.where((values == value) & ok, tokens, 2147483647), 0)
     tl.store(best_value + row * CHUNKS + chunk, value)
     tl.store(best_token + row * CHUNKS + chunk, token)
     if arrive_last(counter + row, CHUNKS):
         tl.store(counter + row, 0)
-        chunks = tl.arange(0, CHUNKS_P)
+        chunks = tl.arange(0, PADDED_CHUNKS)
         inside = chunks < CHUNKS
         found = tl.load(best_value + row * CHUNKS + chunks, mask=inside, other=float("-inf"), cache_modifier=".cg")
-        token = tl.load(best_token + row * CHUNKS + chunks, mask=inside, other=2147483647, cache_modifier=".cg")
-        winner = tl.min(tl.where((found == tl.max(found, 0)) & inside, token, 2147483647), 0)
+        chunk_tokens = tl.load(best_token + row * CHUNKS + chunks, mask=inside, other=2147483647, cache_modifier=".cg")
+        winner = tl.min(tl.where((found == tl.max(found, 0)) & inside, chunk_tokens, 2147483647), 0)
         tl.store(out + row, winner.to(out.dtype.element_ty))
-        if echo is not None:
-            tl.store(echo + tl.load(turn) * echo_stride + row, winner.to(echo.dtype.element_ty))
+        if ring is not None:
+            tl.store(ring.ids + tl.load(ring.slot) * ring.stride + row, winner.to(ring.ids.dtype.element_ty))
 
 
 def mix_seed(seed: int, index: int) -> int:
@@ -202,11 +197,26 @@ def _chunk(vocab: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Echo:
-    """Where ids are written besides, for the host: pinned int64 [turns, most rows]; turn int32 [1] on the device."""
+class TokenRing:
+    """A ring of pinned buffers that token ids are also written to, for the host: ids int64 [slots, max rows]; `index`
+    int32 [1] on the device is the slot of the current step (`begin_step` advances it)."""
 
     ids: Tensor
-    turn: Tensor
+    index: Tensor
+
+
+class _Rows(NamedTuple):
+    """What a random draw reads, per row."""
+
+    temperature: Tensor
+    seeds: Tensor
+    positions: Tensor
+
+
+class _Ring(NamedTuple):
+    ids: Tensor
+    slot: Tensor
+    stride: int
 
 
 def _pick(
@@ -214,7 +224,7 @@ def _pick(
     rows: SamplingTensors | None,
     thresholds: Tensor | None,
     out: Tensor | None,
-    echo: Echo | None = None,
+    ring: TokenRing | None = None,
 ) -> Tensor:
     count, vocab = logits.shape
     out = torch.empty(count, dtype=torch.int64, device=logits.device) if out is None else out
@@ -223,25 +233,19 @@ def _pick(
     values = scratch.partials(2 * count * chunks)
     _draw[(count, chunks)](
         logits,
-        None if rows is None else rows.temperature,
-        None if rows is None else rows.seeds,
-        None if rows is None else rows.positions,
+        None if rows is None else _Rows(rows.temperature, rows.seeds, rows.positions),
         thresholds,
         values,
         values[count * chunks :].view(torch.int32),
         scratch.counters(count),
         out,
-        None if echo is None else echo.ids,
-        None if echo is None else echo.turn,
+        None if ring is None else _Ring(ring.ids, ring.index, ring.ids.stride(0)),
         vocab,
         logits.stride(0),
-        0 if echo is None else echo.ids.stride(0),
         CHUNK=_chunk(vocab),
         CHUNKS=chunks,
-        CHUNKS_P=power_of_two(chunks),
-        RANDOM=rows is not None,
-        FILTERED=thresholds is not None,
-        PDL=early(logits.device),
+        PADDED_CHUNKS=power_of_two(chunks),
+        PDL=uses_pdl(logits.device),
         INTERPRET=INTERPRETED,
         **options(logits.device, 8, 1),
     )
@@ -253,10 +257,10 @@ def argmax(logits: Tensor) -> Tensor:
     return _pick(logits, None, None, None)
 
 
-def sample(logits: Tensor, rows: SamplingTensors, out: Tensor | None = None, echo: Echo | None = None) -> Tensor:
+def sample(logits: Tensor, rows: SamplingTensors, out: Tensor | None = None, ring: TokenRing | None = None) -> Tensor:
     """One token id per row of logits [R, vocab] (float32 or bf16) -> int64 [R]."""
     thresholds = _search(logits, rows) if rows.filtered else None
-    return _pick(logits, rows, thresholds, out, echo)
+    return _pick(logits, rows, thresholds, out, ring)
 
 
 def _search(logits: Tensor, rows: SamplingTensors) -> Tensor:
@@ -273,7 +277,7 @@ def _search(logits: Tensor, rows: SamplingTensors) -> Tensor:
         vocab,
         logits.stride(0),
         BLOCK=min(_BLOCK, power_of_two(vocab)),
-        PDL=early(device),
+        PDL=uses_pdl(device),
         **options(device, 16, 1),
     )
     return thresholds

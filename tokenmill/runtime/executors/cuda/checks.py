@@ -8,28 +8,33 @@ Used by the graph executor.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from dataclasses import dataclass
 
-from torch import Tensor
+from tokenmill.runtime.executors.base import StepInput
+from tokenmill.runtime.verify import num_held
+from tokenmill.types import Request
 
-from tokenmill.types import Batch, Request, ScheduledTokens
+Expected = list[tuple[Request, int, int]]  # per position: request, position, token id
+Tables = tuple[list[int], ...]  # per KV group: page id by page index
 
-Expected = list[tuple[Request, int, int]]  # per row: request, position, token id
+
+@dataclass(slots=True, eq=False)
+class Position:
+    """One token to compute, as a row of a captured step: drafts are checked like a batch of decodes."""
+
+    request: Request
+    position: int
+    token_id: int
+    tables: Tables
 
 
-class StepHead(Protocol):
-    """Guesses inside a captured step."""
-
-    depth: int
-
-    def note(self, batch: Batch) -> None:
-        """Told of every step before it is computed: the tokens that it reads. Safe to capture."""
-        ...
-
-    def guess(self, hidden: Tensor, last: Tensor, batch: Batch) -> Tensor:
-        """hidden [R, hidden] and the token drawn at each row -> int64 [R, depth]: what may follow. The batch's keys and
-        values are stored."""
-        ...
+def spread(work: StepInput) -> list[Position]:
+    """Every token of a step as a position of its own; those of a sequence lie together."""
+    return [
+        Position(row.request, row.start + place, token_id, row.block_tables)
+        for number, row in enumerate(work.rows)
+        for place, token_id in enumerate(work.token_ids(number))
+    ]
 
 
 class Checks:
@@ -37,57 +42,54 @@ class Checks:
         """`depth`: drafts of a sequence."""
         self._depth, self._page_size, self._context = depth, page_size, context
 
-    def owners(self, rows: Sequence[ScheduledTokens]) -> list[int]:
-        """By row: the first row of its sequence; -1 where the sequence has fewer drafts than it could."""
+    def owners(self, positions: Sequence[Position]) -> list[int]:
+        """By position: the first of its sequence; -1 where the sequence has fewer drafts than it could."""
         owners = []
-        for first, past in _sequences(rows):
-            owners += [first if past - first == self._depth + 1 else -1] * (past - first)
+        for first, end in _sequences(positions):
+            owners += [first if end - first == self._depth + 1 else -1] * (end - first)
         return owners
 
-    def can_follow(self, rows: Sequence[ScheduledTokens]) -> bool:
+    def can_follow(self, positions: Sequence[Position]) -> bool:
         """Whether the step after this one, of the same sequences, can be launched unseen, whatever holds."""
-        for first, past in _sequences(rows):
-            row = rows[first]
-            request, last = row.request, row.start + 2 * self._depth + 1
-            if past - first != self._depth + 1 or last >= self._context:
+        for first, end in _sequences(positions):
+            request, tables = positions[first].request, positions[first].tables
+            last = positions[first].position + 2 * self._depth + 1
+            if end - first != self._depth + 1 or last >= self._context:
                 return False
-            if any(last // self._page_size >= len(table) for table in row.block_tables):
+            if any(last // self._page_size >= len(table) for table in tables):
                 return False
-            # The drafts are lent to the request while they are checked.
-            if request.num_output_tokens + 1 >= request.params.max_tokens:
+            if request.num_output_tokens + self._depth + 1 >= request.params.max_tokens:
                 return False
             if request.params.n > 1 and not request.forked:
                 return False  # its siblings join in the next step
         return True
 
-    def expect(self, rows: Sequence[ScheduledTokens], drawn: list[int], guessed: list[list[int]]) -> Expected:
-        """The rows of the step after this one, as the device has worked them out."""
+    def expect(self, positions: Sequence[Position], chosen: list[int], guessed: list[list[int]]) -> Expected:
+        """The positions of the step after this one, as the device has worked them out."""
         expected: Expected = []
-        for first, past in _sequences(rows):
-            drafts = [rows[place].request.token_ids[rows[place].start] for place in range(first + 1, past)]
-            held = 0
-            while held < len(drafts) and drafts[held] == drawn[first + held]:
-                held += 1
-            tokens = [drawn[first + held], *guessed[first + held]]
-            position = rows[first].start + held + 1
-            expected += [(rows[first].request, position + place, token) for place, token in enumerate(tokens)]
+        for first, end in _sequences(positions):
+            drafts = [each.token_id for each in positions[first + 1 : end]]
+            held = num_held(drafts, chosen[first:end])
+            tokens = [chosen[first + held], *guessed[first + held]]
+            start = positions[first].position + held + 1
+            expected += [(positions[first].request, start + place, token) for place, token in enumerate(tokens)]
         return expected
 
-    def are_expected(self, rows: Sequence[ScheduledTokens], expected: Expected, tables: list[list[list[int]]]) -> bool:
-        """`tables`: by group and row, what the device wrote and read by."""
+    def are_expected(self, positions: Sequence[Position], expected: Expected, tables: list[list[list[int]]]) -> bool:
+        """`tables`: by group and position, what the device wrote and read by."""
         size = self._page_size
-        asked = [(row.request, row.start, row.request.token_ids[row.start]) for row in rows]
+        asked = [(each.request, each.position, each.token_id) for each in positions]
         return asked == expected and all(
-            table[row.start // size] == known[place][row.start // size]
-            for place, row in enumerate(rows)
-            for known, table in zip(tables, row.block_tables, strict=True)
+            table[each.position // size] == known[place][each.position // size]
+            for place, each in enumerate(positions)
+            for known, table in zip(tables, each.tables, strict=True)
         )
 
 
-def _sequences(rows: Sequence[ScheduledTokens]) -> Iterator[tuple[int, int]]:
-    """[first, past) of the rows of each sequence: they lie together."""
+def _sequences(positions: Sequence[Position]) -> Iterator[tuple[int, int]]:
+    """[first, end) of the positions of each sequence: they lie together."""
     first = 0
-    for place in range(1, len(rows) + 1):
-        if place == len(rows) or rows[place].request is not rows[first].request:
+    for place in range(1, len(positions) + 1):
+        if place == len(positions) or positions[place].request is not positions[first].request:
             yield first, place
             first = place

@@ -1,6 +1,8 @@
-"""The reference executor on a GPU: one launch per fused op, nothing captured. The graph executor must agree with it.
+"""GPU kernels launched one by one, nothing captured: for long prompts, and for what cannot be captured.
 
-Activations are bf16, sums float32 inside the kernels. Holds no state between steps except the model and the pages.
+Activations are bf16, sums float32 inside the kernels. A weight or KV store without a GPU kernel falls back to the torch
+spec op by op. The graph executor must agree with it; the oracle of both is eager.py, which runs on a GPU too. Holds no
+state between steps except the model and the pages.
 """
 
 from __future__ import annotations
@@ -11,35 +13,41 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenmill.config import EngineConfig
+from tokenmill.config import ResolvedConfig
 from tokenmill.kernels import triton as gpu
 from tokenmill.model.kvstore.base import KVStore
 from tokenmill.model.loader import LoadedModel
+from tokenmill.runtime.executors.batched import BatchedExecutor
 from tokenmill.runtime.executors.cuda.ops import CudaOps, tensor
+from tokenmill.runtime.executors.cuda.sampling import CudaSampler
+from tokenmill.runtime.sampling.sampler import Sampler
 from tokenmill.types import Batch
 
 _MANY_TOKENS, _MANY_KEYS = 2048, 256  # of a step with prompts, and of one of its sequences
 _MAX_WIDENED = 1 << 16  # tokens: 256 MiB for an 8B model's layer
 
 
-class CudaEagerExecutor:
+class CudaEagerExecutor(BatchedExecutor):
     name = "cuda_eager"
 
-    def __init__(self, model: LoadedModel, store: KVStore, config: EngineConfig) -> None:
+    def __init__(self, model: LoadedModel, store: KVStore, config: ResolvedConfig) -> None:
+        super().__init__(model, store, config)
         assert model.table is not None
-        self.model, self.store, self.config = model, store, config
         self.table = model.table
+
+    def make_sampler(self) -> Sampler:
+        return CudaSampler(self.model.device, self.model.kernels)
 
     @classmethod
     def declines(cls, model: LoadedModel, _store: KVStore) -> str | None:
         reason = gpu.unavailable(model.device)
         if reason is None and model.table is None:
-            reason = "the weights were made ready for the CPU"
+            reason = "the weights were made ready for the torch reference"
         return reason
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:
-        """Hidden states [T, hidden] of the batch; its keys and values are stored."""
+        self.store.prepare(batch)
         ops = CudaOps(self.store, self.table, batch, distinct=self._distinct(batch))
         return tensor(self.model.decoder.forward(ops))
 

@@ -1,11 +1,12 @@
 """The fast executor on a GPU: a decode step, sampling included, is one CUDA graph per bucket of batch sizes.
 
 Graphs are captured at the second step of their kind, so the first answer waits for none, or in idle moments before
-their first (`prepare_next`). While a step runs, the next one of the same rows is already queued behind it, reading the
+their first (`prepare`). While a step runs, the next one of the same rows is already queued behind it, reading the
 drawn tokens on the device; if the scheduler then asks for something else, the queued step is dropped (what it wrote is
-written again before anyone reads it: one stream orders all). Steps with prompts of few tokens are graphs of their own
-(cuda_prompts.py), longer ones run eagerly. The same tokens as cuda_eager, up to the order of sums. With a draft head
-(`draft_with`) a step that checks drafts also guesses those of the next one, queued in the same way (cuda_checks.py).
+written again before anyone reads it: one stream orders all). Drafts are checked as more rows of such a step, one per
+position; with a draft head (`attach_drafter`) it also guesses those of the next one, queued likewise (checks.py).
+Steps with prompts of few tokens are graphs of their own (prompts.py), longer ones run eagerly. The same tokens as
+cuda_eager, up to the order of sums.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenmill.config import EngineConfig
+from tokenmill.config import ResolvedConfig
 from tokenmill.kernels import triton as gpu
 from tokenmill.log import get_logger
 from tokenmill.model.kvstore.base import KVStore
 from tokenmill.model.loader import LoadedModel
-from tokenmill.runtime.executors.cuda.checks import Checks, Expected, StepHead
+from tokenmill.runtime.executors.base import StepGuesser, StepInput, StepOutput
+from tokenmill.runtime.executors.cuda.checks import Checks, Expected, Position, Tables, spread
 from tokenmill.runtime.executors.cuda.eager import CudaEagerExecutor
-from tokenmill.runtime.executors.cuda.inputs import DecodeInputs, Tables
+from tokenmill.runtime.executors.cuda.inputs import DecodeInputs
 from tokenmill.runtime.executors.cuda.ops import CudaOps, tensor
 from tokenmill.runtime.executors.cuda.prompts import PromptInputs, PromptKind, PromptSteps
-from tokenmill.runtime.executors.cuda.sampling import CudaSampler
 from tokenmill.types import Batch, Request, ScheduledTokens
 
 _log = get_logger(__name__)
@@ -75,15 +76,14 @@ class _Flight:
 
 class CudaGraphExecutor(CudaEagerExecutor):
     name = "cuda_graph"
-    looks_ahead = 1  # tokens for which a page should be there before they are asked for
+    lookahead = 1
 
-    def __init__(self, model: LoadedModel, store: KVStore, config: EngineConfig) -> None:
+    def __init__(self, model: LoadedModel, store: KVStore, config: ResolvedConfig) -> None:
         super().__init__(model, store, config)
         drafts = config.draft_tokens if config.speculate not in ("", "off") else 0
         self._buckets = _buckets(min(config.concurrency * (1 + drafts), max(config.concurrency, _SMALL_BUCKETS[-1])))
         self._context = config.context or model.decoder.description.context_length
         self._inputs = DecodeInputs(store.layout, self._buckets[-1], self._context, model.device)
-        self._sampler = CudaSampler(model.device, model.kernels)
         self._graphs: dict[_Kind, _Graph] = {}
         self._captures = model.device.type == "cuda"
         self._prompts: PromptSteps | None = None
@@ -94,13 +94,10 @@ class CudaGraphExecutor(CudaEagerExecutor):
         self._unprepared = self._kinds()
         self._flight: _Flight | None = None
         self._logits: Tensor = torch.empty(0)
-        self._hidden: Tensor | None = None  # of the rows last asked for,
-        self._places: list[int] | None = None  # in another order
-        self.keeps_hidden = False  # set before the first step by whoever reads `decoded_hidden`
+        self._keeps_hidden = False
         self.num_dropped = 0  # steps that were queued and not asked for
-        self._head: StepHead | None = None
+        self._guesser: StepGuesser | None = None
         self._checks: Checks | None = None
-        self.guesses: list[list[int]] | None = None  # by row of the last `check`: what may follow its drawn token
 
     @classmethod
     def declines(cls, model: LoadedModel, store: KVStore) -> str | None:
@@ -111,27 +108,41 @@ class CudaGraphExecutor(CudaEagerExecutor):
             kernel = None if weight.kernel is None else weight.kernel.run
             if kernel is not None and not isinstance(kernel, (gpu.GpuLinear, gpu.JoinedRows)):
                 return f"{name} ({weight.type_name}) has no GPU kernel that can be captured"
-        return None
+        slots = range(store.layout.layers_per_page)
+        return next((reason for reason in map(store.gpu_declines, slots) if reason is not None), None)
 
-    @property
-    def max_decoded(self) -> int:
-        """How many rows `decode` takes."""
-        return self._buckets[-1]
+    def attach_drafter(self, needs_hidden: bool, guesser: StepGuesser | None) -> bool:
+        self._keeps_hidden = needs_hidden
+        if guesser is None:
+            return False
+        self._guesser, self._checks = guesser, Checks(guesser.depth, self.store.layout.page_size, self._context)
+        self._inputs.prepare_drafts(guesser.depth)
+        self.lookahead = 2 * (guesser.depth + 1)
+        return True
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:
         self._drop()
-        if self._head is not None:
-            self._head.note(batch)
+        if self._guesser is not None:
+            self._guesser.note(batch)
         hidden = None if self._prompts is None else self._prompts.forward(batch)
         return super().forward(batch) if hidden is None else hidden
 
     @torch.inference_mode()
-    def decode(self, rows: Sequence[ScheduledTokens]) -> list[int]:
-        """One token of each row, all sampling: the ids drawn. Queues the step that will probably be asked for next."""
+    def step(self, work: StepInput) -> StepOutput[Tensor]:
+        if len(work.rows) <= self._buckets[-1] and work.decodes:
+            if not work.drafts and work.queue_next:
+                return self._decode(work.rows)
+            positions = spread(work)
+            if len(positions) <= self._buckets[-1]:
+                return self._check(work, positions)
+        return super().step(work)
+
+    def _decode(self, rows: Sequence[ScheduledTokens]) -> StepOutput[Tensor]:
+        """One token of each row. Queues the step that will probably be asked for next."""
         flight, places = self._flight, self._find(rows)
         self._flight = None
-        plain = self._sampler.is_plain([row.request for row in rows])
+        plain = self.sampler.is_plain([row.request for row in rows])
         order = self._inputs.longest_first(rows) if plain else range(len(rows))
         if flight is None or places is None:
             flight = self._launch_asked([rows[number] for number in order])
@@ -140,60 +151,58 @@ class CudaGraphExecutor(CudaEagerExecutor):
                 places[number] = place
         if plain:
             self._flight = self._launch_next([rows[number] for number in order], [places[number] for number in order])
-        drawn = flight.tokens()
-        self._hidden, self._places = flight.hidden, places
-        return [drawn[place] for place in places]
+        chosen = flight.tokens()
+        return self._answer(flight, [chosen[place] for place in places] if plain else None, places)
 
-    def decoded_logits(self, begin: int, end: int) -> Tensor:
-        """Rows of the logits of the last `decode`, for those that need more than the kernel's draw."""
-        return self._logits[begin:end].float()
+    def _check(self, work: StepInput, positions: list[Position]) -> StepOutput[Tensor]:
+        """Several positions of a sequence, as if they were sequences: every position's key is stored before any of them
+        attends, so each sees those before it."""
+        requests = [each.request for each in positions]
+        if self._checks is not None and work.drafts:
+            flight, chosen, guesses = self._check_and_guess(self._checks, positions, requests)
+        else:
+            self._drop()
+            flight, guesses = self._launch_positions(positions), None
+            chosen = flight.tokens()
+        drawn = any(draft.distributions is not None for draft in work.drafts.values())
+        output = self._answer(flight, chosen if not drawn and self.sampler.is_plain(requests) else None)
+        output.guesses = guesses
+        return output
 
-    def decoded_hidden(self, begin: int, end: int) -> Tensor:
-        """Rows of the hidden states of the last `decode` or `check`."""
-        assert self._hidden is not None, "hidden states were not asked for"
-        return self._hidden[begin:end] if self._places is None else self._hidden[self._places[begin:end]]
+    def _answer(self, flight: _Flight, tokens: list[int] | None, places: list[int] | None = None) -> StepOutput[Tensor]:
+        """`places`: of each row of the step in `flight`; None: in order. Logits may be read where nothing was queued
+        behind the step, which is where tokens are not given."""
 
-    @torch.inference_mode()
-    def check(self, rows: Sequence[ScheduledTokens]) -> list[int]:
-        """As `decode`, where several rows may be of one sequence, one position each: a draft is checked like a batch of
-        decodes. Every row's key is stored before any row attends, so each sees those before it."""
-        if self._checks is not None:
-            return self._check_and_guess(self._checks, rows)
-        self._drop()
-        flight = self._launch_asked(rows)
-        self._hidden, self._places = flight.hidden, None
-        return flight.tokens()
+        def hidden(numbers: Sequence[int]) -> Tensor:
+            assert flight.hidden is not None, "hidden states were not asked for before the first step"
+            return flight.hidden[[n if places is None else places[n] for n in numbers]]
 
-    def draft_with(self, head: StepHead) -> None:
-        """From now on steps that check drafts also guess. Before the first step."""
-        self._head, self._checks = head, Checks(head.depth, self.store.layout.page_size, self._context)
-        self._inputs.prepare_drafts(head.depth)
-        self.looks_ahead = 2 * (head.depth + 1)
+        return StepOutput(lambda begin, end: self._logits[begin:end].float(), hidden, tokens)
 
-    def _check_and_guess(self, checks: Checks, rows: Sequence[ScheduledTokens]) -> list[int]:
+    def _check_and_guess(
+        self, checks: Checks, positions: list[Position], requests: list[Request]
+    ) -> tuple[_Flight, list[int], list[list[int]]]:
         flight, self._flight = self._flight, None
-        if flight is None or not checks.are_expected(rows, flight.expected, self._inputs.known_tables):
+        if flight is None or not checks.are_expected(positions, flight.expected, self._inputs.known_tables):
             self.num_dropped += flight is not None
-            flight = self._launch_asked(rows, checks.owners(rows))
+            flight = self._launch_positions(positions, checks.owners(positions))
         following = None
-        requests = [row.request for row in rows]
-        if self._sampler.is_plain(requests) and checks.can_follow(rows):
-            self._inputs.fill_from_device([row.block_tables for row in rows])
+        if self.sampler.is_plain(requests) and checks.can_follow(positions):
+            self._inputs.fill_from_device([each.tables for each in positions])
             following = self._fly(requests, guesses=True)
-        drawn = flight.tokens()
+        chosen = flight.tokens()
         assert flight.guessed is not None
-        self.guesses = flight.guessed[: len(rows)].tolist()
+        guesses: list[list[int]] = flight.guessed[: len(positions)].tolist()
         if following is not None:
-            following.expected = checks.expect(rows, drawn, self.guesses)
+            following.expected = checks.expect(positions, chosen, guesses)
         self._flight = following
-        return drawn
+        return flight, chosen, guesses
 
     # --- before anyone asks ---
 
     @torch.inference_mode()
-    def prepare_next(self) -> bool:
-        """Compile and capture one kind of step that may come; False if there is none left. Between requests only: it
-        runs the step on rows that are not there."""
+    def prepare(self) -> bool:
+        """Compile and capture one kind of step that may come, by running it on rows that are not there."""
         if not self._captures or not self._unprepared:
             return False
         self._drop()
@@ -260,13 +269,22 @@ class CudaGraphExecutor(CudaEagerExecutor):
         self.num_dropped += self._flight is not None
         self._flight = None
 
-    def _launch_asked(self, rows: Sequence[ScheduledTokens], owners: list[int] | None = None) -> _Flight:
+    def _launch_asked(self, rows: Sequence[ScheduledTokens]) -> _Flight:
         return self._launch(
             [row.request for row in rows],
             [row.block_tables for row in rows],
             [row.request.token_ids[row.start] for row in rows],
             [row.start for row in rows],
             [-1] * len(rows),
+        )
+
+    def _launch_positions(self, positions: Sequence[Position], owners: list[int] | None = None) -> _Flight:
+        return self._launch(
+            [each.request for each in positions],
+            [each.tables for each in positions],
+            [each.token_id for each in positions],
+            [each.position for each in positions],
+            [-1] * len(positions),
             owners,
         )
 
@@ -357,15 +375,15 @@ class CudaGraphExecutor(CudaEagerExecutor):
         """The whole step: inputs, forward pass, logits, draw. Returns the logits, and the hidden states if kept."""
         inputs, decoder = self._inputs, self.model.decoder
         batch = inputs.begin(kind.rows)
-        if self._head is not None:
-            self._head.note(batch)
+        if self._guesser is not None:
+            self._guesser.note(batch)
         ops: Any = CudaOps(self.store, self.table, batch, shared=inputs.shared(kind.shared))
         hidden = decoder.forward(ops)
-        kept = tensor(hidden) if self.keeps_hidden and not kind.guesses else None
+        kept = tensor(hidden) if self._keeps_hidden and not kind.guesses else None
         logits: Tensor = tensor(decoder.logits(ops, hidden))
         gpu.sample(logits, inputs.sampling(kind.rows, kind.filtered), inputs.drawn[: kind.rows], inputs.echo)
-        if kind.guesses and self._head is not None:
-            inputs.follow(kind.rows, self._head.guess(tensor(hidden), inputs.drawn[: kind.rows], batch))
+        if kind.guesses and self._guesser is not None:
+            inputs.follow(kind.rows, self._guesser.guess(tensor(hidden), inputs.drawn[: kind.rows], batch))
         return logits, kept
 
 

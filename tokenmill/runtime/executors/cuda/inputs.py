@@ -18,13 +18,12 @@ from torch import Tensor
 
 from tokenmill.hardware.kv_layout import KVLayout
 from tokenmill.kernels import triton as gpu
-from tokenmill.runtime.executors.cuda.sampling import heat, is_filtered, seed, top_k
+from tokenmill.runtime.executors.cuda.checks import Tables
+from tokenmill.runtime.executors.cuda.sampling import cutoffs, is_filtered, seed, top_k
 from tokenmill.types import Batch, Request, ScheduledTokens
 
 _TURNS = 3
 _WORTHWHILE = 16384  # key reads that a shared prefix must save per layer to pay for two more launches
-
-Tables = tuple[list[int], ...]
 
 
 class DecodeInputs:
@@ -83,7 +82,7 @@ class DecodeInputs:
         rows = len(requests)
         turn = self._next_turn(counted=sources[0] >= 0)
         given = self._given_arrays[self._turn]
-        given[1] = gpu.NO_ROW
+        given[1] = gpu.PADDING_POSITION
         given[:, :rows] = (ids, positions, sources)
         changed = self._update_tables(tables, rows)
         for group in changed:
@@ -110,7 +109,7 @@ class DecodeInputs:
     def clear(self) -> None:
         """A step without rows, run once: nothing is read but padding, nothing stored."""
         turn = self._next_turn(counted=False)
-        self._given_arrays[self._turn][:] = gpu.NO_ROW
+        self._given_arrays[self._turn][:] = gpu.PADDING_POSITION
         turn.array(self._bounds)[:] = 0
         turn.array(self._floats)[:] = 0.0
         for each in (self._bounds, self._floats):
@@ -141,7 +140,7 @@ class DecodeInputs:
     def _send_parameters(self, turn: _Turn, requests: Sequence[Request]) -> None:
         rows = len(requests)
         self._requests = list(requests)
-        turn.array(self._floats)[:, :rows] = np.array([heat(request) for request in requests], dtype=np.float32).T
+        turn.array(self._floats)[:, :rows] = np.array([cutoffs(request) for request in requests], dtype=np.float32).T
         turn.array(self._top_k)[:rows] = [top_k(request) for request in requests]
         turn.array(self._seeds)[:rows] = [seed(request) for request in requests]
         for each in (self._floats, self._top_k, self._seeds):
@@ -192,7 +191,7 @@ class DecodeInputs:
     def fill_from_device(self, tables: Sequence[Tables]) -> None:
         """Instead of `fill`, where the step before has worked out ids and positions of the same rows (`follow`)."""
         turn = self._next_turn(counted=True)
-        self._given_arrays[self._turn][1] = gpu.FOLLOWS
+        self._given_arrays[self._turn][1] = gpu.POSITION_ON_DEVICE
         for group in self._update_tables(tables, len(tables)):
             turn.array(self._tables[group])[: len(tables)] = self._content[group][: len(tables)]
             turn.send(self._tables[group], len(tables))
@@ -233,19 +232,19 @@ class DecodeInputs:
             max_seq=self.capacity,
         )
 
-    def shared(self, any_shared: bool) -> object:
+    def shared(self, any_shared: bool) -> gpu.SharedPrefix | None:
         return gpu.SharedPrefix(self._bounds, self.capacity) if any_shared else None
 
-    def sampling(self, rows: int, filtered: bool) -> object:
+    def sampling(self, rows: int, filtered: bool) -> gpu.SamplingTensors:
         floats = self._floats[:, :rows]
         return gpu.SamplingTensors(
             floats[0], self._top_k[:rows], floats[1], floats[2], self._seeds[:rows], self._draws[:rows], filtered
         )
 
     @property
-    def echo(self) -> object:
+    def echo(self) -> gpu.TokenRing:
         """Where the step writes the drawn ids besides."""
-        return gpu.Echo(self._echo, self._counted)
+        return gpu.TokenRing(self._echo, self._counted)
 
     def receive(self, guesses: bool = False) -> tuple[Tensor, Tensor | None, torch.cuda.Event | None]:
         """The drawn ids, and a copy of what was guessed, for the host: to be read once the event has happened."""

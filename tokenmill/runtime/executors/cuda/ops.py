@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tokenmill.kernels import ref
 from tokenmill.kernels import triton as gpu
 from tokenmill.kernels.packed_pages import PackedPages
 from tokenmill.model.attention.base import AttentionSpec
+from tokenmill.model.attention.paged import PagedAttention
 from tokenmill.model.formats.base import LinearWeight
 from tokenmill.model.kvstore.base import KVStore
 from tokenmill.model.layers.rotary import RotaryTable
@@ -202,6 +204,8 @@ class CudaOps:
         batch, table = self._batch, q.rotary
         assert table is not None
         group, slot = self._store.layout.place(spec.layer)
+        if self._store.gpu_declines(slot) is not None:
+            return self._plain_attention(q, k, v, spec, group, slot)
         norms = None if q.norm is None or k.norm is None else (q.norm, k.norm)
         packed = self._store.packed_pages(slot)
         if packed is not None:
@@ -234,6 +238,16 @@ class CudaOps:
         )
         return out
 
+    def _plain_attention(
+        self, q: Columns, k: Columns, v: Columns, spec: AttentionSpec, group: int, slot: int
+    ) -> Tensor:
+        """Over pages that no GPU kernel takes: norms, rotation, storing and attention by the torch spec, op by op."""
+        batch = self._batch
+        queries, keys, values = (_plain_heads(each, batch.positions, spec.head_dim) for each in (q, k, v))
+        self._store.write(slot, batch.slots[group], keys, values)
+        backend = PagedAttention(self._store, "ref")
+        return backend.attend(queries, slot, batch.block_tables[group], batch, spec).to(torch.bfloat16)
+
     def _packed_attention(
         self,
         q: Columns,
@@ -250,9 +264,10 @@ class CudaOps:
         place = (batch.positions, batch.slots[group], table.cos, table.sin, table.interleaved)
         queries = gpu.rope_store_packed(_side_by_side(q, k, v), spec.num_heads, pages, *place, norms=norms, eps=q.eps)
         lengths = (batch.block_tables[group], batch.query_starts, batch.seq_lens)
-        bounds = {"max_query": batch.max_query, "max_seq": batch.max_seq}
-        out: Tensor = gpu.packed_attention(queries, pages, *lengths, spec.scale, spec.window, spec.softcap, **bounds)
-        return out
+        return gpu.packed_attention(
+            queries, pages, *lengths, spec.scale, spec.window, spec.softcap,
+            max_query=batch.max_query, max_seq=batch.max_seq,
+        )  # fmt: skip
 
     def gated(self, gate: Any, up: Any, activation: str) -> Gate | Tensor:
         halves = isinstance(gate, Columns) and isinstance(up, Columns) and _are_all_of_one(gate, up)
@@ -311,6 +326,15 @@ def _whole(kernels: list[Any]) -> Any:
             return None
         end = kernel.end
     return whole if end == whole.rows else None
+
+
+def _plain_heads(columns: Columns, positions: Tensor, head_dim: int) -> Tensor:
+    """float32 [T, heads * head_dim] with norm and rotation applied."""
+    x = columns.plain.float()
+    if columns.norm is not None:
+        x = ref.rms_norm(x.contiguous(), columns.norm, columns.eps, head_dim)
+    table = columns.rotary
+    return x if table is None else ref.rope(x, positions, table.cos, table.sin, head_dim, table.interleaved)
 
 
 def _are_all_of_one(*parts: Columns) -> bool:

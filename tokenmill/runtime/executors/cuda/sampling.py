@@ -38,26 +38,33 @@ class CudaSampler(Sampler):
         return not any(feature.active(params) for feature in self._logit_features)
 
     @torch.inference_mode()
-    def sample(self, logits: Tensor, requests: list[Request]) -> tuple[list[int | None], list[TokenLogprobs | None]]:
+    def sample(
+        self, logits: Tensor, requests: Sequence[Request], drafted: Sequence[Sequence[int]] = ()
+    ) -> tuple[list[int | None], list[TokenLogprobs | None]]:
+        drafted = drafted or [()] * len(requests)
         token_ids: list[int | None] = [None] * len(requests)
         logprobs: list[TokenLogprobs | None] = [None] * len(requests)
         plain = [row for row, request in enumerate(requests) if self._drawable(request)]
         others = [row for row in range(len(requests)) if row not in set(plain)]
         if plain:
             rows = logits if not others else logits[plain]
-            drawn = gpu.sample(rows, self._tensors([requests[row] for row in plain])).tolist()
-            for row, token_id in zip(plain, drawn, strict=True):
+            parameters = self._parameters([requests[row] for row in plain], [len(drafted[row]) for row in plain])
+            for row, token_id in zip(plain, gpu.sample(rows, parameters).tolist(), strict=True):
                 token_ids[row] = token_id
         if others:
-            found, reported = self._sample(logits[others] if plain else logits, [requests[row] for row in others])
+            rows = logits[others] if plain else logits
+            found, reported = self._sample(rows, [requests[row] for row in others], [drafted[row] for row in others])
             for row, token_id, report in zip(others, found, reported, strict=True):
                 token_ids[row], logprobs[row] = token_id, report
         return token_ids, logprobs
 
-    def _tensors(self, requests: list[Request]) -> object:
-        floats = torch.tensor([heat(request) for request in requests], dtype=torch.float32).t().contiguous()
-        whole = torch.tensor([[top_k(r), seed(r), r.num_tokens] for r in requests], dtype=torch.int64).t().contiguous()
-        floats, whole = self._sent(floats), self._sent(whole)
+    def _parameters(self, requests: list[Request], num_drafted: list[int]) -> gpu.SamplingTensors:
+        floats = torch.tensor([cutoffs(request) for request in requests], dtype=torch.float32).t().contiguous()
+        whole = torch.tensor(
+            [[top_k(r), seed(r), r.num_tokens + extra] for r, extra in zip(requests, num_drafted, strict=True)],
+            dtype=torch.int64,
+        )
+        floats, whole = self._sent(floats), self._sent(whole.t().contiguous())
         filtered = any(is_filtered(request) for request in requests)
         return gpu.SamplingTensors(floats[0], whole[0].int(), floats[1], floats[2], whole[1], whole[2], filtered)
 
@@ -67,7 +74,8 @@ class CudaSampler(Sampler):
         return pinned.to(self._device, non_blocking=True)
 
 
-def heat(request: Request) -> tuple[float, float, float]:
+def cutoffs(request: Request) -> tuple[float, float, float]:
+    """Temperature, top-p, min-p."""
     params = request.params
     return params.temperature, params.top_p, params.min_p
 

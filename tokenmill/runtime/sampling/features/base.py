@@ -22,8 +22,8 @@ class LogitFeature(ABC):
     def active(self, params: SamplingParams) -> bool: ...
 
     @abstractmethod
-    def edit(self, logits: Tensor, request: Request) -> None:
-        """Change one request's row [vocab] in place."""
+    def edit(self, logits: Tensor, request: Request, drafted: Sequence[int]) -> None:
+        """Change one request's row [vocab] in place. `drafted`: tokens assumed to follow the request's own."""
 
     def allowed(self, _request: Request, token_ids: Sequence[int]) -> int:
         """How many of these tokens, one after the other, this feature would not make impossible."""

@@ -32,16 +32,17 @@ class Grammar(LogitFeature):
     def allowed(self, request: Request, token_ids: Sequence[int]) -> int:
         return self._followed(request).valid(token_ids)
 
-    def _followed(self, request: Request) -> _Progress:
+    def _followed(self, request: Request, drafted: Sequence[int] = ()) -> _Progress:
         assert request.grammar is not None, "a structured request reached the sampler without its grammar"
+        output = request.output_ids
         progress = self._progress.get(request)
-        if progress is None or not progress.go_back(request.num_output_tokens):
+        if progress is None or not progress.follow(output, drafted):
             progress = self._progress[request] = _Progress(request.grammar)
-        progress.follow(request.token_ids, len(request.prompt_ids))
+            progress.follow(output, drafted)
         return progress
 
-    def edit(self, logits: Tensor, request: Request) -> None:
-        progress = self._followed(request)
+    def edit(self, logits: Tensor, request: Request, drafted: Sequence[int]) -> None:
+        progress = self._followed(request, drafted)
         banned = progress.banned(logits.numel())
         _ban(logits, banned)
         if banned.all():
@@ -58,23 +59,23 @@ class _Progress:
         self._matcher = grammar.matcher()
         self._bits = np.zeros((grammar.vocab_size + 31) // 32, dtype=np.int32)
         self._vocab_size = grammar.vocab_size
-        self.num_taken = 0
+        self._num_output = 0  # of the request's own tokens, how many the matcher has consumed
+        self._drafted: list[int] = []  # consumed after them
 
-    def go_back(self, count: int) -> bool:
-        """Forget tokens beyond the first `count`: they were only drafted. False: not possible, start over."""
-        extra = self.num_taken - count
-        if extra <= 0:
-            return True
-        if self._matcher.is_error() or not self._matcher.rollback(extra):
+    def follow(self, output: list[int], drafted: Sequence[int]) -> bool:
+        """Consume the output since the last time, then `drafted`; drafted tokens of last time that do not come again
+        are taken back. False where that is not possible: start over."""
+        following = [*output[self._num_output :], *drafted]
+        pairs = zip(self._drafted, following, strict=False)
+        shorter = min(len(self._drafted), len(following))
+        same = next((n for n, (before, now) in enumerate(pairs) if before != now), shorter)
+        extra = len(self._drafted) - same
+        if extra and (self._matcher.is_error() or not self._matcher.rollback(extra)):
             return False
-        self.num_taken = count
-        return True
-
-    def follow(self, token_ids: list[int], num_prompt: int) -> None:
-        """Take in the output since the last time."""
-        for token_id in token_ids[num_prompt + self.num_taken :]:
+        for token_id in following[same:]:
             self._matcher.consume_token(token_id)
-            self.num_taken += 1
+        self._num_output, self._drafted = len(output), list(drafted)
+        return True
 
     def valid(self, token_ids: Sequence[int]) -> int:
         """How many of these tokens the grammar can take next, one after the other. Takes none of them."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -13,7 +15,7 @@ class LogitBias(LogitFeature):
     def active(self, params: SamplingParams) -> bool:
         return bool(params.logit_bias)
 
-    def edit(self, logits: Tensor, request: Request) -> None:
+    def edit(self, logits: Tensor, request: Request, drafted: Sequence[int]) -> None:  # noqa: ARG002
         bias = request.params.logit_bias or {}
         ids = torch.tensor(list(bias), device=logits.device)
         logits[ids] += torch.tensor(list(bias.values()), dtype=logits.dtype, device=logits.device)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from tokenmill.runtime.sampling.features.base import LogitFeature
@@ -12,6 +14,6 @@ class MinTokens(LogitFeature):
     def active(self, params: SamplingParams) -> bool:
         return params.min_tokens > 0
 
-    def edit(self, logits: Tensor, request: Request) -> None:
-        if request.num_output_tokens < request.params.min_tokens and request.stop_ids:
+    def edit(self, logits: Tensor, request: Request, drafted: Sequence[int]) -> None:
+        if request.num_output_tokens + len(drafted) < request.params.min_tokens and request.stop_ids:
             logits[list(request.stop_ids)] = float("-inf")

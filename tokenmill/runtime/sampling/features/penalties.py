@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -13,15 +15,16 @@ class Penalties(LogitFeature):
     def active(self, params: SamplingParams) -> bool:
         return params.repetition_penalty != 1.0 or params.frequency_penalty != 0.0 or params.presence_penalty != 0.0
 
-    def edit(self, logits: Tensor, request: Request) -> None:
+    def edit(self, logits: Tensor, request: Request, drafted: Sequence[int]) -> None:
         params = request.params
         if params.repetition_penalty != 1.0:
-            seen = torch.tensor(request.token_ids, device=logits.device).unique()
+            seen = torch.tensor([*request.token_ids, *drafted], device=logits.device).unique()
             values = logits[seen]
             logits[seen] = torch.where(
                 values > 0, values / params.repetition_penalty, values * params.repetition_penalty
             )
-        if request.num_output_tokens and (params.frequency_penalty or params.presence_penalty):
-            output = torch.tensor(request.output_ids, device=logits.device)
+        output_ids = [*request.output_ids, *drafted]
+        if output_ids and (params.frequency_penalty or params.presence_penalty):
+            output = torch.tensor(output_ids, device=logits.device)
             ids, counts = output.unique(return_counts=True)
             logits[ids] -= params.frequency_penalty * counts + params.presence_penalty

@@ -6,6 +6,8 @@ sorted list. It looks at the distribution at the request's own temperature.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -17,7 +19,7 @@ class Typical(LogitFeature):
     def active(self, params: SamplingParams) -> bool:
         return params.typical_p < 1.0 and not params.greedy
 
-    def edit(self, logits: Tensor, request: Request) -> None:
+    def edit(self, logits: Tensor, request: Request, drafted: Sequence[int]) -> None:  # noqa: ARG002
         logprobs = (logits / request.params.temperature).log_softmax(-1)
         probabilities = logprobs.exp()
         entropy = -torch.nansum(probabilities * logprobs)

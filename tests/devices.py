@@ -1,0 +1,12 @@
+"""The devices that tests run on here: the CPU, and a GPU where torch finds one. Imported by registry-driven tests."""
+
+from __future__ import annotations
+
+import torch
+
+CPU = torch.device("cpu")
+DEVICES = [CPU, torch.device("cuda", 0)] if torch.cuda.is_available() else [CPU]
+
+
+def device_name(device: torch.device) -> str:
+    return device.type

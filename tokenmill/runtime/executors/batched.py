@@ -1,0 +1,59 @@
+"""What executors on torch tensors share: a step as a Batch, a forward pass over it, logits of its rows.
+
+A subclass says how hidden states and logits are computed; it may answer some steps by a shorter way of its own and
+leave the rest to `step` here. Knows nothing of drafters, queues or text.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tokenmill.config import ResolvedConfig
+from tokenmill.kernels.ref import rms_norm
+from tokenmill.model.kvstore.base import KVStore
+from tokenmill.model.loader import LoadedModel
+from tokenmill.runtime.batch import build_batch
+from tokenmill.runtime.executors.base import RegisteredExecutor, StepInput, StepOutput
+from tokenmill.runtime.sampling.sampler import Sampler
+from tokenmill.types import Batch
+
+_MAX_LOGIT_VALUES = 1 << 24  # logits computed at a time: 64 MiB, whatever the vocabulary
+
+
+class BatchedExecutor(RegisteredExecutor[Tensor]):
+    def __init__(self, model: LoadedModel, store: KVStore, config: ResolvedConfig) -> None:
+        self.model, self.store, self.config = model, store, config
+        self.sampler = self.make_sampler()
+        self.max_logit_rows = max(1, _MAX_LOGIT_VALUES // model.decoder.description.vocab_size)
+
+    def make_sampler(self) -> Sampler:
+        return Sampler(self.model.device, self.model.kernels)
+
+    @abstractmethod
+    def forward(self, batch: Batch) -> Tensor:
+        """Hidden states [T, hidden] of the batch, before the final norm; its keys and values are stored."""
+
+    @abstractmethod
+    def logits(self, hidden: Tensor, batch: Batch, begin: int, end: int) -> Tensor:
+        """Float32 logits of batch.logit_rows[begin:end]. `hidden` is what `forward` answered for this batch."""
+
+    def step(self, work: StepInput) -> StepOutput[Tensor]:
+        batch = build_batch(work, self.store.layout.page_size, self.store.device)
+        hidden = self.forward(batch)
+        return StepOutput(
+            logits=lambda begin, end: self.logits(hidden, batch, begin, end),
+            hidden=lambda places: copied_rows(hidden, places),
+        )
+
+    @torch.inference_mode()
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        decoder = self.model.decoder
+        return rms_norm(hidden.float(), decoder.norm, decoder.description.norm_eps)
+
+
+def copied_rows(hidden: Tensor, places: Sequence[int]) -> Tensor:
+    return hidden[list(places)].clone()
