@@ -20,7 +20,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tokenmill.checkpoint.sources import resolve
-from tokenmill.checkpoint.tokenizer import Tokenizer, load_tokenizer
+from tokenmill.checkpoint.tokenizer import Tokenizer
+from tokenmill.checkpoint.tokenizer_files import load_tokenizer
 from tokenmill.config import EngineConfig
 from tokenmill.engine.llm import LLM
 from tokenmill.evaluate.divergence import compare_tokens, summarize

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.quantization_order import SUBJECTS, Subject
 from tokenmill.checkpoint.open import open_checkpoint
 from tokenmill.checkpoint.sources import resolve
-from tokenmill.checkpoint.tokenizer import load_tokenizer
+from tokenmill.checkpoint.tokenizer_files import load_tokenizer
 from tokenmill.evaluate.windows import TextJob, Window
 from tokenmill.kernels.ref import rms_norm
 from tokenmill.kernels.rounding import CALIBRATED, round_input

@@ -190,11 +190,11 @@ def _measure(
 
 
 def _run(llm: LLM, texts: list[str], params: SamplingParams) -> _Run:
-    scheduler = llm.parts.core.scheduler
-    before = (scheduler.num_drafted, scheduler.num_accepted, scheduler.saved_seconds)
+    stats = llm.stats
+    before = (stats.num_drafted, stats.num_accepted, stats.saved_seconds)
     conversations = [[{"role": "user", "content": text}] for text in texts]
     outputs = llm.chat(conversations, params) if llm.parts.chat_template is not None else llm.generate(texts, params)
-    after = (scheduler.num_drafted, scheduler.num_accepted, scheduler.saved_seconds)
+    after = (stats.num_drafted, stats.num_accepted, stats.saved_seconds)
     differences = [b - a for a, b in zip(before, after, strict=True)]
     tokens = [output.outputs[0].token_ids for output in outputs]
     return _Run(_decode_seconds(outputs), tokens, *differences)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""A real redis-server for tests, on a free port, gone with its test. Skips where the program is not installed."""
+"""A real redis-server for tests, on a free port, gone with its test. Skips where it or redis-py is not installed."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 
 class RedisServer:
     def __init__(self, folder: Path) -> None:
+        pytest.importorskip("redis", reason="the package redis is not installed (pip install 'tokenmill[redis]')")
         program = shutil.which("redis-server")
         if program is None:
             pytest.skip("redis-server is not installed (Debian: apt-get install redis-server)")

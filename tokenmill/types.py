@@ -10,14 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tokenmill.errors import UserError, unknown_name
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from tokenmill.grammar.compiler import CompiledGrammar
 
 MAX_LOGPROBS = 64
 MAX_SEED = 2**64 - 1
@@ -154,6 +152,16 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+
+class CompiledGrammar(Protocol):
+    """A grammar compiled for one model's tokens (tokenmill.grammar). The engine passes it on, the sampler asks it."""
+
+    vocab_size: int
+
+    def matcher(self) -> Any:
+        """Follows one output, token by token."""
+        ...
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)

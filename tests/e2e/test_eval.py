@@ -111,7 +111,7 @@ def test_logits_read_are_those_that_choose_tokens(model_path: ModelPath) -> None
 
         read_logits(llm.parts, passages, visit)
         assert not llm.parts.core.has_work
-        hits = llm.parts.core.scheduler.kv.num_hit_tokens
+        hits = llm.parts.core.scheduler.kv.stats.num_prefix_hit_tokens
     assert hits >= 8  # the third finds the first page or two of the first
     logprobs = [entry[token].logprob for token, entry in zip(ids[1:], expected.prompt_logprobs[1:], strict=True)]
     for values, passage in zip(found, passages, strict=True):
@@ -125,8 +125,8 @@ def test_continuations_share_their_context_and_change_nothing(model_path: ModelP
         context = encode(STORY)
         tails = [encode(tail, add_special_tokens=False) for tail in ("One day", "One dog", "The", "x")]
         together = continuation_logprobs(llm.parts, [(context, tail) for tail in tails])
-        assert llm.parts.core.scheduler.kv.num_hit_tokens > len(context) // 2
-        llm.parts.core.scheduler.kv.clear_cache()
+        assert llm.parts.core.scheduler.kv.stats.num_prefix_hit_tokens > len(context) // 2
+        llm.parts.core.scheduler.kv.clear()
         for tail, found in zip(tails, together, strict=True):
             (alone,) = continuation_logprobs(llm.parts, [(context, tail)])
             assert found.logprob == pytest.approx(alone.logprob, abs=1e-4)

@@ -25,7 +25,7 @@ _CACHED = 96  # full pages of eight before the last token
 def _ask(model: Path, prompt: list[int] = _PROMPT, **options: Any) -> tuple[RequestOutput, list[int]]:
     with LLM(model, context=256, concurrency=4, **options) as llm:
         output = llm.generate(prompt, _GREEDY)[0]
-        llm.parts.core.scheduler.kv.check()
+        llm.parts.kv.check()
         return output, output.outputs[0].token_ids
 
 
@@ -51,9 +51,7 @@ def test_another_dtype_or_page_size_finds_nothing(model_path: Callable[[str], Pa
     for options in ({"kv_cache_dtype": "bfloat16"}, {"page_size": 16}):
         with LLM(model, context=256, kv_disk=str(tmp_path), **options) as llm:
             output = llm.generate(_PROMPT, _GREEDY)[0]
-            tiers = llm.parts.core.scheduler.kv.tiers
-            assert tiers is not None
-            assert tiers.tiers[0].stats.foreign > 0
+            assert llm.stats.tiers[0].foreign > 0
         assert output.num_cached_tokens == 0
 
 
@@ -61,7 +59,7 @@ def test_a_damaged_page_is_computed_again(model_path: Callable[[str], Path], tmp
     model = model_path("stories15m")
     with LLM(model, context=256, kv_disk=str(tmp_path)) as llm:
         tokens = llm.generate(_PROMPT, _GREEDY)[0].outputs[0].token_ids
-        fifth = llm.parts.core.scheduler.kv.tree.match(_PROMPT, 5)[-1].name.hex()
+        fifth = llm.parts.kv._tree.match(_PROMPT, 5)[-1].name.hex()
     (path,) = tmp_path.rglob(f"*{fifth}*")
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 0x10
@@ -103,11 +101,7 @@ def test_two_engines_share_a_prefix_through_redis(
             LLM(model, context=256, kv_redis=server.url) as second,
         ):
             tokens = first.generate(_PROMPT, _GREEDY)[0].outputs[0].token_ids
-            kv = first.parts.core.scheduler.kv
-            while kv.save():
-                pass
-            assert kv.tiers is not None
-            assert kv.tiers.flush(30.0)
+            assert not first.parts.kv.save(wait=30.0)
             shared = second.generate(_PROMPT, _GREEDY)[0]
             assert shared.outputs[0].token_ids == tokens
             assert shared.cache is not None

@@ -26,7 +26,7 @@ def _idle(engine: LLM) -> None:
     scheduler = engine.parts.core.scheduler
     scheduler.kv.check()
     assert not scheduler.has_work
-    assert scheduler.kv.usage().num_held == 0
+    assert scheduler.kv.measure().num_pages_held == 0
 
 
 def test_text_and_ids_agree(llm: LLM) -> None:
@@ -249,6 +249,6 @@ def test_streaming_equals_offline_and_cancel_frees_pages(llm: LLM, model_path: C
             assert await collect("After the cancels")
             scheduler = engine.parts.core.scheduler
         scheduler.kv.check()
-        assert scheduler.kv.usage().num_held == 0
+        assert scheduler.kv.measure().num_pages_held == 0
 
     asyncio.run(scenario())

@@ -84,8 +84,8 @@ async def _talk(model: Path, folder: Path) -> None:
         await engine.until(lambda: len(engine.tokens("again")) == 3)
         assert engine.tokens("again") == engine.tokens("good")
         last = next(each for each in reversed(engine.news) if isinstance(each, Events))
-        assert (last.snapshot.num_running, last.snapshot.num_pages_held) == (0, 0)
-        assert last.snapshot.pages_consistent
+        assert (last.stats.num_running, last.stats.num_pages_held) == (0, 0)
+        assert last.stats.pages_consistent
     finally:
         await link.stop(5)
 

@@ -50,8 +50,8 @@ class ShadowRunner:
             for group, table in enumerate(row.block_tables):
                 for position in range(row.start, row.start + row.count):
                     page, slot = table[position // self.size], position % self.size
-                    assert self.kv.pool.refs[page] == 1, "wrote to a shared page"
-                    assert page not in self.kv.tree.owner, "wrote to a cached page"
+                    assert self.kv._pool.refs[page] == 1, "wrote to a shared page"
+                    assert page not in self.kv._tree.owner, "wrote to a cached page"
                     assert (page, slot) not in written, "two rows wrote to one slot"
                     written.add((page, slot))
                     self.memory[page][slot] = hash((group, chain[position]))

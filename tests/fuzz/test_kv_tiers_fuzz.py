@@ -17,6 +17,7 @@ import pytest
 from tests.fuzz.shadow_runner import VOCABULARY, ShadowRunner, chain_hashes
 from tests.fuzz.test_scheduler_properties import Case, Traffic
 from tokenmill.engine.kv.budget.base import NORMS, SINK_TOKENS
+from tokenmill.engine.kv.budget.enforcer import BudgetEnforcer
 from tokenmill.engine.kv.manager import KVManager
 from tokenmill.engine.kv.tier.host import HostTier
 from tokenmill.engine.kv.tier.stack import TierStack
@@ -47,7 +48,7 @@ class ShadowPages:
 
     def import_page(self, page: int, data: memoryview) -> None:
         assert self.runner is not None
-        assert self.runner.kv.pool.refs[page] == 1, "a page that others use is overwritten"
+        assert self.runner.kv._pool.refs[page] == 1, "a page that others use is overwritten"
         self.runner.memory[page] = json.loads(bytes(data))
 
 
@@ -83,7 +84,7 @@ class TierTraffic(Traffic):
 def test_traffic_with_tiers(case: Case) -> None:
     traffic = TierTraffic(case, seed=_TIER_CASES.index(case))
     traffic.run(case.num_steps)
-    assert traffic.kv.usage().num_held == 0
+    assert traffic.kv.measure().num_pages_held == 0
     traffic.kv.close()
     traffic.kv.check()
 
@@ -151,8 +152,8 @@ class BudgetRunner(ShadowRunner):
                 for position in range(row.start, row.start + row.count):
                     place = position - row.num_dropped
                     page = table[place // self.size]
-                    assert self.kv.pool.refs[page] == 1
-                    assert page not in self.kv.tree.owner
+                    assert self.kv._pool.refs[page] == 1
+                    assert page not in self.kv._tree.owner
                     self.memory[page][place % self.size] = hash((group, chain[position]))
         tokens = [self._token(row) if row.samples else None for row in plan.scheduled]
         return StepResult(tokens, [None] * len(tokens), [None] * len(tokens))
@@ -169,7 +170,8 @@ class BudgetRunner(ShadowRunner):
 class BudgetTraffic(Traffic):
     def make_kv(self, layout: KVLayout, num_pages: int) -> KVManager:
         self.scores = ContentScores()
-        return KVManager(layout, num_pages, self.case.prefix_caching, self.policy, scores=self.scores)
+        budgets = BudgetEnforcer(layout, self.scores)
+        return KVManager(layout, num_pages, self.case.prefix_caching, self.policy, budgets=budgets)
 
     def make_runner(self) -> ShadowRunner:
         self.scores.runner = BudgetRunner(self.kv)
@@ -179,10 +181,10 @@ class BudgetTraffic(Traffic):
         params = super().make_params()
         policy = self.random.choice(["", "streaming_llm", "paged_eviction"])
         if policy:
-            least = self.kv.budgets._policy(policy).min_pages * self.case.page_size
+            least = self.kv._budgets._policy(policy).min_pages * self.case.page_size
             budget = least + self.random.randrange(12)
             params = replace(params, cache=CacheControl(policy=policy, budget=budget))
-        self.kv.budgets.check(params)
+        self.kv._budgets.check(params)
         return params
 
     def check_eviction_order(self) -> None:
@@ -250,8 +252,8 @@ def test_traffic_with_budgets(case: Case) -> None:
     assert not traffic.requests, "requests starve"
     assert traffic.num_finished > 20
     assert dropped > 50, "no budget was ever in the way"
-    usage = traffic.kv.usage()
-    assert usage.num_held == 0
-    traffic.kv.clear_cache()
+    usage = traffic.kv.measure()
+    assert usage.num_pages_held == 0
+    traffic.kv.clear()
     traffic.kv.check()
-    assert traffic.kv.usage().num_free == traffic.kv.num_pages
+    assert traffic.kv.measure().num_pages_free == traffic.kv.num_pages

@@ -178,9 +178,9 @@ class Traffic:
         """No cached page of a group without window is evicted before those below it."""
         place = {page: number for number, page in enumerate(self.policy)}
         for page, number in place.items():
-            node = self.kv.tree.owner[page]
+            node = self.kv._tree.owner[page]
             group = node.pages.index(page)
-            if self.kv.tree.spans[group] == UNBOUNDED:
+            if self.kv._tree.spans[group] == UNBOUNDED:
                 assert all(place[child.pages[group]] < number for child in node.children.values())
 
 
@@ -189,14 +189,14 @@ def test_random_traffic(case: Case) -> None:
     traffic = Traffic(case, seed=CASES.index(case))
     traffic.run(case.num_steps)
     assert traffic.num_finished > 20
-    usage = traffic.kv.usage()
-    assert usage.num_held == 0
-    assert usage.num_free + usage.num_cached == traffic.kv.num_pages
-    assert case.prefix_caching or usage.num_cached == 0
-    traffic.kv.clear_cache()
+    usage = traffic.kv.measure()
+    assert usage.num_pages_held == 0
+    assert usage.num_pages_free + usage.num_pages_cached == traffic.kv.num_pages
+    assert case.prefix_caching or usage.num_pages_cached == 0
+    traffic.kv.clear()
     traffic.kv.check()
-    assert traffic.kv.usage().num_free == traffic.kv.num_pages
-    assert not traffic.kv.tree.root.children
+    assert traffic.kv.measure().num_pages_free == traffic.kv.num_pages
+    assert not traffic.kv._tree.root.children
 
 
 def test_the_cases_reach_what_they_are_for() -> None:
@@ -208,9 +208,9 @@ def test_the_cases_reach_what_they_are_for() -> None:
             if len(traffic.requests) < 12:
                 traffic.arrive()
             traffic.step()
-        seen["preemptions"] += traffic.scheduler.num_preemptions
-        seen["evictions"] += traffic.kv.pool.num_evictions
-        seen["hits"] += traffic.kv.num_hit_tokens
+        seen["preemptions"] += traffic.scheduler.stats.num_preemptions
+        seen["evictions"] += traffic.kv.stats.num_evictions
+        seen["hits"] += traffic.kv.stats.num_prefix_hit_tokens
         seen["copies"] += traffic.runner.num_copies
     assert all(seen[name] > 100 for name in ("preemptions", "evictions", "hits", "copies")), seen
     assert sum(case.num_steps for case in CASES) > 10_000

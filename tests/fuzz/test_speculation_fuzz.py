@@ -60,8 +60,8 @@ class DraftingShadowRunner(ShadowRunner):
         for group, table in enumerate(row.block_tables):
             for position in range(row.start + row.count, end):
                 page = table[position // self.size]
-                assert self.kv.pool.refs[page] == 1, "a draft wrote to a shared page"
-                assert page not in self.kv.tree.owner, "a draft wrote to a cached page"
+                assert self.kv._pool.refs[page] == 1, "a draft wrote to a shared page"
+                assert page not in self.kv._tree.owner, "a draft wrote to a cached page"
                 self.memory[page][position % self.size] = hash((group, chain[position]))
         self._verify(row.start, end, row.block_tables, chain)
         first, last = row.start // self.size, (end - 1) // self.size
@@ -124,7 +124,7 @@ def test_drafts_change_no_output(case: Case) -> None:
         traffic.step(cancels=False)
     assert not traffic.requests, "requests starve"
     assert traffic.num_finished > 5
-    assert traffic.kv.usage().num_held == 0
+    assert traffic.kv.measure().num_pages_held == 0
 
 
 def test_the_drafts_reach_what_they_are_for() -> None:
@@ -136,8 +136,8 @@ def test_the_drafts_reach_what_they_are_for() -> None:
                 traffic.arrive()
             traffic.step()
         seen += traffic.runner.seen
-        seen["preemptions"] += traffic.scheduler.num_preemptions
-        seen["hits"] += traffic.kv.num_hit_tokens
+        seen["preemptions"] += traffic.scheduler.stats.num_preemptions
+        seen["hits"] += traffic.kv.stats.num_prefix_hit_tokens
         seen["copies"] += traffic.runner.num_copies
     wanted = ["accepted", "rejected", "wholly accepted", "page boundaries", "preemptions", "hits", "copies"]
     assert all(seen[name] > 50 for name in wanted), seen

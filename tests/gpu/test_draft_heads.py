@@ -170,7 +170,7 @@ def test_a_head_with_lookup_changes_nothing(tmp_path: Path) -> None:
         runtime.runner.speculator.lengths.pay = lambda requests, _depth, _tokens: bool(requests)
         assert llm.generate([prompt], params)[0].outputs[0].token_ids == wanted
         assert runtime.runner.speculator.drafter.guessed_depth == 4  # further than the head goes
-        assert llm.parts.core.scheduler.num_drafted > 0
+        assert llm.stats.num_drafted > 0
         llm.parts.core.scheduler.kv.check()
 
 
@@ -194,7 +194,7 @@ def test_drafts_made_in_the_step_change_nothing(tmp_path: Path, together: int, m
         runtime.runner.speculator.lengths.pay = lambda requests, _depth, _tokens: bool(requests)
         drafted = [output.outputs[0].token_ids for output in llm.generate(asked, params)]
         llm.parts.core.scheduler.kv.check()
-        assert llm.parts.core.scheduler.num_accepted > 3
+        assert llm.stats.num_accepted > 3
     assert drafted == plain
     assert sum(followed) > len(followed) // 2 > 0  # most steps were queued before they were asked for
 

@@ -16,6 +16,7 @@ from tests.parity.tiny_models import make
 from tokenmill.checkpoint.open import open_checkpoint
 from tokenmill.config import EngineConfig
 from tokenmill.engine.core import EngineCore
+from tokenmill.engine.kv.budget.enforcer import BudgetEnforcer
 from tokenmill.engine.kv.manager import KVManager
 from tokenmill.engine.kv.policy.lru import LeastRecentlyUsed
 from tokenmill.engine.order import DISCIPLINES
@@ -43,7 +44,13 @@ def _engine(folder: Path, executor: str = "auto") -> EngineCore:
     )
     runtime = build_runtime(open_checkpoint(folder), config, 256, torch.device("cpu"))
     scores = keep_page_scores(runtime, config)
-    kv = KVManager(runtime.layout, runtime.budget.num_pages, True, LeastRecentlyUsed(), scores=scores)
+    kv = KVManager(
+        runtime.layout,
+        runtime.budget.num_pages,
+        True,
+        LeastRecentlyUsed(),
+        budgets=BudgetEnforcer(runtime.layout, scores),
+    )
     scheduler = Scheduler(kv, DISCIPLINES.get("fcfs")(), config.batch_tokens, config.concurrency, 256)
     return EngineCore(scheduler, runtime.runner)
 
@@ -65,7 +72,7 @@ def _run(core: EngineCore, request: Request, others: list[Request] | None = None
                 logprobs += [each.logprob for each in event.logprobs]
         kv.check()
         if request in kv._holdings and request.num_computed > _PROMPT:
-            most = max(most, *(sum(page >= 0 for page in table) for table in kv.block_tables(request)))
+            most = max(most, *(sum(page >= 0 for page in table) for table in kv._holdings[request].tables))
     return tokens, logprobs, most
 
 
@@ -134,14 +141,14 @@ def test_a_budget_is_a_mask(name: str, policy: str, tmp_path: Path) -> None:
     core = _engine(tmp_path)
     budget = CacheControl(policy=policy, budget=_BUDGET)
     params = SamplingParams(max_tokens=_OUTPUT, temperature=0.0, logprobs=0, cache=budget)
-    core.scheduler.kv.budgets.check(params)
+    core.scheduler.kv._budgets.check(params)
     request = Request("r", _prompt(), params)
     tokens, logprobs, most = _run(core, request)
     expected, gone = oracle.logprobs(request.prompt_ids + tokens)
     torch.testing.assert_close(torch.tensor(logprobs), torch.tensor(expected), rtol=1e-4, atol=2e-4)
     assert request.cache.num_dropped_tokens == len(gone) * _SIZE > _OUTPUT
     assert most <= _BUDGET // _SIZE
-    assert core.scheduler.kv.usage().num_held == 0
+    assert core.scheduler.kv.measure().num_pages_held == 0
     # Among others, in chunks beside them and with its prompt cached: the same.
     again = Request("again", _prompt(), params)
     plain = [Request(f"o{seed}", _prompt(seed), SamplingParams(max_tokens=30)) for seed in (5, 6)]

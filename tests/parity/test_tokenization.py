@@ -13,7 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tokenmill.checkpoint.tokenizer import Tokenizer, load_tokenizer
+from tokenmill.checkpoint.tokenizer import Tokenizer
+from tokenmill.checkpoint.tokenizer_files import load_tokenizer
 
 MODELS = ("smollm2", "gemma3-270m", "qwen2.5-coder-1.5b")
 LLAMA_CPP_VECTORS = ("gpt-2", "phi-3")

@@ -14,7 +14,6 @@ from tokenmill.bench.prompts import SyntheticRequest, longest_request, random_re
 from tokenmill.config import EngineConfig
 from tokenmill.engine.llm import LLM
 from tokenmill.engine.outputs import RequestOutput
-from tokenmill.engine.stats import EngineStats
 from tokenmill.types import SamplingParams
 
 
@@ -63,16 +62,13 @@ def run_requests(
     llm: LLM, requests: list[SyntheticRequest], progress: bool = False
 ) -> tuple[ThroughputReport, list[RequestOutput]]:
     """One timed pass over requests that are all there at once, by an engine that is already warm."""
-    before = llm.stats
-    stats = llm.parts.core.stats = EngineStats()
+    stats = llm.stats
+    stats.reset()
     started = time.perf_counter()
     outputs = llm.generate([each.prompt_ids for each in requests], _params(requests), progress=progress)
     elapsed = time.perf_counter() - started
     input_tokens = sum(len(each.prompt_ids) for each in requests)
     output_tokens = sum(len(each.outputs[0].token_ids) for each in outputs)
-    queried = stats.num_prefix_query_tokens - before.num_prefix_query_tokens
-    hits = stats.num_prefix_hit_tokens - before.num_prefix_hit_tokens
-    drafted = stats.num_drafted - before.num_drafted
     report = ThroughputReport(
         output_tok_s=output_tokens / elapsed,
         total_tok_s=(input_tokens + output_tokens) / elapsed,
@@ -82,14 +78,14 @@ def run_requests(
         input_tokens=input_tokens,
         output_tokens=output_tokens,
         kv_waste=stats.mean_kv_waste,
-        kv_use=stats.mean_kv_use,
+        kv_use=stats.mean_kv_usage,
         peak_running=stats.peak_running,
         peak_tokens=stats.peak_tokens,
-        prefix_hit_rate=hits / max(1, queried),
-        preemptions=stats.num_preemptions - before.num_preemptions,
-        draft_acceptance=(stats.num_accepted - before.num_accepted) / drafted if drafted else None,
-        draft_length=drafted / (stats.num_drafts - before.num_drafts) if drafted else None,
-        draft_gain=1.0 + (stats.saved_seconds - before.saved_seconds) / elapsed,
+        prefix_hit_rate=stats.prefix_hit_rate,
+        preemptions=stats.num_preemptions,
+        draft_acceptance=stats.num_accepted / stats.num_drafted if stats.num_drafted else None,
+        draft_length=stats.num_drafted / stats.num_drafts if stats.num_drafted else None,
+        draft_gain=1.0 + stats.saved_seconds / elapsed,
     )
     return report, outputs
 

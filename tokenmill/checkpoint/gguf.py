@@ -1,4 +1,4 @@
-"""Our reader of GGUF files (version 2 and 3, little endian): header, tensor table, memory-mapped tensors.
+"""Our reader of GGUF files (version 2 and 3, little endian): tensor table and memory-mapped tensors.
 
 Every offset, size and type is checked when the file is opened, so a tensor that is listed can be read. Nothing is
 converted or copied. Opened through open.py.
@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING
 from tokenmill.checkpoint.base import StoredTensor
 from tokenmill.checkpoint.fields import shown
 from tokenmill.checkpoint.gguf_description import describe, read_architecture
-from tokenmill.checkpoint.gguf_metadata import Cursor, Metadata, read_metadata, read_raw_pairs
+from tokenmill.checkpoint.gguf_header import HEADER_BYTES, read_header
+from tokenmill.checkpoint.gguf_metadata import Cursor, Metadata, read_metadata
 from tokenmill.checkpoint.gguf_names import canonical_name
-from tokenmill.checkpoint.mapped_file import DAMAGED, map_file, release_pages, view_tensor
+from tokenmill.checkpoint.mapped_file import map_file, release_pages
+from tokenmill.checkpoint.mapped_tensor import view_tensor
 from tokenmill.errors import CheckpointError
 from tokenmill.kernels.ggml_types import TYPES_BY_NUMBER, UNREAD_TYPE_NAMES, GGMLType
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-MAGIC = b"GGUF"
 
 _DTYPES = {
     "F32": "float32",
@@ -38,7 +38,6 @@ _DTYPES = {
 }
 _MAX_DIMENSIONS = 4
 _DEFAULT_ALIGNMENT = 32
-_HEADER_BYTES = 4 + 4 + 8 + 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +59,9 @@ class GGUFCheckpoint:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._buffer = map_file(path, _HEADER_BYTES)
+        self._buffer = map_file(path, HEADER_BYTES)
         cursor = Cursor(self._buffer, path.name)
-        num_tensors, num_pairs = _read_header(cursor)
+        num_tensors, num_pairs = read_header(cursor)
         self.metadata: Metadata = read_metadata(cursor, num_pairs)
         architecture = read_architecture(self.metadata, path.name)
         entries = _read_tensor_table(cursor, num_tensors)
@@ -107,20 +106,13 @@ class GGUFCheckpoint:
         return {}
 
 
-def read_gguf_metadata(path: Path) -> Metadata:
-    """The metadata alone, whatever the architecture: a vocabulary is readable where the model is not."""
-    cursor = Cursor(map_file(path, _HEADER_BYTES), path.name)
-    _, num_pairs = _read_header(cursor)
-    return read_metadata(cursor, num_pairs)
-
-
 def read_gguf_tensors(path: Path) -> tuple[Metadata, dict[str, Tensor]]:
     """Metadata and plain tensors of a GGUF that is not a model (an importance matrix), by the names in the file."""
     import torch
 
-    buffer = map_file(path, _HEADER_BYTES)
+    buffer = map_file(path, HEADER_BYTES)
     cursor = Cursor(buffer, path.name)
-    num_tensors, num_pairs = _read_header(cursor)
+    num_tensors, num_pairs = read_header(cursor)
     metadata = read_metadata(cursor, num_pairs)
     entries = _read_tensor_table(cursor, num_tensors)
     start = _data_start(cursor, metadata)
@@ -132,28 +124,6 @@ def read_gguf_tensors(path: Path) -> tuple[Metadata, dict[str, Tensor]]:
         dtype = getattr(torch, _DTYPES[entry.layout.name])
         tensors[entry.name] = view_tensor(buffer, dtype, entry.shape, start + entry.offset)
     return metadata, tensors
-
-
-def read_gguf_raw_pairs(path: Path) -> dict[str, bytes]:
-    """The metadata as bytes, for a copy of the file with other tensors."""
-    cursor = Cursor(map_file(path, _HEADER_BYTES), path.name)
-    _, num_pairs = _read_header(cursor)
-    return read_raw_pairs(cursor, num_pairs)
-
-
-def _read_header(cursor: Cursor) -> tuple[int, int]:
-    """(tensors, metadata entries)."""
-    if cursor.buffer[:4] != MAGIC:
-        raise CheckpointError(f"{cursor.label} is not a GGUF file", "give a .gguf file or a safetensors directory")
-    cursor.position = 4
-    version = cursor.u32()
-    if version == 1:
-        raise CheckpointError(f"{cursor.label} is GGUF version 1", "convert it again with a current llama.cpp")
-    if version and version & 0xFFFF == 0:
-        raise CheckpointError(f"{cursor.label} is a big-endian GGUF", "convert it with gguf-convert-endian first")
-    if version not in (2, 3):
-        raise CheckpointError(f"{cursor.label} is GGUF version {version}, we read 2 and 3", DAMAGED)
-    return cursor.u64(), cursor.u64()
 
 
 def _read_tensor_table(cursor: Cursor, num_tensors: int) -> list[_TensorEntry]:

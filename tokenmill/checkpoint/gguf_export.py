@@ -12,8 +12,9 @@ from dataclasses import dataclass, fields, replace
 
 from tokenmill.checkpoint.base import Checkpoint
 from tokenmill.checkpoint.description import ModelDescription, RopeScaling
-from tokenmill.checkpoint.gguf import GGUFCheckpoint, read_gguf_raw_pairs
+from tokenmill.checkpoint.gguf import GGUFCheckpoint
 from tokenmill.checkpoint.gguf_description import describe
+from tokenmill.checkpoint.gguf_header import read_gguf_raw_pairs
 from tokenmill.checkpoint.gguf_metadata import Metadata
 from tokenmill.checkpoint.gguf_names import gguf_name
 from tokenmill.checkpoint.gguf_vocabulary import vocabulary_values

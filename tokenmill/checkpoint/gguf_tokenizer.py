@@ -1,7 +1,7 @@
 """Builds a Tokenizer from GGUF metadata (`tokenizer.ggml.*`), with the same ids as llama.cpp.
 
 Two kinds of vocabulary: "gpt2" (byte-level BPE with merges, on the `tokenizers` library) and "llama" (SentencePiece BPE
-by scores). Special tokens are cut out first. Does not read files. Called by Tokenizer.from_gguf.
+by scores). Special tokens are cut out first. Does not read files. Called by tokenizer_files.py.
 """
 
 from __future__ import annotations

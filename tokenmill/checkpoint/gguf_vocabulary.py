@@ -15,10 +15,11 @@ import tokenizers
 
 from tokenmill.checkpoint.gguf_tokenizer import TokenKind, byte_level_splitter
 from tokenmill.checkpoint.gguf_writer import Value
-from tokenmill.checkpoint.hf_tokenizer import read_json, token_text
+from tokenmill.checkpoint.hf_tokenizer import build_tokenizer, read_json, token_text
 from tokenmill.checkpoint.piece_bytes import byte_piece_value
 from tokenmill.checkpoint.pretokenizers import PRE_TOKENIZERS, PreTokenizer
-from tokenmill.checkpoint.tokenizer import Tokenizer, load_chat_template
+from tokenmill.checkpoint.tokenizer import Tokenizer
+from tokenmill.checkpoint.tokenizer_files import load_chat_template
 from tokenmill.errors import CheckpointError
 
 _PREFIX = "tokenizer.ggml."
@@ -43,7 +44,7 @@ def vocabulary_values(directory: Path, vocab_size: int) -> dict[str, Value]:
     model = definition.get("model", {})
     if model.get("type") != "BPE":
         raise CheckpointError(f"a GGUF cannot hold a {model.get('type')} tokenizer", "choose a BPE model")
-    ours = Tokenizer.from_file(definition_path, config_path if config_path.is_file() else None)
+    ours = build_tokenizer(definition_path, config_path if config_path.is_file() else None)
     added = _added_tokens(definition, config)
     is_byte_level = _is_byte_level(definition)
     if not is_byte_level and not model.get("byte_fallback", False):

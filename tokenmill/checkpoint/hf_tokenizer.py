@@ -1,7 +1,7 @@
 """Builds a Tokenizer from Hugging Face files: tokenizer.json, tokenizer_config.json, generation_config.json.
 
 The `tokenizers` library does the encoding; how a piece turns into bytes is read from the decoder it declares. Called by
-Tokenizer.from_file.
+tokenizer_files.py.
 """
 
 from __future__ import annotations

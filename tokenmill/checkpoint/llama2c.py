@@ -20,7 +20,8 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 from torch import Tensor
 
-from tokenmill.checkpoint.mapped_file import DAMAGED, map_file, view_tensor
+from tokenmill.checkpoint.mapped_file import DAMAGED, map_file
+from tokenmill.checkpoint.mapped_tensor import view_tensor
 from tokenmill.errors import CheckpointError
 
 _HEADER = struct.Struct("<7i")

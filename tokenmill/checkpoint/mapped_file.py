@@ -1,21 +1,15 @@
-"""Memory-maps a file of weights and cuts tensors out of it without copying.
+"""Memory-maps a file of weights.
 
-The mapping is private: torch wants writable memory, and a stray write must not reach the file. Knows no format. Used by
-gguf.py and safetensors.py.
+The mapping is private: torch wants writable memory, and a stray write must not reach the file. Knows neither formats
+nor tensors (mapped_tensor.py does). Used by the readers of GGUF, safetensors and llama2.c files.
 """
 
 from __future__ import annotations
 
-import math
 import mmap
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tokenmill.errors import CheckpointError
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
 
 DAMAGED = "the file is damaged or incomplete: download or convert it again"
 
@@ -42,16 +36,3 @@ def release_pages(buffer: mmap.mmap, start: int, count: int) -> None:
     first, end = -(-start // page) * page, (start + count) // page * page
     if end > first and hasattr(mmap, "MADV_DONTNEED"):
         buffer.madvise(mmap.MADV_DONTNEED, first, end - first)
-
-
-def view_tensor(buffer: mmap.mmap, dtype: torch.dtype, shape: tuple[int, ...], start: int) -> Tensor:
-    """A tensor over mapped bytes; the caller has checked that they exist. Copies only what lies misaligned."""
-    import torch  # here: who reads only metadata, such as a tokenizer in the server process, does without
-
-    count = math.prod(shape)
-    if count == 0:
-        return torch.empty(shape, dtype=dtype)
-    if start % dtype.itemsize:
-        raw = torch.frombuffer(buffer, dtype=torch.uint8, count=count * dtype.itemsize, offset=start)
-        return raw.clone().view(dtype).view(shape)
-    return torch.frombuffer(buffer, dtype=dtype, count=count, offset=start).view(shape)

@@ -9,7 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from tokenmill.checkpoint.base import Checkpoint
-from tokenmill.checkpoint.gguf import MAGIC, GGUFCheckpoint
+from tokenmill.checkpoint.gguf import GGUFCheckpoint
+from tokenmill.checkpoint.gguf_header import MAGIC
 from tokenmill.checkpoint.safetensors import INDEX_FILE, SafetensorsCheckpoint
 from tokenmill.errors import CheckpointError
 

@@ -20,7 +20,8 @@ import torch
 from tokenmill.checkpoint import hf_config
 from tokenmill.checkpoint.base import StoredTensor
 from tokenmill.checkpoint.fields import shown
-from tokenmill.checkpoint.mapped_file import DAMAGED, map_file, release_pages, view_tensor
+from tokenmill.checkpoint.mapped_file import DAMAGED, map_file, release_pages
+from tokenmill.checkpoint.mapped_tensor import view_tensor
 from tokenmill.errors import CheckpointError
 from tokenmill.log import get_logger
 

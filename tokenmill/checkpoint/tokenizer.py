@@ -1,22 +1,16 @@
 """Text to token ids and back, whatever file the vocabulary came from.
 
-Owns the one `Tokenizer` class and how a path becomes one; gguf_tokenizer.py and hf_tokenizer.py fill it. Plain text
-never turns into control tokens unless the caller asks with `parse_special`. Knows nothing about models or templates;
-imports no torch. Called by the engine, the server and the evaluators.
+Owns the one `Tokenizer` class; gguf_tokenizer.py and hf_tokenizer.py build it, tokenizer_files.py finds files. Plain
+text never turns into control tokens unless the caller asks with `parse_special`. Knows nothing about models, templates
+or files; imports no torch. Called by the engine, the server and the evaluators.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Iterable
+from typing import Protocol
 
-from tokenmill.errors import CheckpointError, UserError
-
-if TYPE_CHECKING:
-    from tokenmill.checkpoint.chat_template import ChatTemplate
-
-GGUF_MAGIC = b"GGUF"
+from tokenmill.errors import UserError
 
 
 class TextEncoder(Protocol):
@@ -62,20 +56,6 @@ class Tokenizer:
         self.adds_leading_space = adds_leading_space  # encoding puts a space before the text, decoding takes it away
         self.vocab_size = vocabulary.size
 
-    @classmethod
-    def from_file(cls, tokenizer_json: Path, tokenizer_config: Path | None = None) -> Tokenizer:
-        """From Hugging Face files."""
-        from tokenmill.checkpoint.hf_tokenizer import build_tokenizer
-
-        return build_tokenizer(tokenizer_json, tokenizer_config)
-
-    @classmethod
-    def from_gguf(cls, metadata: Mapping[str, Any]) -> Tokenizer:
-        """From the metadata of a GGUF file."""
-        from tokenmill.checkpoint.gguf_tokenizer import build_tokenizer
-
-        return build_tokenizer(metadata)
-
     def encode(self, text: str, add_special_tokens: bool = True, parse_special: bool = False) -> list[int]:
         """Ids of `text`.
 
@@ -105,48 +85,3 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """The exact bytes this token adds to the text (of a control token: its name)."""
         return self._vocabulary.token_bytes(token_id)
-
-
-def load_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer of a GGUF file or of a Hugging Face directory."""
-    path = Path(path)
-    if path.is_dir() and (path / "tokenizer.json").is_file():
-        config = path / "tokenizer_config.json"
-        return Tokenizer.from_file(path / "tokenizer.json", config if config.is_file() else None)
-    return Tokenizer.from_gguf(gguf_metadata(path))
-
-
-def load_chat_template(path: Path) -> ChatTemplate | None:
-    """The chat template of a GGUF file or of a Hugging Face directory; None where it has none."""
-    from tokenmill.checkpoint.chat_template import directory_template, gguf_template
-
-    path = Path(path)
-    if path.is_dir() and (path / "tokenizer.json").is_file():
-        return directory_template(path)
-    return gguf_template(gguf_metadata(path))
-
-
-def gguf_metadata(path: Path) -> Mapping[str, Any]:
-    """Metadata of the GGUF file at `path`, or of the only one in that directory; explains what is missing otherwise."""
-    from tokenmill.checkpoint.gguf import read_gguf_metadata
-
-    if path.is_dir():
-        files = sorted(file for file in path.iterdir() if file.is_file() and is_gguf(file))
-        if len(files) == 1:
-            return read_gguf_metadata(files[0])
-        if (path / "tokenizer.model").is_file():
-            raise CheckpointError(
-                f"{path} has only a SentencePiece tokenizer.model",
-                "add a tokenizer.json (transformers: AutoTokenizer.from_pretrained(...).save_pretrained(...))",
-            )
-        raise CheckpointError(f"{path} has no tokenizer.json", "download the model's tokenizer files too")
-    if not path.exists():
-        raise CheckpointError(f"{path} does not exist", "check the path, or give an alias or a Hugging Face id")
-    if not is_gguf(path):
-        raise CheckpointError(f"{path} is not a GGUF file", "give a .gguf file or a directory with a tokenizer.json")
-    return read_gguf_metadata(path)
-
-
-def is_gguf(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(len(GGUF_MAGIC)) == GGUF_MAGIC

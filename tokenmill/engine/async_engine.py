@@ -1,8 +1,8 @@
 """The streaming face: many callers on one asyncio loop, the engine in a thread of its own.
 
-Callers never touch the core: requests and cancellations cross in a queue that the engine thread empties between steps,
-and outputs come back on each caller's loop. Leaving the `async for` early cancels the request and frees its pages at
-the next step boundary. Used by the server's engine process and by Python callers.
+Callers never touch the engine: requests and cancellations cross in a queue that the engine thread empties between
+steps, and outputs come back on each caller's asyncio loop. Leaving the `async for` early cancels the request and frees
+its pages at the next step boundary. Used by `tokenmill run` and `chat`, and by Python callers.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from tokenmill.config import EngineConfig
 from tokenmill.engine.build import EngineParts, build_engine
 from tokenmill.engine.collector import RequestCollector
 from tokenmill.engine.intake import Prompt
+from tokenmill.engine.loop import EngineLoop
 from tokenmill.engine.outputs import RequestOutput
 from tokenmill.errors import UserError
 from tokenmill.log import get_logger
-from tokenmill.types import Request, SamplingParams
+from tokenmill.types import Request, SamplingParams, TokenEvent
 
 _log = get_logger(__name__)
 
@@ -48,17 +49,45 @@ class _Stream:
     deliver: Callable[[StreamUpdate | BaseException], None]
 
 
+class _CallQueue:
+    """Calls that other threads have the engine thread make between two turns of its loop."""
+
+    def __init__(self) -> None:
+        self._wake = threading.Condition()
+        self._calls: deque[Callable[[], None]] = deque()
+        self.closed = False
+
+    def post(self, call: Callable[[], None]) -> bool:
+        """False: nobody will make the call any more."""
+        with self._wake:
+            if not self.closed:
+                self._calls.append(call)
+                self._wake.notify()
+            return not self.closed
+
+    def receive(self, timeout: float | None) -> None:
+        with self._wake:
+            self._wake.wait_for(lambda: self._calls or self.closed, timeout)
+            calls, self._calls = self._calls, deque()
+        for call in calls:
+            call()
+
+    def close(self) -> None:
+        with self._wake:
+            self.closed = True
+            self._wake.notify()
+
+
 class AsyncEngine:
     def __init__(self, model: str | Path = "smollm2", config: EngineConfig | None = None, **options: Any) -> None:
         if config is not None and options:
             raise UserError("both config and options are given", "put the options into the config")
         self.parts: EngineParts = build_engine(model, config or EngineConfig.from_options(options))
-        self._wake = threading.Condition()
-        self._inbox: deque[Callable[[], None]] = deque()
         self._streams: dict[str, _Stream] = {}  # engine thread only
-        self._closing = False
+        self._loop = EngineLoop(self.parts.core, self, self.parts.grammars)
+        self._inbox = _CallQueue()
         self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._loop, name="tokenmill-engine", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="tokenmill-engine", daemon=True)
         self._thread.start()
 
     async def generate(
@@ -72,11 +101,7 @@ class AsyncEngine:
     ) -> AsyncIterator[StreamUpdate]:
         """Stream a request. `chat`: the prompt is text already rendered by the chat template."""
         params = params or SamplingParams()
-        intake = self.parts.intake
-        if params.structured is None:
-            request = intake.request(prompt, params, request_id, priority, chat)
-        else:  # waits for the grammar
-            request = await asyncio.to_thread(intake.request, prompt, params, request_id, priority, chat)
+        request = self.parts.intake.request(prompt, params, request_id, priority, chat)
         loop = asyncio.get_running_loop()
         news: asyncio.Queue[StreamUpdate | BaseException] = asyncio.Queue()
 
@@ -86,7 +111,8 @@ class AsyncEngine:
         text = prompt if isinstance(prompt, str) else None
         collector = RequestCollector(request, text, self.parts.tokenizer)
         stream = _Stream(collector, deliver)
-        self._post(lambda: self._begin(request, stream))
+        if not self._inbox.post(lambda: self._begin(request, stream)):
+            raise EngineDeadError("the engine has stopped") from self._failure
         try:
             while True:
                 item = await news.get()
@@ -96,11 +122,11 @@ class AsyncEngine:
                 if item.finished:
                     return
         finally:
-            self._post(lambda: self._end(request.request_id, stream), best_effort=True)
+            self._inbox.post(lambda: self._end(request.request_id, stream))
 
     async def cancel(self, request_id: str) -> None:
         """Forget a request wherever it is; its stream ends with finish reason "abort"."""
-        self._post(lambda: self._abort(request_id), best_effort=True)
+        self._inbox.post(lambda: self._abort(request_id))
 
     @property
     def alive(self) -> bool:
@@ -108,9 +134,7 @@ class AsyncEngine:
 
     def close(self) -> None:
         """Finish the current step, drop what is in flight, stop the thread."""
-        with self._wake:
-            self._closing = True
-            self._wake.notify()
+        self._inbox.close()
         self._thread.join()
         self.parts.close()
 
@@ -120,67 +144,52 @@ class AsyncEngine:
     async def __aexit__(self, *_: object) -> None:
         await asyncio.to_thread(self.close)
 
-    # --- crossing to the engine thread ---
-
-    def _post(self, action: Callable[[], None], best_effort: bool = False) -> None:
-        with self._wake:
-            if self._closing or self._failure is not None:
-                if best_effort:
-                    return
-                raise EngineDeadError("the engine has stopped") from self._failure
-            self._inbox.append(action)
-            self._wake.notify()
-
     # --- engine thread ---
 
-    def _loop(self) -> None:
-        core = self.parts.core
+    def _run(self) -> None:
         try:
-            while True:
-                with self._wake:
-                    self._wake.wait_for(lambda: self._inbox or self._closing or core.has_work)
-                    if self._closing:
-                        break
-                    actions, self._inbox = self._inbox, deque()
-                for action in actions:
-                    action()
-                self._step()
+            self._loop.run(self._inbox)
         except BaseException as failure:
             _log.exception("the engine loop failed")
-            with self._wake:
-                self._failure = failure
+            self._failure = failure
+            self._inbox.close()
+        self._inbox.receive(0.0)  # those who came last get an answer too
         for stream in self._streams.values():
             error = EngineDeadError("the engine has stopped")
             error.__cause__ = self._failure
             stream.deliver(error)
 
-    def _step(self) -> None:
-        core = self.parts.core
-        for event in core.step():
+    def on_events(self, events: list[TokenEvent]) -> None:
+        for event in events:
             stream = self._streams.get(event.request_id)
             if stream is None:
                 continue
             text, stop = stream.collector.take(event)
             if stop:
-                core.cancel(event.request_id, event.index)
+                self._loop.cancel(event.request_id, event.index)
             output = stream.collector.output
             stream.deliver(StreamUpdate(event.index, text, event.token_ids, output, output.finished))
+
+    def on_refused(self, request_id: str, error: UserError) -> None:
+        stream = self._streams.pop(request_id, None)
+        if stream is not None:
+            stream.deliver(error)
 
     def _begin(self, request: Request, stream: _Stream) -> None:
         if request.request_id in self._streams:
             stream.deliver(UserError(f"request id '{request.request_id}' is in use", "choose another"))
             return
         self._streams[request.request_id] = stream
-        self.parts.core.add(request)
+        self._loop.submit(request)
 
     def _end(self, request_id: str, stream: _Stream) -> None:
         """The caller has left. Only its own stream goes: one refused for a duplicate id must not end the other."""
         if self._streams.get(request_id) is stream:
             del self._streams[request_id]
-            self.parts.core.cancel(request_id)
+            self._loop.cancel(request_id)
 
     def _abort(self, request_id: str) -> None:
-        self.parts.core.cancel(request_id)
+        self._loop.cancel(request_id)
         stream = self._streams.pop(request_id, None)
         if stream is None:
             return

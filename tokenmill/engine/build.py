@@ -1,12 +1,13 @@
 """Puts an engine together: model source, checkpoint, tokenizer, runtime, scheduler.
 
-The tokenizer is built while the weights are made ready. Called by LLM and AsyncEngine; imports the runtime (and so
-torch), which the scheduler and the KV manager never do.
+The tokenizer is built while the weights are loaded. Called by LLM, AsyncEngine and the engine process; imports the
+runtime (and so torch), which the scheduler and the KV manager never do.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,11 +18,12 @@ from tokenmill.checkpoint.description import ModelDescription
 from tokenmill.checkpoint.dummy import DummyCheckpoint, numbering_tokenizer
 from tokenmill.checkpoint.open import open_checkpoint
 from tokenmill.checkpoint.sources import resolve
-from tokenmill.checkpoint.tokenizer import Tokenizer, load_chat_template, load_tokenizer
+from tokenmill.checkpoint.tokenizer import Tokenizer
+from tokenmill.checkpoint.tokenizer_files import load_chat_template, load_tokenizer
 from tokenmill.config import EngineConfig, ResolvedConfig
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.intake import Intake
-from tokenmill.engine.kv.budget.keeper import BudgetKeeper
+from tokenmill.engine.kv.budget.enforcer import BudgetEnforcer
 from tokenmill.engine.kv.manager import KVManager
 from tokenmill.engine.kv.policy import POLICIES
 from tokenmill.engine.order import DISCIPLINES
@@ -38,6 +40,9 @@ from tokenmill.types import CacheControl, SamplingParams
 @dataclass(slots=True, eq=False)
 class EngineParts:
     core: EngineCore
+    kv: KVManager
+    budgets: BudgetEnforcer  # says which KV budgets this engine can keep
+    idle_work: tuple[Callable[[], bool], ...]  # as EngineLoop takes it
     intake: Intake
     grammars: GrammarCompiler
     tokenizer: Tokenizer
@@ -49,8 +54,8 @@ class EngineParts:
     load_seconds: float
 
     def close(self, timeout: float = 60.0) -> None:
-        """Let go of what lives outside this process: cached pages are written to the tiers, if there are any."""
-        self.core.scheduler.kv.close(timeout)
+        """Release what lives outside this process: cached pages are written to the tiers, if there are any."""
+        self.kv.close(timeout)
 
 
 def build_engine(model: str | Path, options: EngineConfig) -> EngineParts:
@@ -64,8 +69,8 @@ def build_engine(model: str | Path, options: EngineConfig) -> EngineParts:
         dummy = options.load_format == "dummy"
         checkpoint: Checkpoint = DummyCheckpoint(path) if dummy else open_checkpoint(path)
         description = checkpoint.description
-        nameless = dummy and not (path / "tokenizer.json").is_file()  # only a config.json: tokens are numbers
-        building = None if nameless else background.submit(load_tokenizer, path)
+        no_tokenizer = dummy and not (path / "tokenizer.json").is_file()  # only a config.json: tokens are numbers
+        building = None if no_tokenizer else background.submit(load_tokenizer, path)
         facts, device = find_facts(options, description.context_length)
         config = resolve_config(options, facts)
         runtime = build_runtime(checkpoint, config, device)
@@ -76,24 +81,24 @@ def build_engine(model: str | Path, options: EngineConfig) -> EngineParts:
         kv_native_layers=(runtime.native_layers, f"recommended for {runtime.store.name}"),
         executor=(runtime.executor.name, "the fastest that supports the model"),
     )
-    scores = keep_page_scores(runtime, config)
-    BudgetKeeper(runtime.layout, scores).check(SamplingParams(cache=budget))
+    budgets = BudgetEnforcer(runtime.layout, keep_page_scores(runtime, config))
+    budgets.check(SamplingParams(cache=budget))
     tiers = build_tiers(config, path, runtime)
     config = replace(config, kv_redis=shown_address(config.kv_redis))
-    kv = KVManager(runtime.layout, runtime.budget.num_pages, config.prefix_caching, policy, tiers, scores)
+    kv = KVManager(runtime.layout, runtime.budget.num_pages, config.prefix_caching, policy, tiers, budgets)
     ahead = runtime.executor.lookahead
     drafts = config.draft_tokens if runtime.runner.speculator is not None else 0
     scheduler = Scheduler(kv, discipline, config.batch_tokens, config.concurrency, config.context, ahead, drafts)
     eos_ids = tuple(dict.fromkeys((*description.eos_ids, *tokenizer.eos_ids)))
-    grammars = GrammarCompiler(tokenizer, eos_ids)
     return EngineParts(
         core=EngineCore(scheduler, runtime.runner),
-        intake=Intake(
-            tokenizer, description.vocab_size, eos_ids, config.context, config.seed, grammars, budget, kv.budgets.check
-        ),
-        grammars=grammars,
+        kv=kv,
+        budgets=budgets,
+        idle_work=(*([kv.save] if tiers is not None else []), runtime.runner.prepare),
+        intake=Intake(tokenizer, description.vocab_size, eos_ids, config.context, config.seed, budget, budgets.check),
+        grammars=GrammarCompiler(tokenizer, eos_ids),
         tokenizer=tokenizer,
-        chat_template=None if nameless else load_chat_template(path),
+        chat_template=None if no_tokenizer else load_chat_template(path),
         description=description,
         config=config,
         runtime=runtime,

@@ -1,7 +1,7 @@
 """The engine core: one step is schedule, execute, update, emit. This is the whole architecture in one function.
 
-Owns the order of the four verbs and the statistics; knows neither tensors nor text. The runner may be the real runtime
-or a cost model. Called by the offline facade, the serving loop and the simulator, from one thread.
+Owns the order of the four verbs; knows neither tensors nor text. The runner may be the real runtime or a cost model.
+Called by the engine loop and the simulator, from one thread.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import time
 from typing import Protocol
 
 from tokenmill.engine.scheduler import Scheduler
-from tokenmill.engine.stats import EngineStats
 from tokenmill.types import Request, StepPlan, StepResult, TokenEvent
 
 
@@ -24,7 +23,7 @@ class EngineCore:
     def __init__(self, scheduler: Scheduler, runner: Runner) -> None:
         self.scheduler = scheduler
         self.runner = runner
-        self.stats = EngineStats()
+        self.stats = scheduler.stats
 
     def step(self, run: int = 1) -> list[TokenEvent]:
         """Compute one batch; what it brought, at most one event for each running sequence. Nothing to do: no events.
@@ -35,9 +34,9 @@ class EngineCore:
             return []
         began = time.perf_counter()
         result = self.runner.execute(plan)
-        self.scheduler.kv.record_step(plan, time.perf_counter() - began)
+        seconds = time.perf_counter() - began
         events = self.scheduler.update(plan, result)
-        self.stats.record(self.scheduler, plan, events)
+        self.scheduler.record_step(plan, events, seconds)
         return events
 
     @property

@@ -20,8 +20,8 @@ from tokenmill.hardware.machine import Machine, detect_machine
 from tokenmill.kernels import cpu
 
 _SELF_TEST_BYTES = 500 * 10**6  # a larger model takes too long to load for a check
-_LITTLE_DISK = 5 * 10**9
-_LITTLE_MEMORY = 10**9
+_MIN_FREE_DISK = 5 * 10**9
+_MIN_FREE_MEMORY = 10**9
 _HUB = "https://huggingface.co"
 
 
@@ -69,8 +69,8 @@ def diagnose(network: bool = False) -> Diagnosis:
     cached = list_cached()
     free = _free_disk(cache_root())
     test = _self_test(cached)
-    reached = _reach() if network else ()
-    problems = _problems(machine, kernels, free, test, reached)
+    network_status = _check_network() if network else ()
+    problems = _problems(machine, kernels, free, test, network_status)
     return Diagnosis(
         verdict=_verdict(kernels, test),
         problems=problems,
@@ -83,7 +83,7 @@ def diagnose(network: bool = False) -> Diagnosis:
         free_disk_bytes=free,
         models=tuple(CachedModel(name, found.bytes, str(found.path)) for name, found in cached.items()),
         self_test=test,
-        network=reached,
+        network=network_status,
     )
 
 
@@ -110,7 +110,7 @@ def _self_test(cached: dict[str, Resolved]) -> SelfTest:
     return SelfTest(name, len(output.outputs[0].token_ids), "")
 
 
-def _reach() -> tuple[tuple[str, str], ...]:
+def _check_network() -> tuple[tuple[str, str], ...]:
     import httpx
 
     from tokenmill.checkpoint.sources.pip_index import read_pip_settings
@@ -127,7 +127,7 @@ def _reach() -> tuple[tuple[str, str], ...]:
 
 
 def _problems(
-    machine: Machine, kernels: KernelReport, free_disk: int, test: SelfTest, reached: tuple[tuple[str, str], ...]
+    machine: Machine, kernels: KernelReport, free_disk: int, test: SelfTest, network_status: tuple[tuple[str, str], ...]
 ) -> tuple[str, ...]:
     found = []
     if not kernels.available:
@@ -138,11 +138,11 @@ def _problems(
         found.append("no small model is cached, so nothing was run: tokenmill pull smollm2")
     if machine.gpus and not torch.cuda.is_available():
         found.append("a GPU is present and is not used: this torch has no CUDA, install tokenmill[gpu]")
-    if free_disk < _LITTLE_DISK:
+    if free_disk < _MIN_FREE_DISK:
         found.append(f"{free_disk / 1e9:.1f} GB are free in the cache folder: set TOKENMILL_CACHE to a larger disk")
-    if machine.available_bytes < _LITTLE_MEMORY:
-        found.append(f"{machine.available_bytes / 1e9:.1f} GB of memory are free: close something")
-    found += [f"{address} cannot be reached: {problem}" for address, problem in reached if problem != "ok"]
+    if machine.available_bytes < _MIN_FREE_MEMORY:
+        found.append(f"{machine.available_bytes / 1e9:.1f} GB of memory are free: close other programs")
+    found += [f"{address} cannot be reached: {problem}" for address, problem in network_status if problem != "ok"]
     return tuple(found)
 
 

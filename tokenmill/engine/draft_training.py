@@ -51,9 +51,9 @@ def own_answers(llm: LLM, prompts: list[str], tokens: int, length: int, layers: 
     if llm.parts.chat_template is None:
         raise UserError("the model has no chat template to ask prompts in", "use --text")
     asked = [[{"role": "user", "content": prompt}] for prompt in prompts[: max(1, tokens // length)]]
-    # As many at a time as are computed together: steps without a prompt among them are the fast ones.
-    most = llm.parts.config.concurrency
-    waves = [llm.chat(asked[begin : begin + most], params) for begin in range(0, len(asked), most)]
+    # As many at a time as run together: steps without prompts are the fast ones.
+    batch_size = llm.parts.config.concurrency
+    waves = [llm.chat(asked[begin : begin + batch_size], params) for begin in range(0, len(asked), batch_size)]
     outputs = [output for wave in waves for output in wave]
     sequences = [list(output.prompt_token_ids) + output.outputs[0].token_ids for output in outputs]
     return _read(llm, sequences, [len(output.prompt_token_ids) - 1 for output in outputs], layers)

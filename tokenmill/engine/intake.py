@@ -1,6 +1,7 @@
 """Prompts -> Requests: text or token ids are checked against the model before anything is scheduled.
 
-Everything a caller can get wrong about a single request is refused here, with the remedy. Used by LLM and AsyncEngine.
+Everything a caller can get wrong about a single request is refused here, with the remedy. Used by LLM, AsyncEngine and
+the server.
 """
 
 from __future__ import annotations
@@ -11,11 +12,10 @@ from itertools import count
 from typing import Protocol
 
 from tokenmill.errors import UserError
-from tokenmill.grammar.compiler import CompiledGrammar
-from tokenmill.types import MAX_SEED, CacheControl, Request, SamplingParams, StructuredSpec
+from tokenmill.types import MAX_SEED, CacheControl, Request, SamplingParams
 
 Prompt = str | Sequence[int]
-_STRETCH = 512  # tokens that are compared at once
+_CHUNK = 512  # tokens that are compared at once
 
 
 class Encoding(Protocol):
@@ -24,12 +24,8 @@ class Encoding(Protocol):
     def encode(self, text: str, add_special_tokens: bool = True, parse_special: bool = False) -> list[int]: ...
 
 
-class Compiling(Protocol):
-    def compile(self, spec: StructuredSpec) -> CompiledGrammar: ...
-
-
 class Intake:
-    """Without `grammars`, structured requests are taken in as they are: the engine process compiles for the server."""
+    """Grammars of structured requests are compiled by the engine loop, which can wait for them."""
 
     def __init__(
         self,
@@ -38,7 +34,6 @@ class Intake:
         eos_ids: Sequence[int],
         context_length: int,
         seed: int,
-        grammars: Compiling | None = None,
         budget: CacheControl | None = None,
         check: Callable[[SamplingParams], None] | None = None,
     ) -> None:
@@ -48,7 +43,6 @@ class Intake:
         self._eos_ids = frozenset(eos_ids)
         self._context_length = context_length
         self._seed = seed
-        self._grammars = grammars
         self._budget = budget
         self._check = check
         self._arrivals = count()
@@ -83,7 +77,6 @@ class Intake:
         structured = params.structured
         if structured is not None and not self._eos_ids:
             raise UserError("the model has no end-of-text token", "leave structured output out")
-        grammar = self._grammars.compile(structured) if structured is not None and self._grammars else None
         params = self._with_budget(params)
         if self._check is not None:
             self._check(params)
@@ -97,7 +90,6 @@ class Intake:
             seed=params.seed if params.seed is not None else self._own_seed(arrival),
             priority=priority,
             arrival=arrival,
-            grammar=grammar,
         )
 
     def _with_budget(self, params: SamplingParams) -> SamplingParams:
@@ -115,9 +107,9 @@ class Intake:
         there. Several threads may ask at once, so `_last` is read once and replaced whole."""
         last, begin = self._last, 0
         while type(prompt) is list and begin < len(last):
-            if prompt[begin : begin + _STRETCH] != last[begin : begin + _STRETCH]:
+            if prompt[begin : begin + _CHUNK] != last[begin : begin + _CHUNK]:
                 break
-            begin += _STRETCH
+            begin += _CHUNK
         begin = min(begin, len(last))
         ids = last[:begin] + self._checked_ids("prompt token id", prompt[begin:])
         self._last = ids

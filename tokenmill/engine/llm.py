@@ -1,12 +1,12 @@
 """The offline face: a batch of prompts in, a batch of outputs out, in one process.
 
-`LLM(model, **options).generate(prompts, params)` in the shape vLLM users know. Owns nothing but the loop over
-`core.step`; text and stop strings are the collectors' work.
+`LLM(model, **options).generate(prompts, params)` in the shape vLLM users know. Translates prompts into requests and
+events into outputs; the engine loop computes, text and stop strings are the collectors' work.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -14,16 +14,18 @@ from typing import Any
 from tokenmill.config import EngineConfig
 from tokenmill.engine.build import EngineParts, build_engine
 from tokenmill.engine.collector import RequestCollector
+from tokenmill.engine.core import EngineCore
 from tokenmill.engine.intake import Prompt
+from tokenmill.engine.loop import EngineLoop
 from tokenmill.engine.outputs import RequestOutput
 from tokenmill.engine.progress import request_bar
 from tokenmill.engine.stats import EngineStats
 from tokenmill.errors import UserError
-from tokenmill.types import Request, SamplingParams
+from tokenmill.types import Request, SamplingParams, TokenEvent
 
 Message = Mapping[str, Any]
 
-_RUN = 8  # outputs are handed over whole, so nobody sees it; Ctrl-C waits for no more than these
+_TOKENS_AT_ONCE = 8  # outputs are returned whole, so callers do not notice; Ctrl-C waits for at most these
 
 
 class LLM:
@@ -32,8 +34,8 @@ class LLM:
         if config is not None and options:
             raise UserError("both config and options are given", "put the options into the config")
         self._parts: EngineParts | None = build_engine(model, config or EngineConfig.from_options(options))
-        # Of a sequence, from one call of the runner. Whoever measures for a server, which streams, sets it to one.
-        self.tokens_at_once = _RUN if self.parts.runtime.runner.runs_greedily else 1
+        # Tokens of a sequence per call of the runner. A measurement for a server, which streams, sets it to one.
+        self.tokens_at_once = _TOKENS_AT_ONCE if self.parts.runtime.runner.runs_greedily else 1
 
     @property
     def parts(self) -> EngineParts:
@@ -114,26 +116,41 @@ class LLM:
             request.request_id: RequestCollector(request, text, self.parts.tokenizer)
             for request, text in zip(requests, texts, strict=True)
         }
-        for request in requests:
-            core.add(request)
-        unfinished = len(collectors)
-        try:
-            with request_bar(len(collectors), progress) as advance:
-                while unfinished:
-                    for event in core.step(self.tokens_at_once):
-                        collector = collectors[event.request_id]
-                        _, stop = collector.take(event)
-                        if stop:
-                            core.cancel(event.request_id, event.index)
-                        if collector.output.outputs[event.index].finished and collector.output.finished:
-                            unfinished -= 1
-                            advance()
-        except BaseException:
-            # Interrupted or failed: the engine must be clean for the next call.
-            for request_id in collectors:
-                core.cancel(request_id)
-            raise
+        with request_bar(len(collectors), progress) as advance:
+            loop = EngineLoop(core, _BatchListener(core, collectors, advance), self.parts.grammars)
+            try:
+                for request in requests:
+                    loop.submit(request)
+                loop.drain(self.tokens_at_once)
+            except BaseException:
+                # Interrupted, failed or refused: the engine must be clean for the next call.
+                for request_id in collectors:
+                    loop.cancel(request_id)
+                raise
         return [collector.output for collector in collectors.values()]
+
+
+class _BatchListener:
+    """Gives events to the collectors of their requests; one request that is refused ends the call."""
+
+    def __init__(
+        self, core: EngineCore, collectors: Mapping[str, RequestCollector], advance: Callable[[], None]
+    ) -> None:
+        self._core = core
+        self._collectors = collectors
+        self._advance = advance
+
+    def on_events(self, events: list[TokenEvent]) -> None:
+        for event in events:
+            collector = self._collectors[event.request_id]
+            _, stop = collector.take(event)
+            if stop:
+                self._core.cancel(event.request_id, event.index)
+            if collector.output.outputs[event.index].finished and collector.output.finished:
+                self._advance()
+
+    def on_refused(self, request_id: str, error: UserError) -> None:  # noqa: ARG002
+        raise error
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

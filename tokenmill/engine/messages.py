@@ -1,4 +1,4 @@
-"""What the HTTP process and the engine process say to each other, as typed records in msgpack.
+"""The messages between the HTTP process and the engine process, as typed records in msgpack.
 
 Every message is checked against its type when it is read, on both sides. Tokens only: text never crosses. Knows nothing
 of sockets or processes; used by engine/process.py and by the server's engine client. Imports no torch.
@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from tokenmill.engine.stats import EngineStats
 from tokenmill.types import Request, SamplingParams, TokenEvent
 
 
@@ -89,50 +90,6 @@ ToEngine = Submit | Cancel | Ping | Shutdown
 # --- from the engine ---
 
 
-class TierSnapshot(msgspec.Struct, frozen=True, array_like=True):
-    """A KV tier: what it holds and what it did since the engine started."""
-
-    name: str
-    entries: int
-    bytes: int
-    hits: int
-    misses: int
-    read_bytes: int
-    written_bytes: int
-    corrupt: int
-    foreign: int
-    failures: int
-    read_bandwidth: float  # bytes per second, a moving average; 0: nothing read yet
-
-
-class Snapshot(msgspec.Struct, frozen=True, array_like=True):
-    """Where the engine stands after a step. Counters start at zero with each process."""
-
-    num_steps: int = 0
-    num_tokens_computed: int = 0
-    num_tokens_sampled: int = 0
-    num_preemptions: int = 0
-    num_evictions: int = 0
-    num_prefix_query_tokens: int = 0
-    num_prefix_hit_tokens: int = 0
-    num_running: int = 0
-    num_waiting: int = 0
-    num_pages: int = 1
-    num_pages_held: int = 0
-    num_pages_cached: int = 0
-    step_tokens: int = 0  # of the last step
-    step_seconds: float = 0.0
-    pages_consistent: bool = True  # free + cached + held = total, checked whenever the engine falls idle
-    num_pages_kept: int = 0  # cached and promised to a request
-    num_promises_broken: int = 0  # promised pages that had to make room
-    num_pages_unwritten: int = 0  # evicted faster than the tiers could take them
-    tiers: list[TierSnapshot] = []
-    num_drafts: int = 0  # steps of a sequence in which tokens were drafted
-    num_drafted: int = 0  # tokens
-    num_accepted: int = 0  # of these
-    saved_seconds: float = 0.0  # that drafting won
-
-
 class Phase(msgspec.Struct, frozen=True, tag="phase"):
     name: str
 
@@ -149,10 +106,10 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class Events(msgspec.Struct, frozen=True, tag="events"):
-    """All that one step brought."""
+    """All that one step brought, and the statistics after it; no events where only these have changed."""
 
     events: list[TokenEvent]
-    snapshot: Snapshot
+    stats: EngineStats
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
@@ -174,7 +131,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """The last message of an engine: what ended it, and whether it is the user's to mend."""
+    """The last message of an engine: what ended it, and whether the user can fix it."""
 
     message: str
     user_error: bool = False

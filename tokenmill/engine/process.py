@@ -1,8 +1,8 @@
-"""The engine process: reads messages, steps, writes what each step brought. No HTTP, no text, no tokenizer work.
+"""The engine process: an engine loop whose requests come as messages, and whose events leave as messages.
 
 Started by the server as `python -m tokenmill.engine.process` with an EngineSpec on standard input; it ends when it is
 told to, or when that pipe closes because the server is gone. One thread steps and owns its sockets; a side thread sends
-heartbeats, so that a stuck step is seen from outside. SIGUSR1 prints all stacks to standard error.
+heartbeats, so that a stuck step is seen from outside. SIGUSR1 prints all stacks to standard error. No HTTP, no text.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ import zmq
 from tokenmill.config import EngineConfig
 from tokenmill.engine import messages
 from tokenmill.engine.build import EngineParts, build_engine
-from tokenmill.engine.compiling import Compiling
-from tokenmill.engine.kv.tier.stack import TierStack
+from tokenmill.engine.loop import EngineLoop
 from tokenmill.engine.messages import (
     Cancel,
     EngineSpec,
@@ -40,27 +39,23 @@ from tokenmill.engine.messages import (
     Ready,
     Refused,
     Shutdown,
-    Snapshot,
     Submit,
-    TierSnapshot,
 )
 from tokenmill.errors import UserError
 from tokenmill.log import configure, get_logger
-from tokenmill.types import Request, SamplingParams
+from tokenmill.types import Request, SamplingParams, TokenEvent
 
 _log = get_logger(__name__)
 _IDLE_POLL_MS = 1000
-_SHORT_POLL_MS = 2  # while something is done beside the steps
 _CLOSE_SECONDS = 1.5  # to write cached pages to the tiers; the server waits for two
 _MAX_REASON = 500  # characters; the traceback is on standard error
 
 
 class Pulse:
-    """Sends a heartbeat every so often from its own thread, and ends the process when the server is gone."""
+    """Sends a heartbeat at regular intervals from its own thread, and ends the process when the server is gone."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], spec: EngineSpec) -> None:
-        self.step_began = 0.0  # monotonic; 0: no step runs
-        self.num_steps = 0
+        self.loop: EngineLoop | None = None  # once there is one: whose steps are reported
         self._context = context
         self._spec = spec
         threading.Thread(target=self._beat, name="pulse", daemon=True).start()
@@ -68,66 +63,32 @@ class Pulse:
     def _beat(self) -> None:
         socket = _connect(self._context, zmq.PUSH, self._spec.outbox)
         while True:
-            began = self.step_began
+            loop = self.loop
+            began, num_steps = (loop.step_began, loop.core.stats.num_steps) if loop is not None else (0.0, 0)
             age = time.monotonic() - began if began else 0.0
-            socket.send(messages.encode(Heartbeat(age, self.num_steps)))
+            socket.send(messages.encode(Heartbeat(age, num_steps)))
             readable, _, _ = select.select([sys.stdin], [], [], self._spec.heartbeat_seconds)
             if readable and not os.read(sys.stdin.fileno(), 1):
                 os._exit(0)  # the server has ended: nobody waits for an answer
 
 
 class EngineProcess:
-    def __init__(self, parts: EngineParts, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes], pulse: Pulse) -> None:
+    """The loop's inbox and listener: messages in, messages out."""
+
+    def __init__(self, parts: EngineParts, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes]) -> None:
         self._parts = parts
-        self._core = parts.core
-        self._compiling = Compiling(parts.grammars)
         self._inbox = inbox
         self._outbox = outbox
-        self._pulse = pulse
-        self._step_tokens = 0
-        self._step_seconds = 0.0
-        self._consistent = True
-        self._saving = False  # there are pages that idle moments can write to the tiers
-        self._preparing = True  # there are kinds of steps that idle moments can make fast
-        self._closing = False
+        self.loop = EngineLoop(parts.core, self, parts.grammars, parts.idle_work)
+        self.closed = False
 
-    def run(self) -> None:
-        while not self._closing:
-            busy = self._compiling or self._saving or self._preparing
-            patience = _SHORT_POLL_MS if busy else _IDLE_POLL_MS
-            handled = self._receive(0 if self._core.has_work else patience)
-            self._take_compiled()
-            if self._core.has_work:
-                self._step()
-            elif handled:
-                self._check_pages()
-                self._send(Events([], self._snapshot()))
-            elif self._saving:
-                self._saving = self._core.scheduler.kv.save()
-                if not self._saving:
-                    self._send(Events([], self._snapshot()))
-            elif self._preparing:
-                self._preparing = self._parts.runtime.runner.prepare()
+    # --- to the loop ---
 
-    def _step(self) -> None:
-        stats = self._core.stats
-        computed, began = stats.num_tokens_computed, time.monotonic()
-        self._pulse.step_began = began
-        events = self._core.step()
-        self._pulse.step_began = 0.0
-        self._pulse.num_steps = stats.num_steps
-        self._step_tokens = stats.num_tokens_computed - computed
-        self._step_seconds = time.monotonic() - began
-        self._saving = self._core.scheduler.kv.tiers is not None
-        if not self._core.has_work:
-            self._check_pages()
-        self._send(Events(events, self._snapshot()))
-
-    def _receive(self, timeout_ms: int) -> bool:
-        """Take in all messages that wait; whether there were any. One that cannot be used is answered, no more."""
-        handled = False
-        while self._inbox.poll(0 if handled else timeout_ms):
-            handled = True
+    def receive(self, timeout: float | None) -> None:
+        """Take in all messages that wait. One that cannot be used is answered, no more."""
+        timeout_ms = _IDLE_POLL_MS if timeout is None else int(1000 * timeout)
+        while self._inbox.poll(timeout_ms):
+            timeout_ms = 0
             data = self._inbox.recv()
             try:
                 message = messages.decode_to_engine(data)
@@ -136,7 +97,6 @@ class EngineProcess:
                 self._send(Refused("", str(error)))
                 continue
             self._handle(message)
-        return handled
 
     def _handle(self, message: messages.ToEngine) -> None:
         match message:
@@ -144,88 +104,43 @@ class EngineProcess:
                 problem = self._problem(message)
                 if problem:
                     self._send(Refused(message.request_id, problem))
-                elif message.params.structured is not None:
-                    self._compiling.add(message)
                 else:
-                    self._core.add(message.request())
+                    self.loop.submit(message.request())
             case Cancel(request_id=request_id, index=index):
-                self._compiling.cancel(request_id)
-                self._core.cancel(request_id, index)
+                self.loop.cancel(request_id, index)
             case Ping(number=number):
                 self._send(Pong(number))
             case Shutdown():
-                self._closing = True
-
-    def _take_compiled(self) -> None:
-        for outcome in self._compiling.take():
-            if isinstance(outcome, Refused):
-                self._send(outcome)
-            else:
-                self._core.add(outcome)
+                self.closed = True
 
     def _problem(self, message: Submit) -> str | None:
         """Why the scheduler could not take this request; None if it can."""
-        scheduler, vocab_size = self._core.scheduler, self._parts.description.vocab_size
-        if not 0 < len(message.prompt_ids) <= scheduler.context_length:
-            return f"the prompt has {len(message.prompt_ids)} tokens, the context holds {scheduler.context_length}"
+        context, vocab_size = self._parts.config.context, self._parts.description.vocab_size
+        if not 0 < len(message.prompt_ids) <= context:
+            return f"the prompt has {len(message.prompt_ids)} tokens, the context holds {context}"
         ids = (*message.prompt_ids, *message.stop_ids, *(message.params.logit_bias or ()))
         if not 0 <= min(ids) <= max(ids) < vocab_size:
             return f"a token id is outside the vocabulary of {vocab_size}"
         if not 0 < message.weight < float("inf"):
             return f"weight {message.weight} is not a positive number"
-        if scheduler.knows(message.request_id) or message.request_id in self._compiling:
+        if self.loop.knows(message.request_id):
             return f"request id '{message.request_id}' is in use"
         try:
-            scheduler.kv.budgets.check(message.params)
+            self._parts.budgets.check(message.params)
         except UserError as error:
             return str(error)
         return None
 
-    def _check_pages(self) -> None:
-        try:
-            self._core.scheduler.kv.check()
-            self._consistent = True
-        except AssertionError as error:
-            self._consistent = False
-            _log.error("KV pages are inconsistent: %s", error)
+    # --- from the loop ---
 
-    def _snapshot(self) -> Snapshot:
-        stats, scheduler = self._core.stats, self._core.scheduler
-        kv = scheduler.kv
-        return Snapshot(
-            stats.num_steps,
-            stats.num_tokens_computed,
-            stats.num_tokens_sampled,
-            scheduler.num_preemptions,
-            kv.pool.num_evictions,
-            kv.num_query_tokens,
-            kv.num_hit_tokens,
-            scheduler.num_running,
-            scheduler.num_waiting,
-            kv.num_pages,
-            kv.num_pages - kv.pool.available,
-            kv.pool.num_cached,
-            self._step_tokens,
-            self._step_seconds,
-            self._consistent,
-            num_pages_kept=kv.keeping.num_kept,
-            num_promises_broken=kv.keeping.num_broken,
-            num_pages_unwritten=kv.tiers.num_unwritten if kv.tiers is not None else 0,
-            tiers=tier_snapshots(kv.tiers),
-            num_drafts=scheduler.num_drafts,
-            num_drafted=scheduler.num_drafted,
-            num_accepted=scheduler.num_accepted,
-            saved_seconds=scheduler.saved_seconds,
-        )
+    def on_events(self, events: list[TokenEvent]) -> None:
+        self._send(Events(events, self._parts.core.stats))
+
+    def on_refused(self, request_id: str, error: UserError) -> None:
+        self._send(Refused(request_id, str(error)))
 
     def _send(self, message: FromEngine) -> None:
         self._outbox.send(messages.encode(message))
-
-
-def tier_snapshots(tiers: TierStack | None) -> list[TierSnapshot]:
-    if tiers is None:
-        return []
-    return [TierSnapshot(name, **asdict(stats), read_bandwidth=speed) for name, stats, speed in tiers.stats()]
 
 
 def describe(parts: EngineParts) -> Ready:
@@ -249,10 +164,10 @@ def warm_up(parts: EngineParts) -> None:
     """Compute a few tokens, so that "ready" has seen tokens move and the first request finds everything in place."""
     length = min(16, parts.config.context - 4)
     params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
-    parts.core.add(Request("warm-up", [min(5, parts.description.vocab_size - 1)] * max(1, length), params))
-    while parts.core.has_work:
-        parts.core.step()
-    parts.core.scheduler.kv.clear_cache()
+    loop = EngineLoop(parts.core)
+    loop.submit(Request("warm-up", [min(5, parts.description.vocab_size - 1)] * max(1, length), params))
+    loop.drain()
+    parts.kv.clear()
 
 
 def serve_engine(spec: EngineSpec) -> None:
@@ -271,7 +186,9 @@ def serve_engine(spec: EngineSpec) -> None:
         outbox.send(messages.encode(describe(parts)))
         gc.collect()
         gc.freeze()  # what lives as long as the process is not looked through again: that would stop a step for long
-        EngineProcess(parts, inbox, outbox, pulse).run()
+        process = EngineProcess(parts, inbox, outbox)
+        pulse.loop = process.loop
+        process.loop.run(process)
         parts.close(_CLOSE_SECONDS)
     except BaseException as failure:
         user_error = isinstance(failure, UserError)

@@ -3,9 +3,9 @@
 There are no phases: a request is its known tokens minus the computed ones, and a step hands out token counts under a
 budget; prompts in chunks, prefix hits, decoding and resumption are one case. Running requests come first, those with a
 single pending token (decodes) before the rest, so that a long prompt never delays them; then waiting ones are admitted
-from the head of the line. When pages run out, the last running request in the order of the discipline gives up its
-pages and is recomputed later, never one that sorts before the needy. The first in order therefore always advances, and
-the constructor makes sure that it fits alone. Knows neither tensors nor text; EngineCore calls it.
+from the head of the queue. When pages run out, the last running request in the order of the discipline gives up its
+pages and is recomputed later, never one that sorts before the request that needs pages. The first in order therefore
+always advances, and the constructor makes sure that it fits alone. Knows neither tensors nor text; EngineCore calls it.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ from bisect import bisect_right
 from dataclasses import replace
 from itertools import count as counter
 
-from tokenmill.engine.kv.manager import NO_MATCH, KVManager
+from tokenmill.engine.kv.handles import Reservation
+from tokenmill.engine.kv.manager import KVManager, wants_prompt_logprobs
 from tokenmill.engine.order.base import Discipline
 from tokenmill.engine.order.queue import Key, RequestQueue
+from tokenmill.engine.stats import EngineStats
 from tokenmill.errors import UserError
 from tokenmill.types import MAX_SEED, Request, ScheduledTokens, StepPlan, StepResult, TokenEvent, TokenLogprobs
 
-_WORTH_WAITING = 256  # tokens: so many that another request computes in this step are waited for
-_LOAD_PATIENCE = 15.0  # seconds: longer than any load is allowed to take
+_MIN_SHARED_TOKENS = 256  # a prefix that another request computes in this step is waited for from this length on
+_LOAD_TIMEOUT = 15.0  # seconds: longer than any load is allowed to take
 
 
 class Scheduler:
@@ -46,11 +48,7 @@ class Scheduler:
         self.max_batch_tokens = max_batch_tokens
         self.max_running = max_running
         self.context_length = context_length
-        self.num_preemptions = 0
-        self.num_drafts = 0  # steps of a sequence in which tokens were drafted
-        self.num_drafted = 0  # tokens
-        self.num_accepted = 0  # of these
-        self.saved_seconds = 0.0
+        self.stats = kv.stats
         self._ahead = ahead
         self._max_drafts = max_drafts
         self._waiting = RequestQueue()
@@ -74,6 +72,12 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
+
+    def measure(self) -> EngineStats:
+        """The statistics record, with the gauges of this moment."""
+        self.stats.num_running = len(self._running)
+        self.stats.num_waiting = len(self._waiting)
+        return self.kv.measure()
 
     def knows(self, request_id: str) -> bool:
         return request_id in self._siblings
@@ -101,10 +105,10 @@ class Scheduler:
 
     def schedule(self, run: int = 1) -> StepPlan:
         """The plan of the next step. Empty only if there is no work. `run`: tokens of a sequence that the caller does
-        not mind getting at once; without drafts the runner may then compute that many, one after the other."""
+        not mind getting at once; without drafts the runner may then compute that many in sequence."""
         self._rows = {}
         self._budget = self.max_batch_tokens
-        preemptions = self.num_preemptions
+        preemptions = self.stats.num_preemptions
         prompts = []
         for request in self._running.snapshot():
             pending = len(request.token_ids) - request.num_computed
@@ -112,14 +116,14 @@ class Scheduler:
                 prompts.append(request)
             elif pending == 1 and self._budget > 0 and request in self._running:
                 self._continue(request, 1)
-        crowded = self.num_preemptions > preemptions
+        crowded = self.stats.num_preemptions > preemptions
         for request in prompts:
             if not crowded:
                 self._admit(ahead_of=request)
             if self._budget > 0 and request in self._running:
-                before = self.num_preemptions
+                before = self.stats.num_preemptions
                 self._continue(request, min(request.num_tokens - request.num_computed, self._budget))
-                crowded = crowded or self.num_preemptions > before
+                crowded = crowded or self.stats.num_preemptions > before
         if not crowded:
             self._admit()
         if self._max_drafts and not crowded:
@@ -142,7 +146,7 @@ class Scheduler:
             request.num_computed = row.start + row.count + len(accepted)
             self.discipline.charge(request, row.count + len(accepted))
             self.kv.commit(request)
-            if prompt_logprobs and _wants_prompt_logprobs(request):
+            if prompt_logprobs and wants_prompt_logprobs(request):
                 self._prompt_logprobs.setdefault(request, []).extend(prompt_logprobs)
             if token_id is not None:
                 events.append(self._advance(request, token_id, logprobs))
@@ -152,132 +156,129 @@ class Scheduler:
                 events[-1].embedding = result.embeddings.get(number, [])
             elif row.samples:
                 events.append(self._give_up(request))
-        self.saved_seconds += result.saved_seconds
+        self.stats.saved_seconds += result.saved_seconds
         return events
 
-    # --- who gets tokens ---
+    def record_step(self, plan: StepPlan, events: list[TokenEvent], seconds: float) -> None:
+        """A step is over; `seconds` is what the runner took."""
+        self.kv.record_step(plan, seconds)
+        self.measure().record_step(plan, events, seconds)
+
+    # --- handing out tokens ---
 
     def _continue(self, request: Request, wanted: int) -> None:
         """Schedule up to `wanted` tokens of a running request; make room by preempting if not even one fits."""
-        granted = wanted = min(wanted, self.kv.row_limit(request, request.num_computed))
-        early = self._ahead > 0 and self.kv.reserve(request, wanted + self._ahead)
-        if not early and not self.kv.reserve(request, wanted):
-            while not (granted := min(wanted, self.kv.room(request))):
-                victim = self._running.last()
-                self._preempt(victim)
-                if victim is request:
-                    return
-            self.kv.reserve(request, granted)
-        self._plan(request, granted)
+        while not (slots := self.kv.reserve(request, wanted + self._ahead)):
+            victim = self._running.last()
+            self._preempt(victim)
+            if victim is request:
+                return
+        self._plan(request, min(wanted, slots.num_tokens), slots)
 
     def _admit(self, ahead_of: Request | None = None) -> None:
-        """Start waiting requests from the head of the line while budget, slots and pages last; none overtakes.
+        """Start waiting requests from the head of the queue while budget, slots and pages last; none overtakes.
 
-        With `ahead_of`, only those that may push that running request aside.
+        With `ahead_of`, only those that may preempt that running request.
         """
         while len(self._waiting) and self._budget > 0:
             request = self._waiting.first()
             if ahead_of is not None and not self.discipline.outranks(request, ahead_of):
                 return
-            if not self._is_prepared(request) or self._is_computed_now(request):
+            if not self._is_fetched(request) or self._is_computed_now(request):
                 return
             while not self._start(request):
-                if not self._can_push_aside(request):
+                if not self._can_preempt_for(request):
                     return
                 self._preempt(self._running.last())
 
-    def _is_prepared(self, request: Request) -> bool:
+    def _is_fetched(self, request: Request) -> bool:
         """Whether no page that it could use is still on its way from a tier. With nothing else to do, wait for that."""
         idle = not self._rows and not len(self._running)
-        return _wants_prompt_logprobs(request) or self.kv.prepare(request, _LOAD_PATIENCE if idle else 0.0)
+        return self.kv.prefetch(request, _LOAD_TIMEOUT if idle else 0.0)
 
     def _is_computed_now(self, request: Request) -> bool:
-        """Whether this step computes much of what the request begins with, for another one: a step later the cache has
-        it, and nobody computes it twice."""
-        if not self.kv.prefix_caching or _wants_prompt_logprobs(request) or self.kv.budgets.needs_all_computed(request):
-            return False
+        """Whether this step computes much of the request's prefix for another one: a step later the cache has it, and
+        it is not computed twice."""
         for other, row in self._rows.items():
-            end = row.start + _WORTH_WAITING
-            if row.count >= _WORTH_WAITING and other.token_ids[:end] == request.token_ids[:end]:
-                return True
+            end = row.start + _MIN_SHARED_TOKENS
+            if row.count >= _MIN_SHARED_TOKENS and other.token_ids[:end] == request.token_ids[:end]:
+                return self.kv.match(request).max_tokens > 0
         return False
 
     def _start(self, request: Request) -> bool:
-        """Admit the head of the line. Unless alone, all its known tokens must fit: it would be preempted half way."""
-        running = len(self._running)
-        if running >= self.max_running:
+        """Admit the head of the queue. Unless alone, all its known tokens must fit: it would be preempted half way."""
+        if len(self._running) >= self.max_running:
             return False
-        match = NO_MATCH if _wants_prompt_logprobs(request) else self.kv.match(request)
-        if running and not self.kv.fits(request, match):
+        match = self.kv.match(request)
+        if not match.fits:
             return False
-        most = self.kv.row_limit(request, match.num_tokens)
-        granted = min(request.num_tokens - match.num_tokens, self._budget, self.kv.room(request, match), most)
-        if granted == 0 or not self.kv.reserve(request, granted, match):
+        slots = self.kv.reserve(request, min(request.num_tokens - match.num_tokens, self._budget), match)
+        if not slots:
             return False
         request.num_computed = match.num_tokens
         if request.num_preemptions == 0:
             request.num_cached_tokens = match.num_tokens
         self._running.add(request, self._waiting.remove(request))
-        self._plan(request, granted)
+        self._plan(request, slots.num_tokens, slots)
         return True
 
-    def _can_push_aside(self, request: Request) -> bool:
-        """Whether preempting running requests that `request` outranks can let it start. None is preempted in vain
-        (but for pages that they share: those count once for each holder)."""
+    def _can_preempt_for(self, request: Request) -> bool:
+        """Whether preempting running requests that `request` outranks can let it start. None is preempted for
+        nothing (but for pages that they share: those count once for each holder)."""
         if not len(self._running) or not self.discipline.outranks(request, self._running.last()):
             return False
         running = self._running.snapshot()
         outranked = [other for other in running if self.discipline.outranks(request, other)]
-        if len(outranked) == len(running):
-            return True
-        match = NO_MATCH if _wants_prompt_logprobs(request) else self.kv.match(request)
-        return self.kv.fits(request, match, without=outranked)
+        return len(outranked) == len(running) or self.kv.match(request, without=outranked).fits
 
-    def _plan(self, request: Request, granted: int) -> None:
+    def _plan(self, request: Request, granted: int, slots: Reservation) -> None:
         start = request.num_computed
         samples = start + granted == len(request.token_ids)
-        tables, dropped = self.kv.block_tables(request), self.kv.num_dropped(request)
-        self._rows[request] = ScheduledTokens(request, start, granted, tables, samples, num_dropped=dropped)
+        self._rows[request] = ScheduledTokens(
+            request, start, granted, slots.block_tables, samples, num_dropped=slots.num_dropped
+        )
         self._budget -= granted
 
     def _hold_draft_slots(self) -> None:
-        """Slots for guesses after the token of each decode: of the budget and the pages that are left, without hurting
-        anyone."""
+        """Slots for guesses after the token of each decode, of the budget and the pages that nobody else needs."""
         for request, row in self._rows.items():
-            self._hold(request, row, min(self._budget, self._slots_left(request, row, self._max_drafts)))
+            wanted = min(self._budget, self._max_slots(request, row, self._max_drafts))
+            slots = self._reserve_after(request, row, wanted)
+            row.num_draft_slots = slots
+            self._budget -= slots
 
     def _hold_run(self, wanted: int) -> None:
-        """As many slots after every token, where all rows are decodes: else the runner could not go on by itself."""
-        left = [self._slots_left(request, row, wanted) for request, row in self._rows.items()]
-        slots = min([*left, self._budget // max(1, len(left))])
+        """Equally many slots after every token, where all rows are decodes: else the runner could not go on alone."""
+        most = [self._max_slots(request, row, wanted) for request, row in self._rows.items()]
+        slots = min([*most, self._budget // max(1, len(most))])
         for request, row in self._rows.items():
-            self._hold(request, row, slots)
+            slots = self._reserve_after(request, row, slots)
+        for row in self._rows.values():
+            row.num_draft_slots = slots
+            self._budget -= slots
 
-    def _slots_left(self, request: Request, row: ScheduledTokens, wanted: int) -> int:
+    def _max_slots(self, request: Request, row: ScheduledTokens, wanted: int) -> int:
         """How many slots a row may hold beyond its token. No more than the request can still take, so that all accepted
         ones and one token more are its own."""
         if row.count > 1 or not row.samples or row.start < len(request.prompt_ids):
             return 0
         left = min(request.params.max_tokens - request.num_output_tokens, self.context_length - request.num_tokens)
-        slots = min(wanted, left - 1, self.kv.row_limit(request, row.start) - row.count)
+        return max(0, min(wanted, left - 1))
+
+    def _reserve_after(self, request: Request, row: ScheduledTokens, slots: int) -> int:
+        """Up to `slots` slots after those of a row; how many there are."""
         if slots <= 0:
             return 0
-        reserved = len(self._running) * self.kv.layout.page_size  # tokens: everyone could still grow by a page
-        return min(slots, self.kv.room(request) - row.count - reserved)
-
-    def _hold(self, request: Request, row: ScheduledTokens, slots: int) -> None:
-        if slots > 0 and self.kv.reserve(request, row.count + slots):
-            row.num_draft_slots = slots
-            self._budget -= slots
+        return max(0, self.kv.reserve(request, row.count + slots, only_spare=True).num_tokens - row.count)
 
     def _count_drafts(self, num_drafted: int, accepted: list[int]) -> None:
         if num_drafted:
-            self.num_drafts += 1
-            self.num_drafted += num_drafted
-            self.num_accepted += len(accepted)
+            self.stats.num_drafts += 1
+            self.stats.num_drafted += num_drafted
+            self.stats.num_accepted += len(accepted)
 
     def _preempt(self, request: Request) -> None:
-        """Back to the line, without pages; what it was to compute in this step is taken back."""
+        """Back to the queue, without pages; its row in this step is withdrawn."""
         row = self._rows.pop(request, None)
         if row is not None:
             self._budget += row.count
@@ -286,9 +287,9 @@ class Scheduler:
         self._prompt_logprobs.pop(request, None)
         request.num_computed = 0
         request.num_preemptions += 1
-        self.num_preemptions += 1
+        self.stats.num_preemptions += 1
 
-    # --- what becomes of a request ---
+    # --- the life of a request ---
 
     def _advance(self, request: Request, token_id: int, logprobs: TokenLogprobs | None) -> TokenEvent:
         """Append a sampled token; fork after the first one; finish if it was the last."""
@@ -372,20 +373,14 @@ class Scheduler:
     def _remove(self, request: Request) -> None:
         if request in self._running:
             self._running.remove(request)
-            self.kv.release(request)
         else:
             self._waiting.remove(request)
-            self.kv.abandon(request)
+        self.kv.release(request)
         self._prompt_logprobs.pop(request, None)
         self.discipline.leave(request)
 
     def _key(self, request: Request) -> Key:
         return (*self.discipline.key(request), request.index, next(self._sequence))
-
-
-def _wants_prompt_logprobs(request: Request) -> bool:
-    """Whether every prompt token must be computed by this very request, for its log-probabilities."""
-    return request.params.prompt_logprobs is not None and request.index == 0 and request.num_output_tokens == 0
 
 
 def _check_fit(kv: KVManager, context_length: int) -> None:

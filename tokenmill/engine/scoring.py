@@ -1,7 +1,7 @@
 """Reads the full logits of given tokens: the engine's loop with a runner that does not sample.
 
 `read_logits` streams rows to a visitor, so that memory does not grow with the text. Several passages share a step, and
-what they begin with in common is computed once (prefix cache). Owns no engine: the parts of an idle LLM are lent to it.
+what they begin with in common is computed once (prefix cache). Owns no engine: it borrows the parts of an idle LLM.
 Called by the evaluators.
 """
 
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from tokenmill.engine.build import EngineParts
 from tokenmill.engine.core import EngineCore
+from tokenmill.engine.loop import EngineLoop
 from tokenmill.errors import UserError
 from tokenmill.runtime.scoring import LogitRunner
 from tokenmill.types import Request, SamplingParams
@@ -42,15 +43,14 @@ def read_logits(parts: EngineParts, passages: Sequence[Passage], visit: PassageV
     def forward(request: Request, position: int, logits: Tensor) -> None:
         visit(numbers[request.request_id], position, logits)
 
-    core = EngineCore(parts.core.scheduler, LogitRunner(parts.runtime.runner, forward))
-    for request in requests:
-        core.add(request)
+    loop = EngineLoop(EngineCore(parts.core.scheduler, LogitRunner(parts.runtime.runner, forward)))
     try:
-        while core.has_work:
-            core.step()
+        for request in requests:
+            loop.submit(request)
+        loop.drain()
     except BaseException:
         for request in requests:  # interrupted or failed: the engine must be clean for the next call
-            core.cancel(request.request_id)
+            loop.cancel(request.request_id)
         raise
 
 

@@ -1,79 +1,172 @@
-"""Counters of an engine: what it did, and how full and how well used its KV memory was, averaged over steps.
+"""The statistics record of an engine: every counter and gauge is declared here, once.
 
-Owns no behaviour; EngineCore records one line per step, whoever reports (bench, metrics, simulator) reads it.
+One instance is made together with the KV manager. Each component that counts something (page pool, KV manager,
+scheduler, core) writes the field itself; the record then travels whole to the server, which derives its metric table
+and its dashboard from the declarations below. Knows nothing of Prometheus or of processes; imports no torch.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any
 
-from tokenmill.engine.scheduler import Scheduler
 from tokenmill.types import StepPlan, TokenEvent
+
+_METRIC = "metric"
+
+
+@dataclass(frozen=True, slots=True)
+class MetricSpec:
+    """A metric as the server shows it; `labels` and `buckets` only where it has any."""
+
+    name: str
+    vllm: str  # vLLM's name, empty if it has none
+    kind: str  # "gauge", "counter", "histogram"
+    help: str
+    panel: str  # group on the dashboard
+    unit: str = "short"  # as Grafana names units
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+
+def _counter(name: str, help: str, panel: str, vllm: str = "", labels: tuple[str, ...] = ()) -> Any:
+    """Only ever grows; starts at zero with each engine."""
+    return field(default=0, metadata={_METRIC: MetricSpec(name, vllm, "counter", help, panel, labels=labels)})
+
+
+def _gauge(
+    name: str, help: str, panel: str, vllm: str = "", unit: str = "short", labels: tuple[str, ...] = (), first: Any = 0
+) -> Any:
+    return field(default=first, metadata={_METRIC: MetricSpec(name, vllm, "gauge", help, panel, unit, labels)})
+
+
+def _tier_counter(name: str, help: str) -> Any:
+    return _counter(f"kv_tier_{name}", help, "KV tiers", labels=("tier",))
+
+
+def _tier_gauge(name: str, help: str, unit: str = "short") -> Any:
+    return _gauge(f"kv_tier_{name}", help, "KV tiers", unit=unit, labels=("tier",))
+
+
+@dataclass(slots=True)
+class TierStats:
+    """One KV tier. The tier itself counts; entries and bytes are what it holds now."""
+
+    name: str
+    entries: int = _tier_gauge("entries", "Pages in a tier.")
+    bytes: int = _tier_gauge("bytes", "Size of a tier.", "bytes")
+    read_bandwidth: float = _tier_gauge("read_bandwidth", "Measured speed of reading pages.", "Bps")  # 0: not measured
+    hits: int = _tier_counter("hits", "Pages that came back.")
+    misses: int = _tier_counter("misses", "Pages that were expected and did not come.")
+    read_bytes: int = _tier_counter("read_bytes", "Bytes read from a tier.")
+    written_bytes: int = _tier_counter("written_bytes", "Bytes written to a tier.")
+    corrupt: int = _tier_counter("corrupt", "Entries with a wrong checksum; never used.")
+    foreign: int = _tier_counter("foreign", "Entries of another model or layout; never used.")
+    failures: int = _tier_counter("failures", "Reads and writes that a tier refused.")
 
 
 @dataclass(slots=True)
 class EngineStats:
-    num_steps: int = 0
+    """Fields without a metric are for reports and benchmarks. Page gauges are as of the last `KVManager.measure`."""
+
+    num_running: int = _gauge("requests_running", "Sequences being computed.", "Queue", "num_requests_running")
+    num_waiting: int = _gauge("requests_waiting", "Sequences waiting in the engine.", "Queue", "num_requests_waiting")
+    kv_usage: float = _gauge(
+        "kv_cache_usage_ratio", "KV pages held; 1 is all.", "KV cache", "kv_cache_usage_perc", "percentunit"
+    )
+    num_pages: int = 1
+    num_pages_free: int = 0
+    num_pages_held: int = 0
+    num_pages_cached: int = _gauge("kv_pages_cached", "KV pages kept for reuse only.", "KV cache")
+    pages_consistent: bool = _gauge(
+        "kv_pages_consistent", "1 if the page invariant held when the engine was last idle.", "KV cache", first=True
+    )
+    num_prefix_query_tokens: int = _counter(
+        "prefix_cache_queries", "Prompt tokens looked up.", "KV cache", "prefix_cache_queries"
+    )
+    num_prefix_hit_tokens: int = _counter(
+        "prefix_cache_hits", "Prompt tokens found in the prefix cache.", "KV cache", "prefix_cache_hits"
+    )
+    num_preemptions: int = _counter("preemptions", "Sequences that gave up their pages.", "KV cache", "num_preemptions")
+    num_evictions: int = _counter("evictions", "Cached pages that made room.", "KV cache")
+    num_pages_retained: int = _gauge(
+        "kv_pages_kept", "Cached KV pages promised to a request by cache_control.", "KV cache"
+    )
+    num_promises_broken: int = _counter("kv_promises_broken", "Promised pages that had to make room.", "KV cache")
+    num_pages_unwritten: int = _counter(
+        "kv_pages_unwritten", "Pages evicted faster than the tiers could take them.", "KV tiers"
+    )
+    tiers: list[TierStats] = field(default_factory=list)  # nearest first
+    num_steps: int = _counter("engine_steps", "Steps of the engine.", "Throughput")
+    num_drafts: int = _counter(
+        "drafts", "Steps of a sequence with drafted tokens.", "Throughput", "spec_decode_num_drafts"
+    )
+    num_drafted: int = _counter("drafted_tokens", "Tokens drafted.", "Throughput", "spec_decode_num_draft_tokens")
+    num_accepted: int = _counter(
+        "accepted_tokens", "Drafted tokens that held.", "Throughput", "spec_decode_num_accepted_tokens"
+    )
+    saved_seconds: float = _gauge(
+        "drafting_saved_seconds", "Time that drafting has won, net, by the engine's clock.", "Throughput", unit="s"
+    )
     num_tokens_computed: int = 0
     num_tokens_sampled: int = 0
     num_finished: int = 0  # sequences; siblings count one each
-    num_preemptions: int = 0
-    num_evictions: int = 0  # cached pages that made room
-    num_prefix_query_tokens: int = 0
-    num_prefix_hit_tokens: int = 0
-    num_drafts: int = 0  # steps of a sequence in which tokens were drafted
-    num_drafted: int = 0  # tokens
-    num_accepted: int = 0  # of these
-    saved_seconds: float = 0.0  # that drafting won, by the engine's own measurements
-    num_running: int = 0
-    num_waiting: int = 0
+    step_tokens: int = 0  # of the last step
+    step_seconds: float = 0.0
+    num_context_tokens: int = 0  # in the contexts of all requests; one that several share counts for each
+    kv_waste: float = 0.0  # of the token slots in held pages, the fraction that holds no token
+    kv_padding: float = 0.0  # of the layer slots in held pages, the fraction that belongs to no layer
     peak_running: int = 0  # sequences, between two steps
-    peak_tokens: int = 0  # in the contexts of all of them
-    total_kv_use: float = 0.0  # sums over steps of fractions
+    peak_tokens: int = 0  # of num_context_tokens
+    total_kv_usage: float = 0.0  # sums over steps of the fractions above
     total_kv_waste: float = 0.0
     total_kv_padding: float = 0.0
 
-    def record(self, scheduler: Scheduler, plan: StepPlan, events: list[TokenEvent]) -> None:
-        kv = scheduler.kv
-        usage = kv.usage()
-        self.num_steps += 1
-        self.num_tokens_computed += plan.num_tokens
+    def record_step(self, plan: StepPlan, events: list[TokenEvent], seconds: float) -> None:
+        """After a step, with the gauges of that moment."""
+        computed = plan.num_tokens
         for event in events:
             self.num_tokens_sampled += len(event.token_ids)
-            self.num_tokens_computed += max(0, len(event.token_ids) - 1)  # all but the last went on in the same step
+            computed += max(0, len(event.token_ids) - 1)  # all but the last were computed in the same step
             self.num_finished += event.finish_reason is not None
-        self.num_preemptions = scheduler.num_preemptions
-        self.num_evictions = kv.pool.num_evictions
-        self.num_prefix_query_tokens = kv.num_query_tokens
-        self.num_prefix_hit_tokens = kv.num_hit_tokens
-        self.num_drafts = scheduler.num_drafts
-        self.num_drafted = scheduler.num_drafted
-        self.num_accepted = scheduler.num_accepted
-        self.saved_seconds = scheduler.saved_seconds
-        self.num_running = scheduler.num_running
-        self.num_waiting = scheduler.num_waiting
+        self.num_steps += 1
+        self.num_tokens_computed += computed
+        self.step_tokens = computed
+        self.step_seconds = seconds
         self.peak_running = max(self.peak_running, self.num_running)
-        self.peak_tokens = max(self.peak_tokens, usage.num_tokens)
-        self.total_kv_use += usage.num_held / kv.num_pages
-        self.total_kv_waste += usage.waste
-        self.total_kv_padding += usage.padding
+        self.peak_tokens = max(self.peak_tokens, self.num_context_tokens)
+        self.total_kv_usage += self.kv_usage
+        self.total_kv_waste += self.kv_waste
+        self.total_kv_padding += self.kv_padding
+
+    def reset(self) -> None:
+        """Count from zero again, for a measurement. What tiers count is theirs."""
+        for each in fields(self):
+            if each.default is not MISSING:
+                setattr(self, each.name, each.default)
 
     @property
-    def mean_kv_use(self) -> float:
+    def mean_kv_usage(self) -> float:
         """Held pages as a fraction of all, mean over steps."""
-        return self.total_kv_use / max(1, self.num_steps)
+        return self.total_kv_usage / max(1, self.num_steps)
 
     @property
     def mean_kv_waste(self) -> float:
-        """Token slots in held pages that hold no token, as a fraction, mean over steps."""
         return self.total_kv_waste / max(1, self.num_steps)
 
     @property
     def mean_kv_padding(self) -> float:
-        """Layer slots in held pages that belong to no layer, as a fraction, mean over steps."""
         return self.total_kv_padding / max(1, self.num_steps)
 
     @property
     def prefix_hit_rate(self) -> float:
         """Of the tokens of admitted requests, the fraction that was found in the prefix cache."""
         return self.num_prefix_hit_tokens / max(1, self.num_prefix_query_tokens)
+
+
+def metrics_of(record: type[EngineStats] | type[TierStats]) -> Iterator[tuple[str, MetricSpec]]:
+    """(field, metric) of every field that is a metric, in order."""
+    for each in fields(record):
+        if _METRIC in each.metadata:
+            yield each.name, each.metadata[_METRIC]

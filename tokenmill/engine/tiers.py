@@ -14,8 +14,7 @@ from tokenmill.config import ResolvedConfig
 from tokenmill.engine.kv.tier.base import PageTier
 from tokenmill.engine.kv.tier.disk import DiskTier
 from tokenmill.engine.kv.tier.host import HostTier
-from tokenmill.engine.kv.tier.redis import RedisTier
-from tokenmill.engine.kv.tier.resp import RedisAddress
+from tokenmill.engine.kv.tier.redis import RedisAddress, RedisTier
 from tokenmill.engine.kv.tier.stack import TierStack
 from tokenmill.errors import UserError
 from tokenmill.log import get_logger

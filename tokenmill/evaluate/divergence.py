@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tokenmill.checkpoint.sources import resolve
-from tokenmill.checkpoint.tokenizer import load_tokenizer
+from tokenmill.checkpoint.tokenizer_files import load_tokenizer
 from tokenmill.config import EngineConfig
 from tokenmill.engine.llm import LLM
 from tokenmill.engine.scoring import read_logits

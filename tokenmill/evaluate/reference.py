@@ -20,7 +20,8 @@ from tokenmill import __version__
 from tokenmill.checkpoint.open import open_checkpoint
 from tokenmill.checkpoint.sources import resolve
 from tokenmill.checkpoint.sources.base import readable_bytes
-from tokenmill.checkpoint.tokenizer import Tokenizer, load_tokenizer
+from tokenmill.checkpoint.tokenizer import Tokenizer
+from tokenmill.checkpoint.tokenizer_files import load_tokenizer
 from tokenmill.config import EngineConfig
 from tokenmill.engine.llm import LLM
 from tokenmill.engine.scoring import read_logits

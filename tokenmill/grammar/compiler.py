@@ -1,8 +1,8 @@
-"""Makes grammars ready in threads of its own, with a time limit, so that a bad one costs nobody else a token.
+"""Compiles grammars in threads of its own, with a time limit, so that a bad grammar delays no other request.
 
-`submit` returns a job at once; `compile` waits for it. Ready grammars are kept by content. A job that runs over its
-time is given up: its thread is left to end by itself (the library's own limits see to that) and another takes over.
-Called by the engine when a request comes in, never by the sampler.
+`submit` returns a job at once; `compile` waits for it. Compiled grammars are cached by content. A job that exceeds its
+time is abandoned: its thread ends by itself (the library has limits of its own) and another thread takes over. Called
+by the engine loop when a request arrives, never by the sampler.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from tokenmill.types import StructuredSpec
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-_KEPT = 32
+_MAX_CACHED = 32
 _MAX_LEXER_STATES = 50_000  # about 1.5 kB each, for each grammar
-_MAX_GIVEN_UP = 4  # threads that may still be busy with grammars nobody waits for
+_MAX_ABANDONED = 4  # threads that may still be busy with abandoned grammars
 _POLL_SECONDS = 0.02
 
 
@@ -40,7 +40,7 @@ class CompiledGrammar:
 
 
 class GrammarJob:
-    """One grammar being made ready."""
+    """One grammar being compiled."""
 
     def __init__(self, spec: StructuredSpec, seconds: float) -> None:
         self.spec = spec
@@ -52,7 +52,7 @@ class GrammarJob:
 
     @property
     def expired(self) -> bool:
-        """Only the time of its own work counts, not the time in line."""
+        """Only the time of its own work counts, not the time in the queue."""
         began = self._began
         return not self._ended.is_set() and began is not None and time.monotonic() - began > self._seconds
 
@@ -61,10 +61,10 @@ class GrammarJob:
         return self._ended.is_set() or self.expired
 
     def result(self) -> CompiledGrammar:
-        """What came of it; only once it is done. Raises UserError."""
+        """The grammar; only once the job is done. Raises UserError."""
         if not self._ended.is_set():
             raise UserError(
-                f"the {self.spec.kind} took more than {self._seconds:g} s to prepare", "make it smaller or simpler"
+                f"the {self.spec.kind} took more than {self._seconds:g} s to compile", "make it smaller or simpler"
             )
         if self._error is not None:
             raise self._error
@@ -95,20 +95,20 @@ class GrammarCompiler:
         self._seconds = seconds
         self._vocabulary: LLTokenizer | None = None
         self._ready: OrderedDict[StructuredSpec, GrammarJob] = OrderedDict()
-        self._current: dict[StructuredSpec, GrammarJob] = {}  # in line or in work
-        self._line: SimpleQueue[GrammarJob | None] = SimpleQueue()
+        self._current: dict[StructuredSpec, GrammarJob] = {}  # queued or being compiled
+        self._queue: SimpleQueue[GrammarJob | None] = SimpleQueue()
         self._lock = threading.Lock()  # around the tables
         self._building = threading.Lock()  # around the vocabulary
         self._num_workers = 0
-        self._given_up: set[GrammarJob] = set()
+        self._abandoned: set[GrammarJob] = set()
 
     def prepare(self) -> None:
         """Build the vocabulary in the background, so that the first grammar does not wait for it."""
-        self.relieve()
-        self._line.put(None)
+        self.replace_stuck_worker()
+        self._queue.put(None)
 
     def submit(self, spec: StructuredSpec) -> GrammarJob:
-        self.relieve()
+        self.replace_stuck_worker()
         with self._lock:
             job = self._ready.get(spec) or self._current.get(spec)
             if job is not None:
@@ -116,11 +116,11 @@ class GrammarCompiler:
                     self._ready.move_to_end(spec)
                 return job
             job = GrammarJob(spec, self._seconds)
-            if len(self._given_up) > _MAX_GIVEN_UP:
-                job.end(UserError("too many slow grammars are being prepared", "try again in some seconds"))
+            if len(self._abandoned) > _MAX_ABANDONED:
+                job.end(UserError("too many slow grammars are being compiled", "try again in some seconds"))
                 return job
             self._current[spec] = job
-        self._line.put(job)
+        self._queue.put(job)
         return job
 
     def compile(self, spec: StructuredSpec) -> CompiledGrammar:
@@ -128,28 +128,28 @@ class GrammarCompiler:
         job = self.submit(spec)
         while not job.done:
             job.wait(_POLL_SECONDS)
-            self.relieve()
+            self.replace_stuck_worker()
         return job.result()
 
-    def relieve(self) -> None:
-        """Let another thread take over from one that is over its time. Called now and then while jobs are out."""
+    def replace_stuck_worker(self) -> None:
+        """Start another thread for one whose job exceeded its time. Called regularly while jobs are pending."""
         with self._lock:
             for job in [each for each in self._current.values() if each.expired]:
                 del self._current[job.spec]
-                self._given_up.add(job)
+                self._abandoned.add(job)
             self._ensure_worker()
 
     # --- how ---
 
     def _ensure_worker(self) -> None:
-        if self._num_workers <= len(self._given_up):
+        if self._num_workers <= len(self._abandoned):
             self._num_workers += 1
             # A daemon: an interpreter that ends does not wait for a grammar.
             threading.Thread(target=self._work, name="tokenmill-grammar", daemon=True).start()
 
     def _work(self) -> None:
         while True:
-            job = self._line.get()
+            job = self._queue.get()
             try:
                 vocabulary = self._built_vocabulary()
             except Exception as error:
@@ -169,13 +169,13 @@ class GrammarCompiler:
     def _finish(self, job: GrammarJob, result: CompiledGrammar | Exception) -> bool:
         """Hand the result over; whether this thread is no longer needed, because it was replaced meanwhile."""
         with self._lock:
-            replaced = job in self._given_up
-            self._given_up.discard(job)
+            replaced = job in self._abandoned
+            self._abandoned.discard(job)
             if self._current.get(job.spec) is job:
                 del self._current[job.spec]
             if isinstance(result, CompiledGrammar):
                 self._ready[job.spec] = job
-                while len(self._ready) > _KEPT:
+                while len(self._ready) > _MAX_CACHED:
                     self._ready.popitem(last=False)
             if replaced and self._num_workers > 1:
                 self._num_workers -= 1
@@ -197,7 +197,7 @@ def _compile(spec: StructuredSpec, vocabulary: LLTokenizer) -> CompiledGrammar:
     matcher = LLMatcher(vocabulary, grammar_text(spec), log_level=0, limits=_limits())
     if matcher.is_error():
         raise refusal(spec, matcher.get_error())
-    # The first mask is the dearest: what it works out is shared by all copies.
+    # The first mask is the most expensive one; what it computes is shared by all copies.
     first = matcher.deep_copy()
     mask = first.compute_bitmask()
     if first.is_error() or not any(mask):

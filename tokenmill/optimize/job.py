@@ -15,7 +15,7 @@ from tokenmill import __version__
 from tokenmill.checkpoint.open import open_checkpoint
 from tokenmill.checkpoint.sources import resolve
 from tokenmill.checkpoint.sources.base import readable_bytes
-from tokenmill.checkpoint.tokenizer import load_tokenizer
+from tokenmill.checkpoint.tokenizer_files import load_tokenizer
 from tokenmill.config import EngineConfig
 from tokenmill.errors import UserError
 from tokenmill.evaluate.windows import read_text

@@ -13,7 +13,8 @@ from types import TracebackType
 
 from tokenmill.bench.prompts import SyntheticRequest
 from tokenmill.bench.throughput import run_requests, warm_up
-from tokenmill.checkpoint.tokenizer import Tokenizer, load_tokenizer
+from tokenmill.checkpoint.tokenizer import Tokenizer
+from tokenmill.checkpoint.tokenizer_files import load_tokenizer
 from tokenmill.config import EngineConfig
 from tokenmill.engine.llm import LLM
 from tokenmill.errors import UserError
@@ -50,7 +51,7 @@ class Contender:
         if not self._warm:
             warm_up(self._llm, requests[0])
             self._warm = True
-        self._llm.parts.core.scheduler.kv.pool.clear()  # what an earlier run computed must not help this one
+        self._llm.parts.kv.clear()  # what an earlier run computed must not help this one
         report, outputs = run_requests(self._llm, requests)
         first = [output.metrics.ttft for output in outputs]
         later = [output.metrics.tpot(len(output.outputs[0].token_ids)) for output in outputs]

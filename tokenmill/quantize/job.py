@@ -22,7 +22,7 @@ from tokenmill import __version__
 from tokenmill.checkpoint.base import Checkpoint
 from tokenmill.checkpoint.open import open_checkpoint
 from tokenmill.checkpoint.sources import resolve
-from tokenmill.checkpoint.tokenizer import load_chat_template, load_tokenizer
+from tokenmill.checkpoint.tokenizer_files import load_chat_template, load_tokenizer
 from tokenmill.errors import UserError
 from tokenmill.hardware.machine import usable_cores
 from tokenmill.model.formats.files import FILE_FORMATS

@@ -17,7 +17,7 @@ import torch
 from tokenmill.checkpoint.base import Checkpoint
 from tokenmill.checkpoint.description import ModelDescription
 from tokenmill.checkpoint.open import open_checkpoint
-from tokenmill.checkpoint.tokenizer import load_chat_template, load_tokenizer
+from tokenmill.checkpoint.tokenizer_files import load_chat_template, load_tokenizer
 from tokenmill.config import EngineConfig, ResolvedConfig, Setting
 from tokenmill.errors import UserError
 from tokenmill.hardware.kv_layout import KVLayout

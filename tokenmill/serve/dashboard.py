@@ -12,7 +12,8 @@ import json
 import re
 from typing import Any
 
-from tokenmill.serve.metrics import METRICS, PREFIX, MetricSpec
+from tokenmill.engine.stats import MetricSpec
+from tokenmill.serve.metrics import METRICS, PREFIX
 
 _SELECTOR = '{model_name=~"$model"}'
 _RATE = "[$__rate_interval]"

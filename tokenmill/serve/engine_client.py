@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Protocol
 
 from tokenmill.config import EngineConfig
-from tokenmill.engine.messages import Cancel, Events, FromEngine, Phase, Ready, Refused, Snapshot, Submit
+from tokenmill.engine.messages import Cancel, Events, FromEngine, Phase, Ready, Refused, Submit
+from tokenmill.engine.stats import EngineStats
 from tokenmill.errors import UserError
 from tokenmill.log import get_logger
 from tokenmill.serve.errors import ApiError, engine_gone
@@ -34,7 +35,7 @@ _LONGEST_BACKOFF = 30.0
 class Observer(Protocol):
     """Who wants to know: metrics and admission."""
 
-    def on_step(self, snapshot: Snapshot) -> None: ...
+    def on_step(self, stats: EngineStats) -> None: ...
 
     def on_tokens(self, member: Member, num_tokens: int) -> None: ...
 
@@ -59,7 +60,7 @@ class EngineClient:
         self._closing = False
         self.state = "starting"  # "ready", "restarting", "closed"
         self.reason = ""  # why the last engine ended
-        self.snapshot = Snapshot()
+        self.stats = EngineStats()
         self.identity: Ready | None = None
 
     # --- life ---
@@ -157,7 +158,7 @@ class EngineClient:
                     self._ready.set_result(message)
 
     def _take_events(self, message: Events) -> None:
-        self.snapshot = message.snapshot
+        self.stats = message.stats
         for event in message.events:
             member = self._members.get(event.request_id)
             if member is None:
@@ -173,7 +174,7 @@ class EngineClient:
             for observer in self._observers:
                 observer.on_tokens(member, len(event.token_ids))
         for observer in self._observers:
-            observer.on_step(message.snapshot)
+            observer.on_step(message.stats)
 
     # --- supervision ---
 
@@ -199,7 +200,7 @@ class EngineClient:
         finally:
             ended.cancel()
         self.identity = self._ready.result()
-        self.snapshot = Snapshot()
+        self.stats = EngineStats()
         self.state = "ready"
         return self.identity
 
@@ -210,7 +211,7 @@ class EngineClient:
             self._link.close()
             self.state = "restarting"
             _log.error("the engine process ended (%s); %d requests were in flight", self.reason, len(self._members))
-            self.snapshot = Snapshot(num_pages=self.snapshot.num_pages)
+            self.stats = EngineStats(num_pages=self.stats.num_pages)
             self.fail_all(f"the engine stopped ({self.reason}) and is being restarted; send the request again")
             for observer in self._observers:
                 observer.on_restart(self.reason)

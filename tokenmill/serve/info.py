@@ -117,17 +117,17 @@ def _model(service: Service, name: str) -> dict[str, Any]:
 
 
 def _load(service: Service) -> dict[str, Any]:
-    snapshot, admission = service.engine.snapshot, service.admission
+    stats, admission = service.engine.stats, service.admission
     return {
         "server_load": service.engine.num_in_flight,
-        "requests_running": snapshot.num_running,
-        "requests_waiting": snapshot.num_waiting,
+        "requests_running": stats.num_running,
+        "requests_waiting": stats.num_waiting,
         "queued_requests": admission.num_waiting,
         "queued_tokens": admission.waiting_tokens,
-        "kv_pages_total": snapshot.num_pages,
-        "kv_pages_held": snapshot.num_pages_held,
-        "kv_pages_cached": snapshot.num_pages_cached,
-        "kv_pages_consistent": snapshot.pages_consistent,
+        "kv_pages_total": stats.num_pages,
+        "kv_pages_held": stats.num_pages_held,
+        "kv_pages_cached": stats.num_pages_cached,
+        "kv_pages_consistent": stats.pages_consistent,
         "predicted_ttft_seconds": round(admission.predict(0), 4),
         "engine": service.engine.state,
         "engine_pid": service.engine.pid,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tokenmill.engine.messages import Snapshot
+from tokenmill.engine.stats import EngineStats
 from tokenmill.serve.errors import ApiError
 from tokenmill.serve.keys import Client
 
@@ -23,9 +23,9 @@ class Pace:
         self.prompt_rate: float | None = None  # tokens per second
         self.service_seconds: float | None = None  # from first to last token of a request
 
-    def record_step(self, snapshot: Snapshot) -> None:
-        if snapshot.step_tokens >= _PROMPT_STEP and snapshot.step_seconds > 0:
-            self.prompt_rate = _blend(self.prompt_rate, snapshot.step_tokens / snapshot.step_seconds)
+    def record_step(self, stats: EngineStats) -> None:
+        if stats.step_tokens >= _PROMPT_STEP and stats.step_seconds > 0:
+            self.prompt_rate = _blend(self.prompt_rate, stats.step_tokens / stats.step_seconds)
 
     def record_service(self, seconds: float) -> None:
         self.service_seconds = _blend(self.service_seconds, seconds)

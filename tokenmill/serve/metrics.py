@@ -1,5 +1,6 @@
 """The metric table, and the numbers in it. Prometheus text and the dashboard are both generated from METRICS.
 
+What the engine counts is declared in engine/stats.py and derived from there; what only the server sees is listed here.
 Each metric is shown under our own prefix and, where vLLM has one of the same meaning, under vLLM's name too, from one
 stored value. Observes the engine client; knows nothing of routes.
 """
@@ -10,12 +11,11 @@ import time
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from tokenmill.engine.messages import Snapshot
+from tokenmill.engine.stats import EngineStats, MetricSpec, TierStats, metrics_of
 from tokenmill.serve.generation import Member
 
 PREFIX = "tokenmill_"
@@ -44,18 +44,6 @@ _SECONDS = (
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 
 
-@dataclass(frozen=True, slots=True)
-class MetricSpec:
-    name: str
-    vllm: str  # vLLM's name, empty if it has none
-    kind: str  # "gauge", "counter", "histogram"
-    help: str
-    panel: str  # group on the dashboard
-    unit: str = "short"  # as Grafana names units
-    labels: tuple[str, ...] = ()
-    buckets: tuple[float, ...] = ()
-
-
 def _gauge(name: str, vllm: str, help: str, panel: str, unit: str = "short", *labels: str) -> MetricSpec:
     return MetricSpec(name, vllm, "gauge", help, panel, unit, labels)
 
@@ -72,41 +60,14 @@ def _sizes(name: str, vllm: str, help: str) -> MetricSpec:
     return MetricSpec(name, vllm, "histogram", help, "Traffic", "short", (), _TOKENS)
 
 
-METRICS = (
-    _gauge("requests_running", "num_requests_running", "Sequences being computed.", "Queue"),
-    _gauge("requests_waiting", "num_requests_waiting", "Sequences waiting in the engine.", "Queue"),
+_SERVER_METRICS = (
     _counter("admission_rejections", "admission_rejections", "Requests refused at the door.", "Queue", "reason"),
     _gauge("predicted_ttft_seconds", "", "Expected wait of a request that would arrive now.", "Queue", "s"),
-    _gauge("kv_cache_usage_ratio", "kv_cache_usage_perc", "KV pages held; 1 is all.", "KV cache", "percentunit"),
-    _gauge("kv_pages_cached", "", "KV pages kept for reuse only.", "KV cache"),
-    _gauge("kv_pages_consistent", "", "1 if the page invariant held when the engine was last idle.", "KV cache"),
-    _counter("prefix_cache_queries", "prefix_cache_queries", "Prompt tokens looked up.", "KV cache"),
-    _counter("prefix_cache_hits", "prefix_cache_hits", "Prompt tokens found in the prefix cache.", "KV cache"),
-    _counter("preemptions", "num_preemptions", "Sequences that gave up their pages.", "KV cache"),
-    _counter("evictions", "", "Cached pages that made room.", "KV cache"),
     _counter("prefix_cache_requests", "", "Requests by what the prefix cache did for them.", "KV cache", "outcome"),
     _counter("kv_dropped_tokens", "", "Tokens whose KV a budget gave up, at a loss.", "KV cache", "policy"),
-    _gauge("kv_pages_kept", "", "Cached KV pages promised to a request by cache_control.", "KV cache"),
-    _counter("kv_promises_broken", "", "Promised pages that had to make room.", "KV cache"),
-    _counter("kv_pages_unwritten", "", "Pages evicted faster than the tiers could take them.", "KV tiers"),
     _counter("kv_loaded_tokens", "", "Prompt tokens whose KV came back from a tier.", "KV tiers", "tier"),
-    _gauge("kv_tier_entries", "", "Pages in a tier.", "KV tiers", "short", "tier"),
-    _gauge("kv_tier_bytes", "", "Size of a tier.", "KV tiers", "bytes", "tier"),
-    _gauge("kv_tier_read_bandwidth", "", "Measured speed of reading pages.", "KV tiers", "Bps", "tier"),
-    _counter("kv_tier_hits", "", "Pages that came back.", "KV tiers", "tier"),
-    _counter("kv_tier_misses", "", "Pages that were expected and did not come.", "KV tiers", "tier"),
-    _counter("kv_tier_read_bytes", "", "Bytes read from a tier.", "KV tiers", "tier"),
-    _counter("kv_tier_written_bytes", "", "Bytes written to a tier.", "KV tiers", "tier"),
-    _counter("kv_tier_corrupt", "", "Entries with a wrong checksum; never used.", "KV tiers", "tier"),
-    _counter("kv_tier_foreign", "", "Entries of another model or layout; never used.", "KV tiers", "tier"),
-    _counter("kv_tier_failures", "", "Reads and writes that a tier refused.", "KV tiers", "tier"),
     _counter("prompt_tokens", "prompt_tokens", "Prompt tokens of requests that started.", "Throughput"),
     _counter("generation_tokens", "generation_tokens", "Tokens generated.", "Throughput"),
-    _counter("engine_steps", "", "Steps of the engine.", "Throughput"),
-    _counter("drafts", "spec_decode_num_drafts", "Steps of a sequence with drafted tokens.", "Throughput"),
-    _counter("drafted_tokens", "spec_decode_num_draft_tokens", "Tokens drafted.", "Throughput"),
-    _counter("accepted_tokens", "spec_decode_num_accepted_tokens", "Drafted tokens that held.", "Throughput"),
-    _gauge("drafting_saved_seconds", "", "Time that drafting has won, net, by the engine's clock.", "Throughput", "s"),
     _counter("requests", "request_success", "Sequences ended.", "Throughput", "finished_reason"),
     _seconds("ttft_seconds", "time_to_first_token_seconds", "Time to first token."),
     _seconds("itl_seconds", "inter_token_latency_seconds", "Gap between tokens."),
@@ -126,20 +87,9 @@ METRICS = (
         *("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
     ),
 )
-_FROM_SNAPSHOT = {
-    "prefix_cache_queries": "num_prefix_query_tokens",
-    "prefix_cache_hits": "num_prefix_hit_tokens",
-    "preemptions": "num_preemptions",
-    "evictions": "num_evictions",
-    "engine_steps": "num_steps",
-    "drafts": "num_drafts",
-    "drafted_tokens": "num_drafted",
-    "accepted_tokens": "num_accepted",
-    "kv_promises_broken": "num_promises_broken",
-    "kv_pages_unwritten": "num_pages_unwritten",
-}
-_TIER_GAUGES = ("entries", "bytes", "read_bandwidth")
-_TIER_COUNTERS = ("hits", "misses", "read_bytes", "written_bytes", "corrupt", "foreign", "failures")
+_ENGINE_FIELDS = tuple(metrics_of(EngineStats))
+_TIER_FIELDS = tuple(metrics_of(TierStats))
+METRICS = (*(spec for _, spec in (*_ENGINE_FIELDS, *_TIER_FIELDS)), *_SERVER_METRICS)
 
 
 class _Histogram:
@@ -169,9 +119,9 @@ class Metrics:
             if spec.kind != "histogram"
         }
         self._histograms = {spec.name: _Histogram(spec.buckets) for spec in METRICS if spec.kind == "histogram"}
-        self._last = Snapshot()
+        self._last = EngineStats()
+        self.on_step(self._last)
         self._values["lora_requests"]["0", "", ""] = 0.0
-        self._values["kv_pages_consistent"][()] = 1.0
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
 
@@ -192,27 +142,22 @@ class Metrics:
 
     # --- from the engine ---
 
-    def on_step(self, snapshot: Snapshot) -> None:
-        for name, source in _FROM_SNAPSHOT.items():
-            self._values[name][()] += getattr(snapshot, source) - getattr(self._last, source)
-        self._on_tiers(snapshot)
-        self._last = snapshot
-        self.set("requests_running", snapshot.num_running)
-        self.set("requests_waiting", snapshot.num_waiting)
-        self.set("kv_cache_usage_ratio", snapshot.num_pages_held / snapshot.num_pages)
-        self.set("kv_pages_cached", snapshot.num_pages_cached)
-        self.set("kv_pages_consistent", snapshot.pages_consistent)
-        self.set("kv_pages_kept", snapshot.num_pages_kept)
-        self.set("drafting_saved_seconds", snapshot.saved_seconds)
-
-    def _on_tiers(self, snapshot: Snapshot) -> None:
+    def on_step(self, stats: EngineStats) -> None:
+        """Take the engine's statistics over: what it counted since the last time, and its gauges."""
+        for name, spec in _ENGINE_FIELDS:
+            self._take(spec, getattr(stats, name), getattr(self._last, name))
         before = {tier.name: tier for tier in self._last.tiers}
-        for tier in snapshot.tiers:
-            for field in _TIER_GAUGES:
-                self.set(f"kv_tier_{field}", getattr(tier, field), tier.name)
-            for field in _TIER_COUNTERS:
-                known = getattr(before[tier.name], field) if tier.name in before else 0
-                self.add(f"kv_tier_{field}", getattr(tier, field) - known, tier.name)
+        for tier in stats.tiers:
+            last = before.get(tier.name) or TierStats(tier.name)
+            for name, spec in _TIER_FIELDS:
+                self._take(spec, getattr(tier, name), getattr(last, name), tier.name)
+        self._last = stats
+
+    def _take(self, spec: MetricSpec, value: float, last: float, *labels: str) -> None:
+        if spec.kind == "counter":
+            self._values[spec.name][labels] += value - last
+        else:
+            self._values[spec.name][labels] = value
 
     def on_tokens(self, member: Member, num_tokens: int) -> None:
         if not num_tokens:
@@ -248,10 +193,9 @@ class Metrics:
             self.add("kv_dropped_tokens", dropped, control.policy)
 
     def on_restart(self, _reason: str) -> None:
-        self._last = Snapshot()
+        self._last = EngineStats()
+        self.on_step(EngineStats())
         self.add("engine_restarts")
-        for name in ("requests_running", "requests_waiting", "kv_cache_usage_ratio", "kv_pages_cached"):
-            self.set(name, 0.0)
 
     # --- to Prometheus ---
 

@@ -100,7 +100,7 @@ async def _start(model: str, path: Path, config: ServeConfig, engine: EngineClie
 
     def prepare() -> tuple[type[Service], Tokenizer, ChatTemplate | None]:
         import tokenmill.serve.http  # noqa: F401
-        from tokenmill.checkpoint.tokenizer import load_chat_template, load_tokenizer
+        from tokenmill.checkpoint.tokenizer_files import load_chat_template, load_tokenizer
         from tokenmill.serve.service import Service
 
         return Service, load_tokenizer(path), load_chat_template(path)

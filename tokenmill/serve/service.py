@@ -17,7 +17,8 @@ from tokenmill.checkpoint.chat_template import ChatTemplate
 from tokenmill.checkpoint.tokenizer import Tokenizer
 from tokenmill.engine.collector import RequestCollector
 from tokenmill.engine.intake import Intake
-from tokenmill.engine.messages import Ready, Snapshot
+from tokenmill.engine.messages import Ready
+from tokenmill.engine.stats import EngineStats
 from tokenmill.errors import UserError
 from tokenmill.serve.config import ServeConfig
 from tokenmill.serve.engine_client import EngineClient
@@ -80,6 +81,7 @@ class Service:
         )
         self.tool_style = ToolStyle.choose(template, tokenizer, config.tool_call_parser)
         self._tickets: dict[Generation, Ticket] = {}
+        self._num_steps = 0  # of the engine, when its statistics last came
         engine.observe(self)
 
     # --- what routes ask ---
@@ -169,9 +171,11 @@ class Service:
 
     # --- from the engine ---
 
-    def on_step(self, snapshot: Snapshot) -> None:
-        self.metrics.on_step(snapshot)
-        self.admission.pace.record_step(snapshot)
+    def on_step(self, stats: EngineStats) -> None:
+        self.metrics.on_step(stats)
+        if stats.num_steps != self._num_steps:  # else only gauges have changed since the last step
+            self._num_steps = stats.num_steps
+            self.admission.pace.record_step(stats)
 
     def on_tokens(self, member: Member, num_tokens: int) -> None:
         starts = member.first_token is None

@@ -15,7 +15,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tokenmill import __version__
-from tokenmill.engine.messages import Snapshot
+from tokenmill.engine.stats import EngineStats
 from tokenmill.log import get_logger
 from tokenmill.serve.generation import Member
 
@@ -78,7 +78,7 @@ class Tracing:
 
     # --- from the engine client ---
 
-    def on_step(self, snapshot: Snapshot) -> None:
+    def on_step(self, stats: EngineStats) -> None:
         pass
 
     def on_tokens(self, member: Member, num_tokens: int) -> None:

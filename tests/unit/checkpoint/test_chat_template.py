@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tokenmill.checkpoint.chat_template import ChatTemplate, directory_template, gguf_template
-from tokenmill.checkpoint.tokenizer import load_chat_template, load_tokenizer
+from tokenmill.checkpoint.tokenizer_files import load_chat_template, load_tokenizer
 from tokenmill.errors import CheckpointError, UserError
 
 USER = [{"role": "user", "content": "hi"}]

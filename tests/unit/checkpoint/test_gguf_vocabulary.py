@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
+from tokenmill.checkpoint import gguf_tokenizer, hf_tokenizer
 from tokenmill.checkpoint.gguf import GGUFCheckpoint
 from tokenmill.checkpoint.gguf_vocabulary import vocabulary_values
 from tokenmill.checkpoint.hf_export import export_tokenizer
-from tokenmill.checkpoint.tokenizer import Tokenizer as OurTokenizer
 from tokenmill.errors import CheckpointError
 
 # As the models' own files spell them.
@@ -54,16 +54,15 @@ def test_published_tokenizers_get_their_names(name: str, tmp_path: Path) -> None
     (tmp_path / "tokenizer.json").write_text(json.dumps(definition))
     values = vocabulary_values(tmp_path, 300)
     assert values["tokenizer.ggml.pre"] == name
-    assert OurTokenizer.from_gguf(values).encode(TEXT) == OurTokenizer.from_file(tmp_path / "tokenizer.json").encode(
-        TEXT
-    )
+    ours = hf_tokenizer.build_tokenizer(tmp_path / "tokenizer.json", None)
+    assert gguf_tokenizer.build_tokenizer(values).encode(TEXT) == ours.encode(TEXT)
 
 
 def test_there_and_back_gives_the_same_ids(model_path: Callable[[str], Path], tmp_path: Path) -> None:
     checkpoint = GGUFCheckpoint(model_path("smollm2"))
     export_tokenizer(checkpoint, tmp_path)
     values = vocabulary_values(tmp_path, checkpoint.description.vocab_size)
-    ours, theirs = OurTokenizer.from_gguf(values), OurTokenizer.from_gguf(checkpoint.metadata)
+    ours, theirs = gguf_tokenizer.build_tokenizer(values), gguf_tokenizer.build_tokenizer(checkpoint.metadata)
     assert ours.encode(TEXT, parse_special=True) == theirs.encode(TEXT, parse_special=True)
     assert (ours.bos_id, ours.vocab_size) == (theirs.bos_id, theirs.vocab_size)
     for key in ("model", "pre", "merges", "eos_token_id", "add_bos_token"):

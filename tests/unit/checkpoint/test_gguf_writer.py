@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from tests.unit.checkpoint.gguf_builder import write_model
-from tokenmill.checkpoint.gguf import GGUFCheckpoint, read_gguf_raw_pairs
+from tokenmill.checkpoint.gguf import GGUFCheckpoint
+from tokenmill.checkpoint.gguf_header import read_gguf_raw_pairs
 from tokenmill.checkpoint.gguf_names import canonical_name, gguf_name
 from tokenmill.checkpoint.gguf_writer import GGUFWriter, TensorSlot, Value, file_bytes, pack_value
 from tokenmill.errors import UserError

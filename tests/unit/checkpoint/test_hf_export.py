@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoTokenizer
 from tests.parity.tiny_models import CONFIGS
 from tests.unit.checkpoint.gguf_builder import write_model
 from tokenmill.checkpoint.description import ModelDescription, RopeScaling
-from tokenmill.checkpoint.gguf import read_gguf_metadata
+from tokenmill.checkpoint.gguf_header import read_gguf_metadata
 from tokenmill.checkpoint.gguf_tokenizer import read_tokenizer
 from tokenmill.checkpoint.hf_config import describe
 from tokenmill.checkpoint.hf_export import (
@@ -29,8 +29,8 @@ from tokenmill.checkpoint.hf_export import (
 )
 from tokenmill.checkpoint.open import open_checkpoint
 from tokenmill.checkpoint.rope_divisors import fit_llama3, llama3_divisors
-from tokenmill.checkpoint.tokenizer import load_chat_template, load_tokenizer
 from tokenmill.checkpoint.tokenizer_export import build_backend
+from tokenmill.checkpoint.tokenizer_files import load_chat_template, load_tokenizer
 from tokenmill.errors import CheckpointError
 
 

@@ -14,16 +14,18 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from tests.unit.checkpoint.vocabularies import byte_level, sentencepiece
+from tokenmill.checkpoint import gguf_tokenizer, hf_tokenizer
 from tokenmill.checkpoint.sentencepiece import SentencePieceBPE
 from tokenmill.checkpoint.special_tokens import SpecialToken, SpecialTokenSplitter
-from tokenmill.checkpoint.tokenizer import Tokenizer, load_tokenizer
+from tokenmill.checkpoint.tokenizer import Tokenizer
+from tokenmill.checkpoint.tokenizer_files import load_tokenizer
 from tokenmill.errors import CheckpointError, UserError
 
 WORDS = {"▁": -1.0, "▁h": -2.0, "el": -3.0, "▁hel": -4.0, "lo": -5.0, "▁hello": -6.0, **dict.fromkeys("helo", -9.0)}
 
 
-BYTE_LEVEL = Tokenizer.from_gguf(byte_level())
-SENTENCEPIECE = Tokenizer.from_gguf(sentencepiece(WORDS))
+BYTE_LEVEL = gguf_tokenizer.build_tokenizer(byte_level())
+SENTENCEPIECE = gguf_tokenizer.build_tokenizer(sentencepiece(WORDS))
 
 
 def pieces(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
@@ -46,7 +48,7 @@ class TestByteLevel:
         assert pieces(tokenizer, tokenizer.encode("he<tag>he")) == ["he", "<tag>", "he"]
 
     def test_edges_follow_the_file(self) -> None:
-        tokenizer = Tokenizer.from_gguf(byte_level(bos_token_id=7, add_bos_token=True, add_eos_token=True))
+        tokenizer = gguf_tokenizer.build_tokenizer(byte_level(bos_token_id=7, add_bos_token=True, add_eos_token=True))
         assert tokenizer.encode("")[0] == 7
         assert tokenizer.encode("") == [7, tokenizer.eos_ids[0]]
         assert tokenizer.encode("", add_special_tokens=False) == []
@@ -71,7 +73,7 @@ class TestByteLevel:
         assert BYTE_LEVEL.decode(BYTE_LEVEL.encode(text)) == text
 
     def test_missing_byte_keeps_neighbours_apart(self) -> None:
-        tokenizer = Tokenizer.from_gguf(
+        tokenizer = gguf_tokenizer.build_tokenizer(
             {
                 "tokenizer.ggml.model": "gpt2",
                 "tokenizer.ggml.pre": "gpt-2",
@@ -89,7 +91,7 @@ class TestByteLevel:
         tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "12", "123", "'l", "'ll", "ĠĠ", "ĠĠĠ"]
         merges = ["1 2", "12 3", "' l", "'l l", "Ġ Ġ", "ĠĠ Ġ"]
         fields = {"tokens": tokens, "merges": merges, "token_type": None, "bos_token_id": 0, "eos_token_id": None}
-        tokenizer = Tokenizer.from_gguf(byte_level(pre=name, **fields))
+        tokenizer = gguf_tokenizer.build_tokenizer(byte_level(pre=name, **fields))
         assert pieces(tokenizer, tokenizer.encode("123'll   x", False)) == [*digits, "'ll", "ĠĠ", "Ġ", "x"]
 
 
@@ -97,7 +99,7 @@ class TestSentencePiece:
     def test_best_score_first_and_leading_space(self) -> None:
         tokenizer = SENTENCEPIECE
         assert pieces(tokenizer, tokenizer.encode("hello hello")) == ["<s>", "▁hello", "▁hello"]
-        no_space = Tokenizer.from_gguf(sentencepiece(WORDS, add_space_prefix=False, add_bos_token=False))
+        no_space = gguf_tokenizer.build_tokenizer(sentencepiece(WORDS, add_space_prefix=False, add_bos_token=False))
         assert pieces(no_space, no_space.encode("hello")) == ["h", "el", "lo"]
 
     def test_space_after_each_special_token(self) -> None:
@@ -170,11 +172,11 @@ class TestRefusals:
     )
     def test_bad_metadata(self, metadata: dict[str, Any], problem: str) -> None:
         with pytest.raises(CheckpointError, match=problem):
-            Tokenizer.from_gguf(metadata)
+            gguf_tokenizer.build_tokenizer(metadata)
 
     def test_half_a_surrogate_pair(self) -> None:
         with pytest.raises(UserError, match="surrogate"):
-            Tokenizer.from_gguf(byte_level()).encode("a\ud800")
+            gguf_tokenizer.build_tokenizer(byte_level()).encode("a\ud800")
 
     def test_directories(self, tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=r"no tokenizer\.json"):
@@ -225,7 +227,7 @@ class TestHuggingFaceFiles:
     @settings(deadline=None)
     @given(text=st.text())
     def test_round_trip_and_bytes(self, text: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-        tokenizer = Tokenizer.from_file(_sentencepiece_file(tmp_path_factory))
+        tokenizer = hf_tokenizer.build_tokenizer(_sentencepiece_file(tmp_path_factory), None)
         ids = tokenizer.encode(text, add_special_tokens=False)
         shown = text.replace("▁", " ")
         assert tokenizer.decode(ids) == shown

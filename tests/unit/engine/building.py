@@ -31,6 +31,11 @@ def make_request(prompt: list[int] | int, name: str = "r", **fields: Any) -> Req
     return Request(name, ids, SamplingParams(**params), **fields)
 
 
+def tables_of(kv: KVManager, request: Request) -> tuple[list[int], ...]:
+    """The block tables of a request, by group."""
+    return kv._holdings[request].tables
+
+
 def compute(kv: KVManager, request: Request, count: int | None = None) -> None:
     """What the scheduler does for a request that runs alone: admit or continue, compute `count` tokens, commit."""
     match = kv.match(request)

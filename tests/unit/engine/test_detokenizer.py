@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenmill.checkpoint.tokenizer import load_tokenizer
+from tokenmill.checkpoint.tokenizer_files import load_tokenizer
 from tokenmill.engine.detokenizer import IncrementalDetokenizer, TokenText
 from tokenmill.types import SamplingParams
 

@@ -45,7 +45,7 @@ def test_statistics() -> None:
     assert (stats.num_finished, stats.num_running, stats.num_waiting, stats.num_preemptions) == (2, 0, 0, 0)
     assert (stats.num_prefix_query_tokens, stats.num_prefix_hit_tokens) == (20, 8)
     assert stats.prefix_hit_rate == 0.4
-    assert stats.mean_kv_use == (3 / 16) / 2  # after the first step a held three pages, after the second none
+    assert stats.mean_kv_usage == (3 / 16) / 2  # after the first step a held three pages, after the second none
     assert stats.mean_kv_waste == (2 / 12) / 2
     assert stats.mean_kv_padding == 0
     assert (stats.peak_running, stats.peak_tokens) == (1, 10)

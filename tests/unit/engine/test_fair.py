@@ -90,5 +90,5 @@ def test_nothing_is_kept_of_requests_that_left() -> None:
         for number in range(5):
             scheduler.cancel(f"{name}{number}")
     discipline = scheduler.discipline
-    assert discipline._bills == {}  # type: ignore[attr-defined]
+    assert discipline._charges == {}  # type: ignore[attr-defined]
     assert all(tenant.num_live == 0 for tenant in discipline._tenants.values())  # type: ignore[attr-defined]

@@ -27,7 +27,7 @@ def test_the_sequence_and_its_siblings_end_and_the_neighbour_goes_on(n: int) -> 
         scheduler.kv.check()
     assert reasons == {"unlucky": ["error"] * n, "lucky": ["length"]}
     assert not scheduler.has_work
-    assert scheduler.kv.pool.available == scheduler.kv.num_pages
+    assert scheduler.kv._pool.available == scheduler.kv.num_pages
 
 
 def test_a_prompt_still_being_computed_is_no_error() -> None:

@@ -14,7 +14,7 @@ def test_the_last_arrival_gives_way_and_resumes_in_its_place() -> None:
         assert step(scheduler)[0] == {"a": 1, "c": 1}
     scheduler.add(make_request([3], "d", arrival=2))
     assert step(scheduler)[0] == {"a": 1}  # its third page was one of c's; d would fit, but c waits before it
-    assert (scheduler.num_preemptions, scheduler.num_waiting) == (1, 2)
+    assert (scheduler.stats.num_preemptions, scheduler.num_waiting) == (1, 2)
     assert step(scheduler)[0] == {"a": 1}
     assert step(scheduler)[0] == {"c": 12, "d": 1}  # its prompt and the four tokens it had
 
@@ -25,7 +25,7 @@ def test_the_needy_gives_way_itself_if_it_is_the_last() -> None:
     scheduler.add(make_request([2] * 12, "b", arrival=1))
     assert step(scheduler)[0] == {"a": 8, "b": 12}
     assert step(scheduler)[0] == {"a": 1}
-    assert scheduler.num_preemptions == 1
+    assert scheduler.stats.num_preemptions == 1
 
 
 def test_a_request_is_admitted_only_if_the_others_can_still_grow() -> None:
@@ -35,7 +35,7 @@ def test_a_request_is_admitted_only_if_the_others_can_still_grow() -> None:
     assert step(scheduler)[0] == {"a": 8}  # b needs the three other pages, a its third in the next step
     assert step(scheduler)[0] == {"a": 1}
     assert step(scheduler)[0] == {"b": 12}
-    assert scheduler.num_preemptions == 0
+    assert scheduler.stats.num_preemptions == 0
 
 
 def test_nobody_is_admitted_in_a_step_that_preempted() -> None:
@@ -46,7 +46,7 @@ def test_nobody_is_admitted_in_a_step_that_preempted() -> None:
     for _ in range(3):
         assert step(scheduler)[0] == {"a": 1, "b": 1}
     assert step(scheduler)[0] == {"a": 1}  # a preempted b; its sibling could have b's slot and pages
-    assert scheduler.num_preemptions == 1
+    assert scheduler.stats.num_preemptions == 1
     assert step(scheduler)[0] == {"a": 1, "a#1": 5}
 
 
@@ -60,10 +60,10 @@ def test_tokens_taken_back_from_a_victim_are_given_to_others() -> None:
     scheduler.max_batch_tokens = 5
     scheduler.add(make_request([3] * 20, "urgent", priority=1))
     assert step(scheduler)[0] == {"decode": 1, "urgent": 4}
-    hog = make_request(4 * kv.usage().num_free)
+    hog = make_request(4 * kv.measure().num_pages_free)
     assert kv.reserve(hog, hog.num_tokens)  # no page is free now, and urgent needs one
     assert step(scheduler)[0] == {"urgent": 4, "prompt": 1}
-    assert scheduler.num_preemptions == 1
+    assert scheduler.stats.num_preemptions == 1
 
 
 def test_a_preempted_request_finds_its_own_pages_in_the_cache() -> None:
@@ -88,7 +88,7 @@ def test_an_urgent_request_takes_the_slot_of_a_lesser_one() -> None:
     scheduler.add(make_request([3], "urgent", priority=1, arrival=2))
     scheduler.add(make_request([4], "equal", priority=5, arrival=3))
     assert set(step(scheduler)[0]) == {"low", "urgent"}  # equal does not push low aside
-    assert scheduler.num_preemptions == 1
+    assert scheduler.stats.num_preemptions == 1
 
 
 def test_an_urgent_request_takes_pages_but_never_in_vain() -> None:

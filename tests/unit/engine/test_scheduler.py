@@ -155,7 +155,7 @@ def test_cancel_frees_everything_waiting_or_running() -> None:
     assert scheduler.cancel("a")
     assert not scheduler.has_work
     assert (scheduler.num_running, scheduler.num_waiting) == (0, 0)
-    assert scheduler.kv.usage().num_held == 0
+    assert scheduler.kv.measure().num_pages_held == 0
     assert not scheduler.cancel("a")
     assert not scheduler.schedule().scheduled
 
@@ -182,7 +182,7 @@ def test_siblings_share_the_prompt_and_recompute_its_last_token() -> None:
     while scheduler.has_work:
         finished += [event.index for event in step(scheduler)[1] if event.finish_reason]
     assert finished == [0, 1, 2]
-    assert scheduler.kv.usage().num_held == 0
+    assert scheduler.kv.measure().num_pages_held == 0
 
 
 def test_siblings_outlive_a_parent_that_ends_at_once() -> None:

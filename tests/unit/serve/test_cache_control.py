@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from tokenmill.engine.messages import Snapshot, TierSnapshot
+from tokenmill.engine.stats import EngineStats, TierStats
 from tokenmill.serve.anthropic_messages import cache_control
 from tokenmill.serve.config import ServeConfig
 from tokenmill.serve.errors import ApiError
@@ -108,10 +108,10 @@ def test_anthropic_breakpoints_that_api_does_not_know(fields: dict[str, Any]) ->
 
 def test_tiers_are_metrics_by_name_and_survive_a_restart() -> None:
     metrics = Metrics("m")
-    disk = TierSnapshot("disk", 3, 300, 5, 1, 500, 200, 1, 2, 0, 1e6)
-    metrics.on_step(Snapshot(tiers=[disk], num_pages_kept=4, num_promises_broken=2, num_pages_unwritten=1))
+    disk = TierStats("disk", entries=3, bytes=300, hits=5, misses=1, corrupt=1, foreign=2, read_bandwidth=1e6)
+    metrics.on_step(EngineStats(tiers=[disk], num_pages_retained=4, num_promises_broken=2, num_pages_unwritten=1))
     metrics.on_restart("killed")
-    metrics.on_step(Snapshot(tiers=[disk, TierSnapshot("redis", 1, 0, 7, 0, 0, 0, 0, 0, 9, 0.0)]))
+    metrics.on_step(EngineStats(tiers=[disk, TierStats("redis", entries=1, hits=7, failures=9)]))
     text = metrics.render().decode()
     for line in (
         'kv_tier_hits_total{model_name="m",tier="disk"} 10.0',

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenmill.engine.messages import Snapshot
+from tokenmill.engine.stats import EngineStats
 from tokenmill.serve.errors import ApiError
 from tokenmill.serve.keys import Client
 from tokenmill.serve.limits import Admission, Pace
@@ -77,7 +77,7 @@ def test_requests_in_flight_per_key() -> None:
 def test_deadlines_use_the_measured_speed() -> None:
     admission, client = _admission(slots=1, requests=50, tokens=10**6), Client()
     admission.admit(client, [1000], 1, 0.001, 1.0)  # nothing measured yet: nothing to refuse on
-    admission.pace.record_step(Snapshot(step_tokens=512, step_seconds=1.0))
+    admission.pace.record_step(EngineStats(step_tokens=512, step_seconds=1.0))
     assert admission.predict(512) == pytest.approx(1512 / 512)
     _refused("deadline", admission, client, [512], deadline=2.0)
     admission.admit(client, [512], 1, 60.0, 1.0)
@@ -87,7 +87,7 @@ def test_deadlines_use_the_measured_speed() -> None:
 
 def test_a_small_step_says_nothing_about_prompt_speed() -> None:
     pace = Pace()
-    pace.record_step(Snapshot(step_tokens=4, step_seconds=1.0))
+    pace.record_step(EngineStats(step_tokens=4, step_seconds=1.0))
     assert pace.prompt_rate is None
 
 

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokenmill.engine import messages
-from tokenmill.engine.messages import Cancel, Events, Snapshot, Submit
+from tokenmill.engine.messages import Cancel, Events, Submit
+from tokenmill.engine.stats import EngineStats, TierStats
 from tokenmill.errors import UserError
 from tokenmill.types import Request, SamplingParams, TokenEvent, TokenLogprobs
 
@@ -27,7 +28,8 @@ def test_a_request_survives_the_trip() -> None:
 def test_events_survive_the_trip() -> None:
     logprobs = TokenLogprobs(5, -0.5, 1, ((5, -0.5), (6, float("-inf"))))
     event = TokenEvent("id", 1, [5], [logprobs], [logprobs], 3, "stop", "END")
-    sent = Events([event], Snapshot(num_steps=4, step_seconds=0.25))
+    stats = EngineStats(num_steps=4, step_seconds=0.25, pages_consistent=False, tiers=[TierStats("disk", hits=2)])
+    sent = Events([event], stats)
     assert messages.decode_from_engine(messages.encode(sent)) == sent
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from tokenmill.engine.messages import Snapshot
+from tokenmill.engine import messages
+from tokenmill.engine.stats import EngineStats, TierStats, metrics_of
 from tokenmill.serve.metrics import METRICS, Metrics
 
 _EXPECTED_BY_DASHBOARDS = [
@@ -39,7 +40,7 @@ def test_names_are_unique_and_vllms_are_there() -> None:
 
 def test_both_names_show_one_value() -> None:
     metrics = Metrics("m")
-    metrics.on_step(Snapshot(num_running=3, num_waiting=2, num_pages=8, num_pages_held=2))
+    metrics.on_step(EngineStats(num_running=3, num_waiting=2, kv_usage=0.25))
     samples = _samples(metrics)
     assert samples["tokenmill_requests_running"] == samples["vllm:num_requests_running"] == 3
     assert samples["vllm:kv_cache_usage_perc"] == 0.25
@@ -47,9 +48,9 @@ def test_both_names_show_one_value() -> None:
 
 def test_counters_go_on_when_the_engine_starts_over() -> None:
     metrics = Metrics("m")
-    metrics.on_step(Snapshot(num_steps=10, num_prefix_hit_tokens=5))
+    metrics.on_step(EngineStats(num_steps=10, num_prefix_hit_tokens=5))
     metrics.on_restart("killed")
-    metrics.on_step(Snapshot(num_steps=4, num_prefix_hit_tokens=1))
+    metrics.on_step(EngineStats(num_steps=4, num_prefix_hit_tokens=1))
     samples = _samples(metrics)
     assert samples["tokenmill_engine_steps_total"] == 14
     assert samples["vllm:prefix_cache_hits_total"] == 6
@@ -67,3 +68,19 @@ def test_histograms_are_cumulative() -> None:
     assert samples["vllm:time_to_first_token_seconds_bucket+Inf"] == 4
     assert samples["vllm:time_to_first_token_seconds_count"] == 4
     assert metrics.get("ttft_seconds") == 4
+
+
+def test_what_the_engine_counts_is_a_metric_by_its_declaration_alone() -> None:
+    """The record is the only list: every declared field crosses the wire and is shown."""
+    declared = [*metrics_of(EngineStats), *metrics_of(TierStats)]
+    assert [spec for _, spec in declared] == list(METRICS[: len(declared)])
+    tier = TierStats("disk", **{name: 3 for name, _ in metrics_of(TierStats)})
+    stats = EngineStats(tiers=[tier], **{name: 2 for name, _ in metrics_of(EngineStats) if name != "pages_consistent"})
+    received = messages.decode_from_engine(messages.encode(messages.Events([], stats)))
+    assert isinstance(received, messages.Events)
+    metrics = Metrics("m")
+    metrics.on_step(received.stats)
+    samples = _samples(metrics)
+    for name, spec in declared:
+        shown = samples[f"tokenmill_{spec.name}" + ("_total" if spec.kind == "counter" else "")]
+        assert shown == (1 if name == "pages_consistent" else 3 if spec.labels else 2), name

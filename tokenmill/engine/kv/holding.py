@@ -48,7 +48,7 @@ def check_holding(request: Request, holding: Holding, layout: KVLayout, tree: Pr
     for group, table in enumerate(holding.tables):
         first = holding.first_live[group]
         live = layout.first_live_page(layout.groups[group], request.num_computed)
-        assert first <= max(0, live - dropped // size), "a page in the window was let go of"
+        assert first <= max(0, live - dropped // size), "a page in the window was released"
         assert all(page == NO_PAGE for page in table[:first]), "a page before the window is held"
         assert all(0 <= page < pool.num_pages for page in table[first:]), "a page in the window is missing"
         for page in table[(request.num_computed - dropped) // size :]:

@@ -1,43 +1,31 @@
 """The KV manager: gives requests their pages. One pool of interchangeable pages serves all KV groups.
 
 Owns block tables, sharing (prefix cache, forks), copy-on-write, windows and budgets; knows token ids and counts but
-neither tensors nor why a request runs. The scheduler is its only caller: match, reserve, commit, release, fork, check,
-and `prepare` where pages may have to come back from a tier first. A request holds pages from its first `reserve` to
-`release`; its tables have equal length in all groups. A holder of a tree node holds the pages of all its ancestors (but
-those its windows left), so unheld pages can always be evicted.
+neither tensors nor why a request runs. The scheduler calls prefetch, match, reserve, commit, fork, release and
+take_copies; the engine around it save, record_step, measure and close. A request holds pages from its first `reserve`
+to `release`; its tables have equal length in all groups. A holder of a tree node holds the pages of all its ancestors
+(but those its windows left), so pages without a holder can always be evicted.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
-from tokenmill.engine.kv.budget.base import PageScores
-from tokenmill.engine.kv.budget.keeper import BudgetKeeper, budget_of
+from tokenmill.engine.kv.budget.enforcer import BudgetEnforcer, budget_of
+from tokenmill.engine.kv.handles import NO_MATCH, NO_SLOTS, PrefixMatch, Reservation
 from tokenmill.engine.kv.holding import Holding, check_holding
 from tokenmill.engine.kv.pages import PagePool
 from tokenmill.engine.kv.policy.base import EvictionPolicy
-from tokenmill.engine.kv.policy.keeping import FOREVER, Keeping
-from tokenmill.engine.kv.prefix_tree import NO_PAGE, UNBOUNDED, PrefixNode, PrefixTree
+from tokenmill.engine.kv.policy.retention import FOREVER, RetentionPolicy
+from tokenmill.engine.kv.prefix_tree import NO_PAGE, UNBOUNDED, PrefixTree
 from tokenmill.engine.kv.restore import Restored, Restorer
 from tokenmill.engine.kv.saving import Saver
 from tokenmill.engine.kv.tier.stack import TierStack
-from tokenmill.engine.kv.usage import KVUsage, usage_of
+from tokenmill.engine.kv.usage import measure_pages
+from tokenmill.engine.stats import EngineStats
 from tokenmill.hardware.kv_layout import KVLayout
 from tokenmill.types import CacheReport, Request, StepPlan
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixMatch:
-    """What `match` found. A handle for `room`, `fits` and `reserve`; stale after any other call that moves pages."""
-
-    num_tokens: int = 0
-    num_unheld: int = 0  # matched pages that nobody holds: taking them makes that many fewer available
-    nodes: list[PrefixNode] = field(default_factory=list)
-
-
-NO_MATCH = PrefixMatch()
 
 
 class KVManager:
@@ -48,77 +36,81 @@ class KVManager:
         prefix_caching: bool,
         policy: EvictionPolicy,
         tiers: TierStack | None = None,
-        scores: PageScores | None = None,
+        budgets: BudgetEnforcer | None = None,
     ) -> None:
         self.layout = layout
         self.num_pages = num_pages
         self.prefix_caching = prefix_caching
-        self.num_queries = 0  # requests that looked for a prefix and were admitted
-        self.num_query_tokens = 0
-        self.num_hit_tokens = 0
-        self.keeping = Keeping(policy)
-        self.budgets = BudgetKeeper(layout, scores)
-        self.tiers = tiers
-        self.tree = PrefixTree(layout, tiers.root_name if tiers is not None else b"")
-        self._saver = Saver(self.tree, tiers) if tiers is not None else None
-        self.pool = PagePool(num_pages, self.tree, self.keeping, self._saver.offer if self._saver else None)
-        self._restorer = Restorer(self.tree, self.pool, tiers) if tiers is not None else None
+        self.stats = EngineStats(num_pages=num_pages, tiers=tiers.stats if tiers is not None else [])
+        self._retention = RetentionPolicy(policy, self.stats)
+        self._budgets = budgets or BudgetEnforcer(layout)
+        self._tree = PrefixTree(layout, tiers.root_name if tiers is not None else b"")
+        self._saver = Saver(self._tree, tiers, self.stats) if tiers is not None else None
+        on_evict = self._saver.offer if self._saver is not None else None
+        self._pool = PagePool(num_pages, self._tree, self._retention, self.stats, on_evict)
+        self._restorer = Restorer(self._tree, self._pool, tiers) if tiers is not None else None
         self._page_size = layout.page_size
         self._num_groups = len(layout.groups)
-        self._windowed = [g for g, span in enumerate(self.tree.spans) if span != UNBOUNDED]
+        self._windowed = [g for g, span in enumerate(self._tree.spans) if span != UNBOUNDED]
         self._holdings: dict[Request, Holding] = {}
         self._copies: dict[int, int] = {}  # destination -> source
 
-    # --- the verbs ---
+    # --- the verbs of the scheduler ---
 
-    def match(self, request: Request) -> PrefixMatch:
-        """The longest cached prefix of all known tokens, at least one short of them. Changes nothing."""
-        nodes = self.tree.match(request.token_ids, self._max_match(request))
-        if not nodes:
-            return NO_MATCH
-        refs, unheld = self.pool.refs, 0
-        for group, first in enumerate(self._first_live(len(nodes) * self._page_size)):
-            unheld += [refs[node.pages[group]] for node in nodes[first:]].count(0)
-        return PrefixMatch(len(nodes) * self._page_size, unheld, nodes)
-
-    def prepare(self, request: Request, wait: float = 0.0) -> bool:
+    def prefetch(self, request: Request, wait: float = 0.0) -> bool:
         """Have the tiers bring what they have of a waiting request's prefix, if that is faster than computing it.
 
-        False: it is on its way, for at most `wait` seconds more; ask again before `match`.
+        False: it is on its way. Blocks for at most `wait` seconds; ask again before `match`.
         """
-        if self._restorer is None:
+        max_pages = self._max_match(request) if self._restorer is not None else 0
+        if self._restorer is None or not max_pages:
             return True
-        reserved = len(self._holdings) * self._num_groups  # everyone who runs could still grow by a page
-        return self._restorer.ready(request, self._max_match(request), reserved, wait)
+        reserved = len(self._holdings) * self._num_groups  # every holder could still grow by a page
+        return self._restorer.ready(request, max_pages, reserved, wait)
 
-    def abandon(self, request: Request) -> None:
-        """A waiting request is gone."""
-        if self._restorer is not None:
-            self._restorer.abandon(request)
+    def match(self, request: Request, without: Sequence[Request] = ()) -> PrefixMatch:
+        """The longest cached prefix of all known tokens, at least one short of them. Changes nothing.
 
-    def reserve(self, request: Request, count: int, match: PrefixMatch = NO_MATCH) -> bool:
-        """Slots to write the next `count` tokens to, in every group. False: not enough pages, and nothing changed.
+        `fits`: whether all known tokens of the request fit now and every holder could still grow by a page, or nobody
+        else holds pages; as if the requests in `without` had released theirs (a shared page counts for each of them).
+        """
+        max_pages = self._max_match(request)
+        nodes = self._tree.match(request.token_ids, max_pages) if max_pages else []
+        refs, unheld = self._pool.refs, 0
+        if nodes:
+            for group, first in enumerate(self._first_live(len(nodes) * self._page_size)):
+                unheld += [refs[node.pages[group]] for node in nodes[first:]].count(0)
+        fits = self._fits(request, len(nodes), unheld, without)
+        return PrefixMatch(len(nodes) * self._page_size, max_pages * self._page_size, fits, unheld, nodes)
+
+    def reserve(
+        self, request: Request, count: int, match: PrefixMatch = NO_MATCH, only_spare: bool = False
+    ) -> Reservation:
+        """Slots to write the next `count` tokens to, in every group, or as many as there are; none: nothing changed.
 
         The first reservation of a request takes the pages of `match`; the tokens then begin after it. Pages that fell
-        out of a window are let go of before new ones are taken.
+        out of a window are released before new ones are taken. `only_spare`: leave a page for every holder to grow by.
         """
         holding = self._holdings.get(request)
         if holding is None:
-            if count > self.room(request, match):
-                return False
+            count = min(count, self._row_limit(request, match.num_tokens), self._first_room(match))
+            if count <= 0:
+                return NO_SLOTS
             holding = self._open(request, match)
             self._extend(holding, match.num_tokens + count)
-            return True
-        self._trim(request, holding)
-        end = request.num_computed + count
-        if end <= holding.capacity and not holding.shared:
-            return True
-        if count > self.room(request):
-            return False
-        if holding.shared:
-            self._unshare(holding, request.num_computed)
-        self._extend(holding, end)
-        return True
+            return Reservation(count, holding.tables, 0)
+        computed = request.num_computed
+        if request.params.cache is not None:
+            self._trim(request, holding)
+            count = min(count, self._row_limit(request, computed))
+        if computed + count > holding.capacity or holding.shared:
+            count = min(count, self._room(holding, computed, only_spare))
+            if count <= 0:
+                return NO_SLOTS
+            if holding.shared:
+                self._unshare(holding, computed)
+            self._extend(holding, computed + count)
+        return Reservation(count, holding.tables, holding.num_dropped)
 
     def commit(self, request: Request) -> None:
         """Enter the pages that are now full and computed into the tree.
@@ -133,36 +125,41 @@ class KVManager:
         node = holding.cursor
         node.cursors -= 1
         for index in range(holding.committed, full):
-            node = self.tree.child(node, tuple(request.token_ids[index * size : (index + 1) * size]))
+            node = self._tree.child(node, tuple(request.token_ids[index * size : (index + 1) * size]))
             for group, table in enumerate(holding.tables):
                 ours, theirs = table[index], node.pages[group]
                 if ours in (NO_PAGE, theirs):
                     continue
                 if theirs == NO_PAGE:
-                    self.tree.attach(node, group, ours)
+                    self._tree.attach(node, group, ours)
                 else:
-                    self.pool.take(theirs, counts=False)
+                    self._pool.take(theirs, counts=False)
                     table[index] = theirs
-                    self.pool.drop(ours)
+                    self._pool.drop(ours)
         node.cursors += 1
         holding.cursor = node
         holding.committed = full
 
     def release(self, request: Request) -> None:
-        """Let go of everything, from tail to head so that the end of a prefix is evicted before its beginning."""
-        holding = self._holdings.pop(request)
+        """Release all pages, from tail to head so that the end of a prefix is evicted before its beginning. Of a
+        request that is still waiting: forget what was fetched for it."""
+        holding = self._holdings.pop(request, None)
+        if holding is None:
+            if self._restorer is not None:
+                self._restorer.abandon(request)
+            return
         self._promise(request, holding)
-        drop = self.pool.drop
+        drop = self._pool.drop
         for row in zip(*(reversed(table) for table in holding.tables), strict=True):
             for page in row:
                 if page >= 0:
                     drop(page)
         holding.cursor.cursors -= 1
-        self.tree.prune(holding.cursor)
+        self._tree.prune(holding.cursor)
         if self._copies:
-            self._copies = {copy: source for copy, source in self._copies.items() if self.pool.refs[copy] > 0}
+            self._copies = {copy: source for copy, source in self._copies.items() if self._pool.refs[copy] > 0}
         if budget_of(request) is not None:
-            self.budgets.scores.released(request)
+            self._budgets.scores.released(request)
 
     def fork(self, parent: Request, child: Request) -> None:
         """Share the pages of `parent` with `child` as far as its tokens go, the last one partly filled. Writers copy.
@@ -182,63 +179,12 @@ class KVManager:
         for table in tables:
             for page in table:
                 if page >= 0:
-                    self.pool.take(page)
+                    self._pool.take(page)
         self._holdings[child] = Holding(
             tables, list(source.first_live), len(tables[0]) * size, committed, cursor, shared=True
         )
         cursor.cursors += 1
         source.shared = True
-
-    def check(self) -> None:
-        """Raise AssertionError if any page, count, table or tree link is not as it should be."""
-        held = Counter(
-            page for holding in self._holdings.values() for table in holding.tables for page in table if page >= 0
-        )
-        self.pool.check(held)
-        self.tree.check(Counter(holding.cursor for holding in self._holdings.values()))
-        for request, holding in self._holdings.items():
-            check_holding(request, holding, self.layout, self.tree, self.pool)
-
-    # --- questions the scheduler asks ---
-
-    def room(self, request: Request, match: PrefixMatch = NO_MATCH) -> int:
-        """For how many more tokens of this request `reserve` would succeed now."""
-        holding = self._holdings.get(request)
-        if holding is None:
-            return max(0, self.pool.available - match.num_unheld) // self._num_groups * self._page_size
-        self._trim(request, holding)
-        self._slide(holding, request.num_computed)
-        spare = self.pool.available
-        if holding.shared:
-            spare -= self._count_copies(holding, request.num_computed)
-        if spare < 0:
-            return 0
-        return holding.capacity + spare // self._num_groups * self._page_size - request.num_computed
-
-    def fits(self, request: Request, match: PrefixMatch, without: Sequence[Request] = ()) -> bool:
-        """Whether all known tokens of a request that holds nothing fit now, and each holder could still grow a page.
-
-        Answers as if the requests in `without` had let go of their pages (a shared page counts for each of them).
-        """
-        total = -(-request.num_tokens // self._page_size)
-        needed = sum(total - max(first, len(match.nodes)) for first in self._first_live(request.num_tokens))
-        needed += (len(self._holdings) - len(without)) * self._num_groups
-        spare = self.pool.available - match.num_unheld
-        for holding in map(self._holdings.__getitem__, without):
-            spare += sum(len(holding.tables[0]) - first for first in holding.first_live)
-        return needed <= spare
-
-    def block_tables(self, request: Request) -> tuple[list[int], ...]:
-        """Per group: page id by page index, NO_PAGE where the window left it. Lists that change in place."""
-        return self._holdings[request].tables
-
-    def num_dropped(self, request: Request) -> int:
-        """Tokens whose pages a budget took out of the tables."""
-        return self._holdings[request].num_dropped
-
-    def row_limit(self, request: Request, start: int) -> int:
-        """The most tokens that a row which begins at `start` may have."""
-        return UNBOUNDED if budget_of(request) is None else self.budgets.row_limit(request, start)
 
     def take_copies(self) -> list[tuple[int, int]]:
         """(source, destination) pages to copy before the next step writes; no page is the destination of two."""
@@ -246,32 +192,81 @@ class KVManager:
         self._copies.clear()
         return copies
 
-    def clear_cache(self) -> None:
+    # --- the engine around the scheduler ---
+
+    def check(self) -> None:
+        """Raise AssertionError if any page, count, table or tree link is not as it should be."""
+        held = Counter(
+            page for holding in self._holdings.values() for table in holding.tables for page in table if page >= 0
+        )
+        self._pool.check(held)
+        self._tree.check(Counter(holding.cursor for holding in self._holdings.values()))
+        for request, holding in self._holdings.items():
+            check_holding(request, holding, self.layout, self._tree, self._pool)
+
+    def measure(self) -> EngineStats:
+        """The statistics record, with the page gauges of this moment."""
+        self.stats.num_pages_retained = self._retention.num_retained
+        return measure_pages(self.stats, self.layout, self._pool, self._holdings)
+
+    @property
+    def num_available(self) -> int:
+        """Pages that can be had now: free, or cached and without a holder."""
+        return self._pool.available
+
+    def clear(self) -> None:
         """Forget every cached page that nobody holds."""
-        self.pool.clear()
-
-    # --- tiers ---
-
-    def save(self) -> bool:
-        """Have a few cached pages written to the tiers when idle; False once there are no more."""
-        return self._saver is not None and self._saver.save()
+        self._pool.clear()
 
     def record_step(self, plan: StepPlan, seconds: float) -> None:
         """How long a step took: the tiers weigh loading against computing."""
         if self._saver is not None:
             self._saver.record_step(plan, seconds)
 
+    def save(self, wait: float = 0.0) -> bool:
+        """Have a few cached pages written to the tiers, in an idle moment; False: there are no more. With `wait` all of
+        them, blocking until they are written or these seconds have passed: False if they are."""
+        return self._saver is not None and self._saver.save(wait)
+
     def close(self, timeout: float = 60.0) -> None:
         """Write what is cached to the tiers, as far as time allows, and do without them from now on."""
         if self._saver is not None:
             self._saver.close(timeout)
-        self.tiers = self._saver = self._restorer = None
-        self.pool.on_evict = None
-
-    def usage(self) -> KVUsage:
-        return usage_of(self.layout, self.pool, self._holdings)
+        self._saver = self._restorer = None
+        self._pool.on_evict = None
 
     # --- how ---
+
+    def _fits(self, request: Request, matched: int, unheld: int, without: Sequence[Request]) -> bool:
+        others = len(self._holdings) - len(without)
+        if not others:
+            return True
+        total = -(-request.num_tokens // self._page_size)
+        needed = sum(total - max(first, matched) for first in self._first_live(request.num_tokens))
+        spare = self._pool.available - unheld
+        for holding in map(self._holdings.__getitem__, without):
+            spare += sum(len(holding.tables[0]) - first for first in holding.first_live)
+        return needed + others * self._num_groups <= spare
+
+    def _first_room(self, match: PrefixMatch) -> int:
+        """Tokens of a request without pages that fit now, beside the matched ones."""
+        return max(0, self._pool.available - match.num_unheld) // self._num_groups * self._page_size
+
+    def _room(self, holding: Holding, num_computed: int, only_spare: bool) -> int:
+        """Tokens from `num_computed` on that fit now."""
+        self._slide(holding, num_computed)
+        pages = self._pool.available
+        if holding.shared:
+            pages -= self._count_copies(holding, num_computed)
+            if pages < 0:
+                return 0
+        if only_spare:
+            pages = max(0, pages - len(self._holdings) * self._num_groups)
+        return holding.capacity + pages // self._num_groups * self._page_size - num_computed
+
+    def _row_limit(self, request: Request, start: int) -> int:
+        """The most tokens that a row which begins at `start` may have."""
+        return UNBOUNDED if budget_of(request) is None else self._budgets.row_limit(request, start)
 
     def _first_live(self, num_tokens: int) -> list[int]:
         return [self.layout.first_live_page(group, num_tokens) for group in self.layout.groups]
@@ -285,20 +280,19 @@ class KVManager:
             for group, first in enumerate(first_live)
         )
         for table, first in zip(tables, first_live, strict=True):
-            self.pool.take_path(table[first:])
-        cursor = match.nodes[-1] if depth else self.tree.root
+            self._pool.take_path(table[first:])
+        cursor = match.nodes[-1] if depth else self._tree.root
         cursor.cursors += 1
         holding = self._holdings[request] = Holding(tables, first_live, match.num_tokens, depth, cursor)
         if self.prefix_caching:
-            self.num_queries += 1
-            self.num_query_tokens += request.num_tokens
-            self.num_hit_tokens += match.num_tokens
+            self.stats.num_prefix_query_tokens += request.num_tokens
+            self.stats.num_prefix_hit_tokens += match.num_tokens
         self._report(request, match)
         return holding
 
     def _max_match(self, request: Request) -> int:
         """The most pages of its prefix that a request may take from the cache."""
-        if not self.prefix_caching or self.budgets.needs_all_computed(request):
+        if not self.prefix_caching or wants_prompt_logprobs(request) or self._budgets.needs_all_computed(request):
             return 0
         limit = request.num_tokens - 1 if request.logits_from is None else request.logits_from
         if budget_of(request) is not None:
@@ -314,7 +308,7 @@ class KVManager:
         most = self._max_match(request)
         if not self.prefix_caching:
             reason = "off"
-        elif request.params.prompt_logprobs is not None or self.budgets.needs_all_computed(request):
+        elif request.params.prompt_logprobs is not None or self._budgets.needs_all_computed(request):
             reason = "must_compute"
         elif len(match.nodes) >= most:
             reason = "hit" if most else "short"
@@ -324,42 +318,42 @@ class KVManager:
         request.cache = CacheReport(reason, restored.tier if loaded else "", loaded)
 
     def _extend(self, holding: Holding, end: int) -> None:
-        allocate = self.pool.allocate
+        allocate = self._pool.allocate
         while holding.capacity < end:
             for table in holding.tables:
                 table.append(allocate())
             holding.capacity += self._page_size
 
     def _slide(self, holding: Holding, num_computed: int) -> None:
-        """Let go of the pages that no token from `num_computed` on can see."""
+        """Release the pages that no token from `num_computed` on can see."""
         for group in self._windowed:
             first = self.layout.first_live_page(self.layout.groups[group], num_computed)
             first -= holding.num_dropped // self._page_size  # all before the window
             table = holding.tables[group]
             for index in range(holding.first_live[group], min(first, len(table))):
-                self.pool.drop(table[index])
+                self._pool.drop(table[index])
                 table[index] = NO_PAGE
                 holding.first_live[group] = index + 1
 
     def _trim(self, request: Request, holding: Holding) -> None:
-        """Let go of the pages that the request's budget has no place for."""
+        """Release the pages that the request's budget has no place for."""
         if request.params.cache is None:
             return
-        victims = self.budgets.victims(request, holding.tables, holding.num_dropped)
+        victims = self._budgets.victims(request, holding.tables, holding.num_dropped)
         if not victims:
             return
         if not holding.num_dropped:  # it leaves the tree: what it holds from now on is no prefix
             holding.cursor.cursors -= 1
-            self.tree.prune(holding.cursor)
-            self.tree.root.cursors += 1
-            holding.cursor, holding.committed = self.tree.root, 0
+            self._tree.prune(holding.cursor)
+            self._tree.root.cursors += 1
+            holding.cursor, holding.committed = self._tree.root, 0
         for page in holding.drop(victims, self._page_size):
-            self.pool.drop(page)
+            self._pool.drop(page)
         request.cache.num_dropped_tokens = holding.num_dropped
-        self.budgets.scores.dropped(request, victims)
+        self._budgets.scores.dropped(request, victims)
 
     def _promise(self, request: Request, holding: Holding) -> None:
-        """Have the pages of the prompt kept, before they are let go of."""
+        """Have the pages of the prompt retained, before they are released."""
         cache = request.params.cache
         if cache is None or not (cache.ttl or cache.pin):
             return
@@ -367,11 +361,11 @@ class KVManager:
         for table in holding.tables:
             for page in table[:pages]:
                 if page >= 0:
-                    self.keeping.keep(page, FOREVER if cache.pin else cache.ttl)
+                    self._retention.retain(page, FOREVER if cache.pin else cache.ttl)
 
     def _count_copies(self, holding: Holding, num_computed: int) -> int:
         index = (num_computed - holding.num_dropped) // self._page_size
-        return sum(page >= 0 and self.pool.refs[page] > 1 for table in holding.tables for page in table[index:])
+        return sum(page >= 0 and self._pool.refs[page] > 1 for table in holding.tables for page in table[index:])
 
     def _unshare(self, holding: Holding, num_computed: int) -> None:
         """Make the pages to be written the request's own: copy what others hold, take the rest out of the tree."""
@@ -381,11 +375,16 @@ class KVManager:
                 page = table[index]
                 if page == NO_PAGE:
                     continue
-                if self.pool.refs[page] > 1:
-                    table[index] = copy = self.pool.allocate()
+                if self._pool.refs[page] > 1:
+                    table[index] = copy = self._pool.allocate()
                     if index * self._page_size < computed:  # else every slot of it is written anew
                         self._copies[copy] = page
-                    self.pool.drop(page)
-                elif page in self.tree.owner:
-                    self.pool.uncache(page)
+                    self._pool.drop(page)
+                elif page in self._tree.owner:
+                    self._pool.uncache(page)
         holding.shared = False
+
+
+def wants_prompt_logprobs(request: Request) -> bool:
+    """Whether every prompt token must be computed by this very request, for its log-probabilities."""
+    return request.params.prompt_logprobs is not None and request.index == 0 and request.num_output_tokens == 0

@@ -1,4 +1,4 @@
-"""The page pool: who holds each page. A page is free, held (by one or more requests), or cached (in the tree, unheld).
+"""The page pool: state and reference count of each page. A page is free, held (by requests), or cached (in the tree).
 
                 allocate                 drop, in the tree
         free ------------> held (ref>0) -------------------> cached (ref 0)
@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 from tokenmill.engine.kv.policy.base import EvictionPolicy
 from tokenmill.engine.kv.prefix_tree import PrefixTree
+from tokenmill.engine.stats import EngineStats
 
 
 class PagePool:
@@ -25,15 +26,16 @@ class PagePool:
         num_pages: int,
         tree: PrefixTree,
         policy: EvictionPolicy,
+        stats: EngineStats,
         on_evict: Callable[[int, bytes, int], None] | None = None,
     ) -> None:
         """`on_evict` gets the page, the name of its node and its group."""
         self.num_pages = num_pages
         self.refs = [0] * num_pages
-        self.num_evictions = 0
         self._free = list(range(num_pages - 1, -1, -1))
         self._tree = tree
         self._policy = policy
+        self._stats = stats
         self.on_evict = on_evict
 
     @property
@@ -93,7 +95,7 @@ class PagePool:
             if self.refs[removed] == 0:
                 self._policy.remove(removed)
                 self._free.append(removed)
-                self.num_evictions += 1
+                self._stats.num_evictions += 1
                 if on_evict is not None:
                     on_evict(removed, name, group)
             self._policy.forget(removed)

@@ -1,8 +1,8 @@
 """Brings the prefix pages of a waiting request back from the tiers into the prefix tree, where it then finds them.
 
-At admission: which pages would lengthen the match, which tier has them, are they worth it; they are fetched beside the
-loop while others compute, then copied into pages of the pool as if somebody had computed and let go of them. The KV
-manager owns it and calls it from the engine thread; only `_Wish` is also read by the loading thread, and never changes.
+At admission: which pages would lengthen the match, which tier has them, are they worth it; they are fetched in a
+thread while others compute, then copied into pages of the pool as if a request had computed and released them. The KV
+manager owns it and calls it from the engine thread; the loading thread reads `_WantedPrefix` too, which never changes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tokenmill.types import Request
 
 @dataclass(slots=True)
 class Restored:
-    """What became of a request's wish: why it got no more (empty if it got all there was), and what it got."""
+    """What the tiers gave a request, and why no more (empty if it got all there was)."""
 
     reason: str = ""
     num_tokens: int = 0
@@ -27,7 +27,7 @@ class Restored:
 
 
 @dataclass(frozen=True, slots=True)
-class _Wish:
+class _WantedPrefix:
     """The pages of a prefix by depth (from 1) and group: their keys, and which the tree had when it was made."""
 
     keys: list[list[bytes]]  # [depth - 1][group]
@@ -44,7 +44,7 @@ class _Wish:
             if place >= depth - span and not self.present[place][group]
         ]
 
-    def lacking(self, place: int | None = None) -> list[bytes]:
+    def absent(self, place: int | None = None) -> list[bytes]:
         """Keys of all pages that the tree lacks, or of those at one place."""
         places = range(len(self.keys)) if place is None else (place,)
         return [
@@ -77,28 +77,28 @@ class Restorer:
         self._tree = tree
         self._pool = pool
         self._tiers = tiers
-        self._waiting: dict[Request, tuple[_Wish, Load]] = {}
+        self._waiting: dict[Request, tuple[_WantedPrefix, Load]] = {}
         self._restored: dict[Request, Restored] = {}  # until admission
 
     def ready(self, request: Request, max_pages: int, num_reserved: int, wait: float) -> bool:
-        """Whether all pages that are worth waiting for are in the tree. Waits for at most so many seconds.
+        """Whether all pages that are worth waiting for are in the tree. Waits for at most `wait` seconds.
 
-        `num_reserved`: pages to leave for those who run.
+        `num_reserved`: pages to leave for running requests.
         """
         if request in self._restored:
             return True
         if request not in self._waiting:
-            wish = self._wish(request.token_ids, max_pages)
-            load = Load([], wish.choose, wish.num_saved)
-            if not self._start(wish, load):
-                self._restored[request] = Restored(load.verdict)
+            wanted = self._wanted_prefix(request.token_ids, max_pages)
+            load = Load([], wanted.choose, wanted.num_saved)
+            if not self._start(wanted, load):
+                self._restored[request] = Restored(load.reason)
                 return True
-            self._waiting[request] = (wish, load)
-        wish, load = self._waiting[request]
+            self._waiting[request] = (wanted, load)
+        wanted, load = self._waiting[request]
         if not load.wait(wait):
             return False
         del self._waiting[request]
-        self._restored[request] = self._take(request.token_ids, wish, load, num_reserved)
+        self._restored[request] = self._take(request.token_ids, wanted, load, num_reserved)
         return True
 
     def settle(self, request: Request) -> Restored:
@@ -113,7 +113,7 @@ class Restorer:
 
     # --- how ---
 
-    def _wish(self, token_ids: list[int], max_pages: int) -> _Wish:
+    def _wanted_prefix(self, token_ids: list[int], max_pages: int) -> _WantedPrefix:
         size, groups = self._tree.page_size, range(len(self._tree.spans))
         node: PrefixNode | None = self._tree.root
         name = self._tree.root.name
@@ -124,45 +124,45 @@ class Restorer:
             name = node.name if node is not None else child_name(name, tokens)
             keys.append([self._tiers.key(name, group) for group in groups])
             present.append([node is not None and node.pages[group] >= 0 for group in groups])
-        return _Wish(keys, present, self._tree.spans, size)
+        return _WantedPrefix(keys, present, self._tree.spans, size)
 
-    def _start(self, wish: _Wish, load: Load) -> bool:
+    def _start(self, wanted: _WantedPrefix, load: Load) -> bool:
         """Ask for what would help. False: there is nothing."""
-        load.keys = wish.lacking() if self._tiers.has_remote else wish.choose(self._found_here(wish))
+        load.keys = wanted.absent() if self._tiers.has_remote else wanted.choose(self._found_here(wanted))
         if load.keys:
             self._tiers.start(load)
         return bool(load.keys)
 
-    def _found_here(self, wish: _Wish) -> set[bytes]:
-        """What the tiers of this machine have of a wish, as far as there is no gap that ends every match."""
+    def _found_here(self, wanted: _WantedPrefix) -> set[bytes]:
+        """What the tiers of this machine have of a wanted prefix, as far as there is no gap that ends every match."""
         found: set[bytes] = set()
-        for place in range(len(wish.keys)):
-            lacking = wish.lacking(place)
-            found |= self._tiers.local(lacking)
-            if any(wish.spans[wish.keys[place].index(key)] == UNBOUNDED for key in lacking if key not in found):
+        for place in range(len(wanted.keys)):
+            absent = wanted.absent(place)
+            found |= self._tiers.local(absent)
+            if any(wanted.spans[wanted.keys[place].index(key)] == UNBOUNDED for key in absent if key not in found):
                 break
         return found
 
-    def _take(self, token_ids: list[int], wish: _Wish, load: Load, num_reserved: int) -> Restored:
+    def _take(self, token_ids: list[int], wanted: _WantedPrefix, load: Load, num_reserved: int) -> Restored:
         """Put the loaded pages into the tree, as far as they and the pool reach."""
         pages = {} if load.cancelled else load.pages
         if not pages:
-            return Restored("tier_failed" if load.cancelled else load.verdict)
+            return Restored("tier_failed" if load.cancelled else load.reason)
         # The tree may have changed since: look again.
-        wish = self._wish(token_ids, len(wish.keys))
-        before, depth, reason = wish.depth(set()), wish.depth(set(pages)), load.verdict
+        wanted = self._wanted_prefix(token_ids, len(wanted.keys))
+        before, depth, reason = wanted.depth(set()), wanted.depth(set(pages)), load.reason
         while depth > before:
-            missing = wish.missing(depth)
+            missing = wanted.missing(depth)
             excess = len(missing) + num_reserved - self._available(token_ids, depth)
             if excess <= 0 and pages.keys() >= set(missing):
                 break
-            depth -= max(1, excess // len(wish.spans))
+            depth -= max(1, excess // len(wanted.spans))
             reason = reason or "no_room"
         if depth <= before:
             return Restored(reason)
-        self._insert(token_ids, wish, depth, load)
+        self._insert(token_ids, wanted, depth, load)
         size = self._tree.page_size
-        slowest = {load.tiers[key] for key in wish.missing(depth)}
+        slowest = {load.tiers[key] for key in wanted.missing(depth)}
         tier = next(tier.name for tier in reversed(self._tiers.tiers) if tier.name in slowest)
         return Restored(reason, (depth - before) * size, tier)
 
@@ -172,7 +172,7 @@ class Restorer:
         path = sum(page >= 0 and self._pool.refs[page] == 0 for node in nodes for page in node.pages)
         return self._pool.available - path
 
-    def _insert(self, token_ids: list[int], wish: _Wish, depth: int, load: Load) -> None:
+    def _insert(self, token_ids: list[int], wanted: _WantedPrefix, depth: int, load: Load) -> None:
         tree, pool, size = self._tree, self._pool, self._tree.page_size
         nodes = []
         node = tree.root
@@ -185,12 +185,12 @@ class Restorer:
                   if place >= depth - span]  # fmt: skip
         # What is there is held before anything is evicted for the rest.
         for place, group in needed:
-            if wish.present[place][group]:
+            if wanted.present[place][group]:
                 pool.take(nodes[place].pages[group])
         for place, group in needed:
-            if not wish.present[place][group]:
+            if not wanted.present[place][group]:
                 page = pool.allocate()
-                data = load.pages[wish.keys[place][group]]
+                data = load.pages[wanted.keys[place][group]]
                 self._tiers.restore(page, data)
                 num_bytes += data.nbytes
                 assert nodes[place].pages[group] == NO_PAGE

@@ -10,23 +10,39 @@ import time
 
 from tokenmill.engine.kv.prefix_tree import PrefixNode, PrefixTree
 from tokenmill.engine.kv.tier.stack import TierStack
+from tokenmill.engine.stats import EngineStats
 from tokenmill.types import StepPlan
 
 _PAGES_AT_ONCE = 8
 
 
 class Saver:
-    def __init__(self, tree: PrefixTree, tiers: TierStack) -> None:
+    def __init__(self, tree: PrefixTree, tiers: TierStack, stats: EngineStats) -> None:
         self._tree = tree
         self._tiers = tiers
+        self._stats = stats
         self._unsaved: list[tuple[int, PrefixNode]] = []  # of the pass under way, what comes first at the end
 
     def offer(self, page: int, name: bytes, group: int) -> None:
         """A page that is about to be overwritten."""
-        self._tiers.offer(self._tiers.key(name, group), page)
+        self._stats.num_pages_unwritten += not self._tiers.offer(self._tiers.key(name, group), page)
 
-    def save(self) -> bool:
-        """Have a few more pages written; False once all of the tree was seen. The next call looks at it anew."""
+    def save(self, wait: float = 0.0) -> bool:
+        """Have a few more pages written; False: there was nothing to write. The next call looks at the tree anew.
+
+        With `wait` all of them, blocking until they are written or these seconds have passed: False if they are.
+        """
+        if not wait:
+            return self._save_some()
+        deadline = time.monotonic() + wait
+        while (left := deadline - time.monotonic()) > 0:
+            if not self._save_some():
+                return not self._tiers.flush(left)
+            if not self._tiers.has_space:
+                self._tiers.flush(0.01)
+        return True
+
+    def _save_some(self) -> bool:
         if not self._unsaved:
             self._unsaved = [
                 (page, node)
@@ -34,13 +50,15 @@ class Saver:
                 for group, page in enumerate(node.pages)
                 if page >= 0 and not self._tiers.holds(self._tiers.key(node.name, group))
             ][::-1]
+        if not self._unsaved:
+            return False
         for _ in range(_PAGES_AT_ONCE):
             if not self._unsaved or not self._tiers.has_space:
                 break
             page, node = self._unsaved.pop()
             if self._tree.owner.get(page) is node:
                 self.offer(page, node.name, node.pages.index(page))
-        return bool(self._unsaved)
+        return True
 
     def record_step(self, plan: StepPlan, seconds: float) -> None:
         """How long a step took: what computing a page costs, if it was mostly prompts."""
@@ -49,9 +67,7 @@ class Saver:
             self._tiers.costs.record_step(plan.num_tokens, seconds)
 
     def close(self, timeout: float) -> None:
-        """Save what time allows and let go of the tiers."""
+        """Save what time allows and close the tiers."""
         deadline = time.monotonic() + timeout
-        while time.monotonic() < deadline and self.save():
-            if not self._tiers.has_space:
-                self._tiers.flush(0.01)
+        self.save(timeout)
         self._tiers.close(max(0.0, deadline - time.monotonic()))

@@ -1,4 +1,4 @@
-"""The contract of a queue discipline: who runs first, and who may push whom aside.
+"""The contract of a queue discipline: which request runs first, and which may preempt which.
 
 A discipline sees one request (or two) at a time; the scheduler asks for a key once, when a request arrives, and tells
 what each one costs. Most keep no state.

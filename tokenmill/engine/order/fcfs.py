@@ -1,4 +1,4 @@
-"""First come, first served. A waiting request never pushes a running one aside."""
+"""First come, first served. A waiting request never preempts a running one."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A sorted line of requests: membership in O(1), entering and leaving anywhere by binary search.
+"""A sorted queue of requests: membership in O(1), insertion and removal anywhere by binary search.
 
-Keys are given by the scheduler, unique, and kept while the request moves from one line to another.
+Keys are given by the scheduler, unique, and kept while the request moves from one queue to another.
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ Key = tuple[int, ...]
 
 class RequestQueue:
     def __init__(self) -> None:
-        self._line: list[tuple[Key, Request]] = []  # keys are unique, so requests are never compared
+        self._entries: list[tuple[Key, Request]] = []  # keys are unique, so requests are never compared
         self._keys: dict[Request, Key] = {}
 
     def add(self, request: Request, key: Key) -> None:
         self._keys[request] = key
-        insort(self._line, (key, request))
+        insort(self._entries, (key, request))
 
     def remove(self, request: Request) -> Key:
         key = self._keys.pop(request)
-        del self._line[bisect_left(self._line, (key,))]
+        del self._entries[bisect_left(self._entries, (key,))]
         return key
 
     def first(self) -> Request:
-        return self._line[0][1]
+        return self._entries[0][1]
 
     def last(self) -> Request:
-        return self._line[-1][1]
+        return self._entries[-1][1]
 
     def snapshot(self) -> list[Request]:
         """All requests in order, safe to walk while the queue changes."""
-        return [request for _, request in self._line]
+        return [request for _, request in self._entries]
 
     def __contains__(self, request: Request) -> bool:
         return request in self._keys
 
     def __len__(self) -> int:
-        return len(self._line)
+        return len(self._entries)

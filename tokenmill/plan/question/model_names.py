@@ -16,7 +16,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from tokenmill.checkpoint.gguf import MAGIC, GGUFCheckpoint, read_gguf_metadata
+from tokenmill.checkpoint.gguf import GGUFCheckpoint
+from tokenmill.checkpoint.gguf_header import MAGIC, read_gguf_metadata
 from tokenmill.checkpoint.sources import list_cached
 from tokenmill.errors import CheckpointError, UserError
 from tokenmill.plan.question.model_config import from_config

@@ -17,7 +17,7 @@ from tokenmill.plan.simulate.engine_shape import EngineShape
 from tokenmill.plan.simulate.pipeline import Pipeline
 from tokenmill.plan.simulate.runner import CostModel, SimRunner
 from tokenmill.plan.simulate.stride import longest_stride, stride
-from tokenmill.types import Request, TokenEvent
+from tokenmill.types import Request, ScheduledTokens, TokenEvent
 
 _SHORTEST_STRIDE = 2
 
@@ -62,11 +62,11 @@ class Replica:
 
     @property
     def num_preemptions(self) -> int:
-        return self.scheduler.num_preemptions
+        return self.scheduler.stats.num_preemptions
 
     @property
     def kv_use(self) -> float:
-        return 1.0 - self.kv.pool.available / self.kv.num_pages
+        return 1.0 - self.kv.num_available / self.kv.num_pages
 
     def matched_tokens(self, request: Request) -> int:
         """How many of its tokens this replica has in its prefix cache."""
@@ -89,17 +89,18 @@ class Replica:
 
     def begin(self, now: float, bound: float) -> StepOutcome:
         """Compute from `now` on. `bound`: the time of the next event that concerns this replica."""
-        requests = self._strideable()
-        if requests:
+        rows = self._strideable()
+        if rows:
+            requests = [row.request for row in rows]
             limit = longest_stride(requests)
             if limit >= _SHORTEST_STRIDE:
-                times = stride(requests, self.kv, self.runner.cost, limit, now, bound)
+                times = stride(rows, self.kv, self.runner.cost, limit, now, bound)
                 if times:
                     return self._done(now, times, [], requests)
-        preemptions = self.scheduler.num_preemptions
+        preemptions = self.num_preemptions
         self._untried = False
         events = self.core.step()
-        if self.scheduler.num_preemptions > preemptions:
+        if self.num_preemptions > preemptions:
             self.runner.decodes_only = False
         self.input_ms += self.runner.input_ms
         self.num_steps += 1
@@ -114,8 +115,8 @@ class Replica:
         self.num_steps += len(times)
         return StepOutcome(now, events, times, requests)
 
-    def _strideable(self) -> list[Request]:
-        """All running requests, in order, if the next step can only be one token for each; else none.
+    def _strideable(self) -> list[ScheduledTokens]:
+        """The last rows of all running requests, in order, if the next step can only be one token for each; else none.
 
         That holds after a step of decodes only, in which no request finished or was preempted, unless a request arrived
         at an empty queue since. A queue that could not advance then cannot now: free pages only get fewer (except where
@@ -129,4 +130,4 @@ class Replica:
             return []
         if waiting and self._waits and running < self.scheduler.max_running:
             return []
-        return [row.request for row in rows]
+        return rows

@@ -216,7 +216,6 @@ def _gpu_seconds(replicas: Sequence[Replica], end: float, devices: float) -> Gpu
 
 def _replica(replica: Replica, end: float) -> ReplicaReport:
     paid = _paid_ms(replica, end)
-    kv = replica.kv
     return ReplicaReport(
         replica=replica.number,
         pool=replica.pool,
@@ -224,7 +223,7 @@ def _replica(replica: Replica, end: float) -> ReplicaReport:
         steps=replica.num_steps,
         busy=min(1.0, replica.busy_ms / paid) if paid else 0.0,
         preemptions=replica.num_preemptions,
-        cache_hit_rate=kv.num_hit_tokens / max(1, kv.num_query_tokens),
+        cache_hit_rate=replica.kv.stats.prefix_hit_rate,
         from_s=replica.since / 1e3,
         to_s=(replica.since + paid) / 1e3,
     )

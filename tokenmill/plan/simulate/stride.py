@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from tokenmill.engine.kv.manager import KVManager
 from tokenmill.plan.simulate.runner import CostModel, output_id
-from tokenmill.types import Request
+from tokenmill.types import Request, ScheduledTokens
 
 
 def longest_stride(requests: list[Request]) -> int:
@@ -19,14 +19,16 @@ def longest_stride(requests: list[Request]) -> int:
 
 
 def stride(
-    requests: list[Request], kv: KVManager, cost: CostModel, limit: int, now: float, bound: float
+    rows: list[ScheduledTokens], kv: KVManager, cost: CostModel, limit: int, now: float, bound: float
 ) -> list[float]:
     """Take up to `limit` decode steps from `now` on, none starting at or after `bound`; the milliseconds of each.
 
-    `requests` are all running ones in the scheduler's order, each with one token left to compute.
+    `rows` are those of all running requests in the last step, in the scheduler's order; each request has one token left
+    to compute.
     """
+    requests = [row.request for row in rows]
     size = kv.layout.page_size
-    takers, committers, begins = _appointments(requests, kv)
+    takers, committers, begins = _appointments(rows, kv)
     pages_each = len(kv.layout.groups)
     count = len(requests)
     context = sum(begins) + count
@@ -35,7 +37,7 @@ def stride(
     while step < limit and now < bound:
         slot = (step + 1) % size
         if takers[slot]:
-            if kv.pool.available < len(takers[slot]) * pages_each:
+            if kv.num_available < len(takers[slot]) * pages_each:
                 break  # the scheduler decides which request is preempted
             for number in takers[slot]:
                 requests[number].num_computed = begins[number] + step
@@ -54,17 +56,17 @@ def stride(
     return times
 
 
-def _appointments(requests: list[Request], kv: KVManager) -> tuple[list[list[int]], list[list[int]], list[int]]:
+def _appointments(rows: list[ScheduledTokens], kv: KVManager) -> tuple[list[list[int]], list[list[int]], list[int]]:
     """By step number modulo the page size: requests that need a page before it, and requests whose page is full after
     it; also the number of computed tokens of each at the start."""
     size = kv.layout.page_size
     takers: list[list[int]] = [[] for _ in range(size)]
     committers: list[list[int]] = [[] for _ in range(size)]
     begins = []
-    for number, request in enumerate(requests):
-        computed = request.num_computed
+    for number, row in enumerate(rows):
+        computed = row.request.num_computed
         begins.append(computed)
-        slots = len(kv.block_tables(request)[0]) * size - computed  # tokens that have a place already
+        slots = len(row.block_tables[0]) * size - computed  # tokens that have a place already
         takers[(slots + 1) % size].append(number)
         committers[-computed % size].append(number)
     return takers, committers, begins

@@ -15,7 +15,8 @@ from tokenmill.checkpoint.base import Checkpoint
 from tokenmill.checkpoint.description import ModelDescription
 from tokenmill.checkpoint.open import open_checkpoint
 from tokenmill.checkpoint.sources import resolve
-from tokenmill.checkpoint.tokenizer import Tokenizer, load_tokenizer
+from tokenmill.checkpoint.tokenizer import Tokenizer
+from tokenmill.checkpoint.tokenizer_files import load_tokenizer
 from tokenmill.errors import UserError
 from tokenmill.hardware.kv_layout import KVGroup, KVLayout
 from tokenmill.hardware.machine import available_memory

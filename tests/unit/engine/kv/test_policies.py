@@ -8,9 +8,10 @@ import pytest
 
 from tests.unit.engine.building import compute, make_kv, make_request
 from tokenmill.engine.kv.policy import POLICIES
-from tokenmill.engine.kv.policy.keeping import FOREVER, Keeping
 from tokenmill.engine.kv.policy.lfu import CEILING, LeastFrequentlyUsed
 from tokenmill.engine.kv.policy.lru import LeastRecentlyUsed
+from tokenmill.engine.kv.policy.retention import FOREVER, RetentionPolicy
+from tokenmill.engine.stats import EngineStats
 from tokenmill.errors import UserError
 from tokenmill.types import CacheControl
 
@@ -92,43 +93,43 @@ def test_every_policy_against_a_plain_model(name: str) -> None:
 
 
 def test_kept_pages_go_last_and_only_for_a_time() -> None:
-    clock = Clock()
-    policy = Keeping(LeastRecentlyUsed(), clock)
-    policy.keep(1, 60.0)
-    policy.keep(2, FOREVER)
+    clock, stats = Clock(), EngineStats()
+    policy = RetentionPolicy(LeastRecentlyUsed(), stats, clock)
+    policy.retain(1, 60.0)
+    policy.retain(2, FOREVER)
     for page in (1, 2, 3):
         policy.add(page)
     assert policy.victim() == 3
-    assert policy.num_kept == 2
+    assert policy.num_retained == 2
     policy.remove(3)
     policy.forget(3)
-    assert policy.num_broken == 0
+    assert stats.num_promises_broken == 0
     clock.now += 61.0
     assert policy.victim() == 1  # its time is over
-    assert policy.num_kept == 1
+    assert policy.num_retained == 1
     policy.remove(1)
     policy.forget(1)
     assert policy.victim() == 2  # nothing else is left
     policy.remove(2)
     policy.forget(2)
-    assert policy.num_broken == 1
+    assert stats.num_promises_broken == 1
     assert policy.victim() is None
 
 
 def test_using_a_kept_page_renews_the_promise() -> None:
-    clock = Clock()
-    policy = Keeping(LeastRecentlyUsed(), clock)
-    policy.keep(1, 60.0)
+    clock, stats = Clock(), EngineStats()
+    policy = RetentionPolicy(LeastRecentlyUsed(), stats, clock)
+    policy.retain(1, 60.0)
     policy.add(1)
     policy.add(5)
     clock.now += 50.0
     policy.remove(1)
-    policy.keep(1, 60.0)
+    policy.retain(1, 60.0)
     policy.add(1)
     clock.now += 50.0
     assert policy.victim() == 5
     clock.now += 11.0
-    assert list(policy) == [5, 1] or policy.num_kept == 0
+    assert list(policy) == [5, 1] or policy.num_retained == 0
 
 
 def test_a_request_keeps_its_prompt_in_the_cache() -> None:
@@ -148,7 +149,7 @@ def test_a_request_keeps_its_prompt_in_the_cache() -> None:
     assert kv.match(make_request(list(range(100, 109)))).num_tokens == 0
     big = make_request(list(range(300, 348)))  # all twelve: a promise never blocks a request
     compute(kv, big)
-    assert kv.keeping.num_broken == 2
+    assert kv.stats.num_promises_broken == 2
 
 
 def test_the_output_is_not_promised() -> None:
@@ -158,8 +159,8 @@ def test_the_output_is_not_promised() -> None:
     request.token_ids += range(50, 59)
     compute(kv, request, 9)
     kv.release(request)
-    assert kv.keeping.num_kept == 2
-    assert kv.usage().num_cached == 4
+    assert kv.measure().num_pages_retained == 2
+    assert kv.measure().num_pages_cached == 4
 
 
 @pytest.mark.parametrize("fields", [{"ttl": 0.5}, {"ttl": 86_401.0}, {"ttl": -3.0}, {"ttl": float("nan")}], ids=str)

@@ -1,19 +1,23 @@
-"""The Redis tier against a real server: sharing, damage, an outage, and a protocol reader that trusts nothing."""
+"""The Redis tier against a real server: sharing, damage, an outage, a server that hangs or talks nonsense."""
 
 from __future__ import annotations
 
+import contextlib
 import socket
+import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.redis_server import RedisServer
 from tokenmill.engine.kv.tier import redis as redis_tier
-from tokenmill.engine.kv.tier.redis import RedisTier
-from tokenmill.engine.kv.tier.resp import RedisAddress, RedisConnection, RedisError
-from tokenmill.errors import UserError
+from tokenmill.engine.kv.tier.redis import RedisAddress, RedisClient, RedisTier, RedisUnavailableError
+from tokenmill.errors import UnavailableError, UserError
+
+pytest.importorskip("redis", reason="the package redis is not installed (pip install 'tokenmill[redis]')")
 
 MODEL, OTHER = b"m" * 16, b"o" * 16
 KEY = b"k" * 16 + b"\x00"
@@ -45,11 +49,10 @@ def test_two_engines_share_pages_and_other_models_do_not(server: RedisServer) ->
 
 def test_damage_and_foreign_entries_are_counted_and_deleted(server: RedisServer) -> None:
     tier = RedisTier(server.url, MODEL)
-    raw = RedisConnection(RedisAddress.parse(server.url), 30.0)
+    raw = RedisClient(RedisAddress.parse(server.url))
     tier.put(KEY, PAGE)
     name = tier._name(KEY)
-    entry = raw.run([["GET", name]])[0]
-    assert isinstance(entry, bytearray)
+    entry = bytearray(raw.run([["GET", name]])[0])
     entry[-1] ^= 1
     raw.run([["SET", name, memoryview(entry)]])
     assert tier.get(KEY) is None
@@ -58,8 +61,7 @@ def test_damage_and_foreign_entries_are_counted_and_deleted(server: RedisServer)
     foreign = RedisTier(server.url, OTHER)
     foreign.put(KEY, PAGE)
     value = raw.run([["GET", foreign._name(KEY)]])[0]
-    assert isinstance(value, bytearray)
-    raw.run([["SET", name, memoryview(value)]])
+    raw.run([["SET", name, value]])
     assert tier.get(KEY) is None
     assert (tier.stats.corrupt, tier.stats.foreign) == (1, 1)
 
@@ -101,25 +103,69 @@ def test_an_address() -> None:
     assert "ss" not in str(address)
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [b"-ERR no\r\n", b"?what\r\n", b"$-5x\r\n", b"$99999999999\r\n", b"$10\r\nabc", b":x\r\n", b"", b"y" * 70_000],
-)
-def test_answers_that_make_no_sense_are_an_error(answer: bytes) -> None:
-    listener = socket.create_server(("127.0.0.1", 0))
+class _Listener:
+    """A server that takes one connection after the other and answers everything alike."""
 
-    def talk() -> None:
-        line, _ = listener.accept()
-        with line:
-            line.recv(65536)
-            line.sendall(b"+PONG\r\n")
-            line.recv(65536)
-            line.sendall(answer)
+    def __init__(self, answer: bytes) -> None:
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.address = RedisAddress("127.0.0.1", self._socket.getsockname()[1])
+        self._answer = answer
+        self._lines: list[socket.socket] = []
+        self._thread = threading.Thread(target=self._talk, daemon=True)
+        self._thread.start()
 
-    thread = threading.Thread(target=talk)
-    thread.start()
-    connection = RedisConnection(RedisAddress("127.0.0.1", listener.getsockname()[1]), 30.0)
-    with pytest.raises(RedisError):
-        connection.run([["GET", "x"]])
-    thread.join()
-    listener.close()
+    def _talk(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                line, _ = self._socket.accept()
+                self._lines.append(line)
+                line.recv(65536)
+                line.sendall(self._answer)
+                if self._answer:
+                    line.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        for each in (self._socket, *self._lines):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
+        self._thread.join()
+
+
+@pytest.fixture
+def listening() -> Iterator[Callable[[bytes], _Listener]]:
+    made: list[_Listener] = []
+
+    def make(answer: bytes) -> _Listener:
+        made.append(_Listener(answer))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+@pytest.mark.parametrize("answer", [b"-ERR no\r\n", b"?what\r\n", b"$-5x\r\n", b"$10\r\nabc", b":x\r\n", b"y" * 70_000])
+def test_answers_that_make_no_sense_are_a_failure(answer: bytes, listening: Callable[[bytes], _Listener]) -> None:
+    client = RedisClient(listening(answer).address)
+    with pytest.raises(RedisUnavailableError):
+        client.run([["GET", "x"]])
+    assert client.paused
+    client.close()
+
+
+def test_a_server_that_says_nothing_costs_one_timeout(listening: Callable[[bytes], _Listener]) -> None:
+    """No retries: whoever asked computes instead."""
+    client = RedisClient(listening(b"").address)
+    began = time.monotonic()
+    with pytest.raises(RedisUnavailableError):
+        client.run([["EXISTS", "x"]] * 5, timeout=0.05)
+    assert time.monotonic() - began < 5.0
+    assert client.paused
+    client.close()
+
+
+def test_without_the_package_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "redis", None)
+    with pytest.raises(UnavailableError, match=r"tokenmill\[redis\]"):
+        RedisTier("redis://localhost:6379/0", MODEL)

@@ -6,7 +6,8 @@ import threading
 
 import pytest
 
-from tests.unit.engine.building import FULL, MIXED, compute, make_request, make_scheduler, step
+from tests.unit.engine.building import FULL, MIXED, compute, make_request, make_scheduler, step, tables_of
+from tokenmill.engine.kv.budget.enforcer import BudgetEnforcer
 from tokenmill.engine.kv.manager import KVManager
 from tokenmill.engine.kv.policy.lru import LeastRecentlyUsed
 from tokenmill.engine.kv.tier.base import PageTier
@@ -44,7 +45,7 @@ def make(
 
 def fill(kv: KVManager, prompt: list[int]) -> Request:
     request = make_request(prompt)
-    assert kv.prepare(request, wait=10.0)
+    assert kv.prefetch(request, wait=10.0)
     compute(kv, request)
     kv.release(request)
     kv.check()
@@ -56,27 +57,25 @@ def test_what_was_evicted_comes_back_with_its_content(layers: list[LayerKV]) -> 
     kv, memory, stack = make(num_pages=8 * len(layers), layers=layers)
     first = make_request(list(range(21)))
     compute(kv, first)
-    before = [memory.pages[page] for page in kv.block_tables(first)[0][:5]]
+    before = [memory.pages[page] for page in tables_of(kv, first)[0][:5]]
     kv.release(first)
     fill(kv, list(range(100, 131)))  # takes every page
     assert kv.match(make_request(list(range(21)))).num_tokens == 0
     assert stack.flush(10.0)
     again = make_request(list(range(21)))
-    assert kv.prepare(again, wait=10.0)
+    assert kv.prefetch(again, wait=10.0)
     assert kv.match(again).num_tokens == 20
     compute(kv, again)
-    assert [memory.pages[page] for page in kv.block_tables(again)[0][:5]] == before
+    assert [memory.pages[page] for page in tables_of(kv, again)[0][:5]] == before
     assert (again.cache.reason, again.cache.tier, again.cache.num_loaded_tokens) == ("hit", "host", 20)
     kv.close()
 
 
 def test_a_second_engine_finds_what_the_first_saved() -> None:
     tier = HostTier(1 << 20)
-    kv, _, stack = make(tier)
+    kv, _, _ = make(tier)
     fill(kv, list(range(21)))
-    while kv.save():
-        pass
-    assert stack.flush(10.0)
+    assert not kv.save(wait=10.0)
     assert tier.stats.entries == 5
     other, _, _ = make(tier, access=Memory(8))
     request = fill(other, [*range(17), 99, 98, 97, 96, 95])
@@ -196,7 +195,7 @@ def test_pages_that_do_not_fit_beside_those_who_run() -> None:
     runs = make_request([90] * 19)
     compute(kv, runs)  # five pages, three left, one of them promised to growth
     request = make_request(list(range(21)))
-    assert kv.prepare(request, wait=10.0)
+    assert kv.prefetch(request, wait=10.0)
     kv.check()
     assert kv.match(request).num_tokens == 8
     kv.release(runs)
@@ -228,12 +227,12 @@ def test_host_memory_keeps_what_was_used_last() -> None:
     ids=str,
 )
 def test_budgets_that_an_engine_cannot_keep(cache: CacheControl, layers: list[LayerKV], problem: str) -> None:
-    kv = KVManager(build_layout(layers, 4), 32, True, LeastRecentlyUsed())
+    budgets = BudgetEnforcer(build_layout(layers, 4))
     if problem == "at least 24":
-        kv.budgets.check(SamplingParams(cache=cache))  # the least that a window of 6 leaves
+        budgets.check(SamplingParams(cache=cache))  # the least that a window of 6 leaves
         cache = CacheControl(policy=cache.policy, budget=cache.budget - 1)
     with pytest.raises(UserError, match=problem):
-        kv.budgets.check(SamplingParams(cache=cache))
+        budgets.check(SamplingParams(cache=cache))
 
 
 @pytest.mark.parametrize(

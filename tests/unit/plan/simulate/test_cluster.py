@@ -105,9 +105,9 @@ def test_strides_are_exactly_single_steps(pages: int, max_running: int, windows:
     assert seen(one) == seen(many)
     left, right = one.replicas[0], many.replicas[0]
     assert (left.num_steps, left.num_preemptions) == (right.num_steps, right.num_preemptions)
-    assert left.kv.num_hit_tokens == right.kv.num_hit_tokens
-    assert left.kv.pool.num_evictions == right.kv.pool.num_evictions
-    assert left.kv.pool.refs == right.kv.pool.refs
+    assert left.kv.stats.num_prefix_hit_tokens == right.kv.stats.num_prefix_hit_tokens
+    assert left.kv.stats.num_evictions == right.kv.stats.num_evictions
+    assert left.kv._pool.refs == right.kv._pool.refs
     assert left.busy_ms == pytest.approx(right.busy_ms)
     right.kv.check()
 

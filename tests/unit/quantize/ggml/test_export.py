@@ -15,10 +15,11 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from tests.parity import tiny_models
 from tests.unit.checkpoint.gguf_builder import write_model
 from tokenmill import LLM, SamplingParams
-from tokenmill.checkpoint.gguf import GGUFCheckpoint, read_gguf_raw_pairs
+from tokenmill.checkpoint.gguf import GGUFCheckpoint
+from tokenmill.checkpoint.gguf_header import read_gguf_raw_pairs
 from tokenmill.checkpoint.open import open_checkpoint
 from tokenmill.checkpoint.pretokenizers import PRE_TOKENIZERS
-from tokenmill.checkpoint.tokenizer import load_tokenizer
+from tokenmill.checkpoint.tokenizer_files import load_tokenizer
 from tokenmill.errors import UserError
 from tokenmill.quantize.base import LinearGroup, Statistics
 from tokenmill.quantize.ggml.export import quantize_gguf

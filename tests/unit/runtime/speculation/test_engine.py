@@ -123,7 +123,7 @@ def test_drafts_of_any_quality_change_nothing(drafting: LLM, expected: list[Requ
     for output, other in zip(outputs, expected, strict=True):
         assert (output.prompt_logprobs is None) == (other.prompt_logprobs is None)
     scheduler = drafting.parts.core.scheduler
-    assert scheduler.num_drafted > 30
+    assert scheduler.stats.num_drafted > 30
     drafting.parts.core.scheduler.kv.check()
     # Again, now with a prefix cache that only accepted tokens may have entered.
     assert _summary(drafting.generate(_STORY, _REQUESTS[0][1])) == _summary(expected[:1])
@@ -135,7 +135,7 @@ def test_lookup_drafters_change_nothing(model: Path, expected: list[RequestOutpu
         for _ in range(2):  # the second time, the first ones' texts are followed
             outputs = llm.generate([text for text, _ in _REQUESTS], [params for _, params in _REQUESTS])
             assert _summary(outputs) == _summary(expected)
-        assert llm.parts.core.scheduler.num_accepted > 0
+        assert llm.stats.num_accepted > 0
 
 
 def test_preemption_with_drafts(model: Path) -> None:
@@ -151,7 +151,7 @@ def test_preemption_with_drafts(model: Path) -> None:
         speculator.drafter, speculator.lengths = _Oracle(plain, 0.8), _TakeAll()
         assert _summary(llm.generate(prompts, params)) == _summary(plain)
         assert llm.stats.num_preemptions > 0
-        assert llm.parts.core.scheduler.num_accepted > 0
+        assert llm.stats.num_accepted > 0
 
 
 def test_the_recorded_executor_gives_the_same_bits(model_path: Callable[[str], Path]) -> None:
@@ -170,7 +170,7 @@ def test_the_recorded_executor_gives_the_same_bits(model_path: Callable[[str], P
         assert speculator is not None
         speculator.drafter, speculator.lengths = _Oracle(plain, 0.7), _TakeAll()
         drafted = [llm.generate(prompt, params)[0] for prompt in prompts]
-        assert llm.parts.core.scheduler.num_accepted > 20
+        assert llm.stats.num_accepted > 20
     for one, other, third in zip(plain, together, drafted, strict=True):
         assert one.outputs[0].token_ids == other.outputs[0].token_ids == third.outputs[0].token_ids
         assert one.outputs[0].logprobs == other.outputs[0].logprobs == third.outputs[0].logprobs

@@ -84,9 +84,9 @@ def test_models_as_drafters(model: Path, expected: list[list[int]], kind: str) -
         # Prefix hits: the draft model's pages came along, or are made good.
         assert _tokens(llm.generate(_PROMPTS, _PARAMS)) == expected
         scheduler = llm.parts.core.scheduler
-        assert scheduler.num_accepted > 10
+        assert scheduler.stats.num_accepted > 10
         if kind == "draft":  # the same model: it must agree with itself, whatever happened to pages in between
-            assert scheduler.num_accepted == scheduler.num_drafted
+            assert scheduler.stats.num_accepted == scheduler.stats.num_drafted
 
 
 def test_drawn_drafts_of_the_same_model_are_all_accepted(model: Path) -> None:
@@ -96,19 +96,19 @@ def test_drawn_drafts_of_the_same_model_are_all_accepted(model: Path) -> None:
         output = llm.generate(_PROMPTS[0], params)[0].outputs[0]
         scheduler = llm.parts.core.scheduler
         assert len(output.token_ids) == 24
-        assert scheduler.num_accepted == scheduler.num_drafted > 10
+        assert scheduler.stats.num_accepted == scheduler.stats.num_drafted > 10
 
 
 def test_a_head(model: Path, head: Path, expected: list[list[int]]) -> None:
     with _drafting(model, f"head:{head}") as llm:
         assert _tokens(llm.generate(_PROMPTS, _PARAMS)) == expected
-        assert llm.parts.core.scheduler.num_drafted > 10
+        assert llm.stats.num_drafted > 10
 
 
 def test_trees_from_a_head(model: Path, head: Path, expected: list[list[int]]) -> None:
     with _drafting(model, f"tree:{head}") as llm:
         assert _tokens(llm.generate(_PROMPTS, _PARAMS)) == expected
-        assert llm.parts.core.scheduler.num_drafted > 10
+        assert llm.stats.num_drafted > 10
 
 
 def test_a_head_of_another_model_is_refused(model: Path, head: Path, tmp_path: Path) -> None:

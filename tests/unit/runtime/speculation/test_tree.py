@@ -104,7 +104,7 @@ def test_branches_change_nothing(
         speculator.lengths = _TakeAll()
         drafted = [output.outputs[0].token_ids for output in llm.generate(prompts, _PARAMS)]
         llm.parts.core.scheduler.kv.check()
-        assert llm.parts.core.scheduler.num_accepted > 15
+        assert llm.stats.num_accepted > 15
         # Cached pages hold the accepted branch: a longer prompt that begins like the output finds it so.
         longer = prompts[0] + plain[0]
         again = llm.generate([longer], _PARAMS[0])[0]

@@ -1,7 +1,7 @@
 """Least frequently used first; of equals, the least recently used.
 
-Whoever takes a page takes those before it too, so the beginning of a prefix is counted at least as often as its end and
-is evicted after it. Counts stop at a ceiling; when a page has reached it all are halved, so that old fame fades.
+A request that takes a page takes those before it too, so the beginning of a prefix is counted at least as often as its
+end and is evicted after it. Counts stop at a ceiling; when a page has reached it all are halved, so that they age.
 """
 
 from __future__ import annotations

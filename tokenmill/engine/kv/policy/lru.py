@@ -1,6 +1,6 @@
 """Least recently used first.
 
-Requests let go of their pages from tail to head, so the end of a prefix is evicted before its beginning.
+Requests release their pages from tail to head, so the end of a prefix is evicted before its beginning.
 """
 
 from __future__ import annotations

@@ -8,23 +8,9 @@ thread, `get` by the loading thread, `put` by the writing thread: a tier guards 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import Protocol
 
-
-@dataclass(slots=True)
-class TierStats:
-    """Counters of one tier since the engine started; entries and bytes are what it holds now."""
-
-    entries: int = 0
-    bytes: int = 0
-    hits: int = 0  # pages that came back
-    misses: int = 0  # pages that were expected and did not
-    read_bytes: int = 0
-    written_bytes: int = 0
-    corrupt: int = 0  # entries whose checksum was wrong; deleted, never used
-    foreign: int = 0  # entries of another model, KV dtype, layout or revision; never used
-    failures: int = 0  # operations that the operating system or the network refused
+from tokenmill.engine.stats import TierStats
 
 
 class PageTier(ABC):
@@ -32,11 +18,11 @@ class PageTier(ABC):
     remote: bool = False  # `has` needs a round trip: only the loading thread asks
 
     def __init__(self) -> None:
-        self.stats = TierStats()
+        self.stats = TierStats(self.name)
 
     @abstractmethod
     def holds(self, key: bytes) -> bool:
-        """Whether writing the page again would be in vain, as far as can be told without waiting."""
+        """Whether the page is stored already, as far as can be told without waiting."""
 
     @abstractmethod
     def has(self, keys: list[bytes]) -> list[bool]:
@@ -51,7 +37,7 @@ class PageTier(ABC):
         """Keep a page. What goes wrong is counted and logged, not raised: the page can be computed again."""
 
     def close(self) -> None:  # noqa: B027
-        """Let go of connections and the like."""
+        """Close connections and files."""
 
 
 class PageAccess(Protocol):

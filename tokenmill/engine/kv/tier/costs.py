@@ -1,7 +1,7 @@
 """What loading a page costs and what computing it costs, as this engine measured them: moving averages, no constants.
 
-Until something has been measured it counts as free, so that it gets measured. A verdict against loading is tried again
-now and then: the disk that was slow may be fast by now.
+Until something has been measured it counts as free, so that it gets measured. A decision against loading is
+revisited at intervals: a disk that was slow may be fast by now.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Redis as a tier: servers that run the same model share prefixes through it.
 
 Entries have the same header and checksum as on disk, and expire after a week without use. A server that fails is left
-alone for a while and pages are computed instead; the engine thread never talks to it. Two connections, so that a long
-write does not delay a read.
+alone for a while and pages are computed instead; the engine thread never talks to it. Reads and writes have connections
+of their own, so that a long write does not delay a read. redis-py speaks the protocol (extra `redis`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit
 
 from tokenmill.engine.kv.tier.base import PageTier
 from tokenmill.engine.kv.tier.entry import (
@@ -19,9 +22,11 @@ from tokenmill.engine.kv.tier.entry import (
     decode,
     encode_header,
 )
-from tokenmill.engine.kv.tier.resp import RedisAddress, RedisConnection, RedisError, Reply
-from tokenmill.errors import UserError
+from tokenmill.errors import UnavailableError, UserError
 from tokenmill.log import get_logger
+
+if TYPE_CHECKING:
+    from redis import Redis
 
 _log = get_logger(__name__)
 _TIMEOUT = 2.0
@@ -30,36 +35,98 @@ _PAUSE_SECONDS = 10.0
 _EXPIRY_SECONDS = 7 * 86_400
 _MAX_KNOWN = 1 << 20
 
+Command = Sequence[bytes | str | memoryview]
 
-class _Line:
-    """A connection that is opened when needed and left alone for a while after it failed."""
 
-    def __init__(self, address: RedisAddress, clock: Callable[[], float]) -> None:
+class RedisUnavailableError(Exception):
+    """The server cannot be reached, does not answer in time, or answers with an error."""
+
+
+@dataclass(frozen=True, slots=True)
+class RedisAddress:
+    host: str
+    port: int
+    database: int = 0
+    user: str = ""
+    password: str = ""
+    encrypted: bool = False
+
+    @classmethod
+    def parse(cls, url: str) -> RedisAddress:
+        """redis://[user:password@]host[:port][/database], or rediss:// for TLS."""
+        problem = UserError(
+            f"kv_redis '{url.rsplit('@', 1)[-1]}' is not an address of Redis", "write it like redis://host:6379/0"
+        )
+        try:
+            parts = urlsplit(url)
+            port, database = parts.port or 6379, int(parts.path.strip("/") or 0)
+        except ValueError:
+            raise problem from None
+        if parts.scheme not in ("redis", "rediss") or not parts.hostname or database < 0:
+            raise problem
+        user, password = unquote(parts.username or ""), unquote(parts.password or "")
+        return cls(parts.hostname, port, database, user, password, parts.scheme == "rediss")
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}/{self.database}"
+
+
+class RedisClient:
+    """Runs commands in one round trip. After a failure the server is left alone for a while, without retries: whoever
+    asks computes instead of waiting."""
+
+    def __init__(self, address: RedisAddress, clock: Callable[[], float] = time.monotonic) -> None:
         self._address = address
         self._clock = clock
         self._lock = threading.Lock()
-        self._connection: RedisConnection | None = None
+        self._clients: dict[float, Redis] = {}  # by timeout, each with one connection
         self._paused_until = 0.0
 
     @property
     def paused(self) -> bool:
         return self._clock() < self._paused_until
 
-    def run(self, commands: Sequence[Sequence[bytes | str | memoryview]], timeout: float = _TIMEOUT) -> list[Reply]:
+    def run(self, commands: Sequence[Command], timeout: float = _TIMEOUT) -> list[Any]:
+        """The replies. `timeout` bounds every wait for the server, not their sum."""
+        from redis import RedisError
+
         with self._lock:
+            client = self._client(timeout)
             try:
-                if self._connection is None:
-                    self._connection = RedisConnection(self._address, _TIMEOUT)
-                return self._connection.run(commands, timeout)
-            except RedisError:
-                self._connection = None
+                with client.pipeline(transaction=False) as pipeline:
+                    for command in commands:
+                        pipeline.execute_command(*command)
+                    return pipeline.execute()
+            except (RedisError, OSError, ValueError) as error:
+                client.connection_pool.disconnect()  # whatever is left in it belongs to another question
                 self._paused_until = self._clock() + _PAUSE_SECONDS
-                raise
+                raise RedisUnavailableError(str(error) or type(error).__name__) from None
 
     def close(self) -> None:
         with self._lock:
-            if self._connection is not None:
-                self._connection.close()
+            for client in self._clients.values():
+                client.close()
+
+    def _client(self, timeout: float) -> Redis:
+        if timeout not in self._clients:
+            from redis import Redis
+            from redis.backoff import NoBackoff
+            from redis.retry import Retry
+
+            self._clients[timeout] = Redis(
+                self._address.host,
+                self._address.port,
+                self._address.database,
+                username=self._address.user or None,
+                password=self._address.password or None,
+                ssl=self._address.encrypted,
+                socket_timeout=timeout,
+                socket_connect_timeout=_TIMEOUT,
+                retry=Retry(NoBackoff(), 0),
+                max_connections=1,
+                protocol=2,
+            )
+        return self._clients[timeout]
 
 
 class RedisTier(PageTier):
@@ -70,12 +137,13 @@ class RedisTier(PageTier):
         super().__init__()
         self._address = RedisAddress.parse(url)
         self._identity = identity
-        self._reader = _Line(self._address, clock)
-        self._writer = _Line(self._address, clock)
+        _check_installed()
+        self._reader = RedisClient(self._address, clock)
+        self._writer = RedisClient(self._address, clock)
         self._known: OrderedDict[bytes, None] = OrderedDict()  # keys that were written or seen, newest last
         try:
             self._reader.run([["PING"]])
-        except RedisError as error:
+        except RedisUnavailableError as error:
             raise UserError(
                 f"Redis at {self._address} cannot be used: {error}", "start it, or leave --kv-redis out"
             ) from None
@@ -88,13 +156,13 @@ class RedisTier(PageTier):
             return [False] * len(keys)
         try:
             found = self._reader.run([["EXISTS", self._name(key)] for key in keys], _LOOKUP_TIMEOUT)
-        except RedisError as error:
+        except RedisUnavailableError as error:
             self._failed("look pages up", error)
             return [False] * len(keys)
         for key, there in zip(keys, found, strict=True):
             if not there:
                 self._known.pop(key, None)
-        return [there == 1 for there in found]
+        return [bool(there) for there in found]
 
     def get(self, key: bytes) -> memoryview | None:
         if self._reader.paused:
@@ -102,15 +170,15 @@ class RedisTier(PageTier):
         name = self._name(key)
         try:
             data = self._reader.run([["GET", name], ["EXPIRE", name, str(_EXPIRY_SECONDS)]])[0]
-        except RedisError as error:
+        except RedisUnavailableError as error:
             self._failed("read", error)
             return None
-        if not isinstance(data, bytearray):
+        if not isinstance(data, bytes):
             self.stats.misses += 1
             self._known.pop(key, None)
             return None
         try:
-            page = decode(data, self._identity, key)
+            page = decode(bytearray(data), self._identity, key)  # writable, as torch wants it
         except (CorruptEntryError, ForeignEntryError) as error:
             self._reject(key, isinstance(error, CorruptEntryError))
             return None
@@ -125,10 +193,9 @@ class RedisTier(PageTier):
         entry = bytearray(encode_header(self._identity, key, data))
         entry += data
         expiry = ("EX", str(_EXPIRY_SECONDS))
-        command: list[bytes | str | memoryview] = ["SET", self._name(key), memoryview(entry), "NX", *expiry]
         try:
-            written = self._writer.run([command])[0]
-        except RedisError as error:
+            written = self._writer.run([("SET", self._name(key), memoryview(entry), "NX", *expiry)])[0]
+        except RedisUnavailableError as error:
             self._failed("write", error)
             return
         self._learn(key)
@@ -155,10 +222,10 @@ class RedisTier(PageTier):
         _log.warning("redis tier: an entry is %s and is deleted", "corrupt" if corrupt else "another model's")
         try:
             self._reader.run([["DEL", self._name(key)]])
-        except RedisError as error:
+        except RedisUnavailableError as error:
             self._failed("delete", error)
 
-    def _failed(self, what: str, error: RedisError) -> None:
+    def _failed(self, what: str, error: RedisUnavailableError) -> None:
         self.stats.failures += 1
         _log.warning(
             "redis tier: %s cannot %s (%s); pages are computed instead, next try in %.0f s",
@@ -167,3 +234,10 @@ class RedisTier(PageTier):
             error,
             _PAUSE_SECONDS,
         )
+
+
+def _check_installed() -> None:
+    try:
+        import redis  # noqa: F401
+    except ImportError:
+        raise UnavailableError("--kv-redis needs the package redis", "pip install 'tokenmill[redis]'") from None

@@ -14,14 +14,15 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from tokenmill.engine.kv.tier.base import PageAccess, PageTier, TierStats
+from tokenmill.engine.kv.tier.base import PageAccess, PageTier
 from tokenmill.engine.kv.tier.costs import LoadCosts
+from tokenmill.engine.stats import TierStats
 from tokenmill.log import get_logger
 
 _log = get_logger(__name__)
 _MAX_QUEUED_BYTES = 256 << 20
-_LONGEST_LOAD = 10.0  # seconds; a stalled disk must not look like a stuck step
-_UNKNOWN_LOAD = 5.0  # where no step has been measured yet
+_MAX_LOAD_SECONDS = 10.0  # a stalled disk must not look like a stuck step
+_DEFAULT_LOAD_SECONDS = 5.0  # where no step has been measured yet
 
 
 @dataclass(eq=False)
@@ -33,7 +34,7 @@ class Load:
     num_tokens: Callable[[list[bytes]], int]  # how many tokens these save
     pages: dict[bytes, memoryview] = field(default_factory=dict)
     tiers: dict[bytes, str] = field(default_factory=dict)  # where each came from
-    verdict: str = ""  # "", "slower" or "tier_failed"
+    reason: str = ""  # "", "slower" or "tier_failed"
     done: threading.Event = field(default_factory=threading.Event)
     cancelled: bool = False
     began: float = field(default_factory=time.monotonic)
@@ -42,7 +43,7 @@ class Load:
         """Whether the load has come to its end, or must be taken as it is because it hangs."""
         if self.done.wait(seconds):
             return True
-        self.cancelled = time.monotonic() - self.began > _LONGEST_LOAD + 1.0
+        self.cancelled = time.monotonic() - self.began > _MAX_LOAD_SECONDS + 1.0
         return self.cancelled
 
 
@@ -53,7 +54,6 @@ class TierStack:
         self.tiers = list(tiers)
         self.root_name = root_name
         self.costs = LoadCosts()
-        self.num_unwritten = 0  # pages that came faster than they could be written
         self._access = access
         self._page_bytes = page_bytes
         self._writes: queue.SimpleQueue[tuple[bytes, memoryview] | None] = queue.SimpleQueue()
@@ -81,15 +81,16 @@ class TierStack:
         """Whether another page can wait to be written."""
         return len(self._queued) * self._page_bytes < _MAX_QUEUED_BYTES
 
-    def offer(self, key: bytes, page: int) -> None:
-        """Copy a page and have it written, unless it is stored already."""
+    def offer(self, key: bytes, page: int) -> bool:
+        """Copy a page and have it written, unless it is stored already. False: pages come faster than they can be
+        written, and this one is not kept."""
         if self.holds(key):
-            return
+            return True
         if not self.has_space:
-            self.num_unwritten += 1
-            return
+            return False
         self._queued.add(key)
         self._writes.put((key, self._access.export_page(page)))
+        return True
 
     def restore(self, page: int, data: memoryview) -> None:
         self._access.import_page(page, data)
@@ -127,9 +128,10 @@ class TierStack:
         for tier in self.tiers:
             tier.close()
 
-    def stats(self) -> list[tuple[str, TierStats, float]]:
-        """(name, counters, bytes per second read) of each tier."""
-        return [(tier.name, tier.stats, self.costs.bandwidth(tier.name)) for tier in self.tiers]
+    @property
+    def stats(self) -> list[TierStats]:
+        """Of each tier, nearest first: the records that the tiers themselves count in."""
+        return [tier.stats for tier in self.tiers]
 
     # --- writing thread ---
 
@@ -153,7 +155,7 @@ class TierStack:
                 self._load(load)
             except Exception:
                 _log.exception("KV pages could not be loaded")
-                load.verdict = "tier_failed"
+                load.reason = "tier_failed"
             finally:
                 load.done.set()
 
@@ -165,9 +167,9 @@ class TierStack:
         num_tokens = load.num_tokens(chosen)
         sizes = Counter(places[key].name for key in chosen)
         if not self.costs.worth_loading(num_tokens, {name: n * self._page_bytes for name, n in sizes.items()}):
-            load.verdict = "slower"
+            load.reason = "slower"
             return
-        limit = min(self.costs.recompute_seconds(num_tokens) or _UNKNOWN_LOAD, _LONGEST_LOAD)
+        limit = min(self.costs.recompute_seconds(num_tokens) or _DEFAULT_LOAD_SECONDS, _MAX_LOAD_SECONDS)
         read: Counter[str] = Counter()
         spent: defaultdict[str, float] = defaultdict(float)
         for key in chosen:
@@ -183,8 +185,10 @@ class TierStack:
             spent[tier.name] += time.monotonic() - at
         for name, num_bytes in read.items():
             self.costs.record_load(name, num_bytes, spent[name])
+        for tier in self.tiers:
+            tier.stats.read_bandwidth = self.costs.bandwidth(tier.name)
         if len(load.pages) < len(chosen):
-            load.verdict = "tier_failed"
+            load.reason = "tier_failed"
 
     def _find(self, keys: list[bytes]) -> dict[bytes, PageTier]:
         """The nearest tier that has each page."""

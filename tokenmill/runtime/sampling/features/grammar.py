@@ -8,7 +8,6 @@ a limit), every logit is -inf and the sampler ends the request.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -17,10 +16,7 @@ from torch import Tensor
 
 from tokenmill.log import get_logger
 from tokenmill.runtime.sampling.features.base import LogitFeature
-from tokenmill.types import Request, SamplingParams
-
-if TYPE_CHECKING:
-    from tokenmill.grammar.compiler import CompiledGrammar
+from tokenmill.types import CompiledGrammar, Request, SamplingParams
 
 _log = get_logger(__name__)
 _NEVER = float("-inf")

@@ -21,7 +21,7 @@ def budget_of(request: Request) -> CacheControl | None:
     return cache if cache is not None and cache.budget else None
 
 
-class BudgetKeeper:
+class BudgetEnforcer:
     def __init__(self, layout: KVLayout, scores: PageScores | None = None) -> None:
         self.page_size = layout.page_size
         self.scores: PageScores = scores or NoScores()

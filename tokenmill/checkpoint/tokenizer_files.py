@@ -1,0 +1,52 @@
+"""How a model's path becomes its tokenizer and its chat template: a GGUF file, or a directory of Hugging Face files.
+
+Knows which file to read, not how. Imports no torch. Called by the engine, the server, the quantizer and the evaluators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenmill.checkpoint import gguf_tokenizer, hf_tokenizer
+from tokenmill.checkpoint.chat_template import ChatTemplate, directory_template, gguf_template
+from tokenmill.checkpoint.gguf_header import is_gguf, read_gguf_metadata
+from tokenmill.checkpoint.tokenizer import Tokenizer
+from tokenmill.errors import CheckpointError
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer of a GGUF file or of a Hugging Face directory."""
+    path = Path(path)
+    if path.is_dir() and (path / "tokenizer.json").is_file():
+        config = path / "tokenizer_config.json"
+        return hf_tokenizer.build_tokenizer(path / "tokenizer.json", config if config.is_file() else None)
+    return gguf_tokenizer.build_tokenizer(gguf_metadata(path))
+
+
+def load_chat_template(path: Path) -> ChatTemplate | None:
+    """The chat template of a GGUF file or of a Hugging Face directory; None where it has none."""
+    path = Path(path)
+    if path.is_dir() and (path / "tokenizer.json").is_file():
+        return directory_template(path)
+    return gguf_template(gguf_metadata(path))
+
+
+def gguf_metadata(path: Path) -> Mapping[str, Any]:
+    """Metadata of the GGUF file at `path`, or of the only one in that directory; explains what is missing otherwise."""
+    if path.is_dir():
+        files = sorted(file for file in path.iterdir() if file.is_file() and is_gguf(file))
+        if len(files) == 1:
+            return read_gguf_metadata(files[0])
+        if (path / "tokenizer.model").is_file():
+            raise CheckpointError(
+                f"{path} has only a SentencePiece tokenizer.model",
+                "add a tokenizer.json (transformers: AutoTokenizer.from_pretrained(...).save_pretrained(...))",
+            )
+        raise CheckpointError(f"{path} has no tokenizer.json", "download the model's tokenizer files too")
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist", "check the path, or give an alias or a Hugging Face id")
+    if not is_gguf(path):
+        raise CheckpointError(f"{path} is not a GGUF file", "give a .gguf file or a directory with a tokenizer.json")
+    return read_gguf_metadata(path)

@@ -1,0 +1,34 @@
+"""What the KV manager hands to the scheduler: a match to admit a request with, and the slots it then gets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tokenmill.engine.kv.prefix_tree import PrefixNode
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMatch:
+    """What `match` found: a handle for `reserve`, stale after any other call that moves pages."""
+
+    num_tokens: int = 0
+    max_tokens: int = 0  # that any cache could have given this request; 0: it must compute every token itself
+    fits: bool = True
+    num_unheld: int = 0  # matched pages without a holder: taking them makes that many fewer available
+    nodes: list[PrefixNode] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Reservation:
+    """Slots that a request may write its next tokens to. False where there are none."""
+
+    num_tokens: int
+    block_tables: tuple[list[int], ...]  # per group: page id by page index, NO_PAGE where the window left it; live
+    num_dropped: int  # tokens whose pages a budget took out of the tables
+
+    def __bool__(self) -> bool:
+        return self.num_tokens > 0
+
+
+NO_MATCH = PrefixMatch()
+NO_SLOTS = Reservation(0, (), 0)
