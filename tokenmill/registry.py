@@ -1,7 +1,8 @@
 """The one registration idiom: a lazy table of name -> "module:attribute".
 
 Each extension folder has such a table in its `__init__.py`, and only there. Nothing is imported until it is asked
-for, so a broken or heavy plug-in costs nothing to those who do not use it. Knows nothing about what it holds.
+for, so a broken or heavy plug-in costs nothing to those who do not use it. Code outside the package adds an entry with
+`register`. Knows nothing about what it holds.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 
-from tokenmill.errors import unknown_name
+from tokenmill.errors import UserError, unknown_name
 
 
 class Registry:
@@ -28,6 +29,23 @@ class Registry:
             module_name, attribute = self._paths[name].split(":")
             self._loaded[name] = getattr(import_module(module_name), attribute)
         return self._loaded[name]
+
+    def register(self, name: str, target: Any, first: bool = False) -> None:
+        """Add an entry: an object, or "module:attribute" to be imported on first use. A name is taken only once.
+
+        `first`: before the entries there are, in tables whose order matters (the first that accepts wins).
+        """
+        if name in self._paths:
+            raise UserError(f"{self.kind} '{name}' is already registered", "choose another name")
+        path = target if isinstance(target, str) else f"{target.__module__}:{target.__qualname__}"
+        self._paths = {name: path, **self._paths} if first else {**self._paths, name: path}
+        if not isinstance(target, str):
+            self._loaded[name] = target
+
+    def unregister(self, name: str) -> None:
+        """Take out an entry that `register` added."""
+        del self._paths[name]
+        self._loaded.pop(name, None)
 
     def __contains__(self, name: object) -> bool:
         return name in self._paths

@@ -72,7 +72,7 @@ def read_rows(path: Path) -> Iterator[SiliconRow | SkippedRow]:
 
 def _row(line: int, row: dict[str, str]) -> SiliconRow:
     model = describe_for_planning(row["model_path"])
-    cut = _cut(row, max(kind.attention.num_heads for kind in model.layers))
+    cut = _cut(row, max(model.head_counts, default=0))
     source = row.get("silicon_data_source", "")
     concurrency = _concurrency(row, source, cut.data_parallel)
     stored = row["gemm_quant_mode"]

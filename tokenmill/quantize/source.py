@@ -16,7 +16,7 @@ from torch import Tensor
 from tokenmill.checkpoint.base import Checkpoint
 from tokenmill.checkpoint.hf_export import exported_description, to_hf_layout
 from tokenmill.errors import UserError
-from tokenmill.model.architectures import ARCHITECTURES
+from tokenmill.model.architectures import architecture_of
 from tokenmill.model.architectures.decoder import Block, Decoder
 from tokenmill.model.formats.base import LinearWeight
 from tokenmill.model.reader import WeightReader
@@ -46,8 +46,7 @@ class SourceModel:
         reader = _NamingReader(checkpoint)
         # Norms are read by the source's own offset; rotary tables are those of the layout that blocks are turned into.
         described = replace(checkpoint.description, rope_interleaved=False)
-        architecture = ARCHITECTURES.get(described.architecture)
-        self.decoder: Decoder = architecture(reader, described, num_positions)
+        self.decoder: Decoder = architecture_of(described)(reader, described, num_positions)
         reader.finish()
         self._reader = reader
         self.names = {id(weight): prefix for prefix, weight in reader.weights.items()}

@@ -52,7 +52,7 @@ class KVManager:
     ) -> None:
         self.layout = layout
         self.num_pages = num_pages
-        self.prefix_caching = prefix_caching
+        self.prefix_caching = prefix_caching and not layout.states  # a recurrent state cannot be cut at a page
         self.num_queries = 0  # requests that looked for a prefix and were admitted
         self.num_query_tokens = 0
         self.num_hit_tokens = 0
@@ -171,6 +171,7 @@ class KVManager:
         """
         size = self._page_size
         source = self._holdings[parent]
+        assert not self.layout.states, "a recurrent state would have to be copied"
         assert not source.num_dropped, "a request is forked before its budget takes pages"
         length = -(-child.num_tokens // size)
         committed = min(source.committed, child.num_computed // size)

@@ -33,7 +33,7 @@ def usage_of(layout: KVLayout, pool: PagePool, holdings: Mapping[Request, Holdin
         unused += tail // pool.refs[holding.tables[0][-1]] if holding.shared and tail else tail
     waste = unused * num_groups / (num_held * layout.page_size) if num_held else 0.0
     padding = 0.0
-    unfilled = [1 - len(group.layers) / layout.layers_per_page for group in layout.groups]
+    unfilled = [1 - layout.filled(group) for group in layout.groups]
     if num_held and any(unfilled):
         pages = [0] * num_groups
         for holding in holdings.values():
