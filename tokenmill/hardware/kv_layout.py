@@ -128,8 +128,7 @@ class KVLayout:
         """Of one sequence, beside its pages."""
         return sum(state.nbytes for state in self.states)
 
-    @property
-    def extraordinary(self) -> tuple[str, ...]:
+    def features(self) -> tuple[str, ...]:
         """In words: what a store that knows only pages of K and V, alike in all layers, cannot hold."""
         found = []
         if self.row_values:

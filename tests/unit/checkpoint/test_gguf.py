@@ -130,7 +130,12 @@ def test_qwen_descriptions(tmp_path: Path) -> None:
     assert qwen2.num_sliding_layers == 0
     qwen3 = describe(tmp_path / "qwen3.gguf", "qwen3", lambda writer: writer.add_key_length(16))
     attention = qwen3.layers[0].attention
-    assert (qwen3.architecture, qwen3.head_dim, attention.qkv_bias, attention.head_norms) == ("qwen3", 16, False, "head")
+    assert (qwen3.architecture, qwen3.head_dim, attention.qkv_bias, attention.head_norms) == (
+        "qwen3",
+        16,
+        False,
+        "head",
+    )
 
 
 def test_gemma3_description(tmp_path: Path) -> None:

@@ -21,7 +21,11 @@ STATE = LayerKV("recurrent", state_bytes=1000)
     ("layers", "size", "groups"),
     [
         ([FULL] * 3, 3, [("full", (0, 1, 2))]),
-        ([SLIDING, SLIDING, FULL, SLIDING], 1, [("sliding", (0,)), ("sliding", (1,)), ("full", (2,)), ("sliding", (3,))]),
+        (
+            [SLIDING, SLIDING, FULL, SLIDING],
+            1,
+            [("sliding", (0,)), ("sliding", (1,)), ("full", (2,)), ("sliding", (3,))],
+        ),
         ([FULL, SLIDING] * 2 + [SLIDING], 2, [("full", (0, 2)), ("sliding", (1, 3)), ("sliding", (4,))]),
     ],
 )
@@ -32,7 +36,7 @@ def test_layers_of_one_shape(layers: list[LayerKV], size: int, groups: list[tupl
     expected = tuple(KVGroup(kind, windows[kind], numbers) for kind, numbers in groups)
     assert layout == KVLayout(16, size, 2, 8, expected)
     assert layout.values_per_page == 2 * size * 16 * 2 * 8
-    assert not layout.extraordinary
+    assert not layout.features()
 
 
 def test_pages_of_layers_with_different_shapes_are_equally_large() -> None:
@@ -42,7 +46,7 @@ def test_pages_of_layers_with_different_shapes_are_equally_large() -> None:
     assert [len(group.layers) for group in layout.groups] == [3, 3, 12]
     assert layout.values_per_page == 16 * 3 * 2048
     assert (layout.place(4), layout.place(7)) == ((1, 1), (2, 1))
-    assert layout.extraordinary == ("layers of different KV shapes",)
+    assert layout.features() == ("layers of different KV shapes",)
 
 
 def test_any_mix_of_shapes() -> None:
@@ -71,7 +75,7 @@ def test_latent_rows_have_no_values_of_their_own() -> None:
     layout = build_layout([LATENT] * 3, 16)
     assert layout.values_per_page == 3 * 16 * 576
     assert [layout.group_pages(layout.groups[0], tokens) for tokens in (1, 16, 17)] == [1, 1, 2]
-    assert layout.extraordinary == ("keys and values of different widths",)
+    assert layout.features() == ("keys and values of different widths",)
 
 
 def test_states_are_beside_the_pages() -> None:

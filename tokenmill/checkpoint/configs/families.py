@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tokenmill.checkpoint.description import Routing
+from tokenmill.errors import UserError
 
 _MIXTRAL = Routing("softmax")
 
@@ -202,4 +203,6 @@ def family_of(model_type: str) -> Family:
 
 def register_model_type(model_type: str, family: Family) -> None:
     """Teach the reader a model type whose config has other defaults than the plain ones."""
+    if model_type in FAMILIES:
+        raise UserError(f"model type '{model_type}' is already registered", "choose another name")
     FAMILIES[model_type] = family

@@ -42,7 +42,7 @@ class KVStore(ABC):
     @classmethod
     def declines(cls, layout: KVLayout) -> str:
         """What of this layout the store cannot hold, in words; empty if it holds all of it."""
-        return ", ".join(layout.extraordinary)
+        return ", ".join(layout.features())
 
     @classmethod
     @abstractmethod
