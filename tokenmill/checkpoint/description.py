@@ -153,7 +153,7 @@ class ModelDescription:
         return max((layer.feed_forward.width for layer in self.layers if layer.feed_forward), default=0)
 
     def rope_table(self, name: str) -> RopeTable:
-        return next(table for table in self.rope_tables if table.name == name)
+        return {table.name: table for table in self.rope_tables}[name]
 
     def kv_layers(self) -> list[LayerKV]:
         """What each layer keeps: the input of the KV layout."""

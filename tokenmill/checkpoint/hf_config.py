@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from tokenmill.checkpoint.configs.families import Family, family_of
+from tokenmill.checkpoint.configs.families import FAMILIES, Family, family_of
 from tokenmill.checkpoint.configs.feed_forward import feed_forward
 from tokenmill.checkpoint.configs.layer_kinds import layer_kinds
 from tokenmill.checkpoint.configs.mixers import head_sizes, mixers_by_kind, rotates
@@ -46,12 +46,13 @@ def describe(config: Mapping[str, Any], generation: Mapping[str, Any] | None = N
         raise CheckpointError(f"{_LABEL}: 'model_type' is missing", _REMEDY)
     text_type = text.text("model_type", model_type)
     family = family_of(text_type)
+    is_text_model = text_type == model_type or model_type in FAMILIES  # else a wrapper around one that we know
     sizes = dict(family.sizes)
     hidden_size = text.integer("hidden_size", sizes.get("hidden_size"))
     context_length = text.integer("max_position_embeddings", family.context_length)
     tables = _tables(text, family, hidden_size, context_length)
     description = ModelDescription(
-        architecture=family.architecture or text_type,
+        architecture=(family.architecture or text_type) if is_text_model else model_type,
         model_type=model_type,
         hidden_size=hidden_size,
         layers=_layers(text, family, hidden_size, tables),

@@ -48,13 +48,13 @@ def exported_description(checkpoint: Checkpoint) -> ModelDescription:
     GGUF's rotary divisors become llama3 scaling.
     """
     description = checkpoint.description
+    offset = _export_of(description).norm_offset
     table = description.rope_table("full")
     scaling = table.scaling
     if ROPE_DIVISORS in checkpoint:
         divisors = checkpoint.tensor(ROPE_DIVISORS).data.double().tolist()
         scaling = fit_llama3(divisors, table.rotary_dim, table.theta)
     description = description.with_rope_scaling("full", scaling)
-    offset = _export_of(description).norm_offset
     return replace(description, rope_interleaved=False, norm_offset=offset, vision_parameters=0)
 
 

@@ -30,9 +30,10 @@ _TILE_VALUES = 1 << 22
 class ConvertSource:
     def __init__(self, path: Path) -> None:
         self.checkpoint: Checkpoint = open_checkpoint(path)
+        architecture = architecture_of(self.checkpoint.description)
         self.description = exported_description(self.checkpoint)
         reader = WeightReader(self.checkpoint)
-        architecture_of(self.description)(reader, self.checkpoint.description, _NO_POSITIONS)
+        architecture(reader, self.checkpoint.description, _NO_POSITIONS)
         reader.finish()
         self._weights = reader.weights
         self._parts = reader.tensor_names

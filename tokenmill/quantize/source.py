@@ -42,11 +42,12 @@ class SourceModel:
     def __init__(self, checkpoint: Checkpoint, num_positions: int) -> None:
         """`num_positions`: the length of calibration sequences."""
         self.checkpoint = checkpoint
+        architecture = architecture_of(checkpoint.description)
         self.description = exported_description(checkpoint)
         reader = _NamingReader(checkpoint)
         # Norms are read by the source's own offset; rotary tables are those of the layout that blocks are turned into.
         described = replace(checkpoint.description, rope_interleaved=False)
-        self.decoder: Decoder = architecture_of(described)(reader, described, num_positions)
+        self.decoder: Decoder = architecture(reader, described, num_positions)
         reader.finish()
         self._reader = reader
         self.names = {id(weight): prefix for prefix, weight in reader.weights.items()}

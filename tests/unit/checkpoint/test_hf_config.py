@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import pytest
 from transformers import CONFIG_MAPPING
 
+from tokenmill.checkpoint.configs.families import FAMILIES
 from tokenmill.checkpoint.description import ModelDescription, RopeScaling, RopeTable
 from tokenmill.checkpoint.hf_config import describe
 from tokenmill.errors import CheckpointError
@@ -124,6 +126,68 @@ def test_multimodal_gemma3_gives_its_text_model() -> None:
     assert (description.hidden_size, description.num_heads, description.num_kv_heads) == (2560, 8, 4)
     assert (description.tie_embeddings, description.eos_ids) == (True, (1, 106))
     assert description.num_sliding_layers == 29
+
+
+def test_a_wrapper_that_is_not_known_is_not_taken_for_its_text_model() -> None:
+    description = describe({"model_type": "strange_vl", "text_config": config("llama"), "vision_config": {}})
+    assert (description.architecture, description.model_type) == ("strange_vl", "strange_vl")
+    assert description.hidden_size == 64
+
+
+@pytest.mark.parametrize("model_type", sorted(FAMILIES))
+def test_nonsense_is_an_error_that_says_so(model_type: str) -> None:
+    """Any key with a value of the wrong kind: a description or a CheckpointError, nothing else."""
+    good = {
+        **config(model_type, num_key_value_heads=2, head_dim=16, max_position_embeddings=256),
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "state_size": 8,
+    }
+    keys = sorted({*good, *_KEYS} - {"model_type"})
+    for key in keys:
+        for value in (None, True, -1, 0, 1.5, float("inf"), "x", [], ["x"], [1], {}, {"a": []}, 10**12):
+            with suppress(CheckpointError):
+                describe({**good, key: value})
+
+
+_KEYS = (
+    "sliding_window",
+    "sliding_window_pattern",
+    "layer_types",
+    "layers_block_type",
+    "attn_layer_period",
+    "attn_layer_indices",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "partial_rotary_factor",
+    "rotary_dim",
+    "kv_lora_rank",
+    "q_lora_rank",
+    "qk_rope_head_dim",
+    "v_head_dim",
+    "linear_num_value_heads",
+    "mamba_d_state",
+    "mamba_dt_rank",
+    "n_groups",
+    "moe_layers",
+    "mlp_only_layers",
+    "no_rope_layers",
+    "hidden_act",
+    "moe_intermediate_size",
+    "n_shared_experts",
+    "decoder_sparse_step",
+    "norm_topk_prob",
+    "text_config",
+    "vision_config",
+    "eos_token_id",
+    "attention_bias",
+    "query_pre_attn_scalar",
+    "logit_scale",
+    "logits_scaling",
+    "tie_word_embeddings",
+    "use_sliding_window",
+)
 
 
 def test_biases() -> None:

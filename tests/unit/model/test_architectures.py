@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from tokenmill.checkpoint.open import open_checkpoint
 from tokenmill.errors import CheckpointError
 from tokenmill.model.architectures import architecture_of
 from tokenmill.model.loader import load_model
+from tokenmill.quantize.convert_source import ConvertSource
+from tokenmill.quantize.source import SourceModel
 
 LLAMA = {
     "model_type": "llama",
@@ -74,6 +77,15 @@ def test_what_is_not_run_is_named(changes: dict[str, Any], reason: str) -> None:
         architecture_of(describe({**LLAMA, **changes}))
     assert "plan" in caught.value.remedy
     assert "\n" not in str(caught.value)
+
+
+def test_the_quantizer_declines_by_the_same_name(tmp_path: Path) -> None:
+    make("llama", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "mamba", "state_size": 8, "expand": 2}))
+    for read in (lambda: SourceModel(open_checkpoint(tmp_path), 8), lambda: ConvertSource(tmp_path)):
+        with pytest.raises(CheckpointError, match="'mamba' is not run by this engine yet"):
+            read()
 
 
 def test_an_architecture_must_know_all_features() -> None:

@@ -58,7 +58,7 @@ def _has_experts(text: Fields, layer: int) -> bool:
         return False
     if text.raw("expert_layer_period"):  # Jamba
         return layer % text.integer("expert_layer_period") == text.integer("expert_layer_offset", 0, low=0)
-    if isinstance(text.raw("moe_layers"), list):  # Llama 4
-        return layer in text.raw("moe_layers")
+    if text.raw("moe_layers") is not None:  # Llama 4
+        return layer in text.integers("moe_layers")
     step = text.integer("decoder_sparse_step", text.integer("interleave_moe_layer_step", 1))
-    return (layer + 1) % step == 0 and layer not in (text.raw("mlp_only_layers") or ())
+    return (layer + 1) % step == 0 and layer not in text.integers("mlp_only_layers")

@@ -43,8 +43,7 @@ def _recurring(text: Fields, family: Family, num_layers: int) -> tuple[str, ...]
     if text.raw("attn_layer_period"):  # Jamba
         period, offset = text.integer("attn_layer_period"), text.integer("attn_layer_offset", 0, low=0)
         return tuple("full" if layer % period == offset else "recurrent" for layer in range(num_layers))
-    if text.raw("attn_layer_indices"):  # Bamba
-        indices = text.raw("attn_layer_indices")
+    if indices := text.integers("attn_layer_indices"):  # Bamba
         return tuple("full" if layer in indices else "recurrent" for layer in range(num_layers))
     if text.raw("full_attention_interval"):  # Qwen3-Next
         period = text.integer("full_attention_interval")

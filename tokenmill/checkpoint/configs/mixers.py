@@ -53,8 +53,8 @@ def rotates(text: Fields, family: Family, layer: int) -> bool:
     """Whether a layer rotates its queries and keys. In `no_rope_layers` a 1 means that it does."""
     if family.rope_layers != "listed":
         return True
-    listed = text.raw("no_rope_layers")
-    if isinstance(listed, list) and layer < len(listed):
+    listed = text.integers("no_rope_layers")
+    if layer < len(listed):
         return bool(listed[layer])
     return (layer + 1) % text.integer("no_rope_layer_interval", 4) != 0
 
