@@ -1,4 +1,4 @@
-"""The table of names: lazy imports, entries from outside, order, names that are taken."""
+"""Registering from outside the package: found by name, counted among the names, refused where the name is taken."""
 
 from __future__ import annotations
 
@@ -8,34 +8,21 @@ from tokenmill.errors import UserError
 from tokenmill.registry import Registry
 
 
-class Extension:
+class Outsider:
     pass
 
 
-def _table() -> Registry:
-    return Registry("thing", {"counter": "collections:Counter", "broken": "no_such_module:Thing"})
+def test_what_is_registered_is_found() -> None:
+    registry = Registry("thing", {"path": "pathlib:Path"})
+    with pytest.raises(UserError, match="path"):
+        registry.get("outsider")
+    registry.register("outsider", Outsider)
+    assert registry.get("outsider") is Outsider
+    assert list(registry) == ["path", "outsider"]
+    assert "outsider" in registry
 
 
-def test_nothing_is_imported_until_it_is_asked_for() -> None:
-    table = _table()
-    assert table.names() == ["counter", "broken"]
-    assert table.get("counter").__name__ == "Counter"
-    with pytest.raises(ModuleNotFoundError):
-        table.get("broken")
-
-
-def test_entries_from_outside() -> None:
-    table = _table()
-    table.register("extension", Extension)
-    table.register("by path", "collections:OrderedDict", first=True)
-    assert table.get("extension") is Extension
-    assert table.names() == ["by path", "counter", "broken", "extension"]
-    table.unregister("extension")
-    assert "extension" not in table
-    with pytest.raises(UserError, match="unknown thing 'extension'"):
-        table.get("extension")
-
-
-def test_a_name_is_taken_once() -> None:
-    with pytest.raises(UserError, match="thing 'counter' is already registered"):
-        _table().register("counter", Extension)
+def test_a_name_is_not_taken_twice() -> None:
+    registry = Registry("thing", {"path": "pathlib:Path"})
+    with pytest.raises(UserError, match="already registered"):
+        registry.register("path", Outsider)
