@@ -25,6 +25,10 @@ LAYERS = {
         LayerKV("full" if number % 6 == 5 else "sliding", 1, 8, 0 if number % 6 == 5 else 9) for number in range(6)
     ],
     "all-sliding": [LayerKV("sliding", 1, 8, 7)],
+    "two shapes": [LayerKV("full", 4, 8)] * 2 + [LayerKV("sliding", 1, 8, 9)] * 4,
+    "latent": [LayerKV("latent", 1, 24, value_dim=0)] * 2 + [LayerKV("none", source=1)],
+    "hybrid": [LayerKV("recurrent", state_bytes=64), LayerKV("full", 1, 8)],
+    "recurrent": [LayerKV("recurrent", state_bytes=64)] * 3,
     "two windows": [LayerKV("sliding", 1, 8, 3), LayerKV("sliding", 1, 8, 20), LayerKV("full", 1, 8)],
 }
 
@@ -62,6 +66,11 @@ CASES = [
     Case("all-sliding", 4, 2, "priority"),
     Case("all-sliding", 4, 40),
     Case("all-sliding", 16, 1, context_length=90),
+    Case("two shapes", 4, 12),
+    Case("two shapes", 4, 60, "priority"),
+    Case("latent", 4, 10),
+    Case("hybrid", 4, 8),
+    Case("recurrent", 4, 8),
     Case("two windows", 4, 7, "priority", max_running=3),
     Case("two windows", 4, 60, max_running=3, max_batch_tokens=64),
 ]
@@ -96,7 +105,8 @@ class Traffic:
 
     def make_params(self) -> SamplingParams:
         draw = self.random
-        return SamplingParams(n=draw.choice([1, 1, 1, 2, 4]), max_tokens=draw.choice([1, 3, 12, 60]))
+        siblings = [1] if self.kv.layout.states else [1, 1, 1, 2, 4]  # a recurrent state cannot be shared
+        return SamplingParams(n=draw.choice(siblings), max_tokens=draw.choice([1, 3, 12, 60]))
 
     def expected(self, request: Request, index: int) -> list[int]:
         return expected_output(request, request.seed + index, self.case.context_length)

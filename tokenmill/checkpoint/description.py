@@ -1,23 +1,32 @@
-"""What a model is, in one record, whatever file it came from.
+"""What a model is, in one record, layer by layer, whatever file it came from.
 
-Filled from GGUF metadata or from a Hugging Face `config.json`; read by the architectures, the memory model and the
-planner. Says nothing about how weights are stored. Imports no torch.
+Filled from GGUF metadata or from a Hugging Face `config.json`; read by the architectures, the quantizer, the memory
+model and the planner, so that all of them see the same model. It describes more than the engine runs: `features` names
+what goes beyond the plain decoder, and an architecture runs a model only if it has all of them. Says nothing about how
+weights are stored; knows no files. Imports no torch.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any
 
+from tokenmill.checkpoint.mixers import Attention, Mixer
 from tokenmill.hardware.kv_layout import LayerKV
+
+# What the plain decoder computes without further features.
+_PLAIN_ACTIVATIONS = ("silu", "gelu_tanh")
+_PLAIN_SCALINGS = ("default", "linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """How rotary frequencies are stretched. `kind`: "default", "linear", "llama3" or "yarn"."""
+    """How rotary frequencies are stretched. `kind`: "default", "linear", "llama3", "yarn", "longrope", ..."""
 
     kind: str = "default"
     factor: float = 1.0
-    original_context: int = 0  # llama3, yarn
+    original_context: int = 0  # llama3, yarn, longrope
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
@@ -26,47 +35,255 @@ class RopeScaling:
     mscale: float = 0.0  # yarn, as DeepSeek uses it
     mscale_all_dim: float = 0.0
     truncate: bool = True  # yarn: round the correction range to whole dimensions
+    short_factors: tuple[float, ...] = ()  # longrope: one divisor per frequency
+    long_factors: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RopeTable:
+    """One table of rotary frequencies; attention layers refer to it by name."""
+
+    name: str
+    rotary_dim: int  # leading numbers of each head that are rotated
+    theta: float = 10000.0
+    scaling: RopeScaling = RopeScaling()
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How a token's experts are chosen and weighted."""
+
+    score: str = "softmax"  # "softmax" | "sigmoid" | "softmax_of_selected"
+    normalize: bool = True  # the weights of the chosen experts are divided by their sum
+    scale: float = 1.0
+    num_groups: int = 1  # experts are chosen within the best `top_groups` groups
+    top_groups: int = 1
+    correction_bias: bool = False  # DeepSeek-V3: added to the scores for choosing, not for weighting
+
+
+@dataclass(frozen=True, slots=True)
+class FeedForward:
+    """The half of a layer after the mixer: a dense MLP, or experts (with a dense one that every token passes)."""
+
+    intermediate_size: int = 0  # of the dense MLP; 0: there are experts instead
+    gated: bool = True  # activation(gate(x)) * up(x); else activation(up(x))
+    activation: str = "silu"
+    bias: bool = False
+    num_experts: int = 0
+    experts_per_token: int = 0
+    expert_size: int = 0
+    shared_size: int = 0  # width of the experts that every token passes
+    routing: Routing | None = None
+
+    @property
+    def width(self) -> int:
+        """Numbers of one token's widest activation."""
+        return max(self.intermediate_size, self.experts_per_token * self.expert_size + self.shared_size)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerDescription:
+    """One layer. `mixers` read the same input and their outputs are added: one, as a rule; none; two in Falcon-H1.
+
+    `norms` says where a layer has them: "pre" (before each half), "sandwich" (before and after each half), "post"
+    (after each half only), "parallel" (one norm, whose output both halves read).
+    """
+
+    mixers: tuple[Mixer, ...]
+    feed_forward: FeedForward | None
+    norms: str = "pre"
+
+    @property
+    def kind(self) -> str:
+        """ "full" | "sliding" | "chunked" | "latent" | "recurrent" | "none"; of side-by-side mixers the first."""
+        return self.mixers[0].kind if self.mixers else "none"
+
+    @property
+    def attention(self) -> Attention:
+        """The attention of a layer that has nothing else to mix tokens."""
+        (mixer,) = self.mixers
+        assert isinstance(mixer, Attention), f"a layer of kind {mixer.kind}"
+        return mixer
 
 
 @dataclass(frozen=True, slots=True)
 class ModelDescription:
-    architecture: str  # a name in model/architectures
+    architecture: str  # a name in model/architectures, where the engine runs it
     hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
+    layers: tuple[LayerDescription, ...]
     vocab_size: int
     context_length: int
-    norm_eps: float
-    activation: str = "silu"  # "silu" | "gelu_tanh"
-    rope_theta: float = 10000.0
-    rope_scaling: RopeScaling = field(default_factory=RopeScaling)
+    norm_eps: float = 1e-6
+    model_type: str = field(default="", compare=False)  # as the file spells it
+    norm: str = "rms"  # "rms" | "layer" (the mean is removed)
+    norm_bias: bool = False
+    norm_offset: float = 0.0  # added to stored norm weights: Gemma's safetensors store weight - 1
+    rope_tables: tuple[RopeTable, ...] = ()
     rope_interleaved: bool = False  # pairs are (2i, 2i+1) instead of (i, i + dim/2): GGUF's order for llama
-    local_rope_theta: float | None = None  # gemma3: frequency base of the sliding layers (never scaled)
-    layer_kinds: tuple[str, ...] = ()  # "full" | "sliding" for each layer
-    sliding_window: int = 0
-    qkv_bias: bool = False  # qwen2
-    output_bias: bool = False  # llama with attention_bias: bias on o_proj too
-    mlp_bias: bool = False
+    positions: str = "rope"  # "rope" | "learned" | "alibi" | "none"
     tie_embeddings: bool = False
-    norm_offset: float = 0.0  # gemma from safetensors stores weight - 1
-    query_scale: float | None = None  # multiplies q.k; None: head_dim ** -0.5
     embedding_scale: float = 1.0
-    attention_softcap: float = 0.0  # 0: off
-    logit_softcap: float = 0.0
+    residual_scale: float = 1.0  # of what each half adds
+    logit_scale: float = 1.0
+    logit_softcap: float = 0.0  # 0: off
+    overflows_float16: bool = False  # its activations exceed the range of float16
+    vision_parameters: int = 0  # of an image tower beside the text model
+    other_features: tuple[str, ...] = ()  # in words: what this record has no field for
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
     name: str = ""
+
+    # --- by layer ---
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def layer_kinds(self) -> tuple[str, ...]:
+        return tuple(layer.kind for layer in self.layers)
 
     @property
     def num_sliding_layers(self) -> int:
         return sum(kind == "sliding" for kind in self.layer_kinds)
 
+    @property
+    def intermediate_size(self) -> int:
+        """The widest activation of a feed-forward."""
+        return max((layer.feed_forward.width for layer in self.layers if layer.feed_forward), default=0)
+
+    def rope_table(self, name: str) -> RopeTable:
+        return {table.name: table for table in self.rope_tables}[name]
+
     def kv_layers(self) -> list[LayerKV]:
-        """What each layer keeps per token: the input of the KV layout."""
-        return [
-            LayerKV(kind, self.num_kv_heads, self.head_dim, self.sliding_window if kind == "sliding" else 0)
-            for kind in self.layer_kinds
-        ]
+        """What each layer keeps: the input of the KV layout."""
+        return [_kv_need(layer) for layer in self.layers]
+
+    # --- for models whose layers are alike, as all that the engine runs today are ---
+
+    @property
+    def num_heads(self) -> int:
+        return int(self._same(lambda a: a.num_heads))
+
+    @property
+    def num_kv_heads(self) -> int:
+        return int(self._same(lambda a: a.num_kv_heads))
+
+    @property
+    def head_dim(self) -> int:
+        return int(self._same(lambda a: a.head_dim))
+
+    @property
+    def sliding_window(self) -> int:
+        """Of the sliding layers; 0 where there are none."""
+        windows = {a.window for a in self._attentions() if a.window}
+        assert len(windows) <= 1, f"windows differ: {sorted(windows)}"
+        return windows.pop() if windows else 0
+
+    @property
+    def attention_softcap(self) -> float:
+        return float(self._same(lambda a: a.softcap))
+
+    @property
+    def activation(self) -> str:
+        (name,) = {layer.feed_forward.activation for layer in self.layers if layer.feed_forward}
+        return name
+
+    def _attentions(self) -> Iterator[Attention]:
+        for layer in self.layers:
+            for mixer in layer.mixers:
+                if isinstance(mixer, Attention):
+                    yield mixer
+
+    def _same(self, read: Callable[[Attention], Any]) -> Any:
+        values = {read(attention) for attention in self._attentions()}
+        assert len(values) == 1, f"layers differ: {values}"
+        return values.pop()
+
+    # --- changed copies ---
+
+    def with_attention(self, **changes: Any) -> ModelDescription:
+        """With these fields changed in the attention of every layer."""
+        layers = tuple(
+            replace(layer, mixers=tuple(replace(m, **changes) if isinstance(m, Attention) else m for m in layer.mixers))
+            for layer in self.layers
+        )
+        return replace(self, layers=layers)
+
+    def with_rope_scaling(self, name: str, scaling: RopeScaling) -> ModelDescription:
+        tables = (replace(table, scaling=scaling) if table.name == name else table for table in self.rope_tables)
+        return replace(self, rope_tables=tuple(tables))
+
+    # --- what goes beyond the plain decoder ---
+
+    def features(self) -> tuple[str, ...]:
+        """In words, once each: what an architecture must know of besides full and sliding rotary attention with norms
+        before each half (RMS) and a gated MLP."""
+        found = [feature for layer in self.layers for feature in _layer_features(layer)]
+        rotary = {name: self.rope_table(name) for name in dict.fromkeys(a.rope for a in self._attentions() if a.rope)}
+        if any(table.rotary_dim != a.head_dim for a in self._attentions() if (table := rotary.get(a.rope))):
+            found.append("partial rotary embedding")
+        kinds = [table.scaling.kind for table in self.rope_tables]
+        found += [f"rope scaling '{kind}'" for kind in kinds if kind not in _PLAIN_SCALINGS]
+        for condition, feature in (
+            (self.positions == "learned", "learned positions"),
+            (self.positions == "alibi", "ALiBi"),
+            (self.norm == "layer", "LayerNorm"),
+            (self.residual_scale != 1.0, "scaled residual branches"),
+            (self.logit_scale != 1.0, "scaled logits"),
+        ):
+            if condition:
+                found.append(feature)
+        return tuple(dict.fromkeys([*found, *self.other_features]))
+
+
+def _kv_need(layer: LayerDescription) -> LayerKV:
+    needs = [mixer.kv_need() for mixer in layer.mixers]
+    if not needs:
+        return LayerKV("none")
+    if len(needs) == 1:
+        return needs[0]
+    state = sum(need.state_bytes for need in needs)
+    paged = next((need for need in needs if need.kind != "recurrent"), needs[0])
+    return replace(paged, state_bytes=state)
+
+
+def _layer_features(layer: LayerDescription) -> Iterator[str]:
+    if layer.feed_forward is not None and layer.feed_forward.num_experts:
+        yield "experts"
+    for mixer in layer.mixers:
+        yield from mixer.features()
+    if not layer.mixers:
+        yield "layers without a mixer"
+    if len(layer.mixers) > 1:
+        yield "mixers side by side"
+    names = {"sandwich": "norms before and after each half", "post": "norms after each half only"}
+    if layer.norms != "pre":
+        yield names.get(layer.norms, "parallel blocks")
+    ffn = layer.feed_forward
+    if ffn is None:
+        yield "layers without an MLP"
+    else:
+        if not ffn.gated:
+            yield "MLPs without a gate"
+        if ffn.activation not in _PLAIN_ACTIVATIONS:
+            yield f"activation '{ffn.activation}'"
+
+
+def differences(ours: Any, theirs: Any, same: Callable[[Any, Any], bool] = lambda a, b: bool(a == b)) -> list[str]:
+    """Names of the fields in which two descriptions differ, down to those of layers and mixers, once each."""
+    found: list[str] = []
+    for each in fields(ours):
+        if not each.compare:
+            continue
+        a, b = getattr(ours, each.name), getattr(theirs, each.name)
+        if isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b) and any(map(is_dataclass, a)):
+            pairs = list(zip(a, b, strict=True))
+        else:
+            pairs = [(a, b)]
+        for mine, other in pairs:
+            if is_dataclass(mine) and type(mine) is type(other):
+                found += differences(mine, other, same)
+            elif not same(mine, other):
+                found.append(each.name)
+    return list(dict.fromkeys(found))

@@ -51,6 +51,15 @@ class Fields:
             raise self.wrong(name, value)
         return value
 
+    def integers(self, name: str) -> list[int]:
+        """A list of numbers, as of layers; empty where it is absent."""
+        values = self.raw(name)
+        if values is None:
+            return []
+        if not isinstance(values, list) or any(isinstance(v, bool) or not isinstance(v, int) for v in values):
+            raise self.wrong(name, values)
+        return values
+
     def number(self, name: str, default: float | None = None, low: float = 0.0) -> float:
         value = self.single(name)
         if value is None and default is not None:

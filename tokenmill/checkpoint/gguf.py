@@ -19,7 +19,6 @@ from tokenmill.checkpoint.gguf_header import HEADER_BYTES, read_header
 from tokenmill.checkpoint.gguf_metadata import Cursor, Metadata, read_metadata
 from tokenmill.checkpoint.gguf_names import canonical_name
 from tokenmill.checkpoint.mapped_file import map_file, release_pages
-from tokenmill.checkpoint.mapped_tensor import view_tensor
 from tokenmill.errors import CheckpointError
 from tokenmill.kernels.ggml_types import TYPES_BY_NUMBER, UNREAD_TYPE_NAMES, GGMLType
 
@@ -87,6 +86,8 @@ class GGUFCheckpoint:
             raise CheckpointError(f"{self.path.name} has no tensor '{name}'", "the file may be of another model")
         import torch  # here: who reads only the metadata does without
 
+        from tokenmill.checkpoint.mapped_tensor import view_tensor
+
         entry = self._entries[name]
         layout = entry.layout
         dtype = getattr(torch, "uint8" if layout.is_block else _DTYPES[layout.name])
@@ -109,6 +110,8 @@ class GGUFCheckpoint:
 def read_gguf_tensors(path: Path) -> tuple[Metadata, dict[str, Tensor]]:
     """Metadata and plain tensors of a GGUF that is not a model (an importance matrix), by the names in the file."""
     import torch
+
+    from tokenmill.checkpoint.mapped_tensor import view_tensor
 
     buffer = map_file(path, HEADER_BYTES)
     cursor = Cursor(buffer, path.name)

@@ -13,15 +13,18 @@ from typing import Any
 
 import numpy as np
 
-from tokenmill.checkpoint.description import ModelDescription, RopeScaling
+from tokenmill.checkpoint.description import FeedForward, LayerDescription, ModelDescription, RopeScaling, RopeTable
 from tokenmill.checkpoint.fields import UNSUPPORTED, Fields, shown
 from tokenmill.checkpoint.gguf_metadata import Metadata
 from tokenmill.checkpoint.mapped_file import DAMAGED
+from tokenmill.checkpoint.mixers import Attention
 from tokenmill.errors import CheckpointError
 
 # GGUF name -> our architecture. Mistral is stored as llama.
 ARCHITECTURES = {"llama": "llama", "mistral3": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3"}
 _INTERLEAVED = ("llama", "mistral3")  # their q and k rows are reordered when converted to GGUF
+_HEAD_NORMS = ("qwen3", "gemma3")
+_FIRST = "model.layers.0"
 _GEMMA3_27B_LAYERS = 62  # the one size whose query scale is not from the head size, and metadata does not say so
 _CONTROL_TOKEN = 3
 # Control tokens that end a turn or a text whatever the metadata names as end-of-text.
@@ -56,28 +59,30 @@ def describe(metadata: Metadata, shapes: Mapping[str, tuple[int, ...]], label: s
         raise fields.error(f"{num_heads} heads and {num_kv_heads} KV heads over {hidden_size} do not fit")
     _refuse_variants(fields, head_dim)
     window, kinds = _layer_kinds(fields, stored_as, num_layers)
-    first = "model.layers.0"
     bos_id, eos_ids = _token_ids(metadata, vocab_size, label)
     name = metadata.get("general.name")
+    theta = fields.number("rope.freq_base", 1e6 if stored_as == "gemma3" else 1e4, low=1.0)
+    attention = Attention(
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        head_dim,
+        qkv_bias=f"{_FIRST}.self_attn.q_proj.bias" in shapes,
+        output_bias=f"{_FIRST}.self_attn.o_proj.bias" in shapes,
+        head_norms="head" if stored_as in _HEAD_NORMS else "",
+    )
+    mlp = FeedForward(fields.integer("feed_forward_length"), bias=f"{_FIRST}.mlp.up_proj.bias" in shapes)
+    mixers = {"full": attention, "sliding": replace(attention, window=window)}
     description = ModelDescription(
         architecture=ARCHITECTURES[stored_as],
+        model_type=stored_as,
         hidden_size=hidden_size,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        intermediate_size=fields.integer("feed_forward_length"),
+        layers=tuple(LayerDescription((mixers[kind],), mlp) for kind in kinds),
         vocab_size=vocab_size,
         context_length=fields.integer("context_length"),
         norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
-        rope_theta=fields.number("rope.freq_base", 1e6 if stored_as == "gemma3" else 1e4, low=1.0),
-        rope_scaling=_rope_scaling(fields),
+        rope_tables=(RopeTable("full", head_dim, theta, _rope_scaling(fields)),),
         rope_interleaved=stored_as in _INTERLEAVED,
-        layer_kinds=kinds,
-        sliding_window=window,
-        qkv_bias=f"{first}.self_attn.q_proj.bias" in shapes,
-        output_bias=f"{first}.self_attn.o_proj.bias" in shapes,
-        mlp_bias=f"{first}.mlp.up_proj.bias" in shapes,
         tie_embeddings="lm_head.weight" not in shapes,
         bos_id=bos_id,
         eos_ids=eos_ids,
@@ -91,14 +96,23 @@ def _with_gemma(description: ModelDescription, fields: Fields) -> ModelDescripti
     size = description.head_dim
     if description.num_layers == _GEMMA3_27B_LAYERS:
         size = max(description.hidden_size // description.num_heads, 1)
+    local = RopeTable("sliding", description.head_dim, fields.number("rope.freq_base_swa", 1e4, low=1.0))
+    softcap = fields.number("attn_logit_softcapping", 0.0)
+
+    def changed(layer: LayerDescription) -> LayerDescription:
+        attention, mlp = layer.attention, layer.feed_forward
+        assert mlp is not None
+        rope = "sliding" if attention.window else "full"
+        attention = replace(attention, scale=size**-0.5, softcap=softcap, rope=rope)
+        return LayerDescription((attention,), replace(mlp, activation="gelu_tanh"), "sandwich")
+
     return replace(
         description,
-        activation="gelu_tanh",
-        local_rope_theta=fields.number("rope.freq_base_swa", 1e4, low=1.0),
-        query_scale=size**-0.5,
+        layers=tuple(map(changed, description.layers)),
+        rope_tables=(*description.rope_tables, local),
         embedding_scale=math.sqrt(description.hidden_size),
-        attention_softcap=fields.number("attn_logit_softcapping", 0.0),
         logit_softcap=fields.number("final_logit_softcapping", 0.0),
+        overflows_float16=True,
     )
 
 

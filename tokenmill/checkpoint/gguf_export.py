@@ -8,10 +8,10 @@ quantization types. Called by quantize/ggml/export.py.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 
 from tokenmill.checkpoint.base import Checkpoint
-from tokenmill.checkpoint.description import ModelDescription, RopeScaling
+from tokenmill.checkpoint.description import ModelDescription, RopeScaling, differences
 from tokenmill.checkpoint.gguf import GGUFCheckpoint
 from tokenmill.checkpoint.gguf_description import describe
 from tokenmill.checkpoint.gguf_header import read_gguf_raw_pairs
@@ -26,8 +26,7 @@ from tokenmill.errors import CheckpointError
 QUANTIZATION_VERSION = 2
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # What the layout of the weights or the tokenizer says instead.
-_NOT_COMPARED = ("bos_id", "eos_ids", "name", "rope_interleaved", "norm_offset")
-_SCALING_FIELDS = tuple(field.name for field in fields(RopeScaling))
+_NOT_COMPARED = ("bos_id", "eos_ids", "name", "rope_interleaved", "norm_offset", "vision_parameters")
 _SPLIT_KEYS = ("split.no", "split.count", "split.tensors.count")
 
 
@@ -64,8 +63,9 @@ def export_tensors(
     if not isinstance(checkpoint, GGUFCheckpoint):
         names.sort(key=_place)
     tensors = [ExportedTensor(gguf_name(architecture, name), name, shapes[name]) for name in names]
-    if checkpoint.description.rope_scaling.kind == "llama3":
-        tensors.append(ExportedTensor(ROPE_DIVISORS, "", (checkpoint.description.head_dim // 2,)))
+    table = checkpoint.description.rope_table("full")
+    if table.scaling.kind == "llama3":
+        tensors.append(ExportedTensor(ROPE_DIVISORS, "", (table.rotary_dim // 2,)))
     if untied_output and _HEAD not in shapes:
         tensors.append(ExportedTensor(gguf_name(architecture, _HEAD), _EMBEDDING, shapes[_EMBEDDING]))
     return tensors
@@ -73,9 +73,10 @@ def export_tensors(
 
 def rope_divisors(description: ModelDescription) -> list[float]:
     """What GGUF stores in place of llama3's four numbers: a divisor for each rotary frequency."""
-    size, theta = description.head_dim, description.rope_theta
-    wavelengths = [2 * math.pi * theta ** (2 * place / size) for place in range(size // 2)]
-    return llama3_divisors(description.rope_scaling, wavelengths)
+    table = description.rope_table("full")
+    size = table.rotary_dim
+    wavelengths = [2 * math.pi * table.theta ** (2 * place / size) for place in range(size // 2)]
+    return llama3_divisors(table.scaling, wavelengths)
 
 
 def _place(name: str) -> tuple[int, int, str]:
@@ -98,6 +99,7 @@ def _model_values(checkpoint: Checkpoint) -> dict[str, Value]:
 
 
 def _architecture_values(d: ModelDescription) -> dict[str, Value]:
+    full = d.rope_table("full")
     values: dict[str, Value] = {
         "block_count": d.num_layers,
         "context_length": d.context_length,
@@ -106,25 +108,50 @@ def _architecture_values(d: ModelDescription) -> dict[str, Value]:
         "attention.head_count": d.num_heads,
         "attention.head_count_kv": d.num_kv_heads,
         "attention.layer_norm_rms_epsilon": d.norm_eps,
-        "rope.freq_base": d.rope_theta,
+        "rope.freq_base": full.theta,
     }
-    if d.architecture == "llama":
-        values |= {"vocab_size": d.vocab_size, "rope.dimension_count": d.head_dim}
-    if d.architecture in ("qwen3", "gemma3") or d.head_dim * d.num_heads != d.hidden_size:
+    style = _STYLES.get(d.architecture, _Style())
+    if style.names_vocabulary:
+        values |= {"vocab_size": d.vocab_size, "rope.dimension_count": full.rotary_dim}
+    if style.names_head_size or d.head_dim * d.num_heads != d.hidden_size:
         values |= {"attention.key_length": d.head_dim, "attention.value_length": d.head_dim}
     if d.sliding_window:
         values["attention.sliding_window"] = d.sliding_window
-    if d.architecture == "gemma3":
-        period = tuple("full" if (layer + 1) % 6 == 0 else "sliding" for layer in range(d.num_layers))
-        if d.layer_kinds != period:
-            values["attention.sliding_window_pattern"] = [kind == "sliding" for kind in d.layer_kinds]
-        if d.local_rope_theta not in (None, 1e4):
-            values["rope.freq_base_swa"] = float(d.local_rope_theta or 0)
-        if d.attention_softcap:
-            values["attn_logit_softcapping"] = d.attention_softcap
-        if d.logit_softcap:
-            values["final_logit_softcapping"] = d.logit_softcap
-    return values | _rope_values(d.rope_scaling)
+    if style.sliding_period:
+        values |= _mixed_values(d, style.sliding_period)
+    return values | _rope_values(full.scaling)
+
+
+@dataclass(frozen=True, slots=True)
+class _Style:
+    """Which keys converters write for an architecture beyond those that all have."""
+
+    names_vocabulary: bool = False
+    names_head_size: bool = False
+    sliding_period: int = 0  # every n-th layer is full unless a pattern says otherwise
+
+
+_STYLES = {
+    "llama": _Style(names_vocabulary=True),
+    "qwen3": _Style(names_head_size=True),
+    "gemma3": _Style(names_head_size=True, sliding_period=6),
+}
+
+
+def _mixed_values(d: ModelDescription, period: int) -> dict[str, Value]:
+    """Full and sliding layers in one model, with a rotary table each."""
+    values: dict[str, Value] = {}
+    usual = tuple("full" if (layer + 1) % period == 0 else "sliding" for layer in range(d.num_layers))
+    if d.layer_kinds != usual:
+        values["attention.sliding_window_pattern"] = [kind == "sliding" for kind in d.layer_kinds]
+    local = d.rope_table("sliding")
+    if local.theta != 1e4:
+        values["rope.freq_base_swa"] = float(local.theta)
+    if d.attention_softcap:
+        values["attn_logit_softcapping"] = d.attention_softcap
+    if d.logit_softcap:
+        values["final_logit_softcapping"] = d.logit_softcap
+    return values
 
 
 def _rope_values(scaling: RopeScaling) -> dict[str, Value]:
@@ -150,19 +177,21 @@ def _check(values: dict[str, Value], description: ModelDescription) -> None:
     first = "model.layers.0"
     d = description
     shapes: dict[str, tuple[int, ...]] = {_EMBEDDING: (d.vocab_size, d.hidden_size)}
-    flags = {"self_attn.q_proj": d.qkv_bias, "self_attn.o_proj": d.output_bias, "mlp.up_proj": d.mlp_bias}
+    attention, mlp = d.layers[0].attention, d.layers[0].feed_forward
+    assert mlp is not None
+    flags = {
+        "self_attn.q_proj": attention.qkv_bias,
+        "self_attn.o_proj": attention.output_bias,
+        "mlp.up_proj": mlp.bias,
+    }
     shapes |= {f"{first}.{part}.bias": (1,) for part, present in flags.items() if present}
     shapes |= {f"layer {layer}": (1,) for layer in range(d.num_layers)}
     if not d.tie_embeddings:
         shapes[_HEAD] = shapes[_EMBEDDING]
     read = describe(Metadata(None, dict(values)), shapes, "the GGUF")  # type: ignore[arg-type]
-    scaling = RopeScaling() if d.rope_scaling.kind == "llama3" else d.rope_scaling
-    wanted = replace(d, rope_scaling=scaling)
-    differing = [
-        field.name
-        for field in fields(ModelDescription)
-        if field.name not in _NOT_COMPARED and not _close(getattr(read, field.name), getattr(wanted, field.name))
-    ]
+    scaling = d.rope_table("full").scaling
+    wanted = d.with_rope_scaling("full", RopeScaling()) if scaling.kind == "llama3" else d
+    differing = [name for name in differences(read, wanted, _close) if name not in _NOT_COMPARED]
     if differing:
         raise CheckpointError(
             f"GGUF has no way to say this model's {', '.join(differing)}", "choose a safetensors format"
@@ -172,6 +201,4 @@ def _check(values: dict[str, Value], description: ModelDescription) -> None:
 def _close(a: object, b: object) -> bool:
     if isinstance(a, float) and isinstance(b, float):
         return math.isclose(a, b, rel_tol=1e-6)
-    if isinstance(a, RopeScaling) and isinstance(b, RopeScaling):
-        return all(_close(getattr(a, name), getattr(b, name)) for name in _SCALING_FIELDS)
     return a == b

@@ -32,12 +32,13 @@ _LAYER_SANDWICH = _LAYER | {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_LAYER_NAMES = {"gemma3": _LAYER_SANDWICH}  # by architecture; the others have the plain table
 _BLOCK = re.compile(r"blk\.(\d{1,6})\.(\w+)\.(weight|bias)")
 
 
 def canonical_name(architecture: str, name: str) -> str:
     """`blk.3.ffn_up.weight` -> `model.layers.3.mlp.up_proj.weight`."""
-    layer_names = _LAYER_SANDWICH if architecture == "gemma3" else _LAYER
+    layer_names = _LAYER_NAMES.get(architecture, _LAYER)
     if match := _BLOCK.fullmatch(name):
         layer, part, kind = match.groups()
         if part in layer_names:
@@ -54,7 +55,7 @@ _CANONICAL_LAYER = re.compile(r"model\.layers\.(\d{1,6})\.(.+)\.(weight|bias)")
 def gguf_name(architecture: str, name: str) -> str:
     """`model.layers.3.mlp.up_proj.weight` -> `blk.3.ffn_up.weight`: the inverse of `canonical_name`."""
     # Where two short names mean one weight, the later of the table is the one that this architecture's files use.
-    layer_names = {ours: short for short, ours in (_LAYER_SANDWICH if architecture == "gemma3" else _LAYER).items()}
+    layer_names = {ours: short for short, ours in _LAYER_NAMES.get(architecture, _LAYER).items()}
     if (match := _CANONICAL_LAYER.fullmatch(name)) and match[2] in layer_names:
         return f"blk.{int(match[1])}.{layer_names[match[2]]}.{match[3]}"
     stem, _, kind = name.rpartition(".")

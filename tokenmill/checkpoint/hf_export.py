@@ -7,12 +7,13 @@ Writes no weights and no files itself. Called by `quantize` and `convert`; token
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenmill.checkpoint.base import Checkpoint
-from tokenmill.checkpoint.description import ModelDescription, RopeScaling
+from tokenmill.checkpoint.description import ModelDescription, RopeScaling, differences
 from tokenmill.checkpoint.hf_config import describe
 from tokenmill.checkpoint.rope_divisors import fit_llama3
 from tokenmill.errors import CheckpointError
@@ -21,13 +22,19 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ROPE_DIVISORS = "rope_freqs.weight"  # GGUF's precomputed llama3 factors: config.json says the same in four numbers
-_CLASSES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM",
-}
+
+
+@dataclass(frozen=True, slots=True)
+class _Export:
+    """How files of one architecture are written. `keys`: what a config says beyond the common keys."""
+
+    model_type: str
+    class_name: str
+    keys: Callable[[ModelDescription], dict[str, Any]]
+    norm_offset: float = 0.0  # of norms in Hugging Face files
+    gguf_interleaved: bool = False  # rows of q and k are reordered in a GGUF
+
+
 _ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
 _DTYPES = ("bfloat16", "float16", "float32")
 _ROTATED = (".self_attn.q_proj.", ".self_attn.k_proj.")
@@ -37,41 +44,43 @@ _NORM_ENDING = "norm.weight"
 def exported_description(checkpoint: Checkpoint) -> ModelDescription:
     """The description of `checkpoint` once its weights lie as Hugging Face keeps them (see `to_hf_layout`).
 
-    Rotary pairs are halves, Gemma's norms are stored minus one, and GGUF's rotary divisors become llama3 scaling.
+    Rotary pairs are halves, norms are stored as the family does it (Gemma: minus one), there is no image tower, and
+    GGUF's rotary divisors become llama3 scaling.
     """
     description = checkpoint.description
-    scaling = description.rope_scaling
+    offset = _export_of(description).norm_offset
+    table = description.rope_table("full")
+    scaling = table.scaling
     if ROPE_DIVISORS in checkpoint:
         divisors = checkpoint.tensor(ROPE_DIVISORS).data.double().tolist()
-        scaling = fit_llama3(divisors, description.head_dim, description.rope_theta)
-    offset = 1.0 if description.architecture == "gemma3" else description.norm_offset
-    return replace(description, rope_interleaved=False, norm_offset=offset, rope_scaling=scaling)
+        scaling = fit_llama3(divisors, table.rotary_dim, table.theta)
+    description = description.with_rope_scaling("full", scaling)
+    return replace(description, rope_interleaved=False, norm_offset=offset, vision_parameters=0)
 
 
 def to_hf_layout(name: str, weight: Tensor, description: ModelDescription) -> Tensor:
     """A tensor of a checkpoint described by `description`, as a Hugging Face file keeps it.
 
     `weight` is a float tensor, or for a q or k projection any per-row part of it (codes, scales): rows of each head go
-    from pairs (2i, 2i + 1) to pairs (i, i + head_dim / 2). Gemma's norms lose the one that GGUF has added.
+    from pairs (2i, 2i + 1) to pairs (i, i + head_dim / 2). Norms lose what a GGUF has added to them (Gemma's one).
     """
     if description.rope_interleaved and any(part in name for part in _ROTATED):
         head = description.head_dim
         pairs = weight.reshape(weight.shape[0] // head, head // 2, 2, *weight.shape[1:])
         return pairs.transpose(1, 2).reshape(weight.shape)
-    if description.architecture == "gemma3" and name.endswith(_NORM_ENDING):
-        return weight.float() + (description.norm_offset - 1.0)
-    return weight
+    offset = description.norm_offset - _export_of(description).norm_offset
+    return weight.float() + offset if offset and name.endswith(_NORM_ENDING) else weight
 
 
 def to_gguf_layout(name: str, weight: Tensor, description: ModelDescription) -> Tensor:
     """The inverse of `to_hf_layout` for the GGUF of a model: `description` is that of the Hugging Face side."""
-    if description.architecture == "llama" and not description.rope_interleaved and any(p in name for p in _ROTATED):
+    export = _export_of(description)
+    if export.gguf_interleaved and not description.rope_interleaved and any(part in name for part in _ROTATED):
         head = description.head_dim
         halves = weight.reshape(weight.shape[0] // head, 2, head // 2, *weight.shape[1:])
         return halves.transpose(1, 2).reshape(weight.shape)
-    if description.architecture == "gemma3" and name.endswith(_NORM_ENDING):
-        return weight.float() + description.norm_offset
-    return weight
+    offset = description.norm_offset
+    return weight.float() + offset if offset and name.endswith(_NORM_ENDING) else weight
 
 
 def export_config(description: ModelDescription, dtype: str = "bfloat16") -> dict[str, Any]:
@@ -80,10 +89,10 @@ def export_config(description: ModelDescription, dtype: str = "bfloat16") -> dic
     Rotary settings are written in the spelling of transformers 5 and in the older one, so that both read them.
     """
     assert dtype in _DTYPES, dtype
-    model_type = _model_type(description)
+    export = _export_of(description)
     config: dict[str, Any] = {
-        "architectures": [_CLASSES[model_type]],
-        "model_type": model_type,
+        "architectures": [export.class_name],
+        "model_type": export.model_type,
         "hidden_size": description.hidden_size,
         "intermediate_size": description.intermediate_size,
         "num_hidden_layers": description.num_layers,
@@ -103,7 +112,7 @@ def export_config(description: ModelDescription, dtype: str = "bfloat16") -> dic
     }
     if description.name:
         config["_name_or_path"] = description.name
-    config |= _of_family(model_type, description)
+    config |= export.keys(description)
     _check(config, description)
     return config
 
@@ -121,59 +130,87 @@ def export_tokenizer(checkpoint: Checkpoint, directory: Path) -> list[Path]:
     return write_tokenizer(checkpoint, directory)
 
 
-def _model_type(description: ModelDescription) -> str:
-    if description.architecture == "gemma3":
-        return "gemma3_text"
-    if description.architecture == "llama" and description.num_sliding_layers:
-        return "mistral"
-    return description.architecture
+def _llama_keys(description: ModelDescription) -> dict[str, Any]:
+    layer = description.layers[0]
+    assert layer.feed_forward is not None
+    biases = {"attention_bias": layer.attention.qkv_bias, "mlp_bias": layer.feed_forward.bias}
+    return {"hidden_act": _ACTIVATIONS[description.activation], **biases}
 
 
-def _of_family(model_type: str, description: ModelDescription) -> dict[str, Any]:
-    """The keys that only this model type has."""
-    activation = _ACTIVATIONS[description.activation]
+def _mistral_keys(description: ModelDescription) -> dict[str, Any]:
+    return {"hidden_act": _ACTIVATIONS[description.activation], "sliding_window": description.sliding_window or None}
+
+
+def _qwen2_keys(description: ModelDescription) -> dict[str, Any]:
     window = description.sliding_window or None
-    kinds = [f"{kind}_attention" for kind in description.layer_kinds]
-    if model_type == "llama":
-        return {"hidden_act": activation, "attention_bias": description.qkv_bias, "mlp_bias": description.mlp_bias}
-    if model_type == "mistral":
-        return {"hidden_act": activation, "sliding_window": window}
-    if model_type in ("qwen2", "qwen3"):
-        first = kinds.index("sliding_attention") if window else description.num_layers
-        return {
-            "hidden_act": activation,
-            **({"attention_bias": description.qkv_bias} if model_type == "qwen3" else {}),  # qwen2 always has it
-            "use_sliding_window": window is not None,
-            "sliding_window": window,
-            "max_window_layers": first,
-            "layer_types": kinds,
-        }
-    assert description.query_scale is not None
-    scalar = description.query_scale**-2
+    kinds = _layer_types(description)
+    return {
+        "hidden_act": _ACTIVATIONS[description.activation],
+        "use_sliding_window": window is not None,
+        "sliding_window": window,
+        "max_window_layers": kinds.index("sliding_attention") if window else description.num_layers,
+        "layer_types": kinds,
+    }
+
+
+def _qwen3_keys(description: ModelDescription) -> dict[str, Any]:
+    return {**_qwen2_keys(description), "attention_bias": description.layers[0].attention.qkv_bias}
+
+
+def _gemma3_keys(description: ModelDescription) -> dict[str, Any]:
+    attention, window = description.layers[0].attention, description.sliding_window
+    assert attention.scale is not None
+    scalar = attention.scale**-2
     whole = round(scalar)
     return {
-        "hidden_activation": activation,
-        "attention_bias": description.qkv_bias,
+        "hidden_activation": _ACTIVATIONS[description.activation],
+        "attention_bias": attention.qkv_bias,
         **({"sliding_window": window} if window else {}),
-        "layer_types": kinds,
+        "layer_types": _layer_types(description),
         # A float32 or double square root loses the last bits of a whole number: give it back.
-        "query_pre_attn_scalar": whole if whole**-0.5 == description.query_scale else scalar,
+        "query_pre_attn_scalar": whole if whole**-0.5 == attention.scale else scalar,
         "attn_logit_softcapping": description.attention_softcap or None,
         "final_logit_softcapping": description.logit_softcap or None,
     }
 
 
+def _layer_types(description: ModelDescription) -> list[str]:
+    return [f"{kind}_attention" for kind in description.layer_kinds]
+
+
+_EXPORTS = {
+    "llama": _Export("llama", "LlamaForCausalLM", _llama_keys, gguf_interleaved=True),
+    "qwen2": _Export("qwen2", "Qwen2ForCausalLM", _qwen2_keys),
+    "qwen3": _Export("qwen3", "Qwen3ForCausalLM", _qwen3_keys),
+    "gemma3": _Export("gemma3_text", "Gemma3ForCausalLM", _gemma3_keys, norm_offset=1.0),
+}
+# Llama with windows is stored under another model type.
+_SLIDING_EXPORTS = {"llama": _Export("mistral", "MistralForCausalLM", _mistral_keys, gguf_interleaved=True)}
+
+
+def _export_of(description: ModelDescription) -> _Export:
+    table = _SLIDING_EXPORTS if description.num_sliding_layers else {}
+    export = table.get(description.architecture) or _EXPORTS.get(description.architecture)
+    if export is None:
+        raise CheckpointError(
+            f"files of architecture '{description.architecture}' cannot be written", f"known: {', '.join(_EXPORTS)}"
+        )
+    return export
+
+
 def _rope(description: ModelDescription) -> dict[str, Any]:
-    theta, scaling = description.rope_theta, description.rope_scaling
+    full = description.rope_table("full")
+    theta, scaling = full.theta, full.scaling
     settings = _rope_scaling(scaling)
     old: dict[str, Any] = {"rope_theta": theta, "rope_scaling": None if scaling.kind == "default" else settings}
     new = {"rope_theta": theta, **settings}
-    if description.local_rope_theta is None:
+    if len(description.rope_tables) == 1:
         return {**old, "rope_parameters": new}
-    local = {"rope_type": "default", "rope_theta": description.local_rope_theta}
+    sliding = description.rope_table("sliding")
+    local = {"rope_theta": sliding.theta, **_rope_scaling(sliding.scaling)}
     return {
         **old,
-        "rope_local_base_freq": description.local_rope_theta,
+        "rope_local_base_freq": sliding.theta,
         "rope_parameters": {"full_attention": new, "sliding_attention": local},
     }
 
@@ -205,7 +242,7 @@ def _check(config: dict[str, Any], description: ModelDescription) -> None:
         same["eos_ids"] = again.eos_ids
     expected = replace(description, **same)
     if again != expected:
-        names = [name for name in expected.__slots__ if getattr(again, name) != getattr(expected, name)]
+        names = differences(again, expected)
         raise CheckpointError(
             f"no Hugging Face model type says what this {description.architecture} model does ({', '.join(names)})",
             "choose a GGUF format for it",

@@ -26,10 +26,11 @@ class KVBudget:
     page_bytes: int
     full_requests: float  # how many requests of the whole context fit at once
     reason: str
+    state_bytes: int = 0  # recurrent states of all sequences that run at once
 
     @property
     def nbytes(self) -> int:
-        return self.num_pages * self.page_bytes
+        return self.num_pages * self.page_bytes + self.state_bytes
 
 
 def kv_bytes_per_token(layout: KVLayout, page_bytes: int) -> float:
@@ -47,23 +48,34 @@ def plan_kv(
     available: int,
     share_of_available: float = DEFAULT_SHARE,
 ) -> KVBudget:
-    """Pages for `concurrency` requests of `context` tokens, within `memory` (stated) or a share of `available`."""
+    """Pages for `concurrency` requests of `context` tokens, within `memory` (stated) or a share of `available`.
+
+    Recurrent states come first: every sequence that runs has its own, whatever its length.
+    """
     one = layout.peak_pages(context)
     wanted = one * concurrency
+    states = layout.state_bytes * concurrency
     if memory:
-        pages, reason = memory // page_bytes, "memory stated"
+        pages, reason = _pages_in(memory - states, page_bytes, wanted), "memory stated"
         if pages < one:
             raise UserError(
-                f"a request of {context} tokens needs {one * page_bytes / 2**20:.1f} MiB of KV cache, "
+                f"a request of {context} tokens needs {(one * page_bytes + states) / 2**20:.1f} MiB of KV cache, "
                 f"memory allows {memory / 2**20:.1f} MiB",
                 "lower --context, or raise --memory or --gpu-memory-utilization",
             )
         pages = min(pages, wanted)
     else:
-        share = int(available * share_of_available) // page_bytes
+        share = _pages_in(int(available * share_of_available) - states, page_bytes, wanted)
         pages = max(one, min(wanted, share))
         reason = "context x concurrency" if pages == wanted else f"{share_of_available:.0%} of free memory"
-    return KVBudget(pages, page_bytes, pages / one, reason)
+    return KVBudget(pages, page_bytes, pages / one, reason, states)
+
+
+def _pages_in(nbytes: int, page_bytes: int, wanted: int) -> int:
+    """Pages that fit; as many as wanted where a page has no bytes (a model without paged layers)."""
+    if not page_bytes:
+        return wanted if nbytes >= 0 else 0
+    return max(0, nbytes) // page_bytes
 
 
 def free_within(utilization: float, total: int, free: int, held: int) -> int:

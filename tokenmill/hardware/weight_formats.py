@@ -28,7 +28,7 @@ class WeightFormat:
     vision_bits: float = 16.0  # the image tower stays at 16 bits: it is small and sensitive
 
     def bits_for(self, part: str, split: str = "column") -> float:
-        """`part` and `split` as in plan/question/planned_model.Matrix."""
+        """`part` and `split` as in checkpoint/matrices.Matrix."""
         if part in ("embedding", "head", "router", "vision"):
             return float(getattr(self, f"{part}_bits"))
         if split == "row":

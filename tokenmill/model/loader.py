@@ -18,7 +18,7 @@ from tokenmill.checkpoint.dummy import DummyCheckpoint
 from tokenmill.kernels import triton
 from tokenmill.kernels.base import candidate_backends, select_linear
 from tokenmill.log import get_logger
-from tokenmill.model.architectures import ARCHITECTURES
+from tokenmill.model.architectures import architecture_of
 from tokenmill.model.architectures.decoder import Decoder
 from tokenmill.model.device_weights import Placement, place_reference, place_weights
 from tokenmill.model.dummy_reader import DummyReader
@@ -72,8 +72,7 @@ def load_model(
     description = checkpoint.description
     dummy = isinstance(checkpoint, DummyCheckpoint)
     reader = reader or (DummyReader(checkpoint, device) if dummy else WeightReader(checkpoint))
-    architecture = ARCHITECTURES.get(description.architecture)
-    decoder: Decoder = architecture(reader, description, num_positions)
+    decoder: Decoder = architecture_of(description)(reader, description, num_positions)
     reader.finish()
     if device.type != "cpu" and candidate_backends(kernels) == ("ref",):
         place_reference(decoder, reader, device)

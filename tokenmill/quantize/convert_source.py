@@ -15,7 +15,7 @@ from torch import Tensor
 from tokenmill.checkpoint.base import Checkpoint
 from tokenmill.checkpoint.hf_export import ROPE_DIVISORS, exported_description, to_hf_layout
 from tokenmill.checkpoint.open import open_checkpoint
-from tokenmill.model.architectures import ARCHITECTURES
+from tokenmill.model.architectures import architecture_of
 from tokenmill.model.formats.base import LinearWeight
 from tokenmill.model.formats.coded import CodedWeight
 from tokenmill.model.formats.ggml import GgmlWeight
@@ -30,9 +30,10 @@ _TILE_VALUES = 1 << 22
 class ConvertSource:
     def __init__(self, path: Path) -> None:
         self.checkpoint: Checkpoint = open_checkpoint(path)
+        architecture = architecture_of(self.checkpoint.description)
         self.description = exported_description(self.checkpoint)
         reader = WeightReader(self.checkpoint)
-        ARCHITECTURES.get(self.description.architecture)(reader, self.checkpoint.description, _NO_POSITIONS)
+        architecture(reader, self.checkpoint.description, _NO_POSITIONS)
         reader.finish()
         self._weights = reader.weights
         self._parts = reader.tensor_names
@@ -105,8 +106,8 @@ class ConvertSource:
         return to_hf_layout(name, self.checkpoint.tensor(name).data.float(), self.checkpoint.description)
 
     def as_used(self, name: str) -> Tensor:
-        """A vector as the model computes with it: Gemma's norms with their one, wherever that is added."""
-        if self.description.architecture == "gemma3" and name.endswith("norm.weight"):
+        """A vector as the model computes with it: norms with what the file leaves out."""
+        if name.endswith("norm.weight"):
             return self.checkpoint.tensor(name).data.float() + self.checkpoint.description.norm_offset
         return self.vector(name)
 

@@ -277,14 +277,14 @@ def _choose_format(name: str, recipe: Recipe, shapes: Mapping[str, tuple[int, in
 
 
 def _choose_dtype(name: str, checkpoint: Checkpoint) -> torch.dtype:
-    """As asked; else bfloat16 where the source is, or needs its range (Gemma), and float16 elsewhere."""
+    """As asked; else bfloat16 where the source is, or needs its range, and float16 elsewhere."""
     known = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
     if name != "auto":
         if name not in known:
             raise UserError(f"--dtype {name} is not known", f"give auto, {', '.join(known)}")
         return known[name]
     stored = checkpoint.tensor("model.norm.weight").type_name
-    wide = stored == "BF16" or checkpoint.description.architecture.startswith("gemma")
+    wide = stored == "BF16" or checkpoint.description.overflows_float16
     return torch.bfloat16 if wide else torch.float16
 
 

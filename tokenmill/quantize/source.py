@@ -16,7 +16,7 @@ from torch import Tensor
 from tokenmill.checkpoint.base import Checkpoint
 from tokenmill.checkpoint.hf_export import exported_description, to_hf_layout
 from tokenmill.errors import UserError
-from tokenmill.model.architectures import ARCHITECTURES
+from tokenmill.model.architectures import architecture_of
 from tokenmill.model.architectures.decoder import Block, Decoder
 from tokenmill.model.formats.base import LinearWeight
 from tokenmill.model.reader import WeightReader
@@ -42,11 +42,11 @@ class SourceModel:
     def __init__(self, checkpoint: Checkpoint, num_positions: int) -> None:
         """`num_positions`: the length of calibration sequences."""
         self.checkpoint = checkpoint
+        architecture = architecture_of(checkpoint.description)
         self.description = exported_description(checkpoint)
         reader = _NamingReader(checkpoint)
         # Norms are read by the source's own offset; rotary tables are those of the layout that blocks are turned into.
         described = replace(checkpoint.description, rope_interleaved=False)
-        architecture = ARCHITECTURES.get(described.architecture)
         self.decoder: Decoder = architecture(reader, described, num_positions)
         reader.finish()
         self._reader = reader

@@ -24,7 +24,7 @@ from tokenmill.hardware.kv_layout import KVLayout
 from tokenmill.hardware.memory import kv_bytes_per_token
 from tokenmill.kernels import cpu
 from tokenmill.kernels.base import Choice, select, select_linear
-from tokenmill.model.architectures import ARCHITECTURES
+from tokenmill.model.architectures import architecture_of
 from tokenmill.model.formats.base import LinearWeight
 from tokenmill.model.kvstore.base import KVStore
 from tokenmill.model.kvstore.choice import StoreChoice, native_layer_count, reading_path
@@ -128,7 +128,7 @@ def survey(checkpoint: Checkpoint, config: ResolvedConfig) -> LoadedModel:
     description = checkpoint.description
     device = torch.device("cpu")
     reader = WeightReader(checkpoint)
-    decoder = ARCHITECTURES.get(description.architecture)(reader, description, 1)
+    decoder = architecture_of(description)(reader, description, 1)
     reader.finish()
     chosen: dict[tuple[str, int, int, bool], Choice] = {}
     for weight in reader.weights.values():

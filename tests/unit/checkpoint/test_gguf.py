@@ -90,9 +90,9 @@ def test_llama_description(tmp_path: Path) -> None:
     assert description.rope_interleaved
     assert description.tie_embeddings
     assert description.layer_kinds == ("full",) * LAYERS
-    assert (description.rope_theta, description.rope_scaling.kind) == (50000.0, "default")
+    assert (description.rope_table("full").theta, description.rope_table("full").scaling.kind) == (50000.0, "default")
     assert (description.bos_id, description.eos_ids) == (1, (2, 3))
-    assert not description.qkv_bias
+    assert not description.layers[0].attention.qkv_bias
 
 
 def test_llama_with_window_scaling_output_and_rope_factors(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_llama_with_window_scaling_output_and_rope_factors(tmp_path: Path) -> No
     assert not description.tie_embeddings
     assert "lm_head.weight" in checkpoint
     assert np.array_equal(checkpoint.tensor("rope_freqs.weight").data.numpy(), factors)
-    scaling = description.rope_scaling
+    scaling = description.rope_table("full").scaling
     assert (scaling.kind, scaling.factor, scaling.original_context, scaling.attention_factor) == (
         "yarn",
         4.0,
@@ -124,12 +124,18 @@ def test_llama_with_window_scaling_output_and_rope_factors(tmp_path: Path) -> No
 
 def test_qwen_descriptions(tmp_path: Path) -> None:
     qwen2 = describe(tmp_path / "qwen2.gguf", "qwen2", lambda writer: writer.add_sliding_window(64))
-    assert qwen2.qkv_bias
-    assert not qwen2.output_bias
+    assert qwen2.layers[0].attention.qkv_bias
+    assert not qwen2.layers[0].attention.output_bias
     assert not qwen2.rope_interleaved
     assert qwen2.num_sliding_layers == 0
     qwen3 = describe(tmp_path / "qwen3.gguf", "qwen3", lambda writer: writer.add_key_length(16))
-    assert (qwen3.architecture, qwen3.head_dim, qwen3.qkv_bias) == ("qwen3", 16, False)
+    attention = qwen3.layers[0].attention
+    assert (qwen3.architecture, qwen3.head_dim, attention.qkv_bias, attention.head_norms) == (
+        "qwen3",
+        16,
+        False,
+        "head",
+    )
 
 
 def test_gemma3_description(tmp_path: Path) -> None:
@@ -142,10 +148,11 @@ def test_gemma3_description(tmp_path: Path) -> None:
 
     description = describe(tmp_path / "model.gguf", "gemma3", settings)
     assert description.layer_kinds == ("sliding", "full", "sliding")
-    assert (description.sliding_window, description.local_rope_theta) == (32, 10000.0)
-    assert (description.rope_scaling.kind, description.rope_scaling.factor) == ("linear", 8.0)
+    assert (description.sliding_window, description.rope_table("sliding").theta) == (32, 10000.0)
+    scaling = description.rope_table("full").scaling
+    assert (scaling.kind, scaling.factor) == ("linear", 8.0)
     assert (description.norm_offset, description.activation) == (0.0, "gelu_tanh")
-    assert (description.query_scale, description.embedding_scale) == (0.25, 8.0)
+    assert (description.layers[0].attention.scale, description.embedding_scale) == (0.25, 8.0)
 
 
 def test_version_2_reads_like_version_3(tmp_path: Path) -> None:
@@ -246,6 +253,7 @@ def test_real_values_equal_the_gguf_package(alias: str, model_path: Callable[[st
 def test_real_descriptions(model_path: Callable[[str], Path]) -> None:
     gemma = GGUFCheckpoint(model_path("gemma3-270m")).description
     assert [layer for layer, kind in enumerate(gemma.layer_kinds) if kind == "full"] == [5, 11, 17]
-    assert (gemma.head_dim, gemma.query_scale, gemma.vocab_size, gemma.eos_ids) == (256, 0.0625, 262144, (1, 106))
+    assert (gemma.head_dim, gemma.layers[0].attention.scale) == (256, 0.0625)
+    assert (gemma.vocab_size, gemma.eos_ids) == (262144, (1, 106))
     smollm = GGUFCheckpoint(model_path("smollm2")).description
     assert (smollm.rope_interleaved, smollm.tie_embeddings, smollm.eos_ids) == (True, True, (2, 0))

@@ -62,7 +62,7 @@ def test_several_ends_and_their_order() -> None:
 
 
 def test_what_no_model_type_says_is_refused() -> None:
-    description = replace(describe(CONFIGS["llama"]().to_dict()), qkv_bias=True)  # and no bias on the output
+    description = describe(CONFIGS["llama"]().to_dict()).with_attention(qkv_bias=True)  # and no bias on the output
     with pytest.raises(CheckpointError, match="output_bias"):
         export_config(description)
 

@@ -40,7 +40,7 @@ class KVManager:
     ) -> None:
         self.layout = layout
         self.num_pages = num_pages
-        self.prefix_caching = prefix_caching
+        self.prefix_caching = prefix_caching and not layout.states  # a recurrent state cannot be cut at a page
         self.stats = EngineStats(num_pages=num_pages, tiers=tiers.stats if tiers is not None else [])
         self._retention = RetentionPolicy(policy, self.stats)
         self._budgets = budgets or BudgetEnforcer(layout)
@@ -168,6 +168,7 @@ class KVManager:
         """
         size = self._page_size
         source = self._holdings[parent]
+        assert not self.layout.states, "a recurrent state would have to be copied"
         assert not source.num_dropped, "a request is forked before its budget takes pages"
         length = -(-child.num_tokens // size)
         committed = min(source.committed, child.num_computed // size)

@@ -22,7 +22,7 @@ def measure_pages(
         tail = holding.capacity - request.num_computed
         unused += tail // pool.refs[holding.tables[0][-1]] if holding.shared and tail else tail
     padding = 0.0
-    unfilled = [1 - len(group.layers) / layout.layers_per_page for group in layout.groups]
+    unfilled = [1 - layout.filled(group) for group in layout.groups]
     if num_held and any(unfilled):
         pages = [0] * num_groups
         for holding in holdings.values():

@@ -1,7 +1,17 @@
-"""Architectures by name. Llama, Mistral and Qwen2 are the plain decoder: what differs between them (biases, sliding
-windows) is in the model's description. Add one: a file here and a line in the table."""
+"""Architectures by name. Llama, Mistral, Qwen2 and Qwen3 are the plain decoder: what differs between them (biases,
+sliding windows, norms of heads) is in the model's description. Add one: a file here and a line in the table; from
+outside the package, `ARCHITECTURES.register`."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tokenmill.errors import CheckpointError
 from tokenmill.registry import Registry
+
+if TYPE_CHECKING:
+    from tokenmill.checkpoint.description import ModelDescription
+    from tokenmill.model.architectures.decoder import Decoder
 
 ARCHITECTURES = Registry(
     "architecture",
@@ -9,7 +19,21 @@ ARCHITECTURES = Registry(
         "llama": "tokenmill.model.architectures.decoder:Decoder",
         "mistral": "tokenmill.model.architectures.decoder:Decoder",
         "qwen2": "tokenmill.model.architectures.decoder:Decoder",
-        "qwen3": "tokenmill.model.architectures.qwen3:Qwen3",
+        "qwen3": "tokenmill.model.architectures.decoder:Decoder",
         "gemma3": "tokenmill.model.architectures.gemma3:Gemma3",
     },
 )
+
+
+def architecture_of(description: ModelDescription) -> type[Decoder]:
+    """The class that computes this model; declines by name what none of them does."""
+    known = description.architecture in ARCHITECTURES
+    found: type[Decoder] | None = ARCHITECTURES.get(description.architecture) if known else None
+    missing = [feature for feature in description.features() if found is None or feature not in found.features]
+    if found is not None and not missing:
+        return found
+    reasons = f" ({', '.join(missing)})" if missing else ""
+    raise CheckpointError(
+        f"model type '{description.model_type or description.architecture}' is not run by this engine yet{reasons}",
+        f"architectures it runs: {', '.join(ARCHITECTURES)}; `tokenmill plan` can plan for the others",
+    )

@@ -1,4 +1,5 @@
-"""The decoder every architecture here is: embedding, blocks, final norm, head. Subclasses say how a block differs.
+"""The decoder every architecture here is: embedding, blocks, final norm, head. Subclasses say how a block differs, and
+which features of a description (`ModelDescription.features`) they compute beyond the plain ones.
 
 A block takes the residual stream and the update still to be added to it, so that each addition fuses with the norm
 that follows. Written against Ops only: it runs eagerly, is recorded, or is captured, without knowing which.
@@ -6,7 +7,9 @@ that follows. Written against Ops only: it runs eagerly, is recorded, or is capt
 
 from __future__ import annotations
 
-from tokenmill.checkpoint.description import ModelDescription, RopeScaling
+from typing import ClassVar
+
+from tokenmill.checkpoint.description import ModelDescription
 from tokenmill.hardware.kv_layout import LayerKV
 from tokenmill.model.layers.attention import GatedMLP, SelfAttention
 from tokenmill.model.layers.rotary import RotaryTable, build_rotary_table
@@ -17,13 +20,11 @@ from tokenmill.model.reader import WeightReader
 class Block:
     """Norm before attention and before the MLP, as in Llama."""
 
-    head_norms = False
-
     def __init__(self, reader: WeightReader, description: ModelDescription, layer: int, rotary: RotaryTable) -> None:
         d = description
         prefix = f"model.layers.{layer}"
         self.eps = d.norm_eps
-        self.attention = SelfAttention(reader, d, layer, rotary, self.head_norms)
+        self.attention = SelfAttention(reader, d, layer, rotary)
         self.mlp = GatedMLP(reader, d, layer)
         self.attention_norm = reader.vector(f"{prefix}.input_layernorm.weight", d.hidden_size, d.norm_offset)
         self.mlp_norm = reader.vector(f"{prefix}.post_attention_layernorm.weight", d.hidden_size, d.norm_offset)
@@ -40,24 +41,27 @@ class Block:
 
 
 class Decoder:
+    features: ClassVar[frozenset[str]] = frozenset()
     block_class: type[Block] = Block
 
     def __init__(self, reader: WeightReader, description: ModelDescription, num_positions: int) -> None:
         d = self.description = description
         self.embedding = reader.linear("model.embed_tokens", d.vocab_size, d.hidden_size)
-        divisors = reader.optional_vector("rope_freqs.weight", d.head_dim // 2)
+        # GGUF may hold the stretched frequencies of the full table instead of the rule that makes them.
+        divisors = reader.optional_vector("rope_freqs.weight", d.rope_table("full").rotary_dim // 2)
         tables = {
-            "full": build_rotary_table(
-                d.head_dim, num_positions, d.rope_theta, d.rope_scaling, d.rope_interleaved, divisors
+            rope.name: build_rotary_table(
+                rope.rotary_dim,
+                num_positions,
+                rope.theta,
+                rope.scaling,
+                d.rope_interleaved,
+                divisors if rope.name == "full" else None,
             )
+            for rope in d.rope_tables
         }
-        tables["sliding"] = tables["full"]
-        if d.local_rope_theta is not None:
-            tables["sliding"] = build_rotary_table(
-                d.head_dim, num_positions, d.local_rope_theta, RopeScaling(), d.rope_interleaved
-            )
         self.blocks = [
-            self.block_class(reader, d, layer, tables[d.layer_kinds[layer]]) for layer in range(d.num_layers)
+            self.block_class(reader, d, number, tables[layer.attention.rope]) for number, layer in enumerate(d.layers)
         ]
         self.norm = reader.vector("model.norm.weight", d.hidden_size, d.norm_offset)
         if d.tie_embeddings:

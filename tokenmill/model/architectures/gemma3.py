@@ -1,4 +1,4 @@
-"""Gemma 3: norms on both sides of attention and MLP, norms on query and key heads, two rotary tables."""
+"""Gemma 3: norms on both sides of attention and of the MLP."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from tokenmill.model.reader import WeightReader
 
 
 class Gemma3Block(Block):
-    head_norms = True
-
     def __init__(self, reader: WeightReader, description: ModelDescription, layer: int, rotary: RotaryTable) -> None:
         super().__init__(reader, description, layer, rotary)
         d = description
@@ -31,4 +29,5 @@ class Gemma3Block(Block):
 
 
 class Gemma3(Decoder):
+    features = frozenset({"norms before and after each half"})
     block_class = Gemma3Block

@@ -40,6 +40,11 @@ class KVStore(ABC):
         self.device = device
 
     @classmethod
+    def declines(cls, layout: KVLayout) -> str:
+        """What of this layout the store cannot hold, in words; empty if it holds all of it."""
+        return ", ".join(layout.features())
+
+    @classmethod
     @abstractmethod
     def page_bytes(cls, layout: KVLayout) -> int:
         """Bytes of one page over all its layers: what the memory model counts."""

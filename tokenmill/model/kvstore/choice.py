@@ -75,6 +75,8 @@ def choose_store(dtype: str, edge_layers: int | None, layers: list[LayerKV], dev
     elif edge_layers is None:
         edge_layers = store.edge_layers if len(set(layers)) == 1 and 2 * store.edge_layers < len(layers) else 0
     layout = build_layout(layers, page_size=1)
+    if declined := store.declines(layout):
+        raise UserError(f"KV pages of type {dtype} cannot hold this model's {declined}", "use another --kv-cache-dtype")
     if edge_layers and len(native_slots(layout, edge_layers)) == layout.layers_per_page:
         raise UserError(
             f"{edge_layers} native layers at either end of {len(layers)} leave none to quantize",

@@ -12,39 +12,32 @@ from tokenmill.model.reader import WeightReader
 class SelfAttention:
     """q, k, v -> (per-head norms) -> rope -> paged attention -> output projection."""
 
-    def __init__(
-        self,
-        reader: WeightReader,
-        description: ModelDescription,
-        layer: int,
-        rotary: RotaryTable,
-        head_norms: bool = False,
-    ) -> None:
+    def __init__(self, reader: WeightReader, description: ModelDescription, layer: int, rotary: RotaryTable) -> None:
         prefix = f"model.layers.{layer}.self_attn"
-        d = description
-        query_width, kv_width = d.num_heads * d.head_dim, d.num_kv_heads * d.head_dim
+        d, a = description, description.layers[layer].attention
+        query_width, kv_width = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
         self.inputs = [
-            reader.linear(f"{prefix}.q_proj", query_width, d.hidden_size, d.qkv_bias),
-            reader.linear(f"{prefix}.k_proj", kv_width, d.hidden_size, d.qkv_bias),
-            reader.linear(f"{prefix}.v_proj", kv_width, d.hidden_size, d.qkv_bias),
+            reader.linear(f"{prefix}.q_proj", query_width, d.hidden_size, a.qkv_bias),
+            reader.linear(f"{prefix}.k_proj", kv_width, d.hidden_size, a.qkv_bias),
+            reader.linear(f"{prefix}.v_proj", kv_width, d.hidden_size, a.qkv_bias),
         ]
         # An error in a value reaches every later token; measured, it outweighs those of far larger matrices.
         self.inputs[2].precise = True
-        self.output = reader.linear(f"{prefix}.o_proj", d.hidden_size, query_width, d.output_bias)
+        self.output = reader.linear(f"{prefix}.o_proj", d.hidden_size, query_width, a.output_bias)
         self.query_norm = self.key_norm = None
-        if head_norms:
-            self.query_norm = reader.vector(f"{prefix}.q_norm.weight", d.head_dim, d.norm_offset)
-            self.key_norm = reader.vector(f"{prefix}.k_norm.weight", d.head_dim, d.norm_offset)
+        if a.head_norms:
+            self.query_norm = reader.vector(f"{prefix}.q_norm.weight", a.head_dim, d.norm_offset)
+            self.key_norm = reader.vector(f"{prefix}.k_norm.weight", a.head_dim, d.norm_offset)
         self.rotary = rotary
         self.eps = d.norm_eps
         self.spec = AttentionSpec(
             layer=layer,
-            num_heads=d.num_heads,
-            num_kv_heads=d.num_kv_heads,
-            head_dim=d.head_dim,
-            scale=d.query_scale if d.query_scale is not None else d.head_dim**-0.5,
-            window=d.sliding_window if d.layer_kinds[layer] == "sliding" else 0,
-            softcap=d.attention_softcap,
+            num_heads=a.num_heads,
+            num_kv_heads=a.num_kv_heads,
+            head_dim=a.head_dim,
+            scale=a.scale if a.scale is not None else a.head_dim**-0.5,
+            window=a.window,
+            softcap=a.softcap,
         )
 
     def __call__(self, ops: Ops, x: Value) -> Value:
@@ -62,13 +55,15 @@ class GatedMLP:
 
     def __init__(self, reader: WeightReader, description: ModelDescription, layer: int) -> None:
         prefix = f"model.layers.{layer}.mlp"
-        d = description
+        hidden, mlp = description.hidden_size, description.layers[layer].feed_forward
+        assert mlp is not None
+        assert mlp.gated
         self.inputs = [
-            reader.linear(f"{prefix}.gate_proj", d.intermediate_size, d.hidden_size, d.mlp_bias),
-            reader.linear(f"{prefix}.up_proj", d.intermediate_size, d.hidden_size, d.mlp_bias),
+            reader.linear(f"{prefix}.gate_proj", mlp.intermediate_size, hidden, mlp.bias),
+            reader.linear(f"{prefix}.up_proj", mlp.intermediate_size, hidden, mlp.bias),
         ]
-        self.output = reader.linear(f"{prefix}.down_proj", d.hidden_size, d.intermediate_size, d.mlp_bias)
-        self.activation = d.activation
+        self.output = reader.linear(f"{prefix}.down_proj", hidden, mlp.intermediate_size, mlp.bias)
+        self.activation = mlp.activation
 
     def __call__(self, ops: Ops, x: Value) -> Value:
         gate, up = ops.linear(x, self.inputs)

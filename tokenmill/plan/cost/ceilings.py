@@ -19,13 +19,8 @@ def bytes_read_per_token(model: PlannedModel, weights: WeightFormat) -> float:
     """Weights that one decoded token at batch 1 must read: everything but the embedding table and idle experts."""
     tensors = []
     for kind in model.layers:
-        ffn = kind.feed_forward
-        one = PlannedModel("", model.hidden_size, 0, 1, (kind,), tie_embeddings=True)
-        for count, matrix in one.matrices():
-            if matrix.part == "embedding":
-                continue
-            share = ffn.experts_per_token / ffn.num_experts if matrix.part == "expert" else 1.0
-            tensors.append((count * matrix.parameters * share, matrix.part, matrix.split))
+        for matrix in kind.matrices():
+            tensors.append((kind.count * matrix.parameters * kind.share(matrix), matrix.part, matrix.split))
     tensors.append((float(model.hidden_size * model.vocab_size), "head", "column"))
     return weight_bytes(tensors, weights)
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 
+from tokenmill.checkpoint.description import FeedForward
+from tokenmill.checkpoint.mixers import Attention, LatentAttention, Recurrent
 from tokenmill.hardware.catalog import Device, find_device
 from tokenmill.hardware.roofline import Work, transferred
 from tokenmill.hardware.weight_formats import WeightFormat
@@ -17,7 +19,6 @@ from tokenmill.plan.cost import tables
 from tokenmill.plan.cost.curves import Curve, Surface
 from tokenmill.plan.cost.engine_costs import RoofShares, family_shares
 from tokenmill.plan.cost.tables import ExpertShape
-from tokenmill.plan.question.planned_model import Attention, FeedForward
 
 LAUNCH_MS = 0.003  # of a kernel inside a captured graph
 _TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
@@ -109,14 +110,19 @@ def expert_curve(
 
 
 @lru_cache(_KEPT)
-def decode_surface(device: Device, attention: Attention, tp: int, kv_bytes: float, roofs: RoofShares | None) -> Surface:
+def decode_surface(
+    device: Device, attention: Attention | LatentAttention, tp: int, kv_bytes: float, roofs: RoofShares | None
+) -> Surface:
     """One layer's attention of one new token per sequence, over (batch, mean context)."""
-    kv_heads, heads = max(1, attention.num_kv_heads // tp), max(1, attention.num_heads // tp)
-    if attention.kind == "latent" or roofs:
-        shares = roofs or RoofShares(_LATENT_MEMORY, _LATENT_COMPUTE, 4 * LAUNCH_MS)
-        width = attention.kv_rank + attention.rope_dim or 2 * kv_heads * attention.head_dim
-        flops = heads * (2 * attention.kv_rank + attention.rope_dim or 2 * attention.head_dim)
-        return _formula_decode(device, width * kv_bytes, 2.0 * flops, shares)
+    heads = max(1, attention.num_heads // tp)
+    latent_shares = roofs or RoofShares(_LATENT_MEMORY, _LATENT_COMPUTE, 4 * LAUNCH_MS)
+    if isinstance(attention, LatentAttention):
+        width, flops = attention.kv_rank + attention.rope_dim, heads * (2 * attention.kv_rank + attention.rope_dim)
+        return _formula_decode(device, width * kv_bytes, 2.0 * flops, latent_shares)
+    kv_heads = max(1, attention.num_kv_heads // tp)
+    if roofs:
+        width, flops = 2 * kv_heads * attention.head_dim, heads * 2 * attention.head_dim
+        return _formula_decode(device, width * kv_bytes, 2.0 * flops, roofs)
     stored = 1 if kv_bytes <= 1 else 2
     per_token = 2.0 * kv_heads * attention.head_dim
     batches, curves = [], []
@@ -148,10 +154,12 @@ def _formula_decode(device: Device, nbytes: float, flops: float, shares: RoofSha
 
 
 @lru_cache(_KEPT)
-def prefill_curve(device: Device, attention: Attention, tp: int, kv_bytes: float, roofs: RoofShares | None) -> Curve:
+def prefill_curve(
+    device: Device, attention: Attention | LatentAttention, tp: int, kv_bytes: float, roofs: RoofShares | None
+) -> Curve:
     """One layer's causal attention over a prompt, over its length (other shapes: see `equivalent_length`)."""
     heads = max(1, attention.num_heads // tp)
-    if attention.kind == "latent":
+    if isinstance(attention, LatentAttention):
         kv_heads, head_dim = heads, (attention.nope_dim + attention.rope_dim + attention.value_dim) // 2
     else:
         kv_heads, head_dim = max(1, attention.num_kv_heads // tp), attention.head_dim
@@ -167,7 +175,7 @@ def prefill_curve(device: Device, attention: Attention, tp: int, kv_bytes: float
     return Curve([*points, *(points[-1] * doubling for doubling in (2, 4, 8, 16, 32, 64))], moved)
 
 
-def recurrent_curve(device: Device, attention: Attention, tp: int) -> Callable[[float], float]:
+def recurrent_curve(device: Device, mixer: Recurrent, tp: int) -> Callable[[float], float]:
     """Reading and writing the state of each sequence in a recurrent layer, over sequences."""
-    per_sequence = 2 * (attention.state_values * 4 + attention.conv_values * 2) / tp
+    per_sequence = 2 * (mixer.state_values * 4 + mixer.convolution_values * 2) / tp
     return lambda sequences: 4 * LAUNCH_MS + sequences * per_sequence / (0.7 * device.bandwidth_gb_s * 1e6)

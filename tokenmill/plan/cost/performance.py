@@ -65,8 +65,7 @@ def basis_of(deployment: Deployment) -> str:
     if roofs:
         shares = f"bandwidth share measured for {d.engine}" if roofs.measured else "assumed shares"
         return f"formula: roofs of {d.device.name} x {shares} (F13)"
-    latent = any(kind.attention.kind == "latent" for kind in d.model.layers)
-    extra = "; latent attention by formula" if latent else ""
+    extra = "; latent attention by formula" if "latent" in d.model.mixer_kinds else ""
     if d.device.name == MEASURED_ON:
         return f"table: ops measured on {MEASURED_ON}, vLLM 0.24.0{extra}"
     if d.device.family in _MEASURED_FAMILIES:

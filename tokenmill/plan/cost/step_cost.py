@@ -6,17 +6,19 @@ trace of 20,000 requests asks millions of times. Knows nothing of queues or requ
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from math import sqrt
 
+from tokenmill.checkpoint.matrices import Matrix
+from tokenmill.checkpoint.mixers import Attention, Mixer, Recurrent
 from tokenmill.plan.cost import kernel_time
 from tokenmill.plan.cost.communication import all_reduce_ms, all_to_all_ms, hand_over_ms
 from tokenmill.plan.cost.curves import Curve, Surface, sampled
 from tokenmill.plan.cost.engine_costs import EngineCosts, RoofShares, device_roofs, engine_costs
 from tokenmill.plan.question.deployment import Deployment
-from tokenmill.plan.question.planned_model import LayerKind, Matrix
+from tokenmill.plan.question.planned_model import LayerKind
 
 Decode = list[int] | tuple[int, float]
 _KEPT_CHUNKS = 1 << 12
@@ -50,11 +52,11 @@ class StepCost:
         self._dp = float(d.data_parallel)
         layers = [curve for kind in d.model.layers for curve in self._layer_linears(kind)]
         self._linear = _summed(layers)
-        self._head = self._matrix_curve(Matrix("head", d.model.hidden_size, d.model.vocab_size), 1)
+        self._head = self._matrix_curve(Matrix("lm_head", "head", d.model.hidden_size, d.model.vocab_size), 1)
         self._experts = _summed([self._expert_curve(kind) for kind in d.model.layers if kind.feed_forward.num_experts])
         self._communication = sampled(self._exchange_ms, kernel_time.TOKENS)
         self._small = sampled(self._small_ms, kernel_time.TOKENS)
-        self._attention = [self._attention_times(kind) for kind in d.model.layers]
+        self._attention = self._attention_times(d)
         self._weigh(self.costs)
 
     def decode_ms(self, count: int, total_context: float) -> float:
@@ -77,7 +79,7 @@ class StepCost:
         """Same model, devices and parallelism with another KV width or other batch limits: only attention differs."""
         other = copy(self)
         other.deployment = deployment
-        other._attention = [other._attention_times(kind) for kind in deployment.model.layers]
+        other._attention = other._attention_times(deployment)
         return other
 
     def _weigh(self, costs: EngineCosts) -> None:
@@ -146,10 +148,8 @@ class StepCost:
         return sampled(lambda tokens: count * curve(tokens), kernel_time.TOKENS)
 
     def _layer_linears(self, kind: LayerKind) -> list[Curve]:
-        d = self.deployment
-        model = type(d.model)("", d.model.hidden_size, 1, 1, (kind,), tie_embeddings=True)
         parts = ("attention", "mlp", "shared")
-        return [self._matrix_curve(matrix, count) for count, matrix in model.matrices() if matrix.part in parts]
+        return [self._matrix_curve(matrix, kind.count) for matrix in kind.matrices() if matrix.part in parts]
 
     def _expert_curve(self, kind: LayerKind) -> Curve:
         d = self.deployment
@@ -176,33 +176,32 @@ class StepCost:
         d, hidden = self.deployment, self.deployment.model.hidden_size
         total = 0.0
         for kind in d.model.layers:
-            a, ffn = kind.attention, kind.feed_forward
+            ffn = kind.feed_forward
             width = ffn.intermediate_size or ffn.experts_per_token * ffn.expert_size / d.data_parallel
-            mixer = 4 * (a.num_heads + a.num_kv_heads) * (a.head_dim or a.nope_dim) + 4 * sum(
-                o for _, o in a.projections
-            )
-            moved = 2.0 * tokens * (10 * hidden + (4 * width + mixer) / d.tp)
+            moved = 2.0 * tokens * (10 * hidden + (4 * width + 4 * kind.mixer_width) / d.tp)
             total += kind.count * moved / (0.6 * d.device.bandwidth_gb_s * 1e6)
         return total
 
-    def _attention_times(self, kind: LayerKind) -> _AttentionTimes:
-        return _AttentionTimes(kind, self.deployment, self._roofs)
+    def _attention_times(self, d: Deployment) -> list[_AttentionTimes]:
+        return [_AttentionTimes(mixer, kind.count, d, self._roofs) for kind in d.model.layers for mixer in kind.mixers]
 
 
 class _AttentionTimes:
-    """Milliseconds of the token mixers of one kind of layer in a step."""
+    """Milliseconds of one mixer of one kind of layer in a step."""
 
     __slots__ = ("_count", "_decode", "_dp", "_floor", "_prefill", "_recurrent", "_window", "_work")
 
-    def __init__(self, kind: LayerKind, d: Deployment, roofs: RoofShares | None) -> None:
-        a = kind.attention
-        self._count, self._window, self._dp = kind.count, a.window if a.kind == "sliding" else 0, d.data_parallel
-        self._recurrent = kernel_time.recurrent_curve(d.device, a, d.tp) if a.kind == "recurrent" else None
+    def __init__(self, mixer: Mixer, count: int, d: Deployment, roofs: RoofShares | None) -> None:
+        self._count, self._dp = count, d.data_parallel
+        self._window = mixer.window or mixer.chunk if isinstance(mixer, Attention) else 0
+        self._recurrent: Callable[[float], float] | None = None
         self._decode: Surface | None = None
         self._prefill: Curve | None = None
-        if self._recurrent is None:
-            self._decode = kernel_time.decode_surface(d.device, a, d.tp, d.kv_bytes, roofs)
-            self._prefill = kernel_time.prefill_curve(d.device, a, d.tp, d.kv_bytes, roofs)
+        if isinstance(mixer, Recurrent):
+            self._recurrent = kernel_time.recurrent_curve(d.device, mixer, d.tp)
+        else:
+            self._decode = kernel_time.decode_surface(d.device, mixer, d.tp, d.kv_bytes, roofs)
+            self._prefill = kernel_time.prefill_curve(d.device, mixer, d.tp, d.kv_bytes, roofs)
             self._floor = self._prefill(1.0)
         self._work: dict[tuple[int, int], float] = {}  # by chunk: many prompts are equal
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+from tokenmill.checkpoint.matrices import Matrix
 from tokenmill.errors import UserError
 from tokenmill.hardware.catalog import Device
 from tokenmill.hardware.memory import (
@@ -20,7 +21,7 @@ from tokenmill.hardware.memory import (
 )
 from tokenmill.hardware.weight_formats import WeightFormat, find_format, weight_bytes
 from tokenmill.plan.question.engines import check_engine
-from tokenmill.plan.question.planned_model import Matrix, PlannedModel
+from tokenmill.plan.question.planned_model import PlannedModel
 
 PAGE_SIZE = 16
 
@@ -111,7 +112,7 @@ def plan_memory(deployment: Deployment) -> MemoryPlan:
     widest, workspace = 0, 0.0
     for kind in model.layers:
         ffn = kind.feed_forward
-        widest = max(widest, ffn.intermediate_size, ffn.experts_per_token * ffn.expert_size + ffn.shared_size)
+        widest = max(widest, ffn.width)
         if ffn.num_experts:
             tokens = d.batch_tokens
             need = expert_workspace_bytes(tokens, ffn.experts_per_token, model.hidden_size, ffn.num_experts, d.ep)

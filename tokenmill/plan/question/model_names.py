@@ -16,12 +16,15 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from tokenmill.checkpoint import hf_config
 from tokenmill.checkpoint.gguf import GGUFCheckpoint
+from tokenmill.checkpoint.gguf_description import ARCHITECTURES
 from tokenmill.checkpoint.gguf_header import MAGIC, read_gguf_metadata
+from tokenmill.checkpoint.gguf_metadata import Metadata
 from tokenmill.checkpoint.sources import list_cached
 from tokenmill.errors import CheckpointError, UserError
-from tokenmill.plan.question.model_config import from_config
 from tokenmill.plan.question.planned_model import PlannedModel
+from tokenmill.plan.question.stored_format import stored_format
 
 # GGUF metadata (after the architecture's prefix) -> config.json spelling.
 _GGUF_FIELDS = {
@@ -54,7 +57,6 @@ _GGUF_FILE_TYPES = {
     15: "q4_k_m",
     17: "q5_k_m",
 }
-_SLIDING_PATTERN = {"gemma3": 6}
 
 
 def describe_for_planning(source: str | Path) -> PlannedModel:
@@ -83,8 +85,12 @@ def built_in_names() -> list[str]:
 
 def built_in(name: str) -> PlannedModel:
     row = _table()[name]
-    model = from_config(row["config"], name)
-    return replace(model, stored_format=row.get("format", "bf16"))
+    return PlannedModel(hf_config.describe(row["config"]), name, row.get("format", "bf16"))
+
+
+def from_config(config: Mapping[str, Any], name: str = "") -> PlannedModel:
+    description = hf_config.describe(config)
+    return PlannedModel(description, name or description.name or "config.json", stored_format(config))
 
 
 @cache
@@ -133,27 +139,25 @@ def _from_json(path: Path) -> PlannedModel:
 def _from_gguf(path: Path) -> PlannedModel:
     metadata = read_gguf_metadata(path)
     architecture = str(metadata.get("general.architecture", ""))
+    stored = _GGUF_FILE_TYPES.get(metadata.get("general.file_type", -1), "q4_k_m")
+    if architecture in ARCHITECTURES:
+        description = GGUFCheckpoint(path).description
+    else:
+        description = hf_config.describe(_config_of(metadata, architecture))
+    name = str(metadata.get("general.name") or path.stem)
+    return PlannedModel(description, name, stored, path.stat().st_size)
+
+
+def _config_of(metadata: Metadata, architecture: str) -> dict[str, Any]:
+    """The metadata of a GGUF that the engine does not run, in the spelling of a config.json."""
     config: dict[str, Any] = {"model_type": architecture}
     for stored, spelling in _GGUF_FIELDS.items():
         value = metadata.get(f"{architecture}.{stored}")
         if value is not None:
-            config[spelling] = value
+            config[spelling] = max(value, default=0) if isinstance(value, list) else value
     if "vocab_size" not in config:
         config["vocab_size"] = metadata.string_count("tokenizer.ggml.tokens")
-    if architecture in _SLIDING_PATTERN:
-        config["sliding_window_pattern"] = _SLIDING_PATTERN[architecture]
     if config.get("kv_lora_rank"):
         key, value = (int(metadata.get(f"{architecture}.attention.{name}_length", 0)) for name in ("key", "value"))
         config |= {"qk_nope_head_dim": key - int(config["qk_rope_head_dim"]), "v_head_dim": value}
-    config["tie_word_embeddings"] = _is_tied(path, architecture)
-    stored = _GGUF_FILE_TYPES.get(metadata.get("general.file_type", -1), "q4_k_m")
-    model = from_config(config, str(metadata.get("general.name") or path.stem))
-    return replace(model, stored_format=stored, stored_bytes=path.stat().st_size)
-
-
-def _is_tied(path: Path, architecture: str) -> bool:
-    """Whether the output head is the embedding: the file then has no tensor of its own for it."""
-    try:
-        return "lm_head.weight" not in GGUFCheckpoint(path)
-    except CheckpointError:  # a family whose tensors we do not read
-        return architecture in ("gemma", "gemma2", "gemma3")
+    return config

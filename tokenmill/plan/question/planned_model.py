@@ -1,93 +1,117 @@
-"""What the planner knows of a model: its layers by kind, with every matrix they multiply.
+"""What planning adds to a model description: equal layers counted, products as engines make them, KV needs of a rank.
 
-Broader than the engine's `ModelDescription` (mixtures of experts, latent attention, recurrent state, vision towers that
-this engine does not run yet). One list of matrices serves both the memory and the time model. Made by model_config.py
-and model_names.py; knows nothing of files, devices or formats.
+Arithmetic over checkpoint/description.py, which is the same record that the engine runs; here are only the facts of the
+file that was described (its format and size). Made by model_names.py; knows nothing of devices.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
+from tokenmill.checkpoint.description import FeedForward, LayerDescription, ModelDescription
+from tokenmill.checkpoint.matrices import Matrix, edge_matrices, layer_matrices
+from tokenmill.checkpoint.mixers import Attention, LatentAttention, Mixer, Recurrent
 from tokenmill.hardware.memory import KVNeed
 
-
-@dataclass(frozen=True, slots=True)
-class Matrix:
-    """A weight of `copies` x [outputs, inputs]. `split` says how tensor parallelism cuts it; `part` what it is for."""
-
-    part: str  # "attention" | "mlp" | "expert" | "shared" | "router" | "embedding" | "head" | "state" | "vision"
-    inputs: int
-    outputs: int
-    split: str = "column"  # "column" (outputs) | "row" (inputs) | "none" (every rank holds it)
-    copies: int = 1  # experts
-
-    @property
-    def parameters(self) -> int:
-        return self.inputs * self.outputs * self.copies
-
-    def shard(self, tp: int) -> tuple[int, int]:
-        """(outputs, inputs) of one rank."""
-        if self.split == "column":
-            return -(-self.outputs // tp), self.inputs
-        if self.split == "row":
-            return self.outputs, -(-self.inputs // tp)
-        return self.outputs, self.inputs
-
-
-@dataclass(frozen=True, slots=True)
-class Attention:
-    """One layer's token mixer. `kind`: "full" | "sliding" | "latent" | "recurrent"."""
-
-    kind: str
-    num_heads: int = 0
-    num_kv_heads: int = 0
-    head_dim: int = 0
-    window: int = 0
-    output_gate: bool = False  # the query projection also makes a gate
-    query_rank: int = 0  # latent: 0 means no low-rank query
-    kv_rank: int = 0  # latent
-    rope_dim: int = 0  # latent: the part of the key shared by all heads
-    nope_dim: int = 0
-    value_dim: int = 0
-    state_values: int = 0  # recurrent: numbers of state per sequence (held in float32)
-    conv_values: int = 0  # recurrent: numbers of convolution state per sequence (held in 16 bits)
-    projections: tuple[tuple[int, int], ...] = ()  # recurrent: (inputs, outputs) of its matrices
-
-
-@dataclass(frozen=True, slots=True)
-class FeedForward:
-    intermediate_size: int = 0  # dense; 0: none
-    gated: bool = True
-    num_experts: int = 0
-    experts_per_token: int = 0
-    expert_size: int = 0
-    shared_size: int = 0  # width of the experts that every token passes
+_NO_FEED_FORWARD = FeedForward()
 
 
 @dataclass(frozen=True, slots=True)
 class LayerKind:
+    """Layers that are alike, with the width of the model that they belong to."""
+
     count: int
-    attention: Attention
-    feed_forward: FeedForward
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedModel:
-    name: str
+    layer: LayerDescription
     hidden_size: int
-    vocab_size: int
-    context_length: int
-    layers: tuple[LayerKind, ...]
-    tie_embeddings: bool = False
-    vision_parameters: int = 0
+
+    @property
+    def mixers(self) -> tuple[Mixer, ...]:
+        return self.layer.mixers
+
+    @property
+    def feed_forward(self) -> FeedForward:
+        return self.layer.feed_forward or _NO_FEED_FORWARD
+
+    def matrices(self) -> Iterator[Matrix]:
+        """The products of one such layer: matrices that read the same input are one."""
+        pending: Matrix | None = None
+        for matrix in layer_matrices(self.hidden_size, self.layer):
+            if pending is not None and matrix.joined and matrix.joined == pending.joined:
+                pending = replace(pending, outputs=pending.outputs + matrix.outputs)
+                continue
+            if pending is not None:
+                yield pending
+            pending = matrix
+        if pending is not None:
+            yield pending
+
+    def share(self, matrix: Matrix) -> float:
+        """Of a matrix of this layer, the part that one token multiplies with."""
+        ffn = self.feed_forward
+        return ffn.experts_per_token / ffn.num_experts if matrix.part == "expert" else 1.0
+
+    @property
+    def mixer_width(self) -> int:
+        """Numbers of one token's activations in the mixers, roughly: heads, or what recurrent layers project to."""
+        total = 0
+        for mixer in self.mixers:
+            if isinstance(mixer, Attention):
+                total += (mixer.num_heads + mixer.num_kv_heads) * mixer.head_dim
+            elif isinstance(mixer, LatentAttention):
+                total += mixer.num_heads * mixer.nope_dim
+            else:
+                total += sum(
+                    m.outputs for m in layer_matrices(self.hidden_size, self.layer) if m.name.startswith("mixer.")
+                )
+        return total
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    description: ModelDescription
+    name: str
     stored_format: str = "bf16"  # what the checkpoint holds
     stored_bytes: int = 0  # of the file at hand, if there is one
 
+    def __hash__(self) -> int:
+        """Without the layers: models are keys of many caches, and hashing hundreds of layers takes longer than most
+        of what is kept there. Equal models still compare whole."""
+        return hash((self.name, self.description.hidden_size, self.description.vocab_size, self.stored_format))
+
+    @property
+    def hidden_size(self) -> int:
+        return self.description.hidden_size
+
+    @property
+    def vocab_size(self) -> int:
+        return self.description.vocab_size
+
+    @property
+    def context_length(self) -> int:
+        return self.description.context_length
+
     @property
     def num_layers(self) -> int:
-        return sum(kind.count for kind in self.layers)
+        return self.description.num_layers
+
+    @cached_property
+    def layers(self) -> tuple[LayerKind, ...]:
+        """Equal layers counted, in the order in which their kinds first occur."""
+        counts = Counter(_as_planned(layer) for layer in self.description.layers)
+        return tuple(LayerKind(count, layer, self.hidden_size) for layer, count in counts.items())
+
+    @property
+    def mixer_kinds(self) -> set[str]:
+        return {mixer.kind for kind in self.layers for mixer in kind.mixers}
+
+    @property
+    def head_counts(self) -> set[int]:
+        """How many query heads the attention layers have."""
+        mixers = [mixer for kind in self.layers for mixer in kind.mixers]
+        return {mixer.num_heads for mixer in mixers if not isinstance(mixer, Recurrent)}
 
     @property
     def is_moe(self) -> bool:
@@ -96,77 +120,51 @@ class PlannedModel:
     def matrices(self) -> Iterator[tuple[int, Matrix]]:
         """(how many layers have it, matrix), layers first, then embedding, head and vision tower."""
         for kind in self.layers:
-            for matrix in (*attention_matrices(self.hidden_size, kind.attention), *self._feed_forward(kind)):
+            for matrix in kind.matrices():
                 yield kind.count, matrix
-        yield 1, Matrix("embedding", self.hidden_size, self.vocab_size)
-        if not self.tie_embeddings:
-            yield 1, Matrix("head", self.hidden_size, self.vocab_size)
-        if self.vision_parameters:
-            yield 1, Matrix("vision", 1, self.vision_parameters, "none")
+        for matrix in edge_matrices(self.description):
+            yield 1, matrix
 
-    def _feed_forward(self, kind: LayerKind) -> Iterator[Matrix]:
-        ffn, hidden = kind.feed_forward, self.hidden_size
-        if ffn.intermediate_size:
-            yield from _mlp("mlp", hidden, ffn.intermediate_size, ffn.gated)
-        if ffn.num_experts:
-            yield Matrix("router", hidden, ffn.num_experts, "none")
-            yield from _mlp("expert", hidden, ffn.expert_size, ffn.gated, ffn.num_experts)
-        if ffn.shared_size:
-            yield from _mlp("shared", hidden, ffn.shared_size, ffn.gated)
-
-    @property
+    @cached_property
     def parameters(self) -> int:
         return sum(count * matrix.parameters for count, matrix in self.matrices())
 
-    @property
+    @cached_property
     def active_parameters(self) -> int:
         """Parameters that one token multiplies with; the embedding is looked up, not multiplied (the head is)."""
         total = 0
         for kind in self.layers:
-            ffn = kind.feed_forward
-            for matrix in (*attention_matrices(self.hidden_size, kind.attention), *self._feed_forward(kind)):
-                share = ffn.experts_per_token / ffn.num_experts if matrix.part == "expert" else 1.0
-                total += round(kind.count * matrix.parameters * share)
+            total += sum(round(kind.count * matrix.parameters * kind.share(matrix)) for matrix in kind.matrices())
         return total + self.hidden_size * self.vocab_size
 
     def kv_needs(self, tp: int = 1, value_bytes: float = 2.0, state_bytes: float = 4.0) -> list[KVNeed]:
         """What one rank keeps, by kind of layer: the input of hardware/memory.py. See there for the rules."""
-        needs = []
-        for kind in self.layers:
-            a = kind.attention
-            if a.kind == "latent":  # every rank needs the whole latent
-                needs.append(KVNeed("full", kind.count, (a.kv_rank + a.rope_dim) * value_bytes))
-            elif a.kind == "recurrent":
-                state = (a.state_values * state_bytes + a.conv_values * 2) / tp
-                needs.append(KVNeed("state", kind.count, 0.0, 0, state))
-            elif a.num_kv_heads:
-                heads = max(1, -(-a.num_kv_heads // tp))  # past one head per rank, heads are replicated
-                needs.append(KVNeed(a.kind, kind.count, 2 * heads * a.head_dim * value_bytes, a.window))
-        return needs
+        return [
+            need
+            for kind in self.layers
+            for mixer in kind.mixers
+            for need in _mixer_needs(mixer, kind.count, tp, value_bytes, state_bytes)
+        ]
 
     def kv_bytes_per_token(self, tp: int = 1, value_bytes: float = 2.0) -> float:
         """Bytes that one more token costs on one rank in a short sequence (every window still open)."""
         return sum(need.layers * need.bytes_per_token for need in self.kv_needs(tp, value_bytes))
 
 
-def _mlp(part: str, hidden: int, width: int, gated: bool, copies: int = 1) -> Iterator[Matrix]:
-    yield Matrix(part, hidden, width * (2 if gated else 1), "column", copies)
-    yield Matrix(part, width, hidden, "row", copies)
+def _mixer_needs(mixer: Mixer, count: int, tp: int, value_bytes: float, state_bytes: float) -> Iterator[KVNeed]:
+    if isinstance(mixer, Recurrent):
+        state = (mixer.state_values * state_bytes + mixer.convolution_values * 2) / tp
+        yield KVNeed("state", count, 0.0, 0, state)
+    elif isinstance(mixer, LatentAttention):  # every rank needs the whole latent
+        yield KVNeed("full", count, (mixer.kv_rank + mixer.rope_dim) * value_bytes)
+    elif mixer.kv_source is None:
+        need = mixer.kv_need()
+        heads = max(1, -(-mixer.num_kv_heads // tp))  # past one head per rank, heads are replicated
+        width = need.values_per_token // mixer.num_kv_heads
+        yield KVNeed(need.kind, count, heads * width * value_bytes, need.window)
 
 
-def attention_matrices(hidden: int, a: Attention) -> Iterator[Matrix]:
-    if a.kind == "recurrent":
-        for inputs, outputs in a.projections:
-            yield Matrix("attention", inputs, outputs, "row" if outputs == hidden else "column")
-        return
-    if a.kind == "latent":
-        key_dim = a.nope_dim + a.rope_dim
-        yield Matrix("attention", hidden, a.query_rank + a.kv_rank + a.rope_dim, "none")
-        yield Matrix("attention", a.query_rank or hidden, a.num_heads * key_dim)
-        yield Matrix("attention", a.kv_rank, a.num_heads * (a.nope_dim + a.value_dim))
-        yield Matrix("attention", a.num_heads * a.value_dim, hidden, "row")
-        return
-    if a.num_heads:
-        queries = a.num_heads * (2 if a.output_gate else 1)
-        yield Matrix("attention", hidden, (queries + 2 * a.num_kv_heads) * a.head_dim)
-        yield Matrix("attention", a.num_heads * a.head_dim, hidden, "row")
+def _as_planned(layer: LayerDescription) -> LayerDescription:
+    """Without what costs nothing: layers that differ only in their rotary table or its absence are one kind."""
+    mixers = tuple(replace(mixer, rope="") if isinstance(mixer, Attention) else mixer for mixer in layer.mixers)
+    return replace(layer, mixers=mixers)

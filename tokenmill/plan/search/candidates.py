@@ -37,7 +37,7 @@ def formats_for(device: Device, model: PlannedModel, engine: str = "") -> list[W
 
 def parallel_sizes(device: Device, count: int, model: PlannedModel) -> Iterator[tuple[int, int]]:
     """(tp, pp) by powers of two up to `count` devices: tensor parallelism as far as the link reaches, then stages."""
-    heads = min((kind.attention.num_heads for kind in model.layers if kind.attention.num_heads), default=1)
+    heads = min(model.head_counts, default=1)
     widest = 1
     while 2 * widest <= min(count, max(1, device.link.devices)) and heads % (2 * widest) == 0:
         widest *= 2

@@ -141,7 +141,7 @@ def _device_facts(device: Device) -> dict[str, Any]:
 
 def _model_facts(question: Question, device: Device, plan: Mapping[str, Any]) -> dict[str, Any]:
     model = question.model
-    kinds = {kind.attention.kind for kind in model.layers}
+    kinds = model.mixer_kinds
     return {
         "parameters": model.parameters,
         "billions": model.parameters / 1e9,
@@ -150,7 +150,7 @@ def _model_facts(question: Question, device: Device, plan: Mapping[str, Any]) ->
         "latent": "latent" in kinds,
         "recurrent": "recurrent" in kinds,
         "sliding": "sliding" in kinds,
-        "vision": model.vision_parameters > 0,
+        "vision": model.description.vision_parameters > 0,
         "kv_bytes_per_token": model.kv_bytes_per_token(1, plan["kv_bits"] / 8),
         "ceiling": decode_ceiling(model, find_format(plan["weights"]), device, plan["tp"]),
     }

@@ -72,7 +72,7 @@ def read_rows(path: Path) -> Iterator[SiliconRow | SkippedRow]:
 
 def _row(line: int, row: dict[str, str]) -> SiliconRow:
     model = describe_for_planning(row["model_path"])
-    parallel = _parallelism(row, max(kind.attention.num_heads for kind in model.layers))
+    parallel = _parallelism(row, max(model.head_counts, default=0))
     source = row.get("silicon_data_source", "")
     concurrency = _concurrency(row, source, parallel.data_parallel)
     stored = row["gemm_quant_mode"]

@@ -16,7 +16,7 @@ from tokenmill.checkpoint.base import Checkpoint
 from tokenmill.checkpoint.gguf import GGUFCheckpoint
 from tokenmill.checkpoint.gguf_export import ExportedTensor, export_tensors, rope_divisors
 from tokenmill.checkpoint.hf_export import to_gguf_layout
-from tokenmill.model.architectures import ARCHITECTURES
+from tokenmill.model.architectures import architecture_of
 from tokenmill.model.reader import WeightReader
 from tokenmill.quantize.ggml.blocks import dequantize
 
@@ -29,7 +29,7 @@ class SourceTensors:
         self.checkpoint = checkpoint
         self.description = checkpoint.description
         reader = WeightReader(checkpoint)
-        ARCHITECTURES.get(self.description.architecture)(reader, self.description, _NO_POSITIONS)
+        architecture_of(self.description)(reader, self.description, _NO_POSITIONS)
         reader.finish()
         self._weights = reader.weights
         self._parts = reader.tensor_names

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tokenmill.checkpoint.description import ModelDescription
 from tokenmill.errors import UserError
 from tokenmill.kernels.hadamard import signed_hadamard
-from tokenmill.model.architectures import ARCHITECTURES
-from tokenmill.model.architectures.decoder import Block
 from tokenmill.model.formats.quantized import Scheme
 from tokenmill.quantize.base import BlockView, LinearGroup, ModelView, Transform
 
@@ -35,7 +34,7 @@ class Rotation(Transform):
     def begin(self, model: ModelView) -> None:
         if not self.options.residual:
             return
-        refuse_normed_updates(model.description.architecture)
+        refuse_normed_updates(model.description)
         head = model.weight("lm_head") * model.weight("model.norm")
         embedding = model.weight("model.embed_tokens")
         model.replace("lm_head", rotate_inputs(head, self.options.seed))
@@ -67,11 +66,12 @@ class Rotation(Transform):
                 block.replace_bias(name, rotate_inputs(bias.unsqueeze(0), seed)[0])
 
 
-def refuse_normed_updates(architecture: str) -> None:
+def refuse_normed_updates(description: ModelDescription) -> None:
     """A block that norms what it adds to the residual stream weighs its channels there: no rotation passes that."""
-    if ARCHITECTURES.get(architecture).block_class.__call__ is not Block.__call__:
+    if any(layer.norms != "pre" for layer in description.layers):
         raise UserError(
-            f"{architecture} scales each channel of what its blocks add to the residual stream: that cannot be rotated",
+            f"{description.architecture} scales each channel of what its blocks add to the residual stream: "
+            "that cannot be rotated",
             "rotate only the value heads: --option rotation.residual=false",
         )
 

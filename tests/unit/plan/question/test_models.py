@@ -15,8 +15,8 @@ import pytest
 from tokenmill.checkpoint.open import open_checkpoint
 from tokenmill.errors import CheckpointError, UserError
 from tokenmill.hardware.memory import GIB, sequence_bytes
-from tokenmill.plan.question.model_config import from_config, from_description
-from tokenmill.plan.question.model_names import built_in, built_in_names, describe_for_planning
+from tokenmill.plan.question.model_names import built_in, built_in_names, describe_for_planning, from_config
+from tokenmill.plan.question.planned_model import PlannedModel
 
 TABLE = tomllib.loads((resources.files("tokenmill.plan") / "data" / "models.toml").read_text())["model"]
 
@@ -88,9 +88,9 @@ def test_mixed_layers_are_told_apart() -> None:
     deepseek = built_in("deepseek-v3")
     assert sorted(kind.count for kind in deepseek.layers) == [3, 58]
     oss = built_in("gpt-oss-120b")
-    assert {kind.attention.kind: kind.count for kind in oss.layers} == {"sliding": 18, "full": 18}
+    assert {kind.layer.kind: kind.count for kind in oss.layers} == {"sliding": 18, "full": 18}
     hybrid = built_in("qwen3.5-397b-a17b")
-    assert {kind.attention.kind: kind.count for kind in hybrid.layers} == {"recurrent": 45, "full": 15}
+    assert {kind.layer.kind: kind.count for kind in hybrid.layers} == {"recurrent": 45, "full": 15}
 
 
 def test_names_with_and_without_organisation() -> None:
@@ -115,7 +115,7 @@ def test_files_agree_with_the_engine(alias: str, model_path: Callable[[str], Pat
     """From metadata alone the planner sees the same sizes as the engine's description of the file."""
     path = model_path(alias)
     planned = describe_for_planning(path)
-    from_engine = from_description(open_checkpoint(path).description)
+    from_engine = PlannedModel(open_checkpoint(path).description, "from the engine")
     assert planned.parameters == from_engine.parameters
     assert sequence_bytes(planned.kv_needs(), 1000) == sequence_bytes(from_engine.kv_needs(), 1000)
     assert planned.stored_bytes > 0
@@ -140,5 +140,5 @@ def test_stored_format_of_a_config(tmp_path: Path, quantization: dict[str, objec
 @pytest.mark.parametrize("change", [{"hidden_size": None}, {"hidden_size": "big"}, {"num_hidden_layers": -3}])
 def test_a_broken_config_is_refused(tmp_path: Path, change: dict[str, object]) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**TABLE["llama-3.1-8b"]["config"], **change}))
-    with pytest.raises(CheckpointError, match=r"size|has no"):
+    with pytest.raises(CheckpointError, match=r"hidden_size|num_hidden_layers"):
         describe_for_planning(tmp_path / "config.json")

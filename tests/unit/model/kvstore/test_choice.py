@@ -1,0 +1,32 @@
+"""A store is chosen only for what it can hold."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tokenmill.errors import UserError
+from tokenmill.hardware.kv_layout import LayerKV
+from tokenmill.model.kvstore import KV_STORES
+from tokenmill.model.kvstore.choice import choose_store
+
+CPU = torch.device("cpu")
+FULL = LayerKV("full", 2, 64)
+
+
+@pytest.mark.parametrize("dtype", KV_STORES.names())
+@pytest.mark.parametrize(
+    ("layers", "problem"),
+    [
+        ([FULL, LayerKV("full", 2, 32)], "layers of different KV shapes"),
+        ([LayerKV("latent", 1, 576, value_dim=0)] * 2, "keys and values of different widths"),
+        ([FULL, LayerKV("recurrent", state_bytes=64)], "recurrent states"),
+    ],
+)
+def test_what_no_store_holds_yet_is_declined_by_name(dtype: str, layers: list[LayerKV], problem: str) -> None:
+    with pytest.raises(UserError, match=f"{dtype} cannot hold this model's {problem}"):
+        choose_store(dtype, 0, layers, CPU)
+
+
+def test_a_layer_that_reads_another_is_no_obstacle() -> None:
+    assert choose_store("float32", 0, [FULL, LayerKV("none", source=0)], CPU).name == "float32"
