@@ -89,7 +89,8 @@ def select(op: str, device: torch.device, forced: str = "") -> Choice:
         if reason is None and not hasattr(module, op):
             reason = "has no such op"
         if reason is None:
-            return Choice(op, backend, getattr(module, op), tuple(declined))
+            run = module.op(op) if backend == "triton" else getattr(module, op)
+            return Choice(op, backend, run, tuple(declined))
         declined.append((backend, reason))
     raise AssertionError(f"the reference backend declined {op}: {declined}")
 

@@ -16,6 +16,7 @@ page_size, head_dim]; 16 tokens a page is the tuned size.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,6 @@ import torch
 
 if TYPE_CHECKING:  # the table below for type checkers; a test compares the two
     from tokenmill.kernels.triton.attention.dense import SharedPrefix as SharedPrefix
-    from tokenmill.kernels.triton.attention.dense import attention as attention
     from tokenmill.kernels.triton.attention.dense import paged_attention as paged_attention
     from tokenmill.kernels.triton.attention.fp8_widening import DistinctPages as DistinctPages
     from tokenmill.kernels.triton.attention.fp8_widening import distinct_pages as distinct_pages
@@ -64,7 +64,7 @@ if TYPE_CHECKING:  # the table below for type checkers; a test compares the two
     from tokenmill.kernels.triton.step.sampling import sample as sample
 
 _EXPORTS = {
-    "attention.dense": "SharedPrefix attention paged_attention",
+    "attention.dense": "SharedPrefix paged_attention",
     "attention.fp8_widening": "DistinctPages distinct_pages",
     "attention.packed": "packed_attention",
     "fused.draft_inputs": "draft_inputs",
@@ -81,6 +81,7 @@ _EXPORTS = {
     "step.sampling": "SamplingTensors TokenRing argmax mix_seed sample",
 }
 _MODULES = {name: module for module, names in _EXPORTS.items() for name in names.split()}
+_OPS = _MODULES | {"attention": "attention.dense"}  # as an attribute of this package, that name is the folder
 
 
 def unavailable(device: torch.device) -> str | None:
@@ -95,10 +96,15 @@ def unavailable(device: torch.device) -> str | None:
     return None
 
 
+def op(name: str) -> Callable[..., Any]:
+    """The implementation of an op of kernels/ref.py."""
+    return getattr(import_module(f"{__name__}.{_OPS[name]}"), name)
+
+
 if not TYPE_CHECKING:  # else a misspelt name would be Any
 
     def __getattr__(name: str) -> Any:
-        module = _MODULES.get(name)
+        module = _OPS.get(name)
         if module is None:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return getattr(import_module(f"{__name__}.{module}"), name)
