@@ -34,7 +34,7 @@ def test_op_equals_its_spec_in_float32(op: str) -> None:
     for make in CASES[op]:
         spec = [each.to(DEVICE) if isinstance(each, Tensor) else each for each in make()]
         given = [each.clone() if isinstance(each, Tensor) else each for each in spec]
-        wanted, got = getattr(ref, op)(*spec), getattr(gpu, op)(*given)
+        wanted, got = getattr(ref, op)(*spec), gpu.find_op(op)(*given)
         if wanted is None:
             wanted, got = spec[1], given[1]
         pairs = zip(wanted, got, strict=True) if isinstance(wanted, tuple) else [(wanted, got)]

@@ -2,7 +2,7 @@
 
 In memory the block of one page and KV head is [page_size, code bytes], then [page_size, number bytes]: rows of codes
 lie side by side and aligned, whatever a row's scale takes. The stores (model/kvstore) own the torch twin of each kind;
-kernels/triton/packed*.py read and write them. Imports no triton.
+kernels/triton/fused/rotary_packed.py writes and attention/packed*.py reads them. Imports no triton.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ if TYPE_CHECKING:  # the table below for type checkers; a test compares the two
     from tokenmill.kernels.triton.step.sampling import sample as sample
 
 _EXPORTS = {
-    "attention.dense": "SharedPrefix attention paged_attention",
+    "attention.dense": "SharedPrefix paged_attention",
     "attention.fp8_widening": "DistinctPages distinct_pages",
     "attention.packed": "packed_attention",
     "fused.draft_inputs": "draft_inputs",
@@ -81,6 +81,7 @@ _EXPORTS = {
     "step.sampling": "SamplingTensors TokenRing argmax mix_seed sample",
 }
 _MODULES = {name: module for module, names in _EXPORTS.items() for name in names.split()}
+_OPS = _MODULES | {"attention": "attention.dense"}  # as an attribute of this package, that name is the folder
 
 
 def unavailable(device: torch.device) -> str | None:
@@ -97,7 +98,7 @@ def unavailable(device: torch.device) -> str | None:
 
 def find_op(name: str) -> Callable[..., Any] | None:
     """An op by its name in the op table. Not an attribute: `attention` is an op and a folder here."""
-    module = _MODULES.get(name)
+    module = _OPS.get(name)
     found: Callable[..., Any] | None = None if module is None else getattr(import_module(f"{__name__}.{module}"), name)
     return found
 
@@ -105,7 +106,7 @@ def find_op(name: str) -> Callable[..., Any] | None:
 if not TYPE_CHECKING:  # else a misspelt name would be Any
 
     def __getattr__(name: str) -> Any:
-        module = _MODULES.get(name)
+        module = _OPS.get(name)
         if module is None:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return getattr(import_module(f"{__name__}.{module}"), name)

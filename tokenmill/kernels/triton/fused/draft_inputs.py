@@ -1,6 +1,6 @@
-"""What a draft head reads: a state and the embedding of the token after it, side by side, each of length one.
+"""What a draft head reads: a hidden state and the embedding of the next token, side by side, each RMS-normalized.
 
-One launch instead of four in every guess of a captured step, where launches are what a guess costs. Called by
+One launch instead of four for every draft of a captured step, where launches are what a draft costs. Called by
 runtime/speculation/captured_heads.py; its plain twin is the first line of EagleHead.forward.
 """
 

@@ -223,7 +223,7 @@ def add_stretches(
 
 @triton.jit(do_not_specialize=["M", "splits"])
 def _grouped(
-    x, weight, bias, out, heads, sums, N, K, steps, x_stride, out_stride, M, splits,
+    x, weight, bias, out, heads, sums, M, N, K, steps, x_stride, out_stride, splits,
     VARIANT: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
     """x [M, K] @ weight [N, K]^T, `steps` blocks of codes deep; `heads` and LAYOUT are the rotary epilogue's."""
@@ -349,12 +349,12 @@ def grouped_matmul(
         out,
         heads.tensors if heads else None,
         SplitSums(partial, scratch.counters(tiles * token_tiles)),
+        tokens,
         weight.rows,
         weight.depth,
         steps,
         x.stride(0),
         out.stride(0),
-        tokens,
         splits,
         VARIANT=variant,
         LAYOUT=heads.layout if heads else NOT_ROTATED,

@@ -1,7 +1,8 @@
-"""The inputs of the step after one that checked drafts, worked out on the device: which drafts held, what comes next.
+"""Which drafts of a step were accepted, and the inputs of the next step that follow from it, computed on the device.
 
 With them the next step can be launched before the host has seen the outcome of this one. Every sequence has a row for
-its last token and one for each draft. Called by the graph executor, inside the graph.
+its last token and one for each draft; drafts are accepted as long as each equals the token sampled in its place. Called
+by the graph executor, inside the graph.
 """
 
 # mypy: allow-untyped-defs
@@ -17,14 +18,14 @@ from tokenmill.kernels.triton.shared.launch import options, power_of_two, uses_p
 
 @triton.jit(do_not_specialize=["count"])
 def _follow(
-    drawn,
+    sampled,
     ids,
     positions,
     owners,
-    guessed,
-    given,
+    drafts,
+    next_inputs,
     count,
-    given_stride,
+    next_stride,
     DEPTH: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -34,40 +35,40 @@ def _follow(
     ok = rows < count
     first = tl.load(owners + rows, mask=ok, other=-1)
     live = ok & (first >= 0)
-    held = tl.zeros([BLOCK], dtype=tl.int32)
-    going = live
+    accepted = tl.zeros([BLOCK], dtype=tl.int32)
+    matching = live
     for depth in tl.static_range(DEPTH):
-        chosen = tl.load(drawn + first + depth, mask=live, other=-1)
-        drafted = tl.load(ids + first + depth + 1, mask=live, other=-2)
-        going = going & (chosen == drafted)
-        held += going.to(tl.int32)
+        token = tl.load(sampled + first + depth, mask=live, other=-1)
+        draft = tl.load(ids + first + depth + 1, mask=live, other=-2)
+        matching = matching & (token == draft)
+        accepted += matching.to(tl.int32)
     place = rows - first
     start = tl.load(positions + first, mask=live, other=0)
-    token = tl.load(drawn + first + held, mask=live, other=0)
-    guess = tl.load(guessed + (first + held) * DEPTH + place - 1, mask=live & (place > 0), other=0)
-    tl.store(given + rows, tl.where(place == 0, token, guess), mask=ok)
-    tl.store(given + given_stride + rows, tl.where(live, start + held + 1 + place, -1), mask=ok)
-    tl.store(given + 2 * given_stride + rows, tl.zeros([BLOCK], dtype=tl.int64) - 1, mask=ok)
+    last = tl.load(sampled + first + accepted, mask=live, other=0)
+    draft = tl.load(drafts + (first + accepted) * DEPTH + place - 1, mask=live & (place > 0), other=0)
+    tl.store(next_inputs + rows, tl.where(place == 0, last, draft), mask=ok)
+    tl.store(next_inputs + next_stride + rows, tl.where(live, start + accepted + 1 + place, -1), mask=ok)
+    tl.store(next_inputs + 2 * next_stride + rows, tl.zeros([BLOCK], dtype=tl.int64) - 1, mask=ok)
 
 
 def follow_drafts(
-    drawn: Tensor, ids: Tensor, positions: Tensor, owners: Tensor, guessed: Tensor, given: Tensor
+    sampled: Tensor, ids: Tensor, positions: Tensor, owners: Tensor, drafts: Tensor, next_inputs: Tensor
 ) -> None:
-    """drawn, ids, positions int64 [R]: of the step that ends; owners int32 [R]: the first row of each row's sequence,
-    -1 for rows of none; guessed int64 [R, depth]: what would follow each row's drawn token. Fills given [3, R]: token
-    ids, positions (-1: no row), sources (-1)."""
+    """sampled, ids, positions int64 [R]: of the step that ends; owners int32 [R]: the first row of each row's sequence,
+    -1 for padding rows; drafts int64 [R, depth]: the drafts that would follow each row's sampled token. Fills
+    next_inputs [3, R] as `begin_step` reads them: token ids, positions (PADDING_POSITION: no row), sources (-1)."""
     count = ids.shape[0]
     block = min(256, power_of_two(count))
     _follow[(triton.cdiv(count, block),)](
-        drawn,
+        sampled,
         ids,
         positions,
         owners,
-        guessed,
-        given,
+        drafts,
+        next_inputs,
         count,
-        given.stride(0),
-        DEPTH=guessed.shape[1],
+        next_inputs.stride(0),
+        DEPTH=drafts.shape[1],
         BLOCK=block,
         PDL=uses_pdl(ids.device),
         **options(ids.device, 4, 1),

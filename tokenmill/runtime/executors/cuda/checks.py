@@ -1,6 +1,6 @@
 """Steps that check drafts, one after the other on the device: when the next can be queued unseen, and what it then was.
 
-A queued check was worked out on the device from the step before (kernels/triton/step/follow.py); the host, once it has
+A queued check was worked out on the device from the step before (step/accepted_drafts.py); the host, once it has
 seen that step, repeats the reasoning and takes the queued step only if it is the one it would ask for. No tensors here.
 Used by the graph executor.
 """
