@@ -123,7 +123,5 @@ def test_exports_are_what_type_checkers_see() -> None:
     found = gpu.find_op("attention")
     assert found is not None
     assert found.__module__.endswith("attention.dense"), "the folder of that name must not hide the op"
-        "the folder of that name must not hide the op"
-    )
     with pytest.raises(AttributeError, match="paged_attentoin"):
         gpu.paged_attentoin  # type: ignore[attr-defined]  # noqa: B018

@@ -90,10 +90,10 @@ def test_a_few_tokens_of_groups(splits: int, monkeypatch: pytest.MonkeyPatch) ->
     assert_same(linear, 48, False, torch.bfloat16, [17, -1, 40])
 
 
-@pytest.mark.parametrize("held", [1, 3, 9])
-def test_pieces_held_before_the_input_is_ready_change_nothing(held: int) -> None:
+@pytest.mark.parametrize("preloaded", [1, 3, 9])
+def test_pieces_loaded_before_the_input_is_ready_change_nothing(preloaded: int) -> None:
     """Also where the depth is no whole number of pieces, or fewer than are asked for."""
     linear = DenseLinear(torch.randn(20, 208).bfloat16().to(DEVICE), None)
     x = torch.randn(1, 208).to(DEVICE, torch.bfloat16)
-    plain, ahead = (Plan(GEMV, Tiling(4, 64, stages=1, held=count)) for count in (0, held))
+    plain, ahead = (Plan(GEMV, Tiling(4, 64, stages=1, preloaded=count)) for count in (0, preloaded))
     assert torch.equal(linear.multiply(x, torch.float32, ahead), linear.multiply(x, torch.float32, plain))

@@ -78,4 +78,4 @@ def test_logits_match_transformers(name: str, device: torch.device, executor_nam
         executor = executor_class(model, store, resolve(EngineConfig(batch_tokens=128, context=256)))
         got = _logits(executor, layout, ids, _tables(layout, generator, _LENGTH), chunks)
         error = (got - expected).abs().max() / (expected.abs().max() if rounded else 1.0)
-        assert error < (0.03 if rounded else 1e-4)
+        assert error < (0.05 if rounded else 1e-4)

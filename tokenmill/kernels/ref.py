@@ -131,10 +131,13 @@ def attention(
     for number, length in enumerate(lengths):
         begin, end = starts[number], starts[number + 1]
         num_pages = -(-length // page_size)
-        # Pages that left the window are -1 in the table; reading page 0 instead is harmless, the mask hides them.
-        ids = block_table[number, :num_pages].clamp(min=0).long()
+        # Pages that left the window are -1 in the table. Page 0 is read instead: the mask hides its keys, its values
+        # become zero: they may never have been written, and a weight of zero does not undo a NaN.
+        entries = block_table[number, :num_pages]
+        ids = entries.clamp(min=0).long()
+        kept = (entries >= 0).view(-1, 1, 1, 1)
         k = k_pages[ids].float().transpose(0, 1).reshape(kv_heads, -1, head_dim)[:, :length]
-        v = v_pages[ids].float().transpose(0, 1).reshape(kv_heads, -1, head_dim)[:, :length]
+        v = v_pages[ids].float().where(kept, 0.0).transpose(0, 1).reshape(kv_heads, -1, head_dim)[:, :length]
         query = heads[begin:end].view(end - begin, kv_heads, -1, head_dim)  # [n, kv, group, dim]
         scores = torch.einsum("nkgd,ksd->kgns", query, k) * scale
         if cap:

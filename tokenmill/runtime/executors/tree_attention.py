@@ -25,9 +25,11 @@ def attend_along_branches(
     for number, (begin, end) in enumerate(pairwise(starts)):
         bits = torch.arange(end - begin, device=q.device)
         tree = (batch.ancestors[begin:end, None] >> bits) & 1 > 0
-        pages = block_table[number].clamp(min=0).long()
+        entries = block_table[number]
+        kept = (entries >= 0).view(-1, 1, 1, 1)  # a page outside the window may never have been written
         keys, values = (
-            each.float().transpose(0, 1).flatten(1, 2)[:, : lengths[number]] for each in store.read(slot, pages)
+            each.float().where(kept, 0.0).transpose(0, 1).flatten(1, 2)[:, : lengths[number]]
+            for each in store.read(slot, entries.clamp(min=0).long())
         )
         parts.append(_attend(q[begin:end], keys, values, batch.positions[begin:end], tree, spec))
     return torch.cat(parts)
