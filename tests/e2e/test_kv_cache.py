@@ -75,7 +75,8 @@ def test_inspect_says_how_pages_are_read(
 def test_wrong_options(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for flags, remedy in (
         (["--kv-cache-dtype", "int9"], "int8"),
-        (["--kv-cache-dtype", "kivi2", "--page-size", "8"], ""),
+        (["--kv-cache-dtype", "kivi2"], ""),
+        (["--kv-cache-dtype", "kivi2", "--page-size", "8"], "--page-size 32"),
         (["--kv-cache-dtype", "kivi2", "--page-size", "24"], "--page-size 32"),
         (["--kv-cache-dtype", "int4", "--kv-native-layers", "3"], "--kv-native-layers"),
     ):

@@ -34,7 +34,7 @@ def test_quantize_then_run(
     assert report["bits_per_weight"] == pytest.approx(4.5, abs=0.01)
     assert report["fidelity"]["gate"] == "passed"
     assert report["fidelity"]["perplexity_ratio"] > 0
-    assert "MiB of memory" in said
+    assert "of memory" in said
     assert "## Measured" in (out / "README.md").read_text()
     code, printed, said = _run(
         capsys, "run", str(out), "Once upon a time", "--raw", "--max-tokens", "8", "--temperature", "0", "--json"

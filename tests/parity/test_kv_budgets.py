@@ -42,7 +42,7 @@ def _engine(folder: Path, executor: str = "auto") -> EngineCore:
             memory=8 << 20,
         )
     )
-    runtime = build_runtime(open_checkpoint(folder), config, 256, torch.device("cpu"))
+    runtime = build_runtime(open_checkpoint(folder), config, torch.device("cpu"))
     scores = keep_page_scores(runtime, config)
     kv = KVManager(
         runtime.layout,

@@ -31,7 +31,7 @@ _CASES = [(device, name) for device in DEVICES for name in _EXECUTORS[device.typ
 
 def _tables(layout: KVLayout, generator: torch.Generator, length: int) -> list[list[int]]:
     """Scattered pages for every group: neighbours in the sequence are no neighbours in memory."""
-    pages = -(-length // _PAGE_SIZE)
+    pages = -(-length // layout.page_size)
     order = torch.randperm(pages * len(layout.groups), generator=generator).tolist()
     return [order[group * pages : (group + 1) * pages] for group in range(len(layout.groups))]
 
@@ -46,7 +46,7 @@ def _logits(
         for group, table in zip(layout.groups, tables, strict=True):
             for page in range(layout.first_live_page(group, start)):
                 table[page] = -1
-        needed = -(-(start + count) // _PAGE_SIZE)
+        needed = -(-(start + count) // layout.page_size)
         request = Request("r", ids[: start + count], SamplingParams(logprobs=1))
         row = ScheduledTokens(request, start, count, tuple(table[:needed] for table in tables), True)
         output = executor.step(StepInput([row], logit_ranges=[range(count)] if count > 1 else None))

@@ -35,7 +35,8 @@ def test_what_is_no_count(text: str) -> None:
         parse_count(text)
 
 
-def test_options_take_other_engines_names_dashes_and_text() -> None:
+def test_options_take_other_engines_names_dashes_and_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TOKENMILL_THREADS", raising=False)
     config = EngineConfig.from_options({"max_model_len": "4k", "kv-cache-memory-bytes": "1GiB", "max_num_seqs": "3"})
     assert config == EngineConfig(context=4096, memory=1 << 30, concurrency=3)
 

@@ -74,16 +74,27 @@ def test_eager_means_the_device_s_own() -> None:
     assert resolve(EngineConfig(executor="eager"), CPU).executor == "eager"
 
 
-def test_every_choice_is_logged_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
-    logger = logging.getLogger("tokenmill")
-    propagates, logger.propagate = logger.propagate, True
+class _Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def test_every_choice_is_logged_with_its_reason() -> None:
+    logger, handler = logging.getLogger("tokenmill"), _Lines()
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
     try:
-        with caplog.at_level(logging.INFO, "tokenmill"):
-            config = resolve(EngineConfig(concurrency=2), CPU)
-            settle(config, executor=("recorded", "first of all"), memory=(1 << 20, "context x concurrency"))
+        config = resolve(EngineConfig(concurrency=2), CPU)
+        settle(config, executor=("recorded", "first of all"), memory=(1 << 20, "context x concurrency"))
     finally:
-        logger.propagate = propagates
-    lines = [record.getMessage() for record in caplog.records]
+        logger.setLevel(level)
+        logger.removeHandler(handler)
+    lines = handler.lines
     assert "context = 2048 (automatic: what the model was trained for)" in lines
     assert "executor = recorded (automatic: first of all)" in lines
     assert not any(line.startswith("concurrency") for line in lines)

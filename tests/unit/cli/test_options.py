@@ -44,7 +44,8 @@ def parse() -> Parse:
     return run
 
 
-def test_nothing_given_leaves_the_defaults_of_records_and_verb(parse: Parse) -> None:
+def test_nothing_given_leaves_the_defaults_of_records_and_verb(monkeypatch: pytest.MonkeyPatch, parse: Parse) -> None:
+    monkeypatch.delenv("TOKENMILL_THREADS", raising=False)
     engine, params = parse()
     assert engine == EngineConfig(prefix_caching=False)
     assert params == SamplingParams(max_tokens=256, temperature=0.0)

@@ -84,9 +84,13 @@ def test_a_store_says_how_many_tokens_its_pages_group() -> None:
     assert (page_multiple("kivi2"), page_multiple("int8")) == (32, 1)
 
 
-def test_a_gpu_takes_only_what_its_kernels_read() -> None:
-    with pytest.raises(UserError, match="on the CPU only"):
-        choose_store("turboquant3", None, SMOLLM2, torch.device("cuda"))
+def test_a_store_says_why_gpu_kernels_do_not_read_it() -> None:
+    """It is held on a GPU all the same, and read by the torch spec."""
+    choice = choose_store("turboquant3", None, SMOLLM2, torch.device("cuda"))
+    layout = build_layout(SMOLLM2, 16)
+    store = choice.build(layout, 1, torch.device("cpu"), "", 1)
+    reasons = {store.gpu_declines(slot) for slot in range(layout.layers_per_page)}
+    assert any(reason is not None and "turboquant3" in reason for reason in reasons)
 
 
 def test_heads_that_cannot_be_packed_are_refused() -> None:
