@@ -153,6 +153,19 @@ class SamplingParams:
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
+    @property
+    def edits_logits(self) -> bool:
+        """Whether a feature of runtime/sampling/features/ changes logits before temperature and filters apply."""
+        return (
+            self.structured is not None
+            or self.repetition_penalty != 1.0
+            or self.frequency_penalty != 0.0
+            or self.presence_penalty != 0.0
+            or self.min_tokens > 0
+            or self.typical_p < 1.0
+            or bool(self.logit_bias)
+        )
+
 
 class CompiledGrammar(Protocol):
     """A grammar compiled for one model's tokens (tokenmill.grammar). The engine passes it on, the sampler asks it."""
@@ -200,6 +213,12 @@ class Request:
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def budget(self) -> CacheControl | None:
+        """Its cache control, if that bounds the pages it may hold."""
+        cache = self.params.cache
+        return cache if cache is not None and cache.budget else None
 
     @property
     def num_output_tokens(self) -> int:

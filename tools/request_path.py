@@ -111,6 +111,7 @@ def trace_server(tree: Path) -> tuple[dict[str, int], dict[str, int]]:
             assert server.stderr is not None
             url = next(found[1] for found in map(_READY.search, server.stderr) if found)
             _chat(url, "Say hello.")
+            time.sleep(3.0)  # idle moments after the first answer: what is prepared once
             (folder / "record").touch()
             time.sleep(0.5)  # every process looks for the file many times a second
             _chat(url, "Why is the sky blue?")

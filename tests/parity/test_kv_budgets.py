@@ -23,7 +23,7 @@ from tokenmill.engine.order import DISCIPLINES
 from tokenmill.engine.scheduler import Scheduler
 from tokenmill.resolution import resolve
 from tokenmill.runtime.build import build_runtime
-from tokenmill.runtime.observation.page_scores import keep_page_scores
+from tokenmill.runtime.observation.page_scores import StoredPageScores
 from tokenmill.types import CacheControl, Request, SamplingParams
 
 _SIZE, _PROMPT, _OUTPUT, _BUDGET = 4, 45, 24, 36
@@ -43,7 +43,7 @@ def _engine(folder: Path, executor: str = "auto") -> EngineCore:
         )
     )
     runtime = build_runtime(open_checkpoint(folder), config, torch.device("cpu"))
-    scores = keep_page_scores(runtime, config)
+    scores = StoredPageScores(runtime, config)
     kv = KVManager(
         runtime.layout,
         runtime.budget.num_pages,

@@ -33,7 +33,7 @@ from tokenmill.grammar.compiler import GrammarCompiler
 from tokenmill.resolution import resolve as resolve_config
 from tokenmill.resolution import settle
 from tokenmill.runtime.build import Runtime, build_runtime, find_facts
-from tokenmill.runtime.observation.page_scores import keep_page_scores
+from tokenmill.runtime.observation.page_scores import StoredPageScores
 from tokenmill.types import CacheControl, SamplingParams
 
 
@@ -81,7 +81,7 @@ def build_engine(model: str | Path, options: EngineConfig) -> EngineParts:
         kv_native_layers=(runtime.native_layers, f"recommended for {runtime.store.name}"),
         executor=(runtime.executor.name, "the fastest that supports the model"),
     )
-    budgets = BudgetEnforcer(runtime.layout, keep_page_scores(runtime, config))
+    budgets = BudgetEnforcer(runtime.layout, StoredPageScores(runtime, config))
     budgets.check(SamplingParams(cache=budget))
     tiers = build_tiers(config, path, runtime)
     config = replace(config, kv_redis=shown_address(config.kv_redis))

@@ -125,10 +125,11 @@ class EngineProcess:
             return f"weight {message.weight} is not a positive number"
         if self.loop.knows(message.request_id):
             return f"request id '{message.request_id}' is in use"
-        try:
-            self._parts.budgets.check(message.params)
-        except UserError as error:
-            return str(error)
+        if message.params.cache is not None:
+            try:
+                self._parts.budgets.check(message.params)
+            except UserError as error:
+                return str(error)
         return None
 
     # --- from the loop ---

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from tokenmill.runtime.executors.base import Draft, StepInput
-from tokenmill.runtime.rows import num_prompt_logits
+from tokenmill.runtime.executors.base import Draft, StepInput, num_prompt_logits
 from tokenmill.types import Batch, ScheduledTokens
 
 

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from tokenmill.runtime.executors.base import Draft, Executor, StepInput, StepOutput
-from tokenmill.runtime.rows import num_prompt_logits
+from tokenmill.runtime.executors.base import Draft, Executor, StepInput, StepOutput, num_prompt_logits
 from tokenmill.runtime.verify import Verdict, compare, verify
 from tokenmill.types import ScheduledTokens, StepPlan, StepResult
 
@@ -93,10 +92,14 @@ class ModelRunner:
             requests = [rows[number].request for number in chunk]
             drafts = [work.drafts.get(number, Draft()) for number in chunk]
             if output.tokens is not None:
-                found = compare(output.tokens[done : done + size], requests, drafts)
+                verdicts |= zip(chunk, compare(output.tokens[done : done + size], requests, drafts), strict=True)
+            elif work.drafts:
+                logits = output.logits(done, done + size)
+                verdicts |= zip(chunk, verify(self.executor.sampler, logits, requests, drafts), strict=True)
             else:
-                found = verify(self.executor.sampler, output.logits(done, done + size), requests, drafts)
-            verdicts |= dict(zip(chunk, found, strict=True))
+                token_ids, logprobs = self.executor.sampler.sample(output.logits(done, done + size), requests)
+                for number, token_id, record in zip(chunk, token_ids, logprobs, strict=True):
+                    result.token_ids[number], result.logprobs[number] = token_id, record
             sampling, done = sampling[len(chunk) :], done + size
         for number, verdict in verdicts.items():
             _enter(result, number, verdict)

@@ -51,11 +51,6 @@ def verify(
 
     Consumed. A stop token is never among the accepted ones: it is the token, and ends the row.
     """
-    if not any(draft.token_ids for draft in drafts):
-        return [
-            Verdict([], token_id, [logprobs])
-            for token_id, logprobs in zip(*sampler.sample(logits, requests), strict=True)
-        ]
     plain = sampler.is_plain(requests) and all(request.params.greedy for request in requests)
     if plain:  # nothing but the largest logit matters: all rows at once
         owners = [each for each, draft in zip(requests, drafts, strict=True) for _ in range(1 + len(draft.token_ids))]

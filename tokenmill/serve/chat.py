@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
@@ -41,7 +41,7 @@ def add_chat_routes(app: FastAPI, service: Service) -> None:
             "created": int(time.time()),
             "model": service.check_model(body.model),
         }
-        tools = tools_of(service, body)
+        tools = tools_of(service, body) if body.tools or body.tool_choice is not None else None
         generation = await open_chat(service, body, caller, tools, streaming=bool(body.stream))
         return await respond(
             request,
@@ -62,7 +62,10 @@ async def open_chat(
     except ValueError as error:
         raise ApiError(400, str(error), param="messages") from None
     generation_prompt = body.add_generation_prompt is not False
-    messages, shown = service.tool_style.for_template(plain, tools.tools if tools is not None else None)
+    messages: Sequence[Mapping[str, Any]] = plain
+    shown: Sequence[Mapping[str, Any]] | None = None
+    if tools is not None or any(map(_has_calls, plain)):
+        messages, shown = service.tool_style.for_template(plain, tools.tools if tools is not None else None)
     prompt = await service.render(messages, shown, generation_prompt, body.chat_template_kwargs)
 
     def params(length: int) -> SamplingParams:
@@ -71,6 +74,11 @@ async def open_chat(
         return tools.apply(own) if tools is not None else own
 
     return await service.open([prompt], params, caller, streaming=streaming, chat=True)
+
+
+def _has_calls(message: Mapping[str, Any]) -> bool:
+    """Whether a message may need another shape for a template that knows no tools."""
+    return message["role"] == "tool" or bool(message.get("tool_calls")) or message.get("content") is None
 
 
 def finish_reason(reason: str | None) -> str | None:
@@ -124,10 +132,13 @@ async def _chunks(
         logprobs = None
         if delta.logprobs:
             logprobs = chat_logprobs(service.tokenizer, delta.token_ids, delta.logprobs, body.top_logprobs or 0)
+        reason = finish_reason(delta.finish_reason)
+        said: list[dict[str, Any]] = [{"content": delta.text}] if delta.text else []
         reader = readers[delta.index]
-        events = reader.read(delta.text, delta.finish_reason is not None)
-        said = [content for each in events if (content := delta_of(each)) is not None]
-        reason = reader.finish_reason(finish_reason(delta.finish_reason))
+        if reader is not None:
+            events = reader.read(delta.text, delta.finish_reason is not None)
+            said = [content for each in events if (content := delta_of(each)) is not None]
+            reason = reader.finish_reason(reason)
         if not said and (logprobs or reason):
             said = [{"content": ""} if logprobs else {}]
         # Log-probabilities go with the first piece, the reason with the last.
@@ -137,13 +148,13 @@ async def _chunks(
             for place, content in enumerate(said)
         )
 
-    readers: dict[int, ToolReader] = {}
+    readers: dict[int, ToolReader | None] = {}  # None: no tool may be called, all text is content
     try:
         async for batch in generation.deltas():
             pieces = []
             for delta in batch:
                 if delta.index not in readers:
-                    readers[delta.index] = ToolReader(tools)
+                    readers[delta.index] = None if tools is None else ToolReader(tools)
                     pieces.append(chunk(delta.index, {"role": "assistant", "content": ""}))
                 if delta.text or delta.logprobs or delta.finish_reason:
                     pieces.append(news(delta))

@@ -107,7 +107,7 @@ def _key(headers: Headers) -> str | None:
     scheme, _, key = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer" and key:
         return key.strip()
-    return basic_key(headers) or headers.get("x-api-key")
+    return (basic_key(headers) if scheme.lower() == "basic" else None) or headers.get("x-api-key")
 
 
 def _request_id(headers: Headers) -> str:

@@ -56,7 +56,7 @@ def build_params(body: GenerationBody, config: ServeConfig, max_tokens: int, **f
         raise ApiError(400, str(error), param=error.problem.split(" ")[0]) from None
     except ValueError as error:
         raise ApiError(400, str(error), param="response_format") from None
-    return constrain(params, wanted)
+    return params if wanted is None else constrain(params, wanted)
 
 
 def resolve_max_tokens(body: GenerationBody, prompt_length: int, context: int, default: int | None) -> int:

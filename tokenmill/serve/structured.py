@@ -16,9 +16,7 @@ from tokenmill.serve.protocol import Structured
 from tokenmill.types import SamplingParams, StructuredSpec
 
 
-def constrain(params: SamplingParams, wanted: Structured | None) -> SamplingParams:
-    if wanted is None:
-        return params
+def constrain(params: SamplingParams, wanted: Structured) -> SamplingParams:
     try:
         return replace(params, structured=_spec(wanted))
     except UserError as error:

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from tokenmill.runtime.sampling.features import LOGIT_FEATURES
 from tokenmill.runtime.sampling.random import uniform
 from tokenmill.runtime.sampling.sampler import Sampler
-from tokenmill.types import Request, SamplingParams
+from tokenmill.types import Request, SamplingParams, StructuredSpec
 
 _VOCAB = 400
 
@@ -154,3 +155,22 @@ def test_logprobs_are_the_models_own() -> None:
     assert record.logprob == pytest.approx(float(expected[9]), abs=1e-6)
     assert record.rank == int((expected > expected[9]).sum()) + 1
     assert [token_id for token_id, _ in record.top] == expected.topk(3).indices.tolist()
+
+
+_ACTIVE: dict[str, dict[str, Any]] = {
+    "penalties": {"repetition_penalty": 1.2},
+    "logit_bias": {"logit_bias": {3: 1.0}},
+    "min_tokens": {"min_tokens": 2},
+    "typical": {"typical_p": 0.5},
+    "grammar": {"structured": StructuredSpec("json_object")},
+}
+
+
+@pytest.mark.parametrize("name", list(LOGIT_FEATURES))
+def test_params_say_that_a_feature_edits_logits(name: str) -> None:
+    """`SamplingParams.edits_logits` decides who takes the short way: it must know every registered feature."""
+    params = SamplingParams(**_ACTIVE[name])
+    assert LOGIT_FEATURES.get(name)().active(params)
+    assert params.edits_logits
+    assert not LOGIT_FEATURES.get(name)().active(SamplingParams())
+    assert not SamplingParams().edits_logits

@@ -32,3 +32,12 @@ class Reservation:
 
 NO_MATCH = PrefixMatch()
 NO_SLOTS = Reservation(0, (), 0)
+
+
+@dataclass(slots=True)
+class Restored:
+    """What the tiers gave a request, and why no more (empty if it got all there was)."""
+
+    reason: str = ""
+    num_tokens: int = 0
+    tier: str = ""

@@ -12,14 +12,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from tokenmill.engine.kv.budget.enforcer import BudgetEnforcer, budget_of
-from tokenmill.engine.kv.handles import NO_MATCH, NO_SLOTS, PrefixMatch, Reservation
+from tokenmill.engine.kv.budget.enforcer import BudgetEnforcer
+from tokenmill.engine.kv.handles import NO_MATCH, NO_SLOTS, PrefixMatch, Reservation, Restored
 from tokenmill.engine.kv.holding import Holding, check_holding
 from tokenmill.engine.kv.pages import PagePool
 from tokenmill.engine.kv.policy.base import EvictionPolicy
 from tokenmill.engine.kv.policy.retention import FOREVER, RetentionPolicy
 from tokenmill.engine.kv.prefix_tree import NO_PAGE, UNBOUNDED, PrefixTree
-from tokenmill.engine.kv.restore import Restored, Restorer
+from tokenmill.engine.kv.restore import Restorer
 from tokenmill.engine.kv.saving import Saver
 from tokenmill.engine.kv.tier.stack import TierStack
 from tokenmill.engine.kv.usage import measure_pages
@@ -158,7 +158,7 @@ class KVManager:
         self._tree.prune(holding.cursor)
         if self._copies:
             self._copies = {copy: source for copy, source in self._copies.items() if self._pool.refs[copy] > 0}
-        if budget_of(request) is not None:
+        if request.budget is not None:
             self._budgets.scores.released(request)
 
     def fork(self, parent: Request, child: Request) -> None:
@@ -267,7 +267,7 @@ class KVManager:
 
     def _row_limit(self, request: Request, start: int) -> int:
         """The most tokens that a row which begins at `start` may have."""
-        return UNBOUNDED if budget_of(request) is None else self._budgets.row_limit(request, start)
+        return UNBOUNDED if request.budget is None else self._budgets.row_limit(request, start)
 
     def _first_live(self, num_tokens: int) -> list[int]:
         return [self.layout.first_live_page(group, num_tokens) for group in self.layout.groups]
@@ -291,12 +291,15 @@ class KVManager:
         self._report(request, match)
         return holding
 
+    def _needs_all_computed(self, request: Request) -> bool:
+        return request.budget is not None and self._budgets.needs_all_computed(request)
+
     def _max_match(self, request: Request) -> int:
         """The most pages of its prefix that a request may take from the cache."""
-        if not self.prefix_caching or wants_prompt_logprobs(request) or self._budgets.needs_all_computed(request):
+        if not self.prefix_caching or wants_prompt_logprobs(request) or self._needs_all_computed(request):
             return 0
         limit = request.num_tokens - 1 if request.logits_from is None else request.logits_from
-        if budget_of(request) is not None:
+        if request.budget is not None:
             # Its own output was computed over fewer pages; they leave between a row of the prompt and the next.
             limit = min(limit, len(request.prompt_ids) - 1)
         return limit // self._page_size
@@ -309,7 +312,7 @@ class KVManager:
         most = self._max_match(request)
         if not self.prefix_caching:
             reason = "off"
-        elif request.params.prompt_logprobs is not None or self._budgets.needs_all_computed(request):
+        elif request.params.prompt_logprobs is not None or self._needs_all_computed(request):
             reason = "must_compute"
         elif len(match.nodes) >= most:
             reason = "hit" if most else "short"

@@ -10,20 +10,12 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from tokenmill.engine.kv.handles import Restored
 from tokenmill.engine.kv.pages import PagePool
 from tokenmill.engine.kv.prefix_tree import NO_PAGE, UNBOUNDED, PrefixNode, PrefixTree, child_name
 from tokenmill.engine.kv.tier.costs import IMPORT
 from tokenmill.engine.kv.tier.stack import Load, TierStack
 from tokenmill.types import Request
-
-
-@dataclass(slots=True)
-class Restored:
-    """What the tiers gave a request, and why no more (empty if it got all there was)."""
-
-    reason: str = ""
-    num_tokens: int = 0
-    tier: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,6 +138,14 @@ def _decodes(row: ScheduledTokens) -> bool:
     )
 
 
+def num_prompt_logits(row: ScheduledTokens) -> int:
+    """How many leading tokens of the row need logits because the caller asked for prompt log-probabilities: each
+    predicts the prompt token after it, so the last prompt token needs none."""
+    if row.request.params.prompt_logprobs is None:
+        return 0
+    return max(0, min(row.count, len(row.request.prompt_ids) - 1 - row.start))
+
+
 @dataclass(slots=True)
 class StepOutput(Generic[Array]):
     """What a step answers. Arrays are valid until the executor's next step.

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import torch
 
 from tokenmill.config import ResolvedConfig
-from tokenmill.model.kvstore.base import KVStore
 from tokenmill.runtime.build import Runtime
 from tokenmill.runtime.observation.attention_mass import AttentionMass, ObservingExecutor, WatchingExecutor, is_watched
 from tokenmill.types import Request
@@ -20,10 +19,29 @@ from tokenmill.types import Request
 class StoredPageScores:
     kinds = frozenset({"norms", "attention"})
 
-    def __init__(self, store: KVStore, mass: AttentionMass) -> None:
-        self._store = store
-        self._mass = mass
+    def __init__(self, runtime: Runtime, config: ResolvedConfig) -> None:
+        self._store = runtime.store
+        self._runner, self._executor, self._model, self._config = (
+            runtime.runner,
+            runtime.executor,
+            runtime.model,
+            config,
+        )
+        self._mass = AttentionMass()
         self._norms: dict[Request, list[float]] = {}  # of the leading entries of its tables
+
+    def keep(self, kind: str) -> None:
+        """Attention is watched from the first request on whose policy needs it: until then steps are as usual."""
+        if kind != "attention" or self._runner.executor is not self._executor:
+            return
+        model, store, config, mass = self._model, self._store, self._config, self._mass
+
+        def observer() -> ObservingExecutor:  # does not hold the runner, which holds it
+            executor = ObservingExecutor(model, store, config)
+            executor.mass = mass
+            return executor
+
+        self._runner.executor = WatchingExecutor(self._executor, observer)
 
     def scores(self, kind: str, request: Request, tables: tuple[list[int], ...], count: int) -> list[float]:
         if kind == "attention":
@@ -60,16 +78,3 @@ class StoredPageScores:
             num_layers += len(group.layers)
         values: list[float] = (total / max(1, num_layers)).tolist()
         return values
-
-
-def keep_page_scores(runtime: Runtime, config: ResolvedConfig) -> StoredPageScores:
-    """Scores over the pages of a runtime, whose runner from now on watches the steps that need it."""
-    model, store, mass = runtime.model, runtime.store, AttentionMass()
-
-    def observer() -> ObservingExecutor:  # holds neither runtime nor runner: these would hold themselves
-        executor = ObservingExecutor(model, store, config)
-        executor.mass = mass
-        return executor
-
-    runtime.runner.executor = WatchingExecutor(runtime.executor, observer)
-    return StoredPageScores(store, mass)

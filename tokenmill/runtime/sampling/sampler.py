@@ -44,9 +44,7 @@ class Sampler:
         """Whether the largest logit of each row is all there is to it."""
         for request in requests:
             params = request.params
-            if not params.greedy or params.logprobs is not None or params.structured is not None:
-                return False
-            if any(feature.active(params) for feature in self._logit_features):
+            if not params.greedy or params.logprobs is not None or params.edits_logits:
                 return False
         return True
 

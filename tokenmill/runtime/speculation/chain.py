@@ -14,8 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tokenmill.runtime.executors.base import Draft, Executor, StepInput, TokenSampler
-from tokenmill.runtime.rows import num_prompt_logits
+from tokenmill.runtime.executors.base import Draft, Executor, StepInput, TokenSampler, num_prompt_logits
 from tokenmill.runtime.sampling.random import DRAFTING, uniform
 from tokenmill.runtime.sampling.sampler import pick
 from tokenmill.types import Request, ScheduledTokens

@@ -25,6 +25,10 @@ class PageScores(Protocol):
 
     kinds: frozenset[str]  # of NORMS and ATTENTION: which scores it can give
 
+    def keep(self, kind: str) -> None:
+        """Start to keep scores of this kind: the first request that needs them has come."""
+        ...
+
     def scores(self, kind: str, request: Request, tables: tuple[list[int], ...], count: int) -> list[float]:
         """Of the first `count` entries, which are full and computed. Higher is worth more."""
         ...
@@ -42,6 +46,8 @@ class NoScores:
     """For engines that keep no tensors."""
 
     kinds: frozenset[str] = frozenset()
+
+    def keep(self, kind: str) -> None: ...
 
     def scores(self, kind: str, request: Request, tables: tuple[list[int], ...], count: int) -> list[float]:  # noqa: ARG002
         raise AssertionError(f"nobody gives {kind} scores here")

@@ -10,15 +10,9 @@ from tokenmill.engine.kv.budget import BUDGETS
 from tokenmill.engine.kv.budget.base import ATTENTION, BudgetPolicy, NoScores, PageScores
 from tokenmill.errors import UserError
 from tokenmill.hardware.kv_layout import KVLayout
-from tokenmill.types import CacheControl, Request, SamplingParams
+from tokenmill.types import Request, SamplingParams
 
 _REMEDY = "leave kv_policy out, or use streaming_llm"
-
-
-def budget_of(request: Request) -> CacheControl | None:
-    """The request's cache control if it has a budget."""
-    cache = request.params.cache
-    return cache if cache is not None and cache.budget else None
 
 
 class BudgetEnforcer:
@@ -48,9 +42,13 @@ class BudgetEnforcer:
             raise UserError(f"kv_budget is {cache.budget}", f"give at least {least} with this model")
 
     def needs_all_computed(self, request: Request) -> bool:
-        """Whether cached pages are of no use to it, because how they are attended to must be seen."""
-        cache = budget_of(request)
-        return cache is not None and self._policy(cache.policy).score == ATTENTION
+        """Whether cached pages are of no use to it, because how they are attended to must be seen.
+        Asked before its first step, so that this is watched from then on."""
+        cache = request.budget
+        if cache is None or self._policy(cache.policy).score != ATTENTION:
+            return False
+        self.scores.keep(ATTENTION)
+        return True
 
     def row_limit(self, request: Request, start: int) -> int:
         """The most tokens that a row which begins at `start` may have: pages leave between rows, at moments that the
@@ -60,7 +58,7 @@ class BudgetEnforcer:
 
     def victims(self, request: Request, tables: tuple[list[int], ...], num_dropped: int) -> list[int]:
         """Entries of the tables to give up before the next token is computed, ascending."""
-        cache = budget_of(request)
+        cache = request.budget
         if cache is None or request.num_computed < len(request.prompt_ids):
             return []
         num_full = (request.num_computed - num_dropped) // self.page_size

@@ -32,10 +32,7 @@ class CudaSampler(Sampler):
         return plain
 
     def _drawable(self, request: Request) -> bool:
-        params = request.params
-        if params.logprobs is not None or params.structured is not None:
-            return False
-        return not any(feature.active(params) for feature in self._logit_features)
+        return request.params.logprobs is None and not request.params.edits_logits
 
     @torch.inference_mode()
     def sample(
