@@ -8,5 +8,8 @@ CPU = torch.device("cpu")
 DEVICES = [CPU, torch.device("cuda", 0)] if torch.cuda.is_available() else [CPU]
 
 
+BACKEND_OF = {"cpu": "cpu", "cuda": "triton"}  # kernels/base.py: whose kernels run there
+
+
 def device_name(device: torch.device) -> str:
     return device.type

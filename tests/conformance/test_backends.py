@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from tests.devices import BACKEND_OF, DEVICES
 from tokenmill.kernels import ref
 from tokenmill.kernels.base import BACKENDS, select
 from tokenmill.runtime.executors.eager import OPS
 
-_DEVICE = torch.device("cpu")
-_FASTER = [backend for backend in BACKENDS if backend != "ref"]
+# Under the interpreter Triton's ops have tests of their own (test_triton_ops.py).
+_CASES = [(device, backend) for device in DEVICES for backend in BACKENDS if backend == BACKEND_OF[device.type]]
 
 
 def _random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -82,18 +83,26 @@ def test_every_op_has_a_case() -> None:
     assert set(CASES) == set(OPS)
 
 
-@pytest.mark.parametrize("backend", _FASTER)
+def test_every_backend_has_a_device() -> None:
+    assert {*BACKEND_OF.values(), "ref"} == set(BACKENDS)
+
+
+@pytest.mark.parametrize(("device", "backend"), _CASES, ids=[backend for _, backend in _CASES])
 @pytest.mark.parametrize("op", OPS)
-def test_op_equals_its_spec(op: str, backend: str) -> None:
-    choice = select(op, _DEVICE, backend)
+def test_op_equals_its_spec(op: str, device: torch.device, backend: str) -> None:
+    choice = select(op, device, backend)
     if choice.backend != backend:
         pytest.skip(f"{backend} declined: {dict(choice.declined)[backend]}")
     for make in CASES[op]:
-        expected_arguments, arguments = make(), make()
+        expected_arguments, arguments = (
+            tuple(each.to(device) if isinstance(each, torch.Tensor) else each for each in make()) for _ in range(2)
+        )
         expected = getattr(ref, op)(*expected_arguments)
         got = choice.run(*arguments)
         if expected is None:  # works in place
             expected, got = expected_arguments[1], arguments[1]
         expected, got = (each if isinstance(each, tuple) else (each,) for each in (expected, got))
         for wanted, found in zip(expected, got, strict=True):
-            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=2e-5)
+            torch.testing.assert_close(
+                found, wanted, rtol=1e-5 if device.type == "cpu" else 1e-3, atol=2e-5 if device.type == "cpu" else 1e-3
+            )
