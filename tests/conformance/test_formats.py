@@ -182,7 +182,10 @@ def test_backend_multiplies_packed_weights(sample: str, largest: float, device: 
         bound = 1e-5 * expected.abs().amax() + seen.abs() @ (scale_error + table_error).T
         if not rounds_input:
             bound += 4 * x.abs().amax() / 127 * values.square().sum(-1).sqrt() / 12**0.5
+        product = _multiply(weight, x, device, backend)
+        error = (product - expected).abs()
         if backend == "triton":
             bound += _bfloat_error(seen, values) + 2**-7 * weight.bias.abs()
-        error = (_multiply(weight, x, device, backend) - expected).abs()
+            # Of one token, inputs need not be rounded to save time: then the product is the better one.
+            error = error.minimum((product - (x @ values.T + weight.bias)).abs())
         assert (error <= bound).all(), (error / bound).max()

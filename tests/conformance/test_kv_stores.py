@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.devices import CPU, DEVICES, device_name
 from tokenmill.hardware.kv_layout import KVLayout, LayerKV, build_layout
 from tokenmill.kernels import cpu, ref
 from tokenmill.model.attention import choose_attention
@@ -15,7 +16,6 @@ from tokenmill.model.kvstore import KV_STORES
 from tokenmill.model.kvstore.base import KVStore
 from tokenmill.types import Batch
 
-_DEVICE = torch.device("cpu")
 _LAYERS = [LayerKV("sliding", 2, 16, 8)] * 4 + [LayerKV("full", 2, 16)] * 2
 # Relative error of a normal vector by bits: what theory says and a little more.
 _CLOSE = {"16": 0.004, "8": 0.03, "5": 0.06, "4": 0.15, "3": 0.25, "2": 0.45}
@@ -39,10 +39,12 @@ _LOSSY = {
 _PRODUCTS = ("turboquant4_prod", "turboquant3_prod", "turboquant2_prod")  # unbiased, not close: see test_turboquant.py
 
 
-def make(name: str, layers: list[LayerKV], num_pages: int, kernels: str = "") -> tuple[KVStore, KVLayout]:
+def make(
+    name: str, layers: list[LayerKV], num_pages: int, device: torch.device = CPU, kernels: str = ""
+) -> tuple[KVStore, KVLayout]:
     store_class = KV_STORES.get(name)
     layout = build_layout(layers, page_size=max(4, store_class.page_multiple))
-    return store_class(layout, num_pages, _DEVICE, kernels), layout
+    return store_class(layout, num_pages, device, kernels), layout
 
 
 def rows(count: int, width: int, seed: int) -> Tensor:
@@ -53,14 +55,18 @@ def distance(actual: Tensor, expected: Tensor) -> float:
     return float((actual - expected).norm() / expected.norm())
 
 
+_ON_EACH_DEVICE = pytest.mark.parametrize("device", DEVICES, ids=device_name)
+
+
+@_ON_EACH_DEVICE
 @pytest.mark.parametrize("name", list(KV_STORES))
-def test_store(name: str) -> None:
-    store, layout = make(name, _LAYERS, 6)
+def test_store(name: str, device: torch.device) -> None:
+    store, layout = make(name, _LAYERS, 6, device)
     size = layout.page_size
     assert store.nbytes == 6 * store.page_bytes(layout) + store.fixed_bytes(layout, 1)
     assert sum(tensor.nbytes for tensor in store.page_tensors()) == 6 * store.page_bytes(layout)
-    k, v = rows(size + 1, 32, 0), rows(size + 1, 32, 1)
-    slots = torch.tensor([*range(size, 2 * size), 5 * size])
+    k, v = rows(size + 1, 32, 0).to(device), rows(size + 1, 32, 1).to(device)
+    slots = torch.tensor([*range(size, 2 * size), 5 * size], device=device)
     for slot in range(layout.layers_per_page):
         store.write(slot, slots, k, v)
     store.copy_pages([(1, 3), (3, 0)])
@@ -71,27 +77,34 @@ def test_store(name: str) -> None:
                 stored = pages[page].float().transpose(0, 1).reshape(size, 32)
                 assert distance(stored, expected[:size]) < bound
             assert distance(pages[5, :, 0].float().reshape(32), expected[size]) < bound
-        some = torch.tensor([3, 1])
+        some = torch.tensor([3, 1], device=device)
         for part, whole in zip(store.read(slot, some), store.pages(slot), strict=True):
-            assert torch.equal(part, whole[some])
+            if device.type == "cpu":
+                assert torch.equal(part, whole[some])
+            else:  # a rotation of other rows beside them may be another kernel
+                torch.testing.assert_close(part, whole[some], rtol=1e-4, atol=1e-4)
     assert choose_attention(store).declines(store) is None
 
 
+@_ON_EACH_DEVICE
 @pytest.mark.parametrize("name", list(KV_STORES))
-def test_a_page_leaves_and_comes_back(name: str) -> None:
-    store, layout = make(name, _LAYERS, 4)
+def test_a_page_leaves_and_comes_back(name: str, device: torch.device) -> None:
+    store, layout = make(name, _LAYERS, 4, device)
     size = layout.page_size
     for slot in range(layout.layers_per_page):
-        store.write(slot, torch.arange(2 * size), rows(2 * size, 32, slot), rows(2 * size, 32, slot + 9))
+        k, v = rows(2 * size, 32, slot).to(device), rows(2 * size, 32, slot + 9).to(device)
+        store.write(slot, torch.arange(2 * size, device=device), k, v)
     exported = store.export_page(1)
-    other, _ = make(name, _LAYERS, 4)
+    other, _ = make(name, _LAYERS, 4, device)
     other.import_page(2, exported)
     for slot in range(layout.layers_per_page):
         for mine, theirs in zip(store.pages(slot), other.pages(slot), strict=True):
             assert torch.equal(mine[1], theirs[2])
 
 
-def step(layout: KVLayout, counts: list[int], lengths: list[int]) -> tuple[Batch, list[list[int]]]:
+def step(
+    layout: KVLayout, counts: list[int], lengths: list[int], device: torch.device
+) -> tuple[Batch, list[list[int]]]:
     """Sequences whose pages lie scattered; every sequence brings its last `count` tokens."""
     size = layout.page_size
     width = -(-max(lengths) // size)
@@ -103,35 +116,39 @@ def step(layout: KVLayout, counts: list[int], lengths: list[int]) -> tuple[Batch
         for number, (count, length) in enumerate(zip(counts, lengths, strict=True))
         for position in range(length - count, length)
     ]
-    table = torch.tensor(tables, dtype=torch.int32)
+    table = torch.tensor(tables, dtype=torch.int32, device=device)
     total = sum(counts)
     batch = Batch(
-        token_ids=torch.zeros(total, dtype=torch.int64),
-        positions=torch.zeros(total, dtype=torch.int64),
-        query_starts=starts.to(torch.int32),
-        seq_lens=torch.tensor(lengths, dtype=torch.int32),
+        token_ids=torch.zeros(total, dtype=torch.int64, device=device),
+        positions=torch.zeros(total, dtype=torch.int64, device=device),
+        query_starts=starts.to(device, torch.int32),
+        seq_lens=torch.tensor(lengths, dtype=torch.int32, device=device),
         block_tables=(table,),
-        slots=(torch.tensor(slots),),
-        logit_rows=torch.zeros(0, dtype=torch.int64),
+        slots=(torch.tensor(slots, device=device),),
+        logit_rows=torch.zeros(0, dtype=torch.int64, device=device),
         max_query=max(counts),
         max_seq=max(lengths),
     )
     return batch, tables
 
 
+@_ON_EACH_DEVICE
 @pytest.mark.parametrize("head_dim", [16, 48, 64, 256])
 @pytest.mark.parametrize("name", list(KV_STORES))
-def test_attention(name: str, head_dim: int) -> None:
-    """Prompts, then a step of single tokens beside a chunk; against the spec on the pages expanded by torch."""
-    store, layout = make(name, [LayerKV("full", 2, head_dim)] * 2, 3 * 40)
-    backend = choose_attention(store)
+def test_attention(name: str, head_dim: int, device: torch.device) -> None:
+    """Prompts, then a step of single tokens beside a chunk; against the spec on the pages expanded by torch. On a GPU
+    by the reference: its own kernels read pages in test_triton_attention.py and test_triton_packed.py."""
+    kernels = "" if device.type == "cpu" else "ref"
+    store, layout = make(name, [LayerKV("full", 2, head_dim)] * 2, 3 * 40, device, kernels)
+    backend = choose_attention(store, kernels)
     spec = AttentionSpec(0, 6, 2, head_dim, head_dim**-0.5, window=0, softcap=0.0)
     for number, (counts, lengths) in enumerate((([70, 3, 40], [70, 3, 40]), ([1, 9, 1], [71, 12, 41]))):
-        batch, _ = step(layout, counts, lengths)
+        batch, _ = step(layout, counts, lengths, device)
         total = sum(counts)
         store.prepare(batch)
-        store.write(1, batch.slots[0], rows(total, 2 * head_dim, number), rows(total, 2 * head_dim, number + 5))
-        q = rows(total, 6 * head_dim, 77)
+        k_new, v_new = (rows(total, 2 * head_dim, number + extra).to(device) for extra in (0, 5))
+        store.write(1, batch.slots[0], k_new, v_new)
+        q = rows(total, 6 * head_dim, 77).to(device)
         actual = backend.attend(q, 1, batch.block_tables[0], batch, spec)
         k, v = (each.float().nan_to_num(0) for each in store.pages(1))  # pages never written hold anything
         expected = ref.attention(
@@ -140,13 +157,13 @@ def test_attention(name: str, head_dim: int) -> None:
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.skipif(cpu.unavailable(_DEVICE) is not None, reason="no C++ kernels")
+@pytest.mark.skipif(cpu.unavailable(CPU) is not None, reason="no C++ kernels")
 @pytest.mark.parametrize("head_dim", [48, 64, 128])
 @pytest.mark.parametrize("name", list(KV_STORES))
 def test_both_kernels_write_the_same(name: str, head_dim: int) -> None:
     """Up to codes at a tie, which a last bit may turn either way."""
     layers = [LayerKV("full", 3, head_dim)]
-    (fast, layout), (plain, _) = make(name, layers, 10), make(name, layers, 10, "ref")
+    (fast, layout), (plain, _) = make(name, layers, 10), make(name, layers, 10, kernels="ref")
     if fast.is_coded and plain.kernel_pages(0) is not None:
         pytest.fail("kernels=ref must not write by C++")
     count = 4 * layout.page_size
