@@ -13,7 +13,7 @@ _ROOT = Path(__file__).parents[2]
 
 
 def test_under_the_interpreter() -> None:
-    names = ("executors", "kv_memory", "packed_pages", "speculation", "draft_heads")
+    names = ("executors", "kv_memory", "packed_pages", "speculation", "draft_heads", "inspect")
     assert_passes_interpreted(*(Path(__file__).with_name(f"test_{name}.py") for name in names))
 
 

@@ -59,6 +59,14 @@ class LoadedModel:
         return [weight.kernel.run for weight in self.weights.values() if weight.kernel is not None]
 
 
+def uses_gpu_kernels(device: torch.device, kernels: str) -> bool:
+    """Whether weights are made ready for GPU kernels: on a GPU unless the reference is asked for, and where tests run
+    these kernels by Triton's interpreter."""
+    if device.type == "cpu":
+        return kernels == "triton" and triton.unavailable(device) is None
+    return candidate_backends(kernels) != ("ref",)
+
+
 def load_model(
     checkpoint: Checkpoint,
     device: torch.device,
@@ -74,12 +82,12 @@ def load_model(
     reader = reader or (DummyReader(checkpoint, device) if dummy else WeightReader(checkpoint))
     decoder: Decoder = architecture_of(description)(reader, description, num_positions)
     reader.finish()
-    if device.type != "cpu" and candidate_backends(kernels) == ("ref",):
-        place_reference(decoder, reader, device)
-        return LoadedModel(decoder, reader.weights, checkpoint, device, kernels)
-    if device.type != "cpu" or (kernels == "triton" and triton.unavailable(device) is None):
+    if uses_gpu_kernels(device, kernels):
         table = place_weights(decoder, reader, Placement(device, kernels, quantization))
         return LoadedModel(decoder, reader.weights, checkpoint, device, kernels, table)
+    if device.type != "cpu":
+        place_reference(decoder, reader, device)
+        return LoadedModel(decoder, reader.weights, checkpoint, device, kernels)
 
     def prepare(prefix: str) -> None:
         weight = reader.weights[prefix]

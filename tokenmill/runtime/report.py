@@ -25,10 +25,11 @@ from tokenmill.hardware.memory import kv_bytes_per_token
 from tokenmill.kernels import cpu
 from tokenmill.kernels.base import Choice, select, select_linear
 from tokenmill.model.architectures import architecture_of
+from tokenmill.model.device_weights import Uploader
 from tokenmill.model.formats.base import LinearWeight
 from tokenmill.model.kvstore.base import KVStore
 from tokenmill.model.kvstore.choice import StoreChoice, native_layer_count, reading_path
-from tokenmill.model.loader import LoadedModel
+from tokenmill.model.loader import LoadedModel, uses_gpu_kernels
 from tokenmill.model.reader import WeightReader
 from tokenmill.resolution import resolve, settle
 from tokenmill.runtime.build import find_facts, kv_arrangement
@@ -95,11 +96,9 @@ class ModelReport:
 
 def inspect_model(path: Path, options: EngineConfig) -> ModelReport:
     checkpoint = open_checkpoint(path)
-    if options.device == "cuda":
-        raise UserError("inspect shows the kernels of the CPU only", "leave out --device cuda")
-    options = options.fill("inspect shows the kernels of the CPU", device="cpu")
-    config = resolve(options, find_facts(options, checkpoint.description.context_length)[0])
-    model = survey(checkpoint, config)
+    facts, device = find_facts(options, checkpoint.description.context_length)
+    config = resolve(options, facts)
+    model = survey(checkpoint, config, device)
     layout, choice = kv_arrangement(config, model.decoder.kv_layers(), model.device)
     store = choice.build(layout, 1, model.device, config.kernels, 1)
     executor = _executor(model, store, config.executor)
@@ -112,7 +111,7 @@ def inspect_model(path: Path, options: EngineConfig) -> ModelReport:
         kv=_kv_report(checkpoint.description, config, layout, choice, store),
         tokenizer=_tokenizer_report(path, checkpoint),
         executor=executor,
-        kernels=implementations(model, executor.runs_on),
+        kernels=implementations(model, executor.runs_on, store),
         settings=tuple(
             settle(
                 config,
@@ -123,10 +122,10 @@ def inspect_model(path: Path, options: EngineConfig) -> ModelReport:
     )
 
 
-def survey(checkpoint: Checkpoint, config: ResolvedConfig) -> LoadedModel:
-    """The model with its kernels chosen but not filled: weights of one type and shape share one choice."""
+def survey(checkpoint: Checkpoint, config: ResolvedConfig, device: torch.device) -> LoadedModel:
+    """The model with its kernels chosen but not filled: weights of one type and shape share one choice, and on a GPU
+    only one of them is sent there."""
     description = checkpoint.description
-    device = torch.device("cpu")
     reader = WeightReader(checkpoint)
     decoder = architecture_of(description)(reader, description, 1)
     reader.finish()
@@ -136,13 +135,14 @@ def survey(checkpoint: Checkpoint, config: ResolvedConfig) -> LoadedModel:
         if weight is decoder.embedding and decoder.head is not weight:
             continue  # only looked up, never multiplied
         if key not in chosen:
-            chosen[key] = select_linear(weight, device, config.kernels)
+            chosen[key] = select_linear(Uploader(device).weight(weight), device, config.kernels)
         weight.kernel = chosen[key]
-    return LoadedModel(decoder, reader.weights, checkpoint, device, config.kernels)
+    table = torch.empty(0, 0, device=device) if uses_gpu_kernels(device, config.kernels) else None
+    return LoadedModel(decoder, reader.weights, checkpoint, device, config.kernels, table)
 
 
-def implementations(model: LoadedModel, executor: str) -> tuple[Implementation, ...]:
-    """One line for each way a weight type is multiplied, and for each op."""
+def implementations(model: LoadedModel, executor: str, store: KVStore | None = None) -> tuple[Implementation, ...]:
+    """One line for each way a weight type is multiplied, and for each op. `store`: whose pages attention reads."""
     linears = {
         Implementation(f"linear {weight.type_name}", _linear_name(weight), _reasons(weight.kernel.declined)): None
         for weight in model.weights.values()
@@ -150,12 +150,21 @@ def implementations(model: LoadedModel, executor: str) -> tuple[Implementation, 
     }
     ops = []
     for op in OPS:
-        if executor != "eager" and op in FORWARD_OPS:  # the forward pass is one program of one backend
+        fallback = _attention_fallback(store) if executor.startswith("cuda") and op == "attention" else None
+        if fallback is not None:
+            ops.append(Implementation(op, "ref", (f"triton: {fallback}",)))
+        elif executor != "eager" and op in FORWARD_OPS:  # the forward pass is one program of one backend
             ops.append(Implementation(op, f"{executor} program", ()))
         else:
             choice = select(op, model.device, model.kernels)
             ops.append(Implementation(op, choice.backend, _reasons(choice.declined)))
     return (*linears, *ops)
+
+
+def _attention_fallback(store: KVStore | None) -> str | None:
+    """Why attention over these pages is computed by the torch spec on a GPU; None if it is not."""
+    slots = () if store is None else range(store.layout.layers_per_page)
+    return next((reason for slot in slots if store and (reason := store.gpu_declines(slot)) is not None), None)
 
 
 def kernel_names(model: LoadedModel, executor: str) -> dict[str, str]:
