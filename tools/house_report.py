@@ -2,10 +2,9 @@
 
     python tools/house_report.py [--tree CHECKOUT]
 
-A room is a folder with Python files below the counted one; floors are the longest chain of modules inside it that
-import each other, each one level above the next (a circle counts as one level). Circles are groups of modules of the package
-that import each other, imports for type checkers and inside functions included. Reads sources only, so that any
-checkout can be counted: nothing is imported.
+A room is a folder with Python files below the counted one. Floors are the longest chain of modules inside it in which
+each imports the next (a circle counts as one). Circles are groups of modules of the package that import each other,
+imports for type checkers and inside functions included. Reads sources only: any checkout can be counted.
 """
 
 from __future__ import annotations
