@@ -67,7 +67,7 @@ class ModelRunner:
         """Greedy tokens of each row that one call may bring: never more than there are slots for."""
         if plan.run == 1 or drafts or not self.runs_greedily:
             return 1
-        run = plan.run if self.speculator is None else min(plan.run, self.speculator.undrafted)
+        run = plan.run if self.speculator is None else min(plan.run, self.speculator.max_undrafted_run)
         return min(run, 1 + min(row.num_draft_slots for row in plan.scheduled))
 
     # --- what its answer means ---
@@ -152,7 +152,7 @@ class ModelRunner:
             ]
             if self.speculator is not None and self._needs_hidden:
                 if drafts and output.guesses is not None:
-                    self.speculator.take(rows, result, [output.guesses[place] for place in places])
+                    self.speculator.observe_guesses(rows, result, [output.guesses[place] for place in places])
                 else:
                     self.speculator.observe(rows, result, output.hidden(places))
             for number, row in enumerate(rows):
