@@ -1,4 +1,4 @@
-"""Facts about rows of a step that both the runner and the executors go by. No torch."""
+"""Facts about rows of a step that both the runner and the executors use. No torch."""
 
 from __future__ import annotations
 
