@@ -17,7 +17,7 @@ from tokenmill.checkpoint.base import Checkpoint
 from tokenmill.errors import CheckpointError
 from tokenmill.model.formats.base import WeightFormat
 from tokenmill.model.formats.bits import pack_bits, unpack_bits
-from tokenmill.model.formats.coded import CodedWeight, check_dimensions, group_size_of, stored_scales, whole_zeros
+from tokenmill.model.formats.coded import CodedWeight, check_dimensions, group_size_of, integer_zeros, stored_scales
 from tokenmill.model.formats.quantized import QuantizedMatrix, Scheme
 
 BITS = (2, 3, 4, 8)
@@ -106,7 +106,7 @@ class GptqFormat(WeightFormat):
         cls, matrix: QuantizedMatrix, scale_dtype: torch.dtype | None = None, version: int = 1
     ) -> dict[str, Tensor]:
         bits, columns = matrix.scheme.bits, matrix.shape[1]
-        zeros = pack_bits(whole_zeros(matrix).T.contiguous(), bits)
+        zeros = pack_bits(integer_zeros(matrix).T.contiguous(), bits)
         return {
             "qweight": pack_bits(matrix.codes, bits).T.contiguous(),
             "qzeros": _moved(zeros, bits, -1) if version == 1 else zeros,

@@ -77,13 +77,13 @@ class PairedZeroRows(HiddenZeroRows):
         scale = word.view(torch.float16).float()
         zero = round_away(-low / scale).clamp(0, _HIGHEST).nan_to_num(0.0)
         scales, zeros = (each.repeat(1, 1, self.head_dim // 2) for each in (scale, zero))
-        place = 0
+        column = 0
 
         def rounder(values: Tensor) -> tuple[Tensor, Tensor]:
             """All coordinates, or the next one."""
-            nonlocal place
-            begin, place = place, place + values.shape[-1]
-            step, nought = scales[..., begin:place], zeros[..., begin:place]
+            nonlocal column
+            begin, column = column, column + values.shape[-1]
+            step, nought = scales[..., begin:column], zeros[..., begin:column]
             codes = (round_away(values / step) + nought).clamp(0, _HIGHEST)
             return codes, (codes - nought) * step
 

@@ -21,7 +21,7 @@ class Rotation:
         """`signed`: with random signs, else the plain Hadamard matrix."""
         self._signs = random_signs(head_dim, SEED) if signed else random_signs(head_dim, SEED).abs()
 
-    def turn(self, x: Tensor) -> Tensor:
+    def rotate(self, x: Tensor) -> Tensor:
         """Along the last dimension."""
         return hadamard(x * self._signs.to(x))
 
@@ -31,7 +31,7 @@ class Rotation:
     def matrix(self, device: torch.device) -> Tensor:
         """float16 [n, n]: `turn` of rows is x @ matrix / sqrt(n). Of a true Hadamard matrix the entries are +-1."""
         size = len(self._signs)
-        return (self.turn(torch.eye(size)) * size**0.5).to(device, torch.float16).contiguous()
+        return (self.rotate(torch.eye(size)) * size**0.5).to(device, torch.float16).contiguous()
 
     def code(self) -> RowRotation:
         power, matrix = hadamard_parts(len(self._signs))

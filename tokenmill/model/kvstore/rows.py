@@ -74,7 +74,7 @@ class RowFormat(ABC):
     def encode(self, heads: Tensor) -> Tensor:
         if self.conditioning is not None:
             heads = (heads - self.conditioning.center) * self.conditioning.scale
-        return self.to_rows(heads if self.rotation is None else self.rotation.turn(heads))
+        return self.to_rows(heads if self.rotation is None else self.rotation.rotate(heads))
 
     def decode(self, rows: Tensor) -> Tensor:
         heads = self.from_rows(rows)
