@@ -1,4 +1,4 @@
-"""Constraints on the output (JSON, regex, choice, grammar): from what a body asks to what the sampler needs.
+"""Constraints on the output (JSON, regex, choice, grammar): from the fields of a body to sampling parameters.
 
 The single place where a constraint joins the sampling parameters. Only its size and form are checked here; the engine
 process compiles it, beside its steps, and refuses what cannot be used. Called by sampling.py.
