@@ -2,7 +2,7 @@
 supported.
 
 A schema keyword that cannot be enforced is rejected, never dropped; references to other documents are not followed.
-Knows no tokens and no models; called by the compiler and by nobody else.
+Knows no tokens and no models; called by the compiler only.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _check(schema: dict[str, Any]) -> None:
 
 
 def _unanchored(regex: str) -> str:
-    """The whole output must match anyway, so ^ at the start and $ at the end say nothing."""
+    """The entire output must match anyway, so ^ at the start and $ at the end are redundant."""
     body = regex.removeprefix("^")
     if body.endswith("$") and (len(body) - len(body[:-1].rstrip("\\"))) % 2 == 1:
         body = body[:-1]
@@ -127,7 +127,7 @@ def _unanchored(regex: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    return re.sub(r"[^\w]", lambda found: f"\\x{{{ord(found[0]):x}}}", text)
+    return re.sub(r"[^\w]", lambda match: f"\\x{{{ord(match[0]):x}}}", text)
 
 
 def _lark(text: str) -> str:

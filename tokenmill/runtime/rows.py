@@ -6,7 +6,7 @@ from tokenmill.types import ScheduledTokens
 
 
 def num_prompt_logits(row: ScheduledTokens) -> int:
-    """How many leading tokens of the row need logits because the caller asked for prompt log-probabilities: each
+    """How many leading tokens of the row need logits for prompt log-probabilities: each
     predicts the prompt token after it, so the last prompt token needs none."""
     if row.request.params.prompt_logprobs is None:
         return 0

@@ -1,7 +1,7 @@
 """Exact verification: which drafted tokens the target would have chosen itself, and the token after them.
 
-The only place that decides which drafts hold, for every drafter, executor and sampling setting (the kernel that works
-out the next step on a GPU mirrors `num_held` and is tested against it). Two ways, by how the draft was made:
+The only place that decides which drafts hold, for every drafter, executor and sampling setting (the kernel that
+computes the next step on a GPU mirrors `num_held` and is tested against it). Two ways, by how the draft was made:
 
 * Guessed (no distribution): at each position the ordinary sampler chooses the target's token, with penalties, grammar,
   filters and the request's own random number as usual; the draft holds while it agrees. In distribution this is

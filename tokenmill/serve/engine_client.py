@@ -218,7 +218,7 @@ class EngineClient:
             await self._restart()
 
     async def _watch(self, link: EngineLink) -> str:
-        """Until the process ends or is found stuck (and killed); returns why."""
+        """Wait until the process ends or is stuck and killed; returns the reason."""
         ended = asyncio.ensure_future(link.ended())
         try:
             while True:

@@ -145,7 +145,7 @@ class Service:
         special: bool = True,
         embeds: bool = False,
     ) -> Generation:
-        """Start generating; `make_params` is given the length of each prompt. The caller must close the result."""
+        """Start generating; `make_params` gets the length of each prompt. The caller must close the result."""
         try:
             self.admission.check_client(caller.client, time.monotonic())
             encoded = [await self.encode(prompt, chat=chat, special=special) for prompt in prompts]

@@ -1,8 +1,8 @@
 """GPTQ files, versions 1 and 2: integers of 2, 3, 4 or 8 bits in 32-bit words that run down the input dimension.
 
 qweight int32 [in * bits / 32, out], qzeros int32 [groups, out * bits / 32], scales [groups, out], g_idx int32 [in].
-Version 1 stores every zero point less one; subtracting borrowed between fields, so reading adds to whole words. Which
-version a file is, and whether it is symmetric, only its config says. A true activation order (g_idx that is not
+Version 1 stores every zero point minus one; the subtraction borrows between fields, so reading adds to 32-bit words.
+Which version a file is, and whether it is symmetric, only its config says. A true activation order (g_idx that is not
 column // group) is read and multiplied, but has no other form to convert to.
 """
 

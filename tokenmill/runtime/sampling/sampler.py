@@ -2,7 +2,7 @@
 
 Greedy rows are one argmax. Random rows take one uniform number each (random.py) and walk the cumulative distribution;
 the vocabulary is sorted only when a filter cannot decide from the most likely few hundred tokens. Features plug in
-through features/. Tokens that are drafted but not accepted yet are passed in beside the request, which is never
+through features/. Tokens that are drafted but not accepted yet are passed separately from the request, which is never
 changed. Owned by an executor; called by the runner once per chunk of logit rows, by verification and by draft models.
 """
 
@@ -31,7 +31,7 @@ class Sampler:
     def sample(
         self, logits: Tensor, requests: Sequence[Request], drafted: Sequence[Sequence[int]] = ()
     ) -> tuple[list[int | None], list[TokenLogprobs | None]]:
-        """`logits` [R, vocab] is consumed (edited in place). One token per row, with log-probabilities if asked for.
+        """`logits` [R, vocab] is consumed (edited in place). One token per row, with log-probabilities if requested.
 
         `drafted[i]`: tokens assumed to follow those of request i. The token is None for a row in which no token is
         possible.

@@ -214,14 +214,22 @@ class CudaOps:
             return self._packed_attention(q, k, v, spec, packed, norms, group)
         k_pages, v_pages = self._store.stored(slot)
         scales = self._store.scales(slot)
-        place = (k_pages, v_pages, batch.positions, batch.slots[group], table.cos, table.sin, table.interleaved)
+        store_arguments = (
+            k_pages,
+            v_pages,
+            batch.positions,
+            batch.slots[group],
+            table.cos,
+            table.sin,
+            table.interleaved,
+        )
         out: Tensor
         if norms is None and _are_adjacent_columns(q, k, v) and q.product.rotates:
-            heads = gpu.head_places(batch.positions.shape[0], spec.num_heads, *place, scales)
+            heads = gpu.head_places(batch.positions.shape[0], spec.num_heads, *store_arguments, scales)
             queries = q.product.rotated(heads)
         else:
             joined = _side_by_side(q, k, v)
-            queries = gpu.rope_store(joined, spec.num_heads, *place, norms=norms, eps=q.eps, scales=scales)
+            queries = gpu.rope_store(joined, spec.num_heads, *store_arguments, norms=norms, eps=q.eps, scales=scales)
         out = gpu.paged_attention(
             queries,
             k_pages,
@@ -263,8 +271,8 @@ class CudaOps:
         """Over quantized rows."""
         batch, table = self._batch, q.rotary
         assert table is not None
-        place = (batch.positions, batch.slots[group], table.cos, table.sin, table.interleaved)
-        queries = gpu.rope_store_packed(_side_by_side(q, k, v), spec.num_heads, pages, *place, norms=norms, eps=q.eps)
+        rotary = (batch.positions, batch.slots[group], table.cos, table.sin, table.interleaved)
+        queries = gpu.rope_store_packed(_side_by_side(q, k, v), spec.num_heads, pages, *rotary, norms=norms, eps=q.eps)
         lengths = (batch.block_tables[group], batch.query_starts, batch.seq_lens)
         return gpu.packed_attention(
             queries, pages, *lengths, spec.scale, spec.window, spec.softcap,
@@ -322,12 +330,12 @@ def _joined_matrix(kernels: list[Any]) -> Any:
     """The joined matrix whose rows these kernels are, all of them and in order; None if there is none."""
     if not all(isinstance(kernel, gpu.JoinedRows) for kernel in kernels):
         return None
-    whole, end = kernels[0].whole, 0
+    joined, end = kernels[0].whole, 0
     for kernel in kernels:
-        if kernel.whole is not whole or kernel.begin != end:
+        if kernel.whole is not joined or kernel.begin != end:
             return None
         end = kernel.end
-    return whole if end == whole.rows else None
+    return joined if end == joined.rows else None
 
 
 def _plain_heads(columns: Columns, positions: Tensor, head_dim: int) -> Tensor:
