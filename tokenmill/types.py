@@ -1,8 +1,8 @@
-"""The vocabulary: the only six things that cross a layer, with shape and owner of each field.
+"""The types that cross layers, with shape and owner of each field.
 
-SamplingParams and Request come from the caller; StepPlan is what the scheduler asks of the runtime; Batch is its
-tensor form, seen by the model; StepResult is what the runtime answers; TokenEvent is what leaves the engine.
-Imports no torch: the scheduler, the simulator and the HTTP edge use this file as it is.
+SamplingParams and Request come from the caller; StepPlan is what the scheduler passes to the runtime; Batch is its
+tensor form for the model; StepResult is what the runtime returns; TokenEvent is what leaves the engine. Imports no
+torch: the scheduler, the simulator and the HTTP server use this file too.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class StructuredSpec:
         if self.kind not in STRUCTURED_KINDS:
             raise unknown_name("kind of structured output", self.kind, STRUCTURED_KINDS)
         if self.kind == "choice" and not (0 < len(self.choices) <= MAX_CHOICES and all(self.choices)):
-            raise UserError(f"there are {len(self.choices)} choices, or an empty one", f"give 1 to {MAX_CHOICES} texts")
+            raise UserError(f"there are {len(self.choices)} choices, or one is empty", f"give 1 to {MAX_CHOICES} texts")
         if self.kind in ("json_schema", "regex", "grammar") and not self.text.strip():
             raise UserError(f"the {self.kind} is empty", "give it, or leave structured output out")
         size = len(self.text) + sum(map(len, self.choices))
@@ -50,11 +50,11 @@ class StructuredSpec:
 
 @dataclass(frozen=True, slots=True)
 class CacheControl:
-    """What a request asks of the KV cache: how long its prompt stays there, and how little it may hold itself."""
+    """KV cache settings of a request: how long its prompt stays cached, and how many tokens it may hold itself."""
 
-    ttl: float = 0.0  # seconds that the pages of the prompt are kept after their last use; 0: no promise
-    pin: bool = False  # keep them until no other page can make room
-    policy: str = ""  # of BUDGET_POLICIES: what to drop beyond `budget`, at a loss; "full": nothing; "": the default
+    ttl: float = 0.0  # seconds that the pages of the prompt are kept after their last use; 0: no guarantee
+    pin: bool = False  # evict them only when no other page is left to evict
+    policy: str = ""  # of BUDGET_POLICIES: which tokens to drop beyond `budget` (lossy); "full": none; "": the default
     budget: int = 0  # tokens that the request holds once its prompt is computed, rounded up to pages
 
     def __post_init__(self) -> None:
@@ -68,7 +68,7 @@ class CacheControl:
 
     @property
     def needs_attention(self) -> bool:
-        """Whether the policy chooses by attention weights, which only some executors can see."""
+        """Whether the policy uses attention weights, which only some executors compute."""
         return self.policy == "h2o"
 
 
@@ -77,7 +77,7 @@ class CacheReport:
     """How the KV cache served a request. `reason` is one of CACHE_REASONS."""
 
     reason: str = ""
-    tier: str = ""  # which one pages came back from, the slowest if several
+    tier: str = ""  # that pages were loaded from, the slowest if several
     num_loaded_tokens: int = 0  # of the cached ones, those that came from a tier
     num_dropped_tokens: int = 0  # by the request's budget policy, so far
 
@@ -85,12 +85,12 @@ class CacheReport:
 CACHE_REASONS = (
     "hit",  # all full pages before the last token
     "partial",  # the prompt goes on differently from what is cached
-    "cold",  # nothing cached begins like it
+    "cold",  # no cached prefix matches
     "short",  # not one full page before the last token
-    "must_compute",  # every token's attention or log-probability is wanted
+    "must_compute",  # attention or log-probabilities of every token are needed
     "slower",  # a tier has more, but recomputing is faster by measured costs
     "no_room",  # a tier has more, but running requests need the pages
-    "tier_failed",  # a tier had more, but did not bring it in time, or not whole
+    "tier_failed",  # a tier had more, but did not load it in time, or not completely
     "off",  # prefix caching is off
 )
 
@@ -168,7 +168,7 @@ class SamplingParams:
 
 
 class CompiledGrammar(Protocol):
-    """A grammar compiled for one model's tokens (tokenmill.grammar). The engine passes it on, the sampler asks it."""
+    """A grammar compiled for one model's tokens (tokenmill.grammar). The engine passes it on to the sampler."""
 
     vocab_size: int
 
@@ -189,15 +189,16 @@ class Request:
     prompt_ids: list[int]
     params: SamplingParams
     stop_ids: frozenset[int] = frozenset()  # end-of-text ids and params.stop_token_ids
-    seed: int = 0  # resolved: params.seed, or drawn by the facade
+    seed: int = 0  # params.seed, or drawn at random by the facade
     priority: int = 0  # lower runs first (only under the priority discipline)
     arrival: int = 0  # a counter, not a clock: order of arrival
     index: int = 0  # which of the n siblings
     tenant: str = ""  # whose share of the engine it uses (only under the fair discipline)
     weight: float = 1.0  # of the tenant
     embeds: bool = False  # also wants the hidden state of its last prompt token, with its first token
-    grammar: CompiledGrammar | None = None  # params.structured made ready for the sampler; opaque to the engine
-    logits_from: int | None = None  # logits of the tokens from here on are read: no cached page may stand for these
+    grammar: CompiledGrammar | None = None  # params.structured compiled for the sampler; opaque to the engine
+    # Logits of the tokens from this position on are read: these must not come from the prefix cache
+    logits_from: int | None = None
 
     token_ids: list[int] = field(default_factory=list)  # prompt + output so far
     num_computed: int = 0  # tokens whose KV is stored
@@ -239,16 +240,16 @@ class ScheduledTokens:
     block_tables: tuple[list[int], ...]  # per KV group: page id by page index, -1 where the page left the window
     samples: bool  # the last of these tokens is the last known one: its logits choose the next
     num_dropped: int = 0  # tokens whose pages a budget took out of the tables: attention counts positions without them
-    num_draft_slots: int = 0  # slots held after them: the runtime may compute that many more tokens, guessed or chosen
+    num_draft_slots: int = 0  # slots reserved after them: the runtime may compute that many more tokens
 
 
 @dataclass(slots=True)
 class StepPlan:
-    """What one step computes. Thrown away after the step."""
+    """What one step computes. Discarded after the step."""
 
     scheduled: list[ScheduledTokens] = field(default_factory=list)
     page_copies: list[tuple[int, int]] = field(default_factory=list)  # (source, destination), before the forward pass
-    run: int = 1  # tokens of a sequence that nobody minds getting at once
+    run: int = 1  # tokens of a sequence that may be delivered at once
 
     @property
     def num_tokens(self) -> int:
@@ -270,7 +271,7 @@ class Batch:
     max_seq: int  # longest seq_len
     # [T] int64, trees of drafts only: bit j where a token sees the j-th of its sequence's tokens in this step
     ancestors: Tensor | None = None
-    all_hidden: bool = True  # False: only logits are wanted, so a forward pass may leave out other rows where it can
+    all_hidden: bool = True  # False: only logits are needed, so a forward pass may skip other rows where it can
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,7 +286,7 @@ class TokenLogprobs:
 
 @dataclass(slots=True)
 class StepResult:
-    """What the runtime answers, row by row as in StepPlan.scheduled."""
+    """What the runtime returns, row by row as in StepPlan.scheduled."""
 
     token_ids: list[int | None]  # None where the row did not sample, or where no token is possible
     logprobs: list[TokenLogprobs | None]
@@ -294,12 +295,12 @@ class StepResult:
     accepted: dict[int, list[int]] = field(default_factory=dict)  # by row: drafts that held; they precede its token
     accepted_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     num_drafted: dict[int, int] = field(default_factory=dict)  # by row: tokens that were drafted and checked
-    saved_seconds: float = 0.0  # what drafting has won in this step, by the runtime's own measurements; may be negative
+    saved_seconds: float = 0.0  # time saved by drafting in this step, as measured by the runtime; may be negative
 
 
 @dataclass(slots=True)
 class TokenEvent:
-    """One news item about one sequence, in order. Text is added by whoever holds the tokenizer."""
+    """What is new about one sequence, in order. Text is added by the detokenizing side."""
 
     request_id: str
     index: int = 0

@@ -80,7 +80,7 @@ def test_a_captured_head_guesses_what_the_head_guesses(tmp_path: Path, kind: str
         if layers:
             views = PageViews(model, store, layers)
             views.kernels = "ref"
-            attend = views.look(batch)
+            attend = views.attend_fn(batch)
         wanted, _ = drafter.guess(hidden.float(), last, DEPTH, attend)
         found = CapturedHead(drafter.head, model, store, DEPTH).by_head(hidden, last, batch).tolist()
         same = [a == b for one, other in zip(found, wanted, strict=True) for a, b in zip(one, other, strict=True)]
@@ -96,8 +96,8 @@ def test_pages_look_the_same_to_a_captured_head(tmp_path: Path, dtype: str) -> N
         views = PageViews(model, store, (0,))
         views.kernels = "ref"
         queries = torch.randn(5, d.num_heads * d.head_dim, device=model.device).bfloat16()
-        wanted = views.look(batch)(queries.float())
-        found = CapturedViews(model, store, (0,)).look(batch)(queries).float()
+        wanted = views.attend_fn(batch)(queries.float())
+        found = CapturedViews(model, store, (0,)).attend_fn(batch)(queries).float()
     assert torch.allclose(found, wanted, atol=0.03, rtol=0.03)
 
 
@@ -167,7 +167,7 @@ def test_a_head_with_lookup_changes_nothing(tmp_path: Path) -> None:
         speculate = make_head(tmp_path / "head", llm, "eagle", (0,))
     with engine(folder, "cuda_graph", page_size=4, speculate=speculate, draft_tokens=4) as llm:
         runtime: Any = llm.parts.runtime
-        runtime.runner.speculator.lengths.pay = lambda requests, _depth, _tokens: bool(requests)
+        runtime.runner.speculator.lengths.pays = lambda requests, _depth, _tokens: bool(requests)
         assert llm.generate([prompt], params)[0].outputs[0].token_ids == wanted
         assert runtime.runner.speculator.drafter.guessed_depth == 4  # further than the head goes
         assert llm.stats.num_drafted > 0
@@ -191,7 +191,7 @@ def test_drafts_made_in_the_step_change_nothing(tmp_path: Path, together: int, m
     with engine(folder, "cuda_graph", page_size=4, speculate=speculate, draft_tokens=DEPTH) as llm:
         runtime: Any = llm.parts.runtime
         runtime.executor.attach_drafter(True, Bigrams(plain, runtime.model.device))
-        runtime.runner.speculator.lengths.pay = lambda requests, _depth, _tokens: bool(requests)
+        runtime.runner.speculator.lengths.pays = lambda requests, _depth, _tokens: bool(requests)
         drafted = [output.outputs[0].token_ids for output in llm.generate(asked, params)]
         llm.parts.core.scheduler.kv.check()
         assert llm.stats.num_accepted > 3
@@ -209,7 +209,7 @@ def test_a_request_that_ends_or_joins_drops_the_queued_step(tmp_path: Path) -> N
     with engine(folder, "cuda_graph", speculate=speculate, draft_tokens=DEPTH) as llm:
         runtime: Any = llm.parts.runtime
         runtime.executor.attach_drafter(True, Bigrams([alone], runtime.model.device))
-        runtime.runner.speculator.lengths.pay = lambda requests, _depth, _tokens: bool(requests)
+        runtime.runner.speculator.lengths.pays = lambda requests, _depth, _tokens: bool(requests)
         core, intake = llm.parts.core, llm.parts.intake
         core.add(intake.request(first, params, "one"))
         found: list[int] = []

@@ -216,7 +216,7 @@ def test_a_shared_prefix_is_read_once_and_changes_nothing(tmp_path: Path, monkey
     asked = [[*prefix, *tail] for tail in prompts(3, 5)]
     with engine(folder, "cuda_graph") as llm:
         apart = greedy(llm, asked, 3)
-    monkeypatch.setattr(inputs, "_WORTHWHILE", 1)
+    monkeypatch.setattr(inputs, "_MIN_SAVED_READS", 1)
     with engine(folder, "cuda_graph") as llm:
         greedy(llm, asked[:1], 1)  # its pages are in the cache for the others
         together = greedy(llm, asked, 3)

@@ -1,2 +1,2 @@
-"""Grammars for structured output: what a spec means (source.py), over which tokens (vocabulary.py), made ready off the
-hot path (compiler.py). The sampler meets them through features/grammar.py."""
+"""Grammars for structured output: the text of a grammar (source.py), the tokens (vocabulary.py), compilation off the
+hot path (compiler.py). The sampler uses them through features/grammar.py."""

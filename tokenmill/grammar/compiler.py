@@ -29,7 +29,7 @@ _POLL_SECONDS = 0.02
 
 
 class CompiledGrammar:
-    """A grammar over one model's tokens. Shared by all requests that ask for it; each has a matcher of its own."""
+    """A grammar over one model's tokens. Shared by all requests that use it; each has a matcher of its own."""
 
     def __init__(self, prototype: LLMatcher, vocab_size: int) -> None:
         self._prototype = prototype
@@ -72,7 +72,7 @@ class GrammarJob:
         return self._grammar
 
     def wait(self, seconds: float) -> None:
-        """Until it has ended, or for some time."""
+        """Wait until it has ended, at most `seconds`."""
         self._ended.wait(seconds)
 
     # --- the compiler's side ---
@@ -134,12 +134,12 @@ class GrammarCompiler:
     def replace_stuck_worker(self) -> None:
         """Start another thread for one whose job exceeded its time. Called regularly while jobs are pending."""
         with self._lock:
-            for job in [each for each in self._current.values() if each.expired]:
+            for job in [current for current in self._current.values() if current.expired]:
                 del self._current[job.spec]
                 self._abandoned.add(job)
             self._ensure_worker()
 
-    # --- how ---
+    # --- worker threads ---
 
     def _ensure_worker(self) -> None:
         if self._num_workers <= len(self._abandoned):
@@ -167,7 +167,7 @@ class GrammarCompiler:
                 return
 
     def _finish(self, job: GrammarJob, result: CompiledGrammar | Exception) -> bool:
-        """Hand the result over; whether this thread is no longer needed, because it was replaced meanwhile."""
+        """Deliver the result; returns whether this thread is no longer needed, because it was replaced meanwhile."""
         with self._lock:
             replaced = job in self._abandoned
             self._abandoned.discard(job)

@@ -1,7 +1,8 @@
-"""A StructuredSpec in the grammar library's own language. Every refusal is a UserError that names what is not possible.
+"""A StructuredSpec in the grammar library's own language. Every rejection is a UserError that names what is not
+supported.
 
-A schema keyword that cannot be kept is refused, never dropped; references to other documents are not followed. Knows
-no tokens and no models; called by the compiler and by nobody else.
+A schema keyword that cannot be enforced is rejected, never dropped; references to other documents are not followed.
+Knows no tokens and no models; called by the compiler only.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 from tokenmill.errors import UserError
 from tokenmill.types import StructuredSpec
 
-# Bounded: a model that has nothing to say must not fill its context with blanks. Room for deep indentation.
+# Bounded, so that a model cannot fill its context with blanks. Long enough for deep indentation.
 WHITESPACE = r"[ \n\r\t]{1,40}"
 JSON_OPTIONS: dict[str, Any] = {"lenient": False, "coerce_one_of": False, "whitespace_pattern": WHITESPACE}
 _MAX_DEPTH = 64
@@ -45,11 +46,11 @@ def grammar_text(spec: StructuredSpec) -> str:
 
 
 def refusal(spec: StructuredSpec, reason: str) -> UserError:
-    """The library's words on one line, with what to do."""
+    """The library's message on one line, with a remedy."""
     words = " ".join(reason.replace("<non-verbose/>", "").split())
-    words = re.sub(r"^at \d+\(\d+\): ", "", re.sub(r" \d+ \| .*", "", words))  # places in the library's own text
+    words = re.sub(r"^at \d+\(\d+\): ", "", re.sub(r" \d+ \| .*", "", words))  # positions in the library's own text
     if "coerce_one_of" in words:
-        words = "oneOf is kept only where its branches cannot both match; say anyOf, or make them disjoint"
+        words = "oneOf is supported only if its branches cannot both match; use anyOf, or make them disjoint"
     if spec.kind == "regex":
         words = words.rpartition("error: ")[2]
     if words.startswith("NoExtension"):
@@ -96,16 +97,18 @@ def _no_constant(name: str) -> Any:
 
 
 def _check(schema: dict[str, Any]) -> None:
-    """Refuse what the library would take but not keep."""
+    """Reject what the library would accept but not enforce."""
     level: list[Any] = [schema]
     for _ in range(_MAX_DEPTH):
         objects = [each for each in level if isinstance(each, dict)]
         for each in objects:
-            fewest, required = each.get("minProperties"), each.get("required")
-            # It counts keys as they are written, and free keys can be written twice.
-            if isinstance(fewest, int) and fewest > 1 + (len(required) if isinstance(required, list) else 0):
+            min_properties, required = each.get("minProperties"), each.get("required")
+            # The library counts keys as they are written, and unnamed keys can be written twice.
+            if isinstance(min_properties, int) and min_properties > 1 + (
+                len(required) if isinstance(required, list) else 0
+            ):
                 raise UserError(
-                    "the json_schema cannot be used: minProperties asks for two or more keys that it does not name",
+                    "the json_schema cannot be used: minProperties requires two or more keys that it does not name",
                     "name them in properties and required",
                 )
         lists = [each for each in level if isinstance(each, list)]
@@ -116,7 +119,7 @@ def _check(schema: dict[str, Any]) -> None:
 
 
 def _unanchored(regex: str) -> str:
-    """The whole output must match anyway, so ^ at the start and $ at the end say nothing."""
+    """The entire output must match anyway, so ^ at the start and $ at the end are redundant."""
     body = regex.removeprefix("^")
     if body.endswith("$") and (len(body) - len(body[:-1].rstrip("\\"))) % 2 == 1:
         body = body[:-1]
@@ -124,7 +127,7 @@ def _unanchored(regex: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    return re.sub(r"[^\w]", lambda found: f"\\x{{{ord(found[0]):x}}}", text)
+    return re.sub(r"[^\w]", lambda match: f"\\x{{{ord(match[0]):x}}}", text)
 
 
 def _lark(text: str) -> str:

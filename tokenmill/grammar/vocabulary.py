@@ -1,4 +1,4 @@
-"""Our tokenizer in the form the grammar library wants: the bytes of every token, and which tokens are not text.
+"""The tokenizer in the form that the grammar library reads: the bytes of every token, and which tokens are not text.
 
 Built once per model; takes about a second for a large vocabulary. Called by the compiler.
 """
@@ -18,7 +18,7 @@ _GUARD = "\x02"
 
 
 class TokenBytes(Protocol):
-    """What is needed of a tokenizer here."""
+    """The part of a tokenizer that is used here."""
 
     vocab_size: int
     bos_id: int | None
@@ -46,28 +46,28 @@ class _Tokens:
         self._longest = max(map(len, self._ids), default=1)
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """Ids whose bytes are exactly those of the text: the library asks how forced text is best written.
+        """Ids whose bytes are exactly those of the text: the library calls this for forced text.
 
-        A tokenizer that puts a space before a text is asked behind a character that keeps the space away.
+        For a tokenizer that puts a space before a text, a guard character goes first and is removed again.
         """
         data = text.encode() if isinstance(text, str) else text
         guard = _GUARD if self._tokenizer.adds_leading_space else ""
         ids = self._tokenizer.encode(guard + data.decode(), add_special_tokens=False)
         if guard:
-            place = next((place for place, each in enumerate(ids) if self.tokens[each] == _GUARD.encode()), len(ids))
-            ids = ids[place + 1 :]
+            guard_index = next((n for n, token in enumerate(ids) if self.tokens[token] == _GUARD.encode()), len(ids))
+            ids = ids[guard_index + 1 :]
         return ids if b"".join(self.tokens[each] for each in ids) == data else self._greedy(data)
 
     def _greedy(self, data: bytes) -> list[int]:
-        """The longest token at each place, as far as the vocabulary reaches."""
-        ids, place = [], 0
-        while place < len(data):
-            ends = range(min(len(data), place + self._longest), place, -1)
-            end = next((end for end in ends if data[place:end] in self._ids), None)
+        """The longest token at each position, as far as the vocabulary reaches."""
+        ids, start = [], 0
+        while start < len(data):
+            ends = range(min(len(data), start + self._longest), start, -1)
+            end = next((end for end in ends if data[start:end] in self._ids), None)
             if end is None:
                 break
-            ids.append(self._ids[data[place:end]])
-            place = end
+            ids.append(self._ids[data[start:end]])
+            start = end
         return ids
 
 

@@ -30,7 +30,7 @@ class StoredWeight(Protocol):
     out_features: int
     in_features: int
     bias: Tensor | None
-    precise: bool  # rounding its input costs the model most: a kernel that rounds should round less here
+    precise: bool  # the model is most sensitive to rounding of its input: a kernel that rounds should round less here
     activations: str  # how the input must be rounded (rounding.py): part of what the weight means
     input_scale: float | None
 
@@ -44,7 +44,7 @@ class StoredWeight(Protocol):
 
 
 class LinearKernel(Protocol):
-    """A weight made ready for one backend; calling it multiplies."""
+    """A weight prepared for one backend; calling it multiplies."""
 
     backend: str
     detail: str
@@ -57,7 +57,7 @@ class LinearKernel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The outcome of a selection: who runs, and who declined with what reason."""
+    """The result of a selection: the backend that runs, and those that declined, with their reasons."""
 
     op: str
     backend: str
@@ -66,11 +66,11 @@ class Choice:
 
 
 class Declined(Exception):
-    """Raised by a backend that cannot take this device, type or shape; the reason is shown by `inspect`."""
+    """Raised by a backend that does not support this device, type or shape; the reason is shown by `inspect`."""
 
 
 def candidate_backends(forced: str = "") -> tuple[str, ...]:
-    """Backends in order of preference; a forced one (argument, else environment) keeps `ref` behind it only for ops
+    """Backends in order of preference; a forced one (argument, else environment) is followed by `ref`, only for ops
     that it does not have at all."""
     name = forced or os.environ.get(FORCE_VARIABLE, "")
     if not name:
@@ -95,7 +95,7 @@ def select(op: str, device: torch.device, forced: str = "") -> Choice:
 
 
 def select_linear(weight: StoredWeight, device: torch.device, forced: str = "") -> Choice:
-    """Make a weight ready on the first backend that takes it; `run` is then a LinearKernel."""
+    """Prepare a weight for the first backend that supports it; `run` is then a LinearKernel."""
     declined: list[tuple[str, str]] = []
     for backend in candidate_backends(forced):
         module = import_module(f"tokenmill.kernels.{backend}")

@@ -1,8 +1,8 @@
 """The CPU backend of the op table: the functions of ref.py on top of the C++ module `_cpu` (csrc/cpu).
 
 Owns the import guard, the choice of threads and the output tensors; all arithmetic is in C++, which reads torch tensors
-in place. Declines with a reason where the module was not built or the tensors are elsewhere. The recorded program
-(runtime/executors/recorded.py) uses the same module directly.
+in place. Declines with a reason where the module was not built or the tensors are on another device. The recorded
+program (runtime/executors/recorded.py) uses the same module directly.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def unavailable(device: torch.device) -> str | None:
 
 def find_op(name: str) -> Callable[..., Any] | None:
     """An op by its name in the op table."""
-    found: Callable[..., Any] | None = globals().get(name)
-    return found
+    function: Callable[..., Any] | None = globals().get(name)
+    return function
 
 
 def module() -> Any:
-    """The C++ module; only after `unavailable` has said None."""
+    """The C++ module; only after `unavailable` has returned None."""
     assert _cpu is not None, _missing
     return _cpu
 
@@ -60,12 +60,12 @@ _chosen_pool: Any = None
 
 
 def use_threads(count: int) -> None:
-    """How many workers `pool` has from now on; 0: TOKENMILL_THREADS, or the physical cores this process may use."""
+    """Set the number of worker threads of `pool`; 0: TOKENMILL_THREADS, or the physical cores this process may use."""
     global _chosen_pool
     if not count:
         text = os.environ.get(THREADS_VARIABLE, "0")
         if not text.isdigit():
-            raise UserError(f"{THREADS_VARIABLE} is {text!r}", "give a whole number; 0 takes all physical cores")
+            raise UserError(f"{THREADS_VARIABLE} is {text!r}", "give an integer; 0 uses all physical cores")
         count = int(text)
     _chosen_pool = _pool(count)
 
@@ -109,7 +109,7 @@ class CpuLinear:
 
 
 def make_linear(weight: StoredWeight, isa: str = "") -> CpuLinear:
-    """Repack `weight`; `isa` names a lesser instruction set for tests. Declines types and shapes without a kernel."""
+    """Repack `weight`; `isa` names an older instruction set for tests. Declines types and shapes without a kernel."""
     if isinstance(weight, CodedWeight):
         return CpuLinear(pack_coded(module(), weight, isa), weight.bias)
     if weight.activations != "none":

@@ -1,5 +1,5 @@
-"""Weights of small codes with scales (GPTQ, AWQ, compressed-tensors, bitsandbytes, float8, ...) made ready for the C++
-kernels: which of them takes a scheme, and the codes in the form it wants.
+"""Weights of small codes with scales (GPTQ, AWQ, compressed-tensors, bitsandbytes, float8, ...) prepared for the C++
+kernels: which kernel supports a scheme, and the codes in the form it reads.
 
 Up to 4 bits go to the integer panels of 4 bits (tables of 16 values too), 5 to 8 bits to those of int8; what no integer
 panel holds exactly stays as it is and is multiplied in float32. Weights are unpacked a few rows at a time. Called by
@@ -54,7 +54,7 @@ class CodedRows(Protocol):
 
 @runtime_checkable
 class CodedWeight(Protocol):
-    """A weight that can give any of its rows as codes and scales."""
+    """A weight that returns any of its rows as codes and scales."""
 
     out_features: int
     in_features: int
@@ -106,13 +106,13 @@ def _pack_table(
             "e2m1", codes, scales, weight.scheme.group_size, first.global_scale, **rounding
         )
     if not in_panels:
-        raise ValueError(f"tables of 4 bits need whole groups of {_PANEL_GROUP} columns, and inputs as floats or int8")
+        raise ValueError(f"4-bit tables need a multiple of {_PANEL_GROUP} columns, and float or int8 inputs")
     codes, scales, _ = _gather(weight, _nibbles)
     table = torch.zeros(16)
     values = weight.code_values()
     table[: values.numel()] = values
     scales = scales * first.global_scale
-    precise = weight.precise and weight.activations == "none"  # rounded inputs are exact as they are
+    precise = weight.precise and weight.activations == "none"  # inputs that the scheme rounds are exact
     return module.PackedLinear.group4(codes, scales, None, table, isa=isa, precise=precise, **rounding)
 
 
@@ -123,7 +123,7 @@ def _pack_float8(module: Any, weight: CodedWeight, rounding: dict[str, Any]) -> 
 
 def _pack_int(module: Any, weight: CodedWeight, in_panels: bool, rounding: dict[str, Any], isa: str) -> Any:
     bits = weight.scheme.bits
-    precise = weight.precise and weight.activations == "none"  # rounded inputs are exact as they are
+    precise = weight.precise and weight.activations == "none"  # inputs that the scheme rounds are exact
     if bits <= 4 and in_panels:
         middle = 8 - 2 ** (bits - 1)  # symmetric codes of fewer bits, moved to the middle of 16
 
@@ -185,5 +185,5 @@ def _signed(rows: CodedRows, bits: int, group_size: int) -> Tensor:
         zeros = rows.zeros.short().repeat_interleave(size, 1)[:, : rows.codes.shape[1]]
     values = rows.codes.short() - zeros
     if int(values.min()) < -128 or int(values.max()) > 127:
-        raise ValueError(f"asymmetric {bits}-bit codes less their zero point exceed int8")
+        raise ValueError(f"asymmetric {bits}-bit codes minus their zero point exceed int8")
     return values.to(torch.int8)

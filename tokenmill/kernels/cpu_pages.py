@@ -1,6 +1,6 @@
 """KV pages as the C++ kernels take them: tensors of rows and the format of a row, for the eager ops and the recorder.
 
-`RowCode` describes a row format of csrc/cpu/kv_rows.h; the stores (model/kvstore) own the torch twin of each. Knows
+`RowCode` describes a row format of csrc/cpu/kv_rows.h; the stores (model/kvstore) own the torch version of each. Knows
 nothing of who owns a page.
 """
 
@@ -26,7 +26,7 @@ class RowRotation:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowCode:
-    """How one token's key or value of one KV head lies in a page. Fields as RowFormat of kv_rows.h."""
+    """How one token's key or value of one KV head is stored in a page. Fields as RowFormat of kv_rows.h."""
 
     kind: str
     head_dim: int
@@ -39,7 +39,7 @@ class RowCode:
     centers: Tensor | None = None  # [kv_heads, head_dim] and of keys only, as are the scales that go with them
     scales: Tensor | None = None
     feedback: Tensor | None = None  # [kv_heads, head_dim, head_dim], strictly lower
-    weights: Tensor | None = None  # [kv_heads, head_dim], with feedback: what the square of an error costs
+    weights: Tensor | None = None  # [kv_heads, head_dim], with feedback: the weight of a squared error
     gains: Tensor | None = None  # of a codebook: multiples of the norm to try; then lengths are unbiased
     rotation: RowRotation | None = None
 
@@ -72,7 +72,7 @@ class CpuPages:
     """Pages of one layer slot: k and v [pages, kv_heads, page_size, row], plain floats or bytes of a row format."""
 
     def __init__(self, k: Tensor, v: Tensor, k_rows: Any = None, v_rows: Any = None) -> None:
-        """`k_rows`, `v_rows`: what RowCode.bound gave; None: plain floats."""
+        """`k_rows`, `v_rows`: what RowCode.bound returned; None: plain floats."""
         self._tensors = (k, v)  # C++ points into them
         self.bound = cpu.module().Pages(k, v, k_rows, v_rows)
 

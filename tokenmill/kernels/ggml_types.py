@@ -25,7 +25,7 @@ class GGMLType:
         return 8 * self.block_bytes / self.block_size
 
     def row_bytes(self, row_length: int) -> int:
-        """Bytes of one row; the row must be whole blocks."""
+        """Bytes of one row; its length must be a multiple of the block size."""
         assert row_length % self.block_size == 0, (self.name, row_length)
         return row_length // self.block_size * self.block_bytes
 

@@ -1,7 +1,7 @@
 """Hadamard transforms of any width: orthonormal, spreading every input evenly over the outputs, O(n log n) to apply.
 
 A width 2^k * m becomes a Kronecker product of small matrices: Sylvester's for the power of two, Paley's for m where a
-Hadamard matrix of that order is at hand (12, 20, 28, 36, 60, ...), else the discrete Hartley matrix: orthonormal too,
+Hadamard matrix of that order is known (12, 20, 28, 36, 60, ...), else the discrete Hartley matrix: orthonormal too,
 nearly as flat. Signs come from a hash, so a seed means the same everywhere. Used by rotations and codebook formats.
 """
 

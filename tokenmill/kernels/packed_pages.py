@@ -1,7 +1,7 @@
 """Quantized KV pages as the GPU kernels take them: planes of codes and of numbers, and how a row is read.
 
 In memory the block of one page and KV head is [page_size, code bytes], then [page_size, number bytes]: rows of codes
-lie side by side and aligned, whatever a row's scale takes. The stores (model/kvstore) own the torch twin of each kind;
+are contiguous and aligned, whatever the size of a scale. The stores (model/kvstore) own the torch version of each kind;
 kernels/triton/fused/rotary_packed.py writes and attention/packed*.py reads them. Imports no triton.
 """
 
@@ -18,7 +18,7 @@ NUMBER_TYPES = (torch.float16, torch.float32, torch.int32, torch.float16, torch.
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedRows:
-    """How one token's key or value of one KV head lies in a page.
+    """How one token's key or value of one KV head is stored in a page.
 
     INT8_HALF, INT8_FLOAT: code * scale. HIDDEN_ZERO: (code - zero) * scale, the zero point in the scale's four lowest
     bits. CODEBOOK: levels[code] * length. PAIRED_ZERO: as HIDDEN_ZERO with two halves for scales, that of the even

@@ -29,8 +29,8 @@ def unavailable(_device: torch.device) -> str | None:
 
 def find_op(name: str) -> Callable[..., Any] | None:
     """An op by its name in the op table."""
-    found: Callable[..., Any] | None = globals().get(name)
-    return found
+    function: Callable[..., Any] | None = globals().get(name)
+    return function
 
 
 class RefLinear:

@@ -1,8 +1,8 @@
 """How schemes with quantized activations round the input of a product: the spec, in plain torch.
 
-Every kind is a function of one row, so that a token gives the same numbers alone and in a batch; where a peer shares
-a scale between the tokens of a batch, ours is per token. Knows nothing of weights. ref.py applies it; faster backends
-apply the same rounding or decline.
+Every kind is a function of one row, so that a token gives the same numbers alone and in a batch; where other engines
+share a scale between the tokens of a batch, it is per token here. Knows nothing of weights. ref.py applies it; faster
+backends apply the same rounding or decline.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _E2M1_MAX = 6.0
 _E2M1_MIDDLES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 _E2M1_STEPS = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
 
-# kind -> what it is, for people
+# kind -> description
 INPUT_ROUNDINGS = {
     "none": "the input stays float",
     "int8_token": "int8, one scale per token",

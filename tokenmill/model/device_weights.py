@@ -1,7 +1,8 @@
-"""Weights onto a GPU: mapped file -> pinned memory -> device, rounded there if asked, joined where they share an input.
+"""Weights onto a GPU: mapped file -> pinned memory -> device, quantized there on request, joined where they share an
+input.
 
-Each matrix passes through alone, so that the peak is the model plus one layer. Everything small that the architecture
-holds (norms, rotary tables) moves along. Called by the loader; knows nothing of batches.
+Each matrix passes through alone, so that the peak is the model plus one layer. The small tensors of the
+architecture (norms, rotary tables) are moved too. Called by the loader; knows nothing of batches.
 """
 
 from __future__ import annotations
@@ -25,15 +26,16 @@ from tokenmill.model.reader import WeightReader
 
 _STAGE_BYTES = 64 << 20
 _INT4_GROUPS = (128, 64, 32)
-_TABLE_ROWS = 16384  # of an embedding expanded at a time
+_TABLE_ROWS = 16384  # of the embedding, dequantized at a time
 
 
 class Uploader:
-    """Copies mapped tensors to a device through two pinned buffers: one is read from disk while the other travels."""
+    """Copies mapped tensors to a device through two pinned buffers: one is filled from disk while the other is being
+    copied."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._turn = 0
+        self._stage_index = 0
         if device.type == "cuda":
             self._stages = [torch.empty(_STAGE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
             self._free = [torch.cuda.Event() for _ in range(2)]
@@ -47,8 +49,8 @@ class Uploader:
         target = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
         flat = target.view(-1).view(torch.uint8)
         for begin in range(0, source.numel(), _STAGE_BYTES):
-            self._turn ^= 1
-            stage, free = self._stages[self._turn], self._free[self._turn]
+            self._stage_index ^= 1
+            stage, free = self._stages[self._stage_index], self._free[self._stage_index]
             free.synchronize()
             part = source[begin : begin + _STAGE_BYTES]
             stage[: part.numel()].copy_(part)
@@ -62,7 +64,7 @@ class Uploader:
         for name, value in vars(weight).items():
             if isinstance(value, Tensor):
                 setattr(moved, name, self(value))
-            elif isinstance(value, dict) and any(isinstance(each, Tensor) for each in value.values()):
+            elif isinstance(value, dict) and any(isinstance(entry, Tensor) for entry in value.values()):
                 setattr(moved, name, {k: self(v) if isinstance(v, Tensor) else v for k, v in value.items()})
         return moved
 
@@ -71,7 +73,7 @@ class Uploader:
 class Placement:
     device: torch.device
     kernels: str  # forced backend, or empty
-    quantization: str  # "", "fp8" or "int4": how plain matrices are rounded
+    quantization: str  # "", "fp8" or "int4": how float matrices are quantized
 
 
 def place_weights(decoder: Decoder, reader: WeightReader, placement: Placement) -> Tensor:
@@ -93,7 +95,7 @@ def place_weights(decoder: Decoder, reader: WeightReader, placement: Placement) 
 
 
 def place_reference(decoder: Decoder, reader: WeightReader, device: torch.device) -> None:
-    """For the torch reference on a GPU: every weight as stored, on the device, multiplied by the spec."""
+    """For the torch reference kernels on a GPU: every weight as stored, on the device, multiplied by the spec."""
     upload = Uploader(device)
     for weight in reader.weights.values():
         vars(weight).update(vars(upload.weight(weight)))
@@ -114,7 +116,7 @@ def _make(weight: LinearWeight, prefix: str, scheme: str, placement: Placement) 
 
 
 def _expand(group: list[LinearWeight]) -> None:
-    """Matrices stored in few bits that are faster in bf16."""
+    """Dequantize matrices whose products are faster in bf16."""
     choices = [weight.kernel for weight in group if weight.kernel is not None]
     kernels = [choice.run for choice in choices if isinstance(choice.run, gpu.GpuLinear)]
     if len(kernels) == len(choices):
@@ -127,19 +129,19 @@ def _join(group: list[LinearWeight]) -> None:
     kernels = [choice.run for choice in choices if isinstance(choice.run, gpu.GpuLinear)]
     if len(kernels) != len(choices):
         return
-    whole = gpu.join_linears(kernels)
-    if whole is None:
+    joined = gpu.join_linears(kernels)
+    if joined is None:
         return
     begin = 0
     for weight in group:
         assert weight.kernel is not None
         end = begin + weight.out_features
-        weight.kernel = replace(weight.kernel, run=gpu.JoinedRows(whole, begin, end))
+        weight.kernel = replace(weight.kernel, run=gpu.JoinedRows(joined, begin, end))
         begin = end
 
 
 def _move_small(decoder: Decoder, device: torch.device) -> None:
-    """Norms, rotary tables and whatever else an architecture holds beside its matrices."""
+    """Norms, rotary tables and all other tensors of an architecture that are not matrices."""
     moved: dict[int, Any] = {}
 
     def move(value: Any) -> Any:
@@ -169,7 +171,7 @@ def _moved(value: Any, device: torch.device, move: Callable[[Any], Any]) -> Any:
 
 
 def _embedding(decoder: Decoder, upload: Uploader) -> Tensor:
-    """bf16 [vocab, hidden]; the head's own matrix where the two are one and plain."""
+    """bf16 [vocab, hidden]; shared with the head if they are tied and stored in bf16."""
     head = decoder.head.kernel.run if decoder.head.kernel is not None else None
     if decoder.head is decoder.embedding and getattr(head, "kind", "") == "bf16":
         table: Tensor = head.weight  # type: ignore[union-attr]

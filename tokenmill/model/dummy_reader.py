@@ -1,7 +1,7 @@
-"""Random weights in place of a checkpoint's: whatever an architecture asks for, it gets, in the shape it expects.
+"""Random weights instead of a checkpoint's: every tensor that an architecture reads, in the shape it expects.
 
-For benchmarks: shapes, not values, decide how fast a step is. Matrices for a GPU are only promised (meta tensors) and
-filled where they will lie, so that no copy of the model is ever held by the host. Used by the loader.
+For benchmarks: shapes, not values, decide how fast a step is. Matrices for a GPU are meta tensors and filled on the
+device, so that the host never holds a copy of the model. Used by the loader.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tokenmill.model.formats.base import LinearWeight
 from tokenmill.model.formats.dense import DenseWeight
 from tokenmill.model.reader import WeightReader
 
-_SPREAD = 0.02  # standard deviation: what models are started with
+_SPREAD = 0.02  # standard deviation, that of usual initializations
 
 
 class DummyReader(WeightReader):
@@ -45,6 +45,6 @@ class DummyReader(WeightReader):
         """Nothing can be missing or left over."""
 
 
-def fill(promised: Tensor, device: torch.device) -> Tensor:
-    """A promised matrix made real on its device."""
-    return torch.empty(promised.shape, dtype=promised.dtype, device=device).normal_(std=_SPREAD)
+def fill(meta: Tensor, device: torch.device) -> Tensor:
+    """A matrix of random values in place of a meta tensor."""
+    return torch.empty(meta.shape, dtype=meta.dtype, device=device).normal_(std=_SPREAD)

@@ -1,4 +1,4 @@
-"""Which matrices a model multiplies by the same input: found by walking its forward pass with Ops that compute nothing.
+"""Which matrices a model multiplies by the same input: found by tracing its forward pass with Ops that compute nothing.
 
 So no architecture has to state it, and none can state it wrongly. Used by the loader to join them on a GPU.
 """
@@ -13,13 +13,13 @@ from tokenmill.model.formats.base import LinearWeight
 
 
 def linear_groups(decoder: Decoder) -> list[list[LinearWeight]]:
-    """Every `linear` call of a step, in order, as the list of weights it was given."""
-    ops = _Walk()
+    """Every `linear` call of a step, in order, as the list of its weights."""
+    ops = _Trace()
     decoder.logits(ops, decoder.forward(ops))
     return ops.groups
 
 
-class _Walk:
+class _Trace:
     """Ops whose values are all None."""
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
-"""Checkpoint -> model: build the architecture, account for every tensor, make each weight ready for its kernel.
+"""Checkpoint -> model: build the architecture, account for every tensor, prepare each weight for its kernel.
 
-Weights stay in their stored format: a kernel that repacks owns the packed copy, and the mapped pages it was made from
-are given back. Knows nothing of batches or requests. Called by the engine's construction and by `inspect`.
+Weights stay in their stored format: a kernel that repacks owns the packed copy, and the mapped pages of the original
+are released. Knows nothing of batches or requests. Called by the engine's construction and by `inspect`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class LoadedModel:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the matrices: as stored, on a GPU as they lie there."""
+        """Bytes of the matrices: as stored on the CPU, as prepared for the kernels on a GPU."""
         if self.table is None:
             return sum(weight.nbytes for weight in self.weights.values())
         sizes = {id(kernel): kernel.nbytes for kernel in self._kernels()}
@@ -76,7 +76,8 @@ def load_model(
     reader: WeightReader | None = None,
 ) -> LoadedModel:
     """`num_positions`: how many positions the rotary tables cover (the engine's context length). `quantization`: how
-    plain matrices are rounded while they are loaded onto a GPU. `reader`: instead of the plain one."""
+    float matrices are quantized while they are loaded onto a GPU. `reader`: replaces the WeightReader of the
+    checkpoint."""
     description = checkpoint.description
     dummy = isinstance(checkpoint, DummyCheckpoint)
     reader = reader or (DummyReader(checkpoint, device) if dummy else WeightReader(checkpoint))

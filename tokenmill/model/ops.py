@@ -2,7 +2,7 @@
 
 An architecture is written against this protocol and never touches a tensor itself, so that one description serves the
 eager path (EagerOps: tensors through the op table), the recorded CPU program and graph capture alike. `Value` is a
-float32 activation [tokens, width]; what it really is, is up to the implementation. The batch (ids, positions, page
+float32 activation [tokens, width]; its representation is up to the implementation. The batch (ids, positions, page
 tables) is bound to the Ops object, not passed through the model.
 """
 

@@ -1,7 +1,7 @@
-"""Reads a checkpoint for an architecture and keeps the account: what was asked for, what is missing, what is left over.
+"""Reads a checkpoint for an architecture and records which tensors are missing or left over.
 
-Architectures ask by canonical name and expected shape; the format of each matrix is found from its tensors. Problems
-are collected and raised together by `finish`, so that one error names them all.
+Architectures read by canonical name and expected shape; the format of each matrix is detected from its tensors.
+Problems are collected and raised together by `finish`, so that one error names them all.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from tokenmill.model.formats.coded import CodedWeight
 from tokenmill.model.formats.dense import DenseWeight
 
 _log = get_logger(__name__)
-# Buffers that some exporters store beside the weights; they are derived, not read.
+# Buffers that some exporters store with the weights; they are computed, not read.
 _DERIVED_SUFFIXES = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 # Calibrated scales of a quantized KV cache: read by model/kvstore/checkpoint_scales.py, for fp8 pages only.
 _KV_SCALES = (".k_scale", ".v_scale", ".q_scale", ".k_zero_point", ".v_zero_point")
-_SHOWN = 6
+_MAX_SHOWN = 6
 
 
 class WeightReader:
@@ -81,8 +81,8 @@ class WeightReader:
             _log.info("the file has %d scales of a quantized KV cache: for --kv-cache-dtype fp8 only", num_kv_scales)
             left = [name for name in left if not name.endswith(_KV_SCALES)]
         problems = [
-            f"{label}: {', '.join(names[:_SHOWN])}"
-            + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+            f"{label}: {', '.join(names[:_MAX_SHOWN])}"
+            + (f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else "")
             for label, names in (
                 ("missing tensors", self._missing),
                 ("tensors of the wrong shape", self._misshapen),

@@ -50,40 +50,40 @@ def _arrays(work: StepInput, page_size: int) -> _Arrays:
     )
     dropped = np.array([row.num_dropped for row in rows], dtype=np.int32)  # keys that attention no longer counts
     seq_lens = np.array([row.start for row in rows], dtype=np.int32) + np.diff(starts) - dropped
-    places = positions - np.repeat(dropped, counts)
+    indices = positions - np.repeat(dropped, counts)  # in the page tables, in tokens
     tables, slots = [], []
     for group in range(len(rows[0].block_tables)):
         table = _pad([row.block_tables[group] for row in rows])
-        pages = table[np.repeat(np.arange(len(rows)), counts), places // page_size].astype(np.int64)
-        slots.append(pages * page_size + places % page_size)
+        pages = table[np.repeat(np.arange(len(rows)), counts), indices // page_size].astype(np.int64)
+        slots.append(pages * page_size + indices % page_size)
         tables.append(table)
     logit_rows = np.array(_logit_rows(work, starts), dtype=np.int64)
     return np.array(token_ids, dtype=np.int64), positions, starts, seq_lens, slots, tables, logit_rows
 
 
 def _decode_arrays(work: StepInput, page_size: int) -> _Arrays:
-    """The same where every row is one token: lists are quicker than array arithmetic, and this is most steps."""
+    """The same for steps of one token per row, the most frequent ones: lists are quicker here than array arithmetic."""
     rows = work.rows
     starts = [row.start for row in rows]
-    places = [row.start - row.num_dropped for row in rows]
+    indices = [row.start - row.num_dropped for row in rows]
     token_ids = [row.request.token_ids[row.start] for row in rows]
     slots, tables = [], []
     for group in range(len(rows[0].block_tables)):
-        own = [row.block_tables[group] for row in rows]
+        row_tables = [row.block_tables[group] for row in rows]
         slots.append(
             [
-                table[place // page_size] * page_size + place % page_size
-                for table, place in zip(own, places, strict=True)
+                table[index // page_size] * page_size + index % page_size
+                for table, index in zip(row_tables, indices, strict=True)
             ]
         )
-        tables.append(_pad(own))
+        tables.append(_pad(row_tables))
     wide = np.array([token_ids, starts, *slots], dtype=np.int64)
     query_starts = np.arange(len(rows) + 1, dtype=np.int32)
     if work.decodes:
         logit_rows = np.arange(len(rows), dtype=np.int64)
     else:
         logit_rows = np.array(_logit_rows(work, query_starts), dtype=np.int64)
-    seq_lens = np.array(places, dtype=np.int32) + 1
+    seq_lens = np.array(indices, dtype=np.int32) + 1
     return wide[0], wide[1], query_starts, seq_lens, list(wide[2:]), tables, logit_rows
 
 
@@ -94,7 +94,7 @@ def _tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 def _logit_rows(work: StepInput, starts: np.ndarray) -> list[int]:
-    """In the order that StepOutput states."""
+    """Tokens of the step whose logits are computed, in the order that StepOutput states."""
     wanted: list[int] = []
     if work.logit_ranges is not None:
         for start, offsets in zip(starts.tolist(), work.logit_ranges, strict=False):
@@ -110,7 +110,7 @@ def _logit_rows(work: StepInput, starts: np.ndarray) -> list[int]:
 
 
 def _tree_positions(row: ScheduledTokens, draft: Draft | None) -> np.ndarray:
-    """A node lies one position after its parent, whatever its place in storage."""
+    """The position of a node is one after its parent's, whatever its slot."""
     known = np.arange(row.start, row.start + row.count)
     depths = [] if draft is None else draft.depths()
     return np.concatenate([known, row.start + row.count + np.array(depths, dtype=np.int64)])
@@ -121,7 +121,7 @@ def _ancestors(work: StepInput) -> np.ndarray:
     masks: list[int] = []
     for number, row in enumerate(work.rows):
         draft = work.drafts.get(number, Draft())
-        assert row.count == 1, "trees are checked in steps that only decode"
+        assert row.count == 1, "trees are verified in steps that only decode"
         own = [1]
         for node in range(len(draft.token_ids)):
             own.append(own[1 + draft.parent(node)] | 1 << (1 + node))

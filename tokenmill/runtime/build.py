@@ -35,7 +35,7 @@ from tokenmill.runtime.speculation.base import Target
 from tokenmill.runtime.speculation.speculator import build_speculator
 
 _log = get_logger(__name__)
-_GPU_SHARE = 0.95  # of what weights, activations and the runtime leave free on a GPU
+_GPU_SHARE = 0.95  # of the GPU memory that weights, activations and the runtime leave free
 
 
 @dataclass(slots=True, eq=False)
@@ -51,17 +51,17 @@ class Runtime:
 
 
 def find_device(config: EngineConfig) -> tuple[torch.device, str]:
-    """Where the model runs, and why there; a GPU that was asked for and cannot be used is an error."""
+    """The device and the reason for it. Raises UserError if --device cuda cannot be used."""
     if config.device == "cpu":
         return torch.device("cpu"), ""
-    found = torch.cuda.is_available()
-    device = torch.device("cuda", torch.cuda.current_device()) if found else torch.device("cuda")
-    reason = gpu.unavailable(device) if found else "this torch finds no NVIDIA GPU"
+    has_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cuda")
+    reason = gpu.unavailable(device) if has_gpu else "torch finds no NVIDIA GPU"
     if reason is None:
         return device, f"found {torch.cuda.get_device_name(device)}"
     if config.device == "cuda":
         raise UserError(f"device cuda cannot be used: {reason}", "use --device cpu")
-    if found:
+    if has_gpu:
         _log.warning("the GPU is not used: %s", reason)
     return torch.device("cpu"), reason
 
@@ -115,16 +115,16 @@ def kv_arrangement(config: ResolvedConfig, layers: list[LayerKV], device: torch.
     return build_layout(layers, config.page_size), choice
 
 
-def _largest_expanded(model: LoadedModel) -> int:
-    """Bytes of the largest matrix of grouped codes once it is bf16, as products with many tokens make it."""
+def _largest_dequantized(model: LoadedModel) -> int:
+    """Bytes of the largest group-quantized matrix in bf16, to which products with many tokens dequantize it."""
     kernels = [weight.kernel.run for weight in model.weights.values() if weight.kernel is not None]
-    wholes: list[Any] = [getattr(kernel, "whole", kernel) for kernel in kernels]
-    grouped = [whole for whole in wholes if getattr(whole, "kind", "") in ("int4", "grouped4", "grouped8")]
-    return max((2 * whole.rows * whole.depth for whole in grouped), default=0)
+    matrices: list[Any] = [getattr(kernel, "whole", kernel) for kernel in kernels]
+    grouped = [matrix for matrix in matrices if getattr(matrix, "kind", "") in ("int4", "grouped4", "grouped8")]
+    return max((2 * matrix.rows * matrix.depth for matrix in grouped), default=0)
 
 
 def _free_on_gpu(checkpoint: Checkpoint, config: ResolvedConfig, model: LoadedModel) -> int:
-    """Bytes that the KV cache may take: what is free now less what the memory model says the steps will need."""
+    """Bytes for the KV cache: what is free now minus what the memory model predicts for the steps."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(model.device)
@@ -132,10 +132,10 @@ def _free_on_gpu(checkpoint: Checkpoint, config: ResolvedConfig, model: LoadedMo
     steps = activation_bytes(
         config.batch_tokens, d.hidden_size, d.intermediate_size, d.vocab_size, max_sequences=config.concurrency
     )
-    # Captured steps with prompts share their memory, but what a smaller one took may not fit a larger one.
+    # Captured steps with prompts share a memory pool, but blocks of a smaller one may not fit a larger one.
     captured = min(config.batch_tokens, MAX_PROMPT_TOKENS)
     steps += 2 * activation_bytes(captured, d.hidden_size, d.intermediate_size, d.vocab_size, max_sequences=0)
-    steps += 2 * _largest_expanded(model)  # in a captured step and in an eager one
+    steps += 2 * _largest_dequantized(model)  # in a captured step and in an eager one
     runtime = RuntimeCosts().total(1)
     _log.info(
         "GPU memory: %.2f GiB in all, weights %.2f GiB (%.2f GiB allocated), steps %.2f, runtime %.2f, %.2f GiB free",

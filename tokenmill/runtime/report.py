@@ -1,7 +1,8 @@
-"""What a checkpoint is and who computes it on this machine: the facts behind `tokenmill inspect`.
+"""What a checkpoint contains and which kernels compute it on this machine: the facts behind `tokenmill inspect`.
 
-Builds the architecture on the mapped file and makes one weight of each type and shape ready, to learn which kernel
-takes it; nothing else is read or repacked, so that a large model costs little. Benchmarks use it to name their kernels.
+Builds the architecture on the mapped file and prepares one weight of each type and shape, to learn which kernel takes
+it; nothing else is read or repacked, so that a large model takes little time and memory. Benchmarks use it to name
+their kernels.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from tokenmill.runtime.executors.eager import FORWARD_OPS, OPS
 
 @dataclass(frozen=True, slots=True)
 class Implementation:
-    """Who computes something, and who declined with what reason."""
+    """The kernel or executor that computes something, and those that declined, with their reasons."""
 
     what: str
     runs_on: str
@@ -60,10 +61,10 @@ class StoredType:
 class KVReport:
     dtype: str
     read_as: str  # what attention does with the pages
-    native_layers: int  # that stay in 16-bit floats though the dtype is coded
+    native_layers: int  # that stay 16-bit floats although the dtype is quantized
     page_size: int  # tokens
     bytes_per_token: float  # what one more token of a long sequence costs: sliding layers no longer grow
-    context: int  # that the engine would take
+    context: int  # that the engine would use
     bytes_full_context: int  # one request of that length, sliding layers included
     full_layers: int
     sliding_layers: int
@@ -91,7 +92,7 @@ class ModelReport:
     tokenizer: TokenizerReport
     executor: Implementation
     kernels: tuple[Implementation, ...]
-    settings: tuple[Setting, ...]  # every engine option and who set it
+    settings: tuple[Setting, ...]  # every engine option and where its value comes from
 
 
 def inspect_model(path: Path, options: EngineConfig) -> ModelReport:
@@ -176,7 +177,7 @@ def kernel_names(model: LoadedModel, executor: str) -> dict[str, str]:
 
 
 def num_threads(config: ResolvedConfig) -> int:
-    """How many threads compute."""
+    """Threads of the CPU kernels."""
     if cpu.unavailable(torch.device("cpu")) is not None:
         return torch.get_num_threads()
     size: int = cpu.module().Pool.shared(config.threads).size
@@ -190,12 +191,12 @@ def stored_types(checkpoint: Checkpoint) -> tuple[StoredType, ...]:
         tensor = checkpoint.tensor(name)
         tensors, parameters, nbytes = totals.get(tensor.type_name, (0, 0, 0))
         totals[tensor.type_name] = (tensors + 1, parameters + prod(tensor.shape), nbytes + tensor.nbytes)
-    found = [StoredType(type_name, *total) for type_name, total in totals.items()]
-    return tuple(sorted(found, key=lambda each: -each.bytes))
+    types = [StoredType(type_name, *total) for type_name, total in totals.items()]
+    return tuple(sorted(types, key=lambda stored: -stored.bytes))
 
 
 def _executor(model: LoadedModel, store: KVStore, wanted: str) -> Implementation:
-    """The executor the engine would take. None is built: some allocate buffers for whole batches."""
+    """The executor that the engine would choose. It is not built: some allocate large buffers."""
     declined: list[tuple[str, str]] = []
     for name in EXECUTORS if wanted == "auto" else (wanted,):
         reason = EXECUTORS.get(name).declines(model, store)

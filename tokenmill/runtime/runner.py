@@ -41,7 +41,7 @@ class ModelRunner:
         return result
 
     def prepare(self) -> bool:
-        """Make one kind of step fast before it is asked for; False once none is left. For idle moments."""
+        """Compile or capture one kind of step ahead of its use; False once none is left. For idle moments."""
         return self.executor.prepare()
 
     @property
@@ -49,7 +49,7 @@ class ModelRunner:
         """Whether `StepPlan.run` is of use: a drafter that reads hidden states needs those of every token."""
         return self.executor.runs_greedily and not self._needs_hidden
 
-    # --- what is asked of the executor ---
+    # --- input of the executor ---
 
     @property
     def _needs_hidden(self) -> bool:
@@ -66,10 +66,10 @@ class ModelRunner:
         """Greedy tokens of each row that one call may bring: never more than there are slots for."""
         if plan.run == 1 or drafts or not self.runs_greedily:
             return 1
-        run = plan.run if self.speculator is None else min(plan.run, self.speculator.undrafted)
+        run = plan.run if self.speculator is None else min(plan.run, self.speculator.max_undrafted_run)
         return min(run, 1 + min(row.num_draft_slots for row in plan.scheduled))
 
-    # --- what its answer means ---
+    # --- use of its output ---
 
     def _choose(self, work: StepInput, output: StepOutput[Any]) -> tuple[StepResult, dict[int, Verdict]]:
         """The result, and the verdict on each sampling row."""
@@ -106,7 +106,7 @@ class ModelRunner:
         return result, verdicts
 
     def _chunk(self, work: StepInput, sampling: list[int]) -> tuple[list[int], int]:
-        """As many of the rows as there is room for logits, at least one; and the number of those logits."""
+        """The first rows whose logits fit together, at least one; and the number of rows of logits."""
         totals = list(accumulate(work.num_logits(number) for number in sampling))
         count = max(1, sum(total <= self.executor.max_logit_rows for total in totals))
         return sampling[:count], totals[count - 1]
@@ -124,9 +124,9 @@ class ModelRunner:
             logits = output.logits(begin, begin + len(chunk))
             records = self.executor.sampler.prompt_logprobs(logits, following, tops)
             for (number, _), record in zip(chunk, records, strict=True):
-                found = result.prompt_logprobs[number]
-                assert found is not None
-                found.append(record)
+                row_records = result.prompt_logprobs[number]
+                assert row_records is not None
+                row_records.append(record)
         return len(wanted)
 
     def _keep_branches(self, rows: Sequence[ScheduledTokens], drafts: Drafts, verdicts: dict[int, Verdict]) -> None:
@@ -144,23 +144,24 @@ class ModelRunner:
         verdicts: dict[int, Verdict],
         result: StepResult,
     ) -> None:
-        """Hand on what the step brought beside tokens: embeddings, states and guesses for the drafter, its success."""
+        """Pass on the other results of the step: embeddings, hidden states and drafts for the drafter, accepted
+        tokens."""
         rows = work.rows
         if work.hidden:
             # Of each row: the number of the token whose logits chose its last one.
             starts = accumulate((work.length(number) for number in range(len(rows))), initial=0)
-            places = [
+            last_tokens = [
                 start + row.count - 1 + (verdicts[number].row if number in verdicts else 0)
                 for number, (row, start) in enumerate(zip(rows, starts, strict=False))
             ]
             if self.speculator is not None and self._needs_hidden:
                 if drafts and output.guesses is not None:
-                    self.speculator.take(rows, result, [output.guesses[place] for place in places])
+                    self.speculator.observe_guesses(rows, result, [output.guesses[token] for token in last_tokens])
                 else:
-                    self.speculator.observe(rows, result, output.hidden(places))
+                    self.speculator.observe(rows, result, output.hidden(last_tokens))
             for number, row in enumerate(rows):
                 if row.request.embeds and row.samples:
-                    (embedding,) = self.executor.final_norm(output.hidden([places[number]])).tolist()
+                    (embedding,) = self.executor.final_norm(output.hidden([last_tokens[number]])).tolist()
                     result.embeddings[number] = embedding
         if self.speculator is not None:
             self.speculator.learn(rows, drafts, result)

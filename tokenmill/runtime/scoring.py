@@ -1,7 +1,7 @@
-"""Executes a StepPlan without sampling: hands out the float32 logits of the rows that each request wants read.
+"""Executes a StepPlan without sampling: passes the float32 logits that each request wants to a visitor.
 
-Takes the place of ModelRunner under the same scheduler, so that batching, chunking and the prefix cache apply to
-scoring as to serving. Owns nothing but the way from rows of a batch to a visitor; what they are for is the caller's.
+Replaces ModelRunner under the same scheduler, so that batching, chunking and the prefix cache apply to scoring as to
+serving. What the logits are used for is up to the caller.
 Called by engine/scoring.py.
 """
 
@@ -39,7 +39,7 @@ class LogitRunner:
                 logits = output.logits(begin, begin + len(part))
                 self._visit(row.request, row.start + part[0], logits.to("cpu", torch.float32))
                 begin += len(part)
-        # The scheduler ends a request at its first token, whichever it is: no one reads it.
+        # The scheduler ends a request at its first token, whichever it is: it is never read.
         tokens: list[int | None] = [0 if row.samples else None for row in rows]
         return StepResult(tokens, [None] * len(rows), [None] * len(rows))
 

@@ -1,12 +1,12 @@
 """Exact verification: which drafted tokens the target would have chosen itself, and the token after them.
 
-The only place that decides which drafts hold, for every drafter, executor and sampling setting (the kernel that works
-out the next step on a GPU mirrors `num_held` and is tested against it). Two ways, by how the draft was made:
+The only place that decides which drafts hold, for every drafter, executor and sampling setting (the kernel that
+computes the next step on a GPU mirrors `num_held` and is tested against it). Two ways, by how the draft was made:
 
 * Guessed (no distribution): at each position the ordinary sampler chooses the target's token, with penalties, grammar,
-  filters and the request's own random number as ever; the draft holds while it agrees. In distribution this is
-  rejection sampling against a certain draft (accept with probability p(token), else draw from the rest), and it is
-  more: the tokens are the very ones that would have come without drafts, whatever was drafted and however much.
+  filters and the request's own random number as usual; the draft holds while it agrees. In distribution this is
+  rejection sampling against a deterministic draft (accept with probability p(token), else draw from the rest).
+  Moreover the tokens are exactly those that would have come without drafts, whatever was drafted.
 * Drawn from a distribution q: accept with probability min(1, p/q), else draw from what p has over q, normalized. The
   tokens differ from those without drafts, their distribution does not.
 
@@ -59,8 +59,8 @@ def verify(
     starts = _starts(drafts)
     unfinished = list(range(len(requests)))
     while unfinished:
-        places = [(number, starts[number] + verdicts[number].row) for number in unfinished]
-        choices = _choose(sampler, logits, places, requests, drafts, verdicts)
+        logit_rows = [(number, starts[number] + verdicts[number].row) for number in unfinished]
+        choices = _choose(sampler, logits, logit_rows, requests, drafts, verdicts)
         unfinished = [
             number
             for number, (token_id, logprobs) in zip(unfinished, choices, strict=True)
@@ -85,7 +85,7 @@ def _take(
 ) -> bool:
     """Enter the token chosen at the next position; whether it was drafted there and the row goes on."""
     if token_id is None:
-        if verdict.accepted:  # the next step will find the same, with nothing before it
+        if verdict.accepted:  # the next step ends the request: it starts at the same position
             verdict.token_id = verdict.accepted.pop()
             verdict.path.pop()
         return False
@@ -102,21 +102,21 @@ def _take(
 def _choose(
     sampler: TokenSampler[Array],
     logits: Array,
-    places: list[tuple[int, int]],  # (request, row of logits)
+    logit_rows: list[tuple[int, int]],  # (request, row of logits)
     requests: Sequence[Request],
     drafts: Sequence[Draft],
     verdicts: Sequence[Verdict],
 ) -> list[tuple[int | None, TokenLogprobs | None]]:
-    """The token at one position of each request: drawn against the draft's distribution, or as ever."""
-    found: dict[int, tuple[int | None, TokenLogprobs | None]] = {}
+    """The token at one position of each request: drawn against the draft's distribution, or sampled as usual."""
+    chosen: dict[int, tuple[int | None, TokenLogprobs | None]] = {}
     ordinary = []
-    for number, row in places:
+    for number, row in logit_rows:
         proposals, accepted = drafts[number].distributions, verdicts[number].accepted
         depth = len(accepted)
         if proposals is None or depth >= len(proposals):
             ordinary.append((number, row))
         else:
-            found[number] = sampler.accept_or_redraw(
+            chosen[number] = sampler.accept_or_redraw(
                 logits[row], requests[number], accepted, drafts[number].token_ids[depth], proposals[depth]
             )
     if ordinary:
@@ -124,8 +124,8 @@ def _choose(
         owners = [number for number, _ in ordinary]
         drafted = [verdicts[number].accepted for number in owners]
         choices = sampler.sample(rows, [requests[number] for number in owners], drafted)
-        found |= dict(zip(owners, zip(*choices, strict=True), strict=True))
-    return [found[number] for number, _ in places]
+        chosen |= dict(zip(owners, zip(*choices, strict=True), strict=True))
+    return [chosen[number] for number, _ in logit_rows]
 
 
 def _starts(drafts: Sequence[Draft]) -> list[int]:

@@ -1,4 +1,4 @@
-"""The Anthropic-style endpoint, as a thin adapter over chat: /v1/messages, whole or streamed in its own events.
+"""The Anthropic-style endpoint, as a thin adapter over chat: /v1/messages, complete or streamed in its own events.
 
 Knows only how that API says things. Its errors have their own shape, made by `anthropic_error`.
 """
@@ -48,7 +48,7 @@ def add_anthropic_routes(app: FastAPI, service: Service) -> None:
         return await respond(
             request,
             generation,
-            whole=lambda: head | _answer(generation, tools, record),
+            complete=lambda: head | _answer(generation, tools, record),
             chunks=lambda: _events(generation, tools, head, record),
         )
 
@@ -110,10 +110,10 @@ def _answer(generation: Generation, tools: ToolUse | None, record: Record) -> di
 
 def _call_block(call_id: str, name: str, arguments: str) -> dict[str, Any]:
     try:
-        given = json.loads(arguments)
+        parsed = json.loads(arguments)
     except ValueError:
-        given = {}  # cut off: the stop reason says so
-    return {"type": "tool_use", "id": call_id, "name": name, "input": given}
+        parsed = {}  # cut off: see the stop reason
+    return {"type": "tool_use", "id": call_id, "name": name, "input": parsed}
 
 
 def _event(name: str, **fields: Any) -> bytes:

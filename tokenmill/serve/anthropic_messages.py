@@ -1,4 +1,4 @@
-"""What an Anthropic-style body says, in the terms of a chat body: messages with tool blocks, tools, tool choice.
+"""Converts an Anthropic-style body to a chat body: messages with tool blocks, tools, tool choice.
 
 Raises ValueError for what cannot be said. Called by anthropic.py.
 """
@@ -46,19 +46,19 @@ def chat_tools(body: AnthropicBody) -> dict[str, Any]:
 
 
 def cache_control(body: AnthropicBody) -> CacheControlBody | None:
-    """The longest promise asked for, at the top or at any block. Here a breakpoint keeps the whole prompt, not only
-    what comes before it."""
+    """The longest requested TTL, at the top level or at any block. A breakpoint keeps the entire prompt here, not only
+    what precedes it."""
     blocks = [*(body.tools or ()), *(body.system if isinstance(body.system, list) else ())]
     for message in body.messages:
         blocks += message.content if isinstance(message.content, list) else ()
     marks = [block["cache_control"] for block in blocks if block.get("cache_control") is not None]
     if len(marks) > _MAX_BREAKPOINTS:
         raise ValueError(f"{len(marks)} blocks have cache_control: give at most {_MAX_BREAKPOINTS}")
-    asked = [_as_control(mark) for mark in marks] + ([body.cache_control] if body.cache_control is not None else [])
-    for each in asked:
-        if each.type != "ephemeral" or each.ttl not in (None, "5m", "1h"):
+    controls = [_as_control(mark) for mark in marks] + ([body.cache_control] if body.cache_control is not None else [])
+    for control in controls:
+        if control.type != "ephemeral" or control.ttl not in (None, "5m", "1h"):
             raise ValueError("cache_control: give the type ephemeral, with a ttl of 5m or 1h")
-    return max(asked, key=CacheControlBody.seconds, default=None)
+    return max(controls, key=CacheControlBody.seconds, default=None)
 
 
 def _as_control(mark: object) -> CacheControlBody:

@@ -83,10 +83,10 @@ def _add_error_handlers(app: FastAPI) -> None:
 def _explain(error: RequestValidationError) -> ApiError:
     """The first problem in one line, without repeating what the client sent."""
     first = error.errors()[0] if error.errors() else {}
-    place = [str(part) for part in first.get("loc", ()) if part != "body"]
+    path = [str(part) for part in first.get("loc", ()) if part != "body"]
     message = str(first.get("msg", "the body is not valid"))
     if first.get("type") == "json_invalid":
         return ApiError(400, "the body is not valid JSON", code="invalid_json")
-    param = place[0][:64].encode("ascii", "replace").decode() if place else None
-    field = ".".join(place[:6])[:100].encode("ascii", "replace").decode()
+    param = path[0][:64].encode("ascii", "replace").decode() if path else None
+    field = ".".join(path[:6])[:100].encode("ascii", "replace").decode()
     return ApiError(400, f"{field}: {message}" if field else f"the body: {message}", param=param)

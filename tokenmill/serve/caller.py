@@ -1,4 +1,4 @@
-"""Who sends a request and how urgent it is: from the key, the headers and the body."""
+"""The caller of a request and its priority: from the key, the headers and the body."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEADLINE_HEADER = "x-request-deadline-ms"
 
 
 def caller_of(request: Request, service: Service, body: Body) -> Caller:
-    """Also takes note of fields that nobody reads, for the response header and the counter."""
+    """Also records unknown body fields, for the response header and the counter."""
     record = record_of(request)
     record.ignored = tuple(body.ignored())
     if record.ignored:

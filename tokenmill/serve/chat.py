@@ -1,4 +1,4 @@
-"""/v1/chat/completions: messages through the model's template, answers whole or streamed.
+"""/v1/chat/completions: messages through the model's template, answers complete or streamed.
 
 `open_chat` is the one way into the engine for every chat-like API; the Ollama and Anthropic adapters use it too.
 """
@@ -46,7 +46,7 @@ def add_chat_routes(app: FastAPI, service: Service) -> None:
         return await respond(
             request,
             generation,
-            whole=lambda: head | _answer(service, body, generation, tools, record),
+            complete=lambda: head | _answer(service, body, generation, tools, record),
             chunks=lambda: _chunks(service, body, generation, tools, head, record),
         )
 
@@ -144,8 +144,8 @@ async def _chunks(
         # Log-probabilities go with the first piece, the reason with the last.
         last = len(said) - 1
         return b"".join(
-            chunk(delta.index, content, logprobs if place == 0 else None, reason if place == last else None)
-            for place, content in enumerate(said)
+            chunk(delta.index, content, logprobs if part == 0 else None, reason if part == last else None)
+            for part, content in enumerate(said)
         )
 
     readers: dict[int, ToolReader | None] = {}  # None: no tool may be called, all text is content

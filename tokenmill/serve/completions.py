@@ -1,4 +1,4 @@
-"""/v1/completions: one prompt or many, as text or token ids, answers whole or streamed.
+"""/v1/completions: one prompt or many, as text or token ids, answers complete or streamed.
 
 Choice `index` counts answers over all prompts: prompt number times n plus the sibling's index.
 """
@@ -54,7 +54,7 @@ def add_completion_routes(app: FastAPI, service: Service) -> None:
         return await respond(
             request,
             generation,
-            whole=lambda: head | {"choices": shapes.choices(), "usage": usage_of(generation, record)},
+            complete=lambda: head | {"choices": shapes.choices(), "usage": usage_of(generation, record)},
             chunks=lambda: _chunks(body, generation, shapes, head, record),
         )
 
@@ -83,7 +83,7 @@ class _Shapes:
         self._generation = generation
         self._num_answers = body.n or 1
         self._echo = bool(body.echo)
-        self._mute = body.output_limit() == 0  # the prompt alone was asked for; one token had to be sampled
+        self._mute = body.output_limit() == 0  # only the prompt was requested; the one sampled token is not shown
         self._num_logprobs = body.logprobs
         self._wants_scores = body.prompt_logprobs is not None
         self._logprobs: dict[tuple[int, int], CompletionLogprobs] = {}
@@ -100,12 +100,12 @@ class _Shapes:
         return shown
 
     def choice(self, delta: Delta) -> dict[str, Any]:
-        """A delta, or a whole answer as one delta. The first of each answer brings the echo."""
+        """A delta, or a complete answer as one delta. The first of each answer contains the echoed prompt."""
         output = self._generation.outputs[delta.number]
-        place = (delta.number, delta.index)
-        first = place not in self._logprobs
+        key = (delta.number, delta.index)
+        first = key not in self._logprobs
         if first:
-            self._logprobs[place] = CompletionLogprobs(self._tokenizer, self._num_logprobs or 0)
+            self._logprobs[key] = CompletionLogprobs(self._tokenizer, self._num_logprobs or 0)
         text, token_ids, positions = delta.text, delta.token_ids, list[PositionLogprobs | None](delta.logprobs)
         if self._mute:
             text, token_ids, positions = "", [], []
@@ -113,7 +113,7 @@ class _Shapes:
             text = self._prompt_text(output) + text
             token_ids = output.prompt_token_ids + token_ids
             positions = (output.prompt_logprobs or []) + positions
-        logprobs = self._logprobs[place].take(token_ids, positions) if self._num_logprobs is not None else None
+        logprobs = self._logprobs[key].take(token_ids, positions) if self._num_logprobs is not None else None
         return {
             "index": delta.number * self._num_answers + delta.index,
             "text": text,

@@ -1,4 +1,4 @@
-"""The server's options: one frozen record beside EngineConfig, made into flags and config-file keys the same way.
+"""The server's options: one frozen record next to EngineConfig, turned into flags and config-file keys the same way.
 
 Limits that protect the server have finite defaults. Knows nothing of HTTP; read by the parts it configures.
 """
@@ -80,7 +80,7 @@ class ServeConfig:
                 value = (value,) if isinstance(value, str) else tuple(value)
                 object.__setattr__(self, spec.name, value)
                 if not all(isinstance(each, str) and each for each in value):
-                    raise UserError(f"{spec.name} must be non-empty texts, got {value!r}", "correct it")
+                    raise UserError(f"{spec.name} must be non-empty strings, got {value!r}", "correct it")
                 continue
             if spec.metadata["kind"] is float and type(value) is int:
                 value = float(value)
@@ -89,8 +89,8 @@ class ServeConfig:
 
     def all_keys(self) -> tuple[str, ...]:
         """Keys from flags and from the environment."""
-        found = os.environ.get(KEY_VARIABLE, "")
-        return (*self.api_key, *(each for each in found.split(",") if each))
+        variable = os.environ.get(KEY_VARIABLE, "")
+        return (*self.api_key, *(key for key in variable.split(",") if key))
 
 
 SERVE_ENGINE_DEFAULTS = {"scheduling": "fair"}
@@ -113,19 +113,19 @@ def read_config_file(path: str) -> dict[str, Any]:
 
 
 def split_options(
-    given: Mapping[str, Any], in_file: Mapping[str, Any] | None = None, file: str = ""
+    options: Mapping[str, Any], in_file: Mapping[str, Any] | None = None, file: str = ""
 ) -> tuple[ServeConfig, EngineConfig]:
-    """Both records from loose options: those given win over those of the file, then come the environment's."""
+    """Both records from flag values: flags win over the config file, which wins over the environment."""
     server, engine = option_fields(ServeConfig), option_fields(EngineConfig)
-    typed = by_option_name(given, (*server, *engine))
+    typed = by_option_name(options, (*server, *engine))
     written = by_option_name(in_file or {}, (*server, *engine))
     plain = [spec for spec in server if spec.metadata["kind"] is not tuple]  # api_key's variable is a list: all_keys
-    found = {name: value for name, (value, _source) in from_environment(plain, os.environ).items()}
-    chosen = found | written | typed
+    from_variables = {name: value for name, (value, _source) in from_environment(plain, os.environ).items()}
+    chosen = from_variables | written | typed
     sources = dict.fromkeys(written, f"from file {file}") | dict.fromkeys(typed, BY_USER)
     engine_names = {spec.name for spec in engine}
-    ours = {name: value for name, value in chosen.items() if name in engine_names}
-    stated = set(ours) | set(from_environment(engine, os.environ))
+    engine_options = {name: value for name, value in chosen.items() if name in engine_names}
+    stated = set(engine_options) | set(from_environment(engine, os.environ))
     unset = {name: value for name, value in SERVE_ENGINE_DEFAULTS.items() if name not in stated}
-    config = EngineConfig.from_options(unset | ours, dict.fromkeys(unset, BY_DEFAULT) | sources)
+    config = EngineConfig.from_options(unset | engine_options, dict.fromkeys(unset, BY_DEFAULT) | sources)
     return ServeConfig(**{name: value for name, value in chosen.items() if name not in engine_names}), config

@@ -63,7 +63,7 @@ def _variables() -> list[dict[str, Any]]:
 
 
 def _panels() -> list[dict[str, Any]]:
-    """Row by row, three panels wide, in the order a person on call asks."""
+    """Row by row, three panels wide, in the order that helps a person on call."""
     groups = sorted({spec.panel for spec in METRICS}, key=_rank)
     panels: list[dict[str, Any]] = []
     top = 0

@@ -60,10 +60,10 @@ class Edge:
 
     def _refusal(self, path: str, headers: Headers, client: Client | None) -> ApiError | None:
         if client is None and path not in _OPEN_PATHS:
-            return ApiError(401, "the API key is missing or not known", code="invalid_api_key")
+            return ApiError(401, "the API key is missing or unknown", code="invalid_api_key")
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length) > self._max_body_bytes:
-            return ApiError(413, f"the body has {length} bytes, this server takes {self._max_body_bytes}")
+            return ApiError(413, f"the body has {length} bytes, the limit of this server is {self._max_body_bytes}")
         return None
 
     def _watch(self, send: Send, record: Record, status: list[int]) -> Send:
@@ -96,7 +96,7 @@ class Edge:
 
 
 def with_cors(app: ASGIApp, origins: tuple[str, ...]) -> ASGIApp:
-    """Let web pages of these origins call the API; outside the key check, because browsers ask first without one."""
+    """Let web pages of these origins call the API; outside the key check, because preflight requests carry none."""
     from starlette.middleware.cors import CORSMiddleware
 
     exposed = ("x-request-id", IGNORED_HEADER)
@@ -111,9 +111,9 @@ def _key(headers: Headers) -> str | None:
 
 
 def _request_id(headers: Headers) -> str:
-    given = headers.get("x-request-id", "")
-    if 0 < len(given) <= _MAX_ID and given.isascii() and given.isprintable():
-        return given
+    client_id = headers.get("x-request-id", "")
+    if 0 < len(client_id) <= _MAX_ID and client_id.isascii() and client_id.isprintable():
+        return client_id
     return uuid.uuid4().hex
 
 

@@ -1,7 +1,7 @@
-"""The server's hold on the engine: starts it, hands requests over, gives events to their owners, restarts it.
+"""The server's client of the engine process: starts it, submits requests, dispatches events, restarts it.
 
-An engine that dies or whose step does not end is replaced; requests in flight get an error that says so, new ones are
-refused until the next engine is ready. Owns the liveness verdict. Knows tokens and processes, not HTTP.
+An engine that dies or hangs in a step is replaced; requests in flight get an error that says so, new ones are
+refused until the next engine is ready. Decides liveness. Knows tokens and processes, not HTTP.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from tokenmill.serve.link import EngineLink, LinkDownError
 _log = get_logger(__name__)
 _WATCH_SECONDS = 0.25
 _PING_SECONDS = 1.0
-_START_SILENCE = 120.0  # a process that imports its libraries from a cold disk says nothing for long
+_START_SILENCE = 120.0  # without messages, while the process imports its libraries from a cold disk
 _FIRST_BACKOFF = 0.2
-_LONGEST_BACKOFF = 30.0
+_MAX_BACKOFF = 30.0
 
 
 class Observer(Protocol):
-    """Who wants to know: metrics and admission."""
+    """Receives what the engine did: metrics and admission."""
 
     def on_step(self, stats: EngineStats) -> None: ...
 
@@ -63,10 +63,10 @@ class EngineClient:
         self.stats = EngineStats()
         self.identity: Ready | None = None
 
-    # --- life ---
+    # --- start and stop ---
 
     async def start(self) -> Ready:
-        """Start the first engine; what keeps it from starting is the caller's to report."""
+        """Start the first engine; raises what keeps it from starting."""
         identity = await self._launch()
         self._supervisor = asyncio.create_task(self._supervise(), name="engine-supervisor")
         return identity
@@ -91,7 +91,7 @@ class EngineClient:
         return self._link.pid if self._link is not None else None
 
     async def healthy(self) -> tuple[bool, str]:
-        """True only if tokens move, or the idle engine loop answers a ping within a second."""
+        """True only if tokens are generated, or the idle engine loop answers a ping within a second."""
         link = self._link
         if self.state != "ready" or link is None:
             return False, f"the engine is {self.state}" + (f" ({self.reason})" if self.reason else "")
@@ -109,7 +109,7 @@ class EngineClient:
     # --- requests ---
 
     def submit(self, generation: Generation) -> None:
-        """Hand all prompts of a generation to the engine."""
+        """Submit all prompts of a generation to the engine."""
         if self.state != "ready" or self._link is None:
             raise engine_gone(f"the engine is {self.state}; try again soon")
         try:
@@ -121,7 +121,7 @@ class EngineClient:
             raise engine_gone(str(error)) from None
 
     def withdraw(self, generation: Generation) -> None:
-        """Forget a generation; what of it still runs is cancelled within a step."""
+        """Forget a generation; its unfinished sequences are cancelled within a step."""
         for member in generation.members:
             if self._members.pop(member.request.request_id, None) is None:
                 continue
@@ -218,7 +218,7 @@ class EngineClient:
             await self._restart()
 
     async def _watch(self, link: EngineLink) -> str:
-        """Until the process ends or is found stuck (and killed); returns why."""
+        """Wait until the process ends or is stuck and killed; returns the reason."""
         ended = asyncio.ensure_future(link.ended())
         try:
             while True:
@@ -247,7 +247,7 @@ class EngineClient:
             except (UserError, RuntimeError, OSError) as error:
                 _log.error("the engine does not start: %s; next try in %.1f s", error, backoff)
                 await asyncio.sleep(backoff)
-                backoff = min(2 * backoff, _LONGEST_BACKOFF)
+                backoff = min(2 * backoff, _MAX_BACKOFF)
             else:
                 _log.warning("the engine is serving again after %.1f s", time.monotonic() - began)
                 return

@@ -1,4 +1,5 @@
-"""Errors as HTTP answers, in the OpenAI shape. Every refusal of the server is one of these, with its status and remedy.
+"""Errors as HTTP answers, in the OpenAI shape. Every rejection by the server is one of these, with its status and
+remedy.
 
 Knows nothing of routes; the adapters for other APIs turn the same errors into their own shapes.
 """

@@ -85,7 +85,7 @@ class StreamedResponse(Response):
         self.raw_headers = [
             (b"content-type", media_type.encode()),
             (b"cache-control", b"no-cache"),
-            (b"x-accel-buffering", b"no"),  # proxies must not hold tokens back
+            (b"x-accel-buffering", b"no"),  # proxies must not buffer the stream
         ]
         self._chunks = chunks
         self._close = close
@@ -112,11 +112,11 @@ async def respond(
     request: Request,
     generation: Generation,
     *,
-    whole: Callable[[], Any],
+    complete: Callable[[], Any],
     chunks: Callable[[], AsyncIterator[bytes]],
     media_type: str = EVENT_STREAM,
 ) -> Response:
-    """Answer whole or streamed, as the generation was opened, and close it at the end.
+    """Answer at once or as a stream, as the generation was opened, and close it at the end.
 
     A stream starts with its first token, so that whatever goes wrong before is an HTTP status.
     """
@@ -124,7 +124,7 @@ async def respond(
         await unless_gone(request, generation.first() if generation.streaming else generation.result())
         if generation.streaming:
             return StreamedResponse(chunks(), media_type, generation.close)
-        return json_response(whole())
+        return json_response(complete())
     except BaseException:
         generation.close()
         raise

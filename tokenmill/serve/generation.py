@@ -1,6 +1,6 @@
-"""One HTTP request's work in the engine: one or more prompts, and what comes back for them, as deltas or as a whole.
+"""One HTTP request's work in the engine: one or more prompts, and their outputs, as deltas or complete.
 
-Text, stop strings and log-probabilities are made here, on the server's side of the wire, as events arrive. Knows
+Text, stop strings and log-probabilities are computed here, in the server process, as events arrive. Knows
 neither sockets nor HTTP shapes. The engine client feeds it, routes read it.
 """
 
@@ -18,7 +18,7 @@ from tokenmill.types import Request, TokenEvent
 
 @dataclass(slots=True)
 class Delta:
-    """News about one answer: prompt `number`, sibling `index`."""
+    """What is new of one answer: prompt `number`, sibling `index`."""
 
     number: int
     index: int
@@ -108,13 +108,13 @@ class Generation:
         return any(member.first_token is not None for member in self.members)
 
     async def first(self) -> None:
-        """Wait until there is something to say: until then a failure can still be an HTTP status."""
-        await self._news()
+        """Wait for the first delta: until then a failure can still be an HTTP status."""
+        await self._wait()
 
     async def deltas(self) -> AsyncIterator[list[Delta]]:
-        """What has come since the last time, until all is said. Raises what ended the engine's work early."""
+        """Batches of new deltas until all sequences have ended. Raises the error that ended them early."""
         while True:
-            await self._news()
+            await self._wait()
             if self._deltas:
                 batch, self._deltas = self._deltas, []
                 yield batch
@@ -125,16 +125,16 @@ class Generation:
 
     async def result(self) -> list[RequestOutput]:
         while self._unfinished:
-            await self._news()
+            await self._wait()
         return self.outputs
 
     def close(self) -> None:
-        """Must be called once the route is done, whatever happened: what still runs is cancelled."""
+        """Must be called once the route is done, whatever happened: unfinished sequences are cancelled."""
         if not self._closed:
             self._closed = True
             self._close(self)
 
-    async def _news(self) -> None:
+    async def _wait(self) -> None:
         if not self._deltas and self._error is None and self._unfinished:
             self._waiter = asyncio.get_running_loop().create_future()
             try:

@@ -34,7 +34,7 @@ def add_info_routes(app: FastAPI, service: Service) -> None:
     @router.get("/ping")
     @router.get("/health")
     async def health() -> Response:
-        """200 only if tokens move, or the idle engine answers within a second."""
+        """200 only if tokens are generated, or the idle engine answers within a second."""
         if service.admission.draining:
             raise ApiError(503, "the server is shutting down", code="draining")
         well, what = await service.engine.healthy()
@@ -91,7 +91,7 @@ async def _tokenize(service: Service, body: TokenizeBody) -> list[int]:
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:
-    """The OpenAI record, and what is really behind the name."""
+    """The OpenAI record, with details of the served model."""
     identity, template = service.identity, service.template
     return {
         "id": name,

@@ -1,7 +1,7 @@
-"""API keys: who is calling, what they may use. Keys are compared in constant time and never logged; names are.
+"""API keys: clients and their quotas. Keys are compared in constant time and never logged; their names are.
 
-Quotas are token buckets per key: requests per minute are taken at the door, tokens are taken when they are known and
-may overdraw. Knows nothing of HTTP; the clock is given by the caller.
+Quotas are token buckets per key: requests per minute are charged on arrival, tokens when their number is known, which
+may overdraw the bucket. Knows nothing of HTTP; the caller passes the time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any
 from tokenmill.errors import UserError, unknown_name
 from tokenmill.serve.config import read_config_file
 
-LANES = {"interactive": 0, "batch": 1000}  # lane -> added to the priority number: batch yields to every interactive one
+# Lane -> added to the priority number: batch requests yield to all interactive ones
+LANES = {"interactive": 0, "batch": 1000}
 
 
 @dataclass(slots=True)
@@ -30,7 +31,7 @@ class Bucket:
         self.level = self.per_minute
 
     def wait(self, amount: float, now: float) -> float:
-        """Seconds until `amount` is there; 0: it is. An amount above a full bucket waits for a full one."""
+        """Seconds until `amount` is available, at most until the bucket is full."""
         self._refill(now)
         missing = min(amount, self.per_minute) - self.level
         return max(0.0, missing * 60.0 / self.per_minute)
@@ -47,7 +48,7 @@ class Bucket:
 
 @dataclass(slots=True, eq=False)
 class Client:
-    """One key's rights and use."""
+    """Quotas and current use of one key."""
 
     name: str = ""
     weight: float = 1.0
@@ -71,11 +72,11 @@ class Client:
 
 
 class KeyRing:
-    """All keys. Empty: the server is open, and everybody is one client."""
+    """All keys. Empty: the server is open, and all callers are one client."""
 
     def __init__(self, keys: Sequence[tuple[str, Client]] = ()) -> None:
         self._clients = [(_digest(key), client) for key, client in keys]
-        self._everybody = Client()
+        self._anonymous = Client()
 
     def __len__(self) -> int:
         return len(self._clients)
@@ -85,15 +86,16 @@ class KeyRing:
         return not self._clients
 
     def find(self, key: str | None) -> Client | None:
-        """The client of a key, None if it is unknown. Looks at every key whatever the outcome."""
+        """The client of a key, None if it is unknown. Compares with every key, so that the time does not depend on the
+        outcome."""
         if self.open:
-            return self._everybody
+            return self._anonymous
         digest = _digest(key or "")
-        found = None
-        for each, client in self._clients:
-            if hmac.compare_digest(each, digest):
-                found = client
-        return found if key else None
+        match = None
+        for known_digest, client in self._clients:
+            if hmac.compare_digest(known_digest, digest):
+                match = client
+        return match if key else None
 
 
 def load_keys(plain: Sequence[str], path: str) -> KeyRing:
@@ -101,7 +103,7 @@ def load_keys(plain: Sequence[str], path: str) -> KeyRing:
     if path:
         keys += _read_keys(path)
     if len({key for key, _ in keys}) < len(keys):
-        raise UserError("the same API key is given twice", "keep one of them")
+        raise UserError("two API keys are the same", "keep one of them")
     return KeyRing(keys)
 
 
@@ -113,7 +115,7 @@ def _read_keys(path: str) -> list[tuple[str, Client]]:
     keys = []
     for number, entry in enumerate(entries, 1):
         if not isinstance(entry, dict) or not isinstance(entry.get("key"), str) or not entry["key"]:
-            raise UserError(f"key {number} in {path} has no `key`", "give it a text")
+            raise UserError(f"key {number} in {path} has no `key`", "give it a string")
         values: dict[str, Any] = dict(entry)
         for name in values:
             if name not in valid:

@@ -1,7 +1,7 @@
-"""Admission: who may enter the engine's queue, and when to come back if not.
+"""Admission: which requests may enter the engine's queue, and when to retry if not.
 
 Bounds the requests and tokens that wait, keeps each key within its quota, and refuses what cannot meet its deadline by
-the engine's own measured speed. Pure bookkeeping on a clock given by the caller; knows nothing of HTTP or processes.
+the engine's own measured speed. Pure bookkeeping, the caller passes the time; knows nothing of HTTP or processes.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from tokenmill.serve.errors import ApiError
 from tokenmill.serve.keys import Client
 
 _SMOOTHING = 0.1
-_PROMPT_STEP = 32  # a step of at least so many tokens is mostly prompts
+_PROMPT_STEP = 32  # tokens from which a step is taken to be mostly prompts
 
 
 class Pace:
-    """How fast the engine really is, from its steps and from finished requests; None where nothing is known yet."""
+    """Measured speed of the engine, from its steps and from finished requests; None before the first measurement."""
 
     def __init__(self) -> None:
         self.prompt_rate: float | None = None  # tokens per second
@@ -31,11 +31,11 @@ class Pace:
         self.service_seconds = _blend(self.service_seconds, seconds)
 
     def predict_ttft(self, tokens_before: int, own_tokens: int, num_ahead: int, num_slots: int) -> float:
-        """Seconds to the first token: all prompts in front, and turns to wait for if every slot is taken."""
-        reading = (tokens_before + own_tokens) / self.prompt_rate if self.prompt_rate else 0.0
-        turns = max(0, num_ahead + 1 - num_slots)
-        waiting = turns * (self.service_seconds or 0.0) / num_slots
-        return reading + waiting
+        """Seconds to the first token: all prompts ahead, and requests that must finish first if every slot is taken."""
+        prefill = (tokens_before + own_tokens) / self.prompt_rate if self.prompt_rate else 0.0
+        num_to_finish = max(0, num_ahead + 1 - num_slots)
+        waiting = num_to_finish * (self.service_seconds or 0.0) / num_slots
+        return prefill + waiting
 
 
 @dataclass(slots=True)
@@ -59,8 +59,8 @@ class Admission:
         self.waiting_tokens = 0
         self.draining = False
 
-    def check_door(self, client: Client, now: float) -> None:
-        """What can be refused before the prompt is even tokenized."""
+    def check_client(self, client: Client, now: float) -> None:
+        """Raise ApiError for what can be rejected before the prompt is tokenized."""
         if self.draining:
             raise ApiError(503, "the server is shutting down", code="draining", retry_after=5)
         if client.max_parallel and client.num_active >= client.max_parallel:
@@ -70,17 +70,20 @@ class Admission:
             if wait > 0:
                 raise self._refusal(f"the {what} quota of key '{client.name}' is used up", f"{what}_quota", wait)
         if self.num_waiting >= self._num_slots + self._max_requests:
-            raise self._refusal(f"{self.num_waiting} requests wait already", "queue_full", self._clearing_time())
+            raise self._refusal(f"{self.num_waiting} requests are already waiting", "queue_full", self._clearing_time())
 
     def admit(self, client: Client, lengths: list[int], num_answers: int, deadline: float | None, now: float) -> Ticket:
-        """Take the prompts of one HTTP request in, or say when to come back. `deadline`: seconds to the first token."""
-        self.check_door(client, now)
+        """Admit the prompts of one HTTP request, or raise ApiError with the time to retry. `deadline`: seconds to the
+        first token."""
+        self.check_client(client, now)
         tokens = sum(lengths)
         queued = self.num_waiting + len(lengths)
         if queued > self._num_slots + self._max_requests:
-            raise self._refusal(f"{self.num_waiting} requests wait already", "queue_full", self._clearing_time())
+            raise self._refusal(f"{self.num_waiting} requests are already waiting", "queue_full", self._clearing_time())
         if self.num_waiting and self.waiting_tokens + tokens > self._max_tokens:
-            raise self._refusal(f"{self.waiting_tokens} tokens wait already", "queue_full", self._clearing_time())
+            raise self._refusal(
+                f"{self.waiting_tokens} tokens are already waiting", "queue_full", self._clearing_time()
+            )
         if deadline is not None:
             predicted = self.predict(tokens)
             if predicted > deadline:
@@ -109,7 +112,8 @@ class Admission:
         self.waiting_tokens -= num_tokens
 
     def release(self, ticket: Ticket, output_tokens: int, now: float) -> None:
-        """All is over: what never started leaves the queue, what was generated is paid for."""
+        """The request has ended: prompts that never started leave the queue, generated tokens are charged to the
+        quota."""
         self.num_waiting -= ticket.waiting_requests
         self.waiting_tokens -= ticket.waiting_tokens
         self.num_active -= ticket.num_sequences
@@ -118,7 +122,7 @@ class Admission:
             ticket.client.tokens.take(float(output_tokens), now)
 
     def _clearing_time(self) -> float:
-        """Until about a tenth of the queue is gone."""
+        """Seconds until about a tenth of the queue has been served."""
         return max(1.0, self.predict(0) / 10)
 
     @staticmethod

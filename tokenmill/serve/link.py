@@ -1,4 +1,4 @@
-"""One engine process seen from the server: its start, its two sockets, its last sign of life, its end.
+"""One engine process seen from the server: its start, its two sockets, its last message, its end.
 
 A link is used once: a new engine gets a new one with new addresses, so nothing of a dead engine can be taken for the
 new one's. Knows nothing of requests; engine_client.py owns it.
@@ -88,22 +88,22 @@ class EngineLink:
             self._pongs.pop(number, None)
 
     async def ended(self) -> str:
-        """Wait for the process to end; says how."""
+        """Wait for the process to end; returns how it ended."""
         assert self._process is not None
         code = await self._process.wait()
-        self._read()  # its last words may still lie in the socket
+        self._read()  # its last messages may still be in the socket
         if self.failure is not None:
             return self.failure.message
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
     async def dump_and_kill(self) -> None:
-        """Have all stacks printed to standard error, then end it."""
+        """Have all stacks printed to standard error, then kill the process."""
         self._signal(signal.SIGUSR1)
         await asyncio.sleep(_DUMP_SECONDS)
         self._signal(signal.SIGKILL)
 
     async def stop(self, timeout: float) -> None:
-        """End the process: politely, then not."""
+        """Ask the process to shut down; kill it after `timeout` seconds."""
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(LinkDownError):
                 self.send(messages.Shutdown())
@@ -133,7 +133,7 @@ class EngineLink:
         return socket
 
     def _read(self) -> None:
-        """Take all that has come: the descriptor tells of new messages only once."""
+        """Read all pending messages: the descriptor signals new ones only once."""
         while not self._inbox.closed and int(self._inbox.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             try:
                 message = messages.decode_from_engine(self._inbox.recv(zmq.NOBLOCK))

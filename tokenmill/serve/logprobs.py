@@ -1,6 +1,6 @@
 """Log-probabilities in the two shapes of the OpenAI API: lists in parallel (completions) and a list of records (chat).
 
-Tokens are shown by their text; bytes that are no whole character become U+FFFD there, and are exact in `bytes`.
+Tokens are shown by their text; incomplete characters become U+FFFD there, and are exact in `bytes`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 from tokenmill.checkpoint.tokenizer import Tokenizer
 from tokenmill.engine.outputs import PositionLogprobs
 
-_LOWEST = -9999.0  # JSON has no infinity
+_MIN_LOGPROB = -9999.0  # JSON has no infinity
 
 
 def chat_logprobs(
@@ -19,7 +19,7 @@ def chat_logprobs(
 ) -> dict[str, Any]:
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         data = tokenizer.token_bytes(token_id)
-        return {"token": data.decode("utf-8", "replace"), "logprob": max(logprob, _LOWEST), "bytes": list(data)}
+        return {"token": data.decode("utf-8", "replace"), "logprob": max(logprob, _MIN_LOGPROB), "bytes": list(data)}
 
     content = []
     for token_id, position in zip(token_ids, positions, strict=True):
@@ -29,7 +29,7 @@ def chat_logprobs(
 
 
 class CompletionLogprobs:
-    """Builds the parallel lists, and remembers how long the text is so far, from chunk to chunk."""
+    """Builds the parallel lists, and keeps the length of the text so far, from chunk to chunk."""
 
     def __init__(self, tokenizer: Tokenizer, num_top: int, offset: int = 0) -> None:
         self._tokenizer = tokenizer
@@ -43,7 +43,7 @@ class CompletionLogprobs:
             text = self._text(token_id)
             shown["tokens"].append(text)
             shown["text_offset"].append(self._offset)
-            shown["token_logprobs"].append(None if position is None else max(position[token_id].logprob, _LOWEST))
+            shown["token_logprobs"].append(None if position is None else max(position[token_id].logprob, _MIN_LOGPROB))
             shown["top_logprobs"].append(None if position is None else self._top(position, token_id))
             self._offset += len(text)
         return shown
@@ -52,7 +52,7 @@ class CompletionLogprobs:
         chosen = [*list(position)[: self._num_top], token_id]
         top: dict[str, float] = {}
         for each in chosen:
-            top.setdefault(self._text(each), max(position[each].logprob, _LOWEST))
+            top.setdefault(self._text(each), max(position[each].logprob, _MIN_LOGPROB))
         return top
 
     def _text(self, token_id: int) -> str:

@@ -61,11 +61,11 @@ def _sizes(name: str, vllm: str, help: str) -> MetricSpec:
 
 
 _SERVER_METRICS = (
-    _counter("admission_rejections", "admission_rejections", "Requests refused at the door.", "Queue", "reason"),
-    _gauge("predicted_ttft_seconds", "", "Expected wait of a request that would arrive now.", "Queue", "s"),
+    _counter("admission_rejections", "admission_rejections", "Requests rejected at admission.", "Queue", "reason"),
+    _gauge("predicted_ttft_seconds", "", "Expected time to first token of a request that arrives now.", "Queue", "s"),
     _counter("prefix_cache_requests", "", "Requests by what the prefix cache did for them.", "KV cache", "outcome"),
-    _counter("kv_dropped_tokens", "", "Tokens whose KV a budget gave up, at a loss.", "KV cache", "policy"),
-    _counter("kv_loaded_tokens", "", "Prompt tokens whose KV came back from a tier.", "KV tiers", "tier"),
+    _counter("kv_dropped_tokens", "", "Tokens whose KV a budget policy dropped (lossy).", "KV cache", "policy"),
+    _counter("kv_loaded_tokens", "", "Prompt tokens whose KV was loaded from a tier.", "KV tiers", "tier"),
     _counter("prompt_tokens", "prompt_tokens", "Prompt tokens of requests that started.", "Throughput"),
     _counter("generation_tokens", "generation_tokens", "Tokens generated.", "Throughput"),
     _counter("requests", "request_success", "Sequences ended.", "Throughput", "finished_reason"),
@@ -143,7 +143,7 @@ class Metrics:
     # --- from the engine ---
 
     def on_step(self, stats: EngineStats) -> None:
-        """Take the engine's statistics over: what it counted since the last time, and its gauges."""
+        """Update counters by what the engine counted since the last call, and gauges."""
         for name, spec in _ENGINE_FIELDS:
             self._take(spec, getattr(stats, name), getattr(self._last, name))
         before = {tier.name: tier for tier in self._last.tiers}

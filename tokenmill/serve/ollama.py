@@ -99,7 +99,7 @@ def _arguments(text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError:
-        return {}  # cut off: done_reason says so
+        return {}  # cut off: see done_reason
 
 
 def _sampling(body: OllamaBody) -> dict[str, Any]:
@@ -132,14 +132,14 @@ async def _respond(request: Request, generation: Generation, model: str, tools: 
             **lossy_policy(generation),
         }
 
-    def whole() -> dict[str, Any]:
+    def complete() -> dict[str, Any]:
         answer = fold(ToolReader(tools).read(generation.outputs[0].outputs[0].text, final=True))
         return _head(model) | say(answer.content, answer.calls) | end()
 
     return await respond(
         request,
         generation,
-        whole=whole,
+        complete=complete,
         chunks=lambda: _lines(generation, model, ToolReader(tools), say, end, record),
         media_type=NDJSON,
     )
@@ -157,7 +157,7 @@ async def _lines(
     end: Callable[[], dict[str, Any]],
     record: Record,
 ) -> AsyncIterator[bytes]:
-    calls: list[ToolEvent] = []  # this API has no half calls: they are said together, once complete
+    calls: list[ToolEvent] = []  # this API has no partial calls: they are sent together, once complete
     try:
         async for batch in generation.deltas():
             text = "".join(delta.text for delta in batch)

@@ -25,7 +25,7 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="allow", protected_namespaces=(), coerce_numbers_to_str=False)
 
     def ignored(self) -> list[str]:
-        """Names of fields that nobody reads, fit for a header."""
+        """Names of unknown fields, safe for a header."""
         names = list(self.__pydantic_extra__ or ())
         clean = ["".join(char if char.isascii() and char.isprintable() and char not in ', "' else "?" for char in name)
                  for name in names[:MAX_IGNORED]]  # fmt: skip
@@ -73,7 +73,7 @@ class CacheControlBody(Body):
     ttl: str | float | None = None
 
     def seconds(self) -> float:
-        """Of a promise; 0 if it is to be pinned. Raises ValueError."""
+        """The TTL; 0 if the prompt is to be pinned. Raises ValueError."""
         if self.type == "pin":
             if self.ttl is not None:
                 raise ValueError("cache_control of type pin has no ttl")
@@ -125,15 +125,15 @@ class GenerationBody(Body):
     kv_budget: int | None = None
 
     def output_limit(self) -> int | None:
-        """Most tokens to generate, None if the body does not say."""
+        """Maximum tokens to generate, None if the body does not set it."""
         return self.max_tokens
 
     def structured(self) -> Structured | None:
-        """The constraint on the output, whichever of the ways was used to state it. Raises ValueError if several."""
-        found = [*self._guided(), *self._formatted()]
-        if len(found) > 1:
+        """The constraint on the output, from whichever field sets it. Raises ValueError if several do."""
+        constraints = [*self._guided(), *self._formatted()]
+        if len(constraints) > 1:
             raise ValueError("more than one of response_format, guided_* and structured_outputs is given")
-        return found[0] if found else None
+        return constraints[0] if constraints else None
 
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
@@ -143,14 +143,14 @@ class GenerationBody(Body):
         schema = self.guided_json if self.guided_json is not None else newer.json_
         choice = self.guided_choice if self.guided_choice is not None else newer.choice
         texts = {"regex": self.guided_regex or newer.regex, "grammar": self.guided_grammar or newer.grammar}
-        found = [Structured(kind, text) for kind, text in texts.items() if text is not None]
+        constraints = [Structured(kind, text) for kind, text in texts.items() if text is not None]
         if schema is not None:
-            found.append(Structured("json_schema", schema if isinstance(schema, str) else _json(schema)))
+            constraints.append(Structured("json_schema", schema if isinstance(schema, str) else _json(schema)))
         if choice is not None:
-            found.append(Structured("choice", _json(choice)))
+            constraints.append(Structured("choice", _json(choice)))
         if newer.json_object:
-            found.append(Structured("json_object", ""))
-        return found
+            constraints.append(Structured("json_object", ""))
+        return constraints
 
     def _formatted(self) -> list[Structured]:
         wanted = self.response_format
@@ -290,7 +290,7 @@ class AnthropicBody(Body):
 
 
 def content_text(content: str | list[dict[str, Any]]) -> str:
-    """Text of a message's content, given whole or in parts. Raises ValueError for parts that are not text."""
+    """Text of a message's content, as a string or in parts. Raises ValueError for parts that are not text."""
     return content if isinstance(content, str) else "".join(map(_part_text, content))
 
 

@@ -1,4 +1,4 @@
-"""A request body -> SamplingParams, within the server's limits. Every refusal names the field.
+"""A request body -> SamplingParams, within the server's limits. Every error names the field.
 
 Shared by completions, chat and the adapters. Knows nothing of prompts beyond their length.
 """
@@ -60,7 +60,7 @@ def build_params(body: GenerationBody, config: ServeConfig, max_tokens: int, **f
 
 
 def resolve_max_tokens(body: GenerationBody, prompt_length: int, context: int, default: int | None) -> int:
-    """What the body says, else `default`, else what the context has room for. Too much is refused, not cut."""
+    """The body's value, else `default`, else what fits the context. Too large a value is rejected, not clamped."""
     room = context - prompt_length
     wanted = body.output_limit()
     if wanted is None:
@@ -79,7 +79,7 @@ def resolve_max_tokens(body: GenerationBody, prompt_length: int, context: int, d
 
 
 def _cache(body: GenerationBody) -> CacheControl | None:
-    """What the body asks of the KV cache."""
+    """The KV cache settings of the body."""
     control, policy, budget = body.cache_control, body.kv_policy or "", body.kv_budget or 0
     if control is None and not policy and not budget:
         return None

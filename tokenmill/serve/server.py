@@ -42,7 +42,7 @@ def run_server(model: str, config: ServeConfig, engine_config: EngineConfig, ann
     """Serve until told to stop. `announce` gets the address and what is served, once it is."""
     keys = load_keys(config.all_keys(), config.api_keys_file)
     if keys.open and config.host not in ("127.0.0.1", "localhost", "::1"):
-        _log.warning("listening on %s without API keys: everybody who reaches it can use it", config.host)
+        _log.warning("listening on %s without API keys: anyone who can reach it can use it", config.host)
     listener = _listen(config.host, config.port)
     with contextlib.suppress(ImportError):
         import uvloop
@@ -79,7 +79,7 @@ async def _serve(
         from tokenmill.serve.http import make_server
 
         server = make_server(service, keys)
-        listener.listen()  # who connects from here on waits; else the first after "ready" could be turned away
+        listener.listen()  # connections queue from here on; otherwise the first after "ready" could be refused
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         settings = {name: value for name, value in asdict(config).items() if name not in _SECRET}
         settings["keys"] = len(keys)
@@ -114,7 +114,7 @@ async def _start(model: str, path: Path, config: ServeConfig, engine: EngineClie
 
 
 async def _unless(event: asyncio.Event, work: Coroutine[Any, Any, Service]) -> Service | None:
-    """What `work` gives, or None if the event comes first."""
+    """The result of `work`, or None if the event comes first."""
     working = asyncio.ensure_future(work)
     waiting = asyncio.ensure_future(event.wait())
     await asyncio.wait((working, waiting), return_when=asyncio.FIRST_COMPLETED)
@@ -132,7 +132,7 @@ async def _until_told(serving: asyncio.Task[None], interrupted: asyncio.Event) -
 
 
 async def _drain(service: Service, server: HttpServer, serving: asyncio.Task[None], interrupted: asyncio.Event) -> None:
-    """No new requests; those in flight may end in time, or get an error event."""
+    """Accept no new requests; those in flight finish within the timeout or get an error event."""
     interrupted.clear()
     service.admission.draining = True
     limit, left = service.config.shutdown_timeout, service.engine.num_in_flight
@@ -141,9 +141,9 @@ async def _drain(service: Service, server: HttpServer, serving: asyncio.Task[Non
     while service.engine.num_in_flight and asyncio.get_running_loop().time() < deadline and not interrupted.is_set():
         await asyncio.sleep(_POLL_SECONDS)
     if service.engine.num_in_flight:
-        _log.warning("%d requests did not end in time", service.engine.num_in_flight)
+        _log.warning("%d requests did not finish in time", service.engine.num_in_flight)
         service.engine.fail_all("the server is shutting down")
-        await asyncio.sleep(_POLL_SECONDS)  # lets the error events out
+        await asyncio.sleep(_POLL_SECONDS)  # lets the error events be sent
     server.should_exit = True
     server.config.timeout_graceful_shutdown = 1
     await serving

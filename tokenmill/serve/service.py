@@ -1,6 +1,7 @@
-"""What every route works with: the model's text side, admission, metrics and the engine, joined at one place.
+"""What every route uses: tokenizer and chat template, admission, metrics and the engine client.
 
-`open` takes prompts in (door, tokenizer, limits, engine) and returns a Generation; closing that settles the bill. Knows
+`open` takes prompts through admission and tokenizer to the engine and returns a Generation; closing that charges its
+tokens to the key's quota. Knows
 nothing of HTTP shapes; routes and adapters call it.
 """
 
@@ -30,12 +31,12 @@ from tokenmill.serve.metrics import Metrics
 from tokenmill.serve.tools.use import ToolStyle
 from tokenmill.types import CacheControl, SamplingParams
 
-_LONG_TEXT = 4096  # characters: more is tokenized beside the event loop
+_LONG_TEXT = 4096  # characters: longer texts are tokenized outside the event loop
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks, and how urgently."""
+    """The client of a request, and its priority."""
 
     client: Client
     priority: int = 0
@@ -45,7 +46,7 @@ class Caller:
     @property
     def rank(self) -> int:
         lanes = (self.client.lane, self.lane or self.client.lane)
-        return self.priority + max(LANES[each] for each in lanes)  # a batch key cannot promote itself
+        return self.priority + max(LANES[lane] for lane in lanes)  # a batch key cannot promote itself
 
 
 class Service:
@@ -84,10 +85,10 @@ class Service:
         self._num_steps = 0  # of the engine, when its statistics last came
         engine.observe(self)
 
-    # --- what routes ask ---
+    # --- for routes ---
 
     def check_model(self, name: str | None) -> str:
-        """The name to answer with. No name means the only model there is."""
+        """The model name of the response; without a name in the request, the first served one."""
         if name is None or name in self.names:
             return name or self.names[0]
         shown = name[:100].encode("ascii", "replace").decode()
@@ -120,7 +121,9 @@ class Service:
     def check_size(self, num_chars: int, param: str) -> None:
         if num_chars > self.config.max_prompt_chars:
             limit = self.config.max_prompt_chars
-            raise ApiError(413, f"the prompt has {num_chars} characters, this server takes {limit}", param=param)
+            raise ApiError(
+                413, f"the prompt has {num_chars} characters, the limit of this server is {limit}", param=param
+            )
 
     async def encode(self, prompt: str | Sequence[int], *, chat: bool = False, special: bool = True) -> list[int]:
         """Token ids. `chat`: the text is a rendered template; `special`: with the tokens that start a sequence."""
@@ -142,9 +145,9 @@ class Service:
         special: bool = True,
         embeds: bool = False,
     ) -> Generation:
-        """Start generating; `make_params` is given the length of each prompt. The caller must close the result."""
+        """Start generating; `make_params` gets the length of each prompt. The caller must close the result."""
         try:
-            self.admission.check_door(caller.client, time.monotonic())
+            self.admission.check_client(caller.client, time.monotonic())
             encoded = [await self.encode(prompt, chat=chat, special=special) for prompt in prompts]
             generation = self._prepare(prompts, encoded, make_params, caller, streaming)
             for member in generation.members:
@@ -191,7 +194,7 @@ class Service:
     def on_restart(self, reason: str) -> None:
         self.metrics.on_restart(reason)
 
-    # --- how ---
+    # --- internals ---
 
     def _encode(self, text: str, chat: bool, special: bool) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=special and not chat, parse_special=chat)

@@ -30,7 +30,7 @@ class StartupReport:
             self._bar.start()
 
     def phase(self, name: str) -> None:
-        """A new phase begins; how long the last one took is told."""
+        """Begin a phase; reports how long the last one took."""
         now = time.monotonic()
         if self._phase and self._bar is None:
             _say(f"{self._phase}: {now - self._phase_began:.2f} s")

@@ -1,7 +1,7 @@
-"""Constraints on the output (JSON, regex, choice, grammar): from what a body asks to what the sampler needs.
+"""Constraints on the output (JSON, regex, choice, grammar): from the fields of a body to sampling parameters.
 
 The single place where a constraint joins the sampling parameters. Only its size and form are checked here; the engine
-process compiles it, beside its steps, and refuses what cannot be used. Called by sampling.py.
+process compiles it in a thread and rejects what cannot be used. Called by sampling.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Answers with tool calls in the shapes of the OpenAI API: a whole message, or the deltas of a stream.
+"""Answers with tool calls in the shapes of the OpenAI API: a complete message, or the deltas of a stream.
 
 Both come from the same parser events, so they say the same. Called by the chat route; the adapters for other APIs use
 `ToolReader` and make shapes of their own.
@@ -57,7 +57,7 @@ def message_of(answer: Answer) -> dict[str, Any]:
 
 
 def delta_of(event: ToolEvent) -> dict[str, Any] | None:
-    """An event as the `delta` of a chunk; None if it says nothing there."""
+    """An event as the `delta` of a chunk; None if it has no delta."""
     match event:
         case Content(text=text):
             return {"content": text}

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 _log = get_logger(__name__)
 _VARIABLES = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
-_QUIET_PATHS = ("/health", "/ping", "/metrics", "/load")  # polled; they would drown the rest
+_QUIET_PATHS = ("/health", "/ping", "/metrics", "/load")  # polled by probes: too many spans
 
 
 def start_tracing() -> Tracing | None:
-    """None unless an endpoint is set; a missing package is said once."""
+    """None unless an endpoint is set; a missing package is logged once."""
     if not any(os.environ.get(name) for name in _VARIABLES):
         return None
     try:
@@ -67,7 +67,7 @@ class Tracing:
             kind = self._trace.SpanKind.SERVER
             name = f"{scope['method']} {scope['path'][:100]}"
             with self._tracer.start_as_current_span(name, context=caller, kind=kind) as span:
-                await app(scope, receive, _noting_status(send, span))
+                await app(scope, receive, _recording_status(send, span))
                 record = scope.get("state", {}).get("record")
                 if record is not None:
                     span.set_attribute("tokenmill.request_id", record.request_id)
@@ -110,7 +110,7 @@ class Tracing:
         return self._epoch + int(moment * 1e9)
 
 
-def _noting_status(send: Send, span: Any) -> Send:
+def _recording_status(send: Send, span: Any) -> Send:
     async def noting(message: Message) -> None:
         if message["type"] == "http.response.start":
             span.set_attribute("http.response.status_code", message["status"])

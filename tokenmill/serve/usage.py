@@ -1,5 +1,5 @@
-"""Token counts of an answer as the OpenAI API reports them, and for the access log; beside them, under names of our
-own, what the KV cache did. Called by all generating routes."""
+"""Token counts of an answer as the OpenAI API reports them, and for the access log; with additional
+fields for what the KV cache did. Called by all generating routes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def usage_of(generation: Generation, record: Record) -> dict[str, Any]:
 
 
 def lossy_policy(generation: Generation) -> dict[str, Any]:
-    """What was given up of the KV cache, by which policy: part of every answer that a budget may have changed."""
+    """Tokens that a lossy KV budget policy dropped: part of every response that a budget may have changed."""
     control = generation.members[0].request.params.cache
     if control is None or not control.budget:
         return {}
@@ -34,7 +34,7 @@ def lossy_policy(generation: Generation) -> dict[str, Any]:
 
 
 def _cache_details(generation: Generation) -> dict[str, Any]:
-    """Why no more of the prompt was cached, and what came from a tier; nothing until the first token."""
+    """Why no more of the prompt was cached, and what was loaded from a tier; empty before the first token."""
     reports = [output.cache for output in generation.outputs if output.cache is not None]
     if not reports:
         return {}

@@ -45,5 +45,5 @@ def test_unknown_architecture_is_refused(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text())
     config["model_type"] = "llama9"
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match="model type 'llama9' is not run by this engine yet"):
+    with pytest.raises(CheckpointError, match="model type 'llama9' is not supported yet"):
         _load(tmp_path)

@@ -39,7 +39,7 @@ def test_the_environment_comes_last(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"port": "eight"}, "port must be a int"),
         ({"max_num_seqs": 1, "concurrency": 2}, "given twice"),
         ({"max_n": 0}, "max_n is 0"),
-        ({"api_key": [""]}, "api_key must be non-empty texts"),
+        ({"api_key": [""]}, "api_key must be non-empty strings"),
     ],
 )
 def test_bad_options_are_refused_with_the_remedy(options: dict[str, object], message: str) -> None:

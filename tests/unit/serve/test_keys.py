@@ -41,7 +41,7 @@ def test_the_file_gives_weights_quotas_and_lanes(tmp_path: Path) -> None:
         ("keys: [{key: a, weight: 0}]", "weight of key"),
         ("keys: [{key: a, weight: much}]", "wrong type"),
         ("keys: [{key: a, lane: fast}]", "unknown lane"),
-        ("keys: [{key: a}, {key: a}]", "given twice"),
+        ("keys: [{key: a}, {key: a}]", "two API keys are the same"),
         ("keys: [{key: a, max_parallel: -1}]", "negative"),
     ],
 )

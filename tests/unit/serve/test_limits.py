@@ -95,7 +95,7 @@ def test_draining_refuses_with_503() -> None:
     admission = _admission()
     admission.draining = True
     with pytest.raises(ApiError) as caught:
-        admission.check_door(Client(), 1.0)
+        admission.check_client(Client(), 1.0)
     assert caught.value.status == 503
 
 

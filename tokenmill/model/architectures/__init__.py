@@ -26,14 +26,16 @@ ARCHITECTURES = Registry(
 
 
 def architecture_of(description: ModelDescription) -> type[Decoder]:
-    """The class that computes this model; declines by name what none of them does."""
+    """The class that computes this model. Raises CheckpointError that names the features none supports."""
     known = description.architecture in ARCHITECTURES
-    found: type[Decoder] | None = ARCHITECTURES.get(description.architecture) if known else None
-    missing = [feature for feature in description.features() if found is None or feature not in found.features]
-    if found is not None and not missing:
-        return found
+    architecture: type[Decoder] | None = ARCHITECTURES.get(description.architecture) if known else None
+    missing = [
+        feature for feature in description.features() if architecture is None or feature not in architecture.features
+    ]
+    if architecture is not None and not missing:
+        return architecture
     reasons = f" ({', '.join(missing)})" if missing else ""
     raise CheckpointError(
-        f"model type '{description.model_type or description.architecture}' is not run by this engine yet{reasons}",
-        f"architectures it runs: {', '.join(ARCHITECTURES)}; `tokenmill plan` can plan for the others",
+        f"model type '{description.model_type or description.architecture}' is not supported yet{reasons}",
+        f"supported architectures: {', '.join(ARCHITECTURES)}; `tokenmill plan` can plan for the others",
     )

@@ -1,5 +1,5 @@
-"""The decoder every architecture here is: embedding, blocks, final norm, head. Subclasses say how a block differs, and
-which features of a description (`ModelDescription.features`) they compute beyond the plain ones.
+"""The decoder that all architectures share: embedding, blocks, final norm, head. Subclasses define how a block differs,
+and which additional features of a description (`ModelDescription.features`) they support.
 
 A block takes the residual stream and the update still to be added to it, so that each addition fuses with the norm
 that follows. Written against Ops only: it runs eagerly, is recorded, or is captured, without knowing which.
@@ -47,7 +47,7 @@ class Decoder:
     def __init__(self, reader: WeightReader, description: ModelDescription, num_positions: int) -> None:
         d = self.description = description
         self.embedding = reader.linear("model.embed_tokens", d.vocab_size, d.hidden_size)
-        # GGUF may hold the stretched frequencies of the full table instead of the rule that makes them.
+        # GGUF may store the scaled frequencies of the full table instead of the scaling rule.
         divisors = reader.optional_vector("rope_freqs.weight", d.rope_table("full").rotary_dim // 2)
         tables = {
             rope.name: build_rotary_table(
@@ -81,7 +81,7 @@ class Decoder:
         return ops.add(residual, update)
 
     def logits(self, ops: Ops, hidden: Value) -> Value:
-        """Logits of the rows that the step asks for."""
+        """Logits of the rows that the step selects."""
         x = ops.rms_norm(ops.select_rows(hidden), self.norm, self.description.norm_eps)
         logits = ops.linear(x, [self.head])[0]
         cap = self.description.logit_softcap

@@ -1,4 +1,4 @@
-"""Attention backends, tried in this order on the store at hand. Add one: a file here and a line in the table."""
+"""Attention backends, tried in this order on the KV store. Add one: a file here and a line in the table."""
 
 from tokenmill.model.attention.base import AttentionBackend
 from tokenmill.model.kvstore.base import KVStore

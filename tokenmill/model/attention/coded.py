@@ -21,7 +21,7 @@ class CodedAttention(AttentionBackend):
         if not store.is_coded:
             return f"{store.name} pages are plain floats"
         if any(store.kernel_pages(slot) is None for slot in range(store.layout.layers_per_page)):
-            return f"{store.name} pages are not read by C++ here"
+            return f"{store.name} pages have no C++ kernel here"
         return None
 
     def attend(self, q: Tensor, slot: int, block_table: Tensor, batch: Batch, spec: AttentionSpec) -> Tensor:

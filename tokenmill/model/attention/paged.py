@@ -29,9 +29,9 @@ class PagedAttention(AttentionBackend):
     def attend(self, q: Tensor, slot: int, block_table: Tensor, batch: Batch, spec: AttentionSpec) -> Tensor:
         if self.store.is_coded:
             # Pages that left the window are -1 and stay so.
-            numbers, places = torch.unique(block_table.clamp(min=0), return_inverse=True)
+            numbers, indices = torch.unique(block_table.clamp(min=0), return_inverse=True)
             k, v = self.store.read(slot, numbers.long())
-            block_table = torch.where(block_table < 0, block_table, places.to(block_table.dtype))
+            block_table = torch.where(block_table < 0, block_table, indices.to(block_table.dtype))
         else:
             k, v = self.store.pages(slot)
         result: Tensor = self._attention(

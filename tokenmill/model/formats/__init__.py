@@ -1,4 +1,4 @@
-"""Weight formats, tried in this order on the tensors at hand. Add one: a file here and a line in the table."""
+"""Weight formats, tried in this order on the tensors of a matrix. Add one: a file here and a line in the table."""
 
 from tokenmill.registry import Registry
 

@@ -15,7 +15,7 @@ from tokenmill.checkpoint.base import Checkpoint
 from tokenmill.errors import CheckpointError
 from tokenmill.model.formats.base import WeightFormat
 from tokenmill.model.formats.bits import pack_bits, unpack_bits
-from tokenmill.model.formats.coded import CodedWeight, check_dimensions, group_size_of, stored_scales, whole_zeros
+from tokenmill.model.formats.coded import CodedWeight, check_dimensions, group_size_of, integer_zeros, stored_scales
 from tokenmill.model.formats.quantized import QuantizedMatrix, Scheme
 
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # of the outputs in a word
@@ -75,7 +75,7 @@ class AwqFormat(WeightFormat):
     def encode(cls, matrix: QuantizedMatrix, scale_dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         return {
             "qweight": _pack(matrix.codes.T),
-            "qzeros": _pack(whole_zeros(matrix).T),
+            "qzeros": _pack(integer_zeros(matrix).T),
             "scales": stored_scales(matrix.scales, scale_dtype).T.contiguous(),
         }
 

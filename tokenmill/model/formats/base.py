@@ -1,4 +1,4 @@
-"""The contract of a weight format: how a matrix lies in memory and what numbers it means.
+"""The contract of a weight format: how a matrix is stored and which numbers it represents.
 
 A format is detected by the tensors present, never by a file name. It knows nothing of the method that chose the values
 (GPTQ, AWQ and round-to-nearest share one format). `dequantize` is the spec; kernels multiply from `parts()`.
@@ -28,7 +28,7 @@ class LinearWeight(ABC):
     precise: bool = False  # set by the architecture: see kernels/base.py
     activations: str = "none"  # how the scheme rounds the input of the product: see kernels/rounding.py
     input_scale: float | None = None  # the calibrated scale that some roundings need
-    kernel: Choice | None = None  # set by the loader: who multiplies
+    kernel: Choice | None = None  # set by the loader: the kernel that multiplies
 
     @abstractmethod
     def parts(self) -> dict[str, Tensor]: ...

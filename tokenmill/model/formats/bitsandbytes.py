@@ -36,7 +36,7 @@ class FourBitWeight(CodedWeight):
         self.absmax = tensors["weight.absmax"]
         shape, block = state.get("shape"), state.get("blocksize")
         if not isinstance(shape, list) or len(shape) != 2 or not isinstance(block, int) or block <= 0:
-            raise CheckpointError(f"{prefix}: the quant_state states no shape and block size", "download it again")
+            raise CheckpointError(f"{prefix}: the quant_state has no shape or block size", "download it again")
         rows, columns = int(shape[0]), int(shape[1])
         doubled = "weight.nested_absmax" in tensors
         peaks = _nested(tensors, state, self.absmax) if doubled else self.absmax.float().flatten()
@@ -46,7 +46,7 @@ class FourBitWeight(CodedWeight):
             or peaks.numel() != -(-rows * columns // block)
         ):
             raise CheckpointError(f"{prefix}: weight and absmax do not fit shape {shape}", "download it again")
-        # Blocks run over the flattened matrix. Where a row is not whole blocks, smaller groups say the same.
+        # Blocks run over the flattened matrix. If a row is not a multiple of blocks, smaller groups are equivalent.
         group_size = gcd(block, columns)
         spread = peaks.repeat_interleave(block // group_size)[: rows * columns // group_size]
         self.peaks = spread.view(rows, columns // group_size)

@@ -49,7 +49,7 @@ class CodedWeight(LinearWeight):
 
 
 def check_dimensions(prefix: str, tensors: Mapping[str, Tensor], **dimensions: int) -> None:
-    """Refuse a file whose tensors (by suffix, those present) are empty or have another number of dimensions."""
+    """Reject a file whose tensors (by suffix, those present) are empty or have another number of dimensions."""
     for suffix, expected in dimensions.items():
         part = tensors.get(suffix)
         if part is not None and (part.dim() != expected or part.numel() == 0):
@@ -101,7 +101,7 @@ def stored_scales(scales: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def group_size_of(columns: int, num_groups: int, declared: object, prefix: str) -> int:
-    """Columns per scale: as the config declares, if that fits the number of scales, else evenly. 0: a whole row."""
+    """Columns per scale: as the config declares, if that fits the number of scales, else evenly. 0: the entire row."""
     if num_groups == 1:
         return 0
     if isinstance(declared, int) and declared > 0 and -(-columns // declared) == num_groups:
@@ -113,12 +113,12 @@ def group_size_of(columns: int, num_groups: int, declared: object, prefix: str) 
     return columns // num_groups
 
 
-def whole_zeros(matrix: QuantizedMatrix) -> Tensor:
-    """Zero points as uint8 codes [out, groups], symmetric ones in the middle; an error where they are no codes."""
+def integer_zeros(matrix: QuantizedMatrix) -> Tensor:
+    """Zero points as uint8 codes [out, groups], symmetric ones in the middle; asserts that they are codes."""
     if matrix.zeros is None:
         return torch.full(matrix.scales.shape, 2 ** (matrix.scheme.bits - 1), dtype=torch.uint8)
     zeros = matrix.zeros
-    assert torch.equal(zeros, zeros.round()), "zero points must be whole numbers in this format"
+    assert torch.equal(zeros, zeros.round()), "zero points must be integers in this format"
     assert zeros.min() >= 0, "zero points must be codes in this format"
     assert zeros.max() < 2**matrix.scheme.bits, "zero points must be codes in this format"
     return zeros.to(torch.uint8)

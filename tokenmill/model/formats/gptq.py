@@ -1,8 +1,8 @@
 """GPTQ files, versions 1 and 2: integers of 2, 3, 4 or 8 bits in 32-bit words that run down the input dimension.
 
 qweight int32 [in * bits / 32, out], qzeros int32 [groups, out * bits / 32], scales [groups, out], g_idx int32 [in].
-Version 1 stores every zero point less one; subtracting borrowed between fields, so reading adds to whole words. Which
-version a file is, and whether it is symmetric, only its config says. A true activation order (g_idx that is not
+Version 1 stores every zero point minus one; the subtraction borrows between fields, so reading adds to 32-bit words.
+Which version a file is, and whether it is symmetric, only its config says. A true activation order (g_idx that is not
 column // group) is read and multiplied, but has no other form to convert to.
 """
 
@@ -17,7 +17,7 @@ from tokenmill.checkpoint.base import Checkpoint
 from tokenmill.errors import CheckpointError
 from tokenmill.model.formats.base import WeightFormat
 from tokenmill.model.formats.bits import pack_bits, unpack_bits
-from tokenmill.model.formats.coded import CodedWeight, check_dimensions, group_size_of, stored_scales, whole_zeros
+from tokenmill.model.formats.coded import CodedWeight, check_dimensions, group_size_of, integer_zeros, stored_scales
 from tokenmill.model.formats.quantized import QuantizedMatrix, Scheme
 
 BITS = (2, 3, 4, 8)
@@ -106,7 +106,7 @@ class GptqFormat(WeightFormat):
         cls, matrix: QuantizedMatrix, scale_dtype: torch.dtype | None = None, version: int = 1
     ) -> dict[str, Tensor]:
         bits, columns = matrix.scheme.bits, matrix.shape[1]
-        zeros = pack_bits(whole_zeros(matrix).T.contiguous(), bits)
+        zeros = pack_bits(integer_zeros(matrix).T.contiguous(), bits)
         return {
             "qweight": pack_bits(matrix.codes, bits).T.contiguous(),
             "qzeros": _moved(zeros, bits, -1) if version == 1 else zeros,

@@ -21,10 +21,10 @@ from tokenmill.model.formats.coded import (
     CodedWeight,
     check_dimensions,
     group_size_of,
+    integer_zeros,
     scalar,
     stored_scales,
     stored_shape,
-    whole_zeros,
 )
 from tokenmill.model.formats.quantized import QuantizedMatrix, Scheme
 from tokenmill.model.formats.settings import input_rounding, weight_settings
@@ -95,7 +95,7 @@ class PackedIntFormat(WeightFormat):
             "weight_shape": torch.tensor(matrix.shape),
         }
         if not matrix.scheme.symmetric:
-            tensors["weight_zero_point"] = pack_bits(whole_zeros(matrix).T, matrix.scheme.bits).T.contiguous()
+            tensors["weight_zero_point"] = pack_bits(integer_zeros(matrix).T, matrix.scheme.bits).T.contiguous()
         if matrix.input_scale is not None:
             tensors["input_scale"] = torch.tensor([matrix.input_scale])
         return tensors

@@ -37,7 +37,7 @@ class Scheme:
     """Which numbers a matrix may hold, and how its scales are shared.
 
     `element`: "int" (unsigned codes of `bits` bits), "e4m3" (a float8 byte), "e2m1", "nf4", or "codebook" (`bits` bits,
-    table in the matrix). One scale serves `block_rows` rows by `group_size` columns; 0 means the whole extent.
+    table in the matrix). One scale serves `block_rows` rows by `group_size` columns; 0 means all.
     `scale_type`: "float", "e8m0" (powers of two) or "e4m3" (times one float32 per tensor).
     `activations`: how the input is rounded when the product runs: "none", "int8_token", "fp8_token", "fp8_static" or
     another kind of kernels/rounding.py.
@@ -53,7 +53,7 @@ class Scheme:
 
     @property
     def bits_per_weight(self) -> float:
-        """With its scales and zero points; a whole-row or whole-tensor scale counts as nothing."""
+        """With its scales and zero points; a scale per row or per tensor is not counted."""
         if not self.group_size:
             return float(self.bits)
         scale_bits = 16 if self.scale_type == "float" else 8

@@ -1,6 +1,6 @@
 """What `quantization_config` says of one matrix, where its tensors alone do not: bits, groups, rounding of its input.
 
-Reads the dialects of compressed-tensors, `fp8`, ModelOpt, GPTQ and bitsandbytes. A setting that would change the
+Reads the variants of compressed-tensors, `fp8`, ModelOpt, GPTQ and bitsandbytes. A setting that would change the
 result and that we do not run is an error, never ignored. Knows nothing of tensors. Used by the readers of this folder.
 """
 
@@ -50,7 +50,7 @@ def input_rounding(checkpoint: Checkpoint, prefix: str) -> str:
         return _modelopt_rounding(str(settings.get("quant_algo", "")), prefix)
     group = compressed_tensors_group(checkpoint, prefix)
     if group.get("output_activations"):
-        raise CheckpointError(f"{prefix} has quantized outputs, which tokenmill does not run", _OTHER_SCHEME)
+        raise CheckpointError(f"{prefix} has quantized outputs, which tokenmill does not support", _OTHER_SCHEME)
     inputs = group.get("input_activations")
     return "none" if not inputs else _compressed_tensors_rounding(inputs, prefix)
 
@@ -95,10 +95,10 @@ def _compressed_tensors_rounding(inputs: Mapping[str, Any], prefix: str) -> str:
     dynamic, size = inputs.get("dynamic", False), inputs.get("group_size")
     size = size if isinstance(size, int) and size > 0 else None
     powers_of_two = "uint8" in str(inputs.get("scale_dtype"))
-    found: dict[tuple[object, ...], str | None] = {
+    dynamic_kinds: dict[tuple[object, ...], str | None] = {
         ("int", 8, "token", None): "int8_token",
         ("float", 8, "token", None): "fp8_token",
-        ("int", 8, "tensor", None): "int8_token",  # one scale per step at the peers: per token here
+        ("int", 8, "tensor", None): "int8_token",  # other engines use one scale per step, this one per token
         ("float", 8, "tensor", None): "fp8_token",
         ("float", 8, "group", 128): "fp8_group128",
         ("float", 8, "group", 32): "mxfp8" if powers_of_two else None,
@@ -109,7 +109,7 @@ def _compressed_tensors_rounding(inputs: Mapping[str, Any], prefix: str) -> str:
         ("int", 8, "tensor", None): "int8_static",
         ("float", 8, "tensor", None): "fp8_static",
     }
-    rounding = (found if dynamic else static).get((str(kind), bits, str(strategy), size))
+    rounding = (dynamic_kinds if dynamic else static).get((str(kind), bits, str(strategy), size))
     if rounding is None or not inputs.get("symmetric", True):
         symmetry = "" if inputs.get("symmetric", True) else " asymmetric"
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""The contract of a KV store: how the pages of the cache are held. One file per dtype family.
+"""The contract of a KV store: how the pages of the cache are stored. One file per dtype family.
 
 Pages are per layer slot (see hardware/kv_layout.py): layers of different groups that share a slot share its tensors,
 because a page belongs to one group at a time. Knows nothing of requests or of who owns a page.
@@ -24,7 +24,7 @@ class KVStore(ABC):
     is_coded: ClassVar[bool] = False  # pages are codes: `pages` and `read` expand them
     on_gpu: ClassVar[bool] = False  # the GPU kernels read and write `stored` or `packed_pages`
     edge_layers: ClassVar[int] = 0  # layers at either end that stay native unless the user says otherwise
-    page_multiple: ClassVar[int] = 1  # a page must hold a multiple of so many tokens
+    page_multiple: ClassVar[int] = 1  # the page size must be a multiple of this, in tokens
 
     def __init__(
         self,
@@ -34,14 +34,14 @@ class KVStore(ABC):
         kernels: str = "",  # noqa: ARG002
         sequences: int = 1,  # noqa: ARG002
     ) -> None:
-        """`kernels`: forced backend of the op table, or empty. `sequences`: most that are computed at the same time."""
+        """`kernels`: forced backend of the op table, or empty. `sequences`: the maximum computed at the same time."""
         self.layout = layout
         self.num_pages = num_pages
         self.device = device
 
     @classmethod
     def declines(cls, layout: KVLayout) -> str:
-        """What of this layout the store cannot hold, in words; empty if it holds all of it."""
+        """Features of this layout that the store does not support, in words; empty if it supports all."""
         return ", ".join(layout.features())
 
     @classmethod
@@ -51,11 +51,11 @@ class KVStore(ABC):
 
     @classmethod
     def fixed_bytes(cls, layout: KVLayout, sequences: int) -> int:  # noqa: ARG003
-        """Bytes beside the pages, whatever is in them."""
+        """Bytes in addition to the pages."""
         return 0
 
     def prepare(self, batch: Batch) -> None:  # noqa: B027
-        """Told of a step before its first write; for stores that treat recent tokens otherwise."""
+        """Called before the first write of a step; for stores that treat recent tokens differently."""
 
     @property
     def conditions_keys(self) -> bool:
@@ -63,7 +63,7 @@ class KVStore(ABC):
         return False
 
     def condition_keys(self, slot: int, conditioning: KeyConditioning) -> None:
-        """Round the keys of a layer slot, where nothing is written yet, with what is known of them."""
+        """Set how the keys of a layer slot are conditioned before rounding; before anything is written to it."""
         raise NotImplementedError(self.name)
 
     @abstractmethod
@@ -80,33 +80,35 @@ class KVStore(ABC):
         return k[pages], v[pages]
 
     def stored(self, slot: int) -> tuple[Tensor, Tensor]:
-        """K and V of a layer slot as they lie in memory, for kernels that read them so."""
+        """K and V of a layer slot as stored, for kernels that read them directly."""
         return self.pages(slot)
 
     def scales(self, slot: int) -> tuple[Tensor, Tensor] | None:  # noqa: ARG002
-        """What stored K and V are multiplied by, float32 [kv_heads] each; None where they are the values."""
+        """Multipliers of stored K and V, float32 [kv_heads] each; None where the stored numbers are the values."""
         return None
 
     def kernel_pages(self, slot: int) -> CpuPages | None:  # noqa: ARG002
-        """The pages of a layer slot for the C++ kernels; None where they do not read this store (or are not here)."""
+        """The pages of a layer slot for the C++ kernels; None where these do not support this store or are not
+        available."""
         return None
 
     def gpu_declines(self, slot: int) -> str | None:  # noqa: ARG002
-        """Why the GPU kernels do not read and write the pages of a layer slot, so that plain torch has to; None: they
+        """Why the GPU kernels do not support the pages of a layer slot, so that torch reads and writes them; None: they
         do."""
         return None if self.on_gpu else f"{self.name} pages have no GPU kernel"
 
     def packed_pages(self, slot: int) -> PackedPages | None:  # noqa: ARG002
-        """The pages of a layer slot for the GPU kernels of quantized rows; None where they are floats, or not there."""
+        """The pages of a layer slot for the GPU kernels of quantized rows; None where they are floats or not on a
+        GPU."""
         return None
 
     def meaning(self) -> str:
-        """What decides, beside the layout, what the bytes of a page mean: pages of equal meaning can be exchanged."""
+        """Identifies the encoding of pages: with an equal layout and meaning, stores can exchange pages."""
         return self.name
 
     @abstractmethod
     def page_tensors(self) -> list[Tensor]:
-        """All tensors that hold pages, whole, each with the page as its second dimension: [layer slots, pages, ...].
+        """All tensors that hold pages, each with the page as its second dimension: [layer slots, pages, ...].
 
         Whatever belongs to a page must be in one of them: pages leave for a tier and come back byte by byte.
         """
@@ -117,27 +119,27 @@ class KVStore(ABC):
         return torch.cat(parts).cpu().numpy().data
 
     def import_page(self, page: int, data: memoryview) -> None:
-        """Overwrite a page with what `export_page` of a store of the same kind and layout gave.
+        """Overwrite a page with what `export_page` of a store of the same kind and layout returned.
 
         `data` must lie in writable memory, which torch asks of all memory that it did not allocate.
         """
         source = torch.frombuffer(data, dtype=torch.uint8)
         begin = 0
         for tensor in self.page_tensors():
-            place = tensor[:, page]
-            end = begin + place.numel() * place.element_size()
-            octets = place.view(torch.uint8)
+            stored = tensor[:, page]
+            end = begin + stored.numel() * stored.element_size()
+            octets = stored.view(torch.uint8)
             octets.copy_(source[begin:end].view(octets.shape))
             begin = end
         assert begin == source.numel(), "a page of another store"
 
     @abstractmethod
     def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy whole pages (source, destination) in every layer: copy-on-write."""
+        """Copy pages (source, destination) in every layer: copy-on-write."""
 
     def move_tokens(self, block_tables: tuple[list[int], ...], first: int, path: list[int]) -> None:
-        """Of the tokens stored from place `first` of a sequence on, bring those at the offsets `path` (ascending)
-        together at its beginning: the accepted branch of a draft tree. For stores whose pages hold a row per token."""
+        """Of the tokens stored from index `first` of a sequence on, move those at the offsets `path` (ascending) to the
+        front: the accepted branch of a draft tree. For stores whose pages hold a row per token."""
         if path == list(range(len(path))):
             return
         size = self.layout.page_size

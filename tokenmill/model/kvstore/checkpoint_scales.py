@@ -1,4 +1,4 @@
-"""Calibrated scales of an FP8 KV cache, where a checkpoint brings them: `...self_attn.k_scale` and `v_scale`.
+"""Calibrated scales of an FP8 KV cache, if the checkpoint has them: `...self_attn.k_scale` and `v_scale`.
 
 One number for the layer, or one per KV head (compressed-tensors' `attn_head`). Only the `fp8` store takes them; for
 every other the reader's log line says that they are not used. Called once, when the runtime is built.
@@ -16,7 +16,7 @@ from tokenmill.model.kvstore.float8 import Float8Store
 
 _log = get_logger(__name__)
 # Where exporters put them, newest first.
-_PLACES = ("self_attn.{side}_scale", "self_attn.{side}_proj.{side}_scale", "self_attn.{side}_proj.output_scale")
+_NAMES = ("self_attn.{side}_scale", "self_attn.{side}_proj.{side}_scale", "self_attn.{side}_proj.output_scale")
 
 
 def load_kv_scales(store: KVStore, checkpoint: Checkpoint) -> None:
@@ -24,15 +24,15 @@ def load_kv_scales(store: KVStore, checkpoint: Checkpoint) -> None:
     if not isinstance(store, Float8Store):
         return
     layers = [layer for group in store.layout.groups for layer in group.layers]
-    found = {layer: scales for layer in layers if (scales := _layer_scales(checkpoint, layer, store)) is not None}
-    if not found:
+    by_layer = {layer: scales for layer in layers if (scales := _layer_scales(checkpoint, layer, store)) is not None}
+    if not by_layer:
         return
     if len(store.layout.groups) > 1:
-        _log.warning("the file's FP8 KV scales are not used: layers of different kinds share their pages here")
+        _log.warning("the FP8 KV scales of the checkpoint are not used: full and sliding layers share page tensors")
         return
-    for layer, (k, v) in found.items():
+    for layer, (k, v) in by_layer.items():
         store.set_scales(store.layout.place(layer)[1], k, v)
-    _log.info("FP8 KV cache: calibrated scales of %d layers are used", len(found))
+    _log.info("FP8 KV cache: calibrated scales of %d layers are used", len(by_layer))
 
 
 def _layer_scales(checkpoint: Checkpoint, layer: int, store: KVStore) -> tuple[Tensor, Tensor] | None:
@@ -41,8 +41,8 @@ def _layer_scales(checkpoint: Checkpoint, layer: int, store: KVStore) -> tuple[T
 
 
 def _scale(checkpoint: Checkpoint, layer: int, side: str, num_heads: int) -> Tensor | None:
-    for place in _PLACES:
-        name = f"model.layers.{layer}.{place.format(side=side)}"
+    for pattern in _NAMES:
+        name = f"model.layers.{layer}.{pattern.format(side=side)}"
         if name not in checkpoint:
             continue
         values = checkpoint.tensor(name).data.float().reshape(-1)

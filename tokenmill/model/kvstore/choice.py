@@ -49,8 +49,8 @@ class StoreChoice:
 
     def build(self, layout: KVLayout, num_pages: int, device: torch.device, kernels: str, sequences: int) -> KVStore:
         if not self.edge_layers:
-            whole: KVStore = self._store(layout, num_pages, device, kernels, sequences)
-            return whole
+            store: KVStore = self._store(layout, num_pages, device, kernels, sequences)
+            return store
         native, coded = split_layout(layout, self.edge_layers)
         return EdgeStore(
             layout,
@@ -61,7 +61,7 @@ class StoreChoice:
 
 
 def page_multiple(dtype: str) -> int:
-    """Tokens that a page of this KV dtype must hold a multiple of."""
+    """The page size of this KV dtype must be a multiple of this, in tokens."""
     multiple: int = KV_STORES.get(dtype).page_multiple
     return multiple
 
@@ -76,7 +76,9 @@ def choose_store(dtype: str, edge_layers: int | None, layers: list[LayerKV], dev
         edge_layers = store.edge_layers if len(set(layers)) == 1 and 2 * store.edge_layers < len(layers) else 0
     layout = build_layout(layers, page_size=1)
     if declined := store.declines(layout):
-        raise UserError(f"KV pages of type {dtype} cannot hold this model's {declined}", "use another --kv-cache-dtype")
+        raise UserError(
+            f"KV pages of type {dtype} do not support this model's {declined}", "use another --kv-cache-dtype"
+        )
     if edge_layers and len(native_slots(layout, edge_layers)) == layout.layers_per_page:
         raise UserError(
             f"{edge_layers} native layers at either end of {len(layers)} leave none to quantize",
@@ -90,9 +92,9 @@ def reading_path(store: KVStore) -> str:
     if not store.is_coded:
         return "plain floats"
     if any(store.packed_pages(slot) is not None for slot in range(store.layout.layers_per_page)):
-        return "Triton multiplies the codes as they lie"
+        return "Triton multiplies the codes directly"
     if store.device.type == "cuda" and not any(map(store.gpu_declines, range(store.layout.layers_per_page))):
-        return "Triton widens the bytes as it multiplies"
+        return "Triton widens the FP8 values while multiplying"
     backend = choose_attention(store)
     if backend.name == "coded":
         return "C++ expands the rows it attends to"
@@ -100,6 +102,6 @@ def reading_path(store: KVStore) -> str:
 
 
 def native_layer_count(layout: KVLayout, edge_layers: int) -> int:
-    """Layers that really stay native: a slot is shared by the groups."""
+    """Layers that actually stay native: groups share slots, so these may be more than requested."""
     slots = native_slots(layout, edge_layers) if edge_layers else ()
     return sum(layout.place(layer)[1] in slots for group in layout.groups for layer in group.layers)

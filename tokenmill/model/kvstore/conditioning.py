@@ -1,9 +1,9 @@
-"""What a store may know of a layer's keys and queries to round keys well: centers, scales, how queries weigh errors.
+"""Statistics of a layer's keys and queries for rounding keys well: centers, scales, how queries weigh errors.
 
-Rows hold (key - center) * scale, rotated. A center moves all scores of a query alike, which softmax does not see;
-queries are divided by the scale. Rounding one coordinate after the other, the error so far is made up for by those to
-come, as far as queries cannot tell them apart (LDLQ): what is minimized is the error of scores, not of keys. Reading a
-row needs nothing of this but the scale. Measured by runtime/observation/key_conditioning.py, applied by row formats.
+Rows hold (key - center) * scale, rotated. A center shifts all scores of a query equally, which does not change the
+softmax; queries are divided by the scale. Coordinates are rounded one after the other, and later ones compensate for
+the error so far as weighted by the queries (LDLQ): this minimizes the error of scores, not of keys. Reading a row needs
+nothing of this but the scale. Measured by runtime/observation/key_conditioning.py, applied by row formats.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tokenmill.model.kvstore.rotation import Rotation
 
-_RIDGE = 0.03  # of the mean energy: what was measured on few tokens is not the last word
+_RIDGE = 0.03  # relative to the mean energy: regularization, because few tokens were measured
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,7 +33,7 @@ class KeyConditioning:
         With E[q q^T] = M^T D M, M unit lower triangular, the error of scores is sum_i D_i (error_i + (M error)_i)^2."""
         inverse = 1 / self.scale.double()
         moment = self.query_moment * inverse[:, :, None] * inverse[:, None, :]
-        moment = rotation.turn(rotation.turn(moment).transpose(1, 2))  # in the coordinates that are rounded
+        moment = rotation.rotate(rotation.rotate(moment).transpose(1, 2))  # in the coordinates that are rounded
         energy = moment.diagonal(dim1=1, dim2=2).mean(1).clamp(min=1e-12)
         moment = moment + _RIDGE * energy[:, None, None] * torch.eye(moment.shape[1], dtype=moment.dtype)
         upper = torch.linalg.cholesky(moment.flip(1, 2)).flip(1, 2)

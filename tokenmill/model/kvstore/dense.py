@@ -23,7 +23,7 @@ class DenseStore(KVStore):
     ) -> None:
         super().__init__(layout, num_pages, device, kernels, sequences)
         shape = (layout.layers_per_page, num_pages, layout.num_kv_heads, layout.page_size, layout.head_dim)
-        # Not zeroed on purpose: the operating system hands out memory only for pages that are really written.
+        # Not zeroed on purpose: the operating system allocates memory only for pages that are written.
         self._k = torch.empty(shape, dtype=self.dtype, device=device)
         self._v = torch.empty(shape, dtype=self.dtype, device=device)
         self._store = select("store_kv", device, kernels).run

@@ -1,8 +1,8 @@
-"""A store whose first and last layers are held natively (16-bit floats) and the others in a coded store.
+"""A store that keeps the first and last layers in 16-bit floats ("native") and the others in a coded store.
 
-Quantizing hurts most where the model begins and ends. A layer slot is native when any layer that lies in it is one of
-those: with one group of layers that is exactly the layers asked for; with sliding layers, groups share slots, and
-more layers than asked for stay native. Composes two stores; knows nothing of their formats.
+Quantizing hurts most where the model begins and ends. A layer slot is native if any of its layers is one of
+those: with one group of layers these are exactly the requested layers; with sliding layers, groups share slots, and
+more layers than requested stay native. Composes two stores; knows nothing of their formats.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class EdgeStore(KVStore):
         self.name = coded.name
         self._stores = (native, coded)
         natives = native_slots(layout, edge_layers)
-        others = [slot for slot in range(layout.layers_per_page) if slot not in natives]
-        self._places: dict[int, tuple[KVStore, int]] = {slot: (native, at) for at, slot in enumerate(natives)}
-        self._places |= {slot: (coded, at) for at, slot in enumerate(others)}
+        coded_slots = [slot for slot in range(layout.layers_per_page) if slot not in natives]
+        self._slots: dict[int, tuple[KVStore, int]] = {slot: (native, at) for at, slot in enumerate(natives)}
+        self._slots |= {slot: (coded, at) for at, slot in enumerate(coded_slots)}
 
     @classmethod
     def page_bytes(cls, layout: KVLayout) -> int:
@@ -58,44 +58,44 @@ class EdgeStore(KVStore):
         return self._stores[1].conditions_keys
 
     def condition_keys(self, slot: int, conditioning: KeyConditioning) -> None:
-        store, at = self._places[slot]
+        store, at = self._slots[slot]
         if store.conditions_keys:
             store.condition_keys(at, conditioning)
 
     def write(self, slot: int, token_slots: Tensor, k: Tensor, v: Tensor) -> None:
-        store, at = self._places[slot]
+        store, at = self._slots[slot]
         store.write(at, token_slots, k, v)
 
     def pages(self, slot: int) -> tuple[Tensor, Tensor]:
-        store, at = self._places[slot]
+        store, at = self._slots[slot]
         return store.pages(at)
 
     def read(self, slot: int, pages: Tensor) -> tuple[Tensor, Tensor]:
-        store, at = self._places[slot]
+        store, at = self._slots[slot]
         return store.read(at, pages)
 
     def stored(self, slot: int) -> tuple[Tensor, Tensor]:
-        store, at = self._places[slot]
+        store, at = self._slots[slot]
         return store.stored(at)
 
     def scales(self, slot: int) -> tuple[Tensor, Tensor] | None:
-        store, at = self._places[slot]
+        store, at = self._slots[slot]
         return store.scales(at)
 
     def kernel_pages(self, slot: int) -> CpuPages | None:
-        store, at = self._places[slot]
+        store, at = self._slots[slot]
         return store.kernel_pages(at)
 
     def gpu_declines(self, slot: int) -> str | None:
-        store, at = self._places[slot]
+        store, at = self._slots[slot]
         return store.gpu_declines(at)
 
     def packed_pages(self, slot: int) -> PackedPages | None:
-        store, at = self._places[slot]
+        store, at = self._slots[slot]
         return store.packed_pages(at)
 
     def meaning(self) -> str:
-        slots = [slot for slot, (store, _) in self._places.items() if store is self._stores[0]]
+        slots = [slot for slot, (store, _) in self._slots.items() if store is self._stores[0]]
         return f"{self._stores[1].meaning()}-{self._stores[0].meaning()}-{slots}"
 
     def page_tensors(self) -> list[Tensor]:

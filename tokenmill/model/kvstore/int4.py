@@ -19,7 +19,7 @@ from tokenmill.model.kvstore.packing import as_bytes, from_bytes, pack_codes, un
 from tokenmill.model.kvstore.rotation import Rotation
 from tokenmill.model.kvstore.rows import RowFormat, RowStore
 
-_SMALLEST_SCALE = 1e-6
+_MIN_SCALE = 1e-6
 _HIGHEST = 15
 
 
@@ -40,7 +40,7 @@ class HiddenZeroRows(RowFormat):
 
     def to_rows(self, heads: Tensor) -> Tensor:
         low, high = heads.amin(-1, keepdim=True).clamp(max=0), heads.amax(-1, keepdim=True).clamp(min=0)
-        scale = ((high - low) / _HIGHEST).clamp(min=_SMALLEST_SCALE)
+        scale = ((high - low) / _HIGHEST).clamp(min=_MIN_SCALE)
         word = scale.contiguous().view(torch.int32) & ~_HIGHEST
         scale = word.view(torch.float32)
         zero = round_away(-low / scale).clamp(0, _HIGHEST)
@@ -73,17 +73,17 @@ class PairedZeroRows(HiddenZeroRows):
         pairs = heads.unflatten(-1, (-1, 2))
         low, high = pairs.amin(-2).clamp(max=0), pairs.amax(-2).clamp(min=0)  # [T, kv_heads, 2]
         bad = (heads * 0.0).sum(-1, keepdim=True)  # NaN where a NaN or an infinity is, in either half
-        word = ((high - low + bad) / _HIGHEST).clamp(min=_SMALLEST_SCALE).half().view(torch.int16) & ~_HIGHEST
+        word = ((high - low + bad) / _HIGHEST).clamp(min=_MIN_SCALE).half().view(torch.int16) & ~_HIGHEST
         scale = word.view(torch.float16).float()
         zero = round_away(-low / scale).clamp(0, _HIGHEST).nan_to_num(0.0)
         scales, zeros = (each.repeat(1, 1, self.head_dim // 2) for each in (scale, zero))
-        place = 0
+        column = 0
 
         def rounder(values: Tensor) -> tuple[Tensor, Tensor]:
             """All coordinates, or the next one."""
-            nonlocal place
-            begin, place = place, place + values.shape[-1]
-            step, nought = scales[..., begin:place], zeros[..., begin:place]
+            nonlocal column
+            begin, column = column, column + values.shape[-1]
+            step, nought = scales[..., begin:column], zeros[..., begin:column]
             codes = (round_away(values / step) + nought).clamp(0, _HIGHEST)
             return codes, (codes - nought) * step
 

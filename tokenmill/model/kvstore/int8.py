@@ -15,7 +15,7 @@ from tokenmill.kernels.packed_pages import INT8_FLOAT, INT8_HALF, PackedRows
 from tokenmill.model.kvstore.packing import as_bytes, from_bytes
 from tokenmill.model.kvstore.rows import RowFormat, RowStore
 
-_SMALLEST_SCALE = 1e-6
+_MIN_SCALE = 1e-6
 
 
 def round_away(values: Tensor) -> Tensor:
@@ -33,7 +33,7 @@ class Int8Rows(RowFormat):
         return self.head_dim + self._scale_dtype.itemsize
 
     def to_rows(self, heads: Tensor) -> Tensor:
-        scale = (heads.abs().amax(-1, keepdim=True) / 127.0).clamp(min=_SMALLEST_SCALE).to(self._scale_dtype)
+        scale = (heads.abs().amax(-1, keepdim=True) / 127.0).clamp(min=_MIN_SCALE).to(self._scale_dtype)
 
         def rounder(values: Tensor) -> tuple[Tensor, Tensor]:
             codes = round_away(values / scale.float()).clamp(-127, 127)

@@ -1,9 +1,9 @@
 """KIVI: keys in 2 or 4 bits per channel over groups of 32 tokens, values per token over groups of 32 channels.
 
-The last 128 tokens of a sequence, and what else lies in their pages, are in half precision: a page that is written has
-a place among the recent pages and is rounded when the sequence has moved on (`prepare`). Pages hold a multiple of 32
-tokens. torch expands the pages before attention. Neither sequences nor their ends are known here: a place that is short
-goes to whoever needs it, and the page used longest ago is rounded early.
+The last 128 tokens of a sequence, and the rest of their pages, are in half precision: a page that is written gets a
+buffer for recent pages and is quantized once the sequence has moved on (`prepare`). Pages hold a multiple of 32 tokens.
+torch expands the pages before attention. Sequences and their ends are not known here: if no buffer is free, the least
+recently used page is quantized early.
 """
 
 from __future__ import annotations
@@ -44,24 +44,25 @@ class _KiviStore(KVStore):
             torch.empty(slots, num_pages, heads, size, dim * self.bits // 8, dtype=torch.uint8, device=device)
             for _ in _SIDES
         ]
-        # Step and least value: of keys per (group of tokens, channel), of values per (token, run of channels).
+        # Step and minimum: of keys per (group of tokens, channel), of values per (token, run of channels).
         shapes = ((rows, 2, dim), (size, runs, 2))
         self._numbers = [
             torch.empty(slots, num_pages, heads, *shape, dtype=torch.float16, device=device) for shape in shapes
         ]
-        places = self._num_places(layout, sequences)
+        num_buffers = self._num_buffers(layout, sequences)
         self._recent = [
-            torch.empty(slots, places, heads, size, dim, dtype=torch.float16, device=device) for _ in _SIDES
+            torch.empty(slots, num_buffers, heads, size, dim, dtype=torch.float16, device=device) for _ in _SIDES
         ]
-        self._place_of: OrderedDict[int, int] = OrderedDict()  # page -> place, the one used longest ago first
-        self._places = torch.full((num_pages,), -1, device=device)  # the same as a tensor
-        self._free = list(range(places))
+        self._buffer_of: OrderedDict[int, int] = OrderedDict()  # page -> buffer in `_recent`, least recently used first
+        self._buffers = torch.full((num_pages,), -1, device=device)  # the same as a tensor
+        self._free = list(range(num_buffers))
         self._leaving: list[int] = []  # pages that are recent for this step only
-        self._filled = torch.zeros(slots, num_pages, dtype=torch.int64, device=device)  # rows that were ever written
+        self._filled = torch.zeros(slots, num_pages, dtype=torch.int64, device=device)  # rows written so far
 
     @staticmethod
-    def _num_places(layout: KVLayout, sequences: int) -> int:
-        """Recent pages of every sequence and group: those of the window, one begun before it, one that leaves it."""
+    def _num_buffers(layout: KVLayout, sequences: int) -> int:
+        """Recent pages of every sequence and group: those of the last 128 tokens, one that begins before them, one that
+        leaves them."""
         return sequences * len(layout.groups) * (RECENT // layout.page_size + 3)
 
     @classmethod
@@ -73,11 +74,11 @@ class _KiviStore(KVStore):
 
     @classmethod
     def fixed_bytes(cls, layout: KVLayout, sequences: int) -> int:
-        return cls._num_places(layout, sequences) * layout.values_per_page * 2
+        return cls._num_buffers(layout, sequences) * layout.values_per_page * 2
 
     def prepare(self, batch: Batch) -> None:
-        """Give places to pages that this step writes and that stay recent; round those that no longer are."""
-        self._round_pages([page for page in self._leaving if page in self._place_of])
+        """Give buffers to pages that this step writes and that stay recent; quantize those that no longer are."""
+        self._quantize_pages([page for page in self._leaving if page in self._buffer_of])
         self._leaving = []
         size = self.layout.page_size
         lengths, starts = batch.seq_lens.tolist(), batch.query_starts.tolist()
@@ -91,31 +92,32 @@ class _KiviStore(KVStore):
                 passed |= dict.fromkeys(row[max(0, before - RECENT) // size : first])
         written = {int(slot) // size for slots in batch.slots for slot in slots.tolist()}
         for page in recent:
-            if page >= 0 and (page in written or page in self._place_of):
-                self._take_place(page)
-        leaving = [page for page in passed if page in self._place_of and page not in recent]
+            if page >= 0 and (page in written or page in self._buffer_of):
+                self._take_buffer(page)
+        leaving = [page for page in passed if page in self._buffer_of and page not in recent]
         self._leaving = [page for page in leaving if page in written]  # its last rows come in this step
-        self._round_pages([page for page in leaving if page not in written])
+        self._quantize_pages([page for page in leaving if page not in written])
 
     def write(self, slot: int, token_slots: Tensor, k: Tensor, v: Tensor) -> None:
         size = self.layout.page_size
         page, offset = token_slots // size, token_slots % size
-        place = self._places[page]
-        recent = place >= 0
+        buffer = self._buffers[page]
+        recent = buffer >= 0
         for side, rows in zip(_SIDES, (k, v), strict=True):
             heads = rows.half().view(rows.shape[0], self.layout.num_kv_heads, -1)
-            self._recent[side][slot, place[recent], :, offset[recent]] = heads[recent]
-            if not bool(recent.all()):  # through half precision all the same: codes do not depend on the steps
+            self._recent[side][slot, buffer[recent], :, offset[recent]] = heads[recent]
+            # Rounded to half precision too, so that codes do not depend on how tokens fall into steps
+            if not bool(recent.all()):
                 self._write_coded(slot, side, page[~recent], offset[~recent], heads[~recent].float())
         begun = page[offset == 0]
         self._filled[slot, begun] = 0
         self._filled[slot].scatter_reduce_(0, page, offset + 1, "amax")
 
     def read(self, slot: int, pages: Tensor) -> tuple[Tensor, Tensor]:
-        place = self._places[pages]
-        recent = place >= 0
+        buffer = self._buffers[pages]
+        recent = buffer >= 0
         k, v = (self._decode(slot, side, pages) for side in _SIDES)
-        k[recent], v[recent] = (self._recent[side][slot, place[recent]].float() for side in _SIDES)
+        k[recent], v[recent] = (self._recent[side][slot, buffer[recent]].float() for side in _SIDES)
         return k, v
 
     def pages(self, slot: int) -> tuple[Tensor, Tensor]:
@@ -125,75 +127,76 @@ class _KiviStore(KVStore):
         return [*self._codes, *self._numbers]
 
     def export_page(self, page: int) -> memoryview:
-        self._round_pages([page] if page in self._place_of else [])
+        self._quantize_pages([page] if page in self._buffer_of else [])
         return super().export_page(page)
 
     def import_page(self, page: int, data: memoryview) -> None:
-        self._drop_place(page)
+        self._drop_buffer(page)
         super().import_page(page, data)
         self._filled[:, page] = self.layout.page_size
 
     def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
         for source, destination in pairs:
-            self._drop_place(destination)
+            self._drop_buffer(destination)
             for tensor in self.page_tensors():
                 tensor[:, destination] = tensor[:, source]
             self._filled[:, destination] = self._filled[:, source]
-            if source in self._place_of:
-                self._take_place(destination)
+            if source in self._buffer_of:
+                self._take_buffer(destination)
                 for tensor in self._recent:
-                    tensor[:, self._place_of[destination]] = tensor[:, self._place_of[source]]
+                    tensor[:, self._buffer_of[destination]] = tensor[:, self._buffer_of[source]]
 
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in (*self.page_tensors(), *self._recent))
 
-    def _take_place(self, page: int) -> None:
-        if page in self._place_of:
-            self._place_of.move_to_end(page)
+    def _take_buffer(self, page: int) -> None:
+        if page in self._buffer_of:
+            self._buffer_of.move_to_end(page)
             return
         if not self._free:
-            self._round_pages([next(iter(self._place_of))])
-        place = self._free.pop()
-        self._place_of[page] = place
-        self._places[page] = place
-        if bool((self._filled[:, page] > 0).any()):  # begun earlier and rounded since
+            self._quantize_pages([next(iter(self._buffer_of))])
+        buffer = self._free.pop()
+        self._buffer_of[page] = buffer
+        self._buffers[page] = buffer
+        if bool((self._filled[:, page] > 0).any()):  # begun earlier and quantized since
             for slot in range(self.layout.layers_per_page):
                 for side in _SIDES:
-                    self._recent[side][slot, place] = self._decode(slot, side, torch.tensor([page]))[0].half()
+                    self._recent[side][slot, buffer] = self._decode(slot, side, torch.tensor([page]))[0].half()
 
-    def _drop_place(self, page: int) -> None:
-        place = self._place_of.pop(page, None)
-        if place is not None:
-            self._places[page] = -1
-            self._free.append(place)
+    def _drop_buffer(self, page: int) -> None:
+        buffer = self._buffer_of.pop(page, None)
+        if buffer is not None:
+            self._buffers[page] = -1
+            self._free.append(buffer)
 
-    def _round_pages(self, pages: list[int]) -> None:
+    def _quantize_pages(self, pages: list[int]) -> None:
         """From half precision to codes, all layers."""
         for page in pages:
-            place = self._place_of[page]
+            buffer = self._buffer_of[page]
             for slot in range(self.layout.layers_per_page):
                 for side in _SIDES:
-                    values = self._recent[side][slot, place].float()
+                    values = self._recent[side][slot, buffer].float()
                     filled = int(self._filled[slot, page])
                     if 0 < filled < self.layout.page_size:  # rows never written must not widen the range
                         values[:, filled:] = values[:, filled - 1 : filled]
                     self._encode(slot, side, torch.tensor([page]), values[None])
-            self._drop_place(page)
+            self._drop_buffer(page)
 
     def _write_coded(self, slot: int, side: int, page: Tensor, offset: Tensor, heads: Tensor) -> None:
-        """Rows that are not recent: with what their pages hold already, encoded anew."""
+        """Rows that are not recent: their pages are decoded, updated and encoded again."""
         pages, at = torch.unique(page, return_inverse=True)
         count = torch.zeros_like(pages).index_add_(0, at, torch.ones_like(at))
         values = self._decode(slot, side, pages)
         known = self._filled[slot, pages].clone()
         known[at[offset == 0]] = 0
         values[at, :, offset] = heads
-        for number in torch.nonzero(count < self.layout.page_size).flatten().tolist():  # seldom: a page in two parts
-            mine = offset[at == number]
+        # Rare: a page written in two parts
+        for number in torch.nonzero(count < self.layout.page_size).flatten().tolist():
+            written = offset[at == number]
             valid = torch.arange(self.layout.page_size, device=self.device) < known[number]
-            valid[mine] = True
-            values[number][:, ~valid] = values[number][:, mine[:1]]
+            valid[written] = True
+            values[number][:, ~valid] = values[number][:, written[:1]]
         self._encode(slot, side, pages, values)
 
     def _encode(self, slot: int, side: int, pages: Tensor, values: Tensor) -> None:

@@ -1,6 +1,6 @@
 """Codes of 1, 2, 3, 4 or 8 bits packed into bytes along the last dimension, low bits first.
 
-Eight codes of 3 bits take three bytes; narrower and wider ones never straddle a byte. The C++ twin is in
+Eight codes of 3 bits take three bytes; narrower and wider ones never straddle a byte. The C++ version is in
 csrc/cpu/kv_rows.cpp. Used by the KV row formats.
 """
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def _group(bits: int) -> tuple[int, int]:
-    """Codes and bytes of the smallest whole run."""
+    """Codes and bytes of the smallest group that ends at a byte."""
     return (8, 3) if bits == 3 else (8 // bits, 1)
 
 
@@ -23,8 +23,8 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
     groups = codes.to(torch.int32).unflatten(-1, (-1, count))
     shifts = torch.arange(count, device=codes.device, dtype=torch.int32) * bits
     words = (groups << shifts).sum(-1, dtype=torch.int32)
-    places = torch.arange(num_bytes, device=codes.device, dtype=torch.int32) * 8
-    return ((words[..., None] >> places) & 255).to(torch.uint8).flatten(-2)
+    byte_shifts = torch.arange(num_bytes, device=codes.device, dtype=torch.int32) * 8
+    return ((words[..., None] >> byte_shifts) & 255).to(torch.uint8).flatten(-2)
 
 
 def unpack_codes(packed: Tensor, bits: int) -> Tensor:
@@ -32,8 +32,8 @@ def unpack_codes(packed: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return packed.to(torch.int32)
     count, num_bytes = _group(bits)
-    places = torch.arange(num_bytes, device=packed.device, dtype=torch.int32) * 8
-    words = (packed.to(torch.int32).unflatten(-1, (-1, num_bytes)) << places).sum(-1, dtype=torch.int32)
+    byte_shifts = torch.arange(num_bytes, device=packed.device, dtype=torch.int32) * 8
+    words = (packed.to(torch.int32).unflatten(-1, (-1, num_bytes)) << byte_shifts).sum(-1, dtype=torch.int32)
     shifts = torch.arange(count, device=packed.device, dtype=torch.int32) * bits
     return ((words[..., None] >> shifts) & ((1 << bits) - 1)).flatten(-2)
 
@@ -44,5 +44,5 @@ def as_bytes(values: Tensor) -> Tensor:
 
 
 def from_bytes(packed: Tensor, dtype: torch.dtype) -> Tensor:
-    """The inverse of `as_bytes`; the bytes may lie anywhere."""
+    """The inverse of `as_bytes`; the bytes need not be contiguous."""
     return packed.contiguous().view(dtype)

@@ -1,7 +1,7 @@
 """Randomized Hadamard rotation of heads: outliers are spread over all coordinates before they are rounded.
 
-Rows are stored rotated; the C++ attention rotates each query once and turns the output back, the torch twin turns rows
-back as it reads them. Any head width has one (kernels/hadamard.py); for 48 and the powers of two it is a true
+Rows are stored rotated; the C++ attention rotates each query once and unrotates the output, the torch version unrotates
+rows as it reads them. Any head width has one (kernels/hadamard.py); for 48 and the powers of two it is a true
 Hadamard matrix.
 """
 
@@ -21,17 +21,17 @@ class Rotation:
         """`signed`: with random signs, else the plain Hadamard matrix."""
         self._signs = random_signs(head_dim, SEED) if signed else random_signs(head_dim, SEED).abs()
 
-    def turn(self, x: Tensor) -> Tensor:
+    def rotate(self, x: Tensor) -> Tensor:
         """Along the last dimension."""
         return hadamard(x * self._signs.to(x))
 
-    def turn_back(self, y: Tensor) -> Tensor:
+    def unrotate(self, y: Tensor) -> Tensor:
         return inverse_hadamard(y) * self._signs.to(y)
 
     def matrix(self, device: torch.device) -> Tensor:
-        """float16 [n, n]: `turn` of rows is x @ matrix / sqrt(n). Of a true Hadamard matrix the entries are +-1."""
+        """float16 [n, n]: `rotate` of rows is x @ matrix / sqrt(n). Of a true Hadamard matrix the entries are +-1."""
         size = len(self._signs)
-        return (self.turn(torch.eye(size)) * size**0.5).to(device, torch.float16).contiguous()
+        return (self.rotate(torch.eye(size)) * size**0.5).to(device, torch.float16).contiguous()
 
     def code(self) -> RowRotation:
         power, matrix = hadamard_parts(len(self._signs))

@@ -26,7 +26,7 @@ from tokenmill.model.kvstore.base import KVStore
 from tokenmill.model.kvstore.conditioning import KeyConditioning
 from tokenmill.model.kvstore.rotation import Rotation
 
-Rounder = Callable[[Tensor], tuple[Tensor, Tensor]]  # values [..., n] -> codes and what they stand for
+Rounder = Callable[[Tensor], tuple[Tensor, Tensor]]  # values [..., n] -> codes and the values they represent
 
 
 class RowFormat(ABC):
@@ -35,7 +35,7 @@ class RowFormat(ABC):
     rotation: Rotation | None = None
     conditioning: KeyConditioning | None = None
     feedback: Tensor | None = None
-    weights: Tensor | None = None  # [kv_heads, head_dim], with feedback: what the square of an error costs
+    weights: Tensor | None = None  # [kv_heads, head_dim], with feedback: the weight of a squared error
 
     def __init__(self, head_dim: int) -> None:
         if head_dim % 8:
@@ -55,7 +55,7 @@ class RowFormat(ABC):
         """uint8 [pages, kv_heads, page_size, row_bytes] -> float32 [pages, kv_heads, page_size, head_dim], rotated."""
 
     def code(self) -> RowCode | None:
-        """The same for C++, without rotation and conditioning; None where it has no such rows."""
+        """The format for C++, without rotation and conditioning; None if C++ does not support it."""
         return None
 
     @property
@@ -64,22 +64,22 @@ class RowFormat(ABC):
         return self.row_bytes
 
     def packed(self, device: torch.device) -> PackedRows | None:  # noqa: ARG002
-        """The same for the GPU kernels; None where they have no such rows."""
+        """The format for the GPU kernels; None if they do not support it."""
         return None
 
     def constants(self) -> list[Tensor]:
-        """What rows are read with that is not the same in every process."""
+        """Tensors needed to read rows that may differ between processes."""
         return [] if self.conditioning is None else [self.conditioning.center, self.conditioning.scale]
 
     def encode(self, heads: Tensor) -> Tensor:
         if self.conditioning is not None:
             heads = (heads - self.conditioning.center) * self.conditioning.scale
-        return self.to_rows(heads if self.rotation is None else self.rotation.turn(heads))
+        return self.to_rows(heads if self.rotation is None else self.rotation.rotate(heads))
 
     def decode(self, rows: Tensor) -> Tensor:
         heads = self.from_rows(rows)
         if self.rotation is not None:
-            heads = self.rotation.turn_back(heads)
+            heads = self.rotation.unrotate(heads)
         if self.conditioning is not None:
             heads = heads / self.conditioning.scale[:, None] + self.conditioning.center[:, None]
         return heads
@@ -93,7 +93,8 @@ class RowFormat(ABC):
         return other
 
     def round(self, heads: Tensor, rounder: Rounder) -> tuple[Tensor, Tensor]:
-        """Codes of all coordinates [T, kv_heads, head_dim], with feedback one after the other, and what they cost."""
+        """Codes of all coordinates [T, kv_heads, head_dim], with feedback one after the other, and the weighted squared
+        error."""
         if self.feedback is None or self.weights is None:
             codes, values = rounder(heads)
             return codes, (values - heads).square().sum(-1, keepdim=True)
@@ -113,17 +114,17 @@ class RowFormat(ABC):
         code = self.code()
         if code is None:
             return None
-        known = self.conditioning
-        turn = None if self.rotation is None else self.rotation.code()
-        if known is not None:
-            code = replace(code, centers=known.center, scales=known.scale)
+        conditioning = self.conditioning
+        rotation = None if self.rotation is None else self.rotation.code()
+        if conditioning is not None:
+            code = replace(code, centers=conditioning.center, scales=conditioning.scale)
             code = replace(code, feedback=self.feedback, weights=self.weights)
-        return replace(code, rotation=turn).bound()
+        return replace(code, rotation=rotation).bound()
 
 
 class RowStore(KVStore):
     is_coded = True
-    conditioned: ClassVar[bool] = True  # keys may lie centered, scaled and rotated
+    conditioned: ClassVar[bool] = True  # keys may be stored centered, scaled and rotated
     joined: ClassVar[bool] = False  # key and value of a token side by side in one slot of even length
 
     def __init__(
@@ -134,7 +135,7 @@ class RowStore(KVStore):
         self._formats = [pair] * layout.layers_per_page
         shape = (layout.layers_per_page, num_pages, layout.num_kv_heads, layout.page_size)
         k_bytes, v_bytes = (each.row_bytes for each in pair)
-        # Not zeroed on purpose: the operating system hands out memory only for pages that are really written.
+        # Not zeroed on purpose: the operating system allocates memory only for pages that are written.
         if self.joined:
             slots = torch.empty(*shape, self._slot_bytes(layout), dtype=torch.uint8, device=device)
             self._tensors = [slots]
@@ -168,8 +169,8 @@ class RowStore(KVStore):
 
     @property
     def conditions_keys(self) -> bool:
-        # Layers of several groups share slots, and no one vector is the mean of all their keys.
-        # The GPU kernels read and write rows without all this.
+        # Layers of several groups share slots, so that no single vector is the mean of their keys. The GPU kernels do
+        # not support conditioning.
         return self.conditioned and len(self.layout.groups) == 1 and self._backend != "triton"
 
     def condition_keys(self, slot: int, conditioning: KeyConditioning) -> None:
@@ -179,7 +180,7 @@ class RowStore(KVStore):
     @classmethod
     @abstractmethod
     def formats(cls, layout: KVLayout) -> tuple[RowFormat, RowFormat]:
-        """Of keys and of values."""
+        """The formats of keys and of values."""
 
     @classmethod
     def _slot_bytes(cls, layout: KVLayout) -> int:
@@ -205,10 +206,10 @@ class RowStore(KVStore):
                 begin = end
 
     def read(self, slot: int, pages: Tensor) -> tuple[Tensor, Tensor]:
-        found = []
+        sides = []
         for tensor, form in zip((self._k, self._v), self._formats[slot], strict=True):
-            found.append(form.decode(torch.cat([part[pages] for part in self._parts(tensor[slot], form)], -1)))
-        return found[0], found[1]
+            sides.append(form.decode(torch.cat([part[pages] for part in self._parts(tensor[slot], form)], -1)))
+        return sides[0], sides[1]
 
     def _parts(self, tensor: Tensor, form: RowFormat) -> list[Tensor]:
         """Views of rows [pages, kv_heads, page_size, bytes] that side by side are the rows of `form`."""
@@ -216,7 +217,7 @@ class RowStore(KVStore):
             return [tensor]
         size, cut = self.layout.page_size, self.layout.page_size * form.code_bytes
         blocks = tensor.flatten(2)
-        return [each.unflatten(2, (size, -1)) for each in (blocks[..., :cut], blocks[..., cut:])]
+        return [plane.unflatten(2, (size, -1)) for plane in (blocks[..., :cut], blocks[..., cut:])]
 
     def gpu_declines(self, slot: int) -> str | None:  # noqa: ARG002
         return None if self._packed is not None else f"{self.name} rows have no GPU kernel"

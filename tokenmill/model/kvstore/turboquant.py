@@ -1,7 +1,7 @@
 """TurboQuant (arXiv 2504.19874): rotate, keep the norm, round every coordinate to a fixed codebook of 2, 3 or 4 bits.
 
 `turboquantB` is the variant of least squared error for keys and values. `turboquantB_prod` spends one of the key's bits
-on the signs of a random projection of what rounding left: products with queries become unbiased, at more variance.
+on the signs of a random projection of the rounding error: products with queries become unbiased, with more variance.
 The rotation is a randomized Hadamard matrix. C++ reads the first, torch expands the second.
 """
 
@@ -20,9 +20,10 @@ from tokenmill.model.kvstore.packing import as_bytes, from_bytes, pack_codes, un
 from tokenmill.model.kvstore.rotation import SEED, Rotation
 from tokenmill.model.kvstore.rows import RowFormat, RowStore
 
-# Beyond the paper, in what is stored as the norm. A row of some dozen coordinates is not quite normal: codes for a norm
-# a little off may lose a sixth less, so these multiples are tried. And levels are means of their cells, so that rows
-# come back too short (by 1 % at 4 bits, 3.5 % at 3), which a model feels more than noise: lengths make up for that.
+# An addition to the paper, in what is stored as the norm. A row of some dozen coordinates is not quite normal: codes
+# for a slightly different norm may have a sixth less error, so these multiples are tried. And levels are means of their
+# cells, so that decoded rows are too short (by 1 % at 4 bits, 3.5 % at 3), which hurts a model more than noise: the
+# stored length corrects that.
 GAINS = (0.85, 0.92, 1.0, 1.08)
 
 
@@ -66,7 +67,7 @@ class CodebookRows(RowFormat):
             best = codes, cost, norm
         assert best is not None
         codes, _, length = best
-        if self._refined:  # as long as it must be for the product with the head itself to be right
+        if self._refined:  # the length at which the product with the head itself is exact
             product = (heads * self.direction(codes)).sum(-1, keepdim=True)
             length = torch.where(product > 0, heads.square().sum(-1, keepdim=True) / product, length)
         return torch.cat((pack_codes(codes, self.bits), as_bytes(length.half())), -1)
@@ -84,7 +85,7 @@ class CodebookRows(RowFormat):
         return torch.bucketize(scaled, self._bounds.to(values.device))
 
     def direction(self, codes: Tensor) -> Tensor:
-        """The vector of about length one that codes stand for, still rotated."""
+        """The vector of length about one that the codes represent, still rotated."""
         return self._levels.to(codes.device)[codes] / math.sqrt(self.head_dim)
 
     @property
@@ -95,7 +96,7 @@ class CodebookRows(RowFormat):
         if self.bits != 4 or self._renormalize or not self._refined:
             return None
         assert self.rotation is not None
-        levels, bounds = (each.float().to(device) / math.sqrt(self.head_dim) for each in (self._levels, self._bounds))
+        levels, bounds = (table.float().to(device) / math.sqrt(self.head_dim) for table in (self._levels, self._bounds))
         gains = torch.tensor(GAINS, device=device)
         return PackedRows(CODEBOOK, self.head_dim, self.rotation.matrix(device), levels, bounds, gains)
 
@@ -112,7 +113,7 @@ class CodebookRows(RowFormat):
 
 
 class ProductRows(RowFormat):
-    """Codes of one bit less, the signs of S r for what they left (r), then the norms of the head and of r.
+    """Codes of one bit less, the signs of S r for their error r, then the norms of the head and of r.
 
     <q, r> is estimated as sqrt(pi / 2) / d * |r| * <S q, signs>: linear in q, so a row can also be expanded.
     """
@@ -129,7 +130,7 @@ class ProductRows(RowFormat):
 
     def to_rows(self, heads: Tensor) -> Tensor:
         norm = heads.norm(dim=-1, keepdim=True)
-        codes = self._rows.nearest(heads, norm)  # without feedback: the projection wants what is really left
+        codes = self._rows.nearest(heads, norm)  # without feedback: the projection needs the actual error
         rest = torch.where(norm > 0, heads / norm, 0.0) - self._rows.direction(codes)
         signs = (rest @ self._projection.T.to(rest)) >= 0
         lengths = torch.cat((norm, rest.norm(dim=-1, keepdim=True)), -1)

@@ -1,7 +1,7 @@
 """The stores that vLLM calls turboquant_*: its slot layout and its simplification of the method.
 
 Keys: a plain Hadamard matrix without signs, the normal codebook, the norm, and with "nc" the rounded direction brought
-back to length one; in k8v4 just e4m3. Values: not rotated, uniform steps between their least and largest. Key and value
+back to length one; in k8v4 just e4m3. Values: not rotated, uniform steps between minimum and maximum. Key and value
 of a token share one slot of even length. The first and last two layers stay native unless the user says otherwise.
 """
 
@@ -18,11 +18,11 @@ from tokenmill.model.kvstore.packing import as_bytes, from_bytes, pack_codes, un
 from tokenmill.model.kvstore.rows import RowFormat, RowStore
 from tokenmill.model.kvstore.turboquant import CodebookRows
 
-_SMALLEST_SCALE = 1e-6
+_MIN_SCALE = 1e-6
 
 
 class UniformRows(RowFormat):
-    """least + code * step; step and least in half precision behind the codes."""
+    """minimum + code * step; step and minimum in half precision after the codes."""
 
     def __init__(self, head_dim: int, bits: int) -> None:
         super().__init__(head_dim)
@@ -33,12 +33,12 @@ class UniformRows(RowFormat):
         return self.head_dim * self._bits // 8 + 4
 
     def to_rows(self, heads: Tensor) -> Tensor:
-        highest = (1 << self._bits) - 1
+        max_code = (1 << self._bits) - 1
         low = heads.amin(-1, keepdim=True).half()
-        step = ((heads.amax(-1, keepdim=True) - low) / highest).clamp(min=_SMALLEST_SCALE).half()
+        step = ((heads.amax(-1, keepdim=True) - low) / max_code).clamp(min=_MIN_SCALE).half()
 
         def rounder(values: Tensor) -> tuple[Tensor, Tensor]:
-            codes = round_away((values - low) / step).clamp(0, highest)
+            codes = round_away((values - low) / step).clamp(0, max_code)
             return codes, codes * step + low
 
         codes = pack_codes(self.round(heads, rounder)[0], self._bits)

@@ -21,7 +21,8 @@ class SelfAttention:
             reader.linear(f"{prefix}.k_proj", kv_width, d.hidden_size, a.qkv_bias),
             reader.linear(f"{prefix}.v_proj", kv_width, d.hidden_size, a.qkv_bias),
         ]
-        # An error in a value reaches every later token; measured, it outweighs those of far larger matrices.
+        # An error in a value reaches every later token: by measurement it matters more than errors of far larger
+        # matrices.
         self.inputs[2].precise = True
         self.output = reader.linear(f"{prefix}.o_proj", d.hidden_size, query_width, a.output_bias)
         self.query_norm = self.key_norm = None

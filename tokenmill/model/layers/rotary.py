@@ -1,4 +1,4 @@
-"""Rotary position tables: cos and sin for every position, with the frequency stretchings that models use.
+"""Rotary position tables: cos and sin for every position, with the frequency scalings that models use.
 
 Built once per model and context length; all layers of one frequency base share a table.
 """
@@ -52,7 +52,7 @@ def _scale(frequencies: Tensor, head_dim: int, theta: float, scaling: RopeScalin
 
 
 def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Long wavelengths are stretched by `factor`, short ones kept, those between blended."""
+    """Long wavelengths are scaled by `factor`, short ones kept, those between interpolated."""
     wavelength = 2 * math.pi / frequencies
     turns = scaling.original_context / wavelength
     blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
@@ -61,7 +61,7 @@ def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def _yarn(frequencies: Tensor, head_dim: int, theta: float, scaling: RopeScaling) -> Tensor:
-    """Dimensions that turn often are kept, those that turn seldom are stretched, a ramp lies between."""
+    """High frequencies are kept, low ones are scaled, with a linear ramp between them."""
 
     def dimension_of(turns: float) -> float:
         return head_dim * math.log(scaling.original_context / (turns * 2 * math.pi)) / (2 * math.log(theta))

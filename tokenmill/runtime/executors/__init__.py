@@ -1,4 +1,4 @@
-"""How a step can be run, fastest first. Each executor may decline a model or store with a reason."""
+"""The executors, fastest first. Each may decline a model or store with a reason."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class Draft:
             following = node + 1
             return following if following < len(self.token_ids) and self.token_ids[following] == token_id else None
         pairs = zip(self.parents, self.token_ids, strict=True)
-        return next((place for place, pair in enumerate(pairs) if pair == (node, token_id)), None)
+        return next((index for index, pair in enumerate(pairs) if pair == (node, token_id)), None)
 
     def depths(self) -> list[int]:
         depths: list[int] = []
@@ -80,8 +80,8 @@ class Draft:
         while node in self.parents:
             node = self.parents.index(node)
             branch.append(node)
-        self.token_ids = [self.token_ids[each] for each in branch]
-        self.confidences = [self.confidences[each] for each in branch]
+        self.token_ids = [self.token_ids[node] for node in branch]
+        self.confidences = [self.confidences[node] for node in branch]
         self.parents = None
 
 
@@ -150,7 +150,7 @@ def num_prompt_logits(row: ScheduledTokens) -> int:
 class StepOutput(Generic[Array]):
     """What a step answers. Arrays are valid until the executor's next step.
 
-    Logits come in this order: prompt positions whose log-probabilities were asked for, row after row (or all of
+    Logits come in this order: prompt positions whose log-probabilities were requested, row after row (or all of
     `StepInput.logit_ranges`); then of each sampling row its last known token and its drafted ones.
     """
 
@@ -217,7 +217,7 @@ class StepGuesser(Protocol):
 class Executor(ABC, Generic[Array]):
     name: str
     sampler: TokenSampler[Array]
-    max_logit_rows: int  # rows of logits that may be asked for at a time: bounds memory, whatever the vocabulary
+    max_logit_rows: int  # rows of logits that may be read at a time: bounds memory, whatever the vocabulary
     lookahead: int = 0  # tokens for which KV slots should be held ahead, so that following steps can be queued
     runs_greedily: bool = False  # can use StepInput.max_run
     takes_trees: bool = False  # drafts may have parents
@@ -231,7 +231,7 @@ class Executor(ABC, Generic[Array]):
         """[R, hidden] -> what the head reads: the state that embeddings are made of."""
 
     def prepare(self) -> bool:
-        """Make one kind of step fast before it is asked for (compile, capture); False once none is left. For idle
+        """Compile or capture one kind of step ahead of its use; False once none is left. For idle
         moments: it must not touch what requests hold."""
         return False
 

@@ -1,7 +1,7 @@
 """What executors on torch tensors share: a step as a Batch, a forward pass over it, logits of its rows.
 
-A subclass says how hidden states and logits are computed; it may answer some steps by a shorter way of its own and
-leave the rest to `step` here. Knows nothing of drafters, queues or text.
+A subclass computes hidden states and logits; it may override `step` with a faster path for some steps and use this one
+for the rest. Knows nothing of drafters, queues or text.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class BatchedExecutor(RegisteredExecutor[Tensor]):
 
     @abstractmethod
     def logits(self, hidden: Tensor, batch: Batch, begin: int, end: int) -> Tensor:
-        """Float32 logits of batch.logit_rows[begin:end]. `hidden` is what `forward` answered for this batch."""
+        """Float32 logits of batch.logit_rows[begin:end]. `hidden` is what `forward` returned for this batch."""
 
     def step(self, work: StepInput) -> StepOutput[Tensor]:
         batch = build_batch(work, self.store.layout.page_size, self.store.device)
         hidden = self.forward(batch)
         return StepOutput(
             logits=lambda begin, end: self.logits(hidden, batch, begin, end),
-            hidden=lambda places: copied_rows(hidden, places),
+            hidden=lambda tokens: copied_rows(hidden, tokens),
         )
 
     @torch.inference_mode()
@@ -55,5 +55,5 @@ class BatchedExecutor(RegisteredExecutor[Tensor]):
         return rms_norm(hidden.float(), decoder.norm, decoder.description.norm_eps)
 
 
-def copied_rows(hidden: Tensor, places: Sequence[int]) -> Tensor:
-    return hidden[list(places)].clone()
+def copied_rows(hidden: Tensor, rows: Sequence[int]) -> Tensor:
+    return hidden[list(rows)].clone()

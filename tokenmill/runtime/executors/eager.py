@@ -1,7 +1,7 @@
 """The eager executor: Ops on real tensors, one call per op through the op table. The reference for all others.
 
-Runs every architecture, weight format and KV store on every device: what no faster backend takes is computed by the
-plain torch spec (kernels/ref.py), and with `kernels="ref"` everything is. One EagerOps is bound to one batch. Holds no
+Runs every architecture, weight format and KV store on every device: what no faster backend supports is computed by the
+torch spec (kernels/ref.py), and with `kernels="ref"` everything is. One EagerOps is bound to one batch. Holds no
 state between steps except the model, the KV store and the chosen kernels.
 """
 
@@ -39,7 +39,7 @@ class EagerExecutor(BatchedExecutor):
         self.choices: dict[str, Choice] = {op: select(op, model.device, model.kernels) for op in OPS}
         self.run: dict[str, Callable[..., Any]] = {op: choice.run for op, choice in self.choices.items()}
         layers = range(model.decoder.description.num_layers)
-        self.places = [store.layout.place(layer) for layer in layers]
+        self.group_slots = [store.layout.place(layer) for layer in layers]
 
     @classmethod
     def declines(cls, _model: LoadedModel, _store: KVStore) -> str | None:
@@ -65,7 +65,7 @@ class EagerOps:
         self._rows = rows
         self._run = executor.run
 
-    def embed(self, table: LinearWeight, scale: float) -> Tensor:  # noqa: ARG002 (the model knows where it lies)
+    def embed(self, table: LinearWeight, scale: float) -> Tensor:  # noqa: ARG002 (the model holds the table)
         rows = self._executor.model.embed(self._batch.token_ids)
         return rows if scale == 1.0 else rows * scale
 
@@ -90,7 +90,7 @@ class EagerOps:
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         executor, batch = self._executor, self._batch
-        group, slot = executor.places[spec.layer]
+        group, slot = executor.group_slots[spec.layer]
         executor.store.write(slot, batch.slots[group], k, v)
         if batch.ancestors is not None:
             return attend_along_branches(q, executor.store, slot, batch.block_tables[group], batch, spec)

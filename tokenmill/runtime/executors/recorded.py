@@ -1,8 +1,8 @@
 """The recorded executor: the forward pass is described once to the C++ program, then each step is one call.
 
-`RecordedOps` implements Ops by writing down what the model does; values are numbers. `RecordedExecutor` replays it for
-any batch up to the sizes it was recorded for. Same results as the eager executor up to the order of float sums.
-Declines models with weights or KV pages that the C++ kernels do not take.
+`RecordedOps` implements Ops by recording what the model does; values are buffer numbers. `RecordedExecutor` replays it
+for any batch up to the sizes it was recorded for. Same results as the eager executor up to the order of float sums.
+Declines models with weights or KV pages that the C++ kernels do not support.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class RecordedExecutor(BatchedExecutor):
         if reason is not None:
             return reason
         if any(store.kernel_pages(slot) is None for slot in range(store.layout.layers_per_page)):
-            return f"KV pages of type {store.name} are not read by C++ here"
+            return f"KV pages of type {store.name} have no C++ kernel here"
         for name, weight in model.weights.items():
             kernel = weight.kernel.run if weight.kernel is not None else None
             if kernel is not None and not isinstance(kernel, CpuLinear):
@@ -97,7 +97,7 @@ class RecordedExecutor(BatchedExecutor):
         steps = self._decode_greedily(work, work.max_run if plain else 1)
         return StepOutput(
             logits=lambda begin, end: self._logits[begin:end],
-            hidden=lambda places: copied_rows(self._hidden, places),
+            hidden=lambda tokens: copied_rows(self._hidden, tokens),
             tokens=steps[-1] if plain else None,
             runs=[list(tokens) for tokens in zip(*steps, strict=True)] if len(steps) > 1 else None,
         )
@@ -151,7 +151,7 @@ class RecordedExecutor(BatchedExecutor):
 
 
 def _address(tensor: Tensor, dtype: torch.dtype, length: int) -> int:
-    """Where a tensor's values lie, after making sure that they lie as the program will read them."""
+    """The address of a tensor's values, after checking that they are laid out as the program reads them."""
     assert tensor.dtype == dtype, tensor.dtype
     assert tensor.is_contiguous()
     assert tensor.numel() == length, tensor.shape
@@ -207,7 +207,7 @@ class RecordedOps:
     def attention(self, q: int, k: int, v: int, spec: AttentionSpec) -> int:
         group, slot = self._store.layout.place(spec.layer)
         pages = self._store.kernel_pages(slot)
-        assert pages is not None, self._store.name  # `declines` has looked
+        assert pages is not None, self._store.name  # checked by `declines`
         self.keep.append(pages)
         value: int = self._program.attention(
             q, k, v, pages.bound, group, spec.num_heads, spec.scale, spec.window, spec.softcap
@@ -235,5 +235,5 @@ class RecordedOps:
 def _kernel(weight: LinearWeight) -> CpuLinear:
     assert weight.kernel is not None
     kernel: Any = weight.kernel.run
-    assert isinstance(kernel, CpuLinear), weight.type_name  # `declines` has looked
+    assert isinstance(kernel, CpuLinear), weight.type_name  # checked by `declines`
     return kernel

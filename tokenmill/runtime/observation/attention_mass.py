@@ -1,7 +1,7 @@
 """How much attention each page of a request has received: summed over the queries, heads and layers computed so far.
 
-Only for requests whose budget policy chooses by it. Steps with such a request run on an eager executor that also works
-the attention weights out (`WatchingExecutor` decides); the result of a step is the same. page_scores.py reads the sums.
+Only for requests whose budget policy uses it. Steps with such a request run on an eager executor that also computes
+the attention weights (`WatchingExecutor` decides); the result of a step is the same. page_scores.py reads the sums.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class AttentionMass:
         self._sums: dict[Request, Tensor] = {}
 
     def add(self, request: Request, first: bool, mass: Tensor) -> None:
-        """`mass`: [pages]. `first`: a row that starts at token 0 begins the sums anew."""
+        """`mass`: [pages]. `first`: the row starts at token 0, so its sums start from zero."""
         known = self._sums.get(request)
         if first or known is None:
             known = torch.zeros(0, device=mass.device)
@@ -62,6 +62,7 @@ class AttentionMass:
 
 
 def is_watched(request: Request) -> bool:
+    """Whether the request's budget policy needs attention sums."""
     return request.params.cache is not None and request.params.cache.needs_attention
 
 
@@ -73,7 +74,7 @@ class ObservingExecutor(EagerExecutor):
 
     def step(self, work: StepInput) -> StepOutput[Tensor]:
         self._watched = [(number, row) for number, row in enumerate(work.rows) if is_watched(row.request)]
-        assert not any(number in work.drafts for number, _ in self._watched), "refused drafts must not count"
+        assert not any(number in work.drafts for number, _ in self._watched), "rejected drafts must not count"
         return super().step(work)
 
     @torch.inference_mode()
@@ -86,8 +87,8 @@ class ObservingExecutor(EagerExecutor):
         return hidden
 
     def row_mass(self, q: Tensor, batch: Batch, spec: AttentionSpec, number: int) -> Tensor:
-        """[pages]: what the pages of a row's sequence got from its queries in one layer."""
-        group, slot = self.places[spec.layer]
+        """[pages]: the attention that the pages of a row's sequence got from its queries in one layer."""
+        group, slot = self.group_slots[spec.layer]
         size = self.store.layout.page_size
         begin, end = batch.query_starts[number : number + 2].tolist()
         length = int(batch.seq_lens[number])
@@ -105,7 +106,8 @@ class ObservingExecutor(EagerExecutor):
 
 
 class WatchingExecutor(Executor[Tensor]):
-    """Any executor, with steps of watched requests on an ObservingExecutor, which is built for the first of them."""
+    """Any executor, but steps with watched requests run on an ObservingExecutor, which is built at the first such
+    step."""
 
     def __init__(self, usual: Executor[Tensor], build_observer: Callable[[], ObservingExecutor]) -> None:
         self._usual, self._build = usual, build_observer
@@ -137,7 +139,7 @@ class _ObservingOps(EagerOps):
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         out = super().attention(q, k, v, spec)
-        if not spec.window:  # pages leave the layers that see everything
+        if not spec.window:  # budgets drop pages of layers with full attention only
             for number in self._observer.watched():
                 mass = self._observer.row_mass(q, self._batch, spec, number)
                 self.mass[number] = self.mass[number] + mass if number in self.mass else mass

@@ -1,9 +1,9 @@
-"""Measures what makes keys easier to round (model/kvstore/conditioning.py): centers, scales and the moments of queries.
+"""Measures what makes keys easier to quantize (model/kvstore/conditioning.py): centers, scales and moments of queries.
 
-Keys of one head share a large common part, half and more of their energy, and queries weigh some directions far more
-than others. Both are found in one step over fixed pseudo-random tokens, before rotary positions are applied, and then
-averaged over positions; text gives nearly the same. The first token gets more weight than others, for queries rest on
-it. Called once, by build.py.
+Keys of one head share a common component with half or more of their energy, and queries weigh some directions far more
+than others. Both are measured in one step over fixed pseudo-random tokens, before rotary positions are applied, and
+then averaged over positions; text gives nearly the same. The first token gets more weight because it is an attention
+sink. Called once, by build.py.
 """
 
 from __future__ import annotations
@@ -28,27 +28,28 @@ from tokenmill.types import Batch
 
 _log = get_logger(__name__)
 _TOKENS = 128
-_POSITIONS = 4096  # that are averaged over, whatever the context: pages of two servers mean the same
-_STRIDE = 8  # of them, one in so many is taken
-_FIRST_TOKEN = 0.25  # weight of the first key, as attention gives it about so much and more
-# Rounding with feedback would want E[k^2]^(-1/2); half of that way is taken, for what is measured is of other tokens.
+_POSITIONS = 4096  # averaged over, independent of the context length, so that servers can exchange pages
+_STRIDE = 8  # every 8th of these positions is used
+_FIRST_TOKEN = 0.25  # weight of the first key: it gets at least about this share of attention
+# Rounding with feedback would call for E[k^2]^(-1/2); half that exponent, because the measured tokens are not the real
+# ones.
 _EXPONENT = -1 / 4
-_WIDEST = 8.0  # a channel's scale lies between this and its inverse
+_MAX_SCALE = 8.0  # of a channel; the minimum is its inverse
 
 
 def condition_keys(store: KVStore, model: LoadedModel, config: ResolvedConfig, context: int) -> None:
-    """Tell the store the centers and scales of its layers, where it has a use for them."""
+    """Set the centers and scales of the layers, if the store uses them."""
     if not store.conditions_keys:
         return
     began = time.perf_counter()
     for layer, conditioning in find_conditioning(model, config, context).items():
         store.condition_keys(store.layout.place(layer)[1], conditioning)
-    _log.info("keys are held centered, scaled and rotated: measured in %.2f s", time.perf_counter() - began)
+    _log.info("keys are stored centered, scaled and rotated: measured in %.2f s", time.perf_counter() - began)
 
 
 @torch.inference_mode()
 def find_conditioning(model: LoadedModel, config: ResolvedConfig, context: int) -> dict[int, KeyConditioning]:
-    """By layer; none where scores are capped: those would see the center."""
+    """By layer; none for layers with capped scores, which would change with the center."""
     count = min(_TOKENS, context)
     layout = build_layout(model.decoder.kv_layers(), count)
     store = Float32Store(layout, len(layout.groups), model.device, model.kernels)
@@ -63,9 +64,9 @@ def find_conditioning(model: LoadedModel, config: ResolvedConfig, context: int) 
         max_query=count,
         max_seq=count,
     )
-    ops = _NotingOps(EagerExecutor(model, store, config), batch)
+    ops = _MeasuringOps(EagerExecutor(model, store, config), batch)
     model.decoder.forward(ops)
-    return ops.found
+    return ops.conditioning
 
 
 def _tokens(vocabulary: int, count: int) -> Tensor:
@@ -74,13 +75,13 @@ def _tokens(vocabulary: int, count: int) -> Tensor:
     return (bits << torch.arange(16)).sum(-1) * vocabulary // (1 << 16)
 
 
-class _NotingOps(EagerOps):
-    """Ops that note queries and keys on their way to attention."""
+class _MeasuringOps(EagerOps):
+    """Ops that measure queries and keys on their way to attention."""
 
     def __init__(self, executor: EagerExecutor, batch: Batch) -> None:
         super().__init__(executor, batch)
-        self.found: dict[int, KeyConditioning] = {}
-        self._unrotated: list[tuple[Tensor, Tensor, RotaryTable]] = []  # of this layer: result, input, how
+        self.conditioning: dict[int, KeyConditioning] = {}
+        self._unrotated: list[tuple[Tensor, Tensor, RotaryTable]] = []  # of this layer: output and input of rope, table
 
     def rope(self, x: Tensor, table: RotaryTable, head_dim: int) -> Tensor:
         y = super().rope(x, table, head_dim)
@@ -93,16 +94,16 @@ class _NotingOps(EagerOps):
             first, rest = keys[0], keys[1:]
             mean = _over_positions(rest.mean(0), table)
             center = first.lerp(mean, 1 - _FIRST_TOKEN)
-            # E[(k - center)^2] over the others: their rotation does not change the energy of a pair.
-            others = rest.square().mean(0) - 2 * mean * center + center.square()
-            spread = _pair_energy((first - center).square().lerp(others, 1 - _FIRST_TOKEN), table)
+            # E[(k - center)^2] over the remaining tokens: rotation does not change the energy of a pair.
+            rest_spread = rest.square().mean(0) - 2 * mean * center + center.square()
+            spread = _pair_energy((first - center).square().lerp(rest_spread, 1 - _FIRST_TOKEN), table)
             moment = _query_moment(queries[1:].unflatten(1, (spec.num_kv_heads, -1)), table)
-            self.found[spec.layer] = KeyConditioning(center, _scale(spread), moment)
+            self.conditioning[spec.layer] = KeyConditioning(center, _scale(spread), moment)
         self._unrotated.clear()
         return super().attention(q, k, v, spec)
 
     def _before_rotation(self, rotated: Tensor, head_dim: int) -> tuple[Tensor, RotaryTable | None]:
-        """[T, heads, head_dim] as at position 0, which may only stretch them."""
+        """[T, heads, head_dim] as at position 0, where a rotary table may still scale."""
         for y, x, table in self._unrotated:
             if y is rotated:
                 heads = x.view(x.shape[0], -1, head_dim)
@@ -116,8 +117,8 @@ def _over_positions(mean: Tensor, table: RotaryTable | None) -> Tensor:
     """The mean of vectors [heads, head_dim] that are rotated to every position."""
     if table is None:
         return mean
-    turned = _complex(mean, table) * _phases(table).mean(0)
-    return torch.cat((_real(turned, table).float(), mean[:, 2 * table.cos.shape[1] :]), 1)
+    rotated = _complex(mean, table) * _phases(table).mean(0)
+    return torch.cat((_real(rotated, table).float(), mean[:, 2 * table.cos.shape[1] :]), 1)
 
 
 def _query_moment(queries: Tensor, table: RotaryTable | None) -> Tensor:
@@ -137,12 +138,12 @@ def _query_moment(queries: Tensor, table: RotaryTable | None) -> Tensor:
     pairs = (blocks / 2).unflatten(-1, (2, 2))  # [kv_heads, pair, pair, a or b, a or b]
     order = (0, 1, 3, 2, 4) if table.interleaved else (0, 3, 1, 4, 2)
     moment[:, : 2 * half, : 2 * half] = pairs.permute(order).reshape(-1, 2 * half, 2 * half)
-    moment[:, 2 * half :, : 2 * half] = moment[:, : 2 * half, 2 * half :] = 0  # turned away
+    moment[:, 2 * half :, : 2 * half] = moment[:, : 2 * half, 2 * half :] = 0  # averages out over positions
     return moment
 
 
 def _phases(table: RotaryTable) -> Tensor:
-    """complex128 [positions, pairs]: how far each position turns a pair."""
+    """complex128 [positions, pairs]: the rotation of each pair at each position."""
     if table.cos.shape[0] < 2:
         return torch.ones(1, table.cos.shape[1], dtype=torch.complex128)
     step = torch.complex(table.cos[1].double(), table.sin[1].double()).angle()
@@ -163,7 +164,7 @@ def _real(z: Tensor, table: RotaryTable) -> Tensor:
 
 
 def _pair_energy(energy: Tensor, table: RotaryTable | None) -> Tensor:
-    """[heads, head_dim], each pair of rotated channels with its mean: positions turn one into the other."""
+    """[heads, head_dim] with the mean over each pair of rotated channels: positions mix the two."""
     if table is None:
         return energy
     z = _complex(energy, table)
@@ -175,4 +176,4 @@ def _scale(spread: Tensor) -> Tensor:
     """E[k^2]^exponent with a geometric mean of one per head."""
     floor = 1e-6 * spread.mean(-1, keepdim=True).clamp(min=1e-12)
     logs = spread.maximum(floor).log() * _EXPONENT
-    return (logs - logs.mean(-1, keepdim=True)).exp().clamp(1 / _WIDEST, _WIDEST)
+    return (logs - logs.mean(-1, keepdim=True)).exp().clamp(1 / _MAX_SCALE, _MAX_SCALE)

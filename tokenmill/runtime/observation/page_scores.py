@@ -1,7 +1,7 @@
-"""What stored pages are worth to their request: the runtime's answer to budget policies (engine/kv/budget/base.py).
+"""Scores of stored pages for budget policies (engine/kv/budget/base.py).
 
-"norms" is read off the stored keys and values, once per page; "attention" is summed while steps run, where the executor
-can see attention weights. Knows pages and requests' tables, not policies.
+"norms" is computed from the stored keys and values, once per page; "attention" is summed while steps run, on an
+executor that computes attention weights. Knows pages and page tables of requests, not policies.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class StoredPageScores:
 
     def dropped(self, request: Request, entries: Sequence[int]) -> None:
         if request in self._norms:
-            gone = set(entries)
-            self._norms[request] = [each for place, each in enumerate(self._norms[request]) if place not in gone]
+            dropped = set(entries)
+            self._norms[request] = [norm for entry, norm in enumerate(self._norms[request]) if entry not in dropped]
         elif is_watched(request):
             self._mass.drop(request, list(entries))
 

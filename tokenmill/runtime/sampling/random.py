@@ -7,7 +7,7 @@ after preemption, and on any backend.
 from __future__ import annotations
 
 _MASK = (1 << 64) - 1
-# Streams of numbers beside the sampler's own (0), which choose tokens: verification's two, and that of draft models.
+# Streams of numbers besides the sampler's own (0): two of verification, one of draft models.
 ACCEPTING, REDRAWING, DRAFTING = 1, 2, 3
 
 

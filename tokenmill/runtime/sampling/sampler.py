@@ -2,7 +2,7 @@
 
 Greedy rows are one argmax. Random rows take one uniform number each (random.py) and walk the cumulative distribution;
 the vocabulary is sorted only when a filter cannot decide from the most likely few hundred tokens. Features plug in
-through features/. Tokens that are drafted but not accepted yet are passed in beside the request, which is never
+through features/. Tokens that are drafted but not accepted yet are passed separately from the request, which is never
 changed. Owned by an executor; called by the runner once per chunk of logit rows, by verification and by draft models.
 """
 
@@ -19,7 +19,7 @@ from tokenmill.runtime.sampling.features.base import Candidates, Filter, LogitFe
 from tokenmill.runtime.sampling.random import ACCEPTING, REDRAWING, uniform
 from tokenmill.types import Request, SamplingParams, TokenLogprobs
 
-_FIRST_CUT = 256  # candidates looked at before the whole vocabulary is sorted
+_FIRST_CUT = 256  # candidates tried before the entire vocabulary is sorted
 
 
 class Sampler:
@@ -31,9 +31,10 @@ class Sampler:
     def sample(
         self, logits: Tensor, requests: Sequence[Request], drafted: Sequence[Sequence[int]] = ()
     ) -> tuple[list[int | None], list[TokenLogprobs | None]]:
-        """`logits` [R, vocab] is consumed (edited in place). One token per row, with log-probabilities if asked for.
+        """`logits` [R, vocab] is consumed (edited in place). One token per row, with log-probabilities if requested.
 
-        `drafted[i]`: tokens assumed to follow those of request i. None for a row in which no token is possible.
+        `drafted[i]`: tokens assumed to follow those of request i. The token is None for a row in which no token is
+        possible.
         """
         if self.is_plain(requests):
             return self._argmax(logits).tolist(), [None] * len(requests)
@@ -41,7 +42,7 @@ class Sampler:
             return self._sample(logits, requests, drafted or [()] * len(requests))
 
     def is_plain(self, requests: Sequence[Request]) -> bool:
-        """Whether the largest logit of each row is all there is to it."""
+        """Whether every row is a plain argmax."""
         for request in requests:
             params = request.params
             if not params.greedy or params.logprobs is not None or params.edits_logits:
@@ -117,13 +118,13 @@ class Sampler:
     def _draw(self, logits: Tensor, request: Request, num_drafted: int) -> int:
         point = uniform(request.seed, request.index, request.num_tokens + num_drafted)
         values, ids = self._candidates(logits, request.params)
-        place = pick(values, point)
-        return place if ids is None else int(ids[place])
+        index = pick(values, point)
+        return index if ids is None else int(ids[index])
 
     def _candidates(self, logits: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor | None]:
         """(probabilities, up to a factor; the tokens they are of, or None: all of the vocabulary in order)."""
         probabilities = (logits / params.temperature).softmax(-1, dtype=torch.float64)
-        filters = [each for each in self._filters if each.active(params)]
+        filters = [candidate for candidate in self._filters if candidate.active(params)]
         if not filters:
             return probabilities, None
         cut = min(_FIRST_CUT, probabilities.numel())
@@ -138,13 +139,13 @@ class Sampler:
 
 def _narrow(filters: list[Filter], values: Tensor, complete: bool, params: SamplingParams) -> int | None:
     """How many of the sorted candidates survive all filters; None if the cut list cannot tell."""
-    for each in filters:
-        kept = each.keep(Candidates(values, complete), params)
+    for filter_ in filters:
+        kept = filter_.keep(Candidates(values, complete), params)
         if kept is None:
             return None
         values = values[:kept]
         values = values / values.sum()
-        complete = True  # what lies beyond is excluded now, so the list is the whole distribution
+        complete = True  # the rest is excluded now, so the list is the entire distribution
     return values.numel()
 
 
@@ -158,9 +159,9 @@ def pick(probabilities: Tensor, point: float) -> int:
 
 
 def residual(target: Tensor, proposal: Tensor) -> Tensor:
-    """What is drawn from when a token drawn from `proposal` is refused; [..., vocab], not normalized."""
+    """The distribution to draw from when a token drawn from `proposal` is rejected; [..., vocab], not normalized."""
     rest = (target - proposal).clamp_min(0.0)
-    # Equal up to rounding: then nothing is refused but by rounding, and the target itself is right.
+    # Equal up to rounding: rejections are rounding errors then, and the target itself is right.
     return torch.where(rest.sum(-1, keepdim=True) > 0.0, rest, target)
 
 

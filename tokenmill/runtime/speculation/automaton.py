@@ -1,7 +1,7 @@
-"""A suffix automaton over tokens, grown one token at a time: every substring of a text in linear memory.
+"""A suffix automaton over tokens, extended one token at a time: every substring of a text in linear memory.
 
-Answers in constant amortized time which longest ending of a stream of tokens occurs in the text, and where. Used by the
-suffix drafter for a request's own text and for the texts of requests before it; knows nothing of either.
+Finds in constant amortized time the longest suffix of a stream of tokens that occurs in the text, and where. Used by
+the suffix drafter for a request's own text and for the texts of earlier requests; knows nothing of either.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ class SuffixAutomaton:
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self._edges: list[dict[int, int]] = [{}]
-        self._link = [-1]  # the state of the longest ending that occurs elsewhere too
+        self._link = [-1]  # the state of the longest suffix that also occurs elsewhere
         self._length = [0]
-        self._end = [0]  # where one occurrence ends, the latest that was looked at
+        self._end = [0]  # where the latest occurrence ends, as far as it was updated
         self._last = _ROOT
 
     def __len__(self) -> int:
@@ -30,22 +30,22 @@ class SuffixAutomaton:
             self._append(token)
 
     def repeated(self) -> tuple[int, int]:
-        """(where it ended before, length) of the longest ending of the text that occurs in it earlier."""
+        """(end of the earlier occurrence, length) of the longest suffix of the text that occurs in it earlier."""
         state = self._link[self._last]
         return (self._end[state], self._length[state]) if state > _ROOT else (0, 0)
 
-    def step(self, place: Place, token: int) -> Place:
-        """Follow a stream of other tokens: from the longest ending known so far to the one after `token`."""
-        state, length = place.state, place.length
+    def step(self, match: Match, token: int) -> Match:
+        """Follow a stream of tokens: the longest match after `token`, from the longest match before it."""
+        state, length = match.state, match.length
         while state != _ROOT and token not in self._edges[state]:
             state = self._link[state]
             length = self._length[state]
         following = self._edges[state].get(token)
-        return Place() if following is None else Place(following, length + 1, self._end[following])
+        return Match() if following is None else Match(following, length + 1, self._end[following])
 
     def _append(self, token: int) -> None:
         seen = self._link[self._last]
-        if seen > _ROOT:  # this ending occurred here too: next time, the latest occurrence is the one to follow
+        if seen > _ROOT:  # this suffix ends here too: drafts follow the latest occurrence
             self._end[seen] = len(self.tokens)
         self.tokens.append(token)
         new = self._make({}, self._length[self._last] + 1, len(self.tokens))
@@ -60,7 +60,7 @@ class SuffixAutomaton:
         self._last = new
 
     def _split(self, state: int, token: int) -> int:
-        """The state of exactly what `state` and `token` make; a longer one that stood for both is divided."""
+        """The state for exactly `state` followed by `token`; a state that also stands for longer strings is split."""
         following = self._edges[state][token]
         if self._length[following] == self._length[state] + 1:
             return following
@@ -80,8 +80,8 @@ class SuffixAutomaton:
         return len(self._edges) - 1
 
 
-class Place:
-    """Where a stream stands in an automaton: the longest ending of it that the text has, and where that ends."""
+class Match:
+    """The longest suffix of a stream that occurs in the text: state, length in tokens, end in the text."""
 
     __slots__ = ("end", "length", "state")
 

@@ -1,8 +1,8 @@
 """The contract of a drafter: guesses the next tokens of sequences that are being decoded.
 
-A draft may be anything: verification (verify.py) makes the output what it is without drafts, so a drafter needs no care
-for sampling settings, grammars or correctness, only for being right often and cheap. How many of its tokens are used is
-not its business either (length.py). Called by the speculator, once per step, from one thread.
+Any draft is valid: verification (verify.py) keeps the output what it is without drafts, so a drafter need not consider
+sampling settings, grammars or correctness; it should be right often and cheap. How many of its tokens are used is
+decided in length.py. Called by the speculator, once per step, from one thread.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class Drafter(ABC):
     name: str
     # Needs no argument, no model and no training: can be tried on any model.
     ready_made = False
-    # Drafting costs a forward pass per token: lengths are chosen before it, and it is not asked when it will not pay.
+    # Drafting costs a forward pass per token: lengths are chosen beforehand, and nothing is drafted unless it pays.
     computes = False
-    # Wants the target's hidden states: `observe` is called after every step.
+    # Reads the target's hidden states: `observe` is called after every step.
     needs_hidden = False
-    # Tokens of a draft where the steps that check drafts make the next ones (`step_guesser`); 0: they do not.
+    # Tokens per draft where the steps that verify drafts also compute the next ones (`step_guesser`); 0: they do not.
     guessed_depth = 0
 
     @classmethod
@@ -55,22 +55,20 @@ class Drafter(ABC):
         """A draft of at most `limits[i]` tokens to follow the last known token of each row; possibly none."""
 
     def observe(self, row: ScheduledTokens, num_accepted: int, hidden: Tensor) -> None:  # noqa: B027
-        """The state [hidden] after the token whose logits chose the row's last one; `num_accepted` drafts came before.
-
-        Before the final norm; the drafter's to keep.
-        """
+        """`hidden` [hidden]: the state, before the final norm, whose logits chose the row's last token; `num_accepted`
+        accepted drafts precede that token. The drafter may keep the tensor."""
 
     def step_guesser(self, target: Target) -> StepGuesser | None:  # noqa: ARG002
-        """What guesses inside a captured step, for executors that take it; then `take` is called instead of `observe`
-        after steps with drafts."""
+        """A draft head to run inside captured steps, for executors that support it; `observe_guesses` is then called
+        instead of `observe` after steps with drafts."""
         return None
 
-    def take(self, row: ScheduledTokens, num_accepted: int, token_ids: list[int]) -> None:  # noqa: B027
-        """What the step itself guessed to follow the row's last token."""
+    def observe_guesses(self, row: ScheduledTokens, num_accepted: int, token_ids: list[int]) -> None:  # noqa: B027
+        """The draft that the step itself computed to follow the row's last token."""
 
     @property
     def nbytes(self) -> int:
-        """Memory beyond what the target has, at most."""
+        """Upper bound of the memory that the drafter adds."""
         return 0
 
 

@@ -1,9 +1,9 @@
-"""A draft head inside a captured decode step: bf16 products and the GPU's own kernels, nothing that waits for the host.
+"""A draft head inside a captured decode step: bf16 products and Triton kernels, nothing that waits for the host.
 
-Guesses for every row of a step, as if its drawn token were accepted; which row that is, is found out later. Where the
-last tokens occurred in the sequence before, what followed then is taken instead of the head's guess: it is right more
-often, and reaches further for nothing. Scales of guessed states are left out: all that reads them brings them to length
-one first. Used by the graph executor.
+Drafts for every row of a step, as if its sampled token were accepted; which rows are is known later. Where the last
+tokens occurred earlier in the sequence, what followed then replaces the head's draft (prompt lookup): it is right more
+often, and longer at no cost. Guessed states are not scaled: whatever reads them normalizes them first. Used by the
+graph executor.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from tokenmill.runtime.speculation.captured_views import CapturedViews
 from tokenmill.runtime.speculation.head_modules import STATE_EPS, Attend, EagleHead, MedusaHeads
 from tokenmill.types import Batch
 
-_DEPTH = 7  # of looked up drafts: with the last known token they fill a small graph
+_LOOKUP_DEPTH = 7  # tokens of looked up drafts: with the last known token they fill the bucket of 8 rows
 
 
 class CapturedHead:
     def __init__(self, head: MedusaHeads | EagleHead, model: LoadedModel, store: KVStore, depth: int) -> None:
-        assert model.table is not None, "weights of a GPU"
+        assert model.table is not None, "the model is not on a GPU"
         self._guessed = min(depth, head.depth)
         groups = [number for number, group in enumerate(store.layout.groups) if group.kind == "full"]
-        self._group = groups[0] if groups else -1  # whose pages say where a token lies; none where all slide
-        self.depth = max(self._guessed, min(depth, _DEPTH)) if groups else self._guessed
+        # Its pages are the index of the token history; -1: all layers have sliding windows
+        self._group = groups[0] if groups else -1
+        self.depth = max(self._guessed, min(depth, _LOOKUP_DEPTH)) if groups else self._guessed
         size = store.layout.page_size
         self._tokens = torch.zeros(store.num_pages, size, dtype=torch.int32, device=model.device)
         self._table, decoder = model.table, model.decoder
@@ -40,44 +41,44 @@ class CapturedHead:
             decoder.description.norm_eps,
         )
         assert decoder.head.kernel is not None, "the head is always multiplied"
-        self._words: Any = decoder.head.kernel.run
+        self._output_head: Any = decoder.head.kernel.run
         self._ones = torch.ones(self._table.shape[1], device=model.device)
         self._views = CapturedViews(model, store, head.layers) if head.layers else None
         self._eagle = None if isinstance(head, MedusaHeads) else _Eagle(head)
         if isinstance(head, MedusaHeads):
             linears: list[Any] = list(head.heads)[: self._guessed]
-            self._weight = torch.cat([each.weight for each in linears]).detach().bfloat16()
-            self._bias = torch.cat([each.bias for each in linears]).detach().bfloat16()
+            self._weight = torch.cat([linear.weight for linear in linears]).detach().bfloat16()
+            self._bias = torch.cat([linear.bias for linear in linears]).detach().bfloat16()
 
     def note(self, batch: Batch) -> None:
-        # Rows that are not there have slot -1: the last place of all, where a wrong token costs a guess at most.
+        # Padding rows have slot -1, which is the last slot of all: a wrong token there can only spoil a draft.
         if self._group >= 0:
             self._tokens.view(-1)[batch.slots[self._group]] = batch.token_ids.to(torch.int32)
 
     def guess(self, hidden: Tensor, last: Tensor, batch: Batch) -> Tensor:
-        """hidden [R, hidden] bf16, before the final norm, of the batch's rows; last int64 [R]: the token drawn there ->
-        int64 [R, depth]."""
+        """hidden [R, hidden] bf16, before the final norm, of the batch's rows; last int64 [R]: the token sampled there
+        -> int64 [R, depth]."""
         guessed = self.by_head(hidden, last, batch)
         if self._group < 0:
             return guessed
         table = batch.block_tables[self._group]
-        found: Tensor = gpu.look_up_drafts(self._tokens, table, batch.seq_lens, last, guessed, self.depth)
-        return found
+        drafts: Tensor = gpu.look_up_drafts(self._tokens, table, batch.seq_lens, last, guessed, self.depth)
+        return drafts
 
     def by_head(self, hidden: Tensor, last: Tensor, batch: Batch) -> Tensor:
-        """int64 [R, depth of the head], nothing looked up."""
+        """int64 [R, depth of the head], without lookup."""
         if self._eagle is None:
             moved = torch.nn.functional.silu(torch.addmm(self._bias, hidden, self._weight.T))
             states = hidden[:, None] + moved.view(hidden.shape[0], self._guessed, -1)
             return self._best(states.flatten(0, 1)).view(-1, self._guessed)
-        attend = None if self._views is None else self._views.look(batch)
-        found = []
+        attend = None if self._views is None else self._views.attend_fn(batch)
+        drafts = []
         for _ in range(self._guessed):
             inputs = gpu.draft_inputs(hidden, last, self._table, self._scale, STATE_EPS)
             hidden = self._eagle.forward(inputs, self._unit, attend)
             last = self._best(hidden)
-            found.append(last)
-        return torch.stack(found, 1)
+            drafts.append(last)
+        return torch.stack(drafts, 1)
 
     def _unit(self, x: Tensor) -> Tensor:
         y: Tensor = gpu.rms_norm(x, self._ones, STATE_EPS)
@@ -86,7 +87,7 @@ class CapturedHead:
     def _best(self, states: Tensor) -> Tensor:
         normed = gpu.rms_norm(states, self._norm, self._eps)
         few = states.shape[0] <= FEW_ROWS
-        ids: Tensor = gpu.argmax(multiply(self._words, normed, torch.float32 if few else torch.bfloat16))
+        ids: Tensor = gpu.argmax(multiply(self._output_head, normed, torch.float32 if few else torch.bfloat16))
         return ids
 
 

@@ -1,6 +1,6 @@
 """The target's KV pages as a draft head sees them, on a GPU: float, fp8 and quantized pages by the step's own kernels.
 
-Nothing waits for the host, so that it can be part of a captured step. The twin of page_views.py, for captured_heads.py
+Nothing waits for the host, so this can be part of a captured step. The GPU form of page_views.py, for captured_heads.py
 and for drafts outside a captured step.
 """
 
@@ -24,29 +24,29 @@ from tokenmill.types import Batch
 class CapturedViews(PageViews):
     def __init__(self, model: LoadedModel, store: KVStore, layers: Sequence[int]) -> None:
         super().__init__(model, store, layers)
-        self._turns = [_turn(store.packed_pages(slot)) for _, slot in self.places]
+        self._rotations = [_rotation(store.packed_pages(slot)) for _, slot in self.group_slots]
 
-    def look(self, batch: Batch) -> Attend:
+    def attend_fn(self, batch: Batch) -> Attend:
         table, head_dim = self.rotary, self.specs[0].head_dim
 
         def attend(queries: Tensor) -> Tensor:
-            given = queries.dtype
+            dtype = queries.dtype
             queries = queries.bfloat16()
             rotated = gpu.rope(queries, batch.positions, table.cos, table.sin, head_dim, table.interleaved)
-            found = torch.empty_like(rotated)
+            attended = torch.empty_like(rotated)
             width = rotated.shape[1] // len(self.specs)
             for number in range(len(self.specs)):
                 columns = slice(number * width, (number + 1) * width)
-                self._attend(number, rotated[:, columns], found[:, columns], batch)
-            return found.to(given)
+                self._attend(number, rotated[:, columns], attended[:, columns], batch)
+            return attended.to(dtype)
 
         return attend
 
     def _attend(self, number: int, queries: Tensor, out: Tensor, batch: Batch) -> None:
         spec: AttentionSpec = self.specs[number]
-        group, slot = self.places[number]
+        group, slot = self.group_slots[number]
         lengths = (batch.block_tables[group], batch.query_starts, batch.seq_lens)
-        packed, turn = self.store.packed_pages(slot), self._turns[number]
+        packed, rotation = self.store.packed_pages(slot), self._rotations[number]
         if packed is None:
             k_pages, v_pages = self.store.stored(slot)
             scales = self.store.scales(slot)
@@ -55,13 +55,13 @@ class CapturedViews(PageViews):
                 max_query=1, max_seq=batch.max_seq, scales=scales, out=out,
             )  # fmt: skip
             return
-        if turn is not None:  # queries lie in the basis of the rows
-            queries = (queries.unflatten(1, (-1, spec.head_dim)) @ turn).flatten(1)
+        if rotation is not None:  # into the basis in which the keys are stored
+            queries = (queries.unflatten(1, (-1, spec.head_dim)) @ rotation).flatten(1)
         gpu.packed_attention(queries, packed, *lengths, spec.scale, max_query=1, max_seq=batch.max_seq, out=out)
 
 
-def _turn(pages: PackedPages | None) -> Tensor | None:
-    """bf16 [head_dim, head_dim], orthonormal, where rows lie rotated."""
+def _rotation(pages: PackedPages | None) -> Tensor | None:
+    """bf16 [head_dim, head_dim], orthonormal; None where rows are stored unrotated."""
     if pages is None or pages.rows.turn is None:
         return None
     return (pages.rows.turn.float() / pages.rows.head_dim**0.5).bfloat16()

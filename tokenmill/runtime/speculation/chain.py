@@ -1,9 +1,9 @@
 """Drafting with a model: one forward pass per drafted token, for all rows together.
 
-Owns the loop of passes and how a token is taken from logits: the most likely one for greedy requests; for seeded ones
+Owns the loop of passes and how a token is chosen from logits: the most likely one for greedy requests; for seeded ones
 what the request's own random number draws, so that a draft model that agrees with the target draws the same token; for
-the rest a draw of its own, with the distribution it came from. Sampling settings and grammars apply to drafts as to the
-output, so an impossible token is never drafted. Used by the drafters that are models; knows not where their weights
+the rest a separate draw, returned with its distribution. Sampling settings and grammars apply to drafts as to the
+output, so an impossible token is never drafted. Used by the drafters that are models; does not know where their weights
 come from.
 """
 
@@ -19,7 +19,7 @@ from tokenmill.runtime.sampling.random import DRAFTING, uniform
 from tokenmill.runtime.sampling.sampler import pick
 from tokenmill.types import Request, ScheduledTokens
 
-_UNLIKELY = 0.05  # a draft ends where the chance of all its tokens together falls below this
+_MIN_PROBABILITY = 0.05  # a draft ends where the probability of all its tokens together falls below this
 
 
 class ChainDrafting:
@@ -31,7 +31,8 @@ class ChainDrafting:
 
     @torch.inference_mode()
     def draft(self, rows: Sequence[ScheduledTokens], starts: Sequence[int], limits: Sequence[int]) -> list[Draft]:
-        """`starts[i]`: the first token of row i that the model has not computed yet; all known ones are, afterwards.
+        """`starts[i]`: the first token of row i that the model has not computed yet. Afterwards it has computed all
+        known tokens.
 
         `rows[i].block_tables` are the model's own.
         """
@@ -41,26 +42,26 @@ class ChainDrafting:
         unfinished = [number for number, limit in enumerate(limits) if limit > 0]
         while unfinished:
             logits = self._logits([self._row(rows[n], starts[n], drafts[n]) for n in unfinished], unfinished, drafts)
-            still = []
-            for place, number in enumerate(unfinished):
+            remaining = []
+            for logit_row, number in enumerate(unfinished):
                 request, draft = rows[number].request, drafts[number]
-                token_id, chance = self._choose(logits[place], request, draft.token_ids, distributions[number])
+                token_id, chance = self._choose(logits[logit_row], request, draft.token_ids, distributions[number])
                 if token_id is None:
                     continue
                 draft.token_ids.append(token_id)
                 draft.confidences.append(chance)
                 chances[number] *= chance
-                ends = token_id in request.stop_ids or chances[number] < _UNLIKELY
+                ends = token_id in request.stop_ids or chances[number] < _MIN_PROBABILITY
                 if not ends and len(draft.token_ids) < limits[number]:
-                    still.append(number)
-            unfinished = still
+                    remaining.append(number)
+            unfinished = remaining
         for draft, drawn in zip(drafts, distributions, strict=True):
             if drawn:
                 draft.distributions = torch.stack(drawn)
         return drafts
 
     def _row(self, row: ScheduledTokens, start: int, draft: Draft) -> ScheduledTokens:
-        """The known tokens that are missing, or where the last drafted one goes."""
+        """The known tokens that are not computed yet; after them, the slot of the last drafted token."""
         known = row.request.num_tokens
         if not draft.token_ids:
             return ScheduledTokens(row.request, start, known - start, row.block_tables, True)
@@ -71,7 +72,7 @@ class ChainDrafting:
         last = [drafts[number].token_ids[-1:] for number in numbers]
         work = StepInput(rows, {n: Draft(ids) for n, ids in enumerate(last) if ids}, queue_next=False)
         output = self._executor.step(work)
-        first = sum(map(num_prompt_logits, rows))  # prompt log-probabilities are not ours to compute
+        first = sum(map(num_prompt_logits, rows))  # skips the rows of prompt log-probabilities
         return output.logits(first, first + len(rows))[:, : self._vocab_size]
 
     def _choose(

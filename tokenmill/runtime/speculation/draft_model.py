@@ -1,8 +1,9 @@
 """A second, smaller model as the drafter: any model with the target's vocabulary.
 
-It has weights, an executor and KV pages of its own, but the page tables are the target's: page 17 of a request in the
+It has weights, an executor and KV pages of its own, but uses the target's page tables: page 17 of a request in the
 target's memory is page 17 in the draft model's, so one KV manager serves both and a shared prefix is shared here too.
-All its layers lie in one page, under the target's table that keeps every token. Knows nothing of the target's weights.
+All its layers are in one page, under the target's table of the layers with full attention. Knows nothing of the
+target's weights.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class DraftModel(Drafter):
     @classmethod
     def build(cls, argument: str, target: Target) -> DraftModel:
         if not argument:
-            raise UserError("--speculate draft names no model", "write --speculate draft:MODEL")
+            raise UserError("--speculate draft needs a model", "write --speculate draft:MODEL")
         path = resolve(argument).path
         checkpoint = open_checkpoint(path)
         check_vocabulary(path, checkpoint.description, target.model.checkpoint)
@@ -72,14 +73,14 @@ class DraftModel(Drafter):
         drafts = self._chain.draft(own, starts, limits)
         for row, start, draft in zip(own, starts, drafts, strict=True):
             if draft.token_ids:
-                # The last drafted token was chosen, not computed.
+                # The last drafted token was sampled, but its KV is not computed.
                 computed = [*row.request.token_ids, *draft.token_ids[:-1]]
                 self._contents.write(computed, start, row.block_tables[0])
         return drafts
 
     def _within_budget(self, rows: list[ScheduledTokens], starts: Sequence[int], limits: Sequence[int]) -> list[int]:
-        """A step of the draft model takes no more tokens than one of the target's: who has too much to catch up on gets
-        no draft, this time. Rows whose tables lack tokens (a KV budget took them) never do."""
+        """Limits such that a step of the draft model has no more tokens than one of the target: a row with too many
+        uncomputed tokens gets no draft this time. Rows that a KV budget took pages from never get one."""
         left, allowed = self._max_tokens, []
         for row, start, limit in zip(rows, starts, limits, strict=True):
             missing = row.request.num_tokens - start
@@ -89,12 +90,12 @@ class DraftModel(Drafter):
 
 
 def full_group(layout: KVLayout, name: str) -> int:
-    """The target's page table that keeps every token."""
+    """The KV group whose page table keeps every token."""
     for number, group in enumerate(layout.groups):
         if group.kind == "full":
             return number
     raise UserError(
-        f"--speculate {name} needs a target that keeps all of its context; this one has sliding windows only",
+        f"--speculate {name} needs a target with full attention; all layers of this one have sliding windows",
         "use --speculate suffix",
     )
 
@@ -103,17 +104,17 @@ def check_vocabulary(path: Path, description: ModelDescription, target: Checkpoi
     """Refuse a draft model whose token ids mean something else."""
     sizes = (description.vocab_size, target.description.vocab_size)
     remedy = "choose a draft model of the same family, or use --speculate suffix"
-    ours, theirs = load_tokenizer(target.path), load_tokenizer(path)
-    different = _first_difference(ours, theirs, min(sizes))
-    if different is not None or ours.vocab_size != theirs.vocab_size:
+    target_tokenizer, draft_tokenizer = load_tokenizer(target.path), load_tokenizer(path)
+    different = _first_difference(target_tokenizer, draft_tokenizer, min(sizes))
+    if different is not None or target_tokenizer.vocab_size != draft_tokenizer.vocab_size:
         detail = "" if different is None else f" (token {different} differs)"
         raise UserError(
-            f"the draft model has another vocabulary: {sizes[0]} tokens, the target {sizes[1]}{detail}", remedy
+            f"the draft model has another vocabulary: {sizes[0]} tokens, the target has {sizes[1]}{detail}", remedy
         )
 
 
-def _first_difference(ours: Tokenizer, theirs: Tokenizer, size: int) -> int | None:
-    return next((n for n in range(size) if ours.token_bytes(n) != theirs.token_bytes(n)), None)
+def _first_difference(left: Tokenizer, right: Tokenizer, size: int) -> int | None:
+    return next((n for n in range(size) if left.token_bytes(n) != right.token_bytes(n)), None)
 
 
 def _check_context(checkpoint: Checkpoint, target: Target) -> None:
@@ -126,11 +127,11 @@ def _check_context(checkpoint: Checkpoint, target: Target) -> None:
 
 
 def _one_group(model: LoadedModel, page_size: int) -> KVLayout:
-    """All layers in one page: windows are the attention's business, here pages are never given back early."""
+    """All layers in one page: attention applies their windows, but no page is freed early."""
     layers = model.decoder.kv_layers()
     shapes = {(layer.num_kv_heads, layer.head_dim) for layer in layers}
     if len(shapes) != 1:
-        raise UserError("the draft model's layers have KV of different shapes", "choose another draft model")
+        raise UserError("the draft model's layers have KV heads of different shapes", "choose another draft model")
     ((heads, head_dim),) = shapes
     group = KVGroup("full", 0, tuple(range(len(layers))))
     return KVLayout(page_size, len(layers), heads, head_dim, (group,))
@@ -140,7 +141,7 @@ def _check_memory(page_bytes: int, target: Target) -> int:
     needed = page_bytes * target.store.num_pages
     if target.model.device.type == "cpu" and needed > available_memory() // 2:
         raise UserError(
-            f"the draft model's KV pages need {needed / 2**30:.1f} GiB beside the target's",
+            f"the draft model's KV pages need {needed / 2**30:.1f} GiB in addition to the target's",
             "lower --memory or --context",
         )
     _log.info("draft model: %.1f MiB of KV pages", needed / 2**20)

@@ -1,12 +1,12 @@
 """The trainable parts of draft heads: small networks over the target's last hidden state. One definition for training
 (training.py) and drafting (heads.py).
 
-* Medusa: head i guesses the token i places after the next one, from the hidden state alone; all heads in one pass.
-* Eagle-style: guesses the next hidden state from the present one and the token that was chosen, then goes on from its
-  own guess. Unlike EAGLE it computes no keys and values: where it has `layers`, its own queries look at what those
-  layers of the target have in the KV pages, up to the last known state, so it needs no pages and no prefill.
+* Medusa: head i predicts the token i positions after the next one, from the hidden state alone; all heads in one pass.
+* Eagle-style: predicts the next hidden state from the current one and the sampled token, then continues from its own
+  prediction. Unlike EAGLE it computes no keys and values: with `layers`, its queries attend to the KV pages of those
+  layers of the target, up to the last known state, so it needs no pages and no prefill.
 
-Both guess hidden states, which the target's own final norm and head turn into tokens.
+Both predict hidden states, from which the target's own final norm and head compute tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.nn.functional import dropout, silu
 STATE_EPS = 1e-6
 _DROPOUT = 0.1
 
-# Queries [T, layers * heads * head_dim], not yet rotated to their position -> what they find, in the same shape.
+# Queries [T, layers * heads * head_dim] before rotary positions -> attention outputs of the same shape.
 Attend = Callable[[Tensor], Tensor]
 
 
@@ -48,34 +48,34 @@ class EagleHead(nn.Module):
     def __init__(
         self, hidden_size: int, depth: int, width: int, layers: tuple[int, ...] = (), query_width: int = 0
     ) -> None:
-        """`layers`: of the target, whose keys and values are looked at, by queries of `query_width` for each."""
+        """`layers`: of the target, whose keys and values the head attends to, each with queries of `query_width`."""
         super().__init__()
-        self.depth = depth  # as far as it was trained to go on from its own guesses
+        self.depth = depth  # tokens ahead that it was trained for
         self.layers = layers
         self.join = nn.Linear(2 * hidden_size, hidden_size)
         self.gate = nn.Linear(hidden_size, width, bias=False)
         self.up = nn.Linear(hidden_size, width, bias=False)
         self.down = nn.Linear(width, hidden_size, bias=False)
         nn.init.zeros_(self.down.weight)
-        if layers:
+        if layers:  # query and output projections of the attention; their names are in the weight files
             self.ask = nn.Linear(hidden_size, len(layers) * query_width, bias=False)
             self.take = nn.Linear(len(layers) * query_width, hidden_size, bias=False)
             nn.init.zeros_(self.take.weight)
-        with torch.no_grad():  # to begin with, the next state is the present one
+        with torch.no_grad():  # initially the next state is predicted to be the current one
             self.join.weight[:, :hidden_size] = torch.eye(hidden_size)
             self.join.weight[:, hidden_size:] *= 0.1
             self.join.bias.zero_()
 
     def forward(self, hidden: Tensor, embedding: Tensor, attend: Attend | None) -> Tensor:
         """The hidden state after a token, from the one before it and the token's embedding; [T, hidden] each."""
-        x = self.join(torch.cat([_unit(hidden), _unit(embedding)], dim=-1))
+        x = self.join(torch.cat([_normalized(hidden), _normalized(embedding)], dim=-1))
         if self.layers:
-            assert attend is not None, "a head with layers looks at pages"
-            x = x + self.take(attend(self.ask(_unit(x))))
-        inner = silu(self.gate(_unit(x))) * self.up(_unit(x))
+            assert attend is not None, "a head with layers attends to pages"
+            x = x + self.take(attend(self.ask(_normalized(x))))
+        inner = silu(self.gate(_normalized(x))) * self.up(_normalized(x))
         x = x + self.down(dropout(inner, _DROPOUT, self.training))
-        # States differ in size from model to model: that of the last one is a good guess for the next.
-        return x * _size(hidden)
+        # The magnitude of states differs between models: that of the last state is a good prediction.
+        return x * _rms(hidden)
 
 
 HEAD_KINDS = ("eagle", "medusa")
@@ -89,9 +89,9 @@ def build_head(
     return EagleHead(hidden_size, depth, width, layers, query_width)
 
 
-def _size(x: Tensor) -> Tensor:
+def _rms(x: Tensor) -> Tensor:
     return x.pow(2).mean(-1, keepdim=True).add(STATE_EPS).sqrt()
 
 
-def _unit(x: Tensor) -> Tensor:
-    return x / _size(x)
+def _normalized(x: Tensor) -> Tensor:
+    return x / _rms(x)

@@ -1,7 +1,7 @@
-"""Draft heads trained for a target (`tokenmill train-draft`): guesses from its last hidden state, no second model.
+"""Draft heads trained for a target (`tokenmill train-draft`): drafts from its last hidden state, no second model.
 
-Owns the hidden state of each sequence's last computed token, which the runner hands over after every step; a sequence
-whose state is not of its last token (after preemption) gets no draft until the next one. `--speculate head:DIR`.
+Owns the hidden state of each sequence's last computed token, which the runner passes on after every step; a sequence
+whose state is not that of its last token (after preemption) gets no draft until the next step. `--speculate head:DIR`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tokenmill.types import Request, ScheduledTokens
 
 CONFIG_FILE, WEIGHTS_FILE = "draft_head.json", "draft_head.safetensors"
 FORMAT = 2
-_UNKNOWN = 0.5  # confidence of guesses that came without one
+_DEFAULT_CONFIDENCE = 0.5  # of drafts computed inside a step, which come without one
 
 
 class HeadDrafter(Drafter):
@@ -37,34 +37,34 @@ class HeadDrafter(Drafter):
 
     def __init__(self, head: MedusaHeads | EagleHead, model: LoadedModel, store: KVStore) -> None:
         self.head = head.to(model.device).eval().requires_grad_(False)
-        self.words = Words(model)
+        self.vocabulary = TargetVocabulary(model)
         self.views = page_views(head, model, store)
         self.states: WeakKeyDictionary[Request, tuple[int, Tensor]] = WeakKeyDictionary()
-        self._taken: WeakKeyDictionary[Request, tuple[int, list[int]]] = WeakKeyDictionary()
+        self._guesses: WeakKeyDictionary[Request, tuple[int, list[int]]] = WeakKeyDictionary()
 
     @classmethod
     def build(cls, argument: str, target: Target) -> HeadDrafter:
         if not argument:
-            raise UserError("--speculate head names no directory", "write --speculate head:DIR, made by train-draft")
+            raise UserError("--speculate head needs a directory", "write --speculate head:DIR, made by train-draft")
         return cls(load_head(Path(argument), target.model), target.model, target.store)
 
     @property
     def nbytes(self) -> int:
-        return sum(each.numel() * each.element_size() for each in self.head.parameters())
+        return sum(parameter.numel() * parameter.element_size() for parameter in self.head.parameters())
 
     def observe(self, row: ScheduledTokens, num_accepted: int, hidden: Tensor) -> None:
-        """`hidden` [hidden]: of the token whose logits chose the last one. Kept as it is: the caller gives a copy."""
+        """`hidden` [hidden]: the state whose logits chose the last token. Kept without copying."""
         self.states[row.request] = (row.start + row.count + num_accepted + 1, hidden)
 
     def step_guesser(self, target: Target) -> StepGuesser | None:
-        if target.model.table is None:  # weights of the CPU
+        if target.model.table is None:  # the model is on the CPU
             return None
         from tokenmill.runtime.speculation.captured_heads import CapturedHead
 
         return CapturedHead(self.head, target.model, target.store, target.config.draft_tokens)
 
-    def take(self, row: ScheduledTokens, num_accepted: int, token_ids: list[int]) -> None:
-        self._taken[row.request] = (row.start + row.count + num_accepted + 1, token_ids)
+    def observe_guesses(self, row: ScheduledTokens, num_accepted: int, token_ids: list[int]) -> None:
+        self._guesses[row.request] = (row.start + row.count + num_accepted + 1, token_ids)
 
     def ready(self, rows: Sequence[ScheduledTokens], limits: Sequence[int]) -> list[int]:
         """The rows whose state is that of their last token."""
@@ -73,29 +73,32 @@ class HeadDrafter(Drafter):
 
     @torch.inference_mode()
     def draft(self, rows: Sequence[ScheduledTokens], limits: Sequence[int]) -> list[Draft]:
-        drafts = [self._at_hand(row.request, limit) for row, limit in zip(rows, limits, strict=True)]
+        drafts = [self._precomputed(row.request, limit) for row, limit in zip(rows, limits, strict=True)]
         ready = [number for number in self.ready(rows, limits) if not drafts[number].token_ids]
         if not ready:
             return drafts
         hidden = torch.stack([self.states[rows[number].request][1] for number in ready]).float()
         depth = min(self.head.depth, max(limits[number] for number in ready))
         last = torch.tensor([rows[number].request.token_ids[-1] for number in ready], device=hidden.device)
-        attend = None if self.views is None else self.views.look(self.views.batch([rows[number] for number in ready]))
+        attend = (
+            None if self.views is None else self.views.attend_fn(self.views.batch([rows[number] for number in ready]))
+        )
         ids, chances = self.guess(hidden, last, depth, attend)
         for number, own_ids, own_chances in zip(ready, ids, chances, strict=True):
             drafts[number] = Draft(own_ids[: limits[number]], own_chances[: limits[number]])
-            # Where drafts are checked whole (`step_guesser`) the place that looked up ones could fill is filled anyhow.
+            # Where drafts always have the same length (`step_guesser`), which prompt lookup would fill, pad with the
+            # last token.
             missing = min(self.guessed_depth, limits[number]) - len(drafts[number].token_ids)
             drafts[number].token_ids += own_ids[-1:] * missing
             drafts[number].confidences += own_chances[-1:] * missing
         return drafts
 
-    def _at_hand(self, request: Request, limit: int) -> Draft:
-        """What the last step guessed, if it is of the request's last token."""
-        length, ids = self._taken.get(request, (0, []))
+    def _precomputed(self, request: Request, limit: int) -> Draft:
+        """The draft that the last step computed, if it follows the request's last token."""
+        length, ids = self._guesses.get(request, (0, []))
         if length != request.num_tokens:
             return Draft()
-        return Draft(ids[:limit], [_UNKNOWN] * len(ids[:limit]))
+        return Draft(ids[:limit], [_DEFAULT_CONFIDENCE] * len(ids[:limit]))
 
     def guess(
         self, hidden: Tensor, last: Tensor, depth: int, attend: Attend | None
@@ -103,20 +106,20 @@ class HeadDrafter(Drafter):
         """[rows][depth] tokens and their probabilities."""
         if isinstance(self.head, MedusaHeads):
             guessed = self.head(hidden)[:, :depth]
-            chances, ids = self.words.best(guessed.flatten(0, 1))
+            chances, ids = self.vocabulary.best(guessed.flatten(0, 1))
             shape = guessed.shape[:2]
             return ids.view(shape).tolist(), chances.view(shape).tolist()
         steps = []
         for _ in range(depth):
-            hidden = self.head(hidden, self.words.embed(last), attend)
-            chances, last = self.words.best(hidden)
+            hidden = self.head(hidden, self.vocabulary.embed(last), attend)
+            chances, last = self.vocabulary.best(hidden)
             steps.append((last, chances))
-        ids = torch.stack([each for each, _ in steps], dim=1)
-        return ids.tolist(), torch.stack([each for _, each in steps], dim=1).tolist()
+        ids = torch.stack([step_ids for step_ids, _ in steps], dim=1)
+        return ids.tolist(), torch.stack([step_chances for _, step_chances in steps], dim=1).tolist()
 
 
-class Words:
-    """The target's embedding, final norm and head: between hidden states and tokens."""
+class TargetVocabulary:
+    """The target's embedding, final norm and output head: between tokens and hidden states."""
 
     def __init__(self, model: LoadedModel) -> None:
         self._model = model
@@ -143,10 +146,10 @@ class Words:
 
 
 def page_views(head: MedusaHeads | EagleHead, model: LoadedModel, store: KVStore) -> PageViews | None:
-    """What the head looks at; None where it does not."""
+    """The pages that the head attends to; None for a head without attention."""
     if not head.layers:
         return None
-    if model.table is None:  # weights of the CPU
+    if model.table is None:  # the model is on the CPU
         return PageViews(model, store, head.layers)
     from tokenmill.runtime.speculation.captured_views import CapturedViews
 
@@ -164,13 +167,15 @@ def load_head(folder: Path, model: LoadedModel) -> MedusaHeads | EagleHead:
         fingerprint, version = config["target"], config["format"]
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{folder / CONFIG_FILE} cannot be read ({error})", remedy) from error
-    if version not in (1, FORMAT) or kind not in HEAD_KINDS:  # 1 knew no layers
-        raise CheckpointError(f"{folder} holds a head of kind '{kind}', format {version}, not known here", remedy)
+    if version not in (1, FORMAT) or kind not in HEAD_KINDS:  # format 1 has no layers
+        raise CheckpointError(f"{folder} holds a head of unknown kind '{kind}' or format {version}", remedy)
     if fingerprint != target_fingerprint(model):
         raise UserError(f"the head in {folder} was trained for another model: {fingerprint}", remedy)
     d = model.decoder.description
     if not set(layers) <= {layer for layer, name in enumerate(d.layer_kinds) if name == "full"}:
-        raise CheckpointError(f"the head in {folder} looks at layers {layers}, which do not keep all keys", remedy)
+        raise CheckpointError(
+            f"the head in {folder} attends to layers {layers}, not all of which have full attention", remedy
+        )
     head = build_head(kind, d.hidden_size, depth, width, layers, d.num_heads * d.head_dim)
     try:
         head.load_state_dict(load_file(folder / WEIGHTS_FILE))
@@ -180,6 +185,6 @@ def load_head(folder: Path, model: LoadedModel) -> MedusaHeads | EagleHead:
 
 
 def target_fingerprint(model: LoadedModel) -> str:
-    """What a head must agree with its target in. Another rounding of the same model still fits."""
+    """What a head must agree with its target in. A head also fits other quantizations of the same model."""
     d = model.decoder.description
     return f"{d.architecture}/{d.num_layers}x{d.hidden_size}/{d.vocab_size}"

@@ -1,9 +1,9 @@
-"""How many drafted tokens a step takes: those that are expected to gain time, down to none.
+"""How many drafted tokens a step verifies: those that are expected to save time, possibly none.
 
-Measured are how often drafts of a given confidence hold, for each request and for all (Acceptance), and what steps cost
-(costs.py). Drafted tokens of all rows are then taken in the order of their chance to survive, as long as tokens per
-second rise. While nothing pays, one token is tried now and then, ever more rarely, so that a change of text
-or load is noticed at a price of well under one percent. Imports no torch. Called by the speculator.
+Measures how often drafts of a given confidence are accepted, per request and overall (Acceptance), and what steps cost
+(costs.py). Drafted tokens of all rows are then added in the order of their probability of acceptance, as long as tokens
+per second rise. While drafts do not pay, a single token is tried at increasing intervals, so that a change of text or
+load is noticed at a cost of well under one percent. Imports no torch. Called by the speculator.
 """
 
 from __future__ import annotations
@@ -17,25 +17,26 @@ from tokenmill.runtime.speculation.costs import StepCosts
 from tokenmill.types import Request
 
 _BUCKETS = 16  # of confidence
-_GLOBAL_MEMORY = 0.98  # what a trial leaves of those before it
-_REQUEST_MEMORY = 0.9
-_LASTING_MEMORY = 0.97
-_LASTING_TRIALS = 16.0
-_PRIOR_TRIALS = 4.0  # how many trials the next more general estimate counts for
-_WORTH = 1.02  # expected gain from which drafts are used: less is noise
-_FIRST_GAP, _LONGEST_GAP = 64, 1024  # steps between two trials while nothing pays
+# Decay of earlier trials with each new one: of all requests, of one request, and of the long-term rates of both.
+_GLOBAL_DECAY = 0.98
+_REQUEST_DECAY = 0.9
+_LONG_TERM_DECAY = 0.97
+_PRIOR_TRIALS = 4.0  # weight, in trials, of the next more general estimate
+_LONG_TERM_PRIOR_TRIALS = 16.0
+_MIN_GAIN = 1.02  # expected speedup from which drafts are used: less is noise
+_MIN_GAP, _MAX_GAP = 64, 1024  # steps between two trials while drafts do not pay
 
 
 @dataclass(slots=True)
 class _Rate:
-    """Trials and successes, fading."""
+    """Exponentially decaying counts of trials and accepted tokens."""
 
     held: float = 0.0
     tried: float = 0.0
 
-    def record(self, held: bool, memory: float) -> None:
-        self.held = self.held * memory + held
-        self.tried = self.tried * memory + 1.0
+    def record(self, held: bool, decay: float) -> None:
+        self.held = self.held * decay + held
+        self.tried = self.tried * decay + 1.0
 
     def estimate(self, prior: float, weight: float = _PRIOR_TRIALS) -> float:
         return (self.held + weight * prior) / (self.tried + weight)
@@ -45,70 +46,74 @@ class _Rate:
 class _RequestRates:
     by_confidence: list[_Rate] = field(default_factory=lambda: [_Rate() for _ in range(_BUCKETS)])
     overall: _Rate = field(default_factory=_Rate)
-    lasting: _Rate = field(default_factory=_Rate)  # as overall, remembered longer
+    long_term: _Rate = field(default_factory=_Rate)  # as overall, with slower decay
 
 
 class Acceptance:
-    """The chance that a drafted token holds, given that those before it did."""
+    """The probability that a drafted token is accepted, given that those before it were."""
 
     def __init__(self) -> None:
-        self._everyone = _RequestRates()
+        self._all_requests = _RequestRates()
         self._requests: WeakKeyDictionary[Request, _RequestRates] = WeakKeyDictionary()
 
     def record(self, request: Request, trials: Sequence[tuple[float, bool]]) -> None:
-        """`trials`: the confidence of each token that was put to the test, and whether it held."""
+        """`trials`: the confidence of each token that was verified, and whether it was accepted."""
         own = self._requests.setdefault(request, _RequestRates())
         for confidence, held in trials:
             bucket = _bucket(confidence)
-            for rates, memory in ((self._everyone, _GLOBAL_MEMORY), (own, _REQUEST_MEMORY)):
-                rates.by_confidence[bucket].record(held, memory)
-                rates.overall.record(held, memory)
-                rates.lasting.record(held, _LASTING_MEMORY)
+            for rates, decay in ((self._all_requests, _GLOBAL_DECAY), (own, _REQUEST_DECAY)):
+                rates.by_confidence[bucket].record(held, decay)
+                rates.overall.record(held, decay)
+                rates.long_term.record(held, _LONG_TERM_DECAY)
 
     def chance(self, request: Request, confidence: float) -> float:
         bucket = _bucket(confidence)
-        general = self._everyone.by_confidence[bucket].estimate(confidence)
+        general = self._all_requests.by_confidence[bucket].estimate(confidence)
         own = self._requests.get(request)
         return general if own is None else own.by_confidence[bucket].estimate(general)
 
     def overall(self, request: Request) -> float:
-        """Before anything is drafted."""
-        general = self._everyone.overall.estimate(0.6)
+        """Whatever the confidence: for decisions before anything is drafted."""
+        general = self._all_requests.overall.estimate(0.6)
         own = self._requests.get(request)
         return general if own is None else own.overall.estimate(general)
 
-    def lasting(self, request: Request) -> float:
-        """As `overall`, where a few failures in a row must not decide: what is found wanting is not tried for long."""
-        general = self._everyone.lasting.estimate(0.6)
+    def long_term(self, request: Request) -> float:
+        """As `overall`, but slower to change: after a decision against drafts the next trial is far away, so a few
+        rejections in a row must not decide."""
+        general = self._all_requests.long_term.estimate(0.6)
         own = self._requests.get(request)
-        return general if own is None else own.lasting.estimate(general, _LASTING_TRIALS)
+        return general if own is None else own.long_term.estimate(general, _LONG_TERM_PRIOR_TRIALS)
 
 
 class DraftLengths:
     def __init__(self) -> None:
         self.costs = StepCosts()
         self.acceptance = Acceptance()
-        self._gap = _FIRST_GAP
+        self._gap = _MIN_GAP
         self._since_trial = 0
         self._trying = False
-        self._pays = True
+        self._paid = True
 
     @property
-    def rests(self) -> bool:
-        """Whether `pay` has said no and will probably say so the next time too. Where it does not, that step has no
-        drafts yet, as their maker has not seen the one before."""
-        return not self._pays and self._since_trial + 1 < self._gap
+    def is_paused(self) -> bool:
+        """Whether `pays` was false and will probably be false for the next step too. If it is true after all, that step
+        still has no drafts, because the drafter has not seen the hidden states of the step before."""
+        return not self._paid and self._since_trial + 1 < self._gap
 
-    def limits(self, requests: Sequence[Request], most: Sequence[int], num_tokens: int, seconds: float) -> list[int]:
-        """Before drafting costs anything: how many tokens of each request to draft. `seconds`: of a drafted token, for
-        all requests together. `num_tokens`: of the step without drafts."""
+    def limits(
+        self, requests: Sequence[Request], max_lengths: Sequence[int], num_tokens: int, seconds: float
+    ) -> list[int]:
+        """How many tokens to draft for each request, where drafting itself takes time. `seconds`: to draft one token of
+        every request. `num_tokens`: of the step without drafts."""
         chances = [self.acceptance.overall(request) for request in requests]
-        plans = [[chance ** (depth + 1) for depth in range(limit)] for chance, limit in zip(chances, most, strict=True)]
-        return self._take(plans, num_tokens, seconds)
+        pairs = zip(chances, max_lengths, strict=True)
+        plans = [[chance ** (depth + 1) for depth in range(length)] for chance, length in pairs]
+        return self._best_lengths(plans, num_tokens, seconds)
 
     def choose(self, requests: Sequence[Request], drafts: Sequence[Draft], num_tokens: int) -> list[int]:
-        """How many tokens of each draft to compute, in a step of `num_tokens` without them."""
-        if self._trying:  # `limits` has allowed a trial: it is made
+        """How many tokens of each draft to verify, in a step of `num_tokens` without them."""
+        if self._trying:  # `limits` decided on a trial
             return [len(draft.token_ids) for draft in drafts]
         plans = []
         for request, draft in zip(requests, drafts, strict=True):
@@ -118,44 +123,45 @@ class DraftLengths:
                 before = 1.0 if parent < 0 else plan[parent]
                 plan.append(before * self.acceptance.chance(request, confidence))
             plans.append(plan)
-        return self._take(plans, num_tokens, 0.0)
+        return self._best_lengths(plans, num_tokens, 0.0)
 
-    def pay(self, requests: Sequence[Request], depth: int, num_tokens: int) -> bool:
-        """Whether drafts of `depth` tokens for each request, whole or not at all, are expected to gain time in a step
-        of `num_tokens` without them. By acceptance so far alone: the answer must not change with every token."""
+    def pays(self, requests: Sequence[Request], depth: int, num_tokens: int) -> bool:
+        """Whether drafts of exactly `depth` tokens for each request are expected to save time in a step of `num_tokens`
+        without them. Decided by past acceptance alone: the answer must not change with every token."""
         total = num_tokens + depth * len(requests)
         if not requests:
             return False
         if not self.costs.is_settled(total):
-            self._pays = True
+            self._paid = True
             return True
-        if not self.costs.is_settled(num_tokens):  # a run without drafts, to compare with
-            self._pays = False
+        if not self.costs.is_settled(num_tokens):  # measure steps without drafts, for comparison
+            self._paid = False
             return False
         expected = float(num_tokens)
         for request in requests:
-            chance = self.acceptance.lasting(request)
-            expected += sum(chance ** (place + 1) for place in range(depth))
+            chance = self.acceptance.long_term(request)
+            expected += sum(chance ** (position + 1) for position in range(depth))
         gain = expected / num_tokens * self.costs.seconds(num_tokens) / self.costs.seconds(total)
-        self._pays = gain > _WORTH
-        if self._pays:
-            self._gap = _FIRST_GAP
-        elif self._may_try():
-            # One such step interrupts what was queued ahead, so it is rare from the first time on.
-            self._gap = min(2 * self._gap, _LONGEST_GAP)
+        self._paid = gain > _MIN_GAIN
+        if self._paid:
+            self._gap = _MIN_GAP
+        elif self._trial_is_due():
+            # Such a step interrupts the steps queued ahead, so the gap grows from the first trial on.
+            self._gap = min(2 * self._gap, _MAX_GAP)
             self._trying = False
             return True
-        return self._pays
+        return self._paid
 
     def learn(self, requests: Sequence[Request], drafts: Sequence[Draft], accepted: Sequence[Sequence[int]]) -> None:
         for request, draft, tokens in zip(requests, drafts, accepted, strict=True):
             self.acceptance.record(request, _trials(draft, tokens))
         if self._trying:
-            self._gap = _FIRST_GAP if any(accepted) else min(2 * self._gap, _LONGEST_GAP)
+            self._gap = _MIN_GAP if any(accepted) else min(2 * self._gap, _MAX_GAP)
             self._trying = False
 
-    def _take(self, plans: list[list[float]], num_tokens: int, draft_seconds: float) -> list[int]:
-        """`plans[i][j]`: the chance that token j of draft i and all before it hold. Never rises with j."""
+    def _best_lengths(self, plans: list[list[float]], num_tokens: int, draft_seconds: float) -> list[int]:
+        """How many tokens of each draft to use. `plans[i][j]`: the probability that token j of draft i and all before
+        it are accepted; never rises with j."""
         order = sorted(
             ((chance, -depth, row) for row, plan in enumerate(plans) for depth, chance in enumerate(plan)), reverse=True
         )
@@ -163,7 +169,7 @@ class DraftLengths:
         if not order:
             return lengths
         expected = float(num_tokens)
-        best, best_count = _WORTH * expected / self.costs.seconds(num_tokens), 0
+        best, best_count = _MIN_GAIN * expected / self.costs.seconds(num_tokens), 0
         rounds = 0
         for count, (chance, depth, _) in enumerate(order, start=1):
             expected += chance
@@ -171,13 +177,13 @@ class DraftLengths:
             rate = expected / (self.costs.seconds(num_tokens + count) + rounds * draft_seconds)
             if rate > best:
                 best, best_count = rate, count
-        if best_count == 0 and self._may_try():
+        if best_count == 0 and self._trial_is_due():
             best_count = 1
         for _, _, row in order[:best_count]:
             lengths[row] += 1
         return lengths
 
-    def _may_try(self) -> bool:
+    def _trial_is_due(self) -> bool:
         self._since_trial += 1
         if self._since_trial < self._gap:
             return False
@@ -187,13 +193,14 @@ class DraftLengths:
 
 
 def _trials(draft: Draft, accepted: Sequence[int]) -> list[tuple[float, bool]]:
-    """Tested were the tokens that follow an accepted one (or the last known one): after each, one held or none."""
+    """Confidence and acceptance of the tokens that were verified: those whose parent is accepted or the last known
+    token."""
     trials, node = [], -1
     for token_id in (*accepted, None):
         following = None if token_id is None else draft.child(node, token_id)
-        for place, confidence in enumerate(draft.confidences):
-            if draft.parent(place) == node:
-                trials.append((confidence, place == following))
+        for child, confidence in enumerate(draft.confidences):
+            if draft.parent(child) == node:
+                trials.append((confidence, child == following))
         if following is None:
             break
         node = following

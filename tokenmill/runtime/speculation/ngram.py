@@ -1,6 +1,6 @@
-"""Prompt lookup: the last few tokens appeared before in this very request; what followed them then may follow now.
+"""Prompt lookup: where the last few tokens occurred earlier in the request, what followed them then is drafted.
 
-Owns, for each request, a table from every n-gram to the place after its latest occurrence, extended as tokens come.
+Owns, for each request, a table from every n-gram to the position after its latest occurrence, extended as tokens come.
 Knows nothing of models. Memory: about four table entries per token of a running request.
 """
 
@@ -14,21 +14,21 @@ from tokenmill.runtime.speculation.base import Drafter, Target, refuse_argument
 from tokenmill.types import Request, ScheduledTokens
 
 _LENGTHS = (5, 4, 3, 2)  # of n-grams, tried from long to short
-_DOUBT = 0.7  # each further token that agrees leaves this share of the doubt
+_DOUBT = 0.7  # factor on 1 - confidence for each further matching token
 
 
 def match_confidence(length: int) -> float:
-    """How sure a continuation is after a match of so many tokens: rises with the length, whatever the text."""
+    """The confidence in what follows a match of `length` tokens."""
     return float(1.0 - _DOUBT**length)
 
 
-def continuation(token_ids: Sequence[int], place: int, limit: int) -> list[int]:
-    """`limit` tokens from `place` on. Where the text ends it goes on with itself: a loop is followed round."""
-    found = list(token_ids[place : place + limit])
-    period = len(token_ids) - place
-    while len(found) < limit:
-        found.append(found[len(found) - period])
-    return found
+def continuation(token_ids: Sequence[int], start: int, limit: int) -> list[int]:
+    """`limit` tokens from `start` on; past the end of the text, the part from `start` on repeats."""
+    tokens = list(token_ids[start : start + limit])
+    period = len(token_ids) - start
+    while len(tokens) < limit:
+        tokens.append(tokens[len(tokens) - period])
+    return tokens
 
 
 class NgramDrafter(Drafter):
@@ -50,30 +50,30 @@ class NgramDrafter(Drafter):
         table = self._tables.get(request)
         if table is None:
             table = self._tables[request] = _Table()
-        place, length = table.find(request.token_ids)
+        start, length = table.find(request.token_ids)
         if not length or not limit:
             return Draft()
         confidences = [match_confidence(length + depth) for depth in range(limit)]
-        return Draft(continuation(request.token_ids, place, limit), confidences)
+        return Draft(continuation(request.token_ids, start, limit), confidences)
 
 
 class _Table:
     """n-gram -> where its latest occurrence ends, over all but the last token of one request."""
 
     def __init__(self) -> None:
-        self._places: list[dict[tuple[int, ...], int]] = [{} for _ in _LENGTHS]
-        self._end = 1  # n-grams that end here or later are not in the tables yet
+        self._ends: list[dict[tuple[int, ...], int]] = [{} for _ in _LENGTHS]
+        self._indexed = 1  # n-grams that end at this position or later are not in the tables yet
 
     def find(self, token_ids: list[int]) -> tuple[int, int]:
-        """(the place after the latest earlier occurrence of the longest known ending, its length); length 0: none."""
+        """(position after the latest earlier occurrence of the longest known suffix, its length); length 0: none."""
         total = len(token_ids)
-        for end in range(self._end, total):
-            for length, places in zip(_LENGTHS, self._places, strict=True):
+        for end in range(self._indexed, total):
+            for length, ends in zip(_LENGTHS, self._ends, strict=True):
                 if end >= length:
-                    places[tuple(token_ids[end - length : end])] = end
-        self._end = max(self._end, total)
-        for length, places in zip(_LENGTHS, self._places, strict=True):
-            place = places.get(tuple(token_ids[total - length :])) if total > length else None
-            if place is not None:
-                return place, length
+                    ends[tuple(token_ids[end - length : end])] = end
+        self._indexed = max(self._indexed, total)
+        for length, ends in zip(_LENGTHS, self._ends, strict=True):
+            found = ends.get(tuple(token_ids[total - length :])) if total > length else None
+            if found is not None:
+                return found, length
         return 0, 0

@@ -1,9 +1,9 @@
 """What a draft model's pages hold, page by page, so that it computes only what is missing.
 
-A draft model keeps its keys and values in pages of its own with the numbers of the target's page tables. Those tables
-change without its knowledge: pages are shared, evicted, given to others, and drafted tokens are refused. Each page
-therefore remembers which tokens were written to it, after which prefix; what does not agree is computed again. Nothing
-has to be told about requests, and nothing wrong is ever attended to.
+A draft model keeps its keys and values in pages of its own, numbered by the target's page tables. Those tables change
+without its knowledge: pages are shared, evicted and reused, and drafted tokens are rejected. Each page therefore
+records which tokens were written to it after which prefix; what does not match is computed again. So no notice of
+finished or preempted requests is needed, and stale keys are never attended to.
 """
 
 from __future__ import annotations

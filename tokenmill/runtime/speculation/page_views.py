@@ -1,7 +1,7 @@
 """The target's KV pages as a draft head sees them: some layers, up to the last token whose hidden state is known.
 
-Nothing is written; whatever store holds the pages is read by its own attention backend. Queries are rotated to the
-position of that last token, whatever their depth. Used by heads.py; captured_heads.py has the GPU's twin.
+Read-only; the pages are read by the attention backend of their store. Queries get the rotary position of that last
+token, whatever their depth. Used by heads.py; captured_views.py is the GPU form.
 """
 
 from __future__ import annotations
@@ -29,41 +29,44 @@ from tokenmill.types import Batch, ScheduledTokens
 class PageViews:
     def __init__(self, model: LoadedModel, store: KVStore, layers: Sequence[int]) -> None:
         self.store = store
-        self.specs, self.rotary = seen_layers(model.decoder, layers)
-        self.places = [store.layout.place(layer) for layer in layers]
-        self.kernels = model.kernels  # forced backend of the op table, or empty
+        self.specs, self.rotary = attention_specs(model.decoder, layers)
+        self.group_slots = [store.layout.place(layer) for layer in layers]
+        self.kernels = model.kernels  # a forced backend of the op table, or empty
 
     def batch(self, rows: Sequence[ScheduledTokens]) -> Batch:
-        """The rows as they were one token ago: the last whose state is known, and the keys up to it."""
+        """The rows as of one token ago: the last token whose state is known, and the keys up to it."""
         before = [replace(row, start=row.request.num_tokens - 2, count=1) for row in rows]
         return build_batch(StepInput(before), self.store.layout.page_size, self.store.device)
 
-    def look(self, batch: Batch) -> Attend:
-        """For one query of each row of `batch`."""
+    def attend_fn(self, batch: Batch) -> Attend:
+        """Attention for one query of each row of `batch`."""
         backend = choose_attention(self.store, self.kernels)
 
         def attend(queries: Tensor) -> Tensor:
             spec, table = self.specs[0], self.rotary
             rotated = rope(queries, batch.positions, table.cos, table.sin, spec.head_dim, table.interleaved)
-            found = []
-            for own, spec, (group, slot) in zip(
-                rotated.chunk(len(self.specs), 1), self.specs, self.places, strict=True
+            attended = []
+            for part, spec, (group, slot) in zip(
+                rotated.chunk(len(self.specs), 1), self.specs, self.group_slots, strict=True
             ):
-                found.append(backend.attend(own.contiguous(), slot, batch.block_tables[group], batch, spec))
-            return torch.cat(found, 1)
+                attended.append(backend.attend(part.contiguous(), slot, batch.block_tables[group], batch, spec))
+            return torch.cat(attended, 1)
 
         return attend
 
 
-def seen_layers(decoder: Decoder, layers: Sequence[int]) -> tuple[list[AttentionSpec], RotaryTable]:
-    """How the layers are looked at, and the rotation that their keys have: no windows, no caps."""
+def attention_specs(decoder: Decoder, layers: Sequence[int]) -> tuple[list[AttentionSpec], RotaryTable]:
+    """The attention of a head over these layers (no windows, no caps), and the rotary table of their keys."""
     attentions = [decoder.blocks[layer].attention for layer in layers]
-    return [replace(each.spec, window=0, softcap=0.0) for each in attentions], attentions[0].rotary
+    return [replace(attention.spec, window=0, softcap=0.0) for attention in attentions], attentions[0].rotary
 
 
 def choose_layers(decoder: Decoder, count: int) -> tuple[int, ...]:
-    """`count` of the layers that keep all keys, evenly spread, the last among them."""
+    """`count` of the layers with full attention, evenly spaced, including the last of them."""
     full = [layer for layer, kind in enumerate(decoder.description.layer_kinds) if kind == "full"]
     if count > len(full):
-        raise UserError(f"{count} layers are to be looked at, {len(full)} keep all keys", f"give 0 to {len(full)}")
+        raise UserError(
+            f"the draft head cannot read {count} layers: the target has {len(full)} with full attention",
+            f"give 0 to {len(full)}",
+        )
     return tuple(full[(number + 1) * len(full) // count - 1] for number in range(count))

@@ -1,9 +1,9 @@
 """The target as its own drafter: its first layers with an early exit, or all of them with fewer bits.
 
 `self:layers=N` runs the first N blocks, then the final norm and the head. Their keys and values are exactly those that
-the target computes for the same tokens, so it reads and writes the target's own pages: no memory, no catching up.
-`self:TYPE` holds a second copy of the matrices rounded to a smaller type (on a CPU a ggml block type such as q2_k, on a
-GPU int4 or fp8) and is otherwise a draft model like any other.
+the target computes for the same tokens, so it reads and writes the target's own pages: no extra memory, no prefill.
+`self:TYPE` keeps a second copy of the matrices quantized to a smaller type (on a CPU a ggml block type such as q2_k, on
+a GPU int4 or fp8) and is otherwise a draft model like any other.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tokenmill.types import ScheduledTokens
 
 _CPU_TYPES = ("Q2_K", "Q3_K", "Q4_0", "Q4_K", "Q5_0", "Q5_K")
 _GPU_TYPES = ("int4", "fp8")
-_KEPT = ("model.embed_tokens", "lm_head")  # rounding these costs acceptance more than it saves
+_UNQUANTIZED = ("model.embed_tokens", "lm_head")  # quantizing these costs more acceptance than it saves time
 
 
 class SelfDraft:
@@ -47,7 +47,7 @@ class SelfDraft:
             return EarlyExit.build(value, target)
         if argument:
             return _fewer_bits(argument, target)
-        raise UserError("--speculate self says not how", "write --speculate self:layers=N or self:q2_k")
+        raise UserError("--speculate self needs an argument", "write --speculate self:layers=N or self:q2_k")
 
 
 class EarlyExit(Drafter):
@@ -64,9 +64,9 @@ class EarlyExit(Drafter):
 
     @classmethod
     def build(cls, argument: str, target: Target) -> EarlyExit:
-        most = len(target.model.decoder.blocks) - 1
-        if not argument.isdigit() or not 1 <= int(argument) <= most:
-            raise UserError(f"self:layers={argument} is not a number of layers", f"give 1 to {most}")
+        max_layers = len(target.model.decoder.blocks) - 1
+        if not argument.isdigit() or not 1 <= int(argument) <= max_layers:
+            raise UserError(f"self:layers={argument} is not a number of layers", f"give 1 to {max_layers}")
         if target.store.is_coded:
             raise UserError(
                 f"self:layers shares the target's KV pages, and {target.store.name} pages cannot be written twice",
@@ -80,7 +80,7 @@ class EarlyExit(Drafter):
 
 
 def _small_steps(config: ResolvedConfig) -> ResolvedConfig:
-    """A draft's step has one token of each sequence: its buffers need no room for prompts."""
+    """A drafting step has one token of each sequence: its buffers need no room for prompts."""
     return replace(config, batch_tokens=min(config.batch_tokens, max(config.concurrency, 1)))
 
 
@@ -88,17 +88,18 @@ def _fewer_bits(name: str, target: Target) -> DraftModel:
     device, config, checkpoint = target.model.device, target.config, target.model.checkpoint
     if device.type == "cuda":
         if name not in _GPU_TYPES:
-            raise UserError(f"self:{name} is not a type for a GPU", f"use self:{' or self:'.join(_GPU_TYPES)}")
+            raise UserError(f"self:{name} is not a weight type for GPUs", f"use self:{' or self:'.join(_GPU_TYPES)}")
         return DraftModel(load_model(checkpoint, device, config.context, config.kernels, name), target)
     if name.upper() not in _CPU_TYPES or cpu.unavailable(device):
-        known = ", ".join(each.lower() for each in _CPU_TYPES)
-        raise UserError(f"self:{name} is not a type that weights can be rounded to here", f"use one of {known}")
-    reader = _RoundingReader(checkpoint, name.upper())
+        known = ", ".join(name.lower() for name in _CPU_TYPES)
+        raise UserError(f"self:{name} is not a weight type that this machine can quantize to", f"use one of {known}")
+    reader = _QuantizingReader(checkpoint, name.upper())
     return DraftModel(load_model(checkpoint, device, config.context, config.kernels, reader=reader), target)
 
 
-class _RoundingReader(WeightReader):
-    """Reads every matrix of the blocks rounded to a ggml type; those that it does not divide stay as they are."""
+class _QuantizingReader(WeightReader):
+    """Quantizes every matrix of the blocks to a ggml type; those whose rows are no multiple of its block size stay as
+    they are."""
 
     def __init__(self, checkpoint: Checkpoint, type_name: str) -> None:
         super().__init__(checkpoint)
@@ -106,7 +107,7 @@ class _RoundingReader(WeightReader):
 
     def linear(self, prefix: str, out_features: int, in_features: int, bias: bool = False) -> LinearWeight:
         weight = super().linear(prefix, out_features, in_features, bias)
-        if prefix in _KEPT or in_features % self._type.block_size:
+        if prefix in _UNQUANTIZED or in_features % self._type.block_size:
             return weight
         blocks = torch.empty(out_features, self._type.row_bytes(in_features), dtype=torch.uint8)
         rows = weight.dequantize(0, out_features).float().contiguous()

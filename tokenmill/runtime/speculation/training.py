@@ -1,8 +1,8 @@
 """Training a draft head: the target's hidden states and outputs in, a small network out.
 
-The head learns, by plain AdamW, to guess what the target will choose: half from the tokens themselves, half from the
-probabilities that the target gave to all tokens. Nothing of the target is trained. Knows no files but the head's own
-and no command line; engine/draft_training.py calls it.
+AdamW trains the head to predict the target's next tokens: half of the loss is on the tokens themselves, half on the
+probabilities that the target gives to the vocabulary. The target is not trained. Knows no files but the head's own and
+no command line; called by engine/draft_training.py.
 """
 
 from __future__ import annotations
@@ -24,26 +24,25 @@ from tokenmill.kernels.ref import rms_norm
 from tokenmill.model.loader import LoadedModel
 from tokenmill.runtime.speculation.head_modules import EagleHead, MedusaHeads, build_head
 from tokenmill.runtime.speculation.heads import CONFIG_FILE, FORMAT, WEIGHTS_FILE, target_fingerprint
-from tokenmill.runtime.speculation.page_views import choose_layers, seen_layers
-from tokenmill.runtime.speculation.training_states import HiddenStates, Piece, deal
+from tokenmill.runtime.speculation.page_views import attention_specs, choose_layers
+from tokenmill.runtime.speculation.training_states import HiddenStates, SequenceBatch, shuffled_batches
 
-_FEATURE_WEIGHT = 0.1  # of the distance between guessed and true hidden states, beside the tokens' cross entropy
-_FADING = 0.8  # what a guess one place further counts for: it is tried less often
-_SOFT = 0.5  # share of the target's probabilities in what is learned; the rest are the tokens themselves
-_NOISE = 0.1  # added to the states that are learned from, of their size: the text will be another one
-# Over what there is to learn from: after more, a head knows these answers by heart and others no better.
-_MAX_PASSES = 3
-_WARM_UP = 0.05  # share of the steps over which the learning rate rises
+_FEATURE_WEIGHT = 0.1  # of the distance between predicted and true hidden states, next to the cross entropy
+_DEPTH_DECAY = 0.8  # of the loss per further depth: deeper tokens are verified less often
+_SOFT_SHARE = 0.5  # of the target's probabilities in the training distribution; the rest are the tokens themselves
+_NOISE = 0.1  # standard deviation of noise on the input states, relative to their RMS: against overfitting
+_MAX_EPOCHS = 3  # more only overfit
+_WARM_UP = 0.05  # share of the steps over which the learning rate rises to its peak
 _HELD_OUT = 0.05  # share of the sequences that acceptance is measured on
-_MEASURED = 8192  # held-out positions at most
+_MAX_MEASURED = 8192  # held-out positions
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingPlan:
     kind: str = "eagle"
-    depth: int = 4  # tokens guessed ahead
+    depth: int = 4  # tokens predicted ahead
     width: int = 0  # of the eagle head's inner layer; 0: twice the hidden size
-    layers: int = 3  # of the target, whose keys and values an eagle head looks at
+    layers: int = 3  # of the target, whose keys and values an eagle head attends to
     steps: int = 600
     batch: int = 2048  # positions in a step
     learning_rate: float = 1e-3
@@ -51,35 +50,35 @@ class TrainingPlan:
 
 
 def planned_layers(model: LoadedModel, plan: TrainingPlan) -> tuple[int, ...]:
-    """The layers whose keys and values must be at hand."""
+    """The layers whose keys and values are needed for training."""
     return choose_layers(model.decoder, plan.layers) if plan.kind == "eagle" and plan.layers else ()
 
 
 def train(
     model: LoadedModel, states: HiddenStates, plan: TrainingPlan, on_step: Callable[[int, Tensor], None]
 ) -> tuple[MedusaHeads | EagleHead, list[float]]:
-    """The head, and how often its guess at each depth is the target's token where those before it were, held out. Fewer
-    steps than planned where there is too little to learn from.
+    """The head, and its acceptance rate at each depth, given that the tokens before were right, on held-out sequences.
+    Runs fewer steps than planned if there is too little data.
 
-    `on_step`: the number of the step and its loss, still on the device: reading it waits for the step."""
+    `on_step`: gets the number of the step and its loss, still on the device: reading it waits for the step."""
     torch.manual_seed(plan.seed)
     d, device = model.decoder.description, model.device
     layers = planned_layers(model, plan)
     width = plan.width or 2 * d.hidden_size
     head = build_head(plan.kind, d.hidden_size, plan.depth, width, layers, d.num_heads * d.head_dim).to(device)
-    lesson = _Lesson(model, head)
+    objective = _Objective(model, head)
     counts = states.learnable(plan.depth + 1)
     usable = counts.nonzero().flatten()
     cut = max(1, int(len(usable) * (1.0 - _HELD_OUT)))
     total = int(counts[usable[:cut]].sum())
-    steps = min(plan.steps, math.ceil(_MAX_PASSES * total / plan.batch))
+    steps = min(plan.steps, math.ceil(_MAX_EPOCHS * total / plan.batch))
     optimizer = torch.optim.AdamW(
         head.parameters(), lr=plan.learning_rate, betas=(0.9, 0.95), weight_decay=0.01, fused=device.type == "cuda"
     )
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, steps))
-    pieces = deal(counts, usable[:cut], plan.batch, torch.Generator().manual_seed(plan.seed))
-    for step, chosen in enumerate(islice(pieces, steps)):
-        loss = lesson.loss(Piece(states, chosen, plan.depth + 1, device))
+    batches = shuffled_batches(counts, usable[:cut], plan.batch, torch.Generator().manual_seed(plan.seed))
+    for step, chosen in enumerate(islice(batches, steps)):
+        loss = objective.loss(SequenceBatch(states, chosen, plan.depth + 1, device))
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
@@ -87,7 +86,7 @@ def train(
         schedule.step()
         on_step(step + 1, loss.detach())
     held_out = usable[cut:] if cut < len(usable) else usable
-    return head, lesson.acceptance(states, held_out, device)
+    return head, objective.acceptance(states, held_out, device)
 
 
 def save_head(
@@ -97,37 +96,42 @@ def save_head(
     width = plan.width or 2 * model.decoder.description.hidden_size
     config = {"format": FORMAT, "kind": plan.kind, "depth": plan.depth, "width": width, "layers": list(head.layers)}
     config |= {"target": target_fingerprint(model), "acceptance": acceptance, "training": asdict(plan)}
-    weights = {name: each.detach().to("cpu", torch.bfloat16).contiguous() for name, each in head.state_dict().items()}
+    weights = {
+        name: tensor.detach().to("cpu", torch.bfloat16).contiguous() for name, tensor in head.state_dict().items()
+    }
     save_file(weights, out / WEIGHTS_FILE)
     (out / CONFIG_FILE).write_text(json.dumps(config, indent=1) + "\n")
 
 
-class _Lesson:
-    """A head, and the target's embedding, norm and output matrix as plain floats, for gradients to pass through."""
+class _Objective:
+    """The loss of a head; holds the target's embedding, norm and output matrix as floats, for gradients to pass
+    through."""
 
     def __init__(self, model: LoadedModel, head: MedusaHeads | EagleHead) -> None:
         self.head = head
         decoder, d = model.decoder, model.decoder.description
-        self._specs, self._rotary = seen_layers(decoder, head.layers or (0,))
+        self._specs, self._rotary = attention_specs(decoder, head.layers or (0,))
         self._table = (
             decoder.embedding.dequantize(0, d.vocab_size).to(model.device) if model.table is None else model.table
         )
         self._scale = d.embedding_scale
         tied = decoder.head is decoder.embedding
-        self._words = self._table if tied else decoder.head.dequantize(0, d.vocab_size).to(model.device)
+        self._output_matrix = self._table if tied else decoder.head.dequantize(0, d.vocab_size).to(model.device)
         self._norm, self._eps = decoder.norm, d.norm_eps
-        self._mixes = torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda")
+        self._autocast = torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda")
 
-    def loss(self, piece: Piece) -> Tensor:
-        hidden = piece.hidden()
+    def loss(self, batch: SequenceBatch) -> Tensor:
+        hidden = batch.hidden()
         hidden = hidden + _NOISE * hidden.pow(2).mean(-1, keepdim=True).sqrt() * torch.randn_like(hidden)
         total = torch.zeros((), device=hidden.device)
-        for depth, guess in enumerate(self._guesses(piece, hidden)):
-            truth = piece.hidden(depth + 1)
-            target = _SOFT * self._logits(truth).softmax(-1)
-            target.scatter_add_(1, piece.tokens(depth + 2)[:, None], target.new_full((len(target), 1), 1.0 - _SOFT))
+        for depth, guess in enumerate(self._guesses(batch, hidden)):
+            truth = batch.hidden(depth + 1)
+            target = _SOFT_SHARE * self._logits(truth).softmax(-1)
+            target.scatter_add_(
+                1, batch.tokens(depth + 2)[:, None], target.new_full((len(target), 1), 1.0 - _SOFT_SHARE)
+            )
             normed = rms_norm(guess.float(), self._norm, self._eps)
-            total = total + _CrossEntropy.apply(normed, self._words, target) * _FADING**depth
+            total = total + _CrossEntropy.apply(normed, self._output_matrix, target) * _DEPTH_DECAY**depth
             if isinstance(self.head, EagleHead):
                 scale = truth.pow(2).mean(-1, keepdim=True).sqrt()
                 total = total + _FEATURE_WEIGHT * smooth_l1_loss(guess.float() / scale, truth / scale)
@@ -139,61 +143,62 @@ class _Lesson:
         depth = self.head.depth
         right, tried = [0] * depth, [0] * depth
         counts = states.learnable(depth + 1)
-        enough = held_out[: int((counts[held_out].cumsum(0) < _MEASURED).sum()) + 1]
+        enough = held_out[: int((counts[held_out].cumsum(0) < _MAX_MEASURED).sum()) + 1]
         for chosen in enough.split(4):
-            piece = Piece(states, chosen, depth + 1, device)
-            alive = torch.ones(len(piece.positions), dtype=torch.bool, device=device)
-            for place, guess in enumerate(self._guesses(piece, piece.hidden())):
-                same = self._logits(guess.float()).argmax(-1) == piece.tokens(place + 2)
-                tried[place] += int(alive.sum())
+            batch = SequenceBatch(states, chosen, depth + 1, device)
+            alive = torch.ones(len(batch.positions), dtype=torch.bool, device=device)
+            for offset, guess in enumerate(self._guesses(batch, batch.hidden())):
+                same = self._logits(guess.float()).argmax(-1) == batch.tokens(offset + 2)
+                tried[offset] += int(alive.sum())
                 alive &= same
-                right[place] += int(alive.sum())
+                right[offset] += int(alive.sum())
         return [hits / max(1, count) for hits, count in zip(right, tried, strict=True)]
 
-    def _guesses(self, piece: Piece, hidden: Tensor) -> Iterator[Tensor]:
-        """The guessed hidden state at each depth, given the true tokens before it: [P, hidden] each."""
+    def _guesses(self, batch: SequenceBatch, hidden: Tensor) -> Iterator[Tensor]:
+        """The predicted hidden states [P, hidden] at each depth, given the true tokens before it."""
         head: Any = self.head
         if isinstance(head, MedusaHeads):
-            with self._mixes:
+            with self._autocast:
                 guesses = head(hidden)
             yield from guesses.unbind(1)
             return
         for depth in range(head.depth):
-            embedded = self._table[piece.tokens(depth + 1)].float() * self._scale
-            with self._mixes:
+            embedded = self._table[batch.tokens(depth + 1)].float() * self._scale
+            with self._autocast:
                 hidden = head(
-                    hidden, embedded, lambda queries: piece.look(queries, head.layers, self._specs, self._rotary)
+                    hidden, embedded, lambda queries: batch.attend(queries, head.layers, self._specs, self._rotary)
                 )
             yield hidden
 
     @torch.no_grad()
     def _logits(self, hidden: Tensor) -> Tensor:
         normed = rms_norm(hidden, self._norm, self._eps)
-        return (normed.to(self._words.dtype) @ self._words.T).float()
+        return (normed.to(self._output_matrix.dtype) @ self._output_matrix.T).float()
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Mean cross entropy of states' logits with target distributions. Logits are not kept: the gradient is made with
-    the loss."""
+    """Mean cross entropy of the logits with target distributions. The gradient is computed with the loss, so that
+    logits need not be kept."""
 
     @staticmethod
-    def forward(ctx: Any, normed: Tensor, words: Tensor, target: Tensor) -> Tensor:
-        """normed [P, hidden] float32; words [vocab, hidden]; target [P, vocab] float32, which is overwritten."""
-        logits = (normed.to(words.dtype) @ words.T).float()
-        whole = logits.logsumexp(-1, keepdim=True)
-        loss = (whole[:, 0] - (logits * target).sum(-1)).mean()
-        change = torch.sub(logits.sub_(whole).exp_(), target, out=target)
-        ctx.save_for_backward((change.to(words.dtype) @ words).float() / len(normed))
+    def forward(ctx: Any, normed: Tensor, output_matrix: Tensor, target: Tensor) -> Tensor:
+        """normed [P, hidden] float32; output_matrix [vocab, hidden]; target [P, vocab] float32, which is
+        overwritten."""
+        logits = (normed.to(output_matrix.dtype) @ output_matrix.T).float()
+        normalizer = logits.logsumexp(-1, keepdim=True)
+        loss = (normalizer[:, 0] - (logits * target).sum(-1)).mean()
+        difference = torch.sub(logits.sub_(normalizer).exp_(), target, out=target)
+        ctx.save_for_backward((difference.to(output_matrix.dtype) @ output_matrix).float() / len(normed))
         return loss
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None]:
-        (by_state,) = ctx.saved_tensors
-        return by_state * gradients[0], None, None
+        (gradient,) = ctx.saved_tensors
+        return gradient * gradients[0], None, None
 
 
 def _rate(step: int, steps: int) -> float:
-    rising = max(1, int(steps * _WARM_UP))
-    if step < rising:
-        return (step + 1) / rising
-    return 0.5 * (1.0 + math.cos(math.pi * (step - rising) / max(1, steps - rising)))
+    warm_up = max(1, int(steps * _WARM_UP))
+    if step < warm_up:
+        return (step + 1) / warm_up
+    return 0.5 * (1.0 + math.cos(math.pi * (step - warm_up) / max(1, steps - warm_up)))

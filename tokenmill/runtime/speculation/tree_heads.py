@@ -1,7 +1,7 @@
-"""A trained head that drafts trees: where the first guess is doubtful, the second and third are checked beside it.
+"""A trained head that drafts trees: the second and third most likely tokens are verified together with the first.
 
-`--speculate tree:DIR`. Guesses level by level with a beam, then keeps the tokens with the best chances of being right;
-their number is the row's number of draft slots. Everything else is as in heads.py; verify.py follows the branches.
+`--speculate tree:DIR`. Grows the tree level by level with a beam, then keeps the most probable tokens, as many as the
+row has draft slots. Everything else is as in heads.py; verify.py follows the branches.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from tokenmill.runtime.speculation.head_modules import MedusaHeads
 from tokenmill.runtime.speculation.heads import HeadDrafter, load_head
 from tokenmill.types import ScheduledTokens
 
-MAX_NODES = 63  # the ancestors of a token, the known one among them, are bits of one word
-_BRANCHES = 3  # guesses for the position after a token
-_BEAM = 3  # tokens of a level that are followed
+MAX_NODES = 63  # ancestors of a token, including the known one, are the bits of an int64
+_BRANCHES = 3  # children of a token
+_BEAM = 3  # tokens of a level that get children
 
 
 @dataclass(slots=True)
 class _Node:
     token_id: int
     confidence: float
-    chance: float  # of being reached and right
+    chance: float  # that it and all its ancestors are right
     parent: int
 
 
@@ -39,10 +39,10 @@ class TreeHeads(HeadDrafter):
     @classmethod
     def build(cls, argument: str, target: Target) -> TreeHeads:
         if not argument:
-            raise UserError("--speculate tree names no directory", "write --speculate tree:DIR, made by train-draft")
+            raise UserError("--speculate tree needs a directory", "write --speculate tree:DIR, made by train-draft")
         if not target.executor.takes_trees:
             raise UserError(
-                f"executor {target.executor.name} does not check trees of drafts over {target.store.name} pages",
+                f"executor {target.executor.name} cannot verify draft trees over {target.store.name} pages",
                 "use --speculate head:DIR, or --device cpu with --kv-cache-dtype auto",
             )
         return cls(load_head(Path(argument), target.model), target.model, target.store)
@@ -61,19 +61,19 @@ class TreeHeads(HeadDrafter):
         beam = [-1]
         levels = self.head(hidden)[0] if isinstance(self.head, MedusaHeads) else None
         for depth in range(self.head.depth):
-            if levels is not None:  # a medusa head guesses a depth whatever came before it
+            if levels is not None:  # a medusa head predicts each depth independently of the tokens before it
                 states = levels[depth : depth + 1].expand(len(beam), -1)
             else:
                 ids = torch.tensor([last if node < 0 else nodes[node].token_id for node in beam])
-                attend = None if views is None else views.look(views.batch([row] * len(beam)))
-                states = self.head(hidden, self.words.embed(ids.to(hidden.device)), attend)
-            chances, guesses = (each.tolist() for each in self.words.top(states, _BRANCHES))
+                attend = None if views is None else views.attend_fn(views.batch([row] * len(beam)))
+                states = self.head(hidden, self.vocabulary.embed(ids.to(hidden.device)), attend)
+            chances, guesses = (values.tolist() for values in self.vocabulary.top(states, _BRANCHES))
             first = len(nodes)
-            for place, node in enumerate(beam):
+            for row_in_beam, node in enumerate(beam):
                 reached = 1.0 if node < 0 else nodes[node].chance
                 nodes += [
                     _Node(token_id, chance, reached * chance, node)
-                    for token_id, chance in zip(guesses[place], chances[place], strict=True)
+                    for token_id, chance in zip(guesses[row_in_beam], chances[row_in_beam], strict=True)
                 ]
             order = sorted(range(first, len(nodes)), key=lambda node: -nodes[node].chance)[:_BEAM]
             if levels is None:
@@ -83,11 +83,11 @@ class TreeHeads(HeadDrafter):
 
 
 def _best(nodes: list[_Node], limit: int) -> Draft:
-    """The most likely ones, parents before children: a token's chance is never above its parent's."""
+    """The most probable nodes, parents before children: no node is more probable than its parent."""
     order = sorted(range(len(nodes)), key=lambda node: (-nodes[node].chance, node))[:limit]
-    place = {node: number for number, node in enumerate(order)}
+    index = {node: number for number, node in enumerate(order)}
     return Draft(
         [nodes[node].token_id for node in order],
         [nodes[node].confidence for node in order],
-        parents=[place[nodes[node].parent] if nodes[node].parent >= 0 else -1 for node in order],
+        parents=[index[nodes[node].parent] if nodes[node].parent >= 0 else -1 for node in order],
     )

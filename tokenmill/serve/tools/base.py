@@ -1,7 +1,7 @@
 """The contract of a tool-call style: how a model writes calls in its text, read piece by piece, and how to force one.
 
-A parser is fed text as it comes and answers with events; the whole answer is defined as the fold of those events, so
-streamed and whole answers are the same by construction. Text that looks like a call but is none comes out as content;
+A parser is fed text as it comes and returns events; the complete answer is the fold of those events, so streamed and
+complete answers are the same by construction. Text that looks like a call but is none becomes content;
 only blanks around calls are dropped. Knows no HTTP and no tokens.
 """
 
@@ -101,14 +101,14 @@ class ToolParser(ABC):
 
     @abstractmethod
     def _step(self, events: list[ToolEvent], final: bool) -> bool:
-        """Use up some of the buffer; False if more text is needed. With `final` there will be none."""
+        """Consume part of the buffer; False if more text is needed. With `final` there will be none."""
 
     def feed(self, text: str) -> list[ToolEvent]:
         self._buffer += text
         return self._run(False)
 
     def finish(self) -> list[ToolEvent]:
-        """The answer has ended: what is still held back."""
+        """The answer has ended: events for the text that is still held back."""
         events = self._run(True)
         if self._blanks and not self._num_calls:
             events.append(Content(self._blanks))

@@ -26,20 +26,22 @@ class Function:
 def read_functions(tools: Sequence[Mapping[str, Any]]) -> list[Function]:
     if len(tools) > MAX_FUNCTIONS:
         raise UserError(f"there are {len(tools)} tools", f"give at most {MAX_FUNCTIONS}")
-    functions = [_function(place, tool) for place, tool in enumerate(tools)]
+    functions = [_function(number, tool) for number, tool in enumerate(tools)]
     names = [each.name for each in functions]
     if len(set(names)) < len(names):
         raise UserError("two tools have the same name", "rename one of them")
     return functions
 
 
-def _function(place: int, tool: Mapping[str, Any]) -> Function:
+def _function(number: int, tool: Mapping[str, Any]) -> Function:
     function = tool.get("function")
     if tool.get("type", "function") != "function" or not isinstance(function, Mapping):
-        raise UserError(f"tool {place} is not a function", _REMEDY)
+        raise UserError(f"tool {number} is not a function", _REMEDY)
     name, parameters = function.get("name"), function.get("parameters")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise UserError(f"tool {place} has no usable name", "give 1 to 64 letters, digits, dots, dashes or underscores")
+        raise UserError(
+            f"tool {number} has no usable name", "give 1 to 64 letters, digits, dots, dashes or underscores"
+        )
     if parameters is None:
         parameters = {"type": "object", "properties": {}, "additionalProperties": False}
     if not _describes_object(parameters):

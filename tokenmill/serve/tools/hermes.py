@@ -29,10 +29,10 @@ class Hermes(JsonCallParser):
     def _seek(self, events: list[ToolEvent], final: bool) -> bool:
         if self._full:
             return self._rest(events, final)
-        place = self._buffer.find(_OPEN)
-        if place >= 0:
-            self._say(events, self._buffer[:place])
-            self._buffer = self._buffer[place:]
+        start = self._buffer.find(_OPEN)
+        if start >= 0:
+            self._say(events, self._buffer[:start])
+            self._buffer = self._buffer[start:]
             self._state = self._opened
             return True
         held = 0 if final else _overlap(self._buffer, _OPEN)
@@ -65,7 +65,7 @@ class Hermes(JsonCallParser):
 
 
 def _overlap(text: str, marker: str) -> int:
-    """Length of the longest end of `text` that is a beginning of `marker`."""
+    """Length of the longest suffix of `text` that is a prefix of `marker`."""
     for length in range(min(len(text), len(marker) - 1), 0, -1):
         if text.endswith(marker[:length]):
             return length

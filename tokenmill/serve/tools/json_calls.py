@@ -26,8 +26,8 @@ class ObjectScanner:
         self._escaped = False
 
     def push(self, text: str) -> int | None:
-        """The place in `text` just after the object's last bracket; None if that has not come yet."""
-        for place, character in enumerate(text):
+        """The index in `text` just after the object's last bracket; None if that has not come yet."""
+        for index, character in enumerate(text):
             if self._in_string:
                 if self._escaped:
                     self._escaped = False
@@ -42,7 +42,7 @@ class ObjectScanner:
             elif character in "}]":
                 self._depth -= 1
                 if self._depth == 0:
-                    return place + 1
+                    return index + 1
         return None
 
 
@@ -71,7 +71,7 @@ class JsonCallParser(ToolParser):
         super().__init__(names, certain, parallel)
         self._state: Callable[[list[ToolEvent], bool], bool] = self._seek
         self._scanner = ObjectScanner()
-        self._object_start = 0  # place in the buffer; before it is what announced the object
+        self._object_start = 0  # index in the buffer; before it is what announced the object
         self._scanned = 0
 
     def _seek(self, events: list[ToolEvent], final: bool) -> bool:
@@ -83,11 +83,11 @@ class JsonCallParser(ToolParser):
     def _step(self, events: list[ToolEvent], final: bool) -> bool:
         return self._state(events, final)
 
-    def _begin_object(self, place: int) -> bool:
-        """The object begins at `place` of the buffer."""
-        self._object_start = self._scanned = place
+    def _begin_object(self, start: int) -> bool:
+        """The object begins at index `start` of the buffer."""
+        self._object_start = self._scanned = start
         self._scanner = ObjectScanner()
-        self._state = self._head if self._certain else self._whole
+        self._state = self._head if self._certain else self._read_object
         return True
 
     def _rest(self, events: list[ToolEvent], _final: bool) -> bool:
@@ -96,7 +96,7 @@ class JsonCallParser(ToolParser):
         self._buffer = ""
         return False
 
-    def _whole(self, events: list[ToolEvent], final: bool) -> bool:
+    def _read_object(self, events: list[ToolEvent], final: bool) -> bool:
         end = self._scanner.push(self._buffer[self._scanned :])
         if end is None:
             self._scanned = len(self._buffer)
@@ -113,11 +113,11 @@ class JsonCallParser(ToolParser):
         return True
 
     def _head(self, events: list[ToolEvent], final: bool) -> bool:
-        found = _HEAD.match(self._buffer, self._object_start)
-        if found is None:
+        head = _HEAD.match(self._buffer, self._object_start)
+        if head is None:
             return self._rest(events, final) if final else False
-        self._start(events, found[1])
-        self._buffer = self._buffer[found.end() :]
+        self._start(events, head[1])
+        self._buffer = self._buffer[head.end() :]
         self._scanner = ObjectScanner()
         self._state = self._arguments
         return True

@@ -1,4 +1,4 @@
-"""Llama 3: the whole answer is one object `{"name": ..., "parameters": {...}}`, or several with `;` between them.
+"""Llama 3: the entire answer is one object `{"name": ..., "parameters": {...}}`, or several with `;` between them.
 
 An answer that begins with anything else is content to its end.
 """

@@ -1,4 +1,4 @@
-"""Llama 3.2, Llama 4 and others: the whole answer is a Python list of calls, `[f(a=1, b="x"), g()]`.
+"""Llama 3.2, Llama 4 and others: the entire answer is a Python list of calls, `[f(a=1, b="x"), g()]`.
 
 Read as Python literals, never run; `true`, `false` and `null` count too. An answer that begins otherwise is content.
 """
@@ -65,7 +65,7 @@ class Pythonic(ToolParser):
     def _take_list(self, events: list[ToolEvent], end: int) -> None:
         calls = read_calls(self._buffer[:end].strip(), self._names)
         if not calls or (len(calls) > 1 and not self._parallel):
-            return  # stays in the buffer, which is said as it is
+            return  # stays in the buffer, which becomes content
         for name, arguments in calls:
             self._call(events, name, arguments)
         self._buffer = self._buffer[end:]
@@ -80,7 +80,7 @@ class ListScanner:
         self._escaped = False
 
     def push(self, text: str) -> int | None:
-        for place, character in enumerate(text):
+        for index, character in enumerate(text):
             if self._quote:
                 if self._escaped:
                     self._escaped = False
@@ -95,7 +95,7 @@ class ListScanner:
             elif character in ")]}":
                 self._depth -= 1
                 if self._depth == 0:
-                    return place + 1
+                    return index + 1
         return None
 
 
@@ -162,8 +162,8 @@ def _call_rules(number: int, function: Function) -> list[str]:
         raise UserError(f"a call of '{function.name}' cannot be written in Python", "use plain names")
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     rules, parts = [], []
-    for place, key in enumerate(sorted(properties, key=lambda each: each not in required)):
-        rule = f"value_{number}_{place}"
+    for index, key in enumerate(sorted(properties, key=lambda name: name not in required)):
+        rule = f"value_{number}_{index}"
         own = properties[key] if isinstance(properties[key], dict) else {}
         rules.append(f"{rule}: {json_rule({**own, **shared})}")
         parts.append((json.dumps(f"{key}="), rule, key in required))
@@ -173,10 +173,10 @@ def _call_rules(number: int, function: Function) -> list[str]:
 def _listed(number: int, parts: list[tuple[str, str, bool]], rules: list[str]) -> str:
     """Arguments with commas between them: the required ones come first, so a comma follows what was there."""
     needed = ' ", " '.join(f"{key} {rule}" for key, rule, required in parts if required)
-    others = [f"{key} {rule}" for key, rule, required in parts if not required]
+    optional = [f"{key} {rule}" for key, rule, required in parts if not required]
     if needed:
-        return " ".join([needed, *(f'(", " {each})?' for each in others)])
-    for place, each in enumerate(others):  # the first that is given has no comma before it
-        rest = " ".join(f'(", " {other})?' for other in others[place + 1 :])
-        rules.append(f"first_{number}_{place}: {each} {rest}")
-    return f"({' | '.join(f'first_{number}_{place}' for place in range(len(others)))})?" if others else ""
+        return " ".join([needed, *(f'(", " {each})?' for each in optional)])
+    for index, each in enumerate(optional):  # the first that is present has no comma before it
+        rest = " ".join(f'(", " {other})?' for other in optional[index + 1 :])
+        rules.append(f"first_{number}_{index}: {each} {rest}")
+    return f"({' | '.join(f'first_{number}_{index}' for index in range(len(optional)))})?" if optional else ""

@@ -41,9 +41,9 @@ class ToolStyle:
         if name != AUTOMATIC:
             parser, reason = TOOL_PARSERS.get(name), "as stated"
         else:
-            found = [each for each in TOOL_PARSERS if in_template and TOOL_PARSERS.get(each).writes(source)]
-            parser = TOOL_PARSERS.get(found[0] if found else _FALLBACK)
-            reason = "from the chat template" if found else "the chat template does not say"
+            matching = [name for name in TOOL_PARSERS if in_template and TOOL_PARSERS.get(name).writes(source)]
+            parser = TOOL_PARSERS.get(matching[0] if matching else _FALLBACK)
+            reason = "from the chat template" if matching else "default: the chat template does not tell"
         marker = tokenizer.encode(parser.marker, add_special_tokens=False, parse_special=True) if parser.marker else []
         return cls(parser, in_template, len(marker) == 1 and marker[0] in tokenizer.special_ids, reason)
 
@@ -79,7 +79,7 @@ class ToolUse:
         if wanted is None:
             return replace(params, structured=StructuredSpec("grammar", f"start: calls\n{rules}"))
         if self.forced:
-            raise UserError("a call is required, but a format of the answer is given", "leave one of them out")
+            raise UserError("tool_choice requires a call, but response_format is set too", "leave one of them out")
         return replace(params, structured=_either(wanted, rules))
 
 
@@ -92,7 +92,7 @@ def plan_tools(
     """None if no tool may be called."""
     if not tools:
         if choice not in (None, AUTOMATIC, "none"):
-            raise UserError("tool_choice asks for a call, but there are no tools", "give tools")
+            raise UserError("tool_choice requires a call, but there are no tools", "give tools")
         return None
     functions = read_functions(tools)
     if choice == "none":
@@ -103,7 +103,7 @@ def plan_tools(
         if not functions:
             raise UserError("tool_choice names a function that is not among the tools", "correct the name")
     elif choice not in (None, AUTOMATIC, "required"):
-        raise UserError("tool_choice is not known", f"give {_CHOICES}")
+        raise UserError("tool_choice is unknown", f"give {_CHOICES}")
     single = isinstance(choice, Mapping) or parallel is False
     return ToolUse(style, tuple(tools), tuple(functions), forced, not single)
 
@@ -111,7 +111,7 @@ def plan_tools(
 def _chosen(choice: Mapping[str, Any]) -> object:
     function = choice.get("function")
     if choice.get("type") != "function" or not isinstance(function, Mapping):
-        raise UserError("tool_choice is not known", f"give {_CHOICES}")
+        raise UserError("tool_choice is unknown", f"give {_CHOICES}")
     return function.get("name")
 
 

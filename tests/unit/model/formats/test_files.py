@@ -16,7 +16,7 @@ SHAPE = (64, 96)
     [
         ("gptq", Scheme("int", 4, 32, symmetric=False), SHAPE, "gptq_v2"),
         ("gptq", Scheme("int", 5, 32), SHAPE, "compressed-tensors"),
-        ("gptq", Scheme("int", 3, 32), (50, 96), "whole words"),
+        ("gptq", Scheme("int", 3, 32), (50, 96), "do not fill words"),
         ("gptq", Scheme("e4m3", 8), SHAPE, "integers"),
         ("gptq_v2", Scheme("int", 8, activations="int8_token"), SHAPE, "activations"),
         ("awq", Scheme("int", 3, 32), SHAPE, "4 bits"),

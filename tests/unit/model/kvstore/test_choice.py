@@ -24,7 +24,7 @@ FULL = LayerKV("full", 2, 64)
     ],
 )
 def test_what_no_store_holds_yet_is_declined_by_name(dtype: str, layers: list[LayerKV], problem: str) -> None:
-    with pytest.raises(UserError, match=f"{dtype} cannot hold this model's {problem}"):
+    with pytest.raises(UserError, match=f"{dtype} do not support this model's {problem}"):
         choose_store(dtype, 0, layers, CPU)
 
 

@@ -133,7 +133,7 @@ def test_whole_drafts_are_used_where_they_pay_and_a_run_of_failures_does_not_end
     for _ in range(30):
         request = _request()
         for _ in range(100):
-            takes = lengths.pay([request], 4, 1)
+            takes = lengths.pays([request], 4, 1)
             held = 0
             while takes and held < 4 and draw.random() < chance:
                 held += 1

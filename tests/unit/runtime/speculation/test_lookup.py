@@ -10,7 +10,7 @@ from tokenmill.config import EngineConfig
 from tokenmill.errors import UserError
 from tokenmill.resolution import resolve
 from tokenmill.runtime.executors.base import Draft
-from tokenmill.runtime.speculation.automaton import Place, SuffixAutomaton
+from tokenmill.runtime.speculation.automaton import Match, SuffixAutomaton
 from tokenmill.runtime.speculation.base import Drafter
 from tokenmill.runtime.speculation.ngram import NgramDrafter, continuation
 from tokenmill.runtime.speculation.suffix import SuffixDrafter
@@ -65,12 +65,12 @@ def test_the_automaton_follows_other_streams() -> None:
     text = [draw.randrange(4) for _ in range(80)]
     automaton = SuffixAutomaton()
     automaton.extend(text)
-    place, stream = Place(), []
+    match, stream = Match(), []
     for _ in range(200):
         stream.append(draw.randrange(4))
-        place = automaton.step(place, stream[-1])
-        assert place.length == _longest_known(text, stream[-12:])
-        assert text[place.end - place.length : place.end] == stream[len(stream) - place.length :]
+        match = automaton.step(match, stream[-1])
+        assert match.length == _longest_known(text, stream[-12:])
+        assert text[match.end - match.length : match.end] == stream[len(stream) - match.length :]
 
 
 def test_a_continuation_goes_round_a_loop() -> None:

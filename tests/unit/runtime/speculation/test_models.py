@@ -18,7 +18,7 @@ from tokenmill.runtime.speculation.head_modules import EagleHead
 from tokenmill.runtime.speculation.length import DraftLengths
 from tokenmill.runtime.speculation.page_views import PageViews
 from tokenmill.runtime.speculation.training import TrainingPlan, train
-from tokenmill.runtime.speculation.training_states import HiddenStates, Piece, read_hidden_states
+from tokenmill.runtime.speculation.training_states import HiddenStates, SequenceBatch, read_hidden_states
 from tokenmill.types import Request, ScheduledTokens
 
 _OPTIONS: dict[str, Any] = {"context": 96, "page_size": 4, "threads": 1, "draft_tokens": 3, "concurrency": 4}
@@ -144,11 +144,11 @@ def test_what_a_head_sees_when_it_learns_is_what_it_sees_when_it_drafts(model: P
         layers = (1, 4)
         states = read_hidden_states(runtime, sequences, 96, 4, [2, 5], layers)
         views = PageViews(runtime.model, runtime.store, layers)
-        piece = Piece(states, torch.tensor([0, 1]), 2, runtime.model.device)
+        batch = SequenceBatch(states, torch.tensor([0, 1]), 2, runtime.model.device)
         torch.manual_seed(1)
         d = runtime.model.decoder.description
-        queries = torch.randn(len(piece.positions), 2 * d.num_heads * d.head_dim)
-        learned = piece.look(queries, layers, views.specs, views.rotary)
+        queries = torch.randn(len(batch.positions), 2 * d.num_heads * d.head_dim)
+        learned = batch.attend(queries, layers, views.specs, views.rotary)
         rows, page = [], 0
         for sequence, first in zip(sequences, (2, 5), strict=True):
             pages = -(-len(sequence) // runtime.layout.page_size)
@@ -157,8 +157,8 @@ def test_what_a_head_sees_when_it_learns_is_what_it_sees_when_it_drafts(model: P
                 tables = (list(range(page, page + pages)),)
                 rows.append(ScheduledTokens(request, place + 1, 1, tables, True))
             page += pages
-        drafted = views.look(views.batch(rows))(queries)
-    assert len(rows) == len(piece.positions) == 9 + 12
+        drafted = views.attend_fn(views.batch(rows))(queries)
+    assert len(rows) == len(batch.positions) == 9 + 12
     assert torch.allclose(learned, drafted, atol=1e-4)
 
 

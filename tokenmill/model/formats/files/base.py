@@ -1,7 +1,8 @@
 """The contract of a quantized file format that we write: what it can hold, its tensors, and its `quantization_config`.
 
 The tensors are packed by the weight formats one folder up; a file format says which of them it uses, how a whole model
-is described so that peers load it, and refuses beforehand what it cannot hold. Called by `quantize` and `convert`.
+is described so that other tools load it, and rejects beforehand what it cannot store. Called by `quantize` and
+`convert`.
 """
 
 from __future__ import annotations
@@ -58,15 +59,15 @@ def refuses_integers(scheme: Scheme, shape: Shape, bits: Sequence[int]) -> str |
     if scheme.element != "int":
         return f"it stores integers, not {scheme.element}; write it as compressed-tensors"
     if scheme.activations != "none":
-        return "it cannot say that activations are rounded; write it as compressed-tensors"
+        return "it cannot express quantized activations; write it as compressed-tensors"
     if scheme.bits not in bits:
         return f"it has {' or '.join(map(str, bits))} bits, not {scheme.bits}; write it as compressed-tensors"
     if scheme.block_rows != 1:
-        return "it wants a scale per row or group; use --group-size"
+        return "it needs a scale per row or group; use --group-size"
     return refuses_groups(scheme, shape)
 
 
 def refuses_groups(scheme: Scheme, shape: Shape) -> str | None:
     if scheme.group_size and shape[1] % scheme.group_size:
-        return f"{shape[1]} columns are not whole groups of {scheme.group_size}; use a --group-size that divides them"
+        return f"{shape[1]} columns are no multiple of {scheme.group_size}; use a --group-size that divides them"
     return None

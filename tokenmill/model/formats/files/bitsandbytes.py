@@ -27,12 +27,12 @@ class BitsAndBytesFile(FileFormat):
     def refuses(cls, scheme: Scheme, shape: Shape) -> str | None:
         if scheme.element == "nf4":
             if scheme.activations != "none":
-                return "its nf4 leaves activations alone; use a scheme that does"
+                return "its nf4 does not quantize activations; use a scheme without quantized activations"
             if scheme.group_size not in _BLOCKS or scheme.block_rows != 1:
-                return f"its blocks are of {', '.join(map(str, _BLOCKS))}; use --group-size 64"
+                return f"its block sizes are {', '.join(map(str, _BLOCKS))}; use --group-size 64"
             return refuses_groups(scheme, shape)
         if scheme.element != "int" or scheme.bits != 8:
-            return "it holds nf4 and 8-bit ints; write it as compressed-tensors"
+            return "it stores nf4 and 8-bit ints only; write it as compressed-tensors"
         if scheme.activations != "llm_int8" or scheme.group_size or scheme.block_rows != 1 or not scheme.symmetric:
             return "its ints are those of LLM.int8(), one scale per row; use the method llm_int8 or compressed-tensors"
         return None
@@ -68,5 +68,5 @@ class BitsAndBytesDoubleFile(BitsAndBytesFile):
     @classmethod
     def refuses(cls, scheme: Scheme, shape: Shape) -> str | None:
         if scheme.element != "nf4":
-            return "double quantization is of nf4 scales; write it as bitsandbytes"
+            return "double quantization applies to nf4 scales only; write it as bitsandbytes"
         return super().refuses(scheme, shape)

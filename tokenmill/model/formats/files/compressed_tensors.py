@@ -53,9 +53,9 @@ class CompressedTensorsFile(FileFormat):
     def refuses(cls, scheme: Scheme, shape: Shape) -> str | None:
         if scheme.element not in ("int", "e4m3", "e2m1"):
             other = "bitsandbytes" if scheme.element == "nf4" else "tokenmill"
-            return f"it has no {scheme.element} numbers; write it as {other}"
+            return f"it cannot store {scheme.element} numbers; write it as {other}"
         if scheme.activations != "none" and scheme.activations not in _INPUTS:
-            return f"it cannot say {scheme.activations}; write it as bitsandbytes"
+            return f"it cannot express {scheme.activations} activations; write it as bitsandbytes"
         if scheme.block_rows > 1 and scheme.element == "e4m3" and scheme.group_size:
             return None  # blocks at the edges may be short
         if scheme.element == "int":

@@ -1,7 +1,7 @@
 """`quant_method: fp8`, the style of DeepSeek: float8 weights in blocks (weight_scale_inv) or with one scale per matrix.
 
 The config implies how activations are rounded: in blocks per token and 128 columns, otherwise per token or by a
-calibrated scale. Scales per row are compressed-tensors' to hold.
+calibrated scale. For scales per row use compressed-tensors.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class Float8File(FileFormat):
     one_scheme = "its config states one for the model"
 
     @classmethod
-    def refuses(cls, scheme: Scheme, shape: Shape) -> str | None:  # noqa: ARG003 - any shape will do
+    def refuses(cls, scheme: Scheme, shape: Shape) -> str | None:  # noqa: ARG003 - any shape can be stored
         if scheme.element != "e4m3" or scheme.scale_type != "float":
-            return f"it holds float8 with float scales, not {scheme.element}; write it as compressed-tensors"
+            return f"it stores float8 with float scales, not {scheme.element}; write it as compressed-tensors"
         if scheme.block_rows > 1 and scheme.group_size:
             good: tuple[str, ...] = ("fp8_group128",)
         elif not scheme.block_rows and not scheme.group_size:

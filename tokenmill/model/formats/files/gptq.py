@@ -27,9 +27,9 @@ class GptqFile(FileFormat):
         if reason is not None:
             return reason
         if cls.version == 1 and not scheme.symmetric:
-            return "version 1 stores zero points less one, which breaks at 0; write gptq_v2 or a symmetric scheme"
+            return "version 1 stores zero points minus one, which fails at 0; write gptq_v2 or a symmetric scheme"
         if shape[0] * scheme.bits % 32 or shape[1] * scheme.bits % 32:
-            return f"{shape[0]} x {shape[1]} codes of {scheme.bits} bits are not whole words; write compressed-tensors"
+            return f"{shape[0]} x {shape[1]} codes of {scheme.bits} bits do not fill words; write compressed-tensors"
         return None
 
     @classmethod

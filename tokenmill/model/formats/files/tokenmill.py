@@ -15,9 +15,9 @@ class TokenmillFile(FileFormat):
     name = "tokenmill"
 
     @classmethod
-    def refuses(cls, scheme: Scheme, shape: Shape) -> str | None:  # noqa: ARG003 - any shape will do
+    def refuses(cls, scheme: Scheme, shape: Shape) -> str | None:  # noqa: ARG003 - any shape can be stored
         if scheme.element != "codebook":
-            return f"it holds codebooks, not {scheme.element}; write it as compressed-tensors"
+            return f"it stores codebooks, not {scheme.element}; write it as compressed-tensors"
         if scheme.bits not in BITS or scheme.group_size or scheme.block_rows != 1 or scheme.activations != "none":
             return "its codebooks have one scale per row and float inputs; use the method turboquant"
         return None

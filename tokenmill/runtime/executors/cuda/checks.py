@@ -1,8 +1,8 @@
-"""Steps that check drafts, one after the other on the device: when the next can be queued unseen, and what it then was.
+"""Steps that verify drafts back to back: when the next can be queued before the results of this one are known.
 
-A queued check was worked out on the device from the step before (step/accepted_drafts.py); the host, once it has
-seen that step, repeats the reasoning and takes the queued step only if it is the one it would ask for. No tensors here.
-Used by the graph executor.
+The device computes the inputs of a queued verification from the step before (step/accepted_drafts.py). Once the host
+has that step's results it derives the same inputs, and uses the queued step only if these are the ones it would launch.
+No tensors here. Used by the graph executor.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Tables = tuple[list[int], ...]  # per KV group: page id by page index
 
 @dataclass(slots=True, eq=False)
 class Position:
-    """One token to compute, as a row of a captured step: drafts are checked like a batch of decodes."""
+    """One token to compute, as a row of a captured step: drafts are verified like a batch of decodes."""
 
     request: Request
     position: int
@@ -29,28 +29,28 @@ class Position:
 
 
 def spread(work: StepInput) -> list[Position]:
-    """Every token of a step as a position of its own; those of a sequence lie together."""
+    """Every token of a step as a position of its own; those of a sequence are adjacent."""
     return [
-        Position(row.request, row.start + place, token_id, row.block_tables)
+        Position(row.request, row.start + offset, token_id, row.block_tables)
         for number, row in enumerate(work.rows)
-        for place, token_id in enumerate(work.token_ids(number))
+        for offset, token_id in enumerate(work.token_ids(number))
     ]
 
 
 class Checks:
     def __init__(self, depth: int, page_size: int, context: int) -> None:
-        """`depth`: drafts of a sequence."""
+        """`depth`: drafted tokens of a sequence."""
         self._depth, self._page_size, self._context = depth, page_size, context
 
     def owners(self, positions: Sequence[Position]) -> list[int]:
-        """By position: the first of its sequence; -1 where the sequence has fewer drafts than it could."""
+        """By position: the index of the first of its sequence; -1 if the sequence has fewer than `depth` drafts."""
         owners = []
         for first, end in _sequences(positions):
             owners += [first if end - first == self._depth + 1 else -1] * (end - first)
         return owners
 
     def can_follow(self, positions: Sequence[Position]) -> bool:
-        """Whether the step after this one, of the same sequences, can be launched unseen, whatever holds."""
+        """Whether the next step of the same sequences can be launched however many drafts of this one are accepted."""
         for first, end in _sequences(positions):
             request, tables = positions[first].request, positions[first].tables
             last = positions[first].position + 2 * self._depth + 1
@@ -64,32 +64,32 @@ class Checks:
                 return False  # its siblings join in the next step
         return True
 
-    def expect(self, positions: Sequence[Position], chosen: list[int], guessed: list[list[int]]) -> Expected:
-        """The positions of the step after this one, as the device has worked them out."""
+    def expect(self, positions: Sequence[Position], sampled: list[int], drafts: list[list[int]]) -> Expected:
+        """The positions of the next step, as the device computes them. `sampled`, `drafts` [depth]: by position."""
         expected: Expected = []
         for first, end in _sequences(positions):
-            drafts = [each.token_id for each in positions[first + 1 : end]]
-            held = num_held(drafts, chosen[first:end])
-            tokens = [chosen[first + held], *guessed[first + held]]
+            verified = [position.token_id for position in positions[first + 1 : end]]
+            held = num_held(verified, sampled[first:end])
+            tokens = [sampled[first + held], *drafts[first + held]]
             start = positions[first].position + held + 1
-            expected += [(positions[first].request, start + place, token) for place, token in enumerate(tokens)]
+            expected += [(positions[first].request, start + offset, token) for offset, token in enumerate(tokens)]
         return expected
 
     def are_expected(self, positions: Sequence[Position], expected: Expected, tables: list[list[list[int]]]) -> bool:
-        """`tables`: by group and position, what the device wrote and read by."""
+        """`tables`: by KV group and row, the page tables that the device used."""
         size = self._page_size
-        asked = [(each.request, each.position, each.token_id) for each in positions]
-        return asked == expected and all(
-            table[each.position // size] == known[place][each.position // size]
-            for place, each in enumerate(positions)
-            for known, table in zip(tables, each.tables, strict=True)
+        planned = [(position.request, position.position, position.token_id) for position in positions]
+        return planned == expected and all(
+            table[position.position // size] == used[row][position.position // size]
+            for row, position in enumerate(positions)
+            for used, table in zip(tables, position.tables, strict=True)
         )
 
 
 def _sequences(positions: Sequence[Position]) -> Iterator[tuple[int, int]]:
-    """[first, end) of the positions of each sequence: they lie together."""
+    """[first, end) of the positions of each sequence, which are adjacent."""
     first = 0
-    for place in range(1, len(positions) + 1):
-        if place == len(positions) or positions[place].request is not positions[first].request:
-            yield first, place
-            first = place
+    for end in range(1, len(positions) + 1):
+        if end == len(positions) or positions[end].request is not positions[first].request:
+            yield first, end
+            first = end

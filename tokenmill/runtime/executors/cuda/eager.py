@@ -1,8 +1,8 @@
-"""GPU kernels launched one by one, nothing captured: for long prompts, and for what cannot be captured.
+"""GPU kernels launched one by one, without capture: for long prompts, and for models that cannot be captured.
 
 Activations are bf16, sums float32 inside the kernels. A weight or KV store without a GPU kernel falls back to the torch
-spec op by op. The graph executor must agree with it; the oracle of both is eager.py, which runs on a GPU too. Holds no
-state between steps except the model and the pages.
+spec op by op. The graph executor must agree with this one; the reference for both is eager.py, which runs on a GPU too.
+Holds no state between steps except the model and the pages.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from tokenmill.runtime.executors.cuda.sampling import CudaSampler
 from tokenmill.runtime.sampling.sampler import Sampler
 from tokenmill.types import Batch
 
-_MANY_TOKENS, _MANY_KEYS = 2048, 256  # of a step with prompts, and of one of its sequences
-_MAX_WIDENED = 1 << 16  # tokens: 256 MiB for an 8B model's layer
+_MIN_TOKENS, _MIN_KEYS = 2048, 256  # of the step and of its longest sequence, for FP8 pages to be widened beforehand
+_MAX_WIDENED = 1 << 16  # tokens: 256 MiB for a layer of an 8B model
 
 
 class CudaEagerExecutor(BatchedExecutor):
@@ -42,25 +42,25 @@ class CudaEagerExecutor(BatchedExecutor):
     def declines(cls, model: LoadedModel, _store: KVStore) -> str | None:
         reason = gpu.unavailable(model.device)
         if reason is None and model.table is None:
-            reason = "the weights were made ready for the torch reference"
+            reason = "the weights were prepared for the torch reference kernels"
         return reason
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:
         self.store.prepare(batch)
-        ops = CudaOps(self.store, self.table, batch, distinct=self._distinct(batch))
+        ops = CudaOps(self.store, self.table, batch, distinct=self._distinct_pages(batch))
         return tensor(self.model.decoder.forward(ops))
 
-    def _distinct(self, batch: Batch) -> Sequence[Any]:
-        """The pages of a step in which many tokens of prompts read many keys, if they are FP8: widened beforehand they
-        are not widened again for every block of tokens."""
+    def _distinct_pages(self, batch: Batch) -> Sequence[Any]:
+        """By KV group, the FP8 pages that a step with long prompts reads: converted to bf16 once, instead of again for
+        every block of tokens. Empty where that does not pay."""
         tokens = batch.token_ids.shape[0]
-        few = tokens < _MANY_TOKENS or batch.max_seq < _MANY_KEYS or batch.max_query == 1
-        if few or self.store.scales(0) is None:
+        too_few = tokens < _MIN_TOKENS or batch.max_seq < _MIN_KEYS or batch.max_query == 1
+        if too_few or self.store.scales(0) is None:
             return ()
         size, starts = self.store.layout.page_size, batch.query_starts
-        found = [gpu.distinct_pages(table, starts, size) for table in batch.block_tables]
-        return found if max(each.num_tokens for each in found) <= _MAX_WIDENED else ()
+        pages = [gpu.distinct_pages(table, starts, size) for table in batch.block_tables]
+        return pages if max(group.num_tokens for group in pages) <= _MAX_WIDENED else ()
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor, batch: Batch, begin: int, end: int) -> Tensor:

@@ -1,12 +1,12 @@
 """The fast executor on a GPU: a decode step, sampling included, is one CUDA graph per bucket of batch sizes.
 
-Graphs are captured at the second step of their kind, so the first answer waits for none, or in idle moments before
-their first (`prepare`). While a step runs, the next one of the same rows is already queued behind it, reading the
-drawn tokens on the device; if the scheduler then asks for something else, the queued step is dropped (what it wrote is
-written again before anyone reads it: one stream orders all). Drafts are checked as more rows of such a step, one per
-position; with a draft head (`attach_drafter`) it also guesses those of the next one, queued likewise (checks.py).
-Steps with prompts of few tokens are graphs of their own (prompts.py), longer ones run eagerly. The same tokens as
-cuda_eager, up to the order of sums.
+A graph is captured at the second step of its kind, so that no first answer waits for a capture, or earlier in idle
+moments (`prepare`). While a step runs, the next one of the same rows is already queued behind it and reads the sampled
+tokens on the device. If the scheduler plans something else, the queued step is dropped: its KV writes are overwritten
+before they are read, because one stream orders all steps. Drafts are verified as additional rows of such a step, one
+per position; with a draft head (`attach_drafter`) the step also computes the next drafts, and the next verification is
+queued in the same way (checks.py). Steps with short prompts are graphs of their own (prompts.py), longer ones run
+eagerly. Tokens are those of cuda_eager, up to the order of sums.
 """
 
 from __future__ import annotations
@@ -41,37 +41,37 @@ class _Kind:
     """What fixes the launches of a step. Lengths do not: the kernels read them on the device."""
 
     rows: int
-    shared: bool  # some rows begin with the same pages
-    filtered: bool  # some rows sample from a part of the vocabulary
-    guesses: bool = False  # a draft head guesses what follows
+    shared: bool  # some rows share a prefix of pages
+    filtered: bool  # some rows use top-k, top-p or min-p
+    guesses: bool = False  # a draft head computes the next drafts
 
 
 @dataclass(slots=True, eq=False)
 class _Graph:
-    graph: torch.cuda.CUDAGraph | None  # None: seen once, run eagerly
+    graph: torch.cuda.CUDAGraph | None  # None: not captured, has run eagerly once
     logits: Tensor
     hidden: Tensor | None
 
 
 @dataclass(slots=True, eq=False)
-class _Flight:
-    """A step that was launched: whose rows, where each wrote, and where its ids will arrive."""
+class _LaunchedStep:
+    """A step that was launched: its rows, the pages they write to, and the buffers its results arrive in."""
 
-    places: dict[Request, int]
-    positions: list[int]
-    pages: list[tuple[int, ...]]  # per row and group: the page its token was written to
-    ids: Tensor
+    row_of: dict[Request, int]
+    positions: list[int]  # by row
+    pages: list[tuple[int, ...]]  # by row and KV group: the page that the row's token is written to
+    ids: Tensor  # [rows], pinned: the sampled tokens, once `event` has happened
     event: torch.cuda.Event | None
-    hidden: Tensor | None  # a copy: the next step of this kind overwrites its own
+    hidden: Tensor | None  # a copy: the next step of this kind overwrites the original
     num_rows: int
-    guessed: Tensor | None = None  # [rows, depth], in pinned memory as `ids`
-    expected: Expected = field(default_factory=list)  # the rows of a check that was queued
+    drafts: Tensor | None = None  # [rows, depth], pinned, valid with `ids`
+    expected: Expected = field(default_factory=list)  # of a queued verification: the rows it was launched for
 
     def tokens(self) -> list[int]:
         if self.event is not None:
             self.event.synchronize()
-        found: list[int] = self.ids[: self.num_rows].tolist()
-        return found
+        ids: list[int] = self.ids[: self.num_rows].tolist()
+        return ids
 
 
 class CudaGraphExecutor(CudaEagerExecutor):
@@ -92,10 +92,10 @@ class CudaGraphExecutor(CudaEagerExecutor):
             self._stream = torch.cuda.Stream(model.device)
             self._prompts = self._prompt_steps()
         self._unprepared = self._kinds()
-        self._flight: _Flight | None = None
+        self._queued: _LaunchedStep | None = None  # launched ahead; the scheduler may still plan another step
         self._logits: Tensor = torch.empty(0)
         self._keeps_hidden = False
-        self.num_dropped = 0  # steps that were queued and not asked for
+        self.num_dropped = 0  # queued steps whose results were discarded
         self._guesser: StepGuesser | None = None
         self._checks: Checks | None = None
 
@@ -139,77 +139,80 @@ class CudaGraphExecutor(CudaEagerExecutor):
         return super().step(work)
 
     def _decode(self, rows: Sequence[ScheduledTokens]) -> StepOutput[Tensor]:
-        """One token of each row. Queues the step that will probably be asked for next."""
-        flight, places = self._flight, self._find(rows)
-        self._flight = None
+        """One token of each row. Queues the step that will probably be planned next."""
+        step, row_numbers = self._queued, self._rows_in_queued(rows)
+        self._queued = None
         plain = self.sampler.is_plain([row.request for row in rows])
         order = self._inputs.longest_first(rows) if plain else range(len(rows))
-        if flight is None or places is None:
-            flight = self._launch_asked([rows[number] for number in order])
-            places = [0] * len(rows)
-            for place, number in enumerate(order):
-                places[number] = place
+        if step is None or row_numbers is None:
+            step = self._launch_rows([rows[number] for number in order])
+            row_numbers = [0] * len(rows)
+            for row, number in enumerate(order):
+                row_numbers[number] = row
         if plain:
-            self._flight = self._launch_next([rows[number] for number in order], [places[number] for number in order])
-        chosen = flight.tokens()
-        return self._answer(flight, [chosen[place] for place in places] if plain else None, places)
+            sources = [row_numbers[number] for number in order]
+            self._queued = self._launch_next([rows[number] for number in order], sources)
+        sampled = step.tokens()
+        return self._output(step, [sampled[row] for row in row_numbers] if plain else None, row_numbers)
 
     def _check(self, work: StepInput, positions: list[Position]) -> StepOutput[Tensor]:
-        """Several positions of a sequence, as if they were sequences: every position's key is stored before any of them
-        attends, so each sees those before it."""
-        requests = [each.request for each in positions]
+        """Several positions of a sequence as rows of one decode step: the keys of all rows are stored before any row
+        attends, so each position sees those before it."""
+        requests = [position.request for position in positions]
         if self._checks is not None and work.drafts:
-            flight, chosen, guesses = self._check_and_guess(self._checks, positions, requests)
+            step, sampled, guesses = self._check_and_guess(self._checks, positions, requests)
         else:
             self._drop()
-            flight, guesses = self._launch_positions(positions), None
-            chosen = flight.tokens()
-        drawn = any(draft.distributions is not None for draft in work.drafts.values())
-        output = self._answer(flight, chosen if not drawn and self.sampler.is_plain(requests) else None)
+            step, guesses = self._launch_positions(positions), None
+            sampled = step.tokens()
+        random_drafts = any(draft.distributions is not None for draft in work.drafts.values())
+        output = self._output(step, sampled if not random_drafts and self.sampler.is_plain(requests) else None)
         output.guesses = guesses
         return output
 
-    def _answer(self, flight: _Flight, tokens: list[int] | None, places: list[int] | None = None) -> StepOutput[Tensor]:
-        """`places`: of each row of the step in `flight`; None: in order. Logits may be read where nothing was queued
-        behind the step, which is where tokens are not given."""
+    def _output(
+        self, step: _LaunchedStep, tokens: list[int] | None, row_numbers: list[int] | None = None
+    ) -> StepOutput[Tensor]:
+        """`row_numbers`: the row in `step` of each planned row; None: the same order. Logits are valid only if no step
+        was queued behind this one, which is the case where `tokens` is None."""
 
         def hidden(numbers: Sequence[int]) -> Tensor:
-            assert flight.hidden is not None, "hidden states were not asked for before the first step"
-            return flight.hidden[[n if places is None else places[n] for n in numbers]]
+            assert step.hidden is not None, "hidden states were not requested before the first step"
+            return step.hidden[[n if row_numbers is None else row_numbers[n] for n in numbers]]
 
         return StepOutput(lambda begin, end: self._logits[begin:end].float(), hidden, tokens)
 
     def _check_and_guess(
         self, checks: Checks, positions: list[Position], requests: list[Request]
-    ) -> tuple[_Flight, list[int], list[list[int]]]:
-        flight, self._flight = self._flight, None
-        if flight is None or not checks.are_expected(positions, flight.expected, self._inputs.known_tables):
-            self.num_dropped += flight is not None
-            flight = self._launch_positions(positions, checks.owners(positions))
+    ) -> tuple[_LaunchedStep, list[int], list[list[int]]]:
+        step, self._queued = self._queued, None
+        if step is None or not checks.are_expected(positions, step.expected, self._inputs.device_tables):
+            self.num_dropped += step is not None
+            step = self._launch_positions(positions, checks.owners(positions))
         following = None
         if self.sampler.is_plain(requests) and checks.can_follow(positions):
-            self._inputs.fill_from_device([each.tables for each in positions])
-            following = self._fly(requests, guesses=True)
-        chosen = flight.tokens()
-        assert flight.guessed is not None
-        guesses: list[list[int]] = flight.guessed[: len(positions)].tolist()
+            self._inputs.fill_from_device([position.tables for position in positions])
+            following = self._launch(requests, guesses=True)
+        sampled = step.tokens()
+        assert step.drafts is not None
+        guesses: list[list[int]] = step.drafts[: len(positions)].tolist()
         if following is not None:
-            following.expected = checks.expect(positions, chosen, guesses)
-        self._flight = following
-        return flight, chosen, guesses
+            following.expected = checks.expect(positions, sampled, guesses)
+        self._queued = following
+        return step, sampled, guesses
 
-    # --- before anyone asks ---
+    # --- capture ahead of use ---
 
     @torch.inference_mode()
     def prepare(self) -> bool:
-        """Compile and capture one kind of step that may come, by running it on rows that are not there."""
+        """Compile and capture one kind of step before it is needed, by running it with padding rows only."""
         if not self._captures or not self._unprepared:
             return False
         self._drop()
         kind = self._unprepared.pop()
         if isinstance(kind, PromptKind):
             assert self._prompts is not None
-            if kind == self._prompts.inputs.long_kind():  # its kernels are not all those of short ones
+            if kind == self._prompts.inputs.long_kind():  # compiles the kernels that only long prompts use
                 super().forward(self._prompts.inputs.example(kind))
             else:
                 self._prompts.prepare(kind)
@@ -220,11 +223,11 @@ class CudaGraphExecutor(CudaEagerExecutor):
             if self._graphs[kind].graph is None:
                 self._inputs.clear()
                 self._graphs[kind] = self._capture(kind)
-        torch.cuda.synchronize()  # what was sent to the device is overwritten soon
+        torch.cuda.synchronize()  # the pinned buffers are about to be overwritten
         return True
 
     def _kinds(self) -> list[_Kind | PromptKind]:
-        """What to prepare, the likeliest last."""
+        """Kinds to prepare, the likeliest last."""
         shared = [False, True] if self._inputs.can_share else [False]
         kinds = [_Kind(rows, s, filtered) for s in shared for filtered in (False, True) for rows in self._buckets]
         decodes = reversed([kind for kind in kinds if kind.rows > 1 or not kind.shared])
@@ -245,32 +248,33 @@ class CudaGraphExecutor(CudaEagerExecutor):
 
         return PromptSteps(inputs, compute, self._record if self._captures else None)
 
-    # --- which step ---
+    # --- choice of the step ---
 
-    def _find(self, rows: Sequence[ScheduledTokens]) -> list[int] | None:
-        """Where the queued step has these rows; None if it lacks one, or wrote its token to another page."""
-        flight = self._flight
-        if flight is None:
+    def _rows_in_queued(self, rows: Sequence[ScheduledTokens]) -> list[int] | None:
+        """The row in the queued step of each planned row; None (and the step is dropped) if one is missing or wrote its
+        token to another page."""
+        queued = self._queued
+        if queued is None:
             return None
-        size, places = self.store.layout.page_size, []
+        size, row_numbers = self.store.layout.page_size, []
         for row in rows:
-            place = flight.places.get(row.request, -1)
-            if place < 0 or flight.positions[place] != row.start:
+            number = queued.row_of.get(row.request, -1)
+            if number < 0 or queued.positions[number] != row.start:
                 break
-            if flight.pages[place] != tuple(table[row.start // size] for table in row.block_tables):
+            if queued.pages[number] != tuple(table[row.start // size] for table in row.block_tables):
                 break
-            places.append(place)
+            row_numbers.append(number)
         else:
-            return places
+            return row_numbers
         self._drop()
         return None
 
     def _drop(self) -> None:
-        self.num_dropped += self._flight is not None
-        self._flight = None
+        self.num_dropped += self._queued is not None
+        self._queued = None
 
-    def _launch_asked(self, rows: Sequence[ScheduledTokens]) -> _Flight:
-        return self._launch(
+    def _launch_rows(self, rows: Sequence[ScheduledTokens]) -> _LaunchedStep:
+        return self._fill_and_launch(
             [row.request for row in rows],
             [row.block_tables for row in rows],
             [row.request.token_ids[row.start] for row in rows],
@@ -278,21 +282,22 @@ class CudaGraphExecutor(CudaEagerExecutor):
             [-1] * len(rows),
         )
 
-    def _launch_positions(self, positions: Sequence[Position], owners: list[int] | None = None) -> _Flight:
-        return self._launch(
-            [each.request for each in positions],
-            [each.tables for each in positions],
-            [each.token_id for each in positions],
-            [each.position for each in positions],
+    def _launch_positions(self, positions: Sequence[Position], owners: list[int] | None = None) -> _LaunchedStep:
+        return self._fill_and_launch(
+            [position.request for position in positions],
+            [position.tables for position in positions],
+            [position.token_id for position in positions],
+            [position.position for position in positions],
             [-1] * len(positions),
             owners,
         )
 
-    def _launch_next(self, rows: Sequence[ScheduledTokens], places: list[int]) -> _Flight | None:
-        """The step after this one, for the rows that go on; None where there is none or a page is missing."""
+    def _launch_next(self, rows: Sequence[ScheduledTokens], sources: list[int]) -> _LaunchedStep | None:
+        """Queue the step after this one for the rows that continue; None if no row does or a page is missing.
+        `sources`: the row of this step that samples each row's token."""
         size = self.store.layout.page_size
-        going = []
-        for row, place in zip(rows, places, strict=True):
+        continuing = []
+        for row, source in zip(rows, sources, strict=True):
             request, position = row.request, row.start + 1
             if request.num_output_tokens + 1 >= request.params.max_tokens or position + 1 >= self._context:
                 continue
@@ -300,20 +305,20 @@ class CudaGraphExecutor(CudaEagerExecutor):
                 return None
             if request.params.n > 1 and not request.forked:
                 return None  # its siblings join in the next step
-            going.append((row, place))
-        if not going:
+            continuing.append((row, source))
+        if not continuing:
             return None
-        return self._launch(
-            [row.request for row, _ in going],
-            [row.block_tables for row, _ in going],
-            [0] * len(going),
-            [row.start + 1 for row, _ in going],
-            [place for _, place in going],
+        return self._fill_and_launch(
+            [row.request for row, _ in continuing],
+            [row.block_tables for row, _ in continuing],
+            [0] * len(continuing),
+            [row.start + 1 for row, _ in continuing],
+            [source for _, source in continuing],
         )
 
-    # --- how it runs ---
+    # --- launching and capturing ---
 
-    def _launch(
+    def _fill_and_launch(
         self,
         requests: list[Request],
         tables: list[Tables],
@@ -321,26 +326,26 @@ class CudaGraphExecutor(CudaEagerExecutor):
         positions: list[int],
         sources: list[int],
         owners: list[int] | None = None,
-    ) -> _Flight:
+    ) -> _LaunchedStep:
         inputs, size = self._inputs, self.store.layout.page_size
         inputs.fill(requests, tables, ids, positions, sources)
         if owners is not None:
-            inputs.own(owners)
-        flight = self._fly(requests, guesses=owners is not None)
-        flight.places, flight.positions = {request: place for place, request in enumerate(requests)}, positions
-        flight.pages = [
-            tuple(table[position // size] for table in own) for own, position in zip(tables, positions, strict=True)
+            inputs.set_owners(owners)
+        step = self._launch(requests, guesses=owners is not None)
+        step.row_of, step.positions = {request: row for row, request in enumerate(requests)}, positions
+        step.pages = [
+            tuple(table[position // size] for table in row) for row, position in zip(tables, positions, strict=True)
         ]
-        return flight
+        return step
 
-    def _fly(self, requests: list[Request], guesses: bool) -> _Flight:
-        """Launch a step whose inputs are on their way."""
+    def _launch(self, requests: list[Request], guesses: bool) -> _LaunchedStep:
+        """Launch the step whose inputs were filled last; rows and pages are for the caller to enter."""
         inputs = self._inputs
         rows = next(bucket for bucket in self._buckets if bucket >= len(requests))
         hidden = self._run(_Kind(rows, inputs.shared_tokens > 0, inputs.filtered, guesses))
-        arriving, guessed, event = inputs.receive(guesses)
+        ids, drafts, event = inputs.receive(guesses)
         kept = None if hidden is None else hidden[: len(requests)].clone()
-        return _Flight({}, [], [], arriving, event, kept, len(requests), guessed)
+        return _LaunchedStep({}, [], [], ids, event, kept, len(requests), drafts)
 
     def _run(self, kind: _Kind) -> Tensor | None:
         known = self._graphs.get(kind)
@@ -356,7 +361,7 @@ class CudaGraphExecutor(CudaEagerExecutor):
     def _capture(self, kind: _Kind) -> _Graph:
         outputs: list[tuple[Tensor, Tensor | None]] = []
         graph = self._record(lambda: outputs.append(self._step(kind)))
-        _log.info("captured a step of %d rows%s", kind.rows, ", a prefix shared" if kind.shared else "")
+        _log.info("captured a step of %d rows%s", kind.rows, " with a shared prefix" if kind.shared else "")
         return _Graph(graph, *outputs[0])
 
     def _record(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
@@ -372,7 +377,7 @@ class CudaGraphExecutor(CudaEagerExecutor):
         return graph
 
     def _step(self, kind: _Kind) -> tuple[Tensor, Tensor | None]:
-        """The whole step: inputs, forward pass, logits, draw. Returns the logits, and the hidden states if kept."""
+        """Inputs, forward pass, logits and sampling. Returns the logits, and the hidden states if they are kept."""
         inputs, decoder = self._inputs, self.model.decoder
         batch = inputs.begin(kind.rows)
         if self._guesser is not None:
@@ -381,13 +386,15 @@ class CudaGraphExecutor(CudaEagerExecutor):
         hidden = decoder.forward(ops)
         kept = tensor(hidden) if self._keeps_hidden and not kind.guesses else None
         logits: Tensor = tensor(decoder.logits(ops, hidden))
-        gpu.sample(logits, inputs.sampling(kind.rows, kind.filtered), inputs.drawn[: kind.rows], inputs.echo)
+        gpu.sample(logits, inputs.sampling(kind.rows, kind.filtered), inputs.sampled[: kind.rows], inputs.token_ring)
         if kind.guesses and self._guesser is not None:
-            inputs.follow(kind.rows, self._guesser.guess(tensor(hidden), inputs.drawn[: kind.rows], batch))
+            drafts = self._guesser.guess(tensor(hidden), inputs.sampled[: kind.rows], batch)
+            inputs.compute_next(kind.rows, drafts)
         return logits, kept
 
 
-def _buckets(most: int) -> list[int]:
-    large = range(_SMALL_BUCKETS[-1] + _BUCKET_STEP, most + _BUCKET_STEP, _BUCKET_STEP)
-    found = [*_SMALL_BUCKETS, *large]
-    return found[: next((n for n, bucket in enumerate(found) if bucket >= most), len(found) - 1) + 1]
+def _buckets(max_rows: int) -> list[int]:
+    """Batch sizes that steps are padded to; the last holds `max_rows`."""
+    large = range(_SMALL_BUCKETS[-1] + _BUCKET_STEP, max_rows + _BUCKET_STEP, _BUCKET_STEP)
+    buckets = [*_SMALL_BUCKETS, *large]
+    return buckets[: next((n for n, bucket in enumerate(buckets) if bucket >= max_rows), len(buckets) - 1) + 1]

@@ -1,8 +1,9 @@
-"""Ops on a GPU: the same calls as everywhere, carried out a little later so that neighbours fuse into one kernel.
+"""Ops on a GPU, evaluated lazily so that adjacent ops fuse into one kernel.
 
-A norm waits for the product that reads it (which may want it in 8 bits), a gate likewise; a joined product waits until
-it is known whether it can gate, or rotate and store q, k and v, by itself. Values are tensors or the small records
-below. No call synchronizes, so a step can be captured. Used by both GPU executors.
+A norm is computed when the product that reads it is (which may want 8-bit activations), a gate likewise; a product of
+joined matrices is computed when it is known whether its kernel can also apply the gate, or rotate and store q, k and v.
+Values are tensors or the small records below. No call synchronizes, so a step can be captured. Used by both GPU
+executors.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from tokenmill.model.kvstore.base import KVStore
 from tokenmill.model.layers.rotary import RotaryTable
 from tokenmill.types import Batch
 
-FEW_ROWS = 32  # up to here logits are float32 from the accumulator; above, the library rounds them to bf16
+FEW_ROWS = 32  # up to this many, logits are float32 from the accumulator; above, cuBLAS rounds them to bf16
 
 
 class Norm:
-    """rms_norm(x + y) and the sum itself, computed when the first reader says in which form it wants the norm."""
+    """rms_norm(x + y) and the sum itself, computed when the first reader says whether it wants bf16 or 8-bit codes."""
 
     def __init__(self, x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> None:
         self._inputs = (x, y, weight, eps)
@@ -71,7 +72,7 @@ class Norm:
 
 @dataclass(slots=True, eq=False)
 class Total:
-    """The sum that a Norm makes beside the norm: the residual stream."""
+    """The sum that a Norm also computes: the residual stream."""
 
     norm: Norm
 
@@ -96,16 +97,17 @@ class Gate:
 
 
 class Product:
-    """A product of one matrix, or of several joined, computed when it is known what its reader makes of it."""
+    """The product with one matrix, or with several joined ones, computed when it is known what its reader can fuse."""
 
     def __init__(self, kernel: Any, x: Any, out_dtype: torch.dtype = torch.bfloat16) -> None:
         self._kernel, self._x, self._out_dtype = kernel, x, out_dtype
-        self._whole: Tensor | None = None
+        self._full: Tensor | None = None
 
-    def whole(self) -> Tensor:
-        if self._whole is None:
-            self._whole = multiply(self._kernel, self._x, self._out_dtype)
-        return self._whole
+    def full(self) -> Tensor:
+        """All columns, nothing fused."""
+        if self._full is None:
+            self._full = multiply(self._kernel, self._x, self._out_dtype)
+        return self._full
 
     @property
     def gates(self) -> bool:
@@ -137,7 +139,7 @@ class Columns:
     @property
     def plain(self) -> Tensor:
         """Without norm and rotation."""
-        return self.product.whole()[:, self.begin : self.end]
+        return self.product.full()[:, self.begin : self.end]
 
     @property
     def tensor(self) -> Tensor:
@@ -156,8 +158,8 @@ class CudaOps:
         shared: Any = None,
         distinct: Sequence[Any] = (),
     ) -> None:
-        """`rows`: whose logits are wanted, None: all. `shared`: a SharedPrefix for layers without a window.
-        `distinct`: for each KV group its DistinctPages, where long prompts read FP8 pages."""
+        """`rows`: tokens of the batch whose logits are computed, None: all. `shared`: a SharedPrefix for layers without
+        a window. `distinct`: for each KV group its DistinctPages, where long prompts read FP8 pages."""
         self._store, self._table, self._batch = store, table, batch
         self._rows, self._shared, self._distinct = rows, shared, distinct
 
@@ -180,9 +182,9 @@ class CudaOps:
 
     def linear(self, x: Any, weights: Sequence[LinearWeight]) -> list[Any]:
         kernels: list[Any] = [weight.kernel.run for weight in weights if weight.kernel is not None]
-        whole = _whole(kernels)
-        if whole is not None:
-            product = Product(whole, x)
+        joined = _joined_matrix(kernels)
+        if joined is not None:
+            product = Product(joined, x)
             return [Columns(product, kernel.begin, kernel.end) for kernel in kernels]
         if len(kernels) == 1:
             return [multiply(kernels[0], x, self._out_dtype(weights[0]))]
@@ -192,7 +194,7 @@ class CudaOps:
         ]
 
     def _out_dtype(self, weight: LinearWeight) -> torch.dtype:
-        """float32 for the head of a few rows; everything else stays bf16."""
+        """float32 for the logits of a few rows; everything else stays bf16."""
         few = self._batch.token_ids.shape[0] <= FEW_ROWS if self._rows is None else self._rows.shape[0] <= FEW_ROWS
         is_head = weight.out_features == self._table.shape[0]
         return torch.float32 if is_head and few else torch.bfloat16
@@ -212,14 +214,22 @@ class CudaOps:
             return self._packed_attention(q, k, v, spec, packed, norms, group)
         k_pages, v_pages = self._store.stored(slot)
         scales = self._store.scales(slot)
-        place = (k_pages, v_pages, batch.positions, batch.slots[group], table.cos, table.sin, table.interleaved)
+        store_arguments = (
+            k_pages,
+            v_pages,
+            batch.positions,
+            batch.slots[group],
+            table.cos,
+            table.sin,
+            table.interleaved,
+        )
         out: Tensor
-        if norms is None and _are_all_of_one(q, k, v) and q.product.rotates:
-            heads = gpu.head_places(batch.positions.shape[0], spec.num_heads, *place, scales)
+        if norms is None and _are_adjacent_columns(q, k, v) and q.product.rotates:
+            heads = gpu.head_places(batch.positions.shape[0], spec.num_heads, *store_arguments, scales)
             queries = q.product.rotated(heads)
         else:
             joined = _side_by_side(q, k, v)
-            queries = gpu.rope_store(joined, spec.num_heads, *place, norms=norms, eps=q.eps, scales=scales)
+            queries = gpu.rope_store(joined, spec.num_heads, *store_arguments, norms=norms, eps=q.eps, scales=scales)
         out = gpu.paged_attention(
             queries,
             k_pages,
@@ -241,7 +251,7 @@ class CudaOps:
     def _plain_attention(
         self, q: Columns, k: Columns, v: Columns, spec: AttentionSpec, group: int, slot: int
     ) -> Tensor:
-        """Over pages that no GPU kernel takes: norms, rotation, storing and attention by the torch spec, op by op."""
+        """For pages that no GPU kernel supports: norms, rotation, storing and attention by the torch spec, op by op."""
         batch = self._batch
         queries, keys, values = (_plain_heads(each, batch.positions, spec.head_dim) for each in (q, k, v))
         self._store.write(slot, batch.slots[group], keys, values)
@@ -261,8 +271,8 @@ class CudaOps:
         """Over quantized rows."""
         batch, table = self._batch, q.rotary
         assert table is not None
-        place = (batch.positions, batch.slots[group], table.cos, table.sin, table.interleaved)
-        queries = gpu.rope_store_packed(_side_by_side(q, k, v), spec.num_heads, pages, *place, norms=norms, eps=q.eps)
+        rotary = (batch.positions, batch.slots[group], table.cos, table.sin, table.interleaved)
+        queries = gpu.rope_store_packed(_side_by_side(q, k, v), spec.num_heads, pages, *rotary, norms=norms, eps=q.eps)
         lengths = (batch.block_tables[group], batch.query_starts, batch.seq_lens)
         return gpu.packed_attention(
             queries, pages, *lengths, spec.scale, spec.window, spec.softcap,
@@ -270,7 +280,7 @@ class CudaOps:
         )  # fmt: skip
 
     def gated(self, gate: Any, up: Any, activation: str) -> Gate | Tensor:
-        halves = isinstance(gate, Columns) and isinstance(up, Columns) and _are_all_of_one(gate, up)
+        halves = isinstance(gate, Columns) and isinstance(up, Columns) and _are_adjacent_columns(gate, up)
         if halves and activation == "silu" and gate.end == up.end - up.begin and gate.product.gates:
             product: Product = gate.product
             return product.gated()
@@ -304,9 +314,9 @@ def num_rows(value: Any) -> int:
 def multiply(
     kernel: Any, x: Any, out_dtype: torch.dtype = torch.bfloat16, gated: bool = False, heads: Any = None
 ) -> Tensor:
-    """x @ W^T by a kernel that may want x in 8 bits; `gated`, `heads`: where the kernel says that it can."""
+    """x @ W^T by a kernel that may want x in 8 bits; `gated`, `heads`: only if the kernel supports them."""
     y: Tensor
-    if not isinstance(kernel, gpu.GpuLinear):  # the plain torch spec, or rows of a joined matrix by themselves
+    if not isinstance(kernel, gpu.GpuLinear):  # the torch spec, or some rows of a joined matrix
         y = kernel(tensor(x).float()).to(out_dtype)
     elif isinstance(x, (Norm, Gate)) and kernel.takes_codes(x.num_rows):
         codes = x.codes(kernel.activations, kernel.input_scale)
@@ -316,16 +326,16 @@ def multiply(
     return y
 
 
-def _whole(kernels: list[Any]) -> Any:
-    """The joined matrix that these kernels are all the rows of, in order; None if they are not."""
+def _joined_matrix(kernels: list[Any]) -> Any:
+    """The joined matrix whose rows these kernels are, all of them and in order; None if there is none."""
     if not all(isinstance(kernel, gpu.JoinedRows) for kernel in kernels):
         return None
-    whole, end = kernels[0].whole, 0
+    joined, end = kernels[0].whole, 0
     for kernel in kernels:
-        if kernel.whole is not whole or kernel.begin != end:
+        if kernel.whole is not joined or kernel.begin != end:
             return None
         end = kernel.end
-    return whole if end == whole.rows else None
+    return joined if end == joined.rows else None
 
 
 def _plain_heads(columns: Columns, positions: Tensor, head_dim: int) -> Tensor:
@@ -337,12 +347,12 @@ def _plain_heads(columns: Columns, positions: Tensor, head_dim: int) -> Tensor:
     return x if table is None else ref.rope(x, positions, table.cos, table.sin, head_dim, table.interleaved)
 
 
-def _are_all_of_one(*parts: Columns) -> bool:
-    """Whether these are, in order, the columns of one product."""
+def _are_adjacent_columns(*parts: Columns) -> bool:
+    """Whether these are, in order and from the first, the columns of one product."""
     return parts[0].begin == 0 and all(
         one.product is other.product and one.end == other.begin for one, other in pairwise(parts)
     )
 
 
 def _side_by_side(q: Columns, k: Columns, v: Columns) -> Tensor:
-    return q.product.whole() if _are_all_of_one(q, k, v) else torch.cat([each.plain for each in (q, k, v)], 1)
+    return q.product.full() if _are_adjacent_columns(q, k, v) else torch.cat([each.plain for each in (q, k, v)], 1)

@@ -1,8 +1,8 @@
-"""Steps with prompts of few tokens, captured: there launching kernel by kernel takes longer than the kernels.
+"""Captured steps with short prompts, where launching kernels one by one takes longer than the kernels themselves.
 
-A kind is a bucket of tokens and one of sequences; a step is padded to both (tokens that no sequence has and that are
-stored nowhere, sequences without tokens). Knows neither models nor sampling: the graph executor says what is computed
-and how it is captured. Longer steps, and those of one token each, are not for here.
+A kind is a bucket of tokens and one of sequences; a step is padded to both (with tokens that belong to no sequence and
+are not stored, and with sequences without tokens). Knows neither models nor sampling: the graph executor says what is
+computed and how it is captured. Longer steps and steps that only decode run elsewhere.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import Tensor
 from tokenmill.hardware.kv_layout import KVLayout
 from tokenmill.types import Batch
 
-MAX_PROMPT_TOKENS = 2048  # of a captured step: from here on the device is the slower of the two
+MAX_PROMPT_TOKENS = 2048  # of a captured step: with more, the device takes longer than the launches
 # Products are computed in tiles of 128 tokens: finer steps would save little.
 _TOKEN_BUCKETS = (16, 32, 64, *range(128, MAX_PROMPT_TOKENS + 1, 128))
-# One less than a bucket of tokens: with as many sequences as tokens attention would take each for a single token.
+# Less than any bucket of tokens: with as many sequences as tokens, attention would treat the step as a decode.
 _SEQUENCE_BUCKETS = (3, 15, 63, 127, 255, 511, 1023)
-_MAX_GRAPHS = 40  # the one that was not used for the longest time makes room
-_LIKELY_TOKENS = 1024  # up to here steps of few sequences are prepared
+_MAX_GRAPHS = 40  # beyond this the least recently used is discarded
+_LIKELY_TOKENS = 1024  # steps of few sequences are prepared up to this size
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +35,12 @@ class PromptInputs:
     """Buffers that never move, and the step in them."""
 
     def __init__(self, layout: KVLayout, max_tokens: int, max_sequences: int, context: int, device: torch.device):
-        """`most_tokens`: of any step; `context`: of any sequence."""
+        """`max_tokens`, `max_sequences`: of any step; `context`: tokens of any sequence."""
         width, groups = -(-context // layout.page_size) + 1, len(layout.groups)
         self._capacity = width * layout.page_size
-        most = min(max_tokens, MAX_PROMPT_TOKENS)
-        self._has_long = most == MAX_PROMPT_TOKENS
-        self._token_buckets = [bucket for bucket in _TOKEN_BUCKETS if bucket < most]
+        max_captured = min(max_tokens, MAX_PROMPT_TOKENS)
+        self._has_long = max_captured == MAX_PROMPT_TOKENS
+        self._token_buckets = [bucket for bucket in _TOKEN_BUCKETS if bucket < max_captured]
         self._token_buckets.append(_TOKEN_BUCKETS[len(self._token_buckets)])
         self._sequence_buckets = [*(bucket for bucket in _SEQUENCE_BUCKETS if bucket < max_sequences), max_sequences]
 
@@ -56,28 +56,28 @@ class PromptInputs:
         return self._token_buckets[-1]
 
     def kind(self, batch: Batch) -> PromptKind | None:
-        """What the step is padded to; None where it is not for here."""
+        """What the step is padded to; None if it is not to be captured."""
         tokens, sequences = batch.token_ids.shape[0], batch.seq_lens.shape[0]
         if batch.max_query == 1 or batch.ancestors is not None or tokens >= MAX_PROMPT_TOKENS:
             return None
         if any(table.shape[1] > own.shape[1] for table, own in zip(batch.block_tables, self._tables, strict=True)):
             return None
-        padded = next((bucket for bucket in self._sequence_buckets if bucket >= sequences), 0)
-        least = max(tokens, padded + 1)
-        found = next((bucket for bucket in self._token_buckets if bucket >= least), 0)
-        return PromptKind(found, padded) if padded and found else None
+        padded_sequences = next((bucket for bucket in self._sequence_buckets if bucket >= sequences), 0)
+        min_tokens = max(tokens, padded_sequences + 1)
+        padded_tokens = next((bucket for bucket in self._token_buckets if bucket >= min_tokens), 0)
+        return PromptKind(padded_tokens, padded_sequences) if padded_sequences and padded_tokens else None
 
     def likely_kinds(self) -> list[PromptKind]:
-        """Short prompts, few at a time; the largest last, which is prepared first: the others fit its memory."""
+        """Short prompts, few at a time; the largest last, which is prepared first: the others fit in its memory."""
         few = self._sequence_buckets[0]
-        return [PromptKind(each, few) for each in self._token_buckets if few < each <= _LIKELY_TOKENS]
+        return [PromptKind(tokens, few) for tokens in self._token_buckets if few < tokens <= _LIKELY_TOKENS]
 
     def long_kind(self) -> PromptKind | None:
-        """Of steps that are not captured; None where no step is so long."""
+        """The kind of steps too long to be captured; None if no step can be that long."""
         return PromptKind(MAX_PROMPT_TOKENS, self._sequence_buckets[0]) if self._has_long else None
 
     def example(self, kind: PromptKind) -> Batch:
-        """A step with a prompt of two tokens that are stored nowhere; the rest is padding."""
+        """A step with a prompt of two tokens that are not stored; the rest is padding."""
         self.clear(kind)
         self._starts[1 : kind.sequences + 1] = 2
         self._seq_lens[0] = 2
@@ -86,15 +86,15 @@ class PromptInputs:
     def fill(self, batch: Batch, kind: PromptKind) -> None:
         tokens, sequences = batch.token_ids.shape[0], batch.seq_lens.shape[0]
         self.clear(kind, tokens, sequences)
-        for number, given in enumerate((batch.token_ids, batch.positions, *batch.slots)):
-            self._tokens[number, :tokens] = given
+        for number, values in enumerate((batch.token_ids, batch.positions, *batch.slots)):
+            self._tokens[number, :tokens] = values
         self._starts[: sequences + 1] = batch.query_starts
         self._seq_lens[:sequences] = batch.seq_lens
         for own, table in zip(self._tables, batch.block_tables, strict=True):
             own[:sequences, : table.shape[1]] = table
 
     def clear(self, kind: PromptKind, tokens: int = 0, sequences: int = 0) -> None:
-        """Nothing behind the first tokens and sequences."""
+        """Make padding of all that follows the first `tokens` tokens and `sequences` sequences."""
         self._tokens[:2, tokens : kind.tokens] = 0
         self._tokens[2:, tokens : kind.tokens] = -1
         self._starts[sequences : kind.sequences + 1] = tokens
@@ -117,7 +117,7 @@ class PromptInputs:
 
 
 class PromptSteps:
-    """Runs padded steps: the first of a kind launch by launch, the second captured, from then on replayed."""
+    """Runs padded steps: the first of a kind eagerly, the second is captured, the following ones are replayed."""
 
     def __init__(
         self,
@@ -125,9 +125,9 @@ class PromptSteps:
         compute: Callable[[Batch], Tensor],
         capture: Callable[[Callable[[], None]], torch.cuda.CUDAGraph] | None,
     ) -> None:
-        """`compute`: hidden states of a batch; `capture`: captures a call and replays it once, None: nobody can."""
+        """`compute`: hidden states of a batch; `capture`: captures a call and replays it once, None: not possible."""
         self.inputs, self._compute, self._capture = inputs, compute, capture
-        self._graphs: dict[PromptKind, torch.cuda.CUDAGraph | None] = {}  # the last used last; None: seen once
+        self._graphs: dict[PromptKind, torch.cuda.CUDAGraph | None] = {}  # most recently used last; None: not captured
         self._hidden: Tensor | None = None  # outside the graphs' memory, one for all of them
 
     @property
@@ -135,7 +135,7 @@ class PromptSteps:
         return sum(graph is not None for graph in self._graphs.values())
 
     def forward(self, batch: Batch) -> Tensor | None:
-        """Hidden states [T, hidden], to be read before the next step; None where the step is not for here."""
+        """Hidden states [T, hidden], to be read before the next step; None if the step is not to be captured."""
         kind = self.inputs.kind(batch)
         if kind is None:
             return None
@@ -145,7 +145,7 @@ class PromptSteps:
         return self._hidden[: batch.token_ids.shape[0]]
 
     def prepare(self, kind: PromptKind) -> None:
-        """Capture a kind by steps without tokens: nothing is stored."""
+        """Capture a kind by steps of padding only: nothing is stored."""
         while self._graphs.get(kind) is None:
             self.inputs.clear(kind)
             self._run(kind)
@@ -174,5 +174,5 @@ class PromptSteps:
     def _make_room(self) -> None:
         captured = [kind for kind, graph in self._graphs.items() if graph is not None]
         if len(captured) >= _MAX_GRAPHS:
-            torch.cuda.synchronize()  # it may still run
+            torch.cuda.synchronize()  # the graph may still run
             del self._graphs[captured[0]]  # captured again only if it comes twice again

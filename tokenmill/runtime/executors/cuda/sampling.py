@@ -1,8 +1,8 @@
-"""Sampling on a GPU: temperature, top-k, top-p, min-p and the draw in one kernel; ids are all that leaves the device.
+"""Sampling on a GPU: temperature, top-k, top-p, min-p and the draw in one kernel; only token ids leave the device.
 
-Requests with anything more (penalties, grammars, log-probabilities, ...) go through the plain sampler, row by row. A
-request always takes the same one of the two ways, so its tokens do not depend on its neighbours; the two ways draw
-different, equally distributed tokens from one seed.
+Requests that use other features (penalties, grammars, log-probabilities, ...) go through the torch sampler, row by row.
+A request always takes the same path, so its tokens do not depend on the rest of the batch; the two paths draw different
+tokens from one seed, equally distributed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class CudaSampler(Sampler):
     def __init__(self, device: torch.device, kernels: str = "") -> None:
         super().__init__(device, kernels)
         self._device = device
-        self._seen: list[Request] = []  # the last batch that was found plain
+        self._seen: list[Request] = []  # the last batch for which `is_plain` was true
 
     def is_plain(self, requests: Sequence[Request]) -> bool:
         """Whether one kernel draws for all of them."""
@@ -42,31 +42,35 @@ class CudaSampler(Sampler):
         token_ids: list[int | None] = [None] * len(requests)
         logprobs: list[TokenLogprobs | None] = [None] * len(requests)
         plain = [row for row, request in enumerate(requests) if self._drawable(request)]
-        others = [row for row in range(len(requests)) if row not in set(plain)]
+        complex_rows = [row for row in range(len(requests)) if row not in set(plain)]
         if plain:
-            rows = logits if not others else logits[plain]
+            rows = logits if not complex_rows else logits[plain]
             parameters = self._parameters([requests[row] for row in plain], [len(drafted[row]) for row in plain])
             for row, token_id in zip(plain, gpu.sample(rows, parameters).tolist(), strict=True):
                 token_ids[row] = token_id
-        if others:
-            rows = logits[others] if plain else logits
-            found, reported = self._sample(rows, [requests[row] for row in others], [drafted[row] for row in others])
-            for row, token_id, report in zip(others, found, reported, strict=True):
-                token_ids[row], logprobs[row] = token_id, report
+        if complex_rows:
+            rows = logits[complex_rows] if plain else logits
+            sampled, records = self._sample(
+                rows, [requests[row] for row in complex_rows], [drafted[row] for row in complex_rows]
+            )
+            for row, token_id, record in zip(complex_rows, sampled, records, strict=True):
+                token_ids[row], logprobs[row] = token_id, record
         return token_ids, logprobs
 
     def _parameters(self, requests: list[Request], num_drafted: list[int]) -> gpu.SamplingTensors:
         floats = torch.tensor([cutoffs(request) for request in requests], dtype=torch.float32).t().contiguous()
-        whole = torch.tensor(
+        integers = torch.tensor(
             [[top_k(r), seed(r), r.num_tokens + extra] for r, extra in zip(requests, num_drafted, strict=True)],
             dtype=torch.int64,
         )
-        floats, whole = self._sent(floats), self._sent(whole.t().contiguous())
+        floats, integers = self._to_device(floats), self._to_device(integers.t().contiguous())
         filtered = any(is_filtered(request) for request in requests)
-        return gpu.SamplingTensors(floats[0], whole[0].int(), floats[1], floats[2], whole[1], whole[2], filtered)
+        return gpu.SamplingTensors(
+            floats[0], integers[0].int(), floats[1], floats[2], integers[1], integers[2], filtered
+        )
 
-    def _sent(self, values: Tensor) -> Tensor:
-        """On the device, without waiting for what it still computes."""
+    def _to_device(self, values: Tensor) -> Tensor:
+        """Without waiting for kernels that still run."""
         pinned = values.pin_memory() if self._device.type == "cuda" else values
         return pinned.to(self._device, non_blocking=True)
 
@@ -87,5 +91,6 @@ def seed(request: Request) -> int:
 
 
 def is_filtered(request: Request) -> bool:
+    """Whether the request samples from a part of the vocabulary."""
     params = request.params
     return not params.greedy and (params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0)

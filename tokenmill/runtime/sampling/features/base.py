@@ -1,9 +1,9 @@
 """The contracts of a sampling feature. Two kinds, by where they act:
 
-* a LogitFeature edits whole rows of logits in place before temperature (penalties, biases, bans);
+* a LogitFeature edits rows of logits in place before temperature (penalties, biases, bans);
 * a Filter narrows the candidates, which come sorted by probability, after temperature (top-k, top-p, min-p).
 
-A feature is asked only about the rows whose request uses it. It knows nothing of batches, models or other features.
+A feature is called only for rows whose request uses it. It knows nothing of batches, models or other features.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Candidates:
     """The most likely tokens of one row, best first, out of a vocabulary whose total mass is 1.
 
     When `complete` is false the row was cut after len(probabilities): a filter whose answer could lie beyond the cut
-    returns None, and is asked again with the whole vocabulary sorted.
+    returns None, and is called again with the entire vocabulary sorted.
     """
 
     probabilities: Tensor  # [K] float64, descending

@@ -1,8 +1,8 @@
 """Structured output: tokens that the request's grammar does not allow are impossible, whatever other features say.
 
 Each request has a matcher of its own, which follows its output; after preemption it goes on where it was. When nothing
-but the end is allowed, the end comes, even before min_tokens. Where no token is possible at all (the grammar ran into
-a limit), every logit is -inf and the sampler ends the request.
+but the end-of-text token is allowed, it is sampled, even before min_tokens. Where no token is possible at all (the
+grammar ran into a limit), every logit is -inf and the sampler ends the request.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Grammar(LogitFeature):
         if banned.all():
             _log.warning("request %s ends: %s", request.request_id, progress.problem())
         elif float(logits.max()) == _NEVER:
-            # All that is allowed was banned by others: the grammar has the last word.
+            # Other features banned all that is allowed: the grammar wins.
             logits[torch.from_numpy(~banned).to(logits.device)] = 0.0
 
 
@@ -63,8 +63,8 @@ class _Progress:
         self._drafted: list[int] = []  # consumed after them
 
     def follow(self, output: list[int], drafted: Sequence[int]) -> bool:
-        """Consume the output since the last time, then `drafted`; drafted tokens of last time that do not come again
-        are taken back. False where that is not possible: start over."""
+        """Consume the output since the last time, then `drafted`; drafted tokens of last time that do not follow
+        now are rolled back. False if that is not possible: start over."""
         following = [*output[self._num_output :], *drafted]
         pairs = zip(self._drafted, following, strict=False)
         shorter = min(len(self._drafted), len(following))
@@ -78,15 +78,15 @@ class _Progress:
         return True
 
     def valid(self, token_ids: Sequence[int]) -> int:
-        """How many of these tokens the grammar can take next, one after the other. Takes none of them."""
+        """How many of these tokens the grammar accepts next, one after the other. Does not consume them."""
         if self._matcher.is_error() or self._matcher.is_stopped():
             return 0
-        known = next((n for n, each in enumerate(token_ids) if each >= self._vocab_size), len(token_ids))
+        known = next((n for n, token_id in enumerate(token_ids) if token_id >= self._vocab_size), len(token_ids))
         count: int = self._matcher.validate_tokens(list(token_ids[:known]))
         return max(0, count)
 
     def banned(self, num_logits: int) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-        """[num_logits]: what must not come next."""
+        """[num_logits]: True for tokens that the grammar does not allow next."""
         result = np.ones(num_logits, dtype=np.bool_)
         if self._matcher.is_error():
             return result
