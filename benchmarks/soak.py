@@ -139,9 +139,9 @@ class Soak:
         await self._check("schema", answer, 200)
         choice = answer.json()["choices"][0] if answer.status_code == 200 else {}
         if choice.get("finish_reason") == "stop":
-            found = json.loads(choice["message"]["content"])
-            if not isinstance(found.get("age"), int):
-                self.problems.append(f"an answer breaks its schema: {found}")
+            value = json.loads(choice["message"]["content"])
+            if not isinstance(value.get("age"), int):
+                self.problems.append(f"an answer breaks its schema: {value}")
 
     async def _too_long(self, choose: random.Random) -> None:
         body = self._body(choose) | {"prompt": "dog " * (2 * _CONTEXT)}
@@ -184,11 +184,11 @@ async def soak(url: str, pid: int, options: argparse.Namespace) -> dict[str, Any
     }
 
 
-async def _watch_memory(http: httpx.AsyncClient, pid: int, found: list[int]) -> None:
+async def _watch_memory(http: httpx.AsyncClient, pid: int, samples: list[int]) -> None:
     """Resident memory of the server and its engine, once a second."""
     while True:
         engine = (await http.get("/load")).json()["engine_pid"]
-        found.append(sum(_resident(each) for each in (pid, engine) if each))
+        samples.append(sum(_resident(each) for each in (pid, engine) if each))
         await asyncio.sleep(1)
 
 

@@ -160,8 +160,8 @@ def _steady_state(samples: list[Sample]) -> dict[str, Any] | None:
     """Rates between the first and the last moment of the plateau; None if there is none to speak of."""
     good = [sample for sample in samples if sample.ok]
     levels = _in_flight(good)
-    least = _PLATEAU * max((level for _, level in levels), default=0)
-    busy = [number for number, (_, level) in enumerate(levels) if level >= least]
+    threshold = _PLATEAU * max((level for _, level in levels), default=0)
+    busy = [number for number, (_, level) in enumerate(levels) if level >= threshold]
     if not busy or busy[-1] + 1 >= len(levels):
         return None
     start, end = levels[busy[0]][0], levels[busy[-1] + 1][0]

@@ -76,16 +76,16 @@ def log_steps(llm: LLM, seconds: float, probe_seconds: float) -> StepLog:
         _run(llm, Scenario(2, 16, 2), recording, 0, probe_seconds)
         scenarios = list(_fitting(llm, log))
         deadline = time.perf_counter() + seconds
-        for number, wanted in enumerate(cycle(scenarios), 1):
+        for number, requested in enumerate(cycle(scenarios), 1):
             if number > len(scenarios) and time.perf_counter() > deadline:
                 break
-            scenario = shortened(wanted, _seconds_per_token(log.steps), probe_seconds)
+            scenario = shortened(requested, _seconds_per_token(log.steps), probe_seconds)
             steps, ended = _run(llm, scenario, recording, number, probe_seconds)
             log.steps.extend(steps)
-            if number <= len(scenarios) and (scenario != wanted or not ended):
-                became = f"shortened to {scenario.prompt} in" if scenario != wanted else ""
+            if number <= len(scenarios) and (scenario != requested or not ended):
+                became = f"shortened to {scenario.prompt} in" if scenario != requested else ""
                 cut = "" if ended else f"cut after {probe_seconds:g} s"
-                log.skipped.append(f"{wanted}: {', '.join(filter(None, (became, cut)))}")
+                log.skipped.append(f"{requested}: {', '.join(filter(None, (became, cut)))}")
     finally:
         core.runner = real
     return log

@@ -75,7 +75,7 @@ def rope_divisors(description: ModelDescription) -> list[float]:
     """What GGUF stores in place of llama3's four numbers: a divisor for each rotary frequency."""
     table = description.rope_table("full")
     size = table.rotary_dim
-    wavelengths = [2 * math.pi * table.theta ** (2 * place / size) for place in range(size // 2)]
+    wavelengths = [2 * math.pi * table.theta ** (2 * pair / size) for pair in range(size // 2)]
     return llama3_divisors(table.scaling, wavelengths)
 
 
@@ -190,8 +190,8 @@ def _check(values: dict[str, Value], description: ModelDescription) -> None:
         shapes[_HEAD] = shapes[_EMBEDDING]
     read = describe(Metadata(None, dict(values)), shapes, "the GGUF")  # type: ignore[arg-type]
     scaling = d.rope_table("full").scaling
-    wanted = d.with_rope_scaling("full", RopeScaling()) if scaling.kind == "llama3" else d
-    differing = [name for name in differences(read, wanted, _close) if name not in _NOT_COMPARED]
+    expected = d.with_rope_scaling("full", RopeScaling()) if scaling.kind == "llama3" else d
+    differing = [name for name in differences(read, expected, _close) if name not in _NOT_COMPARED]
     if differing:
         raise CheckpointError(
             f"GGUF has no way to say this model's {', '.join(differing)}", "choose a safetensors format"

@@ -118,12 +118,12 @@ def _scores(merges: Iterable[str], pieces: list[str], kinds: list[int]) -> list[
 
 def _pre_tokenizer_name(definition: Path, ignore_merges: bool) -> str:
     """The name in llama.cpp's table whose words are those of this tokenizer on text chosen to tell them apart."""
-    wanted = tokenizers.Tokenizer.from_file(str(definition)).pre_tokenizer.pre_tokenize_str(_PROBE)
+    expected = tokenizers.Tokenizer.from_file(str(definition)).pre_tokenizer.pre_tokenize_str(_PROBE)
 
     def fits(candidate: PreTokenizer) -> bool:
         if candidate.ignore_merges != ignore_merges:
             return False
-        return byte_level_splitter(candidate).pre_tokenize_str(_PROBE) == wanted
+        return byte_level_splitter(candidate).pre_tokenize_str(_PROBE) == expected
 
     for name in (*_PREFERRED, *PRE_TOKENIZERS):
         if fits(PRE_TOKENIZERS[name]):

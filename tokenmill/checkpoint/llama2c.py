@@ -31,7 +31,7 @@ _ROPE_THETA = 10000.0
 _SPECIAL = ("<unk>", "<s>", "</s>")  # ids 0, 1, 2
 _BOS_ID, _EOS_ID = 1, 2
 _SPACE = "▁"
-_MOST = 2**31 - 1
+_MAX_INT32 = 2**31 - 1
 _GIVE_TOKENIZER = "give the tokenizer.bin of llama2.c that belongs to the weights"
 
 
@@ -110,8 +110,8 @@ def _read_weights(path: Path) -> tuple[_Header, dict[str, Tensor]]:
 def _read_header(path: Path, buffer: mmap.mmap) -> _Header:
     hidden, ffn, layers, heads, kv_heads, vocab, context = _HEADER.unpack_from(buffer)
     header = _Header(hidden, ffn, layers, heads, kv_heads, abs(vocab), context, vocab > 0)
-    whole = all(0 < value < _MOST for value in (hidden, ffn, layers, heads, kv_heads, abs(vocab), context))
-    if not whole or hidden % heads or heads % kv_heads or header.head_dim % 2:
+    plausible = all(0 < value < _MAX_INT32 for value in (hidden, ffn, layers, heads, kv_heads, abs(vocab), context))
+    if not plausible or hidden % heads or heads % kv_heads or header.head_dim % 2:
         raise CheckpointError(f"{path.name} is not a llama2.c version 0 model", "give the .bin file of llama2.c")
     return header
 

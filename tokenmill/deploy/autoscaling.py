@@ -21,13 +21,13 @@ _SCALE_DOWN_SECONDS = 300
 _SCALE_UP_SECONDS = 30
 
 
-def autoscaler(kind: str, engine: Engine, serving: Serving, prometheus: str, most: int) -> list[Manifest]:
+def autoscaler(kind: str, engine: Engine, serving: Serving, prometheus: str, max_replicas: int) -> list[Manifest]:
     if kind not in AUTOSCALERS:
         raise UserError(f"unknown autoscaler '{kind}'", f"one of {', '.join(AUTOSCALERS)}")
     if kind == "none" or engine.signals is None:
         return []
     make = _scaled_object if kind == "keda" else _horizontal
-    return make(engine.signals, serving, prometheus, max(most, serving.replicas))
+    return make(engine.signals, serving, prometheus, max(max_replicas, serving.replicas))
 
 
 def queue_target(serving: Serving) -> int:
@@ -49,7 +49,7 @@ def behavior(serving: Serving) -> dict[str, Any]:
     }
 
 
-def _scaled_object(signals: Signals, serving: Serving, prometheus: str, most: int) -> list[Manifest]:
+def _scaled_object(signals: Signals, serving: Serving, prometheus: str, max_replicas: int) -> list[Manifest]:
     service = f'{{service="{serving.name}"}}'
     triggers = [(f"sum({signals.queue}{service})", str(queue_target(serving)), "AverageValue", "queue")]
     if signals.kv:  # a mean over replicas: compared as it is, not divided by their number
@@ -62,7 +62,7 @@ def _scaled_object(signals: Signals, serving: Serving, prometheus: str, most: in
             "spec": {
                 "scaleTargetRef": {"name": serving.name},
                 "minReplicaCount": 1,
-                "maxReplicaCount": most,
+                "maxReplicaCount": max_replicas,
                 "pollingInterval": 15,
                 "cooldownPeriod": _SCALE_DOWN_SECONDS,
                 "fallback": {"failureThreshold": 4, "replicas": serving.replicas},
@@ -81,7 +81,7 @@ def _scaled_object(signals: Signals, serving: Serving, prometheus: str, most: in
     ]
 
 
-def _horizontal(signals: Signals, serving: Serving, prometheus: str, most: int) -> list[Manifest]:
+def _horizontal(signals: Signals, serving: Serving, prometheus: str, max_replicas: int) -> list[Manifest]:
     """The HPA, and the rules that make the adapter offer its metrics (a ConfigMap in the adapter's own layout)."""
     named = [(signals.queue, "serving_requests_waiting", str(queue_target(serving)))]
     if signals.kv:
@@ -100,7 +100,7 @@ def _horizontal(signals: Signals, serving: Serving, prometheus: str, most: int) 
         "spec": {
             "scaleTargetRef": {"apiVersion": "apps/v1", "kind": "Deployment", "name": serving.name},
             "minReplicas": 1,
-            "maxReplicas": most,
+            "maxReplicas": max_replicas,
             "behavior": behavior(serving),
             "metrics": metrics,
         },

@@ -32,8 +32,8 @@ class Rendered:
 
 def find_engine(name: str) -> Engine:
     """By name; the planner's spellings count too."""
-    found: Engine = ENGINES.get("llamacpp" if name == "llama.cpp" else name)()
-    return found
+    engine: Engine = ENGINES.get("llamacpp" if name == "llama.cpp" else name)()
+    return engine
 
 
 def render(
@@ -81,12 +81,12 @@ def _kubernetes(
     split: tuple[int, int] | None,
     scaler: str,
     prometheus: str,
-    most: int,
+    max_replicas: int,
 ) -> dict[str, str]:
     if split:
         return {"split.yaml": _yaml(split_manifests(engine, serving, split))}
     files = {"serving.yaml": _yaml(manifests(engine, serving, launch))}
-    scaling = autoscaler(scaler, engine, serving, prometheus, most or 2 * serving.replicas)
+    scaling = autoscaler(scaler, engine, serving, prometheus, max_replicas or 2 * serving.replicas)
     if scaling:
         files["autoscaling.yaml"] = _yaml(scaling)
     return files

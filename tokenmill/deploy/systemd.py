@@ -11,14 +11,14 @@ _VISIBLE = {"nvidia": "CUDA_VISIBLE_DEVICES", "amd": "HIP_VISIBLE_DEVICES"}
 
 def units(engine: Engine, serving: Serving, launch: Launch) -> dict[str, str]:
     """File name -> text; one server per replica, each on its own devices and port."""
-    found = {}
+    files = {}
     for replica in range(serving.replicas):
         name = serving.name if serving.replicas == 1 else f"{serving.name}-{replica}"
         port = engine.port + replica
-        found[f"{name}.service"] = _server(engine, serving, launch, replica, port)
-        found[f"{name}-probe.service"] = _probe(engine, name, port)
-        found[f"{name}-probe.timer"] = _timer(serving, name)
-    return found
+        files[f"{name}.service"] = _server(engine, serving, launch, replica, port)
+        files[f"{name}-probe.service"] = _probe(engine, name, port)
+        files[f"{name}-probe.timer"] = _timer(serving, name)
+    return files
 
 
 def _server(engine: Engine, serving: Serving, launch: Launch, replica: int, port: int) -> str:

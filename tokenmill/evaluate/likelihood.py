@@ -31,7 +31,7 @@ def window_logprobs(
 
     One window at a time: with integer kernels the batch shows in the last digits, and figures must repeat.
     """
-    found = []
+    logprobs = []
     for number, window in enumerate(windows):
         values = np.full(window.num_scored, np.nan)
 
@@ -43,9 +43,9 @@ def window_logprobs(
             values[begin : begin + len(logits)] = target_logprobs(logits, targets).numpy()
 
         read_logits(parts, [window.passage], visit)
-        found.append(values)
+        logprobs.append(values)
         on_progress(number + 1, len(windows))
-    return found
+    return logprobs
 
 
 def target_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
@@ -115,16 +115,16 @@ def _readings(pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Iterable[
 def _waves(readings: Iterable[_Reading], contexts_at_once: int = 32) -> Iterable[list[_Reading]]:
     """Groups of contexts in two waves each: one reading per context, then the others, which find it in the cache."""
     firsts: list[_Reading] = []
-    others: list[_Reading] = []
+    repeats: list[_Reading] = []
     last: tuple[int, ...] | None = None
     for reading in readings:
         context = tuple(reading.passage.token_ids[: reading.passage.first + 1])
         if context == last:
-            others.append(reading)
+            repeats.append(reading)
             continue
         if len(firsts) == contexts_at_once:
-            yield from filter(None, (firsts, others))
-            firsts, others = [], []
+            yield from filter(None, (firsts, repeats))
+            firsts, repeats = [], []
         firsts.append(reading)
         last = context
-    yield from filter(None, (firsts, others))
+    yield from filter(None, (firsts, repeats))

@@ -159,9 +159,9 @@ def open_reference(
             _write(CacheWriter(scratch, key), reference, llm, windows, on_progress)
         return CachedReference(ReferenceCache(scratch), windows)
     if cached:
-        found = _find_or_make(reference, path, windows, config, on_progress)
-        if found is not None:
-            return CachedReference(found, windows)
+        cache = _find_or_make(reference, path, windows, config, on_progress)
+        if cache is not None:
+            return CachedReference(cache, windows)
     return LiveReference(reference, LLM(str(path), config), windows)
 
 
@@ -178,9 +178,9 @@ def _find_or_make(
     file = cache_path(key)
     if file.is_file():
         try:
-            found = ReferenceCache(file)
+            cache = ReferenceCache(file)
             os.utime(file)
-            return found
+            return cache
         except UserError as error:
             _log.warning("the reference is computed anew: %s", error)
     if not make_room(key.nbytes):

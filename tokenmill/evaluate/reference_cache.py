@@ -77,9 +77,9 @@ class ReferenceCache:
     def read(self, begin: int, end: int) -> tuple[Tensor, np.ndarray, np.ndarray]:
         """(log-probabilities [R, V] float64, those of the targets [R] float64, the most likely tokens [R])."""
         rows = self._mapped.rows[begin:end].copy()
-        found = decode(rows, self._mapped.codes[begin:end]), rows["target"], rows["best"]
+        values = decode(rows, self._mapped.codes[begin:end]), rows["target"], rows["best"]
         self._mapped.let_go()
-        return found
+        return values
 
 
 class CacheWriter:

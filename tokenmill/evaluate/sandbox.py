@@ -68,9 +68,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def _verdict(answer: bytes, word: str, code: int) -> Verdict:
     try:
-        found = json.loads(answer)
-        if found["word"] == word:
-            return Verdict(found["why"] == "passed", str(found["why"])[:500])
+        reply = json.loads(answer)
+        if reply["word"] == word:
+            return Verdict(reply["why"] == "passed", str(reply["why"])[:500])
     except (ValueError, KeyError, TypeError):
         pass
     if code in (-signal.SIGXCPU, -signal.SIGKILL, -signal.SIGALRM):

@@ -66,7 +66,7 @@ def run_task(model: str, config: EngineConfig, job: TaskJob, on_progress: Progre
     task_class: type[Task] = TASKS.get(kind)
     items = _checked(job.task, task_class, kind, numbered)
     task = task_class(_options(job, task_class, kind))
-    others = read_metrics(job.compare) if job.compare is not None else None
+    baseline = read_metrics(job.compare) if job.compare is not None else None
     if job.out is not None:
         check_writable(job.out)
     with LLM(model, task_config(model, config)) as llm:
@@ -74,8 +74,8 @@ def run_task(model: str, config: EngineConfig, job: TaskJob, on_progress: Progre
     if job.out is not None:
         write_results(job.out, items, results)
     report = _report(job.task.stem, kind, task, results)
-    if others is not None and job.compare is not None:
-        difference = compare_with(job.compare, others, items, results, task.headline)
+    if baseline is not None and job.compare is not None:
+        difference = compare_with(job.compare, baseline, items, results, task.headline)
         report = replace(report, comparison={"with": str(job.compare), **asdict(difference)})
     return report
 
@@ -86,8 +86,8 @@ def detect_kind(item: Item) -> str:
     if not fitting:
         kinds = "; ".join(f"{kind}: {', '.join(TASKS.get(kind).fields)}" for kind in TASKS)
         raise UserError(f"no kind of task has items with the fields {', '.join(item)}", f"write one of {kinds}")
-    most = max(number for number, _ in fitting)
-    best = [kind for number, kind in fitting if number == most]
+    max_fields = max(number for number, _ in fitting)
+    best = [kind for number, kind in fitting if number == max_fields]
     if len(best) > 1:
         raise UserError(f"the items could be of {' or '.join(best)}", "choose with --kind")
     return best[0]

@@ -139,10 +139,10 @@ class Solver(Step):
         """Every linear named in `scheme_of`, quantized. Must call `block.replace(name, dequantized)` as it goes."""
 
 
-def parse_options(step: str, options: type, given: Mapping[str, Any]) -> Any:
+def parse_options(step: str, options: type, values: Mapping[str, Any]) -> Any:
     """Options from a recipe or the command line: unknown names and wrong types are refused."""
     known = {field.name: field for field in fields(options)}
-    for name, value in given.items():
+    for name, value in values.items():
         if name not in known:
             raise unknown_name(f"option of {step}", name, list(known))
         default = known[name].default
@@ -151,4 +151,4 @@ def parse_options(step: str, options: type, given: Mapping[str, Any]) -> Any:
             raise UserError(
                 f"{step}: {name} is {value!r}, expected a {type(default).__name__}", f"the default is {default!r}"
             )
-    return options(**given)
+    return options(**values)

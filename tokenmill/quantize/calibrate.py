@@ -123,8 +123,8 @@ class CalibratedBlock:
         collectors = {group.names[0]: self._collector(group.names[0], kinds) for group in self.groups}
         watched = {name: collector.add for name, collector in collectors.items()}
         self._states.advance(lambda states: self._run(states, self.tensors, watched), self.device)
-        found = {name: collector.finish() for name, collector in collectors.items()}
-        return {name: found[group.names[0]] for group in self.groups for name in group.names}
+        statistics = {name: collector.finish() for name, collector in collectors.items()}
+        return {name: statistics[group.names[0]] for group in self.groups for name in group.names}
 
     def forward(self, inputs: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
         rows = inputs.reshape(-1, inputs.shape[-1])

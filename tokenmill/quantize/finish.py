@@ -87,5 +87,5 @@ def gate_text(request: GateRequest, held_out: str, context: int) -> tuple[str, s
         text, words = held_out, "calibration text that was held out"
     else:
         text, words = built_in_held_out(), "built-in text"
-    most = request.max_chunks * context * _CHARACTERS_PER_TOKEN
-    return text[:most], words
+    max_characters = request.max_chunks * context * _CHARACTERS_PER_TOKEN
+    return text[:max_characters], words

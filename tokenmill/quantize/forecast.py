@@ -49,8 +49,8 @@ def forecast_job(
     samples, length = sequences or (0, 0)
     batch, half, needed = _fit(source, fixed, samples, length, cap, on_host)
     disk = 2 * output_bytes + 2 * _states_bytes(source, samples * length, half)
-    there = 0 if on_host else _block_bytes(source) + step + batch * _sequence_bytes(source, length)
-    return Forecast(needed, there, _seconds(source, recipe, samples * length, device), disk, batch, half)
+    device_bytes = 0 if on_host else _block_bytes(source) + step + batch * _sequence_bytes(source, length)
+    return Forecast(needed, device_bytes, _seconds(source, recipe, samples * length, device), disk, batch, half)
 
 
 def gate_memory(weight_bytes: int, cap: int) -> int:

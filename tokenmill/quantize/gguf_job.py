@@ -127,8 +127,10 @@ def collect_importance(
     importance: dict[str, Tensor] = {}
     started = time.monotonic()
     for index in range(source.num_blocks):
-        found = CalibratedBlock(source, index, states, device).survey(("mean_square",))
-        importance |= {name: each.mean_square.cpu() for name, each in found.items() if each.mean_square is not None}
+        statistics = CalibratedBlock(source, index, states, device).survey(("mean_square",))
+        importance |= {
+            name: each.mean_square.cpu() for name, each in statistics.items() if each.mean_square is not None
+        }
         spent = (time.monotonic() - started) / (index + 1)
         on_block(index + 1, source.num_blocks, spent * (source.num_blocks - index - 1))
         check_memory(memory)

@@ -75,9 +75,11 @@ def _layer(pattern: object, value: Any) -> LayerOverride:
 
 
 def _checked(key: str, value: Any) -> Any:
-    wanted = bool if key == "symmetric" else int
-    if not isinstance(value, wanted) or (wanted is int and (isinstance(value, bool) or value < 0)):
-        raise UserError(f"'{key}' in the recipe is {value!r}", f"give a {'yes or no' if wanted is bool else 'number'}")
+    expected = bool if key == "symmetric" else int
+    if not isinstance(value, expected) or (expected is int and (isinstance(value, bool) or value < 0)):
+        raise UserError(
+            f"'{key}' in the recipe is {value!r}", f"give a {'yes or no' if expected is bool else 'number'}"
+        )
     return value
 
 

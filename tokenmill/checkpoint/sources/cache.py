@@ -22,8 +22,8 @@ MARKER = "verified.json"
 
 
 def cache_root() -> Path:
-    if own := os.environ.get("TOKENMILL_CACHE"):
-        return Path(own).expanduser()
+    if override := os.environ.get("TOKENMILL_CACHE"):
+        return Path(override).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "tokenmill"
 
 

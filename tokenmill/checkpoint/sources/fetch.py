@@ -109,13 +109,13 @@ class Fetcher:
         folder.mkdir(exist_ok=True)
         _log.info("asking %s for %s", command[0], package.requirement)
         done = subprocess.run([*command, str(folder)], capture_output=True, text=True, cwd=folder, check=False)
-        found = folder / package.filename
+        downloaded = folder / package.filename
         try:
-            if done.returncode != 0 or not found.is_file():
+            if done.returncode != 0 or not downloaded.is_file():
                 _log.info("%s", done.stderr.strip())
                 return False
-            _check(found, package)
-            found.replace(destination)
+            _check(downloaded, package)
+            downloaded.replace(destination)
         except Corrupt as error:
             raise CheckpointError(str(error), "the index serves a changed package; try another index") from error
         finally:

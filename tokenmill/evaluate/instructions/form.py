@@ -10,8 +10,8 @@ _ANSWERS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 
 def bullets(answer: str, num_bullets: int) -> bool:
     """Lines that begin with one asterisk or a hyphen: exactly so many."""
-    found = re.findall(r"^\s*\*[^*].*$", answer, re.MULTILINE) + re.findall(r"^\s*-.*$", answer, re.MULTILINE)
-    return len(found) == num_bullets
+    lines = re.findall(r"^\s*\*[^*].*$", answer, re.MULTILINE) + re.findall(r"^\s*-.*$", answer, re.MULTILINE)
+    return len(lines) == num_bullets
 
 
 def one_of_three(answer: str) -> bool:
@@ -50,8 +50,8 @@ def two_responses(answer: str) -> bool:
     parts = answer.split("******")
     if any(not part.strip() for part in parts[1:-1]):
         return False
-    found = [part.strip() for part in parts if part.strip()]
-    return len(found) == 2 and found[0] != found[1]
+    responses = [part.strip() for part in parts if part.strip()]
+    return len(responses) == 2 and responses[0] != responses[1]
 
 
 def repeats_prompt(answer: str, prompt_to_repeat: str) -> bool:

@@ -115,11 +115,11 @@ Gradients = Callable[[int, Mapping[str, Tensor]], tuple[float, Mapping[str, Tens
 def descend(roundings: Mapping[str, LearnedRounding], gradients: Gradients, iterations: int, rate: float) -> None:
     """Signed descent, the rate falling linearly to zero. `gradients(iteration, weights)` gives the loss, comparable
     between iterations, and its gradient by each weight."""
-    least = float("inf")
+    least_loss = float("inf")
     for iteration in range(iterations):
         loss, slopes = gradients(iteration, {name: rounding.dequantize() for name, rounding in roundings.items()})
-        if loss < least:
-            least = loss
+        if loss < least_loss:
+            least_loss = loss
             for rounding in roundings.values():
                 rounding.keep()
         for name, rounding in roundings.items():

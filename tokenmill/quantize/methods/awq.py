@@ -83,15 +83,15 @@ class Awq(Transform):
         if self.options.duo_scaling:
             sizes = narrow(relative_size(weights, schemes), repeats, head_dim)
             candidates += candidate_scales(inputs, sizes, self.options.grid)
-        best, least = candidates[0], float("inf")
+        best, least_error = candidates[0], float("inf")
         for scale in candidates:
             wide = widen(scale, repeats, head_dim)
             error = sum(
                 output_error(rounded_under_scale(weight, wide, scheme) - weight, statistics.hessian)
                 for weight, scheme in zip(weights, schemes, strict=True)
             )
-            if error < least:
-                best, least = scale, error
+            if error < least_error:
+                best, least_error = scale, error
         return best
 
 
@@ -165,13 +165,13 @@ def _clip_rows(weight: Tensor, blocks: Tensor, scheme: Scheme, steps: int, max_s
     """blocks [groups, size, size]: the diagonal blocks of the Hessian."""
     groups = weight.view(weight.shape[0], -1, blocks.shape[1])
     largest = groups.abs().amax(-1, keepdim=True)  # [rows, groups, 1]
-    best, least = groups, groups.new_full(groups.shape[:2], float("inf"))
+    best, least_error = groups, groups.new_full(groups.shape[:2], float("inf"))
     for step in range(steps):
         limit = largest * (1 - max_shrink * step / steps)
         tried = groups.clamp(-limit, limit)
         delta = round_to_nearest(tried.view(weight.shape), scheme).dequantize().view(groups.shape) - groups
         error = (torch.bmm(delta.transpose(0, 1), blocks).transpose(0, 1) * delta).sum(-1)
-        better = error < least
-        least = torch.where(better, error, least)
+        better = error < least_error
+        least_error = torch.where(better, error, least_error)
         best = torch.where(better.unsqueeze(-1), tried, best)
     return best.reshape(weight.shape)

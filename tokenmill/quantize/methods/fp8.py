@@ -110,13 +110,13 @@ def to_float8(weight: Tensor, scheme: Scheme, peak: float | None = None, tries: 
     smallest = nonzero(block_peaks(weight, scheme.block_rows, scheme.group_size) / E4M3_MAX)
     if scheme.block_rows == 0:
         return _round(weight, scheme, torch.full_like(smallest, peak / E4M3_MAX) if peak else smallest)
-    scales, least = smallest, torch.full_like(smallest, torch.inf)
-    for place in range(tries if tries > 1 else 0):
-        tried = smallest * 2 ** (place / tries)
+    scales, least_error = smallest, torch.full_like(smallest, torch.inf)
+    for step in range(tries if tries > 1 else 0):
+        tried = smallest * 2 ** (step / tries)
         errors = (_round(weight, scheme, tried).dequantize() - weight).square_()
         total = block_sums(errors, scheme.block_rows, scheme.group_size)
-        scales = torch.where(total < least, tried, scales)
-        least = torch.minimum(total, least)
+        scales = torch.where(total < least_error, tried, scales)
+        least_error = torch.minimum(total, least_error)
     return _round(weight, scheme, scales)
 
 
@@ -134,6 +134,6 @@ def static_input_scale(block: BlockView, group: LinearGroup, scheme: Scheme, lar
     """The calibrated scale at which the input's peak becomes `largest`; None for schemes that need none."""
     if scheme.activations not in CALIBRATED:
         return None
-    seen = block.statistics(group, ("max_abs",)).max_abs
-    assert seen is not None
-    return float(np.float32(float(seen.amax()) / largest or 1.0))  # as files hold it
+    max_abs = block.statistics(group, ("max_abs",)).max_abs
+    assert max_abs is not None
+    return float(np.float32(float(max_abs.amax()) / largest or 1.0))  # as files hold it

@@ -157,8 +157,8 @@ def gptq(
     if static:
         scales, zeros = choose_grid(weight, scheme, norm)
         state.scales, state.zeros = scales.T.contiguous(), None if zeros is None else zeros.T.contiguous()
-        places = order if order is not None else torch.arange(weight.shape[1], device=weight.device)
-        state.group_of = (places // state.group).tolist()
+        columns_in_order = order if order is not None else torch.arange(weight.shape[1], device=weight.device)
+        state.group_of = (columns_in_order // state.group).tolist()
     state.solve(0, weight.shape[1])
     codes, scales_of_groups, zeros_of_groups = state.codes, state.scales, state.zeros
     if order is not None:
@@ -173,9 +173,9 @@ def gptq(
     return QuantizedMatrix(scheme, codes.T.contiguous(), scales_of_groups.T.contiguous(), zeros)
 
 
-def _scattered(rows: Tensor, places: Tensor) -> Tensor:
+def _scattered(rows: Tensor, indices: Tensor) -> Tensor:
     result = torch.empty_like(rows)
-    result[places] = rows
+    result[indices] = rows
     return result
 
 

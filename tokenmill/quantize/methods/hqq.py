@@ -66,11 +66,11 @@ def half_quadratic(weight: Tensor, scheme: Scheme, options: Hqq.Options, whole_z
 
 def _fit_zeros(steps: Tensor, zeros: Tensor, levels: float, options: Hqq.Options) -> Tensor:
     """`steps`: the weights in units of their scale."""
-    best, least, before = zeros, torch.full_like(zeros, torch.inf), torch.inf
+    best, least_error, before = zeros, torch.full_like(zeros, torch.inf), torch.inf
     for iteration in range(options.iterations + 1):
         errors = steps - _grid(steps, zeros, levels)
         powers, total = _powers(errors, options.norm)
-        best, least = torch.where(total < least, zeros, best), torch.minimum(total, least)
+        best, least_error = torch.where(total < least_error, zeros, best), torch.minimum(total, least_error)
         after = float(total.sum())
         if after >= before:
             break
@@ -89,14 +89,14 @@ def _best_whole_zeros(steps: Tensor, zeros: Tensor, levels: float, norm: float) 
 
 
 def _fit_scales(groups: Tensor, scales: Tensor, zeros: Tensor, levels: float, options: Hqq.Options) -> Tensor:
-    best, least, before = scales, torch.full_like(scales, torch.inf), torch.inf
+    best, least_error, before = scales, torch.full_like(scales, torch.inf), torch.inf
     for iteration in range(options.iterations + 1):
         steps = groups / scales
         values = _grid(steps, zeros, levels)
         errors = steps - values
         powers, total = _powers(errors, options.norm)
         total = total * scales**options.norm  # back in units of the weights, which all scales share
-        best, least = torch.where(total < least, scales, best), torch.minimum(total, least)
+        best, least_error = torch.where(total < least_error, scales, best), torch.minimum(total, least_error)
         after = float(total.sum())
         if after >= before:
             break

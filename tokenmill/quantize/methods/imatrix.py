@@ -48,10 +48,10 @@ class ImportanceMatrix(Mapping[str, Tensor]):
     def collect(self, block: BlockView) -> None:
         """Add the linears of one block, as its calibration data reaches them now."""
         for group in block.groups:
-            found = block.statistics(group, ["mean_square"])
-            assert found.mean_square is not None
+            statistics = block.statistics(group, ["mean_square"])
+            assert statistics.mean_square is not None
             for name in group.names:
-                self._entries[name] = Importance(found.mean_square.float(), found.num_tokens)
+                self._entries[name] = Importance(statistics.mean_square.float(), statistics.num_tokens)
 
     def write(self, path: Path, architecture: str, dataset: str, chunk_size: int) -> None:
         """A file that llama-quantize reads with --imatrix. `chunk_size`: tokens of a calibration sequence."""

@@ -70,15 +70,15 @@ class SmoothQuant(Transform):
             return
         wide, sample = partial(widen, repeats=repeats, head_dim=head_dim), statistics.sample
         candidates = [torch.ones_like(sizes)]
-        for seen in (statistics.max_abs, largest_share(sample)):
-            largest = narrow(seen, repeats, head_dim)
+        for peaks in (statistics.max_abs, largest_share(sample)):
+            largest = narrow(peaks, repeats, head_dim)
             candidates += [smoothing_scale(largest, sizes, alpha) for alpha in SEARCHED_ALPHAS]
-        few, kinds = sample[:: max(1, len(sample) // _SEARCH_ROWS)], list(schemes.values())
-        errors = rounding_errors(few, weights, kinds, [wide(scale) for scale in candidates])
+        search_rows, kinds = sample[:: max(1, len(sample) // _SEARCH_ROWS)], list(schemes.values())
+        errors = rounding_errors(search_rows, weights, kinds, [wide(scale) for scale in candidates])
         best = candidates[min(range(len(errors)), key=errors.__getitem__)]
         if self.options.steps and all(_rounds_alike(scheme) for scheme in kinds):
             refined = refine(best, sample, weights, self.options.steps, wide)
-            if rounding_errors(few, weights, kinds, [wide(refined)])[0] < min(errors):
+            if rounding_errors(search_rows, weights, kinds, [wide(refined)])[0] < min(errors):
                 best = refined
         fold_scale(block, group, best)
 
@@ -132,8 +132,8 @@ def refine(
 
 def largest_products(rows: Tensor, scale: Tensor) -> Tensor:
     """The largest of rows [n, in] * scale [in] in each row; differentiable in `scale` without a pass over `rows`."""
-    places = (rows * scale.detach()).argmax(-1)
-    return rows.gather(1, places.unsqueeze(1)).squeeze(1) * scale[places]
+    indices = (rows * scale.detach()).argmax(-1)
+    return rows.gather(1, indices.unsqueeze(1)).squeeze(1) * scale[indices]
 
 
 def rounding_errors(
