@@ -1,4 +1,4 @@
-"""A job whose output is a GGUF: the type of each tensor by llama.cpp's mixes, weighted by importance where asked for.
+"""A job whose output is a GGUF: the type of each tensor by llama.cpp's mixes, optionally weighted by importance.
 
 `imatrix` runs calibration text through the float model and hands the mean square of each matrix's input to the ggml
 quantizers; `rtn` does without. The file is measured like any other result. Called by `tokenmill quantize`.
@@ -115,7 +115,7 @@ def collect_importance(
     device: torch.device,
     on_block: Callable[[int, int, float], None],
 ) -> dict[str, Tensor]:
-    """Mean square of the input of every linear, by name; the head's too."""
+    """Mean square of the input of every linear, the head included, by name."""
     length = job.calibration_length or min(512, checkpoint.description.context_length)
     text: CalibrationText = read_calibration(
         job.calibration, load_tokenizer(path), load_chat_template(path), job.calibration_samples, length

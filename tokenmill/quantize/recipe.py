@@ -1,4 +1,4 @@
-"""From what the user asks (a method name, a composition such as smoothquant+gptq, a recipe file) to checked steps and a
+"""From the user's request (a method name, a composition such as smoothquant+gptq, a recipe file) to checked steps and a
 scheme for each matrix.
 
 Everything that can be refused before any work is refused here: unknown methods, options, layers, groups that do not
@@ -39,7 +39,7 @@ class LayerOverride:
 
 @dataclass(frozen=True, slots=True)
 class RecipeRequest:
-    """What the user said; None: left open. `options` are (name, value), the name maybe with its step: "gptq.order"."""
+    """The user's request; None: not set. `options` are (name, value), the name maybe with its step: "gptq.order"."""
 
     method: str = "gptq"
     bits: int | None = None
@@ -57,7 +57,7 @@ class Recipe:
     solver: Solver
     scheme: Scheme  # of most matrices
     scheme_of: Mapping[str, Scheme] = field(default_factory=dict)
-    ignored: tuple[str, ...] = ()  # linears of blocks that stay as they are
+    ignored: tuple[str, ...] = ()  # linears of blocks that stay unquantized
     average_bits: float | None = None  # mixed precision: widths are still to be chosen, for this average
 
     @property
@@ -130,7 +130,7 @@ def compose(text: str) -> Method:
     steps = tuple(METHODS[name].steps[0] for name in before) + ending.steps
     if len(set(steps)) != len(steps):
         raise UserError(f"'{text}' has a step twice", "name each step once")
-    # int8 activations are what smoothing is for; every other transform leaves the solver's numbers as they are.
+    # Smoothing implies int8 activations; every other transform leaves the solver's scheme as it is.
     scheme = METHODS["smoothquant"].scheme if "smoothquant" in steps and ending.free_bits else ending.scheme
     return replace(ending, steps=steps, scheme=scheme, group_open=ending.group_open and scheme is ending.scheme)
 
@@ -153,7 +153,7 @@ def matching(pattern: str, names: Iterable[str]) -> list[str]:
 
 
 def _take_mixed(request: RecipeRequest, options: dict[str, Any]) -> tuple[str, float | None]:
-    """ "mixed" is not a step: it chooses the widths of whatever solver stands with it (gptq where none does)."""
+    """ "mixed" is not a step: it chooses the widths of the solver named with it (gptq where none is)."""
     names = [name.strip() for name in request.method.split("+")]
     if MIXED not in names:
         return request.method, None
@@ -222,7 +222,7 @@ def _make_steps(names: Sequence[str], options: Mapping[str, Any]) -> list[Step]:
 
 
 def _typed(value: Any, default: Any) -> Any:
-    """A word of the command line as the option's own type; parse_options refuses what does not fit."""
+    """A command-line value converted to the option's type; parse_options refuses what does not fit."""
     if not isinstance(value, str) or isinstance(default, str):
         return value
     try:

@@ -21,12 +21,12 @@ _CHUNK = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """One tensor inside a file that was written before."""
+    """One tensor inside an existing file."""
 
     name: str
     file: Path
     start: int
-    entry: dict[str, Any]  # dtype and shape, as the header says them
+    entry: dict[str, Any]  # dtype and shape, from the header
 
     size: int
 

@@ -46,7 +46,7 @@ _MIXES = (
 )
 MIXES: dict[str, Mix] = {mix.name: mix for mix in _MIXES}
 
-# What holds a row of whole blocks of 32 where 256 does not divide it: at least as many bits.
+# Types with blocks of 32, for rows that 256 does not divide: at least as many bits.
 _FALLBACKS = {
     "Q2_K": "Q4_0",
     "Q3_K": "Q4_0",
@@ -60,7 +60,7 @@ _BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.weight")
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What the rules look at besides names: the proportions of the model."""
+    """The dimensions of the model that the rules depend on."""
 
     num_layers: int
     num_heads: int

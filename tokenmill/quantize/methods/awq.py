@@ -119,7 +119,7 @@ def relative_size(weights: Sequence[Tensor], schemes: Sequence[Scheme]) -> Tenso
 
 
 def rounded_under_scale(weight: Tensor, scale: Tensor, scheme: Scheme) -> Tensor:
-    """What `weight` [out, in] means after its scaled form was rounded and the scale taken back."""
+    """`weight` [out, in] after scaling, rounding and undoing the scale."""
     return round_to_nearest(weight * scale, scheme).dequantize() / scale
 
 
@@ -155,7 +155,7 @@ def fold_scale(block: BlockView, group: LinearGroup, scale: Tensor) -> None:
 
 
 def clip(weight: Tensor, hessian: Tensor, scheme: Scheme, steps: int, max_shrink: float) -> Tensor:
-    """`weight` with each group clamped to the range whose rounding errs least at the group's share of the output."""
+    """`weight` with each group clamped to the range that minimizes the group's error at the output."""
     size = scheme.group_size or weight.shape[1]
     blocks = torch.stack([hessian[i : i + size, i : i + size] for i in range(0, weight.shape[1], size)])
     return torch.cat([_clip_rows(rows, blocks, scheme, steps, max_shrink) for rows in weight.split(_CLIP_ROWS)])

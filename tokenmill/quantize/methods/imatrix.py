@@ -1,7 +1,7 @@
 """The importance matrix of GGUF: how much an error in each input column of each linear matters, from calibration.
 
-It is the mean square of the input, collected block by block, and what quantize/ggml weighs its searches with. Not a
-solver: GGUF wants bytes, not a QuantizedMatrix. Reads and writes the files of llama.cpp's llama-imatrix, so that either
+It is the mean square of the input, collected block by block, and weights the searches of quantize/ggml. Not a
+solver: GGUF needs bytes, not a QuantizedMatrix. Reads and writes the files of llama.cpp's llama-imatrix, so that either
 program can use the other's. Called by the job for `--format gguf`.
 """
 
@@ -31,7 +31,7 @@ class Importance:
 
 
 class ImportanceMatrix(Mapping[str, Tensor]):
-    """Canonical prefix of a linear -> mean square of its input [in]: what `quantize_gguf` takes."""
+    """Canonical prefix of a linear -> mean square of its input [in]: the argument of `quantize_gguf`."""
 
     def __init__(self, entries: Mapping[str, Importance] | None = None) -> None:
         self._entries = dict(entries or {})
