@@ -125,8 +125,8 @@ def compared(name: str, predicted: float, measured_value: float) -> dict[str, An
 def _with_serving(
     model: str, calibration: ModelCalibration, vocabulary: int
 ) -> tuple[ModelCalibration, list[dict[str, Any]], list[str]]:
-    """What the server adds: to every token while several stream, and to the first token of a single request. Also the
-    comparison, and what was left out."""
+    """The server's overhead per token while several stream, and on the first token of a single request. Also the
+    comparison, and the loads that were left out."""
     job, left_out = _closed_loop_job(calibration, vocabulary)
     if job is None:
         return calibration, [], left_out
@@ -148,8 +148,8 @@ def _with_serving(
 
 
 def _closed_loop_job(calibration: ModelCalibration, vocabulary: int) -> tuple[ServeJob | None, list[str]]:
-    """The largest closed loop of which two rounds fit into the time, by the fitted cost, with as many rounds as do; and
-    the larger ones that were left out."""
+    """The largest closed loop of which at least two rounds fit into the time by the fitted cost, with as many rounds as
+    fit; and the larger ones that were left out."""
     left_out: list[str] = []
     for users, tokens_in, tokens_out in _CLOSED_LOOPS:
         job = _job(vocabulary, users, users, tokens_in, tokens_out)

@@ -108,7 +108,7 @@ def _fitting(llm: LLM, log: StepLog) -> Iterator[Scenario]:
 
 
 def _seconds_per_token(steps: list[TimedStep]) -> float:
-    """Of a prompt, by the prompt-only steps so far; 0 before the first."""
+    """Seconds per prompt token, by the prompt-only steps so far; 0 before the first."""
     rates = [step.ms / 1e3 / sum(new for new, _ in step.prefill) for step in steps if step.prefill and not step.count]
     return min(rates, default=0.0)
 
@@ -150,7 +150,7 @@ def _requests(llm: LLM, scenario: Scenario, seed: int) -> Iterator[Request]:
 
 
 def timed_step(plan: StepPlan, ms: float) -> TimedStep:
-    """What the simulator's runner would count in this plan, with the time that it took."""
+    """The plan as the simulator's runner counts it, with the measured time."""
     prefill = tuple((row.count, row.start) for row in plan.scheduled if row.count > 1)
     decodes = [row.start + 1 for row in plan.scheduled if row.count == 1]
     return TimedStep(prefill, len(decodes), sum(decodes), ms)

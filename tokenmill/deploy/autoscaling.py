@@ -1,8 +1,8 @@
-"""Scaling on what an engine really runs out of: the queue and the KV cache, never GPU utilisation.
+"""Scaling by queue length and KV cache usage, which limit an engine; never by GPU utilisation.
 
 Two ways to the same behaviour: KEDA (asks Prometheus itself) or a plain HorizontalPodAutoscaler (needs the Prometheus
 adapter, whose rules are written too). Only one of them may own a Deployment. Up quickly, down after five calm minutes:
-a replica that was let go costs a cold start.
+a replica that was removed costs a cold start.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def autoscaler(kind: str, engine: Engine, serving: Serving, prometheus: str, max
 
 
 def queue_target(serving: Serving) -> int:
-    """Waiting requests per replica at which one more is started: a quarter of what it computes at once."""
+    """Waiting requests per replica at which one more replica is started: a quarter of its concurrency."""
     return max(1, serving.users // 4)
 
 
 def behavior(serving: Serving) -> dict[str, Any]:
-    """One replica at a time down, doubling up; a new one is not judged before it can have started."""
+    """Down one replica at a time, up by doubling; the next step up waits until new replicas can have started."""
     return {
         "scaleUp": {
             "stabilizationWindowSeconds": _SCALE_UP_SECONDS,

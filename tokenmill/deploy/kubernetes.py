@@ -129,7 +129,7 @@ def resources(serving: Serving) -> Manifest:
 
 
 def probes(engine: Engine, serving: Serving) -> Manifest:
-    """Started: the cold start is over. Ready: takes requests. Alive: tokens move (see probes.py)."""
+    """Started: the cold start is over. Ready: takes requests. Alive: tokens are generated (see probes.py)."""
     health = {"httpGet": {"path": engine.health, "port": "http"}}
     command = progress_command(engine)
     alive = {"exec": {"command": command}} if command else health

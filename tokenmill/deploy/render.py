@@ -31,7 +31,7 @@ class Rendered:
 
 
 def find_engine(name: str) -> Engine:
-    """By name; the planner's spellings count too."""
+    """By name; the planner's spellings are accepted too."""
     engine: Engine = ENGINES.get("llamacpp" if name == "llama.cpp" else name)()
     return engine
 
@@ -62,7 +62,7 @@ def render(
         if split:
             notes += engine.router(serving, ("prefill",), ("decode",))[1].notes
         elif scaler != "none" and engine.signals is None:
-            notes.append(f"{engine.name} publishes no metrics: nothing scales by itself")
+            notes.append(f"{engine.name} publishes no metrics: no autoscaling")
     elif target == "compose":
         files = {"compose.yaml": _yaml([compose(engine, serving, launch)]), **compose_files(engine, launch)}
     elif target == "systemd":

@@ -36,7 +36,7 @@ class TokenComparison:
     divergence: np.ndarray  # nats
     logprob: np.ndarray  # of the token that follows, by the candidate
     reference_logprob: np.ndarray
-    same_top: np.ndarray  # 1.0 where both hold the same token for the most likely
+    same_top: np.ndarray  # 1.0 where both have the same most likely token
 
     @property
     def finite(self) -> TokenComparison:
@@ -82,7 +82,7 @@ def measure_divergence(
     scratch: Path | None = None,
     on_progress: Progress = no_progress,
 ) -> DivergenceReport:
-    """`windows_of` cuts the text with a model's tokenizer. `on_progress` counts the windows, of each model anew.
+    """`windows_of` cuts the text with a model's tokenizer. `on_progress` counts the windows of each model.
     `scratch`: a file to be written, so that the two models are never in memory together."""
     config = scoring_config(config, context)
     path = resolve(model).path
@@ -132,7 +132,7 @@ def _compare_rows(
     rows = base.rows(window, begin, begin + len(logits))
     expected, target = rows.logprobs, rows.targets
     width = min(expected.shape[1], logits.shape[1])
-    if expected.shape[1] > width:  # ids that one of them pads its vocabulary with: compared without
+    if expected.shape[1] > width:  # padding ids at the end of one vocabulary are not compared
         kept = expected[:, :width].logsumexp(-1, keepdim=True)
         expected, target = expected[:, :width] - kept, target - kept[:, 0].numpy()
     span = slice(begin, begin + len(logits))

@@ -27,7 +27,7 @@ MIN_TOKENS = 4  # of a token sequence: one to open it, one to open the half that
 @dataclass(frozen=True, slots=True)
 class GateLimits:
     max_quality_loss: float = 0.01  # of perplexity: 0.01 is one percent more; inf: measured only
-    confidence: float = 0.95  # with which the loss must be within it; 0.5: the measured value decides
+    confidence: float = 0.95  # that the loss is within the limit; 0.5: the measured value decides
     max_kld_mean: float = math.inf  # nats
     min_top1_agreement: float = 0.0
 
@@ -41,7 +41,7 @@ class GateLimits:
 @dataclass(frozen=True, slots=True)
 class GateReport:
     passed: bool
-    reasons: tuple[str, ...]  # why not
+    reasons: tuple[str, ...]  # of refusal
     perplexity: float
     reference_perplexity: float
     perplexity_ratio: float

@@ -17,11 +17,11 @@ from tokenmill.engine.build import EngineParts
 from tokenmill.engine.scoring import Passage, read_logits
 from tokenmill.evaluate.windows import Window
 
-Progress = Callable[[int, int], None]  # done, of how many
+Progress = Callable[[int, int], None]  # done, total
 
 
 def no_progress(_done: int, _total: int) -> None:
-    """For callers that nobody watches."""
+    """The default: progress is not reported."""
 
 
 def window_logprobs(
@@ -68,7 +68,7 @@ class _Reading:
     """One passage and the continuations that read its rows: those that differ in the last token only share it."""
 
     passage: Passage
-    readers: list[tuple[int, Sequence[int]]] = field(default_factory=list)  # (number of the pair, its tokens)
+    readers: list[tuple[int, Sequence[int]]] = field(default_factory=list)  # (index of the pair, its tokens)
 
 
 def continuation_logprobs(
@@ -76,7 +76,7 @@ def continuation_logprobs(
     pairs: Sequence[tuple[Sequence[int], Sequence[int]]],  # (context, continuation), both not empty
     on_progress: Progress = no_progress,
 ) -> list[Continuation]:
-    """One answer per pair. Pairs of one context should stand together: the first computes what the others share."""
+    """One result per pair. Pairs of one context should be adjacent: they share its computation."""
     logprobs = [np.zeros(len(tokens)) for _, tokens in pairs]
     greedy = [np.zeros(len(tokens), dtype=bool) for _, tokens in pairs]
     done = 0

@@ -85,7 +85,7 @@ class TokenmillLM(LM):
         tokenizer = self._llm.parts.tokenizer
         opening = tokenizer.bos_id if tokenizer.bos_id is not None else next(iter(tokenizer.eos_ids), None)
         if opening is None:
-            raise UserError("the model has no token to open a text", "leave rolling tasks out")
+            raise UserError("the model has neither a BOS nor an EOS token", "leave rolling tasks out")
         return opening
 
 

@@ -1,4 +1,4 @@
-"""Items of a task in, results of a run out: jsonl files, read with line numbers and written whole or not at all.
+"""Items of a task in, results of a run out: jsonl files, read with line numbers and written atomically.
 
 A result carries a hash of its item, so that two runs are paired by what was asked, whatever their order or limits.
 Called by task_run.py.
@@ -64,7 +64,7 @@ def write_results(path: Path, items: Sequence[Item], results: Sequence[ItemResul
 
 
 def check_writable(path: Path) -> None:
-    """Before long work, not after it."""
+    """Raise now, before long work, if the file cannot be written."""
     if path.is_dir() or not os.access(path.parent, os.W_OK):
         raise UserError(f"cannot write '{path}'", "give a file in a folder that exists and can be written as --out")
 
@@ -86,7 +86,7 @@ def compare_with(
     results: Sequence[ItemResult],
     metric: str,
 ) -> PairedDifference:
-    """Ours minus the other's, on the items that both have."""
+    """Our metric minus the baseline's, on the items that both have."""
     pairs = [
         (baseline[key][metric], result.metrics[metric])
         for item, result in zip(items, results, strict=True)

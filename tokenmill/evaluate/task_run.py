@@ -94,7 +94,7 @@ def detect_kind(item: Item) -> str:
 
 
 def _missing(task: type[Task], item: Item) -> str | None:
-    """What keeps an item from being one of this task."""
+    """Why an item does not fit this task."""
     for name, kind in task.fields.items():
         if name not in item:
             return f"it has no '{name}'"
@@ -107,7 +107,7 @@ def _checked(path: Path, task: type[Task], kind: str, numbered: Sequence[tuple[i
     for number, item in numbered:
         defect = _missing(task, item) or task.defect(item)
         if defect is not None:
-            raise UserError(f"line {number} of '{path}' is no item of {kind}: {defect}", "correct that line")
+            raise UserError(f"line {number} of '{path}' is not an item of {kind}: {defect}", "correct that line")
     return [item for _, item in numbered]
 
 
@@ -117,7 +117,9 @@ def _options(job: TaskJob, task: type[Task], kind: str) -> TaskOptions:
     if not task.default_num_shots and job.num_shots:
         raise UserError(f"{kind} has no examples", "leave --num-shots out")
     if not task.generates and (job.chat is not None or job.max_tokens):
-        raise UserError(f"{kind} scores given answers and writes none", "leave --chat and --max-tokens out")
+        raise UserError(
+            f"{kind} scores the answers in the file and generates none", "leave --chat and --max-tokens out"
+        )
     shots = [] if job.shots is None else _checked(job.shots, task, kind, read_jsonl(job.shots))
     return TaskOptions(shots, job.num_shots, job.chat, job.max_tokens)
 

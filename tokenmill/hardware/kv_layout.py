@@ -129,7 +129,7 @@ class KVLayout:
         return sum(state.nbytes for state in self.states)
 
     def features(self) -> tuple[str, ...]:
-        """In words: what a store that knows only pages of K and V, alike in all layers, cannot hold."""
+        """Names of the layout's features beyond K and V pages that are alike in all layers."""
         names = []
         if self.row_values:
             names.append("layers of different KV shapes")

@@ -9,7 +9,7 @@ _ANSWERS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 
 
 def bullets(answer: str, num_bullets: int) -> bool:
-    """Lines that begin with one asterisk or a hyphen: exactly so many."""
+    """Exactly `num_bullets` lines begin with one asterisk or a hyphen."""
     lines = re.findall(r"^\s*\*[^*].*$", answer, re.MULTILINE) + re.findall(r"^\s*-.*$", answer, re.MULTILINE)
     return len(lines) == num_bullets
 
@@ -26,12 +26,12 @@ def highlights(answer: str, num_highlights: int) -> bool:
 
 
 def sections(answer: str, section_spliter: str, num_sections: int) -> bool:
-    """At least so many headings "SECTION 1": the splitter and a number."""
+    """At least `num_sections` headings such as "SECTION 1": the splitter and a number."""
     return len(re.findall(rf"\s?{re.escape(section_spliter)}\s?\d+\s?", answer)) >= num_sections
 
 
 def is_json(answer: str) -> bool:
-    """All of it, but for a code fence around it."""
+    """The whole answer, without a code fence around it, is JSON."""
     text = re.sub(r"^```(?:json)?\s*|\s*```$", "", answer.strip(), flags=re.IGNORECASE)
     try:
         json.loads(text)

@@ -1,4 +1,4 @@
-"""Questions with given answers: which continuation of a context the model holds for the most likely.
+"""Multiple choice: which continuation of a context the model finds most likely.
 
 The answers of one question share its context, which is computed once. Tokens are cut as lm-evaluation-harness does: the
 context alone and the whole are encoded, what the whole has more is the answer. Called by the multiple-choice tasks.
@@ -45,7 +45,7 @@ def score_answers(llm: LLM, questions: Sequence[Question], on_progress: Progress
 
 
 def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[list[int], list[int]]:
-    """Space between the two belongs to the continuation. An empty context is the token that opens texts."""
+    """Space between the two belongs to the continuation. An empty context becomes BOS, or EOS without one."""
     stripped = context.rstrip()
     continuation = context[len(stripped) :] + continuation
     joined = tokenizer.encode(stripped + continuation)
@@ -53,9 +53,11 @@ def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[
     if not before:
         opening = tokenizer.bos_id if tokenizer.bos_id is not None else next(iter(tokenizer.eos_ids), None)
         if opening is None:
-            raise UserError("a context is empty and the model has no token to open a text", "give a context")
+            raise UserError(
+                "a context is empty and the model has neither a BOS nor an EOS token to put before it", "give a context"
+            )
         return [opening], joined
-    if len(joined) <= len(before):  # the continuation melts into the last token of the context
+    if len(joined) <= len(before):  # the continuation merges with the last token of the context
         return before[: len(joined) - 1], joined[len(joined) - 1 :]
     return joined[: len(before)], joined[len(before) :]
 
