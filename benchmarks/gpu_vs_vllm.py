@@ -63,7 +63,7 @@ OPTIONS: dict[str, Any] = {
     "device": "cuda",
     "context": 16384,
     "concurrency": 256,
-    "batch_tokens": 16384,  # what vLLM takes by itself offline, on a GPU of this size
+    "batch_tokens": 16384,  # vLLM's offline default on a GPU of this size
 }
 VLLM_SCRIPT = Path(__file__).parent / "peers" / "vllm_bench.py"
 VLLM_OPTIONS = {"bf16": [], "fp8": ["--quantization", "fp8", "--kv-cache-dtype", "fp8"], "int4": []}

@@ -66,8 +66,8 @@ FIXED_METHODS = {  # methods with a fixed number of bits
     "fp8": (8, RecipeRequest("fp8")),
     "fp8-compensated": (8, RecipeRequest("fp8", options=(("compensate", True),))),
 }
-_MARK = r" \*"  # behind what a GPU quantized
-ASYMMETRIC = ("hqq",)  # whatever is asked
+_MARK = r" \*"  # marks rows that a GPU quantized
+ASYMMETRIC = ("hqq",)  # regardless of --asymmetric
 
 
 def main() -> None:

@@ -119,7 +119,7 @@ class Experiment:
     def outputs(
         self, blocks: Sequence[Mapping[str, Tensor]], edges: Mapping[str, Tensor], kinds: Mapping[str, str]
     ) -> Outputs:
-        """What the head sees of every position whose next token is scored."""
+        """Inputs of the head at every position whose next token is scored."""
         rows = []
         for begin in range(0, len(self.windows), _BATCH):
             windows = self.windows[begin : begin + _BATCH]

@@ -1,4 +1,4 @@
-"""A long run of clients that misbehave in every way, against one server; ends with a verdict and exit code 0 or 1.
+"""A long run of misbehaving clients against one server; ends with a verdict and exit code 0 or 1.
 
     python benchmarks/soak.py smollm2 [--clients 64] [--seconds 300] [--seed 0] [--json]
 
@@ -39,7 +39,7 @@ _BAD_BODIES = (
 _BAD_SCHEMAS: tuple[Any, ...] = ({"type": "nothing"}, {"$ref": "#/missing"}, {"type": "string", "pattern": "("}, "text")
 _GOOD_SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
 _CONTEXT = 1024
-_REFUSED = (429,)  # a full queue may refuse any request, and says so
+_REFUSED = (429,)  # a full queue may refuse any request
 _PROBE = {"prompt": "The capital of France is", "max_tokens": 16, "temperature": 0}
 _FLAT = 1.15  # memory at the end against memory after the first third
 

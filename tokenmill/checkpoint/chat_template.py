@@ -141,7 +141,7 @@ def _reads_parts(source: str) -> bool:
     try:
         tree = TemplateEnvironment().parse(source)
     except TemplateSyntaxError:
-        return False  # said when rendering
+        return False  # reported when rendering
     for loop in tree.find_all(nodes.For):
         attributes = {access.attr for access in loop.iter.find_all(nodes.Getattr)}
         keys = [access.arg for access in loop.iter.find_all(nodes.Getitem)]
@@ -194,7 +194,7 @@ def _parse_arguments(call: object) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Rebuilt from JSON types, so that a template meets no object with methods of its own."""
+    """Rebuilt from JSON types, so that a template sees no object with methods."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, Mapping):

@@ -217,7 +217,7 @@ class ModelDescription:
     # --- what goes beyond the plain decoder ---
 
     def features(self) -> tuple[str, ...]:
-        """In words, once each: what an architecture must know of besides full and sliding rotary attention with norms
+        """In words, once each: what an architecture must support besides full and sliding rotary attention with norms
         before each half (RMS) and a gated MLP."""
         names = [feature for layer in self.layers for feature in _layer_features(layer)]
         rotary = {name: self.rope_table(name) for name in dict.fromkeys(a.rope for a in self._attentions() if a.rope)}

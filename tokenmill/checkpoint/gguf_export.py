@@ -173,7 +173,7 @@ def _rope_values(scaling: RopeScaling) -> dict[str, Value]:
 
 
 def _check(values: dict[str, Value], description: ModelDescription) -> None:
-    """The metadata must say what the description says, to the reader that will open the file."""
+    """Read the metadata back and compare it with the description."""
     first = "model.layers.0"
     d = description
     shapes: dict[str, tuple[int, ...]] = {_EMBEDDING: (d.vocab_size, d.hidden_size)}
@@ -193,9 +193,7 @@ def _check(values: dict[str, Value], description: ModelDescription) -> None:
     expected = d.with_rope_scaling("full", RopeScaling()) if scaling.kind == "llama3" else d
     differing = [name for name in differences(read, expected, _close) if name not in _NOT_COMPARED]
     if differing:
-        raise CheckpointError(
-            f"GGUF has no way to say this model's {', '.join(differing)}", "choose a safetensors format"
-        )
+        raise CheckpointError(f"GGUF cannot express this model's {', '.join(differing)}", "choose a safetensors format")
 
 
 def _close(a: object, b: object) -> bool:

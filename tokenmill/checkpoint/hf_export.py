@@ -124,7 +124,7 @@ def generation_config(description: ModelDescription) -> dict[str, Any]:
 
 
 def export_tokenizer(checkpoint: Checkpoint, directory: Path) -> list[Path]:
-    """Write the tokenizer files of `checkpoint` into `directory`; gives their paths."""
+    """Write the tokenizer files of `checkpoint` into `directory`; returns their paths."""
     from tokenmill.checkpoint.tokenizer_export import write_tokenizer
 
     return write_tokenizer(checkpoint, directory)
@@ -232,7 +232,7 @@ def _rope_scaling(scaling: RopeScaling) -> dict[str, Any]:
 
 
 def _check(config: dict[str, Any], description: ModelDescription) -> None:
-    """Refuse a description that no model type of ours can say: reading the config back must give it again."""
+    """Refuse a description that no model type can express: reading the config back must give it again."""
     reread = describe(config)
     same = {
         name: getattr(reread, name)
@@ -244,6 +244,6 @@ def _check(config: dict[str, Any], description: ModelDescription) -> None:
     if reread != expected:
         names = differences(reread, expected)
         raise CheckpointError(
-            f"no Hugging Face model type says what this {description.architecture} model does ({', '.join(names)})",
+            f"no Hugging Face model type can express this {description.architecture} model ({', '.join(names)})",
             "choose a GGUF format for it",
         )

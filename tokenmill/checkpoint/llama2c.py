@@ -1,7 +1,7 @@
 """Imports a llama2.c model (version 0 `.bin` and its tokenizer.bin) as an ordinary Hugging Face llama directory.
 
 Reorders q and k from llama2.c's interleaved rotary pairs to halves, and rebuilds the SentencePiece BPE merges from the
-vocabulary's scores. The directory appears whole or not at all. Called by the sources, for models in that format.
+vocabulary's scores. The directory appears complete or not at all. Called by the sources, for models in that format.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _read_weights(path: Path) -> tuple[_Header, dict[str, Tensor]]:
     expected = _HEADER.size + 4 * sum(math.prod(shape) for _, shape in parts)
     if expected != len(buffer):
         raise CheckpointError(
-            f"{path.name} has {len(buffer)} bytes, its header asks for {expected}",
+            f"{path.name} has {len(buffer)} bytes, its header implies {expected}",
             "give a llama2.c version 0 file (float32), complete",
         )
     position = _HEADER.size

@@ -1,5 +1,5 @@
 """The rotary tables of a config.json: `rope_parameters` of transformers 5 (nested by layer type or not), or the older
-`rope_theta` and `rope_scaling`. A kind of scaling that is not known here is kept by its name, for whoever runs it."""
+`rope_theta` and `rope_scaling`. A kind of scaling that is not known here is kept by its name."""
 
 from __future__ import annotations
 

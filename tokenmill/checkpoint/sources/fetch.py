@@ -1,4 +1,4 @@
-"""One pinned package -> its archive on this disk: ask the places the user configured, download, and check.
+"""One pinned package -> its archive on this disk: try the indexes the user configured, download, and verify.
 
 Where our own reading of an index is not enough (logins from a keyring, client plug-ins), the user's pip or npm is asked
 to download the same file. Does not look into archives. Called by pull.py.
@@ -88,7 +88,7 @@ class Fetcher:
         return destination
 
     def _last_resort(self, package: Package, destination: Path, failures: list[Exception]) -> Path:
-        """Changed contents are final; without a network nothing else helps; the rest is pip's or npm's to try."""
+        """Changed contents or no network: raise. Otherwise try pip or npm."""
         corrupt = [error for error in failures if isinstance(error, Corrupt)]
         refused = [error for error in failures if isinstance(error, Refused) and not _is_absent(error)]
         unreachable = [error for error in failures if isinstance(error, Unreachable)]
