@@ -1,4 +1,4 @@
-# Two commands from a bare machine: `make demo` and `make test`. Both make their own virtual environment first.
+# Start with `make demo` or `make test`: both create a virtual environment first.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -16,7 +16,7 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-r
 help:
 	@echo "make demo     set everything up, then run a real model end to end"
 	@echo "make test     set everything up, then lint, types, import contracts, sizes and the test suite"
-	@echo "make test-all the same with the tests marked slow: full sizes of what the suite checks on smaller ones"
+	@echo "make test-all the same with the tests marked slow: full-size versions of checks that the suite runs on smaller sizes"
 	@echo "make sanitize run the C++ tests under the address, undefined-behaviour and thread sanitizers"
 	@echo "make size     lines by folder against their budgets (part of make lint)"
 	@echo "make kernels  rebuild the C++ kernels after a change in csrc/"
@@ -42,7 +42,7 @@ demo: $(READY)
 	  print(f\"quality loss: {r['quality_loss'] or 0:+.2%} of perplexity\"); \
 	  print('report:       demo/optimize/report.html'); print('serve it:    ', r['launch_lines']['tokenmill'])"
 
-# Lint and types fill the moments in which a test waits for a process or a port.
+# Lint and types run beside the tests, which often wait for a process or a port.
 test: $(READY)
 	$(MAKE) --no-print-directory -j 2 lint unit
 

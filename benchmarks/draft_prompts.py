@@ -69,12 +69,12 @@ def _ask(subjects: list[str], tasks: Sequence[str], count: int, draw: random.Ran
     """`count` prompts, no two alike: every subject once, then again with another task."""
     draw.shuffle(subjects)
     begins = [draw.randrange(len(tasks)) for _ in subjects]
-    found = [
-        tasks[(begin + turn) % len(tasks)].format(subject)
-        for turn in range(len(tasks))
+    prompts = [
+        tasks[(begin + offset) % len(tasks)].format(subject)
+        for offset in range(len(tasks))
         for begin, subject in zip(begins, subjects, strict=True)
     ]
-    return found[:count]
+    return prompts[:count]
 
 
 def _questions(folder: Path) -> Iterator[str]:

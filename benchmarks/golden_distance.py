@@ -28,8 +28,8 @@ def main() -> None:
         print(f"{model}: llama.cpp {golden['meta']['llama_cpp_distance_to_float32']}")
         for batch_tokens in (4, 512):
             with LLM(model, context=1024, concurrency=min(batch_tokens, 16), batch_tokens=batch_tokens) as llm:
-                found, flips, _ = _distances(llm, golden["generations"])
-            median, p95 = float(found.median()), float(found.quantile(0.95))
+                distances, flips, _ = _distances(llm, golden["generations"])
+            median, p95 = float(distances.median()), float(distances.quantile(0.95))
             print(f"  batches of {batch_tokens}: median {median:.4f} p95 {p95:.4f} flips {flips}", flush=True)
 
 

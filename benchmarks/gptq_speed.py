@@ -74,8 +74,8 @@ def main() -> None:
         floor.append(_seconds(lambda: _floor(weight, inputs)))
         ours.append(_seconds(lambda: _ours(weight, inputs, scheme)))
     print(f"layer {options.out} x {options.in_features}, {options.tokens} tokens, {torch.get_num_threads()} threads")
-    for kind, place in (("wall", 0), ("CPU", 1)):
-        a, b = (statistics.median(each[place] for each in side) for side in (ours, floor))
+    for kind, index in (("wall", 0), ("CPU", 1)):
+        a, b = (statistics.median(each[index] for each in side) for side in (ours, floor))
         print(f"{kind}: gptq {a:.2f} s, Cholesky and matrix products alone {b:.2f} s, ratio {a / b:.2f}")
 
 

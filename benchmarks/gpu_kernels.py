@@ -65,8 +65,8 @@ class Limits:
         print("copy {:.2f} TB/s, bf16 {:.0f} TFLOP/s, fp8 {:.0f} TFLOP/s".format(*rates))
 
 
-def error(got: Tensor, wanted: Tensor) -> float:
-    return float((got.double() - wanted.double()).norm() / wanted.double().norm())
+def error(got: Tensor, expected: Tensor) -> float:
+    return float((got.double() - expected.double()).norm() / expected.double().norm())
 
 
 def line(name: str, us: float, floor: float, wrong: float, note: str = "") -> None:
@@ -156,11 +156,18 @@ def bench_attention(limits: Limits) -> None:
                 scales=scales,
                 shared=prefix,
             )
-            few = min(sequences, 2)
-            wanted = ref.attention(
-                step[0][:few].float(), *step[1:3], step[3][:few], step[4][: few + 1], step[5][:few], DIM**-0.5, 0, 0.0
+            checked = min(sequences, 2)
+            expected = ref.attention(
+                step[0][:checked].float(),
+                *step[1:3],
+                step[3][:checked],
+                step[4][: checked + 1],
+                step[5][:checked],
+                DIM**-0.5,
+                0,
+                0.0,
             )
-            wrong = error(run()[:few], wanted)
+            wrong = error(run()[:checked], expected)
             assert wrong < 5e-3, wrong
             keys = sequences * (length - shared) + shared
             floor = keys * KV_HEADS * DIM * 2 * step[1].element_size() / limits.bytes
@@ -182,15 +189,15 @@ def _bench_prefill(limits: Limits) -> None:
         run = lambda: gpu.paged_attention(*step, DIM**-0.5, max_query=count)  # noqa: E731
         q, k, v, table, _, lengths = step
         tail = torch.tensor([0, 64], dtype=torch.int32)
-        wanted = ref.attention(q[count - 64 : count].float(), k, v, table[:1], tail, lengths[:1], DIM**-0.5, 0, 0.0)
-        wrong = error(run()[count - 64 : count], wanted)
+        expected = ref.attention(q[count - 64 : count].float(), k, v, table[:1], tail, lengths[:1], DIM**-0.5, 0, 0.0)
+        wrong = error(run()[count - 64 : count], expected)
         floor = 4 * HEADS * DIM * sequences * count * (length - count / 2) / limits.flops
         line(f"prefill bf16 {sequences} x {count} of {length}", median_us([run], 3), floor, wrong)
         if count == length:
             heads, keys = (torch.randn(sequences, n, length, DIM, device=DEVICE).bfloat16() for n in (HEADS, KV_HEADS))
             attend = torch.nn.functional.scaled_dot_product_attention
-            whole = lambda: attend(heads, keys, keys, is_causal=True, enable_gqa=True)  # noqa: E731
-            line("  the same by the library", median_us([whole], 3), floor, 0.0)
+            library = lambda: attend(heads, keys, keys, is_causal=True, enable_gqa=True)  # noqa: E731
+            line("  the same by the library", median_us([library], 3), floor, 0.0)
 
 
 def bench_small(limits: Limits) -> None:

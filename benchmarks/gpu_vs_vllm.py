@@ -63,7 +63,7 @@ OPTIONS: dict[str, Any] = {
     "device": "cuda",
     "context": 16384,
     "concurrency": 256,
-    "batch_tokens": 16384,  # what vLLM takes by itself offline, on a GPU of this size
+    "batch_tokens": 16384,  # vLLM's offline default on a GPU of this size
 }
 VLLM_SCRIPT = Path(__file__).parent / "peers" / "vllm_bench.py"
 VLLM_OPTIONS = {"bf16": [], "fp8": ["--quantization", "fp8", "--kv-cache-dtype", "fp8"], "int4": []}
@@ -123,9 +123,9 @@ def collect(engine: str, variant: str, command: list[str], packages: Path | None
         assert process.stdout is not None
         for line in process.stdout:
             if line.startswith('{"workload"'):
-                found = json.loads(line)
-                workload = found.pop("workload")
-                for figure, value in found.items():
+                row = json.loads(line)
+                workload = row.pop("workload")
+                for figure, value in row.items():
                     keep({"engine": engine, "variant": variant, "workload": workload, figure: value})
     if process.returncode:
         print(f"{engine} ended with status {process.returncode}", file=sys.stderr)
@@ -133,13 +133,13 @@ def collect(engine: str, variant: str, command: list[str], packages: Path | None
 
 def table(rows: list[Row]) -> str:
     """Workload and figure by variant; a ratio behind it where vLLM did the same."""
-    found: dict[tuple[str, str], dict[str, dict[str, float]]] = {}
+    figures: dict[tuple[str, str], dict[str, dict[str, float]]] = {}
     for row in rows:
         figure = next(key for key in row if key not in ("engine", "variant", "workload"))
-        found.setdefault((row["workload"], figure), {}).setdefault(row["variant"], {})[row["engine"]] = row[figure]
+        figures.setdefault((row["workload"], figure), {}).setdefault(row["variant"], {})[row["engine"]] = row[figure]
     variants = list(dict.fromkeys(row["variant"] for row in rows))
     lines = ["| workload | figure | " + " | ".join(variants) + " |", "|---|---|" + "---|" * len(variants)]
-    for (workload, figure), by_variant in found.items():
+    for (workload, figure), by_variant in figures.items():
         cells = []
         for variant in variants:
             ours, theirs = (by_variant.get(variant, {}).get(name) for name in ("tokenmill", "vllm"))
@@ -187,8 +187,8 @@ def main() -> None:
                 model = awq if variant == "int4" else plain
                 peer = [str(VLLM_SCRIPT), str(model), *VLLM_OPTIONS[variant], "--workloads", arguments.workloads]
                 collect("vllm", variant, [arguments.vllm_python, *peer], arguments.vllm_packages, keep)
-            own = [__file__, "--variants", variant, "--workloads", arguments.workloads, "--alone", str(plain)]
-            collect("tokenmill", variant, [sys.executable, *own], None, keep)
+            command = [__file__, "--variants", variant, "--workloads", arguments.workloads, "--alone", str(plain)]
+            collect("tokenmill", variant, [sys.executable, *command], None, keep)
     print(table(rows))
 
 

@@ -42,16 +42,16 @@ class Workloads:
         """One request, 512 tokens in: time to first token, then milliseconds per output token."""
         self._generate([self._tokens(512)], [8])
         first = self._generate([self._tokens(512)], [1])
-        whole = self._generate([self._tokens(512)], [257])
-        self._report("single", ttft_ms=first * 1e3, tpot_ms=(whole - first) / 256 * 1e3)
+        total = self._generate([self._tokens(512)], [257])
+        self._report("single", ttft_ms=first * 1e3, tpot_ms=(total - first) / 256 * 1e3)
 
     def decode(self, batch: int) -> None:
         """256 decode steps of `batch` sequences. The prompts are in the prefix cache, so only decoding differs."""
         prompts = [self._tokens(512) for _ in range(batch)]
         self._generate(prompts, [1] * batch)
-        whole = self._generate(prompts, [257] * batch)
+        total = self._generate(prompts, [257] * batch)
         first = self._generate(prompts, [1] * batch)
-        self._report(f"decode{batch}", tpot_ms=(whole - first) / 256 * 1e3, tok_s=batch * 256 / (whole - first))
+        self._report(f"decode{batch}", tpot_ms=(total - first) / 256 * 1e3, tok_s=batch * 256 / (total - first))
 
     def prefill(self) -> None:
         """Eight prompts of 8,192 tokens; the second of two runs counts."""

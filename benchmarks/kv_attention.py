@@ -73,7 +73,7 @@ def _measure(
     generator = torch.Generator(_DEVICE).manual_seed(1)
     positions = torch.zeros(context, dtype=torch.int64, device=_DEVICE)
     cos, sin = torch.ones(1, dim // 2, device=_DEVICE), torch.zeros(1, dim // 2, device=_DEVICE)
-    place = torch.arange(context, device=_DEVICE)
+    token_numbers = torch.arange(context, device=_DEVICE)
 
     def write(qkv: Tensor, slots: Tensor) -> Tensor:
         rotary = (positions[: len(slots)], slots, cos, sin, False)
@@ -91,7 +91,7 @@ def _measure(
     width = (heads + 2 * kv_heads) * dim
     for row in range(sequences):
         qkv = torch.randn(context, width, device=_DEVICE, generator=generator).bfloat16()
-        write(qkv, table[row, place // _PAGE].long() * _PAGE + place % _PAGE)
+        write(qkv, table[row, token_numbers // _PAGE].long() * _PAGE + token_numbers % _PAGE)
     qkv = torch.randn(sequences, width, device=_DEVICE, generator=generator).bfloat16()
     last = table[:, -1].long() * _PAGE + _PAGE - 1
     q = write(qkv, last)

@@ -75,7 +75,7 @@ class Row:
 def measure(path: Path, config: EngineConfig, reference: Reference, windows: list[Window]) -> Row:
     began = time.perf_counter()
     with LLM(str(path), config) as llm:
-        found = summarize(compare_tokens(llm, reference, windows), reference, len(windows))
+        report = summarize(compare_tokens(llm, reference, windows), reference, len(windows))
         runtime = llm.parts.runtime
         layout = runtime.layout
         size = kv_bytes_per_token(layout, runtime.budget.page_bytes)
@@ -84,15 +84,15 @@ def measure(path: Path, config: EngineConfig, reference: Reference, windows: lis
     return Row(
         config.kv_cache_dtype,
         config.context,
-        found.tokens,
+        report.tokens,
         size,
         size / sixteen,
-        found.perplexity,
-        found.perplexity_ratio,
-        found.perplexity_ratio_stderr,
-        found.kld_mean,
-        found.kld_p99,
-        found.top1_agreement,
+        report.perplexity,
+        report.perplexity_ratio,
+        report.perplexity_ratio_stderr,
+        report.kld_mean,
+        report.kld_p99,
+        report.top1_agreement,
         read_as,
         time.perf_counter() - began,
     )

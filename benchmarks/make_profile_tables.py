@@ -51,11 +51,11 @@ def gemm(folder: Path, arrays: dict[str, np.ndarray]) -> None:
     sizes = sorted(set(table["n"]))
     dtypes = ["bfloat16", "fp8"]
     grid = np.full((len(dtypes), len(GEMM_ROWS), len(sizes), len(sizes)), np.nan)
-    place = {size: i for i, size in enumerate(sizes)}
+    index = {size: i for i, size in enumerate(sizes)}
     rows = {m: i for i, m in enumerate(GEMM_ROWS)}
     for dtype, m, n, k, ms in zip(*(table[c] for c in ("gemm_dtype", "m", "n", "k", "latency")), strict=True):
         if m in rows and dtype in dtypes:
-            grid[dtypes.index(dtype), rows[m], place[n], place[k]] = ms
+            grid[dtypes.index(dtype), rows[m], index[n], index[k]] = ms
     arrays["gemm_ms"] = logs(grid)
     arrays["gemm_sizes"] = np.array(sizes, np.int32)
     arrays["gemm_rows"] = np.array(GEMM_ROWS, np.int32)
@@ -66,14 +66,14 @@ def keyed(
 ) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
     """(keys [K, fields], values [K, *axes], axis points): one grid for each combination of `keys`."""
     points = [sorted(set(table[axis])) for axis in axes]
-    places = [{value: i for i, value in enumerate(line)} for line in points]
+    indices = [{value: i for i, value in enumerate(line)} for line in points]
     grids: dict[tuple[Any, ...], np.ndarray] = {}
     for row in range(len(table["latency"])):
         if not keep(table, row):
             continue
         key = tuple(table[name][row] for name in keys)
         grid = grids.setdefault(key, np.full([len(line) for line in points], np.nan))
-        grid[tuple(place[table[axis][row]] for place, axis in zip(places, axes, strict=True))] = table["latency"][row]
+        grid[tuple(index[table[axis][row]] for index, axis in zip(indices, axes, strict=True))] = table["latency"][row]
     names = sorted(grids)
     return np.array(names, np.int32), logs([grids[name] for name in names]), [np.array(line) for line in points]
 

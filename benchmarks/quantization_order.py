@@ -66,16 +66,16 @@ FIXED_METHODS = {  # methods with a fixed number of bits
     "fp8": (8, RecipeRequest("fp8")),
     "fp8-compensated": (8, RecipeRequest("fp8", options=(("compensate", True),))),
 }
-_MARK = r" \*"  # behind what a GPU quantized
-ASYMMETRIC = ("hqq",)  # whatever is asked
+_MARK = r" \*"  # marks rows that a GPU quantized
+ASYMMETRIC = ("hqq",)  # regardless of --asymmetric
 
 
 def main() -> None:
     arguments = parse_arguments()
     arguments.cache.mkdir(parents=True, exist_ok=True)
-    wanted = arguments.methods.split(",")
-    keys = [(name, int(bits)) for bits in arguments.bits.split(",") for name in wanted if name in INTEGER_METHODS]
-    keys += [(name, FIXED_METHODS[name][0]) for name in wanted if name in FIXED_METHODS]
+    methods = arguments.methods.split(",")
+    keys = [(name, int(bits)) for bits in arguments.bits.split(",") for name in methods if name in INTEGER_METHODS]
+    keys += [(name, FIXED_METHODS[name][0]) for name in methods if name in FIXED_METHODS]
     table: dict[str, dict[tuple[str, int], Row]] = {}
     for model in arguments.models.split(","):
         rows = {key: measure(arguments, model, *key) for key in [("float", 32), *keys]}
@@ -85,7 +85,7 @@ def main() -> None:
 
 def measure(arguments: argparse.Namespace, model: str, method: str, bits: int) -> Row | None:
     """From the cache, or by a job and its perplexity. `model`: a subject, or NAME=PATH where its file is elsewhere."""
-    model, _, given = model.partition("=")
+    model, _, source = model.partition("=")
     kind = "-".join([model, method, str(bits), "asym" if arguments.asymmetric else "sym"])
     path = arguments.cache / (f"quick-{kind}.json" if arguments.quick else f"{kind}.json")
     if path.exists():
@@ -94,12 +94,12 @@ def measure(arguments: argparse.Namespace, model: str, method: str, bits: int) -
         return None
     print(f"{kind} ...", file=sys.stderr, flush=True)
     subject, folder = SUBJECTS[model], arguments.cache / f"{path.stem}.model"
-    target, num_bytes, seconds, device = given or model, 0, 0.0, ""
+    target, num_bytes, seconds, device = source or model, 0, 0.0, ""
     if method != "float":
         done = folder.with_suffix(".report")  # a killed job resumes by itself; a finished one is only scored
         if not done.exists():
             shutil.rmtree(folder, ignore_errors=True)
-            report = run_job(prepare(make_job(arguments, given or model, subject, method, bits, folder)))
+            report = run_job(prepare(make_job(arguments, source or model, subject, method, bits, folder)))
             used = report.device if report.peak_device_bytes else ""
             done.write_text(json.dumps([weight_bytes(report.layers), report.seconds, used]))
         num_bytes, seconds, device = json.loads(done.read_text())

@@ -70,12 +70,12 @@ class Outputs:
     head: Tensor
 
 
-class Laboratory:
+class Experiment:
     def __init__(self, model: str, arguments: argparse.Namespace) -> None:
-        name, _, given = model.partition("=")
+        name, _, location = model.partition("=")
         self.subject: Subject = SUBJECTS[name]
         self.device = choose_device(arguments.device)
-        path = resolve(given or name).path
+        path = resolve(location or name).path
         self.source = SourceModel(open_checkpoint(path), self.subject.context)
         tokenizer = load_tokenizer(path)
         texts = arguments.shared / "data/text"
@@ -119,7 +119,7 @@ class Laboratory:
     def outputs(
         self, blocks: Sequence[Mapping[str, Tensor]], edges: Mapping[str, Tensor], kinds: Mapping[str, str]
     ) -> Outputs:
-        """What the head sees of every position whose next token is scored."""
+        """Inputs of the head at every position whose next token is scored."""
         rows = []
         for begin in range(0, len(self.windows), _BATCH):
             windows = self.windows[begin : begin + _BATCH]
@@ -136,14 +136,14 @@ class Laboratory:
         return Outputs(torch.cat(rows), edges[HEAD])
 
     @torch.no_grad()
-    def compare(self, found: Outputs, original: Outputs) -> tuple[Tensor, Tensor]:
+    def compare(self, outputs: Outputs, original: Outputs) -> tuple[Tensor, Tensor]:
         """float64, of every scored token: minus its log-probability, and the divergence from the original there."""
-        wanted = torch.tensor([token for window in self.windows for token in window.token_ids[window.first :]])
+        targets = torch.tensor([token for window in self.windows for token in window.token_ids[window.first :]])
         losses, divergences = [], []
-        for begin in range(0, len(wanted), _LOGIT_ROWS):
+        for begin in range(0, len(targets), _LOGIT_ROWS):
             cut = slice(begin, begin + _LOGIT_ROWS)
-            ours, theirs = ((each.rows[cut] @ each.head.T).double().log_softmax(-1) for each in (found, original))
-            losses.append(-ours.gather(1, wanted[cut].to(self.device).unsqueeze(1)).squeeze(1))
+            ours, theirs = ((each.rows[cut] @ each.head.T).double().log_softmax(-1) for each in (outputs, original))
+            losses.append(-ours.gather(1, targets[cut].to(self.device).unsqueeze(1)).squeeze(1))
             divergences.append((theirs.exp() * (theirs - ours)).sum(-1))
         return torch.cat(losses), torch.cat(divergences)
 
@@ -154,16 +154,16 @@ class Laboratory:
         return {name: edges.weight(name).to(self.device) for name in (EMBEDDING, FINAL_NORM, HEAD)}
 
 
-def report(laboratory: Laboratory, words: str, solved: Solved, original: Outputs, detailed: bool) -> None:
+def report(experiment: Experiment, words: str, solved: Solved, original: Outputs, detailed: bool) -> None:
     """Rows of the table for one method."""
-    plain, _ = laboratory.compare(original, original)
+    plain, _ = experiment.compare(original, original)
 
-    def row(what: str, blocks: Sequence[Mapping[str, Tensor]], kinds: Mapping[str, str]) -> None:
-        losses, divergences = laboratory.compare(laboratory.outputs(blocks, solved.edges, kinds), original)
+    def row(label: str, blocks: Sequence[Mapping[str, Tensor]], kinds: Mapping[str, str]) -> None:
+        losses, divergences = experiment.compare(experiment.outputs(blocks, solved.edges, kinds), original)
         difference = losses - plain
         ratio = float(difference.mean().exp())
         spread = ratio * float(difference.std()) / len(difference) ** 0.5
-        cells = [words, what, f"{float(losses.mean().exp()):.4f}", f"{ratio - 1:+.2%} +/- {spread:.2%}"]
+        cells = [words, label, f"{float(losses.mean().exp()):.4f}", f"{ratio - 1:+.2%} +/- {spread:.2%}"]
         print("|", " | ".join([*cells, f"{float(divergences.mean()):.5f}"]), "|", flush=True)
 
     if all(kind == "none" for kind in solved.kinds.values()):
@@ -173,7 +173,7 @@ def report(laboratory: Laboratory, words: str, solved: Solved, original: Outputs
     row("weights", solved.rounded, {})
     row("inputs", solved.transformed, solved.kinds)
     if detailed:
-        firsts = [group.names[0].rsplit(".", 1)[1] for group in laboratory.source.groups(0)]
+        firsts = [group.names[0].rsplit(".", 1)[1] for group in experiment.source.groups(0)]
         for ending in firsts:
             kinds = {name: kind for name, kind in solved.kinds.items() if name.endswith(ending)}
             row(f"inputs of {ending}", solved.transformed, kinds)
@@ -196,15 +196,15 @@ def main() -> None:
     parser.add_argument("--limit-bytes", type=int, default=20_000)
     parser.add_argument("--shared", type=Path, default=Path(__file__).parents[2] / "shared")
     arguments = parser.parse_args()
-    laboratory = Laboratory(arguments.model, arguments)
-    untouched = laboratory.original()
-    original = laboratory.outputs(untouched.rounded, untouched.edges, {})
-    losses, _ = laboratory.compare(original, original)
-    device = describe_device(laboratory.device)
+    experiment = Experiment(arguments.model, arguments)
+    untouched = experiment.original()
+    original = experiment.outputs(untouched.rounded, untouched.edges, {})
+    losses, _ = experiment.compare(original, original)
+    device = describe_device(experiment.device)
     print(f"{arguments.model}, {len(losses)} tokens scored, float {float(losses.mean().exp()):.4f}, {device}\n")
     print("| method | rounded | perplexity | loss | divergence |\n|---|---|---|---|---|", flush=True)
     for text in arguments.methods:
-        report(laboratory, text, laboratory.solve(parse_method(text)), original, arguments.by_linear)
+        report(experiment, text, experiment.solve(parse_method(text)), original, arguments.by_linear)
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ def main() -> None:
         "offline_tok_s": statistics.median(offline),
         "served_tok_s": statistics.median(rates),
         "fraction": statistics.median(rates) / statistics.median(offline),
-        "fractions": [there / here for here, there in zip(offline, rates, strict=True)],
+        "fractions": [served_rate / offline_rate for offline_rate, served_rate in zip(offline, rates, strict=True)],
         "client_cpu_us_per_token": statistics.median(each["client_cpu_us_per_token"] for each in served),
     }
     print(json.dumps(result) if options.json else "\n".join(f"{name}: {value}" for name, value in result.items()))
@@ -70,8 +70,8 @@ def _arguments() -> argparse.Namespace:
 
 def _run(*arguments: str) -> dict[str, Any]:
     done = subprocess.run([*_COMMAND, *arguments, "--json"], check=True, stdout=subprocess.PIPE)
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
 
 
 def _offline(model: str, options: argparse.Namespace, engine: list[str]) -> float:
@@ -94,11 +94,11 @@ def _served(model: str, vocab_size: int, options: argparse.Namespace, engine: li
             "--num-warmups",
             "1",
         ]
-        found = _run(
+        result = _run(
             "serve", "--base-url", server.url, *lengths, *load, "--ignore-eos", "--vocab-size", str(vocab_size)
         )
-        assert found["failed"] == 0, found["failures"]
-        return found
+        assert result["failed"] == 0, result["failures"]
+        return result
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A long run of clients that misbehave in every way, against one server; ends with a verdict and exit code 0 or 1.
+"""A long run of misbehaving clients against one server; ends with a verdict and exit code 0 or 1.
 
     python benchmarks/soak.py smollm2 [--clients 64] [--seconds 300] [--seed 0] [--json]
 
@@ -39,7 +39,7 @@ _BAD_BODIES = (
 _BAD_SCHEMAS: tuple[Any, ...] = ({"type": "nothing"}, {"$ref": "#/missing"}, {"type": "string", "pattern": "("}, "text")
 _GOOD_SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
 _CONTEXT = 1024
-_REFUSED = (429,)  # a full queue may refuse any request, and says so
+_REFUSED = (429,)  # a full queue may refuse any request
 _PROBE = {"prompt": "The capital of France is", "max_tokens": 16, "temperature": 0}
 _FLAT = 1.15  # memory at the end against memory after the first third
 
@@ -139,9 +139,9 @@ class Soak:
         await self._check("schema", answer, 200)
         choice = answer.json()["choices"][0] if answer.status_code == 200 else {}
         if choice.get("finish_reason") == "stop":
-            found = json.loads(choice["message"]["content"])
-            if not isinstance(found.get("age"), int):
-                self.problems.append(f"an answer breaks its schema: {found}")
+            value = json.loads(choice["message"]["content"])
+            if not isinstance(value.get("age"), int):
+                self.problems.append(f"an answer breaks its schema: {value}")
 
     async def _too_long(self, choose: random.Random) -> None:
         body = self._body(choose) | {"prompt": "dog " * (2 * _CONTEXT)}
@@ -184,11 +184,11 @@ async def soak(url: str, pid: int, options: argparse.Namespace) -> dict[str, Any
     }
 
 
-async def _watch_memory(http: httpx.AsyncClient, pid: int, found: list[int]) -> None:
+async def _watch_memory(http: httpx.AsyncClient, pid: int, samples: list[int]) -> None:
     """Resident memory of the server and its engine, once a second."""
     while True:
         engine = (await http.get("/load")).json()["engine_pid"]
-        found.append(sum(_resident(each) for each in (pid, engine) if each))
+        samples.append(sum(_resident(each) for each in (pid, engine) if each))
         await asyncio.sleep(1)
 
 

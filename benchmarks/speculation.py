@@ -123,9 +123,9 @@ def _contenders(options: argparse.Namespace) -> list[Contender]:
     engine |= {"concurrency": max(options.batch), "device": options.device}
     lookups = [name for name in options.drafters if _is_ready_made(name)]
     shared = LLM(options.model, speculate=lookups[0] if lookups else "off", **engine)
-    found = [Contender(shared, name) for name in ("off", *lookups)]
-    others = [name for name in options.drafters if name not in lookups]
-    return found + [Contender(LLM(options.model, speculate=name, **engine), name) for name in others]
+    contenders = [Contender(shared, name) for name in ("off", *lookups)]
+    with_models = [name for name in options.drafters if name not in lookups]
+    return contenders + [Contender(LLM(options.model, speculate=name, **engine), name) for name in with_models]
 
 
 def _is_ready_made(name: str) -> bool:
@@ -232,7 +232,7 @@ def _row(kind: str, batch: int, name: str, plain: list[_Run], drafted: list[_Run
 
 
 def _prompt_sets(options: argparse.Namespace) -> dict[str, list[str]]:
-    most = max(options.count, max(options.batch))
+    count = max(options.count, max(options.batch))
     with options.prompts.open() as lines:
         questions: list[dict[str, Any]] = [json.loads(line) for line in lines]
     sets = {
@@ -242,7 +242,7 @@ def _prompt_sets(options: argparse.Namespace) -> dict[str, list[str]]:
     if options.code:
         with options.code.open() as lines:
             sets["code editing"] = [_edit(json.loads(line)) for line in lines]
-    return {kind: texts[:most] for kind, texts in sets.items()}
+    return {kind: texts[:count] for kind, texts in sets.items()}
 
 
 def _edit(problem: dict[str, Any]) -> str:

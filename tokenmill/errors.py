@@ -1,6 +1,6 @@
 """Errors that cross layers.
 
-A `UserError` is the user's to mend: it says what is wrong and what to do, in one line. The CLI turns it into exit
+A `UserError` can be fixed by the user: it says what is wrong and what to do, in one line. The CLI turns it into exit
 code 2, the server into HTTP 400. Everything else that escapes is our bug (exit 1). Called by every layer.
 """
 

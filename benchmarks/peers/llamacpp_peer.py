@@ -72,9 +72,9 @@ class Peer:
                     tail = waiting.popleft()
                     first = len(prefix) if known[slot] else 0
                     lib.llama_memory_seq_rm(memory, slot, first, -1)
-                    whole = [*prefix, *tail]
-                    pending[slot].extend((whole[position], position) for position in range(first, len(whole)))
-                    known[slot], left[slot] = len(whole), output
+                    prompt = [*prefix, *tail]
+                    pending[slot].extend((prompt[position], position) for position in range(first, len(prompt)))
+                    known[slot], left[slot] = len(prompt), output
             rows: list[tuple[int, int, int, bool]] = []
             sampling = []
             for slot in sorted(range(slots), key=lambda slot: len(pending[slot])):

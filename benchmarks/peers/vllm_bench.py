@@ -2,8 +2,8 @@
 
     python benchmarks/peers/vllm_bench.py MODEL [--quantization fp8] [--kv-cache-dtype fp8] [--workloads single,...]
 
-MODEL is a folder with a config.json; the weights are random (`load_format="dummy"`). Everything else is as vLLM's users
-get it: CUDA graphs and torch.compile on, prefix caching on, 90 % of the GPU's memory. Needs vLLM in this Python (or on
+MODEL is a folder with a config.json; the weights are random (`load_format="dummy"`). Everything else is vLLM's
+default: CUDA graphs and torch.compile on, prefix caching on, 90 % of the GPU's memory. Needs vLLM in this Python (or on
 PYTHONPATH) and nothing of tokenmill but the workloads. Started by gpu_vs_vllm.py.
 """
 

@@ -3,7 +3,7 @@
 // A plan is built once per step and KV group and serves all its layers. It cuts the work into items (a tile of queries
 // x a range of keys), so that: query heads of one KV head share each page read; a prefix whose pages several sequences
 // share is read once for all of them; a long context is split. Items of one query are merged by log-sum-exp in a fixed
-// order by whoever finishes last. Neither the cut nor the order depends on the number of threads.
+// order by the thread that finishes last. Neither the cut nor the order depends on the number of threads.
 #pragma once
 
 #include <atomic>

@@ -12,7 +12,7 @@
 namespace tokenmill {
 namespace {
 
-// What the C++ side needs to check a step against: taken down while recording.
+// What the C++ side needs to check a step against: collected while recording.
 struct RecordedProgram {
   RecordedProgram(int max_tokens, int max_sequences, std::shared_ptr<ThreadPool> pool)
       : program(max_tokens, max_sequences, std::move(pool)) {}

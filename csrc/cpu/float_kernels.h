@@ -34,7 +34,7 @@ struct FloatKernels {
   void (*e4m3_to_float)(const uint8_t* in, float factor, float* out, int64_t n);
   void (*e5m2_to_float)(const uint8_t* in, float factor, float* out, int64_t n);
   void (*codes_to_float)(const uint8_t* codes, float factor, float offset, float* out, int64_t n);
-  // With two factors and offsets: of even and of odd places.
+  // With separate factors and offsets for even and odd indices.
   void (*pairs_to_float)(const uint8_t* codes, const float* factors, const float* offsets, float* out, int64_t n);
   void (*look_up)(const uint8_t* codes, const float* table, float factor, float* out, int64_t n);
 

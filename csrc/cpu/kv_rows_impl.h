@@ -40,7 +40,7 @@ void codes_row_to_float(const uint8_t* codes, float factor, float offset, float*
   for (int64_t i = 0; i < n; ++i) out[i] = static_cast<float>(static_cast<int32_t>(codes[i])) * factor + offset;
 }
 
-// As codes_row_to_float, with a factor and an offset for even places and one for odd ones.
+// As codes_row_to_float, with separate factors and offsets for even and odd indices.
 void paired_row_to_float(const uint8_t* codes, const float* factors, const float* offsets, float* out, int64_t n) {
   constexpr int kLanes = 16;
   float by[kLanes], from[kLanes];

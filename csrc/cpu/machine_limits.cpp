@@ -1,6 +1,6 @@
 // What this machine can do at most, measured: how fast all threads read memory, how fast they multiply bytes.
 //
-// The floors of the benchmarks (bench/cpu_kernels.py, bench/cpu_vs_llamacpp.py) and of `plan --calibrate`. See machine_limits.h.
+// The floors in benchmarks/cpu_kernels.py and decode_bandwidth.py. See machine_limits.h.
 #include "machine_limits.h"
 
 #include <chrono>

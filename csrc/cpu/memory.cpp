@@ -9,7 +9,7 @@ namespace tokenmill {
 namespace {
 
 constexpr size_t kHugePage = size_t(2) << 20;
-constexpr size_t kBlock = size_t(64) << 20;  // of address space: memory is given only for what is touched
+constexpr size_t kBlock = size_t(64) << 20;  // of address space: only touched pages become resident
 
 struct Block {
   explicit Block(size_t bytes) : size(bytes + kHugePage) {
@@ -18,14 +18,14 @@ struct Block {
     begin = (reinterpret_cast<uintptr_t>(memory) + kHugePage - 1) / kHugePage * kHugePage;
     end = begin + bytes;
 #ifdef MADV_HUGEPAGE
-    madvise(reinterpret_cast<void*>(begin), bytes, MADV_HUGEPAGE);  // a wish: where it is not granted, nothing is lost
+    madvise(reinterpret_cast<void*>(begin), bytes, MADV_HUGEPAGE);  // advisory: works without it
 #endif
   }
   ~Block() { munmap(memory, size); }
 
   void* memory;
   size_t size;
-  uintptr_t begin, end;  // what is not given out yet
+  uintptr_t begin, end;  // the free rest of the block
 };
 
 }  // namespace
@@ -43,7 +43,7 @@ std::shared_ptr<void> allocate_huge(size_t bytes, uint8_t** data) {
 
 std::shared_ptr<void> allocate_huge(size_t bytes, uint8_t** data) {
   static std::mutex mutex;
-  static std::weak_ptr<Block> current;  // its owners are those who have a part of it
+  static std::weak_ptr<Block> current;  // kept alive by the allocations inside it
   const size_t needed = (bytes + 63) / 64 * 64;
   const std::lock_guard<std::mutex> lock(mutex);
   const bool alone = needed > kBlock / 4;  // or much of a block would stay unused

@@ -1,4 +1,4 @@
-// Memory that vector code likes: aligned to a cache line, never initialised (untouched pages are never resident).
+// Memory for vector code: aligned to a cache line, never initialised (untouched pages are never resident).
 #pragma once
 
 #include <cstddef>

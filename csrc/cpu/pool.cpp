@@ -1,8 +1,8 @@
 // Threads, the spin-then-sleep wait, the barrier. See pool.h.
 //
 // Waiting has three steps: spin (a barrier between two kernels takes well under a microsecond), yield (two threads
-// may share one core with somebody else's work), sleep in the kernel. No step allocates. Waking sleepers is dear, most
-// of all under a hypervisor: with eight of them it cost a third of a small model's decode step.
+// may share one core with somebody else's work), sleep in the kernel. No step allocates. Waking sleepers is expensive,
+// above all under a hypervisor: with eight of them it cost a third of a small model's decode step.
 #include "pool.h"
 
 #include <chrono>

@@ -33,7 +33,7 @@ class Team {
   void for_each(int count, int grain, Function&& fn);
 
   // The same for indices that are cheaper in a row (they stream through memory): each thread begins with a run of its own,
-  // [own_run() ...), and only the last eighth goes to whoever is free. Neighbours handed to different threads one by one
+  // [own_run() ...), and only the last eighth goes to any free thread. Neighbours given to different threads one by one
   // halve the memory bandwidth: each core's prefetcher fetches what the other will read.
   template <typename Function>
   void for_runs(int count, Function&& fn);

@@ -50,7 +50,7 @@ struct StepInputs {
   float* logits = nullptr;              // [R, vocab]
   bool body = true;                     // compute the hidden state
   bool head = true;                     // compute logits from the hidden state of this or the previous call
-  bool all_hidden = true;               // false: nobody reads the hidden state but this call's head
+  bool all_hidden = true;               // false: only this call's head reads the hidden state
 };
 
 class Program {
@@ -86,7 +86,7 @@ class Program {
   struct Value {
     int64_t width = 0;
     int first_stage = 0, last_stage = 0;
-    int alias = -1;              // lives where that value lives
+    int alias = -1;              // shares the memory of that value
     bool external = false;       // in the caller's logits
     bool by_rows = false;        // made by a row op: every thread may have its own
     size_t offset = 0;           // floats in the arena
@@ -112,7 +112,7 @@ class Program {
     int group, window, page_size, num_heads;
     std::unique_ptr<AttentionPlan> plan;
   };
-  struct Place {  // where a thread finds values in this stage
+  struct Place {  // where a thread reads and writes values in this stage
     const Program& program;
     const StepInputs& inputs;
     int stage;

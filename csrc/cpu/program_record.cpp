@@ -190,7 +190,7 @@ void Program::find_tail() {
     if (stages_[number].plan >= 0) tail_ = number + 1;
   for (int number = tail_; number < num_stages(); ++number)
     for (const RowOp& op : stages_[number].rows)
-      if (op.kind == RowOp::Kind::rope || op.kind == RowOp::Kind::embed) return;  // these know rows by their place
+      if (op.kind == RowOp::Kind::rope || op.kind == RowOp::Kind::embed) return;  // these depend on the row index
   for (size_t i = 0; i < values_.size(); ++i) {
     const Value& value = values_[i];
     if (value.alias < 0 && !value.external && value.first_stage < tail_ && value.last_stage >= tail_)
@@ -201,7 +201,7 @@ void Program::find_tail() {
 void Program::lay_out_values() {
   struct Block {
     size_t offset, floats;
-    int busy_until;  // last stage of its tenant
+    int busy_until;  // last stage that uses it
   };
   std::vector<Block> blocks;
   size_t total = 0;

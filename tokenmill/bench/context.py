@@ -1,6 +1,6 @@
 """The context a benchmark gives its engine: that of its longest request, or an error that says which length to lower.
 
-Asked before the engine is built, so that no request is cut short in silence.
+Called before the engine is built, so that no request is silently truncated.
 """
 
 from __future__ import annotations

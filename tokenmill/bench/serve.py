@@ -138,7 +138,7 @@ async def _open_loop(
 
 
 async def _warm_up(job: ServeJob, client: StreamClient, items: list[Item], model: str) -> None:
-    """The first prompt backwards: as long, and no prefix of it is in the cache afterwards."""
+    """Warm up with the first prompt reversed: the same length, but its prefixes are not in the cache afterwards."""
     for _ in range(job.num_warmups):
         item = items[0]
         body = request_body(job, Item(item.prompt[::-1], item.prompt_len, min(item.output_len, 16)), model)
@@ -159,7 +159,7 @@ def _first_model(job: ServeJob, headers: dict[str, str]) -> str:
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise UserError(f"cannot reach {url}: {error}", "check --base-url, or give --model") from None
     if answer.status_code == 401:
-        raise UserError(f"{url} wants a key", "set OPENAI_API_KEY")
+        raise UserError(f"{url} requires an API key", "set OPENAI_API_KEY")
     with contextlib.suppress(ValueError, KeyError, IndexError, TypeError):
         name = answer.json()["data"][0]["id"]
         if isinstance(name, str):

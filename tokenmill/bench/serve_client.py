@@ -19,7 +19,7 @@ import msgspec
 
 from tokenmill.errors import UserError
 
-_IDLE_SECONDS = 2.0  # servers close idle connections after 5 s or more: ours must not race with that
+_IDLE_SECONDS = 2.0  # servers close idle connections after 5 s or more; do not race with that
 _ERROR_BYTES = 500
 
 
@@ -235,7 +235,7 @@ class StreamClient:
     def __init__(self, base_url: str, path: str, headers: Mapping[str, str], timeout: float, keep_text: bool) -> None:
         parts = urlsplit(base_url if "//" in base_url else f"http://{base_url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UserError(f"base URL '{base_url}' is not one", "write http://127.0.0.1:8000")
+            raise UserError(f"'{base_url}' is not a base URL", "write http://127.0.0.1:8000")
         self._host = parts.hostname
         self._port = parts.port or (443 if parts.scheme == "https" else 80)
         self._ssl = ssl.create_default_context() if parts.scheme == "https" else None
@@ -257,7 +257,7 @@ class StreamClient:
                 connection = await self._connect()
                 await connection.exchange(data, sample, self._keep_text)
         except TimeoutError:
-            sample.error = f"no whole answer within {self._timeout:g} s"
+            sample.error = f"no complete answer within {self._timeout:g} s"
         except OSError as error:
             sample.error = f"cannot connect: {error}"
         if connection is not None:

@@ -1,4 +1,4 @@
-"""What is sent: prompts and output lengths, made up, read from a file or rebuilt from a trace. The same for one seed.
+"""Prompts and output lengths of a benchmark: synthetic, from a file or from a trace. Deterministic for a seed.
 
 Prompts are token ids, or words that stand for them one to one, so that shared prefixes stay shared as text. Knows
 nothing of servers or of time, except that a trace's requests carry their own.
@@ -88,13 +88,15 @@ def _custom_items(job: ServeJob) -> list[Item]:
     """Lines with `prompt` (text or token ids) and perhaps `output_tokens`; a short file is used again."""
     items = []
     for line in islice(json_lines(job.dataset_path), job.num_prompts):
-        prompt, wanted = line.get("prompt"), line.get("output_tokens", job.custom_output_len)
+        prompt, output_len = line.get("prompt"), line.get("output_tokens", job.custom_output_len)
         is_ids = isinstance(prompt, list) and all(type(each) is int for each in prompt)
-        if not prompt or not (is_ids or isinstance(prompt, str)) or type(wanted) is not int or wanted < 1:
+        if not prompt or not (is_ids or isinstance(prompt, str)) or type(output_len) is not int or output_len < 1:
             raise UserError(f"a line of {job.dataset_path} has no usable prompt", 'write {"prompt": "..."}')
         if is_ids and job.wants_text:
-            raise UserError(f"{job.dataset_path} has token ids, and text is wanted", "use --prompt-format ids")
-        items.append(Item(prompt, len(prompt) if is_ids else 0, wanted))
+            raise UserError(
+                f"{job.dataset_path} has token ids, but the prompt format is text", "use --prompt-format ids"
+            )
+        items.append(Item(prompt, len(prompt) if is_ids else 0, output_len))
     if not items:
         raise UserError(f"{job.dataset_path} is empty", "give one JSON object a line")
     return list(islice(cycle(items), job.num_prompts))

@@ -165,27 +165,27 @@ class ServeJob:
 
     def limits(self) -> dict[str, float]:
         """Goodput limits in milliseconds, by metric."""
-        found: dict[str, float] = {}
+        limit_ms: dict[str, float] = {}
         for each in " ".join(self.goodput).replace(",", " ").split():
             name, _, text = each.partition(":")
             if name not in METRICS:
                 raise unknown_name("goodput metric", name, METRICS)
             try:
-                found[name] = float(text)
+                limit_ms[name] = float(text)
             except ValueError:
-                found[name] = math.nan
-            if not found[name] > 0:
+                limit_ms[name] = math.nan
+            if not limit_ms[name] > 0:
                 raise UserError(f"goodput limit '{each}' is not a time", f"write {name}:500 for 500 ms")
-        return found
+        return limit_ms
 
     def percentiles(self) -> list[float]:
         try:
-            found = [float(each) for each in self.metric_percentiles.split(",")]
+            values = [float(each) for each in self.metric_percentiles.split(",")]
         except ValueError:
-            found = [math.nan]
-        if not all(0 <= each <= 100 for each in found):
+            values = [math.nan]
+        if not all(0 <= each <= 100 for each in values):
             raise UserError(f"percentiles '{self.metric_percentiles}'", "write them like 50,90,99")
-        return found
+        return values
 
     def shown_metrics(self) -> list[str]:
         names = [each for each in self.percentile_metrics.split(",") if each]

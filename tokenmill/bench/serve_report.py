@@ -1,6 +1,6 @@
 """From samples to numbers, under the field names of vLLM's benchmark, and ours where it has none.
 
-Failed requests are counted and listed, and touch no other number. TTFT: send to first piece. TPOT: (last - first) /
+Failed requests are counted and listed, and affect no other number. TTFT: send to first piece. TPOT: (last - first) /
 (tokens - 1). ITL: gap between pieces, each gap one value. E2EL: send to end. `_scheduled` fields count from the
 intended send time instead. The steady window is where at least 90 % of the peak number of requests were in flight.
 """
@@ -98,7 +98,7 @@ def _tpot(sample: Sample) -> float:
 
 
 def _statistics(name: str, values: list[float], percentiles: list[float]) -> dict[str, float | None]:
-    """Without values there is nothing to say: null, not zero."""
+    """None (null in JSON) without values, not zero."""
     shown: dict[str, float | None] = {
         f"mean_{name}_ms": _mean(values),
         f"median_{name}_ms": float(np.median(values)) if values else None,
@@ -157,11 +157,11 @@ def _peak_rate(good: list[Sample], began: float) -> float:
 
 
 def _steady_state(samples: list[Sample]) -> dict[str, Any] | None:
-    """Rates between the first and the last moment of the plateau; None if there is none to speak of."""
+    """Rates between the first and the last moment of the plateau; None if there is no plateau."""
     good = [sample for sample in samples if sample.ok]
     levels = _in_flight(good)
-    least = _PLATEAU * max((level for _, level in levels), default=0)
-    busy = [number for number, (_, level) in enumerate(levels) if level >= least]
+    threshold = _PLATEAU * max((level for _, level in levels), default=0)
+    busy = [number for number, (_, level) in enumerate(levels) if level >= threshold]
     if not busy or busy[-1] + 1 >= len(levels):
         return None
     start, end = levels[busy[0]][0], levels[busy[-1] + 1][0]

@@ -1,4 +1,4 @@
-"""Production traces as requests: arrival times, lengths, and shared prefixes where the trace tells them.
+"""Production traces as requests: arrival times, lengths, and shared prefixes where the trace has them.
 
 azure: CSV of time, context tokens, generated tokens. mooncake and timed_trace: JSON lines of `timestamp` (ms),
 `input_length`, `output_length` and, if present, `hash_ids`: equal ids stand for equal blocks of 512 tokens.

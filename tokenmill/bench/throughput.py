@@ -29,7 +29,7 @@ class ThroughputJob:
 @dataclass(frozen=True, slots=True)
 class ThroughputReport:
     output_tok_s: float
-    total_tok_s: float  # prompt tokens included, those from the prefix cache too
+    total_tok_s: float  # prompt tokens included, also those from the prefix cache
     requests_s: float
     elapsed_s: float
     num_prompts: int
@@ -101,6 +101,6 @@ def _params(requests: list[SyntheticRequest]) -> list[SamplingParams]:
 
 
 def warm_up(llm: LLM, request: SyntheticRequest) -> None:
-    """Two steps on a few tokens that no prompt begins with: threads and memory are there when the clock starts."""
+    """Two steps on a few tokens that no prompt begins with: starts threads and touches memory before the clock."""
     prompt = [(token_id + 1) % llm.parts.description.vocab_size for token_id in request.prompt_ids[:8]]
     llm.generate(prompt, SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True))

@@ -74,8 +74,8 @@ def block_rows(path: str) -> Iterator[Row]:
 
 def azure_seconds(text: str) -> float:
     """The trace has seven digits after the point, datetime takes six."""
-    whole, _, fraction = text.partition(".")
-    return datetime.fromisoformat(whole + "+00:00").timestamp() + float(f"0.{fraction or 0}")
+    seconds, _, fraction = text.partition(".")
+    return datetime.fromisoformat(seconds + "+00:00").timestamp() + float(f"0.{fraction or 0}")
 
 
 def whole_number(value: Any) -> int:

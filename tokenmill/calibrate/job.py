@@ -50,11 +50,11 @@ def calibrate(model: str = "smollm2", step_seconds: float = _STEP_SECONDS, servi
         log = log_steps(llm, step_seconds, _PROBE_SECONDS)
         steps, skipped = log.steps, log.skipped
         cost = fit_cost(steps)
-        found = _of_engine(llm, cost.coefficients, fit_error(cost, steps))
+        measured = _of_engine(llm, cost.coefficients, fit_error(cost, steps))
         vocabulary = llm.parts.description.vocab_size
-    report: dict[str, Any] = {"predicted_against_measured": _compare_steps(steps, found)}
+    report: dict[str, Any] = {"predicted_against_measured": _compare_steps(steps, measured)}
     if serving:
-        found, served, left_out = _with_serving(model, found, vocabulary)
+        measured, served, left_out = _with_serving(model, measured, vocabulary)
         report["predicted_against_measured"] += served
         skipped += left_out
     for each in skipped:
@@ -70,11 +70,11 @@ def calibrate(model: str = "smollm2", step_seconds: float = _STEP_SECONDS, servi
         date=datetime.now(UTC).date().isoformat(),
         bandwidth_gb_s=bandwidth,
         gflops=gflops,
-        models={**(old.models if old else {}), model: found},
+        models={**(old.models if old else {}), model: measured},
     )
     path = save_calibration(calibration)
     summary = {key: value for key, value in asdict(calibration).items() if key != "models"}
-    fitted = {key: value for key, value in asdict(found).items() if key != "groups"}
+    fitted = {key: value for key, value in asdict(measured).items() if key != "groups"}
     return {"model": model, **summary, "steps_timed": len(steps), "engine": fitted, **report, "file": str(path)}
 
 
@@ -95,9 +95,9 @@ def _of_engine(llm: LLM, coefficients: tuple[float, ...], error: float) -> Model
     )
 
 
-def _compare_steps(steps: list[TimedStep], found: ModelCalibration) -> list[dict[str, Any]]:
+def _compare_steps(steps: list[TimedStep], calibration: ModelCalibration) -> list[dict[str, Any]]:
     """Medians of similar steps, as rates: prompts of two lengths alone, decodes of three batch sizes."""
-    cost = found.cost
+    cost = calibration.cost
     kinds = [(f"prefill {length} tok/s", length, 0) for length in (128, 512)]
     kinds += [(f"decode x{batch} tok/s", 0, batch) for batch in (1, 4, 16)]
     rows = []
@@ -123,33 +123,37 @@ def compared(name: str, predicted: float, measured_value: float) -> dict[str, An
 
 
 def _with_serving(
-    model: str, found: ModelCalibration, vocabulary: int
+    model: str, calibration: ModelCalibration, vocabulary: int
 ) -> tuple[ModelCalibration, list[dict[str, Any]], list[str]]:
-    """What the server adds: to every token while several stream, and to the first token of a single request. Also the
-    comparison, and what was left out."""
-    job, left_out = _closed_loop_job(found, vocabulary)
+    """The server's overhead per token while several stream, and on the first token of a single request. Also the
+    comparison, and the loads that were left out."""
+    job, left_out = _closed_loop_job(calibration, vocabulary)
     if job is None:
-        return found, [], left_out
+        return calibration, [], left_out
     single = _job(vocabulary, _SINGLE_REQUESTS, 1, job.random_input_len // 2, 8)
     with started_server(model, "--no-prefix-caching") as url:
         alone = measured(replace(single, base_url=url, num_warmups=1))
         busy = measured(replace(job, base_url=url))
-    offline = simulate_engine(calibrated_engine(found), closed_loop(job))
+    offline = simulate_engine(calibrated_engine(calibration), closed_loop(job))
     extra_ms = 1e3 * (busy.ended - busy.began - offline.duration_s)
-    found = replace(found, token_ms=max(0.0, extra_ms / offline.output_tokens))
-    quiet = simulate_engine(calibrated_engine(found), closed_loop(single)).ttft.p50
+    calibration = replace(calibration, token_ms=max(0.0, extra_ms / offline.output_tokens))
+    quiet = simulate_engine(calibrated_engine(calibration), closed_loop(single)).ttft.p50
     request_ms = median(1e3 * (each.first - each.sent) for each in alone.samples) - quiet
-    found = replace(found, request_ms=max(0.0, request_ms))
-    return found, compare_runs("served", simulate_engine(calibrated_engine(found), closed_loop(job)), busy), left_out
+    calibration = replace(calibration, request_ms=max(0.0, request_ms))
+    return (
+        calibration,
+        compare_runs("served", simulate_engine(calibrated_engine(calibration), closed_loop(job)), busy),
+        left_out,
+    )
 
 
-def _closed_loop_job(found: ModelCalibration, vocabulary: int) -> tuple[ServeJob | None, list[str]]:
-    """The largest closed loop of which two rounds fit into the time, by the fitted cost, with as many rounds as do; and
-    the larger ones that were left out."""
+def _closed_loop_job(calibration: ModelCalibration, vocabulary: int) -> tuple[ServeJob | None, list[str]]:
+    """The largest closed loop of which at least two rounds fit into the time by the fitted cost, with as many rounds as
+    fit; and the larger ones that were left out."""
     left_out: list[str] = []
     for users, tokens_in, tokens_out in _CLOSED_LOOPS:
         job = _job(vocabulary, users, users, tokens_in, tokens_out)
-        one_round = simulate_engine(calibrated_engine(found), closed_loop(job)).duration_s
+        one_round = simulate_engine(calibrated_engine(calibration), closed_loop(job)).duration_s
         if 2 * one_round <= _SERVED_SECONDS:
             rounds = min(16, int(_SERVED_SECONDS / one_round))
             return replace(job, num_prompts=users * rounds), left_out

@@ -36,7 +36,7 @@ def product_gflops() -> dict[str, float]:
     if reason:
         raise UserError(f"this machine cannot be measured: {reason}")
     x, y = torch.randn(_TOKENS, _FEATURES), torch.empty(_TOKENS, _FEATURES)
-    found = {}
+    rates = {}
     for name, (type_name, row_bytes) in _ROW_BYTES.items():
         data = torch.zeros(_FEATURES, row_bytes, dtype=torch.uint8)
         packed = cpu.module().PackedLinear(type_name, data, _FEATURES, _FEATURES, "", False)
@@ -44,8 +44,8 @@ def product_gflops() -> dict[str, float]:
         def multiply(packed: object = packed) -> None:
             cpu.module().linear(cpu.pool(), x, [packed], [None], [y])
 
-        found[name] = 2 * _TOKENS * _FEATURES**2 / _median_seconds(multiply, 5) / 1e9
-    return found
+        rates[name] = 2 * _TOKENS * _FEATURES**2 / _median_seconds(multiply, 5) / 1e9
+    return rates
 
 
 def _median_seconds(work: Callable[[], object], repeats: int) -> float:

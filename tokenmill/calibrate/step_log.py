@@ -76,16 +76,16 @@ def log_steps(llm: LLM, seconds: float, probe_seconds: float) -> StepLog:
         _run(llm, Scenario(2, 16, 2), recording, 0, probe_seconds)
         scenarios = list(_fitting(llm, log))
         deadline = time.perf_counter() + seconds
-        for number, wanted in enumerate(cycle(scenarios), 1):
+        for number, requested in enumerate(cycle(scenarios), 1):
             if number > len(scenarios) and time.perf_counter() > deadline:
                 break
-            scenario = shortened(wanted, _seconds_per_token(log.steps), probe_seconds)
+            scenario = shortened(requested, _seconds_per_token(log.steps), probe_seconds)
             steps, ended = _run(llm, scenario, recording, number, probe_seconds)
             log.steps.extend(steps)
-            if number <= len(scenarios) and (scenario != wanted or not ended):
-                became = f"shortened to {scenario.prompt} in" if scenario != wanted else ""
+            if number <= len(scenarios) and (scenario != requested or not ended):
+                became = f"shortened to {scenario.prompt} in" if scenario != requested else ""
                 cut = "" if ended else f"cut after {probe_seconds:g} s"
-                log.skipped.append(f"{wanted}: {', '.join(filter(None, (became, cut)))}")
+                log.skipped.append(f"{requested}: {', '.join(filter(None, (became, cut)))}")
     finally:
         core.runner = real
     return log
@@ -108,7 +108,7 @@ def _fitting(llm: LLM, log: StepLog) -> Iterator[Scenario]:
 
 
 def _seconds_per_token(steps: list[TimedStep]) -> float:
-    """Of a prompt, by the prompt-only steps so far; 0 before the first."""
+    """Seconds per prompt token, by the prompt-only steps so far; 0 before the first."""
     rates = [step.ms / 1e3 / sum(new for new, _ in step.prefill) for step in steps if step.prefill and not step.count]
     return min(rates, default=0.0)
 
@@ -150,7 +150,7 @@ def _requests(llm: LLM, scenario: Scenario, seed: int) -> Iterator[Request]:
 
 
 def timed_step(plan: StepPlan, ms: float) -> TimedStep:
-    """What the simulator's runner would count in this plan, with the time that it took."""
+    """The plan as the simulator's runner counts it, with the measured time."""
     prefill = tuple((row.count, row.start) for row in plan.scheduled if row.count > 1)
     decodes = [row.start + 1 for row in plan.scheduled if row.count == 1]
     return TimedStep(prefill, len(decodes), sum(decodes), ms)

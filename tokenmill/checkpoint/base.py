@@ -46,7 +46,7 @@ class Checkpoint(Protocol):
     def tensor(self, name: str) -> StoredTensor: ...
 
     def release(self, name: str) -> None:
-        """Give back the memory of a tensor that was read into another form; reading it again still works."""
+        """Release the mapped pages of a tensor that has been converted; it can still be read again."""
         ...
 
     def quantization(self) -> dict[str, object]:

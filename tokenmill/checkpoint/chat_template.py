@@ -61,7 +61,7 @@ class ChatTemplate:
         variables = {
             **self._special_tokens,
             "messages": [
-                _message(place, message, self._reads_parts) for place, message in enumerate(_listed(messages))
+                _message(index, message, self._reads_parts) for index, message in enumerate(_listed(messages))
             ],
             "tools": _plain(list(tools)) if tools else None,
             "documents": None,
@@ -141,7 +141,7 @@ def _reads_parts(source: str) -> bool:
     try:
         tree = TemplateEnvironment().parse(source)
     except TemplateSyntaxError:
-        return False  # said when rendering
+        return False  # reported when rendering
     for loop in tree.find_all(nodes.For):
         attributes = {access.attr for access in loop.iter.find_all(nodes.Getattr)}
         keys = [access.arg for access in loop.iter.find_all(nodes.Getitem)]
@@ -158,29 +158,29 @@ def _listed(messages: object) -> Sequence[object]:
     return messages
 
 
-def _message(place: int, message: object, keep_parts: bool) -> dict[str, Any]:
+def _message(index: int, message: object, keep_parts: bool) -> dict[str, Any]:
     """Checked, rebuilt from plain values, in the form templates expect."""
     if not isinstance(message, Mapping):
-        raise UserError(f"message {place} is not an object but {type(message).__name__}", _MESSAGE)
+        raise UserError(f"message {index} is not an object but {type(message).__name__}", _MESSAGE)
     plain: dict[str, Any] = _plain(message)
     if not isinstance(plain.get("role"), str) or not plain["role"]:
-        raise UserError(f"message {place} has no role", _MESSAGE)
+        raise UserError(f"message {index} has no role", _MESSAGE)
     content = plain.get("content")
     if content is None and not plain.get("tool_calls"):
-        raise UserError(f"message {place} has no content", _MESSAGE)
+        raise UserError(f"message {index} has no content", _MESSAGE)
     if not (content is None or isinstance(content, (str, list))):
-        raise UserError(f"the content of message {place} is neither text nor a list of parts", _MESSAGE)
+        raise UserError(f"the content of message {index} is neither text nor a list of parts", _MESSAGE)
     if isinstance(content, list) and not keep_parts:
-        plain["content"] = "\n".join(_text_part(place, part) for part in content)
+        plain["content"] = "\n".join(_text_part(index, part) for part in content)
     for call in plain.get("tool_calls") or ():
         _parse_arguments(call)
     return plain
 
 
-def _text_part(place: int, part: object) -> str:
+def _text_part(index: int, part: object) -> str:
     if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
         return part["text"]
-    raise UserError(f"message {place} has a part that is not text, and this model reads only text", _MESSAGE)
+    raise UserError(f"message {index} has a part that is not text, and this model reads only text", _MESSAGE)
 
 
 def _parse_arguments(call: object) -> None:
@@ -194,7 +194,7 @@ def _parse_arguments(call: object) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Rebuilt from JSON types, so that a template meets no object with methods of its own."""
+    """Rebuilt from JSON types, so that a template sees no object with methods."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, Mapping):

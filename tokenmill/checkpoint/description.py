@@ -217,14 +217,14 @@ class ModelDescription:
     # --- what goes beyond the plain decoder ---
 
     def features(self) -> tuple[str, ...]:
-        """In words, once each: what an architecture must know of besides full and sliding rotary attention with norms
+        """In words, once each: what an architecture must support besides full and sliding rotary attention with norms
         before each half (RMS) and a gated MLP."""
-        found = [feature for layer in self.layers for feature in _layer_features(layer)]
+        names = [feature for layer in self.layers for feature in _layer_features(layer)]
         rotary = {name: self.rope_table(name) for name in dict.fromkeys(a.rope for a in self._attentions() if a.rope)}
         if any(table.rotary_dim != a.head_dim for a in self._attentions() if (table := rotary.get(a.rope))):
-            found.append("partial rotary embedding")
+            names.append("partial rotary embedding")
         kinds = [table.scaling.kind for table in self.rope_tables]
-        found += [f"rope scaling '{kind}'" for kind in kinds if kind not in _PLAIN_SCALINGS]
+        names += [f"rope scaling '{kind}'" for kind in kinds if kind not in _PLAIN_SCALINGS]
         for condition, feature in (
             (self.positions == "learned", "learned positions"),
             (self.positions == "alibi", "ALiBi"),
@@ -233,8 +233,8 @@ class ModelDescription:
             (self.logit_scale != 1.0, "scaled logits"),
         ):
             if condition:
-                found.append(feature)
-        return tuple(dict.fromkeys([*found, *self.other_features]))
+                names.append(feature)
+        return tuple(dict.fromkeys([*names, *self.other_features]))
 
 
 def _kv_need(layer: LayerDescription) -> LayerKV:
@@ -272,7 +272,7 @@ def _layer_features(layer: LayerDescription) -> Iterator[str]:
 
 def differences(ours: Any, theirs: Any, same: Callable[[Any, Any], bool] = lambda a, b: bool(a == b)) -> list[str]:
     """Names of the fields in which two descriptions differ, down to those of layers and mixers, once each."""
-    found: list[str] = []
+    names: list[str] = []
     for each in fields(ours):
         if not each.compare:
             continue
@@ -283,7 +283,7 @@ def differences(ours: Any, theirs: Any, same: Callable[[Any, Any], bool] = lambd
             pairs = [(a, b)]
         for mine, other in pairs:
             if is_dataclass(mine) and type(mine) is type(other):
-                found += differences(mine, other, same)
+                names += differences(mine, other, same)
             elif not same(mine, other):
-                found.append(each.name)
-    return list(dict.fromkeys(found))
+                names.append(each.name)
+    return list(dict.fromkeys(names))

@@ -84,7 +84,7 @@ class GGUFCheckpoint:
     def tensor(self, name: str) -> StoredTensor:
         if name not in self._entries:
             raise CheckpointError(f"{self.path.name} has no tensor '{name}'", "the file may be of another model")
-        import torch  # here: who reads only the metadata does without
+        import torch  # here: reading only the metadata needs no torch
 
         from tokenmill.checkpoint.mapped_tensor import view_tensor
 
@@ -164,7 +164,7 @@ def _data_start(cursor: Cursor, metadata: Metadata) -> int:
 
 def _check_place(cursor: Cursor, entry: _TensorEntry, data_start: int) -> None:
     if entry.offset % 8:  # files pad to their alignment, which is at least this; any plain type is then aligned
-        raise cursor.damaged(f"tensor '{entry.name}' starts at an odd place")
+        raise cursor.damaged(f"tensor '{entry.name}' starts at a misaligned offset")
     if data_start + entry.offset + entry.nbytes > cursor.end:
         missing = data_start + entry.offset + entry.nbytes - cursor.end
         raise cursor.damaged(f"tensor '{entry.name}' ends {missing} bytes past the end of the file")

@@ -75,7 +75,7 @@ def rope_divisors(description: ModelDescription) -> list[float]:
     """What GGUF stores in place of llama3's four numbers: a divisor for each rotary frequency."""
     table = description.rope_table("full")
     size = table.rotary_dim
-    wavelengths = [2 * math.pi * table.theta ** (2 * place / size) for place in range(size // 2)]
+    wavelengths = [2 * math.pi * table.theta ** (2 * pair / size) for pair in range(size // 2)]
     return llama3_divisors(table.scaling, wavelengths)
 
 
@@ -173,7 +173,7 @@ def _rope_values(scaling: RopeScaling) -> dict[str, Value]:
 
 
 def _check(values: dict[str, Value], description: ModelDescription) -> None:
-    """The metadata must say what the description says, to the reader that will open the file."""
+    """Read the metadata back and compare it with the description."""
     first = "model.layers.0"
     d = description
     shapes: dict[str, tuple[int, ...]] = {_EMBEDDING: (d.vocab_size, d.hidden_size)}
@@ -190,12 +190,10 @@ def _check(values: dict[str, Value], description: ModelDescription) -> None:
         shapes[_HEAD] = shapes[_EMBEDDING]
     read = describe(Metadata(None, dict(values)), shapes, "the GGUF")  # type: ignore[arg-type]
     scaling = d.rope_table("full").scaling
-    wanted = d.with_rope_scaling("full", RopeScaling()) if scaling.kind == "llama3" else d
-    differing = [name for name in differences(read, wanted, _close) if name not in _NOT_COMPARED]
+    expected = d.with_rope_scaling("full", RopeScaling()) if scaling.kind == "llama3" else d
+    differing = [name for name in differences(read, expected, _close) if name not in _NOT_COMPARED]
     if differing:
-        raise CheckpointError(
-            f"GGUF has no way to say this model's {', '.join(differing)}", "choose a safetensors format"
-        )
+        raise CheckpointError(f"GGUF cannot express this model's {', '.join(differing)}", "choose a safetensors format")
 
 
 def _close(a: object, b: object) -> bool:

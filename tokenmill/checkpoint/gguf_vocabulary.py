@@ -1,7 +1,7 @@
 """A Hugging Face tokenizer as GGUF metadata (`tokenizer.ggml.*`), for the reader in gguf_tokenizer.py and llama.cpp.
 
 Byte-level vocabularies keep their merges and get the name of the pre-tokenizer that cuts words as theirs does; those of
-SentencePiece get the scores that their merges imply. What cannot be said in GGUF is refused, not approximated. Called
+SentencePiece get the scores that their merges imply. What GGUF cannot express is refused, not approximated. Called
 by gguf_export.py.
 """
 
@@ -118,19 +118,17 @@ def _scores(merges: Iterable[str], pieces: list[str], kinds: list[int]) -> list[
 
 def _pre_tokenizer_name(definition: Path, ignore_merges: bool) -> str:
     """The name in llama.cpp's table whose words are those of this tokenizer on text chosen to tell them apart."""
-    wanted = tokenizers.Tokenizer.from_file(str(definition)).pre_tokenizer.pre_tokenize_str(_PROBE)
+    expected = tokenizers.Tokenizer.from_file(str(definition)).pre_tokenizer.pre_tokenize_str(_PROBE)
 
     def fits(candidate: PreTokenizer) -> bool:
         if candidate.ignore_merges != ignore_merges:
             return False
-        return byte_level_splitter(candidate).pre_tokenize_str(_PROBE) == wanted
+        return byte_level_splitter(candidate).pre_tokenize_str(_PROBE) == expected
 
     for name in (*_PREFERRED, *PRE_TOKENIZERS):
         if fits(PRE_TOKENIZERS[name]):
             return name
-    raise CheckpointError(
-        "tokenizer.json cuts text into words in a way that GGUF has no name for", "choose a safetensors format"
-    )
+    raise CheckpointError("GGUF has no name for the pre-tokenizer of tokenizer.json", "choose a safetensors format")
 
 
 def _special_values(ours: Tokenizer, config: Mapping[str, Any], ids: Mapping[str, int]) -> dict[str, Value]:

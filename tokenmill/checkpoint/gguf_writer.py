@@ -1,4 +1,4 @@
-"""Writes GGUF files (version 3): metadata, tensor table, then tensor data streamed in order. The file appears whole.
+"""Writes GGUF files (version 3): metadata, tensor table, then tensor data streamed in order. Atomic.
 
 All sizes are known before the first byte, so a full disk is refused before any work. Data goes to a temporary file
 beside the target, which is renamed when everything promised has been written; otherwise it is removed. Knows nothing of

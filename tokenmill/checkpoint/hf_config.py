@@ -79,9 +79,9 @@ def describe(config: Mapping[str, Any], generation: Mapping[str, Any] | None = N
 def _spelled(values: dict[str, Any]) -> dict[str, Any]:
     """With sizes under the names that the rest of this reader uses."""
     for name, spellings in _SPELLINGS.items():
-        found = [values[spelling] for spelling in spellings if values.get(spelling) is not None]
-        if found and values.get(name) is None:
-            values[name] = found[0]
+        present = [values[spelling] for spelling in spellings if values.get(spelling) is not None]
+        if present and values.get(name) is None:
+            values[name] = present[0]
     return values
 
 

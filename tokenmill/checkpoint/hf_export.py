@@ -124,7 +124,7 @@ def generation_config(description: ModelDescription) -> dict[str, Any]:
 
 
 def export_tokenizer(checkpoint: Checkpoint, directory: Path) -> list[Path]:
-    """Write the tokenizer files of `checkpoint` into `directory`; gives their paths."""
+    """Write the tokenizer files of `checkpoint` into `directory`; returns their paths."""
     from tokenmill.checkpoint.tokenizer_export import write_tokenizer
 
     return write_tokenizer(checkpoint, directory)
@@ -161,14 +161,14 @@ def _gemma3_keys(description: ModelDescription) -> dict[str, Any]:
     attention, window = description.layers[0].attention, description.sliding_window
     assert attention.scale is not None
     scalar = attention.scale**-2
-    whole = round(scalar)
+    rounded = round(scalar)
     return {
         "hidden_activation": _ACTIVATIONS[description.activation],
         "attention_bias": attention.qkv_bias,
         **({"sliding_window": window} if window else {}),
         "layer_types": _layer_types(description),
         # A float32 or double square root loses the last bits of a whole number: give it back.
-        "query_pre_attn_scalar": whole if whole**-0.5 == attention.scale else scalar,
+        "query_pre_attn_scalar": rounded if rounded**-0.5 == attention.scale else scalar,
         "attn_logit_softcapping": description.attention_softcap or None,
         "final_logit_softcapping": description.logit_softcap or None,
     }
@@ -232,18 +232,18 @@ def _rope_scaling(scaling: RopeScaling) -> dict[str, Any]:
 
 
 def _check(config: dict[str, Any], description: ModelDescription) -> None:
-    """Refuse a description that no model type of ours can say: reading the config back must give it again."""
-    again = describe(config)
+    """Refuse a description that no model type can express: reading the config back must give it again."""
+    reread = describe(config)
     same = {
-        name: getattr(again, name)
+        name: getattr(reread, name)
         for name in ("rope_interleaved", "norm_offset", *(("bos_id",) if description.bos_id is None else ()))
     }
     if not description.eos_ids:
-        same["eos_ids"] = again.eos_ids
+        same["eos_ids"] = reread.eos_ids
     expected = replace(description, **same)
-    if again != expected:
-        names = differences(again, expected)
+    if reread != expected:
+        names = differences(reread, expected)
         raise CheckpointError(
-            f"no Hugging Face model type says what this {description.architecture} model does ({', '.join(names)})",
+            f"no Hugging Face model type can express this {description.architecture} model ({', '.join(names)})",
             "choose a GGUF format for it",
         )

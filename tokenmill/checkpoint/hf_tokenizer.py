@@ -149,10 +149,10 @@ def _strips_leading_space(step: dict[str, Any]) -> bool:
 def _edges(backend: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """What the post-processor puts before and after a sequence."""
     plain = backend.encode("a", add_special_tokens=False).ids
-    whole = backend.encode("a", add_special_tokens=True).ids
-    for start in range(len(whole) - len(plain) + 1):
-        if whole[start : start + len(plain)] == plain:
-            return tuple(whole[:start]), tuple(whole[start + len(plain) :])
+    ids = backend.encode("a", add_special_tokens=True).ids
+    for start in range(len(ids) - len(plain) + 1):
+        if ids[start : start + len(plain)] == plain:
+            return tuple(ids[:start]), tuple(ids[start + len(plain) :])
     return (), ()
 
 

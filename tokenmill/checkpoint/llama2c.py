@@ -1,7 +1,7 @@
 """Imports a llama2.c model (version 0 `.bin` and its tokenizer.bin) as an ordinary Hugging Face llama directory.
 
 Reorders q and k from llama2.c's interleaved rotary pairs to halves, and rebuilds the SentencePiece BPE merges from the
-vocabulary's scores. The directory appears whole or not at all. Called by the sources, for models in that format.
+vocabulary's scores. The directory appears complete or not at all. Called by the sources, for models in that format.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ROPE_THETA = 10000.0
 _SPECIAL = ("<unk>", "<s>", "</s>")  # ids 0, 1, 2
 _BOS_ID, _EOS_ID = 1, 2
 _SPACE = "▁"
-_MOST = 2**31 - 1
+_MAX_INT32 = 2**31 - 1
 _GIVE_TOKENIZER = "give the tokenizer.bin of llama2.c that belongs to the weights"
 
 
@@ -96,7 +96,7 @@ def _read_weights(path: Path) -> tuple[_Header, dict[str, Tensor]]:
     expected = _HEADER.size + 4 * sum(math.prod(shape) for _, shape in parts)
     if expected != len(buffer):
         raise CheckpointError(
-            f"{path.name} has {len(buffer)} bytes, its header asks for {expected}",
+            f"{path.name} has {len(buffer)} bytes, its header implies {expected}",
             "give a llama2.c version 0 file (float32), complete",
         )
     position = _HEADER.size
@@ -110,8 +110,8 @@ def _read_weights(path: Path) -> tuple[_Header, dict[str, Tensor]]:
 def _read_header(path: Path, buffer: mmap.mmap) -> _Header:
     hidden, ffn, layers, heads, kv_heads, vocab, context = _HEADER.unpack_from(buffer)
     header = _Header(hidden, ffn, layers, heads, kv_heads, abs(vocab), context, vocab > 0)
-    whole = all(0 < value < _MOST for value in (hidden, ffn, layers, heads, kv_heads, abs(vocab), context))
-    if not whole or hidden % heads or heads % kv_heads or header.head_dim % 2:
+    plausible = all(0 < value < _MAX_INT32 for value in (hidden, ffn, layers, heads, kv_heads, abs(vocab), context))
+    if not plausible or hidden % heads or heads % kv_heads or header.head_dim % 2:
         raise CheckpointError(f"{path.name} is not a llama2.c version 0 model", "give the .bin file of llama2.c")
     return header
 

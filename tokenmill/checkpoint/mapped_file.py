@@ -28,9 +28,9 @@ def map_file(path: Path, smallest: int) -> mmap.mmap:
 
 
 def release_pages(buffer: mmap.mmap, start: int, count: int) -> None:
-    """Give back the memory behind mapped bytes that were read; they come from the file again if anyone looks.
+    """Release the memory behind mapped bytes that were read; they are read from the file again on access.
 
-    Only whole pages inside the range: its neighbours stay. Safe because the mapping is never written.
+    Only whole pages inside the range are released. Safe because the mapping is never written.
     """
     page = mmap.PAGESIZE
     first, end = -(-start // page) * page, (start + count) // page * page

@@ -32,5 +32,5 @@ def _byte_alphabet() -> dict[str, int]:
     """Character -> byte. Printable bytes stand for themselves, the others for 256, 257, ... in order."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     alphabet = {chr(byte): byte for byte in printable}
-    others = [byte for byte in range(256) if byte not in printable]
-    return alphabet | {chr(256 + place): byte for place, byte in enumerate(others)}
+    unprintable = [byte for byte in range(256) if byte not in printable]
+    return alphabet | {chr(256 + index): byte for index, byte in enumerate(unprintable)}

@@ -23,7 +23,7 @@ def fit_llama3(divisors: Sequence[float], head_dim: int, theta: float) -> RopeSc
     if all(abs(divisor - 1) < _TOLERANCE for divisor in divisors):
         return RopeScaling()
     factor = float(f"{max(divisors):.6g}")
-    wavelengths = [2 * math.pi * theta ** (2 * place / head_dim) for place in range(head_dim // 2)]
+    wavelengths = [2 * math.pi * theta ** (2 * pair / head_dim) for pair in range(head_dim // 2)]
     contexts = [
         wavelength * (_LOW + (_HIGH - _LOW) * (1 / divisor - 1 / factor) / (1 - 1 / factor))
         for divisor, wavelength in zip(divisors, wavelengths, strict=True)

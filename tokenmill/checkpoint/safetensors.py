@@ -186,7 +186,7 @@ def _read_file(path: Path) -> dict[str, _TensorEntry]:
     buffer = map_file(path, smallest=8 + 2)
     header_bytes = int.from_bytes(buffer[:8], "little")
     if header_bytes > min(len(buffer) - 8, _MAX_HEADER_BYTES):
-        raise CheckpointError(f"{path.name}: a header of {header_bytes} bytes cannot be", DAMAGED)
+        raise CheckpointError(f"{path.name}: a header of {header_bytes} bytes is impossible", DAMAGED)
     try:
         header = json.loads(buffer[8 : 8 + header_bytes])
     except (ValueError, RecursionError):

@@ -87,9 +87,9 @@ class SentencePieceBPE:
     def _byte_ids(self, symbol: str) -> list[int]:
         """A character outside the vocabulary: its UTF-8 bytes as byte tokens, or the unknown token."""
         ids = [self._ids.get(f"<0x{byte:02X}>") for byte in symbol.encode()]
-        found = [token_id for token_id in ids if token_id is not None]
-        if len(found) == len(ids):
-            return found
+        known = [token_id for token_id in ids if token_id is not None]
+        if len(known) == len(ids):
+            return known
         if self._unknown_id is None:
             raise CheckpointError(
                 f"the vocabulary has neither {symbol!r} nor byte tokens nor an unknown token", "convert the model again"

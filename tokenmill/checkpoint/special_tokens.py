@@ -25,16 +25,16 @@ class SpecialTokenSplitter:
         ordered = sorted((token for token in tokens if token.text), key=lambda token: -len(token.text.encode()))
         self._tokens = ordered
         self._by_head: dict[str, list[int]] = defaultdict(list)  # first two characters -> places in the order
-        for place, token in enumerate(ordered):
-            self._by_head[token.text[:2]].append(place)
+        for index, token in enumerate(ordered):
+            self._by_head[token.text[:2]].append(index)
 
     def split(self, text: str) -> list[str | int]:
         """The text as a list of plain strings (never empty ones) and ids of special tokens."""
         # Thousands of tokens share a few heads ("<u", "<s"): most are ruled out by one search.
-        places = sorted(place for head, group in self._by_head.items() if head in text for place in group)
+        indices = sorted(index for head, group in self._by_head.items() if head in text for index in group)
         fragments: list[str | int] = [text] if text else []
-        for place in places:
-            token = self._tokens[place]
+        for index in indices:
+            token = self._tokens[index]
             if token.text in text:
                 fragments = [part for fragment in fragments for part in _cut(fragment, token)]
         return fragments
@@ -44,8 +44,8 @@ def _cut(fragment: str | int, token: SpecialToken) -> list[str | int]:
     if isinstance(fragment, int) or token.text not in fragment:
         return [fragment]
     parts: list[str | int] = []
-    for place, part in enumerate(fragment.split(token.text)):
-        if place:
+    for index, part in enumerate(fragment.split(token.text)):
+        if index:
             parts.append(token.token_id)
             if token.eats_blanks_after:
                 part = part.lstrip(_BLANKS)

@@ -1,8 +1,8 @@
-"""Scaling on what an engine really runs out of: the queue and the KV cache, never GPU utilisation.
+"""Scaling by queue length and KV cache usage, which limit an engine; never by GPU utilisation.
 
 Two ways to the same behaviour: KEDA (asks Prometheus itself) or a plain HorizontalPodAutoscaler (needs the Prometheus
 adapter, whose rules are written too). Only one of them may own a Deployment. Up quickly, down after five calm minutes:
-a replica that was let go costs a cold start.
+a replica that was removed costs a cold start.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ _SCALE_DOWN_SECONDS = 300
 _SCALE_UP_SECONDS = 30
 
 
-def autoscaler(kind: str, engine: Engine, serving: Serving, prometheus: str, most: int) -> list[Manifest]:
+def autoscaler(kind: str, engine: Engine, serving: Serving, prometheus: str, max_replicas: int) -> list[Manifest]:
     if kind not in AUTOSCALERS:
         raise UserError(f"unknown autoscaler '{kind}'", f"one of {', '.join(AUTOSCALERS)}")
     if kind == "none" or engine.signals is None:
         return []
     make = _scaled_object if kind == "keda" else _horizontal
-    return make(engine.signals, serving, prometheus, max(most, serving.replicas))
+    return make(engine.signals, serving, prometheus, max(max_replicas, serving.replicas))
 
 
 def queue_target(serving: Serving) -> int:
-    """Waiting requests per replica at which one more is started: a quarter of what it computes at once."""
+    """Waiting requests per replica at which one more replica is started: a quarter of its concurrency."""
     return max(1, serving.users // 4)
 
 
 def behavior(serving: Serving) -> dict[str, Any]:
-    """One replica at a time down, doubling up; a new one is not judged before it can have started."""
+    """Down one replica at a time, up by doubling; the next step up waits until new replicas can have started."""
     return {
         "scaleUp": {
             "stabilizationWindowSeconds": _SCALE_UP_SECONDS,
@@ -49,7 +49,7 @@ def behavior(serving: Serving) -> dict[str, Any]:
     }
 
 
-def _scaled_object(signals: Signals, serving: Serving, prometheus: str, most: int) -> list[Manifest]:
+def _scaled_object(signals: Signals, serving: Serving, prometheus: str, max_replicas: int) -> list[Manifest]:
     service = f'{{service="{serving.name}"}}'
     triggers = [(f"sum({signals.queue}{service})", str(queue_target(serving)), "AverageValue", "queue")]
     if signals.kv:  # a mean over replicas: compared as it is, not divided by their number
@@ -62,7 +62,7 @@ def _scaled_object(signals: Signals, serving: Serving, prometheus: str, most: in
             "spec": {
                 "scaleTargetRef": {"name": serving.name},
                 "minReplicaCount": 1,
-                "maxReplicaCount": most,
+                "maxReplicaCount": max_replicas,
                 "pollingInterval": 15,
                 "cooldownPeriod": _SCALE_DOWN_SECONDS,
                 "fallback": {"failureThreshold": 4, "replicas": serving.replicas},
@@ -81,7 +81,7 @@ def _scaled_object(signals: Signals, serving: Serving, prometheus: str, most: in
     ]
 
 
-def _horizontal(signals: Signals, serving: Serving, prometheus: str, most: int) -> list[Manifest]:
+def _horizontal(signals: Signals, serving: Serving, prometheus: str, max_replicas: int) -> list[Manifest]:
     """The HPA, and the rules that make the adapter offer its metrics (a ConfigMap in the adapter's own layout)."""
     named = [(signals.queue, "serving_requests_waiting", str(queue_target(serving)))]
     if signals.kv:
@@ -100,7 +100,7 @@ def _horizontal(signals: Signals, serving: Serving, prometheus: str, most: int) 
         "spec": {
             "scaleTargetRef": {"apiVersion": "apps/v1", "kind": "Deployment", "name": serving.name},
             "minReplicas": 1,
-            "maxReplicas": most,
+            "maxReplicas": max_replicas,
             "behavior": behavior(serving),
             "metrics": metrics,
         },

@@ -55,8 +55,8 @@ def _service(engine: Engine, serving: Serving, launch: Launch, replica: int) -> 
         first = replica * serving.devices
         ids = [str(first + each) for each in range(serving.devices)]
         if serving.device.vendor == "nvidia":
-            wanted = {"driver": "nvidia", "device_ids": ids, "capabilities": ["gpu"]}
-            service["deploy"] = {"resources": {"reservations": {"devices": [wanted]}}}
+            devices = {"driver": "nvidia", "device_ids": ids, "capabilities": ["gpu"]}
+            service["deploy"] = {"resources": {"reservations": {"devices": [devices]}}}
         else:
             service["devices"] = ["/dev/kfd", "/dev/dri"] if serving.device.vendor == "amd" else ["/dev/dri"]
             service["environment"]["HIP_VISIBLE_DEVICES"] = ",".join(ids)

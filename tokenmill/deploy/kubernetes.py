@@ -20,8 +20,8 @@ _PROBE_PERIOD = 10
 
 def manifests(engine: Engine, serving: Serving, launch: Launch) -> list[Manifest]:
     labels = {"app.kubernetes.io/name": serving.name, "app.kubernetes.io/managed-by": "tokenmill"}
-    found = [weights_claim(serving), *files_map(engine, serving.name, launch)]
-    found.append(
+    objects = [weights_claim(serving), *files_map(engine, serving.name, launch)]
+    objects.append(
         {
             "apiVersion": "apps/v1",
             "kind": "Deployment",
@@ -34,11 +34,11 @@ def manifests(engine: Engine, serving: Serving, launch: Launch) -> list[Manifest
             },
         }
     )
-    found.append(service(serving.name, engine.port, labels))
-    found.append(disruption_budget(serving.name))
+    objects.append(service(serving.name, engine.port, labels))
+    objects.append(disruption_budget(serving.name))
     if engine.signals is not None:
-        found.append(service_monitor(serving.name, engine.signals.path, labels))
-    return found
+        objects.append(service_monitor(serving.name, engine.signals.path, labels))
+    return objects
 
 
 def metadata(name: str, labels: dict[str, str], serving: Serving) -> Manifest:
@@ -106,12 +106,12 @@ def pod_template(
 
 
 def environment(launch: Launch) -> list[Manifest]:
-    found: list[Manifest] = [
+    variables: list[Manifest] = [
         {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
         {"name": "HF_HOME", "value": f"{WEIGHTS_FOLDER}/hub"},
         {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub-token", "key": "token", "optional": True}}},
     ]
-    return found + [{"name": name, "value": value} for name, value in launch.environment]
+    return variables + [{"name": name, "value": value} for name, value in launch.environment]
 
 
 def resources(serving: Serving) -> Manifest:
@@ -119,8 +119,8 @@ def resources(serving: Serving) -> Manifest:
     share = 1.6 if serving.device.kind in ("cpu", "soc") else 0.5
     gib = max(4, int(share * serving.weight_bytes / serving.pp / _GIB) + 4)
     if serving.device.kind in ("cpu", "soc"):
-        wanted = {"cpu": "8", "memory": f"{gib}Gi"}
-        return {"requests": wanted, "limits": {"memory": f"{gib}Gi"}}
+        requests = {"cpu": "8", "memory": f"{gib}Gi"}
+        return {"requests": requests, "limits": {"memory": f"{gib}Gi"}}
     device = {_RESOURCES.get(serving.device.vendor, "nvidia.com/gpu"): str(serving.devices)}
     return {
         "requests": {"cpu": str(4 * serving.devices), "memory": f"{gib}Gi", **device},
@@ -129,7 +129,7 @@ def resources(serving: Serving) -> Manifest:
 
 
 def probes(engine: Engine, serving: Serving) -> Manifest:
-    """Started: the cold start is over. Ready: takes requests. Alive: tokens move (see probes.py)."""
+    """Started: the cold start is over. Ready: takes requests. Alive: tokens are generated (see probes.py)."""
     health = {"httpGet": {"path": engine.health, "port": "http"}}
     command = progress_command(engine)
     alive = {"exec": {"command": command}} if command else health

@@ -1,6 +1,6 @@
-"""How a machine asks whether an engine is well: the engine's own check where it watches tokens, else a check of ours.
+"""Liveness checks: the engine's own where it watches token progress, else a script of ours.
 
-The check of ours reads the engine's metrics: requests are being computed, but no token moved since the last look. A
+The script reads the engine's metrics and fails if requests run but the token counter has not changed since last time. A
 server that merely accepts connections passes the usual check while its engine hangs. Used by all targets.
 """
 
@@ -13,7 +13,7 @@ FILES_FOLDER = "/etc/serving"
 
 _SCRIPT = """\
 #!/bin/sh
-# Exit 1 if requests run but no token moved since the last look. Written by `tokenmill deploy`.
+# Exit 1 if requests run but no token was generated since the last check. Written by `tokenmill deploy`.
 memory=${{1:-/tmp/serving-progress}}
 text=$(curl --fail --silent --max-time 10 http://127.0.0.1:{port}{path}) || exit 1
 total() {{

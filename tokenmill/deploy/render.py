@@ -31,9 +31,9 @@ class Rendered:
 
 
 def find_engine(name: str) -> Engine:
-    """By name; the planner's spellings count too."""
-    found: Engine = ENGINES.get("llamacpp" if name == "llama.cpp" else name)()
-    return found
+    """By name; the planner's spellings are accepted too."""
+    engine: Engine = ENGINES.get("llamacpp" if name == "llama.cpp" else name)()
+    return engine
 
 
 def render(
@@ -62,7 +62,7 @@ def render(
         if split:
             notes += engine.router(serving, ("prefill",), ("decode",))[1].notes
         elif scaler != "none" and engine.signals is None:
-            notes.append(f"{engine.name} publishes no metrics: nothing scales by itself")
+            notes.append(f"{engine.name} publishes no metrics: no autoscaling")
     elif target == "compose":
         files = {"compose.yaml": _yaml([compose(engine, serving, launch)]), **compose_files(engine, launch)}
     elif target == "systemd":
@@ -81,12 +81,12 @@ def _kubernetes(
     split: tuple[int, int] | None,
     scaler: str,
     prometheus: str,
-    most: int,
+    max_replicas: int,
 ) -> dict[str, str]:
     if split:
         return {"split.yaml": _yaml(split_manifests(engine, serving, split))}
     files = {"serving.yaml": _yaml(manifests(engine, serving, launch))}
-    scaling = autoscaler(scaler, engine, serving, prometheus, most or 2 * serving.replicas)
+    scaling = autoscaler(scaler, engine, serving, prometheus, max_replicas or 2 * serving.replicas)
     if scaling:
         files["autoscaling.yaml"] = _yaml(scaling)
     return files

@@ -1,4 +1,4 @@
-"""What is to be served, in the words every engine and target shares: the model, the cut, the limits, the load.
+"""What is to be served, in terms common to all engines and targets: the model, parallelism, limits and load.
 
 Made from a plan (`tokenmill plan --json` or the planner itself). Knows no engine's flags and no manifest.
 """
@@ -39,7 +39,7 @@ class Serving:
     context: int = 8192
     weight_bytes: int = 0
     users: int = 16  # that one replica is planned for
-    draft_tokens: int = 0  # the plan counts on speculation with so many drafts
+    draft_tokens: int = 0  # the plan assumes speculation with this many draft tokens
 
     @property
     def devices(self) -> int:
@@ -80,10 +80,10 @@ def object_name(model: str) -> str:
 
 
 def from_plan(result: Mapping[str, Any], catalog: Catalog, model: str, name: str = "") -> Serving:
-    """The chosen plan of an answer; `model` is what the engine shall load (the planner's name may be no checkpoint)."""
+    """The chosen plan of an answer; `model` is what the engine loads (the planner's name may not be a checkpoint)."""
     plan = result.get("plan")
     if not isinstance(plan, Mapping):
-        raise UserError("this is not the answer of a plan", "write it with `tokenmill plan ... --json > plan.json`")
+        raise UserError("this is not the output of a plan", "write it with `tokenmill plan ... --json > plan.json`")
     try:
         settings = plan["settings"]
         return Serving(

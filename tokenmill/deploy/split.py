@@ -33,13 +33,13 @@ def parse_split(text: str) -> tuple[int, int]:
 
 def split_manifests(engine: Engine, serving: Serving, split: tuple[int, int]) -> list[Manifest]:
     hosts = {}
-    found = [weights_claim(serving)]
+    objects = [weights_claim(serving)]
     for role, count in zip(("prefill", "decode"), split, strict=True):
         name = f"{serving.name}-{role}"
         hosts[role] = [f"{name}-{number}.{name}" for number in range(count)]
-        found += _pool(engine, serving, role, count)
-    found += _router(engine, serving, hosts["prefill"], hosts["decode"])
-    return found
+        objects += _pool(engine, serving, role, count)
+    objects += _router(engine, serving, hosts["prefill"], hosts["decode"])
+    return objects
 
 
 def _labels(name: str) -> dict[str, str]:
@@ -49,9 +49,9 @@ def _labels(name: str) -> dict[str, str]:
 def _pool(engine: Engine, serving: Serving, role: str, count: int) -> list[Manifest]:
     name, launch = f"{serving.name}-{role}", engine.launch(serving, role)
     labels = _labels(name)
-    found = files_map(engine, name, launch)
-    found.append(service(name, engine.port, labels, headless=True))
-    found.append(
+    objects = files_map(engine, name, launch)
+    objects.append(service(name, engine.port, labels, headless=True))
+    objects.append(
         {
             "apiVersion": "apps/v1",
             "kind": "StatefulSet",
@@ -65,10 +65,10 @@ def _pool(engine: Engine, serving: Serving, role: str, count: int) -> list[Manif
             },
         }
     )
-    found.append(disruption_budget(name))
+    objects.append(disruption_budget(name))
     if engine.signals is not None:
-        found.append(service_monitor(name, engine.signals.path, labels))
-    return found
+        objects.append(service_monitor(name, engine.signals.path, labels))
+    return objects
 
 
 def _router(engine: Engine, serving: Serving, prefill: list[str], decode: list[str]) -> list[Manifest]:

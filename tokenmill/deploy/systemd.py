@@ -1,4 +1,4 @@
-"""systemd units: the server, and a timer that restarts it when its health check says that tokens no longer move."""
+"""systemd units: the server, and a timer that restarts it when its health check reports no progress."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _VISIBLE = {"nvidia": "CUDA_VISIBLE_DEVICES", "amd": "HIP_VISIBLE_DEVICES"}
 
 def units(engine: Engine, serving: Serving, launch: Launch) -> dict[str, str]:
     """File name -> text; one server per replica, each on its own devices and port."""
-    found = {}
+    files = {}
     for replica in range(serving.replicas):
         name = serving.name if serving.replicas == 1 else f"{serving.name}-{replica}"
         port = engine.port + replica
-        found[f"{name}.service"] = _server(engine, serving, launch, replica, port)
-        found[f"{name}-probe.service"] = _probe(engine, name, port)
-        found[f"{name}-probe.timer"] = _timer(serving, name)
-    return found
+        files[f"{name}.service"] = _server(engine, serving, launch, replica, port)
+        files[f"{name}-probe.service"] = _probe(engine, name, port)
+        files[f"{name}-probe.timer"] = _timer(serving, name)
+    return files
 
 
 def _server(engine: Engine, serving: Serving, launch: Launch, replica: int, port: int) -> str:
@@ -62,11 +62,11 @@ def _server(engine: Engine, serving: Serving, launch: Launch, replica: int, port
 
 
 def _probe(engine: Engine, name: str, port: int) -> str:
-    """Three looks, ten seconds apart; if all fail, the server is restarted."""
+    """Three checks, ten seconds apart; if all fail, the server is restarted."""
     look = "curl --fail --silent --max-time 25 --retry 2 --retry-delay 10 --retry-all-errors -o /dev/null"
     command = f"{look} http://127.0.0.1:{port}{engine.health} || systemctl restart {name}.service"
     return (
-        f"[Unit]\nDescription=Does {name} still make tokens\nAfter={name}.service\n\n"
+        f"[Unit]\nDescription=Check that {name} generates tokens\nAfter={name}.service\n\n"
         f"[Service]\nType=oneshot\nExecStart=/bin/sh -c {quote(command)}\n"
     )
 

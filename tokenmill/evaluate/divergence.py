@@ -36,7 +36,7 @@ class TokenComparison:
     divergence: np.ndarray  # nats
     logprob: np.ndarray  # of the token that follows, by the candidate
     reference_logprob: np.ndarray
-    same_top: np.ndarray  # 1.0 where both hold the same token for the most likely
+    same_top: np.ndarray  # 1.0 where both have the same most likely token
 
     @property
     def finite(self) -> TokenComparison:
@@ -82,7 +82,7 @@ def measure_divergence(
     scratch: Path | None = None,
     on_progress: Progress = no_progress,
 ) -> DivergenceReport:
-    """`windows_of` cuts the text with a model's tokenizer. `on_progress` counts the windows, of each model anew.
+    """`windows_of` cuts the text with a model's tokenizer. `on_progress` counts the windows of each model.
     `scratch`: a file to be written, so that the two models are never in memory together."""
     config = scoring_config(config, context)
     path = resolve(model).path
@@ -90,8 +90,8 @@ def measure_divergence(
     base = open_reference(reference, windows, windows_of, config, cached, on_progress, scratch)
     try:
         with LLM(str(path), config) as llm:
-            found = compare_tokens(llm, base, windows, on_progress)
-        return summarize(found, base, len(windows))
+            comparison = compare_tokens(llm, base, windows, on_progress)
+        return summarize(comparison, base, len(windows))
     finally:
         base.close()
 
@@ -132,25 +132,25 @@ def _compare_rows(
     rows = base.rows(window, begin, begin + len(logits))
     expected, target = rows.logprobs, rows.targets
     width = min(expected.shape[1], logits.shape[1])
-    if expected.shape[1] > width:  # ids that one of them pads its vocabulary with: compared without
+    if expected.shape[1] > width:  # padding ids at the end of one vocabulary are not compared
         kept = expected[:, :width].logsumexp(-1, keepdim=True)
         expected, target = expected[:, :width] - kept, target - kept[:, 0].numpy()
-    place = slice(begin, begin + len(logits))
+    span = slice(begin, begin + len(logits))
     finite = logits.isfinite().all(-1).numpy()
-    given = logits[:, :width].double().log_softmax(-1)
-    divergence = (expected.exp() * (expected - given)).sum(-1).numpy()
-    part.divergence[place] = np.where(finite, divergence, np.nan)
-    part.logprob[place] = given.gather(-1, targets[:, None])[:, 0].numpy()
-    part.reference_logprob[place] = target
-    part.same_top[place] = given.argmax(-1).numpy() == rows.best
+    actual = logits[:, :width].double().log_softmax(-1)
+    divergence = (expected.exp() * (expected - actual)).sum(-1).numpy()
+    part.divergence[span] = np.where(finite, divergence, np.nan)
+    part.logprob[span] = actual.gather(-1, targets[:, None])[:, 0].numpy()
+    part.reference_logprob[span] = target
+    part.same_top[span] = actual.argmax(-1).numpy() == rows.best
 
 
-def summarize(found: TokenComparison, base: Reference, num_windows: int) -> DivergenceReport:
-    sound = found.finite
-    values = sound.divergence
+def summarize(comparison: TokenComparison, base: Reference, num_windows: int) -> DivergenceReport:
+    finite = comparison.finite
+    values = finite.divergence
     median, p90, p95, p99, p99_9, largest = _quantiles(values, (0.5, 0.9, 0.95, 0.99, 0.999, 1.0))
-    divergence, agreement, ratio = mean(values), mean(sound.same_top), perplexity_ratio(sound)
-    change = np.exp(sound.logprob) - np.exp(sound.reference_logprob)
+    divergence, agreement, ratio = mean(values), mean(finite.same_top), perplexity_ratio(finite)
+    change = np.exp(finite.logprob) - np.exp(finite.reference_logprob)
     return DivergenceReport(
         kld_mean=divergence.value,
         kld_stderr=divergence.stderr,
@@ -162,14 +162,14 @@ def summarize(found: TokenComparison, base: Reference, num_windows: int) -> Dive
         kld_max=largest,
         top1_agreement=agreement.value,
         top1_stderr=agreement.stderr,
-        perplexity=exponential_of_mean(-sound.logprob).value,
-        reference_perplexity=exponential_of_mean(-sound.reference_logprob).value,
+        perplexity=exponential_of_mean(-finite.logprob).value,
+        reference_perplexity=exponential_of_mean(-finite.reference_logprob).value,
         perplexity_ratio=ratio.value,
         perplexity_ratio_stderr=ratio.stderr,
         probability_change_mean=mean(change).value,
         probability_change_rms=float(np.sqrt(mean(change**2).value)),
-        tokens=len(found.divergence),
-        nan_count=len(found.divergence) - len(values),
+        tokens=len(comparison.divergence),
+        nan_count=len(comparison.divergence) - len(values),
         chunks=num_windows,
         reference=base.name,
         reference_cache=None if base.cache is None else str(base.cache),
@@ -180,6 +180,6 @@ def _quantiles(values: np.ndarray, shares: Sequence[float]) -> list[float]:
     return [float(value) for value in np.quantile(values, shares)] if values.size else [float("nan")] * len(shares)
 
 
-def perplexity_ratio(found: TokenComparison) -> Estimate:
+def perplexity_ratio(comparison: TokenComparison) -> Estimate:
     """Candidate's over reference's perplexity, with the standard error of the paired differences of losses."""
-    return exponential_of_mean(found.reference_logprob - found.logprob)
+    return exponential_of_mean(comparison.reference_logprob - comparison.logprob)

@@ -27,7 +27,7 @@ MIN_TOKENS = 4  # of a token sequence: one to open it, one to open the half that
 @dataclass(frozen=True, slots=True)
 class GateLimits:
     max_quality_loss: float = 0.01  # of perplexity: 0.01 is one percent more; inf: measured only
-    confidence: float = 0.95  # with which the loss must be within it; 0.5: the measured value decides
+    confidence: float = 0.95  # that the loss is within the limit; 0.5: the measured value decides
     max_kld_mean: float = math.inf  # nats
     min_top1_agreement: float = 0.0
 
@@ -41,7 +41,7 @@ class GateLimits:
 @dataclass(frozen=True, slots=True)
 class GateReport:
     passed: bool
-    reasons: tuple[str, ...]  # why not
+    reasons: tuple[str, ...]  # of refusal
     perplexity: float
     reference_perplexity: float
     perplexity_ratio: float
@@ -115,33 +115,33 @@ def judge(report: DivergenceReport, limits: GateLimits) -> GateReport:
 
 
 def _reasons(report: DivergenceReport, ratio: Estimate, limits: GateLimits) -> list[str]:
-    found = []
+    reasons = []
     if report.nan_count:
-        found.append(f"{report.nan_count} of {report.tokens} tokens have logits that are NaN or infinite")
+        reasons.append(f"{report.nan_count} of {report.tokens} tokens have logits that are NaN or infinite")
     if report.nan_count == report.tokens:
-        return found
-    loss, most = ratio.value - 1, limits.max_quality_loss
+        return reasons
+    loss, limit = ratio.value - 1, limits.max_quality_loss
     upper = ratio.upper(limits.confidence) - 1
     if not math.isfinite(ratio.value):
-        found.append("the perplexity is not finite")
-    elif loss > most:
-        found.append(f"perplexity grows by {loss:.2%} (+-{ratio.stderr:.2%}), more than {most:.2%}")
-    elif upper > most:
+        reasons.append("the perplexity is not finite")
+    elif loss > limit:
+        reasons.append(f"perplexity grows by {loss:.2%} (+-{ratio.stderr:.2%}), more than {limit:.2%}")
+    elif upper > limit:
         # The standard error falls with the square root of the tokens: this many would bring the bound to the limit.
-        needed = f"about {_tokens_needed(report, loss, upper, most)} tokens" if loss < most else "a higher limit"
-        found.append(
+        needed = f"about {_tokens_needed(report, loss, upper, limit)} tokens" if loss < limit else "a higher limit"
+        reasons.append(
             f"perplexity grows by {loss:.2%}, but it may be {upper:.2%} ({limits.confidence:.0%} confidence), "
-            f"more than {most:.2%}: {report.tokens} scored tokens cannot tell, {needed} would"
+            f"more than {limit:.2%}: {report.tokens} scored tokens cannot tell, {needed} would"
         )
     if report.kld_mean > limits.max_kld_mean:
-        found.append(f"mean divergence {report.kld_mean:.4g} is more than {limits.max_kld_mean:g}")
+        reasons.append(f"mean divergence {report.kld_mean:.4g} is more than {limits.max_kld_mean:g}")
     if report.top1_agreement < limits.min_top1_agreement:
-        found.append(f"top-1 agreement {report.top1_agreement:.4f} is less than {limits.min_top1_agreement:g}")
-    return found
+        reasons.append(f"top-1 agreement {report.top1_agreement:.4f} is less than {limits.min_top1_agreement:g}")
+    return reasons
 
 
-def _tokens_needed(report: DivergenceReport, loss: float, upper: float, most: float) -> int:
-    factor = ((upper - loss) / (most - loss)) ** 2
+def _tokens_needed(report: DivergenceReport, loss: float, upper: float, limit: float) -> int:
+    factor = ((upper - loss) / (limit - loss)) ** 2
     return min(10**9, math.ceil(report.tokens * factor))
 
 

@@ -1,6 +1,6 @@
-"""Hashes that say which model and which tokens a stored result belongs to.
+"""Hashes that identify the model and the tokens of a stored result.
 
-The model's is checkpoint/identity.py's. Called by the reference cache and the gate's report.
+The hash of the model is checkpoint/identity.py's. Called by the reference cache and the gate's report.
 """
 
 from __future__ import annotations

@@ -17,11 +17,11 @@ from tokenmill.engine.build import EngineParts
 from tokenmill.engine.scoring import Passage, read_logits
 from tokenmill.evaluate.windows import Window
 
-Progress = Callable[[int, int], None]  # done, of how many
+Progress = Callable[[int, int], None]  # done, total
 
 
 def no_progress(_done: int, _total: int) -> None:
-    """For callers that nobody watches."""
+    """The default: progress is not reported."""
 
 
 def window_logprobs(
@@ -31,7 +31,7 @@ def window_logprobs(
 
     One window at a time: with integer kernels the batch shows in the last digits, and figures must repeat.
     """
-    found = []
+    logprobs = []
     for number, window in enumerate(windows):
         values = np.full(window.num_scored, np.nan)
 
@@ -43,9 +43,9 @@ def window_logprobs(
             values[begin : begin + len(logits)] = target_logprobs(logits, targets).numpy()
 
         read_logits(parts, [window.passage], visit)
-        found.append(values)
+        logprobs.append(values)
         on_progress(number + 1, len(windows))
-    return found
+    return logprobs
 
 
 def target_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ class _Reading:
     """One passage and the continuations that read its rows: those that differ in the last token only share it."""
 
     passage: Passage
-    readers: list[tuple[int, Sequence[int]]] = field(default_factory=list)  # (number of the pair, its tokens)
+    readers: list[tuple[int, Sequence[int]]] = field(default_factory=list)  # (index of the pair, its tokens)
 
 
 def continuation_logprobs(
@@ -76,7 +76,7 @@ def continuation_logprobs(
     pairs: Sequence[tuple[Sequence[int], Sequence[int]]],  # (context, continuation), both not empty
     on_progress: Progress = no_progress,
 ) -> list[Continuation]:
-    """One answer per pair. Pairs of one context should stand together: the first computes what the others share."""
+    """One result per pair. Pairs of one context should be adjacent: they share its computation."""
     logprobs = [np.zeros(len(tokens)) for _, tokens in pairs]
     greedy = [np.zeros(len(tokens), dtype=bool) for _, tokens in pairs]
     done = 0
@@ -115,16 +115,16 @@ def _readings(pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Iterable[
 def _waves(readings: Iterable[_Reading], contexts_at_once: int = 32) -> Iterable[list[_Reading]]:
     """Groups of contexts in two waves each: one reading per context, then the others, which find it in the cache."""
     firsts: list[_Reading] = []
-    others: list[_Reading] = []
+    repeats: list[_Reading] = []
     last: tuple[int, ...] | None = None
     for reading in readings:
         context = tuple(reading.passage.token_ids[: reading.passage.first + 1])
         if context == last:
-            others.append(reading)
+            repeats.append(reading)
             continue
         if len(firsts) == contexts_at_once:
-            yield from filter(None, (firsts, others))
-            firsts, others = [], []
+            yield from filter(None, (firsts, repeats))
+            firsts, repeats = [], []
         firsts.append(reading)
         last = context
-    yield from filter(None, (firsts, others))
+    yield from filter(None, (firsts, repeats))

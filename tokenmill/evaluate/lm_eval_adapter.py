@@ -45,7 +45,7 @@ class TokenmillLM(LM):
         del disable_tqdm
         tokenizer = self._llm.parts.tokenizer
         pairs = [encode_pair(tokenizer, *request.args) for request in requests]
-        return [(found.logprob, found.greedy) for found in self._score(pairs)]
+        return [(score.logprob, score.greedy) for score in self._score(pairs)]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Of whole texts, each token scored once with as much before it as fits."""
@@ -54,8 +54,8 @@ class TokenmillLM(LM):
         for request in requests:
             tokens = self._llm.parts.tokenizer.encode(request.args[0], add_special_tokens=False)
             windows = get_rolling_token_windows(tokens, self._opening(), self.max_length, 1)
-            found = self._score([make_disjoint_window(window) for window in windows])
-            totals.append(sum(each.logprob for each in found))
+            scores = self._score([make_disjoint_window(window) for window in windows])
+            totals.append(sum(each.logprob for each in scores))
         return totals
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
@@ -85,7 +85,7 @@ class TokenmillLM(LM):
         tokenizer = self._llm.parts.tokenizer
         opening = tokenizer.bos_id if tokenizer.bos_id is not None else next(iter(tokenizer.eos_ids), None)
         if opening is None:
-            raise UserError("the model has no token to open a text", "leave rolling tasks out")
+            raise UserError("the model has neither a BOS nor an EOS token", "leave rolling tasks out")
         return opening
 
 

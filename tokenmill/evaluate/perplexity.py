@@ -39,8 +39,8 @@ def measure_perplexity(
     with LLM(model, scoring_config(config, job.context)) as llm:
         tokens = llm.parts.tokenizer.encode(text)
         windows = job.windows(tokens, llm.parts.tokenizer)
-        found = window_logprobs(llm.parts, windows, on_progress)
-    losses = -np.concatenate(found)
+        logprobs = window_logprobs(llm.parts, windows, on_progress)
+    losses = -np.concatenate(logprobs)
     perplexity = exponential_of_mean(losses)
     return PerplexityReport(
         perplexity.value,

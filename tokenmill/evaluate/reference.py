@@ -1,4 +1,4 @@
-"""What a candidate is compared with: the reference's log-probabilities, from a cache file or from the running model.
+"""The reference's log-probabilities that a candidate is compared with, from a cache file or the running model.
 
 `open_reference` finds the cache of a model and these windows, makes it on first use, or, where it must not or cannot be
 made, runs the reference beside the candidate, window by window. Called by divergence.py.
@@ -141,15 +141,15 @@ def open_reference(
     on_progress: Progress,
     scratch: Path | None = None,
 ) -> Reference:
-    """`reference` is a model or a logit cache, `windows` are the candidate's, which the reference must cut alike.
-    `config` is the engine's, its context that of the windows. With `scratch` the reference runs first and is gone when
-    this returns; its rows are in that file."""
+    """`reference` is a model or a logit cache, `windows` are the candidate's, which the reference must match.
+    `config` is the engine's, its context that of the windows. With `scratch` the reference runs first and is closed
+    before this returns; its rows are in that file."""
     if is_cache(Path(reference)):
         return CachedReference(ReferenceCache(Path(reference)), windows)
     path = resolve(reference).path
     if windows_hash(windows_of(load_tokenizer(path))) != windows_hash(windows):
         raise UserError(
-            f"the candidate cuts the text into other tokens than the reference {reference}: their vocabularies differ",
+            f"the candidate tokenizes the text differently from the reference {reference}: their vocabularies differ",
             "compare models of one vocabulary, such as a model and its own quantization",
         )
     if scratch is not None:
@@ -159,9 +159,9 @@ def open_reference(
             _write(CacheWriter(scratch, key), reference, llm, windows, on_progress)
         return CachedReference(ReferenceCache(scratch), windows)
     if cached:
-        found = _find_or_make(reference, path, windows, config, on_progress)
-        if found is not None:
-            return CachedReference(found, windows)
+        cache = _find_or_make(reference, path, windows, config, on_progress)
+        if cache is not None:
+            return CachedReference(cache, windows)
     return LiveReference(reference, LLM(str(path), config), windows)
 
 
@@ -178,11 +178,11 @@ def _find_or_make(
     file = cache_path(key)
     if file.is_file():
         try:
-            found = ReferenceCache(file)
+            cache = ReferenceCache(file)
             os.utime(file)
-            return found
+            return cache
         except UserError as error:
-            _log.warning("the reference is computed anew: %s", error)
+            _log.warning("the reference is computed again: %s", error)
     if not make_room(key.nbytes):
         size = readable_bytes(key.nbytes)
         _log.warning("the reference's log-probabilities would take %s: both models run side by side instead", size)

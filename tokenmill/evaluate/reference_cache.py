@@ -2,7 +2,7 @@
 
 Layout: a header (magic, length, JSON) of 4096 bytes, a ROW per scored token, then codes [rows, vocabulary] uint16
 (logit_codec.py); memory-mapped. It belongs to one model, one list of windows and one set of kernels: the header has
-their hashes, and a file of others is refused. Files lie in the cache directory, oldest use first out.
+their hashes, and a file of others is refused. Files are in the cache directory; the least recently used are evicted.
 Called by reference.py.
 """
 
@@ -29,12 +29,12 @@ from tokenmill.evaluate.logit_codec import ROW, decode, encode
 MAGIC = b"TMLOGIT1"
 _HEADER_BYTES = 4096
 LIMIT_BYTES = 16 << 30  # of all files in the cache directory
-_SPARE_BYTES = 1 << 30  # of the disk, left to others
+_SPARE_BYTES = 1 << 30  # of the disk, left free
 
 
 @dataclass(frozen=True, slots=True)
 class CacheKey:
-    """What the log-probabilities in a file are of."""
+    """Identifies what the log-probabilities in a file belong to."""
 
     model: str  # as the user named it, for messages only
     model_sha256: str
@@ -77,9 +77,9 @@ class ReferenceCache:
     def read(self, begin: int, end: int) -> tuple[Tensor, np.ndarray, np.ndarray]:
         """(log-probabilities [R, V] float64, those of the targets [R] float64, the most likely tokens [R])."""
         rows = self._mapped.rows[begin:end].copy()
-        found = decode(rows, self._mapped.codes[begin:end]), rows["target"], rows["best"]
+        values = decode(rows, self._mapped.codes[begin:end]), rows["target"], rows["best"]
         self._mapped.let_go()
-        return found
+        return values
 
 
 class CacheWriter:
@@ -102,7 +102,7 @@ class CacheWriter:
 
 @contextlib.contextmanager
 def new_cache(path: Path, key: CacheKey) -> Iterator[CacheWriter]:
-    """A file that is there when the block ends well, and not at all otherwise."""
+    """A new cache file; it is kept only if the block ends without an exception."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f"{path.name}.{os.getpid()}.new")
     try:
@@ -128,7 +128,7 @@ def make_room(needed: int, limit: int = LIMIT_BYTES) -> bool:
 
 
 def _reserve(file: int, size: int, path: Path) -> None:
-    """A full disk must show here: a mapped page that it has no room for would be a crash."""
+    """Reserve the space now: running out of disk on a mapped page would crash the process."""
     try:
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(file, 0, size)

@@ -1,4 +1,4 @@
-"""Items of a task in, results of a run out: jsonl files, read with line numbers and written whole or not at all.
+"""Items of a task in, results of a run out: jsonl files, read with line numbers and written atomically.
 
 A result carries a hash of its item, so that two runs are paired by what was asked, whatever their order or limits.
 Called by task_run.py.
@@ -26,7 +26,7 @@ def read_jsonl(path: Path, limit: int = 0) -> list[tuple[int, dict[str, Any]]]:
         raise UserError(f"cannot read '{path}': {error.strerror}", "give a .jsonl file") from None
     except UnicodeDecodeError as error:
         raise UserError(f"'{path}' is not UTF-8 at byte {error.start}", "convert it to UTF-8") from None
-    found: list[tuple[int, dict[str, Any]]] = []
+    items: list[tuple[int, dict[str, Any]]] = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -36,12 +36,12 @@ def read_jsonl(path: Path, limit: int = 0) -> list[tuple[int, dict[str, Any]]]:
             raise UserError(f"line {number} of '{path}' is not JSON: {error}", "correct that line") from None
         if not isinstance(row, dict):
             raise UserError(f"line {number} of '{path}' is not an object", 'write items like {"question": ...}')
-        found.append((number, row))
-        if len(found) == limit:
+        items.append((number, row))
+        if len(items) == limit:
             break
-    if not found:
+    if not items:
         raise UserError(f"'{path}' has no items", "give a .jsonl file with one object per line")
-    return found
+    return items
 
 
 def item_hash(item: Item) -> str:
@@ -64,33 +64,33 @@ def write_results(path: Path, items: Sequence[Item], results: Sequence[ItemResul
 
 
 def check_writable(path: Path) -> None:
-    """Before long work, not after it."""
+    """Raise now, before long work, if the file cannot be written."""
     if path.is_dir() or not os.access(path.parent, os.W_OK):
         raise UserError(f"cannot write '{path}'", "give a file in a folder that exists and can be written as --out")
 
 
 def read_metrics(path: Path) -> dict[str, Mapping[str, float]]:
     """Metrics by item hash, of a file that `write_results` made."""
-    found: dict[str, Mapping[str, float]] = {}
+    metrics: dict[str, Mapping[str, float]] = {}
     for number, row in read_jsonl(path):
         if not isinstance(row.get("item"), str) or not isinstance(row.get("metrics"), dict):
             raise UserError(f"line {number} of '{path}' is no result", "give a file that `eval task --out` wrote")
-        found[row["item"]] = row["metrics"]
-    return found
+        metrics[row["item"]] = row["metrics"]
+    return metrics
 
 
 def compare_with(
     path: Path,
-    others: Mapping[str, Mapping[str, float]],
+    baseline: Mapping[str, Mapping[str, float]],
     items: Sequence[Item],
     results: Sequence[ItemResult],
     metric: str,
 ) -> PairedDifference:
-    """Ours minus the other's, on the items that both have."""
+    """Our metric minus the baseline's, on the items that both have."""
     pairs = [
-        (others[key][metric], result.metrics[metric])
+        (baseline[key][metric], result.metrics[metric])
         for item, result in zip(items, results, strict=True)
-        if metric in others.get(key := item_hash(item), {})
+        if metric in baseline.get(key := item_hash(item), {})
     ]
     if not pairs:
         raise UserError(f"'{path}' has results of none of these items", "compare runs on the same file")

@@ -1,8 +1,8 @@
-"""Runs a program that a model wrote, in a process of its own with nothing to lose: limits, no network, an empty folder.
+"""Runs a program that a model wrote, in a separate process with resource limits, no network and an empty folder.
 
-`run_program` says whether the program came to its end. The child (sandbox_child.py) ties its own hands before it runs a
-line of the program; time is watched from here as well. A fence against accidents and wild code, not against an attacker
-who knows Python's inside: for that, run the whole evaluation in a container. Called by the task humaneval.
+`run_program` says whether the program came to its end. The child (sandbox_child.py) restricts itself before it runs the
+program; the time limit is enforced from here as well. Protects against accidents, not against an attacker who knows
+Python's internals: for that, run the whole evaluation in a container. Called by the task humaneval.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def _verdict(answer: bytes, word: str, code: int) -> Verdict:
     try:
-        found = json.loads(answer)
-        if found["word"] == word:
-            return Verdict(found["why"] == "passed", str(found["why"])[:500])
+        reply = json.loads(answer)
+        if reply["word"] == word:
+            return Verdict(reply["why"] == "passed", str(reply["why"])[:500])
     except (ValueError, KeyError, TypeError):
         pass
     if code in (-signal.SIGXCPU, -signal.SIGKILL, -signal.SIGALRM):

@@ -1,4 +1,4 @@
-"""The child of sandbox.py: ties its own hands, then runs the program it is given on standard input.
+"""The child of sandbox.py: restricts itself, then runs the program that it reads from standard input.
 
 A script, not a module: it imports the standard library only, and nothing of tokenmill. Layers, each as far as the
 system has it: resource limits, an unprivileged user, a name space without a network, and an audit hook that refuses
@@ -83,7 +83,7 @@ def _limit(order: dict[str, Any]) -> None:
 
 
 def _leave_network() -> None:
-    """A name space of our own has no network in it. Where that is not allowed the audit hook has to do."""
+    """A name space of our own has no network in it. Where that is not allowed, the audit hook refuses sockets."""
     import ctypes
 
     with contextlib.suppress(Exception):

@@ -66,7 +66,7 @@ def run_task(model: str, config: EngineConfig, job: TaskJob, on_progress: Progre
     task_class: type[Task] = TASKS.get(kind)
     items = _checked(job.task, task_class, kind, numbered)
     task = task_class(_options(job, task_class, kind))
-    others = read_metrics(job.compare) if job.compare is not None else None
+    baseline = read_metrics(job.compare) if job.compare is not None else None
     if job.out is not None:
         check_writable(job.out)
     with LLM(model, task_config(model, config)) as llm:
@@ -74,8 +74,8 @@ def run_task(model: str, config: EngineConfig, job: TaskJob, on_progress: Progre
     if job.out is not None:
         write_results(job.out, items, results)
     report = _report(job.task.stem, kind, task, results)
-    if others is not None and job.compare is not None:
-        difference = compare_with(job.compare, others, items, results, task.headline)
+    if baseline is not None and job.compare is not None:
+        difference = compare_with(job.compare, baseline, items, results, task.headline)
         report = replace(report, comparison={"with": str(job.compare), **asdict(difference)})
     return report
 
@@ -86,15 +86,15 @@ def detect_kind(item: Item) -> str:
     if not fitting:
         kinds = "; ".join(f"{kind}: {', '.join(TASKS.get(kind).fields)}" for kind in TASKS)
         raise UserError(f"no kind of task has items with the fields {', '.join(item)}", f"write one of {kinds}")
-    most = max(number for number, _ in fitting)
-    best = [kind for number, kind in fitting if number == most]
+    max_fields = max(number for number, _ in fitting)
+    best = [kind for number, kind in fitting if number == max_fields]
     if len(best) > 1:
         raise UserError(f"the items could be of {' or '.join(best)}", "choose with --kind")
     return best[0]
 
 
 def _missing(task: type[Task], item: Item) -> str | None:
-    """What keeps an item from being one of this task."""
+    """Why an item does not fit this task."""
     for name, kind in task.fields.items():
         if name not in item:
             return f"it has no '{name}'"
@@ -107,7 +107,7 @@ def _checked(path: Path, task: type[Task], kind: str, numbered: Sequence[tuple[i
     for number, item in numbered:
         defect = _missing(task, item) or task.defect(item)
         if defect is not None:
-            raise UserError(f"line {number} of '{path}' is no item of {kind}: {defect}", "correct that line")
+            raise UserError(f"line {number} of '{path}' is not an item of {kind}: {defect}", "correct that line")
     return [item for _, item in numbered]
 
 
@@ -117,7 +117,9 @@ def _options(job: TaskJob, task: type[Task], kind: str) -> TaskOptions:
     if not task.default_num_shots and job.num_shots:
         raise UserError(f"{kind} has no examples", "leave --num-shots out")
     if not task.generates and (job.chat is not None or job.max_tokens):
-        raise UserError(f"{kind} scores given answers and writes none", "leave --chat and --max-tokens out")
+        raise UserError(
+            f"{kind} scores the answers in the file and generates none", "leave --chat and --max-tokens out"
+        )
     shots = [] if job.shots is None else _checked(job.shots, task, kind, read_jsonl(job.shots))
     return TaskOptions(shots, job.num_shots, job.chat, job.max_tokens)
 

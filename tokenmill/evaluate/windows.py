@@ -31,13 +31,13 @@ class Window:
 
     @property
     def passage(self) -> Passage:
-        """What the model has to compute: token p is predicted by row p - 1, and nothing is asked of the last."""
+        """What the model has to compute: token p is predicted by row p - 1, and the last row is not needed."""
         return Passage(self.token_ids[:-1], self.first - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class TextJob:
-    """Which text, and how it is cut."""
+    """The text and how it is split into windows."""
 
     text: Path
     context: int = 512
@@ -54,7 +54,7 @@ class TextJob:
         if self.protocol not in PROTOCOLS:
             raise unknown_name("protocol", self.protocol, PROTOCOLS)
         if self.stride and self.protocol != "stride":
-            raise UserError(f"--stride means nothing to the protocol {self.protocol}", "add --protocol stride")
+            raise UserError(f"--stride does not apply to the protocol {self.protocol}", "add --protocol stride")
         if not 0 <= self.stride <= self.context:
             raise UserError(f"--stride is {self.stride}", f"give 1 to --context ({self.context})")
 

@@ -166,38 +166,38 @@ def _spelling(name: str) -> str:
     return re.sub(r"^(nvidia|amd|intel|google|apple)-(geforce-|instinct-)?", "", key)
 
 
-def _device(row: dict[str, Any], base: Device | None = None, where: str = "") -> Device:
+def _device(row: dict[str, Any], base: Device | None = None, prefix: str = "") -> Device:
     known = {item.name for item in fields(Device)}
     for key in row:
         if key not in known:
             near = difflib.get_close_matches(key, sorted(known), n=1)
             hint = f"did you mean '{near[0]}'? " if near else ""
-            raise UserError(f"{where}unknown field '{key}' of device '{row.get('name')}'", hint + "see devices.toml")
+            raise UserError(f"{prefix}unknown field '{key}' of device '{row.get('name')}'", hint + "see devices.toml")
     values = dict(row)
     values["aliases"] = tuple(values.get("aliases", base.aliases if base else ()))
     if "link" in values:
         values["link"] = Link(**values["link"])
     if "price" in values:
-        values["price"] = _price(values["price"], row.get("name", ""), where)
+        values["price"] = _price(values["price"], row.get("name", ""), prefix)
     if base is not None:
         values["tflops"] = {**base.tflops, **values.get("tflops", {})}
         return replace(base, **values)
     missing = [key for key in ("memory_gb", "bandwidth_gb_s", "tflops") if key not in values]
     if missing:
-        raise UserError(f"{where}device '{row.get('name')}' lacks {', '.join(missing)}", "a new device needs them")
+        raise UserError(f"{prefix}device '{row.get('name')}' lacks {', '.join(missing)}", "a new device needs them")
     values.setdefault("usable_gib", values["memory_gb"] * 0.98)  # "80 GB" of HBM is 80 GiB less what the driver keeps
     for key, default in (("vendor", "custom"), ("kind", "gpu"), ("family", "custom")):
         values.setdefault(key, default)
     return Device(**values)
 
 
-def _price(value: Any, name: str, where: str) -> PriceRange:
+def _price(value: Any, name: str, prefix: str) -> PriceRange:
     row = {"low": value, "high": value} if isinstance(value, int | float) else dict(value)
     row.setdefault("high", row.get("low"))
     if any(not isinstance(row.get(key), int | float) or row[key] < 0 for key in ("low", "high")):
-        raise UserError(f"{where}price of '{name}' must be dollars per hour, at least 0, not {value}", "correct it")
+        raise UserError(f"{prefix}price of '{name}' must be dollars per hour, at least 0, not {value}", "correct it")
     if row["high"] < row["low"]:
-        raise UserError(f"{where}price of '{name}': high {row['high']} is below low {row['low']}", "swap them")
+        raise UserError(f"{prefix}price of '{name}': high {row['high']} is below low {row['low']}", "swap them")
     return PriceRange(row["low"], row["high"], str(row.get("date", "")), str(row.get("source", "stated")))
 
 
@@ -208,33 +208,33 @@ def _overridden(shipped: Catalog, path: Path) -> Catalog:
         raise UserError(f"cannot read {path}: {error.strerror}", "give a TOML file for --prices") from error
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{path}: not TOML: {error}", "copy the layout of hardware/data/devices.toml") from error
-    where = f"{path}: "
+    prefix = f"{path}: "
     for key in data:
         if key not in ("device", "api"):
             remedy = 'write [[device]] with name = "h100" and price = 2.5, or [[api]]'
-            raise UserError(f"{where}unknown table '{key}'", remedy)
+            raise UserError(f"{prefix}unknown table '{key}'", remedy)
     devices = dict(shipped.devices)
     for row in data.get("device", []):
         if "name" not in row:
-            raise UserError(f"{where}a [[device]] without a name", 'add name = "..."')
+            raise UserError(f"{prefix}a [[device]] without a name", 'add name = "..."')
         known = shipped.names.get(_spelling(row["name"]))
-        device = _device({**row, "name": known or row["name"]}, devices[known] if known else None, where)
+        device = _device({**row, "name": known or row["name"]}, devices[known] if known else None, prefix)
         devices[device.name] = device
-    apis = [_api(row, where) for row in data.get("api", [])]
-    given = {(api.provider, api.model) for api in apis}
-    kept = [api for api in shipped.apis if (api.provider, api.model) not in given]
+    apis = [_api(row, prefix) for row in data.get("api", [])]
+    overridden = {(api.provider, api.model) for api in apis}
+    kept = [api for api in shipped.apis if (api.provider, api.model) not in overridden]
     return _indexed(devices, tuple(kept + apis))
 
 
-def _api(row: dict[str, Any], where: str) -> ApiPrice:
+def _api(row: dict[str, Any], prefix: str) -> ApiPrice:
     values = {"cached_input": row.get("input"), "date": "", "source": "stated", "provider": "stated", **row}
     for key in ("input", "cached_input", "output"):
         if not isinstance(values.get(key), int | float) or values[key] < 0:
-            raise UserError(f"{where}api price '{key}' must be dollars per million tokens, at least 0", "correct it")
+            raise UserError(f"{prefix}api price '{key}' must be dollars per million tokens, at least 0", "correct it")
     try:
         return ApiPrice(**values)
     except TypeError as error:
-        raise UserError(f"{where}api row: {error}", "fields: provider, model, input, cached_input, output") from error
+        raise UserError(f"{prefix}api row: {error}", "fields: provider, model, input, cached_input, output") from error
 
 
 _CUSTOM_KEYS = {"mem": "memory_gb", "bw": "bandwidth_gb_s", "usable": "usable_gib", "power": "power_w"}

@@ -129,15 +129,15 @@ class KVLayout:
         return sum(state.nbytes for state in self.states)
 
     def features(self) -> tuple[str, ...]:
-        """In words: what a store that knows only pages of K and V, alike in all layers, cannot hold."""
-        found = []
+        """Names of the layout's features beyond K and V pages that are alike in all layers."""
+        names = []
         if self.row_values:
-            found.append("layers of different KV shapes")
+            names.append("layers of different KV shapes")
         if self.value_dim is not None:
-            found.append("keys and values of different widths")
+            names.append("keys and values of different widths")
         if self.states:
-            found.append("recurrent states")
-        return tuple(found)
+            names.append("recurrent states")
+        return tuple(names)
 
     @property
     def _shape(self) -> LayerKV:

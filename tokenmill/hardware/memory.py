@@ -53,28 +53,28 @@ def plan_kv(
     Recurrent states come first: every sequence that runs has its own, whatever its length.
     """
     one = layout.peak_pages(context)
-    wanted = one * concurrency
+    requested = one * concurrency
     states = layout.state_bytes * concurrency
     if memory:
-        pages, reason = _pages_in(memory - states, page_bytes, wanted), "memory stated"
+        pages, reason = _pages_in(memory - states, page_bytes, requested), "memory stated"
         if pages < one:
             raise UserError(
                 f"a request of {context} tokens needs {(one * page_bytes + states) / 2**20:.1f} MiB of KV cache, "
                 f"memory allows {memory / 2**20:.1f} MiB",
                 "lower --context, or raise --memory or --gpu-memory-utilization",
             )
-        pages = min(pages, wanted)
+        pages = min(pages, requested)
     else:
-        share = _pages_in(int(available * share_of_available) - states, page_bytes, wanted)
-        pages = max(one, min(wanted, share))
-        reason = "context x concurrency" if pages == wanted else f"{share_of_available:.0%} of free memory"
+        share = _pages_in(int(available * share_of_available) - states, page_bytes, requested)
+        pages = max(one, min(requested, share))
+        reason = "context x concurrency" if pages == requested else f"{share_of_available:.0%} of free memory"
     return KVBudget(pages, page_bytes, pages / one, reason, states)
 
 
-def _pages_in(nbytes: int, page_bytes: int, wanted: int) -> int:
+def _pages_in(nbytes: int, page_bytes: int, requested: int) -> int:
     """Pages that fit; as many as wanted where a page has no bytes (a model without paged layers)."""
     if not page_bytes:
-        return wanted if nbytes >= 0 else 0
+        return requested if nbytes >= 0 else 0
     return max(0, nbytes) // page_bytes
 
 

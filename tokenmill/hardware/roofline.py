@@ -44,13 +44,13 @@ def transferred(ms: float, measured: Work, measured_on: Device, wanted: Work, de
     which another memory on the same chip does not mend, so it scales only across chip generations.
     """
     base = measured.milliseconds(measured_on)
-    here = wanted.milliseconds(measured_on)
-    if base <= 0.0 or here <= 0.0:
+    expected = wanted.milliseconds(measured_on)
+    if base <= 0.0 or expected <= 0.0:
         return ms
     floor = min(floor, ms)
-    moved = (ms - floor) * here / base  # the wanted work on the measured device
-    ratio = wanted.milliseconds(device) / here
+    moved = (ms - floor) * expected / base  # the wanted work on the measured device
+    ratio = wanted.milliseconds(device) / expected
     if device.family != measured_on.family:
         return floor + moved * ratio
-    explained = min(moved, here / BEST_SHARE)
+    explained = min(moved, expected / BEST_SHARE)
     return floor + explained * ratio + (moved - explained)

@@ -1,6 +1,6 @@
 """Quantized candidates on disk, made once: kept in the cache folder under a hash of the source and the recipe.
 
-Runs the quantization jobs without their gate (the loop's own is stricter) and notes what they reported. Knows nothing
+Runs the quantization jobs without their gate (the loop's own is stricter) and stores their reports. Knows nothing
 of speed or quality. Called by the loop.
 """
 
@@ -38,10 +38,10 @@ Progress = Callable[[int, int, float], None]
 
 
 class NotEnoughTimeError(UserError):
-    """It may well work, but not within the budget."""
+    """The candidate may work, but there is not enough time left to make it."""
 
 
-class Workshop:
+class ArtefactCache:
     """Makes and finds the artefacts of one source model."""
 
     def __init__(self, source: Path, checkpoint: Checkpoint, model: str, threads: int) -> None:
@@ -62,7 +62,7 @@ class Workshop:
         return self.folder / (f"{name}-{digest}" + (".gguf" if choice.mix else ""))
 
     def find(self, choice: WeightChoice) -> Artefact | None:
-        """The artefact if it was made before and is still whole."""
+        """The artefact if it was made before and is still complete; else None."""
         path = self.path(choice)
         if choice.is_stored:
             return self._stored()
@@ -74,7 +74,7 @@ class Workshop:
         return artefact if path.exists() and weight_bytes(path) == artefact.nbytes else None
 
     def make(self, choice: WeightChoice, seconds_left: float, on_block: Progress) -> Artefact:
-        """Quantize. Refuses what would take longer than there is time for."""
+        """Quantize; refuses a job that would take longer than `seconds_left`."""
         path = self.path(choice)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.discard(choice)
@@ -108,7 +108,7 @@ class Workshop:
         return artefact
 
     def discard(self, choice: WeightChoice) -> None:
-        """Free the disk of one that is no longer needed; it can be made again."""
+        """Delete an artefact that is no longer needed; it can be made again."""
         path = self.path(choice)
         assert path != self.source
         self._note(path).unlink(missing_ok=True)
@@ -135,13 +135,13 @@ class Workshop:
         return min(CALIBRATION_LENGTH, self.checkpoint.description.context_length)
 
     def forecast_bytes(self, choice: WeightChoice) -> int:
-        """Disk that it will take, at most: methods are counted as float16."""
+        """Upper bound of the disk space it takes: methods are counted as float16."""
         if choice.is_stored or self.find(choice):
             return 0
         return sum(slot.nbytes for slot in self.slots(choice.mix or "F16"))
 
     def slots(self, mix: str) -> list[TensorSlot]:
-        """The tensors of a mix with their types; nothing is made."""
+        """The tensors of a mix with their types, without quantizing."""
         return plan_slots(self._tensors, find_mix(mix), has_importance=False)
 
     def _job(self, choice: WeightChoice, path: Path, gate: GateRequest) -> QuantizeJob:
@@ -167,7 +167,7 @@ class Workshop:
 
 
 def weight_bytes(path: Path) -> int:
-    """Bytes of the weights: of the file, or of the weight files of a directory."""
+    """Bytes of the weights: the file, or the weight files of a directory."""
     if path.is_file():
         return path.stat().st_size
     return sum(file.stat().st_size for file in path.iterdir() if file.suffix in _WEIGHT_FILES)

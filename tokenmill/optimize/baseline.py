@@ -1,4 +1,4 @@
-"""The baseline: the fastest that this engine runs the model unquantized, so that a saving is not a slow start's.
+"""The baseline: the fastest configuration of the unquantized model, so that savings are not against a slow one.
 
 Plain float weights (written once from the source) compete, then plain float KV dtypes and batch sizes on the fastest of
 them. Called by the loop.
@@ -35,7 +35,7 @@ def choose_baseline(
                 continue
             try:
                 leader = result if leader is None else _faster(table, leader, result)
-            except Exception as error:  # any: a registered store is somebody else's code
+            except Exception as error:  # any exception: a registered store may be third-party code
                 result.verdict, result.reason = FAILED, " ".join(str(error).split())
                 table.store.remember("failed", f"baseline {candidate.name}", result.reason)
 
@@ -63,8 +63,8 @@ def _faster(table: BenchTable, leader: CandidateResult, other: CandidateResult) 
     if table.store.recall(kind, other.name) is None:
         for each in (leader, other):
             each.artefact = table.artefact(each.weights, float("inf"))
-    base, own = table.pair(kind, leader, other)
-    other.speed = compare_speed(base, own)
+    base, runs = table.pair(kind, leader, other)
+    other.speed = compare_speed(base, runs)
     if leader.speed is None:
         leader.speed = compare_speed(base, base)
     other.reason = f"{1 / other.speed.cost_ratio:.2f} x the speed of {leader.name}"
@@ -72,8 +72,8 @@ def _faster(table: BenchTable, leader: CandidateResult, other: CandidateResult) 
 
 
 def _free_losers(table: BenchTable, leader: CandidateResult) -> None:
-    """Float copies of the whole model are large: only the chosen one stays."""
+    """Delete the float copies that were not chosen: they are as large as the model."""
     for name in unquantized_weights():
         choice = parse_weights(name)
         if name != leader.weights:
-            table.workshop.discard(choice)
+            table.artefacts.discard(choice)

@@ -1,7 +1,7 @@
-"""What may be tried: weight choices, KV dtypes, batch sizes and drafters, all by the names of the registries.
+"""The search space: weight choices, KV dtypes, batch sizes and drafters, all by the names of the registries.
 
 A weight choice is a GGUF mix (`Q4_K_M`), a mix weighted by importance (`imatrix:Q4_K_M`), a method with its bits
-(`gptq-4`, `smoothquant+gptq`), or `stored`: the checkpoint as it is. What is registered is considered; nothing here
+(`gptq-4`, `smoothquant+gptq`), or `stored`: the checkpoint as it is. Everything registered is considered; nothing here
 lists names. Knows neither time nor quality. Called by the loop and the command line.
 """
 
@@ -20,7 +20,7 @@ from tokenmill.runtime.speculation import DRAFTERS
 
 STORED = "stored"
 _IMPORTANCE = "imatrix:"
-_TRIED_BITS = (4, 8)  # of methods that leave them open
+_TRIED_BITS = (4, 8)  # for methods that accept several widths
 _BATCH_TOKENS = (512, 2048)
 
 
@@ -83,7 +83,7 @@ def registered_methods() -> list[str]:
 
 
 def registered_weights(stored_is_quantized: bool) -> list[str]:
-    """Every quantized choice, by name. Unquantized mixes are the baseline's."""
+    """Every quantized choice, by name. Unquantized mixes compete as baselines."""
     mixes = [mix for mix in MIXES.values() if not mix.is_plain]
     weighted = [_IMPORTANCE + mix.name for mix in mixes if _digit(mix.name) < 6]
     return [*([STORED] if stored_is_quantized else []), *(mix.name for mix in mixes), *weighted, *registered_methods()]
@@ -98,9 +98,9 @@ def unquantized_kv() -> list[str]:
     return [name for name in KV_STORES if _is_dense(name)]
 
 
-def chosen_names(given: Sequence[str], known: Sequence[str], kind: str) -> list[str]:
-    """What the user restricted the search to, else all that is registered."""
-    names = [part.strip() for each in given for part in each.split(",") if part.strip()]
+def chosen_names(requested: Sequence[str], known: Sequence[str], kind: str) -> list[str]:
+    """The names the user restricted the search to, or all that are registered."""
+    names = [part.strip() for each in requested for part in each.split(",") if part.strip()]
     if kind == "weights":
         return list(dict.fromkeys(parse_weights(name).name for name in names)) or list(known)
     for name in names:
@@ -110,19 +110,19 @@ def chosen_names(given: Sequence[str], known: Sequence[str], kind: str) -> list[
 
 
 def batch_choices(prompt_tokens: int) -> list[int]:
-    """Tokens a step may hold: sizes that the prompts arriving together (`prompt_tokens`) can tell apart."""
+    """Values of batch_tokens worth trying: those that differ for `prompt_tokens` arriving together."""
     return [size for number, size in enumerate(_BATCH_TOKENS) if number == 0 or prompt_tokens > _BATCH_TOKENS[0]]
 
 
 def ready_drafters() -> list[str]:
-    """Drafters that any model can be tried with."""
+    """Drafters that work with any model."""
     return [name for name in DRAFTERS if getattr(DRAFTERS.get(name), "ready_made", False)]
 
 
 def _is_dense(name: str) -> bool:
     try:
         return issubclass(KV_STORES.get(name), DenseStore)
-    except Exception:  # a store that cannot even be imported is tried, and recorded as failed, like any other
+    except Exception:  # a store that cannot be imported is tried and recorded as failed
         return False
 
 

@@ -1,4 +1,4 @@
-"""From runs to statements: what a token costs against the baseline, who is tied, who goes on, who wins.
+"""From runs to decisions: cost of a token relative to the baseline, ties, who advances, who wins.
 
 Ratios are taken within a cycle (baseline and candidate ran within seconds of each other), so a machine that slows down
 for a minute slows both. Medians, with a bootstrap over cycles. Pure functions on records. Called by the loop.
@@ -14,8 +14,8 @@ import numpy as np
 from tokenmill.evaluate.statistics import bootstrap_interval
 from tokenmill.optimize.results import Run, Speed
 
-TIE_MARGIN = 0.02  # costs that differ by less are not told apart
-_NEAR_CUT = 1.05  # one short run is this uncertain: who is so near the cut goes on
+TIE_MARGIN = 0.02  # costs that differ by less count as equal
+_NEAR_CUT = 1.05  # uncertainty of one short run: candidates this near the cut advance
 
 
 def cost_ratios(baseline: Sequence[Run], candidate: Sequence[Run]) -> np.ndarray:
@@ -40,12 +40,12 @@ def compare_speed(baseline: Sequence[Run], candidate: Sequence[Run]) -> Speed:
     )
 
 
-def survivors(costs: Mapping[str, float], least: int = 2) -> list[str]:
-    """Successive halving: the cheaper half, at least `least`, and whoever is within the noise of the cut."""
+def survivors(costs: Mapping[str, float], at_least: int = 2) -> list[str]:
+    """Successive halving: the cheaper half, at least `at_least`, and all within the noise of the cut."""
     ordered = sorted(costs, key=lambda name: (costs[name], name))
     if not ordered:
         return []
-    keep = max(least, -(-len(ordered) // 2))
+    keep = max(at_least, -(-len(ordered) // 2))
     cut = costs[ordered[min(keep, len(ordered)) - 1]]
     return [name for name in ordered if costs[name] <= cut * _NEAR_CUT]
 
@@ -63,6 +63,6 @@ def choose(runs: Mapping[str, Sequence[Run]], divergence: Mapping[str, float]) -
 
 
 def is_tied(cheapest: Sequence[Run], other: Sequence[Run]) -> bool:
-    """Whether these runs leave it open that `other` costs no more, up to the margin."""
+    """Whether `other` may cost no more than the cheapest, up to the margin, by these runs."""
     low, _ = bootstrap_interval(cost_ratios(cheapest, other), statistic=np.median)
     return low <= 1 + TIE_MARGIN

@@ -1,6 +1,6 @@
-"""`tokenmill optimize` from question to output directory: prepare, run the loop, write what it found.
+"""`tokenmill optimize` from the job to the output directory: prepare, run the loop, write the results.
 
-An interrupted run writes what it has. Called by the command line.
+An interrupted run writes a partial report. Called by the command line.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tokenmill.hardware.catalog import load_catalog
 from tokenmill.hardware.machine import detect_machine
 from tokenmill.log import get_logger
 from tokenmill.model.kvstore import EVERYDAY_STORES, KV_STORES
-from tokenmill.optimize.artefacts import Workshop
+from tokenmill.optimize.artefacts import ArtefactCache
 from tokenmill.optimize.candidates import (
     STORED,
     chosen_names,
@@ -85,16 +85,16 @@ def optimize(job: OptimizeJob, say: Say) -> Outcome:
     traffic = build_traffic(
         job.traffic, description.vocab_size, load_tokenizer(source), job.engine.context or description.context_length
     )
-    workshop = Workshop(source, checkpoint, job.model, job.engine.threads or 0)
-    quantized = _is_quantized(workshop)
+    artefacts = ArtefactCache(source, checkpoint, job.model, job.engine.threads or 0)
+    quantized = _is_quantized(artefacts)
     weights = chosen_names(job.candidates, registered_weights(quantized), "weights")
     kv = chosen_names(job.kv, list(KV_STORES), "KV cache dtype") if job.kv else list(EVERYDAY_STORES)
     text = read_text(job.text) if job.text else built_in_held_out()
-    disk = _state_disk(workshop, weights)
-    store = Store(job.out, _key(job, workshop, text), job.restart)
+    disk = _state_disk(artefacts, weights)
+    store = Store(job.out, _key(job, artefacts, text), job.restart)
     planned = _planned(source)
     search = Search(
-        workshop,
+        artefacts,
         store,
         traffic,
         text,
@@ -103,7 +103,7 @@ def optimize(job: OptimizeJob, say: Say) -> Outcome:
         job.max_quality_loss,
         weights,
         kv,
-        _predictor(planned, workshop, traffic, job),
+        _predictor(planned, artefacts, traffic, job),
         say,
     )
     state = "complete"
@@ -122,19 +122,19 @@ def optimize(job: OptimizeJob, say: Say) -> Outcome:
     return outcome
 
 
-def _is_quantized(workshop: Workshop) -> bool:
-    """By its largest tensors: whether the source itself holds fewer bits than a float."""
-    checkpoint = workshop.checkpoint
+def _is_quantized(artefacts: ArtefactCache) -> bool:
+    """Whether the source checkpoint is itself quantized, judged by its largest tensors."""
+    checkpoint = artefacts.checkpoint
     types = {checkpoint.tensor(name).type_name for name in checkpoint.names()}
     return any(name.upper() not in _PLAIN_TYPES for name in types)
 
 
-def _state_disk(workshop: Workshop, weights: list[str]) -> int:
-    """Say what the disk will have to hold, and refuse what it cannot."""
-    plain = sum(workshop.forecast_bytes(parse_weights(name)) for name in unquantized_weights())
-    sizes = sorted((_forecast(workshop, name) for name in weights), reverse=True)
+def _state_disk(artefacts: ArtefactCache, weights: list[str]) -> int:
+    """Bytes of disk the run needs; reported, and refused if there is no room for the baseline."""
+    plain = sum(artefacts.forecast_bytes(parse_weights(name)) for name in unquantized_weights())
+    sizes = sorted((_forecast(artefacts, name) for name in weights), reverse=True)
     needed = plain + sum(sizes[:_TRIED_AT_ONCE])
-    folder = workshop.folder
+    folder = artefacts.folder
     folder.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder).free
     print(f"needs up to {readable_bytes(needed)} in {folder} ({readable_bytes(free)} are free)", file=sys.stderr)
@@ -146,20 +146,20 @@ def _state_disk(workshop: Workshop, weights: list[str]) -> int:
     return needed
 
 
-def _forecast(workshop: Workshop, name: str) -> int:
+def _forecast(artefacts: ArtefactCache, name: str) -> int:
     try:
-        return workshop.forecast_bytes(parse_weights(name))
-    except UserError:  # it will be recorded as failed when its turn comes
+        return artefacts.forecast_bytes(parse_weights(name))
+    except UserError:  # recorded as failed when it is tried
         return 0
 
 
-def _key(job: OptimizeJob, workshop: Workshop, text: str) -> str:
-    """What the measurements depend on; targets, prices and the time budget are free to change."""
+def _key(job: OptimizeJob, artefacts: ArtefactCache, text: str) -> str:
+    """Hash of all that the measurements depend on; targets, prices and the time budget may change."""
     effort = job.effort
     return question_key(
         {
             "version": __version__,
-            "model": workshop.digest,
+            "model": artefacts.digest,
             "traffic": job.traffic.describe(),
             "text": text,
             "windows": [effort.short_windows, effort.windows, effort.context],
@@ -177,13 +177,13 @@ def _planned(source: Path) -> PlannedModel | None:
 
 
 def _predictor(
-    planned: PlannedModel | None, workshop: Workshop, traffic: Traffic, job: OptimizeJob
+    planned: PlannedModel | None, artefacts: ArtefactCache, traffic: Traffic, job: OptimizeJob
 ) -> Predictor | None:
     if planned is None:
         return None
     load = Load(traffic.input_tokens, traffic.output_tokens, job.traffic.concurrency)
     try:
-        return Predictor(planned, workshop.slots, this_machine(), load)
+        return Predictor(planned, artefacts.slots, this_machine(), load)
     except UserError as error:
         _log.warning("nothing is predicted: %s", error)
         return None
@@ -199,7 +199,7 @@ def _outcome(job: OptimizeJob, search: Search, state: str, quantized: bool, disk
     outcome = Outcome(
         model=job.model,
         state=state,
-        source=str(search.workshop.source),
+        source=str(search.artefacts.source),
         source_note=_source_note(quantized),
         workload=job.traffic.describe(),
         workload_words=search.traffic.words,

@@ -1,9 +1,9 @@
-"""The closed loop: predict, measure the baseline, try the candidates round by round, choose. Each step is another
-module's; this one is their order, the time budget, and what is remembered.
+"""The closed loop: predict, measure the baseline, try the candidates round by round, choose. The steps are in other
+modules; this one has their order, the time budget and the record of results.
 
 Rounds: (1) every promising weight choice is built, checked on a short text and timed once; (2) the cheapest half must
 prove its quality on the whole text; (3) KV dtypes, batch sizes and drafters are tried on the leader; (4) the finalists
-take turns with the baseline. What fails is recorded with its reason. Called by `tokenmill optimize`.
+alternate with the baseline. What fails is recorded with its reason. Called by `tokenmill optimize`.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from dataclasses import asdict, dataclass, field, replace
 
 from tokenmill.config import EngineConfig
 from tokenmill.errors import UserError
-from tokenmill.optimize.artefacts import NotEnoughTimeError, Workshop
+from tokenmill.optimize.artefacts import ArtefactCache, NotEnoughTimeError
 from tokenmill.optimize.baseline import choose_baseline
 from tokenmill.optimize.bench_table import BenchTable
 from tokenmill.optimize.candidates import Candidate, batch_choices, parse_weights, ready_drafters
 from tokenmill.optimize.evidence import choose, compare_speed, survivors
-from tokenmill.optimize.measure import QualityText, as_quality, hopeless, refusal
-from tokenmill.optimize.predict import Predictor, by_promise, cannot_win
+from tokenmill.optimize.measure import QualityText, as_quality, refusal, short_text_refusal
+from tokenmill.optimize.predict import Predictor, cannot_win, rank_candidates
 from tokenmill.optimize.results import (
     CHOSEN,
     FAILED,
@@ -38,10 +38,10 @@ from tokenmill.optimize.store import Store
 from tokenmill.optimize.traffic import Traffic
 from tokenmill.resolution import DEVICE_DEFAULTS
 
-Say = Callable[[str, float], None]  # what is being done, and the share of the whole that is done
+Say = Callable[[str, float], None]  # what is being done, and the fraction of the run that is done
 _FIRST_ROUND_SHARE, _PROOF_SHARE, _SETTINGS_SHARE = 0.55, 0.75, 0.85  # of the time, at most, by the end of each
 _FINALISTS = 3
-_AT_LEAST = 3  # candidates that are tried however slow the machine is: an answer late beats none
+_AT_LEAST = 3  # candidates that are tried however slow the machine is: a late answer is better than none
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Effort:
 class Search:
     """Everything the loop works with, and what it has found."""
 
-    workshop: Workshop
+    artefacts: ArtefactCache
     store: Store
     traffic: Traffic
     text: str
@@ -80,16 +80,16 @@ class Search:
     table: BenchTable = field(init=False)
 
     def __post_init__(self) -> None:
-        self.table = BenchTable(self.store, self.traffic, self.engine, self.workshop)
+        self.table = BenchTable(self.store, self.traffic, self.engine, self.artefacts)
 
     @property
     def used(self) -> float:
-        """Share of the time that is gone."""
+        """Fraction of the time budget that has passed."""
         return (time.monotonic() - self.began) / self.effort.seconds
 
     def run(self) -> None:
         try:
-            self._record_death()
+            self._record_crash()
             order = self._predict()
             self.baseline, self.baseline_variants = choose_baseline(self.table, self.say)
             self._first_round(order)
@@ -100,16 +100,16 @@ class Search:
         finally:
             self.table.close()
 
-    # --- before anything is made ---
+    # --- before anything is quantized ---
 
-    def _record_death(self) -> None:
-        name = self.store.died_in
+    def _record_crash(self) -> None:
+        name = self.store.interrupted_attempt
         if name is not None:
-            self.store.remember("failed", name, "an earlier run was killed while it was tried: out of memory?")
+            self.store.remember("failed", name, "an earlier run was killed while trying it: out of memory?")
             self.store.forget_attempt()
 
     def _predict(self) -> list[str]:
-        """Weight choices in the order to try them; the planner's hopeless ones are recorded and left out."""
+        """Weight choices in the order to try them; those that the planner rules out are recorded and skipped."""
         self.say("predicting", 0.0)
         first_kv = self.table.default_kv
         predictions: dict[str, Prediction] = {}
@@ -129,7 +129,7 @@ class Search:
                 self.results[name].verdict, self.results[name].reason = UNLIKELY, reason
         open_ones = {name: each for name, each in predictions.items() if self.results[name].verdict != UNLIKELY}
         calibrated = {name: _needs_data(name) for name in open_ones}
-        return by_promise(open_ones, self.limit, calibrated)
+        return rank_candidates(open_ones, self.limit, calibrated)
 
     # --- the rounds ---
 
@@ -146,7 +146,7 @@ class Search:
 
     def _proofs(self) -> list[CandidateResult]:
         """The cheaper half that is shown to keep its quality, cheapest first. Goes further down the list when fewer
-        than the finalists pass: a cheap candidate that fails costs the others nothing."""
+        than the finalists pass: a cheap candidate that fails does not use up a place."""
         costs = {name: result.speed.cost_ratio for name, result in self.results.items() if result.speed}
         keep = set(survivors(costs, _FINALISTS))
         passed: list[CandidateResult] = []
@@ -167,7 +167,7 @@ class Search:
     def _settings(self, leader: CandidateResult) -> list[CandidateResult]:
         """KV dtypes, batch sizes and drafters on the leader; what is cheaper and keeps the quality goes to the final.
 
-        Drafters only where prompts are text: what they guess from random tokens says nothing about the user's.
+        Drafters are tried only where prompts are text: acceptance on random tokens says nothing about real ones.
         """
         better: list[CandidateResult] = []
         prompts = self.traffic.input_tokens * self.engine.decided("concurrency")
@@ -176,8 +176,8 @@ class Search:
             Candidate(leader.weights, leader.kv, size) for size in batch_choices(prompts) if size != leader.batch_tokens
         ]
         if self.traffic.is_text:
-            place = (leader.weights, leader.kv, leader.batch_tokens)
-            variants += [Candidate(*place, speculate=name) for name in ready_drafters()]
+            settings = (leader.weights, leader.kv, leader.batch_tokens)
+            variants += [Candidate(*settings, speculate=name) for name in ready_drafters()]
         assert leader.speed is not None
         for number, variant in enumerate(variants):
             result = self._result(variant, variant.name)
@@ -242,7 +242,7 @@ class Search:
         return self.results[key]
 
     def _try(self, result: CandidateResult, work: Callable[[CandidateResult], bool]) -> bool:
-        """Whatever goes wrong with one candidate is its own affair."""
+        """Run `work` on a candidate; False if it failed. A failure is recorded and does not end the search."""
         failed = self.store.recall("failed", result.name)
         if failed:
             result.verdict, result.reason = FAILED, failed
@@ -252,7 +252,7 @@ class Search:
                 return work(result)
         except NotEnoughTimeError as error:
             result.reason, self.out_of_time = str(error), True
-        except Exception as error:  # any: a registered method or store is somebody else's code
+        except Exception as error:  # any exception: a registered method or store may be third-party code
             result.verdict, result.reason = FAILED, _explained(error)
             self.store.remember("failed", result.name, result.reason)
         return False
@@ -270,36 +270,40 @@ class Search:
         return bool(self.store.recall("failed", result.name) or self.store.recall("short", result.name))
 
     def _quality_known(self, result: CandidateResult) -> Quality | None:
-        found = self.store.recall("quality", result.name)
-        return Quality(**found["quality"]) if found else None
+        record = self.store.recall("quality", result.name)
+        return Quality(**record["quality"]) if record else None
 
     def _short_check(self, result: CandidateResult) -> bool:
-        found = self.store.recall("short", result.name)
-        if found is None:
+        record = self.store.recall("short", result.name)
+        if record is None:
             text = QualityText(self.text, self.effort.context, self.effort.short_windows)
-            found = asdict(as_quality(self.table.compare_text(text, self._baseline, result)))
-            self.store.remember("short", result.name, found)
-        result.divergence = Quality(**found)
-        result.reason = hopeless(result.divergence, self.limit)
+            record = asdict(as_quality(self.table.compare_text(text, self._baseline, result)))
+            self.store.remember("short", result.name, record)
+        result.divergence = Quality(**record)
+        result.reason = short_text_refusal(result.divergence, self.limit)
         if result.reason:
             result.verdict = HARMED
         return not result.reason
 
     def _prove(self, result: CandidateResult) -> bool:
-        found = self.store.recall("quality", result.name)
-        if found is None or found["limit"] != self.limit:
+        record = self.store.recall("quality", result.name)
+        if record is None or record["limit"] != self.limit:
             text = QualityText(self.text, self.effort.context, self.effort.windows)
             report = self.table.compare_text(text, self._baseline, result)
-            found = {"quality": asdict(as_quality(report)), "limit": self.limit, "refusal": refusal(report, self.limit)}
-            self.store.remember("quality", result.name, found)
-        result.quality = Quality(**found["quality"])
-        result.reason = found["refusal"]
+            record = {
+                "quality": asdict(as_quality(report)),
+                "limit": self.limit,
+                "refusal": refusal(report, self.limit),
+            }
+            self.store.remember("quality", result.name, record)
+        result.quality = Quality(**record["quality"])
+        result.reason = record["refusal"]
         result.verdict = HARMED if result.reason else PASSED
         return not result.reason
 
     def _time(self, result: CandidateResult, kind: str) -> None:
-        base, own = self.table.pair(kind, self._baseline, result)
-        result.speed = compare_speed(base, own)
+        base, runs = self.table.pair(kind, self._baseline, result)
+        result.speed = compare_speed(base, runs)
 
     @property
     def _baseline(self) -> CandidateResult:
@@ -318,7 +322,9 @@ def _explained(error: BaseException) -> str:
 
 
 def workload_engine(engine: EngineConfig, traffic: Traffic, concurrency: int) -> EngineConfig:
-    """The engine that the workload asks for."""
+    """The engine configuration that the workload needs."""
     usual = DEVICE_DEFAULTS["cpu"]
     engine = engine.fill("the longest request of the traffic", context=traffic.longest)
-    return replace(engine, concurrency=concurrency).fill("where the search begins", batch_tokens=usual.batch_tokens)
+    return replace(engine, concurrency=concurrency).fill(
+        "starting point of the search", batch_tokens=usual.batch_tokens
+    )

@@ -1,7 +1,7 @@
-"""Measuring contenders: loaded engines that take turns on the same requests, and what their weights did to the text.
+"""Measuring contenders: loaded engines alternate on the same requests; quality is measured on a held-out text.
 
-Speed comes from bench/, quality from evaluate/; this module loads, alternates and keeps the cache of one contender from
-helping the next run. Called by the loop.
+Speed comes from bench/, quality from evaluate/; this module loads engines, alternates runs and clears
+caches between them. Called by the loop.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tokenmill.optimize.results import Quality, Run
 
 _UNSCORED_SHARE = 8  # the first eighth of a window is context only
 _LOAD_FACTOR = 1.3  # memory of a loaded model over its file: repacked weights and buffers
-_SHORT_KLD_FACTOR = 3  # mean divergence, over the loss it would mean if the text were the model's own, that is hopeless
+_SHORT_KLD_FACTOR = 3  # a mean divergence this many times the allowed loss rules a candidate out (short_text_refusal)
 
 
 class Contender:
@@ -43,7 +43,7 @@ class Contender:
                 f"out of memory: it needs about {needed >> 20:,} MiB, {free >> 20:,} MiB are free", "free some memory"
             )
         self._llm = LLM(str(path), config)
-        self._llm.tokens_at_once = 1  # what is found here is going to be served
+        self._llm.tokens_at_once = 1  # one step at a time, as the server runs it
         self._warm = False
         self._memory_bytes = weight_bytes(path) + self._llm.parts.runtime.store.nbytes
 
@@ -51,7 +51,7 @@ class Contender:
         if not self._warm:
             warm_up(self._llm, requests[0])
             self._warm = True
-        self._llm.parts.kv.clear()  # what an earlier run computed must not help this one
+        self._llm.parts.kv.clear()  # an earlier run's prefixes must not speed this one up
         report, outputs = run_requests(self._llm, requests)
         first = [output.metrics.ttft for output in outputs]
         later = [output.metrics.tpot(len(output.outputs[0].token_ids)) for output in outputs]
@@ -77,7 +77,7 @@ class Contender:
 
 
 def take_turns(contenders: Sequence[Contender], requests: list[SyntheticRequest]) -> list[Run]:
-    """One cycle: each runs the same requests, one after the other."""
+    """One cycle: each contender runs the same requests, one after the other."""
     return [contender.run(requests) for contender in contenders]
 
 
@@ -94,14 +94,14 @@ class QualityText:
         return [Window(chunk.token_ids, max(1, self.context // _UNSCORED_SHARE)) for chunk in chunks]
 
     def reference(self, path: Path, config: EngineConfig) -> str:
-        """The baseline's logit cache on this text, made on first use; the model itself where that is too large."""
+        """Path of the baseline's logit cache on this text (made on first use), or of the model if it is too large."""
         windows = self.windows(load_tokenizer(path))
         config = scoring_config(config, self.context)
-        found = open_reference(str(path), windows, self.windows, config, True, no_progress)
+        base = open_reference(str(path), windows, self.windows, config, True, no_progress)
         try:
-            return str(found.cache or path)
+            return str(base.cache or path)
         finally:
-            found.close()
+            base.close()
 
     def compare(self, path: Path, reference: str, config: EngineConfig) -> DivergenceReport:
         return measure_divergence(str(path), reference, self.windows, config, context=self.context)
@@ -124,8 +124,8 @@ def as_quality(report: DivergenceReport) -> Quality:
     )
 
 
-def hopeless(quality: Quality, limit: float) -> str:
-    """Why a short text already rules the candidate out; empty: it does not.
+def short_text_refusal(quality: Quality, limit: float) -> str:
+    """Why the short text already rules the candidate out; empty if it does not.
 
     On text that the model itself might have written, the mean divergence is the logarithm of the perplexity ratio, with
     far less noise than the ratio itself.
@@ -140,5 +140,5 @@ def hopeless(quality: Quality, limit: float) -> str:
 
 
 def refusal(report: DivergenceReport, limit: float) -> str:
-    """Why the gate refuses it; empty: it passes."""
+    """Why the gate refuses the candidate; empty if it passes."""
     return "; ".join(judge(report, GateLimits(max_quality_loss=limit)).reasons)

@@ -1,6 +1,6 @@
 """The output directory: the winning model, serve.yaml, launch lines, results.json and report.html.
 
-Also written for an interrupted run, with what there is. Called by the job.
+Also written for an interrupted run, with partial results. Called by the job.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def write_outputs(out: Path, outcome: Outcome, search: Search) -> None:
 
 
 def plain(outcome: Outcome) -> Any:
-    """The outcome as JSON values; what is not a number is null."""
+    """The outcome as JSON values; NaN and infinity become null."""
     content = asdict(outcome)
     content |= {
         "cost_reduction": outcome.cost_reduction,
@@ -91,7 +91,7 @@ def _link(source: str, target: str) -> str:
 def _write_serve(path: Path, chosen: CandidateResult, search: Search) -> None:
     engine = search.engine
     settings: dict[str, Any] = {
-        "context": min(8192, search.workshop.checkpoint.description.context_length),
+        "context": min(8192, search.artefacts.checkpoint.description.context_length),
         "concurrency": engine.concurrency,
         "batch-tokens": chosen.batch_tokens,
         "kv-cache-dtype": chosen.kv,
@@ -104,9 +104,9 @@ def _write_serve(path: Path, chosen: CandidateResult, search: Search) -> None:
 
 
 def launch_lines(out: Path, model: Path, chosen: CandidateResult, search: Search) -> dict[str, str]:
-    """This engine's line, and those of the engines that read the format."""
+    """Launch line of this engine, and of the other engines that read the format."""
     lines = {"tokenmill": f"tokenmill serve {model} --config {out / SERVE}"}
-    name = re.sub(r"[^a-z0-9]+", "-", f"{search.workshop.source.stem}-{chosen.weights}".lower()).strip("-")
+    name = re.sub(r"[^a-z0-9]+", "-", f"{search.artefacts.source.stem}-{chosen.weights}".lower()).strip("-")
     serving = Serving(
         model=str(model),
         name=name,
@@ -115,7 +115,7 @@ def launch_lines(out: Path, model: Path, chosen: CandidateResult, search: Search
         stored=chosen.weights,
         max_sequences=search.engine.decided("concurrency"),
         batch_tokens=chosen.batch_tokens,
-        context=min(8192, search.workshop.checkpoint.description.context_length),
+        context=min(8192, search.artefacts.checkpoint.description.context_length),
         weight_bytes=chosen.artefact.nbytes if chosen.artefact else 0,
         users=search.engine.decided("concurrency"),
     )
@@ -129,7 +129,7 @@ def launch_lines(out: Path, model: Path, chosen: CandidateResult, search: Search
 
 
 def _reproduction(outcome: Outcome, search: Search) -> list[str]:
-    """What makes and measures the chosen one by hand."""
+    """Commands that make and measure the chosen candidate by hand."""
     chosen, baseline = outcome.chosen, outcome.baseline
     if chosen is None or baseline is None or chosen.artefact is None or baseline.artefact is None:
         return []

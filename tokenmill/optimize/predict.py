@@ -1,7 +1,7 @@
-"""What the planner expects of each weight choice on this machine, before anything is quantized, and what cannot win.
+"""The planner's prediction for each weight choice on this machine, before anything is quantized, and which cannot win.
 
 Roofs come from `plan --calibrate` if it was run, else from a probe of a few seconds. Times, memory and quality ranges
-are the planner's; here the registries' names are put into its words. Called by the loop.
+are the planner's; this module translates registry names to planner formats. Called by the loop.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SlotsOf = Callable[[str], list[TensorSlot]]  # GGUF mix -> the tensors of its fi
 _HOPELESS_QUALITY = 3.0  # the low end of the published range, over the limit, beyond which nothing is tried
 
 
-_LIKE = {  # mixes that the quality tables do not list: the one of as many bits
+_LIKE = {  # mixes that the quality tables do not list -> the listed one with as many bits
     "q3_k_s": "q3_k_m",
     "q3_k_l": "q3_k_m",
     "q4_k_s": "q4_k_m",
@@ -42,15 +42,15 @@ _LIKE = {  # mixes that the quality tables do not list: the one of as many bits
     "q5_1": "q5_k_m",
     "q5_k_s": "q5_k_m",
 }
-_CLEARLY_FASTER = 1.2  # the planner's error on a machine that it has roofs of
+_CLEARLY_FASTER = 1.2  # the planner's error on a machine whose rooflines were measured
 
 
 def this_machine() -> Device:
     """Measured roofs of this machine as a device of the planner."""
-    found = load_calibration()
-    if found is None:
+    calibration = load_calibration()
+    if calibration is None:
         machine = detect_machine()
-        found = MachineCalibration(
+        calibration = MachineCalibration(
             cpu=machine.cpu,
             cores=machine.cores,
             threads=cpu.num_threads(),
@@ -59,7 +59,7 @@ def this_machine() -> Device:
             bandwidth_gb_s=read_bandwidth_gb_s(),
             gflops=product_gflops(),
         )
-    return found.device()
+    return calibration.device()
 
 
 class Predictor:
@@ -71,7 +71,7 @@ class Predictor:
         self._baseline = self._rate(planner_format(WeightChoice("F16", mix="F16"), slots_of, model))
 
     def predict(self, choice: WeightChoice) -> Prediction:
-        """Raises UserError where it does not fit or cannot be made."""
+        """Raises UserError where it does not fit into memory or cannot be made."""
         weights = planner_format(choice, self._slots_of, self._model)
         deployment = self._deployment(weights)
         named = replace(weights, name=catalog_name(choice, weights, self._model))
@@ -88,8 +88,10 @@ class Predictor:
         return estimate(self._deployment(weights), self._load).output_rate.value
 
     def _deployment(self, weights: WeightFormat) -> Deployment:
-        most = max(1, self._load.concurrency)
-        return Deployment(self._model, self._device, weights, engine="tokenmill", batch_tokens=512, max_sequences=most)
+        concurrency = max(1, self._load.concurrency)
+        return Deployment(
+            self._model, self._device, weights, engine="tokenmill", batch_tokens=512, max_sequences=concurrency
+        )
 
 
 def planner_format(choice: WeightChoice, slots_of: SlotsOf, model: PlannedModel) -> WeightFormat:
@@ -125,7 +127,7 @@ def catalog_name(choice: WeightChoice, weights: WeightFormat, model: PlannedMode
 
 
 def cannot_win(name: str, predictions: Mapping[str, Prediction], limit: float) -> str:
-    """Why the planner sees no chance for it among the others; empty: it is worth a try."""
+    """Why the planner rules it out; empty if it is worth trying."""
     own = predictions[name]
     if own.speedup * _CLEARLY_FASTER < 1:
         return f"predicted to be slower than the baseline ({own.speedup:.2f} x)"
@@ -137,7 +139,7 @@ def cannot_win(name: str, predictions: Mapping[str, Prediction], limit: float) -
     return ""
 
 
-def by_promise(predictions: Mapping[str, Prediction], limit: float, calibrated: Mapping[str, bool]) -> list[str]:
+def rank_candidates(predictions: Mapping[str, Prediction], limit: float, calibrated: Mapping[str, bool]) -> list[str]:
     """Names in the order to try them: likely within the limit first, then fast, then safe, then quick to make."""
 
     def key(name: str) -> tuple[bool, float, bool, float, str]:

@@ -1,4 +1,4 @@
-"""What an hour of this machine costs, and what the same change would save on the accelerators the user names.
+"""Price of an hour of this machine, and projected savings on the accelerators the user names.
 
 Prices and devices are the catalog's, times and costs the planner's. Called by the job.
 """
@@ -20,7 +20,7 @@ _BY_ARCHITECTURE = {"aarch64": "neoverse-n1", "arm64": "neoverse-n1", "x86_64": 
 
 
 def machine_price(catalog: Catalog, machine: Machine, stated: float | None) -> tuple[float, str]:
-    """($ per hour, where it comes from). Servers are rented in slices: the share is that of the memory."""
+    """($ per hour, its source). Servers are rented in slices: the share of the price is the share of the memory."""
     if stated is not None:
         return Pricing(stated).price or 0.0, "stated with --price"
     try:
@@ -37,7 +37,7 @@ def machine_price(catalog: Catalog, machine: Machine, stated: float | None) -> t
 def project(
     catalog: Catalog, names: list[str], model: PlannedModel, workload: Workload, bits: float
 ) -> list[dict[str, Any]]:
-    """The unquantized model and one of as many bits on each accelerator, as the planner sees them."""
+    """The planner's costs of the unquantized model and of one with `bits` bits, on each accelerator."""
     weights = "bf16" if bits > 12 else "int8" if bits > 6 else "int4-g128"
     rows = []
     for name in names:

@@ -1,7 +1,7 @@
-"""report.html: the verdict for a reader with a minute, the evidence for one with an hour.
+"""report.html: the verdict first, then the evidence.
 
 Headline, Pareto plot, every candidate with its verdict, predicted against measured, error of each layer, memory, and
-the commands that repeat it. Only arranges what the outcome holds. Called by outputs.py; charts and page are report/'s.
+the commands that repeat it. Only lays out the outcome. Called by outputs.py; charts and the page come from report/.
 """
 
 from __future__ import annotations
@@ -98,12 +98,12 @@ def _chosen(outcome: Outcome) -> str:
 
 
 def _pareto_plot(outcome: Outcome) -> str:
-    places, points = {}, []
+    coordinates, points = {}, []
     for each in outcome.candidates:
         quality = each.quality or each.divergence
         if each.speed is None or quality is None or not quality.loss < 1 or each.speed.cost_ratio > _DEAREST_SHOWN:
-            continue  # far off: in the table only
-        places[each.name] = (each.speed.cost_ratio, quality.loss)
+            continue  # off the chart: in the table only
+        coordinates[each.name] = (each.speed.cost_ratio, quality.loss)
         points.append(
             Point(
                 each.speed.cost_ratio,
@@ -127,12 +127,12 @@ def _pareto_plot(outcome: Outcome) -> str:
         "quality loss (perplexity)",
         percent=True,
         limits=[(outcome.max_quality_loss, f"limit {outcome.max_quality_loss:.1%}")],
-        front=pareto_front(places.values(), lambda place: place),
+        front=pareto_front(coordinates.values(), lambda pair: pair),
     )
     key = legend(
         [(_COLORS[CHOSEN], "chosen"), (_COLORS[PASSED], "passed"), (_COLORS[HARMED], "harmed"), (_OTHER_COLOR, "other")]
     )
-    return section("Cost and quality", plot + key, "line: nobody is cheaper and better; ringed: chosen")
+    return section("Cost and quality", plot + key, "line: Pareto front; ringed: chosen")
 
 
 def _prediction_plot(outcome: Outcome) -> str:
@@ -147,7 +147,7 @@ def _prediction_plot(outcome: Outcome) -> str:
         "predicted", "Predicted against measured", points, "predicted speed over the baseline", "measured",
         diagonal=True,
     )  # fmt: skip
-    return section("Predicted against measured", plot, "dashed: the prediction was right")
+    return section("Predicted against measured", plot, "dashed: prediction = measurement")
 
 
 def _color(result: CandidateResult) -> str:

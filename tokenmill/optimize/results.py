@@ -1,4 +1,4 @@
-"""What was found, as plain records: runs, speeds, qualities, predictions and the verdict on each candidate.
+"""The results as plain records: runs, speeds, qualities, predictions and the verdict on each candidate.
 
 Everything here turns into JSON by `asdict` and back by its constructor: results.json and the store are made of it.
 Knows nothing of how anything is measured.
@@ -14,7 +14,7 @@ CHOSEN = "chosen"
 TIED = "tied"
 PASSED = "passed"  # kept its quality, costs more
 SLOWER = "slower"  # dropped by a round of halving
-HARMED = "harmed"  # lost more quality than allowed, or it could not be shown that it did not
+HARMED = "harmed"  # lost more quality than allowed, or could not be shown to be within the limit
 UNLIKELY = "unlikely"  # dropped by the planner
 FAILED = "failed"
 UNTRIED = "untried"  # no time was left
@@ -34,7 +34,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Against the baseline's runs that alternated with these. `cost_ratio` is what a token costs over what it did."""
+    """Relative to the baseline runs that alternated with these. `cost_ratio`: cost of a token over the baseline's."""
 
     cost_ratio: float
     low: float  # 95 % interval

@@ -1,7 +1,7 @@
-"""What a run has found so far, on disk: a killed or repeated command goes on where it was.
+"""The results of a run so far, on disk: a killed or repeated command continues where it stopped.
 
-One JSON file in the output directory, written whole after every measurement, tied to the question by a hash. What was
-being tried when the process died is marked, so that a candidate that kills it is tried once only. Knows nothing of what
+One JSON file in the output directory, rewritten after every measurement, tied to the question by a hash. The candidate
+being tried is marked, so that one that kills the process is tried only once. Knows nothing of what
 it holds. Called by the loop.
 """
 
@@ -46,7 +46,7 @@ class Store:
         return content
 
     def recall(self, kind: str, name: str) -> Any:
-        """What was remembered, or None."""
+        """The stored value, or None."""
         return self._content["found"].get(f"{kind}:{name}")
 
     def remember(self, kind: str, name: str, value: Any) -> None:
@@ -54,14 +54,14 @@ class Store:
         write_json(self._file, self._content)
 
     @property
-    def died_in(self) -> str | None:
-        """What an earlier process was trying when it was killed."""
+    def interrupted_attempt(self) -> str | None:
+        """The candidate that an earlier process was trying when it was killed."""
         attempt: str | None = self._content["attempt"]
         return attempt
 
     @contextmanager
     def attempt(self, name: str) -> Iterator[None]:
-        """Marks what is being tried; an exception, Ctrl-C included, is an orderly end."""
+        """Mark a candidate as being tried; an exception, Ctrl-C included, clears the mark."""
         self._mark(name)
         try:
             yield

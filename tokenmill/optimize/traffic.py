@@ -1,6 +1,6 @@
-"""The workload as requests: made-up lengths, a file of prompts, or a trace; the same for every contender of a run.
+"""The workload as requests: synthetic lengths, a file of prompts, or a trace; the same for every contender of a run.
 
-Owns where requests come from; what is measured with them is measure.py's business. Called by the loop.
+Owns where requests come from; measure.py owns what is measured with them. Called by the loop.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tokenmill.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class TrafficRequest:
-    """What the user said. Lengths are in tokens; `concurrency` requests are computed at a time."""
+    """The workload options. Lengths are in tokens; `concurrency` requests are computed at a time."""
 
     input_len: int = 128
     output_len: int = 64
@@ -42,14 +42,14 @@ class TrafficRequest:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """`draw(count, run)`: the requests of a run. Runs of made-up prompts differ, those of a file repeat."""
+    """`draw(count, run)`: the requests of a run. Runs of synthetic prompts differ, those of a file repeat."""
 
     draw: Callable[[int, int], list[SyntheticRequest]]
     longest: int  # tokens of the longest request
     input_tokens: int  # mean, for the planner
     output_tokens: int
     words: str
-    is_text: bool = False  # prompts are what people wrote, not random tokens
+    is_text: bool = False  # prompts are natural text, not random tokens
 
 
 _FILE_REQUESTS = 4096  # read at most

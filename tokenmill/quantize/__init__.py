@@ -1,1 +1,1 @@
-"""Quantization: recipes of methods applied block by block, written in any format, proven before they are kept."""
+"""Quantization: recipes of methods applied block by block, written in any format, checked by a quality gate."""

@@ -1,9 +1,9 @@
-"""The contract of a quantization method: what it is given for one block of the model, and what it gives back.
+"""The contract of a quantization method: its input for one block of the model, and its result.
 
 Two kinds of step make up a recipe. A `Transform` rewrites float weights without changing the function (scales moved
 into norms, rotations); a `Solver` turns each matrix into a QuantizedMatrix. Both see one block at a time through
 `BlockView` and know nothing of files, formats or the job's bookkeeping. Solvers' arithmetic lives in pure functions, on
-the device of the tensors they are given.
+the device of their tensors.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from tokenmill.checkpoint.description import ModelDescription
 from tokenmill.errors import UserError, unknown_name
 from tokenmill.model.formats.quantized import QuantizedMatrix, Scheme
 
-SAMPLE_ROWS = 4096  # calibration tokens whose inputs are kept for methods that ask
+SAMPLE_ROWS = 4096  # calibration tokens whose inputs are kept for methods that need samples
 
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """What calibration saw at the input of a group of linears. Fields not asked for are None."""
+    """Calibration statistics of the input of a group of linears. Fields that were not requested are None."""
 
     num_tokens: int
     hessian: Tensor | None = None  # float32 [in, in]: sum of x x^T over tokens, divided by num_tokens
@@ -115,14 +115,14 @@ class Step(ABC):
         self.options = parse_options(self.name, self.Options, options or {})
 
     def memory_bytes(self, shape: tuple[int, int]) -> int:
-        """What the step needs at most, beside the weights, for a matrix (or a stack with one input) of `shape`."""
+        """Upper bound of the bytes needed beside the weights, for a matrix (or stack with one input) of `shape`."""
         return 4 * 3 * shape[0] * shape[1]
 
 
 class Transform(Step):
     def begin(self, model: ModelView) -> None:
         """Called once, before any block runs (and again when a job resumes: the result must be the same). May rewrite
-        the embedding, the final norm and the head; refuses a model it cannot transform. Most have nothing to do."""
+        the embedding, the final norm and the head; refuses a model it cannot transform. Does nothing by default."""
         del model
 
     @abstractmethod
@@ -139,10 +139,10 @@ class Solver(Step):
         """Every linear named in `scheme_of`, quantized. Must call `block.replace(name, dequantized)` as it goes."""
 
 
-def parse_options(step: str, options: type, given: Mapping[str, Any]) -> Any:
+def parse_options(step: str, options: type, values: Mapping[str, Any]) -> Any:
     """Options from a recipe or the command line: unknown names and wrong types are refused."""
     known = {field.name: field for field in fields(options)}
-    for name, value in given.items():
+    for name, value in values.items():
         if name not in known:
             raise unknown_name(f"option of {step}", name, list(known))
         default = known[name].default
@@ -151,4 +151,4 @@ def parse_options(step: str, options: type, given: Mapping[str, Any]) -> Any:
             raise UserError(
                 f"{step}: {name} is {value!r}, expected a {type(default).__name__}", f"the default is {default!r}"
             )
-    return options(**given)
+    return options(**values)

@@ -1,6 +1,6 @@
-"""One block's turn: transforms, solver, encoded tensors, and what became of each matrix.
+"""Quantizes one block: transforms, solver, encoded tensors, and a report on each matrix.
 
-Pure in the job's terms: block in, tensors and report out. Knows file formats by their contract only; saves nothing.
+Block in, tensors and report out; saves nothing. Knows file formats only through their base class.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def quantize_block(
     scheme_of: Mapping[str, Scheme] = {name: recipe.scheme_of[name] for name in names if name in recipe.scheme_of}
     ordered = {name: scheme_of[name] for group in block.groups for name in group.names if name in scheme_of}
     if ordered:
-        with torch.enable_grad():  # methods that learn say themselves where they do not
+        with torch.enable_grad():  # methods that learn disable it themselves where they do not need it
             for transform in recipe.transforms:
                 transform.apply(block, ordered)
             block.watch_errors()

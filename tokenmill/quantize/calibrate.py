@@ -1,7 +1,7 @@
-"""Calibration: hidden states of all sequences, moved forward block by block, and the statistics methods ask for.
+"""Calibration: hidden states of all sequences, moved forward block by block, and the statistics that methods need.
 
-`CalibratedBlock` is the BlockView that methods work on: one block's float32 weights with the calibration data at its
-door. Statistics are streamed: a batch of sequences runs to the input asked for, its share is added, nothing is kept.
+`CalibratedBlock` is the BlockView that methods work on: one block's float32 weights and the calibration data at its
+input. Statistics are streamed: a batch of sequences runs up to the requested input and is added to the sums.
 Weights and arithmetic are on the block's device, hidden states on the host. Used by the job; knows no recipes or files.
 """
 
@@ -46,7 +46,7 @@ class HiddenStates:
 
 
 class SequenceInputs(Sequence[Tensor]):
-    """The block's inputs one sequence at a time, widened and brought to the device when looked at."""
+    """The block's inputs one sequence at a time, converted to float32 and moved to the device on access."""
 
     def __init__(self, values: Tensor, device: torch.device) -> None:
         self._values = values
@@ -79,11 +79,11 @@ class CalibratedBlock:
         self._block = source.block(index)
         self._names = source.names
         self._states = states
-        self.errors: dict[str, float] = {}  # of each linear replaced since watch_errors
+        self.errors: dict[str, float] = {}  # by linear, since watch_errors
         self._watches_errors = False
 
     def watch_errors(self) -> None:
-        """From now on a replaced linear is a rounded one: keep how far it moved."""
+        """From now on a replaced linear is a quantized one: record its relative error."""
         self._watches_errors = True
 
     def weight(self, name: str) -> Tensor:
@@ -123,8 +123,8 @@ class CalibratedBlock:
         collectors = {group.names[0]: self._collector(group.names[0], kinds) for group in self.groups}
         watched = {name: collector.add for name, collector in collectors.items()}
         self._states.advance(lambda states: self._run(states, self.tensors, watched), self.device)
-        found = {name: collector.finish() for name, collector in collectors.items()}
-        return {name: found[group.names[0]] for group in self.groups for name in group.names}
+        statistics = {name: collector.finish() for name, collector in collectors.items()}
+        return {name: statistics[group.names[0]] for group in self.groups for name in group.names}
 
     def forward(self, inputs: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
         rows = inputs.reshape(-1, inputs.shape[-1])
@@ -137,7 +137,7 @@ class CalibratedBlock:
         self._states.advance(lambda states: self._run(states, self.tensors, {}), self.device)
 
     def _collector(self, name: str, kinds: Sequence[str]) -> StatisticsCollector:
-        """Of the input of linear `name`."""
+        """A collector of the input of linear `name`."""
         assert self._states is not None
         return StatisticsCollector(self.tensors[name].shape[1], self._states.num_tokens, kinds, self.device)
 
@@ -162,7 +162,7 @@ class CalibratedBlock:
 
 
 class StatisticsCollector:
-    """Adds up batches of rows [tokens, in], all on `device`; one pass serves every kind asked for."""
+    """Adds up batches of rows [tokens, in], all on `device`; one pass serves every requested kind."""
 
     def __init__(self, in_features: int, num_tokens: int, kinds: Sequence[str], device: torch.device = _HOST) -> None:
         assert set(kinds) <= set(KINDS), kinds

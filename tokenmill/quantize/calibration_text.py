@@ -1,7 +1,7 @@
 """Calibration sequences: from a text file, a jsonl of chats or texts, or the built-in text, cut to equal lengths.
 
-Keeps a part of the text aside for the gate, so that what is measured was not calibrated on. Too little text is refused
-with the number that is needed. Used by the job; knows nothing of what the sequences are for.
+Holds out a part of the text for the gate, so that quality is not measured on calibration text. Too little text is
+refused with the number of tokens needed. Used by the job; knows nothing of what the sequences are for.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LINE = 'write one object per line: {"text": "..."} or {"messages": [{"role": "u
 @dataclass(frozen=True, slots=True, eq=False)
 class CalibrationText:
     sequences: Tensor  # int64 [samples, length]
-    held_out: str  # text that was not used; the built-in one where the file had none to spare
+    held_out: str  # text that was not used; the built-in one where the file was too short
     origin: str
 
     @property
@@ -42,10 +42,10 @@ class CalibrationText:
 def read_calibration(
     path: Path | None, tokenizer: Tokenizer, template: ChatTemplate | None, samples: int, length: int
 ) -> CalibrationText:
-    """`samples` sequences of `length` tokens, from evenly spaced places of the text."""
+    """`samples` sequences of `length` tokens, evenly spaced over the text."""
     if samples < 1 or length < 8:
         raise UserError(
-            f"{samples} sequences of {length} tokens do not calibrate anything",
+            f"{samples} sequences of {length} tokens are too few to calibrate on",
             "give --calibration-samples from 1 and --calibration-length from 8",
         )
     needed = samples * length

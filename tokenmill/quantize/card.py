@@ -24,7 +24,7 @@ class CardContent:
     format_name: str
     dtype: str
     bits_per_weight: float
-    calibration: str  # what it was calibrated on, in words
+    calibration: str  # description of the calibration data
     digests: Mapping[str, str]
     layers: Sequence[LayerReport]
     gate: Mapping[str, Any] | None  # None: not measured

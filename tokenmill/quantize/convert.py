@@ -1,8 +1,9 @@
-"""Another file format for the same numbers: plan, write, prove that both files mean the same, then move into place.
+"""Converts between file formats without requantizing: plan, write, verify the values, move into place.
 
-Codes and scales are moved as they are; what would have to be rounded to a new grid is refused and `quantize` is named.
-Every matrix of the finished output is read back and compared with the source, so "lossless" is measured, not assumed.
-Streams block by block; the output appears whole or not at all. The writers are in convert_files.py. Called by the CLI.
+Codes and scales are moved as they are; what would have to be rounded to a new grid is refused, with `quantize` as the
+remedy. Every matrix of the finished output is read back and compared with the source, so "lossless" is measured, not
+assumed. Streams block by block; the output appears complete or not at all. The writers are in convert_files.py. Called
+by the CLI.
 """
 
 from __future__ import annotations
@@ -46,13 +47,13 @@ class ConvertReport:
     path: str
     format: str
     lossless: bool
-    lost: tuple[Loss, ...]  # of the matrices and vectors that lost something
+    lost: tuple[Loss, ...]  # matrices and vectors whose values changed
     bytes: int
     types: dict[str, int]  # "INT4_G128 to Q4_0" -> how many matrices
 
 
 def convert(path: Path, out: Path, format_name: str, dtype: str = "auto") -> ConvertReport:
-    """`dtype`: of what is not codes in the output; "auto" keeps the stored type and expands codes to float32."""
+    """`dtype`: of unquantized tensors in the output; "auto" keeps the stored type and expands codes to float32."""
     if format_name not in FORMATS:
         raise unknown_name("format to convert to", format_name, FORMATS)
     if dtype != "auto" and dtype not in DTYPES:
@@ -74,7 +75,7 @@ def convert(path: Path, out: Path, format_name: str, dtype: str = "auto") -> Con
 
 
 def make_plan(source: ConvertSource, format_name: str, dtype: torch.dtype | None) -> ConvertPlan:
-    """What becomes of each matrix; refuses here, before anything is written, what cannot be moved."""
+    """How each matrix is converted; what cannot be is refused here, before anything is written."""
     if format_name == GGUF:
         return _plan_gguf(source, dtype)
     if format_name == DENSE:
@@ -94,7 +95,7 @@ def _plan_codes(source: ConvertSource, file_format: type[FileFormat], dtype: tor
     schemes = {prefix: scheme for prefix in source.matrices if (scheme := _movable(source, prefix)) is not None}
     if not schemes:
         raise UserError(f"{source.checkpoint.path} has no quantized matrices that {file_format.name} holds", _QUANTIZE)
-    # A file with some zero points in the middle everywhere is still one file: say them all.
+    # A file may mix matrices with and without zero points: write explicit ones for all.
     ints = [scheme for scheme in schemes.values() if scheme.element == "int"]
     if any(not scheme.symmetric for scheme in ints):
         schemes = {name: replace(each, symmetric=each.element != "int") for name, each in schemes.items()}
@@ -120,7 +121,7 @@ def _plan_codes(source: ConvertSource, file_format: type[FileFormat], dtype: tor
 
 
 def _movable(source: ConvertSource, prefix: str) -> Scheme | None:
-    """The scheme of a matrix whose codes are moved; None for what is written as floats; refuses blocks in between."""
+    """The scheme of a matrix whose codes are copied, None if it becomes floats; refuses blocks without a scheme."""
     if prefix in _EDGES and (_is_gguf(source) or prefix == _EDGES[0]):
         return None  # these formats keep the embedding and, by custom, the head as floats
     scheme = source.scheme(prefix)
@@ -149,7 +150,7 @@ def _plan_gguf(source: ConvertSource, dtype: torch.dtype | None) -> ConvertPlan:
 
 
 def prove(source: ConvertSource, result: ConvertSource, plan: ConvertPlan) -> tuple[Loss, ...]:
-    """Compare every number of the two; what differs is a loss, named with its size."""
+    """Compare every value of the two; each difference is reported as a loss with its size."""
     losses = []
     for move in plan.moves:
         lost, error = list(move.lost), 0.0
@@ -216,13 +217,13 @@ def _check_space(source: ConvertSource, plan: ConvertPlan, out: Path) -> None:
     free = shutil.disk_usage(out.absolute().parent).free
     if free < needed:
         raise UserError(
-            f"{out} needs {needed} bytes meanwhile, {free} are free there", "make room, or use another disk"
+            f"{out} needs {needed} bytes of working space, {free} are free there", "make room, or use another disk"
         )
 
 
 @contextlib.contextmanager
 def _cleaned_up(working: Path) -> Iterator[None]:
-    """Nothing half-written stays, also of an earlier run that was killed."""
+    """Remove partial output on failure, also that of an earlier run that was killed."""
 
     def remove() -> None:
         shutil.rmtree(working) if working.is_dir() else working.unlink(missing_ok=True)

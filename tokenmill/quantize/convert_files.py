@@ -1,7 +1,7 @@
 """Writes what `convert` has planned: a safetensors directory or a GGUF, a block at a time.
 
-Codes are repacked by the file formats (or into ggml blocks), floats are expanded tile by tile. Decides nothing: a plan
-says what becomes of each matrix. Used by convert.py.
+Codes are repacked by the file formats (or into ggml blocks), floats are expanded tile by tile. Decides nothing: the
+plan says how each matrix is converted. Used by convert.py.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _HEAD = "lm_head"
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """What becomes of one matrix. `scheme`: of the codes that are moved; None: it is written as floats."""
+    """How one matrix is converted. `scheme`: of the copied codes; None: it is written as floats."""
 
     prefix: str
-    stored: str  # its type in the source, for people
+    stored: str  # its type in the source, for messages
     becomes: str  # in the output: a float type, a ggml type, or the name of a scheme
     scheme: Scheme | None = None
     lost: tuple[str, ...] = ()
@@ -51,13 +51,13 @@ class Move:
 class ConvertPlan:
     moves: list[Move]
     file_format: type[FileFormat] | None  # None: plain safetensors, or a GGUF
-    dtype: torch.dtype | None  # of what is not codes; None: as stored
+    dtype: torch.dtype | None  # of unquantized tensors; None: as stored
 
     def counts(self) -> dict[str, int]:
         return dict(Counter(f"{move.stored} to {move.becomes}" for move in self.moves).most_common())
 
     def bytes_of(self, source: ConvertSource) -> int:
-        """About what the output takes."""
+        """Approximate size of the output in bytes."""
         bits = {"F32": 32, "F16": 16, "BF16": 16}
         sizes = ((move, math.prod(source.shape(move.prefix))) for move in self.moves)
         return sum(
@@ -111,7 +111,7 @@ def _encoded(source: ConvertSource, plan: ConvertPlan, move: Move) -> dict[str, 
 
 
 def _moved(matrix: QuantizedMatrix, move: Move) -> QuantizedMatrix:
-    """The matrix under the scheme of the move: zero points spelt out, input scale and precision as it says."""
+    """The matrix under the scheme of the move: explicit zero points, input scale and scale precision as it says."""
     assert move.scheme is not None
     zeros = matrix.zeros
     if zeros is None and not move.scheme.symmetric:

@@ -1,7 +1,7 @@
 """A checkpoint for `convert`: every matrix as codes where its format has them, or as floats, in Hugging Face's layout.
 
 Reads through the engine's own weight formats, some rows at a time. Knows nothing of what is written. Used by convert.py
-and, on the finished output, to prove that both files mean the same.
+and, on the finished output, to verify that both files hold the same values.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class ConvertSource:
             return scheme_of(weight.type_name)
         if not isinstance(weight, CodedWeight):
             return None
-        weight.decode(0, max(1, weight.scheme.block_rows))  # refuses what has no other form
+        weight.decode(0, max(1, weight.scheme.block_rows))  # raises for formats that have no codes
         return weight.scheme
 
     def is_plain(self, prefix: str) -> bool:

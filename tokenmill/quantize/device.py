@@ -1,6 +1,6 @@
-"""Where a job computes: the host, or a GPU that holds one block at a time.
+"""The device a job computes on: the host, or a GPU that holds one block at a time.
 
-Chooses the device, says in words which one it is, and refuses a GPU without room before any work. The arithmetic is
+Chooses and describes the device, and refuses a GPU without enough memory before any work. The arithmetic is
 float32 on both, so results agree to rounding; they are not the same bits. Used by the jobs.
 """
 
@@ -45,17 +45,17 @@ def check_room(device: torch.device, needed: int) -> None:
 
 
 def peak_device_bytes(device: torch.device) -> int:
-    """The most that tensors of this process have taken on the GPU; 0 on the host, where the process is measured."""
+    """Peak bytes of this process's tensors on the GPU; 0 on the host, where the process itself is measured."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
 
 @contextlib.contextmanager
 def full_device_explained(out: str) -> Iterator[None]:
-    """Someone else may fill the GPU while a job runs; the finished blocks stay."""
+    """Explain running out of GPU memory during a job; the finished blocks are kept."""
     try:
         yield
     except torch.OutOfMemoryError:
         raise UserError(
             f"the GPU has no memory left for {out}",
-            "free it and run the same command again: it goes on at the last block; or --device cpu --restart",
+            "free it and run the same command again: it resumes at the last block; or --device cpu --restart",
         ) from None

@@ -1,7 +1,7 @@
 """What lies outside the blocks: embedding, final norm, head. The ModelView that transforms may rewrite before a job.
 
-Written in the output's float type, tile by tile, so that a large vocabulary never lies in memory as float32 unless a
-transform asked for it. Used by the job.
+Written in the output's float type, tile by tile, so that a large vocabulary is never in memory as float32 unless a
+transform needs it. Used by the job.
 """
 
 from __future__ import annotations
@@ -50,5 +50,5 @@ class Edges:
         return tensors
 
     def drop_tables(self) -> None:
-        """Give back replaced tables once hidden states and files have been made from them."""
+        """Free replaced tables once hidden states and files have been made from them."""
         self._replaced.clear()

@@ -1,7 +1,7 @@
 """The end of a job: measure the assembled files against the source, write the card, and move them into place or aside.
 
-The quality gate itself is evaluate/gate.py; here are its verdict's consequences. What is refused is kept as
-OUT.rejected with the reason in it, and the user gets one line.
+The quality gate itself is evaluate/gate.py; this module acts on its verdict. A refused result is kept as OUT.rejected
+with the reason in it, and the user gets one line.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from tokenmill.quantize.workspace import Workspace
 
 GATE_CONTEXT = 512
 _CHARACTERS_PER_TOKEN = 5
-DEFAULT_MAX_LOSS = 0.25  # beyond it no one would call it the same model; who serves wants a far smaller limit
+DEFAULT_MAX_LOSS = 0.25  # catches broken results; for serving use a far smaller limit
 
 
 @dataclass(frozen=True, slots=True)
 class GateRequest:
     enabled: bool = True
-    text: Path | None = None  # None: what calibration left over, else built-in text
-    max_quality_loss: float = DEFAULT_MAX_LOSS  # share by which perplexity may rise
+    text: Path | None = None  # None: held-out calibration text, else built-in text
+    max_quality_loss: float = DEFAULT_MAX_LOSS  # fraction by which perplexity may rise
     max_chunks: int = 16
     threads: int = 0
-    device: str = "auto"  # that the engine measures on
-    in_turn: bool = False  # one model in memory at a time, the reference's answers on the disk
+    device: str = "auto"  # that the gate's engine runs on
+    in_turn: bool = False  # one model in memory at a time, the reference's logits on the disk
 
 
 def conclude(
     workspace: Workspace, out: Path, content: CardContent, request: GateRequest, reference: str, held_out: str
 ) -> Mapping[str, Any]:
-    """Gate, card, rename. Returns what was measured; raises when the result is refused."""
+    """Gate, card, rename. Returns the measurements; raises when the result is refused."""
     if not request.enabled:
         write_card(workspace.result / CARD, content)
         move_into_place(workspace, out)
@@ -61,7 +61,7 @@ def conclude(
 
 
 def measure(candidate: Path, request: GateRequest, reference: str, held_out: str) -> tuple[Mapping[str, Any], str, str]:
-    """(figures, reason of refusal or "", the text in words)."""
+    """(figures, reason of refusal or "", description of the text)."""
     from tokenmill.evaluate.gate import GateLimits, run_gate
 
     context = min(GATE_CONTEXT, open_checkpoint(candidate).description.context_length)
@@ -80,12 +80,12 @@ def measure(candidate: Path, request: GateRequest, reference: str, held_out: str
 
 
 def gate_text(request: GateRequest, held_out: str, context: int) -> tuple[str, str]:
-    """(the text, what it is): a bounded part, so that the gate takes minutes whatever it was given."""
+    """(text, description of it), cut so that the gate takes minutes however long the text is."""
     if request.text is not None:
         text, words = read_text(request.text), request.text.name
     elif held_out:
-        text, words = held_out, "calibration text that was held out"
+        text, words = held_out, "held-out calibration text"
     else:
         text, words = built_in_held_out(), "built-in text"
-    most = request.max_chunks * context * _CHARACTERS_PER_TOKEN
-    return text[:most], words
+    max_characters = request.max_chunks * context * _CHARACTERS_PER_TOKEN
+    return text[:max_characters], words

@@ -1,7 +1,7 @@
-"""What a job will take, before it starts: memory, time, disk; and how it is cut up to stay under the memory cap.
+"""Forecast of a job's memory, time and disk space, and how it is split to stay under the memory cap.
 
 One formula for the forecast and the cap: sequences computed at a time shrink first, then hidden states go to float16,
-and what still does not fit is refused with the number that would. Used by the job.
+and what still does not fit is refused with the cap that it would need. Used by the job.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tokenmill.quantize.recipe import Recipe
 from tokenmill.quantize.source import SourceModel
 
 MIB = 1 << 20
-_BATCH_TOKENS = 4096  # computed at a time where memory allows: more gains nothing
+_BATCH_TOKENS = 4096  # per batch where memory allows: more gains nothing
 _ENGINE_BYTES = 384 * MIB  # of an engine, beside its weights, in the gate
 _PASSES = 3  # runs of a block's calibration data: to each input in turn, and once through
 _STATUS = Path("/proc/self/status")
@@ -26,7 +26,7 @@ _STATUS = Path("/proc/self/status")
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    memory_bytes: int  # resident on the host at the peak, this process as it is now included
+    memory_bytes: int  # peak resident memory of the host, including what this process holds now
     device_bytes: int  # on the GPU; 0 without one
     seconds: float
     disk_bytes: int  # free space the job needs while it runs
@@ -49,13 +49,13 @@ def forecast_job(
     samples, length = sequences or (0, 0)
     batch, half, needed = _fit(source, fixed, samples, length, cap, on_host)
     disk = 2 * output_bytes + 2 * _states_bytes(source, samples * length, half)
-    there = 0 if on_host else _block_bytes(source) + step + batch * _sequence_bytes(source, length)
-    return Forecast(needed, there, _seconds(source, recipe, samples * length, device), disk, batch, half)
+    device_bytes = 0 if on_host else _block_bytes(source) + step + batch * _sequence_bytes(source, length)
+    return Forecast(needed, device_bytes, _seconds(source, recipe, samples * length, device), disk, batch, half)
 
 
 def gate_memory(weight_bytes: int, cap: int) -> int:
-    """What this process holds while the engine runs a model of that size (its weights once, pages and logits); refused
-    where that is more than the cap."""
+    """Bytes of this process while the engine runs a model of that size (its weights once, pages and logits); refused if
+    they exceed the cap."""
     needed = resident_bytes() + weight_bytes * 5 // 4 + _ENGINE_BYTES
     if cap and needed > cap:
         raise UserError(
@@ -66,24 +66,24 @@ def gate_memory(weight_bytes: int, cap: int) -> int:
 
 
 def states_plan(source: SourceModel, samples: int, length: int, cap: int, device: torch.device) -> tuple[int, bool]:
-    """(sequences at a time, float16 states) of a job that only looks at the data."""
+    """(sequences at a time, float16 states) of a job that only collects statistics."""
     fixed = resident_bytes() + _block_bytes(source)
     batch, half, _ = _fit(source, fixed, samples, length, cap, device.type == "cpu")
     return batch, half
 
 
 def check_memory(cap: int) -> None:
-    """Stop a job that has taken more than it was allowed to."""
+    """Stop a job that has exceeded its memory cap."""
     peak = peak_bytes()
     if cap and peak > cap:
         raise UserError(
-            f"the job has taken {peak / MIB:,.0f} MiB, over --memory",
+            f"the job has used {peak / MIB:,.0f} MiB, more than --memory allows",
             f"its finished blocks are kept: run it again with --memory {-(-peak // MIB) + 64}MiB",
         )
 
 
 def _fit(source: SourceModel, fixed: int, samples: int, length: int, cap: int, on_host: bool) -> tuple[int, bool, int]:
-    """(sequences at a time, float16 states, bytes on the host): the fastest way that stays under the cap."""
+    """(sequences at a time, float16 states, bytes on the host): the fastest choice under the cap."""
     options = [(0, False)]
     if samples:
         widest = max(1, min(samples, _BATCH_TOKENS // length))
@@ -135,14 +135,14 @@ def _block_bytes(source: SourceModel) -> int:
 
 
 def _step_bytes(source: SourceModel, recipe: Recipe) -> int:
-    """The hungriest step on the hungriest group of one block."""
+    """The largest memory of any step on any group of one block."""
     sizes = _linear_sizes(source)
     stacks = [(sum(sizes[name][0] for name in group.names), sizes[group.names[0]][1]) for group in source.groups(0)]
     return max(step.memory_bytes(stack) for step in recipe.steps for stack in stacks)
 
 
 def _edge_bytes(source: SourceModel) -> int:
-    """Nothing lasting: the embedding is narrowed before calibration begins, and then given back."""
+    """The embedding while it is converted; it is freed before calibration begins."""
     d = source.description
     return max(0, 2 * d.vocab_size * d.hidden_size - _block_bytes(source))
 
@@ -157,9 +157,9 @@ def _sequence_bytes(source: SourceModel, length: int) -> int:
 
 
 def _seconds(source: SourceModel, recipe: Recipe, num_tokens: int, device: torch.device) -> float:
-    """From the products that must be made and how fast this machine makes one."""
+    """Estimated from the operations of the matrix products and this machine's measured speed."""
     weights = sum(out * width for out, width in _linear_sizes(source).values())
-    operations = 200.0 * weights  # finding grids and rounding
+    operations = 200.0 * weights  # choosing grids and rounding
     if recipe.needs_calibration:
         squares = sum(source.shape(group.names[0])[1] ** 2 for group in source.groups(0))
         cubes = sum(source.shape(group.names[0])[1] ** 3 for group in source.groups(0))
@@ -173,6 +173,6 @@ def _speed(device: torch.device) -> float:
     float((a @ b)[0, 0])
     begin, count = time.perf_counter(), 0
     while count < 2 or time.perf_counter() - begin < 0.05:
-        float((a @ b)[0, 0])  # a GPU is waited for
+        float((a @ b)[0, 0])  # waits for the GPU
         count += 1
     return 2.0 * 512 * 1024 * 1024 * count / (time.perf_counter() - begin)

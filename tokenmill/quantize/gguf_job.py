@@ -1,4 +1,4 @@
-"""A job whose output is a GGUF: the type of each tensor by llama.cpp's mixes, weighted by importance where asked for.
+"""A job whose output is a GGUF: the type of each tensor by llama.cpp's mixes, optionally weighted by importance.
 
 `imatrix` runs calibration text through the float model and hands the mean square of each matrix's input to the ggml
 quantizers; `rtn` does without. The file is measured like any other result. Called by `tokenmill quantize`.
@@ -115,7 +115,7 @@ def collect_importance(
     device: torch.device,
     on_block: Callable[[int, int, float], None],
 ) -> dict[str, Tensor]:
-    """Mean square of the input of every linear, by name; the head's too."""
+    """Mean square of the input of every linear, the head included, by name."""
     length = job.calibration_length or min(512, checkpoint.description.context_length)
     text: CalibrationText = read_calibration(
         job.calibration, load_tokenizer(path), load_chat_template(path), job.calibration_samples, length
@@ -127,8 +127,10 @@ def collect_importance(
     importance: dict[str, Tensor] = {}
     started = time.monotonic()
     for index in range(source.num_blocks):
-        found = CalibratedBlock(source, index, states, device).survey(("mean_square",))
-        importance |= {name: each.mean_square.cpu() for name, each in found.items() if each.mean_square is not None}
+        statistics = CalibratedBlock(source, index, states, device).survey(("mean_square",))
+        importance |= {
+            name: each.mean_square.cpu() for name, each in statistics.items() if each.mean_square is not None
+        }
         spent = (time.monotonic() - started) / (index + 1)
         on_block(index + 1, source.num_blocks, spent * (source.num_blocks - index - 1))
         check_memory(memory)

@@ -1,8 +1,8 @@
 """A quantization job from start to finish: check everything, then block by block, then assemble, measure, move into
 place.
 
-Resumable after any block; under a memory cap; refuses before any long work what cannot end well. The steps are other
-modules': this one is their order. Called by `tokenmill quantize`.
+Resumable after any block; under a memory cap; refuses before any long work what would fail later. The steps are in
+other modules; this one has their order. Called by `tokenmill quantize`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from tokenmill.quantize.source import SourceModel
 from tokenmill.quantize.workspace import Workspace
 
 DEFAULT_LENGTH = 512
-Progress = Callable[[int, int, float], None]  # blocks done, of how many, seconds still to go
+Progress = Callable[[int, int, float], None]  # blocks done, blocks in total, seconds remaining
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class QuantizeReport:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedJob:
-    """Everything checked, nothing written."""
+    """A job whose inputs are checked; nothing has been written."""
 
     job: QuantizeJob
     path: Path
@@ -102,7 +102,7 @@ class PreparedJob:
 
     @property
     def key(self) -> str:
-        """What decides the result; a resumed job must agree."""
+        """Hash of everything that decides the result; a resumed job must have the same."""
         decisive = {
             "version": [__version__, torch.__version__],
             "source": [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in weight_files(self.path)],
@@ -117,7 +117,7 @@ class PreparedJob:
 
 
 def prepare(job: QuantizeJob) -> PreparedJob:
-    """Refuse here what would fail later."""
+    """Check the job; refuses here what would fail later."""
     if job.out.exists():
         raise UserError(f"{job.out} exists", "give another --out, or remove it")
     if not job.out.absolute().parent.is_dir():
@@ -277,7 +277,7 @@ def _choose_format(name: str, recipe: Recipe, shapes: Mapping[str, tuple[int, in
 
 
 def _choose_dtype(name: str, checkpoint: Checkpoint) -> torch.dtype:
-    """As asked; else bfloat16 where the source is, or needs its range, and float16 elsewhere."""
+    """The requested dtype; for auto bfloat16 where the source has it or needs its range, else float16."""
     known = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
     if name != "auto":
         if name not in known:

@@ -1,8 +1,8 @@
-"""Mixed precision: how many bits each group of linears gets, so that a byte budget does the least harm.
+"""Mixed precision: how many bits each group of linears gets, so that a byte budget costs the least quality.
 
 `measure_block` rounds one group at a time to each width and looks at the block's output; `allocate` then spends the
-budget where a byte helps most. Linears that share an input get one width, since engines fuse them. Called by the job
-(mixed_job.py) before the solver; knows nothing of files.
+budget where a byte helps most. Linears that share an input get the same width, since engines fuse them. Called by the
+job (mixed_job.py) before the solver; knows nothing of files.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SEQUENCES = 4  # calibration sequences that sensitivities are measured on
 
 @dataclass(frozen=True, slots=True)
 class Sensitivity:
-    """Of one group of linears: its names, its weights, and the harm of each width."""
+    """One group of linears: its names, number of weights, and the error of each width."""
 
     names: tuple[str, ...]
     num_weights: int
@@ -37,8 +37,8 @@ class Sensitivity:
 def measure_block(
     block: BlockView, scheme_of: Mapping[str, Scheme], widths: Sequence[int] = WIDTHS, num_sequences: int = _SEQUENCES
 ) -> list[Sensitivity]:
-    """The harm of rounding each group to each width, all else in float: the squared change of the residual stream
-    behind the block as a share of its square, which is what the next norm makes of it; the mean over tokens."""
+    """The error of rounding each group to each width, all else in float: the squared change of the residual stream
+    after the block relative to its square (the next norm divides by it); the mean over tokens."""
     inputs = block.inputs()
     count = min(num_sequences, len(inputs))
     sequences = [inputs[index * len(inputs) // count] for index in range(count)]
@@ -68,7 +68,7 @@ def relative_change(changed: Tensor, original: Tensor) -> float:
 
 
 def budget_bytes(sensitivities: Sequence[Sensitivity], scheme: Scheme, average_bits: float) -> int:
-    """What all groups take at `average_bits` each, scales and zero points included; for 3.5, halfway from 3 to 4."""
+    """Bytes of all groups at `average_bits` each, scales and zero points included; 3.5 is halfway from 3 to 4."""
     below = int(average_bits)
     low, high = (replace(scheme, bits=bits).bits_per_weight for bits in (below, below + 1))
     bits = low + (high - low) * (average_bits - below)
@@ -99,7 +99,7 @@ def allocate(
 ) -> dict[str, int]:
     """A width for each name with the least sum of sensitivities among those whose sizes fit into `budget`.
 
-    Widths are raised in the order of harm removed per byte along each name's lower convex hull, which is the exact
+    Widths are raised in the order of error removed per byte along each name's lower convex hull, which is the exact
     optimum of the relaxed problem; what is left over is then spent on any single raise that still fits.
     """
     hulls = {name: _hull(sensitivities[name], sizes[name]) for name in sensitivities}
@@ -117,7 +117,7 @@ def allocate(
         _, name, width = heapq.heappop(queue)
         cost = sizes[name][width] - sizes[name][chosen[name]]
         if name in stuck or cost > left:
-            stuck.add(name)  # the next raise of this name is dearer still
+            stuck.add(name)  # the next raise of this name costs even more
             continue
         chosen[name] = width
         left -= cost
@@ -137,7 +137,7 @@ def _hull(errors: Mapping[int, float], sizes: Mapping[int, int]) -> list[int]:
 
 
 def _slope(width: int, wider: int, errors: Mapping[int, float], sizes: Mapping[int, int]) -> float:
-    """Harm removed per byte."""
+    """Error removed per byte."""
     return (errors[width] - errors[wider]) / max(1, sizes[wider] - sizes[width])
 
 
@@ -153,7 +153,7 @@ def _spend(
     sizes: Mapping[str, Mapping[int, int]],
     left: int,
 ) -> dict[str, int]:
-    """Take the raise that removes most harm and fits, until none does."""
+    """Take the raise that removes the most error and fits, until none fits."""
     while True:
         fitting = [
             (errors[name][width] - errors[name][wider], name, wider)

@@ -1,6 +1,7 @@
 """Mixed precision inside a job: one pass over the float model for sensitivities, then a width for every linear.
 
-The choice is kept in the workspace, so that a resumed job goes on with the same widths. The arithmetic is mixed.py's.
+The choice is kept in the workspace, so that a resumed job continues with the same widths. The arithmetic is in
+mixed.py.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def choose_schemes(
     workspace: Workspace,
     device: torch.device,
 ) -> Recipe:
-    """The recipe with a scheme of its own for each linear, on average as wide as the recipe asks for."""
+    """The recipe with a scheme of its own for each linear, with the recipe's average width."""
     widths = workspace.read_json("widths")
     if widths is None:
         widths = _choose(recipe, source, sequences, file_format, device)

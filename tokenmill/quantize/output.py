@@ -1,7 +1,7 @@
 """The finished directory: shards, config.json with its quantization_config, tokenizer, generation settings.
 
-Put together inside the job's workspace and moved into place by one rename, so that the output is there whole or not at
-all. Used by the job; the model card is card.py's.
+Assembled inside the job's workspace and moved into place by one rename, so that the output is complete or absent.
+Used by the job; card.py writes the model card.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From what the user asks (a method name, a composition such as smoothquant+gptq, a recipe file) to checked steps and a
+"""From the user's request (a method name, a composition such as smoothquant+gptq, a recipe file) to checked steps and a
 scheme for each matrix.
 
 Everything that can be refused before any work is refused here: unknown methods, options, layers, groups that do not
@@ -39,7 +39,7 @@ class LayerOverride:
 
 @dataclass(frozen=True, slots=True)
 class RecipeRequest:
-    """What the user said; None: left open. `options` are (name, value), the name maybe with its step: "gptq.order"."""
+    """The user's request; None: not set. `options` are (name, value), the name maybe with its step: "gptq.order"."""
 
     method: str = "gptq"
     bits: int | None = None
@@ -57,7 +57,7 @@ class Recipe:
     solver: Solver
     scheme: Scheme  # of most matrices
     scheme_of: Mapping[str, Scheme] = field(default_factory=dict)
-    ignored: tuple[str, ...] = ()  # linears of blocks that stay as they are
+    ignored: tuple[str, ...] = ()  # linears of blocks that stay unquantized
     average_bits: float | None = None  # mixed precision: widths are still to be chosen, for this average
 
     @property
@@ -130,7 +130,7 @@ def compose(text: str) -> Method:
     steps = tuple(METHODS[name].steps[0] for name in before) + ending.steps
     if len(set(steps)) != len(steps):
         raise UserError(f"'{text}' has a step twice", "name each step once")
-    # int8 activations are what smoothing is for; every other transform leaves the solver's numbers as they are.
+    # Smoothing implies int8 activations; every other transform leaves the solver's scheme as it is.
     scheme = METHODS["smoothquant"].scheme if "smoothquant" in steps and ending.free_bits else ending.scheme
     return replace(ending, steps=steps, scheme=scheme, group_open=ending.group_open and scheme is ending.scheme)
 
@@ -143,28 +143,28 @@ def matching(pattern: str, names: Iterable[str]) -> list[str]:
             expression = re.compile(pattern[3:])
         except re.error as error:
             raise UserError(f"'{pattern}' is not a regular expression: {error}", "correct it") from None
-        found = [name for name in known if expression.match(name)]
+        matches = [name for name in known if expression.match(name)]
     else:
-        found = [name for name in known if name == pattern]
-    if not found:
+        matches = [name for name in known if name == pattern]
+    if not matches:
         near = difflib.get_close_matches(pattern.removeprefix("re:"), known, n=3, cutoff=0.3) or known[:3]
         raise UserError(f"no layer is called '{pattern}'", f"the nearest are {', '.join(near)}")
-    return found
+    return matches
 
 
 def _take_mixed(request: RecipeRequest, options: dict[str, Any]) -> tuple[str, float | None]:
-    """ "mixed" is not a step: it chooses the widths of whatever solver stands with it (gptq where none does)."""
+    """ "mixed" is not a step: it chooses the widths of the solver named with it (gptq where none is)."""
     names = [name.strip() for name in request.method.split("+")]
     if MIXED not in names:
         return request.method, None
     names.remove(MIXED)
-    given = options.pop("average_bits", request.bits if request.bits is not None else 4)
+    value = options.pop("average_bits", request.bits if request.bits is not None else 4)
     try:
-        average = float(given)
+        average = float(value)
     except (TypeError, ValueError):
         average = 0.0
     if not 2 <= average <= 8:
-        raise UserError(f"average_bits is {given!r}", "give a number from 2 to 8, such as 3.5")
+        raise UserError(f"average_bits is {value!r}", "give a number from 2 to 8, such as 3.5")
     name = "+".join(names) or "gptq"
     if not compose(name).free_bits:
         raise UserError(
@@ -177,8 +177,8 @@ def _average_within(budget: Any, scheme: Scheme, num_weights: int) -> float:
     """The average width at which `num_weights` take `budget` bytes, scales and zero points included."""
     average = average_bits_within(parse_size(budget), num_weights, scheme)
     if average < 2:
-        least = math.ceil(num_weights * replace(scheme, bits=2).bits_per_weight / 8)
-        raise UserError(f"a budget of {budget} is too small for 2 bits each", f"give at least {least:,} bytes")
+        minimum = math.ceil(num_weights * replace(scheme, bits=2).bits_per_weight / 8)
+        raise UserError(f"a budget of {budget} is too small for 2 bits each", f"give at least {minimum:,} bytes")
     return min(average, 8.0)
 
 
@@ -207,7 +207,7 @@ def _overridden(override: LayerOverride, scheme: Scheme, name: str, method: Meth
 def _make_steps(names: Sequence[str], options: Mapping[str, Any]) -> list[Step]:
     """Each option goes to the step that has it; "step.option" says which where two have it."""
     classes = {name: (TRANSFORMS if name in TRANSFORMS else SOLVERS).get(name) for name in names}
-    given: dict[str, dict[str, Any]] = {name: {} for name in names}
+    values: dict[str, dict[str, Any]] = {name: {} for name in names}
     known = {name: {spec.name: spec for spec in fields(kind.Options)} for name, kind in classes.items()}
     for key, value in options.items():
         step, _, option = key.rpartition(".")
@@ -217,12 +217,12 @@ def _make_steps(names: Sequence[str], options: Mapping[str, Any]) -> list[Step]:
             raise unknown_name("option", key, valid or ["(none)"])
         if len(owners) > 1:
             raise UserError(f"both {' and '.join(owners)} have the option '{option}'", f"write {owners[0]}.{option}")
-        given[owners[0]][option] = _typed(value, known[owners[0]][option].default)
-    return [kind(given[name]) for name, kind in classes.items()]
+        values[owners[0]][option] = _typed(value, known[owners[0]][option].default)
+    return [kind(values[name]) for name, kind in classes.items()]
 
 
 def _typed(value: Any, default: Any) -> Any:
-    """A word of the command line as the option's own type; parse_options refuses what does not fit."""
+    """A command-line value converted to the option's type; parse_options refuses what does not fit."""
     if not isinstance(value, str) or isinstance(default, str):
         return value
     try:

@@ -1,6 +1,6 @@
 """Reads a recipe file (YAML): steps with their options, and layers that differ. Gives a RecipeRequest.
 
-Unknown keys are refused with the nearest valid one; what the keys mean is recipe.py's business. Called by the CLI.
+Unknown keys are refused with the nearest valid one; recipe.py knows what the keys mean. Called by the CLI.
 """
 
 from __future__ import annotations
@@ -75,9 +75,11 @@ def _layer(pattern: object, value: Any) -> LayerOverride:
 
 
 def _checked(key: str, value: Any) -> Any:
-    wanted = bool if key == "symmetric" else int
-    if not isinstance(value, wanted) or (wanted is int and (isinstance(value, bool) or value < 0)):
-        raise UserError(f"'{key}' in the recipe is {value!r}", f"give a {'yes or no' if wanted is bool else 'number'}")
+    expected = bool if key == "symmetric" else int
+    if not isinstance(value, expected) or (expected is int and (isinstance(value, bool) or value < 0)):
+        raise UserError(
+            f"'{key}' in the recipe is {value!r}", f"give {'true or false' if expected is bool else 'a number'}"
+        )
     return value
 
 

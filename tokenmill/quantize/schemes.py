@@ -1,5 +1,5 @@
-"""What each method name stands for: its steps, the numbers it makes, and which of `--bits` and `--group-size` it leaves
-open. The table that people's names (mxfp4, llm.int8, awq) are looked up in; recipe.py turns a request into steps.
+"""The table of method names (mxfp4, llm.int8, awq): the steps of each, its scheme, and whether `--bits` and
+`--group-size` can be chosen. recipe.py turns a request into steps.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 from tokenmill.errors import UserError
 from tokenmill.model.formats.quantized import Scheme
 
-GROUP_SIZES = (128, 64, 32)  # tried in this order where the user leaves it open
+GROUP_SIZES = (128, 64, 32)  # tried in this order where the user does not choose
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
     """`steps`: names in TRANSFORMS and SOLVERS. `free_bits`, `free_group`: the user may choose them.
 
-    `group_open`: unless the user says, the largest usual group that divides every matrix is taken.
+    `group_open`: the default is the largest of GROUP_SIZES that divides every matrix.
     """
 
     steps: tuple[str, ...]
@@ -65,7 +65,7 @@ FP8_SCALING = {
 def adjust(
     name: str, method: Method, bits: int | None, group_size: int | None, symmetric: bool | None, scaling: str
 ) -> Scheme:
-    """The method's scheme with what the user chose, where the method leaves it open."""
+    """The method's scheme with the user's choices, where the method allows them."""
     scheme = method.scheme
     if name == "fp8":
         scheme = FP8_SCALING[scaling or ("block" if group_size else "channel")]

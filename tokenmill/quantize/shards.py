@@ -21,12 +21,12 @@ _CHUNK = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """One tensor inside a file that was written before."""
+    """One tensor inside an existing file."""
 
     name: str
     file: Path
     start: int
-    entry: dict[str, Any]  # dtype and shape, as the header says them
+    entry: dict[str, Any]  # dtype and shape, from the header
 
     size: int
 
@@ -42,14 +42,14 @@ def join_files(files: Sequence[Path], directory: Path, shard_bytes: int = SHARD_
     if len(shards) == 1:
         return {SINGLE_FILE: _write(directory / SINGLE_FILE, shards[0])}
     digests: dict[str, str] = {}
-    places: dict[str, str] = {}
+    weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         digests[name] = _write(directory / name, shard)
-        places |= {piece.name: name for piece in shard}
+        weight_map |= {piece.name: name for piece in shard}
     index = {
         "metadata": {"total_size": sum(piece.size for piece in pieces)},
-        "weight_map": dict(sorted(places.items())),
+        "weight_map": dict(sorted(weight_map.items())),
     }
     (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     return digests

@@ -1,8 +1,8 @@
 """The model a job reads: its blocks one at a time as float32 tensors in Hugging Face's layout, whatever the file holds.
 
-Rotary pairs are halves and norm vectors are as they multiply, so methods meet one convention. Builds the architecture
-over the mapped checkpoint without loading it; a block's pages are given back once it has been read. Used by the job and
-the calibration; knows nothing of methods.
+Rotary pairs are halves and norm vectors include their offset, so that methods see one convention. Builds the
+architecture over the mapped checkpoint without loading it; a block's pages are released once it has been read. Used by
+the job and the calibration; knows nothing of methods.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _TILE_ROWS = 4096
 
 
 class _NamingReader(WeightReader):
-    """Remembers which vector has which name: blocks hand vectors to Ops without it."""
+    """Records the name of each vector: blocks pass vectors to Ops without their names."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         super().__init__(checkpoint)
@@ -73,7 +73,7 @@ class SourceModel:
         return self._reader.weights[name].type_name
 
     def read(self, name: str) -> Tensor:
-        """A linear or the embedding as float32 [out, in]; its mapped pages are given back."""
+        """A linear or the embedding as float32 [out, in]; its mapped pages are released."""
         weight = self._reader.weights[name]
         values = weight.dequantize(0, weight.out_features).clone()
         for part in self._reader.tensor_names[name]:
@@ -116,7 +116,7 @@ class SourceModel:
         return (rows * self.description.embedding_scale).view(*ids.shape, -1)
 
     def groups(self, index: int) -> list[LinearGroup]:
-        """Linears by shared input, with what could absorb a scale of it."""
+        """Linears grouped by shared input, each group with the weight that can absorb a scale of it."""
         block, d = self.block(index), self.description
         attention, mlp = block.attention, block.mlp
 
@@ -136,7 +136,7 @@ class SourceModel:
 
 
 def narrow(name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
-    """In the type of a file; values that do not fit are refused rather than written as infinity."""
+    """Converted to the dtype of a file; values out of its range are refused rather than written as infinity."""
     narrowed = values.to(dtype)
     if not bool(torch.isfinite(narrowed).all()):
         raise UserError(

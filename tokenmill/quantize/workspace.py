@@ -1,7 +1,7 @@
-"""The job's directory OUT.partial: finished blocks, the hidden states after the last one, and whose job it is.
+"""The job's directory OUT.partial: finished blocks, the hidden states after the last one, and the key of the job.
 
-What makes a job resumable. Files appear under their final name only when complete, states before the block they follow,
-so that a kill at any moment leaves a state to go on from. Knows nothing of what the tensors mean. Used by the job.
+Makes a job resumable. Files appear under their final name only when complete, states before the block they follow,
+so that a job killed at any moment can be resumed. Knows nothing of what the tensors mean. Used by the job.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Workspace:
 
     @property
     def result(self) -> Path:
-        """Where the finished files are put together."""
+        """The directory in which the finished files are assembled."""
         return self.path / _RESULT
 
     @property
@@ -63,7 +63,7 @@ class Workspace:
         return self.path / f"states-{index:05d}.safetensors"
 
     def num_finished(self, needs_states: bool) -> int:
-        """Blocks that need not be done again; with calibration, the states after them must be there as well."""
+        """Number of finished blocks; with calibration, those whose following states exist as well."""
         count = 0
         while self.block(count).exists():
             count += 1
@@ -90,12 +90,12 @@ class Workspace:
         self._states(index).unlink(missing_ok=True)
 
     def write_json(self, name: str, content: Any) -> None:
-        """A decision that a resumed job must not take again."""
+        """Store a decision that a resumed job must not make again."""
         with full_disk_explained(self.path):
             _write_text(self.path / f"{name}.json", json.dumps(content))
 
     def read_json(self, name: str) -> Any:
-        """What `write_json` kept under this name; None if nothing."""
+        """What `write_json` stored under this name, or None."""
         path = self.path / f"{name}.json"
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
@@ -111,7 +111,7 @@ class Workspace:
 
 @contextlib.contextmanager
 def full_disk_explained(path: Path) -> Iterator[None]:
-    """A full disk is the user's to mend; the finished blocks stay."""
+    """Turn write errors into user errors; the finished blocks are kept."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -120,7 +120,7 @@ def full_disk_explained(path: Path) -> Iterator[None]:
             reason = getattr(error, "strerror", None) or str(error)
             raise UserError(f"cannot write {path}: {reason}", "check the path and its permissions") from None
         raise UserError(
-            f"the disk of {path} is full", "make room and run the same command again: it goes on at the last block"
+            f"the disk of {path} is full", "make room and run the same command again: it resumes at the last block"
         ) from None
 
 

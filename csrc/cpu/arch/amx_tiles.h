@@ -20,7 +20,7 @@ struct alignas(64) TileShapes {
 static_assert(sizeof(TileShapes) == 64, "as the processor reads it");
 
 TM_INLINE void configure_tiles(const TileShapes& shapes) { asm volatile("ldtilecfg (%0)" : : "r"(&shapes) : "memory"); }
-// A thread that holds tiles is dearer to switch away from: give them back after the last product.
+// A thread that holds tiles costs more to switch away from: release them after the last product.
 TM_INLINE void release_tiles() { asm volatile("tilerelease" : : : "memory"); }
 
 template <int Tile>

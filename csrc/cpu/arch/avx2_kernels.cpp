@@ -1,7 +1,7 @@
 // AVX2 with FMA and F16C: the vector type (8 columns x 4 k) and the table of panel kernels.
 //
 // Built with -mavx2 -mfma -mf16c; chosen by linear_dispatch.cpp where the CPU says so. Unsigned codes go through
-// maddubs as they are (6 bits times 7 bits cannot saturate); signed weights lend their sign to the activations first.
+// maddubs as they are (6 bits times 7 bits cannot saturate); signed weights pass their sign to the activations first.
 #include <immintrin.h>
 
 #include "panel_kernels.h"

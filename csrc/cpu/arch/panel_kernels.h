@@ -228,7 +228,7 @@ TM_INLINE void direct_rows(const PanelLayout& layout, const uint8_t* panel, cons
   }
 }
 
-// The most integer products this instruction set can do, from registers alone: the ceiling that benchmarks quote.
+// Peak rate of integer products of this instruction set, from registers alone: the ceiling that benchmarks quote.
 template <class V>
 int64_t spin_dots(int64_t rounds) {
   alignas(64) uint8_t bytes[64] = {};

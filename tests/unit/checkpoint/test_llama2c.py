@@ -123,7 +123,7 @@ def test_tokenizer(files: tuple[Path, Path, Path], old_bytes: bool) -> None:
 @pytest.mark.parametrize(
     ("victim", "damage", "message"),
     [
-        ("model", lambda data: data[:-4], "asks for"),
+        ("model", lambda data: data[:-4], "its header implies"),
         ("model", lambda data: b"GGUF" + data[4:], "not a llama2.c"),
         ("model", lambda data: data[:1], "only 1 bytes"),
         ("tokenizer", lambda data: data[:-3], "not a tokenizer"),

@@ -72,8 +72,8 @@ def test_bad_items_are_refused_before_a_model_is_looked_for(tmp_path: Path, line
     [
         ({"kind": "helaswag"}, "did you mean 'hellaswag'"),
         ({"limit": -1}, "negative"),
-        ({"chat": True}, "writes none"),
-        ({"max_tokens": 5}, "writes none"),
+        ({"chat": True}, "generates none"),
+        ({"max_tokens": 5}, "generates none"),
         ({"num_shots": 2}, "has no examples"),
         ({"shots": Path("x")}, "takes no examples"),
         ({"kind": "gsm8k"}, "line 1 .* has no 'question'"),

@@ -29,9 +29,9 @@ def test_the_interval_covers_the_spread_and_the_median_ignores_one_outlier() -> 
 
 def test_halving_keeps_the_cheaper_half_and_the_near() -> None:
     costs = {"a": 0.30, "b": 0.40, "c": 0.41, "d": 0.60, "e": 0.90}
-    assert survivors(costs, least=2) == ["a", "b", "c"]
-    assert survivors({"a": 0.3, "b": 0.4, "c": 0.41, "d": 0.9}, least=2) == ["a", "b", "c"]  # c is within noise of b
-    assert survivors({"a": 0.3}, least=2) == ["a"]
+    assert survivors(costs, at_least=2) == ["a", "b", "c"]
+    assert survivors({"a": 0.3, "b": 0.4, "c": 0.41, "d": 0.9}, at_least=2) == ["a", "b", "c"]  # c is within noise of b
+    assert survivors({"a": 0.3}, at_least=2) == ["a"]
     assert survivors({}) == []
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tokenmill.optimize.predict import by_promise, cannot_win
+from tokenmill.optimize.predict import cannot_win, rank_candidates
 from tokenmill.optimize.results import Prediction
 
 
@@ -33,4 +33,4 @@ def test_order_of_trials() -> None:
         "fast with data": _expected(3.5, 0.001, 0.01),
     }
     calibrated = {name: "data" in name for name in predictions}
-    assert by_promise(predictions, 0.01, calibrated) == ["fast", "fast with data", "safe", "risky"]
+    assert rank_candidates(predictions, 0.01, calibrated) == ["fast", "fast with data", "safe", "risky"]

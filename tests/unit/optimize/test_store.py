@@ -37,9 +37,9 @@ def test_an_attempt_that_ends_in_order_leaves_no_mark_and_a_killed_one_does(tmp_
     def interrupted() -> None:
         with store.attempt("Q8_0"):
             assert json.loads((tmp_path / "measurements.json").read_text())["attempt"] == "Q8_0"
-            assert Store(tmp_path, "k").died_in == "Q8_0"  # what a process sees that starts after a kill -9
+            assert Store(tmp_path, "k").interrupted_attempt == "Q8_0"  # what a process sees that starts after a kill -9
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
-    assert Store(tmp_path, "k").died_in is None
+    assert Store(tmp_path, "k").interrupted_attempt is None

@@ -105,5 +105,5 @@ def test_a_gpu_without_room_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     check_room(torch.device("cpu"), 1 << 40)
     with pytest.raises(UserError, match="2 MiB of GPU memory, 1 are free"):
         check_room(torch.device("cuda"), 2 << 20)
-    with pytest.raises(UserError, match="it goes on at the last block"), full_device_explained("block 3"):
+    with pytest.raises(UserError, match="it resumes at the last block"), full_device_explained("block 3"):
         raise torch.OutOfMemoryError

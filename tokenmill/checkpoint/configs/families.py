@@ -202,7 +202,7 @@ def family_of(model_type: str) -> Family:
 
 
 def register_model_type(model_type: str, family: Family) -> None:
-    """Teach the reader a model type whose config has other defaults than the plain ones."""
+    """Register a model type whose config defaults differ from those of `Family`."""
     if model_type in FAMILIES:
         raise UserError(f"model type '{model_type}' is already registered", "choose another name")
     FAMILIES[model_type] = family

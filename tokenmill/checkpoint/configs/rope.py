@@ -1,5 +1,5 @@
 """The rotary tables of a config.json: `rope_parameters` of transformers 5 (nested by layer type or not), or the older
-`rope_theta` and `rope_scaling`. A kind of scaling that is not known here is kept by its name, for whoever runs it."""
+`rope_theta` and `rope_scaling`. A kind of scaling that is not known here is kept by its name."""
 
 from __future__ import annotations
 
@@ -72,14 +72,14 @@ def _scaling(text: Fields, settings: Fields, context_length: int) -> RopeScaling
 
 
 def _yarn(settings: Fields, original: int, context_length: int) -> RopeScaling:
-    given = settings.number("attention_factor", 0.0)
+    attention_factor = settings.number("attention_factor", 0.0)
     return RopeScaling(
         kind="yarn",
         factor=settings.number("factor", context_length / original, low=1e-6),
         original_context=original,
         beta_fast=settings.number("beta_fast", 32.0) or 32.0,
         beta_slow=settings.number("beta_slow", 1.0) or 1.0,
-        attention_factor=given if settings.raw("attention_factor") is not None else None,
+        attention_factor=attention_factor if settings.raw("attention_factor") is not None else None,
         mscale=settings.number("mscale", 0.0),
         mscale_all_dim=settings.number("mscale_all_dim", 0.0),
         truncate=settings.flag("truncate", True),

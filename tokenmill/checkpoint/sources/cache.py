@@ -1,4 +1,4 @@
-"""The cache of assembled models: where it lies, what proves that a model in it is whole, and who may write.
+"""The cache of assembled models: its location, the check that a model in it is complete, and the write lock.
 
 models/<alias>/ holds the model, `verified.json` (written last, after the hashes were checked; from then on sizes are
 enough), `work/` while a download is under way, and `lock`. Knows nothing about how models arrive. Called by packages.py
@@ -22,8 +22,8 @@ MARKER = "verified.json"
 
 
 def cache_root() -> Path:
-    if own := os.environ.get("TOKENMILL_CACHE"):
-        return Path(own).expanduser()
+    if override := os.environ.get("TOKENMILL_CACHE"):
+        return Path(override).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "tokenmill"
 
 
@@ -32,7 +32,7 @@ def model_folder(alias: Alias) -> Path:
 
 
 def find_cached(alias: Alias) -> Resolved | None:
-    """The model if it is whole: a marker of this very table entry, and every file of the size noted in it."""
+    """The model if it is complete: a marker of this table entry, and every file of the size recorded in it."""
     folder = model_folder(alias)
     try:
         marker = json.loads((folder / MARKER).read_text(encoding="utf-8"))
@@ -46,7 +46,7 @@ def find_cached(alias: Alias) -> Resolved | None:
 
 
 def write_marker(alias: Alias) -> Resolved:
-    """Vouch for what lies in the folder now. The caller has checked the hashes."""
+    """Mark the files in the folder as verified. The caller has checked the hashes."""
     folder = model_folder(alias)
     model = folder / alias.file
     members = sorted(path for path in model.rglob("*") if path.is_file()) if model.is_dir() else [model]
@@ -62,7 +62,7 @@ def write_marker(alias: Alias) -> Resolved:
 
 
 def write_json(path: Path, content: object) -> None:
-    """Whole or not at all, whatever kills us."""
+    """Write atomically: the old or the new content survives a kill."""
     draft = path.with_name(path.name + ".new")
     draft.write_text(json.dumps(content, indent=1), encoding="utf-8")
     os.replace(draft, path)
@@ -87,7 +87,7 @@ def exclusive(folder: Path, on_wait: Callable[[], None]) -> Iterator[None]:
     """One writer per model: a second process waits here. The system drops the lock when its holder dies."""
     try:
         import fcntl
-    except ImportError:  # no such lock on Windows; there, two pulls at once are the user's to avoid
+    except ImportError:  # no such lock on Windows; two concurrent pulls are not prevented there
         yield
         return
     with open(folder / "lock", "a") as handle:

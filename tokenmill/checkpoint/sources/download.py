@@ -35,11 +35,11 @@ class Unreachable(Exception):
 
 
 class Refused(Exception):
-    """Somebody answered, but not with what was asked for."""
+    """The server answered, but not with the requested file."""
 
 
 class Corrupt(Exception):
-    """All bytes came, and they are not the ones we know."""
+    """The download is complete, but its hash is not the expected one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class Transport:
             return Page(str(response.url), response.headers.get("content-type", ""), response.read())
 
     def fetch(self, url: str, destination: Path, size: int, sha256: str, advance: Callable[[int], None]) -> None:
-        """Complete `destination`. What an earlier call left in its `.part` is not asked for again."""
+        """Complete `destination`. Bytes that an earlier call left in its `.part` are not requested again."""
         part = destination.with_name(destination.name + ".part")
         for cut in range(MAX_CUTS + 1):
             have = part.stat().st_size if part.exists() else 0

@@ -1,4 +1,4 @@
-"""One pinned package -> its archive on this disk: ask the places the user configured, download, and check.
+"""One pinned package -> its archive on this disk: try the indexes the user configured, download, and verify.
 
 Where our own reading of an index is not enough (logins from a keyring, client plug-ins), the user's pip or npm is asked
 to download the same file. Does not look into archives. Called by pull.py.
@@ -88,7 +88,7 @@ class Fetcher:
         return destination
 
     def _last_resort(self, package: Package, destination: Path, failures: list[Exception]) -> Path:
-        """Changed contents are final; without a network nothing else helps; the rest is pip's or npm's to try."""
+        """Changed contents or no network: raise. Otherwise try pip or npm."""
         corrupt = [error for error in failures if isinstance(error, Corrupt)]
         refused = [error for error in failures if isinstance(error, Refused) and not _is_absent(error)]
         unreachable = [error for error in failures if isinstance(error, Unreachable)]
@@ -109,13 +109,13 @@ class Fetcher:
         folder.mkdir(exist_ok=True)
         _log.info("asking %s for %s", command[0], package.requirement)
         done = subprocess.run([*command, str(folder)], capture_output=True, text=True, cwd=folder, check=False)
-        found = folder / package.filename
+        downloaded = folder / package.filename
         try:
-            if done.returncode != 0 or not found.is_file():
+            if done.returncode != 0 or not downloaded.is_file():
                 _log.info("%s", done.stderr.strip())
                 return False
-            _check(found, package)
-            found.replace(destination)
+            _check(downloaded, package)
+            downloaded.replace(destination)
         except Corrupt as error:
             raise CheckpointError(str(error), "the index serves a changed package; try another index") from error
         finally:

@@ -121,11 +121,11 @@ def _require_space(repo: str, cache: Path, needed: int) -> None:
 
 
 @contextmanager
-def _bars(wanted: bool) -> Iterator[None]:
+def _bars(enabled: bool) -> Iterator[None]:
     """huggingface_hub draws its own bars; they are for terminals only."""
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
-    silenced = not wanted and not are_progress_bars_disabled()
+    silenced = not enabled and not are_progress_bars_disabled()
     if silenced:
         disable_progress_bars()
     try:

@@ -70,16 +70,16 @@ def _select_gguf(request: HubRequest, listing: list[str]) -> Selection:
 
 def _choose(request: HubRequest, groups: dict[str, list[str]]) -> list[str]:
     if request.file:
-        found = [group for group in groups.values() if request.file in group]
-        if not found:
+        matches = [group for group in groups.values() if request.file in group]
+        if not matches:
             raise UserError(f"'{request.repo}' has no '{request.file}'", f"it has: {', '.join(groups)}")
-        return found[0]
-    wanted = (request.quant,) if request.quant else _PREFERRED
-    for quant in wanted:
+        return matches[0]
+    preferred = (request.quant,) if request.quant else _PREFERRED
+    for quant in preferred:
         pattern = re.compile(rf"(?:^|[-._/]){re.escape(quant)}(?=[-.]|$)", re.IGNORECASE)
-        found = [group for name, group in groups.items() if pattern.search(name)]
-        if found:
-            return min(found, key=lambda group: len(group[0]))
+        matches = [group for name, group in groups.items() if pattern.search(name)]
+        if matches:
+            return min(matches, key=lambda group: len(group[0]))
     if not request.quant and len(groups) == 1:
         return next(iter(groups.values()))
     quants = list(dict.fromkeys(tag for name in groups for tag in _QUANT.findall(name))) or list(groups)

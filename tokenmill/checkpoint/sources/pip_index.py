@@ -45,8 +45,8 @@ def pip_command() -> list[str]:
     """How to run pip here; empty where there is none."""
     if find_spec("pip"):
         return [sys.executable, "-m", "pip"]
-    found = shutil.which("pip")
-    return [found] if found else []
+    executable = shutil.which("pip")
+    return [executable] if executable else []
 
 
 def read_pip_settings() -> PipSettings:
@@ -91,14 +91,14 @@ def wheel_links(
     package: Package, settings: PipSettings, transport: Transport, failures: list[Exception]
 ) -> Iterator[Link]:
     """Places that offer the wheel, nearest first. Lazy: the next index is asked only if the last link was of no use."""
-    for place in settings.find_links:
-        folder = Path(place.removeprefix("file://")).expanduser()
+    for location in settings.find_links:
+        folder = Path(location.removeprefix("file://")).expanduser()
         if folder.is_dir():
             if (folder / package.filename).is_file():
                 yield Link((folder / package.filename).absolute().as_uri())
         else:
             yield from _page_links(
-                place if "://" in place else folder.absolute().as_uri(), package, transport, failures
+                location if "://" in location else folder.absolute().as_uri(), package, transport, failures
             )
     name = re.sub(r"[-_.]+", "-", package.name).lower()
     for index in settings.indexes:

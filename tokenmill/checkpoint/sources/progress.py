@@ -43,7 +43,7 @@ class Progress:
             self._bar.advance(self._task, count)
 
     def say(self, text: str) -> None:
-        """One line, unless a bar is there that shows the same."""
+        """Write one line, unless a bar shows the same."""
         if self._task is None and not self._silent:
             print(text, file=sys.stderr, flush=True)
 

@@ -1,4 +1,4 @@
-"""One fetch of one alias: locate each package, download it (continuing), join it, delete it; prove the whole, place it.
+"""One fetch of one alias: locate each package, download it (continuing), join it, delete it; verify and place it.
 
 Fetches only what the alias table names. Every step survives a kill. Knows the order of work; pages, bytes, archives and
 the cache have their own files. Called by packages.py, under the lock of the model.
@@ -22,7 +22,7 @@ from tokenmill.errors import CheckpointError
 
 
 class Pull:
-    """`work` beside the model keeps what a later call continues with; it is gone when the model is whole."""
+    """`work` beside the model holds partial downloads for a later call; it is removed when the model is complete."""
 
     def __init__(self, alias: Alias, folder: Path, settings: PipSettings | None, progress: Progress) -> None:
         self.alias = alias
@@ -51,7 +51,7 @@ class Pull:
         return resolved
 
     def _is_whole_already(self) -> bool:
-        """The user put the file there, or a kill came between the last rename and the marker."""
+        """True if the files are there without a marker: placed by the user, or a kill came before the marker."""
         if self.alias.convert:
             return False
         piece = self.alias.pieces[0]

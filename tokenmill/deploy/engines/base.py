@@ -1,4 +1,4 @@
-"""The contract of an engine that can be deployed: its launch line, how it says that it is well, what it measures.
+"""The contract of an engine that can be deployed: its launch line, health check and metrics.
 
 An engine turns a `Serving` into a `Launch` or refuses with a reason and a remedy; it never drops a setting silently.
 Knows nothing of Kubernetes, compose or systemd, which read `Launch` and the attributes. Called by the targets.
@@ -35,7 +35,7 @@ class Signals:
     queue: str  # metric: requests waiting
     kv: str = ""  # metric: share of the KV cache in use, 0 to 1
     running: str = ""  # metric: requests being computed
-    tokens: str = ""  # counter that moves while work is done
+    tokens: str = ""  # counter that increases while work is done
 
 
 class Engine(ABC):
@@ -46,7 +46,7 @@ class Engine(ABC):
     cpu_image: str = ""  # where devices are CPUs; empty: the same
     port: int = 8000
     health: str = "/health"
-    health_sees_progress = False  # the health check fails when tokens do not move
+    health_sees_progress = False  # the health check fails when no tokens are generated
     signals: Signals | None = None
     can_split = False  # prefill and decode in separate pools
 
@@ -55,7 +55,7 @@ class Engine(ABC):
         """The launch line; `role`: "prefill" or "decode" of a split deployment."""
 
     def router(self, serving: Serving, prefill: Sequence[str], decode: Sequence[str]) -> tuple[str, Launch]:
-        """(image, launch) of what stands before split pools; `prefill` and `decode` are host names."""
+        """(image, launch) of the router in front of split pools; `prefill` and `decode` are host names."""
         raise UserError(
             f"{self.name} cannot split prefill and decode ({len(prefill)} + {len(decode)} of {serving.name})",
             "use vllm, sglang or trtllm, or drop --split",

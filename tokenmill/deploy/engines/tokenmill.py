@@ -1,4 +1,4 @@
-"""This engine: `tokenmill serve`. One CPU machine per replica; the health check watches tokens move."""
+"""This engine: `tokenmill serve`. One CPU machine per replica; the health check fails when no tokens are generated."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Tokenmill(Engine):
     name = "tokenmill"
     planner_name = "tokenmill"
     version = __version__
-    image = f"tokenmill:{__version__}"  # yours to build, from the repository's Dockerfile
+    image = f"tokenmill:{__version__}"  # built by the user from the repository's Dockerfile
     health_sees_progress = True
     signals = Signals(
         "/metrics",

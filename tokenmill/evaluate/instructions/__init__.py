@@ -48,6 +48,6 @@ INSTRUCTIONS = Registry(
 
 
 def follows(instruction: str, answer: str, arguments: Mapping[str, Any]) -> bool:
-    """Arguments that are None do not count as given: some copies of the benchmark list every name for every item."""
-    given = {name: value for name, value in arguments.items() if value is not None}
-    return bool(answer.strip()) and bool(INSTRUCTIONS.get(instruction)(answer, **given))
+    """Arguments that are None are dropped: some copies of the benchmark list every name for every item."""
+    values = {name: value for name, value in arguments.items() if value is not None}
+    return bool(answer.strip()) and bool(INSTRUCTIONS.get(instruction)(answer, **values))

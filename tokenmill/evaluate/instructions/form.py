@@ -9,9 +9,9 @@ _ANSWERS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 
 
 def bullets(answer: str, num_bullets: int) -> bool:
-    """Lines that begin with one asterisk or a hyphen: exactly so many."""
-    found = re.findall(r"^\s*\*[^*].*$", answer, re.MULTILINE) + re.findall(r"^\s*-.*$", answer, re.MULTILINE)
-    return len(found) == num_bullets
+    """Exactly `num_bullets` lines begin with one asterisk or a hyphen."""
+    lines = re.findall(r"^\s*\*[^*].*$", answer, re.MULTILINE) + re.findall(r"^\s*-.*$", answer, re.MULTILINE)
+    return len(lines) == num_bullets
 
 
 def one_of_three(answer: str) -> bool:
@@ -26,12 +26,12 @@ def highlights(answer: str, num_highlights: int) -> bool:
 
 
 def sections(answer: str, section_spliter: str, num_sections: int) -> bool:
-    """At least so many headings "SECTION 1": the splitter and a number."""
+    """At least `num_sections` headings such as "SECTION 1": the splitter and a number."""
     return len(re.findall(rf"\s?{re.escape(section_spliter)}\s?\d+\s?", answer)) >= num_sections
 
 
 def is_json(answer: str) -> bool:
-    """All of it, but for a code fence around it."""
+    """The whole answer, without a code fence around it, is JSON."""
     text = re.sub(r"^```(?:json)?\s*|\s*```$", "", answer.strip(), flags=re.IGNORECASE)
     try:
         json.loads(text)
@@ -50,8 +50,8 @@ def two_responses(answer: str) -> bool:
     parts = answer.split("******")
     if any(not part.strip() for part in parts[1:-1]):
         return False
-    found = [part.strip() for part in parts if part.strip()]
-    return len(found) == 2 and found[0] != found[1]
+    responses = [part.strip() for part in parts if part.strip()]
+    return len(responses) == 2 and responses[0] != responses[1]
 
 
 def repeats_prompt(answer: str, prompt_to_repeat: str) -> bool:

@@ -44,7 +44,7 @@ def _abbreviates(text: str, begin: int, stop: int) -> bool:
 
 
 def paragraphs(answer: str, num_paragraphs: int) -> bool:
-    """Divided by lines of three asterisks; none between two dividers may be empty."""
+    """Paragraphs separated by lines of three asterisks; none may be empty."""
     parts = re.split(r"\s?\*\*\*\s?", answer)
     inner = parts[1:-1]
     if any(not part.strip() for part in inner):
@@ -53,7 +53,7 @@ def paragraphs(answer: str, num_paragraphs: int) -> bool:
 
 
 def paragraph_begins(answer: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
-    """Divided by empty lines: so many, and the nth begins with this word."""
+    """`num_paragraphs` paragraphs, separated by empty lines; the nth begins with `first_word`."""
     parts = answer.split("\n\n")
     count = sum(bool(part.strip()) for part in parts)
     if count != num_paragraphs or nth_paragraph > count or not parts[nth_paragraph - 1].strip():

@@ -1,4 +1,4 @@
-"""The contract of a task: which items it takes, how a model answers them, what is right.
+"""The contract of a task: which items it takes, how a model answers them, how answers are judged.
 
 A task is recognized by the fields of its items, never by a file name. It turns all items into results; means and error
 bars are made from their metrics. Choices are scored by choices.py, texts made by generation.py; a task file says only

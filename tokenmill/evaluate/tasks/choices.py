@@ -1,4 +1,4 @@
-"""Questions with given answers: which continuation of a context the model holds for the most likely.
+"""Multiple choice: which continuation of a context the model finds most likely.
 
 The answers of one question share its context, which is computed once. Tokens are cut as lm-evaluation-harness does: the
 context alone and the whole are encoded, what the whole has more is the answer. Called by the multiple-choice tasks.
@@ -40,40 +40,42 @@ def score_answers(llm: LLM, questions: Sequence[Question], on_progress: Progress
             pairs.append((before[-room:], after))
     if cut:
         _log.warning("%d of %d contexts are longer than %d tokens: their beginning is cut", cut, len(pairs), context)
-    found = iter(continuation_logprobs(llm.parts, pairs, on_progress))
-    return [[next(found) for _ in question.answers] for question in questions]
+    scores = iter(continuation_logprobs(llm.parts, pairs, on_progress))
+    return [[next(scores) for _ in question.answers] for question in questions]
 
 
 def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[list[int], list[int]]:
-    """Space between the two belongs to the continuation. An empty context is the token that opens texts."""
+    """Space between the two belongs to the continuation. An empty context becomes BOS, or EOS without one."""
     stripped = context.rstrip()
     continuation = context[len(stripped) :] + continuation
-    whole = tokenizer.encode(stripped + continuation)
+    joined = tokenizer.encode(stripped + continuation)
     before = tokenizer.encode(stripped)
     if not before:
         opening = tokenizer.bos_id if tokenizer.bos_id is not None else next(iter(tokenizer.eos_ids), None)
         if opening is None:
-            raise UserError("a context is empty and the model has no token to open a text", "give a context")
-        return [opening], whole
-    if len(whole) <= len(before):  # the continuation melts into the last token of the context
-        return before[: len(whole) - 1], whole[len(whole) - 1 :]
-    return whole[: len(before)], whole[len(before) :]
+            raise UserError(
+                "a context is empty and the model has neither a BOS nor an EOS token to put before it", "give a context"
+            )
+        return [opening], joined
+    if len(joined) <= len(before):  # the continuation merges with the last token of the context
+        return before[: len(joined) - 1], joined[len(joined) - 1 :]
+    return joined[: len(before)], joined[len(before) :]
 
 
-def pick(found: Sequence[Continuation]) -> int:
+def pick(scores: Sequence[Continuation]) -> int:
     """The most likely answer; the first of equals."""
-    return int(np.argmax([each.logprob for each in found]))
+    return int(np.argmax([each.logprob for each in scores]))
 
 
-def pick_by_length(found: Sequence[Continuation], answers: Sequence[str]) -> int:
+def pick_by_length(scores: Sequence[Continuation], answers: Sequence[str]) -> int:
     """The answer with the most log-probability per character, its leading space not counted."""
-    return int(np.argmax([each.logprob / len(text.lstrip()) for each, text in zip(found, answers, strict=True)]))
+    return int(np.argmax([each.logprob / len(text.lstrip()) for each, text in zip(scores, answers, strict=True)]))
 
 
 def choice_metrics(
-    found: Sequence[Continuation], answers: Sequence[str], gold: int
+    scores: Sequence[Continuation], answers: Sequence[str], gold: int
 ) -> tuple[dict[str, float], dict[str, object]]:
     """(metrics acc and acc_norm, details)"""
-    plain, by_length = pick(found), pick_by_length(found, answers)
+    plain, by_length = pick(scores), pick_by_length(scores, answers)
     metrics = {"acc": float(plain == gold), "acc_norm": float(by_length == gold)}
-    return metrics, {"gold": gold, "picked": plain, "picked_norm": by_length, "logprobs": [x.logprob for x in found]}
+    return metrics, {"gold": gold, "picked": plain, "picked_norm": by_length, "logprobs": [x.logprob for x in scores]}

@@ -86,13 +86,13 @@ class Gsm8k(Task):
 
 def strict_number(text: str) -> float | None:
     """The number after the first `####`."""
-    found = _STRICT.search(text)
-    return _value(found[1]) if found else None
+    match = _STRICT.search(text)
+    return _value(match[1]) if match else None
 
 
 def last_number(text: str) -> float | None:
-    found = _NUMBER.findall(text)
-    return _value(found[-1]) if found else None
+    numbers = _NUMBER.findall(text)
+    return _value(numbers[-1]) if numbers else None
 
 
 def _value(text: str) -> float | None:

@@ -23,6 +23,6 @@ class HellaSwag(Task):
         questions = [Question(item["ctx"], [f" {ending}" for ending in item["endings"]]) for item in items]
         scored = score_answers(llm, questions, on_progress)
         return [
-            ItemResult(*choice_metrics(found, question.answers, item["label"]))
-            for found, question, item in zip(scored, questions, items, strict=True)
+            ItemResult(*choice_metrics(scores, question.answers, item["label"]))
+            for scores, question, item in zip(scored, questions, items, strict=True)
         ]

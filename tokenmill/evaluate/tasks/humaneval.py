@@ -25,7 +25,7 @@ class HumanEval(Task):
 
     @classmethod
     def defect(cls, item: Item) -> str | None:
-        return None if item["entry_point"].isidentifier() else "'entry_point' is no name of a function"
+        return None if item["entry_point"].isidentifier() else "'entry_point' is not the name of a function"
 
     def run(self, llm: LLM, items: Sequence[Item], on_progress: Progress) -> list[ItemResult]:
         """As a completion of the prompt, or with --chat as an answer that holds the whole function."""

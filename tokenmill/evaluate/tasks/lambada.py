@@ -24,8 +24,8 @@ class Lambada(Task):
     def run(self, llm: LLM, items: Sequence[Item], on_progress: Progress) -> list[ItemResult]:
         questions = [Question(item["context"], [f" {item['continuation'].strip()}"]) for item in items]
         return [
-            ItemResult({"acc": float(found.greedy)}, {"logprob": found.logprob})
-            for (found,) in score_answers(llm, questions, on_progress)
+            ItemResult({"acc": float(score.greedy)}, {"logprob": score.logprob})
+            for (score,) in score_answers(llm, questions, on_progress)
         ]
 
     def summary(self, results: Sequence[ItemResult]) -> dict[str, float]:

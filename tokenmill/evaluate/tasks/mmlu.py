@@ -39,8 +39,8 @@ class Mmlu(Task):
             for item in items
         ]
         results = []
-        for item, found in zip(items, score_answers(llm, questions, on_progress), strict=True):
-            picked = pick(found)
+        for item, scores in zip(items, score_answers(llm, questions, on_progress), strict=True):
+            picked = pick(scores)
             details = {"subject": item["subject"], "gold": item["answer"], "picked": picked}
             results.append(ItemResult({"acc": float(picked == item["answer"])}, details))
         return results

@@ -26,6 +26,6 @@ class MultipleChoice(Task):
         ]
         scored = score_answers(llm, questions, on_progress)
         return [
-            ItemResult(*choice_metrics(found, question.answers, item["gold"]))
-            for found, question, item in zip(scored, questions, items, strict=True)
+            ItemResult(*choice_metrics(scores, question.answers, item["gold"]))
+            for scores, question, item in zip(scored, questions, items, strict=True)
         ]

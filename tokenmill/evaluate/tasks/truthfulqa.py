@@ -44,11 +44,11 @@ class TruthfulQA(Task):
             answers = [f" {text}" for text in dict.fromkeys([*item["mc1_targets"], *item["mc2_targets"]])]
             questions.append(Question(f"{opening}Q: {item['question'].strip()}\nA:", answers))
         scored = score_answers(llm, questions, on_progress)
-        return [_judge(item, question, found) for item, question, found in zip(items, questions, scored, strict=True)]
+        return [_judge(item, question, scores) for item, question, scores in zip(items, questions, scored, strict=True)]
 
 
-def _judge(item: Item, question: Question, found: Sequence[Continuation]) -> ItemResult:
-    by_text = dict(zip((answer[1:] for answer in question.answers), found, strict=True))
+def _judge(item: Item, question: Question, scores: Sequence[Continuation]) -> ItemResult:
+    by_text = dict(zip((answer[1:] for answer in question.answers), scores, strict=True))
     single = item["mc1_targets"]
     picked = list(single)[pick([by_text[text] for text in single])]
     several = item["mc2_targets"]

@@ -1,7 +1,7 @@
-"""Float rows <-> ggml bytes, for every type that we write: fast in C++, with its spec in torch.
+"""Float rows <-> ggml bytes, for every type that we write: in C++ where it is built, with a torch reference.
 
 Checks what the caller can get wrong (row length, importance, values that are not numbers); the type files do the
-arithmetic. Knows nothing of files or models. Called by export.py and by anyone who wants bytes.
+arithmetic. Knows nothing of files or models. Called by export.py.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SUPER: dict[str, tuple[Callable[[Tensor, Tensor | None], Tensor], int]] = {  # 
     "IQ4_XS": (super_blocks.iq4_xs, 32),
 }
 BLOCK_TYPES: tuple[str, ...] = (*_SIMPLE, *_SUPER)
-# A channel that calibration hardly saw keeps a trace of the mean: a group of zeros would lose its weights.
+# A channel that calibration hardly reached keeps a little importance: a group of zeros would lose its weights.
 _LEAST_IMPORTANCE = 1e-9
 
 
@@ -55,7 +55,7 @@ def quantize(type_name: str, rows: Tensor, importance: Tensor | None = None) -> 
 
 
 def reference(type_name: str, rows: Tensor, importance: Tensor | None = None) -> Tensor:
-    """As `quantize`, in plain torch: what the C++ is compared with, and the fallback where it is not built."""
+    """As `quantize`, in plain torch: the reference of the C++ code, and the fallback where it is not built."""
     rows, importance = _checked(type_name, rows, importance)
     group = 32 if type_name in _SIMPLE else _SUPER[type_name][1]
     x = rows.reshape(-1, group).t().contiguous()  # [group, groups of all rows]
@@ -71,7 +71,7 @@ def reference(type_name: str, rows: Tensor, importance: Tensor | None = None) ->
 
 
 def dequantize(type_name: str, data: Tensor) -> Tensor:
-    """Bytes [n, bytes per row] (or a plain dtype) -> float32 [n, in]: ref_ggml's, in C++ where it is built."""
+    """Bytes [n, bytes per row] (or a plain dtype) -> float32 [n, in], in C++ where it is built, else by ref_ggml."""
     if type_name in PLAIN or cpu.unavailable(data.device) is not None:
         return ref_ggml.dequantize(type_name, data)
     layout = TYPES[type_name]

@@ -1,7 +1,7 @@
 """Integer and MXFP4 matrices <-> ggml blocks, code by code: nothing is rounded but scales and offsets, to float16.
 
-Blocks of 32 say larger groups by repeating their scale, fewer bits by moving the codes to the middle. Asymmetric ints
-become a scale and an offset (Q4_1, Q5_1). Knows nothing of files. Called by `convert`.
+Larger groups repeat their scale in each block of 32; codes of fewer bits are shifted to the middle of the range.
+Asymmetric ints become a scale and an offset (Q4_1, Q5_1). Knows nothing of files. Called by `convert`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MXFP4 = Scheme("e2m1", 4, BLOCK, scale_type="e8m0")
 
 
 def type_for(scheme: Scheme, columns: int) -> str | None:
-    """The ggml type that holds the codes of this scheme as they are; None where there is none."""
+    """The ggml type that holds the codes of this scheme unchanged, or None."""
     if scheme.block_rows != 1 or columns % BLOCK or scheme.group_size % BLOCK:
         return None
     if scheme.element == "e2m1":
@@ -43,7 +43,7 @@ def scheme_of(type_name: str) -> Scheme | None:
 
 
 def decode_blocks(type_name: str, data: Tensor) -> QuantizedMatrix:
-    """uint8 [rows, bytes] of a type that has a `scheme_of`."""
+    """`data`: uint8 [rows, bytes] of a type for which `scheme_of` is not None."""
     scheme = scheme_of(type_name)
     assert scheme is not None, type_name
     rows = data.shape[0]

@@ -1,7 +1,7 @@
 """A checkpoint to a quantized GGUF: plan the file, then stream it tensor by tensor in constant memory.
 
 The plan (types, sizes, metadata) needs no weights, so size and disk are checked before any work. Each tensor's error is
-measured as it is written. The file appears whole or not at all. Called by the quantization job for `--format gguf`.
+measured as it is written. The file appears complete or not at all. Called by the quantization job for `--format gguf`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class TensorReport:
     shape: tuple[int, ...]
     nbytes: int
     relative_error: float  # root of (squared error / squared weights); 0 for what is copied or stays float32
-    is_copied: bool  # the source had these very bytes
+    is_copied: bool  # bytes copied from the source
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class GGUFReport:
     bits_per_weight: float  # of the matrices
     seconds: float
     tensors: tuple[TensorReport, ...]
-    without_importance: tuple[str, ...]  # matrices that were weighed evenly although an importance was given
+    without_importance: tuple[str, ...]  # matrices that had no importance although others did
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,7 +74,7 @@ class GGUFPlan:
 
 
 def plan_gguf(checkpoint: Checkpoint, mix_name: str, num_importances: int = 0, untied_output: bool = False) -> GGUFPlan:
-    """What the file will be; reads no weights. `num_importances`: how many matrices have an importance."""
+    """The plan of the file; reads no weights. `num_importances`: how many matrices have an importance."""
     mix, source = find_mix(mix_name), SourceTensors(checkpoint, untied_output)
     pairs = export_metadata(checkpoint, mix.file_type)
     if num_importances:
@@ -122,7 +122,7 @@ def quantize_gguf(
     progress(done, plan.num_weights, "")
     lacking = [name for name in without if name.startswith("blk.")]  # the edges are usually not calibrated
     if lacking:
-        _log.warning("%s: no importance for %s: weighed evenly", path.name, ", ".join(lacking))
+        _log.warning("%s: no importance for %s: weighted uniformly", path.name, ", ".join(lacking))
     return GGUFReport(
         path,
         plan.mix.name,
@@ -165,7 +165,7 @@ def _quantize_named(slot: TensorSlot, rows: Tensor, importance: Tensor | None) -
 
 
 def _importance_of(tensor: ExportedTensor, importance: Mapping[str, Tensor]) -> Tensor | None:
-    """The head's importance also serves a tied embedding, which is multiplied as the head."""
+    """A tied embedding uses the head's importance, since it is multiplied as the head."""
     prefix = tensor.source.removesuffix(".weight")
     if prefix == _EMBEDDING and (tensor.name == "output.weight" or prefix not in importance):
         prefix = _HEAD
@@ -173,7 +173,7 @@ def _importance_of(tensor: ExportedTensor, importance: Mapping[str, Tensor]) -> 
 
 
 def _report_types(plan: GGUFPlan) -> None:
-    """Which types a file gets is not always what its name says: rows that 256 does not divide fall back."""
+    """Log the types of the tensors: rows that 256 does not divide fall back to other types than the mix names."""
     counts = Counter(slot.type_name for slot in plan.slots if is_quantized(slot.name, slot.shape))
     _log.info("%s: %s", plan.mix.name, ", ".join(f"{count} x {name}" for name, count in counts.most_common()))
     wide = sum(is_quantized(slot.name, slot.shape) and slot.shape[-1] % 256 != 0 for slot in plan.slots)

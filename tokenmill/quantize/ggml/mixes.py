@@ -46,7 +46,7 @@ _MIXES = (
 )
 MIXES: dict[str, Mix] = {mix.name: mix for mix in _MIXES}
 
-# What holds a row of whole blocks of 32 where 256 does not divide it: at least as many bits.
+# Types with blocks of 32, for rows that 256 does not divide: at least as many bits.
 _FALLBACKS = {
     "Q2_K": "Q4_0",
     "Q3_K": "Q4_0",
@@ -60,7 +60,7 @@ _BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.weight")
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What the rules look at besides names: the proportions of the model."""
+    """The dimensions of the model that the rules depend on."""
 
     num_layers: int
     num_heads: int
@@ -125,13 +125,13 @@ def _gets_more_bits(layer: int, num_layers: int) -> bool:
 
 
 def _value_type(mix: Mix, layer: int, model: Shape) -> str:
-    many = model.queries_per_value >= 4
+    grouped = model.queries_per_value >= 4
     chosen = mix.default
     if mix.name == "Q2_K":
-        chosen = "Q4_K" if many else "Q3_K"
+        chosen = "Q4_K" if grouped else "Q3_K"
     elif mix.name == "Q3_K_M":
         chosen = "Q5_K" if layer < 2 else "Q4_K"
-    elif mix.name == "Q3_K_L" or (mix.name in ("IQ4_NL", "IQ4_XS") and many) or (mix.name == "Q4_K_S" and layer < 4):
+    elif mix.name == "Q3_K_L" or (mix.name in ("IQ4_NL", "IQ4_XS") and grouped) or (mix.name == "Q4_K_S" and layer < 4):
         chosen = "Q5_K"
     elif mix.name in ("Q4_K_M", "Q5_K_M") and _gets_more_bits(layer, model.num_layers):
         chosen = "Q6_K"

@@ -1,6 +1,6 @@
 """Small integers into the bytes of ggml blocks: the inverse of the unpacking in kernels/ref_ggml.py.
 
-Knows where bits go, not what they mean. Tensors are [blocks, ...], uint8 unless said. Called by the type files.
+Knows the bit layout, not what the values mean. Tensors are [blocks, ...], uint8 unless said. Called by the type files.
 """
 
 from __future__ import annotations

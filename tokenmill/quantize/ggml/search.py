@@ -170,7 +170,7 @@ def _refine(
     sum_l2: Tensor,
     bounds: tuple[int, int],
 ) -> tuple[Tensor, Tensor]:
-    """Move single codes (in place) while that raises (sum of x l)^2 / (sum of l^2); gives back the two sums."""
+    """Move single codes (in place) while that raises (sum of x l)^2 / (sum of l^2); returns the two sums."""
     for _ in range(_REFINEMENTS):
         for i, code in enumerate(codes):
             rest_lx, rest_l2 = sum_lx - weighted[i] * code, sum_l2 - weights[i] * code * code
@@ -189,5 +189,5 @@ def _divide(number: float, by: Tensor) -> Tensor:
 
 
 def _codes_from_zero(x: Tensor, levels: int) -> Tensor:
-    """Rounded and cut to 0 .. levels; what is not a number (a flat group) becomes 0."""
+    """Rounded and cut to 0 .. levels; NaN (a constant group) becomes 0."""
     return torch.where(x > 0, x.clamp(max=levels).round(), 0.0)

@@ -64,8 +64,8 @@ def q5_1(x: Tensor, weights: Tensor | None) -> Tensor:
 def q8_0(x: Tensor, _weights: Tensor | None) -> Tensor:
     scale = x.abs().amax(0) / 127.0
     scaled = x * torch.where(scale > 0, scale.reciprocal(), 0.0)
-    whole = scaled.abs().floor()
-    codes = (whole + (scaled.abs() - whole >= 0.5)) * scaled.sign()  # halves away from zero
+    floor = scaled.abs().floor()
+    codes = (floor + (scaled.abs() - floor >= 0.5)) * scaled.sign()  # halves away from zero
     return torch.cat([half_bytes(scale), codes.t().to(torch.int8).view(torch.uint8)], dim=1)
 
 

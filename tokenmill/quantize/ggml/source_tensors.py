@@ -1,7 +1,7 @@
 """The tensors of any checkpoint as a GGUF stores them: names, shapes, rows as float32 in GGUF's order, some at a time.
 
-Matrices are found in whatever format they lie (the weight formats of the engine); llama's q and k rows are reordered
-and Gemma's norms get their one added on the way. Bytes that the source already has as they are wanted are handed over.
+Matrices are read through the engine's weight formats; llama's q and k rows are reordered and Gemma's norms get their
+one added on the way. Tensors that the source already has in the target type are copied as bytes.
 Knows nothing of mixes or files. Used by export.py.
 """
 
@@ -48,7 +48,7 @@ class SourceTensors:
         return shapes
 
     def is_same(self, tensor: ExportedTensor, type_name: str) -> bool:
-        """Whether the source holds this tensor in this very form: nothing is gained by rounding it again."""
+        """Whether the source holds this tensor in this type, so that its bytes can be copied."""
         prefix = tensor.source.removesuffix(".weight")
         if not isinstance(self.checkpoint, GGUFCheckpoint) or prefix not in self._weights:
             return False
@@ -83,6 +83,6 @@ class SourceTensors:
             self.checkpoint.release(part)
 
     def _rows_at_once(self, shape: tuple[int, ...]) -> int:
-        """Whole heads, so that their rows can be reordered."""
+        """A multiple of a head, so that its rows can be reordered."""
         head = self.description.head_dim
         return max(1, _VALUES_AT_ONCE // (shape[-1] * head)) * head

@@ -34,8 +34,8 @@ def q2_k(x: Tensor, importance: Tensor | None) -> Tensor:
     d, scales, dmin, minima, codes = _affine(x, importance, 3, WEIGHTED_GRID, 15)
     d, dmin = round_to_half(d), round_to_half(dmin)
     stored, stored_minimum = (d.unsqueeze(1) * scales).reshape(-1, 1), (dmin.unsqueeze(1) * minima).reshape(-1, 1)
-    found = stored * codes.view(-1, 16) - stored_minimum
-    gain = _gain_to_one(x, found.t(), importance, 16)
+    fitted = stored * codes.view(-1, 16) - stored_minimum
+    gain = _gain_to_one(x, fitted.t(), importance, 16)
     packed = [scales | minima << 4, pack_fields(codes, 32, 2), half_bytes(d * gain), half_bytes(dmin * gain)]
     return torch.cat(packed, dim=1)
 
@@ -116,7 +116,7 @@ def _block_weights(x: Tensor, importance: Tensor, groups: int, factor: float) ->
     return importance * (mean + squares).sqrt()
 
 
-def _gain_to_one(x: Tensor, found: Tensor, importance: Tensor, groups: int) -> Tensor:
+def _gain_to_one(x: Tensor, fitted: Tensor, importance: Tensor, groups: int) -> Tensor:
     """What to multiply a block's scales by so that the result, projected on the weights, has their length. [B]
 
     A fit of least squares comes out too short, at two bits by 4 %, which adds up over the layers of a model. Undoing it
@@ -124,9 +124,9 @@ def _gain_to_one(x: Tensor, found: Tensor, importance: Tensor, groups: int) -> T
     with llama.cpp's fit of least absolute error (benchmarks/gguf_quality.py).
     """
     weighted = importance * x
-    wanted = ordered_sum(_per_block(ordered_sum(weighted * x), groups))
-    had = ordered_sum(_per_block(ordered_sum(weighted * found), groups))
-    return torch.where(had > 0, (wanted / had).clamp(1 / _LARGEST_GAIN, _LARGEST_GAIN), 1.0)
+    norm = ordered_sum(_per_block(ordered_sum(weighted * x), groups))
+    projection = ordered_sum(_per_block(ordered_sum(weighted * fitted), groups))
+    return torch.where(projection > 0, (norm / projection).clamp(1 / _LARGEST_GAIN, _LARGEST_GAIN), 1.0)
 
 
 def _per_block(values: Tensor, groups: int) -> Tensor:

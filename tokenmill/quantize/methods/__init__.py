@@ -1,4 +1,4 @@
-"""Quantization methods by name. A name stands for a recipe of steps: transforms, then one solver. Add one: a file here
+"""Quantization methods by name. A name stands for a list of steps: transforms, then one solver. Add one: a file here
 and a line in a table."""
 
 from tokenmill.registry import Registry

@@ -3,7 +3,7 @@ descent on the error of the block's output.
 
 Rounding passes gradients straight through. Each step rounds the weights once, runs a few sequences through the block
 and moves every parameter by the same small amount against the sign of its gradient; the best step is kept. Objective
-"layer" descends on each linear's own output error instead, from the Hessian alone: cheaper, blind to what follows.
+"layer" descends on each linear's own output error instead, from the Hessian alone: cheaper, but ignores later layers.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class LearnedRounding:
             self.high_share.sub_(by_high.sign(), alpha=rate).clamp_(_LEAST_RANGE, 1.0)
 
     def keep(self) -> None:
-        """Remember the present parameters as the best so far."""
+        """Keep the current parameters as the best so far."""
         self.best = self._copies()
 
     def finish(self) -> QuantizedMatrix:
@@ -115,11 +115,11 @@ Gradients = Callable[[int, Mapping[str, Tensor]], tuple[float, Mapping[str, Tens
 def descend(roundings: Mapping[str, LearnedRounding], gradients: Gradients, iterations: int, rate: float) -> None:
     """Signed descent, the rate falling linearly to zero. `gradients(iteration, weights)` gives the loss, comparable
     between iterations, and its gradient by each weight."""
-    least = float("inf")
+    least_loss = float("inf")
     for iteration in range(iterations):
         loss, slopes = gradients(iteration, {name: rounding.dequantize() for name, rounding in roundings.items()})
-        if loss < least:
-            least = loss
+        if loss < least_loss:
+            least_loss = loss
             for rounding in roundings.values():
                 rounding.keep()
         for name, rounding in roundings.items():
@@ -186,7 +186,7 @@ class AutoRound(Solver):
         if o.objective not in OBJECTIVES:
             raise unknown_name("objective of autoround", o.objective, OBJECTIVES)
         if min(o.iterations, o.sequences, o.pool, o.tokens) < 1 or o.rate < 0:
-            raise UserError("autoround: an option is below its least value", "give counts from 1 and a rate from 0")
+            raise UserError("autoround: an option is below its minimum", "give counts from 1 and a rate from 0")
 
     def memory_bytes(self, shape: tuple[int, int]) -> int:
         """Parameters, their best, codes and gradients of a matrix; those of the whole block are learned at once."""

@@ -83,15 +83,15 @@ class Awq(Transform):
         if self.options.duo_scaling:
             sizes = narrow(relative_size(weights, schemes), repeats, head_dim)
             candidates += candidate_scales(inputs, sizes, self.options.grid)
-        best, least = candidates[0], float("inf")
+        best, least_error = candidates[0], float("inf")
         for scale in candidates:
             wide = widen(scale, repeats, head_dim)
             error = sum(
                 output_error(rounded_under_scale(weight, wide, scheme) - weight, statistics.hessian)
                 for weight, scheme in zip(weights, schemes, strict=True)
             )
-            if error < least:
-                best, least = scale, error
+            if error < least_error:
+                best, least_error = scale, error
         return best
 
 
@@ -119,7 +119,7 @@ def relative_size(weights: Sequence[Tensor], schemes: Sequence[Scheme]) -> Tenso
 
 
 def rounded_under_scale(weight: Tensor, scale: Tensor, scheme: Scheme) -> Tensor:
-    """What `weight` [out, in] means after its scaled form was rounded and the scale taken back."""
+    """`weight` [out, in] after scaling, rounding and undoing the scale."""
     return round_to_nearest(weight * scale, scheme).dequantize() / scale
 
 
@@ -155,7 +155,7 @@ def fold_scale(block: BlockView, group: LinearGroup, scale: Tensor) -> None:
 
 
 def clip(weight: Tensor, hessian: Tensor, scheme: Scheme, steps: int, max_shrink: float) -> Tensor:
-    """`weight` with each group clamped to the range whose rounding errs least at the group's share of the output."""
+    """`weight` with each group clamped to the range that minimizes the group's error at the output."""
     size = scheme.group_size or weight.shape[1]
     blocks = torch.stack([hessian[i : i + size, i : i + size] for i in range(0, weight.shape[1], size)])
     return torch.cat([_clip_rows(rows, blocks, scheme, steps, max_shrink) for rows in weight.split(_CLIP_ROWS)])
@@ -165,13 +165,13 @@ def _clip_rows(weight: Tensor, blocks: Tensor, scheme: Scheme, steps: int, max_s
     """blocks [groups, size, size]: the diagonal blocks of the Hessian."""
     groups = weight.view(weight.shape[0], -1, blocks.shape[1])
     largest = groups.abs().amax(-1, keepdim=True)  # [rows, groups, 1]
-    best, least = groups, groups.new_full(groups.shape[:2], float("inf"))
+    best, least_error = groups, groups.new_full(groups.shape[:2], float("inf"))
     for step in range(steps):
         limit = largest * (1 - max_shrink * step / steps)
         tried = groups.clamp(-limit, limit)
         delta = round_to_nearest(tried.view(weight.shape), scheme).dequantize().view(groups.shape) - groups
         error = (torch.bmm(delta.transpose(0, 1), blocks).transpose(0, 1) * delta).sum(-1)
-        better = error < least
-        least = torch.where(better, error, least)
+        better = error < least_error
+        least_error = torch.where(better, error, least_error)
         best = torch.where(better.unsqueeze(-1), tried, best)
     return best.reshape(weight.shape)

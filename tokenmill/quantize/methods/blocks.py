@@ -1,6 +1,6 @@
-"""What the data-free methods share: the peak of each scale block, the refusal of shapes, and the loop over a block.
+"""Shared by the data-free methods: the peak of each scale block, shape checks, and the loop over a block's matrices.
 
-Knows no number type. Built on by fp8, mx, nvfp4, nf4, llm_int8, hqq and turboquant.
+Independent of the number type. Used by fp8, mx, nvfp4, nf4, llm_int8, hqq and turboquant.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tokenmill.quantize.base import BlockView, Solver
 
 
 class MatrixSolver(Solver):
-    """A solver that looks at one matrix at a time and at no data."""
+    """A solver that quantizes one matrix at a time without calibration data."""
 
     @abstractmethod
     def quantize(self, weight: Tensor, scheme: Scheme) -> QuantizedMatrix: ...
@@ -30,7 +30,7 @@ class MatrixSolver(Solver):
         return matrices
 
     def values(self, matrix: QuantizedMatrix) -> Tensor:
-        """What the matrix means for the block's input as it is."""
+        """The dequantized matrix, for the block's unrotated input."""
         return matrix.dequantize()
 
 
@@ -68,5 +68,5 @@ def _in_blocks(values: Tensor, block_rows: int, group_size: int) -> Tensor:
 
 
 def nonzero(scales: Tensor) -> Tensor:
-    """Something to divide by: a block of zeros has no scale, and any would do."""
+    """Scales with zeros replaced by one, so that they can be divided by (blocks of zeros)."""
     return torch.where(scales > 0, scales, torch.ones_like(scales))

@@ -1,10 +1,10 @@
 """float8 (e4m3): scales per tensor, row or 128 x 128 block at which the weight's peak is a large float8.
 
-Any scale within a binade of the peak holds all values; of a few tried, each row or block takes that of least error,
-some 15 % less of it than at the peak. Per row with inputs rounded per token needs no data and is the usual choice. Per
-tensor with static inputs needs calibration for the input's scale; there, matrices that read the same input share one
-scale, because engines that fuse them would otherwise requantize all but one. With `compensate`, columns are rounded as
-GPTQ rounds them, each one's error pushed onto the next: the same files, less error where there is data.
+Any scale within a binade of the peak holds all values; each row or block takes the one of least error among a few,
+which is about 15 % less than at the peak. Per row with inputs rounded per token needs no data and is the usual choice.
+Per tensor with static inputs needs calibration for the input's scale; there, matrices that read the same input share
+one scale, because engines that fuse them would otherwise requantize all but one. With `compensate`, columns are rounded
+as GPTQ rounds them, each one's error pushed onto the next: the same files, less error where there is data.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ class _Float8Columns(Columns):
 
 
 def compensated_codes(weight: Tensor, plain: QuantizedMatrix, factor: Tensor, order: Tensor) -> Tensor:
-    """uint8 [out, in]: the codes of `weight` on the scales of `plain`, the error of each column made up for by those
-    after it in `order`, in which `factor` is."""
+    """uint8 [out, in]: the codes of `weight` on the scales of `plain`, the error of each column compensated by those
+    after it in `order`, which is also the column order of `factor`."""
     scheme = replace(plain.scheme, group_size=min(plain.scheme.group_size, weight.shape[1]))
     state = _Float8Columns(weight.T[order], factor, scheme, 0.0)
     state.scales = spread(plain.scales, plain).T[:: state.group].contiguous()  # [column blocks, out]
@@ -106,17 +106,17 @@ def compensated_codes(weight: Tensor, plain: QuantizedMatrix, factor: Tensor, or
 
 def to_float8(weight: Tensor, scheme: Scheme, peak: float | None = None, tries: int = 1) -> QuantizedMatrix:
     """`peak`: of all matrices that share the scale of a per-tensor scheme; None: of this one. Such a scale is not
-    searched: over a whole matrix all are alike."""
+    searched: over a whole matrix all give about the same error."""
     smallest = nonzero(block_peaks(weight, scheme.block_rows, scheme.group_size) / E4M3_MAX)
     if scheme.block_rows == 0:
         return _round(weight, scheme, torch.full_like(smallest, peak / E4M3_MAX) if peak else smallest)
-    scales, least = smallest, torch.full_like(smallest, torch.inf)
-    for place in range(tries if tries > 1 else 0):
-        tried = smallest * 2 ** (place / tries)
+    scales, least_error = smallest, torch.full_like(smallest, torch.inf)
+    for step in range(tries if tries > 1 else 0):
+        tried = smallest * 2 ** (step / tries)
         errors = (_round(weight, scheme, tried).dequantize() - weight).square_()
         total = block_sums(errors, scheme.block_rows, scheme.group_size)
-        scales = torch.where(total < least, tried, scales)
-        least = torch.minimum(total, least)
+        scales = torch.where(total < least_error, tried, scales)
+        least_error = torch.minimum(total, least_error)
     return _round(weight, scheme, scales)
 
 
@@ -134,6 +134,6 @@ def static_input_scale(block: BlockView, group: LinearGroup, scheme: Scheme, lar
     """The calibrated scale at which the input's peak becomes `largest`; None for schemes that need none."""
     if scheme.activations not in CALIBRATED:
         return None
-    seen = block.statistics(group, ("max_abs",)).max_abs
-    assert seen is not None
-    return float(np.float32(float(seen.amax()) / largest or 1.0))  # as files hold it
+    max_abs = block.statistics(group, ("max_abs",)).max_abs
+    assert max_abs is not None
+    return float(np.float32(float(max_abs.amax()) / largest or 1.0))  # as files hold it

@@ -1,5 +1,5 @@
 """GPTQ: columns are rounded one after the other, and each one's error is pushed onto the columns not yet rounded, as
-far as the inputs' correlations let them make up for it.
+far as the inputs' correlations allow compensation.
 
 The arithmetic is a recursion over column ranges: solve the left half, update the right half by one matrix product,
 solve the right half. So nearly all work is matrix products, whatever the block size. Matrices that read one input are
@@ -72,7 +72,7 @@ def invert_upper_(matrix: Tensor) -> None:
 class Columns:
     """The state of one solve, transposed so that a column of W is contiguous: `weight` and `codes` are [in, out].
 
-    Rounds to integers; a number type of its own overrides `round`.
+    Rounds to integers; subclasses for other number types override `round`.
     """
 
     def __init__(self, weight: Tensor, factor: Tensor, scheme: Scheme, norm: float) -> None:
@@ -123,7 +123,7 @@ class Columns:
                 self.weight[column + 1 : end].addr_(self.factor[column, column + 1 : end], error, alpha=-1)
 
     def round(self, column: int, value: Tensor, group: int) -> Tensor:
-        """Fill in the codes of a column and return what they mean."""
+        """Fill in the codes of a column and return their values."""
         scale = self.scales[group]
         middle: float | Tensor = 2.0 ** (self.scheme.bits - 1) if self.zeros is None else self.zeros[group]
         code = (value / scale).add_(middle).round_().clamp_(0, 2**self.scheme.bits - 1)
@@ -132,7 +132,7 @@ class Columns:
 
 
 def column_order(diagonal: Tensor, group_size: int, order: str) -> Tensor | None:
-    """The order in which columns are rounded: those with the largest inputs first, while the rest can still make up.
+    """The order in which columns are rounded: those with the largest inputs first, while others can compensate.
 
     "static": freely, grids are fixed before. "gar": whole groups by their largest, and inside each group, so that
     groups stay together and their grids can follow the updated weights.
@@ -157,8 +157,8 @@ def gptq(
     if static:
         scales, zeros = choose_grid(weight, scheme, norm)
         state.scales, state.zeros = scales.T.contiguous(), None if zeros is None else zeros.T.contiguous()
-        places = order if order is not None else torch.arange(weight.shape[1], device=weight.device)
-        state.group_of = (places // state.group).tolist()
+        columns_in_order = order if order is not None else torch.arange(weight.shape[1], device=weight.device)
+        state.group_of = (columns_in_order // state.group).tolist()
     state.solve(0, weight.shape[1])
     codes, scales_of_groups, zeros_of_groups = state.codes, state.scales, state.zeros
     if order is not None:
@@ -173,9 +173,9 @@ def gptq(
     return QuantizedMatrix(scheme, codes.T.contiguous(), scales_of_groups.T.contiguous(), zeros)
 
 
-def _scattered(rows: Tensor, places: Tensor) -> Tensor:
+def _scattered(rows: Tensor, indices: Tensor) -> Tensor:
     result = torch.empty_like(rows)
-    result[places] = rows
+    result[indices] = rows
     return result
 
 
@@ -189,7 +189,7 @@ class Gptq(Solver):
         order: str = "gar"  # "none", "static" or "gar": see column_order
         mse: bool = False  # grids of least error instead of min and max
         norm: float = 2.4
-        least_tokens: float = 0.005  # share of calibration tokens that must reach a matrix, else it is rounded plainly
+        least_tokens: float = 0.005  # share of tokens that must reach a matrix, else it is rounded to nearest
 
     def check(self, name: str, shape: tuple[int, int], scheme: Scheme) -> None:
         check_integer_scheme(self.name, name, shape, scheme)
@@ -211,7 +211,7 @@ class Gptq(Solver):
             statistics = block.statistics(group, ("hessian",))
             assert statistics.hessian is not None
             if statistics.num_tokens < self.options.least_tokens * total:
-                _log.warning("%s saw %d of %d tokens: rounded plainly", names[0], statistics.num_tokens, total)
+                _log.warning("%s received %d of %d tokens: rounded to nearest", names[0], statistics.num_tokens, total)
                 solved = {name: round_to_nearest(block.weight(name), scheme_of[name]) for name in names}
             else:
                 solved = self._solve_group({name: block.weight(name) for name in names}, statistics.hessian, scheme_of)
@@ -224,7 +224,7 @@ class Gptq(Solver):
     def _solve_group(
         self, weights: dict[str, Tensor], hessian: Tensor, scheme_of: Mapping[str, Scheme]
     ) -> dict[str, QuantizedMatrix]:
-        """Stack what shares a scheme; factor once for each order of columns, which is once where schemes are alike."""
+        """Stack matrices of equal scheme; factor once per column order."""
         static = self.options.order == "static"
         by_scheme: dict[Scheme, list[str]] = {}
         for name in weights:

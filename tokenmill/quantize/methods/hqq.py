@@ -1,9 +1,9 @@
 """HQQ: half-quadratic quantization. Fits each group's zero point so that the errors are sparse: a few large ones rather
 than many small, measured by the sum of |e|^p with p below 1. Data-free.
 
-Two alternating steps: what of the error counts as outlier (a shrinkage), then the zero point that suits the rest. That
-zero point is a real number, which integer formats do not store: it is rounded, and then the scale is fitted by the same
-alternation, so that the gain survives the file. Of all iterates, each group keeps its best.
+Two alternating steps: which part of the error counts as outlier (a shrinkage), then the zero point that fits the rest.
+That zero point is a real number, which integer formats do not store: it is rounded, and then the scale is fitted by the
+same alternation, so that the gain survives the file. Of all iterates, each group keeps its best.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tokenmill.quantize.methods.blocks import MatrixSolver
 from tokenmill.quantize.methods.rtn import SMALLEST_SCALE, check_integer_scheme
 
 _ROWS = 1024  # quantized at a time: bounds memory
-_TINY = 1e-12  # an error that is none, for logarithms and divisions
+_TINY = 1e-12  # stands for a zero error in logarithms and divisions
 
 
 class Hqq(MatrixSolver):
@@ -28,7 +28,7 @@ class Hqq(MatrixSolver):
     @dataclass(frozen=True, slots=True)
     class Options:
         norm: float = 0.7  # p of the error that is minimized
-        beta: float = 10.0  # how little of the error counts as outlier at first
+        beta: float = 10.0  # initial threshold of what counts as outlier: larger means less
         growth: float = 1.01  # of beta, each iteration
         iterations: int = 20
 
@@ -48,7 +48,7 @@ class Hqq(MatrixSolver):
 
 
 def half_quadratic(weight: Tensor, scheme: Scheme, options: Hqq.Options, whole_zeros: bool = True) -> QuantizedMatrix:
-    """`whole_zeros`: zero points that are codes, as every file format of ours wants them."""
+    """`whole_zeros`: zero points are integer codes, as all our file formats require."""
     groups = weight.reshape(weight.shape[0], -1, scheme.group_size or weight.shape[1])
     levels = 2.0**scheme.bits - 1
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
@@ -66,11 +66,11 @@ def half_quadratic(weight: Tensor, scheme: Scheme, options: Hqq.Options, whole_z
 
 def _fit_zeros(steps: Tensor, zeros: Tensor, levels: float, options: Hqq.Options) -> Tensor:
     """`steps`: the weights in units of their scale."""
-    best, least, before = zeros, torch.full_like(zeros, torch.inf), torch.inf
+    best, least_error, before = zeros, torch.full_like(zeros, torch.inf), torch.inf
     for iteration in range(options.iterations + 1):
         errors = steps - _grid(steps, zeros, levels)
         powers, total = _powers(errors, options.norm)
-        best, least = torch.where(total < least, zeros, best), torch.minimum(total, least)
+        best, least_error = torch.where(total < least_error, zeros, best), torch.minimum(total, least_error)
         after = float(total.sum())
         if after >= before:
             break
@@ -89,14 +89,14 @@ def _best_whole_zeros(steps: Tensor, zeros: Tensor, levels: float, norm: float) 
 
 
 def _fit_scales(groups: Tensor, scales: Tensor, zeros: Tensor, levels: float, options: Hqq.Options) -> Tensor:
-    best, least, before = scales, torch.full_like(scales, torch.inf), torch.inf
+    best, least_error, before = scales, torch.full_like(scales, torch.inf), torch.inf
     for iteration in range(options.iterations + 1):
         steps = groups / scales
         values = _grid(steps, zeros, levels)
         errors = steps - values
         powers, total = _powers(errors, options.norm)
         total = total * scales**options.norm  # back in units of the weights, which all scales share
-        best, least = torch.where(total < least, scales, best), torch.minimum(total, least)
+        best, least_error = torch.where(total < least_error, scales, best), torch.minimum(total, least_error)
         after = float(total.sum())
         if after >= before:
             break

@@ -1,7 +1,7 @@
 """The importance matrix of GGUF: how much an error in each input column of each linear matters, from calibration.
 
-It is the mean square of the input, collected block by block, and what quantize/ggml weighs its searches with. Not a
-solver: GGUF wants bytes, not a QuantizedMatrix. Reads and writes the files of llama.cpp's llama-imatrix, so that either
+It is the mean square of the input, collected block by block, and weights the searches of quantize/ggml. Not a
+solver: GGUF needs bytes, not a QuantizedMatrix. Reads and writes the files of llama.cpp's llama-imatrix, so that either
 program can use the other's. Called by the job for `--format gguf`.
 """
 
@@ -31,7 +31,7 @@ class Importance:
 
 
 class ImportanceMatrix(Mapping[str, Tensor]):
-    """Canonical prefix of a linear -> mean square of its input [in]: what `quantize_gguf` takes."""
+    """Canonical prefix of a linear -> mean square of its input [in]: the argument of `quantize_gguf`."""
 
     def __init__(self, entries: Mapping[str, Importance] | None = None) -> None:
         self._entries = dict(entries or {})
@@ -48,10 +48,10 @@ class ImportanceMatrix(Mapping[str, Tensor]):
     def collect(self, block: BlockView) -> None:
         """Add the linears of one block, as its calibration data reaches them now."""
         for group in block.groups:
-            found = block.statistics(group, ["mean_square"])
-            assert found.mean_square is not None
+            statistics = block.statistics(group, ["mean_square"])
+            assert statistics.mean_square is not None
             for name in group.names:
-                self._entries[name] = Importance(found.mean_square.float(), found.num_tokens)
+                self._entries[name] = Importance(statistics.mean_square.float(), statistics.num_tokens)
 
     def write(self, path: Path, architecture: str, dataset: str, chunk_size: int) -> None:
         """A file that llama-quantize reads with --imatrix. `chunk_size`: tokens of a calibration sequence."""

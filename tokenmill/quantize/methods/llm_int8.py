@@ -1,6 +1,6 @@
 """LLM.int8(): int8 rows scaled by their peak, for products that keep large inputs in floating point.
 
-The weight itself is plain: the peak of a row becomes 127. What makes the method is the rounding of the inputs, which
+The weights are ordinary int8: the peak of a row becomes 127. The method is defined by the rounding of the inputs, which
 the scheme names ("llm_int8"): per token to int8, except for inputs of 6 and more. Data-free.
 """
 

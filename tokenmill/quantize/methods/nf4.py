@@ -1,7 +1,7 @@
 """NF4: 4-bit codes of a fixed table, the quantiles of a normal distribution, scaled by each block's peak.
 
 Blocks are groups of 64 columns, which is how bitsandbytes cuts the flattened matrix where rows are whole blocks.
-Data-free; whether the scales themselves are quantized (double quantization) is the format's business.
+Data-free; whether the scales themselves are quantized (double quantization) is decided by the file format.
 """
 
 from __future__ import annotations

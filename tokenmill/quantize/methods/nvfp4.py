@@ -71,8 +71,8 @@ def to_nvfp4(
     return QuantizedMatrix(scheme, matrix.codes, matrix.scales, global_scale=global_scale, input_scale=input_scale)
 
 
-def _round(weight: Tensor, scheme: Scheme, wanted: Tensor, global_scale: float) -> QuantizedMatrix:
-    scales = (wanted / global_scale).clamp(_SMALLEST_E4M3, E4M3_MAX).to(torch.float8_e4m3fn).float()
+def _round(weight: Tensor, scheme: Scheme, exact_scales: Tensor, global_scale: float) -> QuantizedMatrix:
+    scales = (exact_scales / global_scale).clamp(_SMALLEST_E4M3, E4M3_MAX).to(torch.float8_e4m3fn).float()
     relative = weight / (scales.repeat_interleave(scheme.group_size, 1) * global_scale)
     return QuantizedMatrix(scheme, nearest_e2m1(relative), scales, global_scale=global_scale)
 

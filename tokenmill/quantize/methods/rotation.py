@@ -67,7 +67,8 @@ class Rotation(Transform):
 
 
 def refuse_normed_updates(description: ModelDescription) -> None:
-    """A block that norms what it adds to the residual stream weighs its channels there: no rotation passes that."""
+    """Refuse models that norm what their blocks add to the residual stream: those channel weights do not commute with a
+    rotation."""
     if any(layer.norms != "pre" for layer in description.layers):
         raise UserError(
             f"{description.architecture} scales each channel of what its blocks add to the residual stream: "

@@ -1,8 +1,8 @@
 """Round to nearest: integer codes on a min-max grid per group, as compressed-tensors computes it, or on the grid of
 least error. Data-free, and the last step of AWQ and SmoothQuant, whose transforms come before it.
 
-`choose_grid` and `round_on_grid` are what other integer methods build on. Scales are float16 values from the start, so
-that a file loses nothing of what calibration saw.
+Other integer methods build on `choose_grid` and `round_on_grid`. Scales are float16 values from the start, so that
+writing the file changes nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LEAST_SHRINK, _SHRINK_STEP = 0.4, 0.02
 
 
 def check_integer_scheme(step: str, name: str, shape: tuple[int, int], scheme: Scheme) -> None:
-    """What every integer solver needs: int elements, one row per scale, whole groups."""
+    """Refuse what integer solvers cannot fill: they need int elements, one row per scale, whole groups."""
     if scheme.element != "int" or scheme.block_rows != 1:
         raise UserError(
             f"{step} rounds to integers, not to {scheme.element}", "use the method of that number type, such as fp8"

@@ -70,32 +70,32 @@ class SmoothQuant(Transform):
             return
         wide, sample = partial(widen, repeats=repeats, head_dim=head_dim), statistics.sample
         candidates = [torch.ones_like(sizes)]
-        for seen in (statistics.max_abs, largest_share(sample)):
-            largest = narrow(seen, repeats, head_dim)
+        for peaks in (statistics.max_abs, largest_share(sample)):
+            largest = narrow(peaks, repeats, head_dim)
             candidates += [smoothing_scale(largest, sizes, alpha) for alpha in SEARCHED_ALPHAS]
-        few, kinds = sample[:: max(1, len(sample) // _SEARCH_ROWS)], list(schemes.values())
-        errors = rounding_errors(few, weights, kinds, [wide(scale) for scale in candidates])
+        search_rows, kinds = sample[:: max(1, len(sample) // _SEARCH_ROWS)], list(schemes.values())
+        errors = rounding_errors(search_rows, weights, kinds, [wide(scale) for scale in candidates])
         best = candidates[min(range(len(errors)), key=errors.__getitem__)]
         if self.options.steps and all(_rounds_alike(scheme) for scheme in kinds):
             refined = refine(best, sample, weights, self.options.steps, wide)
-            if rounding_errors(few, weights, kinds, [wide(refined)])[0] < min(errors):
+            if rounding_errors(search_rows, weights, kinds, [wide(refined)])[0] < min(errors):
                 best = refined
         fold_scale(block, group, best)
 
 
 def _rounds_alike(scheme: Scheme) -> bool:
-    """Rows and tokens on grids of as many steps, one scale each: what `refine` takes for granted."""
+    """Whether weights and activations are both int8 with one scale per row and token, as `refine` assumes."""
     return (scheme.bits, scheme.group_size, scheme.activations) == (8, 0, "int8_token")
 
 
 def largest_share(sample: Tensor) -> Tensor:
-    """[in]: the most that each channel takes of any token of `sample` [n, in], as a share of the token's size. Every
+    """[in]: the largest share of each channel in any token of `sample` [n, in], relative to the token's size. Every
     token has a scale of its own, so a token that is large as a whole does no harm to the others."""
     return (sample.abs() / sample.square().mean(-1, keepdim=True).sqrt().clamp(min=1e-12)).amax(0)
 
 
 def smoothing_scale(largest: Tensor, sizes: Tensor, alpha: float) -> Tensor:
-    """max|x|^alpha / max|w|^(1 - alpha) per channel: what inputs are divided by and weights multiplied with."""
+    """max|x|^alpha / max|w|^(1 - alpha) per channel: the divisor of inputs and multiplier of weights."""
     scale = largest.clamp(min=_SMALLEST) ** alpha / sizes.clamp(min=_SMALLEST) ** (1 - alpha)
     return scale.clamp(min=_SMALLEST)
 
@@ -107,7 +107,7 @@ def refine(
 
     A grid's noise is a share of the square of its span. With x the inputs, s the scale, p a token's product:
     mean over tokens of max_j(x_j / s_j)^2 / |p|^2 times sum_j s_j^2 |w_j|^2, and the same with the sides exchanged.
-    `widened` makes a scale of the source's channels one of inputs.
+    `widened` expands a scale of the source's channels to one of inputs.
     """
     inputs = sample.square()
     sides = []  # of each weight: its squares, |w_j|^2, 1 / |p|^2 of each token, mean of x_j^2 / |p|^2
@@ -132,8 +132,8 @@ def refine(
 
 def largest_products(rows: Tensor, scale: Tensor) -> Tensor:
     """The largest of rows [n, in] * scale [in] in each row; differentiable in `scale` without a pass over `rows`."""
-    places = (rows * scale.detach()).argmax(-1)
-    return rows.gather(1, places.unsqueeze(1)).squeeze(1) * scale[places]
+    indices = (rows * scale.detach()).argmax(-1)
+    return rows.gather(1, indices.unsqueeze(1)).squeeze(1) * scale[indices]
 
 
 def rounding_errors(
@@ -153,7 +153,7 @@ def rounding_errors(
 
 
 def round_activations(x: Tensor, kind: str) -> Tensor:
-    """What the product sees of its input [n, in] under a scheme's `activations`, one scale per token."""
+    """The input [n, in] of a product, rounded as a scheme's `activations` says, one scale per token."""
     if kind == "int8_token":
         scale = x.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 127.0
         return (x / scale).round() * scale

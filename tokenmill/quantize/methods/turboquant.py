@@ -52,7 +52,7 @@ def to_codebook(weight: Tensor, scheme: Scheme, seed: int) -> QuantizedMatrix:
     spreads = nonzero(rotated.square().mean(1, keepdim=True).sqrt())
     codes = nearest_in_table(rotated / spreads, table)
     values = table[codes.long()]
-    # The scale of least error for these codes: for a wide row it is `spreads`, by how the table is made.
+    # The scale of least error for these codes; for wide rows it approaches `spreads`, by construction of the table.
     scales = (rotated * values).sum(1, keepdim=True) / values.square().sum(1, keepdim=True)
     return QuantizedMatrix(scheme, codes, scales.half().float(), table=table, rotation_seed=seed)
 
