@@ -12,6 +12,7 @@ if os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available():
     pytest.skip("no GPU: test_triton.py runs this file under the interpreter", allow_module_level=True)
 
 from tokenmill.kernels import triton as gpu
+from tokenmill.runtime.verify import num_held
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TURNS, MOST, ROWS, PAGE = 3, 6, 5, 4
@@ -81,3 +82,28 @@ def test_drawn_ids_are_written_for_the_host_too() -> None:
     echo = echo.pin_memory() if DEVICE.type == "cuda" else echo
     drawn = gpu.sample(logits, rows, ring=gpu.TokenRing(echo, turn)).tolist()
     assert echo.tolist() == [[-1] * MOST, [*drawn, -1, -1, -1], [-1] * MOST]
+
+
+def test_the_device_accepts_the_drafts_that_verification_accepts() -> None:
+    """`follow_drafts` mirrors runtime/verify.py:num_held, the one place that decides which drafts hold."""
+    depth, sequences = 3, 40
+    generator = torch.Generator().manual_seed(6)
+    shape = (sequences, depth + 1)
+    ids = torch.randint(0, 3, shape, generator=generator)  # a known token, then its drafts
+    sampled = torch.randint(0, 3, shape, generator=generator)
+    positions = torch.randint(0, 50, (sequences, 1), generator=generator) + torch.arange(depth + 1)
+    drafts = torch.randint(100, 200, (sequences * (depth + 1), depth), generator=generator)
+    owners = (torch.arange(sequences) * (depth + 1)).repeat_interleave(depth + 1).int()
+    inputs = device(3, sequences * (depth + 1))
+    flat = [each.flatten().to(DEVICE) for each in (sampled, ids, positions, owners)]
+    gpu.follow_drafts(*flat, drafts.to(DEVICE), inputs)
+    seen = set()
+    for number in range(sequences):
+        held = num_held(ids[number, 1:].tolist(), sampled[number].tolist())
+        seen.add(held)
+        rows = slice(number * (depth + 1), (number + 1) * (depth + 1))
+        following = [int(sampled[number, held]), *drafts[number * (depth + 1) + held].tolist()]
+        start = int(positions[number, 0]) + held + 1
+        assert inputs[0, rows].tolist() == following
+        assert inputs[1, rows].tolist() == list(range(start, start + depth + 1))
+    assert seen == set(range(depth + 1))
