@@ -86,7 +86,7 @@ def test_drawn_ids_are_written_for_the_host_too() -> None:
 
 def test_the_device_accepts_the_drafts_that_verification_accepts() -> None:
     """`follow_drafts` mirrors runtime/verify.py:num_held, the one place that decides which drafts hold."""
-    depth, sequences = 3, 40
+    depth, sequences = 3, 200
     generator = torch.Generator().manual_seed(6)
     shape = (sequences, depth + 1)
     ids = torch.randint(0, 3, shape, generator=generator)  # a known token, then its drafts
