@@ -18,7 +18,11 @@ _FILES = sorted(Path(__file__).parent.glob("test_triton_*.py"))
 _ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("file", _FILES, ids=lambda path: path.stem)
+_SLOW = ("test_triton_rotated",)  # many shapes of one fused ending
+_CASES = [pytest.param(file, marks=[pytest.mark.slow] if file.stem in _SLOW else [], id=file.stem) for file in _FILES]
+
+
+@pytest.mark.parametrize("file", _CASES)
 def test_under_the_interpreter(file: Path) -> None:
     assert_passes_interpreted(file)
 

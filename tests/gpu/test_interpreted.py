@@ -7,14 +7,27 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.interpreter import assert_passes_interpreted
 
 _ROOT = Path(__file__).parents[2]
 
 
-def test_under_the_interpreter() -> None:
-    names = ("executors", "kv_memory", "packed_pages", "speculation", "draft_heads", "inspect")
-    assert_passes_interpreted(*(Path(__file__).with_name(f"test_{name}.py") for name in names))
+# On a GPU all of them run in seconds; interpreted, those marked slow take half of the time of all GPU tests.
+_FILES = ["executors", "kv_memory", "speculation", "inspect"]
+_SLOW_FILES = ["packed_pages", "draft_heads"]
+
+
+@pytest.mark.parametrize("name", [*_FILES, *(pytest.param(name, marks=pytest.mark.slow) for name in _SLOW_FILES)])
+def test_under_the_interpreter(name: str) -> None:
+    assert_passes_interpreted(Path(__file__).with_name(f"test_{name}.py"))
+
+
+def test_every_file_is_run() -> None:
+    present = {path.stem.removeprefix("test_") for path in Path(__file__).parent.glob("test_*.py")}
+    needs_a_gpu = {"on_device", "real_model"}
+    assert present == {*_FILES, *_SLOW_FILES, *needs_a_gpu, "interpreted"}
 
 
 def test_a_machine_without_a_gpu_declines_with_a_reason_and_imports_no_triton() -> None:
