@@ -94,6 +94,7 @@ def build_runtime(checkpoint: Checkpoint, config: ResolvedConfig, device: torch.
     load_kv_scales(store, checkpoint)
     condition_keys(store, model, config, context)
     executor, declined = choose_executor(config.executor, model, store, config)
+    _warn_of_fallback(executor.name, declined, device)
     _log.info(
         "KV cache: %d pages of %d tokens, predicted %.1f MiB, allocated %.1f MiB (%s); %.1f requests of %d tokens",
         budget.num_pages,
@@ -107,6 +108,13 @@ def build_runtime(checkpoint: Checkpoint, config: ResolvedConfig, device: torch.
     speculator = build_speculator(Target(model, store, executor, config))
     runner = ModelRunner(executor, store, speculator)
     return Runtime(runner, model, store, layout, budget, executor, declined, choice.edge_layers)
+
+
+def _warn_of_fallback(executor: str, declined: tuple[tuple[str, str], ...], device: torch.device) -> None:
+    """A slower executor than this device could have is never silent."""
+    for name, reason in declined:
+        if name.startswith("cuda") == (device.type == "cuda"):
+            _log.warning("steps run on the slower executor %s, because %s declined: %s", executor, name, reason)
 
 
 def kv_arrangement(config: ResolvedConfig, layers: list[LayerKV], device: torch.device) -> tuple[KVLayout, StoreChoice]:
