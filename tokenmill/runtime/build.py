@@ -94,7 +94,8 @@ def build_runtime(checkpoint: Checkpoint, config: ResolvedConfig, device: torch.
     load_kv_scales(store, checkpoint)
     condition_keys(store, model, config, context)
     executor, declined = choose_executor(config.executor, model, store, config)
-    _warn_of_fallback(executor.name, declined, device)
+    if not config.kernels:  # forcing a backend is asking for its speed
+        _warn_of_fallback(executor.name, declined, device)
     _log.info(
         "KV cache: %d pages of %d tokens, predicted %.1f MiB, allocated %.1f MiB (%s); %.1f requests of %d tokens",
         budget.num_pages,
