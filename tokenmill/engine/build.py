@@ -15,11 +15,10 @@ from pathlib import Path
 from tokenmill.checkpoint.base import Checkpoint
 from tokenmill.checkpoint.chat_template import ChatTemplate
 from tokenmill.checkpoint.description import ModelDescription
-from tokenmill.checkpoint.dummy import DummyCheckpoint, numbering_tokenizer
+from tokenmill.checkpoint.dummy import DummyCheckpoint, tokenizer_of
 from tokenmill.checkpoint.open import open_checkpoint
 from tokenmill.checkpoint.sources import resolve
 from tokenmill.checkpoint.tokenizer import Tokenizer
-from tokenmill.checkpoint.tokenizer_files import load_chat_template, load_tokenizer
 from tokenmill.config import EngineConfig, ResolvedConfig
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.intake import Intake
@@ -69,12 +68,11 @@ def build_engine(model: str | Path, options: EngineConfig) -> EngineParts:
         dummy = options.load_format == "dummy"
         checkpoint: Checkpoint = DummyCheckpoint(path) if dummy else open_checkpoint(path)
         description = checkpoint.description
-        no_tokenizer = dummy and not (path / "tokenizer.json").is_file()  # only a config.json: tokens are numbers
-        building = None if no_tokenizer else background.submit(load_tokenizer, path)
+        building = background.submit(tokenizer_of, path, options.load_format)
         facts, device = find_facts(options, description.context_length)
         config = resolve_config(options, facts)
         runtime = build_runtime(checkpoint, config, device)
-        tokenizer = numbering_tokenizer(description.vocab_size) if building is None else building.result()
+        tokenizer, template = building.result()
     config = settle(
         config,
         memory=(runtime.budget.nbytes, runtime.budget.reason),
@@ -98,7 +96,7 @@ def build_engine(model: str | Path, options: EngineConfig) -> EngineParts:
         intake=Intake(tokenizer, description.vocab_size, eos_ids, config.context, config.seed, budget, budgets.check),
         grammars=GrammarCompiler(tokenizer, eos_ids),
         tokenizer=tokenizer,
-        chat_template=None if no_tokenizer else load_chat_template(path),
+        chat_template=template,
         description=description,
         config=config,
         runtime=runtime,

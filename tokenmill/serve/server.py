@@ -72,7 +72,7 @@ async def _serve(
     report.phase("starting the engine")
     engine = EngineClient(path, engine_config, config.stall_timeout, report.phase)
     try:
-        service = await _unless(interrupted, _start(model, path, config, engine))
+        service = await _unless(interrupted, _start(model, path, config, engine, engine_config.load_format))
         if service is None:
             return
         report.phase("opening the port")
@@ -94,16 +94,16 @@ async def _serve(
         await engine.close()
 
 
-async def _start(model: str, path: Path, config: ServeConfig, engine: EngineClient) -> Service:
+async def _start(model: str, path: Path, config: ServeConfig, engine: EngineClient, load_format: str) -> Service:
     """The engine process starts while this one imports the web framework and builds the tokenizer."""
     starting = asyncio.ensure_future(engine.start())
 
     def prepare() -> tuple[type[Service], Tokenizer, ChatTemplate | None]:
         import tokenmill.serve.http  # noqa: F401
-        from tokenmill.checkpoint.tokenizer_files import load_chat_template, load_tokenizer
+        from tokenmill.checkpoint.dummy import tokenizer_of
         from tokenmill.serve.service import Service
 
-        return Service, load_tokenizer(path), load_chat_template(path)
+        return Service, *tokenizer_of(path, load_format)
 
     try:
         service_class, tokenizer, template = await asyncio.to_thread(prepare)
