@@ -114,7 +114,10 @@ class Columns:
         return Scheme("int", self.scheme.bits, 0, symmetric=self.scheme.symmetric)
 
     def _solve_leaf(self, begin: int, end: int) -> None:
+        small_groups = self.group_of is None and self.group < end - begin
         for column in range(begin, end):
+            if small_groups and column % self.group == 0:  # all updates from the columns before it have been applied
+                self._choose(column // self.group)
             group = self.group_of[column] if self.group_of is not None else column // self.group
             value, error = self.weight[column], self.errors[column]
             torch.sub(value, self.round(column, value, group), out=error)

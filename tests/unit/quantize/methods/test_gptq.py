@@ -50,7 +50,7 @@ def _textbook(weight: Tensor, hessian: Tensor, scheme: Scheme) -> Tensor:
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("group_size", [32, 80, 160])
+@pytest.mark.parametrize("group_size", [4, 8, 10, 16, 32, 80, 160])
 def test_recursion_is_the_textbook_loop(symmetric: bool, group_size: int) -> None:
     scheme = Scheme("int", 4, group_size, symmetric=symmetric)
     weight, hessian = _weight(), _hessian()
