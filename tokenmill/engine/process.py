@@ -235,7 +235,10 @@ def _connect(context: zmq.Context[zmq.Socket[bytes]], kind: int, address: str) -
 
 
 def main() -> None:
-    spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineSpec)
+    line = sys.stdin.buffer.readline()  # a spare process waits here until it is needed
+    if not line:
+        return  # the server has ended
+    spec = msgspec.json.decode(line, type=EngineSpec)
     configure(spec.log_level)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)

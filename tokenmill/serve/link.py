@@ -103,6 +103,7 @@ class EngineLink:
         """Wait for the process to end; returns how it ended."""
         assert self._process is not None
         code = await self._process.wait()
+        self._kill_group()  # children that it could not end itself
         self._read()  # its last messages may still be in the socket
         if self.failure is not None:
             return self.failure.message
@@ -117,6 +118,10 @@ class EngineLink:
     def kill(self) -> None:
         """End the process and its children at once."""
         if self._process is not None and self._process.returncode is None:
+            self._kill_group()
+
+    def _kill_group(self) -> None:
+        if self._process is not None:
             with contextlib.suppress(OSError):
                 os.killpg(self._process.pid, signal.SIGKILL)  # it leads a session of its own
 

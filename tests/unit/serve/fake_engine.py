@@ -1,10 +1,12 @@
 """An engine process without a model, for tests of the server's side: speaks the messages and behaves as a file says.
 
-The "model" of its EngineSpec is that file, read once at the start: ready, refuse, crash, hang, silent.
+The "model" of its EngineSpec is that file, read once at the start: ready, refuse, crash, hang, silent,
+parent (ready, with a child process whose id it writes next to that file).
 """
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -53,13 +55,16 @@ def main() -> None:
         outbox.close(linger=1000)
         context.term()
         return
+    if behaviour == "parent":
+        child = subprocess.Popen(["sleep", "600"])
+        Path(f"{spec.path}.child").write_text(str(child.pid))
     began = time.monotonic()
     if behaviour != "silent":
         send(Ready(10, [0], {}, "none", "none", "none", 0, 0.0))
     while behaviour == "silent" or not _handle(inbox, send):
         if behaviour == "hang":
             send(Heartbeat("taking grammars", time.monotonic() - began))
-        elif behaviour == "ready":
+        elif behaviour != "silent":
             send(Heartbeat(IDLE, 0.0))
         inbox.poll(50)
 

@@ -272,6 +272,21 @@ def test_closing_during_a_restart_leaves_no_process(behaviour: Path) -> None:
     asyncio.run(scenario())
 
 
+def test_the_children_of_an_engine_end_with_it(behaviour: Path) -> None:
+    async def scenario() -> None:
+        behaviour.write_text("parent")
+        async with running(behaviour) as client:
+            old = client.pid
+            child = int(Path(f"{behaviour}.child").read_text())
+            assert exists(child)
+            behaviour.write_text("ready")
+            os.kill(old or 0, signal.SIGKILL)
+            await replaced(client, old)
+            await until(lambda: not exists(child) or "Z" in Path(f"/proc/{child}/stat").read_text().split()[2])
+
+    asyncio.run(scenario())
+
+
 def test_a_first_engine_that_does_not_start_raises(behaviour: Path) -> None:
     async def scenario() -> None:
         behaviour.write_text("refuse")
