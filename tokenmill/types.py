@@ -195,6 +195,7 @@ class Request:
     index: int = 0  # which of the n siblings
     tenant: str = ""  # whose share of the engine it uses (only under the fair discipline)
     weight: float = 1.0  # of the tenant
+    deadline: float | None = None  # monotonic clock: dropped if its first token has not come by then
     embeds: bool = False  # also wants the hidden state of its last prompt token, with its first token
     grammar: CompiledGrammar | None = None  # params.structured compiled for the sampler; opaque to the engine
     # Logits of the tokens from this position on are read: these must not come from the prefix cache

@@ -61,7 +61,8 @@ class RunningServer:
 
         def idle() -> bool:
             load = self.load()
-            return not any(load[name] for name in ("server_load", "requests_running", "kv_pages_held", "queued_tokens"))
+            busy = ("server_load", "requests_running", "kv_pages_held", "queued_tokens")
+            return load["kv_pages_checked"] and not any(load[name] for name in busy)
 
         wait_until(idle, seconds)
         assert self.load()["kv_pages_consistent"]

@@ -6,7 +6,11 @@ import contextlib
 import json
 import os
 import random
+import resource
 import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -26,7 +30,7 @@ _FLAGS = ("--context", "256", "--concurrency", "4", "--served-model-name", "stor
 @pytest.fixture(scope="module")
 def server(model_path: Callable[[str], Path]) -> Iterator[RunningServer]:
     """A server whose engine is harmed."""
-    with serving(model_path("stories15m"), *_FLAGS, "--stall-timeout", "10") as running:
+    with serving(model_path("stories15m"), *_FLAGS, "--stall-timeout", "4", "--no-spare-engine") as running:
         yield running
 
 
@@ -62,13 +66,13 @@ def test_a_client_that_leaves_frees_its_pages(steady: RunningServer, stream: boo
     steady.wait_idle()
 
 
-def test_keys_guard_every_route_but_two(model_path: Callable[[str], Path], tmp_path: Path) -> None:
+def test_keys_guard_every_route_but_the_probes(model_path: Callable[[str], Path], tmp_path: Path) -> None:
     keys = tmp_path / "keys.yaml"
     keys.write_text("keys: [{key: slow-key, name: slow, requests_per_minute: 1}]\n")
     flags = (*_FLAGS, "--api-key", "good-key", "--api-keys-file", str(keys))
     with serving(model_path("stories15m"), *flags, env={"TOKENMILL_API_KEY": "env-key"}) as server:
         http = server.http
-        for path in ("/health", "/ping"):
+        for path in ("/livez", "/readyz", "/health", "/ping"):
             assert http.get(path).status_code == 200
         for path in ("/v1/models", "/metrics", "/load", "/version", "/docs", "/openapi.json", "/nothing", "/api/tags"):
             refused = http.get(path)
@@ -157,7 +161,11 @@ def test_a_killed_engine_is_replaced(server: RunningServer) -> None:
     assert all("SIGKILL" in error["message"] for error in told)
     assert told or len(streamed) < 8  # somebody was in flight
     server.logged("killed by SIGKILL")
+    unready = server.http.get("/readyz")
+    assert unready.status_code == 503
+    assert "SIGKILL" in unready.json()["error"]["message"]
     assert server.http.get("/health").status_code == 503
+    assert server.http.get("/livez").json() == {"status": "ok", "engine": "restarting"}  # a restart would not help
     refused = server.http.post("/v1/completions", json=_LONG)
     assert refused.status_code == 503
     assert refused.headers["retry-after"]
@@ -181,6 +189,43 @@ def test_a_stuck_engine_is_dumped_killed_and_replaced(server: RunningServer) -> 
     wait_until(lambda: server.http.get("/health").status_code == 503, 60)
     server.logged("stuck: no sign of life", 60)
     wait_until(lambda: server.http.get("/health").status_code == 200, 60)
+    assert server.load()["engine_pid"] != old
+    assert _first_answer(server)
+
+
+@pytest.mark.parametrize("whole_host", [True, False])
+def test_a_frozen_host_or_server_does_not_cost_an_engine(server: RunningServer, whole_host: bool) -> None:
+    wait_until(lambda: server.http.get("/readyz").status_code == 200, 60)
+    engine = server.load()["engine_pid"]
+    num_restarts = server.log.count("serving again")
+    frozen = [server.process.pid, *([engine] if whole_host else [])]
+    for pid in frozen:
+        os.kill(pid, signal.SIGSTOP)
+    over = time.monotonic() + 6  # beyond the stall timeout
+    wait_until(lambda: time.monotonic() > over, 60)
+    seen = server.log.count("the server did not run")
+    for pid in frozen:
+        os.kill(pid, signal.SIGCONT)
+    wait_until(lambda: server.log.count("the server did not run") > seen, 20)
+    assert _first_answer(server)
+    assert server.load()["engine_pid"] == engine
+    assert server.log.count("serving again") == num_restarts
+
+
+def test_no_file_descriptors_for_a_new_engine(server: RunningServer) -> None:
+    pid, old = server.process.pid, server.load()["engine_pid"]
+    limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        os.kill(old, signal.SIGKILL)
+        server.logged("the engine does not start: ")
+        unready = server.http.get("/readyz")  # over the connection that there is
+        assert unready.status_code == 503
+        assert "oo many open files" in unready.json()["error"]["message"]
+        assert server.http.get("/livez").status_code == 200
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
+    wait_until(lambda: server.http.get("/readyz").status_code == 200, 60)
     assert server.load()["engine_pid"] != old
     assert _first_answer(server)
 
@@ -229,22 +274,126 @@ def test_sigterm_does_not_wait_for_ever(model_path: Callable[[str], Path]) -> No
             os.kill(engine, 0)
 
 
+def _gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z"
+    except ProcessLookupError:
+        return True
+    except FileNotFoundError:  # it went between the two: the next look will tell
+        return False
+
+
 def test_an_engine_whose_server_is_killed_ends(model_path: Callable[[str], Path]) -> None:
     with serving(model_path("stories15m"), *_FLAGS) as server:
         engine = server.load()["engine_pid"]
         server.process.kill()
         server.process.wait()
+        wait_until(lambda: _gone(engine), 60)
 
-        def gone() -> bool:
+
+def _children(pid: int) -> list[int]:
+    with contextlib.suppress(FileNotFoundError):
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return []
+
+
+def _tell_at(line: str, number: signal.Signals, model: str, *flags: str) -> tuple[int, float, list[int]]:
+    """Start a server and signal it when a line with `line` comes: exit code, seconds it took to end, its children."""
+    command = [sys.executable, "-m", "tokenmill", "serve", model, "--port", "0", *flags]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        assert process.stderr is not None
+        try:
+            lines = []
+            for text in process.stderr:
+                lines.append(text)
+                if line in text:
+                    break
+            else:
+                raise AssertionError("the server ended:\n" + "".join(lines))
+            children = _children(process.pid)
+            process.send_signal(number)
+            began = time.monotonic()
+            process.communicate(timeout=60)
+            return process.returncode, time.monotonic() - began, children
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize(
+    ("line", "number"),
+    [
+        ("finding the model:", signal.SIGTERM),  # the engine process starts
+        ("starting the engine:", signal.SIGINT),  # it loads the weights
+        ("loading the weights:", signal.SIGTERM),  # it warms up
+        ("warming up:", signal.SIGTERM),  # the port opens
+        ("ready in", signal.SIGINT),
+    ],
+)
+def test_a_signal_at_any_moment_of_the_start_ends_it(
+    model_path: Callable[[str], Path], line: str, number: signal.Signals
+) -> None:
+    code, seconds, children = _tell_at(line, number, str(model_path("stories15m")), *_FLAGS)
+    assert code == 0
+    assert seconds < 10
+    wait_until(lambda: all(_gone(child) for child in children), 10)
+
+
+def test_a_signal_during_a_download_ends_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes the connection and never answers
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        command = [sys.executable, "-m", "tokenmill", "serve", "some/model", "--port", "0"]
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
             try:
-                os.kill(engine, 0)
-                return Path(f"/proc/{engine}/stat").read_text().split()[2] == "Z"
-            except ProcessLookupError:
-                return True
-            except FileNotFoundError:  # it went between the two: the next look will tell
-                return False
+                silent.settimeout(60)
+                silent.accept()
+                process.send_signal(signal.SIGTERM)
+                began = time.monotonic()
+                process.communicate(timeout=60)
+                assert time.monotonic() - began < 8
+                assert process.returncode == 0
+            finally:
+                process.kill()
 
-        wait_until(gone, 60)
+
+def test_a_spare_process_replaces_the_engine_and_a_signal_ends_a_restart(model_path: Callable[[str], Path]) -> None:
+    with serving(model_path("stories15m"), *_FLAGS) as server:
+        wait_until(lambda: server.load()["spare_engine_pid"], 60)
+        load = server.load()
+        engine, spare = load["engine_pid"], load["spare_engine_pid"]
+        os.kill(engine, signal.SIGKILL)
+        server.logged("serving again", 60)
+        assert server.load()["engine_pid"] == spare
+        assert _first_answer(server)
+        os.kill(spare, signal.SIGKILL)
+        wait_until(lambda: server.log.count("the engine process ended") == 2, 20)
+        children = _children(server.process.pid)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(10) == 0
+        wait_until(lambda: all(_gone(child) for child in children), 10)
+
+
+def test_a_second_signal_does_not_wait(model_path: Callable[[str], Path]) -> None:
+    with serving(model_path("stories15m"), *_FLAGS, "--shutdown-timeout", "600") as server:
+        os.kill(server.load()["engine_pid"], signal.SIGSTOP)  # what is in flight cannot end
+        answers: list[httpx.Response] = []
+        thread = threading.Thread(
+            target=lambda: answers.append(httpx.post(f"{server.url}/v1/completions", json=_LONG, timeout=60))
+        )
+        thread.start()
+        wait_until(lambda: server.load()["server_load"] > 0, 60)
+        server.process.send_signal(signal.SIGTERM)
+        server.logged("shutting down")
+        assert server.http.get("/readyz").json()["error"]["code"] == "draining"
+        assert server.http.get("/livez").status_code == 200
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(20) == 0
+        thread.join(20)
+        assert answers[0].status_code == 503
 
 
 def test_what_cannot_start_says_why(model_path: Callable[[str], Path], tmp_path: Path) -> None:

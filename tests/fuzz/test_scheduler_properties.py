@@ -136,6 +136,13 @@ class Traffic:
     def maybe_cancel(self, probability: float) -> None:
         if self.requests and self.random.random() < probability:
             request_id = self.random.choice(list(self.requests))
+            siblings = self.scheduler._siblings[request_id]
+            if len(siblings) > 1 and self.random.random() < 0.5:  # one of several, running, waiting or preempted
+                index = self.random.choice(siblings).index
+                assert self.scheduler.cancel(request_id, index)
+                assert not self.scheduler.cancel(request_id, index)
+                self.unfinished[request_id].remove(index)
+                return
             assert self.scheduler.cancel(request_id)
             assert not self.scheduler.cancel(request_id)
             del self.requests[request_id]

@@ -1,8 +1,9 @@
 """The engine loop: the one place that drives an engine, whichever face its caller sees.
 
 LLM, AsyncEngine and the engine process submit and cancel requests and are told what came of them (`Listener`); where
-their messages come from is an `Inbox`. Requests with structured output wait here for their grammar; idle moments check
-the pages and do the engine's idle work. One thread calls everything; only `step_began` may be read from another.
+their messages come from is an `Inbox`. Requests with structured output wait here for their grammar, and requests whose
+deadline has passed are dropped before a step computes them; idle moments check the pages and do the engine's idle work.
+One thread calls everything; only `activity` may be read from another.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from tokenmill.engine.activity import IDLE, Activity
 from tokenmill.engine.core import EngineCore
+from tokenmill.engine.deadlines import DeadlineError, Deadlines
 from tokenmill.engine.grammar_queue import GrammarQueue
 from tokenmill.errors import UserError
 from tokenmill.grammar.compiler import GrammarCompiler
@@ -21,10 +24,13 @@ from tokenmill.types import Request, TokenEvent
 
 _log = get_logger(__name__)
 _SHORT_WAIT = 0.002  # seconds: for messages between two pieces of idle work, or for a grammar between messages
+_IDLE_WORK_LIMIT = 300.0  # seconds: a piece of it may compile kernels or capture a graph
+_CHECK_AFTER_IDLE = 0.2  # seconds without any work before the pages are checked
+_CHECK_SHARE = 0.01  # of the time, at most, goes into checking pages
 
 
 class Listener(Protocol):
-    """Who is told what the loop did."""
+    """Is told what the loop did."""
 
     def on_events(self, events: list[TokenEvent]) -> None:
         """What a step brought; empty where only the statistics have changed."""
@@ -36,7 +42,7 @@ class Listener(Protocol):
 
 
 class Inbox(Protocol):
-    """Where a face takes the wishes of its callers from."""
+    """Where the messages of callers come from."""
 
     @property
     def closed(self) -> bool: ...
@@ -60,20 +66,29 @@ class EngineLoop:
         listener: Listener | None = None,
         grammars: GrammarCompiler | None = None,
         idle_work: Sequence[Callable[[], bool]] = (),
+        activity: Activity | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`idle_work`: each is called in idle moments until it returns False (nothing left), anew after each step."""
+        """`idle_work`: each is called in idle moments until it returns False (nothing left), anew after each step.
+        `activity` is kept up to date for a watchdog."""
         self.core = core
-        self.step_began = 0.0  # monotonic; 0: no step runs. For watchdogs
+        self.activity = activity or Activity(clock=clock)
+        self._clock = clock
         self._listener = listener or _NoListener()
         self._grammars = GrammarQueue(grammars)
         self._idle_work = tuple(idle_work)
         self._idle_left = deque(self._idle_work)
         self._worked = False  # idle work was done that the listener has not heard of
-        self._changed = False  # pages moved since they were last checked
+        self._deadlines = Deadlines()
+        self._is_stale = False  # gauges have changed without a step
+        self._is_unchecked = False  # pages moved since they were last checked
+        self._check_at = 0.0  # not before this time
+        self._next_check = 0.0  # the same, by what the last check took
 
     # --- requests ---
 
     def submit(self, request: Request) -> None:
+        self._deadlines.add(request)
         if request.params.structured is not None and request.grammar is None:
             self._grammars.add(request)
         else:
@@ -83,7 +98,11 @@ class EngineLoop:
         """Forget a request and its siblings, or only the one at `index`. False: not known."""
         waited = self._grammars.cancel(request_id)
         cancelled = self.core.cancel(request_id, index)
-        self._changed = self._changed or cancelled
+        if not self.knows(request_id):
+            self._deadlines.remove(request_id)
+        if cancelled:
+            self._is_stale = True
+            self._pages_moved()
         return waited or cancelled
 
     def knows(self, request_id: str) -> bool:
@@ -98,6 +117,7 @@ class EngineLoop:
     def run(self, inbox: Inbox) -> None:
         """Until the inbox is closed: take messages in, then step, or use the idle moment."""
         while not inbox.closed:
+            self.activity.begin(IDLE)
             inbox.receive(self._patience())
             self.turn()
 
@@ -108,54 +128,94 @@ class EngineLoop:
 
     def turn(self, run: int = 1) -> None:
         """One step; without work a short wait for a grammar, or a piece of what idle moments are for."""
-        for outcome in self._grammars.take():
-            if isinstance(outcome, Request):
-                self.core.add(outcome)
-            else:
-                self._listener.on_refused(*outcome)
+        if len(self._grammars):
+            self._take_grammars()
+        if len(self._deadlines):
+            self._drop_late_requests()
         if self.core.has_work:
             self._step(run)
         elif len(self._grammars):
             self._grammars.wait(_SHORT_WAIT)
-        elif self._changed:
-            self._check_pages()
+        elif self._is_stale:
+            self._report_gauges()
         elif self._idle_left:
             self._work_idle()
+        elif self._is_unchecked and self._clock() >= self._check_at:
+            self._check_pages()
 
     # --- how ---
 
     def _patience(self) -> float | None:
         """How long the inbox may wait for a message."""
-        if self.has_work or self._changed:
+        if self.has_work or self._is_stale:
             return 0.0
-        return _SHORT_WAIT if self._idle_left else None
+        if self._idle_left:
+            return _SHORT_WAIT
+        return max(0.0, self._check_at - self._clock()) if self._is_unchecked else None
+
+    def _take_grammars(self) -> None:
+        self.activity.begin("taking grammars")
+        for outcome in self._grammars.take():
+            if isinstance(outcome, Request):
+                self.core.add(outcome)
+            else:
+                self._deadlines.remove(outcome[0])
+                self._listener.on_refused(*outcome)
+
+    def _drop_late_requests(self) -> None:
+        """Nobody waits any more for a request without a first token at its deadline, wherever it is."""
+        for request_id in self._deadlines.take_passed(self._clock()):
+            self.cancel(request_id)
+            self.core.stats.num_expired += 1
+            self._is_stale = True
+            self._listener.on_refused(request_id, DeadlineError())
 
     def _step(self, run: int) -> None:
-        self.step_began = time.monotonic()
+        self.activity.begin("a step")
         events = self.core.step(run)
-        self.step_began = 0.0
-        self._changed = True
+        self.activity.begin("sending events")
+        self._is_stale = False
+        self._pages_moved()
         self._idle_left = deque(self._idle_work)
+        if len(self._deadlines):
+            for event in events:
+                self._deadlines.remove(event.request_id)
         self._listener.on_events(events)
 
+    def _pages_moved(self) -> None:
+        self._is_unchecked = True
+        self.core.stats.pages_checked = False
+        self._check_at = max(self._clock() + _CHECK_AFTER_IDLE, self._next_check)
+
+    def _report_gauges(self) -> None:
+        self.activity.begin("sending events")
+        self._is_stale = False
+        self.core.scheduler.measure()
+        self._listener.on_events([])
+
     def _check_pages(self) -> None:
-        """The page invariant, and gauges that a cancellation changed without a step."""
-        self._changed = False
-        stats = self.core.scheduler.measure()
+        """The page invariant. It takes time for every page there is: only after a while without work, and rarely."""
+        self.activity.begin("checking pages")
+        self._is_unchecked = False
+        stats, began = self.core.stats, self._clock()
         try:
             self.core.scheduler.kv.check()
             stats.pages_consistent = True
         except AssertionError as error:
             stats.pages_consistent = False
             _log.error("KV pages are inconsistent: %s", error)
-        self._listener.on_events([])
+        stats.pages_checked = True
+        now = self._clock()
+        self._next_check = now + (now - began) / _CHECK_SHARE
+        self._report_gauges()
 
     def _work_idle(self) -> None:
-        if self._idle_left[0]():
+        work = self._idle_left[0]
+        self.activity.begin(f"idle work ({getattr(work, '__qualname__', work)})", _IDLE_WORK_LIMIT)
+        if work():
             self._worked = True
             return
         self._idle_left.popleft()
         if self._worked and not self._idle_left:
             self._worked = False
-            self.core.scheduler.measure()
-            self._listener.on_events([])
+            self._report_gauges()

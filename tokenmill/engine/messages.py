@@ -41,6 +41,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     tenant: str
     weight: float
     embeds: bool = False
+    deadline: float | None = None  # of the monotonic clock, which both processes share
 
     @classmethod
     def of(cls, request: Request) -> Submit:
@@ -55,6 +56,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
             request.tenant,
             request.weight,
             request.embeds,
+            request.deadline,
         )
 
     def request(self) -> Request:
@@ -69,6 +71,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
             tenant=self.tenant,
             weight=self.weight,
             embeds=self.embeds,
+            deadline=self.deadline,
         )
 
 
@@ -106,17 +109,20 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class Events(msgspec.Struct, frozen=True, tag="events"):
-    """All that one step brought, and the statistics after it; no events where only these have changed."""
+    """All that one step brought; no events where only the statistics have changed. These do not come with every step:
+    while tokens flow, only every few milliseconds."""
 
     events: list[TokenEvent]
-    stats: EngineStats
+    stats: EngineStats | None = None
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
-    """From a side thread, so that it also comes while a step runs."""
+    """From a side thread, so that it also comes while the engine's thread is busy or hangs."""
 
-    step_age: float  # seconds since the step in progress began; 0: none runs
-    num_steps: int
+    activity: str = ""  # what that thread is doing
+    age: float = 0.0  # seconds since it began that
+    limit: float = 0.0  # seconds that it may take; 0: the stall timeout
+    num_steps: int = 0
 
 
 class Pong(msgspec.Struct, frozen=True, tag="pong"):
@@ -128,6 +134,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
     request_id: str
     message: str
+    code: str = ""  # "deadline": it was dropped before its first token
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):

@@ -2,7 +2,7 @@
 
 Started by the server as `python -m tokenmill.engine.process` with an EngineSpec on standard input; it ends when it is
 told to, or when that pipe closes because the server is gone. One thread steps and owns its sockets; a side thread sends
-heartbeats, so that a stuck step is seen from outside. SIGUSR1 prints all stacks to standard error. No HTTP, no text.
+heartbeats, so that a hang is seen from outside. SIGUSR1 prints all stacks to standard error. No HTTP, no text.
 """
 
 from __future__ import annotations
@@ -18,13 +18,16 @@ import time
 import traceback
 from collections import Counter
 from dataclasses import asdict
+from math import ceil
 
 import msgspec
 import zmq
 
 from tokenmill.config import EngineConfig
 from tokenmill.engine import messages
+from tokenmill.engine.activity import Activity
 from tokenmill.engine.build import EngineParts, build_engine
+from tokenmill.engine.deadlines import DeadlineError
 from tokenmill.engine.loop import EngineLoop
 from tokenmill.engine.messages import (
     Cancel,
@@ -49,24 +52,28 @@ _log = get_logger(__name__)
 _IDLE_POLL_MS = 1000
 _CLOSE_SECONDS = 1.5  # to write cached pages to the tiers; the server waits for two
 _MAX_REASON = 500  # characters; the traceback is on standard error
+_LOAD_LIMIT = 3600.0  # seconds: large weights from a slow disk
+_WARM_UP_LIMIT = 600.0  # seconds: kernels are compiled
+_STATS_SECONDS = 0.05  # between statistics, while tokens flow
+_PROMPT_STEP = 32  # tokens of a step from which its statistics always go out: the server learns its pace from these
 
 
 class Pulse:
     """Sends a heartbeat at regular intervals from its own thread, and ends the process when the server is gone."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], spec: EngineSpec) -> None:
-        self.loop: EngineLoop | None = None  # once there is one: whose steps are reported
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], spec: EngineSpec, activity: Activity) -> None:
+        self.loop: EngineLoop | None = None  # once there is one: its steps are counted
         self._context = context
         self._spec = spec
+        self._activity = activity
         threading.Thread(target=self._beat, name="pulse", daemon=True).start()
 
     def _beat(self) -> None:
         socket = _connect(self._context, zmq.PUSH, self._spec.outbox)
         while True:
             loop = self.loop
-            began, num_steps = (loop.step_began, loop.core.stats.num_steps) if loop is not None else (0.0, 0)
-            age = time.monotonic() - began if began else 0.0
-            socket.send(messages.encode(Heartbeat(age, num_steps)))
+            num_steps = loop.core.stats.num_steps if loop is not None else 0
+            socket.send(messages.encode(Heartbeat(*self._activity.read(), num_steps)))
             readable, _, _ = select.select([sys.stdin], [], [], self._spec.heartbeat_seconds)
             if readable and not os.read(sys.stdin.fileno(), 1):
                 os._exit(0)  # the server has ended: nobody waits for an answer
@@ -75,20 +82,25 @@ class Pulse:
 class EngineProcess:
     """The loop's inbox and listener: messages in, messages out."""
 
-    def __init__(self, parts: EngineParts, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes]) -> None:
+    def __init__(
+        self, parts: EngineParts, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes], activity: Activity
+    ) -> None:
         self._parts = parts
         self._inbox = inbox
         self._outbox = outbox
-        self.loop = EngineLoop(parts.core, self, parts.grammars, parts.idle_work)
+        self._activity = activity
+        self._stats_sent = 0.0
+        self.loop = EngineLoop(parts.core, self, parts.grammars, parts.idle_work, activity)
         self.closed = False
 
     # --- to the loop ---
 
     def receive(self, timeout: float | None) -> None:
         """Take in all messages that wait. One that cannot be used is answered, no more."""
-        timeout_ms = _IDLE_POLL_MS if timeout is None else int(1000 * timeout)
-        while self._inbox.poll(timeout_ms):
-            timeout_ms = 0
+        if timeout != 0.0:
+            self._inbox.poll(_IDLE_POLL_MS if timeout is None else min(_IDLE_POLL_MS, ceil(1000 * timeout)))
+        while int(self._inbox.getsockopt(zmq.EVENTS)) & zmq.POLLIN:  # between steps: cheaper than a poll
+            self._activity.begin("taking messages in")
             data = self._inbox.recv()
             try:
                 message = messages.decode_to_engine(data)
@@ -135,10 +147,18 @@ class EngineProcess:
     # --- from the loop ---
 
     def on_events(self, events: list[TokenEvent]) -> None:
-        self._send(Events(events, self._parts.core.stats))
+        """The statistics take longer to encode and read than a few tokens do: not with each of them."""
+        core, now = self._parts.core, time.monotonic()
+        flowing = events and core.has_work and core.stats.step_tokens < _PROMPT_STEP
+        if flowing and now - self._stats_sent < _STATS_SECONDS:
+            self._send(Events(events))
+        else:
+            self._stats_sent = now
+            self._send(Events(events, core.stats))
 
     def on_refused(self, request_id: str, error: UserError) -> None:
-        self._send(Refused(request_id, str(error)))
+        code = "deadline" if isinstance(error, DeadlineError) else ""
+        self._send(Refused(request_id, str(error), code))
 
     def _send(self, message: FromEngine) -> None:
         self._outbox.send(messages.encode(message))
@@ -176,20 +196,23 @@ def serve_engine(spec: EngineSpec) -> None:
     out_context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()  # its own: ending it sends what is left
     outbox = _connect(out_context, zmq.PUSH, spec.outbox)
     inbox = _connect(context, zmq.PULL, spec.inbox)
-    pulse = Pulse(context, spec)
+    activity = Activity("loading the weights", _LOAD_LIMIT)
+    pulse = Pulse(context, spec, activity)
     code = 0
     try:
         outbox.send(messages.encode(Phase("loading the weights")))
         parts = build_engine(spec.path, EngineConfig(**spec.options))
+        activity.begin("warming up", _WARM_UP_LIMIT)
         outbox.send(messages.encode(Phase("warming up")))
         parts.grammars.prepare()
         warm_up(parts)
         outbox.send(messages.encode(describe(parts)))
         gc.collect()
         gc.freeze()  # what lives as long as the process is not looked through again: that would stop a step for long
-        process = EngineProcess(parts, inbox, outbox)
+        process = EngineProcess(parts, inbox, outbox, activity)
         pulse.loop = process.loop
         process.loop.run(process)
+        activity.begin("writing cached pages to the tiers")
         parts.close(_CLOSE_SECONDS)
     except BaseException as failure:
         user_error = isinstance(failure, UserError)
@@ -212,7 +235,10 @@ def _connect(context: zmq.Context[zmq.Socket[bytes]], kind: int, address: str) -
 
 
 def main() -> None:
-    spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineSpec)
+    line = sys.stdin.buffer.readline()  # a spare process waits here until it is needed
+    if not line:
+        return  # the server has ended
+    spec = msgspec.json.decode(line, type=EngineSpec)
     configure(spec.log_level)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)

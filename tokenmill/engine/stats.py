@@ -80,8 +80,10 @@ class EngineStats:
     num_pages_held: int = 0
     num_pages_cached: int = _gauge("kv_pages_cached", "KV pages kept for reuse only.", "KV cache")
     pages_consistent: bool = _gauge(
-        "kv_pages_consistent", "1 if the page invariant held when the engine was last idle.", "KV cache", first=True
+        "kv_pages_consistent", "1 if the page invariant held when it was last checked.", "KV cache", first=True
     )
+    pages_checked: bool = True  # since pages last moved
+    num_expired: int = _counter("requests_expired", "Requests whose deadline passed before the first token.", "Queue")
     num_prefix_query_tokens: int = _counter(
         "prefix_cache_queries", "Prompt tokens looked up.", "KV cache", "prefix_cache_queries"
     )

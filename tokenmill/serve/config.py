@@ -66,10 +66,13 @@ class ServeConfig:
         "auto", "Format of the model's tool calls: hermes, llama3_json, pythonic or auto.", metavar="NAME"
     )
     stall_timeout: float = option(
-        30.0, "Time after which a running step or a silent engine counts as stuck.", metavar="SECONDS", low=0
+        30.0, "Time after which a silent engine or an endless step counts as stuck.", metavar="SECONDS", low=0
     )
     shutdown_timeout: float = option(
         30.0, "Time that running requests get to finish after SIGTERM.", metavar="SECONDS", low=0
+    )
+    spare_engine: bool = option(
+        True, "Keep a process with the engine's libraries loaded (about 160 MB), to replace a failed engine quickly."
     )
     access_log: bool = option(True, "Log one JSON line per request to stderr, never with prompt text.")
 

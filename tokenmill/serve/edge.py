@@ -1,7 +1,8 @@
 """The outermost layer: request ids, keys, body limits, the access log. Plain ASGI, before any route or parser runs.
 
-Every path but /health and /ping needs a key when keys are set, unknown paths and documentation included. The log is one
-JSON line per exchange and never holds prompt text or keys. Knows no route's meaning.
+Every path but the probes (/livez, /readyz, /health, /ping) needs a key when keys are set, unknown paths and
+documentation included. The log is one JSON line per exchange and never holds prompt text or keys. Knows no route's
+meaning.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from tokenmill.serve.metrics import Metrics
 from tokenmill.serve.page import CHALLENGE, basic_key
 
 _access = get_logger("access")
-_OPEN_PATHS = ("/health", "/ping")
+_OPEN_PATHS = ("/livez", "/readyz", "/health", "/ping")
 _MAX_ID = 128
 IGNORED_HEADER = "x-tokenmill-ignored"
 

@@ -1,7 +1,7 @@
 """The server's client of the engine process: starts it, submits requests, dispatches events, restarts it.
 
-An engine that dies or hangs in a step is replaced; requests in flight get an error that says so, new ones are
-refused until the next engine is ready. Decides liveness. Knows tokens and processes, not HTTP.
+An engine that dies or hangs is replaced, by a spare process that has its libraries loaded; requests in flight get an
+error that says so, new ones are refused until the next engine is ready. Knows tokens and processes, not HTTP.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from tokenmill.engine.messages import Cancel, Events, FromEngine, Phase, Ready, 
 from tokenmill.engine.stats import EngineStats
 from tokenmill.errors import UserError
 from tokenmill.log import get_logger
-from tokenmill.serve.errors import ApiError, engine_gone
+from tokenmill.serve.errors import ApiError, deadline_passed, engine_gone
 from tokenmill.serve.generation import Generation, Member
-from tokenmill.serve.link import EngineLink, LinkDownError
+from tokenmill.serve.link import EngineLink, LinkDownError, spawn_engine
+from tokenmill.serve.watchdog import Watchdog
 
 _log = get_logger(__name__)
 _WATCH_SECONDS = 0.25
@@ -30,6 +31,7 @@ _PING_SECONDS = 1.0
 _START_SILENCE = 120.0  # without messages, while the process imports its libraries from a cold disk
 _FIRST_BACKOFF = 0.2
 _MAX_BACKOFF = 30.0
+_SPARE_DELAY = 5.0  # after an engine is ready: the first requests come first
 
 
 class Observer(Protocol):
@@ -45,10 +47,21 @@ class Observer(Protocol):
 
 
 class EngineClient:
-    def __init__(self, path: Path, config: EngineConfig, stall_timeout: float, on_phase: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        config: EngineConfig,
+        stall_timeout: float,
+        on_phase: Callable[[str], None],
+        keep_spare: bool = False,
+    ) -> None:
+        """`keep_spare`: a process with the engine's libraries waits to replace the engine."""
         self._path = path
         self._config = config
-        self._stall_timeout = stall_timeout
+        self._watchdog = Watchdog(stall_timeout)
+        self._keep_spare = keep_spare
+        self._spare: asyncio.subprocess.Process | None = None
+        self._spare_task: asyncio.Task[None] | None = None
         self._on_phase = on_phase
         self._folder = Path(tempfile.mkdtemp(prefix="tokenmill-"))  # readable by this user only
         self._link: EngineLink | None = None
@@ -60,6 +73,7 @@ class EngineClient:
         self._closing = False
         self.state = "starting"  # "ready", "restarting", "closed"
         self.reason = ""  # why the last engine ended
+        self.start_failure = ""  # why the next one does not start
         self.stats = EngineStats()
         self.identity: Ready | None = None
 
@@ -75,36 +89,48 @@ class EngineClient:
         self._observers.append(observer)
 
     async def close(self, timeout: float = 2.0) -> None:
+        """End the engine within `timeout` seconds. One that is not ready has nothing to save and is killed at once."""
         self._closing = True
-        self.state = "closed"
+        was_ready, self.state = self.state == "ready", "closed"
         self.fail_all("the server is shutting down")
-        if self._supervisor is not None:
-            self._supervisor.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._supervisor
+        for task in (self._supervisor, self._spare_task):
+            if task is not None:
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError, Exception):
+                    await task
+        if self._spare is not None and self._spare.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._spare.kill()
         if self._link is not None:
-            await self._link.stop(timeout)
+            await self._link.stop(timeout if was_ready else 0.0)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     @property
     def pid(self) -> int | None:
         return self._link.pid if self._link is not None else None
 
-    async def healthy(self) -> tuple[bool, str]:
-        """True only if tokens are generated, or the idle engine loop answers a ping within a second."""
+    @property
+    def spare_pid(self) -> int | None:
+        return self._spare.pid if self._spare is not None and self._spare.returncode is None else None
+
+    @property
+    def supervised(self) -> bool:
+        """Whether an engine that ends would be replaced: the liveness of the server, whatever the engine does."""
+        return self._closing or (self._supervisor is not None and not self._supervisor.done())
+
+    async def ready(self) -> tuple[bool, str]:
+        """True if the engine is busy with work within its time, or its idle loop answers a ping within a second."""
         link = self._link
         if self.state != "ready" or link is None:
-            return False, f"the engine is {self.state}" + (f" ({self.reason})" if self.reason else "")
-        before = link.heartbeat
-        if before.step_age == 0.0 or _silence(link) > _PING_SECONDS:
-            if await link.ping(_PING_SECONDS):
-                return True, "serving" if self._members else "idle"
-            now = link.heartbeat
-            moved = now.num_steps > before.num_steps
-            if not moved and (now.step_age == 0.0 or _silence(link) > _PING_SECONDS):
-                return False, "the engine does not answer"
-        age = link.heartbeat.step_age
-        return age < self._stall_timeout, f"a step has been running for {age:.1f} s" if age > 1 else "serving"
+            why = "; ".join(text for text in (self.reason, self.start_failure) if text)
+            return False, f"the engine is {self.state}" + (f" ({why})" if why else "")
+        busy = self._watchdog.busy(link, _PING_SECONDS)
+        if busy is not None:
+            return True, busy
+        if await link.ping(_PING_SECONDS):
+            return True, "serving" if self._members else "idle"
+        busy = self._watchdog.busy(link, _PING_SECONDS)
+        return busy is not None, busy or "the engine does not answer"
 
     # --- requests ---
 
@@ -148,7 +174,8 @@ class EngineClient:
             case Refused():
                 member = self._members.get(message.request_id)
                 if member is not None:
-                    member.generation.fail(ApiError(400, message.message))
+                    late = message.code == "deadline"
+                    member.generation.fail(deadline_passed() if late else ApiError(400, message.message))
                 elif not message.request_id:
                     _log.error("the engine refused a message: %s", message.message)
             case Phase(name=name):
@@ -158,7 +185,6 @@ class EngineClient:
                     self._ready.set_result(message)
 
     def _take_events(self, message: Events) -> None:
-        self.stats = message.stats
         for event in message.events:
             member = self._members.get(event.request_id)
             if member is None:
@@ -173,79 +199,122 @@ class EngineClient:
                 continue
             for observer in self._observers:
                 observer.on_tokens(member, len(event.token_ids))
-        for observer in self._observers:
-            observer.on_step(message.stats)
+        if message.stats is not None:
+            self.stats = message.stats
+            for observer in self._observers:
+                observer.on_step(message.stats)
 
     # --- supervision ---
 
     async def _launch(self) -> Ready:
+        """Start an engine and wait until it is ready. Whatever goes wrong, nothing of it is left."""
+        if not self._folder.is_dir():  # temporary folders get cleaned up
+            self._folder = Path(tempfile.mkdtemp(prefix="tokenmill-"))
         self._num_links += 1
         link = EngineLink(self._folder, self._num_links, self._deliver)
-        self._ready = asyncio.get_running_loop().create_future()
         self._link = link
-        await link.launch(str(self._path), self._config)
-        ended = asyncio.ensure_future(link.ended())
+        self._ready = asyncio.get_running_loop().create_future()
         try:
-            waited = (self._ready, ended)
-            while not any(each.done() for each in waited):
-                await asyncio.wait(waited, timeout=_WATCH_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-                if _silence(link) > max(self._stall_timeout, _START_SILENCE):
-                    await link.dump_and_kill()
-            if not self._ready.done():
-                reason = await ended
-                link.close()
-                if link.failure is not None and link.failure.user_error:
-                    raise UserError(link.failure.message)
-                raise RuntimeError(f"the engine process ended while starting: {reason}")
-        finally:
-            ended.cancel()
-        self.identity = self._ready.result()
+            spare, self._spare = self._spare, None
+            await link.launch(str(self._path), self._config, spare if spare and spare.returncode is None else None)
+            self.identity = await self._until_ready(link, self._ready)
+        except BaseException:
+            link.kill()
+            link.close()
+            raise
         self.stats = EngineStats()
+        self.start_failure = ""
         self.state = "ready"
+        if self._keep_spare:
+            self._spare_task = asyncio.create_task(self._prepare_spare(), name="spare-engine")
         return self.identity
 
+    async def _until_ready(self, link: EngineLink, ready: asyncio.Future[Ready]) -> Ready:
+        self._watchdog.start()
+        hang = None
+        ended = asyncio.ensure_future(link.ended())
+        try:
+            while not ready.done() and not ended.done():
+                await asyncio.wait((ready, ended), timeout=_WATCH_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+                hang = self._watchdog.look(link, _START_SILENCE)
+                if hang is not None:
+                    await link.dump_and_kill()
+                    await ended
+            if ready.done():
+                return ready.result()
+            if link.failure is not None and link.failure.user_error:
+                raise UserError(link.failure.message)
+            raise RuntimeError(f"the engine process ended while starting: {hang or ended.result()}")
+        finally:
+            ended.cancel()
+
+    async def _prepare_spare(self) -> None:
+        """Have a process import the engine's libraries: that is most of what a restart takes."""
+        await asyncio.sleep(_SPARE_DELAY)
+        if self.spare_pid is None:
+            try:
+                self._spare = await spawn_engine()
+            except Exception as error:  # no harm: a restart then takes longer
+                _log.warning("cannot start a spare engine process: %s", error)
+
     async def _supervise(self) -> None:
+        """Replace each engine that ends. Nothing but closing the client ends this."""
         while not self._closing:
             assert self._link is not None
-            self.reason = await self._watch(self._link)
+            try:
+                reason = await self._watch(self._link)
+            except Exception as error:
+                _log.exception("cannot watch the engine process; it is killed")
+                reason = f"not supervised: {error}"
+            self._link.kill()
             self._link.close()
-            self.state = "restarting"
-            _log.error("the engine process ended (%s); %d requests were in flight", self.reason, len(self._members))
-            self.stats = EngineStats(num_pages=self.stats.num_pages)
-            self.fail_all(f"the engine stopped ({self.reason}) and is being restarted; send the request again")
-            for observer in self._observers:
-                observer.on_restart(self.reason)
+            self._on_ended(reason)
             await self._restart()
+
+    def _on_ended(self, reason: str) -> None:
+        self.state = "restarting"
+        self.reason = reason
+        _log.error("the engine process ended (%s); %d requests were in flight", reason, len(self._members))
+        self.stats = EngineStats(num_pages=self.stats.num_pages)
+        self.fail_all(f"the engine stopped ({reason}) and is being restarted; send the request again")
+        for observer in self._observers:
+            try:
+                observer.on_restart(reason)
+            except Exception:
+                _log.exception("an observer failed")
 
     async def _watch(self, link: EngineLink) -> str:
         """Wait until the process ends or is stuck and killed; returns the reason."""
         ended = asyncio.ensure_future(link.ended())
+        self._watchdog.start()
         try:
             while True:
                 done, _ = await asyncio.wait((ended,), timeout=_WATCH_SECONDS)
                 if done:
                     return ended.result()
-                silence = _silence(link)
-                stuck = max(silence, link.heartbeat.step_age)
-                if stuck > self._stall_timeout:
-                    what = "no sign of life" if silence > link.heartbeat.step_age else "a step that does not end"
-                    reason = f"stuck: {what} for {stuck:.1f} s"
+                hang = self._watchdog.look(link)
+                if hang is not None:
                     self.state = "restarting"
-                    _log.error("the engine is %s; its stacks follow, then it is killed", reason)
+                    _log.error("the engine is stuck: %s; its stacks follow, then it is killed", hang)
                     await link.dump_and_kill()
                     await ended
-                    return reason
+                    return f"stuck: {hang}"
         finally:
             ended.cancel()
 
     async def _restart(self) -> None:
-        backoff = _FIRST_BACKOFF
+        """Try until an engine is ready, at a pace that falls to one try in half a minute; `start_failure` says what
+        keeps it from starting."""
+        backoff, num_failures = _FIRST_BACKOFF, 0
+        began = time.monotonic()
         while not self._closing:
-            began = time.monotonic()
             try:
                 await self._launch()
-            except (UserError, RuntimeError, OSError) as error:
-                _log.error("the engine does not start: %s; next try in %.1f s", error, backoff)
+            except Exception as error:  # such as no memory, no file descriptors, a file that is gone
+                num_failures += 1
+                self.start_failure = f"start {num_failures} failed: {str(error) or type(error).__name__}"
+                expected = isinstance(error, UserError | RuntimeError | OSError)
+                _log.error("the engine does not start: %s; next try in %.1f s", error, backoff, exc_info=not expected)
                 await asyncio.sleep(backoff)
                 backoff = min(2 * backoff, _MAX_BACKOFF)
             else:
@@ -255,7 +324,3 @@ class EngineClient:
     def fail_all(self, message: str) -> None:
         for member in list(self._members.values()):
             member.generation.fail(engine_gone(message))
-
-
-def _silence(link: EngineLink) -> float:
-    return time.monotonic() - link.last_sign

@@ -54,5 +54,9 @@ class ApiError(Exception):
         return {"retry-after": str(max(1, round(self.retry_after + 0.5)))}
 
 
+def deadline_passed() -> ApiError:
+    return ApiError(429, "the deadline passed before the first token", code="deadline", retry_after=1)
+
+
 def engine_gone(message: str, retry_after: float = 2.0) -> ApiError:
     return ApiError(503, message, code="engine_unavailable", retry_after=retry_after)

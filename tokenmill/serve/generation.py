@@ -104,8 +104,9 @@ class Generation:
         return [member.output for member in self.members]
 
     @property
-    def started(self) -> bool:
-        return any(member.first_token is not None for member in self.members)
+    def code(self) -> str | None:
+        """The code of the error that ended it, if one did."""
+        return getattr(self._error, "code", None)
 
     async def first(self) -> None:
         """Wait for the first delta: until then a failure can still be an HTTP status."""

@@ -1,4 +1,4 @@
-"""Routes that compute nothing: models, tokenize, detokenize, health, ping, version, load, metrics."""
+"""Routes that compute nothing: models, tokenize, detokenize, liveness and readiness, version, load, metrics."""
 
 from __future__ import annotations
 
@@ -28,17 +28,27 @@ def add_info_routes(app: FastAPI, service: Service) -> None:
     async def model(name: str) -> Response:
         return json_response(_model(service, service.check_model(name)))
 
+    @router.head("/livez", include_in_schema=False)
+    @router.get("/livez")
+    async def livez() -> Response:
+        """Liveness: 200 while this process answers and would replace a failed engine, also while it does so."""
+        if not service.engine.supervised:
+            raise engine_gone("nobody supervises the engine")
+        return json_response({"status": "ok", "engine": service.engine.state})
+
+    @router.head("/readyz", include_in_schema=False)
     @router.head("/ping", include_in_schema=False)
     @router.head("/health", include_in_schema=False)
     @router.post("/ping", include_in_schema=False)
     @router.get("/ping")
     @router.get("/health")
-    async def health() -> Response:
-        """200 only if tokens are generated, or the idle engine answers within a second."""
+    @router.get("/readyz")
+    async def readyz() -> Response:
+        """Readiness: 200 only if the engine computes, or answers within a second while it is idle."""
         if service.admission.draining:
             raise ApiError(503, "the server is shutting down", code="draining")
-        well, what = await service.engine.healthy()
-        if not well:
+        is_ready, what = await service.engine.ready()
+        if not is_ready:
             raise engine_gone(what)
         return json_response({"status": "ok", "engine": what})
 
@@ -128,7 +138,9 @@ def _load(service: Service) -> dict[str, Any]:
         "kv_pages_held": stats.num_pages_held,
         "kv_pages_cached": stats.num_pages_cached,
         "kv_pages_consistent": stats.pages_consistent,
+        "kv_pages_checked": stats.pages_checked,
         "predicted_ttft_seconds": round(admission.predict(0), 4),
         "engine": service.engine.state,
         "engine_pid": service.engine.pid,
+        "spare_engine_pid": service.engine.spare_pid,
     }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import sys
 import time
@@ -26,10 +27,21 @@ from tokenmill.log import get_logger
 _log = get_logger(__name__)
 _DUMP_SECONDS = 0.5
 _LOG_LEVELS = {10: "debug", 20: "info", 30: "warning", 40: "error"}
+ENGINE_COMMAND = (sys.executable, "-m", "tokenmill.engine.process")
 
 
 class LinkDownError(ConnectionError):
     """The engine cannot be reached."""
+
+
+async def spawn_engine() -> asyncio.subprocess.Process:
+    """An engine process that imports its libraries and then waits for its specification on standard input; it ends
+    when that closes."""
+    return await asyncio.create_subprocess_exec(
+        *ENGINE_COMMAND,
+        stdin=asyncio.subprocess.PIPE,
+        start_new_session=True,  # a terminal's Ctrl-C is for the server alone
+    )
 
 
 class EngineLink:
@@ -38,24 +50,24 @@ class EngineLink:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._addresses = [f"ipc://{folder}/{name}{number}" for name in ("requests", "events")]
         self._outbox = self._bind(zmq.PUSH, self._addresses[0])
-        self._inbox = self._bind(zmq.PULL, self._addresses[1])
+        try:
+            self._inbox = self._bind(zmq.PULL, self._addresses[1])
+        except zmq.ZMQError:
+            self._outbox.close(linger=0)
+            raise
         self._process: asyncio.subprocess.Process | None = None
         self._pongs: dict[int, asyncio.Future[None]] = {}
         self._num_pings = 0
         self.last_sign = time.monotonic()
-        self.heartbeat = Heartbeat(0.0, 0)
+        self.heartbeat = Heartbeat()
         self.failure: Failed | None = None  # what the engine said before it ended
 
-    async def launch(self, path: str, config: EngineConfig) -> None:
+    async def launch(self, path: str, config: EngineConfig, spare: asyncio.subprocess.Process | None = None) -> None:
+        """Have an engine started, in the process `spare` if there is one."""
         level = _LOG_LEVELS.get(_log.getEffectiveLevel(), "info")
         spec = EngineSpec(path, asdict(config), self._addresses[0], self._addresses[1], log_level=level)
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "tokenmill.engine.process",
-            stdin=asyncio.subprocess.PIPE,
-            start_new_session=True,  # a terminal's Ctrl-C is for the server alone
-        )
+        self._process = spare or await spawn_engine()
+        self.last_sign = time.monotonic()
         assert self._process.stdin is not None
         with contextlib.suppress(ConnectionError):
             self._process.stdin.write(msgspec.json.encode(spec) + b"\n")
@@ -91,6 +103,7 @@ class EngineLink:
         """Wait for the process to end; returns how it ended."""
         assert self._process is not None
         code = await self._process.wait()
+        self._kill_group()  # children that it could not end itself
         self._read()  # its last messages may still be in the socket
         if self.failure is not None:
             return self.failure.message
@@ -100,7 +113,17 @@ class EngineLink:
         """Have all stacks printed to standard error, then kill the process."""
         self._signal(signal.SIGUSR1)
         await asyncio.sleep(_DUMP_SECONDS)
-        self._signal(signal.SIGKILL)
+        self.kill()
+
+    def kill(self) -> None:
+        """End the process and its children at once."""
+        if self._process is not None and self._process.returncode is None:
+            self._kill_group()
+
+    def _kill_group(self) -> None:
+        if self._process is not None:
+            with contextlib.suppress(OSError):
+                os.killpg(self._process.pid, signal.SIGKILL)  # it leads a session of its own
 
     async def stop(self, timeout: float) -> None:
         """Ask the process to shut down; kill it after `timeout` seconds."""
@@ -110,13 +133,13 @@ class EngineLink:
             try:
                 await asyncio.wait_for(self._process.wait(), timeout)
             except TimeoutError:
-                self._signal(signal.SIGKILL)
+                self.kill()
                 await self._process.wait()
         self.close()
 
     def close(self) -> None:
         if not self._inbox.closed:
-            with contextlib.suppress(ValueError, RuntimeError):
+            with contextlib.suppress(ValueError, RuntimeError, zmq.ZMQError):
                 asyncio.get_running_loop().remove_reader(int(self._inbox.getsockopt(zmq.FD)))
             self._inbox.close(linger=0)
             self._outbox.close(linger=0)
@@ -128,8 +151,12 @@ class EngineLink:
 
     def _bind(self, kind: int, address: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
-        socket.set_hwm(0)
-        socket.bind(address)
+        try:
+            socket.set_hwm(0)
+            socket.bind(address)
+        except zmq.ZMQError:
+            socket.close(linger=0)
+            raise
         return socket
 
     def _read(self) -> None:
@@ -151,4 +178,7 @@ class EngineLink:
                 case Failed():
                     self.failure = message
                 case _:
-                    self._deliver(message)
+                    try:
+                        self._deliver(message)
+                    except Exception:  # the messages behind it must still be read
+                        _log.exception("cannot handle a message of type %s", type(message).__name__)

@@ -1,16 +1,16 @@
 """The server process from start to end: model, engine, port, serving, drain.
 
 SIGTERM or Ctrl-C stops taking requests and lets those in flight end, within the shutdown timeout; a second signal does
-not wait. What is heavy to import is imported while the engine process starts. Called by `tokenmill serve`.
+not wait. Before the port is open it ends at once, whatever is under way. The exit code is 0 in all cases. What is heavy
+to import is imported while the engine process starts. Called by `tokenmill serve`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
 import socket
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from tokenmill.log import get_logger
 from tokenmill.serve.config import ServeConfig
 from tokenmill.serve.engine_client import EngineClient
 from tokenmill.serve.keys import KeyRing, load_keys
+from tokenmill.serve.signals import StopSignals, end_within, in_daemon_thread
 from tokenmill.serve.startup import StartupReport
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 _log = get_logger(__name__)
 _POLL_SECONDS = 0.05
+_CLOSE_SECONDS = 2.0  # for the engine to write its cached pages to the tiers
+_EXIT_SECONDS = 3.0  # from the end of the engine to the end of the process
 _SECRET = ("api_key",)
 
 
@@ -63,16 +66,16 @@ async def _serve(
     announce: Announce | None,
 ) -> None:
     report = StartupReport()
-    loop = asyncio.get_running_loop()
-    interrupted = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, interrupted.set)
-    report.phase("finding the model")
-    path = await asyncio.to_thread(lambda: resolve(model).path)
-    report.phase("starting the engine")
-    engine = EngineClient(path, engine_config, config.stall_timeout, report.phase)
+    signals = StopSignals(config.shutdown_timeout)
+    engine: EngineClient | None = None
     try:
-        service = await _unless(interrupted, _start(model, path, config, engine, engine_config.load_format))
+        report.phase("finding the model")
+        path = await signals.unless_told(in_daemon_thread(lambda: resolve(model).path))
+        if path is None:
+            return
+        report.phase("starting the engine")
+        engine = EngineClient(path, engine_config, config.stall_timeout, report.phase, config.spare_engine)
+        service = await signals.unless_told(_start(model, path, config, engine, engine_config.load_format))
         if service is None:
             return
         report.phase("opening the port")
@@ -87,11 +90,14 @@ async def _serve(
         report.ready(_address(listener), {"server": settings, "engine": service.identity.options})
         if announce is not None:
             announce({"url": _address(listener), "model": service.names[0], "engine": service.identity.options})
-        await _until_told(serving, interrupted)
-        await _drain(service, server, serving, interrupted)
+        await signals.unless_told(asyncio.shield(serving))
+        await _drain(service, server, serving, signals)
     finally:
         report.stop()
-        await engine.close()
+        if engine is not None:
+            await engine.close(0.0 if signals.hurry.is_set() else _CLOSE_SECONDS)
+        if signals.told.is_set():
+            end_within(_EXIT_SECONDS)
 
 
 async def _start(model: str, path: Path, config: ServeConfig, engine: EngineClient, load_format: str) -> Service:
@@ -106,39 +112,20 @@ async def _start(model: str, path: Path, config: ServeConfig, engine: EngineClie
         return Service, *tokenizer_of(path, load_format)
 
     try:
-        service_class, tokenizer, template = await asyncio.to_thread(prepare)
+        service_class, tokenizer, template = await in_daemon_thread(prepare)
         identity = await starting
     finally:
         starting.cancel()
     return service_class(config, config.served_model_name or (model,), engine, identity, tokenizer, template)
 
 
-async def _unless(event: asyncio.Event, work: Coroutine[Any, Any, Service]) -> Service | None:
-    """The result of `work`, or None if the event comes first."""
-    working = asyncio.ensure_future(work)
-    waiting = asyncio.ensure_future(event.wait())
-    await asyncio.wait((working, waiting), return_when=asyncio.FIRST_COMPLETED)
-    waiting.cancel()
-    if working.done():
-        return working.result()
-    working.cancel()
-    return None
-
-
-async def _until_told(serving: asyncio.Task[None], interrupted: asyncio.Event) -> None:
-    waiting = asyncio.ensure_future(interrupted.wait())
-    await asyncio.wait((serving, waiting), return_when=asyncio.FIRST_COMPLETED)
-    waiting.cancel()
-
-
-async def _drain(service: Service, server: HttpServer, serving: asyncio.Task[None], interrupted: asyncio.Event) -> None:
+async def _drain(service: Service, server: HttpServer, serving: asyncio.Task[None], signals: StopSignals) -> None:
     """Accept no new requests; those in flight finish within the timeout or get an error event."""
-    interrupted.clear()
     service.admission.draining = True
     limit, left = service.config.shutdown_timeout, service.engine.num_in_flight
     _log.warning("shutting down: %d requests in flight, waiting up to %.0f s", left, limit)
     deadline = asyncio.get_running_loop().time() + limit
-    while service.engine.num_in_flight and asyncio.get_running_loop().time() < deadline and not interrupted.is_set():
+    while service.engine.num_in_flight and asyncio.get_running_loop().time() < deadline and not signals.hurry.is_set():
         await asyncio.sleep(_POLL_SECONDS)
     if service.engine.num_in_flight:
         _log.warning("%d requests did not finish in time", service.engine.num_in_flight)

@@ -23,7 +23,7 @@ from tokenmill.engine.stats import EngineStats
 from tokenmill.errors import UserError
 from tokenmill.serve.config import ServeConfig
 from tokenmill.serve.engine_client import EngineClient
-from tokenmill.serve.errors import ApiError
+from tokenmill.serve.errors import ApiError, deadline_passed
 from tokenmill.serve.generation import Generation, Member
 from tokenmill.serve.keys import LANES, Client
 from tokenmill.serve.limits import Admission, Pace, Ticket
@@ -82,6 +82,7 @@ class Service:
         )
         self.tool_style = ToolStyle.choose(template, tokenizer, config.tool_call_parser)
         self._tickets: dict[Generation, Ticket] = {}
+        self._timers: dict[Generation, asyncio.TimerHandle] = {}  # to the deadlines of those without a token
         self._num_steps = 0  # of the engine, when its statistics last came
         engine.observe(self)
 
@@ -168,8 +169,9 @@ class Service:
         except ApiError:
             generation.close()
             raise
-        if caller.deadline is not None:
-            asyncio.get_running_loop().call_later(caller.deadline, self._expire, generation)
+        if caller.deadline is not None:  # the engine drops it too, but a hung engine answers nobody
+            timer = asyncio.get_running_loop().call_later(caller.deadline, generation.fail, deadline_passed())
+            self._timers[generation] = timer
         return generation
 
     # --- from the engine ---
@@ -184,6 +186,7 @@ class Service:
         starts = member.first_token is None
         self.metrics.on_tokens(member, num_tokens)
         if starts and num_tokens:
+            self._stop_timer(member.generation)
             self.admission.started(self._tickets[member.generation], len(member.request.prompt_ids))
 
     def on_end(self, member: Member) -> None:
@@ -211,17 +214,23 @@ class Service:
         for prompt, ids in zip(prompts, encoded, strict=True):
             request = self._intake.request(ids, make_params(len(ids)), uuid.uuid4().hex, caller.rank)
             request.tenant, request.weight = caller.client.name, caller.client.weight
+            if caller.deadline is not None and len(prompts) == 1:  # of several, the first token of any is in time
+                request.deadline = time.monotonic() + caller.deadline
             text = prompt if isinstance(prompt, str) else None
             generation.add(request, RequestCollector(request, text, self.tokenizer))
         return generation
 
-    def _expire(self, generation: Generation) -> None:
-        if generation in self._tickets and not generation.started:
-            self.metrics.add("admission_rejections", 1.0, "deadline")
-            generation.fail(ApiError(429, "the deadline passed before the first token", code="deadline", retry_after=1))
+    def _stop_timer(self, generation: Generation) -> None:
+        timer = self._timers.pop(generation, None)
+        if timer is not None:
+            timer.cancel()
 
     def _close(self, generation: Generation) -> None:
+        """Nothing of a closed generation stays reachable from here: neither through the engine nor through timers."""
+        self._stop_timer(generation)
         self.engine.withdraw(generation)
+        if generation.code == "deadline":
+            self.metrics.add("admission_rejections", 1.0, "deadline")
         ticket = self._tickets.pop(generation, None)
         if ticket is not None:
             produced = sum(len(each.token_ids) for output in generation.outputs for each in output.outputs)

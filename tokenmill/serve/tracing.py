@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _log = get_logger(__name__)
 _VARIABLES = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
-_QUIET_PATHS = ("/health", "/ping", "/metrics", "/load")  # polled by probes: too many spans
+_QUIET_PATHS = ("/livez", "/readyz", "/health", "/ping", "/metrics", "/load")  # polled by probes: too many spans
 
 
 def start_tracing() -> Tracing | None:
