@@ -7,18 +7,22 @@ import contextlib
 import socket
 import ssl
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
 
+from tokenmill.log import get_logger
 from tokenmill.serve.app import build_app
 from tokenmill.serve.config import ServeConfig
-from tokenmill.serve.connections import ConnectionTable, TransferLimits
+from tokenmill.serve.connections import ConnectionTable, Slot, TransferLimits, address_group
 from tokenmill.serve.http_protocol import LimitedProtocol
 from tokenmill.serve.keys import KeyRing
 from tokenmill.serve.service import Service
 
+_log = get_logger(__name__)
 _NO_TIMER = 7 * 24 * 3600
+_ACCEPT_PAUSE = 0.1  # seconds, where no file is left
 
 
 class HttpServer(uvicorn.Server):
@@ -53,6 +57,7 @@ class HttpServer(uvicorn.Server):
             limits.write_timeout,
         )
         self._tls = tls
+        self._accepting: list[asyncio.Task[None]] = []
         self._checked = 0.0
 
     @contextlib.contextmanager
@@ -63,21 +68,60 @@ class HttpServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         loop = asyncio.get_running_loop()
         self.servers = []
-
-        def protocol() -> LimitedProtocol:
-            return LimitedProtocol(self, config=self.config, server_state=self.server_state, app_state={}, _loop=loop)
-
         for listener in sockets or ():
-            server = await loop.create_server(
-                protocol,
-                sock=listener,
-                ssl=self._tls,
-                backlog=self.config.backlog,
-                ssl_handshake_timeout=self.limits.tls_handshake_timeout if self._tls is not None else None,
-            )
-            self.servers.append(server)
+            if self._tls is not None:
+                self._accepting.append(loop.create_task(self._accept_tls(listener, self._tls)))
+            else:
+                server = await loop.create_server(self._protocol, sock=listener, backlog=self.config.backlog)
+                self.servers.append(server)
         self._checked = loop.time()
         self.started = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for task in self._accepting:
+            task.cancel()
+        await super().shutdown(sockets)
+
+    def _protocol(self, slot: Slot | None = None) -> LimitedProtocol:
+        return LimitedProtocol(self, slot, config=self.config, server_state=self.server_state, app_state={})
+
+    async def _accept_tls(self, listener: socket.socket, tls: ssl.SSLContext) -> None:
+        """With TLS the event loop would tell us of a connection only after its handshake: clients that never finish
+        one could take every file the process may open. So connections are accepted, and counted, here."""
+        loop = asyncio.get_running_loop()
+        listener.setblocking(False)
+        listener.listen(self.config.backlog)
+        while True:
+            try:
+                connection, peer = await loop.sock_accept(listener)
+            except OSError as error:
+                _log.warning("cannot accept a connection: %s", error)
+                await asyncio.sleep(_ACCEPT_PAUSE)
+                continue
+            task = loop.create_task(self._handshake(connection, peer, tls))
+            self.server_state.tasks.add(task)
+            task.add_done_callback(self.server_state.tasks.discard)
+
+    async def _handshake(self, connection: socket.socket, peer: Any, tls: ssl.SSLContext) -> None:
+        def evicted() -> None:
+            self.count("connections")
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)  # the handshake then fails
+
+        loop = asyncio.get_running_loop()
+        address = address_group(peer[0]) if isinstance(peer, tuple) else ""
+        slot = self.table.admit(address, evicted, loop.time())
+        try:
+            await loop.connect_accepted_socket(
+                lambda: self._protocol(slot),
+                connection,
+                ssl=tls,
+                ssl_handshake_timeout=self.limits.tls_handshake_timeout,
+            )
+        except OSError as error:  # an SSLError, a timeout, a client that left
+            self.table.release(slot)
+            self.count("tls_handshake")
+            _log.debug("TLS handshake failed: %s", error)
 
     async def on_tick(self, counter: int) -> bool:
         now = asyncio.get_running_loop().time()

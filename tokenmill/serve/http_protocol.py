@@ -16,7 +16,7 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from tokenmill.log import get_logger
-from tokenmill.serve.connections import Phase, TransferClock, address_group
+from tokenmill.serve.connections import Phase, Slot, TransferClock, address_group
 from tokenmill.serve.errors import ApiError
 
 if TYPE_CHECKING:
@@ -31,7 +31,8 @@ _UNSENT_BYTES = 1 << 16  # in the kernel: more is kept here, where a client that
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    def __init__(self, server: HttpServer, **arguments: Any) -> None:
+    def __init__(self, server: HttpServer, slot: Slot | None, **arguments: Any) -> None:
+        """`slot`: the one that the connection has since its TLS handshake began."""
         super().__init__(**arguments)
         self._server = server
         self._limits = server.limits
@@ -41,17 +42,21 @@ class LimitedProtocol(HttpToolsProtocol):
         self._refusal = ApiError(400, "this is not a valid HTTP/1.1 request")
         self._reason = "malformed"
         self._deaf = False  # a pipelined request came: nothing more is read
+        self._slot = slot
 
     # --- the transport's side ---
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         _bound_unsent(transport)
-        address = address_group(self.client[0]) if self.client else ""
-        self._slot = self._server.table.admit(address, self._evicted, self.loop.time())
+        if self._slot is None:
+            address = address_group(self.client[0]) if self.client else ""
+            self._slot = self._server.table.admit(address, self._evicted, self.loop.time())
+        self._slot.close = self._evicted
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._server.table.release(self._slot)
+        if self._slot is not None:
+            self._server.table.release(self._slot)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -107,6 +112,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._check_head()
+        assert self._slot is not None
         if self._slot.probe_only and self.url.partition(b"?")[0] not in PROBE_PATHS:
             self._fail(503, "too many connections are open: try again later", "connections")
         self.scope["state"][CONNECTION_KEY] = self
@@ -160,7 +166,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def trust(self) -> None:
         """The application accepted a request of this connection's client."""
-        if not self._slot.trusted:
+        if self._slot is not None and not self._slot.trusted:
             self._server.table.trust(self._slot)
 
     def check(self, seconds: float) -> None:

@@ -16,6 +16,7 @@ import pytest
 from tests.unit.serve.live_server import live, until
 from tokenmill.errors import UserError
 from tokenmill.serve.config import SSL_PASSWORD_VARIABLE, ServeConfig
+from tokenmill.serve.connections import PROBE_RESERVE
 from tokenmill.serve.listening import (
     address_of,
     is_local,
@@ -109,6 +110,25 @@ def test_tls_serves_https_from_1_2_and_reads_its_certificate_again(tmp_path: Pat
             assert (await (await server.connect(_CLOSE, renewed)).rest()).endswith(b"GET /hello ")
             with pytest.raises(ssl.SSLCertVerificationError):
                 await server.connect(_CLOSE, trusting)
+            await until(lambda: len(server.server.table) == 0)
+
+    asyncio.run(ask())
+
+
+def test_handshakes_that_never_end_take_no_more_connections_than_others(tmp_path: Path) -> None:
+    certificate, key = _certificate(tmp_path, "server")
+    context = tls_context(ServeConfig(ssl_certfile=certificate, ssl_keyfile=key))
+
+    async def ask() -> None:
+        async with asyncio.timeout(20), live(tls=context, max_connections=5) as server:
+            flood = [await server.connect(b"\x16\x03\x01") for _ in range(100)]
+            trusting = ssl.create_default_context(cafile=certificate)
+            health = await server.connect(_CLOSE.replace(b"/hello", b"/health"), trusting)
+            assert (await health.rest()).endswith(b"GET /health ")
+            assert len(server.server.table) <= 5 + PROBE_RESERVE
+            assert server.counted["connections"] >= 100 - 5 - PROBE_RESERVE
+            for client in flood:
+                client.close()
             await until(lambda: len(server.server.table) == 0)
 
     asyncio.run(ask())
