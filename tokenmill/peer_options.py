@@ -189,6 +189,12 @@ _VLLM: dict[str, PeerOption] = {
     "kv_offloading_size": PeerOption("vLLM", _gibibytes("kv_host_memory")),
     "enforce_eager": _switch("vLLM", _eager),
     "allowed_origins": PeerOption("vLLM", means("cors_origin")),
+    "h11_max_incomplete_event_size": PeerOption("vLLM", means("max_header_bytes")),
+    "h11_max_header_count": PeerOption("vLLM", means("max_header_count")),
+    "ssl_ciphers": PeerOption(
+        "vLLM", refused("cipher suites are those of the TLS library, from TLS 1.2", "configure OpenSSL, or use a proxy")
+    ),
+    "enable_ssl_refresh": _switch("vLLM", only((False,), "certificates are read again on SIGHUP", "send SIGHUP")),
     "max_num_queued_reqs": PeerOption("vLLM", means("max_queued_requests")),
     "max_num_queued_tokens": PeerOption("vLLM", means("max_queued_tokens")),
     "disable_uvicorn_access_log": _switch("vLLM", inverted("access_log")),
@@ -303,10 +309,6 @@ _VLLM: dict[str, PeerOption] = {
     "override_generation_config": PeerOption(
         "vLLM", refused("sampling defaults are the request's", "send the parameters with each request")
     ),
-    "ssl_keyfile": PeerOption("vLLM", refused("the server speaks plain HTTP", "put a TLS proxy in front of it")),
-    "ssl_certfile": PeerOption("vLLM", refused("the server speaks plain HTTP", "put a TLS proxy in front of it")),
-    "root_path": PeerOption("vLLM", refused("the API is served at /", "let the proxy strip the path")),
-    "uds": PeerOption("vLLM", refused("the server listens on TCP", "use --host and --port")),
     "api_server_count": PeerOption("vLLM", only((1,), "one process serves HTTP", "leave it out")),
 }
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 
-_READY = re.compile(r"ready in .* on (http://\S+)")
+_READY = re.compile(r"ready in .* on ((?:https?://|unix:)\S+)")
 _START_SECONDS = 90
 
 

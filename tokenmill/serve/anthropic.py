@@ -50,6 +50,7 @@ def add_anthropic_routes(app: FastAPI, service: Service) -> None:
             generation,
             complete=lambda: head | _answer(generation, tools, record),
             chunks=lambda: _events(generation, tools, head, record),
+            ping=lambda: _event("ping"),
         )
 
     app.include_router(router)

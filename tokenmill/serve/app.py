@@ -14,7 +14,7 @@ from tokenmill.serve.anthropic import PATH as ANTHROPIC_PATH
 from tokenmill.serve.anthropic import add_anthropic_routes, anthropic_error
 from tokenmill.serve.chat import add_chat_routes
 from tokenmill.serve.completions import add_completion_routes
-from tokenmill.serve.edge import Edge, with_cors
+from tokenmill.serve.edge import Edge, route_path, with_cors
 from tokenmill.serve.embeddings import add_embedding_routes
 from tokenmill.serve.errors import ApiError
 from tokenmill.serve.exchange import ClientGoneError, error_response, json_response, record_of
@@ -38,12 +38,13 @@ _ROUTES = (
 
 
 def build_app(service: Service, keys: KeyRing) -> ASGIApp:
-    app = FastAPI(title="tokenmill", version=__version__, redoc_url=None)
+    config = service.config
+    app = FastAPI(title="tokenmill", version=__version__, docs_url=None, redoc_url=None, root_path=config.root_path)
+    app.state.ping_seconds = config.sse_ping
     for add_routes in _ROUTES:
         add_routes(app, service)
     _add_error_handlers(app)
-    config = service.config
-    edge: ASGIApp = Edge(app, keys, service.metrics, config.max_body_bytes, config.access_log)
+    edge: ASGIApp = Edge(app, keys, service.metrics, config)
     tracing = start_tracing()
     if tracing is not None:
         service.engine.observe(tracing)
@@ -55,9 +56,10 @@ def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     async def refused(request: Request, error: ApiError) -> Response:
         record_of(request).error = error.message
-        if request.url.path == ANTHROPIC_PATH:
+        path = route_path(request.scope["path"], request.app.root_path)
+        if path == ANTHROPIC_PATH:
             return json_response(anthropic_error(error), error.status, error.headers())
-        if request.url.path.startswith("/api/"):
+        if path.startswith("/api/"):
             return json_response({"error": error.message}, error.status, error.headers())
         return error_response(error)
 

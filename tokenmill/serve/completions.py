@@ -101,7 +101,7 @@ class _Shapes:
 
     def choice(self, delta: Delta) -> dict[str, Any]:
         """A delta, or a complete answer as one delta. The first of each answer contains the echoed prompt."""
-        output = self._generation.outputs[delta.number]
+        output = self._generation.members[delta.number].output
         key = (delta.number, delta.index)
         first = key not in self._logprobs
         if first:

@@ -25,6 +25,7 @@ from tokenmill.config import (
 from tokenmill.errors import UserError
 
 KEY_VARIABLE = "TOKENMILL_API_KEY"
+SSL_PASSWORD_VARIABLE = "TOKENMILL_SSL_KEYFILE_PASSWORD"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,64 @@ class ServeConfig:
     )
     cors_origin: tuple[str, ...] = option(
         (), "Web origin that may call the API. Repeatable; none by default.", metavar="ORIGIN"
+    )
+    allowed_host: tuple[str, ...] = option(
+        (),
+        "Host name that requests may be addressed to, or *.NAME. Repeatable; by default any with API keys or another "
+        "--host, loopback names only without.",
+        metavar="NAME",
+    )
+    uds: str = option("", "Unix socket to listen on, instead of --host and --port.", metavar="PATH")
+    uds_permissions: str = option("600", "Permissions of the Unix socket, as three octal digits.", metavar="MODE")
+    root_path: str = option("", "Path under which a proxy publishes the API, such as /llm.", metavar="PATH")
+    ssl_certfile: str = option("", "TLS certificate with its chain, in PEM; the server then speaks HTTPS only.")
+    ssl_keyfile: str = option(
+        "",
+        f"TLS private key, in PEM, if it is not in --ssl-certfile. {SSL_PASSWORD_VARIABLE} has its password.",
+        metavar="FILE",
+    )
+    ssl_ca_certs: str = option("", "Certificates of the authorities that clients' certificates must come from, in PEM.")
+    ssl_cert_reqs: int = option(
+        0, "Client certificates: 0 ignored, 1 checked if sent, 2 required.", metavar="N", low=0, high=2
+    )
+    tls_handshake_timeout: float = option(
+        10.0, "Time that a TLS handshake may take.", metavar="SECONDS", low=0.1, high=600
+    )
+    max_connections: int = option(4096, "Maximum number of open connections.", metavar="CONNECTIONS", low=1)
+    max_connections_per_address: int = option(
+        1024, "Maximum number of open connections of one remote address.", metavar="CONNECTIONS", low=1
+    )
+    max_url_bytes: int = option(8 << 10, "Maximum size of a request target.", metavar="SIZE", parse=parse_size, low=1)
+    max_header_bytes: int = option(
+        32 << 10, "Maximum size of a request line with all headers.", metavar="SIZE", parse=parse_size, low=256
+    )
+    max_header_count: int = option(128, "Maximum number of request headers.", metavar="HEADERS", low=1)
+    header_timeout: float = option(
+        10.0,
+        "Time that a client may take to send a request line and headers; 0 for no limit.",
+        metavar="SECONDS",
+        low=0,
+    )
+    body_timeout: float = option(
+        300.0, "Time that a client may take to send a body; 0 for no limit.", metavar="SECONDS", low=0
+    )
+    min_body_rate: int = option(
+        512, "Slowest body in bytes per second, after 10 seconds; 0 for no limit.", metavar="BYTES", low=0
+    )
+    keep_alive_timeout: float = option(
+        5.0, "Time after which an idle connection is closed; 0 for no limit.", metavar="SECONDS", low=0
+    )
+    write_timeout: float = option(
+        30.0, "Time after which a client that reads nothing is cut off; 0 for no limit.", metavar="SECONDS", low=0
+    )
+    sse_ping: float = option(
+        10.0,
+        "Interval of keep-alive comments in a stream before its first token; 0 for none.",
+        metavar="SECONDS",
+        low=0,
+    )
+    wrong_key_limit: int = option(
+        20, "Wrong API keys per minute and remote address before they are answered slowly; 0 for no limit.", low=0
     )
     max_queued_requests: int = option(
         256, "Maximum number of waiting requests; beyond it the answer is 429.", metavar="REQUESTS", low=0
@@ -89,6 +148,8 @@ class ServeConfig:
                 value = float(value)
                 object.__setattr__(self, spec.name, value)
             check(spec, value)
+        if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
+            raise UserError(f"root_path is '{self.root_path}'", "write it like /llm, with a slash only in front")
 
     def all_keys(self) -> tuple[str, ...]:
         """Keys from flags and from the environment."""

@@ -1,4 +1,5 @@
-"""The outermost layer: request ids, keys, body limits, the access log. Plain ASGI, before any route or parser runs.
+"""The outermost layer: request ids, Host and Origin, keys, body limits, the access log, security headers. Plain ASGI,
+before any route or parser runs.
 
 Every path but the probes (/livez, /readyz, /health, /ping) needs a key when keys are set, unknown paths and
 documentation included. The log is one JSON line per exchange and never holds prompt text or keys. Knows no route's
@@ -7,6 +8,7 @@ meaning.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 import uuid
@@ -16,25 +18,36 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tokenmill.log import get_logger
+from tokenmill.serve.config import ServeConfig
+from tokenmill.serve.connections import address_group
 from tokenmill.serve.errors import ApiError
 from tokenmill.serve.exchange import Record, error_response
+from tokenmill.serve.http_protocol import CONNECTION_KEY
+from tokenmill.serve.key_guessing import DELAY, WrongKeys
 from tokenmill.serve.keys import Client, KeyRing
+from tokenmill.serve.listening import is_loopback
 from tokenmill.serve.metrics import Metrics
 from tokenmill.serve.page import CHALLENGE, basic_key
+from tokenmill.serve.site import SiteCheck
 
 _access = get_logger("access")
 _OPEN_PATHS = ("/livez", "/readyz", "/health", "/ping")
 _MAX_ID = 128
 IGNORED_HEADER = "x-tokenmill-ignored"
+# Pages have a policy of their own: page.py.
+_POLICY = b"default-src 'none'; frame-ancestors 'none'"
+_SECURITY_HEADERS = ((b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer"))
 
 
 class Edge:
-    def __init__(self, app: ASGIApp, keys: KeyRing, metrics: Metrics, max_body_bytes: int, access_log: bool) -> None:
+    def __init__(self, app: ASGIApp, keys: KeyRing, metrics: Metrics, config: ServeConfig) -> None:
         self._app = app
         self._keys = keys
         self._metrics = metrics
-        self._max_body_bytes = max_body_bytes
-        self._access_log = access_log
+        self._config = config
+        local = keys.open and not config.uds and is_loopback(config.host)
+        self._site = SiteCheck(local, config.allowed_host, config.cors_origin)
+        self._wrong_keys = WrongKeys(config.wrong_key_limit)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -48,24 +61,42 @@ class Edge:
         status = [0]
         watched = self._watch(send, record, status)
         try:
-            refusal = self._refusal(scope["path"], headers, client)
+            refusal = self._refusal(scope, headers, client)
             if refusal is not None:
+                if refusal.code == "too_many_wrong_keys":
+                    await asyncio.sleep(DELAY)
                 record.error = refusal.message
                 await error_response(refusal)(scope, receive, watched)
             else:
+                if client is not None and CONNECTION_KEY in scope["state"]:
+                    scope["state"][CONNECTION_KEY].trust()
                 await self._app(scope, self._bounded(receive), watched)
         finally:
             self._metrics.add("http_responses", 1.0, str(status[0] or 499))
-            if self._access_log:
+            if self._config.access_log:
                 _access.info(_line(scope, record, status[0] or 499, time.monotonic() - began))
 
-    def _refusal(self, path: str, headers: Headers, client: Client | None) -> ApiError | None:
-        if client is None and path not in _OPEN_PATHS:
-            return ApiError(401, "the API key is missing or unknown", code="invalid_api_key")
+    def _refusal(self, scope: Scope, headers: Headers, client: Client | None) -> ApiError | None:
+        if route_path(scope["path"], self._config.root_path) not in _OPEN_PATHS:
+            wrong_site = self._site.refusal(scope["method"], headers)
+            if wrong_site is not None:
+                return wrong_site
+            if client is None:
+                return self._wrong_key(scope, headers)
         length = headers.get("content-length", "0")
-        if length.isdecimal() and int(length) > self._max_body_bytes:
-            return ApiError(413, f"the body has {length} bytes, the limit of this server is {self._max_body_bytes}")
+        limit = self._config.max_body_bytes
+        if length.isdecimal() and int(length) > limit:
+            return ApiError(413, f"the body has {length} bytes, the limit of this server is {limit}")
         return None
+
+    def _wrong_key(self, scope: Scope, headers: Headers) -> ApiError:
+        peer = scope.get("client")
+        wait = 0.0
+        if _key(headers) is not None:
+            wait = self._wrong_keys.record(address_group(peer[0]) if peer else "", time.monotonic())
+        if wait:
+            return ApiError(429, "too many wrong API keys", code="too_many_wrong_keys", retry_after=wait)
+        return ApiError(401, "the API key is missing or unknown", code="invalid_api_key")
 
     def _watch(self, send: Send, record: Record, status: list[int]) -> Send:
         async def watched(message: Message) -> None:
@@ -73,6 +104,9 @@ class Edge:
                 status[0] = message["status"]
                 headers = MutableHeaders(scope=message)
                 headers["x-request-id"] = record.request_id
+                headers.raw.extend(_SECURITY_HEADERS)
+                if "content-security-policy" not in headers:
+                    headers.raw.append((b"content-security-policy", _POLICY))
                 if status[0] == 401:
                     headers["www-authenticate"] = CHALLENGE
                 if record.ignored:
@@ -89,11 +123,17 @@ class Edge:
             nonlocal taken
             message = await receive()
             taken += len(message.get("body", b""))
-            if taken > self._max_body_bytes:
-                raise HTTPException(413, f"the body has more than {self._max_body_bytes} bytes")
+            if taken > self._config.max_body_bytes:
+                raise HTTPException(413, f"the body has more than {self._config.max_body_bytes} bytes")
             return message
 
         return bounded
+
+
+def route_path(path: str, root_path: str) -> str:
+    """The path without the prefix under which a proxy publishes the API, whether or not the proxy removed it."""
+    prefix = root_path.rstrip("/")
+    return path.removeprefix(prefix) if prefix and path.startswith(f"{prefix}/") else path
 
 
 def with_cors(app: ASGIApp, origins: tuple[str, ...]) -> ASGIApp:

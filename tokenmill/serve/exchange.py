@@ -23,6 +23,7 @@ from tokenmill.serve.keys import Client
 
 _Result = TypeVar("_Result")
 DONE = b"data: [DONE]\n\n"
+COMMENT = b": waiting\n\n"  # clients skip it
 EVENT_STREAM = "text/event-stream; charset=utf-8"
 NDJSON = "application/x-ndjson"
 
@@ -115,22 +116,43 @@ async def respond(
     complete: Callable[[], Any],
     chunks: Callable[[], AsyncIterator[bytes]],
     media_type: str = EVENT_STREAM,
+    ping: Callable[[], bytes] = lambda: COMMENT,
 ) -> Response:
     """Answer at once or as a stream, as the generation was opened, and close it at the end.
 
-    A stream starts with its first token, so that whatever goes wrong before is an HTTP status.
+    A stream starts with its first token, so that an error before it is an HTTP status. If that takes longer than the
+    ping interval, the stream starts with pings, which keep proxies from closing it; errors are then events.
     """
     try:
-        await unless_gone(request, generation.first() if generation.streaming else generation.result())
-        if generation.streaming:
-            return StreamedResponse(chunks(), media_type, generation.close)
-        return json_response(complete())
+        if not generation.streaming:
+            await unless_gone(request, generation.result())
+            return json_response(complete())
+        seconds: float | None = request.app.state.ping_seconds or None
+        if await unless_gone(request, generation.first(seconds)):
+            stream = chunks()
+        else:
+            stream = _after_pings(generation, seconds, ping, chunks)
+        return StreamedResponse(stream, media_type, generation.close)
     except BaseException:
         generation.close()
         raise
     finally:
         if not generation.streaming:
             generation.close()
+
+
+async def _after_pings(
+    generation: Generation,
+    seconds: float | None,
+    ping: Callable[[], bytes],
+    chunks: Callable[[], AsyncIterator[bytes]],
+) -> AsyncIterator[bytes]:
+    with contextlib.suppress(ApiError):  # `chunks` meets the same error, and shows it in its own form
+        yield ping()
+        while not await generation.first(seconds):
+            yield ping()
+    async for chunk in chunks():
+        yield chunk
 
 
 async def _until_gone(receive: Receive) -> None:

@@ -108,9 +108,14 @@ class Generation:
         """The code of the error that ended it, if one did."""
         return getattr(self._error, "code", None)
 
-    async def first(self) -> None:
-        """Wait for the first delta: until then a failure can still be an HTTP status."""
-        await self._wait()
+    async def first(self, seconds: float | None = None) -> bool:
+        """Wait for the first delta, which may be the end; False if these seconds pass before. Raises an early error."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._wait()
+        except TimeoutError:
+            return False
+        return True
 
     async def deltas(self) -> AsyncIterator[list[Delta]]:
         """Batches of new deltas until all sequences have ended. Raises the error that ended them early."""

@@ -75,6 +75,7 @@ _SERVER_METRICS = (
     _sizes("request_prompt_tokens", "request_prompt_tokens", "Prompt tokens of a request."),
     _sizes("request_generation_tokens", "request_generation_tokens", "Output tokens of a request."),
     _counter("http_responses", "", "HTTP responses.", "Traffic", "status"),
+    _counter("connections_refused", "", "Connections refused or cut by a transport limit.", "Traffic", "reason"),
     _counter("ignored_fields", "", "Unknown request fields that were ignored.", "Traffic"),
     _counter("engine_restarts", "", "Engine processes replaced.", "Health"),
     _gauge("engine_up", "", "1 while the engine is ready.", "Health"),

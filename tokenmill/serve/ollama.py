@@ -142,6 +142,7 @@ async def _respond(request: Request, generation: Generation, model: str, tools: 
         complete=complete,
         chunks=lambda: _lines(generation, model, ToolReader(tools), say, end, record),
         media_type=NDJSON,
+        ping=lambda: to_json(_head(model) | say("", ()) | {"done": False}) + b"\n",
     )
 
 

@@ -1,6 +1,7 @@
-"""The built-in web page at `/`, and how a browser brings a key: Basic authentication with the key as its password.
+"""The built-in web pages at `/` and `/docs`, and how a browser brings a key: Basic authentication with the key as its
+password.
 
-The page is one file without outside resources, and its security policy allows nothing else. A browser sends Basic
+Each page is one file without outside resources, and its security policy allows nothing else. A browser sends Basic
 credentials along with requests that other sites cause, so such requests do not count as authenticated.
 """
 
@@ -22,15 +23,15 @@ _OWN_SITE = ("same-origin", "none")  # "none": the user typed the address
 
 
 def add_page_routes(app: FastAPI, _service: Service) -> None:
-    text = files("tokenmill.serve").joinpath("static/index.html").read_text(encoding="utf-8")
-    headers = {
-        "content-security-policy": _policy(text),
-        "x-content-type-options": "nosniff",
-        "referrer-policy": "no-referrer",
-        "cache-control": "no-cache",
-    }
+    _add_page(app, "/", "index.html")
+    _add_page(app, "/docs", "docs.html")
 
-    @app.get("/", include_in_schema=False)
+
+def _add_page(app: FastAPI, path: str, file: str) -> None:
+    text = files("tokenmill.serve").joinpath("static", file).read_text(encoding="utf-8")
+    headers = {"content-security-policy": _policy(text), "cache-control": "no-cache"}
+
+    @app.get(path, include_in_schema=False)
     async def page() -> Response:
         return Response(text, headers=headers, media_type="text/html")
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import socket
+import ssl
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +24,14 @@ from tokenmill.log import get_logger
 from tokenmill.serve.config import ServeConfig
 from tokenmill.serve.engine_client import EngineClient
 from tokenmill.serve.keys import KeyRing, load_keys
+from tokenmill.serve.listening import (
+    address_of,
+    is_local,
+    listening,
+    load_certificate,
+    raise_file_limit,
+    tls_context,
+)
 from tokenmill.serve.signals import StopSignals, end_within, in_daemon_thread
 from tokenmill.serve.startup import StartupReport
 
@@ -44,17 +54,16 @@ Announce = Callable[[dict[str, Any]], None]
 def run_server(model: str, config: ServeConfig, engine_config: EngineConfig, announce: Announce | None = None) -> None:
     """Serve until told to stop. `announce` gets the address and what is served, once it is."""
     keys = load_keys(config.all_keys(), config.api_keys_file)
-    if keys.open and config.host not in ("127.0.0.1", "localhost", "::1"):
+    if keys.open and not is_local(config):
         _log.warning("listening on %s without API keys: anyone who can reach it can use it", config.host)
-    listener = _listen(config.host, config.port)
+    tls = tls_context(config)
+    config = replace(config, max_connections=raise_file_limit(config.max_connections))
     with contextlib.suppress(ImportError):
         import uvloop
 
         asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
-    try:
-        asyncio.run(_serve(model, config, engine_config, keys, listener, announce))
-    finally:
-        listener.close()
+    with listening(config) as listener:
+        asyncio.run(_serve(model, config, engine_config, keys, listener, tls, announce))
 
 
 async def _serve(
@@ -63,11 +72,14 @@ async def _serve(
     engine_config: EngineConfig,
     keys: KeyRing,
     listener: socket.socket,
+    tls: ssl.SSLContext | None,
     announce: Announce | None,
 ) -> None:
     report = StartupReport()
     signals = StopSignals(config.shutdown_timeout)
     engine: EngineClient | None = None
+    if tls is not None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _reload_certificate, tls, config)
     try:
         report.phase("finding the model")
         path = await signals.unless_told(in_daemon_thread(lambda: resolve(model).path))
@@ -81,15 +93,16 @@ async def _serve(
         report.phase("opening the port")
         from tokenmill.serve.http import make_server
 
-        server = make_server(service, keys)
+        server = make_server(service, keys, tls)
         listener.listen()  # connections queue from here on; otherwise the first after "ready" could be refused
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         settings = {name: value for name, value in asdict(config).items() if name not in _SECRET}
         settings["keys"] = len(keys)
         settings["tool_call_parser"] = f"{service.tool_style.parser.name} ({service.tool_style.reason})"
-        report.ready(_address(listener), {"server": settings, "engine": service.identity.options})
+        address = address_of(listener, config)
+        report.ready(address, {"server": settings, "engine": service.identity.options})
         if announce is not None:
-            announce({"url": _address(listener), "model": service.names[0], "engine": service.identity.options})
+            announce({"url": address, "model": service.names[0], "engine": service.identity.options})
         await signals.unless_told(asyncio.shield(serving))
         await _drain(service, server, serving, signals)
     finally:
@@ -136,18 +149,10 @@ async def _drain(service: Service, server: HttpServer, serving: asyncio.Task[Non
     await serving
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+def _reload_certificate(tls: ssl.SSLContext, config: ServeConfig) -> None:
     try:
-        listener.bind((host, port))
-    except (OSError, OverflowError) as error:
-        listener.close()
-        raise UserError(f"cannot listen on {host}:{port}: {error}", "choose another --port or --host") from None
-    return listener
-
-
-def _address(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        tls_context(config)  # a wrong file must not harm the context in use
+        load_certificate(tls, config)
+        _log.warning("read the TLS certificate again")
+    except UserError as error:
+        _log.error("the TLS certificate stays as it was: %s", error)

@@ -8,6 +8,7 @@ set sampling, headers and the service name. Wraps the application and observes t
 from __future__ import annotations
 
 import os
+import re
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,27 @@ if TYPE_CHECKING:
 _log = get_logger(__name__)
 _VARIABLES = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 _QUIET_PATHS = ("/livez", "/readyz", "/health", "/ping", "/metrics", "/load")  # polled by probes: too many spans
+
+
+UNKNOWN = "unknown"
+_METHODS = ("GET", "HEAD", "POST", "OPTIONS", "PUT", "DELETE", "PATCH")
+_TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
+_MAX_TRACESTATE = 512
+
+
+def span_name(scope: Scope) -> str:
+    """Method and route template: a client must not choose names, or a collector would hold one series per path."""
+    path = getattr(scope.get("route"), "path", None)
+    return f"{scope['method']} {path}" if path and scope["method"] in _METHODS else UNKNOWN
+
+
+def trace_context(headers: Headers) -> dict[str, str]:
+    """The caller's trace headers if they are well formed."""
+    parents = headers.getlist("traceparent")
+    if len(parents) != 1 or not _TRACEPARENT.fullmatch(parents[0]):
+        return {}
+    state = ",".join(headers.getlist("tracestate"))
+    return {"traceparent": parents[0]} | ({"tracestate": state} if 0 < len(state) <= _MAX_TRACESTATE else {})
 
 
 def start_tracing() -> Tracing | None:
@@ -63,11 +85,13 @@ class Tracing:
             if scope["type"] != "http" or scope["path"] in _QUIET_PATHS:
                 await app(scope, receive, send)
                 return
-            caller = propagator.extract(dict(Headers(scope=scope)))
+            caller = propagator.extract(trace_context(Headers(scope=scope)))
             kind = self._trace.SpanKind.SERVER
-            name = f"{scope['method']} {scope['path'][:100]}"
-            with self._tracer.start_as_current_span(name, context=caller, kind=kind) as span:
-                await app(scope, receive, _recording_status(send, span))
+            with self._tracer.start_as_current_span(UNKNOWN, context=caller, kind=kind) as span:
+                try:
+                    await app(scope, receive, _recording_status(send, span))
+                finally:
+                    span.update_name(span_name(scope))  # the router has found the route by now
                 record = scope.get("state", {}).get("record")
                 if record is not None:
                     span.set_attribute("tokenmill.request_id", record.request_id)
