@@ -41,6 +41,8 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     tenant: str
     weight: float
     embeds: bool = False
+    max_pinned_share: float = 1.0
+    cache_salt: bytes = b""
 
     @classmethod
     def of(cls, request: Request) -> Submit:
@@ -55,6 +57,8 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
             request.tenant,
             request.weight,
             request.embeds,
+            request.max_pinned_share,
+            request.cache_salt,
         )
 
     def request(self) -> Request:
@@ -69,6 +73,8 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
             tenant=self.tenant,
             weight=self.weight,
             embeds=self.embeds,
+            max_pinned_share=self.max_pinned_share,
+            cache_salt=self.cache_salt,
         )
 
 

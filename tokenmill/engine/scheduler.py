@@ -201,7 +201,8 @@ class Scheduler:
         it is not computed twice."""
         for other, row in self._rows.items():
             end = row.start + _MIN_SHARED_TOKENS
-            if row.count >= _MIN_SHARED_TOKENS and other.token_ids[:end] == request.token_ids[:end]:
+            same_cache = row.count >= _MIN_SHARED_TOKENS and other.cache_salt == request.cache_salt
+            if same_cache and other.token_ids[:end] == request.token_ids[:end]:
                 return self.kv.match(request).max_tokens > 0
         return False
 
@@ -358,6 +359,8 @@ class Scheduler:
                 tenant=parent.tenant,
                 grammar=parent.grammar,
                 weight=parent.weight,
+                max_pinned_share=parent.max_pinned_share,
+                cache_salt=parent.cache_salt,
                 num_cached_tokens=parent.num_cached_tokens,
                 cache=replace(parent.cache),
                 forked=True,
