@@ -1,7 +1,8 @@
 """The server process from start to end: model, engine, port, serving, drain.
 
 SIGTERM or Ctrl-C stops taking requests and lets those in flight end, within the shutdown timeout; a second signal does
-not wait. What is heavy to import is imported while the engine process starts. Called by `tokenmill serve`.
+not wait. SIGHUP reloads the keys file. What is heavy to import is imported while the engine process starts. Called by
+`tokenmill serve`.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from tokenmill.checkpoint.sources import resolve
 from tokenmill.config import EngineConfig
 from tokenmill.errors import UserError
 from tokenmill.log import get_logger
+from tokenmill.serve.cache_salt import load_cache_secret
 from tokenmill.serve.config import ServeConfig
 from tokenmill.serve.engine_client import EngineClient
-from tokenmill.serve.keys import KeyRing, load_keys
+from tokenmill.serve.key_file import KeyWatch, load_keys, read_cache_secret
+from tokenmill.serve.keys import KeyRing
 from tokenmill.serve.startup import StartupReport
 
 if TYPE_CHECKING:
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
 
 _log = get_logger(__name__)
 _POLL_SECONDS = 0.05
+_KEYS_SECONDS = 1.0  # between two looks at the keys file
 _SECRET = ("api_key",)
 
 
@@ -67,12 +71,16 @@ async def _serve(
     interrupted = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, interrupted.set)
+    key_watch = KeyWatch(keys, config.all_keys(), config.api_keys_file)
+    reload = asyncio.Event()
+    loop.add_signal_handler(signal.SIGHUP, reload.set)
     report.phase("finding the model")
     path = await asyncio.to_thread(lambda: resolve(model).path)
     report.phase("starting the engine")
     engine = EngineClient(path, engine_config, config.stall_timeout, report.phase)
     try:
-        service = await _unless(interrupted, _start(model, path, config, engine))
+        secret = _cache_secret(config, engine_config, keys)
+        service = await _unless(interrupted, _start(model, path, config, engine, secret))
         if service is None:
             return
         report.phase("opening the port")
@@ -87,14 +95,16 @@ async def _serve(
         report.ready(_address(listener), {"server": settings, "engine": service.identity.options})
         if announce is not None:
             announce({"url": _address(listener), "model": service.names[0], "engine": service.identity.options})
+        reloading = asyncio.create_task(_reload_keys(key_watch, service, reload))
         await _until_told(serving, interrupted)
+        reloading.cancel()
         await _drain(service, server, serving, interrupted)
     finally:
         report.stop()
         await engine.close()
 
 
-async def _start(model: str, path: Path, config: ServeConfig, engine: EngineClient) -> Service:
+async def _start(model: str, path: Path, config: ServeConfig, engine: EngineClient, cache_secret: bytes) -> Service:
     """The engine process starts while this one imports the web framework and builds the tokenizer."""
     starting = asyncio.ensure_future(engine.start())
 
@@ -110,7 +120,8 @@ async def _start(model: str, path: Path, config: ServeConfig, engine: EngineClie
         identity = await starting
     finally:
         starting.cancel()
-    return service_class(config, config.served_model_name or (model,), engine, identity, tokenizer, template)
+    names = config.served_model_name or (model,)
+    return service_class(config, names, engine, identity, tokenizer, template, cache_secret)
 
 
 async def _unless(event: asyncio.Event, work: Coroutine[Any, Any, Service]) -> Service | None:
@@ -123,6 +134,26 @@ async def _unless(event: asyncio.Event, work: Coroutine[Any, Any, Service]) -> S
         return working.result()
     working.cancel()
     return None
+
+
+async def _reload_keys(watch: KeyWatch, service: Service, told: asyncio.Event) -> None:
+    """Take in a changed keys file, at SIGHUP or within a second. Requests of keys that are gone end."""
+    while True:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(told.wait(), _KEYS_SECONDS)
+        if not told.is_set() and not watch.changed():
+            continue
+        told.clear()
+        entries = await asyncio.to_thread(watch.read)
+        if entries is not None:
+            service.end_clients(watch.apply(entries))
+
+
+def _cache_secret(config: ServeConfig, engine_config: EngineConfig, keys: KeyRing) -> bytes:
+    """Of the cache salts. Without keys only requests that bring a salt of their own need one."""
+    if keys.open:
+        return b""
+    return load_cache_secret(read_cache_secret(config.api_keys_file), engine_config.kv_disk, engine_config.kv_redis)
 
 
 async def _until_told(serving: asyncio.Task[None], interrupted: asyncio.Event) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from tokenmill.errors import UserError
-from tokenmill.serve.keys import Bucket, Client, KeyRing, load_keys
+from tokenmill.serve.key_file import load_keys
+from tokenmill.serve.keys import Bucket, Client, KeyRing
 
 
 def test_only_known_keys_open_a_closed_server() -> None:

@@ -2,8 +2,8 @@
 
 A promised page is evicted only when no other page can be, so that a promise never blocks a request; such breaches are
 counted. When its time is over the page goes back to the policy below as if it had just been released. A promise counts
-for the tenant that asked for it, and a tenant over its quota gets none. The KV manager makes the promises, the page pool
-does not know of them. Expiry costs O(log n) in the number of promised pages.
+for the tenant that asked for it, and a tenant over its quota gets none. The KV manager makes the promises, the page
+pool does not know of them. Expiry costs O(log n) in the number of promised pages.
 """
 
 from __future__ import annotations
