@@ -45,7 +45,9 @@ def test_the_secret_is_kept_with_the_disk_tier(tmp_path: Path, monkeypatch: pyte
     assert (folder / "cache_secret").stat().st_mode & 0o777 == 0o600
     assert [path.name for path in folder.iterdir()] == ["cache_secret"]
     assert load_cache_secret("", "", "") != load_cache_secret("", "", "")  # nothing to keep it for
-    assert load_cache_secret("stated stated stated", str(folder), "") == load_cache_secret("stated stated stated", "", "")
+    assert load_cache_secret("stated stated stated", str(folder), "") == load_cache_secret(
+        "stated stated stated", "", ""
+    )
     monkeypatch.setenv(SECRET_VARIABLE, "stated stated stated")
     assert load_cache_secret("", str(folder), "") == load_cache_secret("stated stated stated", "", "")
 
