@@ -81,6 +81,7 @@ class Client:
     max_queue_share: float | None = None
     max_pinned_share: float | None = None
     num_keys: int = field(default=1, init=False)  # of the server
+    withdrawn: bool = field(default=False, init=False)
     num_active: int = field(default=0, init=False)  # HTTP requests
     num_sequences: int = field(default=0, init=False)
     num_waiting: int = field(default=0, init=False)  # prompts without a first token
@@ -193,6 +194,8 @@ class KeyRing:
             client.share_with(len(entries))
             clients[digest] = (digest, client)
         self._clients = clients
+        for client in before.values():
+            client.withdrawn = True
         return list(before.values())
 
 

@@ -70,6 +70,8 @@ class Admission:
         """Raise ApiError for what can be rejected before the prompt is tokenized."""
         if self.draining:
             raise ApiError(503, "the server is shutting down", code="draining", retry_after=5)
+        if client.withdrawn:
+            raise key_withdrawn()
         if client.max_parallel and client.num_active >= client.max_parallel:
             raise _refusal(f"key '{client.name}' has {client.num_active} requests in flight", "parallel_limit", 1)
         self._check_sequences(client, 1)
@@ -159,8 +161,9 @@ class Admission:
             raise _refusal(full, "queue_share", self._clearing_time())
         if self._has_room(num_requests, num_tokens, 1):
             return
-        weights = sum(each.weight for each in {*self._waiting_clients, client})
-        if self._has_share(client, num_requests, num_tokens, client.weight / weights) and self._has_room(1, 0, 2):
+        fair_share = client.weight / sum(each.weight for each in {*self._waiting_clients, client})
+        below = self._has_share(client, num_requests, num_tokens, fair_share)
+        if below and self._has_room(num_requests, 0, 2):
             return
         raise _refusal("the queue is full", "queue_full", self._clearing_time())
 
@@ -178,6 +181,10 @@ class Admission:
     def _clearing_time(self) -> float:
         """Seconds until about a tenth of the queue has been served."""
         return max(1.0, self.predict(0) / 10)
+
+
+def key_withdrawn() -> ApiError:
+    return ApiError(401, "the API key was withdrawn", code="invalid_api_key")
 
 
 def check_grammar_quota(client: Client, now: float) -> None:

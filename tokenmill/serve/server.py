@@ -73,7 +73,8 @@ async def _serve(
         loop.add_signal_handler(number, interrupted.set)
     key_watch = KeyWatch(keys, config.all_keys(), config.api_keys_file)
     reload = asyncio.Event()
-    loop.add_signal_handler(signal.SIGHUP, reload.set)
+    if config.api_keys_file:  # else SIGHUP ends the server, as a terminal that closes should
+        loop.add_signal_handler(signal.SIGHUP, reload.set)
     report.phase("finding the model")
     path = await asyncio.to_thread(lambda: resolve(model).path)
     report.phase("starting the engine")
@@ -141,7 +142,7 @@ async def _reload_keys(watch: KeyWatch, service: Service, told: asyncio.Event) -
     while True:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(told.wait(), _KEYS_SECONDS)
-        if not told.is_set() and not watch.changed():
+        if not told.is_set() and not await asyncio.to_thread(watch.changed):
             continue
         told.clear()
         entries = await asyncio.to_thread(watch.read)

@@ -27,7 +27,7 @@ from tokenmill.serve.engine_client import EngineClient
 from tokenmill.serve.errors import ApiError
 from tokenmill.serve.generation import Generation, Member
 from tokenmill.serve.keys import LANES, Client
-from tokenmill.serve.limits import Admission, Pace, Ticket, check_grammar_quota
+from tokenmill.serve.limits import Admission, Pace, Ticket, check_grammar_quota, key_withdrawn
 from tokenmill.serve.metrics import Metrics
 from tokenmill.serve.tools.use import ToolStyle
 from tokenmill.types import CacheControl, SamplingParams
@@ -178,7 +178,7 @@ class Service:
         """End all that runs for these clients: their keys are no longer valid."""
         for generation, ticket in list(self._tickets.items()):
             if ticket.client in clients:
-                generation.fail(ApiError(401, "the API key was withdrawn", code="invalid_api_key"))
+                generation.fail(key_withdrawn())
 
     # --- from the engine ---
 

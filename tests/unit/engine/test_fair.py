@@ -138,18 +138,20 @@ def test_slots_are_shared_by_weight_and_nothing_is_preempted_in_return() -> None
 def test_pages_are_taken_from_the_tenant_that_runs_most() -> None:
     kv = make_kv(num_pages=16, prefix_caching=False)
     scheduler = make_scheduler(kv, "fair", max_running=8)
-    scheduler.add(make_request(4, "light", arrival=9, tenant="light", max_tokens=40))
     for number in range(3):
         prompt = [number] * 4
         scheduler.add(make_request(prompt, f"h{number}", arrival=number, tenant="heavy", max_tokens=40))
-    light_steps = 0
+    _run(scheduler, 1)
+    light = make_request(4, "light", arrival=9, tenant="light", max_tokens=40)
+    scheduler.add(light)
+    _run(scheduler, 1)
+    assert scheduler._running.last() is light  # the last in order, but not the one to go
     while scheduler.stats.num_preemptions < 2:
         plan = scheduler.schedule()
-        light_steps += any(row.request.tenant == "light" for row in plan.scheduled)
+        assert light in [row.request for row in plan.scheduled]
         scheduler.update(plan, answer(plan))
-    assert "light" in _running(scheduler)
-    assert scheduler._siblings["light"][0].num_preemptions == 0
-    assert light_steps > 10
+    assert light.num_preemptions == 0
+    assert _running(scheduler) == {"heavy": 1, "light": 1}
 
 
 def test_a_long_prompt_leaves_others_their_share_of_a_step() -> None:
@@ -183,6 +185,16 @@ def test_a_lower_priority_takes_neither_slots_nor_tokens_for_fairness() -> None:
     scheduler.add(make_request(8, "batch", arrival=50, tenant="light", priority=1000))
     _run(scheduler, 2)
     assert _running(scheduler) == {"heavy": 2}
+
+
+def test_a_prompt_computed_now_is_waited_for_only_under_the_same_salt() -> None:
+    """Else the time to the first token would tell that another tenant sends the same."""
+    for salts, expected in (((b"", b""), {"one"}), ((b"a" * 16, b"b" * 16), {"one", "two"})):
+        kv = make_kv(num_pages=400)
+        scheduler = make_scheduler(kv, "fair", max_batch_tokens=1024, context_length=512)
+        for name, salt in zip(("one", "two"), salts, strict=True):
+            scheduler.add(make_request(300, name, tenant=name, cache_salt=salt))
+        assert set(rows_of(scheduler.schedule())) == expected
 
 
 def _long(tenant: str, count: int) -> list[Request]:

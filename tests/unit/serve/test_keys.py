@@ -159,6 +159,9 @@ def test_a_changed_file_replaces_the_keys_and_keeps_their_use(tmp_path: Path) ->
     assert watch.apply(entries) == [bob]
     assert ring.find("a") is None
     assert ring.find("b") is None
+    assert bob is not None
+    assert bob.withdrawn
+    assert not alice.withdrawn
     assert ring.find("a2") is alice  # whatever runs for it is still counted
     assert (alice.num_active, alice.max_parallel) == (3, 2)
     assert alice.tokens.level == pytest.approx(-10.0)  # 60 of now 50 are used

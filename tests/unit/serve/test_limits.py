@@ -210,6 +210,14 @@ def test_the_bound_beyond_the_full_queue_is_twice_the_queue() -> None:
     assert admitted == 12
 
 
+def test_a_withdrawn_key_is_refused_at_once() -> None:
+    client = Client("a")
+    client.withdrawn = True
+    with pytest.raises(ApiError) as caught:
+        _admission().admit(client, [1], 1, None, 1.0)
+    assert (caught.value.status, caught.value.code) == (401, "invalid_api_key")
+
+
 def test_grammar_time_is_a_quota() -> None:
     client = Client("a", grammar_seconds_per_minute=6.0)
     check_grammar_quota(client, 1.0)
