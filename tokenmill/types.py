@@ -80,6 +80,7 @@ class CacheReport:
     tier: str = ""  # that pages were loaded from, the slowest if several
     num_loaded_tokens: int = 0  # of the cached ones, those that came from a tier
     num_dropped_tokens: int = 0  # by the request's budget policy, so far
+    retention: str = ""  # what became of its cache_control: "", "granted", or "over_quota"
 
 
 CACHE_REASONS = (
@@ -196,6 +197,8 @@ class Request:
     tenant: str = ""  # whose share of the engine it uses (only under the fair discipline)
     weight: float = 1.0  # of the tenant
     deadline: float | None = None  # monotonic clock: dropped if its first token has not come by then
+    max_pinned_share: float = 1.0  # of all KV pages, that the tenant may have kept by cache_control
+    cache_salt: bytes = b""  # only requests of the same salt share cached pages, in memory and in tiers
     embeds: bool = False  # also wants the hidden state of its last prompt token, with its first token
     grammar: CompiledGrammar | None = None  # params.structured compiled for the sampler; opaque to the engine
     # Logits of the tokens from this position on are read: these must not come from the prefix cache

@@ -73,6 +73,10 @@ CASES = [
     Case("recurrent", 4, 8),
     Case("two windows", 4, 7, "priority", max_running=3),
     Case("two windows", 4, 60, max_running=3, max_batch_tokens=64),
+    Case("full", 4, 7, "fair"),
+    Case("full", 4, 1, "fair", max_batch_tokens=9),
+    Case("gemma", 4, 30, "fair"),
+    Case("two windows", 4, 8, "fair", max_running=3),
 ]
 
 
@@ -128,6 +132,10 @@ class Traffic:
             priority=draw.randrange(3),
             arrival=self.num_arrived,
         )
+        if self.case.discipline == "fair":
+            request.tenant = draw.choice("aaab")
+            request.weight = {"a": 1.0, "b": 2.5}[request.tenant]
+            request.cache_salt = draw.choice([b"", request.tenant.encode() * 16])
         self.num_arrived += 1
         self.requests[request.request_id] = request
         self.unfinished[request.request_id] = set(range(request.params.n))

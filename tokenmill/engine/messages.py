@@ -42,6 +42,8 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     weight: float
     embeds: bool = False
     deadline: float | None = None  # of the monotonic clock, which both processes share
+    max_pinned_share: float = 1.0
+    cache_salt: bytes = b""
 
     @classmethod
     def of(cls, request: Request) -> Submit:
@@ -57,6 +59,8 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
             request.weight,
             request.embeds,
             request.deadline,
+            request.max_pinned_share,
+            request.cache_salt,
         )
 
     def request(self) -> Request:
@@ -72,6 +76,8 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
             weight=self.weight,
             embeds=self.embeds,
             deadline=self.deadline,
+            max_pinned_share=self.max_pinned_share,
+            cache_salt=self.cache_salt,
         )
 
 

@@ -3,9 +3,9 @@
 There are no phases: a request is its known tokens minus the computed ones, and a step hands out token counts under a
 budget; prompts in chunks, prefix hits, decoding and resumption are one case. Running requests come first, those with a
 single pending token (decodes) before the rest, so that a long prompt never delays them; then waiting ones are admitted
-from the head of the queue. When pages run out, the last running request in the order of the discipline gives up its
-pages and is recomputed later, never one that sorts before the request that needs pages. The first in order therefore
-always advances, and the constructor makes sure that it fits alone. Knows neither tensors nor text; EngineCore calls it.
+in the order of the discipline. When pages run out, the discipline names the running request that gives up its pages and
+is recomputed later; whoever is left alone advances, and the constructor makes sure that it fits. Knows neither tensors
+nor text; EngineCore calls it.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from bisect import bisect_right
 from dataclasses import replace
 from itertools import count as counter
 
+from tokenmill.engine.draft_slots import hold_draft_slots, hold_run
 from tokenmill.engine.kv.handles import Reservation
 from tokenmill.engine.kv.manager import KVManager, wants_prompt_logprobs
 from tokenmill.engine.order.base import Discipline
 from tokenmill.engine.order.queue import Key, RequestQueue
+from tokenmill.engine.prompt_shares import PromptShares
 from tokenmill.engine.stats import EngineStats
 from tokenmill.errors import UserError
 from tokenmill.types import MAX_SEED, Request, ScheduledTokens, StepPlan, StepResult, TokenEvent, TokenLogprobs
@@ -58,6 +60,7 @@ class Scheduler:
         self._sequence = counter()
         self._rows: dict[Request, ScheduledTokens] = {}  # of the step being scheduled
         self._budget = 0  # tokens that the step being scheduled can still take
+        self._shares = PromptShares(discipline, [], 0)  # of the step being scheduled
 
     # --- from the caller ---
 
@@ -117,19 +120,23 @@ class Scheduler:
             elif pending == 1 and self._budget > 0 and request in self._running:
                 self._continue(request, 1)
         crowded = self.stats.num_preemptions > preemptions
+        self._divide(prompts)
         for request in prompts:
             if not crowded:
                 self._admit(ahead_of=request)
-            if self._budget > 0 and request in self._running:
+            limit = self._shares.limit(request, self._budget)
+            if limit > 0 and request in self._running:
                 before = self.stats.num_preemptions
-                self._continue(request, min(request.num_tokens - request.num_computed, self._budget))
+                self._continue(request, min(request.num_tokens - request.num_computed, limit))
                 crowded = crowded or self.stats.num_preemptions > before
         if not crowded:
             self._admit()
+        if self._shares:
+            self._spend_rest()
         if self._max_drafts and not crowded:
-            self._hold_draft_slots()
+            self._budget = hold_draft_slots(self.kv, self._rows, self._budget, self._max_drafts, self.context_length)
         elif run > 1 and not crowded:
-            self._hold_run(run - 1)
+            self._budget = hold_run(self.kv, self._rows, self._budget, run - 1, self.context_length)
         return StepPlan(list(self._rows.values()), self.kv.take_copies(), run)
 
     def update(self, plan: StepPlan, result: StepResult) -> list[TokenEvent]:
@@ -169,27 +176,28 @@ class Scheduler:
     def _continue(self, request: Request, wanted: int) -> None:
         """Schedule up to `wanted` tokens of a running request; make room by preempting if not even one fits."""
         while not (slots := self.kv.reserve(request, wanted + self._ahead)):
-            victim = self._running.last()
+            victim = self.discipline.victim(self._running)
             self._preempt(victim)
             if victim is request:
                 return
         self._plan(request, min(wanted, slots.num_tokens), slots)
 
     def _admit(self, ahead_of: Request | None = None) -> None:
-        """Start waiting requests from the head of the queue while budget, slots and pages last; none overtakes.
+        """Start waiting requests in the discipline's order while budget, slots and pages last; none overtakes.
 
         With `ahead_of`, only those that may preempt that running request.
         """
         while len(self._waiting) and self._budget > 0:
-            request = self._waiting.first()
+            request = self.discipline.next(self._waiting)
             if ahead_of is not None and not self.discipline.outranks(request, ahead_of):
                 return
             if not self._is_fetched(request) or self._is_computed_now(request):
                 return
             while not self._start(request):
-                if not self._can_preempt_for(request):
+                victim = self._victim_for(request)
+                if victim is None:
                     return
-                self._preempt(self._running.last())
+                self._preempt(victim)
 
     def _is_fetched(self, request: Request) -> bool:
         """Whether no page that it could use is still on its way from a tier. With nothing else to do, wait for that."""
@@ -201,7 +209,8 @@ class Scheduler:
         it is not computed twice."""
         for other, row in self._rows.items():
             end = row.start + _MIN_SHARED_TOKENS
-            if row.count >= _MIN_SHARED_TOKENS and other.token_ids[:end] == request.token_ids[:end]:
+            same_cache = row.count >= _MIN_SHARED_TOKENS and other.cache_salt == request.cache_salt
+            if same_cache and other.token_ids[:end] == request.token_ids[:end]:
                 return self.kv.match(request).max_tokens > 0
         return False
 
@@ -212,24 +221,40 @@ class Scheduler:
         match = self.kv.match(request)
         if not match.fits:
             return False
-        slots = self.kv.reserve(request, min(request.num_tokens - match.num_tokens, self._budget), match)
+        limit = max(1, self._shares.limit(request, self._budget))
+        slots = self.kv.reserve(request, min(request.num_tokens - match.num_tokens, limit), match)
         if not slots:
             return False
         request.num_computed = match.num_tokens
         if request.num_preemptions == 0:
             request.num_cached_tokens = match.num_tokens
         self._running.add(request, self._waiting.remove(request))
+        self.discipline.started(request)
         self._plan(request, slots.num_tokens, slots)
         return True
 
-    def _can_preempt_for(self, request: Request) -> bool:
-        """Whether preempting running requests that `request` outranks can let it start. None is preempted for
-        nothing (but for pages that they share: those count once for each holder)."""
-        if not len(self._running) or not self.discipline.outranks(request, self._running.last()):
-            return False
-        running = self._running.snapshot()
-        outranked = [other for other in running if self.discipline.outranks(request, other)]
-        return len(outranked) == len(running) or self.kv.match(request, without=outranked).fits
+    def _victim_for(self, request: Request) -> Request | None:
+        """The first running request to preempt if that lets `request` start. None is preempted for nothing (but for
+        pages that they share: those count once for each holder)."""
+        victims = self.discipline.preemptible(request, self._running)
+        if not victims:
+            return None
+        enough = len(victims) == len(self._running) or self.kv.match(request, without=victims).fits
+        return victims[0] if enough else None
+
+    def _divide(self, prompts: list[Request]) -> None:
+        """Divide what is left of the step among the tenants whose prompts want it."""
+        wanting = [*prompts, self.discipline.next(self._waiting)] if len(self._waiting) else prompts
+        self._shares = PromptShares(self.discipline, wanting, self._budget)
+
+    def _spend_rest(self) -> None:
+        """Prompts take, in order, what others left of their shares."""
+        for request in self._running.snapshot():
+            pending = request.num_tokens - request.num_computed
+            row = self._rows.get(request)
+            if self._budget > 0 and request in self._running and pending > (row.count if row else 1):
+                self._budget += row.count if row else 0
+                self._continue(request, min(pending, self._budget))
 
     def _plan(self, request: Request, granted: int, slots: Reservation) -> None:
         start = request.num_computed
@@ -238,38 +263,7 @@ class Scheduler:
             request, start, granted, slots.block_tables, samples, num_dropped=slots.num_dropped
         )
         self._budget -= granted
-
-    def _hold_draft_slots(self) -> None:
-        """Slots for guesses after the token of each decode, of the budget and the pages that nobody else needs."""
-        for request, row in self._rows.items():
-            wanted = min(self._budget, self._max_slots(request, row, self._max_drafts))
-            slots = self._reserve_after(request, row, wanted)
-            row.num_draft_slots = slots
-            self._budget -= slots
-
-    def _hold_run(self, wanted: int) -> None:
-        """Equally many slots after every token, where all rows are decodes: else the runner could not go on alone."""
-        most = [self._max_slots(request, row, wanted) for request, row in self._rows.items()]
-        slots = min([*most, self._budget // max(1, len(most))])
-        for request, row in self._rows.items():
-            slots = self._reserve_after(request, row, slots)
-        for row in self._rows.values():
-            row.num_draft_slots = slots
-            self._budget -= slots
-
-    def _max_slots(self, request: Request, row: ScheduledTokens, wanted: int) -> int:
-        """How many slots a row may hold beyond its token. No more than the request can still take, so that all accepted
-        ones and one token more are its own."""
-        if row.count > 1 or not row.samples or row.start < len(request.prompt_ids):
-            return 0
-        left = min(request.params.max_tokens - request.num_output_tokens, self.context_length - request.num_tokens)
-        return max(0, min(wanted, left - 1))
-
-    def _reserve_after(self, request: Request, row: ScheduledTokens, slots: int) -> int:
-        """Up to `slots` slots after those of a row; how many there are."""
-        if slots <= 0:
-            return 0
-        return max(0, self.kv.reserve(request, row.count + slots, only_spare=True).num_tokens - row.count)
+        self._shares.take(request, granted)
 
     def _count_drafts(self, num_drafted: int, accepted: list[int]) -> None:
         if num_drafted:
@@ -283,6 +277,7 @@ class Scheduler:
         if row is not None:
             self._budget += row.count
         self._waiting.add(request, self._running.remove(request))
+        self.discipline.stopped(request)
         self.kv.release(request)
         self._prompt_logprobs.pop(request, None)
         request.num_computed = 0
@@ -358,6 +353,8 @@ class Scheduler:
                 tenant=parent.tenant,
                 grammar=parent.grammar,
                 weight=parent.weight,
+                max_pinned_share=parent.max_pinned_share,
+                cache_salt=parent.cache_salt,
                 num_cached_tokens=parent.num_cached_tokens,
                 cache=replace(parent.cache),
                 forked=True,
@@ -367,12 +364,14 @@ class Scheduler:
                 child.num_computed = child.num_tokens - 1
                 self.kv.fork(parent, child)
                 self._running.add(child, self._key(child))
+                self.discipline.started(child)
             else:
                 self._waiting.add(child, self._key(child))
 
     def _remove(self, request: Request) -> None:
         if request in self._running:
             self._running.remove(request)
+            self.discipline.stopped(request)
         else:
             self._waiting.remove(request)
         self.kv.release(request)

@@ -8,7 +8,7 @@ from starlette.requests import Request
 
 from tokenmill.serve.errors import ApiError
 from tokenmill.serve.exchange import record_of
-from tokenmill.serve.protocol import Body, GenerationBody
+from tokenmill.serve.protocol import AnthropicBody, Body, GenerationBody
 from tokenmill.serve.service import Caller, Service
 
 DEADLINE_HEADER = "x-request-deadline-ms"
@@ -23,8 +23,13 @@ def caller_of(request: Request, service: Service, body: Body) -> Caller:
     deadline = _deadline(request)
     if isinstance(body, GenerationBody):
         deadline = body.deadline_ms / 1000 if body.deadline_ms is not None else deadline
-        return Caller(record.client, body.priority or 0, body.lane, deadline)
-    return Caller(record.client, deadline=deadline)
+        priority = body.priority or 0
+        if priority < record.client.most_urgent:
+            limit = f"the most urgent priority of this key is {record.client.most_urgent}, lower numbers are sooner"
+            raise ApiError(400, limit, param="priority", code="priority_limit")
+        return Caller(record.client, priority, body.lane, deadline, body.cache_salt or "")
+    cache_salt = body.cache_salt if isinstance(body, AnthropicBody) else None
+    return Caller(record.client, deadline=deadline, cache_salt=cache_salt or "")
 
 
 def _deadline(request: Request) -> float | None:

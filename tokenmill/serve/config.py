@@ -39,7 +39,10 @@ class ServeConfig:
         (), f"API key that clients must send. Repeatable; also {KEY_VARIABLE} or --api-keys-file.", metavar="KEY"
     )
     api_keys_file: str = option(
-        "", "YAML or JSON file of API keys with names, weights, quotas and priorities.", metavar="FILE"
+        "",
+        "YAML, JSON or TOML file of API keys and their limits, reloaded when it changes. An entry has `key`, or "
+        "`key_sha256` as `echo -n KEY | sha256sum` prints it.",
+        metavar="FILE",
     )
     cors_origin: tuple[str, ...] = option(
         (), "Web origin that may call the API. Repeatable; none by default.", metavar="ORIGIN"

@@ -12,7 +12,7 @@ from tokenmill import __version__
 from tokenmill.errors import UserError
 from tokenmill.serve.caller import caller_of
 from tokenmill.serve.errors import ApiError, engine_gone
-from tokenmill.serve.exchange import json_response
+from tokenmill.serve.exchange import json_response, record_of
 from tokenmill.serve.protocol import DetokenizeBody, TokenizeBody
 from tokenmill.serve.service import Service
 
@@ -57,11 +57,13 @@ def add_info_routes(app: FastAPI, service: Service) -> None:
         return json_response({"version": __version__})
 
     @router.get("/load")
-    async def load() -> Response:
+    async def load(request: Request) -> Response:
+        _check_right(request)
         return json_response(_load(service))
 
     @router.get("/metrics")
-    async def metrics() -> Response:
+    async def metrics(request: Request) -> Response:
+        _check_right(request)
         service.metrics.set("engine_up", service.engine.state == "ready")
         service.metrics.set("predicted_ttft_seconds", service.admission.predict(0))
         return Response(service.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -85,6 +87,12 @@ def add_info_routes(app: FastAPI, service: Service) -> None:
         return json_response({"prompt": service.tokenizer.decode(body.tokens, skip_special_tokens=False)})
 
     app.include_router(router)
+
+
+def _check_right(request: Request) -> None:
+    """Numbers of all keys together would tell one key about the others."""
+    if not record_of(request).client.sees_metrics:
+        raise ApiError(403, "this key may not read the server's metrics", code="metrics_right")
 
 
 async def _tokenize(service: Service, body: TokenizeBody) -> list[int]:

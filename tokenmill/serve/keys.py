@@ -1,7 +1,8 @@
-"""API keys: clients and their quotas. Keys are compared in constant time and never logged; their names are.
+"""API keys: the clients they belong to, their limits and their current use.
 
-Quotas are token buckets per key: requests per minute are charged on arrival, tokens when their number is known, which
-may overdraw the bucket. Knows nothing of HTTP; the caller passes the time.
+Keys are known by their SHA-256 only and never logged; the names of clients are. Rates are token buckets. Clients are
+told apart by name: when the keys are replaced while the server runs, a client of the same name keeps its use. Knows
+nothing of HTTP; the caller passes the time.
 """
 
 from __future__ import annotations
@@ -10,13 +11,21 @@ import hashlib
 import hmac
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TypeVar
 
 from tokenmill.errors import UserError, unknown_name
-from tokenmill.serve.config import read_config_file
+
+_Limit = TypeVar("_Limit", int, float)
 
 # Lane -> added to the priority number: batch requests yield to all interactive ones
 LANES = {"interactive": 0, "batch": 1000}
+MIN_PRIORITY, MAX_PRIORITY = -100, 100  # of a request body; lower is sooner
+PRIVATE_CACHE = "private"
+
+# Where several keys share a server, for what an entry leaves out
+_QUEUE_SHARE = 0.5
+_PINNED_SHARE = 0.5  # of all keys together
+_GRAMMAR_SECONDS = 30.0  # per minute
 
 
 @dataclass(slots=True)
@@ -37,8 +46,15 @@ class Bucket:
         return max(0.0, missing * 60.0 / self.per_minute)
 
     def take(self, amount: float, now: float) -> None:
+        """A negative amount is given back."""
         self._refill(now)
-        self.level -= amount
+        self.level = min(self.per_minute, self.level - amount)
+
+    def resized(self, per_minute: float) -> Bucket:
+        """A bucket of another size with the same amount used."""
+        bucket = Bucket(per_minute, updated=self.updated)
+        bucket.level = per_minute - (self.per_minute - self.level)
+        return bucket
 
     def _refill(self, now: float) -> None:
         passed = max(0.0, now - self.updated) if self.updated else 0.0
@@ -48,35 +64,108 @@ class Bucket:
 
 @dataclass(slots=True, eq=False)
 class Client:
-    """Quotas and current use of one key."""
+    """Limits and current use of one key. A limit of None has a default that depends on whether there are other keys."""
 
     name: str = ""
-    weight: float = 1.0
+    weight: float = 1.0  # share of the engine and of the queue
     lane: str = "interactive"
+    cache: str = PRIVATE_CACHE  # or the name of the group of keys that share their cached prompts
+    admin: bool = False  # every right there is
+    metrics: bool = False  # may read /metrics and /load
     requests_per_minute: float = 0.0  # 0: no limit
     tokens_per_minute: float = 0.0
-    max_parallel: int = 0
-    num_active: int = 0
-    requests: Bucket | None = None
-    tokens: Bucket | None = None
+    grammar_seconds_per_minute: float | None = None
+    max_parallel: int = 0  # HTTP requests; 0: no limit
+    max_sequences: int = 0
+    max_priority: int | None = None  # most urgent number
+    max_queue_share: float | None = None
+    max_pinned_share: float | None = None
+    num_keys: int = field(default=1, init=False)  # of the server
+    withdrawn: bool = field(default=False, init=False)
+    num_active: int = field(default=0, init=False)  # HTTP requests
+    num_sequences: int = field(default=0, init=False)
+    num_waiting: int = field(default=0, init=False)  # prompts without a first token
+    waiting_tokens: int = field(default=0, init=False)
+    requests: Bucket | None = field(default=None, init=False)
+    tokens: Bucket | None = field(default=None, init=False)
+    grammar_seconds: Bucket | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
+        self._check()
+        self._fit_buckets()
+
+    @property
+    def most_urgent(self) -> int:
+        """The lowest priority number that it may ask for."""
+        return self._default(self.max_priority, MIN_PRIORITY, 0)
+
+    @property
+    def queue_share(self) -> float:
+        return self._default(self.max_queue_share, 1.0, _QUEUE_SHARE)
+
+    @property
+    def pinned_share(self) -> float:
+        return self._default(self.max_pinned_share, 1.0, _PINNED_SHARE / self.num_keys)
+
+    @property
+    def sees_metrics(self) -> bool:
+        return self.admin or self.metrics or self.num_keys == 1
+
+    def charge_grammar(self, seconds: float, now: float) -> None:
+        """Time that was spent on compiling a grammar for this key."""
+        if self.grammar_seconds is not None:
+            self.grammar_seconds.take(seconds, now)
+
+    def adopt(self, other: Client) -> None:
+        """Take over the limits of another entry of the same name; what is in use stays counted."""
+        for each in fields(Client):
+            if each.init:
+                setattr(self, each.name, getattr(other, each.name))
+        self._fit_buckets()
+
+    def share_with(self, num_keys: int) -> None:
+        """How many keys the server has: defaults follow from it."""
+        self.num_keys = num_keys
+        self._fit_buckets()
+
+    def _default(self, value: _Limit | None, alone: _Limit, among_others: _Limit) -> _Limit:
+        if value is not None:
+            return value
+        return alone if self.num_keys == 1 else among_others
+
+    def _fit_buckets(self) -> None:
+        self.requests = _fitted(self.requests, self.requests_per_minute)
+        self.tokens = _fitted(self.tokens, self.tokens_per_minute)
+        seconds = self._default(self.grammar_seconds_per_minute, 0.0, _GRAMMAR_SECONDS)
+        self.grammar_seconds = _fitted(self.grammar_seconds, seconds)
+
+    def _check(self) -> None:
         if not 0 < self.weight <= 1000:
             raise UserError(f"weight of key '{self.name}' is {self.weight}", "give more than 0, at most 1000")
         if self.lane not in LANES:
             raise unknown_name("lane", self.lane, LANES)
-        if min(self.requests_per_minute, self.tokens_per_minute, self.max_parallel) < 0:
+        rates = (self.requests_per_minute, self.tokens_per_minute, self.grammar_seconds_per_minute or 0.0)
+        if min(*rates, self.max_parallel, self.max_sequences) < 0:
             raise UserError(f"a limit of key '{self.name}' is negative", "give 0 for none")
-        self.requests = Bucket(self.requests_per_minute) if self.requests_per_minute else None
-        self.tokens = Bucket(self.tokens_per_minute) if self.tokens_per_minute else None
+        for what in ("max_queue_share", "max_pinned_share"):
+            if not 0 <= (getattr(self, what) or 0.0) <= 1:
+                raise UserError(f"{what} of key '{self.name}' is {getattr(self, what)}", "give 0 to 1")
+        if not MIN_PRIORITY <= (self.max_priority or 0) <= MAX_PRIORITY:
+            raise UserError(
+                f"max_priority of key '{self.name}' is {self.max_priority}", f"give {MIN_PRIORITY} to {MAX_PRIORITY}"
+            )
+        if not self.cache:
+            raise UserError(f"cache of key '{self.name}' is empty", "give private, shared or the name of a group")
 
 
 class KeyRing:
-    """All keys. Empty: the server is open, and all callers are one client."""
+    """All keys. Without any the server is open, and all callers are one client."""
 
-    def __init__(self, keys: Sequence[tuple[str, Client]] = ()) -> None:
-        self._clients = [(_digest(key), client) for key, client in keys]
+    def __init__(self, entries: Sequence[tuple[bytes, Client]] = ()) -> None:
+        """`entries`: the SHA-256 of a key, and its client."""
+        self._clients: dict[bytes, tuple[bytes, Client]] = {}
         self._anonymous = Client()
+        self.replace(entries)
 
     def __len__(self) -> int:
         return len(self._clients)
@@ -86,48 +175,37 @@ class KeyRing:
         return not self._clients
 
     def find(self, key: str | None) -> Client | None:
-        """The client of a key, None if it is unknown. Compares with every key, so that the time does not depend on the
-        outcome."""
+        """The client of a key, None if it is unknown. The time depends on neither the number of keys nor how much of
+        one was guessed: the table is asked for the digest, which nobody can steer."""
         if self.open:
             return self._anonymous
-        digest = _digest(key or "")
-        match = None
-        for known_digest, client in self._clients:
-            if hmac.compare_digest(known_digest, digest):
-                match = client
-        return match if key else None
+        digest = digest_of(key or "")
+        known, client = self._clients.get(digest, (bytes(len(digest)), None))
+        return client if hmac.compare_digest(known, digest) and key else None
+
+    def replace(self, entries: Sequence[tuple[bytes, Client]]) -> list[Client]:
+        """Use these keys from now on. Clients of a name that stays keep their use; returns those that are gone."""
+        before = {client.name: client for _, client in self._clients.values()}
+        clients = {}
+        for digest, entry in entries:
+            client = before.pop(entry.name, entry)
+            if client is not entry:
+                client.adopt(entry)
+            client.share_with(len(entries))
+            clients[digest] = (digest, client)
+        self._clients = clients
+        for client in before.values():
+            client.withdrawn = True
+        return list(before.values())
 
 
-def load_keys(plain: Sequence[str], path: str) -> KeyRing:
-    keys = [(key, Client(f"key-{number}")) for number, key in enumerate(plain, 1)]
-    if path:
-        keys += _read_keys(path)
-    if len({key for key, _ in keys}) < len(keys):
-        raise UserError("two API keys are the same", "keep one of them")
-    return KeyRing(keys)
-
-
-def _read_keys(path: str) -> list[tuple[str, Client]]:
-    entries = read_config_file(path).get("keys")
-    if not isinstance(entries, list) or not entries:
-        raise UserError(f"{path} has no list of keys", "write `keys:` and under it `- key: ...` with a `name`")
-    valid = {"key"} | {each.name for each in fields(Client)} - {"num_active", "requests", "tokens"}
-    keys = []
-    for number, entry in enumerate(entries, 1):
-        if not isinstance(entry, dict) or not isinstance(entry.get("key"), str) or not entry["key"]:
-            raise UserError(f"key {number} in {path} has no `key`", "give it a string")
-        values: dict[str, Any] = dict(entry)
-        for name in values:
-            if name not in valid:
-                raise unknown_name("field of a key", str(name), valid)
-        key = values.pop("key")
-        values.setdefault("name", f"file-key-{number}")
-        try:
-            keys.append((key, Client(**values)))
-        except TypeError:
-            raise UserError(f"key {number} in {path} has a field of the wrong type", "correct it") from None
-    return keys
-
-
-def _digest(key: str) -> bytes:
+def digest_of(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
+
+
+def _fitted(bucket: Bucket | None, per_minute: float) -> Bucket | None:
+    if not per_minute:
+        return None
+    if bucket is None:
+        return Bucket(per_minute)
+    return bucket if bucket.per_minute == per_minute else bucket.resized(per_minute)

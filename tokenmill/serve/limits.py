@@ -1,7 +1,8 @@
 """Admission: which requests may enter the engine's queue, and when to retry if not.
 
-Bounds the requests and tokens that wait, keeps each key within its quota, and refuses what cannot meet its deadline by
-the engine's own measured speed. Pure bookkeeping, the caller passes the time; knows nothing of HTTP or processes.
+Bounds the requests and tokens that wait, for all keys and for each, keeps each key within its quota, and refuses what
+cannot meet its deadline by the engine's own measured speed. Pure bookkeeping, the caller passes the time; knows nothing
+of HTTP or processes.
 """
 
 from __future__ import annotations
@@ -46,14 +47,20 @@ class Ticket:
     num_sequences: int
     waiting_requests: int  # prompts without a first token
     waiting_tokens: int
+    reserved_tokens: int  # of output, charged in advance
 
 
 class Admission:
+    """The queue bounds hold for all keys together, and `queue_share` of them for each key. When the queue is full, a
+    key that has less than its fair share of it is admitted all the same, up to twice the bounds: no key can keep
+    others out."""
+
     def __init__(self, num_slots: int, max_queued_requests: int, max_queued_tokens: int, pace: Pace) -> None:
         self.pace = pace
         self._num_slots = num_slots
-        self._max_requests = max_queued_requests
+        self._max_waiting = num_slots + max_queued_requests
         self._max_tokens = max_queued_tokens
+        self._waiting_clients: set[Client] = set()
         self.num_active = 0  # sequences admitted and not released
         self.num_waiting = 0  # prompts without a first token
         self.waiting_tokens = 0
@@ -63,41 +70,44 @@ class Admission:
         """Raise ApiError for what can be rejected before the prompt is tokenized."""
         if self.draining:
             raise ApiError(503, "the server is shutting down", code="draining", retry_after=5)
+        if client.withdrawn:
+            raise key_withdrawn()
         if client.max_parallel and client.num_active >= client.max_parallel:
-            raise self._refusal(f"key '{client.name}' has {client.num_active} requests in flight", "parallel_limit", 1)
-        for bucket, what, amount in ((client.requests, "request", 1.0), (client.tokens, "token", 1.0)):
-            wait = bucket.wait(amount, now) if bucket is not None else 0.0
-            if wait > 0:
-                raise self._refusal(f"the {what} quota of key '{client.name}' is used up", f"{what}_quota", wait)
-        if self.num_waiting >= self._num_slots + self._max_requests:
-            raise self._refusal(f"{self.num_waiting} requests are already waiting", "queue_full", self._clearing_time())
+            raise _refusal(f"key '{client.name}' has {client.num_active} requests in flight", "parallel_limit", 1)
+        self._check_sequences(client, 1)
+        self._check_quotas(client, 1, now)
+        self._check_queue(client, 1, 0)
 
-    def admit(self, client: Client, lengths: list[int], num_answers: int, deadline: float | None, now: float) -> Ticket:
+    def admit(
+        self,
+        client: Client,
+        lengths: list[int],
+        num_answers: int,
+        deadline: float | None,
+        now: float,
+        max_output: int = 0,
+    ) -> Ticket:
         """Admit the prompts of one HTTP request, or raise ApiError with the time to retry. `deadline`: seconds to the
-        first token."""
+        first token; `max_output`: tokens that all its sequences may generate, charged to the quota until `release`."""
         self.check_client(client, now)
         tokens = sum(lengths)
-        queued = self.num_waiting + len(lengths)
-        if queued > self._num_slots + self._max_requests:
-            raise self._refusal(f"{self.num_waiting} requests are already waiting", "queue_full", self._clearing_time())
-        if self.num_waiting and self.waiting_tokens + tokens > self._max_tokens:
-            raise self._refusal(
-                f"{self.waiting_tokens} tokens are already waiting", "queue_full", self._clearing_time()
-            )
+        ticket = Ticket(client, len(lengths) * num_answers, len(lengths), tokens, max_output if client.tokens else 0)
+        self._check_sequences(client, ticket.num_sequences)
+        self._check_quotas(client, tokens + max_output, now)
+        self._check_queue(client, len(lengths), tokens)
         if deadline is not None:
             predicted = self.predict(tokens)
             if predicted > deadline:
                 late = f"the first token is expected in {predicted:.2f} s, after the deadline of {deadline:.2f} s"
-                raise self._refusal(late, "deadline", predicted - deadline)
+                raise _refusal(late, "deadline", predicted - deadline)
         if client.requests is not None:
             client.requests.take(1.0, now)
         if client.tokens is not None:
-            client.tokens.take(float(tokens), now)
-        ticket = Ticket(client, len(lengths) * num_answers, len(lengths), tokens)
+            client.tokens.take(float(tokens + max_output), now)
         client.num_active += 1
+        client.num_sequences += ticket.num_sequences
         self.num_active += ticket.num_sequences
-        self.num_waiting += len(lengths)
-        self.waiting_tokens += tokens
+        self._change_waiting(client, len(lengths), tokens)
         return ticket
 
     def predict(self, num_tokens: int) -> float:
@@ -108,26 +118,84 @@ class Admission:
         """One of the ticket's prompts has its first token."""
         ticket.waiting_requests -= 1
         ticket.waiting_tokens -= num_tokens
-        self.num_waiting -= 1
-        self.waiting_tokens -= num_tokens
+        self._change_waiting(ticket.client, -1, -num_tokens)
 
     def release(self, ticket: Ticket, output_tokens: int, now: float) -> None:
-        """The request has ended: prompts that never started leave the queue, generated tokens are charged to the
-        quota."""
-        self.num_waiting -= ticket.waiting_requests
-        self.waiting_tokens -= ticket.waiting_tokens
+        """The request has ended: prompts that never started leave the queue, and the quota is charged for what was
+        generated instead of what was reserved."""
+        client = ticket.client
+        self._change_waiting(client, -ticket.waiting_requests, -ticket.waiting_tokens)
         self.num_active -= ticket.num_sequences
-        ticket.client.num_active -= 1
-        if ticket.client.tokens is not None:
-            ticket.client.tokens.take(float(output_tokens), now)
+        client.num_sequences -= ticket.num_sequences
+        client.num_active -= 1
+        if client.tokens is not None:
+            client.tokens.take(float(output_tokens - ticket.reserved_tokens), now)
+
+    def _change_waiting(self, client: Client, num_requests: int, num_tokens: int) -> None:
+        self.num_waiting += num_requests
+        self.waiting_tokens += num_tokens
+        client.num_waiting += num_requests
+        client.waiting_tokens += num_tokens
+        (self._waiting_clients.add if client.num_waiting else self._waiting_clients.discard)(client)
+
+    def _check_sequences(self, client: Client, number: int) -> None:
+        limit = client.max_sequences
+        if limit and number > limit:
+            raise ApiError(
+                400, f"prompts x n is {number}, key '{client.name}' may have {limit} sequences", code="sequence_limit"
+            )
+        if limit and client.num_sequences + number > limit:
+            raise _refusal(f"key '{client.name}' has {client.num_sequences} sequences in flight", "sequence_limit", 1)
+
+    def _check_quotas(self, client: Client, tokens: int, now: float) -> None:
+        for bucket, what, amount in ((client.requests, "request", 1), (client.tokens, "token", tokens)):
+            wait = bucket.wait(float(amount), now) if bucket is not None else 0.0
+            if wait > 0:
+                raise _refusal(f"the {what} quota of key '{client.name}' is used up", f"{what}_quota", wait)
+
+    def _check_queue(self, client: Client, num_requests: int, num_tokens: int) -> None:
+        """What it says of a full queue does not tell how many requests others have."""
+        share = client.queue_share
+        if client.num_waiting and share < 1 and not self._has_share(client, num_requests, num_tokens, share):
+            full = f"key '{client.name}' has {client.num_waiting} requests waiting, which is its share of the queue"
+            raise _refusal(full, "queue_share", self._clearing_time())
+        if self._has_room(num_requests, num_tokens, 1):
+            return
+        fair_share = client.weight / sum(each.weight for each in {*self._waiting_clients, client})
+        below = self._has_share(client, num_requests, num_tokens, fair_share)
+        if below and self._has_room(num_requests, 0, 2):
+            return
+        raise _refusal("the queue is full", "queue_full", self._clearing_time())
+
+    def _has_room(self, num_requests: int, num_tokens: int, factor: int) -> bool:
+        """Whether these fit the bounds times `factor`. One long prompt may exceed the token bound if nothing waits."""
+        tokens_fit = not self.num_waiting or self.waiting_tokens + num_tokens <= factor * self._max_tokens
+        return tokens_fit and self.num_waiting + num_requests <= factor * self._max_waiting
+
+    def _has_share(self, client: Client, num_requests: int, num_tokens: int, share: float) -> bool:
+        """Whether the key stays within a share of the queue with these. It may always have one prompt there."""
+        requests, tokens = client.num_waiting + num_requests, client.waiting_tokens + num_tokens
+        tokens_fit = not client.num_waiting or tokens <= share * self._max_tokens
+        return requests <= max(1.0, share * self._max_waiting) and tokens_fit
 
     def _clearing_time(self) -> float:
         """Seconds until about a tenth of the queue has been served."""
         return max(1.0, self.predict(0) / 10)
 
-    @staticmethod
-    def _refusal(message: str, code: str, wait: float) -> ApiError:
-        return ApiError(429, message, code=code, retry_after=min(wait, 3600.0))
+
+def key_withdrawn() -> ApiError:
+    return ApiError(401, "the API key was withdrawn", code="invalid_api_key")
+
+
+def check_grammar_quota(client: Client, now: float) -> None:
+    """Raise ApiError if the key has used up its time for compiling grammars."""
+    wait = client.grammar_seconds.wait(0.001, now) if client.grammar_seconds is not None else 0.0
+    if wait > 0:
+        raise _refusal(f"the grammar quota of key '{client.name}' is used up", "grammar_quota", wait)
+
+
+def _refusal(message: str, code: str, wait: float) -> ApiError:
+    return ApiError(429, message, code=code, retry_after=min(wait, 3600.0))
 
 
 def _blend(old: float | None, new: float) -> float:

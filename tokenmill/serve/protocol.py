@@ -121,6 +121,7 @@ class GenerationBody(Body):
     guided_grammar: str | None = None
     structured_outputs: StructuredOutputs | None = None
     cache_control: CacheControlBody | None = None
+    cache_salt: str | None = Field(default=None, max_length=256)
     kv_policy: str | None = None
     kv_budget: int | None = None
 
@@ -285,6 +286,7 @@ class AnthropicBody(Body):
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
     cache_control: CacheControlBody | None = None
+    cache_salt: str | None = Field(default=None, max_length=256)
     kv_policy: str | None = None
     kv_budget: int | None = None
 

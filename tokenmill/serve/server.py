@@ -1,8 +1,9 @@
 """The server process from start to end: model, engine, port, serving, drain.
 
 SIGTERM or Ctrl-C stops taking requests and lets those in flight end, within the shutdown timeout; a second signal does
-not wait. Before the port is open it ends at once, whatever is under way. The exit code is 0 in all cases. What is heavy
-to import is imported while the engine process starts. Called by `tokenmill serve`.
+not wait. Before the port is open it ends at once, whatever is under way. The exit code is 0 in all cases. SIGHUP reads
+the keys file and the TLS certificate again. What is heavy to import is imported while the engine process starts. Called
+by `tokenmill serve`.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ from tokenmill.checkpoint.sources import resolve
 from tokenmill.config import EngineConfig
 from tokenmill.errors import UserError
 from tokenmill.log import get_logger
+from tokenmill.serve.cache_salt import load_cache_secret
 from tokenmill.serve.config import ServeConfig
 from tokenmill.serve.engine_client import EngineClient
-from tokenmill.serve.keys import KeyRing, load_keys
+from tokenmill.serve.key_file import KeyWatch, load_keys, read_cache_secret
+from tokenmill.serve.keys import KeyRing
 from tokenmill.serve.listening import (
     address_of,
     is_local,
@@ -45,6 +48,7 @@ _log = get_logger(__name__)
 _POLL_SECONDS = 0.05
 _CLOSE_SECONDS = 2.0  # for the engine to write its cached pages to the tiers
 _EXIT_SECONDS = 3.0  # from the end of the engine to the end of the process
+_KEYS_SECONDS = 1.0  # between two looks at the keys file
 _SECRET = ("api_key",)
 
 
@@ -78,8 +82,10 @@ async def _serve(
     report = StartupReport()
     signals = StopSignals(config.shutdown_timeout)
     engine: EngineClient | None = None
-    if tls is not None:
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _reload_certificate, tls, config)
+    key_watch = KeyWatch(keys, config.all_keys(), config.api_keys_file)
+    reload = asyncio.Event()
+    if config.api_keys_file or tls is not None:  # else SIGHUP ends the server, as a terminal that closes should
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _reload_files, reload, tls, config)
     try:
         report.phase("finding the model")
         path = await signals.unless_told(in_daemon_thread(lambda: resolve(model).path))
@@ -87,7 +93,9 @@ async def _serve(
             return
         report.phase("starting the engine")
         engine = EngineClient(path, engine_config, config.stall_timeout, report.phase, config.spare_engine)
-        service = await signals.unless_told(_start(model, path, config, engine, engine_config.load_format))
+        secret = _cache_secret(config, engine_config, keys)
+        starting = _start(model, path, config, engine, engine_config.load_format, secret)
+        service = await signals.unless_told(starting)
         if service is None:
             return
         report.phase("opening the port")
@@ -103,7 +111,9 @@ async def _serve(
         report.ready(address, {"server": settings, "engine": service.identity.options})
         if announce is not None:
             announce({"url": address, "model": service.names[0], "engine": service.identity.options})
+        reloading = asyncio.create_task(_reload_keys(key_watch, service, reload))
         await signals.unless_told(asyncio.shield(serving))
+        reloading.cancel()
         await _drain(service, server, serving, signals)
     finally:
         report.stop()
@@ -113,7 +123,9 @@ async def _serve(
             end_within(_EXIT_SECONDS)
 
 
-async def _start(model: str, path: Path, config: ServeConfig, engine: EngineClient, load_format: str) -> Service:
+async def _start(
+    model: str, path: Path, config: ServeConfig, engine: EngineClient, load_format: str, cache_secret: bytes
+) -> Service:
     """The engine process starts while this one imports the web framework and builds the tokenizer."""
     starting = asyncio.ensure_future(engine.start())
 
@@ -129,7 +141,28 @@ async def _start(model: str, path: Path, config: ServeConfig, engine: EngineClie
         identity = await starting
     finally:
         starting.cancel()
-    return service_class(config, config.served_model_name or (model,), engine, identity, tokenizer, template)
+    names = config.served_model_name or (model,)
+    return service_class(config, names, engine, identity, tokenizer, template, cache_secret)
+
+
+async def _reload_keys(watch: KeyWatch, service: Service, told: asyncio.Event) -> None:
+    """Take in a changed keys file, at SIGHUP or within a second. Requests of keys that are gone end."""
+    while True:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(told.wait(), _KEYS_SECONDS)
+        if not told.is_set() and not await asyncio.to_thread(watch.changed):
+            continue
+        told.clear()
+        entries = await asyncio.to_thread(watch.read)
+        if entries is not None:
+            service.end_clients(watch.apply(entries))
+
+
+def _cache_secret(config: ServeConfig, engine_config: EngineConfig, keys: KeyRing) -> bytes:
+    """Of the cache salts. Without keys only requests that bring a salt of their own need one."""
+    if keys.open:
+        return b""
+    return load_cache_secret(read_cache_secret(config.api_keys_file), engine_config.kv_disk, engine_config.kv_redis)
 
 
 async def _drain(service: Service, server: HttpServer, serving: asyncio.Task[None], signals: StopSignals) -> None:
@@ -149,7 +182,11 @@ async def _drain(service: Service, server: HttpServer, serving: asyncio.Task[Non
     await serving
 
 
-def _reload_certificate(tls: ssl.SSLContext, config: ServeConfig) -> None:
+def _reload_files(keys: asyncio.Event, tls: ssl.SSLContext | None, config: ServeConfig) -> None:
+    """At SIGHUP. A file that is wrong leaves what is in use as it was."""
+    keys.set()
+    if tls is None:
+        return
     try:
         tls_context(config)  # a wrong file must not harm the context in use
         load_certificate(tls, config)

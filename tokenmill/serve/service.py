@@ -1,16 +1,16 @@
 """What every route uses: tokenizer and chat template, admission, metrics and the engine client.
 
 `open` takes prompts through admission and tokenizer to the engine and returns a Generation; closing that charges its
-tokens to the key's quota. Knows
-nothing of HTTP shapes; routes and adapters call it.
+tokens to the key's quota. Knows nothing of HTTP shapes; routes and adapters call it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +21,13 @@ from tokenmill.engine.intake import Intake
 from tokenmill.engine.messages import Ready
 from tokenmill.engine.stats import EngineStats
 from tokenmill.errors import UserError
+from tokenmill.serve.cache_salt import CacheSalts
 from tokenmill.serve.config import ServeConfig
 from tokenmill.serve.engine_client import EngineClient
 from tokenmill.serve.errors import ApiError, deadline_passed
 from tokenmill.serve.generation import Generation, Member
 from tokenmill.serve.keys import LANES, Client
-from tokenmill.serve.limits import Admission, Pace, Ticket
+from tokenmill.serve.limits import Admission, Pace, Ticket, check_grammar_quota, key_withdrawn
 from tokenmill.serve.metrics import Metrics
 from tokenmill.serve.tools.use import ToolStyle
 from tokenmill.types import CacheControl, SamplingParams
@@ -42,6 +43,7 @@ class Caller:
     priority: int = 0
     lane: str | None = None
     deadline: float | None = None  # seconds to the first token
+    cache_salt: str = ""  # of the request; combined with that of the key
 
     @property
     def rank(self) -> int:
@@ -58,6 +60,7 @@ class Service:
         identity: Ready,
         tokenizer: Tokenizer,
         template: ChatTemplate | None,
+        cache_secret: bytes = b"",
     ) -> None:
         self.config = config
         self.names = tuple(names)
@@ -81,6 +84,7 @@ class Service:
             budget=CacheControl(policy=policy, budget=budget) if policy else None,
         )
         self.tool_style = ToolStyle.choose(template, tokenizer, config.tool_call_parser)
+        self._salts = CacheSalts(cache_secret or secrets.token_bytes(32))
         self._tickets: dict[Generation, Ticket] = {}
         self._timers: dict[Generation, asyncio.TimerHandle] = {}  # to the deadlines of those without a token
         self._num_steps = 0  # of the engine, when its statistics last came
@@ -153,9 +157,7 @@ class Service:
             generation = self._prepare(prompts, encoded, make_params, caller, streaming)
             for member in generation.members:
                 member.request.embeds = embeds
-            lengths = [len(member.request.prompt_ids) for member in generation.members]
-            num_answers = generation.members[0].request.params.n
-            ticket = self.admission.admit(caller.client, lengths, num_answers, caller.deadline, time.monotonic())
+            ticket = self._admit(generation, caller)
         except UserError as error:
             code = "context_length_exceeded" if "context" in error.problem else None
             raise ApiError(400, str(error), param="messages" if chat else "prompt", code=code) from None
@@ -173,6 +175,12 @@ class Service:
             timer = asyncio.get_running_loop().call_later(caller.deadline, generation.fail, deadline_passed())
             self._timers[generation] = timer
         return generation
+
+    def end_clients(self, clients: Collection[Client]) -> None:
+        """End all that runs for these clients: their keys are no longer valid."""
+        for generation, ticket in list(self._tickets.items()):
+            if ticket.client in clients:
+                generation.fail(key_withdrawn())
 
     # --- from the engine ---
 
@@ -213,12 +221,25 @@ class Service:
         generation = Generation(streaming, self._close)
         for prompt, ids in zip(prompts, encoded, strict=True):
             request = self._intake.request(ids, make_params(len(ids)), uuid.uuid4().hex, caller.rank)
-            request.tenant, request.weight = caller.client.name, caller.client.weight
+            client = caller.client
+            request.tenant, request.weight = client.name, client.weight
+            request.max_pinned_share = client.pinned_share
+            request.cache_salt = self._salts.salt(client, caller.cache_salt)
             if caller.deadline is not None and len(prompts) == 1:  # of several, the first token of any is in time
                 request.deadline = time.monotonic() + caller.deadline
             text = prompt if isinstance(prompt, str) else None
             generation.add(request, RequestCollector(request, text, self.tokenizer))
         return generation
+
+    def _admit(self, generation: Generation, caller: Caller) -> Ticket:
+        now = time.monotonic()
+        requests = [member.request for member in generation.members]
+        params = requests[0].params
+        if params.structured is not None:
+            check_grammar_quota(caller.client, now)
+        lengths = [len(request.prompt_ids) for request in requests]
+        max_output = params.n * sum(min(params.max_tokens, self.context - length) for length in lengths)
+        return self.admission.admit(caller.client, lengths, params.n, caller.deadline, now, max_output)
 
     def _stop_timer(self, generation: Generation) -> None:
         timer = self._timers.pop(generation, None)

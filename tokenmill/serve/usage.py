@@ -40,6 +40,8 @@ def _cache_details(generation: Generation) -> dict[str, Any]:
         return {}
     loaded = sum(report.num_loaded_tokens for report in reports)
     details: dict[str, Any] = {"cache_reason": ",".join(dict.fromkeys(report.reason for report in reports))}
+    if any(report.retention == "over_quota" for report in reports):
+        details["cache_control"] = "over_quota"  # the prompt is cached, but not kept as the request asked
     if loaded:
         details["tier"] = ",".join(dict.fromkeys(report.tier for report in reports if report.tier))
         details["tier_tokens"] = loaded

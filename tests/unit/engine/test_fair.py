@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from tests.unit.engine.building import make_request, make_scheduler
+from tests.unit.engine.building import answer, make_kv, make_request, make_scheduler, rows_of
 from tokenmill.engine.scheduler import Scheduler
 from tokenmill.types import Request, StepResult
 
@@ -92,3 +92,119 @@ def test_nothing_is_kept_of_requests_that_left() -> None:
     discipline = scheduler.discipline
     assert discipline._charges == {}  # type: ignore[attr-defined]
     assert all(tenant.num_live == 0 for tenant in discipline._tenants.values())  # type: ignore[attr-defined]
+
+
+def _steps_to_first_token(scheduler: Scheduler, request_id: str, limit: int = 200) -> int:
+    for number in range(1, limit):
+        plan = scheduler.schedule()
+        scheduler.kv.check()
+        events = scheduler.update(plan, answer(plan))
+        if any(event.request_id == request_id for event in events):
+            return number
+    raise AssertionError("no token")
+
+
+def test_many_sequences_of_one_tenant_do_not_keep_another_waiting() -> None:
+    """64 prompts of 16 sequences each fill every slot for hundreds of steps; a latecomer takes one at once."""
+    kv = make_kv(num_pages=400)
+    scheduler = make_scheduler(kv, "fair", max_running=8)
+    for number in range(64):
+        prompt = list(range(number, number + 6))
+        scheduler.add(make_request(prompt, f"h{number}", arrival=number, tenant="heavy", n=16, max_tokens=50))
+    _run(scheduler, 20)
+    assert scheduler.num_running == 8
+    scheduler.add(make_request([7] * 6, "late", arrival=100, tenant="light", max_tokens=50))
+    assert _steps_to_first_token(scheduler, "late") == 1
+    assert scheduler.num_running == 8
+
+
+def test_slots_are_shared_by_weight_and_nothing_is_preempted_in_return() -> None:
+    kv = make_kv(num_pages=400)
+    scheduler = make_scheduler(kv, "fair", max_running=8)
+    for request in _long("heavy", 20):
+        scheduler.add(request)
+    _run(scheduler, 3)
+    for request in _long("light", 20):
+        request.arrival += 100
+        scheduler.add(request)
+    _run(scheduler, 2)
+    assert _running(scheduler) == {"heavy": 4, "light": 4}
+    preemptions = scheduler.stats.num_preemptions
+    assert preemptions == 4
+    _run(scheduler, 10)
+    assert scheduler.stats.num_preemptions == preemptions
+
+
+def test_pages_are_taken_from_the_tenant_that_runs_most() -> None:
+    kv = make_kv(num_pages=16, prefix_caching=False)
+    scheduler = make_scheduler(kv, "fair", max_running=8)
+    for number in range(3):
+        prompt = [number] * 4
+        scheduler.add(make_request(prompt, f"h{number}", arrival=number, tenant="heavy", max_tokens=40))
+    _run(scheduler, 1)
+    light = make_request(4, "light", arrival=9, tenant="light", max_tokens=40)
+    scheduler.add(light)
+    _run(scheduler, 1)
+    assert scheduler._running.last() is light  # the last in order, but not the one to go
+    while scheduler.stats.num_preemptions < 2:
+        plan = scheduler.schedule()
+        assert light in [row.request for row in plan.scheduled]
+        scheduler.update(plan, answer(plan))
+    assert light.num_preemptions == 0
+    assert _running(scheduler) == {"heavy": 1, "light": 1}
+
+
+def test_a_long_prompt_leaves_others_their_share_of_a_step() -> None:
+    kv = make_kv(num_pages=200)
+    scheduler = make_scheduler(kv, "fair", max_batch_tokens=16, context_length=256)
+    scheduler.add(make_request(200, "long", arrival=0, tenant="heavy", max_tokens=4))
+    _run(scheduler, 1)
+    scheduler.add(make_request([3] * 8, "short", arrival=1, tenant="light", max_tokens=4))
+    plan = scheduler.schedule()
+    assert rows_of(plan) == {"long": 8, "short": 8}
+    scheduler.update(plan, answer(plan))
+    plan = scheduler.schedule()  # the short one decodes: the rest is the long one's
+    assert rows_of(plan) == {"short": 1, "long": 15}
+
+
+def test_what_a_tenant_does_not_use_of_its_share_goes_to_the_others() -> None:
+    kv = make_kv(num_pages=200)
+    scheduler = make_scheduler(kv, "fair", max_batch_tokens=16, context_length=256)
+    scheduler.add(make_request(200, "long", arrival=0, tenant="heavy", max_tokens=4))
+    _run(scheduler, 1)
+    scheduler.add(make_request([3] * 2, "short", arrival=1, tenant="light", max_tokens=4))
+    assert rows_of(scheduler.schedule()) == {"long": 14, "short": 2}
+
+
+def test_a_lower_priority_takes_neither_slots_nor_tokens_for_fairness() -> None:
+    kv = make_kv(num_pages=200)
+    scheduler = make_scheduler(kv, "fair", max_batch_tokens=16, max_running=2, context_length=256)
+    for request in _long("heavy", 2):
+        scheduler.add(request)
+    _run(scheduler, 2)
+    scheduler.add(make_request(8, "batch", arrival=50, tenant="light", priority=1000))
+    _run(scheduler, 2)
+    assert _running(scheduler) == {"heavy": 2}
+
+
+def test_a_prompt_computed_now_is_waited_for_only_under_the_same_salt() -> None:
+    """Else the time to the first token would tell that another tenant sends the same."""
+    for salts, expected in (((b"", b""), {"one"}), ((b"a" * 16, b"b" * 16), {"one", "two"})):
+        kv = make_kv(num_pages=400)
+        scheduler = make_scheduler(kv, "fair", max_batch_tokens=1024, context_length=512)
+        for name, salt in zip(("one", "two"), salts, strict=True):
+            scheduler.add(make_request(300, name, tenant=name, cache_salt=salt))
+        assert set(rows_of(scheduler.schedule())) == expected
+
+
+def _long(tenant: str, count: int) -> list[Request]:
+    """Requests that decode for long, with prompts of their own."""
+    base = sum(tenant.encode())
+    return [
+        make_request([base + number] * 6, f"{tenant}{number}", arrival=number, tenant=tenant, max_tokens=50)
+        for number in range(count)
+    ]
+
+
+def _running(scheduler: Scheduler) -> Counter[str]:
+    return Counter(request.tenant for request in scheduler._running.snapshot())

@@ -1,13 +1,16 @@
-"""API keys: who is known, what the file may say, how quotas refill."""
+"""API keys: who is known, what the file may say, how quotas refill, what a reload changes."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from pathlib import Path
 
 import pytest
 
 from tokenmill.errors import UserError
-from tokenmill.serve.keys import Bucket, Client, KeyRing, load_keys
+from tokenmill.serve.key_file import KeyWatch, load_keys
+from tokenmill.serve.keys import Bucket, Client, KeyRing
 
 
 def test_only_known_keys_open_a_closed_server() -> None:
@@ -68,3 +71,115 @@ def test_no_limits_mean_no_buckets() -> None:
     client = Client()
     assert client.requests is None
     assert client.tokens is None
+
+
+def test_a_key_may_be_given_as_its_hash(tmp_path: Path) -> None:
+    digest = hashlib.sha256(b"s3cret").hexdigest()
+    file = tmp_path / "keys.toml"
+    file.write_text(f'[[keys]]\nkey_sha256 = "{digest}"\nname = "app"\nmax_sequences = 8\n')
+    ring = load_keys([], str(file))
+    found = ring.find("s3cret")
+    assert found is not None
+    assert (found.name, found.max_sequences) == ("app", 8)
+    assert ring.find(digest) is None
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"key_sha256": "abc"}, "is no SHA-256"),
+        ({"key": "a", "key_sha256": "0" * 64}, "both `key` and"),
+        ({"key": "a", "admin": "yes"}, "wrong type: admin"),
+        ({"key": "a", "max_sequences": 1.5}, "wrong type: max_sequences"),
+        ({"key": "a", "max_sequences": True}, "wrong type: max_sequences"),
+        ({"key": "a", "max_queue_share": 2}, "max_queue_share of key"),
+        ({"key": "a", "max_pinned_share": -0.1}, "max_pinned_share of key"),
+        ({"key": "a", "max_priority": -101}, "max_priority of key"),
+        ({"key": "a", "cache": ""}, "cache of key"),
+        ({"key": "a", "name": "x\n"}, "the name of"),
+        ({"key": "a", "num_active": 3}, "unknown field of a key"),
+    ],
+)
+def test_a_bad_entry_is_refused_without_showing_a_key(tmp_path: Path, entry: dict[str, object], message: str) -> None:
+    file = tmp_path / "keys.json"
+    file.write_text(json.dumps({"keys": [{"key": "very-secret", "name": "first"}, entry]}))
+    with pytest.raises(UserError, match=message) as caught:
+        load_keys([], str(file))
+    assert "very-secret" not in str(caught.value)
+
+
+def test_names_are_unique(tmp_path: Path) -> None:
+    file = tmp_path / "keys.json"
+    file.write_text(json.dumps({"keys": [{"key": "a", "name": "x"}, {"key": "b", "name": "x"}]}))
+    with pytest.raises(UserError, match="the same name"):
+        load_keys([], str(file))
+
+
+def test_defaults_depend_on_whether_there_are_other_keys() -> None:
+    alone = load_keys(["a"], "").find("a")
+    assert alone is not None
+    assert (alone.most_urgent, alone.queue_share, alone.pinned_share) == (-100, 1.0, 1.0)
+    assert alone.sees_metrics
+    assert alone.grammar_seconds is None
+    one = load_keys(["a", "b"], "").find("a")
+    assert one is not None
+    assert (one.most_urgent, one.queue_share, one.pinned_share) == (0, 0.5, 0.25)
+    assert not one.sees_metrics
+    assert one.grammar_seconds is not None
+    assert Client(max_priority=-5).most_urgent == -5
+
+
+def test_many_keys_are_found_by_their_digest() -> None:
+    ring = load_keys([f"key {number}" for number in range(10_000)], "")
+    found = ring.find("key 9999")
+    assert found is not None
+    assert found.name == "key-10000"
+    assert ring.find("key 10000") is None
+
+
+def _write(file: Path, *entries: dict[str, object]) -> None:
+    file.write_text(json.dumps({"keys": list(entries)}))
+
+
+def test_a_changed_file_replaces_the_keys_and_keeps_their_use(tmp_path: Path) -> None:
+    file = tmp_path / "keys.json"
+    _write(file, {"key": "a", "name": "alice", "tokens_per_minute": 100}, {"key": "b", "name": "bob"})
+    ring = load_keys([], str(file))
+    watch = KeyWatch(ring, [], str(file))
+    alice, bob = ring.find("a"), ring.find("b")
+    assert alice is not None
+    assert alice.tokens is not None
+    alice.num_active = 3
+    alice.tokens.take(60.0, 1.0)
+    assert not watch.changed()
+    _write(file, {"key": "a2", "name": "alice", "tokens_per_minute": 50, "max_parallel": 2}, {"key": "c"})
+    assert watch.changed()
+    entries = watch.read()
+    assert entries is not None
+    assert watch.apply(entries) == [bob]
+    assert ring.find("a") is None
+    assert ring.find("b") is None
+    assert bob is not None
+    assert bob.withdrawn
+    assert not alice.withdrawn
+    assert ring.find("a2") is alice  # whatever runs for it is still counted
+    assert (alice.num_active, alice.max_parallel) == (3, 2)
+    assert alice.tokens.level == pytest.approx(-10.0)  # 60 of now 50 are used
+    assert not watch.changed()
+
+
+def test_a_broken_file_leaves_the_keys_as_they_are(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "keys.json"
+    _write(file, {"key": "a", "name": "alice"})
+    ring = load_keys([], str(file))
+    watch = KeyWatch(ring, [], str(file))
+    for text in ('{"keys": [{"key": "top-secret", ', '{"keys": []}', "[]"):
+        file.write_text(text)
+        assert watch.changed()
+        assert watch.read() is None
+        assert not watch.changed()  # one line in the log for each mistake
+    file.unlink()
+    assert watch.changed()
+    assert watch.read() is None
+    assert ring.find("a") is not None
+    assert "top-secret" not in caplog.text

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenmill.engine.stats import EngineStats
 from tokenmill.serve.errors import ApiError
 from tokenmill.serve.keys import Client
-from tokenmill.serve.limits import Admission, Pace
+from tokenmill.serve.limits import Admission, Pace, check_grammar_quota
 
 
 def _admission(slots: int = 2, requests: int = 3, tokens: int = 100) -> Admission:
@@ -118,3 +118,114 @@ def test_everything_taken_is_given_back(work: list[tuple[list[int], int, bool]])
     for ticket in open_tickets:
         admission.release(ticket, 3, 1.0)
     assert (admission.num_active, admission.num_waiting, admission.waiting_tokens, client.num_active) == (0, 0, 0, 0)
+
+
+def _keys(*names: str, **limits: Any) -> list[Client]:
+    clients = [Client(name, **limits) for name in names]
+    for client in clients:
+        client.share_with(len(clients))
+    return clients
+
+
+def test_sequences_are_counted_and_not_requests() -> None:
+    client = Client("a", max_sequences=8)
+    admission = _admission(slots=100)
+    with pytest.raises(ApiError) as caught:
+        admission.admit(client, [1, 1, 1], 3, None, 1.0)
+    assert (caught.value.status, caught.value.code) == (400, "sequence_limit")  # it could never run
+    ticket = admission.admit(client, [1, 1], 3, None, 1.0)
+    assert client.num_sequences == 6
+    with pytest.raises(ApiError) as caught:
+        admission.admit(client, [1], 3, None, 1.0)
+    assert (caught.value.status, caught.value.code) == (429, "sequence_limit")
+    admission.admit(client, [1], 2, None, 1.0)
+    admission.release(ticket, 0, 1.0)
+    admission.admit(client, [1, 1], 3, None, 1.0)
+
+
+def test_output_is_reserved_and_then_settled() -> None:
+    client = Client("a", tokens_per_minute=600)
+    admission = _admission(slots=100, tokens=10**6)
+    ticket = admission.admit(client, [100], 1, None, 1.0, max_output=400)
+    assert _refused("token_quota", admission, client, [101]).retry_after == pytest.approx(0.1)
+    admission.release(ticket, 50, 1.0)  # 350 of the reserved tokens come back
+    admission.admit(client, [200], 1, None, 1.0, max_output=250)
+    _refused("token_quota", admission, client, [1])
+
+
+def test_a_request_larger_than_the_quota_needs_a_full_bucket_and_cannot_be_repeated() -> None:
+    client = Client("a", tokens_per_minute=600)
+    admission = _admission(slots=100, tokens=10**6)
+    ticket = admission.admit(client, [100], 1, None, 1.0, max_output=5000)
+    _refused("token_quota", admission, client, [1])
+    admission.release(ticket, 5000, 1.0)
+    assert _refused("token_quota", admission, client, [1], now=1.0).retry_after > 400
+
+
+def test_one_key_cannot_fill_the_queue() -> None:
+    heavy, light = _keys("heavy", "light")
+    admission = _admission(slots=4, requests=16, tokens=1000)
+    for _ in range(10):
+        admission.admit(heavy, [1], 1, None, 1.0)
+    error = _refused("queue_share", admission, heavy, [1])
+    assert "light" not in error.message
+    for _ in range(10):
+        admission.admit(light, [1], 1, None, 1.0)
+    assert "waiting" not in _refused("queue_share", admission, light, [1]).message.replace("requests waiting", "")
+
+
+def test_one_key_cannot_fill_the_queue_with_tokens() -> None:
+    heavy, light = _keys("heavy", "light")
+    admission = _admission(slots=4, requests=16, tokens=1000)
+    admission.admit(heavy, [400], 1, None, 1.0)
+    _refused("queue_share", admission, heavy, [200])
+    admission.admit(light, [500], 1, None, 1.0)
+
+
+def test_a_full_queue_is_open_to_keys_below_their_fair_share() -> None:
+    first, second, late = _keys("first", "second", "late", max_queue_share=1.0)
+    admission = _admission(slots=2, requests=4, tokens=10**6)
+    for client in (first, first, first, second, second, second):
+        admission.admit(client, [1], 1, None, 1.0)
+    error = _refused("queue_full", admission, first, [1])
+    assert "6" not in error.message  # nor how many requests others have
+    tickets = [admission.admit(late, [1], 1, None, 1.0) for _ in range(2)]  # a third of six
+    _refused("queue_full", admission, late, [1])
+    for ticket in tickets:
+        admission.release(ticket, 0, 1.0)
+    assert (late.num_waiting, late.waiting_tokens, admission.num_waiting) == (0, 0, 6)
+
+
+def test_the_bound_beyond_the_full_queue_is_twice_the_queue() -> None:
+    clients = _keys(*map(str, range(40)))
+    admission = _admission(slots=2, requests=4, tokens=10**6)
+    admitted = 0
+    for client in clients:
+        try:
+            admission.admit(client, [1], 1, None, 1.0)
+        except ApiError as error:
+            assert error.code == "queue_full"  # noqa: PT017
+            continue
+        admitted += 1
+    assert admitted == 12
+
+
+def test_a_withdrawn_key_is_refused_at_once() -> None:
+    client = Client("a")
+    client.withdrawn = True
+    with pytest.raises(ApiError) as caught:
+        _admission().admit(client, [1], 1, None, 1.0)
+    assert (caught.value.status, caught.value.code) == (401, "invalid_api_key")
+
+
+def test_grammar_time_is_a_quota() -> None:
+    client = Client("a", grammar_seconds_per_minute=6.0)
+    check_grammar_quota(client, 1.0)
+    client.charge_grammar(9.0, 1.0)
+    with pytest.raises(ApiError) as caught:
+        check_grammar_quota(client, 1.0)
+    assert (caught.value.status, caught.value.code) == (429, "grammar_quota")
+    check_grammar_quota(client, 32.0)  # 0.1 s a second
+    unlimited = Client()
+    unlimited.charge_grammar(1e6, 1.0)
+    check_grammar_quota(unlimited, 1.0)

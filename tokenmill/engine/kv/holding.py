@@ -60,6 +60,7 @@ def check_holding(request: Request, holding: Holding, layout: KVLayout, tree: Pr
 
 
 def _check_path(request: Request, holding: Holding, tree: PrefixTree, size: int) -> None:
+    root = tree.root if holding.num_dropped else tree.find_root(request.cache_salt)
     node = holding.cursor
     for index in range(holding.committed - 1, -1, -1):
         assert node.key == tuple(request.token_ids[index * size : (index + 1) * size]), "tree path of other tokens"
@@ -67,4 +68,4 @@ def _check_path(request: Request, holding: Holding, tree: PrefixTree, size: int)
             assert table[index] in (NO_PAGE, page), "a committed page is not the tree's"
         assert node.parent is not None
         node = node.parent
-    assert node is tree.root
+    assert node is root, "a path that does not begin at the root of its salt"

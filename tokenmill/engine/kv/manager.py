@@ -25,7 +25,7 @@ from tokenmill.engine.kv.tier.stack import TierStack
 from tokenmill.engine.kv.usage import measure_pages
 from tokenmill.engine.stats import EngineStats
 from tokenmill.hardware.kv_layout import KVLayout
-from tokenmill.types import CacheReport, Request, StepPlan
+from tokenmill.types import CacheControl, CacheReport, Request, StepPlan
 
 
 class KVManager:
@@ -75,7 +75,7 @@ class KVManager:
         else holds pages; as if the requests in `without` had released theirs (a shared page counts for each of them).
         """
         max_pages = self._max_match(request)
-        nodes = self._tree.match(request.token_ids, max_pages) if max_pages else []
+        nodes = self._tree.match(request.token_ids, max_pages, request.cache_salt) if max_pages else []
         refs, unheld = self._pool.refs, 0
         if nodes:
             for group, first in enumerate(self._first_live(len(nodes) * self._page_size)):
@@ -117,11 +117,16 @@ class KVManager:
 
         Where the tree has such a page already (another request computed the same meanwhile) that one replaces ours.
         """
-        size = self._page_size
         holding = self._holdings[request]
-        full = request.num_computed // size
-        if full <= holding.committed or not self.prefix_caching or holding.num_dropped:
-            return
+        full = request.num_computed // self._page_size
+        if full > holding.committed and self.prefix_caching and not holding.num_dropped:
+            self._enter(request, holding, full)
+        cache = request.params.cache
+        if cache is not None and not request.cache.retention and request.num_computed >= len(request.prompt_ids):
+            self._retain(request, holding, cache)
+
+    def _enter(self, request: Request, holding: Holding, full: int) -> None:
+        size = self._page_size
         node = holding.cursor
         node.cursors -= 1
         for index in range(holding.committed, full):
@@ -148,7 +153,8 @@ class KVManager:
             if self._restorer is not None:
                 self._restorer.abandon(request)
             return
-        self._promise(request, holding)
+        if request.params.cache is not None:
+            self._retain(request, holding, request.params.cache)
         drop = self._pool.drop
         for row in zip(*(reversed(table) for table in holding.tables), strict=True):
             for page in row:
@@ -282,7 +288,7 @@ class KVManager:
         )
         for table, first in zip(tables, first_live, strict=True):
             self._pool.take_path(table[first:])
-        cursor = match.nodes[-1] if depth else self._tree.root
+        cursor = match.nodes[-1] if depth else self._tree.open_root(request.cache_salt)
         cursor.cursors += 1
         holding = self._holdings[request] = Holding(tables, first_live, match.num_tokens, depth, cursor)
         if self.prefix_caching:
@@ -341,8 +347,6 @@ class KVManager:
 
     def _trim(self, request: Request, holding: Holding) -> None:
         """Release the pages that the request's budget has no place for."""
-        if request.params.cache is None:
-            return
         victims = self._budgets.victims(request, holding.tables, holding.num_dropped)
         if not victims:
             return
@@ -356,16 +360,16 @@ class KVManager:
         request.cache.num_dropped_tokens = holding.num_dropped
         self._budgets.scores.dropped(request, victims)
 
-    def _promise(self, request: Request, holding: Holding) -> None:
-        """Have the pages of the prompt retained, before they are released."""
-        cache = request.params.cache
-        if cache is None or not (cache.ttl or cache.pin):
+    def _retain(self, request: Request, holding: Holding, cache: CacheControl) -> None:
+        """Have the pages of the prompt retained, if the tenant's quota allows it: when the prompt is computed, so that
+        the first token can tell, and again at release, from which a TTL counts."""
+        depth = min(holding.committed, len(request.prompt_ids) // self._page_size)
+        pages = [page for table in holding.tables for page in table[:depth] if page >= 0]
+        if not (cache.ttl or cache.pin) or not pages or request.cache.retention == "over_quota":
             return
-        pages = min(holding.committed, len(request.prompt_ids) // self._page_size)
-        for table in holding.tables:
-            for page in table[:pages]:
-                if page >= 0:
-                    self._retention.retain(page, FOREVER if cache.pin else cache.ttl)
+        seconds, max_pages = FOREVER if cache.pin else cache.ttl, int(request.max_pinned_share * self.num_pages)
+        granted = self._retention.promise(pages, seconds, request.tenant, max_pages)
+        request.cache.retention = "granted" if granted else "over_quota"
 
     def _count_copies(self, holding: Holding, num_computed: int) -> int:
         index = (num_computed - holding.num_dropped) // self._page_size

@@ -2,8 +2,9 @@
 
 A node is one full page of token ids below its parent and names, for each KV group, the page that stores it (or none).
 Where pages can leave for a tier, each node also has a name that is the same in every process: the hash of the root's
-(model, KV dtype, layout) and of all tokens up to it. It knows nothing of reference counts or requests; the manager
-attaches pages, the page pool evicts them.
+(model, KV dtype, layout), of the cache salt and of all tokens up to it. Requests of different salts share nothing: each
+salt has a root of its own below the root. It knows nothing of reference counts or requests; the manager attaches pages,
+the page pool evicts them.
 """
 
 from __future__ import annotations
@@ -37,6 +38,11 @@ def child_name(parent: bytes, key: tuple[int, ...]) -> bytes:
     return blake2b(parent + array("q", key).tobytes(), digest_size=16).digest() if parent else b""
 
 
+def salt_key(salt: bytes) -> tuple[int, ...]:
+    """The key of a salt's root: no token sequence, because token ids are not negative."""
+    return (-1, *salt)
+
+
 class PrefixTree:
     """Page sequences by their tokens. `owner` names the node of every page in the tree."""
 
@@ -46,16 +52,28 @@ class PrefixTree:
         self.spans = [layout.group_pages(group, UNBOUNDED * layout.page_size) for group in layout.groups]
         self.root = PrefixNode(None, (), len(layout.groups), root_name)
         self.owner: dict[int, PrefixNode] = {}
-        self._last: tuple[list[int], list[PrefixNode]] = ([], [])  # tokens and nodes of the last match, while it holds
+        # Salt, tokens and nodes of the last match, while it holds
+        self._last: tuple[bytes, list[int], list[PrefixNode]] = (b"", [], [])
 
-    def match(self, token_ids: list[int], max_pages: int) -> list[PrefixNode]:
+    def find_root(self, salt: bytes) -> PrefixNode | None:
+        """The root of the prefixes under a salt, None if nothing is stored under it."""
+        return self.root.children.get(salt_key(salt)) if salt else self.root
+
+    def open_root(self, salt: bytes) -> PrefixNode:
+        """The root of the prefixes under a salt, made if there is none. It is pruned like any other node."""
+        return self.child(self.root, salt_key(salt)) if salt else self.root
+
+    def root_name(self, salt: bytes) -> bytes:
+        return child_name(self.root.name, salt_key(salt)) if salt else self.root.name
+
+    def match(self, token_ids: list[int], max_pages: int, salt: bytes = b"") -> list[PrefixNode]:
         """The longest path of at most `max_pages` nodes after which every group has all the pages it looks at."""
         if self.spans == [UNBOUNDED]:
-            return self._match_all(token_ids, max_pages)
+            return self._match_all(token_ids, max_pages, salt)
         path: list[PrefixNode] = []
         runs = [0] * len(self.spans)  # per group: nodes with a page, counted back from here
         valid = 0
-        node: PrefixNode | None = self.root
+        node = self.find_root(salt)
         size = self.page_size
         for depth in range(1, max_pages + 1):
             node = node.children.get(tuple(token_ids[(depth - 1) * size : depth * size])) if node else None
@@ -71,15 +89,18 @@ class PrefixTree:
                 valid = depth
         return path[:valid]
 
-    def _match_all(self, token_ids: list[int], max_pages: int) -> list[PrefixNode]:
+    def _match_all(self, token_ids: list[int], max_pages: int, salt: bytes) -> list[PrefixNode]:
         """`match` for a single group that looks at everything: up to the first node without a page. Requests that
         begin alike come in bursts: the path of the last one is taken whole where the tokens are the same."""
         size = self.page_size
-        tokens, path = self._last
-        if not path or len(path) > max_pages or token_ids[: len(tokens)] != tokens:
+        last_salt, tokens, path = self._last
+        if not path or last_salt != salt or len(path) > max_pages or token_ids[: len(tokens)] != tokens:
             path = []
         known, path = len(path), list(path)
-        children = path[-1].children if path else self.root.children
+        root = path[-1] if path else self.find_root(salt)
+        if root is None:
+            return []
+        children = root.children
         for begin in range(known * size, max_pages * size, size):
             node = children.get(tuple(token_ids[begin : begin + size]))
             if node is None or node.pages[0] < 0:
@@ -87,7 +108,7 @@ class PrefixTree:
             path.append(node)
             children = node.children
         if len(path) != known:
-            self._last = (token_ids[: len(path) * size], list(path))
+            self._last = (salt, token_ids[: len(path) * size], list(path))
         return path
 
     def child(self, node: PrefixNode, key: tuple[int, ...]) -> PrefixNode:
@@ -110,7 +131,7 @@ class PrefixTree:
         Nothing below a node can match once a page that groups without window need is gone, so its subtree goes too; a
         window can do without, so such a page goes alone.
         """
-        self._last = ([], [])
+        self._last = (b"", [], [])
         node = self.owner[page]
         group = node.pages.index(page)
         if self.spans[group] == UNBOUNDED:
@@ -142,7 +163,7 @@ class PrefixTree:
             parent = node.parent
             assert parent is not None
             assert parent.children.get(node.key) is node
-            assert len(node.key) == self.page_size
+            assert len(node.key) == self.page_size or (parent is self.root and node.key[0] == -1)
             assert node.cursors == cursors.get(node, 0), "cursor count wrong"
             assert node.children or node.cursors or max(node.pages) >= 0, "dead branch"
             for group, page in enumerate(node.pages):

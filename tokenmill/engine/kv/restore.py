@@ -80,7 +80,7 @@ class Restorer:
         if request in self._restored:
             return True
         if request not in self._waiting:
-            wanted = self._wanted_prefix(request.token_ids, max_pages)
+            wanted = self._wanted_prefix(request, max_pages)
             load = Load([], wanted.choose, wanted.num_saved)
             if not self._start(wanted, load):
                 self._restored[request] = Restored(load.reason)
@@ -90,7 +90,7 @@ class Restorer:
         if not load.wait(wait):
             return False
         del self._waiting[request]
-        self._restored[request] = self._take(request.token_ids, wanted, load, num_reserved)
+        self._restored[request] = self._take(request, wanted, load, num_reserved)
         return True
 
     def settle(self, request: Request) -> Restored:
@@ -105,10 +105,11 @@ class Restorer:
 
     # --- how ---
 
-    def _wanted_prefix(self, token_ids: list[int], max_pages: int) -> _WantedPrefix:
+    def _wanted_prefix(self, request: Request, max_pages: int) -> _WantedPrefix:
         size, groups = self._tree.page_size, range(len(self._tree.spans))
-        node: PrefixNode | None = self._tree.root
-        name = self._tree.root.name
+        token_ids, salt = request.token_ids, request.cache_salt
+        node: PrefixNode | None = self._tree.find_root(salt)
+        name = self._tree.root_name(salt)
         keys, present = [], []
         for place in range(max_pages):
             tokens = tuple(token_ids[place * size : (place + 1) * size])
@@ -135,41 +136,41 @@ class Restorer:
                 break
         return found
 
-    def _take(self, token_ids: list[int], wanted: _WantedPrefix, load: Load, num_reserved: int) -> Restored:
+    def _take(self, request: Request, wanted: _WantedPrefix, load: Load, num_reserved: int) -> Restored:
         """Put the loaded pages into the tree, as far as they and the pool reach."""
         pages = {} if load.cancelled else load.pages
         if not pages:
             return Restored("tier_failed" if load.cancelled else load.reason)
         # The tree may have changed since: look again.
-        wanted = self._wanted_prefix(token_ids, len(wanted.keys))
+        wanted = self._wanted_prefix(request, len(wanted.keys))
         before, depth, reason = wanted.depth(set()), wanted.depth(set(pages)), load.reason
         while depth > before:
             missing = wanted.missing(depth)
-            excess = len(missing) + num_reserved - self._available(token_ids, depth)
+            excess = len(missing) + num_reserved - self._available(request, depth)
             if excess <= 0 and pages.keys() >= set(missing):
                 break
             depth -= max(1, excess // len(wanted.spans))
             reason = reason or "no_room"
         if depth <= before:
             return Restored(reason)
-        self._insert(token_ids, wanted, depth, load)
+        self._insert(request, wanted, depth, load)
         size = self._tree.page_size
         slowest = {load.tiers[key] for key in wanted.missing(depth)}
         tier = next(tier.name for tier in reversed(self._tiers.tiers) if tier.name in slowest)
         return Restored(reason, (depth - before) * size, tier)
 
-    def _available(self, token_ids: list[int], depth: int) -> int:
+    def _available(self, request: Request, depth: int) -> int:
         """Pages that can be had without those on the path itself."""
-        nodes = self._tree.match(token_ids, depth)
+        nodes = self._tree.match(request.token_ids, depth, request.cache_salt)
         path = sum(page >= 0 and self._pool.refs[page] == 0 for node in nodes for page in node.pages)
         return self._pool.available - path
 
-    def _insert(self, token_ids: list[int], wanted: _WantedPrefix, depth: int, load: Load) -> None:
+    def _insert(self, request: Request, wanted: _WantedPrefix, depth: int, load: Load) -> None:
         tree, pool, size = self._tree, self._pool, self._tree.page_size
         nodes = []
-        node = tree.root
+        node = tree.open_root(request.cache_salt)
         for place in range(depth):
-            node = tree.child(node, tuple(token_ids[place * size : (place + 1) * size]))
+            node = tree.child(node, tuple(request.token_ids[place * size : (place + 1) * size]))
             nodes.append(node)
         node.cursors += 1  # nobody prunes the path
         began, num_bytes = time.monotonic(), 0

@@ -2,15 +2,20 @@
 
 Each request starts, in virtual time, when its tenant's previous one ends there, or now if the tenant was away; a tenant
 of twice the weight passes through virtual time half as fast. The cost of a request is estimated on arrival from
-the tenant's earlier ones, and corrected by what was computed when it leaves. With one tenant this is first come,
-first served.
+the tenant's earlier ones, and corrected by what was computed when it leaves. A tenant that already runs more than its
+share gives way: another's request is admitted first, takes the place of one of its sequences, and gets its share of the
+prompt tokens of a step; when pages run out, the tenant that runs most gives up a sequence. With one tenant this is
+first come, first served.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tokenmill.engine.order.base import Discipline
+from tokenmill.engine.order.queue import RequestQueue
 from tokenmill.types import Request
 
 _SCALE = 1024  # virtual time is whole: 1/1024 token
@@ -24,6 +29,12 @@ class _Tenant:
     ends: int = 0  # virtual time at which all it has asked for is accounted for
     output: float = _FIRST_GUESS  # tokens of output of its requests, running mean
     num_live: int = 0
+    num_running: int = 0
+    weight: float = 1.0
+
+    def load(self, num_running: int) -> float:
+        """What it uses of the slots, in shares, if it ran so many sequences."""
+        return num_running / self.weight
 
 
 @dataclass(slots=True)
@@ -37,6 +48,7 @@ class WeightedFair(Discipline):
     def __init__(self) -> None:
         self._now = 0  # virtual time: the latest start tag that got tokens
         self._tenants: dict[str, _Tenant] = {}
+        self._present: dict[str, _Tenant] = {}  # those with requests
         self._charges: dict[Request, _Charge] = {}
 
     def key(self, request: Request) -> tuple[int, ...]:
@@ -50,10 +62,70 @@ class WeightedFair(Discipline):
             self._charges[request] = _Charge(max(self._now, tenant.ends), guess)
             tenant.ends = self._charges[request].start + _virtual(guess, request)
             tenant.num_live += 1
+            tenant.weight = request.weight
+            self._present[request.tenant] = tenant
         return (request.priority, self._charges[request].start, request.arrival)
 
     def outranks(self, waiting: Request, running: Request) -> bool:
         return waiting.priority < running.priority
+
+    def next(self, waiting: RequestQueue) -> Request:
+        """The first in order, unless its tenant would have to give way to another at once."""
+        first = waiting.first()
+        if len(self._present) < 2:
+            return first
+        head = self._present[first.tenant]
+        needy = [name for name, each in self._present.items() if each.num_live > each.num_running]
+        name = min(needy, key=lambda name: self._present[name].load(self._present[name].num_running))
+        tenant = self._present[name]
+        if tenant is head or tenant.load(tenant.num_running + 1) > head.load(head.num_running):
+            return first
+        same = (other for other in waiting.snapshot() if other.tenant == name and other.priority == first.priority)
+        return next(same, first)
+
+    def preemptible(self, waiting: Request, running: RequestQueue) -> list[Request]:
+        """Those of a worse priority number; of the same number those of tenants that still run more than the waiting
+        one's with one more, the heaviest tenant's first. Nothing can then be preempted in return."""
+        chosen = super().preemptible(waiting, running)
+        if chosen or len(self._present) < 2:
+            return chosen
+        own = self._present[waiting.tenant]
+        goal = own.load(own.num_running + 1)
+        sequences = self._by_tenant(running, waiting.priority)
+        sequences.pop(waiting.tenant, None)
+        counts = {name: self._present[name].num_running for name in sequences}
+        while sequences:
+            name = max(sequences, key=lambda name: self._present[name].load(counts[name] - 1))
+            if self._present[name].load(counts[name] - 1) < goal:
+                break
+            chosen.append(sequences[name].pop())
+            counts[name] -= 1
+            if not sequences[name]:
+                del sequences[name]
+        return chosen
+
+    def victim(self, running: RequestQueue) -> Request:
+        """Of those with the worst priority number, the last of the tenant that runs most; one sequence is not much."""
+        last = running.last()
+        if len(self._present) < 2:
+            return last
+        sequences = self._by_tenant(running, last.priority)
+        loads = {name: self._present[name].load(self._present[name].num_running - 1) for name in sequences}
+        most = max(loads.values())
+        return last if loads[last.tenant] == most else sequences[max(loads, key=loads.__getitem__)][-1]
+
+    def prompt_share(self, request: Request, others: Sequence[Request]) -> float:
+        if len(self._present) < 2:
+            return 1.0
+        weights = {other.tenant: other.weight for other in others if other.priority <= request.priority}
+        weights[request.tenant] = request.weight
+        return request.weight / sum(weights.values())
+
+    def started(self, request: Request) -> None:
+        self._tenants[request.tenant].num_running += 1
+
+    def stopped(self, request: Request) -> None:
+        self._tenants[request.tenant].num_running -= 1
 
     def charge(self, request: Request, num_tokens: int) -> None:
         charged = self._charges[request]
@@ -65,9 +137,20 @@ class WeightedFair(Discipline):
         charged = self._charges.pop(request)
         tenant = self._tenants[request.tenant]
         tenant.num_live -= 1
+        if not tenant.num_live:
+            del self._present[request.tenant]
         tenant.ends += _virtual(charged.computed - charged.guess, request)
         if charged.computed:
             tenant.output += _LEARNING_RATE * (request.num_output_tokens - tenant.output)
+
+    @staticmethod
+    def _by_tenant(running: RequestQueue, priority: int) -> dict[str, list[Request]]:
+        """The running requests of one priority number by tenant, in order."""
+        found: defaultdict[str, list[Request]] = defaultdict(list)
+        for request in running.snapshot():
+            if request.priority == priority:
+                found[request.tenant].append(request)
+        return found
 
     def _forget_absent(self) -> None:
         """Tenants without requests whose time has come are as good as new ones; keep the table small."""

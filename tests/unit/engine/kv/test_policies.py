@@ -167,3 +167,52 @@ def test_the_output_is_not_promised() -> None:
 def test_a_ttl_out_of_range_is_refused(fields: dict[str, float]) -> None:
     with pytest.raises(UserError, match="ttl"):
         CacheControl(**fields)  # type: ignore[arg-type]
+
+
+def test_a_tenant_keeps_no_more_pages_than_its_quota() -> None:
+    """Twelve pages of which a tenant may keep a quarter: three."""
+    kv = make_kv(num_pages=12)
+
+    def keep(start: int, tenant: str, pin: bool = True) -> str:
+        control = CacheControl(pin=pin, ttl=0 if pin else 300)
+        request = make_request(
+            list(range(start, start + 8)), f"{start}", cache=control, tenant=tenant, max_pinned_share=0.25
+        )
+        compute(kv, request)
+        kv.release(request)
+        kv.check()
+        return request.cache.retention
+
+    assert keep(0, "a") == "granted"
+    assert keep(0, "a") == "granted"  # the same pages again
+    assert keep(100, "a") == "over_quota"
+    assert keep(100, "a", pin=False) == "over_quota"
+    assert keep(200, "b") == "granted"  # another's quota is its own
+    assert kv.measure().num_pages_retained == 4
+    kv.clear()
+    assert keep(100, "a") == "granted"
+
+
+def test_a_promise_counts_until_its_time_is_over() -> None:
+    clock = Clock()
+    policy = RetentionPolicy(LeastRecentlyUsed(), EngineStats(), clock)
+    assert policy.promise([1, 2], 60.0, "a", 2)
+    assert not policy.promise([3], 60.0, "a", 2)
+    assert policy.promise([3], 60.0, "b", 2)
+    for page in (1, 2, 3):
+        policy.add(page)
+    clock.now += 61.0
+    assert policy.promise([4, 5], 60.0, "a", 2)
+    policy.add(4)
+    policy.remove(4)
+    policy.forget(4)  # evicted
+    assert policy.promise([6], FOREVER, "a", 2)
+
+
+def test_the_tenant_with_the_longer_promise_pays_for_a_shared_page() -> None:
+    clock = Clock()
+    policy = RetentionPolicy(LeastRecentlyUsed(), EngineStats(), clock)
+    assert policy.promise([1], 60.0, "a", 1)
+    assert policy.promise([1], FOREVER, "b", 1)
+    assert policy.promise([2], 60.0, "a", 1)
+    assert not policy.promise([3], 60.0, "b", 1)

@@ -48,3 +48,23 @@ def test_a_match_is_what_a_fresh_look_finds() -> None:
         lengths.append(len(got))
     assert max(lengths) > 5
     tree.check({})
+
+
+def test_salts_share_nothing_and_leave_nothing_behind() -> None:
+    tree = PrefixTree(build_layout([LayerKV("full", 1, 8)], SIZE), b"r" * 16)
+    tokens = list(range(2 * SIZE))
+    names = set()
+    for page, salt in enumerate((b"", b"a" * 16, b"b" * 16)):
+        assert tree.match(tokens, 2, salt) == []
+        node = tree.child(tree.open_root(salt), tuple(tokens[:SIZE]))
+        tree.attach(node, 0, page)
+        assert tree.match(tokens, 2, salt) == [node]
+        assert node.parent is not None
+        assert node.parent.name == tree.root_name(salt)
+        names.add(node.name)
+    tree.check({})
+    assert len(names) == 3  # tiers know pages by these
+    for page in range(3):
+        tree.detach(page)
+    assert not tree.root.children
+    assert tree.find_root(b"a" * 16) is None

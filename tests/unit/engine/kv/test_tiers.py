@@ -87,6 +87,24 @@ def test_a_second_engine_finds_what_the_first_saved() -> None:
     other.close()
 
 
+def test_a_tier_gives_pages_only_to_their_salt() -> None:
+    tier = HostTier(1 << 20)
+    kv, _, _ = make(tier)
+    saved = make_request(list(range(21)), cache_salt=b"a" * 16)
+    compute(kv, saved)
+    kv.release(saved)
+    assert not kv.save(wait=10.0)
+    assert kv.match(make_request(list(range(21)))).num_tokens == 0
+    other, _, _ = make(tier)  # after a restart
+    for salt, found in ((b"", 0), (b"b" * 16, 0), (b"a" * 16, 20)):
+        request = make_request(list(range(21)), cache_salt=salt)
+        assert other.prefetch(request, wait=10.0)
+        assert other.match(request).num_tokens == found
+        other.check()
+    kv.close()
+    other.close()
+
+
 def test_closing_saves_what_is_cached() -> None:
     tier = HostTier(1 << 20)
     kv, _, _ = make(tier)
