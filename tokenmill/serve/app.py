@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp
@@ -22,6 +21,7 @@ from tokenmill.serve.info import add_info_routes
 from tokenmill.serve.keys import KeyRing
 from tokenmill.serve.ollama import add_ollama_routes
 from tokenmill.serve.page import add_page_routes
+from tokenmill.serve.reading import body_limit
 from tokenmill.serve.service import Service
 from tokenmill.serve.tracing import start_tracing
 
@@ -43,7 +43,7 @@ def build_app(service: Service, keys: KeyRing) -> ASGIApp:
         add_routes(app, service)
     _add_error_handlers(app)
     config = service.config
-    edge: ASGIApp = Edge(app, keys, service.metrics, config.max_body_bytes, config.access_log)
+    edge: ASGIApp = Edge(app, keys, service.metrics, body_limit(config, service.context), config.access_log)
     tracing = start_tracing()
     if tracing is not None:
         service.engine.observe(tracing)
@@ -61,10 +61,6 @@ def _add_error_handlers(app: FastAPI) -> None:
             return json_response({"error": error.message}, error.status, error.headers())
         return error_response(error)
 
-    @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> Response:
-        return await refused(request, _explain(error))
-
     @app.exception_handler(HTTPException)
     async def plain(request: Request, error: HTTPException) -> Response:
         return await refused(request, ApiError(error.status_code, str(error.detail)))
@@ -78,15 +74,3 @@ def _add_error_handlers(app: FastAPI) -> None:
     async def broken(request: Request, error: Exception) -> Response:
         _log.error("request %s failed", record_of(request).request_id, exc_info=error)
         return await refused(request, ApiError(500, "internal error; the server's log has the request id"))
-
-
-def _explain(error: RequestValidationError) -> ApiError:
-    """The first problem in one line, without repeating what the client sent."""
-    first = error.errors()[0] if error.errors() else {}
-    path = [str(part) for part in first.get("loc", ()) if part != "body"]
-    message = str(first.get("msg", "the body is not valid"))
-    if first.get("type") == "json_invalid":
-        return ApiError(400, "the body is not valid JSON", code="invalid_json")
-    param = path[0][:64].encode("ascii", "replace").decode() if path else None
-    field = ".".join(path[:6])[:100].encode("ascii", "replace").decode()
-    return ApiError(400, f"{field}: {message}" if field else f"the body: {message}", param=param)

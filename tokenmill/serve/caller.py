@@ -17,7 +17,7 @@ DEADLINE_HEADER = "x-request-deadline-ms"
 def caller_of(request: Request, service: Service, body: Body) -> Caller:
     """Also records unknown body fields, for the response header and the counter."""
     record = record_of(request)
-    record.ignored = tuple(body.ignored())
+    record.ignored = tuple(body.ignored(service.template.source if service.template is not None else ""))
     if record.ignored:
         service.metrics.add("ignored_fields", len(record.ignored))
     deadline = _deadline(request)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -112,7 +112,7 @@ async def respond(
     request: Request,
     generation: Generation,
     *,
-    complete: Callable[[], Any],
+    complete: Callable[[], Awaitable[Any]],
     chunks: Callable[[], AsyncIterator[bytes]],
     media_type: str = EVENT_STREAM,
 ) -> Response:
@@ -124,7 +124,7 @@ async def respond(
         await unless_gone(request, generation.first() if generation.streaming else generation.result())
         if generation.streaming:
             return StreamedResponse(chunks(), media_type, generation.close)
-        return json_response(complete())
+        return json_response(await complete())
     except BaseException:
         generation.close()
         raise

@@ -8,9 +8,10 @@ nothing of HTTP shapes; routes and adapters call it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,6 +97,36 @@ class Service:
             404, f"model '{shown}' is not served here: use '{self.names[0]}'", param="model", code="model_not_found"
         )
 
+    def check_client(self, client: Client) -> None:
+        """Raise ApiError if the key may send nothing now; called before a body is read."""
+        try:
+            self.admission.check_client(client, time.monotonic())
+        except ApiError as error:
+            if error.status == 429:
+                self.metrics.add("admission_rejections", 1.0, error.code or "other")
+            raise
+
+    def charge(self, client: Client, num_tokens: int = 0) -> None:
+        """One request, and its tokens, on the quota of a key; for what never enters the engine."""
+        now = time.monotonic()
+        if client.requests is not None:
+            client.requests.take(1.0, now)
+        if client.tokens is not None:
+            client.tokens.take(float(num_tokens), now)
+
+    @contextlib.contextmanager
+    def metered(self, client: Client) -> Iterator[list[int]]:
+        """A request that never enters the engine is in flight within the block. What the block appends to the list are
+        its tokens."""
+        counts: list[int] = []
+        self.check_client(client)
+        client.num_active += 1
+        try:
+            yield counts
+        finally:
+            client.num_active -= 1
+            self.charge(client, sum(counts))
+
     async def render(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -148,6 +179,7 @@ class Service:
         """Start generating; `make_params` gets the length of each prompt. The caller must close the result."""
         try:
             self.admission.check_client(caller.client, time.monotonic())
+            await self._check_fit(prompts, "messages" if chat else "prompt")
             encoded = [await self.encode(prompt, chat=chat, special=special) for prompt in prompts]
             generation = self._prepare(prompts, encoded, make_params, caller, streaming)
             for member in generation.members:
@@ -195,6 +227,21 @@ class Service:
         self.metrics.on_restart(reason)
 
     # --- internals ---
+
+    async def _check_fit(self, prompts: Sequence[str | Sequence[int]], param: str) -> None:
+        """Refuse text that cannot fit the context before it is tokenized."""
+        for prompt in prompts:
+            if not isinstance(prompt, str) or len(prompt) <= self.context:
+                continue
+            num_tokens = await asyncio.to_thread(self.tokenizer.min_tokens, prompt)
+            if num_tokens > self.context:
+                raise ApiError(
+                    400,
+                    f"the prompt has at least {num_tokens} tokens, the context holds {self.context}: shorten the "
+                    "prompt or serve with a larger --context",
+                    param=param,
+                    code="context_length_exceeded",
+                )
 
     def _encode(self, text: str, chat: bool, special: bool) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=special and not chat, parse_special=chat)

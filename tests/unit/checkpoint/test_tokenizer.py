@@ -234,6 +234,36 @@ class TestHuggingFaceFiles:
         assert b"".join(map(tokenizer.token_bytes, ids)) == (b" " + shown.encode() if text else b"")
 
 
+class TestLeastNumberOfTokens:
+    @settings(deadline=None)
+    @given(text=st.text() | st.text("▁ helo<tag>\x00é", max_size=300), special=st.booleans())
+    def test_is_never_more_than_there_are(
+        self, text: str, special: bool, tmp_path_factory: pytest.TempPathFactory
+    ) -> None:
+        incomplete = byte_level()
+        incomplete["tokenizer.ggml.tokens"][:100] = [f"[no {number}]" for number in range(100)]
+        incomplete["tokenizer.ggml.merges"] = ["l l"]
+        for tokenizer in (
+            BYTE_LEVEL,
+            SENTENCEPIECE,
+            gguf_tokenizer.build_tokenizer(incomplete),
+            hf_tokenizer.build_tokenizer(_sentencepiece_file(tmp_path_factory), None),
+        ):
+            assert tokenizer.min_tokens(text) <= len(tokenizer.encode(text, False, parse_special=special))
+
+    def test_grows_with_the_text(self) -> None:
+        assert BYTE_LEVEL.min_tokens("") == 0
+        assert BYTE_LEVEL.min_tokens("x" * 10_000) >= 1000
+        assert SENTENCEPIECE.min_tokens("x" * 10_000) >= 1000
+
+    def test_is_unknown_where_text_is_normalized(self, tmp_path_factory: pytest.TempPathFactory) -> None:
+        definition = json.loads(_sentencepiece_file(tmp_path_factory).read_text())
+        assert hf_tokenizer.build_tokenizer(_sentencepiece_file(tmp_path_factory), None).min_tokens("x" * 99)
+        path = tmp_path_factory.mktemp("composed") / "tokenizer.json"
+        path.write_text(json.dumps({**definition, "normalizer": {"type": "NFC"}}))
+        assert hf_tokenizer.build_tokenizer(path, None).min_tokens("x" * 99) == 0
+
+
 def _sentencepiece_file(factory: pytest.TempPathFactory) -> Path:
     path = factory.getbasetemp() / "sentencepiece.json"
     if not path.exists():
