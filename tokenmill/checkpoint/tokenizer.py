@@ -93,8 +93,7 @@ class Tokenizer:
 
     @cached_property
     def _max_token_bytes(self) -> int:
-        # A piece, as the vocabulary writes it, is no shorter than its text; an unknown character of up to 4 bytes may be
-        # one token.
+        # A piece, as the vocabulary writes it, is no shorter than its text; an unknown character has up to 4 bytes.
         return max(4, *(len(self.id_to_piece(token_id).encode()) for token_id in range(self.vocab_size)))
 
     def id_to_piece(self, token_id: int) -> str:

@@ -41,7 +41,7 @@ def build_app(service: Service, keys: KeyRing) -> ASGIApp:
     app = FastAPI(title="tokenmill", version=__version__, redoc_url=None)
     for add_routes in _ROUTES:
         add_routes(app, service)
-    _add_error_handlers(app)
+    _add_error_handlers(app, service)
     config = service.config
     edge: ASGIApp = Edge(app, keys, service.metrics, body_limit(config, service.context), config.access_log)
     tracing = start_tracing()
@@ -51,10 +51,12 @@ def build_app(service: Service, keys: KeyRing) -> ASGIApp:
     return with_cors(edge, config.cors_origin) if config.cors_origin else edge
 
 
-def _add_error_handlers(app: FastAPI) -> None:
+def _add_error_handlers(app: FastAPI, service: Service) -> None:
     @app.exception_handler(ApiError)
     async def refused(request: Request, error: ApiError) -> Response:
         record_of(request).error = error.message
+        if request.method == "POST" and error.status < 500 and error.status != 429:
+            service.charge(record_of(request).client)  # admission charges only what it admits
         if request.url.path == ANTHROPIC_PATH:
             return json_response(anthropic_error(error), error.status, error.headers())
         if request.url.path.startswith("/api/"):

@@ -35,22 +35,18 @@ _decode = msgspec.json.Decoder().decode
 
 
 async def read_body(request: Request, service: Service, model: type[_Body]) -> _Body:
-    """The body as `model`. A refused body counts as one request of its key, like an accepted one."""
-    client = record_of(request).client
-    service.check_client(client)
+    """The body as `model`. A key whose quota is used up is refused before its body is read."""
+    service.check_client(record_of(request).client)
+    _check_content_type(request)
     try:
-        _check_content_type(request)
         data = await request.body()
-        await check_structure(data, max_values=max(MAX_VALUES, service.context))
-        values = parse(data)
-        if len(data) > _LARGE:
-            await asyncio.sleep(0)
-        return validate(model, values)
     except ClientDisconnect:
         raise ClientGoneError from None
-    except ApiError:
-        service.charge(client)
-        raise
+    await check_structure(data, max_values=max(MAX_VALUES, service.context))
+    values = parse(data)
+    if len(data) > _LARGE:
+        await asyncio.sleep(0)
+    return validate(model, values)
 
 
 def body_limit(config: ServeConfig, context: int) -> int:

@@ -106,11 +106,11 @@ class Service:
                 self.metrics.add("admission_rejections", 1.0, error.code or "other")
             raise
 
-    def charge(self, client: Client, num_tokens: int = 0) -> None:
-        """One request, and its tokens, on the quota of a key; for what never enters the engine."""
+    def charge(self, client: Client, num_tokens: int = 0, num_requests: int = 1) -> None:
+        """On the quota of a key: what never enters the engine, be it answered or refused."""
         now = time.monotonic()
         if client.requests is not None:
-            client.requests.take(1.0, now)
+            client.requests.take(float(num_requests), now)
         if client.tokens is not None:
             client.tokens.take(float(num_tokens), now)
 
@@ -125,7 +125,7 @@ class Service:
             yield counts
         finally:
             client.num_active -= 1
-            self.charge(client, sum(counts))
+        self.charge(client, sum(counts))
 
     async def render(
         self,
@@ -177,6 +177,7 @@ class Service:
         embeds: bool = False,
     ) -> Generation:
         """Start generating; `make_params` gets the length of each prompt. The caller must close the result."""
+        encoded: list[list[int]] = []
         try:
             self.admission.check_client(caller.client, time.monotonic())
             await self._check_fit(prompts, "messages" if chat else "prompt")
@@ -188,6 +189,7 @@ class Service:
             num_answers = generation.members[0].request.params.n
             ticket = self.admission.admit(caller.client, lengths, num_answers, caller.deadline, time.monotonic())
         except UserError as error:
+            self.charge(caller.client, sum(map(len, encoded)), num_requests=0)
             code = "context_length_exceeded" if "context" in error.problem else None
             raise ApiError(400, str(error), param="messages" if chat else "prompt", code=code) from None
         except ApiError as error:

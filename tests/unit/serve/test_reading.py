@@ -44,17 +44,14 @@ _USER = {"role": "user", "content": "x"}
 
 
 class _Service(SimpleNamespace):
-    """What reading needs of a Service; notes what is charged."""
+    """What reading needs of a Service."""
 
     def __init__(self, context: int = 128) -> None:
-        super().__init__(context=context, config=ServeConfig(), charges=0, refuses=None)
+        super().__init__(context=context, config=ServeConfig(), refuses=None)
 
     def check_client(self, _client: Client) -> None:
         if self.refuses is not None:
             raise self.refuses
-
-    def charge(self, _client: Client, _num_tokens: int = 0) -> None:
-        self.charges += 1
 
 
 def _read(
@@ -157,10 +154,8 @@ def test_a_body_is_an_object(model: type[Body], data: bytes) -> None:
 
 @pytest.mark.parametrize("content_type", ["", "text/plain", "application/x-www-form-urlencoded", "application/jsonx"])
 def test_only_declared_json_is_read(content_type: str) -> None:
-    service = _Service()
     with pytest.raises(ApiError, match="content-type"):
-        _read(_json({"prompt": "x"}), content_type=content_type, service=service)
-    assert service.charges == 1
+        _read(_json({"prompt": "x"}), content_type=content_type)
     for good in ("application/json", "application/json; charset=utf-8", "application/problem+json"):
         assert _read(_json({"prompt": "x"}), content_type=good).prompt == "x"
 
@@ -213,10 +208,8 @@ def test_too_many_parts_are_refused_before_they_are_parsed(
     value: bytes, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reading, "parse", lambda _data: pytest.fail("parsed"))
-    service = _Service()
     with pytest.raises(ApiError, match=f"more than .* {what}"):
-        _read(value, service=service)
-    assert service.charges == 1
+        _read(value)
 
 
 def test_a_longer_context_allows_as_many_token_ids() -> None:
@@ -257,19 +250,6 @@ def test_messages_are_bounded() -> None:
     assert len(_read(_json({"messages": few}), ChatBody).messages) == len(few)
     with pytest.raises(ApiError, match="at most"):
         _read(_json({"messages": [{"role": "u"}] * (MAX_MESSAGES + 1)}), ChatBody)
-
-
-# --- metering ---
-
-
-def test_a_refused_body_is_charged_and_a_good_one_later() -> None:
-    service = _Service()
-    _read(_json({"prompt": "x"}), service=service)
-    assert service.charges == 0  # admission charges it
-    for bad in (b"{", b"{}", _json({"prompt": 1})):
-        with pytest.raises(ApiError):
-            _read(bad, service=service)
-    assert service.charges == 3
 
 
 def test_a_key_without_quota_is_refused_before_its_body_is_read() -> None:
