@@ -64,8 +64,8 @@ class OllamaGenerateBody(OllamaBody):
     context: TokenIds | None = None
     images: list[Any] | None = None
 
-    def unread(self, template: str) -> Iterator[str]:
-        yield from super().unread(template)
+    def iter_ignored(self, template: str) -> Iterator[str]:
+        yield from super().iter_ignored(template)
         if self.raw and self.system:
             yield "system"
 
@@ -81,8 +81,8 @@ class AnthropicMessage(Body):
     role: Literal["user", "assistant"]
     content: str | Objects
 
-    def unread(self, template: str) -> Iterator[str]:
-        yield from super().unread(template)
+    def iter_ignored(self, template: str) -> Iterator[str]:
+        yield from super().iter_ignored(template)
         for block in self.content if isinstance(self.content, list) else ():
             yield from unknown_names("content", [block], _BLOCK_FIELDS.get(str(block.get("type", "text")), ()))
 
@@ -103,8 +103,8 @@ class AnthropicBody(Body):
     kv_policy: str | None = None
     kv_budget: Int | None = None
 
-    def unread(self, template: str) -> Iterator[str]:
-        yield from super().unread(template)
+    def iter_ignored(self, template: str) -> Iterator[str]:
+        yield from super().iter_ignored(template)
         if isinstance(self.system, list):
             yield from unknown_names("system", self.system, _BLOCK_FIELDS["text"])
         tool_fields = ("type", "name", "description", "input_schema", "cache_control")

@@ -118,8 +118,8 @@ def _answer(generation: Generation, tools: ToolUse | None, record: Record) -> di
 def _call_block(call_id: str, name: str, arguments: str) -> dict[str, Any]:
     try:
         parsed = json.loads(arguments)
-    except ValueError:
-        parsed = {}  # cut off: see the stop reason
+    except (ValueError, RecursionError):
+        parsed = {}  # cut off, see the stop reason, or nested too deeply
     return {"type": "tool_use", "id": call_id, "name": name, "input": parsed}
 
 

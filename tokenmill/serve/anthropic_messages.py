@@ -27,6 +27,9 @@ def chat_tools(body: AnthropicBody) -> dict[str, Any]:
     """The fields of a chat body that are about tools."""
     if body.tools is None:
         return {}
+    for tool in body.tools:
+        if tool.get("type", "custom") != "custom":
+            raise ValueError(f"a tool of type {str(tool['type'])[:40]!r} is not supported: this server runs no tools")
     tools = [
         {
             "type": "function",

@@ -53,7 +53,7 @@ def add_ollama_routes(app: FastAPI, service: Service) -> None:
         caller, model = caller_of(request, service, body), service.check_model(body.model)
         if any((message.__pydantic_extra__ or {}).get("images") for message in body.messages):
             raise ApiError(400, "images are not supported: this model reads text only", param="messages")
-        wanted = ChatBody(messages=body.messages, tools=body.tools, **_wishes(service, body))
+        wanted = ChatBody(messages=body.messages, tools=body.tools, **_chat_fields(service, body))
         tools = tools_of(service, wanted)
         generation = await open_chat(service, wanted, caller, tools, streaming=body.stream is not False)
         return await _respond(request, generation, model, tools, lambda *said: {"message": _message(*said)})
@@ -65,9 +65,9 @@ def add_ollama_routes(app: FastAPI, service: Service) -> None:
         for name in ("suffix", "template", "context", "images"):
             if getattr(body, name):
                 raise ApiError(400, f"{name} is not supported: leave it out, or use /api/chat", param=name)
-        wishes, streaming = _wishes(service, body), body.stream is not False
+        fields, streaming = _chat_fields(service, body), body.stream is not False
         if body.raw or service.template is None:
-            plain = GenerationBody(**{name: value for name, value in wishes.items() if name != "chat_template_kwargs"})
+            plain = GenerationBody(**{name: value for name, value in fields.items() if name != "chat_template_kwargs"})
             generation = await service.open(
                 [body.prompt],
                 lambda length: build_params(
@@ -78,7 +78,7 @@ def add_ollama_routes(app: FastAPI, service: Service) -> None:
             )
         else:
             system = [Message(role="system", content=body.system)] if body.system else []
-            wanted = ChatBody(messages=[*system, Message(role="user", content=body.prompt)], **wishes)
+            wanted = ChatBody(messages=[*system, Message(role="user", content=body.prompt)], **fields)
             generation = await open_chat(service, wanted, caller, None, streaming=streaming)
         return await _respond(request, generation, model, None, lambda text, _calls: {"response": text})
 
@@ -110,11 +110,11 @@ def _message(text: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
 def _arguments(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
-        return {}  # cut off: see done_reason
+    except (ValueError, RecursionError):
+        return {}  # cut off, see done_reason, or nested too deeply
 
 
-def _wishes(service: Service, body: OllamaBody) -> dict[str, Any]:
+def _chat_fields(service: Service, body: OllamaBody) -> dict[str, Any]:
     """Ollama's options under the names of the OpenAI body. Raises ApiError for those that would change the answer and
     are not supported."""
     options = body.options or OllamaOptions()
@@ -127,7 +127,7 @@ def _wishes(service: Service, body: OllamaBody) -> dict[str, Any]:
     if options.repeat_last_n == 0:  # no token counts for the penalties
         values = {name: value for name, value in values.items() if not name.endswith("_penalty")}
     if body.think is not None:
-        values["chat_template_kwargs"] = {"enable_thinking": _thinks(service, body.think)}
+        values["chat_template_kwargs"] = {"enable_thinking": _enable_thinking(service, body.think)}
     if body.format == "json":
         values["response_format"] = {"type": "json_object"}
     elif body.format:
@@ -153,7 +153,7 @@ def _check_options(service: Service, options: OllamaOptions) -> None:
             raise ApiError(400, f"options.{name} is {getattr(options, name)}, but {reason}", param=f"options.{name}")
 
 
-def _thinks(service: Service, think: bool | str) -> bool:
+def _enable_thinking(service: Service, think: bool | str) -> bool:
     if think and (service.template is None or "enable_thinking" not in service.template.source):
         raise ApiError(400, "the chat template of this model has no thinking: leave think out", param="think")
     return bool(think)

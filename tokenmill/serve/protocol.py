@@ -49,7 +49,7 @@ def _prompts(value: Any) -> str | list[str] | list[int] | list[Any]:
     return value
 
 
-def _few(value: Any) -> Any:
+def _check_num_biases(value: Any) -> Any:
     """pydantic looks at the length of an object only after all entries, with an error for each bad one."""
     if isinstance(value, dict) and len(value) > MAX_BIASES:
         raise PydanticCustomError("too_long", f"give at most {MAX_BIASES} entries")
@@ -63,7 +63,7 @@ Prompts = Annotated[
     PlainValidator(_prompts),
     WithJsonSchema({"anyOf": [*_PROMPT_SCHEMA["anyOf"], {"type": "array", "items": _PROMPT_SCHEMA}]}),
 ]
-Biases = Annotated[dict[str, float], Field(max_length=MAX_BIASES), BeforeValidator(_few)]
+Biases = Annotated[dict[str, float], Field(max_length=MAX_BIASES), BeforeValidator(_check_num_biases)]
 Strings = Annotated[list[str], Field(fail_fast=True)]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 
@@ -75,7 +75,7 @@ class Body(BaseModel):
         """Dotted names of the fields that nothing reads, safe for a header. `template`: source of the chat template,
         which reads fields of messages that are unknown here."""
         names: list[str] = []
-        for name in self.unread(template):
+        for name in self.iter_ignored(template):
             if name not in names:
                 names.append(name)
             if len(names) > MAX_IGNORED:
@@ -84,12 +84,12 @@ class Body(BaseModel):
                  for name in names[:MAX_IGNORED]]  # fmt: skip
         return [name[:64] for name in clean] + (["..."] if len(names) > MAX_IGNORED else [])
 
-    def unread(self, template: str) -> Iterator[str]:
+    def iter_ignored(self, template: str) -> Iterator[str]:
         yield from self.__pydantic_extra__ or ()
         for name, value in self.__dict__.items():
             bodies = value if isinstance(value, list) else [value]
             for each in bodies if bodies and isinstance(bodies[0], Body) else ():
-                yield from (f"{name}.{inner}" for inner in each.unread(template))
+                yield from (f"{name}.{inner}" for inner in each.iter_ignored(template))
 
 
 class StreamOptions(Body):
@@ -202,8 +202,8 @@ class GenerationBody(Body):
         """Whether every chunk of a stream has the usage so far."""
         return self.include_usage() and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
-    def unread(self, template: str) -> Iterator[str]:
-        yield from super().unread(template)
+    def iter_ignored(self, template: str) -> Iterator[str]:
+        yield from super().iter_ignored(template)
         if self.stream_options is not None and not self.stream:
             yield "stream_options"
         elif self.stream_options and self.stream_options.continuous_usage_stats and not self.include_usage():
@@ -263,7 +263,7 @@ class Message(Body):
             message["role"] = "system"
         return message
 
-    def unread(self, template: str) -> Iterator[str]:
+    def iter_ignored(self, template: str) -> Iterator[str]:
         yield from (name for name in self.__pydantic_extra__ or () if name not in template)
         if isinstance(self.content, list):
             yield from unknown_names("content", self.content, ("type", "text"))
@@ -283,8 +283,8 @@ class ChatBody(GenerationBody):
     def output_limit(self) -> int | None:
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
-    def unread(self, template: str) -> Iterator[str]:
-        yield from super().unread(template)
+    def iter_ignored(self, template: str) -> Iterator[str]:
+        yield from super().iter_ignored(template)
         yield from (f"chat_template_kwargs.{name}" for name in self.chat_template_kwargs or () if name not in template)
         functions = [tool["function"] for tool in self.tools or () if isinstance(tool.get("function"), dict)]
         if self.tool_choice in (None, "auto") and any(function.get("strict") for function in functions):
@@ -311,8 +311,8 @@ class TokenizeBody(Body):
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
 
-    def unread(self, template: str) -> Iterator[str]:
-        yield from super().unread(template)
+    def iter_ignored(self, template: str) -> Iterator[str]:
+        yield from super().iter_ignored(template)
         if self.messages is not None and self.add_special_tokens is not None:
             yield "add_special_tokens"  # the template decides
 

@@ -9,7 +9,7 @@ import pytest
 
 from tokenmill.serve.adapter_protocol import OllamaBody
 from tokenmill.serve.errors import ApiError
-from tokenmill.serve.ollama import _wishes
+from tokenmill.serve.ollama import _chat_fields
 from tokenmill.serve.service import Service
 
 
@@ -18,11 +18,11 @@ def _service(template: str = "") -> Service:
 
 
 def _read(options: dict[str, Any]) -> dict[str, Any]:
-    return _wishes(_service(), OllamaBody.model_validate({"options": options}))
+    return _chat_fields(_service(), OllamaBody.model_validate({"options": options}))
 
 
 @pytest.mark.parametrize(
-    ("options", "wishes"),
+    ("options", "fields"),
     [
         ({}, {}),
         ({"num_predict": 7, "top_k": 3, "typical_p": 0.5}, {"max_tokens": 7, "top_k": 3, "typical_p": 0.5}),
@@ -34,8 +34,8 @@ def _read(options: dict[str, Any]) -> dict[str, Any]:
     ],
     ids=str,
 )
-def test_options_that_are_honoured_or_change_nothing(options: dict[str, Any], wishes: dict[str, Any]) -> None:
-    assert _read(options) == wishes
+def test_options_that_are_honoured_or_change_nothing(options: dict[str, Any], fields: dict[str, Any]) -> None:
+    assert _read(options) == fields
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_options_that_would_change_the_answer_are_refused(options: dict[str, Any
 
 def test_thinking_is_the_templates() -> None:
     able, unable = _service("{% if enable_thinking %}"), _service()
-    assert _wishes(able, OllamaBody(think=True)) == {"chat_template_kwargs": {"enable_thinking": True}}
-    assert _wishes(unable, OllamaBody(think=False)) == {"chat_template_kwargs": {"enable_thinking": False}}
+    assert _chat_fields(able, OllamaBody(think=True)) == {"chat_template_kwargs": {"enable_thinking": True}}
+    assert _chat_fields(unable, OllamaBody(think=False)) == {"chat_template_kwargs": {"enable_thinking": False}}
     with pytest.raises(ApiError, match="no thinking"):
-        _wishes(unable, OllamaBody(think=True))
+        _chat_fields(unable, OllamaBody(think=True))
