@@ -21,7 +21,7 @@ from tokenmill.serve.errors import ApiError
 from tokenmill.serve.exchange import Record, record_of, respond, to_json
 from tokenmill.serve.generation import Generation
 from tokenmill.serve.protocol import ChatBody
-from tokenmill.serve.reading import body_schema, read_body
+from tokenmill.serve.reading import body_schema, read_body, validate
 from tokenmill.serve.service import Service
 from tokenmill.serve.tool_messages import ToolReader, tools_of
 from tokenmill.serve.tools.base import CallArguments, CallEnd, CallStart, Content, ToolEvent, fold
@@ -72,18 +72,18 @@ def _as_chat(body: AnthropicBody) -> ChatBody:
         messages, tools, cache = chat_messages(body), chat_tools(body), cache_control(body)
     except ValueError as error:
         raise ApiError(400, str(error), param="messages") from None
-    return ChatBody(
-        messages=messages,
-        max_tokens=body.max_tokens,
-        stop=body.stop_sequences,
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=body.top_k,
-        cache_control=cache,
-        kv_policy=body.kv_policy,
-        kv_budget=body.kv_budget,
-        **tools,
-    )
+    fields = {
+        "messages": messages,
+        "max_tokens": body.max_tokens,
+        "stop": body.stop_sequences,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "top_k": body.top_k,
+        "cache_control": cache,
+        "kv_policy": body.kv_policy,
+        "kv_budget": body.kv_budget,
+    }
+    return validate(ChatBody, fields | tools)  # blocks become messages, which may be too many
 
 
 def _stop(generation: Generation, called: bool) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from tokenmill.serve.errors import ApiError
 from tokenmill.serve.exchange import NDJSON, Record, json_response, record_of, respond, to_json
 from tokenmill.serve.generation import Generation
 from tokenmill.serve.protocol import ChatBody, GenerationBody, Message
-from tokenmill.serve.reading import body_schema, read_body
+from tokenmill.serve.reading import body_schema, read_body, validate
 from tokenmill.serve.sampling import build_params, resolve_max_tokens
 from tokenmill.serve.service import Service
 from tokenmill.serve.tool_messages import ToolReader, tools_of
@@ -53,7 +53,8 @@ def add_ollama_routes(app: FastAPI, service: Service) -> None:
         caller, model = caller_of(request, service, body), service.check_model(body.model)
         if any((message.__pydantic_extra__ or {}).get("images") for message in body.messages):
             raise ApiError(400, "images are not supported: this model reads text only", param="messages")
-        wanted = ChatBody(messages=body.messages, tools=body.tools, **_chat_fields(service, body))
+        fields = {"messages": body.messages, "tools": body.tools, **_chat_fields(service, body)}
+        wanted = validate(ChatBody, fields)
         tools = tools_of(service, wanted)
         generation = await open_chat(service, wanted, caller, tools, streaming=body.stream is not False)
         return await _respond(request, generation, model, tools, lambda *said: {"message": _message(*said)})
@@ -67,7 +68,8 @@ def add_ollama_routes(app: FastAPI, service: Service) -> None:
                 raise ApiError(400, f"{name} is not supported: leave it out, or use /api/chat", param=name)
         fields, streaming = _chat_fields(service, body), body.stream is not False
         if body.raw or service.template is None:
-            plain = GenerationBody(**{name: value for name, value in fields.items() if name != "chat_template_kwargs"})
+            fields.pop("chat_template_kwargs", None)
+            plain = validate(GenerationBody, fields)
             generation = await service.open(
                 [body.prompt],
                 lambda length: build_params(
@@ -78,7 +80,8 @@ def add_ollama_routes(app: FastAPI, service: Service) -> None:
             )
         else:
             system = [Message(role="system", content=body.system)] if body.system else []
-            wanted = ChatBody(messages=[*system, Message(role="user", content=body.prompt)], **fields)
+            messages = [*system, Message(role="user", content=body.prompt)]
+            wanted = validate(ChatBody, {"messages": messages, **fields})
             generation = await open_chat(service, wanted, caller, None, streaming=streaming)
         return await _respond(request, generation, model, None, lambda text, _calls: {"response": text})
 
