@@ -21,7 +21,6 @@ from tokenmill.serve.info import add_info_routes
 from tokenmill.serve.keys import KeyRing
 from tokenmill.serve.ollama import add_ollama_routes
 from tokenmill.serve.page import add_page_routes
-from tokenmill.serve.reading import body_limit
 from tokenmill.serve.service import Service
 from tokenmill.serve.tracing import start_tracing
 
@@ -43,7 +42,7 @@ def build_app(service: Service, keys: KeyRing) -> ASGIApp:
         add_routes(app, service)
     _add_error_handlers(app, service)
     config = service.config
-    edge: ASGIApp = Edge(app, keys, service.metrics, body_limit(config, service.context), config.access_log)
+    edge: ASGIApp = Edge(app, keys, service.metrics, config.max_body_bytes, config.access_log)
     tracing = start_tracing()
     if tracing is not None:
         service.engine.observe(tracing)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tokenmill.config import (
@@ -93,6 +93,10 @@ class ServeConfig:
                 value = float(value)
                 object.__setattr__(self, spec.name, value)
             check(spec, value)
+
+    def for_context(self, context: int) -> ServeConfig:
+        """With the limits that follow from the context of the model, where none is set."""
+        return replace(self, max_body_bytes=self.max_body_bytes or min((1 << 20) + 32 * context, 8 << 20))
 
     def all_keys(self) -> tuple[str, ...]:
         """Keys from flags and from the environment."""

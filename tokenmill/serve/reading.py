@@ -14,7 +14,6 @@ import msgspec
 from pydantic import ValidationError
 from starlette.requests import ClientDisconnect, Request
 
-from tokenmill.serve.config import ServeConfig
 from tokenmill.serve.errors import ApiError
 from tokenmill.serve.exchange import ClientGoneError, record_of
 from tokenmill.serve.protocol import Body
@@ -24,7 +23,6 @@ MAX_DEPTH = 64  # of nesting
 MAX_STRINGS = 1 << 15  # keys included
 MAX_CONTAINERS = 1 << 14  # lists and objects
 MAX_VALUES = 1 << 18  # mostly token ids; a longer context allows as many
-_MAX_DERIVED_BYTES = 8 << 20
 _SLICE = 1 << 18  # bytes that are counted before the event loop gets its turn
 _LARGE = 1 << 16  # bytes from which decoding and validation are separate turns of the event loop
 _AS_LISTS = bytes.maketrans(b"{}", b"[]")
@@ -47,11 +45,6 @@ async def read_body(request: Request, service: Service, model: type[_Body]) -> _
     if len(data) > _LARGE:
         await asyncio.sleep(0)
     return validate(model, values)
-
-
-def body_limit(config: ServeConfig, context: int) -> int:
-    """Bytes that a body may have: as stated, else 1 MiB and 32 bytes for each token of the context, at most 8 MiB."""
-    return config.max_body_bytes or min((1 << 20) + 32 * context, _MAX_DERIVED_BYTES)
 
 
 def body_schema(model: type[Body]) -> dict[str, Any]:

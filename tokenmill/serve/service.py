@@ -60,14 +60,14 @@ class Service:
         tokenizer: Tokenizer,
         template: ChatTemplate | None,
     ) -> None:
-        self.config = config
+        self.context = int(identity.options["context"])
+        self.config = config.for_context(self.context)
         self.names = tuple(names)
         self.engine = engine
         self.identity = identity
         self.tokenizer = tokenizer
         self.template = template
         self.created = int(time.time())
-        self.context = int(identity.options["context"])
         self.metrics = Metrics(self.names[0])
         self.admission = Admission(
             int(identity.options["concurrency"]), config.max_queued_requests, config.max_queued_tokens, Pace()

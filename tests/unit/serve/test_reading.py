@@ -27,7 +27,7 @@ from tokenmill.serve.protocol import (
     GenerationBody,
     TokenizeBody,
 )
-from tokenmill.serve.reading import MAX_CONTAINERS, MAX_DEPTH, MAX_STRINGS, body_limit, check_prompts, read_body
+from tokenmill.serve.reading import MAX_CONTAINERS, MAX_DEPTH, MAX_STRINGS, check_prompts, read_body
 from tokenmill.serve.service import Service
 
 _MODELS = (
@@ -268,9 +268,9 @@ def test_a_client_that_leaves_while_sending() -> None:
 
 
 def test_the_default_body_limit_follows_the_context() -> None:
-    assert body_limit(ServeConfig(), 8192) == (1 << 20) + 32 * 8192
-    assert body_limit(ServeConfig(), 1 << 20) == 8 << 20
-    assert body_limit(ServeConfig(max_body_bytes=77), 8192) == 77
+    assert ServeConfig().for_context(8192).max_body_bytes == (1 << 20) + 32 * 8192
+    assert ServeConfig().for_context(1 << 20).max_body_bytes == 8 << 20
+    assert ServeConfig(max_body_bytes=77).for_context(8192).max_body_bytes == 77
 
 
 def test_token_ids_beyond_the_context_are_refused_first() -> None:
