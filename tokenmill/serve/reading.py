@@ -24,7 +24,7 @@ MAX_STRINGS = 1 << 15  # keys included
 MAX_CONTAINERS = 1 << 14  # lists and objects
 MAX_VALUES = 1 << 18  # mostly token ids; a longer context allows as many
 _SLICE = 1 << 18  # bytes that are counted before the event loop gets its turn
-_LARGE = 1 << 16  # bytes from which decoding and validation are separate turns of the event loop
+_LARGE = 1 << 16  # bytes
 _AS_LISTS = bytes.maketrans(b"{}", b"[]")
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
@@ -40,11 +40,17 @@ async def read_body(request: Request, service: Service, model: type[_Body]) -> _
         data = await request.body()
     except ClientDisconnect:
         raise ClientGoneError from None
+    large = len(data) > _LARGE  # counting, parsing, validation and what follows are then separate turns of the loop
     await check_structure(data, max_values=max(MAX_VALUES, service.context))
-    values = parse(data)
-    if len(data) > _LARGE:
+    if large:
         await asyncio.sleep(0)
-    return validate(model, values)
+    values = parse(data)
+    if large:
+        await asyncio.sleep(0)
+    body = validate(model, values)
+    if large:
+        await asyncio.sleep(0)
+    return body
 
 
 def body_schema(model: type[Body]) -> dict[str, Any]:
