@@ -18,7 +18,7 @@ from tokenmill.serve.caller import caller_of
 from tokenmill.serve.errors import ApiError
 from tokenmill.serve.exchange import DONE, Record, event, record_of, respond
 from tokenmill.serve.generation import Delta, Generation
-from tokenmill.serve.logprobs import LogprobBudget, chat_logprobs, prompt_scores
+from tokenmill.serve.logprobs import LogprobBudget, chat_logprobs, long_chat_logprobs, prompt_scores
 from tokenmill.serve.protocol import ChatBody
 from tokenmill.serve.reading import body_schema, read_body
 from tokenmill.serve.sampling import build_params, resolve_max_tokens
@@ -47,7 +47,7 @@ def add_chat_routes(app: FastAPI, service: Service) -> None:
         generation = await open_chat(service, body, caller, tools, streaming=bool(body.stream))
 
         async def complete() -> dict[str, Any]:
-            answer = _answer(service, body, generation, tools, record)
+            answer = await _answer(service, body, generation, tools, record)
             if body.prompt_logprobs is not None:
                 answer["prompt_logprobs"] = await prompt_scores(generation.outputs[0])
             return head | answer
@@ -101,14 +101,14 @@ def _num_logprobs(body: ChatBody) -> int | None:
     return (body.top_logprobs or 0) if body.logprobs else None
 
 
-def _answer(
+async def _answer(
     service: Service, body: ChatBody, generation: Generation, tools: ToolUse | None, record: Record
 ) -> dict[str, Any]:
-    def choice(completion: CompletionOutput) -> dict[str, Any]:
+    async def choice(completion: CompletionOutput) -> dict[str, Any]:
         logprobs = None
         if completion.logprobs is not None:
             top = body.top_logprobs or 0
-            logprobs = chat_logprobs(service.tokenizer, completion.token_ids, completion.logprobs, top)
+            logprobs = await long_chat_logprobs(service.tokenizer, completion.token_ids, completion.logprobs, top)
         reader = ToolReader(tools)
         answer = fold(reader.read(completion.text, final=True))
         return {
@@ -119,7 +119,7 @@ def _answer(
             "stop_reason": completion.stop_reason,
         }
 
-    choices = [choice(each) for each in generation.outputs[0].outputs]
+    choices = [await choice(each) for each in generation.outputs[0].outputs]
     return {"choices": choices, "usage": usage_of(generation, record)}
 
 

@@ -16,7 +16,7 @@ from tokenmill.engine.outputs import PositionLogprobs, RequestOutput
 from tokenmill.serve.errors import ApiError
 
 _MIN_LOGPROB = -9999.0  # JSON has no infinity
-_PIECE = 512  # positions that are encoded before the event loop gets its turn
+_PIECE = 256  # positions that are encoded before the event loop gets its turn
 _encode = msgspec.json.Encoder().encode
 
 
@@ -70,6 +70,19 @@ def chat_logprobs(
         top = [entry(each, position[each].logprob) for each in list(position)[:num_top]]
         content.append(entry(token_id, position[token_id].logprob) | {"top_logprobs": top})
     return {"content": content, "refusal": None}
+
+
+async def long_chat_logprobs(
+    tokenizer: Tokenizer, token_ids: Sequence[int], positions: Sequence[PositionLogprobs], num_top: int
+) -> dict[str, Any]:
+    """The same of a complete answer, already as JSON, with turns for the event loop in between."""
+    pieces = []
+    for start in range(0, len(token_ids), _PIECE):
+        end = start + _PIECE
+        piece = chat_logprobs(tokenizer, token_ids[start:end], positions[start:end], num_top)
+        pieces.append(_encode(piece["content"]))
+        await asyncio.sleep(0)
+    return {"content": _joined(pieces), "refusal": None}
 
 
 class CompletionLogprobs:

@@ -14,7 +14,7 @@ from tokenmill.engine.outputs import Logprob, PositionLogprobs, RequestOutput
 from tokenmill.serve import logprobs
 from tokenmill.serve.config import ServeConfig
 from tokenmill.serve.errors import ApiError
-from tokenmill.serve.logprobs import CompletionLogprobs, LogprobBudget, prompt_scores
+from tokenmill.serve.logprobs import CompletionLogprobs, LogprobBudget, chat_logprobs, long_chat_logprobs, prompt_scores
 from tokenmill.serve.protocol import GenerationBody
 from tokenmill.serve.sampling import build_params
 
@@ -50,6 +50,16 @@ def test_pieces_are_as_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read() == whole
     assert whole[0]["text_offset"] == [0, 2, 4, 6, 8]
     assert whole[1]["text_offset"] == [10]
+
+
+def test_a_complete_chat_has_what_its_stream_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logprobs, "_PIECE", 2)
+    positions = [position for position in _positions(6) if position is not None]
+    for number in (0, 1, 5):
+        ids = range(1, number + 1)
+        whole = asyncio.run(long_chat_logprobs(_tokenizer, ids, positions[:number], 2))
+        streamed = chat_logprobs(_tokenizer, ids, positions[:number], 2)
+        assert msgspec.json.encode(whole) == msgspec.json.encode(streamed)
 
 
 def test_entries_are_bounded_over_all_prompts_and_choices() -> None:
