@@ -151,6 +151,29 @@ def test_n_and_seed(client: openai.OpenAI) -> None:
     assert streamed == texts
 
 
+def test_usage_in_every_chunk(client: openai.OpenAI) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    for make in (_chat, _complete):
+        stream = list(make(client, max_tokens=6, stream=True, stream_options=options))
+        counts = [chunk.usage.completion_tokens for chunk in stream]
+        assert counts == sorted(counts)
+        assert counts[-1] == 6
+        assert all(chunk.usage.total_tokens == chunk.usage.prompt_tokens + chunk.usage.completion_tokens
+                   for chunk in stream)  # fmt: skip
+
+
+def test_prompt_logprobs_of_a_chat(server: RunningServer) -> None:
+    body = {"messages": _MESSAGES, "max_tokens": 1, "prompt_logprobs": 1}
+    answer = server.http.post("/v1/chat/completions", json=body).json()
+    scores = answer["prompt_logprobs"]
+    assert scores[0] is None
+    assert len(scores) == answer["usage"]["prompt_tokens"]
+    assert all(set(entry) == {"logprob", "rank", "decoded_token"} for entry in scores[1].values())
+    for path in ("/v1/chat/completions", "/v1/completions"):
+        refused = server.http.post(path, json={**body, "prompt": "x", "stream": True})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt_logprobs")
+
+
 def test_stop_strings(client: openai.OpenAI) -> None:
     text = _complete(client, max_tokens=30).choices[0].text
     stop = text[10:14]
@@ -226,6 +249,15 @@ def test_errors_have_the_openai_shape(
         ("/v1/completions", b'{"prompt": [99999999]}', 400),
         ("/v1/completions", b'{"prompt": "x", "max_tokens": 0}', 400),
         ("/v1/completions", b"[" * 100_000, 400),
+        ("/v1/completions", b'{"prompt": [' + b"1," * 80_000 + b'"x"]}', 400),
+        ("/v1/completions", b'{"prompt": [' + b"1," * 600 + b"1]}", 400),
+        ("/v1/completions", b'{"prompt": "' + b"x" * 200_000 + b'"}', 400),
+        ("/v1/completions", b'{"prompt": "x", "temperature": NaN}', 400),
+        ("/v1/completions", b'{"prompt": "x", "n": 1' + b"0" * 400 + b"}", 400),
+        ("/v1/chat/completions", b'{"messages": [' + b"{}," * 60_000 + b"{}]}", 400),
+        ("/v1/embeddings", b'{"input": "\xff"}', 400),
+        ("/tokenize", b'{"prompt": ' + b"[" * 5000 + b"]" * 5000 + b"}", 400),
+        ("/detokenize", b'{"tokens": [1, true]}', 400),
         ("/v1/completions", b'{"prompt": "' + b"x" * 300_000 + b'"}', 413),
         ("/v1/nothing", b"{}", 404),
         ("/health", b"{}", 405),
@@ -277,6 +309,10 @@ def test_ollama_style(server: RunningServer) -> None:
     )
     assert generated.json()["response"]
     assert server.http.post("/api/chat", json={"messages": [], "model": "x"}).json()["error"]
+    ignored = server.http.post("/api/chat", json={**body, "options": {"num_gpu": 1, "num_predict": 1}, "keep_alive": 0})
+    assert ignored.headers["x-tokenmill-ignored"] == "keep_alive,options.num_gpu"
+    refused = server.http.post("/api/chat", json={**body, "options": {"num_ctx": 100_000}})
+    assert (refused.status_code, "larger --context" in refused.json()["error"]) == (400, True)
 
 
 def test_anthropic_style(server: RunningServer) -> None:

@@ -68,7 +68,8 @@ def test_a_client_that_leaves_frees_its_pages(steady: RunningServer, stream: boo
 
 def test_keys_guard_every_route_but_the_probes(model_path: Callable[[str], Path], tmp_path: Path) -> None:
     keys = tmp_path / "keys.yaml"
-    keys.write_text("keys: [{key: slow-key, name: slow, requests_per_minute: 1}]\n")
+    slow_keys = ("{key: slow-key, name: slow, requests_per_minute: 1}", "{key: once-key, requests_per_minute: 1}")
+    keys.write_text(f"keys: [{', '.join(slow_keys)}]\n")
     flags = (*_FLAGS, "--api-key", "good-key", "--api-keys-file", str(keys))
     with serving(model_path("stories15m"), *flags, env={"TOKENMILL_API_KEY": "env-key"}) as server:
         http = server.http
@@ -81,6 +82,9 @@ def test_keys_guard_every_route_but_the_probes(model_path: Callable[[str], Path]
             assert http.get(path, headers={"Authorization": "Bearer wrong"}).status_code == 401
         for path in ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/tokenize"):
             assert http.post(path, json={}).status_code == 401
+        refused_body = {"Authorization": "Bearer once-key"}
+        assert http.post("/detokenize", json={"tokens": "x"}, headers=refused_body).status_code == 400
+        assert http.post("/detokenize", json={"tokens": [1]}, headers=refused_body).status_code == 429
         for headers in ({"Authorization": "Bearer good-key"}, {"x-api-key": "good-key"}, {"x-api-key": "env-key"}):
             assert http.get("/v1/models", headers=headers).status_code == 200
         slow = {"Authorization": "Bearer slow-key"}
@@ -90,6 +94,8 @@ def test_keys_guard_every_route_but_the_probes(model_path: Callable[[str], Path]
         assert again.status_code == 429
         assert 1 <= int(again.headers["retry-after"]) <= 61
         assert again.json()["error"]["code"] == "request_quota"
+        doors = ("/tokenize", "/detokenize", "/v1/embeddings", "/v1/chat/completions", "/v1/messages", "/api/generate")
+        assert {http.post(path, content=b"{", headers=slow).status_code for path in doors} == {429}
         server.logged('"key": "slow"')
         assert not any(key in server.log for key in ("good-key", "slow-key", "env-key"))
 

@@ -259,7 +259,14 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
         prefix_ids=parts.prefix_ids,
         suffix_ids=parts.suffix_ids,
         adds_leading_space=parts.adds_leading_space,
+        dropped_bytes=None if parts.blank_eating_ids else _dropped_bytes(parts),
     )
+
+
+def _dropped_bytes(parts: GGUFTokenizer) -> bytes:
+    if parts.pre_tokenizer is None:
+        return b""
+    return b"".join(byte_level_bytes(each) for each in pre_tokenizers.ByteLevel.alphabet() if each not in parts.ids)
 
 
 def _pre_tokenizer(fields: _Fields) -> PreTokenizer:

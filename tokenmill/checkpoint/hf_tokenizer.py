@@ -13,6 +13,7 @@ from threading import Lock
 from typing import Any
 
 import tokenizers
+from tokenizers import pre_tokenizers
 
 from tokenmill.checkpoint.piece_bytes import SPACE, byte_level_bytes, byte_piece_value
 from tokenmill.checkpoint.tokenizer import Tokenizer
@@ -83,6 +84,7 @@ def build_tokenizer(tokenizer_json: Path, tokenizer_config: Path | None) -> Toke
         prefix_ids=_explicit(config, "add_bos_token", bos_id, prefix),
         suffix_ids=_explicit(config, "add_eos_token", eos_id, suffix),
         adds_leading_space=any(map(_strips_leading_space, decoder_steps)),
+        dropped_bytes=b"" if _keeps_text(definition, backend) else None,
     )
 
 
@@ -134,8 +136,9 @@ def _steps(component: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
     if component is None:
         return
     if component["type"] == "Sequence":
-        for step in component.get("decoders", []):
-            yield from _steps(step)
+        for name in ("decoders", "normalizers", "pretokenizers"):
+            for step in component.get(name, []):
+                yield from _steps(step)
     else:
         yield component
 
@@ -144,6 +147,27 @@ def _strips_leading_space(step: dict[str, Any]) -> bool:
     if step["type"] == "Metaspace":
         return step.get("prepend_scheme", "always") != "never" and step.get("add_prefix_space", True)
     return step["type"] == "Strip" and step.get("content") == " " and step.get("start", 0) > 0
+
+
+def _keeps_text(definition: dict[str, Any], backend: tokenizers.Tokenizer) -> bool:
+    """Whether all bytes of a text are part of its tokens: no step composes, removes or strips any. A step that is
+    unknown here is taken to do so."""
+    normalizers = _steps(definition.get("normalizer"))
+    same_length = all(
+        step["type"] == "Prepend" or (step["type"] == "Replace" and step.get("pattern") == {"String": " "})
+        for step in normalizers
+    )
+    splits = all(
+        step["type"] in ("ByteLevel", "Metaspace", "Digits")
+        or (step["type"] == "Split" and step.get("behavior") != "Removed")
+        for step in _steps(definition.get("pre_tokenizer"))
+    )
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    if definition.get("model", {}).get("byte_fallback"):
+        alphabet = [f"<0x{value:02X}>" for value in range(256)]
+    complete = all(backend.token_to_id(each) is not None for each in alphabet)
+    strips = any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values())
+    return same_length and splits and complete and not strips
 
 
 def _edges(backend: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:

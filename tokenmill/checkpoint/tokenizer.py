@@ -8,6 +8,7 @@ or files; imports no torch. Called by the engine, the server and the evaluators.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cached_property
 from typing import Protocol
 
 from tokenmill.errors import UserError
@@ -45,7 +46,10 @@ class Tokenizer:
         prefix_ids: tuple[int, ...] = (),
         suffix_ids: tuple[int, ...] = (),
         adds_leading_space: bool = False,
+        dropped_bytes: bytes | None = None,
     ) -> None:
+        """`dropped_bytes`: those of a text that become no token; None if it cannot be told, because the encoding
+        normalizes text, strips blanks or the like."""
         self._encoder = encoder
         self._vocabulary = vocabulary
         self._prefix_ids = prefix_ids
@@ -55,6 +59,7 @@ class Tokenizer:
         self.special_ids = frozenset(special_ids)  # hidden by skip_special_tokens
         self.adds_leading_space = adds_leading_space  # encoding puts a space before the text, decoding takes it away
         self.vocab_size = vocabulary.size
+        self._dropped_bytes = dropped_bytes
 
     def encode(self, text: str, add_special_tokens: bool = True, parse_special: bool = False) -> list[int]:
         """Ids of `text`.
@@ -78,6 +83,18 @@ class Tokenizer:
         if self.adds_leading_space and data.startswith(b" "):
             data = data[1:]
         return data.decode("utf-8", errors="replace")
+
+    def min_tokens(self, text: str) -> int:
+        """A number of tokens that `text` has at least, found without encoding it; 0 if none is known."""
+        if self._dropped_bytes is None:
+            return 0
+        num_bytes = len(text.encode("utf-8", "replace").translate(None, self._dropped_bytes))
+        return -(-num_bytes // self._max_token_bytes)
+
+    @cached_property
+    def _max_token_bytes(self) -> int:
+        # A piece, as the vocabulary writes it, is no shorter than its text; an unknown character has up to 4 bytes.
+        return max(4, *(len(self.id_to_piece(token_id).encode()) for token_id in range(self.vocab_size)))
 
     def id_to_piece(self, token_id: int) -> str:
         return self._vocabulary.piece(token_id)

@@ -13,13 +13,15 @@ from typing import Any
 from fastapi import APIRouter, FastAPI, Request
 from starlette.responses import Response
 
+from tokenmill.serve.adapter_protocol import AnthropicBody
 from tokenmill.serve.anthropic_messages import cache_control, chat_messages, chat_tools
 from tokenmill.serve.caller import caller_of
 from tokenmill.serve.chat import open_chat
 from tokenmill.serve.errors import ApiError
 from tokenmill.serve.exchange import Record, record_of, respond, to_json
 from tokenmill.serve.generation import Generation
-from tokenmill.serve.protocol import AnthropicBody, ChatBody
+from tokenmill.serve.protocol import ChatBody
+from tokenmill.serve.reading import body_schema, read_body, validate
 from tokenmill.serve.service import Service
 from tokenmill.serve.tool_messages import ToolReader, tools_of
 from tokenmill.serve.tools.base import CallArguments, CallEnd, CallStart, Content, ToolEvent, fold
@@ -33,8 +35,9 @@ _ERROR_TYPES = {413: "request_too_large", 429: "rate_limit_error", 500: "api_err
 def add_anthropic_routes(app: FastAPI, service: Service) -> None:
     router = APIRouter()
 
-    @router.post(PATH)
-    async def messages(body: AnthropicBody, request: Request) -> Response:
+    @router.post(PATH, openapi_extra=body_schema(AnthropicBody))
+    async def messages(request: Request) -> Response:
+        body = await read_body(request, service, AnthropicBody)
         caller, record = caller_of(request, service, body), record_of(request)
         head = {
             "id": f"msg_{uuid.uuid4().hex}",
@@ -45,10 +48,14 @@ def add_anthropic_routes(app: FastAPI, service: Service) -> None:
         chat = _as_chat(body)
         tools = tools_of(service, chat)
         generation = await open_chat(service, chat, caller, tools, streaming=bool(body.stream))
+
+        async def complete() -> dict[str, Any]:
+            return head | _answer(generation, tools, record)
+
         return await respond(
             request,
             generation,
-            complete=lambda: head | _answer(generation, tools, record),
+            complete=complete,
             chunks=lambda: _events(generation, tools, head, record),
             ping=lambda: _event("ping"),
         )
@@ -66,18 +73,18 @@ def _as_chat(body: AnthropicBody) -> ChatBody:
         messages, tools, cache = chat_messages(body), chat_tools(body), cache_control(body)
     except ValueError as error:
         raise ApiError(400, str(error), param="messages") from None
-    return ChatBody(
-        messages=messages,
-        max_tokens=body.max_tokens,
-        stop=body.stop_sequences,
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=body.top_k,
-        cache_control=cache,
-        kv_policy=body.kv_policy,
-        kv_budget=body.kv_budget,
-        **tools,
-    )
+    fields = {
+        "messages": messages,
+        "max_tokens": body.max_tokens,
+        "stop": body.stop_sequences,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "top_k": body.top_k,
+        "cache_control": cache,
+        "kv_policy": body.kv_policy,
+        "kv_budget": body.kv_budget,
+    }
+    return validate(ChatBody, fields | tools)  # blocks become messages, which may be too many
 
 
 def _stop(generation: Generation, called: bool) -> dict[str, Any]:
@@ -112,8 +119,8 @@ def _answer(generation: Generation, tools: ToolUse | None, record: Record) -> di
 def _call_block(call_id: str, name: str, arguments: str) -> dict[str, Any]:
     try:
         parsed = json.loads(arguments)
-    except ValueError:
-        parsed = {}  # cut off: see the stop reason
+    except (ValueError, RecursionError):
+        parsed = {}  # cut off, see the stop reason, or nested too deeply
     return {"type": "tool_use", "id": call_id, "name": name, "input": parsed}
 
 

@@ -9,8 +9,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from tokenmill.serve.adapter_protocol import AnthropicBody, AnthropicMessage
 from tokenmill.serve.exchange import to_json
-from tokenmill.serve.protocol import AnthropicBody, AnthropicMessage, CacheControlBody, Message, content_text
+from tokenmill.serve.protocol import CacheControlBody, Message, content_text
 
 _MAX_BREAKPOINTS = 4
 
@@ -26,6 +27,9 @@ def chat_tools(body: AnthropicBody) -> dict[str, Any]:
     """The fields of a chat body that are about tools."""
     if body.tools is None:
         return {}
+    for tool in body.tools:
+        if tool.get("type", "custom") != "custom":
+            raise ValueError(f"a tool of type {str(tool['type'])[:40]!r} is not supported: this server runs no tools")
     tools = [
         {
             "type": "function",

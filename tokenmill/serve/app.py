@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp
@@ -43,7 +42,7 @@ def build_app(service: Service, keys: KeyRing) -> ASGIApp:
     app.state.ping_seconds = config.sse_ping
     for add_routes in _ROUTES:
         add_routes(app, service)
-    _add_error_handlers(app)
+    _add_error_handlers(app, service)
     edge: ASGIApp = Edge(app, keys, service.metrics, config)
     tracing = start_tracing()
     if tracing is not None:
@@ -52,20 +51,18 @@ def build_app(service: Service, keys: KeyRing) -> ASGIApp:
     return with_cors(edge, config.cors_origin) if config.cors_origin else edge
 
 
-def _add_error_handlers(app: FastAPI) -> None:
+def _add_error_handlers(app: FastAPI, service: Service) -> None:
     @app.exception_handler(ApiError)
     async def refused(request: Request, error: ApiError) -> Response:
         record_of(request).error = error.message
+        if request.method == "POST" and error.status < 500 and error.status != 429:
+            service.charge(record_of(request).client)  # admission charges only what it admits
         path = route_path(request.scope["path"], request.app.root_path)
         if path == ANTHROPIC_PATH:
             return json_response(anthropic_error(error), error.status, error.headers())
         if path.startswith("/api/"):
             return json_response({"error": error.message}, error.status, error.headers())
         return error_response(error)
-
-    @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> Response:
-        return await refused(request, _explain(error))
 
     @app.exception_handler(HTTPException)
     async def plain(request: Request, error: HTTPException) -> Response:
@@ -80,15 +77,3 @@ def _add_error_handlers(app: FastAPI) -> None:
     async def broken(request: Request, error: Exception) -> Response:
         _log.error("request %s failed", record_of(request).request_id, exc_info=error)
         return await refused(request, ApiError(500, "internal error; the server's log has the request id"))
-
-
-def _explain(error: RequestValidationError) -> ApiError:
-    """The first problem in one line, without repeating what the client sent."""
-    first = error.errors()[0] if error.errors() else {}
-    path = [str(part) for part in first.get("loc", ()) if part != "body"]
-    message = str(first.get("msg", "the body is not valid"))
-    if first.get("type") == "json_invalid":
-        return ApiError(400, "the body is not valid JSON", code="invalid_json")
-    param = path[0][:64].encode("ascii", "replace").decode() if path else None
-    field = ".".join(path[:6])[:100].encode("ascii", "replace").decode()
-    return ApiError(400, f"{field}: {message}" if field else f"the body: {message}", param=param)

@@ -6,9 +6,10 @@ import math
 
 from starlette.requests import Request
 
+from tokenmill.serve.adapter_protocol import AnthropicBody
 from tokenmill.serve.errors import ApiError
 from tokenmill.serve.exchange import record_of
-from tokenmill.serve.protocol import AnthropicBody, Body, GenerationBody
+from tokenmill.serve.protocol import Body, GenerationBody
 from tokenmill.serve.service import Caller, Service
 
 DEADLINE_HEADER = "x-request-deadline-ms"
@@ -17,7 +18,7 @@ DEADLINE_HEADER = "x-request-deadline-ms"
 def caller_of(request: Request, service: Service, body: Body) -> Caller:
     """Also records unknown body fields, for the response header and the counter."""
     record = record_of(request)
-    record.ignored = tuple(body.ignored())
+    record.ignored = tuple(body.ignored(service.template.source if service.template is not None else ""))
     if record.ignored:
         service.metrics.add("ignored_fields", len(record.ignored))
     deadline = _deadline(request)

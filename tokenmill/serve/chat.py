@@ -18,22 +18,24 @@ from tokenmill.serve.caller import caller_of
 from tokenmill.serve.errors import ApiError
 from tokenmill.serve.exchange import DONE, Record, event, record_of, respond
 from tokenmill.serve.generation import Delta, Generation
-from tokenmill.serve.logprobs import chat_logprobs
+from tokenmill.serve.logprobs import LogprobBudget, chat_logprobs, long_chat_logprobs, prompt_scores
 from tokenmill.serve.protocol import ChatBody
+from tokenmill.serve.reading import body_schema, read_body
 from tokenmill.serve.sampling import build_params, resolve_max_tokens
 from tokenmill.serve.service import Caller, Service
 from tokenmill.serve.tool_messages import ToolReader, delta_of, message_of, tools_of
 from tokenmill.serve.tools.base import fold
 from tokenmill.serve.tools.use import ToolUse
-from tokenmill.serve.usage import usage_of
+from tokenmill.serve.usage import StreamUsage, usage_of
 from tokenmill.types import SamplingParams
 
 
 def add_chat_routes(app: FastAPI, service: Service) -> None:
     router = APIRouter()
 
-    @router.post("/v1/chat/completions")
-    async def chat_completions(body: ChatBody, request: Request) -> Response:
+    @router.post("/v1/chat/completions", openapi_extra=body_schema(ChatBody))
+    async def chat_completions(request: Request) -> Response:
+        body = await read_body(request, service, ChatBody)
         caller, record = caller_of(request, service, body), record_of(request)
         head = {
             "id": f"chatcmpl-{uuid.uuid4().hex}",
@@ -43,10 +45,17 @@ def add_chat_routes(app: FastAPI, service: Service) -> None:
         }
         tools = tools_of(service, body) if body.tools or body.tool_choice is not None else None
         generation = await open_chat(service, body, caller, tools, streaming=bool(body.stream))
+
+        async def complete() -> dict[str, Any]:
+            answer = await _answer(service, body, generation, tools, record)
+            if body.prompt_logprobs is not None:
+                answer["prompt_logprobs"] = await prompt_scores(generation.outputs[0])
+            return head | answer
+
         return await respond(
             request,
             generation,
-            complete=lambda: head | _answer(service, body, generation, tools, record),
+            complete=complete,
             chunks=lambda: _chunks(service, body, generation, tools, head, record),
         )
 
@@ -70,6 +79,7 @@ async def open_chat(
 
     def params(length: int) -> SamplingParams:
         limit = resolve_max_tokens(body, length, service.context, None)
+        LogprobBudget(service.config.max_logprob_entries).spend(length, body.prompt_logprobs, 1)
         own = build_params(body, service.config, limit, logprobs=_num_logprobs(body))
         return tools.apply(own) if tools is not None else own
 
@@ -91,14 +101,14 @@ def _num_logprobs(body: ChatBody) -> int | None:
     return (body.top_logprobs or 0) if body.logprobs else None
 
 
-def _answer(
+async def _answer(
     service: Service, body: ChatBody, generation: Generation, tools: ToolUse | None, record: Record
 ) -> dict[str, Any]:
-    def choice(completion: CompletionOutput) -> dict[str, Any]:
+    async def choice(completion: CompletionOutput) -> dict[str, Any]:
         logprobs = None
         if completion.logprobs is not None:
             top = body.top_logprobs or 0
-            logprobs = chat_logprobs(service.tokenizer, completion.token_ids, completion.logprobs, top)
+            logprobs = await long_chat_logprobs(service.tokenizer, completion.token_ids, completion.logprobs, top)
         reader = ToolReader(tools)
         answer = fold(reader.read(completion.text, final=True))
         return {
@@ -109,7 +119,7 @@ def _answer(
             "stop_reason": completion.stop_reason,
         }
 
-    choices = [choice(each) for each in generation.outputs[0].outputs]
+    choices = [await choice(each) for each in generation.outputs[0].outputs]
     return {"choices": choices, "usage": usage_of(generation, record)}
 
 
@@ -121,12 +131,11 @@ async def _chunks(
     head: dict[str, Any],
     record: Record,
 ) -> AsyncIterator[bytes]:
-    with_usage = body.include_usage()
-    tail: dict[str, Any] = {"usage": None} if with_usage else {}
+    tail = StreamUsage(body, generation, record)
 
     def chunk(index: int, delta: dict[str, Any], logprobs: Any = None, reason: str | None = None) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-        return event({**head, "choices": [choice], **tail})
+        return event({**head, "choices": [choice], **tail.fields()})
 
     def news(delta: Delta) -> bytes:
         logprobs = None
@@ -156,6 +165,7 @@ async def _chunks(
                 if delta.index not in readers:
                     readers[delta.index] = None if tools is None else ToolReader(tools)
                     pieces.append(chunk(delta.index, {"role": "assistant", "content": ""}))
+                tail.count(delta)
                 if delta.text or delta.logprobs or delta.finish_reason:
                     pieces.append(news(delta))
             if pieces:
@@ -165,6 +175,6 @@ async def _chunks(
         yield event(error.body())
     else:
         usage = usage_of(generation, record)
-        if with_usage:
+        if body.include_usage():
             yield event({**head, "choices": [], "usage": usage})
     yield DONE

@@ -19,11 +19,12 @@ from tokenmill.serve.chat import finish_reason
 from tokenmill.serve.errors import ApiError
 from tokenmill.serve.exchange import DONE, Record, event, record_of, respond
 from tokenmill.serve.generation import Delta, Generation
-from tokenmill.serve.logprobs import CompletionLogprobs
+from tokenmill.serve.logprobs import CompletionLogprobs, LogprobBudget, prompt_scores
 from tokenmill.serve.protocol import CompletionBody
+from tokenmill.serve.reading import body_schema, check_prompts, read_body
 from tokenmill.serve.sampling import build_params, resolve_max_tokens
 from tokenmill.serve.service import Service
-from tokenmill.serve.usage import usage_of
+from tokenmill.serve.usage import StreamUsage, usage_of
 from tokenmill.types import SamplingParams
 
 _DEFAULT_MAX_TOKENS = 16
@@ -32,8 +33,9 @@ _DEFAULT_MAX_TOKENS = 16
 def add_completion_routes(app: FastAPI, service: Service) -> None:
     router = APIRouter()
 
-    @router.post("/v1/completions")
-    async def completions(body: CompletionBody, request: Request) -> Response:
+    @router.post("/v1/completions", openapi_extra=body_schema(CompletionBody))
+    async def completions(request: Request) -> Response:
+        body = await read_body(request, service, CompletionBody)
         caller, record = caller_of(request, service, body), record_of(request)
         head = {
             "id": f"cmpl-{uuid.uuid4().hex}",
@@ -42,19 +44,25 @@ def add_completion_routes(app: FastAPI, service: Service) -> None:
             "model": service.check_model(body.model),
         }
         prompts = _checked_prompts(service, body)
+        budget = LogprobBudget(service.config.max_logprob_entries)
 
         def params(length: int) -> SamplingParams:
             limit = resolve_max_tokens(body, length, service.context, _DEFAULT_MAX_TOKENS)
             scored = body.logprobs if body.echo and body.logprobs is not None else body.prompt_logprobs
+            budget.spend(length, scored, body.n)
             return build_params(body, service.config, limit, logprobs=body.logprobs, prompt_logprobs=scored)
 
         special = body.add_special_tokens is not False
         generation = await service.open(prompts, params, caller, streaming=bool(body.stream), special=special)
         shapes = _Shapes(service, body, generation)
+
+        async def complete() -> dict[str, Any]:
+            return head | {"choices": await shapes.choices(), "usage": usage_of(generation, record)}
+
         return await respond(
             request,
             generation,
-            complete=lambda: head | {"choices": shapes.choices(), "usage": usage_of(generation, record)},
+            complete=complete,
             chunks=lambda: _chunks(body, generation, shapes, head, record),
         )
 
@@ -68,11 +76,7 @@ def _checked_prompts(service: Service, body: CompletionBody) -> list[str | list[
         raise ApiError(400, "best_of is not supported: use n", param="best_of")
     if body.output_limit() == 0 and not body.echo:
         raise ApiError(400, "max_tokens is 0: give at least 1, or echo the prompt", param="max_tokens")
-    prompts = body.prompts()
-    if not 0 < len(prompts) <= service.config.max_prompts:
-        limit = service.config.max_prompts
-        raise ApiError(400, f"{len(prompts)} prompts in one request: give 1 to {limit}", param="prompt")
-    return prompts
+    return check_prompts(body.prompts(), service, "prompt")
 
 
 class _Shapes:
@@ -88,18 +92,19 @@ class _Shapes:
         self._wants_scores = body.prompt_logprobs is not None
         self._logprobs: dict[tuple[int, int], CompletionLogprobs] = {}
 
-    def choices(self) -> list[dict[str, Any]]:
+    async def choices(self) -> list[dict[str, Any]]:
         shown = []
         for number, output in enumerate(self._generation.outputs):
+            scores = await prompt_scores(output) if self._wants_scores else None
             for each in output.outputs:
                 delta = Delta(number, each.index, each.text, each.token_ids, each.logprobs or [], each.finish_reason)
-                choice = self.choice(delta) | {"stop_reason": each.stop_reason}
-                if self._wants_scores:
-                    choice["prompt_logprobs"] = _scores(output)
+                choice = await self.choice(delta) | {"stop_reason": each.stop_reason}
+                if scores is not None:
+                    choice["prompt_logprobs"] = scores
                 shown.append(choice)
         return shown
 
-    def choice(self, delta: Delta) -> dict[str, Any]:
+    async def choice(self, delta: Delta) -> dict[str, Any]:
         """A delta, or a complete answer as one delta. The first of each answer contains the echoed prompt."""
         output = self._generation.members[delta.number].output
         key = (delta.number, delta.index)
@@ -113,7 +118,7 @@ class _Shapes:
             text = self._prompt_text(output) + text
             token_ids = output.prompt_token_ids + token_ids
             positions = (output.prompt_logprobs or []) + positions
-        logprobs = self._logprobs[key].take(token_ids, positions) if self._num_logprobs is not None else None
+        logprobs = await self._logprobs[key].take(token_ids, positions) if self._num_logprobs is not None else None
         return {
             "index": delta.number * self._num_answers + delta.index,
             "text": text,
@@ -125,31 +130,18 @@ class _Shapes:
         return output.prompt if output.prompt is not None else self._tokenizer.decode(output.prompt_token_ids)
 
 
-def _scores(output: RequestOutput) -> list[dict[str, Any] | None]:
-    return [
-        None
-        if position is None
-        else {
-            str(token_id): {"logprob": each.logprob, "rank": each.rank, "decoded_token": each.decoded_token}
-            for token_id, each in position.items()
-        }
-        for position in output.prompt_logprobs or []
-    ]
-
-
 async def _chunks(
     body: CompletionBody, generation: Generation, shapes: _Shapes, head: dict[str, Any], record: Record
 ) -> AsyncIterator[bytes]:
-    with_usage = body.include_usage()
-    tail: dict[str, Any] = {"usage": None} if with_usage else {}
+    tail = StreamUsage(body, generation, record)
     try:
         async for batch in generation.deltas():
-            choices = [shapes.choice(delta) for delta in batch]
-            pieces = [
-                event({**head, "choices": [choice], **tail})
-                for choice in choices
-                if choice["text"] or choice["logprobs"] or choice["finish_reason"]
-            ]
+            pieces = []
+            for delta in batch:
+                choice = await shapes.choice(delta)
+                tail.count(delta)
+                if choice["text"] or choice["logprobs"] or choice["finish_reason"]:
+                    pieces.append(event({**head, "choices": [choice], **tail.fields()}))
             if pieces:
                 yield b"".join(pieces)
     except ApiError as error:
@@ -157,6 +149,6 @@ async def _chunks(
         yield event(error.body())
     else:
         usage = usage_of(generation, record)
-        if with_usage:
+        if body.include_usage():
             yield event({**head, "choices": [], "usage": usage})
     yield DONE

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tokenmill.config import (
@@ -116,7 +116,11 @@ class ServeConfig:
         low=1,
     )
     max_body_bytes: int = option(
-        8 << 20, "Maximum size of a request body, such as 8MiB.", metavar="SIZE", parse=parse_size, low=1
+        0,
+        "Maximum size of a request body, such as 8MiB; 0: 1 MiB and 32 bytes per token of the context, at most 8 MiB.",
+        metavar="SIZE",
+        parse=parse_size,
+        low=0,
     )
     max_prompt_chars: int = option(
         2 << 20, "Maximum prompt length, checked before tokenization.", metavar="CHARACTERS", low=1
@@ -124,6 +128,9 @@ class ServeConfig:
     max_n: int = option(16, "Maximum number of completions per prompt.", metavar="N", low=1)
     max_prompts: int = option(64, "Maximum number of prompts in one completions request.", metavar="N", low=1)
     max_logprobs: int = option(20, "Maximum number of log-probabilities per token.", metavar="N", low=0)
+    max_logprob_entries: int = option(
+        1 << 18, "Maximum number of prompt log-probabilities in one answer.", metavar="N", parse=parse_count, low=0
+    )
     tool_call_parser: str = option(
         "auto", "Format of the model's tool calls: hermes, llama3_json, pythonic or auto.", metavar="NAME"
     )
@@ -153,6 +160,10 @@ class ServeConfig:
             check(spec, value)
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise UserError(f"root_path is '{self.root_path}'", "write it like /llm, with a slash only in front")
+
+    def for_context(self, context: int) -> ServeConfig:
+        """With the limits that follow from the context of the model, where none is set."""
+        return replace(self, max_body_bytes=self.max_body_bytes or min((1 << 20) + 32 * context, 8 << 20))
 
     def all_keys(self) -> tuple[str, ...]:
         """Keys from flags and from the environment."""

@@ -17,6 +17,7 @@ from tokenmill.serve.caller import caller_of
 from tokenmill.serve.errors import ApiError
 from tokenmill.serve.exchange import json_response, record_of, unless_gone
 from tokenmill.serve.protocol import EmbeddingBody
+from tokenmill.serve.reading import body_schema, check_prompts, read_body
 from tokenmill.serve.service import Service
 from tokenmill.serve.usage import usage_of
 from tokenmill.types import SamplingParams
@@ -25,15 +26,13 @@ from tokenmill.types import SamplingParams
 def add_embedding_routes(app: FastAPI, service: Service) -> None:
     router = APIRouter()
 
-    @router.post("/v1/embeddings")
-    async def embeddings(body: EmbeddingBody, request: Request) -> Response:
+    @router.post("/v1/embeddings", openapi_extra=body_schema(EmbeddingBody))
+    async def embeddings(request: Request) -> Response:
+        body = await read_body(request, service, EmbeddingBody)
         caller, model = caller_of(request, service, body), service.check_model(body.model)
         if body.dimensions is not None:
             raise ApiError(400, "dimensions is not supported: this model has one size", param="dimensions")
-        prompts = body.prompts()
-        if not 0 < len(prompts) <= service.config.max_prompts:
-            limit = service.config.max_prompts
-            raise ApiError(400, f"{len(prompts)} inputs in one request: give 1 to {limit}", param="input")
+        prompts = check_prompts(body.prompts(), service, "input")
         params = SamplingParams(max_tokens=1, temperature=0.0)
         generation = await service.open(prompts, lambda _length: params, caller, streaming=False, embeds=True)
         try:

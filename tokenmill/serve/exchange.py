@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -113,7 +113,7 @@ async def respond(
     request: Request,
     generation: Generation,
     *,
-    complete: Callable[[], Any],
+    complete: Callable[[], Awaitable[Any]],
     chunks: Callable[[], AsyncIterator[bytes]],
     media_type: str = EVENT_STREAM,
     ping: Callable[[], bytes] = lambda: COMMENT,
@@ -126,7 +126,7 @@ async def respond(
     try:
         if not generation.streaming:
             await unless_gone(request, generation.result())
-            return json_response(complete())
+            return json_response(await complete())
         seconds: float | None = request.app.state.ping_seconds or None
         if await unless_gone(request, generation.first(seconds)):
             stream = chunks()

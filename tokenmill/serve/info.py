@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from typing import Any
 
@@ -14,6 +15,7 @@ from tokenmill.serve.caller import caller_of
 from tokenmill.serve.errors import ApiError, engine_gone
 from tokenmill.serve.exchange import json_response, record_of
 from tokenmill.serve.protocol import DetokenizeBody, TokenizeBody
+from tokenmill.serve.reading import body_schema, read_body
 from tokenmill.serve.service import Service
 
 
@@ -68,23 +70,30 @@ def add_info_routes(app: FastAPI, service: Service) -> None:
         service.metrics.set("predicted_ttft_seconds", service.admission.predict(0))
         return Response(service.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    @router.post("/tokenize")
-    async def tokenize(body: TokenizeBody, request: Request) -> Response:
-        caller_of(request, service, body)
+    @router.post("/tokenize", openapi_extra=body_schema(TokenizeBody))
+    async def tokenize(request: Request) -> Response:
+        body = await read_body(request, service, TokenizeBody)
+        client = caller_of(request, service, body).client
         service.check_model(body.model)
-        tokens = await _tokenize(service, body)
-        shown: dict[str, Any] = {"count": len(tokens), "max_model_len": service.context, "tokens": tokens}
-        if body.return_token_strs:
-            shown["token_strs"] = [service.tokenizer.id_to_piece(each) for each in tokens]
-        return json_response(shown)
+        with service.metered(client) as charged:
+            tokens = await _tokenize(service, body)
+            charged.append(len(tokens))
+            shown: dict[str, Any] = {"count": len(tokens), "max_model_len": service.context, "tokens": tokens}
+            if body.return_token_strs:
+                shown["token_strs"] = await asyncio.to_thread(lambda: [*map(service.tokenizer.id_to_piece, tokens)])
+            return json_response(shown)
 
-    @router.post("/detokenize")
-    async def detokenize(body: DetokenizeBody, request: Request) -> Response:
-        caller_of(request, service, body)
+    @router.post("/detokenize", openapi_extra=body_schema(DetokenizeBody))
+    async def detokenize(request: Request) -> Response:
+        body = await read_body(request, service, DetokenizeBody)
+        client = caller_of(request, service, body).client
         service.check_model(body.model)
-        if any(token_id >= service.identity.vocab_size for token_id in body.tokens):
+        if body.tokens and max(body.tokens) >= service.identity.vocab_size:
             raise ApiError(400, f"give token ids below {service.identity.vocab_size}", param="tokens")
-        return json_response({"prompt": service.tokenizer.decode(body.tokens, skip_special_tokens=False)})
+        with service.metered(client) as charged:
+            charged.append(len(body.tokens))
+            text = await asyncio.to_thread(service.tokenizer.decode, body.tokens, skip_special_tokens=False)
+            return json_response({"prompt": text})
 
     app.include_router(router)
 
@@ -105,7 +114,8 @@ async def _tokenize(service: Service, body: TokenizeBody) -> list[int]:
             raise ApiError(400, "give either prompt or messages", param="prompt")
         return await service.encode(body.prompt, special=body.add_special_tokens is not False)
     except (UserError, ValueError) as error:
-        raise ApiError(400, str(error), param="prompt") from None
+        param = "prompt" if body.messages is None else "messages"
+        raise ApiError(400, str(error), param=param) from None
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:

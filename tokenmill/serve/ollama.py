@@ -15,20 +15,14 @@ from fastapi import APIRouter, FastAPI, Request
 from starlette.responses import Response
 
 from tokenmill import __version__
+from tokenmill.serve.adapter_protocol import OllamaBody, OllamaChatBody, OllamaGenerateBody, OllamaOptions
 from tokenmill.serve.caller import caller_of
 from tokenmill.serve.chat import finish_reason, open_chat
 from tokenmill.serve.errors import ApiError
 from tokenmill.serve.exchange import NDJSON, Record, json_response, record_of, respond, to_json
 from tokenmill.serve.generation import Generation
-from tokenmill.serve.protocol import (
-    ChatBody,
-    GenerationBody,
-    Message,
-    OllamaBody,
-    OllamaChatBody,
-    OllamaGenerateBody,
-    OllamaOptions,
-)
+from tokenmill.serve.protocol import ChatBody, GenerationBody, Message
+from tokenmill.serve.reading import body_schema, read_body, validate
 from tokenmill.serve.sampling import build_params, resolve_max_tokens
 from tokenmill.serve.service import Service
 from tokenmill.serve.tool_messages import ToolReader, tools_of
@@ -36,26 +30,46 @@ from tokenmill.serve.tools.base import Content, ToolCall, ToolEvent, fold
 from tokenmill.serve.tools.use import ToolUse
 from tokenmill.serve.usage import lossy_policy, usage_of
 
+_SAME_NAME = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "typical_p",
+    "seed",
+    "stop",
+    "frequency_penalty",
+    "presence_penalty",
+)
 _Say = Callable[[str, Sequence[ToolCall]], dict[str, Any]]  # text and calls -> the field that carries them
 
 
 def add_ollama_routes(app: FastAPI, service: Service) -> None:
     router = APIRouter(prefix="/api")
 
-    @router.post("/chat")
-    async def chat(body: OllamaChatBody, request: Request) -> Response:
+    @router.post("/chat", openapi_extra=body_schema(OllamaChatBody))
+    async def chat(request: Request) -> Response:
+        body = await read_body(request, service, OllamaChatBody)
         caller, model = caller_of(request, service, body), service.check_model(body.model)
-        wanted = ChatBody(messages=body.messages, tools=body.tools, **_sampling(body))
+        if any((message.__pydantic_extra__ or {}).get("images") for message in body.messages):
+            raise ApiError(400, "images are not supported: this model reads text only", param="messages")
+        fields = {"messages": body.messages, "tools": body.tools, **_chat_fields(service, body)}
+        wanted = validate(ChatBody, fields)
         tools = tools_of(service, wanted)
         generation = await open_chat(service, wanted, caller, tools, streaming=body.stream is not False)
         return await _respond(request, generation, model, tools, lambda *said: {"message": _message(*said)})
 
-    @router.post("/generate")
-    async def generate(body: OllamaGenerateBody, request: Request) -> Response:
+    @router.post("/generate", openapi_extra=body_schema(OllamaGenerateBody))
+    async def generate(request: Request) -> Response:
+        body = await read_body(request, service, OllamaGenerateBody)
         caller, model = caller_of(request, service, body), service.check_model(body.model)
-        streaming = body.stream is not False
+        for name in ("suffix", "template", "context", "images"):
+            if getattr(body, name):
+                raise ApiError(400, f"{name} is not supported: leave it out, or use /api/chat", param=name)
+        fields, streaming = _chat_fields(service, body), body.stream is not False
         if body.raw or service.template is None:
-            plain = GenerationBody(**_sampling(body))
+            fields.pop("chat_template_kwargs", None)
+            plain = validate(GenerationBody, fields)
             generation = await service.open(
                 [body.prompt],
                 lambda length: build_params(
@@ -66,7 +80,8 @@ def add_ollama_routes(app: FastAPI, service: Service) -> None:
             )
         else:
             system = [Message(role="system", content=body.system)] if body.system else []
-            wanted = ChatBody(messages=[*system, Message(role="user", content=body.prompt)], **_sampling(body))
+            messages = [*system, Message(role="user", content=body.prompt)]
+            wanted = validate(ChatBody, {"messages": messages, **fields})
             generation = await open_chat(service, wanted, caller, None, streaming=streaming)
         return await _respond(request, generation, model, None, lambda text, _calls: {"response": text})
 
@@ -98,24 +113,53 @@ def _message(text: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
 def _arguments(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
-        return {}  # cut off: see done_reason
+    except (ValueError, RecursionError):
+        return {}  # cut off, see done_reason, or nested too deeply
 
 
-def _sampling(body: OllamaBody) -> dict[str, Any]:
-    """Ollama's options under the names of the OpenAI body."""
+def _chat_fields(service: Service, body: OllamaBody) -> dict[str, Any]:
+    """Ollama's options under the names of the OpenAI body. Raises ApiError for those that would change the answer and
+    are not supported."""
     options = body.options or OllamaOptions()
-    values = options.model_dump(exclude_none=True, include=set(OllamaOptions.model_fields))
-    limit = values.pop("num_predict", None)
-    if limit is not None and limit > 0:
-        values["max_tokens"] = limit
-    if "repeat_penalty" in values:
-        values["repetition_penalty"] = values.pop("repeat_penalty")
+    _check_options(service, options)
+    values = options.model_dump(exclude_none=True, include=set(_SAME_NAME))
+    if options.num_predict is not None and options.num_predict > 0:
+        values["max_tokens"] = options.num_predict
+    if options.repeat_penalty is not None:
+        values["repetition_penalty"] = options.repeat_penalty
+    if options.repeat_last_n == 0:  # no token counts for the penalties
+        values = {name: value for name, value in values.items() if not name.endswith("_penalty")}
+    if body.think is not None:
+        values["chat_template_kwargs"] = {"enable_thinking": _enable_thinking(service, body.think)}
     if body.format == "json":
         values["response_format"] = {"type": "json_object"}
     elif body.format:
         values["response_format"] = {"type": "json_schema", "json_schema": {"schema": body.format}}
     return values
+
+
+def _check_options(service: Service, options: OllamaOptions) -> None:
+    """Options that change nothing here (num_gpu, num_thread, ...) are named in a header instead, like unknown ones."""
+    penalties = (options.repeat_penalty or 1.0) != 1.0 or options.frequency_penalty or options.presence_penalty
+    refusals = {
+        "num_ctx": (options.num_ctx or 0) > service.context
+        and f"the context is {service.context}: lower it, or serve with a larger --context",
+        "mirostat": bool(options.mirostat) and "it is not supported: use temperature, top_p or min_p",
+        "tfs_z": options.tfs_z not in (None, 1.0) and "it is not supported: use top_p or min_p",
+        "repeat_last_n": options.repeat_last_n not in (None, -1, 0)
+        and penalties
+        and "penalties look at all tokens here: give -1",
+        "penalize_newline": options.penalize_newline is False and penalties and "penalties count line ends here",
+    }
+    for name, reason in refusals.items():
+        if reason:
+            raise ApiError(400, f"options.{name} is {getattr(options, name)}, but {reason}", param=f"options.{name}")
+
+
+def _enable_thinking(service: Service, think: bool | str) -> bool:
+    if think and (service.template is None or "enable_thinking" not in service.template.source):
+        raise ApiError(400, "the chat template of this model has no thinking: leave think out", param="think")
+    return bool(think)
 
 
 async def _respond(request: Request, generation: Generation, model: str, tools: ToolUse | None, say: _Say) -> Response:
@@ -132,7 +176,7 @@ async def _respond(request: Request, generation: Generation, model: str, tools: 
             **lossy_policy(generation),
         }
 
-    def complete() -> dict[str, Any]:
+    async def complete() -> dict[str, Any]:
         answer = fold(ToolReader(tools).read(generation.outputs[0].outputs[0].text, final=True))
         return _head(model) | say(answer.content, answer.calls) | end()
 

@@ -1,35 +1,95 @@
 """What clients may send, as pydantic models: the only pydantic of the project.
 
-Unknown fields are kept apart, not refused: `ignored()` names them for the response header. A model says what a body
-means in our own terms (SamplingParams, a Structured spec, messages); it decides nothing about admission or the engine.
+Unknown fields are kept apart, not refused: `ignored()` names them, nested ones included, for the response header. A
+model says what a body means in our own terms (SamplingParams, a Structured spec, messages); it decides nothing about
+admission or the engine. Lists fail at their first bad element. reading.py bounds what gets here.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema
+from pydantic_core import PydanticCustomError
 
 MAX_STOPS = 16
 MAX_IGNORED = 16
+MAX_MESSAGES = 4096
+MAX_BIASES = 1024
+_MAX_ROLE = 64  # characters
+_MAX_TOKEN_ID = 2**31 - 1
 _DEFAULT_TTL = 300.0  # Anthropic's
+_IDS_SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": _MAX_TOKEN_ID}}
+_PROMPT_SCHEMA = {"anyOf": [{"type": "string"}, _IDS_SCHEMA]}
 
-TokenId = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
-Prompt = str | list[TokenId]
+
+def _token_ids(value: Any) -> list[int]:
+    """Three passes in C: lists of token ids are long."""
+    if not isinstance(value, list) or (value and set(map(type, value)) != {int}):
+        raise PydanticCustomError("token_ids", "token ids must be a list of whole numbers")
+    if value and not 0 <= min(value) <= max(value) <= _MAX_TOKEN_ID:
+        raise PydanticCustomError("token_ids", f"token ids must be from 0 to {_MAX_TOKEN_ID}")
+    return value
+
+
+def _prompts(value: Any) -> str | list[str] | list[int] | list[Any]:
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise PydanticCustomError("prompt", "give text, a list of token ids, or a list of those")
+    if value and type(value[0]) is int:
+        return _token_ids(value)
+    for each in value:
+        if not isinstance(each, str):
+            _token_ids(each)
+    return value
+
+
+def _check_num_biases(value: Any) -> Any:
+    """pydantic looks at the length of an object only after all entries, with an error for each bad one."""
+    if isinstance(value, dict) and len(value) > MAX_BIASES:
+        raise PydanticCustomError("too_long", f"give at most {MAX_BIASES} entries")
+    return value
+
+
+Int = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+TokenIds = Annotated[list[int], PlainValidator(_token_ids), WithJsonSchema(_IDS_SCHEMA)]
+Prompts = Annotated[
+    str | list[Any],
+    PlainValidator(_prompts),
+    WithJsonSchema({"anyOf": [*_PROMPT_SCHEMA["anyOf"], {"type": "array", "items": _PROMPT_SCHEMA}]}),
+]
+Biases = Annotated[dict[str, float], Field(max_length=MAX_BIASES), BeforeValidator(_check_num_biases)]
+Strings = Annotated[list[str], Field(fail_fast=True)]
+Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 
 
 class Body(BaseModel):
     model_config = ConfigDict(extra="allow", protected_namespaces=(), coerce_numbers_to_str=False)
 
-    def ignored(self) -> list[str]:
-        """Names of unknown fields, safe for a header."""
-        names = list(self.__pydantic_extra__ or ())
+    def ignored(self, template: str = "") -> list[str]:
+        """Dotted names of the fields that nothing reads, safe for a header. `template`: source of the chat template,
+        which reads fields of messages that are unknown here."""
+        names: list[str] = []
+        for name in self.iter_ignored(template):
+            if name not in names:
+                names.append(name)
+            if len(names) > MAX_IGNORED:
+                break
         clean = ["".join(char if char.isascii() and char.isprintable() and char not in ', "' else "?" for char in name)
                  for name in names[:MAX_IGNORED]]  # fmt: skip
         return [name[:64] for name in clean] + (["..."] if len(names) > MAX_IGNORED else [])
+
+    def iter_ignored(self, template: str) -> Iterator[str]:
+        yield from self.__pydantic_extra__ or ()
+        for name, value in self.__dict__.items():
+            bodies = value if isinstance(value, list) else [value]
+            for each in bodies if bodies and isinstance(bodies[0], Body) else ():
+                yield from (f"{name}.{inner}" for inner in each.iter_ignored(template))
 
 
 class StreamOptions(Body):
@@ -61,7 +121,7 @@ class StructuredOutputs(Body):
 
     json_: Any = Field(default=None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Strings | None = None
     grammar: str | None = None
     json_object: bool | None = None
 
@@ -90,40 +150,40 @@ class GenerationBody(Body):
     """What completions and chat have in common."""
 
     model: str | None = None
-    n: int | None = None
+    n: Int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
+    max_tokens: Int | None = None
+    min_tokens: Int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Int | None = None
     min_p: float | None = None
     typical_p: float | None = None
     repetition_penalty: float | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Biases | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop: str | Strings | None = None
+    stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    prompt_logprobs: int | None = None
-    priority: int | None = Field(default=None, ge=-100, le=100)
+    prompt_logprobs: Int | None = None
+    priority: Int | None = Field(default=None, ge=-100, le=100)
     deadline_ms: float | None = Field(default=None, gt=0, le=86_400_000)
     lane: Literal["interactive", "batch"] | None = None
     response_format: ResponseFormat | None = None
     guided_json: Any = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Strings | None = None
     guided_grammar: str | None = None
     structured_outputs: StructuredOutputs | None = None
     cache_control: CacheControlBody | None = None
     cache_salt: str | None = Field(default=None, max_length=256)
     kv_policy: str | None = None
-    kv_budget: int | None = None
+    kv_budget: Int | None = None
 
     def output_limit(self) -> int | None:
         """Maximum tokens to generate, None if the body does not set it."""
@@ -138,6 +198,17 @@ class GenerationBody(Body):
 
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    def continuous_usage(self) -> bool:
+        """Whether every chunk of a stream has the usage so far."""
+        return self.include_usage() and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    def iter_ignored(self, template: str) -> Iterator[str]:
+        yield from super().iter_ignored(template)
+        if self.stream_options is not None and not self.stream:
+            yield "stream_options"
+        elif self.stream_options and self.stream_options.continuous_usage_stats and not self.include_usage():
+            yield "stream_options.continuous_usage_stats"
 
     def _guided(self) -> list[Structured]:
         newer = self.structured_outputs or StructuredOutputs()
@@ -165,23 +236,22 @@ class GenerationBody(Body):
 
 
 class CompletionBody(GenerationBody):
-    prompt: Prompt | list[Prompt]
+    prompt: Prompts
     echo: bool | None = None
-    logprobs: int | None = None
+    logprobs: Int | None = None
     suffix: str | None = None
-    best_of: int | None = None
+    best_of: Int | None = None
     add_special_tokens: bool | None = None
 
     def prompts(self) -> list[str | list[int]]:
-        one = isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int))
-        return [self.prompt] if one else list(self.prompt)  # type: ignore[list-item, arg-type]
+        return _separate(self.prompt)
 
 
 class Message(Body):
-    role: str
-    content: str | list[dict[str, Any]] | None = None
+    role: str = Field(max_length=_MAX_ROLE)
+    content: str | Objects | None = None
     name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: Objects | None = None
     tool_call_id: str | None = None
 
     def plain(self) -> dict[str, Any]:
@@ -194,13 +264,18 @@ class Message(Body):
             message["role"] = "system"
         return message
 
+    def iter_ignored(self, template: str) -> Iterator[str]:
+        yield from (name for name in self.__pydantic_extra__ or () if name not in template)
+        if isinstance(self.content, list):
+            yield from unknown_names("content", self.content, ("type", "text"))
+
 
 class ChatBody(GenerationBody):
-    messages: list[Message] = Field(min_length=1)
-    max_completion_tokens: int | None = None
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+    max_completion_tokens: Int | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
-    tools: list[dict[str, Any]] | None = None
+    top_logprobs: Int | None = None
+    tools: Objects | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None
@@ -209,16 +284,22 @@ class ChatBody(GenerationBody):
     def output_limit(self) -> int | None:
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
+    def iter_ignored(self, template: str) -> Iterator[str]:
+        yield from super().iter_ignored(template)
+        yield from (f"chat_template_kwargs.{name}" for name in self.chat_template_kwargs or () if name not in template)
+        functions = [tool["function"] for tool in self.tools or () if isinstance(tool.get("function"), dict)]
+        if self.tool_choice in (None, "auto") and any(function.get("strict") for function in functions):
+            yield "tools.function.strict"  # arguments follow their schema only where a call is forced
+
 
 class EmbeddingBody(Body):
     model: str | None = None
-    input: Prompt | list[Prompt]
+    input: Prompts
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: int | None = None
+    dimensions: Int | None = None
 
     def prompts(self) -> list[str | list[int]]:
-        one = isinstance(self.input, str) or (self.input and isinstance(self.input[0], int))
-        return [self.input] if one else list(self.input)  # type: ignore[list-item, arg-type]
+        return _separate(self.input)
 
 
 class TokenizeBody(Body):
@@ -226,72 +307,23 @@ class TokenizeBody(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: Annotated[list[Message], Field(fail_fast=True, max_length=MAX_MESSAGES)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
 
+    def iter_ignored(self, template: str) -> Iterator[str]:
+        yield from super().iter_ignored(template)
+        if self.messages is not None and self.add_special_tokens is not None:
+            yield "add_special_tokens"  # the template decides
+
 
 class DetokenizeBody(Body):
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: TokenIds
 
 
-class OllamaOptions(Body):
-    num_predict: int | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    repeat_penalty: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-
-
-class OllamaBody(Body):
-    model: str | None = None
-    stream: bool | None = None
-    format: Literal["json", ""] | dict[str, Any] | None = None
-    options: OllamaOptions | None = None
-
-
-class OllamaChatBody(OllamaBody):
-    messages: list[Message] = Field(min_length=1)
-    tools: list[dict[str, Any]] | None = None
-
-
-class OllamaGenerateBody(OllamaBody):
-    prompt: str
-    system: str | None = None
-    raw: bool | None = None
-
-
-class AnthropicMessage(Body):
-    role: Literal["user", "assistant"]
-    content: str | list[dict[str, Any]]
-
-
-class AnthropicBody(Body):
-    model: str | None = None
-    messages: list[AnthropicMessage] = Field(min_length=1)
-    max_tokens: int
-    system: str | list[dict[str, Any]] | None = None
-    stop_sequences: list[str] | None = None
-    stream: bool | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: dict[str, Any] | None = None
-    cache_control: CacheControlBody | None = None
-    cache_salt: str | None = Field(default=None, max_length=256)
-    kv_policy: str | None = None
-    kv_budget: int | None = None
-
-
-def content_text(content: str | list[dict[str, Any]]) -> str:
+def content_text(content: str | Objects) -> str:
     """Text of a message's content, as a string or in parts. Raises ValueError for parts that are not text."""
     return content if isinstance(content, str) else "".join(map(_part_text, content))
 
@@ -301,6 +333,17 @@ def _part_text(part: dict[str, Any]) -> str:
     if part.get("type", "text") != "text" or not isinstance(text, str):
         raise ValueError(f"content of type {str(part.get('type'))[:40]!r} is not supported: this model reads text only")
     return text
+
+
+def _separate(prompt: str | list[Any]) -> list[str | list[int]]:
+    """One prompt or many -> a list of prompts."""
+    single = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
+    return [prompt] if single else list(prompt)
+
+
+def unknown_names(prefix: str, values: Iterable[dict[str, Any]], known: tuple[str, ...]) -> Iterator[str]:
+    """Dotted names of what is not `known` in objects that have no model of their own."""
+    return (f"{prefix}.{name}" for value in values for name in value if name not in known)
 
 
 def _json(value: Any) -> str:

@@ -32,7 +32,6 @@ _SAME_NAME = (
     "prompt_logprobs",
 )
 _MAX_STOP_CHARS = 1024
-_MAX_BIASES = 1024
 
 
 def build_params(body: GenerationBody, config: ServeConfig, max_tokens: int, **fixed: Any) -> SamplingParams:
@@ -42,6 +41,8 @@ def build_params(body: GenerationBody, config: ServeConfig, max_tokens: int, **f
     _check_limit("n", values.get("n"), config.max_n)
     _check_limit("logprobs", values.get("logprobs"), config.max_logprobs)
     _check_limit("prompt_logprobs", values.get("prompt_logprobs"), config.max_logprobs)
+    if body.prompt_logprobs is not None and body.stream:
+        raise ApiError(400, "prompt_logprobs is not part of streams: leave it or stream out", param="prompt_logprobs")
     if body.seed is not None:
         if not -(2**63) <= body.seed < 2**64:
             raise ApiError(400, "seed is out of range: give a 64-bit number", param="seed")
@@ -109,8 +110,6 @@ def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
 def _biases(biases: dict[str, float] | None) -> dict[int, float] | None:
     if biases is None:
         return None
-    if len(biases) > _MAX_BIASES:
-        raise ApiError(400, f"logit_bias has {len(biases)} entries, at most {_MAX_BIASES}", param="logit_bias")
     if not all(each.isascii() and each.isdecimal() and len(each) < 12 for each in biases):
         raise ApiError(400, "logit_bias keys must be token ids", param="logit_bias")
     return {int(token_id): bias for token_id, bias in biases.items()}

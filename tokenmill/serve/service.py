@@ -7,10 +7,11 @@ tokens to the key's quota. Knows nothing of HTTP shapes; routes and adapters cal
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import time
 import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,14 +63,14 @@ class Service:
         template: ChatTemplate | None,
         cache_secret: bytes = b"",
     ) -> None:
-        self.config = config
+        self.context = int(identity.options["context"])
+        self.config = config.for_context(self.context)
         self.names = tuple(names)
         self.engine = engine
         self.identity = identity
         self.tokenizer = tokenizer
         self.template = template
         self.created = int(time.time())
-        self.context = int(identity.options["context"])
         self.metrics = Metrics(self.names[0])
         self.admission = Admission(
             int(identity.options["concurrency"]), config.max_queued_requests, config.max_queued_tokens, Pace()
@@ -100,6 +101,36 @@ class Service:
         raise ApiError(
             404, f"model '{shown}' is not served here: use '{self.names[0]}'", param="model", code="model_not_found"
         )
+
+    def check_client(self, client: Client) -> None:
+        """Raise ApiError if the key may send nothing now; called before a body is read."""
+        try:
+            self.admission.check_client(client, time.monotonic())
+        except ApiError as error:
+            if error.status == 429:
+                self.metrics.add("admission_rejections", 1.0, error.code or "other")
+            raise
+
+    def charge(self, client: Client, num_tokens: int = 0, num_requests: int = 1) -> None:
+        """On the quota of a key: what never enters the engine, be it answered or refused."""
+        now = time.monotonic()
+        if client.requests is not None:
+            client.requests.take(float(num_requests), now)
+        if client.tokens is not None:
+            client.tokens.take(float(num_tokens), now)
+
+    @contextlib.contextmanager
+    def metered(self, client: Client) -> Iterator[list[int]]:
+        """A request that never enters the engine is in flight within the block. What the block appends to the list are
+        its tokens."""
+        counts: list[int] = []
+        self.check_client(client)
+        client.num_active += 1
+        try:
+            yield counts
+        finally:
+            client.num_active -= 1
+        self.charge(client, sum(counts))
 
     async def render(
         self,
@@ -151,14 +182,17 @@ class Service:
         embeds: bool = False,
     ) -> Generation:
         """Start generating; `make_params` gets the length of each prompt. The caller must close the result."""
+        encoded: list[list[int]] = []
         try:
             self.admission.check_client(caller.client, time.monotonic())
+            await self._check_fit(prompts, "messages" if chat else "prompt")
             encoded = [await self.encode(prompt, chat=chat, special=special) for prompt in prompts]
             generation = self._prepare(prompts, encoded, make_params, caller, streaming)
             for member in generation.members:
                 member.request.embeds = embeds
             ticket = self._admit(generation, caller)
         except UserError as error:
+            self.charge(caller.client, sum(map(len, encoded)), num_requests=0)
             code = "context_length_exceeded" if "context" in error.problem else None
             raise ApiError(400, str(error), param="messages" if chat else "prompt", code=code) from None
         except ApiError as error:
@@ -206,6 +240,21 @@ class Service:
         self.metrics.on_restart(reason)
 
     # --- internals ---
+
+    async def _check_fit(self, prompts: Sequence[str | Sequence[int]], param: str) -> None:
+        """Refuse text that cannot fit the context before it is tokenized."""
+        for prompt in prompts:
+            if not isinstance(prompt, str) or len(prompt) <= self.context:
+                continue
+            num_tokens = await asyncio.to_thread(self.tokenizer.min_tokens, prompt)
+            if num_tokens > self.context:
+                raise ApiError(
+                    400,
+                    f"the prompt has at least {num_tokens} tokens, the context holds {self.context}: shorten the "
+                    "prompt or serve with a larger --context",
+                    param=param,
+                    code="context_length_exceeded",
+                )
 
     def _encode(self, text: str, chat: bool, special: bool) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=special and not chat, parse_special=chat)

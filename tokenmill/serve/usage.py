@@ -6,7 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 from tokenmill.serve.exchange import Record
-from tokenmill.serve.generation import Generation
+from tokenmill.serve.generation import Delta, Generation
+from tokenmill.serve.protocol import GenerationBody
 
 
 def usage_of(generation: Generation, record: Record) -> dict[str, Any]:
@@ -22,6 +23,25 @@ def usage_of(generation: Generation, record: Record) -> dict[str, Any]:
         "prompt_tokens_details": {"cached_tokens": cached, **_cache_details(generation)},
     }
     return usage | lossy_policy(generation)
+
+
+class StreamUsage:
+    """The `usage` of the chunks of a stream: absent, None until the end, or what was sent so far in each chunk."""
+
+    def __init__(self, body: GenerationBody, generation: Generation, record: Record) -> None:
+        self._included, self._continuous = body.include_usage(), body.continuous_usage()
+        self._generation, self._record = generation, record
+        self._num_sent = 0
+
+    def count(self, delta: Delta) -> None:
+        self._num_sent += len(delta.token_ids)
+
+    def fields(self) -> dict[str, Any]:
+        if not self._continuous:
+            return {"usage": None} if self._included else {}
+        usage = usage_of(self._generation, self._record)  # of all that came, which may be more than was sent
+        sent = {"completion_tokens": self._num_sent, "total_tokens": usage["prompt_tokens"] + self._num_sent}
+        return {"usage": usage | sent}
 
 
 def lossy_policy(generation: Generation) -> dict[str, Any]:

@@ -26,6 +26,9 @@ WORDS = {"▁": -1.0, "▁h": -2.0, "el": -3.0, "▁hel": -4.0, "lo": -5.0, "▁
 
 BYTE_LEVEL = gguf_tokenizer.build_tokenizer(byte_level())
 SENTENCEPIECE = gguf_tokenizer.build_tokenizer(sentencepiece(WORDS))
+_pieces = [*byte_level()["tokenizer.ggml.tokens"]]
+_pieces[150:250] = [f"[no {number}]" for number in range(100)]
+INCOMPLETE = gguf_tokenizer.build_tokenizer(byte_level(tokens=_pieces, merges=["l l"]))  # without a hundred bytes
 
 
 def pieces(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
@@ -232,6 +235,33 @@ class TestHuggingFaceFiles:
         shown = text.replace("▁", " ")
         assert tokenizer.decode(ids) == shown
         assert b"".join(map(tokenizer.token_bytes, ids)) == (b" " + shown.encode() if text else b"")
+
+
+class TestLeastNumberOfTokens:
+    @settings(deadline=None)
+    @given(text=st.text() | st.text("▁ helo<tag>\x00é", max_size=300), special=st.booleans())
+    def test_is_never_more_than_there_are(
+        self, text: str, special: bool, tmp_path_factory: pytest.TempPathFactory
+    ) -> None:
+        for tokenizer in (
+            BYTE_LEVEL,
+            SENTENCEPIECE,
+            INCOMPLETE,
+            hf_tokenizer.build_tokenizer(_sentencepiece_file(tmp_path_factory), None),
+        ):
+            assert tokenizer.min_tokens(text) <= len(tokenizer.encode(text, False, parse_special=special))
+
+    def test_grows_with_the_text(self) -> None:
+        assert BYTE_LEVEL.min_tokens("") == 0
+        assert BYTE_LEVEL.min_tokens("x" * 10_000) >= 1000
+        assert SENTENCEPIECE.min_tokens("x" * 10_000) >= 1000
+
+    def test_is_unknown_where_text_is_normalized(self, tmp_path_factory: pytest.TempPathFactory) -> None:
+        definition = json.loads(_sentencepiece_file(tmp_path_factory).read_text())
+        assert hf_tokenizer.build_tokenizer(_sentencepiece_file(tmp_path_factory), None).min_tokens("x" * 99)
+        path = tmp_path_factory.mktemp("composed") / "tokenizer.json"
+        path.write_text(json.dumps({**definition, "normalizer": {"type": "NFC"}}))
+        assert hf_tokenizer.build_tokenizer(path, None).min_tokens("x" * 99) == 0
 
 
 def _sentencepiece_file(factory: pytest.TempPathFactory) -> Path:

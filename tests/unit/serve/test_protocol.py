@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from tokenmill.serve.adapter_protocol import AnthropicBody
+from tokenmill.serve.anthropic import _as_chat
+from tokenmill.serve.anthropic_messages import chat_tools
 from tokenmill.serve.config import ServeConfig
 from tokenmill.serve.errors import ApiError
 from tokenmill.serve.protocol import ChatBody, CompletionBody, GenerationBody, Message, Structured
@@ -127,3 +130,19 @@ def test_two_constraints_are_refused() -> None:
     body = GenerationBody.model_validate({"guided_regex": "a", "response_format": {"type": "json_object"}})
     with pytest.raises(ValueError, match="more than one"):
         body.structured()
+
+
+def test_tools_that_the_server_would_have_to_run_are_refused() -> None:
+    fields = {"max_tokens": 1, "messages": [{"role": "user", "content": "x"}]}
+    custom, search = {"name": "f", "type": "custom"}, {"name": "web_search", "type": "web_search_20250305"}
+    assert len(chat_tools(AnthropicBody.model_validate({**fields, "tools": [custom]}))["tools"]) == 1
+    with pytest.raises(ValueError, match="runs no tools"):
+        chat_tools(AnthropicBody.model_validate({**fields, "tools": [custom, search]}))
+
+
+def test_blocks_that_become_too_many_messages_are_refused() -> None:
+    blocks = [{"type": "tool_result", "tool_use_id": "a", "content": "x"}] * 5000
+    body = AnthropicBody.model_validate({"max_tokens": 1, "messages": [{"role": "user", "content": blocks}]})
+    with pytest.raises(ApiError) as caught:
+        _as_chat(body)
+    assert (caught.value.status, caught.value.param) == (400, "messages")
