@@ -35,7 +35,8 @@ def add_embedding_routes(app: FastAPI, service: Service) -> None:
             limit = service.config.max_prompts
             raise ApiError(400, f"{len(prompts)} inputs in one request: give 1 to {limit}", param="input")
         params = SamplingParams(max_tokens=1, temperature=0.0)
-        generation = await service.open(prompts, lambda _length: params, caller, streaming=False, embeds=True)
+        opening = service.open(prompts, lambda _length: params, caller, streaming=False, embeds=True)
+        generation = await unless_gone(request, opening)
         try:
             await unless_gone(request, generation.result())
             usage = usage_of(generation, record_of(request))

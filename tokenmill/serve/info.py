@@ -12,7 +12,8 @@ from tokenmill import __version__
 from tokenmill.errors import UserError
 from tokenmill.serve.caller import caller_of
 from tokenmill.serve.errors import ApiError, engine_gone
-from tokenmill.serve.exchange import json_response
+from tokenmill.serve.exchange import json_response, unless_gone
+from tokenmill.serve.keys import Client
 from tokenmill.serve.protocol import DetokenizeBody, TokenizeBody
 from tokenmill.serve.service import Service
 
@@ -58,9 +59,9 @@ def add_info_routes(app: FastAPI, service: Service) -> None:
 
     @router.post("/tokenize")
     async def tokenize(body: TokenizeBody, request: Request) -> Response:
-        caller_of(request, service, body)
+        caller = caller_of(request, service, body)
         service.check_model(body.model)
-        tokens = await _tokenize(service, body)
+        tokens = await unless_gone(request, _tokenize(service, body, caller.client))
         shown: dict[str, Any] = {"count": len(tokens), "max_model_len": service.context, "tokens": tokens}
         if body.return_token_strs:
             shown["token_strs"] = [service.tokenizer.id_to_piece(each) for each in tokens]
@@ -77,15 +78,17 @@ def add_info_routes(app: FastAPI, service: Service) -> None:
     app.include_router(router)
 
 
-async def _tokenize(service: Service, body: TokenizeBody) -> list[int]:
+async def _tokenize(service: Service, body: TokenizeBody, client: Client) -> list[int]:
     try:
         if body.messages is not None and body.prompt is None:
             messages = [message.plain() for message in body.messages]
-            text = await service.render(messages, add_generation_prompt=body.add_generation_prompt is not False)
-            return await service.encode(text, chat=True)
+            shown = body.add_generation_prompt is not False
+            text = await service.render(messages, add_generation_prompt=shown, client=client)
+            return (await service.encode([text], client=client, chat=True))[0]
         if body.prompt is None or body.messages is not None:
             raise ApiError(400, "give either prompt or messages", param="prompt")
-        return await service.encode(body.prompt, special=body.add_special_tokens is not False)
+        special = body.add_special_tokens is not False
+        return (await service.encode([body.prompt], client=client, special=special))[0]
     except (UserError, ValueError) as error:
         raise ApiError(400, str(error), param="prompt") from None
 

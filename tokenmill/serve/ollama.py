@@ -18,7 +18,7 @@ from tokenmill import __version__
 from tokenmill.serve.caller import caller_of
 from tokenmill.serve.chat import finish_reason, open_chat
 from tokenmill.serve.errors import ApiError
-from tokenmill.serve.exchange import NDJSON, Record, json_response, record_of, respond, to_json
+from tokenmill.serve.exchange import NDJSON, Record, json_response, record_of, respond, to_json, unless_gone
 from tokenmill.serve.generation import Generation
 from tokenmill.serve.protocol import (
     ChatBody,
@@ -47,7 +47,8 @@ def add_ollama_routes(app: FastAPI, service: Service) -> None:
         caller, model = caller_of(request, service, body), service.check_model(body.model)
         wanted = ChatBody(messages=body.messages, tools=body.tools, **_sampling(body))
         tools = tools_of(service, wanted)
-        generation = await open_chat(service, wanted, caller, tools, streaming=body.stream is not False)
+        opening = open_chat(service, wanted, caller, tools, streaming=body.stream is not False)
+        generation = await unless_gone(request, opening)
         return await _respond(request, generation, model, tools, lambda *said: {"message": _message(*said)})
 
     @router.post("/generate")
@@ -56,7 +57,7 @@ def add_ollama_routes(app: FastAPI, service: Service) -> None:
         streaming = body.stream is not False
         if body.raw or service.template is None:
             plain = GenerationBody(**_sampling(body))
-            generation = await service.open(
+            opening = service.open(
                 [body.prompt],
                 lambda length: build_params(
                     plain, service.config, resolve_max_tokens(plain, length, service.context, None)
@@ -67,7 +68,8 @@ def add_ollama_routes(app: FastAPI, service: Service) -> None:
         else:
             system = [Message(role="system", content=body.system)] if body.system else []
             wanted = ChatBody(messages=[*system, Message(role="user", content=body.prompt)], **_sampling(body))
-            generation = await open_chat(service, wanted, caller, None, streaming=streaming)
+            opening = open_chat(service, wanted, caller, None, streaming=streaming)
+        generation = await unless_gone(request, opening)
         return await _respond(request, generation, model, None, lambda text, _calls: {"response": text})
 
     @router.get("/tags")

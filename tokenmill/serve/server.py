@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
 import socket
 from collections.abc import Callable, Coroutine
@@ -29,10 +30,12 @@ if TYPE_CHECKING:
     from tokenmill.checkpoint.tokenizer import Tokenizer
     from tokenmill.serve.http import HttpServer
     from tokenmill.serve.service import Service
+    from tokenmill.serve.workers.pool import WorkerPool
 
 _log = get_logger(__name__)
 _POLL_SECONDS = 0.05
 _SECRET = ("api_key",)
+_MIN_QUEUED = 64  # texts of one key that may wait for a text worker, whatever the limit on requests
 
 
 Announce = Callable[[dict[str, Any]], None]
@@ -71,8 +74,9 @@ async def _serve(
     path = await asyncio.to_thread(lambda: resolve(model).path)
     report.phase("starting the engine")
     engine = EngineClient(path, engine_config, config.stall_timeout, report.phase)
+    workers = _text_workers(path, config)
     try:
-        service = await _unless(interrupted, _start(model, path, config, engine))
+        service = await _unless(interrupted, _start(model, path, config, engine, workers))
         if service is None:
             return
         report.phase("opening the port")
@@ -91,10 +95,22 @@ async def _serve(
         await _drain(service, server, serving, interrupted)
     finally:
         report.stop()
+        await workers.close()
         await engine.close()
 
 
-async def _start(model: str, path: Path, config: ServeConfig, engine: EngineClient) -> Service:
+def _text_workers(path: Path, config: ServeConfig) -> WorkerPool:
+    """They start in the background, at low priority: requests wait for them, "ready" does not."""
+    from tokenmill.serve.workers.jobs import Setup
+    from tokenmill.serve.workers.pool import WorkerPool
+
+    setup = Setup(str(path), config.text_worker_memory, logging.getLevelName(_log.getEffectiveLevel()))
+    workers = WorkerPool(setup, config.text_workers, max(_MIN_QUEUED, config.max_queued_requests))
+    workers.start()
+    return workers
+
+
+async def _start(model: str, path: Path, config: ServeConfig, engine: EngineClient, workers: WorkerPool) -> Service:
     """The engine process starts while this one imports the web framework and builds the tokenizer."""
     starting = asyncio.ensure_future(engine.start())
 
@@ -110,7 +126,7 @@ async def _start(model: str, path: Path, config: ServeConfig, engine: EngineClie
         identity = await starting
     finally:
         starting.cancel()
-    return service_class(config, config.served_model_name or (model,), engine, identity, tokenizer, template)
+    return service_class(config, config.served_model_name or (model,), engine, identity, tokenizer, template, workers)
 
 
 async def _unless(event: asyncio.Event, work: Coroutine[Any, Any, Service]) -> Service | None:
