@@ -24,10 +24,17 @@ class GrammarQueue:
     def add(self, request: Request) -> None:
         assert self._compiler is not None
         assert request.params.structured is not None
-        self._jobs[request.request_id] = (request, self._compiler.submit(request.params.structured))
+        job = self._compiler.submit(request.params.structured, request.tenant)
+        self._jobs[request.request_id] = (request, job)
 
     def cancel(self, request_id: str) -> bool:
-        return self._jobs.pop(request_id, None) is not None
+        """False if the request does not wait here."""
+        waiting = self._jobs.pop(request_id, None)
+        if waiting is None:
+            return False
+        if self._compiler is not None:
+            self._compiler.withdraw(waiting[1])
+        return True
 
     def take(self) -> Iterator[Request | tuple[str, UserError]]:
         """Those whose wait is over: a request with its grammar, or the id of one that is refused and why."""
@@ -40,7 +47,7 @@ class GrammarQueue:
                 yield request if error is None else (request_id, error)
 
     def wait(self, seconds: float) -> None:
-        """Until the grammar of the request that came first is ready, for at most this long."""
+        """Until the grammar of the request that came first is ready, at most `seconds`."""
         for _, job in self._jobs.values():
             job.wait(seconds)
             return

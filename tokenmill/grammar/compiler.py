@@ -1,21 +1,23 @@
 """Compiles grammars in threads of its own, with a time limit, so that a bad grammar delays no other request.
 
-`submit` returns a job at once; `compile` waits for it. Compiled grammars are cached by content. A job that exceeds its
-time is abandoned: its thread ends by itself (the library has limits of its own) and another thread takes over. Called
-by the engine loop when a request arrives, never by the sampler.
+`submit` returns a job at once; `compile` waits for it. Tenants take turns; a job whose requests are all gone is not
+compiled. Compiled grammars are cached by content. A job that exceeds its time is abandoned: its thread ends by itself
+(the library has limits of its own) and another thread takes over. Called by the engine loop when a request arrives,
+never by the sampler. Grammars from outside were checked in a process of their own before (check.py).
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from queue import SimpleQueue
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tokenmill.errors import UserError
-from tokenmill.grammar.source import grammar_text, refusal
+from tokenmill.grammar.round_robin import RoundRobin
+from tokenmill.grammar.source import check_limits, grammar_text, refusal
 from tokenmill.grammar.vocabulary import TokenBytes, build_vocabulary
 from tokenmill.types import StructuredSpec
 
@@ -23,9 +25,22 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 _MAX_CACHED = 32
-_MAX_LEXER_STATES = 50_000  # about 1.5 kB each, for each grammar
+# Processor time that computing the masks of one request may take, so that it delays no other in its batch: MASK_SECONDS
+# for each token, and MASK_BURST_SECONDS once.
+MASK_SECONDS = 0.002
+MASK_BURST_SECONDS = 0.2
+# Half of the library's defaults or less: no mask takes more than about 10 ms, whatever the grammar.
+_LIMITS: dict[str, Any] = {
+    "max_lexer_states": 50_000,  # about 1.5 kB each, for each grammar
+    "initial_lexer_fuel": 500_000,
+    "step_lexer_fuel": 100_000,
+    "step_max_items": 25_000,
+    "max_grammar_size": 250_000,
+}
 _MAX_ABANDONED = 4  # threads that may still be busy with abandoned grammars
 _POLL_SECONDS = 0.02
+# The library recurses into a grammar. The longest one that is accepted fits; only touched pages take memory.
+_STACK_BYTES = 128 << 20
 
 
 class CompiledGrammar:
@@ -44,11 +59,17 @@ class GrammarJob:
 
     def __init__(self, spec: StructuredSpec, seconds: float) -> None:
         self.spec = spec
+        self.tenants: set[str] = set()  # in whose queues it is
+        self.num_waiting = 0  # requests
         self._seconds = seconds
         self._ended = threading.Event()
         self._began: float | None = None
         self._grammar: CompiledGrammar | None = None
         self._error: Exception | None = None
+
+    @property
+    def began(self) -> bool:
+        return self._began is not None
 
     @property
     def expired(self) -> bool:
@@ -96,8 +117,9 @@ class GrammarCompiler:
         self._vocabulary: LLTokenizer | None = None
         self._ready: OrderedDict[StructuredSpec, GrammarJob] = OrderedDict()
         self._current: dict[StructuredSpec, GrammarJob] = {}  # queued or being compiled
-        self._queue: SimpleQueue[GrammarJob | None] = SimpleQueue()
-        self._lock = threading.Lock()  # around the tables
+        self._queue: RoundRobin[GrammarJob] = RoundRobin()
+        self._lock = threading.Lock()  # around the tables and the queue
+        self._queued = threading.Condition(self._lock)
         self._building = threading.Lock()  # around the vocabulary
         self._num_workers = 0
         self._abandoned: set[GrammarJob] = set()
@@ -105,23 +127,34 @@ class GrammarCompiler:
     def prepare(self) -> None:
         """Build the vocabulary in the background, so that the first grammar does not wait for it."""
         self.replace_stuck_worker()
-        self._queue.put(None)
 
-    def submit(self, spec: StructuredSpec) -> GrammarJob:
+    def submit(self, spec: StructuredSpec, tenant: str = "") -> GrammarJob:
         self.replace_stuck_worker()
         with self._lock:
-            job = self._ready.get(spec) or self._current.get(spec)
-            if job is not None:
-                if spec in self._ready:
-                    self._ready.move_to_end(spec)
-                return job
-            job = GrammarJob(spec, self._seconds)
-            if len(self._abandoned) > _MAX_ABANDONED:
+            if spec in self._ready:
+                self._ready.move_to_end(spec)
+                return self._ready[spec]
+            job = self._current.get(spec) or GrammarJob(spec, self._seconds)
+            if spec not in self._current and len(self._abandoned) > _MAX_ABANDONED:
                 job.end(UserError("too many slow grammars are being compiled", "try again in some seconds"))
                 return job
             self._current[spec] = job
-        self._queue.put(job)
+            job.num_waiting += 1
+            if not job.began and tenant not in job.tenants:
+                job.tenants.add(tenant)
+                self._queue.add(tenant, job)
+                self._queued.notify()
         return job
+
+    def withdraw(self, job: GrammarJob) -> None:
+        """A request does not wait for the job any more; after the last one it leaves the queue."""
+        with self._lock:
+            job.num_waiting -= 1
+            if job.num_waiting > 0 or job.began or self._current.get(job.spec) is not job:
+                return
+            del self._current[job.spec]
+            for tenant in job.tenants:
+                self._queue.remove(tenant, job)
 
     def compile(self, spec: StructuredSpec) -> CompiledGrammar:
         """Wait for a grammar. Raises UserError if it cannot be used or takes too long."""
@@ -144,27 +177,35 @@ class GrammarCompiler:
     def _ensure_worker(self) -> None:
         if self._num_workers <= len(self._abandoned):
             self._num_workers += 1
-            # A daemon: an interpreter that ends does not wait for a grammar.
-            threading.Thread(target=self._work, name="tokenmill-grammar", daemon=True).start()
+            before = threading.stack_size(_STACK_BYTES)
+            try:
+                # A daemon: an interpreter that ends does not wait for a grammar.
+                threading.Thread(target=self._work, name="tokenmill-grammar", daemon=True).start()
+            finally:
+                threading.stack_size(before)
 
     def _work(self) -> None:
+        with contextlib.suppress(Exception):  # raised again for each job
+            self._built_vocabulary()
         while True:
-            job = self._queue.get()
+            job = self._next()
             try:
-                vocabulary = self._built_vocabulary()
-            except Exception as error:
-                if job is not None:
-                    self._finish(job, error)
-                continue
-            if job is None:
-                continue
-            job.begin()
-            try:
-                result: CompiledGrammar | Exception = _compile(job.spec, vocabulary)
+                result: CompiledGrammar | Exception = compile_grammar(job.spec, self._built_vocabulary())
             except Exception as error:
                 result = error
             if self._finish(job, result):
                 return
+
+    def _next(self) -> GrammarJob:
+        """Wait for a job; its time runs from here."""
+        with self._queued:
+            while True:
+                job = self._queue.take()
+                if job is None:
+                    self._queued.wait()
+                elif not job.began:  # else another tenant's turn has come before
+                    job.begin()
+                    return job
 
     def _finish(self, job: GrammarJob, result: CompiledGrammar | Exception) -> bool:
         """Deliver the result; returns whether this thread is no longer needed, because it was replaced meanwhile."""
@@ -191,9 +232,11 @@ class GrammarCompiler:
             return self._vocabulary
 
 
-def _compile(spec: StructuredSpec, vocabulary: LLTokenizer) -> CompiledGrammar:
+def compile_grammar(spec: StructuredSpec, vocabulary: LLTokenizer) -> CompiledGrammar:
+    """In the calling thread. Raises UserError where the grammar cannot be used."""
     from llguidance import LLMatcher
 
+    check_limits(spec)
     matcher = LLMatcher(vocabulary, grammar_text(spec), log_level=0, limits=_limits())
     if matcher.is_error():
         raise refusal(spec, matcher.get_error())
@@ -208,4 +251,4 @@ def _compile(spec: StructuredSpec, vocabulary: LLTokenizer) -> CompiledGrammar:
 def _limits() -> LLParserLimits:
     from llguidance import LLParserLimits
 
-    return LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
+    return LLParserLimits(**_LIMITS, verbose_errors=False)

@@ -18,6 +18,8 @@ from tokenmill.types import StructuredSpec
 WHITESPACE = r"[ \n\r\t]{1,40}"
 JSON_OPTIONS: dict[str, Any] = {"lenient": False, "coerce_one_of": False, "whitespace_pattern": WHITESPACE}
 _MAX_DEPTH = 64
+_MAX_CHARS = {"json_schema": 1 << 17, "regex": 1 << 14, "choice": 1 << 16, "grammar": 1 << 16}
+_RULE = re.compile(r"[ \t]*[\w-]+[ \t]*::=")  # of GBNF, at the start of a line
 _MAX_MESSAGE = 300
 _REMEDY = {
     "json_schema": "leave that part out of the schema, or check the answer yourself",
@@ -43,6 +45,14 @@ def grammar_text(spec: StructuredSpec) -> str:
             return LLMatcher.grammar_from_regex("|".join(map(_escaped, dict.fromkeys(spec.choices))))
         case _:
             return LLMatcher.grammar_from_lark(_lark(spec.text))
+
+
+def check_limits(spec: StructuredSpec) -> None:
+    """Raises UserError for a spec that is too large to be compiled. Cheap: the server calls it on its event loop."""
+    size = len(spec.text) + sum(map(len, spec.choices))
+    limit = _MAX_CHARS.get(spec.kind, 0) or size
+    if size > limit:
+        raise UserError(f"the {spec.kind} has {size} characters", f"give at most {limit}")
 
 
 def refusal(spec: StructuredSpec, reason: str) -> UserError:
@@ -130,8 +140,13 @@ def _escaped(text: str) -> str:
     return re.sub(r"[^\w]", lambda match: f"\\x{{{ord(match[0]):x}}}", text)
 
 
+def is_gbnf(text: str) -> bool:
+    """Whether any line starts a rule as GBNF writes it. Each line is scanned once: the text may be long and hostile."""
+    return any(map(_RULE.match, text.split("\n")))
+
+
 def _lark(text: str) -> str:
-    if not re.search(r"^\s*[\w-]+\s*::=", text, re.MULTILINE):
+    if not is_gbnf(text):
         return text
     from llguidance.gbnf_to_lark import gbnf_to_lark
 

@@ -18,7 +18,7 @@ from tokenmill.serve.anthropic_messages import cache_control, chat_messages, cha
 from tokenmill.serve.caller import caller_of
 from tokenmill.serve.chat import open_chat
 from tokenmill.serve.errors import ApiError
-from tokenmill.serve.exchange import Record, record_of, respond, to_json
+from tokenmill.serve.exchange import Record, record_of, respond, to_json, unless_gone
 from tokenmill.serve.generation import Generation
 from tokenmill.serve.protocol import ChatBody
 from tokenmill.serve.reading import body_schema, read_body, validate
@@ -47,7 +47,8 @@ def add_anthropic_routes(app: FastAPI, service: Service) -> None:
         }
         chat = _as_chat(body)
         tools = tools_of(service, chat)
-        generation = await open_chat(service, chat, caller, tools, streaming=bool(body.stream))
+        opening = open_chat(service, chat, caller, tools, streaming=bool(body.stream))
+        generation = await unless_gone(request, opening)
 
         async def complete() -> dict[str, Any]:
             return head | _answer(generation, tools, record)

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from tokenmill.engine.outputs import CompletionOutput
 from tokenmill.serve.caller import caller_of
 from tokenmill.serve.errors import ApiError
-from tokenmill.serve.exchange import DONE, Record, event, record_of, respond
+from tokenmill.serve.exchange import DONE, Record, event, record_of, respond, unless_gone
 from tokenmill.serve.generation import Delta, Generation
 from tokenmill.serve.logprobs import LogprobBudget, chat_logprobs, long_chat_logprobs, prompt_scores
 from tokenmill.serve.protocol import ChatBody
@@ -44,7 +44,8 @@ def add_chat_routes(app: FastAPI, service: Service) -> None:
             "model": service.check_model(body.model),
         }
         tools = tools_of(service, body) if body.tools or body.tool_choice is not None else None
-        generation = await open_chat(service, body, caller, tools, streaming=bool(body.stream))
+        opening = open_chat(service, body, caller, tools, streaming=bool(body.stream))
+        generation = await unless_gone(request, opening)
 
         async def complete() -> dict[str, Any]:
             answer = await _answer(service, body, generation, tools, record)
@@ -75,7 +76,7 @@ async def open_chat(
     shown: Sequence[Mapping[str, Any]] | None = None
     if tools is not None or any(map(_has_calls, plain)):
         messages, shown = service.tool_style.for_template(plain, tools.tools if tools is not None else None)
-    prompt = await service.render(messages, shown, generation_prompt, body.chat_template_kwargs)
+    prompt = await service.render(messages, shown, generation_prompt, body.chat_template_kwargs, client=caller.client)
 
     def params(length: int) -> SamplingParams:
         limit = resolve_max_tokens(body, length, service.context, None)

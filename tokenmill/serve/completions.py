@@ -17,7 +17,7 @@ from tokenmill.engine.outputs import PositionLogprobs, RequestOutput
 from tokenmill.serve.caller import caller_of
 from tokenmill.serve.chat import finish_reason
 from tokenmill.serve.errors import ApiError
-from tokenmill.serve.exchange import DONE, Record, event, record_of, respond
+from tokenmill.serve.exchange import DONE, Record, event, record_of, respond, unless_gone
 from tokenmill.serve.generation import Delta, Generation
 from tokenmill.serve.logprobs import CompletionLogprobs, LogprobBudget, prompt_scores
 from tokenmill.serve.protocol import CompletionBody
@@ -53,7 +53,8 @@ def add_completion_routes(app: FastAPI, service: Service) -> None:
             return build_params(body, service.config, limit, logprobs=body.logprobs, prompt_logprobs=scored)
 
         special = body.add_special_tokens is not False
-        generation = await service.open(prompts, params, caller, streaming=bool(body.stream), special=special)
+        opening = service.open(prompts, params, caller, streaming=bool(body.stream), special=special)
+        generation = await unless_gone(request, opening)
         shapes = _Shapes(service, body, generation)
 
         async def complete() -> dict[str, Any]:

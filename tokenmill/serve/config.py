@@ -134,6 +134,12 @@ class ServeConfig:
     tool_call_parser: str = option(
         "auto", "Format of the model's tool calls: hermes, llama3_json, pythonic or auto.", metavar="NAME"
     )
+    text_workers: int = option(
+        2, "Number of processes that render templates, tokenize long texts and check grammars.", metavar="N", low=1
+    )
+    text_worker_memory: int = option(
+        2 << 30, "Memory that one of them may use, such as 2GiB.", metavar="SIZE", parse=parse_size, low=1 << 27
+    )
     stall_timeout: float = option(
         30.0, "Time after which a silent engine or an endless step counts as stuck.", metavar="SECONDS", low=0
     )

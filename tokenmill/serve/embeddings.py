@@ -34,7 +34,8 @@ def add_embedding_routes(app: FastAPI, service: Service) -> None:
             raise ApiError(400, "dimensions is not supported: this model has one size", param="dimensions")
         prompts = check_prompts(body.prompts(), service, "input")
         params = SamplingParams(max_tokens=1, temperature=0.0)
-        generation = await service.open(prompts, lambda _length: params, caller, streaming=False, embeds=True)
+        opening = service.open(prompts, lambda _length: params, caller, streaming=False, embeds=True)
+        generation = await unless_gone(request, opening)
         try:
             await unless_gone(request, generation.result())
             usage = usage_of(generation, record_of(request))

@@ -13,7 +13,8 @@ from tokenmill import __version__
 from tokenmill.errors import UserError
 from tokenmill.serve.caller import caller_of
 from tokenmill.serve.errors import ApiError, engine_gone
-from tokenmill.serve.exchange import json_response, record_of
+from tokenmill.serve.exchange import json_response, record_of, unless_gone
+from tokenmill.serve.keys import Client
 from tokenmill.serve.protocol import DetokenizeBody, TokenizeBody
 from tokenmill.serve.reading import body_schema, read_body
 from tokenmill.serve.service import Service
@@ -76,7 +77,7 @@ def add_info_routes(app: FastAPI, service: Service) -> None:
         client = caller_of(request, service, body).client
         service.check_model(body.model)
         with service.metered(client) as charged:
-            tokens = await _tokenize(service, body)
+            tokens = await unless_gone(request, _tokenize(service, body, client))
             charged.append(len(tokens))
             shown: dict[str, Any] = {"count": len(tokens), "max_model_len": service.context, "tokens": tokens}
             if body.return_token_strs:
@@ -104,15 +105,17 @@ def _check_right(request: Request) -> None:
         raise ApiError(403, "this key may not read the server's metrics", code="metrics_right")
 
 
-async def _tokenize(service: Service, body: TokenizeBody) -> list[int]:
+async def _tokenize(service: Service, body: TokenizeBody, client: Client) -> list[int]:
     try:
         if body.messages is not None and body.prompt is None:
             messages = [message.plain() for message in body.messages]
-            text = await service.render(messages, add_generation_prompt=body.add_generation_prompt is not False)
-            return await service.encode(text, chat=True)
+            shown = body.add_generation_prompt is not False
+            text = await service.render(messages, add_generation_prompt=shown, client=client)
+            return (await service.encode([text], client=client, chat=True))[0]
         if body.prompt is None or body.messages is not None:
             raise ApiError(400, "give either prompt or messages", param="prompt")
-        return await service.encode(body.prompt, special=body.add_special_tokens is not False)
+        special = body.add_special_tokens is not False
+        return (await service.encode([body.prompt], client=client, special=special))[0]
     except (UserError, ValueError) as error:
         param = "prompt" if body.messages is None else "messages"
         raise ApiError(400, str(error), param=param) from None

@@ -19,7 +19,7 @@ from tokenmill.serve.adapter_protocol import OllamaBody, OllamaChatBody, OllamaG
 from tokenmill.serve.caller import caller_of
 from tokenmill.serve.chat import finish_reason, open_chat
 from tokenmill.serve.errors import ApiError
-from tokenmill.serve.exchange import NDJSON, Record, json_response, record_of, respond, to_json
+from tokenmill.serve.exchange import NDJSON, Record, json_response, record_of, respond, to_json, unless_gone
 from tokenmill.serve.generation import Generation
 from tokenmill.serve.protocol import ChatBody, GenerationBody, Message
 from tokenmill.serve.reading import body_schema, read_body, validate
@@ -56,7 +56,8 @@ def add_ollama_routes(app: FastAPI, service: Service) -> None:
         fields = {"messages": body.messages, "tools": body.tools, **_chat_fields(service, body)}
         wanted = validate(ChatBody, fields)
         tools = tools_of(service, wanted)
-        generation = await open_chat(service, wanted, caller, tools, streaming=body.stream is not False)
+        opening = open_chat(service, wanted, caller, tools, streaming=body.stream is not False)
+        generation = await unless_gone(request, opening)
         return await _respond(request, generation, model, tools, lambda *said: {"message": _message(*said)})
 
     @router.post("/generate", openapi_extra=body_schema(OllamaGenerateBody))
@@ -70,7 +71,7 @@ def add_ollama_routes(app: FastAPI, service: Service) -> None:
         if body.raw or service.template is None:
             fields.pop("chat_template_kwargs", None)
             plain = validate(GenerationBody, fields)
-            generation = await service.open(
+            opening = service.open(
                 [body.prompt],
                 lambda length: build_params(
                     plain, service.config, resolve_max_tokens(plain, length, service.context, None)
@@ -82,7 +83,8 @@ def add_ollama_routes(app: FastAPI, service: Service) -> None:
             system = [Message(role="system", content=body.system)] if body.system else []
             messages = [*system, Message(role="user", content=body.prompt)]
             wanted = validate(ChatBody, {"messages": messages, **fields})
-            generation = await open_chat(service, wanted, caller, None, streaming=streaming)
+            opening = open_chat(service, wanted, caller, None, streaming=streaming)
+        generation = await unless_gone(request, opening)
         return await _respond(request, generation, model, None, lambda text, _calls: {"response": text})
 
     @router.get("/tags")

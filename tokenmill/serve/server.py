@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
 import socket
 import ssl
@@ -41,8 +42,10 @@ from tokenmill.serve.startup import StartupReport
 if TYPE_CHECKING:
     from tokenmill.checkpoint.chat_template import ChatTemplate
     from tokenmill.checkpoint.tokenizer import Tokenizer
+    from tokenmill.engine.messages import Ready
     from tokenmill.serve.http import HttpServer
     from tokenmill.serve.service import Service
+    from tokenmill.serve.workers.pool import WorkerPool
 
 _log = get_logger(__name__)
 _POLL_SECONDS = 0.05
@@ -50,6 +53,7 @@ _CLOSE_SECONDS = 2.0  # for the engine to write its cached pages to the tiers
 _EXIT_SECONDS = 3.0  # from the end of the engine to the end of the process
 _KEYS_SECONDS = 1.0  # between two looks at the keys file
 _SECRET = ("api_key",)
+_MIN_QUEUED = 64  # texts of one key that may wait for a text worker, whatever the limit on requests
 
 
 Announce = Callable[[dict[str, Any]], None]
@@ -82,6 +86,7 @@ async def _serve(
     report = StartupReport()
     signals = StopSignals(config.shutdown_timeout)
     engine: EngineClient | None = None
+    workers: WorkerPool | None = None
     key_watch = KeyWatch(keys, config.all_keys(), config.api_keys_file)
     reload = asyncio.Event()
     if config.api_keys_file or tls is not None:  # else SIGHUP ends the server, as a terminal that closes should
@@ -93,11 +98,14 @@ async def _serve(
             return
         report.phase("starting the engine")
         engine = EngineClient(path, engine_config, config.stall_timeout, report.phase, config.spare_engine)
+        workers = _text_workers(path, engine_config.load_format, config)
         secret = _cache_secret(config, engine_config, keys)
-        starting = _start(model, path, config, engine, engine_config.load_format, secret)
-        service = await signals.unless_told(starting)
-        if service is None:
+        started = await signals.unless_told(_start(path, engine_config.load_format, engine))
+        if started is None:
             return
+        service_class, identity, tokenizer, template = started
+        names = config.served_model_name or (model,)
+        service = service_class(config, names, engine, identity, tokenizer, template, workers, secret)
         report.phase("opening the port")
         from tokenmill.serve.http import make_server
 
@@ -117,15 +125,29 @@ async def _serve(
         await _drain(service, server, serving, signals)
     finally:
         report.stop()
+        if workers is not None:
+            await workers.close()
         if engine is not None:
             await engine.close(0.0 if signals.hurry.is_set() else _CLOSE_SECONDS)
         if signals.told.is_set():
             end_within(_EXIT_SECONDS)
 
 
+def _text_workers(path: Path, load_format: str, config: ServeConfig) -> WorkerPool:
+    """They start in the background, at low priority: requests wait for them, "ready" does not."""
+    from tokenmill.serve.workers.jobs import Setup
+    from tokenmill.serve.workers.pool import WorkerPool
+
+    level = logging.getLevelName(_log.getEffectiveLevel())
+    setup = Setup(str(path), config.text_worker_memory, level, load_format)
+    workers = WorkerPool(setup, config.text_workers, max(_MIN_QUEUED, config.max_queued_requests))
+    workers.start()
+    return workers
+
+
 async def _start(
-    model: str, path: Path, config: ServeConfig, engine: EngineClient, load_format: str, cache_secret: bytes
-) -> Service:
+    path: Path, load_format: str, engine: EngineClient
+) -> tuple[type[Service], Ready, Tokenizer, ChatTemplate | None]:
     """The engine process starts while this one imports the web framework and builds the tokenizer."""
     starting = asyncio.ensure_future(engine.start())
 
@@ -141,8 +163,7 @@ async def _start(
         identity = await starting
     finally:
         starting.cancel()
-    names = config.served_model_name or (model,)
-    return service_class(config, names, engine, identity, tokenizer, template, cache_secret)
+    return service_class, identity, tokenizer, template
 
 
 async def _reload_keys(watch: KeyWatch, service: Service, told: asyncio.Event) -> None:

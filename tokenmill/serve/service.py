@@ -31,9 +31,15 @@ from tokenmill.serve.keys import LANES, Client
 from tokenmill.serve.limits import Admission, Pace, Ticket, check_grammar_quota, key_withdrawn
 from tokenmill.serve.metrics import Metrics
 from tokenmill.serve.tools.use import ToolStyle
+from tokenmill.serve.workers.jobs import Encode, Render
+from tokenmill.serve.workers.pool import WorkerPool
+from tokenmill.serve.workers.text import TextWork
 from tokenmill.types import CacheControl, SamplingParams
 
-_LONG_TEXT = 4096  # characters: longer texts are tokenized outside the event loop
+_LONG_TEXT = 4096  # characters: longer texts are tokenized by a text worker
+_MAX_MESSAGES = 1 << 14
+# Variables of a template that chat_template_kwargs cannot set.
+_OWN_VARIABLES = ("self", "messages", "tools", "add_generation_prompt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +67,7 @@ class Service:
         identity: Ready,
         tokenizer: Tokenizer,
         template: ChatTemplate | None,
+        workers: WorkerPool,
         cache_secret: bytes = b"",
     ) -> None:
         self.context = int(identity.options["context"])
@@ -70,6 +77,7 @@ class Service:
         self.identity = identity
         self.tokenizer = tokenizer
         self.template = template
+        self.text = TextWork(workers)
         self.created = int(time.time())
         self.metrics = Metrics(self.names[0])
         self.admission = Admission(
@@ -138,21 +146,21 @@ class Service:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         extra: Mapping[str, Any] | None = None,
+        *,
+        client: Client,
     ) -> str:
-        template = self.template
-        if template is None:
+        """The prompt of a conversation. Always made by a text worker: templates come with the weights, from anywhere,
+        and no bound on their steps bounds the cost of each."""
+        if self.template is None:
             raise ApiError(400, f"{self.names[0]} has no chat template: use /v1/completions", param="messages")
-        size = sum(len(str(message.get("content"))) for message in messages)
-        self.check_size(size, "messages")
-
-        def work() -> str:
-            variables = {key: value for key, value in (extra or {}).items() if key not in ("messages", "tools")}
-            return template.render(messages, tools, add_generation_prompt, **variables)
-
-        try:
-            return await asyncio.to_thread(work) if size > _LONG_TEXT else work()
-        except UserError as error:
-            raise ApiError(400, str(error), param="messages") from None
+        if len(messages) > _MAX_MESSAGES:
+            problem = f"{len(messages)} messages in one request: give at most {_MAX_MESSAGES}"
+            raise ApiError(413, problem, param="messages")
+        self.check_size(sum(len(str(message.get("content"))) for message in messages), "messages")
+        variables = {key: value for key, value in (extra or {}).items() if key not in _OWN_VARIABLES}
+        listed = None if tools is None else [dict(tool) for tool in tools]
+        job = Render([dict(message) for message in messages], listed, add_generation_prompt, variables)
+        return await self.text.render(job, client)
 
     def check_size(self, num_chars: int, param: str) -> None:
         if num_chars > self.config.max_prompt_chars:
@@ -161,14 +169,20 @@ class Service:
                 413, f"the prompt has {num_chars} characters, the limit of this server is {limit}", param=param
             )
 
-    async def encode(self, prompt: str | Sequence[int], *, chat: bool = False, special: bool = True) -> list[int]:
-        """Token ids. `chat`: the text is a rendered template; `special`: with the tokens that start a sequence."""
-        if not isinstance(prompt, str):
-            return list(prompt)
-        self.check_size(len(prompt), "prompt")
-        if len(prompt) > _LONG_TEXT:
-            return await asyncio.to_thread(self._encode, prompt, chat, special)
-        return self._encode(prompt, chat, special)
+    async def encode(
+        self, prompts: Sequence[str | Sequence[int]], *, client: Client, chat: bool = False, special: bool = True
+    ) -> list[list[int]]:
+        """Token ids of each prompt. `chat`: texts are rendered templates; `special`: with the tokens that start a
+        sequence. Only short texts are tokenized here, by an instance that no thread shares."""
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        for text in texts:
+            self.check_size(len(text), "messages" if chat else "prompt")
+        if sum(map(len, texts)) > _LONG_TEXT:
+            encoded = await self.text.encode(Encode(texts, chat, special), client)
+        else:
+            encoded = [self.tokenizer.encode(text, special and not chat, parse_special=chat) for text in texts]
+        ids = iter(encoded)
+        return [next(ids) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
 
     async def open(
         self,
@@ -186,8 +200,12 @@ class Service:
         try:
             self.admission.check_client(caller.client, time.monotonic())
             await self._check_fit(prompts, "messages" if chat else "prompt")
-            encoded = [await self.encode(prompt, chat=chat, special=special) for prompt in prompts]
+            encoded = await self.encode(prompts, client=caller.client, chat=chat, special=special)
             generation = self._prepare(prompts, encoded, make_params, caller, streaming)
+            structured = generation.members[0].request.params.structured  # the same for all
+            if structured is not None:
+                check_grammar_quota(caller.client, time.monotonic())
+                await self.text.check_grammar(structured, caller.client)
             for member in generation.members:
                 member.request.embeds = embeds
             ticket = self._admit(generation, caller)
@@ -256,9 +274,6 @@ class Service:
                     code="context_length_exceeded",
                 )
 
-    def _encode(self, text: str, chat: bool, special: bool) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=special and not chat, parse_special=chat)
-
     def _prepare(
         self,
         prompts: Sequence[str | Sequence[int]],
@@ -284,8 +299,6 @@ class Service:
         now = time.monotonic()
         requests = [member.request for member in generation.members]
         params = requests[0].params
-        if params.structured is not None:
-            check_grammar_quota(caller.client, now)
         lengths = [len(request.prompt_ids) for request in requests]
         max_output = params.n * sum(min(params.max_tokens, self.context - length) for length in lengths)
         return self.admission.admit(caller.client, lengths, params.n, caller.deadline, now, max_output)

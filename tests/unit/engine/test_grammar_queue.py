@@ -64,7 +64,7 @@ def test_a_compiler_that_fails_refuses_the_request_and_no_more(
     def fail(*_: object) -> None:
         raise RuntimeError("stack overflow")
 
-    monkeypatch.setattr("tokenmill.grammar.compiler._compile", fail)
+    monkeypatch.setattr("tokenmill.grammar.compiler.compile_grammar", fail)
     waiting.add(_request("unlucky", "a+"))
     refused = _outcomes(waiting, 1)["unlucky"]
     assert isinstance(refused, UserError)

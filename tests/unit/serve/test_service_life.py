@@ -16,6 +16,8 @@ from tokenmill.serve.errors import ApiError
 from tokenmill.serve.generation import Generation
 from tokenmill.serve.keys import Client
 from tokenmill.serve.service import Caller, Service
+from tokenmill.serve.workers.jobs import Setup
+from tokenmill.serve.workers.pool import WorkerPool
 from tokenmill.types import SamplingParams, TokenEvent
 
 _OPTIONS = {"context": 64, "concurrency": 4, "kv_budget_policy": "", "kv_budget": 0, "seed": 0}
@@ -47,7 +49,9 @@ class Engine:
 def make_service() -> tuple[Service, Engine]:
     engine = Engine()
     identity = Ready(100, [0], _OPTIONS, "none", "none", "none", 0, 0.0)
-    return Service(ServeConfig(), ("m",), engine, identity, numbering_tokenizer(100), None), engine  # type: ignore[arg-type]
+    workers = WorkerPool(Setup("", 0), 0, 0)  # texts are short: none is asked
+    service = Service(ServeConfig(), ("m",), engine, identity, numbering_tokenizer(100), None, workers)  # type: ignore[arg-type]
+    return service, engine
 
 
 async def opened(service: Service, deadline: float | None, num_prompts: int = 1) -> Generation:

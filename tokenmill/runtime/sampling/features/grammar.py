@@ -2,11 +2,13 @@
 
 Each request has a matcher of its own, which follows its output; after preemption it goes on where it was. When nothing
 but the end-of-text token is allowed, it is sampled, even before min_tokens. Where no token is possible at all (the
-grammar ran into a limit), every logit is -inf and the sampler ends the request.
+grammar ran into a limit, or its masks take so long that they delay other requests), every logit is -inf and the sampler
+ends the request.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
@@ -14,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tokenmill.grammar.compiler import MASK_BURST_SECONDS, MASK_SECONDS
 from tokenmill.log import get_logger
 from tokenmill.runtime.sampling.features.base import LogitFeature
 from tokenmill.types import CompiledGrammar, Request, SamplingParams
@@ -61,6 +64,7 @@ class _Progress:
         self._vocab_size = grammar.vocab_size
         self._num_output = 0  # of the request's own tokens, how many the matcher has consumed
         self._drafted: list[int] = []  # consumed after them
+        self._seconds_left = MASK_BURST_SECONDS  # of processor time, for masks
 
     def follow(self, output: list[int], drafted: Sequence[int]) -> bool:
         """Consume the output since the last time, then `drafted`; drafted tokens of last time that do not follow
@@ -88,9 +92,12 @@ class _Progress:
     def banned(self, num_logits: int) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
         """[num_logits]: True for tokens that the grammar does not allow next."""
         result = np.ones(num_logits, dtype=np.bool_)
-        if self._matcher.is_error():
+        if self._matcher.is_error() or self._seconds_left < 0:
             return result
+        began = time.thread_time()
         self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
+        left = self._seconds_left + MASK_SECONDS - (time.thread_time() - began)
+        self._seconds_left = min(left, MASK_BURST_SECONDS)
         if self._matcher.is_error():
             return result
         size = min(num_logits, self._vocab_size)
@@ -98,6 +105,8 @@ class _Progress:
         return result
 
     def problem(self) -> str:
+        if self._seconds_left < 0:
+            return "its grammar takes too long to follow"
         return f"its grammar allows no token ({' '.join(self._matcher.get_error().split())[:200]})"
 
 
