@@ -5,17 +5,19 @@ These are the states of a generating model: good for likeness within one model, 
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import math
 import struct
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter, FastAPI, Request
 from starlette.responses import Response
 
 from tokenmill.serve.caller import caller_of
 from tokenmill.serve.errors import ApiError
-from tokenmill.serve.exchange import json_response, record_of, unless_gone
+from tokenmill.serve.exchange import json_response, record_of, to_json, unless_gone
 from tokenmill.serve.protocol import EmbeddingBody
 from tokenmill.serve.reading import body_schema, check_prompts, read_body
 from tokenmill.serve.service import Service
@@ -39,13 +41,14 @@ def add_embedding_routes(app: FastAPI, service: Service) -> None:
         try:
             await unless_gone(request, generation.result())
             usage = usage_of(generation, record_of(request))
-            vectors = [_unit(member.embedding) for member in generation.members]
+            vectors = [member.embedding for member in generation.members]
         finally:
             generation.close()
-        data = [
-            {"object": "embedding", "index": number, "embedding": _shown(vector, body.encoding_format)}
-            for number, vector in enumerate(vectors)
-        ]
+        data = []
+        for number, vector in enumerate(vectors):
+            shown = msgspec.Raw(to_json(_shown(_unit(vector), body.encoding_format)))
+            data.append({"object": "embedding", "index": number, "embedding": shown})
+            await asyncio.sleep(0)  # thousands of numbers each: other requests get their turn
         used = {"prompt_tokens": usage["prompt_tokens"], "total_tokens": usage["prompt_tokens"]}
         return json_response({"object": "list", "model": model, "data": data, "usage": used})
 

@@ -17,6 +17,8 @@ from tokenmill.serve.config import ServeConfig
 from tokenmill.serve.errors import ApiError
 from tokenmill.serve.exchange import ClientGoneError, Record
 from tokenmill.serve.keys import Client
+from tokenmill.serve.limits import Admission, Pace
+from tokenmill.serve.metrics import Metrics
 from tokenmill.serve.protocol import (
     MAX_MESSAGES,
     Body,
@@ -257,6 +259,26 @@ def test_a_key_without_quota_is_refused_before_its_body_is_read() -> None:
     service.refuses = ApiError(429, "used up", code="request_quota")
     with pytest.raises(ApiError, match="used up"):
         _read(b"{", service=service, leaves=True)
+
+
+def test_what_never_enters_the_engine_is_metered_like_the_rest() -> None:
+    client = Client("k", requests_per_minute=2, tokens_per_minute=1000, max_parallel=1)
+    service = Service.__new__(Service)  # only its bookkeeping
+    service.admission, service.metrics = Admission(1, 1, 1, Pace()), Metrics("model")
+    with service.metered(client) as charged:
+        charged.append(300)
+        with pytest.raises(ApiError, match="in flight"):
+            service.check_client(client)
+    assert client.num_active == 0
+    with pytest.raises(ValueError, match="broken"), service.metered(client):
+        raise ValueError("broken")
+    assert client.num_active == 0
+    assert client.tokens is not None
+    assert client.tokens.level == pytest.approx(700, abs=5)
+    service.charge(client)  # a refusal
+    with pytest.raises(ApiError) as caught, service.metered(client):
+        pytest.fail("admitted")
+    assert (caught.value.status, caught.value.code) == (429, "request_quota")
 
 
 def test_a_client_that_leaves_while_sending() -> None:
