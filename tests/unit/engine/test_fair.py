@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 
 from tests.unit.engine.building import answer, make_kv, make_request, make_scheduler, rows_of
+from tokenmill.engine.order import DISCIPLINES
 from tokenmill.engine.scheduler import Scheduler
 from tokenmill.types import Request, StepResult
 
@@ -185,6 +186,16 @@ def test_a_lower_priority_takes_neither_slots_nor_tokens_for_fairness() -> None:
     scheduler.add(make_request(8, "batch", arrival=50, tenant="light", priority=1000))
     _run(scheduler, 2)
     assert _running(scheduler) == {"heavy": 2}
+
+
+def test_requests_that_are_passed_over_hold_up_nobody() -> None:
+    scheduler = make_scheduler(discipline="fair", max_running=1)
+    first, second = make_request(4, "a", tenant="a"), make_request(4, "b", tenant="b", arrival=1)
+    scheduler.add(first)
+    scheduler.add(second)
+    for discipline in (scheduler.discipline, DISCIPLINES.get("fcfs")()):
+        assert discipline.next(scheduler._waiting) is first
+        assert discipline.next(scheduler._waiting, {first}) is second
 
 
 def test_a_prompt_computed_now_is_waited_for_only_under_the_same_salt() -> None:

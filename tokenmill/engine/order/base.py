@@ -7,7 +7,7 @@ key is all that most disciplines need: they keep no state.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from tokenmill.engine.order.queue import RequestQueue
 from tokenmill.types import Request
@@ -23,9 +23,11 @@ class Discipline(ABC):
         then."""
         return False
 
-    def next(self, waiting: RequestQueue) -> Request:
-        """The request to admit next. There is one."""
-        return waiting.first()
+    def next(self, waiting: RequestQueue, passed: Collection[Request] = ()) -> Request:
+        """The request to admit next, none of those `passed` over. There is one."""
+        if not passed:
+            return waiting.first()
+        return next(request for request in waiting.snapshot() if request not in passed)
 
     def preemptible(self, waiting: Request, running: RequestQueue) -> list[Request]:
         """The running requests that may be preempted to let `waiting` start, the first to go first."""

@@ -11,7 +11,7 @@ first come, first served.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from tokenmill.engine.order.base import Discipline
@@ -69,9 +69,9 @@ class WeightedFair(Discipline):
     def outranks(self, waiting: Request, running: Request) -> bool:
         return waiting.priority < running.priority
 
-    def next(self, waiting: RequestQueue) -> Request:
+    def next(self, waiting: RequestQueue, passed: Collection[Request] = ()) -> Request:
         """The first in order, unless its tenant would have to give way to another at once."""
-        first = waiting.first()
+        first = super().next(waiting, passed)
         if len(self._present) < 2:
             return first
         head = self._present[first.tenant]
@@ -80,8 +80,8 @@ class WeightedFair(Discipline):
         tenant = self._present[name]
         if tenant is head or tenant.load(tenant.num_running + 1) > head.load(head.num_running):
             return first
-        same = (other for other in waiting.snapshot() if other.tenant == name and other.priority == first.priority)
-        return next(same, first)
+        others = (other for other in waiting.snapshot() if other.tenant == name and other.priority == first.priority)
+        return next((other for other in others if other not in passed), first)
 
     def preemptible(self, waiting: Request, running: RequestQueue) -> list[Request]:
         """Those of a worse priority number; of the same number those of tenants that still run more than the waiting
