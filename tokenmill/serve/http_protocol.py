@@ -70,6 +70,8 @@ class LimitedProtocol(HttpToolsProtocol):
             self._head_bytes += len(data)
             if len(data) > room:
                 self._feed(data[:room])
+                if self._deaf or self.transport.is_closing():
+                    return
                 if self._clock.phase is Phase.HEAD:
                     self._refuse_head()
                     return

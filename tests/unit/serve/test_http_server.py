@@ -41,6 +41,7 @@ _REFUSED = {
     "HTTP 2": (400, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"),
     "unknown version": (400, b"GET / HTTP/1.2\r\nHost: localhost\r\n\r\n"),
     "unknown method": (400, b"GOT / HTTP/1.1\r\nHost: localhost\r\n\r\n"),
+    "unknown method and a long head": (400, b"GOT / HTTP/1.1\r\nHost: localhost\r\nX: " + b"y" * 20_000),
     "method without routes": (405, b"PROPFIND / HTTP/1.1\r\nHost: localhost\r\n\r\n"),
     "other protocol": (405, b"DESCRIBE / RTSP/1.0\r\nHost: localhost\r\n\r\n"),
     "tunnel": (405, b"CONNECT other:1 HTTP/1.1\r\nHost: localhost\r\n\r\n"),
