@@ -226,6 +226,8 @@ class EngineClient:
         self.start_failure = ""
         self.state = "ready"
         if self._keep_spare:
+            if self._spare_task is not None:
+                self._spare_task.cancel()  # two of them would start two processes
             self._spare_task = asyncio.create_task(self._prepare_spare(), name="spare-engine")
         return self.identity
 
