@@ -13,7 +13,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tokenmill.errors import UserError
 from tokenmill.grammar.round_robin import RoundRobin
@@ -29,14 +29,6 @@ _MAX_CACHED = 32
 # for each token, and MASK_BURST_SECONDS once.
 MASK_SECONDS = 0.002
 MASK_BURST_SECONDS = 0.2
-# Half of the library's defaults or less: no mask takes more than about 10 ms, whatever the grammar.
-_LIMITS: dict[str, Any] = {
-    "max_lexer_states": 50_000,  # about 1.5 kB each, for each grammar
-    "initial_lexer_fuel": 500_000,
-    "step_lexer_fuel": 100_000,
-    "step_max_items": 25_000,
-    "max_grammar_size": 250_000,
-}
 _MAX_ABANDONED = 4  # threads that may still be busy with abandoned grammars
 _POLL_SECONDS = 0.02
 # The library recurses into a grammar. The longest one that is accepted fits; only touched pages take memory.
@@ -251,4 +243,12 @@ def compile_grammar(spec: StructuredSpec, vocabulary: LLTokenizer) -> CompiledGr
 def _limits() -> LLParserLimits:
     from llguidance import LLParserLimits
 
-    return LLParserLimits(**_LIMITS, verbose_errors=False)
+    # Half of the library's defaults or less: hostile grammars were seen to take about 10 ms for a mask.
+    return LLParserLimits(
+        max_lexer_states=50_000,  # about 1.5 kB each, for each grammar
+        initial_lexer_fuel=500_000,
+        step_lexer_fuel=100_000,
+        step_max_items=25_000,
+        max_grammar_size=250_000,
+        verbose_errors=False,
+    )

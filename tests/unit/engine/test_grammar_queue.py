@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
+from llguidance import LLTokenizer
 
 from tests.unit.grammar.test_grammar import ByteTokens
 from tokenmill.engine.grammar_queue import GrammarQueue
 from tokenmill.errors import UserError
-from tokenmill.grammar.compiler import GrammarCompiler
+from tokenmill.grammar import compiler as compiler_module
+from tokenmill.grammar.compiler import CompiledGrammar, GrammarCompiler
 from tokenmill.types import Request, SamplingParams, StructuredSpec
 
 _PATIENCE = 20.0
 
 
-def _request(name: str, regex: str) -> Request:
-    return Request(name, [1], SamplingParams(structured=StructuredSpec("regex", regex)))
+def _request(name: str, regex: str, tenant: str = "") -> Request:
+    return Request(name, [1], SamplingParams(structured=StructuredSpec("regex", regex)), tenant=tenant)
 
 
 @pytest.fixture
@@ -69,3 +72,59 @@ def test_a_compiler_that_fails_refuses_the_request_and_no_more(
     refused = _outcomes(waiting, 1)["unlucky"]
     assert isinstance(refused, UserError)
     assert "stack overflow" in str(refused)
+
+
+class _Held:
+    """Compiles one grammar at a time, and none before it is let go; keeps the order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.order: list[str] = []
+        self.began, self.let_go = threading.Event(), threading.Event()
+        self._compile = compiler_module.compile_grammar
+        monkeypatch.setattr(compiler_module, "compile_grammar", self)
+
+    def __call__(self, spec: StructuredSpec, vocabulary: LLTokenizer) -> CompiledGrammar:
+        self.order.append(spec.text)
+        self.began.set()
+        assert self.let_go.wait(_PATIENCE)
+        return self._compile(spec, vocabulary)
+
+
+def test_what_nobody_waits_for_is_not_compiled(waiting: GrammarQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = _Held(monkeypatch)
+    waiting.add(_request("first", "a"))
+    assert held.began.wait(_PATIENCE)
+    for name, regex in (("gone", "b"), ("shared 1", "c"), ("shared 2", "c")):
+        waiting.add(_request(name, regex))
+    for name in ("gone", "shared 1"):
+        assert waiting.cancel(name)
+    held.let_go.set()
+    assert set(_outcomes(waiting, 2)) == {"first", "shared 2"}
+    assert held.order == ["a", "c"]
+
+
+def test_a_grammar_that_was_given_up_can_be_asked_for_again(
+    waiting: GrammarQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = _Held(monkeypatch)
+    waiting.add(_request("first", "a"))
+    assert held.began.wait(_PATIENCE)
+    waiting.add(_request("gone", "b"))
+    waiting.cancel("gone")
+    waiting.add(_request("again", "b"))
+    held.let_go.set()
+    assert isinstance(_outcomes(waiting, 2)["again"], Request)
+
+
+def test_tenants_take_turns(waiting: GrammarQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = _Held(monkeypatch)
+    waiting.add(_request("first", "x", "flood"))
+    assert held.began.wait(_PATIENCE)
+    for number in range(8):
+        waiting.add(_request(f"flood {number}", f"a{number}", "flood"))
+    waiting.add(_request("polite", "b", "polite"))
+    waiting.add(_request("same", "a7", "other"))  # the last of the flood, wanted by a third tenant too
+    held.let_go.set()
+    assert len(_outcomes(waiting, 11)) == 11
+    assert held.order[1:4] == ["a0", "b", "a7"]
+    assert held.order.count("a7") == 1
