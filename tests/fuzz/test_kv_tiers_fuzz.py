@@ -22,6 +22,7 @@ from tokenmill.engine.kv.manager import KVManager
 from tokenmill.engine.kv.tier.host import HostTier
 from tokenmill.engine.kv.tier.stack import TierStack
 from tokenmill.hardware.kv_layout import KVLayout
+from tokenmill.model.kvstore.transfer import PagesOnHost
 from tokenmill.types import CacheControl, Request, SamplingParams, ScheduledTokens, StepPlan, StepResult
 
 _TIER_CASES = [
@@ -40,16 +41,20 @@ class ShadowPages:
     def __init__(self) -> None:
         self.runner: ShadowRunner | None = None
 
-    def export_page(self, page: int) -> memoryview:
+    def export_pages(self, pages: Sequence[int]) -> PagesOnHost:
+        return PagesOnHost([self._export(page) for page in pages])
+
+    def import_pages(self, pages: Sequence[int], data: Sequence[memoryview]) -> None:
+        assert self.runner is not None
+        for page, content in zip(pages, data, strict=True):
+            assert self.runner.kv._pool.refs[page] == 1, "a page that others use is overwritten"
+            self.runner.memory[page] = json.loads(bytes(content))
+
+    def _export(self, page: int) -> memoryview:
         assert self.runner is not None
         content = self.runner.memory[page]
         assert None not in content, "a page that is not full leaves for a tier"
         return memoryview(bytearray(json.dumps(content).encode().ljust(1024)))
-
-    def import_page(self, page: int, data: memoryview) -> None:
-        assert self.runner is not None
-        assert self.runner.kv._pool.refs[page] == 1, "a page that others use is overwritten"
-        self.runner.memory[page] = json.loads(bytes(data))
 
 
 class FlakyTier(HostTier):

@@ -23,7 +23,8 @@ from tokenmill.errors import UserError
 from tokenmill.types import MAX_SEED, Request, ScheduledTokens, StepPlan, StepResult, TokenEvent, TokenLogprobs
 
 _MIN_SHARED_TOKENS = 256  # a prefix that another request computes in this step is waited for from this length on
-_LOAD_TIMEOUT = 15.0  # seconds: longer than any load is allowed to take
+_MAX_PASSED = 256  # requests that wait for a tier and are passed over in one step
+_LOAD_WAIT = 0.005  # seconds for a load from a tier, where there is nothing else to do; messages wait no longer
 
 
 class Scheduler:
@@ -66,6 +67,11 @@ class Scheduler:
         return bool(self._siblings)
 
     @property
+    def may_idle(self) -> bool:
+        """Whether a plan may be empty: there is no work, or it waits for pages from a tier."""
+        return not self._siblings or self.kv.is_loading
+
+    @property
     def num_running(self) -> int:
         return len(self._running)
 
@@ -104,8 +110,9 @@ class Scheduler:
     # --- one step ---
 
     def schedule(self, run: int = 1) -> StepPlan:
-        """The plan of the next step. Empty only if there is no work. `run`: tokens of a sequence that the caller does
-        not mind getting at once; without drafts the runner may then compute that many in sequence."""
+        """The plan of the next step. Empty only if there is no work, or all of it waits for a tier. `run`: tokens of a
+        sequence that the caller does not mind getting at once; without drafts the runner may then compute that many in
+        sequence."""
         self._rows = {}
         self._budget = self.max_batch_tokens
         preemptions = self.stats.num_preemptions
@@ -176,15 +183,20 @@ class Scheduler:
         self._plan(request, min(wanted, slots.num_tokens), slots)
 
     def _admit(self, ahead_of: Request | None = None) -> None:
-        """Start waiting requests from the head of the queue while budget, slots and pages last; none overtakes.
+        """Start waiting requests from the head of the queue while budget, slots and pages last. None overtakes, but for
+        those whose pages are still on their way from a tier: they are passed over, and keep their place.
 
         With `ahead_of`, only those that may preempt that running request.
         """
-        while len(self._waiting) and self._budget > 0:
-            request = self._waiting.first()
+        num_passed = 0
+        while num_passed < min(len(self._waiting), _MAX_PASSED) and self._budget > 0:
+            request = self._waiting.at(num_passed)
             if ahead_of is not None and not self.discipline.outranks(request, ahead_of):
                 return
-            if not self._is_fetched(request) or self._is_computed_now(request):
+            if not self._is_fetched(request):
+                num_passed += 1
+                continue
+            if self._is_computed_now(request):
                 return
             while not self._start(request):
                 if not self._can_preempt_for(request):
@@ -192,9 +204,10 @@ class Scheduler:
                 self._preempt(self._running.last())
 
     def _is_fetched(self, request: Request) -> bool:
-        """Whether no page that it could use is still on its way from a tier. With nothing else to do, wait for that."""
-        idle = not self._rows and not len(self._running)
-        return self.kv.prefetch(request, _LOAD_TIMEOUT if idle else 0.0)
+        """Whether no page that it could use is still on its way from a tier. With nothing else to do, wait a moment for
+        the first in the queue."""
+        idle = not self._rows and not len(self._running) and request is self._waiting.at(0)
+        return self.kv.prefetch(request, _LOAD_WAIT if idle else 0.0)
 
     def _is_computed_now(self, request: Request) -> bool:
         """Whether this step computes much of the request's prefix for another one: a step later the cache has it, and
