@@ -31,7 +31,7 @@ class EngineCore:
         once: less time goes by between them."""
         plan = self.scheduler.schedule(run)
         if not plan.scheduled:
-            assert self.scheduler.may_idle, "requests wait but none can be scheduled"
+            assert not self.has_work or self.scheduler.kv.is_loading, "requests wait but none can be scheduled"
             return []
         began = time.perf_counter()
         result = self.runner.execute(plan)

@@ -67,11 +67,6 @@ class Scheduler:
         return bool(self._siblings)
 
     @property
-    def may_idle(self) -> bool:
-        """Whether a plan may be empty: there is no work, or it waits for pages from a tier."""
-        return not self._siblings or self.kv.is_loading
-
-    @property
     def num_running(self) -> int:
         return len(self._running)
 
@@ -110,9 +105,8 @@ class Scheduler:
     # --- one step ---
 
     def schedule(self, run: int = 1) -> StepPlan:
-        """The plan of the next step. Empty only if there is no work, or all of it waits for a tier. `run`: tokens of a
-        sequence that the caller does not mind getting at once; without drafts the runner may then compute that many in
-        sequence."""
+        """The plan of the next step. Empty only if nothing is to be done, or all waits for a tier. `run`: tokens of a
+        sequence that the caller takes at once; without drafts the runner may then compute that many in sequence."""
         self._rows = {}
         self._budget = self.max_batch_tokens
         preemptions = self.stats.num_preemptions
@@ -183,11 +177,9 @@ class Scheduler:
         self._plan(request, min(wanted, slots.num_tokens), slots)
 
     def _admit(self, ahead_of: Request | None = None) -> None:
-        """Start waiting requests from the head of the queue while budget, slots and pages last. None overtakes, but for
-        those whose pages are still on their way from a tier: they are passed over, and keep their place.
-
-        With `ahead_of`, only those that may preempt that running request.
-        """
+        """Start waiting requests from the head of the queue while budget, slots and pages last. None overtakes, but
+        those whose pages are on their way from a tier are passed over and keep their place. With `ahead_of`, only those
+        that may preempt that running request."""
         num_passed = 0
         while num_passed < min(len(self._waiting), _MAX_PASSED) and self._budget > 0:
             request = self._waiting.at(num_passed)

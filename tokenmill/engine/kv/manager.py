@@ -70,7 +70,6 @@ class KVManager:
 
     @property
     def is_loading(self) -> bool:
-        """Whether a request waits for pages from a tier."""
         return self._restorer is not None and self._restorer.is_loading
 
     def match(self, request: Request, without: Sequence[Request] = ()) -> PrefixMatch:
@@ -193,10 +192,9 @@ class KVManager:
         source.shared = True
 
     def take_copies(self) -> list[tuple[int, int]]:
-        """(source, destination) pages to copy before the next step writes; no page is the destination of two. Pages
-        that were evicted for that step are copied out now."""
+        """(source, destination) pages to copy before the next step writes; no page is the destination of two."""
         if self._saver is not None:
-            self._saver.export()
+            self._saver.export()  # what was evicted for that step
         copies = [(source, copy) for copy, source in self._copies.items()]
         self._copies.clear()
         return copies

@@ -60,6 +60,7 @@ class GuardedTier:
         self._reads = Breaker(clock)
         self._writes = Breaker(clock)
         self._opened = threading.Event()
+        self._tried = threading.Event()  # to open it
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._stuck: _Call | None = None  # a read that passed its deadline and has not returned
         self._write_queue: queue.SimpleQueue[tuple[bytes, Leaving, int] | None] = queue.SimpleQueue()
@@ -74,6 +75,11 @@ class GuardedTier:
             thread.start()
 
     # --- engine thread: never waits for the storage ---
+
+    def wait_tried(self, seconds: float) -> bool:
+        """Wait until opening the tier was tried once. Whether it is open."""
+        self._tried.wait(seconds)
+        return self._opened.is_set()
 
     def wait_open(self, seconds: float) -> bool:
         return self._opened.wait(seconds)
@@ -171,6 +177,7 @@ class GuardedTier:
         while True:
             if not self._opened.is_set():
                 self._open()
+                self._tried.set()
             try:
                 call = self._calls.get(timeout=_REFRESH_SECONDS if self._opened.is_set() else _OPEN_SECONDS)
             except queue.Empty:

@@ -24,7 +24,7 @@ from tokenmill.log import get_logger
 _log = get_logger(__name__)
 _MAX_LOAD_SECONDS = 5.0  # until the engine takes a load as failed
 _PAGES_AT_ONCE = 8  # read from a tier between two looks at the clock
-_OPEN_SECONDS = 3.0  # at the start, for all tiers together; those that take longer join later
+_OPEN_SECONDS = 2.0  # at the start, for all tiers together; those that take longer join later
 _CLOSE_SECONDS = 0.5  # for the threads of all tiers together
 
 
@@ -64,7 +64,7 @@ class TierStack:
         self._loader.start()
         deadline = time.monotonic() + _OPEN_SECONDS
         for tier in self.tiers:
-            if not tier.wait_open(max(0.0, deadline - time.monotonic())):
+            if not tier.wait_tried(max(0.0, deadline - time.monotonic())):
                 _log.warning("%s tier: not available yet; the engine starts without it", tier.name)
 
     # --- engine thread ---
