@@ -199,8 +199,10 @@ def make(*tiers: PageTier, num_pages: int = 32) -> tuple[KVManager, TierStack, M
 
 
 @pytest.mark.parametrize("verb", ["open", "has", "get", "put"])
-def test_a_hung_tier_blocks_no_step(verb: str) -> None:
+def test_a_hung_tier_blocks_no_step(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever hangs: requests run to their end, and closing ends."""
+    monkeypatch.setattr(guard, "_READ_SECONDS", 1.0)
+    monkeypatch.setattr(guard, "_WRITE_SECONDS", 1.0)
     tier, go = RemoteTier(), threading.Event()
     for number in range(6):
         tier._pages[bytes([number])] = memoryview(bytearray(_PAGE))
@@ -219,7 +221,7 @@ def test_a_hung_tier_blocks_no_step(verb: str) -> None:
         longest = max(longest, time.monotonic() - began)
         assert time.monotonic() < deadline
     kv.check()
-    assert longest < 0.15, "a step waited for the tier"
+    assert longest < 0.7, "a step waited for the tier"
     began = time.monotonic()
     kv.close(0.5)
     assert time.monotonic() - began < 5.0
@@ -247,8 +249,9 @@ def test_who_waits_for_a_tier_is_passed_over_and_keeps_its_place() -> None:
     tiers.close(1.0)
 
 
-def test_an_engine_with_nothing_but_loads_still_takes_messages() -> None:
+def test_an_engine_with_nothing_but_loads_still_takes_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that has to wait for a tier is short and empty; cancelling works meanwhile."""
+    monkeypatch.setattr(guard, "_READ_SECONDS", 5.0)
     tier, go = RemoteTier(), threading.Event()
     kv, tiers, _ = make(tier)
     tier.faults["has"] = go
@@ -256,7 +259,7 @@ def test_an_engine_with_nothing_but_loads_still_takes_messages() -> None:
     scheduler.add(make_request(_PROMPT, "loads"))
     began = time.monotonic()
     assert not scheduler.schedule().scheduled
-    assert time.monotonic() - began < 0.15
+    assert time.monotonic() - began < 2.0
     assert kv.is_loading
     assert scheduler.cancel("loads")
     assert not scheduler.has_work
