@@ -227,6 +227,12 @@ class EngineConfig:
         10 << 30, "Maximum size of --kv-disk, such as 10GiB.", metavar="SIZE", parse=parse_size, low=1
     )
     kv_redis: str = option("", "Redis server for sharing prefix pages, such as redis://host:6379/0.", metavar="URL")
+    kv_secret_file: str = option(
+        "",
+        "File with the secret that pages on disk and in Redis are signed with; the same for all servers that share "
+        "them. Without it, one is generated (docs/kv_tiers.md).",
+        metavar="FILE",
+    )
     kv_budget_policy: str = option(
         "",
         "Which tokens a request drops beyond --kv-budget (lossy): streaming_llm, paged_eviction or h2o.",

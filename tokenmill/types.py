@@ -92,6 +92,7 @@ CACHE_REASONS = (
     "slower",  # a tier has more, but recomputing is faster by measured costs
     "no_room",  # a tier has more, but running requests need the pages
     "tier_failed",  # a tier had more, but did not load it in time, or not completely
+    "tier_busy",  # too many loads from tiers were under way
     "off",  # prefix caching is off
 )
 

@@ -14,6 +14,7 @@ from tokenmill.model.attention import choose_attention
 from tokenmill.model.attention.base import AttentionSpec
 from tokenmill.model.kvstore import KV_STORES
 from tokenmill.model.kvstore.base import KVStore
+from tokenmill.model.kvstore.transfer import gather
 from tokenmill.types import Batch
 
 _LAYERS = [LayerKV("sliding", 2, 16, 8)] * 4 + [LayerKV("full", 2, 16)] * 2
@@ -94,12 +95,16 @@ def test_a_page_leaves_and_comes_back(name: str, device: torch.device) -> None:
     for slot in range(layout.layers_per_page):
         k, v = rows(2 * size, 32, slot).to(device), rows(2 * size, 32, slot + 9).to(device)
         store.write(slot, torch.arange(2 * size, device=device), k, v)
-    exported = store.export_page(1)
+    exported = store.export_pages([1, 0]).wait()
+    assert {len(each) for each in exported} == {store.stored_page_bytes} == {store.page_bytes(layout)}
+    batch = gather(store.page_tensors(), torch.tensor([1, 0], device=device))  # what a GPU sends in one go
+    assert [bytes(row.cpu().numpy().data) for row in batch] == [bytes(each) for each in exported]
     other, _ = make(name, _LAYERS, 4, device)
-    other.import_page(2, exported)
+    other.import_pages([2, 3], exported)
     for slot in range(layout.layers_per_page):
         for mine, theirs in zip(store.pages(slot), other.pages(slot), strict=True):
             assert torch.equal(mine[1], theirs[2])
+            assert torch.equal(mine[0], theirs[3])
 
 
 def step(

@@ -12,7 +12,7 @@ import pytest
 from tests.e2e.serving import RunningServer, serving
 from tests.redis_server import RedisServer
 from tokenmill import LLM, SamplingParams
-from tokenmill.engine.kv.tier import redis
+from tokenmill.engine.kv.tier import redis, stack
 from tokenmill.engine.kv.tier.costs import LoadCosts
 from tokenmill.engine.outputs import RequestOutput
 from tokenmill.errors import UserError
@@ -49,10 +49,12 @@ def test_another_dtype_or_page_size_finds_nothing(model_path: Callable[[str], Pa
     model = model_path("stories15m")
     _ask(model, kv_disk=str(tmp_path))
     for options in ({"kv_cache_dtype": "bfloat16"}, {"page_size": 16}):
+        before = set(tmp_path.rglob("*.kv"))
         with LLM(model, context=256, kv_disk=str(tmp_path), **options) as llm:
             output = llm.generate(_PROMPT, _GREEDY)[0]
-            assert llm.stats.tiers[0].foreign > 0
+            assert not llm.stats.tiers[0].rejected, "the others' pages are left alone"
         assert output.num_cached_tokens == 0
+        assert before <= set(tmp_path.rglob("*.kv"))
 
 
 def test_a_damaged_page_is_computed_again(model_path: Callable[[str], Path], tmp_path: Path) -> None:
@@ -93,6 +95,7 @@ def test_two_engines_share_a_prefix_through_redis(
     model_path: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(redis, "_LOOKUP_TIMEOUT", 30.0)  # a busy machine may find computing faster
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     model = model_path("stories15m")
     server = RedisServer(tmp_path)
     try:
@@ -113,13 +116,32 @@ def test_two_engines_share_a_prefix_through_redis(
         server.stop()
 
 
-def test_tiers_that_cannot_work_are_refused(model_path: Callable[[str], Path], tmp_path: Path) -> None:
+def test_an_engine_starts_without_its_tiers(
+    model_path: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("redis")
+    monkeypatch.setattr(stack, "_OPEN_SECONDS", 0.1)
     model = model_path("stories15m")
     (tmp_path / "file").write_text("")
+    (tmp_path / "secret").write_text("0123456789abcdef")
+    options = {"kv_disk": str(tmp_path / "file"), "kv_redis": "redis://127.0.0.1:1"}
+    with LLM(model, context=256, kv_secret_file=str(tmp_path / "secret"), **options) as llm:
+        assert len(llm.generate(_PROMPT, _GREEDY)[0].outputs[0].token_ids) == 12
+        assert [tier.up for tier in llm.stats.tiers] == [0, 0]
+
+
+def test_options_that_make_no_sense_are_refused(
+    model_path: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("redis")
+    model = model_path("stories15m")
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
     for options, problem in (
-        ({"kv_disk": str(tmp_path / "file")}, "cannot be used"),
         ({"kv_disk": str(tmp_path), "kv_disk_size": 1000}, "less than one page"),
-        ({"kv_redis": "redis://127.0.0.1:1"}, "cannot be used"),
+        ({"kv_disk": str(tmp_path), "kv_secret_file": str(tmp_path / "file")}, "at least 16"),
+        ({"kv_redis": "redis://127.0.0.1:1"}, "--kv-secret-file"),
+        ({"kv_redis": "http://127.0.0.1", "kv_secret_file": __file__}, "redis://host:6379/0"),
         ({"kv_disk": str(tmp_path), "prefix_caching": False}, "prefix cache, which is off"),
         ({"kv_budget_policy": "h2o", "kv_budget": 8}, "kv_budget is 8"),
         ({"kv_budget_policy": "h2o"}, "belong together"),

@@ -1,16 +1,20 @@
 """Random traffic with pages that leave for tiers and come back, and with requests that keep to a budget.
 
 The same proofs as without: pages add up, every row sees exactly what it should, and each output is that of the request
-run alone. Tiers here lose and damage pages at random; a budget's next token depends on every slot that is visible.
+run alone. Tiers here lose pages at random, somebody else damages a directory that two engines share, and the disk is
+full now and then; a budget's next token depends on every slot that is visible.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -19,9 +23,15 @@ from tests.fuzz.test_scheduler_properties import Case, Traffic
 from tokenmill.engine.kv.budget.base import NORMS, SINK_TOKENS
 from tokenmill.engine.kv.budget.enforcer import BudgetEnforcer
 from tokenmill.engine.kv.manager import KVManager
+from tokenmill.engine.kv.tier import guard
+from tokenmill.engine.kv.tier.breaker import Breaker
+from tokenmill.engine.kv.tier.costs import LoadCosts
+from tokenmill.engine.kv.tier.disk import DiskTier
+from tokenmill.engine.kv.tier.entry import HEADER_BYTES
 from tokenmill.engine.kv.tier.host import HostTier
 from tokenmill.engine.kv.tier.stack import TierStack
 from tokenmill.hardware.kv_layout import KVLayout
+from tokenmill.model.kvstore.transfer import PagesOnHost
 from tokenmill.types import CacheControl, Request, SamplingParams, ScheduledTokens, StepPlan, StepResult
 
 _TIER_CASES = [
@@ -40,16 +50,20 @@ class ShadowPages:
     def __init__(self) -> None:
         self.runner: ShadowRunner | None = None
 
-    def export_page(self, page: int) -> memoryview:
+    def export_pages(self, pages: Sequence[int]) -> PagesOnHost:
+        return PagesOnHost([self._export(page) for page in pages])
+
+    def import_pages(self, pages: Sequence[int], data: Sequence[memoryview]) -> None:
+        assert self.runner is not None
+        for page, content in zip(pages, data, strict=True):
+            assert self.runner.kv._pool.refs[page] == 1, "a page that others use is overwritten"
+            self.runner.memory[page] = json.loads(bytes(content))
+
+    def _export(self, page: int) -> memoryview:
         assert self.runner is not None
         content = self.runner.memory[page]
         assert None not in content, "a page that is not full leaves for a tier"
         return memoryview(bytearray(json.dumps(content).encode().ljust(1024)))
-
-    def import_page(self, page: int, data: memoryview) -> None:
-        assert self.runner is not None
-        assert self.runner.kv._pool.refs[page] == 1, "a page that others use is overwritten"
-        self.runner.memory[page] = json.loads(bytes(data))
 
 
 class FlakyTier(HostTier):
@@ -87,6 +101,83 @@ def test_traffic_with_tiers(case: Case) -> None:
     assert traffic.kv.measure().num_pages_held == 0
     traffic.kv.close()
     traffic.kv.check()
+
+
+class FullDisk(DiskTier):
+    """Has no space for one page in five."""
+
+    def put(self, key: bytes, data: memoryview) -> None:
+        if random.Random(key).random() < 0.2:
+            raise OSError(errno.ENOSPC, "no space left on device")
+        super().put(key, data)
+
+
+class AttackedTraffic(TierTraffic):
+    """Engines over one directory, which somebody else damages between two steps."""
+
+    def __init__(self, case: Case, seed: int, folder: Path) -> None:
+        self.folder = folder
+        self.attacker = random.Random(seed)
+        super().__init__(case, seed)
+
+    def make_kv(self, layout: KVLayout, num_pages: int) -> KVManager:
+        self.pages = ShadowPages()
+        self.disk = FullDisk(self.folder, 60 * (1024 + HEADER_BYTES), b"m" * 16, 1024)
+        self.stack = TierStack([self.disk], self.pages, b"r" * 16, 1024)
+        return KVManager(layout, num_pages, True, self.policy, self.stack)
+
+    def step(self, cancels: bool = True) -> None:
+        super().step(cancels)
+        if self.attacker.random() < 0.1:
+            self.stack.flush(1.0)
+            self.damage()
+            self.disk.refresh()
+
+    def damage(self) -> None:
+        paths = sorted(self.folder.rglob("*.kv"))
+        for path in self.attacker.sample(paths, min(3, len(paths))):
+            with contextlib.suppress(FileNotFoundError):
+                self._damage(path, self.attacker.choice(paths))
+
+    def _damage(self, path: Path, other: Path) -> None:
+        data = bytearray(path.read_bytes()) or bytearray(1)
+        match self.attacker.randrange(6):
+            case 0:
+                data = data[: self.attacker.randrange(len(data))]
+            case 1:
+                data[self.attacker.randrange(len(data))] ^= 1 << self.attacker.randrange(8)
+            case 2:
+                data = bytearray(other.read_bytes())  # genuine, but of another page
+            case 3:
+                data += self.attacker.randbytes(self.attacker.randrange(1, 5000))
+            case 4:
+                data = bytearray(self.attacker.randbytes(len(data)))
+            case 5:
+                path.unlink()
+                return
+        path.write_bytes(data)
+
+
+@pytest.mark.parametrize("number", [0, 3, 4])
+def test_two_engines_over_a_directory_under_attack(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wrong entries are misses: what is computed stays right in both, and neither stops."""
+    monkeypatch.setattr(guard, "Breaker", lambda clock: Breaker(clock, 0.001, 0.001))  # a full disk is soon tried again
+    monkeypatch.setattr(LoadCosts, "record_step", lambda *_: None)  # loading is always worth it
+    case = replace(_TIER_CASES[number], num_steps=150)
+    both = [AttackedTraffic(case, number, tmp_path) for _ in range(2)]  # the same requests
+    for traffic in both:
+        traffic.run(case.num_steps)
+        assert traffic.kv.measure().num_pages_held == 0
+    for traffic in both:
+        traffic.kv.close()
+        traffic.kv.check()
+    found = [traffic.disk.stats for traffic in both]
+    assert sum(sum(stats.rejected.values()) for stats in found) > 0
+    assert sum(stats.hits for stats in found) > 0
+    assert sum(stats.failures for stats in found) > 0
+    assert not list(tmp_path.rglob("*.part"))
 
 
 def test_the_tier_cases_reach_what_they_are_for() -> None:

@@ -1,7 +1,7 @@
-"""A model that exists as a config.json only, for benchmarks: its description, no tensors, and a stand-in tokenizer.
+"""A model that exists as a config.json only, for benchmarks: its description, and no tensors.
 
-The architecture says which weights it needs; model/dummy_reader.py makes them up. Tokens of a directory without a
-tokenizer are written as their numbers. Opened by the engine and the server under `--load-format dummy`.
+The architecture says which weights it needs; model/dummy_reader.py makes them up. Opened by the engine under
+`--load-format dummy`.
 """
 
 from __future__ import annotations
@@ -12,10 +12,7 @@ from pathlib import Path
 
 from tokenmill.checkpoint import hf_config
 from tokenmill.checkpoint.base import StoredTensor
-from tokenmill.checkpoint.chat_template import ChatTemplate
 from tokenmill.checkpoint.safetensors import read_json
-from tokenmill.checkpoint.tokenizer import Tokenizer
-from tokenmill.checkpoint.tokenizer_files import load_chat_template, load_tokenizer
 from tokenmill.errors import CheckpointError, UserError
 
 
@@ -46,31 +43,3 @@ class DummyCheckpoint:
 
     def quantization(self) -> dict[str, object]:
         return {}
-
-
-class _Numbers:
-    """Token 17 is written "<17>"; text is read as bytes."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def encode(self, text: str, parse_special: bool) -> list[int]:  # noqa: ARG002
-        return [byte % self.size for byte in text.encode()]
-
-    def piece(self, token_id: int) -> str:
-        return f"<{token_id}>" if 0 <= token_id < self.size else ""
-
-    def token_bytes(self, token_id: int) -> bytes:
-        return self.piece(token_id).encode()
-
-
-def numbering_tokenizer(vocab_size: int) -> Tokenizer:
-    numbers = _Numbers(vocab_size)
-    return Tokenizer(numbers, numbers, bos_id=None, eos_ids=(), special_ids=())
-
-
-def tokenizer_of(path: Path, load_format: str) -> tuple[Tokenizer, ChatTemplate | None]:
-    """The tokenizer and the chat template of a model; numbers for tokens where it is only a config.json."""
-    if load_format == "dummy" and not (path / "tokenizer.json").is_file():
-        return numbering_tokenizer(DummyCheckpoint(path).description.vocab_size), None
-    return load_tokenizer(path), load_chat_template(path)

@@ -5,13 +5,15 @@ Knows which file to read, not how. Imports no torch. Called by the engine, the s
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tokenmill.checkpoint import gguf_tokenizer, hf_tokenizer
+from tokenmill.checkpoint import gguf_tokenizer, hf_config, hf_tokenizer
 from tokenmill.checkpoint.chat_template import ChatTemplate, directory_template, gguf_template
 from tokenmill.checkpoint.gguf_header import is_gguf, read_gguf_metadata
+from tokenmill.checkpoint.number_tokenizer import numbering_tokenizer
 from tokenmill.checkpoint.tokenizer import Tokenizer
 from tokenmill.errors import CheckpointError
 
@@ -31,6 +33,14 @@ def load_chat_template(path: Path) -> ChatTemplate | None:
     if path.is_dir() and (path / "tokenizer.json").is_file():
         return directory_template(path)
     return gguf_template(gguf_metadata(path))
+
+
+def tokenizer_of(path: Path, load_format: str) -> tuple[Tokenizer, ChatTemplate | None]:
+    """The tokenizer and the chat template of a model; numbers for tokens where it is only a config.json."""
+    if load_format == "dummy" and not (path / "tokenizer.json").is_file():
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        return numbering_tokenizer(hf_config.describe(config, None).vocab_size), None
+    return load_tokenizer(path), load_chat_template(path)
 
 
 def gguf_metadata(path: Path) -> Mapping[str, Any]:

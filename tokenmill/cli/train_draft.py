@@ -16,7 +16,10 @@ from tokenmill.cli.screens.train_draft import train_draft_screen
 from tokenmill.config import EngineConfig
 from tokenmill.errors import UserError
 
-_CACHE_FLAGS = ("kv_policy", "kv_host_memory", "kv_disk", "kv_disk_size", "kv_redis", "kv_budget_policy", "kv_budget")
+_CACHE_FLAGS = (
+    *("kv_policy", "kv_host_memory", "kv_disk", "kv_disk_size", "kv_redis", "kv_secret_file"),
+    *("kv_budget_policy", "kv_budget"),
+)
 _UNUSED = ("speculate", "draft_tokens", "scheduling", "prefix_caching", *_CACHE_FLAGS)
 
 

@@ -15,10 +15,11 @@ from pathlib import Path
 from tokenmill.checkpoint.base import Checkpoint
 from tokenmill.checkpoint.chat_template import ChatTemplate
 from tokenmill.checkpoint.description import ModelDescription
-from tokenmill.checkpoint.dummy import DummyCheckpoint, tokenizer_of
+from tokenmill.checkpoint.dummy import DummyCheckpoint
 from tokenmill.checkpoint.open import open_checkpoint
 from tokenmill.checkpoint.sources import resolve
 from tokenmill.checkpoint.tokenizer import Tokenizer
+from tokenmill.checkpoint.tokenizer_files import tokenizer_of
 from tokenmill.config import EngineConfig, ResolvedConfig
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.intake import Intake

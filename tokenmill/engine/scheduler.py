@@ -25,7 +25,8 @@ from tokenmill.errors import UserError
 from tokenmill.types import MAX_SEED, Request, ScheduledTokens, StepPlan, StepResult, TokenEvent, TokenLogprobs
 
 _MIN_SHARED_TOKENS = 256  # a prefix that another request computes in this step is waited for from this length on
-_LOAD_TIMEOUT = 15.0  # seconds: longer than any load is allowed to take
+_MAX_PASSED = 256  # requests that wait for a tier and are passed over in one step
+_LOAD_WAIT = 0.005  # seconds for a load from a tier, where there is nothing else to do; messages wait no longer
 
 
 class Scheduler:
@@ -107,8 +108,8 @@ class Scheduler:
     # --- one step ---
 
     def schedule(self, run: int = 1) -> StepPlan:
-        """The plan of the next step. Empty only if there is no work. `run`: tokens of a sequence that the caller does
-        not mind getting at once; without drafts the runner may then compute that many in sequence."""
+        """The plan of the next step. Empty only if nothing is to be done, or all waits for a tier. `run`: tokens of a
+        sequence that the caller takes at once; without drafts the runner may then compute that many in sequence."""
         self._rows = {}
         self._budget = self.max_batch_tokens
         preemptions = self.stats.num_preemptions
@@ -183,15 +184,18 @@ class Scheduler:
         self._plan(request, min(wanted, slots.num_tokens), slots)
 
     def _admit(self, ahead_of: Request | None = None) -> None:
-        """Start waiting requests in the discipline's order while budget, slots and pages last; none overtakes.
-
-        With `ahead_of`, only those that may preempt that running request.
-        """
-        while len(self._waiting) and self._budget > 0:
-            request = self.discipline.next(self._waiting)
+        """Start waiting requests in the discipline's order while budget, slots and pages last. None overtakes, but
+        those whose pages are on their way from a tier are passed over and keep their place. With `ahead_of`, only those
+        that may preempt that running request."""
+        passed: set[Request] = set()
+        while len(passed) < min(len(self._waiting), _MAX_PASSED) and self._budget > 0:
+            request = self.discipline.next(self._waiting, passed)
             if ahead_of is not None and not self.discipline.outranks(request, ahead_of):
                 return
-            if not self._is_fetched(request) or self._is_computed_now(request):
+            if not self._is_fetched(request):
+                passed.add(request)
+                continue
+            if self._is_computed_now(request):
                 return
             while not self._start(request):
                 victim = self._victim_for(request)
@@ -200,9 +204,10 @@ class Scheduler:
                 self._preempt(victim)
 
     def _is_fetched(self, request: Request) -> bool:
-        """Whether no page that it could use is still on its way from a tier. With nothing else to do, wait for that."""
-        idle = not self._rows and not len(self._running)
-        return self.kv.prefetch(request, _LOAD_TIMEOUT if idle else 0.0)
+        """Whether no page that it could use is still on its way from a tier. With nothing else to do, wait a moment for
+        the first in the queue."""
+        idle = not self._rows and not len(self._running) and request is self._waiting.at(0)
+        return self.kv.prefetch(request, _LOAD_WAIT if idle else 0.0)
 
     def _is_computed_now(self, request: Request) -> bool:
         """Whether this step computes much of the request's prefix for another one: a step later the cache has it, and

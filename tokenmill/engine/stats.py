@@ -61,9 +61,24 @@ class TierStats:
     misses: int = _tier_counter("misses", "Pages that were expected and did not come.")
     read_bytes: int = _tier_counter("read_bytes", "Bytes read from a tier.")
     written_bytes: int = _tier_counter("written_bytes", "Bytes written to a tier.")
-    corrupt: int = _tier_counter("corrupt", "Entries with a wrong checksum; never used.")
-    foreign: int = _tier_counter("foreign", "Entries of another model or layout; never used.")
-    failures: int = _tier_counter("failures", "Reads and writes that a tier refused.")
+    rejected: dict[str, int] = field(
+        default_factory=dict,
+        metadata={
+            _METRIC: MetricSpec(
+                "kv_tier_rejected",
+                "",
+                "counter",
+                "Entries that failed verification, by what was wrong; never used.",
+                "KV tiers",
+                labels=("tier", "reason"),
+            )
+        },
+    )
+    failures: int = _tier_counter("failures", "Calls that a tier refused or did not answer in time.")
+    up: int = _tier_gauge("up", "1 while a tier takes and gives pages, 0 while its breaker leaves it alone.")
+
+    def reject(self, reason: str) -> None:
+        self.rejected[reason] = self.rejected.get(reason, 0) + 1
 
 
 @dataclass(slots=True)

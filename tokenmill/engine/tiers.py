@@ -1,6 +1,7 @@
 """Makes the KV tiers that a configuration names, under a name that no other model, KV dtype or layout shares.
 
-Called once, when an engine is built. What cannot be used is refused here, before any request comes.
+Called once, when an engine is built. Options that make no sense are refused here; storage that cannot be used at the
+moment is not: its tier is off until it can.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from tokenmill.engine.kv.tier.base import PageTier
 from tokenmill.engine.kv.tier.disk import DiskTier
 from tokenmill.engine.kv.tier.host import HostTier
 from tokenmill.engine.kv.tier.redis import RedisAddress, RedisTier
+from tokenmill.engine.kv.tier.secret import own_secret, read_secret, state_directory
 from tokenmill.engine.kv.tier.stack import TierStack
 from tokenmill.errors import UserError
 from tokenmill.log import get_logger
@@ -29,18 +31,36 @@ def build_tiers(config: ResolvedConfig, path: Path, runtime: Runtime) -> TierSta
         return None
     if not config.prefix_caching:
         raise UserError("KV tiers keep pages of the prefix cache, which is off", "leave --no-prefix-caching out")
-    store = runtime.store
-    page_bytes = len(store.export_page(0))
+    page_bytes = runtime.store.stored_page_bytes
     identity = page_identity(config, path, runtime, page_bytes)
+    secret = read_secret(Path(config.kv_secret_file).expanduser()) if config.kv_secret_file else b""
     tiers: list[PageTier] = []
     if config.kv_host_memory:
         tiers.append(HostTier(config.kv_host_memory))
     if config.kv_disk:
-        tiers.append(DiskTier(Path(config.kv_disk).expanduser(), config.kv_disk_size, identity, page_bytes))
+        folder = Path(config.kv_disk).expanduser()
+        tiers.append(DiskTier(folder, config.kv_disk_size, identity, page_bytes, secret))
     if config.kv_redis:
-        tiers.append(RedisTier(config.kv_redis, identity))
+        tiers.append(RedisTier(config.kv_redis, identity, page_bytes, secret or _redis_secret()))
     _log.info("KV tiers: %s; pages of %.1f KiB", ", ".join(tier.name for tier in tiers), page_bytes / 1024)
-    return TierStack(tiers, store, identity, page_bytes)
+    return TierStack(tiers, runtime.store, identity, page_bytes)
+
+
+def _redis_secret() -> bytes:
+    """A secret of this user, kept for the next start. Other servers cannot read entries that are signed with it."""
+    path = state_directory() / "kv-secret"
+    try:
+        secret = own_secret(path)
+    except OSError as error:
+        raise UserError(
+            f"no secret to sign Redis entries with: {error.strerror or error}", "give one with --kv-secret-file"
+        ) from None
+    _log.warning(
+        "redis tier: entries are signed with the secret in %s; servers that share this Redis need the same one "
+        "(--kv-secret-file)",
+        path,
+    )
+    return secret
 
 
 def shown_address(redis: str) -> str:

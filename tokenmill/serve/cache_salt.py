@@ -7,13 +7,13 @@ as KV tiers are to be of use.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import hmac
 import os
 import secrets
 from pathlib import Path
 
+from tokenmill.engine.kv.tier.secret import own_secret
 from tokenmill.log import get_logger
 from tokenmill.serve.keys import PRIVATE_CACHE, Client
 
@@ -39,35 +39,15 @@ class CacheSalts:
 
 def load_cache_secret(stated: str, kv_disk: str, kv_redis: str) -> bytes:
     """The secret from the keys file (`stated`) or the environment, else one kept in the folder of the disk tier, else a
-    random one for this process."""
+    random one for this process. The folder's disk may hang: call it beside the event loop."""
     stated = stated or os.environ.get(SECRET_VARIABLE, "")
     if stated:
         return hashlib.sha256(stated.encode("utf-8", "surrogatepass")).digest()
     if kv_disk:
         try:
-            return _secret_in(Path(kv_disk).expanduser())
+            return hashlib.sha256(own_secret(Path(kv_disk).expanduser() / _FILE)).digest()
         except OSError as error:
-            _log.warning("the cache secret cannot be kept in %s: %s", kv_disk, error.strerror)
+            _log.warning("the cache secret cannot be kept in %s: %s", kv_disk, error.strerror or error)
     if kv_disk or kv_redis:
         _log.warning("KV tiers are of no use after a restart: set %s or cache_secret in the keys file", SECRET_VARIABLE)
     return secrets.token_bytes(32)
-
-
-def _secret_in(folder: Path) -> bytes:
-    """Made by the first server that uses the folder; several may start at once."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    path = folder / _FILE
-    if not path.exists():
-        temporary = folder / f"{_FILE}.{secrets.token_hex(8)}"
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(secrets.token_bytes(32))
-            file.flush()
-            os.fsync(file.fileno())
-        with contextlib.suppress(FileExistsError):
-            os.link(temporary, path)  # whole or not at all, and never over another one
-        temporary.unlink()
-    secret = path.read_bytes()
-    if len(secret) != 32:
-        raise OSError(0, f"{path} does not hold 32 bytes")
-    return secret

@@ -151,7 +151,12 @@ class Metrics:
         for tier in stats.tiers:
             last = before.get(tier.name) or TierStats(tier.name)
             for name, spec in _TIER_FIELDS:
-                self._take(spec, getattr(tier, name), getattr(last, name), tier.name)
+                value, before_it = getattr(tier, name), getattr(last, name)
+                if isinstance(value, dict):  # by a second label
+                    for label, count in value.items():
+                        self._take(spec, count, before_it.get(label, 0), tier.name, label)
+                else:
+                    self._take(spec, value, before_it, tier.name)
         self._last = stats
 
     def _take(self, spec: MetricSpec, value: float, last: float, *labels: str) -> None:

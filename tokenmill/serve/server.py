@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 import signal
 import socket
 import ssl
@@ -52,6 +53,7 @@ _POLL_SECONDS = 0.05
 _CLOSE_SECONDS = 2.0  # for the engine to write its cached pages to the tiers
 _EXIT_SECONDS = 3.0  # from the end of the engine to the end of the process
 _KEYS_SECONDS = 1.0  # between two looks at the keys file
+_SECRET_SECONDS = 2.0  # for the disk that has the secret of the cache salts
 _SECRET = ("api_key",)
 _MIN_QUEUED = 64  # texts of one key that may wait for a text worker, whatever the limit on requests
 
@@ -99,7 +101,7 @@ async def _serve(
         report.phase("starting the engine")
         engine = EngineClient(path, engine_config, config.stall_timeout, report.phase, config.spare_engine)
         workers = _text_workers(path, engine_config.load_format, config)
-        secret = _cache_secret(config, engine_config, keys)
+        secret = await _cache_secret(config, engine_config, keys)
         started = await signals.unless_told(_start(path, engine_config.load_format, engine))
         if started is None:
             return
@@ -153,7 +155,7 @@ async def _start(
 
     def prepare() -> tuple[type[Service], Tokenizer, ChatTemplate | None]:
         import tokenmill.serve.http  # noqa: F401
-        from tokenmill.checkpoint.dummy import tokenizer_of
+        from tokenmill.checkpoint.tokenizer_files import tokenizer_of
         from tokenmill.serve.service import Service
 
         return Service, *tokenizer_of(path, load_format)
@@ -179,11 +181,17 @@ async def _reload_keys(watch: KeyWatch, service: Service, told: asyncio.Event) -
             service.end_clients(watch.apply(entries))
 
 
-def _cache_secret(config: ServeConfig, engine_config: EngineConfig, keys: KeyRing) -> bytes:
+async def _cache_secret(config: ServeConfig, engine_config: EngineConfig, keys: KeyRing) -> bytes:
     """Of the cache salts. Without keys only requests that bring a salt of their own need one."""
     if keys.open:
         return b""
-    return load_cache_secret(read_cache_secret(config.api_keys_file), engine_config.kv_disk, engine_config.kv_redis)
+    stated = read_cache_secret(config.api_keys_file)
+    loading = in_daemon_thread(lambda: load_cache_secret(stated, engine_config.kv_disk, engine_config.kv_redis))
+    try:
+        return await asyncio.wait_for(loading, _SECRET_SECONDS)
+    except TimeoutError:
+        _log.warning("%s does not answer: what it holds is of no use until the next start", engine_config.kv_disk)
+        return secrets.token_bytes(32)
 
 
 async def _drain(service: Service, server: HttpServer, serving: asyncio.Task[None], signals: StopSignals) -> None:

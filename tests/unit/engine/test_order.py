@@ -39,7 +39,7 @@ def test_queue() -> None:
     assert queue.snapshot() == requests
     assert queue.remove(requests[2]) == (1, 2)
     assert requests[2] not in queue
-    assert (queue.first(), queue.last(), len(queue)) == (requests[0], requests[4], 4)
+    assert (queue.at(0), queue.last(), len(queue)) == (requests[0], requests[4], 4)
 
 
 def test_an_unknown_discipline_is_named_with_the_nearest() -> None:

@@ -109,15 +109,15 @@ def test_anthropic_breakpoints_that_api_does_not_know(fields: dict[str, Any]) ->
 
 def test_tiers_are_metrics_by_name_and_survive_a_restart() -> None:
     metrics = Metrics("m")
-    disk = TierStats("disk", entries=3, bytes=300, hits=5, misses=1, corrupt=1, foreign=2, read_bandwidth=1e6)
+    disk = TierStats("disk", entries=3, bytes=300, hits=5, misses=1, rejected={"hash": 1, "name": 2})
     metrics.on_step(EngineStats(tiers=[disk], num_pages_retained=4, num_promises_broken=2, num_pages_unwritten=1))
     metrics.on_restart("killed")
     metrics.on_step(EngineStats(tiers=[disk, TierStats("redis", entries=1, hits=7, failures=9)]))
     text = metrics.render().decode()
     for line in (
         'kv_tier_hits_total{model_name="m",tier="disk"} 10.0',
-        'kv_tier_corrupt_total{model_name="m",tier="disk"} 2.0',
-        'kv_tier_foreign_total{model_name="m",tier="disk"} 4.0',
+        'kv_tier_rejected_total{model_name="m",reason="hash",tier="disk"} 2.0',
+        'kv_tier_rejected_total{model_name="m",reason="name",tier="disk"} 4.0',
         'kv_tier_bytes{model_name="m",tier="disk"} 300.0',
         'kv_tier_failures_total{model_name="m",tier="redis"} 9.0',
         'kv_promises_broken_total{model_name="m"} 2.0',

@@ -16,7 +16,7 @@ from tests.unit.serve.live_server import echo, live
 from tokenmill.serve import edge as edge_module
 from tokenmill.serve.config import ServeConfig
 from tokenmill.serve.edge import Edge, route_path
-from tokenmill.serve.keys import Client, KeyRing
+from tokenmill.serve.keys import Client, KeyRing, digest_of
 from tokenmill.serve.metrics import Metrics
 from tokenmill.serve.page import add_page_routes
 
@@ -46,7 +46,7 @@ def _edge(keys: KeyRing | None = None, app: ASGIApp = _plain, **options: Any) ->
     return Edge(app, keys or KeyRing(), Metrics("m"), ServeConfig(access_log=False, **options))
 
 
-_KEYS = KeyRing([("good", Client("good"))])
+_KEYS = KeyRing([(digest_of("good"), Client("good"))])
 
 
 def test_a_local_server_without_keys_serves_its_own_names_and_pages_only() -> None:

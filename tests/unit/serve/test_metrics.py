@@ -74,7 +74,7 @@ def test_what_the_engine_counts_is_a_metric_by_its_declaration_alone() -> None:
     """The record is the only list: every declared field crosses the wire and is shown."""
     declared = [*metrics_of(EngineStats), *metrics_of(TierStats)]
     assert [spec for _, spec in declared] == list(METRICS[: len(declared)])
-    tier = TierStats("disk", **{name: 3 for name, _ in metrics_of(TierStats)})
+    tier = TierStats("disk", **{name: {"hash": 3} if name == "rejected" else 3 for name, _ in metrics_of(TierStats)})
     stats = EngineStats(tiers=[tier], **{name: 2 for name, _ in metrics_of(EngineStats) if name != "pages_consistent"})
     received = messages.decode_from_engine(messages.encode(messages.Events([], stats)))
     assert isinstance(received, messages.Events)

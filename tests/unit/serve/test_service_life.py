@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tokenmill.checkpoint.dummy import numbering_tokenizer
+from tokenmill.checkpoint.number_tokenizer import numbering_tokenizer
 from tokenmill.engine.messages import Ready
 from tokenmill.serve.config import ServeConfig
 from tokenmill.serve.errors import ApiError

@@ -14,7 +14,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenmill.serve.errors import ApiError
 from tokenmill.serve.keys import Client
 from tokenmill.serve.workers import jobs
-from tokenmill.serve.workers import pool as pool_module
 from tokenmill.serve.workers.jobs import Accepted, CheckGrammar, Encode, Encoded, Rejected, Render, Rendered, Setup
 from tokenmill.serve.workers.pool import WorkerPool
 from tokenmill.serve.workers.process import WorkerProcess
@@ -199,11 +198,17 @@ def test_heavy_jobs_leave_a_worker_for_quick_ones(model: Path) -> None:
 
 @pytest.mark.usefixtures("short")
 def test_a_cancelled_caller_frees_its_place(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    charged: list[str] = []
-    monkeypatch.setattr(pool_module, "charge_text_work", lambda client, _seconds: charged.append(client.name))
+    ran: list[str] = []
+    work = WorkerPool._work
+
+    async def recorded(pool: WorkerPool, worker: Any, pending: Any) -> None:
+        await work(pool, worker, pending)
+        ran.append(pending.client.name)
+
+    monkeypatch.setattr(WorkerPool, "_work", recorded)
 
     async def test(pool: WorkerPool) -> None:
-        charged.clear()
+        ran.clear()
         busy, *waiting = await _started(
             pool.run(_say("compare"), Client("busy")), *(pool.run(_QUICK, Client("a")) for _ in range(2))
         )
@@ -216,17 +221,16 @@ def test_a_cancelled_caller_frees_its_place(model: Path, monkeypatch: pytest.Mon
         busy.cancel()
         assert isinstance(await waiting[1], Encoded)
         assert isinstance(await late, Encoded)
-        assert sorted(charged) == ["a", "a", "b", "busy"]  # not the one that was cancelled in the queue
+        assert sorted(ran) == ["a", "a", "b", "busy"]  # not the one that was cancelled in the queue
 
     _run(model, test, max_queued=2)
 
 
 def test_requests_with_one_new_grammar_wait_for_one_check(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checks: list[str] = []
-    monkeypatch.setattr(pool_module, "charge_text_work", lambda client, _seconds: checks.append(client.name))
+    monkeypatch.setattr(Client, "charge_grammar", lambda client, _seconds, _now: checks.append(client.name))
 
     async def test(pool: WorkerPool) -> None:
-        checks.clear()
         text, spec = TextWork(pool), StructuredSpec("regex", "[a-f]{2}")
         first, *others = await _started(*(text.check_grammar(spec, Client("a")) for _ in range(5)))
         first.cancel()  # another of them takes over

@@ -68,6 +68,10 @@ class KVManager:
         reserved = len(self._holdings) * self._num_groups  # every holder could still grow by a page
         return self._restorer.ready(request, max_pages, reserved, wait)
 
+    @property
+    def is_loading(self) -> bool:
+        return self._restorer is not None and self._restorer.is_loading
+
     def match(self, request: Request, without: Sequence[Request] = ()) -> PrefixMatch:
         """The longest cached prefix of all known tokens, at least one short of them. Changes nothing.
 
@@ -195,6 +199,8 @@ class KVManager:
 
     def take_copies(self) -> list[tuple[int, int]]:
         """(source, destination) pages to copy before the next step writes; no page is the destination of two."""
+        if self._saver is not None:
+            self._saver.export()  # what was evicted for that step
         copies = [(source, copy) for copy, source in self._copies.items()]
         self._copies.clear()
         return copies

@@ -1,7 +1,8 @@
 """Brings the prefix pages of a waiting request back from the tiers into the prefix tree, where it then finds them.
 
 At admission: which pages would lengthen the match, which tier has them, are they worth it; they are fetched in a
-thread while others compute, then copied into pages of the pool as if a request had computed and released them. The KV
+thread while others compute, then copied into pages of the pool as if a request had computed and released them. Requests
+that begin alike share one load; beyond a number of loads, and after a time, a request is computed instead. The KV
 manager owns it and calls it from the engine thread; the loading thread reads `_WantedPrefix` too, which never changes.
 """
 
@@ -16,6 +17,8 @@ from tokenmill.engine.kv.prefix_tree import NO_PAGE, UNBOUNDED, PrefixNode, Pref
 from tokenmill.engine.kv.tier.costs import IMPORT
 from tokenmill.engine.kv.tier.stack import Load, TierStack
 from tokenmill.types import Request
+
+_MAX_LOADS = 32  # under way at the same time
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,7 @@ class Restorer:
         self._pool = pool
         self._tiers = tiers
         self._waiting: dict[Request, tuple[_WantedPrefix, Load]] = {}
+        self._following: dict[Request, tuple[bytes, Load]] = {}  # the page it lacks first, another request's load of it
         self._restored: dict[Request, Restored] = {}  # until admission
 
     def ready(self, request: Request, max_pages: int, num_reserved: int, wait: float) -> bool:
@@ -77,21 +81,18 @@ class Restorer:
 
         `num_reserved`: pages to leave for running requests.
         """
-        if request in self._restored:
-            return True
-        if request not in self._waiting:
-            wanted = self._wanted_prefix(request, max_pages)
-            load = Load([], wanted.choose, wanted.num_saved)
-            if not self._start(wanted, load):
-                self._restored[request] = Restored(load.reason)
-                return True
-            self._waiting[request] = (wanted, load)
-        wanted, load = self._waiting[request]
-        if not load.wait(wait):
+        if request in self._following and not self._stop_following(request, num_reserved, wait):
             return False
-        del self._waiting[request]
-        self._restored[request] = self._take(request, wanted, load, num_reserved)
-        return True
+        if request not in self._restored and request not in self._waiting:
+            self._begin(request, max_pages)
+        if request in self._waiting:
+            self._collect(request, num_reserved, wait)
+        return request in self._restored
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether a request waits for pages."""
+        return bool(self._waiting or self._following)
 
     def settle(self, request: Request) -> Restored:
         """The request is admitted: what it got."""
@@ -100,8 +101,10 @@ class Restorer:
     def abandon(self, request: Request) -> None:
         """The request is gone before it was admitted."""
         self._restored.pop(request, None)
+        self._following.pop(request, None)
         if request in self._waiting:
-            self._waiting.pop(request)[1].cancelled = True
+            load = self._waiting.pop(request)[1]
+            load.cancelled = load.abandoned = True
 
     # --- how ---
 
@@ -119,12 +122,44 @@ class Restorer:
             present.append([node is not None and node.pages[group] >= 0 for group in groups])
         return _WantedPrefix(keys, present, self._tree.spans, size)
 
-    def _start(self, wanted: _WantedPrefix, load: Load) -> bool:
-        """Ask for what would help. False: there is nothing."""
-        load.keys = wanted.absent() if self._tiers.has_remote else wanted.choose(self._found_here(wanted))
-        if load.keys:
-            self._tiers.start(load)
-        return bool(load.keys)
+    def _begin(self, request: Request, max_pages: int) -> None:
+        """Ask for what would help, or find that nothing does, or that another request has asked for it already."""
+        wanted = self._wanted_prefix(request, max_pages)
+        keys = wanted.absent() if self._tiers.has_remote else wanted.choose(self._found_here(wanted))
+        if not keys:
+            self._restored[request] = Restored()
+            return
+        for _, load in self._waiting.values():
+            if load.keys[0] == keys[0] and not load.cancelled:
+                self._following[request] = (keys[0], load)
+                return
+        if len(self._waiting) >= _MAX_LOADS:
+            self._restored[request] = Restored("tier_busy")
+            return
+        load = Load(keys, wanted.choose, wanted.num_saved)
+        self._waiting[request] = (wanted, load)
+        self._tiers.start(load)
+
+    def _collect(self, request: Request, num_reserved: int, wait: float) -> bool:
+        """Put what was loaded for a request into the tree. False: it is still on its way."""
+        wanted, load = self._waiting[request]
+        if not load.done.wait(wait) and not load.expired:
+            return False
+        load.cancelled = not load.done.is_set()
+        del self._waiting[request]
+        self._restored[request] = self._take(request, wanted, load, num_reserved)
+        return True
+
+    def _stop_following(self, request: Request, num_reserved: int, wait: float) -> bool:
+        """Whether the load of another request is over. What that did not bring is not asked for again."""
+        key, load = self._following[request]
+        first = next((other for other, (_, each) in self._waiting.items() if each is load), None)
+        if first is not None and not self._collect(first, num_reserved, wait):
+            return False
+        del self._following[request]
+        if key not in load.pages and not load.abandoned:
+            self._restored[request] = Restored("tier_failed" if load.cancelled else load.reason)
+        return True
 
     def _found_here(self, wanted: _WantedPrefix) -> set[bytes]:
         """What the tiers of this machine have of a wanted prefix, as far as there is no gap that ends every match."""
@@ -173,21 +208,21 @@ class Restorer:
             node = tree.child(node, tuple(request.token_ids[place * size : (place + 1) * size]))
             nodes.append(node)
         node.cursors += 1  # nobody prunes the path
-        began, num_bytes = time.monotonic(), 0
+        began = time.monotonic()
         needed = [(place, group) for place in range(depth) for group, span in enumerate(tree.spans)
                   if place >= depth - span]  # fmt: skip
         # What is there is held before anything is evicted for the rest.
         for place, group in needed:
             if wanted.present[place][group]:
                 pool.take(nodes[place].pages[group])
-        for place, group in needed:
-            if not wanted.present[place][group]:
-                page = pool.allocate()
-                data = load.pages[wanted.keys[place][group]]
-                self._tiers.restore(page, data)
-                num_bytes += data.nbytes
-                assert nodes[place].pages[group] == NO_PAGE
-                tree.attach(nodes[place], group, page)
+        absent = [(place, group) for place, group in needed if not wanted.present[place][group]]
+        pages = [pool.allocate() for _ in absent]
+        data = [load.pages[wanted.keys[place][group]] for place, group in absent]
+        self._tiers.restore(pages, data)
+        for (place, group), page in zip(absent, pages, strict=True):
+            assert nodes[place].pages[group] == NO_PAGE
+            tree.attach(nodes[place], group, page)
+        num_bytes = sum(each.nbytes for each in data)
         self._tiers.costs.record_load(IMPORT, num_bytes, time.monotonic() - began)
         node.cursors -= 1
         for place, group in reversed(needed):  # the end of a prefix is evicted before its beginning

@@ -24,7 +24,7 @@ class Saver:
         self._unsaved: list[tuple[int, PrefixNode]] = []  # of the pass under way, what comes first at the end
 
     def offer(self, page: int, name: bytes, group: int) -> None:
-        """A page that is about to be overwritten."""
+        """A page that makes room: it is copied at the next `export`, together with others."""
         self._stats.num_pages_unwritten += not self._tiers.offer(self._tiers.key(name, group), page)
 
     def save(self, wait: float = 0.0) -> bool:
@@ -58,7 +58,12 @@ class Saver:
             page, node = self._unsaved.pop()
             if self._tree.owner.get(page) is node:
                 self.offer(page, node.name, node.pages.index(page))
+        self._tiers.export()
         return True
+
+    def export(self) -> None:
+        """Pages that were offered are about to be overwritten."""
+        self._tiers.export()
 
     def record_step(self, plan: StepPlan, seconds: float) -> None:
         """How long a step took: what computing a page costs, if it was mostly prompts."""

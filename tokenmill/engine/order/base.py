@@ -26,7 +26,7 @@ class Discipline(ABC):
     def next(self, waiting: RequestQueue, passed: Collection[Request] = ()) -> Request:
         """The request to admit next, none of those `passed` over. There is one."""
         if not passed:
-            return waiting.first()
+            return waiting.at(0)
         return next(request for request in waiting.snapshot() if request not in passed)
 
     def preemptible(self, waiting: Request, running: RequestQueue) -> list[Request]:

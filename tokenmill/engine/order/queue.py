@@ -26,8 +26,9 @@ class RequestQueue:
         del self._entries[bisect_left(self._entries, (key,))]
         return key
 
-    def first(self) -> Request:
-        return self._entries[0][1]
+    def at(self, index: int) -> Request:
+        """The request at this place of the order."""
+        return self._entries[index][1]
 
     def last(self) -> Request:
         return self._entries[-1][1]

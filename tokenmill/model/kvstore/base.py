@@ -7,6 +7,7 @@ because a page belongs to one group at a time. Knows nothing of requests or of w
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from tokenmill.hardware.kv_layout import KVLayout
 from tokenmill.kernels.cpu_pages import CpuPages
 from tokenmill.kernels.packed_pages import PackedPages
+from tokenmill.model.kvstore import transfer
 from tokenmill.model.kvstore.conditioning import KeyConditioning
 from tokenmill.types import Batch
 
@@ -38,6 +40,7 @@ class KVStore(ABC):
         self.layout = layout
         self.num_pages = num_pages
         self.device = device
+        self._copy_stream: torch.cuda.Stream | None = None  # for pages that leave
 
     @classmethod
     def declines(cls, layout: KVLayout) -> str:
@@ -113,25 +116,38 @@ class KVStore(ABC):
         Whatever belongs to a page must be in one of them: pages leave for a tier and come back byte by byte.
         """
 
-    def export_page(self, page: int) -> memoryview:
-        """A copy of one page, all layers: bytes in host memory, in the order of `page_tensors`."""
-        parts = [tensor[:, page].contiguous().view(-1).view(torch.uint8) for tensor in self.page_tensors()]
-        return torch.cat(parts).cpu().numpy().data
+    @property
+    def stored_page_bytes(self) -> int:
+        """Bytes of one page as it leaves for a tier."""
+        return transfer.bytes_per_page(self.page_tensors())
 
-    def import_page(self, page: int, data: memoryview) -> None:
-        """Overwrite a page with what `export_page` of a store of the same kind and layout returned.
+    def export_pages(self, pages: Sequence[int]) -> transfer.PagesOnHost | transfer.PagesOnTheWay:
+        """Copies of pages, all layers: bytes in host memory, in the order of `page_tensors`. The pages may be
+        overwritten by what runs after this call, also where the copies are still on their way."""
+        self.before_export(pages)
+        tensors = self.page_tensors()
+        if self.device.type != "cuda":
+            return transfer.PagesOnHost([transfer.copy_out(tensors, page) for page in pages])
+        if self._copy_stream is None:
+            self._copy_stream = torch.cuda.Stream(self.device)
+        return transfer.start_export(tensors, pages, self._copy_stream)
 
-        `data` must lie in writable memory, which torch asks of all memory that it did not allocate.
-        """
-        source = torch.frombuffer(data, dtype=torch.uint8)
-        begin = 0
-        for tensor in self.page_tensors():
-            stored = tensor[:, page]
-            end = begin + stored.numel() * stored.element_size()
-            octets = stored.view(torch.uint8)
-            octets.copy_(source[begin:end].view(octets.shape))
-            begin = end
-        assert begin == source.numel(), "a page of another store"
+    def import_pages(self, pages: Sequence[int], data: Sequence[memoryview]) -> None:
+        """Overwrite pages with what `export_pages` of a store of the same kind and layout returned, in writable
+        memory."""
+        tensors = self.page_tensors()
+        if self.device.type == "cuda":
+            transfer.start_import(tensors, pages, data)
+        else:
+            for page, content in zip(pages, data, strict=True):
+                transfer.copy_in(tensors, page, content)
+        self.after_import(pages)
+
+    def before_export(self, pages: Sequence[int]) -> None:  # noqa: B027
+        """Have all of these pages in `page_tensors`; for stores that keep some of them elsewhere for a while."""
+
+    def after_import(self, pages: Sequence[int]) -> None:  # noqa: B027
+        """These pages were overwritten in `page_tensors`."""
 
     @abstractmethod
     def copy_pages(self, pairs: list[tuple[int, int]]) -> None:

@@ -7,6 +7,7 @@ more layers than requested stay native. Composes two stores; knows nothing of th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -101,15 +102,13 @@ class EdgeStore(KVStore):
     def page_tensors(self) -> list[Tensor]:
         return [tensor for store in self._stores for tensor in store.page_tensors()]
 
-    def export_page(self, page: int) -> memoryview:
-        return memoryview(bytearray().join(store.export_page(page) for store in self._stores))
-
-    def import_page(self, page: int, data: memoryview) -> None:
-        begin = 0
+    def before_export(self, pages: Sequence[int]) -> None:
         for store in self._stores:
-            size = sum(tensor[:, page].numel() * tensor.element_size() for tensor in store.page_tensors())
-            store.import_page(page, data[begin : begin + size])
-            begin += size
+            store.before_export(pages)
+
+    def after_import(self, pages: Sequence[int]) -> None:
+        for store in self._stores:
+            store.after_import(pages)
 
     def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
         for store in self._stores:

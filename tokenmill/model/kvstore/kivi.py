@@ -9,6 +9,7 @@ recently used page is quantized early.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from math import gcd
 
 import torch
@@ -126,14 +127,13 @@ class _KiviStore(KVStore):
     def page_tensors(self) -> list[Tensor]:
         return [*self._codes, *self._numbers]
 
-    def export_page(self, page: int) -> memoryview:
-        self._quantize_pages([page] if page in self._buffer_of else [])
-        return super().export_page(page)
+    def before_export(self, pages: Sequence[int]) -> None:
+        self._quantize_pages([page for page in pages if page in self._buffer_of])
 
-    def import_page(self, page: int, data: memoryview) -> None:
-        self._drop_buffer(page)
-        super().import_page(page, data)
-        self._filled[:, page] = self.layout.page_size
+    def after_import(self, pages: Sequence[int]) -> None:
+        for page in pages:
+            self._drop_buffer(page)
+            self._filled[:, page] = self.layout.page_size
 
     def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
         for source, destination in pairs:

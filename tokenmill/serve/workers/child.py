@@ -32,7 +32,7 @@ _NICE = 10  # a tenth of a busy core: heavy jobs go on, and the engine hardly no
 
 class TextWorker:
     def __init__(self, setup: jobs.Setup) -> None:
-        from tokenmill.checkpoint.dummy import tokenizer_of
+        from tokenmill.checkpoint.tokenizer_files import tokenizer_of
 
         self._tokenizer, self._template = tokenizer_of(Path(setup.path), setup.load_format)
         self._vocabulary: LLTokenizer | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 import pytest
 
@@ -17,6 +18,7 @@ from tokenmill.engine.kv.tier.stack import TierStack
 from tokenmill.engine.scheduler import Scheduler
 from tokenmill.errors import UserError
 from tokenmill.hardware.kv_layout import LayerKV, build_layout
+from tokenmill.model.kvstore.transfer import PagesOnHost
 from tokenmill.types import CacheControl, Request, SamplingParams
 
 _PAGE = 64
@@ -28,11 +30,12 @@ class Memory:
     def __init__(self, num_pages: int) -> None:
         self.pages = [bytes([number]) * _PAGE for number in range(num_pages)]
 
-    def export_page(self, page: int) -> memoryview:
-        return memoryview(bytearray(self.pages[page]))
+    def export_pages(self, pages: Sequence[int]) -> PagesOnHost:
+        return PagesOnHost([memoryview(bytearray(self.pages[page])) for page in pages])
 
-    def import_page(self, page: int, data: memoryview) -> None:
-        self.pages[page] = bytes(data)
+    def import_pages(self, pages: Sequence[int], data: Sequence[memoryview]) -> None:
+        for page, content in zip(pages, data, strict=True):
+            self.pages[page] = bytes(content)
 
 
 def make(

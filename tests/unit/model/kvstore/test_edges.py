@@ -37,7 +37,7 @@ def test_edges_are_native() -> None:
     assert max(errors[0], errors[5]) < 1e-3
     assert min(errors[1:5]) > 0.1
     other = choice.build(layout, 5, CPU, "", 1)
-    other.import_page(0, store.export_page(2))
+    other.import_pages([0], store.export_pages([2]).wait())
     for slot in (0, 3):
         assert torch.equal(other.pages(slot)[0][0], store.pages(slot)[0][2])
     assert reading_path(store).startswith("C++" if store.kernel_pages(0) else "torch")

@@ -95,7 +95,7 @@ def test_a_partial_page_is_rounded_by_its_own_rows() -> None:
     store = Kivi2Store(LAYOUT, 10, CPU, sequences=1)
     compute(store, 0, 40)
     store._recent[0][:, store._buffer_of[TABLE[1]], :, 8:] = 1000.0  # what lies behind the last token must not matter
-    store.export_page(TABLE[1])
+    store.export_pages([TABLE[1]])
     k, _ = stored(store, 40)
     assert float((k[32:] - values(32, 40)).norm() / values(32, 40).norm()) < 0.4
 

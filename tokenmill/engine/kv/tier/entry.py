@@ -1,55 +1,70 @@
-"""An entry as it lies on disk and in Redis: a header that says what it is, then the page.
+"""An entry as it is stored on disk and in Redis: a header that says what it is, a keyed hash, then the page.
 
-    magic 8 | model identity 16 | key length 1, key, zeros to 32 | page length 8 | checksum 16 | page
+    magic and version 8 | namespace 16 | key length 1, key, zeros to 32 | page length 8 | HMAC-SHA256 32 | page
 
-The checksum is the beginning of the SHA-256 of all that, itself left out. Used by the tiers that outlive the process.
+The hash covers everything else under the deployment's secret, so only a holder of the secret can make an entry. The
+namespace is derived from the secret and the page identity (model, KV dtype, page size, shapes): deployments with
+different secrets or models never read, replace or delete each other's entries. Used by the tiers that outlive the
+process; knows neither files nor sockets.
 """
 
 from __future__ import annotations
 
 import hashlib
+import hmac
 import struct
 
-_MAGIC = b"TMKVPG\x00\x01"  # the last byte is the version
+_MAGIC = b"TMKVPG\x00\x02"  # the last byte is the version
 _FIELDS = struct.Struct("<8s16s32sQ")
-_CHECKSUM_BYTES = 16
-HEADER_BYTES = _FIELDS.size + _CHECKSUM_BYTES
+_HASH_BYTES = hashlib.sha256().digest_size
+HEADER_BYTES = _FIELDS.size + _HASH_BYTES
 
 
-class CorruptEntryError(Exception):
-    """The bytes are not what was written."""
+class RejectedEntryError(Exception):
+    """Not an entry that this deployment wrote for this key. `reason` is the label of the counter."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
 
 
-class ForeignEntryError(Exception):
-    """A sound entry, but of another model or for another key."""
+class EntryCodec:
+    """Signs and verifies the entries of one secret and one page identity."""
 
+    def __init__(self, secret: bytes, identity: bytes, page_bytes: int) -> None:
+        self.namespace = hmac.digest(secret, b"tokenmill kv namespace" + identity, "sha256")[:16]
+        self.entry_bytes = HEADER_BYTES + page_bytes
+        self._page_bytes = page_bytes
+        # SHA-256 and not BLAKE2b: with the CPU's SHA instructions 1.5 GB/s against 0.6, 0.7 ms for a page of 1 MiB
+        self._hash = hmac.new(secret, b"tokenmill kv entry", hashlib.sha256)
 
-def encode_header(identity: bytes, key: bytes, page: memoryview) -> bytes:
-    fields = _fields(identity, key, page.nbytes)
-    return fields + _checksum(fields, page)
+    def header(self, key: bytes, page: memoryview) -> bytes:
+        fields = self._fields(key, page.nbytes)
+        return fields + self._digest(fields, page)
 
+    def decode(self, data: memoryview | bytearray, key: bytes) -> memoryview:
+        """The page of an entry, a view of `data`. Raises RejectedEntryError."""
+        if len(data) != self.entry_bytes:
+            raise RejectedEntryError("length")
+        fields = bytes(data[: _FIELDS.size])
+        magic, namespace, name, length = _FIELDS.unpack(fields)
+        expected = _FIELDS.unpack(self._fields(key, self._page_bytes))
+        for reason, found, wanted in zip(
+            ("version", "layout", "name", "length"), (magic, namespace, name, length), expected, strict=True
+        ):
+            if found != wanted:
+                raise RejectedEntryError(reason)
+        page = memoryview(data)[HEADER_BYTES:]
+        if not hmac.compare_digest(bytes(data[_FIELDS.size : HEADER_BYTES]), self._digest(fields, page)):
+            raise RejectedEntryError("hash")
+        return page
 
-def decode(data: memoryview | bytearray, identity: bytes, key: bytes) -> memoryview:
-    """The page of an entry, a view of `data`. Raises CorruptEntryError or ForeignEntryError."""
-    if len(data) < HEADER_BYTES:
-        raise CorruptEntryError
-    fields = bytes(data[: _FIELDS.size])
-    page = memoryview(data)[HEADER_BYTES:]
-    length = _FIELDS.unpack(fields)[3]
-    if length != page.nbytes or bytes(data[_FIELDS.size : HEADER_BYTES]) != _checksum(fields, page):
-        raise CorruptEntryError
-    if fields != _fields(identity, key, page.nbytes):
-        raise ForeignEntryError
-    return page
+    def _fields(self, key: bytes, length: int) -> bytes:
+        assert len(key) < 32
+        return _FIELDS.pack(_MAGIC, self.namespace, bytes([len(key)]) + key, length)
 
-
-def _fields(identity: bytes, key: bytes, length: int) -> bytes:
-    assert len(identity) == 16
-    assert len(key) < 32
-    return _FIELDS.pack(_MAGIC, identity, bytes([len(key)]) + key, length)
-
-
-def _checksum(fields: bytes, page: memoryview) -> bytes:
-    digest = hashlib.sha256(fields)
-    digest.update(page)
-    return digest.digest()[:_CHECKSUM_BYTES]
+    def _digest(self, fields: bytes, page: memoryview) -> bytes:
+        digest = self._hash.copy()
+        digest.update(fields)
+        digest.update(page)
+        return digest.digest()

@@ -1,27 +1,22 @@
-"""Redis as a tier: servers that run the same model share prefixes through it.
+"""Redis as a tier: servers that run the same model and have the same secret share prefixes through it.
 
-Entries have the same header and checksum as on disk, and expire after a week without use. A server that fails is left
-alone for a while and pages are computed instead; the engine thread never talks to it. Reads and writes have connections
-of their own, so that a long write does not delay a read. redis-py speaks the protocol (extra `redis`).
+Entries have the same header and keyed hash as on disk, and expire after a week without use. Whatever the server does
+(down, slow, an error, a reply that makes no sense) is a failure for the breaker in guard.py. Reads and writes have
+connections of their own, so that a long write does not delay a read. redis-py speaks the protocol (extra `redis`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
-import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
-from tokenmill.engine.kv.tier.base import PageTier
-from tokenmill.engine.kv.tier.entry import (
-    CorruptEntryError,
-    ForeignEntryError,
-    decode,
-    encode_header,
-)
+from tokenmill.engine.kv.tier.base import PageTier, TierUnavailableError
+from tokenmill.engine.kv.tier.entry import EntryCodec, RejectedEntryError
 from tokenmill.errors import UnavailableError, UserError
 from tokenmill.log import get_logger
 
@@ -29,17 +24,12 @@ if TYPE_CHECKING:
     from redis import Redis
 
 _log = get_logger(__name__)
-_TIMEOUT = 2.0
+_TIMEOUT = 1.5  # to connect, and for each wait for data
 _LOOKUP_TIMEOUT = 0.25
-_PAUSE_SECONDS = 10.0
 _EXPIRY_SECONDS = 7 * 86_400
 _MAX_KNOWN = 1 << 20
 
 Command = Sequence[bytes | str | memoryview]
-
-
-class RedisUnavailableError(Exception):
-    """The server cannot be reached, does not answer in time, or answers with an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,40 +62,46 @@ class RedisAddress:
 
 
 class RedisClient:
-    """Runs commands in one round trip. After a failure the server is left alone for a while, without retries: whoever
-    asks computes instead of waiting."""
+    """Runs commands in one round trip, without retries: whoever asks computes instead of waiting."""
 
-    def __init__(self, address: RedisAddress, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, address: RedisAddress) -> None:
         self._address = address
-        self._clock = clock
         self._lock = threading.Lock()
         self._clients: dict[float, Redis] = {}  # by timeout, each with one connection
-        self._paused_until = 0.0
-
-    @property
-    def paused(self) -> bool:
-        return self._clock() < self._paused_until
 
     def run(self, commands: Sequence[Command], timeout: float = _TIMEOUT) -> list[Any]:
-        """The replies. `timeout` bounds every wait for the server, not their sum."""
-        from redis import RedisError
-
+        """The replies. `timeout` bounds every wait for the server, not their sum. Raises TierUnavailableError."""
         with self._lock:
             client = self._client(timeout)
             try:
                 with client.pipeline(transaction=False) as pipeline:
                     for command in commands:
                         pipeline.execute_command(*command)
-                    return pipeline.execute()
-            except (RedisError, OSError, ValueError) as error:
-                client.connection_pool.disconnect()  # whatever is left in it belongs to another question
-                self._paused_until = self._clock() + _PAUSE_SECONDS
-                raise RedisUnavailableError(str(error) or type(error).__name__) from None
+                    replies = pipeline.execute()
+            except Exception as error:  # also what noise makes of redis-py's parser: RecursionError, IndexError, ...
+                self._disconnect(client)  # what is left in the connection belongs to another question
+                raise TierUnavailableError(str(error) or type(error).__name__) from None
+            if len(replies) != len(commands):
+                self._disconnect(client)
+                raise TierUnavailableError(f"{len(replies)} replies to {len(commands)} commands")
+            return replies
+
+    def interrupt(self) -> None:
+        """Cut the connections under a call that another thread is in: it then fails instead of waiting."""
+        for client in list(self._clients.values()):
+            self._disconnect(client)
 
     def close(self) -> None:
+        self.interrupt()
         with self._lock:
             for client in self._clients.values():
-                client.close()
+                with contextlib.suppress(Exception):
+                    client.close()
+
+    @staticmethod
+    def _disconnect(client: Redis) -> None:
+        with contextlib.suppress(Exception):
+            client.connection_pool.disconnect()
 
     def _client(self, timeout: float) -> Redis:
         if timeout not in self._clients:
@@ -133,54 +129,53 @@ class RedisTier(PageTier):
     name = "redis"
     remote = True
 
-    def __init__(self, url: str, identity: bytes, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, url: str, identity: bytes, page_bytes: int, secret: bytes) -> None:
+        """`identity`: of the model, KV dtype and layout whose pages these are."""
         super().__init__()
-        self._address = RedisAddress.parse(url)
-        self._identity = identity
         _check_installed()
-        self._reader = RedisClient(self._address, clock)
-        self._writer = RedisClient(self._address, clock)
+        self._codec = EntryCodec(secret, identity, page_bytes)
+        self._prefix = b"tokenmill:kv:" + self._codec.namespace.hex().encode() + b":"
+        self._address = RedisAddress.parse(url)
+        self._reader = RedisClient(self._address)
+        self._writer = RedisClient(self._address)
         self._known: OrderedDict[bytes, None] = OrderedDict()  # keys that were written or seen, newest last
-        try:
-            self._reader.run([["PING"]])
-        except RedisUnavailableError as error:
-            raise UserError(
-                f"Redis at {self._address} cannot be used: {error}", "start it, or leave --kv-redis out"
-            ) from None
+
+    def open(self) -> None:
+        self._reader.run([["PING"]])
 
     def holds(self, key: bytes) -> bool:
         return key in self._known
 
     def has(self, keys: list[bytes]) -> list[bool]:
-        if not keys or self._reader.paused:
-            return [False] * len(keys)
-        try:
-            found = self._reader.run([["EXISTS", self._name(key)] for key in keys], _LOOKUP_TIMEOUT)
-        except RedisUnavailableError as error:
-            self._failed("look pages up", error)
-            return [False] * len(keys)
+        found = self._reader.run([["EXISTS", self._name(key)] for key in keys], _LOOKUP_TIMEOUT)
+        if not all(isinstance(there, int) for there in found):
+            raise TierUnavailableError("a reply to EXISTS is not a number")
         for key, there in zip(keys, found, strict=True):
             if not there:
                 self._known.pop(key, None)
         return [bool(there) for there in found]
 
     def get(self, key: bytes) -> memoryview | None:
-        if self._reader.paused:
-            return None
         name = self._name(key)
+        last = str(self._codec.entry_bytes)  # one byte more than an entry has: a longer value shows, and is not read
+        commands: list[Command] = [("GETRANGE", name, "0", last), ("EXPIRE", name, str(_EXPIRY_SECONDS))]
         try:
-            data = self._reader.run([["GET", name], ["EXPIRE", name, str(_EXPIRY_SECONDS)]])[0]
-        except RedisUnavailableError as error:
-            self._failed("read", error)
+            data = self._reader.run(commands)[0]
+        except TierUnavailableError as error:
+            if "WRONGTYPE" not in str(error):
+                raise
+            self._reject(key, "type")
             return None
         if not isinstance(data, bytes):
+            raise TierUnavailableError("a reply to GETRANGE is not a string")
+        if not data:
             self.stats.misses += 1
             self._known.pop(key, None)
             return None
         try:
-            page = decode(bytearray(data), self._identity, key)  # writable, as torch wants it
-        except (CorruptEntryError, ForeignEntryError) as error:
-            self._reject(key, isinstance(error, CorruptEntryError))
+            page = self._codec.decode(bytearray(data), key)  # writable, as torch wants it
+        except RejectedEntryError as error:
+            self._reject(key, error.reason)
             return None
         self._learn(key)
         self.stats.hits += 1
@@ -188,26 +183,24 @@ class RedisTier(PageTier):
         return page
 
     def put(self, key: bytes, data: memoryview) -> None:
-        if self._writer.paused:
-            return
-        entry = bytearray(encode_header(self._identity, key, data))
+        entry = bytearray(self._codec.header(key, data))
         entry += data
         expiry = ("EX", str(_EXPIRY_SECONDS))
-        try:
-            written = self._writer.run([("SET", self._name(key), memoryview(entry), "NX", *expiry)])[0]
-        except RedisUnavailableError as error:
-            self._failed("write", error)
-            return
+        written = self._writer.run([("SET", self._name(key), memoryview(entry), "NX", *expiry)])[0]
         self._learn(key)
         if written is not None:  # else it was there already
             self.stats.written_bytes += data.nbytes
+
+    def interrupt(self) -> None:
+        self._reader.interrupt()
+        self._writer.interrupt()
 
     def close(self) -> None:
         self._reader.close()
         self._writer.close()
 
     def _name(self, key: bytes) -> bytes:
-        return b"tokenmill:kv:" + self._identity.hex().encode() + b":" + key.hex().encode()
+        return self._prefix + key.hex().encode()
 
     def _learn(self, key: bytes) -> None:
         self._known[key] = None
@@ -215,25 +208,12 @@ class RedisTier(PageTier):
             self._known.popitem(last=False)
         self.stats.entries = len(self._known)  # that this engine knows of
 
-    def _reject(self, key: bytes, corrupt: bool) -> None:
-        self.stats.corrupt += corrupt
-        self.stats.foreign += not corrupt
+    def _reject(self, key: bytes, reason: str) -> None:
+        """The name is in our own namespace, so the entry is ours to delete."""
+        self.stats.reject(reason)
         self._known.pop(key, None)
-        _log.warning("redis tier: an entry is %s and is deleted", "corrupt" if corrupt else "another model's")
-        try:
-            self._reader.run([["DEL", self._name(key)]])
-        except RedisUnavailableError as error:
-            self._failed("delete", error)
-
-    def _failed(self, what: str, error: RedisUnavailableError) -> None:
-        self.stats.failures += 1
-        _log.warning(
-            "redis tier: %s cannot %s (%s); pages are computed instead, next try in %.0f s",
-            self._address,
-            what,
-            error,
-            _PAUSE_SECONDS,
-        )
+        _log.warning("redis tier: an entry is rejected (%s) and deleted", reason)
+        self._reader.run([["DEL", self._name(key)]])
 
 
 def _check_installed() -> None:

@@ -1,8 +1,9 @@
-"""The tiers of an engine, nearest first, behind two threads: one writes pages out, one brings them back.
+"""The tiers of an engine, nearest first: pages that leave are written to all, those wanted come from the nearest.
 
-The engine thread only copies pages and asks tables in memory. Pages that cannot be written as fast as they come are
-dropped and counted; loads are asked for at admission and are cut off when computing would have been done by then. Knows
-keys and bytes; which pages a request needs is restore.py's business.
+The engine thread only copies pages and asks tables in memory; each tier has its own threads (guard.py), and one more
+here runs the loads. Pages that cannot be written as fast as they come are dropped and counted; loads are asked for at
+admission and are cut off when computing would have been done by then. Knows keys and bytes; which pages a request needs
+is restore.py's business.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ from dataclasses import dataclass, field
 
 from tokenmill.engine.kv.tier.base import PageAccess, PageTier
 from tokenmill.engine.kv.tier.costs import LoadCosts
+from tokenmill.engine.kv.tier.guard import GuardedTier, Leaving
 from tokenmill.engine.stats import TierStats
 from tokenmill.log import get_logger
 
 _log = get_logger(__name__)
-_MAX_QUEUED_BYTES = 256 << 20
-_MAX_LOAD_SECONDS = 10.0  # a stalled disk must not look like a stuck step
-_DEFAULT_LOAD_SECONDS = 5.0  # where no step has been measured yet
+_MAX_LOAD_SECONDS = 5.0  # until the engine takes a load as failed
+_PAGES_AT_ONCE = 8  # read from a tier between two looks at the clock
+_OPEN_SECONDS = 2.0  # at the start, for all tiers together; those that take longer join later
+_CLOSE_SECONDS = 0.5  # for the threads of all tiers together
 
 
 @dataclass(eq=False)
@@ -36,35 +39,33 @@ class Load:
     tiers: dict[bytes, str] = field(default_factory=dict)  # where each came from
     reason: str = ""  # "", "slower" or "tier_failed"
     done: threading.Event = field(default_factory=threading.Event)
-    cancelled: bool = False
+    cancelled: bool = False  # nobody waits for it any more
+    abandoned: bool = False  # because its request is gone
     began: float = field(default_factory=time.monotonic)
 
-    def wait(self, seconds: float) -> bool:
-        """Whether the load has come to its end, or must be taken as it is because it hangs."""
-        if self.done.wait(seconds):
-            return True
-        self.cancelled = time.monotonic() - self.began > _MAX_LOAD_SECONDS + 1.0
-        return self.cancelled
+    @property
+    def expired(self) -> bool:
+        """Whether it has taken so long that its request is better computed."""
+        return not self.done.is_set() and time.monotonic() - self.began > _MAX_LOAD_SECONDS
 
 
 class TierStack:
     def __init__(self, tiers: Sequence[PageTier], access: PageAccess, root_name: bytes, page_bytes: int) -> None:
         """`root_name`: what all keys of this engine's pages hang from (model, KV dtype, layout)."""
         assert tiers
-        self.tiers = list(tiers)
+        self.tiers = [GuardedTier(tier, page_bytes) for tier in tiers]
         self.root_name = root_name
         self.costs = LoadCosts()
         self._access = access
         self._page_bytes = page_bytes
-        self._writes: queue.SimpleQueue[tuple[bytes, memoryview] | None] = queue.SimpleQueue()
+        self._leaving: dict[bytes, int] = {}  # key -> page, until the next export
         self._loads: queue.SimpleQueue[Load | None] = queue.SimpleQueue()
-        self._queued: set[bytes] = set()  # keys between `offer` and `put`
-        self._threads = [
-            threading.Thread(target=self._write_all, name="kv-writer", daemon=True),
-            threading.Thread(target=self._load_all, name="kv-loader", daemon=True),
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._loader = threading.Thread(target=self._load_all, name="kv-loader", daemon=True)
+        self._loader.start()
+        deadline = time.monotonic() + _OPEN_SECONDS
+        for tier in self.tiers:
+            if not tier.wait_tried(max(0.0, deadline - time.monotonic())):
+                _log.warning("%s tier: not available yet; the engine starts without it", tier.name)
 
     # --- engine thread ---
 
@@ -73,86 +74,90 @@ class TierStack:
         return name + bytes([group])
 
     def holds(self, key: bytes) -> bool:
-        """Whether every tier has the page, or is about to."""
-        return key in self._queued or all(tier.holds(key) for tier in self.tiers)
+        """Whether no tier that can be written lacks the page, or it is about to be written."""
+        return key in self._leaving or not any(tier.wants(key) for tier in self.tiers)
 
     @property
     def has_space(self) -> bool:
         """Whether another page can wait to be written."""
-        return len(self._queued) * self._page_bytes < _MAX_QUEUED_BYTES
+        return all(tier.has_space for tier in self.tiers if tier.writable)
 
     def offer(self, key: bytes, page: int) -> bool:
-        """Copy a page and have it written, unless it is stored already. False: pages come faster than they can be
-        written, and this one is not kept."""
-        if self.holds(key):
+        """Have a page written, unless it is stored already. `export` must be called before it is overwritten. False:
+        pages come faster than they can be written, and a tier does not get this one."""
+        if key in self._leaving:
             return True
-        if not self.has_space:
-            return False
-        self._queued.add(key)
-        self._writes.put((key, self._access.export_page(page)))
-        return True
+        wanting = [tier for tier in self.tiers if tier.wants(key)]
+        if any(tier.has_space for tier in wanting):
+            self._leaving[key] = page
+        return all(tier.has_space for tier in wanting)
 
-    def restore(self, page: int, data: memoryview) -> None:
-        self._access.import_page(page, data)
+    def export(self) -> None:
+        """Copy all pages that were offered, in one go, and hand them to the tiers."""
+        if not self._leaving:
+            return
+        leaving, self._leaving = self._leaving, {}
+        batch = Leaving(self._access.export_pages(list(leaving.values())))
+        for index, key in enumerate(leaving):
+            for tier in self.tiers:
+                if tier.wants(key) and tier.has_space:
+                    tier.put(key, batch, index)
+
+    def restore(self, pages: Sequence[int], data: Sequence[memoryview]) -> None:
+        self.export()  # some of the pages may have been evicted a moment ago
+        self._access.import_pages(pages, data)
 
     def local(self, keys: Iterable[bytes]) -> set[bytes]:
         """Those of the keys that a tier in this machine has."""
         wanted = list(keys)
         found: set[bytes] = set()
         for tier in self.tiers:
-            if not tier.remote:
-                found.update(key for key, there in zip(wanted, tier.has(wanted), strict=True) if there)
+            found.update(key for key, there in zip(wanted, tier.local(wanted), strict=True) if there)
         return found
 
     @property
     def has_remote(self) -> bool:
-        return any(tier.remote for tier in self.tiers)
+        """Whether a tier must be asked by a round trip, and can be."""
+        return any(tier.remote and tier.readable for tier in self.tiers)
 
     def start(self, load: Load) -> None:
         self._loads.put(load)
 
     def flush(self, timeout: float) -> bool:
-        """Wait until all that was offered is written. False: not in time."""
+        """Wait until all that was offered is written. False: not in time, or a tier does not take it."""
+        self.export()
         deadline = time.monotonic() + timeout
-        while self._queued and time.monotonic() < deadline:
+        while not all(tier.is_idle for tier in self.tiers) and time.monotonic() < deadline:
             time.sleep(0.005)
-        return not self._queued
+        return not self._num_unwritten
 
     def close(self, timeout: float) -> None:
         if not self.flush(timeout):
-            _log.warning("%d KV pages were not written to the tiers in time", len(self._queued))
-        self._writes.put(None)
+            _log.warning("%d KV pages were not written to the tiers in time", self._num_unwritten)
         self._loads.put(None)
-        for thread in self._threads:
-            thread.join(0.5)
         for tier in self.tiers:
-            tier.close()
+            tier.end()
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        for tier in self.tiers:
+            tier.join(deadline)
+        self._loader.join(max(0.0, deadline - time.monotonic()))
 
     @property
     def stats(self) -> list[TierStats]:
         """Of each tier, nearest first: the records that the tiers themselves count in."""
         return [tier.stats for tier in self.tiers]
 
-    # --- writing thread ---
-
-    def _write_all(self) -> None:
-        while (item := self._writes.get()) is not None:
-            key, data = item
-            try:
-                for tier in self.tiers:
-                    if not tier.holds(key):
-                        tier.put(key, data)
-            except Exception:
-                _log.exception("a KV page could not be written")
-            finally:
-                self._queued.discard(key)
+    @property
+    def _num_unwritten(self) -> int:
+        return sum(tier.num_queued for tier in self.tiers)
 
     # --- loading thread ---
 
     def _load_all(self) -> None:
         while (load := self._loads.get()) is not None:
             try:
-                self._load(load)
+                if not load.cancelled:
+                    self._load(load)
             except Exception:
                 _log.exception("KV pages could not be loaded")
                 load.reason = "tier_failed"
@@ -169,30 +174,37 @@ class TierStack:
         if not self.costs.worth_loading(num_tokens, {name: n * self._page_bytes for name, n in sizes.items()}):
             load.reason = "slower"
             return
-        limit = min(self.costs.recompute_seconds(num_tokens) or _DEFAULT_LOAD_SECONDS, _MAX_LOAD_SECONDS)
-        read: Counter[str] = Counter()
-        spent: defaultdict[str, float] = defaultdict(float)
-        for key in chosen:
-            at = time.monotonic()
-            if load.cancelled or at - load.began > limit:
-                break
-            tier = places[key]
-            data = tier.get(key)
-            if data is None:
-                break  # what comes after it is of no use without it
-            load.pages[key], load.tiers[key] = data, tier.name
-            read[tier.name] += data.nbytes
-            spent[tier.name] += time.monotonic() - at
-        for name, num_bytes in read.items():
-            self.costs.record_load(name, num_bytes, spent[name])
+        limit = min(self.costs.recompute_seconds(num_tokens) or _MAX_LOAD_SECONDS, _MAX_LOAD_SECONDS)
+        self._fetch(load, chosen, places, load.began + limit)
         for tier in self.tiers:
             tier.stats.read_bandwidth = self.costs.bandwidth(tier.name)
         if len(load.pages) < len(chosen):
             load.reason = "tier_failed"
 
-    def _find(self, keys: list[bytes]) -> dict[bytes, PageTier]:
+    def _fetch(self, load: Load, chosen: list[bytes], places: dict[bytes, GuardedTier], deadline: float) -> None:
+        """The chosen pages in order, up to the first that does not come: what is after it is of no use without it."""
+        read: Counter[str] = Counter()
+        spent: defaultdict[str, float] = defaultdict(float)
+        begin = 0
+        while begin < len(chosen) and not load.cancelled and (at := time.monotonic()) < deadline:
+            tier = places[chosen[begin]]
+            end = begin + 1
+            while end < min(len(chosen), begin + _PAGES_AT_ONCE) and places[chosen[end]] is tier:
+                end += 1
+            pages = tier.get(chosen[begin:end])
+            for key, page in zip(chosen[begin:end], pages, strict=False):
+                load.pages[key], load.tiers[key] = page, tier.name
+            read[tier.name] += sum(page.nbytes for page in pages)
+            spent[tier.name] += time.monotonic() - at
+            if len(pages) < end - begin:
+                break
+            begin = end
+        for name, num_bytes in read.items():
+            self.costs.record_load(name, num_bytes, spent[name])
+
+    def _find(self, keys: list[bytes]) -> dict[bytes, GuardedTier]:
         """The nearest tier that has each page."""
-        places: dict[bytes, PageTier] = {}
+        places: dict[bytes, GuardedTier] = {}
         for tier in self.tiers:
             missing = [key for key in keys if key not in places]
             places |= {key: tier for key, there in zip(missing, tier.has(missing), strict=True) if there}
