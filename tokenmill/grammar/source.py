@@ -19,6 +19,7 @@ WHITESPACE = r"[ \n\r\t]{1,40}"
 JSON_OPTIONS: dict[str, Any] = {"lenient": False, "coerce_one_of": False, "whitespace_pattern": WHITESPACE}
 _MAX_DEPTH = 64
 _MAX_MESSAGE = 300
+_SMALLEST = -(2**63)  # as a constant it overflows the library's stack: one small schema would end the process
 _REMEDY = {
     "json_schema": "leave that part out of the schema, or check the answer yourself",
     "json_object": "report this",
@@ -73,7 +74,7 @@ def _options() -> Any:
 def read_schema(text: str) -> dict[str, Any]:
     """A schema from its text. Raises UserError if it is none."""
     try:
-        schema = json.loads(text, parse_float=_number, parse_constant=_no_constant)
+        schema = json.loads(text, parse_int=_integer, parse_float=_number, parse_constant=_no_constant)
     except RecursionError:
         raise UserError("the json_schema is nested too deeply", f"keep it below {_MAX_DEPTH} levels") from None
     except ValueError as error:
@@ -86,9 +87,18 @@ def read_schema(text: str) -> dict[str, Any]:
     return schema
 
 
+def _integer(text: str) -> int:
+    value = int(text)
+    if value == _SMALLEST:
+        raise ValueError(f"{value} is too small for a number")
+    return value
+
+
 def _number(text: str) -> int | float:
     """Counts may be written 2.0; the library wants 2. To JSON they are the same number."""
     value = float(text)
+    if value == _SMALLEST:
+        raise ValueError(f"{text} is too small for a number")
     return int(value) if value.is_integer() and abs(value) < 2**53 else value
 
 

@@ -301,3 +301,9 @@ def test_the_json_schema_test_suite_is_kept_or_refused(compiler: GrammarCompiler
             accepted = matcher.try_consume_tokens(data) == len(data) and matcher.is_accepting()
             assert test["valid"] or not accepted, (case["description"], test["description"])
     assert num_kept >= 160
+
+
+@pytest.mark.parametrize("number", ["-9223372036854775808", "-9223372036854775808.0", "-9.223372036854775808e18"])
+def test_the_smallest_integer_is_refused_before_the_library_sees_it(compiler: GrammarCompiler, number: str) -> None:
+    with pytest.raises(UserError, match="too small"):
+        compiler.compile(StructuredSpec("json_schema", f'{{"const": {number}}}'))
