@@ -127,10 +127,13 @@ def _config_templates(value: object) -> dict[str, str]:
     if isinstance(value, str):
         return {DEFAULT_NAME: value}
     if isinstance(value, list):
-        pairs = [(entry.get("name"), entry.get("template")) for entry in value if isinstance(entry, dict)]
-        if not all(isinstance(name, str) and isinstance(template, str) for name, template in pairs):
-            raise CheckpointError("tokenizer_config.json has a chat template without name or text", _DOWNLOAD)
-        return dict(pairs)
+        named: dict[str, str] = {}
+        for entry in value:
+            name, text = (entry.get("name"), entry.get("template")) if isinstance(entry, dict) else (None, None)
+            if not isinstance(name, str) or not isinstance(text, str):
+                raise CheckpointError("tokenizer_config.json has a chat template without name or text", _DOWNLOAD)
+            named[name] = text
+        return named
     return {}
 
 

@@ -84,12 +84,16 @@ def read_schema(text: str) -> dict[str, Any]:
     if not isinstance(schema, dict):
         raise UserError("the json_schema is not an object that anything can match", "give a JSON object")
     _check(schema)
+    try:
+        json.dumps(schema, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise UserError("the json_schema has half a surrogate pair in it", "send valid Unicode text") from None
     return schema
 
 
 def _integer(text: str) -> int:
     value = int(text)
-    if value == _SMALLEST:
+    if abs(value - _SMALLEST) <= 1024:  # the same float
         raise ValueError(f"{value} is too small for a number")
     return value
 

@@ -303,7 +303,14 @@ def test_the_json_schema_test_suite_is_kept_or_refused(compiler: GrammarCompiler
     assert num_kept >= 160
 
 
-@pytest.mark.parametrize("number", ["-9223372036854775808", "-9223372036854775808.0", "-9.223372036854775808e18"])
+def test_half_a_surrogate_pair_in_a_schema_is_refused(compiler: GrammarCompiler) -> None:
+    with pytest.raises(UserError, match="surrogate"):
+        compiler.compile(StructuredSpec("json_schema", '{"type": "object", "properties": {"a\\ud800": true}}'))
+
+
+@pytest.mark.parametrize(
+    "number", ["-9223372036854775808", "-9223372036854775807", "-9223372036854775808.0", "-9.223372036854775808e18"]
+)
 def test_the_smallest_integer_is_refused_before_the_library_sees_it(compiler: GrammarCompiler, number: str) -> None:
     with pytest.raises(UserError, match="too small"):
         compiler.compile(StructuredSpec("json_schema", f'{{"const": {number}}}'))
