@@ -1,7 +1,7 @@
 """Confines the calling process by the kernel, for code that nobody has reviewed: Landlock, seccomp, limits, namespaces.
 
 Afterwards it can read Python's library, write in its own folder, and has no system calls for sockets, processes,
-signals, mounts or tracing; it gains no rights (no_new_privs). Works for any user on Linux 5.13 or later, x86_64 and aarch64.
+signals, mounts or tracing; it gains no rights (no_new_privs). For any user on Linux 5.13 or later, x86_64 and aarch64.
 Standard library only: sandbox_child.py imports it as a plain file.
 """
 
