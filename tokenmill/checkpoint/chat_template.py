@@ -23,6 +23,7 @@ from tokenmill.errors import CheckpointError, UserError
 DEFAULT_NAME = "default"
 _MESSAGE = 'a message is {"role": "user", "content": "..."}'
 _OTHER_TEMPLATE = "give messages in the form this model was trained on, or use the raw prompt"
+_DOWNLOAD = "download the model's tokenizer files again"
 _GGUF_KEY = "tokenizer.chat_template"
 
 
@@ -58,20 +59,20 @@ class ChatTemplate:
     ) -> str:
         """The prompt for `messages`. `extra` reaches the template as variables (such as enable_thinking)."""
         source = self.tool_source if tools else self.source
-        variables = {
-            **self._special_tokens,
-            "messages": [
-                _message(index, message, self._reads_parts) for index, message in enumerate(_listed(messages))
-            ],
-            "tools": _plain(list(tools)) if tools else None,
-            "documents": None,
-            "add_generation_prompt": add_generation_prompt,
-            **{name: _plain(value) for name, value in extra.items()},
-        }
         try:
+            variables = {
+                **self._special_tokens,
+                "messages": [
+                    _message(index, message, self._reads_parts) for index, message in enumerate(_listed(messages))
+                ],
+                "tools": _plain(list(tools)) if tools else None,
+                "documents": None,
+                "add_generation_prompt": add_generation_prompt,
+                **{name: _plain(value) for name, value in extra.items()},
+            }
             with self._lock:
                 return self._run(source, variables)
-        except TemplateSyntaxError as error:
+        except (TemplateSyntaxError, SyntaxError) as error:  # the second: what Python refuses of the compiled template
             raise CheckpointError(f"the chat template is broken ({error})", "use the raw prompt") from None
         except SecurityError as error:
             raise UserError(f"the chat template was stopped: {error}", "use the raw prompt, or another model") from None
@@ -115,9 +116,9 @@ def directory_template(path: Path) -> ChatTemplate | None:
         named = {DEFAULT_NAME: template_path.read_text(encoding="utf-8")}
     else:
         named = _config_templates(config.get("chat_template"))
-    if not named:
+    source = named.pop(DEFAULT_NAME, None) or next(iter(named.values()), "")
+    if not source:
         return None
-    source = named.pop(DEFAULT_NAME, None) or next(iter(named.values()))
     return ChatTemplate(source, token_text(config, "bos_token"), token_text(config, "eos_token"), named)
 
 
@@ -126,7 +127,13 @@ def _config_templates(value: object) -> dict[str, str]:
     if isinstance(value, str):
         return {DEFAULT_NAME: value}
     if isinstance(value, list):
-        return {entry["name"]: entry["template"] for entry in value if isinstance(entry, dict)}
+        named: dict[str, str] = {}
+        for entry in value:
+            name, text = (entry.get("name"), entry.get("template")) if isinstance(entry, dict) else (None, None)
+            if not isinstance(name, str) or not isinstance(text, str):
+                raise CheckpointError("tokenizer_config.json has a chat template without name or text", _DOWNLOAD)
+            named[name] = text
+        return named
     return {}
 
 
@@ -140,7 +147,7 @@ def _reads_parts(source: str) -> bool:
     """Whether the template walks through the parts of a message's content, instead of taking it as a string."""
     try:
         tree = TemplateEnvironment().parse(source)
-    except TemplateSyntaxError:
+    except (TemplateSyntaxError, RecursionError):
         return False  # reported when rendering
     for loop in tree.find_all(nodes.For):
         attributes = {access.attr for access in loop.iter.find_all(nodes.Getattr)}

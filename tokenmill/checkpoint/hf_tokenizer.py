@@ -6,6 +6,7 @@ tokenizer_files.py.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,9 +16,10 @@ from typing import Any
 import tokenizers
 from tokenizers import pre_tokenizers
 
+from tokenmill.checkpoint.fields import shown
 from tokenmill.checkpoint.piece_bytes import SPACE, byte_level_bytes, byte_piece_value
 from tokenmill.checkpoint.tokenizer import Tokenizer
-from tokenmill.errors import CheckpointError
+from tokenmill.errors import CheckpointError, UserError
 
 _DOWNLOAD = "download the model's tokenizer files again"
 
@@ -45,7 +47,7 @@ class _HFEncoder:
         self._lock = Lock()  # whether special tokens are recognised is a switch of the shared backend
 
     def encode(self, text: str, parse_special: bool) -> list[int]:
-        with self._lock:
+        with self._lock, _library_errors("the tokenizer"):
             self._backend.encode_special_tokens = not parse_special
             return self._backend.encode(text, add_special_tokens=False).ids
 
@@ -53,13 +55,12 @@ class _HFEncoder:
 def build_tokenizer(tokenizer_json: Path, tokenizer_config: Path | None) -> Tokenizer:
     config = read_json(tokenizer_config) if tokenizer_config else {}
     definition = read_json(tokenizer_json)
-    try:
+    with _library_errors(str(tokenizer_json)):
         backend = tokenizers.Tokenizer.from_file(str(tokenizer_json))
-    except Exception as error:  # the library raises nothing more precise
-        raise CheckpointError(f"{tokenizer_json} is not a tokenizer ({error})", _DOWNLOAD) from None
-    backend.no_truncation()
-    backend.no_padding()
-    _add_missing_tokens(backend, config)
+        backend.no_truncation()
+        backend.no_padding()
+        _add_missing_tokens(backend, config)
+        prefix, suffix = _edges(backend)
 
     decoder_steps = list(_steps(definition.get("decoder")))
     byte_level = any(step["type"] == "ByteLevel" for step in decoder_steps)
@@ -74,7 +75,6 @@ def build_tokenizer(tokenizer_json: Path, tokenizer_config: Path | None) -> Toke
     eos_ids = _as_ids(read_json(generation).get("eos_token_id")) if generation.is_file() else []
     if eos_id is not None:
         eos_ids.append(eos_id)
-    prefix, suffix = _edges(backend)
     return Tokenizer(
         _HFEncoder(backend),
         vocabulary,
@@ -88,9 +88,25 @@ def build_tokenizer(tokenizer_json: Path, tokenizer_config: Path | None) -> Toke
     )
 
 
+@contextlib.contextmanager
+def _library_errors(label: str) -> Iterator[None]:
+    """The library raises plain Exceptions, and panics (a BaseException) where it relied on what a file says."""
+    try:
+        yield
+    except UserError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        reason = " ".join(str(error).split())[:200]
+        raise CheckpointError(f"{label} is not a tokenizer that works ({reason})", _DOWNLOAD) from None
+
+
 def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise CheckpointError(f"{path} is nested too deeply", _DOWNLOAD) from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"cannot read {path} ({error})", _DOWNLOAD) from None
     if not isinstance(value, dict):
@@ -118,28 +134,40 @@ def _as_ids(value: object) -> list[int]:
 
 def _add_missing_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
     """Tokens that only tokenizer_config.json knows. Ids must come out as written there."""
-    declared = config.get("added_tokens_decoder") or {}
-    for token_id, flags in sorted((int(key), flags) for key, flags in declared.items()):
-        if backend.token_to_id(flags["content"]) is not None:
+    names = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    for token_id, text, flags in _declared_tokens(config.get("added_tokens_decoder")):
+        if backend.token_to_id(text) is not None:
             continue
-        names = ("single_word", "lstrip", "rstrip", "normalized", "special")
         options = {name: bool(flags[name]) for name in names if name in flags}
-        backend.add_tokens([tokenizers.AddedToken(flags["content"], **options)])
-        if backend.token_to_id(flags["content"]) != token_id:
-            raise CheckpointError(
-                f"tokenizer_config.json puts '{flags['content']}' at a wrong id {token_id}", _DOWNLOAD
-            )
+        backend.add_tokens([tokenizers.AddedToken(text, **options)])
+        if backend.token_to_id(text) != token_id:
+            raise CheckpointError(f"tokenizer_config.json puts {shown(text)} at a wrong id {token_id}", _DOWNLOAD)
 
 
-def _steps(component: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
+def _declared_tokens(declared: object) -> list[tuple[int, str, dict[str, Any]]]:
+    """(id, text, flags) of `added_tokens_decoder`, in the order of ids."""
+    if declared is None:
+        return []
+    if not isinstance(declared, dict):
+        raise CheckpointError("tokenizer_config.json: 'added_tokens_decoder' is not an object", _DOWNLOAD)
+    tokens = []
+    for key, flags in declared.items():
+        text = flags.get("content") if isinstance(flags, dict) else None
+        if not isinstance(text, str) or not (key.isascii() and key.isdecimal() and len(key) < 10):
+            raise CheckpointError(f"tokenizer_config.json: added token {shown(key)} is {shown(flags)}", _DOWNLOAD)
+        tokens.append((int(key), text, flags))
+    return sorted(tokens, key=lambda token: token[0])
+
+
+def _steps(component: object) -> Iterator[dict[str, Any]]:
     """The steps of a component, whether alone or in a sequence."""
-    if component is None:
+    if not isinstance(component, dict):
         return
-    if component["type"] == "Sequence":
+    if component.get("type") == "Sequence":
         for name in ("decoders", "normalizers", "pretokenizers"):
-            for step in component.get(name, []):
+            for step in component.get(name) or []:
                 yield from _steps(step)
-    else:
+    elif "type" in component:
         yield component
 
 

@@ -31,6 +31,7 @@ INDEX_FILE = "model.safetensors.index.json"
 _log = get_logger(__name__)
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _MAX_DIMENSIONS = 8
+_MAX_NAME_BYTES = 255  # of a file name, on common file systems
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -166,7 +167,7 @@ def _read_shards(path: Path) -> dict[str, _TensorEntry]:
     shards: dict[str, dict[str, _TensorEntry]] = {}
     entries = {}
     for name, file_name in weight_map.items():
-        if not isinstance(file_name, str) or Path(file_name).name != file_name:
+        if not _is_file_name(file_name):
             raise CheckpointError(f"{path / INDEX_FILE}: {shown(file_name)} is not a file name", DAMAGED)
         if file_name not in shards:
             if not (path / file_name).is_file():
@@ -179,6 +180,13 @@ def _read_shards(path: Path) -> dict[str, _TensorEntry]:
             )
         entries[name] = shards[file_name][name]
     return entries
+
+
+def _is_file_name(name: object) -> bool:
+    """A name in the model's own folder that the system can look up."""
+    if not isinstance(name, str) or Path(name).name != name or "\0" in name:
+        return False
+    return len(name.encode(errors="surrogatepass")) <= _MAX_NAME_BYTES and name.isprintable()
 
 
 def _read_file(path: Path) -> dict[str, _TensorEntry]:

@@ -40,6 +40,9 @@ def task(
     compare: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Results of another model, from --out, to compare with.")
     ] = None,
+    unsafe_code: Annotated[
+        bool, typer.Option("--unsafe-code", help="Run programs of the model where the system cannot confine them.")
+    ] = False,
     as_json: AsJson = False,
     _verbose: Verbose = False,
     *,
@@ -47,7 +50,7 @@ def task(
 ) -> None:
     """Accuracy on a file of items: lambada, ARC, PIQA, hellaswag, mmlu, truthfulqa, gsm8k, ifeval, humaneval.
 
-    The kind is detected by the fields of the items. humaneval runs programs that the model wrote, in a sandbox.
+    The kind is detected by the fields of the items. humaneval runs programs of the model, confined by the kernel.
     """
     from tokenmill.errors import UserError
 
@@ -55,7 +58,7 @@ def task(
         raise UserError("no task is given", "give a file, as in: tokenmill eval task smollm2 --task FILE.jsonl")
     from tokenmill.evaluate.task_run import TaskJob, run_task
 
-    job = TaskJob(task, kind, limit, shots, num_shots, chat, max_tokens, out, compare)
+    job = TaskJob(task, kind, limit, shots, num_shots, chat, max_tokens, out, compare, unsafe_code)
     with progress_bar("items") as advance:
         report = run_task(model, engine, job, advance)
     result = asdict(report)

@@ -5,6 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from tokenmill.deploy.engines.base import WEIGHTS_FOLDER, Engine, Launch
+from tokenmill.deploy.hardening import (
+    CACHE_FOLDER,
+    STOP_SECONDS,
+    USER_ID,
+    environment,
+    health_command,
+    key_arguments,
+)
 from tokenmill.deploy.probes import FILES_FOLDER, SCRIPT_NAME, progress_command, progress_script
 from tokenmill.deploy.serving import Serving
 
@@ -14,7 +22,10 @@ def compose(engine: Engine, serving: Serving, launch: Launch) -> dict[str, Any]:
     for replica in range(serving.replicas):
         name = serving.name if serving.replicas == 1 else f"{serving.name}-{replica}"
         services[name] = _service(engine, serving, launch, replica)
-    return {"name": serving.name, "services": services, "volumes": {"weights": {}}}
+    found: dict[str, Any] = {"name": serving.name, "services": services, "volumes": {"weights": {}}}
+    if engine.keys_file_flag:
+        found["secrets"] = {"api-keys": {"file": "./api-keys.yaml"}}
+    return found
 
 
 def compose_files(engine: Engine, launch: Launch) -> dict[str, str]:
@@ -27,24 +38,34 @@ def _service(engine: Engine, serving: Serving, launch: Launch, replica: int) -> 
     volumes = [f"weights:{WEIGHTS_FOLDER}"]
     if compose_files(engine, launch):
         volumes.append(f"./files:{FILES_FOLDER}:ro")
-    url = f"http://127.0.0.1:{engine.port}{engine.health}"
-    test = progress_command(engine) or ["curl", "--fail", "--silent", "--max-time", "20", url]
+    test = progress_command(engine) or health_command(engine, engine.ready or engine.health, engine.port)
+    required = f"${{{engine.key_variable}:?run create-keys.sh}}"  # compose refuses to start without it
+    arguments = [_dollars(each) for each in launch.command[1:]]
     service: dict[str, Any] = {
         "image": engine.image_for(serving),
         "entrypoint": [_dollars(launch.command[0])],
-        "command": [_dollars(each) for each in launch.command[1:]],
+        "command": arguments + key_arguments(engine, "/run/secrets/api-keys", required),
         "environment": {
-            "HF_HOME": f"{WEIGHTS_FOLDER}/hub",
             "HF_TOKEN": "${HF_TOKEN:-}",
+            **dict(environment(engine)),
+            **({engine.key_variable: required} if engine.key_variable and not engine.keys_file_flag else {}),
             **{name: _dollars(value) for name, value in launch.environment},
         },
-        "ports": [f"{engine.port + replica}:{engine.port}"],
+        # On the loopback interface: a proxy with TLS in front decides who else may call.
+        "ports": [f"127.0.0.1:{engine.port + replica}:{engine.port}"],
         "volumes": volumes,
+        **({"secrets": ["api-keys"]} if engine.keys_file_flag else {}),
+        "user": f"{USER_ID}:{USER_ID}",
+        "read_only": True,
+        "tmpfs": ["/tmp:size=2g,mode=1777", f"{CACHE_FOLDER}:size=10g,uid={USER_ID},gid={USER_ID},exec"],
+        "cap_drop": ["ALL"],
+        "security_opt": ["no-new-privileges:true"],
+        "pids_limit": 4096,
         "shm_size": f"{max(2, 2 * serving.devices)}gb",
         "restart": "unless-stopped",
-        "stop_grace_period": "120s",
+        "stop_grace_period": f"{STOP_SECONDS}s",
         "healthcheck": {
-            "test": ["CMD", *test],
+            "test": ["CMD", *(_dollars(each) for each in test)],
             "interval": "30s",
             "timeout": "25s",
             "retries": 3,

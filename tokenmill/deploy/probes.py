@@ -15,7 +15,7 @@ _SCRIPT = """\
 #!/bin/sh
 # Exit 1 if requests run but no token was generated since the last check. Written by `tokenmill deploy`.
 memory=${{1:-/tmp/serving-progress}}
-text=$(curl --fail --silent --max-time 10 http://127.0.0.1:{port}{path}) || exit 1
+text=$(curl --fail --silent --max-time 10 {key}http://127.0.0.1:{port}{path}) || exit 1
 total() {{
   printf '%s\\n' "$text" | awk -v name="$1" '
     index($0, name "{{") == 1 || index($0, name " ") == 1 {{ sum += $NF }}
@@ -34,7 +34,8 @@ def progress_script(engine: Engine) -> str:
     signals = engine.signals
     if engine.health_sees_progress or signals is None or not (signals.running and signals.tokens):
         return ""
-    return _SCRIPT.format(port=engine.port, path=signals.path, running=signals.running, tokens=signals.tokens)
+    key = f'--header "Authorization: Bearer ${{{engine.key_variable}:-}}" ' if engine.metrics_need_key else ""
+    return _SCRIPT.format(port=engine.port, path=signals.path, running=signals.running, tokens=signals.tokens, key=key)
 
 
 def progress_command(engine: Engine) -> list[str]:

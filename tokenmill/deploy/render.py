@@ -12,7 +12,9 @@ import yaml  # type: ignore[import-untyped]
 from tokenmill.deploy.autoscaling import PROMETHEUS, autoscaler
 from tokenmill.deploy.compose import compose, compose_files
 from tokenmill.deploy.engines import ENGINES
-from tokenmill.deploy.engines.base import Engine, Launch
+from tokenmill.deploy.engines.base import Engine, Launch, checked_model
+from tokenmill.deploy.hardening import create_keys_script, has_keys
+from tokenmill.deploy.hardening import notes as hardening_notes
 from tokenmill.deploy.kubernetes import Manifest, manifests
 from tokenmill.deploy.serving import Serving
 from tokenmill.deploy.split import split_manifests
@@ -50,8 +52,9 @@ def render(
         raise unknown_name("target", target, TARGETS)
     if split and target != "kubernetes":
         raise UserError(f"a split deployment needs a cluster, not {target}", "give --target kubernetes")
+    checked_model(serving.model)
     launch = engine.launch(serving)
-    notes = list(launch.notes)
+    notes = [*launch.notes, *hardening_notes(engine)]
     if serving.draft_tokens:
         notes.append(
             f"the plan counts on speculation with {serving.draft_tokens} drafts: add a drafter of your choice to the "
@@ -68,7 +71,9 @@ def render(
     elif target == "systemd":
         files = units(engine, serving, launch) | launch.files
     else:
-        files = {"launch.sh": launch_script(launch), **launch.files}
+        files = {"launch.sh": launch_script(engine, launch), **launch.files}
+    if has_keys(engine) and target != "command":
+        files["create-keys.sh"] = _script(create_keys_script(engine, target, serving.name))
     if launch.prepare and target != "command":
         files["prepare.sh"] = _script(launch.prepare)
     return Rendered(files, launch.command, launch.prepare, tuple(notes))
@@ -92,10 +97,16 @@ def _kubernetes(
     return files
 
 
-def launch_script(launch: Launch) -> str:
+def launch_script(engine: Engine, launch: Launch) -> str:
     """A shell script: what to prepare, the environment, then the command with one flag per line."""
     lines = [f"export {name}={shlex.quote(value)}" for name, value in launch.environment]
-    return _script((*launch.prepare, *lines, "exec " + shell_line(launch.command)))
+    command = "exec " + shell_line(launch.command)
+    if engine.key_variable:
+        lines.insert(0, f': "${{{engine.key_variable}:?set it to an API key: the server listens on all interfaces}}"')
+        lines.append(f"export {engine.key_variable}")
+    if engine.key_flag:
+        command += f' \\\n  {engine.key_flag} "${engine.key_variable}"'
+    return _script((*launch.prepare, *lines, command))
 
 
 def shell_line(command: Sequence[str]) -> str:

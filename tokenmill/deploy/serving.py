@@ -16,6 +16,7 @@ from tokenmill.plan.cost.this_machine import calibrated_device, is_this_machine
 
 _LOAD_BYTES_PER_SECOND = 0.2e9  # a slow network volume: a start must not be taken for a hang
 _WARM_UP_SECONDS = 300  # compilation and graph capture
+SHUTDOWN_SECONDS = 90  # that requests in flight get after SIGTERM; the grace of every target is derived from it
 
 
 @dataclass(frozen=True, slots=True)

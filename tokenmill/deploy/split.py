@@ -14,6 +14,8 @@ from tokenmill.deploy.kubernetes import (
     disruption_budget,
     files_map,
     metadata,
+    network_policy,
+    object_labels,
     pod_template,
     service,
     service_monitor,
@@ -39,16 +41,12 @@ def split_manifests(engine: Engine, serving: Serving, split: tuple[int, int]) ->
         hosts[role] = [f"{name}-{number}.{name}" for number in range(count)]
         objects += _pool(engine, serving, role, count)
     objects += _router(engine, serving, hosts["prefill"], hosts["decode"])
-    return objects
-
-
-def _labels(name: str) -> dict[str, str]:
-    return {"app.kubernetes.io/name": name, "app.kubernetes.io/managed-by": "tokenmill"}
+    return [*objects, network_policy(engine, serving, split=True)]
 
 
 def _pool(engine: Engine, serving: Serving, role: str, count: int) -> list[Manifest]:
     name, launch = f"{serving.name}-{role}", engine.launch(serving, role)
-    labels = _labels(name)
+    labels = object_labels(name, serving)
     objects = files_map(engine, name, launch)
     objects.append(service(name, engine.port, labels, headless=True))
     objects.append(
@@ -67,14 +65,14 @@ def _pool(engine: Engine, serving: Serving, role: str, count: int) -> list[Manif
     )
     objects.append(disruption_budget(name))
     if engine.signals is not None:
-        objects.append(service_monitor(name, engine.signals.path, labels))
+        objects.append(service_monitor(engine, serving, name, labels))
     return objects
 
 
 def _router(engine: Engine, serving: Serving, prefill: list[str], decode: list[str]) -> list[Manifest]:
     image, launch = engine.router(serving, prefill, decode)
     name = f"{serving.name}-router"
-    labels = _labels(name)
+    labels = object_labels(name, serving)
     template = pod_template(engine, replace(serving, tp=1, pp=1), launch, name, labels, image)
     container = template["spec"]["containers"][0]
     container["name"] = "router"
@@ -82,8 +80,10 @@ def _router(engine: Engine, serving: Serving, prefill: list[str], decode: list[s
     for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
         container[probe] = {"tcpSocket": {"port": "http"}, "periodSeconds": 10, "failureThreshold": 6}
     container["startupProbe"]["failureThreshold"] = -(-serving.start_seconds // 10)  # it waits for its workers
-    container["volumeMounts"] = [m for m in container["volumeMounts"] if m["name"] == "files"]
-    template["spec"]["volumes"] = [v for v in template["spec"]["volumes"] if v["name"] == "files"]
+    kept = ("files", "cache", "tmp")
+    container["volumeMounts"] = [mount for mount in container["volumeMounts"] if mount["name"] in kept]
+    template["spec"]["volumes"] = [volume for volume in template["spec"]["volumes"] if volume["name"] in kept]
+    container["env"] = [variable for variable in container["env"] if variable["name"] != engine.key_variable]
     spec = {
         "replicas": 1,
         "selector": {"matchLabels": {"app.kubernetes.io/name": name}},

@@ -38,6 +38,7 @@ class TaskJob:
     max_tokens: int = 0
     out: Path | None = None
     compare: Path | None = None
+    unsafe_code: bool = False
 
     def __post_init__(self) -> None:
         if self.kind and self.kind not in TASKS:
@@ -121,7 +122,7 @@ def _options(job: TaskJob, task: type[Task], kind: str) -> TaskOptions:
             f"{kind} scores the answers in the file and generates none", "leave --chat and --max-tokens out"
         )
     shots = [] if job.shots is None else _checked(job.shots, task, kind, read_jsonl(job.shots))
-    return TaskOptions(shots, job.num_shots, job.chat, job.max_tokens)
+    return TaskOptions(shots, job.num_shots, job.chat, job.max_tokens, job.unsafe_code)
 
 
 def task_config(model: str, config: EngineConfig) -> EngineConfig:

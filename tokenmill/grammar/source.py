@@ -21,6 +21,7 @@ _MAX_DEPTH = 64
 _MAX_CHARS = {"json_schema": 1 << 17, "regex": 1 << 14, "choice": 1 << 16, "grammar": 1 << 16}
 _RULE = re.compile(r"[ \t]*[\w-]+[ \t]*::=")  # of GBNF, at the start of a line
 _MAX_MESSAGE = 300
+_SMALLEST = -(2**63)  # as a constant it overflows the library's stack: one small schema would end the process
 _REMEDY = {
     "json_schema": "leave that part out of the schema, or check the answer yourself",
     "json_object": "report this",
@@ -83,7 +84,7 @@ def _options() -> Any:
 def read_schema(text: str) -> dict[str, Any]:
     """A schema from its text. Raises UserError if it is none."""
     try:
-        schema = json.loads(text, parse_float=_number, parse_constant=_no_constant)
+        schema = json.loads(text, parse_int=_integer, parse_float=_number, parse_constant=_no_constant)
     except RecursionError:
         raise UserError("the json_schema is nested too deeply", f"keep it below {_MAX_DEPTH} levels") from None
     except ValueError as error:
@@ -93,12 +94,25 @@ def read_schema(text: str) -> dict[str, Any]:
     if not isinstance(schema, dict):
         raise UserError("the json_schema is not an object that anything can match", "give a JSON object")
     _check(schema)
+    try:
+        json.dumps(schema, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise UserError("the json_schema has half a surrogate pair in it", "send valid Unicode text") from None
     return schema
+
+
+def _integer(text: str) -> int:
+    value = int(text)
+    if abs(value - _SMALLEST) <= 1024:  # the same float
+        raise ValueError(f"{value} is too small for a number")
+    return value
 
 
 def _number(text: str) -> int | float:
     """Counts may be written 2.0; the library wants 2. To JSON they are the same number."""
     value = float(text)
+    if value == _SMALLEST:
+        raise ValueError(f"{text} is too small for a number")
     return int(value) if value.is_integer() and abs(value) < 2**53 else value
 
 

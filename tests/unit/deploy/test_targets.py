@@ -49,6 +49,15 @@ CUSTOM = {  # what the two operators demand
                                 "port": {"type": "string"},
                                 "path": {"type": "string", "pattern": "^/"},
                                 "interval": {"type": "string", "pattern": "^[0-9]+(s|m)$"},
+                                "authorization": {
+                                    "type": "object",
+                                    "required": ["credentials"],
+                                    "additionalProperties": False,
+                                    "properties": {
+                                        "type": {"const": "Bearer"},
+                                        "credentials": {"type": "object", "required": ["name", "key"]},
+                                    },
+                                },
                             },
                         },
                     },
@@ -121,7 +130,7 @@ def test_kubernetes_objects_are_valid(name: str, scaler: str) -> None:
     engine = find_engine(name)
     files = render("kubernetes", engine, serving_for(engine), scaler=scaler).files
     kinds = {check(each) for file, text in files.items() if file.endswith(".yaml") for each in documents(text)}
-    wanted = {"Deployment", "Service", "PersistentVolumeClaim", "PodDisruptionBudget"}
+    wanted = {"Deployment", "Service", "PersistentVolumeClaim", "PodDisruptionBudget", "NetworkPolicy"}
     if engine.signals is not None:
         wanted |= {"ServiceMonitor", "ScaledObject" if scaler == "keda" else "HorizontalPodAutoscaler"}
     assert wanted <= kinds
@@ -189,7 +198,7 @@ def test_compose_has_what_compose_needs(name: str) -> None:
     serving = replace(serving_for(engine), replicas=2)
     files = render("compose", engine, serving).files
     found = yaml.safe_load(files["compose.yaml"])
-    assert set(found) == {"name", "services", "volumes"}
+    assert set(found) - {"secrets"} == {"name", "services", "volumes"}
     assert len(found["services"]) == 2
     ports, devices = set(), []
     for service in found["services"].values():

@@ -399,3 +399,16 @@ def test_the_check_refuses_what_is_slow_to_follow(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(check_module.time, "thread_time", lambda: float(next(clock)))
     with pytest.raises(UserError, match="too long to follow"):
         check_grammar(spec, vocabulary)
+
+
+def test_half_a_surrogate_pair_in_a_schema_is_refused(compiler: GrammarCompiler) -> None:
+    with pytest.raises(UserError, match="surrogate"):
+        compiler.compile(StructuredSpec("json_schema", '{"type": "object", "properties": {"a\\ud800": true}}'))
+
+
+@pytest.mark.parametrize(
+    "number", ["-9223372036854775808", "-9223372036854775807", "-9223372036854775808.0", "-9.223372036854775808e18"]
+)
+def test_the_smallest_integer_is_refused_before_the_library_sees_it(compiler: GrammarCompiler, number: str) -> None:
+    with pytest.raises(UserError, match="too small"):
+        compiler.compile(StructuredSpec("json_schema", f'{{"const": {number}}}'))

@@ -6,6 +6,7 @@ Knows nothing of Kubernetes, compose or systemd, which read `Launch` and the att
 
 from __future__ import annotations
 
+import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -46,6 +47,13 @@ class Engine(ABC):
     cpu_image: str = ""  # where devices are CPUs; empty: the same
     port: int = 8000
     health: str = "/health"
+    ready: str = ""  # takes requests; empty: the same as `health`
+    live: str = ""  # need not be restarted; empty: the progress check, or the same as `health`
+    health_tool: str = "python"  # what its image can ask with: "python", "curl", or a command of its own
+    keys_file_flag: str = ""  # flag that takes a file of API keys
+    key_variable: str = ""  # environment variable that holds the API key
+    key_flag: str = ""  # flag that takes the key itself, where the engine reads no variable
+    metrics_need_key: bool = False
     health_sees_progress = False  # the health check fails when no tokens are generated
     signals: Signals | None = None
     can_split = False  # prefill and decode in separate pools
@@ -76,7 +84,15 @@ def quantized(serving: Serving, recipes: dict[str, str], engine: str) -> tuple[s
         )
     gguf = serving.weights.startswith("q")
     path = f"{WEIGHTS_FOLDER}/{serving.name}-{serving.weights}" + (".gguf" if gguf else "")
-    return path, (f"[ -e {path} ] || tokenmill quantize {serving.model} {recipes[serving.weights]} --out {path}",)
+    place, model = shlex.quote(path), shlex.quote(checked_model(serving.model))
+    return path, (f"[ -e {place} ] || tokenmill quantize {model} {recipes[serving.weights]} --out {place}",)
+
+
+def checked_model(model: str) -> str:
+    """The model as a word of a shell line or a file: an id, an alias or a path, never a flag or several lines."""
+    if not model or model.startswith("-") or not model.isprintable():
+        raise UserError(f"{model!r} is no model name", "give an alias, a Hugging Face id or a path")
+    return model
 
 
 COMPRESSED_TENSORS = {  # what vLLM and SGLang read best

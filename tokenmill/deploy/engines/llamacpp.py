@@ -16,6 +16,9 @@ class LlamaCpp(Engine):
     image = "ghcr.io/ggml-org/llama.cpp:server-cuda"
     cpu_image = "ghcr.io/ggml-org/llama.cpp:server"
     port = 8080
+    health_tool = "curl"  # the image has it, and no Python
+    key_variable = "LLAMA_API_KEY"
+    metrics_need_key = True
     signals = Signals(
         "/metrics",
         "llamacpp:requests_deferred",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from tokenmill.deploy.engines.base import GGUF_TYPES, Engine, Launch, quantized
+import shlex
+
+from tokenmill.deploy.engines.base import GGUF_TYPES, WEIGHTS_FOLDER, Engine, Launch, checked_model, quantized
 from tokenmill.deploy.serving import Serving
 from tokenmill.errors import UserError
 
@@ -17,6 +19,7 @@ class Ollama(Engine):
     image = "ollama/ollama:0.13.0"
     port = 11434
     health = "/api/version"
+    health_tool = "ollama list"
 
     def launch(self, serving: Serving, role: str = "") -> Launch:
         if role:
@@ -33,10 +36,12 @@ class Ollama(Engine):
             ("OLLAMA_FLASH_ATTENTION", "1"),
             ("OLLAMA_KV_CACHE_TYPE", kind),
             ("OLLAMA_KEEP_ALIVE", "-1"),
+            ("OLLAMA_MODELS", f"{WEIGHTS_FOLDER}/ollama"),
         )
+        word = shlex.quote(checked_model(model))
         if model.endswith(".gguf"):
-            make = (f"printf 'FROM {model}\\n' > Modelfile", f"ollama create {serving.name} -f Modelfile")
+            make = (f"printf 'FROM %s\\n' {word} > Modelfile", f"ollama create {serving.name} -f Modelfile")
         else:
-            make = (f"ollama pull {model}", f"ollama cp {model} {serving.name}")
+            make = (f"ollama pull {word}", f"ollama cp {word} {serving.name}")
         notes = (f"{parallel} requests at once: a team needs llamacpp, vllm or tokenmill",)
         return Launch(("ollama", "serve"), environment, prepare=(*prepare, *make), notes=notes)

@@ -20,6 +20,7 @@ class SGLang(Engine):
     port = 30000
     health = "/health_generate"  # makes a token, or sees others being made
     health_sees_progress = True
+    key_variable, key_flag = "SGLANG_API_KEY", "--api-key"  # guards all but health and metrics
     signals = Signals(
         "/metrics",
         "sglang:num_queue_reqs",

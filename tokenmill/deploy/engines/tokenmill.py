@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tokenmill import __version__
 from tokenmill.deploy.engines.base import GGUF_TYPES, Engine, Launch, Signals, quantized
-from tokenmill.deploy.serving import Serving
+from tokenmill.deploy.serving import SHUTDOWN_SECONDS, Serving
 from tokenmill.errors import UserError
 from tokenmill.model.kvstore import KV_STORES
 
@@ -17,6 +17,10 @@ class Tokenmill(Engine):
     version = __version__
     image = f"tokenmill:{__version__}"  # built by the user from the repository's Dockerfile
     health_sees_progress = True
+    ready, live = "/readyz", "/livez"
+    keys_file_flag = "--api-keys-file"
+    key_variable = "TOKENMILL_API_KEY"
+    metrics_need_key = True
     signals = Signals(
         "/metrics",
         "tokenmill_requests_waiting",
@@ -38,6 +42,7 @@ class Tokenmill(Engine):
         command += ["--served-model-name", serving.name, "--context", str(serving.context)]
         command += ["--concurrency", str(serving.max_sequences), "--batch-tokens", str(min(2048, serving.batch_tokens))]
         command += ["--kv-cache-dtype", _kv_name(serving.kv_bits)]
+        command += ["--shutdown-timeout", str(SHUTDOWN_SECONDS)]
         return Launch(tuple(command), prepare=prepare)
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from tokenmill.deploy.engines.base import WEIGHTS_FOLDER, Engine, Launch, Signals
+from tokenmill.deploy.engines.base import WEIGHTS_FOLDER, Engine, Launch, Signals, checked_model
 from tokenmill.deploy.serving import Serving
 from tokenmill.errors import UserError
 
@@ -61,9 +62,10 @@ def _model(serving: Serving) -> tuple[str, tuple[str, ...]]:
             f"plan with --weights {', '.join(_MODELOPT)}",
         )
     path = f"{WEIGHTS_FOLDER}/{serving.name}-{serving.weights}"
+    place, model = shlex.quote(path), shlex.quote(checked_model(serving.model))
     return path, (
-        f"[ -e {path} ] || python3 hf_ptq.py --pyt_ckpt_path {serving.model} --qformat {_MODELOPT[serving.weights]} "
-        f"--export_path {path}  # examples/llm_ptq of NVIDIA's Model-Optimizer",
+        f"[ -e {place} ] || python3 hf_ptq.py --pyt_ckpt_path {model} --qformat {_MODELOPT[serving.weights]} "
+        f"--export_path {place}  # examples/llm_ptq of NVIDIA's Model-Optimizer",
     )
 
 

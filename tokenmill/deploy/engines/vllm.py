@@ -26,6 +26,7 @@ class Vllm(Engine):
         "vllm:iteration_tokens_total_sum",
     )
     can_split = True
+    key_variable = "VLLM_API_KEY"  # guards /v1; health and metrics stay open
 
     def launch(self, serving: Serving, role: str = "") -> Launch:
         online = serving.needs_quantizing and serving.weights in _ONLINE

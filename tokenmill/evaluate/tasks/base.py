@@ -31,6 +31,7 @@ class TaskOptions:
     num_shots: int | None = None  # None: the task's usual number
     chat: bool | None = None  # put prompts into the chat template; None: as the task usually does
     max_tokens: int = 0  # of an answer; 0: the task's usual number
+    unsafe_code: bool = False  # run programs of the model even where they cannot be confined
 
 
 class Task(ABC):

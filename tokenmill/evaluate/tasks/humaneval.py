@@ -1,4 +1,4 @@
-"""HumanEval: the body of a function from its signature and docstring; right if its tests pass in the sandbox."""
+"""HumanEval: the body of a function from its signature and docstring; right if its tests pass, from another process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from tokenmill.engine.llm import LLM
 from tokenmill.evaluate.likelihood import Progress
-from tokenmill.evaluate.sandbox import Verdict, run_program
+from tokenmill.evaluate.sandbox import Verdict, check_function, require_confinement
 from tokenmill.evaluate.tasks.base import Fields, Item, ItemResult, Task
 from tokenmill.evaluate.tasks.generation import write_answers
 
@@ -29,7 +29,9 @@ class HumanEval(Task):
 
     def run(self, llm: LLM, items: Sequence[Item], on_progress: Progress) -> list[ItemResult]:
         """As a completion of the prompt, or with --chat as an answer that holds the whole function."""
-        chat = bool(self.options.chat)
+        chat, unsafe = bool(self.options.chat), self.options.unsafe_code
+        if not unsafe:
+            require_confinement()  # before the model has written anything
         answers = write_answers(
             llm,
             [f"{_REQUEST}\n```python\n{item['prompt']}```" if chat else item["prompt"] for item in items],
@@ -39,7 +41,8 @@ class HumanEval(Task):
             on_progress=on_progress,
         )
         with ThreadPoolExecutor(_PROGRAMS_AT_ONCE) as workers:
-            verdicts = workers.map(judge_completion, items, [answer.text for answer in answers])
+            texts = [answer.text for answer in answers]
+            verdicts = workers.map(judge_completion, items, texts, [unsafe] * len(texts))
             return [
                 ItemResult(
                     {"pass@1": float(verdict.passed)},
@@ -49,12 +52,14 @@ class HumanEval(Task):
             ]
 
 
-def judge_completion(item: Item, completion: str) -> Verdict:
+def judge_completion(item: Item, completion: str, unsafe: bool = False) -> Verdict:
     """A fenced block (of a chat answer) that holds the whole function is taken as it is."""
     fenced = _fenced(completion)
     body = fenced if fenced is not None and f"def {item['entry_point']}" in fenced else completion
     program = item["prompt"] + body if body is completion else f"{_imports(item['prompt'])}\n{body}"
-    return run_program(f"{program}\n\n{item['test']}\n\ncheck({item['entry_point']})\n")
+    # The tests may use helpers that the prompt defines: it is complete without a body, for it ends with a docstring.
+    setup = f"{item['prompt']}\n    pass\n"
+    return check_function(program, setup, item["test"], item["entry_point"], unsafe=unsafe)
 
 
 def _fenced(text: str) -> str | None:
