@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.tenant_keys import tree_environment
+
 
 @dataclass(frozen=True, slots=True)
 class ServerProcess:
@@ -25,7 +27,8 @@ def started_server(model: str, *flags: str) -> Iterator[ServerProcess]:
     command = [sys.executable, "-m", "tokenmill", "serve", model, "--port", "0", "--json", *flags]
     with tempfile.TemporaryDirectory(prefix="tokenmill-bench-") as folder:
         log = Path(folder) / "server.log"
-        with log.open("w") as errors, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors) as process:
+        streams = {"stdout": subprocess.PIPE, "env": tree_environment()}
+        with log.open("w") as errors, subprocess.Popen(command, stderr=errors, **streams) as process:
             assert process.stdout is not None
             try:
                 line = process.stdout.readline()  # one JSON object, as soon as requests are accepted
