@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.tenant_keys import tree_environment
+from benchmarks.tenant_keys import tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +27,10 @@ def started_server(model: str, *flags: str) -> Iterator[ServerProcess]:
     command = [sys.executable, "-m", "tokenmill", "serve", model, "--port", "0", "--json", *flags]
     with tempfile.TemporaryDirectory(prefix="tokenmill-bench-") as folder:
         log = Path(folder) / "server.log"
-        streams = {"stdout": subprocess.PIPE, "env": tree_environment()}
-        with log.open("w") as errors, subprocess.Popen(command, stderr=errors, **streams) as process:
+        with (
+            log.open("w") as errors,
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, cwd=tree()) as process,
+        ):
             assert process.stdout is not None
             try:
                 line = process.stdout.readline()  # one JSON object, as soon as requests are accepted

@@ -50,7 +50,7 @@ _DRAIN_SECONDS = 30.0
 _HANG_SECONDS = 300.0  # after the end, by which every client has its last answer
 _MORE_WORKERS = 4  # helper processes that start when they are first needed
 _FLAGS = (
-    *("--context", "256", "--concurrency", "16", "--max-num-queued-reqs", "64", "--memory", "24MiB", "--quiet"),
+    *("--context", "256", "--concurrency", "16", "--max-queued-requests", "64", "--memory", "24MiB", "--quiet"),
     *("--stall-timeout", str(_STALL_TIMEOUT), "--kv-disk-size", "64MiB"),
 )
 
@@ -59,7 +59,7 @@ def run_chaos(options: argparse.Namespace) -> int:
     seconds = options.minutes * 60 if options.minutes else options.seconds
     with tempfile.TemporaryDirectory(prefix="tokenmill-soak-") as name, _redis(Path(name)) as redis:
         folder = Path(name)
-        keys = write_keys(folder / "keys.json", (*_TENANTS, _WATCHER))
+        keys = write_keys(folder / "keys.json", (*_TENANTS, _WATCHER), {_WATCHER: {"metrics": True}})
         flags = [*_FLAGS, "--api-keys-file", str(keys), "--kv-disk", str(folder / "kv")]
         if redis is not None:
             flags += ["--kv-redis", redis.url]

@@ -17,15 +17,19 @@ from typing import Any
 
 _OPTIONAL = {
     "max_priority": 0,
-    "max_pinned_share": 0.25,
+    "max_pinned_share": 0.2,
     "max_sequences": 64,
     "max_queue_share": 0.5,
     "grammar_seconds_per_minute": 10,
     "cache": "private",
+    "metrics": True,
 }
 _PROBE = """
 import sys, json, tempfile, os
-from tokenmill.serve.keys import load_keys
+try:
+    from tokenmill.serve.key_file import load_keys
+except ImportError:
+    from tokenmill.serve.keys import load_keys
 accepted = []
 for name, value in json.loads(sys.argv[1]).items():
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", delete=False) as file:
@@ -40,19 +44,31 @@ print(json.dumps(accepted))
 """
 
 
-def tree_environment() -> dict[str, str]:
-    """Environment in which `python -m tokenmill` is the server under test."""
-    tree = os.environ.get("TOKENMILL_TREE") or str(Path(__file__).parents[1])
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (tree, os.environ.get("PYTHONPATH"))))}
+def tree() -> Path:
+    """The source tree whose server is started: `python -m tokenmill` takes the package of its working directory."""
+    return Path(os.environ.get("TOKENMILL_TREE") or Path(__file__).parents[1])
 
 
 @functools.cache
 def accepted_limits() -> frozenset[str]:
     """Which limits of a key the server under test knows."""
     done = subprocess.run(
-        [sys.executable, "-c", _PROBE, json.dumps(_OPTIONAL)], env=tree_environment(), capture_output=True, text=True
+        [sys.executable, "-c", _PROBE, json.dumps(_OPTIONAL)], cwd=tree(), capture_output=True, text=True
     )
     return frozenset(json.loads(done.stdout) if done.returncode == 0 else ())
+
+
+@functools.cache
+def _server_options() -> frozenset[str]:
+    program = "from tokenmill.serve.config import ServeConfig; print(*ServeConfig.__dataclass_fields__)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=tree(), capture_output=True, text=True)
+    return frozenset(done.stdout.split())
+
+
+def known_flags(**options: str) -> list[str]:
+    """Flags of the server under test; those that it does not have are left out."""
+    known = {name: value for name, value in options.items() if name in _server_options()}
+    return [word for name, value in known.items() for word in ("--" + name.replace("_", "-"), value)]
 
 
 def key_of(tenant: str) -> str:
