@@ -71,7 +71,7 @@ SCHEMAS: dict[str, Any] = {
 }
 
 
-def mixed_ids(size: int = 1_200_000) -> bytes:
+def mixed_ids(size: int = 1_000_000) -> bytes:
     """Token ids with a text at the end: two complaints for each element, if all are collected (S3)."""
     return b'{"prompt": [' + b"1," * (size // 2) + b'"x"], "max_tokens": 1}'
 
