@@ -23,7 +23,7 @@ import httpx
 from benchmarks import attack_payloads as payloads
 
 Statuses = Counter[str]
-_PATIENCE = 30.0
+_PATIENCE = 20.0
 _ATTACKER = "127.0.0.66"
 _LONG = {"prompt": "Once upon a time", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
 
@@ -142,7 +142,7 @@ def body_corpus(target: Target) -> Statuses:
 
 def prompt_logprobs(target: Target) -> Statuses:
     """R9: log-probabilities of 64 long prompts, twenty for each token."""
-    prompts = [[300 + number, *range(300, 500)] for number in range(64)]
+    prompts = [[300 + number, *range(300, 550)] for number in range(64)]
     return in_turn(target, "/v1/completions", [{"prompt": prompts, "max_tokens": 1, "prompt_logprobs": 20}])
 
 
