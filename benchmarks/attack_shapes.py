@@ -256,7 +256,7 @@ def smuggling(target: Target) -> Statuses:
 
 def slow_readers(target: Target, count: int = 16, seconds: float = 4.0) -> Statuses:
     """R8: streams whose clients do not read."""
-    body = json.dumps({**_LONG, "n": 16, "stream": True, "logprobs": 5}).encode()
+    body = json.dumps({**_LONG, "n": 16, "stream": True, "logprobs": 20}).encode()
     head = b"POST /v1/completions HTTP/1.1\r\n" + target.head() + b"Content-Type: application/json\r\n"
     whole = head + b"Content-Length: %d\r\n\r\n" % len(body) + body
     with open_connections(target, 0) as connections:

@@ -32,7 +32,7 @@ class Times:
 
 
 class WellBehavedTenant:
-    def __init__(self, url: str, key: str | None, timeout: float = 60.0) -> None:
+    def __init__(self, url: str, key: str | None, timeout: float = 30.0) -> None:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._http = httpx.Client(base_url=url, headers=headers, timeout=timeout)
         self._stopping = threading.Event()
@@ -51,7 +51,7 @@ class WellBehavedTenant:
     def stop(self) -> None:
         self._stopping.set()
         if self._thread is not None:
-            self._thread.join(120)
+            self._thread.join(60)
         self._http.close()
 
     def wait_for_answers(self, more: int, seconds: float = 60.0) -> None:
@@ -146,7 +146,7 @@ class Prober:
 
     def __init__(self, url: str, key: str | None, path: str = "/version") -> None:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._http = httpx.Client(base_url=url, headers=headers, timeout=120)
+        self._http = httpx.Client(base_url=url, headers=headers, timeout=30)
         self._path = path
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -172,5 +172,5 @@ class Prober:
 
     def __exit__(self, *_: object) -> None:
         self._stopping.set()
-        self._thread.join(150)
+        self._thread.join(60)
         self._http.close()
