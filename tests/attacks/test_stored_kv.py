@@ -96,7 +96,7 @@ def test_s8_changed_pages_on_disk_are_misses(model: Path, tmp_path: Path) -> Non
         server.wait_idle()
 
 
-@pytest.mark.parametrize("name", ["forged", "forged and shorter", "shorter"])
+@pytest.mark.parametrize("name", ["forged", "forged and shorter", pytest.param("shorter", marks=pytest.mark.slow)])
 def test_s8_a_page_with_right_checksums_is_not_believed(model: Path, tmp_path: Path, name: str) -> None:
     """All pages are replaced: the answer is the computed one."""
     flags = ("--kv-disk", str(tmp_path / "kv"))
@@ -111,6 +111,7 @@ def test_s8_a_page_with_right_checksums_is_not_believed(model: Path, tmp_path: P
         server.wait_idle()
 
 
+@pytest.mark.slow
 def test_s8_a_page_of_another_prompt_under_a_known_name_is_not_believed(model: Path, tmp_path: Path) -> None:
     flags = ("--kv-disk", str(tmp_path / "kv"))
     for server in _restarted(model, *flags):
@@ -274,6 +275,7 @@ def _replace_engine(server: RunningServer) -> None:
     wait_until(back, 60)
 
 
+@pytest.mark.slow
 def test_s8_another_tenants_stream_goes_on_while_pages_are_changed(tiny_chat: Path, tmp_path: Path) -> None:
     folder = tmp_path / "kv"
     server = AttackedServer(tiny_chat, tmp_path / "keys.json", "--kv-disk", str(folder))
