@@ -124,7 +124,7 @@ class SoakClients:
     async def _bad_body(self, http: httpx.AsyncClient, choose: random.Random) -> None:
         headers = {"content-type": "application/json"}
         content = choose.choice(_BAD_BODIES)
-        await self._check("bad body", await http.post("/v1/completions", content=content, headers=headers), 400)
+        await self._check("bad body", await http.post("/v1/completions", content=content, headers=headers), 400, 422)
 
     async def _bad_schema(self, http: httpx.AsyncClient, choose: random.Random) -> None:
         form = {
@@ -148,7 +148,7 @@ class SoakClients:
 
     async def _too_long(self, http: httpx.AsyncClient, choose: random.Random) -> None:
         body = self._body(choose) | {"prompt": "dog " * (2 * CONTEXT)}
-        await self._check("too long", await http.post("/v1/completions", json=body), 400)
+        await self._check("too long", await http.post("/v1/completions", json=body), 400, 413)
 
 
 def _is_clean(answer: httpx.Response) -> bool:
