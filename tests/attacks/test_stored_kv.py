@@ -8,7 +8,7 @@ import random
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -17,7 +17,7 @@ import pytest
 from benchmarks.tenant_keys import key_of
 from tests.attacks.conftest import AttackedServer
 from tests.attacks.tenant import streaming
-from tests.e2e.serving import RunningServer, wait_until
+from tests.e2e.serving import RunningServer, serving, wait_until
 from tests.redis_server import RedisServer
 
 _FLAGS = ("--context", "256", "--concurrency", "4")
@@ -72,24 +72,16 @@ def _pages(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*.kv") if path.is_file())
 
 
-def _restarted(model: Path, *flags: str) -> Iterator[RunningServer]:
-    server = RunningServer(model, *_FLAGS, *flags)
-    try:
-        yield server
-    finally:
-        server.stop()
-
-
 def test_s8_changed_pages_on_disk_are_misses(model: Path, tmp_path: Path) -> None:
     """Each page of a prompt is harmed in another way; the answer stays the same and no step fails."""
     flags = ("--kv-disk", str(tmp_path / "kv"))
-    for server in _restarted(model, *flags):
+    with serving(model, *_FLAGS, *flags) as server:
         right, _ = _ask(server)
     pages = _pages(tmp_path / "kv")
     assert len(pages) >= len(HARM)
     for page, harm in zip(pages, HARM.values(), strict=False):
         harm(page)
-    for server in _restarted(model, *flags):
+    with serving(model, *_FLAGS, *flags) as server:
         engine = server.load()["engine_pid"]
         assert _ask(server)[0] == right
         assert server.load()["engine_pid"] == engine
@@ -100,13 +92,13 @@ def test_s8_changed_pages_on_disk_are_misses(model: Path, tmp_path: Path) -> Non
 def test_s8_a_page_with_right_checksums_is_not_believed(model: Path, tmp_path: Path, name: str) -> None:
     """All pages are replaced: the answer is the computed one."""
     flags = ("--kv-disk", str(tmp_path / "kv"))
-    for server in _restarted(model, *flags):
+    with serving(model, *_FLAGS, *flags) as server:
         right, _ = _ask(server)
     pages = _pages(tmp_path / "kv")
     assert pages
     for page in pages:
         HARM[name](page)
-    for server in _restarted(model, *flags):
+    with serving(model, *_FLAGS, *flags) as server:
         assert _ask(server) == (right, 0)
         server.wait_idle()
 
@@ -114,14 +106,14 @@ def test_s8_a_page_with_right_checksums_is_not_believed(model: Path, tmp_path: P
 @pytest.mark.slow
 def test_s8_a_page_of_another_prompt_under_a_known_name_is_not_believed(model: Path, tmp_path: Path) -> None:
     flags = ("--kv-disk", str(tmp_path / "kv"))
-    for server in _restarted(model, *flags):
+    with serving(model, *_FLAGS, *flags) as server:
         right, _ = _ask(server)
         first = set(_pages(tmp_path / "kv"))
         _ask(server, _OTHER)
     others = [page for page in _pages(tmp_path / "kv") if page not in first]
     for mine, other in zip(sorted(first), others, strict=False):
         mine.write_bytes(other.read_bytes())
-    for server in _restarted(model, *flags):
+    with serving(model, *_FLAGS, *flags) as server:
         assert _ask(server)[0] == right
         server.wait_idle()
 
@@ -133,7 +125,7 @@ def test_s8_changed_pages_in_redis_are_misses(model: Path, tmp_path: Path) -> No
 
         client = redis.Redis(port=redis_server.port)
         flags = ("--kv-redis", redis_server.url)
-        for server in _restarted(model, *flags):
+        with serving(model, *_FLAGS, *flags) as server:
             right, _ = _ask(server)
             wait_until(lambda: client.dbsize() >= 10, 20)
         for number, name in enumerate(client.keys("*")):
@@ -142,7 +134,7 @@ def test_s8_changed_pages_in_redis_are_misses(model: Path, tmp_path: Path) -> No
             harmed = (value[:-1] + b"\x00", value[:50], value + b"x" * 99, os.urandom(len(value)), b"")[number % 5]
             client.set(name, harmed)
         client.lpush("noise", "list")
-        for server in _restarted(model, *flags):
+        with serving(model, *_FLAGS, *flags) as server:
             assert _ask(server)[0] == right
             server.wait_idle()
     finally:
@@ -183,7 +175,7 @@ class _NoisyRedis:
 def test_s8_a_redis_that_talks_noise_stops_nobody(model: Path) -> None:
     noisy = _NoisyRedis()
     try:
-        for server in _restarted(model, "--kv-redis", f"redis://127.0.0.1:{noisy.port}/0"):
+        with serving(model, *_FLAGS, "--kv-redis", f"redis://127.0.0.1:{noisy.port}/0") as server:
             with streaming(server.url, None):
                 _ask(server)
             server.wait_idle()
@@ -195,7 +187,7 @@ def test_r6_a_redis_that_is_down_at_the_start_is_left_out(model: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    for server in _restarted(model, "--kv-redis", f"redis://127.0.0.1:{port}/0"):
+    with serving(model, *_FLAGS, "--kv-redis", f"redis://127.0.0.1:{port}/0") as server:
         assert _ask(server)[0]
         server.wait_idle()
 
@@ -203,7 +195,7 @@ def test_r6_a_redis_that_is_down_at_the_start_is_left_out(model: Path) -> None:
 def test_r6_an_engine_comes_back_while_redis_is_down(model: Path, tmp_path: Path) -> None:
     redis_server = RedisServer(tmp_path)
     try:
-        for server in _restarted(model, "--kv-redis", redis_server.url):
+        with serving(model, *_FLAGS, "--kv-redis", redis_server.url) as server:
             right, _ = _ask(server)
             redis_server.stop()
             _replace_engine(server)
@@ -218,7 +210,7 @@ def test_r6_an_engine_comes_back_while_redis_is_down(model: Path, tmp_path: Path
 def test_r6_an_engine_comes_back_while_its_folder_is_gone(model: Path, tmp_path: Path) -> None:
     """A file where the folder was: as unusable as a full or read-only disk."""
     folder = tmp_path / "kv"
-    for server in _restarted(model, "--kv-disk", str(folder)):
+    with serving(model, *_FLAGS, "--kv-disk", str(folder)) as server:
         right, _ = _ask(server)
         folder.rename(tmp_path / "gone")
         folder.write_text("no folder")
@@ -231,7 +223,7 @@ def test_r6_a_redis_that_hangs_blocks_no_other_request(model: Path) -> None:
     """It accepts connections and never answers."""
     with socket.create_server(("127.0.0.1", 0), backlog=64) as hung:
         port = hung.getsockname()[1]
-        for server in _restarted(model, "--kv-redis", f"redis://127.0.0.1:{port}/0"):
+        with serving(model, *_FLAGS, "--kv-redis", f"redis://127.0.0.1:{port}/0") as server:
             with streaming(server.url, None):
                 for number in range(4):
                     _ask(server, [400 + number, *_PROMPT])
@@ -241,13 +233,11 @@ def test_r6_a_redis_that_hangs_blocks_no_other_request(model: Path) -> None:
 def test_r7_two_servers_share_a_folder(model: Path, tmp_path: Path) -> None:
     """Neither deletes what the other writes, and each reads what the other wrote."""
     flags = ("--kv-disk", str(tmp_path / "kv"))
-    first = RunningServer(model, *_FLAGS, *flags)
-    try:
+    with serving(model, *_FLAGS, *flags) as first:
         right, _ = _ask(first)
-        unfinished = next(iter(_pages(tmp_path / "kv"))).parent / f"{os.getpid()}-7.part"
+        unfinished = _pages(tmp_path / "kv")[0].parent / f"{os.getpid()}-7.part"
         unfinished.write_bytes(b"another process is writing this")
-        second = RunningServer(model, *_FLAGS, *flags)
-        try:
+        with serving(model, *_FLAGS, *flags) as second:
             assert unfinished.exists(), "a start deleted a file that another process was writing"
             text, cached = _ask(second)
             assert text == right
@@ -256,10 +246,6 @@ def test_r7_two_servers_share_a_folder(model: Path, tmp_path: Path) -> None:
             assert _ask(first, _OTHER)[0] == other
             first.wait_idle()
             second.wait_idle()
-        finally:
-            second.stop()
-    finally:
-        first.stop()
 
 
 def _replace_engine(server: RunningServer) -> None:
