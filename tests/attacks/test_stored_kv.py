@@ -22,6 +22,7 @@ from tests.redis_server import RedisServer
 
 _FLAGS = ("--context", "256", "--concurrency", "4")
 _PROMPT = [random.Random(7).randrange(300, 30_000) for _ in range(120)]
+_NUM_PAGES = 14  # full pages of eight before the last token of the prompt
 _OTHER = [random.Random(8).randrange(300, 30_000) for _ in range(120)]
 
 
@@ -108,6 +109,7 @@ def test_s8_a_page_of_another_prompt_under_a_known_name_is_not_believed(model: P
     flags = ("--kv-disk", str(tmp_path / "kv"))
     with serving(model, *_FLAGS, *flags) as server:
         right, _ = _ask(server)
+        wait_until(lambda: len(_pages(tmp_path / "kv")) >= _NUM_PAGES, 20)
         first = set(_pages(tmp_path / "kv"))
         _ask(server, _OTHER)
     others = [page for page in _pages(tmp_path / "kv") if page not in first]
@@ -235,6 +237,7 @@ def test_r7_two_servers_share_a_folder(model: Path, tmp_path: Path) -> None:
     flags = ("--kv-disk", str(tmp_path / "kv"))
     with serving(model, *_FLAGS, *flags) as first:
         right, _ = _ask(first)
+        wait_until(lambda: len(_pages(tmp_path / "kv")) >= _NUM_PAGES, 20)
         unfinished = _pages(tmp_path / "kv")[0].parent / f"{os.getpid()}-7.part"
         unfinished.write_bytes(b"another process is writing this")
         with serving(model, *_FLAGS, *flags) as second:
