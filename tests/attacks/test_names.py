@@ -90,7 +90,7 @@ def test_s13_the_model_name_is_quoted_in_scripts(tmp_path: Path, engine: str, ta
         (programs / program).write_text("#!/bin/sh\nexit 0\n")
         (programs / program).chmod(0o755)
     for name, text in rendered.files.items():
-        if name.endswith(".sh"):
+        if name in ("prepare.sh", "launch.sh"):
             environment = {"PATH": f"{programs}:/usr/bin:/bin"}
             subprocess.run(["sh", "-c", text], cwd=tmp_path, env=environment, capture_output=True, timeout=60)
             assert not marker.exists(), text
