@@ -53,7 +53,7 @@ class AttackedServer(RunningServer):
 
     @property
     def engine(self) -> int:
-        return int(self.load()["engine_pid"])
+        return int(self.load()["engine_pid"] or 0)
 
 
 @pytest.fixture(scope="session")

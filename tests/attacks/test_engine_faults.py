@@ -28,10 +28,7 @@ def harmed(tiny_chat: Path, tmp_path: Path) -> Iterator[AttackedServer]:
     try:
         yield server
     finally:
-        for pid in descendants(server.process.pid):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
-        os.kill(server.process.pid, signal.SIGCONT)
+        _signal_all(server, signal.SIGCONT)
         server.stop()
 
 
