@@ -27,7 +27,7 @@ from benchmarks.tenant_keys import key_of, write_keys
 from tests.attacks.tenant import Times, WellBehavedTenant
 
 _LIMIT = 2.0  # p99 under attack over p99 alone
-_FLAGS = ("--context", "2048", "--concurrency", "16", "--max-queued-requests", "128", "--memory", "1GiB", "--quiet")
+_FLAGS = ("--concurrency", "16", "--max-queued-requests", "128", "--memory", "1GiB", "--quiet")
 _COLUMNS = (
     "attack",
     "finding",
