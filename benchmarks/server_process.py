@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.tenant_keys import tree
+
 
 @dataclass(frozen=True, slots=True)
 class ServerProcess:
@@ -25,7 +27,10 @@ def started_server(model: str, *flags: str) -> Iterator[ServerProcess]:
     command = [sys.executable, "-m", "tokenmill", "serve", model, "--port", "0", "--json", *flags]
     with tempfile.TemporaryDirectory(prefix="tokenmill-bench-") as folder:
         log = Path(folder) / "server.log"
-        with log.open("w") as errors, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors) as process:
+        with (
+            log.open("w") as errors,
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, cwd=tree()) as process,
+        ):
             assert process.stdout is not None
             try:
                 line = process.stdout.readline()  # one JSON object, as soon as requests are accepted

@@ -24,7 +24,12 @@ class RunningServer:
     def __init__(self, model: Path, *flags: str, env: dict[str, str] | None = None) -> None:
         command = [sys.executable, "-m", "tokenmill", "serve", str(model), "--port", "0", *flags]
         self.process = subprocess.Popen(
-            command, stderr=subprocess.PIPE, text=True, env={**os.environ, **(env or {})}, start_new_session=True
+            command,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **(env or {})},
+            cwd=os.environ.get("TOKENMILL_TREE"),  # the server of another source tree, for tests/attacks
+            start_new_session=True,
         )
         self.lines: list[str] = []
         self.url = ""

@@ -1,0 +1,66 @@
+"""Grammars, expressions and schemas that are made to crash, freeze or fill a compiler."""
+
+from __future__ import annotations
+
+import threading
+
+import httpx
+import pytest
+
+from benchmarks import attack_payloads as payloads
+from benchmarks import attack_shapes as shapes
+from benchmarks.tenant_keys import key_of
+from tests.attacks.conftest import AttackedServer
+from tests.attacks.tenant import streaming
+
+_ANSWERED = {"200", "400", "413", "422", "429", "503"}
+
+
+def test_s1_a_chain_of_terminals_costs_its_sender_only(served: AttackedServer) -> None:
+    with streaming(served.url, key_of("good")):
+        statuses = shapes.grammar_chain(served.target())
+    assert set(statuses) <= {"400", "429"}, statuses
+
+
+def test_s2_a_grammar_of_newlines_freezes_nobody(served: AttackedServer) -> None:
+    with streaming(served.url, key_of("good")):
+        statuses = shapes.grammar_newlines(served.target())
+    assert set(statuses) <= {"200", "400", "429"}, statuses
+
+
+def test_s1_a_corpus_of_hostile_grammars(served: AttackedServer) -> None:
+    with streaming(served.url, key_of("good")):
+        statuses = shapes.grammar_corpus(served.target())
+    assert set(statuses) <= _ANSWERED - {"503"}, statuses
+    served.wait_idle()
+
+
+def _slow_schema(number: int) -> dict[str, object]:
+    """Small, right, and seconds of work for a compiler; no two are the same."""
+    return {"type": "object", "properties": {f"p{number}-{each}": {"type": "string"} for each in range(4000)}}
+
+
+def test_r2_slow_grammars_of_one_tenant_do_not_hold_up_those_of_another(served: AttackedServer) -> None:
+    """One queue of grammars: the small one of a second tenant waits behind all that the first one sent."""
+    slow = [payloads.STORY | {"guided_json": _slow_schema(number)} for number in range(16)]
+    attack = threading.Thread(target=shapes.at_once, args=(served.target(), "/v1/completions", slow))
+    schema = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
+    with streaming(served.url, key_of("good")) as tenant:
+        attack.start()
+        tenant.wait_for_answers(1)
+        answer = served.http.post("/v1/completions", json=payloads.STORY | {"guided_json": schema}, timeout=8)
+        assert answer.status_code == 200, answer.text
+        attack.join()
+
+
+def test_r2_a_cancelled_grammar_leaves_its_place(served: AttackedServer) -> None:
+    with streaming(served.url, key_of("good")):
+        for number in range(100, 112):
+            body = payloads.STORY | {"guided_json": _slow_schema(number)}
+            with served.target().http(0.1) as http, pytest.raises(httpx.TimeoutException):
+                http.post("/v1/completions", json=body)
+        body = payloads.STORY | {"guided_regex": "[a-c]{3}"}
+        with served.target("vip").http(8) as http:  # nothing that was cancelled is in the way
+            answer = http.post("/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+    served.wait_idle()
