@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tokenmill.serve.http import HttpServer
 
 _log = get_logger(__name__)
-PROBE_PATHS = (b"/health", b"/ping")
+PROBE_PATHS = (b"/livez", b"/readyz", b"/health", b"/ping")
 CONNECTION_KEY = "tokenmill.connection"  # in the ASGI scope's state: the protocol, for `trust`
 _METHODS = (b"GET", b"HEAD", b"POST", b"OPTIONS", b"PUT", b"DELETE", b"PATCH")
 _SINGLE = (b"host", b"content-length", b"transfer-encoding", b"authorization")
