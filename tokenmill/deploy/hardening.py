@@ -52,7 +52,8 @@ def notes(engine: Engine) -> list[str]:
 def create_keys_script(engine: Engine, target: str, name: str) -> list[str]:
     """Lines of a script that makes random keys where the target looks for them, unless they are there."""
     if engine.keys_file_flag:
-        keys = 'printf "keys:\\n- name: client\\n  key: sk-%s\\n- name: metrics\\n  key: %s\\n" "$(random)" "$metrics"'
+        entries = "keys:\\n- name: client\\n  key: sk-%s\\n- name: metrics\\n  key: %s\\n  metrics: true\\n"
+        keys = f'printf "{entries}" "$(random)" "$metrics"'
     else:
         keys = f'printf "{engine.key_variable}=sk-%s\\n" "$(random)"'
     lines = ["umask 077", "random() { od -An -N24 -tx1 /dev/urandom | tr -d ' \\n'; }", 'metrics="sk-$(random)"']
