@@ -27,9 +27,9 @@ _OPTIONAL = {
 _PROBE = """
 import sys, json, tempfile, os
 try:
-    from tokenmill.serve.key_file import load_keys
+    from tokenmill.serve.tenants.key_file import load_keys
 except ImportError:
-    from tokenmill.serve.keys import load_keys
+    from tokenmill.serve.tenants.keys import load_keys
 accepted = []
 for name, value in json.loads(sys.argv[1]).items():
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", delete=False) as file:

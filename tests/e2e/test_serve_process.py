@@ -12,7 +12,7 @@ import msgspec
 from tokenmill.config import EngineConfig
 from tokenmill.engine import messages
 from tokenmill.engine.messages import Cancel, Events, FromEngine, Ready, Refused, Submit
-from tokenmill.serve.link import EngineLink
+from tokenmill.serve.supervision.link import EngineLink
 from tokenmill.types import Request, SamplingParams
 
 

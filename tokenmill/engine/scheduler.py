@@ -15,8 +15,8 @@ from dataclasses import replace
 from itertools import count as counter
 
 from tokenmill.engine.draft_slots import hold_draft_slots, hold_run
-from tokenmill.engine.kv.handles import Reservation
-from tokenmill.engine.kv.manager import KVManager, wants_prompt_logprobs
+from tokenmill.engine.kv.handles import Reservation, wants_prompt_logprobs
+from tokenmill.engine.kv.manager import KVManager
 from tokenmill.engine.order.base import Discipline
 from tokenmill.engine.order.queue import Key, RequestQueue
 from tokenmill.engine.prompt_shares import PromptShares

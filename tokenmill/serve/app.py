@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ssl
+
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
@@ -9,24 +11,27 @@ from starlette.types import ASGIApp
 
 from tokenmill import __version__
 from tokenmill.log import get_logger
-from tokenmill.serve.anthropic import PATH as ANTHROPIC_PATH
-from tokenmill.serve.anthropic import add_anthropic_routes, anthropic_error
-from tokenmill.serve.chat import add_chat_routes
-from tokenmill.serve.completions import add_completion_routes
+from tokenmill.serve.api.anthropic import PATH as ANTHROPIC_PATH
+from tokenmill.serve.api.anthropic import add_anthropic_routes, anthropic_error
+from tokenmill.serve.api.chat import add_chat_routes
+from tokenmill.serve.api.completions import add_completion_routes
+from tokenmill.serve.api.embeddings import add_embedding_routes
+from tokenmill.serve.api.exchange import ClientGoneError, error_response, json_response, record_of
+from tokenmill.serve.api.info import add_info_routes
+from tokenmill.serve.api.ollama import add_ollama_routes
+from tokenmill.serve.api.page import add_page_routes
+from tokenmill.serve.api.tokens import add_token_routes
 from tokenmill.serve.edge import Edge, route_path, with_cors
-from tokenmill.serve.embeddings import add_embedding_routes
 from tokenmill.serve.errors import ApiError
-from tokenmill.serve.exchange import ClientGoneError, error_response, json_response, record_of
-from tokenmill.serve.info import add_info_routes
-from tokenmill.serve.keys import KeyRing
-from tokenmill.serve.ollama import add_ollama_routes
-from tokenmill.serve.page import add_page_routes
 from tokenmill.serve.service import Service
+from tokenmill.serve.tenants.keys import KeyRing
 from tokenmill.serve.tracing import start_tracing
+from tokenmill.serve.transport.http import HttpServer
 
 _log = get_logger(__name__)
 _ROUTES = (
     add_info_routes,
+    add_token_routes,
     add_completion_routes,
     add_chat_routes,
     add_embedding_routes,
@@ -49,6 +54,11 @@ def build_app(service: Service, keys: KeyRing) -> ASGIApp:
         service.engine.observe(tracing)
         edge = tracing.around(edge)
     return with_cors(edge, config.cors_origin) if config.cors_origin else edge
+
+
+def make_server(service: Service, keys: KeyRing, tls: ssl.SSLContext | None = None) -> HttpServer:
+    app = build_app(service, keys)
+    return HttpServer(app, service.config, tls, lambda reason: service.metrics.add("connections_refused", 1.0, reason))
 
 
 def _add_error_handlers(app: FastAPI, service: Service) -> None:

@@ -18,17 +18,17 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tokenmill.log import get_logger
+from tokenmill.serve.api.exchange import Record, error_response
+from tokenmill.serve.api.page import CHALLENGE, basic_key
 from tokenmill.serve.config import ServeConfig
-from tokenmill.serve.connections import address_group
 from tokenmill.serve.errors import ApiError
-from tokenmill.serve.exchange import Record, error_response
-from tokenmill.serve.http_protocol import CONNECTION_KEY
-from tokenmill.serve.key_guessing import DELAY, WrongKeys
-from tokenmill.serve.keys import Client, KeyRing
-from tokenmill.serve.listening import is_loopback
 from tokenmill.serve.metrics import Metrics
-from tokenmill.serve.page import CHALLENGE, basic_key
-from tokenmill.serve.site import SiteCheck
+from tokenmill.serve.tenants.keys import Client, KeyRing
+from tokenmill.serve.transport.connections import address_group
+from tokenmill.serve.transport.http_protocol import CONNECTION_KEY
+from tokenmill.serve.transport.key_guessing import DELAY, WrongKeys
+from tokenmill.serve.transport.listening import is_loopback
+from tokenmill.serve.transport.site import SiteCheck
 
 _access = get_logger("access")
 _OPEN_PATHS = ("/livez", "/readyz", "/health", "/ping")

@@ -24,12 +24,14 @@ from tokenmill.checkpoint.sources import resolve
 from tokenmill.config import EngineConfig
 from tokenmill.errors import UserError
 from tokenmill.log import get_logger
-from tokenmill.serve.cache_salt import load_cache_secret
 from tokenmill.serve.config import ServeConfig
-from tokenmill.serve.engine_client import EngineClient
-from tokenmill.serve.key_file import KeyWatch, load_keys, read_cache_secret
-from tokenmill.serve.keys import KeyRing
-from tokenmill.serve.listening import (
+from tokenmill.serve.supervision.engine_client import EngineClient
+from tokenmill.serve.supervision.signals import StopSignals, end_within, in_daemon_thread
+from tokenmill.serve.supervision.startup import StartupReport
+from tokenmill.serve.tenants.cache_salt import load_cache_secret
+from tokenmill.serve.tenants.key_file import KeyWatch, load_keys, read_cache_secret
+from tokenmill.serve.tenants.keys import KeyRing
+from tokenmill.serve.transport.listening import (
     address_of,
     is_local,
     listening,
@@ -37,15 +39,13 @@ from tokenmill.serve.listening import (
     raise_file_limit,
     tls_context,
 )
-from tokenmill.serve.signals import StopSignals, end_within, in_daemon_thread
-from tokenmill.serve.startup import StartupReport
 
 if TYPE_CHECKING:
     from tokenmill.checkpoint.chat_template import ChatTemplate
     from tokenmill.checkpoint.tokenizer import Tokenizer
     from tokenmill.engine.messages import Ready
-    from tokenmill.serve.http import HttpServer
     from tokenmill.serve.service import Service
+    from tokenmill.serve.transport.http import HttpServer
     from tokenmill.serve.workers.pool import WorkerPool
 
 _log = get_logger(__name__)
@@ -109,7 +109,7 @@ async def _serve(
         names = config.served_model_name or (model,)
         service = service_class(config, names, engine, identity, tokenizer, template, workers, secret)
         report.phase("opening the port")
-        from tokenmill.serve.http import make_server
+        from tokenmill.serve.app import make_server
 
         server = make_server(service, keys, tls)
         listener.listen()  # connections queue from here on; otherwise the first after "ready" could be refused
@@ -154,7 +154,7 @@ async def _start(
     starting = asyncio.ensure_future(engine.start())
 
     def prepare() -> tuple[type[Service], Tokenizer, ChatTemplate | None]:
-        import tokenmill.serve.http  # noqa: F401
+        import tokenmill.serve.app  # noqa: F401
         from tokenmill.checkpoint.tokenizer_files import tokenizer_of
         from tokenmill.serve.service import Service
 

@@ -22,14 +22,14 @@ from tokenmill.engine.intake import Intake
 from tokenmill.engine.messages import Ready
 from tokenmill.engine.stats import EngineStats
 from tokenmill.errors import UserError
-from tokenmill.serve.cache_salt import CacheSalts
 from tokenmill.serve.config import ServeConfig
-from tokenmill.serve.engine_client import EngineClient
 from tokenmill.serve.errors import ApiError, deadline_passed
 from tokenmill.serve.generation import Generation, Member
-from tokenmill.serve.keys import LANES, Client
-from tokenmill.serve.limits import Admission, Pace, Ticket, check_grammar_quota, key_withdrawn
 from tokenmill.serve.metrics import Metrics
+from tokenmill.serve.supervision.engine_client import EngineClient
+from tokenmill.serve.tenants.cache_salt import CacheSalts
+from tokenmill.serve.tenants.keys import LANES, Client
+from tokenmill.serve.tenants.limits import Admission, Pace, Ticket, check_grammar_quota, key_withdrawn
 from tokenmill.serve.tools.use import ToolStyle
 from tokenmill.serve.workers.jobs import Encode, Render
 from tokenmill.serve.workers.pool import WorkerPool

@@ -12,8 +12,8 @@ from typing import Any
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tokenmill.serve.config import ServeConfig
-from tokenmill.serve.http import HttpServer
-from tokenmill.serve.listening import listening
+from tokenmill.serve.transport.http import HttpServer
+from tokenmill.serve.transport.listening import listening
 
 _SECONDS = 20.0
 

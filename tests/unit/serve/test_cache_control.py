@@ -8,13 +8,13 @@ import pytest
 from pydantic import ValidationError
 
 from tokenmill.engine.stats import EngineStats, TierStats
-from tokenmill.serve.adapter_protocol import AnthropicBody
-from tokenmill.serve.anthropic_messages import cache_control
+from tokenmill.serve.api.adapter_protocol import AnthropicBody
+from tokenmill.serve.api.anthropic_messages import cache_control
+from tokenmill.serve.api.protocol import CompletionBody
+from tokenmill.serve.api.sampling import build_params
 from tokenmill.serve.config import ServeConfig
 from tokenmill.serve.errors import ApiError
 from tokenmill.serve.metrics import Metrics
-from tokenmill.serve.protocol import CompletionBody
-from tokenmill.serve.sampling import build_params
 from tokenmill.types import CacheControl
 
 

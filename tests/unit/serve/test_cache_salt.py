@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from tokenmill.errors import UserError
-from tokenmill.serve.cache_salt import SECRET_VARIABLE, CacheSalts, load_cache_secret
-from tokenmill.serve.key_file import read_cache_secret
-from tokenmill.serve.keys import Client
+from tokenmill.serve.tenants.cache_salt import SECRET_VARIABLE, CacheSalts, load_cache_secret
+from tokenmill.serve.tenants.key_file import read_cache_secret
+from tokenmill.serve.tenants.keys import Client
 
 
 def test_keys_are_apart_unless_they_share_a_group() -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tokenmill.serve.keys import Client
 from tokenmill.serve.service import Caller
+from tokenmill.serve.tenants.keys import Client
 
 
 def test_ranks() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tokenmill.serve.connections import (
+from tokenmill.serve.transport.connections import (
     PROBE_RESERVE,
     ConnectionTable,
     Phase,

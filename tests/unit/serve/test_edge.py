@@ -14,11 +14,11 @@ from starlette.types import ASGIApp
 
 from tests.unit.serve.live_server import echo, live
 from tokenmill.serve import edge as edge_module
+from tokenmill.serve.api.page import add_page_routes
 from tokenmill.serve.config import ServeConfig
 from tokenmill.serve.edge import Edge, route_path
-from tokenmill.serve.keys import Client, KeyRing, digest_of
 from tokenmill.serve.metrics import Metrics
-from tokenmill.serve.page import add_page_routes
+from tokenmill.serve.tenants.keys import Client, KeyRing, digest_of
 
 
 async def _plain(scope: Any, receive: Any, send: Any) -> None:

@@ -20,10 +20,10 @@ import zmq
 from tokenmill.config import EngineConfig
 from tokenmill.engine.stats import EngineStats
 from tokenmill.errors import UserError
-from tokenmill.serve import engine_client, link
-from tokenmill.serve.engine_client import EngineClient
 from tokenmill.serve.errors import ApiError
 from tokenmill.serve.generation import Generation, Member
+from tokenmill.serve.supervision import engine_client, link
+from tokenmill.serve.supervision.engine_client import EngineClient
 from tokenmill.types import Request, SamplingParams, TokenEvent
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tokenmill.errors import UserError
-from tokenmill.serve.key_file import KeyWatch, load_keys
-from tokenmill.serve.keys import Bucket, Client, KeyRing
+from tokenmill.serve.tenants.key_file import KeyWatch, load_keys
+from tokenmill.serve.tenants.keys import Bucket, Client, KeyRing
 
 
 def test_only_known_keys_open_a_closed_server() -> None:

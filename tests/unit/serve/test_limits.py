@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from tokenmill.engine.stats import EngineStats
 from tokenmill.serve.errors import ApiError
-from tokenmill.serve.keys import Client
-from tokenmill.serve.limits import Admission, Pace, check_grammar_quota
+from tokenmill.serve.tenants.keys import Client
+from tokenmill.serve.tenants.limits import Admission, Pace, check_grammar_quota
 
 
 def _admission(slots: int = 2, requests: int = 3, tokens: int = 100) -> Admission:

@@ -16,8 +16,8 @@ import pytest
 from tests.unit.serve.live_server import live, until
 from tokenmill.errors import UserError
 from tokenmill.serve.config import SSL_PASSWORD_VARIABLE, ServeConfig
-from tokenmill.serve.connections import PROBE_RESERVE
-from tokenmill.serve.listening import (
+from tokenmill.serve.transport.connections import PROBE_RESERVE
+from tokenmill.serve.transport.listening import (
     address_of,
     is_local,
     is_loopback,

@@ -11,12 +11,18 @@ import pytest
 
 from tokenmill.checkpoint.tokenizer import Tokenizer
 from tokenmill.engine.outputs import Logprob, PositionLogprobs, RequestOutput
-from tokenmill.serve import logprobs
+from tokenmill.serve.api import logprobs
+from tokenmill.serve.api.logprobs import (
+    CompletionLogprobs,
+    LogprobBudget,
+    chat_logprobs,
+    long_chat_logprobs,
+    prompt_scores,
+)
+from tokenmill.serve.api.protocol import GenerationBody
+from tokenmill.serve.api.sampling import build_params
 from tokenmill.serve.config import ServeConfig
 from tokenmill.serve.errors import ApiError
-from tokenmill.serve.logprobs import CompletionLogprobs, LogprobBudget, chat_logprobs, long_chat_logprobs, prompt_scores
-from tokenmill.serve.protocol import GenerationBody
-from tokenmill.serve.sampling import build_params
 
 _tokenizer = cast(Tokenizer, SimpleNamespace(token_bytes=lambda token_id: b"t%d" % token_id))
 

@@ -7,9 +7,9 @@ from typing import Any, cast
 
 import pytest
 
-from tokenmill.serve.adapter_protocol import OllamaBody
+from tokenmill.serve.api.adapter_protocol import OllamaBody
+from tokenmill.serve.api.ollama import _chat_fields
 from tokenmill.serve.errors import ApiError
-from tokenmill.serve.ollama import _chat_fields
 from tokenmill.serve.service import Service
 
 

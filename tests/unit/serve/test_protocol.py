@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from tokenmill.serve.adapter_protocol import AnthropicBody
-from tokenmill.serve.anthropic import _as_chat
-from tokenmill.serve.anthropic_messages import chat_tools
+from tokenmill.serve.api.adapter_protocol import AnthropicBody
+from tokenmill.serve.api.anthropic import _as_chat
+from tokenmill.serve.api.anthropic_messages import chat_tools
+from tokenmill.serve.api.protocol import ChatBody, CompletionBody, GenerationBody, Message, Structured
+from tokenmill.serve.api.sampling import build_params, resolve_max_tokens
 from tokenmill.serve.config import ServeConfig
 from tokenmill.serve.errors import ApiError
-from tokenmill.serve.protocol import ChatBody, CompletionBody, GenerationBody, Message, Structured
-from tokenmill.serve.sampling import build_params, resolve_max_tokens
 
 
 @pytest.mark.parametrize(

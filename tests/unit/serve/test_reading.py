@@ -11,15 +11,10 @@ import pytest
 from pydantic import ValidationError
 from starlette.requests import Request
 
-from tokenmill.serve import reading
-from tokenmill.serve.adapter_protocol import AnthropicBody, OllamaChatBody, OllamaGenerateBody
-from tokenmill.serve.config import ServeConfig
-from tokenmill.serve.errors import ApiError
-from tokenmill.serve.exchange import ClientGoneError, Record
-from tokenmill.serve.keys import Client
-from tokenmill.serve.limits import Admission, Pace
-from tokenmill.serve.metrics import Metrics
-from tokenmill.serve.protocol import (
+from tokenmill.serve.api import reading
+from tokenmill.serve.api.adapter_protocol import AnthropicBody, OllamaChatBody, OllamaGenerateBody
+from tokenmill.serve.api.exchange import ClientGoneError, Record
+from tokenmill.serve.api.protocol import (
     MAX_MESSAGES,
     Body,
     ChatBody,
@@ -29,8 +24,13 @@ from tokenmill.serve.protocol import (
     GenerationBody,
     TokenizeBody,
 )
-from tokenmill.serve.reading import MAX_CONTAINERS, MAX_DEPTH, MAX_STRINGS, check_prompts, read_body
+from tokenmill.serve.api.reading import MAX_CONTAINERS, MAX_DEPTH, MAX_STRINGS, check_prompts, read_body
+from tokenmill.serve.config import ServeConfig
+from tokenmill.serve.errors import ApiError
+from tokenmill.serve.metrics import Metrics
 from tokenmill.serve.service import Service
+from tokenmill.serve.tenants.keys import Client
+from tokenmill.serve.tenants.limits import Admission, Pace
 
 _MODELS = (
     CompletionBody,

@@ -14,8 +14,8 @@ from tokenmill.engine.messages import Ready
 from tokenmill.serve.config import ServeConfig
 from tokenmill.serve.errors import ApiError
 from tokenmill.serve.generation import Generation
-from tokenmill.serve.keys import Client
 from tokenmill.serve.service import Caller, Service
+from tokenmill.serve.tenants.keys import Client
 from tokenmill.serve.workers.jobs import Setup
 from tokenmill.serve.workers.pool import WorkerPool
 from tokenmill.types import SamplingParams, TokenEvent

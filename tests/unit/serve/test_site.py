@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tokenmill.serve.key_guessing import _MAX_ADDRESSES, WrongKeys
-from tokenmill.serve.site import SiteCheck, host_name
+from tokenmill.serve.transport.key_guessing import _MAX_ADDRESSES, WrongKeys
+from tokenmill.serve.transport.site import SiteCheck, host_name
 
 
 def _code(check: SiteCheck, method: str = "POST", **headers: str) -> str | int | None:

@@ -12,8 +12,8 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from tests.unit.serve.live_server import live, until
+from tokenmill.serve.api.exchange import COMMENT, error_response, event, respond
 from tokenmill.serve.errors import ApiError
-from tokenmill.serve.exchange import COMMENT, error_response, event, respond
 from tokenmill.serve.generation import Delta, Generation
 
 _GET = b"GET /stream HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
@@ -130,8 +130,8 @@ def test_a_client_that_leaves_while_pinged_ends_its_generation() -> None:
 
 
 def test_the_pings_of_the_adapters_are_what_their_clients_skip() -> None:
-    from tokenmill.serve.anthropic import _event
-    from tokenmill.serve.ollama import _head
+    from tokenmill.serve.api.anthropic import _event
+    from tokenmill.serve.api.ollama import _head
 
     assert _event("ping") == b'event: ping\ndata: {"type":"ping"}\n\n'
     head: dict[str, Any] = _head("m")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from tests.unit.engine.test_loop import Clock
 from tokenmill.engine.activity import IDLE
 from tokenmill.engine.messages import Heartbeat
-from tokenmill.serve.watchdog import Watchdog
+from tokenmill.serve.supervision.watchdog import Watchdog
 
 
 @dataclass

@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tokenmill.serve.errors import ApiError
-from tokenmill.serve.keys import Client
+from tokenmill.serve.tenants.keys import Client
 from tokenmill.serve.workers import jobs
 from tokenmill.serve.workers.jobs import Accepted, CheckGrammar, Encode, Encoded, Rejected, Render, Rendered, Setup
 from tokenmill.serve.workers.pool import WorkerPool

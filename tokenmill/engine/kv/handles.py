@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from tokenmill.engine.kv.prefix_tree import PrefixNode
+from tokenmill.types import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,3 +42,8 @@ class Restored:
     reason: str = ""
     num_tokens: int = 0
     tier: str = ""
+
+
+def wants_prompt_logprobs(request: Request) -> bool:
+    """Whether every prompt token must be computed by this very request, for its log-probabilities."""
+    return request.params.prompt_logprobs is not None and request.index == 0 and request.num_output_tokens == 0

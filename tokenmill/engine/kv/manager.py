@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from tokenmill.engine.kv.budget.enforcer import BudgetEnforcer
-from tokenmill.engine.kv.handles import NO_MATCH, NO_SLOTS, PrefixMatch, Reservation, Restored
+from tokenmill.engine.kv.handles import NO_MATCH, NO_SLOTS, PrefixMatch, Reservation, Restored, wants_prompt_logprobs
 from tokenmill.engine.kv.holding import Holding, check_holding
 from tokenmill.engine.kv.pages import PagePool
 from tokenmill.engine.kv.policy.base import EvictionPolicy
@@ -397,8 +397,3 @@ class KVManager:
                 elif page in self._tree.owner:
                     self._pool.uncache(page)
         holding.shared = False
-
-
-def wants_prompt_logprobs(request: Request) -> bool:
-    """Whether every prompt token must be computed by this very request, for its log-probabilities."""
-    return request.params.prompt_logprobs is not None and request.index == 0 and request.num_output_tokens == 0

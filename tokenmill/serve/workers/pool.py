@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from tokenmill.grammar.round_robin import RoundRobin
 from tokenmill.log import get_logger
 from tokenmill.serve.errors import ApiError
-from tokenmill.serve.keys import Client
+from tokenmill.serve.tenants.keys import Client
 from tokenmill.serve.workers import jobs
 from tokenmill.serve.workers.process import WorkerDiedError, WorkerProcess, WorkerSlowError
 

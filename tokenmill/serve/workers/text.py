@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from tokenmill.errors import UserError
 from tokenmill.grammar.source import check_limits
 from tokenmill.serve.errors import ApiError
-from tokenmill.serve.keys import Client
+from tokenmill.serve.tenants.keys import Client
 from tokenmill.serve.workers import jobs
 from tokenmill.serve.workers.jobs import Accepted, CheckGrammar, Encode, Encoded, Failed, Rejected, Render, Rendered
 from tokenmill.serve.workers.pool import WorkerPool

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from tokenmill.serve.keys import Bucket
+from tokenmill.serve.tenants.keys import Bucket
 
 DELAY = 1.0  # seconds before a wrong key beyond the limit is answered
 _MAX_ADDRESSES = 4096

@@ -14,17 +14,17 @@ from fastapi import APIRouter, FastAPI, Request
 from starlette.responses import Response
 
 from tokenmill.engine.outputs import PositionLogprobs, RequestOutput
-from tokenmill.serve.caller import caller_of
-from tokenmill.serve.chat import finish_reason
+from tokenmill.serve.api.caller import caller_of
+from tokenmill.serve.api.chat import finish_reason
+from tokenmill.serve.api.exchange import DONE, Record, event, record_of, respond, unless_gone
+from tokenmill.serve.api.logprobs import CompletionLogprobs, LogprobBudget, prompt_scores
+from tokenmill.serve.api.protocol import CompletionBody
+from tokenmill.serve.api.reading import body_schema, check_prompts, read_body
+from tokenmill.serve.api.sampling import build_params, resolve_max_tokens
+from tokenmill.serve.api.usage import StreamUsage, usage_of
 from tokenmill.serve.errors import ApiError
-from tokenmill.serve.exchange import DONE, Record, event, record_of, respond, unless_gone
 from tokenmill.serve.generation import Delta, Generation
-from tokenmill.serve.logprobs import CompletionLogprobs, LogprobBudget, prompt_scores
-from tokenmill.serve.protocol import CompletionBody
-from tokenmill.serve.reading import body_schema, check_prompts, read_body
-from tokenmill.serve.sampling import build_params, resolve_max_tokens
 from tokenmill.serve.service import Service
-from tokenmill.serve.usage import StreamUsage, usage_of
 from tokenmill.types import SamplingParams
 
 _DEFAULT_MAX_TOKENS = 16

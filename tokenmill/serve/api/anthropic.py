@@ -13,20 +13,20 @@ from typing import Any
 from fastapi import APIRouter, FastAPI, Request
 from starlette.responses import Response
 
-from tokenmill.serve.adapter_protocol import AnthropicBody
-from tokenmill.serve.anthropic_messages import cache_control, chat_messages, chat_tools
-from tokenmill.serve.caller import caller_of
-from tokenmill.serve.chat import open_chat
+from tokenmill.serve.api.adapter_protocol import AnthropicBody
+from tokenmill.serve.api.anthropic_messages import cache_control, chat_messages, chat_tools
+from tokenmill.serve.api.caller import caller_of
+from tokenmill.serve.api.chat import open_chat
+from tokenmill.serve.api.exchange import Record, record_of, respond, to_json, unless_gone
+from tokenmill.serve.api.protocol import ChatBody
+from tokenmill.serve.api.reading import body_schema, read_body, validate
+from tokenmill.serve.api.tool_messages import ToolReader, tools_of
+from tokenmill.serve.api.usage import lossy_policy, usage_of
 from tokenmill.serve.errors import ApiError
-from tokenmill.serve.exchange import Record, record_of, respond, to_json, unless_gone
 from tokenmill.serve.generation import Generation
-from tokenmill.serve.protocol import ChatBody
-from tokenmill.serve.reading import body_schema, read_body, validate
 from tokenmill.serve.service import Service
-from tokenmill.serve.tool_messages import ToolReader, tools_of
 from tokenmill.serve.tools.base import CallArguments, CallEnd, CallStart, Content, ToolEvent, fold
 from tokenmill.serve.tools.use import ToolUse
-from tokenmill.serve.usage import lossy_policy, usage_of
 
 PATH = "/v1/messages"
 _ERROR_TYPES = {413: "request_too_large", 429: "rate_limit_error", 500: "api_error", 503: "overloaded_error"}

@@ -16,11 +16,11 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from tokenmill.log import get_logger
-from tokenmill.serve.connections import Phase, Slot, TransferClock, address_group
 from tokenmill.serve.errors import ApiError
+from tokenmill.serve.transport.connections import Phase, Slot, TransferClock, address_group
 
 if TYPE_CHECKING:
-    from tokenmill.serve.http import HttpServer
+    from tokenmill.serve.transport.http import HttpServer
 
 _log = get_logger(__name__)
 PROBE_PATHS = (b"/livez", b"/readyz", b"/health", b"/ping")

@@ -14,9 +14,9 @@ import msgspec
 from pydantic import ValidationError
 from starlette.requests import ClientDisconnect, Request
 
+from tokenmill.serve.api.exchange import ClientGoneError, record_of
+from tokenmill.serve.api.protocol import Body
 from tokenmill.serve.errors import ApiError
-from tokenmill.serve.exchange import ClientGoneError, record_of
-from tokenmill.serve.protocol import Body
 from tokenmill.serve.service import Service
 
 MAX_DEPTH = 64  # of nesting

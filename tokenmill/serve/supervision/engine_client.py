@@ -22,8 +22,8 @@ from tokenmill.errors import UserError
 from tokenmill.log import get_logger
 from tokenmill.serve.errors import ApiError, deadline_passed, engine_gone
 from tokenmill.serve.generation import Generation, Member
-from tokenmill.serve.link import EngineLink, LinkDownError, spawn_engine
-from tokenmill.serve.watchdog import Watchdog
+from tokenmill.serve.supervision.link import EngineLink, LinkDownError, spawn_engine
+from tokenmill.serve.supervision.watchdog import Watchdog
 
 _log = get_logger(__name__)
 _WATCH_SECONDS = 0.25

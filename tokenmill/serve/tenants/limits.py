@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from tokenmill.engine.stats import EngineStats
 from tokenmill.serve.errors import ApiError
-from tokenmill.serve.keys import Client
+from tokenmill.serve.tenants.keys import Client
 
 _SMOOTHING = 0.1
 _PROMPT_STEP = 32  # tokens from which a step is taken to be mostly prompts

@@ -11,8 +11,8 @@ from dataclasses import replace
 import msgspec
 
 from tokenmill.errors import UserError
+from tokenmill.serve.api.protocol import Structured
 from tokenmill.serve.errors import ApiError
-from tokenmill.serve.protocol import Structured
 from tokenmill.types import SamplingParams, StructuredSpec
 
 

@@ -1,8 +1,7 @@
-"""Routes that compute nothing: models, tokenize, detokenize, liveness and readiness, version, load, metrics."""
+"""Routes that compute nothing: models, liveness and readiness, version, load, metrics."""
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 from typing import Any
 
@@ -10,13 +9,8 @@ from fastapi import APIRouter, FastAPI, Request
 from starlette.responses import Response
 
 from tokenmill import __version__
-from tokenmill.errors import UserError
-from tokenmill.serve.caller import caller_of
+from tokenmill.serve.api.exchange import json_response, record_of
 from tokenmill.serve.errors import ApiError, engine_gone
-from tokenmill.serve.exchange import json_response, record_of, unless_gone
-from tokenmill.serve.keys import Client
-from tokenmill.serve.protocol import DetokenizeBody, TokenizeBody
-from tokenmill.serve.reading import body_schema, read_body
 from tokenmill.serve.service import Service
 
 
@@ -71,31 +65,6 @@ def add_info_routes(app: FastAPI, service: Service) -> None:
         service.metrics.set("predicted_ttft_seconds", service.admission.predict(0))
         return Response(service.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    @router.post("/tokenize", openapi_extra=body_schema(TokenizeBody))
-    async def tokenize(request: Request) -> Response:
-        body = await read_body(request, service, TokenizeBody)
-        client = caller_of(request, service, body).client
-        service.check_model(body.model)
-        with service.metered(client) as charged:
-            tokens = await unless_gone(request, _tokenize(service, body, client))
-            charged.append(len(tokens))
-            shown: dict[str, Any] = {"count": len(tokens), "max_model_len": service.context, "tokens": tokens}
-            if body.return_token_strs:
-                shown["token_strs"] = await asyncio.to_thread(lambda: [*map(service.tokenizer.id_to_piece, tokens)])
-            return json_response(shown)
-
-    @router.post("/detokenize", openapi_extra=body_schema(DetokenizeBody))
-    async def detokenize(request: Request) -> Response:
-        body = await read_body(request, service, DetokenizeBody)
-        client = caller_of(request, service, body).client
-        service.check_model(body.model)
-        if body.tokens and max(body.tokens) >= service.identity.vocab_size:
-            raise ApiError(400, f"give token ids below {service.identity.vocab_size}", param="tokens")
-        with service.metered(client) as charged:
-            charged.append(len(body.tokens))
-            text = await asyncio.to_thread(service.tokenizer.decode, body.tokens, skip_special_tokens=False)
-            return json_response({"prompt": text})
-
     app.include_router(router)
 
 
@@ -103,22 +72,6 @@ def _check_right(request: Request) -> None:
     """Numbers of all keys together would tell one key about the others."""
     if not record_of(request).client.sees_metrics:
         raise ApiError(403, "this key may not read the server's metrics", code="metrics_right")
-
-
-async def _tokenize(service: Service, body: TokenizeBody, client: Client) -> list[int]:
-    try:
-        if body.messages is not None and body.prompt is None:
-            messages = [message.plain() for message in body.messages]
-            shown = body.add_generation_prompt is not False
-            text = await service.render(messages, add_generation_prompt=shown, client=client)
-            return (await service.encode([text], client=client, chat=True))[0]
-        if body.prompt is None or body.messages is not None:
-            raise ApiError(400, "give either prompt or messages", param="prompt")
-        special = body.add_special_tokens is not False
-        return (await service.encode([body.prompt], client=client, special=special))[0]
-    except (UserError, ValueError) as error:
-        param = "prompt" if body.messages is None else "messages"
-        raise ApiError(400, str(error), param=param) from None
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:

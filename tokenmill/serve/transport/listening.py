@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from tokenmill.errors import UserError
 from tokenmill.log import get_logger
 from tokenmill.serve.config import SSL_PASSWORD_VARIABLE, ServeConfig
-from tokenmill.serve.connections import PROBE_RESERVE
+from tokenmill.serve.transport.connections import PROBE_RESERVE
 
 _log = get_logger(__name__)
 _OTHER_FILES = 256  # model, engine, tiers, libraries

@@ -14,19 +14,19 @@ from fastapi import APIRouter, FastAPI, Request
 from starlette.responses import Response
 
 from tokenmill.engine.outputs import CompletionOutput
-from tokenmill.serve.caller import caller_of
+from tokenmill.serve.api.caller import caller_of
+from tokenmill.serve.api.exchange import DONE, Record, event, record_of, respond, unless_gone
+from tokenmill.serve.api.logprobs import LogprobBudget, chat_logprobs, long_chat_logprobs, prompt_scores
+from tokenmill.serve.api.protocol import ChatBody
+from tokenmill.serve.api.reading import body_schema, read_body
+from tokenmill.serve.api.sampling import build_params, resolve_max_tokens
+from tokenmill.serve.api.tool_messages import ToolReader, delta_of, message_of, tools_of
+from tokenmill.serve.api.usage import StreamUsage, usage_of
 from tokenmill.serve.errors import ApiError
-from tokenmill.serve.exchange import DONE, Record, event, record_of, respond, unless_gone
 from tokenmill.serve.generation import Delta, Generation
-from tokenmill.serve.logprobs import LogprobBudget, chat_logprobs, long_chat_logprobs, prompt_scores
-from tokenmill.serve.protocol import ChatBody
-from tokenmill.serve.reading import body_schema, read_body
-from tokenmill.serve.sampling import build_params, resolve_max_tokens
 from tokenmill.serve.service import Caller, Service
-from tokenmill.serve.tool_messages import ToolReader, delta_of, message_of, tools_of
 from tokenmill.serve.tools.base import fold
 from tokenmill.serve.tools.use import ToolUse
-from tokenmill.serve.usage import StreamUsage, usage_of
 from tokenmill.types import SamplingParams
 
 

@@ -6,10 +6,10 @@ import math
 
 from starlette.requests import Request
 
-from tokenmill.serve.adapter_protocol import AnthropicBody
+from tokenmill.serve.api.adapter_protocol import AnthropicBody
+from tokenmill.serve.api.exchange import record_of
+from tokenmill.serve.api.protocol import Body, GenerationBody
 from tokenmill.serve.errors import ApiError
-from tokenmill.serve.exchange import record_of
-from tokenmill.serve.protocol import Body, GenerationBody
 from tokenmill.serve.service import Caller, Service
 
 DEADLINE_HEADER = "x-request-deadline-ms"

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from tokenmill.serve.protocol import (
+from tokenmill.serve.api.protocol import (
     MAX_MESSAGES,
     Body,
     CacheControlBody,

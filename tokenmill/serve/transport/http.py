@@ -13,12 +13,9 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from tokenmill.log import get_logger
-from tokenmill.serve.app import build_app
 from tokenmill.serve.config import ServeConfig
-from tokenmill.serve.connections import ConnectionTable, Slot, TransferLimits, address_group
-from tokenmill.serve.http_protocol import LimitedProtocol
-from tokenmill.serve.keys import KeyRing
-from tokenmill.serve.service import Service
+from tokenmill.serve.transport.connections import ConnectionTable, Slot, TransferLimits, address_group
+from tokenmill.serve.transport.http_protocol import LimitedProtocol
 
 _log = get_logger(__name__)
 _NO_TIMER = 7 * 24 * 3600
@@ -132,8 +129,3 @@ class HttpServer(uvicorn.Server):
             for connection in list(self.server_state.connections):
                 connection.check(min(passed, 2 * interval))  # type: ignore[union-attr]
         return await super().on_tick(counter)
-
-
-def make_server(service: Service, keys: KeyRing, tls: ssl.SSLContext | None = None) -> HttpServer:
-    app = build_app(service, keys)
-    return HttpServer(app, service.config, tls, lambda reason: service.metrics.add("connections_refused", 1.0, reason))

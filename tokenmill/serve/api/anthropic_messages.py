@@ -9,9 +9,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from tokenmill.serve.adapter_protocol import AnthropicBody, AnthropicMessage
-from tokenmill.serve.exchange import to_json
-from tokenmill.serve.protocol import CacheControlBody, Message, content_text
+from tokenmill.serve.api.adapter_protocol import AnthropicBody, AnthropicMessage
+from tokenmill.serve.api.exchange import to_json
+from tokenmill.serve.api.protocol import CacheControlBody, Message, content_text
 
 _MAX_BREAKPOINTS = 4
 

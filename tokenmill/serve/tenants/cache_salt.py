@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tokenmill.engine.kv.tier.secret import own_secret
 from tokenmill.log import get_logger
-from tokenmill.serve.keys import PRIVATE_CACHE, Client
+from tokenmill.serve.tenants.keys import PRIVATE_CACHE, Client
 
 SECRET_VARIABLE = "TOKENMILL_CACHE_SECRET"
 _log = get_logger(__name__)

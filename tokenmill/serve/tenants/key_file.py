@@ -16,7 +16,7 @@ from typing import Any, get_type_hints
 
 from tokenmill.errors import UserError, unknown_name
 from tokenmill.log import get_logger
-from tokenmill.serve.keys import Client, KeyRing, digest_of
+from tokenmill.serve.tenants.keys import Client, KeyRing, digest_of
 
 _log = get_logger(__name__)
 _MAX_NAME = 64

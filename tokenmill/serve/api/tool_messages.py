@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from tokenmill.errors import UserError
+from tokenmill.serve.api.protocol import ChatBody
 from tokenmill.serve.errors import ApiError
-from tokenmill.serve.protocol import ChatBody
 from tokenmill.serve.service import Service
 from tokenmill.serve.tools.base import Answer, CallArguments, CallEnd, CallStart, Content, ToolEvent
 from tokenmill.serve.tools.use import ToolUse, plan_tools

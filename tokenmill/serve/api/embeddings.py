@@ -15,13 +15,13 @@ import msgspec
 from fastapi import APIRouter, FastAPI, Request
 from starlette.responses import Response
 
-from tokenmill.serve.caller import caller_of
+from tokenmill.serve.api.caller import caller_of
+from tokenmill.serve.api.exchange import json_response, record_of, to_json, unless_gone
+from tokenmill.serve.api.protocol import EmbeddingBody
+from tokenmill.serve.api.reading import body_schema, check_prompts, read_body
+from tokenmill.serve.api.usage import usage_of
 from tokenmill.serve.errors import ApiError
-from tokenmill.serve.exchange import json_response, record_of, to_json, unless_gone
-from tokenmill.serve.protocol import EmbeddingBody
-from tokenmill.serve.reading import body_schema, check_prompts, read_body
 from tokenmill.serve.service import Service
-from tokenmill.serve.usage import usage_of
 from tokenmill.types import SamplingParams
 
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 from tokenmill.errors import UserError
+from tokenmill.serve.api.protocol import MAX_STOPS, GenerationBody
+from tokenmill.serve.api.structured import constrain
 from tokenmill.serve.config import ServeConfig
 from tokenmill.serve.errors import ApiError
-from tokenmill.serve.protocol import MAX_STOPS, GenerationBody
-from tokenmill.serve.structured import constrain
 from tokenmill.types import CacheControl, SamplingParams
 
 _SAME_NAME = (

@@ -15,20 +15,20 @@ from fastapi import APIRouter, FastAPI, Request
 from starlette.responses import Response
 
 from tokenmill import __version__
-from tokenmill.serve.adapter_protocol import OllamaBody, OllamaChatBody, OllamaGenerateBody, OllamaOptions
-from tokenmill.serve.caller import caller_of
-from tokenmill.serve.chat import finish_reason, open_chat
+from tokenmill.serve.api.adapter_protocol import OllamaBody, OllamaChatBody, OllamaGenerateBody, OllamaOptions
+from tokenmill.serve.api.caller import caller_of
+from tokenmill.serve.api.chat import finish_reason, open_chat
+from tokenmill.serve.api.exchange import NDJSON, Record, json_response, record_of, respond, to_json, unless_gone
+from tokenmill.serve.api.protocol import ChatBody, GenerationBody, Message
+from tokenmill.serve.api.reading import body_schema, read_body, validate
+from tokenmill.serve.api.sampling import build_params, resolve_max_tokens
+from tokenmill.serve.api.tool_messages import ToolReader, tools_of
+from tokenmill.serve.api.usage import lossy_policy, usage_of
 from tokenmill.serve.errors import ApiError
-from tokenmill.serve.exchange import NDJSON, Record, json_response, record_of, respond, to_json, unless_gone
 from tokenmill.serve.generation import Generation
-from tokenmill.serve.protocol import ChatBody, GenerationBody, Message
-from tokenmill.serve.reading import body_schema, read_body, validate
-from tokenmill.serve.sampling import build_params, resolve_max_tokens
 from tokenmill.serve.service import Service
-from tokenmill.serve.tool_messages import ToolReader, tools_of
 from tokenmill.serve.tools.base import Content, ToolCall, ToolEvent, fold
 from tokenmill.serve.tools.use import ToolUse
-from tokenmill.serve.usage import lossy_policy, usage_of
 
 _SAME_NAME = (
     "temperature",

@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from tokenmill.serve.errors import ApiError
 from tokenmill.serve.generation import Generation
-from tokenmill.serve.keys import Client
+from tokenmill.serve.tenants.keys import Client
 
 _Result = TypeVar("_Result")
 DONE = b"data: [DONE]\n\n"

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from tokenmill.serve.exchange import Record
+from tokenmill.serve.api.exchange import Record
+from tokenmill.serve.api.protocol import GenerationBody
 from tokenmill.serve.generation import Delta, Generation
-from tokenmill.serve.protocol import GenerationBody
 
 
 def usage_of(generation: Generation, record: Record) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""Keys, their limits and shares, and the salts that divide the prefix cache between them."""
