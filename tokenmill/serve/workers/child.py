@@ -36,8 +36,10 @@ class TextWorker:
 
         self._tokenizer, self._template = tokenizer_of(Path(setup.path), setup.load_format)
         self._vocabulary: LLTokenizer | None = None
-        with contextlib.suppress(UserError):  # without the grammar library a check says so
+        try:
             self._vocabulary = self._build_vocabulary()
+        except Exception as error:  # texts and templates need no grammars; a check says what is wrong
+            _log.warning("grammars cannot be checked: %s", error)
 
     def run(self, job: jobs.Job) -> jobs.Result:
         began = time.process_time()
