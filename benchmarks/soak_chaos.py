@@ -229,6 +229,7 @@ async def _until_idle(http: httpx.AsyncClient) -> dict[str, Any]:
     end = time.monotonic() + _DRAIN_SECONDS
     while True:
         load: dict[str, Any] = (await http.get("/load")).json()
-        if time.monotonic() > end or not (load["server_load"] or load["kv_pages_held"] or load["queued_requests"]):
+        busy = load["server_load"] or load["kv_pages_held"] or load["queued_requests"]
+        if time.monotonic() > end or not (busy or not load["kv_pages_checked"]):
             return load
         await asyncio.sleep(0.2)

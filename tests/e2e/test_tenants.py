@@ -138,4 +138,4 @@ def test_keys_change_without_a_restart(tenants: Tenants) -> None:
     assert "half-writ" not in tenants.server.log
     tenants.write([{"key": "carol-key", "name": "carol"}])  # without a signal
     wait_until(lambda: tenants.post("carol", [1, 2]).status_code == 200, 20)
-    assert tenants.post("bob", [1, 2]).status_code == 401
+    assert tenants.post("bob", [1, 2]).status_code in (401, 429)  # wrong keys of one address are slowed down

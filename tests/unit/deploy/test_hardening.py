@@ -20,7 +20,7 @@ from tokenmill.deploy.hardening import GRACE_SECONDS, PRE_STOP_SECONDS, STOP_SEC
 from tokenmill.deploy.render import find_engine, render
 from tokenmill.deploy.serving import SHUTDOWN_SECONDS
 from tokenmill.errors import UserError
-from tokenmill.serve.tenants.keys import load_keys
+from tokenmill.serve.tenants.key_file import load_keys
 
 
 def objects(name: str, **changes: Any) -> dict[str, dict[str, Any]]:

@@ -10,17 +10,23 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn, Protocol
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from tokenmill.log import get_logger
+from tokenmill.serve.config import ServeConfig
 from tokenmill.serve.errors import ApiError
-from tokenmill.serve.transport.connections import Phase, Slot, TransferClock, address_group
-
-if TYPE_CHECKING:
-    from tokenmill.serve.transport.http import HttpServer
+from tokenmill.serve.transport.connections import (
+    ConnectionTable,
+    Phase,
+    Slot,
+    TransferClock,
+    TransferLimits,
+    address_group,
+)
 
 _log = get_logger(__name__)
 PROBE_PATHS = (b"/livez", b"/readyz", b"/health", b"/ping")
@@ -30,8 +36,17 @@ _SINGLE = (b"host", b"content-length", b"transfer-encoding", b"authorization")
 _UNSENT_BYTES = 1 << 16  # in the kernel: more is kept here, where a client that does not read is noticed
 
 
+class ConnectionOwner(Protocol):
+    """What all connections of a server share."""
+
+    limits: ServeConfig
+    transfer_limits: TransferLimits
+    table: ConnectionTable
+    count: Callable[[str], None]  # of connections that were refused or cut, by reason
+
+
 class LimitedProtocol(HttpToolsProtocol):
-    def __init__(self, server: HttpServer, slot: Slot | None, **arguments: Any) -> None:
+    def __init__(self, server: ConnectionOwner, slot: Slot | None, **arguments: Any) -> None:
         """`slot`: the one that the connection has since its TLS handshake began."""
         super().__init__(**arguments)
         self._server = server

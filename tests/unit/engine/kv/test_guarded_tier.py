@@ -276,7 +276,7 @@ def test_requests_that_begin_alike_share_a_load_and_too_many_are_computed(monkey
     saved = make_request(_PROMPT, "saved")
     assert kv.prefetch(saved, 10.0)
     for place in range(5):
-        name = kv._restorer._wanted_prefix(_PROMPT, 5).keys[place][0]  # type: ignore[union-attr]
+        name = kv._restorer._wanted_prefix(saved, 5).keys[place][0]  # type: ignore[union-attr]
         tier._pages[name] = memoryview(bytearray(_PAGE))
     kv.release(saved)
     tier.calls.clear()
