@@ -85,6 +85,6 @@ def test_d13_fields_that_change_nothing_are_named(served: AttackedServer) -> Non
     answer = served.http.post("/v1/chat/completions", json=chat)
     told = "prompt_logprobs" in answer.headers.get("x-tokenmill-ignored", "") or "prompt_logprobs" in answer.text
     assert answer.status_code == 400 or told, answer.text
-    options = {"model": None, "prompt": "Hi", "options": {"num_ctx": 64, "num_predict": 2}, "stream": False}
+    options = {"model": None, "prompt": "Hi", "options": {"num_ctx": 10**9, "num_predict": 2}, "stream": False}
     answer = served.http.post("/api/generate", json=options)
     assert answer.status_code == 400 or "num_ctx" in answer.headers.get("x-tokenmill-ignored", ""), answer.headers

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 
 import pytest
 
 from tokenmill.errors import UserError
-from tokenmill.evaluate.sandbox import ProgramLimits, Verdict, run_program
+from tokenmill.evaluate.sandbox import ProgramLimits, Verdict, check_function
 
 _LIMITS = ProgramLimits(seconds=20, memory_bytes=512 << 20)
 
 
 def _run(program: str) -> Verdict:
+    """The program as the body of a function whose answer is wrong, unless it gives the right one."""
+    body = "def answer():\n" + textwrap.indent(program, "    ")
+    tests = "def check(candidate):\n    assert candidate() == 42\n"
     try:
-        return run_program(program, _LIMITS)
+        return check_function(body, "", tests, "answer", _LIMITS)
     except UserError as error:  # no isolation on this system, and nobody allowed to go without
         pytest.skip(f"programs are not run here: {error}")
 
@@ -96,4 +100,4 @@ def test_s12_nothing_is_written_outside_the_folder(program: str, tmp_path: Path)
 
 
 def test_s12_a_right_program_still_passes() -> None:
-    assert _run("assert sorted([2, 1]) == [1, 2]").passed
+    assert _run("return 40 + len([2, 1])").passed

@@ -38,7 +38,7 @@ def test_r2_one_tenant_cannot_fill_the_queue(served: AttackedServer) -> None:
     with streaming(served.url, key_of("good"), patience=None):
         statuses = shapes.queue_flood(served.target())
     assert statuses["429"] > 0, statuses
-    assert set(statuses) <= {"200", "429"}, statuses
+    assert set(statuses) <= {"200", "429", "late"}, statuses  # late: by the attacker's own patience
     served.wait_idle(60)
 
 

@@ -7,6 +7,7 @@ text workers of the server hold their own locks.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Container
 from typing import Generic, TypeVar
 
 _Item = TypeVar("_Item")
@@ -28,11 +29,12 @@ class RoundRobin(Generic[_Item]):
     def add(self, key: str, item: _Item) -> None:
         self._queues.setdefault(key, deque()).append(item)
 
-    def take(self) -> _Item | None:
-        """The next item of the key whose turn it is; None where there is none."""
-        if not self._queues:
+    def take(self, skipped: Container[str] = ()) -> _Item | None:
+        """The next item of the key whose turn it is, none of those `skipped`; None where there is none."""
+        key = next((key for key in self._queues if key not in skipped), None)
+        if key is None:
             return None
-        key, queue = self._queues.popitem(last=False)
+        queue = self._queues.pop(key)
         item = queue.popleft()
         if queue:
             self._queues[key] = queue

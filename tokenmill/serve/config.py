@@ -135,7 +135,7 @@ class ServeConfig:
         "auto", "Format of the model's tool calls: hermes, llama3_json, pythonic or auto.", metavar="NAME"
     )
     text_workers: int = option(
-        2, "Number of processes that render templates, tokenize long texts and check grammars.", metavar="N", low=1
+        3, "Number of processes that render templates, tokenize long texts and check grammars.", metavar="N", low=1
     )
     text_worker_memory: int = option(
         2 << 30, "Memory that one of them may use, such as 2GiB.", metavar="SIZE", parse=parse_size, low=1 << 27

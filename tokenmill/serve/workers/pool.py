@@ -1,15 +1,17 @@
 """Runs text jobs in child processes: fair between keys, within limits, on the server's event loop.
 
-Keys take turns, separately for quick and for heavy jobs, and heavy jobs leave one worker free (where there are two), so
-a key that floods the pool delays another's job by one of its own at most. A caller that is cancelled frees its place in
-the queue; where its job already runs, the result is dropped: that is cheaper than a new process, and bounded. A worker
-whose job exceeds its time or crashes is replaced. Called by the service.
+Keys take turns, separately for quick and for heavy jobs. Heavy jobs leave one worker to quick ones (where there are
+two), and the heavy jobs of one key one more to those of other keys (where there are three), so a key that floods the
+pool delays another's job by one of its own at most, and with three workers by none. A caller that is cancelled frees
+its place in the queue; where its job already runs, the result is dropped: that is cheaper than a new process, and
+bounded. A worker whose job exceeds its time or crashes is replaced. Called by the service.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 
 from tokenmill.grammar.round_robin import RoundRobin
@@ -41,12 +43,13 @@ class WorkerPool:
         self._setup = setup
         self._num_workers = num_workers
         self._max_heavy = max(1, num_workers - 1)
+        self._max_heavy_of_key = max(1, self._max_heavy - 1)
         self._max_queued = max_queued
         self._quick: RoundRobin[_Pending] = RoundRobin()
         self._heavy: RoundRobin[_Pending] = RoundRobin()
         self._idle: list[WorkerProcess] = []
         self._busy: dict[WorkerProcess, asyncio.Task[None]] = {}
-        self._num_heavy = 0  # of the busy ones
+        self._running_heavy: Counter[str] = Counter()  # heavy jobs of the busy ones, by key
         self._last_was_heavy = False
         self._starting: asyncio.Task[None] | None = None
         self._failures = 0  # starts that failed in a row
@@ -91,18 +94,20 @@ class WorkerPool:
         self._idle = [worker for worker in self._idle if worker.alive]
         while self._idle and (pending := self._next()) is not None:
             worker = self._idle.pop()
-            self._num_heavy += pending.heavy
+            self._running_heavy[pending.client.name] += pending.heavy
             self._busy[worker] = asyncio.ensure_future(self._work(worker, pending))
         if len(self._idle) + len(self._busy) < self._num_workers:
             self.start()
 
     def _next(self) -> _Pending | None:
         """Quick and heavy jobs alternate where both wait and a worker is left for quick ones."""
-        possible = bool(self._heavy) and self._num_heavy < self._max_heavy
-        heavy = possible and not (self._quick and self._last_was_heavy)
-        pending = (self._heavy if heavy else self._quick).take()
+        pending = None
+        if self._running_heavy.total() < self._max_heavy and not (self._quick and self._last_was_heavy):
+            full = {key for key, number in self._running_heavy.items() if number >= self._max_heavy_of_key}
+            pending = self._heavy.take(full)
+        pending = pending or self._quick.take()
         if pending is not None:
-            self._last_was_heavy = heavy
+            self._last_was_heavy = pending.heavy
         return pending
 
     # --- running ---
@@ -129,7 +134,8 @@ class WorkerPool:
             if not alive:
                 await worker.kill()
             del self._busy[worker]
-            self._num_heavy -= pending.heavy
+            self._running_heavy[pending.client.name] -= pending.heavy
+            self._running_heavy += Counter()  # forgets keys without any
         if isinstance(pending.job, jobs.CheckGrammar):  # whether or not its caller still waits
             pending.client.charge_grammar(result.seconds, time.monotonic())
         if not pending.result.done():
