@@ -33,6 +33,7 @@ PROBE_PATHS = (b"/livez", b"/readyz", b"/health", b"/ping")
 CONNECTION_KEY = "tokenmill.connection"  # in the ASGI scope's state: the protocol, for `trust`
 _METHODS = (b"GET", b"HEAD", b"POST", b"OPTIONS", b"PUT", b"DELETE", b"PATCH")
 _SINGLE = (b"host", b"content-length", b"transfer-encoding", b"authorization")
+_DISCARDED_BYTES = 16 << 20
 _UNSENT_BYTES = 1 << 16  # in the kernel: more is kept here, where a client that does not read is noticed
 
 
@@ -93,10 +94,15 @@ class LimitedProtocol(HttpToolsProtocol):
                 data = data[room:]
         elif self._clock.phase is Phase.BODY:
             self._wire_bytes += len(data)
-            if self._wire_bytes > 2 * self._limits.max_body_bytes + self._limits.max_header_bytes:
-                self.refuse(ApiError(413, "the body and its framing are too long"), "body_bytes")
-                return
         self._feed(data)
+        if self._clock.phase is Phase.BODY and self._wire_bytes > self._max_wire_bytes():
+            self.refuse(ApiError(413, "the body and its framing are too long"), "body_bytes")
+
+    def _max_wire_bytes(self) -> int:
+        """Of a body with its framing. One that was refused is read on for a while: a client that is cut off while it
+        sends may never see the answer."""
+        limit = 2 * self._limits.max_body_bytes + self._limits.max_header_bytes
+        return max(limit, _DISCARDED_BYTES) if self.cycle.response_complete else limit
 
     def _feed(self, data: bytes) -> None:
         if self._deaf or self.transport.is_closing():
