@@ -63,9 +63,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--shape", choices=("8b",))
     parser.add_argument("--offline", action="store_true", help=argparse.SUPPRESS)
-    own, _, flags = " ".join(sys.argv[1:]).partition(" -- ")
-    options = parser.parse_args(own.split())
-    options.flags = flags.split()
+    given = sys.argv[1:]
+    split = given.index("--") if "--" in given else len(given)
+    options = parser.parse_args(given[:split])
+    options.flags = given[split + 1 :]
     return options
 
 

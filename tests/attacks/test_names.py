@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,34 +13,19 @@ import pytest
 
 from benchmarks import attack_shapes as shapes
 from tests.attacks.conftest import FLAGS, AttackedServer
-from tests.e2e.serving import RunningServer, wait_until
-from tests.e2e.test_tracing import _collector
+from tests.e2e.serving import serving, wait_until
+from tests.e2e.test_tracing import collecting
 
 
 def test_s13_span_names_are_those_of_routes(model_path: Callable[[str], Path]) -> None:
     spans: list[Any] = []
-    collector = _collector(spans)
-    thread = threading.Thread(target=collector.serve_forever)
-    thread.start()
-    environment = {
-        "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{collector.server_port}",
-        "OTEL_BSP_SCHEDULE_DELAY": "100",
-    }
-    try:
-        server = RunningServer(model_path("stories15m"), *FLAGS, env=environment)
-        try:
-            for number in range(30):
-                server.http.get(f"/attacker-chosen-{number}")
-                server.http.get(f"/v1/models/attacker-chosen-{number}")
-                server.http.request(f"ATTACK{number}", "/v1/models")
-            assert server.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}).status_code == 200
-            wait_until(lambda: any("decode" in span.name for span in spans), 20)
-        finally:
-            server.stop()
-    finally:
-        collector.shutdown()
-        collector.server_close()
-        thread.join()
+    with collecting(spans) as environment, serving(model_path("stories15m"), *FLAGS, env=environment) as server:
+        for number in range(30):
+            server.http.get(f"/attacker-chosen-{number}")
+            server.http.get(f"/v1/models/attacker-chosen-{number}")
+            server.http.request(f"ATTACK{number}", "/v1/models")
+        assert server.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}).status_code == 200
+        wait_until(lambda: any("decode" in span.name for span in spans), 20)
     names = {span.name for span in spans}
     assert not any("attacker" in name or "ATTACK" in name for name in names), names
     assert len(names) < 12, names

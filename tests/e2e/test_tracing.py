@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,23 @@ from tests.e2e.serving import serving, wait_until
 
 _FLAGS = ("--context", "256", "--concurrency", "4")
 _BODY = {"prompt": "Once upon a secret time", "max_tokens": 5, "temperature": 0}
+
+
+@contextlib.contextmanager
+def collecting(spans: list[Any]) -> Iterator[dict[str, str]]:
+    """The environment of a server whose spans go to the list."""
+    collector = _collector(spans)
+    thread = threading.Thread(target=collector.serve_forever)
+    thread.start()
+    try:
+        yield {
+            "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{collector.server_port}",
+            "OTEL_BSP_SCHEDULE_DELAY": "100",
+        }
+    finally:
+        collector.shutdown()
+        collector.server_close()
+        thread.join()
 
 
 def _collector(spans: list[Any]) -> HTTPServer:
@@ -40,25 +58,13 @@ def _collector(spans: list[Any]) -> HTTPServer:
 
 def test_a_request_is_one_trace_under_its_caller(model_path: Callable[[str], Path]) -> None:
     spans: list[Any] = []
-    collector = _collector(spans)
-    thread = threading.Thread(target=collector.serve_forever)
-    thread.start()
-    environment = {
-        "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{collector.server_port}",
-        "OTEL_BSP_SCHEDULE_DELAY": "100",
-    }
-    try:
-        with serving(model_path("stories15m"), *_FLAGS, env=environment) as server:
-            headers = {"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01", "x-request-id": "mine"}
-            for stream in (False, True):
-                body = {**_BODY, "stream": stream}
-                assert server.http.post("/v1/completions", json=body, headers=headers).status_code == 200
-            server.http.get("/load")
-            wait_until(lambda: len(spans) >= 6, 20)
-    finally:
-        collector.shutdown()
-        collector.server_close()
-        thread.join()
+    with collecting(spans) as environment, serving(model_path("stories15m"), *_FLAGS, env=environment) as server:
+        headers = {"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01", "x-request-id": "mine"}
+        for stream in (False, True):
+            body = {**_BODY, "stream": stream}
+            assert server.http.post("/v1/completions", json=body, headers=headers).status_code == 200
+        server.http.get("/load")
+        wait_until(lambda: len(spans) >= 6, 20)
     assert (
         sorted(span.name for span in spans) == ["POST /v1/completions"] * 2 + ["decode"] * 2 + ["queue and prefill"] * 2
     )

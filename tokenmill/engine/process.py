@@ -44,6 +44,7 @@ from tokenmill.engine.messages import (
     Shutdown,
     Submit,
 )
+from tokenmill.engine.stats import PROMPT_STEP_TOKENS
 from tokenmill.errors import UserError
 from tokenmill.log import configure, get_logger
 from tokenmill.types import Request, SamplingParams, TokenEvent
@@ -55,7 +56,6 @@ _MAX_REASON = 500  # characters; the traceback is on standard error
 _LOAD_LIMIT = 3600.0  # seconds: large weights from a slow disk
 _WARM_UP_LIMIT = 600.0  # seconds: kernels are compiled
 _STATS_SECONDS = 0.05  # between statistics, while tokens flow
-_PROMPT_STEP = 32  # tokens of a step from which its statistics always go out: the server learns its pace from these
 
 
 class Pulse:
@@ -149,7 +149,7 @@ class EngineProcess:
     def on_events(self, events: list[TokenEvent]) -> None:
         """The statistics take longer to encode and read than a few tokens do: not with each of them."""
         core, now = self._parts.core, time.monotonic()
-        flowing = events and core.has_work and core.stats.step_tokens < _PROMPT_STEP
+        flowing = events and core.has_work and core.stats.step_tokens < PROMPT_STEP_TOKENS
         if flowing and now - self._stats_sent < _STATS_SECONDS:
             self._send(Events(events))
         else:

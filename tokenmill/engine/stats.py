@@ -14,6 +14,7 @@ from typing import Any
 from tokenmill.types import StepPlan, TokenEvent
 
 _METRIC = "metric"
+PROMPT_STEP_TOKENS = 32  # from which a step is taken to be mostly prompts: the server learns its pace from these
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from tokenmill.engine.outputs import CompletionOutput
 from tokenmill.serve.api.caller import caller_of
-from tokenmill.serve.api.exchange import DONE, Record, event, record_of, respond, unless_gone
+from tokenmill.serve.api.exchange import Record, event, record_of, respond, unless_gone
 from tokenmill.serve.api.logprobs import LogprobBudget, chat_logprobs, long_chat_logprobs, prompt_scores
 from tokenmill.serve.api.protocol import ChatBody
 from tokenmill.serve.api.reading import body_schema, read_body
@@ -172,10 +172,6 @@ async def _chunks(
             if pieces:
                 yield b"".join(pieces)
     except ApiError as error:
-        record.error = error.message
-        yield event(error.body())
+        yield tail.end(head, error)
     else:
-        usage = usage_of(generation, record)
-        if body.include_usage():
-            yield event({**head, "choices": [], "usage": usage})
-    yield DONE
+        yield tail.end(head)

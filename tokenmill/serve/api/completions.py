@@ -16,7 +16,7 @@ from starlette.responses import Response
 from tokenmill.engine.outputs import PositionLogprobs, RequestOutput
 from tokenmill.serve.api.caller import caller_of
 from tokenmill.serve.api.chat import finish_reason
-from tokenmill.serve.api.exchange import DONE, Record, event, record_of, respond, unless_gone
+from tokenmill.serve.api.exchange import Record, event, record_of, respond, unless_gone
 from tokenmill.serve.api.logprobs import CompletionLogprobs, LogprobBudget, prompt_scores
 from tokenmill.serve.api.protocol import CompletionBody
 from tokenmill.serve.api.reading import body_schema, check_prompts, read_body
@@ -146,10 +146,6 @@ async def _chunks(
             if pieces:
                 yield b"".join(pieces)
     except ApiError as error:
-        record.error = error.message
-        yield event(error.body())
+        yield tail.end(head, error)
     else:
-        usage = usage_of(generation, record)
-        if body.include_usage():
-            yield event({**head, "choices": [], "usage": usage})
-    yield DONE
+        yield tail.end(head)

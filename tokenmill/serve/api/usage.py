@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from tokenmill.serve.api.exchange import Record
+from tokenmill.serve.api.exchange import DONE, Record, event
 from tokenmill.serve.api.protocol import GenerationBody
+from tokenmill.serve.errors import ApiError
 from tokenmill.serve.generation import Delta, Generation
 
 
@@ -42,6 +43,14 @@ class StreamUsage:
         usage = usage_of(self._generation, self._record)  # of all that came, which may be more than was sent
         sent = {"completion_tokens": self._num_sent, "total_tokens": usage["prompt_tokens"] + self._num_sent}
         return {"usage": usage | sent}
+
+    def end(self, head: dict[str, Any], error: ApiError | None = None) -> bytes:
+        """The last events of a stream: what went wrong, or the usage where it was asked for."""
+        if error is not None:
+            self._record.error = error.message
+            return event(error.body()) + DONE
+        usage = usage_of(self._generation, self._record)
+        return (event({**head, "choices": [], "usage": usage}) if self._included else b"") + DONE
 
 
 def lossy_policy(generation: Generation) -> dict[str, Any]:

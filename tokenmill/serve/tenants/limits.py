@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tokenmill.engine.stats import EngineStats
+from tokenmill.engine.stats import PROMPT_STEP_TOKENS, EngineStats
 from tokenmill.serve.errors import ApiError
 from tokenmill.serve.tenants.keys import Client
 
 _SMOOTHING = 0.1
-_PROMPT_STEP = 32  # tokens from which a step is taken to be mostly prompts
 
 
 class Pace:
@@ -25,7 +24,7 @@ class Pace:
         self.service_seconds: float | None = None  # from first to last token of a request
 
     def record_step(self, stats: EngineStats) -> None:
-        if stats.step_tokens >= _PROMPT_STEP and stats.step_seconds > 0:
+        if stats.step_tokens >= PROMPT_STEP_TOKENS and stats.step_seconds > 0:
             self.prompt_rate = _blend(self.prompt_rate, stats.step_tokens / stats.step_seconds)
 
     def record_service(self, seconds: float) -> None:
