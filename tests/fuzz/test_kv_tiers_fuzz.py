@@ -20,6 +20,7 @@ import pytest
 
 from tests.fuzz.shadow_runner import VOCABULARY, ShadowRunner, chain_hashes
 from tests.fuzz.test_scheduler_properties import Case, Traffic
+from tokenmill.engine import scheduler
 from tokenmill.engine.kv.budget.base import NORMS, SINK_TOKENS
 from tokenmill.engine.kv.budget.enforcer import BudgetEnforcer
 from tokenmill.engine.kv.manager import KVManager
@@ -42,6 +43,13 @@ _TIER_CASES = [
     Case("all-sliding", 4, 4, num_steps=300),
     Case("two windows", 4, 10, "priority", max_running=3, num_steps=300),
 ]
+
+
+@pytest.fixture(autouse=True)
+def patient_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scheduler with nothing else to do plans an empty step when a load takes longer than it may wait for; on a busy
+    machine any load can. Here it waits for the end of the load, so that an empty step is always a fault."""
+    monkeypatch.setattr(scheduler, "_LOAD_WAIT", 60.0)
 
 
 class ShadowPages:
@@ -158,25 +166,24 @@ class AttackedTraffic(TierTraffic):
         path.write_bytes(data)
 
 
-@pytest.mark.parametrize("number", [0, 3, 4])
-def test_two_engines_over_a_directory_under_attack(
-    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_engines_over_a_directory_under_attack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong entries are misses: what is computed stays right in both, and neither stops."""
     monkeypatch.setattr(guard, "Breaker", lambda clock: Breaker(clock, 0.001, 0.001))  # a full disk is soon tried again
     monkeypatch.setattr(LoadCosts, "record_step", lambda *_: None)  # loading is always worth it
-    case = replace(_TIER_CASES[number], num_steps=150)
-    both = [AttackedTraffic(case, number, tmp_path) for _ in range(2)]  # the same requests
-    for traffic in both:
-        traffic.run(case.num_steps)
-        assert traffic.kv.measure().num_pages_held == 0
-    for traffic in both:
-        traffic.kv.close()
-        traffic.kv.check()
-    found = [traffic.disk.stats for traffic in both]
-    assert sum(sum(stats.rejected.values()) for stats in found) > 0
-    assert sum(stats.hits for stats in found) > 0
-    assert sum(stats.failures for stats in found) > 0
+    seen: Counter[str] = Counter()
+    for number in (0, 3, 4):
+        case = replace(_TIER_CASES[number], num_steps=150)
+        both = [AttackedTraffic(case, number, tmp_path / str(number)) for _ in range(2)]  # the same requests
+        for traffic in both:
+            traffic.run(case.num_steps)
+            assert traffic.kv.measure().num_pages_held == 0
+        for traffic in both:
+            traffic.kv.close()
+            traffic.kv.check()
+            stats = traffic.disk.stats
+            seen.update(rejected=sum(stats.rejected.values()), hits=stats.hits, failures=stats.failures)
+    # which pages are on the disk when it is damaged is a matter of threads: each is reached in one case or another
+    assert min(seen["rejected"], seen["hits"], seen["failures"]) > 0, seen
     assert not list(tmp_path.rglob("*.part"))
 
 
