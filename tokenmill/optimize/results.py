@@ -67,6 +67,69 @@ class Quality:
 
 
 @dataclass(frozen=True, slots=True)
+class Percentiles:
+    """Milliseconds."""
+
+    mean: float
+    p50: float
+    p90: float
+    p95: float
+    p99: float
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """One replay of the arrivals through the serving path. Goodput: tokens of the requests within the objective."""
+
+    requests: int
+    failed: int
+    offered_requests_s: float
+    duration_s: float
+    ttft_ms: Percentiles
+    itl_ms: Percentiles
+    e2e_ms: Percentiles
+    output_tok_s: float
+    goodput_tok_s: float
+    attainment: float  # share of the requests within the objective
+    objective_met: bool
+    refusal: str = ""  # which objective is missed, and by how much
+
+
+@dataclass(frozen=True, slots=True)
+class TaskScore:
+    """A task by both models, paired by item."""
+
+    name: str
+    items: int
+    accuracy: float
+    reference_accuracy: float
+    low: float  # 95 % interval of accuracy - reference_accuracy, by bootstrap over items
+    high: float
+    p_value: float  # McNemar's exact test
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A property of generated text, or of a long context: the candidate's figure beside the baseline's."""
+
+    name: str
+    value: float
+    reference: float
+    limit: float
+    refusal: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """All that is known of a candidate's quality. `refusals`: why it is not accepted, empty if it is."""
+
+    quality: Quality | None
+    tasks: tuple[TaskScore, ...] = ()
+    checks: tuple[Check, ...] = ()
+    refusals: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Prediction:
     speedup: float  # over the baseline
     weight_bytes: int
@@ -92,13 +155,18 @@ class CandidateResult:
     kv: str
     batch_tokens: int
     speculate: str = "off"
+    options: dict[str, Any] = field(default_factory=dict)  # further fields of EngineConfig, such as prefix_caching
+    engine: str = "tokenmill"  # or a rival's name
     verdict: str = UNTRIED
     reason: str = ""
     prediction: Prediction | None = None
     artefact: Artefact | None = None
     divergence: Quality | None = None  # on the short text
     quality: Quality | None = None  # on the whole text
+    tasks: tuple[TaskScore, ...] = ()
+    checks: tuple[Check, ...] = ()
     speed: Speed | None = None
+    latency: Latency | None = None  # under the arrivals of the traffic
     rounds: int = 0  # of halving that it was measured in
     dollars_per_million_output: float | None = None
 
@@ -128,6 +196,11 @@ class Outcome:
     launch_lines: dict[str, str] = field(default_factory=dict)
     commands: list[str] = field(default_factory=list)
     disk_bytes: int = 0
+    source_quantized: bool = False
+    today: CandidateResult | None = None  # the checkpoint as it is served today
+    rivals: list[CandidateResult] = field(default_factory=list)
+    objectives: str = ""  # as given, such as "ttft p95=500ms, itl p95=40ms"; empty: throughput decides
+    quality_off: bool = False
 
     @property
     def cost_reduction(self) -> float:
