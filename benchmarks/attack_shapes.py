@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import sys
 import threading
@@ -364,8 +365,11 @@ ATTACKS = tuple(
 )
 
 
-def repeat(name: str, target: Target, stopping: Any) -> None:
-    """Rounds of one attack until `stopping` is set; for a process of its own."""
+def repeat(name: str, target: Target, ready: Any, stopping: Any) -> None:
+    """Rounds of one attack until `stopping` is set; for a process of its own. Attackers bring machines of their own:
+    here theirs takes what the server leaves of this one."""
+    os.nice(10)
+    ready.set()
     attack = next(each for each in ATTACKS if each.name == name)
     while not stopping.is_set():
         with contextlib.suppress(OSError, httpx.HTTPError):

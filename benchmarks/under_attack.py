@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.attack_shapes import ATTACKS, Attack, Target, repeat
 from benchmarks.server_process import started_server
 from benchmarks.tenant_keys import key_of, write_keys
-from tests.attacks.tenant import Times, WellBehavedTenant
+from tests.attacks.tenant import Times, WellBehavedTenant, streaming
 
 _LIMIT = 2.0  # p99 under attack over p99 alone
 _FLAGS = ("--concurrency", "16", "--max-queued-requests", "128", "--memory", "1GiB", "--quiet")
@@ -51,10 +51,11 @@ def measure(attack: Attack, url: str, seconds: float, rounds: int) -> dict[str, 
         for _ in range(rounds):
             _phase(tenant, alone, seconds)
             context = multiprocessing.get_context("spawn")
-            stopping = context.Event()
+            ready, stopping = context.Event(), context.Event()
             target = Target(url, key_of("evil"))
-            attacker = context.Process(target=repeat, args=(attack.name, target, stopping), daemon=True)
+            attacker = context.Process(target=repeat, args=(attack.name, target, ready, stopping), daemon=True)
             attacker.start()
+            ready.wait(60)
             try:
                 _phase(tenant, under, seconds)
             finally:
@@ -80,6 +81,14 @@ def measure(attack: Attack, url: str, seconds: float, rounds: int) -> dict[str, 
         row[name]["ratio_p99"] <= _LIMIT for name in ("first_tokens", "between_tokens")
     )
     return row
+
+
+def _settle(url: str, seconds: float = 10.0) -> None:
+    """A server that has just started makes its spare engine process ready: that is over first."""
+    with streaming(url, key_of("good"), patience=None) as tenant:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            tenant.wait_for_answers(1, 120)
 
 
 def _phase(tenant: WellBehavedTenant, into: Times, seconds: float) -> None:
@@ -126,6 +135,7 @@ def main() -> int:
         limits = {"evil": {"max_sequences": 64, "max_queue_share": 0.5, "max_pinned_share": 0.2}}
         keys = write_keys(Path(folder) / "keys.json", ("good", "evil"), limits)
         with started_server(options.model, *_FLAGS, "--api-keys-file", str(keys)) as server:
+            _settle(server.url)
             for attack in chosen:
                 rows.append(measure(attack, server.url, options.seconds, options.rounds))
                 print(f"{attack.name}: {'ok' if rows[-1]['ok'] else 'FAILED'}", file=sys.stderr, flush=True)

@@ -212,6 +212,13 @@ class EngineConfig:
     )
     prefix_caching: bool = option(True, "Reuse the KV pages of prompt prefixes across requests.")
     scheduling: str = option("fcfs", "Scheduling policy: fcfs, priority, or fair (between API keys).", metavar="POLICY")
+    max_tenant_slowdown: float = option(
+        2.0,
+        "With --scheduling fair: how many times longer the steps of one API key may become by what other keys send; "
+        "those that send more take turns. 0: no limit.",
+        metavar="FACTOR",
+        low=0.0,
+    )
     kv_policy: str = option(
         "lru", "Eviction policy for cached prefix pages when memory is short: lru or lfu.", metavar="POLICY"
     )

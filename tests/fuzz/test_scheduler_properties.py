@@ -162,8 +162,11 @@ class Traffic:
         self.check_plan(plan)
         result = self.runner.execute(plan)
         self.maybe_cancel(0.03 * cancels)
-        for event in self.scheduler.update(plan, result):
+        events = self.scheduler.update(plan, result)
+        for event in events:
             self.take(event)
+        if self.case.discipline == "fair":  # what steps cost decides who takes part in the next
+            self.scheduler.record_step(plan, events, 0.003 + 0.001 * self.random.random() * plan.num_tokens)
         self.kv.check()
         self.check_eviction_order()
         assert self.scheduler.has_work == bool(self.requests)

@@ -61,7 +61,7 @@ class EngineParts:
 def build_engine(model: str | Path, options: EngineConfig) -> EngineParts:
     started = time.perf_counter()
     path = resolve(str(model)).path
-    discipline = DISCIPLINES.get(options.scheduling)()
+    discipline = DISCIPLINES.get(options.scheduling)(options.max_tenant_slowdown)
     policy = POLICIES.get(options.kv_policy)()
     policy_name = options.kv_budget_policy
     budget = CacheControl(policy=policy_name, budget=options.kv_budget) if policy_name else None

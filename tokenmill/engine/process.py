@@ -56,6 +56,7 @@ _MAX_REASON = 500  # characters; the traceback is on standard error
 _LOAD_LIMIT = 3600.0  # seconds: large weights from a slow disk
 _WARM_UP_LIMIT = 600.0  # seconds: kernels are compiled
 _STATS_SECONDS = 0.05  # between statistics, while tokens flow
+_SWITCH_SECONDS = 0.0005  # until a thread beside the loop, such as a compiler, gives up the interpreter
 
 
 class Pulse:
@@ -243,6 +244,7 @@ def main() -> None:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's interrupt is the server's to handle
+    sys.setswitchinterval(_SWITCH_SECONDS)
     serve_engine(spec)
 
 

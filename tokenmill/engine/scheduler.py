@@ -11,7 +11,6 @@ nor text; EngineCore calls it.
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import replace
 from itertools import count as counter
 
 from tokenmill.engine.draft_slots import hold_draft_slots, hold_run
@@ -19,13 +18,14 @@ from tokenmill.engine.kv.handles import Reservation, wants_prompt_logprobs
 from tokenmill.engine.kv.manager import KVManager
 from tokenmill.engine.order.base import Discipline
 from tokenmill.engine.order.queue import Key, RequestQueue
-from tokenmill.engine.prompt_shares import PromptShares
+from tokenmill.engine.siblings import make_sibling
 from tokenmill.engine.stats import EngineStats
+from tokenmill.engine.step_shares import StepShares
 from tokenmill.errors import UserError
-from tokenmill.types import MAX_SEED, Request, ScheduledTokens, StepPlan, StepResult, TokenEvent, TokenLogprobs
+from tokenmill.types import Request, ScheduledTokens, StepPlan, StepResult, TokenEvent, TokenLogprobs
 
 _MIN_SHARED_TOKENS = 256  # a prefix that another request computes in this step is waited for from this length on
-_MAX_PASSED = 256  # requests that wait for a tier and are passed over in one step
+_MAX_LOADING = 256  # requests that wait for a tier and are passed over in one step
 _LOAD_WAIT = 0.005  # seconds for a load from a tier, where there is nothing else to do; messages wait no longer
 
 
@@ -61,7 +61,7 @@ class Scheduler:
         self._sequence = counter()
         self._rows: dict[Request, ScheduledTokens] = {}  # of the step being scheduled
         self._budget = 0  # tokens that the step being scheduled can still take
-        self._shares = PromptShares(discipline, [], 0)  # of the step being scheduled
+        self._shares = StepShares(discipline)
 
     # --- from the caller ---
 
@@ -113,12 +113,9 @@ class Scheduler:
         self._rows = {}
         self._budget = self.max_batch_tokens
         preemptions = self.stats.num_preemptions
-        prompts = []
-        for request in self._running.snapshot():
-            pending = len(request.token_ids) - request.num_computed
-            if pending > 1:
-                prompts.append(request)
-            elif pending == 1 and self._budget > 0 and request in self._running:
+        decodes, prompts = self._sort_running()
+        for request in self._shares.begin(decodes, prompts, self._waiting):
+            if self._budget > 0 and request in self._running and not self._shares.gives_way(request):
                 self._continue(request, 1)
         crowded = self.stats.num_preemptions > preemptions
         self._divide(prompts)
@@ -132,7 +129,7 @@ class Scheduler:
                 crowded = crowded or self.stats.num_preemptions > before
         if not crowded:
             self._admit()
-        if self._shares:
+        if self._shares.leaves_rest:
             self._spend_rest()
         if self._max_drafts and not crowded:
             self._budget = hold_draft_slots(self.kv, self._rows, self._budget, self._max_drafts, self.context_length)
@@ -169,10 +166,21 @@ class Scheduler:
 
     def record_step(self, plan: StepPlan, events: list[TokenEvent], seconds: float) -> None:
         """A step is over; `seconds` is what the runner took."""
+        self._shares.record_step(plan, seconds)
         self.kv.record_step(plan, seconds)
         self.measure().record_step(plan, events, seconds)
 
     # --- handing out tokens ---
+
+    def _sort_running(self) -> tuple[list[Request], list[Request]]:
+        """(those with a single pending token, those with more), in order."""
+        decodes: list[Request] = []
+        prompts: list[Request] = []
+        for request in self._running.snapshot():
+            pending = len(request.token_ids) - request.num_computed
+            if pending:
+                (prompts if pending > 1 else decodes).append(request)
+        return decodes, prompts
 
     def _continue(self, request: Request, wanted: int) -> None:
         """Schedule up to `wanted` tokens of a running request; make room by preempting if not even one fits."""
@@ -185,15 +193,20 @@ class Scheduler:
 
     def _admit(self, ahead_of: Request | None = None) -> None:
         """Start waiting requests in the discipline's order while budget, slots and pages last. None overtakes, but
-        those whose pages are on their way from a tier are passed over and keep their place. With `ahead_of`, only those
-        that may preempt that running request."""
+        those whose pages are on their way from a tier, and those of tenants that have had their share of the step, are
+        passed over and keep their place. With `ahead_of`, only those that may preempt that running request."""
         passed: set[Request] = set()
-        while len(passed) < min(len(self._waiting), _MAX_PASSED) and self._budget > 0:
+        num_loading = 0
+        while len(passed) < len(self._waiting) and num_loading < _MAX_LOADING and self._budget > 0:
             request = self.discipline.next(self._waiting, passed)
             if ahead_of is not None and not self.discipline.outranks(request, ahead_of):
                 return
+            if not self._shares.allows(request):
+                passed.update(self._shares.barred(self._waiting))
+                continue
             if not self._is_fetched(request):
                 passed.add(request)
+                num_loading += 1
                 continue
             if self._is_computed_now(request):
                 return
@@ -250,7 +263,7 @@ class Scheduler:
     def _divide(self, prompts: list[Request]) -> None:
         """Divide what is left of the step among the tenants whose prompts want it."""
         wanting = [*prompts, self.discipline.next(self._waiting)] if len(self._waiting) else prompts
-        self._shares = PromptShares(self.discipline, wanting, self._budget)
+        self._shares.divide_prompts(wanting, self._budget)
 
     def _spend_rest(self) -> None:
         """Prompts take, in order, what others left of their shares."""
@@ -282,6 +295,7 @@ class Scheduler:
         if row is not None:
             self._budget += row.count
         self._waiting.add(request, self._running.remove(request))
+        self._shares.forget(request)
         self.discipline.stopped(request)
         self.kv.release(request)
         self._prompt_logprobs.pop(request, None)
@@ -339,31 +353,14 @@ class Scheduler:
         self._remove(request)
 
     def _fork(self, parent: Request) -> None:
-        """Make the siblings 1 .. n-1 of a request whose prompt is computed. Sibling i has the parent's seed plus i.
+        """Make the siblings 1 .. n-1 of a request whose prompt is computed.
 
         Each recomputes the last prompt token only, on pages shared with the parent, and samples for itself. Those for
         which there is no slot wait like any request, without pages.
         """
         parent.forked = True
         for index in range(1, parent.params.n):
-            child = Request(
-                parent.request_id,
-                parent.prompt_ids,
-                parent.params,
-                parent.stop_ids,
-                seed=(parent.seed + index) % (MAX_SEED + 1),
-                priority=parent.priority,
-                arrival=parent.arrival,
-                index=index,
-                tenant=parent.tenant,
-                grammar=parent.grammar,
-                weight=parent.weight,
-                max_pinned_share=parent.max_pinned_share,
-                cache_salt=parent.cache_salt,
-                num_cached_tokens=parent.num_cached_tokens,
-                cache=replace(parent.cache),
-                forked=True,
-            )
+            child = make_sibling(parent, index)
             self._siblings[parent.request_id].append(child)
             if len(self._running) < self.max_running:
                 child.num_computed = child.num_tokens - 1
@@ -379,6 +376,7 @@ class Scheduler:
             self.discipline.stopped(request)
         else:
             self._waiting.remove(request)
+        self._shares.forget(request)
         self.kv.release(request)
         self._prompt_logprobs.pop(request, None)
         self.discipline.leave(request)

@@ -19,6 +19,7 @@ from tokenmill.errors import UserError
 from tokenmill.grammar.round_robin import RoundRobin
 from tokenmill.grammar.source import check_limits, grammar_text, refusal
 from tokenmill.grammar.vocabulary import TokenBytes, build_vocabulary
+from tokenmill.hardware.priority import lower_thread_priority
 from tokenmill.types import StructuredSpec
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ _MAX_CACHED = 32
 # Processor time that computing the masks of one request may take, so that it delays no other in its batch: MASK_SECONDS
 # for each token, and MASK_BURST_SECONDS once.
 MASK_SECONDS = 0.002
-MASK_BURST_SECONDS = 0.2
+MASK_BURST_SECONDS = 0.03
 _MAX_ABANDONED = 4  # threads that may still be busy with abandoned grammars
 _POLL_SECONDS = 0.02
 # The library recurses into a grammar. The longest one that is accepted fits; only touched pages take memory.
@@ -177,6 +178,7 @@ class GrammarCompiler:
                 threading.stack_size(before)
 
     def _work(self) -> None:
+        lower_thread_priority()
         with contextlib.suppress(Exception):  # raised again for each job
             self._built_vocabulary()
         while True:

@@ -105,6 +105,12 @@ class ServeConfig:
     wrong_key_limit: int = option(
         20, "Wrong API keys per minute and remote address before they are answered slowly; 0 for no limit.", low=0
     )
+    refusal_limit: int = option(
+        10,
+        "Refused requests (4xx) per second and API key before their answers are delayed; 0 for no limit, which is also "
+        "what a server without keys has.",
+        low=0,
+    )
     max_queued_requests: int = option(
         256, "Maximum number of waiting requests; beyond it the answer is 429.", metavar="REQUESTS", low=0
     )

@@ -28,6 +28,7 @@ from tokenmill.serve.transport.connections import address_group
 from tokenmill.serve.transport.http_protocol import CONNECTION_KEY
 from tokenmill.serve.transport.key_guessing import DELAY, WrongKeys
 from tokenmill.serve.transport.listening import is_loopback
+from tokenmill.serve.transport.refusals import Refusals
 from tokenmill.serve.transport.site import SiteCheck
 
 _access = get_logger("access")
@@ -48,6 +49,7 @@ class Edge:
         local = keys.open and not config.uds and is_loopback(config.host)
         self._site = SiteCheck(local, config.allowed_host, config.cors_origin)
         self._wrong_keys = WrongKeys(config.wrong_key_limit)
+        self._refusals = Refusals(0 if keys.open else config.refusal_limit)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -102,6 +104,8 @@ class Edge:
         async def watched(message: Message) -> None:
             if message["type"] == "http.response.start":
                 status[0] = message["status"]
+                if 400 <= status[0] < 500:
+                    await asyncio.sleep(self._refusals.record(record.client.name, time.monotonic()))
                 headers = MutableHeaders(scope=message)
                 headers["x-request-id"] = record.request_id
                 headers.raw.extend(_SECURITY_HEADERS)

@@ -194,11 +194,14 @@ class Service:
         chat: bool = False,
         special: bool = True,
         embeds: bool = False,
+        num_answers: int = 1,
     ) -> Generation:
-        """Start generating; `make_params` gets the length of each prompt. The caller must close the result."""
+        """Start generating; `make_params` gets the length of each prompt, `num_answers` of them are wanted. The caller
+        must close the result."""
         encoded: list[list[int]] = []
         try:
             self.admission.check_client(caller.client, time.monotonic())
+            self.admission.check_sequences(caller.client, len(prompts) * num_answers)  # before they are tokenized
             await self._check_fit(prompts, "messages" if chat else "prompt")
             encoded = await self.encode(prompts, client=caller.client, chat=chat, special=special)
             generation = self._prepare(prompts, encoded, make_params, caller, streaming)

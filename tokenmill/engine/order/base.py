@@ -7,13 +7,17 @@ key is all that most disciplines need: they keep no state.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from tokenmill.engine.order.queue import RequestQueue
 from tokenmill.types import Request
 
 
 class Discipline(ABC):
+    def __init__(self, max_slowdown: float = 0.0) -> None:
+        """`max_slowdown`: how many times longer a tenant's steps may become by what other tenants send; 0: no limit."""
+        self.max_slowdown = max_slowdown
+
     @abstractmethod
     def key(self, request: Request) -> tuple[int, ...]:
         """Sort key, lower runs first. Always of the same length, and constant while the request lives."""
@@ -44,6 +48,18 @@ class Discipline(ABC):
         """The share of a step's prompt tokens that the tenant of `request` gets before others have had theirs.
         `others`: the requests that want some, itself among them."""
         return 1.0
+
+    @property
+    def shares_steps(self) -> bool:
+        """Whether `step_allowances` may limit anybody now."""
+        return False
+
+    def step_allowances(self, demands: Mapping[str, int]) -> dict[str, int]:  # noqa: ARG002
+        """Tokens of the next step by tenant, where they are limited. `demands`: what each could use. Each has one."""
+        return {}
+
+    def record_step(self, counts: Mapping[str, int], seconds: float) -> None:  # noqa: B027
+        """A step with these numbers of tokens by tenant took `seconds`."""
 
     def started(self, request: Request) -> None:  # noqa: B027
         """The request runs now."""

@@ -4,24 +4,29 @@ Each request starts, in virtual time, when its tenant's previous one ends there,
 of twice the weight passes through virtual time half as fast. The cost of a request is estimated on arrival from
 the tenant's earlier ones, and corrected by what was computed when it leaves. A tenant that already runs more than its
 share gives way: another's request is admitted first, takes the place of one of its sequences, and gets its share of the
-prompt tokens of a step; when pages run out, the tenant that runs most gives up a sequence. With one tenant this is
-first come, first served.
+prompt tokens of a step; when pages run out, the tenant that runs most gives up a sequence. Where its tokens would make
+the steps of another more than `max_slowdown` times as long as equal shares do, they take turns. With one tenant this
+is first come, first served.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from tokenmill.engine.order.base import Discipline
 from tokenmill.engine.order.queue import RequestQueue
+from tokenmill.engine.order.step_costs import StepCosts
 from tokenmill.types import Request
 
 _SCALE = 1024  # virtual time is whole: 1/1024 token
 _FIRST_GUESS = 64.0  # tokens of output, before anything is known of a tenant
 _LEARNING_RATE = 0.2
 _MAX_TENANTS = 4096
+_STEPS_PRESENT = 50  # after its last request a tenant is expected back: the next one finds the step short
+_STEPS_TO_PROBE = 8  # every eighth limited step is a little longer
+_STEP_SHARE = 0.75  # of the slowdown allowed; the rest is for what a step's time does not show
 
 
 @dataclass(slots=True)
@@ -45,7 +50,11 @@ class _Charge:
 
 
 class WeightedFair(Discipline):
-    def __init__(self) -> None:
+    def __init__(self, max_slowdown: float = 2.0) -> None:
+        super().__init__(max_slowdown)
+        self._costs = StepCosts()
+        self._num_steps = 0
+        self._seen: dict[str, int] = {}  # tenant -> the step in which it was last there
         self._now = 0  # virtual time: the latest start tag that got tokens
         self._tenants: dict[str, _Tenant] = {}
         self._present: dict[str, _Tenant] = {}  # those with requests
@@ -121,6 +130,38 @@ class WeightedFair(Discipline):
         weights[request.tenant] = request.weight
         return request.weight / sum(weights.values())
 
+    @property
+    def shares_steps(self) -> bool:
+        return self.max_slowdown > 0 and self._costs.known and len(self._present.keys() | self._seen.keys()) > 1
+
+    def step_allowances(self, demands: Mapping[str, int]) -> dict[str, int]:
+        """Equal tokens for all, by weight, as many as the least of them wants; then more for those that want more, in
+        turn, while nobody's step becomes longer than the slowdown allows. Tenants that were here a moment ago count as
+        if they wanted one token."""
+        everyone = dict.fromkeys(self._seen, 1) | dict(demands)
+        if len(everyone) < 2:
+            return {}
+        least = min(count / self._weight(name) for name, count in everyone.items())
+        equal = {name: max(1, min(count, round(least * self._weight(name)))) for name, count in everyone.items()}
+        alone = self._costs.predict(min(everyone.values()))
+        limit = max(self._costs.predict(sum(equal.values())), self.max_slowdown * _STEP_SHARE * alone)
+        if self._costs.predict(sum(demands.values())) <= limit:
+            return {}
+        more = int((limit - self._costs.predict(0)) / self._costs.token) - sum(equal[name] for name in demands)
+        if self._num_steps % _STEPS_TO_PROBE == 0:  # steps that are all alike do not show what a token costs
+            more += 1 + sum(equal.values()) // 4
+        return _fill({name: equal[name] for name in demands}, demands, more)
+
+    def record_step(self, counts: Mapping[str, int], seconds: float) -> None:
+        self._costs.record(sum(counts.values()), seconds)
+        self._num_steps += 1
+        self._seen.update(dict.fromkeys(counts, self._num_steps))
+        for name in [name for name, seen in self._seen.items() if self._num_steps - seen > _STEPS_PRESENT]:
+            del self._seen[name]
+
+    def _weight(self, name: str) -> float:
+        return self._tenants[name].weight if name in self._tenants else 1.0
+
     def started(self, request: Request) -> None:
         self._tenants[request.tenant].num_running += 1
 
@@ -158,6 +199,18 @@ class WeightedFair(Discipline):
             return
         kept = {name: each for name, each in self._tenants.items() if each.num_live or each.ends > self._now}
         self._tenants = kept
+
+
+def _fill(allowed: dict[str, int], demands: Mapping[str, int], more: int) -> dict[str, int]:
+    """Give `more` tokens to those that want more, the same number to each as far as they want them."""
+    wanting = sorted((demands[name] - count, name) for name, count in allowed.items() if demands[name] > count)
+    while wanting and more >= len(wanting):
+        each = min(wanting[0][0], more // len(wanting))
+        for _, name in wanting:
+            allowed[name] += each
+        more -= each * len(wanting)
+        wanting = [(wanted - each, name) for wanted, name in wanting if wanted > each]
+    return allowed
 
 
 def _virtual(num_tokens: float, request: Request) -> int:

@@ -53,7 +53,9 @@ def add_completion_routes(app: FastAPI, service: Service) -> None:
             return build_params(body, service.config, limit, logprobs=body.logprobs, prompt_logprobs=scored)
 
         special = body.add_special_tokens is not False
-        opening = service.open(prompts, params, caller, streaming=bool(body.stream), special=special)
+        opening = service.open(
+            prompts, params, caller, streaming=bool(body.stream), special=special, num_answers=body.n or 1
+        )
         generation = await unless_gone(request, opening)
         shapes = _Shapes(service, body, generation)
 

@@ -73,7 +73,7 @@ class Admission:
             raise key_withdrawn()
         if client.max_parallel and client.num_active >= client.max_parallel:
             raise _refusal(f"key '{client.name}' has {client.num_active} requests in flight", "parallel_limit", 1)
-        self._check_sequences(client, 1)
+        self.check_sequences(client, 1)
         self._check_quotas(client, 1, now)
         self._check_queue(client, 1, 0)
 
@@ -91,7 +91,7 @@ class Admission:
         self.check_client(client, now)
         tokens = sum(lengths)
         ticket = Ticket(client, len(lengths) * num_answers, len(lengths), tokens, max_output if client.tokens else 0)
-        self._check_sequences(client, ticket.num_sequences)
+        self.check_sequences(client, ticket.num_sequences)
         self._check_quotas(client, tokens + max_output, now)
         self._check_queue(client, len(lengths), tokens)
         if deadline is not None:
@@ -137,7 +137,8 @@ class Admission:
         client.waiting_tokens += num_tokens
         (self._waiting_clients.add if client.num_waiting else self._waiting_clients.discard)(client)
 
-    def _check_sequences(self, client: Client, number: int) -> None:
+    def check_sequences(self, client: Client, number: int) -> None:
+        """Raise ApiError if the key may not have so many sequences at once, or not so many more now."""
         limit = client.max_sequences
         if limit and number > limit:
             raise ApiError(

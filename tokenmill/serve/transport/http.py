@@ -16,6 +16,7 @@ from tokenmill.log import get_logger
 from tokenmill.serve.config import ServeConfig
 from tokenmill.serve.transport.connections import ConnectionTable, Slot, TransferLimits, address_group
 from tokenmill.serve.transport.http_protocol import LimitedProtocol
+from tokenmill.serve.transport.refusals import Refusals
 
 _log = get_logger(__name__)
 _NO_TIMER = 7 * 24 * 3600
@@ -45,6 +46,7 @@ class HttpServer(uvicorn.Server):
         super().__init__(config)
         self.limits = limits
         self.count = count  # of connections that were refused or cut, by reason
+        self.refusals = Refusals(limits.refusal_limit)
         self.table = ConnectionTable(limits.max_connections, limits.max_connections_per_address)
         self.transfer_limits = TransferLimits(
             limits.header_timeout,

@@ -27,6 +27,7 @@ from tokenmill.serve.transport.connections import (
     TransferLimits,
     address_group,
 )
+from tokenmill.serve.transport.refusals import Refusals
 
 _log = get_logger(__name__)
 PROBE_PATHS = (b"/livez", b"/readyz", b"/health", b"/ping")
@@ -43,6 +44,7 @@ class ConnectionOwner(Protocol):
     limits: ServeConfig
     transfer_limits: TransferLimits
     table: ConnectionTable
+    refusals: Refusals  # of malformed requests, by address
     count: Callable[[str], None]  # of connections that were refused or cut, by reason
 
 
@@ -66,8 +68,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         _bound_unsent(transport)
         if self._slot is None:
-            address = address_group(self.client[0]) if self.client else ""
-            self._slot = self._server.table.admit(address, self._evicted, self.loop.time())
+            self._slot = self._server.table.admit(self._address(), self._evicted, self.loop.time())
         self._slot.close = self._evicted
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -223,10 +224,20 @@ class LimitedProtocol(HttpToolsProtocol):
             asked = True
             cycle.disconnected = True  # the application's answer is dropped
             cycle.message_event.set()
-        if asked:
-            self.transport.write(_response(error))
         self._deaf = True
-        self.transport.close()
+        delay = self._server.refusals.record(self._address(), self.loop.time()) if asked else 0.0
+        if delay:
+            self.loop.call_later(delay, self._close_with, _response(error))
+        else:
+            self._close_with(_response(error) if asked else b"")
+
+    def _close_with(self, answer: bytes) -> None:
+        if not self.transport.is_closing():
+            self.transport.write(answer)
+            self.transport.close()
+
+    def _address(self) -> str:
+        return address_group(self.client[0]) if self.client else ""
 
     def _refuse_head(self) -> None:
         if not self.headers and len(self.url) > self._limits.max_url_bytes:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tokenmill.errors import UserError
+from tokenmill.hardware.priority import lower_thread_priority
 from tokenmill.log import configure, get_logger
 from tokenmill.serve.workers import jobs
 from tokenmill.serve.workers.jobs import Accepted, CheckGrammar, Encode, Encoded, Failed, Ready, Rejected, Render
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
 _log = get_logger(__name__)
 _STACK_BYTES = 4 << 20  # half of a main thread's, a fraction of the engine's compiler threads
-_NICE = 10  # a tenth of a busy core: heavy jobs go on, and the engine hardly notices
 
 
 class TextWorker:
@@ -114,19 +114,10 @@ def main() -> None:
 
 def _background_thread() -> ThreadPoolExecutor:
     threading.stack_size(_STACK_BYTES)
-    executor = ThreadPoolExecutor(1, "heavy", initializer=_lower_priority)
+    executor = ThreadPoolExecutor(1, "heavy", initializer=lower_thread_priority)
     executor.submit(int).result()
     threading.stack_size(0)
     return executor
-
-
-def _lower_priority() -> None:
-    """Of this thread alone: on Linux each has its own."""
-    if sys.platform == "linux":
-        thread = threading.get_native_id()
-        with contextlib.suppress(OSError):
-            os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
-            os.setpriority(os.PRIO_PROCESS, thread, _NICE)
 
 
 def _limit_memory(num_bytes: int) -> None:

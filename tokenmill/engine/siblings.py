@@ -1,0 +1,29 @@
+"""The further sequences of a request with `n` above 1: same prompt, own seed. The scheduler forks them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tokenmill.types import MAX_SEED, Request
+
+
+def make_sibling(parent: Request, index: int) -> Request:
+    """Sibling i has the parent's seed plus i."""
+    return Request(
+        parent.request_id,
+        parent.prompt_ids,
+        parent.params,
+        parent.stop_ids,
+        seed=(parent.seed + index) % (MAX_SEED + 1),
+        priority=parent.priority,
+        arrival=parent.arrival,
+        index=index,
+        tenant=parent.tenant,
+        grammar=parent.grammar,
+        weight=parent.weight,
+        max_pinned_share=parent.max_pinned_share,
+        cache_salt=parent.cache_salt,
+        num_cached_tokens=parent.num_cached_tokens,
+        cache=replace(parent.cache),
+        forked=True,
+    )
