@@ -365,12 +365,13 @@ ATTACKS = tuple(
 )
 
 
-def repeat(name: str, target: Target, ready: Any, stopping: Any) -> None:
-    """Rounds of one attack until `stopping` is set; for a process of its own. Attackers bring machines of their own:
-    here theirs takes what the server leaves of this one."""
-    os.nice(10)
-    ready.set()
+def repeat(name: str, target: Target, ready: Any, stopping: Any, rounds: Any) -> None:
+    """Rounds of one attack until `stopping` is set; for a process of its own. `rounds` counts them. Attackers bring
+    machines of their own: here theirs takes what the server leaves of this one."""
+    os.nice(19)
     attack = next(each for each in ATTACKS if each.name == name)
+    ready.set()
     while not stopping.is_set():
         with contextlib.suppress(OSError, httpx.HTTPError):
             attack.round(target)
+        rounds.value += 1
