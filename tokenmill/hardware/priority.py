@@ -24,7 +24,8 @@ def lower_thread_priority() -> None:
 
 
 def lower_session_priority() -> None:
-    """Of all in this process's session: Linux may divide the processor among sessions first (autogroups), and priorities
-    of threads then compare only within one."""
-    with contextlib.suppress(OSError):
-        Path("/proc/self/autogroup").write_text(str(_NICE))
+    """Of the session that this process leads: Linux may divide the processor among sessions first (autogroups), and
+    priorities of threads then compare only within one."""
+    with contextlib.suppress(OSError, AttributeError):
+        if os.getsid(0) == os.getpid():
+            Path("/proc/self/autogroup").write_text(str(_NICE))
