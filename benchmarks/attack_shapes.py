@@ -25,7 +25,7 @@ import httpx
 from benchmarks import attack_payloads as payloads
 
 Statuses = Counter[str]
-_PATIENCE = 20.0
+_PATIENCE = 90.0  # beyond every limit of the server, also on a machine that does other things beside it
 _ATTACKER = "127.0.0.66"
 _LONG = {"prompt": "Once upon a time", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
 
