@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from tests.unit.bench.test_traffic_log import row, write
+from tests.unit.bench.test_traffic_log_reader import row, write
 from tokenmill.bench.traffic_log import log_rows, read_traffic_log
 from tokenmill.errors import UserError
 

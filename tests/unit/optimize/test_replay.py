@@ -124,9 +124,9 @@ def test_failed_requests_are_counted_and_refuse_the_server() -> None:
 def test_no_server_is_a_latency_with_failures_and_does_not_wait_for_the_schedule() -> None:
     with _serving() as server:
         url = server.url
-    latency = replay(url, _arrivals(200, interval=5.0), _GENEROUS, model="m", time_limit_s=60, dialect="vllm")
+    latency = replay(url, _arrivals(200, interval=0.1), _GENEROUS, model="m", time_limit_s=60, dialect="vllm")
     assert latency.failed == latency.requests == 200
-    assert latency.duration_s < 50
+    assert latency.duration_s < 10  # of 20
     assert "cannot connect" in latency.refusal or "the server is gone" in latency.refusal
 
 
@@ -211,7 +211,7 @@ def test_rates_of_a_server_that_keeps_up_are_those_of_the_arrivals() -> None:
     samples = [_sample(float(n), 0.5, [0.1] * 9) for n in range(10)]  # one a second, ten tokens each, 1.4 s long
     assert _judged(samples, [], []).output_tok_s == pytest.approx(10.0)
     late = [_sample(float(n), 0.5 + n, [0.1] * 9) for n in range(10)]  # falls a second behind with each
-    assert _judged(late, [], []).output_tok_s < 8
+    assert _judged(late, [], []).output_tok_s == pytest.approx(100 / 18)
 
 
 def test_latency_counts_from_the_intended_time() -> None:
