@@ -127,6 +127,8 @@ def _check_version(version: Any, path: Path) -> None:
 
 def _request(value: Any) -> LoggedRequest:
     """Raises ValueError, TypeError or KeyError for what the server cannot have written."""
+    if not isinstance(value, dict):
+        raise TypeError(value)
     packed = base64.b64decode(value.get("prefix", ""), validate=True)
     prompt_tokens = _count(value["prompt_tokens"], 1)
     if len(packed) % HASH_BYTES or len(packed) // HASH_BYTES > prompt_tokens // LOG_BLOCK_TOKENS:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from random import Random
 
 from tokenmill.bench.serve_arrivals import gamma_offsets
 from tokenmill.bench.serve_traces import prompt_maker
@@ -20,7 +21,6 @@ from tokenmill.plan.simulate.traces import open_trace
 
 _MAX_LEFT_OUT = 0.05  # share of the requests that may be longer than the context
 _MAX_REQUESTS = 4096
-_VARIATION_STEP = 7919  # prime: variations of a prompt differ in every token
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,8 @@ class Arrivals:
         size = self.vocab_size or 1 + max(
             (max(each) for each in self.prompts if each and isinstance(each, list)), default=0
         )
-        return replace(self, prompts=tuple(_varied(each, number, size) for each in self.prompts))
+        shift = Random(f"variation {number}").randrange(1, max(2, size))
+        return replace(self, prompts=tuple(_varied(each, number, shift, size) for each in self.prompts))
 
     def lasting(self, seconds: float) -> Arrivals:
         """Cut to `seconds`, or repeated (as variations) until then. At least one request is left."""
@@ -226,7 +227,7 @@ def _words(rows: Sequence[Row], chosen: Sequence[Row], name: str, limits: Replay
     return words + (f", lengths x {limits.length_scale:g}" if limits.length_scale != 1 else "")
 
 
-def _varied(prompt: list[int] | str, number: int, vocab_size: int) -> list[int] | str:
+def _varied(prompt: list[int] | str, number: int, shift: int, vocab_size: int) -> list[int] | str:
     if isinstance(prompt, str):
         return f"({number}) {prompt}"
-    return [(token_id + number * _VARIATION_STEP) % vocab_size for token_id in prompt]
+    return [(token_id + shift) % vocab_size for token_id in prompt]

@@ -41,8 +41,9 @@ _CLOSE_SECONDS = 2.0
 
 @dataclass(slots=True)
 class _Progress:
-    """Of one prompt with a single answer: when its last token came, and the longest gap so far."""
+    """Of one prompt with a single answer: when its first and last tokens came, and the longest gap so far."""
 
+    first: float
     last: float
     max_gap: float = 0.0
 
@@ -101,7 +102,7 @@ class TrafficLog:
         now = time.monotonic()
         progress = self._progress.get(member)
         if progress is None:
-            self._progress[member] = _Progress(now)
+            self._progress[member] = _Progress(now, now)
         else:
             progress.max_gap = max(progress.max_gap, now - progress.last)
             progress.last = now
@@ -152,8 +153,8 @@ class TrafficLog:
         }
         if first is not None:
             fields["ttft_ms"] = _milliseconds(first - member.arrived)
-        if progress is not None and first is not None and num_output > 1:
-            fields["itl_ms"] = _milliseconds((progress.last - first) / (num_output - 1))
+        if progress is not None and num_output > 1:
+            fields["itl_ms"] = _milliseconds((progress.last - progress.first) / (num_output - 1))
             fields["itl_max_ms"] = _milliseconds(progress.max_gap)
         if error:
             fields["error"] = error

@@ -94,34 +94,42 @@ def test_one_that_ends_is_an_error_with_the_end_of_its_log(tmp_path: Path) -> No
     assert "first" in (tmp_path / "log").read_text()
 
 
+class _Pipe:
+    """A named pipe whose writing end a server holds: the end of the server is seen as the end of the pipe."""
+
+    def __init__(self, path: Path) -> None:
+        os.mkfifo(path)
+        self.holding = f"file = open({str(path)!r}, 'w'); file.write('x'); file.flush()"
+        self._reading = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+
+    def check_ended(self) -> None:
+        assert os.read(self._reading, 1) == b"x"
+        readable, _, _ = select.select([self._reading], [], [], 30)
+        assert readable, "the server is still running"
+        assert os.read(self._reading, 1) == b""
+        os.close(self._reading)
+
+
 def test_one_that_is_never_ready_is_ended_at_its_deadline(tmp_path: Path) -> None:
-    command = f"import os; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); {_FOREVER}"
+    pipe = _Pipe(tmp_path / "pipe")
+    command = f"{pipe.holding}; {_FOREVER}"
     with pytest.raises(UserError, match="not ready within"), _running(command, tmp_path, ready_seconds=3.0):
         pass
-    with pytest.raises(ProcessLookupError):
-        os.kill(int((tmp_path / "pid").read_text()), 0)
+    pipe.check_ended()
 
 
 def test_it_ends_with_a_starter_that_is_killed(tmp_path: Path) -> None:
-    """The server holds the writing end of a named pipe: its end is seen as the end of the pipe."""
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    reading = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    server = f"file = open({str(pipe)!r}, 'w'); file.write('x'); file.flush(); {_READY}; {_FOREVER}"
+    pipe = _Pipe(tmp_path / "pipe")
     program = f"""
 import os, signal, sys
 from pathlib import Path
 from tokenmill.config import EngineConfig
 from tokenmill.optimize.local_server import LocalServer
 server = LocalServer(Path("m"), EngineConfig())
-server._command = [sys.executable, "-c", {server!r}]
+server._command = [sys.executable, "-c", {f"{pipe.holding}; {_READY}; {_FOREVER}"!r}]
 server.__enter__()
 os.kill(os.getpid(), signal.SIGKILL)
 """
     starter = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60)
     assert starter.returncode == -signal.SIGKILL, starter.stderr
-    assert os.read(reading, 1) == b"x"
-    readable, _, _ = select.select([reading], [], [], 30)
-    assert readable, "the server is still running"
-    assert os.read(reading, 1) == b""
-    os.close(reading)
+    pipe.check_ended()

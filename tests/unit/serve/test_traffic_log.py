@@ -169,23 +169,18 @@ def test_clients_that_leave_errors_and_refusals_are_told_apart(log: TrafficLog, 
     assert found[0].itl_ms is None
 
 
-def test_a_full_queue_refuses_and_the_refused_are_recorded(log: TrafficLog, folder: Path) -> None:
+def test_what_admission_refuses_is_offered_load_too(log: TrafficLog, folder: Path) -> None:
     service, _engine = _service(log)
-    client = Client("busy", max_parallel=1)
+    service.admission.pace.prompt_rate = 1.0  # tokens a second
 
-    async def requests() -> None:
-        running = await _open(service, [1] * 20, client)
-        service.admission._max_waiting = 0
-        client.max_parallel = 0
-        with pytest.raises(ApiError) as refused:
-            await _open(service, [2] * 24, client)
-        assert refused.value.status == 429
-        running.close()
+    async def request() -> None:
+        params, caller = SamplingParams(max_tokens=4), Caller(Client(), deadline=0.5)
+        with pytest.raises(ApiError):
+            await service.open([[2] * 24], lambda _: params, caller, streaming=False)
 
-    asyncio.run(requests())
-    found = {request.prompt_tokens: request for request in _written(log, folder)}
-    assert found[24].error not in ("", "aborted")
-    assert (found[24].output_tokens, found[24].ttft_ms) == (0, None)
+    asyncio.run(request())
+    (found,) = _written(log, folder)
+    assert (found.prompt_tokens, found.output_tokens, found.error, found.ttft_ms) == (24, 0, "deadline", None)
 
 
 def test_several_answers_count_together_and_have_no_gaps(log: TrafficLog, folder: Path) -> None:
