@@ -209,7 +209,7 @@ def _gate_request(
         DEFAULT_MAX_LOSS if max_quality_loss is None else max_quality_loss,
         max_kld=max_kld,
         threads=threads,
-        # The engine has needs of its own of a GPU (Triton): where it declines one that could quantize, the CPU measures.
+        # The engine has needs of its own of a GPU (Triton): where it declines one that quantizes, the CPU measures.
         device="cpu" if device == "cpu" else "auto",
         in_turn=memory > 0,
     )

@@ -73,7 +73,7 @@ def adjusted_loss(losses: np.ndarray) -> Estimate:
 
 
 def judge_loss(pair: PairedTask, limit: float, refuse_unproven: bool = False) -> LossVerdict:
-    """`limit`: of the accuracy lost, 0.02 is two items of a hundred. `refuse_unproven`: refuse too few items as well."""
+    """`limit`: of the accuracy lost, 0.02 is two items of a hundred. `refuse_unproven`: with too few too."""
     lower, upper = pair.loss.lower(CONFIDENCE), pair.loss.upper(CONFIDENCE)
     margin = upper - pair.loss.value
     measured = f"accuracy on {pair.name} is {pair.accuracy:.1%} against {pair.reference_accuracy:.1%}"

@@ -117,9 +117,7 @@ def _answers(model: str, config: EngineConfig, file: TaskFile, on_progress: Prog
         return file.answer(llm, on_progress)
 
 
-def _paired(
-    file: TaskFile, reference: str, theirs: Sequence[ItemResult], ours: Sequence[ItemResult]
-) -> dict[str, Any]:
+def _paired(file: TaskFile, reference: str, theirs: Sequence[ItemResult], ours: Sequence[ItemResult]) -> dict[str, Any]:
     """The fields of --compare, and what only two whole runs can tell."""
     pair = pair_task(file.name, file.accuracies(theirs), file.accuracies(ours))
     low, high = pair.loss.interval(CONFIDENCE)

@@ -256,7 +256,9 @@ def test_a_harmful_result_is_set_aside(job: QuantizeJob) -> None:
         recipe=RecipeRequest("rtn", bits=2, group_size=32),
         gate=GateRequest(text=job.calibration, max_quality_loss=0.0, max_chunks=1, threads=1),
     )
-    both = r"is refused: perplexity grows .*\(perplexity \+.*limit 0.00%; divergence .*kept as .*out.rejected; .*not written"
+    both = (
+        r"refused: perplexity grows .*\(perplexity \+.*limit 0.00%; divergence .*kept as .*out.rejected; .*not written"
+    )
     with pytest.raises(UserError, match=both):
         run_job(prepare(gated))
     assert not job.out.exists()
