@@ -72,6 +72,8 @@ class QualityPlan:
     def __post_init__(self) -> None:
         if not self.max_task_loss >= 0:
             raise UserError(f"the largest task loss is {self.max_task_loss:g}", "give 0 or more, such as 2%")
+        if len({path.stem for path in self.tasks}) < len(self.tasks):
+            raise UserError("two task files have the same name", "rename one: results are listed by it")
 
     @property
     def kld_limit(self) -> float:
@@ -159,8 +161,7 @@ class QualityJudge:
     def _verdict(self, found: _Findings, reference: dict[str, Any], control: dict[str, Any]) -> Proof:
         plan = self.plan
         verdict = judge(found.text, GateLimits(plan.limit, max_kld_mean=plan.kld_limit))
-        over = next((reason for reason in verdict.reasons if "divergence" in reason), "")
-        checks = [Check("divergence", found.text.kld_mean, 0.0, plan.kld_limit, over)]
+        checks = [text_check(found.text, plan.kld_limit)] if found.text.nan_count < found.text.tokens else []
         tasks, refusals = self._score_tasks(found.answers, reference)
         if "answers" in found.answers:
             own, base, other = (read_answers(each["answers"]) for each in (found.answers, reference, control))
@@ -169,7 +170,7 @@ class QualityJudge:
             name = self._passkeys(length).name
             checks.append(divergence_check(length, report.kld_mean, plan.kld_limit))
             checks.append(retrieval_check(length, found.answers[name], reference[name], control[name]))
-        reasons = [*verdict.reasons, *refusals, *(check.refusal for check in checks[1:] if check.refusal)]
+        reasons = dict.fromkeys([*verdict.reasons, *refusals, *(check.refusal for check in checks if check.refusal)])
         return Proof(as_quality(found.text), tuple(tasks), tuple(checks), tuple(reasons))
 
     def _score_tasks(self, found: dict[str, Any], reference: dict[str, Any]) -> tuple[list[TaskScore], list[str]]:
@@ -277,6 +278,11 @@ class QualityJudge:
             kv_disk="",
             kv_redis="",
         )
+
+
+def text_check(report: DivergenceReport, limit: float) -> Check:
+    words = f"mean divergence {report.kld_mean:.4g} is more than {limit:.4g} nats"  # as the gate says it
+    return Check("divergence", report.kld_mean, 0.0, limit, "" if report.kld_mean <= limit else words)
 
 
 def as_quality(report: DivergenceReport) -> Quality:

@@ -7,10 +7,10 @@ import math
 import numpy as np
 import pytest
 
-from tokenmill.evaluate.task_pairs import adjusted_loss, judge_loss, pair_task
+from tokenmill.evaluate.task_pairs import PairedTask, adjusted_loss, judge_loss, pair_task
 
 
-def _pair(n: int, worse: int, better: int):  # type: ignore[no-untyped-def]
+def _pair(n: int, worse: int, better: int) -> PairedTask:
     """Items of which the reference gets the first half right."""
     reference = np.array([1.0] * (n // 2) + [0.0] * (n - n // 2))
     model = reference.copy()
@@ -29,7 +29,7 @@ def test_the_figures_of_a_pair() -> None:
 
 
 def test_the_interval_of_agresti_and_min() -> None:
-    """Half an item more in each cell: (9.5 - 1.5 + ...) worked out by hand for 100 items, 9 worse and 1 better."""
+    """Half an item more in each cell, worked out by hand for 100 items, 9 worse and 1 better."""
     loss = _pair(100, worse=9, better=1).loss
     assert loss.value == pytest.approx(8 / 102)
     assert loss.stderr == pytest.approx(math.sqrt(11 - 64 / 102) / 102)

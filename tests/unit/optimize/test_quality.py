@@ -47,7 +47,7 @@ def task(tmp_path_factory: pytest.TempPathFactory, data_path: Path) -> Path:
     text = (data_path / "text" / "stories15m-samples.eval.txt").read_text()
     sentences = [each.strip() for each in text.split(".") if 6 <= len(each.split()) <= 16 and each.strip().isascii()]
     items = []
-    for sentence in sentences[:40]:
+    for sentence in sentences[:80]:
         words = sentence.split()
         items.append({"context": " ".join(words[:-1]), "continuation": f" {words[-1]}"})
     path = tmp_path_factory.mktemp("task") / "last_words.jsonl"
@@ -59,7 +59,7 @@ def task(tmp_path_factory: pytest.TempPathFactory, data_path: Path) -> Path:
 def plan(data_path: Path, task: Path) -> QualityPlan:
     text = (data_path / "text" / "stories15m-samples.eval.txt").read_text()
     return QualityPlan(
-        text, _CONTEXT, 2, 24, 0.05, None, (task,), 0.1, long_contexts=(4096,), num_prompts=8, answer_tokens=48
+        text, _CONTEXT, 2, 24, 0.05, None, (task,), 0.05, long_contexts=(4096,), num_prompts=8, answer_tokens=48
     )
 
 
@@ -102,8 +102,8 @@ def test_the_baseline_itself_passes_and_each_engine_is_loaded_once(
     assert abs(proof.quality.loss) < 1e-4
     assert proof.quality.kld_mean < 1e-4
     assert [(score.name, score.accuracy == score.reference_accuracy) for score in proof.tasks] == [("last_words", True)]
-    assert proof.tasks[0].reference_accuracy > 0.3
-    assert "40 items are too few" in proof.tasks[0].note
+    assert proof.tasks[0].reference_accuracy > 0.2
+    assert (proof.tasks[0].items, proof.tasks[0].note) == (80, "")
     assert [kv for _, kv in loads] == ["float32", "float16", "float32"]  # reference, control, candidate
     json_check = next(check for check in proof.checks if check.name == "invalid JSON")
     assert json_check.note.startswith("skipped: the baseline answers 0 of")
@@ -166,7 +166,7 @@ def test_a_kv_cache_of_two_bits_and_a_budget_spend_the_same_budget(judge: Qualit
 
 def test_limits_in_words_and_bad_plans(plan: QualityPlan, source: Path, tmp_path: Path) -> None:
     assert plan.limit_words == (
-        "perplexity at most +5.00%, mean divergence at most 0.09758 nats (goes with that limit), a task at most -10.0%"
+        "perplexity at most +5.00%, mean divergence at most 0.09758 nats (goes with that limit), a task at most -5.0%"
     )
     with pytest.raises(UserError, match="task loss"):
         QualityPlan("text", 64, 1, 1, 0.01, None, max_task_loss=-1)
