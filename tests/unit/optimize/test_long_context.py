@@ -21,7 +21,7 @@ from tokenmill.optimize.long_context import (
 
 @pytest.fixture(scope="module")
 def tokenizer(vocabulary: Callable[[str], Path]) -> Tokenizer:
-    return load_tokenizer(vocabulary("llama-bpe"))
+    return load_tokenizer(vocabulary("gpt-2"))
 
 
 def test_lengths_stay_within_the_model_and_beyond_the_short_windows() -> None:
