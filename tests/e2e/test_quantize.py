@@ -68,10 +68,17 @@ def test_gguf_with_importance(
 
 
 def test_four_bits_of_a_tiny_model_are_refused_by_default(
-    model_path: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model_path: Callable[[str], Path],
+    data_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Both figures with their limits, what was kept and the remedy; with a limit that allows it, the same is kept."""
-    command = ["quantize", str(model_path("stories15m")), "--type", "Q4_0", "--out", str(tmp_path / "q.gguf")]
+    text = tmp_path_factory.mktemp("text") / "story.txt"
+    text.write_text((data_path / "text" / "stories15m-samples.eval.txt").read_text()[:2500])
+    command = ["quantize", str(model_path("stories15m")), "--type", "Q4_0", "--gate-text", str(text)]
+    command += ["--out", str(tmp_path / "q.gguf")]
     code, _, said = _run(capsys, *command)
     assert code == 2
     assert "limit 5.00%; divergence" in said

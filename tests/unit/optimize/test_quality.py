@@ -59,7 +59,7 @@ def task(tmp_path_factory: pytest.TempPathFactory, data_path: Path) -> Path:
 def plan(data_path: Path, task: Path) -> QualityPlan:
     text = (data_path / "text" / "stories15m-samples.eval.txt").read_text()
     return QualityPlan(
-        text, _CONTEXT, 2, 24, 0.05, None, (task,), 0.05, long_contexts=(4096,), num_prompts=8, answer_tokens=48
+        text, _CONTEXT, 2, 12, 0.05, None, (task,), 0.05, long_contexts=(4096,), num_prompts=6, answer_tokens=32
     )
 
 
