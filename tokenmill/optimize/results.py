@@ -106,6 +106,7 @@ class TaskScore:
     low: float  # 95 % interval of accuracy - reference_accuracy, by bootstrap over items
     high: float
     p_value: float  # McNemar's exact test
+    note: str = ""  # such as too few items to show that a loss is within the limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +118,7 @@ class Check:
     reference: float
     limit: float
     refusal: str = ""
+    note: str = ""  # such as why it was skipped
 
 
 @dataclass(frozen=True, slots=True)
