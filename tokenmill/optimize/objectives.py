@@ -70,8 +70,8 @@ def _parse(metric: str, text: str) -> Objective:
     match = _NOTATION.fullmatch(text)
     if match is None:
         raise UserError(f"--{metric} '{text}' is not a limit", f"write it like --{metric} p95=500ms or --{metric} 0.5s")
-    percentile = float(match["percentile"] or _DEFAULT_PERCENTILE)
-    limit = float(match["value"]) * _UNITS_MS[match["unit"].lower()]
+    percentile = float(match[1] or _DEFAULT_PERCENTILE)
+    limit = float(match[2]) * _UNITS_MS[match[3].lower()]
     if not 0 < percentile <= 100:
         raise UserError(f"--{metric} '{text}' asks for percentile {percentile:g}", "give more than 0, at most 100")
     if not 0 < limit < math.inf:
