@@ -74,7 +74,8 @@ def write_outputs(out: Path, outcome: Outcome, workload: Workload) -> None:
         lines = (f"# {engine}\n{line}\n" for engine, line in outcome.launch_lines.items())
         _write_files(out, outcome.files | {_LAUNCHES: "".join(lines)})
     outcome.commands = [*outcome.commands, *_reproduction(outcome, workload)]
-    outcome.versions = _versions() | outcome.versions
+    rivals = {each.engine: str(each.options["version"]) for each in outcome.rivals if each.options.get("version")}
+    outcome.versions = _versions() | rivals | outcome.versions
     outcome.date = datetime.now().astimezone().isoformat(timespec="seconds")
     write_json(out / RESULTS, plain(outcome))
     (out / REPORT).write_text(render_report(outcome), encoding="utf-8")

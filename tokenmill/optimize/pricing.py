@@ -26,8 +26,9 @@ _ASSUMED_PRICE = 1.0  # $ per hour of a device without a known price; savings ar
 
 def token_price(result: CandidateResult, dollars_per_hour: float, in_objective: bool) -> float | None:
     """$ per million output tokens. `in_objective`: of the requests that kept the latency objectives, at the rate that
-    is sustained; without a replay, and without objectives, at the measured throughput."""
-    goodput, throughput = result.goodput_tok_s, result.speed.output_tok_s if result.speed else result.output_tok_s
+    is sustained; else at the measured throughput. None where there is neither: a replay at a given rate says nothing
+    of what a machine could do."""
+    goodput, throughput = result.goodput_tok_s, result.speed.output_tok_s if result.speed else None
     rate = goodput if in_objective and goodput is not None else throughput
     return dollars_per_million(dollars_per_hour, rate) if rate else None
 

@@ -277,20 +277,25 @@ class Outcome:
 
     @property
     def winner(self) -> CandidateResult | None:
-        """The cheapest of the chosen candidate and the rivals that were accepted, whoever made it."""
+        """The cheapest of the chosen candidate and the rivals that were accepted, whoever made it. A rival that was
+        not measured in the same way as the chosen candidate cannot win."""
         accepted = [each for each in self.rivals if each.verdict in (CHOSEN, TIED, PASSED)]
-        priced = [each for each in (self.chosen, *accepted) if each and each.dollars_per_million_output is not None]
-        return min(priced, key=lambda each: each.dollars_per_million_output or 0.0, default=self.chosen)
+        best = self.chosen or (accepted[0] if accepted else None)
+        for each in accepted:
+            found = saving(each, best, bool(self.objectives))
+            if found is not None and found.share > 0:
+                best = each
+        return best
 
 
 def saving(result: CandidateResult | None, reference: CandidateResult | None, in_objective: bool) -> Saving | None:
-    """`in_objective`: by goodput under the same arrivals, where both were replayed. Otherwise by the throughputs that
-    alternated with one baseline; without those (a rival, a URL) by the price of a token."""
+    """Of measurements of one kind only: by goodput under the same arrivals (`in_objective`), else by the throughputs
+    that alternated with one baseline, else by the same replay. None: there is no such pair."""
     if result is None or reference is None:
         return None
     mine, theirs = result.goodput_tok_s, reference.goodput_tok_s
     if in_objective and mine and theirs:
-        if result is reference or result.goodput_range is None or reference.goodput_range is None:
+        if result.goodput_range is None or reference.goodput_range is None:
             return Saving(1 - theirs / mine)
         (low, high), (their_low, their_high) = result.goodput_range, reference.goodput_range
         return Saving(1 - theirs / mine, 1 - their_high / low, 1 - their_low / high)
@@ -298,5 +303,6 @@ def saving(result: CandidateResult | None, reference: CandidateResult | None, in
         a, b = result.speed, reference.speed
         # The quotient of two intervals over the same baseline: wider than the truth, since their noise is shared.
         return Saving(1 - a.cost_ratio / b.cost_ratio, 1 - a.high / b.low, 1 - a.low / b.high)
-    price, before = result.dollars_per_million_output, reference.dollars_per_million_output
-    return Saving(1 - price / before) if price is not None and before else None
+    if result.latency and reference.latency and result.latency.output_tok_s > 0:
+        return Saving(1 - reference.latency.output_tok_s / result.latency.output_tok_s)
+    return None

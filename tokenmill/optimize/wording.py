@@ -7,7 +7,7 @@ by optimize/report.
 
 from __future__ import annotations
 
-from tokenmill.optimize.results import FAILED, UNTRIED, CandidateResult, Outcome, Quality, Saving, TaskScore
+from tokenmill.optimize.results import FAILED, UNTRIED, Outcome, Quality, Saving, TaskScore, saving
 
 NO_OBJECTIVE = "no latency objective was given: throughput decides"
 NO_QUALITY = "quality was not measured (--quality off)"
@@ -18,22 +18,22 @@ def share(value: float) -> str:
     return f"{value:.1%}" if value and abs(value) < 0.01 else f"{value:.0%}"
 
 
-def interval(saving: Saving) -> str:
-    if saving.low is None or saving.high is None:
+def interval(saved: Saving) -> str:
+    if saved.low is None or saved.high is None:
         return "one replay each"
-    return f"{share(saving.low)} to {share(saving.high)}"
+    return f"{share(saved.low)} to {share(saved.high)}"
 
 
-def saving_words(saving: Saving | None) -> str:
+def saving_words(saved: Saving | None) -> str:
     """ "60% (58% to 62%)"."""
-    return f"{share(saving.share)} ({interval(saving)})" if saving else "not measured"
+    return f"{share(saved.share)} ({interval(saved)})" if saved else "not measured"
 
 
-def cheaper_words(saving: Saving, reference: str) -> str:
+def cheaper_words(saved: Saving, reference: str) -> str:
     """ "60% cheaper than REFERENCE (58% to 62%)"."""
-    word = "cheaper" if saving.share >= 0 else "more expensive"
-    bounds = f" ({interval(saving)})" if saving.share >= 0 and saving.low is not None else ""
-    return f"{share(abs(saving.share))} {word} than {reference}{bounds}"
+    word = "cheaper" if saved.share >= 0 else "more expensive"
+    bounds = f" ({interval(saved)})" if saved.share >= 0 and saved.low is not None else ""
+    return f"{share(abs(saved.share))} {word} than {reference}{bounds}"
 
 
 def source_words(outcome: Outcome) -> str:
@@ -63,9 +63,9 @@ def headline(outcome: Outcome) -> str:
             return f"nothing chosen yet: this run is {outcome.state} ({source_words(outcome)})"
         return f"nothing cheaper keeps the quality: stay with what you have ({source_words(outcome)})"
     parts = [
-        cheaper_words(saving, name)
-        for saving, name in ((outcome.saving_today, "today"), (outcome.saving, "unquantized"))
-        if saving is not None
+        cheaper_words(saved, name)
+        for saved, name in ((outcome.saving_today, "today"), (outcome.saving, "unquantized"))
+        if saved is not None
     ]
     return f"{', '.join(parts) or 'its cost was not compared'}; {source_words(outcome)}"
 
@@ -90,14 +90,9 @@ def winner_words(outcome: Outcome) -> str:
         return "no engine was accepted"
     if winner is outcome.chosen:
         return f"cheapest on this machine: {winner.name} on tokenmill"
-    gap = _price_gap(outcome.chosen, winner)
-    versus = f", {share(gap)} cheaper than the best of tokenmill" if gap is not None else ""
+    gap = saving(winner, outcome.chosen, bool(outcome.objectives))
+    versus = f", {share(gap.share)} cheaper than the best of tokenmill" if gap is not None else ""
     return f"cheapest on this machine: {winner.name}, not tokenmill{versus}"
-
-
-def _price_gap(chosen: CandidateResult | None, winner: CandidateResult) -> float | None:
-    price, best = chosen.dollars_per_million_output if chosen else None, winner.dollars_per_million_output
-    return 1 - best / price if price and best is not None else None
 
 
 def unproven_words(outcome: Outcome) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.optimize.outcomes import candidate, latency, quality_off
+from tests.unit.optimize.outcomes import candidate, gpu_with_a_rival_that_wins, latency, quality_off
 from tokenmill.hardware.catalog import load_catalog
 from tokenmill.hardware.machine import Machine
 from tokenmill.optimize.pricing import find_gpu, machine_price, this_device, token_price
@@ -93,12 +93,26 @@ def test_savings_within_objectives_are_by_goodput() -> None:
     assert (found.low, found.high) == (pytest.approx(1 - 510 / 980), pytest.approx(1 - 490 / 1020))
 
 
-def test_a_reference_that_never_ran_here_is_compared_by_price() -> None:
-    remote = CandidateResult("url", "stored", "auto", 0, engine="vllm", dollars_per_million_output=2.0)
-    chosen = candidate("a", cost=0.4, dollars_per_million_output=0.5)
+def test_a_replay_is_never_compared_with_a_throughput_run() -> None:
+    remote = CandidateResult("url", "stored", "auto", 0, engine="vllm", latency=latency(300, 20, 50))
+    chosen = candidate("a", cost=0.4)
+    assert saving(chosen, remote, in_objective=False) is None
+    assert token_price(remote, 3.6, in_objective=False) is None
+    chosen.latency = latency(300, 20, 100)
     found = saving(chosen, remote, in_objective=False)
     assert found is not None
-    assert (found.share, found.low) == (pytest.approx(0.75), None)
+    assert (found.share, found.low) == (pytest.approx(0.5), None)
+
+
+def test_the_winner_is_whoever_is_cheapest_by_the_same_measure() -> None:
+    outcome = gpu_with_a_rival_that_wins()
+    assert outcome.winner is outcome.rivals[0]
+    outcome.rivals[0].verdict = "harmed"
+    assert outcome.winner is outcome.chosen
+    outcome.rivals[0].verdict, outcome.objectives = "passed", ""
+    assert outcome.chosen is not None
+    outcome.chosen.latency = None
+    assert outcome.winner is outcome.chosen  # a replay against a throughput run: no comparison
 
 
 def test_the_target_is_judged_within_the_objective() -> None:

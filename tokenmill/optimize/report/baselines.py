@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tokenmill.optimize.results import CandidateResult, Outcome, Saving
+from tokenmill.optimize.results import CandidateResult, Outcome, saving
 from tokenmill.optimize.wording import baseline_words, saving_words, source_words, today_words, winner_words
 from tokenmill.report.page import folded, paragraphs, section, table
 
@@ -70,8 +70,7 @@ def rival_section(outcome: Outcome) -> str:
 
 def _rival_cells(each: CandidateResult, outcome: Outcome) -> list[str]:
     latency, quality = each.latency, each.quality or each.divergence
-    price, ours = each.dollars_per_million_output, outcome.chosen.dollars_per_million_output if outcome.chosen else None
-    gap = Saving(1 - price / ours) if price is not None and ours and each is not outcome.chosen else None
+    gap = saving(each, outcome.chosen, bool(outcome.objectives)) if each is not outcome.chosen else None
     return [
         f"{each.name} (ours)" if each is outcome.chosen else each.name,
         each.weights,
