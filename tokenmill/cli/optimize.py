@@ -6,6 +6,7 @@ import shlex
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,7 +25,7 @@ from tokenmill.cli.optimize_flags import (
     refuse_contradictions,
 )
 from tokenmill.cli.options import DEFAULT_MODEL, AsJson, Model, Verbose, engine_options, given_options
-from tokenmill.cli.output import emit
+from tokenmill.cli.output import emit, print_json
 from tokenmill.config import EngineConfig
 from tokenmill.errors import UserError
 
@@ -57,10 +58,7 @@ def optimize(
     search = fill(SearchFlags, given)
     progress = _Progress(job.effort.seconds)
     if search.watch:
-        from tokenmill.optimize.watch import watch  # type: ignore[import-not-found,unused-ignore]
-
-        for outcome in watch(job, progress, search.watch_interval):
-            _show(outcome, out, as_json)
+        _watch(job, progress, search.watch_interval, as_json)
         return
     from tokenmill.optimize.job import optimize as run
 
@@ -118,6 +116,21 @@ def _job(model: str, out: Path, given: Mapping[str, Any], engine: EngineConfig) 
         replay_seconds=traffic.replay_seconds,
         rate_scale=traffic.rate_scale,
     )
+
+
+def _watch(job: OptimizeJob, progress: _Progress, interval: float, as_json: bool) -> None:
+    """Prints a line, or an object, for each proposal until it is interrupted."""
+    from tokenmill.optimize.watch import WatchSettings, watch  # type: ignore[import-not-found,unused-ignore]
+
+    assert job.traffic_log is not None
+
+    def tell(proposal: Any) -> None:
+        if as_json:
+            print_json(asdict(proposal))
+        else:
+            print(proposal.words(), flush=True)
+
+    watch(job, job.traffic_log, WatchSettings(interval_s=interval), progress, tell)
 
 
 def _show(outcome: Outcome, out: Path, as_json: bool) -> None:
