@@ -14,7 +14,7 @@ from pathlib import Path
 from tokenmill.bench.serve_arrivals import gamma_offsets
 from tokenmill.bench.serve_traces import prompt_maker
 from tokenmill.bench.trace_rows import BLOCK_TOKENS, Row
-from tokenmill.bench.traffic_log import LOG_BLOCK_TOKENS, is_traffic_log, log_rows, read_traffic_log
+from tokenmill.bench.traffic_log import LOG_BLOCK_TOKENS, log_rows, read_traffic_log
 from tokenmill.errors import UserError
 from tokenmill.plan.simulate.traces import open_trace
 
@@ -107,31 +107,32 @@ class Arrivals:
     def from_trace(path: Path, vocab_size: int, limits: ReplayLimits, *, rate: float = 0.0, seed: int = 0) -> Arrivals:
         """A trace in any format that `simulate` and `bench serve` read, or the folder of a traffic log. `rate`:
         requests per second of a trace without times."""
-        if is_traffic_log(path):
-            return Arrivals.from_traffic_log(path, vocab_size, limits, seed=seed)
-        trace = open_trace(str(path), seed)
-        rows: list[Row] = [
-            (each.ms / 1000, each.prompt_tokens, each.output_tokens, list(each.blocks)) for each in trace.arrivals()
-        ]
-        if not trace.timed:
+        rows, block_tokens, timed = recorded_rows(path, seed)
+        if not timed:
             if rate <= 0:
                 raise UserError(f"{path} has no arrival times", "give --rate, in requests per second")
             times = gamma_offsets(len(rows), rate, 1.0, seed)
             rows = [(time, *row[1:]) for time, row in zip(times, rows, strict=True)]
-        return Arrivals.from_rows(rows, BLOCK_TOKENS, path.name, vocab_size, limits, seed)
+        return Arrivals.from_rows(rows, block_tokens, path.name, vocab_size, limits, seed)
 
     @staticmethod
     def from_traffic_log(folder: Path, vocab_size: int, limits: ReplayLimits, *, seed: int = 0) -> Arrivals:
-        rows = list(log_rows(read_traffic_log(folder)))
-        return Arrivals.from_rows(rows, LOG_BLOCK_TOKENS, f"the traffic log {folder.name}", vocab_size, limits, seed)
+        """What a server recorded with `--traffic-log`."""
+        rows = log_rows(read_traffic_log(folder))
+        return Arrivals.from_rows(rows, LOG_BLOCK_TOKENS, folder.name, vocab_size, limits, seed)
 
     @staticmethod
     def from_prompts(
-        requests: Sequence[tuple[list[int] | str, int]], rate: float, name: str, limits: ReplayLimits, seed: int = 0
+        requests: Sequence[tuple[list[int] | str, int]],
+        rate: float,
+        name: str,
+        limits: ReplayLimits,
+        vocab_size: int = 0,
+        seed: int = 0,
     ) -> Arrivals:
         """(prompt, output length) of a file, sent at random times."""
         prompts = [prompt for prompt, _ in requests]
-        drawn = Arrivals.poisson(prompts, [length for _, length in requests], rate, seed=seed)
+        drawn = Arrivals.poisson(prompts, [length for _, length in requests], rate, vocab_size=vocab_size, seed=seed)
         words = f"{len(prompts)} requests of {name}, {rate:g} a second at random times"
         return replace(drawn, words=words).at_rate(limits.rate_scale).lasting(limits.seconds)
 
@@ -159,11 +160,7 @@ class Arrivals:
     ) -> Arrivals:
         """The busiest window of the rows, at the rate and lengths that the limits say."""
         scale = limits.length_scale
-        scaled = [
-            (seconds, max(1, round(prompt * scale)), max(1, round(output * scale)), blocks)
-            for seconds, prompt, output, blocks in rows
-        ]
-        scaled.sort(key=lambda row: row[0])
+        scaled = sorted(scaled_rows(rows, scale), key=lambda row: row[0])
         fitting = [row for row in scaled if not limits.context or row[1] + row[2] <= limits.context]
         left_out = len(scaled) - len(fitting)
         if not fitting or left_out > _MAX_LEFT_OUT * len(scaled):
@@ -184,6 +181,23 @@ class Arrivals:
             words,
             vocab_size,
         )
+
+
+def recorded_rows(path: Path, seed: int = 0) -> tuple[list[Row], int, bool]:
+    """(rows, tokens of one of their blocks, whether they have times) of a trace or of a traffic log's folder."""
+    if path.is_dir():
+        return list(log_rows(read_traffic_log(path))), LOG_BLOCK_TOKENS, True
+    trace = open_trace(str(path), seed)
+    arrivals = trace.arrivals()
+    rows = [(each.ms / 1000, each.prompt_tokens, each.output_tokens, list(each.blocks)) for each in arrivals]
+    return rows, BLOCK_TOKENS, trace.timed
+
+
+def scaled_rows(rows: Iterable[Row], scale: float) -> list[Row]:
+    return [
+        (seconds, max(1, round(prompt * scale)), max(1, round(output * scale)), blocks)
+        for seconds, prompt, output, blocks in rows
+    ]
 
 
 def busiest_window(times: Sequence[float], tokens: Sequence[int], seconds: float) -> tuple[int, int]:

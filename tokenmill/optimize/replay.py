@@ -105,7 +105,7 @@ def judge_samples(samples: Sequence[Sample], began: float, arrivals: Arrivals, o
     """A failed request has missed every objective and adds to no percentile shown."""
     good = [each for each in samples if each.ok]
     duration = max([each.ended for each in samples], default=began) - began
-    seconds = max(duration, 1e-9)
+    seconds = _steady_seconds(duration, arrivals, good)
     within = [each for each in good if all(_keeps(each, objective) for objective in objectives.items)]
     failed = len(samples) - len(good)
     refusal = _refusal(samples, good, objectives)
@@ -123,6 +123,14 @@ def judge_samples(samples: Sequence[Sample], began: float, arrivals: Arrivals, o
         objective_met=not refusal,
         refusal=refusal,
     )
+
+
+def _steady_seconds(duration: float, arrivals: Arrivals, good: Sequence[Sample]) -> float:
+    """The time that rates are counted over: without the end, where nothing more arrives and the last answers finish.
+    Short replays would otherwise show less than the server sustains."""
+    period = len(arrivals) / arrivals.requests_s if len(arrivals) > 1 else 0.0
+    tail = _percentile([_e2e(each) for each in good], 50) / 1000 if period and good else 0.0
+    return max(period, duration - tail, 1e-9)
 
 
 def _refusal(samples: Sequence[Sample], good: Sequence[Sample], objectives: Objectives) -> str:
