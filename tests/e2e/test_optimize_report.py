@@ -1,4 +1,4 @@
-"""The report of `optimize` in a real browser: on a phone and a desk, light, dark and printed. Skips without Chromium."""
+"""The report of `optimize` in a browser: on a phone and a desk, light, dark and printed. Skips without Chromium."""
 
 from __future__ import annotations
 

@@ -91,7 +91,16 @@ def _job(model: str, out: Path, given: Mapping[str, Any], engine: EngineConfig) 
         target_cost=limits.target_cost,
         max_quality_loss=limits.max_quality_loss,
         traffic=TrafficRequest(
-            traffic.input_len, traffic.output_len, traffic.concurrency, prompts, trace, traffic.length_scale
+            traffic.input_len,
+            traffic.output_len,
+            traffic.concurrency,
+            prompts,
+            trace,
+            traffic.length_scale,
+            traffic_log=log,
+            rate=traffic.rate,
+            replay_seconds=traffic.replay_seconds,
+            rate_scale=traffic.rate_scale,
         ),
         price=references.price,
         text=text,
@@ -113,8 +122,6 @@ def _job(model: str, out: Path, given: Mapping[str, Any], engine: EngineConfig) 
         rivals=rivals,
         quality_off=limits.quality == "off",
         traffic_log=log,
-        replay_seconds=traffic.replay_seconds,
-        rate_scale=traffic.rate_scale,
     )
 
 

@@ -51,6 +51,7 @@ class TrafficFlags:
     )
     concurrency: int = option(8, "Concurrent requests while throughput is measured.", metavar="REQUESTS", low=1)
     length_scale: float = option(1.0, "Multiply the lengths of a trace.", metavar="FACTOR")
+    rate: float = option(0.0, "Requests per second, where the traffic has no times.", metavar="RATE", low=0)
     rate_scale: float = option(1.0, "Replay the arrivals this many times as fast.", metavar="FACTOR")
     replay_seconds: float = option(
         30.0, "Length of a replay: the busiest such window of the traffic.", metavar="SECONDS"
@@ -139,7 +140,7 @@ def refuse_contradictions(given: Mapping[str, Any]) -> None:
     _need(given, "max_task_loss", ("task",), "--task FILE")
     _need(given, "watch", ("traffic_log",), "--traffic-log DIR, as `tokenmill serve --traffic-log DIR` writes it")
     _need(given, "watch_interval", ("watch",), "--watch")
-    for name in ("rate_scale", "replay_seconds"):
+    for name in ("rate", "rate_scale", "replay_seconds"):
         _need(given, name, ("ttft", "itl"), "an objective such as --ttft p95=500ms")
         if not given.get(name, 1.0) > 0:
             raise UserError(f"--{name.replace('_', '-')} is {given[name]:g}", "give more than 0")

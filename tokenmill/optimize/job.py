@@ -76,8 +76,6 @@ class OptimizeJob:
     rivals: tuple[str, ...] = ("auto",)
     quality_off: bool = False
     traffic_log: Path | None = None
-    replay_seconds: float = 30.0
-    rate_scale: float = 1.0
 
     def __post_init__(self) -> None:
         if not -1 < self.target_cost <= 0:

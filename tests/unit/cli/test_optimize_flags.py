@@ -38,6 +38,7 @@ _OUT = ["--out", "out"]
         ([*_OUT, "--trace", "a", "--prompts", "b"], "--trace and --prompts are given", "keep one"),
         ([*_OUT, "--rate-scale", "2"], "--rate-scale is given without --ttft or --itl", "--ttft p95=500ms"),
         ([*_OUT, "--ttft", "1s", "--replay-seconds", "0"], "--replay-seconds is 0", "more than 0"),
+        ([*_OUT, "--rate", "3"], "--rate is given without --ttft or --itl", "--ttft p95=500ms"),
         ([*_OUT, "--ttft", "fast"], "'fast'", "p95=500ms"),
         ([*_OUT, "--rivals", "none,vllm"], "--rivals 'none,vllm'", "auto, none"),
         ([*_OUT, "--today", "vllm serve 'm"], "--today is not a command", "quote it"),
@@ -93,9 +94,9 @@ def test_the_job_has_every_flag(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     monkeypatch.setattr("tokenmill.checkpoint.sources.resolve", lambda _model: Opened)
     monkeypatch.setattr(Opened, "path", tmp_path, raising=False)
     given: dict[str, Any] = {
-        "traffic_log": str(tmp_path), "ttft": ["p95=500ms"], "itl": ["40ms"], "task": [str(task)], "max_task_loss": 0.01,
-        "max_kld": 0.03, "today": "http://localhost:8000", "rivals": "llama.cpp", "rate_scale": 2.0,
-        "replay_seconds": 12.0, "quality_tokens": 1024,
+        "traffic_log": str(tmp_path), "ttft": ["p95=500ms"], "itl": ["40ms"], "task": [str(task)],
+        "max_task_loss": 0.01, "max_kld": 0.03, "today": "http://localhost:8000", "rivals": "llama.cpp",
+        "rate_scale": 2.0, "replay_seconds": 12.0, "quality_tokens": 1024,
     }  # fmt: skip
     job = _job("m", tmp_path / "out", given, EngineConfig(device="cpu"))
     assert job.device == "cpu"
@@ -103,6 +104,6 @@ def test_the_job_has_every_flag(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert job.objectives.words == "ttft p95=500ms, itl p95=40ms"
     assert (job.tasks, job.max_task_loss, job.max_kld) == ((task,), 0.01, 0.03)
     assert (job.today, job.rivals, job.traffic_log) == ("http://localhost:8000", ("llama.cpp",), tmp_path)
-    assert (job.rate_scale, job.replay_seconds) == (2.0, 12.0)
+    assert (job.traffic.rate_scale, job.traffic.replay_seconds, job.traffic.traffic_log) == (2.0, 12.0, tmp_path)
     assert (job.effort.context, job.effort.windows) == (128, 8)
     assert not job.quality_off
