@@ -25,6 +25,11 @@ from tokenmill.optimize.results import (
 )
 
 OBJECTIVES = "ttft p95=500ms, itl p95=40ms"
+_CHECKS = (
+    Check("repetition", 0.021, 0.020, 0.05),
+    Check("valid JSON", 0.97, 0.98, 0.95),
+    Check("perplexity at 4,096 tokens", 5.91, 5.90, 6.0),
+)
 
 
 def speed(cost: float, *, tok_s: float = 100.0, spread: float = 0.03, runs: int = 5) -> Speed:
@@ -150,6 +155,32 @@ def cpu_without_objectives() -> Outcome:
     )
 
 
+def _rivals() -> list[CandidateResult]:
+    return [
+        CandidateResult(
+            "vllm 0.32 fp8",
+            "fp8",
+            "fp8",
+            8192,
+            engine="vllm",
+            verdict=PASSED,
+            latency=latency(240, 20, 15500),
+            quality=quality(0.004, 0.013),
+        ),
+        CandidateResult("sglang", "stored", "auto", 8192, engine="sglang", verdict=FAILED, reason="not installed"),
+        CandidateResult(
+            "llama.cpp b6000",
+            "Q8_0",
+            "f16",
+            2048,
+            engine="llama.cpp",
+            verdict=SLOWER,
+            reason="costs more than fp8",
+            latency=latency(470, 39, 5000),
+        ),
+    ]
+
+
 def gpu_with_a_rival_that_wins() -> Outcome:
     """Objectives, tasks, checks and rivals; today is a vLLM command; vLLM with other flags is cheaper than we are."""
     baseline = candidate("BF16", PASSED, cost=1.0, latency=latency(410, 31, 9000))
@@ -165,11 +196,7 @@ def gpu_with_a_rival_that_wins() -> Outcome:
             TaskScore("arc_easy", 500, 0.612, 0.618, -0.021, 0.008, 0.43),
             TaskScore("humaneval", 164, 0.402, 0.409, -0.03, 0.018, 0.75),
         ),
-        checks=(
-            Check("repetition", 0.021, 0.020, 0.05),
-            Check("valid JSON", 0.97, 0.98, 0.95),
-            Check("perplexity at 4,096 tokens", 5.91, 5.90, 6.0),
-        ),
+        checks=_CHECKS,
     )
     slow = latency(900, 66, 3000, met=False, refusal="ttft p95 is 900 ms, 400 ms over the objective")
     return _finished(
@@ -199,14 +226,7 @@ def gpu_with_a_rival_that_wins() -> Outcome:
                           quality=quality(0.006, 0.03), latency=slow),
                 candidate("int4-g32", FAILED, "killed after 120 s: it hung"),
             ],
-            rivals=[
-                CandidateResult("vllm 0.32 fp8", "fp8", "fp8", 8192, engine="vllm", verdict=PASSED,
-                                latency=latency(240, 20, 15500), quality=quality(0.004, 0.013)),
-                CandidateResult("sglang", "stored", "auto", 8192, engine="sglang", verdict=FAILED,
-                                reason="not installed"),
-                CandidateResult("llama.cpp b6000", "Q8_0", "f16", 2048, engine="llama.cpp", verdict=SLOWER,
-                                reason="costs more than fp8", latency=latency(470, 39, 5000)),
-            ],
+            rivals=_rivals(),
             chosen=chosen,
             tied=["fp8"],
             launch_lines={
