@@ -32,13 +32,14 @@ from tokenmill.optimize.candidates import (
     unquantized_weights,
 )
 from tokenmill.optimize.loop import Effort, Say, Search, workload_engine
+from tokenmill.optimize.objectives import Objectives
+from tokenmill.optimize.outputs import Workload as ServedWorkload
 from tokenmill.optimize.outputs import write_outputs
 from tokenmill.optimize.predict import Predictor, this_machine
-from tokenmill.optimize.pricing import machine_price, project
+from tokenmill.optimize.pricing import machine_price, project, token_price
 from tokenmill.optimize.results import PASSED, CandidateResult, Outcome
 from tokenmill.optimize.store import Store, question_key
 from tokenmill.optimize.traffic import Traffic, TrafficRequest, build_traffic
-from tokenmill.plan.cost.ceilings import dollars_per_million
 from tokenmill.plan.cost.closed_loop import Load
 from tokenmill.plan.question.model_names import describe_for_planning
 from tokenmill.plan.question.planned_model import PlannedModel
@@ -66,6 +67,15 @@ class OptimizeJob:
     engine: EngineConfig = field(default_factory=EngineConfig)
     restart: bool = False
     command: str = ""
+    device: str = "cpu"
+    objectives: Objectives = field(default_factory=Objectives)
+    tasks: tuple[Path, ...] = ()
+    max_task_loss: float = 0.02
+    max_kld: float | None = None
+    today: str = ""  # command or URL of what is served today; empty: our engine on the stored file
+    rivals: tuple[str, ...] = ("auto",)
+    quality_off: bool = False
+    traffic_log: Path | None = None
 
     def __post_init__(self) -> None:
         if not -1 < self.target_cost <= 0:
@@ -115,7 +125,10 @@ def optimize(job: OptimizeJob, say: Say) -> Outcome:
     outcome = _outcome(job, search, state if interrupted or not search.out_of_time else "out of time", quantized, disk)
     outcome.seconds = time.monotonic() - began
     outcome.projections = _projections(job, planned, traffic, outcome) if interrupted is None else []
-    write_outputs(job.out, outcome, search)
+    workload = ServedWorkload(
+        search.engine, description.context_length, traffic.input_tokens, traffic.output_tokens, job.effort.context
+    )
+    write_outputs(job.out, outcome, workload)
     if interrupted is not None:
         print(f"interrupted; the report so far: {job.out / 'report.html'}", file=sys.stderr)
         raise interrupted
@@ -191,11 +204,10 @@ def _predictor(
 
 def _outcome(job: OptimizeJob, search: Search, state: str, quantized: bool, disk: int) -> Outcome:
     machine = detect_machine()
-    price, basis = machine_price(load_catalog(), machine, job.price)
+    price, basis = machine_price(load_catalog(), machine, job.price, job.device)
     everyone = [*search.baseline_variants, *search.results.values()]
     for result in everyone:
-        if result.speed is not None and result.speed.output_tok_s > 0:
-            result.dollars_per_million_output = dollars_per_million(price, result.speed.output_tok_s)
+        result.dollars_per_million_output = token_price(result, price, bool(job.objectives))
     outcome = Outcome(
         model=job.model,
         state=state,
@@ -217,6 +229,14 @@ def _outcome(job: OptimizeJob, search: Search, state: str, quantized: bool, disk
         tied=search.tied,
         commands=[job.command],
         disk_bytes=disk,
+        source_quantized=quantized,
+        today=search.results.get(STORED) if quantized else search.baseline,
+        objectives=job.objectives.words,
+        quality_off=job.quality_off,
+        max_kld=job.max_kld,
+        max_task_loss=job.max_task_loss,
+        device=job.device,
+        seed=job.engine.seed,
     )
     outcome.reason = _reason(outcome)
     return outcome
