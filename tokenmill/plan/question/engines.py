@@ -26,7 +26,7 @@ class BatchLimits:
 
 
 @cache
-def engine_tables() -> Mapping[str, dict[str, dict[str, Any]]]:
+def engine_tables() -> Mapping[str, dict[str, Any]]:
     """plan/data/engines.toml: constants by engine, by chip generation, and shares of the roofs."""
     text = (resources.files("tokenmill.plan") / "data" / "engines.toml").read_text(encoding="utf-8")
     return tomllib.loads(text)

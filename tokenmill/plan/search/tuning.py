@@ -27,11 +27,13 @@ def first_choice(deployment: Deployment, terms: Terms, tuning: Tuning) -> tuple[
     """(why it is refused, the deployment to judge). Where the engine's default limits leave too little for KV, tight
     ones are tried before it is refused."""
     fixed = tuning.applied(deployment)
+    if tuning.fixed_speculation(deployment):
+        fixed = tuning.with_drafter(fixed)
     reason = refusal(fixed, terms.workload)
     if not reason:
         return "", fixed
     tight = replace(
-        deployment,
+        fixed,
         batch_tokens=min(_TIGHT_TOKENS, deployment.batch_tokens),
         max_sequences=min(_TIGHT_SEQUENCES, deployment.max_sequences),
     )
@@ -50,9 +52,10 @@ def tuned(plan: Plan, cost: StepCost, terms: Terms, tuning: Tuning) -> Plan:
             best = other
     plain = best
     if tuning.speculation == "auto" and best.deployment.can_speculate:
-        drafting = terms.judge(best.deployment, cost, tuning.drafts)
-        if _better(drafting, best, _SPECULATION_PAYS):
-            best = drafting
+        drafted = tuning.with_drafter(best.deployment)
+        if not refusal(drafted, terms.workload):
+            drafting = terms.judge(drafted, cost, tuning.drafts)
+            best = drafting if _better(drafting, best, _SPECULATION_PAYS) else best
     best, bound = _bounded(best, cost, terms, tuning)
     reasons = [*_step_reason(best, tuning), bound, _speculation_reason(best, plain, terms, cost, tuning)]
     return replace(best, tuning=tuple(filter(None, reasons)))
