@@ -53,6 +53,12 @@ def engine_costs(engine: str, family: str = "") -> EngineCosts:
     return EngineCosts(**tables["engine"][engine] | tables["engine_on"].get(f"{engine}/{family}", {}))
 
 
+def format_factor(engine: str, family: str, bits: float, math: str) -> float:
+    """Factor on the measured kernels for an engine whose kernels for a weight format are its own; 1: as measured."""
+    table = engine_tables()["format_factors"].get(f"{engine}/{family}", {})
+    return float(table.get("int4" if bits < 6 and math == "bf16" else math, 1.0))
+
+
 def routing_skew() -> float:
     """How much more the busiest rank of placed experts has to do than the mean, in large batches."""
     return float(engine_tables()["experts"]["skew"])

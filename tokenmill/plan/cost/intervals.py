@@ -1,8 +1,8 @@
 """How far predictions were from measurements, by kind: the factors that every printed interval is made of.
 
-Reads plan/data/scores.json, which `python -m tokenmill.plan.validate FILE --write` makes from the measured rows: arrivals
-(lockstep, poisson), metric, engine and kind of model, each with P10 and P90 of measured over predicted. Computes no
-times. Called by performance.py.
+Reads plan/data/scores.json, which `python -m tokenmill.plan.validate FILE --write` makes from the measured rows:
+arrivals (lockstep, poisson), metric, engine and kind of model, each with P10 and P90 of measured over predicted.
+Computes no times. Called by performance.py.
 """
 
 from __future__ import annotations
@@ -32,14 +32,22 @@ def scores() -> dict[str, Any]:
 
 def interval(arrivals: str, metric: str, engine: str, kind: str, extrapolated: bool = False) -> Interval:
     """`kind`: dense, moe or split. A trace has no rows of its own: the score is that of Poisson arrivals, widened.
-    So is a kind of model or an engine that was never measured under these arrivals."""
-    table = scores()["poisson" if arrivals == "trace" else arrivals][metric]
+    So is a kind of model or an engine that was never measured under these arrivals, and the lock-step score where no
+    run under the arrivals asked for was measured at all."""
+    scored_as = "poisson" if arrivals == "trace" else arrivals
+    if not scores()[scored_as][metric]:
+        scored_as = "lockstep"
+    table = scores()[scored_as][metric]
     known = [name for name in (f"{engine}-{kind}", f"any-{kind}", "any") if name in table]
     row = table[known[0]]
     low, high = float(row["low"]), float(row["high"])
-    basis = f"interval: {arrivals} score of {row['rows']} measured rows ({known[0]})"
-    stretched = (known[0] == "any") + (arrivals == "trace") + extrapolated
-    if stretched:
-        low, high = low / _UNMEASURED**stretched, high * _UNMEASURED**stretched
-        basis += ", widened: nothing like it was measured"
+    basis = f"interval: {scored_as} score of {row['rows']} measured rows ({known[0]})"
+    unmeasured = [
+        *([f"no run under {arrivals} arrivals is measured"] if scored_as != arrivals else []),
+        *(["this kind of model is not measured"] if known[0] == "any" else []),
+        *(["this device and engine are not measured"] if extrapolated else []),
+    ]
+    if unmeasured:
+        low, high = low / _UNMEASURED ** len(unmeasured), high * _UNMEASURED ** len(unmeasured)
+        basis += f", widened: {'; '.join(unmeasured)}"
     return Interval(min(low, 1.0), max(high, 1.0), basis)

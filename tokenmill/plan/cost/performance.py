@@ -1,8 +1,8 @@
 """The answer for a deployment under a load: TTFT, TPOT and throughput, each with interval and basis.
 
-`estimate` is the one function that plans, `--validate` and the report ask: it joins memory, step cost and the model of
-the arrivals asked for (lock-step: closed_loop.py; poisson and traces: steady_state.py). Intervals come from the score of
-the same kind of arrivals (intervals.py).
+`estimate` is the one function that plans, `--validate` and the report ask: it joins memory, step cost and the model
+of the arrivals asked for (lock-step: closed_loop.py; poisson and traces: steady_state.py). Intervals come from the
+score of the same kind of arrivals (intervals.py).
 """
 
 from __future__ import annotations

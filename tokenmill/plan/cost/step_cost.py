@@ -16,7 +16,14 @@ from tokenmill.checkpoint.mixers import Attention, Mixer, Recurrent
 from tokenmill.plan.cost import kernel_time
 from tokenmill.plan.cost.communication import all_reduce_ms, all_to_all_ms, hand_over_ms
 from tokenmill.plan.cost.curves import Curve, Surface, sampled
-from tokenmill.plan.cost.engine_costs import EngineCosts, RoofShares, device_roofs, engine_costs, routing_skew
+from tokenmill.plan.cost.engine_costs import (
+    EngineCosts,
+    RoofShares,
+    device_roofs,
+    engine_costs,
+    format_factor,
+    routing_skew,
+)
 from tokenmill.plan.question.deployment import Deployment
 from tokenmill.plan.question.planned_model import LayerKind
 
@@ -49,6 +56,7 @@ class StepCost:
         self.deployment = d = deployment
         self.costs = costs or engine_costs(d.engine, d.device.family)
         self._roofs = device_roofs(d.engine, d.device)
+        self._format = format_factor(d.engine, d.device.family, d.weights.bits, d.weights.math)
         self._dp = float(d.data_parallel)
         layers = [curve for kind in d.model.layers for curve in self._layer_linears(kind)]
         self._linear = _summed(layers)
@@ -83,7 +91,7 @@ class StepCost:
         return other
 
     def _weigh(self, costs: EngineCosts) -> None:
-        self.costs, self._kernel = costs, costs.kernel
+        self.costs, self._kernel = costs, costs.kernel * self._format
         self._layers_ms = costs.layer_us * self.deployment.model.num_layers / 1e3
         routed = sum(kind.count for kind in self.deployment.model.layers if kind.feed_forward.num_experts)
         plain = self.deployment.model.num_layers - routed

@@ -167,7 +167,9 @@ def _placed(row: dict[str, str], pool: str, bare: Deployment) -> Deployment:
 def _holding(deployment: Deployment) -> Deployment:
     while not plan_memory(deployment).fits and deployment.group < deployment.model.num_layers:
         wider = 2 * deployment.data_parallel
-        deployment = replace(deployment, data_parallel=wider, ep=deployment.tp * wider if deployment.model.is_moe else 1)
+        deployment = replace(
+            deployment, data_parallel=wider, ep=deployment.tp * wider if deployment.model.is_moe else 1
+        )
     return deployment
 
 
