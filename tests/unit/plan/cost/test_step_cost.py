@@ -152,7 +152,7 @@ def test_estimate_carries_interval_and_basis() -> None:
         found = estimate(d, Load(512, 64, 2))
         for figure in (found.ttft, found.tpot, found.output_rate):
             assert figure.low < figure.value < figure.high
-            assert figure.basis == basis_of(d)
+            assert figure.basis.startswith(f"{basis_of(d)}; interval: ")
     assert bases == {"h200": "table", "b200": "table scaled", "a100-80": "extrapolated", "m4-max": "formula"}
 
 
