@@ -150,8 +150,3 @@ def room_for(deployment: Deployment, num_tokens: int) -> Room:
     budget = max(0.0, memory.kv) * deployment.pp
     fit = sequences_that_fit(needs, budget, num_tokens, PAGE_SIZE) * deployment.data_parallel
     return Room(memory, token_capacity(needs, budget, PAGE_SIZE), fit)
-
-
-def concurrent_sequences(deployment: Deployment, num_tokens: int) -> int:
-    """Sequences of this length that fit at once, over all attention replicas."""
-    return room_for(deployment, num_tokens).sequences

@@ -11,8 +11,8 @@ from tokenmill.errors import UserError
 from tokenmill.hardware.catalog import load_catalog
 from tokenmill.plan.question.question import Limits
 from tokenmill.plan.search.answer import answer, search_question
-from tokenmill.plan.search.search import CAREFUL_LOSS
 from tokenmill.plan.search.judging import Plan
+from tokenmill.plan.search.search import CAREFUL_LOSS
 
 
 def test_the_front_is_not_dominated_and_dominates_the_rest() -> None:
