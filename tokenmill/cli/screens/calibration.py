@@ -8,20 +8,42 @@ from tokenmill.cli.render.units import change, count, counted, percent, plain_nu
 
 def validate_screen(result: Result) -> Screen:
     headline = (
-        f"Predictions miss measured TPOT by {percent(result['tpot_mape_dense'], 1)} on average (dense models), "
-        f"TTFT by {percent(result['ttft_mape'], 1)}; rank correlation {result['spearman']:.3f}"
+        f"The planning call misses measured TPOT by {percent(result['tpot_mape_dense'], 1)} (dense) and "
+        f"{percent(result['tpot_mape_moe'], 1)} (experts) on average, TTFT by {percent(result['ttft_mape'], 1)}; "
+        f"rank correlation {result['spearman']:.3f}"
     )
+    whole = result["rows_dense"] + result["rows_moe"]
     rows = [
-        _row("TPOT, dense", result, "tpot_mape_dense", "tpot_median_error_dense", "spearman", "rows_dense"),
+        _row("TPOT, dense", result, "tpot_mape_dense", "tpot_median_error_dense", "spearman_dense", "rows_dense"),
         _row("TPOT, experts", result, "tpot_mape_moe", "tpot_median_error_moe", "spearman_moe", "rows_moe"),
-        _row("TTFT, dense", result, "ttft_mape", "ttft_median_error", "", "rows_dense"),
+        ("TTFT, all", percent(result["ttft_mape"], 1), percent(result["ttft_median_error"], 1), "", count(whole)),
+        _row("TTFT, dense", result, "ttft_mape_dense", "", "", "rows_dense"),
         _row("TTFT, experts", result, "ttft_mape_moe", "", "", "rows_moe"),
+        _row("TPOT, split pools", result, "tpot_mape_split", "tpot_median_error_split", "spearman_split", "rows_split"),
+        _row("TTFT, split pools", result, "ttft_mape_split", "ttft_median_error_split", "", "rows_split"),
+        _row("TPOT, saturated", result, "tpot_mape_saturated", "", "", "rows_saturated"),
+        _row("TTFT, saturated", result, "ttft_mape_saturated", "", "", "rows_saturated"),
     ]
     columns = (left(""), right("mean error"), right("median error"), right("rank correlation"), right("rows"))
     notes = [Cell(f"{count(number)} rows skipped: {reason}", "dim") for reason, number in result["skipped"].items()]
-    if result["rows_saturated"]:
-        notes.append(Cell(f"{counted(result['rows_saturated'], 'saturated row')} left out of TTFT", "dim"))
+    notes.append(Cell("saturated rows are part of the lines above, and shown apart", "dim"))
     return Screen(headline, "plain", [Table(f"{count(result['rows'])} rows", columns, rows)], notes)
+
+
+def poisson_screen(result: Result) -> Screen:
+    if not result:
+        return Screen("No measured runs under Poisson arrivals", "warning", [], [])
+    every = result["all runs"]
+    headline = (
+        f"The planning call misses TTFT P50 by {percent(every['ttft_mape'], 1)} and ITL P50 by "
+        f"{percent(every['itl_mape'], 1)} on average under Poisson arrivals"
+    )
+    rows = [
+        (name, *(percent(row[key], 1) for key in ("ttft_mape", "itl_mape", "throughput_mape")), count(row["runs"]))
+        for name, row in result.items()
+    ]
+    columns = (left(""), right("TTFT"), right("ITL"), right("throughput"), right("runs"))
+    return Screen(headline, "plain", [Table("Mean error of predictions", columns, rows)], [])
 
 
 def _row(name: str, result: Result, mean: str, median: str, rank: str, rows: str) -> tuple[str, ...]:

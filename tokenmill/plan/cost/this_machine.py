@@ -59,11 +59,34 @@ class MachineCalibration:
     bandwidth_gb_s: float
     gflops: dict[str, float]  # by weight type, at many tokens
     models: dict[str, ModelCalibration] = field(default_factory=dict)
+    device_kind: str = "cpu"  # "cuda": the fields below describe the GPU, bandwidth_gb_s and memory_bytes are its own
+    gpu: str = ""  # its name
+    gpu_tflops: dict[str, float] = field(default_factory=dict)  # of matrix products by dtype: bf16, fp8, int8
+    step_overhead_ms: float = 0.0  # of a step of our engine beside its kernels
+    format_shares: dict[str, float] = field(default_factory=dict)  # of the bandwidth, by weight format at batch 1
+    shares: tuple[float, float] | None = None  # of bandwidth and arithmetic; None: from the models above
 
     def device(self) -> Device:
         """This machine as a row of the catalog, for models that were not measured themselves."""
-        bare = self._bare_device()
-        return replace(bare, measured_shares=self._shares(bare))
+        bare = self._bare_gpu() if self.device_kind == "cuda" else self._bare_device()
+        return replace(bare, measured_shares=self.shares or self._shares(bare))
+
+    def _bare_gpu(self) -> Device:
+        """A GPU with the bandwidth and rates that were measured; it is planned for by its roofs."""
+        gib = 1 << 30
+        return Device(
+            name=NAME,
+            vendor="measured",
+            kind="gpu",
+            family="measured",
+            memory_gb=self.memory_bytes / 1e9,
+            usable_gib=self.memory_bytes / gib,
+            bandwidth_gb_s=self.bandwidth_gb_s,
+            tflops=dict(self.gpu_tflops),
+            source=f"tokenmill plan --calibrate on {self.gpu}",
+            source_date=self.date,
+            confidence="verified",
+        )
 
     def _shares(self, bare: Device) -> tuple[float, float] | None:
         """What our engine reached of the roofs, over the models that were measured: one sequence decoding reads the
@@ -77,7 +100,7 @@ class MachineCalibration:
             stored, cost = find_format(planned.stored_format), MeasuredCost(tuple(model.coefficients))
             reading = bytes_read_per_token(planned, stored) / (bare.bandwidth_gb_s * 1e6)
             flops = prefill_flops(planned.active_parameters, _PROBE_TOKENS)
-            rate = bare.rate("int8" if stored.bits < 16 else "fp32")
+            rate = bare.rate(stored.math) if bare.kind == "gpu" else bare.rate("int8" if stored.bits < 16 else "fp32")
             memory = reading / cost.step_ms((), (1, float(_PROBE_CONTEXT)))
             compute = flops / (rate * 1e9) / cost.step_ms(((_PROBE_TOKENS, 0),), (0, 0.0))
             found.append((memory, compute))
@@ -123,7 +146,8 @@ def load_calibration(path: Path | None = None) -> MachineCalibration | None:
         if data.pop("version") != _VERSION:
             return None
         models = {name: ModelCalibration(**row) for name, row in data.pop("models").items()}
-        return MachineCalibration(**data, models=models)
+        shares = data.pop("shares", None)
+        return MachineCalibration(**data, models=models, shares=tuple(shares) if shares else None)
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

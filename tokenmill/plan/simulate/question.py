@@ -130,7 +130,7 @@ def deployment_of(question: EngineQuestion, engines: int) -> tuple[Deployment, i
         tp,
         q.pp,
     )
-    default = default_limits(deployment.engine)
+    default = default_limits(deployment.engine, deployment.device.kind)
     tokens, sequences = q.batch_tokens or default.tokens, q.max_sequences or default.sequences
     return replace(deployment, batch_tokens=tokens, max_sequences=sequences), parts
 
