@@ -183,12 +183,19 @@ class TokenNames:
         self._vocab_size = tokenizer.vocab_size
         self._ids: dict[bytes, int | None] = {}
         self._texts: dict[str, int | None] = {}
+        single: dict[bytes, int] = {}  # tokens of one byte, such as a line break; a whole token of that text is meant
         for token_id in range(tokenizer.vocab_size):
             data = tokenizer.token_bytes(token_id)
-            if data and not _BYTE_PIECE.fullmatch(tokenizer.id_to_piece(token_id)):
+            if _BYTE_PIECE.fullmatch(tokenizer.id_to_piece(token_id)):
+                single[data] = token_id
+            elif data:
                 self._ids[data] = None if data in self._ids else token_id
                 text = data.decode("utf-8", "replace")
                 self._texts[text] = None if text in self._texts else token_id
+        for data, token_id in single.items():
+            self._ids.setdefault(data, token_id)
+            if data.isascii():
+                self._texts.setdefault(data.decode(), token_id)
 
     def find(self, name: str, data: bytes | None, token_id: int | None) -> int | None:
         if token_id is not None:

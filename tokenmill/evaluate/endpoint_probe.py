@@ -38,6 +38,8 @@ class ProbePlan:
     length: int = 96  # tokens of a passage
     answer_tokens: int = 16  # of the methods that generate
     samples: int = 8  # answers per passage, where there are no log-probabilities
+    temperature: float = 1.0  # of those; 0: they are greedy
+    positions: int = 640  # that are scored at most
 
     def __post_init__(self) -> None:
         if self.passages < 2 or self.length < 2 * _FIRST_SCORED:
@@ -219,9 +221,10 @@ class Prober:
 
     def _take_answers(self, probe: Probe, text: str) -> None:
         """Sampled answers: each is a passage whose last tokens were drawn by the endpoint."""
+        temperature = self._plan.temperature
         for number in range(self._plan.samples):
             seed = 1000 * len(probe.passages) + number
-            answer = self._ask(text, max_tokens=self._plan.answer_tokens, temperature=1.0, seed=seed)
+            answer = self._ask(text, max_tokens=self._plan.answer_tokens, temperature=temperature, seed=seed)
             prompt = self._counted(self._prompt_ids(text), answer.prompt_tokens)
             tokens = self._continuation(text, answer.text)
             probe.passages.append([*prompt, *tokens])

@@ -125,7 +125,7 @@ def probe_endpoint(
     plan = replace(plan, length=length)
     prober = Prober(client, tokenizer, load_chat_template(reference), plan)
     probe = prober.run(cut_passages(text, tokenizer, plan), method, on_progress)
-    probe.keep(max(64, MAX_ROW_BYTES // (4 * description.vocab_size)))
+    probe.keep(min(plan.positions, max(64, MAX_ROW_BYTES // (4 * description.vocab_size))))
     return probe
 
 

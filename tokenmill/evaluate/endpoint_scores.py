@@ -60,14 +60,14 @@ class PositionScorer:
             if self._probe.targets[number] >= 0:
                 targets[number] = float(logprobs[self._probe.targets[number]])
             if kept is not None:
-                kept[number] = logprobs.float()
+                kept[number] = logprobs
             else:
-                base = self._reference_rows[number].double()
-                divergence[number] = max(0.0, float((base.exp() * (base - logprobs)).sum()))
+                base = self._reference_rows[number]
+                divergence[number] = max(0.0, float(torch.dot(base.exp(), base - logprobs)))
         return Scores(Visible(self._starts, values), divergence, targets)
 
     def _rows(self, path: Path, config: EngineConfig) -> Iterator[tuple[int, Tensor]]:
-        """(row, its log-probabilities [V] float64)."""
+        """(row, its log-probabilities [V] float32)."""
         by_passage: dict[int, list[int]] = {}
         for number, (passage, _index) in enumerate(self._probe.rows):
             by_passage.setdefault(passage, []).append(number)
@@ -86,7 +86,7 @@ class PositionScorer:
                 ) -> None:
                     for offset, row in enumerate(logits):
                         if position + offset in wanted:
-                            found[wanted[position + offset]] = row.double().log_softmax(-1)
+                            found[wanted[position + offset]] = row.float().log_softmax(-1)
 
                 read_logits(llm.parts, [Passage(tokens[: max(wanted) + 1], min(wanted))], visit)
                 yield from sorted(found.items())
