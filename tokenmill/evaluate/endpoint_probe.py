@@ -92,14 +92,14 @@ class Prober:
         self._names = TokenNames(tokenizer)
         self._top = 0
         self._known = self._unknown = 0
+        self._has_completions: bool | None = None  # not asked yet
 
     def run(self, texts: Sequence[str], method: str = "", on_progress: Progress = lambda _done, _all: None) -> Probe:
         """With the best method there is, or the one named."""
-        chosen = self._find_method(texts[0]) if method in ("", PROMPT, GENERATED) else method
-        if method == GENERATED and chosen == PROMPT:
-            chosen = GENERATED
-        elif method and chosen != method:
-            raise UserError(f"{self._client.url} does not offer the method '{method}'", f"use --method {chosen}")
+        best = self._find_method(texts[0]) if method != ANSWERS else ANSWERS
+        if method and METHODS.index(method) < METHODS.index(best):
+            raise UserError(f"{self._client.url} does not offer the method '{method}'", f"use --method {best}")
+        chosen = method or best
         probe = Probe(chosen)
         take = {PROMPT: self._take_prompt, GENERATED: self._take_generated, ANSWERS: self._take_answers}[chosen]
         for number, text in enumerate(texts):
@@ -138,8 +138,6 @@ class Prober:
         if top is not None:
             fields |= {"logprobs": True, "top_logprobs": min(top, _MAX_CHAT_TOP)}
         return self._client.chat(text, **fields)[0]
-
-    _has_completions: bool | None = None
 
     def _chat_only(self) -> bool:
         if self._has_completions is None:

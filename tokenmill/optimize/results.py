@@ -169,6 +169,9 @@ class CandidateResult:
     latency: Latency | None = None  # under the arrivals of the traffic
     rounds: int = 0  # of halving that it was measured in
     dollars_per_million_output: float | None = None
+    engine_version: str = ""  # of a rival
+    command: str = ""  # that a rival or today's server was started with
+    quality_method: str = ""  # how a server's quality was measured: "prompt" | "generated" | "answers"
 
 
 @dataclass(slots=True)

@@ -21,7 +21,7 @@ from tokenmill.optimize.objectives import Objectives
 from tokenmill.optimize.replay import replay
 from tokenmill.optimize.results import FAILED, PASSED, SLOWER, CandidateResult
 from tokenmill.optimize.rivals.endpoint import UrlRival, is_url
-from tokenmill.optimize.rivals.measure import Say, measure_server, workload_of
+from tokenmill.optimize.rivals.measure import Say, Trial, measure_server, workload_of
 from tokenmill.optimize.rivals.process import RunningServer, free_port, is_listening
 from tokenmill.optimize.rivals.quality import EndpointJudge
 
@@ -115,7 +115,7 @@ def measure_today(
             ready_seconds=ready_seconds,
         )
     say(f"today: {today}")
-    measure_server(result, running, arrivals, objectives, judge, time_limit_s)
+    measure_server(result, running, Trial(arrivals, objectives, judge, time_limit_s))
     return result
 
 

@@ -7,7 +7,9 @@ by the job.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from tokenmill.errors import UserError, unknown_name
@@ -27,6 +29,16 @@ _CONTEXT_STEP = 256
 _CONCURRENCY = 8
 
 Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What every server goes through. Without a judge, quality is not measured."""
+
+    arrivals: Arrivals
+    objectives: Objectives
+    judge: EndpointJudge | None
+    time_limit_s: float
 
 
 def find_rivals(names: Sequence[str]) -> list[Rival]:
@@ -65,6 +77,7 @@ def measure_rivals(
 ) -> list[CandidateResult]:
     """`source` is the checkpoint that engines are given, `weights` its name in the report. Without a judge, quality is
     not measured. `logs`: folder that the servers' logs are kept in."""
+    trial = Trial(arrivals, objectives, judge, time_limit_s)
     wanted = workload or workload_of(arrivals)
     results = []
     for rival in find_rivals(names):
@@ -76,45 +89,55 @@ def measure_rivals(
             engine=rival.name,
         )
         results.append(result)
-        why_not = rival.missing() or rival.serves(source)
-        if why_not:
-            result.verdict, result.reason = FAILED, f"not installed: {why_not}" if rival.missing() else why_not
-            continue
-        say(f"{rival.name} ({rival.version()})")
-        log = logs / f"{rival.name.replace('/', '-')}.log" if logs else None
-        result.options["version"] = rival.version()
-        running = rival.start(source, wanted, log)
-        running.api_key = running.api_key or api_key
-        measure_server(result, running, arrivals, objectives, judge, time_limit_s, rival.dialect)
+        log = logs / f"{rival.name}.log" if logs else None
+        _measure_rival(result, rival, source, wanted, log, api_key, trial)
         say(f"{rival.name}: {result.verdict}{f', {result.reason}' if result.reason else ''}")
     return results
 
 
-def measure_server(
+def _measure_rival(
     result: CandidateResult,
-    running: RunningServer,
-    arrivals: Arrivals,
-    objectives: Objectives,
-    judge: EndpointJudge | None,
-    time_limit_s: float,
-    dialect: str = "",
+    rival: Rival,
+    source: Path,
+    workload: RivalWorkload,
+    log: Path | None,
+    api_key: str,
+    trial: Trial,
 ) -> None:
+    result.verdict = FAILED
+    if rival.missing():
+        result.reason = f"not installed: {rival.missing()}"
+        return
+    try:
+        result.reason = rival.serves(source)
+        if result.reason:
+            return
+        result.engine_version = rival.version()
+        running = rival.start(source, workload, log)
+    except Exception as error:  # whatever a rival does is its result
+        result.reason = _words(error)
+        return
+    running.api_key = running.api_key or api_key
+    measure_server(result, running, trial, rival.dialect)
+
+
+def measure_server(result: CandidateResult, running: RunningServer, trial: Trial, dialect: str = "") -> None:
     """Start, replay, judge, stop; the verdict goes into `result`."""
     try:
         with running as server:
-            result.options["command"] = " ".join(server.command)
+            result.command = shlex.join(server.command)
             result.latency = replay(
                 server.url,
-                arrivals,
-                objectives,
+                trial.arrivals,
+                trial.objectives,
                 model=server.model,
                 api_key=server.api_key,
-                time_limit_s=time_limit_s,
+                time_limit_s=trial.time_limit_s,
                 dialect=dialect,
             )
-            refusal = _judge(result, server, judge)
-    except (UserError, OSError) as error:
-        result.verdict, result.reason = FAILED, getattr(error, "problem", str(error))
+            refusal = _judge(result, server, trial.judge)
+    except Exception as error:  # recorded, never raised: the run goes on without it
+        result.verdict, result.reason = FAILED, _words(error)
         return
     if refusal:
         result.verdict, result.reason = HARMED, refusal
@@ -132,8 +155,12 @@ def _judge(result: CandidateResult, server: RunningServer, judge: EndpointJudge 
     except UserError as error:
         return f"its quality cannot be measured: {error.problem}"
     result.quality, result.checks = verdict.quality, verdict.checks
-    result.options["quality by"] = verdict.method
+    result.quality_method = verdict.method
     return verdict.refusal
+
+
+def _words(error: Exception) -> str:
+    return error.problem if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
 
 
 def workload_of(arrivals: Arrivals, concurrency: int = _CONCURRENCY) -> RivalWorkload:

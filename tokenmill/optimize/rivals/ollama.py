@@ -53,7 +53,7 @@ class OllamaRival(Rival):
                 if done.returncode:
                     raise UserError(f"`{line}` failed: {' '.join(done.stderr.split())[-200:]}", "see Ollama's log")
 
-        return _OllamaServer(
+        return RunningServer(
             launch.command,
             f"http://{LOCAL}:{port}",
             model=serving.name,
@@ -61,15 +61,5 @@ class OllamaRival(Rival):
             log=log,
             ready_seconds=workload.ready_seconds,
             prepare=prepare,
-            folder=folder,
+            on_stop=lambda: shutil.rmtree(folder, ignore_errors=True),
         )
-
-
-class _OllamaServer(RunningServer):
-    def __init__(self, *arguments: object, folder: Path, **options: object) -> None:
-        super().__init__(*arguments, **options)  # type: ignore[arg-type]
-        self._folder = folder
-
-    def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
-        shutil.rmtree(self._folder, ignore_errors=True)

@@ -57,8 +57,9 @@ class RunningServer:
         log: Path | None = None,
         ready_seconds: float = 300.0,
         prepare: Callable[[], None] | None = None,
+        on_stop: Callable[[], None] | None = None,
     ) -> None:
-        """`prepare` runs once the server listens, before a model is asked for."""
+        """`prepare` runs once the server listens, before a model is asked for; `on_stop` when it has ended."""
         self.url = url
         self.model = model
         self.command = tuple(command)
@@ -67,6 +68,7 @@ class RunningServer:
         self._log_path = log
         self._ready_seconds = ready_seconds
         self._prepare = prepare
+        self._on_stop = on_stop
         self._process: subprocess.Popen[bytes] | None = None
         self._log: IO[bytes] | None = None
 
@@ -157,6 +159,8 @@ class RunningServer:
         if self._log is not None:
             self._log.close()
             self._log = None
+        if self._on_stop is not None:
+            self._on_stop()
 
 
 def last_line(log: IO[bytes]) -> str:
