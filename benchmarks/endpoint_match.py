@@ -1,6 +1,6 @@
 """Does `tokenmill eval endpoint` know what is served? Six files of one model behind two servers, and what it says.
 
-    python benchmarks/endpoint_match.py [--model stories15m] [--all]
+    python benchmarks/endpoint_match.py [--model stories15m] [--files F16,Q4_0] [--all]
 
 Each file is served by `tokenmill serve` and by llama.cpp's server (as optimize/rivals starts it: llama-server,
 xllamacpp or llama-cpp-python) and matched against roundings of the model: the six, or with --all every known one and
@@ -34,6 +34,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="What `eval endpoint` says of six known files behind two servers.")
     parser.add_argument("--model", default="stories15m")
     parser.add_argument("--all", action="store_true", help="match against every known rounding and KV dtype")
+    parser.add_argument("--files", default=",".join(FILES), help="serve only these of the six")
     arguments = parser.parse_args()
     source = resolve(arguments.model).path
     files = RoundingFiles(source)
@@ -44,7 +45,7 @@ def main() -> None:
     engines = ["tokenmill", *(() if rival.missing() else (f"llama.cpp ({rival.version()})",))]
     print(f"{'file':8} {'engine':36} {'most like':18} {'sure':>7} {'method':10} {'KLD':>9} {'file KLD':>9}")
     right = total = 0
-    for name in FILES:
+    for name in arguments.files.split(","):
         for number, engine in enumerate(engines):
             path = files.find(name)
             server = rival.start(path, RivalWorkload(context, 1)) if number else LocalServer(path, EngineConfig())

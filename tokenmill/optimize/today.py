@@ -98,9 +98,12 @@ def measure_today(
     """`config`: of our engine, where nothing else serves it today. A command that cannot be read raises UserError; a
     server that does not start is recorded. What misses the objectives is still what is served today: `slower`."""
     result = CandidateResult(NAME, weights="stored", kv="default", batch_tokens=0, engine=_engine(today))
+    trial = Trial(arrivals, objectives, judge, time_limit_s)
     if not today:
         say("today: our engine on the stored file")
-        _measure_ours(result, source, config or EngineConfig(), arrivals, objectives, time_limit_s, ready_seconds, log)
+        _measure_ours(
+            result, LocalServer(source, config or EngineConfig(), log=log, ready_seconds=ready_seconds), trial
+        )
         return result
     if is_url(today):
         running = UrlRival(today, api_key).start(source, workload_of(arrivals))
@@ -115,26 +118,23 @@ def measure_today(
             ready_seconds=ready_seconds,
         )
     say(f"today: {today}")
-    measure_server(result, running, Trial(arrivals, objectives, judge, time_limit_s))
+    measure_server(result, running, trial)
     return result
 
 
-def _measure_ours(
-    result: CandidateResult,
-    source: Path,
-    config: EngineConfig,
-    arrivals: Arrivals,
-    objectives: Objectives,
-    time_limit_s: float,
-    ready_seconds: float,
-    log: Path | None,
-) -> None:
+def _measure_ours(result: CandidateResult, local: LocalServer, trial: Trial) -> None:
+    """The file that is served is the reference itself: its quality is not in question."""
     try:
-        with LocalServer(source, config, log=log, ready_seconds=ready_seconds) as server:
+        with local as server:
             result.kv = str(server.options.get("kv_cache_dtype", result.kv))
             result.batch_tokens = int(server.options.get("batch_tokens", 0))
             result.latency = replay(
-                server.url, arrivals, objectives, model=server.model, time_limit_s=time_limit_s, dialect="tokenmill"
+                server.url,
+                trial.arrivals,
+                trial.objectives,
+                model=server.model,
+                time_limit_s=trial.time_limit_s,
+                dialect="tokenmill",
             )
     except UserError as error:
         result.verdict, result.reason = FAILED, error.problem
