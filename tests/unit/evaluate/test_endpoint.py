@@ -85,7 +85,7 @@ def test_nothing_is_none(field: object) -> None:
 def test_token_strings_find_their_ids(vocabulary: Callable[[str], Path]) -> None:
     tokenizer = load_tokenizer(vocabulary("llama-spm"))
     names = TokenNames(tokenizer)
-    ids = tokenizer.encode(" once upon a time\n", add_special_tokens=False)
+    ids = tokenizer.encode("once upon a time\n", add_special_tokens=False)
     texts = [tokenizer.token_bytes(each).decode() for each in ids]
     assert [names.find(text, None, None) for text in texts] == ids  # the line break is a token of one byte
     assert names.find("", None, 3) == 3
