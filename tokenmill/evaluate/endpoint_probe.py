@@ -26,6 +26,7 @@ _FIRST_SCORED = 8  # the first tokens of a text are nearly as uncertain as the v
 _MIN_VISIBLE = 2
 _MAX_UNKNOWN = 0.2  # share of token strings that may be foreign to the reference's vocabulary
 _MIN_ALIGNED = 0.9  # share of a prompt's tokens that must come back as sent
+_MIN_NAMED = 0.5  # share of its tokens whose strings must tell which they are, to judge by them
 _TOP_CHOICES = (20, 5, 1)  # alternatives per token to ask for: limits differ
 _MAX_CHAT_TOP = 20
 
@@ -167,19 +168,26 @@ class Prober:
     def _aligned(self, ids: list[int], scores: Sequence[TokenScores | None]) -> int:
         """How many of our first tokens the endpoint leaves out: 0, or 1 where it hides BOS."""
         offsets = (0, 1) if ids[0] == self._tokenizer.bos_id else (0,)
-        shares = [self._agreement(ids[offset:], scores) for offset in offsets]
-        if max(shares) < _MIN_ALIGNED:
-            raise self._other_tokenizer("the same text becomes other tokens there")
-        return shares.index(max(shares))
+        found = {offset: self._agreement(ids[offset:], scores) for offset in offsets}
+        best = max(offsets, key=lambda offset: found[offset][0])
+        agreed, known = found[best]
+        if known >= _MIN_NAMED * len(ids):
+            if agreed >= _MIN_ALIGNED * known:
+                return best
+        else:  # tokens of single bytes, as in scripts that the vocabulary lacks: their strings say nothing
+            for offset in offsets:
+                if len(scores) - (len(ids) - offset) in (0, 1):  # with or without the generated token
+                    return offset
+        raise self._other_tokenizer("the same text becomes other tokens there")
 
-    def _agreement(self, ids: Sequence[int], scores: Sequence[TokenScores | None]) -> float:
-        known = [
-            found == token_id
-            for token_id, score in zip(ids, scores, strict=False)
-            if score is not None
-            and (found := self._names.find(score.token, score.token_bytes, score.token_id)) is not None
-        ]
-        return sum(known) / len(known) if len(known) >= len(ids) // 2 else 0.0
+    def _agreement(self, ids: Sequence[int], scores: Sequence[TokenScores | None]) -> tuple[int, int]:
+        """(tokens that came back as sent, tokens whose strings are of one token only)."""
+        agreed = known = 0
+        for token_id, score in zip(ids, scores, strict=False):
+            found = None if score is None else self._names.find(score.token, score.token_bytes, score.token_id)
+            known += found is not None
+            agreed += found == token_id
+        return agreed, known
 
     def _take_generated(self, probe: Probe, text: str) -> None:
         answer = self._ask(text, max_tokens=self._plan.answer_tokens, temperature=0, logprobs=self._top)

@@ -83,7 +83,7 @@ def test_nothing_is_none(field: object) -> None:
 
 
 def test_token_strings_find_their_ids(vocabulary: Callable[[str], Path]) -> None:
-    tokenizer = load_tokenizer(vocabulary("llama-spm"))
+    tokenizer = load_tokenizer(vocabulary("phi-3"))
     names = TokenNames(tokenizer)
     ids = tokenizer.encode("once upon a time\n", add_special_tokens=False)
     texts = [tokenizer.token_bytes(each).decode() for each in ids]
@@ -133,7 +133,7 @@ def test_another_tokenizer_is_recognised_by_its_token_strings(vocabulary: Callab
         return 200, {"choices": [{"text": "", "logprobs": scores}]}
 
     with _server(answer) as url:
-        prober, texts = _prober(url, vocabulary("llama-spm"))
+        prober, texts = _prober(url, vocabulary("phi-3"))
         with pytest.raises(UserError, match="another tokenizer") as caught:
             prober.run(texts)
         assert "--reference" in caught.value.remedy
@@ -148,7 +148,7 @@ def test_another_tokenizer_is_recognised_by_its_token_counts(vocabulary: Callabl
         return 200, {"choices": [{"text": " dog", "logprobs": {"content": [entry]}}], "usage": {"prompt_tokens": 3}}
 
     with _server(answer) as url:
-        prober, texts = _prober(url, vocabulary("llama-spm"))
+        prober, texts = _prober(url, vocabulary("phi-3"))
         with pytest.raises(UserError, match="a prompt has 3 tokens there"):
             prober.run(texts)
 
@@ -165,7 +165,7 @@ def test_without_log_probabilities_answers_are_sampled(vocabulary: Callable[[str
         return 200, {"choices": [{"text": " and then they played all day"}]}
 
     with _server(answer) as url:
-        prober, texts = _prober(url, vocabulary("llama-spm"))
+        prober, texts = _prober(url, vocabulary("phi-3"))
         probe = prober.run(texts)
     assert probe.method == "answers"
     assert len(probe.passages) == len(texts) * 2
@@ -173,6 +173,6 @@ def test_without_log_probabilities_answers_are_sampled(vocabulary: Callable[[str
     sampled = [body for body in asked if body["temperature"]]
     assert len({body["seed"] for body in sampled}) == len(sampled) == 4
     with _server(answer) as url:
-        prober, texts = _prober(url, vocabulary("llama-spm"))
+        prober, texts = _prober(url, vocabulary("phi-3"))
         with pytest.raises(UserError, match="does not offer the method 'prompt'"):
             prober.run(texts, "prompt")
