@@ -176,3 +176,25 @@ def test_without_log_probabilities_answers_are_sampled(vocabulary: Callable[[str
         prober, texts = _prober(url, vocabulary("phi-3"))
         with pytest.raises(UserError, match="does not offer the method 'prompt'"):
             prober.run(texts, "prompt")
+
+
+def test_a_text_of_byte_tokens_is_no_other_tokenizer(vocabulary: Callable[[str], Path]) -> None:
+    """Characters that the vocabulary lacks come back as broken strings: their number is all that can be compared."""
+    tokenizer = load_tokenizer(vocabulary("phi-3"))
+
+    def answer(path: str, body: dict[str, object]) -> tuple[int, object]:
+        if path == "/v1/models":
+            return 200, _MODELS
+        tokens = [
+            tokenizer.token_bytes(each).decode("utf-8", "replace") for each in tokenizer.encode(str(body["prompt"]))
+        ]
+        top = [None, *[{" the": -1.0, " a": -2.0}] * (len(tokens) - 1)]
+        scores = {"tokens": tokens, "token_logprobs": [None, *[-3.0] * (len(tokens) - 1)], "top_logprobs": top}
+        return 200, {"choices": [{"text": "", "logprobs": scores}]}
+
+    with _server(answer) as url:
+        prober, _ = _prober(url, vocabulary("phi-3"))
+        probe = prober.run(["\ua66e\u2c00" * 8] * 2)
+    assert probe.method == "prompt"
+    assert len(probe.rows) > 20
+    assert all(target in ids for target, ids in zip(probe.targets, probe.ids, strict=True))
