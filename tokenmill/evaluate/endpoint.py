@@ -200,7 +200,9 @@ class TokenNames:
     def find(self, name: str, data: bytes | None, token_id: int | None) -> int | None:
         if token_id is not None:
             return token_id if 0 <= token_id < self._vocab_size else None
-        return self._ids.get(data) if data else self._texts.get(name)
+        if data:
+            return self._ids.get(data)
+        return None if "\ufffd" in name else self._texts.get(name)  # a broken character may be of any token
 
     def knows(self, name: str) -> bool:
         """Whether a whole token has this text, even if several do. Broken characters and empty strings say nothing."""

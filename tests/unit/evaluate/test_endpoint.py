@@ -92,6 +92,7 @@ def test_token_strings_find_their_ids(vocabulary: Callable[[str], Path]) -> None
     assert names.find("", None, tokenizer.vocab_size) is None
     assert not names.knows("a string of no token")
     assert names.knows("\ufffd")
+    assert names.find("\ufffd", None, None) is None  # the vocabulary has that character, but it also stands for parts
 
 
 def test_an_unreachable_url_is_one_line_with_the_remedy() -> None:
