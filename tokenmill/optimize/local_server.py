@@ -28,7 +28,7 @@ _STOP_SECONDS = 10.0  # for the server and its engine to end after SIGTERM
 _TAIL_BYTES = 2000
 # Runs the command in its own process group and kills the group once standard input closes, that is, when whoever
 # started it has ended or closed it.
-_GUARD = """
+GUARD = """
 import os, signal, subprocess, sys, threading
 child = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)
 signal.signal(signal.SIGTERM, lambda *_: child.terminate())
@@ -73,7 +73,7 @@ class LocalServer:
     def __enter__(self) -> Self:
         self._log = self._log_path.open("ab+") if self._log_path else tempfile.TemporaryFile()
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _GUARD, *self._command],
+            [sys.executable, "-c", GUARD, *self._command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,

@@ -175,6 +175,9 @@ class CandidateResult:
     goodput_range: tuple[float, float] | None = None  # of that goodput: how well the highest rate is known
     rounds: int = 0  # of halving that it was measured in
     dollars_per_million_output: float | None = None
+    engine_version: str = ""  # of a rival
+    command: str = ""  # that a rival or today's server was started with
+    quality_method: str = ""  # how a server's quality was measured: "prompt" | "generated" | "answers"
 
     @property
     def goodput_tok_s(self) -> float | None:
