@@ -1,6 +1,6 @@
 """The workload as requests: synthetic lengths, a file of prompts, or a trace; the same for every contender of a run.
 
-Owns where requests come from; measure.py owns what is measured with them. Called by the loop.
+Owns where requests come from; the laboratory owns what is measured with them. Called by the loop.
 """
 
 from __future__ import annotations
