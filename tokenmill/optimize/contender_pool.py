@@ -14,7 +14,6 @@ from typing import TypeVar
 
 from tokenmill.bench.prompts import SyntheticRequest
 from tokenmill.config import EngineConfig
-from tokenmill.errors import UserError
 from tokenmill.hardware.machine import available_memory
 from tokenmill.optimize.contender import Contender, ContenderError
 from tokenmill.optimize.contender_messages import AskMemory, Command, Done, Load, Loaded, Memory, Unload, WarmUp
@@ -25,7 +24,7 @@ _MEMORY_SHARE = 0.95  # of the free memory that one child may take
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ResourceLimits:
     """What one candidate may cost. Seconds per command; `memory_bytes`: of one child, 0: what is free."""
 
     load_seconds: float = 180.0
@@ -36,7 +35,7 @@ class Limits:
     memory_bytes: int = 0
 
     @classmethod
-    def within(cls, seconds: float) -> Limits:
+    def within(cls, seconds: float) -> ResourceLimits:
         """For a run of `seconds`: no command may take more than a third of it, however it hangs."""
         command, judgement = max(60.0, seconds / 4), max(120.0, seconds / 3)
         return cls(command, command, judgement, max(600.0, seconds), judgement)
@@ -52,7 +51,7 @@ class Place:
 
 
 class ContenderPool:
-    def __init__(self, log: Path, device: str, limits: Limits) -> None:
+    def __init__(self, log: Path, device: str, limits: ResourceLimits) -> None:
         self.limits = limits
         self.is_crowded = False  # an engine had to go for another one
         self._log = log
@@ -73,11 +72,12 @@ class ContenderPool:
         if self._device == "cuda":
             place = self.idle()
             device_bytes = self._room_on_device(place, needed)
-            config = config.fill("GPU memory beside other contenders", memory=max(1, device_bytes - needed))
+            if config.gpu_memory_utilization is None:
+                config = config.fill("GPU memory beside other contenders", memory=max(1, device_bytes - needed))
         else:
             place = self.idle(needed)
             if needed > (free := available_memory()):
-                raise UserError(
+                raise ContenderError(
                     f"out of memory: it needs about {needed >> 20:,} MiB, {free >> 20:,} MiB are free",
                     "free some memory",
                 )

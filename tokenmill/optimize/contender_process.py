@@ -137,6 +137,8 @@ class Workbench:
             self.llm.close()
         self.llm = None
         free_memory()
+        if torch.cuda.is_initialized():
+            torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 def measure_memory(device: str) -> Memory:

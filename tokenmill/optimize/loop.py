@@ -18,7 +18,7 @@ from tokenmill.optimize.artefacts import ArtefactCache, NotEnoughTimeError
 from tokenmill.optimize.baseline import choose_baseline
 from tokenmill.optimize.candidates import Candidate, batch_choices, parse_weights, ready_drafters
 from tokenmill.optimize.contender import ContenderError
-from tokenmill.optimize.contender_pool import Limits
+from tokenmill.optimize.contender_pool import ResourceLimits
 from tokenmill.optimize.evidence import choose, compare_speed, survivors
 from tokenmill.optimize.machine_laboratory import MachineLaboratory
 from tokenmill.optimize.predict import Predictor, cannot_win, rank_candidates
@@ -82,8 +82,8 @@ class Search:
 
     def __post_init__(self) -> None:
         effort = self.effort
-        plan = QualityPlan(self.text, effort.context, effort.short_windows, effort.windows, self.limit)
-        limits = Limits.within(effort.seconds)
+        plan = QualityPlan(self.text, effort.context, effort.short_windows, effort.windows, self.limit, None)
+        limits = ResourceLimits.within(effort.seconds)
         self.table = MachineLaboratory(self.store, self.traffic, self.engine, self.artefacts, plan, limits)
 
     @property

@@ -23,7 +23,7 @@ from tokenmill.optimize.artefacts import TRAINED_HEADS, ArtefactCache, NotEnough
 from tokenmill.optimize.candidates import WeightChoice, parse_weights
 from tokenmill.optimize.contender import ContenderError, NoAnswerError
 from tokenmill.optimize.contender_messages import Built, Command, Judge, RunRequests
-from tokenmill.optimize.contender_pool import LOAD_FACTOR, ContenderPool, Limits, Place
+from tokenmill.optimize.contender_pool import LOAD_FACTOR, ContenderPool, Place, ResourceLimits
 from tokenmill.optimize.quality import QualityPlan
 from tokenmill.optimize.records import from_plain, to_plain
 from tokenmill.optimize.results import Artefact, CandidateResult, Latency, Proof, Quality, Run
@@ -53,7 +53,7 @@ class MachineLaboratory:
         engine: EngineConfig,
         artefacts: ArtefactCache,
         quality: QualityPlan,
-        limits: Limits | None = None,
+        limits: ResourceLimits | None = None,
         arrivals: Arrivals | None = None,
         objectives: Objectives | None = None,
     ) -> None:
@@ -66,17 +66,17 @@ class MachineLaboratory:
         self.arrivals = arrivals
         self.objectives = objectives
         self.default_kv = DEVICE_DEFAULTS[self.device].kv_cache_dtype
-        self._pool = ContenderPool(store.folder / _LOG, self.device, limits or Limits())
+        self._pool = ContenderPool(store.folder / _LOG, self.device, limits or ResourceLimits())
         machine = detect_machine()
         where = machine.gpus[0] if self.device == "cuda" and machine.gpus else machine.cpu
         self._origin = f"{__version__} on {self.device} {where}, {machine.cores} cores"
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> ResourceLimits:
         return self._pool.limits
 
     @limits.setter
-    def limits(self, limits: Limits) -> None:
+    def limits(self, limits: ResourceLimits) -> None:
         self._pool.limits = limits
 
     # --- artefacts ---

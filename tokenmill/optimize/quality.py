@@ -32,7 +32,7 @@ class QualityPlan:
     short_windows: int
     windows: int
     limit: float
-    max_kld: float | None = None
+    max_kld: float | None
     tasks: tuple[Path, ...] = ()
     max_task_loss: float = 0.02
     long_contexts: tuple[int, ...] = ()

@@ -1,8 +1,8 @@
 """The results of a run so far, on disk: a killed or repeated command continues where it stopped.
 
 One JSON file in the output directory, replaced as a whole after every measurement, tied to the question by a hash. The
-candidate being tried is marked, so that one during which the process was killed twice is not tried again. Knows nothing
-of what it holds. Called by the laboratory and the loop.
+candidate being tried is marked, so that a killed process is seen by the next one. Knows nothing of what it holds.
+Called by the laboratory and the loop.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from tokenmill.checkpoint.sources.cache import write_json
 from tokenmill.errors import UserError
 
 _FILE = "measurements.json"
-_MAX_KILLS = 2  # once is the user's doing, or the machine's
 
 
 def question_key(question: Mapping[str, Any]) -> str:
@@ -28,11 +27,10 @@ def question_key(question: Mapping[str, Any]) -> str:
 class Store:
     def __init__(self, folder: Path, key: str, restart: bool = False) -> None:
         self._file = folder / _FILE
-        self._content: dict[str, Any] = {"key": key, "attempt": None, "kills": {}, "found": {}}
+        self._content: dict[str, Any] = {"key": key, "attempt": None, "found": {}}
         folder.mkdir(parents=True, exist_ok=True)
         if self._file.is_file() and not restart:
             self._content = self._read(key)
-            self._count_kill()
 
     @property
     def folder(self) -> Path:
@@ -41,7 +39,7 @@ class Store:
     def _read(self, key: str) -> dict[str, Any]:
         try:
             content: dict[str, Any] = json.loads(self._file.read_text(encoding="utf-8"))
-            same = content["key"] == key and isinstance(content["found"], dict) and isinstance(content["kills"], dict)
+            same = content["key"] == key and isinstance(content["found"], dict)
         except (OSError, ValueError, KeyError, TypeError):
             raise UserError(f"{self._file} is damaged", "give --restart, or another --out") from None
         if not same:
@@ -61,9 +59,9 @@ class Store:
 
     @property
     def interrupted_attempt(self) -> str | None:
-        """The candidate that earlier processes were trying when they were killed, each time."""
-        name = self._content["attempt"]
-        return name if name is not None and self._content["kills"].get(name, 0) >= _MAX_KILLS else None
+        """The candidate that an earlier process was trying when it was killed."""
+        attempt: str | None = self._content["attempt"]
+        return attempt
 
     @contextmanager
     def attempt(self, name: str) -> Iterator[None]:
@@ -76,12 +74,6 @@ class Store:
 
     def forget_attempt(self) -> None:
         self._mark(None)
-
-    def _count_kill(self) -> None:
-        """A mark that is still there: the process that made it did not end by itself."""
-        name = self._content["attempt"]
-        if name is not None:
-            self._content["kills"][name] = self._content["kills"].get(name, 0) + 1
 
     def _mark(self, name: str | None) -> None:
         self._content["attempt"] = name

@@ -24,7 +24,7 @@ from tokenmill.optimize.artefacts import ArtefactCache, BuildTimes, NotEnoughTim
 from tokenmill.optimize.candidates import parse_weights
 from tokenmill.optimize.contender import ContenderError
 from tokenmill.optimize.contender_messages import Built
-from tokenmill.optimize.contender_pool import Limits
+from tokenmill.optimize.contender_pool import ResourceLimits
 from tokenmill.optimize.machine_laboratory import MachineLaboratory
 from tokenmill.optimize.quality import QualityPlan
 from tokenmill.optimize.results import CandidateResult, Latency, Percentiles
@@ -33,7 +33,7 @@ from tokenmill.optimize.traffic import Traffic
 
 _HERE = "tests.unit.optimize.faulty_stores"
 _FAULTY = ("Crashing", "Hanging", "Hungry", "Refusing")
-_LIMITS = Limits(600.0, 600.0, 600.0, 600.0)
+_LIMITS = ResourceLimits(600.0, 600.0, 600.0, 600.0)
 _TEXT = "Once upon a time, there was a little girl named Lily. She loved to play outside in the park. " * 40
 
 BASELINE = CandidateResult("baseline", "stored", "float32", 256)
@@ -63,8 +63,8 @@ def make_lab(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     def make(folder: Path, **changes: Any) -> MachineLaboratory:
         vocabulary = checkpoint.description.vocab_size
         traffic = Traffic(lambda count, run: random_requests(vocabulary, count, 16, 4, seed=run), 20, 16, 4, "short")
-        engine = EngineConfig(context=20, concurrency=2, batch_tokens=256, threads=1, device="cpu")
-        plan = QualityPlan(_TEXT, 64, 1, 2, 0.5)
+        engine = EngineConfig(context=20, concurrency=2, batch_tokens=256, threads=2, device="cpu")
+        plan = QualityPlan(_TEXT, 64, 1, 2, 0.5, 0.5, generation=False)
         cache = ArtefactCache(model, checkpoint, "stories15m", 1)
         lab = MachineLaboratory(Store(folder, "k"), traffic, engine, cache, plan, _LIMITS, **changes)
         made.append(lab)
@@ -100,7 +100,7 @@ def _pids(lab: MachineLaboratory) -> dict[str, int]:
     ],
 )
 def test_a_candidate_that_fails_is_named_and_the_others_go_on(
-    lab: MachineLaboratory, kv: str, limits: Limits, reason: str
+    lab: MachineLaboratory, kv: str, limits: ResourceLimits, reason: str
 ) -> None:
     lab.pair(f"before {kv}", BASELINE, HALF)
     before = _pids(lab)

@@ -37,7 +37,7 @@ def test_nested_records_come_back_as_they_were() -> None:
 
 def test_commands_and_answers_are_one_line_each() -> None:
     config = EngineConfig(context=20).fill("of the test", batch_tokens=64)
-    plan = QualityPlan("text\nof two lines", 64, 1, 2, 0.5, tasks=(Path("a.jsonl"),))
+    plan = QualityPlan("text\nof two lines", 64, 1, 2, 0.5, None, tasks=(Path("a.jsonl"),))
     command = Judge(plan, Path("base"), config, Path("model"), EngineConfig(), True)
     line = encode_command(command, 5.0)
     assert line.count(b"\n") == 1
