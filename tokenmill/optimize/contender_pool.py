@@ -117,6 +117,10 @@ class ContenderPool:
             if place.name == name:
                 self._release(place)
 
+    def release_all(self) -> None:
+        for place in self._loaded():
+            self._release(place)
+
     def close(self) -> None:
         for place in self._places:
             place.contender.close()

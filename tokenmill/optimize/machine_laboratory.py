@@ -169,7 +169,7 @@ class MachineLaboratory:
                 return self._pool.ask(place, RunRequests(requests), Run, seconds, "running requests")
             except ContenderError as error:
                 error.candidate = result.name
-                if is_last:
+                if is_last or isinstance(error, NoAnswerError):
                     raise
         raise AssertionError("not reached")
 
@@ -217,9 +217,8 @@ class MachineLaboratory:
         else:
             contents = [hashlib.sha256(path.read_bytes()).hexdigest() for path in plan.tasks]
             decisive = [to_plain(replace(plan, tasks=())), contents]
-        digest = hashlib.sha256(json.dumps(decisive).encode()).hexdigest()[:12]
         without_drafter = replace(result, speculate="off")
-        return f"{engine_name(without_drafter)} against {engine_name(baseline)} by {digest}"
+        return f"{engine_name(without_drafter)} against {engine_name(baseline)} by {_digest(decisive)}"
 
     # --- latency ---
 
@@ -231,7 +230,7 @@ class MachineLaboratory:
         if record is None:
             from tokenmill.optimize.replay import LocalServer, replay
 
-            self.close()  # nothing else may take memory or processor time
+            self._pool.release_all()
             path, config = self._path(result), self.config(result)
             log = self.store.folder / "servers.log"
             with LocalServer(path, config, log=log, ready_seconds=self.limits.load_seconds) as server:
