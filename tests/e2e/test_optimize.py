@@ -108,9 +108,9 @@ def test_a_second_run_measures_nothing_and_chooses_the_same(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from tokenmill.optimize import bench_table
+    from tokenmill.optimize import contender_pool
 
-    monkeypatch.setattr(bench_table, "Contender", None)  # loading an engine to be timed would fail
+    monkeypatch.setattr(contender_pool, "Contender", None)  # loading an engine to be timed would fail
     before = _results(finished)
     names = ["--candidates", "Q8_0,nf4", "--kv-cache-dtypes", "float32,float16,broken"]
     assert main(_command(model, folder, "out", *names)) == 0

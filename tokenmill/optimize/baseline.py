@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tokenmill.errors import UserError
-from tokenmill.optimize.bench_table import BenchTable
 from tokenmill.optimize.candidates import Candidate, batch_choices, parse_weights, unquantized_kv, unquantized_weights
 from tokenmill.optimize.evidence import compare_speed
+from tokenmill.optimize.machine_laboratory import MachineLaboratory
 from tokenmill.optimize.results import FAILED, PASSED, SLOWER, CandidateResult
 
 
 def choose_baseline(
-    table: BenchTable, say: Callable[[str, float], None]
+    table: MachineLaboratory, say: Callable[[str, float], None]
 ) -> tuple[CandidateResult, list[CandidateResult]]:
     """(the fastest, all that were measured)."""
     tokens = table.engine.decided("batch_tokens")
@@ -48,7 +48,7 @@ def choose_baseline(
     for result in tried:
         if result.verdict != FAILED:
             result.verdict = PASSED if result is leader else SLOWER
-    leader.artefact = table.artefact(leader.weights, float("inf"))
+    leader.artefact = table.build(leader, float("inf"))
     _free_losers(table, leader)
     return leader, tried
 
@@ -58,12 +58,8 @@ def _plain_first() -> list[str]:
     return sorted(unquantized_weights(), key=lambda name: (name != "F16", name))
 
 
-def _faster(table: BenchTable, leader: CandidateResult, other: CandidateResult) -> CandidateResult:
-    kind = f"against {leader.name}"
-    if table.store.recall(kind, other.name) is None:
-        for each in (leader, other):
-            each.artefact = table.artefact(each.weights, float("inf"))
-    base, runs = table.pair(kind, leader, other)
+def _faster(table: MachineLaboratory, leader: CandidateResult, other: CandidateResult) -> CandidateResult:
+    base, runs = table.pair("baseline", leader, other)
     other.speed = compare_speed(base, runs)
     if leader.speed is None:
         leader.speed = compare_speed(base, base)
@@ -71,7 +67,7 @@ def _faster(table: BenchTable, leader: CandidateResult, other: CandidateResult) 
     return other if other.speed.cost_ratio < 1 else leader
 
 
-def _free_losers(table: BenchTable, leader: CandidateResult) -> None:
+def _free_losers(table: MachineLaboratory, leader: CandidateResult) -> None:
     """Delete the float copies that were not chosen: they are as large as the model."""
     for name in unquantized_weights():
         choice = parse_weights(name)

@@ -95,7 +95,7 @@ def optimize(job: OptimizeJob, say: Say) -> Outcome:
     traffic = build_traffic(
         job.traffic, description.vocab_size, load_tokenizer(source), job.engine.context or description.context_length
     )
-    artefacts = ArtefactCache(source, checkpoint, job.model, job.engine.threads or 0)
+    artefacts = ArtefactCache(source, checkpoint, job.model, job.engine.threads or 0, job.engine.device or "cpu")
     quantized = _is_quantized(artefacts)
     weights = chosen_names(job.candidates, registered_weights(quantized), "weights")
     kv = chosen_names(job.kv, list(KV_STORES), "KV cache dtype") if job.kv else list(EVERYDAY_STORES)

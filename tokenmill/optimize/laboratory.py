@@ -1,7 +1,8 @@
 """What the loop asks of the machine: build, time, check, prove and replay a candidate. The loop decides, this measures.
 
-One implementation measures engines (bench_table.py); tests give the loop one with known costs and losses. Whatever a
-measurement raises is recorded as the candidate's failure. Knows nothing of rounds, limits of time or choices.
+One implementation measures engines (machine_laboratory.py); tests give the loop one with known costs and losses.
+Whatever a measurement raises is recorded as the candidate's failure. Knows nothing of rounds, limits of time or
+choices.
 """
 
 from __future__ import annotations

@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 
 from tokenmill.config import EngineConfig
 from tokenmill.errors import UserError
 from tokenmill.optimize.artefacts import ArtefactCache, NotEnoughTimeError
 from tokenmill.optimize.baseline import choose_baseline
-from tokenmill.optimize.bench_table import BenchTable
 from tokenmill.optimize.candidates import Candidate, batch_choices, parse_weights, ready_drafters
+from tokenmill.optimize.contender import ContenderError
+from tokenmill.optimize.contender_pool import ResourceLimits
 from tokenmill.optimize.evidence import choose, compare_speed, survivors
-from tokenmill.optimize.measure import QualityText, as_quality, refusal, short_text_refusal
+from tokenmill.optimize.machine_laboratory import MachineLaboratory
 from tokenmill.optimize.predict import Predictor, cannot_win, rank_candidates
+from tokenmill.optimize.quality import QualityPlan, short_text_refusal
 from tokenmill.optimize.results import (
     CHOSEN,
     FAILED,
@@ -31,7 +33,6 @@ from tokenmill.optimize.results import (
     UNLIKELY,
     CandidateResult,
     Prediction,
-    Quality,
     Run,
 )
 from tokenmill.optimize.store import Store
@@ -77,10 +78,13 @@ class Search:
     chosen: str = ""
     tied: list[str] = field(default_factory=list)
     out_of_time: bool = False
-    table: BenchTable = field(init=False)
+    table: MachineLaboratory = field(init=False)
 
     def __post_init__(self) -> None:
-        self.table = BenchTable(self.store, self.traffic, self.engine, self.artefacts)
+        effort = self.effort
+        plan = QualityPlan(self.text, effort.context, effort.short_windows, effort.windows, self.limit, None)
+        limits = ResourceLimits.within(effort.seconds)
+        self.table = MachineLaboratory(self.store, self.traffic, self.engine, self.artefacts, plan, limits)
 
     @property
     def used(self) -> float:
@@ -156,7 +160,7 @@ class Search:
                 result.verdict = SLOWER
                 result.reason = f"dropped after one round: {len(passed)} cheaper ones kept their quality"
                 continue
-            if passed and self.used > _PROOF_SHARE and self._quality_known(result) is None:
+            if passed and self.used > _PROOF_SHARE and not self.table.has_proof(self._baseline, result):
                 result.reason, self.out_of_time = "no time was left to prove its quality", True
                 continue
             self.say(f"proving {name}", 0.55 + 0.2 * len(passed) / _FINALISTS)
@@ -196,6 +200,20 @@ class Search:
         return better[:1]
 
     def _final(self, finalists: list[CandidateResult]) -> None:
+        """A finalist that fails is recorded and left out; the others start again."""
+        while finalists:
+            try:
+                return self._run_final(finalists)
+            except ContenderError as error:
+                failed = next((each for each in finalists if each.name == error.candidate), None)
+                if failed is None:
+                    raise
+                failed.verdict, failed.reason = FAILED, _explained(error)
+                self.store.remember("failed", failed.name, failed.reason)
+                finalists = [each for each in finalists if each is not failed]
+        return None
+
+    def _run_final(self, finalists: list[CandidateResult]) -> None:
         assert self.baseline is not None
         by_name = {each.name: each for each in finalists}
         everyone = [self.baseline, *finalists]
@@ -259,7 +277,7 @@ class Search:
 
     def _first_look(self, result: CandidateResult) -> bool:
         left = self.effort.seconds * max(0.0, _FIRST_ROUND_SHARE - self.used)
-        result.artefact = self.table.artefact(result.weights, left)
+        result.artefact = self.table.build(result, left)
         if not self._short_check(result):
             return False
         self._time(result, "first")
@@ -267,37 +285,18 @@ class Search:
         return True
 
     def _known(self, result: CandidateResult) -> bool:
-        return bool(self.store.recall("failed", result.name) or self.store.recall("short", result.name))
-
-    def _quality_known(self, result: CandidateResult) -> Quality | None:
-        record = self.store.recall("quality", result.name)
-        return Quality(**record["quality"]) if record else None
+        return bool(self.store.recall("failed", result.name)) or self.table.has_check(self._baseline, result)
 
     def _short_check(self, result: CandidateResult) -> bool:
-        record = self.store.recall("short", result.name)
-        if record is None:
-            text = QualityText(self.text, self.effort.context, self.effort.short_windows)
-            record = asdict(as_quality(self.table.compare_text(text, self._baseline, result)))
-            self.store.remember("short", result.name, record)
-        result.divergence = Quality(**record)
+        result.divergence = self.table.check(self._baseline, result)
         result.reason = short_text_refusal(result.divergence, self.limit)
         if result.reason:
             result.verdict = HARMED
         return not result.reason
 
     def _prove(self, result: CandidateResult) -> bool:
-        record = self.store.recall("quality", result.name)
-        if record is None or record["limit"] != self.limit:
-            text = QualityText(self.text, self.effort.context, self.effort.windows)
-            report = self.table.compare_text(text, self._baseline, result)
-            record = {
-                "quality": asdict(as_quality(report)),
-                "limit": self.limit,
-                "refusal": refusal(report, self.limit),
-            }
-            self.store.remember("quality", result.name, record)
-        result.quality = Quality(**record["quality"])
-        result.reason = record["refusal"]
+        proof = self.table.prove(self._baseline, result)
+        result.quality, result.reason = proof.quality, "; ".join(proof.refusals)
         result.verdict = HARMED if result.reason else PASSED
         return not result.reason
 

@@ -2,8 +2,8 @@
 contender of a run.
 
 `build_traffic` makes requests for the engine itself, `build_arrivals` the same requests with their times, for replays
-through the serving path. Owns where requests come from; measure.py and replay.py own what is measured with them. Called
-by the loop.
+through the serving path. Owns where requests come from; the laboratory and replay.py own what is measured with them.
+Called by the job.
 """
 
 from __future__ import annotations
