@@ -1,7 +1,7 @@
-"""Runs the measurements: builds artefacts, loads engines when a measurement needs them, stores every result.
+"""The laboratory of this process: builds artefacts, loads engines when a measurement needs them, stores timed runs.
 
-A measurement that is in the store is not repeated, and nothing is loaded for it. At most the contenders of one cycle
-are in memory. Called by the loop and by baseline.py.
+A run that is in the store is not repeated, and nothing is loaded for it. At most the contenders of one cycle are in
+memory. Called by the loop through `Laboratory`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,14 @@ from pathlib import Path
 
 from tokenmill.bench.prompts import SyntheticRequest
 from tokenmill.config import EngineConfig
+from tokenmill.errors import UserError
 from tokenmill.evaluate.divergence import DivergenceReport
 from tokenmill.optimize.artefacts import ArtefactCache
-from tokenmill.optimize.candidates import Candidate, parse_weights
-from tokenmill.optimize.measure import Contender, QualityText, take_turns
-from tokenmill.optimize.results import Artefact, CandidateResult, Run
+from tokenmill.optimize.candidates import candidate_of, parse_weights
+from tokenmill.optimize.evidence import Limits
+from tokenmill.optimize.loop import Effort
+from tokenmill.optimize.measure import Contender, QualityText, as_quality, refusal, take_turns
+from tokenmill.optimize.results import Artefact, CandidateResult, Latency, Proof, Quality, Run
 from tokenmill.optimize.store import Store
 from tokenmill.optimize.traffic import Traffic
 
@@ -26,24 +29,38 @@ _FINAL_LENGTH = 2  # requests per slot in the final; the first round has one
 
 
 class BenchTable:
-    default_kv = "float32"
-
-    def __init__(self, store: Store, traffic: Traffic, engine: EngineConfig, artefacts: ArtefactCache) -> None:
+    def __init__(
+        self,
+        store: Store,
+        traffic: Traffic,
+        engine: EngineConfig,
+        artefacts: ArtefactCache,
+        text: str,
+        effort: Effort,
+        limits: Limits,
+    ) -> None:
         self.store = store
         self.traffic = traffic
         self.engine = engine
         self.artefacts = artefacts
+        self._text = text
+        self._effort = effort
+        self._limits = limits
         self._loaded: dict[str, Contender] = {}
         self._references: dict[int, str] = {}
 
-    def artefact(self, weights: str, seconds_left: float) -> Artefact:
-        choice = parse_weights(weights)
-        return self.artefacts.find(choice) or self.artefacts.make(choice, seconds_left, lambda *_: None)
+    def build(self, result: CandidateResult, seconds: float) -> Artefact:
+        choice = parse_weights(result.weights)
+        return self.artefacts.find(choice) or self.artefacts.make(choice, seconds, lambda *_: None)
 
     def config(self, result: CandidateResult) -> EngineConfig:
-        return replace(
-            self.engine, kv_cache_dtype=result.kv, batch_tokens=result.batch_tokens, speculate=result.speculate
-        )
+        settings = {
+            "kv_cache_dtype": result.kv,
+            "batch_tokens": result.batch_tokens,
+            "speculate": result.speculate,
+            **result.options,
+        }
+        return replace(self.engine, **settings)
 
     def path(self, result: CandidateResult) -> Path:
         return self.artefacts.path(parse_weights(result.weights))
@@ -78,7 +95,20 @@ class BenchTable:
     def has_cycle(self, contenders: Sequence[CandidateResult], number: int) -> bool:
         return self.store.recall("final", self._cycle_key(contenders, number)) is not None
 
-    def compare_text(self, text: QualityText, baseline: CandidateResult, result: CandidateResult) -> DivergenceReport:
+    def check(self, baseline: CandidateResult, result: CandidateResult) -> Quality:
+        text = QualityText(self._text, self._effort.context, self._effort.short_windows)
+        return as_quality(self._compare(text, baseline, result))
+
+    def prove(self, baseline: CandidateResult, result: CandidateResult) -> Proof:
+        text = QualityText(self._text, self._effort.context, self._effort.windows)
+        report = self._compare(text, baseline, result)
+        reason = refusal(report, self._limits.quality_loss)
+        return Proof(as_quality(report), refusals=(reason,) if reason else ())
+
+    def replay(self, result: CandidateResult) -> Latency:
+        raise UserError(f"{result.name}: arrivals are not replayed here", "leave the latency objectives out")
+
+    def _compare(self, text: QualityText, baseline: CandidateResult, result: CandidateResult) -> DivergenceReport:
         """The candidate's predictions against the baseline's, each with its own KV dtype."""
         self._unload(_engine_name(result))  # scoring loads an engine of its own
         path = self.path(baseline)
@@ -117,4 +147,4 @@ class BenchTable:
 
 
 def _engine_name(result: CandidateResult) -> str:
-    return Candidate(result.weights, result.kv, result.batch_tokens, result.speculate).name
+    return candidate_of(result).name

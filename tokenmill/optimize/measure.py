@@ -30,7 +30,6 @@ from tokenmill.optimize.results import Quality, Run
 
 _UNSCORED_SHARE = 8  # the first eighth of a window is context only
 _LOAD_FACTOR = 1.3  # memory of a loaded model over its file: repacked weights and buffers
-_SHORT_KLD_FACTOR = 3  # a mean divergence this many times the allowed loss rules a candidate out (short_text_refusal)
 
 
 class Contender:
@@ -122,21 +121,6 @@ def as_quality(report: DivergenceReport) -> Quality:
         nan_count=verdict.nan_count,
         stderr=verdict.perplexity_ratio_stderr,
     )
-
-
-def short_text_refusal(quality: Quality, limit: float) -> str:
-    """Why the short text already rules the candidate out; empty if it does not.
-
-    On text that the model itself might have written, the mean divergence is the logarithm of the perplexity ratio, with
-    far less noise than the ratio itself.
-    """
-    if quality.nan_count:
-        return f"{quality.nan_count} of {quality.tokens} tokens have logits that are NaN or infinite"
-    if quality.loss_low > limit:
-        return f"perplexity grows by {quality.loss:.2%} (at least {quality.loss_low:.2%}) on the short text"
-    if quality.kld_mean > _SHORT_KLD_FACTOR * limit:
-        return f"mean divergence {quality.kld_mean:.4f} on the short text, more than {_SHORT_KLD_FACTOR} x {limit:g}"
-    return ""
 
 
 def refusal(report: DivergenceReport, limit: float) -> str:

@@ -24,7 +24,7 @@ from tokenmill.optimize.report import render_report
 from tokenmill.optimize.results import CandidateResult, Outcome
 
 if TYPE_CHECKING:
-    from tokenmill.optimize.loop import Search
+    from tokenmill.optimize.setup import Setup as Search
 
 REPORT, RESULTS, SERVE = "report.html", "results.json", "serve.yaml"
 _OTHER_ENGINES = {"gguf": ("llamacpp", "ollama"), "directory": ("vllm", "sglang")}

@@ -136,6 +136,7 @@ class Prediction:
     quality_low: float  # share of quality lost, published range
     quality_high: float
     basis: str
+    speed_class: str = ""  # candidates of equal class run the same kernels on as many bytes: they cost the same
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +202,7 @@ class Outcome:
     rivals: list[CandidateResult] = field(default_factory=list)
     objectives: str = ""  # as given, such as "ttft p95=500ms, itl p95=40ms"; empty: throughput decides
     quality_off: bool = False
+    unproven: list[str] = field(default_factory=list)  # cheaper than the chosen one, and not proven in the time given
 
     @property
     def cost_reduction(self) -> float:
