@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import median
 
 import numpy as np
 
@@ -20,6 +20,7 @@ TIE_MARGIN = 0.01  # costs that differ by less count as equal
 SURE = 3.3  # standard errors beyond which a difference is taken as real: decisions are many and made as data come in
 _USUAL_NOISE = 0.04  # of the logarithm of a ratio of two runs, before any was repeated
 _LEAST_NOISE = 0.005
+_PRIOR_REPEATS = 4  # that the usual noise counts as: two repeats that agree by luck prove nothing
 _OUTLIER = 5.0  # robust standard deviations from the median
 _SHORT_KLD_FACTOR = 3  # a mean divergence this many times the allowed loss rules a candidate out
 _SAME_GOODPUT = 0.05  # goodputs this near are limited by the arrivals, not by the candidates
@@ -80,28 +81,27 @@ def compare_speed(baseline: Sequence[Run], candidate: Sequence[Run]) -> Speed:
 
 def estimate_cost(ratios: Sequence[float], noise: float) -> CostEstimate:
     """From the ratios of some cycles; `noise` is that of one."""
-    kept = _without_outliers([math.log(ratio) for ratio in ratios])
-    return CostEstimate(fmean(kept), noise / math.sqrt(len(kept)))
+    kept = _without_outliers(np.log(ratios))
+    return CostEstimate(float(kept.mean()), noise / math.sqrt(len(kept)))
 
 
 def ratio_noise(series: Iterable[Sequence[float]]) -> float:
     """Standard deviation of the logarithm of one ratio, pooled over candidates that were timed more than once."""
     squares, freedom = 0.0, 0
     for ratios in series:
-        kept = _without_outliers([math.log(ratio) for ratio in ratios])
-        mean = fmean(kept)
-        squares += sum((value - mean) ** 2 for value in kept)
-        freedom += len(kept) - 1
-    prior = 4  # the usual noise counts as this many repeats: two lucky ones prove nothing
-    return max(_LEAST_NOISE, math.sqrt((squares + prior * _USUAL_NOISE**2) / (freedom + prior)))
+        if len(ratios) > 1:
+            kept = _without_outliers(np.log(ratios))
+            squares += float(kept.var()) * len(kept)
+            freedom += len(kept) - 1
+    return max(_LEAST_NOISE, math.sqrt((squares + _PRIOR_REPEATS * _USUAL_NOISE**2) / (freedom + _PRIOR_REPEATS)))
 
 
-def _without_outliers(values: list[float]) -> list[float]:
-    middle = median(values)
-    spread = 1.4826 * median(abs(value - middle) for value in values)
-    if len(values) < 5 or spread == 0:
+def _without_outliers(values: np.ndarray) -> np.ndarray:
+    if len(values) < 5:
         return values
-    return [value for value in values if abs(value - middle) <= _OUTLIER * spread]
+    distance = np.abs(values - np.median(values))
+    spread = 1.4826 * float(np.median(distance))
+    return values[distance <= _OUTLIER * spread] if spread else values
 
 
 def with_goodput(speed: Speed, baseline: Latency | None, own: Latency | None) -> Speed:

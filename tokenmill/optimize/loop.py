@@ -19,7 +19,7 @@ from tokenmill.optimize.budget import Clock, TimeBudget
 from tokenmill.optimize.candidates import Candidate, candidate_of
 from tokenmill.optimize.evidence import Limits, compare_speed, with_goodput
 from tokenmill.optimize.laboratory import Laboratory
-from tokenmill.optimize.predict import cannot_win, rank_candidates
+from tokenmill.optimize.predict import rank_candidates, too_harmful, too_slow
 from tokenmill.optimize.race import Race
 from tokenmill.optimize.results import (
     CHOSEN,
@@ -45,6 +45,7 @@ _CALIBRATION_TOKENS = 8192  # that a calibrated candidate runs through the model
 _CALIBRATION_PASSES = 2.0
 _MAX_REPEATS = 64
 _AT_LOAD = "at load: "
+_FAR_AHEAD = 1.25  # a prediction behind another by more than this is not worth a measurement
 _SAME_GOODPUT = 0.95  # of the best
 
 
@@ -58,7 +59,7 @@ class Effort:
     short_windows: int = 4
     windows: int = 48
     context: int = 256
-    max_runs: int = 60
+    max_runs: int = 0  # cycles of the final at most; 0: six times `runs`
     finalists: int = 4
 
 
@@ -92,6 +93,7 @@ class Search:
     tied: list[str] = field(default_factory=list)
     trials: Trials = field(init=False)
     _unproven: list[CandidateResult] = field(default_factory=list)
+    _set_aside: set[str] = field(default_factory=set)  # for faster ones, which may not pass
 
     def __post_init__(self) -> None:
         budget = TimeBudget(self.effort.seconds, self.clock)
@@ -116,7 +118,11 @@ class Search:
             self._measure_baseline()
             self._first_round(order)
             self._replay_baseline()
-            proven = self._prove_cheapest() or (self._other_batches() if self.objectives else [])
+            proven = self._prove_cheapest()
+            while reopened := self._reopen(proven):
+                self._first_round(reopened)
+                proven = self._prove_cheapest()
+            proven = proven or (self._other_batches() if self.objectives else [])
             if proven:
                 proven += self._try_settings(proven)
                 self._final(self._narrow(self._with_most_goodput(proven)))
@@ -139,10 +145,13 @@ class Search:
         if self.predictor is None:
             return sorted(self.results, key=lambda name: name in self.space.calibrated)
         limit = float("inf") if self.quality_off else self.limits.quality_loss
-        for name in list(predictions):
-            reason = cannot_win(name, predictions, limit) if len(predictions) > 1 else ""
-            if reason and name != self.space.stored:
+        for name, own in predictions.items():
+            if len(predictions) == 1 or name == self.space.stored:
+                continue
+            slow = too_slow(name, predictions)
+            if reason := too_harmful(own, limit) or slow:
                 self.results[name].verdict, self.results[name].reason = UNLIKELY, reason
+                self._set_aside |= {name} if reason == slow else set()
         likely = {name: each for name, each in predictions.items() if self.results[name].verdict != UNLIKELY}
         return rank_candidates(likely, limit, {name: name in self.space.calibrated for name in likely})
 
@@ -187,6 +196,7 @@ class Search:
                 continue
             if not known and (reason := self._hopeless(result)):
                 result.verdict, result.reason = UNLIKELY, reason
+                self._set_aside.add(name)
                 continue
             calibrated = name in self.space.calibrated
             seconds = self._time_to_build(calibrated, at_least=number < _AT_LEAST)
@@ -212,14 +222,26 @@ class Search:
 
     def _hopeless(self, result: CandidateResult) -> str:
         """Why measurements so far leave it no chance: the prediction is far behind one that may pass."""
-        hopeful = [each for each in self._measured() if each.prediction and each.verdict == UNTRIED]
+        hopeful = [each for each in self._measured() if each.prediction and each.verdict in (UNTRIED, PASSED)]
         if result.prediction is None or len(hopeful) < _PROVEN:
             return ""
         best = max(hopeful, key=lambda each: (each.prediction.speedup if each.prediction else 0.0, each.name))
         assert best.prediction is not None
-        if best.prediction.speedup <= 1.25 * result.prediction.speedup:
+        if best.prediction.speedup <= _FAR_AHEAD * result.prediction.speedup:
             return ""
         return f"predicted at {result.prediction.speedup:.2f} x, {best.name} at {best.prediction.speedup:.2f} x"
+
+    def _reopen(self, proven: list[CandidateResult]) -> list[str]:
+        """Those that were set aside for faster ones which then did not pass, the fastest first."""
+        ahead = max((each.prediction.speedup for each in proven if each.prediction), default=0.0)
+        names = []
+        for name in sorted(self._set_aside):
+            prediction = self.results[name].prediction
+            if prediction is not None and prediction.speedup * _FAR_AHEAD >= ahead:
+                self.results[name].verdict, self.results[name].reason = UNTRIED, ""
+                names.append((-prediction.speedup, name))
+        self._set_aside -= {name for _, name in names}
+        return [name for _, name in sorted(names)]
 
     def _time_to_build(self, calibrated: bool, at_least: bool) -> float:
         """Seconds that making one candidate may take: a slow one must not take the time of all others."""
@@ -233,8 +255,8 @@ class Search:
 
     def _prove_cheapest(self) -> list[CandidateResult]:
         """Those that are shown to keep their quality, cheapest first. One that fails does not use up a place."""
-        passed: list[CandidateResult] = []
         trials = self.trials
+        passed = [each for each in self._measured() if each.verdict == PASSED]
         waiting = [each for each in self._measured() if each.verdict == UNTRIED]
         for result in sorted(waiting, key=lambda each: (trials.estimate(each).log_cost, each.name)):
             best = min((trials.estimate(each).high for each in passed), default=float("inf"))
@@ -249,7 +271,7 @@ class Search:
             self.say(f"proving {result.name}", 0.55 + 0.05 * min(3, len(passed)))
             if trials.attempt(result, trials.accept, self._baseline, result):
                 passed.append(result)
-        return passed
+        return sorted(passed, key=lambda each: (trials.estimate(each).log_cost, each.name))
 
     def _try_settings(self, proven: list[CandidateResult]) -> list[CandidateResult]:
         settings = SettingsRound(
@@ -336,7 +358,7 @@ class Search:
             self._baseline,
             finalists,
             effort.runs,
-            max(effort.runs, effort.max_runs),
+            max(effort.runs, effort.max_runs or 6 * effort.runs),
             lambda number, of: self.say(f"final, run {number + 1} of {max(of, number + 1)}", 0.9),
         )
         try:

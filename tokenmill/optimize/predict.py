@@ -252,13 +252,18 @@ def catalog_name(choice: WeightChoice, weights: WeightFormat, model: PlannedMode
     return "int4-g128"
 
 
-def cannot_win(name: str, predictions: Mapping[str, Prediction], limit: float) -> str:
-    """Why the prediction rules it out; empty if it is worth trying."""
+def too_harmful(prediction: Prediction, limit: float) -> str:
+    """Why published losses rule it out; empty if they do not."""
+    if prediction.quality_low > _HOPELESS_QUALITY * max(limit, 0.001):
+        return f"published losses begin at {prediction.quality_low:.1%}, the limit is {limit:.1%}"
+    return ""
+
+
+def too_slow(name: str, predictions: Mapping[str, Prediction]) -> str:
+    """Why predicted speeds rule it out; empty if they do not."""
     own = predictions[name]
     if own.speedup * _CLEARLY_FASTER < 1:
         return f"predicted to be slower than the baseline ({own.speedup:.2f} x)"
-    if own.quality_low > _HOPELESS_QUALITY * max(limit, 0.001):
-        return f"published losses begin at {own.quality_low:.1%}, the limit is {limit:.1%}"
     for other, theirs in predictions.items():
         if theirs.speedup > _CLEARLY_FASTER * own.speedup and theirs.quality_high <= own.quality_low:
             return f"{other} is predicted to be faster ({theirs.speedup:.2f} x against {own.speedup:.2f} x) and as good"

@@ -11,12 +11,15 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from tokenmill.optimize.budget import TimeBudget
-from tokenmill.optimize.evidence import TIE_MARGIN, CostEstimate, cost_ratios, estimate_cost, ratio_noise
+from tokenmill.optimize.evidence import TIE_MARGIN, CostEstimate, estimate_cost, ratio_noise
 from tokenmill.optimize.laboratory import Laboratory
 from tokenmill.optimize.results import CandidateResult, Run
 
 _FIRST_CYCLES = 3  # before anything is decided, however little time there is
+_OFTEN, _SELDOM = 20, 8  # decisions after every cycle at first, then after every eighth
 _RESOLUTION = math.log(1 - TIE_MARGIN)
 
 
@@ -33,13 +36,16 @@ class Race:
     say: Callable[[int, int], None]
     runs: dict[str, list[Run]] = field(default_factory=dict)
     out_of_time: bool = False
+    resolved: bool = False  # the leader costs at most a percent more than any other
     _alive: list[CandidateResult] = field(default_factory=list)
 
     def run(self) -> None:
         self.runs = {"": [], **{each.name: [] for each in self.contenders}}
         self._alive = list(self.contenders)
         for number in range(self.most_cycles):
-            if number >= self.cycles and self._is_resolved():
+            looks = number < _OFTEN or number % _SELDOM == 0  # many cycles change little
+            self.resolved = number >= self.cycles and looks and self._is_resolved()
+            if self.resolved:
                 return
             entrants = [self.baseline, *self._alive] if number < self.cycles else list(self._alive)
             if number >= _FIRST_CYCLES and self.budget.used >= 1 and not self.lab.has_cycle(entrants, number):
@@ -50,56 +56,38 @@ class Race:
                 runs = self.lab.cycle(entrants, number)
             for entrant, run in zip(entrants, runs, strict=True):
                 self.runs["" if entrant is self.baseline else entrant.name].append(run)
-            if number + 1 >= _FIRST_CYCLES:
+            if number + 1 >= _FIRST_CYCLES and looks and len(self._alive) > 1:
                 self._drop_the_dear()
 
     def winner(self) -> tuple[CandidateResult, list[str]]:
         """(the choice, the names of those that cost the same, the choice included)."""
-        leader = self._leader()
-        tied = [each for each in self._alive if each is leader or self._is_tied(leader, each)]
+        leader, others = self._standings()
+        tied = [leader, *(each for each, ratio in others if self._is_tied(leader, each, ratio))]
         chosen = min(tied, key=lambda each: (each.quality.kld_mean if each.quality else 0.0, each.name))
         return chosen, sorted(each.name for each in tied)
 
-    def _leader(self) -> CandidateResult:
-        """All that are alive ran in every cycle: their throughputs can be compared as they are."""
-
-        def log_cost(each: CandidateResult) -> float:
-            return -math.fsum(math.log(run.total_tok_s) for run in self.runs[each.name])
-
-        return min(self._alive, key=lambda each: (log_cost(each), each.name))
-
-    def _against(self, leader: CandidateResult, other: CandidateResult) -> CostEstimate:
-        """Cost of `other` over the leader's."""
-        ratios = self._ratios(leader, other)
-        return estimate_cost(ratios, self._noise())
-
-    def _ratios(self, leader: CandidateResult, other: CandidateResult) -> list[float]:
-        return [float(each) for each in cost_ratios(self.runs[leader.name], self.runs[other.name])]
-
-    def _noise(self) -> float:
-        leader = self._leader()
-        return ratio_noise(self._ratios(leader, each) for each in self._alive if each is not leader)
+    def _standings(self) -> tuple[CandidateResult, list[tuple[CandidateResult, CostEstimate]]]:
+        """(leader, the others with their cost over the leader's). All that are alive ran in every cycle."""
+        rates = {each.name: np.array([run.total_tok_s for run in self.runs[each.name]]) for each in self._alive}
+        leader = min(self._alive, key=lambda each: (-float(np.log(rates[each.name]).sum()), each.name))
+        ratios = {each.name: rates[leader.name] / rates[each.name] for each in self._alive if each is not leader}
+        noise = ratio_noise(list(ratios.values()))
+        others = [each for each in self._alive if each is not leader]
+        return leader, [(each, estimate_cost(ratios[each.name], noise)) for each in others]
 
     def _is_resolved(self) -> bool:
-        leader = self._leader()
-        others = [each for each in self._alive if each is not leader and not _same_speed(leader, each)]
-        return all(self._against(leader, each).low >= _RESOLUTION for each in others)
+        leader, others = self._standings()
+        return all(_same_speed(leader, each) or ratio.low >= _RESOLUTION for each, ratio in others)
 
     def _drop_the_dear(self) -> None:
-        leader = self._leader()
-        self._alive = [
-            each
-            for each in self._alive
-            if each is leader or _same_speed(leader, each) or self._against(leader, each).low <= 0
-        ]
+        leader, others = self._standings()
+        near = [each for each, ratio in others if _same_speed(leader, each) or ratio.low <= 0]
+        self._alive = [leader, *near]
 
-    def _is_tied(self, leader: CandidateResult, other: CandidateResult) -> bool:
+    def _is_tied(self, leader: CandidateResult, other: CandidateResult, ratio: CostEstimate) -> bool:
         if _same_speed(leader, other):
             return True
-        ratio = self._against(leader, other)
-        if self.out_of_time:  # not told apart in the time given
-            return ratio.log_cost <= TIE_MARGIN
-        return ratio.high <= TIE_MARGIN
+        return (ratio.high if self.resolved else ratio.log_cost) <= TIE_MARGIN
 
 
 def _same_speed(one: CandidateResult, other: CandidateResult) -> bool:

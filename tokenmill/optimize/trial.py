@@ -62,6 +62,7 @@ class Trials:
         self.quality_off = quality_off
         self.out_of_time = False
         self._ratios: dict[str, list[float]] = {}
+        self._noise: float | None = None  # computed when it is asked for
 
     def record_kill(self) -> None:
         """An earlier process was killed while it tried a candidate."""
@@ -127,7 +128,7 @@ class Trials:
         with self.budget.timed("pair"):
             base, runs = self.lab.pair(kind, baseline, result)
         repeats = [] if kind == "first" else self._ratios.get(result.name, [])
-        self._ratios[result.name] = [*repeats, *map(float, cost_ratios(base, runs))]
+        self._add_ratios(result.name, [*repeats, *map(float, cost_ratios(base, runs))])
         if kind == "first":
             result.speed = compare_speed(base, runs)
         if baseline.speed is None:
@@ -139,7 +140,11 @@ class Trials:
 
     def add_repeats(self, name: str, base: list[Run], runs: list[Run]) -> None:
         """Runs of other pairs, for what they say about noise."""
-        self._ratios[name] = list(map(float, cost_ratios(base, runs)))
+        self._add_ratios(name, list(map(float, cost_ratios(base, runs))))
+
+    def _add_ratios(self, name: str, ratios: list[float]) -> None:
+        self._ratios[name] = ratios
+        self._noise = None
 
     def accept(self, baseline: CandidateResult, result: CandidateResult) -> bool:
         """Whether it keeps its quality and, under the arrivals, its latency."""
@@ -201,7 +206,9 @@ class Trials:
 
     @property
     def noise(self) -> float:
-        return ratio_noise(self._ratios.values())
+        if self._noise is None:
+            self._noise = ratio_noise(self._ratios.values())
+        return self._noise
 
 
 def _quality_name(result: CandidateResult) -> str:

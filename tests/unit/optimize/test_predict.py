@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tokenmill.optimize.predict import cannot_win, rank_candidates
+from tokenmill.optimize.predict import rank_candidates, too_harmful, too_slow
 from tokenmill.optimize.results import Prediction
 
 
@@ -18,11 +18,12 @@ def test_reasons_to_drop() -> None:
         "dominated": _expected(2.0, 0.005, 0.01),
         "close": _expected(2.9, 0.005, 0.01),
     }
-    assert cannot_win("good", predictions, 0.01) == ""
-    assert "published losses" in cannot_win("harmful", predictions, 0.01)
-    assert "slower than the baseline" in cannot_win("slow", predictions, 0.01)
-    assert "good is predicted to be faster" in cannot_win("dominated", predictions, 0.01)
-    assert cannot_win("close", predictions, 0.01) == ""  # within the planner's error
+    assert too_slow("good", predictions) == ""
+    assert too_harmful(predictions["good"], 0.01) == ""
+    assert "published losses" in too_harmful(predictions["harmful"], 0.01)
+    assert "slower than the baseline" in too_slow("slow", predictions)
+    assert "good is predicted to be faster" in too_slow("dominated", predictions)
+    assert too_slow("close", predictions) == ""  # within the prediction's error
 
 
 def test_order_of_trials() -> None:
@@ -31,6 +32,8 @@ def test_order_of_trials() -> None:
         "safe": _expected(3.0, 0.0, 0.001),
         "fast": _expected(3.5, 0.001, 0.01),
         "fast with data": _expected(3.5, 0.001, 0.01),
+        "stored": _expected(2.0, 0.0, 0.0),
     }
     calibrated = {name: "data" in name for name in predictions}
-    assert rank_candidates(predictions, 0.01, calibrated) == ["fast", "fast with data", "safe", "risky"]
+    expected = ["stored", "fast", "safe", "risky", "fast with data"]
+    assert rank_candidates(predictions, 0.01, calibrated) == expected
