@@ -23,7 +23,7 @@ from tokenmill.model.formats.dense import DenseWeight
 from tokenmill.model.formats.ggml import GgmlWeight
 from tokenmill.model.formats.quantized import QuantizedMatrix, Scheme
 
-_COLD_BYTES = 40 << 20  # beyond the caches of most CPUs
+_COLD_BYTES = {"cpu": 40 << 20, "cuda": 256 << 20}  # beyond the caches of most devices
 _MAX_COPIES = 16
 _MULTIPLE = 256  # of both dimensions: every block size divides it
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -67,15 +67,16 @@ class KernelProbe:
         size = max(1, first.nbytes)
         choices = [select_linear(first, self._device)]
         if choices[0].backend != "ref":
-            read = min(_COLD_BYTES, self._model_weights * size // weights)
+            read = min(_COLD_BYTES[self._device.type], self._model_weights * size // weights)
             count = min(_MAX_COPIES, -(-read // size))
             choices += [select_linear(make(), self._device) for _ in range(1, count)]
         return KernelSpeed(choices[0].backend, {rows: self._time(choices, rows) / weights for rows in self.rows})
 
     def _time(self, choices: list[Choice], rows: int) -> float:
-        dtype = torch.bfloat16 if self._device.type == "cuda" else torch.float32
+        on_gpu = self._device.type == "cuda"
+        dtype = torch.bfloat16 if on_gpu and choices[0].backend != "ref" else torch.float32
         x = torch.randn(rows, self.inputs, device=self._device, dtype=dtype)
-        if self._device.type == "cuda":
+        if on_gpu:
             return _cuda_seconds([choice.run for choice in choices], x)
         choices[0].run(x)
         times: list[float] = []
@@ -88,16 +89,19 @@ class KernelProbe:
 
 
 def _cuda_seconds(runs: Sequence[Callable[[Tensor], object]], x: Tensor, launches: int = 32) -> float:
-    """Per call, many queued at once so that the host's time per call does not count twice; best of three."""
+    """Per call inside a captured graph, as the engine runs its steps; best of three replays."""
     for run in runs[:2]:
         run(x)
     torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for number in range(launches):
+            runs[number % len(runs)](x)
     best = float("inf")
     for _ in range(3):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        for number in range(launches):
-            runs[number % len(runs)](x)
+        graph.replay()
         end.record()
         end.synchronize()
         best = min(best, start.elapsed_time(end) / launches / 1e3)

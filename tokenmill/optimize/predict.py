@@ -39,6 +39,7 @@ from tokenmill.quantize.schemes import GROUP_SIZES, adjust
 SlotsOf = Callable[[str], list[TensorSlot]]  # GGUF mix -> the tensors of its file
 _HOPELESS_QUALITY = 3.0  # the low end of the published range, over the limit, beyond which nothing is tried
 _CLEARLY_FASTER = 1.2  # the error of a prediction from measured kernels
+_ENOUGH_ROWS = {"cpu": 256, "cuda": 2048}
 _EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
 _FLOAT = "F16"  # of what methods leave unquantized
 
@@ -79,10 +80,12 @@ class Work:
     output_tokens: int
     concurrency: int
     batch_tokens: int
+    device: str = "cpu"
 
     @property
     def prompt_rows(self) -> int:
-        return max(1, min(self.batch_tokens, self.input_tokens * self.concurrency, 256))
+        """Of a step that computes prompts; beyond a limit, more rows take longer in proportion."""
+        return max(1, min(self.batch_tokens, self.input_tokens * self.concurrency, _ENOUGH_ROWS[self.device]))
 
     @property
     def load(self) -> Load:

@@ -164,7 +164,11 @@ def make_predictor(setup: Setup, store: Store) -> Predictor | None:
         return None
     traffic, engine = setup.traffic, setup.engine
     work = Work(
-        traffic.input_tokens, traffic.output_tokens, engine.decided("concurrency"), engine.decided("batch_tokens")
+        traffic.input_tokens,
+        traffic.output_tokens,
+        engine.decided("concurrency"),
+        engine.decided("batch_tokens"),
+        setup.device,
     )
     speeds = {
         kind: KernelSpeed(each["backend"], {int(rows): seconds for rows, seconds in each["seconds"].items()})
