@@ -153,7 +153,7 @@ class Search:
                 self.results[name].verdict, self.results[name].reason = UNLIKELY, reason
                 self._set_aside |= {name} if reason == slow else set()
         likely = {name: each for name, each in predictions.items() if self.results[name].verdict != UNLIKELY}
-        return rank_candidates(likely, limit, {name: name in self.space.calibrated for name in likely})
+        return rank_candidates(likely, limit, self.space.calibrated, self.space.by_blocks)
 
     def _weight_candidates(self) -> dict[str, Candidate]:
         """By name. Rounding at load is an option of the engine on the baseline's weights."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
@@ -274,14 +274,14 @@ def too_slow(name: str, predictions: Mapping[str, Prediction]) -> str:
 
 
 def rank_candidates(
-    predictions: Mapping[str, Prediction], limit: float, needs_calibration: Mapping[str, bool]
+    predictions: Mapping[str, Prediction], limit: float, calibrated: Collection[str], by_blocks: Collection[str]
 ) -> list[str]:
-    """Names in the order to try them: `stored` first, then what is made without calibration; of these those likely
-    within the limit, then the fast, the safe, the name."""
+    """Names in the order to try them: `stored` first, those made with calibration data last; of the others those likely
+    within the limit, then the fast, those that are not made block by block, the safe, the name."""
 
-    def key(name: str) -> tuple[bool, bool, bool, float, float, str]:
+    def key(name: str) -> tuple[bool, bool, bool, float, bool, float, str]:
         own = predictions[name]
-        risky = own.quality_low > limit
-        return (name != STORED, needs_calibration[name], risky, -round(own.speedup, 1), own.quality_high, name)
+        risky, fast = own.quality_low > limit, -round(own.speedup, 1)
+        return (name != STORED, name in calibrated, risky, fast, name in by_blocks, own.quality_high, name)
 
     return sorted(predictions, key=key)

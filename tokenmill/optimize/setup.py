@@ -145,6 +145,7 @@ def _space(
             str(cache_root() / "optimize" / _TIER_FOLDER),
         ),
         calibrated=frozenset(name for name in weights if parse_weights(name).needs_calibration),
+        by_blocks=frozenset(name for name in weights if parse_weights(name).method),
         rounded_at_load={} if job.candidates else rounded_at_load(device),
         stored=STORED if quantized else "",
     )

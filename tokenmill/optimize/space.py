@@ -60,6 +60,7 @@ class Space:
     drafters: list[DrafterChoice] = field(default_factory=list)
     options: list[dict[str, Any]] = field(default_factory=list)  # further settings of the engine, one candidate each
     calibrated: frozenset[str] = frozenset()  # weights that are made with calibration data
+    by_blocks: frozenset[str] = frozenset()  # weights that are made block by block, which takes longer
     rounded_at_load: dict[str, str] = field(default_factory=dict)  # --quantization -> the method that rounds alike
     stored: str = ""  # the name of the checkpoint as it is, where that is quantized and tried in any case
 

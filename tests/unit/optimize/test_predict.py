@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from tokenmill.optimize.predict import rank_candidates, too_harmful, too_slow
+import torch
+
+from tokenmill.checkpoint.gguf_writer import TensorSlot
+from tokenmill.hardware.catalog import load_catalog
+from tokenmill.optimize.kernel_probe import KernelSpeed
+from tokenmill.optimize.predict import Predictor, Work, rank_candidates, too_harmful, too_slow
 from tokenmill.optimize.results import Prediction
+from tokenmill.plan.question.model_names import describe_for_planning
 
 
 def _expected(speedup: float, low: float, high: float) -> Prediction:
@@ -34,6 +40,43 @@ def test_order_of_trials() -> None:
         "fast with data": _expected(3.5, 0.001, 0.01),
         "stored": _expected(2.0, 0.0, 0.0),
     }
-    calibrated = {name: "data" in name for name in predictions}
-    expected = ["stored", "fast", "safe", "risky", "fast with data"]
-    assert rank_candidates(predictions, 0.01, calibrated) == expected
+    predictions["fast in blocks"] = _expected(3.5, 0.0, 0.0)
+    expected = ["stored", "fast", "fast in blocks", "safe", "risky", "fast with data"]
+    assert rank_candidates(predictions, 0.01, {"fast with data"}, {"fast in blocks"}) == expected
+
+
+def _predictor(speeds: dict[str, KernelSpeed]) -> Predictor:
+    """A model of one matrix per layer and a head, with kernels of known speed for 2 and 64 rows."""
+    description = describe_for_planning("llama-3.2-1b")
+
+    def slots(mix: str) -> list[TensorSlot]:
+        kind = {"F16": "F16", "F32": "F32", "Q8_0": "Q8_0", "Q4_0": "Q4_0"}[mix]
+        return [
+            TensorSlot("token_embd.weight", (512, 256), "F16"),
+            TensorSlot("blk.0.ffn_up.weight", (1024, 256), kind),
+            TensorSlot("blk.0.attn_norm.weight", (256,), "F32"),
+        ]
+
+    device = load_catalog().find_device("neoverse-n1")
+    return Predictor(description, slots, slots("Q8_0"), device, Work(32, 8, 2, 512), torch.device("cpu"), speeds)
+
+
+def _speed(seconds: float) -> KernelSpeed:
+    return KernelSpeed("cpu", {2: seconds, 64: 16 * seconds})
+
+
+def test_predictions_follow_the_kernels() -> None:
+    speeds = {"F16": _speed(8e-9), "Q8_0": _speed(2e-9), "Q4_0": _speed(3e-9)}
+    predictor = _predictor(speeds)
+    speedups = {name: predictor.predict(name).speedup for name in ("F16", "Q8_0", "Q4_0")}
+    assert speedups["F16"] == 1
+    assert speedups["Q8_0"] > speedups["Q4_0"] > 1.5, "fewer bits are not faster where the kernel is slower"
+    assert predictor.predict("stored").speed_class == predictor.predict("Q8_0").speed_class
+    assert predictor.predict("Q4_0").speed_class != predictor.predict("Q8_0").speed_class
+
+
+def test_the_measured_baseline_adds_what_is_no_matrix_product() -> None:
+    predictor = _predictor({"F16": _speed(8e-9), "Q8_0": _speed(2e-9)})
+    before = predictor.predict("Q8_0").speedup
+    predictor.settle("F16", output_tok_s=1.0)  # far slower than the products explain
+    assert 1 < predictor.predict("Q8_0").speedup < before
