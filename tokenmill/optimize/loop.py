@@ -360,28 +360,26 @@ class Search:
             effort.runs,
             max(effort.runs, effort.max_runs or 6 * effort.runs),
             lambda number, of: self.say(f"final, run {number + 1} of {max(of, number + 1)}", 0.9),
+            self.trials.record_failure,
         )
         try:
             race.run()
         finally:
             self.trials.out_of_time |= race.out_of_time
-            if race.runs[""]:
+            if race.runs[""] and race.finished:
                 self._conclude(race)
 
     def _conclude(self, race: Race) -> None:
         base = race.runs[""]
-        counts = [len(race.runs[each.name]) for each in race.contenders]
-        if not min(counts):
-            return
         self._baseline.speed = compare_speed(base, base)
-        for result in race.contenders:
+        for result in race.finished:
             count = min(len(base), len(race.runs[result.name]))
             speed = compare_speed(base[:count], race.runs[result.name][:count])
             result.speed = with_goodput(speed, self._baseline.latency, result.latency)
             result.rounds = 2
         chosen, self.tied = race.winner()
         self.chosen = chosen.name
-        for result in race.contenders:
+        for result in race.finished:
             tied = result.name in self.tied
             result.verdict = CHOSEN if result is chosen else TIED if tied else PASSED
             result.reason = {

@@ -16,7 +16,7 @@ import numpy as np
 from tokenmill.optimize.budget import TimeBudget
 from tokenmill.optimize.evidence import TIE_MARGIN, CostEstimate, estimate_cost, ratio_noise
 from tokenmill.optimize.laboratory import Laboratory
-from tokenmill.optimize.results import CandidateResult, Run
+from tokenmill.optimize.results import FAILED, CandidateResult, Run
 
 _FIRST_CYCLES = 3  # before anything is decided, however little time there is
 _OFTEN, _SELDOM = 20, 8  # decisions after every cycle at first, then after every eighth
@@ -34,6 +34,7 @@ class Race:
     cycles: int  # at least, with the baseline
     most_cycles: int
     say: Callable[[int, int], None]
+    fail: Callable[[CandidateResult, Exception], None]  # called with a contender that ended a cycle by failing
     runs: dict[str, list[Run]] = field(default_factory=dict)
     out_of_time: bool = False
     resolved: bool = False  # the leader costs at most a percent more than any other
@@ -52,12 +53,35 @@ class Race:
                 self.out_of_time = True
                 return
             self.say(number, self.cycles)
-            with self.budget.timed("cycle"):
-                runs = self.lab.cycle(entrants, number)
+            entrants, runs = self._cycle(entrants, number)
+            if not self._alive:
+                return
             for entrant, run in zip(entrants, runs, strict=True):
                 self.runs["" if entrant is self.baseline else entrant.name].append(run)
             if number + 1 >= _FIRST_CYCLES and looks and len(self._alive) > 1:
                 self._drop_the_dear()
+
+    def _cycle(self, entrants: list[CandidateResult], number: int) -> tuple[list[CandidateResult], list[Run]]:
+        """(those that ran, their runs): a contender that fails is left out, and the cycle runs again without it."""
+        while True:
+            try:
+                with self.budget.timed("cycle"):
+                    return entrants, self.lab.cycle(entrants, number)
+            except Exception as error:  # any exception: a registered method or store may be third-party code
+                name = getattr(error, "candidate", self._alive[0].name if len(self._alive) == 1 else "")
+                failed = next((each for each in self._alive if each.name == name), None)
+                if failed is None:  # the baseline, or the laboratory itself
+                    raise
+                self.fail(failed, error)
+                self._alive.remove(failed)
+                entrants = [each for each in entrants if each is not failed]
+                if not self._alive:
+                    return [], []
+
+    @property
+    def finished(self) -> list[CandidateResult]:
+        """Those that ran and did not fail."""
+        return [each for each in self.contenders if self.runs[each.name] and each.verdict != FAILED]
 
     def winner(self) -> tuple[CandidateResult, list[str]]:
         """(the choice, the names of those that cost the same, the choice included)."""

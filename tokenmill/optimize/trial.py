@@ -89,9 +89,12 @@ class Trials:
         except NotEnoughTimeError as error:
             result.reason, self.out_of_time = str(error), True
         except Exception as error:  # any exception: a registered method or store may be third-party code
-            result.verdict, result.reason = FAILED, explained(error)
-            self.store.remember("failed", name, result.reason)
+            self.record_failure(result, error, name)
         return False
+
+    def record_failure(self, result: CandidateResult, error: Exception, name: str = "") -> None:
+        result.verdict, result.reason = FAILED, explained(error)
+        self.store.remember("failed", name or result.name, result.reason)
 
     # --- the measurements ---
 

@@ -29,6 +29,14 @@ BASELINE = "F16"
 TIME_LIMIT = 60.0  # seconds after which the laboratory ends a candidate that hangs
 
 
+class InjectedError(RuntimeError):
+    """`candidate`: whose fault it is, as the real laboratory says."""
+
+    def __init__(self, message: str, candidate: str) -> None:
+        super().__init__(message)
+        self.candidate = candidate
+
+
 class Clock:
     def __init__(self) -> None:
         self.now = 0.0
@@ -133,7 +141,7 @@ class InjectedLaboratory:
         for truth in (self.weights[result.weights], self.kv[result.kv]):
             if truth.fails == what:
                 self.clock.now += TIME_LIMIT if truth.hangs else 1.0
-                raise RuntimeError("it hangs" if truth.hangs else "it crashed")
+                raise InjectedError("it hangs" if truth.hangs else "it crashed", result.name)
         self.clock.now += seconds
 
     def _run(self, result: CandidateResult, what: str) -> dict[str, float]:

@@ -183,7 +183,7 @@ def test_a_candidate_that_kills_the_process_twice_is_given_up(tmp_path: Path) ->
     assert search.chosen == "w1"
 
 
-@pytest.mark.parametrize("what", ["build", "check", "pair", "prove"])
+@pytest.mark.parametrize("what", ["build", "check", "pair", "prove", "cycle"])
 def test_a_candidate_that_hangs_costs_its_time_limit_once(what: str, tmp_path: Path) -> None:
     def run(folder: Path, hanging: Truth) -> tuple[Search, Clock]:
         weights = {BASELINE: Truth(1.0), "w0": hanging, "w1": Truth(0.4)}
