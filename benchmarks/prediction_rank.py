@@ -63,9 +63,10 @@ def main() -> None:
                 result = Candidate(name, kv, tokens).result()
                 lab.build(result, float("inf"))
                 runs, own = lab.pair("rank", base, result)
+                speedup = 1 / compare_speed(runs, own).cost_ratio
                 if not rows:
-                    predictor.settle(_BASE, compare_speed(runs, runs).output_tok_s)
-                rows.append((name, predictor.predict(name).speedup, 1 / compare_speed(runs, own).cost_ratio))
+                    predictor.settle(_BASE, {name: speedup})
+                rows.append((name, predictor.predict(name).speedup, speedup))
                 print(f"{name:10s} predicted {rows[-1][1]:5.2f} x  measured {rows[-1][2]:5.2f} x", flush=True)
         finally:
             lab.close()

@@ -9,7 +9,7 @@ question are timed again, and the finalists race (race.py). Knows the machine by
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -45,6 +45,7 @@ _CALIBRATION_TOKENS = 8192  # that a calibrated candidate runs through the model
 _CALIBRATION_PASSES = 2.0
 _MAX_REPEATS = 64
 _AT_LOAD = "at load: "
+_SETTLED_BY = 3  # measured candidates, after which predictions stay as they are
 _FAR_AHEAD = 1.25  # a prediction behind another by more than this is not worth a measurement
 _SAME_GOODPUT = 0.95  # of the best
 
@@ -68,7 +69,7 @@ class Predicts(Protocol):
 
     def predict(self, weights: str) -> Prediction: ...
 
-    def settle(self, weights: str, output_tok_s: float) -> None: ...
+    def settle(self, baseline: str, speedups: Mapping[str, float]) -> None: ...
 
 
 @dataclass(slots=True)
@@ -184,7 +185,7 @@ class Search:
     # --- the rounds ---
 
     def _first_round(self, order: list[str]) -> None:
-        base, settled = self._baseline, False
+        base = self._baseline
         for number, name in enumerate(order):
             result = self.results[name]
             result.kv, result.batch_tokens = base.kv, base.batch_tokens
@@ -207,15 +208,15 @@ class Search:
             self.say(f"trying {name}", 0.15 + 0.4 * number / len(order))
             kind = "calibrated build" if calibrated else "build"
             self.trials.attempt(result, self.trials.look, base, result, seconds, kind)
-            if not settled and base.speed is not None:
-                settled = True
+            if len(self._measured()) <= _SETTLED_BY:
                 self._settle()
 
     def _settle(self) -> None:
-        """Predict again with what the measured baseline says about the time beside matrix products."""
-        if self.predictor is None or self._baseline.speed is None:
+        """Predict again with what the first measurements say about the time beside matrix products."""
+        speedups = {self._predicted_as(each.name): 1 / each.speed.cost_ratio for each in self._measured() if each.speed}
+        if self.predictor is None or not speedups:
             return
-        self.predictor.settle(self._baseline.weights, self._baseline.speed.output_tok_s)
+        self.predictor.settle(self._baseline.weights, speedups)
         for name, result in self.results.items():
             if result.prediction is not None:
                 result.prediction = self.predictor.predict(self._predicted_as(name))

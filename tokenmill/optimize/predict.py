@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from statistics import median
 
 import torch
 
@@ -149,12 +150,17 @@ class Predictor:
         for kind, _ in self._weights_by_type(parse_weights(weights)):
             self._speed(kind)
 
-    def settle(self, weights: str, output_tok_s: float) -> None:
-        """The measured baseline: what its matrix products do not explain is the same for every candidate."""
-        self._reference, self._other = weights, 0.0
-        products = self._seconds(self._weights_by_type(parse_weights(weights)))
-        if output_tok_s > 0:
-            self._other = max(0.0, self._work.output_tokens / output_tok_s - products)
+    def settle(self, baseline: str, speedups: Mapping[str, float]) -> None:
+        """Measured speedups over the baseline: what matrix products do not explain is the same for every candidate.
+        Ratios of runs in turn do not depend on how busy the machine is, seconds do."""
+        self._reference, self._other = baseline, 0.0
+        base = self._seconds(self._weights_by_type(parse_weights(baseline)))
+        found = []
+        for name, speedup in speedups.items():
+            own = self._seconds(self._weights_by_type(parse_weights(name)))
+            if speedup > 1 and own < base:
+                found.append((base - speedup * own) / (speedup - 1))
+        self._other = min(base, max(0.0, median(found))) if found else 0.0
 
     def _seconds(self, counts: Mapping[tuple[str, bool], int]) -> float:
         """Per request, when `concurrency` run together. The head multiplies one row per answer token only."""

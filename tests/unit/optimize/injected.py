@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from tokenmill.optimize.artefacts import NotEnoughTimeError
@@ -167,7 +167,7 @@ class InjectedPredictor:
         wrong = random.Random(f"{self.seed} {weights}").uniform(1 - self.error, 1 + self.error)
         return Prediction(wrong / truth.cost, 1, 0.0, 0.01, "injected")
 
-    def settle(self, weights: str, output_tok_s: float) -> None:
+    def settle(self, baseline: str, speedups: Mapping[str, float]) -> None:
         pass
 
 

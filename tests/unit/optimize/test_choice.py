@@ -4,7 +4,7 @@ noise; a run that was killed anywhere goes on and chooses the same; failures cos
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -232,5 +232,5 @@ class _SameKernels:
     def predict(self, weights: str) -> Prediction:
         return replace(self._predict(weights), speed_class="all Q4_0")
 
-    def settle(self, weights: str, output_tok_s: float) -> None:
+    def settle(self, baseline: str, speedups: Mapping[str, float]) -> None:
         pass
