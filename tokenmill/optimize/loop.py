@@ -126,7 +126,9 @@ class Search:
             proven = proven or (self._other_batches() if self.objectives else [])
             if proven:
                 proven += self._try_settings(proven)
+            while proven and not self.chosen:  # again without those that failed in the final
                 self._final(self._narrow(self._with_most_goodput(proven)))
+                proven = [each for each in proven if each.verdict != FAILED] if not self.chosen else []
         finally:
             self.lab.close()
 
