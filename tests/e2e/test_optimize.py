@@ -76,7 +76,7 @@ def test_it_finds_a_winner_and_writes_everything(finished: Path, capsys: pytest.
     assert found["chosen"]["speed"]["runs"] == 3
     assert found["cost_reduction"] == pytest.approx(1 - found["chosen"]["speed"]["cost_ratio"])
     assert found["baseline"]["weights"] in ("F16", "F32", "BF16")
-    assert len(found["baseline_variants"]) >= 5
+    assert len(found["baseline_variants"]) >= 2
     assert found["projections"][0]["gpu"] == "h100"
     code = main(["run", str(finished / "model.gguf"), "Once upon a time", "--raw", "--max-tokens", "6", "--json"])
     assert code == 0
@@ -132,7 +132,7 @@ def test_drafters_are_tried_where_the_prompts_are_text(
     leader = drafted["candidates"][0]
     assert leader["speculate"] == "off"
     tried = {each["speculate"]: each for each in drafted["candidates"] if each["kv"] == leader["kv"]}
-    assert set(tried) == {"off", "ngram", "suffix"}
+    assert set(tried) >= {"off", "ngram", "suffix", "self:q2_k", "head"}
     assert tried["ngram"]["divergence"] == leader["divergence"], "guesses change no prediction"
     assert tried["ngram"]["speed"] is not None
     assert {each["speculate"] for each in random["candidates"]} == {"off"}

@@ -140,6 +140,7 @@ class Prediction:
     quality_low: float  # share of quality lost, published range
     quality_high: float
     basis: str
+    speed_class: str = ""  # candidates of equal class run the same kernels on as many bytes: they cost the same
 
 
 @dataclass(frozen=True, slots=True)
