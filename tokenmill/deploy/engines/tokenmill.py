@@ -1,5 +1,7 @@
-"""This engine: `tokenmill serve`, on one CPU machine or one NVIDIA GPU per replica. Its health check fails when no tokens
-are generated, its images are built from the repository's Dockerfiles."""
+"""This engine: `tokenmill serve`, on one CPU machine or one NVIDIA GPU per replica.
+
+Its health check fails when no tokens are generated; its images are built from the repository's Dockerfiles.
+"""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from tokenmill.plan.question.model_names import describe_for_planning
 
 NAME = "this-machine"
 ENGINE = "tokenmill"  # the only one that is measured here
-_VERSION = 1
+_VERSION = 2
 _PROBE_TOKENS, _PROBE_CONTEXT = 256, 128
 
 
@@ -43,9 +43,14 @@ class ModelCalibration:
     batch_tokens: int
     max_running: int
     context: int
+    served_coefficients: tuple[float, ...] = ()  # fitted to steps of the server, other processes included
+    date: str = ""
 
     @property
     def cost(self) -> MeasuredCost:
+        """Of a step while the engine serves."""
+        if self.served_coefficients:
+            return MeasuredCost(tuple(self.served_coefficients))
         return MeasuredCost(tuple(self.coefficients), self.token_ms)
 
 
