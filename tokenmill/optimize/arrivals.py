@@ -1,0 +1,217 @@
+"""Arrivals: when which prompts are sent and how long their answers are, for replays through the serving path.
+
+Made from a trace, a traffic log, a file of prompts, or drawn; a long trace is cut to its busiest window, and the rate
+may be scaled, which the words say. Prompts of traces are random token ids that share exactly the blocks that the trace
+says are shared. Deterministic. Knows nothing of servers; replay.py sends these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tokenmill.bench.serve_arrivals import gamma_offsets
+from tokenmill.bench.serve_traces import prompt_maker
+from tokenmill.bench.trace_rows import BLOCK_TOKENS, Row
+from tokenmill.bench.traffic_log import LOG_BLOCK_TOKENS, is_traffic_log, log_rows, read_traffic_log
+from tokenmill.errors import UserError
+from tokenmill.plan.simulate.traces import open_trace
+
+_MAX_LEFT_OUT = 0.05  # share of the requests that may be longer than the context
+_MAX_REQUESTS = 4096
+_VARIATION_STEP = 7919  # prime: variations of a prompt differ in every token
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayLimits:
+    """What part of the traffic is replayed, and how fast. Times are those of the replay."""
+
+    seconds: float = 30.0
+    rate_scale: float = 1.0  # over the rate of the traffic
+    length_scale: float = 1.0
+    context: int = 0  # tokens that a request may have; 0: no limit
+
+    def __post_init__(self) -> None:
+        for name, flag in (
+            ("seconds", "replay-seconds"),
+            ("rate_scale", "rate-scale"),
+            ("length_scale", "length-scale"),
+        ):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise UserError(f"--{flag} is {getattr(self, name):g}", "give more than 0")
+
+
+@dataclass(frozen=True, slots=True)
+class Arrivals:
+    """`times_s` since the start of the replay, ascending. A prompt is token ids, or text where the user gave text."""
+
+    times_s: tuple[float, ...]
+    prompts: tuple[list[int] | str, ...]
+    output_lens: tuple[int, ...]
+    words: str
+    vocab_size: int = 0  # ids of the prompts are below; 0: unknown
+
+    def __post_init__(self) -> None:
+        assert len(self.times_s) == len(self.prompts) == len(self.output_lens)
+
+    def __len__(self) -> int:
+        return len(self.times_s)
+
+    @property
+    def duration_s(self) -> float:
+        return self.times_s[-1] if self.times_s else 0.0
+
+    @property
+    def requests_s(self) -> float:
+        """Mean rate; the last interval counts as the mean one."""
+        return (len(self) - 1) / self.duration_s if self.duration_s > 0 else float(len(self))
+
+    # --- other arrivals from these ---
+
+    def at_rate(self, scale: float) -> Arrivals:
+        """The same requests, `scale` times as fast."""
+        if scale == 1:
+            return self
+        times = tuple(each / scale for each in self.times_s)
+        return replace(self, times_s=times, words=f"{self.words}, at {scale:.3g} x this rate")
+
+    def variation(self, number: int) -> Arrivals:
+        """The same lengths, times and sharing with other tokens: nothing of it is in a cache that has seen the rest."""
+        if number == 0:
+            return self
+        size = self.vocab_size or 1 + max(
+            (max(each) for each in self.prompts if each and isinstance(each, list)), default=0
+        )
+        return replace(self, prompts=tuple(_varied(each, number, size) for each in self.prompts))
+
+    def lasting(self, seconds: float) -> Arrivals:
+        """Cut to `seconds`, or repeated (as variations) until then. At least one request is left."""
+        if not self.times_s or seconds <= 0:
+            return self
+        period = self.duration_s + 1 / self.requests_s
+        number_of_rounds = max(1, min(_MAX_REQUESTS // len(self) + 1, round(seconds / period + 0.5)))
+        rounds = [self.variation(number) for number in range(number_of_rounds)]
+        times = [number * period + each for number in range(number_of_rounds) for each in self.times_s]
+        prompts = [prompt for each in rounds for prompt in each.prompts]
+        lengths = list(self.output_lens) * number_of_rounds
+        count = max(1, sum(each <= seconds for each in times))
+        return replace(
+            self, times_s=tuple(times[:count]), prompts=tuple(prompts[:count]), output_lens=tuple(lengths[:count])
+        )
+
+    # --- where arrivals come from ---
+
+    @staticmethod
+    def from_trace(path: Path, vocab_size: int, limits: ReplayLimits, *, rate: float = 0.0, seed: int = 0) -> Arrivals:
+        """A trace in any format that `simulate` and `bench serve` read, or the folder of a traffic log. `rate`:
+        requests per second of a trace without times."""
+        if is_traffic_log(path):
+            return Arrivals.from_traffic_log(path, vocab_size, limits, seed=seed)
+        trace = open_trace(str(path), seed)
+        rows: list[Row] = [
+            (each.ms / 1000, each.prompt_tokens, each.output_tokens, list(each.blocks)) for each in trace.arrivals()
+        ]
+        if not trace.timed:
+            if rate <= 0:
+                raise UserError(f"{path} has no arrival times", "give --rate, in requests per second")
+            times = gamma_offsets(len(rows), rate, 1.0, seed)
+            rows = [(time, *row[1:]) for time, row in zip(times, rows, strict=True)]
+        return Arrivals.from_rows(rows, BLOCK_TOKENS, path.name, vocab_size, limits, seed)
+
+    @staticmethod
+    def from_traffic_log(folder: Path, vocab_size: int, limits: ReplayLimits, *, seed: int = 0) -> Arrivals:
+        rows = list(log_rows(read_traffic_log(folder)))
+        return Arrivals.from_rows(rows, LOG_BLOCK_TOKENS, f"the traffic log {folder.name}", vocab_size, limits, seed)
+
+    @staticmethod
+    def from_prompts(
+        requests: Sequence[tuple[list[int] | str, int]], rate: float, name: str, limits: ReplayLimits, seed: int = 0
+    ) -> Arrivals:
+        """(prompt, output length) of a file, sent at random times."""
+        prompts = [prompt for prompt, _ in requests]
+        drawn = Arrivals.poisson(prompts, [length for _, length in requests], rate, seed=seed)
+        words = f"{len(prompts)} requests of {name}, {rate:g} a second at random times"
+        return replace(drawn, words=words).at_rate(limits.rate_scale).lasting(limits.seconds)
+
+    @staticmethod
+    def poisson(
+        prompts: Sequence[list[int] | str],
+        output_lens: Sequence[int],
+        rate: float,
+        *,
+        vocab_size: int = 0,
+        seed: int = 0,
+    ) -> Arrivals:
+        """Arrivals of a Poisson process, scaled so that their mean rate is exactly `rate`."""
+        if not 0 < rate < float("inf"):
+            raise UserError(f"--rate is {rate:g}", "give requests per second, more than 0")
+        if not prompts:
+            raise UserError("there are no prompts", "give at least one")
+        times = gamma_offsets(len(prompts), rate, 1.0, seed)
+        words = f"{len(prompts)} requests, {rate:g} a second at random times"
+        return Arrivals(tuple(times), tuple(prompts), tuple(output_lens), words, vocab_size)
+
+    @staticmethod
+    def from_rows(
+        rows: Iterable[Row], block_tokens: int, name: str, vocab_size: int, limits: ReplayLimits, seed: int = 0
+    ) -> Arrivals:
+        """The busiest window of the rows, at the rate and lengths that the limits say."""
+        scale = limits.length_scale
+        scaled = [
+            (seconds, max(1, round(prompt * scale)), max(1, round(output * scale)), blocks)
+            for seconds, prompt, output, blocks in rows
+        ]
+        scaled.sort(key=lambda row: row[0])
+        fitting = [row for row in scaled if not limits.context or row[1] + row[2] <= limits.context]
+        left_out = len(scaled) - len(fitting)
+        if not fitting or left_out > _MAX_LEFT_OUT * len(scaled):
+            raise UserError(
+                f"{left_out} of the {len(scaled)} requests of {name} are longer than the context of {limits.context}",
+                "give --length-scale, or a larger --context" if scaled else "give a trace with requests",
+            )
+        begin, end = busiest_window(
+            [row[0] for row in fitting], [row[1] + row[2] for row in fitting], limits.seconds * limits.rate_scale
+        )
+        chosen = fitting[begin:end]
+        prompt = prompt_maker(vocab_size, max(1, round(block_tokens * scale)), seed)
+        words = _words(fitting, chosen, name, limits) + (f", {left_out} too long left out" if left_out else "")
+        return Arrivals(
+            tuple((row[0] - chosen[0][0]) / limits.rate_scale for row in chosen),
+            tuple(prompt(begin + number, row[1], row[3]) for number, row in enumerate(chosen)),
+            tuple(row[2] for row in chosen),
+            words,
+            vocab_size,
+        )
+
+
+def busiest_window(times: Sequence[float], tokens: Sequence[int], seconds: float) -> tuple[int, int]:
+    """[begin, end) of the requests within some `seconds` that have the most tokens together; the first such window."""
+    best, best_tokens = (0, 0), -1
+    end = total = 0
+    for begin, time in enumerate(times):
+        while end < len(times) and times[end] <= time + seconds and end - begin < _MAX_REQUESTS:
+            total += tokens[end]
+            end += 1
+        if total > best_tokens:
+            best, best_tokens = (begin, end), total
+        total -= tokens[begin]
+    return best
+
+
+def _words(rows: Sequence[Row], chosen: Sequence[Row], name: str, limits: ReplayLimits) -> str:
+    whole = rows[-1][0] - rows[0][0]
+    words = f"{len(chosen)} requests of {name}"
+    if len(chosen) < len(rows):
+        window = limits.seconds * limits.rate_scale
+        density = (len(chosen) / window) / (len(rows) / whole) if whole else 1.0
+        words += f": the busiest {window:.3g} s of {whole:,.0f} s ({density:.2g} x its mean rate)"
+    if limits.rate_scale != 1:
+        words += f", at {limits.rate_scale:.3g} x its rate"
+    return words + (f", lengths x {limits.length_scale:g}" if limits.length_scale != 1 else "")
+
+
+def _varied(prompt: list[int] | str, number: int, vocab_size: int) -> list[int] | str:
+    if isinstance(prompt, str):
+        return f"({number}) {prompt}"
+    return [(token_id + number * _VARIATION_STEP) % vocab_size for token_id in prompt]
