@@ -8,6 +8,7 @@ says which engine it was. No text, no tokens. Written by the engine process, rea
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -26,8 +27,9 @@ if TYPE_CHECKING:
 STEPS_FILE = "steps.jsonl"
 SERVER_FILE = "server.json"
 VERSION = 1
-_PER_SECOND = 40  # steps logged at most: a day takes some 150 MB
-_MAX_STEPS = 4_000_000  # of one engine
+_ALL_STEPS = 20_000  # are logged, then
+_PER_SECOND = 10  # at most: a day takes some 50 MB
+_MAX_STEPS = 2_000_000  # of one engine
 _FLUSH_SECONDS = 0.5
 _log = get_logger(__name__)
 
@@ -36,11 +38,12 @@ class StepLog:
     """A runner that logs what it passes on. A step that cannot be written ends the log, not the engine."""
 
     def __init__(
-        self, runner: Runner, file: IO[str], per_second: int = _PER_SECOND, clock: Callable[[], float] = time.time
+        self, runner: Runner, file: IO[str], all_steps: int = _ALL_STEPS, clock: Callable[[], float] = time.time
     ) -> None:
+        """The first `all_steps` are logged, of the others a few each second."""
         self.runner = runner
         self._file: IO[str] | None = file
-        self._per_second = per_second
+        self._all_steps = all_steps
         self._clock = clock
         self._begun: tuple[float, float, list[int], set[Request]] | None = None  # begin, end, counts, requests
         self._second = 0
@@ -60,7 +63,7 @@ class StepLog:
         if int(now) != self._second:
             self._second, self._in_second = int(now), 0
         self._in_second += 1
-        return self._in_second <= self._per_second and self._num_steps < _MAX_STEPS
+        return self._num_steps < self._all_steps or (self._in_second <= _PER_SECOND and self._num_steps < _MAX_STEPS)
 
     def _close(self, plan: StepPlan, now: float) -> None:
         """Write the step before this one. If none of its requests goes on, the engine may have been idle since: then
@@ -91,15 +94,21 @@ def _counts(plan: StepPlan) -> list[int]:
 def log_steps_to(folder: Path, parts: EngineParts) -> None:
     """Log the steps of this engine from now on, and write down what it is. What cannot be written is not logged."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         facts = engine_facts(parts)
-        (folder / SERVER_FILE).write_text(json.dumps(facts, indent=1), encoding="utf-8")
-        file = (folder / STEPS_FILE).open("a", encoding="utf-8")
+        with _open(folder / SERVER_FILE, os.O_TRUNC) as written:
+            written.write(json.dumps(facts, indent=1))
+        file = _open(folder / STEPS_FILE, os.O_APPEND)
         file.write(json.dumps({"version": VERSION, "started": facts["started"]}) + "\n")
     except OSError as error:
         _log.warning("steps are not logged in %s: %s", folder, error)
         return
     _wrap(parts.core, file)
+
+
+def _open(path: Path, flag: int) -> IO[str]:
+    """Like the rest of a traffic log, for this user alone."""
+    return open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | flag, 0o600), "w", encoding="utf-8")
 
 
 def _wrap(core: EngineCore, file: IO[str]) -> None:
