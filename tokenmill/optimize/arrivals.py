@@ -64,8 +64,9 @@ class Arrivals:
 
     @property
     def requests_s(self) -> float:
-        """Mean rate; the last interval counts as the mean one."""
-        return (len(self) - 1) / self.duration_s if self.duration_s > 0 else float(len(self))
+        """One over the mean interval; without any, as if all came within a second."""
+        spread = self.times_s[-1] - self.times_s[0] if self.times_s else 0.0
+        return (len(self) - 1) / spread if spread > 0 else float(len(self))
 
     # --- other arrivals from these ---
 
@@ -89,7 +90,7 @@ class Arrivals:
         """Cut to `seconds`, or repeated (as variations) until then. At least one request is left."""
         if not self.times_s or seconds <= 0:
             return self
-        period = self.duration_s + 1 / self.requests_s
+        period = len(self) / self.requests_s
         number_of_rounds = max(1, min(_MAX_REQUESTS // len(self) + 1, round(seconds / period + 0.5)))
         rounds = [self.variation(number) for number in range(number_of_rounds)]
         times = [number * period + each for number in range(number_of_rounds) for each in self.times_s]

@@ -31,6 +31,7 @@ from tokenmill.serve.supervision.startup import StartupReport
 from tokenmill.serve.tenants.cache_salt import load_cache_secret
 from tokenmill.serve.tenants.key_file import KeyWatch, load_keys, read_cache_secret
 from tokenmill.serve.tenants.keys import KeyRing
+from tokenmill.serve.traffic_log import TrafficLog
 from tokenmill.serve.transport.listening import (
     address_of,
     is_local,
@@ -89,6 +90,7 @@ async def _serve(
     signals = StopSignals(config.shutdown_timeout)
     engine: EngineClient | None = None
     workers: WorkerPool | None = None
+    traffic_log: TrafficLog | None = None
     key_watch = KeyWatch(keys, config.all_keys(), config.api_keys_file)
     reload = asyncio.Event()
     if config.api_keys_file or tls is not None:  # else SIGHUP ends the server, as a terminal that closes should
@@ -98,6 +100,11 @@ async def _serve(
         path = await signals.unless_told(in_daemon_thread(lambda: resolve(model).path))
         if path is None:
             return
+        names = config.served_model_name or (model,)
+        if config.traffic_log:
+            traffic_log = await in_daemon_thread(
+                lambda: TrafficLog(config.traffic_log, names[0], config.traffic_log_size)
+            )
         report.phase("starting the engine")
         engine = EngineClient(path, engine_config, config.stall_timeout, report.phase, config.spare_engine)
         workers = _text_workers(path, engine_config.load_format, config)
@@ -106,8 +113,9 @@ async def _serve(
         if started is None:
             return
         service_class, identity, tokenizer, template = started
-        names = config.served_model_name or (model,)
         service = service_class(config, names, engine, identity, tokenizer, template, workers, secret)
+        if traffic_log is not None:
+            service.record_traffic(traffic_log)
         report.phase("opening the port")
         from tokenmill.serve.app import make_server
 
@@ -131,6 +139,8 @@ async def _serve(
             await workers.close()
         if engine is not None:
             await engine.close(0.0 if signals.hurry.is_set() else _CLOSE_SECONDS)
+        if traffic_log is not None:
+            await in_daemon_thread(traffic_log.close)
         if signals.told.is_set():
             end_within(_EXIT_SECONDS)
 

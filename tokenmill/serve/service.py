@@ -31,6 +31,7 @@ from tokenmill.serve.tenants.cache_salt import CacheSalts
 from tokenmill.serve.tenants.keys import LANES, Client
 from tokenmill.serve.tenants.limits import Admission, Pace, Ticket, check_grammar_quota, key_withdrawn
 from tokenmill.serve.tools.use import ToolStyle
+from tokenmill.serve.traffic_log import TrafficLog
 from tokenmill.serve.workers.jobs import Encode, Render
 from tokenmill.serve.workers.pool import WorkerPool
 from tokenmill.serve.workers.text import TextWork
@@ -96,8 +97,13 @@ class Service:
         self._salts = CacheSalts(cache_secret or secrets.token_bytes(32))
         self._tickets: dict[Generation, Ticket] = {}
         self._timers: dict[Generation, asyncio.TimerHandle] = {}  # to the deadlines of those without a token
+        self.traffic_log: TrafficLog | None = None
         self._num_steps = 0  # of the engine, when its statistics last came
         engine.observe(self)
+
+    def record_traffic(self, log: TrafficLog) -> None:
+        self.traffic_log = log
+        self.engine.observe(log)
 
     # --- for routes ---
 
@@ -197,6 +203,7 @@ class Service:
     ) -> Generation:
         """Start generating; `make_params` gets the length of each prompt. The caller must close the result."""
         encoded: list[list[int]] = []
+        generation: Generation | None = None
         try:
             self.admission.check_client(caller.client, time.monotonic())
             await self._check_fit(prompts, "messages" if chat else "prompt")
@@ -216,6 +223,8 @@ class Service:
         except ApiError as error:
             if error.status == 429:
                 self.metrics.add("admission_rejections", 1.0, error.code or "other")
+                if self.traffic_log is not None and generation is not None:
+                    self.traffic_log.on_refused(generation, error.code or "other")
             raise
         self._tickets[generation] = ticket
         try:

@@ -66,7 +66,7 @@ class TrafficLog:
         self._queue: queue.Queue[_Record | None] = queue.Queue(_MAX_QUEUED)
         self._queued_tokens = 0  # added to by the event loop
         self._taken_tokens = 0  # added to by the thread
-        self.num_dropped = 0  # records that the queue had no room for
+        self._num_dropped = 0  # records that the queue had no room for
         try:
             key = own_secret(self._folder / KEY_FILE)
             self._files = LogFiles(self._folder, max_bytes, self._header())
@@ -77,14 +77,9 @@ class TrafficLog:
         self._thread = threading.Thread(target=self._write_all, name="traffic-log", daemon=True)
         self._thread.start()
 
-    @property
-    def num_written(self) -> int:
-        return self._files.num_written
-
-    @property
-    def num_failed(self) -> int:
-        """Records that the disk did not take."""
-        return self._files.num_failed
+    def outcomes(self) -> dict[str, int]:
+        """Records by what became of them: in a file, no room in the queue, not taken by the disk."""
+        return {"written": self._files.num_written, "dropped": self._num_dropped, "failed": self._files.num_failed}
 
     def close(self) -> None:
         """Write what is queued, as far as the disk takes it in time."""
@@ -115,8 +110,9 @@ class TrafficLog:
         progress = self._progress.pop(member, None)
         if member.request.embeds:
             return
-        error = "" if member.finished else member.generation.code or "aborted"
-        self._put(member, progress, error)
+        generation = member.generation
+        ended = generation.code or ("error" if generation.failed else "aborted")
+        self._put(member, progress, "" if member.finished else ended)
 
     def on_refused(self, generation: Generation, code: str) -> None:
         """Admission refused it: load that was offered all the same."""
@@ -128,14 +124,14 @@ class TrafficLog:
     def _put(self, member: Member, progress: _Progress | None, error: str) -> None:
         request = member.request
         if self._queued_tokens - self._taken_tokens > _MAX_QUEUED_TOKENS:
-            self.num_dropped += 1
+            self._num_dropped += 1
             return
         record = _Record(self._fields(member, progress, error), request.prompt_ids, request.cache_salt, request.tenant)
         try:
             self._queue.put_nowait(record)
             self._queued_tokens += len(request.prompt_ids)
         except queue.Full:
-            self.num_dropped += 1
+            self._num_dropped += 1
 
     def _fields(self, member: Member, progress: _Progress | None, error: str) -> dict[str, Any]:
         request, output, first = member.request, member.output, member.first_token
@@ -180,10 +176,8 @@ class TrafficLog:
             with contextlib.suppress(queue.Empty):
                 while len(records) < _MAX_QUEUED:
                     records.append(self._queue.get_nowait())
-            if None in records:
-                going = False
-            lines = [self._line(each) for each in records if each is not None]
-            self._files.write(lines)
+            going = None not in records
+            self._files.write([self._line(each) for each in records if each is not None])
 
     def _line(self, record: _Record) -> bytes:
         self._taken_tokens += len(record.prompt_ids)
