@@ -87,7 +87,11 @@ def test_an_engine_says_what_it_is(tmp_path: Path, model_path: Callable[[str], P
     folder = tmp_path / "log"
     with LLM(str(model_path("stories15m")), EngineConfig(context=64, concurrency=4, batch_tokens=32)) as llm:
         log_steps_to(folder, llm.parts)
-        llm.generate([[1, 5, 9] * 8] * 2, SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True))
+        params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+        for number in range(2):
+            llm.parts.core.add(llm.parts.intake.request([number, 5, 9] * 8, params))
+        while llm.parts.core.has_work:
+            llm.parts.core.step()
         pages = llm.parts.runtime.budget.num_pages
         llm.parts.core.runner._file.flush()  # type: ignore[attr-defined]
     for name in (SERVER_FILE, STEPS_FILE):
@@ -106,4 +110,4 @@ def test_a_folder_that_cannot_be_written_is_no_failure(
     with LLM(str(model_path("stories15m")), EngineConfig(context=64)) as llm:
         log_steps_to(tmp_path / "file", llm.parts)
         assert "not logged" in caplog.text
-        assert len(llm.generate([[1, 2]], SamplingParams(max_tokens=2))) == 1
+        assert not isinstance(llm.parts.core.runner, StepLog)
