@@ -62,10 +62,13 @@ class Twin:
     request_ms: float
     measured: list[Timed]
     simulated: list[Timed]
+    fitted_elsewhere: bool = False  # to another log than this one
 
     @property
     def errors(self) -> dict[str, float]:
-        """Simulated over measured - 1 on the second half of the log."""
+        """Simulated over measured - 1 on what nothing was fitted to: the second half of the log, or all of it."""
+        if self.fitted_elsewhere:
+            return relative_errors(figures(self.measured), figures(self.simulated))
         half = _middle([each.arrival_ms for each in self.measured])
         late = {each.number for each in self.measured if each.arrival_ms > half}
         sides = [[each for each in side if each.number in late] for side in (self.measured, self.simulated)]
@@ -97,23 +100,24 @@ def ask_twin(question: TwinQuestion) -> dict[str, Any]:
     return answer
 
 
-def make_twin(folder: Path, server: LoggedServer | None = None) -> Twin:
-    """`server`: use its steps instead of those of this log (one load was measured, another is predicted)."""
+def make_twin(folder: Path, calibrated: Twin | None = None) -> Twin:
+    """`calibrated`: predict this log by the steps of another one (one load was measured, another is predicted)."""
     requests = read_traffic_log(folder)
     answered = [each for each in requests if _answered(each)]
     if len(answered) < _LEAST_REQUESTS:
         raise UserError(
             f"{folder} holds {len(answered)} answered requests", f"log at least {_LEAST_REQUESTS} and ask again"
         )
-    if server is None:
-        server = read_server(folder)
+    server = read_server(folder)
+    if calibrated is None:
         fitted = server.fit(until_unix=_middle([each.arrival_unix for each in answered]))
     else:
-        fitted = server.fit()
+        fitted = calibrated.fitted
     measured = [_measured(number, each) for number, each in enumerate(answered)]
     records = _simulate(as_logged(server, fitted.cost), arrivals_of(answered))
-    request_ms = _outside_engine(measured, records)
-    return Twin(server, requests, fitted, request_ms, measured, [_simulated(each, request_ms) for each in records])
+    request_ms = _outside_engine(measured, records) if calibrated is None else calibrated.request_ms
+    simulated = [_simulated(each, request_ms) for each in records]
+    return Twin(server, requests, fitted, request_ms, measured, simulated, calibrated is not None)
 
 
 def _ask_changed(question: TwinQuestion, twin: Twin, errors: dict[str, float]) -> dict[str, Any]:
