@@ -106,7 +106,7 @@ def watch(
 def _look(
     job: OptimizeJob, log: Path, settings: WatchSettings, state: WatchState, run: Run, say: Say, now: float
 ) -> Proposal | None:
-    """One look at the log: a finished run as a proposal, or None where traffic is as it was (or there is too little)."""
+    """One look at the log: a finished run as a proposal, or None where traffic is as it was or there is too little."""
     if not state.running:
         window = _last_window(log, settings, now)
         if window is None:
@@ -141,7 +141,7 @@ def _last_window(log: Path, settings: WatchSettings, now: float) -> Window | Non
 def copy_window(log: Path, folder: Path, window: Window) -> None:
     """The requests of the window as a traffic log of its own: the server goes on writing, and deletes old files."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    kept = []
+    kept: list[bytes] = []
     for path in sorted(log.glob(PATTERN)):
         for line in path.read_bytes().split(b"\n"):
             try:
