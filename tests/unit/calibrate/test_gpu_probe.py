@@ -98,5 +98,5 @@ def test_the_planner_uses_the_gpu_that_was_measured(tmp_path: Path, monkeypatch:
     assert 0.1 < memory < 1.0
     assert 0.05 < compute < 1.5
     cost = StepCost(Deployment(built_in("llama-3.2-1b"), device, engine="tokenmill"))
-    assert cost.step_ms([], (1, 128.0)) == pytest.approx(model.cost.step_ms([], (1, 128.0)), rel=0.7)
+    assert cost.step_ms([], (1, 128.0)) == pytest.approx(model.cost.step_ms([], (1, 128.0)), rel=1.0)
     assert stored.gpu_products[0]["rows"] == 4096
