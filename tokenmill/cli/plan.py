@@ -139,7 +139,7 @@ def plan(
     if calibrate:
         from tokenmill.calibrate.job import calibrate as measure
 
-        measured = measure(model or "smollm2")
+        measured = measure(model)
         emit(measured, as_json, lambda: calibrate_screen(measured))
         return
     from tokenmill.hardware.catalog import load_catalog

@@ -106,7 +106,8 @@ async def _serve(
                 lambda: TrafficLog(config.traffic_log, names[0], config.traffic_log_size)
             )
         report.phase("starting the engine")
-        engine = EngineClient(path, engine_config, config.stall_timeout, report.phase, config.spare_engine)
+        steps = str(Path(config.traffic_log).expanduser()) if config.traffic_log else ""
+        engine = EngineClient(path, engine_config, config.stall_timeout, report.phase, config.spare_engine, steps)
         workers = _text_workers(path, engine_config.load_format, config)
         secret = await _cache_secret(config, engine_config, keys)
         started = await signals.unless_told(_start(path, engine_config.load_format, engine))

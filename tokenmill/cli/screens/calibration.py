@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tokenmill.cli.render.screen import Cell, Facts, Result, Screen, Table, Tone, left, right
+from tokenmill.cli.render.screen import Cell, Facts, Result, Screen, Table, Tone, Value, left, right
 from tokenmill.cli.render.units import change, count, counted, percent, plain_number
 
 
@@ -57,9 +57,12 @@ def _row(name: str, result: Result, mean: str, median: str, rank: str, rows: str
 
 
 def calibrate_screen(result: Result) -> Screen:
+    place = result.get("gpu") or "this machine"
+    rates = result["gflops"]
+    best = max(rates.values()) if isinstance(rates, dict) else rates
     headline = (
-        f"Calibrated {result['model']} on this machine: {plain_number(result['bandwidth_gb_s'])} GB/s, "
-        f"{plain_number(result['gflops'])} GFLOP/s, step times fitted to {percent(result['engine']['fit_error'], 1)}"
+        f"Calibrated {result['model']} on {place}: {plain_number(result['bandwidth_gb_s'])} GB/s, "
+        f"{plain_number(best)} GFLOP/s, step times fitted to {percent(result['engine']['fit_error'], 1)}"
     )
     rows = []
     for each in result["predicted_against_measured"]:
@@ -68,13 +71,13 @@ def calibrate_screen(result: Result) -> Screen:
         tone: Tone = "good" if error is not None and abs(error) <= 0.1 else "warning"
         rows.append((name, plain_number(predicted), plain_number(measured), Cell(change(error), tone)))
     columns = (left(""), right("predicted"), right("measured"), right("error"))
-    machine = Facts(
-        "Machine",
-        [
-            ("processor", f"{result['cpu']}, {counted(result['cores'], 'core')}, {result['threads']} threads"),
-            ("steps timed", count(result["steps_timed"])),
-            ("saved in", Cell(result["file"], "dim")),
-        ],
-    )
+    facts: list[tuple[str, Value]] = [
+        ("processor", f"{result['cpu']}, {counted(result['cores'], 'core')}, {result['threads']} threads"),
+        ("steps timed", count(result["steps_timed"])),
+        ("saved in", Cell(result["file"], "dim")),
+    ]
+    if result.get("gpu"):
+        facts.insert(0, ("GPU", f"{result['gpu']}, {result['gpu_memory_bytes'] / 2**30:.0f} GiB"))
+    machine = Facts("Machine", facts)
     notes = [Cell(f"not measured in full: {each}", "warning") for each in result["skipped"]]
     return Screen(headline, "good", [Table("Predicted against measured", columns, rows), machine], notes)
