@@ -15,10 +15,11 @@ from pathlib import Path
 
 import numpy as np
 
-from tokenmill.optimize.bench_table import BenchTable
 from tokenmill.optimize.candidates import Candidate
 from tokenmill.optimize.evidence import compare_speed
 from tokenmill.optimize.job import OptimizeJob
+from tokenmill.optimize.machine_laboratory import MachineLaboratory
+from tokenmill.optimize.quality import QualityPlan
 from tokenmill.optimize.setup import make_predictor, prepare
 from tokenmill.optimize.store import Store
 from tokenmill.optimize.traffic import TrafficRequest
@@ -53,7 +54,8 @@ def main() -> None:
         setup, store = prepare(job), Store(job.out, "ranks")
         predictor = make_predictor(setup, store)
         assert predictor is not None, "the planner does not know this model"
-        lab = BenchTable(store, setup.traffic, setup.engine, setup.artefacts, setup.text, job.effort, job.limits)
+        quality = QualityPlan(setup.text, job.effort.context, 1, 1, job.max_quality_loss, None)
+        lab = MachineLaboratory(store, setup.traffic, setup.engine, setup.artefacts, quality)
         rows = []
         try:
             kv, tokens = setup.space.default_kv, setup.space.batch_tokens[0]

@@ -110,7 +110,7 @@ def test_the_log_replays_against_a_fresh_server(folder: Path, requests: list[Log
             server.url, arrivals, Objectives.parse(["p95=0.001ms"], []), model=server.model, time_limit_s=120
         )
         calm, generous = arrivals.at_rate(0.1), Objectives.parse(["p95=60s"], [])
-        scale, sustained = find_rate(server.url, calm, generous, seconds=8.0, model=server.model)
+        scale, _, sustained = find_rate(server.url, calm, generous, seconds=8.0, model=server.model)
     assert (met.requests, met.failed, met.attainment, met.objective_met) == (20, 0, 1.0, True)
     assert met.goodput_tok_s == met.output_tok_s > 0
     assert (missed.failed, missed.attainment, missed.goodput_tok_s, missed.objective_met) == (0, 0.0, 0.0, False)

@@ -127,7 +127,7 @@ def _job(model: str, out: Path, given: Mapping[str, Any], engine: EngineConfig) 
 
 def _watch(job: OptimizeJob, progress: _Progress, interval: float, as_json: bool) -> None:
     """Prints a line, or an object, for each proposal until it is interrupted."""
-    from tokenmill.optimize.watch import WatchSettings, watch  # type: ignore[import-not-found,unused-ignore]
+    from tokenmill.optimize.watch import WatchSettings, watch
 
     assert job.traffic_log is not None
 

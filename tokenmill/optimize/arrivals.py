@@ -102,6 +102,18 @@ class Arrivals:
             self, times_s=tuple(times[:count]), prompts=tuple(prompts[:count]), output_lens=tuple(lengths[:count])
         )
 
+    def at_once(self, count: int) -> Arrivals:
+        """`count` of the requests, repeated if need be, all sent at the start: what a server computes at most."""
+        longer = self.lasting(count / self.requests_s + 1) if len(self) < count else self
+        found = longer.prompts[:count]
+        return replace(
+            self,
+            times_s=(0.0,) * len(found),
+            prompts=found,
+            output_lens=longer.output_lens[:count],
+            words=f"{len(found)} requests at once",
+        )
+
     # --- where arrivals come from ---
 
     @staticmethod

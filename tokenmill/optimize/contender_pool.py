@@ -32,13 +32,15 @@ class ResourceLimits:
     quality_seconds: float = 600.0
     build_seconds: float = 3600.0
     replay_seconds: float = 600.0
+    rate_search_seconds: float = 30.0
     memory_bytes: int = 0
 
     @classmethod
     def within(cls, seconds: float) -> ResourceLimits:
         """For a run of `seconds`: no command may take more than a third of it, however it hangs."""
         command, judgement = max(60.0, seconds / 4), max(120.0, seconds / 3)
-        return cls(command, command, judgement, max(600.0, seconds), judgement)
+        search = min(60.0, max(12.0, seconds / 16))
+        return cls(command, command, judgement, max(600.0, seconds), judgement, search)
 
 
 @dataclass(slots=True, eq=False)

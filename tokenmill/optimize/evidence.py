@@ -13,6 +13,7 @@ from statistics import median
 
 import numpy as np
 
+from tokenmill.evaluate.gate import default_max_kld
 from tokenmill.evaluate.statistics import bootstrap_interval
 from tokenmill.optimize.results import Latency, Quality, Run, Speed
 
@@ -22,7 +23,7 @@ _USUAL_NOISE = 0.04  # of the logarithm of a ratio of two runs, before any was r
 _LEAST_NOISE = 0.005
 _PRIOR_REPEATS = 4  # that the usual noise counts as: two repeats that agree by luck prove nothing
 _OUTLIER = 5.0  # robust standard deviations from the median
-_SHORT_KLD_FACTOR = 3  # a mean divergence this many times the allowed loss rules a candidate out
+_SHORT_KLD_MARGIN = 1.5  # a mean divergence this many times the limit rules a candidate out
 _SAME_GOODPUT = 0.05  # goodputs this near are limited by the arrivals, not by the candidates
 
 
@@ -137,7 +138,7 @@ def short_text_refusal(quality: Quality, limits: Limits) -> str:
         return f"{quality.nan_count} of {quality.tokens} tokens have logits that are NaN or infinite"
     if quality.loss_low > limit:
         return f"perplexity grows by {quality.loss:.2%} (at least {quality.loss_low:.2%}) on the short text"
-    most = _SHORT_KLD_FACTOR * max(limit, limits.kld or 0.0)
+    most = _SHORT_KLD_MARGIN * (default_max_kld(limit) if limits.kld is None else limits.kld)
     if quality.kld_mean > most:
-        return f"mean divergence {quality.kld_mean:.4f} on the short text, more than {most:g}"
+        return f"mean divergence {quality.kld_mean:.4f} on the short text, more than {most:.3g}"
     return ""

@@ -10,7 +10,6 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tokenmill import __version__
 from tokenmill.checkpoint.sources.base import readable_bytes
@@ -20,31 +19,32 @@ from tokenmill.hardware.catalog import load_catalog
 from tokenmill.hardware.machine import detect_machine
 from tokenmill.log import get_logger
 from tokenmill.optimize.artefacts import ArtefactCache
-from tokenmill.optimize.bench_table import BenchTable
 from tokenmill.optimize.candidates import STORED, parse_weights
+from tokenmill.optimize.contender_pool import ResourceLimits
 from tokenmill.optimize.evidence import Limits
-from tokenmill.optimize.laboratory import Laboratory
 from tokenmill.optimize.loop import Effort, Say, Search
+from tokenmill.optimize.machine_laboratory import MachineLaboratory
+from tokenmill.optimize.objectives import Objectives
 from tokenmill.optimize.others import measure_others
+from tokenmill.optimize.outputs import Workload as ServedWorkload
 from tokenmill.optimize.outputs import write_outputs
-from tokenmill.optimize.pricing import machine_price, project
+from tokenmill.optimize.pricing import machine_price, project, token_price
+from tokenmill.optimize.quality import QualityPlan
 from tokenmill.optimize.results import PASSED, CandidateResult, Outcome
 from tokenmill.optimize.setup import Setup, make_predictor, prepare
 from tokenmill.optimize.store import Store, question_key
 from tokenmill.optimize.traffic import TrafficRequest
-from tokenmill.plan.cost.ceilings import dollars_per_million
 from tokenmill.plan.question.workload import Workload
 
-if TYPE_CHECKING:
-    from tokenmill.optimize.objectives import Objectives  # type: ignore[import-not-found, unused-ignore]
-
 _log = get_logger(__name__)
+_LONG_CONTEXT = 4096  # that KV dtypes and budgets are checked at, beside the longest request
 _TRIED_AT_ONCE = 12  # quantized candidates that the disk forecast counts
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizeJob:
-    """`device`: empty for a GPU where one can be used. `today`: how it is served now, a command or a URL."""
+    """`device`: empty for a GPU where one can be used. `today`: how it is served now, a command or a URL; empty: by our
+    engine from the stored file. `rivals`: names, URLs, or "auto" for what is installed."""
 
     model: str
     out: Path
@@ -61,12 +61,12 @@ class OptimizeJob:
     restart: bool = False
     command: str = ""
     device: str = ""
-    objectives: Objectives | None = None
+    objectives: Objectives = field(default_factory=Objectives)
     tasks: tuple[Path, ...] = ()
     max_task_loss: float = 0.02
     max_kld: float | None = None
     today: str = ""
-    rivals: tuple[str, ...] = ()
+    rivals: tuple[str, ...] = ("auto",)
     quality_off: bool = False
     traffic_log: Path | None = None
 
@@ -93,8 +93,9 @@ def optimize(job: OptimizeJob, say: Say) -> Outcome:
     setup = prepare(job)
     disk = _state_disk(setup.artefacts, [*setup.space.float_weights[:1], *setup.space.weights])
     store = Store(job.out, _key(job, setup), job.restart)
+    lab = _laboratory(job, setup, store)
     search = Search(
-        lab=_laboratory(job, setup, store),
+        lab=lab,
         store=store,
         space=setup.space,
         effort=job.effort,
@@ -104,6 +105,7 @@ def optimize(job: OptimizeJob, say: Say) -> Outcome:
         objectives=bool(job.objectives),
         quality_off=job.quality_off,
         drafts_pay=setup.traffic.is_text,
+        measures_today=not job.today,
     )
     state = "complete"
     interrupted: KeyboardInterrupt | None = None
@@ -114,18 +116,41 @@ def optimize(job: OptimizeJob, say: Say) -> Outcome:
     state = state if interrupted or not search.out_of_time else "out of time"
     outcome = _outcome(job, setup, search, state, disk)
     if interrupted is None:
-        measure_others(job, setup, outcome, say)
+        measure_others(job, setup, lab, outcome, say)
+        _price(job, outcome)
         outcome.projections = _projections(job, setup, outcome)
     outcome.seconds = time.monotonic() - began
-    write_outputs(job.out, outcome, setup)
+    write_outputs(job.out, outcome, _served_workload(setup))
     if interrupted is not None:
         print(f"interrupted; the report so far: {job.out / 'report.html'}", file=sys.stderr)
         raise interrupted
     return outcome
 
 
-def _laboratory(job: OptimizeJob, setup: Setup, store: Store) -> Laboratory:
-    return BenchTable(store, setup.traffic, setup.engine, setup.artefacts, setup.text, job.effort, job.limits)
+def _laboratory(job: OptimizeJob, setup: Setup, store: Store) -> MachineLaboratory:
+    effort = job.effort
+    quality = QualityPlan(
+        setup.text,
+        effort.context,
+        effort.short_windows,
+        effort.windows,
+        job.max_quality_loss,
+        job.max_kld,
+        job.tasks,
+        job.max_task_loss,
+        long_contexts=tuple(sorted({_LONG_CONTEXT, setup.traffic.longest})),
+    )
+    if not job.quality_off:
+        print(f"quality limits: {quality.limit_words}", file=sys.stderr)
+    limits = ResourceLimits.within(effort.seconds)
+    return MachineLaboratory(
+        store, setup.traffic, setup.engine, setup.artefacts, quality, limits, setup.arrivals, job.objectives
+    )
+
+
+def _served_workload(setup: Setup) -> ServedWorkload:
+    traffic, context = setup.traffic, setup.artefacts.checkpoint.description.context_length
+    return ServedWorkload(setup.engine, context, traffic.input_tokens, traffic.output_tokens, setup.effort.context)
 
 
 def _state_disk(artefacts: ArtefactCache, weights: list[str]) -> int:
@@ -164,7 +189,7 @@ def _key(job: OptimizeJob, setup: Setup) -> str:
             "traffic_log": str(job.traffic_log or ""),
             "text": setup.text,
             "tasks": [str(path) for path in job.tasks],
-            "objectives": str(job.objectives or ""),
+            "objectives": job.objectives.words,
             "quality_off": job.quality_off,
             "windows": [effort.short_windows, effort.windows, effort.context],
             "engine": str(job.engine),
@@ -174,18 +199,16 @@ def _key(job: OptimizeJob, setup: Setup) -> str:
 
 def _outcome(job: OptimizeJob, setup: Setup, search: Search, state: str, disk: int) -> Outcome:
     machine = detect_machine()
-    price, basis = machine_price(load_catalog(), machine, job.price)
-    everyone = [*search.baseline_variants, *search.results.values()]
-    for result in everyone:
-        if result.speed is not None and result.speed.output_tok_s > 0:
-            result.dollars_per_million_output = dollars_per_million(price, result.speed.output_tok_s)
+    price, basis = machine_price(load_catalog(), machine, job.price, setup.device)
     outcome = Outcome(
         model=job.model,
         state=state,
         source=str(setup.source),
         source_note=_source_note(setup.source_quantized),
         workload=job.traffic.describe(),
-        workload_words=setup.traffic.words,
+        workload_words=f"{setup.traffic.words}; replayed: {setup.arrivals.words}"
+        if job.objectives
+        else setup.traffic.words,
         machine=f"{machine.cpu}, {machine.cores} cores, {machine.memory_bytes / 2**30:.0f} GiB",
         price=price,
         price_basis=basis,
@@ -201,12 +224,25 @@ def _outcome(job: OptimizeJob, setup: Setup, search: Search, state: str, disk: i
         commands=[job.command],
         disk_bytes=disk,
         source_quantized=setup.source_quantized,
-        objectives=job.objectives.words if job.objectives else "",
+        objectives=job.objectives.words,
         quality_off=job.quality_off,
         unproven=search.unproven,
+        today=search.today,
+        max_kld=job.max_kld,
+        max_task_loss=job.max_task_loss,
+        device=setup.device,
+        seed=job.engine.seed,
     )
+    _price(job, outcome)
     outcome.reason = _reason(outcome)
     return outcome
+
+
+def _price(job: OptimizeJob, outcome: Outcome) -> None:
+    """Dollars per million output tokens of everything that was measured."""
+    others = [*outcome.rivals, *([outcome.today] if outcome.today else [])]
+    for result in (*outcome.baseline_variants, *outcome.candidates, *others):
+        result.dollars_per_million_output = token_price(result, outcome.price, bool(job.objectives))
 
 
 def _source_note(quantized: bool) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from tokenmill.optimize.results import Artefact, CandidateResult, Latency, Proof, Quality, Run
+from tokenmill.optimize.results import Artefact, CandidateResult, Latency, Proof, Quality, Run, Sustained
 
 
 class Laboratory(Protocol):
@@ -40,6 +40,10 @@ class Laboratory(Protocol):
 
     def replay(self, result: CandidateResult) -> Latency:
         """The arrivals of the traffic through the serving path."""
+        ...
+
+    def sustain(self, result: CandidateResult) -> Sustained:
+        """The highest rate of those arrivals that keeps the objectives."""
         ...
 
     def close(self) -> None: ...

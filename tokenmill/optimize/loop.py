@@ -32,6 +32,7 @@ from tokenmill.optimize.results import (
     CandidateResult,
     Prediction,
 )
+from tokenmill.optimize.serving_round import ServingRound, comparable_latencies, measure_stored
 from tokenmill.optimize.settings import SettingsRound
 from tokenmill.optimize.space import Space
 from tokenmill.optimize.store import Store
@@ -47,7 +48,6 @@ _MAX_REPEATS = 64
 _AT_LOAD = "at load: "
 _SETTLED_BY = 3  # measured candidates, after which predictions stay as they are
 _FAR_AHEAD = 1.25  # a prediction behind another by more than this is not worth a measurement
-_SAME_GOODPUT = 0.95  # of the best
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,19 +86,23 @@ class Search:
     objectives: bool = False  # of latency: finalists are replayed, and only those that meet them are accepted
     quality_off: bool = False
     drafts_pay: bool = True
+    measures_today: bool = False  # the stored file on our engine is what is served today
     clock: Clock = time.monotonic
     results: dict[str, CandidateResult] = field(default_factory=dict)
     baseline: CandidateResult | None = None
     baseline_variants: list[CandidateResult] = field(default_factory=list)
+    today: CandidateResult | None = None
     chosen: str = ""
     tied: list[str] = field(default_factory=list)
     trials: Trials = field(init=False)
+    serving: ServingRound = field(init=False)
     _unproven: list[CandidateResult] = field(default_factory=list)
     _set_aside: set[str] = field(default_factory=set)  # for faster ones, which may not pass
 
     def __post_init__(self) -> None:
         budget = TimeBudget(self.effort.seconds, self.clock)
         self.trials = Trials(self.lab, self.store, budget, self.limits, self.objectives, self.quality_off)
+        self.serving = ServingRound(self.trials)
 
     @property
     def out_of_time(self) -> bool:
@@ -118,7 +122,7 @@ class Search:
             order = self._predict()
             self._measure_baseline()
             self._first_round(order)
-            self._replay_baseline()
+            self._measure_references()
             proven = self._prove_cheapest()
             while reopened := self._reopen(proven):
                 self._first_round(reopened)
@@ -127,7 +131,10 @@ class Search:
             if proven:
                 proven += self._try_settings(proven)
             while proven and not self.chosen:  # again without those that failed in the final
-                self._final(self._narrow(self._with_most_goodput(proven)))
+                finalists = self._finalists(proven)
+                if not finalists:
+                    break
+                self._final(finalists)
                 proven = [each for each in proven if each.verdict != FAILED] if not self.chosen else []
         finally:
             self.lab.close()
@@ -317,12 +324,16 @@ class Search:
         likely = [each for each in results if estimates[each.name].low <= best]
         return sorted(likely, key=lambda each: (estimates[each.name].log_cost, each.name))
 
-    def _replay_baseline(self) -> None:
-        """What the baseline's goodput is under the same arrivals; it need not meet the objectives."""
+    def _measure_references(self) -> None:
+        """The stored file beside the baseline, and both under the arrivals."""
+        self.say("measuring what it is compared with", 0.54)
+        if self.measures_today:
+            tried = self.results.get(self.space.stored)
+            self.today = measure_stored(self.trials, self.space, self._baseline, tried)
         if self.objectives:
-            self.say("replaying the arrivals on the baseline", 0.54)
-            base = self._baseline
-            self.trials.attempt(base, self.trials.replay, base, name="replay of the baseline")
+            self.serving.measure_reference(self._baseline, "the baseline")
+            if self.today is not None and self.today is not self._baseline and self.today.verdict != FAILED:
+                self.serving.measure_reference(self.today, "the stored file")
 
     def _other_batches(self) -> list[CandidateResult]:
         """Where latency refused all: the cheapest that keep their quality, with other batch sizes."""
@@ -341,17 +352,12 @@ class Search:
         limit = self.trials.budget.left_until(1)
         return self.trials.look(self._baseline, result, limit, "variant") and self.trials.accept(self._baseline, result)
 
-    def _with_most_goodput(self, finalists: list[CandidateResult]) -> list[CandidateResult]:
-        """Only where goodputs are alike does throughput decide."""
-        most = max((each.latency.goodput_tok_s for each in finalists if each.latency), default=0.0)
-        kept = []
-        for result in finalists:
-            own = result.latency.goodput_tok_s if result.latency else most
-            if own >= _SAME_GOODPUT * most:
-                kept.append(result)
-            else:
-                result.reason = f"{own:.0f} tokens/s within the objectives, another has {most:.0f}"
-        return kept
+    def _finalists(self, proven: list[CandidateResult]) -> list[CandidateResult]:
+        left = self._narrow(self.serving.with_most_goodput(proven))
+        if not self.objectives:
+            return left
+        self.say("searching the rates that finalists sustain", 0.88)
+        return self.serving.sustain(left)
 
     def _final(self, finalists: list[CandidateResult]) -> None:
         effort = self.effort
@@ -378,7 +384,7 @@ class Search:
         for result in race.finished:
             count = min(len(base), len(race.runs[result.name]))
             speed = compare_speed(base[:count], race.runs[result.name][:count])
-            result.speed = with_goodput(speed, self._baseline.latency, result.latency)
+            result.speed = with_goodput(speed, *comparable_latencies(self._baseline, result))
             result.rounds = 2
         chosen, self.tied = race.winner()
         self.chosen = chosen.name

@@ -12,28 +12,28 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from tokenmill import __version__
 from tokenmill.bench.prompts import SyntheticRequest
 from tokenmill.config import EngineConfig
 from tokenmill.errors import UserError
 from tokenmill.hardware.machine import detect_machine
+from tokenmill.optimize.arrivals import Arrivals
 from tokenmill.optimize.artefacts import TRAINED_HEADS, ArtefactCache, NotEnoughTimeError, weight_bytes
 from tokenmill.optimize.candidates import WeightChoice, parse_weights
 from tokenmill.optimize.contender import ContenderError, NoAnswerError
 from tokenmill.optimize.contender_messages import Built, Command, Judge, RunRequests
 from tokenmill.optimize.contender_pool import LOAD_FACTOR, ContenderPool, Place, ResourceLimits
+from tokenmill.optimize.local_server import LocalServer
+from tokenmill.optimize.objectives import Objectives
 from tokenmill.optimize.quality import QualityPlan
+from tokenmill.optimize.rate_search import sustain
 from tokenmill.optimize.records import from_plain, to_plain
-from tokenmill.optimize.results import Artefact, CandidateResult, Latency, Proof, Quality, Run
+from tokenmill.optimize.replay import replay
+from tokenmill.optimize.results import Artefact, CandidateResult, Latency, Proof, Quality, Run, Sustained
 from tokenmill.optimize.store import Store
 from tokenmill.optimize.traffic import Traffic
-from tokenmill.resolution import DEVICE_DEFAULTS
-
-if TYPE_CHECKING:
-    from tokenmill.optimize.objectives import Objectives  # type: ignore[import-not-found, unused-ignore]
-    from tokenmill.optimize.replay import Arrivals  # type: ignore[import-not-found, unused-ignore]
 
 T = TypeVar("T")
 _FIRST_PAIRS = 2
@@ -43,6 +43,7 @@ _SLOWEST = 10.0  # a candidate that needs this many times the baseline's seconds
 _SHORTEST_RUN = 20.0  # seconds that every run may take
 _BUILD_GRACE = 30.0  # seconds beyond the forecast
 _LOG = "contenders.log"
+_DIALECT = "tokenmill"
 
 
 class MachineLaboratory:
@@ -65,8 +66,9 @@ class MachineLaboratory:
         self.quality = quality
         self.arrivals = arrivals
         self.objectives = objectives
-        self.default_kv = DEVICE_DEFAULTS[self.device].kv_cache_dtype
         self._pool = ContenderPool(store.folder / _LOG, self.device, limits or ResourceLimits())
+        self._server: LocalServer | None = None
+        self._served = ""  # the engine name of its candidate
         machine = detect_machine()
         where = machine.gpus[0] if self.device == "cuda" and machine.gpus else machine.cpu
         self._origin = f"{__version__} on {self.device} {where}, {machine.cores} cores"
@@ -99,6 +101,7 @@ class MachineLaboratory:
 
     def _make(self, order: Command, seconds: float) -> Built:
         """Raises NotEnoughTimeError where it is forecast to take, or takes, longer than `seconds`."""
+        self._stop_server()
         limit = min(self.limits.build_seconds, max(0.0, seconds) + _BUILD_GRACE)
         try:
             return self._pool.ask(self._pool.idle(), order, Built, limit, "building")
@@ -191,6 +194,7 @@ class MachineLaboratory:
         key = self._quality_key(kind, baseline, result)
         record = self._recall(kind, key)
         if record is None:
+            self._stop_server()
             self._pool.release(engine_name(result))  # the judge loads an engine of its own
             command = Judge(
                 self.quality,
@@ -223,27 +227,60 @@ class MachineLaboratory:
     # --- latency ---
 
     def replay(self, result: CandidateResult) -> Latency:
-        if self.arrivals is None or self.objectives is None:
-            raise UserError("there are no arrivals to replay", "give --trace, --prompts or --traffic-log")
-        key = f"{engine_name(result)} by {_digest([to_plain(self.arrivals), to_plain(self.objectives)])}"
+        key = self._arrivals_key(result)
         record = self._recall("latency", key)
         if record is None:
-            from tokenmill.optimize.replay import LocalServer, replay
-
-            self._pool.release_all()
-            path, config = self._path(result), self.config(result)
-            log = self.store.folder / "servers.log"
-            with LocalServer(path, config, log=log, ready_seconds=self.limits.load_seconds) as server:
-                latency: Latency = replay(
-                    server.url,
-                    self.arrivals,
-                    self.objectives,
-                    model=server.model,
-                    time_limit_s=self.limits.replay_seconds,
-                )
+            assert self.arrivals is not None
+            assert self.objectives is not None
+            server = self._serve(result)
+            latency = replay(
+                server.url,
+                self.arrivals,
+                self.objectives,
+                model=server.model,
+                time_limit_s=self.limits.replay_seconds,
+                dialect=_DIALECT,
+            )
             record = to_plain(latency)
             self._remember("latency", key, record)
         return from_plain(Latency, record)
+
+    def sustain(self, result: CandidateResult) -> Sustained:
+        key = self._arrivals_key(result)
+        record = self._recall("sustained", key)
+        if record is None:
+            assert self.arrivals is not None
+            assert self.objectives is not None
+            server = self._serve(result)
+            seconds = self.limits.rate_search_seconds
+            found = sustain(server.url, self.arrivals, self.objectives, seconds=seconds, model=server.model)
+            record = to_plain(found)
+            self._remember("sustained", key, record)
+        return from_plain(Sustained, record)
+
+    def _arrivals_key(self, result: CandidateResult) -> str:
+        if self.arrivals is None or self.objectives is None:
+            raise UserError("there are no arrivals to replay", "give --trace, --prompts or --traffic-log")
+        return f"{engine_name(result)} by {_digest([to_plain(self.arrivals), to_plain(self.objectives)])}"
+
+    def _serve(self, result: CandidateResult) -> LocalServer:
+        """A server of the candidate, which stays until something else is measured."""
+        name = engine_name(result)
+        if self._served == name and self._server is not None and self._server.alive():
+            return self._server
+        path, config = self._path(result), self.config(result)
+        self._stop_server()
+        self._pool.release_all()
+        log = self.store.folder / "servers.log"
+        server = LocalServer(path, config, log=log, ready_seconds=self.limits.load_seconds)
+        server.__enter__()
+        self._server, self._served = server, name
+        return server
+
+    def _stop_server(self) -> None:
+        server, self._server, self._served = self._server, None, ""
+        if server is not None:
+            server.__exit__(None, None, None)
 
     def config(self, result: CandidateResult) -> EngineConfig:
         speculate = result.speculate
@@ -255,6 +292,7 @@ class MachineLaboratory:
         return replace(self.engine, **values, sources={**self.engine.sources, **stated})
 
     def close(self) -> None:
+        self._stop_server()
         self._pool.close()
 
     # --- children ---
@@ -264,6 +302,7 @@ class MachineLaboratory:
         return Path(self.build(result, float("inf")).path)
 
     def _engine(self, result: CandidateResult, together: Sequence[CandidateResult]) -> Place:
+        self._stop_server()
         names = {engine_name(each) for each in together}
         artefact = self.build(result, float("inf"))
         return self._pool.engine(engine_name(result), names, Path(artefact.path), artefact.nbytes, self.config(result))

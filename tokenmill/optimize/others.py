@@ -1,39 +1,83 @@
-"""What the choice is compared with beside the baseline: how the checkpoint is served today, and other engines.
+"""What the choice is compared with over HTTP: how the checkpoint is served today, and other engines.
 
-Each is driven over HTTP by the same arrivals. Imported only where the job asks for it. Called by the job.
+All are driven by the same arrivals as our own server; where no objective is given, by all requests at once, and then
+the chosen candidate is replayed too, so that engines are compared by one kind of measurement. The stored file on our
+own engine is measured by the loop. Called by the job.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tokenmill.optimize.results import Outcome
+from tokenmill.errors import UserError
+from tokenmill.log import get_logger
+from tokenmill.optimize.contender_pool import ResourceLimits
+from tokenmill.optimize.laboratory import Laboratory
+from tokenmill.optimize.results import CandidateResult, Outcome
+from tokenmill.optimize.rivals.base import RivalWorkload
+from tokenmill.optimize.rivals.measure import find_rivals, measure_rivals
+from tokenmill.optimize.rivals.quality import EndpointJudge
 from tokenmill.optimize.setup import Setup
+from tokenmill.optimize.today import measure_today
 
 if TYPE_CHECKING:
     from tokenmill.optimize.job import OptimizeJob
     from tokenmill.optimize.loop import Say
 
+_log = get_logger(__name__)
 
-def measure_others(job: OptimizeJob, setup: Setup, outcome: Outcome, say: Say) -> None:
+
+def measure_others(job: OptimizeJob, setup: Setup, lab: Laboratory, outcome: Outcome, say: Say) -> None:
     """Fills `outcome.today` and `outcome.rivals`, where the job asks for them."""
-    if not (job.today or job.rivals):
+    if not (job.today or find_rivals(job.rivals)):
         return
-    from tokenmill.optimize.objectives import Objectives  # type: ignore[import-not-found, unused-ignore]
-    from tokenmill.optimize.traffic import build_arrivals  # type: ignore[attr-defined, unused-ignore]
-
-    description = setup.artefacts.checkpoint.description
-    arrivals = build_arrivals(job.traffic, description.vocab_size, setup.engine.decided("context"))
-    objectives = job.objectives or Objectives(())
+    limits = ResourceLimits.within(job.effort.seconds)
+    seconds, search = limits.replay_seconds, limits.rate_search_seconds
+    reference = outcome.baseline.artefact if outcome.baseline else None
+    judge = None
+    if reference is not None and not job.quality_off:
+        config = replace(setup.engine, speculate="off", concurrency=None)
+        judge = EndpointJudge(Path(reference.path), setup.text, job.max_quality_loss, job.max_kld, config)
+    if not job.objectives and outcome.chosen is not None:
+        say("replaying the traffic on the choice", 0.95)
+        try:
+            outcome.chosen.latency = lab.replay(outcome.chosen)
+        except UserError as error:
+            _log.warning("the choice is not compared with servers: %s", error)
+    lab.close()
     if job.today:
-        from tokenmill.optimize.today import measure_today  # type: ignore[import-not-found, unused-ignore]
-
         say("measuring how it is served today", 0.96)
-        outcome.today = measure_today(job.today, setup.source, arrivals, objectives, config=setup.engine)
-    if job.rivals:
-        from tokenmill.optimize.rivals import measure_rivals  # type: ignore[import-not-found, unused-ignore]
-
-        say("measuring other engines", 0.97)
-        outcome.rivals = measure_rivals(
-            job.rivals, setup.source, arrivals, objectives, None, lambda what: say(what, 0.97)
+        outcome.today = measure_today(
+            job.today,
+            setup.source,
+            setup.arrivals,
+            job.objectives,
+            config=setup.engine,
+            judge=judge,
+            time_limit_s=seconds,
+            search_seconds=search,
+            log=job.out / "today.log",
+            say=lambda what: say(what, 0.96),
         )
+    outcome.rivals = measure_rivals(
+        job.rivals,
+        setup.source,
+        setup.arrivals,
+        job.objectives,
+        judge,
+        lambda what: say(what, 0.98),
+        preferred=_made(outcome.chosen),
+        workload=RivalWorkload(
+            setup.engine.decided("context"), setup.engine.decided("concurrency"), setup.engine.decided("batch_tokens")
+        ),
+        time_limit_s=seconds,
+        search_seconds=search,
+        logs=job.out,
+    )
+
+
+def _made(chosen: CandidateResult | None) -> tuple[str, Path] | None:
+    """The chosen weights, which a rival serves if it can read them: the same bytes on another engine."""
+    return (chosen.weights, Path(chosen.artefact.path)) if chosen and chosen.artefact else None

@@ -74,7 +74,7 @@ def write_outputs(out: Path, outcome: Outcome, workload: Workload) -> None:
         lines = (f"# {engine}\n{line}\n" for engine, line in outcome.launch_lines.items())
         _write_files(out, outcome.files | {_LAUNCHES: "".join(lines)})
     outcome.commands = [*outcome.commands, *_reproduction(outcome, workload)]
-    rivals = {each.engine: str(each.options["version"]) for each in outcome.rivals if each.options.get("version")}
+    rivals = {each.engine: each.engine_version for each in outcome.rivals if each.engine_version}
     outcome.versions = _versions() | rivals | outcome.versions
     outcome.date = datetime.now().astimezone().isoformat(timespec="seconds")
     write_json(out / RESULTS, plain(outcome))

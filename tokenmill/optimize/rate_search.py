@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from tokenmill.optimize.arrivals import Arrivals
 from tokenmill.optimize.objectives import Objectives
 from tokenmill.optimize.replay import replay
-from tokenmill.optimize.results import Latency
+from tokenmill.optimize.results import Latency, Sustained
 
 Probe = Callable[[Arrivals, float], Latency]  # arrivals, seconds that it may take at most
 
@@ -33,10 +34,11 @@ def find_rate(
     model: str = "",
     api_key: str = "",
     clock: Callable[[], float] = time.monotonic,
-) -> tuple[float, Latency]:
-    """(scale over the rate of the arrivals, latency there); scale 0, and the latency at the lowest rate tried, if the
-    objectives are missed at every one. `server`: its URL, or a function that replays. `seconds`: for the whole search,
-    about ten replays of equal length. Each sends other tokens: none is served from what an earlier one left cached."""
+) -> tuple[float, float, Latency]:
+    """(scale over the rate of the arrivals, lowest scale that missed the objectives, latency at the first); scale 0,
+    and the latency at the lowest rate tried, if the objectives are missed at every one. `server`: its URL, or a
+    function that replays. `seconds`: for the whole search, about ten replays of equal length. Each sends other tokens:
+    none is served from what an earlier one left cached."""
     deadline = clock() + seconds
     length = max(_MIN_PROBE_S, min(arrivals.duration_s, seconds / 10) or seconds / 10)
     probe = server if callable(server) else _http_probe(server, objectives, model, api_key)
@@ -59,7 +61,17 @@ def find_rate(
         else:
             high = middle
     reported = low or min(scale for scale, _ in tried)
-    return low, next(latency for scale, latency in tried if scale == reported)
+    return low, high, next(latency for scale, latency in tried if scale == reported)
+
+
+def sustain(
+    url: str, arrivals: Arrivals, objectives: Objectives, *, seconds: float, model: str = "", api_key: str = ""
+) -> Sustained:
+    """What a server sustains, with how well that is known; nothing where it misses the objectives at every rate."""
+    low, high, latency = find_rate(url, arrivals, objectives, seconds=seconds, model=model, api_key=api_key)
+    if not low:
+        return Sustained(replace(latency, goodput_tok_s=0.0), 0.0, latency.goodput_tok_s)
+    return Sustained(latency, latency.goodput_tok_s, latency.goodput_tok_s * min(high / low, _MAX_SCALE))
 
 
 def _bracket(holds: Callable[[float], bool], may_go_on: Callable[[], bool]) -> tuple[float, float]:

@@ -28,6 +28,7 @@ _WARMUPS = 2
 _WARMUP_TOKENS = 8
 _WARMUP_VARIATION = 1 << 20  # whose tokens no measured prompt shares
 _MAX_FAILED = 0.01  # share of the requests; beyond it, a server is refused whatever its latency
+_CURVE_STEPS = 20  # of five percent each
 _DEAD_AFTER = 8  # connections refused in a row: the server is gone, the rest need not be tried
 
 
@@ -122,6 +123,8 @@ def judge_samples(samples: Sequence[Sample], began: float, arrivals: Arrivals, o
         attainment=len(within) / len(samples) if samples else 0.0,
         objective_met=not refusal,
         refusal=refusal,
+        ttft_curve_ms=_curve([_ttft(each) for each in good]),
+        itl_curve_ms=_curve([gap for each in good for gap in _gaps(each)]),
     )
 
 
@@ -129,6 +132,8 @@ def _steady_seconds(duration: float, arrivals: Arrivals, good: Sequence[Sample])
     """The time that rates are counted over: without the end, where nothing more arrives and the last answers finish.
     Short replays would otherwise show less than the server sustains. The quickest answer is the part of the end that is
     no sign of a queue."""
+    if arrivals.duration_s <= 0:  # all at once: the whole of it is the queue
+        return max(duration, 1e-9)
     period = len(arrivals) / arrivals.requests_s if len(arrivals) > 1 else 0.0
     tail = min(_e2e(each) for each in good) / 1000 if period and good else 0.0
     return max(period, duration - tail, 1e-9)
@@ -191,6 +196,10 @@ def _e2e(sample: Sample) -> float:
 def _gaps(sample: Sample) -> list[float]:
     """Milliseconds between pieces, as `bench serve` counts them, however many tokens a piece has."""
     return [1000 * float(gap) for gap in np.diff(sample.stamps)]
+
+
+def _curve(values: Sequence[float]) -> tuple[float, ...]:
+    return tuple(_percentile(values, 5 * step) for step in range(_CURVE_STEPS + 1)) if values else ()
 
 
 def _percentiles(values: Sequence[float]) -> Percentiles:

@@ -98,6 +98,16 @@ class Latency:
 
 
 @dataclass(frozen=True, slots=True)
+class Sustained:
+    """The highest rate that keeps the objectives. `low`, `high`: of the goodput, between that rate and the lowest one
+    that was seen to miss them."""
+
+    latency: Latency
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
 class TaskScore:
     """A task by both models, paired by item."""
 
@@ -299,16 +309,25 @@ def saving(result: CandidateResult | None, reference: CandidateResult | None, in
     that alternated with one baseline, else by the same replay. None: there is no such pair."""
     if result is None or reference is None:
         return None
-    mine, theirs = result.goodput_tok_s, reference.goodput_tok_s
-    if in_objective and mine and theirs:
-        if result.goodput_range is None or reference.goodput_range is None:
-            return Saving(1 - theirs / mine)
-        (low, high), (their_low, their_high) = result.goodput_range, reference.goodput_range
-        return Saving(1 - theirs / mine, 1 - their_high / low, 1 - their_low / high)
+    if in_objective and (found := _saving_in_objective(result, reference)) is not None:
+        return found
     if result.speed and reference.speed:
         a, b = result.speed, reference.speed
         # The quotient of two intervals over the same baseline: wider than the truth, since their noise is shared.
         return Saving(1 - a.cost_ratio / b.cost_ratio, 1 - a.high / b.low, 1 - a.low / b.high)
     if result.latency and reference.latency and result.latency.output_tok_s > 0:
         return Saving(1 - reference.latency.output_tok_s / result.latency.output_tok_s)
+    return None
+
+
+def _saving_in_objective(result: CandidateResult, reference: CandidateResult) -> Saving | None:
+    """By goodput: at the rates that both sustain, else under the same arrivals."""
+    if result.sustained and reference.sustained:
+        mine, theirs = result.sustained.goodput_tok_s, reference.sustained.goodput_tok_s
+        ranges = result.goodput_range, reference.goodput_range
+        if mine > 0 and theirs > 0:
+            (low, high), (their_low, their_high) = ranges[0] or (mine, mine), ranges[1] or (theirs, theirs)
+            return Saving(1 - theirs / mine, *((1 - their_high / low, 1 - their_low / high) if all(ranges) else ()))
+    if result.latency and reference.latency and result.latency.goodput_tok_s > 0:
+        return Saving(1 - reference.latency.goodput_tok_s / result.latency.goodput_tok_s)
     return None

@@ -26,6 +26,7 @@ from tokenmill.hardware.machine import available_memory
 from tokenmill.kernels.ggml_types import TYPES
 from tokenmill.log import get_logger
 from tokenmill.model.kvstore import KV_STORES
+from tokenmill.optimize.arrivals import Arrivals
 from tokenmill.optimize.artefacts import ArtefactCache
 from tokenmill.optimize.candidates import STORED, chosen_names, parse_weights
 from tokenmill.optimize.kernel_probe import KernelSpeed
@@ -43,7 +44,7 @@ from tokenmill.optimize.space import (
     weight_names,
 )
 from tokenmill.optimize.store import Store
-from tokenmill.optimize.traffic import Traffic, build_traffic
+from tokenmill.optimize.traffic import Traffic, TrafficRequest, build_arrivals, build_traffic
 from tokenmill.plan.question.model_names import describe_for_planning
 from tokenmill.plan.question.planned_model import PlannedModel
 from tokenmill.quantize.calibration_text import built_in_held_out
@@ -57,6 +58,7 @@ _PLAIN_TYPES = ("F32", "F16", "BF16", "F64")
 _SAMPLED_REQUESTS = 256  # of the traffic, to see what prompts share
 _TIER_FOLDER = "kv-tier"
 _SPEEDS = "kernel speeds"
+_WAVES = 4  # requests per slot that are sent at once where no objective is given
 
 
 @dataclass(slots=True)
@@ -65,6 +67,7 @@ class Setup:
     device: str
     artefacts: ArtefactCache
     traffic: Traffic
+    arrivals: Arrivals
     engine: EngineConfig  # context and concurrency of the workload
     effort: Effort
     text: str
@@ -79,14 +82,16 @@ def prepare(job: OptimizeJob) -> Setup:
     description = checkpoint.description
     device = chosen_device(job.device or job.engine.device or "")
     longest = job.engine.context or description.context_length
-    traffic = build_traffic(job.traffic, description.vocab_size, load_tokenizer(source), longest)
+    request = replace(job.traffic, traffic_log=job.traffic_log) if job.traffic_log else job.traffic
+    traffic = build_traffic(request, description.vocab_size, load_tokenizer(source), longest)
     quantized = is_quantized(checkpoint)
     engine = workload_engine(replace(job.engine, device=device), traffic, job.traffic.concurrency, device)
     return Setup(
         source=source,
         device=device,
-        artefacts=ArtefactCache(source, checkpoint, job.model, job.engine.threads or 0),
+        artefacts=ArtefactCache(source, checkpoint, job.model, job.engine.threads or 0, device),
         traffic=traffic,
+        arrivals=_arrivals(request, bool(job.objectives), description.vocab_size, engine),
         engine=engine,
         effort=job.effort,
         text=read_text(job.text) if job.text else built_in_held_out(),
@@ -94,6 +99,12 @@ def prepare(job: OptimizeJob) -> Setup:
         space=_space(job, checkpoint, traffic, engine, device, quantized),
         source_quantized=quantized,
     )
+
+
+def _arrivals(request: TrafficRequest, in_objective: bool, vocab_size: int, engine: EngineConfig) -> Arrivals:
+    """The user's, where latency matters; else as many requests as keep every slot busy, all at once."""
+    arrivals = build_arrivals(request, vocab_size, engine.decided("context"))
+    return arrivals if in_objective else arrivals.at_once(_WAVES * engine.decided("concurrency"))
 
 
 def chosen_device(asked: str) -> str:

@@ -21,7 +21,7 @@ from tokenmill.optimize.objectives import Objectives
 from tokenmill.optimize.replay import replay
 from tokenmill.optimize.results import FAILED, PASSED, SLOWER, CandidateResult
 from tokenmill.optimize.rivals.endpoint import UrlRival, is_url
-from tokenmill.optimize.rivals.measure import Say, Trial, measure_server, workload_of
+from tokenmill.optimize.rivals.measure import Say, Trial, find_sustained, measure_server, workload_of
 from tokenmill.optimize.rivals.process import RunningServer, free_port, is_listening
 from tokenmill.optimize.rivals.quality import EndpointJudge
 
@@ -90,6 +90,7 @@ def measure_today(
     config: EngineConfig | None = None,
     judge: EndpointJudge | None = None,
     time_limit_s: float = 300.0,
+    search_seconds: float = 0.0,
     ready_seconds: float = 300.0,
     log: Path | None = None,
     api_key: str = "",
@@ -98,7 +99,7 @@ def measure_today(
     """`config`: of our engine, where nothing else serves it today. A command that cannot be read raises UserError; a
     server that does not start is recorded. What misses the objectives is still what is served today: `slower`."""
     result = CandidateResult(NAME, weights="stored", kv="default", batch_tokens=0, engine=_engine(today))
-    trial = Trial(arrivals, objectives, judge, time_limit_s)
+    trial = Trial(arrivals, objectives, judge, time_limit_s, search_seconds)
     if not today:
         say("today: our engine on the stored file")
         _measure_ours(
@@ -136,6 +137,7 @@ def _measure_ours(result: CandidateResult, local: LocalServer, trial: Trial) -> 
                 time_limit_s=trial.time_limit_s,
                 dialect="tokenmill",
             )
+            find_sustained(result, server.url, server.model, "", trial)
     except UserError as error:
         result.verdict, result.reason = FAILED, error.problem
         return

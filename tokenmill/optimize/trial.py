@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
 
 from tokenmill.errors import UserError
 from tokenmill.optimize.artefacts import NotEnoughTimeError
@@ -24,19 +23,18 @@ from tokenmill.optimize.evidence import (
     short_text_refusal,
 )
 from tokenmill.optimize.laboratory import Laboratory
+from tokenmill.optimize.records import from_plain, to_plain
 from tokenmill.optimize.results import (
     FAILED,
     HARMED,
     PASSED,
     SLOWER,
     CandidateResult,
-    Check,
     Latency,
-    Percentiles,
     Proof,
     Quality,
     Run,
-    TaskScore,
+    Sustained,
 )
 from tokenmill.optimize.store import Store
 
@@ -118,9 +116,9 @@ class Trials:
         record = self.store.recall("checked", _quality_name(result))
         if record is None:
             with self.budget.timed("check"):
-                record = asdict(self.lab.check(baseline, result))
+                record = to_plain(self.lab.check(baseline, result))
             self.store.remember("checked", _quality_name(result), record)
-        result.divergence = Quality(**record)
+        result.divergence = from_plain(Quality, record)
         result.reason = short_text_refusal(result.divergence, self.limits)
         if result.reason:
             result.verdict = HARMED
@@ -170,9 +168,9 @@ class Trials:
         if record is None or record["limits"] != limits:
             with self.budget.timed("prove"):
                 proof = self.lab.prove(baseline, result)
-            record = {"limits": limits, "proof": asdict(proof)}
+            record = {"limits": limits, "proof": to_plain(proof)}
             self.store.remember("proved", _quality_name(result), record)
-        proof = _proof(record["proof"])
+        proof = from_plain(Proof, record["proof"])
         result.quality, result.tasks, result.checks = proof.quality, proof.tasks, proof.checks
         result.reason = "; ".join(proof.refusals)
         result.verdict = HARMED if proof.refusals else PASSED
@@ -182,11 +180,25 @@ class Trials:
         record = self.store.recall("replayed", result.name)
         if record is None:
             with self.budget.timed("replay"):
-                record = asdict(self.lab.replay(result))
+                record = to_plain(self.lab.replay(result))
             self.store.remember("replayed", result.name, record)
-        times = {name: Percentiles(**record[name]) for name in ("ttft_ms", "itl_ms", "e2e_ms")}
-        result.latency = Latency(**{**record, **times})
+        result.latency = from_plain(Latency, record)
         return result.latency
+
+    def sustain(self, result: CandidateResult) -> bool:
+        """The highest rate that keeps the objectives, and the goodput there, which is what a token costs by."""
+        record = self.store.recall("sustained", result.name)
+        if record is None:
+            with self.budget.timed("sustain"):
+                record = to_plain(self.lab.sustain(result))
+            self.store.remember("sustained", result.name, record)
+        found = from_plain(Sustained, record)
+        result.sustained, result.goodput_range = found.latency, (found.low, found.high)
+        return True
+
+    def is_sustained(self, result: CandidateResult) -> bool:
+        """Whether that is in the store."""
+        return self.store.recall("sustained", result.name) is not None
 
     # --- what is known ---
 
@@ -218,16 +230,6 @@ def _quality_name(result: CandidateResult) -> str:
     """Settings with equal names predict the same tokens: batch size, caching and drafts change no number."""
     lossy = [f"{key}={result.options[key]}" for key in _LOSSY_OPTIONS if key in result.options]
     return "/".join([result.weights, result.kv, *lossy])
-
-
-def _proof(record: dict[str, Any]) -> Proof:
-    quality = record["quality"]
-    return Proof(
-        Quality(**quality) if quality else None,
-        tuple(TaskScore(**each) for each in record["tasks"]),
-        tuple(Check(**each) for each in record["checks"]),
-        tuple(record["refusals"]),
-    )
 
 
 def explained(error: BaseException) -> str:

@@ -22,6 +22,7 @@ from tokenmill.optimize.results import (
     Proof,
     Quality,
     Run,
+    Sustained,
 )
 from tokenmill.optimize.store import Store
 
@@ -125,12 +126,17 @@ class InjectedLaboratory:
 
     def replay(self, result: CandidateResult) -> Latency:
         self._work("replay", result, 10.0)
+        return self._latency(result, 100.0 if self.latency_ok(result) else 20.0)
+
+    def _latency(self, result: CandidateResult, goodput: float) -> Latency:
         times = Percentiles(10, 10, 10, 10, 10)
         fine = self.latency_ok(result)
-        rate = 100.0
-        return Latency(
-            10, 0, 1.0, 10.0, times, times, times, rate, rate if fine else 20.0, 1.0, fine, "" if fine else "TTFT p95"
-        )
+        return Latency(10, 0, 1.0, 10.0, times, times, times, 100.0, goodput, 1.0, fine, "" if fine else "TTFT p95")
+
+    def sustain(self, result: CandidateResult) -> Sustained:
+        self._work("sustain", result, 10.0)
+        goodput = 100.0 / self.cost(result) if self.latency_ok(result) else 20.0
+        return Sustained(self._latency(result, goodput), goodput, 1.05 * goodput)
 
     def close(self) -> None:
         pass

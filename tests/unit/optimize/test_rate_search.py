@@ -55,7 +55,7 @@ def _arrivals(rate: float) -> Arrivals:
 def test_the_sustained_rate_is_near_the_capacity_wherever_the_search_starts(capacity: float) -> None:
     clock = _Clock()
     server = _Queue(clock, capacity, limit_s=3 / capacity)
-    scale, latency = find_rate(server, _arrivals(8.0), _OBJECTIVES, seconds=4000, clock=clock)
+    scale, _, latency = find_rate(server, _arrivals(8.0), _OBJECTIVES, seconds=4000, clock=clock)
     assert latency.objective_met
     assert 0.4 * capacity < latency.goodput_tok_s <= capacity
     assert scale * 8 == pytest.approx(latency.goodput_tok_s, rel=0.3)
@@ -73,12 +73,14 @@ def test_two_searches_find_the_same() -> None:
 
 def test_nothing_holds_and_everything_holds() -> None:
     clock = _Clock()
-    scale, latency = find_rate(_Queue(clock, 5.0, limit_s=0.0), _arrivals(8.0), _OBJECTIVES, seconds=500, clock=clock)
+    scale, _, latency = find_rate(
+        _Queue(clock, 5.0, limit_s=0.0), _arrivals(8.0), _OBJECTIVES, seconds=500, clock=clock
+    )
     assert scale == 0
     assert not latency.objective_met
     clock = _Clock()
     server = _Queue(clock, 1e9)
-    scale, latency = find_rate(server, _arrivals(8.0), _OBJECTIVES, seconds=500, clock=clock)
+    scale, _, latency = find_rate(server, _arrivals(8.0), _OBJECTIVES, seconds=500, clock=clock)
     assert latency.objective_met
     assert scale == max(rate for rate in (2.0**power for power in range(12)) if rate <= scale) > 100
     assert len(server.rates) <= 12
@@ -108,6 +110,6 @@ def test_a_noisy_server_still_ends_within_the_probes() -> None:
         return server(arrivals, seconds)
 
     probe: Callable[[Arrivals, float], Latency] = noisy
-    scale, latency = find_rate(probe, _arrivals(8.0), _OBJECTIVES, seconds=1000, clock=clock)
+    scale, _, latency = find_rate(probe, _arrivals(8.0), _OBJECTIVES, seconds=1000, clock=clock)
     assert 0.1 < scale < 1.0
     assert latency.objective_met

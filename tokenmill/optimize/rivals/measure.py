@@ -15,6 +15,7 @@ from pathlib import Path
 from tokenmill.errors import UserError, unknown_name
 from tokenmill.optimize.arrivals import Arrivals
 from tokenmill.optimize.objectives import Objectives
+from tokenmill.optimize.rate_search import sustain
 from tokenmill.optimize.replay import replay
 from tokenmill.optimize.results import FAILED, HARMED, PASSED, SLOWER, CandidateResult, Latency, Speed
 from tokenmill.optimize.rivals import RIVALS
@@ -39,6 +40,7 @@ class Trial:
     objectives: Objectives
     judge: EndpointJudge | None
     time_limit_s: float
+    search_seconds: float = 0.0  # for the rate that it sustains; 0: that is not searched
 
 
 def find_rivals(names: Sequence[str]) -> list[Rival]:
@@ -70,29 +72,40 @@ def measure_rivals(
     say: Say,
     *,
     weights: str = "stored",
+    preferred: tuple[str, Path] | None = None,
     workload: RivalWorkload | None = None,
     time_limit_s: float = 300.0,
+    search_seconds: float = 0.0,
     logs: Path | None = None,
     api_key: str = "",
 ) -> list[CandidateResult]:
-    """`source` is the checkpoint that engines are given, `weights` its name in the report. Without a judge, quality is
-    not measured. `logs`: folder that the servers' logs are kept in."""
-    trial = Trial(arrivals, objectives, judge, time_limit_s)
+    """`source` is the checkpoint that engines are given, `weights` its name in the report; `preferred`: (name, path) of
+    weights that are served instead where a rival can read them. Without a judge, quality is not measured. `logs`:
+    folder that the servers' logs are kept in."""
+    trial = Trial(arrivals, objectives, judge, time_limit_s, search_seconds)
     wanted = workload or workload_of(arrivals)
     results = []
     for rival in find_rivals(names):
+        served, path = preferred if preferred and _can_serve(rival, preferred[1]) else (weights, source)
         result = CandidateResult(
-            name=f"{rival.name}: {weights}",
-            weights=weights,
+            name=f"{rival.name}: {served}",
+            weights=served,
             kv="default",
             batch_tokens=wanted.batch_tokens,
             engine=rival.name,
         )
         results.append(result)
         log = logs / f"{rival.name}.log" if logs else None
-        _measure_rival(result, rival, source, wanted, log, api_key, trial)
+        _measure_rival(result, rival, path, wanted, log, api_key, trial)
         say(f"{rival.name}: {result.verdict}{f', {result.reason}' if result.reason else ''}")
     return results
+
+
+def _can_serve(rival: Rival, path: Path) -> bool:
+    try:
+        return not rival.missing() and not rival.serves(path)
+    except Exception:  # recorded when it is measured
+        return False
 
 
 def _measure_rival(
@@ -135,6 +148,7 @@ def measure_server(result: CandidateResult, running: RunningServer, trial: Trial
                 time_limit_s=trial.time_limit_s,
                 dialect=dialect,
             )
+            find_sustained(result, server.url, server.model, server.api_key, trial)
             refusal = _judge(result, server, trial.judge)
     except Exception as error:  # recorded, never raised: the run goes on without it
         result.verdict, result.reason = FAILED, _words(error)
@@ -145,6 +159,15 @@ def measure_server(result: CandidateResult, running: RunningServer, trial: Trial
         result.verdict, result.reason = SLOWER, result.latency.refusal
     else:
         result.verdict = PASSED
+
+
+def find_sustained(result: CandidateResult, url: str, model: str, api_key: str, trial: Trial) -> None:
+    """The rate that it sustains within the objectives, as our own candidates are compared by."""
+    if trial.objectives and trial.search_seconds > 0:
+        found = sustain(
+            url, trial.arrivals, trial.objectives, seconds=trial.search_seconds, model=model, api_key=api_key
+        )
+        result.sustained, result.goodput_range = found.latency, (found.low, found.high)
 
 
 def _judge(result: CandidateResult, server: RunningServer, judge: EndpointJudge | None) -> str:
