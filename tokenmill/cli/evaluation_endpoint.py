@@ -65,13 +65,12 @@ def endpoint(
 
     if method and method not in METHODS:
         raise unknown_name("method", method, METHODS)
-    plan = ProbePlan(passages, length)
     with EndpointClient(url, model, api_key, timeout) as client, progress_bar("passages") as advance:
         path = resolve(reference).path
         job = EndpointJob(
             path,
             read_text(text) if text else built_in_held_out(),
-            plan,
+            ProbePlan(passages, length),
             _names(candidates) or WEIGHTS,
             () if kv == "none" else _names(kv) or KV_DTYPES,
             method,

@@ -18,6 +18,7 @@ from tokenmill.optimize.baseline import BaselineContest
 from tokenmill.optimize.budget import Clock, TimeBudget
 from tokenmill.optimize.candidates import Candidate, candidate_of
 from tokenmill.optimize.evidence import Limits, compare_speed, with_goodput
+from tokenmill.optimize.halving import Halving
 from tokenmill.optimize.laboratory import Laboratory
 from tokenmill.optimize.predict import rank_candidates, too_harmful, too_slow
 from tokenmill.optimize.race import Race
@@ -44,7 +45,6 @@ _AT_LEAST = 3  # candidates that are tried however slow the machine is: a late a
 _PROVEN = 3  # where there is time: a second and a third choice
 _CALIBRATION_TOKENS = 8192  # that a calibrated candidate runs through the model
 _CALIBRATION_PASSES = 2.0
-_MAX_REPEATS = 64
 _AT_LOAD = "at load: "
 _SETTLED_BY = 3  # measured candidates, after which predictions stay as they are
 _FAR_AHEAD = 1.25  # a prediction behind another by more than this is not worth a measurement
@@ -96,6 +96,7 @@ class Search:
     tied: list[str] = field(default_factory=list)
     trials: Trials = field(init=False)
     serving: ServingRound = field(init=False)
+    halving: Halving = field(init=False)
     _unproven: list[CandidateResult] = field(default_factory=list)
     _set_aside: set[str] = field(default_factory=set)  # for faster ones, which may not pass
 
@@ -103,6 +104,7 @@ class Search:
         budget = TimeBudget(self.effort.seconds, self.clock)
         self.trials = Trials(self.lab, self.store, budget, self.limits, self.objectives, self.quality_off)
         self.serving = ServingRound(self.trials)
+        self.halving = Halving(self.trials, self.effort.finalists, _NARROWING, lambda what: self.say(what, 0.82))
 
     @property
     def out_of_time(self) -> bool:
@@ -299,31 +301,6 @@ class Search:
         finally:
             self._unproven += settings.unproven
 
-    def _narrow(self, proven: list[CandidateResult]) -> list[CandidateResult]:
-        """Successive halving: those in question are timed again and again until few enough are left to race."""
-        trials, most = self.trials, self.effort.finalists
-        left = self._in_question(proven)
-        for repeat in range(1, _MAX_REPEATS + 1):
-            late = trials.budget.used > _NARROWING and not self.store.recall("narrowed", str(repeat))
-            if len(left) <= most or late:
-                break
-            self.say(f"timing {len(left)} again", 0.82)
-            for result in left:
-                trials.attempt(result, trials.time_again, self._baseline, result, f"again {repeat}")
-            self.store.remember("narrowed", str(repeat), True)
-            left = self._in_question([each for each in left if each.verdict != FAILED])
-        for result in proven:
-            if result not in left[:most] and result.verdict == PASSED:
-                result.reason = "costs more by the runs before the final"
-        return left[:most]
-
-    def _in_question(self, results: list[CandidateResult]) -> list[CandidateResult]:
-        """Cheapest first, without those that are surely dearer than another."""
-        estimates = {each.name: self.trials.estimate(each) for each in results}
-        best = min((each.high for each in estimates.values()), default=0.0)
-        likely = [each for each in results if estimates[each.name].low <= best]
-        return sorted(likely, key=lambda each: (estimates[each.name].log_cost, each.name))
-
     def _measure_references(self) -> None:
         """The stored file beside the baseline, and both under the arrivals."""
         self.say("measuring what it is compared with", 0.54)
@@ -340,7 +317,7 @@ class Search:
         kept = [each for each in self._measured() if each.latency is not None and not each.latency.objective_met]
         accepted: list[CandidateResult] = []
         for size in self.space.batch_tokens:
-            for result in self._in_question(kept):
+            for result in self.halving.in_question(kept):
                 variant = self._add_variant(replace(candidate_of(result), batch_tokens=size), result)
                 self.say(f"trying {variant.name}", 0.7)
                 is_new = variant.verdict == UNTRIED
@@ -353,7 +330,7 @@ class Search:
         return self.trials.look(self._baseline, result, limit, "variant") and self.trials.accept(self._baseline, result)
 
     def _finalists(self, proven: list[CandidateResult]) -> list[CandidateResult]:
-        left = self._narrow(self.serving.with_most_goodput(proven))
+        left = self.halving.narrow(self._baseline, self.serving.with_most_goodput(proven))
         if not self.objectives:
             return left
         self.say("searching the rates that finalists sustain", 0.88)

@@ -101,13 +101,9 @@ async def _serve(
         if path is None:
             return
         names = config.served_model_name or (model,)
-        if config.traffic_log:
-            traffic_log = await in_daemon_thread(
-                lambda: TrafficLog(config.traffic_log, names[0], config.traffic_log_size)
-            )
+        traffic_log = await _open_traffic_log(config, names[0])
         report.phase("starting the engine")
-        steps = str(Path(config.traffic_log).expanduser()) if config.traffic_log else ""
-        engine = EngineClient(path, engine_config, config.stall_timeout, report.phase, config.spare_engine, steps)
+        engine = _make_engine(path, config, engine_config, report)
         workers = _text_workers(path, engine_config.load_format, config)
         secret = await _cache_secret(config, engine_config, keys)
         started = await signals.unless_told(_start(path, engine_config.load_format, engine))
@@ -123,11 +119,8 @@ async def _serve(
         server = make_server(service, keys, tls)
         listener.listen()  # connections queue from here on; otherwise the first after "ready" could be refused
         serving = asyncio.create_task(server.serve(sockets=[listener]))
-        settings = {name: value for name, value in asdict(config).items() if name not in _SECRET}
-        settings["keys"] = len(keys)
-        settings["tool_call_parser"] = f"{service.tool_style.parser.name} ({service.tool_style.reason})"
         address = address_of(listener, config)
-        report.ready(address, {"server": settings, "engine": service.identity.options})
+        report.ready(address, {"server": _shown_settings(config, keys, service), "engine": service.identity.options})
         if announce is not None:
             announce({"url": address, "model": service.names[0], "engine": service.identity.options})
         reloading = asyncio.create_task(_reload_keys(key_watch, service, reload))
@@ -144,6 +137,24 @@ async def _serve(
             await in_daemon_thread(traffic_log.close)
         if signals.told.is_set():
             end_within(_EXIT_SECONDS)
+
+
+async def _open_traffic_log(config: ServeConfig, name: str) -> TrafficLog | None:
+    if not config.traffic_log:
+        return None
+    return await in_daemon_thread(lambda: TrafficLog(config.traffic_log, name, config.traffic_log_size))
+
+
+def _make_engine(path: Path, config: ServeConfig, engine_config: EngineConfig, report: StartupReport) -> EngineClient:
+    steps = str(Path(config.traffic_log).expanduser()) if config.traffic_log else ""
+    return EngineClient(path, engine_config, config.stall_timeout, report.phase, config.spare_engine, steps)
+
+
+def _shown_settings(config: ServeConfig, keys: KeyRing, service: Service) -> dict[str, Any]:
+    settings = {name: value for name, value in asdict(config).items() if name not in _SECRET}
+    settings["keys"] = len(keys)
+    settings["tool_call_parser"] = f"{service.tool_style.parser.name} ({service.tool_style.reason})"
+    return settings
 
 
 def _text_workers(path: Path, load_format: str, config: ServeConfig) -> WorkerPool:

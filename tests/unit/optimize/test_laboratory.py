@@ -7,9 +7,8 @@ import select
 import signal
 import subprocess
 import sys
-import types
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +19,16 @@ from tokenmill.checkpoint.open import open_checkpoint
 from tokenmill.config import EngineConfig
 from tokenmill.model.kvstore import KV_STORES
 from tokenmill.optimize import artefacts, contender_pool, machine_laboratory
+from tokenmill.optimize.arrivals import Arrivals
 from tokenmill.optimize.artefacts import ArtefactCache, BuildTimes, NotEnoughTimeError
 from tokenmill.optimize.candidates import parse_weights
 from tokenmill.optimize.contender import ContenderError
 from tokenmill.optimize.contender_messages import Built
 from tokenmill.optimize.contender_pool import ResourceLimits
 from tokenmill.optimize.machine_laboratory import MachineLaboratory
+from tokenmill.optimize.objectives import Objectives
 from tokenmill.optimize.quality import QualityPlan
-from tokenmill.optimize.results import CandidateResult, Latency, Percentiles
+from tokenmill.optimize.results import CandidateResult, Latency, Percentiles, Sustained
 from tokenmill.optimize.store import Store
 from tokenmill.optimize.traffic import Traffic
 
@@ -250,47 +251,54 @@ def test_forecasts_learn_from_earlier_builds() -> None:
     assert times.expected("mix") == 4.0
 
 
-@dataclass(frozen=True)
-class _Arrivals:
-    times_s: tuple[float, ...] = (0.0, 1.0)
-
-
-def test_a_replay_goes_through_a_server_and_is_stored(
+def test_a_replay_and_a_rate_search_share_a_server_and_are_stored(
     make_lab: Callable[..., MachineLaboratory], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server and the client are other modules' (tests/unit/optimize/test_replay.py)."""
     started: list[tuple[Path, EngineConfig]] = []
     flat = Percentiles(1.0, 1.0, 1.0, 1.0, 1.0)
+    objectives = Objectives.parse(["p95=1s"], [])
+    arrivals = Arrivals.poisson([[1], [2]], [1, 1], 1.0)
 
-    class LocalServer:
+    class Server:
         url, model = "http://here", "name"
 
         def __init__(self, path: Path, config: EngineConfig, *, log: Path, ready_seconds: float) -> None:
             assert ready_seconds == _LIMITS.load_seconds
             assert log.parent == tmp_path
             started.append((path, config))
+            self.running = False
 
-        def __enter__(self) -> LocalServer:
+        def __enter__(self) -> Server:
+            self.running = True
             return self
 
-        def __exit__(self, *_error: object) -> None: ...
+        def __exit__(self, *_error: object) -> None:
+            self.running = False
 
-    def replay(url: str, arrivals: _Arrivals, objectives: object, *, model: str, time_limit_s: float) -> Latency:
-        assert (url, model, objectives, time_limit_s) == ("http://here", "name", (), _LIMITS.replay_seconds)
-        return Latency(len(arrivals.times_s), 0, 1.0, 1.0, flat, flat, flat, 1.0, 1.0, 1.0, True)
+        def alive(self) -> bool:
+            return self.running
 
-    module = types.ModuleType("tokenmill.optimize.replay")
-    module.LocalServer, module.replay = LocalServer, replay  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    lab = make_lab(tmp_path, arrivals=_Arrivals(), objectives=())
-    found = lab.replay(replace(HALF, options={"prefix_caching": False}))
+    def replay(url: str, sent: Arrivals, kept: Objectives, *, model: str, time_limit_s: float, dialect: str) -> Latency:
+        assert (url, model, kept, time_limit_s) == ("http://here", "name", objectives, _LIMITS.replay_seconds)
+        assert dialect == "tokenmill"
+        return Latency(len(sent), 0, 1.0, 1.0, flat, flat, flat, 1.0, 1.0, 1.0, True)
+
+    def sustain(url: str, sent: Arrivals, kept: Objectives, *, seconds: float, model: str) -> Sustained:
+        assert (url, kept, seconds) == ("http://here", objectives, _LIMITS.rate_search_seconds)
+        return Sustained(replay(url, sent, kept, model=model, time_limit_s=600.0, dialect="tokenmill"), 1.0, 2.0)
+
+    for name, stand_in in (("LocalServer", Server), ("replay", replay), ("sustain", sustain)):
+        monkeypatch.setattr(machine_laboratory, name, stand_in)
+    lab = make_lab(tmp_path, arrivals=arrivals, objectives=objectives)
+    candidate = replace(HALF, options={"prefix_caching": False})
+    found, rate = lab.replay(candidate), lab.sustain(candidate)
     assert found.requests == 2
+    assert (rate.low, rate.high) == (1.0, 2.0)
     path, config = started[0]
     assert path == Path(lab.artefacts.source)
     assert (config.kv_cache_dtype, config.prefix_caching) == ("float16", False)
     assert all(config.is_set(name) for name in ("context", "batch_tokens", "kv_cache_dtype", "concurrency"))
-    assert (
-        make_lab(tmp_path, arrivals=_Arrivals(), objectives=()).replay(replace(HALF, options={"prefix_caching": False}))
-        == found
-    )
-    assert len(started) == 1, "recalled"
+    again = make_lab(tmp_path, arrivals=arrivals, objectives=objectives)
+    assert (again.replay(candidate), again.sustain(candidate)) == (found, rate)
+    assert len(started) == 1, "one server for both, then recalled"
