@@ -19,7 +19,20 @@ from tokenmill.cli.main import main
 from tokenmill.model.kvstore import KV_STORES
 from tokenmill.model.kvstore.dense import Float32Store
 
-_WORK = ["--input-len", "24", "--output-len", "8", "--concurrency", "2", "--runs", "3", "--quality-tokens", "1024"]
+_WORK = [
+    "--input-len",
+    "24",
+    "--output-len",
+    "8",
+    "--concurrency",
+    "2",
+    "--runs",
+    "3",
+    "--quality-tokens",
+    "1024",
+    "--rivals",
+    "none",
+]
 _STORY = "Once upon a time, there was a little girl named Lily. She loved to play outside in the park with her dog. "
 
 

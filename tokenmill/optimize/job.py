@@ -262,12 +262,9 @@ def _reason(outcome: Outcome) -> str:
             so_far = f"{lead.name} leads so far, the final is missing" if lead else "nothing was proven yet"
             return f"the run is {outcome.state}: {so_far}"
         return "no candidate is cheaper and keeps the quality: serve the baseline"
-    unproven = ", ".join(outcome.unproven)
-    left = f"cheaper by one run, but not proven in the time given: {unproven}" if unproven else ""
     if outcome.target_met:
         tied = [name for name in outcome.tied if name != outcome.chosen.name]
-        equal = f"tied in cost with {', '.join(tied)}; the better quality was taken" if tied else ""
-        return "; ".join(part for part in (equal, left) if part)
+        return f"tied in cost with {', '.join(tied)}; the better quality was taken" if tied else ""
     cheaper: list[CandidateResult] = [
         each
         for each in outcome.candidates
@@ -277,7 +274,6 @@ def _reason(outcome: Outcome) -> str:
         and each.speed.cost_ratio < outcome.chosen.speed.cost_ratio
     ]
     why = f"; {cheaper[0].name} is cheaper, but {cheaper[0].reason}" if cheaper else ""
-    why += f"; {left}" if left else ""
     return f"the target of {-outcome.target_cost:.0%} is not reached on this machine: this is the best point{why}"
 
 
