@@ -41,7 +41,10 @@ TRAINING_TOKENS, TRAINING_STEPS = 60_000, 300
 _SHORTEST_FORECAST = 5.0  # seconds: below, what is forecast is less than reading and writing files
 _TRAINING_WINDOW = 256  # tokens of a sequence that a head learns from
 _WEIGHT_FILES = (".safetensors", ".gguf")
-TRAINED_HEADS: Mapping[str, str] = {"head": "eagle"}  # `speculate` without a folder -> the kind of head that is trained
+TRAINED_HEADS: Mapping[str, str] = {
+    "head": "eagle",
+    "tree": "eagle",
+}  # `speculate` without a folder -> the kind of head that is trained
 
 
 class NotEnoughTimeError(UserError):
@@ -187,16 +190,10 @@ class ArtefactCache:
     # --- drafters ---
 
     def drafter_path(self, choice: WeightChoice, speculate: str) -> Path:
-        """The folder of the head that is trained for these weights."""
-        recipe: list[object] = [
-            __version__,
-            str(self.path(choice)),
-            speculate,
-            TRAINING_TOKENS,
-            TRAINING_STEPS,
-            self.device,
-        ]
-        return self.folder / f"{speculate}-{_file_name(choice)}-{_digest(recipe)}"
+        """The folder of the head that is trained for these weights; drafters of one kind share it."""
+        kind = TRAINED_HEADS[speculate]
+        recipe = [__version__, str(self.path(choice)), kind, TRAINING_TOKENS, TRAINING_STEPS, self.device]
+        return self.folder / f"{kind}-{_file_name(choice)}-{_digest(recipe)}"
 
     def drafter_order(self, choice: WeightChoice, speculate: str, engine: EngineConfig, seconds: float) -> TrainDrafter:
         self.folder.mkdir(parents=True, exist_ok=True)

@@ -97,6 +97,7 @@ class Search:
     trials: Trials = field(init=False)
     serving: ServingRound = field(init=False)
     halving: Halving = field(init=False)
+    _chosen_cost: float = float("inf")  # by throughput, over the baseline's
     _unproven: list[CandidateResult] = field(default_factory=list)
     _set_aside: set[str] = field(default_factory=set)  # for faster ones, which may not pass
 
@@ -113,8 +114,7 @@ class Search:
     @property
     def unproven(self) -> list[str]:
         """Names of those that were measured to be cheaper than the choice and not proven in the time given."""
-        chosen = self.results.get(self.chosen)
-        cost = chosen.speed.cost_ratio if chosen and chosen.speed else float("inf")
+        cost = self._chosen_cost
         cheaper = [each for each in self._unproven if each.speed and each.speed.cost_ratio < cost]
         return [each.name for each in sorted(cheaper, key=lambda each: (each.speed.cost_ratio, each.name))]  # type: ignore[union-attr]
 
@@ -358,13 +358,15 @@ class Search:
     def _conclude(self, race: Race) -> None:
         base = race.runs[""]
         self._baseline.speed = compare_speed(base, base)
+        costs: dict[str, float] = {}
         for result in race.finished:
             count = min(len(base), len(race.runs[result.name]))
             speed = compare_speed(base[:count], race.runs[result.name][:count])
+            costs[result.name] = speed.cost_ratio
             result.speed = with_goodput(speed, *comparable_latencies(self._baseline, result))
             result.rounds = 2
         chosen, self.tied = race.winner()
-        self.chosen = chosen.name
+        self.chosen, self._chosen_cost = chosen.name, costs[chosen.name]
         for result in race.finished:
             tied = result.name in self.tied
             result.verdict = CHOSEN if result is chosen else TIED if tied else PASSED

@@ -28,7 +28,7 @@ from tokenmill.optimize.contender_pool import LOAD_FACTOR, ContenderPool, Place,
 from tokenmill.optimize.local_server import LocalServer
 from tokenmill.optimize.objectives import Objectives
 from tokenmill.optimize.quality import QualityPlan
-from tokenmill.optimize.rate_search import sustain
+from tokenmill.optimize.rate_search import likely_scale, sustain
 from tokenmill.optimize.records import from_plain, to_plain
 from tokenmill.optimize.replay import replay
 from tokenmill.optimize.results import Artefact, CandidateResult, Latency, Proof, Quality, Run, Sustained
@@ -252,8 +252,14 @@ class MachineLaboratory:
             assert self.arrivals is not None
             assert self.objectives is not None
             server = self._serve(result)
-            seconds = self.limits.rate_search_seconds
-            found = sustain(server.url, self.arrivals, self.objectives, seconds=seconds, model=server.model)
+            found = sustain(
+                server.url,
+                self.arrivals,
+                self.objectives,
+                seconds=self.limits.rate_search_seconds,
+                model=server.model,
+                start=likely_scale(result.speed.output_tok_s, self.arrivals) if result.speed else 1.0,
+            )
             record = to_plain(found)
             self._remember("sustained", key, record)
         return from_plain(Sustained, record)

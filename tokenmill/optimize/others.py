@@ -34,7 +34,7 @@ def measure_others(job: OptimizeJob, setup: Setup, lab: Laboratory, outcome: Out
     if not (job.today or find_rivals(job.rivals)):
         return
     limits = ResourceLimits.within(job.effort.seconds)
-    seconds, search = limits.replay_seconds, limits.rate_search_seconds
+    seconds, search, start = limits.replay_seconds, limits.rate_search_seconds, _sustained_scale(setup, outcome)
     reference = outcome.baseline.artefact if outcome.baseline else None
     judge = None
     if reference is not None and not job.quality_off:
@@ -58,6 +58,7 @@ def measure_others(job: OptimizeJob, setup: Setup, lab: Laboratory, outcome: Out
             judge=judge,
             time_limit_s=seconds,
             search_seconds=search,
+            search_start=start,
             log=job.out / "today.log",
             say=lambda what: say(what, 0.96),
         )
@@ -74,6 +75,7 @@ def measure_others(job: OptimizeJob, setup: Setup, lab: Laboratory, outcome: Out
         ),
         time_limit_s=seconds,
         search_seconds=search,
+        search_start=start,
         logs=job.out,
     )
 
@@ -81,3 +83,10 @@ def measure_others(job: OptimizeJob, setup: Setup, lab: Laboratory, outcome: Out
 def _made(chosen: CandidateResult | None) -> tuple[str, Path] | None:
     """The chosen weights, which a rival serves if it can read them: the same bytes on another engine."""
     return (chosen.weights, Path(chosen.artefact.path)) if chosen and chosen.artefact else None
+
+
+def _sustained_scale(setup: Setup, outcome: Outcome) -> float:
+    """The rate that our own server sustains, over that of the arrivals: others are searched from there."""
+    served = outcome.chosen or outcome.baseline
+    found = served.sustained if served else None
+    return found.offered_requests_s / setup.arrivals.requests_s if found else 1.0

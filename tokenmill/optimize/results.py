@@ -100,11 +100,16 @@ class Latency:
 @dataclass(frozen=True, slots=True)
 class Sustained:
     """The highest rate that keeps the objectives. `low`, `high`: of the goodput, between that rate and the lowest one
-    that was seen to miss them."""
+    that was seen to miss them; infinite where none was."""
 
     latency: Latency
     low: float
     high: float
+
+    @property
+    def range(self) -> tuple[float, float] | None:
+        """None: the search ended before a rate was too high."""
+        return (self.low, self.high) if self.high < float("inf") else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,6 +91,7 @@ def measure_today(
     judge: EndpointJudge | None = None,
     time_limit_s: float = 300.0,
     search_seconds: float = 0.0,
+    search_start: float = 1.0,
     ready_seconds: float = 300.0,
     log: Path | None = None,
     api_key: str = "",
@@ -99,7 +100,7 @@ def measure_today(
     """`config`: of our engine, where nothing else serves it today. A command that cannot be read raises UserError; a
     server that does not start is recorded. What misses the objectives is still what is served today: `slower`."""
     result = CandidateResult(NAME, weights="stored", kv="default", batch_tokens=0, engine=_engine(today))
-    trial = Trial(arrivals, objectives, judge, time_limit_s, search_seconds)
+    trial = Trial(arrivals, objectives, judge, time_limit_s, search_seconds, search_start)
     if not today:
         say("today: our engine on the stored file")
         _measure_ours(

@@ -193,7 +193,7 @@ class Trials:
                 record = to_plain(self.lab.sustain(result))
             self.store.remember("sustained", result.name, record)
         found = from_plain(Sustained, record)
-        result.sustained, result.goodput_range = found.latency, (found.low, found.high)
+        result.sustained, result.goodput_range = found.latency, found.range
         return True
 
     def is_sustained(self, result: CandidateResult) -> bool:

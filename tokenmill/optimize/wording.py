@@ -7,8 +7,11 @@ by optimize/report.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tokenmill.optimize.results import FAILED, UNTRIED, Outcome, Quality, Saving, TaskScore, saving
 
+_NAMES = 8  # of a list; results.json has all
 NO_OBJECTIVE = "no latency objective was given: throughput decides"
 NO_QUALITY = "quality was not measured (--quality off)"
 
@@ -96,8 +99,13 @@ def winner_words(outcome: Outcome) -> str:
 
 
 def unproven_words(outcome: Outcome) -> str:
-    names = ", ".join(outcome.unproven)
+    names = _first_of(outcome.unproven)
     return f"cheaper by a first measurement, but not proven: {names}; repeat with more --minutes" if names else ""
+
+
+def _first_of(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_NAMES])
+    return f"{shown} and {len(names) - _NAMES} more" if len(names) > _NAMES else shown
 
 
 def not_shown(outcome: Outcome) -> list[str]:
@@ -114,11 +122,11 @@ def not_shown(outcome: Outcome) -> list[str]:
         )
     found += _latency_gaps(outcome) + _quality_gaps(outcome)
     if outcome.unproven:
-        found.append(f"Cheaper by a first measurement, but not proven: {', '.join(outcome.unproven)}.")
+        found.append(f"Cheaper by a first measurement, but not proven: {_first_of(outcome.unproven)}.")
     for verdict, what in ((UNTRIED, "left open for lack of time"), (FAILED, "could not be measured")):
         names = [each.name for each in outcome.candidates if each.verdict == verdict]
         if names:
-            found.append(f"{len(names)} of {len(outcome.candidates)} candidates {what}: {', '.join(names)}.")
+            found.append(f"{len(names)} of {len(outcome.candidates)} candidates {what}: {_first_of(names)}.")
     if outcome.price_basis.startswith("assumed"):
         found.append("The price of this machine is assumed. Savings in percent do not depend on it, dollars do.")
     return found

@@ -41,6 +41,7 @@ class Trial:
     judge: EndpointJudge | None
     time_limit_s: float
     search_seconds: float = 0.0  # for the rate that it sustains; 0: that is not searched
+    search_start: float = 1.0  # over the rate of the arrivals
 
 
 def find_rivals(names: Sequence[str]) -> list[Rival]:
@@ -76,13 +77,14 @@ def measure_rivals(
     workload: RivalWorkload | None = None,
     time_limit_s: float = 300.0,
     search_seconds: float = 0.0,
+    search_start: float = 1.0,
     logs: Path | None = None,
     api_key: str = "",
 ) -> list[CandidateResult]:
     """`source` is the checkpoint that engines are given, `weights` its name in the report; `preferred`: (name, path) of
     weights that are served instead where a rival can read them. Without a judge, quality is not measured. `logs`:
     folder that the servers' logs are kept in."""
-    trial = Trial(arrivals, objectives, judge, time_limit_s, search_seconds)
+    trial = Trial(arrivals, objectives, judge, time_limit_s, search_seconds, search_start)
     wanted = workload or workload_of(arrivals)
     results = []
     for rival in find_rivals(names):
@@ -165,9 +167,15 @@ def find_sustained(result: CandidateResult, url: str, model: str, api_key: str, 
     """The rate that it sustains within the objectives, as our own candidates are compared by."""
     if trial.objectives and trial.search_seconds > 0:
         found = sustain(
-            url, trial.arrivals, trial.objectives, seconds=trial.search_seconds, model=model, api_key=api_key
+            url,
+            trial.arrivals,
+            trial.objectives,
+            seconds=trial.search_seconds,
+            model=model,
+            api_key=api_key,
+            start=trial.search_start,
         )
-        result.sustained, result.goodput_range = found.latency, (found.low, found.high)
+        result.sustained, result.goodput_range = found.latency, found.range
 
 
 def _judge(result: CandidateResult, server: RunningServer, judge: EndpointJudge | None) -> str:
