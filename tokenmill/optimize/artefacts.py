@@ -41,10 +41,8 @@ TRAINING_TOKENS, TRAINING_STEPS = 60_000, 300
 _SHORTEST_FORECAST = 5.0  # seconds: below, what is forecast is less than reading and writing files
 _TRAINING_WINDOW = 256  # tokens of a sequence that a head learns from
 _WEIGHT_FILES = (".safetensors", ".gguf")
-TRAINED_HEADS: Mapping[str, str] = {
-    "head": "eagle",
-    "tree": "eagle",
-}  # `speculate` without a folder -> the kind of head that is trained
+# `speculate` without a folder -> the kind of head that is trained
+TRAINED_HEADS: Mapping[str, str] = {"head": "eagle", "tree": "eagle"}
 
 
 class NotEnoughTimeError(UserError):

@@ -18,7 +18,7 @@ from tokenmill.errors import UserError
 from tokenmill.hardware.catalog import load_catalog
 from tokenmill.hardware.machine import detect_machine
 from tokenmill.log import get_logger
-from tokenmill.optimize.artefacts import ArtefactCache
+from tokenmill.optimize.artefacts import TRAINED_HEADS, ArtefactCache
 from tokenmill.optimize.candidates import STORED, parse_weights
 from tokenmill.optimize.contender_pool import ResourceLimits
 from tokenmill.optimize.evidence import Limits
@@ -120,7 +120,7 @@ def optimize(job: OptimizeJob, say: Say) -> Outcome:
         _price(job, outcome)
         outcome.projections = _projections(job, setup, outcome)
     outcome.seconds = time.monotonic() - began
-    write_outputs(job.out, outcome, _served_workload(setup))
+    write_outputs(job.out, outcome, _served_workload(setup, outcome.chosen))
     if interrupted is not None:
         print(f"interrupted; the report so far: {job.out / 'report.html'}", file=sys.stderr)
         raise interrupted
@@ -148,9 +148,19 @@ def _laboratory(job: OptimizeJob, setup: Setup, store: Store) -> MachineLaborato
     )
 
 
-def _served_workload(setup: Setup) -> ServedWorkload:
-    traffic, context = setup.traffic, setup.artefacts.checkpoint.description.context_length
-    return ServedWorkload(setup.engine, context, traffic.input_tokens, traffic.output_tokens, setup.effort.context)
+def _served_workload(setup: Setup, chosen: CandidateResult | None) -> ServedWorkload:
+    traffic, artefacts = setup.traffic, setup.artefacts
+    drafter = None
+    if chosen is not None and chosen.speculate in TRAINED_HEADS:
+        drafter = artefacts.drafter_path(parse_weights(chosen.weights), chosen.speculate)
+    return ServedWorkload(
+        setup.engine,
+        artefacts.checkpoint.description.context_length,
+        traffic.input_tokens,
+        traffic.output_tokens,
+        setup.effort.context,
+        drafter,
+    )
 
 
 def _state_disk(artefacts: ArtefactCache, weights: list[str]) -> int:

@@ -40,6 +40,7 @@ from tokenmill.optimize.wording import not_shown
 
 SERVE = "serve.yaml"
 _LAUNCHES = "launch.txt"
+_DRAFTER = "drafter"
 _OTHER_ENGINES = {"gguf": ("llamacpp", "ollama"), "directory": ("vllm", "sglang")}
 _PACKAGES = ("torch", "triton", "numpy", "transformers")
 _MAX_CONTEXT = 8192
@@ -54,6 +55,7 @@ class Workload:
     input_tokens: int  # mean
     output_tokens: int
     quality_context: int  # tokens in a window of text
+    drafter: Path | None = None  # folder of the head that was trained for the choice
 
 
 def write_outputs(out: Path, outcome: Outcome, workload: Workload) -> None:
@@ -62,7 +64,7 @@ def write_outputs(out: Path, outcome: Outcome, workload: Workload) -> None:
     if chosen is not None and chosen.artefact is not None:
         model = _place_model(out, Path(chosen.artefact.path))
         device = this_device(load_catalog(), detect_machine(), outcome.device)
-        settings = _serve_settings(chosen, workload)
+        settings = _serve_settings(chosen, workload, _place_drafter(out, workload.drafter))
         outcome.files = {SERVE: settings}
         outcome.launch_lines = {
             "tokenmill": shlex.join(["tokenmill", "serve", str(model), "--config", str(out / SERVE)])
@@ -148,7 +150,17 @@ def _write_files(out: Path, files: dict[str, str]) -> None:
         (out / name).write_text(text, encoding="utf-8")
 
 
-def _serve_settings(chosen: CandidateResult, workload: Workload) -> str:
+def _place_drafter(out: Path, folder: Path | None) -> str:
+    """The argument of --speculate, empty without a trained drafter."""
+    if folder is None:
+        return ""
+    placed = out / _DRAFTER
+    shutil.rmtree(placed, ignore_errors=True)
+    shutil.copytree(folder, placed)
+    return str(placed)
+
+
+def _serve_settings(chosen: CandidateResult, workload: Workload, drafter: str = "") -> str:
     engine = workload.engine
     settings: dict[str, Any] = {
         "context": min(_MAX_CONTEXT, workload.context_length),
@@ -156,7 +168,7 @@ def _serve_settings(chosen: CandidateResult, workload: Workload) -> str:
         "batch-tokens": chosen.batch_tokens,
         "kv-cache-dtype": chosen.kv,
         "prefix-caching": engine.prefix_caching,
-        "speculate": chosen.speculate,
+        "speculate": f"{chosen.speculate}:{drafter}" if drafter else chosen.speculate,
     }
     settings |= {name.replace("_", "-"): value for name, value in chosen.options.items()}
     if engine.threads:
