@@ -17,9 +17,9 @@ import numpy as np
 
 from tokenmill.optimize.candidates import Candidate
 from tokenmill.optimize.evidence import compare_speed
-from tokenmill.optimize.job import OptimizeJob
 from tokenmill.optimize.machine_laboratory import MachineLaboratory
 from tokenmill.optimize.quality import QualityPlan
+from tokenmill.optimize.question import OptimizeJob
 from tokenmill.optimize.setup import make_predictor, prepare
 from tokenmill.optimize.store import Store
 from tokenmill.optimize.traffic import TrafficRequest

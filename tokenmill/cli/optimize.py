@@ -30,7 +30,7 @@ from tokenmill.config import EngineConfig
 from tokenmill.errors import UserError
 
 if TYPE_CHECKING:
-    from tokenmill.optimize.job import OptimizeJob
+    from tokenmill.optimize.question import OptimizeJob
     from tokenmill.optimize.results import Outcome
 
 _CONTEXT = 256  # tokens in a window of the text
@@ -79,8 +79,8 @@ def _job(model: str, out: Path, given: Mapping[str, Any], engine: EngineConfig) 
 
     from tokenmill.checkpoint.open import open_checkpoint
     from tokenmill.checkpoint.sources import resolve
-    from tokenmill.optimize.job import OptimizeJob
     from tokenmill.optimize.loop import Effort
+    from tokenmill.optimize.question import OptimizeJob
     from tokenmill.optimize.traffic import TrafficRequest
     from tokenmill.runtime.build import find_device
 

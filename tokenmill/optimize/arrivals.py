@@ -104,7 +104,7 @@ class Arrivals:
 
     def at_once(self, count: int) -> Arrivals:
         """`count` of the requests, repeated if need be, all sent at the start: what a server computes at most."""
-        longer = self.lasting(count / self.requests_s + 1) if len(self) < count else self
+        longer = self.lasting(2 * (count + len(self)) / self.requests_s) if len(self) < count else self
         found = longer.prompts[:count]
         return replace(
             self,

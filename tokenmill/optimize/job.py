@@ -8,12 +8,9 @@ from __future__ import annotations
 import shutil
 import sys
 import time
-from dataclasses import dataclass, field
-from pathlib import Path
 
 from tokenmill import __version__
 from tokenmill.checkpoint.sources.base import readable_bytes
-from tokenmill.config import EngineConfig
 from tokenmill.errors import UserError
 from tokenmill.hardware.catalog import load_catalog
 from tokenmill.hardware.machine import detect_machine
@@ -21,70 +18,22 @@ from tokenmill.log import get_logger
 from tokenmill.optimize.artefacts import TRAINED_HEADS, ArtefactCache
 from tokenmill.optimize.candidates import STORED, parse_weights
 from tokenmill.optimize.contender_pool import ResourceLimits
-from tokenmill.optimize.evidence import Limits
-from tokenmill.optimize.loop import Effort, Say, Search
+from tokenmill.optimize.loop import Say, Search
 from tokenmill.optimize.machine_laboratory import MachineLaboratory
-from tokenmill.optimize.objectives import Objectives
 from tokenmill.optimize.others import measure_others
 from tokenmill.optimize.outputs import Workload as ServedWorkload
 from tokenmill.optimize.outputs import write_outputs
 from tokenmill.optimize.pricing import machine_price, project, token_price
 from tokenmill.optimize.quality import QualityPlan
+from tokenmill.optimize.question import OptimizeJob
 from tokenmill.optimize.results import PASSED, CandidateResult, Outcome
 from tokenmill.optimize.setup import Setup, make_predictor, prepare
 from tokenmill.optimize.store import Store, question_key
-from tokenmill.optimize.traffic import TrafficRequest
 from tokenmill.plan.question.workload import Workload
 
 _log = get_logger(__name__)
 _LONG_CONTEXT = 4096  # that KV dtypes and budgets are checked at, beside the longest request
 _TRIED_AT_ONCE = 12  # quantized candidates that the disk forecast counts
-
-
-@dataclass(frozen=True, slots=True)
-class OptimizeJob:
-    """`device`: empty for a GPU where one can be used. `today`: how it is served now, a command or a URL; empty: by our
-    engine from the stored file. `rivals`: names, URLs, or "auto" for what is installed."""
-
-    model: str
-    out: Path
-    target_cost: float = -0.6
-    max_quality_loss: float = 0.01
-    traffic: TrafficRequest = field(default_factory=TrafficRequest)
-    price: float | None = None
-    text: Path | None = None
-    gpus: tuple[str, ...] = ()
-    candidates: tuple[str, ...] = ()
-    kv: tuple[str, ...] = ()
-    effort: Effort = field(default_factory=Effort)
-    engine: EngineConfig = field(default_factory=EngineConfig)
-    restart: bool = False
-    command: str = ""
-    device: str = ""
-    objectives: Objectives = field(default_factory=Objectives)
-    tasks: tuple[Path, ...] = ()
-    max_task_loss: float = 0.02
-    max_kld: float | None = None
-    today: str = ""
-    rivals: tuple[str, ...] = ("auto",)
-    quality_off: bool = False
-    traffic_log: Path | None = None
-
-    def __post_init__(self) -> None:
-        if not -1 < self.target_cost <= 0:
-            raise UserError(f"--target-cost is {self.target_cost:g}", "give a saving such as -60%")
-        if not self.max_quality_loss >= 0:
-            raise UserError(f"--max-quality-loss is {self.max_quality_loss:g}", "give 0 or more, such as 1%")
-        if not self.max_task_loss >= 0:
-            raise UserError(f"--max-task-loss is {self.max_task_loss:g}", "give 0 or more, such as 2%")
-        if self.max_kld is not None and not self.max_kld >= 0:
-            raise UserError(f"--max-kld is {self.max_kld:g}", "give 0 or more, such as 0.02")
-        if self.effort.seconds <= 0 or self.effort.runs < 1:
-            raise UserError("there is no time to measure in", "give --minutes and --runs above 0")
-
-    @property
-    def limits(self) -> Limits:
-        return Limits(self.max_quality_loss, self.max_kld, self.max_task_loss)
 
 
 def optimize(job: OptimizeJob, say: Say) -> Outcome:

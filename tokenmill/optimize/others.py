@@ -9,22 +9,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tokenmill.errors import UserError
 from tokenmill.log import get_logger
 from tokenmill.optimize.contender_pool import ResourceLimits
 from tokenmill.optimize.laboratory import Laboratory
+from tokenmill.optimize.loop import Say
+from tokenmill.optimize.question import OptimizeJob
 from tokenmill.optimize.results import CandidateResult, Outcome
 from tokenmill.optimize.rivals.base import RivalWorkload
 from tokenmill.optimize.rivals.measure import find_rivals, measure_rivals
 from tokenmill.optimize.rivals.quality import EndpointJudge
 from tokenmill.optimize.setup import Setup
 from tokenmill.optimize.today import measure_today
-
-if TYPE_CHECKING:
-    from tokenmill.optimize.job import OptimizeJob
-    from tokenmill.optimize.loop import Say
 
 _log = get_logger(__name__)
 

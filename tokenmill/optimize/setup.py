@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -32,6 +31,7 @@ from tokenmill.optimize.candidates import STORED, chosen_names, parse_weights
 from tokenmill.optimize.kernel_probe import KernelSpeed
 from tokenmill.optimize.loop import Effort
 from tokenmill.optimize.predict import Predictor, Work, this_machine
+from tokenmill.optimize.question import OptimizeJob
 from tokenmill.optimize.space import (
     Space,
     batch_choices,
@@ -49,9 +49,6 @@ from tokenmill.plan.question.model_names import describe_for_planning
 from tokenmill.plan.question.planned_model import PlannedModel
 from tokenmill.quantize.calibration_text import built_in_held_out
 from tokenmill.resolution import DEVICE_DEFAULTS
-
-if TYPE_CHECKING:
-    from tokenmill.optimize.job import OptimizeJob
 
 _log = get_logger(__name__)
 _PLAIN_TYPES = ("F32", "F16", "BF16", "F64")

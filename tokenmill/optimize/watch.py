@@ -18,8 +18,9 @@ from typing import Any
 from tokenmill.bench.traffic_log import read_traffic_log
 from tokenmill.errors import UserError
 from tokenmill.optimize.drift import Drift, Thresholds, Window, drifts, window_of
-from tokenmill.optimize.job import OptimizeJob, optimize
+from tokenmill.optimize.job import optimize
 from tokenmill.optimize.loop import Say
+from tokenmill.optimize.question import OptimizeJob
 from tokenmill.optimize.results import CandidateResult, Outcome
 from tokenmill.serve.traffic_log_format import HEADER, PATTERN
 

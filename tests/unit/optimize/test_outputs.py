@@ -69,7 +69,7 @@ def test_a_cpu_winner_starts_with_what_was_measured(tmp_path: Path) -> None:
 
 def test_a_gpu_winner_has_a_line_for_vllm(tmp_path: Path) -> None:
     outcome = outcomes.gpu_with_a_rival_that_wins()
-    outcome.rivals[0].options["version"] = "0.32.0"
+    outcome.rivals[0].engine_version = "0.32.0"
     out = _written(tmp_path, outcome, directory=True)
     assert (out / "model/model.safetensors").exists()
     line = outcome.launch_lines["vllm"]
