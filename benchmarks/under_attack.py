@@ -40,20 +40,24 @@ _COLUMNS = (
     "under",
     "ratio",
     "errors",
+    "attacks",
 )
 
 
 def measure(attack: Attack, url: str, seconds: float, rounds: int) -> dict[str, Any]:
     alone, under = Times(), Times()
+    num_attacks = 0
     tenant = WellBehavedTenant(url, key_of("good"))
     tenant.start()
     try:
         for _ in range(rounds):
             _phase(tenant, alone, seconds)
             context = multiprocessing.get_context("spawn")
-            ready, stopping = context.Event(), context.Event()
+            ready, stopping, rounds_done = context.Event(), context.Event(), context.Value("i", 0)
             target = Target(url, key_of("evil"))
-            attacker = context.Process(target=repeat, args=(attack.name, target, ready, stopping), daemon=True)
+            attacker = context.Process(
+                target=repeat, args=(attack.name, target, ready, stopping, rounds_done), daemon=True
+            )
             attacker.start()
             ready.wait(60)
             try:
@@ -63,9 +67,11 @@ def measure(attack: Attack, url: str, seconds: float, rounds: int) -> dict[str, 
                 attacker.join(30)
                 if attacker.is_alive():
                     attacker.kill()
+                num_attacks += rounds_done.value
     finally:
         tenant.stop()
     row: dict[str, Any] = {"attack": attack.name, "finding": attack.finding, "errors": len(tenant.errors)}
+    row["attacks"] = num_attacks
     for name in ("first_tokens", "between_tokens"):
         before, after = getattr(alone, name), getattr(under, name)
         row[name] = {
@@ -116,7 +122,7 @@ def _table(rows: list[dict[str, Any]]) -> str:
         cells = [row["attack"], row["finding"]]
         for part in (first, between):
             cells += [part["alone_p50_ms"], part["alone_p99_ms"], part["under_p99_ms"], part["ratio_p99"]]
-        lines.append((*map(str, cells), str(row["errors"])))
+        lines.append((*map(str, cells), str(row["errors"]), str(row["attacks"])))
     widths = [max(len(line[column]) for line in lines) for column in range(len(_COLUMNS))]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
 

@@ -212,10 +212,10 @@ class EngineConfig:
     )
     prefix_caching: bool = option(True, "Reuse the KV pages of prompt prefixes across requests.")
     scheduling: str = option("fcfs", "Scheduling policy: fcfs, priority, or fair (between API keys).", metavar="POLICY")
-    max_tenant_slowdown: float = option(
-        2.0,
+    max_tenant_slowdown: float | None = automatic(
+        float,
         "With --scheduling fair: how many times longer the steps of one API key may become by what other keys send; "
-        "those that send more take turns. 0: no limit.",
+        "those that send more take turns. 0: no limit. Automatic: 2, on a GPU 6.",
         metavar="FACTOR",
         low=0.0,
     )
@@ -382,6 +382,7 @@ class ResolvedConfig(EngineConfig):
     context: int = _resolved("context")
     concurrency: int = _resolved("concurrency")
     batch_tokens: int = _resolved("batch_tokens")
+    max_tenant_slowdown: float = _resolved("max_tenant_slowdown")
     page_size: int = _resolved("page_size")
     kv_cache_dtype: str = _resolved("kv_cache_dtype")
     device: str = _resolved("device")

@@ -26,11 +26,16 @@ class DeviceDefaults:
     batch_tokens: int
     page_size: int
     kv_cache_dtype: str
+    max_tenant_slowdown: float  # on a GPU prompts in short chunks would waste most of it
 
 
 DEVICE_DEFAULTS = {
-    "cpu": DeviceDefaults(concurrency=64, batch_tokens=512, page_size=8, kv_cache_dtype="float32"),
-    "cuda": DeviceDefaults(concurrency=256, batch_tokens=8192, page_size=16, kv_cache_dtype="bfloat16"),
+    "cpu": DeviceDefaults(
+        concurrency=64, batch_tokens=512, page_size=8, kv_cache_dtype="float32", max_tenant_slowdown=2.0
+    ),
+    "cuda": DeviceDefaults(
+        concurrency=256, batch_tokens=8192, page_size=16, kv_cache_dtype="bfloat16", max_tenant_slowdown=6.0
+    ),
 }
 
 
@@ -76,6 +81,7 @@ def _automatic_values(config: EngineConfig, facts: Facts) -> dict[str, tuple[Any
         "batch_tokens": (defaults.batch_tokens, place),
         "kv_cache_dtype": (defaults.kv_cache_dtype, place),
         "page_size": page_size,
+        "max_tenant_slowdown": (defaults.max_tenant_slowdown, place),
         "draft_tokens": (_DRAFT_TOKENS, "upper limit; the number used adapts to the measured gain"),
         "threads": (facts.threads, facts.threads_reason),
         "kernels": ("", "the fastest that supports each operation"),

@@ -79,7 +79,7 @@ def test_s7_variables_of_the_client_cost_nobody_anything(served: AttackedServer)
 def _chats(server: AttackedServer, names: Iterable[str]) -> dict[str, str]:
     """The status of each, up to the first that is not answered."""
     statuses: dict[str, str] = {}
-    with server.target().http(15) as http:
+    with server.target().http(60) as http:
         for name in names:
             body = {"messages": [{"role": "user", "content": name}], "max_tokens": 1}
             statuses[name] = shapes.post(http, "/v1/chat/completions", body)

@@ -58,10 +58,14 @@ class RunningServer:
         wait_until(lambda: text in self.log, seconds)
 
     def load(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.http.get("/load").json()
+        try:
+            answer = self.http.get("/load")
+        except httpx.TransportError:  # an idle connection that the server closed at the moment we chose it
+            answer = self.http.get("/load")
+        found: dict[str, Any] = answer.json()
         return found
 
-    def wait_idle(self, seconds: float = 20.0) -> None:
+    def wait_idle(self, seconds: float = 60.0) -> None:
         """Until nothing is in flight and no page is held; the page invariant must hold then."""
 
         def idle() -> bool:

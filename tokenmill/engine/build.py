@@ -61,7 +61,7 @@ class EngineParts:
 def build_engine(model: str | Path, options: EngineConfig) -> EngineParts:
     started = time.perf_counter()
     path = resolve(str(model)).path
-    discipline = DISCIPLINES.get(options.scheduling)(options.max_tenant_slowdown)
+    make_discipline = DISCIPLINES.get(options.scheduling)
     policy = POLICIES.get(options.kv_policy)()
     policy_name = options.kv_budget_policy
     budget = CacheControl(policy=policy_name, budget=options.kv_budget) if policy_name else None
@@ -87,6 +87,7 @@ def build_engine(model: str | Path, options: EngineConfig) -> EngineParts:
     kv = KVManager(runtime.layout, runtime.budget.num_pages, config.prefix_caching, policy, tiers, budgets)
     ahead = runtime.executor.lookahead
     drafts = config.draft_tokens if runtime.runner.speculator is not None else 0
+    discipline = make_discipline(config.max_tenant_slowdown)
     scheduler = Scheduler(kv, discipline, config.batch_tokens, config.concurrency, config.context, ahead, drafts)
     eos_ids = tuple(dict.fromkeys((*description.eos_ids, *tokenizer.eos_ids)))
     return EngineParts(

@@ -105,7 +105,9 @@ class Edge:
             if message["type"] == "http.response.start":
                 status[0] = message["status"]
                 if 400 <= status[0] < 500:
-                    await asyncio.sleep(self._refusals.record(record.client.name, time.monotonic()))
+                    delay = self._refusals.record(record.client.name, time.monotonic())
+                    if delay:
+                        await asyncio.sleep(delay)
                 headers = MutableHeaders(scope=message)
                 headers["x-request-id"] = record.request_id
                 headers.raw.extend(_SECURITY_HEADERS)

@@ -30,6 +30,7 @@ from tokenmill.serve.supervision.engine_client import EngineClient
 from tokenmill.serve.tenants.cache_salt import CacheSalts
 from tokenmill.serve.tenants.keys import LANES, Client
 from tokenmill.serve.tenants.limits import Admission, Pace, Ticket, check_grammar_quota, key_withdrawn
+from tokenmill.serve.tenants.turns import Turns
 from tokenmill.serve.tools.use import ToolStyle
 from tokenmill.serve.traffic_log import TrafficLog
 from tokenmill.serve.workers.jobs import Encode, Render
@@ -94,6 +95,7 @@ class Service:
             budget=CacheControl(policy=policy, budget=budget) if policy else None,
         )
         self.tool_style = ToolStyle.choose(template, tokenizer, config.tool_call_parser)
+        self.turns = Turns()
         self._salts = CacheSalts(cache_secret or secrets.token_bytes(32))
         self._tickets: dict[Generation, Ticket] = {}
         self._timers: dict[Generation, asyncio.TimerHandle] = {}  # to the deadlines of those without a token

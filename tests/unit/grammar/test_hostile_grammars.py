@@ -82,7 +82,7 @@ def test_slow_masks_end_their_request_alone(compiler: GrammarCompiler, monkeypat
 
     def slow_mask(progress: Any, num_logits: int) -> Any:
         ticking = progress is feature._progress.get(slow)  # type: ignore[attr-defined]
-        step[0] = 0.05 if ticking else 0.0
+        step[0] = 0.01 if ticking else 0.0
         return mask(progress, num_logits)
 
     def time_passes() -> float:

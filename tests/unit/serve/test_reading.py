@@ -31,6 +31,7 @@ from tokenmill.serve.metrics import Metrics
 from tokenmill.serve.service import Service
 from tokenmill.serve.tenants.keys import Client
 from tokenmill.serve.tenants.limits import Admission, Pace
+from tokenmill.serve.tenants.turns import Turns
 
 _MODELS = (
     CompletionBody,
@@ -49,7 +50,7 @@ class _Service(SimpleNamespace):
     """What reading needs of a Service."""
 
     def __init__(self, context: int = 128) -> None:
-        super().__init__(context=context, config=ServeConfig(), refuses=None)
+        super().__init__(context=context, config=ServeConfig(), refuses=None, turns=Turns())
 
     def check_client(self, _client: Client) -> None:
         if self.refuses is not None:

@@ -40,6 +40,7 @@ async def read_body(request: Request, service: Service, model: type[_Body]) -> _
         data = await request.body()
     except ClientDisconnect:
         raise ClientGoneError from None
+    await service.turns.take(record_of(request).client)
     large = len(data) > _LARGE  # counting, parsing, validation and what follows are then separate turns of the loop
     await check_structure(data, max_values=max(MAX_VALUES, service.context))
     if large:

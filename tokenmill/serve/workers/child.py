@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tokenmill.errors import UserError
-from tokenmill.hardware.priority import lower_thread_priority
+from tokenmill.hardware.priority import lower_session_priority, lower_thread_priority
 from tokenmill.log import configure, get_logger
 from tokenmill.serve.workers import jobs
 from tokenmill.serve.workers.jobs import Accepted, CheckGrammar, Encode, Encoded, Failed, Ready, Rejected, Render
@@ -88,6 +88,7 @@ class TextWorker:
 
 
 def main() -> None:
+    lower_session_priority()  # it leads a session of its own
     requests = sys.stdin.buffer
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # what a library prints must not mix with answers

@@ -89,7 +89,7 @@ class Failed(JobResult):
 Result = Rendered | Encoded | Accepted | Rejected | Failed
 
 # Processor seconds that a job may take. A text of the largest size is tokenized in a few seconds.
-MAX_SECONDS: dict[type, float] = {Render: 5.0, Encode: 30.0, CheckGrammar: 3.0}
+MAX_SECONDS: dict[type, float] = {Render: 2.0, Encode: 30.0, CheckGrammar: 3.0}
 # What is said of a job that exceeded its time, or with which its worker died.
 TOO_SLOW = {
     Render: "the chat template takes too long on these messages: send fewer or shorter ones",
