@@ -51,7 +51,9 @@ class TrafficFlags:
     )
     concurrency: int = option(8, "Concurrent requests while throughput is measured.", metavar="REQUESTS", low=1)
     length_scale: float = option(1.0, "Multiply the lengths of a trace.", metavar="FACTOR")
-    rate: float = option(0.0, "Requests per second, where the traffic has no times.", metavar="RATE", low=0)
+    rate: float = option(
+        0.0, "Requests per second, where the traffic has no times. 0: the highest sustained.", metavar="RATE", low=0
+    )
     rate_scale: float = option(1.0, "Replay the arrivals this many times as fast.", metavar="FACTOR")
     replay_seconds: float = option(
         30.0, "Length of a replay: the busiest such window of the traffic.", metavar="SECONDS"

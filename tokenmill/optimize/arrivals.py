@@ -21,6 +21,8 @@ from tokenmill.plan.simulate.traces import open_trace
 
 _MAX_LEFT_OUT = 0.05  # share of the requests that may be longer than the context
 _MAX_REQUESTS = 4096
+_NOMINAL_RATE = 1.0  # requests per second, which searches scale where nobody states a rate
+_FREE_RATE = "at the highest rate that keeps the objectives"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +46,15 @@ class ReplayLimits:
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """`times_s` since the start of the replay, ascending. A prompt is token ids, or text where the user gave text."""
+    """`times_s` since the start of the replay, ascending. A prompt is token ids, or text where the user gave text.
+    Where nobody states a rate, that of the times means nothing: a server is measured at the rate that it sustains."""
 
     times_s: tuple[float, ...]
     prompts: tuple[list[int] | str, ...]
     output_lens: tuple[int, ...]
     words: str
     vocab_size: int = 0  # ids of the prompts are below; 0: unknown
+    has_rate: bool = True  # of its own, or stated by the user
 
     def __post_init__(self) -> None:
         assert len(self.times_s) == len(self.prompts) == len(self.output_lens)
@@ -112,6 +116,7 @@ class Arrivals:
             prompts=found,
             output_lens=longer.output_lens[:count],
             words=f"{len(found)} requests at once",
+            has_rate=True,
         )
 
     # --- where arrivals come from ---
@@ -119,14 +124,15 @@ class Arrivals:
     @staticmethod
     def from_trace(path: Path, vocab_size: int, limits: ReplayLimits, *, rate: float = 0.0, seed: int = 0) -> Arrivals:
         """A trace in any format that `simulate` and `bench serve` read, or the folder of a traffic log. `rate`:
-        requests per second of a trace without times."""
+        requests per second of a trace without times; 0: nobody states one."""
         rows, block_tokens, timed = recorded_rows(path, seed)
-        if not timed:
-            if rate <= 0:
-                raise UserError(f"{path} has no arrival times", "give --rate, in requests per second")
-            times = gamma_offsets(len(rows), rate, 1.0, seed)
-            rows = [(time, *row[1:]) for time, row in zip(times, rows, strict=True)]
-        return Arrivals.from_rows(rows, block_tokens, path.name, vocab_size, limits, seed)
+        if timed:
+            return Arrivals.from_rows(rows, block_tokens, path.name, vocab_size, limits, seed)
+        times = gamma_offsets(len(rows), rate or _NOMINAL_RATE, 1.0, seed)
+        rows = [(time, *row[1:]) for time, row in zip(times, rows, strict=True)]
+        drawn = Arrivals.from_rows(rows, block_tokens, path.name, vocab_size, limits, seed)
+        words = drawn.words if rate else f"{len(drawn)} requests of {path.name}, {_FREE_RATE}"
+        return replace(drawn, words=words, has_rate=rate > 0)
 
     @staticmethod
     def from_traffic_log(folder: Path, vocab_size: int, limits: ReplayLimits, *, seed: int = 0) -> Arrivals:
@@ -143,11 +149,12 @@ class Arrivals:
         vocab_size: int = 0,
         seed: int = 0,
     ) -> Arrivals:
-        """(prompt, output length) of a file, sent at random times."""
-        prompts = [prompt for prompt, _ in requests]
-        drawn = Arrivals.poisson(prompts, [length for _, length in requests], rate, vocab_size=vocab_size, seed=seed)
-        words = f"{len(prompts)} requests of {name}, {rate:g} a second at random times"
-        return replace(drawn, words=words).at_rate(limits.rate_scale).lasting(limits.seconds)
+        """(prompt, output length) of a file, sent at random times. `rate`: 0 where nobody states one."""
+        prompts, lengths = [prompt for prompt, _ in requests], [length for _, length in requests]
+        drawn = Arrivals.poisson(prompts, lengths, rate or _NOMINAL_RATE, vocab_size=vocab_size, seed=seed)
+        how = f"{rate:g} a second" if rate else _FREE_RATE
+        drawn = replace(drawn, words=f"{len(prompts)} requests of {name}, {how}, at random times", has_rate=rate > 0)
+        return drawn.at_rate(limits.rate_scale if rate else 1.0).lasting(limits.seconds)
 
     @staticmethod
     def poisson(

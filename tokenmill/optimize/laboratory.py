@@ -39,7 +39,7 @@ class Laboratory(Protocol):
         ...
 
     def replay(self, result: CandidateResult) -> Latency:
-        """The arrivals of the traffic through the serving path."""
+        """The arrivals of the traffic through the serving path; at the rate of `sustain` where they have none."""
         ...
 
     def sustain(self, result: CandidateResult) -> Sustained:

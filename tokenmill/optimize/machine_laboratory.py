@@ -228,6 +228,8 @@ class MachineLaboratory:
 
     def replay(self, result: CandidateResult) -> Latency:
         key = self._arrivals_key(result)
+        if self.arrivals is not None and not self.arrivals.has_rate:
+            return self.sustain(result).latency
         record = self._recall("latency", key)
         if record is None:
             assert self.arrivals is not None

@@ -18,10 +18,9 @@ from tokenmill.errors import UserError
 from tokenmill.optimize.arrivals import Arrivals
 from tokenmill.optimize.local_server import LocalServer
 from tokenmill.optimize.objectives import Objectives
-from tokenmill.optimize.replay import replay
 from tokenmill.optimize.results import FAILED, PASSED, SLOWER, CandidateResult
 from tokenmill.optimize.rivals.endpoint import UrlRival, is_url
-from tokenmill.optimize.rivals.measure import Say, Trial, find_sustained, measure_server, workload_of
+from tokenmill.optimize.rivals.measure import Say, Trial, measure_latency, measure_server, workload_of
 from tokenmill.optimize.rivals.process import RunningServer, free_port, is_listening
 from tokenmill.optimize.rivals.quality import EndpointJudge
 
@@ -130,20 +129,11 @@ def _measure_ours(result: CandidateResult, local: LocalServer, trial: Trial) -> 
         with local as server:
             result.kv = str(server.options.get("kv_cache_dtype", result.kv))
             result.batch_tokens = int(server.options.get("batch_tokens", 0))
-            result.latency = replay(
-                server.url,
-                trial.arrivals,
-                trial.objectives,
-                model=server.model,
-                time_limit_s=trial.time_limit_s,
-                dialect="tokenmill",
-            )
-            find_sustained(result, server.url, server.model, "", trial)
+            latency = result.latency = measure_latency(result, server.url, server.model, "", trial, "tokenmill")
     except UserError as error:
         result.verdict, result.reason = FAILED, error.problem
         return
-    met = result.latency.objective_met
-    result.verdict, result.reason = (PASSED, "") if met else (SLOWER, result.latency.refusal)
+    result.verdict, result.reason = (PASSED, "") if latency.objective_met else (SLOWER, latency.refusal)
 
 
 def _engine(today: str) -> str:

@@ -68,6 +68,7 @@ class Traffic:
 
 
 _FILE_REQUESTS = 4096  # read at most
+_DRAWN_REQUESTS = 32  # where no rate is stated; a longer replay repeats them with other tokens
 
 
 def build_traffic(request: TrafficRequest, vocab_size: int, tokenizer: Tokenizer, context: int) -> Traffic:
@@ -100,22 +101,22 @@ def build_traffic(request: TrafficRequest, vocab_size: int, tokenizer: Tokenizer
     return traffic
 
 
-def build_arrivals(request: TrafficRequest, vocab_size: int, context: int, default_rate: float = 1.0) -> Arrivals:
-    """The requests of `build_traffic` with their times. `default_rate`: requests per second where neither the traffic
-    nor the user states one; the search for the sustained rate starts there."""
+def build_arrivals(request: TrafficRequest, vocab_size: int, context: int) -> Arrivals:
+    """The requests of `build_traffic` with their times."""
     r = request
     limits = ReplayLimits(r.replay_seconds, r.rate_scale, r.length_scale, context)
-    rate = r.rate or default_rate
     recorded = r.traffic_log or r.trace
     if recorded:
-        return Arrivals.from_trace(recorded, vocab_size, limits, rate=rate)
+        return Arrivals.from_trace(recorded, vocab_size, limits, rate=r.rate)
     if r.prompts:
         pool = [(item.prompt, item.output_len) for item in _prompt_items(r.prompts, r.output_len)]
-        return Arrivals.from_prompts(pool, rate, r.prompts.name, limits, vocab_size)
-    count = max(1, min(_FILE_REQUESTS, ceil(rate * r.rate_scale * r.replay_seconds)))
+        return Arrivals.from_prompts(pool, r.rate, r.prompts.name, limits, vocab_size)
+    asked = ceil(r.rate * r.rate_scale * r.replay_seconds)
+    count = min(_FILE_REQUESTS, asked) if r.rate else _DRAWN_REQUESTS
     drawn = random_requests(vocab_size, count, r.input_len, r.output_len)
     name = f"{r.input_len} tokens in and {r.output_len} out"
-    return Arrivals.from_prompts([(each.prompt_ids, each.output_len) for each in drawn], rate, name, limits, vocab_size)
+    requests: list[tuple[list[int] | str, int]] = [(each.prompt_ids, each.output_len) for each in drawn]
+    return Arrivals.from_prompts(requests, r.rate, name, limits, vocab_size)
 
 
 def _pool(request: TrafficRequest, vocab_size: int, tokenizer: Tokenizer) -> list[SyntheticRequest]:

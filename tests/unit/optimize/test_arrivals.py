@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,13 +68,26 @@ def test_prompts_share_exactly_the_blocks_of_the_trace(tmp_path: Path) -> None:
     assert again.prompts[0] == first
 
 
-def test_a_trace_without_times_needs_a_rate(tmp_path: Path) -> None:
+def test_a_trace_without_times_is_sent_at_the_rate_stated(tmp_path: Path) -> None:
     path = _trace(tmp_path / "t.jsonl", [{"input_length": 10, "output_length": 2}] * 50)
-    with pytest.raises(UserError, match="--rate"):
-        Arrivals.from_trace(path, 100, ReplayLimits())
     drawn = Arrivals.from_trace(path, 100, ReplayLimits(seconds=100), rate=5.0)
     assert len(drawn) == 50
     assert drawn.duration_s < 10
+    assert drawn.has_rate
+
+
+def test_traffic_without_a_rate_says_that_one_is_searched(tmp_path: Path) -> None:
+    lengths = _trace(tmp_path / "t.jsonl", [{"input_length": 10, "output_length": 2}] * 50)
+    prompts = _trace(tmp_path / "p.jsonl", [{"prompt": "one two"}])
+    timed = _trace(tmp_path / "m.jsonl", [_mooncake(n, 40, 4, [n % 2]) for n in range(6)])
+    for request in (TrafficRequest(trace=lengths), TrafficRequest(prompts=prompts), TrafficRequest(input_len=8)):
+        arrivals = build_arrivals(request, 100, 4096)
+        assert not arrivals.has_rate
+        assert not arrivals.at_rate(2.0).lasting(3.0).has_rate
+        assert "at the highest rate that keeps the objectives" in arrivals.words
+        assert arrivals.at_once(4).has_rate, "all at the start is a rate"
+        assert build_arrivals(replace(request, rate=3.0), 100, 4096).has_rate
+    assert build_arrivals(TrafficRequest(trace=timed), 100, 4096).has_rate
 
 
 def test_few_requests_beyond_the_context_are_left_out_and_many_refused() -> None:

@@ -303,3 +303,6 @@ def test_a_replay_and_a_rate_search_share_a_server_and_are_stored(
     again = make_lab(tmp_path, arrivals=arrivals, objectives=objectives)
     assert (again.replay(candidate), again.sustain(candidate)) == (found, rate)
     assert len(started) == 1, "one server for both, then recalled"
+    free = make_lab(tmp_path, arrivals=replace(arrivals, has_rate=False), objectives=objectives)
+    monkeypatch.setattr(machine_laboratory, "replay", None)
+    assert free.replay(candidate) == free.sustain(candidate).latency, "without a rate: at the one that it sustains"

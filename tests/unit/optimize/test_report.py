@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -107,6 +108,17 @@ def test_curves_show_today_the_baseline_the_chosen_and_a_better_rival() -> None:
     assert chart.count('class="curve"') == 4
     points = re.findall(r'class="curve"[^>]*points="([^"]+)"', chart)
     assert {len(each.split()) for each in points} == {21}
+
+
+def test_latencies_at_different_rates_are_said_to_be_that() -> None:
+    outcome = outcomes.gpu_with_a_rival_that_wins()
+    assert outcome.chosen is not None
+    assert outcome.chosen.latency is not None
+    outcome.chosen.latency = replace(outcome.chosen.latency, offered_requests_s=31.0)
+    text = _Page(render_report(outcome)).text
+    assert "no rate was given: each at the highest that it sustains" in text
+    assert f"chosen: {outcome.chosen.name} 31" in text
+    assert "under the same arrivals" not in text
 
 
 def test_four_percentiles_make_a_curve_where_the_whole_one_was_not_kept() -> None:

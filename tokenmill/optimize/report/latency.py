@@ -27,11 +27,13 @@ def latency_section(outcome: Outcome) -> str:
     charts = "".join(f"<div>{_chart(outcome, measure, title, replayed)}</div>" for measure, title in _MEASURES)
     refused = [f"{label}: {latency.refusal}." for label, latency in replayed if latency.refusal]
     offered = replayed[0][1]
-    note = (
-        f"{outcome.objectives or NO_OBJECTIVE}; {offered.requests:,} requests at {offered.offered_requests_s:.3g} a "
-        f"second, the same arrivals for all"
-    )
     content = f'<div class="pair">{charts}</div>{_table(replayed)}{paragraphs(refused)}'
+    stated = outcome.objectives or NO_OBJECTIVE
+    if any(each.offered_requests_s != offered.offered_requests_s for _, each in replayed):
+        rates = ", ".join(f"{label} {each.offered_requests_s:.3g}" for label, each in replayed)
+        note = f"{stated}; no rate was given: each at the highest that it sustains, in requests a second: {rates}"
+        return section("Latency at the highest rate of each", content, note, wide=True)
+    note = f"{stated}; {offered.requests:,} requests at {offered.offered_requests_s:.3g} a second, the same for all"
     return section("Latency under the same arrivals", content, note, wide=True)
 
 

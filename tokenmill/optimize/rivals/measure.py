@@ -141,41 +141,35 @@ def measure_server(result: CandidateResult, running: RunningServer, trial: Trial
     try:
         with running as server:
             result.command = shlex.join(server.command)
-            result.latency = replay(
-                server.url,
-                trial.arrivals,
-                trial.objectives,
-                model=server.model,
-                api_key=server.api_key,
-                time_limit_s=trial.time_limit_s,
-                dialect=dialect,
-            )
-            find_sustained(result, server.url, server.model, server.api_key, trial)
+            latency = result.latency = measure_latency(result, server.url, server.model, server.api_key, trial, dialect)
             refusal = _judge(result, server, trial.judge)
     except Exception as error:  # recorded, never raised: the run goes on without it
         result.verdict, result.reason = FAILED, _words(error)
         return
     if refusal:
         result.verdict, result.reason = HARMED, refusal
-    elif not result.latency.objective_met:
-        result.verdict, result.reason = SLOWER, result.latency.refusal
+    elif not latency.objective_met:
+        result.verdict, result.reason = SLOWER, latency.refusal
     else:
         result.verdict = PASSED
 
 
-def find_sustained(result: CandidateResult, url: str, model: str, api_key: str, trial: Trial) -> None:
-    """The rate that it sustains within the objectives, as our own candidates are compared by."""
-    if trial.objectives and trial.search_seconds > 0:
-        found = sustain(
-            url,
-            trial.arrivals,
-            trial.objectives,
-            seconds=trial.search_seconds,
-            model=model,
-            api_key=api_key,
-            start=trial.search_start,
-        )
+def measure_latency(result: CandidateResult, url: str, model: str, api_key: str, trial: Trial, dialect: str) -> Latency:
+    """Under the arrivals; also the rate that it sustains within the objectives, as our own candidates are compared by,
+    which stands for the first where the arrivals have no rate of their own."""
+    arrivals, objectives = trial.arrivals, trial.objectives
+    searches = bool(objectives) and trial.search_seconds > 0
+    latency = None
+    if arrivals.has_rate or not searches:
+        limit = trial.time_limit_s
+        latency = replay(url, arrivals, objectives, model=model, api_key=api_key, time_limit_s=limit, dialect=dialect)
+    if searches:
+        seconds, start = trial.search_seconds, trial.search_start
+        found = sustain(url, arrivals, objectives, seconds=seconds, model=model, api_key=api_key, start=start)
         result.sustained, result.goodput_range = found.latency, found.range
+    measured = latency or result.sustained
+    assert measured is not None
+    return measured
 
 
 def _judge(result: CandidateResult, server: RunningServer, judge: EndpointJudge | None) -> str:
