@@ -38,7 +38,7 @@ demo: $(READY)
 	$(BIN)/tokenmill run smollm2 "Explain in two sentences why the sky is blue." --max-tokens 96
 	$(BIN)/tokenmill bench latency smollm2 --input-len 128 --output-len 32 --batch-size 1
 	$(BIN)/tokenmill bench throughput smollm2 --num-prompts 16 --input-len 128 --output-len 32 --range-ratio 0.5
-	$(BIN)/tokenmill optimize stories15m $(DEMO_LOAD) --minutes 3 --rivals none --out demo/stories15m
+	$(BIN)/tokenmill optimize stories15m $(DEMO_LOAD) --minutes 4 --rivals none --out demo/stories15m
 	$(BIN)/tokenmill optimize smollm2 $(DEMO_LOAD) --minutes 4 --rivals none --out demo/smollm2
 	@$(BIN)/python tools/demo_summary.py demo/stories15m demo/smollm2
 

@@ -23,11 +23,14 @@ def lines(folder: Path) -> list[str]:
     found = json.loads((folder / "results.json").read_text(encoding="utf-8"))
     source = "already quantized" if found["source_quantized"] else "in full precision"
     loss = "not measured" if found["quality_off"] else f"{found['quality_loss'] or 0:+.2%} of perplexity"
+    timed = [each for each in found["candidates"] if each["speed"]]
+    proven = [each for each in timed if each["quality"] and each["verdict"] in ("chosen", "tied", "passed")]
     return [
         f"{found['model']}, a source {source}: {found['chosen']['name'] if found['chosen'] else 'nothing cheaper'}",
         f"  saving against today:       {span(found['saving_today'])}",
         f"  saving against unquantized: {span(found['saving'])}",
         f"  quality loss:               {loss}",
+        f"  candidates:                 {len(found['candidates'])}, {len(timed)} timed, {len(proven)} proven",
         f"  report:                     {folder / 'report.html'}",
         f"  serve it:                   {found['launch_lines'].get('tokenmill', '-')}",
     ]

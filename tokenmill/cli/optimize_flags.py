@@ -103,7 +103,7 @@ class ReferenceFlags:
 @dataclass(frozen=True, slots=True)
 class SearchFlags:
     minutes: float = option(8.0, "Time budget for measuring.", metavar="MINUTES")
-    runs: int = option(5, "Alternating runs of finalists and baseline.", metavar="RUNS", low=1)
+    runs: int = option(5, "Alternating runs of the final; up to 12 to tell finalists apart.", metavar="RUNS", low=1)
     candidates: tuple[str, ...] = option((), "Only these weights: Q4_K_M,gptq-4,stored,...", metavar="NAMES")
     kv_cache_dtypes: tuple[str, ...] = option((), "Only these KV dtypes.", metavar="NAMES")
     restart: bool = option(False, "Discard an earlier run's measurements.")

@@ -127,6 +127,10 @@ def with_goodput(speed: Speed, baseline: Latency | None, own: Latency | None) ->
     )
 
 
+def short_text_kld_limit(limits: Limits) -> float:
+    return _SHORT_KLD_MARGIN * (default_max_kld(limits.quality_loss) if limits.kld is None else limits.kld)
+
+
 def short_text_refusal(quality: Quality, limits: Limits) -> str:
     """Why the short text already rules the candidate out; empty if it does not.
 
@@ -138,7 +142,7 @@ def short_text_refusal(quality: Quality, limits: Limits) -> str:
         return f"{quality.nan_count} of {quality.tokens} tokens have logits that are NaN or infinite"
     if quality.loss_low > limit:
         return f"perplexity grows by {quality.loss:.2%} (at least {quality.loss_low:.2%}) on the short text"
-    most = _SHORT_KLD_MARGIN * (default_max_kld(limit) if limits.kld is None else limits.kld)
+    most = short_text_kld_limit(limits)
     if quality.kld_mean > most:
         return f"mean divergence {quality.kld_mean:.4f} on the short text, more than {most:.3g}"
     return ""

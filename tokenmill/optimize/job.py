@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import shutil
 import sys
-import time
 
 from tokenmill import __version__
 from tokenmill.checkpoint.sources.base import readable_bytes
@@ -16,6 +15,7 @@ from tokenmill.hardware.catalog import load_catalog
 from tokenmill.hardware.machine import detect_machine
 from tokenmill.log import get_logger
 from tokenmill.optimize.artefacts import TRAINED_HEADS, ArtefactCache
+from tokenmill.optimize.budget import TimeBudget
 from tokenmill.optimize.candidates import STORED, parse_weights
 from tokenmill.optimize.contender_pool import ResourceLimits
 from tokenmill.optimize.loop import Say, Search
@@ -38,7 +38,7 @@ _TRIED_AT_ONCE = 12  # quantized candidates that the disk forecast counts
 
 def optimize(job: OptimizeJob, say: Say) -> Outcome:
     """Raises KeyboardInterrupt after the partial report is written."""
-    began = time.monotonic()
+    budget = TimeBudget(job.effort.seconds)
     setup = prepare(job)
     disk = _state_disk(setup.artefacts, [*setup.space.float_weights[:1], *setup.space.weights])
     store = Store(job.out, _key(job, setup), job.restart)
@@ -55,6 +55,7 @@ def optimize(job: OptimizeJob, say: Say) -> Outcome:
         quality_off=job.quality_off,
         drafts_pay=setup.traffic.is_text,
         measures_today=not job.today,
+        budget=budget,
     )
     state = "complete"
     interrupted: KeyboardInterrupt | None = None
@@ -68,7 +69,7 @@ def optimize(job: OptimizeJob, say: Say) -> Outcome:
         measure_others(job, setup, lab, outcome, say)
         _price(job, outcome)
         outcome.projections = _projections(job, setup, outcome)
-    outcome.seconds = time.monotonic() - began
+    outcome.seconds = budget.used * budget.seconds
     write_outputs(job.out, outcome, _served_workload(setup, outcome.chosen))
     if interrupted is not None:
         print(f"interrupted; the report so far: {job.out / 'report.html'}", file=sys.stderr)
@@ -186,6 +187,7 @@ def _outcome(job: OptimizeJob, setup: Setup, search: Search, state: str, disk: i
         objectives=job.objectives.words,
         quality_off=job.quality_off,
         unproven=search.unproven,
+        margin=search.margin,
         today=search.today,
         max_kld=job.max_kld,
         max_task_loss=job.max_task_loss,

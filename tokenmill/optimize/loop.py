@@ -8,19 +8,18 @@ question are timed again, and the finalists race (race.py). Knows the machine by
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from tokenmill.errors import UserError
 from tokenmill.optimize.baseline import BaselineContest
-from tokenmill.optimize.budget import Clock, TimeBudget
+from tokenmill.optimize.budget import TimeBudget
 from tokenmill.optimize.candidates import Candidate, candidate_of
 from tokenmill.optimize.evidence import Limits, compare_speed, with_goodput
 from tokenmill.optimize.halving import Halving
 from tokenmill.optimize.laboratory import Laboratory
 from tokenmill.optimize.predict import rank_candidates, too_harmful, too_slow
+from tokenmill.optimize.pruning import Predicts, Pruning
 from tokenmill.optimize.race import Race
 from tokenmill.optimize.results import (
     CHOSEN,
@@ -46,30 +45,20 @@ _PROVEN = 3  # where there is time: a second and a third choice
 _CALIBRATION_TOKENS = 8192  # that a calibrated candidate runs through the model
 _CALIBRATION_PASSES = 2.0
 _AT_LOAD = "at load: "
-_SETTLED_BY = 3  # measured candidates, after which predictions stay as they are
-_FAR_AHEAD = 1.25  # a prediction behind another by more than this is not worth a measurement
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much is measured. `runs`: cycles of the final, more where they cannot tell finalists apart; texts in windows
-    of `context` tokens."""
+    """How much is measured. `runs`: cycles of the final, up to `max_runs` where they cannot tell finalists apart; texts
+    in windows of `context` tokens."""
 
     seconds: float = 480.0
     runs: int = 5
     short_windows: int = 4
     windows: int = 48
     context: int = 256
-    max_runs: int = 0  # cycles of the final at most; 0: six times `runs`
+    max_runs: int = 12
     finalists: int = 4
-
-
-class Predicts(Protocol):
-    """See predict.Predictor."""
-
-    def predict(self, weights: str) -> Prediction: ...
-
-    def settle(self, baseline: str, speedups: Mapping[str, float]) -> None: ...
 
 
 @dataclass(slots=True)
@@ -87,25 +76,27 @@ class Search:
     quality_off: bool = False
     drafts_pay: bool = True
     measures_today: bool = False  # the stored file on our engine is what is served today
-    clock: Clock = time.monotonic
+    budget: TimeBudget | None = None  # that began with the job; None: begins now
     results: dict[str, CandidateResult] = field(default_factory=dict)
     baseline: CandidateResult | None = None
     baseline_variants: list[CandidateResult] = field(default_factory=list)
     today: CandidateResult | None = None
     chosen: str = ""
     tied: list[str] = field(default_factory=list)
+    margin: float = 0.0  # of its cost, by which another finalist may be cheaper than the choice
     trials: Trials = field(init=False)
     serving: ServingRound = field(init=False)
     halving: Halving = field(init=False)
+    pruning: Pruning = field(init=False)
     _chosen_cost: float = float("inf")  # by throughput, over the baseline's
     _unproven: list[CandidateResult] = field(default_factory=list)
-    _set_aside: set[str] = field(default_factory=set)  # for faster ones, which may not pass
 
     def __post_init__(self) -> None:
-        budget = TimeBudget(self.effort.seconds, self.clock)
+        budget = self.budget or TimeBudget(self.effort.seconds)
         self.trials = Trials(self.lab, self.store, budget, self.limits, self.objectives, self.quality_off)
         self.serving = ServingRound(self.trials)
         self.halving = Halving(self.trials, self.effort.finalists, _NARROWING, lambda what: self.say(what, 0.82))
+        self.pruning = Pruning(self.results, self.predictor, self.limits, self._predicted_as)
 
     @property
     def out_of_time(self) -> bool:
@@ -126,7 +117,7 @@ class Search:
             self._first_round(order)
             self._measure_references()
             proven = self._prove_cheapest()
-            while reopened := self._reopen(proven):
+            while reopened := self.pruning.reopen(proven):
                 self._first_round(reopened)
                 proven = self._prove_cheapest()
             proven = proven or (self._other_batches() if self.objectives else [])
@@ -163,7 +154,7 @@ class Search:
             slow = too_slow(name, predictions)
             if reason := too_harmful(own, limit) or slow:
                 self.results[name].verdict, self.results[name].reason = UNLIKELY, reason
-                self._set_aside |= {name} if reason == slow else set()
+                self.pruning.too_slow |= {name} if reason == slow else set()
         likely = {name: each for name, each in predictions.items() if self.results[name].verdict != UNLIKELY}
         return rank_candidates(likely, limit, self.space.calibrated, self.space.by_blocks)
 
@@ -206,9 +197,8 @@ class Search:
             if not known and number >= _AT_LEAST and self.trials.budget.used > _FIRST_ROUND:
                 result.reason, self.trials.out_of_time = "no time was left to try it", True
                 continue
-            if not known and (reason := self._hopeless(result)):
+            if not known and (reason := self.pruning.hopeless(result, self._measured())):
                 result.verdict, result.reason = UNLIKELY, reason
-                self._set_aside.add(name)
                 continue
             calibrated = name in self.space.calibrated
             seconds = self._time_to_build(calibrated, at_least=number < _AT_LEAST)
@@ -219,41 +209,7 @@ class Search:
             self.say(f"trying {name}", 0.15 + 0.4 * number / len(order))
             kind = "calibrated build" if calibrated else "build"
             self.trials.attempt(result, self.trials.look, base, result, seconds, kind)
-            if len(self._measured()) <= _SETTLED_BY:
-                self._settle()
-
-    def _settle(self) -> None:
-        """Predict again with what the first measurements say about the time beside matrix products."""
-        speedups = {self._predicted_as(each.name): 1 / each.speed.cost_ratio for each in self._measured() if each.speed}
-        if self.predictor is None or not speedups:
-            return
-        self.predictor.settle(self._baseline.weights, speedups)
-        for name, result in self.results.items():
-            if result.prediction is not None:
-                result.prediction = self.predictor.predict(self._predicted_as(name))
-
-    def _hopeless(self, result: CandidateResult) -> str:
-        """Why measurements so far leave it no chance: the prediction is far behind one that may pass."""
-        hopeful = [each for each in self._measured() if each.prediction and each.verdict in (UNTRIED, PASSED)]
-        if result.prediction is None or len(hopeful) < _PROVEN:
-            return ""
-        best = max(hopeful, key=lambda each: (each.prediction.speedup if each.prediction else 0.0, each.name))
-        assert best.prediction is not None
-        if best.prediction.speedup <= _FAR_AHEAD * result.prediction.speedup:
-            return ""
-        return f"predicted at {result.prediction.speedup:.2f} x, {best.name} at {best.prediction.speedup:.2f} x"
-
-    def _reopen(self, proven: list[CandidateResult]) -> list[str]:
-        """Those that were set aside for faster ones which then did not pass, the fastest first."""
-        ahead = max((each.prediction.speedup for each in proven if each.prediction), default=0.0)
-        names = []
-        for name in sorted(self._set_aside):
-            prediction = self.results[name].prediction
-            if prediction is not None and prediction.speedup * _FAR_AHEAD >= ahead:
-                self.results[name].verdict, self.results[name].reason = UNTRIED, ""
-                names.append((-prediction.speedup, name))
-        self._set_aside -= {name for _, name in names}
-        return [name for _, name in sorted(names)]
+            self.pruning.settle(base, self._measured())
 
     def _time_to_build(self, calibrated: bool, at_least: bool) -> float:
         """Seconds that making one candidate may take: a slow one must not take the time of all others."""
@@ -344,7 +300,7 @@ class Search:
             self._baseline,
             finalists,
             effort.runs,
-            max(effort.runs, effort.max_runs or 6 * effort.runs),
+            max(effort.runs, effort.max_runs),
             lambda number, of: self.say(f"final, run {number + 1} of {max(of, number + 1)}", 0.9),
             self.trials.record_failure,
         )
@@ -366,6 +322,7 @@ class Search:
             result.speed = with_goodput(speed, *comparable_latencies(self._baseline, result))
             result.rounds = 2
         chosen, self.tied = race.winner()
+        self.margin = race.margin(chosen)
         self.chosen, self._chosen_cost = chosen.name, costs[chosen.name]
         for result in race.finished:
             tied = result.name in self.tied

@@ -143,6 +143,7 @@ class Predictor:
             quality_high=risk.high / 100,
             basis=f"kernels measured on {self._device.name}; quality: {risk.reason}",
             speed_class=", ".join(f"{count} {kind}" for (kind, _), count in sorted(counts.items())),
+            bits=planned.bits,
         )
 
     def measure_kernels(self, weights: str) -> None:

@@ -1,6 +1,7 @@
 """The final: proven candidates and the baseline run in turns until the cheapest is known to within one percent.
 
-Cycles go on while a contender may still be more than a percent cheaper than the leader; who is surely dearer drops out.
+Cycles go on, up to a maximum, while a contender may still be more than a percent cheaper than the leader; who is surely
+dearer drops out. What the last cycle leaves open is stated (`margin`).
 Those that run the same kernels on as many bytes cost the same by construction and are not told apart by runs. Cost
 decides; quality and name decide between equals, so that a repeated run chooses alike. Called by the loop.
 """
@@ -90,14 +91,25 @@ class Race:
         chosen = min(tied, key=lambda each: (each.quality.kld_mean if each.quality else 0.0, each.name))
         return chosen, sorted(each.name for each in tied)
 
+    def margin(self, chosen: CandidateResult) -> float:
+        """Share of its cost by which another may still be cheaper, at most. Those that dropped out are dearer."""
+        open_to = [ratio.low for each, ratio in self._ratios(chosen) if not _same_speed(chosen, each)]
+        return 1 - math.exp(min([0.0, *open_to]))
+
     def _standings(self) -> tuple[CandidateResult, list[tuple[CandidateResult, CostEstimate]]]:
-        """(leader, the others with their cost over the leader's). All that are alive ran in every cycle."""
-        rates = {each.name: np.array([run.total_tok_s for run in self.runs[each.name]]) for each in self._alive}
-        leader = min(self._alive, key=lambda each: (-float(np.log(rates[each.name]).sum()), each.name))
-        ratios = {each.name: rates[leader.name] / rates[each.name] for each in self._alive if each is not leader}
-        noise = ratio_noise(list(ratios.values()))
-        others = [each for each in self._alive if each is not leader]
-        return leader, [(each, estimate_cost(ratios[each.name], noise)) for each in others]
+        """(leader, the others with their cost over the leader's)."""
+        leader = min(self._alive, key=lambda each: (-float(np.log(self._rates(each)).sum()), each.name))
+        return leader, self._ratios(leader)
+
+    def _ratios(self, reference: CandidateResult) -> list[tuple[CandidateResult, CostEstimate]]:
+        """The others with their cost over the reference's. All that are alive ran in every cycle."""
+        others = [each for each in self._alive if each is not reference]
+        ratios = [self._rates(reference) / self._rates(each) for each in others]
+        noise = ratio_noise(ratios)
+        return [(each, estimate_cost(own, noise)) for each, own in zip(others, ratios, strict=True)]
+
+    def _rates(self, result: CandidateResult) -> np.ndarray:
+        return np.array([run.total_tok_s for run in self.runs[result.name]])
 
     def _is_resolved(self) -> bool:
         leader, others = self._standings()

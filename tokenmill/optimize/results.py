@@ -156,6 +156,7 @@ class Prediction:
     quality_high: float
     basis: str
     speed_class: str = ""  # candidates of equal class run the same kernels on as many bytes: they cost the same
+    bits: float = 0.0  # per weight of the blocks; 0: not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +252,7 @@ class Outcome:
     max_kld: float | None = None
     max_task_loss: float = 0.02
     unproven: list[str] = field(default_factory=list)  # cheaper than the chosen one, and not proven in the time given
+    margin: float = 0.0  # of its cost, by which another finalist may be cheaper than the chosen one
     device: str = "cpu"
     date: str = ""  # of the end of the run, ISO 8601
     seed: int = 0

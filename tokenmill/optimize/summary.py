@@ -41,6 +41,7 @@ def summary(outcome: Outcome, out: Path) -> dict[str, Any]:
         "target_met": outcome.target_met,
         "tied": outcome.tied,
         "unproven": outcome.unproven,
+        "cost_margin": outcome.margin,
         "winner": None if winner is None else {"name": winner.name, "engine": winner.engine},
         "rivals": [
             {

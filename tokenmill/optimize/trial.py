@@ -213,6 +213,12 @@ class Trials:
         record = self.store.recall("proved", _quality_name(result))
         return self.quality_off or (record is not None and record["limits"] == asdict(self.limits))
 
+    @property
+    def proof_seconds(self) -> float:
+        """That `accept` is expected to take."""
+        kinds = [*([] if self.quality_off else ["prove"]), *(["replay"] if self.objectives else [])]
+        return sum(map(self.budget.expected, kinds))
+
     def estimate(self, result: CandidateResult) -> CostEstimate:
         return estimate_cost(self._ratios[result.name], self.noise)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tokenmill.optimize.evidence import TIE_MARGIN
 from tokenmill.optimize.results import FAILED, UNTRIED, Outcome, Quality, Saving, TaskScore, saving
 
 _NAMES = 8  # of a list; results.json has all
@@ -103,6 +104,11 @@ def unproven_words(outcome: Outcome) -> str:
     return f"cheaper by a first measurement, but not proven: {names}; repeat with more --minutes" if names else ""
 
 
+def margin_words(outcome: Outcome) -> str:
+    """What the final leaves open."""
+    return f"Another finalist may be up to {outcome.margin:.1%} cheaper than the choice; more --runs tell them apart"
+
+
 def _first_of(names: Sequence[str]) -> str:
     shown = ", ".join(names[:_NAMES])
     return f"{shown} and {len(names) - _NAMES} more" if len(names) > _NAMES else shown
@@ -121,6 +127,8 @@ def not_shown(outcome: Outcome) -> list[str]:
             "quantization lost is not in these figures."
         )
     found += _latency_gaps(outcome) + _quality_gaps(outcome)
+    if outcome.margin > TIE_MARGIN:
+        found.append(f"{margin_words(outcome)}.")
     if outcome.unproven:
         found.append(f"Cheaper by a first measurement, but not proven: {_first_of(outcome.unproven)}.")
     for verdict, what in ((UNTRIED, "left open for lack of time"), (FAILED, "could not be measured")):

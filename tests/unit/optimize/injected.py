@@ -57,6 +57,7 @@ class Truth:
     latency_ok: bool = True
     fails: str = ""  # "build" | "pair" | "check" | "prove" | "cycle"
     hangs: bool = False
+    bits: float = 0.0  # 0: the prediction does not know
 
 
 @dataclass(slots=True)
@@ -171,7 +172,7 @@ class InjectedPredictor:
     def predict(self, weights: str) -> Prediction:
         truth = self.weights[weights]
         wrong = random.Random(f"{self.seed} {weights}").uniform(1 - self.error, 1 + self.error)
-        return Prediction(wrong / truth.cost, 1, 0.0, 0.01, "injected")
+        return Prediction(wrong / truth.cost, 1, 0.0, 0.01, "injected", bits=truth.bits)
 
     def settle(self, baseline: str, speedups: Mapping[str, float]) -> None:
         pass

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from tests.unit.optimize.injected import BASELINE, TIME_LIMIT, Clock, InjectedLaboratory, InjectedPredictor, Truth
+from tokenmill.optimize.budget import TimeBudget
 from tokenmill.optimize.evidence import Limits
 from tokenmill.optimize.loop import Effort, Search
-from tokenmill.optimize.results import CHOSEN, FAILED, Prediction
+from tokenmill.optimize.results import CHOSEN, FAILED, PASSED, TIED, Prediction
 from tokenmill.optimize.space import KVChoice, Space
 from tokenmill.optimize.store import Store
 
@@ -67,7 +68,7 @@ def _search(lab: InjectedLaboratory, seconds: float = 30_000.0, objectives: bool
         predictor=InjectedPredictor(lab.weights, lab.seed),
         say=lambda *_: None,
         objectives=objectives,
-        clock=lab.clock,
+        budget=TimeBudget(seconds, lab.clock),
     )
 
 
@@ -119,6 +120,51 @@ def test_what_is_cheaper_and_was_left_unproven_is_named(tmp_path: Path) -> None:
     assert search.out_of_time
     assert "w0/byte/512" in search.unproven
     assert search.results["w0/byte/512"].reason == "no time was left to prove its quality"
+
+
+def test_four_minutes_time_eight_candidates_and_prove_three(tmp_path: Path) -> None:
+    """A small model that few types spare, with the durations that its measurements have on two cores."""
+    weights = {BASELINE: Truth(1.0), "q8": Truth(0.42, 0.004, bits=8.5), "q6": Truth(0.425, 0.006, bits=6.6)}
+    weights |= {f"m8-{n}": Truth(0.8 + 0.01 * n, 0.003, build_s=4.0, bits=8.1) for n in range(6)}
+    weights |= {f"q5-{n}": Truth(0.43 + 0.002 * n, 0.11, bits=5.5) for n in range(6)}
+    weights |= {f"q4-{n}": Truth(0.44, 0.13 + 0.05 * n, bits=4.5) for n in range(6)}
+    weights |= {f"i{n}": Truth(0.43, 0.05 + 0.01 * n, build_s=40.0, bits=5.5) for n in range(6)}
+    kv = {"float32": Truth(1.0)} | {f"kv{n:02}": Truth(0.99 + 0.01 * n, 0.0002) for n in range(20)}
+    lab = InjectedLaboratory(weights, kv, Store(tmp_path, "k"), _LIMIT, 1, noise=0.02)
+    search = replace(_search(lab, seconds=240.0, objectives=False), effort=Effort(240.0))
+    search.run()
+    timed = [each for each in search.results.values() if each.speed]
+    assert len(timed) >= 8
+    assert len([each for each in timed if each.quality and each.verdict in (CHOSEN, TIED, PASSED)]) >= 3
+    assert lab.clock.now <= 250
+    coarse = [each for each in search.results.values() if "bits a weight" in each.reason]
+    assert {each.name[0] for each in coarse} == {"q", "i"}
+    assert all(each.divergence is None for each in coarse), "not even checked"
+    assert search.results[search.chosen].weights in ("q8", "q6")
+    cycles = {call.rsplit(" ", 1)[1] for call in lab.calls if call.startswith("cycle")}
+    assert len(cycles) <= 12
+
+
+def test_the_final_ends_when_it_is_settled_and_says_what_it_leaves_open(tmp_path: Path) -> None:
+    def final(other: float, noise: float, seed: int) -> tuple[Search, int]:
+        weights = {BASELINE: Truth(1.0), "a": Truth(0.4, 0.001), "b": Truth(other, 0.002)}
+        store = Store(tmp_path / f"{other} {noise} {seed}", "k")
+        lab = InjectedLaboratory(weights, {"float32": Truth(1.0)}, store, _LIMIT, seed, noise=noise)
+        search = replace(_search(lab, objectives=False), effort=Effort(30_000.0))
+        search.run()
+        return search, len({call.rsplit(" ", 1)[1] for call in lab.calls if call.startswith("cycle")})
+
+    clear, cycles = final(0.44, 0.001, 1)
+    assert (clear.chosen, clear.tied, clear.margin, cycles) == ("a", ["a"], 0.0, 5)
+    quiet, cycles = final(0.402, 0.001, 1)
+    assert (quiet.chosen, quiet.tied) == ("a", ["a", "b"])
+    assert cycles <= 12
+    assert quiet.margin < 0.02
+    noisy = [final(0.402, 0.05, seed) for seed in range(8)]
+    unsettled = [search for search, cycles in noisy if cycles == 12]
+    assert max(cycles for _, cycles in noisy) == 12
+    assert len(unsettled) >= 4
+    assert all(search.margin > 0.01 for search in unsettled), "a percent is not claimed"
 
 
 class _Killed(BaseException):
@@ -217,9 +263,8 @@ def test_equal_kernels_are_decided_by_quality_not_by_noise(tmp_path: Path) -> No
     for seed in range(5):
         weights = {BASELINE: Truth(1.0), "a": Truth(0.4, 0.004), "b": Truth(0.4, 0.001)}
         lab = InjectedLaboratory(weights, {"float32": Truth(1.0)}, Store(tmp_path / str(seed), "k"), _LIMIT, seed)
-        search = _search(lab, objectives=False)
         predict = InjectedPredictor(weights, seed, error=0.0).predict
-        search.predictor = _SameKernels(predict)
+        search = replace(_search(lab, objectives=False), predictor=_SameKernels(predict))
         search.run()
         assert search.chosen == "b"
         assert search.tied == ["a", "b"]

@@ -10,6 +10,7 @@ import pytest
 
 from tests.unit.optimize.injected import BASELINE, InjectedLaboratory, InjectedPredictor, Truth
 from tokenmill.optimize.arrivals import Arrivals
+from tokenmill.optimize.budget import TimeBudget
 from tokenmill.optimize.candidates import STORED
 from tokenmill.optimize.evidence import Limits
 from tokenmill.optimize.loop import Effort, Search
@@ -39,7 +40,7 @@ def _search(folder: Path, stored: float, objectives: bool) -> Search:
         say=lambda *_: None,
         objectives=objectives,
         measures_today=True,
-        clock=lab.clock,
+        budget=TimeBudget(30_000.0, lab.clock),
     )
 
 

@@ -22,6 +22,8 @@ def test_both_savings_and_what_the_source_was(tmp_path: Path) -> None:
     assert found[1].startswith("  saving against today:       16.7% (11.5% to 21.5%)")
     assert found[2].startswith("  saving against unquantized: 60.0% (")
     assert found[3].endswith("+0.40% of perplexity")
+    counts = [int(word) for word in found[4].replace(",", "").split() if word.isdigit()]
+    assert counts[0] > counts[1] >= counts[2] >= 1, "tried, of those timed, of those proven"
 
 
 def test_what_was_not_measured_is_said(tmp_path: Path) -> None:
