@@ -100,7 +100,7 @@ def test_neither_text_nor_tokens_nor_keys_are_in_the_files(folder: Path, model: 
 
 
 def test_the_log_replays_against_a_fresh_server(folder: Path, requests: list[LoggedRequest], model: Path) -> None:
-    arrivals = Arrivals.from_traffic_log(folder, 32_000, ReplayLimits(seconds=60, context=256))
+    arrivals = Arrivals.from_trace(folder, 32_000, ReplayLimits(seconds=60, context=256))
     assert len(arrivals) == 20
     assert [len(prompt) for prompt in arrivals.prompts] == [request.prompt_tokens for request in requests]
     again = folder.parent / "again"

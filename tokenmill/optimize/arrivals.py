@@ -135,12 +135,6 @@ class Arrivals:
         return replace(drawn, words=words, has_rate=rate > 0)
 
     @staticmethod
-    def from_traffic_log(folder: Path, vocab_size: int, limits: ReplayLimits, *, seed: int = 0) -> Arrivals:
-        """What a server recorded with `--traffic-log`."""
-        rows = log_rows(read_traffic_log(folder))
-        return Arrivals.from_rows(rows, LOG_BLOCK_TOKENS, folder.name, vocab_size, limits, seed)
-
-    @staticmethod
     def from_prompts(
         requests: Sequence[tuple[list[int] | str, int]],
         rate: float,

@@ -133,9 +133,7 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    host_bytes: int  # that this process holds
     device_free_bytes: int
-    device_total_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,6 @@ from tokenmill.errors import UserError
 from tokenmill.log import configure
 from tokenmill.optimize.artefacts import NotEnoughTimeError, weight_bytes
 from tokenmill.optimize.builds import build_weights, train_drafter
-from tokenmill.optimize.contender import private_bytes
 from tokenmill.optimize.contender_messages import (
     AskMemory,
     BuildWeights,
@@ -142,8 +141,7 @@ class Workbench:
 
 
 def measure_memory(device: str) -> Memory:
-    free, total = torch.cuda.mem_get_info() if device == "cuda" else (0, 0)
-    return Memory(private_bytes(os.getpid()), free, total)
+    return Memory(torch.cuda.mem_get_info()[0] if device == "cuda" else 0)
 
 
 def free_memory() -> None:

@@ -184,12 +184,6 @@ class MachineLaboratory:
     def prove(self, baseline: CandidateResult, result: CandidateResult) -> Proof:
         return self._judged("quality", baseline, result, Proof)
 
-    def has_check(self, baseline: CandidateResult, result: CandidateResult) -> bool:
-        return self._recall("short", self._quality_key("short", baseline, result)) is not None
-
-    def has_proof(self, baseline: CandidateResult, result: CandidateResult) -> bool:
-        return self._recall("quality", self._quality_key("quality", baseline, result)) is not None
-
     def _judged(self, kind: str, baseline: CandidateResult, result: CandidateResult, answer: type[T]) -> T:
         key = self._quality_key(kind, baseline, result)
         record = self._recall(kind, key)

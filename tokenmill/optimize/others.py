@@ -51,7 +51,6 @@ def measure_others(job: OptimizeJob, setup: Setup, lab: Laboratory, outcome: Out
             setup.source,
             setup.arrivals,
             job.objectives,
-            config=setup.engine,
             judge=judge,
             time_limit_s=seconds,
             search_seconds=search,

@@ -1,7 +1,7 @@
 """The checkpoint as it is served today, measured like a candidate: the baseline that a user can check.
 
-`--today` is a command that starts a server, the URL of one that runs, or nothing: then our engine on the stored file.
-A command gets a free port where it names none. Called by the job.
+`--today` is a command that starts a server, or the URL of one that runs. A command gets a free port where it names
+none. Without `--today` the loop measures our engine on the stored file. Called by the job.
 """
 
 from __future__ import annotations
@@ -13,14 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tokenmill.config import EngineConfig
 from tokenmill.errors import UserError
 from tokenmill.optimize.arrivals import Arrivals
-from tokenmill.optimize.local_server import LocalServer
 from tokenmill.optimize.objectives import Objectives
-from tokenmill.optimize.results import FAILED, PASSED, SLOWER, CandidateResult
+from tokenmill.optimize.results import CandidateResult
 from tokenmill.optimize.rivals.endpoint import UrlRival, is_url
-from tokenmill.optimize.rivals.measure import Say, Trial, measure_latency, measure_server, workload_of
+from tokenmill.optimize.rivals.measure import Say, Trial, measure_server, workload_of
 from tokenmill.optimize.rivals.process import RunningServer, free_port, is_listening
 from tokenmill.optimize.rivals.quality import EndpointJudge
 
@@ -86,7 +84,6 @@ def measure_today(
     arrivals: Arrivals,
     objectives: Objectives,
     *,
-    config: EngineConfig | None = None,
     judge: EndpointJudge | None = None,
     time_limit_s: float = 300.0,
     search_seconds: float = 0.0,
@@ -96,16 +93,10 @@ def measure_today(
     api_key: str = "",
     say: Say = lambda _line: None,
 ) -> CandidateResult:
-    """`config`: of our engine, where nothing else serves it today. A command that cannot be read raises UserError; a
-    server that does not start is recorded. What misses the objectives is still what is served today: `slower`."""
+    """A command that cannot be read raises UserError; a server that does not start is recorded. What misses the
+    objectives is still what is served today: `slower`."""
     result = CandidateResult(NAME, weights="stored", kv="default", batch_tokens=0, engine=_engine(today))
     trial = Trial(arrivals, objectives, judge, time_limit_s, search_seconds, search_start)
-    if not today:
-        say("today: our engine on the stored file")
-        _measure_ours(
-            result, LocalServer(source, config or EngineConfig(), log=log, ready_seconds=ready_seconds), trial
-        )
-        return result
     if is_url(today):
         running = UrlRival(today, api_key).start(source, workload_of(arrivals))
     else:
@@ -123,22 +114,7 @@ def measure_today(
     return result
 
 
-def _measure_ours(result: CandidateResult, local: LocalServer, trial: Trial) -> None:
-    """The file that is served is the reference itself: its quality is not in question."""
-    try:
-        with local as server:
-            result.kv = str(server.options.get("kv_cache_dtype", result.kv))
-            result.batch_tokens = int(server.options.get("batch_tokens", 0))
-            latency = result.latency = measure_latency(result, server.url, server.model, "", trial, "tokenmill")
-    except UserError as error:
-        result.verdict, result.reason = FAILED, error.problem
-        return
-    result.verdict, result.reason = (PASSED, "") if latency.objective_met else (SLOWER, latency.refusal)
-
-
 def _engine(today: str) -> str:
-    if not today:
-        return "tokenmill"
     if is_url(today):
         return UrlRival(today).name
     words = [word for word in today.split() if not _ENVIRONMENT.fullmatch(word)]

@@ -13,11 +13,11 @@ from tokenmill.deploy.render import find_engine
 from tokenmill.errors import UserError
 from tokenmill.optimize.arrivals import Arrivals
 from tokenmill.optimize.objectives import Objectives
-from tokenmill.optimize.results import FAILED, HARMED, PASSED, CandidateResult, Latency, Percentiles
+from tokenmill.optimize.results import FAILED
 from tokenmill.optimize.rivals import RIVALS
 from tokenmill.optimize.rivals.base import Rival, RivalWorkload, serving_of
 from tokenmill.optimize.rivals.llamacpp import BINARY, NATIVE, PYTHON, LlamaCppRival
-from tokenmill.optimize.rivals.measure import add_speed, find_rivals, measure_rivals, rate, who_wins, workload_of
+from tokenmill.optimize.rivals.measure import find_rivals, measure_rivals, workload_of
 from tokenmill.optimize.rivals.process import RunningServer, free_port
 from tokenmill.optimize.today import measure_today, parse_today
 
@@ -155,32 +155,3 @@ def test_a_deployment_of_today_that_does_not_start_is_recorded(tmp_path: Path) -
 
 
 # --- who wins ---
-
-
-def _result(engine: str, tokens: float, goodput: float, verdict: str = PASSED) -> CandidateResult:
-    zero = Percentiles(0, 0, 0, 0, 0)
-    latency = Latency(2, 0, 1.0, 1.0, zero, zero, zero, tokens, goodput, 1.0, True)
-    return CandidateResult(engine, "Q4_0", "default", 0, engine=engine, verdict=verdict, latency=latency)
-
-
-def test_the_winner_is_named_also_when_it_is_not_us() -> None:
-    ours, theirs = _result("tokenmill", 100, 90), _result("llama.cpp", 120, 80)
-    assert who_wins(ours, [theirs], _NO_OBJECTIVES).startswith("llama.cpp (Q4_0) wins on this machine with 120.0")
-    objectives = Objectives.parse(["p95=1s"], [])
-    assert who_wins(ours, [theirs], objectives).startswith("tokenmill (Q4_0) wins")
-    harmed = _result("vllm", 900, 900, HARMED)
-    assert "vllm" not in who_wins(ours, [harmed], objectives)
-    assert who_wins(None, [harmed], objectives) == "no engine was measured within the limits"
-
-
-def test_the_cost_of_a_token_is_against_the_baseline() -> None:
-    ours, theirs = _result("tokenmill", 100, 50), _result("llama.cpp", 200, 40)
-    assert theirs.latency is not None
-    assert ours.latency is not None
-    add_speed(theirs, ours.latency, _NO_OBJECTIVES)
-    assert theirs.speed is not None
-    assert theirs.speed.cost_ratio == pytest.approx(0.5)
-    objectives = Objectives.parse(["1s"], [])
-    assert rate(theirs.latency, objectives) == 40
-    add_speed(theirs, ours.latency, objectives)
-    assert theirs.speed.cost_ratio == pytest.approx(1.25)

@@ -1,4 +1,4 @@
-"""Rivals on the same arrivals and the same quality as our own candidates, and who wins.
+"""Rivals on the same arrivals and the same quality as our own candidates.
 
 Each rival is started, driven by the replay, judged by its log-probabilities and stopped before the next. One that is
 not installed, does not start or crashes is recorded with the reason; nothing is raised for what a rival does. Called
@@ -17,7 +17,7 @@ from tokenmill.optimize.arrivals import Arrivals
 from tokenmill.optimize.objectives import Objectives
 from tokenmill.optimize.rate_search import sustain
 from tokenmill.optimize.replay import replay
-from tokenmill.optimize.results import FAILED, HARMED, PASSED, SLOWER, CandidateResult, Latency, Speed
+from tokenmill.optimize.results import FAILED, HARMED, PASSED, SLOWER, CandidateResult, Latency
 from tokenmill.optimize.rivals import RIVALS
 from tokenmill.optimize.rivals.base import Rival, RivalWorkload
 from tokenmill.optimize.rivals.endpoint import UrlRival, is_url
@@ -198,35 +198,3 @@ def workload_of(arrivals: Arrivals, concurrency: int = _CONCURRENCY) -> RivalWor
         default=_CONTEXT_STEP,
     )
     return RivalWorkload(-(-longest // _CONTEXT_STEP) * _CONTEXT_STEP, concurrency)
-
-
-def rate(latency: Latency, objectives: Objectives) -> float:
-    """Output tokens a second that count: within the objective, where there is one."""
-    return latency.goodput_tok_s if objectives else latency.output_tok_s
-
-
-def add_speed(result: CandidateResult, baseline: Latency, objectives: Objectives) -> None:
-    """The cost of a token over the baseline's under the same arrivals; one replay each, so without an interval."""
-    if result.latency is None or rate(result.latency, objectives) <= 0 or rate(baseline, objectives) <= 0:
-        return
-    ratio, latency = rate(baseline, objectives) / rate(result.latency, objectives), result.latency
-    result.speed = Speed(
-        ratio, ratio, ratio, 1, latency.output_tok_s, latency.output_tok_s, latency.ttft_ms.p50, latency.itl_ms.p50
-    )
-
-
-def who_wins(ours: CandidateResult | None, rivals: Sequence[CandidateResult], objectives: Objectives) -> str:
-    """One line for the report; also when it is not us."""
-    field = [each for each in ([ours] if ours else []) + list(rivals) if each.verdict not in (FAILED, HARMED, SLOWER)]
-    rated = [(rate(each.latency, objectives), each) for each in field if each.latency is not None]
-    if not rated:
-        return "no engine was measured within the limits"
-    rated.sort(key=lambda pair: -pair[0])
-    kind = "tok/s within the objective" if objectives else "tok/s"
-    best_rate, best = rated[0]
-    rest = ", ".join(f"{_called(each)} {speed:,.1f}" for speed, each in rated[1:])
-    return f"{_called(best)} wins on this machine with {best_rate:,.1f} {kind}" + (f" ({rest})" if rest else "")
-
-
-def _called(result: CandidateResult) -> str:
-    return f"{result.engine} ({result.weights})"
