@@ -17,7 +17,6 @@ from tokenmill.evaluate.gate import default_max_kld
 from tokenmill.evaluate.statistics import bootstrap_interval
 from tokenmill.optimize.results import Latency, Quality, Run, Speed
 
-TIE_MARGIN = 0.01  # costs that differ by less count as equal
 SURE = 3.3  # standard errors beyond which a difference is taken as real: decisions are many and made as data come in
 _USUAL_NOISE = 0.04  # of the logarithm of a ratio of two runs, before any was repeated
 _LEAST_NOISE = 0.005

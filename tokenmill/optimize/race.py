@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tokenmill.optimize.budget import TimeBudget
-from tokenmill.optimize.evidence import TIE_MARGIN, CostEstimate, estimate_cost, ratio_noise
+from tokenmill.optimize.evidence import CostEstimate, estimate_cost, ratio_noise
 from tokenmill.optimize.laboratory import Laboratory
-from tokenmill.optimize.results import FAILED, CandidateResult, Run
+from tokenmill.optimize.results import FAILED, TIE_MARGIN, CandidateResult, Run
 
 _FIRST_CYCLES = 3  # before anything is decided, however little time there is
 _OFTEN, _SELDOM = 20, 8  # decisions after every cycle at first, then after every eighth

@@ -19,6 +19,8 @@ UNLIKELY = "unlikely"  # dropped by the planner
 FAILED = "failed"
 UNTRIED = "untried"  # no time was left
 
+TIE_MARGIN = 0.01  # costs that differ by less count as equal
+
 
 @dataclass(frozen=True, slots=True)
 class Run:

@@ -9,8 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tokenmill.optimize.evidence import TIE_MARGIN
-from tokenmill.optimize.results import FAILED, UNTRIED, Outcome, Quality, Saving, TaskScore, saving
+from tokenmill.optimize.results import (
+    CHOSEN,
+    FAILED,
+    PASSED,
+    TIE_MARGIN,
+    TIED,
+    UNTRIED,
+    Outcome,
+    Quality,
+    Saving,
+    TaskScore,
+    saving,
+)
 
 _NAMES = 8  # of a list; results.json has all
 NO_OBJECTIVE = "no latency objective was given: throughput decides"
@@ -105,8 +116,17 @@ def unproven_words(outcome: Outcome) -> str:
 
 
 def margin_words(outcome: Outcome) -> str:
-    """What the final leaves open."""
-    return f"Another finalist may be up to {outcome.margin:.1%} cheaper than the choice; more --runs tell them apart"
+    """What the final leaves open; empty where that is less than a percent."""
+    if outcome.margin <= TIE_MARGIN:
+        return ""
+    return f"another finalist may be up to {outcome.margin:.1%} cheaper than the choice; more --runs tell them apart"
+
+
+def counts_words(outcome: Outcome) -> str:
+    """ "72, 15 timed, 3 proven"."""
+    timed = [each for each in outcome.candidates if each.speed]
+    proven = [each for each in timed if each.quality and each.verdict in (CHOSEN, TIED, PASSED)]
+    return f"{len(outcome.candidates)}, {len(timed)} timed, {len(proven)} proven"
 
 
 def _first_of(names: Sequence[str]) -> str:
@@ -127,8 +147,8 @@ def not_shown(outcome: Outcome) -> list[str]:
             "quantization lost is not in these figures."
         )
     found += _latency_gaps(outcome) + _quality_gaps(outcome)
-    if outcome.margin > TIE_MARGIN:
-        found.append(f"{margin_words(outcome)}.")
+    if open_to := margin_words(outcome):
+        found.append(f"{open_to[0].upper()}{open_to[1:]}.")
     if outcome.unproven:
         found.append(f"Cheaper by a first measurement, but not proven: {_first_of(outcome.unproven)}.")
     for verdict, what in ((UNTRIED, "left open for lack of time"), (FAILED, "could not be measured")):

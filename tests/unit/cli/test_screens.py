@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -335,7 +336,17 @@ def test_optimize_compares_with_both_baselines_and_says_what_the_source_was() ->
     assert "perplexity +0.40% (+0.20% to +0.60%), limit 1.0%" in text
     assert "! cheaper by a first measurement, but not proven: Q3_K_S; repeat with more --minutes" in text
     assert "as cheap within the error of measurement: imatrix:Q4_0" in text
+    assert re.search(r"Candidates \(\d+, \d+ timed, \d+ proven\)", text)
+    assert "another finalist" not in text
     assert "Serve it tokenmill serve cheaper/model.gguf" in text
+
+
+def test_optimize_says_what_the_final_leaves_open() -> None:
+    outcome = outcomes.cpu_without_objectives()
+    outcome.margin = 0.023
+    assert "another finalist may be up to 2.3% cheaper than the choice; more --runs tell them apart" in _closing(
+        outcome
+    )
 
 
 def test_optimize_names_the_winner_even_if_it_is_another_engine() -> None:

@@ -14,8 +14,10 @@ from tokenmill.optimize.wording import (
     NO_OBJECTIVE,
     NO_QUALITY,
     baseline_words,
+    counts_words,
     headline,
     loss_words,
+    margin_words,
     saving_words,
     source_words,
     task_words,
@@ -36,9 +38,9 @@ def optimize_screen(outcome: Outcome, report: Path) -> Screen:
     sections: list[Section] = [_cost(outcome), _facts(outcome)]
     if outcome.rivals:
         sections.append(_rivals(outcome))
-    shown = [each for each in outcome.candidates if each.verdict not in (_UNTRIED, _UNLIKELY)][:_CANDIDATES]
-    if shown:
-        sections.append(_candidates(outcome, shown))
+    tried = [each for each in outcome.candidates if each.verdict not in (_UNTRIED, _UNLIKELY)]
+    if tried:
+        sections.append(_candidates(outcome, sorted(tried, key=_cost_order)[:_CANDIDATES]))
     serve = outcome.launch_lines.get("tokenmill", "")
     if serve:
         sections.append(Lines("Serve it", [serve]))
@@ -146,7 +148,11 @@ def _candidates(outcome: Outcome, shown: Sequence[CandidateResult]) -> Table:
             )
         )
     columns = (left("candidate"), left("verdict"), right("cost"), right("perplexity"), left("why"))
-    return Table("Candidates", columns, rows)
+    return Table(f"Candidates ({counts_words(outcome)})", columns, rows)
+
+
+def _cost_order(result: CandidateResult) -> float:
+    return result.speed.cost_ratio if result.speed else float("inf")
 
 
 def _notes(outcome: Outcome, report: Path) -> list[Cell]:
@@ -154,6 +160,8 @@ def _notes(outcome: Outcome, report: Path) -> list[Cell]:
     tied = [name for name in outcome.tied if outcome.chosen and name != outcome.chosen.name]
     if tied:
         notes.append(Cell(f"as cheap within the error of measurement: {', '.join(tied)}"))
+    if open_to := margin_words(outcome):
+        notes.append(Cell(open_to))
     winner = winner_words(outcome)
     if winner:
         notes.append(Cell(winner, "plain" if outcome.winner is outcome.chosen else "warning"))
