@@ -17,6 +17,7 @@ from tokenmill.optimize.results import PASSED, UNTRIED, CandidateResult, Predict
 _SETTLED_BY = 3  # measured candidates, after which predictions stay as they are
 _HOPEFUL = 3  # candidates that must be measured before a slow prediction rules out another
 _FAR_AHEAD = 1.25  # a prediction behind another by more than this is not worth a measurement
+_SLOW, _COARSE = "slow", "coarse"
 _BETTER_ROUNDING = 3.0  # divergence over that of the best method with as many bits
 
 
@@ -36,6 +37,7 @@ class Pruning:
     predicted_as: Callable[[str], str]  # the weights whose prediction stands for a candidate's
     too_slow: set[str] = field(default_factory=set)  # names that were set aside for faster ones, which may not pass
     too_coarse: set[str] = field(default_factory=set)  # names with too few bits, by what others lost
+    _reopened: set[tuple[str, str]] = field(default_factory=set)  # (name, why): not set aside for that again
 
     def settle(self, baseline: CandidateResult, measured: list[CandidateResult]) -> None:
         """Predict again with what the first measurements say about the time beside matrix products."""
@@ -49,11 +51,14 @@ class Pruning:
 
     def hopeless(self, result: CandidateResult, measured: list[CandidateResult]) -> str:
         """Why measurements so far leave it no chance; empty if they leave one."""
-        if reason := self._slow(result, measured):
-            self.too_slow.add(result.name)
-        elif reason := self._coarse(result):
-            self.too_coarse.add(result.name)
-        return reason
+        name = result.name
+        if (name, _SLOW) not in self._reopened and (reason := self._slow(result, measured)):
+            self.too_slow.add(name)
+            return reason
+        if (name, _COARSE) not in self._reopened and (reason := self._coarse(result)):
+            self.too_coarse.add(name)
+            return reason
+        return ""
 
     def _slow(self, result: CandidateResult, measured: list[CandidateResult]) -> str:
         """The prediction is far behind one that may pass."""
@@ -88,6 +93,7 @@ class Pruning:
                 self.results[name].verdict, self.results[name].reason = UNTRIED, ""
                 names.append((-prediction.speedup, name))
         found = [name for _, name in sorted(names)]
-        self.too_slow.difference_update(found)
-        self.too_coarse.difference_update(found)
+        for why, names_aside in ((_SLOW, self.too_slow), (_COARSE, self.too_coarse)):
+            self._reopened |= {(name, why) for name in names_aside.intersection(found)}
+            names_aside.difference_update(found)
         return found

@@ -14,7 +14,7 @@ from tests.unit.optimize.injected import BASELINE, TIME_LIMIT, Clock, InjectedLa
 from tokenmill.optimize.budget import TimeBudget
 from tokenmill.optimize.evidence import Limits
 from tokenmill.optimize.loop import Effort, Search
-from tokenmill.optimize.results import CHOSEN, FAILED, PASSED, TIED, Prediction
+from tokenmill.optimize.results import CHOSEN, FAILED, HARMED, PASSED, TIED, Prediction
 from tokenmill.optimize.space import KVChoice, Space
 from tokenmill.optimize.store import Store
 
@@ -143,6 +143,15 @@ def test_four_minutes_time_eight_candidates_and_prove_three(tmp_path: Path) -> N
     assert search.results[search.chosen].weights in ("q8", "q6")
     cycles = {call.rsplit(" ", 1)[1] for call in lab.calls if call.startswith("cycle")}
     assert len(cycles) <= 12
+
+
+def test_where_nothing_passes_even_the_coarse_are_tried_once(tmp_path: Path) -> None:
+    weights = {BASELINE: Truth(1.0)} | {f"w{n}": Truth(0.3 + 0.02 * n, 0.9, bits=3.0 + n / 8) for n in range(8)}
+    lab = InjectedLaboratory(weights, {"float32": Truth(1.0)}, Store(tmp_path, "k"), _LIMIT, 1)
+    search = _search(lab, objectives=False)
+    search.run()
+    assert not search.chosen
+    assert {each.verdict for each in search.results.values()} == {HARMED}
 
 
 def test_the_final_ends_when_it_is_settled_and_says_what_it_leaves_open(tmp_path: Path) -> None:

@@ -61,4 +61,5 @@ def test_the_coarse_come_back_only_if_nothing_is_proven_and_the_slow_if_they_are
     assert pruning.reopen([fast]) == []
     assert pruning.reopen([]) == ["coarse", "slow"]
     assert (coarse.verdict, coarse.reason) == (UNTRIED, "")
-    assert pruning.reopen([]) == []
+    assert not pruning.hopeless(coarse, measured)
+    assert pruning.reopen([]) == [], "each comes back once"
