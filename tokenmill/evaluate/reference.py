@@ -27,7 +27,7 @@ from tokenmill.engine.llm import LLM
 from tokenmill.engine.scoring import read_logits
 from tokenmill.errors import UserError
 from tokenmill.evaluate.identity import model_hash, windows_hash
-from tokenmill.evaluate.likelihood import Progress
+from tokenmill.evaluate.likelihood import Progress, no_progress
 from tokenmill.evaluate.reference_cache import (
     CacheKey,
     CacheWriter,
@@ -169,12 +169,31 @@ def _find_or_make(
     name: str, path: Path, windows: Sequence[Window], config: EngineConfig, on_progress: Progress
 ) -> ReferenceCache | None:
     """The cache of this model and these windows; None if it would be too large."""
-    rows = sum(window.num_scored for window in windows)
-    numerics = f"{__version__}-{config.kernels or 'auto'}-{config.executor or 'auto'}-{config.kv_cache_dtype or 'auto'}"
+    key = reference_key(name, path, windows, config)
+    cache = find_cache(key)
+    if cache is not None or not has_room(key):
+        return cache
+    with LLM(str(path), config) as llm:
+        return make_cache(key, llm, windows, on_progress)
+
+
+def reference_key(name: str, path: Path, windows: Sequence[Window], config: EngineConfig) -> CacheKey:
+    rows, width = sum(window.num_scored for window in windows), open_checkpoint(path).description.vocab_size
+    return CacheKey(name, model_hash(path), windows_hash(windows), numerics(config), rows, width)
+
+
+def numerics(config: EngineConfig) -> str:
+    """What the values of a model depend on besides its weights, for the name of a file."""
+    chosen = (config.device, config.kernels, config.executor, config.quantization, config.kv_cache_dtype)
+    words = [__version__, *(str(value or "auto") for value in chosen)]
     if config.kv_native_layers is not None:
-        numerics += f"-{config.kv_native_layers}"
-    width = open_checkpoint(path).description.vocab_size
-    key = CacheKey(name, model_hash(path), windows_hash(windows), numerics, rows, width)
+        words.append(str(config.kv_native_layers))
+    if config.kv_budget_policy:
+        words.append(f"{config.kv_budget_policy}{config.kv_budget}")
+    return "-".join(words)
+
+
+def find_cache(key: CacheKey) -> ReferenceCache | None:
     file = cache_path(key)
     if file.is_file():
         try:
@@ -183,12 +202,24 @@ def _find_or_make(
             return cache
         except UserError as error:
             _log.warning("the reference is computed again: %s", error)
-    if not make_room(key.nbytes):
-        size = readable_bytes(key.nbytes)
-        _log.warning("the reference's log-probabilities would take %s: both models run side by side instead", size)
-        return None
-    with LLM(str(path), config) as llm, new_cache(file, key) as writer:
-        _write(writer, name, llm, windows, on_progress)
+    return None
+
+
+def has_room(key: CacheKey) -> bool:
+    if make_room(key.nbytes):
+        return True
+    size = readable_bytes(key.nbytes)
+    _log.warning("the reference's log-probabilities would take %s: both models run side by side instead", size)
+    return False
+
+
+def make_cache(
+    key: CacheKey, llm: LLM, windows: Sequence[Window], on_progress: Progress = no_progress
+) -> ReferenceCache:
+    """Compute the rows by the engine of the reference. The caller has asked `has_room`."""
+    file = cache_path(key)
+    with new_cache(file, key) as writer:
+        _write(writer, key.model, llm, windows, on_progress)
     return ReferenceCache(file)
 
 
