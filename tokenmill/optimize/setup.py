@@ -32,7 +32,7 @@ from tokenmill.optimize.artefacts import ArtefactCache
 from tokenmill.optimize.candidates import STORED, chosen_names, parse_weights
 from tokenmill.optimize.kernel_probe import KernelSpeed
 from tokenmill.optimize.loop import Effort
-from tokenmill.optimize.predict import Predictor, Work, this_machine
+from tokenmill.optimize.predict import Predictor, SlotsOf, Work, this_machine
 from tokenmill.optimize.question import OptimizeJob
 from tokenmill.optimize.space import (
     Space,
@@ -189,13 +189,10 @@ def make_predictor(setup: Setup, store: Store) -> Predictor | None:
         kind: KernelSpeed(each["backend"], {int(rows): seconds for rows, seconds in each["seconds"].items()})
         for kind, each in (store.recall(_SPEEDS, setup.device) or {}).items()
     }
-    checkpoint, slots_of = setup.artefacts.checkpoint, setup.artefacts.slots
+    checkpoint = setup.artefacts.checkpoint
     stored = stored_slots(checkpoint)
-    if isinstance(checkpoint, DummyCheckpoint):
-
-        def slots_of(_mix: str) -> list[TensorSlot]:
-            return stored
-
+    made_up = isinstance(checkpoint, DummyCheckpoint)
+    slots_of: SlotsOf = (lambda _mix: stored) if made_up else setup.artefacts.slots
     try:
         predictor = Predictor(
             setup.planned,

@@ -26,9 +26,7 @@ from tokenmill.optimize.results import (
 _NAMES = 8  # of a list; results.json has all
 NO_OBJECTIVE = "no latency objective was given: throughput decides"
 NO_QUALITY = "quality was not measured (--quality off)"
-MADE_UP = (
-    "The weights are made up (--load-format dummy): speeds of the shape, nothing is claimed about quality."
-)
+MADE_UP = "The weights are made up (--load-format dummy): speeds of the shape, nothing is claimed about quality."
 
 
 def share(value: float) -> str:
