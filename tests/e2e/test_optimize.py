@@ -20,19 +20,9 @@ from tokenmill.model.kvstore import KV_STORES
 from tokenmill.model.kvstore.dense import Float32Store
 
 _WORK = [
-    "--input-len",
-    "24",
-    "--output-len",
-    "8",
-    "--concurrency",
-    "2",
-    "--runs",
-    "3",
-    "--quality-tokens",
-    "1024",
-    "--rivals",
-    "none",
-]
+    "--input-len", "24", "--output-len", "8", "--concurrency", "2", "--runs", "3", "--quality-tokens", "1024",
+    "--rivals", "none",
+]  # fmt: skip
 _STORY = "Once upon a time, there was a little girl named Lily. She loved to play outside in the park with her dog. "
 
 
