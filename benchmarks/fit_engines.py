@@ -19,13 +19,15 @@ from statistics import fmean, median
 from zlib import crc32
 
 from tokenmill.plan.cost.engine_costs import EngineCosts, engine_costs
-from tokenmill.plan.validate.scores import Predictor, Scored
+from tokenmill.plan.cost.performance import estimate
+from tokenmill.plan.question.deployment import Deployment
+from tokenmill.plan.validate.scores import LOCKSTEP, Predictor, Scored
 from tokenmill.plan.validate.silicon_rows import SiliconRow, read_rows
 
 # Dense rows settle what every model shares; rows with experts then settle the rest.
 STEPS = {
     "dense": {"eager_us": 1.5, "request_ms": 1.6, "layer_us": 1.5, "kernel": 1.1, "step_ms": 1.5},
-    "moe": {"eager_expert_us": 1.5, "experts": 1.1},
+    "moe": {"eager_expert_us": 1.5, "eager_latent_us": 1.5, "experts": 1.1},
 }
 TTFT_WEIGHT = 0.35
 CLIP = 0.8  # beyond this a row says more about its run than about the model
@@ -36,14 +38,18 @@ class Fit:
         self.rows, self.predictor = rows, Predictor()
 
     def scored(self, costs: EngineCosts) -> list[Scored]:
-        pairs = ((row, self.predictor.cost(row).with_costs(costs)) for row in self.rows)
-        return [Scored(row, self.predictor.predict(row, cost), self.predictor.steady(row, cost)) for row, cost in pairs]
+        found = []
+        for row in self.rows:
+            assert isinstance(row.deployment, Deployment)
+            cost = self.predictor.cost(row.deployment).with_costs(costs)
+            load = replace(row.load, spread=costs.drift)
+            found.append(Scored(row, estimate(row.deployment, load, cost, arrivals=LOCKSTEP)))
+        return found
 
     def loss(self, costs: EngineCosts) -> float:
         scored = self.scored(costs)
         tpot = fmean(min(abs(log(1 + one.tpot_error)), CLIP) for one in scored)
-        free = [one for one in scored if not one.predicted.saturated] or scored
-        return tpot + TTFT_WEIGHT * fmean(min(abs(log(1 + one.ttft_error)), 1.5 * CLIP) for one in free)
+        return tpot + TTFT_WEIGHT * fmean(min(abs(log(1 + one.ttft_error)), 1.5 * CLIP) for one in scored)
 
     def search(self, costs: EngineCosts, part: str, rounds: int) -> EngineCosts:
         best, steps = self.loss(costs), dict(STEPS[part])
@@ -62,7 +68,7 @@ class Fit:
 
 
 def report(label: str, scored: Sequence[Scored]) -> None:
-    free = [one.ttft_error for one in scored if not one.predicted.saturated] or [0.0]
+    free = [one.ttft_error for one in scored]
     tpot = [one.tpot_error for one in scored]
     print(
         f"{label}: {len(scored)} rows, TPOT {fmean(map(abs, tpot)):.3f} (median {median(tpot):+.3f}), "
@@ -80,9 +86,9 @@ def main() -> None:
     parser.add_argument("--part", default="dense", choices=("dense", "moe"))
     parser.add_argument("--half", default="all", choices=("even", "odd", "all"))
     options = parser.parse_args()
-    rows = [row for row in read_rows(options.table) if isinstance(row, SiliconRow)]
+    rows = [row for row in read_rows(options.table) if isinstance(row, SiliconRow) and not row.is_split]
     rows = [row for row in rows if row.deployment.engine == options.engine and row.load.concurrency <= 256]
-    rows = [row for row in rows if row.deployment.model.is_moe == (options.part == "moe")]
+    rows = [row for row in rows if row.is_moe == (options.part == "moe")]
     random.Random(7).shuffle(rows)
     halves = {"even": [row for row in rows if crc32(row.group.encode()) % 2 == 0]}
     halves["odd"] = [row for row in rows if crc32(row.group.encode()) % 2 == 1]

@@ -55,3 +55,7 @@ class Registry:
 
     def names(self) -> list[str]:
         return list(self._paths)
+
+    def entries(self) -> dict[str, str]:
+        """Name -> import path: what another process needs to have the same table."""
+        return dict(self._paths)

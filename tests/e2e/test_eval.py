@@ -249,6 +249,17 @@ def test_tasks_by_the_command(model_path: ModelPath, data_path: Path, tmp_path: 
     assert (again["comparison"]["p_value"], again["comparison"]["n"]) == (1.0, 10)
 
 
+def test_two_models_on_the_same_items(noisy: Path, data_path: Path, answer: Answer) -> None:
+    file = data_path / "tasks" / "arc_easy.jsonl"
+    found = answer("eval", "task", noisy, "--task", file, "--limit", "12", "--reference", "stories15m")
+    paired = found["comparison"]
+    assert (paired["with"], paired["n"], paired["confidence"]) == ("stories15m", 12, 0.95)
+    assert found["accuracy"] - paired["reference_accuracy"] == pytest.approx(paired["difference"])
+    assert (paired["better"] - paired["worse"]) / 12 == pytest.approx(paired["difference"])
+    assert paired["low"] <= paired["difference"] <= paired["high"]
+    assert paired["loss_low"] < -paired["difference"] < paired["loss_high"]
+
+
 @pytest.mark.parametrize(
     ("name", "options", "metrics"),
     [

@@ -19,7 +19,10 @@ from tokenmill.cli.main import main
 from tokenmill.model.kvstore import KV_STORES
 from tokenmill.model.kvstore.dense import Float32Store
 
-_WORK = ["--input-len", "24", "--output-len", "8", "--concurrency", "2", "--runs", "3", "--quality-tokens", "1024"]
+_WORK = [
+    "--input-len", "24", "--output-len", "8", "--concurrency", "2", "--runs", "3", "--quality-tokens", "1024",
+    "--rivals", "none",
+]  # fmt: skip
 _STORY = "Once upon a time, there was a little girl named Lily. She loved to play outside in the park with her dog. "
 
 
@@ -76,7 +79,7 @@ def test_it_finds_a_winner_and_writes_everything(finished: Path, capsys: pytest.
     assert found["chosen"]["speed"]["runs"] == 3
     assert found["cost_reduction"] == pytest.approx(1 - found["chosen"]["speed"]["cost_ratio"])
     assert found["baseline"]["weights"] in ("F16", "F32", "BF16")
-    assert len(found["baseline_variants"]) >= 5
+    assert len(found["baseline_variants"]) >= 2
     assert found["projections"][0]["gpu"] == "h100"
     code = main(["run", str(finished / "model.gguf"), "Once upon a time", "--raw", "--max-tokens", "6", "--json"])
     assert code == 0
@@ -108,9 +111,9 @@ def test_a_second_run_measures_nothing_and_chooses_the_same(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from tokenmill.optimize import bench_table
+    from tokenmill.optimize import contender_pool
 
-    monkeypatch.setattr(bench_table, "Contender", None)  # loading an engine to be timed would fail
+    monkeypatch.setattr(contender_pool, "Contender", None)  # loading an engine to be timed would fail
     before = _results(finished)
     names = ["--candidates", "Q8_0,nf4", "--kv-cache-dtypes", "float32,float16,broken"]
     assert main(_command(model, folder, "out", *names)) == 0
@@ -121,8 +124,9 @@ def test_a_second_run_measures_nothing_and_chooses_the_same(
 
 
 def test_drafters_are_tried_where_the_prompts_are_text(
-    model: Path, folder: Path, finished: Path, capsys: pytest.CaptureFixture[str]
+    model: Path, folder: Path, finished: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("tokenmill.optimize.halving._MAX_REPEATS", 1)  # who wins is not asked here
     prompts = folder / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": _STORY * count}) + "\n" for count in (1, 2)))
     names = ["--candidates", "Q8_0", "--kv-cache-dtypes", "float32", "--prompts", str(prompts)]
@@ -132,7 +136,7 @@ def test_drafters_are_tried_where_the_prompts_are_text(
     leader = drafted["candidates"][0]
     assert leader["speculate"] == "off"
     tried = {each["speculate"]: each for each in drafted["candidates"] if each["kv"] == leader["kv"]}
-    assert set(tried) == {"off", "ngram", "suffix"}
+    assert set(tried) >= {"off", "ngram", "suffix", "self:q2_k", "head"}
     assert tried["ngram"]["divergence"] == leader["divergence"], "guesses change no prediction"
     assert tried["ngram"]["speed"] is not None
     assert {each["speculate"] for each in random["candidates"]} == {"off"}

@@ -135,12 +135,22 @@ def test_deploy_prints_a_script(capsys: pytest.CaptureFixture[str]) -> None:
     assert "exec llama-server" in shown
 
 
+def test_deploy_of_this_engine_on_a_gpu_makes_a_gguf_file_that_its_kernels_run(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["deploy", "llama-3.1-8b", "--gpu", "h100", "--engine", "tokenmill", "--weights", "q4_k_m"]) == 0
+    shown = capsys.readouterr().out
+    assert "tokenmill quantize llama-3.1-8b --method imatrix --type Q4_K_M" in shown
+    assert "--device cuda" in shown
+
+
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
         (("llama-3.1-8b",), ("neither a plan nor hardware", "--gpu")),
         (("llama-3.1-8b", "--gpu", "h100", "--engine", "vlm"), ("unknown engine", "vllm")),
-        (("llama-3.1-8b", "--gpu", "h100", "--engine", "tokenmill", "--weights", "q4_k_m"), ("CPU", "vllm")),
+        (("llama-3.1-8b", "--gpu", "mi300x", "--engine", "tokenmill"), ("not on mi300x", "vllm")),
+        (("llama-3.1-8b", "--gpu", "h100x2", "--tp", "2", "--engine", "tokenmill"), ("one device", "--tp 1")),
         (("llama-3.1-8b", "--gpu", "h100", "--target", "helm"), ("unknown target", "kubernetes")),
         (("llama-3.1-8b", "--gpu", "h100", "--split", "2"), ("not a split", "1:2")),
         (("llama-3.1-8b", "--plan", "no.json"), ("cannot read no.json", "tokenmill plan")),

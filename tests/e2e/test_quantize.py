@@ -67,6 +67,32 @@ def test_gguf_with_importance(
     assert json.loads(printed)["text"].startswith(", there was")
 
 
+def test_four_bits_of_a_tiny_model_are_refused_by_default(
+    model_path: Callable[[str], Path],
+    data_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Both figures with their limits, what was kept and the remedy; with a limit that allows it, the same is kept."""
+    text = tmp_path_factory.mktemp("text") / "story.txt"
+    text.write_text((data_path / "text" / "stories15m-samples.eval.txt").read_text()[:2500])
+    command = ["quantize", str(model_path("stories15m")), "--type", "Q4_0", "--gate-text", str(text)]
+    command += ["--out", str(tmp_path / "q.gguf")]
+    code, _, said = _run(capsys, *command)
+    assert code == 2
+    assert "limit 5.00%; divergence" in said
+    assert "limit 0.09758 nats" in said
+    assert "raise --max-quality-loss and --max-kld" in said
+    assert sorted(file.name for file in tmp_path.iterdir()) == [
+        "q.gguf.rejected", "q.gguf.rejected.md", "q.gguf.rejected.reason.txt",
+    ]  # fmt: skip
+    code, printed, said = _run(capsys, *command, "--max-loss", "100%", "--max-kld", "2", "--json")
+    assert code == 0, said
+    fidelity = json.loads(printed)["fidelity"]
+    assert (fidelity["gate"], fidelity["max_quality_loss"], fidelity["max_kld"]) == ("passed", 1.0, 2.0)
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

@@ -58,9 +58,15 @@ class Browser:
         lines = self._driver.get_log("browser")
         return [line["message"] for line in lines if line["level"] in ("SEVERE", "WARNING")]
 
-    def prefer(self, scheme: str) -> None:
+    def prefer(self, scheme: str, medium: str = "") -> None:
+        """`scheme`: light or dark; `medium`: print, or empty for the screen."""
         features = [{"name": "prefers-color-scheme", "value": scheme}]
-        self._driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+        self._driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": medium, "features": features})
+
+    def resize(self, width: int, height: int) -> None:
+        """The size of the page, below what a window allows: phones are 360 wide."""
+        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self._driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
 
     def screenshot(self) -> bytes:
         image: bytes = self._driver.get_screenshot_as_png()

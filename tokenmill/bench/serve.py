@@ -11,9 +11,9 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 
@@ -25,6 +25,7 @@ from tokenmill.bench.serve_job import ServeJob
 from tokenmill.errors import UserError
 
 OnDone = Callable[[Sample], None]
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +49,15 @@ def measure_serving(job: ServeJob, on_done: OnDone | None = None) -> Measurement
     offsets = arrival_offsets(job, items)
     bodies = [request_body(job, item, model) for item in items]
     client = StreamClient(job.base_url, job.path, headers, job.request_timeout, job.save_detailed)
-    return _run(_measure(job, model, client, items, bodies, offsets, on_done or (lambda _: None)))
+    return run_loop(_measure(job, model, client, items, bodies, offsets, on_done or (lambda _: None)))
 
 
-def _run(work: Any) -> Measurement:
+def run_loop(work: Coroutine[Any, Any, _Result]) -> _Result:
+    """Run `work` on the fastest event loop there is: measuring must cost little."""
     try:
         import uvloop
     except ImportError:
-        done: Measurement = asyncio.run(work)
-        return done
+        return asyncio.run(work)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(work)
 

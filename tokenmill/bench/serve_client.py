@@ -246,18 +246,21 @@ class StreamClient:
         head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
         self._head = f"POST {parts.path.rstrip('/')}{path} HTTP/1.1\r\n{head}content-length: ".encode()
 
-    async def send(self, body: bytes, prompt_len: int, intended: float | None = None) -> Sample:
+    async def send(
+        self, body: bytes, prompt_len: int, intended: float | None = None, timeout: float | None = None
+    ) -> Sample:
         """Never raises for what the server does: that is in the sample's error. No `intended` time means now."""
         now = time.perf_counter()
+        timeout = self._timeout if timeout is None else timeout
         sample = Sample(now if intended is None else intended, now, prompt_len)
         data = self._head + str(len(body)).encode() + b"\r\n\r\n" + body
         connection: _Connection | None = None
         try:
-            async with asyncio.timeout(self._timeout):
+            async with asyncio.timeout(timeout):
                 connection = await self._connect()
                 await connection.exchange(data, sample, self._keep_text)
         except TimeoutError:
-            sample.error = f"no complete answer within {self._timeout:g} s"
+            sample.error = f"no complete answer within {timeout:.6g} s"
         except OSError as error:
             sample.error = f"cannot connect: {error}"
         if connection is not None:

@@ -15,7 +15,7 @@ from tokenmill.config import option, parse_count
 from tokenmill.errors import UserError, unknown_name
 
 ENDPOINTS = {"openai": "/v1/completions", "vllm": "/v1/completions", "openai-chat": "/v1/chat/completions"}
-DATASETS = ("random", "prefix_repetition", "custom", "timed_trace", "azure", "mooncake")
+DATASETS = ("random", "prefix_repetition", "custom", "timed_trace", "azure", "mooncake", "traffic_log")
 METRICS = ("ttft", "tpot", "itl", "e2el")
 PROMPT_FORMATS = ("auto", "ids", "text")
 
@@ -33,7 +33,9 @@ class ServeJob:
     )
     extra_body: str = option("", "JSON object merged into every request body.", metavar="JSON")
     dataset_name: str = option("random", f"Dataset: {', '.join(DATASETS)}.", metavar="NAME")
-    dataset_path: str = option("", "File of a custom dataset or a trace, plain or .gz.", metavar="FILE")
+    dataset_path: str = option(
+        "", "File of a custom dataset or a trace, plain or .gz, or a traffic log's folder.", metavar="FILE"
+    )
     num_prompts: int = option(1000, "Number of requests to send; a trace may have fewer.", metavar="REQUESTS", low=1)
     random_input_len: int = option(
         1024, "random: prompt length.", metavar="TOKENS", aliases=("input_len",), parse=parse_count, low=1

@@ -47,6 +47,16 @@ _SCENARIOS = (
 )
 
 
+# On a GPU a step of few rows is one reading of the weights: more sequences and longer prompts tell the parts apart.
+_GPU_SCENARIOS = (
+    *_SCENARIOS,
+    Scenario(64, 128, 32),
+    Scenario(128, 64, 24),
+    Scenario(1, 3072, 8),
+    Scenario(8, 1024, 24, joins=4),
+)
+
+
 class _RecordingRunner:
     """The real runner; keeps the plan of the last step."""
 
@@ -100,7 +110,7 @@ def shortened(scenario: Scenario, seconds_per_token: float, probe_seconds: float
 
 def _fitting(llm: LLM, log: StepLog) -> Iterator[Scenario]:
     context = llm.parts.config.context
-    for scenario in _SCENARIOS:
+    for scenario in _GPU_SCENARIOS if llm.parts.config.device == "cuda" else _SCENARIOS:
         if scenario.prompt + scenario.output <= context:
             yield scenario
         else:

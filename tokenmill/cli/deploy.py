@@ -61,7 +61,8 @@ def deploy(
     else:
         given = {"input_tokens": input_len, "output_tokens": output_len, "concurrency": concurrency, "rate": rate}
         promises = {key: value for key, value in (("ttft_ms", ttft), ("itl_ms", itl)) if value >= 0}
-        fixed = {"weights": weights, "kv": kv_cache_dtype, "tp": tp, "engine": chosen.planner_name if chosen else ""}
+        fixed = {"weights": weights, "kv": kv_cache_dtype, "tp": tp or (chosen.max_tp if chosen else 0)}
+        fixed["engine"] = chosen.planner_name if chosen else ""
         loads = {key: value for key, value in given.items() if value}
         planned = _plan(planned_as or model, gpu or [], use, loads | promises, fixed)
     serving = from_plan(planned, catalog, model, name)

@@ -1,4 +1,4 @@
-"""`tokenmill eval`: perplexity of a text, divergence from a reference, and (evaluation_task.py) tasks."""
+"""`tokenmill eval`: perplexity, divergence; tasks (evaluation_task.py) and endpoints (evaluation_endpoint.py)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tokenmill.cli.evaluation_endpoint import endpoint
 from tokenmill.cli.evaluation_task import task
 from tokenmill.cli.options import DEFAULT_MODEL, AsJson, Model, Verbose, engine_options
 from tokenmill.cli.output import emit
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Measure the quality of a model.")
 app.command("task")(task)
+app.command("endpoint")(endpoint)
 
 Text = Annotated[Path | None, typer.Option(metavar="FILE", help="Text file, UTF-8. Required.")]
 Context = Annotated[

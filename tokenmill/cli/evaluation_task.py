@@ -40,6 +40,9 @@ def task(
     compare: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Results of another model, from --out, to compare with.")
     ] = None,
+    reference: Annotated[
+        str, typer.Option(metavar="MODEL", help="A model to put the same items to, and to compare with item by item.")
+    ] = "",
     unsafe_code: Annotated[
         bool, typer.Option("--unsafe-code", help="Run programs of the model where the system cannot confine them.")
     ] = False,
@@ -60,7 +63,7 @@ def task(
 
     job = TaskJob(task, kind, limit, shots, num_shots, chat, max_tokens, out, compare, unsafe_code)
     with progress_bar("items") as advance:
-        report = run_task(model, engine, job, advance)
+        report = run_task(model, engine, job, advance, reference)
     result = asdict(report)
     if report.comparison is None:
         del result["comparison"]

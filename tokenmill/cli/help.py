@@ -24,7 +24,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "quantize": "Quantize a model and measure what it lost",
         "convert": "Write a model in another file format, without rounding again",
         "train-draft": "Train a draft head for speculative decoding",
-        "optimize": "Measure candidates, choose the cheapest that keeps its quality",
+        "optimize": "Find the cheapest deployment that keeps quality and latency",
     },
     "Measure": {
         "bench": "Speed: latency, throughput, or a server under load",

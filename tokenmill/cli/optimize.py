@@ -1,129 +1,151 @@
-"""`tokenmill optimize`: find the cheapest deployment that keeps its quality, by measurement."""
+"""`tokenmill optimize`: find the cheapest deployment that keeps its quality and its latency, by measurement."""
 
 from __future__ import annotations
 
 import shlex
 import sys
 import time
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tokenmill.cli.options import DEFAULT_MODEL, AsJson, Model, Verbose, engine_options
-from tokenmill.cli.output import emit
-from tokenmill.cli.quantize import parse_share
-from tokenmill.cli.screens.optimize import optimize_screen
-from tokenmill.config import EngineConfig, parse_count
+from tokenmill.cli.optimize_flags import (
+    PANELS,
+    LimitFlags,
+    ReferenceFlags,
+    SearchFlags,
+    TrafficFlags,
+    fill,
+    parse_rivals,
+    parse_today,
+    readable,
+    refuse_contradictions,
+)
+from tokenmill.cli.options import DEFAULT_MODEL, AsJson, Model, Verbose, engine_options, given_options
+from tokenmill.cli.output import emit, print_json
+from tokenmill.config import EngineConfig
 from tokenmill.errors import UserError
 
 if TYPE_CHECKING:
+    from tokenmill.optimize.question import OptimizeJob
     from tokenmill.optimize.results import Outcome
 
-_Tokens = Annotated[int, typer.Option(parser=parse_count, metavar="TOKENS")]
-
-
-def parse_saving(text: str | float) -> float:
-    """ "-60%" or -0.6 -> -0.6."""
-    if isinstance(text, float | int):
-        return float(text)
-    return -parse_share(text.removeprefix("-"))
+_CONTEXT = 256  # tokens in a window of the text
 
 
 @engine_options(without=("concurrency", "batch_tokens", "kv_cache_dtype"))
+@given_options(PANELS, {})
 def optimize(
     model: Model = DEFAULT_MODEL,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Directory to write. Required.")] = None,
-    target_cost: Annotated[float, typer.Option(parser=parse_saving, metavar="-60%", help="Cost change wanted.")] = -0.6,
-    max_quality_loss: Annotated[
-        float, typer.Option(parser=parse_share, metavar="1%", help="Maximum rise of perplexity.")
-    ] = 0.01,
-    input_len: _Tokens = 128,
-    output_len: _Tokens = 64,
-    concurrency: Annotated[int, typer.Option(help="Concurrent requests.")] = 8,
-    prompts: Annotated[
-        Path | None, typer.Option(metavar="FILE.jsonl", help='Your prompts: {"prompt": ..., "output_tokens": N}.')
-    ] = None,
-    trace: Annotated[Path | None, typer.Option(metavar="FILE", help="A trace: Azure CSV or Mooncake jsonl.")] = None,
-    length_scale: Annotated[float, typer.Option(help="Multiply the lengths of a trace.")] = 1.0,
-    price: Annotated[float, typer.Option(help="Dollars per hour of this machine. Default: the catalog.")] = -1.0,
-    minutes: Annotated[float, typer.Option(help="Time budget for measuring.")] = 8.0,
-    text: Annotated[Path | None, typer.Option(metavar="FILE", help="Text to measure quality on.")] = None,
-    gpu: Annotated[
-        list[str] | None, typer.Option(metavar="NAME[xN]", help="Also project the result to this device. Repeatable.")
-    ] = None,
-    candidates: Annotated[
-        list[str] | None, typer.Option(metavar="NAMES", help="Only these weights: Q4_K_M,gptq-4,stored,...")
-    ] = None,
-    kv_cache_dtypes: Annotated[list[str] | None, typer.Option(metavar="NAMES", help="Only these KV dtypes.")] = None,
-    runs: Annotated[int, typer.Option(help="Alternating runs of finalists and baseline.")] = 5,
-    quality_tokens: _Tokens = 12288,
-    restart: Annotated[bool, typer.Option("--restart", help="Discard an earlier run's measurements.")] = False,
     as_json: AsJson = False,
     _verbose: Verbose = False,
     *,
+    given: Mapping[str, Any],
     engine: EngineConfig,
 ) -> None:
-    """Cut the cost of a token by measurement: quantize, prove, benchmark, choose, and write the artefact and a report.
+    """Cut the cost of a token by measurement: quantize, prove, replay, choose, and write the artefact and a report.
 
     The same command run again goes on where it stopped. Ctrl-C leaves a report of what is known so far.
     """
     if out is None:
         raise UserError("no output is given", "give a directory, as in: tokenmill optimize smollm2 --out cheaper")
-    from tokenmill.checkpoint.open import open_checkpoint
-    from tokenmill.checkpoint.sources import resolve
-    from tokenmill.optimize.job import OptimizeJob
+    refuse_contradictions(given)
+    job = _job(model, out, given, engine)
+    search = fill(SearchFlags, given)
+    progress = _Progress(job.effort.seconds)
+    if search.watch:
+        _watch(job, progress, search.watch_interval, as_json)
+        return
     from tokenmill.optimize.job import optimize as run
-    from tokenmill.optimize.loop import Effort
-    from tokenmill.optimize.traffic import TrafficRequest
 
-    context = min(256, open_checkpoint(resolve(model).path).description.context_length)
-    job = OptimizeJob(
+    _show(run(job, progress), out, as_json)
+
+
+def _job(model: str, out: Path, given: Mapping[str, Any], engine: EngineConfig) -> OptimizeJob:
+    """Everything that can be refused without the model is refused before it is opened."""
+    from tokenmill.optimize.objectives import Objectives
+
+    traffic, limits = fill(TrafficFlags, given), fill(LimitFlags, given)
+    references, search = fill(ReferenceFlags, given), fill(SearchFlags, given)
+    objectives = Objectives.parse(limits.ttft, limits.itl)
+    rivals, today = parse_rivals(references.rivals), parse_today(references.today)
+    tasks = tuple(path for each in limits.task if (path := readable("task", each)))
+    text, trace = readable("text", limits.text), readable("trace", traffic.trace)
+    prompts, log = readable("prompts", traffic.prompts), readable("traffic-log", traffic.traffic_log, folder=True)
+
+    from tokenmill.checkpoint.open import open_source
+    from tokenmill.checkpoint.sources import resolve
+    from tokenmill.optimize.loop import Effort
+    from tokenmill.optimize.question import OptimizeJob
+    from tokenmill.optimize.traffic import TrafficRequest
+    from tokenmill.runtime.build import find_device
+
+    context = min(_CONTEXT, open_source(resolve(model).path, engine.load_format).description.context_length)
+    return OptimizeJob(
         model=model,
         out=out,
-        target_cost=target_cost,
-        max_quality_loss=max_quality_loss,
-        traffic=TrafficRequest(input_len, output_len, concurrency, prompts, trace, length_scale),
-        price=None if price == -1.0 else price,
+        target_cost=limits.target_cost,
+        max_quality_loss=limits.max_quality_loss,
+        traffic=TrafficRequest(
+            traffic.input_len,
+            traffic.output_len,
+            traffic.concurrency,
+            prompts,
+            trace,
+            traffic.length_scale,
+            traffic_log=log,
+            rate=traffic.rate,
+            replay_seconds=traffic.replay_seconds,
+            rate_scale=traffic.rate_scale,
+        ),
+        price=references.price,
         text=text,
-        gpus=tuple(gpu or ()),
-        candidates=tuple(candidates or ()),
-        kv=tuple(kv_cache_dtypes or ()),
-        effort=Effort(60 * minutes, runs, windows=max(1, quality_tokens // context), context=context),
+        gpus=references.gpu,
+        candidates=search.candidates,
+        kv=search.kv_cache_dtypes,
+        effort=Effort(
+            60 * search.minutes, search.runs, windows=max(1, limits.quality_tokens // context), context=context
+        ),
         engine=engine,
-        restart=restart,
+        restart=search.restart,
         command=shlex.join(["tokenmill", *sys.argv[1:]]),
+        device=find_device(engine)[0].type,
+        objectives=objectives,
+        tasks=tasks,
+        max_task_loss=limits.max_task_loss,
+        max_kld=limits.max_kld,
+        today=today,
+        rivals=rivals,
+        quality_off=limits.quality == "off",
+        traffic_log=log,
     )
-    outcome = run(job, _Progress(60 * minutes))
-    result = _summary(outcome, out)
-    emit(result, as_json, lambda: optimize_screen(result, outcome.candidates))
 
 
-def _summary(outcome: Outcome, out: Path) -> dict[str, Any]:
-    chosen, base = outcome.chosen, outcome.baseline
-    speed, quality = (chosen.speed, chosen.quality) if chosen else (None, None)
-    return {
-        "chosen": chosen.name if chosen else "baseline",
-        "cost_reduction": outcome.cost_reduction,
-        "cost_reduction_low": 1 - speed.high if speed else None,
-        "cost_reduction_high": 1 - speed.low if speed else None,
-        "quality_loss": outcome.quality_loss if chosen else 0.0,
-        "quality_loss_high": quality.loss_high if quality else None,
-        "kld_mean": quality.kld_mean if quality else None,
-        "target_met": outcome.target_met,
-        "tied": outcome.tied,
-        "reason": outcome.reason,
-        "state": outcome.state,
-        "baseline": base.name if base else None,
-        "dollars_per_million_output": chosen.dollars_per_million_output if chosen else None,
-        "baseline_dollars_per_million_output": base.dollars_per_million_output if base else None,
-        "output_tok_s": speed.output_tok_s if speed else None,
-        "baseline_output_tok_s": base.speed.output_tok_s if base and base.speed else None,
-        "seconds": outcome.seconds,
-        "results": str(out / "results.json"),
-        "report": str(out / "report.html"),
-        "serve": outcome.launch_lines.get("tokenmill", ""),
-    }
+def _watch(job: OptimizeJob, progress: _Progress, interval: float, as_json: bool) -> None:
+    """Prints a line, or an object, for each proposal until it is interrupted."""
+    from tokenmill.optimize.watch import WatchSettings, watch
+
+    assert job.traffic_log is not None
+
+    def tell(proposal: Any) -> None:
+        if as_json:
+            print_json(asdict(proposal))
+        else:
+            print(proposal.words(), flush=True)
+
+    watch(job, job.traffic_log, WatchSettings(interval_s=interval), progress, tell)
+
+
+def _show(outcome: Outcome, out: Path, as_json: bool) -> None:
+    from tokenmill.cli.screens.optimize import optimize_screen
+    from tokenmill.optimize.summary import summary
+
+    result = summary(outcome, out)
+    emit(result, as_json, lambda: optimize_screen(outcome, Path(result["report"])))
 
 
 class _Progress:

@@ -10,7 +10,7 @@ import typer
 
 from tokenmill.cli.options import AsJson, Verbose
 from tokenmill.cli.output import emit
-from tokenmill.cli.screens.calibration import calibrate_screen, validate_screen
+from tokenmill.cli.screens.calibration import calibrate_screen, poisson_screen, validate_screen
 from tokenmill.cli.screens.plan import plan_screen
 from tokenmill.config import parse_count
 
@@ -61,6 +61,9 @@ def plan(
     output_len: _Tokens = 0,
     concurrency: Annotated[int, _option(_LOAD, "Concurrent users.")] = 0,
     rate: Annotated[float, _option(_LOAD, "Requests per second, instead of --concurrency.")] = 0.0,
+    arrivals: Annotated[
+        str, _option(_LOAD, "lockstep, poisson, or a trace file (its lengths and rate).", show_default=True)
+    ] = "poisson",
     prefix_share: Annotated[float, _option(_LOAD, "Share of each prompt that the prefix cache holds.")] = -1.0,
     ttft: Annotated[float, _option(_LOAD, "Promise: time to first token, ms; 0: none.")] = -1.0,
     itl: Annotated[float, _option(_LOAD, "Promise: time between tokens, ms; 0: none.")] = -1.0,
@@ -79,7 +82,7 @@ def plan(
     max_num_batched_tokens: Annotated[int, _option(_FIX, "Maximum tokens per step.")] = 0,
     gpu_memory_utilization: Annotated[float, _option(_FIX, "Share of device memory that the engine may use.")] = 0.0,
     speculation: Annotated[
-        str, _option(_FIX, "on, off, or auto: on where it pays at the plan's batch size.", show_default=True)
+        str, _option(_FIX, "on, off, or auto: a bolder plan uses it where it pays.", show_default=True)
     ] = "auto",
     draft_tokens: Annotated[int, _option(_FIX, "Draft tokens per step.", show_default=True)] = 4,
     acceptance: Annotated[float, _option(_FIX, "Share of draft tokens that is accepted; default: by the use.")] = -1.0,
@@ -109,8 +112,11 @@ def plan(
     trait: _Traits = None,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a self-contained report.")] = None,
     validate: Annotated[
-        Path | None, _option(_OTHER, "Score the predictions on measured rows.", metavar="FILE.csv")
+        Path | None, _option(_OTHER, "Score the planning call on measured lock-step rows.", metavar="FILE.csv")
     ] = None,
+    validate_poisson: Annotated[
+        bool, _option(_OTHER, "Score the planning call on the measured Poisson runs of the package.")
+    ] = False,
     calibrate: Annotated[
         bool, _option(_OTHER, "Measure this machine (two minutes) and fit the cost model to it.")
     ] = False,
@@ -124,10 +130,16 @@ def plan(
         scores = asdict(score(validate))
         emit(scores, as_json, lambda: validate_screen(scores))
         return
+    if validate_poisson:
+        from tokenmill.plan.validate.poisson_runs import score_runs, summarize_runs
+
+        table = summarize_runs(score_runs())
+        emit(table, as_json, lambda: poisson_screen(table))
+        return
     if calibrate:
         from tokenmill.calibrate.job import calibrate as measure
 
-        measured = measure(model or "smollm2")
+        measured = measure(model)
         emit(measured, as_json, lambda: calibrate_screen(measured))
         return
     from tokenmill.hardware.catalog import load_catalog
@@ -146,6 +158,7 @@ def plan(
         "ttft_ms": ttft if ttft >= 0 else None,
         "itl_ms": itl if itl >= 0 else None,
     }
+    given |= _arrivals(arrivals, given)
     catalog = load_catalog(prices)
     drafts = Speculation(draft_tokens, usual_acceptance(use) if acceptance == -1.0 else acceptance)
     question = Question(
@@ -221,6 +234,24 @@ def _groups(catalog: Any, names: list[str], any_gpu: bool, engine: str, model: s
         else:
             groups.append(catalog.parse_gpu(name))
     return groups
+
+
+def _arrivals(text: str, given: dict[str, Any]) -> dict[str, Any]:
+    """The kind of arrivals; of a trace also its lengths, its rate and its burstiness, unless they are given."""
+    from tokenmill.plan.question.workload import ARRIVALS, Arrivals
+
+    if text in ARRIVALS[:2]:
+        return {"arrivals": Arrivals(text)}
+    from tokenmill.plan.simulate.trace_facts import trace_facts
+    from tokenmill.plan.simulate.traces import open_trace
+
+    facts = trace_facts(text, open_trace(text))
+    found: dict[str, Any] = {"arrivals": Arrivals("trace", facts.burstiness, facts.words)}
+    found["input_tokens"] = given["input_tokens"] or facts.input_tokens
+    found["output_tokens"] = given["output_tokens"] or facts.output_tokens
+    if facts.rate and not given["rate"] and not given["concurrency"]:
+        found["rate"] = facts.rate
+    return found
 
 
 def _hours(text: str) -> list[float]:

@@ -101,7 +101,19 @@ def quantize(
     ] = None,
     max_quality_loss: Annotated[
         float | None,
-        typer.Option(parser=parse_share, metavar="SHARE", help="Maximum rise of perplexity. Default: 25%."),
+        typer.Option(
+            "--max-quality-loss",
+            "--max-loss",
+            parser=parse_share,
+            metavar="SHARE",
+            help="Maximum rise of perplexity. Default: 5%.",
+        ),
+    ] = None,
+    max_kld: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0, metavar="NATS", help="Maximum mean KL divergence. Default: 2 ln(1 + --max-quality-loss), 0.098."
+        ),
     ] = None,
     restart: Annotated[bool, typer.Option("--restart", help="Discard the unfinished work of an earlier run.")] = False,
     as_json: AsJson = False,
@@ -109,11 +121,11 @@ def quantize(
 ) -> None:
     """Quantize a model by any method into any format. A killed job resumes where it stopped.
 
-    Without --max-quality-loss a result whose perplexity rose by more than a quarter is refused and kept beside --out.
+    A result whose perplexity or divergence from the source exceeds its limit is refused and kept as OUT.rejected.
     """
     if out is None:
         raise UserError("no output is given", "give a path, as in: tokenmill quantize smollm2 --out smollm2-int4")
-    gate_request = _gate_request(gate, gate_text, max_quality_loss, threads, device, memory)
+    gate_request = _gate_request(gate, gate_text, max_quality_loss, max_kld, threads, device, memory)
     if format == "gguf" or type:
         wrong = {
             "--format": format not in ("", "gguf"),
@@ -181,11 +193,23 @@ def quantize(
 
 
 def _gate_request(
-    enabled: bool, text: Path | None, max_quality_loss: float | None, threads: int, device: str, memory: int
+    enabled: bool,
+    text: Path | None,
+    max_quality_loss: float | None,
+    max_kld: float | None,
+    threads: int,
+    device: str,
+    memory: int,
 ) -> GateRequest:
     from tokenmill.quantize.finish import DEFAULT_MAX_LOSS, GateRequest
 
-    most = DEFAULT_MAX_LOSS if max_quality_loss is None else max_quality_loss
-    # The engine has needs of its own of a GPU (Triton): where it declines one that could quantize, the CPU measures.
-    engine = "cpu" if device == "cpu" else "auto"
-    return GateRequest(enabled, text, most, threads=threads, device=engine, in_turn=memory > 0)
+    return GateRequest(
+        enabled,
+        text,
+        DEFAULT_MAX_LOSS if max_quality_loss is None else max_quality_loss,
+        max_kld=max_kld,
+        threads=threads,
+        # The engine has needs of its own of a GPU (Triton): where it declines one that quantizes, the CPU measures.
+        device="cpu" if device == "cpu" else "auto",
+        in_turn=memory > 0,
+    )

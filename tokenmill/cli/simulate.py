@@ -19,7 +19,7 @@ _LOAD, _FLEET, _ENGINE = "Load", "Fleet", "Engine"
 
 
 def simulate(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A known name, config.json, directory or GGUF.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A known name, config.json, directory or GGUF.")] = "",
     gpu: Annotated[str, typer.Option(metavar="NAME[xN]", help="All devices, or this-machine (calibrated).")] = "",
     trace: Annotated[
         str,
@@ -27,6 +27,24 @@ def simulate(
             metavar="FILE", rich_help_panel=_LOAD, help="Azure, vidur, Mooncake, ServeGen or plain JSON lines."
         ),
     ] = "",
+    traffic_log: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", rich_help_panel=_LOAD, help="Replay what `serve --traffic-log DIR` logged on that server."
+        ),
+    ] = None,
+    change: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--with",
+            metavar="NAME=VALUE",
+            rich_help_panel=_LOAD,
+            help="With --traffic-log: replicas=2, memory=half, kv-cache-dtype=fp8 or another option; repeatable.",
+        ),
+    ] = None,
+    price: Annotated[
+        float | None, typer.Option(help="With --traffic-log: dollars per replica and hour; default: the catalog.")
+    ] = None,
     rate: Annotated[float, typer.Option(rich_help_panel=_LOAD, help="Requests per second.")] = 0.0,
     burstiness: Annotated[
         float,
@@ -100,6 +118,18 @@ def simulate(
     from tokenmill.plan.simulate.question import EngineQuestion, LoadQuestion, ask
     from tokenmill.plan.simulate.report import simulation_series
 
+    if traffic_log is not None:
+        if trace or rate or concurrency or gpu or model:
+            raise UserError(
+                "a traffic log already has a model, a device and a load",
+                "drop MODEL, --gpu, --trace, --rate and --concurrency; change the server with --with NAME=VALUE",
+            )
+        _simulate_log(traffic_log, change or [], price, prices, as_json)
+        return
+    if change or price is not None:
+        raise UserError("--with and --price are for a traffic log", "add --traffic-log DIR")
+    if not model:
+        raise UserError("there is no model", "give MODEL, or --traffic-log DIR")
     if not gpu:
         raise UserError("there is no hardware", "give --gpu h100x1 (see the catalog) or --gpu this-machine")
     if replicas < 0:
@@ -126,6 +156,14 @@ def simulate(
     if as_json:
         result["series"] = simulation_series(simulation)
     emit(result, as_json, lambda: simulate_screen(result))
+
+
+def _simulate_log(folder: Path, changes: list[str], price: float | None, prices: Path | None, as_json: bool) -> None:
+    from tokenmill.cli.screens.twin import twin_screen
+    from tokenmill.plan.simulate.twin import TwinQuestion, ask_twin
+
+    result = ask_twin(TwinQuestion(folder, tuple(changes), price, prices))
+    emit(result, as_json, lambda: twin_screen(result))
 
 
 def _range(text: str) -> tuple[int, int]:

@@ -129,10 +129,23 @@ def pod_template(
                 "fsGroupChangePolicy": "OnRootMismatch",
                 "seccompProfile": {"type": "RuntimeDefault"},
             },
+            **node_choice(serving),
             "containers": [container],
             "volumes": volumes,
         },
     }
+
+
+def node_choice(serving: Serving) -> Manifest:
+    """Nodes with accelerators are usually tainted with the name of the resource that their device plugin offers."""
+    if not serving.on_gpu:
+        return {}
+    return {"tolerations": [{"key": device_resource(serving), "operator": "Exists", "effect": "NoSchedule"}]}
+
+
+def device_resource(serving: Serving) -> str:
+    """What the vendor's device plugin calls one device."""
+    return _RESOURCES.get(serving.device.vendor, "nvidia.com/gpu")
 
 
 def _volumes(engine: Engine, serving: Serving, launch: Launch, name: str) -> tuple[list[Manifest], list[Manifest]]:
@@ -186,7 +199,7 @@ def resources(serving: Serving) -> Manifest:
         amounts = {"cpu": "8", "memory": f"{gib}Gi", "ephemeral-storage": "1Gi"}
         return {"requests": amounts, "limits": {"memory": f"{gib}Gi", "ephemeral-storage": "14Gi"}}
     gib = max(4, int(0.5 * serving.weight_bytes / serving.pp / _GIB) + 4)
-    device = {_RESOURCES.get(serving.device.vendor, "nvidia.com/gpu"): str(serving.devices)}
+    device = {device_resource(serving): str(serving.devices)}
     return {
         "requests": {
             "cpu": str(4 * serving.devices),

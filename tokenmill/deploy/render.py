@@ -15,7 +15,7 @@ from tokenmill.deploy.engines import ENGINES
 from tokenmill.deploy.engines.base import Engine, Launch, checked_model
 from tokenmill.deploy.hardening import create_keys_script, has_keys
 from tokenmill.deploy.hardening import notes as hardening_notes
-from tokenmill.deploy.kubernetes import Manifest, manifests
+from tokenmill.deploy.kubernetes import Manifest, device_resource, manifests
 from tokenmill.deploy.serving import Serving
 from tokenmill.deploy.split import split_manifests
 from tokenmill.deploy.systemd import units
@@ -66,6 +66,8 @@ def render(
             notes += engine.router(serving, ("prefill",), ("decode",))[1].notes
         elif scaler != "none" and engine.signals is None:
             notes.append(f"{engine.name} publishes no metrics: no autoscaling")
+        if serving.on_gpu:
+            notes.append(f"nodes need the vendor's device plugin: pods ask for {device_resource(serving)}")
     elif target == "compose":
         files = {"compose.yaml": _yaml([compose(engine, serving, launch)]), **compose_files(engine, launch)}
     elif target == "systemd":

@@ -23,6 +23,7 @@ class EngineSpec(msgspec.Struct, frozen=True):
     outbox: str  # address it writes to
     heartbeat_seconds: float = 0.25
     log_level: str = "info"
+    step_log: str = ""  # folder that step times are logged in
 
 
 # --- to the engine ---

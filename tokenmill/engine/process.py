@@ -19,6 +19,7 @@ import traceback
 from collections import Counter
 from dataclasses import asdict
 from math import ceil
+from pathlib import Path
 
 import msgspec
 import zmq
@@ -45,6 +46,7 @@ from tokenmill.engine.messages import (
     Submit,
 )
 from tokenmill.engine.stats import PROMPT_STEP_TOKENS
+from tokenmill.engine.step_log import log_steps_to
 from tokenmill.errors import UserError
 from tokenmill.log import configure, get_logger
 from tokenmill.types import Request, SamplingParams, TokenEvent
@@ -210,6 +212,8 @@ def serve_engine(spec: EngineSpec) -> None:
         outbox.send(messages.encode(describe(parts)))
         gc.collect()
         gc.freeze()  # what lives as long as the process is not looked through again: that would stop a step for long
+        if spec.step_log:
+            log_steps_to(Path(spec.step_log), parts)
         process = EngineProcess(parts, inbox, outbox, activity)
         pulse.loop = process.loop
         process.loop.run(process)

@@ -1,14 +1,15 @@
 """Reads the full logits of given tokens: the engine's loop with a runner that does not sample.
 
 `read_logits` streams rows to a visitor, so that memory does not grow with the text. Several passages share a step, and
-what they begin with in common is computed once (prefix cache). Owns no engine: it borrows the parts of an idle LLM.
-Called by the evaluators.
+what they begin with in common is computed once (prefix cache). Under a KV budget of the engine, the tokens whose logits
+are read count as generated, so that pages leave as they would while serving. Owns no engine: it borrows the parts of an
+idle LLM. Called by the evaluators.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from tokenmill.engine.build import EngineParts
@@ -16,7 +17,7 @@ from tokenmill.engine.core import EngineCore
 from tokenmill.engine.loop import EngineLoop
 from tokenmill.errors import UserError
 from tokenmill.runtime.scoring import LogitRunner
-from tokenmill.types import Request, SamplingParams
+from tokenmill.types import CacheControl, Request, SamplingParams
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,8 +35,10 @@ class Passage:
     first: int = 0
 
 
-def read_logits(parts: EngineParts, passages: Sequence[Passage], visit: PassageVisitor) -> None:
-    """Compute every passage once."""
+def read_logits(
+    parts: EngineParts, passages: Sequence[Passage], visit: PassageVisitor, on_device: bool = False
+) -> None:
+    """Compute every passage once. Logits come on the CPU, or stay on the model's device."""
     assert not parts.core.has_work, "the engine is busy"
     requests = [_request(parts, passage, number) for number, passage in enumerate(passages)]
     numbers = {request.request_id: number for number, request in enumerate(requests)}
@@ -43,7 +46,7 @@ def read_logits(parts: EngineParts, passages: Sequence[Passage], visit: PassageV
     def forward(request: Request, position: int, logits: Tensor) -> None:
         visit(numbers[request.request_id], position, logits)
 
-    loop = EngineLoop(EngineCore(parts.core.scheduler, LogitRunner(parts.runtime.runner, forward)))
+    loop = EngineLoop(EngineCore(parts.core.scheduler, LogitRunner(parts.runtime.runner, forward, on_device)))
     try:
         for request in requests:
             loop.submit(request)
@@ -67,4 +70,14 @@ def _request(parts: EngineParts, passage: Passage, number: int) -> Request:
     vocabulary = parts.description.vocab_size
     if min(ids) < 0 or max(ids) >= vocabulary:
         raise UserError("a passage has token ids outside the vocabulary", f"give 0 to {vocabulary - 1}")
-    return Request(f"passage-{number}", ids, _PARAMS, arrival=number, logits_from=passage.first)
+    policy, budget = parts.config.kv_budget_policy, parts.config.kv_budget
+    if not policy:
+        return Request(f"passage-{number}", ids, _PARAMS, arrival=number, logits_from=passage.first)
+    return Request(
+        f"passage-{number}",
+        ids[: passage.first + 1],
+        replace(_PARAMS, cache=CacheControl(policy=policy, budget=budget)),
+        arrival=number,
+        logits_from=passage.first,
+        token_ids=ids,
+    )

@@ -2,7 +2,7 @@
 
 The rule: refused if any scored token has logits that are not finite; refused unless the loss (ratio of perplexities
 minus one) is shown to be within the limit, that is, if the upper end of its one-sided confidence interval, from the
-paired standard error, exceeds the limit. The other limits are on plain measured values.
+paired standard error, exceeds the limit. The other limits, on divergence and agreement, are on plain measured values.
 Called by `quantize` and `optimize`.
 """
 
@@ -21,6 +21,10 @@ from tokenmill.evaluate.likelihood import Progress, no_progress
 from tokenmill.evaluate.statistics import Estimate
 from tokenmill.evaluate.windows import Window, added_bos, cut_chunks, half_scored
 
+# Rounding moves a prediction both ways: perplexity shows the mean of that, divergence all of it. On text that the model
+# might have written, the mean divergence of harmless rounding is about the logarithm of the ratio of perplexities
+# (docs/lab/quantization.md: 0.7 to 1.0 of it); twice that means losses that gains elsewhere hide.
+KLD_PER_LOSS = 2.0
 MIN_TOKENS = 4  # of a token sequence: one to open it, one to open the half that is scored
 
 
@@ -36,6 +40,13 @@ class GateLimits:
             raise UserError(f"the largest quality loss is {self.max_quality_loss:g}", "give 0 or more, such as 0.01")
         if not 0.5 <= self.confidence < 1:
             raise UserError(f"the confidence is {self.confidence:g}", "give 0.5 to less than 1, such as 0.95")
+        if not self.max_kld_mean >= 0:
+            raise UserError(f"the largest divergence is {self.max_kld_mean:g}", "give 0 or more, such as 0.02")
+
+
+def default_max_kld(max_quality_loss: float) -> float:
+    """The limit of the mean divergence, in nats, where only one of perplexity is given: 0.02 for 1 %, 0.1 for 5 %."""
+    return KLD_PER_LOSS * math.log1p(max_quality_loss)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +145,7 @@ def _reasons(report: DivergenceReport, ratio: Estimate, limits: GateLimits) -> l
             f"more than {limit:.2%}: {report.tokens} scored tokens cannot tell, {needed} would"
         )
     if report.kld_mean > limits.max_kld_mean:
-        reasons.append(f"mean divergence {report.kld_mean:.4g} is more than {limits.max_kld_mean:g}")
+        reasons.append(f"mean divergence {report.kld_mean:.4g} is more than {limits.max_kld_mean:.4g} nats")
     if report.top1_agreement < limits.min_top1_agreement:
         reasons.append(f"top-1 agreement {report.top1_agreement:.4f} is less than {limits.min_top1_agreement:g}")
     return reasons

@@ -27,7 +27,7 @@ from tokenmill.engine.llm import LLM
 from tokenmill.engine.scoring import read_logits
 from tokenmill.errors import UserError
 from tokenmill.evaluate.identity import model_hash, windows_hash
-from tokenmill.evaluate.likelihood import Progress
+from tokenmill.evaluate.likelihood import Progress, no_progress
 from tokenmill.evaluate.reference_cache import (
     CacheKey,
     CacheWriter,
@@ -42,14 +42,16 @@ from tokenmill.log import get_logger
 
 _log = get_logger(__name__)
 
-_ROWS_AT_ONCE = 16  # as float64: tens of MiB with the largest vocabularies
+_ROWS_AT_ONCE = {"cpu": 16, "cuda": 32}  # as float64: tens of MiB with the largest vocabularies
+Device = torch.device | str
+CPU = "cpu"
 
 WindowSource = Callable[[Tokenizer], list[Window]]
 
 
 @dataclass(frozen=True, slots=True)
 class ReferenceRows:
-    logprobs: Tensor  # [R, V] float64
+    logprobs: Tensor  # [R, V] float64, on the device asked for
     targets: np.ndarray  # [R] float64: log-probabilities of the tokens that follow
     best: np.ndarray  # [R]: the most likely tokens
 
@@ -64,7 +66,7 @@ class Reference(Protocol):
         """The file it comes from."""
         ...
 
-    def rows(self, window: int, begin: int, end: int) -> ReferenceRows: ...
+    def rows(self, window: int, begin: int, end: int, device: Device = CPU) -> ReferenceRows: ...
 
     def close(self) -> None: ...
 
@@ -85,9 +87,9 @@ class CachedReference:
     def cache(self) -> Path | None:
         return self._file.path
 
-    def rows(self, window: int, begin: int, end: int) -> ReferenceRows:
+    def rows(self, window: int, begin: int, end: int, device: Device = CPU) -> ReferenceRows:
         start = self._starts[window]
-        return ReferenceRows(*self._file.read(start + begin, start + end))
+        return ReferenceRows(*self._file.read(start + begin, start + end, device))
 
     def close(self) -> None:
         """The file is unmapped with the last row that is in use."""
@@ -107,13 +109,14 @@ class LiveReference:
     def cache(self) -> Path | None:
         return None
 
-    def rows(self, window: int, begin: int, end: int) -> ReferenceRows:
+    def rows(self, window: int, begin: int, end: int, device: Device = CPU) -> ReferenceRows:
         if window != self._window:
             self._compute(window)
         scored = self._windows[window]
-        logprobs = self._logits[begin:end].double().log_softmax(-1)
-        targets = torch.tensor(scored.token_ids[scored.first + begin : scored.first + end])
-        return ReferenceRows(logprobs, logprobs.gather(-1, targets[:, None])[:, 0].numpy(), logprobs.argmax(-1).numpy())
+        logprobs = self._logits[begin:end].to(device).double().log_softmax(-1)
+        targets = torch.tensor(scored.token_ids[scored.first + begin : scored.first + end], device=device)
+        chosen = logprobs.gather(-1, targets[:, None])[:, 0]
+        return ReferenceRows(logprobs, chosen.cpu().numpy(), logprobs.argmax(-1).cpu().numpy())
 
     def close(self) -> None:
         self._llm.close()
@@ -169,12 +172,31 @@ def _find_or_make(
     name: str, path: Path, windows: Sequence[Window], config: EngineConfig, on_progress: Progress
 ) -> ReferenceCache | None:
     """The cache of this model and these windows; None if it would be too large."""
-    rows = sum(window.num_scored for window in windows)
-    numerics = f"{__version__}-{config.kernels or 'auto'}-{config.executor or 'auto'}-{config.kv_cache_dtype or 'auto'}"
+    key = reference_key(name, path, windows, config)
+    cache = find_cache(key)
+    if cache is not None or not has_room(key):
+        return cache
+    with LLM(str(path), config) as llm:
+        return make_cache(key, llm, windows, on_progress)
+
+
+def reference_key(name: str, path: Path, windows: Sequence[Window], config: EngineConfig) -> CacheKey:
+    rows, width = sum(window.num_scored for window in windows), open_checkpoint(path).description.vocab_size
+    return CacheKey(name, model_hash(path), windows_hash(windows), numerics(config), rows, width)
+
+
+def numerics(config: EngineConfig) -> str:
+    """What the values of a model depend on besides its weights, for the name of a file."""
+    chosen = (config.device, config.kernels, config.executor, config.quantization, config.kv_cache_dtype)
+    words = [__version__, *(str(value or "auto") for value in chosen)]
     if config.kv_native_layers is not None:
-        numerics += f"-{config.kv_native_layers}"
-    width = open_checkpoint(path).description.vocab_size
-    key = CacheKey(name, model_hash(path), windows_hash(windows), numerics, rows, width)
+        words.append(str(config.kv_native_layers))
+    if config.kv_budget_policy:
+        words.append(f"{config.kv_budget_policy}{config.kv_budget}")
+    return "-".join(words)
+
+
+def find_cache(key: CacheKey) -> ReferenceCache | None:
     file = cache_path(key)
     if file.is_file():
         try:
@@ -183,12 +205,24 @@ def _find_or_make(
             return cache
         except UserError as error:
             _log.warning("the reference is computed again: %s", error)
-    if not make_room(key.nbytes):
-        size = readable_bytes(key.nbytes)
-        _log.warning("the reference's log-probabilities would take %s: both models run side by side instead", size)
-        return None
-    with LLM(str(path), config) as llm, new_cache(file, key) as writer:
-        _write(writer, name, llm, windows, on_progress)
+    return None
+
+
+def has_room(key: CacheKey) -> bool:
+    if make_room(key.nbytes):
+        return True
+    size = readable_bytes(key.nbytes)
+    _log.warning("the reference's log-probabilities would take %s: both models run side by side instead", size)
+    return False
+
+
+def make_cache(
+    key: CacheKey, llm: LLM, windows: Sequence[Window], on_progress: Progress = no_progress
+) -> ReferenceCache:
+    """Compute the rows by the engine of the reference. The caller has asked `has_room`."""
+    file = cache_path(key)
+    with new_cache(file, key) as writer:
+        _write(writer, key.model, llm, windows, on_progress)
     return ReferenceCache(file)
 
 
@@ -198,13 +232,14 @@ def _write(writer: CacheWriter, name: str, llm: LLM, windows: Sequence[Window], 
 
         def visit(_passage: int, position: int, logits: Tensor, window: Window = window, start: int = start) -> None:
             _require_finite(logits, name)
-            for offset in range(0, len(logits), _ROWS_AT_ONCE):
-                piece = logits[offset : offset + _ROWS_AT_ONCE]
+            step = _ROWS_AT_ONCE[logits.device.type]
+            for offset in range(0, len(logits), step):
+                piece = logits[offset : offset + step]
                 begin = position + 1 + offset
-                targets = torch.tensor(window.token_ids[begin : begin + len(piece)])
+                targets = torch.tensor(window.token_ids[begin : begin + len(piece)], device=logits.device)
                 writer.write(start + begin - window.first, piece.double().log_softmax(-1), targets)
 
-        read_logits(llm.parts, [window.passage], visit)
+        read_logits(llm.parts, [window.passage], visit, on_device=True)
         start += window.num_scored
         on_progress(number + 1, len(windows))
 

@@ -25,6 +25,10 @@ class Estimate:
         """One-sided: with this confidence the true value is below."""
         return self.value + NormalDist().inv_cdf(confidence) * self.stderr
 
+    def lower(self, confidence: float) -> float:
+        """One-sided: with this confidence the true value is above."""
+        return self.value - NormalDist().inv_cdf(confidence) * self.stderr
+
     def interval(self, confidence: float = 0.95) -> tuple[float, float]:
         half = NormalDist().inv_cdf(0.5 + confidence / 2) * self.stderr
         return self.value - half, self.value + half

@@ -1,6 +1,7 @@
 """Runs a task file on a model: finds its kind, checks its items, lets the task answer, sums up.
 
-Everything wrong with the input is refused before a model is loaded. Called by `tokenmill eval task`.
+Everything wrong with the input is refused before a model is loaded. With a reference model the same items are put to
+both and paired. Called by `tokenmill eval task`; `optimize` puts a TaskFile to engines that it holds.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from tokenmill.errors import UserError, unknown_name
 from tokenmill.evaluate.likelihood import Progress, no_progress
 from tokenmill.evaluate.results import check_writable, compare_with, read_jsonl, read_metrics, write_results
 from tokenmill.evaluate.statistics import mean
+from tokenmill.evaluate.task_pairs import CONFIDENCE, pair_task
 from tokenmill.evaluate.tasks import TASKS
 from tokenmill.evaluate.tasks.base import Item, ItemResult, Task, TaskOptions
 from tokenmill.log import get_logger
@@ -61,24 +63,78 @@ class TaskReport:
     comparison: dict[str, Any] | None = None
 
 
-def run_task(model: str, config: EngineConfig, job: TaskJob, on_progress: Progress = no_progress) -> TaskReport:
+@dataclass(frozen=True, slots=True)
+class TaskFile:
+    """The items of a file, checked, and how they are asked."""
+
+    name: str
+    kind: str
+    task: type[Task]
+    options: TaskOptions
+    items: list[Item]
+
+    def answer(self, llm: LLM, on_progress: Progress = no_progress) -> list[ItemResult]:
+        return self.task(self.options).run(llm, self.items, on_progress)
+
+    def accuracies(self, results: Sequence[ItemResult]) -> list[float]:
+        """The metric that is reported as the accuracy, by item."""
+        return [result.metrics[self.task.headline] for result in results]
+
+
+def open_task(job: TaskJob) -> TaskFile:
     numbered = read_jsonl(job.task, job.limit)
     kind = job.kind or detect_kind(numbered[0][1])
-    task_class: type[Task] = TASKS.get(kind)
-    items = _checked(job.task, task_class, kind, numbered)
-    task = task_class(_options(job, task_class, kind))
+    task: type[Task] = TASKS.get(kind)
+    items = _checked(job.task, task, kind, numbered)
+    return TaskFile(job.task.stem, kind, task, _options(job, task, kind), items)
+
+
+def run_task(
+    model: str, config: EngineConfig, job: TaskJob, on_progress: Progress = no_progress, reference: str = ""
+) -> TaskReport:
+    """`reference`: a model that answers the same items first, with the same engine options."""
+    if reference and job.compare is not None:
+        raise UserError("both a reference model and results to compare with are given", "keep one of them")
+    file = open_task(job)
     baseline = read_metrics(job.compare) if job.compare is not None else None
     if job.out is not None:
         check_writable(job.out)
-    with LLM(model, task_config(model, config)) as llm:
-        results = task.run(llm, items, on_progress)
+    theirs = _answers(reference, config, file, on_progress) if reference else None
+    results = _answers(model, config, file, on_progress)
     if job.out is not None:
-        write_results(job.out, items, results)
-    report = _report(job.task.stem, kind, task, results)
+        write_results(job.out, file.items, results)
+    report = _report(file, results)
+    if theirs is not None:
+        return replace(report, comparison=_paired(file, reference, theirs, results))
     if baseline is not None and job.compare is not None:
-        difference = compare_with(job.compare, baseline, items, results, task.headline)
+        difference = compare_with(job.compare, baseline, file.items, results, file.task.headline)
         report = replace(report, comparison={"with": str(job.compare), **asdict(difference)})
     return report
+
+
+def _answers(model: str, config: EngineConfig, file: TaskFile, on_progress: Progress) -> list[ItemResult]:
+    with LLM(model, task_config(model, config)) as llm:
+        return file.answer(llm, on_progress)
+
+
+def _paired(file: TaskFile, reference: str, theirs: Sequence[ItemResult], ours: Sequence[ItemResult]) -> dict[str, Any]:
+    """The fields of --compare, and what only two whole runs can tell."""
+    pair = pair_task(file.name, file.accuracies(theirs), file.accuracies(ours))
+    low, high = pair.loss.interval(CONFIDENCE)
+    return {
+        "with": reference,
+        "difference": pair.difference,
+        "low": pair.low,
+        "high": pair.high,
+        "confidence": CONFIDENCE,
+        "p_value": pair.p_value,
+        "n": pair.n,
+        "reference_accuracy": pair.reference_accuracy,
+        "better": pair.better,
+        "worse": pair.worse,
+        "loss_low": low,
+        "loss_high": high,
+    }
 
 
 def detect_kind(item: Item) -> str:
@@ -131,15 +187,16 @@ def task_config(model: str, config: EngineConfig) -> EngineConfig:
     return config.fill("enough for the tasks", context=min(trained, _CONTEXT), concurrency=_CONCURRENCY)
 
 
-def _report(name: str, kind: str, task: Task, results: Sequence[ItemResult]) -> TaskReport:
+def _report(file: TaskFile, results: Sequence[ItemResult]) -> TaskReport:
     estimates = {metric: mean([result.metrics[metric] for result in results]) for metric in results[0].metrics}
+    task = file.task(file.options)
     accuracy = estimates[task.headline]
     return TaskReport(
-        name,
+        file.name,
         accuracy.value,
         len(results),
         accuracy.stderr,
-        kind,
+        file.kind,
         task.headline,
         task.num_shots,
         {metric: {"value": each.value, "stderr": each.stderr} for metric, each in estimates.items()},

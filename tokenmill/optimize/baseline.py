@@ -1,79 +1,82 @@
 """The baseline: the fastest configuration of the unquantized model, so that savings are not against a slow one.
 
-Plain float weights (written once from the source) compete, then plain float KV dtypes and batch sizes on the fastest of
-them. Called by the loop.
+The float type that is predicted to be fastest is measured, others only where the prediction says that they come near;
+then float KV dtypes and batch sizes on the fastest, as long as its share of the time lasts. Called by the loop.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from tokenmill.errors import UserError
-from tokenmill.optimize.bench_table import BenchTable
-from tokenmill.optimize.candidates import Candidate, batch_choices, parse_weights, unquantized_kv, unquantized_weights
+from tokenmill.optimize.candidates import Candidate
 from tokenmill.optimize.evidence import compare_speed
 from tokenmill.optimize.results import FAILED, PASSED, SLOWER, CandidateResult
+from tokenmill.optimize.space import Space
+from tokenmill.optimize.trial import Trials
+
+_NEAR = 1.15  # predictions within this factor of the best are measured
+_SHARE = 0.15  # of the time
 
 
-def choose_baseline(
-    table: BenchTable, say: Callable[[str, float], None]
-) -> tuple[CandidateResult, list[CandidateResult]]:
-    """(the fastest, all that were measured)."""
-    tokens = table.engine.decided("batch_tokens")
+@dataclass(slots=True)
+class BaselineContest:
+    trials: Trials
+    space: Space
+    speedup: Callable[[str], float]  # predicted, of float weights; all alike where nothing is predicted
+    say: Callable[[str, float], None]
+    tried: list[CandidateResult] = field(default_factory=list)
     leader: CandidateResult | None = None
-    tried: list[CandidateResult] = []
 
-    def contest(candidates: list[Candidate]) -> None:
-        nonlocal leader
-        for candidate in candidates:
-            say(f"baseline {candidate.name}", 0.02 + 0.02 * len(tried))
-            result = CandidateResult(candidate.name, candidate.weights, candidate.kv, candidate.batch_tokens)
-            tried.append(result)
-            result.reason = table.store.recall("failed", f"baseline {candidate.name}") or ""
-            if result.reason:
-                result.verdict = FAILED
-                continue
-            try:
-                leader = result if leader is None else _faster(table, leader, result)
-            except Exception as error:  # any exception: a registered store may be third-party code
-                result.verdict, result.reason = FAILED, " ".join(str(error).split())
-                table.store.remember("failed", f"baseline {candidate.name}", result.reason)
+    def run(self) -> CandidateResult:
+        """The fastest; `tried` has all that were measured."""
+        tokens = self.space.batch_tokens[0]
+        for name in self._float_weights():
+            self._contest(Candidate(name, self.space.default_kv, tokens))
+        if self.leader is None:
+            reason = self.tried[0].reason if self.tried else "there are no unquantized weights"
+            raise UserError(f"no unquantized baseline runs here: {reason}", "free memory or disk")
+        for kv in self.space.float_kv:
+            if kv != self.leader.kv:
+                self._contest(Candidate(self.leader.weights, kv, tokens))
+        for size in self.space.batch_tokens[1:]:
+            self._contest(Candidate(self.leader.weights, self.leader.kv, size))
+        for result in self.tried:
+            if result.verdict != FAILED:
+                result.verdict = PASSED if result is self.leader else SLOWER
+        return self.leader
 
-    contest([Candidate(name, table.default_kv, tokens) for name in _plain_first()])
-    if leader is None:
-        raise UserError(f"no unquantized baseline runs here: {tried[0].reason}", "free memory or disk")
-    contest([Candidate(leader.weights, kv, tokens) for kv in unquantized_kv() if kv != leader.kv])
-    prompts = table.traffic.input_tokens * table.engine.decided("concurrency")
-    contest([Candidate(leader.weights, leader.kv, size) for size in batch_choices(prompts) if size != tokens])
-    for result in tried:
-        if result.verdict != FAILED:
-            result.verdict = PASSED if result is leader else SLOWER
-    leader.artefact = table.artefact(leader.weights, float("inf"))
-    _free_losers(table, leader)
-    return leader, tried
+    def _float_weights(self) -> list[str]:
+        """Those worth measuring, the best guess first; 16 bits before 32 where nothing is predicted."""
+        names = self.space.float_weights
+        speeds = {name: self.speedup(name) for name in names}
+        order = sorted(names, key=lambda name: (-speeds[name], name))
+        return [name for name in order if speeds[name] * _NEAR >= speeds[order[0]]]
 
+    def _contest(self, candidate: Candidate) -> None:
+        store, result = self.trials.store, candidate.result()
+        name = f"baseline {candidate.name}"
+        kind = f"against {self.leader.name}" if self.leader else ""
+        known = store.recall("failed", name) or store.recall("tried", name)
+        if self.leader is not None and not known and self.trials.budget.used > _SHARE:
+            return
+        self.say(name, 0.02 + 0.02 * len(self.tried))
+        self.tried.append(result)
+        if not self.trials.attempt(result, self._measure, result, kind, name=name):
+            return
+        store.remember("tried", name, True)
+        if self.leader is None or (result.speed is not None and result.speed.cost_ratio < 1):
+            self.leader = result
 
-def _plain_first() -> list[str]:
-    """F16 first: the others are compared with it."""
-    return sorted(unquantized_weights(), key=lambda name: (name != "F16", name))
-
-
-def _faster(table: BenchTable, leader: CandidateResult, other: CandidateResult) -> CandidateResult:
-    kind = f"against {leader.name}"
-    if table.store.recall(kind, other.name) is None:
-        for each in (leader, other):
-            each.artefact = table.artefact(each.weights, float("inf"))
-    base, runs = table.pair(kind, leader, other)
-    other.speed = compare_speed(base, runs)
-    if leader.speed is None:
-        leader.speed = compare_speed(base, base)
-    other.reason = f"{1 / other.speed.cost_ratio:.2f} x the speed of {leader.name}"
-    return other if other.speed.cost_ratio < 1 else leader
-
-
-def _free_losers(table: BenchTable, leader: CandidateResult) -> None:
-    """Delete the float copies that were not chosen: they are as large as the model."""
-    for name in unquantized_weights():
-        choice = parse_weights(name)
-        if name != leader.weights:
-            table.artefacts.discard(choice)
+    def _measure(self, result: CandidateResult, kind: str) -> bool:
+        self.trials.build(result, float("inf"), "baseline")
+        if self.leader is None:
+            return True
+        base, runs = self.trials.lab.pair(kind, self.leader, result)
+        self.trials.add_repeats(f"{kind} {result.name}", base, runs)
+        result.speed = compare_speed(base, runs)
+        if self.leader.speed is None:
+            self.leader.speed = compare_speed(base, base)
+        result.reason = f"{1 / result.speed.cost_ratio:.2f} x the speed of {self.leader.name}"
+        return True

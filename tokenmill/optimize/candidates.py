@@ -1,27 +1,27 @@
-"""The search space: weight choices, KV dtypes, batch sizes and drafters, all by the names of the registries.
+"""Weight choices and candidates, by the names of the registries.
 
 A weight choice is a GGUF mix (`Q4_K_M`), a mix weighted by importance (`imatrix:Q4_K_M`), a method with its bits
-(`gptq-4`, `smoothquant+gptq`), or `stored`: the checkpoint as it is. Everything registered is considered; nothing here
-lists names. Knows neither time nor quality. Called by the loop and the command line.
+(`gptq-4`, `smoothquant+gptq`), or `stored`: the checkpoint as it is. A candidate is a weight choice with the settings
+of the engine that serves it. Nothing here lists names. Knows neither device, time nor quality. Called by space.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from tokenmill.errors import UserError, unknown_name
-from tokenmill.model.kvstore import KV_STORES
-from tokenmill.model.kvstore.dense import DenseStore
+from tokenmill.optimize.results import CandidateResult
 from tokenmill.quantize.ggml.mixes import MIXES
+from tokenmill.quantize.methods import SOLVERS, TRANSFORMS
 from tokenmill.quantize.recipe import compose
 from tokenmill.quantize.schemes import METHODS
-from tokenmill.runtime.speculation import DRAFTERS
 
 STORED = "stored"
 _IMPORTANCE = "imatrix:"
 _TRIED_BITS = (4, 8)  # for methods that accept several widths
-_BATCH_TOKENS = (512, 2048)
+_IMPORTANCE_BITS = 6  # mixes of fewer bits gain from importance weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +30,22 @@ class Candidate:
     kv: str
     batch_tokens: int
     speculate: str = "off"
+    options: dict[str, Any] = field(default_factory=dict)  # further fields of EngineConfig
 
     @property
     def name(self) -> str:
-        settings = f"{self.weights}/{self.kv}/{self.batch_tokens}"
-        return settings if self.speculate == "off" else f"{settings}/{self.speculate}"
+        words = [self.weights, self.kv, str(self.batch_tokens)]
+        words += [self.speculate] if self.speculate != "off" else []
+        return "/".join([*words, *(f"{key}={value}" for key, value in sorted(self.options.items()))])
+
+    def result(self, name: str = "") -> CandidateResult:
+        return CandidateResult(
+            name or self.name, self.weights, self.kv, self.batch_tokens, self.speculate, dict(self.options)
+        )
+
+
+def candidate_of(result: CandidateResult) -> Candidate:
+    return Candidate(result.weights, result.kv, result.batch_tokens, result.speculate, dict(result.options))
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +67,14 @@ class WeightChoice:
         """Unquantized floats."""
         return bool(self.mix) and MIXES[self.mix].is_plain
 
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether making it runs calibration data through the model."""
+        if self.importance or self.is_stored or self.mix:
+            return self.importance
+        steps = [(TRANSFORMS if name in TRANSFORMS else SOLVERS).get(name) for name in compose(self.method).steps]
+        return any(getattr(step, "needs_calibration", False) for step in steps)
+
 
 def parse_weights(name: str) -> WeightChoice:
     if name == STORED:
@@ -75,6 +94,12 @@ def parse_weights(name: str) -> WeightChoice:
     return WeightChoice(name, method=method, bits=int(bits) if bits else None)
 
 
+def registered_mixes() -> list[str]:
+    """Every quantized GGUF mix, then those of few bits again with importance weights."""
+    mixes = [mix.name for mix in MIXES.values() if not mix.is_plain]
+    return [*mixes, *(_IMPORTANCE + name for name in mixes if _digit(name) < _IMPORTANCE_BITS)]
+
+
 def registered_methods() -> list[str]:
     names: list[str] = []
     for name, method in METHODS.items():
@@ -82,20 +107,8 @@ def registered_methods() -> list[str]:
     return names
 
 
-def registered_weights(stored_is_quantized: bool) -> list[str]:
-    """Every quantized choice, by name. Unquantized mixes compete as baselines."""
-    mixes = [mix for mix in MIXES.values() if not mix.is_plain]
-    weighted = [_IMPORTANCE + mix.name for mix in mixes if _digit(mix.name) < 6]
-    return [*([STORED] if stored_is_quantized else []), *(mix.name for mix in mixes), *weighted, *registered_methods()]
-
-
-def unquantized_weights() -> list[str]:
+def unquantized_mixes() -> list[str]:
     return [mix.name for mix in MIXES.values() if mix.is_plain]
-
-
-def unquantized_kv() -> list[str]:
-    """KV dtypes that hold plain floats."""
-    return [name for name in KV_STORES if _is_dense(name)]
 
 
 def chosen_names(requested: Sequence[str], known: Sequence[str], kind: str) -> list[str]:
@@ -107,23 +120,6 @@ def chosen_names(requested: Sequence[str], known: Sequence[str], kind: str) -> l
         if name not in known:
             raise unknown_name(kind, name, known)
     return list(dict.fromkeys(names)) or list(known)
-
-
-def batch_choices(prompt_tokens: int) -> list[int]:
-    """Values of batch_tokens worth trying: those that differ for `prompt_tokens` arriving together."""
-    return [size for number, size in enumerate(_BATCH_TOKENS) if number == 0 or prompt_tokens > _BATCH_TOKENS[0]]
-
-
-def ready_drafters() -> list[str]:
-    """Drafters that work with any model."""
-    return [name for name in DRAFTERS if getattr(DRAFTERS.get(name), "ready_made", False)]
-
-
-def _is_dense(name: str) -> bool:
-    try:
-        return issubclass(KV_STORES.get(name), DenseStore)
-    except Exception:  # a store that cannot be imported is tried and recorded as failed
-        return False
 
 
 def _digit(name: str) -> int:

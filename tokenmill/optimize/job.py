@@ -7,104 +7,56 @@ from __future__ import annotations
 
 import shutil
 import sys
-import time
-from dataclasses import dataclass, field
-from pathlib import Path
 
 from tokenmill import __version__
-from tokenmill.checkpoint.open import open_checkpoint
-from tokenmill.checkpoint.sources import resolve
 from tokenmill.checkpoint.sources.base import readable_bytes
-from tokenmill.checkpoint.tokenizer_files import load_tokenizer
-from tokenmill.config import EngineConfig
 from tokenmill.errors import UserError
-from tokenmill.evaluate.windows import read_text
 from tokenmill.hardware.catalog import load_catalog
 from tokenmill.hardware.machine import detect_machine
 from tokenmill.log import get_logger
-from tokenmill.model.kvstore import EVERYDAY_STORES, KV_STORES
-from tokenmill.optimize.artefacts import ArtefactCache
-from tokenmill.optimize.candidates import (
-    STORED,
-    chosen_names,
-    parse_weights,
-    registered_weights,
-    unquantized_weights,
-)
-from tokenmill.optimize.loop import Effort, Say, Search, workload_engine
+from tokenmill.optimize.artefacts import TRAINED_HEADS, ArtefactCache
+from tokenmill.optimize.budget import TimeBudget
+from tokenmill.optimize.candidates import STORED, parse_weights
+from tokenmill.optimize.contender_pool import ResourceLimits
+from tokenmill.optimize.loop import Say, Search
+from tokenmill.optimize.machine_laboratory import MachineLaboratory
+from tokenmill.optimize.others import measure_others
+from tokenmill.optimize.outputs import Workload as ServedWorkload
 from tokenmill.optimize.outputs import write_outputs
-from tokenmill.optimize.predict import Predictor, this_machine
-from tokenmill.optimize.pricing import machine_price, project
+from tokenmill.optimize.pricing import machine_price, project, token_price
+from tokenmill.optimize.quality import QualityPlan
+from tokenmill.optimize.question import OptimizeJob
 from tokenmill.optimize.results import PASSED, CandidateResult, Outcome
+from tokenmill.optimize.setup import Setup, make_predictor, prepare
 from tokenmill.optimize.store import Store, question_key
-from tokenmill.optimize.traffic import Traffic, TrafficRequest, build_traffic
-from tokenmill.plan.cost.ceilings import dollars_per_million
-from tokenmill.plan.cost.closed_loop import Load
-from tokenmill.plan.question.model_names import describe_for_planning
-from tokenmill.plan.question.planned_model import PlannedModel
+from tokenmill.optimize.wording import MADE_UP
 from tokenmill.plan.question.workload import Workload
-from tokenmill.quantize.calibration_text import built_in_held_out
 
 _log = get_logger(__name__)
-_PLAIN_TYPES = ("F32", "F16", "BF16", "F64")
+_LONG_CONTEXT = 4096  # that KV dtypes and budgets are checked at, beside the longest request
 _TRIED_AT_ONCE = 12  # quantized candidates that the disk forecast counts
-
-
-@dataclass(frozen=True, slots=True)
-class OptimizeJob:
-    model: str
-    out: Path
-    target_cost: float = -0.6
-    max_quality_loss: float = 0.01
-    traffic: TrafficRequest = field(default_factory=TrafficRequest)
-    price: float | None = None
-    text: Path | None = None
-    gpus: tuple[str, ...] = ()
-    candidates: tuple[str, ...] = ()
-    kv: tuple[str, ...] = ()
-    effort: Effort = field(default_factory=Effort)
-    engine: EngineConfig = field(default_factory=EngineConfig)
-    restart: bool = False
-    command: str = ""
-
-    def __post_init__(self) -> None:
-        if not -1 < self.target_cost <= 0:
-            raise UserError(f"--target-cost is {self.target_cost:g}", "give a saving such as -60%")
-        if not self.max_quality_loss >= 0:
-            raise UserError(f"--max-quality-loss is {self.max_quality_loss:g}", "give 0 or more, such as 1%")
-        if self.effort.seconds <= 0 or self.effort.runs < 1:
-            raise UserError("there is no time to measure in", "give --minutes and --runs above 0")
 
 
 def optimize(job: OptimizeJob, say: Say) -> Outcome:
     """Raises KeyboardInterrupt after the partial report is written."""
-    began = time.monotonic()
-    source = resolve(job.model).path
-    checkpoint = open_checkpoint(source)
-    description = checkpoint.description
-    traffic = build_traffic(
-        job.traffic, description.vocab_size, load_tokenizer(source), job.engine.context or description.context_length
-    )
-    artefacts = ArtefactCache(source, checkpoint, job.model, job.engine.threads or 0)
-    quantized = _is_quantized(artefacts)
-    weights = chosen_names(job.candidates, registered_weights(quantized), "weights")
-    kv = chosen_names(job.kv, list(KV_STORES), "KV cache dtype") if job.kv else list(EVERYDAY_STORES)
-    text = read_text(job.text) if job.text else built_in_held_out()
-    disk = _state_disk(artefacts, weights)
-    store = Store(job.out, _key(job, artefacts, text), job.restart)
-    planned = _planned(source)
+    budget = TimeBudget(job.effort.seconds)
+    setup = prepare(job)
+    disk = _state_disk(setup.artefacts, [*setup.space.float_weights[:1], *setup.space.weights])
+    store = Store(job.out, _key(job, setup), job.restart)
+    lab = _laboratory(job, setup, store)
     search = Search(
-        artefacts,
-        store,
-        traffic,
-        text,
-        workload_engine(job.engine, traffic, job.traffic.concurrency),
-        job.effort,
-        job.max_quality_loss,
-        weights,
-        kv,
-        _predictor(planned, artefacts, traffic, job),
-        say,
+        lab=lab,
+        store=store,
+        space=setup.space,
+        effort=job.effort,
+        limits=job.limits,
+        predictor=make_predictor(setup, store),
+        say=say,
+        objectives=bool(job.objectives),
+        quality_off=job.quality_off,
+        drafts_pay=setup.traffic.is_text,
+        measures_today=not job.today,
+        budget=budget,
     )
     state = "complete"
     interrupted: KeyboardInterrupt | None = None
@@ -112,27 +64,60 @@ def optimize(job: OptimizeJob, say: Say) -> Outcome:
         search.run()
     except KeyboardInterrupt as error:
         state, interrupted = "interrupted", error
-    outcome = _outcome(job, search, state if interrupted or not search.out_of_time else "out of time", quantized, disk)
-    outcome.seconds = time.monotonic() - began
-    outcome.projections = _projections(job, planned, traffic, outcome) if interrupted is None else []
-    write_outputs(job.out, outcome, search)
+    state = state if interrupted or not search.out_of_time else "out of time"
+    outcome = _outcome(job, setup, search, state, disk)
+    if interrupted is None:
+        measure_others(job, setup, lab, outcome, say)
+        _price(job, outcome)
+        outcome.projections = _projections(job, setup, outcome)
+    outcome.seconds = budget.used * budget.seconds
+    write_outputs(job.out, outcome, _served_workload(setup, outcome.chosen))
     if interrupted is not None:
         print(f"interrupted; the report so far: {job.out / 'report.html'}", file=sys.stderr)
         raise interrupted
     return outcome
 
 
-def _is_quantized(artefacts: ArtefactCache) -> bool:
-    """Whether the source checkpoint is itself quantized, judged by its largest tensors."""
-    checkpoint = artefacts.checkpoint
-    types = {checkpoint.tensor(name).type_name for name in checkpoint.names()}
-    return any(name.upper() not in _PLAIN_TYPES for name in types)
+def _laboratory(job: OptimizeJob, setup: Setup, store: Store) -> MachineLaboratory:
+    effort = job.effort
+    quality = QualityPlan(
+        setup.text,
+        effort.context,
+        effort.short_windows,
+        effort.windows,
+        job.max_quality_loss,
+        job.max_kld,
+        job.tasks,
+        job.max_task_loss,
+        long_contexts=tuple(sorted({_LONG_CONTEXT, setup.traffic.longest})),
+    )
+    if not job.quality_off:
+        print(f"quality limits: {quality.limit_words}", file=sys.stderr)
+    limits = ResourceLimits.within(effort.seconds)
+    return MachineLaboratory(
+        store, setup.traffic, setup.engine, setup.artefacts, quality, limits, setup.arrivals, job.objectives
+    )
+
+
+def _served_workload(setup: Setup, chosen: CandidateResult | None) -> ServedWorkload:
+    traffic, artefacts = setup.traffic, setup.artefacts
+    drafter = None
+    if chosen is not None and chosen.speculate in TRAINED_HEADS:
+        drafter = artefacts.drafter_path(parse_weights(chosen.weights), chosen.speculate)
+    return ServedWorkload(
+        setup.engine,
+        artefacts.checkpoint.description.context_length,
+        traffic.input_tokens,
+        traffic.output_tokens,
+        setup.effort.context,
+        drafter,
+    )
 
 
 def _state_disk(artefacts: ArtefactCache, weights: list[str]) -> int:
-    """Bytes of disk the run needs; reported, and refused if there is no room for the baseline."""
-    plain = sum(artefacts.forecast_bytes(parse_weights(name)) for name in unquantized_weights())
-    sizes = sorted((_forecast(artefacts, name) for name in weights), reverse=True)
+    """Bytes of disk the run needs; reported, and refused if there is no room for the baseline, the first of these."""
+    plain = _forecast(artefacts, weights[0])
+    sizes = sorted((_forecast(artefacts, name) for name in weights[1:]), reverse=True)
     needed = plain + sum(sizes[:_TRIED_AT_ONCE])
     folder = artefacts.folder
     folder.mkdir(parents=True, exist_ok=True)
@@ -153,56 +138,39 @@ def _forecast(artefacts: ArtefactCache, name: str) -> int:
         return 0
 
 
-def _key(job: OptimizeJob, artefacts: ArtefactCache, text: str) -> str:
+def _key(job: OptimizeJob, setup: Setup) -> str:
     """Hash of all that the measurements depend on; targets, prices and the time budget may change."""
     effort = job.effort
     return question_key(
         {
             "version": __version__,
-            "model": artefacts.digest,
+            "model": setup.artefacts.digest,
+            "device": setup.device,
             "traffic": job.traffic.describe(),
-            "text": text,
+            "traffic_log": str(job.traffic_log or ""),
+            "text": setup.text,
+            "tasks": [str(path) for path in job.tasks],
+            "objectives": job.objectives.words,
+            "quality_off": job.quality_off,
             "windows": [effort.short_windows, effort.windows, effort.context],
             "engine": str(job.engine),
         }
     )
 
 
-def _planned(source: Path) -> PlannedModel | None:
-    try:
-        return describe_for_planning(source)
-    except UserError as error:
-        _log.warning("the planner does not know this model, everything is tried: %s", error)
-        return None
-
-
-def _predictor(
-    planned: PlannedModel | None, artefacts: ArtefactCache, traffic: Traffic, job: OptimizeJob
-) -> Predictor | None:
-    if planned is None:
-        return None
-    load = Load(traffic.input_tokens, traffic.output_tokens, job.traffic.concurrency)
-    try:
-        return Predictor(planned, artefacts.slots, this_machine(), load)
-    except UserError as error:
-        _log.warning("nothing is predicted: %s", error)
-        return None
-
-
-def _outcome(job: OptimizeJob, search: Search, state: str, quantized: bool, disk: int) -> Outcome:
+def _outcome(job: OptimizeJob, setup: Setup, search: Search, state: str, disk: int) -> Outcome:
     machine = detect_machine()
-    price, basis = machine_price(load_catalog(), machine, job.price)
-    everyone = [*search.baseline_variants, *search.results.values()]
-    for result in everyone:
-        if result.speed is not None and result.speed.output_tok_s > 0:
-            result.dollars_per_million_output = dollars_per_million(price, result.speed.output_tok_s)
+    price, basis = machine_price(load_catalog(), machine, job.price, setup.device)
     outcome = Outcome(
         model=job.model,
         state=state,
-        source=str(search.artefacts.source),
-        source_note=_source_note(quantized),
+        source=str(setup.source),
+        source_note=MADE_UP if job.made_up else _source_note(setup.source_quantized),
+        made_up=job.made_up,
         workload=job.traffic.describe(),
-        workload_words=search.traffic.words,
+        workload_words=f"{setup.traffic.words}; replayed: {setup.arrivals.words}"
+        if job.objectives
+        else setup.traffic.words,
         machine=f"{machine.cpu}, {machine.cores} cores, {machine.memory_bytes / 2**30:.0f} GiB",
         price=price,
         price_basis=basis,
@@ -217,9 +185,27 @@ def _outcome(job: OptimizeJob, search: Search, state: str, quantized: bool, disk
         tied=search.tied,
         commands=[job.command],
         disk_bytes=disk,
+        source_quantized=setup.source_quantized,
+        objectives=job.objectives.words,
+        quality_off=job.quality_off,
+        unproven=search.unproven,
+        margin=search.margin,
+        today=search.today,
+        max_kld=job.max_kld,
+        max_task_loss=job.max_task_loss,
+        device=setup.device,
+        seed=job.engine.seed,
     )
+    _price(job, outcome)
     outcome.reason = _reason(outcome)
     return outcome
+
+
+def _price(job: OptimizeJob, outcome: Outcome) -> None:
+    """Dollars per million output tokens of everything that was measured."""
+    others = [*outcome.rivals, *([outcome.today] if outcome.today else [])]
+    for result in (*outcome.baseline_variants, *outcome.candidates, *others):
+        result.dollars_per_million_output = token_price(result, outcome.price, bool(job.objectives))
 
 
 def _source_note(quantized: bool) -> str:
@@ -238,25 +224,25 @@ def _reason(outcome: Outcome) -> str:
             lead = min(proven, key=lambda each: each.speed.cost_ratio if each.speed else 1.0, default=None)
             so_far = f"{lead.name} leads so far, the final is missing" if lead else "nothing was proven yet"
             return f"the run is {outcome.state}: {so_far}"
-        return "no candidate is cheaper and keeps the quality: serve the baseline"
+        kept = "" if outcome.quality_off else " and keeps the quality"
+        return f"no candidate is cheaper{kept}: serve the baseline"
     if outcome.target_met:
         tied = [name for name in outcome.tied if name != outcome.chosen.name]
-        return f"statistically tied in cost with {', '.join(tied)}; the better quality was taken" if tied else ""
+        return f"tied in cost with {', '.join(tied)}; the better quality was taken" if tied else ""
     cheaper: list[CandidateResult] = [
         each
         for each in outcome.candidates
         if each.speed
         and outcome.chosen.speed
-        and each.name not in outcome.tied
+        and each.name not in (*outcome.tied, *outcome.unproven)
         and each.speed.cost_ratio < outcome.chosen.speed.cost_ratio
     ]
     why = f"; {cheaper[0].name} is cheaper, but {cheaper[0].reason}" if cheaper else ""
     return f"the target of {-outcome.target_cost:.0%} is not reached on this machine: this is the best point{why}"
 
 
-def _projections(
-    job: OptimizeJob, planned: PlannedModel | None, traffic: Traffic, outcome: Outcome
-) -> list[dict[str, object]]:
+def _projections(job: OptimizeJob, setup: Setup, outcome: Outcome) -> list[dict[str, object]]:
+    planned, traffic = setup.planned, setup.traffic
     if not job.gpus or planned is None or outcome.chosen is None or outcome.chosen.artefact is None:
         return []
     workload = Workload(traffic.input_tokens, traffic.output_tokens, job.traffic.concurrency)

@@ -1,7 +1,8 @@
 """What the loop asks of the machine: build, time, check, prove and replay a candidate. The loop decides, this measures.
 
-One implementation measures engines (bench_table.py); tests give the loop one with known costs and losses. Whatever a
-measurement raises is recorded as the candidate's failure. Knows nothing of rounds, limits of time or choices.
+One implementation measures engines (machine_laboratory.py); tests give the loop one with known costs and losses.
+Whatever a measurement raises is recorded as the candidate's failure. Knows nothing of rounds, limits of time or
+choices.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from tokenmill.optimize.results import Artefact, CandidateResult, Latency, Proof, Quality, Run
+from tokenmill.optimize.results import Artefact, CandidateResult, Latency, Proof, Quality, Run, Sustained
 
 
 class Laboratory(Protocol):
@@ -38,7 +39,11 @@ class Laboratory(Protocol):
         ...
 
     def replay(self, result: CandidateResult) -> Latency:
-        """The arrivals of the traffic through the serving path."""
+        """The arrivals of the traffic through the serving path; at the rate of `sustain` where they have none."""
+        ...
+
+    def sustain(self, result: CandidateResult) -> Sustained:
+        """The highest rate of those arrivals that keeps the objectives."""
         ...
 
     def close(self) -> None: ...

@@ -1,330 +1,358 @@
 """The closed loop: predict, measure the baseline, try the candidates round by round, choose. The steps are in other
-modules; this one has their order, the time budget and the record of results.
+modules; this one has their order, the time of each and the record of results.
 
-Rounds: (1) every promising weight choice is built, checked on a short text and timed once; (2) the cheapest half must
-prove its quality on the whole text; (3) KV dtypes, batch sizes and drafters are tried on the leader; (4) the finalists
-alternate with the baseline. What fails is recorded with its reason. Called by `tokenmill optimize`.
+Rounds: (1) promising weights, cheap to make first, are built, checked on a short text and timed; (2) the cheapest must
+prove their quality, until none that is left can be cheaper; (3) settings are tried on top (settings.py); (4) those in
+question are timed again, and the finalists race (race.py). Knows the machine by `Laboratory` only. Called by the job.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 
-from tokenmill.config import EngineConfig
 from tokenmill.errors import UserError
-from tokenmill.optimize.artefacts import ArtefactCache, NotEnoughTimeError
-from tokenmill.optimize.baseline import choose_baseline
-from tokenmill.optimize.bench_table import BenchTable
-from tokenmill.optimize.candidates import Candidate, batch_choices, parse_weights, ready_drafters
-from tokenmill.optimize.evidence import choose, compare_speed, survivors
-from tokenmill.optimize.measure import QualityText, as_quality, refusal, short_text_refusal
-from tokenmill.optimize.predict import Predictor, cannot_win, rank_candidates
+from tokenmill.optimize.baseline import BaselineContest
+from tokenmill.optimize.budget import TimeBudget
+from tokenmill.optimize.candidates import Candidate, candidate_of
+from tokenmill.optimize.evidence import Limits, compare_speed, with_goodput
+from tokenmill.optimize.halving import Halving
+from tokenmill.optimize.laboratory import Laboratory
+from tokenmill.optimize.predict import rank_candidates, too_harmful, too_slow
+from tokenmill.optimize.pruning import Predicts, Pruning
+from tokenmill.optimize.race import Race
 from tokenmill.optimize.results import (
     CHOSEN,
     FAILED,
-    HARMED,
     PASSED,
     SLOWER,
     TIED,
     UNLIKELY,
+    UNTRIED,
     CandidateResult,
     Prediction,
-    Quality,
-    Run,
 )
+from tokenmill.optimize.serving_round import ServingRound, comparable_latencies, measure_stored
+from tokenmill.optimize.settings import SettingsRound
+from tokenmill.optimize.space import Space
 from tokenmill.optimize.store import Store
-from tokenmill.optimize.traffic import Traffic
-from tokenmill.resolution import DEVICE_DEFAULTS
+from tokenmill.optimize.trial import Trials
 
 Say = Callable[[str, float], None]  # what is being done, and the fraction of the run that is done
-_FIRST_ROUND_SHARE, _PROOF_SHARE, _SETTINGS_SHARE = 0.55, 0.75, 0.85  # of the time, at most, by the end of each
-_FINALISTS = 3
+_FIRST_ROUND, _PROOFS, _SETTINGS, _NARROWING = 0.5, 0.7, 0.82, 0.88  # of the time, at most, by the end of each
 _AT_LEAST = 3  # candidates that are tried however slow the machine is: a late answer is better than none
+_PROVEN = 3  # where there is time: a second and a third choice
+_CALIBRATION_TOKENS = 8192  # that a calibrated candidate runs through the model
+_CALIBRATION_PASSES = 2.0
+_AT_LOAD = "at load: "
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much is measured. `runs`: cycles of the final; texts in windows of `context` tokens."""
+    """How much is measured. `runs`: cycles of the final, up to `max_runs` where they cannot tell finalists apart; texts
+    in windows of `context` tokens."""
 
     seconds: float = 480.0
     runs: int = 5
     short_windows: int = 4
     windows: int = 48
     context: int = 256
+    max_runs: int = 12
+    finalists: int = 4
 
 
 @dataclass(slots=True)
 class Search:
     """Everything the loop works with, and what it has found."""
 
-    artefacts: ArtefactCache
+    lab: Laboratory
     store: Store
-    traffic: Traffic
-    text: str
-    engine: EngineConfig  # context and concurrency of the workload
+    space: Space
     effort: Effort
-    limit: float  # of quality loss
-    weights: list[str]
-    kv: list[str]
-    predictor: Predictor | None
+    limits: Limits
+    predictor: Predicts | None
     say: Say
-    began: float = field(default_factory=time.monotonic)
+    objectives: bool = False  # of latency: finalists are replayed, and only those that meet them are accepted
+    quality_off: bool = False
+    drafts_pay: bool = True
+    measures_today: bool = False  # the stored file on our engine is what is served today
+    budget: TimeBudget | None = None  # that began with the job; None: begins now
     results: dict[str, CandidateResult] = field(default_factory=dict)
     baseline: CandidateResult | None = None
     baseline_variants: list[CandidateResult] = field(default_factory=list)
+    today: CandidateResult | None = None
     chosen: str = ""
     tied: list[str] = field(default_factory=list)
-    out_of_time: bool = False
-    table: BenchTable = field(init=False)
+    margin: float = 0.0  # of its cost, by which another finalist may be cheaper than the choice
+    trials: Trials = field(init=False)
+    serving: ServingRound = field(init=False)
+    halving: Halving = field(init=False)
+    pruning: Pruning = field(init=False)
+    _chosen_cost: float = float("inf")  # by throughput, over the baseline's
+    _unproven: list[CandidateResult] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.table = BenchTable(self.store, self.traffic, self.engine, self.artefacts)
+        budget = self.budget or TimeBudget(self.effort.seconds)
+        self.trials = Trials(self.lab, self.store, budget, self.limits, self.objectives, self.quality_off)
+        self.serving = ServingRound(self.trials)
+        repeats = self.effort.max_runs // 2
+        self.halving = Halving(
+            self.trials, self.effort.finalists, _NARROWING, repeats, lambda what: self.say(what, 0.82)
+        )
+        self.pruning = Pruning(self.results, self.predictor, self.limits, self._predicted_as)
 
     @property
-    def used(self) -> float:
-        """Fraction of the time budget that has passed."""
-        return (time.monotonic() - self.began) / self.effort.seconds
+    def out_of_time(self) -> bool:
+        return self.trials.out_of_time
+
+    @property
+    def unproven(self) -> list[str]:
+        """Names of those that were measured to be cheaper than the choice and not proven in the time given."""
+        cost = self._chosen_cost
+        cheaper = [each for each in self._unproven if each.speed and each.speed.cost_ratio < cost]
+        return [each.name for each in sorted(cheaper, key=lambda each: (each.speed.cost_ratio, each.name))]  # type: ignore[union-attr]
 
     def run(self) -> None:
         try:
-            self._record_crash()
+            self.trials.record_kill()
             order = self._predict()
-            self.baseline, self.baseline_variants = choose_baseline(self.table, self.say)
+            self._measure_baseline()
             self._first_round(order)
-            leaders = self._proofs()
-            if leaders:
-                leaders += self._settings(leaders[0])
-                self._final(leaders[: _FINALISTS + 1])
+            self._measure_references()
+            proven = self._prove_cheapest()
+            while reopened := self.pruning.reopen(proven):
+                self._first_round(reopened)
+                proven = self._prove_cheapest()
+            proven = proven or (self._other_batches() if self.objectives else [])
+            if proven:
+                proven += self._try_settings(proven)
+            while proven and not self.chosen:  # again without those that failed in the final
+                finalists = self._finalists(proven)
+                if not finalists:
+                    break
+                self._final(finalists)
+                proven = [each for each in proven if each.verdict != FAILED] if not self.chosen else []
         finally:
-            self.table.close()
+            self.lab.close()
 
     # --- before anything is quantized ---
 
-    def _record_crash(self) -> None:
-        name = self.store.interrupted_attempt
-        if name is not None:
-            self.store.remember("failed", name, "an earlier run was killed while trying it: out of memory?")
-            self.store.forget_attempt()
-
     def _predict(self) -> list[str]:
-        """Weight choices in the order to try them; those that the planner rules out are recorded and skipped."""
+        """Weights in the order to try them; those that the prediction rules out are recorded and skipped."""
         self.say("predicting", 0.0)
-        first_kv = self.table.default_kv
         predictions: dict[str, Prediction] = {}
-        for name in self.weights:
-            candidate = Candidate(name, first_kv, self.engine.decided("batch_tokens"))
-            result = self._result(candidate)
+        for name, candidate in self._weight_candidates().items():
+            result = self.add(candidate, name=name)
             try:
                 if self.predictor is not None:
-                    result.prediction = predictions[name] = self.predictor.predict(parse_weights(name))
+                    result.prediction = predictions[name] = self.predictor.predict(self._predicted_as(name))
             except UserError as error:
                 result.verdict, result.reason = FAILED, str(error)
         if self.predictor is None:
-            return [name for name in self.weights if self.results[name].verdict != FAILED]
-        for name in list(predictions):
-            reason = cannot_win(name, predictions, self.limit) if len(self.weights) > 1 else ""
-            if reason:
+            return sorted(self.results, key=lambda name: name in self.space.calibrated)
+        limit = float("inf") if self.quality_off else self.limits.quality_loss
+        for name, own in predictions.items():
+            if len(predictions) == 1 or name == self.space.stored:
+                continue
+            slow = too_slow(name, predictions)
+            if reason := too_harmful(own, limit) or slow:
                 self.results[name].verdict, self.results[name].reason = UNLIKELY, reason
-        open_ones = {name: each for name, each in predictions.items() if self.results[name].verdict != UNLIKELY}
-        calibrated = {name: _needs_data(name) for name in open_ones}
-        return rank_candidates(open_ones, self.limit, calibrated)
+                self.pruning.too_slow |= {name} if reason == slow else set()
+        likely = {name: each for name, each in predictions.items() if self.results[name].verdict != UNLIKELY}
+        return rank_candidates(likely, limit, self.space.calibrated, self.space.by_blocks)
+
+    def _weight_candidates(self) -> dict[str, Candidate]:
+        """By name. Rounding at load is an option of the engine on the baseline's weights."""
+        kv, tokens = self.space.default_kv, self.space.batch_tokens[0]
+        found = {name: Candidate(name, kv, tokens) for name in self.space.weights}
+        for kind in self.space.rounded_at_load:
+            plain = Candidate(self.space.float_weights[0], kv, tokens, options={"quantization": kind})
+            found[_AT_LOAD + kind] = plain
+        return found
+
+    def _predicted_as(self, name: str) -> str:
+        kind = name.removeprefix(_AT_LOAD)
+        return name if kind == name else self.space.rounded_at_load[kind]
+
+    def _measure_baseline(self) -> None:
+        contest = BaselineContest(self.trials, self.space, self._float_speedup, self.say)
+        try:
+            self.baseline = contest.run()
+        finally:
+            self.baseline_variants = contest.tried
+
+    def _float_speedup(self, name: str) -> float:
+        try:
+            return self.predictor.predict(name).speedup if self.predictor else 1.0
+        except UserError:
+            return 0.0
 
     # --- the rounds ---
 
     def _first_round(self, order: list[str]) -> None:
-        assert self.baseline is not None
+        base = self._baseline
         for number, name in enumerate(order):
             result = self.results[name]
-            result.kv, result.batch_tokens = self.baseline.kv, self.baseline.batch_tokens
-            if number >= _AT_LEAST and self.used > _FIRST_ROUND_SHARE and not self._known(result):
-                result.reason, self.out_of_time = "no time was left to try it", True
+            result.kv, result.batch_tokens = base.kv, base.batch_tokens
+            if name.startswith(_AT_LOAD):
+                result.weights = base.weights
+            known = self.trials.is_looked_at(name)
+            if not known and number >= _AT_LEAST and self.trials.budget.used > _FIRST_ROUND:
+                result.reason, self.trials.out_of_time = "no time was left to try it", True
                 continue
-            self.say(f"trying {name}", 0.2 + 0.35 * number / len(order))
-            self._try(result, self._first_look)
+            if not known and (reason := self.pruning.hopeless(result, self._measured())):
+                result.verdict, result.reason = UNLIKELY, reason
+                continue
+            calibrated = name in self.space.calibrated
+            seconds = self._time_to_build(calibrated, at_least=number < _AT_LEAST)
+            if not known and calibrated and self._forecast_calibration() > seconds:
+                result.reason = f"making it is forecast to take {self._forecast_calibration():.0f} s: too long for now"
+                self.trials.out_of_time = True
+                continue
+            self.say(f"trying {name}", 0.15 + 0.4 * number / len(order))
+            kind = "calibrated build" if calibrated else "build"
+            self.trials.attempt(result, self.trials.look, base, result, seconds, kind)
+            self.pruning.settle(base, self._measured())
 
-    def _proofs(self) -> list[CandidateResult]:
-        """The cheaper half that is shown to keep its quality, cheapest first. Goes further down the list when fewer
-        than the finalists pass: a cheap candidate that fails does not use up a place."""
-        costs = {name: result.speed.cost_ratio for name, result in self.results.items() if result.speed}
-        keep = set(survivors(costs, _FINALISTS))
-        passed: list[CandidateResult] = []
-        for name in sorted(costs, key=lambda each: (costs[each], each)):
-            result = self.results[name]
-            if len(passed) >= _FINALISTS or (name not in keep and len(passed) >= 2):
-                result.verdict = SLOWER
-                result.reason = f"dropped after one round: {len(passed)} cheaper ones kept their quality"
+    def _time_to_build(self, calibrated: bool, at_least: bool) -> float:
+        """Seconds that making one candidate may take: a slow one must not take the time of all others."""
+        left = self.trials.budget.left_until(_FIRST_ROUND)
+        return float("inf") if at_least and not calibrated else left / 2 if calibrated else left
+
+    def _forecast_calibration(self) -> float:
+        rate = self._baseline.speed.total_tok_s if self._baseline.speed else 0.0
+        unknown = _CALIBRATION_PASSES * _CALIBRATION_TOKENS / rate if rate else 0.0
+        return self.trials.budget.expected("calibrated build", unknown)
+
+    def _prove_cheapest(self) -> list[CandidateResult]:
+        """Those that are shown to keep their quality, cheapest first. One that fails does not use up a place."""
+        trials = self.trials
+        passed = [each for each in self._measured() if each.verdict == PASSED]
+        waiting = [each for each in self._measured() if each.verdict == UNTRIED]
+        for result in sorted(waiting, key=lambda each: (trials.estimate(each).log_cost, each.name)):
+            best = min((trials.estimate(each).high for each in passed), default=float("inf"))
+            could_win = trials.estimate(result).low < best
+            if not could_win and len(passed) >= _PROVEN:
+                result.verdict, result.reason = SLOWER, f"costs more than {passed[0].name}, which kept its quality"
                 continue
-            if passed and self.used > _PROOF_SHARE and self._quality_known(result) is None:
-                result.reason, self.out_of_time = "no time was left to prove its quality", True
+            if passed and trials.budget.used > _PROOFS and not trials.is_judged(result):
+                result.reason, trials.out_of_time = "no time was left to prove its quality", True
+                self._unproven.append(result)
                 continue
-            self.say(f"proving {name}", 0.55 + 0.2 * len(passed) / _FINALISTS)
-            if self._try(result, self._prove):
+            self.say(f"proving {result.name}", 0.55 + 0.05 * min(3, len(passed)))
+            if trials.attempt(result, trials.accept, self._baseline, result):
                 passed.append(result)
-        return passed
+        return sorted(passed, key=lambda each: (trials.estimate(each).log_cost, each.name))
 
-    def _settings(self, leader: CandidateResult) -> list[CandidateResult]:
-        """KV dtypes, batch sizes and drafters on the leader; what is cheaper and keeps the quality goes to the final.
+    def _try_settings(self, proven: list[CandidateResult]) -> list[CandidateResult]:
+        settings = SettingsRound(
+            self.trials,
+            self.space,
+            self._baseline,
+            self._add_variant,
+            _SETTINGS,
+            lambda what: self.say(what, 0.75),
+            self.drafts_pay,
+        )
+        try:
+            others = [each for each in self._measured() if each.verdict in (SLOWER, UNTRIED)]
+            return settings.run(proven, others)
+        finally:
+            self._unproven += settings.unproven
 
-        Drafters are tried only where prompts are text: acceptance on random tokens says nothing about real ones.
-        """
-        better: list[CandidateResult] = []
-        prompts = self.traffic.input_tokens * self.engine.decided("concurrency")
-        variants = [Candidate(leader.weights, kv, leader.batch_tokens) for kv in self.kv if kv != leader.kv]
-        variants += [
-            Candidate(leader.weights, leader.kv, size) for size in batch_choices(prompts) if size != leader.batch_tokens
-        ]
-        if self.traffic.is_text:
-            settings = (leader.weights, leader.kv, leader.batch_tokens)
-            variants += [Candidate(*settings, speculate=name) for name in ready_drafters()]
-        assert leader.speed is not None
-        for number, variant in enumerate(variants):
-            result = self._result(variant, variant.name)
-            result.prediction, result.artefact = leader.prediction, leader.artefact
-            if self.used > _SETTINGS_SHARE and not self._known(result):
-                result.reason, self.out_of_time = "no time was left to try it", True
-                continue
-            self.say(f"trying {variant.name}", 0.75 + 0.1 * number / len(variants))
-            if not self._try(result, self._first_look) or result.speed is None:
-                continue
-            if result.speed.cost_ratio >= leader.speed.cost_ratio:
-                result.verdict, result.reason = SLOWER, f"no cheaper than {leader.name}"
-            elif self._try(result, self._prove):
-                better.append(result)
-        better.sort(key=lambda each: each.speed.cost_ratio if each.speed else 1.0)
-        return better[:1]
+    def _measure_references(self) -> None:
+        """The stored file beside the baseline, and both under the arrivals."""
+        self.say("measuring what it is compared with", 0.54)
+        if self.measures_today:
+            tried = self.results.get(self.space.stored)
+            self.today = measure_stored(self.trials, self.space, self._baseline, tried)
+        if self.objectives:
+            self.serving.measure_reference(self._baseline, "the baseline")
+            if self.today is not None and self.today is not self._baseline and self.today.verdict != FAILED:
+                self.serving.measure_reference(self.today, "the stored file")
+
+    def _other_batches(self) -> list[CandidateResult]:
+        """Where latency refused all: the cheapest that keep their quality, with other batch sizes."""
+        kept = [each for each in self._measured() if each.latency is not None and not each.latency.objective_met]
+        accepted: list[CandidateResult] = []
+        for size in self.space.batch_tokens:
+            for result in self.halving.in_question(kept):
+                variant = self._add_variant(replace(candidate_of(result), batch_tokens=size), result)
+                self.say(f"trying {variant.name}", 0.7)
+                is_new = variant.verdict == UNTRIED
+                if is_new and self.trials.attempt(variant, self._look_and_accept, variant):
+                    accepted.append(variant)
+        return accepted
+
+    def _look_and_accept(self, result: CandidateResult) -> bool:
+        limit = self.trials.budget.left_until(1)
+        return self.trials.look(self._baseline, result, limit, "variant") and self.trials.accept(self._baseline, result)
+
+    def _finalists(self, proven: list[CandidateResult]) -> list[CandidateResult]:
+        left = self.halving.narrow(self._baseline, self.serving.with_most_goodput(proven))
+        if not self.objectives:
+            return left
+        self.say("searching the rates that finalists sustain", 0.88)
+        return self.serving.sustain(left)
 
     def _final(self, finalists: list[CandidateResult]) -> None:
-        assert self.baseline is not None
-        by_name = {each.name: each for each in finalists}
-        everyone = [self.baseline, *finalists]
-        runs: dict[str, list[Run]] = {"": [], **{name: [] for name in by_name}}
+        effort = self.effort
+        race = Race(
+            self.lab,
+            self.trials.budget,
+            self._baseline,
+            finalists,
+            effort.runs,
+            max(effort.runs, effort.max_runs),
+            lambda number, of: self.say(f"final, run {number + 1} of {max(of, number + 1)}", 0.9),
+            self.trials.record_failure,
+        )
         try:
-            for cycle in range(self.effort.runs):
-                if self.used > 1 and cycle >= 3 and not self.table.has_cycle(everyone, cycle):
-                    self.out_of_time = True
-                    break
-                self.say(f"final, run {cycle + 1} of {self.effort.runs}", 0.85 + 0.15 * cycle / self.effort.runs)
-                for name, run in zip(runs, self.table.cycle(everyone, cycle), strict=True):
-                    runs[name].append(run)
+            race.run()
         finally:
-            if runs[""]:
-                self._conclude(by_name, runs)
+            self.trials.out_of_time |= race.out_of_time
+            if race.runs[""] and race.finished:
+                self._conclude(race)
 
-    def _conclude(self, finalists: dict[str, CandidateResult], runs: dict[str, list[Run]]) -> None:
-        assert self.baseline is not None
-        count = min(map(len, runs.values()))
-        if not count:
-            return
-        base = runs[""][:count]
-        self.baseline.speed = compare_speed(base, base)
-        for name, result in finalists.items():
-            result.speed, result.rounds = compare_speed(base, runs[name][:count]), 2
-        contest = {name: runs[name][:count] for name in finalists}
-        divergence = {name: result.quality.kld_mean for name, result in finalists.items() if result.quality}
-        self.chosen, self.tied = choose(contest, divergence)
-        for name, result in finalists.items():
-            result.verdict = CHOSEN if name == self.chosen else TIED if name in self.tied else PASSED
+    def _conclude(self, race: Race) -> None:
+        base = race.runs[""]
+        self._baseline.speed = compare_speed(base, base)
+        costs: dict[str, float] = {}
+        for result in race.finished:
+            count = min(len(base), len(race.runs[result.name]))
+            speed = compare_speed(base[:count], race.runs[result.name][:count])
+            costs[result.name] = speed.cost_ratio
+            result.speed = with_goodput(speed, *comparable_latencies(self._baseline, result))
+            result.rounds = 2
+        chosen, self.tied = race.winner()
+        self.margin = race.margin(chosen)
+        self.chosen, self._chosen_cost = chosen.name, costs[chosen.name]
+        for result in race.finished:
+            tied = result.name in self.tied
+            result.verdict = CHOSEN if result is chosen else TIED if tied else PASSED
             result.reason = {
                 CHOSEN: "",
                 TIED: f"costs the same as {self.chosen} within the measurement's accuracy",
                 PASSED: f"costs more than {self.chosen}",
             }[result.verdict]
 
-    # --- one candidate ---
+    # --- the record ---
 
-    def _result(self, candidate: Candidate, key: str = "") -> CandidateResult:
-        key = key or candidate.weights
+    def add(self, candidate: Candidate, name: str = "") -> CandidateResult:
+        key = name or candidate.name
         if key not in self.results:
-            c = candidate
-            self.results[key] = CandidateResult(key, c.weights, c.kv, c.batch_tokens, c.speculate)
+            self.results[key] = candidate.result(key)
         return self.results[key]
 
-    def _try(self, result: CandidateResult, work: Callable[[CandidateResult], bool]) -> bool:
-        """Run `work` on a candidate; False if it failed. A failure is recorded and does not end the search."""
-        failed = self.store.recall("failed", result.name)
-        if failed:
-            result.verdict, result.reason = FAILED, failed
-            return False
-        try:
-            with self.store.attempt(result.name):
-                return work(result)
-        except NotEnoughTimeError as error:
-            result.reason, self.out_of_time = str(error), True
-        except Exception as error:  # any exception: a registered method or store may be third-party code
-            result.verdict, result.reason = FAILED, _explained(error)
-            self.store.remember("failed", result.name, result.reason)
-        return False
+    def _add_variant(self, candidate: Candidate, weights: CandidateResult) -> CandidateResult:
+        result = self.add(candidate)
+        result.prediction, result.artefact = weights.prediction, weights.artefact
+        return result
 
-    def _first_look(self, result: CandidateResult) -> bool:
-        left = self.effort.seconds * max(0.0, _FIRST_ROUND_SHARE - self.used)
-        result.artefact = self.table.artefact(result.weights, left)
-        if not self._short_check(result):
-            return False
-        self._time(result, "first")
-        result.rounds = 1
-        return True
-
-    def _known(self, result: CandidateResult) -> bool:
-        return bool(self.store.recall("failed", result.name) or self.store.recall("short", result.name))
-
-    def _quality_known(self, result: CandidateResult) -> Quality | None:
-        record = self.store.recall("quality", result.name)
-        return Quality(**record["quality"]) if record else None
-
-    def _short_check(self, result: CandidateResult) -> bool:
-        record = self.store.recall("short", result.name)
-        if record is None:
-            text = QualityText(self.text, self.effort.context, self.effort.short_windows)
-            record = asdict(as_quality(self.table.compare_text(text, self._baseline, result)))
-            self.store.remember("short", result.name, record)
-        result.divergence = Quality(**record)
-        result.reason = short_text_refusal(result.divergence, self.limit)
-        if result.reason:
-            result.verdict = HARMED
-        return not result.reason
-
-    def _prove(self, result: CandidateResult) -> bool:
-        record = self.store.recall("quality", result.name)
-        if record is None or record["limit"] != self.limit:
-            text = QualityText(self.text, self.effort.context, self.effort.windows)
-            report = self.table.compare_text(text, self._baseline, result)
-            record = {
-                "quality": asdict(as_quality(report)),
-                "limit": self.limit,
-                "refusal": refusal(report, self.limit),
-            }
-            self.store.remember("quality", result.name, record)
-        result.quality = Quality(**record["quality"])
-        result.reason = record["refusal"]
-        result.verdict = HARMED if result.reason else PASSED
-        return not result.reason
-
-    def _time(self, result: CandidateResult, kind: str) -> None:
-        base, runs = self.table.pair(kind, self._baseline, result)
-        result.speed = compare_speed(base, runs)
+    def _measured(self) -> list[CandidateResult]:
+        return [each for each in self.results.values() if self.trials.timed(each)]
 
     @property
     def _baseline(self) -> CandidateResult:
         assert self.baseline is not None
         return self.baseline
-
-
-def _needs_data(name: str) -> bool:
-    choice = parse_weights(name)
-    return choice.importance or bool(choice.method)
-
-
-def _explained(error: BaseException) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if isinstance(error, UserError) else f"{type(error).__name__}: {text}"
-
-
-def workload_engine(engine: EngineConfig, traffic: Traffic, concurrency: int) -> EngineConfig:
-    """The engine configuration that the workload needs."""
-    usual = DEVICE_DEFAULTS["cpu"]
-    engine = engine.fill("the longest request of the traffic", context=traffic.longest)
-    return replace(engine, concurrency=concurrency).fill(
-        "starting point of the search", batch_tokens=usual.batch_tokens
-    )

@@ -1,8 +1,8 @@
 """The results of a run so far, on disk: a killed or repeated command continues where it stopped.
 
-One JSON file in the output directory, rewritten after every measurement, tied to the question by a hash. The candidate
-being tried is marked, so that one that kills the process is tried only once. Knows nothing of what
-it holds. Called by the loop.
+One JSON file in the output directory, replaced as a whole after every measurement, tied to the question by a hash. The
+candidate being tried is marked, so that a killed process is seen by the next one. Knows nothing of what it holds.
+Called by the laboratory and the loop.
 """
 
 from __future__ import annotations
@@ -31,6 +31,10 @@ class Store:
         folder.mkdir(parents=True, exist_ok=True)
         if self._file.is_file() and not restart:
             self._content = self._read(key)
+
+    @property
+    def folder(self) -> Path:
+        return self._file.parent
 
     def _read(self, key: str) -> dict[str, Any]:
         try:

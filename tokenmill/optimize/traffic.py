@@ -1,21 +1,28 @@
-"""The workload as requests: synthetic lengths, a file of prompts, or a trace; the same for every contender of a run.
+"""The workload as requests: synthetic lengths, a file of prompts, a trace or a server's traffic log; the same for every
+contender of a run.
 
-Owns where requests come from; measure.py owns what is measured with them. Called by the loop.
+`build_traffic` makes requests for the engine itself, `build_arrivals` the same requests with their times, for replays
+through the serving path. Owns where requests come from; the laboratory and replay.py own what is measured with them.
+Called by the job.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from math import ceil
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from tokenmill.bench.prompts import SyntheticRequest, random_requests
 from tokenmill.bench.serve_datasets import load_items
+from tokenmill.bench.serve_item import Item
 from tokenmill.bench.serve_job import ServeJob
+from tokenmill.bench.serve_traces import prompt_maker
 from tokenmill.checkpoint.tokenizer import Tokenizer
 from tokenmill.errors import UserError
+from tokenmill.optimize.arrivals import Arrivals, ReplayLimits, recorded_rows, scaled_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +35,18 @@ class TrafficRequest:
     prompts: Path | None = None
     trace: Path | None = None
     length_scale: float = 1.0  # of a trace, for models of shorter context
+    traffic_log: Path | None = None  # folder of `serve --traffic-log`
+    rate: float = 0.0  # requests per second of what has no times of its own; 0: stated by nobody
+    replay_seconds: float = 30.0  # of the busiest part that is replayed
+    rate_scale: float = 1.0  # of the arrivals, for machines smaller than the trace's
 
     def __post_init__(self) -> None:
-        if self.prompts and self.trace:
-            raise UserError("both --prompts and --trace are given", "give one of them")
+        sources = {"--prompts": self.prompts, "--trace": self.trace, "--traffic-log": self.traffic_log}
+        given = [flag for flag, path in sources.items() if path]
+        if len(given) > 1:
+            raise UserError(f"{' and '.join(given)} are given", "give one of them")
+        if not 0 <= self.rate < float("inf"):
+            raise UserError(f"--rate is {self.rate:g}", "give requests per second")
         for name in ("input_len", "output_len", "concurrency"):
             if getattr(self, name) < 1:
                 raise UserError(f"--{name.replace('_', '-')} is {getattr(self, name)}", "give at least 1")
@@ -53,11 +68,13 @@ class Traffic:
 
 
 _FILE_REQUESTS = 4096  # read at most
+_DRAWN_REQUESTS = 32  # where no rate is stated; a longer replay repeats them with other tokens
 
 
 def build_traffic(request: TrafficRequest, vocab_size: int, tokenizer: Tokenizer, context: int) -> Traffic:
     r = request
-    if r.prompts or r.trace:
+    file = r.prompts or r.trace or r.traffic_log
+    if file:
         pool = _pool(r, vocab_size, tokenizer)
         longest = max(len(each.prompt_ids) + each.output_len for each in pool)
         traffic = Traffic(
@@ -65,7 +82,7 @@ def build_traffic(request: TrafficRequest, vocab_size: int, tokenizer: Tokenizer
             longest,
             max(1, round(fmean(len(each.prompt_ids) for each in pool))),
             max(1, round(fmean(each.output_len for each in pool))),
-            f"{len(pool)} requests of {(r.prompts or r.trace).name}, {r.concurrency} at a time",  # type: ignore[union-attr]
+            f"{len(pool)} requests of {file.name}, {r.concurrency} at a time",
             is_text=r.prompts is not None,
         )
     else:
@@ -84,24 +101,45 @@ def build_traffic(request: TrafficRequest, vocab_size: int, tokenizer: Tokenizer
     return traffic
 
 
+def build_arrivals(request: TrafficRequest, vocab_size: int, context: int) -> Arrivals:
+    """The requests of `build_traffic` with their times."""
+    r = request
+    limits = ReplayLimits(r.replay_seconds, r.rate_scale, r.length_scale, context)
+    recorded = r.traffic_log or r.trace
+    if recorded:
+        return Arrivals.from_trace(recorded, vocab_size, limits, rate=r.rate)
+    if r.prompts:
+        pool = [(item.prompt, item.output_len) for item in _prompt_items(r.prompts, r.output_len)]
+        return Arrivals.from_prompts(pool, r.rate, r.prompts.name, limits, vocab_size)
+    asked = ceil(r.rate * r.rate_scale * r.replay_seconds)
+    count = min(_FILE_REQUESTS, asked) if r.rate else _DRAWN_REQUESTS
+    drawn = random_requests(vocab_size, count, r.input_len, r.output_len)
+    name = f"{r.input_len} tokens in and {r.output_len} out"
+    requests: list[tuple[list[int] | str, int]] = [(each.prompt_ids, each.output_len) for each in drawn]
+    return Arrivals.from_prompts(requests, r.rate, name, limits, vocab_size)
+
+
 def _pool(request: TrafficRequest, vocab_size: int, tokenizer: Tokenizer) -> list[SyntheticRequest]:
     r = request
-    path = str(r.prompts or r.trace)
-    name = "custom" if r.prompts else "azure" if ".csv" in path else "mooncake"
-    job = ServeJob(
-        dataset_name=name,
-        dataset_path=path,
-        num_prompts=_count_lines(path) if r.prompts else _FILE_REQUESTS,
-        custom_output_len=r.output_len,
-        trace_length_scale=r.length_scale,
-        vocab_size=vocab_size,
-    )
-    return [
-        SyntheticRequest(
-            tokenizer.encode(item.prompt) if isinstance(item.prompt, str) else list(item.prompt), item.output_len
-        )
-        for item in load_items(job)
-    ]
+    if r.prompts:
+        return [
+            SyntheticRequest(
+                tokenizer.encode(item.prompt) if isinstance(item.prompt, str) else list(item.prompt), item.output_len
+            )
+            for item in _prompt_items(r.prompts, r.output_len)
+        ]
+    recorded = r.traffic_log or r.trace
+    assert recorded is not None
+    rows, block_tokens, _ = recorded_rows(recorded)
+    rows = scaled_rows(rows[:_FILE_REQUESTS], r.length_scale)
+    prompt = prompt_maker(vocab_size, max(1, round(block_tokens * r.length_scale)), 0)
+    return [SyntheticRequest(prompt(number, row[1], row[3]), row[2]) for number, row in enumerate(rows)]
+
+
+def _prompt_items(path: Path, output_len: int) -> list[Item]:
+    count = _count_lines(str(path))
+    job = ServeJob(dataset_name="custom", dataset_path=str(path), num_prompts=count, custom_output_len=output_len)
+    return load_items(job)
 
 
 def _count_lines(path: str) -> int:

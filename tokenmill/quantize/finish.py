@@ -22,7 +22,7 @@ from tokenmill.quantize.workspace import Workspace
 
 GATE_CONTEXT = 512
 _CHARACTERS_PER_TOKEN = 5
-DEFAULT_MAX_LOSS = 0.25  # catches broken results; for serving use a far smaller limit
+DEFAULT_MAX_LOSS = 0.05  # what a careful user would still serve; a deployment with tasks of its own wants 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,7 @@ class GateRequest:
     text: Path | None = None  # None: held-out calibration text, else built-in text
     max_quality_loss: float = DEFAULT_MAX_LOSS  # fraction by which perplexity may rise
     max_chunks: int = 16
+    max_kld: float | None = None  # of the mean divergence, nats; None: what goes with max_quality_loss
     threads: int = 0
     device: str = "auto"  # that the gate's engine runs on
     in_turn: bool = False  # one model in memory at a time, the reference's logits on the disk
@@ -52,21 +53,29 @@ def conclude(
         if rejected.exists():
             shutil.rmtree(rejected)
         move_into_place(workspace, rejected)
-        raise UserError(
-            f"the quantized model is refused: {reason}. It was kept as {rejected}",
-            "use more bits, smaller groups or another method, or raise --max-quality-loss",
-        )
+        raise refusal(measured, reason, out, rejected, "use more bits, smaller groups or another method")
     move_into_place(workspace, out)
     return {"gate": "passed", **measured}
 
 
+def refusal(measured: Mapping[str, Any], reason: str, out: Path, kept: Path, remedy: str) -> UserError:
+    """Both figures beside their limits, what was kept, and what to do."""
+    return UserError(
+        f"the quantized model is refused: {reason} (perplexity {measured['quality_loss']:+.2%}, limit "
+        f"{measured['max_quality_loss']:.2%}; divergence {measured['kld_mean']:.4g}, limit {measured['max_kld']:.4g} "
+        f"nats). It was kept as {kept}; {out} was not written",
+        f"{remedy}, or raise --max-quality-loss and --max-kld",
+    )
+
+
 def measure(candidate: Path, request: GateRequest, reference: str, held_out: str) -> tuple[Mapping[str, Any], str, str]:
     """(figures, reason of refusal or "", description of the text)."""
-    from tokenmill.evaluate.gate import GateLimits, run_gate
+    from tokenmill.evaluate.gate import GateLimits, default_max_kld, run_gate
 
     context = min(GATE_CONTEXT, open_checkpoint(candidate).description.context_length)
     text, words = gate_text(request, held_out, context)
-    limits = GateLimits(max_quality_loss=request.max_quality_loss)
+    max_kld = default_max_kld(request.max_quality_loss) if request.max_kld is None else request.max_kld
+    limits = GateLimits(max_quality_loss=request.max_quality_loss, max_kld_mean=max_kld)
     config = EngineConfig(threads=request.threads or None, device=request.device, prefix_caching=False)
     scratch = candidate.with_name(candidate.name + ".logits") if request.in_turn else None
     try:
@@ -76,6 +85,7 @@ def measure(candidate: Path, request: GateRequest, reference: str, held_out: str
             scratch.unlink(missing_ok=True)
     report = asdict(gate)
     reasons, _ = report.pop("reasons"), report.pop("passed")
+    report |= {"max_quality_loss": limits.max_quality_loss, "max_kld": limits.max_kld_mean}
     return report, "; ".join(reasons), words
 
 

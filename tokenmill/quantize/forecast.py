@@ -164,11 +164,11 @@ def _seconds(source: SourceModel, recipe: Recipe, num_tokens: int, device: torch
         squares = sum(source.shape(group.names[0])[1] ** 2 for group in source.groups(0))
         cubes = sum(source.shape(group.names[0])[1] ** 3 for group in source.groups(0))
         operations += num_tokens * (2.0 * _PASSES * weights + 1.1 * squares) + 2.0 * cubes
-    return source.num_blocks * operations / _speed(device)
+    return source.num_blocks * operations / operations_per_second(device)
 
 
-def _speed(device: torch.device) -> float:
-    """Operations per second of a float32 matrix product, with the threads torch has now."""
+def operations_per_second(device: torch.device) -> float:
+    """Of a float32 matrix product, with the threads torch has now."""
     a, b = torch.randn(512, 1024, device=device), torch.randn(1024, 1024, device=device)
     float((a @ b)[0, 0])
     begin, count = time.perf_counter(), 0

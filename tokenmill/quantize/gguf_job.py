@@ -28,7 +28,7 @@ from tokenmill.kernels.ref import rms_norm
 from tokenmill.quantize.calibrate import CalibratedBlock, HiddenStates, StatisticsCollector
 from tokenmill.quantize.calibration_text import CalibrationText, read_calibration
 from tokenmill.quantize.device import choose_device
-from tokenmill.quantize.finish import GateRequest, measure
+from tokenmill.quantize.finish import GateRequest, measure, refusal
 from tokenmill.quantize.forecast import MIB, check_memory, gate_memory, peak_bytes, states_plan
 from tokenmill.quantize.ggml.export import GGUFReport, plan_gguf, quantize_gguf
 from tokenmill.quantize.output import weight_files
@@ -155,10 +155,7 @@ def _conclude(job: GGUFJob, gate: GateRequest, partial: Path, reference: str, re
     final.with_name(final.name + ".md").write_text(_card(job, report, measured, words), encoding="utf-8")
     if reason:
         final.with_name(final.name + ".reason.txt").write_text(reason + "\n", encoding="utf-8")
-        raise UserError(
-            f"the quantized model is refused: {reason}. It was kept as {final}",
-            "use a larger type or --method imatrix, or raise --max-quality-loss",
-        )
+        raise refusal(measured, reason, job.out, final, "use a larger type or --method imatrix")
     return measured
 
 

@@ -100,19 +100,20 @@ def scatter(
     y_label: str,
     *,
     logarithmic: bool = False,
-    percent: bool = False,
+    percent: tuple[bool, bool] = (False, False),
     limits: Sequence[tuple[float, str]] = (),
     diagonal: bool = False,
     front: Sequence[tuple[float, float]] = (),
     width: int = WIDTH,
 ) -> str:
-    """Points with error bars and labels. `front` is joined by a line, `diagonal` shows where x equals y."""
+    """Points with error bars and labels. `percent`: the values of x and of y are shares; `front` is joined by a line,
+    `diagonal` shows where x equals y."""
     xs = [value for point in points for value in (point.x, *(point.x_range or ()))]
     ys = [value for point in points for value in (point.y, *(point.y_range or ()))] + [value for value, _ in limits]
     if diagonal:
         xs = ys = [*xs, *ys, 0.0]
-    x_axis = Axis(x_label, *_padded(xs, logarithmic), logarithmic, percent)
-    canvas = Canvas(x_axis, Axis(y_label, *_padded(ys, logarithmic), logarithmic, percent), width)
+    x_axis = Axis(x_label, *_padded(xs, logarithmic), logarithmic, percent[0])
+    canvas = Canvas(x_axis, Axis(y_label, *_padded(ys, logarithmic), logarithmic, percent[1]), width)
     canvas.frame()
     if diagonal:
         low, high = canvas.x.low, canvas.x.high

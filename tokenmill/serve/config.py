@@ -155,6 +155,19 @@ class ServeConfig:
     spare_engine: bool = option(
         True, "Keep a process with the engine's libraries loaded (about 160 MB), to replace a failed engine quickly."
     )
+    traffic_log: str = option(
+        "",
+        "Directory to record requests in: arrivals, lengths, hashes of prefixes and latencies, never text. For "
+        "optimize, simulate and bench serve (docs/traffic_log.md).",
+        metavar="DIR",
+    )
+    traffic_log_size: int = option(
+        256 << 20,
+        "Maximum size of --traffic-log, such as 256MiB; the oldest requests are deleted.",
+        metavar="SIZE",
+        parse=parse_size,
+        low=1 << 20,
+    )
     access_log: bool = option(True, "Log one JSON line per request to stderr, never with prompt text.")
 
     def __post_init__(self) -> None:

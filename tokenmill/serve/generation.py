@@ -108,6 +108,11 @@ class Generation:
         """The code of the error that ended it, if one did."""
         return getattr(self._error, "code", None)
 
+    @property
+    def failed(self) -> bool:
+        """Whether an error ended it; a client that left is none."""
+        return self._error is not None
+
     async def first(self, seconds: float | None = None) -> bool:
         """Wait for the first delta, which may be the end; False if these seconds pass before. Raises an early error."""
         try:

@@ -77,6 +77,7 @@ _SERVER_METRICS = (
     _counter("http_responses", "", "HTTP responses.", "Traffic", "status"),
     _counter("connections_refused", "", "Connections refused or cut by a transport limit.", "Traffic", "reason"),
     _counter("ignored_fields", "", "Unknown request fields that were ignored.", "Traffic"),
+    _counter("traffic_log_records", "", "Requests by what became of their traffic log record.", "Health", "outcome"),
     _counter("engine_restarts", "", "Engine processes replaced.", "Health"),
     _gauge("engine_up", "", "1 while the engine is ready.", "Health"),
     _gauge(

@@ -31,6 +31,7 @@ from tokenmill.serve.supervision.startup import StartupReport
 from tokenmill.serve.tenants.cache_salt import load_cache_secret
 from tokenmill.serve.tenants.key_file import KeyWatch, load_keys, read_cache_secret
 from tokenmill.serve.tenants.keys import KeyRing
+from tokenmill.serve.traffic_log import TrafficLog
 from tokenmill.serve.transport.listening import (
     address_of,
     is_local,
@@ -89,6 +90,7 @@ async def _serve(
     signals = StopSignals(config.shutdown_timeout)
     engine: EngineClient | None = None
     workers: WorkerPool | None = None
+    traffic_log: TrafficLog | None = None
     key_watch = KeyWatch(keys, config.all_keys(), config.api_keys_file)
     reload = asyncio.Event()
     if config.api_keys_file or tls is not None:  # else SIGHUP ends the server, as a terminal that closes should
@@ -98,27 +100,27 @@ async def _serve(
         path = await signals.unless_told(in_daemon_thread(lambda: resolve(model).path))
         if path is None:
             return
+        names = config.served_model_name or (model,)
+        traffic_log = await _open_traffic_log(config, names[0])
         report.phase("starting the engine")
-        engine = EngineClient(path, engine_config, config.stall_timeout, report.phase, config.spare_engine)
+        engine = _make_engine(path, config, engine_config, report)
         workers = _text_workers(path, engine_config.load_format, config)
         secret = await _cache_secret(config, engine_config, keys)
         started = await signals.unless_told(_start(path, engine_config.load_format, engine))
         if started is None:
             return
         service_class, identity, tokenizer, template = started
-        names = config.served_model_name or (model,)
         service = service_class(config, names, engine, identity, tokenizer, template, workers, secret)
+        if traffic_log is not None:
+            service.record_traffic(traffic_log)
         report.phase("opening the port")
         from tokenmill.serve.app import make_server
 
         server = make_server(service, keys, tls)
         listener.listen()  # connections queue from here on; otherwise the first after "ready" could be refused
         serving = asyncio.create_task(server.serve(sockets=[listener]))
-        settings = {name: value for name, value in asdict(config).items() if name not in _SECRET}
-        settings["keys"] = len(keys)
-        settings["tool_call_parser"] = f"{service.tool_style.parser.name} ({service.tool_style.reason})"
         address = address_of(listener, config)
-        report.ready(address, {"server": settings, "engine": service.identity.options})
+        report.ready(address, {"server": _shown_settings(config, keys, service), "engine": service.identity.options})
         if announce is not None:
             announce({"url": address, "model": service.names[0], "engine": service.identity.options})
         reloading = asyncio.create_task(_reload_keys(key_watch, service, reload))
@@ -131,8 +133,28 @@ async def _serve(
             await workers.close()
         if engine is not None:
             await engine.close(0.0 if signals.hurry.is_set() else _CLOSE_SECONDS)
+        if traffic_log is not None:
+            await in_daemon_thread(traffic_log.close)
         if signals.told.is_set():
             end_within(_EXIT_SECONDS)
+
+
+async def _open_traffic_log(config: ServeConfig, name: str) -> TrafficLog | None:
+    if not config.traffic_log:
+        return None
+    return await in_daemon_thread(lambda: TrafficLog(config.traffic_log, name, config.traffic_log_size))
+
+
+def _make_engine(path: Path, config: ServeConfig, engine_config: EngineConfig, report: StartupReport) -> EngineClient:
+    steps = str(Path(config.traffic_log).expanduser()) if config.traffic_log else ""
+    return EngineClient(path, engine_config, config.stall_timeout, report.phase, config.spare_engine, steps)
+
+
+def _shown_settings(config: ServeConfig, keys: KeyRing, service: Service) -> dict[str, Any]:
+    settings = {name: value for name, value in asdict(config).items() if name not in _SECRET}
+    settings["keys"] = len(keys)
+    settings["tool_call_parser"] = f"{service.tool_style.parser.name} ({service.tool_style.reason})"
+    return settings
 
 
 def _text_workers(path: Path, load_format: str, config: ServeConfig) -> WorkerPool:

@@ -32,6 +32,7 @@ from tokenmill.serve.tenants.keys import LANES, Client
 from tokenmill.serve.tenants.limits import Admission, Pace, Ticket, check_grammar_quota, key_withdrawn
 from tokenmill.serve.tenants.turns import Turns
 from tokenmill.serve.tools.use import ToolStyle
+from tokenmill.serve.traffic_log import TrafficLog
 from tokenmill.serve.workers.jobs import Encode, Render
 from tokenmill.serve.workers.pool import WorkerPool
 from tokenmill.serve.workers.text import TextWork
@@ -98,8 +99,13 @@ class Service:
         self._salts = CacheSalts(cache_secret or secrets.token_bytes(32))
         self._tickets: dict[Generation, Ticket] = {}
         self._timers: dict[Generation, asyncio.TimerHandle] = {}  # to the deadlines of those without a token
+        self.traffic_log: TrafficLog | None = None
         self._num_steps = 0  # of the engine, when its statistics last came
         engine.observe(self)
+
+    def record_traffic(self, log: TrafficLog) -> None:
+        self.traffic_log = log
+        self.engine.observe(log)
 
     # --- for routes ---
 
@@ -201,6 +207,7 @@ class Service:
         """Start generating; `make_params` gets the length of each prompt, `num_answers` of them are wanted. The caller
         must close the result."""
         encoded: list[list[int]] = []
+        generation: Generation | None = None
         try:
             self.admission.check_client(caller.client, time.monotonic())
             self.admission.check_sequences(caller.client, len(prompts) * num_answers)  # before they are tokenized
@@ -221,6 +228,8 @@ class Service:
         except ApiError as error:
             if error.status == 429:
                 self.metrics.add("admission_rejections", 1.0, error.code or "other")
+                if self.traffic_log is not None and generation is not None:
+                    self.traffic_log.on_refused(generation, error.code or "other")
             raise
         self._tickets[generation] = ticket
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.unit.optimize import outcomes
 from tokenmill.cli.render.draw import PLAIN_WIDTH, as_text
 from tokenmill.cli.render.screen import Screen
 from tokenmill.cli.screens.bench import latency_screen, serve_screen, throughput_screen
@@ -25,7 +27,7 @@ from tokenmill.cli.screens.pull import pull_screen
 from tokenmill.cli.screens.quantize import quantize_screen
 from tokenmill.cli.screens.simulate import simulate_screen
 from tokenmill.cli.screens.train_draft import train_draft_screen
-from tokenmill.optimize.results import CandidateResult, Quality, Speed
+from tokenmill.optimize.results import Outcome
 
 _RECORDED = Path(__file__).parent / "recorded"
 _LINES = 46  # about one screen
@@ -152,8 +154,8 @@ CASES = [
     Case(
         "validate",
         validate_screen,
-        "Predictions miss measured TPOT by 13.5% on average (dense models), TTFT by 30.4%; rank correlation",
-        ["  TPOT, dense         13.5%          6.9%             0.950    783"],
+        "The planning call misses measured TPOT by 12.2% (dense) and 18.8% (experts) on average, TTFT by",
+        ["  TPOT, dense             12.2%          7.5%             0.941    783"],
     ),
     Case(
         "train_draft",
@@ -306,37 +308,77 @@ def test_calibration_compares_with_measurement() -> None:
     assert "! not measured in full: decode x16\n" in text
 
 
-def _outcome() -> tuple[dict[str, Any], list[CandidateResult]]:
-    speed = Speed(0.6, 0.55, 0.66, 5, 120.0, 200.0, 90.0, 8.0)
-    quality = Quality(0.004, 0.001, 0.008, 0.01, 0.1, 0.97, 6.0, 5.9, 5000, 0, 0.002)
-    good = CandidateResult("Q8_0", "Q8_0", "auto", 512, verdict="chosen", speed=speed, quality=quality)
-    bad = CandidateResult("Q2_K", "Q2_K", "auto", 512, verdict="harmed", reason="perplexity grows by 40%")
-    result = {
-        "chosen": "Q8_0", "cost_reduction": 0.4, "cost_reduction_low": 0.34, "cost_reduction_high": 0.45,
-        "quality_loss": 0.004, "target_met": False, "tied": ["Q8_0"], "reason": "best point", "state": "out of time",
-        "baseline": "BF16", "dollars_per_million_output": 1.2, "baseline_dollars_per_million_output": 2.0,
-        "output_tok_s": 120.0, "baseline_output_tok_s": 72.0, "seconds": 75.0, "report": "out/report.html",
-        "serve": "tokenmill serve out/model.gguf",
-    }  # fmt: skip
-    return result, [good, bad, CandidateResult("Q3_K", "Q3_K", "auto", 512)]
+@pytest.mark.parametrize("make", outcomes.ALL)
+def test_optimize_fits_one_screen(make: Callable[[], Outcome]) -> None:
+    lines = as_text(optimize_screen(make(), Path("out/report.html"))).splitlines()
+    assert len(lines) <= _LINES
+    assert max(map(len, lines)) <= PLAIN_WIDTH
+    assert any(line.startswith("- report: out/report.html (") for line in lines)
 
 
-def test_optimize_says_what_is_saved_and_lost() -> None:
-    result, candidates = _outcome()
-    screen = optimize_screen(result, candidates)
-    assert screen.tone == "warning"
-    lines = as_text(screen).splitlines()
-    assert lines[0] == "Q8_0: 40% cheaper (34% to 45%), quality loss 0.40%: target missed"
-    assert f"  baseline  BF16                       $2.00  72.0 tok/s  {_FULL}" in lines
-    assert "  chosen    Q8_0                       $1.20   120 tok/s  ##################............" in lines
-    assert any(line.split()[:4] == ["Q8_0", "chosen", "-40%", "+0.40%"] for line in lines)
-    assert "! 1 candidate not tried: no time was left" in lines
-    assert not any("as good" in line for line in lines)
+def _closing(outcome: Outcome) -> str:
+    """Without line breaks."""
+    return " ".join(as_text(optimize_screen(outcome, Path("out/report.html"))).split())
+
+
+def test_optimize_compares_with_both_baselines_and_says_what_the_source_was() -> None:
+    text = _closing(outcomes.cpu_without_objectives())
+    assert text.startswith(
+        "Q4_0: 17% cheaper than today (12% to 22%), 60% cheaper than unquantized (58% to 62%); the source is already "
+        "quantized: target met Cost of a token (the source is already quantized)"
+    )
+    today, unquantized = (
+        text.index("today stored on tokenmill, already quantized"),
+        text.index("unquantized F16, expan"),
+    )
+    assert today < unquantized < text.index("chosen Q4_0")
+    assert "no latency objective was given: throughput decides" in text
+    assert "perplexity +0.40% (+0.20% to +0.60%), limit 1.0%" in text
+    assert "! cheaper by a first measurement, but not proven: Q3_K_S; repeat with more --minutes" in text
+    assert "as cheap within the error of measurement: imatrix:Q4_0" in text
+    assert re.search(r"Candidates \(\d+, \d+ timed, \d+ proven\)", text)
+    assert "another finalist" not in text
+    assert "Serve it tokenmill serve cheaper/model.gguf" in text
+
+
+def test_optimize_says_what_the_final_leaves_open() -> None:
+    outcome = outcomes.cpu_without_objectives()
+    outcome.margin = 0.023
+    assert "another finalist may be up to 2.3% cheaper than the choice; more --runs tell them apart" in _closing(
+        outcome
+    )
+
+
+def test_optimize_names_the_winner_even_if_it_is_another_engine() -> None:
+    outcome = outcomes.gpu_with_a_rival_that_wins()
+    text = _closing(outcome)
+    assert "the source is in full precision" in text
+    assert "TTFT p95 260 ms, ITL p95 22.0 ms, 98% within; ttft p95=500ms, itl p95=40ms: met" in text
+    assert "task humaneval 40.2% against 40.9% on 164 items (-3.0 to +1.8 points, p=0.75)" in text
+    assert "! cheapest on this machine: vllm 0.32 fp8, not tokenmill, 10% cheaper than the best of tokenmill" in text
+    outcome.rivals = outcome.rivals[1:]
+    assert "- cheapest on this machine: fp8 on tokenmill" in _closing(outcome)
 
 
 def test_optimize_without_a_winner() -> None:
-    result, _ = _outcome()
-    result |= {"chosen": "baseline", "serve": "", "cost_reduction_low": None, "cost_reduction_high": None}
-    text = as_text(optimize_screen(result, []))
-    assert text.startswith("Nothing cheaper keeps the quality: stay with the baseline (target missed)\n")
-    assert "Serve it" not in text
+    outcome = outcomes.nothing_chosen()
+    screen = optimize_screen(outcome, Path("out/report.html"))
+    assert screen.tone == "warning"
+    assert screen.headline.startswith("Nothing cheaper keeps the quality: stay with what you have")
+
+
+def test_optimize_interrupted_or_without_quality() -> None:
+    text = _closing(outcomes.interrupted())
+    assert "today not measured" in text
+    assert "! the search is not finished: interrupted; run the same command to go on" in text
+    assert "quality was not measured (--quality off)" in _closing(outcomes.quality_off())
+
+
+def test_a_missed_objective_is_not_good_news() -> None:
+    outcome = outcomes.quality_off()
+    assert outcome.chosen is not None
+    outcome.target_cost = -0.1
+    assert optimize_screen(outcome, Path("r")).tone == "good"
+    outcome.chosen.latency = outcomes.latency(900, 66, 8000, met=False, refusal="ttft p95 is 900ms")
+    assert optimize_screen(outcome, Path("r")).tone == "warning"
+    assert "ttft p95=500ms, itl p95=40ms: ttft p95 is 900ms" in _closing(outcome)

@@ -21,6 +21,7 @@ from tokenmill.serve.config import split_options
 
 CATALOG = load_catalog()
 H100 = Serving("org/model-70b", "model-70b", CATALOG.find_device("h100"), tp=4, replicas=2, weights="fp8", kv_bits=8.0)
+H200 = Serving("org/model-8b", "model-8b", CATALOG.find_device("h200"), replicas=2)  # one device, as we serve
 CPU = Serving("org/model-1b", "model-1b", CATALOG.find_device("xeon-8480"), weights="q4_k_m", stored="q4_k_m")
 
 
@@ -42,7 +43,58 @@ def test_our_own_line_is_one_we_accept() -> None:
     assert (engine.context, engine.concurrency, engine.kv_cache_dtype) == (4096, 24, "bfloat16")
 
 
-@pytest.mark.parametrize(("serving", "remedy"), [(H100, "vllm"), (replace(CPU, kv_bits=5.0), "bf16")])
+def test_our_line_for_a_gpu_is_one_we_accept() -> None:
+    serving = replace(H200, weights="fp8", kv_bits=8.0, max_sequences=128, memory_share=0.9, context=16384)
+    launch = find_engine("tokenmill").launch(serving)
+    assert launch.prepare == ()  # FP8 is rounded at load
+    server, engine = split_options({name[2:]: value for name, value in flags(launch.command).items()})
+    assert server.served_model_name == ("model-8b",)
+    assert (engine.device, engine.quantization, engine.kv_cache_dtype) == ("cuda", "fp8", "fp8")
+    assert (engine.gpu_memory_utilization, engine.batch_tokens) == (0.9, 8192)
+    assert (engine.context, engine.concurrency) == (16384, 128)
+
+
+@pytest.mark.parametrize(
+    ("weights", "stored", "quantization", "made"),
+    [
+        ("bf16", "bf16", None, ""),
+        ("fp8", "fp8", None, ""),
+        ("int4-g128", "bf16", None, "--method gptq"),
+        ("int8", "bf16", None, "--method smoothquant+gptq"),
+        ("q4_k_m", "q4_k_m", None, ""),
+        ("fp8", "bf16", "fp8", ""),
+    ],
+)
+def test_weights_on_a_gpu_are_stored_rounded_at_load_or_made_first(
+    weights: str, stored: str, quantization: str | None, made: str
+) -> None:
+    launch = find_engine("tokenmill").launch(replace(H200, weights=weights, stored=stored))
+    assert flags(launch.command).get("--quantization") == quantization
+    assert len(launch.prepare) == bool(made)
+    assert made in "".join(launch.prepare)
+
+
+def test_kv_of_eight_bits_is_int8_where_the_gpu_has_no_fp8() -> None:
+    a100 = replace(H200, device=CATALOG.find_device("a100-80"), kv_bits=8.0)
+    assert flags(find_engine("tokenmill").launch(a100).command)["--kv-cache-dtype"] == "int8"
+
+
+def test_our_image_follows_the_device() -> None:
+    engine = find_engine("tokenmill")
+    assert engine.image_for(H200).endswith("-cuda")
+    assert not engine.image_for(CPU).endswith("-cuda")
+    assert any("Dockerfile.cuda" in note for note in engine.launch(H200).notes)
+
+
+@pytest.mark.parametrize(
+    ("serving", "remedy"),
+    [
+        (H100, "--tp 1"),
+        (replace(H200, device=CATALOG.find_device("mi300x")), "vllm"),
+        (replace(H200, weights="nvfp4"), "int4-g128"),
+        (replace(CPU, kv_bits=5.0), "bf16"),
+    ],
+)
 def test_ours_refuses_what_it_cannot_run(serving: Serving, remedy: str) -> None:
     with pytest.raises(UserError, match=remedy):
         find_engine("tokenmill").launch(serving)

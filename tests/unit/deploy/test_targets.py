@@ -16,7 +16,7 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
-from tests.unit.deploy.test_engines import CPU, H100
+from tests.unit.deploy.test_engines import CPU, H100, H200
 from tokenmill.deploy.engines import ENGINES
 from tokenmill.deploy.engines.base import Engine
 from tokenmill.deploy.probes import progress_script
@@ -135,6 +135,42 @@ def test_kubernetes_objects_are_valid(name: str, scaler: str) -> None:
         wanted |= {"ServiceMonitor", "ScaledObject" if scaler == "keda" else "HorizontalPodAutoscaler"}
     assert wanted <= kinds
     assert not {"ScaledObject", "HorizontalPodAutoscaler"} <= kinds  # two masters of one Deployment
+
+
+@pytest.mark.parametrize("scaler", ["keda", "hpa"])
+def test_our_own_pods_ask_for_one_gpu_each(scaler: str) -> None:
+    rendered = render("kubernetes", find_engine("tokenmill"), H200, scaler=scaler)
+    found = [each for file, text in rendered.files.items() if file.endswith(".yaml") for each in documents(text)]
+    assert {"Deployment", "ServiceMonitor"} <= {check(each) for each in found}
+    (deployment,) = (each for each in found if each["kind"] == "Deployment")
+    pod = deployment["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert deployment["spec"]["replicas"] == 2
+    assert container["image"].endswith("-cuda")
+    assert container["args"][:4] == ["serve", "org/model-8b", "--device", "cuda"]
+    for kind in ("requests", "limits"):
+        assert container["resources"][kind]["nvidia.com/gpu"] == "1"
+    assert pod["tolerations"] == [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
+    assert any("device plugin" in note for note in rendered.notes)
+
+
+def test_pods_without_a_gpu_tolerate_no_gpu_node() -> None:
+    found = documents(render("kubernetes", find_engine("tokenmill"), CPU).files["serving.yaml"])
+    (deployment,) = (each for each in found if each["kind"] == "Deployment")
+    assert "tolerations" not in deployment["spec"]["template"]["spec"]
+
+
+def test_our_own_services_and_units_have_a_gpu_each() -> None:
+    engine = find_engine("tokenmill")
+    services = yaml.safe_load(render("compose", engine, H200).files["compose.yaml"])["services"]
+    reserved = [each["deploy"]["resources"]["reservations"]["devices"][0] for each in services.values()]
+    assert [each["device_ids"] for each in reserved] == [["0"], ["1"]]
+    units = render("systemd", engine, H200).files
+    for replica in (0, 1):
+        unit = units[f"model-8b-{replica}.service"]
+        assert f"CUDA_VISIBLE_DEVICES={replica}" in unit
+        assert f"--port {8000 + replica}" in unit
+        assert "PrivateDevices" not in unit
 
 
 def test_the_schema_check_can_fail() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from tokenmill.errors import UserError
 from tokenmill.evaluate.divergence import DivergenceReport
-from tokenmill.evaluate.gate import GateLimits, judge, run_gate
+from tokenmill.evaluate.gate import GateLimits, default_max_kld, judge, run_gate
 
 
 def report(ratio: float, stderr: float, **changes: float) -> DivergenceReport:
@@ -54,7 +54,16 @@ def test_other_limits() -> None:
     assert judge(report(3.0, 0.1), GateLimits(math.inf)).passed
 
 
-@pytest.mark.parametrize("limits", [{"max_quality_loss": -0.1}, {"max_quality_loss": math.nan}, {"confidence": 1.0}])
+def test_the_divergence_limit_that_goes_with_a_loss() -> None:
+    assert default_max_kld(0.0) == 0.0
+    assert default_max_kld(0.01) == pytest.approx(0.0199, abs=1e-4)
+    assert default_max_kld(0.05) == pytest.approx(0.0976, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [{"max_quality_loss": -0.1}, {"max_quality_loss": math.nan}, {"confidence": 1.0}, {"max_kld_mean": -1.0}],
+)
 def test_limits_must_make_sense(limits: dict[str, float]) -> None:
     with pytest.raises(UserError, match="give"):
         GateLimits(**limits)

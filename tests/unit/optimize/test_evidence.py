@@ -1,11 +1,20 @@
-"""Evidence from runs: ratios are paired, halving keeps the cheap and the uncertain, ties go to the better quality."""
+"""Evidence from runs: ratios are paired, estimates know their error, goodput is the cost under objectives."""
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
-from tokenmill.optimize.evidence import choose, compare_speed, is_tied, survivors
-from tokenmill.optimize.results import Run
+from tokenmill.optimize.evidence import (
+    Limits,
+    compare_speed,
+    estimate_cost,
+    ratio_noise,
+    short_text_refusal,
+    with_goodput,
+)
+from tokenmill.optimize.results import Latency, Percentiles, Quality, Run
 
 
 def _runs(*rates: float) -> list[Run]:
@@ -27,22 +36,37 @@ def test_the_interval_covers_the_spread_and_the_median_ignores_one_outlier() -> 
     assert speed.low < 0.5 < speed.high
 
 
-def test_halving_keeps_the_cheaper_half_and_the_near() -> None:
-    costs = {"a": 0.30, "b": 0.40, "c": 0.41, "d": 0.60, "e": 0.90}
-    assert survivors(costs, at_least=2) == ["a", "b", "c"]
-    assert survivors({"a": 0.3, "b": 0.4, "c": 0.41, "d": 0.9}, at_least=2) == ["a", "b", "c"]  # c is within noise of b
-    assert survivors({"a": 0.3}, at_least=2) == ["a"]
-    assert survivors({}) == []
+def test_noise_is_pooled_and_an_estimate_knows_its_error() -> None:
+    noisy = ratio_noise([[1.0, 1.1, 0.9, 1.05]] * 10)
+    quiet = ratio_noise([[1.0, 1.001, 0.999, 1.0]] * 10)
+    assert noisy > 0.05 > quiet
+    once, often = estimate_cost([0.5], noisy), estimate_cost([0.5] * 16, noisy)
+    assert often.error == pytest.approx(once.error / 4)
+    assert once.low < often.low < math.log(0.5) < often.high < once.high
 
 
-def test_tied_candidates_are_named_and_the_better_one_wins() -> None:
-    runs = {"fast": _runs(300, 302, 298), "near": _runs(299, 301, 299), "slow": _runs(200, 201, 199)}
-    winner, tied = choose(runs, {"fast": 0.02, "near": 0.001, "slow": 0.0})
-    assert winner == "near"
-    assert tied == ["fast", "near"]
-    assert not is_tied(runs["fast"], runs["slow"])
+def test_one_outlier_among_many_does_not_move_an_estimate() -> None:
+    assert estimate_cost([0.5, 0.51, 0.49, 0.5, 0.505, 5.0], 0.01).log_cost == pytest.approx(math.log(0.5), abs=0.02)
 
 
-def test_equal_quality_is_decided_by_name_so_that_the_choice_repeats() -> None:
-    runs = {"b": _runs(300, 300, 300), "a": _runs(300, 300, 300)}
-    assert choose(runs, {"a": 0.0, "b": 0.0})[0] == "a"
+def test_goodput_is_the_cost_where_it_differs() -> None:
+    speed = compare_speed(_runs(100, 100, 100), _runs(200, 200, 200))
+    assert with_goodput(speed, _latency(50), _latency(51)).cost_ratio == pytest.approx(0.5)
+    assert with_goodput(speed, _latency(50), _latency(200)).cost_ratio == pytest.approx(0.25)
+    assert with_goodput(speed, _latency(0), _latency(200)).cost_ratio == pytest.approx(0.5)
+
+
+def _latency(goodput: float) -> Latency:
+    times = Percentiles(1, 1, 1, 1, 1)
+    return Latency(10, 0, 1.0, 10.0, times, times, times, goodput, goodput, 1.0, True)
+
+
+def test_a_short_text_refuses_only_what_is_far_off() -> None:
+    limits = Limits(0.01)
+    assert short_text_refusal(_quality(loss=0.02, low=-0.01, kld=0.01), limits) == ""
+    assert "at least" in short_text_refusal(_quality(loss=0.05, low=0.02, kld=0.01), limits)
+    assert "divergence" in short_text_refusal(_quality(loss=0.0, low=-0.01, kld=0.05), limits)
+
+
+def _quality(loss: float, low: float, kld: float) -> Quality:
+    return Quality(loss, low, 2 * loss - low, kld, 3 * kld, 0.9, 10.0, 10.0, 100, 0, 0.01)

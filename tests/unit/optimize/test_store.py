@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -43,3 +44,19 @@ def test_an_attempt_that_ends_in_order_leaves_no_mark_and_a_killed_one_does(tmp_
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     assert Store(tmp_path, "k").interrupted_attempt is None
+
+
+def test_a_write_that_is_cut_short_leaves_the_measurements_as_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(tmp_path, "k")
+    store.remember("short", "Q8_0", 1)
+
+    def power_fails(_descriptor: int) -> None:
+        raise OSError("no power")
+
+    monkeypatch.setattr(os, "fsync", power_fails)
+    with pytest.raises(OSError, match="no power"):
+        store.remember("short", "Q4_0", 2)
+    assert Store(tmp_path, "k").recall("short", "Q8_0") == 1
+    assert Store(tmp_path, "k").recall("short", "Q4_0") is None

@@ -256,9 +256,23 @@ def test_a_harmful_result_is_set_aside(job: QuantizeJob) -> None:
         recipe=RecipeRequest("rtn", bits=2, group_size=32),
         gate=GateRequest(text=job.calibration, max_quality_loss=0.0, max_chunks=1, threads=1),
     )
-    with pytest.raises(UserError, match="is refused: perplexity grows"):
+    both = (
+        r"refused: perplexity grows .*\(perplexity \+.*limit 0.00%; divergence .*kept as .*out.rejected; .*not written"
+    )
+    with pytest.raises(UserError, match=both):
         run_job(prepare(gated))
     assert not job.out.exists()
+    assert not list(job.out.parent.glob("*.partial"))
     rejected = job.out.with_name("out.rejected")
     assert "perplexity" in (rejected / "reason.txt").read_text()
+    assert "| max kld | 0 |" in (rejected / "README.md").read_text()
     assert "| perplexity ratio |" in (rejected / "README.md").read_text()
+
+
+def test_a_divergence_alone_is_refused_and_the_default_is_what_a_careful_user_takes(job: QuantizeJob) -> None:
+    """Perplexity may rise without bound here, but the predictions move too far."""
+    assert GateRequest().max_quality_loss == 0.05
+    gate = GateRequest(text=job.calibration, max_quality_loss=100.0, max_kld=1e-6, max_chunks=1, threads=1)
+    with pytest.raises(UserError, match=r"refused: mean divergence .* is more than 1e-06 nats .*raise .*--max-kld"):
+        run_job(prepare(replace(job, recipe=RecipeRequest("rtn", bits=3, group_size=32), gate=gate)))
+    assert not job.out.exists()

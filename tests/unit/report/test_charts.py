@@ -39,7 +39,9 @@ def test_a_scatter_with_intervals_limit_and_diagonal() -> None:
         Point(0.4, 0.01, "red", "a < b", "a < b", x_range=(0.3, 0.5), y_range=(-0.01, 0.03)),
         Point(1.0, 0.0, "blue", "far right", "baseline", ring=True),
     ]
-    chart = scatter("p", "cost & loss", points, "x", "y", percent=True, limits=[(0.05, "limit 5%")], diagonal=True)
+    chart = scatter(
+        "p", "cost & loss", points, "x", "y", percent=(True, True), limits=[(0.05, "limit 5%")], diagonal=True
+    )
     root = ElementTree.fromstring(chart)
     kinds = [line.get("class") for line in root.iter("line")]
     assert kinds.count("error") == 2

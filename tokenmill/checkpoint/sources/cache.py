@@ -62,9 +62,12 @@ def write_marker(alias: Alias) -> Resolved:
 
 
 def write_json(path: Path, content: object) -> None:
-    """Write atomically: the old or the new content survives a kill."""
+    """Write atomically: the old or the new content survives a kill or a power failure."""
     draft = path.with_name(path.name + ".new")
-    draft.write_text(json.dumps(content, indent=1), encoding="utf-8")
+    with open(draft, "w", encoding="utf-8") as file:
+        json.dump(content, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(draft, path)
 
 

@@ -118,9 +118,10 @@ def _compared(comparison: Mapping[str, Any]) -> Cell:
     low, high = comparison["low"], comparison["high"]
     tone: Tone = "bad" if high < 0 else "good" if low > 0 else "plain"
     verdict = "worse" if high < 0 else "better" if low > 0 else "no difference can be shown"
+    p_value = comparison["p_value"]  # None where items are not right or wrong
     text = (
         f"against {comparison['with']}: {change(comparison['difference'])} of items "
-        f"({percent(comparison['confidence'])} interval {change(low)} to {change(high)}, "
-        f"p = {comparison['p_value']:.3g}): {verdict}"
+        f"({percent(comparison['confidence'])} interval {change(low)} to {change(high)}"
+        f"{'' if p_value is None else f', p = {p_value:.3g}'}): {verdict}"
     )
     return Cell(text, tone)

@@ -43,7 +43,10 @@ def _quality(fidelity: Mapping[str, Any]) -> Table:
     if fidelity.get("weight_error_mean") is not None:
         worst = f"{percent(fidelity['weight_error_worst'], 1)} in {fidelity['weight_error_worst_layer']}"
         rows.append(("error of the weights", f"{percent(fidelity['weight_error_mean'], 1)} on average", worst))
-    title = f"What it lost, on {count(fidelity['tokens'])} tokens: gate {fidelity['gate']}"
+    title = (
+        f"What it lost, on {count(fidelity['tokens'])} tokens: gate {fidelity['gate']} (limits: perplexity "
+        f"{change(fidelity['max_quality_loss'])}, divergence {plain_number(fidelity['max_kld'])} nats)"
+    )
     return Table(title, (left(""), left(""), left("")), rows)
 
 

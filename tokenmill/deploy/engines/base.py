@@ -57,6 +57,7 @@ class Engine(ABC):
     health_sees_progress = False  # the health check fails when no tokens are generated
     signals: Signals | None = None
     can_split = False  # prefill and decode in separate pools
+    max_tp = 0  # devices that may share a layer; 0: as many as the plan says
 
     @abstractmethod
     def launch(self, serving: Serving, role: str = "") -> Launch:

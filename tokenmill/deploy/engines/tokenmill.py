@@ -1,26 +1,36 @@
-"""This engine: `tokenmill serve`. One CPU machine per replica; the health check fails when no tokens are generated."""
+"""This engine: `tokenmill serve`, on one CPU machine or one NVIDIA GPU per replica.
+
+Its health check fails when no tokens are generated; its images are built from the repository's Dockerfiles.
+"""
 
 from __future__ import annotations
 
 from tokenmill import __version__
-from tokenmill.deploy.engines.base import GGUF_TYPES, Engine, Launch, Signals, quantized
+from tokenmill.deploy.engines.base import COMPRESSED_TENSORS, GGUF_TYPES, Engine, Launch, Signals, quantized
 from tokenmill.deploy.serving import SHUTDOWN_SECONDS, Serving
 from tokenmill.errors import UserError
 from tokenmill.model.kvstore import KV_STORES
 
 _KV_NAMES = {16: ("bfloat16",), 8: ("fp8", "int8"), 4: ("int4",)}
+_AT_LOAD = {
+    "fp8": "fp8"
+}  # --quantization: one scale per channel needs no calibration; groups of four bits are made first
+_MADE_FOR_GPU = {name: line for name, line in COMPRESSED_TENSORS.items() if name != "nvfp4"} | GGUF_TYPES
+_CPU_BATCH_TOKENS = 2048
 
 
 class Tokenmill(Engine):
     name = "tokenmill"
     planner_name = "tokenmill"
     version = __version__
-    image = f"tokenmill:{__version__}"  # built by the user from the repository's Dockerfile
+    image = f"tokenmill:{__version__}-cuda"  # built by the user: Dockerfile.cuda and Dockerfile of the repository
+    cpu_image = f"tokenmill:{__version__}"
     health_sees_progress = True
     ready, live = "/readyz", "/livez"
     keys_file_flag = "--api-keys-file"
     key_variable = "TOKENMILL_API_KEY"
     metrics_need_key = True
+    max_tp = 1
     signals = Signals(
         "/metrics",
         "tokenmill_requests_waiting",
@@ -32,23 +42,50 @@ class Tokenmill(Engine):
     def launch(self, serving: Serving, role: str = "") -> Launch:
         if role:
             self.router(serving, (), ())
-        if serving.devices > 1 or serving.device.kind not in ("cpu", "soc"):
-            raise UserError(
-                f"tokenmill serves on one CPU machine, not on {serving.device.name} x{serving.devices}",
-                "use --engine vllm, sglang or trtllm there, or plan for a CPU with --gpu",
-            )
-        model, prepare = quantized(serving, GGUF_TYPES, self.name)
-        command = ["tokenmill", "serve", model, "--host", "0.0.0.0", "--port", str(self.port)]
+        _check_device(serving)
+        gpu = serving.on_gpu
+        at_load = _AT_LOAD.get(serving.weights, "") if gpu and serving.needs_quantizing else ""
+        recipes = _MADE_FOR_GPU if gpu else GGUF_TYPES
+        model, prepare = (serving.model, ()) if at_load else quantized(serving, recipes, self.name)
+        command = ["tokenmill", "serve", model, "--device", "cuda" if gpu else "cpu"]
+        command += ["--host", "0.0.0.0", "--port", str(self.port)]
         command += ["--served-model-name", serving.name, "--context", str(serving.context)]
-        command += ["--concurrency", str(serving.max_sequences), "--batch-tokens", str(min(2048, serving.batch_tokens))]
-        command += ["--kv-cache-dtype", _kv_name(serving.kv_bits)]
+        tokens = serving.batch_tokens if gpu else min(_CPU_BATCH_TOKENS, serving.batch_tokens)
+        command += ["--concurrency", str(serving.max_sequences), "--batch-tokens", str(tokens)]
+        command += ["--kv-cache-dtype", _kv_name(serving)]
+        if gpu:
+            command += ["--gpu-memory-utilization", f"{serving.memory_share:g}"]
+        if at_load:
+            command += ["--quantization", at_load]
         command += ["--shutdown-timeout", str(SHUTDOWN_SECONDS)]
-        return Launch(tuple(command), prepare=prepare)
+        return Launch(tuple(command), prepare=prepare, notes=(self._image_note(serving),))
+
+    def _image_note(self, serving: Serving) -> str:
+        dockerfile = "Dockerfile.cuda" if serving.on_gpu else "Dockerfile"
+        return f"containers need the image: docker build -f {dockerfile} -t {self.image_for(serving)} ."
 
 
-def _kv_name(bits: float) -> str:
-    """The store of this width that is registered."""
-    for name in _KV_NAMES.get(round(bits), ()):
+def _check_device(serving: Serving) -> None:
+    device = serving.device
+    runs = device.kind in ("cpu", "soc") or (serving.on_gpu and device.vendor == "nvidia")
+    if not runs:
+        raise UserError(
+            f"tokenmill serves on CPUs and NVIDIA GPUs, not on {device.name}",
+            "use --engine vllm, sglang or trtllm there",
+        )
+    if serving.devices > 1:
+        raise UserError(
+            f"a replica of tokenmill has one device, not {device.name} x{serving.devices}",
+            "plan with --tp 1 (more devices are more replicas), or use --engine vllm, sglang or trtllm",
+        )
+
+
+def _kv_name(serving: Serving) -> str:
+    """The registered store of this width. FP8 is chosen where the device multiplies it, else INT8."""
+    names = _KV_NAMES.get(round(serving.kv_bits), ())
+    if serving.on_gpu and not serving.device.supports("fp8"):
+        names = tuple(reversed(names))
+    for name in names:
         if name in KV_STORES:
             return name
-    raise UserError(f"tokenmill holds no {bits:g}-bit KV cache", "plan with --kv-cache-dtype bf16")
+    raise UserError(f"tokenmill holds no {serving.kv_bits:g}-bit KV cache", "plan with --kv-cache-dtype bf16")

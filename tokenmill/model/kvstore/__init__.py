@@ -34,5 +34,3 @@ KV_STORES = Registry(
         "turboquant_3bit_nc": f"{_HERE}.turboquant_vllm:TurboQuant3BitStore",
     },
 )
-# What an automatic search tries: one store per size that is worth its quality.
-EVERYDAY_STORES = ("float32", "float16", "bfloat16", "fp8", "int8", "int4")

@@ -2,20 +2,21 @@
 
 Steps come from StepCost; stretches where nothing joins or leaves are taken in one stride, so a benchmark of thousands
 of requests takes milliseconds. Real traces through the real scheduler are the simulator's, users who have drifted apart
-are steady_state.py's; `--validate` uses this one, since its rows are benchmarks that start all users at once.
+are steady_state.py's. Called by performance.py for lock-step arrivals.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import ceil
 from statistics import fmean
 
-from tokenmill.plan.cost.step_cost import StepCost
+from tokenmill.plan.cost.step_cost import Decode
 
+StepTime = Callable[[list[tuple[int, int]], Decode], float]
 _SIMULATED_ROUNDS = 4  # the first is the cold start; the rest stand for all later ones
 
 
@@ -45,7 +46,8 @@ class Scheduling:
     max_running: int = 1 << 30  # sequences that the KV cache and the engine's limit allow at once
     request_ms: float = 0.0  # front end: parse, tokenize, queue, detokenize the first token
     turnaround_ms: float = 20.0  # a user's next request arrives up to this much after the last answer
-    in_flight: int = 1  # micro-batches in a pipeline at once; the load is one micro-batch's (steady state only)
+    in_flight: int = 1  # micro-batches in a pipeline at once; the load is one micro-batch's
+    burstiness: float = 1.0  # coefficient of variation of the gaps between arrivals (1: Poisson)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +71,13 @@ class _Request:
     first: float = 0.0
 
 
-def run_closed_loop(cost: StepCost, load: Load, scheduling: Scheduling) -> LoopResult:
-    return _Loop(cost, load, scheduling).run()
+def run_closed_loop(step_ms: StepTime, load: Load, scheduling: Scheduling) -> LoopResult:
+    return _Loop(step_ms, load, scheduling).run()
 
 
 class _Loop:
-    def __init__(self, cost: StepCost, load: Load, scheduling: Scheduling) -> None:
-        self.cost, self.load, self.scheduling = cost, load, scheduling
+    def __init__(self, step_ms: StepTime, load: Load, scheduling: Scheduling) -> None:
+        self.step_ms, self.load, self.scheduling = step_ms, load, scheduling
         self.rounds = min(load.rounds, _SIMULATED_ROUNDS)
         self.clock = 0.0
         self.steps = 0  # decode steps taken
@@ -149,7 +151,7 @@ class _Loop:
             chunks.append((new, self.load.cached_tokens + request.done))
             request.done += new
             budget -= new
-        self.clock += self.cost.step_ms(chunks, (count, float(self.context if rides else 0)))
+        self.clock += self.step_ms(chunks, (count, float(self.context if rides else 0)))
         if count:
             self.steps += 1
             self.context += count
@@ -167,7 +169,7 @@ class _Loop:
         count = len(self.decoding)
         steps = max(self.decoding[0][0] - self.steps, 1)
         middle = self.context + count * (steps - 1) / 2
-        step_ms = self.cost.step_ms((), (count, middle))
+        step_ms = self.step_ms([], (count, middle))
         if self.travelling:
             steps = min(steps, max(1, ceil((self.travelling[0][0] - self.clock) / step_ms)))
         self.clock += steps * step_ms

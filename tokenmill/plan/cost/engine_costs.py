@@ -25,6 +25,7 @@ class EngineCosts:
     request_ms: float  # front end: HTTP, tokenizer, queue, first token back
     drift: float  # how far users of a fixed-length benchmark drift apart, as a spread of lengths
     mixed: bool  # prompt chunks ride with decodes; otherwise prompts stop them
+    eager_latent_us: float = 0.0  # host time that latent attention adds to such a layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +46,22 @@ class RoofShares:
     measured: bool = False  # the memory share comes from a published rate; otherwise both are assumed
 
 
-def engine_costs(engine: str) -> EngineCosts:
+def engine_costs(engine: str, family: str = "") -> EngineCosts:
+    """The constants of an engine; a chip generation may have some of its own (its hosts, its published settings)."""
     check_engine(engine)
-    return EngineCosts(**engine_tables()["engine"][engine])
+    tables = engine_tables()
+    return EngineCosts(**tables["engine"][engine] | tables["engine_on"].get(f"{engine}/{family}", {}))
+
+
+def format_factor(engine: str, family: str, bits: float, math: str) -> float:
+    """Factor on the measured kernels for an engine whose kernels for a weight format are its own; 1: as measured."""
+    table = engine_tables()["format_factors"].get(f"{engine}/{family}", {})
+    return float(table.get("int4" if bits < 6 and math == "bf16" else math, 1.0))
+
+
+def routing_skew() -> float:
+    """How much more the busiest rank of placed experts has to do than the mean, in large batches."""
+    return float(engine_tables()["experts"]["skew"])
 
 
 def family_shares(family: str) -> FamilyShares:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from math import log, sqrt
 
 from tokenmill.checkpoint.description import FeedForward
 from tokenmill.checkpoint.mixers import Attention, LatentAttention, Recurrent
@@ -76,6 +77,15 @@ def _roof_curve(
 def coverage(tokens: float, per_token: int, num_experts: int) -> float:
     """F7: experts that at least one of the tokens is sent to."""
     return num_experts * (1.0 - (1.0 - per_token / num_experts) ** tokens)
+
+
+def uneven(tokens: float, per_token: int, ep: int, skew: float) -> float:
+    """Load of the busiest of `ep` ranks over the mean: every step waits for it. Chance makes small batches uneven, skew
+    is what remains of popular experts in large ones."""
+    if ep <= 1:
+        return 1.0
+    chance = sqrt(2.0 * log(ep) * ep / max(1.0, tokens * per_token))
+    return min(float(ep), 1.0 + skew + chance)
 
 
 def expert_work(shape: ExpertShape, tokens: float, bits: float, math: str) -> Work:

@@ -1,8 +1,9 @@
 """A step's milliseconds fitted to steps that were timed: the cost model of a machine that was measured.
 
-Linear in what a step holds (a fixed part, decodes, prompts, tokens, attention work), fitted to relative errors with no
-negative coefficient, so that more work never costs less. Has the interface of StepCost; knows one model on one machine
-under one engine. Fitted by tokenmill/calibrate, stored as JSON, used by the simulator.
+Linear in what a step holds (a fixed part, rows of the matrix products, sequences, prompts, attention work), fitted to
+relative errors with no negative coefficient, so that more work never costs less. Has the interface of StepCost; knows
+one model on one machine under one engine. Fitted by tokenmill/calibrate and to the steps that a server logged, stored
+as JSON, used by the simulator.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-FEATURES = ("step", "few decodes", "decode", "prompt", "few tokens", "prompt token", "decode context", "prompt context")
-_FEW_DECODES = 4  # up to here a batch is read from memory once; more rows cost arithmetic
-_FEW_TOKENS = 32
+FEATURES = ("step", "few rows", "rows", "many rows", "sequence", "prompt", "decode context", "prompt context")
+_FEW_ROWS = 4  # up to here a step reads the weights from memory; more rows cost arithmetic
+_MANY_ROWS = 32  # from here on the arithmetic runs at its best rate
+_ROUNDS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +33,9 @@ def _features(prefill: Sequence[tuple[int, int]], count: int, context: float) ->
     for new, before in prefill:
         tokens += new
         pairs += new * (before + 0.5 * (new + 1))
-    few = min(count, _FEW_DECODES)
-    return (1.0, few, count - few, len(prefill), min(tokens, _FEW_TOKENS), tokens, context / 1e3, pairs / 1e6)
+    rows, prompts = count + tokens, len(prefill)  # decodes and prompts pass the same matrix products
+    few, some, many = min(rows, _FEW_ROWS), min(max(0, rows - _FEW_ROWS), _MANY_ROWS - _FEW_ROWS), rows - _MANY_ROWS
+    return (1.0, few, some, max(0, many), count + prompts, prompts, context / 1e3, pairs / 1e6)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,23 +52,30 @@ class MeasuredCost:
         return served + sum([c * f for c, f in zip(self.coefficients, features, strict=True)])
 
 
-def fit_cost(steps: Sequence[TimedStep]) -> MeasuredCost:
-    """Least squares on relative errors; coefficients that would be negative are held at zero."""
+def fit_cost(steps: Sequence[TimedStep], whole: bool = False) -> MeasuredCost:
+    """Least squares on errors relative to the fitted time; coefficients that would be negative are held at zero.
+
+    A step that another process interrupted takes several times as long. Such steps count little, unless `whole`: then
+    the fitted times add up to the measured ones, as they must where the interruptions are a part of serving.
+    """
     assert len(steps) >= len(FEATURES), "too few timed steps"
     times = np.array([step.ms for step in steps])
-    rows = np.array([_features(step.prefill, step.count, step.context) for step in steps]) / times[:, None]
-    weights = _robust_weights(rows, np.ones(len(steps)))
-    return MeasuredCost(tuple(float(c) for c in _non_negative(rows * weights[:, None], weights)))
+    rows = np.array([_features(step.prefill, step.count, step.context) for step in steps])
+    scale, weights = times, np.ones(len(steps))
+    for _ in range(_ROUNDS):
+        solution = _non_negative(rows * (weights / scale)[:, None], weights * times / scale)
+        # Relative to the fit: relative to the measured times, long ones would count less and the fit would be short.
+        scale = np.maximum(rows @ solution, 1e-3 * times)
+        error = np.abs(times / scale - 1.0)
+        weights = np.sqrt(1.0 / np.maximum(1.0, error / max(1e-3, 1.5 * float(np.median(error)))))
+    factor = _unexplained(times, scale) if whole else 1.0
+    return MeasuredCost(tuple(float(factor * c) for c in solution))
 
 
-def _robust_weights(rows: np.ndarray, ones: np.ndarray) -> np.ndarray:
-    """A step that another process interrupted takes several times as long: such steps count little."""
-    weights = ones
-    for _ in range(5):
-        error = np.abs(rows @ _non_negative(rows * weights[:, None], weights) - 1.0)
-        scale = max(1e-3, 1.5 * float(np.median(error)))
-        weights = np.sqrt(1.0 / np.maximum(1.0, error / scale))
-    return weights
+def _unexplained(times: np.ndarray, fitted: np.ndarray) -> float:
+    """Measured over fitted time in total, without the few steps in which the machine stood still."""
+    usual = times < 20.0 * fitted
+    return float(times[usual].sum() / fitted[usual].sum())
 
 
 def _non_negative(rows: np.ndarray, target: np.ndarray) -> np.ndarray:

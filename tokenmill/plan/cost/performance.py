@@ -1,31 +1,30 @@
-"""The closed-form answer: TTFT, TPOT and throughput of a deployment under a steady load, each with interval and basis.
+"""The answer for a deployment under a load: TTFT, TPOT and throughput, each with interval and basis.
 
-Joins memory, step cost and the steady state. Intervals come from the residuals of the validation rows (P10 to P90 of
-measured over predicted); where nothing was measured they are wider, and the basis says so. Called by the search and the
-CLI.
+`estimate` is the one function that plans, `--validate` and the report ask: it joins memory, step cost and the model
+of the arrivals asked for (lock-step: closed_loop.py; poisson and traces: steady_state.py). Intervals come from the
+score of the same kind of arrivals (intervals.py).
 """
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import dataclass, replace
-from functools import cache
-from importlib import resources
 
 from tokenmill.errors import UserError
 from tokenmill.hardware.memory import MemoryPlan
-from tokenmill.plan.cost.closed_loop import Load, Scheduling
+from tokenmill.plan.cost.closed_loop import Load, Scheduling, StepTime, run_closed_loop
 from tokenmill.plan.cost.engine_costs import device_roofs
+from tokenmill.plan.cost.intervals import Interval, interval
 from tokenmill.plan.cost.speculation import speculative_step
-from tokenmill.plan.cost.steady_state import steady_state
+from tokenmill.plan.cost.split import SplitDeployment, split_state
+from tokenmill.plan.cost.steady_state import SteadyState, steady_state
 from tokenmill.plan.cost.step_cost import StepCost
 from tokenmill.plan.cost.tables import MEASURED_ON
 from tokenmill.plan.question.deployment import Deployment, Room, room_for
 from tokenmill.plan.question.question import Speculation
+from tokenmill.plan.question.workload import Arrivals
 
-# How far the steady state typically lies from the event loop with lengths that vary (test_steady_state.py).
-_STEADY = {"tpot": 1.1, "ttft": 1.2}
 _MEASURED_FAMILIES = ("hopper", "blackwell")
+_POISSON = Arrivals()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +48,7 @@ class Estimate:
     memory: MemoryPlan
     kv_tokens: int
     sequences_that_fit: int
-    ttft: Figure  # ms, mean in the steady state
+    ttft: Figure  # ms, mean
     tpot: Figure  # ms
     output_rate: Figure  # tokens/s of the whole deployment
     saturated: bool
@@ -73,32 +72,16 @@ def basis_of(deployment: Deployment) -> str:
     return f"extrapolated: ops measured on {MEASURED_ON}, moved to {d.device.name}, a generation without rows{extra}"
 
 
-@cache
-def _residuals() -> dict[str, dict[str, list[float]]]:
-    text = (resources.files("tokenmill.plan") / "data" / "residuals.toml").read_text(encoding="utf-8")
-    residuals: dict[str, dict[str, list[float]]] = tomllib.loads(text)["residual"]
-    return residuals
-
-
-def interval(metric: str, deployment: Deployment) -> tuple[float, float]:
-    """Factors (P10, P90) of measured over predicted for this metric, engine and kind of model."""
-    kind = "moe" if deployment.model.is_moe else "dense"
-    table = _residuals()[metric]
-    low, high = table.get(f"{deployment.engine}-{kind}") or table[f"any-{kind}"]
-    if not basis_of(deployment).startswith("table"):  # nothing like it was measured: half as wide again on both sides
-        low, high = low / 1.5, high * 1.5
-    return low / _STEADY[metric], high * _STEADY[metric]
-
-
 def estimate(
     deployment: Deployment,
     load: Load,
     cost: StepCost | None = None,
     speculation: Speculation | None = None,
     room: Room | None = None,
+    arrivals: Arrivals = _POISSON,
 ) -> Estimate:
-    """Steady-state latency and throughput; refuses what does not fit into memory. `cost` and `room` (of the load's mean
-    tokens) where the caller has them already."""
+    """Latency and throughput under these arrivals; refuses what does not fit into memory. `cost` and `room` (of the
+    load's mean tokens) where the caller has them already."""
     room = room or room_for(deployment, load.mean_tokens)
     memory, fit = room.memory, room.sequences
     if not memory.fits or fit < 1:
@@ -112,31 +95,86 @@ def estimate(
         max_running=min(max(1, fit // in_flight), deployment.max_sequences),
         request_ms=cost.costs.request_ms,
         in_flight=in_flight,
+        burstiness=arrivals.burstiness,
     )
-    plain = steady_state(cost.step_ms, users, scheduling)
-    found = steady_state(speculative_step(speculation, cost), users, scheduling) if speculation else plain
+    if arrivals.kind == "lockstep" and not users.spread:
+        users = replace(users, spread=cost.costs.drift)
+    plain = _state(cost.step_ms, users, scheduling, arrivals)
+    found = _state(speculative_step(speculation, cost), users, scheduling, arrivals) if speculation else plain
     bubble = 1 - in_flight / deployment.pp / found.stretch
     basis = basis_of(deployment)
     if deployment.pp > 1:
         basis += f"; pipeline stages idle {bubble:.0%} of the time (F9)"
     if speculation:
         basis += f"; speculation by F10, {speculation.acceptance:.0%} of {speculation.draft_tokens} drafts taken"
-    tpot_low, tpot_high = interval("tpot", deployment)
-    ttft_low, ttft_high = interval("ttft", deployment)
-    slowest = max(found.tpot_ms, plain.tpot_ms) * tpot_high  # drafts that are never accepted gain nothing
+    kind, extrapolated = "moe" if deployment.model.is_moe else "dense", not basis.startswith("table")
+    tpot = interval(arrivals.kind, "tpot", deployment.engine, kind, extrapolated)
+    ttft = interval(arrivals.kind, "ttft", deployment.engine, kind, extrapolated)
+    slowest = max(found.tpot_ms, plain.tpot_ms) * tpot.high  # drafts that are never accepted gain nothing
     rate = found.output_tok_s * in_flight
-    slow_rate = min(rate, plain.output_tok_s * in_flight) / tpot_high
+    slow_rate = min(rate, plain.output_tok_s * in_flight) / tpot.high
     return Estimate(
         deployment=deployment,
         load=load,
         memory=memory,
         kv_tokens=room.kv_tokens,
         sequences_that_fit=fit,
-        ttft=Figure(found.ttft_ms, found.ttft_ms * ttft_low, found.ttft_ms * ttft_high, "ms", basis),
-        tpot=Figure(found.tpot_ms, found.tpot_ms * tpot_low, slowest, "ms", basis),
-        output_rate=Figure(rate, slow_rate, rate / tpot_low, "tokens/s", basis),
+        ttft=_figure(found.ttft_ms, ttft, "ms", basis),
+        tpot=replace(_figure(found.tpot_ms, tpot, "ms", basis), high=slowest),
+        output_rate=Figure(rate, slow_rate, rate / tpot.low, "tokens/s", f"{basis}; {tpot.basis}"),
         saturated=found.saturated,
         bubble=bubble,
+    )
+
+
+def _state(step_ms: StepTime, load: Load, scheduling: Scheduling, arrivals: Arrivals) -> SteadyState:
+    if arrivals.kind != "lockstep":
+        return steady_state(step_ms, load, scheduling)
+    found = run_closed_loop(step_ms, load, scheduling)
+    return SteadyState(found.ttft_ms, found.tpot_ms, found.output_tok_s, found.saturated)
+
+
+def _figure(value: float, factors: Interval, unit: str, basis: str) -> Figure:
+    return Figure(value, value * factors.low, value * factors.high, unit, f"{basis}; {factors.basis}")
+
+
+@dataclass(frozen=True, slots=True)
+class SplitEstimate:
+    deployment: SplitDeployment
+    load: Load
+    ttft: Figure
+    tpot: Figure
+    output_rate: Figure
+    saturated: bool
+
+
+def estimate_split(
+    deployment: SplitDeployment,
+    load: Load,
+    costs: tuple[StepCost, StepCost] | None = None,
+    arrivals: Arrivals = _POISSON,
+) -> SplitEstimate:
+    """The same for split pools; `costs` of a prefill and a decode engine where the caller has them already."""
+    for pool in (deployment.prefill, deployment.decode):
+        room = room_for(pool, load.mean_tokens)
+        if not room.memory.fits or room.sequences < 1:
+            raise UserError(*_does_not_fit(pool, room.memory, load))
+    prefill, decode = costs or (StepCost(deployment.prefill), StepCost(deployment.decode))
+    found = split_state(deployment, prefill, decode, load, cold=arrivals.kind == "lockstep")
+    basis = f"{basis_of(deployment.decode)}; KV sent over the network of the devices"
+    extrapolated = not basis.startswith("table")
+    tpot, ttft = (
+        interval(arrivals.kind, metric, deployment.engine, "split", extrapolated) for metric in ("tpot", "ttft")
+    )
+    return SplitEstimate(
+        deployment=deployment,
+        load=load,
+        ttft=_figure(found.ttft_ms, ttft, "ms", basis),
+        tpot=_figure(found.tpot_ms, tpot, "ms", basis),
+        output_rate=Figure(
+            found.output_tok_s, found.output_tok_s / tpot.high, found.output_tok_s / tpot.low, "tokens/s", basis
+        ),
+        saturated=found.saturated,
     )
 
 

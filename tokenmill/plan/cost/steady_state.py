@@ -7,14 +7,11 @@ benchmark's cold start is closed_loop.py's, percentiles and bursts are the simul
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import exp, inf
 
-from tokenmill.plan.cost.closed_loop import Load, Scheduling
-from tokenmill.plan.cost.step_cost import Decode
+from tokenmill.plan.cost.closed_loop import Load, Scheduling, StepTime
 
-StepTime = Callable[[list[tuple[int, int]], Decode], float]
 _RARE = 1e-3  # numbers of prompts in a step that are less likely are left out
 _BUSIEST = 0.98  # share of the steps' room for prompts: beyond it the wait would have no end
 _CLOSE, _ATTEMPTS = 5e-3, 4  # of the users: how exactly the decoding ones are found
@@ -126,7 +123,8 @@ class _Steady:
         together = int(max(1, min(capacity, 1 + round(prompts))))
         own = self._time(count, together, alone=True) / min(1.0, capacity)
         busy = min(prompts / capacity, _BUSIEST)
-        return own + own * busy ** max(1.0, capacity) / (2 * (1 - busy)) / max(1.0, capacity)
+        queue = own * busy ** max(1.0, capacity) / (2 * (1 - busy)) / max(1.0, capacity)
+        return own + queue * (1 + self.scheduling.burstiness**2) / 2  # Allen and Cunneen
 
     def _max_decoding(self) -> float:
         """More would end, and send their next prompts, faster than steps can take prompts in."""

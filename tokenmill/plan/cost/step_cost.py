@@ -16,7 +16,14 @@ from tokenmill.checkpoint.mixers import Attention, Mixer, Recurrent
 from tokenmill.plan.cost import kernel_time
 from tokenmill.plan.cost.communication import all_reduce_ms, all_to_all_ms, hand_over_ms
 from tokenmill.plan.cost.curves import Curve, Surface, sampled
-from tokenmill.plan.cost.engine_costs import EngineCosts, RoofShares, device_roofs, engine_costs
+from tokenmill.plan.cost.engine_costs import (
+    EngineCosts,
+    RoofShares,
+    device_roofs,
+    engine_costs,
+    format_factor,
+    routing_skew,
+)
 from tokenmill.plan.question.deployment import Deployment
 from tokenmill.plan.question.planned_model import LayerKind
 
@@ -47,8 +54,9 @@ class StepCost:
 
     def __init__(self, deployment: Deployment, costs: EngineCosts | None = None) -> None:
         self.deployment = d = deployment
-        self.costs = costs or engine_costs(d.engine)
+        self.costs = costs or engine_costs(d.engine, d.device.family)
         self._roofs = device_roofs(d.engine, d.device)
+        self._format = format_factor(d.engine, d.device.family, d.weights.bits, d.weights.math)
         self._dp = float(d.data_parallel)
         layers = [curve for kind in d.model.layers for curve in self._layer_linears(kind)]
         self._linear = _summed(layers)
@@ -83,11 +91,13 @@ class StepCost:
         return other
 
     def _weigh(self, costs: EngineCosts) -> None:
-        self.costs, self._kernel = costs, costs.kernel
+        self.costs, self._kernel = costs, costs.kernel * self._format
         self._layers_ms = costs.layer_us * self.deployment.model.num_layers / 1e3
         routed = sum(kind.count for kind in self.deployment.model.layers if kind.feed_forward.num_experts)
         plain = self.deployment.model.num_layers - routed
-        self._eager_ms = (plain * costs.eager_us + routed * costs.eager_expert_us) / 1e3
+        latent = sum(kind.count for kind in self.deployment.model.layers if "latent" in {m.kind for m in kind.mixers})
+        eager_us = plain * costs.eager_us + routed * costs.eager_expert_us + latent * costs.eager_latent_us
+        self._eager_ms = eager_us / 1e3
         self._tokens = sampled(self._token_ms, kernel_time.TOKENS)
 
     def step_ms(self, prefill: Sequence[tuple[int, int]], decode: Decode) -> float:
@@ -156,7 +166,12 @@ class StepCost:
         curve = kernel_time.expert_curve(
             d.device, d.weights, d.model.hidden_size, kind.feed_forward, d.expert_tp, d.ep, self._roofs
         )
-        return sampled(lambda tokens: kind.count * curve(tokens), kernel_time.TOKENS)
+        per_token, skew = kind.feed_forward.experts_per_token, routing_skew()
+
+        def ms(tokens: float) -> float:
+            return kind.count * curve(tokens * kernel_time.uneven(tokens, per_token, d.ep, skew))
+
+        return sampled(ms, kernel_time.TOKENS)
 
     def _exchange_ms(self, tokens: float) -> float:
         """Two all-reduces per layer; with replicated attention, experts' inputs and outputs travel between replicas."""

@@ -25,7 +25,7 @@ from tokenmill.plan.question.model_names import describe_for_planning
 
 NAME = "this-machine"
 ENGINE = "tokenmill"  # the only one that is measured here
-_VERSION = 1
+_VERSION = 2
 _PROBE_TOKENS, _PROBE_CONTEXT = 256, 128
 
 
@@ -43,9 +43,14 @@ class ModelCalibration:
     batch_tokens: int
     max_running: int
     context: int
+    served_coefficients: tuple[float, ...] = ()  # fitted to steps of the server, other processes included
+    date: str = ""
 
     @property
     def cost(self) -> MeasuredCost:
+        """Of a step while the engine serves."""
+        if self.served_coefficients:
+            return MeasuredCost(tuple(self.served_coefficients))
         return MeasuredCost(tuple(self.coefficients), self.token_ms)
 
 
@@ -59,6 +64,10 @@ class MachineCalibration:
     bandwidth_gb_s: float
     gflops: dict[str, float]  # by weight type, at many tokens
     models: dict[str, ModelCalibration] = field(default_factory=dict)
+    gpu: str = ""  # where it was measured: bandwidth, rates and models are then this GPU's
+    gpu_memory_bytes: int = 0
+    gpu_products: tuple[dict[str, Any], ...] = ()  # calibrate/gpu_probe.py: rate by weights and rows
+    launch_us: float = 0.0
 
     def device(self) -> Device:
         """This machine as a row of the catalog, for models that were not measured themselves."""
@@ -77,7 +86,7 @@ class MachineCalibration:
             stored, cost = find_format(planned.stored_format), MeasuredCost(tuple(model.coefficients))
             reading = bytes_read_per_token(planned, stored) / (bare.bandwidth_gb_s * 1e6)
             flops = prefill_flops(planned.active_parameters, _PROBE_TOKENS)
-            rate = bare.rate("int8" if stored.bits < 16 else "fp32")
+            rate = bare.rate(stored.math if self.gpu else "int8" if stored.bits < 16 else "fp32")
             memory = reading / cost.step_ms((), (1, float(_PROBE_CONTEXT)))
             compute = flops / (rate * 1e9) / cost.step_ms(((_PROBE_TOKENS, 0),), (0, 0.0))
             found.append((memory, compute))
@@ -85,6 +94,23 @@ class MachineCalibration:
 
     def _bare_device(self) -> Device:
         gib = 1 << 30
+        source = f"tokenmill plan --calibrate with {', '.join(self.models)}"
+        if self.gpu:
+            # Four-bit groups are multiplied as bf16: their rate is no roof of its own.
+            rates = {name: rate / 1e3 for name, rate in self.gflops.items() if name != "int4"}
+            return Device(
+                name=NAME,
+                vendor="nvidia",
+                kind="gpu",
+                family="measured",
+                memory_gb=self.gpu_memory_bytes / 1e9,
+                usable_gib=self.gpu_memory_bytes / gib,
+                bandwidth_gb_s=self.bandwidth_gb_s,
+                tflops=rates,
+                source=f"{source} on {self.gpu}",
+                source_date=self.date,
+                confidence="verified",
+            )
         return Device(
             name=NAME,
             vendor="measured",
@@ -94,7 +120,7 @@ class MachineCalibration:
             usable_gib=self.memory_bytes / gib,
             bandwidth_gb_s=self.bandwidth_gb_s,
             tflops={"fp32": self.gflops["float32"] / 1e3, "int8": max(self.gflops.values()) / 1e3},
-            source=f"tokenmill plan --calibrate with {', '.join(self.models)}",
+            source=source,
             source_date=self.date,
             confidence="verified",
         )
@@ -103,7 +129,7 @@ class MachineCalibration:
 def calibration_path(machine: Machine | None = None) -> Path:
     """A file of this machine's own: the cache folder may be shared between several."""
     found = machine or detect_machine()
-    text = f"{platform.node()}|{found.cpu}|{found.cores}|{found.memory_bytes >> 28}"
+    text = f"{platform.node()}|{found.cpu}|{found.cores}|{found.memory_bytes >> 28}{''.join(found.gpus[:1])}"
     return cache_root() / "calibration" / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
 
 
@@ -140,6 +166,13 @@ def check_engine(engine: str) -> None:
 def is_measured(model: str) -> bool:
     """Whether this very model was measured here, not only the machine."""
     return model in _calibration(model).models
+
+
+def measured_on(model: str) -> str:
+    """The date of what was measured with this model, else of the machine's roofs."""
+    calibration = _calibration(model)
+    measured = calibration.models.get(model)
+    return (measured.date if measured else "") or calibration.date
 
 
 def model_calibration(model: str) -> ModelCalibration:

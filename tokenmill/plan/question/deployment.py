@@ -43,6 +43,7 @@ class Deployment:
     batch_tokens: int = 8192
     max_sequences: int = 256
     utilization: float = 0.92
+    draft_share: float = 0.0  # weights and KV of a drafter, as a share of the model's
     runtime: RuntimeCosts = field(default_factory=RuntimeCosts)
 
     def __post_init__(self) -> None:
@@ -61,6 +62,11 @@ class Deployment:
     @property
     def devices(self) -> int:
         return self.group * self.pp
+
+    @property
+    def parallelism(self) -> str:
+        sizes = (("tp", self.tp), ("pp", self.pp), ("dp", self.data_parallel), ("ep", self.ep))
+        return " ".join(f"{name}{size}" for name, size in sizes if size > 1 or name == "tp")
 
     @property
     def can_speculate(self) -> bool:
@@ -123,7 +129,7 @@ def plan_memory(deployment: Deployment) -> MemoryPlan:
     return MemoryPlan(
         usable=float(d.device.usable_bytes),
         utilization=d.utilization,
-        weights=weight_bytes_per_device(d),
+        weights=weight_bytes_per_device(d) * (1.0 + d.draft_share),
         activations=activations,
         runtime=d.runtime.total(d.group),
     )
@@ -140,12 +146,7 @@ class Room:
 
 def room_for(deployment: Deployment, num_tokens: int) -> Room:
     memory = plan_memory(deployment)
-    needs = deployment.model.kv_needs(deployment.tp, deployment.kv_bytes)
+    needs = deployment.model.kv_needs(deployment.tp, deployment.kv_bytes * (1.0 + deployment.draft_share))
     budget = max(0.0, memory.kv) * deployment.pp
     fit = sequences_that_fit(needs, budget, num_tokens, PAGE_SIZE) * deployment.data_parallel
     return Room(memory, token_capacity(needs, budget, PAGE_SIZE), fit)
-
-
-def concurrent_sequences(deployment: Deployment, num_tokens: int) -> int:
-    """Sequences of this length that fit at once, over all attention replicas."""
-    return room_for(deployment, num_tokens).sequences

@@ -26,7 +26,7 @@ class BatchLimits:
 
 
 @cache
-def engine_tables() -> Mapping[str, dict[str, dict[str, Any]]]:
+def engine_tables() -> Mapping[str, dict[str, Any]]:
     """plan/data/engines.toml: constants by engine, by chip generation, and shares of the roofs."""
     text = (resources.files("tokenmill.plan") / "data" / "engines.toml").read_text(encoding="utf-8")
     return tomllib.loads(text)
@@ -47,9 +47,9 @@ def default_engine(device: Device) -> str:
     return "vllm" if device.kind in ("gpu", "tpu") else "llama.cpp"
 
 
-def default_limits(engine: str) -> BatchLimits:
-    """The engine's own defaults; the large GPU engines agree on theirs."""
+def default_limits(engine: str, kind: str = "gpu") -> BatchLimits:
+    """The engine's own defaults on this kind of device; the large GPU engines agree on theirs."""
     if engine == "tokenmill":
-        defaults = DEVICE_DEFAULTS["cpu"]
+        defaults = DEVICE_DEFAULTS["cuda" if kind == "gpu" else "cpu"]
         return BatchLimits(defaults.batch_tokens, defaults.concurrency)
     return BatchLimits(8192, 256)

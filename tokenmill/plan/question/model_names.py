@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
@@ -73,10 +74,80 @@ def describe_for_planning(source: str | Path) -> PlannedModel:
     bare = text.lower().rsplit("/", 1)[-1]
     if bare in _names():
         return built_in(_names()[bare])
+    plain, stored = _plain_name(bare)
+    if plain in _plain_names():
+        found = built_in(_plain_names()[plain])
+        return replace(found, stored_format=stored or found.stored_format)
     near = difflib.get_close_matches(bare, list(_names()), n=6, cutoff=0.45)
     names = list(dict.fromkeys(_names()[name] for name in near))[:4]
     hint = f"nearest: {', '.join(names)}; " if names else ""
     raise UserError(f"unknown model '{text}'", f"{hint}or give the path of its config.json or GGUF file")
+
+
+# Words of a name that say how a checkpoint is stored, and those that change no shape.
+_STORED = {
+    "fp8": "fp8",
+    "fp8dynamic": "fp8",
+    "w8a8": "int8",
+    "int8": "int8",
+    "nvfp4": "nvfp4",
+    "fp4": "nvfp4",
+    "mxfp4": "mxfp4",
+    "awq": "int4-g128",
+    "gptq": "int4-g128",
+    "int4": "int4-g128",
+    "w4a16": "int4-g128",
+}
+_SHAPELESS = {
+    *(
+        "instruct",
+        "chat",
+        "it",
+        "hf",
+        "base",
+        "pt",
+        "thinking",
+        "reasoning",
+        "dynamic",
+        "block",
+        "modelopt",
+        "quantized",
+    ),
+    *("meta", "bf16", "fp16", "bfloat16", "preview", "exp", "latest", "original", "text", "moe", "kv"),
+}
+_RELEASE = re.compile(r"v\d+(\.\d+)?|\d{4}|\d+k|\d{2}")  # v0.1, 2507, 128k, and months and days
+
+
+def _plain_name(name: str) -> tuple[str, str]:
+    """(the words that give a shape, the stored format): `Meta-Llama-3.1-70B-Instruct-FP8`, `LLAMA3_1_70B`, `QWEN3_235B`
+    and `DEEPSEEK_V3` are written in many ways."""
+    stored = ""
+    kept: list[str] = []
+    for word in re.split(r"[-_\s:]+|(?<=quantized)\.", name.lower()):
+        if word in _STORED:
+            stored = _STORED[word]
+        elif (
+            word and word not in _SHAPELESS and not (kept and _RELEASE.fullmatch(word) and not _is_version(kept, word))
+        ):
+            kept.append(word)
+    return re.sub(r"[^a-z0-9]", "", "".join(kept)), stored
+
+
+def _is_version(kept: list[str], word: str) -> bool:
+    """`deepseek v3` is another model than `deepseek v2`; `mistral 7b v0.3` is the same as v0.2."""
+    return word.startswith("v") and kept == ["deepseek"]
+
+
+@cache
+def _plain_names() -> Mapping[str, str]:
+    """Plain words -> built-in name; also without the active parameters of a mixture (QWEN3_235B)."""
+    names: dict[str, str] = {}
+    for spelling, name in _names().items():
+        plain, stored = _plain_name(spelling.rsplit("/", 1)[-1])
+        if not stored:
+            names.setdefault(plain, name)
+            names.setdefault(re.sub(r"(?<=b)a\d+b", "", plain), name)
+    return names
 
 
 def built_in_names() -> list[str]:

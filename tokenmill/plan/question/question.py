@@ -56,6 +56,7 @@ class Speculation:
     draft_tokens: int = 4
     acceptance: float = 0.6
     draft_cost: float = 0.03  # a trained head or a draft model of a few percent of the size
+    draft_share: float = 0.03  # of the model's memory, weights and KV alike
 
     def __post_init__(self) -> None:
         if self.draft_tokens < 1 or not 0 <= self.acceptance <= 1 or self.draft_cost < 0:
@@ -92,6 +93,10 @@ class Tuning:
 
     def fixed_speculation(self, deployment: Deployment) -> Speculation | None:
         return self.drafts if self.speculation == "on" and deployment.can_speculate else None
+
+    def with_drafter(self, deployment: Deployment) -> Deployment:
+        """The deployment with the memory that the drafter takes."""
+        return replace(deployment, draft_share=self.drafts.draft_share)
 
 
 @dataclass(frozen=True, slots=True)

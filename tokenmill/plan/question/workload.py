@@ -6,8 +6,26 @@ Owns the record, its range checks and the presets of common uses. Knows nothing 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from tokenmill.errors import UserError, unknown_name
+
+
+@dataclass(frozen=True, slots=True)
+class Arrivals:
+    """How requests arrive. `lockstep`: users of a benchmark who all start at once and send the next request on
+    completion; `poisson`: users who have drifted apart; `trace`: as recorded, with the burstiness of its gaps."""
+
+    kind: str = "poisson"
+    burstiness: float = 1.0  # coefficient of variation of the gaps between arrivals
+    words: str = ""  # where a trace's figures come from
+
+    def __post_init__(self) -> None:
+        if self.kind not in ARRIVALS:
+            raise unknown_name("kind of arrivals", self.kind, ARRIVALS)
+
+
+ARRIVALS = ("lockstep", "poisson", "trace")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +40,7 @@ class Workload:
     prefix_share: float = 0.0
     ttft_ms: float = 0.0
     itl_ms: float = 0.0
+    arrivals: Arrivals = Arrivals()
 
     def __post_init__(self) -> None:
         if self.input_tokens < 1 or self.output_tokens < 1:
@@ -53,11 +72,11 @@ _PRESETS = {  # lengths and promises as people state them; the load is the calle
 }
 
 
-def preset(name: str, **given: float) -> Workload:
+def preset(name: str, **given: Any) -> Workload:
     """A preset, overridden by the caller's figures."""
     if name not in _PRESETS:
         raise unknown_name("workload", name, _PRESETS)
-    return replace(_PRESETS[name], **given)  # type: ignore[arg-type]
+    return replace(_PRESETS[name], **given)
 
 
 _ACCEPTANCE = {"code": 0.8}  # of drafts: code repeats its prompt and itself

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 from tokenmill.errors import UserError
@@ -22,7 +23,7 @@ from tokenmill.plan.search.candidates import enumerate_plans
 from tokenmill.plan.search.judging import Plan, Terms
 from tokenmill.plan.search.money_rows import cost_rows
 from tokenmill.plan.search.reasons import plan_name, reasons, what_follows
-from tokenmill.plan.search.search import SearchResult, search
+from tokenmill.plan.search.search import CAREFUL_LOSS, SearchResult, search
 
 _SHOWN = 8
 
@@ -44,6 +45,7 @@ def answer(question: Question, catalog: Catalog, found: SearchResult | None = No
         "model": q.model.name,
         "parameters": q.model.parameters,
         "feasible": found.winner is not None,
+        "arrivals": q.workload.arrivals.kind,
         "plan": describe(chosen, q.workload),
         "reasons": reasons(chosen, found, q.workload),
         "costs": cost_rows(chosen, q.workload, q.pricing, catalog, q.model.name, q.bill),
@@ -52,15 +54,33 @@ def answer(question: Question, catalog: Catalog, found: SearchResult | None = No
         "pareto": [_row(plan) for plan in found.front[:_SHOWN]],
         "rejected": list(_rejected(found)),
     }
+    if found.bolder is not None:
+        result["bolder"] = _bolder(found.bolder, chosen, q, catalog)
     if q.target_cost:
         result["target"] = _against_baseline(chosen, q)
     return result
 
 
+def _bolder(plan: Plan, chosen: Plan, q: Question, catalog: Catalog) -> dict[str, Any]:
+    """A cheaper plan, and what it takes for granted."""
+    assumes = []
+    if plan.risk.high > chosen.risk.high:
+        assumes.append(f"a loss of quality up to {plan.risk.high:.1f} % ({plan.risk.reason}; not measured)")
+    if plan.speculation:
+        drafts = plan.speculation
+        assumes.append(f"{drafts.acceptance:.0%} of {drafts.draft_tokens} drafts accepted (assumed)")
+    return {
+        "plan": describe(plan, q.workload),
+        "costs": cost_rows(plan, q.workload, q.pricing, catalog, q.model.name, q.bill),
+        "assumes": assumes,
+    }
+
+
 def search_question(q: Question) -> SearchResult:
     deployments = enumerate_plans(q.model, q.groups, q.fixed, narrow=len(q.groups) > 2)
     fleet = q.groups[0].count if len(q.groups) == 1 and q.fixed_fleet else 0
-    return search(deployments, Terms(q.workload, q.pricing, q.limits, fleet), q.tuning)
+    loss = inf if q.weights else q.limits.quality_loss or CAREFUL_LOSS
+    return search(deployments, Terms(q.workload, q.pricing, q.limits, fleet), q.tuning, loss)
 
 
 def describe(plan: Plan, workload: Workload) -> dict[str, Any]:

@@ -20,19 +20,26 @@ from tokenmill.plan.question.question import Fixed
 
 _GPU_FORMATS: tuple[str, ...] = ("bf16", "fp8", "int8", "int4-g128", "nvfp4")
 _BLOCK_FORMATS: tuple[str, ...] = ("q8_0", "q6_k", "q5_k_m", "q4_k_m", "q4_0")
-_BLOCK_ENGINES = ("llama.cpp", "tokenmill")  # run GGUF blocks; KV is planned at 16 bits there
+_OWN_FORMATS: tuple[str, ...] = ("bf16", "fp8", "int8", "int4-g128-sym")  # our engine's on a GPU
 _EXPERT_ENGINES = ("vllm", "sglang", "trtllm")  # place whole experts on devices
 _NEEDS = {"fp8": "fp8", "fp8-block": "fp8", "int8": "int8", "nvfp4": "fp4", "mxfp4": "fp4"}
 
 
 def formats_for(device: Device, model: PlannedModel, engine: str = "") -> list[WeightFormat]:
     """Formats with kernels in this engine on this device; the checkpoint's own comes first."""
-    names = _BLOCK_FORMATS if (engine or default_engine(device)) in _BLOCK_ENGINES else _GPU_FORMATS
+    names = _OWN_FORMATS if engine == "tokenmill" and device.kind == "gpu" else _GPU_FORMATS
+    if _runs_blocks(engine or default_engine(device), device):
+        names = _BLOCK_FORMATS
     if device.vendor != "nvidia":  # other vendors use the open 4-bit float format
         names = tuple("mxfp4" if name == "nvfp4" else name for name in names)
     usable = [name for name in names if name not in _NEEDS or device.supports(_NEEDS[name])]
     stored = [model.stored_format] if model.stored_format != "bf16" else []
     return [find_format(name) for name in dict.fromkeys([*stored, *usable])]
+
+
+def _runs_blocks(engine: str, device: Device) -> bool:
+    """Engines that run GGUF blocks; KV is planned at 16 bits there."""
+    return engine == "llama.cpp" or (engine == "tokenmill" and device.kind != "gpu")
 
 
 def parallel_sizes(device: Device, count: int, model: PlannedModel) -> Iterator[tuple[int, int]]:
@@ -78,7 +85,7 @@ def enumerate_plans(
             fitting = 0
             for width, pp in parallel_sizes(group.device, group.count, model):
                 bare = Deployment(model, group.device, _as_multiplied(wanted, engine, group.device), engine=engine)
-                default = default_limits(engine)
+                default = default_limits(engine, group.device.kind)
                 bare = replace(
                     bare,
                     utilization=fixed.memory_share or bare.utilization,
@@ -112,7 +119,7 @@ def _as_multiplied(weights: WeightFormat, engine: str, device: Device) -> Weight
 def _kv_widths(stated: str, engine: str, device: Device) -> list[float]:
     if stated:
         return [_kv_bytes(stated)]
-    narrow = engine not in _BLOCK_ENGINES and (device.supports("fp8") or device.supports("int8"))
+    narrow = not _runs_blocks(engine, device) and (device.supports("fp8") or device.supports("int8"))
     return [2.0, 1.0] if narrow else [2.0]
 
 

@@ -85,7 +85,7 @@ class Terms:
     ) -> Estimate:
         w = self.workload
         load = Load(w.uncached_tokens, w.output_tokens, users, cached_tokens=w.input_tokens - w.uncached_tokens)
-        return estimate(deployment, load, cost, speculation, room)
+        return estimate(deployment, load, cost, speculation, room, w.arrivals)
 
     def _size(
         self, deployment: Deployment, cost: StepCost, speculation: Speculation | None

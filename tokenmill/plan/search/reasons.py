@@ -25,7 +25,8 @@ def reasons(chosen: Plan, found: SearchResult, workload: Workload) -> list[str]:
     d, memory = chosen.deployment, chosen.estimate.memory
     texts = []
     if chosen.good:
-        texts.append(f"cheapest of {sum(plan.good for plan in found.plans)} plans that keep every promise")
+        kept = sum(plan.good and plan.risk.high <= chosen.risk.high for plan in found.plans)
+        texts.append(f"cheapest of {kept} plans that keep every promise and lose no more quality")
     else:
         texts.append(f"no plan keeps every promise; this is the closest one and breaks: {'; '.join(chosen.failures)}")
     texts.append(
@@ -41,6 +42,14 @@ def reasons(chosen: Plan, found: SearchResult, workload: Workload) -> list[str]:
         texts.append(
             f"expect {chosen.risk.low:.1f} to {chosen.risk.high:.1f} % quality loss ({chosen.risk.reason}): measure it "
             "with `tokenmill eval divergence` before deploying"
+        )
+    if workload.arrivals.kind != "poisson":
+        texts.append(f"arrivals: {workload.arrivals.words or workload.arrivals.kind}")
+    bolder = found.bolder
+    if bolder is not None:
+        drafts = " with speculation (assumed acceptance)" if bolder.speculation else ""
+        texts.append(
+            f"bolder: {plan_name(bolder.deployment)}{drafts}, up to {bolder.risk.high:.1f} % quality loss, not measured"
         )
     cheaper = found.nearest_cheaper
     if cheaper is not None and found.winner is not None:

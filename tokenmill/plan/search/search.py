@@ -16,7 +16,10 @@ from tokenmill.plan.search.judging import Plan, Terms
 from tokenmill.plan.search.tuning import first_choice, tuned
 from tokenmill.report.pareto import pareto_front
 
+CAREFUL_LOSS = 1.0  # percent of quality that the first answer may lose, at the high end of the published range
 _LEADERS = 12  # plans that are tuned, besides the front
+_SAFE_LEADERS = 4  # of them, those that keep quality
+_WORTH_NAMING = 0.97  # of the cost
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +32,22 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    winner: Plan | None
+    winner: Plan | None  # the cheapest that keeps the promises and quality, and counts on nothing unmeasured
     front: tuple[Plan, ...]  # no other plan is cheaper, faster and safer at once
     plans: tuple[Plan, ...]  # all that fit into memory, best first
     refused: tuple[Refused, ...]
     nearest_cheaper: Plan | None  # breaks a promise, costs less
+    bolder: Plan | None = None  # keeps the promises, costs less: by a larger loss of quality or by assumed drafts
 
 
-def search(deployments: Iterable[Deployment], terms: Terms, tuning: Tuning = Tuning()) -> SearchResult:  # noqa: B008
+def search(
+    deployments: Iterable[Deployment],
+    terms: Terms,
+    tuning: Tuning = Tuning(),  # noqa: B008
+    quality_loss: float = CAREFUL_LOSS,
+) -> SearchResult:
+    """`quality_loss`: percent at the high end of the range that the first answer may lose; infinite: the formats were
+    asked for. Speculation on an assumed acceptance is left to the bolder plan."""
     plans: list[Plan] = []
     refused: list[Refused] = []
     costs = _Costs()
@@ -48,13 +59,29 @@ def search(deployments: Iterable[Deployment], terms: Terms, tuning: Tuning = Tun
             plans.append(terms.judge(fitting, costs.of(fitting), tuning.fixed_speculation(fitting)))
     plans.sort(key=Plan.order)
     front = _front(plans)
-    leaders = {id(plan) for plan in (*plans[:_LEADERS], *front)}
-    plans = [tuned(plan, costs.of(plan.deployment), terms, tuning) if id(plan) in leaders else plan for plan in plans]
+    safe = [plan for plan in plans if plan.risk.high <= quality_loss]
+    leaders = {id(plan) for plan in (*plans[:_LEADERS], *safe[:_SAFE_LEADERS], *front)}
+    plans = [
+        tuned(plan, costs.of(plan.deployment), terms, tuning, speculates=False) if id(plan) in leaders else plan
+        for plan in plans
+    ]
     plans.sort(key=Plan.order)
-    winner = plans[0] if plans and plans[0].good else None
+    good = [plan for plan in plans if plan.good]
+    winner = next((plan for plan in good if plan.risk.high <= quality_loss), good[0] if good else None)
+    bolder = _bolder(winner, good, costs, terms, tuning) if winner else None
     cheaper = [plan for plan in plans if not plan.good and (winner is None or plan.rank < winner.rank)]
     nearest = min(cheaper, key=lambda plan: (len(plan.failures), plan.rank), default=None)
-    return SearchResult(winner, _front(plans), tuple(plans), tuple(refused), nearest)
+    return SearchResult(winner, _front(plans), tuple(plans), tuple(refused), nearest, bolder)
+
+
+def _bolder(winner: Plan, good: Sequence[Plan], costs: _Costs, terms: Terms, tuning: Tuning) -> Plan | None:
+    """The cheapest plan whatever it loses or assumes, where it is clearly cheaper than the careful one."""
+    best = good[0]
+    if tuning.speculation == "auto":
+        different = [best] if best is winner else [best, winner]
+        drafting = [tuned(plan, costs.of(plan.deployment), terms, tuning) for plan in different]
+        best = min([best, *[plan for plan in drafting if plan.good]], key=Plan.order)
+    return best if best.rank[0] < _WORTH_NAMING * winner.rank[0] else None
 
 
 class _Costs:

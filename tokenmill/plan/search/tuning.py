@@ -27,11 +27,13 @@ def first_choice(deployment: Deployment, terms: Terms, tuning: Tuning) -> tuple[
     """(why it is refused, the deployment to judge). Where the engine's default limits leave too little for KV, tight
     ones are tried before it is refused."""
     fixed = tuning.applied(deployment)
+    if tuning.fixed_speculation(deployment):
+        fixed = tuning.with_drafter(fixed)
     reason = refusal(fixed, terms.workload)
     if not reason:
         return "", fixed
     tight = replace(
-        deployment,
+        fixed,
         batch_tokens=min(_TIGHT_TOKENS, deployment.batch_tokens),
         max_sequences=min(_TIGHT_SEQUENCES, deployment.max_sequences),
     )
@@ -40,8 +42,9 @@ def first_choice(deployment: Deployment, terms: Terms, tuning: Tuning) -> tuple[
     return (reason, fixed) if hopeless or refusal(tight, terms.workload) else ("", tight)
 
 
-def tuned(plan: Plan, cost: StepCost, terms: Terms, tuning: Tuning) -> Plan:
-    """The plan with the batch limits and the speculation that serve it best, and the reasons."""
+def tuned(plan: Plan, cost: StepCost, terms: Terms, tuning: Tuning, speculates: bool = True) -> Plan:
+    """The plan with the batch limits and the speculation that serve it best, and the reasons. `speculates`: whether
+    `auto` may count on an assumed acceptance."""
     cost = cost.with_kv(plan.deployment)
     best = plan
     for limits in _limits(plan, cost, terms, tuning):
@@ -49,12 +52,13 @@ def tuned(plan: Plan, cost: StepCost, terms: Terms, tuning: Tuning) -> Plan:
         if _better(other, best, _CLEARLY):
             best = other
     plain = best
-    if tuning.speculation == "auto" and best.deployment.can_speculate:
-        drafting = terms.judge(best.deployment, cost, tuning.drafts)
-        if _better(drafting, best, _SPECULATION_PAYS):
-            best = drafting
+    if speculates and tuning.speculation == "auto" and best.deployment.can_speculate:
+        drafted = tuning.with_drafter(best.deployment)
+        if not refusal(drafted, terms.workload):
+            drafting = terms.judge(drafted, cost, tuning.drafts)
+            best = drafting if _better(drafting, best, _SPECULATION_PAYS) else best
     best, bound = _bounded(best, cost, terms, tuning)
-    reasons = [*_step_reason(best, tuning), bound, _speculation_reason(best, plain, terms, cost, tuning)]
+    reasons = [*_step_reason(best, tuning), bound, _speculation_reason(best, plain, terms, cost, tuning, speculates)]
     return replace(best, tuning=tuple(filter(None, reasons)))
 
 
@@ -62,7 +66,7 @@ def _limits(plan: Plan, cost: StepCost, terms: Terms, tuning: Tuning) -> Iterato
     """Other limits that fit into memory: larger batches where the load fills them, other steps where a promise breaks
     (engines were measured with their default step)."""
     d = plan.deployment
-    default = default_limits(d.engine).tokens
+    default = default_limits(d.engine, d.device.kind).tokens
     steps = (
         [round(default * share) for share in _STEPS] if plan.failures and not tuning.batch_tokens else [d.batch_tokens]
     )
@@ -121,7 +125,7 @@ def _bounded(plan: Plan, cost: StepCost, terms: Terms, tuning: Tuning) -> tuple[
 
 
 def _step_reason(best: Plan, tuning: Tuning) -> Iterator[str]:
-    d, default = best.deployment, default_limits(best.deployment.engine).tokens
+    d, default = best.deployment, default_limits(best.deployment.engine, best.deployment.device.kind).tokens
     if tuning.batch_tokens:
         yield f"{d.batch_tokens:,} tokens a step: fixed by the user"
     elif d.batch_tokens == default:
@@ -132,13 +136,15 @@ def _step_reason(best: Plan, tuning: Tuning) -> Iterator[str]:
         yield f"{d.batch_tokens:,} tokens a step: {effect} than the default {default:,}"
 
 
-def _speculation_reason(best: Plan, plain: Plan, terms: Terms, cost: StepCost, tuning: Tuning) -> str:
+def _speculation_reason(best: Plan, plain: Plan, terms: Terms, cost: StepCost, tuning: Tuning, speculates: bool) -> str:
     drafts = tuning.drafts
     assumed = f"{drafts.draft_tokens} drafts, {drafts.acceptance:.0%} accepted (assumed: measure it)"
     if tuning.speculation != "auto":
         return f"speculation {tuning.speculation}: fixed by the user" + (f", {assumed}" if best.speculation else "")
     if not best.deployment.can_speculate:
         return "speculation off: engines do not offer it across pipeline stages"
+    if not speculates:
+        return "speculation off: its acceptance is not measured"
     if best.speculation:
         before = terms.estimate(plain.deployment, plain.users, cost)
         return f"speculation on: {assumed}; without it ITL {before.tpot.value:.1f} ms" + (

@@ -24,6 +24,8 @@ class EngineShape:
     batch_tokens: int
     max_running: int
     context: int  # longest prompt + output that is accepted
+    scheduling: str = "fcfs"
+    kv_policy: str = "lru"
 
 
 def shape_of(deployment: Deployment, context: int = 0, page_size: int = PAGE_SIZE) -> EngineShape:

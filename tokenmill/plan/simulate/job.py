@@ -118,6 +118,18 @@ def simulate_engine(
     limits: Limits = Limits(),  # noqa: B008
     transfer: TransferTime = TransferTime(),  # noqa: B008
 ) -> Simulation:
+    cluster = run_cluster(engine, workload, fleet, transfer)
+    records, devices = cluster.records, engine.devices
+    return summarize(records, cluster.replicas, engine.request_ms, devices, limits.ttft_ms, limits.itl_ms)
+
+
+def run_cluster(
+    engine: SimulatedEngine,
+    workload: Workload,
+    fleet: FleetOptions = FleetOptions(),  # noqa: B008
+    transfer: TransferTime = TransferTime(),  # noqa: B008
+) -> Cluster:
+    """A finished cluster, for those who need single requests; at least one was answered."""
     split = fleet.prefill_replicas > 0
     if fleet.autoscaling and engine.loops > 1:
         raise UserError("autoscaling of engines with pipeline stages is not simulated", "use --pp 1, or no --autoscale")
@@ -141,4 +153,4 @@ def simulate_engine(
             f"all {records.refused} requests are longer than {context} tokens" if records.refused else "no request"
         )
         raise UserError(f"nothing to simulate: {problem}", "give a longer --context or another trace")
-    return summarize(records, cluster.replicas, engine.request_ms, engine.devices, limits.ttft_ms, limits.itl_ms)
+    return cluster

@@ -14,7 +14,13 @@ from tokenmill.errors import UserError, unknown_name
 from tokenmill.hardware.catalog import DeviceGroup, parse_gpu
 from tokenmill.hardware.weight_formats import find_format
 from tokenmill.plan.cost.performance import basis_of
-from tokenmill.plan.cost.this_machine import calibrated_device, check_engine, is_measured, is_this_machine
+from tokenmill.plan.cost.this_machine import (
+    calibrated_device,
+    check_engine,
+    is_measured,
+    is_this_machine,
+    measured_on,
+)
 from tokenmill.plan.question.deployment import Deployment
 from tokenmill.plan.question.engines import default_engine, default_limits
 from tokenmill.plan.question.model_names import describe_for_planning
@@ -130,7 +136,7 @@ def deployment_of(question: EngineQuestion, engines: int) -> tuple[Deployment, i
         tp,
         q.pp,
     )
-    default = default_limits(deployment.engine)
+    default = default_limits(deployment.engine, deployment.device.kind)
     tokens, sequences = q.batch_tokens or default.tokens, q.max_sequences or default.sequences
     return replace(deployment, batch_tokens=tokens, max_sequences=sequences), parts
 
@@ -179,7 +185,7 @@ def _ask_this_machine(
         "workload": workload.name,
         "scheduler": f"tokenmill, fcfs, {shape.batch_tokens} tokens a step, {shape.max_running} sequences",
         "router": fleet.router,
-        "basis": "measured: steps of this engine on this machine (plan --calibrate)",
+        "basis": f"measured: steps of this engine on this machine (plan --calibrate, {measured_on(engine.model)})",
         **result.to_json(),
     }
 

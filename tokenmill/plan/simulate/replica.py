@@ -39,10 +39,11 @@ class Replica:
         self.number = number
         self.pool = pool  # "serve" | "prefill" | "decode"
         self.runner = SimRunner(cost)
-        self.kv = KVManager(shape.layout, shape.num_pages, prefix_caching, POLICIES.get("lru")())
+        self.kv = KVManager(shape.layout, shape.num_pages, prefix_caching, POLICIES.get(shape.kv_policy)())
         # A decode pool receives prompts as KV: they take pages but no compute, and so no part of the token budget.
         budget = 1 << 30 if pool == "decode" else shape.batch_tokens
-        self.scheduler = Scheduler(self.kv, DISCIPLINES.get("fcfs")(), budget, shape.max_running, shape.context)
+        discipline = DISCIPLINES.get(shape.scheduling)()
+        self.scheduler = Scheduler(self.kv, discipline, budget, shape.max_running, shape.context)
         self.core = EngineCore(self.scheduler, self.runner)
         self.strides = True
         self.pipeline: Pipeline | None = None  # shared with the other loops of the deployment

@@ -15,12 +15,15 @@ import numpy as np
 from tokenmill.plan.simulate.records import Records, RequestRecord, Sample
 from tokenmill.plan.simulate.replica import Replica
 
+_RANKS = (50, 90, 95, 99)
+
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
     mean: float
     p50: float
     p90: float
+    p95: float
     p99: float
 
 
@@ -145,10 +148,10 @@ def summarize(
     by_arrival = sorted(done, key=lambda record: record.sent)[::thin]
     samples = [sample for sample in records.samples if sample.ms <= end] or records.samples[:1]
     return Simulation(
-        ttft=_percentiles(ttfts),
+        ttft=percentiles(ttfts),
         itl=_weighted_percentiles(records.gaps, records.gap_counts),
-        tpot=_percentiles([record.tpot_ms for record in done if record.tokens > 1]),
-        e2e=_percentiles([record.e2e_ms + request_ms for record in done]),
+        tpot=percentiles([record.tpot_ms for record in done if record.tokens > 1]),
+        e2e=percentiles([record.e2e_ms + request_ms for record in done]),
         requests=len(done),
         refused=records.refused,
         duration_s=seconds,
@@ -168,23 +171,23 @@ def summarize(
     )
 
 
-def _percentiles(values: Sequence[float]) -> Percentiles:
+def percentiles(values: Sequence[float]) -> Percentiles:
     if not values:
-        return Percentiles(0.0, 0.0, 0.0, 0.0)
-    p50, p90, p99 = np.percentile(np.asarray(values), [50, 90, 99])
-    return Percentiles(float(np.mean(values)), float(p50), float(p90), float(p99))
+        return Percentiles(0.0, 0.0, 0.0, 0.0, 0.0)
+    found = np.percentile(np.asarray(values), _RANKS)
+    return Percentiles(float(np.mean(values)), *(float(each) for each in found))
 
 
 def _weighted_percentiles(values: Sequence[float], counts: Sequence[int]) -> Percentiles:
     """Of values that occurred several times each (nearest rank)."""
     if not len(values):
-        return Percentiles(0.0, 0.0, 0.0, 0.0)
+        return Percentiles(0.0, 0.0, 0.0, 0.0, 0.0)
     value, weight = np.asarray(values), np.asarray(counts)
     order = np.argsort(value)
     cumulative = np.cumsum(weight[order])
-    ranks = np.searchsorted(cumulative, np.array([0.5, 0.9, 0.99]) * cumulative[-1])
-    p50, p90, p99 = value[order][np.minimum(ranks, len(value) - 1)]
-    return Percentiles(float(np.average(value, weights=weight)), float(p50), float(p90), float(p99))
+    ranks = np.searchsorted(cumulative, np.array(_RANKS) / 100 * cumulative[-1])
+    found = value[order][np.minimum(ranks, len(value) - 1)]
+    return Percentiles(float(np.average(value, weights=weight)), *(float(each) for each in found))
 
 
 def _goodput(records: Records, request_ms: float, seconds: float, ttft: float, itl: float) -> Goodput:

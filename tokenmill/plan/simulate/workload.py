@@ -19,7 +19,8 @@ class Arrival:
     ms: float  # since the first one
     prompt_tokens: int
     output_tokens: int
-    blocks: tuple[int, ...] = ()  # of BLOCK_TOKENS tokens each: equal ids are equal tokens
+    blocks: tuple[int, ...] = ()  # equal ids are equal tokens
+    block_tokens: int = BLOCK_TOKENS
 
     def prompt_ids(self) -> list[int]:
         """Token ids that are equal where blocks are equal and this request's own elsewhere."""
@@ -28,7 +29,7 @@ class Arrival:
             return [own] * self.prompt_tokens
         ids: list[int] = []
         for block in self.blocks:
-            ids += [block] * BLOCK_TOKENS
+            ids += [block] * self.block_tokens
         return (ids + [own] * max(0, self.prompt_tokens - len(ids)))[: self.prompt_tokens]
 
 

@@ -1,4 +1,4 @@
-"""`python -m tokenmill.plan.validate FILE.csv[.gz] [--residuals]`: scores as JSON, or the residuals as TOML."""
+"""`python -m tokenmill.plan.validate FILE.csv[.gz] [--write]`: scores as JSON; --write renews plan/data/scores.json."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from tokenmill.plan.validate.scores import residuals, score, summarize
+from tokenmill.plan.validate.poisson_runs import score_runs
+from tokenmill.plan.validate.score_table import score_table, write_scores
+from tokenmill.plan.validate.scores import score, summarize
 
 rows, skipped = score(Path(sys.argv[1]))
-print(residuals(rows) if "--residuals" in sys.argv else json.dumps(asdict(summarize(rows, skipped))))
+if "--write" in sys.argv:
+    write_scores(score_table(rows, score_runs()))
+print(json.dumps(asdict(summarize(rows, skipped))))

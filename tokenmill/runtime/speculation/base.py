@@ -38,6 +38,8 @@ class Drafter(ABC):
     name: str
     # Needs no argument, no model and no training: can be tried on any model.
     ready_made = False
+    # Drafts with parameters that `tokenmill train-draft` makes for a model; the argument is their folder.
+    needs_training = False
     # Drafting costs a forward pass per token: lengths are chosen beforehand, and nothing is drafted unless it pays.
     computes = False
     # Reads the target's hidden states: `observe` is called after every step.
@@ -49,6 +51,11 @@ class Drafter(ABC):
     @abstractmethod
     def build(cls, argument: str, target: Target) -> Drafter:
         """`argument` is what follows the colon of `--speculate`, or empty."""
+
+    @classmethod
+    def search_arguments(cls, device: str, num_layers: int) -> tuple[str, ...]:  # noqa: ARG003
+        """Arguments that an automatic search tries on a model of `num_layers` layers; none: it cannot guess one."""
+        return ("",) if cls.ready_made else ()
 
     @abstractmethod
     def draft(self, rows: Sequence[ScheduledTokens], limits: Sequence[int]) -> list[Draft]:

@@ -32,6 +32,7 @@ _DEFAULT_CONFIDENCE = 0.5  # of drafts computed inside a step, which come withou
 
 class HeadDrafter(Drafter):
     name = "head"
+    needs_training = True
     computes = True
     needs_hidden = True
 

@@ -39,6 +39,13 @@ class SelfDraft:
     """Chooses between the two kinds by the argument."""
 
     name = "self"
+    needs_training = False
+
+    @classmethod
+    def search_arguments(cls, device: str, num_layers: int) -> tuple[str, ...]:
+        """The fewest bits, and the first half of the layers."""
+        kind = _GPU_TYPES[0] if device == "cuda" else _CPU_TYPES[0]
+        return (kind.lower(), *((f"layers={num_layers // 2}",) if num_layers > 1 else ()))
 
     @classmethod
     def build(cls, argument: str, target: Target) -> Drafter:

@@ -63,6 +63,8 @@ def add_info_routes(app: FastAPI, service: Service) -> None:
         _check_right(request)
         service.metrics.set("engine_up", service.engine.state == "ready")
         service.metrics.set("predicted_ttft_seconds", service.admission.predict(0))
+        for outcome, count in (service.traffic_log.outcomes() if service.traffic_log is not None else {}).items():
+            service.metrics.set("traffic_log_records", count, outcome)
         return Response(service.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     app.include_router(router)

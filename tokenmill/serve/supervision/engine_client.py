@@ -55,9 +55,11 @@ class EngineClient:
         stall_timeout: float,
         on_phase: Callable[[str], None],
         keep_spare: bool = False,
+        step_log: str = "",
     ) -> None:
-        """`keep_spare`: a process with the engine's libraries waits to replace the engine."""
+        """`keep_spare`: a process with the engine's libraries waits to replace the engine. `step_log`: folder."""
         self._path = path
+        self._step_log = step_log
         self._config = config
         self._watchdog = Watchdog(stall_timeout)
         self._keep_spare = keep_spare
@@ -219,7 +221,8 @@ class EngineClient:
         self._ready = asyncio.get_running_loop().create_future()
         try:
             spare, self._spare = self._spare, None
-            await link.launch(str(self._path), self._config, spare if spare and spare.returncode is None else None)
+            alive = spare if spare and spare.returncode is None else None
+            await link.launch(str(self._path), self._config, alive, self._step_log)
             self.identity = await self._until_ready(link, self._ready)
         except BaseException:
             link.kill()

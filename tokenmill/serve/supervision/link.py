@@ -62,10 +62,17 @@ class EngineLink:
         self.heartbeat = Heartbeat()
         self.failure: Failed | None = None  # what the engine said before it ended
 
-    async def launch(self, path: str, config: EngineConfig, spare: asyncio.subprocess.Process | None = None) -> None:
+    async def launch(
+        self,
+        path: str,
+        config: EngineConfig,
+        spare: asyncio.subprocess.Process | None = None,
+        step_log: str = "",
+    ) -> None:
         """Have an engine started, in the process `spare` if there is one."""
         level = _LOG_LEVELS.get(_log.getEffectiveLevel(), "info")
-        spec = EngineSpec(path, asdict(config), self._addresses[0], self._addresses[1], log_level=level)
+        inbox, outbox = self._addresses
+        spec = EngineSpec(path, asdict(config), inbox, outbox, log_level=level, step_log=step_log)
         self._process = spare or await spawn_engine()
         self.last_sign = time.monotonic()
         assert self._process.stdin is not None

@@ -9,7 +9,7 @@ import pytest
 from tokenmill.errors import UserError
 from tokenmill.hardware.catalog import find_device
 from tokenmill.hardware.weight_formats import find_format
-from tokenmill.plan.cost import ceilings, communication, tables
+from tokenmill.plan.cost import ceilings, communication, kernel_time, tables
 from tokenmill.plan.cost.engine_costs import roof_shares
 from tokenmill.plan.cost.kernel_time import coverage
 from tokenmill.plan.cost.speculation import break_even_batch, expected_tokens, speedup, speedup_at
@@ -171,3 +171,12 @@ def test_five_billion_tokens_a_month() -> None:
 def test_negative_price_is_refused() -> None:
     with pytest.raises(UserError, match="negative"):
         ceilings.dollars_per_million(-1, 100)
+
+
+def test_the_busiest_rank_of_experts() -> None:
+    """Every step waits for the busiest rank: far above the mean in small batches, the skew remains in large ones."""
+    assert kernel_time.uneven(64, 8, 1, 0.05) == 1.0
+    few, many = (kernel_time.uneven(tokens, 8, 8, 0.05) for tokens in (4, 8192))
+    assert few > 1.5
+    assert many == pytest.approx(1.05, abs=0.03)
+    assert kernel_time.uneven(1, 1, 8, 0.05) <= 8

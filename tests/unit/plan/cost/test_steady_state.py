@@ -40,7 +40,7 @@ def test_it_agrees_with_users_who_drift_apart(costs: dict[str, StepCost], name: 
         for users in (1, 2, 8, 32, 128):
             scheduling = Scheduling(step, mixed, 64, 30.0)
             varied = Load(round(1.2 * tokens_in), round(1.2 * tokens_out), users, spread=1 / 3)
-            events = run_closed_loop(costs[name], varied, scheduling)
+            events = run_closed_loop(costs[name].step_ms, varied, scheduling)
             found = steady_state(costs[name].step_ms, Load(tokens_in, tokens_out, users), scheduling)
             case = (name, mixed, tokens_in, tokens_out, users)
             assert found.tpot_ms == pytest.approx(events.steady_tpot_ms, rel=0.2), case

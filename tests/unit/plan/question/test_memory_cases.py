@@ -13,7 +13,6 @@ from tokenmill.plan.cost.performance import estimate
 from tokenmill.plan.question.deployment import (
     Deployment,
     bits_per_weight,
-    concurrent_sequences,
     plan_memory,
     room_for,
     total_weight_bytes,
@@ -58,7 +57,7 @@ def test_llama_70b_w8a8_on_one_h100() -> None:
         runtime=NO_GRAPHS,
     )
     assert room_for(d, 1).kv_tokens == pytest.approx(22_096, rel=0.05)
-    assert concurrent_sequences(d, 2048) == pytest.approx(10, abs=1)
+    assert room_for(d, 2048).sequences == pytest.approx(10, abs=1)
 
 
 def test_fp8_with_fp8_cache_at_the_default_share() -> None:

@@ -98,6 +98,24 @@ def test_names_with_and_without_organisation() -> None:
         assert describe_for_planning(name).name == "qwen3-32b"
 
 
+@pytest.mark.parametrize(
+    ("written", "name", "stored"),
+    [
+        ("DEEPSEEK_V3", "deepseek-v3", "fp8-block"),
+        ("QWEN3_235B", "qwen3-235b-a22b", "bf16"),
+        ("meta-llama/Meta-Llama-3.1-70B", "llama-3.1-70b", "bf16"),
+        ("nvidia/Llama-3.3-70B-Instruct-FP8", "llama-3.1-70b", "fp8"),
+        ("Qwen/Qwen3-30B-A3B-Instruct-2507-FP8", "qwen3-30b-a3b", "fp8"),
+        ("deepseek-ai/DeepSeek-R1-0528-FP4", "deepseek-r1", "nvfp4"),
+        ("neuralmagic/Meta-Llama-3.1-8B-Instruct-quantized.w8a8", "llama-3.1-8b", "int8"),
+        ("MOE_Mixtral8x7B", "mixtral-8x7b", "bf16"),
+    ],
+)
+def test_names_as_tables_write_them(written: str, name: str, stored: str) -> None:
+    found = describe_for_planning(written)
+    assert (found.name, found.stored_format) == (name, stored)
+
+
 def test_unknown_model_names_the_nearest() -> None:
     with pytest.raises(UserError, match=r"nearest: llama-3\.1-70b"):
         describe_for_planning("llama-3.1-70")

@@ -8,6 +8,7 @@ import pytest
 
 from tests.unit.plan.questions import answered
 from tokenmill.plan.question.pricing import Pricing
+from tokenmill.plan.question.workload import Arrivals
 
 
 def test_fp8_70b_on_one_h100() -> None:
@@ -51,6 +52,32 @@ def test_the_target_is_against_a_stated_baseline() -> None:
     change = found["costs"]["per_million_blended"] / target["baseline_per_million_blended"] - 1
     assert target["predicted"] == pytest.approx(change, abs=0.001)
     assert target["met"] == (change <= -0.6)
+
+
+def test_the_first_answer_keeps_quality_and_a_bolder_one_says_what_it_costs() -> None:
+    found = answered("llama-3.1-70b", "h100x2", load={"concurrency": 32})
+    assert found["plan"]["quality_loss_percent"]["high"] <= 1.0
+    assert found["plan"]["settings"]["draft_tokens"] == 0
+    bolder = found["bolder"]
+    assert bolder["costs"]["per_million_output"] < found["costs"]["per_million_output"]
+    assert any("not measured" in text for text in bolder["assumes"])
+    asked = answered("llama-3.1-70b", "h100x2", load={"concurrency": 32}, weights="int4")
+    assert asked["plan"]["weights"] == "int4-g128"
+
+
+def test_our_own_engine_on_a_gpu() -> None:
+    plan = answered("llama-3.1-8b", "h200x1", engine="tokenmill", load={"concurrency": 32})["plan"]
+    assert plan["engine"] == "tokenmill"
+    assert plan["weights"] in ("bf16", "fp8")
+    assert plan["settings"]["max_num_batched_tokens"] == 8192
+
+
+def test_lockstep_users_wait_for_each_other() -> None:
+    loads = ({"concurrency": 32, "arrivals": Arrivals(kind)} for kind in ("lockstep", "poisson"))
+    together, apart = (answered("llama-3.1-8b", "h100x1", weights="fp8", use="batch", load=load) for load in loads)
+    assert together["arrivals"] == "lockstep"
+    assert together["plan"]["ttft_ms"]["value"] > apart["plan"]["ttft_ms"]["value"]
+    assert "lockstep score" in together["plan"]["ttft_ms"]["basis"]
 
 
 def test_break_even_names_the_apis_of_like_models_first() -> None:

@@ -67,19 +67,30 @@ def test_batch_work_goes_beyond_the_default_batch() -> None:
     assert found["plan"]["settings"]["max_num_seqs"] > 256
 
 
-def test_speculation_is_on_where_it_pays() -> None:
+def test_the_bolder_plan_speculates_where_it_pays() -> None:
+    """The first answer counts on no assumed acceptance; the bolder one says what it assumes."""
     few, many = (
         answered(
             "llama-3.1-70b", "h100x4", weights="fp8", load={"concurrency": users}, tuning=Tuning(speculation="auto")
         )
         for users in (2, 256)
     )
-    assert few["speculation"]["used"]
-    assert few["plan"]["settings"]["draft_tokens"] == 4
-    assert "speculation on: 4 drafts, 60% accepted (assumed: measure it); without it ITL" in _text(few)
+    assert not few["speculation"]["used"]
+    assert "speculation off: its acceptance is not measured" in _text(few)
+    assert few["bolder"]["plan"]["settings"]["draft_tokens"] == 4
+    assert "60% of 4 drafts accepted (assumed)" in few["bolder"]["assumes"]
+    assert few["bolder"]["costs"]["per_million_output"] < few["costs"]["per_million_output"]
     assert few["speculation"]["pays_up_to_batch"] < 256
-    assert not many["speculation"]["used"]
-    assert "speculation off: with 4 drafts" in _text(many)
+    assert "bolder" not in many
+
+
+def test_a_drafter_takes_memory() -> None:
+    plain, drafting = (
+        answered("llama-3.1-70b", "h100x2", weights="fp8", kv="fp8", tuning=Tuning(speculation=mode))["plan"]
+        for mode in ("off", "on")
+    )
+    assert drafting["memory_gib_per_device"]["weights"] > 1.02 * plain["memory_gib_per_device"]["weights"]
+    assert drafting["kv_tokens"] < plain["kv_tokens"]
 
 
 def test_speculation_can_be_fixed() -> None:
@@ -118,7 +129,7 @@ def test_bad_drafts_are_refused() -> None:
 
 
 def test_experts_are_placed_where_that_is_cheaper() -> None:
-    load = {"concurrency": 256, "ttft_ms": 0}
+    load = {"concurrency": 512, "ttft_ms": 0, "itl_ms": 100}
     found = search_question(question("deepseek-v3", "h200x8", weights="fp8-block", load=load))
     cuts = {(p.deployment.tp, p.deployment.data_parallel, p.deployment.ep) for p in found.plans}
     assert {(8, 1, 1), (8, 1, 8), (1, 8, 8)} <= cuts
