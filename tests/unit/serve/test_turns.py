@@ -70,6 +70,7 @@ def test_the_one_that_has_just_been_given_the_turn_may_leave() -> None:
 
 def test_a_crowd_rests_between_its_turns_while_others_send_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(turns_module, "_REST", 1e9)
+    monkeypatch.setattr(turns_module, "_MAX_REST", 1e9)
 
     async def run(others: bool) -> int:
         turns, crowd, served = Turns(), Client("crowd"), 0

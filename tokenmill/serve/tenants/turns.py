@@ -9,11 +9,13 @@ on a small machine the processor that it leaves is the engine's. Knows nothing o
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 
 from tokenmill.serve.tenants.keys import Client
 
 _REST = 3.0  # times what a turn took: one key has a quarter of this process
+_MAX_REST = 0.05  # seconds: a process that was paused owes nothing
 _PRESENT_SECONDS = 1.0  # since its last turn a key counts as one that sends requests
 
 
@@ -37,7 +39,7 @@ class Turns:
                 if turn.done() and not turn.cancelled():
                     self._pass_on(client)  # it was given the turn and does not use it
                 raise
-        began = loop.time()
+        began = time.monotonic()  # uvloop's own clock stands still within a turn of the loop
         self._note(client, began)
         loop.call_soon(self._end, client, began)
 
@@ -50,8 +52,8 @@ class Turns:
     def _end(self, client: Client, began: float) -> None:
         """Of a turn. Its time includes what the loop did beside it: the busier the loop, the longer the rest."""
         if self._waiting[client] and len(self._present) > 1:
-            loop = asyncio.get_running_loop()
-            loop.call_later(_REST * (loop.time() - began), self._pass_on, client)
+            rest = min(_MAX_REST, _REST * (time.monotonic() - began))
+            asyncio.get_running_loop().call_later(rest, self._pass_on, client)
         else:
             self._pass_on(client)
 
