@@ -48,8 +48,9 @@ def folder(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pa
     (path / "story.txt").write_text(_STORY * 120)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TOKENMILL_CACHE", str(path / "cache"))
-        patch.setitem(KV_STORES._paths, "broken", "tests.e2e.test_optimize:BrokenStore")
+        KV_STORES.register("broken", "tests.e2e.test_optimize:BrokenStore")
         yield path
+        KV_STORES.unregister("broken")
 
 
 def _command(model: Path, folder: Path, out: str, *more: str) -> list[str]:
