@@ -81,7 +81,7 @@ def _job(model: str, out: Path, given: Mapping[str, Any], engine: EngineConfig) 
     from tokenmill.checkpoint.sources import resolve
     from tokenmill.optimize.loop import Effort
     from tokenmill.optimize.question import OptimizeJob
-    from tokenmill.optimize.traffic import TrafficRequest
+    from tokenmill.optimize.traffic import TrafficRequest, replay_length
     from tokenmill.runtime.build import find_device
 
     context = min(_CONTEXT, open_source(resolve(model).path, engine.load_format).description.context_length)
@@ -99,7 +99,7 @@ def _job(model: str, out: Path, given: Mapping[str, Any], engine: EngineConfig) 
             traffic.length_scale,
             traffic_log=log,
             rate=traffic.rate,
-            replay_seconds=traffic.replay_seconds,
+            replay_seconds=traffic.replay_seconds or replay_length(60 * search.minutes),
             rate_scale=traffic.rate_scale,
         ),
         price=references.price,

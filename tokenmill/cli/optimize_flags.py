@@ -55,8 +55,8 @@ class TrafficFlags:
         0.0, "Requests per second, where the traffic has no times. 0: the highest sustained.", metavar="RATE", low=0
     )
     rate_scale: float = option(1.0, "Replay the arrivals this many times as fast.", metavar="FACTOR")
-    replay_seconds: float = option(
-        30.0, "Length of a replay: the busiest such window of the traffic.", metavar="SECONDS"
+    replay_seconds: float | None = automatic(
+        float, "Length of a replay: the busiest such window of the traffic. Automatic: by --minutes.", metavar="SECONDS"
     )
 
 

@@ -40,6 +40,7 @@ from tokenmill.optimize.trial import Trials
 
 Say = Callable[[str, float], None]  # what is being done, and the fraction of the run that is done
 _FIRST_ROUND, _PROOFS, _SETTINGS, _NARROWING = 0.5, 0.7, 0.82, 0.88  # of the time, at most, by the end of each
+_LATEST = 1.4  # of the time: until then a first one that keeps quality and latency is looked for
 _AT_LEAST = 3  # candidates that are tried however slow the machine is: a late answer is better than none
 _PROVEN = 3  # where there is time: a second and a third choice
 _CALIBRATION_TOKENS = 8192  # that a calibrated candidate runs through the model
@@ -211,7 +212,8 @@ class Search:
                 continue
             self.say(f"trying {name}", 0.15 + 0.4 * number / len(order))
             kind = "calibrated build" if calibrated else "build"
-            self.trials.attempt(result, self.trials.look, base, result, seconds, kind)
+            if not self.trials.attempt(result, self.trials.look, base, result, seconds, kind):
+                self.say(f"{name}: {result.reason}", 0.15 + 0.4 * number / len(order))
             self.pruning.settle(base, self._measured())
 
     def _time_to_build(self, calibrated: bool, at_least: bool) -> float:
@@ -235,13 +237,17 @@ class Search:
             if not could_win and len(passed) >= _PROVEN:
                 result.verdict, result.reason = SLOWER, f"costs more than {passed[0].name}, which kept its quality"
                 continue
-            if passed and trials.budget.used > _PROOFS and not trials.is_judged(result):
+            late = trials.budget.used > (_PROOFS if passed else _LATEST)
+            if late and not trials.is_judged(result):
                 result.reason, trials.out_of_time = "no time was left to prove its quality", True
                 self._unproven.append(result)
                 continue
-            self.say(f"proving {result.name}", 0.55 + 0.05 * min(3, len(passed)))
+            done = 0.55 + 0.05 * min(3, len(passed))
+            self.say(f"proving {result.name}", done)
             if trials.attempt(result, trials.accept, self._baseline, result):
                 passed.append(result)
+            else:
+                self.say(f"{result.name}: {result.reason}", done)
         return sorted(passed, key=lambda each: (trials.estimate(each).log_cost, each.name))
 
     def _try_settings(self, proven: list[CandidateResult]) -> list[CandidateResult]:

@@ -67,8 +67,14 @@ class Traffic:
     is_text: bool = False  # prompts are natural text, not random tokens
 
 
+_SHORTEST_REPLAY, _LONGEST_REPLAY = 5.0, 30.0
 _FILE_REQUESTS = 4096  # read at most
 _DRAWN_REQUESTS = 32  # where no rate is stated; a longer replay repeats them with other tokens
+
+
+def replay_length(seconds: float) -> float:
+    """Seconds of one replay in a run of `seconds`: about ten are needed, and starting servers takes as long again."""
+    return min(_LONGEST_REPLAY, max(_SHORTEST_REPLAY, seconds / 24))
 
 
 def build_traffic(request: TrafficRequest, vocab_size: int, tokenizer: Tokenizer, context: int) -> Traffic:

@@ -156,7 +156,8 @@ class Trials:
         latency = self.replay(result)
         if not latency.objective_met:
             result.verdict, result.reason = SLOWER, latency.refusal or "it misses the latency objectives"
-        return latency.objective_met
+            return False
+        return self.sustain(result)  # while its server runs: starting one takes longer than the search
 
     def prove(self, baseline: CandidateResult, result: CandidateResult) -> bool:
         """All of its quality, settings included: losses that were proven apart are never added up."""
@@ -208,7 +209,7 @@ class Trials:
 
     def is_judged(self, result: CandidateResult) -> bool:
         """Whether all that `accept` needs is in the store, for these limits."""
-        if self.objectives and self.store.recall("replayed", result.name) is None:
+        if self.objectives and not all(self.store.recall(kind, result.name) for kind in ("replayed", "sustained")):
             return False
         record = self.store.recall("proved", _quality_name(result))
         return self.quality_off or (record is not None and record["limits"] == asdict(self.limits))
@@ -216,7 +217,7 @@ class Trials:
     @property
     def proof_seconds(self) -> float:
         """That `accept` is expected to take."""
-        kinds = [*([] if self.quality_off else ["prove"]), *(["replay"] if self.objectives else [])]
+        kinds = [*([] if self.quality_off else ["prove"]), *(["replay", "sustain"] if self.objectives else [])]
         return sum(map(self.budget.expected, kinds))
 
     def estimate(self, result: CandidateResult) -> CostEstimate:
