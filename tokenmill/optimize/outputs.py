@@ -134,7 +134,9 @@ def _place_model(out: Path, artefact: Path) -> Path:
             shutil.rmtree(old)
         old.unlink(missing_ok=True)
     if artefact.is_dir():
-        shutil.copytree(artefact, model, copy_function=_link)
+        model.mkdir()
+        for file in filter(Path.is_file, artefact.iterdir()):  # not its folders: --out may be one of them
+            _link(str(file), str(model / file.name))
     else:
         _link(str(artefact), str(model))
     return model
