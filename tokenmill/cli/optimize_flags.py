@@ -49,7 +49,9 @@ class TrafficFlags:
     output_len: int = option(
         64, "Output tokens of a request, without a file.", metavar="TOKENS", parse=parse_count, low=1
     )
-    concurrency: int = option(8, "Concurrent requests while throughput is measured.", metavar="REQUESTS", low=1)
+    concurrency: int | None = automatic(
+        int, "Maximum concurrent requests. Automatic: by the device, more in a server.", metavar="REQUESTS", low=1
+    )
     length_scale: float = option(1.0, "Multiply the lengths of a trace.", metavar="FACTOR")
     rate: float = option(
         0.0, "Requests per second, where the traffic has no times. 0: the highest sustained.", metavar="RATE", low=0

@@ -75,8 +75,12 @@ def power_of_two_scale(peak: Tensor, largest_exponent: int) -> Tensor:
     type can hold (`largest_exponent`: 2 for e2m1, 8 for e4m3).
     """
     bits = peak.float().contiguous().view(torch.int32)
-    exponent = ((bits + (1 << 21)) >> 23) - 127 - largest_exponent
-    return torch.exp2(exponent.clamp(-127, 127).float())
+    return power_of_two(((bits + (1 << 21)) >> 23) - 127 - largest_exponent)
+
+
+def power_of_two(exponent: Tensor) -> Tensor:
+    """2^exponent (int32), exact on every device, within the normal numbers: some GPUs take smaller ones for zero."""
+    return ((exponent.clamp(-126, 127) + 127) << 23).view(torch.float32)
 
 
 def _grouped(x: Tensor, size: int, rounding: object) -> Tensor:

@@ -95,7 +95,15 @@ def _laboratory(job: OptimizeJob, setup: Setup, store: Store) -> MachineLaborato
         print(f"quality limits: {quality.limit_words}", file=sys.stderr)
     limits = ResourceLimits.within(effort.seconds)
     return MachineLaboratory(
-        store, setup.traffic, setup.engine, setup.artefacts, quality, limits, setup.arrivals, job.objectives
+        store,
+        setup.traffic,
+        setup.engine,
+        setup.artefacts,
+        quality,
+        limits,
+        setup.arrivals,
+        job.objectives,
+        setup.served.decided("concurrency"),
     )
 
 
@@ -105,7 +113,7 @@ def _served_workload(setup: Setup, chosen: CandidateResult | None) -> ServedWork
     if chosen is not None and chosen.speculate in TRAINED_HEADS:
         drafter = artefacts.drafter_path(parse_weights(chosen.weights), chosen.speculate)
     return ServedWorkload(
-        setup.engine,
+        setup.served,
         artefacts.checkpoint.description.context_length,
         traffic.input_tokens,
         traffic.output_tokens,
@@ -245,6 +253,6 @@ def _projections(job: OptimizeJob, setup: Setup, outcome: Outcome) -> list[dict[
     planned, traffic = setup.planned, setup.traffic
     if not job.gpus or planned is None or outcome.chosen is None or outcome.chosen.artefact is None:
         return []
-    workload = Workload(traffic.input_tokens, traffic.output_tokens, job.traffic.concurrency)
+    workload = Workload(traffic.input_tokens, traffic.output_tokens, setup.engine.decided("concurrency"))
     bits = outcome.chosen.artefact.bits_per_weight
     return project(load_catalog(), list(job.gpus), planned, workload, bits)

@@ -57,7 +57,9 @@ class MachineLaboratory:
         limits: ResourceLimits | None = None,
         arrivals: Arrivals | None = None,
         objectives: Objectives | None = None,
+        served_concurrency: int = 0,
     ) -> None:
+        """`served_concurrency`: of the servers that are replayed against, 0: as in `engine`."""
         self.store = store
         self.traffic = traffic
         self.device = engine.device or "cpu"
@@ -66,6 +68,7 @@ class MachineLaboratory:
         self.quality = quality
         self.arrivals = arrivals
         self.objectives = objectives
+        self._served_concurrency = served_concurrency or engine.concurrency
         self._pool = ContenderPool(store.folder / _LOG, self.device, limits or ResourceLimits())
         self._server: LocalServer | None = None
         self._served = ""  # the engine name of its candidate
@@ -263,14 +266,15 @@ class MachineLaboratory:
     def _arrivals_key(self, result: CandidateResult) -> str:
         if self.arrivals is None or self.objectives is None:
             raise UserError("there are no arrivals to replay", "give --trace, --prompts or --traffic-log")
-        return f"{engine_name(result)} by {_digest([to_plain(self.arrivals), to_plain(self.objectives)])}"
+        decisive = [to_plain(self.arrivals), to_plain(self.objectives), self._served_concurrency]
+        return f"{engine_name(result)} by {_digest(decisive)}"
 
     def _serve(self, result: CandidateResult) -> LocalServer:
         """A server of the candidate, which stays until something else is measured."""
         name = engine_name(result)
         if self._served == name and self._server is not None and self._server.alive():
             return self._server
-        path, config = self._path(result), self.config(result)
+        path, config = self._path(result), replace(self.config(result), concurrency=self._served_concurrency)
         self._stop_server()
         self._pool.release_all()
         log = self.store.folder / "servers.log"

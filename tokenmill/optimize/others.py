@@ -68,7 +68,7 @@ def measure_others(job: OptimizeJob, setup: Setup, lab: Laboratory, outcome: Out
         lambda what: say(what, 0.98),
         preferred=_made(outcome.chosen),
         workload=RivalWorkload(
-            setup.engine.decided("context"), setup.engine.decided("concurrency"), setup.engine.decided("batch_tokens")
+            setup.served.decided("context"), setup.served.decided("concurrency"), setup.served.decided("batch_tokens")
         ),
         time_limit_s=seconds,
         search_seconds=search,

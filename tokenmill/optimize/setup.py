@@ -47,7 +47,7 @@ from tokenmill.optimize.space import (
     weight_names,
 )
 from tokenmill.optimize.store import Store
-from tokenmill.optimize.traffic import Traffic, TrafficRequest, build_arrivals, build_traffic
+from tokenmill.optimize.traffic import Traffic, TrafficRequest, build_arrivals, build_traffic, concurrency_of
 from tokenmill.plan.question.model_names import describe_for_planning
 from tokenmill.plan.question.planned_model import PlannedModel
 from tokenmill.quantize.calibration_text import built_in_held_out
@@ -69,6 +69,7 @@ class Setup:
     traffic: Traffic
     arrivals: Arrivals
     engine: EngineConfig  # context and concurrency of the workload
+    served: EngineConfig  # of a server, under arrivals: more requests at a time where nobody states how many
     effort: Effort
     text: str
     planned: PlannedModel | None
@@ -84,9 +85,12 @@ def prepare(job: OptimizeJob) -> Setup:
     device = chosen_device(job.device or job.engine.device or "")
     longest = job.engine.context or description.context_length
     request = replace(job.traffic, traffic_log=job.traffic_log) if job.traffic_log else job.traffic
-    traffic = build_traffic(request, description.vocab_size, tokenizer_of(source, load_format)[0], longest)
+    traffic = build_traffic(request, description.vocab_size, tokenizer_of(source, load_format)[0], longest, device)
     quantized = is_quantized(checkpoint)
-    engine = workload_engine(replace(job.engine, device=device), traffic, job.traffic.concurrency, device)
+    engine = workload_engine(replace(job.engine, device=device), traffic, concurrency_of(job.traffic, device), device)
+    served = engine
+    if job.objectives and not job.traffic.concurrency:
+        served = replace(engine, concurrency=DEVICE_DEFAULTS[device].concurrency)
     return Setup(
         source=source,
         device=device,
@@ -94,6 +98,7 @@ def prepare(job: OptimizeJob) -> Setup:
         traffic=traffic,
         arrivals=_arrivals(request, bool(job.objectives), description.vocab_size, engine),
         engine=engine,
+        served=served,
         effort=job.effort,
         text=read_text(job.text) if job.text else built_in_held_out(),
         planned=_planned(source),

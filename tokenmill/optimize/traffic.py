@@ -27,11 +27,12 @@ from tokenmill.optimize.arrivals import Arrivals, ReplayLimits, recorded_rows, s
 
 @dataclass(frozen=True, slots=True)
 class TrafficRequest:
-    """The workload options. Lengths are in tokens; `concurrency` requests are computed at a time."""
+    """The workload options. Lengths are in tokens; at most `concurrency` requests are computed at a time, in a server
+    as many as it has by default where nobody states it."""
 
     input_len: int = 128
     output_len: int = 64
-    concurrency: int = 8
+    concurrency: int | None = None
     prompts: Path | None = None
     trace: Path | None = None
     length_scale: float = 1.0  # of a trace, for models of shorter context
@@ -48,7 +49,7 @@ class TrafficRequest:
         if not 0 <= self.rate < float("inf"):
             raise UserError(f"--rate is {self.rate:g}", "give requests per second")
         for name in ("input_len", "output_len", "concurrency"):
-            if getattr(self, name) < 1:
+            if (value := getattr(self, name)) is not None and value < 1:
                 raise UserError(f"--{name.replace('_', '-')} is {getattr(self, name)}", "give at least 1")
 
     def describe(self) -> dict[str, Any]:
@@ -68,6 +69,7 @@ class Traffic:
 
 
 _SHORTEST_REPLAY, _LONGEST_REPLAY = 5.0, 30.0
+_CONCURRENCY = {"cpu": 8, "cuda": 64}  # enough to fill the device, few enough for a run of seconds
 _FILE_REQUESTS = 4096  # read at most
 _DRAWN_REQUESTS = 32  # where no rate is stated; a longer replay repeats them with other tokens
 
@@ -77,8 +79,15 @@ def replay_length(seconds: float) -> float:
     return min(_LONGEST_REPLAY, max(_SHORTEST_REPLAY, seconds / 24))
 
 
-def build_traffic(request: TrafficRequest, vocab_size: int, tokenizer: Tokenizer, context: int) -> Traffic:
-    r = request
+def concurrency_of(request: TrafficRequest, device: str) -> int:
+    """Requests at a time while throughput is measured."""
+    return request.concurrency or _CONCURRENCY[device]
+
+
+def build_traffic(
+    request: TrafficRequest, vocab_size: int, tokenizer: Tokenizer, context: int, device: str = "cpu"
+) -> Traffic:
+    r, concurrency = request, concurrency_of(request, device)
     file = r.prompts or r.trace or r.traffic_log
     if file:
         pool = _pool(r, vocab_size, tokenizer)
@@ -88,7 +97,7 @@ def build_traffic(request: TrafficRequest, vocab_size: int, tokenizer: Tokenizer
             longest,
             max(1, round(fmean(len(each.prompt_ids) for each in pool))),
             max(1, round(fmean(each.output_len for each in pool))),
-            f"{len(pool)} requests of {file.name}, {r.concurrency} at a time",
+            f"{len(pool)} requests of {file.name}, {concurrency} at a time",
             is_text=r.prompts is not None,
         )
     else:
@@ -97,7 +106,7 @@ def build_traffic(request: TrafficRequest, vocab_size: int, tokenizer: Tokenizer
             r.input_len + r.output_len,
             r.input_len,
             r.output_len,
-            f"prompts of {r.input_len} and answers of {r.output_len} tokens, {r.concurrency} at a time",
+            f"prompts of {r.input_len} and answers of {r.output_len} tokens, {concurrency} at a time",
         )
     if traffic.longest > context:
         raise UserError(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import shutil
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -169,6 +171,18 @@ def test_a_job_beyond_the_memory_limit_ends_alone(model: Path) -> None:
         assert isinstance(await pool.run(_say("user"), Client("a")), Rendered)
 
     _run(model, test, memory=1 << 28)
+
+
+def test_a_checkpoint_larger_than_the_memory_limit_is_read(model_path: Callable[[str], Path], tmp_path: Path) -> None:
+    """A mapped file counts as private memory while the tokenizer is read from it, and not after that."""
+    large = tmp_path / "large.gguf"
+    shutil.copyfile(model_path("smollm2"), large)
+    os.truncate(large, 4 << 30)  # sparse
+
+    async def test(pool: WorkerPool) -> None:
+        assert isinstance(await pool.run(_QUICK, Client("a")), Encoded)
+
+    _run(large, test)
 
 
 def test_keys_take_turns(model: Path) -> None:

@@ -109,9 +109,9 @@ def multipliers(scales: Tensor) -> Tensor:
 
 def exponents(scales: Tensor) -> Tensor:
     """float32 powers of two as biased exponents (uint8): the inverse of `multipliers`."""
-    mantissas, powers = torch.frexp(scales)
-    assert bool((mantissas == 0.5).all()), "scales must be powers of two"
-    return (powers + 126).to(torch.uint8)
+    bits = scales.float().contiguous().view(torch.int32)
+    assert bool(((bits & ((1 << 23) - 1)) == 0).all()), "scales must be powers of two"
+    return (bits >> 23).to(torch.uint8)
 
 
 def _scaling(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tokenmill.errors import unknown_name
-from tokenmill.kernels.rounding import nearest_e2m1, power_of_two_scale
+from tokenmill.kernels.rounding import nearest_e2m1, power_of_two, power_of_two_scale
 from tokenmill.model.formats.quantized import QuantizedMatrix, Scheme
 from tokenmill.quantize.methods.blocks import MatrixSolver, block_peaks, check_element, check_groups
 from tokenmill.quantize.methods.fp8 import e4m3_codes
@@ -57,7 +57,7 @@ def ocp_scale(peaks: Tensor, largest_exponent: int) -> Tensor:
     """2^(floor(log2 peak) - largest_exponent), within what a byte of exponent holds."""
     _, powers = torch.frexp(peaks)  # peak = mantissa * 2^power with mantissa in [0.5, 1)
     exponents = torch.where(peaks > 0, powers - 1 - largest_exponent, torch.full_like(powers, -127))
-    return torch.exp2(exponents.clamp(-127, 127).float())
+    return power_of_two(exponents)
 
 
 def _round(weight: Tensor, scheme: Scheme, scales: Tensor) -> QuantizedMatrix:

@@ -8,6 +8,7 @@ whose stack is smaller than those of the engine, so that a grammar that passes h
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import resource
 import sys
@@ -97,13 +98,15 @@ def main() -> None:
         return
     setup = jobs.decode_setup(first)
     configure(setup.log_level)
-    _limit_memory(setup.memory_bytes)
+    _limit_memory(setup.memory_bytes, _mapped_bytes(Path(setup.path)))
     background = _background_thread()
     try:
         worker = background.submit(TextWorker, setup).result()
     except Exception as error:
         answers.write(jobs.framed(Ready(str(error) or repr(error))))
         return
+    gc.collect()
+    _limit_memory(setup.memory_bytes)
     answers.write(jobs.framed(Ready()))
     while (frame := jobs.read_frame(requests)) is not None:
         job = jobs.decode_job(frame)
@@ -121,11 +124,17 @@ def _background_thread() -> ThreadPoolExecutor:
     return executor
 
 
-def _limit_memory(num_bytes: int) -> None:
-    """Of private memory. Mapped files, such as a checkpoint, do not count."""
+def _limit_memory(num_bytes: int, mapped: int = 0) -> None:
+    """Of private memory; `mapped`: of a file that is mapped for copying on write, which the kernel counts as such."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if num_bytes:
-        resource.setrlimit(resource.RLIMIT_DATA, (num_bytes, num_bytes))
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (num_bytes + mapped, hard if mapped else num_bytes))
+
+
+def _mapped_bytes(path: Path) -> int:
+    """Of a checkpoint that is mapped while its tokenizer is read."""
+    return path.stat().st_size if path.is_file() else 0
 
 
 def _limit_seconds(seconds: float) -> None:
