@@ -169,7 +169,10 @@ class MachineLaboratory:
         for is_last in (not is_baseline, True):
             try:
                 place = self._engine(result, together)
+                is_cold = not place.is_warm
                 self._pool.warm_up(place, requests[0])
+                if is_cold and self.device == "cuda":  # kernels are compiled for the shapes that come up
+                    self._pool.ask(place, RunRequests(requests), Run, self.limits.run_seconds, "warming up")
                 if seconds is None:
                     return None
                 return self._pool.ask(place, RunRequests(requests), Run, seconds, "running requests")

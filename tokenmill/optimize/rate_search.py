@@ -112,7 +112,11 @@ def _bracket(holds: Callable[[float], bool], may_go_on: Callable[[], bool], star
 
 
 def _http_probe(url: str, objectives: Objectives, model: str, api_key: str) -> Probe:
+    is_warm = False
+
     def probe(arrivals: Arrivals, limit: float) -> Latency:
-        return replay(url, arrivals, objectives, model=model, api_key=api_key, time_limit_s=limit)
+        nonlocal is_warm
+        was_warm, is_warm = is_warm, True
+        return replay(url, arrivals, objectives, model=model, api_key=api_key, time_limit_s=limit, is_warm=was_warm)
 
     return probe

@@ -26,6 +26,8 @@ __all__ = ["Arrivals", "LocalServer", "ReplayLimits", "judge_samples", "replay"]
 _PATH = "/v1/completions"
 _WARMUPS = 2
 _WARMUP_TOKENS = 8
+_MAX_WARMUPS = 34
+_WARMUP_SECONDS = 2.0
 _WARMUP_VARIATION = 1 << 20  # whose tokens no measured prompt shares
 _MAX_FAILED = 0.01  # share of the requests; beyond it, a server is refused whatever its latency
 _CURVE_STEPS = 20  # of five percent each
@@ -41,20 +43,22 @@ def replay(
     api_key: str = "",
     time_limit_s: float,
     dialect: str = "",
+    is_warm: bool = False,
 ) -> Latency:
     """Send the arrivals and measure. Requests that fail are counted, never raised; what has not ended after
-    `time_limit_s` has failed. An empty `model` or `dialect` is found out by asking the server."""
+    `time_limit_s` has failed. An empty `model` or `dialect` is found out by asking the server. `is_warm`: it has served
+    such requests already."""
     url = url.rstrip("/").removesuffix("/v1")
     found, first_model = find_dialect(url, api_key) if not (model and dialect) else (None, "")
     spoken = get_dialect(dialect) if dialect or found is None else found
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     client = StreamClient(url, _PATH, headers, time_limit_s, keep_text=False)
-    samples, began = run_loop(_send_all(client, spoken, model or first_model, arrivals, time_limit_s))
+    samples, began = run_loop(_send_all(client, spoken, model or first_model, arrivals, time_limit_s, is_warm))
     return judge_samples(samples, began, arrivals, objectives)
 
 
 async def _send_all(
-    client: StreamClient, dialect: Dialect, model: str, arrivals: Arrivals, time_limit_s: float
+    client: StreamClient, dialect: Dialect, model: str, arrivals: Arrivals, time_limit_s: float, is_warm: bool
 ) -> tuple[list[Sample], float]:
     """(samples in the order of the arrivals, start of the replay)."""
     bodies = [
@@ -62,7 +66,8 @@ async def _send_all(
         for prompt, length in zip(arrivals.prompts, arrivals.output_lens, strict=True)
     ]
     deadline = time.perf_counter() + time_limit_s
-    await _warm_up(client, dialect, model, arrivals, deadline)
+    if not is_warm:
+        await _warm_up(client, dialect, model, arrivals, deadline)
     began = time.perf_counter()
     refused = 0  # connections in a row
 
@@ -90,13 +95,21 @@ async def _send_all(
 
 
 async def _warm_up(client: StreamClient, dialect: Dialect, model: str, arrivals: Arrivals, deadline: float) -> None:
-    """A server in production is warm. Failures are left to the replay to find."""
+    """A server in production is warm: it has compiled its kernels for one request and for many. Two requests one by
+    one, then as many together as take little time by what the second took. Failures are left to the replay to find."""
     other = arrivals.variation(_WARMUP_VARIATION)
-    for prompt, length in list(zip(other.prompts, other.output_lens, strict=True))[:_WARMUPS]:
-        left = deadline - time.perf_counter()
-        if left > 0:
-            body = dialect.body(model, prompt, min(length, _WARMUP_TOKENS))
-            await client.send(body, 0, timeout=left)
+    pairs = zip(other.prompts, other.output_lens, strict=True)
+    bodies = [dialect.body(model, prompt, min(length, _WARMUP_TOKENS)) for prompt, length in pairs][:_MAX_WARMUPS]
+    took = 0.0
+    for body in bodies[:_WARMUPS]:
+        began = time.perf_counter()
+        if deadline > began:
+            await client.send(body, 0, timeout=deadline - began)
+        took = time.perf_counter() - began
+    count = int(_WARMUP_SECONDS / max(took, 1e-3))
+    left = deadline - time.perf_counter()
+    if count > 1 and left > 0:
+        await asyncio.gather(*(client.send(body, 0, timeout=left) for body in bodies[_WARMUPS:][:count]))
 
 
 # --- from samples to a verdict ---
