@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from tests.parity.tiny_recurrent import RECURRENT
 
 _COMMON = {
     "vocab_size": 131,
@@ -77,7 +80,10 @@ CONFIGS = {
     "qwen2-windows": _qwen2_windows,
     "qwen3": _qwen3,
     "gemma3": _gemma3,
+    **{name: partial(config, _COMMON) for name, config in RECURRENT.items()},
 }
+# Decays of states and convolutions: larger ones would leave nothing of a state, or make everything alike.
+_KEPT = ("A_log", "conv1d.weight")
 
 
 def make(name: str, folder: Path) -> Any:
@@ -87,7 +93,9 @@ def make(name: str, folder: Path) -> Any:
     torch.manual_seed(sum(map(ord, name)))
     model = AutoModelForCausalLM.from_config(CONFIGS[name](), attn_implementation="eager").float().eval()
     with torch.no_grad():
-        for parameter in model.parameters():
+        for label, parameter in model.named_parameters():
+            if label.endswith(_KEPT):
+                continue
             if parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
             else:

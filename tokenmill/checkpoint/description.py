@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
-from tokenmill.checkpoint.mixers import Attention, Mixer
+from tokenmill.checkpoint.mixers import SCALED_PROJECTIONS, Attention, Mixer
 from tokenmill.hardware.kv_layout import LayerKV
 
 # What the plain decoder computes without further features.
@@ -74,6 +74,8 @@ class FeedForward:
     expert_size: int = 0
     shared_size: int = 0  # width of the experts that every token passes
     routing: Routing | None = None
+    gate_scale: float = 1.0  # multiplies the gate before its activation
+    output_scale: float = 1.0
 
     @property
     def width(self) -> int:
@@ -100,9 +102,8 @@ class LayerDescription:
 
     @property
     def attention(self) -> Attention:
-        """The attention of a layer that has nothing else to mix tokens."""
-        (mixer,) = self.mixers
-        assert isinstance(mixer, Attention), f"a layer of kind {mixer.kind}"
+        """The attention of a layer that has one, perhaps beside another mixer."""
+        (mixer,) = (mixer for mixer in self.mixers if isinstance(mixer, Attention))
         return mixer
 
 
@@ -243,9 +244,9 @@ def _kv_need(layer: LayerDescription) -> LayerKV:
         return LayerKV("none")
     if len(needs) == 1:
         return needs[0]
-    state = sum(need.state_bytes for need in needs)
+    states = tuple(shape for need in needs for shape in need.states)
     paged = next((need for need in needs if need.kind != "recurrent"), needs[0])
-    return replace(paged, state_bytes=state)
+    return replace(paged, states=states)
 
 
 def _layer_features(layer: LayerDescription) -> Iterator[str]:
@@ -268,6 +269,8 @@ def _layer_features(layer: LayerDescription) -> Iterator[str]:
             yield "MLPs without a gate"
         if ffn.activation not in _PLAIN_ACTIVATIONS:
             yield f"activation '{ffn.activation}'"
+        if (ffn.gate_scale, ffn.output_scale) != (1.0, 1.0):
+            yield SCALED_PROJECTIONS
 
 
 def differences(ours: Any, theirs: Any, same: Callable[[Any, Any], bool] = lambda a, b: bool(a == b)) -> list[str]:

@@ -45,7 +45,7 @@ def describe(config: Mapping[str, Any], generation: Mapping[str, Any] | None = N
     if not model_type:
         raise CheckpointError(f"{_LABEL}: 'model_type' is missing", _REMEDY)
     text_type = text.text("model_type", model_type)
-    family = family_of(text_type)
+    family = _with_positions(family_of(text_type), text)
     is_text_model = text_type == model_type or model_type in FAMILIES  # else a wrapper around one that we know
     sizes = dict(family.sizes)
     hidden_size = text.integer("hidden_size", sizes.get("hidden_size"))
@@ -74,6 +74,12 @@ def describe(config: Mapping[str, Any], generation: Mapping[str, Any] | None = N
         name=outer.text("_name_or_path", ""),
     )
     return _with_scales(description, text, family)
+
+
+def _with_positions(family: Family, text: Fields) -> Family:
+    """Granite's hybrids say whether they rotate; their family does not unless they say so."""
+    rotates_if_asked = family.positions == "none" and text.raw("position_embedding_type") == "rope"
+    return replace(family, positions="rope") if rotates_if_asked else family
 
 
 def _spelled(values: dict[str, Any]) -> dict[str, Any]:
@@ -124,7 +130,8 @@ def _with_scales(description: ModelDescription, text: Fields, family: Family) ->
         description,
         embedding_scale=text.number("embedding_multiplier", plain),
         residual_scale=text.number("residual_multiplier", 1.0),
-        logit_scale=text.number("logit_scale", 1.0) / text.number("logits_scaling", 1.0, low=1e-9),
+        logit_scale=text.number("logit_scale", text.number("lm_head_multiplier", 1.0))
+        / text.number("logits_scaling", 1.0, low=1e-9),
         logit_softcap=text.number("final_logit_softcapping", 0.0),
     )
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from tokenmill.kernels import ref_recurrent
 from tokenmill.kernels.ref_codebook import PARTS as CODEBOOK_PARTS
 from tokenmill.kernels.ref_codebook import CodebookLinear
 from tokenmill.kernels.rounding import INPUT_ROUNDINGS, round_input
@@ -29,7 +30,7 @@ def unavailable(_device: torch.device) -> str | None:
 
 def find_op(name: str) -> Callable[..., Any] | None:
     """An op by its name in the op table."""
-    function: Callable[..., Any] | None = globals().get(name)
+    function: Callable[..., Any] | None = globals().get(name) or getattr(ref_recurrent, name, None)
     return function
 
 
@@ -81,6 +82,8 @@ def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tens
 def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     if activation == "silu":
         return torch.nn.functional.silu(gate) * up
+    if activation == "sigmoid":
+        return torch.sigmoid(gate) * up
     assert activation == "gelu_tanh", activation
     return torch.nn.functional.gelu(gate, approximate="tanh") * up
 
@@ -95,7 +98,12 @@ def softcap(x: Tensor, cap: float) -> Tensor:
 
 
 def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, head_dim: int, interleaved: bool) -> Tensor:
-    """Rotate pairs of each head: (i, i + dim/2), or (2i, 2i + 1) when interleaved. cos, sin: [positions, dim/2]."""
+    """Rotate pairs of each head: (i, i + dim/2), or (2i, 2i + 1) when interleaved. cos, sin: [positions, dim/2]; dims
+    of a head beyond these are not rotated."""
+    if (dim := 2 * cos.shape[1]) < head_dim:
+        rotated, rest = x.view(x.shape[0], -1, head_dim).split((dim, head_dim - dim), dim=-1)
+        rotated = rope(rotated.reshape(x.shape[0], -1), positions, cos, sin, dim, interleaved)
+        return torch.cat((rotated.view(*rest.shape[:2], dim), rest), dim=-1).view_as(x)
     heads = x.view(x.shape[0], -1, head_dim)
     c, s = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)  # [T, 1, dim/2]
     if interleaved:

@@ -26,6 +26,9 @@ class DummyReader(WeightReader):
     def vector(self, name: str, size: int, offset: float = 0.0) -> Tensor:  # noqa: ARG002
         return torch.ones(size) if "norm" in name else torch.zeros(size)
 
+    def array(self, name: str, shape: tuple[int, ...]) -> Tensor:  # noqa: ARG002
+        return torch.randn(shape, generator=self._generator) * _SPREAD
+
     def optional_vector(self, name: str, size: int) -> Tensor | None:  # noqa: ARG002
         return None
 

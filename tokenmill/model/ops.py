@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tokenmill.model.attention.base import AttentionSpec
     from tokenmill.model.formats.base import LinearWeight
     from tokenmill.model.layers.rotary import RotaryTable
+    from tokenmill.model.state.specs import ConvolutionSpec, ScanSpec
 
 Value = Any
 
@@ -47,7 +48,32 @@ class Ops(Protocol):
         ...
 
     def gated(self, gate: Value, up: Value, activation: str) -> Value:
-        """activation(gate) * up; activation is "silu" or "gelu_tanh"."""
+        """activation(gate) * up; activation is "silu", "gelu_tanh" or "sigmoid"."""
+        ...
+
+    def scale(self, x: Value, factor: float) -> Value: ...
+
+    def split(self, x: Value, widths: Sequence[int], heads: int = 1) -> list[Value]:
+        """Columns of x, one value for each width; with `heads`, x is that many slices, and each is split so."""
+        ...
+
+    def join(self, values: Sequence[Value]) -> Value:
+        """Values side by side."""
+        ...
+
+    def convolve(self, x: Value, spec: ConvolutionSpec) -> Value:
+        """silu of a causal convolution of each column, over the sequence's earlier inputs too, which are kept."""
+        ...
+
+    def scan(self, inputs: Sequence[Value], spec: ScanSpec) -> Value:
+        """One output row for each input row, while the state of `spec.layer` goes from row to row of its sequence."""
+        ...
+
+    def gated_norm(
+        self, x: Value, gate: Value, weight: Tensor, eps: float, norm_first: bool, gate_scale: float = 1.0
+    ) -> Value:
+        """RMS norm over groups of each row, times silu(gate_scale * gate), which comes after the norm or before it.
+        `weight` is [groups, width], or [width] for groups that share it."""
         ...
 
     def select_rows(self, x: Value) -> Value:

@@ -45,6 +45,18 @@ class WeightReader:
             self._misshapen.append(f"{name} has type {stored.type_name}, expected a plain float type")
         return stored.data.float() + offset
 
+    def array(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """A small float array that is no matrix product (a convolution, decays of a state) as float32."""
+        stored = self._take(name)
+        if stored is None:
+            return torch.empty(shape, device="meta")
+        if stored.shape != shape:
+            self._misshapen.append(f"{name} is {list(stored.shape)}, expected {list(shape)}")
+            return torch.empty(shape, device="meta")
+        if not stored.data.dtype.is_floating_point:
+            self._misshapen.append(f"{name} has type {stored.type_name}, expected a plain float type")
+        return stored.data.float()
+
     def optional_vector(self, name: str, size: int) -> Tensor | None:
         return self.vector(name, size) if name in self.checkpoint else None
 

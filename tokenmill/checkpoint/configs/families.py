@@ -29,6 +29,10 @@ class Family:
     sliding_window: int = 0  # where the key is absent
     lists_layers: bool = True  # whether `layer_types` counts
     mixer: str = ""  # of every layer: "recurrent", or "both" (attention beside it); empty: attention, or by the config
+    recurrence: str = ""  # style of recurrent layers: "mamba" | "mamba2" | "delta"; empty: by the sizes in the config
+    step_norms: str = ""  # of Mamba's time steps, B and C
+    joined_inputs: bool = True  # of the gated delta rule: q, k, v and z are one matrix
+    dense_size_key: str = ""  # the key of a dense MLP's width, where it is not `intermediate_size`
     has_mlp: bool = True
     norms: str = "pre"
     norm: str = "rms"
@@ -119,8 +123,16 @@ _COHERE = Family(
 _GLM = Family(rotary_factor=0.5, rope_interleaved=True, qkv_bias=True, output_bias=False)
 _UNGATED = Family(norm="layer", norm_bias=True, eps_key="layer_norm_eps", gated=False, activation="gelu")
 _LEARNED = replace(_UNGATED, positions="learned", activation_key="activation_function", tie_embeddings=True)
-_QWEN_NEXT = Family(norm_offset=1.0, head_norms="head", rotary_factor=0.25, output_gate=True)
-_MAMBA = Family(positions="none", mixer="recurrent", has_mlp=False, tie_embeddings=True, eps_key="layer_norm_epsilon")
+_QWEN_NEXT = Family(norm_offset=1.0, head_norms="head", rotary_factor=0.25, output_gate=True, recurrence="delta")
+_QWEN35 = replace(_QWEN_NEXT, architecture="qwen3_5", joined_inputs=False)
+_MAMBA = Family(
+    positions="none",
+    mixer="recurrent",
+    recurrence="mamba",
+    has_mlp=False,
+    tie_embeddings=True,
+    eps_key="layer_norm_epsilon",
+)
 
 FAMILIES: dict[str, Family] = {
     # Run by the engine.
@@ -184,16 +196,22 @@ FAMILIES: dict[str, Family] = {
         routing=Routing("sigmoid", normalize=False),
         other_features=("expert weights on the input",),
     ),
-    "jamba": Family(positions="none", routing=Routing("softmax", normalize=False)),
+    "jamba": Family(
+        positions="none", recurrence="mamba", step_norms="weighted", routing=Routing("softmax", normalize=False)
+    ),
     "mamba": _MAMBA,
-    "mamba2": _MAMBA,
-    "falcon_mamba": _MAMBA,
-    "bamba": Family(rotary_factor=0.5),
-    "granitemoehybrid": Family(positions="none"),
-    "falcon_h1": Family(mixer="both", other_features=("multipliers of each projection",)),
+    "mamba2": replace(_MAMBA, recurrence="mamba2", tie_embeddings=False),
+    "falcon_mamba": replace(_MAMBA, step_norms="plain"),
+    "bamba": Family(mixer="recurrent", recurrence="mamba2", rotary_factor=0.5),
+    "granitemoehybrid": Family(
+        positions="none", mixer="recurrent", recurrence="mamba2", dense_size_key="shared_intermediate_size"
+    ),
+    "falcon_h1": Family(mixer="both", recurrence="mamba2"),
     "qwen3_next": replace(_QWEN_NEXT, routing=Routing("softmax")),
-    "qwen3_5": _QWEN_NEXT,
-    "qwen3_5_moe": replace(_QWEN_NEXT, routing=Routing("softmax")),
+    "qwen3_5": _QWEN35,
+    "qwen3_5_text": _QWEN35,
+    "qwen3_5_moe": replace(_QWEN35, routing=Routing("softmax")),
+    "qwen3_5_moe_text": replace(_QWEN35, routing=Routing("softmax")),
 }
 
 

@@ -22,12 +22,15 @@ def feed_forward(text: Fields, family: Family, hidden_size: int, layer: int) -> 
         return None
     name = text.text(family.activation_key, family.activation)
     bias = text.flag("mlp_bias", False) if family.mlp_bias is None else family.mlp_bias
-    dense = FeedForward(0, family.gated, _ACTIVATIONS.get(name, name), bias)
+    gate_scale, output_scale = text.numbers("mlp_multipliers") or (1.0, 1.0)  # Falcon-H1
+    dense = FeedForward(
+        0, family.gated, _ACTIVATIONS.get(name, name), bias, gate_scale=gate_scale, output_scale=output_scale
+    )
     experts = text.integer("num_experts", 0, low=0)
     if not experts or not _has_experts(text, layer):
         default = dict(family.sizes).get("intermediate_size", None if family.gated else 4 * hidden_size)
         key = "intermediate_size_mlp" if experts and text.raw("intermediate_size_mlp") else "intermediate_size"
-        return replace(dense, intermediate_size=text.integer(key, default))
+        return replace(dense, intermediate_size=text.integer(family.dense_size_key or key, default))
     size = text.integer("moe_intermediate_size", text.integer("intermediate_size", 0, low=0), low=0)
     shared = text.integer("shared_expert_intermediate_size", text.integer("shared_intermediate_size", 0, low=0), low=0)
     if not shared and text.raw("n_shared_experts"):
@@ -57,7 +60,8 @@ def _has_experts(text: Fields, layer: int) -> bool:
     if layer < text.integer("first_k_dense_replace", 0, low=0):
         return False
     if text.raw("expert_layer_period"):  # Jamba
-        return layer % text.integer("expert_layer_period") == text.integer("expert_layer_offset", 0, low=0)
+        offset = text.integer("expert_layer_offset", 0, low=0)
+        return text.integer("num_experts") > 1 and layer % text.integer("expert_layer_period") == offset
     if text.raw("moe_layers") is not None:  # Llama 4
         return layer in text.integers("moe_layers")
     step = text.integer("decoder_sparse_step", text.integer("interleave_moe_layer_step", 1))

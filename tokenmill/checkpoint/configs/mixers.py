@@ -29,7 +29,7 @@ def mixers_by_kind(
 ) -> dict[str, tuple[Mixer, ...]]:
     """For each kind of layer that occurs, its mixers."""
     result: dict[str, tuple[Mixer, ...]] = {}
-    recurrent = (_recurrent(text, hidden_size),) if kinds & {"recurrent", "both"} else ()
+    recurrent = (_recurrent(text, family, hidden_size),) if kinds & {"recurrent", "both"} else ()
     for kind in sorted(kinds):
         if kind == "recurrent":
             result[kind] = recurrent
@@ -63,19 +63,27 @@ def _attention(text: Fields, family: Family, hidden_size: int) -> Attention:
     num_heads = text.integer("num_attention_heads", dict(family.sizes).get("num_attention_heads"))
     num_kv_heads, head_dim = head_sizes(text, family, hidden_size, num_heads)
     bias = text.flag("attention_bias", False)
+    # Falcon-H1 multiplies the input, the keys and the output: the scores by a constant, and the output by another.
+    input_scale, key_scale = text.number("attention_in_multiplier", 1.0), text.number("key_multiplier", 1.0)
+    if input_scale != 1.0 and bias:
+        raise text.error("'attention_in_multiplier' together with 'attention_bias' is not supported")
+    scale = _scale(text, family)
+    if (input_scale, key_scale) != (1.0, 1.0):
+        scale = (scale or head_dim**-0.5) * input_scale**2 * key_scale
     return Attention(
         num_heads,
         num_kv_heads,
         head_dim,
         head_dim,
         rope="full" if family.positions == "rope" else "",
-        scale=_scale(text, family),
+        scale=scale,
         softcap=text.number("attn_logit_softcapping", 0.0),
         qkv_bias=bias if family.qkv_bias is None else family.qkv_bias,
         output_bias=bias if family.output_bias is None else family.output_bias,
         head_norms=family.head_norms or (family.optional_head_norms if text.flag("use_qk_norm", False) else ""),
         sinks=family.sinks,
         output_gate=text.flag("attn_output_gate", family.output_gate),
+        output_scale=input_scale * text.number("attention_out_multiplier", 1.0),
         causal=not text.flag("use_bidirectional_attention", False),
     )
 
@@ -100,27 +108,70 @@ def _latent(text: Fields) -> LatentAttention:
     )
 
 
-def _recurrent(text: Fields, hidden_size: int) -> Recurrent:
-    if text.raw("linear_num_value_heads"):
-        return Recurrent(
-            "delta",
-            text.integer("linear_conv_kernel_dim", 4),
-            num_heads=text.integer("linear_num_value_heads"),
-            num_key_heads=text.integer("linear_num_key_heads"),
-            key_dim=text.integer("linear_key_head_dim"),
-            value_dim=text.integer("linear_value_head_dim"),
-        )
+def _recurrent(text: Fields, family: Family, hidden_size: int) -> Recurrent:
+    if family.recurrence == "delta" or text.raw("linear_num_value_heads"):
+        return _delta(text, family)
     if all(text.raw(name) is None for name in ("mamba_d_state", "state_size", "mamba_expand", "expand")):
         raise text.error("it has linear_attention or Mamba layers and no sizes for them")
     inner = text.integer("mamba_expand", text.integer("expand", 2)) * hidden_size
     inner = text.integer("mamba_d_ssm", inner)
-    states = text.integer("mamba_d_state", text.integer("state_size", 16))
-    kernel = text.integer("mamba_d_conv", text.integer("conv_kernel", 4))
     groups = text.integer("n_groups", text.integer("mamba_n_groups", 0, low=0), low=0)
-    if groups:  # Mamba 2: B and C pass the convolution too
-        heads = text.integer("mamba_n_heads", inner // text.integer("mamba_d_head", 64))
-        heads = text.integer("num_heads", heads)
-        return Recurrent("mamba2", kernel, inner, states, num_heads=heads, num_groups=groups)
+    plain = Recurrent(
+        family.recurrence or ("mamba2" if groups else "mamba"),
+        text.integer("mamba_d_conv", text.integer("conv_kernel", 4)),
+        inner,
+        text.integer("mamba_d_state", text.integer("state_size", 16)),
+        convolution_bias=text.flag("mamba_conv_bias", text.flag("use_conv_bias", True)),
+        input_bias=text.flag("mamba_proj_bias", text.flag("use_bias", False)),
+        output_bias=text.flag("projectors_bias", text.flag("mamba_proj_bias", text.flag("use_bias", False))),
+    )
+    return _mamba2(text, plain, groups) if plain.style == "mamba2" else _mamba(text, family, plain, hidden_size)
+
+
+def _mamba(text: Fields, family: Family, plain: Recurrent, hidden_size: int) -> Recurrent:
     rank = text.raw("mamba_dt_rank") or text.raw("time_step_rank")
-    rank = rank if isinstance(rank, int) else -(-hidden_size // 16)
-    return Recurrent("mamba", kernel, inner, states, rank=rank)
+    rank = rank if isinstance(rank, int) else -(-hidden_size // 16)  # "auto"
+    eps = text.number("mixer_rms_eps", text.number("rms_norm_eps", 1e-6))
+    return replace(plain, rank=rank, step_norms=family.step_norms, step_norm_eps=eps)
+
+
+def _mamba2(text: Fields, plain: Recurrent, groups: int) -> Recurrent:
+    groups = groups or 1
+    key = "num_heads" if text.raw("num_heads") else "mamba_n_heads"
+    size = text.raw("mamba_d_head")
+    heads = text.integer(key, plain.inner // (size if isinstance(size, int) and size > 0 else 64))
+    if not heads or plain.inner % heads or heads % groups:
+        raise text.error(f"'{key}' is {heads}: it must divide {plain.inner} channels and be a multiple of {groups} groups")
+    low, high = text.numbers("time_step_limit") or (0.0, float("inf"))
+    input_scale = text.number("ssm_in_multiplier", 1.0)
+    multipliers = tuple(input_scale * each for each in text.numbers("ssm_multipliers") or (1.0,) * 5)
+    if input_scale != 1.0 and plain.input_bias:
+        raise text.error("'ssm_in_multiplier' together with 'mamba_proj_bias' is not supported")
+    normed = text.flag("mamba_rms_norm", True)
+    first = text.flag("mamba_norm_before_gate", False)
+    return replace(
+        plain,
+        num_heads=heads,
+        num_groups=groups,
+        time_step_limits=(low, high),
+        norm=("ungated" if first else "gated") if normed else "",
+        multipliers=multipliers,
+        output_scale=text.number("ssm_out_multiplier", 1.0),
+    )
+
+
+def _delta(text: Fields, family: Family) -> Recurrent:
+    mixer = Recurrent(
+        "delta",
+        text.integer("linear_conv_kernel_dim", 4),
+        num_heads=text.integer("linear_num_value_heads"),
+        num_key_heads=text.integer("linear_num_key_heads"),
+        key_dim=text.integer("linear_key_head_dim"),
+        value_dim=text.integer("linear_value_head_dim"),
+        joined_inputs=family.joined_inputs,
+    )
+    if mixer.num_heads % mixer.num_key_heads:
+        raise text.error(
+            f"'linear_num_value_heads' is {mixer.num_heads}, no multiple of {mixer.num_key_heads} key heads"
+        )
+    return mixer

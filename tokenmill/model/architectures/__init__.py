@@ -21,6 +21,15 @@ ARCHITECTURES = Registry(
         "qwen2": "tokenmill.model.architectures.decoder:Decoder",
         "qwen3": "tokenmill.model.architectures.decoder:Decoder",
         "gemma3": "tokenmill.model.architectures.gemma3:Gemma3",
+        "mamba": "tokenmill.model.architectures.hybrid:Mamba",
+        "mamba2": "tokenmill.model.architectures.hybrid:Mamba",
+        "falcon_mamba": "tokenmill.model.architectures.hybrid:Mamba",
+        "jamba": "tokenmill.model.architectures.hybrid:Hybrid",
+        "bamba": "tokenmill.model.architectures.hybrid:Hybrid",
+        "falcon_h1": "tokenmill.model.architectures.hybrid:Hybrid",
+        "granitemoehybrid": "tokenmill.model.architectures.hybrid:GraniteHybrid",
+        "qwen3_next": "tokenmill.model.architectures.hybrid:QwenNext",
+        "qwen3_5": "tokenmill.model.architectures.hybrid:QwenNext",
     },
 )
 

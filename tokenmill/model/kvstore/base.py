@@ -18,6 +18,7 @@ from tokenmill.kernels.cpu_pages import CpuPages
 from tokenmill.kernels.packed_pages import PackedPages
 from tokenmill.model.kvstore import transfer
 from tokenmill.model.kvstore.conditioning import KeyConditioning
+from tokenmill.model.state.store import StateStore
 from tokenmill.types import Batch
 
 
@@ -34,13 +35,25 @@ class KVStore(ABC):
         num_pages: int,
         device: torch.device,
         kernels: str = "",  # noqa: ARG002
-        sequences: int = 1,  # noqa: ARG002
+        sequences: int = 1,
     ) -> None:
         """`kernels`: forced backend of the op table, or empty. `sequences`: the maximum computed at the same time."""
         self.layout = layout
         self.num_pages = num_pages
         self.device = device
         self._copy_stream: torch.cuda.Stream | None = None  # for pages that leave
+        self._num_state_slots = sequences
+        self._states: StateStore | None = None
+
+    @property
+    def states(self) -> StateStore:
+        """Of recurrent layers: one slot for each sequence, unless `hold_states` made more."""
+        if self._states is None:
+            self._states = StateStore(self.layout, self._num_state_slots, self.device)
+        return self._states
+
+    def hold_states(self, num_slots: int) -> None:
+        self._states = StateStore(self.layout, num_slots, self.device)
 
     @classmethod
     def declines(cls, layout: KVLayout) -> str:

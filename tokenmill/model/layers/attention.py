@@ -10,14 +10,16 @@ from tokenmill.model.reader import WeightReader
 
 
 class SelfAttention:
-    """q, k, v -> (per-head norms) -> rope -> paged attention -> output projection."""
+    """q, k, v -> (per-head norms) -> (rope) -> paged attention -> (gate) -> output projection."""
 
-    def __init__(self, reader: WeightReader, description: ModelDescription, layer: int, rotary: RotaryTable) -> None:
+    def __init__(
+        self, reader: WeightReader, description: ModelDescription, layer: int, rotary: RotaryTable | None
+    ) -> None:
         prefix = f"model.layers.{layer}.self_attn"
         d, a = description, description.layers[layer].attention
         query_width, kv_width = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
         self.inputs = [
-            reader.linear(f"{prefix}.q_proj", query_width, d.hidden_size, a.qkv_bias),
+            reader.linear(f"{prefix}.q_proj", query_width * (1 + a.output_gate), d.hidden_size, a.qkv_bias),
             reader.linear(f"{prefix}.k_proj", kv_width, d.hidden_size, a.qkv_bias),
             reader.linear(f"{prefix}.v_proj", kv_width, d.hidden_size, a.qkv_bias),
         ]
@@ -31,6 +33,7 @@ class SelfAttention:
             self.key_norm = reader.vector(f"{prefix}.k_norm.weight", a.head_dim, d.norm_offset)
         self.rotary = rotary
         self.eps = d.norm_eps
+        self.output_gate, self.output_scale = a.output_gate, a.output_scale
         self.spec = AttentionSpec(
             layer=layer,
             num_heads=a.num_heads,
@@ -43,12 +46,20 @@ class SelfAttention:
 
     def __call__(self, ops: Ops, x: Value) -> Value:
         q, k, v = ops.linear(x, self.inputs)
+        gate = None
+        if self.output_gate:  # rows of each head: query, then gate
+            q, gate = ops.split(q, (self.spec.head_dim,) * 2, self.spec.num_heads)
         if self.query_norm is not None and self.key_norm is not None:
             q = ops.rms_norm(q, self.query_norm, self.eps, self.spec.head_dim)
             k = ops.rms_norm(k, self.key_norm, self.eps, self.spec.head_dim)
-        q = ops.rope(q, self.rotary, self.spec.head_dim)
-        k = ops.rope(k, self.rotary, self.spec.head_dim)
-        return ops.linear(ops.attention(q, k, v, self.spec), [self.output])[0]
+        if self.rotary is not None:
+            q = ops.rope(q, self.rotary, self.spec.head_dim)
+            k = ops.rope(k, self.rotary, self.spec.head_dim)
+        y = ops.attention(q, k, v, self.spec)
+        if gate is not None:
+            y = ops.gated(gate, y, "sigmoid")
+        y = ops.linear(y, [self.output])[0]
+        return y if self.output_scale == 1.0 else ops.scale(y, self.output_scale)
 
 
 class GatedMLP:

@@ -42,7 +42,8 @@ class BatchedExecutor(RegisteredExecutor[Tensor]):
         """Float32 logits of batch.logit_rows[begin:end]. `hidden` is what `forward` returned for this batch."""
 
     def step(self, work: StepInput) -> StepOutput[Tensor]:
-        batch = build_batch(work, self.store.layout.page_size, self.store.device)
+        layout = self.store.layout
+        batch = build_batch(work, layout.page_size, self.store.device, bool(layout.states))
         hidden = self.forward(batch)
         return StepOutput(
             logits=lambda begin, end: self.logits(hidden, batch, begin, end),

@@ -21,11 +21,14 @@ from tokenmill.model.formats.base import LinearWeight
 from tokenmill.model.kvstore.base import KVStore
 from tokenmill.model.layers.rotary import RotaryTable
 from tokenmill.model.loader import LoadedModel
+from tokenmill.model.state.specs import ConvolutionSpec, ScanSpec
 from tokenmill.runtime.executors.batched import BatchedExecutor
+from tokenmill.runtime.executors.drafted_states import DraftedStates
 from tokenmill.runtime.executors.tree_attention import attend_along_branches
 from tokenmill.types import Batch
 
 FORWARD_OPS = ("rms_norm", "add", "add_rms_norm", "gated", "softcap", "rope", "store_kv", "attention")
+RECURRENT_OPS = ("convolve", "mamba_scan", "mamba2_scan", "delta_scan", "gated_norm")
 OPS = (*FORWARD_OPS, "argmax")  # the last is the sampler's
 
 
@@ -34,12 +37,15 @@ class EagerExecutor(BatchedExecutor):
 
     def __init__(self, model: LoadedModel, store: KVStore, config: ResolvedConfig) -> None:
         super().__init__(model, store, config)
-        self.takes_trees = not store.is_coded  # an accepted branch is moved token by token
+        states = store.layout.states
+        self.takes_trees = not store.is_coded and not states  # an accepted branch is moved token by token
         self.attention = choose_attention(store, model.kernels)
-        self.choices: dict[str, Choice] = {op: select(op, model.device, model.kernels) for op in OPS}
+        ops = (*OPS, *RECURRENT_OPS) if states else OPS
+        self.choices: dict[str, Choice] = {op: select(op, model.device, model.kernels) for op in ops}
         self.run: dict[str, Callable[..., Any]] = {op: choice.run for op, choice in self.choices.items()}
-        layers = range(model.decoder.description.num_layers)
-        self.group_slots = [store.layout.place(layer) for layer in layers]
+        paged = [layer for group in store.layout.groups for layer in group.layers]
+        self.group_slots = {layer: store.layout.place(layer) for layer in (*paged, *dict(store.layout.shared))}
+        self.drafted: DraftedStates | None = None  # of the step before, while its drafts are not settled
 
     @classmethod
     def declines(cls, _model: LoadedModel, _store: KVStore) -> str | None:
@@ -48,6 +54,9 @@ class EagerExecutor(BatchedExecutor):
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:
         self.store.prepare(batch)
+        self.drafted = DraftedStates(batch) if batch.drafted else None
+        if batch.begins:
+            self.store.states.clear(batch.begins)
         hidden: Tensor = self.model.decoder.forward(EagerOps(self, batch))
         return hidden
 
@@ -56,6 +65,12 @@ class EagerExecutor(BatchedExecutor):
         ops = EagerOps(self, batch, batch.logit_rows[begin:end])
         logits: Tensor = self.model.decoder.logits(ops, hidden)
         return logits.float()
+
+    @torch.inference_mode()
+    def settle_drafts(self, kept: Sequence[int]) -> None:
+        if self.drafted is not None:
+            self.drafted.settle(kept)
+            self.drafted = None
 
 
 class EagerOps:
@@ -98,6 +113,37 @@ class EagerOps:
 
     def gated(self, gate: Tensor, up: Tensor, activation: str) -> Tensor:
         y: Tensor = self._run["gated"](gate, up, activation)
+        return y
+
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        return x * factor
+
+    def split(self, x: Tensor, widths: Sequence[int], heads: int = 1) -> list[Tensor]:
+        parts = x.unflatten(-1, (heads, -1)).split(list(widths), dim=-1)
+        return [part.flatten(-2) for part in parts]
+
+    def join(self, values: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(values), dim=-1)
+
+    def convolve(self, x: Tensor, spec: ConvolutionSpec) -> Tensor:
+        return self._continue((x,), spec)
+
+    def scan(self, inputs: Sequence[Tensor], spec: ScanSpec) -> Tensor:
+        return self._continue(inputs, spec)
+
+    def _continue(self, inputs: Sequence[Tensor], spec: ConvolutionSpec | ScanSpec) -> Tensor:
+        """Run an op that continues the state of each sequence."""
+        executor, batch, run = self._executor, self._batch, self._run[spec.op]
+        states = executor.store.states.array(spec.layer, spec.array)
+        if executor.drafted is not None:
+            return executor.drafted.run(run, inputs, states, spec)
+        y: Tensor = run(*inputs, states, batch.state_slots, batch.query_starts, *spec.arguments())
+        return y
+
+    def gated_norm(
+        self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, norm_first: bool, gate_scale: float = 1.0
+    ) -> Tensor:
+        y: Tensor = self._run["gated_norm"](x, gate, weight, eps, norm_first, gate_scale)
         return y
 
     def select_rows(self, x: Tensor) -> Tensor:

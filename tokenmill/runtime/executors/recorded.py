@@ -52,6 +52,8 @@ class RecordedExecutor(BatchedExecutor):
         reason = cpu.unavailable(model.device)
         if reason is not None:
             return reason
+        if store.layout.states:
+            return "recurrent layers have no C++ kernels"
         if any(store.kernel_pages(slot) is None for slot in range(store.layout.layers_per_page)):
             return f"KV pages of type {store.name} have no C++ kernel here"
         for name, weight in model.weights.items():
