@@ -255,8 +255,8 @@ class StepPlan:
 
     scheduled: list[ScheduledTokens] = field(default_factory=list)
     page_copies: list[tuple[int, int]] = field(default_factory=list)  # (source, destination), before the forward pass
-    state_copies: list[tuple[int, int]] = field(default_factory=list)  # the same of state slots; in order, see states.py
     run: int = 1  # tokens of a sequence that may be delivered at once
+    state_copies: list[tuple[int, int]] = field(default_factory=list)  # the same of state slots, one after the other
 
     @property
     def num_tokens(self) -> int:
@@ -278,8 +278,8 @@ class Batch:
     max_seq: int  # longest seq_len
     # [T] int64, trees of drafts only: bit j where a token sees the j-th of its sequence's tokens in this step
     ancestors: Tensor | None = None
-    # Recurrent layers only: the state slot of each sequence, [S] int64; those of sequences that begin; and the numbers of
-    # sequences with drafts, whose states stay as they are until it is known which drafts hold
+    # Recurrent layers only: the state slot of each sequence, [S] int64; the slots of those that begin; and the numbers
+    # of those with drafts, whose states stay as they are until it is known which drafts hold
     state_slots: Tensor | None = None
     begins: tuple[int, ...] = ()
     drafted: tuple[int, ...] = ()

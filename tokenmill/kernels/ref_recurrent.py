@@ -10,6 +10,7 @@ Part of the op table (ref.py finds its functions here).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -94,9 +95,7 @@ def mamba2_scan(
         xbc, dt = rows
         x, b, c = xbc.split((heads * head_dim, num_groups * size, num_groups * size), dim=-1)
         time = softplus(dt * dt_scale + dt_bias).clamp(*dt_limits)
-        b, c = (
-            each.reshape(-1, num_groups, size).repeat_interleave(heads // num_groups, dim=1) for each in (b, c)
-        )
+        b, c = (each.reshape(-1, num_groups, size).repeat_interleave(heads // num_groups, dim=1) for each in (b, c))
         return x.reshape(-1, heads, head_dim), time, b, c
 
     def step(rows: tuple[Tensor, ...], state: Tensor) -> tuple[Tensor, Tensor]:
@@ -225,7 +224,7 @@ def _each_sequence(
 ) -> Tensor:
     """All sequences of one row together (`step`), the others one by one (`several`)."""
     begins = starts.tolist()
-    lengths = [end - begin for begin, end in zip(begins, begins[1:], strict=False)]
+    lengths = [end - begin for begin, end in pairwise(begins)]
     if all(length == 1 for length in lengths):
         y, states[slots] = step(rows, states[slots])
         return y

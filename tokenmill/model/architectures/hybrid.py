@@ -116,9 +116,7 @@ class Hybrid(Decoder):
         self.description = d
         self.embedding = reader.linear(names.embedding, d.vocab_size, d.hidden_size)
         tables = {
-            rope.name: build_rotary_table(
-                rope.rotary_dim, num_positions, rope.theta, rope.scaling, d.rope_interleaved
-            )
+            rope.name: build_rotary_table(rope.rotary_dim, num_positions, rope.theta, rope.scaling, d.rope_interleaved)
             for rope in d.rope_tables
         }
         self.blocks = [HybridBlock(reader, d, layer, tables, names) for layer in range(d.num_layers)]  # type: ignore[misc]

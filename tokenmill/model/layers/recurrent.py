@@ -58,9 +58,7 @@ class Mamba:
         x = ops.convolve(x, self.convolution)
         parts = ops.split(ops.linear(x, [self.steps])[0], self.widths)
         if self.norms:
-            parts = [
-                ops.rms_norm(part, norm, self.norm_eps) for part, norm in zip(parts, self.norms, strict=True)
-            ]
+            parts = [ops.rms_norm(part, norm, self.norm_eps) for part, norm in zip(parts, self.norms, strict=True)]
         time, b, c = parts
         y = ops.scan((x, ops.linear(time, [self.time])[0], b, c), self.scan)
         return ops.linear(ops.gated(gate, y, "silu"), [self.output])[0]

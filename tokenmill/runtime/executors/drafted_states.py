@@ -36,9 +36,7 @@ class DraftedStates:
     batch: Batch
     _calls: list[tuple[Run, tuple[Tensor, ...], Tensor, tuple[Any, ...]]] = field(default_factory=list)
 
-    def run(
-        self, run: Run, inputs: Sequence[Tensor], states: Tensor, spec: ConvolutionSpec | ScanSpec
-    ) -> Tensor:
+    def run(self, run: Run, inputs: Sequence[Tensor], states: Tensor, spec: ConvolutionSpec | ScanSpec) -> Tensor:
         """As the op itself, but the states of drafted rows stay as they are."""
         arguments = spec.arguments()
         drafted = self.batch.drafted
