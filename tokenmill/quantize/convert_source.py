@@ -22,6 +22,7 @@ from tokenmill.model.formats.ggml import GgmlWeight
 from tokenmill.model.formats.quantized import QuantizedMatrix, Scheme
 from tokenmill.model.reader import WeightReader
 from tokenmill.quantize.ggml.codes import decode_blocks, scheme_of
+from tokenmill.quantize.source import refuse_states
 
 _NO_POSITIONS = 1  # rotary tables are not needed to read weights
 _TILE_VALUES = 1 << 22
@@ -30,6 +31,7 @@ _TILE_VALUES = 1 << 22
 class ConvertSource:
     def __init__(self, path: Path) -> None:
         self.checkpoint: Checkpoint = open_checkpoint(path)
+        refuse_states(self.checkpoint.description)
         architecture = architecture_of(self.checkpoint.description)
         self.description = exported_description(self.checkpoint)
         reader = WeightReader(self.checkpoint)

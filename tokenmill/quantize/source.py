@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tokenmill.checkpoint.base import Checkpoint
+from tokenmill.checkpoint.description import ModelDescription
 from tokenmill.checkpoint.hf_export import exported_description, to_hf_layout
 from tokenmill.errors import UserError
 from tokenmill.model.architectures import architecture_of
@@ -42,6 +43,7 @@ class SourceModel:
     def __init__(self, checkpoint: Checkpoint, num_positions: int) -> None:
         """`num_positions`: the length of calibration sequences."""
         self.checkpoint = checkpoint
+        refuse_states(checkpoint.description)
         architecture = architecture_of(checkpoint.description)
         self.description = exported_description(checkpoint)
         reader = _NamingReader(checkpoint)
@@ -133,6 +135,15 @@ class SourceModel:
     def layer_linears(self) -> Iterator[str]:
         for index in range(self.num_blocks):
             yield from self.linear_names(index)
+
+
+def refuse_states(description: ModelDescription) -> None:
+    if any(layer.states for layer in description.kv_layers()):
+        raise UserError(
+            f"model type '{description.model_type or description.architecture}' has recurrent layers, which cannot be "
+            "quantized or converted yet",
+            "serve the checkpoint as it is",
+        )
 
 
 def narrow(name: str, values: Tensor, dtype: torch.dtype) -> Tensor:

@@ -35,7 +35,7 @@ from tokenmill.model.reader import WeightReader
 from tokenmill.resolution import resolve, settle
 from tokenmill.runtime.build import find_facts, kv_arrangement
 from tokenmill.runtime.executors import EXECUTORS
-from tokenmill.runtime.executors.eager import FORWARD_OPS, OPS
+from tokenmill.runtime.executors.eager import FORWARD_OPS, OPS, RECURRENT_OPS
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +69,8 @@ class KVReport:
     full_layers: int
     sliding_layers: int
     sliding_window: int
+    recurrent_layers: int
+    state_bytes: int  # of one request's recurrent states, whatever its length
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +152,7 @@ def implementations(model: LoadedModel, executor: str, store: KVStore | None = N
         if weight.kernel is not None
     }
     ops = []
-    for op in OPS:
+    for op in (*OPS, *(RECURRENT_OPS if store is not None and store.layout.states else ())):
         fallback = _attention_fallback(store) if executor.startswith("cuda") and op == "attention" else None
         if fallback is not None:
             ops.append(Implementation(op, "ref", (f"triton: {fallback}",)))
@@ -229,9 +231,11 @@ def _kv_report(
         bytes_per_token=kv_bytes_per_token(layout, page_bytes),
         context=context,
         bytes_full_context=layout.peak_pages(context) * page_bytes,
-        full_layers=description.num_layers - description.num_sliding_layers,
+        full_layers=sum(len(group.layers) for group in layout.groups if group.kind != "sliding"),
         sliding_layers=description.num_sliding_layers,
         sliding_window=description.sliding_window if description.num_sliding_layers else 0,
+        recurrent_layers=len(layout.states),
+        state_bytes=layout.state_bytes,
     )
 
 

@@ -14,7 +14,7 @@ from tokenmill.hardware.memory import plan_kv
 FULL, SLIDING = LayerKV("full", 2, 8), LayerKV("sliding", 2, 8, 6)
 WIDE, NARROW = LayerKV("full", 8, 128), LayerKV("sliding", 4, 64, 512)
 LATENT = LayerKV("latent", 1, 576, value_dim=0)
-STATE = LayerKV("recurrent", state_bytes=1000)
+STATE = LayerKV("recurrent", states=((10, 20), (50,)))
 
 
 @pytest.mark.parametrize(
@@ -81,9 +81,9 @@ def test_latent_rows_have_no_values_of_their_own() -> None:
 def test_states_are_beside_the_pages() -> None:
     layout = build_layout([STATE, FULL, STATE, FULL], 16)
     assert [group.layers for group in layout.groups] == [(1, 3)]
-    assert layout.states == (LayerState(0, 1000), LayerState(2, 1000))
+    assert layout.states == (LayerState(0, STATE.states), LayerState(2, STATE.states))
     assert layout.state_bytes == 2000
-    both = build_layout([LayerKV("full", 2, 8, state_bytes=64)] * 2, 16)  # attention beside a recurrence
+    both = build_layout([LayerKV("full", 2, 8, states=((16,),))] * 2, 16)  # attention beside a recurrence
     assert (both.groups[0].layers, both.state_bytes) == ((0, 1), 128)
 
 

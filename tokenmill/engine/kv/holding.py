@@ -46,7 +46,7 @@ class Holding:
 
 
 def enter_pages(request: Request, holding: Holding, full: int, tree: PrefixTree, pool: PagePool) -> None:
-    """Enter the first `full` pages into the tree, as far as they are not. Where it has such a page, that replaces ours."""
+    """Enter the first `full` pages into the tree, as far as they are not. A page that it has already replaces ours."""
     size = tree.page_size
     node = holding.cursor
     node.cursors -= 1

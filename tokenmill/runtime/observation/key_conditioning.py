@@ -63,7 +63,9 @@ def find_conditioning(model: LoadedModel, config: ResolvedConfig, context: int) 
         logit_rows=torch.zeros(0, dtype=torch.int64),
         max_query=count,
         max_seq=count,
+        state_slots=torch.zeros(1, dtype=torch.int64),
     )
+    store.states.clear([0])
     ops = _MeasuringOps(EagerExecutor(model, store, config), batch)
     model.decoder.forward(ops)
     return ops.conditioning

@@ -20,7 +20,6 @@ FULL = LayerKV("full", 2, 64)
     [
         ([FULL, LayerKV("full", 2, 32)], "layers of different KV shapes"),
         ([LayerKV("latent", 1, 576, value_dim=0)] * 2, "keys and values of different widths"),
-        ([FULL, LayerKV("recurrent", state_bytes=64)], "recurrent states"),
     ],
 )
 def test_what_no_store_holds_yet_is_declined_by_name(dtype: str, layers: list[LayerKV], problem: str) -> None:

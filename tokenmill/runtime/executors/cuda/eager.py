@@ -39,10 +39,12 @@ class CudaEagerExecutor(BatchedExecutor):
         return CudaSampler(self.model.device, self.model.kernels)
 
     @classmethod
-    def declines(cls, model: LoadedModel, _store: KVStore) -> str | None:
+    def declines(cls, model: LoadedModel, store: KVStore) -> str | None:
         reason = gpu.unavailable(model.device)
         if reason is None and model.table is None:
             reason = "the weights were prepared for the torch reference kernels"
+        if reason is None and store.layout.states:
+            reason = "recurrent layers have no GPU kernels"
         return reason
 
     @torch.inference_mode()
