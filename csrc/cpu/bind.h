@@ -37,6 +37,7 @@ void bind_linear(nb::module_& module);
 void bind_ops(nb::module_& module);
 void bind_attention(nb::module_& module);
 void bind_program(nb::module_& module);
+void bind_recurrent(nb::module_& module);
 void bind_quantize(nb::module_& module);
 
 }  // namespace tokenmill

@@ -65,7 +65,7 @@ class Fields:
         values = self.raw(name)
         if values is None:
             return ()
-        if not isinstance(values, list):
+        if not isinstance(values, list | tuple):
             raise self.wrong(name, values)
         # transformers writes infinity as {"__float__": "Infinity"}
         numbers = [math.inf if v == {"__float__": "Infinity"} else v for v in values]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tokenmill.errors import UserError
+from tokenmill.kernels import cpu_recurrent
 from tokenmill.kernels.base import Declined
 from tokenmill.kernels.cpu_coded import CodedWeight, pack_coded
 
@@ -41,7 +42,7 @@ def unavailable(device: torch.device) -> str | None:
 
 def find_op(name: str) -> Callable[..., Any] | None:
     """An op by its name in the op table."""
-    function: Callable[..., Any] | None = globals().get(name)
+    function: Callable[..., Any] | None = globals().get(name) or getattr(cpu_recurrent, name, None)
     return function
 
 
@@ -165,6 +166,8 @@ def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tens
 
 
 def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    if activation == "sigmoid":
+        return torch.sigmoid(gate).mul_(up)
     y = torch.empty_like(gate)
     module().gated(pool(), gate, up, activation, y)
     return y

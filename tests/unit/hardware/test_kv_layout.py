@@ -9,7 +9,7 @@ import pytest
 
 from tokenmill.errors import UserError
 from tokenmill.hardware.kv_layout import KVGroup, KVLayout, LayerKV, LayerState, build_layout
-from tokenmill.hardware.memory import plan_kv
+from tokenmill.hardware.memory import KVBudget, plan_kv
 
 FULL, SLIDING = LayerKV("full", 2, 8), LayerKV("sliding", 2, 8, 6)
 WIDE, NARROW = LayerKV("full", 8, 128), LayerKV("sliding", 4, 64, 512)
@@ -110,3 +110,18 @@ def test_memory_for_states_comes_first() -> None:
         plan_kv(layout, 100, context=64, concurrency=3, memory=3000, available=0)
     free = plan_kv(build_layout([STATE], 16), 0, context=64, concurrency=3, memory=3000, available=0)
     assert free.nbytes == 3000
+    with pytest.raises(UserError, match="lower --concurrency"):
+        plan_kv(layout, 100, context=64, concurrency=30, memory=0, available=10_000)
+
+
+def test_snapshots_of_states_are_bounded() -> None:
+    layout = build_layout([STATE, FULL], 16)
+
+    def budget(memory: int, caching: bool = True) -> KVBudget:
+        return plan_kv(layout, 100, 64, 3, memory, available=0, prefix_caching=caching)
+
+    assert budget(1 << 30).num_state_slots == 3 + 4 * 3
+    assert budget(1 << 30, caching=False).num_state_slots == 3
+    assert budget(3000 + 12_000).num_state_slots == 3 + 3  # a quarter of what the running sequences leave
+    assert budget(3000 + 12_000).nbytes <= 15_000
+    assert budget(3000 + 3000).num_state_slots == 3

@@ -120,7 +120,7 @@ class EagerOps:
 
     def split(self, x: Tensor, widths: Sequence[int], heads: int = 1) -> list[Tensor]:
         parts = x.unflatten(-1, (heads, -1)).split(list(widths), dim=-1)
-        return [part.flatten(-2) for part in parts]
+        return [part.flatten(-2).contiguous() for part in parts]
 
     def join(self, values: Sequence[Tensor]) -> Tensor:
         return torch.cat(list(values), dim=-1)
