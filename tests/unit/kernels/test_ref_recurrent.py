@@ -1,4 +1,5 @@
-"""Recurrent ops: chunks give what single steps give, for every split; a batch gives what its sequences give alone."""
+"""Recurrent ops: chunks give what single steps give, for every split; a batch gives what its sequences give alone; the
+C++ kernels give what the spec gives."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tokenmill.kernels import cpu, cpu_recurrent
 from tokenmill.kernels import ref_recurrent as ref
 
 _TOKENS = 150
@@ -19,7 +21,7 @@ def _random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def _case(name: str) -> tuple[tuple[Tensor, ...], tuple[int, ...], Callable[..., Tensor]]:
+def _case(name: str, ref: Any = ref) -> tuple[tuple[Tensor, ...], tuple[int, ...], Callable[..., Tensor]]:
     """(rows of one sequence, shape of its state, the op on rows, states, slots and starts)."""
     t = _TOKENS
     if name == "convolve":
@@ -113,3 +115,31 @@ def test_gated_norm_of_groups(norm_first: bool) -> None:
         inner = x[:, cut] if norm_first else x[:, cut] * factor[:, cut]
         normed = torch.nn.functional.rms_norm(inner, (4,), weight[group], 1e-5)
         torch.testing.assert_close(y[:, cut], normed * factor[:, cut] if norm_first else normed)
+
+
+needs_module = pytest.mark.skipif(
+    cpu.unavailable(torch.device("cpu")) is not None, reason="the C++ kernels are not built"
+)
+
+
+@needs_module
+@pytest.mark.parametrize("lengths", [[1, 1, 1], [1, 30, 1, 7], [2, 100], [150]])
+@pytest.mark.parametrize("name", _OPS)
+def test_the_cpu_kernels_equal_the_spec(name: str, lengths: list[int]) -> None:
+    slots = torch.tensor([5, 2, 7, 0][: len(lengths)])
+    starts = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    outputs, states = [], []
+    for backend in (ref, cpu_recurrent):
+        rows, shape, op = _case(name, backend)
+        states.append(_random(8, *shape, seed=9))
+        outputs.append(op(*(each[: sum(lengths)] for each in rows), states[-1], slots, starts))
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-4, atol=2e-5)
+    torch.testing.assert_close(states[1], states[0], rtol=1e-4, atol=2e-5)
+
+
+@needs_module
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize("shape", [(3, 8), (8,), (1, 24)])
+def test_the_cpu_gated_norm_equals_the_spec(norm_first: bool, shape: tuple[int, ...]) -> None:
+    arguments = (_random(5, 24), _random(5, 24, seed=1), _random(*shape, seed=2), 1e-5, norm_first, 0.5)
+    torch.testing.assert_close(cpu_recurrent.gated_norm(*arguments), ref.gated_norm(*arguments))
