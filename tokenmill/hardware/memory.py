@@ -19,6 +19,7 @@ DEFAULT_SHARE = 0.25
 # Of recurrent states: snapshots for each sequence that runs, and the share of the remaining memory they may take.
 SNAPSHOTS_PER_SEQUENCE = 4
 _SNAPSHOT_SHARE = 0.25
+_MAX_EMPTY_PAGES = 1 << 18  # of models that keep nothing in pages
 # Sampling workspace per (sequence, vocabulary entry): logits, probabilities, sorted copies and indices in float32.
 SAMPLER_BYTES = 41.0
 
@@ -60,6 +61,8 @@ def plan_kv(
     """
     one = layout.peak_pages(context)
     requested = one * concurrency
+    if not page_bytes:  # the prefix cache may then name as many pages as it likes
+        requested = max(requested, min(concurrency * ceil(context / layout.page_size), _MAX_EMPTY_PAGES))
     slots = _state_slots(layout, concurrency, memory or int(available * share_of_available), prefix_caching)
     states = layout.state_bytes * slots
     if not memory and states > available:
@@ -82,7 +85,8 @@ def plan_kv(
         share = _pages_in(int(available * share_of_available) - states, page_bytes, requested)
         pages = max(one, min(requested, share))
         reason = "context x concurrency" if pages == requested else f"{share_of_available:.0%} of free memory"
-    return KVBudget(pages, page_bytes, pages / one, reason, states, slots)
+    full_requests = pages / one if page_bytes else float(concurrency)
+    return KVBudget(pages, page_bytes, full_requests, reason, states, slots)
 
 
 def _state_slots(layout: KVLayout, concurrency: int, memory: int, prefix_caching: bool) -> int:

@@ -65,7 +65,7 @@ class KVReport:
     page_size: int  # tokens
     bytes_per_token: float  # what one more token of a long sequence costs: sliding layers no longer grow
     context: int  # that the engine would use
-    bytes_full_context: int  # one request of that length, sliding layers included
+    bytes_full_context: int  # one request of that length, sliding and recurrent layers included
     full_layers: int
     sliding_layers: int
     sliding_window: int
@@ -230,7 +230,7 @@ def _kv_report(
         page_size=layout.page_size,
         bytes_per_token=kv_bytes_per_token(layout, page_bytes),
         context=context,
-        bytes_full_context=layout.peak_pages(context) * page_bytes,
+        bytes_full_context=layout.peak_pages(context) * page_bytes + layout.state_bytes,
         full_layers=sum(len(group.layers) for group in layout.groups if group.kind != "sliding"),
         sliding_layers=description.num_sliding_layers,
         sliding_window=description.sliding_window if description.num_sliding_layers else 0,

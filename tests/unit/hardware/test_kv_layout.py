@@ -110,6 +110,7 @@ def test_memory_for_states_comes_first() -> None:
         plan_kv(layout, 100, context=64, concurrency=3, memory=3000, available=0)
     free = plan_kv(build_layout([STATE], 16), 0, context=64, concurrency=3, memory=3000, available=0)
     assert free.nbytes == 3000
+    assert free.num_pages == 3 * 4  # pages without a byte cost nothing: enough to name all prefixes
     with pytest.raises(UserError, match="lower --concurrency"):
         plan_kv(layout, 100, context=64, concurrency=30, memory=0, available=10_000)
 

@@ -15,7 +15,7 @@ from tokenmill.engine.kv.prefix_tree import PrefixNode
 from tokenmill.engine.kv.states import NO_STATE, SnapshotOwner, StateSlots
 from tokenmill.types import Request
 
-_INTERVAL_TOKENS = 1024  # of a long prompt, between two snapshots
+_INTERVAL_TOKENS = 2048  # of a long prompt, between two snapshots
 _UNLIMITED = 1 << 30
 
 
