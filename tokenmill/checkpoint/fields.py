@@ -60,12 +60,12 @@ class Fields:
             raise self.wrong(name, values)
         return values
 
-    def numbers(self, name: str) -> tuple[float, ...]:
-        """A list of numbers, as of multipliers; empty where it is absent."""
+    def numbers(self, name: str, default: tuple[float, ...]) -> tuple[float, ...]:
+        """A list of as many numbers as the default has, as of multipliers."""
         values = self.raw(name)
         if values is None:
-            return ()
-        if not isinstance(values, list | tuple):
+            return default
+        if not isinstance(values, list | tuple) or len(values) != len(default):
             raise self.wrong(name, values)
         # transformers writes infinity as {"__float__": "Infinity"}
         numbers = [math.inf if v == {"__float__": "Infinity"} else v for v in values]

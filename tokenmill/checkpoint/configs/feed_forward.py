@@ -22,7 +22,7 @@ def feed_forward(text: Fields, family: Family, hidden_size: int, layer: int) -> 
         return None
     name = text.text(family.activation_key, family.activation)
     bias = text.flag("mlp_bias", False) if family.mlp_bias is None else family.mlp_bias
-    gate_scale, output_scale = text.numbers("mlp_multipliers") or (1.0, 1.0)  # Falcon-H1
+    gate_scale, output_scale = text.numbers("mlp_multipliers", (1.0, 1.0))  # Falcon-H1
     dense = FeedForward(
         0, family.gated, _ACTIVATIONS.get(name, name), bias, gate_scale=gate_scale, output_scale=output_scale
     )

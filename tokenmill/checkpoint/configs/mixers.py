@@ -142,9 +142,9 @@ def _mamba2(text: Fields, plain: Recurrent, groups: int) -> Recurrent:
     heads = text.integer(key, plain.inner // (size if isinstance(size, int) and size > 0 else 64))
     if not heads or plain.inner % heads or heads % groups:
         raise text.error(f"'{key}' is {heads}, which {plain.inner} channels or {groups} groups do not allow")
-    low, high = text.numbers("time_step_limit") or (0.0, float("inf"))
+    low, high = text.numbers("time_step_limit", (0.0, float("inf")))
     input_scale = text.number("ssm_in_multiplier", 1.0)
-    multipliers = tuple(input_scale * each for each in text.numbers("ssm_multipliers") or (1.0,) * 5)
+    multipliers = tuple(input_scale * each for each in text.numbers("ssm_multipliers", (1.0,) * 5))
     if input_scale != 1.0 and plain.input_bias:
         raise text.error("'ssm_in_multiplier' together with 'mamba_proj_bias' is not supported")
     normed = text.flag("mamba_rms_norm", True)

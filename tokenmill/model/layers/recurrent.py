@@ -6,6 +6,7 @@ names below the mixer's prefix are the same in all families that have it. Used b
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -24,8 +25,8 @@ class RecurrentMixer(Protocol):
 
 def make_recurrent(reader: WeightReader, description: ModelDescription, layer: int, prefix: str) -> RecurrentMixer:
     (mixer,) = (mixer for mixer in description.layers[layer].mixers if isinstance(mixer, Recurrent))
-    kind = {"mamba": Mamba, "mamba2": Mamba2, "delta": GatedDeltaRule}[mixer.style]
-    return kind(reader, description, mixer, layer, prefix)
+    kinds: dict[str, Callable[..., RecurrentMixer]] = {"mamba": Mamba, "mamba2": Mamba2, "delta": GatedDeltaRule}
+    return kinds[mixer.style](reader, description, mixer, layer, prefix)
 
 
 class Mamba:

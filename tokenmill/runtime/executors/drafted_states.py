@@ -41,7 +41,7 @@ class DraftedStates:
         arguments = spec.arguments()
         drafted = self.batch.drafted
         others = [number for number in range(self.batch.query_starts.shape[0] - 1) if number not in drafted]
-        output = None
+        output: Tensor | None = None
         for numbers, is_draft in ((others, False), (list(drafted), True)):
             if not numbers:
                 continue
