@@ -63,6 +63,25 @@ def _gemma3() -> Any:
     return Gemma3TextConfig(**{**_COMMON, **changes})
 
 
+def _experts(name: str, **changes: Any) -> Any:
+    """A config of a model with experts, by its model type."""
+    from transformers import CONFIG_MAPPING
+
+    return CONFIG_MAPPING[name](**{**_COMMON, "num_hidden_layers": 4, **changes})
+
+
+_FEW_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_SMALL_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_QWEN2_MOE = {**_SMALL_EXPERTS, "shared_expert_intermediate_size": 48}
+_LLAMA4 = {
+    "head_dim": 16,
+    "intermediate_size_mlp": 80,
+    "num_local_experts": 4,
+    "interleave_moe_layer_step": 2,
+    "attention_chunk_size": 16,
+    "floor_scale": 8,
+}
+
 CONFIGS = {
     "llama": _llama,
     "llama-biases": lambda: _llama(attention_bias=True, mlp_bias=True),
@@ -77,6 +96,20 @@ CONFIGS = {
     "qwen2-windows": _qwen2_windows,
     "qwen3": _qwen3,
     "gemma3": _gemma3,
+    "mixtral": lambda: _experts("mixtral", **_FEW_EXPERTS, sliding_window=None),
+    "qwen2_moe": lambda: _experts("qwen2_moe", **_QWEN2_MOE, mlp_only_layers=[1]),
+    "qwen2_moe-windows": lambda: _experts(
+        "qwen2_moe", **_QWEN2_MOE, use_sliding_window=True, sliding_window=20, max_window_layers=3, norm_topk_prob=True
+    ),
+    "qwen3_moe": lambda: _experts("qwen3_moe", **_SMALL_EXPERTS, head_dim=32, norm_topk_prob=True),
+    "qwen3_moe-unnormalized": lambda: _experts(
+        "qwen3_moe", **_SMALL_EXPERTS, head_dim=32, norm_topk_prob=False, decoder_sparse_step=2
+    ),
+    "gpt_oss": lambda: _experts("gpt_oss", **_FEW_EXPERTS, head_dim=16, sliding_window=16),
+    "llama4": lambda: _experts("llama4_text", **_LLAMA4),
+    "llama4-plain": lambda: _experts(
+        "llama4_text", **{**_LLAMA4, "interleave_moe_layer_step": 1}, use_qk_norm=False, attn_temperature_tuning=False
+    ),
 }
 
 
@@ -87,10 +120,13 @@ def make(name: str, folder: Path) -> Any:
     torch.manual_seed(sum(map(ord, name)))
     model = AutoModelForCausalLM.from_config(CONFIGS[name](), attn_implementation="eager").float().eval()
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
+        for label, parameter in model.named_parameters():
+            if parameter.dim() == 1 or label.endswith("_bias"):
                 parameter.add_(torch.randn_like(parameter) * 0.2)
             else:
                 parameter.mul_(4.0)  # transformers starts so small that every logit would be alike
+        for label, buffer in model.named_buffers():
+            if label.endswith("e_score_correction_bias"):  # decides who is chosen, and is no parameter
+                buffer.add_(torch.randn_like(buffer) * 0.2)
     model.save_pretrained(folder)
     return model

@@ -58,7 +58,10 @@ class Routing:
     scale: float = 1.0
     num_groups: int = 1  # experts are chosen within the best `top_groups` groups
     top_groups: int = 1
+    group_score: str = "two_best"  # of a group: the sum of its "two_best" scores, or its "max"
     correction_bias: bool = False  # DeepSeek-V3: added to the scores for choosing, not for weighting
+    bias: bool = False  # of the router's product
+    weights_on_input: bool = False  # Llama 4: weights multiply what an expert reads, not what it returns
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,8 @@ class FeedForward:
     experts_per_token: int = 0
     expert_size: int = 0
     shared_size: int = 0  # width of the experts that every token passes
+    shared_gate: bool = False  # their output is multiplied by the sigmoid of a product with one row
+    clamp: float = 0.0  # GPT-OSS: gate and up are clamped, and the gate's sigmoid is steeper; 0: off
     routing: Routing | None = None
 
     @property

@@ -15,11 +15,10 @@ from typing import Any
 from tokenmill.checkpoint.configs.families import FAMILIES, Family, family_of
 from tokenmill.checkpoint.configs.feed_forward import feed_forward
 from tokenmill.checkpoint.configs.layer_kinds import layer_kinds
-from tokenmill.checkpoint.configs.mixers import head_sizes, mixers_by_kind, rotates
+from tokenmill.checkpoint.configs.mixers import head_sizes, mixers_by_kind, rotates, without_rotation
 from tokenmill.checkpoint.configs.rope import rope_tables
 from tokenmill.checkpoint.description import LayerDescription, ModelDescription, RopeTable
 from tokenmill.checkpoint.fields import Fields
-from tokenmill.checkpoint.mixers import Attention
 from tokenmill.errors import CheckpointError
 
 _LABEL = "config.json"
@@ -68,12 +67,17 @@ def describe(config: Mapping[str, Any], generation: Mapping[str, Any] | None = N
         tie_embeddings=outer.flag("tie_word_embeddings", text.flag("tie_word_embeddings", family.tie_embeddings)),
         overflows_float16=family.overflows_float16,
         vision_parameters=_vision_parameters(outer),
-        other_features=family.other_features,
+        other_features=(*family.other_features, *_unread(text)),
         bos_id=_bos_id(generation, outer, text, family),
         eos_ids=_eos_ids(generation, outer, text, family),
         name=outer.text("_name_or_path", ""),
     )
     return _with_scales(description, text, family)
+
+
+def _unread(text: Fields) -> tuple[str, ...]:
+    """What a key of the config switches on and the description has no field for."""
+    return ("clipped queries, keys and values",) if text.raw("clip_qkv") is not None else ()
 
 
 def _spelled(values: dict[str, Any]) -> dict[str, Any]:
@@ -109,10 +113,7 @@ def _layers(
         ffn = feed_forward(text, family, hidden_size, number)
         layer = LayerDescription(mixers[kind], ffn, family.norms)
         if not rotates(text, family, number):
-            stilled = tuple(
-                replace(mixer, rope="") if isinstance(mixer, Attention) else mixer for mixer in layer.mixers
-            )
-            layer = replace(layer, mixers=stilled)
+            layer = replace(layer, mixers=tuple(without_rotation(text, family, mixer) for mixer in layer.mixers))
         layers.append(layer)
     return tuple(layers)
 

@@ -85,6 +85,11 @@ def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     return torch.nn.functional.gelu(gate, approximate="tanh") * up
 
 
+def gate_rows(x: Tensor, gate: Tensor) -> Tensor:
+    """x [T, width] * sigmoid(gate [T, 1])."""
+    return x * gate.sigmoid()
+
+
 def argmax(logits: Tensor) -> Tensor:
     """Index of the largest value of each row; the first of equals."""
     return logits.argmax(-1)
@@ -112,6 +117,12 @@ def store_kv(x: Tensor, pages: Tensor, slots: Tensor) -> None:
     pages[slots // page_size, :, slots % page_size] = heads
 
 
+def softmax_with_sinks(scores: Tensor, sinks: Tensor) -> Tensor:
+    """Softmax over the last axis of [kv_heads, group, queries, keys]; the sink of each head joins the denominator."""
+    sink = sinks.view(scores.shape[0], scores.shape[1], 1, 1).expand(*scores.shape[:3], 1)
+    return torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
+
+
 def attention(
     q: Tensor,
     k_pages: Tensor,
@@ -122,8 +133,14 @@ def attention(
     scale: float,
     window: int,
     cap: float,
+    chunk: int = 0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of each sequence's last tokens over its pages. q: [T, heads * head_dim]; returns the same."""
+    """Causal attention of each sequence's last tokens over its pages. q: [T, heads * head_dim]; returns the same.
+
+    `chunk`: a token sees only its own chunk of this length. `sinks` [heads]: logits that take part in each head's
+    softmax and carry no value.
+    """
     _, kv_heads, page_size, head_dim = k_pages.shape
     heads = q.view(q.shape[0], -1, head_dim)
     out = torch.empty_like(heads)
@@ -147,6 +164,9 @@ def attention(
         visible = key <= position
         if window:
             visible &= key > position - window
-        probabilities = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+        if chunk:
+            visible &= key >= position - position % chunk
+        scores = scores.masked_fill(~visible, float("-inf"))
+        probabilities = scores.softmax(-1) if sinks is None else softmax_with_sinks(scores, sinks)
         out[begin:end] = torch.einsum("kgns,ksd->nkgd", probabilities, v).reshape(end - begin, -1, head_dim)
     return out.view_as(q)

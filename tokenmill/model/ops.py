@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from tokenmill.kernels.ref_experts import RoutingSpec
     from tokenmill.model.attention.base import AttentionSpec
     from tokenmill.model.formats.base import LinearWeight
+    from tokenmill.model.formats.stacks import ExpertStacks
     from tokenmill.model.layers.rotary import RotaryTable
 
 Value = Any
@@ -48,6 +50,14 @@ class Ops(Protocol):
 
     def gated(self, gate: Value, up: Value, activation: str) -> Value:
         """activation(gate) * up; activation is "silu" or "gelu_tanh"."""
+        ...
+
+    def experts(self, x: Value, router: LinearWeight, stacks: ExpertStacks, routing: RoutingSpec) -> Value:
+        """The weighted sum of what the experts of each token make of it; `router` scores them."""
+        ...
+
+    def gate_rows(self, x: Value, gate: Value) -> Value:
+        """x * sigmoid(gate); gate has one number per token."""
         ...
 
     def select_rows(self, x: Value) -> Value:

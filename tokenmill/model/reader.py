@@ -6,6 +6,8 @@ Problems are collected and raised together by `finish`, so that one error names 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -31,6 +33,7 @@ class WeightReader:
         self.weights: dict[str, LinearWeight] = {}
         self.tensor_names: dict[str, list[str]] = {}  # of each weight
         self._used: set[str] = set()
+        self._prefixes: set[str] = set()  # of all names, made when first needed
         self._missing: list[str] = []
         self._misshapen: list[str] = []
 
@@ -68,6 +71,33 @@ class WeightReader:
             weight.bias = self.vector(f"{prefix}.bias", out_features)
         self.weights[prefix] = weight
         return weight
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
+        """A tensor of several matrices, as of all experts, in its stored form; a meta tensor if it does not fit."""
+        stored = self._take(name)
+        if stored is not None and stored.shape == shape:
+            return stored
+        if stored is not None:
+            self._misshapen.append(f"{name} is {list(stored.shape)}, expected {list(shape)}")
+        return StoredTensor(name, shape, "F32", torch.empty(shape, device="meta"))
+
+    def add(self, prefix: str, weight: LinearWeight, tensor_names: list[str]) -> LinearWeight:
+        """Record a matrix that was made from a part of a larger tensor. `tensor_names`: released with this matrix."""
+        self.weights[prefix] = weight
+        self.tensor_names[prefix] = tensor_names
+        return weight
+
+    def has_prefix(self, prefix: str) -> bool:
+        """Whether there is a tensor PREFIX.something."""
+        if not self._prefixes:
+            for name in self.checkpoint.names():
+                parts = name.split(".")
+                self._prefixes.update(".".join(parts[:end]) for end in range(1, len(parts)))
+        return prefix in self._prefixes
+
+    def first_prefix(self, prefixes: Sequence[str]) -> str:
+        """The first of these that any tensor has; the first of all if there is none."""
+        return next(filter(self.has_prefix, prefixes), prefixes[0])
 
     def ignore(self, name: str) -> None:
         """A tensor that may be present and is not needed."""

@@ -23,8 +23,9 @@ class Family:
     context_length: int = 4096
     num_kv_heads: int | None = None  # None: as many as heads
     head_dim: int | None = None  # None: hidden size / heads
-    # Which layers slide where the config does not list them: "all", "never", "tail" (Qwen: from a layer on), "even", or
-    # "period" (all but every n-th).
+    # Which layers slide where the config does not list them: "all", "never", "tail" (Qwen: from a layer on), "even",
+    # "even_below" (Qwen2-MoE: even ones below a layer), "switched" (all, if `use_sliding_window`), "period" (all but
+    # every n-th), or "chunks" (Llama 4: rotated layers attend within chunks).
     sliding: str = "all"
     sliding_window: int = 0  # where the key is absent
     lists_layers: bool = True  # whether `layer_types` counts
@@ -37,6 +38,7 @@ class Family:
     eps_key: str = "rms_norm_eps"
     head_norms: str = ""
     optional_head_norms: str = "head"  # those that `use_qk_norm` switches on
+    uses_head_norms: bool = False  # where `use_qk_norm` is absent
     qkv_bias: bool | None = None  # None: `attention_bias`
     output_bias: bool | None = None
     mlp_bias: bool | None = None  # None: `mlp_bias`
@@ -52,6 +54,10 @@ class Family:
     query_scalar: float | None = None  # q.k is multiplied by its root's inverse; None: head_dim
     scales_embedding: bool = False  # by the root of the hidden size
     sinks: bool = False
+    temperature: bool = False  # layers without rotary embedding scale their queries by position
+    shared_gate: bool = False  # the shared expert has one
+    clamp: float = 0.0  # of the experts' activation, where `swiglu_limit` is absent
+    expert_size_key: str = "moe_intermediate_size"
     output_gate: bool = False
     routing: Routing = _MIXTRAL
     bos_id: int | None = None
@@ -163,37 +169,56 @@ FAMILIES: dict[str, Family] = {
     "falcon": replace(_UNGATED, norms="parallel"),
     "phi": replace(_UNGATED, norms="parallel", rotary_factor=0.5),
     "nemotron": replace(_UNGATED, rotary_factor=0.5, activation="relu2"),
-    "qwen2_moe": replace(_QWEN2, architecture="", num_kv_heads=None, routing=_QWEN_SOFTMAX),
-    "qwen3_moe": replace(_QWEN3, architecture="", num_kv_heads=None, head_dim=None, routing=_QWEN_SOFTMAX),
-    "olmoe": Family(head_norms="projection", routing=_QWEN_SOFTMAX),
-    "deepseek_v2": Family(rope_interleaved=True, routing=Routing("softmax", normalize=False)),
+    "mixtral": Family(rope_theta=1e6, expert_size_key="intermediate_size", bos_id=1, eos_id=2),
+    "qwen2_moe": replace(
+        _QWEN2, architecture="", num_kv_heads=None, sliding="even_below", routing=_QWEN_SOFTMAX, shared_gate=True
+    ),
+    "qwen3_moe": replace(
+        _QWEN3, architecture="", num_kv_heads=None, head_dim=None, sliding="switched", routing=_QWEN_SOFTMAX
+    ),
+    "olmoe": Family(head_norms="projection", routing=_QWEN_SOFTMAX, expert_size_key="intermediate_size"),
+    "granitemoe": Family(expert_size_key="intermediate_size", bos_id=1, eos_id=2),
+    "deepseek_v2": Family(rope_interleaved=True, routing=Routing("softmax", normalize=False, group_score="max")),
     "deepseek_v3": Family(rope_interleaved=True, routing=_DEEPSEEK3),
-    "glm4_moe": Family(rotary_factor=0.5, qkv_bias=True, output_bias=False, routing=_DEEPSEEK3),
+    "glm4_moe": Family(rotary_factor=0.5, output_bias=False, routing=_DEEPSEEK3),
     "gpt_oss": Family(
+        context_length=131_072,
+        num_kv_heads=8,
+        head_dim=64,
         sliding="even",
+        sliding_window=128,
+        clamp=7.0,
+        expert_size_key="intermediate_size",
         qkv_bias=True,
         output_bias=True,
         mlp_bias=True,
         rope_theta=150_000.0,
         sinks=True,
-        routing=Routing("softmax_of_selected"),
+        routing=Routing("softmax_of_selected", bias=True),
     ),
     "llama4_text": Family(
+        context_length=131_072,
+        head_dim=128,
+        sliding="chunks",
         rope_layers="listed",
+        rope_theta=500_000.0,
         rope_interleaved=True,
-        routing=Routing("sigmoid", normalize=False),
-        other_features=("expert weights on the input",),
+        optional_head_norms="unit",
+        uses_head_norms=True,
+        temperature=True,
+        expert_size_key="intermediate_size",
+        routing=Routing("sigmoid", normalize=False, weights_on_input=True),
     ),
-    "jamba": Family(positions="none", routing=Routing("softmax", normalize=False)),
+    "jamba": Family(positions="none", routing=Routing("softmax", normalize=False), expert_size_key="intermediate_size"),
     "mamba": _MAMBA,
     "mamba2": _MAMBA,
     "falcon_mamba": _MAMBA,
     "bamba": Family(rotary_factor=0.5),
-    "granitemoehybrid": Family(positions="none"),
+    "granitemoehybrid": Family(positions="none", expert_size_key="intermediate_size"),
     "falcon_h1": Family(mixer="both", other_features=("multipliers of each projection",)),
-    "qwen3_next": replace(_QWEN_NEXT, routing=Routing("softmax")),
+    "qwen3_next": replace(_QWEN_NEXT, routing=Routing("softmax"), shared_gate=True),
     "qwen3_5": _QWEN_NEXT,
-    "qwen3_5_moe": replace(_QWEN_NEXT, routing=Routing("softmax")),
+    "qwen3_5_moe": replace(_QWEN_NEXT, routing=Routing("softmax"), shared_gate=True),
 }
 
 

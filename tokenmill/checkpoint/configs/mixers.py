@@ -42,7 +42,7 @@ def mixers_by_kind(
             own_table = any(table.name == "sliding" for table in tables)
             attention = replace(attention, window=window, rope="sliding" if own_table else attention.rope)
         elif kind == "chunked":
-            attention = replace(attention, chunk=text.integer("attention_chunk_size"))
+            attention = replace(attention, chunk=text.integer("attention_chunk_size", 8192))
         if family.rope_layers == "sliding" and kind != "sliding":
             attention = replace(attention, rope="")
         result[kind] = (attention, *recurrent) if kind == "both" else (attention,)
@@ -59,6 +59,19 @@ def rotates(text: Fields, family: Family, layer: int) -> bool:
     return (layer + 1) % text.integer("no_rope_layer_interval", 4) != 0
 
 
+def without_rotation(text: Fields, family: Family, mixer: Mixer) -> Mixer:
+    """The same mixer in a layer that does not rotate."""
+    if not isinstance(mixer, Attention):
+        return mixer
+    scaled = family.temperature and text.flag("attn_temperature_tuning", True)
+    return replace(
+        mixer,
+        rope="",
+        head_norms="" if mixer.head_norms == "unit" else mixer.head_norms,
+        temperature=(text.number("attn_scale", 0.1), text.number("floor_scale", 8192.0, low=1.0)) if scaled else None,
+    )
+
+
 def _attention(text: Fields, family: Family, hidden_size: int) -> Attention:
     num_heads = text.integer("num_attention_heads", dict(family.sizes).get("num_attention_heads"))
     num_kv_heads, head_dim = head_sizes(text, family, hidden_size, num_heads)
@@ -73,11 +86,15 @@ def _attention(text: Fields, family: Family, hidden_size: int) -> Attention:
         softcap=text.number("attn_logit_softcapping", 0.0),
         qkv_bias=bias if family.qkv_bias is None else family.qkv_bias,
         output_bias=bias if family.output_bias is None else family.output_bias,
-        head_norms=family.head_norms or (family.optional_head_norms if text.flag("use_qk_norm", False) else ""),
+        head_norms=family.head_norms or _optional_norms(text, family),
         sinks=family.sinks,
         output_gate=text.flag("attn_output_gate", family.output_gate),
         causal=not text.flag("use_bidirectional_attention", False),
     )
+
+
+def _optional_norms(text: Fields, family: Family) -> str:
+    return family.optional_head_norms if text.flag("use_qk_norm", family.uses_head_norms) else ""
 
 
 def _scale(text: Fields, family: Family) -> float | None:

@@ -1,5 +1,5 @@
-"""Architectures by name. Llama, Mistral, Qwen2 and Qwen3 are the plain decoder: what differs between them (biases,
-sliding windows, norms of heads) is in the model's description. Add one: a file here and a line in the table; from
+"""Architectures by name. Most are the plain decoder: what differs between them (biases, sliding windows, norms of
+heads, experts) is in the model's description. Add one: a file here and a line in the table; from
 outside the package, `ARCHITECTURES.register`."""
 
 from __future__ import annotations
@@ -20,6 +20,14 @@ ARCHITECTURES = Registry(
         "mistral": "tokenmill.model.architectures.decoder:Decoder",
         "qwen2": "tokenmill.model.architectures.decoder:Decoder",
         "qwen3": "tokenmill.model.architectures.decoder:Decoder",
+        "mixtral": "tokenmill.model.architectures.decoder:Decoder",
+        "qwen2_moe": "tokenmill.model.architectures.decoder:Decoder",
+        "qwen3_moe": "tokenmill.model.architectures.decoder:Decoder",
+        "olmoe": "tokenmill.model.architectures.decoder:Decoder",
+        "granitemoe": "tokenmill.model.architectures.decoder:Decoder",
+        "glm4_moe": "tokenmill.model.architectures.decoder:Decoder",
+        "gpt_oss": "tokenmill.model.architectures.decoder:Decoder",
+        "llama4_text": "tokenmill.model.architectures.decoder:Decoder",
         "gemma3": "tokenmill.model.architectures.gemma3:Gemma3",
     },
 )

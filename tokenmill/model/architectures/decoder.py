@@ -12,7 +12,8 @@ from typing import ClassVar
 from tokenmill.checkpoint.description import ModelDescription
 from tokenmill.hardware.kv_layout import LayerKV
 from tokenmill.model.layers.attention import GatedMLP, SelfAttention
-from tokenmill.model.layers.rotary import RotaryTable, build_rotary_table
+from tokenmill.model.layers.experts import Experts
+from tokenmill.model.layers.rotary import RotaryTable, build_rotary_table, build_temperature_table
 from tokenmill.model.ops import Ops, Value
 from tokenmill.model.reader import WeightReader
 
@@ -20,12 +21,16 @@ from tokenmill.model.reader import WeightReader
 class Block:
     """Norm before attention and before the MLP, as in Llama."""
 
-    def __init__(self, reader: WeightReader, description: ModelDescription, layer: int, rotary: RotaryTable) -> None:
+    def __init__(
+        self, reader: WeightReader, description: ModelDescription, layer: int, rotary: RotaryTable | None
+    ) -> None:
         d = description
         prefix = f"model.layers.{layer}"
         self.eps = d.norm_eps
         self.attention = SelfAttention(reader, d, layer, rotary)
-        self.mlp = GatedMLP(reader, d, layer)
+        ffn = d.layers[layer].feed_forward
+        has_experts = ffn is not None and ffn.num_experts > 0
+        self.mlp = Experts(reader, d, layer) if has_experts else GatedMLP(reader, d, layer)
         self.attention_norm = reader.vector(f"{prefix}.input_layernorm.weight", d.hidden_size, d.norm_offset)
         self.mlp_norm = reader.vector(f"{prefix}.post_attention_layernorm.weight", d.hidden_size, d.norm_offset)
 
@@ -41,7 +46,16 @@ class Block:
 
 
 class Decoder:
-    features: ClassVar[frozenset[str]] = frozenset()
+    features: ClassVar[frozenset[str]] = frozenset(
+        {
+            "experts",
+            "attention sinks",
+            "chunked attention",
+            "layers without rotary embedding",
+            "queries scaled by position",
+            "norms of heads without weights",
+        }
+    )
     block_class: type[Block] = Block
 
     def __init__(self, reader: WeightReader, description: ModelDescription, num_positions: int) -> None:
@@ -60,8 +74,12 @@ class Decoder:
             )
             for rope in d.rope_tables
         }
+        for a in (layer.attention for layer in d.layers):
+            if a.temperature is not None and not a.rope:
+                tables[""] = build_temperature_table(a.head_dim, num_positions, a.temperature, d.rope_interleaved)
         self.blocks = [
-            self.block_class(reader, d, number, tables[layer.attention.rope]) for number, layer in enumerate(d.layers)
+            self.block_class(reader, d, number, tables.get(layer.attention.rope))
+            for number, layer in enumerate(d.layers)
         ]
         self.norm = reader.vector("model.norm.weight", d.hidden_size, d.norm_offset)
         if d.tie_embeddings:

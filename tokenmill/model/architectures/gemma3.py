@@ -10,7 +10,9 @@ from tokenmill.model.reader import WeightReader
 
 
 class Gemma3Block(Block):
-    def __init__(self, reader: WeightReader, description: ModelDescription, layer: int, rotary: RotaryTable) -> None:
+    def __init__(
+        self, reader: WeightReader, description: ModelDescription, layer: int, rotary: RotaryTable | None
+    ) -> None:
         super().__init__(reader, description, layer, rotary)
         d = description
         prefix = f"model.layers.{layer}"

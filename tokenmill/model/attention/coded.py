@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from tokenmill.model.attention.base import AttentionBackend, AttentionSpec
+from tokenmill.model.attention.paged import PagedAttention
 from tokenmill.model.kvstore.base import KVStore
 from tokenmill.types import Batch
 
@@ -25,6 +26,8 @@ class CodedAttention(AttentionBackend):
         return None
 
     def attend(self, q: Tensor, slot: int, block_table: Tensor, batch: Batch, spec: AttentionSpec) -> Tensor:
+        if spec.chunk or spec.sinks is not None:
+            return PagedAttention(self.store, "ref").attend(q, slot, block_table, batch, spec)
         pages = self._pages[slot]
         assert pages is not None
         return pages.attention(

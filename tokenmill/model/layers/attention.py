@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from tokenmill.checkpoint.description import ModelDescription
 from tokenmill.model.attention.base import AttentionSpec
 from tokenmill.model.layers.rotary import RotaryTable
@@ -12,7 +14,9 @@ from tokenmill.model.reader import WeightReader
 class SelfAttention:
     """q, k, v -> (per-head norms) -> rope -> paged attention -> output projection."""
 
-    def __init__(self, reader: WeightReader, description: ModelDescription, layer: int, rotary: RotaryTable) -> None:
+    def __init__(
+        self, reader: WeightReader, description: ModelDescription, layer: int, rotary: RotaryTable | None
+    ) -> None:
         prefix = f"model.layers.{layer}.self_attn"
         d, a = description, description.layers[layer].attention
         query_width, kv_width = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
@@ -26,7 +30,10 @@ class SelfAttention:
         self.inputs[2].precise = True
         self.output = reader.linear(f"{prefix}.o_proj", d.hidden_size, query_width, a.output_bias)
         self.query_norm = self.key_norm = None
-        if a.head_norms:
+        if a.head_norms == "unit":
+            # Llama 4 applies it after the rotation, which does not change the norm of a head.
+            self.query_norm, self.key_norm = torch.ones(a.head_dim), torch.ones(a.head_dim)
+        elif a.head_norms:
             self.query_norm = reader.vector(f"{prefix}.q_norm.weight", a.head_dim, d.norm_offset)
             self.key_norm = reader.vector(f"{prefix}.k_norm.weight", a.head_dim, d.norm_offset)
         self.rotary = rotary
@@ -39,6 +46,8 @@ class SelfAttention:
             scale=a.scale if a.scale is not None else a.head_dim**-0.5,
             window=a.window,
             softcap=a.softcap,
+            chunk=a.chunk,
+            sinks=reader.vector(f"{prefix}.sinks", a.num_heads) if a.sinks else None,
         )
 
     def __call__(self, ops: Ops, x: Value) -> Value:
@@ -46,8 +55,10 @@ class SelfAttention:
         if self.query_norm is not None and self.key_norm is not None:
             q = ops.rms_norm(q, self.query_norm, self.eps, self.spec.head_dim)
             k = ops.rms_norm(k, self.key_norm, self.eps, self.spec.head_dim)
-        q = ops.rope(q, self.rotary, self.spec.head_dim)
-        k = ops.rope(k, self.rotary, self.spec.head_dim)
+        if self.rotary is not None:
+            q = ops.rope(q, self.rotary, self.spec.head_dim)
+        if self.rotary is not None and self.rotary.rotates_keys:
+            k = ops.rope(k, self.rotary, self.spec.head_dim)
         return ops.linear(ops.attention(q, k, v, self.spec), [self.output])[0]
 
 
@@ -55,7 +66,7 @@ class GatedMLP:
     """down(activation(gate(x)) * up(x))."""
 
     def __init__(self, reader: WeightReader, description: ModelDescription, layer: int) -> None:
-        prefix = f"model.layers.{layer}.mlp"
+        prefix = reader.first_prefix([f"model.layers.{layer}.mlp", f"model.layers.{layer}.feed_forward"])
         hidden, mlp = description.hidden_size, description.layers[layer].feed_forward
         assert mlp is not None
         assert mlp.gated

@@ -19,6 +19,7 @@ class RotaryTable:
     cos: Tensor  # [positions, head_dim / 2] float32
     sin: Tensor
     interleaved: bool  # pairs are (2i, 2i + 1) instead of (i, i + head_dim / 2)
+    rotates_keys: bool = True  # False: queries alone pass this table
 
 
 def build_rotary_table(
@@ -38,6 +39,17 @@ def build_rotary_table(
         frequencies, magnitude = _scale(frequencies, head_dim, theta, scaling)
     angles = torch.outer(torch.arange(num_positions, dtype=torch.float64), frequencies)
     return RotaryTable((angles.cos() * magnitude).float(), (angles.sin() * magnitude).float(), interleaved)
+
+
+def build_temperature_table(
+    head_dim: int, num_positions: int, temperature: tuple[float, float], interleaved: bool
+) -> RotaryTable:
+    """Llama 4's scale of queries by position as a rotation by no angle, so that it needs no op of its own."""
+    slope, floor = temperature
+    positions = torch.arange(num_positions, dtype=torch.float64)
+    scales = 1 + slope * torch.log1p(((positions + 1) / floor).floor())
+    cos = scales.float().unsqueeze(1).repeat(1, head_dim // 2)
+    return RotaryTable(cos, torch.zeros_like(cos), interleaved, rotates_keys=False)
 
 
 def _scale(frequencies: Tensor, head_dim: int, theta: float, scaling: RopeScaling) -> tuple[Tensor, float]:

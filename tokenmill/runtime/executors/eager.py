@@ -15,9 +15,11 @@ from torch import Tensor
 
 from tokenmill.config import ResolvedConfig
 from tokenmill.kernels.base import Choice, select
+from tokenmill.kernels.ref_experts import RoutingSpec, route, run_experts
 from tokenmill.model.attention import choose_attention
 from tokenmill.model.attention.base import AttentionSpec
 from tokenmill.model.formats.base import LinearWeight
+from tokenmill.model.formats.stacks import ExpertStacks
 from tokenmill.model.kvstore.base import KVStore
 from tokenmill.model.layers.rotary import RotaryTable
 from tokenmill.model.loader import LoadedModel
@@ -25,7 +27,7 @@ from tokenmill.runtime.executors.batched import BatchedExecutor
 from tokenmill.runtime.executors.tree_attention import attend_along_branches
 from tokenmill.types import Batch
 
-FORWARD_OPS = ("rms_norm", "add", "add_rms_norm", "gated", "softcap", "rope", "store_kv", "attention")
+FORWARD_OPS = ("rms_norm", "add", "add_rms_norm", "gated", "softcap", "rope", "store_kv", "attention", "gate_rows")
 OPS = (*FORWARD_OPS, "argmax")  # the last is the sampler's
 
 
@@ -98,6 +100,14 @@ class EagerOps:
 
     def gated(self, gate: Tensor, up: Tensor, activation: str) -> Tensor:
         y: Tensor = self._run["gated"](gate, up, activation)
+        return y
+
+    def experts(self, x: Tensor, router: LinearWeight, stacks: ExpertStacks, routing: RoutingSpec) -> Tensor:
+        ids, weights = route(self.linear(x, [router])[0], routing)
+        return run_experts(x, ids, weights, stacks.gate_up.multiply, stacks.down.multiply, routing)
+
+    def gate_rows(self, x: Tensor, gate: Tensor) -> Tensor:
+        y: Tensor = self._run["gate_rows"](x, gate)
         return y
 
     def select_rows(self, x: Tensor) -> Tensor:

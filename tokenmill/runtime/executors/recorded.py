@@ -26,6 +26,9 @@ from tokenmill.runtime.executors.batched import BatchedExecutor, copied_rows
 from tokenmill.types import Batch
 
 
+_UNRECORDED = {"experts", "attention sinks", "chunked attention"}
+
+
 class RecordedExecutor(BatchedExecutor):
     name = "recorded"
     runs_greedily = True
@@ -52,6 +55,9 @@ class RecordedExecutor(BatchedExecutor):
         reason = cpu.unavailable(model.device)
         if reason is not None:
             return reason
+        unrecorded = _UNRECORDED & set(model.decoder.description.features())
+        if unrecorded:
+            return f"the C++ program has no {', '.join(sorted(unrecorded))}"
         if any(store.kernel_pages(slot) is None for slot in range(store.layout.layers_per_page)):
             return f"KV pages of type {store.name} have no C++ kernel here"
         for name, weight in model.weights.items():
