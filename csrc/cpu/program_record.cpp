@@ -120,6 +120,26 @@ int Program::softcap(int x, float cap) {
   return op.out[0];
 }
 
+int Program::gate_rows(int x, int gate) {
+  RowOp& op = row_op(RowOp::Kind::gate_rows);
+  op.in[0] = x;
+  op.in[1] = gate;
+  use(x), use(gate);
+  return op.out[0] = make_value(width(x));
+}
+
+int Program::experts(int x, int logits, ExpertLayer layer) {
+  open_ = false;  // a stage of its own
+  Stage& stage = open_stage();
+  use(x), use(logits);
+  stage.input = x;
+  stage.logits = logits;
+  stage.experts = std::make_unique<ExpertLayer>(std::move(layer));
+  stage.outputs.push_back(make_value(width(x)));
+  open_ = false;
+  return stage.outputs[0];
+}
+
 int Program::select_rows(int x) {
   RowOp& op = row_op(RowOp::Kind::select);
   op.in[0] = x;
@@ -162,10 +182,11 @@ int Program::plan_for(const Stage& stage) {
   const AttentionShape& shape = stage.shape;
   for (size_t i = 0; i < plans_.size(); ++i) {
     const PlanEntry& entry = plans_[i];
-    if (entry.group == stage.group && entry.window == shape.window && entry.num_heads == shape.num_heads)
+    if (entry.group == stage.group && entry.window == shape.window && entry.chunk == shape.chunk &&
+        entry.num_heads == shape.num_heads)
       return static_cast<int>(i);
   }
-  plans_.push_back({stage.group, shape.window, stage.pages.page_size, shape.num_heads,
+  plans_.push_back({stage.group, shape.window, shape.chunk, stage.pages.page_size, shape.num_heads,
                     std::make_unique<AttentionPlan>(max_tokens_, max_sequences_, shape.num_heads, shape.num_kv_heads,
                                                     shape.head_dim)});
   return static_cast<int>(plans_.size()) - 1;

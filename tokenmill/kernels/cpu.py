@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from tokenmill.errors import UserError
-from tokenmill.kernels import ref
 from tokenmill.kernels.base import Declined
 from tokenmill.kernels.cpu_coded import CodedWeight, pack_coded
 
@@ -200,12 +199,9 @@ def attention(
     chunk: int = 0,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    if chunk or sinks is not None:
-        return ref.attention(
-            q, k_pages, v_pages, block_table, query_starts, seq_lens, scale, window, cap, chunk, sinks
-        )
     out = torch.empty_like(q)
-    module().attention(pool(), q, k_pages, v_pages, block_table, query_starts, seq_lens, scale, window, cap, out)
+    lengths = (block_table, query_starts, seq_lens)
+    module().attention(pool(), q, k_pages, v_pages, *lengths, scale, window, cap, chunk, sinks, out)
     return out
 
 

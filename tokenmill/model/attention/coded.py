@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from tokenmill.model.attention.base import AttentionBackend, AttentionSpec
-from tokenmill.model.attention.paged import PagedAttention
 from tokenmill.model.kvstore.base import KVStore
 from tokenmill.types import Batch
 
@@ -26,10 +25,7 @@ class CodedAttention(AttentionBackend):
         return None
 
     def attend(self, q: Tensor, slot: int, block_table: Tensor, batch: Batch, spec: AttentionSpec) -> Tensor:
-        if spec.chunk or spec.sinks is not None:
-            return PagedAttention(self.store, "ref").attend(q, slot, block_table, batch, spec)
         pages = self._pages[slot]
         assert pages is not None
-        return pages.attention(
-            q, block_table, batch.query_starts, batch.seq_lens, spec.scale, spec.window, spec.softcap
-        )
+        lengths = (block_table, batch.query_starts, batch.seq_lens)
+        return pages.attention(q, *lengths, spec.scale, spec.window, spec.softcap, spec.chunk, spec.sinks)

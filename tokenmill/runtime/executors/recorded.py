@@ -8,6 +8,7 @@ Declines models with weights or KV pages that the C++ kernels do not support.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -16,17 +17,16 @@ from torch import Tensor
 from tokenmill.config import ResolvedConfig
 from tokenmill.kernels import cpu
 from tokenmill.kernels.cpu import CpuLinear
+from tokenmill.kernels.ref_experts import RoutingSpec
 from tokenmill.model.attention.base import AttentionSpec
 from tokenmill.model.formats.base import LinearWeight
+from tokenmill.model.formats.stacks import ExpertStacks
 from tokenmill.model.kvstore.base import KVStore
 from tokenmill.model.layers.rotary import RotaryTable
 from tokenmill.model.loader import LoadedModel
 from tokenmill.runtime.executors.base import StepInput, StepOutput
 from tokenmill.runtime.executors.batched import BatchedExecutor, copied_rows
 from tokenmill.types import Batch
-
-
-_UNRECORDED = {"experts", "attention sinks", "chunked attention"}
 
 
 class RecordedExecutor(BatchedExecutor):
@@ -55,9 +55,6 @@ class RecordedExecutor(BatchedExecutor):
         reason = cpu.unavailable(model.device)
         if reason is not None:
             return reason
-        unrecorded = _UNRECORDED & set(model.decoder.description.features())
-        if unrecorded:
-            return f"the C++ program has no {', '.join(sorted(unrecorded))}"
         if any(store.kernel_pages(slot) is None for slot in range(store.layout.layers_per_page)):
             return f"KV pages of type {store.name} have no C++ kernel here"
         for name, weight in model.weights.items():
@@ -216,12 +213,41 @@ class RecordedOps:
         assert pages is not None, self._store.name  # checked by `declines`
         self.keep.append(pages)
         value: int = self._program.attention(
-            q, k, v, pages.bound, group, spec.num_heads, spec.scale, spec.window, spec.softcap
+            q,
+            k,
+            v,
+            pages.bound,
+            group,
+            spec.num_heads,
+            spec.scale,
+            spec.window,
+            spec.softcap,
+            spec.chunk,
+            None if spec.sinks is None else self._kept(spec.sinks),
         )
         return value
 
     def gated(self, gate: int, up: int, activation: str) -> int:
         value: int = self._program.gated(gate, up, activation)
+        return value
+
+    def experts(self, x: int, router: LinearWeight, stacks: ExpertStacks, routing: RoutingSpec) -> int:
+        (logits,) = self.linear(x, [router])
+        kernels = [_kernel(block) for block in stacks.blocks()]
+        self.keep += kernels
+        bias = routing.correction_bias
+        settings = {each.name: getattr(routing, each.name) for each in fields(routing)}
+        value: int = self._program.experts(
+            x,
+            logits,
+            [kernel.packed for kernel in kernels],
+            [kernel.bias for kernel in kernels],
+            {**settings, "correction_bias": [] if bias is None else bias.tolist()},
+        )
+        return value
+
+    def gate_rows(self, x: int, gate: int) -> int:
+        value: int = self._program.gate_rows(x, gate)
         return value
 
     def select_rows(self, x: int) -> int:
