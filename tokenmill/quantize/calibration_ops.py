@@ -42,6 +42,14 @@ class CalibrationOps:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, head_dim: int = 0) -> Tensor:
         return ref.rms_norm(x, self._weights[self._names[id(weight)]], eps, head_dim)
 
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, head_dim: int = 0) -> Tensor:
+        name = self._names[id(weight)]
+        offset = None if bias is None else self._weights[f"{name}.bias"]
+        return ref.layer_norm(x, self._weights[name], offset, eps, head_dim)
+
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        return x * factor
+
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         return x + y
 
@@ -85,11 +93,17 @@ class CalibrationOps:
     def gated(self, gate: Tensor, up: Tensor, activation: str) -> Tensor:
         return ref.gated(gate, up, activation)
 
+    def activate(self, x: Tensor, activation: str) -> Tensor:
+        return ref.activate(x, activation)
+
     def softcap(self, x: Tensor, cap: float) -> Tensor:
         return ref.softcap(x, cap)
 
     def embed(self, table: LinearWeight, scale: float) -> Tensor:
         raise AssertionError("a block does not embed", table, scale)
+
+    def add_positions(self, x: Tensor, table: Tensor) -> Tensor:
+        raise AssertionError("a block does not embed", x, table)
 
     def select_rows(self, x: Tensor) -> Tensor:
         raise AssertionError("a block has no logits", x)

@@ -124,9 +124,9 @@ class SourceModel:
             return LinearGroup(tuple(self.names[id(w)] for w in weights), self.names[id(source)], is_norm, repeats)
 
         return [
-            group(attention.inputs, block.attention_norm, True),
+            group(attention.inputs, block.attention_norm.weight, True),
             group([attention.output], attention.inputs[2], False, d.num_heads // d.num_kv_heads),
-            group(mlp.inputs, block.mlp_norm, True),
+            group(mlp.inputs, block.mlp_norm.weight, True),
             group([mlp.output], mlp.inputs[1], False),
         ]
 

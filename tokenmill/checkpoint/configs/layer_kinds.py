@@ -60,7 +60,7 @@ def _sliding(text: Fields, family: Family, num_layers: int, window: int) -> tupl
         return tuple("sliding" if layer >= first else "full" for layer in layers)
     if family.sliding == "even":
         return tuple("full" if layer % 2 else "sliding" for layer in layers)
-    default = 6 if family.sliding == "period" else 0
+    default = family.sliding_period if family.sliding == "period" else 0
     period = text.integer("sliding_window_pattern", text.integer("_sliding_window_pattern", default, low=0), low=0)
     return tuple("full" if period and (layer + 1) % period == 0 else "sliding" for layer in layers)
 

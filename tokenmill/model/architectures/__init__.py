@@ -1,6 +1,6 @@
-"""Architectures by name. Llama, Mistral, Qwen2 and Qwen3 are the plain decoder: what differs between them (biases,
-sliding windows, norms of heads) is in the model's description. Add one: a file here and a line in the table; from
-outside the package, `ARCHITECTURES.register`."""
+"""Architectures by name. All dense families are one decoder: what differs between them (norms, biases, gates, windows,
+rotation, scales) is in the model's description. Add one: a line in the table, or a file here where it computes something
+else; from outside the package, `ARCHITECTURES.register`."""
 
 from __future__ import annotations
 
@@ -13,16 +13,31 @@ if TYPE_CHECKING:
     from tokenmill.checkpoint.description import ModelDescription
     from tokenmill.model.architectures.decoder import Decoder
 
-ARCHITECTURES = Registry(
-    "architecture",
-    {
-        "llama": "tokenmill.model.architectures.decoder:Decoder",
-        "mistral": "tokenmill.model.architectures.decoder:Decoder",
-        "qwen2": "tokenmill.model.architectures.decoder:Decoder",
-        "qwen3": "tokenmill.model.architectures.decoder:Decoder",
-        "gemma3": "tokenmill.model.architectures.gemma3:Gemma3",
-    },
+_DENSE = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "phi3",
+    "olmo2",
+    "olmo3",
+    "granite",
+    "cohere",
+    "cohere2",
+    "smollm3",
+    "glm",
+    "glm4",
+    "starcoder2",
+    "stablelm",
+    "gpt_neox",
+    "gpt2",
+    "falcon",
+    "phi",
 )
+ARCHITECTURES = Registry("architecture", dict.fromkeys(_DENSE, "tokenmill.model.architectures.decoder:Decoder"))
 
 
 def architecture_of(description: ModelDescription) -> type[Decoder]:
