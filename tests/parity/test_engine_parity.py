@@ -35,13 +35,15 @@ def _prompt(number: int) -> list[int]:
     return torch.randint(3, 131, (_LENGTHS[number],), generator=generator).tolist()
 
 
-def _core(runtime: Runtime, num_pages: int) -> EngineCore:
-    kv = KVManager(runtime.layout, num_pages, True, LeastRecentlyUsed())
+def _core(runtime: Runtime, prefix_caching: bool = True) -> EngineCore:
+    kv = KVManager(runtime.layout, runtime.budget.num_pages, prefix_caching, LeastRecentlyUsed())
     return EngineCore(Scheduler(kv, DISCIPLINES.get("fcfs")(), 32, 16, _CONTEXT), runtime.runner)
 
 
-def _run(core: EngineCore, requests: list[Request]) -> dict[str, tuple[list[int], list[float]]]:
-    """By request (siblings too): its tokens and their log-probabilities."""
+def _run(
+    core: EngineCore, requests: list[Request], victim: Request | None = None
+) -> dict[str, tuple[list[int], list[float]]]:
+    """By request (siblings too): its tokens and their log-probabilities. `victim` is preempted half way."""
     for request in requests:
         core.add(request)
     found: dict[str, tuple[list[int], list[float]]] = {}
@@ -50,6 +52,8 @@ def _run(core: EngineCore, requests: list[Request]) -> dict[str, tuple[list[int]
             tokens, logprobs = found.setdefault(_name(event), ([], []))
             tokens += event.token_ids
             logprobs += [each.logprob for each in event.logprobs]
+        if victim is not None and not victim.num_preemptions and victim.num_output_tokens == _OUTPUT // 2:
+            core.scheduler._preempt(victim)
         core.scheduler.kv.check()
     return found
 
@@ -78,7 +82,7 @@ def test_the_engine_changes_no_logit(name: str, tmp_path: Path) -> None:
     options = {"context": _CONTEXT, "concurrency": 16, "page_size": _PAGE_SIZE, "batch_tokens": 32, "memory": 16 << 20}
     config = resolve(EngineConfig(device="cpu", executor="eager", kernels="ref", kv_cache_dtype="float32", **options))
     runtime = build_runtime(open_checkpoint(tmp_path), config, _CPU)
-    core = _core(runtime, runtime.budget.num_pages)
+    core = _core(runtime)
     prompt = _prompt(0)
 
     alone = _run(core, [_request("alone", prompt)])["alone"]
@@ -100,9 +104,9 @@ def test_the_engine_changes_no_logit(name: str, tmp_path: Path) -> None:
     for number in range(16):
         _assert_close(oracle, _prompt(number), batch[str(number)])
 
-    few = _core(runtime, len(runtime.layout.groups) * 26)
-    crowded = _run(few, [_request(str(number), _prompt(number)) for number in (0, 2, 4)])
-    assert few.scheduler.stats.num_preemptions > 0
-    for number in (0, 2, 4):
-        assert crowded[str(number)][0] == batch[str(number)][0]
-        _assert_close(oracle, _prompt(number), crowded[str(number)])
+    victim = _request("victim", _prompt(4))
+    preempted = _run(_core(runtime, prefix_caching=False), [victim, _request("other", _prompt(7))], victim)
+    assert victim.num_preemptions == 1
+    assert preempted["victim"][0] == batch["4"][0]
+    for name, number in (("victim", 4), ("other", 7)):
+        _assert_close(oracle, _prompt(number), preempted[name])

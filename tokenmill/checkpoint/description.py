@@ -16,7 +16,7 @@ from tokenmill.checkpoint.mixers import Attention, Mixer
 from tokenmill.hardware.kv_layout import LayerKV
 
 # What the plain decoder computes without further features.
-_PLAIN_ACTIVATIONS = ("silu", "gelu_tanh")
+ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu", "relu2")
 _PLAIN_SCALINGS = ("default", "linear", "llama3", "yarn")
 
 
@@ -31,7 +31,7 @@ class RopeScaling:
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
-    attention_factor: float | None = None  # yarn: multiplies cos and sin; None: derived from `factor`
+    attention_factor: float | None = None  # yarn, longrope: multiplies cos and sin; None: derived from `factor`
     mscale: float = 0.0  # yarn, as DeepSeek uses it
     mscale_all_dim: float = 0.0
     truncate: bool = True  # yarn: round the correction range to whole dimensions
@@ -91,7 +91,8 @@ class LayerDescription:
     """One layer. `mixers` read the same input and their outputs are added: one, as a rule; none; two in Falcon-H1.
 
     `norms` says where a layer has them: "pre" (before each half), "sandwich" (before and after each half), "post"
-    (after each half only), "parallel" (one norm, whose output both halves read).
+    (after each half only), "parallel" (one norm, whose output both halves read), "parallel_norms" (both halves read the
+    layer's input, each through a norm of its own).
     """
 
     mixers: tuple[Mixer, ...]
@@ -127,6 +128,7 @@ class ModelDescription:
     rope_interleaved: bool = False  # pairs are (2i, 2i+1) instead of (i, i + dim/2): GGUF's order for llama
     positions: str = "rope"  # "rope" | "learned" | "alibi" | "none"
     tie_embeddings: bool = False
+    head_bias: bool = False
     embedding_scale: float = 1.0
     residual_scale: float = 1.0  # of what each half adds
     logit_scale: float = 1.0
@@ -234,6 +236,7 @@ class ModelDescription:
             (self.positions == "learned", "learned positions"),
             (self.positions == "alibi", "ALiBi"),
             (self.norm == "layer", "LayerNorm"),
+            (self.head_bias, "a bias of the head"),
             (self.residual_scale != 1.0, "scaled residual branches"),
             (self.logit_scale != 1.0, "scaled logits"),
         ):
@@ -271,7 +274,7 @@ def _layer_features(layer: LayerDescription) -> Iterator[str]:
     else:
         if not ffn.gated:
             yield "MLPs without a gate"
-        if ffn.activation not in _PLAIN_ACTIVATIONS:
+        if ffn.activation not in ACTIVATIONS:
             yield f"activation '{ffn.activation}'"
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from tokenmill.checkpoint import gguf_experts
 from tokenmill.checkpoint.description import FeedForward, LayerDescription, ModelDescription, RopeScaling, RopeTable
 from tokenmill.checkpoint.fields import UNSUPPORTED, Fields, shown
 from tokenmill.checkpoint.gguf_metadata import Metadata
@@ -22,7 +23,12 @@ from tokenmill.errors import CheckpointError
 
 # GGUF name -> our architecture. Mistral is stored as llama.
 ARCHITECTURES = {"llama": "llama", "mistral3": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3"}
-_INTERLEAVED = ("llama", "mistral3")  # their q and k rows are reordered when converted to GGUF
+ARCHITECTURES |= gguf_experts.ARCHITECTURES
+_INTERLEAVED = (
+    "llama",
+    "mistral3",
+    *gguf_experts.INTERLEAVED,
+)  # their q and k rows are reordered when converted to GGUF
 _HEAD_NORMS = ("qwen3", "gemma3")
 _FIRST = "model.layers.0"
 _GEMMA3_27B_LAYERS = 62  # the one size whose query scale is not from the head size, and metadata does not say so
@@ -69,9 +75,9 @@ def describe(metadata: Metadata, shapes: Mapping[str, tuple[int, ...]], label: s
         head_dim,
         qkv_bias=f"{_FIRST}.self_attn.q_proj.bias" in shapes,
         output_bias=f"{_FIRST}.self_attn.o_proj.bias" in shapes,
-        head_norms="head" if stored_as in _HEAD_NORMS else "",
+        head_norms="head" if stored_as in _HEAD_NORMS else _head_norms(shapes, head_dim),
     )
-    mlp = FeedForward(fields.integer("feed_forward_length"), bias=f"{_FIRST}.mlp.up_proj.bias" in shapes)
+    mlp = FeedForward(_dense_size(fields), bias=f"{_FIRST}.mlp.up_proj.bias" in shapes)
     mixers = {"full": attention, "sliding": replace(attention, window=window)}
     description = ModelDescription(
         architecture=ARCHITECTURES[stored_as],
@@ -81,14 +87,30 @@ def describe(metadata: Metadata, shapes: Mapping[str, tuple[int, ...]], label: s
         vocab_size=vocab_size,
         context_length=fields.integer("context_length"),
         norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
-        rope_tables=(RopeTable("full", head_dim, theta, _rope_scaling(fields)),),
+        rope_tables=(
+            RopeTable("full", fields.integer("rope.dimension_count", head_dim), theta, _rope_scaling(fields)),
+        ),
         rope_interleaved=stored_as in _INTERLEAVED,
         tie_embeddings="lm_head.weight" not in shapes,
         bos_id=bos_id,
         eos_ids=eos_ids,
         name=name if isinstance(name, str) else "",
     )
+    if fields.integer("expert_count", 0, low=0) > 0:
+        return gguf_experts.with_experts(description, fields, shapes, stored_as)
     return _with_gemma(description, fields) if stored_as == "gemma3" else description
+
+
+def _head_norms(shapes: Mapping[str, tuple[int, ...]], head_dim: int) -> str:
+    """Which norms queries have, from the shape of their weight."""
+    shape = shapes.get(f"{_FIRST}.self_attn.q_norm.weight")
+    return "" if shape is None else "head" if shape == (head_dim,) else "projection"
+
+
+def _dense_size(fields: Fields) -> int:
+    """Width of the dense MLPs; of experts, where there are no others."""
+    default = fields.integer("expert_feed_forward_length", 0, low=0)
+    return fields.integer("feed_forward_length", default or None)
 
 
 def _with_gemma(description: ModelDescription, fields: Fields) -> ModelDescription:
@@ -144,12 +166,8 @@ def _vocab_size(fields: Fields, shapes: Mapping[str, tuple[int, ...]], hidden_si
 
 def _refuse_variants(fields: Fields, head_dim: int) -> None:
     """Keys that change the computation in ways the description cannot express."""
-    if fields.integer("expert_count", 0, low=0) > 0:
-        raise fields.error("it is a mixture of experts", UNSUPPORTED)
     if fields.integer("attention.value_length", head_dim) != head_dim:
         raise fields.error("keys and values have different sizes", UNSUPPORTED)
-    if fields.integer("rope.dimension_count", head_dim) != head_dim:
-        raise fields.error("only a part of each head is rotated", UNSUPPORTED)
     if fields.number("attention.temperature_scale", 0.0) > 0:
         raise fields.error("it scales attention by position", UNSUPPORTED)
     if fields.raw("attention.causal") is False:
@@ -159,7 +177,7 @@ def _refuse_variants(fields: Fields, head_dim: int) -> None:
 def _layer_kinds(fields: Fields, stored_as: str, num_layers: int) -> tuple[int, tuple[str, ...]]:
     """Window and kind of each layer. Qwen files carry a window that their models do not use."""
     window = fields.integer("attention.sliding_window", 0, low=0)
-    if window == 0 or stored_as in ("qwen2", "qwen3"):
+    if window == 0 or stored_as in ("qwen2", "qwen3", "qwen2moe", "qwen3moe", "gpt-oss"):
         return 0, ("full",) * num_layers
     if stored_as != "gemma3":
         return window, ("sliding",) * num_layers

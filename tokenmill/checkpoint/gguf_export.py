@@ -14,6 +14,7 @@ from tokenmill.checkpoint.base import Checkpoint
 from tokenmill.checkpoint.description import ModelDescription, RopeScaling, differences
 from tokenmill.checkpoint.gguf import GGUFCheckpoint
 from tokenmill.checkpoint.gguf_description import describe
+from tokenmill.checkpoint.gguf_experts import expert_shapes, expert_values, stored_as
 from tokenmill.checkpoint.gguf_header import read_gguf_raw_pairs
 from tokenmill.checkpoint.gguf_metadata import Metadata
 from tokenmill.checkpoint.gguf_names import gguf_name
@@ -88,7 +89,7 @@ def _place(name: str) -> tuple[int, int, str]:
 
 def _model_values(checkpoint: Checkpoint) -> dict[str, Value]:
     description = checkpoint.description
-    architecture = description.architecture
+    architecture = stored_as(description)
     values: dict[str, Value] = {"general.architecture": architecture, "general.type": "model"}
     if description.name:
         values["general.name"] = description.name.rstrip("/").rpartition("/")[2]
@@ -104,17 +105,20 @@ def _architecture_values(d: ModelDescription) -> dict[str, Value]:
         "block_count": d.num_layers,
         "context_length": d.context_length,
         "embedding_length": d.hidden_size,
-        "feed_forward_length": d.intermediate_size,
+        "feed_forward_length": _dense_width(d),
         "attention.head_count": d.num_heads,
         "attention.head_count_kv": d.num_kv_heads,
         "attention.layer_norm_rms_epsilon": d.norm_eps,
         "rope.freq_base": full.theta,
     }
-    style = _STYLES.get(d.architecture, _Style())
+    style = _STYLES.get(stored_as(d), _Style())
     if style.names_vocabulary:
         values |= {"vocab_size": d.vocab_size, "rope.dimension_count": full.rotary_dim}
     if style.names_head_size or d.head_dim * d.num_heads != d.hidden_size:
         values |= {"attention.key_length": d.head_dim, "attention.value_length": d.head_dim}
+    if full.rotary_dim != d.head_dim:
+        values["rope.dimension_count"] = full.rotary_dim
+    values |= expert_values(d)
     if d.sliding_window:
         values["attention.sliding_window"] = d.sliding_window
     if style.sliding_period:
@@ -134,8 +138,18 @@ class _Style:
 _STYLES = {
     "llama": _Style(names_vocabulary=True),
     "qwen3": _Style(names_head_size=True),
+    "qwen3moe": _Style(names_head_size=True),
+    "glm4moe": _Style(names_head_size=True),
+    "gpt-oss": _Style(names_head_size=True),
     "gemma3": _Style(names_head_size=True, sliding_period=6),
 }
+
+
+def _dense_width(d: ModelDescription) -> int:
+    """Of the dense MLPs; of experts, where there are no others."""
+    widths = {ffn.intermediate_size or ffn.expert_size for layer in d.layers if (ffn := layer.feed_forward)}
+    dense = {ffn.intermediate_size for layer in d.layers if (ffn := layer.feed_forward) and ffn.intermediate_size}
+    return max(dense or widths)
 
 
 def _mixed_values(d: ModelDescription, period: int) -> dict[str, Value]:
@@ -179,10 +193,11 @@ def _check(values: dict[str, Value], description: ModelDescription) -> None:
     shapes: dict[str, tuple[int, ...]] = {_EMBEDDING: (d.vocab_size, d.hidden_size)}
     attention, mlp = d.layers[0].attention, d.layers[0].feed_forward
     assert mlp is not None
+    shapes |= expert_shapes(d)
     flags = {
         "self_attn.q_proj": attention.qkv_bias,
         "self_attn.o_proj": attention.output_bias,
-        "mlp.up_proj": mlp.bias,
+        "mlp.up_proj": mlp.bias and not mlp.num_experts,
     }
     shapes |= {f"{first}.{part}.bias": (1,) for part, present in flags.items() if present}
     shapes |= {f"layer {layer}": (1,) for layer in range(d.num_layers)}

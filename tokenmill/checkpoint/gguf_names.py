@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import re
 
+from tokenmill.checkpoint.gguf_experts import ARCHITECTURES as EXPERT_ARCHITECTURES
+from tokenmill.checkpoint.gguf_experts import LAYER_NAMES, NORM_NAMES, RENAMED_NORMS, TENSOR_NAMES
+
 _TOP = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -32,13 +35,25 @@ _LAYER_SANDWICH = _LAYER | {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-_LAYER_NAMES = {"gemma3": _LAYER_SANDWICH}  # by architecture; the others have the plain table
+_LAYER |= LAYER_NAMES
+_LAYER_RENAMED = {short: ours for short, ours in _LAYER.items() if short != "ffn_norm"} | NORM_NAMES
+# By architecture; the others have the plain table.
+_LAYER_NAMES = {"gemma3": _LAYER_SANDWICH, **dict.fromkeys(RENAMED_NORMS, _LAYER_RENAMED)}
+_STORED_AS = {ours: stored for stored, ours in EXPERT_ARCHITECTURES.items()}
+# Mixtral's first files keep experts apart: blk.3.ffn_up.7.weight.
+_SINGLE_EXPERT = re.compile(r"blk\.(\d{1,6})\.ffn_(gate|up|down)\.(\d{1,6})\.weight")
+_BLOCK_TENSOR = re.compile(r"blk\.(\d{1,6})\.(.+)")
 _BLOCK = re.compile(r"blk\.(\d{1,6})\.(\w+)\.(weight|bias)")
 
 
 def canonical_name(architecture: str, name: str) -> str:
     """`blk.3.ffn_up.weight` -> `model.layers.3.mlp.up_proj.weight`."""
     layer_names = _LAYER_NAMES.get(architecture, _LAYER)
+    if match := _SINGLE_EXPERT.fullmatch(name):
+        layer, part, expert = match.groups()
+        return f"model.layers.{int(layer)}.mlp.experts.{int(expert)}.{part}_proj.weight"
+    if (match := _BLOCK_TENSOR.fullmatch(name)) and match[2] in TENSOR_NAMES:
+        return f"model.layers.{int(match[1])}.{TENSOR_NAMES[match[2]]}"
     if match := _BLOCK.fullmatch(name):
         layer, part, kind = match.groups()
         if part in layer_names:
@@ -49,13 +64,18 @@ def canonical_name(architecture: str, name: str) -> str:
     return name
 
 
+_CANONICAL_TENSOR = re.compile(r"model\.layers\.(\d{1,6})\.(.+)")
 _CANONICAL_LAYER = re.compile(r"model\.layers\.(\d{1,6})\.(.+)\.(weight|bias)")
 
 
 def gguf_name(architecture: str, name: str) -> str:
     """`model.layers.3.mlp.up_proj.weight` -> `blk.3.ffn_up.weight`: the inverse of `canonical_name`."""
     # Where two short names mean one weight, the later of the table is the one that this architecture's files use.
-    layer_names = {ours: short for short, ours in _LAYER_NAMES.get(architecture, _LAYER).items()}
+    stored_as = _STORED_AS.get(architecture, architecture)
+    layer_names = {ours: short for short, ours in _LAYER_NAMES.get(stored_as, _LAYER).items()}
+    whole = {ours: short for short, ours in TENSOR_NAMES.items()}
+    if (match := _CANONICAL_TENSOR.fullmatch(name)) and match[2] in whole:
+        return f"blk.{int(match[1])}.{whole[match[2]]}"
     if (match := _CANONICAL_LAYER.fullmatch(name)) and match[2] in layer_names:
         return f"blk.{int(match[1])}.{layer_names[match[2]]}.{match[3]}"
     stem, _, kind = name.rpartition(".")

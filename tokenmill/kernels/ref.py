@@ -78,11 +78,41 @@ def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tens
     return total, rms_norm(total, weight, eps)
 
 
-def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, head_dim: int = 0) -> Tensor:
+    """Mean removed, deviation made one, over each row or each `head_dim` slice of it; then weight and bias. `weight`
+    is as long as a slice, or as a row: one for each head."""
+    rows = x.view(x.shape[0], -1, head_dim or x.shape[1])
+    centred = rows - rows.mean(-1, keepdim=True)
+    scaled = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
+    y = scaled * weight.view(-1, rows.shape[2])
+    return (y if bias is None else y + bias.view(-1, rows.shape[2])).view_as(x)
+
+
+def scale(x: Tensor, factor: float) -> Tensor:
+    return x * factor
+
+
+def add_positions(x: Tensor, table: Tensor, positions: Tensor) -> Tensor:
+    """A learned embedding of each token's position is added. table: [positions, width]."""
+    return x + table[positions]
+
+
+def activate(x: Tensor, activation: str) -> Tensor:
     if activation == "silu":
-        return torch.nn.functional.silu(gate) * up
-    assert activation == "gelu_tanh", activation
-    return torch.nn.functional.gelu(gate, approximate="tanh") * up
+        return torch.nn.functional.silu(x)
+    if activation == "gelu_tanh":
+        return torch.nn.functional.gelu(x, approximate="tanh")
+    if activation == "gelu":
+        return torch.nn.functional.gelu(x)
+    positive = torch.relu(x)
+    if activation == "relu":
+        return positive
+    assert activation == "relu2", activation
+    return positive.square()
+
+
+def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    return activate(gate, activation) * up
 
 
 def gate_rows(x: Tensor, gate: Tensor) -> Tensor:
@@ -100,14 +130,19 @@ def softcap(x: Tensor, cap: float) -> Tensor:
 
 
 def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, head_dim: int, interleaved: bool) -> Tensor:
-    """Rotate pairs of each head: (i, i + dim/2), or (2i, 2i + 1) when interleaved. cos, sin: [positions, dim/2]."""
+    """Rotate pairs of the first n numbers of each head: (i, i + n/2), or (2i, 2i + 1) when interleaved. The others
+    stay. cos, sin: [positions, n/2]."""
     heads = x.view(x.shape[0], -1, head_dim)
-    c, s = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)  # [T, 1, dim/2]
+    size = 2 * cos.shape[1]
+    rotated, rest = heads[..., :size], heads[..., size:]
+    c, s = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)  # [T, 1, n/2]
     if interleaved:
-        a, b = heads[..., 0::2], heads[..., 1::2]
-        return torch.stack((a * c - b * s, b * c + a * s), dim=-1).view_as(x)
-    a, b = heads.chunk(2, dim=-1)
-    return torch.cat((a * c - b * s, b * c + a * s), dim=-1).view_as(x)
+        a, b = rotated[..., 0::2], rotated[..., 1::2]
+        turned = torch.stack((a * c - b * s, b * c + a * s), dim=-1).flatten(-2)
+    else:
+        a, b = rotated.chunk(2, dim=-1)
+        turned = torch.cat((a * c - b * s, b * c + a * s), dim=-1)
+    return torch.cat((turned, rest), dim=-1).view_as(x)
 
 
 def store_kv(x: Tensor, pages: Tensor, slots: Tensor) -> None:

@@ -26,6 +26,9 @@ class DummyReader(WeightReader):
     def vector(self, name: str, size: int, offset: float = 0.0) -> Tensor:  # noqa: ARG002
         return torch.ones(size) if "norm" in name else torch.zeros(size)
 
+    def table(self, name: str, rows: int, columns: int) -> Tensor:  # noqa: ARG002
+        return torch.randn(rows, columns, generator=self._generator) * _SPREAD
+
     def optional_vector(self, name: str, size: int) -> Tensor | None:  # noqa: ARG002
         return None
 

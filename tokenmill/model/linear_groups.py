@@ -42,4 +42,5 @@ class _Trace:
     def _nothing(self, *_: Any, **__: Any) -> None:
         return None
 
-    embed = rms_norm = add = rope = attention = gated = select_rows = softcap = gate_rows = _nothing
+    embed = add_positions = rms_norm = layer_norm = add = scale = rope = attention = _nothing
+    gated = activate = gate_rows = select_rows = softcap = _nothing

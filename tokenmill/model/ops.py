@@ -28,11 +28,22 @@ class Ops(Protocol):
         """Rows of `table` for the batch's token ids, times `scale`."""
         ...
 
+    def add_positions(self, x: Value, table: Tensor) -> Value:
+        """x plus the row of `table` [positions, width] of each token's position."""
+        ...
+
     def rms_norm(self, x: Value, weight: Tensor, eps: float, head_dim: int = 0) -> Value:
         """Root-mean-square norm over each row, or over each `head_dim` slice of it."""
         ...
 
+    def layer_norm(self, x: Value, weight: Tensor, bias: Tensor | None, eps: float, head_dim: int = 0) -> Value:
+        """Norm with the mean removed over each row, or over each `head_dim` slice of it; `weight` and `bias` are as
+        long as a slice, or as a row (one for each head)."""
+        ...
+
     def add(self, x: Value, y: Value) -> Value: ...
+
+    def scale(self, x: Value, factor: float) -> Value: ...
 
     def add_rms_norm(self, x: Value, y: Value, weight: Tensor, eps: float) -> tuple[Value, Value]:
         """(x + y, rms_norm(x + y)): the residual stream and the next block's input in one pass."""
@@ -42,14 +53,20 @@ class Ops(Protocol):
         """x @ W^T (+ bias) for each weight; they share x, so an implementation quantizes it once."""
         ...
 
-    def rope(self, x: Value, table: RotaryTable, head_dim: int) -> Value: ...
+    def rope(self, x: Value, table: RotaryTable, head_dim: int) -> Value:
+        """Rotate the first numbers of each head, as many as the table has columns for; the others stay."""
+        ...
 
     def attention(self, q: Value, k: Value, v: Value, spec: AttentionSpec) -> Value:
         """Store k and v in the pages of `spec.layer`, then attend causally over them."""
         ...
 
     def gated(self, gate: Value, up: Value, activation: str) -> Value:
-        """activation(gate) * up; activation is "silu" or "gelu_tanh"."""
+        """activation(gate) * up; activation is one of `description.ACTIVATIONS`."""
+        ...
+
+    def activate(self, x: Value, activation: str) -> Value:
+        """activation(x), for MLPs without a gate."""
         ...
 
     def experts(self, x: Value, router: LinearWeight, stacks: ExpertStacks, routing: RoutingSpec) -> Value:

@@ -38,15 +38,28 @@ class WeightReader:
         self._misshapen: list[str] = []
 
     def vector(self, name: str, size: int, offset: float = 0.0) -> Tensor:
-        """A small float vector (a norm or a bias) as float32, plus `offset`."""
+        """A small float vector (a norm or a bias) as float32, plus `offset`. Norms of heads may be stored as a matrix, a
+        row for each head."""
         stored = self._take(name)
         if stored is None:
             return torch.empty(size, device="meta")
-        if stored.shape != (size,):
+        if stored.shape != (size,) and not (len(stored.shape) == 2 and stored.data.numel() == size):
             self._misshapen.append(f"{name} is {list(stored.shape)}, expected [{size}]")
+        return self._float(stored).flatten() + offset
+
+    def table(self, name: str, rows: int, columns: int) -> Tensor:
+        """A small float matrix that is looked up, not multiplied, as float32."""
+        stored = self._take(name)
+        if stored is None:
+            return torch.empty(rows, columns, device="meta")
+        if stored.shape != (rows, columns):
+            self._misshapen.append(f"{name} is {list(stored.shape)}, expected [{rows}, {columns}]")
+        return self._float(stored)
+
+    def _float(self, stored: StoredTensor) -> Tensor:
         if not stored.data.dtype.is_floating_point:
-            self._misshapen.append(f"{name} has type {stored.type_name}, expected a plain float type")
-        return stored.data.float() + offset
+            self._misshapen.append(f"{stored.name} has type {stored.type_name}, expected a plain float type")
+        return stored.data.float()
 
     def optional_vector(self, name: str, size: int) -> Tensor | None:
         return self.vector(name, size) if name in self.checkpoint else None
@@ -86,6 +99,11 @@ class WeightReader:
         self.weights[prefix] = weight
         self.tensor_names[prefix] = tensor_names
         return weight
+
+    def row(self, prefix: str, size: int) -> LinearWeight:
+        """A matrix of one row, kept in float32; files may store it as a vector."""
+        values = self.vector(f"{prefix}.weight", size).view(1, size)
+        return self.add(prefix, DenseWeight(StoredTensor(prefix, (1, size), "F32", values)), [])
 
     def has_prefix(self, prefix: str) -> bool:
         """Whether there is a tensor PREFIX.something."""

@@ -14,6 +14,8 @@ _ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_python": "gelu",
 }
 _GREEDY = ("greedy", "group_limited_greedy")  # DeepSeek-V2's; they never renormalise
 _SELECTIONS = (*_GREEDY, "noaux_tc")
@@ -24,8 +26,10 @@ def feed_forward(text: Fields, family: Family, hidden_size: int, layer: int) -> 
     if not family.has_mlp:
         return None
     name = text.text(family.activation_key, family.activation)
-    bias = text.flag("mlp_bias", False) if family.mlp_bias is None else family.mlp_bias
-    dense = FeedForward(0, family.gated, _ACTIVATIONS.get(name, name), bias)
+    activation = "gelu_tanh" if name == "gelu" and family.tanh_gelu else _ACTIVATIONS.get(name, name)
+    stated = text.flag(family.mlp_bias_key, family.bias and family.mlp_bias_key == family.bias_key)
+    bias = stated if family.mlp_bias is None else family.mlp_bias
+    dense = FeedForward(0, family.gated, activation, bias)
     experts = text.integer("num_experts", 0, low=0)
     if not experts or not _has_experts(text, layer):
         default = dict(family.sizes).get("intermediate_size", None if family.gated else 4 * hidden_size)

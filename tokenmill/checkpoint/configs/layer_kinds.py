@@ -66,7 +66,7 @@ def _sliding(text: Fields, family: Family, num_layers: int, window: int) -> tupl
     if family.sliding == "even_below":
         end = text.integer("max_window_layers", 28, low=0)
         return tuple("sliding" if layer % 2 == 0 and layer < end else "full" for layer in layers)
-    default = 6 if family.sliding == "period" else 0
+    default = family.sliding_period if family.sliding == "period" else 0
     period = text.integer("sliding_window_pattern", text.integer("_sliding_window_pattern", default, low=0), low=0)
     return tuple("full" if period and (layer + 1) % period == 0 else "sliding" for layer in layers)
 

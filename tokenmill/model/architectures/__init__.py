@@ -1,6 +1,6 @@
-"""Architectures by name. Most are the plain decoder: what differs between them (biases, sliding windows, norms of
-heads, experts) is in the model's description. Add one: a file here and a line in the table; from
-outside the package, `ARCHITECTURES.register`."""
+"""Architectures by name. Nearly all are one decoder: what differs between them (norms, biases, gates, windows, scales,
+rotation, experts) is in the model's description. Add one: a line in the table, or a file here where it computes
+something else; from outside the package, `ARCHITECTURES.register`."""
 
 from __future__ import annotations
 
@@ -13,23 +13,33 @@ if TYPE_CHECKING:
     from tokenmill.checkpoint.description import ModelDescription
     from tokenmill.model.architectures.decoder import Decoder
 
+_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "glm4_moe", "gpt_oss", "llama4_text")
+_DENSE = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "phi3",
+    "olmo2",
+    "olmo3",
+    "granite",
+    "cohere",
+    "cohere2",
+    "smollm3",
+    "glm",
+    "glm4",
+    "starcoder2",
+    "stablelm",
+    "gpt_neox",
+    "gpt2",
+    "falcon",
+    "phi",
+)
 ARCHITECTURES = Registry(
-    "architecture",
-    {
-        "llama": "tokenmill.model.architectures.decoder:Decoder",
-        "mistral": "tokenmill.model.architectures.decoder:Decoder",
-        "qwen2": "tokenmill.model.architectures.decoder:Decoder",
-        "qwen3": "tokenmill.model.architectures.decoder:Decoder",
-        "mixtral": "tokenmill.model.architectures.decoder:Decoder",
-        "qwen2_moe": "tokenmill.model.architectures.decoder:Decoder",
-        "qwen3_moe": "tokenmill.model.architectures.decoder:Decoder",
-        "olmoe": "tokenmill.model.architectures.decoder:Decoder",
-        "granitemoe": "tokenmill.model.architectures.decoder:Decoder",
-        "glm4_moe": "tokenmill.model.architectures.decoder:Decoder",
-        "gpt_oss": "tokenmill.model.architectures.decoder:Decoder",
-        "llama4_text": "tokenmill.model.architectures.decoder:Decoder",
-        "gemma3": "tokenmill.model.architectures.gemma3:Gemma3",
-    },
+    "architecture", dict.fromkeys((*_DENSE, *_EXPERTS), "tokenmill.model.architectures.decoder:Decoder")
 )
 
 

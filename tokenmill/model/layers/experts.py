@@ -41,7 +41,7 @@ class SharedExpert:
         self.activation = ffn.activation
         self.inputs = [reader.linear(f"{prefix}.{name}", ffn.shared_size, hidden) for name in ("gate_proj", "up_proj")]
         self.output = reader.linear(f"{prefix}.down_proj", hidden, ffn.shared_size)
-        self.gate = reader.linear(f"{prefix}_gate", 1, hidden) if ffn.shared_gate else None
+        self.gate = reader.row(f"{prefix}_gate", hidden) if ffn.shared_gate else None
 
     def __call__(self, ops: Ops, x: Value) -> Value:
         gate, up = ops.linear(x, self.inputs)

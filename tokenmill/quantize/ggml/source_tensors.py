@@ -19,6 +19,7 @@ from tokenmill.checkpoint.hf_export import to_gguf_layout
 from tokenmill.model.architectures import architecture_of
 from tokenmill.model.reader import WeightReader
 from tokenmill.quantize.ggml.blocks import dequantize
+from tokenmill.quantize.ggml.expert_tensors import ExpertTensors
 
 _VALUES_AT_ONCE = 1 << 22  # 16 MiB of float32: what a large matrix adds to the memory in use
 _NO_POSITIONS = 1  # rotary tables are not needed to read weights
@@ -29,9 +30,10 @@ class SourceTensors:
         self.checkpoint = checkpoint
         self.description = checkpoint.description
         reader = WeightReader(checkpoint)
-        architecture_of(self.description)(reader, self.description, _NO_POSITIONS)
+        self._experts = ExpertTensors.of(architecture_of(self.description)(reader, self.description, _NO_POSITIONS))
         reader.finish()
         self._weights = reader.weights
+        self._names = {id(weight): prefix for prefix, weight in reader.weights.items()}
         self._parts = reader.tensor_names
         self.tensors = export_tensors(checkpoint, self._shapes(), untied_output)
 
@@ -40,19 +42,27 @@ class SourceTensors:
         prefix_of = {part: prefix for prefix, parts in self._parts.items() for part in parts}
         shapes: dict[str, tuple[int, ...]] = {}
         for name in self.checkpoint.names():
+            if self._experts.owns(name):
+                continue
             if (prefix := prefix_of.get(name)) is not None:
                 weight = self._weights[prefix]
                 shapes[f"{prefix}.weight"] = (weight.out_features, weight.in_features)
             else:
                 shapes[name] = self.checkpoint.tensor(name).shape
-        return shapes
+        return shapes | self._experts.shapes()
+
+    def sources(self, tensor: ExportedTensor) -> list[str]:
+        """The prefixes of the matrices that a tensor is made of: one, or all experts'."""
+        prefix = tensor.source.removesuffix(".weight")
+        return [self._names[id(weight)] for weight in self._experts.matrices.get(prefix, [])] or [prefix]
 
     def is_same(self, tensor: ExportedTensor, type_name: str) -> bool:
         """Whether the source holds this tensor in this type, so that its bytes can be copied."""
-        prefix = tensor.source.removesuffix(".weight")
-        if not isinstance(self.checkpoint, GGUFCheckpoint) or prefix not in self._weights:
+        if not isinstance(self.checkpoint, GGUFCheckpoint) or tensor.source not in self.checkpoint:
             return False
-        return self._weights[prefix].type_name == type_name
+        return all(
+            prefix in self._weights and self._weights[prefix].type_name == type_name for prefix in self.sources(tensor)
+        )
 
     def stored_rows(self, tensor: ExportedTensor) -> Iterator[Tensor]:
         """The bytes of a tensor for which `is_same`, some rows at a time."""
@@ -60,16 +70,22 @@ class SourceTensors:
         yield from data.split(self._rows_at_once(tensor.shape))
         self.checkpoint.release(tensor.source)
 
-    def float_rows(self, tensor: ExportedTensor) -> Iterator[Tensor]:
-        """float32 [rows, in], some rows at a time; a vector comes as one row."""
+    def float_rows(self, tensor: ExportedTensor) -> Iterator[tuple[int, Tensor]]:
+        """(which of `sources`, float32 [rows, in]), some rows at a time; a vector comes as one row."""
         if not tensor.source:
-            yield torch.tensor(rope_divisors(self.description)).view(1, -1)
+            yield 0, torch.tensor(rope_divisors(self.description)).view(1, -1)
             return
-        prefix = tensor.source.removesuffix(".weight")
-        if prefix not in self._weights:
-            vector = self.checkpoint.tensor(tensor.source).data.float()
-            yield to_gguf_layout(tensor.source, vector, self.description).reshape(1, -1)
+        sources = self.sources(tensor)
+        if sources[0] not in self._weights:
+            vector = self._experts.vectors.get(tensor.source)
+            vector = self.checkpoint.tensor(tensor.source).data.float() if vector is None else vector
+            yield 0, to_gguf_layout(tensor.source, vector, self.description).reshape(1, -1)
             return
+        for number, prefix in enumerate(sources):
+            for rows in self._matrix_rows(tensor, prefix):
+                yield number, rows
+
+    def _matrix_rows(self, tensor: ExportedTensor, prefix: str) -> Iterator[Tensor]:
         weight = self._weights[prefix]
         step = self._rows_at_once(tensor.shape)
         for begin in range(0, weight.out_features, step):

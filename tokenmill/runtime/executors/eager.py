@@ -27,7 +27,21 @@ from tokenmill.runtime.executors.batched import BatchedExecutor
 from tokenmill.runtime.executors.tree_attention import attend_along_branches
 from tokenmill.types import Batch
 
-FORWARD_OPS = ("rms_norm", "add", "add_rms_norm", "gated", "softcap", "rope", "store_kv", "attention", "gate_rows")
+FORWARD_OPS = (
+    "rms_norm",
+    "layer_norm",
+    "add",
+    "add_rms_norm",
+    "add_positions",
+    "scale",
+    "gated",
+    "gate_rows",
+    "activate",
+    "softcap",
+    "rope",
+    "store_kv",
+    "attention",
+)
 OPS = (*FORWARD_OPS, "argmax")  # the last is the sampler's
 
 
@@ -71,8 +85,20 @@ class EagerOps:
         rows = self._executor.model.embed(self._batch.token_ids)
         return rows if scale == 1.0 else rows * scale
 
+    def add_positions(self, x: Tensor, table: Tensor) -> Tensor:
+        y: Tensor = self._run["add_positions"](x, table, self._batch.positions)
+        return y
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, head_dim: int = 0) -> Tensor:
         y: Tensor = self._run["rms_norm"](x, weight, eps, head_dim)
+        return y
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, head_dim: int = 0) -> Tensor:
+        y: Tensor = self._run["layer_norm"](x, weight, bias, eps, head_dim)
+        return y
+
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        y: Tensor = self._run["scale"](x, factor)
         return y
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
@@ -108,6 +134,10 @@ class EagerOps:
 
     def gate_rows(self, x: Tensor, gate: Tensor) -> Tensor:
         y: Tensor = self._run["gate_rows"](x, gate)
+        return y
+
+    def activate(self, x: Tensor, activation: str) -> Tensor:
+        y: Tensor = self._run["activate"](x, activation)
         return y
 
     def select_rows(self, x: Tensor) -> Tensor:
