@@ -134,6 +134,8 @@ class ModelDescription:
     logit_scale: float = 1.0
     logit_softcap: float = 0.0  # 0: off
     overflows_float16: bool = False  # its activations exceed the range of float16
+    # Behind the others in the file, for guessing tokens ahead (DeepSeek-V3, GLM-4.5): not computed
+    draft_layers: int = field(default=0, compare=False)
     vision_parameters: int = 0  # of an image tower beside the text model
     other_features: tuple[str, ...] = ()  # in words: what this record has no field for
     bos_id: int | None = None

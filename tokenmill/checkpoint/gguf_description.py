@@ -53,7 +53,8 @@ def describe(metadata: Metadata, shapes: Mapping[str, tuple[int, ...]], label: s
     """`shapes` are those of the tensors, by canonical name."""
     stored_as = read_architecture(metadata, label)
     fields = Fields(metadata, label, DAMAGED, prefix=f"{stored_as}.")
-    num_layers = fields.integer("block_count")
+    draft_layers = fields.integer("nextn_predict_layers", 0, low=0)
+    num_layers = fields.integer("block_count") - draft_layers
     if num_layers > len(shapes):
         raise fields.error(f"{num_layers} layers but only {len(shapes)} tensors")
     hidden_size = fields.integer("embedding_length")
@@ -92,6 +93,7 @@ def describe(metadata: Metadata, shapes: Mapping[str, tuple[int, ...]], label: s
         ),
         rope_interleaved=stored_as in _INTERLEAVED,
         tie_embeddings="lm_head.weight" not in shapes,
+        draft_layers=draft_layers,
         bos_id=bos_id,
         eos_ids=eos_ids,
         name=name if isinstance(name, str) else "",

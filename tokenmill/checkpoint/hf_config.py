@@ -68,6 +68,7 @@ def describe(config: Mapping[str, Any], generation: Mapping[str, Any] | None = N
         head_bias=family.head_bias,
         tie_embeddings=outer.flag("tie_word_embeddings", text.flag("tie_word_embeddings", family.tie_embeddings)),
         overflows_float16=family.overflows_float16,
+        draft_layers=text.integer("num_nextn_predict_layers", 0, low=0),
         vision_parameters=_vision_parameters(outer),
         other_features=(*family.other_features, *_unread(text)),
         bos_id=_bos_id(generation, outer, text, family),

@@ -21,6 +21,7 @@ from tokenmill.kernels.base import Choice, select_linear
 from tokenmill.model.architectures.decoder import Decoder
 from tokenmill.model.dummy_reader import fill
 from tokenmill.model.formats.base import LinearWeight
+from tokenmill.model.layers.experts import Experts
 from tokenmill.model.linear_groups import linear_groups
 from tokenmill.model.reader import WeightReader
 
@@ -80,10 +81,14 @@ def place_weights(decoder: Decoder, reader: WeightReader, placement: Placement) 
     """Give every multiplied weight its kernel on the device; returns the embedding table in bf16."""
     upload = Uploader(placement.device)
     prefixes = {id(weight): prefix for prefix, weight in reader.weights.items()}
+    routers = {id(block.mlp.router) for block in decoder.blocks if isinstance(block.mlp, Experts)}
     for group in linear_groups(decoder):
         for weight in group:
             scheme = "" if weight is decoder.head else placement.quantization
-            weight.kernel = _make(upload.weight(weight), prefixes[id(weight)], scheme, placement)
+            if id(weight) in routers:  # 16 bits would change which experts are chosen
+                weight.kernel = select_linear(upload.weight(weight), placement.device, "ref")
+            else:
+                weight.kernel = _make(upload.weight(weight), prefixes[id(weight)], scheme, placement)
             for name in reader.tensor_names[prefixes[id(weight)]]:
                 reader.checkpoint.release(name)
         if not placement.quantization:

@@ -123,7 +123,13 @@ class WeightReader:
 
     def finish(self) -> None:
         """Raise one error that names every missing, misshapen or leftover tensor."""
-        left = [n for n in self.checkpoint.names() if n not in self._used and not n.endswith(_DERIVED_SUFFIXES)]
+        d = self.checkpoint.description
+        drafts = tuple(f"model.layers.{d.num_layers + number}." for number in range(d.draft_layers))
+        left = [
+            name
+            for name in self.checkpoint.names()
+            if name not in self._used and not name.endswith(_DERIVED_SUFFIXES) and not name.startswith(drafts)
+        ]
         num_kv_scales = sum(name.endswith(_KV_SCALES) for name in left)
         if num_kv_scales:
             _log.info("the file has %d scales of a quantized KV cache: for --kv-cache-dtype fp8 only", num_kv_scales)

@@ -34,6 +34,14 @@ from tokenmill.types import Batch, Request, ScheduledTokens
 _log = get_logger(__name__)
 _SMALL_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 _BUCKET_STEP = 32
+# What GPU steps compute op by op, with decisions on the host.
+_UNCAPTURED = {
+    "experts",
+    "attention sinks",
+    "chunked attention",
+    "layers without rotary embedding",
+    "queries scaled by position",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +112,9 @@ class CudaGraphExecutor(CudaEagerExecutor):
         reason = super().declines(model, store)
         if reason is not None:
             return reason
+        uncaptured = _UNCAPTURED & set(model.decoder.description.features())
+        if uncaptured:
+            return f"steps with {', '.join(sorted(uncaptured))} are not captured"
         for name, weight in model.weights.items():
             kernel = None if weight.kernel is None else weight.kernel.run
             if kernel is not None and not isinstance(kernel, (gpu.GpuLinear, gpu.JoinedRows)):

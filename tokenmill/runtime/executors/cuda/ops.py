@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -19,9 +20,11 @@ from torch import Tensor
 from tokenmill.kernels import ref
 from tokenmill.kernels import triton as gpu
 from tokenmill.kernels.packed_pages import PackedPages
+from tokenmill.kernels.ref_experts import RoutingSpec, route, run_experts
 from tokenmill.model.attention.base import AttentionSpec
 from tokenmill.model.attention.paged import PagedAttention
 from tokenmill.model.formats.base import LinearWeight
+from tokenmill.model.formats.stacks import ExpertStacks, WeightStack
 from tokenmill.model.kvstore.base import KVStore
 from tokenmill.model.layers.rotary import RotaryTable
 from tokenmill.types import Batch
@@ -204,10 +207,11 @@ class CudaOps:
 
     def attention(self, q: Columns, k: Columns, v: Columns, spec: AttentionSpec) -> Tensor:
         batch, table = self._batch, q.rotary
-        assert table is not None
         group, slot = self._store.layout.place(spec.layer)
-        if self._store.gpu_declines(slot) is not None:
+        plain = table is None or not table.rotates_keys or spec.sinks is not None or spec.chunk > 0
+        if plain or self._store.gpu_declines(slot) is not None:
             return self._plain_attention(q, k, v, spec, group, slot)
+        assert table is not None
         norms = None if q.norm is None or k.norm is None else (q.norm, k.norm)
         packed = self._store.packed_pages(slot)
         if packed is not None:
@@ -285,6 +289,21 @@ class CudaOps:
             product: Product = gate.product
             return product.gated()
         return Gate(tensor(gate), tensor(up), activation)
+
+    def experts(self, x: Any, router: LinearWeight, stacks: ExpertStacks, routing: RoutingSpec) -> Tensor:
+        """Expert by expert through their linear kernels, chosen on the host: right everywhere, and not captured."""
+        assert router.kernel is not None
+        ids, weights = route(multiply(router.kernel.run, x, torch.float32), routing)
+
+        def product(stack: WeightStack, expert: int, rows: Tensor) -> Tensor:
+            kernels = [block.kernel.run for block in stack.experts[expert] if block.kernel is not None]
+            return torch.cat([multiply(kernel, rows.to(torch.bfloat16)).float() for kernel in kernels], -1)
+
+        gate_up, down = partial(product, stacks.gate_up), partial(product, stacks.down)
+        return run_experts(tensor(x).float(), ids, weights, gate_up, down, routing).to(torch.bfloat16)
+
+    def gate_rows(self, x: Any, gate: Any) -> Tensor:
+        return ref.gate_rows(tensor(x).float(), tensor(gate).float()).to(torch.bfloat16)
 
     def select_rows(self, x: Tensor) -> Tensor:
         return x if self._rows is None else x[self._rows]
