@@ -69,7 +69,9 @@ def test_embedding_rows() -> None:
 
 
 @pytest.mark.parametrize(("interleaved", "normed"), [(False, False), (True, True)])
-@pytest.mark.parametrize(("pages_dtype", "pairs"), [(torch.bfloat16, 12), (torch.float8_e4m3fn, 4), (torch.bfloat16, 0)])
+@pytest.mark.parametrize(
+    ("pages_dtype", "pairs"), [(torch.bfloat16, 12), (torch.float8_e4m3fn, 4), (torch.bfloat16, 0)]
+)
 def test_rope_store_is_norm_rope_and_store(
     interleaved: bool, normed: bool, pages_dtype: torch.dtype, pairs: int
 ) -> None:

@@ -93,8 +93,7 @@ def _attention(text: Fields, family: Family, hidden_size: int) -> Attention:
         softcap=softcap(text, "attn_logit_softcapping", family.attention_softcap),
         qkv_bias=bias if family.qkv_bias is None else family.qkv_bias,
         output_bias=bias if family.output_bias is None else family.output_bias,
-        head_norms=family.head_norms
-        or (family.optional_head_norms if text.flag(family.head_norms_key, False) else ""),
+        head_norms=family.head_norms or (family.optional_head_norms if text.flag(family.head_norms_key, False) else ""),
         sinks=family.sinks,
         output_gate=text.flag("attn_output_gate", family.output_gate),
         causal=not text.flag("use_bidirectional_attention", False),

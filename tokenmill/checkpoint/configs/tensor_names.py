@@ -36,7 +36,9 @@ NAMINGS: dict[str, Naming] = {
             "post_mlp_layernorm": "post_feedforward_layernorm",
         }
     ),
-    "stablelm": Naming(layers={"self_attn.q_layernorm": "self_attn.q_norm", "self_attn.k_layernorm": "self_attn.k_norm"}),
+    "stablelm": Naming(
+        layers={"self_attn.q_layernorm": "self_attn.q_norm", "self_attn.k_layernorm": "self_attn.k_norm"}
+    ),
     "phi": Naming(
         top={"final_layernorm": "model.norm"},
         layers={

@@ -61,7 +61,8 @@ def attention_specs(decoder: Decoder, layers: Sequence[int]) -> tuple[list[Atten
     rotary = attentions[0].rotary
     if rotary is None or any(attention.rotary is not rotary for attention in attentions):
         raise UserError(
-            "a draft head reads layers of one rotary table only", "train it on layers that rotate, or use another drafter"
+            "a draft head reads layers of one rotary table only",
+            "train it on layers that rotate, or use another drafter",
         )
     return [replace(attention.spec, window=0, softcap=0.0) for attention in attentions], rotary
 

@@ -249,7 +249,13 @@ class CudaOps:
         )
         out: Tensor
         whole = table.rotary_dim == spec.head_dim
-        if whole and norms is None and _are_adjacent_columns(q, k, v) and isinstance(q.product, Product) and q.product.rotates:
+        if (
+            whole
+            and norms is None
+            and _are_adjacent_columns(q, k, v)
+            and isinstance(q.product, Product)
+            and q.product.rotates
+        ):
             heads = gpu.head_places(batch.positions.shape[0], spec.num_heads, *store_arguments, scales)
             queries = q.product.rotated(heads)
         else:
