@@ -19,7 +19,7 @@ struct RecordedProgram {
 
   Program program;
   int64_t vocabulary = 0;  // rows of the embedding table
-  int64_t positions = INT64_MAX;  // rows of the shortest rotary table
+  int64_t positions = INT64_MAX;  // rows of the shortest table of positions, rotary or learned
   int64_t num_pages = INT64_MAX;
   int page_size = 1;
   int num_groups = 0;
@@ -95,8 +95,21 @@ int attention(RecordedProgram& self, int q, int k, int v, const BoundPages& boun
 }
 
 int gated(RecordedProgram& self, int gate, int up, const std::string& activation) {
-  require(activation == "silu" || activation == "gelu_tanh", "gated: unknown activation");
-  return self.program.gated(gate, up, activation == "silu" ? Activation::silu : Activation::gelu_tanh);
+  return self.program.gated(gate, up, activation_of(activation));
+}
+
+int layer_norm(RecordedProgram& self, int x, ConstVector weight, std::optional<ConstVector> bias, float eps,
+               int64_t head_dim) {
+  const int64_t width = self.program.width(x), count = weight.size(), slice = head_dim > 0 ? head_dim : width;
+  require(width % slice == 0 && (count == slice || count == width) && (!bias || bias->size() == weight.size()),
+          "layer_norm: shapes do not match");
+  return self.program.layer_norm(x, weight.data(), bias ? bias->data() : nullptr, count, eps, head_dim);
+}
+
+int add_positions(RecordedProgram& self, int x, ConstMatrix table) {
+  require(static_cast<int64_t>(table.shape(1)) == self.program.width(x), "add_positions: shapes do not match");
+  self.positions = std::min<int64_t>(self.positions, table.shape(0));
+  return self.program.add_positions(x, table.data());
 }
 
 int gate_rows(RecordedProgram& self, int x, int gate) {
@@ -282,6 +295,14 @@ void bind_program(nb::module_& module) {
       .def("add", [](RecordedProgram& self, int x, int y) { return self.program.add(x, y); })
       .def("add_rms_norm", &add_rms_norm)
       .def("linear", &linear)
+      .def("layer_norm", &layer_norm, nb::arg("x"), nb::arg("weight"), nb::arg("bias").none(), nb::arg("eps"),
+           nb::arg("head_dim"))
+      .def("add_positions", &add_positions)
+      .def("scale", [](RecordedProgram& self, int x, float factor) { return self.program.scale(x, factor); })
+      .def("activate",
+           [](RecordedProgram& self, int x, const std::string& name) {
+             return self.program.activate(x, activation_of(name));
+           })
       .def("rope", &rope)
       .def("attention", &attention, nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("pages"), nb::arg("group"),
            nb::arg("num_heads"), nb::arg("scale"), nb::arg("window"), nb::arg("softcap"), nb::arg("chunk") = 0,

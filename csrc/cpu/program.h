@@ -23,11 +23,15 @@
 namespace tokenmill {
 
 struct RowOp {
-  enum class Kind { embed, rms_norm, add, add_rms_norm, rope, gated, gate_rows, softcap, select };
+  enum class Kind {
+    embed, positions, rms_norm, layer_norm, add, add_rms_norm, scale, rope, gated, gate_rows, activate, softcap, select
+  };
   Kind kind;
   int in[2] = {-1, -1};   // values
   int out[2] = {-1, -1};
-  const float* weight = nullptr;  // rms_norm
+  const float* weight = nullptr;  // norms; positions: the table
+  const float* bias = nullptr;    // layer_norm
+  int64_t weights = 0;            // layer_norm: how many there are, as many as a head has or as a row
   float number = 0;               // eps, scale or cap
   int64_t head_dim = 0;
   const float* cosines = nullptr;  // [positions, half]
@@ -63,13 +67,18 @@ class Program {
   int embed(const std::string& type, const void* table, int64_t cols, float scale);
   int embed_packed(const Linear* table, float scale);
   int rms_norm(int x, const float* weight, float eps, int64_t head_dim);
+  int add_positions(int x, const float* table);  // [positions, width]
+  // `weights`: head_dim, or one for each number of a row.
+  int layer_norm(int x, const float* weight, const float* bias, int64_t weights, float eps, int64_t head_dim);
   int add(int x, int y);
+  int scale(int x, float factor);
   std::pair<int, int> add_rms_norm(int x, int y, const float* weight, float eps);
   std::vector<int> linear(int x, const std::vector<const Linear*>& weights, const std::vector<const float*>& biases);
   int rope(int x, const float* cosines, const float* sines, int64_t half, int64_t head_dim, bool interleaved);
   int attention(int q, int k, int v, const KVPages& pages, int group, const AttentionShape& shape);
   int gated(int gate, int up, Activation activation);
   int gate_rows(int x, int gate);
+  int activate(int x, Activation activation);
   // `logits`: the router's product with x.
   int experts(int x, int logits, ExpertLayer layer);
   int select_rows(int x);

@@ -69,6 +69,42 @@ int Program::rms_norm(int x, const float* weight, float eps, int64_t head_dim) {
   return op.out[0] = make_value(width(x));
 }
 
+int Program::add_positions(int x, const float* table) {
+  RowOp& op = row_op(RowOp::Kind::positions);
+  op.in[0] = x;
+  op.weight = table;
+  use(x);
+  return op.out[0] = make_value(width(x));
+}
+
+int Program::layer_norm(int x, const float* weight, const float* bias, int64_t weights, float eps, int64_t head_dim) {
+  RowOp& op = row_op(RowOp::Kind::layer_norm);
+  op.in[0] = x;
+  op.weight = weight;
+  op.bias = bias;
+  op.weights = weights;
+  op.number = eps;
+  op.head_dim = head_dim > 0 ? head_dim : width(x);
+  use(x);
+  return op.out[0] = make_value(width(x));
+}
+
+int Program::scale(int x, float factor) {
+  RowOp& op = row_op(RowOp::Kind::scale);
+  op.in[0] = x;
+  op.number = factor;
+  use(x);
+  return op.out[0] = make_value(width(x));
+}
+
+int Program::activate(int x, Activation activation) {
+  RowOp& op = row_op(RowOp::Kind::activate);
+  op.in[0] = x;
+  op.activation = activation;
+  use(x);
+  return op.out[0] = make_value(width(x));
+}
+
 int Program::add(int x, int y) {
   RowOp& op = row_op(RowOp::Kind::add);
   op.in[0] = x;
@@ -211,7 +247,8 @@ void Program::find_tail() {
     if (stages_[number].plan >= 0) tail_ = number + 1;
   for (int number = tail_; number < num_stages(); ++number)
     for (const RowOp& op : stages_[number].rows)
-      if (op.kind == RowOp::Kind::rope || op.kind == RowOp::Kind::embed) return;  // these depend on the row index
+      if (op.kind == RowOp::Kind::rope || op.kind == RowOp::Kind::embed || op.kind == RowOp::Kind::positions)
+        return;  // these depend on the row index
   for (size_t i = 0; i < values_.size(); ++i) {
     const Value& value = values_[i];
     if (value.alias < 0 && !value.external && value.first_stage < tail_ && value.last_stage >= tail_)

@@ -19,11 +19,15 @@ constexpr int64_t kSplitValues = 4096;  // elementwise ops are cut into pieces o
 int64_t op_cost(const RowOp& op, int64_t width) {
   switch (op.kind) {
     case RowOp::Kind::gated:
+    case RowOp::Kind::activate:
     case RowOp::Kind::softcap:
       return 5 * width;
+    case RowOp::Kind::layer_norm:
     case RowOp::Kind::add_rms_norm:
       return 3 * width;
     case RowOp::Kind::add:
+    case RowOp::Kind::positions:
+    case RowOp::Kind::scale:
     case RowOp::Kind::select:
       return width;
     default:
@@ -189,6 +193,22 @@ void Program::run_row(const RowOp& op, const Place& place, int row) const {
       break;
     case RowOp::Kind::rms_norm:
       for (int64_t i = 0; i < n; i += op.head_dim) kernels.rms_norm(x + i, op.weight, op.number, op.head_dim, out + i);
+      break;
+    case RowOp::Kind::layer_norm:
+      for (int64_t i = 0; i < n; i += op.head_dim) {
+        const int64_t at = i % op.weights;
+        const float* bias = op.bias == nullptr ? nullptr : op.bias + at;
+        kernels.layer_norm(x + i, op.weight + at, bias, op.number, op.head_dim, out + i);
+      }
+      break;
+    case RowOp::Kind::positions:
+      kernels.add(x, op.weight + place.inputs.positions[row] * n, n, out);
+      break;
+    case RowOp::Kind::scale:
+      kernels.scale(x, op.number, n, out);
+      break;
+    case RowOp::Kind::activate:
+      kernels.activate(x, op.activation, n, out);
       break;
     case RowOp::Kind::add:
       kernels.add(x, place.at(op.in[1], row), n, out);

@@ -1,4 +1,4 @@
-"""Experts in GGUF files: architectures, tensor names, and what their metadata and llama.cpp's code say of routing.
+"""Experts in GGUF files: tensor names, and what their metadata and llama.cpp's code say of routing.
 
 Names of tensors are those that the reader of experts knows (model/expert_reader.py): a tensor for all experts and each
 projection. Which layers have experts is seen from their routers. Read by gguf_names.py and gguf_description.py.
@@ -11,21 +11,11 @@ from dataclasses import replace
 
 from tokenmill.checkpoint.description import FeedForward, LayerDescription, ModelDescription, Routing
 from tokenmill.checkpoint.fields import Fields
+from tokenmill.checkpoint.gguf_families import STORED_AS
 from tokenmill.checkpoint.mixers import Attention
 
 Shapes = Mapping[str, tuple[int, ...]]
 
-# GGUF name -> our architecture. Mixtral is stored as llama.
-ARCHITECTURES = {
-    "qwen2moe": "qwen2_moe",
-    "qwen3moe": "qwen3_moe",
-    "olmoe": "olmoe",
-    "granitemoe": "granitemoe",
-    "glm4moe": "glm4_moe",
-    "gpt-oss": "gpt_oss",
-    "llama4": "llama4_text",
-}
-INTERLEAVED = ("granitemoe", "llama4")
 LAYER_NAMES = {
     "ffn_gate_inp": "mlp.gate",
     "ffn_gate_exps": "mlp.experts.gate_proj",
@@ -37,9 +27,6 @@ LAYER_NAMES = {
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
-# Their norm before the experts has the name of one behind attention.
-NORM_NAMES = {"post_attention_norm": "post_attention_layernorm"}
-RENAMED_NORMS = ("glm4moe", "gpt-oss")
 # Whole names, without the ending that other tensors have.
 TENSOR_NAMES = {"attn_sinks.weight": "self_attn.sinks", "exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
 
@@ -56,14 +43,8 @@ _ROUTINGS = {
 }
 _SCORES = {1: "softmax", 2: "sigmoid", 3: "softmax_of_selected"}
 _FIXED_NORMS = ("llama", "qwen2moe", "qwen3moe")  # whatever `expert_weights_norm` says
-_LLAMA4_CHUNK, _LLAMA4_TEMPERATURE, _LLAMA4_PERIOD, _LLAMA4_UNNORMED = 8192, (0.1, 8192.0), 4, 128
+_LLAMA4_CHUNK, _LLAMA4_TEMPERATURE, _LLAMA4_UNNORMED = 8192, (0.1, 8192.0), 128
 _GPT_OSS_LIMIT = 7.0
-
-
-def stored_as(description: ModelDescription) -> str:
-    """The name of an architecture in GGUF files."""
-    names = {ours: theirs for theirs, ours in ARCHITECTURES.items()} | {"mixtral": "llama"}
-    return names.get(description.architecture, description.architecture)
 
 
 def expert_values(d: ModelDescription) -> dict[str, int | float | bool]:
@@ -83,7 +64,7 @@ def expert_values(d: ModelDescription) -> dict[str, int | float | bool]:
     if d.num_layers > len(found):
         leading = next(number for number, layer in enumerate(d.layers) if layer.feed_forward in found)
         values["leading_dense_block_count"] = leading
-    name = stored_as(d)
+    name = STORED_AS.get(d.architecture, d.architecture)
     if name not in ("llama", "qwen2moe", "qwen3moe"):
         values["expert_weights_norm"] = routing.normalize
         values["expert_gating_func"] = {score: number for number, score in _SCORES.items()}[routing.score]
@@ -136,13 +117,6 @@ def with_experts(description: ModelDescription, fields: Fields, shapes: Shapes, 
     if stored_as == "gpt-oss":  # trained so, and no key says it
         scaling = replace(description.rope_table("full").scaling, truncate=False)
         return description.with_rope_scaling("full", scaling)
-    if stored_as == "granitemoe":
-        return replace(
-            description,
-            embedding_scale=fields.number("embedding_scale", 1.0),
-            residual_scale=fields.number("residual_scale", 1.0),
-            logit_scale=1.0 / fields.number("logit_scale", 1.0, low=1e-9),
-        )
     return description
 
 
@@ -150,12 +124,7 @@ def _layer(layer: LayerDescription, number: int, fields: Fields, shapes: Shapes,
     prefix = f"model.layers.{number}"
     attention = replace(layer.attention, sinks=f"{prefix}.self_attn.sinks" in shapes)
     if stored_as == "llama4":
-        attention = _llama4(attention, fields, number)
-    if stored_as == "granitemoe":
-        attention = replace(attention, scale=fields.number("attention.scale", attention.head_dim**-0.5))
-    if stored_as == "gpt-oss":
-        window = fields.integer("attention.sliding_window", 128)
-        attention = replace(attention, window=0 if number % 2 else window)
+        attention = _llama4(attention, fields)
     dense = layer.feed_forward
     assert dense is not None
     has_experts = f"{prefix}.mlp.gate.weight" in shapes
@@ -163,10 +132,10 @@ def _layer(layer: LayerDescription, number: int, fields: Fields, shapes: Shapes,
     return LayerDescription((attention,), ffn, layer.norms)
 
 
-def _llama4(attention: Attention, fields: Fields, layer: int) -> Attention:
-    """Pattern, chunk and temperature are in llama.cpp's code only."""
-    if (layer + 1) % _LLAMA4_PERIOD == 0:
-        return replace(attention, rope="", temperature=_LLAMA4_TEMPERATURE)
+def _llama4(attention: Attention, fields: Fields) -> Attention:
+    """Chunk and temperature are in llama.cpp's code only."""
+    if not attention.rope:
+        return replace(attention, temperature=_LLAMA4_TEMPERATURE)
     norms = "" if fields.integer("expert_count") == _LLAMA4_UNNORMED else "unit"
     return replace(attention, chunk=_LLAMA4_CHUNK, head_norms=norms)
 

@@ -14,7 +14,8 @@ from tokenmill.checkpoint.base import Checkpoint
 from tokenmill.checkpoint.description import ModelDescription, RopeScaling, differences
 from tokenmill.checkpoint.gguf import GGUFCheckpoint
 from tokenmill.checkpoint.gguf_description import describe
-from tokenmill.checkpoint.gguf_experts import expert_shapes, expert_values, stored_as
+from tokenmill.checkpoint.gguf_experts import expert_shapes, expert_values
+from tokenmill.checkpoint.gguf_families import STORED_AS
 from tokenmill.checkpoint.gguf_header import read_gguf_raw_pairs
 from tokenmill.checkpoint.gguf_metadata import Metadata
 from tokenmill.checkpoint.gguf_names import gguf_name
@@ -89,7 +90,7 @@ def _place(name: str) -> tuple[int, int, str]:
 
 def _model_values(checkpoint: Checkpoint) -> dict[str, Value]:
     description = checkpoint.description
-    architecture = stored_as(description)
+    architecture = STORED_AS.get(description.architecture, description.architecture)
     values: dict[str, Value] = {"general.architecture": architecture, "general.type": "model"}
     if description.name:
         values["general.name"] = description.name.rstrip("/").rpartition("/")[2]
@@ -111,7 +112,7 @@ def _architecture_values(d: ModelDescription) -> dict[str, Value]:
         "attention.layer_norm_rms_epsilon": d.norm_eps,
         "rope.freq_base": full.theta,
     }
-    style = _STYLES.get(stored_as(d), _Style())
+    style = _STYLES.get(STORED_AS.get(d.architecture, d.architecture), _Style())
     if style.names_vocabulary:
         values |= {"vocab_size": d.vocab_size, "rope.dimension_count": full.rotary_dim}
     if style.names_head_size or d.head_dim * d.num_heads != d.hidden_size:

@@ -182,8 +182,21 @@ class RecordedOps:
             )
         return value
 
+    def add_positions(self, x: int, table: Tensor) -> int:
+        value: int = self._program.add_positions(x, self._kept(table))
+        return value
+
     def rms_norm(self, x: int, weight: Tensor, eps: float, head_dim: int = 0) -> int:
         value: int = self._program.rms_norm(x, self._kept(weight), eps, head_dim)
+        return value
+
+    def layer_norm(self, x: int, weight: Tensor, bias: Tensor | None, eps: float, head_dim: int = 0) -> int:
+        kept = None if bias is None else self._kept(bias)
+        value: int = self._program.layer_norm(x, self._kept(weight), kept, eps, head_dim)
+        return value
+
+    def scale(self, x: int, factor: float) -> int:
+        value: int = self._program.scale(x, factor)
         return value
 
     def add(self, x: int, y: int) -> int:
@@ -248,6 +261,10 @@ class RecordedOps:
 
     def gate_rows(self, x: int, gate: int) -> int:
         value: int = self._program.gate_rows(x, gate)
+        return value
+
+    def activate(self, x: int, activation: str) -> int:
+        value: int = self._program.activate(x, activation)
         return value
 
     def select_rows(self, x: int) -> int:

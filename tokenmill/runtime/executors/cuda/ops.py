@@ -132,7 +132,7 @@ class Product:
 class Columns:
     """Columns [begin, end) of a product; for heads, with the norm and the rotation that attention will apply."""
 
-    product: Product
+    product: Product | Computed
     begin: int
     end: int
     norm: Tensor | None = None
@@ -148,6 +148,18 @@ class Columns:
     def tensor(self) -> Tensor:
         assert self.norm is None and self.rotary is None, "heads are read by attention only"  # noqa: PT018
         return self.plain
+
+
+class Computed:
+    """In the place of a Product: a tensor that is there already."""
+
+    rotates = gates = False
+
+    def __init__(self, values: Tensor) -> None:
+        self._values = values
+
+    def full(self) -> Tensor:
+        return self._values
 
 
 class CudaOps:
@@ -169,6 +181,17 @@ class CudaOps:
     def embed(self, table: LinearWeight, scale: float) -> Tensor:  # noqa: ARG002 (the bf16 copy is on the device)
         rows: Tensor = gpu.embed(self._batch.token_ids, self._table, scale)
         return rows
+
+    def add_positions(self, x: Tensor, table: Tensor) -> Tensor:
+        rows = table[self._batch.positions.clamp(0, table.shape[0] - 1)]  # padding rows have no position
+        return (x.float() + rows).to(x.dtype)
+
+    def layer_norm(self, x: Any, weight: Tensor, bias: Tensor | None, eps: float, head_dim: int = 0) -> Tensor:
+        y: Tensor = gpu.layer_norm(tensor(x), weight, bias, eps, head_dim)
+        return y
+
+    def scale(self, x: Any, factor: float) -> Tensor:
+        return tensor(x) * factor
 
     def rms_norm(self, x: Any, weight: Tensor, eps: float, head_dim: int = 0) -> Any:
         if head_dim and isinstance(x, Columns):
@@ -202,16 +225,17 @@ class CudaOps:
         is_head = weight.out_features == self._table.shape[0]
         return torch.float32 if is_head and few else torch.bfloat16
 
-    def rope(self, x: Columns, table: RotaryTable, head_dim: int) -> Columns:  # noqa: ARG002
+    def rope(self, x: Any, table: RotaryTable, head_dim: int) -> Columns:  # noqa: ARG002
+        x = _columns(x)
         return Columns(x.product, x.begin, x.end, x.norm, x.eps, table)
 
-    def attention(self, q: Columns, k: Columns, v: Columns, spec: AttentionSpec) -> Tensor:
-        batch, table = self._batch, q.rotary
+    def attention(self, q: Any, k: Any, v: Any, spec: AttentionSpec) -> Tensor:
+        q, k, v = _columns(q), _columns(k), _columns(v)
+        batch, table = self._batch, q.rotary or self._no_rotation()
         group, slot = self._store.layout.place(spec.layer)
-        plain = table is None or not table.rotates_keys or spec.sinks is not None or spec.chunk > 0
+        plain = not table.rotates_keys or spec.sinks is not None or spec.chunk > 0
         if plain or self._store.gpu_declines(slot) is not None:
             return self._plain_attention(q, k, v, spec, group, slot)
-        assert table is not None
         norms = None if q.norm is None or k.norm is None else (q.norm, k.norm)
         packed = self._store.packed_pages(slot)
         if packed is not None:
@@ -228,7 +252,14 @@ class CudaOps:
             table.interleaved,
         )
         out: Tensor
-        if norms is None and _are_adjacent_columns(q, k, v) and q.product.rotates:
+        whole = table.rotary_dim == spec.head_dim
+        if (
+            whole
+            and norms is None
+            and _are_adjacent_columns(q, k, v)
+            and isinstance(q.product, Product)
+            and q.product.rotates
+        ):
             heads = gpu.head_places(batch.positions.shape[0], spec.num_heads, *store_arguments, scales)
             queries = q.product.rotated(heads)
         else:
@@ -273,15 +304,33 @@ class CudaOps:
         group: int,
     ) -> Tensor:
         """Over quantized rows."""
-        batch, table = self._batch, q.rotary
-        assert table is not None
-        rotary = (batch.positions, batch.slots[group], table.cos, table.sin, table.interleaved)
-        queries = gpu.rope_store_packed(_side_by_side(q, k, v), spec.num_heads, pages, *rotary, norms=norms, eps=q.eps)
+        batch, table, eps = self._batch, q.rotary, q.eps
+        positions = batch.positions
+        if table is None or table.rotary_dim != spec.head_dim:  # the kernel rotates whole heads: by nothing
+            q, k = (self._rotated(each, spec.head_dim) for each in (q, k))
+            norms, positions = None, torch.zeros_like(positions)
+            ones = torch.ones(1, spec.head_dim // 2, device=positions.device)
+            table = RotaryTable(ones, torch.zeros_like(ones), False)
+        rotary = (positions, batch.slots[group], table.cos, table.sin, table.interleaved)
+        queries = gpu.rope_store_packed(_side_by_side(q, k, v), spec.num_heads, pages, *rotary, norms=norms, eps=eps)
         lengths = (batch.block_tables[group], batch.query_starts, batch.seq_lens)
         return gpu.packed_attention(
             queries, pages, *lengths, spec.scale, spec.window, spec.softcap,
             max_query=batch.max_query, max_seq=batch.max_seq,
         )  # fmt: skip
+
+    def _rotated(self, x: Columns, head_dim: int) -> Columns:
+        """With its norm and rotation computed."""
+        values, table = x.plain, x.rotary
+        if x.norm is not None:
+            values = gpu.rms_norm(values, x.norm, x.eps, head_dim)
+        if table is not None:
+            values = gpu.rope(values, self._batch.positions, table.cos, table.sin, head_dim, table.interleaved)
+        return Columns(Computed(values), 0, values.shape[1])
+
+    def _no_rotation(self) -> RotaryTable:
+        empty = torch.empty(1, 0, device=self._batch.positions.device)
+        return RotaryTable(empty, empty, False)
 
     def gated(self, gate: Any, up: Any, activation: str) -> Gate | Tensor:
         halves = isinstance(gate, Columns) and isinstance(up, Columns) and _are_adjacent_columns(gate, up)
@@ -304,6 +353,9 @@ class CudaOps:
 
     def gate_rows(self, x: Any, gate: Any) -> Tensor:
         return ref.gate_rows(tensor(x).float(), tensor(gate).float()).to(torch.bfloat16)
+
+    def activate(self, x: Any, activation: str) -> Tensor:
+        return ref.activate(tensor(x), activation)
 
     def select_rows(self, x: Tensor) -> Tensor:
         return x if self._rows is None else x[self._rows]
@@ -364,6 +416,13 @@ def _plain_heads(columns: Columns, positions: Tensor, head_dim: int) -> Tensor:
         x = ref.rms_norm(x.contiguous(), columns.norm, columns.eps, head_dim)
     table = columns.rotary
     return x if table is None else ref.rope(x, positions, table.cos, table.sin, head_dim, table.interleaved)
+
+
+def _columns(value: Any) -> Columns:
+    if isinstance(value, Columns):
+        return value
+    values = tensor(value)
+    return Columns(Computed(values), 0, values.shape[1])
 
 
 def _are_adjacent_columns(*parts: Columns) -> bool:
