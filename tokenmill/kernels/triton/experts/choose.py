@@ -59,7 +59,7 @@ def rule(kind: str, num_experts: int, experts_per_token: int, tokens: int, inner
 
 def _gemv(kind: str, inner: int) -> Plan:
     if INTERPRETED:
-        return Plan(GEMV, 0, Tiling(4, 64), Tiling(4, 64))
+        return Plan(GEMV, 0, Tiling(64, 128), Tiling(64, 128))
     depth = piece(inner, 1024 if kind == "bf16" else 2048)
     return Plan(GEMV, 0, Tiling(8, 1024 if kind == "bf16" else 2048, 4), Tiling(4 * (1024 // depth or 1), depth, 4))
 
@@ -72,7 +72,7 @@ def piece(depth: int, most: int) -> int:
 
 def _product(kind: str, tokens: int) -> Plan:
     if INTERPRETED:
-        tiling = Tiling(32, 128 if kind == "fp8" else 64, 4, 1)
+        tiling = Tiling(128, 128, 4, 1)
         return Plan(PRODUCT, tokens, tiling, tiling)
     if kind in FOUR_BITS:
         tiling = Tiling(64, 0, 4, 4) if tokens <= 32 else Tiling(128, 0, 4 if tokens == 64 else 8, 3)

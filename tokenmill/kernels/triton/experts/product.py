@@ -25,8 +25,6 @@ from tokenmill.kernels.triton.matmul.tile import multiply, tile_rows
 from tokenmill.kernels.triton.shared.device import dependent_launch
 from tokenmill.kernels.triton.shared.launch import INTERPRETED, options, uses_pdl
 
-SWIGLU_ALPHA = tl.constexpr(1.702)  # steepness of the sigmoid of the clamped activation
-
 
 class Variant(NamedTuple):
     """What a launch is compiled for."""
@@ -53,7 +51,7 @@ def activate(gate, up, limit, CLAMPED: tl.constexpr):
     if CLAMPED:
         gate = tl.minimum(gate, limit)
         up = tl.minimum(tl.maximum(up, -limit), limit)
-        return gate * tl.sigmoid(SWIGLU_ALPHA * gate) * (up + 1.0)
+        return gate * tl.sigmoid(1.702 * gate) * (up + 1.0)
     else:
         return gate * tl.sigmoid(gate) * up
 

@@ -15,8 +15,6 @@ from tokenmill.kernels.triton.experts.stack import SCALE_BLOCK
 from tokenmill.kernels.triton.shared.device import dependent_launch
 from tokenmill.kernels.triton.shared.launch import options, uses_pdl
 
-E4M3_MAX = tl.constexpr(448.0)
-
 
 @triton.jit
 def _quantize(x, codes, scales, K, GROUPS, stride, BG: tl.constexpr, PDL: tl.constexpr):
@@ -25,7 +23,7 @@ def _quantize(x, codes, scales, K, GROUPS, stride, BG: tl.constexpr, PDL: tl.con
     group = tl.program_id(1) * BG + tl.arange(0, BG)
     k = group[:, None] * 128 + tl.arange(0, 128)[None, :]
     values = tl.load(x + row * stride + k, mask=k < K, other=0.0).to(tl.float32)
-    scale = tl.max(tl.abs(values), 1) / E4M3_MAX
+    scale = tl.max(tl.abs(values), 1) / 448.0
     scale = tl.where(scale > 0, scale, 1.0)
     rounded = (values / scale[:, None]).to(codes.dtype.element_ty)
     tl.store(codes + row * K + k, rounded, mask=k < K)
