@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tokenmill.kernels.base import Declined
+from tokenmill.kernels.base import Choice, Declined
 from tokenmill.model.formats.base import LinearWeight
 
 
@@ -83,10 +83,11 @@ class WeightStack:
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class ExpertStacks:
     gate_up: WeightStack  # [2 * width, hidden]: gate rows, then up rows
     down: WeightStack  # [hidden, width]
+    kernel: Choice | None = None  # set by the loader: multiplies all experts at once; None: each has its own
 
     def blocks(self) -> list[LinearWeight]:
         """Every weight of every expert, expert by expert in the order of the products."""

@@ -340,9 +340,14 @@ class CudaOps:
         return Gate(tensor(gate), tensor(up), activation)
 
     def experts(self, x: Any, router: LinearWeight, stacks: ExpertStacks, routing: RoutingSpec) -> Tensor:
-        """Expert by expert through their linear kernels, chosen on the host: right everywhere, and not captured."""
+        """By a kernel for all experts; else one by one through their linear kernels, chosen on the host, which is right
+        everywhere and cannot be captured."""
         assert router.kernel is not None
-        ids, weights = route(multiply(router.kernel.run, x, torch.float32), routing)
+        logits = multiply(router.kernel.run, x, torch.float32)
+        if stacks.kernel is not None:
+            y: Tensor = stacks.kernel.run(tensor(x), logits)
+            return y
+        ids, weights = route(logits, routing)
 
         def product(stack: WeightStack, expert: int, rows: Tensor) -> Tensor:
             kernels = [block.kernel.run for block in stack.experts[expert] if block.kernel is not None]
