@@ -153,7 +153,7 @@ int experts(RecordedProgram& self, int x, int logits, const std::vector<PackedLi
     require(gate->rows == inner && up->rows == inner && down->cols == inner && gate->cols == hidden &&
                 up->cols == hidden && down->rows == hidden,
             "experts: shapes do not match");
-    Expert expert{Product({gate, up}), Product({down}), {nullptr, nullptr, nullptr}};
+    Expert expert{Product(std::vector<const Linear*>{gate, up}), Product(std::vector<const Linear*>{down}), {}};
     for (size_t part = 0; part < 3; ++part) {
       const auto& bias = biases[i + part];
       require(!bias || int64_t(bias->size()) == weights[i + part]->linear->rows, "experts: wrong bias length");

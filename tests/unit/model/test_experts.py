@@ -65,7 +65,7 @@ def _peer_router(version: str, **changes: Any) -> Any:
     """transformers' own router of DeepSeek, with random weights and biases."""
     module = import_module(f"transformers.models.deepseek_{version}.modeling_deepseek_{version}")
     config = module.__dict__[f"Deepseek{version.upper()}Config"](
-        hidden_size=16, n_routed_experts=12, num_experts_per_tok=3, **changes
+        hidden_size=64, n_routed_experts=12, num_experts_per_tok=3, **changes
     )
     router = module.__dict__[f"Deepseek{version.upper()}TopkRouter"](config)
     generator = torch.Generator().manual_seed(11)
@@ -88,7 +88,7 @@ def _peer_router(version: str, **changes: Any) -> Any:
 )
 def test_deepseek_routes_as_transformers_does(version: str, changes: dict[str, Any]) -> None:
     router, config = _peer_router(version, **changes)
-    x = torch.randn(50, 16, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(50, 64, generator=torch.Generator().manual_seed(1))
     logits, theirs, ids = (each.detach() for each in router(x))
     ffn = describe({**config.to_dict(), "vocab_size": 100}).layers[-1].feed_forward
     assert ffn is not None
