@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.parity import tiny_models
 from tests.parity.engine_logits import engine_logits
+from tests.unit.model.test_experts import to_blocks
 from tests.unit.quantize.ggml.test_export import save_tokenizer
 from tokenmill import LLM, SamplingParams
 from tokenmill.checkpoint.open import open_checkpoint
@@ -68,3 +70,11 @@ def test_a_token_has_the_same_experts_alone_and_in_a_batch(source: Path, tmp_pat
         alone = [llm.generate([prompt], greedy)[0].outputs[0].token_ids for prompt in prompts]
         together = [output.outputs[0].token_ids for output in llm.generate(prompts, greedy)]
     assert alone == together
+
+
+def test_mxfp4_experts_with_biases_and_sinks(tmp_path: Path) -> None:
+    tiny_models.make("gpt_oss", tmp_path)
+    blocks, _ = to_blocks(load_file(tmp_path / "model.safetensors"))
+    save_file({name: tensor.contiguous() for name, tensor in blocks.items()}, tmp_path / "model.safetensors")
+    spec, program = (engine_logits(tmp_path, IDS, executor) for executor in ("eager", "recorded"))
+    assert _distance(program, spec) < 0.05

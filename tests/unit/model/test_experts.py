@@ -149,7 +149,7 @@ def test_fused_names_are_read(tmp_path: Path) -> None:
     torch.testing.assert_close(engine_logits(tmp_path, IDS, "eager"), expected, rtol=0, atol=1e-6)
 
 
-def _to_blocks(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def to_blocks(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """GPT-OSS's experts as published, in MXFP4, and the same values as floats in the unpublished layout."""
     blocks, floats = dict(tensors), dict(tensors)
     generator = torch.Generator().manual_seed(7)
@@ -168,7 +168,7 @@ def _to_blocks(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str,
 
 def test_mxfp4_blocks_are_read(tmp_path: Path) -> None:
     make("gpt_oss", tmp_path)
-    blocks, floats = _to_blocks(load_file(tmp_path / "model.safetensors"))
+    blocks, floats = to_blocks(load_file(tmp_path / "model.safetensors"))
     _rewrite(tmp_path, lambda _: floats)
     expected = engine_logits(tmp_path, IDS, "eager")
     _rewrite(tmp_path, lambda _: blocks)
