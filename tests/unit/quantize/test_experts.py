@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from tests.parity import tiny_models
 from tests.parity.engine_logits import engine_logits
+from tests.unit.quantize.ggml.test_export import save_tokenizer
 from tokenmill.checkpoint.open import open_checkpoint
 from tokenmill.errors import UserError
 from tokenmill.quantize.finish import GateRequest
@@ -33,13 +34,14 @@ def _job(model: Path, out: Path, recipe: RecipeRequest, **changes: Any) -> Quant
 def test_eight_bits_compute_nearly_the_same(name: str, tmp_path: Path) -> None:
     model, out = tmp_path / "model", tmp_path / "out"
     tiny_models.make(name, model)
+    save_tokenizer(model, "qwen2")
     source = SourceModel(open_checkpoint(model), 8)
     layer = source.num_blocks - 1
     kept, linears = source.kept_names(layer), source.linear_names(layer)
     assert kept
     assert not set(kept) & set(linears)
     assert sum(".experts." in each for each in linears) == 3 * len(source.block(layer).mlp.stacks.down)
-    report = run_job(prepare(_job(model, out, RecipeRequest("rtn", bits=8, group_size=32))))
+    report = run_job(prepare(_job(model, out, RecipeRequest("rtn", bits=8, group_size=16))))
     assert {entry["name"] for entry in report.layers} >= set(linears)
     stored = load_file(out / "model.safetensors")
     assert all(stored[f"{each}.weight"].dtype == torch.float32 for each in kept)
