@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenmill.checkpoint.base import Checkpoint
 from tokenmill.checkpoint.description import ModelDescription, RopeScaling, differences
+from tokenmill.checkpoint.gguf_families import FAMILIES, STORED_AS
 from tokenmill.checkpoint.hf_config import describe
 from tokenmill.checkpoint.rope_divisors import fit_llama3
 from tokenmill.errors import CheckpointError
@@ -32,7 +33,6 @@ class _Export:
     class_name: str
     keys: Callable[[ModelDescription], dict[str, Any]]
     norm_offset: float = 0.0  # of norms in Hugging Face files
-    gguf_interleaved: bool = False  # rows of q and k are reordered in a GGUF
 
 
 _ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
@@ -74,8 +74,8 @@ def to_hf_layout(name: str, weight: Tensor, description: ModelDescription) -> Te
 
 def to_gguf_layout(name: str, weight: Tensor, description: ModelDescription) -> Tensor:
     """The inverse of `to_hf_layout` for the GGUF of a model: `description` is that of the Hugging Face side."""
-    export = _export_of(description)
-    if export.gguf_interleaved and not description.rope_interleaved and any(part in name for part in _ROTATED):
+    family = FAMILIES[STORED_AS[description.architecture]]
+    if family.interleaved and not description.rope_interleaved and any(part in name for part in _ROTATED):
         head = description.head_dim
         halves = weight.reshape(weight.shape[0] // head, 2, head // 2, *weight.shape[1:])
         return halves.transpose(1, 2).reshape(weight.shape)
@@ -179,13 +179,13 @@ def _layer_types(description: ModelDescription) -> list[str]:
 
 
 _EXPORTS = {
-    "llama": _Export("llama", "LlamaForCausalLM", _llama_keys, gguf_interleaved=True),
+    "llama": _Export("llama", "LlamaForCausalLM", _llama_keys),
     "qwen2": _Export("qwen2", "Qwen2ForCausalLM", _qwen2_keys),
     "qwen3": _Export("qwen3", "Qwen3ForCausalLM", _qwen3_keys),
     "gemma3": _Export("gemma3_text", "Gemma3ForCausalLM", _gemma3_keys, norm_offset=1.0),
 }
 # Llama with windows is stored under another model type.
-_SLIDING_EXPORTS = {"llama": _Export("mistral", "MistralForCausalLM", _mistral_keys, gguf_interleaved=True)}
+_SLIDING_EXPORTS = {"llama": _Export("mistral", "MistralForCausalLM", _mistral_keys)}
 
 
 def _export_of(description: ModelDescription) -> _Export:

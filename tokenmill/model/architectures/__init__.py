@@ -1,6 +1,6 @@
 """Architectures by name. All dense families are one decoder: what differs between them (norms, biases, gates, windows,
-rotation, scales) is in the model's description. Add one: a line in the table, or a file here where it computes something
-else; from outside the package, `ARCHITECTURES.register`."""
+rotation, scales) is in the model's description. Add one: a line in the table, and a file here where it computes
+something else; from outside the package, `ARCHITECTURES.register`."""
 
 from __future__ import annotations
 

@@ -90,8 +90,9 @@ def choose_types(mix: Mix, shapes: Mapping[str, tuple[int, ...]], model: Shape) 
 
 
 def is_quantized(name: str, shape: tuple[int, ...]) -> bool:
-    """Matrices only; norms, biases and rotary divisors stay float32."""
-    return len(shape) >= 2 and name.endswith(".weight") and not name.endswith("_norm.weight")
+    """Matrices only; norms, biases, rotary divisors and learned positions stay float32."""
+    kept = name.endswith("_norm.weight") or name == "position_embd.weight"
+    return len(shape) >= 2 and name.endswith(".weight") and not kept
 
 
 def _choose(mix: Mix, name: str, shape: tuple[int, ...], model: Shape) -> str:

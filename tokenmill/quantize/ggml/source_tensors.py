@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tokenmill.checkpoint.base import Checkpoint
 from tokenmill.checkpoint.gguf import GGUFCheckpoint
-from tokenmill.checkpoint.gguf_export import ExportedTensor, export_tensors, rope_divisors
+from tokenmill.checkpoint.gguf_export import ExportedTensor, derived_tensors, export_tensors
 from tokenmill.checkpoint.hf_export import to_gguf_layout
 from tokenmill.model.architectures import architecture_of
 from tokenmill.model.reader import WeightReader
@@ -50,7 +50,7 @@ class SourceTensors:
     def is_same(self, tensor: ExportedTensor, type_name: str) -> bool:
         """Whether the source holds this tensor in this type, so that its bytes can be copied."""
         prefix = tensor.source.removesuffix(".weight")
-        if not isinstance(self.checkpoint, GGUFCheckpoint) or prefix not in self._weights:
+        if not isinstance(self.checkpoint, GGUFCheckpoint) or prefix not in self._weights or tensor.rest:
             return False
         return self._weights[prefix].type_name == type_name
 
@@ -63,22 +63,26 @@ class SourceTensors:
     def float_rows(self, tensor: ExportedTensor) -> Iterator[Tensor]:
         """float32 [rows, in], some rows at a time; a vector comes as one row."""
         if not tensor.source:
-            yield torch.tensor(rope_divisors(self.description)).view(1, -1)
+            yield torch.tensor(derived_tensors(self.description)[tensor.name]).view(1, -1)
             return
-        prefix = tensor.source.removesuffix(".weight")
+        for source in (tensor.source, *tensor.rest):
+            yield from self._float_rows(source, tensor.shape)
+
+    def _float_rows(self, source: str, shape: tuple[int, ...]) -> Iterator[Tensor]:
+        prefix = source.removesuffix(".weight")
         if prefix not in self._weights:
-            vector = self.checkpoint.tensor(tensor.source).data.float()
-            yield to_gguf_layout(tensor.source, vector, self.description).reshape(1, -1)
+            vector = self.checkpoint.tensor(source).data.float()
+            yield to_gguf_layout(source, vector, self.description).reshape(1, -1)
             return
         weight = self._weights[prefix]
-        step = self._rows_at_once(tensor.shape)
+        step = self._rows_at_once(shape)
         for begin in range(0, weight.out_features, step):
             end = min(begin + step, weight.out_features)
             if weight.format_name == "ggml":
                 rows = dequantize(weight.type_name, weight.parts()["blocks"][begin:end])
             else:
                 rows = weight.dequantize(begin, end)
-            yield to_gguf_layout(tensor.source, rows, self.description)
+            yield to_gguf_layout(source, rows, self.description)
         for part in self._parts[prefix]:
             self.checkpoint.release(part)
 
