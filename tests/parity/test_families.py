@@ -57,7 +57,7 @@ def table() -> Iterator[dict[str, dict[str, float]]]:
     rows: dict[str, dict[str, float]] = {}
     yield rows
     for name, row in rows.items():
-        print(f"\n{name:12}", *(f"{case} {error:.1e}" for case, error in row.items()), sep="  ", end="")  # noqa: T201
+        print(f"\n{name:12}", *(f"{case} {error:.1e}" for case, error in row.items()), sep="  ", end="")
 
 
 def test_every_architecture_has_a_config() -> None:

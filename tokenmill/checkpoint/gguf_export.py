@@ -37,8 +37,9 @@ _SPLIT_KEYS = ("split.no", "split.count", "split.tensors.count")
 
 @dataclass(frozen=True, slots=True)
 class ExportedTensor:
-    """`source` is the canonical name to read from; empty for rotary divisors, which follow from the config. `rest`: those
-    whose rows follow, where the file joins matrices."""
+    """`source` is the canonical name to read from; empty for rotary divisors, which follow from the config.
+
+    `rest`: the tensors whose rows follow, where the file joins matrices."""
 
     name: str  # in the file
     source: str
