@@ -18,7 +18,7 @@ from tokenmill.checkpoint.gguf_description import LONGROPE_FACTORS, describe
 from tokenmill.checkpoint.gguf_families import FAMILIES, STORED_AS, GGUFFamily
 from tokenmill.checkpoint.gguf_header import read_gguf_raw_pairs
 from tokenmill.checkpoint.gguf_metadata import Metadata
-from tokenmill.checkpoint.gguf_names import gguf_name
+from tokenmill.checkpoint.gguf_names import SECOND_NORM, gguf_name
 from tokenmill.checkpoint.gguf_vocabulary import vocabulary_values
 from tokenmill.checkpoint.gguf_writer import Value, pack_value
 from tokenmill.checkpoint.hf_export import ROPE_DIVISORS
@@ -80,6 +80,8 @@ def export_tensors(
 def _exported(d: ModelDescription, name: str, shapes: dict[str, tuple[int, ...]]) -> ExportedTensor | None:
     """A tensor of the file; None for one that is a part of another, which llama.cpp reads as one matrix."""
     family = gguf_family(d)
+    # Two norms side by side have other names than one behind the other.
+    names = (SECOND_NORM,) if not family.norms and d.layers[0].norms == "parallel_norms" else ()
     joined = ([_GATE_UP] if family.fused_mlp else []) + ([_QKV] if family.fused_qkv else [])
     for module, parts in joined:
         for part in parts:
@@ -89,9 +91,9 @@ def _exported(d: ModelDescription, name: str, shapes: dict[str, tuple[int, ...]]
                 return None
             rest = tuple(name.replace(part, other) for other in parts[1:])
             rows = sum(shapes[each][0] for each in (name, *rest))
-            fused = gguf_name(d.architecture, name.replace(part, module))
+            fused = gguf_name(d.architecture, name.replace(part, module), names)
             return ExportedTensor(fused, name, (rows, *shapes[name][1:]), rest)
-    return ExportedTensor(gguf_name(d.architecture, name), name, shapes[name])
+    return ExportedTensor(gguf_name(d.architecture, name, names), name, shapes[name])
 
 
 def gguf_family(d: ModelDescription) -> GGUFFamily:

@@ -40,6 +40,7 @@ _SANDWICH = {
 }
 _FUSED_MLP = {"ffn_up": FUSED_GATE_UP}
 # Falcon-40B: the first norm is the MLP's, the second attention's.
+SECOND_NORM = "blk.0.attn_norm_2.weight"
 _TWO_NORMS = {"attn_norm": "post_attention_layernorm", "attn_norm_2": "input_layernorm"}
 _BLOCK = re.compile(r"blk\.(\d{1,6})\.(\w+)\.(weight|bias)")
 _CANONICAL_LAYER = re.compile(r"model\.layers\.(\d{1,6})\.(.+)\.(weight|bias)")
@@ -53,7 +54,8 @@ def layer_names(stored_as: str, names: Collection[str] = ()) -> dict[str, str]:
         table |= _SANDWICH
     if family is not None and family.fused_mlp:
         table |= _FUSED_MLP
-    if "blk.0.attn_norm_2.weight" in names:
+    if SECOND_NORM in names:
+        del table["ffn_norm"]
         table |= _TWO_NORMS
     return table
 
@@ -71,9 +73,9 @@ def canonical_name(stored_as: str, name: str, names: Collection[str] = ()) -> st
     return name
 
 
-def gguf_name(architecture: str, name: str) -> str:
+def gguf_name(architecture: str, name: str, names: Collection[str] = ()) -> str:
     """`model.layers.3.mlp.up_proj.weight` -> `blk.3.ffn_up.weight`: the inverse of `canonical_name`."""
-    parts = {ours: short for short, ours in layer_names(STORED_AS.get(architecture, architecture)).items()}
+    parts = {ours: short for short, ours in layer_names(STORED_AS.get(architecture, architecture), names).items()}
     if (match := _CANONICAL_LAYER.fullmatch(name)) and match[2] in parts:
         return f"blk.{int(match[1])}.{parts[match[2]]}.{match[3]}"
     stem, _, kind = name.rpartition(".")
