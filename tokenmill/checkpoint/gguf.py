@@ -101,7 +101,7 @@ class GGUFCheckpoint:
             raise CheckpointError(f"{self.path.name} has no tensor '{name}'", "the file may be of another model")
         import torch  # here: reading only the metadata needs no torch
 
-        from tokenmill.checkpoint.mapped_tensor import view_tensor
+        from tokenmill.checkpoint.mapped_tensor import take_view, view_tensor
 
         view = self._views[name]
         entry = self._entries[view.sources[0]]
@@ -111,7 +111,7 @@ class GGUFCheckpoint:
         if layout.is_block:
             shape = (*shape[:-1], layout.row_bytes(shape[-1]))
         start = self._data_start + entry.offset
-        data = view.take([view_tensor(self._buffer, dtype, shape, start)])
+        data = take_view(view, [view_tensor(self._buffer, dtype, shape, start)])
         return StoredTensor(name, (data.shape[0], *entry.shape[1:]), layout.name, data)
 
     def release(self, name: str) -> None:

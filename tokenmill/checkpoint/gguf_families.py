@@ -40,6 +40,7 @@ class GGUFFamily:
     overflows_float16: bool = False
     names_vocabulary: bool = False  # converters write `vocab_size` and `rope.dimension_count`
     names_head_size: bool = False  # and `attention.key_length`
+    names_parallel: bool = False  # and `use_parallel_residual`
 
 
 _GEMMA = GGUFFamily(
@@ -95,9 +96,16 @@ FAMILIES: dict[str, GGUFFamily] = {
     "chatglm": replace(_GLM4, architecture="glm", norms="pre"),
     "glm4": _GLM4,
     "starcoder2": replace(_LAYER_NORMS, architecture="starcoder2", activation="gelu_tanh"),
-    "stablelm": replace(_LAYER_NORMS, architecture="stablelm", gated=True, norms="", optional_head_norms="heads"),
+    "stablelm": replace(
+        _LAYER_NORMS, architecture="stablelm", gated=True, norms="", optional_head_norms="heads", names_parallel=True
+    ),
     "gptneox": replace(
-        _LAYER_NORMS, architecture="gpt_neox", norms="parallel_norms", activation="gelu", fused_qkv=True
+        _LAYER_NORMS,
+        architecture="gpt_neox",
+        norms="parallel_norms",
+        activation="gelu",
+        fused_qkv=True,
+        names_parallel=True,
     ),
     "gpt2": replace(_LAYER_NORMS, architecture="gpt2", activation="gelu_tanh", positions="learned", fused_qkv=True),
     "falcon": replace(_LAYER_NORMS, architecture="falcon", norms="", activation="gelu", fused_qkv=True),

@@ -42,6 +42,7 @@ _SANDWICH = {
 }
 _FUSED_MLP = {"ffn_up": FUSED_GATE_UP}
 # Falcon-40B: the first norm is the MLP's, the second attention's.
+SECOND_NORM = "blk.0.attn_norm_2.weight"
 _TWO_NORMS = {"attn_norm": "post_attention_layernorm", "attn_norm_2": "input_layernorm"}
 # Mixtral's first files keep experts apart: blk.3.ffn_up.7.weight.
 _SINGLE_EXPERT = re.compile(r"blk\.(\d{1,6})\.ffn_(gate|up|down)\.(\d{1,6})\.weight")
@@ -60,9 +61,10 @@ def layer_names(stored_as: str, names: Collection[str] = ()) -> dict[str, str]:
     if family is not None and family.fused_mlp:
         table |= _FUSED_MLP
     if family is not None and family.post_attention_norm:
-        table = {short: ours for short, ours in table.items() if short != "ffn_norm"}
+        del table["ffn_norm"]
         table["post_attention_norm"] = "post_attention_layernorm"
-    if "blk.0.attn_norm_2.weight" in names:
+    if SECOND_NORM in names:
+        del table["ffn_norm"]
         table |= _TWO_NORMS
     return table
 
@@ -85,9 +87,9 @@ def canonical_name(stored_as: str, name: str, names: Collection[str] = ()) -> st
     return name
 
 
-def gguf_name(architecture: str, name: str) -> str:
+def gguf_name(architecture: str, name: str, names: Collection[str] = ()) -> str:
     """`model.layers.3.mlp.up_proj.weight` -> `blk.3.ffn_up.weight`: the inverse of `canonical_name`."""
-    parts = {ours: short for short, ours in layer_names(STORED_AS.get(architecture, architecture)).items()}
+    parts = {ours: short for short, ours in layer_names(STORED_AS.get(architecture, architecture), names).items()}
     whole = {ours: short for short, ours in TENSOR_NAMES.items()}
     if (match := _CANONICAL_TENSOR.fullmatch(name)) and match[2] in whole:
         return f"blk.{int(match[1])}.{whole[match[2]]}"

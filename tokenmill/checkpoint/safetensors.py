@@ -22,7 +22,7 @@ from tokenmill.checkpoint.base import StoredTensor
 from tokenmill.checkpoint.configs.tensor_names import canonical, naming_of
 from tokenmill.checkpoint.fields import shown
 from tokenmill.checkpoint.mapped_file import DAMAGED, map_file, release_pages
-from tokenmill.checkpoint.mapped_tensor import view_tensor
+from tokenmill.checkpoint.mapped_tensor import take_view, view_tensor
 from tokenmill.checkpoint.tensor_views import TensorView, split_fused
 from tokenmill.errors import CheckpointError
 from tokenmill.log import get_logger
@@ -133,7 +133,7 @@ class SafetensorsCheckpoint:
         view = self._views[name]
         entries = [self._entries[source] for source in view.sources]
         mapped = [view_tensor(e.buffer, _DTYPES[e.type_name], e.shape, e.start) for e in entries]
-        data = view.take(mapped)
+        data = take_view(view, mapped)
         return StoredTensor(name, tuple(data.shape), entries[0].type_name, data)
 
     def release(self, name: str) -> None:

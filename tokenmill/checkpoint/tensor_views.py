@@ -2,7 +2,8 @@
 
 So architectures, the quantizer and the planner see one matrix per projection, whatever the file joins. Cutting rows of
 a mapped tensor copies nothing. Works for plain types, ggml blocks and the packed formats that keep their outputs along
-one axis. Used by gguf.py and safetensors.py, which say under which canonical name each stored tensor goes.
+one axis. Used by gguf.py and safetensors.py, which say under which canonical name each stored tensor goes;
+mapped_tensor.py takes the tensors. Imports no torch.
 """
 
 from __future__ import annotations
@@ -10,13 +11,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from tokenmill.checkpoint.description import ModelDescription
-from tokenmill.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 FUSED_QKV, FUSED_GATE_UP = "self_attn.qkv_proj", "mlp.gate_up_proj"
 _FUSED = re.compile(rf"model\.layers\.(\d{{1,6}})\.({re.escape(FUSED_QKV)}|{re.escape(FUSED_GATE_UP)})\.(\w+)")
@@ -53,38 +49,6 @@ class TensorView:
     rows: Rows | None = None
     total_rows: int = 0  # of the fused matrix
     axis: int = 0
-
-    @property
-    def is_plain(self) -> bool:
-        return len(self.sources) == 1 and not self.transposed and self.rows is None
-
-    def take(self, tensors: list[Tensor]) -> Tensor:
-        import torch
-
-        data = tensors[0] if len(tensors) == 1 else torch.stack(tensors)
-        if self.transposed:
-            data = data.T
-        if self.rows is None:
-            return data
-        if self.sources[0].endswith(".weight_shape"):
-            return torch.tensor([self.rows.count * (self.total_rows // self.rows.period), int(data[1])])
-        return self._cut(data)
-
-    def _cut(self, data: Tensor) -> Tensor:
-        assert self.rows is not None
-        if data.dim() <= self.axis or data.shape[self.axis] == 1:  # one scale for the whole matrix
-            return data
-        size = data.shape[self.axis]
-        places = [number * size for number in (self.rows.begin, self.rows.count, self.rows.period)]
-        if any(place % self.total_rows for place in places):
-            raise CheckpointError(
-                f"'{self.sources[0]}' of {size} rows cannot be cut at rows {self.rows.begin} and "
-                f"{self.rows.begin + self.rows.count} of {self.total_rows}",
-                "quantize the matrices it joins one by one",
-            )
-        begin, count, period = (place // self.total_rows for place in places)
-        pieces = data.unflatten(self.axis, (-1, period)).narrow(self.axis + 1, begin, count)
-        return pieces.flatten(self.axis, self.axis + 1)
 
 
 def split_fused(

@@ -38,8 +38,8 @@ class WeightReader:
         self._misshapen: list[str] = []
 
     def vector(self, name: str, size: int, offset: float = 0.0) -> Tensor:
-        """A small float vector (a norm or a bias) as float32, plus `offset`. Norms of heads may be stored as a matrix,
-        a row for each head."""
+        """A small float vector (a norm or a bias) as float32, plus `offset`. Norms of heads may be stored as a matrix
+        with a row for each head."""
         stored = self._take(name)
         if stored is None:
             return torch.empty(size, device="meta")

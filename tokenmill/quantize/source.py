@@ -20,6 +20,7 @@ from tokenmill.model.architectures import architecture_of
 from tokenmill.model.architectures.decoder import Block, Decoder
 from tokenmill.model.formats.base import LinearWeight
 from tokenmill.model.layers.experts import Experts
+from tokenmill.model.layers.norm import NoNorm, Norm
 from tokenmill.model.reader import WeightReader
 from tokenmill.quantize.base import LinearGroup
 
@@ -136,18 +137,23 @@ class SourceModel:
         attention, mlp = block.attention, block.mlp
 
         def group(weights: list[LinearWeight], source: object, is_norm: bool, repeats: int = 1) -> LinearGroup:
-            return LinearGroup(tuple(self.names[id(w)] for w in weights), self.names[id(source)], is_norm, repeats)
+            name = None if source is None else self.names[id(source)]
+            return LinearGroup(tuple(self.names[id(w)] for w in weights), name, is_norm, repeats)
+
+        def absorbing(norm: Norm | NoNorm) -> Tensor | None:
+            """A norm that nothing else reads and that only multiplies."""
+            return None if block.shares_norm or norm.bias is not None else norm.weight
 
         groups = [
-            group(attention.inputs, block.attention_norm.weight, True),
+            group(attention.inputs, absorbing(block.attention_norm), True),
             group([attention.output], attention.inputs[2], False, d.num_heads // d.num_kv_heads),
         ]
         if isinstance(mlp, Experts):
             return groups + self._expert_groups(mlp)
         return [
             *groups,
-            group(mlp.inputs, block.mlp_norm.weight, True),
-            group([mlp.output], mlp.inputs[1], False),
+            group(mlp.inputs, absorbing(block.mlp_norm), True),
+            group([mlp.output], mlp.inputs[1] if mlp.gated else None, False),
         ]
 
     def _expert_groups(self, mlp: Experts) -> list[LinearGroup]:

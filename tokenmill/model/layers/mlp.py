@@ -22,6 +22,9 @@ class MLP:
         self.output = reader.linear(f"{prefix}.down_proj", hidden, mlp.intermediate_size, mlp.bias)
 
     def __call__(self, ops: Ops, x: Value) -> Value:
-        inner = ops.linear(x, self.inputs)
-        y = ops.gated(*inner, self.activation) if self.gated else ops.activate(inner[0], self.activation)
-        return ops.linear(y, [self.output])[0]
+        if self.gated:
+            gate, up = ops.linear(x, self.inputs)
+            inner = ops.gated(gate, up, self.activation)
+        else:
+            inner = ops.activate(ops.linear(x, self.inputs)[0], self.activation)
+        return ops.linear(inner, [self.output])[0]

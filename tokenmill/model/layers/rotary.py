@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tokenmill.checkpoint.description import ModelDescription, RopeScaling
 from tokenmill.checkpoint.mixers import Attention
+from tokenmill.checkpoint.rope_divisors import longrope_magnitude
 from tokenmill.log import get_logger
 from tokenmill.model.reader import WeightReader
 
@@ -106,11 +107,7 @@ def _longrope(frequencies: Tensor, num_positions: int, scaling: RopeScaling) -> 
         scaling.original_context,
     )
     factors = scaling.long_factors if beyond else scaling.short_factors
-    magnitude = scaling.attention_factor
-    if magnitude is None:
-        growth = math.log(scaling.factor) / math.log(scaling.original_context) if scaling.factor > 1 else 0.0
-        magnitude = math.sqrt(1 + growth)
-    return frequencies / torch.tensor(factors, dtype=torch.float64), magnitude
+    return frequencies / torch.tensor(factors, dtype=torch.float64), longrope_magnitude(scaling)
 
 
 def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:

@@ -173,7 +173,7 @@ def _importances_of(
     source: SourceTensors, tensor: ExportedTensor, importance: Mapping[str, Tensor]
 ) -> list[Tensor | None]:
     """A tied embedding uses the head's importance, since it is multiplied as the head."""
-    prefixes = source.sources(tensor)
+    prefixes = [name.removesuffix(".weight") for name in source.sources(tensor)]
     if prefixes[0] == _EMBEDDING and (tensor.name == "output.weight" or _EMBEDDING not in importance):
         prefixes = [_HEAD]
     return [importance.get(prefix) for prefix in prefixes]

@@ -55,7 +55,7 @@ _FALLBACKS = {
     "Q6_K": "Q8_0",
     "IQ4_XS": "IQ4_NL",
 }
-_FLOAT = ("_norm.weight", ".ffn_gate_inp.weight")
+_FLOAT = ("_norm.weight", "position_embd.weight", ".ffn_gate_inp.weight")
 _BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.weight")
 
 
@@ -91,7 +91,7 @@ def choose_types(mix: Mix, shapes: Mapping[str, tuple[int, ...]], model: Shape) 
 
 
 def is_quantized(name: str, shape: tuple[int, ...]) -> bool:
-    """Matrices only; norms, biases, rotary divisors and routers stay float32."""
+    """Matrices only; norms, biases, rotary divisors, learned positions and routers stay float32."""
     return len(shape) >= 2 and name.endswith(".weight") and not name.endswith(_FLOAT)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tokenmill.checkpoint.base import Checkpoint
 from tokenmill.checkpoint.gguf import GGUFCheckpoint
-from tokenmill.checkpoint.gguf_export import ExportedTensor, export_tensors, rope_divisors
+from tokenmill.checkpoint.gguf_export import ExportedTensor, derived_tensors, export_tensors
 from tokenmill.checkpoint.hf_export import to_gguf_layout
 from tokenmill.model.architectures import architecture_of
 from tokenmill.model.reader import WeightReader
@@ -52,17 +52,16 @@ class SourceTensors:
         return shapes | self._experts.shapes()
 
     def sources(self, tensor: ExportedTensor) -> list[str]:
-        """The prefixes of the matrices that a tensor is made of: one, or all experts'."""
-        prefix = tensor.source.removesuffix(".weight")
-        return [self._names[id(weight)] for weight in self._experts.matrices.get(prefix, [])] or [prefix]
+        """The names of what a tensor is made of: one matrix or vector, those that the file joins, or all experts'."""
+        experts = self._experts.matrices.get(tensor.source.removesuffix(".weight"), [])
+        return [f"{self._names[id(weight)]}.weight" for weight in experts] or [tensor.source, *tensor.rest]
 
     def is_same(self, tensor: ExportedTensor, type_name: str) -> bool:
         """Whether the source holds this tensor in this type, so that its bytes can be copied."""
-        if not isinstance(self.checkpoint, GGUFCheckpoint) or tensor.source not in self.checkpoint:
+        if not isinstance(self.checkpoint, GGUFCheckpoint) or tensor.source not in self.checkpoint or tensor.rest:
             return False
-        return all(
-            prefix in self._weights and self._weights[prefix].type_name == type_name for prefix in self.sources(tensor)
-        )
+        prefixes = [name.removesuffix(".weight") for name in self.sources(tensor)]
+        return all(prefix in self._weights and self._weights[prefix].type_name == type_name for prefix in prefixes)
 
     def stored_rows(self, tensor: ExportedTensor) -> Iterator[Tensor]:
         """The bytes of a tensor for which `is_same`, some rows at a time."""
@@ -73,28 +72,28 @@ class SourceTensors:
     def float_rows(self, tensor: ExportedTensor) -> Iterator[tuple[int, Tensor]]:
         """(which of `sources`, float32 [rows, in]), some rows at a time; a vector comes as one row."""
         if not tensor.source:
-            yield 0, torch.tensor(rope_divisors(self.description)).view(1, -1)
+            yield 0, torch.tensor(derived_tensors(self.description)[tensor.name]).view(1, -1)
             return
-        sources = self.sources(tensor)
-        if sources[0] not in self._weights:
-            vector = self._experts.vectors.get(tensor.source)
-            vector = self.checkpoint.tensor(tensor.source).data.float() if vector is None else vector
-            yield 0, to_gguf_layout(tensor.source, vector, self.description).reshape(1, -1)
-            return
-        for number, prefix in enumerate(sources):
-            for rows in self._matrix_rows(tensor, prefix):
+        for number, source in enumerate(self.sources(tensor)):
+            for rows in self._float_rows(source, tensor.shape):
                 yield number, rows
 
-    def _matrix_rows(self, tensor: ExportedTensor, prefix: str) -> Iterator[Tensor]:
+    def _float_rows(self, source: str, shape: tuple[int, ...]) -> Iterator[Tensor]:
+        prefix = source.removesuffix(".weight")
+        if prefix not in self._weights:
+            vector = self._experts.vectors.get(source)
+            vector = self.checkpoint.tensor(source).data.float() if vector is None else vector
+            yield to_gguf_layout(source, vector, self.description).reshape(1, -1)
+            return
         weight = self._weights[prefix]
-        step = self._rows_at_once(tensor.shape)
+        step = self._rows_at_once(shape)
         for begin in range(0, weight.out_features, step):
             end = min(begin + step, weight.out_features)
             if weight.format_name == "ggml":
                 rows = dequantize(weight.type_name, weight.parts()["blocks"][begin:end])
             else:
                 rows = weight.dequantize(begin, end)
-            yield to_gguf_layout(tensor.source, rows, self.description)
+            yield to_gguf_layout(source, rows, self.description)
         for part in self._parts[prefix]:
             self.checkpoint.release(part)
 
