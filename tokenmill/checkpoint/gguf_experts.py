@@ -38,6 +38,7 @@ _ROUTINGS = {
     "olmoe": Routing("softmax", normalize=False),
     "granitemoe": Routing("softmax"),
     "glm4moe": Routing("sigmoid", normalize=True),
+    "deepseek2": Routing("softmax", normalize=False),
     "gpt-oss": Routing("softmax_of_selected"),
     "llama4": Routing("sigmoid", normalize=False, weights_on_input=True),
 }
@@ -122,18 +123,23 @@ def with_experts(description: ModelDescription, fields: Fields, shapes: Shapes, 
 
 def _layer(layer: LayerDescription, number: int, fields: Fields, shapes: Shapes, stored_as: str) -> LayerDescription:
     prefix = f"model.layers.{number}"
-    attention = replace(layer.attention, sinks=f"{prefix}.self_attn.sinks" in shapes)
-    if stored_as == "llama4":
-        attention = _llama4(attention, fields)
+    mixers = tuple(
+        _attention(mixer, f"{prefix}.self_attn.sinks" in shapes, fields, stored_as)
+        if isinstance(mixer, Attention)
+        else mixer
+        for mixer in layer.mixers
+    )
     dense = layer.feed_forward
     assert dense is not None
     has_experts = f"{prefix}.mlp.gate.weight" in shapes
     ffn = _experts(dense, prefix, fields, shapes, stored_as) if has_experts else dense
-    return LayerDescription((attention,), ffn, layer.norms)
+    return LayerDescription(mixers, ffn, layer.norms)
 
 
-def _llama4(attention: Attention, fields: Fields) -> Attention:
-    """Chunk and temperature are in llama.cpp's code only."""
+def _attention(attention: Attention, sinks: bool, fields: Fields, stored_as: str) -> Attention:
+    """Llama 4's chunk and temperature are in llama.cpp's code only."""
+    if stored_as != "llama4":
+        return replace(attention, sinks=sinks)
     if not attention.rope:
         return replace(attention, temperature=_LLAMA4_TEMPERATURE)
     norms = "" if fields.integer("expert_count") == _LLAMA4_UNNORMED else "unit"

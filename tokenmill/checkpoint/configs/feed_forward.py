@@ -93,7 +93,8 @@ def _routing(text: Fields, family: Family, experts: int) -> Routing:
         normalize=plain.normalize if selection in _GREEDY else text.flag("norm_topk_prob", plain.normalize),
         scale=text.number("routed_scaling_factor", plain.scale),
         num_groups=groups,
-        top_groups=top_groups,
+        top_groups=top_groups if groups > 1 else 1,
+        group_score=plain.group_score if groups > 1 else Routing().group_score,
     )
 
 
