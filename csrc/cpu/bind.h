@@ -14,6 +14,8 @@
 #include <cstdint>
 #include <string>
 
+#include "float_kernels.h"
+
 namespace tokenmill {
 
 namespace nb = nanobind;
@@ -31,6 +33,8 @@ using AnyTensor = nb::ndarray<nb::device::cpu>;
 inline void require(bool condition, const char* message) {
   if (!condition) throw nb::value_error(message);
 }
+
+Activation activation_of(const std::string& name);
 
 void bind_pool(nb::module_& module);
 void bind_linear(nb::module_& module);

@@ -17,6 +17,13 @@ _DELTA = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
 }
 
+_EXPERTS = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
+
 
 def _without_attention(sizes: Sizes) -> Sizes:
     names = ("vocab_size", "hidden_size", "bos_token_id", "eos_token_id", "pad_token_id")
@@ -43,11 +50,11 @@ def _mamba2(sizes: Sizes, **changes: Any) -> Any:
     return Mamba2Config(**_without_attention(sizes), **{**own, **changes})
 
 
-def _jamba(sizes: Sizes) -> Any:
+def _jamba(sizes: Sizes, num_experts: int = 1) -> Any:
     from transformers import JambaConfig
 
-    own = {"attn_layer_period": 4, "attn_layer_offset": 1, "num_experts": 1, "mamba_d_state": 8, "mamba_dt_rank": 8}
-    return JambaConfig(**{**sizes, "num_hidden_layers": 4}, **own, use_mamba_kernels=False)
+    own = {"attn_layer_period": 4, "attn_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 8}
+    return JambaConfig(**{**sizes, "num_hidden_layers": 4}, **own, num_experts=num_experts, num_experts_per_tok=2)
 
 
 def _bamba(sizes: Sizes) -> Any:
@@ -56,14 +63,14 @@ def _bamba(sizes: Sizes) -> Any:
     return BambaConfig(**sizes, attn_layer_indices=[1], **_MAMBA2)
 
 
-def _granite(sizes: Sizes, **changes: Any) -> Any:
+def _granite(sizes: Sizes, experts: int = 0, **changes: Any) -> Any:
     from transformers import GraniteMoeHybridConfig
 
     return GraniteMoeHybridConfig(
         **{**sizes, "num_hidden_layers": 4},
         layer_types=["linear_attention", "full_attention", "linear_attention", "linear_attention"],
         shared_intermediate_size=48,
-        num_local_experts=0,
+        num_local_experts=experts,
         embedding_multiplier=12.0,
         logits_scaling=6.0,
         residual_multiplier=0.22,
@@ -96,10 +103,16 @@ def _falcon_h1(sizes: Sizes, **changes: Any) -> Any:
     return FalconH1Config(**{**sizes, **_MAMBA2, **own, **changes})
 
 
-def _qwen3_next(sizes: Sizes) -> Any:
+def _qwen3_next(sizes: Sizes, dense: tuple[int, ...] = (0, 1, 2, 3)) -> Any:
     from transformers import Qwen3NextConfig
 
-    return Qwen3NextConfig(**{**sizes, **_DELTA}, mlp_only_layers=[0, 1, 2, 3])
+    return Qwen3NextConfig(**{**sizes, **_DELTA, **_EXPERTS}, mlp_only_layers=list(dense))
+
+
+def _qwen3_5_moe(sizes: Sizes) -> Any:
+    from transformers import Qwen3_5MoeTextConfig
+
+    return Qwen3_5MoeTextConfig(**{**sizes, **_DELTA, **_EXPERTS})
 
 
 def _qwen3_5(sizes: Sizes) -> Any:
@@ -115,12 +128,16 @@ RECURRENT: dict[str, Callable[[Sizes], Any]] = {
     "mamba2": _mamba2,
     "mamba2-limits": lambda sizes: _mamba2(sizes, time_step_limit=[0.05, 1.0], use_bias=True, tie_word_embeddings=True),
     "jamba": _jamba,
+    "jamba-experts": lambda sizes: _jamba(sizes, 4),
     "bamba": _bamba,
     "granite-hybrid": _granite,
     "granite-hybrid-rope": lambda sizes: _granite(sizes, position_embedding_type="rope"),
+    "granite-hybrid-experts": lambda sizes: _granite(sizes, 4),
     "falcon-h1": _falcon_h1,
     "falcon-h1-norms": lambda sizes: _falcon_h1(sizes, mamba_norm_before_gate=True),
     "falcon-h1-plain": lambda sizes: _falcon_h1(sizes, mamba_rms_norm=False),
     "qwen3-next": _qwen3_next,
+    "qwen3-next-experts": lambda sizes: _qwen3_next(sizes, (1,)),
     "qwen3.5": _qwen3_5,
+    "qwen3.5-experts": _qwen3_5_moe,
 }

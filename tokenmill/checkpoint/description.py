@@ -16,7 +16,7 @@ from tokenmill.checkpoint.mixers import SCALED_PROJECTIONS, Attention, Mixer
 from tokenmill.hardware.kv_layout import LayerKV
 
 # What the plain decoder computes without further features.
-_PLAIN_ACTIVATIONS = ("silu", "gelu_tanh")
+ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu", "relu2")
 _PLAIN_SCALINGS = ("default", "linear", "llama3", "yarn")
 
 
@@ -31,7 +31,7 @@ class RopeScaling:
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
-    attention_factor: float | None = None  # yarn: multiplies cos and sin; None: derived from `factor`
+    attention_factor: float | None = None  # yarn, longrope: multiplies cos and sin; None: derived from `factor`
     mscale: float = 0.0  # yarn, as DeepSeek uses it
     mscale_all_dim: float = 0.0
     truncate: bool = True  # yarn: round the correction range to whole dimensions
@@ -58,7 +58,10 @@ class Routing:
     scale: float = 1.0
     num_groups: int = 1  # experts are chosen within the best `top_groups` groups
     top_groups: int = 1
+    group_score: str = "two_best"  # of a group: the sum of its "two_best" scores, or its "max"
     correction_bias: bool = False  # DeepSeek-V3: added to the scores for choosing, not for weighting
+    bias: bool = False  # of the router's product
+    weights_on_input: bool = False  # Llama 4: weights multiply what an expert reads, not what it returns
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,8 @@ class FeedForward:
     experts_per_token: int = 0
     expert_size: int = 0
     shared_size: int = 0  # width of the experts that every token passes
+    shared_gate: bool = False  # their output is multiplied by the sigmoid of a product with one row
+    clamp: float = 0.0  # GPT-OSS: gate and up are clamped, and the gate's sigmoid is steeper; 0: off
     routing: Routing | None = None
     gate_scale: float = 1.0  # multiplies the gate before its activation
     output_scale: float = 1.0
@@ -88,7 +93,8 @@ class LayerDescription:
     """One layer. `mixers` read the same input and their outputs are added: one, as a rule; none; two in Falcon-H1.
 
     `norms` says where a layer has them: "pre" (before each half), "sandwich" (before and after each half), "post"
-    (after each half only), "parallel" (one norm, whose output both halves read).
+    (after each half only), "parallel" (one norm, whose output both halves read), "parallel_norms" (both halves read the
+    layer's input, each through a norm of its own).
     """
 
     mixers: tuple[Mixer, ...]
@@ -123,11 +129,14 @@ class ModelDescription:
     rope_interleaved: bool = False  # pairs are (2i, 2i+1) instead of (i, i + dim/2): GGUF's order for llama
     positions: str = "rope"  # "rope" | "learned" | "alibi" | "none"
     tie_embeddings: bool = False
+    head_bias: bool = False
     embedding_scale: float = 1.0
     residual_scale: float = 1.0  # of what each half adds
     logit_scale: float = 1.0
     logit_softcap: float = 0.0  # 0: off
     overflows_float16: bool = False  # its activations exceed the range of float16
+    # Behind the others in the file, for guessing tokens ahead (DeepSeek-V3, GLM-4.5): not computed
+    draft_layers: int = field(default=0, compare=False)
     vision_parameters: int = 0  # of an image tower beside the text model
     other_features: tuple[str, ...] = ()  # in words: what this record has no field for
     bos_id: int | None = None
@@ -231,6 +240,7 @@ class ModelDescription:
             (self.positions == "learned", "learned positions"),
             (self.positions == "alibi", "ALiBi"),
             (self.norm == "layer", "LayerNorm"),
+            (self.head_bias, "a bias of the head"),
             (self.residual_scale != 1.0, "scaled residual branches"),
             (self.logit_scale != 1.0, "scaled logits"),
         ):
@@ -268,7 +278,7 @@ def _layer_features(layer: LayerDescription) -> Iterator[str]:
     else:
         if not ffn.gated:
             yield "MLPs without a gate"
-        if ffn.activation not in _PLAIN_ACTIVATIONS:
+        if ffn.activation not in ACTIVATIONS:
             yield f"activation '{ffn.activation}'"
         if (ffn.gate_scale, ffn.output_scale) != (1.0, 1.0):
             yield SCALED_PROJECTIONS

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenmill.checkpoint.base import Checkpoint
 from tokenmill.checkpoint.description import ModelDescription, RopeScaling, differences
+from tokenmill.checkpoint.gguf_families import FAMILIES, STORED_AS
 from tokenmill.checkpoint.hf_config import describe
 from tokenmill.checkpoint.rope_divisors import fit_llama3
 from tokenmill.errors import CheckpointError
@@ -32,7 +33,6 @@ class _Export:
     class_name: str
     keys: Callable[[ModelDescription], dict[str, Any]]
     norm_offset: float = 0.0  # of norms in Hugging Face files
-    gguf_interleaved: bool = False  # rows of q and k are reordered in a GGUF
 
 
 _ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
@@ -74,8 +74,8 @@ def to_hf_layout(name: str, weight: Tensor, description: ModelDescription) -> Te
 
 def to_gguf_layout(name: str, weight: Tensor, description: ModelDescription) -> Tensor:
     """The inverse of `to_hf_layout` for the GGUF of a model: `description` is that of the Hugging Face side."""
-    export = _export_of(description)
-    if export.gguf_interleaved and not description.rope_interleaved and any(part in name for part in _ROTATED):
+    family = FAMILIES[STORED_AS[description.architecture]]
+    if family.interleaved and not description.rope_interleaved and any(part in name for part in _ROTATED):
         head = description.head_dim
         halves = weight.reshape(weight.shape[0] // head, 2, head // 2, *weight.shape[1:])
         return halves.transpose(1, 2).reshape(weight.shape)
@@ -174,18 +174,66 @@ def _gemma3_keys(description: ModelDescription) -> dict[str, Any]:
     }
 
 
+def _expert_keys(description: ModelDescription) -> dict[str, Any]:
+    """Of all families with experts; each reads what it knows."""
+    d = description
+    ffns = [layer.feed_forward for layer in d.layers if layer.feed_forward is not None]
+    ffn = next(each for each in ffns if each.num_experts)
+    routing, attention, window = ffn.routing, d.layers[0].attention, d.sliding_window or None
+    assert routing is not None
+    dense = [number for number, each in enumerate(ffns) if not each.num_experts]
+    leading = dense == list(range(len(dense)))
+    rotated = d.rope_table("full").rotary_dim / attention.head_dim
+    shared = {"shared_expert_intermediate_size": ffn.shared_size} if ffn.shared_gate else {}
+    if ffn.shared_size and not ffn.shared_gate:
+        shared = {"n_shared_experts": ffn.shared_size // ffn.expert_size}
+    return {
+        "hidden_act": _ACTIVATIONS[ffn.activation],
+        "attention_bias": attention.qkv_bias,
+        "intermediate_size": max((each.intermediate_size for each in ffns), default=0) or ffn.expert_size,
+        "num_experts": ffn.num_experts,
+        "num_local_experts": ffn.num_experts,
+        "n_routed_experts": ffn.num_experts,
+        "num_experts_per_tok": ffn.experts_per_token,
+        "moe_intermediate_size": ffn.expert_size,
+        **shared,
+        "norm_topk_prob": routing.normalize,
+        "routed_scaling_factor": routing.scale,
+        "n_group": routing.num_groups,
+        "topk_group": routing.top_groups,
+        **({"first_k_dense_replace": len(dense)} if leading else {"mlp_only_layers": dense}),
+        "use_sliding_window": window is not None,
+        "sliding_window": window,
+        "max_window_layers": d.num_layers,
+        "layer_types": _layer_types(d),
+        "use_qk_norm": attention.head_norms != "",
+        **({} if rotated == 1.0 else {"partial_rotary_factor": rotated}),
+        "embedding_multiplier": d.embedding_scale,
+        "residual_multiplier": d.residual_scale,
+        "logits_scaling": 1.0 / d.logit_scale,
+        **({} if attention.scale is None else {"attention_multiplier": attention.scale}),
+    }
+
+
 def _layer_types(description: ModelDescription) -> list[str]:
     return [f"{kind}_attention" for kind in description.layer_kinds]
 
 
 _EXPORTS = {
-    "llama": _Export("llama", "LlamaForCausalLM", _llama_keys, gguf_interleaved=True),
+    "llama": _Export("llama", "LlamaForCausalLM", _llama_keys),
     "qwen2": _Export("qwen2", "Qwen2ForCausalLM", _qwen2_keys),
     "qwen3": _Export("qwen3", "Qwen3ForCausalLM", _qwen3_keys),
     "gemma3": _Export("gemma3_text", "Gemma3ForCausalLM", _gemma3_keys, norm_offset=1.0),
+    "mixtral": _Export("mixtral", "MixtralForCausalLM", _expert_keys),
+    "qwen2_moe": _Export("qwen2_moe", "Qwen2MoeForCausalLM", _expert_keys),
+    "qwen3_moe": _Export("qwen3_moe", "Qwen3MoeForCausalLM", _expert_keys),
+    "olmoe": _Export("olmoe", "OlmoeForCausalLM", _expert_keys),
+    "granitemoe": _Export("granitemoe", "GraniteMoeForCausalLM", _expert_keys),
+    "glm4_moe": _Export("glm4_moe", "Glm4MoeForCausalLM", _expert_keys),
+    "gpt_oss": _Export("gpt_oss", "GptOssForCausalLM", _expert_keys),
 }
 # Llama with windows is stored under another model type.
-_SLIDING_EXPORTS = {"llama": _Export("mistral", "MistralForCausalLM", _mistral_keys, gguf_interleaved=True)}
+_SLIDING_EXPORTS = {"llama": _Export("mistral", "MistralForCausalLM", _mistral_keys)}
 
 
 def _export_of(description: ModelDescription) -> _Export:

@@ -29,8 +29,11 @@ class Attention:
     softcap: float = 0.0  # of scores; 0: off
     qkv_bias: bool = False
     output_bias: bool = False
-    head_norms: str = ""  # "head" (one weight for all heads) | "heads" (one each) | "projection" (over all) | "" (none)
+    # "head" (one weight for all heads) | "heads" (one each) | "projection" (over all) | "unit" (no weight) | "" (none)
+    head_norms: str = ""
     sinks: bool = False  # one learned logit per head joins the softmax and carries no value
+    # Llama 4, in layers without rotary embedding: queries are multiplied by 1 + a ln(1 + floor((position + 1) / b))
+    temperature: tuple[float, float] | None = None  # (a, b)
     output_gate: bool = False  # the query projection also makes a gate for the output
     output_scale: float = 1.0
     causal: bool = True
@@ -56,7 +59,10 @@ class Attention:
         if self.value_dim != self.head_dim:
             yield "values of another width than keys"
         if self.head_norms not in ("", "head"):
-            yield "norms over whole projections" if self.head_norms == "projection" else "norms of each head"
+            names = {"projection": "norms over whole projections", "unit": "norms of heads without weights"}
+            yield names.get(self.head_norms, "norms of each head")
+        if self.temperature is not None:
+            yield "queries scaled by position"
         if self.sinks:
             yield "attention sinks"
         if self.output_gate:

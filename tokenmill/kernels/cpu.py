@@ -153,6 +153,30 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, head_dim: int = 0) -> Tensor
     return y
 
 
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, head_dim: int = 0) -> Tensor:
+    y = torch.empty_like(x)
+    module().layer_norm(pool(), x, weight, bias, eps, head_dim, y)
+    return y
+
+
+def scale(x: Tensor, factor: float) -> Tensor:
+    y = torch.empty_like(x)
+    module().scale(pool(), x, factor, y)
+    return y
+
+
+def add_positions(x: Tensor, table: Tensor, positions: Tensor) -> Tensor:
+    y = torch.empty_like(x)
+    module().add_positions(pool(), x, table, positions, y)
+    return y
+
+
+def activate(x: Tensor, activation: str) -> Tensor:
+    y = torch.empty_like(x)
+    module().activate(pool(), x, activation, y)
+    return y
+
+
 def add(x: Tensor, y: Tensor) -> Tensor:
     z = torch.empty_like(x)
     module().add(pool(), x, y, z)
@@ -199,9 +223,12 @@ def attention(
     scale: float,
     window: int,
     cap: float,
+    chunk: int = 0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     out = torch.empty_like(q)
-    module().attention(pool(), q, k_pages, v_pages, block_table, query_starts, seq_lens, scale, window, cap, out)
+    lengths = (block_table, query_starts, seq_lens)
+    module().attention(pool(), q, k_pages, v_pages, *lengths, scale, window, cap, chunk, sinks, out)
     return out
 
 

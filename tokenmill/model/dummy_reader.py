@@ -29,6 +29,9 @@ class DummyReader(WeightReader):
     def array(self, name: str, shape: tuple[int, ...]) -> Tensor:  # noqa: ARG002
         return torch.randn(shape, generator=self._generator) * _SPREAD
 
+    def table(self, name: str, rows: int, columns: int) -> Tensor:  # noqa: ARG002
+        return torch.randn(rows, columns, generator=self._generator) * _SPREAD
+
     def optional_vector(self, name: str, size: int) -> Tensor | None:  # noqa: ARG002
         return None
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from tokenmill.kernels.ref_experts import RoutingSpec
 from tokenmill.model.architectures.decoder import Decoder
 from tokenmill.model.formats.base import LinearWeight
+from tokenmill.model.formats.stacks import ExpertStacks
 
 
 def linear_groups(decoder: Decoder) -> list[list[LinearWeight]]:
@@ -35,8 +37,14 @@ class _Trace:
     def split(self, _x: None, widths: Sequence[int], heads: int = 1) -> list[None]:  # noqa: ARG002
         return [None] * len(widths)
 
+    def experts(self, _x: None, router: LinearWeight, stacks: ExpertStacks, _routing: RoutingSpec) -> None:
+        self.groups.append([router])
+        for inputs, outputs in zip(stacks.gate_up.experts, stacks.down.experts, strict=True):
+            self.groups += [list(inputs), list(outputs)]
+
     def _nothing(self, *_: Any, **__: Any) -> None:
         return None
 
-    embed = rms_norm = add = rope = attention = gated = select_rows = softcap = _nothing
-    scale = join = convolve = scan = gated_norm = _nothing
+    embed = add_positions = rms_norm = layer_norm = add = scale = rope = attention = _nothing
+    gated = activate = gate_rows = select_rows = softcap = _nothing
+    join = convolve = scan = gated_norm = _nothing

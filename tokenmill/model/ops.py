@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from tokenmill.kernels.ref_experts import RoutingSpec
     from tokenmill.model.attention.base import AttentionSpec
     from tokenmill.model.formats.base import LinearWeight
+    from tokenmill.model.formats.stacks import ExpertStacks
     from tokenmill.model.layers.rotary import RotaryTable
     from tokenmill.model.state.specs import ConvolutionSpec, ScanSpec
 
@@ -27,11 +29,22 @@ class Ops(Protocol):
         """Rows of `table` for the batch's token ids, times `scale`."""
         ...
 
+    def add_positions(self, x: Value, table: Tensor) -> Value:
+        """x plus the row of `table` [positions, width] of each token's position."""
+        ...
+
     def rms_norm(self, x: Value, weight: Tensor, eps: float, head_dim: int = 0) -> Value:
         """Root-mean-square norm over each row, or over each `head_dim` slice of it."""
         ...
 
+    def layer_norm(self, x: Value, weight: Tensor, bias: Tensor | None, eps: float, head_dim: int = 0) -> Value:
+        """Norm with the mean removed over each row, or over each `head_dim` slice of it; `weight` and `bias` are as
+        long as a slice, or as a row (one for each head)."""
+        ...
+
     def add(self, x: Value, y: Value) -> Value: ...
+
+    def scale(self, x: Value, factor: float) -> Value: ...
 
     def add_rms_norm(self, x: Value, y: Value, weight: Tensor, eps: float) -> tuple[Value, Value]:
         """(x + y, rms_norm(x + y)): the residual stream and the next block's input in one pass."""
@@ -41,17 +54,29 @@ class Ops(Protocol):
         """x @ W^T (+ bias) for each weight; they share x, so an implementation quantizes it once."""
         ...
 
-    def rope(self, x: Value, table: RotaryTable, head_dim: int) -> Value: ...
+    def rope(self, x: Value, table: RotaryTable, head_dim: int) -> Value:
+        """Rotate the first numbers of each head, as many as the table has columns for; the others stay."""
+        ...
 
     def attention(self, q: Value, k: Value, v: Value, spec: AttentionSpec) -> Value:
         """Store k and v in the pages of `spec.layer`, then attend causally over them."""
         ...
 
     def gated(self, gate: Value, up: Value, activation: str) -> Value:
-        """activation(gate) * up; activation is "silu", "gelu_tanh" or "sigmoid"."""
+        """activation(gate) * up; activation is one of `description.ACTIVATIONS`."""
         ...
 
-    def scale(self, x: Value, factor: float) -> Value: ...
+    def activate(self, x: Value, activation: str) -> Value:
+        """activation(x), for MLPs without a gate."""
+        ...
+
+    def experts(self, x: Value, router: LinearWeight, stacks: ExpertStacks, routing: RoutingSpec) -> Value:
+        """The weighted sum of what the experts of each token make of it; `router` scores them."""
+        ...
+
+    def gate_rows(self, x: Value, gate: Value) -> Value:
+        """x * sigmoid(gate); gate has one number per token."""
+        ...
 
     def split(self, x: Value, widths: Sequence[int], heads: int = 1) -> list[Value]:
         """Columns of x, one value for each width; with `heads`, x is that many slices, and each is split so."""

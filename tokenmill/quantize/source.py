@@ -20,6 +20,8 @@ from tokenmill.errors import UserError
 from tokenmill.model.architectures import architecture_of
 from tokenmill.model.architectures.decoder import Block, Decoder
 from tokenmill.model.formats.base import LinearWeight
+from tokenmill.model.layers.experts import Experts
+from tokenmill.model.layers.norm import NoNorm, Norm
 from tokenmill.model.reader import WeightReader
 from tokenmill.quantize.base import LinearGroup
 
@@ -63,9 +65,19 @@ class SourceModel:
         return self.decoder.blocks[index]
 
     def linear_names(self, index: int) -> list[str]:
-        """In the order of the forward pass."""
+        """Those that may be quantized, in the order of the forward pass."""
         prefix = f"model.layers.{index}."
-        return [name for name in self._reader.weights if name.startswith(prefix)]
+        kept = self.kept_names(index)
+        return [name for name in self._reader.weights if name.startswith(prefix) and name not in kept]
+
+    def kept_names(self, index: int) -> list[str]:
+        """Matrices that stay float32: routers, since rounding them changes which experts are chosen, and gates of
+        shared experts."""
+        mlp = self.block(index).mlp
+        if not isinstance(mlp, Experts):
+            return []
+        gate = None if mlp.shared is None else mlp.shared.gate
+        return [self.names[id(weight)] for weight in (mlp.router, gate) if weight is not None]
 
     def shape(self, name: str) -> tuple[int, int]:
         weight = self._reader.weights[name]
@@ -83,11 +95,15 @@ class SourceModel:
         return to_hf_layout(f"{name}.weight", values, self.checkpoint.description).contiguous()
 
     def read_block(self, index: int) -> dict[str, Tensor]:
-        """Every tensor of a block: NAME of a linear or norm, NAME.bias of a bias."""
+        """Every tensor of a block: NAME of a linear or norm, NAME.bias of a bias, other vectors as the file names
+        them."""
         prefix = f"model.layers.{index}."
-        tensors = {name: self.read(name) for name in self.linear_names(index)}
+        names = [*self.linear_names(index), *self.kept_names(index)]
+        tensors = {name: self.read(name) for name in names}
+        # Biases of experts may be parts of one tensor.
+        tensors |= {f"{n}.bias": bias.clone() for n in names if (bias := self._reader.weights[n].bias) is not None}
         for name, vector in self._reader.vectors.items():
-            if name.startswith(prefix):
+            if name.startswith(prefix) and name.removesuffix(".weight") not in tensors:
                 # A bias keeps its ending; of norms the name is the prefix. Norms stay as they multiply.
                 turned = to_hf_layout(name, vector, self.checkpoint.description) if name.endswith(".bias") else vector
                 tensors[name.removesuffix(".weight")] = turned.clone()
@@ -123,14 +139,38 @@ class SourceModel:
         attention, mlp = block.attention, block.mlp
 
         def group(weights: list[LinearWeight], source: object, is_norm: bool, repeats: int = 1) -> LinearGroup:
-            return LinearGroup(tuple(self.names[id(w)] for w in weights), self.names[id(source)], is_norm, repeats)
+            name = None if source is None else self.names[id(source)]
+            return LinearGroup(tuple(self.names[id(w)] for w in weights), name, is_norm, repeats)
 
-        return [
-            group(attention.inputs, block.attention_norm, True),
+        def absorbing(norm: Norm | NoNorm) -> Tensor | None:
+            """A norm that nothing else reads and that only multiplies."""
+            return None if block.shares_norm or norm.bias is not None else norm.weight
+
+        groups = [
+            group(attention.inputs, absorbing(block.attention_norm), True),
             group([attention.output], attention.inputs[2], False, d.num_heads // d.num_kv_heads),
-            group(mlp.inputs, block.mlp_norm, True),
-            group([mlp.output], mlp.inputs[1], False),
         ]
+        if isinstance(mlp, Experts):
+            return groups + self._expert_groups(mlp)
+        return [
+            *groups,
+            group(mlp.inputs, absorbing(block.mlp_norm), True),
+            group([mlp.output], mlp.inputs[1] if mlp.gated else None, False),
+        ]
+
+    def _expert_groups(self, mlp: Experts) -> list[LinearGroup]:
+        """Router, experts and shared expert read one norm, so no scale of an input can go there. A clamped activation
+        passes none on either."""
+        pairs = zip(mlp.stacks.gate_up.experts, mlp.stacks.down.experts, strict=True)
+        units = [(list(inputs), outputs[0]) for inputs, outputs in pairs]
+        if mlp.shared is not None:
+            units.append((mlp.shared.inputs, mlp.shared.output))
+        groups = []
+        for inputs, output in units:
+            source = None if mlp.routing.clamp else self.names[id(inputs[1])]
+            groups.append(LinearGroup(tuple(self.names[id(weight)] for weight in inputs), None, False))
+            groups.append(LinearGroup((self.names[id(output)],), source, False))
+        return groups
 
     def layer_linears(self) -> Iterator[str]:
         for index in range(self.num_blocks):

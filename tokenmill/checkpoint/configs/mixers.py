@@ -12,8 +12,7 @@ from tokenmill.checkpoint.mixers import Attention, LatentAttention, Mixer, Recur
 
 def head_sizes(text: Fields, family: Family, hidden_size: int, num_heads: int) -> tuple[int, int]:
     """(KV heads, head size)."""
-    default = 1 if text.flag("multi_query", False) else family.num_kv_heads or num_heads
-    num_kv_heads = text.integer("num_key_value_heads", default)
+    num_kv_heads = _num_kv_heads(text, family, num_heads)
     if num_heads % num_kv_heads:
         raise text.error(f"{num_heads} heads cannot share {num_kv_heads} KV heads")
     if family.head_dim is None and text.raw("head_dim") is None and hidden_size % num_heads:
@@ -22,6 +21,15 @@ def head_sizes(text: Fields, family: Family, hidden_size: int, num_heads: int) -
     if head_dim % 2:
         raise text.error(f"head size {head_dim} is odd")
     return num_kv_heads, head_dim
+
+
+def _num_kv_heads(text: Fields, family: Family, num_heads: int) -> int:
+    if not text.flag("new_decoder_architecture", False):
+        if text.flag("multi_query", family.multi_query):
+            return 1
+        if family.multi_query:  # it counts KV heads in the new architecture only
+            return num_heads
+    return text.integer("num_key_value_heads", family.num_kv_heads or num_heads)
 
 
 def mixers_by_kind(
@@ -42,11 +50,23 @@ def mixers_by_kind(
             own_table = any(table.name == "sliding" for table in tables)
             attention = replace(attention, window=window, rope="sliding" if own_table else attention.rope)
         elif kind == "chunked":
-            attention = replace(attention, chunk=text.integer("attention_chunk_size"))
+            attention = replace(attention, chunk=text.integer("attention_chunk_size", 8192))
         if family.rope_layers == "sliding" and kind != "sliding":
             attention = replace(attention, rope="")
         result[kind] = (attention, *recurrent) if kind == "both" else (attention,)
     return result
+
+
+def in_layer(mixer: Mixer, text: Fields, family: Family, layer: int) -> Mixer:
+    """The mixer with what depends on the number of its layer."""
+    if not isinstance(mixer, Attention):
+        return mixer
+    if not rotates(text, family, layer):
+        mixer = _without_rotation(mixer, text, family)
+    if text.flag("scale_attn_by_inverse_layer_idx", False):
+        scale = mixer.head_dim**-0.5 if mixer.scale is None else mixer.scale
+        mixer = replace(mixer, scale=scale / (layer + 1))
+    return mixer
 
 
 def rotates(text: Fields, family: Family, layer: int) -> bool:
@@ -59,10 +79,21 @@ def rotates(text: Fields, family: Family, layer: int) -> bool:
     return (layer + 1) % text.integer("no_rope_layer_interval", 4) != 0
 
 
+def _without_rotation(mixer: Attention, text: Fields, family: Family) -> Attention:
+    """In a layer that does not rotate Llama 4 does not norm heads either, and scales queries by position."""
+    scaled = family.temperature and text.flag("attn_temperature_tuning", True)
+    return replace(
+        mixer,
+        rope="",
+        head_norms="" if mixer.head_norms == "unit" else mixer.head_norms,
+        temperature=(text.number("attn_scale", 0.1), text.number("floor_scale", 8192.0, low=1.0)) if scaled else None,
+    )
+
+
 def _attention(text: Fields, family: Family, hidden_size: int) -> Attention:
     num_heads = text.integer("num_attention_heads", dict(family.sizes).get("num_attention_heads"))
     num_kv_heads, head_dim = head_sizes(text, family, hidden_size, num_heads)
-    bias = text.flag("attention_bias", False)
+    bias = text.flag(family.bias_key, family.bias)
     # Falcon-H1 multiplies the input, the keys and the output: the scores by a constant, and the output by another.
     input_scale, key_scale = text.number("attention_in_multiplier", 1.0), text.number("key_multiplier", 1.0)
     if input_scale != 1.0 and bias:
@@ -75,12 +106,12 @@ def _attention(text: Fields, family: Family, hidden_size: int) -> Attention:
         num_kv_heads,
         head_dim,
         head_dim,
-        rope="full" if family.positions == "rope" else "",
+        rope="full" if positions(text, family) == "rope" else "",
         scale=scale,
-        softcap=text.number("attn_logit_softcapping", 0.0),
+        softcap=softcap(text, "attn_logit_softcapping", family.attention_softcap),
         qkv_bias=bias if family.qkv_bias is None else family.qkv_bias,
         output_bias=bias if family.output_bias is None else family.output_bias,
-        head_norms=family.head_norms or (family.optional_head_norms if text.flag("use_qk_norm", False) else ""),
+        head_norms=family.head_norms or _optional_norms(text, family),
         sinks=family.sinks,
         output_gate=text.flag("attn_output_gate", family.output_gate),
         output_scale=input_scale * text.number("attention_out_multiplier", 1.0),
@@ -88,7 +119,22 @@ def _attention(text: Fields, family: Family, hidden_size: int) -> Attention:
     )
 
 
+def _optional_norms(text: Fields, family: Family) -> str:
+    return family.optional_head_norms if text.flag(family.head_norms_key, family.uses_head_norms) else ""
+
+
+def positions(text: Fields, family: Family) -> str:
+    return "alibi" if text.flag("alibi", False) else family.positions
+
+
+def softcap(text: Fields, name: str, default: float) -> float:
+    """Null switches it off, absence does not."""
+    return text.number(name, 0.0 if name in text.values else default)
+
+
 def _scale(text: Fields, family: Family) -> float | None:
+    if not text.flag("scale_attn_weights", True):  # GPT-2
+        return 1.0
     if text.raw("attention_multiplier") is not None:  # Granite
         return text.number("attention_multiplier", low=1e-9)
     if family.query_scalar is None and text.raw("query_pre_attn_scalar") is None:

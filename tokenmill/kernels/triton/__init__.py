@@ -36,6 +36,7 @@ if TYPE_CHECKING:  # the table below for type checkers; a test compares the two
     from tokenmill.kernels.triton.fused.elementwise import embed as embed
     from tokenmill.kernels.triton.fused.elementwise import gated as gated
     from tokenmill.kernels.triton.fused.elementwise import gated_quantized as gated_quantized
+    from tokenmill.kernels.triton.fused.elementwise import layer_norm as layer_norm
     from tokenmill.kernels.triton.fused.elementwise import quantize_rows as quantize_rows
     from tokenmill.kernels.triton.fused.elementwise import rms_norm as rms_norm
     from tokenmill.kernels.triton.fused.elementwise import softcap as softcap
@@ -68,8 +69,8 @@ _EXPORTS = {
     "attention.fp8_widening": "DistinctPages distinct_pages",
     "attention.packed": "packed_attention",
     "fused.draft_inputs": "draft_inputs",
-    "fused.elementwise": "add add_rms_norm add_rms_norm_quantized embed gated gated_quantized quantize_rows rms_norm "
-    "softcap",
+    "fused.elementwise": "add add_rms_norm add_rms_norm_quantized embed gated gated_quantized layer_norm quantize_rows "
+    "rms_norm softcap",
     "fused.rotary": "rope rope_store store_kv",
     "fused.rotary_epilogue": "HeadPlaces head_places",
     "fused.rotary_packed": "rope_store_packed",

@@ -13,8 +13,10 @@ from tokenmill.checkpoint.description import ModelDescription
 from tokenmill.checkpoint.mixers import SCALED_PROJECTIONS, Attention, Recurrent
 from tokenmill.model.architectures.decoder import Decoder
 from tokenmill.model.layers.attention import SelfAttention
+from tokenmill.model.layers.experts import Experts
+from tokenmill.model.layers.norm import Norm
 from tokenmill.model.layers.recurrent import RecurrentMixer, make_recurrent
-from tokenmill.model.layers.rotary import RotaryTable, build_rotary_table
+from tokenmill.model.layers.rotary import RotaryTable, build_rotary_tables
 from tokenmill.model.ops import Ops, Value
 from tokenmill.model.reader import WeightReader
 
@@ -40,7 +42,7 @@ class HybridMLP:
         hidden, mlp = description.hidden_size, description.layers[layer].feed_forward
         assert mlp is not None
         prefix = f"{names.layers}.{layer}"
-        size = mlp.intermediate_size
+        size = mlp.intermediate_size or mlp.shared_size
         width = 2 * size // len(names.mlp_inputs)
         self.inputs = [reader.linear(f"{prefix}.{name}", width, hidden, mlp.bias) for name in names.mlp_inputs]
         self.output = reader.linear(f"{prefix}.{names.mlp_output}", hidden, size, mlp.bias)
@@ -52,6 +54,25 @@ class HybridMLP:
         gate, up = values if len(values) == 2 else ops.split(values[0], (self.size, self.size))
         y = ops.gated(_scaled(ops, gate, self.gate_scale), up, self.activation)
         return _scaled(ops, ops.linear(y, [self.output])[0], self.output_scale)
+
+
+class HybridExperts:
+    """Experts, and Granite's shared MLP beside them, which is named like its dense one."""
+
+    def __init__(self, reader: WeightReader, description: ModelDescription, layer: int, names: TensorNames) -> None:
+        d, shared = description, len(names.mlp_inputs) == 1
+        if shared:
+            alone = tuple(
+                replace(each, feed_forward=replace(each.feed_forward, shared_size=0)) if each.feed_forward else each
+                for each in d.layers
+            )
+            d = replace(d, layers=alone)
+        self.experts = Experts(reader, d, layer)
+        self.shared = HybridMLP(reader, description, layer, names) if shared else None
+
+    def __call__(self, ops: Ops, x: Value) -> Value:
+        y = self.experts(ops, x)
+        return y if self.shared is None else ops.add(y, self.shared(ops, x))
 
 
 class HybridBlock:
@@ -74,25 +95,23 @@ class HybridBlock:
             else:
                 assert isinstance(mixer, Attention)
                 self.mixers.append(SelfAttention(reader, d, layer, tables.get(mixer.rope)))
-        self.mixer_norm = reader.vector(f"{prefix}.{names.mixer_norm}.weight", d.hidden_size, d.norm_offset)
-        self.eps, self.residual_scale = d.norm_eps, d.residual_scale
-        self.mlp: HybridMLP | None = None
-        if d.layers[layer].feed_forward is not None:
-            self.mlp = HybridMLP(reader, d, layer, names)
-            self.mlp_norm = reader.vector(f"{prefix}.{names.mlp_norm}.weight", d.hidden_size, d.norm_offset)
+        self.mixer_norm = Norm(reader, d, f"{prefix}.{names.mixer_norm}")
+        self.residual_scale = d.residual_scale
+        self.mlp: HybridMLP | HybridExperts | None = None
+        feed_forward = d.layers[layer].feed_forward
+        if feed_forward is not None:
+            self.mlp = (HybridExperts if feed_forward.num_experts else HybridMLP)(reader, d, layer, names)
+            self.mlp_norm = Norm(reader, d, f"{prefix}.{names.mlp_norm}")
 
     def __call__(self, ops: Ops, residual: Value, update: Value | None) -> tuple[Value, Value]:
-        if update is None:
-            x = ops.rms_norm(residual, self.mixer_norm, self.eps)
-        else:
-            residual, x = ops.add_rms_norm(residual, update, self.mixer_norm, self.eps)
+        residual, x = self.mixer_norm.of_sum(ops, residual, update)
         update = self.mixers[0](ops, x)
         for mixer in self.mixers[1:]:
             update = ops.add(update, mixer(ops, x))
         update = _scaled(ops, update, self.residual_scale)
         if self.mlp is None:
             return residual, update
-        residual, x = ops.add_rms_norm(residual, update, self.mlp_norm, self.eps)
+        residual, x = self.mlp_norm.of_sum(ops, residual, update)
         return residual, _scaled(ops, self.mlp(ops, x), self.residual_scale)
 
 
@@ -100,6 +119,7 @@ class Hybrid(Decoder):
     """Jamba, Bamba and Falcon-H1 as they are; others name tensors differently."""
 
     features = _RECURRENT | {
+        "experts",
         "layers without rotary embedding",
         "layers without an MLP",
         "mixers side by side",
@@ -115,20 +135,15 @@ class Hybrid(Decoder):
         d, names = description, self.names
         self.description = d
         self.embedding = reader.linear(names.embedding, d.vocab_size, d.hidden_size)
-        tables = {
-            rope.name: build_rotary_table(rope.rotary_dim, num_positions, rope.theta, rope.scaling, d.rope_interleaved)
-            for rope in d.rope_tables
-        }
+        self.positions = None
+        tables = build_rotary_tables(reader, d, num_positions)
         self.blocks = [HybridBlock(reader, d, layer, tables, names) for layer in range(d.num_layers)]  # type: ignore[misc]
-        self.norm = reader.vector(f"{names.final_norm}.weight", d.hidden_size, d.norm_offset)
+        self.norm = Norm(reader, d, names.final_norm)
         if d.tie_embeddings:
             self.head = self.embedding
             reader.ignore("lm_head.weight")
         else:
             self.head = reader.linear("lm_head", d.vocab_size, d.hidden_size)
-
-    def logits(self, ops: Ops, hidden: Value) -> Value:
-        return _scaled(ops, super().logits(ops, hidden), self.description.logit_scale)
 
 
 class Mamba(Hybrid):

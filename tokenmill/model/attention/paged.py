@@ -34,7 +34,8 @@ class PagedAttention(AttentionBackend):
             block_table = torch.where(block_table < 0, block_table, indices.to(block_table.dtype))
         else:
             k, v = self.store.pages(slot)
+        lengths = (block_table, batch.query_starts, batch.seq_lens)
         result: Tensor = self._attention(
-            q, k, v, block_table, batch.query_starts, batch.seq_lens, spec.scale, spec.window, spec.softcap
+            q, k, v, *lengths, spec.scale, spec.window, spec.softcap, spec.chunk, spec.sinks
         )
         return result

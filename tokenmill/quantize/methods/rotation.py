@@ -75,6 +75,11 @@ def refuse_normed_updates(description: ModelDescription) -> None:
             "that cannot be rotated",
             "rotate only the value heads: --option rotation.residual=false",
         )
+    if any(layer.feed_forward is not None and layer.feed_forward.num_experts for layer in description.layers):
+        raise UserError(
+            f"{description.architecture} has routers, which stay as they are and would read a rotated stream",
+            "rotate only the value heads: --option rotation.residual=false",
+        )
 
 
 def rotate_inputs(weight: Tensor, seed: int) -> Tensor:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from tokenmill.config import ResolvedConfig
-from tokenmill.kernels.ref import rms_norm
 from tokenmill.model.kvstore.base import KVStore
 from tokenmill.model.loader import LoadedModel
 from tokenmill.runtime.batch import build_batch
@@ -52,8 +51,7 @@ class BatchedExecutor(RegisteredExecutor[Tensor]):
 
     @torch.inference_mode()
     def final_norm(self, hidden: Tensor) -> Tensor:
-        decoder = self.model.decoder
-        return rms_norm(hidden.float(), decoder.norm, decoder.description.norm_eps)
+        return self.model.decoder.norm.of_tensor(hidden.float())
 
 
 def copied_rows(hidden: Tensor, rows: Sequence[int]) -> Tensor:

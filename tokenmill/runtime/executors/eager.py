@@ -15,9 +15,11 @@ from torch import Tensor
 
 from tokenmill.config import ResolvedConfig
 from tokenmill.kernels.base import Choice, select
+from tokenmill.kernels.ref_experts import RoutingSpec, route, run_experts
 from tokenmill.model.attention import choose_attention
 from tokenmill.model.attention.base import AttentionSpec
 from tokenmill.model.formats.base import LinearWeight
+from tokenmill.model.formats.stacks import ExpertStacks
 from tokenmill.model.kvstore.base import KVStore
 from tokenmill.model.layers.rotary import RotaryTable
 from tokenmill.model.loader import LoadedModel
@@ -27,7 +29,21 @@ from tokenmill.runtime.executors.drafted_states import DraftedStates
 from tokenmill.runtime.executors.tree_attention import attend_along_branches
 from tokenmill.types import Batch
 
-FORWARD_OPS = ("rms_norm", "add", "add_rms_norm", "gated", "softcap", "rope", "store_kv", "attention")
+FORWARD_OPS = (
+    "rms_norm",
+    "layer_norm",
+    "add",
+    "add_rms_norm",
+    "add_positions",
+    "scale",
+    "gated",
+    "gate_rows",
+    "activate",
+    "softcap",
+    "rope",
+    "store_kv",
+    "attention",
+)
 RECURRENT_OPS = ("convolve", "mamba_scan", "mamba2_scan", "delta_scan", "gated_norm")
 OPS = (*FORWARD_OPS, "argmax")  # the last is the sampler's
 
@@ -84,8 +100,20 @@ class EagerOps:
         rows = self._executor.model.embed(self._batch.token_ids)
         return rows if scale == 1.0 else rows * scale
 
+    def add_positions(self, x: Tensor, table: Tensor) -> Tensor:
+        y: Tensor = self._run["add_positions"](x, table, self._batch.positions)
+        return y
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, head_dim: int = 0) -> Tensor:
         y: Tensor = self._run["rms_norm"](x, weight, eps, head_dim)
+        return y
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, head_dim: int = 0) -> Tensor:
+        y: Tensor = self._run["layer_norm"](x, weight, bias, eps, head_dim)
+        return y
+
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        y: Tensor = self._run["scale"](x, factor)
         return y
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
@@ -115,8 +143,17 @@ class EagerOps:
         y: Tensor = self._run["gated"](gate, up, activation)
         return y
 
-    def scale(self, x: Tensor, factor: float) -> Tensor:
-        return x * factor
+    def experts(self, x: Tensor, router: LinearWeight, stacks: ExpertStacks, routing: RoutingSpec) -> Tensor:
+        ids, weights = route(self.linear(x, [router])[0], routing)
+        return run_experts(x, ids, weights, stacks.gate_up.multiply, stacks.down.multiply, routing)
+
+    def gate_rows(self, x: Tensor, gate: Tensor) -> Tensor:
+        y: Tensor = self._run["gate_rows"](x, gate)
+        return y
+
+    def activate(self, x: Tensor, activation: str) -> Tensor:
+        y: Tensor = self._run["activate"](x, activation)
+        return y
 
     def split(self, x: Tensor, widths: Sequence[int], heads: int = 1) -> list[Tensor]:
         parts = x.unflatten(-1, (heads, -1)).split(list(widths), dim=-1)

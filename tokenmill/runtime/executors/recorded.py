@@ -8,6 +8,7 @@ Declines models with weights or KV pages that the C++ kernels do not support.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -16,8 +17,10 @@ from torch import Tensor
 from tokenmill.config import ResolvedConfig
 from tokenmill.kernels import cpu
 from tokenmill.kernels.cpu import CpuLinear
+from tokenmill.kernels.ref_experts import RoutingSpec
 from tokenmill.model.attention.base import AttentionSpec
 from tokenmill.model.formats.base import LinearWeight
+from tokenmill.model.formats.stacks import ExpertStacks
 from tokenmill.model.kvstore.base import KVStore
 from tokenmill.model.layers.rotary import RotaryTable
 from tokenmill.model.loader import LoadedModel
@@ -181,8 +184,21 @@ class RecordedOps:
             )
         return value
 
+    def add_positions(self, x: int, table: Tensor) -> int:
+        value: int = self._program.add_positions(x, self._kept(table))
+        return value
+
     def rms_norm(self, x: int, weight: Tensor, eps: float, head_dim: int = 0) -> int:
         value: int = self._program.rms_norm(x, self._kept(weight), eps, head_dim)
+        return value
+
+    def layer_norm(self, x: int, weight: Tensor, bias: Tensor | None, eps: float, head_dim: int = 0) -> int:
+        kept = None if bias is None else self._kept(bias)
+        value: int = self._program.layer_norm(x, self._kept(weight), kept, eps, head_dim)
+        return value
+
+    def scale(self, x: int, factor: float) -> int:
+        value: int = self._program.scale(x, factor)
         return value
 
     def add(self, x: int, y: int) -> int:
@@ -212,12 +228,45 @@ class RecordedOps:
         assert pages is not None, self._store.name  # checked by `declines`
         self.keep.append(pages)
         value: int = self._program.attention(
-            q, k, v, pages.bound, group, spec.num_heads, spec.scale, spec.window, spec.softcap
+            q,
+            k,
+            v,
+            pages.bound,
+            group,
+            spec.num_heads,
+            spec.scale,
+            spec.window,
+            spec.softcap,
+            spec.chunk,
+            None if spec.sinks is None else self._kept(spec.sinks),
         )
         return value
 
     def gated(self, gate: int, up: int, activation: str) -> int:
         value: int = self._program.gated(gate, up, activation)
+        return value
+
+    def experts(self, x: int, router: LinearWeight, stacks: ExpertStacks, routing: RoutingSpec) -> int:
+        (logits,) = self.linear(x, [router])
+        kernels = [_kernel(block) for block in stacks.blocks()]
+        self.keep += kernels
+        bias = routing.correction_bias
+        settings = {each.name: getattr(routing, each.name) for each in fields(routing)}
+        value: int = self._program.experts(
+            x,
+            logits,
+            [kernel.packed for kernel in kernels],
+            [kernel.bias for kernel in kernels],
+            {**settings, "correction_bias": [] if bias is None else bias.tolist()},
+        )
+        return value
+
+    def gate_rows(self, x: int, gate: int) -> int:
+        value: int = self._program.gate_rows(x, gate)
+        return value
+
+    def activate(self, x: int, activation: str) -> int:
+        value: int = self._program.activate(x, activation)
         return value
 
     def select_rows(self, x: int) -> int:

@@ -139,7 +139,7 @@ class _ObservingOps(EagerOps):
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         out = super().attention(q, k, v, spec)
-        if not spec.window:  # budgets drop pages of layers with full attention only
+        if not spec.window and not spec.chunk:  # budgets drop pages of layers with full attention only
             for number in self._observer.watched():
                 mass = self._observer.row_mass(q, self._batch, spec, number)
                 self.mass[number] = self.mass[number] + mass if number in self.mass else mass

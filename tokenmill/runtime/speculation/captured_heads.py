@@ -37,7 +37,7 @@ class CapturedHead:
         self._table, decoder = model.table, model.decoder
         self._scale, self._norm, self._eps = (
             decoder.description.embedding_scale,
-            decoder.norm,
+            decoder.norm.weight,
             decoder.description.norm_eps,
         )
         assert decoder.head.kernel is not None, "the head is always multiplied"

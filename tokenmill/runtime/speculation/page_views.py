@@ -58,7 +58,13 @@ class PageViews:
 def attention_specs(decoder: Decoder, layers: Sequence[int]) -> tuple[list[AttentionSpec], RotaryTable]:
     """The attention of a head over these layers (no windows, no caps), and the rotary table of their keys."""
     attentions = [decoder.blocks[layer].attention for layer in layers]
-    return [replace(attention.spec, window=0, softcap=0.0) for attention in attentions], attentions[0].rotary
+    rotary = attentions[0].rotary
+    if rotary is None or any(attention.rotary is not rotary for attention in attentions):
+        raise UserError(
+            "a draft head reads layers of one rotary table only",
+            "train it on layers that rotate, or use another drafter",
+        )
+    return [replace(attention.spec, window=0, softcap=0.0) for attention in attentions], rotary
 
 
 def choose_layers(decoder: Decoder, count: int) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -19,9 +20,11 @@ from torch import Tensor
 from tokenmill.kernels import ref
 from tokenmill.kernels import triton as gpu
 from tokenmill.kernels.packed_pages import PackedPages
+from tokenmill.kernels.ref_experts import RoutingSpec, route, run_experts
 from tokenmill.model.attention.base import AttentionSpec
 from tokenmill.model.attention.paged import PagedAttention
 from tokenmill.model.formats.base import LinearWeight
+from tokenmill.model.formats.stacks import ExpertStacks, WeightStack
 from tokenmill.model.kvstore.base import KVStore
 from tokenmill.model.layers.rotary import RotaryTable
 from tokenmill.types import Batch
@@ -129,7 +132,7 @@ class Product:
 class Columns:
     """Columns [begin, end) of a product; for heads, with the norm and the rotation that attention will apply."""
 
-    product: Product
+    product: Product | Computed
     begin: int
     end: int
     norm: Tensor | None = None
@@ -145,6 +148,18 @@ class Columns:
     def tensor(self) -> Tensor:
         assert self.norm is None and self.rotary is None, "heads are read by attention only"  # noqa: PT018
         return self.plain
+
+
+class Computed:
+    """In the place of a Product: a tensor that is there already."""
+
+    rotates = gates = False
+
+    def __init__(self, values: Tensor) -> None:
+        self._values = values
+
+    def full(self) -> Tensor:
+        return self._values
 
 
 class CudaOps:
@@ -166,6 +181,17 @@ class CudaOps:
     def embed(self, table: LinearWeight, scale: float) -> Tensor:  # noqa: ARG002 (the bf16 copy is on the device)
         rows: Tensor = gpu.embed(self._batch.token_ids, self._table, scale)
         return rows
+
+    def add_positions(self, x: Tensor, table: Tensor) -> Tensor:
+        rows = table[self._batch.positions.clamp(0, table.shape[0] - 1)]  # padding rows have no position
+        return (x.float() + rows).to(x.dtype)
+
+    def layer_norm(self, x: Any, weight: Tensor, bias: Tensor | None, eps: float, head_dim: int = 0) -> Tensor:
+        y: Tensor = gpu.layer_norm(tensor(x), weight, bias, eps, head_dim)
+        return y
+
+    def scale(self, x: Any, factor: float) -> Tensor:
+        return tensor(x) * factor
 
     def rms_norm(self, x: Any, weight: Tensor, eps: float, head_dim: int = 0) -> Any:
         if head_dim and isinstance(x, Columns):
@@ -199,14 +225,16 @@ class CudaOps:
         is_head = weight.out_features == self._table.shape[0]
         return torch.float32 if is_head and few else torch.bfloat16
 
-    def rope(self, x: Columns, table: RotaryTable, head_dim: int) -> Columns:  # noqa: ARG002
+    def rope(self, x: Any, table: RotaryTable, head_dim: int) -> Columns:  # noqa: ARG002
+        x = _columns(x)
         return Columns(x.product, x.begin, x.end, x.norm, x.eps, table)
 
-    def attention(self, q: Columns, k: Columns, v: Columns, spec: AttentionSpec) -> Tensor:
-        batch, table = self._batch, q.rotary
-        assert table is not None
+    def attention(self, q: Any, k: Any, v: Any, spec: AttentionSpec) -> Tensor:
+        q, k, v = _columns(q), _columns(k), _columns(v)
+        batch, table = self._batch, q.rotary or self._no_rotation()
         group, slot = self._store.layout.place(spec.layer)
-        if self._store.gpu_declines(slot) is not None:
+        plain = not table.rotates_keys or spec.sinks is not None or spec.chunk > 0
+        if plain or self._store.gpu_declines(slot) is not None:
             return self._plain_attention(q, k, v, spec, group, slot)
         norms = None if q.norm is None or k.norm is None else (q.norm, k.norm)
         packed = self._store.packed_pages(slot)
@@ -224,7 +252,14 @@ class CudaOps:
             table.interleaved,
         )
         out: Tensor
-        if norms is None and _are_adjacent_columns(q, k, v) and q.product.rotates:
+        whole = table.rotary_dim == spec.head_dim
+        if (
+            whole
+            and norms is None
+            and _are_adjacent_columns(q, k, v)
+            and isinstance(q.product, Product)
+            and q.product.rotates
+        ):
             heads = gpu.head_places(batch.positions.shape[0], spec.num_heads, *store_arguments, scales)
             queries = q.product.rotated(heads)
         else:
@@ -269,15 +304,33 @@ class CudaOps:
         group: int,
     ) -> Tensor:
         """Over quantized rows."""
-        batch, table = self._batch, q.rotary
-        assert table is not None
-        rotary = (batch.positions, batch.slots[group], table.cos, table.sin, table.interleaved)
-        queries = gpu.rope_store_packed(_side_by_side(q, k, v), spec.num_heads, pages, *rotary, norms=norms, eps=q.eps)
+        batch, table, eps = self._batch, q.rotary, q.eps
+        positions = batch.positions
+        if table is None or table.rotary_dim != spec.head_dim:  # the kernel rotates whole heads: by nothing
+            q, k = (self._rotated(each, spec.head_dim) for each in (q, k))
+            norms, positions = None, torch.zeros_like(positions)
+            ones = torch.ones(1, spec.head_dim // 2, device=positions.device)
+            table = RotaryTable(ones, torch.zeros_like(ones), False)
+        rotary = (positions, batch.slots[group], table.cos, table.sin, table.interleaved)
+        queries = gpu.rope_store_packed(_side_by_side(q, k, v), spec.num_heads, pages, *rotary, norms=norms, eps=eps)
         lengths = (batch.block_tables[group], batch.query_starts, batch.seq_lens)
         return gpu.packed_attention(
             queries, pages, *lengths, spec.scale, spec.window, spec.softcap,
             max_query=batch.max_query, max_seq=batch.max_seq,
         )  # fmt: skip
+
+    def _rotated(self, x: Columns, head_dim: int) -> Columns:
+        """With its norm and rotation computed."""
+        values, table = x.plain, x.rotary
+        if x.norm is not None:
+            values = gpu.rms_norm(values, x.norm, x.eps, head_dim)
+        if table is not None:
+            values = gpu.rope(values, self._batch.positions, table.cos, table.sin, head_dim, table.interleaved)
+        return Columns(Computed(values), 0, values.shape[1])
+
+    def _no_rotation(self) -> RotaryTable:
+        empty = torch.empty(1, 0, device=self._batch.positions.device)
+        return RotaryTable(empty, empty, False)
 
     def gated(self, gate: Any, up: Any, activation: str) -> Gate | Tensor:
         halves = isinstance(gate, Columns) and isinstance(up, Columns) and _are_adjacent_columns(gate, up)
@@ -285,6 +338,29 @@ class CudaOps:
             product: Product = gate.product
             return product.gated()
         return Gate(tensor(gate), tensor(up), activation)
+
+    def experts(self, x: Any, router: LinearWeight, stacks: ExpertStacks, routing: RoutingSpec) -> Tensor:
+        """By a kernel for all experts; else one by one through their linear kernels, chosen on the host, which is right
+        everywhere and cannot be captured."""
+        assert router.kernel is not None
+        logits = multiply(router.kernel.run, x, torch.float32)
+        if stacks.kernel is not None:
+            y: Tensor = stacks.kernel.run(tensor(x), logits)
+            return y
+        ids, weights = route(logits, routing)
+
+        def product(stack: WeightStack, expert: int, rows: Tensor) -> Tensor:
+            kernels = [block.kernel.run for block in stack.experts[expert] if block.kernel is not None]
+            return torch.cat([multiply(kernel, rows.to(torch.bfloat16)).float() for kernel in kernels], -1)
+
+        gate_up, down = partial(product, stacks.gate_up), partial(product, stacks.down)
+        return run_experts(tensor(x).float(), ids, weights, gate_up, down, routing).to(torch.bfloat16)
+
+    def gate_rows(self, x: Any, gate: Any) -> Tensor:
+        return ref.gate_rows(tensor(x).float(), tensor(gate).float()).to(torch.bfloat16)
+
+    def activate(self, x: Any, activation: str) -> Tensor:
+        return ref.activate(tensor(x), activation)
 
     def select_rows(self, x: Tensor) -> Tensor:
         return x if self._rows is None else x[self._rows]
@@ -345,6 +421,13 @@ def _plain_heads(columns: Columns, positions: Tensor, head_dim: int) -> Tensor:
         x = ref.rms_norm(x.contiguous(), columns.norm, columns.eps, head_dim)
     table = columns.rotary
     return x if table is None else ref.rope(x, positions, table.cos, table.sin, head_dim, table.interleaved)
+
+
+def _columns(value: Any) -> Columns:
+    if isinstance(value, Columns):
+        return value
+    values = tensor(value)
+    return Columns(Computed(values), 0, values.shape[1])
 
 
 def _are_adjacent_columns(*parts: Columns) -> bool:
