@@ -36,7 +36,8 @@ def _prompt(number: int) -> list[int]:
 
 
 def _core(runtime: Runtime, prefix_caching: bool = True) -> EngineCore:
-    kv = KVManager(runtime.layout, runtime.budget.num_pages, prefix_caching, LeastRecentlyUsed())
+    slots = runtime.budget.num_state_slots
+    kv = KVManager(runtime.layout, runtime.budget.num_pages, prefix_caching, LeastRecentlyUsed(), num_state_slots=slots)
     return EngineCore(Scheduler(kv, DISCIPLINES.get("fcfs")(), 32, 16, _CONTEXT), runtime.runner)
 
 

@@ -78,9 +78,10 @@ def test_engine_matches_transformers(name: str, tmp_path: Path, table: dict[str,
         cases["siblings"] = llm.generate(prompts[:4], replace(_GREEDY, n=3))
         page_bytes = llm.parts.runtime.budget.page_bytes
         one = llm.parts.runtime.layout.peak_pages(96)
-    with LLM(tmp_path, batch_tokens=32, page_size=4, memory=one * 2 * page_bytes, **_REFERENCE) as llm:
+        states = llm.parts.runtime.layout.state_bytes * llm.parts.config.concurrency
+    with LLM(tmp_path, batch_tokens=32, page_size=4, memory=one * 2 * page_bytes + states, **_REFERENCE) as llm:
         cases["preemption"] = llm.generate(prompts, _GREEDY)
-        assert llm.stats.num_preemptions > 0
+        assert llm.stats.num_preemptions > 0 or not page_bytes
     tokens = {number: output.outputs[0].token_ids for number, output in enumerate(cases["batch of 16"])}
     for outputs in cases.values():
         for number, output in enumerate(outputs):

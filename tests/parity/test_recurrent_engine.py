@@ -172,7 +172,7 @@ def test_preemption(name: str) -> None:
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
 @pytest.mark.parametrize("length", [1, 33, 40, 41])  # the prompt ends after a page, at its end, and one token later
-@pytest.mark.parametrize("name", ["mamba2", "qwen3-next"])
+@pytest.mark.parametrize("name", ["mamba2", "qwen3_next"])
 def test_siblings_of_prompts_of_any_length(name: str, length: int, prefix_caching: bool) -> None:
     _siblings(name, length, prefix_caching)
 
