@@ -100,7 +100,8 @@ class HybridBlock:
         self.mlp: HybridMLP | HybridExperts | None = None
         feed_forward = d.layers[layer].feed_forward
         if feed_forward is not None:
-            self.mlp = (HybridExperts if feed_forward.num_experts else HybridMLP)(reader, d, layer, names)
+            has_experts = feed_forward.num_experts > 0
+            self.mlp = HybridExperts(reader, d, layer, names) if has_experts else HybridMLP(reader, d, layer, names)
             self.mlp_norm = Norm(reader, d, f"{prefix}.{names.mlp_norm}")
 
     def __call__(self, ops: Ops, residual: Value, update: Value | None) -> tuple[Value, Value]:
