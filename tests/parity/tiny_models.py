@@ -152,6 +152,14 @@ CONFIGS = {
 }
 
 
+# Those whose files are written in Hugging Face's layout: their tensors have the canonical names.
+WRITTEN = [
+    name
+    for name in CONFIGS
+    if not name.startswith(("phi", "glm", "star", "stable", "gpt", "falcon")) and name != "cohere"
+]
+
+
 def make(name: str, folder: Path) -> Any:
     """Save a random model called `name` into `folder`; returns it. Norms and biases are randomized as well."""
     from transformers import AutoModelForCausalLM

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.parity.tiny_models import CONFIGS, make
+from tests.parity.tiny_models import WRITTEN, make
 from tokenmill import LLM, SamplingParams
 from tokenmill.checkpoint.open import open_checkpoint
 from tokenmill.kernels.ref import rms_norm, softcap
@@ -30,7 +30,7 @@ def _logits(source: SourceModel, ids: torch.Tensor, batch: int) -> torch.Tensor:
     return softcap(logits, cap) if cap else logits
 
 
-@pytest.mark.parametrize("name", list(CONFIGS))
+@pytest.mark.parametrize("name", WRITTEN)
 def test_logits_match_transformers(name: str, tmp_path: Path) -> None:
     oracle = make(name, tmp_path)
     ids = torch.randint(0, 131, (3, _LENGTH), generator=torch.Generator().manual_seed(0))
