@@ -28,7 +28,7 @@ SHALLOW: dict[str, dict[str, Any]] = {
     "llama": {"num_hidden_layers": 1},
     "qwen3": {"num_hidden_layers": 1},
     "gemma3": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
-    **dict.fromkeys(("stablelm", "gpt2", "olmo2"), {"num_hidden_layers": 1}),
+    **{name: {"num_hidden_layers": 1} for name in ("stablelm", "gpt2", "olmo2")},
 }
 COMMON: dict[str, Any] = {"load_format": "dummy", "context": 128, "page_size": 16, "batch_tokens": 24}
 NEAR_TIE = 0.02  # in log-probability: bf16 activations against float32

@@ -153,11 +153,8 @@ CONFIGS = {
 
 
 # Those whose files are written in Hugging Face's layout: their tensors have the canonical names.
-WRITTEN = [
-    name
-    for name in CONFIGS
-    if not name.startswith(("phi", "glm", "star", "stable", "gpt", "falcon")) and name != "cohere"
-]
+_OTHER_NAMES = ("phi", "glm", "starcoder", "stablelm", "gpt", "falcon")
+WRITTEN = [name for name in CONFIGS if not name.startswith(_OTHER_NAMES) and name != "cohere"]
 
 
 def make(name: str, folder: Path) -> Any:

@@ -56,8 +56,8 @@ def exported_description(checkpoint: Checkpoint) -> ModelDescription:
         divisors = checkpoint.tensor(ROPE_DIVISORS).data.double().tolist()
         scaling = fit_llama3(divisors, table.rotary_dim, table.theta)
     description = description.with_rope_scaling("full", scaling)
-    layout = {"rope_interleaved": export.interleaved, "norm_offset": export.norm_offset}
-    return replace(description, **layout, vision_parameters=0)
+    offset = export.norm_offset
+    return replace(description, rope_interleaved=export.interleaved, norm_offset=offset, vision_parameters=0)
 
 
 def to_hf_layout(name: str, weight: Tensor, description: ModelDescription) -> Tensor:

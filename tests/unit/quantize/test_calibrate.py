@@ -15,7 +15,7 @@ from tokenmill.kernels.ref import rms_norm, softcap
 from tokenmill.quantize import calibrate
 from tokenmill.quantize.base import SAMPLE_ROWS
 from tokenmill.quantize.calibrate import CalibratedBlock, HiddenStates, StatisticsCollector
-from tokenmill.quantize.source import FINAL_NORM, HEAD, SourceModel
+from tokenmill.quantize.source import HEAD, SourceModel
 
 _LENGTH = 40
 
@@ -24,8 +24,8 @@ def _logits(source: SourceModel, ids: torch.Tensor, batch: int) -> torch.Tensor:
     states = HiddenStates(source.embed(ids), batch)
     for index in range(source.num_blocks):
         CalibratedBlock(source, index, states).advance()
-    x = rms_norm(states.values, source.read_edge(FINAL_NORM), source.description.norm_eps)
-    logits = x @ source.read_edge(HEAD).T
+    x = source.decoder.norm.of_tensor(states.values.flatten(0, 1)).view_as(states.values)
+    logits = x @ source.read_edge(HEAD).T * source.description.logit_scale
     cap = source.description.logit_softcap
     return softcap(logits, cap) if cap else logits
 
