@@ -1,4 +1,4 @@
-"""Fused matrices cut into those they join, in every layout that files have them in; and names that are not canonical."""
+"""Fused matrices cut into those they join, in every layout that files have; and names that are not canonical."""
 
 from __future__ import annotations
 
