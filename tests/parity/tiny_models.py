@@ -175,9 +175,10 @@ def make(name: str, folder: Path) -> Any:
 
 def write_tokenizer(folder: Path) -> None:
     """A tokenizer of as many words as the models have ids, so that the engine can run them."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     words = {f"w{number}": number for number in range(_COMMON["vocab_size"])}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
