@@ -28,6 +28,7 @@ SHALLOW: dict[str, dict[str, Any]] = {
     "llama": {"num_hidden_layers": 1},
     "qwen3": {"num_hidden_layers": 1},
     "gemma3": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
+    **{name: {"num_hidden_layers": 1} for name in ("stablelm", "gpt2", "olmo2")},
 }
 COMMON: dict[str, Any] = {"load_format": "dummy", "context": 128, "page_size": 16, "batch_tokens": 24}
 NEAR_TIE = 0.02  # in log-probability: bf16 activations against float32
@@ -69,7 +70,7 @@ def same_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("same_weights")
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"] if ON_GPU else ["llama", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", *(["qwen3"] if ON_GPU else []), "gemma3", "stablelm", "gpt2", "olmo2"])
 def test_greedy_tokens_are_those_of_the_spec_up_to_near_ties(tmp_path: Path, name: str) -> None:
     folder = config(tmp_path, name)
     asked = prompts(3)

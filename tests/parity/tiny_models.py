@@ -219,6 +219,12 @@ CONFIGS = {
 _KEPT = ("A_log", "conv1d.weight")
 
 
+# Those whose files are written in Hugging Face's layout: their tensors have the canonical names.
+_WRITTEN = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "olmo2", "olmo3", "granite", "cohere")
+_WRITTEN += ("cohere2", "smollm3", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "glm4_moe", "gpt_oss")
+WRITTEN = [name for name in CONFIGS if name.partition("-")[0] in _WRITTEN and name != "cohere"]
+
+
 def make(name: str, folder: Path) -> Any:
     """Save a random model called `name` into `folder`; returns it. Norms and biases are randomized as well."""
     from transformers import AutoModelForCausalLM
@@ -242,9 +248,10 @@ def make(name: str, folder: Path) -> Any:
 
 def write_tokenizer(folder: Path) -> None:
     """A tokenizer of as many words as the models have ids, so that the engine can run them."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     words = {f"w{number}": number for number in range(_COMMON["vocab_size"])}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))

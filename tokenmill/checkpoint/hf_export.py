@@ -33,6 +33,7 @@ class _Export:
     class_name: str
     keys: Callable[[ModelDescription], dict[str, Any]]
     norm_offset: float = 0.0  # of norms in Hugging Face files
+    interleaved: bool = False  # rotary pairs are (2i, 2i + 1) there too
 
 
 _ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
@@ -48,14 +49,15 @@ def exported_description(checkpoint: Checkpoint) -> ModelDescription:
     GGUF's rotary divisors become llama3 scaling.
     """
     description = checkpoint.description
-    offset = _export_of(description).norm_offset
+    export = _export_of(description)
     table = description.rope_table("full")
     scaling = table.scaling
     if ROPE_DIVISORS in checkpoint:
         divisors = checkpoint.tensor(ROPE_DIVISORS).data.double().tolist()
         scaling = fit_llama3(divisors, table.rotary_dim, table.theta)
     description = description.with_rope_scaling("full", scaling)
-    return replace(description, rope_interleaved=False, norm_offset=offset, vision_parameters=0)
+    offset = export.norm_offset
+    return replace(description, rope_interleaved=export.interleaved, norm_offset=offset, vision_parameters=0)
 
 
 def to_hf_layout(name: str, weight: Tensor, description: ModelDescription) -> Tensor:
@@ -64,11 +66,12 @@ def to_hf_layout(name: str, weight: Tensor, description: ModelDescription) -> Te
     `weight` is a float tensor, or for a q or k projection any per-row part of it (codes, scales): rows of each head go
     from pairs (2i, 2i + 1) to pairs (i, i + head_dim / 2). Norms lose what a GGUF has added to them (Gemma's one).
     """
-    if description.rope_interleaved and any(part in name for part in _ROTATED):
+    export = _export_of(description)
+    if description.rope_interleaved and not export.interleaved and any(part in name for part in _ROTATED):
         head = description.head_dim
         pairs = weight.reshape(weight.shape[0] // head, head // 2, 2, *weight.shape[1:])
         return pairs.transpose(1, 2).reshape(weight.shape)
-    offset = description.norm_offset - _export_of(description).norm_offset
+    offset = description.norm_offset - export.norm_offset
     return weight.float() + offset if offset and name.endswith(_NORM_ENDING) else weight
 
 
@@ -101,7 +104,7 @@ def export_config(description: ModelDescription, dtype: str = "bfloat16") -> dic
         "head_dim": description.head_dim,
         "vocab_size": description.vocab_size,
         "max_position_embeddings": description.context_length,
-        "rms_norm_eps": description.norm_eps,
+        "rms_norm_eps" if description.norm == "rms" else "layer_norm_eps": description.norm_eps,
         "tie_word_embeddings": description.tie_embeddings,
         **generation_config(description),
         **_rope(description),
@@ -215,6 +218,47 @@ def _expert_keys(description: ModelDescription) -> dict[str, Any]:
     }
 
 
+def _windows(description: ModelDescription) -> dict[str, Any]:
+    window = description.sliding_window
+    return {**({"sliding_window": window} if window else {}), "layer_types": _layer_types(description)}
+
+
+def _olmo3_keys(description: ModelDescription) -> dict[str, Any]:
+    return {**_llama_keys(description), **_windows(description)}
+
+
+def _granite_keys(description: ModelDescription) -> dict[str, Any]:
+    attention = description.layers[0].attention
+    scale = attention.head_dim**-0.5 if attention.scale is None else attention.scale
+    return {
+        **_llama_keys(description),
+        "embedding_multiplier": description.embedding_scale,
+        "residual_multiplier": description.residual_scale,
+        "attention_multiplier": scale,
+        "logits_scaling": 1.0 / description.logit_scale,
+    }
+
+
+def _cohere_keys(description: ModelDescription) -> dict[str, Any]:
+    attention = description.layers[0].attention
+    return {
+        "hidden_act": _ACTIVATIONS[description.activation],
+        "attention_bias": attention.qkv_bias,
+        "logit_scale": description.logit_scale,
+        "use_qk_norm": bool(attention.head_norms),
+    }
+
+
+def _cohere2_keys(description: ModelDescription) -> dict[str, Any]:
+    return {**_cohere_keys(description), **_windows(description)}
+
+
+def _smollm3_keys(description: ModelDescription) -> dict[str, Any]:
+    rotates = [int(bool(layer.attention.rope)) for layer in description.layers]
+    windows = {**_windows(description), "use_sliding_window": bool(description.sliding_window)}
+    return {**_llama_keys(description), **windows, "no_rope_layers": rotates}
+
+
 def _layer_types(description: ModelDescription) -> list[str]:
     return [f"{kind}_attention" for kind in description.layer_kinds]
 
@@ -223,7 +267,15 @@ _EXPORTS = {
     "llama": _Export("llama", "LlamaForCausalLM", _llama_keys),
     "qwen2": _Export("qwen2", "Qwen2ForCausalLM", _qwen2_keys),
     "qwen3": _Export("qwen3", "Qwen3ForCausalLM", _qwen3_keys),
+    "gemma": _Export("gemma", "GemmaForCausalLM", _llama_keys, norm_offset=1.0),
+    "gemma2": _Export("gemma2", "Gemma2ForCausalLM", _gemma3_keys, norm_offset=1.0),
     "gemma3": _Export("gemma3_text", "Gemma3ForCausalLM", _gemma3_keys, norm_offset=1.0),
+    "olmo2": _Export("olmo2", "Olmo2ForCausalLM", _llama_keys),
+    "olmo3": _Export("olmo3", "Olmo3ForCausalLM", _olmo3_keys),
+    "granite": _Export("granite", "GraniteForCausalLM", _granite_keys),
+    "cohere": _Export("cohere", "CohereForCausalLM", _cohere_keys, interleaved=True),
+    "cohere2": _Export("cohere2", "Cohere2ForCausalLM", _cohere2_keys, interleaved=True),
+    "smollm3": _Export("smollm3", "SmolLM3ForCausalLM", _smollm3_keys),
     "mixtral": _Export("mixtral", "MixtralForCausalLM", _expert_keys),
     "qwen2_moe": _Export("qwen2_moe", "Qwen2MoeForCausalLM", _expert_keys),
     "qwen3_moe": _Export("qwen3_moe", "Qwen3MoeForCausalLM", _expert_keys),
@@ -243,6 +295,8 @@ def _export_of(description: ModelDescription) -> _Export:
         raise CheckpointError(
             f"files of architecture '{description.architecture}' cannot be written", f"known: {', '.join(_EXPORTS)}"
         )
+    if any(layer.attention.head_norms == "heads" for layer in description.layers):
+        raise CheckpointError("norms of each head cannot be written", "choose a GGUF format")
     return export
 
 

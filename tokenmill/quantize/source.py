@@ -50,7 +50,7 @@ class SourceModel:
         self.description = exported_description(checkpoint)
         reader = _NamingReader(checkpoint)
         # Norms are read by the source's own offset; rotary tables are those of the layout that blocks are turned into.
-        described = replace(checkpoint.description, rope_interleaved=False)
+        described = replace(checkpoint.description, rope_interleaved=self.description.rope_interleaved)
         self.decoder: Decoder = architecture(reader, described, num_positions)
         reader.finish()
         self._reader = reader

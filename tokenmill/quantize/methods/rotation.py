@@ -69,7 +69,7 @@ class Rotation(Transform):
 def refuse_normed_updates(description: ModelDescription) -> None:
     """Refuse models that norm what their blocks add to the residual stream: those channel weights do not commute with a
     rotation."""
-    if any(layer.norms != "pre" for layer in description.layers):
+    if description.norm != "rms" or any(layer.norms != "pre" for layer in description.layers):
         raise UserError(
             f"{description.architecture} scales each channel of what its blocks add to the residual stream: "
             "that cannot be rotated",

@@ -100,11 +100,13 @@ class Gate:
 
 
 class Product:
-    """The product with one matrix, or with several joined ones, computed when it is known what its reader can fuse."""
+    """The product with one matrix, or with several joined ones, computed when it is known what its reader can fuse.
+    `full`: a result that is there already; kernel and x are None then."""
 
-    def __init__(self, kernel: Any, x: Any, out_dtype: torch.dtype = torch.bfloat16) -> None:
-        self._kernel, self._x, self._out_dtype = kernel, x, out_dtype
-        self._full: Tensor | None = None
+    def __init__(
+        self, kernel: Any, x: Any, out_dtype: torch.dtype = torch.bfloat16, full: Tensor | None = None
+    ) -> None:
+        self._kernel, self._x, self._out_dtype, self._full = kernel, x, out_dtype, full
 
     def full(self) -> Tensor:
         """All columns, nothing fused."""
@@ -132,7 +134,7 @@ class Product:
 class Columns:
     """Columns [begin, end) of a product; for heads, with the norm and the rotation that attention will apply."""
 
-    product: Product | Computed
+    product: Product
     begin: int
     end: int
     norm: Tensor | None = None
@@ -148,18 +150,6 @@ class Columns:
     def tensor(self) -> Tensor:
         assert self.norm is None and self.rotary is None, "heads are read by attention only"  # noqa: PT018
         return self.plain
-
-
-class Computed:
-    """In the place of a Product: a tensor that is there already."""
-
-    rotates = gates = False
-
-    def __init__(self, values: Tensor) -> None:
-        self._values = values
-
-    def full(self) -> Tensor:
-        return self._values
 
 
 class CudaOps:
@@ -231,7 +221,7 @@ class CudaOps:
 
     def attention(self, q: Any, k: Any, v: Any, spec: AttentionSpec) -> Tensor:
         q, k, v = _columns(q), _columns(k), _columns(v)
-        batch, table = self._batch, q.rotary or self._no_rotation()
+        batch, table = self._batch, q.rotary or _no_rotation(self._batch.positions)
         group, slot = self._store.layout.place(spec.layer)
         plain = not table.rotates_keys or spec.sinks is not None or spec.chunk > 0
         if plain or self._store.gpu_declines(slot) is not None:
@@ -253,13 +243,7 @@ class CudaOps:
         )
         out: Tensor
         whole = table.rotary_dim == spec.head_dim
-        if (
-            whole
-            and norms is None
-            and _are_adjacent_columns(q, k, v)
-            and isinstance(q.product, Product)
-            and q.product.rotates
-        ):
+        if whole and norms is None and _are_adjacent_columns(q, k, v) and q.product.rotates:
             heads = gpu.head_places(batch.positions.shape[0], spec.num_heads, *store_arguments, scales)
             queries = q.product.rotated(heads)
         else:
@@ -307,7 +291,7 @@ class CudaOps:
         batch, table, eps = self._batch, q.rotary, q.eps
         positions = batch.positions
         if table is None or table.rotary_dim != spec.head_dim:  # the kernel rotates whole heads: by nothing
-            q, k = (self._rotated(each, spec.head_dim) for each in (q, k))
+            q, k = (_columns(_plain_heads(each, positions, spec.head_dim).to(torch.bfloat16)) for each in (q, k))
             norms, positions = None, torch.zeros_like(positions)
             ones = torch.ones(1, spec.head_dim // 2, device=positions.device)
             table = RotaryTable(ones, torch.zeros_like(ones), False)
@@ -318,19 +302,6 @@ class CudaOps:
             queries, pages, *lengths, spec.scale, spec.window, spec.softcap,
             max_query=batch.max_query, max_seq=batch.max_seq,
         )  # fmt: skip
-
-    def _rotated(self, x: Columns, head_dim: int) -> Columns:
-        """With its norm and rotation computed."""
-        values, table = x.plain, x.rotary
-        if x.norm is not None:
-            values = gpu.rms_norm(values, x.norm, x.eps, head_dim)
-        if table is not None:
-            values = gpu.rope(values, self._batch.positions, table.cos, table.sin, head_dim, table.interleaved)
-        return Columns(Computed(values), 0, values.shape[1])
-
-    def _no_rotation(self) -> RotaryTable:
-        empty = torch.empty(1, 0, device=self._batch.positions.device)
-        return RotaryTable(empty, empty, False)
 
     def gated(self, gate: Any, up: Any, activation: str) -> Gate | Tensor:
         halves = isinstance(gate, Columns) and isinstance(up, Columns) and _are_adjacent_columns(gate, up)
@@ -423,11 +394,16 @@ def _plain_heads(columns: Columns, positions: Tensor, head_dim: int) -> Tensor:
     return x if table is None else ref.rope(x, positions, table.cos, table.sin, head_dim, table.interleaved)
 
 
+def _no_rotation(positions: Tensor) -> RotaryTable:
+    empty = torch.empty(1, 0, device=positions.device)
+    return RotaryTable(empty, empty, False)
+
+
 def _columns(value: Any) -> Columns:
     if isinstance(value, Columns):
         return value
     values = tensor(value)
-    return Columns(Computed(values), 0, values.shape[1])
+    return Columns(Product(None, None, full=values), 0, values.shape[1])
 
 
 def _are_adjacent_columns(*parts: Columns) -> bool:
