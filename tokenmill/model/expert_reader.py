@@ -8,6 +8,7 @@ where experts are separate. Used by layers/experts.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -145,9 +146,7 @@ def _stacks(experts: list[list[LinearWeight]]) -> ExpertStacks:
 def _separate(reader: WeightReader, prefix: str, style: _Style, shape: ExpertShape) -> ExpertStacks:
     sizes = ((shape.width, shape.hidden), (shape.width, shape.hidden), (shape.hidden, shape.width))
     # A file that we wrote ourselves from a joined one has the plain names.
-    parts = style.parts if reader.has_prefix(f"{prefix}.0.{style.parts[0]}") else _PARTS
-    if not reader.has_prefix(f"{prefix}.0.{parts[0]}"):
-        parts = style.parts
+    parts = _PARTS if reader.has_prefix(f"{prefix}.0.{_PARTS[0]}") else style.parts
     return _stacks(
         [
             [
@@ -180,6 +179,7 @@ def _joined_sources(
             for name, size in zip(names, ((2 * width, hidden), (hidden, width)), strict=True)
         )
         return [f"{name}.weight" for name in names], [both.rows(slice(width)), both.rows(slice(width, None)), output]
+    read: Callable[[WeightReader, str, str, ExpertShape, tuple[int, int], bool], _Source]
     if joined in reader.checkpoint:
         read, names = _stored, [joined, down]
     elif f"{joined}_blocks" in reader.checkpoint:

@@ -20,6 +20,7 @@ from tokenmill.checkpoint.open import open_checkpoint
 from tokenmill.errors import CheckpointError
 from tokenmill.kernels.ref_experts import RoutingSpec, route, run_experts
 from tokenmill.model.formats.quantized import E2M1_VALUES
+from tokenmill.model.layers.experts import Experts
 from tokenmill.model.loader import load_model
 
 IDS = torch.randint(3, 131, (30,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -173,7 +174,9 @@ def test_mxfp4_blocks_are_read(tmp_path: Path) -> None:
     expected = engine_logits(tmp_path, IDS, "eager")
     _rewrite(tmp_path, lambda _: blocks)
     torch.testing.assert_close(engine_logits(tmp_path, IDS, "eager"), expected, rtol=0, atol=1e-5)
-    stack = load_model(open_checkpoint(tmp_path), CPU, 8, "ref").decoder.blocks[0].mlp.stacks.gate_up
+    mlp = load_model(open_checkpoint(tmp_path), CPU, 8, "ref").decoder.blocks[0].mlp
+    assert isinstance(mlp, Experts)
+    stack = mlp.stacks.gate_up
     assert stack.type_name == "MXFP4"
     parts = stack.parts()  # gate rows first, whatever the file interleaves
     assert {role: tuple(part.shape) for role, part in parts.items()} == {"packed": (4, 192, 32), "scales": (4, 192, 2)}

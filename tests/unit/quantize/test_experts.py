@@ -17,6 +17,7 @@ from tests.parity.engine_logits import engine_logits
 from tests.unit.quantize.ggml.test_export import save_tokenizer
 from tokenmill.checkpoint.open import open_checkpoint
 from tokenmill.errors import UserError
+from tokenmill.model.layers.experts import Experts
 from tokenmill.quantize.finish import GateRequest
 from tokenmill.quantize.job import QuantizeJob, prepare, run_job
 from tokenmill.quantize.recipe import RecipeRequest
@@ -40,7 +41,9 @@ def test_eight_bits_compute_nearly_the_same(name: str, tmp_path: Path) -> None:
     kept, linears = source.kept_names(layer), source.linear_names(layer)
     assert kept
     assert not set(kept) & set(linears)
-    assert sum(".experts." in each for each in linears) == 3 * len(source.block(layer).mlp.stacks.down)
+    mlp = source.block(layer).mlp
+    assert isinstance(mlp, Experts)
+    assert sum(".experts." in each for each in linears) == 3 * len(mlp.stacks.down)
     report = run_job(prepare(_job(model, out, RecipeRequest("rtn", bits=8, group_size=16))))
     assert {entry["name"] for entry in report.layers} >= set(linears)
     stored = load_file(out / "model.safetensors")

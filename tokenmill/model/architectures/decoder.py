@@ -46,7 +46,8 @@ class Block:
         norms = d.layers[layer].norms
         self.attention = SelfAttention(reader, d, layer, rotary)
         ffn = d.layers[layer].feed_forward
-        self.mlp = Experts(reader, d, layer) if ffn is not None and ffn.num_experts else MLP(reader, d, layer)
+        has_experts = ffn is not None and ffn.num_experts > 0
+        self.mlp: Experts | MLP = Experts(reader, d, layer) if has_experts else MLP(reader, d, layer)
         self.attention_norm, self.attention_output_norm, self.mlp_norm, self.mlp_output_norm = (
             Norm(reader, d, f"model.layers.{layer}.{name}") if name else NoNorm() for name in _NORMS[norms]
         )

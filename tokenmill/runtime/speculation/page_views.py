@@ -59,12 +59,12 @@ def attention_specs(decoder: Decoder, layers: Sequence[int]) -> tuple[list[Atten
     """The attention of a head over these layers (no windows, no caps), and the rotary table of their keys."""
     attentions = [decoder.blocks[layer].attention for layer in layers]
     rotary = attentions[0].rotary
-    if rotary is None or any(attention.rotary is not rotary for attention in attentions):
+    if rotary is None or not rotary.rotates_keys or any(attention.rotary is not rotary for attention in attentions):
         raise UserError(
             "a draft head reads layers of one rotary table only",
             "train it on layers that rotate, or use another drafter",
         )
-    return [replace(attention.spec, window=0, softcap=0.0) for attention in attentions], rotary
+    return [replace(attention.spec, window=0, softcap=0.0, chunk=0, sinks=None) for attention in attentions], rotary
 
 
 def choose_layers(decoder: Decoder, count: int) -> tuple[int, ...]:

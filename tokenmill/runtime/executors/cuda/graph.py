@@ -22,11 +22,11 @@ from tokenmill.config import ResolvedConfig
 from tokenmill.kernels import triton as gpu
 from tokenmill.log import get_logger
 from tokenmill.model.kvstore.base import KVStore
-from tokenmill.model.layers.experts import Experts
 from tokenmill.model.loader import LoadedModel
 from tokenmill.runtime.executors.base import StepGuesser, StepInput, StepOutput
 from tokenmill.runtime.executors.cuda.checks import Checks, Expected, Position, Tables, spread
 from tokenmill.runtime.executors.cuda.eager import CudaEagerExecutor
+from tokenmill.runtime.executors.cuda.experts import float_matrices, uncaptured
 from tokenmill.runtime.executors.cuda.inputs import DecodeInputs
 from tokenmill.runtime.executors.cuda.ops import CudaOps, tensor
 from tokenmill.runtime.executors.cuda.prompts import PromptInputs, PromptKind, PromptSteps
@@ -35,13 +35,6 @@ from tokenmill.types import Batch, Request, ScheduledTokens
 _log = get_logger(__name__)
 _SMALL_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 _BUCKET_STEP = 32
-# What GPU steps compute op by op, with decisions on the host.
-_UNCAPTURED = {
-    "attention sinks",
-    "chunked attention",
-    "layers without rotary embedding",
-    "queries scaled by position",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,20 +105,13 @@ class CudaGraphExecutor(CudaEagerExecutor):
         reason = super().declines(model, store)
         if reason is not None:
             return reason
-        experts = [block.mlp for block in model.decoder.blocks if isinstance(block.mlp, Experts)]
-        if any(mlp.stacks.kernel is None for mlp in experts):
-            return "experts of this format are multiplied one by one, which is not captured"
-        kept = {id(weight) for mlp in experts for weight in (mlp.router, mlp.shared and mlp.shared.gate)}
-        uncaptured = _UNCAPTURED & set(model.decoder.description.features())
-        if uncaptured:
-            return f"steps with {', '.join(sorted(uncaptured))} are not captured"
+        reason = uncaptured(model)
+        if reason is not None:
+            return reason
+        kept = float_matrices(model)
         for name, weight in model.weights.items():
-            kernel = None if weight.kernel is None else weight.kernel.run
-            if (
-                kernel is not None
-                and id(weight) not in kept
-                and not isinstance(kernel, (gpu.GpuLinear, gpu.JoinedRows))
-            ):
+            kernel = None if weight.kernel is None or id(weight) in kept else weight.kernel.run
+            if kernel is not None and not isinstance(kernel, (gpu.GpuLinear, gpu.JoinedRows)):
                 return f"{name} ({weight.type_name}) has no GPU kernel that can be captured"
         slots = range(store.layout.layers_per_page)
         return next((reason for reason in map(store.gpu_declines, slots) if reason is not None), None)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -20,13 +19,14 @@ from torch import Tensor
 from tokenmill.kernels import ref
 from tokenmill.kernels import triton as gpu
 from tokenmill.kernels.packed_pages import PackedPages
-from tokenmill.kernels.ref_experts import RoutingSpec, route, run_experts
+from tokenmill.kernels.ref_experts import RoutingSpec
 from tokenmill.model.attention.base import AttentionSpec
 from tokenmill.model.attention.paged import PagedAttention
 from tokenmill.model.formats.base import LinearWeight
-from tokenmill.model.formats.stacks import ExpertStacks, WeightStack
+from tokenmill.model.formats.stacks import ExpertStacks
 from tokenmill.model.kvstore.base import KVStore
 from tokenmill.model.layers.rotary import RotaryTable
+from tokenmill.runtime.executors.cuda.experts import multiply_one_by_one
 from tokenmill.types import Batch
 
 FEW_ROWS = 32  # up to this many, logits are float32 from the accumulator; above, cuBLAS rounds them to bf16
@@ -311,21 +311,12 @@ class CudaOps:
         return Gate(tensor(gate), tensor(up), activation)
 
     def experts(self, x: Any, router: LinearWeight, stacks: ExpertStacks, routing: RoutingSpec) -> Tensor:
-        """By a kernel for all experts; else one by one through their linear kernels, chosen on the host, which is right
-        everywhere and cannot be captured."""
         assert router.kernel is not None
         logits = multiply(router.kernel.run, x, torch.float32)
-        if stacks.kernel is not None:
-            y: Tensor = stacks.kernel.run(tensor(x), logits)
-            return y
-        ids, weights = route(logits, routing)
-
-        def product(stack: WeightStack, expert: int, rows: Tensor) -> Tensor:
-            kernels = [block.kernel.run for block in stack.experts[expert] if block.kernel is not None]
-            return torch.cat([multiply(kernel, rows.to(torch.bfloat16)).float() for kernel in kernels], -1)
-
-        gate_up, down = partial(product, stacks.gate_up), partial(product, stacks.down)
-        return run_experts(tensor(x).float(), ids, weights, gate_up, down, routing).to(torch.bfloat16)
+        if stacks.kernel is None:
+            return multiply_one_by_one(tensor(x), logits, stacks, routing)
+        y: Tensor = stacks.kernel.run(tensor(x), logits)
+        return y
 
     def gate_rows(self, x: Any, gate: Any) -> Tensor:
         return ref.gate_rows(tensor(x).float(), tensor(gate).float()).to(torch.bfloat16)
