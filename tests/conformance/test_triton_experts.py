@@ -29,7 +29,7 @@ from tokenmill.kernels.triton.experts.stack import (
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ON_GPU = DEVICE.type == "cuda"
-ERROR = 8e-3  # two products with bf16 between them; the interpreter cuts off instead of rounding
+ERROR = 8e-3 if ON_GPU else 1.3e-2  # two products with bf16 between them; the interpreter cuts off instead of rounding
 FLOAT8_ERROR = 0.05 if ON_GPU else 0.16  # likewise
 E2M1 = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
 

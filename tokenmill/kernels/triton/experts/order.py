@@ -116,7 +116,9 @@ def sort_by_expert(ids: Tensor, num_experts: int, rows: int) -> ExpertOrder:
     blocks = max_blocks(size, num_experts, rows)
     chunks = triton.cdiv(size, CHUNK)
     scratch = torch.empty(2, chunks, num_experts, dtype=torch.int32, device=device)
-    order = ExpertOrder(*(torch.empty(n, dtype=torch.int32, device=device) for n in (size, num_experts, blocks, blocks)))
+    order = ExpertOrder(
+        *(torch.empty(n, dtype=torch.int32, device=device) for n in (size, num_experts, blocks, blocks))
+    )
     padded, pdl = power_of_two(num_experts, 16), uses_pdl(device)
     if chunks > 1:
         _count[(chunks,)](
