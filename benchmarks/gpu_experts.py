@@ -5,11 +5,10 @@
 Made-up weights in the shapes of Qwen3-30B-A3B, DeepSeek-V2-Lite and GPT-OSS-20B. A row of the table is the median of
 replays of a graph that holds whole layers (routing from logits on) for several sets of tokens, so that other experts
 are hit each time; results are compared with float32 first. Floor: the larger of the bytes of the distinct experts hit
-at 4.8 TB/s and 2 * tokens * experts per token * weights of an expert at 790 TFLOP/s (float8: 1,580). `--tune` also times
-every candidate of the chooser, the two products by themselves. Kernels are compiled by several processes beforehand.
+at 4.8 TB/s and 2 * tokens * experts per token * weights of an expert at 790 TFLOP/s (float8: 1,580). `--tune` also
+times every candidate of the chooser, the two products by themselves. Kernels are compiled beforehand, in parallel.
 """
 
-# ruff: noqa: B023 (calls are timed inside the loop that makes them)
 from __future__ import annotations
 
 import argparse
@@ -218,9 +217,8 @@ def time_parts(layer: Layer, sets: list[Inputs], plan: Plan) -> dict[str, float]
     routing = [lambda i=each: route(i.logits, spec) for each in sets]
     parts = {"route": median_us(routing), "gate_up": median_us(first), "down": median_us(second)}
     if plan.kernel != GEMV:
-        parts["sort"] = median_us(
-            [lambda i=each: sort_by_expert(i.ids, layer.model.experts, plan.tokens) for each in sets]
-        )
+        sorts = [lambda i=each: sort_by_expert(i.ids, layer.model.experts, plan.tokens) for each in sets]
+        parts["sort"] = median_us(sorts)
     return parts
 
 

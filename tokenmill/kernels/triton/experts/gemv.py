@@ -189,8 +189,8 @@ def down_gemv(
     tiling: Tiling,
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """x [T * k, depth] as `gate_up_gemv` returns it, which must be the kernel before this one -> [T, rows], the sum over
-    each token's experts, weighted by `weights` [T, k]."""
+    """x [T * k, depth] as `gate_up_gemv` returns it, which must be the kernel before this one -> [T, rows], the sum
+    over each token's experts, weighted by `weights` [T, k]."""
     tokens, top_k = ids.shape
     out = torch.empty(tokens, stack.rows, dtype=out_dtype, device=x.device)
     _down[(triton.cdiv(stack.rows, tiling.rows), tokens)](
