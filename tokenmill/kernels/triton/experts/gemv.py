@@ -116,10 +116,10 @@ def _down(x, weight, ids, weights, out, N, K, VARIANT: tl.constexpr):
     total = tl.zeros([BN], dtype=tl.float32)
     for number in tl.static_range(VARIANT.top_k * PIECES):
         slot = token * VARIANT.top_k + number // PIECES
-        row = rows[number // PIECES]
+        row = rows[number // PIECES]  # type: ignore[var-annotated]
         by = tl.load(weights + slot) if VARIANT.weighted else 1.0
         if number < VARIANT.early:
-            values = early[number].to(tl.float32)
+            values = early[number].to(tl.float32)  # type: ignore[var-annotated]
         else:
             values = load_piece(weight.codes + row * K, (number % PIECES) * BK, K, BK, EVEN).to(tl.float32)
         inputs = load_input(x + slot * K, (number % PIECES) * BK, K, BK, EVEN).to(tl.float32) * by
