@@ -3,14 +3,14 @@
 What counts is how many rows an expert gets: tokens * experts per token / experts. `rule` is the table; the benchmark
 (`benchmarks/gpu_experts.py --tune`) measures `candidates` and says where another plan is faster.
 
-| kind         | rows of an expert | kernel, tokens of a tile | why                                                 |
-|--------------|-------------------|--------------------------|--------------------------------------------------------|
-| bf16, fp8    | up to 4 tokens    | gemv                     | each chosen expert is read as a matrix times a vector; |
-|              |                   |                          | no sort, no padding, the sum over experts in registers |
-| all          | up to 8           | product, 16              | bound by reading the experts hit: the smallest tile |
-|              | up to 20          | product, 32              | most experts fit one tile, so weights are read once |
-|              | up to 48          | product, 64              |                                                     |
-|              | more              | product, 128             | bound by the tensor cores                           |
+| kind      | rows of an expert | kernel, tokens of a tile | why                                                       |
+|-----------|-------------------|--------------------------|-----------------------------------------------------------|
+| bf16, fp8 | up to 4 tokens    | gemv                     | each chosen expert is read as a matrix times a vector; no |
+|           |                   |                          | sort, no padding, the sum over experts in registers       |
+| all       | up to 8           | product, 16              | bound by reading the experts hit: the smallest tile       |
+|           | up to 20          | product, 32              | most experts fit one tile, so weights are read once       |
+|           | up to 48          | product, 64              |                                                           |
+|           | more              | product, 128             | bound by the tensor cores                                 |
 
 4-bit codes have no gemv: unpacking costs more than the product, and on the tensor cores it needs fewer instructions.
 """
