@@ -30,9 +30,7 @@ class StackTensors(NamedTuple):
     """What the kernels read. R: rows of all experts, experts * rows."""
 
     codes: Tensor  # bf16, float8 [R, depth]; int32 [blocks, R, words]
-    scales: (
-        Tensor | None
-    )  # fp8: [experts, row blocks, depth blocks]; int4: float16 [groups, R]; mxfp4: int32 [blocks, R]
+    scales: Tensor | None  # fp8 [experts, row blocks, depth blocks], int4 float16 [groups, R], mxfp4 int32 [blocks, R]
     zeros: Tensor | None  # int4: bfloat16 [groups, R]
     row_scale: Tensor | None  # float32 [R]
     bias: Tensor | None  # float32 [R]
