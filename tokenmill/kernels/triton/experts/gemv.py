@@ -101,14 +101,14 @@ def _down(x, weight, ids, weights, out, N, K, VARIANT: tl.constexpr):
     tile, token = tl.program_id(0), tl.program_id(1).to(tl.int64)
     own = tile * BN + tl.arange(0, BN)
     safe = tl.minimum(own, N - 1)
-    rows = ()
+    experts = ()
     for place in tl.static_range(VARIANT.top_k):
         # Past the first-level cache: nothing has waited for the kernel that wrote the ids but the predecessor.
         expert = tl.load(ids + token * VARIANT.top_k + place, cache_modifier=".cg").to(tl.int64)
-        rows += (expert * N + safe,)  # type: ignore[assignment]
+        experts += (expert,)  # type: ignore[assignment]
     early = ()
     for number in tl.static_range(VARIANT.early):
-        place = weight.codes + rows[number // PIECES] * K
+        place = weight.codes + (experts[number // PIECES] * N + safe) * K
         early += (load_piece(place, (number % PIECES) * BK, K, BK, EVEN),)  # type: ignore[assignment]
     if VARIANT.pdl:
         tl.extra.cuda.gdc_wait()
@@ -116,14 +116,15 @@ def _down(x, weight, ids, weights, out, N, K, VARIANT: tl.constexpr):
     total = tl.zeros([BN], dtype=tl.float32)
     for number in tl.static_range(VARIANT.top_k * PIECES):
         slot = token * VARIANT.top_k + number // PIECES
-        row = rows[number // PIECES]  # type: ignore[var-annotated]
+        expert = experts[number // PIECES]  # type: ignore[var-annotated]
+        row = expert * N + safe
         by = tl.load(weights + slot) if VARIANT.weighted else 1.0
         if number < VARIANT.early:
             values = early[number].to(tl.float32)  # type: ignore[var-annotated]
         else:
             values = load_piece(weight.codes + row * K, (number % PIECES) * BK, K, BK, EVEN).to(tl.float32)
         inputs = load_input(x + slot * K, (number % PIECES) * BK, K, BK, EVEN).to(tl.float32) * by
-        line = (tl.max(row, 0) // N) * tl.cdiv(N, 128) + tl.minimum(tile * BN, N - 1) // 128
+        line = expert * tl.cdiv(N, 128) + tl.minimum(tile * BN, N - 1) // 128
         inputs = scaled_input(inputs, weight.scales, line, (number % PIECES) * BK, K, BK)
         if weight.row_scale is not None:
             values *= tl.load(weight.row_scale + row)[:, None]
