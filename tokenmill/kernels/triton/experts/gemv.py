@@ -108,8 +108,8 @@ def _down(x, weight, ids, weights, out, N, K, VARIANT: tl.constexpr):
         experts += (expert,)  # type: ignore[assignment]
     early = ()
     for number in tl.static_range(VARIANT.early):
-        place = weight.codes + (experts[number // PIECES] * N + safe) * K
-        early += (load_piece(place, (number % PIECES) * BK, K, BK, EVEN),)  # type: ignore[assignment]
+        codes = weight.codes + (experts[number // PIECES] * N + safe) * K
+        early += (load_piece(codes, (number % PIECES) * BK, K, BK, EVEN),)  # type: ignore[assignment]
     if VARIANT.pdl:
         tl.extra.cuda.gdc_wait()
     acc = tl.zeros([BN, BK], dtype=tl.float32)
