@@ -44,6 +44,7 @@ class GpuExpertStack:
     depth: int
     group: int  # values of a row that share a scale; 0: none
     tensors: StackTensors
+    halves: int = 1  # 2: blocks of scales begin anew with the second half of the rows
 
     @property
     def expert_bytes(self) -> int:
@@ -94,7 +95,7 @@ def fp8_stack(codes: Tensor, scales: Tensor, bias: Tensor | None = None, halves:
             raise Declined(f"float8 experts with scales {list(scales.shape)} have no kernel")
         kept = scales.contiguous()
     tensors = StackTensors(flat, kept, None, row_scale, _flat(bias, codes.device))
-    return GpuExpertStack("fp8", experts, rows, depth, SCALE_BLOCK if kept is not None else 0, tensors)
+    return GpuExpertStack("fp8", experts, rows, depth, SCALE_BLOCK if kept is not None else 0, tensors, halves)
 
 
 def int4_stack(codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None = None) -> GpuExpertStack:
