@@ -116,7 +116,7 @@ def _down(x, weight, ids, weights, out, N, K, VARIANT: tl.constexpr):
     total = tl.zeros([BN], dtype=tl.float32)
     for number in tl.static_range(VARIANT.top_k * PIECES):
         slot = token * VARIANT.top_k + number // PIECES
-        expert = experts[number // PIECES]  # type: ignore[var-annotated]
+        expert = experts[number // PIECES]
         row = expert * N + safe
         by = tl.load(weights + slot) if VARIANT.weighted else 1.0
         if number < VARIANT.early:
