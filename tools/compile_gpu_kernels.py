@@ -88,7 +88,7 @@ class Compilation:
         bad = found["LDL"] + found["STL"] > 0 or kernel.metadata.shared > SHARED_BYTES
         self.failures += bad
         print(
-            f"{self.case:28s} {name:12s} {registers:4d} registers, {stack:4d} stack, {kernel.metadata.shared:6d} shared, "
+            f"{self.case:28s} {name:12s} {registers:4d} registers, {stack:4d} stack, {kernel.metadata.shared} shared, "
             f"{dict(found)} {seconds:.1f} s{'  BAD' if bad else ''}",
             flush=True,
         )

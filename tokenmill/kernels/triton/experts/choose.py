@@ -3,14 +3,14 @@
 What counts is how many rows an expert gets: tokens * experts per token / experts. `rule` is the table; the benchmark
 (`benchmarks/gpu_experts.py --tune`) measures `candidates` and says where another plan is faster.
 
-| kind         | rows of an expert | kernel, tokens of a tile | why                                                       |
-|--------------|-------------------|--------------------------|-----------------------------------------------------------|
-| bf16, fp8    | up to 4 tokens    | gemv                     | each chosen expert is read as a matrix times a vector;    |
-|              |                   |                          | no sort, no padding, the sum over experts in registers    |
-| all          | up to 8           | product, 16              | bound by reading the experts hit: the smallest tile       |
-|              | up to 20          | product, 32              | most experts fit one tile, so weights are read once       |
-|              | up to 48          | product, 64              |                                                           |
-|              | more              | product, 128             | bound by the tensor cores                                 |
+| kind      | rows of an expert | kernel, tokens of a tile | why                                                       |
+|-----------|-------------------|--------------------------|-----------------------------------------------------------|
+| bf16, fp8 | up to 4 tokens    | gemv                     | each chosen expert is read as a matrix times a vector; no |
+|           |                   |                          | sort, no padding, the sum over experts in registers       |
+| all       | up to 8           | product, 16              | bound by reading the experts hit: the smallest tile       |
+|           | up to 20          | product, 32              | most experts fit one tile, so weights are read once       |
+|           | up to 48          | product, 64              |                                                           |
+|           | more              | product, 128             | bound by the tensor cores                                 |
 
 4-bit codes have no gemv: unpacking costs more than the product, and on the tensor cores it needs fewer instructions.
 """
@@ -24,6 +24,7 @@ from tokenmill.kernels.triton.shared.launch import INTERPRETED
 GEMV, PRODUCT = "gemv", "product"
 GEMV_TOKENS = 4
 FOUR_BITS = ("int4", "mxfp4")
+MAX_SUMS = 4096  # of a tile for each of its warps: half of their registers
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,17 +52,16 @@ class Plan:
 def rule(kind: str, num_experts: int, experts_per_token: int, tokens: int, inner: int = 0) -> Plan:
     """The plan without measurements: the table of the module's head. `inner`: depth of the second product."""
     if kind in ("bf16", "fp8") and tokens <= GEMV_TOKENS:
-        return _gemv(kind, inner)
+        return _gemv(inner)
     average = tokens * experts_per_token / num_experts
     rows = 16 if average <= 8 else 32 if average <= 20 else 64 if average <= 48 else 128
     return _product(kind, rows)
 
 
-def _gemv(kind: str, inner: int) -> Plan:
+def _gemv(inner: int) -> Plan:
     if INTERPRETED:
         return Plan(GEMV, 0, Tiling(64, 128), Tiling(64, 128))
-    depth = piece(inner, 1024 if kind == "bf16" else 2048)
-    return Plan(GEMV, 0, Tiling(8, 1024 if kind == "bf16" else 2048, 4), Tiling(4 * (1024 // depth or 1), depth, 4))
+    return Plan(GEMV, 0, Tiling(8, 1024, 4), Tiling(4, piece(inner, 1024), 4))
 
 
 def piece(depth: int, most: int) -> int:
@@ -97,11 +97,11 @@ def candidates(kind: str, num_experts: int, experts_per_token: int, tokens: int,
         return list(dict.fromkeys(plans))
     sizes = [s for s in (first.tokens // 2, first.tokens, 2 * first.tokens) if 16 <= s <= 256]
     for size in sizes:
-        plan = _product(kind, min(size, 128))
-        plan = replace(plan, tokens=size)
-        plans += [plan]
+        plan = replace(_product(kind, min(size, 128)), tokens=size)
+        plans += [plan] if size <= 128 else []
         for tiling in _tilings(kind, size):
-            plans += [replace(plan, gate_up=tiling, down=tiling)]
+            if tiling.rows * size <= MAX_SUMS * tiling.warps:
+                plans += [replace(plan, gate_up=tiling, down=tiling)]
     return list(dict.fromkeys(plans))
 
 

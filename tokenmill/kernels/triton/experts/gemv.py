@@ -101,29 +101,30 @@ def _down(x, weight, ids, weights, out, N, K, VARIANT: tl.constexpr):
     tile, token = tl.program_id(0), tl.program_id(1).to(tl.int64)
     own = tile * BN + tl.arange(0, BN)
     safe = tl.minimum(own, N - 1)
-    rows = ()
+    experts = ()
     for place in tl.static_range(VARIANT.top_k):
         # Past the first-level cache: nothing has waited for the kernel that wrote the ids but the predecessor.
         expert = tl.load(ids + token * VARIANT.top_k + place, cache_modifier=".cg").to(tl.int64)
-        rows += (expert * N + safe,)  # type: ignore[assignment]
+        experts += (expert,)  # type: ignore[assignment]
     early = ()
     for number in tl.static_range(VARIANT.early):
-        place = weight.codes + rows[number // PIECES] * K
-        early += (load_piece(place, (number % PIECES) * BK, K, BK, EVEN),)  # type: ignore[assignment]
+        codes = weight.codes + (experts[number // PIECES] * N + safe) * K
+        early += (load_piece(codes, (number % PIECES) * BK, K, BK, EVEN),)  # type: ignore[assignment]
     if VARIANT.pdl:
         tl.extra.cuda.gdc_wait()
     acc = tl.zeros([BN, BK], dtype=tl.float32)
     total = tl.zeros([BN], dtype=tl.float32)
     for number in tl.static_range(VARIANT.top_k * PIECES):
         slot = token * VARIANT.top_k + number // PIECES
-        row = rows[number // PIECES]
+        expert = experts[number // PIECES]
+        row = expert * N + safe
         by = tl.load(weights + slot) if VARIANT.weighted else 1.0
         if number < VARIANT.early:
-            values = early[number].to(tl.float32)
+            values = early[number].to(tl.float32)  # type: ignore[var-annotated]
         else:
             values = load_piece(weight.codes + row * K, (number % PIECES) * BK, K, BK, EVEN).to(tl.float32)
         inputs = load_input(x + slot * K, (number % PIECES) * BK, K, BK, EVEN).to(tl.float32) * by
-        line = (tl.max(row, 0) // N) * tl.cdiv(N, 128) + tl.minimum(tile * BN, N - 1) // 128
+        line = expert * tl.cdiv(N, 128) + tl.minimum(tile * BN, N - 1) // 128
         inputs = scaled_input(inputs, weight.scales, line, (number % PIECES) * BK, K, BK)
         if weight.row_scale is not None:
             values *= tl.load(weight.row_scale + row)[:, None]
@@ -189,8 +190,8 @@ def down_gemv(
     tiling: Tiling,
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """x [T * k, depth] as `gate_up_gemv` returns it, which must be the kernel before this one -> [T, rows], the sum over
-    each token's experts, weighted by `weights` [T, k]."""
+    """x [T * k, depth] as `gate_up_gemv` returns it, which must be the kernel before this one -> [T, rows], the sum
+    over each token's experts, weighted by `weights` [T, k]."""
     tokens, top_k = ids.shape
     out = torch.empty(tokens, stack.rows, dtype=out_dtype, device=x.device)
     _down[(triton.cdiv(stack.rows, tiling.rows), tokens)](

@@ -18,7 +18,7 @@ from tokenmill.kernels.triton.experts.order import sort_by_expert
 from tokenmill.kernels.triton.experts.product import grouped_product
 from tokenmill.kernels.triton.experts.route import RoutingRule, route
 from tokenmill.kernels.triton.experts.rows import add_experts, quantize_groups
-from tokenmill.kernels.triton.experts.stack import GpuExpertStack
+from tokenmill.kernels.triton.experts.stack import SCALE_BLOCK, GpuExpertStack
 
 
 class ExpertRule(RoutingRule, Protocol):
@@ -40,6 +40,8 @@ class GpuExperts:
     def __init__(self, gate_up: GpuExpertStack, down: GpuExpertStack, spec: ExpertRule) -> None:
         if spec.activation != "silu":
             raise Declined(f"experts with activation {spec.activation} have no kernel")
+        if gate_up.kind == "fp8" and gate_up.group and gate_up.halves == 1 and down.depth % SCALE_BLOCK:
+            raise Declined(f"a block of float8 scales belongs to gate and up rows: {down.depth} of each")
         assert gate_up.num_experts == down.num_experts
         assert gate_up.rows == 2 * down.depth
         self.gate_up, self.down, self.spec = gate_up, down, spec

@@ -76,7 +76,8 @@ def write_blocks(order, counts, starts, E, blocks, EB: tl.constexpr, ROWS: tl.co
 @triton.jit(do_not_specialize=["S", "blocks", "chunks"])
 def _place(
     ids, counts, bases, order, S, E, blocks, chunks,
-    EB: tl.constexpr, CHUNK: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr, ALONE: tl.constexpr, PDL: tl.constexpr,
+    EB: tl.constexpr, CHUNK: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr, ALONE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Position of an assignment: its expert's start, plus its expert's assignments in earlier chunks and in its own."""
     dependent_launch(PDL)
@@ -116,7 +117,8 @@ def sort_by_expert(ids: Tensor, num_experts: int, rows: int) -> ExpertOrder:
     blocks = max_blocks(size, num_experts, rows)
     chunks = triton.cdiv(size, CHUNK)
     scratch = torch.empty(2, chunks, num_experts, dtype=torch.int32, device=device)
-    order = ExpertOrder(*(torch.empty(n, dtype=torch.int32, device=device) for n in (size, num_experts, blocks, blocks)))
+    sizes = (size, num_experts, blocks, blocks)
+    order = ExpertOrder(*(torch.empty(length, dtype=torch.int32, device=device) for length in sizes))
     padded, pdl = power_of_two(num_experts, 16), uses_pdl(device)
     if chunks > 1:
         _count[(chunks,)](

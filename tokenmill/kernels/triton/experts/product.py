@@ -215,8 +215,8 @@ def grouped_product(
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
     """Each sorted row times the matrix of its expert. `gated`: x [T, depth] is gathered, the result is the activation
-    of the halves, [S, rows / 2] in sorted order. Else x [S, depth] is in sorted order, the result [S, rows] in the order
-    of assignments. `weights` float32 [T, k] multiply the result before the bias if gated, else after. `x_scale`
+    of the halves, [S, rows / 2] in sorted order. Else x [S, depth] is in sorted order, the result [S, rows] in that of
+    assignments. `weights` float32 [T, k] multiply the result before the bias if gated, else after. `x_scale`
     float32 [rows of x, depth / 128]: x and the stack are float8."""
     size = order.assignments.numel()
     blocks = order.block_expert.numel()

@@ -57,7 +57,7 @@ class Variant(NamedTuple):
 
 
 @triton.jit
-def best_groups(choice, ok, G, VARIANT: tl.constexpr):
+def best_groups(choice, G, VARIANT: tl.constexpr):
     """[groups, size] -> whether each group [groups] is one of the best."""
     GB: tl.constexpr = VARIANT.groups
     SB: tl.constexpr = VARIANT.size
@@ -85,8 +85,8 @@ def _route(logits, correction, ids, weights, stride, scale, E, G, SIZE, K: tl.co
     dependent_launch(VARIANT.pdl)
     token = tl.program_id(0).to(tl.int64)
     group, inside = tl.arange(0, GB)[:, None], tl.arange(0, SB)[None, :]
-    expert = group * SIZE + inside
     ok = (group < G) & (inside < SIZE)
+    expert = tl.where(ok, group * SIZE + inside, E)
     lowest = -float("inf")
     x = tl.load(logits + token * stride + expert, mask=ok, other=lowest).to(tl.float32)
     x = tl.where(x == x, x, lowest)
@@ -102,7 +102,7 @@ def _route(logits, correction, ids, weights, stride, scale, E, G, SIZE, K: tl.co
         choice += tl.load(correction + expert, mask=ok, other=0.0).to(tl.float32)
     choice = tl.where(ok & (choice == choice), choice, lowest)
     if VARIANT.top_groups:
-        choice = tl.where(best_groups(choice, ok, G, VARIANT)[:, None], choice, lowest)
+        choice = tl.where(best_groups(choice, G, VARIANT)[:, None], choice, lowest)
     selected = expert < 0
     for _ in range(K):
         candidates = ok & (selected == 0)

@@ -1,6 +1,5 @@
-"""What happens to rows between the products: float8 with a scale for every 128 columns, and the sum over a token's experts.
-
-Called by layer.py.
+"""What happens to rows around the products: rounding to float8 with a scale for every 128 columns, and the sum over a
+token's experts. Knows no weights. Called by layer.py.
 """
 
 # mypy: allow-untyped-defs

@@ -30,7 +30,7 @@ class StackTensors(NamedTuple):
     """What the kernels read. R: rows of all experts, experts * rows."""
 
     codes: Tensor  # bf16, float8 [R, depth]; int32 [blocks, R, words]
-    scales: Tensor | None  # fp8: [experts, row blocks, depth blocks]; int4: float16 [groups, R]; mxfp4: int32 [blocks, R]
+    scales: Tensor | None  # fp8 [experts, row blocks, depth blocks], int4 float16 [groups, R], mxfp4 int32 [blocks, R]
     zeros: Tensor | None  # int4: bfloat16 [groups, R]
     row_scale: Tensor | None  # float32 [R]
     bias: Tensor | None  # float32 [R]
@@ -44,6 +44,7 @@ class GpuExpertStack:
     depth: int
     group: int  # values of a row that share a scale; 0: none
     tensors: StackTensors
+    halves: int = 1  # 2: blocks of scales begin anew with the second half of the rows
 
     @property
     def expert_bytes(self) -> int:
@@ -94,7 +95,7 @@ def fp8_stack(codes: Tensor, scales: Tensor, bias: Tensor | None = None, halves:
             raise Declined(f"float8 experts with scales {list(scales.shape)} have no kernel")
         kept = scales.contiguous()
     tensors = StackTensors(flat, kept, None, row_scale, _flat(bias, codes.device))
-    return GpuExpertStack("fp8", experts, rows, depth, SCALE_BLOCK if kept is not None else 0, tensors)
+    return GpuExpertStack("fp8", experts, rows, depth, SCALE_BLOCK if kept is not None else 0, tensors, halves)
 
 
 def int4_stack(codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None = None) -> GpuExpertStack:

@@ -67,7 +67,7 @@ def unpack_e2m1(words, INTERPRET: tl.constexpr):
             lop3.b32 $7, u, 0x00c000c0, s, 0xea;
             }
             """,
-            "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r",
+            "=r,=r,=r,=r,=r,=r,=r,=r,r,r",
             [words],
             dtype=(
                 tl.bfloat16,
