@@ -63,6 +63,36 @@ def _gemma3() -> Any:
     return Gemma3TextConfig(**{**_COMMON, **changes})
 
 
+def _deepseek(version: str, **changes: Any) -> Any:
+    """Dense MLPs in all layers: only the attention differs from Llama."""
+    import transformers
+
+    latent = {
+        "num_key_value_heads": 4,
+        "q_lora_rank": None,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 24,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 3,
+    }
+    config = getattr(transformers, f"Deepseek{version}Config")
+    return config(**{**_COMMON, **latent, **changes})
+
+
+_DEEPSEEK_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 40.0,
+    "original_max_position_embeddings": 32,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.5,
+}
+
+
 CONFIGS = {
     "llama": _llama,
     "llama-biases": lambda: _llama(attention_bias=True, mlp_bias=True),
@@ -77,6 +107,13 @@ CONFIGS = {
     "qwen2-windows": _qwen2_windows,
     "qwen3": _qwen3,
     "gemma3": _gemma3,
+    "deepseek-v2": lambda: _deepseek("V2"),
+    "deepseek-v2-yarn": lambda: _deepseek(
+        "V2", q_lora_rank=24, rope_parameters=_DEEPSEEK_YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}
+    ),
+    "deepseek-v3": lambda: _deepseek("V3", q_lora_rank=24),
+    "deepseek-v3-yarn": lambda: _deepseek("V3", q_lora_rank=24, rope_parameters=_DEEPSEEK_YARN, attention_bias=True),
+    "deepseek-v3-halves": lambda: _deepseek("V3", rope_interleave=False),
 }
 
 

@@ -21,7 +21,7 @@ from tokenmill.kernels.base import Choice, select_linear
 from tokenmill.model.architectures.decoder import Decoder
 from tokenmill.model.dummy_reader import fill
 from tokenmill.model.formats.base import LinearWeight
-from tokenmill.model.linear_groups import linear_groups
+from tokenmill.model.linear_groups import head_projections, linear_groups
 from tokenmill.model.reader import WeightReader
 
 _STAGE_BYTES = 64 << 20
@@ -90,6 +90,8 @@ def place_weights(decoder: Decoder, reader: WeightReader, placement: Placement) 
             _expand(group)
         if len(group) > 1:
             _join(group)
+    for projections in head_projections(decoder):
+        projections.place(upload.weight, torch.bfloat16)
     _move_small(decoder, placement.device)
     return _embedding(decoder, upload)
 
@@ -100,6 +102,8 @@ def place_reference(decoder: Decoder, reader: WeightReader, device: torch.device
     for weight in reader.weights.values():
         vars(weight).update(vars(upload.weight(weight)))
         weight.kernel = select_linear(weight, device, "ref")
+    for projections in head_projections(decoder):
+        projections.place(lambda weight: weight, torch.float32)
     _move_small(decoder, device)
 
 

@@ -30,6 +30,7 @@ from tokenmill.model.device_weights import Uploader
 from tokenmill.model.formats.base import LinearWeight
 from tokenmill.model.kvstore.base import KVStore
 from tokenmill.model.kvstore.choice import StoreChoice, native_layer_count, reading_path
+from tokenmill.model.linear_groups import head_projections
 from tokenmill.model.loader import LoadedModel, uses_gpu_kernels
 from tokenmill.model.reader import WeightReader
 from tokenmill.resolution import resolve, settle
@@ -131,10 +132,12 @@ def survey(checkpoint: Checkpoint, config: ResolvedConfig, device: torch.device)
     decoder = architecture_of(description)(reader, description, 1)
     reader.finish()
     chosen: dict[tuple[str, int, int, bool], Choice] = {}
+    for projections in head_projections(decoder):
+        projections.attach()
     for weight in reader.weights.values():
         key = (weight.type_name, weight.out_features, weight.in_features, weight.bias is not None)
-        if weight is decoder.embedding and decoder.head is not weight:
-            continue  # only looked up, never multiplied
+        if weight.kernel is not None or (weight is decoder.embedding and decoder.head is not weight):
+            continue  # projections by head; or only looked up, never multiplied
         if key not in chosen:
             chosen[key] = select_linear(Uploader(device).weight(weight), device, config.kernels)
         weight.kernel = chosen[key]

@@ -7,7 +7,7 @@ that follows. Written against Ops only: it runs eagerly, is recorded, or is capt
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from tokenmill.checkpoint.description import ModelDescription
 from tokenmill.hardware.kv_layout import LayerKV
@@ -20,11 +20,13 @@ from tokenmill.model.reader import WeightReader
 class Block:
     """Norm before attention and before the MLP, as in Llama."""
 
+    attention_class: type[Any] = SelfAttention
+
     def __init__(self, reader: WeightReader, description: ModelDescription, layer: int, rotary: RotaryTable) -> None:
         d = description
         prefix = f"model.layers.{layer}"
         self.eps = d.norm_eps
-        self.attention = SelfAttention(reader, d, layer, rotary)
+        self.attention = self.attention_class(reader, d, layer, rotary)
         self.mlp = GatedMLP(reader, d, layer)
         self.attention_norm = reader.vector(f"{prefix}.input_layernorm.weight", d.hidden_size, d.norm_offset)
         self.mlp_norm = reader.vector(f"{prefix}.post_attention_layernorm.weight", d.hidden_size, d.norm_offset)
@@ -61,7 +63,7 @@ class Decoder:
             for rope in d.rope_tables
         }
         self.blocks = [
-            self.block_class(reader, d, number, tables[layer.attention.rope]) for number, layer in enumerate(d.layers)
+            self.block_class(reader, d, number, tables[layer.rope]) for number, layer in enumerate(d.layers)
         ]
         self.norm = reader.vector("model.norm.weight", d.hidden_size, d.norm_offset)
         if d.tie_embeddings:
