@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from tokenmill.checkpoint.base import Checkpoint
 from tokenmill.checkpoint.description import ModelDescription, RopeScaling, differences
 from tokenmill.checkpoint.hf_config import describe
+from tokenmill.checkpoint.mixers import LatentAttention
 from tokenmill.checkpoint.rope_divisors import fit_llama3
 from tokenmill.errors import CheckpointError
 
@@ -174,6 +175,24 @@ def _gemma3_keys(description: ModelDescription) -> dict[str, Any]:
     }
 
 
+def _deepseek_keys(description: ModelDescription) -> dict[str, Any]:
+    (a,) = description.layers[0].mixers
+    assert isinstance(a, LatentAttention)
+    return {
+        "hidden_act": _ACTIVATIONS[description.activation],
+        "num_key_value_heads": a.num_heads,
+        "head_dim": a.rope_dim,
+        "q_lora_rank": a.query_rank or None,
+        "kv_lora_rank": a.kv_rank,
+        "qk_nope_head_dim": a.nope_dim,
+        "qk_rope_head_dim": a.rope_dim,
+        "v_head_dim": a.value_dim,
+        "rope_interleave": a.interleaved,
+        "attention_bias": a.bias,
+        "first_k_dense_replace": description.num_layers,
+    }
+
+
 def _layer_types(description: ModelDescription) -> list[str]:
     return [f"{kind}_attention" for kind in description.layer_kinds]
 
@@ -183,6 +202,8 @@ _EXPORTS = {
     "qwen2": _Export("qwen2", "Qwen2ForCausalLM", _qwen2_keys),
     "qwen3": _Export("qwen3", "Qwen3ForCausalLM", _qwen3_keys),
     "gemma3": _Export("gemma3_text", "Gemma3ForCausalLM", _gemma3_keys, norm_offset=1.0),
+    "deepseek_v2": _Export("deepseek_v2", "DeepseekV2ForCausalLM", _deepseek_keys),
+    "deepseek_v3": _Export("deepseek_v3", "DeepseekV3ForCausalLM", _deepseek_keys),
 }
 # Llama with windows is stored under another model type.
 _SLIDING_EXPORTS = {"llama": _Export("mistral", "MistralForCausalLM", _mistral_keys, gguf_interleaved=True)}

@@ -70,6 +70,7 @@ class KVReport:
     full_layers: int
     sliding_layers: int
     sliding_window: int
+    latent_layers: int = 0  # of which pages hold one row for all heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +225,7 @@ def _kv_report(
 ) -> KVReport:
     context = config.context
     page_bytes = choice.page_bytes(layout)
+    latent_layers = description.layer_kinds.count("latent")
     return KVReport(
         dtype=choice.name,
         read_as=reading_path(store),
@@ -232,9 +234,10 @@ def _kv_report(
         bytes_per_token=kv_bytes_per_token(layout, page_bytes),
         context=context,
         bytes_full_context=layout.peak_pages(context) * page_bytes,
-        full_layers=description.num_layers - description.num_sliding_layers,
+        full_layers=description.num_layers - description.num_sliding_layers - latent_layers,
         sliding_layers=description.num_sliding_layers,
         sliding_window=description.sliding_window if description.num_sliding_layers else 0,
+        latent_layers=latent_layers,
     )
 
 

@@ -75,6 +75,4 @@ def test_rows_are_normed_and_rotated_in_their_own_parts() -> None:
     q = _random(4, 2 * (_NOPE + _ROPE), seed=3)
     heads, rotated = q.view(4, 2, -1), ref_latent.rotate_tails(q, *turn, _NOPE + _ROPE, True).view(4, 2, -1)
     assert torch.equal(rotated[..., :_NOPE], heads[..., :_NOPE])
-    torch.testing.assert_close(
-        rotated[:, 1, _NOPE:], ref.rope(heads[:, 1, _NOPE:].contiguous(), *turn, _ROPE, True)
-    )
+    torch.testing.assert_close(rotated[:, 1, _NOPE:], ref.rope(heads[:, 1, _NOPE:].contiguous(), *turn, _ROPE, True))

@@ -166,8 +166,9 @@ FAMILIES: dict[str, Family] = {
     "qwen2_moe": replace(_QWEN2, architecture="", num_kv_heads=None, routing=_QWEN_SOFTMAX),
     "qwen3_moe": replace(_QWEN3, architecture="", num_kv_heads=None, head_dim=None, routing=_QWEN_SOFTMAX),
     "olmoe": Family(head_norms="projection", routing=_QWEN_SOFTMAX),
-    "deepseek_v2": Family("deepseek", routing=Routing("softmax", normalize=False)),
-    "deepseek_v3": Family("deepseek", routing=_DEEPSEEK3),
+    "deepseek_v2": Family("deepseek_v2", routing=Routing("softmax", normalize=False)),
+    "deepseek_v3": Family("deepseek_v3", routing=_DEEPSEEK3),
+    "kimi_k2": Family("deepseek_v3", routing=_DEEPSEEK3),
     "glm4_moe": Family(rotary_factor=0.5, qkv_bias=True, output_bias=False, routing=_DEEPSEEK3),
     "gpt_oss": Family(
         sliding="even",

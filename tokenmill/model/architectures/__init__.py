@@ -21,7 +21,8 @@ ARCHITECTURES = Registry(
         "qwen2": "tokenmill.model.architectures.decoder:Decoder",
         "qwen3": "tokenmill.model.architectures.decoder:Decoder",
         "gemma3": "tokenmill.model.architectures.gemma3:Gemma3",
-        "deepseek": "tokenmill.model.architectures.deepseek:Deepseek",
+        "deepseek_v2": "tokenmill.model.architectures.deepseek:Deepseek",
+        "deepseek_v3": "tokenmill.model.architectures.deepseek:Deepseek",
     },
 )
 

@@ -62,9 +62,7 @@ class Decoder:
             )
             for rope in d.rope_tables
         }
-        self.blocks = [
-            self.block_class(reader, d, number, tables[layer.rope]) for number, layer in enumerate(d.layers)
-        ]
+        self.blocks = [self.block_class(reader, d, number, tables[layer.rope]) for number, layer in enumerate(d.layers)]
         self.norm = reader.vector("model.norm.weight", d.hidden_size, d.norm_offset)
         if d.tie_embeddings:
             self.head = self.embedding
