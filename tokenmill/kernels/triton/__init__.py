@@ -28,6 +28,8 @@ if TYPE_CHECKING:  # the table below for type checkers; a test compares the two
     from tokenmill.kernels.triton.attention.dense import paged_attention as paged_attention
     from tokenmill.kernels.triton.attention.fp8_widening import DistinctPages as DistinctPages
     from tokenmill.kernels.triton.attention.fp8_widening import distinct_pages as distinct_pages
+    from tokenmill.kernels.triton.attention.latent import latent_inputs as latent_inputs
+    from tokenmill.kernels.triton.attention.latent import latent_paged_attention as latent_paged_attention
     from tokenmill.kernels.triton.attention.packed import packed_attention as packed_attention
     from tokenmill.kernels.triton.fused.draft_inputs import draft_inputs as draft_inputs
     from tokenmill.kernels.triton.fused.elementwise import add as add
@@ -66,6 +68,7 @@ if TYPE_CHECKING:  # the table below for type checkers; a test compares the two
 _EXPORTS = {
     "attention.dense": "SharedPrefix paged_attention",
     "attention.fp8_widening": "DistinctPages distinct_pages",
+    "attention.latent": "latent_inputs latent_paged_attention",
     "attention.packed": "packed_attention",
     "fused.draft_inputs": "draft_inputs",
     "fused.elementwise": "add add_rms_norm add_rms_norm_quantized embed gated gated_quantized quantize_rows rms_norm "
