@@ -1,6 +1,7 @@
 // The forward pass as a flat list of stages over fixed buffers: recorded once per model, replayed for every step.
 //
-// A stage is a run of row-wise ops (each row independent of the others) followed by at most one product or attention.
+// A stage is a run of row-wise ops (each row independent of the others) followed by at most one product, product by
+// heads or attention.
 // Replaying is one pool run: all threads walk the stages together and meet at a barrier after each. When few rows are
 // computed, every thread does the row-wise part for itself in private memory, which saves the barrier before the product.
 // After the last attention rows no longer meet: where only the head reads the result, only its rows go on from there.
@@ -21,11 +22,11 @@
 namespace tokenmill {
 
 struct RowOp {
-  enum class Kind { embed, rms_norm, add, add_rms_norm, rope, gated, softcap, select };
+  enum class Kind { embed, rms_norm, add, add_rms_norm, rope, rope_tails, latent_row, gated, softcap, select };
   Kind kind;
   int in[2] = {-1, -1};   // values
   int out[2] = {-1, -1};
-  const float* weight = nullptr;  // rms_norm
+  const float* weight = nullptr;  // rms_norm, latent_row
   float number = 0;               // eps, scale or cap
   int64_t head_dim = 0;
   const float* cosines = nullptr;  // [positions, half]
@@ -36,6 +37,18 @@ struct RowOp {
   std::string type;  // embed
   const void* table = nullptr;
   const Linear* packed = nullptr;  // embed: instead of type and table
+};
+
+// Each head of a row times a matrix of its own: the projections of latent attention.
+struct HeadProduct {
+  const float* weights = nullptr;  // [heads, inputs, outputs] if by_inputs, else [heads, outputs, inputs]
+  bool by_inputs = false;
+  int heads = 0;
+  int64_t inputs = 0, outputs = 0;     // of a matrix
+  int64_t in_width = 0, out_width = 0;  // of a head in a row; its leading numbers are multiplied
+  int64_t copied = 0;                   // numbers behind the inputs that are copied behind the outputs
+
+  void run(const float* x, int64_t ldx, float* out, int64_t ldo, int head, int rows) const;
 };
 
 // One step's inputs; pointers stay the caller's. One entry of slots and block tables per KV group.
@@ -65,6 +78,11 @@ class Program {
   std::pair<int, int> add_rms_norm(int x, int y, const float* weight, float eps);
   std::vector<int> linear(int x, const std::vector<const Linear*>& weights, const std::vector<const float*>& biases);
   int rope(int x, const float* cosines, const float* sines, int64_t half, int64_t head_dim, bool interleaved);
+  // As rope, of the last 2 * half numbers of each head; of the row [latent | key], the latent normed and the key rotated.
+  int rope_tails(int x, const float* cosines, const float* sines, int64_t half, int64_t head_dim, bool interleaved);
+  int latent_row(int x, const float* weight, float eps, const float* cosines, const float* sines, int64_t half,
+                 bool interleaved);
+  int head_product(int x, const HeadProduct& heads);
   int attention(int q, int k, int v, const KVPages& pages, int group, const AttentionShape& shape);
   int gated(int gate, int up, Activation activation);
   int select_rows(int x);
@@ -95,8 +113,9 @@ class Program {
   struct Stage {
     std::vector<RowOp> rows;
     std::unique_ptr<Product> product;
-    int input = -1;                   // product
-    std::vector<int> outputs;         // product, attention
+    HeadProduct heads;                // weights null: none
+    int input = -1;                   // product, product by heads
+    std::vector<int> outputs;         // product, product by heads, attention
     std::vector<const float*> biases;  // product
     int q = -1, k = -1, v = -1;       // attention
     int plan = -1;
@@ -137,6 +156,7 @@ class Program {
   void run_rows(const Stage& stage, const Place& place, int begin, int end) const;
   void run_row(const RowOp& op, const Place& place, int row) const;
   void run_product(Team& team, const Stage& stage, const Place& place, int rows, bool redundant);
+  void run_head_product(Team& team, const Stage& stage, const Place& place, int rows, bool redundant);
   void run_attention(Team& team, const Stage& stage, const Place& place, int rows, bool redundant);
   float* arena() const { return reinterpret_cast<float*>(arena_.get()); }
 

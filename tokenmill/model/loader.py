@@ -99,7 +99,7 @@ def load_model(
                 checkpoint.release(name)
 
     for projections in head_projections(decoder):
-        projections.place(lambda weight: weight, torch.float32 if kernels == "ref" else torch.float16)
+        projections.place(lambda weight: weight, torch.float32)
     multiplied = [
         prefix
         for prefix, weight in reader.weights.items()

@@ -20,8 +20,6 @@ from tokenmill.kernels.base import Choice
 from tokenmill.model.attention.base import AttentionSpec
 from tokenmill.model.formats.base import LinearWeight
 
-_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-
 
 @dataclass(frozen=True, slots=True)
 class LatentSpec:
@@ -67,11 +65,9 @@ class HeadProjections:
     def nbytes(self) -> int:
         return sum(each.numel() * each.element_size() for each in (self.keys, self.values))
 
-    def place(self, upload: Callable[[LinearWeight], LinearWeight], narrow: torch.dtype) -> None:
-        """Fill `keys` and `values`; `upload` moves a weight to the device. Matrices that are quantized in the file
-        become `narrow`."""
+    def place(self, upload: Callable[[LinearWeight], LinearWeight], dtype: torch.dtype) -> None:
+        """Fill `keys` and `values`; `upload` moves a weight to the device."""
         keys, values = self.read([upload(weight) for weight in self.stored])
-        dtype = _FLOATS.get(self.stored[0].type_name, narrow)
         self.keys, self.values = keys.to(dtype).contiguous(), values.to(dtype).contiguous()
         self.attach()
 
