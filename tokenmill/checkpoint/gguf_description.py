@@ -13,15 +13,23 @@ from typing import Any
 
 import numpy as np
 
+from tokenmill.checkpoint import gguf_latent
 from tokenmill.checkpoint.description import FeedForward, LayerDescription, ModelDescription, RopeScaling, RopeTable
 from tokenmill.checkpoint.fields import UNSUPPORTED, Fields, shown
 from tokenmill.checkpoint.gguf_metadata import Metadata
 from tokenmill.checkpoint.mapped_file import DAMAGED
-from tokenmill.checkpoint.mixers import Attention
+from tokenmill.checkpoint.mixers import Attention, Mixer
 from tokenmill.errors import CheckpointError
 
 # GGUF name -> our architecture. Mistral is stored as llama.
-ARCHITECTURES = {"llama": "llama", "mistral3": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3"}
+ARCHITECTURES = {
+    "llama": "llama",
+    "mistral3": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "gemma3": "gemma3",
+    gguf_latent.STORED_AS: "deepseek_v3",
+}
 _INTERLEAVED = ("llama", "mistral3")  # their q and k rows are reordered when converted to GGUF
 _HEAD_NORMS = ("qwen3", "gemma3")
 _FIRST = "model.layers.0"
@@ -53,11 +61,12 @@ def describe(metadata: Metadata, shapes: Mapping[str, tuple[int, ...]], label: s
     hidden_size = fields.integer("embedding_length")
     num_heads = fields.integer("attention.head_count")
     vocab_size = _vocab_size(fields, shapes, hidden_size)
-    head_dim = fields.integer("attention.key_length", hidden_size // num_heads)
+    latent = gguf_latent.read_mixer(fields) if stored_as == gguf_latent.STORED_AS else None
+    head_dim = latent.rope_dim if latent else fields.integer("attention.key_length", hidden_size // num_heads)
     num_kv_heads = fields.integer("attention.head_count_kv", num_heads)
     if head_dim < 1 or num_heads % num_kv_heads:
         raise fields.error(f"{num_heads} heads and {num_kv_heads} KV heads over {hidden_size} do not fit")
-    _refuse_variants(fields, head_dim)
+    _refuse_variants(fields, latent.kv_rank if latent else head_dim, head_dim)
     window, kinds = _layer_kinds(fields, stored_as, num_layers)
     bos_id, eos_ids = _token_ids(metadata, vocab_size, label)
     name = metadata.get("general.name")
@@ -72,16 +81,16 @@ def describe(metadata: Metadata, shapes: Mapping[str, tuple[int, ...]], label: s
         head_norms="head" if stored_as in _HEAD_NORMS else "",
     )
     mlp = FeedForward(fields.integer("feed_forward_length"), bias=f"{_FIRST}.mlp.up_proj.bias" in shapes)
-    mixers = {"full": attention, "sliding": replace(attention, window=window)}
+    mixers: dict[str, Mixer] = {"full": latent or attention, "sliding": replace(attention, window=window)}
     description = ModelDescription(
-        architecture=ARCHITECTURES[stored_as],
+        architecture=gguf_latent.architecture_of(fields) if latent else ARCHITECTURES[stored_as],
         model_type=stored_as,
         hidden_size=hidden_size,
         layers=tuple(LayerDescription((mixers[kind],), mlp) for kind in kinds),
         vocab_size=vocab_size,
         context_length=fields.integer("context_length"),
         norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
-        rope_tables=(RopeTable("full", head_dim, theta, _rope_scaling(fields)),),
+        rope_tables=(RopeTable("full", head_dim, theta, _rope_scaling(fields, latent is not None)),),
         rope_interleaved=stored_as in _INTERLEAVED,
         tie_embeddings="lm_head.weight" not in shapes,
         bos_id=bos_id,
@@ -142,11 +151,12 @@ def _vocab_size(fields: Fields, shapes: Mapping[str, tuple[int, ...]], hidden_si
     return shape[0]
 
 
-def _refuse_variants(fields: Fields, head_dim: int) -> None:
-    """Keys that change the computation in ways the description cannot express."""
+def _refuse_variants(fields: Fields, value_dim: int, head_dim: int) -> None:
+    """Keys that change the computation in ways the description cannot express. `value_dim`: what is kept of a value."""
     if fields.integer("expert_count", 0, low=0) > 0:
         raise fields.error("it is a mixture of experts", UNSUPPORTED)
-    if fields.integer("attention.value_length", head_dim) != head_dim:
+    expanded = value_dim != head_dim and fields.raw("attention.key_length_mla") is None  # an older latent file
+    if fields.integer("attention.value_length", value_dim) != value_dim and not expanded:
         raise fields.error("keys and values have different sizes", UNSUPPORTED)
     if fields.integer("rope.dimension_count", head_dim) != head_dim:
         raise fields.error("only a part of each head is rotated", UNSUPPORTED)
@@ -172,7 +182,7 @@ def _layer_kinds(fields: Fields, stored_as: str, num_layers: int) -> tuple[int, 
     return window, tuple("full" if (layer + 1) % period == 0 else "sliding" for layer in range(num_layers))
 
 
-def _rope_scaling(fields: Fields) -> RopeScaling:
+def _rope_scaling(fields: Fields, is_latent: bool = False) -> RopeScaling:
     factor = fields.number("rope.scaling.factor", fields.number("rope.scale_linear", 0.0))
     kind = fields.text("rope.scaling.type", "linear")
     if factor in (0.0, 1.0) or kind == "none":
@@ -181,7 +191,8 @@ def _rope_scaling(fields: Fields) -> RopeScaling:
         return RopeScaling(kind="linear", factor=factor)
     if kind != "yarn":
         raise fields.error(f"rope scaling '{kind}' is not supported", "supported: none, linear, yarn")
-    if fields.number("rope.scaling.yarn_log_multiplier", 0.0) > 0:
+    mscale = gguf_latent.read_mscale(fields) if is_latent else 0.0
+    if not is_latent and fields.number("rope.scaling.yarn_log_multiplier", 0.0) > 0:
         raise fields.error("it scales rotary magnitudes by 'yarn_log_multiplier'", UNSUPPORTED)
     attention_factor = fields.number("rope.scaling.attn_factor", fields.number("rope.scaling.yarn_attn_factor", 0.0))
     derived = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
@@ -192,6 +203,8 @@ def _rope_scaling(fields: Fields) -> RopeScaling:
         beta_fast=fields.number("rope.scaling.yarn_beta_fast", 32.0),
         beta_slow=fields.number("rope.scaling.yarn_beta_slow", 1.0),
         attention_factor=attention_factor * derived if attention_factor else None,
+        mscale=mscale,
+        mscale_all_dim=mscale,
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from tokenmill.checkpoint import gguf_latent
 from tokenmill.checkpoint.base import Checkpoint
 from tokenmill.checkpoint.description import ModelDescription, RopeScaling, differences
 from tokenmill.checkpoint.gguf import GGUFCheckpoint
@@ -20,6 +21,7 @@ from tokenmill.checkpoint.gguf_names import gguf_name
 from tokenmill.checkpoint.gguf_vocabulary import vocabulary_values
 from tokenmill.checkpoint.gguf_writer import Value, pack_value
 from tokenmill.checkpoint.hf_export import ROPE_DIVISORS
+from tokenmill.checkpoint.mixers import Attention
 from tokenmill.checkpoint.rope_divisors import llama3_divisors
 from tokenmill.errors import CheckpointError
 
@@ -62,7 +64,10 @@ def export_tensors(
     names = list(shapes)
     if not isinstance(checkpoint, GGUFCheckpoint):
         names.sort(key=_place)
-    tensors = [ExportedTensor(gguf_name(architecture, name), name, shapes[name]) for name in names]
+    tensors = []
+    for name in names:
+        parts = gguf_latent.exported(name, checkpoint.description) or [(name, shapes[name])]
+        tensors += [ExportedTensor(gguf_name(architecture, part), name, shape) for part, shape in parts]
     table = checkpoint.description.rope_table("full")
     if table.scaling.kind == "llama3":
         tensors.append(ExportedTensor(ROPE_DIVISORS, "", (table.rotary_dim // 2,)))
@@ -88,7 +93,7 @@ def _place(name: str) -> tuple[int, int, str]:
 
 def _model_values(checkpoint: Checkpoint) -> dict[str, Value]:
     description = checkpoint.description
-    architecture = description.architecture
+    architecture = gguf_latent.STORED_AS if "latent" in description.layer_kinds else description.architecture
     values: dict[str, Value] = {"general.architecture": architecture, "general.type": "model"}
     if description.name:
         values["general.name"] = description.name.rstrip("/").rpartition("/")[2]
@@ -113,6 +118,8 @@ def _architecture_values(d: ModelDescription) -> dict[str, Value]:
     style = _STYLES.get(d.architecture, _Style())
     if style.names_vocabulary:
         values |= {"vocab_size": d.vocab_size, "rope.dimension_count": full.rotary_dim}
+    if "latent" in d.layer_kinds:
+        return values | gguf_latent.values(d) | _rope_values(full.scaling)
     if style.names_head_size or d.head_dim * d.num_heads != d.hidden_size:
         values |= {"attention.key_length": d.head_dim, "attention.value_length": d.head_dim}
     if d.sliding_window:
@@ -177,13 +184,11 @@ def _check(values: dict[str, Value], description: ModelDescription) -> None:
     first = "model.layers.0"
     d = description
     shapes: dict[str, tuple[int, ...]] = {_EMBEDDING: (d.vocab_size, d.hidden_size)}
-    attention, mlp = d.layers[0].attention, d.layers[0].feed_forward
+    (attention, *_), mlp = d.layers[0].mixers, d.layers[0].feed_forward
     assert mlp is not None
-    flags = {
-        "self_attn.q_proj": attention.qkv_bias,
-        "self_attn.o_proj": attention.output_bias,
-        "mlp.up_proj": mlp.bias,
-    }
+    flags = {"mlp.up_proj": mlp.bias}
+    if isinstance(attention, Attention):
+        flags |= {"self_attn.q_proj": attention.qkv_bias, "self_attn.o_proj": attention.output_bias}
     shapes |= {f"{first}.{part}.bias": (1,) for part, present in flags.items() if present}
     shapes |= {f"layer {layer}": (1,) for layer in range(d.num_layers)}
     if not d.tie_embeddings:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import re
 
+from tokenmill.checkpoint import gguf_latent
+
 _TOP = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -32,7 +34,13 @@ _LAYER_SANDWICH = _LAYER | {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-_LAYER_NAMES = {"gemma3": _LAYER_SANDWICH}  # by architecture; the others have the plain table
+_LAYER_LATENT = _LAYER | gguf_latent.LAYER_NAMES
+_LAYER_NAMES = {  # by architecture; the others have the plain table
+    "gemma3": _LAYER_SANDWICH,
+    "deepseek2": _LAYER_LATENT,
+    "deepseek_v2": _LAYER_LATENT,
+    "deepseek_v3": _LAYER_LATENT,
+}
 _BLOCK = re.compile(r"blk\.(\d{1,6})\.(\w+)\.(weight|bias)")
 
 

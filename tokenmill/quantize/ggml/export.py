@@ -165,7 +165,10 @@ def _quantize_named(slot: TensorSlot, rows: Tensor, importance: Tensor | None) -
 
 
 def _importance_of(tensor: ExportedTensor, importance: Mapping[str, Tensor]) -> Tensor | None:
-    """A tied embedding uses the head's importance, since it is multiplied as the head."""
+    """A tied embedding uses the head's importance, since it is multiplied as the head. The stack of latent attention's
+    key projections is transposed: what its matrix was calibrated with is not its input."""
+    if ".attn_k_b." in tensor.name:
+        return None
     prefix = tensor.source.removesuffix(".weight")
     if prefix == _EMBEDDING and (tensor.name == "output.weight" or prefix not in importance):
         prefix = _HEAD

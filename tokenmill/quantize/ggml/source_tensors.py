@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from tokenmill.checkpoint import gguf_latent
 from tokenmill.checkpoint.base import Checkpoint
 from tokenmill.checkpoint.gguf import GGUFCheckpoint
 from tokenmill.checkpoint.gguf_export import ExportedTensor, export_tensors, rope_divisors
@@ -71,6 +72,9 @@ class SourceTensors:
             yield to_gguf_layout(tensor.source, vector, self.description).reshape(1, -1)
             return
         weight = self._weights[prefix]
+        if len(tensor.shape) == 3 and prefix.endswith(".kv_b_proj"):  # its rows are spread over two stacks
+            yield gguf_latent.stack(tensor.name, weight.dequantize(0, weight.out_features), self.description)
+            return
         step = self._rows_at_once(tensor.shape)
         for begin in range(0, weight.out_features, step):
             end = min(begin + step, weight.out_features)

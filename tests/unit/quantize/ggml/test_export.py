@@ -81,6 +81,9 @@ SAME = [
     "mistral",
     "qwen2",
     "qwen3",
+    "deepseek-v2",
+    "deepseek-v2-yarn",
+    "deepseek-v3",
 ]
 
 
@@ -90,13 +93,14 @@ def test_a_float32_gguf_computes_the_same(name: str, tiny: Callable[[str], Path]
     report = quantize_gguf(open_checkpoint(source), path, "F32")
     assert {tensor.type_name for tensor in report.tensors} == {"F32"}
     assert prompt_logprobs(path) == pytest.approx(prompt_logprobs(source), abs=2e-5)
-    assert gguf.GGUFReader(path).fields["general.architecture"].contents() in ("llama", "qwen2", "qwen3", "gemma3")
+    stored_as = gguf.GGUFReader(path).fields["general.architecture"].contents()
+    assert stored_as in ("llama", "qwen2", "qwen3", "gemma3", "deepseek2")
     ours, theirs = load_tokenizer(path), load_tokenizer(source)
     for text in ("the cat sat, 12345 cats.", "<tool>the</s>"):
         assert ours.encode(text, parse_special=True) == theirs.encode(text, parse_special=True)
 
 
-@pytest.mark.parametrize("name", ["qwen2-windows", "gemma3"])
+@pytest.mark.parametrize("name", ["qwen2-windows", "gemma3", "deepseek-v3-yarn"])
 def test_what_gguf_cannot_say_is_refused(name: str, tiny: Callable[[str], Path], tmp_path: Path) -> None:
     source = tiny(name)
     with pytest.raises(UserError, match="GGUF cannot express this model's"):

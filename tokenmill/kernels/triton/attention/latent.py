@@ -39,7 +39,7 @@ def latent_inputs(
     num_heads: int,
     scale: Tensor | None = None,
 ) -> Tensor:
-    """Store the row of each token, normed and rotated, and return the rotated ends of the queries [T, heads * rope_dim].
+    """Store the row of each token, normed and rotated; returns the rotated ends of the queries [T, heads * rope_dim].
 
     q [T, heads * (nope_dim + rope_dim)], kv [T, rank + rope_dim], both rows contiguous. `scale`: float32 [1] of FP8
     pages."""

@@ -173,7 +173,7 @@ def _attend_latent(
         if GEOMETRY.single_only:  # noqa: SIM102 (single tokens belong to the other launch)
             if count == 1:
                 return
-    elif GEOMETRY.single_only:
+    elif GEOMETRY.single_only:  # noqa: SIM102
         if count != 1:
             return
     live = (ahead + tokens < count) & (tokens < TOKENS) & (heads < HEADS)
