@@ -37,7 +37,21 @@ _GEMMA3 = {
     "rope_local_base_freq": 10000.0,
     "tie_word_embeddings": True,
 }
-CONFIGS: dict[str, dict[str, Any]] = {"llama": _TINY, "qwen3": _TINY | _QWEN3, "gemma3": _TINY | _GEMMA3}
+_DEEPSEEK3 = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": _TINY,
+    "qwen3": _TINY | _QWEN3,
+    "gemma3": _TINY | _GEMMA3,
+    "deepseek3": _TINY | _DEEPSEEK3,
+}
 
 
 def write_config(folder: Path, name: str = "llama", **changes: Any) -> Path:
