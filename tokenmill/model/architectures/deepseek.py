@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
+from tokenmill.checkpoint.description import ModelDescription
 from tokenmill.model.architectures.decoder import Block, Decoder
 from tokenmill.model.layers.latent_attention import LatentSelfAttention
+from tokenmill.model.reader import WeightReader
+
+_LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
 
 
 class DeepseekBlock(Block):
@@ -13,3 +19,10 @@ class DeepseekBlock(Block):
 class Deepseek(Decoder):
     features = frozenset({"latent attention"})
     block_class = DeepseekBlock
+
+    def __init__(self, reader: WeightReader, description: ModelDescription, num_positions: int) -> None:
+        super().__init__(reader, description, num_positions)
+        # Layers behind the last one predict further tokens, for drafting: they are not used.
+        for name in reader.checkpoint.names():
+            if (match := _LAYER.match(name)) and int(match[1]) >= description.num_layers:
+                reader.ignore(name)
