@@ -244,7 +244,7 @@ void AttentionRunner::merge(int token, int kv_head) const {
 
 void store_kv_head(const KVPages& pages, int kv_head, int64_t slot, const float* k, const float* v) {
   store_head(pages, pages.k, kv_head, slot, k);
-  store_head(pages, pages.v, kv_head, slot, v);
+  if (pages.v.data != pages.k.data) store_head(pages, pages.v, kv_head, slot, v);  // latent rows are both
 }
 
 void store_head(const KVPages& pages, const KVSide& side, int kv_head, int64_t slot, const float* x) {

@@ -94,6 +94,33 @@ int attention(RecordedProgram& self, int q, int k, int v, const BoundPages& boun
   return self.program.attention(q, k, v, pages, group, shape);
 }
 
+// kv -> rows; q -> queries over rows; attention over the rows; then the values of each head. All in the absorbed form.
+int latent_attention(RecordedProgram& self, int q, int kv, ConstVector norm, float eps, ConstMatrix cosines,
+                     ConstMatrix sines, bool interleaved, AnyTensor keys, AnyTensor values, const BoundPages& bound,
+                     int group, float scale) {
+  Program& program = self.program;
+  const int64_t rank = static_cast<int64_t>(norm.size()), half = cosines.shape(1), rope_dim = 2 * half;
+  const auto is_stack = [&](const AnyTensor& t) {
+    return t.ndim() == 3 && t.dtype() == nb::dtype<float>() && static_cast<int64_t>(t.shape(2)) == rank;
+  };
+  require(is_stack(keys) && is_stack(values) && keys.shape(0) == values.shape(0), "latent_attention: projections");
+  const int heads = static_cast<int>(keys.shape(0));
+  const int64_t nope_dim = keys.shape(1), value_dim = values.shape(1), row = rank + rope_dim;
+  require(cosines.size() == sines.size() && program.width(kv) == row && bound.pages.num_kv_heads == 1 &&
+              bound.pages.head_dim == row && program.width(q) == heads * (nope_dim + rope_dim),
+          "latent_attention: shapes do not match");
+  self.positions = std::min<int64_t>(self.positions, cosines.shape(0));
+  const int rows = program.latent_row(kv, norm.data(), eps, cosines.data(), sines.data(), half, interleaved);
+  const int turned = program.rope_tails(q, cosines.data(), sines.data(), half, nope_dim + rope_dim, interleaved);
+  HeadProduct absorb{static_cast<const float*>(keys.data()), true, heads, nope_dim, rank, nope_dim + rope_dim, row,
+                     rope_dim};
+  HeadProduct project{static_cast<const float*>(values.data()), false, heads, rank, value_dim, row, value_dim, 0};
+  const int queries = program.head_product(turned, absorb);
+  const int attended =
+      attention(self, queries, rows, rows, bound, group, heads, scale, 0, 0.0f, 0, std::nullopt);
+  return program.head_product(attended, project);
+}
+
 int gated(RecordedProgram& self, int gate, int up, const std::string& activation) {
   return self.program.gated(gate, up, activation_of(activation));
 }
@@ -307,6 +334,7 @@ void bind_program(nb::module_& module) {
       .def("attention", &attention, nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("pages"), nb::arg("group"),
            nb::arg("num_heads"), nb::arg("scale"), nb::arg("window"), nb::arg("softcap"), nb::arg("chunk") = 0,
            nb::arg("sinks") = nb::none())
+      .def("latent_attention", &latent_attention)
       .def("experts", &experts)
       .def("gate_rows", &gate_rows)
       .def("gated", &gated)

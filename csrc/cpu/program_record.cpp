@@ -137,6 +137,33 @@ int Program::rope(int x, const float* cosines, const float* sines, int64_t half,
   return op.out[0] = make_value(width(x));
 }
 
+int Program::rope_tails(int x, const float* cosines, const float* sines, int64_t half, int64_t head_dim,
+                        bool interleaved) {
+  const int value = rope(x, cosines, sines, half, head_dim, interleaved);
+  stages_.back().rows.back().kind = RowOp::Kind::rope_tails;
+  return value;
+}
+
+int Program::latent_row(int x, const float* weight, float eps, const float* cosines, const float* sines, int64_t half,
+                        bool interleaved) {
+  const int value = rope(x, cosines, sines, half, width(x), interleaved);
+  RowOp& op = stages_.back().rows.back();
+  op.kind = RowOp::Kind::latent_row;
+  op.weight = weight;
+  op.number = eps;
+  return value;
+}
+
+int Program::head_product(int x, const HeadProduct& heads) {
+  Stage& stage = open_stage();
+  use(x);
+  stage.input = x;
+  stage.heads = heads;
+  stage.outputs.push_back(make_value(heads.heads * heads.out_width));
+  open_ = false;
+  return stage.outputs[0];
+}
+
 int Program::gated(int gate, int up, Activation activation) {
   RowOp& op = row_op(RowOp::Kind::gated);
   op.in[0] = gate;

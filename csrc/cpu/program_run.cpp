@@ -51,7 +51,7 @@ void Program::lay_out_scratch() {
   for (size_t number = 0; number < stages_.size(); ++number) {
     Stage& stage = stages_[number];
     size_t floats = 0;
-    stage.elementwise = !stage.rows.empty() && !stage.product && stage.plan < 0;
+    stage.elementwise = !stage.rows.empty() && !stage.product && stage.heads.weights == nullptr && stage.plan < 0;
     for (const RowOp& op : stage.rows) {
       stage.row_cost += op_cost(op, width(op.out[0]));
       stage.elementwise = stage.elementwise && op.kind == RowOp::Kind::softcap;
@@ -152,6 +152,8 @@ void Program::run_stage(Team& team, const StepInputs& inputs, int number, bool n
   const Place place{*this, inputs, number, private_memory, narrowed};
   if (stage.product) {
     run_product(team, stage, place, rows, redundant);
+  } else if (stage.heads.weights != nullptr) {
+    run_head_product(team, stage, place, rows, redundant);
   } else if (stage.plan >= 0) {
     run_attention(team, stage, place, rows, redundant);
   } else if (stage.experts) {
@@ -223,6 +225,20 @@ void Program::run_row(const RowOp& op, const Place& place, int row) const {
         kernels.rope(x + i, op.cosines + at, op.sines + at, op.half, op.head_dim, op.interleaved, out + i);
       break;
     }
+    case RowOp::Kind::rope_tails: {
+      const int64_t at = place.inputs.positions[row] * op.half, kept = op.head_dim - 2 * op.half;
+      for (int64_t i = 0; i < n; i += op.head_dim) {
+        std::memcpy(out + i, x + i, kept * sizeof(float));
+        kernels.rope(x + i + kept, op.cosines + at, op.sines + at, op.half, 2 * op.half, op.interleaved, out + i + kept);
+      }
+      break;
+    }
+    case RowOp::Kind::latent_row: {
+      const int64_t at = place.inputs.positions[row] * op.half, rank = n - 2 * op.half;
+      kernels.rms_norm(x, op.weight, op.number, rank, out);
+      kernels.rope(x + rank, op.cosines + at, op.sines + at, op.half, 2 * op.half, op.interleaved, out + rank);
+      break;
+    }
     case RowOp::Kind::gated:
       kernels.gated(x, place.at(op.in[1], row), op.activation, n, out);
       break;
@@ -272,6 +288,37 @@ void Program::run_experts(Team& team, const Stage& stage, const Place& place, in
   char* scratch = own + aligned(private_floats_ * sizeof(float)) + aligned(private_activation_bytes_);
   expert_workspace_.run(team, *stage.experts, place.at(stage.input, 0), place.at(stage.logits, 0), rows,
                         place.at(stage.outputs[0], 0), scratch);
+}
+
+void HeadProduct::run(const float* x, int64_t ldx, float* out, int64_t ldo, int head, int rows) const {
+  const FloatKernels& kernels = float_kernels();
+  const float* matrix = weights + head * inputs * outputs;
+  x += head * in_width, out += head * out_width;
+  if (by_inputs) {
+    for (int row = 0; row < rows; ++row) std::memset(out + row * ldo, 0, outputs * sizeof(float));
+    kernels.accumulate(x, ldx, rows, matrix, outputs, static_cast<int>(inputs), outputs, out, ldo);
+  } else {
+    kernels.scores(x, ldx, rows, matrix, inputs, static_cast<int>(outputs), inputs, out, ldo);
+  }
+  for (int row = 0; copied > 0 && row < rows; ++row)
+    std::memcpy(out + row * ldo + outputs, x + row * ldx + inputs, copied * sizeof(float));
+}
+
+void Program::run_head_product(Team& team, const Stage& stage, const Place& place, int rows, bool redundant) {
+  if (redundant) {
+    run_rows(stage, place, 0, rows);
+  } else if (!stage.rows.empty()) {
+    team.for_each(rows, 1, [&](int row) { run_rows(stage, place, row, row + 1); });
+    team.barrier();
+  }
+  const int64_t ldx = width(stage.input), ldo = width(stage.outputs[0]);
+  const float* x = place.at(stage.input, 0);
+  float* out = place.at(stage.outputs[0], 0);
+  const int block = 32, blocks = (rows + block - 1) / block;
+  team.for_each(stage.heads.heads * blocks, 1, [&](int piece) {
+    const int head = piece / blocks, begin = piece % blocks * block;
+    stage.heads.run(x + begin * ldx, ldx, out + begin * ldo, ldo, head, std::min(block, rows - begin));
+  });
 }
 
 void Program::run_attention(Team& team, const Stage& stage, const Place& place, int rows, bool redundant) {

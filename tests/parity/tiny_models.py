@@ -120,6 +120,40 @@ _PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_facto
 _FALCON = {"intermediate_size": _LEFT, "num_key_value_heads": _LEFT}
 _GPT2 = {"num_key_value_heads": _LEFT, "intermediate_size": _LEFT}
 
+
+def _deepseek(version: str, **changes: Any) -> Any:
+    """Experts behind the first layer, one shared one; DeepSeek-V3 chooses among them by groups."""
+    import transformers
+
+    latent = {
+        "num_key_value_heads": 4,
+        "q_lora_rank": None,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 24,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 1,
+        **({"n_group": 4, "topk_group": 2} if version == "V3" else {}),
+    }
+    config = getattr(transformers, f"Deepseek{version}Config")
+    return config(**{**_COMMON, **latent, **changes})
+
+
+_ALL_DENSE = {"first_k_dense_replace": 3}
+_DEEPSEEK_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 40.0,
+    "original_max_position_embeddings": 32,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.5,
+}
+
+
 CONFIGS = {
     "llama": _llama,
     "llama-biases": lambda: _llama(attention_bias=True, mlp_bias=True),
@@ -214,6 +248,18 @@ CONFIGS = {
         "llama4_text", **{**_LLAMA4, "interleave_moe_layer_step": 1}, use_qk_norm=False, attn_temperature_tuning=False
     ),
     **{name: partial(config, _COMMON) for name, config in RECURRENT.items()},
+    "deepseek_v2": lambda: _deepseek("V2"),
+    "deepseek_v2-groups": lambda: _deepseek(
+        "V2", topk_method="group_limited_greedy", n_group=4, topk_group=2, n_shared_experts=2, routed_scaling_factor=2.0
+    ),
+    "deepseek_v2-yarn": lambda: _deepseek(
+        "V2", **_ALL_DENSE, q_lora_rank=24, rope_parameters=_DEEPSEEK_YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}
+    ),
+    "deepseek_v3": lambda: _deepseek("V3", q_lora_rank=24),
+    "deepseek_v3-yarn": lambda: _deepseek(
+        "V3", **_ALL_DENSE, q_lora_rank=24, rope_parameters=_DEEPSEEK_YARN, attention_bias=True
+    ),
+    "deepseek_v3-halves": lambda: _deepseek("V3", rope_interleave=False),
 }
 # Decays of states and convolutions: larger ones would leave nothing of a state, or make everything alike.
 _KEPT = ("A_log", "conv1d.weight")
@@ -222,6 +268,7 @@ _KEPT = ("A_log", "conv1d.weight")
 # Those whose files are written in Hugging Face's layout: their tensors have the canonical names.
 _WRITTEN = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "olmo2", "olmo3", "granite", "cohere")
 _WRITTEN += ("cohere2", "smollm3", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "glm4_moe", "gpt_oss")
+_WRITTEN += ("deepseek_v2", "deepseek_v3")
 WRITTEN = [name for name in CONFIGS if name.partition("-")[0] in _WRITTEN and name != "cohere"]
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
-from tokenmill.checkpoint.mixers import SCALED_PROJECTIONS, Attention, Mixer
+from tokenmill.checkpoint.mixers import SCALED_PROJECTIONS, Attention, LatentAttention, Mixer, Recurrent
 from tokenmill.hardware.kv_layout import LayerKV
 
 # What the plain decoder computes without further features.
@@ -107,6 +107,12 @@ class LayerDescription:
         return self.mixers[0].kind if self.mixers else "none"
 
     @property
+    def rope(self) -> str:
+        """The rotary table of its attention."""
+        (name,) = {mixer.rope for mixer in self.mixers if not isinstance(mixer, Recurrent)}
+        return name
+
+    @property
     def attention(self) -> Attention:
         """The attention of a layer that has one, perhaps beside another mixer."""
         (mixer,) = (mixer for mixer in self.mixers if isinstance(mixer, Attention))
@@ -181,6 +187,7 @@ class ModelDescription:
 
     @property
     def head_dim(self) -> int:
+        """Of keys as they are kept; of latent attention the whole row."""
         return int(self._same(lambda a: a.head_dim))
 
     @property
@@ -192,7 +199,9 @@ class ModelDescription:
 
     @property
     def attention_softcap(self) -> float:
-        return float(self._same(lambda a: a.softcap))
+        caps = {a.softcap for a in self._attentions()}
+        assert len(caps) <= 1, f"layers differ: {caps}"
+        return caps.pop() if caps else 0.0
 
     @property
     def activation(self) -> str:
@@ -206,8 +215,9 @@ class ModelDescription:
                 if isinstance(mixer, Attention):
                     yield mixer
 
-    def _same(self, read: Callable[[Attention], Any]) -> Any:
-        values = {read(attention) for attention in self._attentions()}
+    def _same(self, read: Callable[[Attention | LatentAttention], Any]) -> Any:
+        mixers = (mixer for layer in self.layers for mixer in layer.mixers)
+        values = {read(mixer) for mixer in mixers if not isinstance(mixer, Recurrent)}
         assert len(values) <= 1, f"layers differ: {values}"
         return values.pop() if values else 0
 

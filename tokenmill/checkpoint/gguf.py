@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,7 @@ from tokenmill.checkpoint.base import StoredTensor
 from tokenmill.checkpoint.fields import shown
 from tokenmill.checkpoint.gguf_description import LONGROPE_FACTORS, describe, read_architecture
 from tokenmill.checkpoint.gguf_header import HEADER_BYTES, read_header
+from tokenmill.checkpoint.gguf_latent import stored_shape
 from tokenmill.checkpoint.gguf_metadata import Cursor, Metadata, read_metadata
 from tokenmill.checkpoint.gguf_names import canonical_name
 from tokenmill.checkpoint.mapped_file import map_file, release_pages
@@ -75,7 +76,7 @@ class GGUFCheckpoint:
             name = canonical_name(architecture, entry.name, stored_names)
             if name in self._entries:
                 raise cursor.damaged(f"tensor '{entry.name}' occurs twice")
-            self._entries[name] = entry
+            self._entries[name] = replace(entry, shape=stored_shape(name, entry.shape))
         shapes = {name: entry.shape for name, entry in self._entries.items()}
         self.description = describe(self.metadata, shapes, path.name, self._numbers)
         # The factors of longrope are part of the description now.

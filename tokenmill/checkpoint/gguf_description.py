@@ -13,13 +13,14 @@ from typing import Any
 
 import numpy as np
 
+from tokenmill.checkpoint import gguf_latent
 from tokenmill.checkpoint.description import FeedForward, LayerDescription, ModelDescription, RopeScaling, RopeTable
 from tokenmill.checkpoint.fields import UNSUPPORTED, Fields, shown
 from tokenmill.checkpoint.gguf_experts import with_experts
 from tokenmill.checkpoint.gguf_families import FAMILIES, GGUFFamily
 from tokenmill.checkpoint.gguf_metadata import Metadata
 from tokenmill.checkpoint.mapped_file import DAMAGED
-from tokenmill.checkpoint.mixers import Attention
+from tokenmill.checkpoint.mixers import Attention, LatentAttention
 from tokenmill.errors import CheckpointError
 
 ARCHITECTURES = {name: family.architecture for name, family in FAMILIES.items()}
@@ -58,7 +59,12 @@ def describe(
         raise fields.error(f"{num_layers} layers but only {len(shapes)} tensors")
     hidden_size = fields.integer("embedding_length")
     vocab_size = _vocab_size(fields, shapes, hidden_size)
-    attention = _attention(fields, family, shapes, hidden_size, num_layers)
+    attention: Attention | LatentAttention
+    if family.latent:
+        attention = gguf_latent.read_mixer(fields)
+        _refuse_variants(fields)
+    else:
+        attention = _attention(fields, family, shapes, hidden_size, num_layers)
     window, kinds = _layer_kinds(fields, family, num_layers)
     bos_id, eos_ids = _token_ids(metadata, vocab_size, label)
     name = metadata.get("general.name")
@@ -75,10 +81,14 @@ def describe(
     for number, kind in enumerate(kinds):
         rope = "sliding" if kind == "sliding" and own_table else attention.rope
         rope = rope if _rotates(family, number, kind) else ""
-        mixer = replace(attention, window=window if kind == "sliding" else 0, rope=rope)
+        mixer = attention
+        if isinstance(attention, Attention):
+            mixer = replace(attention, window=window if kind == "sliding" else 0, rope=rope)
         layers.append(LayerDescription((mixer,), mlp, norms))
     description = ModelDescription(
-        architecture=_architecture(family, "sliding" in kinds),
+        architecture=gguf_latent.architecture_of(fields)
+        if family.latent
+        else _architecture(family, "sliding" in kinds),
         model_type=stored_as,
         hidden_size=hidden_size,
         layers=tuple(layers),
@@ -125,7 +135,9 @@ def _attention(
     num_kv_heads = fields.integer("attention.head_count_kv", num_heads)
     if head_dim < 1 or num_heads % num_kv_heads:
         raise fields.error(f"{num_heads} heads and {num_kv_heads} KV heads over {hidden_size} do not fit")
-    _refuse_variants(fields, head_dim)
+    if fields.integer("attention.value_length", head_dim) != head_dim:
+        raise fields.error("keys and values have different sizes", UNSUPPORTED)
+    _refuse_variants(fields)
     scale = fields.number("attention.scale", 0.0) or None
     if family.scale_by_head:
         size = max(hidden_size // num_heads, 1) if num_layers == family.odd_layers else head_dim
@@ -171,7 +183,7 @@ def _rope_tables(
     if size > head_dim or size % 2:
         raise fields.error(f"{size} of {head_dim} numbers of a head cannot be rotated in pairs")
     theta = fields.number("rope.freq_base", family.theta, low=1.0)
-    scaling = _longrope(fields, numbers, size // 2) or _rope_scaling(fields)
+    scaling = _longrope(fields, numbers, size // 2) or _rope_scaling(fields, family.latent)
     tables = [RopeTable("full", size, theta, scaling)]
     if family.local_theta and (slides or family.default_local_theta):
         local = fields.number("rope.freq_base_swa", family.default_local_theta or theta, low=1.0)
@@ -240,10 +252,8 @@ def _vocab_size(fields: Fields, shapes: Mapping[str, tuple[int, ...]], hidden_si
     return shape[0]
 
 
-def _refuse_variants(fields: Fields, head_dim: int) -> None:
+def _refuse_variants(fields: Fields) -> None:
     """Keys that change the computation in ways the description cannot express."""
-    if fields.integer("attention.value_length", head_dim) != head_dim:
-        raise fields.error("keys and values have different sizes", UNSUPPORTED)
     if any(fields.integers("rope.dimension_sections")):
         raise fields.error("it rotates by sections of each head (M-RoPE)", UNSUPPORTED)
     if fields.number("attention.temperature_scale", 0.0) > 0:
@@ -268,7 +278,7 @@ def _layer_kinds(fields: Fields, family: GGUFFamily, num_layers: int) -> tuple[i
     return window, tuple("full" if (layer + 1) % period == 0 else "sliding" for layer in range(num_layers))
 
 
-def _rope_scaling(fields: Fields) -> RopeScaling:
+def _rope_scaling(fields: Fields, is_latent: bool) -> RopeScaling:
     factor = fields.number("rope.scaling.factor", fields.number("rope.scale_linear", 0.0))
     kind = fields.text("rope.scaling.type", "linear")
     if factor in (0.0, 1.0) or kind == "none":
@@ -277,7 +287,8 @@ def _rope_scaling(fields: Fields) -> RopeScaling:
         return RopeScaling(kind="linear", factor=factor)
     if kind != "yarn":
         raise fields.error(f"rope scaling '{kind}' is not supported", "supported: none, linear, yarn")
-    if fields.number("rope.scaling.yarn_log_multiplier", 0.0) > 0:
+    mscale = gguf_latent.read_mscale(fields) if is_latent else 0.0
+    if not is_latent and fields.number("rope.scaling.yarn_log_multiplier", 0.0) > 0:
         raise fields.error("it scales rotary magnitudes by 'yarn_log_multiplier'", UNSUPPORTED)
     attention_factor = fields.number("rope.scaling.attn_factor", fields.number("rope.scaling.yarn_attn_factor", 0.0))
     derived = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
@@ -288,6 +299,8 @@ def _rope_scaling(fields: Fields) -> RopeScaling:
         beta_fast=fields.number("rope.scaling.yarn_beta_fast", 32.0),
         beta_slow=fields.number("rope.scaling.yarn_beta_slow", 1.0),
         attention_factor=attention_factor * derived if attention_factor else None,
+        mscale=mscale,
+        mscale_all_dim=mscale,
     )
 
 

@@ -185,9 +185,12 @@ def _routing(fields: Fields, stored_as: str) -> Routing:
     normalize = plain.normalize
     if stored_as not in _FIXED_NORMS:
         normalize = fields.flag("expert_weights_norm", plain.normalize)
+    score = _SCORES.get(number, plain.score)
+    groups = fields.integer("expert_group_count", 1, low=0) > 1
     return replace(
         plain,
-        score=_SCORES.get(number, plain.score),
+        score=score,
+        group_score="max" if stored_as == "deepseek2" and score == "softmax" and groups else plain.group_score,
         normalize=normalize,
         scale=fields.number("expert_weights_scale", plain.scale) or 1.0,
     )

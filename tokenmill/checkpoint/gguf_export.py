@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from tokenmill.checkpoint import gguf_latent
 from tokenmill.checkpoint.base import Checkpoint
 from tokenmill.checkpoint.description import ModelDescription, RopeScaling, differences
 from tokenmill.checkpoint.gguf import GGUFCheckpoint
@@ -71,15 +72,15 @@ def export_tensors(
     names = list(shapes)
     if not isinstance(checkpoint, GGUFCheckpoint):
         names.sort(key=_place)
-    tensors = [tensor for name in names if (tensor := _exported(d, name, shapes)) is not None]
+    tensors = [tensor for name in names for tensor in _exported(d, name, shapes)]
     tensors += [ExportedTensor(name, "", (len(values),)) for name, values in derived_tensors(d).items()]
     if untied_output and _HEAD not in shapes:
         tensors.append(ExportedTensor(gguf_name(d.architecture, _HEAD), _EMBEDDING, shapes[_EMBEDDING]))
     return tensors
 
 
-def _exported(d: ModelDescription, name: str, shapes: dict[str, tuple[int, ...]]) -> ExportedTensor | None:
-    """A tensor of the file; None for one that is a part of another, which llama.cpp reads as one matrix."""
+def _exported(d: ModelDescription, name: str, shapes: dict[str, tuple[int, ...]]) -> list[ExportedTensor]:
+    """What a tensor is in the file; nothing for a part of another, which llama.cpp reads as one matrix."""
     family = gguf_family(d)
     # Two norms side by side have other names than one behind the other.
     names = (SECOND_NORM,) if not family.norms and d.layers[0].norms == "parallel_norms" else ()
@@ -89,12 +90,13 @@ def _exported(d: ModelDescription, name: str, shapes: dict[str, tuple[int, ...]]
             if f".{part}." not in name:
                 continue
             if part != parts[0]:
-                return None
+                return []
             rest = tuple(name.replace(part, other) for other in parts[1:])
             rows = sum(shapes[each][0] for each in (name, *rest))
             fused = gguf_name(d.architecture, name.replace(part, module), names)
-            return ExportedTensor(fused, name, (rows, *shapes[name][1:]), rest)
-    return ExportedTensor(gguf_name(d.architecture, name, names), name, shapes[name])
+            return [ExportedTensor(fused, name, (rows, *shapes[name][1:]), rest)]
+    stored = gguf_latent.exported(name, d) or [(name, shapes[name])]
+    return [ExportedTensor(gguf_name(d.architecture, part, names), name, shape) for part, shape in stored]
 
 
 def gguf_family(d: ModelDescription) -> GGUFFamily:
@@ -154,6 +156,8 @@ def _architecture_values(d: ModelDescription) -> dict[str, Value]:
     }
     if family.names_vocabulary:
         values["vocab_size"] = d.vocab_size
+    if "latent" in d.layer_kinds:
+        return values | gguf_latent.values(d) | expert_values(d) | _table_values(d, family)
     if family.names_head_size or d.head_dim * d.num_heads != d.hidden_size:
         values |= {"attention.key_length": d.head_dim, "attention.value_length": d.head_dim}
     values |= expert_values(d)
@@ -269,12 +273,15 @@ def _telling_names(d: ModelDescription) -> Iterator[str]:
         "model.norm.bias": d.norm_bias,
         _HEAD: not d.tie_embeddings,
         "lm_head.bias": d.head_bias,
-        f"{first}.self_attn.q_proj.bias": layer.attention.qkv_bias,
-        f"{first}.self_attn.o_proj.bias": layer.attention.output_bias,
-        f"{first}.self_attn.q_norm.weight": bool(layer.attention.head_norms),
         f"{first}.mlp.up_proj.bias": mlp.bias and not mlp.num_experts,
         f"{first}.post_attention_layernorm.weight": layer.norms in ("pre", "parallel_norms"),
     }
+    if layer.kind != "latent":
+        present |= {
+            f"{first}.self_attn.q_proj.bias": layer.attention.qkv_bias,
+            f"{first}.self_attn.o_proj.bias": layer.attention.output_bias,
+            f"{first}.self_attn.q_norm.weight": bool(layer.attention.head_norms),
+        }
     yield from (name for name, has in present.items() if has)
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 class GGUFFamily:
     architecture: str  # in model/architectures
     interleaved: bool = False  # rotary pairs are (2i, 2i + 1), because q and k rows were reordered or are so by nature
+    latent: bool = False  # latent attention
     norm: str = "rms"
     norms: str = "pre"  # as in LayerDescription; "": by the norms that the file has
     post_attention_norm: bool = False  # the norm before the MLP has the name of one behind attention
@@ -124,8 +125,9 @@ FAMILIES: dict[str, GGUFFamily] = {
         names_head_size=True,
     ),
     "llama4": GGUFFamily("llama4_text", interleaved=True, rope_layers="all but every 4th"),
+    "deepseek2": GGUFFamily("deepseek_v3", latent=True, sliding="never", names_vocabulary=True),  # V2 too
     "phi2": replace(_LAYER_NORMS, architecture="phi", norms="parallel", activation="gelu_tanh"),
 }
 # Written under the name of another: their files differ in what the metadata says.
-_STORED_AS = {"mistral": "llama", "mixtral": "llama", "olmo3": "olmo2"}
+_STORED_AS = {"mistral": "llama", "mixtral": "llama", "olmo3": "olmo2", "deepseek_v2": "deepseek2"}
 STORED_AS = {family.architecture: name for name, family in reversed(FAMILIES.items())} | _STORED_AS

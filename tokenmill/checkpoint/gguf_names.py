@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
+from tokenmill.checkpoint import gguf_latent
 from tokenmill.checkpoint.gguf_experts import LAYER_NAMES as EXPERT_NAMES
 from tokenmill.checkpoint.gguf_experts import TENSOR_NAMES
 from tokenmill.checkpoint.gguf_families import FAMILIES, STORED_AS
@@ -63,6 +64,8 @@ def layer_names(stored_as: str, names: Collection[str] = ()) -> dict[str, str]:
     if family is not None and family.post_attention_norm:
         del table["ffn_norm"]
         table["post_attention_norm"] = "post_attention_layernorm"
+    if family is not None and family.latent:
+        table |= gguf_latent.LAYER_NAMES
     if SECOND_NORM in names:
         del table["ffn_norm"]
         table |= _TWO_NORMS

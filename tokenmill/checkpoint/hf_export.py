@@ -16,6 +16,7 @@ from tokenmill.checkpoint.base import Checkpoint
 from tokenmill.checkpoint.description import ModelDescription, RopeScaling, differences
 from tokenmill.checkpoint.gguf_families import FAMILIES, STORED_AS
 from tokenmill.checkpoint.hf_config import describe
+from tokenmill.checkpoint.mixers import LatentAttention
 from tokenmill.checkpoint.rope_divisors import fit_llama3
 from tokenmill.errors import CheckpointError
 
@@ -177,22 +178,19 @@ def _gemma3_keys(description: ModelDescription) -> dict[str, Any]:
     }
 
 
-def _expert_keys(description: ModelDescription) -> dict[str, Any]:
-    """Of all families with experts; each reads what it knows."""
-    d = description
-    ffns = [layer.feed_forward for layer in d.layers if layer.feed_forward is not None]
+def _routing_keys(description: ModelDescription) -> dict[str, Any]:
+    """How many experts there are, of what size, in which layers, and how they are chosen."""
+    ffns = [layer.feed_forward for layer in description.layers if layer.feed_forward is not None]
     ffn = next(each for each in ffns if each.num_experts)
-    routing, attention, window = ffn.routing, d.layers[0].attention, d.sliding_window or None
+    routing = ffn.routing
     assert routing is not None
     dense = [number for number, each in enumerate(ffns) if not each.num_experts]
     leading = dense == list(range(len(dense)))
-    rotated = d.rope_table("full").rotary_dim / attention.head_dim
     shared = {"shared_expert_intermediate_size": ffn.shared_size} if ffn.shared_gate else {}
     if ffn.shared_size and not ffn.shared_gate:
         shared = {"n_shared_experts": ffn.shared_size // ffn.expert_size}
     return {
         "hidden_act": _ACTIVATIONS[ffn.activation],
-        "attention_bias": attention.qkv_bias,
         "intermediate_size": max((each.intermediate_size for each in ffns), default=0) or ffn.expert_size,
         "num_experts": ffn.num_experts,
         "num_local_experts": ffn.num_experts,
@@ -205,6 +203,16 @@ def _expert_keys(description: ModelDescription) -> dict[str, Any]:
         "n_group": routing.num_groups,
         "topk_group": routing.top_groups,
         **({"first_k_dense_replace": len(dense)} if leading else {"mlp_only_layers": dense}),
+    }
+
+
+def _expert_keys(description: ModelDescription) -> dict[str, Any]:
+    """Of all families with experts; each reads what it knows."""
+    d, attention, window = description, description.layers[0].attention, description.sliding_window or None
+    rotated = d.rope_table("full").rotary_dim / attention.head_dim
+    return {
+        **_routing_keys(d),
+        "attention_bias": attention.qkv_bias,
         "use_sliding_window": window is not None,
         "sliding_window": window,
         "max_window_layers": d.num_layers,
@@ -259,6 +267,29 @@ def _smollm3_keys(description: ModelDescription) -> dict[str, Any]:
     return {**_llama_keys(description), **windows, "no_rope_layers": rotates}
 
 
+def _deepseek_keys(description: ModelDescription) -> dict[str, Any]:
+    (a,) = description.layers[0].mixers
+    assert isinstance(a, LatentAttention)
+    keys: dict[str, Any] = {"first_k_dense_replace": description.num_layers}
+    if "experts" in description.features():
+        keys = _routing_keys(description)
+        if description.architecture == "deepseek_v2":
+            keys["topk_method"] = "group_limited_greedy" if keys["n_group"] > 1 else "greedy"
+    return {
+        **keys,
+        "hidden_act": _ACTIVATIONS[description.activation],
+        "num_key_value_heads": a.num_heads,
+        "head_dim": a.rope_dim,
+        "q_lora_rank": a.query_rank or None,
+        "kv_lora_rank": a.kv_rank,
+        "qk_nope_head_dim": a.nope_dim,
+        "qk_rope_head_dim": a.rope_dim,
+        "v_head_dim": a.value_dim,
+        "rope_interleave": a.interleaved,
+        "attention_bias": a.bias,
+    }
+
+
 def _layer_types(description: ModelDescription) -> list[str]:
     return [f"{kind}_attention" for kind in description.layer_kinds]
 
@@ -283,6 +314,8 @@ _EXPORTS = {
     "granitemoe": _Export("granitemoe", "GraniteMoeForCausalLM", _expert_keys),
     "glm4_moe": _Export("glm4_moe", "Glm4MoeForCausalLM", _expert_keys),
     "gpt_oss": _Export("gpt_oss", "GptOssForCausalLM", _expert_keys),
+    "deepseek_v2": _Export("deepseek_v2", "DeepseekV2ForCausalLM", _deepseek_keys),
+    "deepseek_v3": _Export("deepseek_v3", "DeepseekV3ForCausalLM", _deepseek_keys),
 }
 # Llama with windows is stored under another model type.
 _SLIDING_EXPORTS = {"llama": _Export("mistral", "MistralForCausalLM", _mistral_keys)}
@@ -295,7 +328,7 @@ def _export_of(description: ModelDescription) -> _Export:
         raise CheckpointError(
             f"files of architecture '{description.architecture}' cannot be written", f"known: {', '.join(_EXPORTS)}"
         )
-    if any(layer.attention.head_norms == "heads" for layer in description.layers):
+    if "norms of each head" in description.features():
         raise CheckpointError("norms of each head cannot be written", "choose a GGUF format")
     return export
 

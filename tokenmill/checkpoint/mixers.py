@@ -87,11 +87,18 @@ class LatentAttention:
     value_dim: int
     rope: str = "full"
     interleaved: bool = True
+    bias: bool = False  # of the projections down to the ranks and of the output
 
     kind = "latent"
+    num_kv_heads = 1
+
+    @property
+    def head_dim(self) -> int:
+        """Of what is kept: one row for all heads."""
+        return self.kv_rank + self.rope_dim
 
     def kv_need(self) -> LayerKV:
-        return LayerKV("latent", 1, self.kv_rank + self.rope_dim, value_dim=0)
+        return LayerKV("latent", self.num_kv_heads, self.head_dim, value_dim=0)
 
     def features(self) -> Iterator[str]:
         yield "latent attention"

@@ -134,6 +134,11 @@ class KVLayout:
         return 1 - sum(map(self.filled, self.groups)) / len(self.groups)
 
     @property
+    def is_latent(self) -> bool:
+        """Whether pages hold one row per token, whose beginning is the value, and no values besides."""
+        return self.value_dim == 0
+
+    @property
     def state_bytes(self) -> int:
         """Of one state slot: the states of one sequence, beside its pages."""
         return sum(state.nbytes for state in self.states)
@@ -143,7 +148,9 @@ class KVLayout:
         names = []
         if self.row_values:
             names.append("layers of different KV shapes")
-        if self.value_dim is not None:
+        if self.is_latent:
+            names.append("latent rows")
+        elif self.value_dim is not None:
             names.append("keys and values of different widths")
         return tuple(names)
 

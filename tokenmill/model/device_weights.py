@@ -24,7 +24,7 @@ from tokenmill.model.device_experts import place_experts
 from tokenmill.model.dummy_reader import fill
 from tokenmill.model.formats.base import LinearWeight
 from tokenmill.model.layers.experts import Experts
-from tokenmill.model.linear_groups import linear_groups
+from tokenmill.model.linear_groups import head_projections, linear_groups
 from tokenmill.model.reader import WeightReader
 
 _log = get_logger(__name__)
@@ -100,6 +100,8 @@ def place_weights(decoder: Decoder, reader: WeightReader, placement: Placement) 
             _expand(group)
         if len(group) > 1:
             _join(group)
+    for projections in head_projections(decoder):
+        projections.place(upload.weight, torch.bfloat16)
     _move_small(decoder, placement.device)
     return _embedding(decoder, upload)
 
@@ -134,6 +136,8 @@ def place_reference(decoder: Decoder, reader: WeightReader, device: torch.device
     for weight in reader.weights.values():
         vars(weight).update(vars(upload.weight(weight)))
         weight.kernel = select_linear(weight, device, "ref")
+    for projections in head_projections(decoder):
+        projections.place(lambda weight: weight, torch.float32)
     _move_small(decoder, device)
 
 

@@ -24,6 +24,7 @@ from tokenmill.model.device_weights import Placement, place_reference, place_wei
 from tokenmill.model.dummy_reader import DummyReader
 from tokenmill.model.formats.base import LinearWeight
 from tokenmill.model.layers.experts import Experts
+from tokenmill.model.linear_groups import head_projections
 from tokenmill.model.reader import WeightReader
 
 _log = get_logger(__name__)
@@ -100,8 +101,12 @@ def load_model(
             for name in reader.tensor_names[prefix]:
                 checkpoint.release(name)
 
+    for projections in head_projections(decoder):
+        projections.place(lambda weight: weight, torch.float32)
     multiplied = [
-        prefix for prefix, weight in reader.weights.items() if weight is not decoder.embedding or weight is decoder.head
+        prefix
+        for prefix, weight in reader.weights.items()
+        if weight.kernel is None and (weight is not decoder.embedding or weight is decoder.head)
     ]
     with ThreadPoolExecutor(_PACKING_THREADS) as pool:
         list(pool.map(prepare, multiplied))

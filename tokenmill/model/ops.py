@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from tokenmill.kernels.ref_experts import RoutingSpec
     from tokenmill.model.attention.base import AttentionSpec
+    from tokenmill.model.attention.latent import HeadProjections, LatentSpec
     from tokenmill.model.formats.base import LinearWeight
     from tokenmill.model.formats.stacks import ExpertStacks
     from tokenmill.model.layers.rotary import RotaryTable
@@ -60,6 +61,20 @@ class Ops(Protocol):
 
     def attention(self, q: Value, k: Value, v: Value, spec: AttentionSpec) -> Value:
         """Store k and v in the pages of `spec.layer`, then attend causally over them."""
+        ...
+
+    def latent_attention(
+        self,
+        q: Value,
+        kv: Value,
+        norm: Tensor,
+        eps: float,
+        rotary: RotaryTable,
+        projections: HeadProjections,
+        spec: LatentSpec,
+    ) -> Value:
+        """Norm the latent of `kv` [T, rank + rope_dim] and rotate its key, store the row in the pages of `spec.layer`,
+        rotate the ends of the queries [T, heads * (nope_dim + rope_dim)], attend causally: [T, heads * value_dim]."""
         ...
 
     def gated(self, gate: Value, up: Value, activation: str) -> Value:

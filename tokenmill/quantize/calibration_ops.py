@@ -15,6 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from tokenmill.kernels import ref
 from tokenmill.kernels.ref_experts import RoutingSpec, route, run_experts
 from tokenmill.model.attention.base import AttentionSpec
+from tokenmill.model.attention.latent import HeadProjections, LatentSpec
 from tokenmill.model.formats.base import LinearWeight
 from tokenmill.model.formats.stacks import ExpertStacks
 from tokenmill.model.layers.rotary import RotaryTable
@@ -111,6 +112,34 @@ class CalibrationOps:
 
     def gate_rows(self, x: Tensor, gate: Tensor) -> Tensor:
         return ref.gate_rows(x, gate)
+
+    def latent_attention(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        norm: Tensor,
+        eps: float,
+        rotary: RotaryTable,
+        projections: HeadProjections,
+        spec: LatentSpec,
+    ) -> Tensor:
+        """In the expanded form, in which the projections by head are one linear that reads the latents."""
+        norm = self._weights[self._names[id(norm)]]
+        latents = ref.rms_norm(kv[:, : spec.rank].contiguous(), norm, eps)
+        (both,) = self.linear(latents, projections.stored)
+        heads = both.view(q.shape[0], spec.num_heads, -1)
+        shared = self.rope(kv[:, spec.rank :].contiguous(), rotary, spec.rope_dim)
+        k = torch.cat((heads[..., : spec.nope_dim], shared[:, None].expand(-1, spec.num_heads, -1)), -1)
+        queries = q.view(q.shape[0], spec.num_heads, -1)
+        tails = self.rope(queries[..., spec.nope_dim :].flatten(1), rotary, spec.rope_dim)
+        queries = torch.cat((queries[..., : spec.nope_dim], tails.view(*queries.shape[:2], -1)), -1)
+
+        def sequences(x: Tensor) -> Tensor:  # -> [sequences, heads, length, dim]
+            return x.unflatten(0, (-1, self._length)).transpose(1, 2)
+
+        values = sequences(heads[..., spec.nope_dim :])
+        mixed = scaled_dot_product_attention(sequences(queries), sequences(k), values, is_causal=True, scale=spec.scale)
+        return mixed.transpose(1, 2).reshape(q.shape[0], -1)
 
     def gated(self, gate: Tensor, up: Tensor, activation: str) -> Tensor:
         return ref.gated(gate, up, activation)

@@ -7,7 +7,7 @@ the job and the calibration; knows nothing of methods.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -21,6 +21,7 @@ from tokenmill.model.architectures import architecture_of
 from tokenmill.model.architectures.decoder import Block, Decoder
 from tokenmill.model.formats.base import LinearWeight
 from tokenmill.model.layers.experts import Experts
+from tokenmill.model.layers.latent_attention import LatentSelfAttention
 from tokenmill.model.layers.norm import NoNorm, Norm
 from tokenmill.model.reader import WeightReader
 from tokenmill.quantize.base import LinearGroup
@@ -138,7 +139,7 @@ class SourceModel:
         block, d = self.block(index), self.description
         attention, mlp = block.attention, block.mlp
 
-        def group(weights: list[LinearWeight], source: object, is_norm: bool, repeats: int = 1) -> LinearGroup:
+        def group(weights: Sequence[LinearWeight], source: object, is_norm: bool, repeats: int = 1) -> LinearGroup:
             name = None if source is None else self.names[id(source)]
             return LinearGroup(tuple(self.names[id(w)] for w in weights), name, is_norm, repeats)
 
@@ -146,10 +147,14 @@ class SourceModel:
             """A norm that nothing else reads and that only multiplies."""
             return None if block.shares_norm or norm.bias is not None else norm.weight
 
-        groups = [
-            group(attention.inputs, absorbing(block.attention_norm), True),
-            group([attention.output], attention.inputs[2], False, d.num_heads // d.num_kv_heads),
-        ]
+        groups = [group(attention.inputs, absorbing(block.attention_norm), True)]
+        if isinstance(attention, LatentSelfAttention):
+            if attention.query_up is not None:
+                groups.append(group([attention.query_up], attention.query_norm, True))
+            groups.append(group(attention.projections.stored, attention.row_norm, True))
+            groups.append(group([attention.output], None, False))  # its input has rows of several linears' making
+        else:
+            groups.append(group([attention.output], attention.inputs[2], False, d.num_heads // d.num_kv_heads))
         if isinstance(mlp, Experts):
             return groups + self._expert_groups(mlp)
         return [

@@ -30,6 +30,7 @@ from tokenmill.model.device_weights import Uploader
 from tokenmill.model.formats.base import LinearWeight
 from tokenmill.model.kvstore.base import KVStore
 from tokenmill.model.kvstore.choice import StoreChoice, native_layer_count, reading_path
+from tokenmill.model.linear_groups import head_projections
 from tokenmill.model.loader import LoadedModel, uses_gpu_kernels
 from tokenmill.model.reader import WeightReader
 from tokenmill.resolution import resolve, settle
@@ -71,6 +72,7 @@ class KVReport:
     sliding_window: int
     recurrent_layers: int
     state_bytes: int  # of one request's recurrent states, whatever its length
+    latent_layers: int = 0  # of which pages hold one row for all heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,10 +135,12 @@ def survey(checkpoint: Checkpoint, config: ResolvedConfig, device: torch.device)
     decoder = architecture_of(description)(reader, description, 1)
     reader.finish()
     chosen: dict[tuple[str, int, int, bool], Choice] = {}
+    for projections in head_projections(decoder):
+        projections.attach()
     for weight in reader.weights.values():
         key = (weight.type_name, weight.out_features, weight.in_features, weight.bias is not None)
-        if weight is decoder.embedding and decoder.head is not weight:
-            continue  # only looked up, never multiplied
+        if weight.kernel is not None or (weight is decoder.embedding and decoder.head is not weight):
+            continue  # projections by head; or only looked up, never multiplied
         if key not in chosen:
             chosen[key] = select_linear(Uploader(device).weight(weight), device, config.kernels)
         weight.kernel = chosen[key]
@@ -223,6 +227,7 @@ def _kv_report(
 ) -> KVReport:
     context = config.context
     page_bytes = choice.page_bytes(layout)
+    latent_layers = description.layer_kinds.count("latent")
     return KVReport(
         dtype=choice.name,
         read_as=reading_path(store),
@@ -231,11 +236,12 @@ def _kv_report(
         bytes_per_token=kv_bytes_per_token(layout, page_bytes),
         context=context,
         bytes_full_context=layout.peak_pages(context) * page_bytes + layout.state_bytes,
-        full_layers=sum(len(group.layers) for group in layout.groups if group.kind != "sliding"),
+        full_layers=sum(len(group.layers) for group in layout.groups if group.kind == "full"),
         sliding_layers=description.num_sliding_layers,
         sliding_window=description.sliding_window if description.num_sliding_layers else 0,
         recurrent_layers=len(layout.states),
         state_bytes=layout.state_bytes,
+        latent_layers=latent_layers,
     )
 
 

@@ -75,7 +75,7 @@ def test_latent_rows_have_no_values_of_their_own() -> None:
     layout = build_layout([LATENT] * 3, 16)
     assert layout.values_per_page == 3 * 16 * 576
     assert [layout.group_pages(layout.groups[0], tokens) for tokens in (1, 16, 17)] == [1, 1, 2]
-    assert layout.features() == ("keys and values of different widths",)
+    assert layout.features() == ("latent rows",)
 
 
 def test_states_are_beside_the_pages() -> None:

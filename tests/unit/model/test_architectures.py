@@ -32,7 +32,20 @@ LLAMA = {
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "qwen2", "qwen3", "gemma3", "mistral", "phi3", "gpt2", "falcon-40b", "cohere"]
+    "name",
+    [
+        "llama",
+        "qwen2",
+        "qwen3",
+        "gemma3",
+        "mistral",
+        "phi3",
+        "gpt2",
+        "falcon-40b",
+        "cohere",
+        "deepseek_v2",
+        "deepseek_v3",
+    ],
 )
 def test_described_matrices_are_the_loaded_ones(name: str, tmp_path: Path) -> None:
     make(name, tmp_path)
@@ -59,18 +72,6 @@ def test_every_tiny_model_is_run(name: str) -> None:
         ({"model_type": "falcon", "alibi": True}, r"'falcon'.*ALiBi"),
         ({"use_bidirectional_attention": True}, "bidirectional attention"),
         ({"model_type": "opt"}, "'opt' is not supported yet"),
-        (
-            {
-                "model_type": "deepseek_v3",
-                "n_routed_experts": 8,
-                "num_experts_per_tok": 2,
-                "kv_lora_rank": 16,
-                "qk_nope_head_dim": 8,
-                "qk_rope_head_dim": 8,
-                "v_head_dim": 8,
-            },
-            r"'deepseek_v3'.*latent attention",
-        ),
         ({"model_type": "llama", "layer_types": None, "attn_layer_indices": [0], "expand": 2}, r"\(Mamba layers\)"),
     ],
 )

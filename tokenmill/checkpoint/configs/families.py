@@ -313,8 +313,9 @@ FAMILIES: dict[str, Family] = {
     "granitemoe": Family(
         context_length=2048, query_scalar=1.0, expert_size_key="intermediate_size", bos_id=1, eos_id=2
     ),
-    "deepseek_v2": Family(rope_interleaved=True, routing=Routing("softmax", normalize=False, group_score="max")),
-    "deepseek_v3": Family(rope_interleaved=True, routing=_DEEPSEEK3),
+    "deepseek_v2": Family("deepseek_v2", routing=Routing("softmax", normalize=False, group_score="max")),
+    "deepseek_v3": Family("deepseek_v3", routing=_DEEPSEEK3),
+    "kimi_k2": Family("deepseek_v3", routing=_DEEPSEEK3),
     "glm4_moe": Family(rotary_factor=0.5, output_bias=False, routing=_DEEPSEEK3),
     "gpt_oss": Family(
         context_length=131_072,

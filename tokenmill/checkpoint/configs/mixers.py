@@ -151,6 +151,7 @@ def _latent(text: Fields) -> LatentAttention:
         rope_dim=text.integer("qk_rope_head_dim"),
         value_dim=text.integer("v_head_dim"),
         interleaved=text.flag("rope_interleave", True),
+        bias=text.flag("attention_bias", False),
     )
 
 

@@ -29,6 +29,8 @@ if TYPE_CHECKING:  # the table below for type checkers; a test compares the two
     from tokenmill.kernels.triton.attention.dense import paged_attention as paged_attention
     from tokenmill.kernels.triton.attention.fp8_widening import DistinctPages as DistinctPages
     from tokenmill.kernels.triton.attention.fp8_widening import distinct_pages as distinct_pages
+    from tokenmill.kernels.triton.attention.latent import latent_inputs as latent_inputs
+    from tokenmill.kernels.triton.attention.latent import latent_paged_attention as latent_paged_attention
     from tokenmill.kernels.triton.attention.packed import packed_attention as packed_attention
     from tokenmill.kernels.triton.experts.layer import GpuExperts as GpuExperts
     from tokenmill.kernels.triton.experts.stack import GpuExpertStack as GpuExpertStack
@@ -74,6 +76,7 @@ if TYPE_CHECKING:  # the table below for type checkers; a test compares the two
 _EXPORTS = {
     "attention.dense": "SharedPrefix paged_attention",
     "attention.fp8_widening": "DistinctPages distinct_pages",
+    "attention.latent": "latent_inputs latent_paged_attention",
     "attention.packed": "packed_attention",
     "experts.layer": "GpuExperts",
     "experts.stack": "GpuExpertStack bf16_stack fp8_stack int4_stack mxfp4_stack",

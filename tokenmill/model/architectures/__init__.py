@@ -1,6 +1,6 @@
 """Architectures by name. Nearly all are one decoder: what differs between them (norms, biases, gates, windows, scales,
-rotation, experts) is in the model's description. Add one: a line in the table, or a file here where it computes
-something else; from outside the package, `ARCHITECTURES.register`."""
+rotation, experts, latents) is in the model's description. Add one: a line in the table, or a file here where it
+computes something else; from outside the package, `ARCHITECTURES.register`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from tokenmill.model.architectures.decoder import Decoder
 
 _EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "glm4_moe", "gpt_oss", "llama4_text")
+_LATENT = ("deepseek_v2", "deepseek_v3")
 _DENSE = (
     "llama",
     "mistral",
@@ -41,7 +42,7 @@ _DENSE = (
 ARCHITECTURES = Registry(
     "architecture",
     {
-        **dict.fromkeys((*_DENSE, *_EXPERTS), "tokenmill.model.architectures.decoder:Decoder"),
+        **dict.fromkeys((*_DENSE, *_EXPERTS, *_LATENT), "tokenmill.model.architectures.decoder:Decoder"),
         **dict.fromkeys(("mamba", "mamba2", "falcon_mamba"), "tokenmill.model.architectures.hybrid:Mamba"),
         **dict.fromkeys(("jamba", "bamba", "falcon_h1"), "tokenmill.model.architectures.hybrid:Hybrid"),
         "granitemoehybrid": "tokenmill.model.architectures.hybrid:GraniteHybrid",

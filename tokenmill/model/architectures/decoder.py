@@ -14,6 +14,7 @@ from tokenmill.errors import UserError
 from tokenmill.hardware.kv_layout import LayerKV
 from tokenmill.model.layers.attention import SelfAttention
 from tokenmill.model.layers.experts import Experts
+from tokenmill.model.layers.latent_attention import LatentSelfAttention
 from tokenmill.model.layers.mlp import MLP
 from tokenmill.model.layers.norm import NoNorm, Norm
 from tokenmill.model.layers.rotary import RotaryTable, build_rotary_tables
@@ -44,7 +45,12 @@ class Block:
     ) -> None:
         d = description
         norms = d.layers[layer].norms
-        self.attention = SelfAttention(reader, d, layer, rotary)
+        self.attention: SelfAttention | LatentSelfAttention
+        if d.layers[layer].kind == "latent":
+            assert rotary is not None
+            self.attention = LatentSelfAttention(reader, d, layer, rotary)
+        else:
+            self.attention = SelfAttention(reader, d, layer, rotary)
         ffn = d.layers[layer].feed_forward
         has_experts = ffn is not None and ffn.num_experts > 0
         self.mlp: Experts | MLP = Experts(reader, d, layer) if has_experts else MLP(reader, d, layer)
@@ -72,6 +78,7 @@ class Decoder:
     features: ClassVar[frozenset[str]] = frozenset(
         {
             "experts",
+            "latent attention",
             "attention sinks",
             "chunked attention",
             "queries scaled by position",
@@ -104,8 +111,7 @@ class Decoder:
             self.positions = reader.table("model.position_embeddings.weight", d.context_length, d.hidden_size)
         tables = build_rotary_tables(reader, d, num_positions)
         self.blocks = [
-            self.block_class(reader, d, number, tables.get(layer.attention.rope))
-            for number, layer in enumerate(d.layers)
+            self.block_class(reader, d, number, tables.get(layer.rope)) for number, layer in enumerate(d.layers)
         ]
         self.norm = Norm(reader, d, "model.norm")
         if d.tie_embeddings:

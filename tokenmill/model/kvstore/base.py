@@ -28,6 +28,7 @@ class KVStore(ABC):
     on_gpu: ClassVar[bool] = False  # the GPU kernels read and write `stored` or `packed_pages`
     edge_layers: ClassVar[int] = 0  # layers at either end that stay native unless the user says otherwise
     page_multiple: ClassVar[int] = 1  # the page size must be a multiple of this, in tokens
+    supports: ClassVar[frozenset[str]] = frozenset()  # of KVLayout.features()
 
     def __init__(
         self,
@@ -58,7 +59,7 @@ class KVStore(ABC):
     @classmethod
     def declines(cls, layout: KVLayout) -> str:
         """Features of this layout that the store does not support, in words; empty if it supports all."""
-        return ", ".join(layout.features())
+        return ", ".join(feature for feature in layout.features() if feature not in cls.supports)
 
     @classmethod
     @abstractmethod
@@ -84,7 +85,8 @@ class KVStore(ABC):
 
     @abstractmethod
     def write(self, slot: int, token_slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """Store rows [T, kv_heads * head_dim] at `token_slots` (page * page_size + offset) of layer slot `slot`."""
+        """Store rows [T, kv_heads * head_dim] at `token_slots` (page * page_size + offset) of layer slot `slot`. Of a
+        latent layout only `k` is stored, and the pages of V are those of K."""
 
     @abstractmethod
     def pages(self, slot: int) -> tuple[Tensor, Tensor]:

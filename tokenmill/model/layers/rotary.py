@@ -139,9 +139,11 @@ def _yarn_magnitude(scaling: RopeScaling) -> float:
     if scaling.attention_factor is not None:
         return scaling.attention_factor
 
-    def growth(mscale: float) -> float:
-        return 1.0 if scaling.factor <= 1 else 0.1 * mscale * math.log(scaling.factor) + 1.0
-
     if scaling.mscale and scaling.mscale_all_dim:
-        return growth(scaling.mscale) / growth(scaling.mscale_all_dim)
-    return growth(1.0)
+        return yarn_growth(scaling, scaling.mscale) / yarn_growth(scaling, scaling.mscale_all_dim)
+    return yarn_growth(scaling, 1.0)
+
+
+def yarn_growth(scaling: RopeScaling, mscale: float) -> float:
+    """By how much YaRN enlarges magnitudes for its factor."""
+    return 1.0 if scaling.factor <= 1 else 0.1 * mscale * math.log(scaling.factor) + 1.0

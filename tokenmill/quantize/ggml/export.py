@@ -172,7 +172,10 @@ def _quantize_named(slot: TensorSlot, rows: Tensor, importance: Tensor | None) -
 def _importances_of(
     source: SourceTensors, tensor: ExportedTensor, importance: Mapping[str, Tensor]
 ) -> list[Tensor | None]:
-    """A tied embedding uses the head's importance, since it is multiplied as the head."""
+    """A tied embedding uses the head's importance, since it is multiplied as the head. The stack of latent attention's
+    key projections is transposed: what its matrix was calibrated with is not its input."""
+    if ".attn_k_b." in tensor.name:
+        return [None]
     prefixes = [name.removesuffix(".weight") for name in source.sources(tensor)]
     if prefixes[0] == _EMBEDDING and (tensor.name == "output.weight" or _EMBEDDING not in importance):
         prefixes = [_HEAD]

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from tokenmill.checkpoint import gguf_latent
 from tokenmill.checkpoint.base import Checkpoint
 from tokenmill.checkpoint.gguf import GGUFCheckpoint
 from tokenmill.checkpoint.gguf_export import ExportedTensor, derived_tensors, export_tensors
@@ -60,6 +61,8 @@ class SourceTensors:
         """Whether the source holds this tensor in this type, so that its bytes can be copied."""
         if not isinstance(self.checkpoint, GGUFCheckpoint) or tensor.source not in self.checkpoint or tensor.rest:
             return False
+        if gguf_latent.is_joined(tensor.source):  # the file gets its two stacks
+            return False
         prefixes = [name.removesuffix(".weight") for name in self.sources(tensor)]
         return all(prefix in self._weights and self._weights[prefix].type_name == type_name for prefix in prefixes)
 
@@ -75,10 +78,10 @@ class SourceTensors:
             yield 0, torch.tensor(derived_tensors(self.description)[tensor.name]).view(1, -1)
             return
         for number, source in enumerate(self.sources(tensor)):
-            for rows in self._float_rows(source, tensor.shape):
+            for rows in self._float_rows(source, tensor):
                 yield number, rows
 
-    def _float_rows(self, source: str, shape: tuple[int, ...]) -> Iterator[Tensor]:
+    def _float_rows(self, source: str, tensor: ExportedTensor) -> Iterator[Tensor]:
         prefix = source.removesuffix(".weight")
         if prefix not in self._weights:
             vector = self._experts.vectors.get(source)
@@ -86,7 +89,10 @@ class SourceTensors:
             yield to_gguf_layout(source, vector, self.description).reshape(1, -1)
             return
         weight = self._weights[prefix]
-        step = self._rows_at_once(shape)
+        if gguf_latent.is_joined(source):  # its rows are spread over two stacks
+            yield gguf_latent.stack(tensor.name, weight.dequantize(0, weight.out_features), self.description)
+            return
+        step = self._rows_at_once(tensor.shape)
         for begin in range(0, weight.out_features, step):
             end = min(begin + step, weight.out_features)
             if weight.format_name == "ggml":

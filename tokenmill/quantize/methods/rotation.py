@@ -69,6 +69,12 @@ class Rotation(Transform):
 def refuse_normed_updates(description: ModelDescription) -> None:
     """Refuse models that norm what their blocks add to the residual stream: those channel weights do not commute with a
     rotation."""
+    if "latent" in description.layer_kinds:
+        raise UserError(
+            f"{description.architecture} has norms inside its attention, which a rotation of the residual stream "
+            "would have to pass by: that is not supported",
+            "choose another method, such as gptq or awq",
+        )
     if description.norm != "rms" or any(layer.norms != "pre" for layer in description.layers):
         raise UserError(
             f"{description.architecture} scales each channel of what its blocks add to the residual stream: "

@@ -8,16 +8,19 @@ state between steps except the model, the KV store and the chosen kernels.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from tokenmill.config import ResolvedConfig
+from tokenmill.kernels import ref_latent
 from tokenmill.kernels.base import Choice, select
 from tokenmill.kernels.ref_experts import RoutingSpec, route, run_experts
 from tokenmill.model.attention import choose_attention
 from tokenmill.model.attention.base import AttentionSpec
+from tokenmill.model.attention.latent import HeadProjections, LatentSpec
+from tokenmill.model.attention.paged import float_pages
 from tokenmill.model.formats.base import LinearWeight
 from tokenmill.model.formats.stacks import ExpertStacks
 from tokenmill.model.kvstore.base import KVStore
@@ -90,6 +93,8 @@ class EagerExecutor(BatchedExecutor):
 
 
 class EagerOps:
+    absorbs: ClassVar[bool] = False  # latent attention is always computed over the rows, by `attention`
+
     def __init__(self, executor: EagerExecutor, batch: Batch, rows: Tensor | None = None) -> None:
         self._executor = executor
         self._batch = batch
@@ -138,6 +143,30 @@ class EagerOps:
         if batch.ancestors is not None:
             return attend_along_branches(q, executor.store, slot, batch.block_tables[group], batch, spec)
         return executor.attention.attend(q, slot, batch.block_tables[group], batch, spec)
+
+    def latent_attention(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        norm: Tensor,
+        eps: float,
+        rotary: RotaryTable,
+        projections: HeadProjections,
+        spec: LatentSpec,
+    ) -> Tensor:
+        executor, batch = self._executor, self._batch
+        turn = (batch.positions, rotary.cos, rotary.sin)
+        rows = ref_latent.latent_rows(kv, norm, eps, *turn, rotary.interleaved)
+        q = ref_latent.rotate_tails(q, *turn, spec.nope_dim + spec.rope_dim, rotary.interleaved)
+        if self.absorbs or batch.ancestors is not None or batch.max_query <= spec.max_absorbed:
+            attended = self.attention(ref_latent.absorb(q, projections.keys), rows, rows, spec.absorbed)
+            return ref_latent.project(attended, projections.values)
+        group, slot = executor.group_slots[spec.layer]
+        executor.store.write(slot, batch.slots[group], rows, rows)
+        pages, _, table = float_pages(executor.store, slot, batch.block_tables[group])
+        return ref_latent.latent_attention(
+            q, pages, table, batch.query_starts, batch.seq_lens, projections.keys, projections.values, spec.scale
+        )
 
     def gated(self, gate: Tensor, up: Tensor, activation: str) -> Tensor:
         y: Tensor = self._run["gated"](gate, up, activation)

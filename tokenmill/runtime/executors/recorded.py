@@ -19,6 +19,7 @@ from tokenmill.kernels import cpu
 from tokenmill.kernels.cpu import CpuLinear
 from tokenmill.kernels.ref_experts import RoutingSpec
 from tokenmill.model.attention.base import AttentionSpec
+from tokenmill.model.attention.latent import HeadProjections, LatentSpec
 from tokenmill.model.formats.base import LinearWeight
 from tokenmill.model.formats.stacks import ExpertStacks
 from tokenmill.model.kvstore.base import KVStore
@@ -61,7 +62,7 @@ class RecordedExecutor(BatchedExecutor):
             return f"KV pages of type {store.name} have no C++ kernel here"
         for name, weight in model.weights.items():
             kernel = weight.kernel.run if weight.kernel is not None else None
-            if kernel is not None and not isinstance(kernel, CpuLinear):
+            if kernel is not None and not isinstance(kernel, (CpuLinear, HeadProjections)):
                 return f"{name} ({weight.type_name}) has no C++ kernel"
         table = model.decoder.embedding
         if table.kernel is None and not cpu.can_look_up(table):
@@ -239,6 +240,27 @@ class RecordedOps:
             spec.softcap,
             spec.chunk,
             None if spec.sinks is None else self._kept(spec.sinks),
+        )
+        return value
+
+    def latent_attention(
+        self,
+        q: int,
+        kv: int,
+        norm: Tensor,
+        eps: float,
+        rotary: RotaryTable,
+        projections: HeadProjections,
+        spec: LatentSpec,
+    ) -> int:
+        group, slot = self._store.layout.place(spec.layer)
+        pages = self._store.kernel_pages(slot)
+        assert pages is not None, self._store.name  # checked by `declines`
+        self.keep.append(pages)
+        cos, sin = self._kept(rotary.cos), self._kept(rotary.sin)
+        keys, values = self._kept(projections.keys), self._kept(projections.values)
+        value: int = self._program.latent_attention(
+            q, kv, self._kept(norm), eps, cos, sin, rotary.interleaved, keys, values, pages.bound, group, spec.scale
         )
         return value
 

@@ -132,6 +132,8 @@ class WatchingExecutor(Executor[Tensor]):
 
 
 class _ObservingOps(EagerOps):
+    absorbs = True
+
     def __init__(self, executor: ObservingExecutor, batch: Batch) -> None:
         super().__init__(executor, batch)
         self._observer = executor

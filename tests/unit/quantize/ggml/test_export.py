@@ -101,6 +101,9 @@ SAME = [
     "falcon-40b",
     "falcon-11b",
     "phi-plain",
+    "deepseek_v2",
+    "deepseek_v2-yarn",
+    "deepseek_v3",
 ]
 
 

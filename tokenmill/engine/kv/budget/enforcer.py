@@ -22,7 +22,7 @@ class BudgetEnforcer:
         # Pages that a window can see must stay: their distance to the query counts there.
         window = max((group.window for group in layout.groups if group.kind == "sliding"), default=0)
         self._num_recent = -(-window // layout.page_size) + (window > 0)
-        self._keeps_all = any(group.kind == "full" for group in layout.groups)
+        self._keeps_all = any(group.kind != "sliding" for group in layout.groups)
         self._has_states = bool(layout.states)
         self._policies: dict[str, BudgetPolicy] = {}
 

@@ -28,7 +28,7 @@ from tokenmill.runtime.executors.cuda.checks import Checks, Expected, Position, 
 from tokenmill.runtime.executors.cuda.eager import CudaEagerExecutor
 from tokenmill.runtime.executors.cuda.experts import float_matrices, uncaptured
 from tokenmill.runtime.executors.cuda.inputs import DecodeInputs
-from tokenmill.runtime.executors.cuda.ops import CudaOps, tensor
+from tokenmill.runtime.executors.cuda.ops import CudaOps, can_be_captured, tensor
 from tokenmill.runtime.executors.cuda.prompts import PromptInputs, PromptKind, PromptSteps
 from tokenmill.types import Batch, Request, ScheduledTokens
 
@@ -110,8 +110,7 @@ class CudaGraphExecutor(CudaEagerExecutor):
             return reason
         kept = float_matrices(model)
         for name, weight in model.weights.items():
-            kernel = None if weight.kernel is None or id(weight) in kept else weight.kernel.run
-            if kernel is not None and not isinstance(kernel, (gpu.GpuLinear, gpu.JoinedRows)):
+            if weight.kernel is not None and id(weight) not in kept and not can_be_captured(weight.kernel.run):
                 return f"{name} ({weight.type_name}) has no GPU kernel that can be captured"
         slots = range(store.layout.layers_per_page)
         return next((reason for reason in map(store.gpu_declines, slots) if reason is not None), None)

@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenmill.kernels import ref
+from tokenmill.kernels import ref, ref_latent
 from tokenmill.kernels import triton as gpu
 from tokenmill.kernels.packed_pages import PackedPages
 from tokenmill.kernels.ref_experts import RoutingSpec
 from tokenmill.model.attention.base import AttentionSpec
+from tokenmill.model.attention.latent import HeadProjections, LatentSpec
 from tokenmill.model.attention.paged import PagedAttention
 from tokenmill.model.formats.base import LinearWeight
 from tokenmill.model.formats.stacks import ExpertStacks
@@ -186,7 +187,7 @@ class CudaOps:
     def rms_norm(self, x: Any, weight: Tensor, eps: float, head_dim: int = 0) -> Any:
         if head_dim and isinstance(x, Columns):
             return Columns(x.product, x.begin, x.end, weight, eps)
-        return Norm(tensor(x), None, weight, eps)
+        return Norm(tensor(x).contiguous(), None, weight, eps)
 
     def add(self, x: Any, y: Any) -> Tensor:
         z: Tensor = gpu.add(tensor(x), tensor(y))
@@ -303,6 +304,41 @@ class CudaOps:
             max_query=batch.max_query, max_seq=batch.max_seq,
         )  # fmt: skip
 
+    def latent_attention(
+        self,
+        q: Any,
+        kv: Any,
+        norm: Tensor,
+        eps: float,
+        rotary: RotaryTable,
+        projections: HeadProjections,
+        spec: LatentSpec,
+    ) -> Tensor:
+        batch, store = self._batch, self._store
+        group, slot = store.layout.place(spec.layer)
+        queries, rows = tensor(q), tensor(kv)
+        lengths = (batch.block_tables[group], batch.query_starts, batch.seq_lens)
+        if store.gpu_declines(slot) is not None:  # by the torch spec, op by op
+            turn = (batch.positions, rotary.cos, rotary.sin)
+            rows = ref_latent.latent_rows(rows.float(), norm, eps, *turn, rotary.interleaved)
+            store.write(slot, batch.slots[group], rows, rows)
+            width = spec.nope_dim + spec.rope_dim
+            turned = ref_latent.rotate_tails(queries.float().contiguous(), *turn, width, rotary.interleaved)
+            absorbed = ref_latent.absorb(turned, projections.keys)
+            attended = PagedAttention(store, "ref").attend(absorbed, slot, lengths[0], batch, spec.absorbed)
+            return ref_latent.project(attended, projections.values).to(torch.bfloat16)
+        pages, _ = store.stored(slot)
+        scales = store.scales(slot)
+        scale = None if scales is None else scales[0]
+        tails = gpu.latent_inputs(
+            queries, rows, norm, eps, pages, batch.positions, batch.slots[group], rotary.cos, rotary.sin,
+            rotary.interleaved, spec.num_heads, scale,
+        )  # fmt: skip
+        return gpu.latent_paged_attention(
+            queries, tails, projections.keys, projections.values, pages, *lengths, spec.scale,
+            max_query=batch.max_query, max_seq=batch.max_seq, row_scale=scale,
+        )  # fmt: skip
+
     def gated(self, gate: Any, up: Any, activation: str) -> Gate | Tensor:
         halves = isinstance(gate, Columns) and isinstance(up, Columns) and _are_adjacent_columns(gate, up)
         if halves and activation == "silu" and gate.end == up.end - up.begin and gate.product.gates:
@@ -330,6 +366,11 @@ class CudaOps:
     def softcap(self, x: Tensor, cap: float) -> Tensor:
         y: Tensor = gpu.softcap(x, cap)
         return y
+
+
+def can_be_captured(kernel: Any) -> bool:
+    """Whether products by this kernel may be part of a captured step."""
+    return isinstance(kernel, (gpu.GpuLinear, gpu.JoinedRows, HeadProjections))
 
 
 def tensor(value: Any) -> Tensor:
