@@ -23,11 +23,11 @@ def test_r1_finished_requests_with_a_far_deadline_are_forgotten(served: Attacked
     body = json.dumps({"prompt": "Once upon a time", **fields}).encode()
     with served.target("other").http() as http:
         sizes = []
-        for _ in range(3):
+        for _ in range(6):
             for _ in range(8):
                 assert shapes.post(http, "/v1/completions", body) == "200"
             sizes.append(resident(served.process.pid) >> 20)
-    assert sizes[-1] - sizes[0] < 5, f"MiB after each eight requests: {sizes}"
+    assert sizes[-1] - sizes[2] < 7, f"MiB after each eight requests: {sizes}"  # the first of them warm it up
 
 
 def test_r1_a_deadline_holds_while_a_request_waits_in_the_engine(tiny_chat: Path, tmp_path: Path) -> None:

@@ -20,19 +20,9 @@ from tokenmill.model.kvstore import KV_STORES
 from tokenmill.model.kvstore.dense import Float32Store
 
 _WORK = [
-    "--input-len",
-    "24",
-    "--output-len",
-    "8",
-    "--concurrency",
-    "2",
-    "--runs",
-    "3",
-    "--quality-tokens",
-    "1024",
-    "--rivals",
-    "none",
-]
+    "--input-len", "24", "--output-len", "8", "--concurrency", "2", "--runs", "3", "--quality-tokens", "1024",
+    "--rivals", "none",
+]  # fmt: skip
 _STORY = "Once upon a time, there was a little girl named Lily. She loved to play outside in the park with her dog. "
 
 
@@ -58,8 +48,9 @@ def folder(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pa
     (path / "story.txt").write_text(_STORY * 120)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TOKENMILL_CACHE", str(path / "cache"))
-        patch.setitem(KV_STORES._paths, "broken", "tests.e2e.test_optimize:BrokenStore")
+        KV_STORES.register("broken", "tests.e2e.test_optimize:BrokenStore")
         yield path
+        KV_STORES.unregister("broken")
 
 
 def _command(model: Path, folder: Path, out: str, *more: str) -> list[str]:
@@ -134,8 +125,9 @@ def test_a_second_run_measures_nothing_and_chooses_the_same(
 
 
 def test_drafters_are_tried_where_the_prompts_are_text(
-    model: Path, folder: Path, finished: Path, capsys: pytest.CaptureFixture[str]
+    model: Path, folder: Path, finished: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("tokenmill.optimize.halving._MAX_REPEATS", 1)  # who wins is not asked here
     prompts = folder / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": _STORY * count}) + "\n" for count in (1, 2)))
     names = ["--candidates", "Q8_0", "--kv-cache-dtypes", "float32", "--prompts", str(prompts)]

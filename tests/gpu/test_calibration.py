@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tokenmill.calibrate.gpu_probe import ROWS, probe_gpu
+from tokenmill.calibrate.gpu_probe import ROWS, WEIGHTS, probe_gpu
 from tokenmill.calibrate.job import calibrate
 from tokenmill.cli.main import main
 from tokenmill.plan.cost.this_machine import load_calibration
@@ -25,10 +25,11 @@ def test_the_roofs_are_those_of_a_gpu() -> None:
     assert roofs.bandwidth_gb_s > 100
     assert 0 < roofs.launch_us < 1000
     rates = {(each.weights, each.rows): each for each in roofs.products}
+    assert len(roofs.products) + len(ROWS) * len(roofs.skipped) == len(ROWS) * len(WEIGHTS)
     assert {rows for kind, rows in rates if kind == "bf16"} == set(ROWS)
-    assert rates["bf16", 4096].tflops > 10 * rates["bf16", 1].tflops  # prompts are arithmetic, decodes are reading
-    assert rates["bf16", 1].gb_s < 1.2 * roofs.bandwidth_gb_s
-    assert rates["int4", 1].microseconds < rates["bf16", 1].microseconds
+    for each in roofs.products:
+        assert min(each.microseconds, each.tflops, each.gb_s) > 0, each
+        assert each.gb_s < 1.2 * roofs.bandwidth_gb_s, each  # weights come from memory, not from a cache
 
 
 def test_a_made_up_model_is_calibrated_within_two_minutes(

@@ -26,7 +26,7 @@ def test_under_the_interpreter(name: str) -> None:
 
 def test_every_file_is_run() -> None:
     present = {path.stem.removeprefix("test_") for path in Path(__file__).parent.glob("test_*.py")}
-    needs_a_gpu = {"on_device", "real_model", "tier_pages", "calibration"}
+    needs_a_gpu = {"on_device", "real_model", "tier_pages", "calibration", "optimize"}
     assert present == {*_FILES, *_SLOW_FILES, *needs_a_gpu, "interpreted"}
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,6 +16,7 @@ from tokenmill.checkpoint.base import Checkpoint
 from tokenmill.checkpoint.dummy import DummyCheckpoint
 from tokenmill.checkpoint.open import open_checkpoint
 from tokenmill.config import EngineConfig
+from tokenmill.evaluate.logit_codec import decode, encode
 from tokenmill.optimize.artefacts import ArtefactCache
 from tokenmill.optimize.machine_laboratory import MachineLaboratory
 from tokenmill.optimize.quality import QualityPlan
@@ -64,3 +66,13 @@ def test_formats_made_on_the_device_are_timed_and_judged(model_path: Callable[[s
             assert lab.check(plain, candidate).kld_mean < 0.1
     finally:
         lab.close()
+
+
+def test_rows_of_a_reference_are_the_same_on_the_device() -> None:
+    logprobs = torch.randn(7, 5000, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).log_softmax(-1)
+    targets = torch.arange(7)
+    rows, codes = encode(logprobs, targets)
+    on_device, device_codes = encode(logprobs.cuda(), targets.cuda())
+    assert (rows["best"] == on_device["best"]).all()
+    assert np.abs(codes.astype(int) - device_codes.astype(int)).max() <= 1
+    torch.testing.assert_close(decode(rows, codes, "cuda").cpu(), decode(rows, codes), rtol=0, atol=1e-9)

@@ -131,8 +131,7 @@ async def _open_loop(
 
     tasks = []
     for (body, item), offset in zip(work, offsets, strict=True):
-        delay = began + offset - time.perf_counter()
-        if delay > 0:
+        while (delay := began + offset - time.perf_counter()) > 0:  # timers of libuv may fire some milliseconds early
             await asyncio.sleep(delay)
         tasks.append(asyncio.create_task(one(body, item, began + offset)))
     return list(await asyncio.gather(*tasks))

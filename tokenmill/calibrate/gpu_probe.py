@@ -1,28 +1,30 @@
 """Measures the roofs of one GPU through the engine's own kernels: bandwidth, matrix products, a launch.
 
-Every product is timed at several row counts, because different kernels serve decodes and prompts. How work is timed is
-the caller's to say, so that all of this runs without a GPU in tests. A few seconds; called by job.py.
+Every product is timed at several row counts, because different kernels serve decodes and prompts, and on copies of its
+weights in turn, so that they come from memory. How work is timed is the caller's to say, so that all of this runs
+without a GPU in tests. A few seconds; called by job.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from statistics import median
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from tokenmill.calibrate.device_timing import Work, device_seconds
 from tokenmill.kernels.base import Declined
 
-Work = Callable[[], object]
-Timing = Callable[[Work], float]  # seconds of one call, everything that it started included
+Timing = Callable[[Sequence[Work]], float]  # seconds of one call, where the calls take turns
 WEIGHTS = ("bf16", "fp8", "int8", "int4")  # float16 checkpoints are multiplied as bf16
 ROWS = (1, 8, 64, 512, 4096)
 _FEATURES = 8192
 _READ_BYTES = 2 << 30
-_REPEATS = 20
+_COLD_BYTES = 256 << 20  # beyond the caches of every GPU
+_MAX_COPIES = 16
 _GROUP = 128
 
 
@@ -54,7 +56,7 @@ class GpuRoofs:
     name: str
     memory_bytes: int
     bandwidth_gb_s: float
-    launch_us: float  # of the smallest kernel
+    launch_us: float  # of the smallest kernel in a graph
     products: tuple[ProductRate, ...]
     skipped: tuple[str, ...] = field(default=())
 
@@ -101,7 +103,7 @@ def probe_gpu(
         name,
         memory_bytes,
         bandwidth_gb_s(device, timing, read_bytes),
-        1e6 * timing(lambda: one.add_(1.0)),
+        1e6 * timing([lambda: one.add_(1.0)]),
         tuple(products),
         tuple(skipped),
     )
@@ -110,20 +112,26 @@ def probe_gpu(
 def bandwidth_gb_s(device: torch.device, timing: Timing, read_bytes: int = _READ_BYTES) -> float:
     """Bytes per second of a sum over an array larger than any cache."""
     array = torch.ones(read_bytes // 4, device=device)
-    return read_bytes / timing(array.sum) / 1e9
+    return read_bytes / timing([array.sum]) / 1e9
 
 
 def product_rates(
     weights: str, device: torch.device, timing: Timing, make: Make, features: int, rows: Sequence[int]
 ) -> list[ProductRate]:
     """One kind of weights at each row count, by the kernel that the engine chooses there."""
-    linear = make(torch.randn(features, features, device=device, dtype=torch.bfloat16), weights)
+
+    def copy() -> Linear:
+        return make(torch.randn(features, features, device=device, dtype=torch.bfloat16), weights)
+
+    copies = [copy()]
+    nbytes = copies[0].nbytes
+    copies += [copy() for _ in range(1, min(_MAX_COPIES, -(-_COLD_BYTES // nbytes)))]
     found = []
     for count in rows:
         x = torch.randn(count, features, device=device, dtype=torch.bfloat16)
-        seconds = timing(lambda x=x: linear.multiply(x))  # type: ignore[misc]
+        seconds = timing([partial(each.multiply, x) for each in copies])
         flops = 2.0 * count * features**2
-        found.append(ProductRate(weights, count, 1e6 * seconds, flops / seconds / 1e12, linear.nbytes / seconds / 1e9))
+        found.append(ProductRate(weights, count, 1e6 * seconds, flops / seconds / 1e12, nbytes / seconds / 1e9))
     return found
 
 
@@ -132,19 +140,3 @@ def engine_linear(values: Tensor, weights: str) -> Linear:
     from tokenmill.kernels.triton.matmul.linear import DenseLinear, quantize_at_load  # imports Triton
 
     return DenseLinear(values, None) if weights == "bf16" else quantize_at_load(values, None, weights, _GROUP)
-
-
-def device_seconds(work: Work) -> float:
-    """Median by the GPU's own clock, after calls that compile and warm up."""
-    for _ in range(3):
-        work()
-    torch.cuda.synchronize()
-    times = []
-    for _ in range(_REPEATS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        work()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3)
-    return median(times)

@@ -19,6 +19,7 @@ from tokenmill.checkpoint.pretokenizers import PreTokenizer, find_pre_tokenizer
 from tokenmill.checkpoint.sentencepiece import SentencePieceBPE
 from tokenmill.checkpoint.special_tokens import SpecialToken, SpecialTokenSplitter
 from tokenmill.checkpoint.tokenizer import Tokenizer
+from tokenmill.checkpoint.word_cache import bound_cache
 from tokenmill.errors import CheckpointError
 from tokenmill.log import get_logger
 
@@ -124,6 +125,7 @@ class _ByteLevelBPE:
             raise CheckpointError(f"the merges do not fit the tokens ({error})", _CONVERT) from None
         self._backend = tokenizers.Tokenizer(model)
         self._backend.pre_tokenizer = byte_level_splitter(pre_tokenizer)
+        bound_cache(self._backend)
 
     def encode(self, text: str) -> list[int]:
         ids = self._backend.encode(text, add_special_tokens=False).ids

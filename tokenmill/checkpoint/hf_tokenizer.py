@@ -19,6 +19,7 @@ from tokenizers import pre_tokenizers
 from tokenmill.checkpoint.fields import shown
 from tokenmill.checkpoint.piece_bytes import SPACE, byte_level_bytes, byte_piece_value
 from tokenmill.checkpoint.tokenizer import Tokenizer
+from tokenmill.checkpoint.word_cache import bound_cache
 from tokenmill.errors import CheckpointError, UserError
 
 _DOWNLOAD = "download the model's tokenizer files again"
@@ -59,6 +60,7 @@ def build_tokenizer(tokenizer_json: Path, tokenizer_config: Path | None) -> Toke
         backend = tokenizers.Tokenizer.from_file(str(tokenizer_json))
         backend.no_truncation()
         backend.no_padding()
+        bound_cache(backend)
         _add_missing_tokens(backend, config)
         prefix, suffix = _edges(backend)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tokenmill.checkpoint.base import Checkpoint
+from tokenmill.checkpoint.dummy import DummyCheckpoint
 from tokenmill.checkpoint.gguf import GGUFCheckpoint
 from tokenmill.checkpoint.gguf_header import MAGIC
 from tokenmill.checkpoint.safetensors import INDEX_FILE, SafetensorsCheckpoint
@@ -17,6 +18,11 @@ from tokenmill.errors import CheckpointError
 _GIVE = "give a .gguf file or a directory with config.json and .safetensors files"
 _CONVERT = "convert the weights to safetensors first (transformers: save_pretrained(..., safe_serialization=True))"
 _OLD_GGML = (b"lmgg", b"fmgg", b"tjgg", b"ggml", b"ggmf", b"ggjt")
+
+
+def open_source(path: Path, load_format: str) -> Checkpoint:
+    """The checkpoint as `--load-format` reads it: "dummy" needs a config.json only."""
+    return DummyCheckpoint(path) if load_format == "dummy" else open_checkpoint(path)
 
 
 def open_checkpoint(path: Path) -> Checkpoint:

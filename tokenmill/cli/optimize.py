@@ -77,14 +77,14 @@ def _job(model: str, out: Path, given: Mapping[str, Any], engine: EngineConfig) 
     text, trace = readable("text", limits.text), readable("trace", traffic.trace)
     prompts, log = readable("prompts", traffic.prompts), readable("traffic-log", traffic.traffic_log, folder=True)
 
-    from tokenmill.checkpoint.open import open_checkpoint
+    from tokenmill.checkpoint.open import open_source
     from tokenmill.checkpoint.sources import resolve
     from tokenmill.optimize.loop import Effort
     from tokenmill.optimize.question import OptimizeJob
     from tokenmill.optimize.traffic import TrafficRequest
     from tokenmill.runtime.build import find_device
 
-    context = min(_CONTEXT, open_checkpoint(resolve(model).path).description.context_length)
+    context = min(_CONTEXT, open_source(resolve(model).path, engine.load_format).description.context_length)
     return OptimizeJob(
         model=model,
         out=out,

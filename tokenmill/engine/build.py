@@ -12,11 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tokenmill.checkpoint.base import Checkpoint
 from tokenmill.checkpoint.chat_template import ChatTemplate
 from tokenmill.checkpoint.description import ModelDescription
-from tokenmill.checkpoint.dummy import DummyCheckpoint
-from tokenmill.checkpoint.open import open_checkpoint
+from tokenmill.checkpoint.open import open_source
 from tokenmill.checkpoint.sources import resolve
 from tokenmill.checkpoint.tokenizer import Tokenizer
 from tokenmill.checkpoint.tokenizer_files import tokenizer_of
@@ -66,8 +64,7 @@ def build_engine(model: str | Path, options: EngineConfig) -> EngineParts:
     policy_name = options.kv_budget_policy
     budget = CacheControl(policy=policy_name, budget=options.kv_budget) if policy_name else None
     with ThreadPoolExecutor(1) as background:
-        dummy = options.load_format == "dummy"
-        checkpoint: Checkpoint = DummyCheckpoint(path) if dummy else open_checkpoint(path)
+        checkpoint = open_source(path, options.load_format)
         description = checkpoint.description
         building = background.submit(tokenizer_of, path, options.load_format)
         facts, device = find_facts(options, description.context_length)

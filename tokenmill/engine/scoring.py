@@ -35,8 +35,10 @@ class Passage:
     first: int = 0
 
 
-def read_logits(parts: EngineParts, passages: Sequence[Passage], visit: PassageVisitor) -> None:
-    """Compute every passage once."""
+def read_logits(
+    parts: EngineParts, passages: Sequence[Passage], visit: PassageVisitor, on_device: bool = False
+) -> None:
+    """Compute every passage once. Logits come on the CPU, or stay on the model's device."""
     assert not parts.core.has_work, "the engine is busy"
     requests = [_request(parts, passage, number) for number, passage in enumerate(passages)]
     numbers = {request.request_id: number for number, request in enumerate(requests)}
@@ -44,7 +46,7 @@ def read_logits(parts: EngineParts, passages: Sequence[Passage], visit: PassageV
     def forward(request: Request, position: int, logits: Tensor) -> None:
         visit(numbers[request.request_id], position, logits)
 
-    loop = EngineLoop(EngineCore(parts.core.scheduler, LogitRunner(parts.runtime.runner, forward)))
+    loop = EngineLoop(EngineCore(parts.core.scheduler, LogitRunner(parts.runtime.runner, forward, on_device)))
     try:
         for request in requests:
             loop.submit(request)

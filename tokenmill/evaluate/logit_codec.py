@@ -31,15 +31,16 @@ def encode(logprobs: Tensor, targets: Tensor) -> tuple[np.ndarray, np.ndarray]:
     span = distance.amax(-1).clamp_min(torch.finfo(torch.float32).tiny)
     codes = distance.div_(span[:, None]).sqrt_().mul_(_STEPS).round_()
     rows = np.empty(len(logprobs), dtype=ROW)
-    rows["top"], rows["span"] = top.numpy(), span.numpy()
-    rows["target"] = logprobs.gather(-1, targets[:, None])[:, 0].numpy()
-    rows["best"] = best.numpy()
-    return rows, codes.to(torch.int32).numpy().astype(np.uint16)
+    rows["top"], rows["span"] = top.cpu().numpy(), span.cpu().numpy()
+    rows["target"] = logprobs.gather(-1, targets[:, None])[:, 0].cpu().numpy()
+    rows["best"] = best.cpu().numpy()
+    return rows, codes.to(torch.int32).cpu().numpy().astype(np.uint16)
 
 
-def decode(rows: np.ndarray, codes: np.ndarray) -> Tensor:
-    """[R, V] float64 log-probabilities that sum to one."""
-    share = torch.from_numpy(codes.astype(np.int32)).double().div_(_STEPS)
-    span = torch.from_numpy(rows["span"].astype(np.float64))[:, None]
-    top = torch.from_numpy(rows["top"].astype(np.float64))[:, None]
+def decode(rows: np.ndarray, codes: np.ndarray, device: torch.device | str = "cpu") -> Tensor:
+    """[R, V] float64 log-probabilities that sum to one, computed on `device`."""
+    bits = torch.from_numpy(codes.astype(np.int16)).to(device)  # two bytes a code cross the bus
+    share = bits.to(torch.int32).bitwise_and_(0xFFFF).double().div_(_STEPS)
+    span = torch.from_numpy(rows["span"].astype(np.float64))[:, None].to(device)
+    top = torch.from_numpy(rows["top"].astype(np.float64))[:, None].to(device)
     return share.square_().mul_(span).neg_().add_(top).log_softmax(-1)

@@ -42,14 +42,16 @@ from tokenmill.log import get_logger
 
 _log = get_logger(__name__)
 
-_ROWS_AT_ONCE = 16  # as float64: tens of MiB with the largest vocabularies
+_ROWS_AT_ONCE = {"cpu": 16, "cuda": 32}  # as float64: tens of MiB with the largest vocabularies
+Device = torch.device | str
+CPU = "cpu"
 
 WindowSource = Callable[[Tokenizer], list[Window]]
 
 
 @dataclass(frozen=True, slots=True)
 class ReferenceRows:
-    logprobs: Tensor  # [R, V] float64
+    logprobs: Tensor  # [R, V] float64, on the device asked for
     targets: np.ndarray  # [R] float64: log-probabilities of the tokens that follow
     best: np.ndarray  # [R]: the most likely tokens
 
@@ -64,7 +66,7 @@ class Reference(Protocol):
         """The file it comes from."""
         ...
 
-    def rows(self, window: int, begin: int, end: int) -> ReferenceRows: ...
+    def rows(self, window: int, begin: int, end: int, device: Device = CPU) -> ReferenceRows: ...
 
     def close(self) -> None: ...
 
@@ -85,9 +87,9 @@ class CachedReference:
     def cache(self) -> Path | None:
         return self._file.path
 
-    def rows(self, window: int, begin: int, end: int) -> ReferenceRows:
+    def rows(self, window: int, begin: int, end: int, device: Device = CPU) -> ReferenceRows:
         start = self._starts[window]
-        return ReferenceRows(*self._file.read(start + begin, start + end))
+        return ReferenceRows(*self._file.read(start + begin, start + end, device))
 
     def close(self) -> None:
         """The file is unmapped with the last row that is in use."""
@@ -107,13 +109,14 @@ class LiveReference:
     def cache(self) -> Path | None:
         return None
 
-    def rows(self, window: int, begin: int, end: int) -> ReferenceRows:
+    def rows(self, window: int, begin: int, end: int, device: Device = CPU) -> ReferenceRows:
         if window != self._window:
             self._compute(window)
         scored = self._windows[window]
-        logprobs = self._logits[begin:end].double().log_softmax(-1)
-        targets = torch.tensor(scored.token_ids[scored.first + begin : scored.first + end])
-        return ReferenceRows(logprobs, logprobs.gather(-1, targets[:, None])[:, 0].numpy(), logprobs.argmax(-1).numpy())
+        logprobs = self._logits[begin:end].to(device).double().log_softmax(-1)
+        targets = torch.tensor(scored.token_ids[scored.first + begin : scored.first + end], device=device)
+        chosen = logprobs.gather(-1, targets[:, None])[:, 0]
+        return ReferenceRows(logprobs, chosen.cpu().numpy(), logprobs.argmax(-1).cpu().numpy())
 
     def close(self) -> None:
         self._llm.close()
@@ -229,13 +232,14 @@ def _write(writer: CacheWriter, name: str, llm: LLM, windows: Sequence[Window], 
 
         def visit(_passage: int, position: int, logits: Tensor, window: Window = window, start: int = start) -> None:
             _require_finite(logits, name)
-            for offset in range(0, len(logits), _ROWS_AT_ONCE):
-                piece = logits[offset : offset + _ROWS_AT_ONCE]
+            step = _ROWS_AT_ONCE[logits.device.type]
+            for offset in range(0, len(logits), step):
+                piece = logits[offset : offset + step]
                 begin = position + 1 + offset
-                targets = torch.tensor(window.token_ids[begin : begin + len(piece)])
+                targets = torch.tensor(window.token_ids[begin : begin + len(piece)], device=logits.device)
                 writer.write(start + begin - window.first, piece.double().log_softmax(-1), targets)
 
-        read_logits(llm.parts, [window.passage], visit)
+        read_logits(llm.parts, [window.passage], visit, on_device=True)
         start += window.num_scored
         on_progress(number + 1, len(windows))
 

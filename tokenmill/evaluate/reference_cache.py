@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from tokenmill.checkpoint.sources.base import readable_bytes
@@ -74,10 +75,10 @@ class ReferenceCache:
             raise UserError(f"'{path}' is cut short", "delete it and give the reference model instead")
         self._mapped = _Mapped(path, self.key, mmap.ACCESS_READ)
 
-    def read(self, begin: int, end: int) -> tuple[Tensor, np.ndarray, np.ndarray]:
-        """(log-probabilities [R, V] float64, those of the targets [R] float64, the most likely tokens [R])."""
+    def read(self, begin: int, end: int, device: torch.device | str = "cpu") -> tuple[Tensor, np.ndarray, np.ndarray]:
+        """(log-probabilities [R, V] float64 on `device`, those of the targets [R], the most likely tokens [R])."""
         rows = self._mapped.rows[begin:end].copy()
-        values = decode(rows, self._mapped.codes[begin:end]), rows["target"], rows["best"]
+        values = decode(rows, self._mapped.codes[begin:end], device), rows["target"], rows["best"]
         self._mapped.let_go()
         return values
 

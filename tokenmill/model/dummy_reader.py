@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tokenmill.checkpoint.base import Checkpoint, StoredTensor
+from tokenmill.model.architectures import architecture_of
 from tokenmill.model.formats.base import LinearWeight
 from tokenmill.model.formats.dense import DenseWeight
 from tokenmill.model.reader import WeightReader
@@ -49,6 +50,13 @@ class DummyReader(WeightReader):
 
     def finish(self) -> None:
         """Nothing can be missing or left over."""
+
+
+def matrix_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, int]]:
+    """Name -> [out, in] of every matrix that the architecture reads; nothing is made."""
+    reader = DummyReader(checkpoint, torch.device("meta"))
+    architecture_of(checkpoint.description)(reader, checkpoint.description, 1)
+    return {f"{prefix}.weight": (each.out_features, each.in_features) for prefix, each in reader.weights.items()}
 
 
 def fill(meta: Tensor, device: torch.device) -> Tensor:

@@ -19,6 +19,7 @@ from statistics import median
 
 from tokenmill import __version__
 from tokenmill.checkpoint.base import Checkpoint
+from tokenmill.checkpoint.dummy import DummyCheckpoint
 from tokenmill.checkpoint.gguf_writer import TensorSlot
 from tokenmill.checkpoint.sources.base import readable_bytes
 from tokenmill.checkpoint.sources.cache import cache_root, write_json
@@ -228,7 +229,7 @@ class ArtefactCache:
 
     def _stored(self) -> Artefact:
         nbytes = weight_bytes(self.source)
-        if not nbytes:  # made-up weights: there is only a config.json
+        if isinstance(self.checkpoint, DummyCheckpoint):
             nbytes = int(total_weight_bytes(describe_for_planning(self.source), FORMATS["bf16"]))
             return Artefact(str(self.source), nbytes, FORMATS["bf16"].bits, 0.0, "")
         parameters = sum(math.prod(slot.shape) for slot in self.slots("F16"))

@@ -50,6 +50,7 @@ class Place:
     contender: Contender
     name: str = ""
     is_warm: bool = False
+    is_judge: bool = False  # it has a judge with its texts and tokens ready
 
 
 class ContenderPool:
@@ -92,15 +93,18 @@ class ContenderPool:
             self.ask(place, WarmUp(request), Done, self.limits.load_seconds, "warming up")
             place.is_warm = True
 
-    def idle(self, needed: int = 0) -> Place:
-        """A child without an engine. Others' engines are unloaded until `needed` bytes of memory are free."""
+    def idle(self, needed: int = 0, judging: bool = False) -> Place:
+        """A child without an engine; for `judging` the one that judged before, else rather another. Others' engines are
+        unloaded until `needed` bytes of memory are free."""
         self._drop_dead()
         while needed > available_memory() * _MEMORY_SHARE and (loaded := self._loaded()):
             self._evict(loaded[0])
-        place = next((each for each in self._places if not each.name), None)
+        free = [each for each in self._places if not each.name]
+        place = min(free, key=lambda each: each.is_judge != judging, default=None)
         if place is None:
             place = Place(Contender(self._log))
             self._places.append(place)
+        place.is_judge |= judging
         place.contender.memory_limit = self.limits.memory_bytes or int(available_memory() * _MEMORY_SHARE)
         return place
 

@@ -99,8 +99,8 @@ class Workbench:
         self.llm = LLM(str(path), config)
         self.llm.tokens_at_once = 1  # one step at a time, as the server runs it
         runtime = self.llm.parts.runtime
-        on_gpu = runtime.model.device.type == "cuda"  # where codes may have been expanded
-        self.memory_bytes = (runtime.model.weight_bytes if on_gpu else weight_bytes(path)) + runtime.store.nbytes
+        as_loaded = runtime.model.device.type == "cuda" or config.load_format == "dummy"  # else mapped as stored
+        self.memory_bytes = (runtime.model.weight_bytes if as_loaded else weight_bytes(path)) + runtime.store.nbytes
         return Loaded(self.memory_bytes, time.monotonic() - began)
 
     def warm_up(self, request: SyntheticRequest) -> Done:

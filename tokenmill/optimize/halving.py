@@ -19,12 +19,13 @@ class Halving:
     trials: Trials
     most: int  # that race in the final
     deadline: float  # share of the time
+    repeats: int  # at most, each of two runs
     say: Callable[[str], None]
 
     def narrow(self, baseline: CandidateResult, proven: list[CandidateResult]) -> list[CandidateResult]:
         trials, most = self.trials, self.most
         left = self.in_question(proven)
-        for repeat in range(1, _MAX_REPEATS + 1):
+        for repeat in range(1, min(_MAX_REPEATS, self.repeats) + 1):
             late = trials.budget.used > self.deadline and not trials.store.recall("narrowed", str(repeat))
             if len(left) <= most or late:
                 break

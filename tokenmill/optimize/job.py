@@ -29,6 +29,7 @@ from tokenmill.optimize.question import OptimizeJob
 from tokenmill.optimize.results import PASSED, CandidateResult, Outcome
 from tokenmill.optimize.setup import Setup, make_predictor, prepare
 from tokenmill.optimize.store import Store, question_key
+from tokenmill.optimize.wording import MADE_UP
 from tokenmill.plan.question.workload import Workload
 
 _log = get_logger(__name__)
@@ -164,7 +165,8 @@ def _outcome(job: OptimizeJob, setup: Setup, search: Search, state: str, disk: i
         model=job.model,
         state=state,
         source=str(setup.source),
-        source_note=_source_note(setup.source_quantized),
+        source_note=MADE_UP if job.made_up else _source_note(setup.source_quantized),
+        made_up=job.made_up,
         workload=job.traffic.describe(),
         workload_words=f"{setup.traffic.words}; replayed: {setup.arrivals.words}"
         if job.objectives
@@ -222,7 +224,8 @@ def _reason(outcome: Outcome) -> str:
             lead = min(proven, key=lambda each: each.speed.cost_ratio if each.speed else 1.0, default=None)
             so_far = f"{lead.name} leads so far, the final is missing" if lead else "nothing was proven yet"
             return f"the run is {outcome.state}: {so_far}"
-        return "no candidate is cheaper and keeps the quality: serve the baseline"
+        kept = "" if outcome.quality_off else " and keeps the quality"
+        return f"no candidate is cheaper{kept}: serve the baseline"
     if outcome.target_met:
         tied = [name for name in outcome.tied if name != outcome.chosen.name]
         return f"tied in cost with {', '.join(tied)}; the better quality was taken" if tied else ""

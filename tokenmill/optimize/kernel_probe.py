@@ -10,10 +10,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from tokenmill.calibrate.device_timing import device_seconds
 from tokenmill.checkpoint.base import StoredTensor
 from tokenmill.kernels.base import Choice, select_linear
 from tokenmill.kernels.ggml_types import TYPES
@@ -77,7 +79,7 @@ class KernelProbe:
         dtype = torch.bfloat16 if on_gpu and choices[0].backend != "ref" else torch.float32
         x = torch.randn(rows, self.inputs, device=self._device, dtype=dtype)
         if on_gpu:
-            return _cuda_seconds([choice.run for choice in choices], x)
+            return device_seconds([partial(choice.run, x) for choice in choices])
         choices[0].run(x)
         times: list[float] = []
         began = time.perf_counter()
@@ -86,26 +88,6 @@ class KernelProbe:
             choices[(len(times) + 1) % len(choices)].run(x)
             times.append(time.perf_counter() - start)
         return min(times)  # what else runs on the machine only adds
-
-
-def _cuda_seconds(runs: Sequence[Callable[[Tensor], object]], x: Tensor, launches: int = 32) -> float:
-    """Per call inside a captured graph, as the engine runs its steps; best of three replays."""
-    for run in runs[:2]:
-        run(x)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for number in range(launches):
-            runs[number % len(runs)](x)
-    best = float("inf")
-    for _ in range(3):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        best = min(best, start.elapsed_time(end) / launches / 1e3)
-    return best
 
 
 def _ggml_weight(type_name: str, outputs: int, inputs: int, device: torch.device) -> LinearWeight:

@@ -95,7 +95,10 @@ class Search:
         budget = self.budget or TimeBudget(self.effort.seconds)
         self.trials = Trials(self.lab, self.store, budget, self.limits, self.objectives, self.quality_off)
         self.serving = ServingRound(self.trials)
-        self.halving = Halving(self.trials, self.effort.finalists, _NARROWING, lambda what: self.say(what, 0.82))
+        repeats = self.effort.max_runs // 2
+        self.halving = Halving(
+            self.trials, self.effort.finalists, _NARROWING, repeats, lambda what: self.say(what, 0.82)
+        )
         self.pruning = Pruning(self.results, self.predictor, self.limits, self._predicted_as)
 
     @property

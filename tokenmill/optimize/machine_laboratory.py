@@ -198,7 +198,7 @@ class MachineLaboratory:
                 self._judged_config(result),
                 kind == "quality",
             )
-            place = self._pool.idle(int(weight_bytes(command.path) * LOAD_FACTOR))
+            place = self._pool.idle(int(weight_bytes(command.path) * LOAD_FACTOR), judging=True)
             seconds = self.limits.quality_seconds
             record = to_plain(self._pool.ask(place, command, answer, seconds, "measuring quality"))
             self._remember(kind, key, record)

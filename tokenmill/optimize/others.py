@@ -28,7 +28,8 @@ _log = get_logger(__name__)
 
 def measure_others(job: OptimizeJob, setup: Setup, lab: Laboratory, outcome: Outcome, say: Say) -> None:
     """Fills `outcome.today` and `outcome.rivals`, where the job asks for them."""
-    if not (job.today or find_rivals(job.rivals)):
+    rivals = () if job.made_up else job.rivals  # others have nothing to read
+    if not (job.today or find_rivals(rivals)):
         return
     limits = ResourceLimits.within(job.effort.seconds)
     seconds, search, start = limits.replay_seconds, limits.rate_search_seconds, _sustained_scale(setup, outcome)
@@ -59,7 +60,7 @@ def measure_others(job: OptimizeJob, setup: Setup, lab: Laboratory, outcome: Out
             say=lambda what: say(what, 0.96),
         )
     outcome.rivals = measure_rivals(
-        job.rivals,
+        rivals,
         setup.source,
         setup.arrivals,
         job.objectives,

@@ -34,9 +34,9 @@ from tokenmill.hardware.catalog import Device, load_catalog
 from tokenmill.hardware.machine import detect_machine
 from tokenmill.optimize.pricing import this_device
 from tokenmill.optimize.report import render_report
-from tokenmill.optimize.results import CandidateResult, Outcome
+from tokenmill.optimize.results import Artefact, CandidateResult, Outcome
 from tokenmill.optimize.summary import REPORT, RESULTS
-from tokenmill.optimize.wording import not_shown
+from tokenmill.optimize.wording import MADE_UP, not_shown
 
 SERVE = "serve.yaml"
 _LAUNCHES = "launch.txt"
@@ -44,6 +44,7 @@ _DRAFTER = "drafter"
 _OTHER_ENGINES = {"gguf": ("llamacpp", "ollama"), "directory": ("vllm", "sglang")}
 _PACKAGES = ("torch", "triton", "numpy", "transformers")
 _MAX_CONTEXT = 8192
+_DUMMY = ["--load-format", "dummy"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,17 +65,20 @@ def write_outputs(out: Path, outcome: Outcome, workload: Workload) -> None:
     if chosen is not None and chosen.artefact is not None:
         model = _place_model(out, Path(chosen.artefact.path))
         device = this_device(load_catalog(), detect_machine(), outcome.device)
+        dummy = _DUMMY if outcome.made_up else []
         settings = _serve_settings(chosen, workload, _place_drafter(out, workload.drafter))
+        note = f"# {MADE_UP}\n" if dummy else ""
+        settings = note + settings
         outcome.files = {SERVE: settings}
         outcome.launch_lines = {
-            "tokenmill": shlex.join(["tokenmill", "serve", str(model), "--config", str(out / SERVE)])
+            "tokenmill": shlex.join(["tokenmill", "serve", str(model), "--config", str(out / SERVE), *dummy])
         }
         if device is not None:
             serving = _serving(outcome, model, chosen, workload, device)
-            outcome.launch_lines |= _other_launches(serving, model, chosen.kv)
-            outcome.files |= _manifests(serving, model, settings)
+            outcome.launch_lines |= {} if dummy else _other_launches(serving, model, chosen.kv)
+            outcome.files |= _manifests(serving, model, settings, note)
         lines = (f"# {engine}\n{line}\n" for engine, line in outcome.launch_lines.items())
-        _write_files(out, outcome.files | {_LAUNCHES: "".join(lines)})
+        _write_files(out, outcome.files | {_LAUNCHES: note + "".join(lines)})
     outcome.commands = [*outcome.commands, *_reproduction(outcome, workload)]
     rivals = {each.engine: each.engine_version for each in outcome.rivals if each.engine_version}
     outcome.versions = _versions() | rivals | outcome.versions
@@ -171,6 +175,8 @@ def _serve_settings(chosen: CandidateResult, workload: Workload, drafter: str = 
         "speculate": f"{chosen.speculate}:{drafter}" if drafter else chosen.speculate,
     }
     settings |= {name.replace("_", "-"): value for name, value in chosen.options.items()}
+    if engine.load_format != "auto":
+        settings["load-format"] = engine.load_format
     if engine.threads:
         settings["threads"] = engine.threads
     text: str = yaml.safe_dump(settings, sort_keys=False)
@@ -231,14 +237,14 @@ class _ProvenTokenmill(Tokenmill):
         return Launch(tuple(command), files={SERVE: self._settings})
 
 
-def _manifests(serving: Serving, model: Path, settings: str) -> dict[str, str]:
+def _manifests(serving: Serving, model: Path, settings: str, first: str = "") -> dict[str, str]:
     """Kubernetes objects for this engine; the model is expected in the volume of weights, under its own name."""
     placed = replace(serving, model=f"{WEIGHTS_FOLDER}/{model.name}")
     try:
         found = render("kubernetes", _ProvenTokenmill(settings), placed)
     except UserError:
         return {}  # this engine is not deployed on this device
-    note = f"# Copy {model.name} of this folder into the volume {serving.name}-weights first.\n"
+    note = f"{first}# Copy {model.name} of this folder into the volume {serving.name}-weights first.\n"
     return {f"kubernetes/{name}": note + text if name == "serving.yaml" else text for name, text in found.files.items()}
 
 
@@ -247,19 +253,33 @@ def _reproduction(outcome: Outcome, workload: Workload) -> list[str]:
     chosen, baseline = outcome.chosen, outcome.baseline
     if chosen is None or baseline is None or chosen.artefact is None or baseline.artefact is None:
         return []
-    made, base = (each.artefact.command.rpartition("--out ")[2] for each in (chosen, baseline) if each.artefact)
-    model = outcome.model if made.startswith("tokenmill pull") else made
+    model, base = (_made(each.artefact, outcome.model) for each in (chosen, baseline) if each.artefact)
+    dummy = _DUMMY if outcome.made_up else []
     concurrency = workload.engine.decided("concurrency")
     flags = f"--concurrency {concurrency} --input-len {workload.input_tokens}"
     flags += f" --output-len {workload.output_tokens} --num-prompts {2 * concurrency}"
     quality = f"tokenmill eval divergence {model} --reference {base} --text TEXT --context {workload.quality_context}"
     return [
-        baseline.artefact.command,
-        chosen.artefact.command,
+        *filter(None, dict.fromkeys((baseline.artefact.command, chosen.artefact.command))),
         *([] if outcome.quality_off else [quality]),
         *(
             f"tokenmill bench throughput {each} {flags} --kv-cache-dtype {result.kv}"
-            f" --batch-tokens {result.batch_tokens} --speculate {result.speculate}"
+            f" --batch-tokens {result.batch_tokens} --speculate {result.speculate}{_options(result, dummy)}"
             for each, result in ((base, baseline), (model, chosen))
         ),
     ]
+
+
+def _made(artefact: Artefact, model: str) -> str:
+    """What the artefact's command makes; the model itself where nothing is made of it."""
+    _, made, name = artefact.command.rpartition("--out ")
+    return name if made else model
+
+
+def _options(result: CandidateResult, more: list[str]) -> str:
+    """The further settings of a candidate as flags."""
+    flags = list(more)
+    for name, value in result.options.items():
+        flag = name.replace("_", "-")
+        flags += [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
+    return "".join(f" {word}" for word in flags)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tokenmill.config import EngineConfig
 from tokenmill.errors import UserError
+from tokenmill.optimize.candidates import STORED
 from tokenmill.optimize.evidence import Limits
 from tokenmill.optimize.loop import Effort
 from tokenmill.optimize.objectives import Objectives
@@ -56,6 +57,18 @@ class OptimizeJob:
             raise UserError(f"--max-kld is {self.max_kld:g}", "give 0 or more, such as 0.02")
         if self.effort.seconds <= 0 or self.effort.runs < 1:
             raise UserError("there is no time to measure in", "give --minutes and --runs above 0")
+        if self.made_up and not self.quality_off:
+            raise UserError("made-up weights (--load-format dummy) have no quality", "add --quality off: speed only")
+        if self.made_up and set(self.candidates) - {STORED}:
+            raise UserError(
+                "--candidates with made-up weights (--load-format dummy): there are none to quantize to files",
+                "leave it out: what the engine rounds to at load is tried",
+            )
+
+    @property
+    def made_up(self) -> bool:
+        """Weights of the shape in config.json: speed can be measured, quality cannot."""
+        return self.engine.load_format == "dummy"
 
     @property
     def limits(self) -> Limits:

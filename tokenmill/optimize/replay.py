@@ -79,8 +79,8 @@ async def _send_all(
 
     tasks = []
     for body, prompt, offset in zip(bodies, arrivals.prompts, arrivals.times_s, strict=True):
-        delay = min(began + offset, deadline) - time.perf_counter()
-        if delay > 0 and refused < _DEAD_AFTER:
+        # Timers of libuv count from the start of a turn of its loop and may fire some milliseconds early.
+        while (delay := min(began + offset, deadline) - time.perf_counter()) > 0 and refused < _DEAD_AFTER:
             await asyncio.sleep(delay)
         length = 0 if isinstance(prompt, str) else len(prompt)
         tasks.append(asyncio.create_task(one(body, length, began + offset)))

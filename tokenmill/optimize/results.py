@@ -251,6 +251,7 @@ class Outcome:
     rivals: list[CandidateResult] = field(default_factory=list)
     objectives: str = ""  # as given, such as "ttft p95=500ms, itl p95=40ms"; empty: throughput decides
     quality_off: bool = False
+    made_up: bool = False  # weights of the shape in config.json: speeds only
     max_kld: float | None = None
     max_task_loss: float = 0.02
     unproven: list[str] = field(default_factory=list)  # cheaper than the chosen one, and not proven in the time given

@@ -12,11 +12,12 @@ from pathlib import Path
 import torch
 
 from tokenmill.checkpoint.base import Checkpoint
+from tokenmill.checkpoint.dummy import DummyCheckpoint
 from tokenmill.checkpoint.gguf_writer import TensorSlot
-from tokenmill.checkpoint.open import open_checkpoint
+from tokenmill.checkpoint.open import open_source
 from tokenmill.checkpoint.sources import resolve
 from tokenmill.checkpoint.sources.cache import cache_root
-from tokenmill.checkpoint.tokenizer_files import load_tokenizer
+from tokenmill.checkpoint.tokenizer_files import tokenizer_of
 from tokenmill.config import EngineConfig
 from tokenmill.errors import UserError
 from tokenmill.evaluate.windows import read_text
@@ -24,13 +25,14 @@ from tokenmill.hardware.catalog import Device, load_catalog
 from tokenmill.hardware.machine import available_memory
 from tokenmill.kernels.ggml_types import TYPES
 from tokenmill.log import get_logger
+from tokenmill.model.dummy_reader import matrix_shapes
 from tokenmill.model.kvstore import KV_STORES
 from tokenmill.optimize.arrivals import Arrivals
 from tokenmill.optimize.artefacts import ArtefactCache
 from tokenmill.optimize.candidates import STORED, chosen_names, parse_weights
 from tokenmill.optimize.kernel_probe import KernelSpeed
 from tokenmill.optimize.loop import Effort
-from tokenmill.optimize.predict import Predictor, Work, this_machine
+from tokenmill.optimize.predict import Predictor, SlotsOf, Work, this_machine
 from tokenmill.optimize.question import OptimizeJob
 from tokenmill.optimize.space import (
     Space,
@@ -39,6 +41,7 @@ from tokenmill.optimize.space import (
     engine_options,
     float_weight_names,
     kv_choices,
+    made_up_names,
     rounded_at_load,
     shares_prefixes,
     weight_names,
@@ -75,12 +78,13 @@ class Setup:
 
 def prepare(job: OptimizeJob) -> Setup:
     source = resolve(job.model).path
-    checkpoint = open_checkpoint(source)
+    load_format = job.engine.load_format
+    checkpoint = open_source(source, load_format)
     description = checkpoint.description
     device = chosen_device(job.device or job.engine.device or "")
     longest = job.engine.context or description.context_length
     request = replace(job.traffic, traffic_log=job.traffic_log) if job.traffic_log else job.traffic
-    traffic = build_traffic(request, description.vocab_size, load_tokenizer(source), longest)
+    traffic = build_traffic(request, description.vocab_size, tokenizer_of(source, load_format)[0], longest)
     quantized = is_quantized(checkpoint)
     engine = workload_engine(replace(job.engine, device=device), traffic, job.traffic.concurrency, device)
     return Setup(
@@ -130,7 +134,9 @@ def _space(
 ) -> Space:
     description = checkpoint.description
     asked = chosen_names(job.kv, list(KV_STORES), "KV cache dtype") if job.kv else []
-    weights = chosen_names(job.candidates, weight_names(device, quantized), "weights")
+    at_load = {} if job.candidates else rounded_at_load(device)
+    known = made_up_names(at_load) if job.made_up else weight_names(device, quantized)
+    weights = chosen_names(job.candidates, known, "weights")
     kv = kv_choices(device, description.kv_layers(), asked)
     requests = traffic.draw(_SAMPLED_REQUESTS, 0)
     prompts = [request.prompt_ids for request in requests]
@@ -140,10 +146,10 @@ def _space(
     return Space(
         device=device,
         weights=weights,
-        float_weights=float_weight_names(device, quantized),
+        float_weights=[STORED] if job.made_up else float_weight_names(device, quantized),
         kv=kv,
         batch_tokens=batch_choices(device, together, bool(job.objectives)),
-        drafters=drafter_choices(device, description.num_layers),
+        drafters=[] if job.made_up else drafter_choices(device, description.num_layers),
         options=engine_options(
             device,
             engine.prefix_caching,
@@ -154,8 +160,8 @@ def _space(
         ),
         calibrated=frozenset(name for name in weights if parse_weights(name).needs_calibration),
         by_blocks=frozenset(name for name in weights if parse_weights(name).method),
-        rounded_at_load={} if job.candidates else rounded_at_load(device),
-        stored=STORED if quantized else "",
+        rounded_at_load=at_load,
+        stored=STORED if quantized or job.made_up else "",
     )
 
 
@@ -183,11 +189,14 @@ def make_predictor(setup: Setup, store: Store) -> Predictor | None:
         kind: KernelSpeed(each["backend"], {int(rows): seconds for rows, seconds in each["seconds"].items()})
         for kind, each in (store.recall(_SPEEDS, setup.device) or {}).items()
     }
-    stored = stored_slots(setup.artefacts.checkpoint)
+    checkpoint = setup.artefacts.checkpoint
+    stored = stored_slots(checkpoint)
+    made_up = isinstance(checkpoint, DummyCheckpoint)
+    slots_of: SlotsOf = (lambda _mix: stored) if made_up else setup.artefacts.slots
     try:
         predictor = Predictor(
             setup.planned,
-            setup.artefacts.slots,
+            slots_of,
             stored,
             _planner_device(setup.device),
             work,
@@ -205,14 +214,16 @@ def make_predictor(setup: Setup, store: Store) -> Predictor | None:
 
 def stored_slots(checkpoint: Checkpoint) -> list[TensorSlot]:
     """The checkpoint's tensors named as in a GGUF file; empty where one is no type that such a file has."""
-    slots = []
+    found: dict[str, tuple[tuple[int, ...], str]] = {}
+    if isinstance(checkpoint, DummyCheckpoint):
+        found = {name: (shape, "BF16") for name, shape in matrix_shapes(checkpoint).items()}
     for name in checkpoint.names():
         tensor = checkpoint.tensor(name)
         if tensor.type_name not in TYPES:
             return []
-        known = {"model.embed_tokens.weight": "token_embd.weight", "lm_head.weight": "output.weight"}
-        slots.append(TensorSlot(known.get(name, name.replace("model.layers.", "blk.")), tensor.shape, tensor.type_name))
-    return slots
+        found[name] = tensor.shape, tensor.type_name
+    known = {"model.embed_tokens.weight": "token_embd.weight", "lm_head.weight": "output.weight"}
+    return [TensorSlot(known.get(name, name.replace("model.layers.", "blk.")), *each) for name, each in found.items()]
 
 
 def _planner_device(device: str) -> Device:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,6 +77,12 @@ def weight_names(device: str, source_quantized: bool) -> list[str]:
     """Every quantized choice for a device: GGUF types are the CPU's, methods with their schemes are for both."""
     names = [STORED] if source_quantized else []
     return names + ([*registered_mixes(), *registered_methods()] if device == "cpu" else registered_methods())
+
+
+def made_up_names(at_load: Mapping[str, str]) -> list[str]:
+    """For made-up weights, which no file is made of: what the engine rounds to at load is tried; where it rounds to
+    nothing, the weights themselves, so that settings are."""
+    return [] if at_load else [STORED]
 
 
 def rounded_at_load(device: str) -> dict[str, str]:

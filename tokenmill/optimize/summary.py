@@ -28,6 +28,7 @@ def summary(outcome: Outcome, out: Path) -> dict[str, Any]:
         "baseline": base.name if base else None,
         "today": today.name if today else None,
         "source_quantized": outcome.source_quantized,
+        "made_up": outcome.made_up,
         "quality_loss": None if outcome.quality_off else outcome.quality_loss if chosen else 0.0,
         "quality_loss_high": quality.loss_high if quality else None,
         "kld_mean": quality.kld_mean if quality else None,

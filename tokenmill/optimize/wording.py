@@ -26,6 +26,7 @@ from tokenmill.optimize.results import (
 _NAMES = 8  # of a list; results.json has all
 NO_OBJECTIVE = "no latency objective was given: throughput decides"
 NO_QUALITY = "quality was not measured (--quality off)"
+MADE_UP = "The weights are made up (--load-format dummy): speeds of the shape, nothing is claimed about quality."
 
 
 def share(value: float) -> str:
@@ -52,6 +53,8 @@ def cheaper_words(saved: Saving, reference: str) -> str:
 
 
 def source_words(outcome: Outcome) -> str:
+    if outcome.made_up:
+        return "the weights are made up (--load-format dummy), speed only"
     return "the source is already quantized" if outcome.source_quantized else "the source is in full precision"
 
 
@@ -76,7 +79,8 @@ def headline(outcome: Outcome) -> str:
     if outcome.chosen is None:
         if outcome.state != "complete":
             return f"nothing chosen yet: this run is {outcome.state} ({source_words(outcome)})"
-        return f"nothing cheaper keeps the quality: stay with what you have ({source_words(outcome)})"
+        found = "was found" if outcome.quality_off else "keeps the quality"
+        return f"nothing cheaper {found}: stay with what you have ({source_words(outcome)})"
     parts = [
         cheaper_words(saved, name)
         for saved, name in ((outcome.saving_today, "today"), (outcome.saving, "unquantized"))
@@ -146,6 +150,8 @@ def not_shown(outcome: Outcome) -> list[str]:
             "The source was already quantized. Losses are against its weights expanded to floats; what the first "
             "quantization lost is not in these figures."
         )
+    if outcome.made_up:
+        found.append(MADE_UP)
     found += _latency_gaps(outcome) + _quality_gaps(outcome)
     if open_to := margin_words(outcome):
         found.append(f"{open_to[0].upper()}{open_to[1:]}.")

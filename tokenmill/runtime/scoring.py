@@ -21,9 +21,11 @@ LogitVisitor = Callable[[Request, int, Tensor], None]
 
 
 class LogitRunner:
-    def __init__(self, runner: ModelRunner, visit: LogitVisitor) -> None:
+    def __init__(self, runner: ModelRunner, visit: LogitVisitor, on_device: bool = False) -> None:
+        """`on_device`: logits stay where the model computed them, instead of being copied to the CPU."""
         self._runner = runner
         self._visit = visit
+        self._on_device = on_device
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
@@ -37,7 +39,8 @@ class LogitRunner:
             for first in range(0, len(offsets), limit):
                 part = offsets[first : first + limit]
                 logits = output.logits(begin, begin + len(part))
-                self._visit(row.request, row.start + part[0], logits.to("cpu", torch.float32))
+                device = logits.device if self._on_device else torch.device("cpu")
+                self._visit(row.request, row.start + part[0], logits.to(device, torch.float32))
                 begin += len(part)
         # The scheduler ends a request at its first token, whichever it is: it is never read.
         tokens: list[int | None] = [0 if row.samples else None for row in rows]

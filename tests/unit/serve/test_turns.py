@@ -2,6 +2,9 @@
 
 import asyncio
 
+import pytest
+
+from tokenmill.serve.tenants import turns as turns_module
 from tokenmill.serve.tenants.keys import Client
 from tokenmill.serve.tenants.turns import Turns
 
@@ -63,3 +66,28 @@ def test_the_one_that_has_just_been_given_the_turn_may_leave() -> None:
         return order
 
     assert asyncio.run(run())[-1] == "c"
+
+
+def test_a_crowd_rests_between_its_turns_while_others_send_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns_module, "_REST", 1e9)
+    monkeypatch.setattr(turns_module, "_MAX_REST", 1e9)
+
+    async def run(others: bool) -> int:
+        turns, crowd, served = Turns(), Client("crowd"), 0
+
+        async def request() -> None:
+            nonlocal served
+            await turns.take(crowd)
+            served += 1
+
+        if others:
+            await turns.take(Client("single"))
+        tasks = [asyncio.create_task(request()) for _ in range(5)]
+        for _ in range(50):
+            await asyncio.sleep(0)
+        for task in tasks:
+            task.cancel()
+        return served
+
+    assert asyncio.run(run(others=True)) == 1
+    assert asyncio.run(run(others=False)) == 5

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from tokenmill.optimize.results import CHOSEN, CandidateResult, Outcome
-from tokenmill.optimize.wording import NO_QUALITY, loss_words
+from tokenmill.optimize.wording import MADE_UP, NO_QUALITY, loss_words
 from tokenmill.report.page import paragraphs, section, table
 
 
 def quality_section(outcome: Outcome) -> str:
     if outcome.quality_off:
         text = f"{NO_QUALITY.capitalize()}: these figures say nothing of what the answers are worth."
-        return section("Quality", paragraphs([text]), wide=True)
+        return section("Quality", paragraphs([MADE_UP, text] if outcome.made_up else [text]), wide=True)
     proven = [each for each in (*outcome.candidates, *outcome.rivals) if each.quality or each.tasks or each.checks]
     proven.sort(key=lambda each: each.verdict != CHOSEN)
     limits = [f"perplexity at most {outcome.max_quality_loss:+.1%}"]

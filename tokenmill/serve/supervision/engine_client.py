@@ -19,6 +19,7 @@ from tokenmill.config import EngineConfig
 from tokenmill.engine.messages import Cancel, Events, FromEngine, Phase, Ready, Refused, Submit
 from tokenmill.engine.stats import EngineStats
 from tokenmill.errors import UserError
+from tokenmill.hardware.machine import usable_cores
 from tokenmill.log import get_logger
 from tokenmill.serve.errors import ApiError, deadline_passed, engine_gone
 from tokenmill.serve.generation import Generation, Member
@@ -82,7 +83,9 @@ class EngineClient:
     # --- start and stop ---
 
     async def start(self) -> Ready:
-        """Start the first engine; raises what keeps it from starting."""
+        """Start the first engine; raises what keeps it from starting. With a core to itself the spare process imports
+        its libraries while the engine does, so that no request pays for it."""
+        self._prepare_spare(0.0 if usable_cores() > 1 else _SPARE_DELAY)
         identity = await self._launch()
         self._supervisor = asyncio.create_task(self._supervise(), name="engine-supervisor")
         return identity
@@ -228,10 +231,7 @@ class EngineClient:
         self.stats = EngineStats()
         self.start_failure = ""
         self.state = "ready"
-        if self._keep_spare:
-            if self._spare_task is not None:
-                self._spare_task.cancel()  # two of them would start two processes
-            self._spare_task = asyncio.create_task(self._prepare_spare(), name="spare-engine")
+        self._prepare_spare(_SPARE_DELAY)
         return self.identity
 
     async def _until_ready(self, link: EngineLink, ready: asyncio.Future[Ready]) -> Ready:
@@ -253,9 +253,13 @@ class EngineClient:
         finally:
             ended.cancel()
 
-    async def _prepare_spare(self) -> None:
+    def _prepare_spare(self, delay: float) -> None:
         """Have a process import the engine's libraries: that is most of what a restart takes."""
-        await asyncio.sleep(_SPARE_DELAY)
+        if self._keep_spare and (self._spare_task is None or self._spare_task.done()):
+            self._spare_task = asyncio.create_task(self._start_spare(delay), name="spare-engine")
+
+    async def _start_spare(self, delay: float) -> None:
+        await asyncio.sleep(delay)
         if self.spare_pid is None:
             try:
                 self._spare = await spawn_engine()
