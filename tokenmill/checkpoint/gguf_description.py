@@ -7,7 +7,7 @@ metadata does not say (vocabulary size, biases, tied embeddings). Used by gguf.p
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from tokenmill.checkpoint.gguf_experts import with_experts
 from tokenmill.checkpoint.gguf_families import FAMILIES, GGUFFamily
 from tokenmill.checkpoint.gguf_metadata import Metadata
 from tokenmill.checkpoint.mapped_file import DAMAGED
-from tokenmill.checkpoint.mixers import Attention, LatentAttention
+from tokenmill.checkpoint.mixers import Attention, Mixer
 from tokenmill.errors import CheckpointError
 
 ARCHITECTURES = {name: family.architecture for name, family in FAMILIES.items()}
@@ -59,39 +59,25 @@ def describe(
         raise fields.error(f"{num_layers} layers but only {len(shapes)} tensors")
     hidden_size = fields.integer("embedding_length")
     vocab_size = _vocab_size(fields, shapes, hidden_size)
-    attention: Attention | LatentAttention
-    if family.latent:
-        attention = gguf_latent.read_mixer(fields)
-        _refuse_variants(fields)
-    else:
-        attention = _attention(fields, family, shapes, hidden_size, num_layers)
+    _refuse_variants(fields)
+    attention = (
+        gguf_latent.read_mixer(fields) if family.latent else _attention(fields, family, shapes, hidden_size, num_layers)
+    )
     window, kinds = _layer_kinds(fields, family, num_layers)
     bos_id, eos_ids = _token_ids(metadata, vocab_size, label)
     name = metadata.get("general.name")
     tables = _rope_tables(fields, family, attention.head_dim, "sliding" in kinds, numbers)
-    mlp = FeedForward(
-        _dense_size(fields),
-        family.gated,
-        family.activation,
-        bias=f"{_FIRST}.mlp.up_proj.bias" in shapes,
-    )
+    mlp_bias = f"{_FIRST}.mlp.up_proj.bias" in shapes
+    mlp = FeedForward(_dense_size(fields), family.gated, family.activation, bias=mlp_bias)
+    mixers: Iterable[Mixer] = [attention] * num_layers
+    if isinstance(attention, Attention):
+        mixers = _attentions(attention, family, kinds, window, len(tables) > 1)
     norms = _norms(fields, family, shapes)
-    own_table = len(tables) > 1
-    layers = []
-    for number, kind in enumerate(kinds):
-        rope = "sliding" if kind == "sliding" and own_table else attention.rope
-        rope = rope if _rotates(family, number, kind) else ""
-        mixer = attention
-        if isinstance(attention, Attention):
-            mixer = replace(attention, window=window if kind == "sliding" else 0, rope=rope)
-        layers.append(LayerDescription((mixer,), mlp, norms))
     description = ModelDescription(
-        architecture=gguf_latent.architecture_of(fields)
-        if family.latent
-        else _architecture(family, "sliding" in kinds),
+        architecture=_architecture(fields, family, "sliding" in kinds),
         model_type=stored_as,
         hidden_size=hidden_size,
-        layers=tuple(layers),
+        layers=tuple(LayerDescription((mixer,), mlp, norms) for mixer in mixers),
         vocab_size=vocab_size,
         context_length=fields.integer("context_length"),
         norm_eps=fields.number(f"attention.layer_norm_{'rms_' if family.norm == 'rms' else ''}epsilon"),
@@ -122,8 +108,10 @@ def _dense_size(fields: Fields) -> int:
     return fields.integer("feed_forward_length", default or None)
 
 
-def _architecture(family: GGUFFamily, slides: bool) -> str:
-    """OLMo 3 is stored as OLMo 2 with a window."""
+def _architecture(fields: Fields, family: GGUFFamily, slides: bool) -> str:
+    """OLMo 3 is stored as OLMo 2 with a window, DeepSeek-V2 and V3 under one name."""
+    if family.latent:
+        return gguf_latent.architecture_of(fields)
     return "olmo3" if family.architecture == "olmo2" and slides else family.architecture
 
 
@@ -137,7 +125,6 @@ def _attention(
         raise fields.error(f"{num_heads} heads and {num_kv_heads} KV heads over {hidden_size} do not fit")
     if fields.integer("attention.value_length", head_dim) != head_dim:
         raise fields.error("keys and values have different sizes", UNSUPPORTED)
-    _refuse_variants(fields)
     scale = fields.number("attention.scale", 0.0) or None
     if family.scale_by_head:
         size = max(hidden_size // num_heads, 1) if num_layers == family.odd_layers else head_dim
@@ -155,6 +142,16 @@ def _attention(
         output_bias=f"{_FIRST}.self_attn.o_proj.bias" in shapes,
         head_norms=family.head_norms or (family.optional_head_norms if has_head_norms else ""),
     )
+
+
+def _attentions(
+    attention: Attention, family: GGUFFamily, kinds: Sequence[str], window: int, own_table: bool
+) -> Iterator[Attention]:
+    """Of each layer; `own_table`: sliding layers have a rotary table of their own."""
+    for number, kind in enumerate(kinds):
+        rope = "sliding" if kind == "sliding" and own_table else attention.rope
+        rope = rope if _rotates(family, number, kind) else ""
+        yield replace(attention, window=window if kind == "sliding" else 0, rope=rope)
 
 
 def _norms(fields: Fields, family: GGUFFamily, shapes: Mapping[str, tuple[int, ...]]) -> str:

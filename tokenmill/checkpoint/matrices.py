@@ -91,6 +91,7 @@ def _recurrent(hidden: int, a: Recurrent) -> Iterator[Matrix]:
 
     if a.style == "delta":
         keys, values = a.num_key_heads * a.key_dim, a.num_heads * a.value_dim
+        inputs: tuple[tuple[str, int], ...]
         if a.joined_inputs:
             inputs = (("qkvz", 2 * keys + 2 * values), ("ba", 2 * a.num_heads))
         else:

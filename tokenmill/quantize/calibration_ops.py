@@ -19,13 +19,14 @@ from tokenmill.model.attention.latent import HeadProjections, LatentSpec
 from tokenmill.model.formats.base import LinearWeight
 from tokenmill.model.formats.stacks import ExpertStacks
 from tokenmill.model.layers.rotary import RotaryTable
+from tokenmill.model.ops import WithoutRecurrence
 
 
 class ReachedInput(Exception):
     """Ends a forward pass once the watched input has been seen: what follows is not needed."""
 
 
-class CalibrationOps:
+class CalibrationOps(WithoutRecurrence):
     """`names`: the name of each linear and norm by identity. `weights`: their float32 values, biases as NAME.bias."""
 
     def __init__(

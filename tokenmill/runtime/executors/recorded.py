@@ -25,6 +25,7 @@ from tokenmill.model.formats.stacks import ExpertStacks
 from tokenmill.model.kvstore.base import KVStore
 from tokenmill.model.layers.rotary import RotaryTable
 from tokenmill.model.loader import LoadedModel
+from tokenmill.model.ops import WithoutRecurrence
 from tokenmill.runtime.executors.base import StepInput, StepOutput
 from tokenmill.runtime.executors.batched import BatchedExecutor, copied_rows
 from tokenmill.types import Batch
@@ -164,7 +165,7 @@ def _address(tensor: Tensor, dtype: torch.dtype, length: int) -> int:
     return tensor.data_ptr()
 
 
-class RecordedOps:
+class RecordedOps(WithoutRecurrence):
     """Ops whose values are numbers of the program's buffers. `keep` holds every tensor that the program points into."""
 
     def __init__(self, program: Any, store: KVStore) -> None:

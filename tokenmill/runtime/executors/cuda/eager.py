@@ -18,8 +18,9 @@ from tokenmill.kernels import triton as gpu
 from tokenmill.model.kvstore.base import KVStore
 from tokenmill.model.loader import LoadedModel
 from tokenmill.runtime.executors.batched import BatchedExecutor
-from tokenmill.runtime.executors.cuda.ops import CudaOps, tensor
+from tokenmill.runtime.executors.cuda.ops import CudaOps
 from tokenmill.runtime.executors.cuda.sampling import CudaSampler
+from tokenmill.runtime.executors.cuda.values import tensor
 from tokenmill.runtime.sampling.sampler import Sampler
 from tokenmill.types import Batch
 

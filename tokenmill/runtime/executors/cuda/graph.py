@@ -24,12 +24,13 @@ from tokenmill.log import get_logger
 from tokenmill.model.kvstore.base import KVStore
 from tokenmill.model.loader import LoadedModel
 from tokenmill.runtime.executors.base import StepGuesser, StepInput, StepOutput
+from tokenmill.runtime.executors.cuda.capture import uncaptured
 from tokenmill.runtime.executors.cuda.checks import Checks, Expected, Position, Tables, spread
 from tokenmill.runtime.executors.cuda.eager import CudaEagerExecutor
-from tokenmill.runtime.executors.cuda.experts import float_matrices, uncaptured
 from tokenmill.runtime.executors.cuda.inputs import DecodeInputs
-from tokenmill.runtime.executors.cuda.ops import CudaOps, can_be_captured, tensor
+from tokenmill.runtime.executors.cuda.ops import CudaOps
 from tokenmill.runtime.executors.cuda.prompts import PromptInputs, PromptKind, PromptSteps
+from tokenmill.runtime.executors.cuda.values import tensor
 from tokenmill.types import Batch, Request, ScheduledTokens
 
 _log = get_logger(__name__)
@@ -102,16 +103,9 @@ class CudaGraphExecutor(CudaEagerExecutor):
 
     @classmethod
     def declines(cls, model: LoadedModel, store: KVStore) -> str | None:
-        reason = super().declines(model, store)
+        reason = super().declines(model, store) or uncaptured(model)
         if reason is not None:
             return reason
-        reason = uncaptured(model)
-        if reason is not None:
-            return reason
-        kept = float_matrices(model)
-        for name, weight in model.weights.items():
-            if weight.kernel is not None and id(weight) not in kept and not can_be_captured(weight.kernel.run):
-                return f"{name} ({weight.type_name}) has no GPU kernel that can be captured"
         slots = range(store.layout.layers_per_page)
         return next((reason for reason in map(store.gpu_declines, slots) if reason is not None), None)
 

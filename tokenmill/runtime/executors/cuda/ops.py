@@ -2,15 +2,13 @@
 
 A norm is computed when the product that reads it is (which may want 8-bit activations), a gate likewise; a product of
 joined matrices is computed when it is known whether its kernel can also apply the gate, or rotate and store q, k and v.
-Values are tensors or the small records below. No call synchronizes, so a step can be captured. Used by both GPU
+Values are tensors or the small records of values.py. No call synchronizes, so a step can be captured. Used by both GPU
 executors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -27,133 +25,24 @@ from tokenmill.model.formats.base import LinearWeight
 from tokenmill.model.formats.stacks import ExpertStacks
 from tokenmill.model.kvstore.base import KVStore
 from tokenmill.model.layers.rotary import RotaryTable
+from tokenmill.model.ops import WithoutRecurrence
 from tokenmill.runtime.executors.cuda.experts import multiply_one_by_one
+from tokenmill.runtime.executors.cuda.values import (
+    Columns,
+    Gate,
+    Norm,
+    Product,
+    Total,
+    are_adjacent_columns,
+    multiply,
+    tensor,
+)
 from tokenmill.types import Batch
 
 FEW_ROWS = 32  # up to this many, logits are float32 from the accumulator; above, cuBLAS rounds them to bf16
 
 
-class Norm:
-    """rms_norm(x + y) and the sum itself, computed when the first reader says whether it wants bf16 or 8-bit codes."""
-
-    def __init__(self, x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> None:
-        self._inputs = (x, y, weight, eps)
-        self._total: Tensor | None = None
-        self._plain: Tensor | None = None
-        self._codes: tuple[Tensor, Tensor] | None = None
-
-    @property
-    def num_rows(self) -> int:
-        return self._inputs[0].shape[0]
-
-    @property
-    def total(self) -> Tensor:
-        if self._total is None:
-            self.plain()
-        assert self._total is not None
-        return self._total
-
-    def plain(self) -> Tensor:
-        if self._plain is None:
-            x, y, weight, eps = self._inputs
-            if self._total is None and y is not None:
-                self._total, self._plain = gpu.add_rms_norm(x, y, weight, eps)
-            else:
-                self._total = x if self._total is None else self._total
-                self._plain = gpu.rms_norm(self._total, weight, eps)
-        assert self._plain is not None
-        return self._plain
-
-    def codes(self, kind: str, fixed: float) -> tuple[Tensor, Tensor]:
-        if self._codes is None:
-            x, y, weight, eps = self._inputs
-            if self._total is not None:
-                x, y = self._total, None
-            self._total, codes, scales = gpu.add_rms_norm_quantized(x, y, weight, eps, kind, fixed)
-            self._codes = codes, scales
-        return self._codes
-
-
-@dataclass(slots=True, eq=False)
-class Total:
-    """The sum that a Norm also computes: the residual stream."""
-
-    norm: Norm
-
-
-@dataclass(slots=True, eq=False)
-class Gate:
-    gate: Tensor
-    up: Tensor
-    activation: str
-
-    @property
-    def num_rows(self) -> int:
-        return self.gate.shape[0]
-
-    def plain(self) -> Tensor:
-        y: Tensor = gpu.gated(self.gate, self.up, self.activation)
-        return y
-
-    def codes(self, kind: str, fixed: float) -> tuple[Tensor, Tensor]:
-        pair: tuple[Tensor, Tensor] = gpu.gated_quantized(self.gate, self.up, self.activation, kind, fixed)
-        return pair
-
-
-class Product:
-    """The product with one matrix, or with several joined ones, computed when it is known what its reader can fuse.
-    `full`: a result that is there already; kernel and x are None then."""
-
-    def __init__(
-        self, kernel: Any, x: Any, out_dtype: torch.dtype = torch.bfloat16, full: Tensor | None = None
-    ) -> None:
-        self._kernel, self._x, self._out_dtype, self._full = kernel, x, out_dtype, full
-
-    def full(self) -> Tensor:
-        """All columns, nothing fused."""
-        if self._full is None:
-            self._full = multiply(self._kernel, self._x, self._out_dtype)
-        return self._full
-
-    @property
-    def gates(self) -> bool:
-        return isinstance(self._kernel, gpu.GpuLinear) and self._kernel.gates(num_rows(self._x))
-
-    def gated(self) -> Tensor:
-        return multiply(self._kernel, self._x, gated=True)
-
-    @property
-    def rotates(self) -> bool:
-        return isinstance(self._kernel, gpu.GpuLinear) and self._kernel.rotates(num_rows(self._x))
-
-    def rotated(self, heads: Any) -> Tensor:
-        """The queries; keys and values are stored where `heads` (a HeadPlaces) says."""
-        return multiply(self._kernel, self._x, heads=heads)
-
-
-@dataclass(slots=True, eq=False)
-class Columns:
-    """Columns [begin, end) of a product; for heads, with the norm and the rotation that attention will apply."""
-
-    product: Product
-    begin: int
-    end: int
-    norm: Tensor | None = None
-    eps: float = 0.0
-    rotary: RotaryTable | None = None
-
-    @property
-    def plain(self) -> Tensor:
-        """Without norm and rotation."""
-        return self.product.full()[:, self.begin : self.end]
-
-    @property
-    def tensor(self) -> Tensor:
-        assert self.norm is None and self.rotary is None, "heads are read by attention only"  # noqa: PT018
-        return self.plain
-
-
-class CudaOps:
+class CudaOps(WithoutRecurrence):
     def __init__(
         self,
         store: KVStore,
@@ -244,7 +133,7 @@ class CudaOps:
         )
         out: Tensor
         whole = table.rotary_dim == spec.head_dim
-        if whole and norms is None and _are_adjacent_columns(q, k, v) and q.product.rotates:
+        if whole and norms is None and are_adjacent_columns(q, k, v) and q.product.rotates:
             heads = gpu.head_places(batch.positions.shape[0], spec.num_heads, *store_arguments, scales)
             queries = q.product.rotated(heads)
         else:
@@ -340,7 +229,7 @@ class CudaOps:
         )  # fmt: skip
 
     def gated(self, gate: Any, up: Any, activation: str) -> Gate | Tensor:
-        halves = isinstance(gate, Columns) and isinstance(up, Columns) and _are_adjacent_columns(gate, up)
+        halves = isinstance(gate, Columns) and isinstance(up, Columns) and are_adjacent_columns(gate, up)
         if halves and activation == "silu" and gate.end == up.end - up.begin and gate.product.gates:
             product: Product = gate.product
             return product.gated()
@@ -366,43 +255,6 @@ class CudaOps:
     def softcap(self, x: Tensor, cap: float) -> Tensor:
         y: Tensor = gpu.softcap(x, cap)
         return y
-
-
-def can_be_captured(kernel: Any) -> bool:
-    """Whether products by this kernel may be part of a captured step."""
-    return isinstance(kernel, (gpu.GpuLinear, gpu.JoinedRows, HeadProjections))
-
-
-def tensor(value: Any) -> Tensor:
-    """A value as a plain tensor."""
-    if isinstance(value, Tensor):
-        return value
-    if isinstance(value, Total):
-        return value.norm.total
-    if isinstance(value, Columns):
-        return value.tensor
-    assert isinstance(value, (Norm, Gate)), type(value)
-    return value.plain()
-
-
-def num_rows(value: Any) -> int:
-    count: int = value.num_rows if isinstance(value, (Norm, Gate)) else tensor(value).shape[0]
-    return count
-
-
-def multiply(
-    kernel: Any, x: Any, out_dtype: torch.dtype = torch.bfloat16, gated: bool = False, heads: Any = None
-) -> Tensor:
-    """x @ W^T by a kernel that may want x in 8 bits; `gated`, `heads`: only if the kernel supports them."""
-    y: Tensor
-    if not isinstance(kernel, gpu.GpuLinear):  # the torch spec, or some rows of a joined matrix
-        y = kernel(tensor(x).float()).to(out_dtype)
-    elif isinstance(x, (Norm, Gate)) and kernel.takes_codes(x.num_rows):
-        codes = x.codes(kernel.activations, kernel.input_scale)
-        y = kernel.multiply_quantized(*codes, out_dtype, gated=gated, heads=heads)
-    else:
-        y = kernel.multiply(tensor(x), out_dtype, gated=gated, heads=heads)
-    return y
 
 
 def _joined_matrix(kernels: list[Any]) -> Any:
@@ -438,12 +290,5 @@ def _columns(value: Any) -> Columns:
     return Columns(Product(None, None, full=values), 0, values.shape[1])
 
 
-def _are_adjacent_columns(*parts: Columns) -> bool:
-    """Whether these are, in order and from the first, the columns of one product."""
-    return parts[0].begin == 0 and all(
-        one.product is other.product and one.end == other.begin for one, other in pairwise(parts)
-    )
-
-
 def _side_by_side(q: Columns, k: Columns, v: Columns) -> Tensor:
-    return q.product.full() if _are_adjacent_columns(q, k, v) else torch.cat([each.plain for each in (q, k, v)], 1)
+    return q.product.full() if are_adjacent_columns(q, k, v) else torch.cat([each.plain for each in (q, k, v)], 1)
