@@ -243,8 +243,8 @@ CONFIGS = {
         norm_topk_prob=False,
     ),
     "gpt_oss": lambda: _experts("gpt_oss", **_FEW_EXPERTS, head_dim=16, sliding_window=16),
-    "llama4": lambda: _experts("llama4_text", **_LLAMA4),
-    "llama4-plain": lambda: _experts(
+    "llama4_text": lambda: _experts("llama4_text", **_LLAMA4),
+    "llama4_text-plain": lambda: _experts(
         "llama4_text", **{**_LLAMA4, "interleave_moe_layer_step": 1}, use_qk_norm=False, attn_temperature_tuning=False
     ),
     **{name: partial(config, _COMMON) for name, config in RECURRENT.items()},

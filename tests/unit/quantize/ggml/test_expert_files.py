@@ -60,7 +60,7 @@ def test_a_float32_gguf_computes_the_same(name: str, tmp_path: Path) -> None:
     assert distance < 0.3
 
 
-@pytest.mark.parametrize("name", ["qwen2_moe-windows", "qwen3_moe-unnormalized", "llama4"])
+@pytest.mark.parametrize("name", ["qwen2_moe-windows", "qwen3_moe-unnormalized", "llama4_text"])
 def test_what_gguf_cannot_say_is_refused(name: str, tmp_path: Path) -> None:
     source = _make(name, tmp_path / "model")
     with pytest.raises(UserError, match="GGUF cannot express this model's"):
