@@ -43,8 +43,8 @@ LLAMA = {
         "gpt2",
         "falcon-40b",
         "cohere",
-        "deepseek_v2",
-        "deepseek_v3",
+        "deepseek_v2-yarn",
+        "deepseek_v3-yarn",
     ],
 )
 def test_described_matrices_are_the_loaded_ones(name: str, tmp_path: Path) -> None:
