@@ -100,13 +100,16 @@ def test_the_quantizer_declines_recurrent_layers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", RECURRENT)
 def test_described_matrices_of_recurrent_models_are_the_loaded_ones(name: str, tmp_path: Path) -> None:
-    """By shape: families name them differently, and Granite's hybrid joins gate and up."""
+    """By shape: families name them differently, and Granite's hybrid joins gate and up. The gate of a shared expert is a
+    vector."""
     make(name, tmp_path)
     checkpoint = open_checkpoint(tmp_path)
     loaded = load_model(checkpoint, torch.device("cpu"), 8, "ref").weights.values()
     d = checkpoint.description
     described = [*edge_matrices(d), *(each for layer in d.layers for each in layer_matrices(d.hidden_size, layer))]
-    assert sum(each.parameters for each in described) == sum(w.out_features * w.in_features for w in loaded)
+    assert sum(each.parameters for each in described) == sum(
+        w.out_features * w.in_features for w in loaded if w.out_features > 1
+    )
 
 
 def test_an_architecture_must_know_all_features() -> None:
