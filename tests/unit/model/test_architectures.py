@@ -100,8 +100,8 @@ def test_the_quantizer_declines_recurrent_layers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", RECURRENT)
 def test_described_matrices_of_recurrent_models_are_the_loaded_ones(name: str, tmp_path: Path) -> None:
-    """By shape: families name them differently, and Granite's hybrid joins gate and up. The gate of a shared expert is a
-    vector."""
+    """By shape: families name them differently, and Granite's hybrid joins gate and up. The gate of a shared expert
+    is a vector."""
     make(name, tmp_path)
     checkpoint = open_checkpoint(tmp_path)
     loaded = load_model(checkpoint, torch.device("cpu"), 8, "ref").weights.values()
