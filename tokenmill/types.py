@@ -246,6 +246,7 @@ class ScheduledTokens:
     samples: bool  # the last of these tokens is the last known one: its logits choose the next
     num_dropped: int = 0  # tokens whose pages a budget took out of the tables: attention counts positions without them
     num_draft_slots: int = 0  # slots reserved after them: the runtime may compute that many more tokens
+    state_slot: int = 0  # of recurrent layers: where the states of this sequence are; new ones if it starts at 0
 
 
 @dataclass(slots=True)
@@ -255,6 +256,7 @@ class StepPlan:
     scheduled: list[ScheduledTokens] = field(default_factory=list)
     page_copies: list[tuple[int, int]] = field(default_factory=list)  # (source, destination), before the forward pass
     run: int = 1  # tokens of a sequence that may be delivered at once
+    state_copies: list[tuple[int, int]] = field(default_factory=list)  # the same of state slots, one after the other
 
     @property
     def num_tokens(self) -> int:
@@ -276,6 +278,11 @@ class Batch:
     max_seq: int  # longest seq_len
     # [T] int64, trees of drafts only: bit j where a token sees the j-th of its sequence's tokens in this step
     ancestors: Tensor | None = None
+    # Recurrent layers only: the state slot of each sequence, [S] int64; the slots of those that begin; and the numbers
+    # of those with drafts, whose states stay as they are until it is known which drafts hold
+    state_slots: Tensor | None = None
+    begins: tuple[int, ...] = ()
+    drafted: tuple[int, ...] = ()
     all_hidden: bool = True  # False: only logits are needed, so a forward pass may skip other rows where it can
 
 

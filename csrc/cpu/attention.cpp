@@ -20,6 +20,12 @@ int max_rows(int num_heads, int num_kv_heads) {
   return std::max(1, kTileRows / heads) * heads;
 }
 
+// What a head's sink adds to the sum of weights relative to `maximum`. A far larger sink makes the sum infinite: then
+// the output is zero, as it should be.
+float sink_weight(const AttentionShape& shape, int head, float maximum) {
+  return shape.sinks == nullptr ? 0 : std::exp(shape.sinks[head] - maximum);
+}
+
 }  // namespace
 
 // Scratch of one thread. Rows are (query, head) pairs of one KV head, head fastest.
@@ -119,7 +125,12 @@ const float* AttentionRunner::page_rows(const KVSide& side, int page, int kv_hea
   return converted;
 }
 
-// Hide keys after the query's own position, and those before its window.
+int AttentionRunner::oldest(int position) const {
+  if (shape_.window > 0) return position - shape_.window + 1;
+  return shape_.chunk > 0 ? position / shape_.chunk * shape_.chunk : 0;
+}
+
+// Hide keys after the query's own position, and those before its window or chunk.
 void AttentionRunner::mask(const AttentionPlan::Item& item, int key, int count, Tile& tile) const {
   for (int i = 0; i < item.num_queries; ++i) {
     const AttentionPlan::Query& query = plan_.queries_[item.first_query + i];
@@ -130,7 +141,7 @@ void AttentionRunner::mask(const AttentionPlan::Item& item, int key, int count, 
     }
     const int position = query.position;
     const int end = std::min(count, position + 1 - key);
-    const int begin = shape_.window > 0 ? std::max(0, position - shape_.window + 1 - key) : 0;
+    const int begin = std::max(0, oldest(position) - key);
     if (begin == 0 && end == count) continue;
     for (int head = 0; head < tile.heads; ++head) {
       float* scores = tile.scores + (i * tile.heads + head) * kKeyBlock;
@@ -145,10 +156,11 @@ void AttentionRunner::mask_tree(const AttentionPlan::Query& query, int key, int 
   const uint64_t* first = batch_.ancestors + (query.token - (query.position - query.known));  // of its sequence
   const uint64_t seen = batch_.ancestors[query.token];
   const auto place = [&](uint64_t ancestors) { return query.known + __builtin_popcountll(ancestors) - 1; };
-  const int oldest = shape_.window > 0 ? place(seen) - shape_.window + 1 : 0;
+  const int first_key = oldest(place(seen));
   for (int at = 0; at < count; ++at) {
     const int node = key + at - query.known;
-    const bool visible = node < 0 ? key + at >= oldest : node < 64 && (seen >> node & 1) && place(first[node]) >= oldest;
+    const bool visible =
+        node < 0 ? key + at >= first_key : node < 64 && (seen >> node & 1) && place(first[node]) >= first_key;
     if (!visible) scores[at] = kMinusInfinity;
   }
 }
@@ -186,7 +198,8 @@ void AttentionRunner::finish(const AttentionPlan::Item& item, int kv_head, const
     if (item.partial < 0) {
       const int token = plan_.queries_[item.first_query + i].token;
       float* out = out_ + token * ldo_ + head * tile.dim;
-      kernels.scale(values, 1.0f / tile.sum[row], tile.dim, out);
+      const float sink = sink_weight(shape_, head, tile.maximum[row]);
+      kernels.scale(values, 1.0f / (tile.sum[row] + sink), tile.dim, out);
       if (rotation != nullptr) rotation->turn_back(out);
     } else {
       float* partial = &plan_.partials_[(static_cast<int64_t>(item.partial + i) * shape_.num_heads + head) *
@@ -217,7 +230,7 @@ void AttentionRunner::merge(int token, int kv_head) const {
     };
     float maximum = kMinusInfinity;
     for (int slot = begin; slot < end; ++slot) maximum = std::max(maximum, partial(slot)[dim]);
-    float sum = 0;
+    float sum = sink_weight(shape_, head, maximum);
     for (int slot = begin; slot < end; ++slot) sum += partial(slot)[dim + 1] * std::exp(partial(slot)[dim] - maximum);
     float* out = out_ + token * ldo_ + head * dim;
     std::memset(out, 0, dim * sizeof(float));
@@ -231,7 +244,7 @@ void AttentionRunner::merge(int token, int kv_head) const {
 
 void store_kv_head(const KVPages& pages, int kv_head, int64_t slot, const float* k, const float* v) {
   store_head(pages, pages.k, kv_head, slot, k);
-  store_head(pages, pages.v, kv_head, slot, v);
+  if (pages.v.data != pages.k.data) store_head(pages, pages.v, kv_head, slot, v);  // latent rows are both
 }
 
 void store_head(const KVPages& pages, const KVSide& side, int kv_head, int64_t slot, const float* x) {

@@ -44,6 +44,8 @@ struct AttentionShape {
   float scale = 1;
   int window = 0;     // 0: full
   float softcap = 0;  // 0: off
+  int chunk = 0;      // a token sees its own chunk of this many; 0: no chunks
+  const float* sinks = nullptr;  // [num_heads] logits that join the softmax and carry no value
 };
 
 struct AttentionBatch {
@@ -75,7 +77,7 @@ class AttentionPlan {
 
   AttentionPlan(int max_tokens, int max_sequences, int num_heads, int num_kv_heads, int head_dim);
 
-  void build(const AttentionBatch& batch, int page_size, int window);
+  void build(const AttentionBatch& batch, int page_size, int window, int chunk = 0);
 
   int num_items() const { return static_cast<int>(items_.size()); }
   int num_shared_tokens() const { return num_shared_tokens_; }  // longest prefix read once for several sequences
@@ -87,7 +89,7 @@ class AttentionPlan {
     int32_t shared_pages;
   };
 
-  void share_prefixes(const AttentionBatch& batch, int page_size, int window);
+  void share_prefixes(const AttentionBatch& batch, int page_size, int window, int chunk);
   void add_tile(int sequence, int first_query, int num_queries, int key_begin, int key_end, bool few);
   void split_keys();
 
@@ -128,6 +130,7 @@ class AttentionRunner {
   void attend(const AttentionPlan::Item& item, int kv_head, Tile& tile) const;
   void mask(const AttentionPlan::Item& item, int key, int count, Tile& tile) const;
   void mask_tree(const AttentionPlan::Query& query, int key, int count, float* scores) const;
+  int oldest(int position) const;  // first key that a token at this position sees
   void soften(int count, Tile& tile) const;
   void finish(const AttentionPlan::Item& item, int kv_head, const Tile& tile) const;
   void merge(int token, int kv_head) const;

@@ -42,12 +42,12 @@ AttentionPlan::AttentionPlan(int max_tokens, int max_sequences, int num_heads, i
   partials_.reset(new float[static_cast<size_t>(max_slots_) * num_heads * (head_dim + 2)]);
 }
 
-void AttentionPlan::build(const AttentionBatch& batch, int page_size, int window) {
+void AttentionPlan::build(const AttentionBatch& batch, int page_size, int window, int chunk) {
   queries_.clear();
   tiles_.clear();
   num_shared_tokens_ = 0;
   shared_keys_.assign(batch.num_sequences, 0);
-  share_prefixes(batch, page_size, window);
+  share_prefixes(batch, page_size, window, chunk);
   for (int s = 0; s < batch.num_sequences; ++s) {
     const int begin = batch.query_starts[s], end = batch.query_starts[s + 1];
     const int first_position = batch.seq_lens[s] - (end - begin);
@@ -57,7 +57,8 @@ void AttentionPlan::build(const AttentionBatch& batch, int page_size, int window
       const int position = first_position + token - begin;
       for (int i = 0; i < count; ++i) queries_.push_back({token + i, position + i, first_position});
       const int oldest = batch.ancestors == nullptr ? position : first_position;  // a branch may be short
-      const int key_begin = window > 0 ? std::max(0, oldest - window + 1) / kKeyBlock * kKeyBlock : 0;
+      const int first_key = window > 0 ? std::max(0, oldest - window + 1) : chunk > 0 ? oldest / chunk * chunk : 0;
+      const int key_begin = first_key / kKeyBlock * kKeyBlock;
       add_tile(s, first, count, std::max(key_begin, shared_keys_[s]), position + count, end - begin <= kFewQueries);
     }
   }
@@ -69,13 +70,14 @@ void AttentionPlan::add_tile(int sequence, int first_query, int num_queries, int
 }
 
 // Sequences that begin with the same pages and bring few tokens: attend to those pages together.
-void AttentionPlan::share_prefixes(const AttentionBatch& batch, int page_size, int window) {
+void AttentionPlan::share_prefixes(const AttentionBatch& batch, int page_size, int window, int chunk) {
   const auto first_position = [&](int s) {
     return batch.seq_lens[s] - (batch.query_starts[s + 1] - batch.query_starts[s]);
   };
   const auto may_share = [&](int s) {
     const int count = batch.query_starts[s + 1] - batch.query_starts[s];
     return shared_keys_[s] == 0 && count > 0 && count < tile_queries_ && (window == 0 || batch.seq_lens[s] <= window) &&
+           (chunk == 0 || batch.seq_lens[s] <= chunk) &&
            first_position(s) >= page_size;
   };
   const auto row = [&](int s) { return batch.block_table + s * batch.max_pages; };

@@ -26,5 +26,6 @@ NB_MODULE(_cpu, module) {
   tokenmill::bind_ops(module);
   tokenmill::bind_attention(module);
   tokenmill::bind_program(module);
+  tokenmill::bind_recurrent(module);
   tokenmill::bind_quantize(module);
 }

@@ -14,6 +14,8 @@
 #include <cstdint>
 #include <string>
 
+#include "float_kernels.h"
+
 namespace tokenmill {
 
 namespace nb = nanobind;
@@ -32,11 +34,14 @@ inline void require(bool condition, const char* message) {
   if (!condition) throw nb::value_error(message);
 }
 
+Activation activation_of(const std::string& name);
+
 void bind_pool(nb::module_& module);
 void bind_linear(nb::module_& module);
 void bind_ops(nb::module_& module);
 void bind_attention(nb::module_& module);
 void bind_program(nb::module_& module);
+void bind_recurrent(nb::module_& module);
 void bind_quantize(nb::module_& module);
 
 }  // namespace tokenmill

@@ -145,7 +145,8 @@ void store_pages(ThreadPool& pool, ConstMatrix k, ConstMatrix v, const BoundPage
 }
 
 int attend_pages(ThreadPool& pool, ConstMatrix q, const BoundPages& bound, Int32Matrix block_table,
-                 Int32Vector query_starts, Int32Vector seq_lens, float scale, int window, float softcap, Matrix out) {
+                 Int32Vector query_starts, Int32Vector seq_lens, float scale, int window, float softcap, int chunk,
+                 std::optional<ConstVector> sinks, Matrix out) {
   const KVPages& pages = bound.pages;
   const int tokens = static_cast<int>(q.shape(0));
   AttentionShape shape;
@@ -155,6 +156,9 @@ int attend_pages(ThreadPool& pool, ConstMatrix q, const BoundPages& bound, Int32
   shape.scale = scale;
   shape.window = window;
   shape.softcap = softcap;
+  shape.chunk = chunk;
+  shape.sinks = sinks ? sinks->data() : nullptr;
+  require(!sinks || static_cast<int>(sinks->size()) == shape.num_heads, "attention: one sink per head");
   AttentionBatch batch{static_cast<int>(seq_lens.size()), query_starts.data(), seq_lens.data(), block_table.data(),
                        static_cast<int64_t>(block_table.shape(1))};
   require(shape.num_heads % shape.num_kv_heads == 0 && out.size() == q.size() &&
@@ -164,7 +168,7 @@ int attend_pages(ThreadPool& pool, ConstMatrix q, const BoundPages& bound, Int32
   check_batch(batch, tokens, pages.page_size, bound.num_pages);
   nb::gil_scoped_release release;
   AttentionPlan plan(tokens, batch.num_sequences, shape.num_heads, shape.num_kv_heads, shape.head_dim);
-  plan.build(batch, pages.page_size, window);
+  plan.build(batch, pages.page_size, window, chunk);
   const int64_t width = static_cast<int64_t>(shape.num_heads) * shape.head_dim;
   const AttentionRunner runner(plan, batch, pages, shape, q.data(), width, out.data(), width);
   const size_t scratch_floats =
@@ -178,9 +182,10 @@ int attend_pages(ThreadPool& pool, ConstMatrix q, const BoundPages& bound, Int32
 }
 
 int attention(ThreadPool& pool, ConstMatrix q, AnyTensor k_pages, AnyTensor v_pages, Int32Matrix block_table,
-              Int32Vector query_starts, Int32Vector seq_lens, float scale, int window, float softcap, Matrix out) {
+              Int32Vector query_starts, Int32Vector seq_lens, float scale, int window, float softcap, int chunk,
+              std::optional<ConstVector> sinks, Matrix out) {
   const BoundPages bound = pages_of(k_pages, v_pages, nullptr, nullptr);
-  return attend_pages(pool, q, bound, block_table, query_starts, seq_lens, scale, window, softcap, out);
+  return attend_pages(pool, q, bound, block_table, query_starts, seq_lens, scale, window, softcap, chunk, sinks, out);
 }
 
 }  // namespace
@@ -217,9 +222,12 @@ void bind_attention(nb::module_& module) {
            }),
            nb::arg("k"), nb::arg("v"), nb::arg("k_rows") = nb::none(), nb::arg("v_rows") = nb::none());
   module.def("store_pages", &store_pages);
-  module.def("attend_pages", &attend_pages, "As `attention`, over Pages of any format");
+  module.def("attend_pages", &attend_pages, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
+             nb::arg(), nb::arg(), nb::arg(), nb::arg("sinks").none(), nb::arg(),
+             "As `attention`, over Pages of any format");
   module.def("store_kv", &store_kv);
-  module.def("attention", &attention, "Returns how many leading keys were read once for several sequences");
+  module.def("attention", &attention, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
+             nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg("sinks").none(), nb::arg(), "Returns how many leading keys were read once for several sequences");
 }
 
 }  // namespace tokenmill

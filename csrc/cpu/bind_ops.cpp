@@ -59,9 +59,54 @@ void add_rms_norm(ThreadPool& pool, ConstMatrix x, ConstMatrix y, ConstVector we
   });
 }
 
-Activation activation_of(const std::string& name) {
-  require(name == "silu" || name == "gelu_tanh", "gated: unknown activation");
-  return name == "silu" ? Activation::silu : Activation::gelu_tanh;
+void layer_norm(ThreadPool& pool, ConstMatrix x, ConstVector weight, std::optional<ConstVector> bias, float eps,
+                int64_t head_dim, Matrix out) {
+  const int64_t width = x.shape(1), slice = head_dim > 0 ? head_dim : width, count = weight.size();
+  require(width % slice == 0 && (count == slice || count == width) && out.size() == x.size() &&
+              (!bias || bias->size() == weight.size()),
+          "layer_norm: shapes do not match");
+  const float *in = x.data(), *w = weight.data(), *b = bias ? bias->data() : nullptr;
+  float* to = out.data();
+  for_rows(pool, x.shape(0), width, [=](int64_t row) {
+    for (int64_t i = 0; i < width; i += slice) {
+      const int64_t at = row * width + i, own = i % count;
+      float_kernels().layer_norm(in + at, w + own, b == nullptr ? nullptr : b + own, eps, slice, to + at);
+    }
+  });
+}
+
+void scale(ThreadPool& pool, ConstMatrix x, float factor, Matrix out) {
+  require(x.size() == out.size(), "scale: shapes do not match");
+  const int64_t width = x.shape(1);
+  const float* in = x.data();
+  float* to = out.data();
+  for_rows(pool, x.shape(0), width,
+           [=](int64_t row) { float_kernels().scale(in + row * width, factor, width, to + row * width); });
+}
+
+void add_positions(ThreadPool& pool, ConstMatrix x, ConstMatrix table, Int64Vector positions, Matrix out) {
+  const int64_t width = x.shape(1);
+  require(static_cast<int64_t>(table.shape(1)) == width && positions.size() == x.shape(0) && x.size() == out.size(),
+          "add_positions: shapes do not match");
+  const int64_t* at = positions.data();
+  for (size_t i = 0; i < positions.size(); ++i)
+    require(at[i] >= 0 && at[i] < static_cast<int64_t>(table.shape(0)),
+            "add_positions: a position is outside the table");
+  const float *in = x.data(), *rows = table.data();
+  float* to = out.data();
+  for_rows(pool, x.shape(0), width, [=](int64_t row) {
+    float_kernels().add(in + row * width, rows + at[row] * width, width, to + row * width);
+  });
+}
+
+void activate(ThreadPool& pool, ConstMatrix x, const std::string& activation, Matrix out) {
+  require(x.size() == out.size(), "activate: shapes do not match");
+  const Activation kind = activation_of(activation);
+  const int64_t width = x.shape(1);
+  const float* in = x.data();
+  float* to = out.data();
+  for_rows(pool, x.shape(0), width,
+           [=](int64_t row) { float_kernels().activate(in + row * width, kind, width, to + row * width); });
 }
 
 void gated(ThreadPool& pool, ConstMatrix gate, ConstMatrix up, const std::string& activation, Matrix out) {
@@ -128,8 +173,22 @@ void top_k_rows(ThreadPool& pool, ConstMatrix logits, Matrix values,
 
 }  // namespace
 
+Activation activation_of(const std::string& name) {
+  if (name == "silu") return Activation::silu;
+  if (name == "gelu_tanh") return Activation::gelu_tanh;
+  if (name == "gelu") return Activation::gelu;
+  if (name == "relu") return Activation::relu;
+  require(name == "relu2", "unknown activation");
+  return Activation::relu2;
+}
+
 void bind_ops(nb::module_& module) {
   module.def("rms_norm", &rms_norm);
+  module.def("layer_norm", &layer_norm, nb::arg("pool"), nb::arg("x"), nb::arg("weight"), nb::arg("bias").none(),
+             nb::arg("eps"), nb::arg("head_dim"), nb::arg("out"));
+  module.def("scale", &scale);
+  module.def("add_positions", &add_positions);
+  module.def("activate", &activate);
   module.def("add", &add);
   module.def("add_rms_norm", &add_rms_norm);
   module.def("gated", &gated);

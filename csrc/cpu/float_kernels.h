@@ -8,16 +8,19 @@
 
 namespace tokenmill {
 
-enum class Activation { silu, gelu_tanh };
+enum class Activation { silu, gelu_tanh, gelu, relu, relu2 };
 
 struct FloatKernels {
   const char* name;
 
   // out = x / rms(x) * weight over n values. `out` may be `x`.
   void (*rms_norm)(const float* x, const float* weight, float eps, int64_t n, float* out);
+  // out = (x - mean) / deviation * weight + bias over n values; `bias` may be null, `out` may be `x`.
+  void (*layer_norm)(const float* x, const float* weight, const float* bias, float eps, int64_t n, float* out);
   void (*add)(const float* x, const float* y, int64_t n, float* out);
   void (*scale)(const float* x, float factor, int64_t n, float* out);
   void (*gated)(const float* gate, const float* up, Activation activation, int64_t n, float* out);
+  void (*activate)(const float* x, Activation activation, int64_t n, float* out);
   void (*softcap)(const float* x, float cap, int64_t n, float* out);
 
   // Rotate the first 2 * half values of one head; the rest is copied. `out` may be `x`.

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cmath>
+#include <type_traits>
 
 #include "float_kernels.h"
 #include "kv_rows_impl.h"
@@ -19,6 +20,33 @@ inline void map_row(const float* a, const float* b, int64_t n, float* out, Funct
   int64_t i = 0;
   for (; i + kLanes <= n; i += kLanes) store(out + i, fn(load(a + i), load(b + i)));
   if (i < n) store_first(out + i, fn(load_first(a + i, n - i), load_first(b + i, n - i)), n - i);
+}
+
+// The sum of (x[i] - centre)^power, power 1 or 2.
+template <int Power>
+inline float sum_row(const float* x, float centre, int64_t n) {
+  vec sum[4] = {};
+  int64_t i = 0;
+  for (; i + 4 * kLanes <= n; i += 4 * kLanes) {
+    for (int u = 0; u < 4; ++u) {
+      const vec v = load(x + i + u * kLanes) - centre;
+      sum[u] += Power == 1 ? v : v * v;
+    }
+  }
+  float total = lane_sum((sum[0] + sum[1]) + (sum[2] + sum[3]));
+  for (; i < n; ++i) {
+    const float v = x[i] - centre;
+    total += Power == 1 ? v : v * v;
+  }
+  return total;
+}
+
+void layer_norm_row(const float* x, const float* weight, const float* bias, float eps, int64_t n, float* out) {
+  const float mean = sum_row<1>(x, 0.0f, n) / static_cast<float>(n);
+  const float variance = sum_row<2>(x, mean, n) / static_cast<float>(n);
+  const float factor = 1.0f / std::sqrt(variance + eps);
+  map_row(x, weight, n, out, [mean, factor](vec v, vec w) { return (v - mean) * factor * w; });
+  if (bias != nullptr) map_row(out, bias, n, out, [](vec v, vec b) { return v + b; });
 }
 
 void rms_norm_row(const float* x, const float* weight, float eps, int64_t n, float* out) {
@@ -47,16 +75,51 @@ void scale_row(const float* x, float factor, int64_t n, float* out) {
   map_row(x, x, n, out, [factor](vec v, vec) { return v * factor; });
 }
 
-void gated_row(const float* gate, const float* up, Activation activation, int64_t n, float* out) {
-  if (activation == Activation::silu) {
-    map_row(gate, up, n, out, [](vec g, vec u) { return g / (1.0f + exp_vec(-g)) * u; });
-  } else {
+template <Activation kActivation>
+inline vec activate_vec(vec x) {
+  if constexpr (kActivation == Activation::silu) return x / (1.0f + exp_vec(-x));
+  if constexpr (kActivation == Activation::gelu_tanh) {
     // 0.5 (1 + tanh t) is the logistic function of 2 t.
-    map_row(gate, up, n, out, [](vec g, vec u) {
-      const vec t = g * (1.0f + 0.044715f * g * g) * 1.5957691216057308f;
-      return g / (1.0f + exp_vec(-t)) * u;
-    });
+    const vec t = x * (1.0f + 0.044715f * x * x) * 1.5957691216057308f;
+    return x / (1.0f + exp_vec(-t));
   }
+  const vec zero = {};
+  const vec positive = max(x, zero);
+  if constexpr (kActivation == Activation::relu) return positive;
+  if constexpr (kActivation == Activation::relu2) return positive * positive;
+  // gelu: x (1 + erf(x / sqrt 2)) / 2, by a polynomial for erfc (Abramowitz and Stegun 7.1.26, error 1.5e-7). Written so
+  // that nothing cancels for negative x.
+  const vec size = max(x, -x), z = size * 0.70710678118654752f;
+  const vec t = 1.0f / (1.0f + 0.3275911f * z);
+  vec p = t * 1.061405429f - 1.453152027f;
+  p = p * t + 1.421413741f;
+  p = p * t - 0.284496736f;
+  p = (p * t + 0.254829592f) * t;
+  return positive - 0.5f * size * p * exp_vec(-z * z);
+}
+
+// fn(activation as a constant)
+template <typename Function>
+inline void with_activation(Activation activation, Function fn) {
+  switch (activation) {
+    case Activation::silu: return fn(std::integral_constant<Activation, Activation::silu>{});
+    case Activation::gelu_tanh: return fn(std::integral_constant<Activation, Activation::gelu_tanh>{});
+    case Activation::gelu: return fn(std::integral_constant<Activation, Activation::gelu>{});
+    case Activation::relu: return fn(std::integral_constant<Activation, Activation::relu>{});
+    case Activation::relu2: return fn(std::integral_constant<Activation, Activation::relu2>{});
+  }
+}
+
+void gated_row(const float* gate, const float* up, Activation activation, int64_t n, float* out) {
+  with_activation(activation, [&](auto kind) {
+    map_row(gate, up, n, out, [](vec g, vec u) { return activate_vec<decltype(kind)::value>(g) * u; });
+  });
+}
+
+void activate_row(const float* x, Activation activation, int64_t n, float* out) {
+  with_activation(activation, [&](auto kind) {
+    map_row(x, x, n, out, [](vec v, vec) { return activate_vec<decltype(kind)::value>(v); });
+  });
 }
 
 void softcap_row(const float* x, float cap, int64_t n, float* out) {
@@ -219,9 +282,11 @@ void accumulate_tile(const float* weights, int64_t ldw, int rows, const float* v
 inline FloatKernels make_float_kernels(const char* name) {
   return {name,
           rms_norm_row,
+          layer_norm_row,
           add_row,
           scale_row,
           gated_row,
+          activate_row,
           softcap_row,
           rope_row,
           half_row_to_float,

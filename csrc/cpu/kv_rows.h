@@ -14,7 +14,7 @@
 
 namespace tokenmill {
 
-constexpr int kMaxHeadDim = 512;  // of formats other than plain floats
+constexpr int kMaxHeadDim = 1024;  // of formats other than plain floats
 
 // H (s * x): random signs, then an orthonormal Hadamard matrix of order power * rest, as tokenmill/kernels/hadamard.py.
 struct Rotation {

@@ -1,6 +1,7 @@
 // The forward pass as a flat list of stages over fixed buffers: recorded once per model, replayed for every step.
 //
-// A stage is a run of row-wise ops (each row independent of the others) followed by at most one product or attention.
+// A stage is a run of row-wise ops (each row independent of the others) followed by at most one product, product by
+// heads or attention, or a layer of experts by itself.
 // Replaying is one pool run: all threads walk the stages together and meet at a barrier after each. When few rows are
 // computed, every thread does the row-wise part for itself in private memory, which saves the barrier before the product.
 // After the last attention rows no longer meet: where only the head reads the result, only its rows go on from there.
@@ -13,6 +14,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "experts.h"
 #include "float_kernels.h"
 #include "memory.h"
 #include "pool.h"
@@ -21,11 +23,16 @@
 namespace tokenmill {
 
 struct RowOp {
-  enum class Kind { embed, rms_norm, add, add_rms_norm, rope, gated, softcap, select };
+  enum class Kind {
+    embed, positions, rms_norm, layer_norm, add, add_rms_norm, scale, rope, rope_tails, latent_row, gated, gate_rows,
+    activate, softcap, select
+  };
   Kind kind;
   int in[2] = {-1, -1};   // values
   int out[2] = {-1, -1};
-  const float* weight = nullptr;  // rms_norm
+  const float* weight = nullptr;  // norms, latent_row; positions: the table
+  const float* bias = nullptr;    // layer_norm
+  int64_t weights = 0;            // layer_norm: how many there are, as many as a head has or as a row
   float number = 0;               // eps, scale or cap
   int64_t head_dim = 0;
   const float* cosines = nullptr;  // [positions, half]
@@ -36,6 +43,18 @@ struct RowOp {
   std::string type;  // embed
   const void* table = nullptr;
   const Linear* packed = nullptr;  // embed: instead of type and table
+};
+
+// Each head of a row times a matrix of its own: the projections of latent attention.
+struct HeadProduct {
+  const float* weights = nullptr;  // [heads, inputs, outputs] if by_inputs, else [heads, outputs, inputs]
+  bool by_inputs = false;
+  int heads = 0;
+  int64_t inputs = 0, outputs = 0;     // of a matrix
+  int64_t in_width = 0, out_width = 0;  // of a head in a row; its leading numbers are multiplied
+  int64_t copied = 0;                   // numbers behind the inputs that are copied behind the outputs
+
+  void run(const float* x, int64_t ldx, float* out, int64_t ldo, int head, int rows) const;
 };
 
 // One step's inputs; pointers stay the caller's. One entry of slots and block tables per KV group.
@@ -61,12 +80,25 @@ class Program {
   int embed(const std::string& type, const void* table, int64_t cols, float scale);
   int embed_packed(const Linear* table, float scale);
   int rms_norm(int x, const float* weight, float eps, int64_t head_dim);
+  int add_positions(int x, const float* table);  // [positions, width]
+  // `weights`: head_dim, or one for each number of a row.
+  int layer_norm(int x, const float* weight, const float* bias, int64_t weights, float eps, int64_t head_dim);
   int add(int x, int y);
+  int scale(int x, float factor);
   std::pair<int, int> add_rms_norm(int x, int y, const float* weight, float eps);
   std::vector<int> linear(int x, const std::vector<const Linear*>& weights, const std::vector<const float*>& biases);
   int rope(int x, const float* cosines, const float* sines, int64_t half, int64_t head_dim, bool interleaved);
+  // As rope, of the last 2 * half numbers of each head; of the row [latent | key], the latent normed and the key rotated.
+  int rope_tails(int x, const float* cosines, const float* sines, int64_t half, int64_t head_dim, bool interleaved);
+  int latent_row(int x, const float* weight, float eps, const float* cosines, const float* sines, int64_t half,
+                 bool interleaved);
+  int head_product(int x, const HeadProduct& heads);
   int attention(int q, int k, int v, const KVPages& pages, int group, const AttentionShape& shape);
   int gated(int gate, int up, Activation activation);
+  int gate_rows(int x, int gate);
+  int activate(int x, Activation activation);
+  // `logits`: the router's product with x.
+  int experts(int x, int logits, ExpertLayer layer);
   int select_rows(int x);
   int softcap(int x, float cap);
   void end_body();          // what follows is the head: it runs over the selected rows only
@@ -95,21 +127,24 @@ class Program {
   struct Stage {
     std::vector<RowOp> rows;
     std::unique_ptr<Product> product;
-    int input = -1;                   // product
-    std::vector<int> outputs;         // product, attention
+    HeadProduct heads;                // weights null: none
+    int input = -1;                   // product, product by heads, experts
+    std::vector<int> outputs;         // product, product by heads, attention, experts
     std::vector<const float*> biases;  // product
     int q = -1, k = -1, v = -1;       // attention
     int plan = -1;
     int group = 0;
     KVPages pages;
     AttentionShape shape;
+    std::unique_ptr<ExpertLayer> experts;
+    int logits = -1;  // experts; they read `input`
     bool head = false;  // runs over the selected rows
     int64_t row_cost = 0;
     bool in_place = false;     // a row op overwrites its input: must run once
     bool elementwise = false;  // may be split within rows
   };
   struct PlanEntry {
-    int group, window, page_size, num_heads;
+    int group, window, chunk, page_size, num_heads;
     std::unique_ptr<AttentionPlan> plan;
   };
   struct Place {  // where a thread reads and writes values in this stage
@@ -137,6 +172,8 @@ class Program {
   void run_rows(const Stage& stage, const Place& place, int begin, int end) const;
   void run_row(const RowOp& op, const Place& place, int row) const;
   void run_product(Team& team, const Stage& stage, const Place& place, int rows, bool redundant);
+  void run_experts(Team& team, const Stage& stage, const Place& place, int rows);
+  void run_head_product(Team& team, const Stage& stage, const Place& place, int rows, bool redundant);
   void run_attention(Team& team, const Stage& stage, const Place& place, int rows, bool redundant);
   float* arena() const { return reinterpret_cast<float*>(arena_.get()); }
 
@@ -150,6 +187,7 @@ class Program {
   int tail_ = 0;                  // first stage behind the last attention
   std::vector<int> tail_inputs_;  // values that it and later stages read from before; empty: must not be narrowed
   AlignedBuffer arena_, activations_, private_;
+  ExpertWorkspace expert_workspace_;
   size_t private_floats_ = 0;             // per thread, values
   size_t private_activation_bytes_ = 0;  // per thread
   size_t scratch_bytes_ = 0;             // per thread

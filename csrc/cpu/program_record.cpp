@@ -69,6 +69,42 @@ int Program::rms_norm(int x, const float* weight, float eps, int64_t head_dim) {
   return op.out[0] = make_value(width(x));
 }
 
+int Program::add_positions(int x, const float* table) {
+  RowOp& op = row_op(RowOp::Kind::positions);
+  op.in[0] = x;
+  op.weight = table;
+  use(x);
+  return op.out[0] = make_value(width(x));
+}
+
+int Program::layer_norm(int x, const float* weight, const float* bias, int64_t weights, float eps, int64_t head_dim) {
+  RowOp& op = row_op(RowOp::Kind::layer_norm);
+  op.in[0] = x;
+  op.weight = weight;
+  op.bias = bias;
+  op.weights = weights;
+  op.number = eps;
+  op.head_dim = head_dim > 0 ? head_dim : width(x);
+  use(x);
+  return op.out[0] = make_value(width(x));
+}
+
+int Program::scale(int x, float factor) {
+  RowOp& op = row_op(RowOp::Kind::scale);
+  op.in[0] = x;
+  op.number = factor;
+  use(x);
+  return op.out[0] = make_value(width(x));
+}
+
+int Program::activate(int x, Activation activation) {
+  RowOp& op = row_op(RowOp::Kind::activate);
+  op.in[0] = x;
+  op.activation = activation;
+  use(x);
+  return op.out[0] = make_value(width(x));
+}
+
 int Program::add(int x, int y) {
   RowOp& op = row_op(RowOp::Kind::add);
   op.in[0] = x;
@@ -101,6 +137,33 @@ int Program::rope(int x, const float* cosines, const float* sines, int64_t half,
   return op.out[0] = make_value(width(x));
 }
 
+int Program::rope_tails(int x, const float* cosines, const float* sines, int64_t half, int64_t head_dim,
+                        bool interleaved) {
+  const int value = rope(x, cosines, sines, half, head_dim, interleaved);
+  stages_.back().rows.back().kind = RowOp::Kind::rope_tails;
+  return value;
+}
+
+int Program::latent_row(int x, const float* weight, float eps, const float* cosines, const float* sines, int64_t half,
+                        bool interleaved) {
+  const int value = rope(x, cosines, sines, half, width(x), interleaved);
+  RowOp& op = stages_.back().rows.back();
+  op.kind = RowOp::Kind::latent_row;
+  op.weight = weight;
+  op.number = eps;
+  return value;
+}
+
+int Program::head_product(int x, const HeadProduct& heads) {
+  Stage& stage = open_stage();
+  use(x);
+  stage.input = x;
+  stage.heads = heads;
+  stage.outputs.push_back(make_value(heads.heads * heads.out_width));
+  open_ = false;
+  return stage.outputs[0];
+}
+
 int Program::gated(int gate, int up, Activation activation) {
   RowOp& op = row_op(RowOp::Kind::gated);
   op.in[0] = gate;
@@ -118,6 +181,26 @@ int Program::softcap(int x, float cap) {
   op.out[0] = make_value(width(x));
   values_[op.out[0]].alias = x;  // in place: logits are too large for a second copy
   return op.out[0];
+}
+
+int Program::gate_rows(int x, int gate) {
+  RowOp& op = row_op(RowOp::Kind::gate_rows);
+  op.in[0] = x;
+  op.in[1] = gate;
+  use(x), use(gate);
+  return op.out[0] = make_value(width(x));
+}
+
+int Program::experts(int x, int logits, ExpertLayer layer) {
+  open_ = false;  // a stage of its own
+  Stage& stage = open_stage();
+  use(x), use(logits);
+  stage.input = x;
+  stage.logits = logits;
+  stage.experts = std::make_unique<ExpertLayer>(std::move(layer));
+  stage.outputs.push_back(make_value(width(x)));
+  open_ = false;
+  return stage.outputs[0];
 }
 
 int Program::select_rows(int x) {
@@ -162,10 +245,11 @@ int Program::plan_for(const Stage& stage) {
   const AttentionShape& shape = stage.shape;
   for (size_t i = 0; i < plans_.size(); ++i) {
     const PlanEntry& entry = plans_[i];
-    if (entry.group == stage.group && entry.window == shape.window && entry.num_heads == shape.num_heads)
+    if (entry.group == stage.group && entry.window == shape.window && entry.chunk == shape.chunk &&
+        entry.num_heads == shape.num_heads)
       return static_cast<int>(i);
   }
-  plans_.push_back({stage.group, shape.window, stage.pages.page_size, shape.num_heads,
+  plans_.push_back({stage.group, shape.window, shape.chunk, stage.pages.page_size, shape.num_heads,
                     std::make_unique<AttentionPlan>(max_tokens_, max_sequences_, shape.num_heads, shape.num_kv_heads,
                                                     shape.head_dim)});
   return static_cast<int>(plans_.size()) - 1;
@@ -190,7 +274,8 @@ void Program::find_tail() {
     if (stages_[number].plan >= 0) tail_ = number + 1;
   for (int number = tail_; number < num_stages(); ++number)
     for (const RowOp& op : stages_[number].rows)
-      if (op.kind == RowOp::Kind::rope || op.kind == RowOp::Kind::embed) return;  // these depend on the row index
+      if (op.kind == RowOp::Kind::rope || op.kind == RowOp::Kind::embed || op.kind == RowOp::Kind::positions)
+        return;  // these depend on the row index
   for (size_t i = 0; i < values_.size(); ++i) {
     const Value& value = values_[i];
     if (value.alias < 0 && !value.external && value.first_stage < tail_ && value.last_stage >= tail_)

@@ -2,6 +2,7 @@
 //
 // No allocation, no locks, no Python: stages, barriers, kernels.
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <functional>
 
@@ -18,11 +19,15 @@ constexpr int64_t kSplitValues = 4096;  // elementwise ops are cut into pieces o
 int64_t op_cost(const RowOp& op, int64_t width) {
   switch (op.kind) {
     case RowOp::Kind::gated:
+    case RowOp::Kind::activate:
     case RowOp::Kind::softcap:
       return 5 * width;
+    case RowOp::Kind::layer_norm:
     case RowOp::Kind::add_rms_norm:
       return 3 * width;
     case RowOp::Kind::add:
+    case RowOp::Kind::positions:
+    case RowOp::Kind::scale:
     case RowOp::Kind::select:
       return width;
     default:
@@ -46,7 +51,7 @@ void Program::lay_out_scratch() {
   for (size_t number = 0; number < stages_.size(); ++number) {
     Stage& stage = stages_[number];
     size_t floats = 0;
-    stage.elementwise = !stage.rows.empty() && !stage.product && stage.plan < 0;
+    stage.elementwise = !stage.rows.empty() && !stage.product && stage.heads.weights == nullptr && stage.plan < 0;
     for (const RowOp& op : stage.rows) {
       stage.row_cost += op_cost(op, width(op.out[0]));
       stage.elementwise = stage.elementwise && op.kind == RowOp::Kind::softcap;
@@ -68,6 +73,10 @@ void Program::lay_out_scratch() {
           private_activation_bytes_ = std::max(private_activation_bytes_, stage.product->activation_bytes(m));
       }
     }
+    if (stage.experts) {
+      expert_workspace_.reserve(*stage.experts, max_tokens_);
+      scratch_bytes_ = std::max(scratch_bytes_, expert_workspace_.scratch_bytes());
+    }
     if (stage.plan >= 0) {
       const AttentionShape& shape = stage.shape;
       scratch_bytes_ = std::max(scratch_bytes_, sizeof(float) * AttentionRunner::scratch_floats(
@@ -77,6 +86,8 @@ void Program::lay_out_scratch() {
   // Per thread: values, activations, scratch; a line apart so that threads do not share one.
   thread_bytes_ = aligned(private_floats_ * sizeof(float)) + aligned(private_activation_bytes_) +
                   aligned(scratch_bytes_) + 64;
+  expert_workspace_.allocate();
+  bytes_ += expert_workspace_.bytes();
   activations_ = allocate_aligned(activation_bytes);
   private_ = allocate_aligned(thread_bytes_ * pool_->size());
   bytes_ += activation_bytes + thread_bytes_ * pool_->size();
@@ -92,7 +103,7 @@ float* Program::Place::at(int value, int64_t row) const {
 
 void Program::run(const StepInputs& inputs) {
   if (inputs.body) {
-    for (PlanEntry& entry : plans_) entry.plan->build(inputs.batches[entry.group], entry.page_size, entry.window);
+    for (PlanEntry& entry : plans_) entry.plan->build(inputs.batches[entry.group], entry.page_size, entry.window, entry.chunk);
   }
   const bool narrowing = may_narrow(inputs);
   pool_->run([&](Team& team) {
@@ -141,8 +152,12 @@ void Program::run_stage(Team& team, const StepInputs& inputs, int number, bool n
   const Place place{*this, inputs, number, private_memory, narrowed};
   if (stage.product) {
     run_product(team, stage, place, rows, redundant);
+  } else if (stage.heads.weights != nullptr) {
+    run_head_product(team, stage, place, rows, redundant);
   } else if (stage.plan >= 0) {
     run_attention(team, stage, place, rows, redundant);
+  } else if (stage.experts) {
+    run_experts(team, stage, place, rows);
   } else if (stage.elementwise) {
     const int64_t count = rows * width(stage.rows[0].out[0]);
     float* values = place.at(stage.rows[0].out[0], 0);
@@ -181,6 +196,22 @@ void Program::run_row(const RowOp& op, const Place& place, int row) const {
     case RowOp::Kind::rms_norm:
       for (int64_t i = 0; i < n; i += op.head_dim) kernels.rms_norm(x + i, op.weight, op.number, op.head_dim, out + i);
       break;
+    case RowOp::Kind::layer_norm:
+      for (int64_t i = 0; i < n; i += op.head_dim) {
+        const int64_t at = i % op.weights;
+        const float* bias = op.bias == nullptr ? nullptr : op.bias + at;
+        kernels.layer_norm(x + i, op.weight + at, bias, op.number, op.head_dim, out + i);
+      }
+      break;
+    case RowOp::Kind::positions:
+      kernels.add(x, op.weight + place.inputs.positions[row] * n, n, out);
+      break;
+    case RowOp::Kind::scale:
+      kernels.scale(x, op.number, n, out);
+      break;
+    case RowOp::Kind::activate:
+      kernels.activate(x, op.activation, n, out);
+      break;
     case RowOp::Kind::add:
       kernels.add(x, place.at(op.in[1], row), n, out);
       break;
@@ -194,8 +225,25 @@ void Program::run_row(const RowOp& op, const Place& place, int row) const {
         kernels.rope(x + i, op.cosines + at, op.sines + at, op.half, op.head_dim, op.interleaved, out + i);
       break;
     }
+    case RowOp::Kind::rope_tails: {
+      const int64_t at = place.inputs.positions[row] * op.half, kept = op.head_dim - 2 * op.half;
+      for (int64_t i = 0; i < n; i += op.head_dim) {
+        std::memcpy(out + i, x + i, kept * sizeof(float));
+        kernels.rope(x + i + kept, op.cosines + at, op.sines + at, op.half, 2 * op.half, op.interleaved, out + i + kept);
+      }
+      break;
+    }
+    case RowOp::Kind::latent_row: {
+      const int64_t at = place.inputs.positions[row] * op.half, rank = n - 2 * op.half;
+      kernels.rms_norm(x, op.weight, op.number, rank, out);
+      kernels.rope(x + rank, op.cosines + at, op.sines + at, op.half, 2 * op.half, op.interleaved, out + rank);
+      break;
+    }
     case RowOp::Kind::gated:
       kernels.gated(x, place.at(op.in[1], row), op.activation, n, out);
+      break;
+    case RowOp::Kind::gate_rows:
+      kernels.scale(x, 1 / (1 + std::exp(-*place.at(op.in[1], row))), n, out);
       break;
     case RowOp::Kind::softcap:
       kernels.softcap(x, op.number, n, out);
@@ -233,6 +281,44 @@ void Program::run_product(Team& team, const Stage& stage, const Place& place, in
   for (int i = 0; i < product.size(); ++i)
     outputs[i] = {stage.biases[i], place.at(stage.outputs[i], 0), width(stage.outputs[i])};
   team.for_runs(tiles, [&](int tile) { product.run_tile(tile, rows, activations, outputs, scratch); });
+}
+
+void Program::run_experts(Team& team, const Stage& stage, const Place& place, int rows) {
+  char* own = private_.get() + team.thread * thread_bytes_;
+  char* scratch = own + aligned(private_floats_ * sizeof(float)) + aligned(private_activation_bytes_);
+  expert_workspace_.run(team, *stage.experts, place.at(stage.input, 0), place.at(stage.logits, 0), rows,
+                        place.at(stage.outputs[0], 0), scratch);
+}
+
+void HeadProduct::run(const float* x, int64_t ldx, float* out, int64_t ldo, int head, int rows) const {
+  const FloatKernels& kernels = float_kernels();
+  const float* matrix = weights + head * inputs * outputs;
+  x += head * in_width, out += head * out_width;
+  if (by_inputs) {
+    for (int row = 0; row < rows; ++row) std::memset(out + row * ldo, 0, outputs * sizeof(float));
+    kernels.accumulate(x, ldx, rows, matrix, outputs, static_cast<int>(inputs), outputs, out, ldo);
+  } else {
+    kernels.scores(x, ldx, rows, matrix, inputs, static_cast<int>(outputs), inputs, out, ldo);
+  }
+  for (int row = 0; copied > 0 && row < rows; ++row)
+    std::memcpy(out + row * ldo + outputs, x + row * ldx + inputs, copied * sizeof(float));
+}
+
+void Program::run_head_product(Team& team, const Stage& stage, const Place& place, int rows, bool redundant) {
+  if (redundant) {
+    run_rows(stage, place, 0, rows);
+  } else if (!stage.rows.empty()) {
+    team.for_each(rows, 1, [&](int row) { run_rows(stage, place, row, row + 1); });
+    team.barrier();
+  }
+  const int64_t ldx = width(stage.input), ldo = width(stage.outputs[0]);
+  const float* x = place.at(stage.input, 0);
+  float* out = place.at(stage.outputs[0], 0);
+  const int block = 32, blocks = (rows + block - 1) / block;
+  team.for_each(stage.heads.heads * blocks, 1, [&](int piece) {
+    const int head = piece / blocks, begin = piece % blocks * block;
+    stage.heads.run(x + begin * ldx, ldx, out + begin * ldo, ldo, head, std::min(block, rows - begin));
+  });
 }
 
 void Program::run_attention(Team& team, const Stage& stage, const Place& place, int rows, bool redundant) {

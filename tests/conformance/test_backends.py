@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.devices import BACKEND_OF, DEVICES
+from tokenmill.checkpoint.description import ACTIVATIONS
 from tokenmill.kernels import ref
 from tokenmill.kernels.base import BACKENDS, select
 from tokenmill.runtime.executors.eager import OPS
@@ -49,23 +50,37 @@ CASES: dict[str, list[Callable[[], tuple[Any, ...]]]] = {
         lambda: (_random(3, 577), _random(577, seed=1), 1e-5),
         lambda: (_random(5, 96), _random(24), 1e-6, 24),
     ],
+    "layer_norm": [
+        lambda: (_random(3, 577) + 2, _random(577, seed=1), _random(577, seed=2), 1e-5),
+        lambda: (_random(3, 130), _random(130, seed=1), None, 1e-5),
+        lambda: (_random(5, 96), _random(24), _random(24, seed=1), 1e-6, 24),
+        lambda: (_random(5, 96), _random(96), None, 1e-6, 24),
+    ],
+    "scale": [lambda: (_random(3, 99), 0.22)],
+    "add_positions": [lambda: (_random(4, 99), _random(9, 99, seed=1), torch.tensor([0, 8, 3, 3]))],
+    "activate": [
+        lambda name=name: (_random(3, 99) * 8, name)  # type: ignore[misc]
+        for name in ACTIVATIONS
+    ],
     "add": [lambda: (_random(3, 577), _random(3, 577, seed=1))],
     "add_rms_norm": [lambda: (_random(4, 130), _random(4, 130, seed=1), _random(130), 1e-5)],
     "gated": [
-        lambda: (_random(3, 99) * 8, _random(3, 99, seed=1), "silu"),
-        lambda: (_random(3, 99) * 8, _random(3, 99, seed=1), "gelu_tanh"),
+        lambda name=name: (_random(3, 99) * 8, _random(3, 99, seed=1), name)  # type: ignore[misc]
+        for name in ACTIVATIONS
     ],
+    "gate_rows": [lambda: (_random(3, 99), _random(3, 1, seed=1) * 4)],
     "argmax": [lambda: (_random(3, 1001),), lambda: (torch.zeros(2, 5),)],
     "softcap": [lambda: (_random(3, 99) * 40, 30.0)],
     "rope": [
-        lambda interleaved=interleaved: (  # type: ignore[misc]
+        lambda interleaved=interleaved, half=half: (  # type: ignore[misc]
             _random(7, 3 * 20),
             torch.tensor([0, 1, 5, 63, 9, 9, 2]),
-            *_cos_sin(10),
+            *_cos_sin(half),
             20,
             interleaved,
         )
         for interleaved in (False, True)
+        for half in (10, 6)
     ],
     "store_kv": [
         lambda dtype=dtype: (_random(5, 2 * 24), torch.zeros(6, 2, 8, 24, dtype=dtype), torch.tensor([3, 40, 41, 8, 0]))  # type: ignore[misc]

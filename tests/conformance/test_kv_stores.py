@@ -107,6 +107,31 @@ def test_a_page_leaves_and_comes_back(name: str, device: torch.device) -> None:
             assert torch.equal(mine[0], theirs[3])
 
 
+_LATENT = [LayerKV("latent", 1, 40, value_dim=0)] * 3
+_LATENT_STORES = [name for name in KV_STORES if "latent rows" in KV_STORES.get(name).supports]
+
+
+@_ON_EACH_DEVICE
+@pytest.mark.parametrize("name", _LATENT_STORES)
+def test_latent_rows(name: str, device: torch.device) -> None:
+    """One row per token, read as key and as value: stored once, copied, sent away and back."""
+    store, layout = make(name, _LATENT, 6, device)
+    size = layout.page_size
+    assert store.nbytes == 6 * store.page_bytes(layout)
+    assert sum(tensor.nbytes for tensor in store.page_tensors()) == store.nbytes
+    written = rows(size, 40, 0).to(device)
+    for slot in range(3):
+        store.write(slot, torch.arange(size, 2 * size, device=device), written, written)
+    store.copy_pages([(1, 3)])
+    other, _ = make(name, _LATENT, 6, device)
+    other.import_pages([5], store.export_pages([3]).wait())
+    for slot in range(3):
+        k, v = store.pages(slot)
+        assert torch.equal(k[3].float(), v[3].float())
+        assert distance(k[3, 0].float(), written) < _CLOSE[_LOSSY.get(name, "8")]
+        assert torch.equal(other.read(slot, torch.tensor([5], device=device))[1][0], v[3])
+
+
 def step(
     layout: KVLayout, counts: list[int], lengths: list[int], device: torch.device
 ) -> tuple[Batch, list[list[int]]]:

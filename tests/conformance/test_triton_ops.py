@@ -29,7 +29,7 @@ def error(got: Tensor, wanted: Tensor) -> float:
     return float((got.double() - wanted.double()).norm() / wanted.double().norm())
 
 
-@pytest.mark.parametrize("op", sorted(CASES))
+@pytest.mark.parametrize("op", sorted(op for op in CASES if gpu.find_op(op)))  # torch runs the others in one kernel
 def test_op_equals_its_spec_in_float32(op: str) -> None:
     for make in CASES[op]:
         spec = [each.to(DEVICE) if isinstance(each, Tensor) else each for each in make()]
@@ -69,12 +69,17 @@ def test_embedding_rows() -> None:
 
 
 @pytest.mark.parametrize(("interleaved", "normed"), [(False, False), (True, True)])
-@pytest.mark.parametrize("pages_dtype", [torch.bfloat16, torch.float8_e4m3fn])
-def test_rope_store_is_norm_rope_and_store(interleaved: bool, normed: bool, pages_dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("pages_dtype", "pairs"), [(torch.bfloat16, 12), (torch.float8_e4m3fn, 4), (torch.bfloat16, 0)]
+)
+def test_rope_store_is_norm_rope_and_store(
+    interleaved: bool, normed: bool, pages_dtype: torch.dtype, pairs: int
+) -> None:
+    """`pairs`: how many of a head's 12 are rotated."""
     q_heads, kv_heads, dim, tokens = 6, 2, 24, 5
     qkv = random(tokens, (q_heads + 2 * kv_heads) * dim)
     positions, slots = torch.tensor([0, 3, 7, 1, 2]), torch.tensor([5, -1, 16, 17, 40])  # -1: a padding row
-    angles = torch.outer(torch.arange(8.0), torch.rand(dim // 2))
+    angles = torch.outer(torch.arange(8.0), torch.rand(pairs))
     cos, sin = angles.cos().to(DEVICE), angles.sin().to(DEVICE)
     norms = (torch.rand(dim, device=DEVICE) + 0.5, torch.rand(dim, device=DEVICE) + 0.5) if normed else None
     k_pages = torch.zeros(3, kv_heads, 16, dim, dtype=pages_dtype, device=DEVICE)

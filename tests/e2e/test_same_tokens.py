@@ -16,11 +16,11 @@ _REFERENCE = {"kernels": "ref", "executor": "eager", "threads": 1}
 _GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 
 
-@pytest.fixture(scope="module", params=["stories15m", "gemma3", "mistral"])
+@pytest.fixture(scope="module", params=["stories15m", "gemma3", "mistral", "deepseek_v3-yarn"])
 def model(
     request: pytest.FixtureRequest, model_path: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """A real model, and two tiny random ones with sliding windows, which borrow its tokenizer files."""
+    """A real model; tiny random ones with sliding windows or latent attention, which borrow its tokenizer files."""
     if request.param == "stories15m":
         return model_path("stories15m")
     folder = tmp_path_factory.mktemp(request.param)

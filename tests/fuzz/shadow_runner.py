@@ -1,8 +1,10 @@
 """A runner that computes nothing but remembers everything: what every slot of every page holds.
 
 The content of a slot is a hash of all tokens up to it, so a row can prove that each position it may attend to is in its
-page tables, with the KV of exactly its own prefix. The next token is a hash of the whole prefix and the seed: outputs
-depend on nothing but the request, and `expected_output` says what they must be.
+page tables, with the KV of exactly its own prefix. The content of a state slot is the hash of all tokens that went into
+it: a row must find the state of exactly the tokens before it, and leaves that of its last one. The next token is a hash
+of the whole prefix and the seed: outputs depend on nothing but the request, and `expected_output` says what they must
+be.
 """
 
 from __future__ import annotations
@@ -41,9 +43,12 @@ class ShadowRunner:
         self.memory: list[list[int | None]] = [[None] * self.size for _ in range(kv.num_pages)]
         self.chains: dict[Request, list[int]] = {}
         self.num_copies = 0
+        self.states: dict[int, int | None] = {}  # by slot: hash of the tokens so far
+        self.num_state_copies = 0
 
     def execute(self, plan: StepPlan) -> StepResult:
         self._copy(plan)
+        self._continue_states(plan)
         written: set[tuple[int, int]] = set()
         for row in plan.scheduled:
             chain = chain_hashes(row.request.token_ids, self.chains.setdefault(row.request, []))
@@ -70,6 +75,21 @@ class ShadowRunner:
         for copy, content in zip(destinations, contents, strict=True):
             self.memory[copy] = content
         self.num_copies += len(destinations)
+
+    def _continue_states(self, plan: StepPlan) -> None:
+        if not self.kv.layout.states:
+            assert not plan.state_copies
+            return
+        for source, destination in plan.state_copies:  # in order
+            self.states[destination] = self.states.get(source)
+        self.num_state_copies += len(plan.state_copies)
+        slots = [row.state_slot for row in plan.scheduled]
+        assert len(set(slots)) == len(slots), "two rows have one state slot"
+        for row in plan.scheduled:
+            chain = chain_hashes(row.request.token_ids, self.chains.setdefault(row.request, []))
+            if row.start:
+                assert self.states[row.state_slot] == chain[row.start - 1], "the state of another prefix"
+            self.states[row.state_slot] = chain[row.start + row.count - 1]
 
     def _verify(self, start: int, end: int, tables: tuple[list[int], ...], chain: list[int]) -> None:
         """Every position that the tokens start..end-1 see holds this prefix, in every group."""

@@ -27,8 +27,9 @@ LAYERS = {
     "all-sliding": [LayerKV("sliding", 1, 8, 7)],
     "two shapes": [LayerKV("full", 4, 8)] * 2 + [LayerKV("sliding", 1, 8, 9)] * 4,
     "latent": [LayerKV("latent", 1, 24, value_dim=0)] * 2 + [LayerKV("none", source=1)],
-    "hybrid": [LayerKV("recurrent", state_bytes=64), LayerKV("full", 1, 8)],
-    "recurrent": [LayerKV("recurrent", state_bytes=64)] * 3,
+    "hybrid": [LayerKV("recurrent", states=((16,),)), LayerKV("full", 1, 8)],
+    "hybrid windows": [LayerKV("sliding", 1, 8, 9, states=((16,),)), LayerKV("full", 1, 8)],
+    "recurrent": [LayerKV("recurrent", states=((16,),))] * 3,
     "two windows": [LayerKV("sliding", 1, 8, 3), LayerKV("sliding", 1, 8, 20), LayerKV("full", 1, 8)],
 }
 
@@ -45,6 +46,7 @@ class Case:
     context_length: int = 56
     num_steps: int = 700
     policy: str = "lru"
+    snapshots: int = 8  # slots for snapshots of recurrent states
 
 
 CASES = [
@@ -70,7 +72,16 @@ CASES = [
     Case("two shapes", 4, 60, "priority"),
     Case("latent", 4, 10),
     Case("hybrid", 4, 8),
+    Case("hybrid", 4, 8, snapshots=0),
+    Case("hybrid", 4, 40, snapshots=40, policy="lfu"),
+    Case("hybrid", 1, 20, "priority", snapshots=3),
+    Case("hybrid", 4, 6, prefix_caching=False),
+    Case("hybrid", 4, 12, "fair", snapshots=2),
+    Case("hybrid windows", 4, 14, snapshots=12),
+    Case("hybrid windows", 4, 60, "priority", snapshots=20),
     Case("recurrent", 4, 8),
+    Case("recurrent", 4, 8, "priority", snapshots=1),
+    Case("recurrent", 16, 4, snapshots=30, context_length=90),
     Case("two windows", 4, 7, "priority", max_running=3),
     Case("two windows", 4, 60, max_running=3, max_batch_tokens=64),
     Case("full", 4, 7, "fair"),
@@ -102,15 +113,15 @@ class Traffic:
         self.num_finished = 0
 
     def make_kv(self, layout: KVLayout, num_pages: int) -> KVManager:
-        return KVManager(layout, num_pages, self.case.prefix_caching, self.policy)
+        slots = self.case.max_running + self.case.snapshots
+        return KVManager(layout, num_pages, self.case.prefix_caching, self.policy, num_state_slots=slots)
 
     def make_runner(self) -> ShadowRunner:
         return ShadowRunner(self.kv)
 
     def make_params(self) -> SamplingParams:
         draw = self.random
-        siblings = [1] if self.kv.layout.states else [1, 1, 1, 2, 4]  # a recurrent state cannot be shared
-        return SamplingParams(n=draw.choice(siblings), max_tokens=draw.choice([1, 3, 12, 60]))
+        return SamplingParams(n=draw.choice([1, 1, 1, 2, 4]), max_tokens=draw.choice([1, 3, 12, 60]))
 
     def expected(self, request: Request, index: int) -> list[int]:
         return expected_output(request, request.seed + index, self.case.context_length)
@@ -240,7 +251,11 @@ def test_the_cases_reach_what_they_are_for() -> None:
         seen["evictions"] += traffic.kv.stats.num_evictions
         seen["hits"] += traffic.kv.stats.num_prefix_hit_tokens
         seen["copies"] += traffic.runner.num_copies
-    assert all(seen[name] > 100 for name in ("preemptions", "evictions", "hits", "copies")), seen
+        if traffic.kv.layout.states:
+            seen["hits with states"] += traffic.kv.stats.num_prefix_hit_tokens
+            seen["state copies"] += traffic.runner.num_state_copies
+    wanted = ("preemptions", "evictions", "hits", "copies", "hits with states", "state copies")
+    assert all(seen[name] > 100 for name in wanted), seen
     assert sum(case.num_steps for case in CASES) > 10_000
 
 

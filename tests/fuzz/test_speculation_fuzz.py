@@ -79,6 +79,7 @@ class DraftingShadowRunner(ShadowRunner):
         result.num_drafted[number] = len(draft)
         if verdict.accepted:
             result.accepted[number] = verdict.accepted
+        self.states[row.state_slot] = chain[row.start + row.count - 1 + len(verdict.accepted)]
         self.seen["accepted"] += len(verdict.accepted)
         self.seen["rejected"] += len(verdict.accepted) < len(draft)
         self.seen["wholly accepted"] += len(verdict.accepted) == len(draft)

@@ -37,7 +37,37 @@ _GEMMA3 = {
     "rope_local_base_freq": 10000.0,
     "tie_word_embeddings": True,
 }
-CONFIGS: dict[str, dict[str, Any]] = {"llama": _TINY, "qwen3": _TINY | _QWEN3, "gemma3": _TINY | _GEMMA3}
+# LayerNorm, also of each head, parallel halves, half of each head rotated.
+_STABLELM = {
+    "architectures": ["StableLmForCausalLM"],
+    "model_type": "stablelm",
+    "partial_rotary_factor": 0.5,
+    "use_parallel_residual": True,
+    "qk_layernorm": True,
+    "use_qkv_bias": True,
+}
+# Learned positions, no rotation, no gate.
+_GPT2 = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "tie_word_embeddings": True}
+# Norms behind each half and over whole projections.
+_OLMO2 = {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"}
+_DEEPSEEK3 = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": _TINY,
+    "qwen3": _TINY | _QWEN3,
+    "gemma3": _TINY | _GEMMA3,
+    "deepseek3": _TINY | _DEEPSEEK3,
+    "stablelm": _TINY | _STABLELM,
+    "gpt2": _TINY | _GPT2,
+    "olmo2": _TINY | _OLMO2,
+}
 
 
 def write_config(folder: Path, name: str = "llama", **changes: Any) -> Path:

@@ -27,7 +27,9 @@ LENGTH, LONGEST = (20, 40) if ON_GPU else (3, 18)
 SHALLOW: dict[str, dict[str, Any]] = {
     "llama": {"num_hidden_layers": 1},
     "qwen3": {"num_hidden_layers": 1},
+    "deepseek3": {"num_hidden_layers": 1},
     "gemma3": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
+    **{name: {"num_hidden_layers": 1} for name in ("stablelm", "gpt2", "olmo2")},
 }
 COMMON: dict[str, Any] = {"load_format": "dummy", "context": 128, "page_size": 16, "batch_tokens": 24}
 NEAR_TIE = 0.02  # in log-probability: bf16 activations against float32
@@ -69,7 +71,9 @@ def same_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("same_weights")
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"] if ON_GPU else ["llama", "gemma3"])
+@pytest.mark.parametrize(
+    "name", ["llama", *(["qwen3"] if ON_GPU else []), "gemma3", "deepseek3", "stablelm", "gpt2", "olmo2"]
+)
 def test_greedy_tokens_are_those_of_the_spec_up_to_near_ties(tmp_path: Path, name: str) -> None:
     folder = config(tmp_path, name)
     asked = prompts(3)
@@ -80,6 +84,17 @@ def test_greedy_tokens_are_those_of_the_spec_up_to_near_ties(tmp_path: Path, nam
         for prompt, answer in zip(asked, answers, strict=True):
             assert len(answer) == LENGTH
             assert worst_choice(reference, prompt, answer) < NEAR_TIE
+
+
+@pytest.mark.usefixtures("same_weights")
+@pytest.mark.parametrize("dtype", ["fp8", "fp8_per_token_head"])
+def test_latent_rows_in_eight_bits_stay_close(tmp_path: Path, dtype: str) -> None:
+    """By the kernel, and by the torch spec where there is none."""
+    folder, asked = config(tmp_path, "deepseek3"), prompts(2)
+    with engine(folder, "cuda_eager", kv_cache_dtype=dtype) as llm:
+        answers = greedy(llm, asked, LENGTH)
+    with spec(folder) as reference:
+        assert max(worst_choice(reference, *pair) for pair in zip(asked, answers, strict=True)) < 0.5
 
 
 @pytest.mark.usefixtures("same_weights")

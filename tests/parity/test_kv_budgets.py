@@ -21,6 +21,7 @@ from tokenmill.engine.kv.manager import KVManager
 from tokenmill.engine.kv.policy.lru import LeastRecentlyUsed
 from tokenmill.engine.order import DISCIPLINES
 from tokenmill.engine.scheduler import Scheduler
+from tokenmill.errors import UserError
 from tokenmill.resolution import resolve
 from tokenmill.runtime.build import build_runtime
 from tokenmill.runtime.observation.page_scores import StoredPageScores
@@ -134,8 +135,10 @@ class Oracle:
         return self.model(torch.tensor([ids]), attention_mask=mask, output_attentions=True, use_cache=True)
 
 
-@pytest.mark.parametrize("policy", ["streaming_llm", "paged_eviction", "h2o"])
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+_CASES = [(name, policy) for name in ("llama", "gemma3") for policy in ("streaming_llm", "paged_eviction", "h2o")]
+
+
+@pytest.mark.parametrize(("name", "policy"), [*_CASES, ("deepseek_v3", "streaming_llm"), ("deepseek_v3", "h2o")])
 def test_a_budget_is_a_mask(name: str, policy: str, tmp_path: Path) -> None:
     oracle = Oracle(make(name, tmp_path), policy)
     core = _engine(tmp_path)
@@ -155,6 +158,14 @@ def test_a_budget_is_a_mask(name: str, policy: str, tmp_path: Path) -> None:
     repeated, close, _ = _run(core, again, plain)
     assert repeated == tokens
     torch.testing.assert_close(close, logprobs, rtol=1e-4, atol=2e-4)
+
+
+def test_latent_rows_have_no_norms_to_compare(tmp_path: Path) -> None:
+    make("deepseek_v3", tmp_path)
+    core = _engine(tmp_path)
+    budget = CacheControl(policy="paged_eviction", budget=_BUDGET)
+    with pytest.raises(UserError, match="paged_eviction needs scores that this engine does not keep"):
+        core.scheduler.kv._budgets.check(SamplingParams(cache=budget))
 
 
 def test_a_request_without_budget_finds_nothing_of_one_with(tmp_path: Path) -> None:

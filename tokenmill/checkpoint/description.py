@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
-from tokenmill.checkpoint.mixers import Attention, Mixer
+from tokenmill.checkpoint.mixers import SCALED_PROJECTIONS, Attention, LatentAttention, Mixer, Recurrent
 from tokenmill.hardware.kv_layout import LayerKV
 
 # What the plain decoder computes without further features.
-_PLAIN_ACTIVATIONS = ("silu", "gelu_tanh")
+ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu", "relu2")
 _PLAIN_SCALINGS = ("default", "linear", "llama3", "yarn")
 
 
@@ -31,7 +31,7 @@ class RopeScaling:
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
-    attention_factor: float | None = None  # yarn: multiplies cos and sin; None: derived from `factor`
+    attention_factor: float | None = None  # yarn, longrope: multiplies cos and sin; None: derived from `factor`
     mscale: float = 0.0  # yarn, as DeepSeek uses it
     mscale_all_dim: float = 0.0
     truncate: bool = True  # yarn: round the correction range to whole dimensions
@@ -58,7 +58,10 @@ class Routing:
     scale: float = 1.0
     num_groups: int = 1  # experts are chosen within the best `top_groups` groups
     top_groups: int = 1
+    group_score: str = "two_best"  # of a group: the sum of its "two_best" scores, or its "max"
     correction_bias: bool = False  # DeepSeek-V3: added to the scores for choosing, not for weighting
+    bias: bool = False  # of the router's product
+    weights_on_input: bool = False  # Llama 4: weights multiply what an expert reads, not what it returns
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +76,11 @@ class FeedForward:
     experts_per_token: int = 0
     expert_size: int = 0
     shared_size: int = 0  # width of the experts that every token passes
+    shared_gate: bool = False  # their output is multiplied by the sigmoid of a product with one row
+    clamp: float = 0.0  # GPT-OSS: gate and up are clamped, and the gate's sigmoid is steeper; 0: off
     routing: Routing | None = None
+    gate_scale: float = 1.0  # multiplies the gate before its activation
+    output_scale: float = 1.0
 
     @property
     def width(self) -> int:
@@ -86,7 +93,8 @@ class LayerDescription:
     """One layer. `mixers` read the same input and their outputs are added: one, as a rule; none; two in Falcon-H1.
 
     `norms` says where a layer has them: "pre" (before each half), "sandwich" (before and after each half), "post"
-    (after each half only), "parallel" (one norm, whose output both halves read).
+    (after each half only), "parallel" (one norm, whose output both halves read), "parallel_norms" (both halves read the
+    layer's input, each through a norm of its own).
     """
 
     mixers: tuple[Mixer, ...]
@@ -99,10 +107,15 @@ class LayerDescription:
         return self.mixers[0].kind if self.mixers else "none"
 
     @property
+    def rope(self) -> str:
+        """The rotary table of its attention."""
+        (name,) = {mixer.rope for mixer in self.mixers if not isinstance(mixer, Recurrent)}
+        return name
+
+    @property
     def attention(self) -> Attention:
-        """The attention of a layer that has nothing else to mix tokens."""
-        (mixer,) = self.mixers
-        assert isinstance(mixer, Attention), f"a layer of kind {mixer.kind}"
+        """The attention of a layer that has one, perhaps beside another mixer."""
+        (mixer,) = (mixer for mixer in self.mixers if isinstance(mixer, Attention))
         return mixer
 
 
@@ -122,11 +135,14 @@ class ModelDescription:
     rope_interleaved: bool = False  # pairs are (2i, 2i+1) instead of (i, i + dim/2): GGUF's order for llama
     positions: str = "rope"  # "rope" | "learned" | "alibi" | "none"
     tie_embeddings: bool = False
+    head_bias: bool = False
     embedding_scale: float = 1.0
     residual_scale: float = 1.0  # of what each half adds
     logit_scale: float = 1.0
     logit_softcap: float = 0.0  # 0: off
     overflows_float16: bool = False  # its activations exceed the range of float16
+    # Behind the others in the file, for guessing tokens ahead (DeepSeek-V3, GLM-4.5): not computed
+    draft_layers: int = field(default=0, compare=False)
     vision_parameters: int = 0  # of an image tower beside the text model
     other_features: tuple[str, ...] = ()  # in words: what this record has no field for
     bos_id: int | None = None
@@ -159,7 +175,7 @@ class ModelDescription:
         """What each layer keeps: the input of the KV layout."""
         return [_kv_need(layer) for layer in self.layers]
 
-    # --- for models whose layers are alike, as all that the engine runs today are ---
+    # --- for models whose layers are alike; 0 or empty where there are none of the kind ---
 
     @property
     def num_heads(self) -> int:
@@ -171,6 +187,7 @@ class ModelDescription:
 
     @property
     def head_dim(self) -> int:
+        """Of keys as they are kept; of latent attention the whole row."""
         return int(self._same(lambda a: a.head_dim))
 
     @property
@@ -182,12 +199,15 @@ class ModelDescription:
 
     @property
     def attention_softcap(self) -> float:
-        return float(self._same(lambda a: a.softcap))
+        caps = {a.softcap for a in self._attentions()}
+        assert len(caps) <= 1, f"layers differ: {caps}"
+        return caps.pop() if caps else 0.0
 
     @property
     def activation(self) -> str:
-        (name,) = {layer.feed_forward.activation for layer in self.layers if layer.feed_forward}
-        return name
+        names = {layer.feed_forward.activation for layer in self.layers if layer.feed_forward}
+        assert len(names) <= 1, f"layers differ: {names}"
+        return names.pop() if names else ""
 
     def _attentions(self) -> Iterator[Attention]:
         for layer in self.layers:
@@ -195,10 +215,11 @@ class ModelDescription:
                 if isinstance(mixer, Attention):
                     yield mixer
 
-    def _same(self, read: Callable[[Attention], Any]) -> Any:
-        values = {read(attention) for attention in self._attentions()}
-        assert len(values) == 1, f"layers differ: {values}"
-        return values.pop()
+    def _same(self, read: Callable[[Attention | LatentAttention], Any]) -> Any:
+        mixers = (mixer for layer in self.layers for mixer in layer.mixers)
+        values = {read(mixer) for mixer in mixers if not isinstance(mixer, Recurrent)}
+        assert len(values) <= 1, f"layers differ: {values}"
+        return values.pop() if values else 0
 
     # --- changed copies ---
 
@@ -229,6 +250,7 @@ class ModelDescription:
             (self.positions == "learned", "learned positions"),
             (self.positions == "alibi", "ALiBi"),
             (self.norm == "layer", "LayerNorm"),
+            (self.head_bias, "a bias of the head"),
             (self.residual_scale != 1.0, "scaled residual branches"),
             (self.logit_scale != 1.0, "scaled logits"),
         ):
@@ -243,9 +265,9 @@ def _kv_need(layer: LayerDescription) -> LayerKV:
         return LayerKV("none")
     if len(needs) == 1:
         return needs[0]
-    state = sum(need.state_bytes for need in needs)
+    states = tuple(shape for need in needs for shape in need.states)
     paged = next((need for need in needs if need.kind != "recurrent"), needs[0])
-    return replace(paged, state_bytes=state)
+    return replace(paged, states=states)
 
 
 def _layer_features(layer: LayerDescription) -> Iterator[str]:
@@ -266,8 +288,10 @@ def _layer_features(layer: LayerDescription) -> Iterator[str]:
     else:
         if not ffn.gated:
             yield "MLPs without a gate"
-        if ffn.activation not in _PLAIN_ACTIVATIONS:
+        if ffn.activation not in ACTIVATIONS:
             yield f"activation '{ffn.activation}'"
+        if (ffn.gate_scale, ffn.output_scale) != (1.0, 1.0):
+            yield SCALED_PROJECTIONS
 
 
 def differences(ours: Any, theirs: Any, same: Callable[[Any, Any], bool] = lambda a, b: bool(a == b)) -> list[str]:

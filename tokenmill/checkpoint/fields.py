@@ -60,6 +60,19 @@ class Fields:
             raise self.wrong(name, values)
         return values
 
+    def numbers(self, name: str, default: tuple[float, ...]) -> tuple[float, ...]:
+        """A list of as many numbers as the default has, as of multipliers."""
+        values = self.raw(name)
+        if values is None:
+            return default
+        if not isinstance(values, list | tuple) or len(values) != len(default):
+            raise self.wrong(name, values)
+        # transformers writes infinity as {"__float__": "Infinity"}
+        numbers = [math.inf if v == {"__float__": "Infinity"} else v for v in values]
+        if any(isinstance(v, bool) or not isinstance(v, (int, float)) for v in numbers):
+            raise self.wrong(name, values)
+        return tuple(map(float, numbers))
+
     def number(self, name: str, default: float | None = None, low: float = 0.0) -> float:
         value = self.single(name)
         if value is None and default is not None:

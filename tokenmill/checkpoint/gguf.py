@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from tokenmill.checkpoint.base import StoredTensor
 from tokenmill.checkpoint.fields import shown
-from tokenmill.checkpoint.gguf_description import describe, read_architecture
+from tokenmill.checkpoint.gguf_description import LONGROPE_FACTORS, describe, read_architecture
 from tokenmill.checkpoint.gguf_header import HEADER_BYTES, read_header
+from tokenmill.checkpoint.gguf_latent import stored_shape
 from tokenmill.checkpoint.gguf_metadata import Cursor, Metadata, read_metadata
 from tokenmill.checkpoint.gguf_names import canonical_name
 from tokenmill.checkpoint.mapped_file import map_file, release_pages
+from tokenmill.checkpoint.tensor_views import TensorView, split_fused
 from tokenmill.errors import CheckpointError
 from tokenmill.kernels.ggml_types import TYPES_BY_NUMBER, UNREAD_TYPE_NAMES, GGMLType
 
@@ -65,40 +69,54 @@ class GGUFCheckpoint:
         architecture = read_architecture(self.metadata, path.name)
         entries = _read_tensor_table(cursor, num_tensors)
         self._data_start = _data_start(cursor, self.metadata)
-        self._entries: dict[str, _TensorEntry] = {}
+        stored_names = {entry.name for entry in entries}
+        self._entries: dict[str, _TensorEntry] = {}  # by canonical name, fused matrices as they are
         for entry in entries:
             _check_place(cursor, entry, self._data_start)
-            name = canonical_name(architecture, entry.name)
+            name = canonical_name(architecture, entry.name, stored_names)
             if name in self._entries:
                 raise cursor.damaged(f"tensor '{entry.name}' occurs twice")
-            self._entries[name] = entry
+            self._entries[name] = replace(entry, shape=stored_shape(name, entry.shape))
         shapes = {name: entry.shape for name, entry in self._entries.items()}
-        self.description = describe(self.metadata, shapes, path.name)
+        self.description = describe(self.metadata, shapes, path.name, self._numbers)
+        # The factors of longrope are part of the description now.
+        views = {name: TensorView((name,)) for name in self._entries if name not in LONGROPE_FACTORS}
+        self._views = split_fused(self.description, views, grouped_qkv=False)
+
+    def _numbers(self, name: str) -> tuple[float, ...]:
+        """A float32 vector, without torch; empty where there is none."""
+        entry = self._entries.get(name)
+        if entry is None or entry.layout.name != "F32":
+            return ()
+        values = np.frombuffer(self._buffer, np.float32, math.prod(entry.shape), self._data_start + entry.offset)
+        return tuple(values.tolist())
 
     def names(self) -> Iterable[str]:
-        return self._entries.keys()
+        return self._views.keys()
 
     def __contains__(self, name: str) -> bool:
-        return name in self._entries
+        return name in self._views
 
     def tensor(self, name: str) -> StoredTensor:
-        if name not in self._entries:
+        if name not in self._views:
             raise CheckpointError(f"{self.path.name} has no tensor '{name}'", "the file may be of another model")
         import torch  # here: reading only the metadata needs no torch
 
-        from tokenmill.checkpoint.mapped_tensor import view_tensor
+        from tokenmill.checkpoint.mapped_tensor import take_view, view_tensor
 
-        entry = self._entries[name]
+        view = self._views[name]
+        entry = self._entries[view.sources[0]]
         layout = entry.layout
         dtype = getattr(torch, "uint8" if layout.is_block else _DTYPES[layout.name])
         shape = entry.shape
         if layout.is_block:
             shape = (*shape[:-1], layout.row_bytes(shape[-1]))
         start = self._data_start + entry.offset
-        return StoredTensor(name, entry.shape, layout.name, view_tensor(self._buffer, dtype, shape, start))
+        data = take_view(view, [view_tensor(self._buffer, dtype, shape, start)])
+        return StoredTensor(name, (data.shape[0], *entry.shape[1:]), layout.name, data)
 
     def release(self, name: str) -> None:
-        entry = self._entries[name]
+        entry = self._entries[self._views[name].sources[0]]
         rows = math.prod(entry.shape[:-1])
         count = rows * entry.layout.row_bytes(entry.shape[-1]) if entry.shape else entry.layout.block_bytes
         release_pages(self._buffer, self._data_start + entry.offset, count)

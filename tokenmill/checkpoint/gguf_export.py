@@ -8,35 +8,45 @@ quantization types. Called by quantize/ggml/export.py.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
+from tokenmill.checkpoint import gguf_latent
 from tokenmill.checkpoint.base import Checkpoint
 from tokenmill.checkpoint.description import ModelDescription, RopeScaling, differences
 from tokenmill.checkpoint.gguf import GGUFCheckpoint
-from tokenmill.checkpoint.gguf_description import describe
+from tokenmill.checkpoint.gguf_description import LONGROPE_FACTORS, describe
+from tokenmill.checkpoint.gguf_experts import expert_shapes, expert_values
+from tokenmill.checkpoint.gguf_families import FAMILIES, STORED_AS, GGUFFamily
 from tokenmill.checkpoint.gguf_header import read_gguf_raw_pairs
 from tokenmill.checkpoint.gguf_metadata import Metadata
-from tokenmill.checkpoint.gguf_names import gguf_name
+from tokenmill.checkpoint.gguf_names import SECOND_NORM, gguf_name
 from tokenmill.checkpoint.gguf_vocabulary import vocabulary_values
 from tokenmill.checkpoint.gguf_writer import Value, pack_value
 from tokenmill.checkpoint.hf_export import ROPE_DIVISORS
-from tokenmill.checkpoint.rope_divisors import llama3_divisors
+from tokenmill.checkpoint.rope_divisors import llama3_divisors, longrope_magnitude
+from tokenmill.checkpoint.tensor_views import FUSED_GATE_UP, FUSED_QKV
 from tokenmill.errors import CheckpointError
 
 QUANTIZATION_VERSION = 2
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # What the layout of the weights or the tokenizer says instead.
 _NOT_COMPARED = ("bos_id", "eos_ids", "name", "rope_interleaved", "norm_offset", "vision_parameters")
+_GATE_UP = (FUSED_GATE_UP, ("mlp.gate_proj", "mlp.up_proj"))
+_QKV = (FUSED_QKV, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"))
 _SPLIT_KEYS = ("split.no", "split.count", "split.tensors.count")
 
 
 @dataclass(frozen=True, slots=True)
 class ExportedTensor:
-    """`source` is the canonical name to read from; empty for the rotary divisors, which follow from the config."""
+    """`source` is the canonical name to read from; empty for rotary divisors, which follow from the config.
+
+    `rest`: the tensors whose rows follow, where the file joins matrices."""
 
     name: str  # in the file
     source: str
     shape: tuple[int, ...]
+    rest: tuple[str, ...] = ()
 
 
 def export_metadata(checkpoint: Checkpoint, file_type: int) -> dict[str, bytes]:
@@ -58,25 +68,59 @@ def export_tensors(
 
     `untied_output` writes the head of a tied model as a matrix of its own, as converters of llama2.c files do.
     """
-    architecture = checkpoint.description.architecture
+    d = checkpoint.description
     names = list(shapes)
     if not isinstance(checkpoint, GGUFCheckpoint):
         names.sort(key=_place)
-    tensors = [ExportedTensor(gguf_name(architecture, name), name, shapes[name]) for name in names]
-    table = checkpoint.description.rope_table("full")
-    if table.scaling.kind == "llama3":
-        tensors.append(ExportedTensor(ROPE_DIVISORS, "", (table.rotary_dim // 2,)))
+    tensors = [tensor for name in names for tensor in _exported(d, name, shapes)]
+    tensors += [ExportedTensor(name, "", (len(values),)) for name, values in derived_tensors(d).items()]
     if untied_output and _HEAD not in shapes:
-        tensors.append(ExportedTensor(gguf_name(architecture, _HEAD), _EMBEDDING, shapes[_EMBEDDING]))
+        tensors.append(ExportedTensor(gguf_name(d.architecture, _HEAD), _EMBEDDING, shapes[_EMBEDDING]))
     return tensors
 
 
-def rope_divisors(description: ModelDescription) -> list[float]:
-    """What GGUF stores in place of llama3's four numbers: a divisor for each rotary frequency."""
+def _exported(d: ModelDescription, name: str, shapes: dict[str, tuple[int, ...]]) -> list[ExportedTensor]:
+    """What a tensor is in the file; nothing for a part of another, which llama.cpp reads as one matrix."""
+    family = gguf_family(d)
+    # Two norms side by side have other names than one behind the other.
+    names = (SECOND_NORM,) if not family.norms and d.layers[0].norms == "parallel_norms" else ()
+    joined = ([_GATE_UP] if family.fused_mlp else []) + ([_QKV] if family.fused_qkv else [])
+    for module, parts in joined:
+        for part in parts:
+            if f".{part}." not in name:
+                continue
+            if part != parts[0]:
+                return []
+            rest = tuple(name.replace(part, other) for other in parts[1:])
+            rows = sum(shapes[each][0] for each in (name, *rest))
+            fused = gguf_name(d.architecture, name.replace(part, module), names)
+            return [ExportedTensor(fused, name, (rows, *shapes[name][1:]), rest)]
+    stored = gguf_latent.exported(name, d) or [(name, shapes[name])]
+    return [ExportedTensor(gguf_name(d.architecture, part, names), name, shape) for part, shape in stored]
+
+
+def gguf_family(d: ModelDescription) -> GGUFFamily:
+    """How files of this architecture are, or a refusal that names it."""
+    stored_as = STORED_AS.get(d.architecture)
+    if stored_as is None:
+        raise CheckpointError(
+            f"a GGUF of architecture '{d.architecture}' cannot be written", f"known: {', '.join(STORED_AS)}"
+        )
+    return FAMILIES[stored_as]
+
+
+def derived_tensors(description: ModelDescription) -> dict[str, list[float]]:
+    """Tensors that stand for what a config says of rotary frequencies: a divisor for each, by the tensor's name."""
+    if not description.rope_tables:
+        return {}
     table = description.rope_table("full")
-    size = table.rotary_dim
+    size, scaling = table.rotary_dim, table.scaling
+    if scaling.kind == "longrope":
+        return dict(zip(LONGROPE_FACTORS, (list(scaling.long_factors), list(scaling.short_factors)), strict=True))
+    if scaling.kind != "llama3":
+        return {}
     wavelengths = [2 * math.pi * table.theta ** (2 * pair / size) for pair in range(size // 2)]
-    return llama3_divisors(table.scaling, wavelengths)
+    return {ROPE_DIVISORS: llama3_divisors(scaling, wavelengths)}
 
 
 def _place(name: str) -> tuple[int, int, str]:
@@ -88,65 +132,61 @@ def _place(name: str) -> tuple[int, int, str]:
 
 def _model_values(checkpoint: Checkpoint) -> dict[str, Value]:
     description = checkpoint.description
-    architecture = description.architecture
-    values: dict[str, Value] = {"general.architecture": architecture, "general.type": "model"}
+    gguf_family(description)
+    stored_as = STORED_AS[description.architecture]
+    values: dict[str, Value] = {"general.architecture": stored_as, "general.type": "model"}
     if description.name:
         values["general.name"] = description.name.rstrip("/").rpartition("/")[2]
-    values |= {f"{architecture}.{key}": value for key, value in _architecture_values(description).items()}
+    values |= {f"{stored_as}.{key}": value for key, value in _architecture_values(description).items()}
     values |= vocabulary_values(checkpoint.path, description.vocab_size)
     _check(values, description)
     return values
 
 
 def _architecture_values(d: ModelDescription) -> dict[str, Value]:
-    full = d.rope_table("full")
+    family = gguf_family(d)
     values: dict[str, Value] = {
         "block_count": d.num_layers,
         "context_length": d.context_length,
         "embedding_length": d.hidden_size,
-        "feed_forward_length": d.intermediate_size,
+        "feed_forward_length": _dense_width(d),
         "attention.head_count": d.num_heads,
         "attention.head_count_kv": d.num_kv_heads,
-        "attention.layer_norm_rms_epsilon": d.norm_eps,
-        "rope.freq_base": full.theta,
+        f"attention.layer_norm_{'rms_' if d.norm == 'rms' else ''}epsilon": d.norm_eps,
     }
-    style = _STYLES.get(d.architecture, _Style())
-    if style.names_vocabulary:
-        values |= {"vocab_size": d.vocab_size, "rope.dimension_count": full.rotary_dim}
-    if style.names_head_size or d.head_dim * d.num_heads != d.hidden_size:
+    if family.names_vocabulary:
+        values["vocab_size"] = d.vocab_size
+    if "latent" in d.layer_kinds:
+        return values | gguf_latent.values(d) | expert_values(d) | _table_values(d, family)
+    if family.names_head_size or d.head_dim * d.num_heads != d.hidden_size:
         values |= {"attention.key_length": d.head_dim, "attention.value_length": d.head_dim}
+    values |= expert_values(d)
     if d.sliding_window:
         values["attention.sliding_window"] = d.sliding_window
-    if style.sliding_period:
-        values |= _mixed_values(d, style.sliding_period)
-    return values | _rope_values(full.scaling)
+    if family.names_parallel:
+        values["use_parallel_residual"] = d.layers[0].norms.startswith("parallel")
+    return values | _scale_values(d, family) | _mixed_values(d, family) | _table_values(d, family)
 
 
-@dataclass(frozen=True, slots=True)
-class _Style:
-    """Which keys converters write for an architecture beyond those that all have."""
-
-    names_vocabulary: bool = False
-    names_head_size: bool = False
-    sliding_period: int = 0  # every n-th layer is full unless a pattern says otherwise
+def _dense_width(d: ModelDescription) -> int:
+    """Of the dense MLPs; of experts, where there are no others."""
+    widths = {ffn.intermediate_size or ffn.expert_size for layer in d.layers if (ffn := layer.feed_forward)}
+    dense = {ffn.intermediate_size for layer in d.layers if (ffn := layer.feed_forward) and ffn.intermediate_size}
+    return max(dense or widths)
 
 
-_STYLES = {
-    "llama": _Style(names_vocabulary=True),
-    "qwen3": _Style(names_head_size=True),
-    "gemma3": _Style(names_head_size=True, sliding_period=6),
-}
-
-
-def _mixed_values(d: ModelDescription, period: int) -> dict[str, Value]:
-    """Full and sliding layers in one model, with a rotary table each."""
+def _scale_values(d: ModelDescription, family: GGUFFamily) -> dict[str, Value]:
+    """Constants that multiply embeddings, residual branches, scores and logits."""
     values: dict[str, Value] = {}
-    usual = tuple("full" if (layer + 1) % period == 0 else "sliding" for layer in range(d.num_layers))
-    if d.layer_kinds != usual:
-        values["attention.sliding_window_pattern"] = [kind == "sliding" for kind in d.layer_kinds]
-    local = d.rope_table("sliding")
-    if local.theta != 1e4:
-        values["rope.freq_base_swa"] = float(local.theta)
+    if family.logit_scale:
+        values["logit_scale"] = d.logit_scale if family.logit_scale == "multiplies" else 1.0 / d.logit_scale
+    if not family.scales_embedding and d.embedding_scale != 1.0:
+        values["embedding_scale"] = d.embedding_scale
+    if d.residual_scale != 1.0:
+        values["residual_scale"] = d.residual_scale
+    scale = d.layers[0].attention.scale
+    if scale is not None and not family.scale_by_head:
+        values["attention.scale"] = scale
     if d.attention_softcap:
         values["attn_logit_softcapping"] = d.attention_softcap
     if d.logit_softcap:
@@ -154,9 +194,39 @@ def _mixed_values(d: ModelDescription, period: int) -> dict[str, Value]:
     return values
 
 
-def _rope_values(scaling: RopeScaling) -> dict[str, Value]:
-    if scaling.kind in ("default", "llama3"):  # llama3 is a tensor, see `rope_divisors`
+def _mixed_values(d: ModelDescription, family: GGUFFamily) -> dict[str, Value]:
+    """Full and sliding layers in one model."""
+    if family.sliding != "period" or not d.sliding_window:
         return {}
+    usual = tuple("full" if (layer + 1) % family.period == 0 else "sliding" for layer in range(d.num_layers))
+    if d.layer_kinds == usual:
+        return {}
+    return {"attention.sliding_window_pattern": [kind == "sliding" for kind in d.layer_kinds]}
+
+
+def _table_values(d: ModelDescription, family: GGUFFamily) -> dict[str, Value]:
+    """Rotary tables: bases, the part of a head that is rotated, scaling."""
+    if not d.rope_tables:
+        return {}
+    full = d.rope_table("full")
+    values: dict[str, Value] = {"rope.freq_base": full.theta}
+    if family.names_vocabulary or full.rotary_dim != d.head_dim:
+        values["rope.dimension_count"] = full.rotary_dim
+    if len(d.rope_tables) > 1:
+        local = d.rope_table("sliding").theta
+        if local != (family.default_local_theta or full.theta):
+            values["rope.freq_base_swa"] = local
+    return values | _rope_values(full.scaling)
+
+
+def _rope_values(scaling: RopeScaling) -> dict[str, Value]:
+    if scaling.kind in ("default", "llama3"):  # llama3 is a tensor, see `derived_tensors`
+        return {}
+    if scaling.kind == "longrope":
+        return {
+            "rope.scaling.original_context_length": scaling.original_context,
+            "rope.scaling.attn_factor": longrope_magnitude(scaling),
+        }
     values: dict[str, Value] = {"rope.scaling.type": scaling.kind, "rope.scaling.factor": scaling.factor}
     if scaling.kind == "yarn":
         values["rope.scaling.original_context_length"] = scaling.original_context
@@ -174,26 +244,52 @@ def _rope_values(scaling: RopeScaling) -> dict[str, Value]:
 
 def _check(values: dict[str, Value], description: ModelDescription) -> None:
     """Read the metadata back and compare it with the description."""
-    first = "model.layers.0"
     d = description
-    shapes: dict[str, tuple[int, ...]] = {_EMBEDDING: (d.vocab_size, d.hidden_size)}
-    attention, mlp = d.layers[0].attention, d.layers[0].feed_forward
-    assert mlp is not None
-    flags = {
-        "self_attn.q_proj": attention.qkv_bias,
-        "self_attn.o_proj": attention.output_bias,
-        "mlp.up_proj": mlp.bias,
-    }
-    shapes |= {f"{first}.{part}.bias": (1,) for part, present in flags.items() if present}
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(_telling_names(d), (1,))
+    shapes |= expert_shapes(d)
+    shapes[_EMBEDDING] = (d.vocab_size, d.hidden_size)
     shapes |= {f"layer {layer}": (1,) for layer in range(d.num_layers)}
-    if not d.tie_embeddings:
-        shapes[_HEAD] = shapes[_EMBEDDING]
-    read = describe(Metadata(None, dict(values)), shapes, "the GGUF")  # type: ignore[arg-type]
-    scaling = d.rope_table("full").scaling
-    expected = d.with_rope_scaling("full", RopeScaling()) if scaling.kind == "llama3" else d
+    factors = derived_tensors(d)
+    read = describe(
+        Metadata(None, dict(values)),  # type: ignore[arg-type]
+        shapes,
+        "the GGUF",
+        lambda name: tuple(factors.get(name, ())),
+    )
+    kinds = [table.scaling.kind for table in d.rope_tables[:1]]
+    expected = d.with_rope_scaling("full", RopeScaling()) if "llama3" in kinds else d
+    if "longrope" in kinds:
+        expected = d.with_rope_scaling("full", _stated_longrope(d))
     differing = [name for name in differences(read, expected, _close) if name not in _NOT_COMPARED]
     if differing:
         raise CheckpointError(f"GGUF cannot express this model's {', '.join(differing)}", "choose a safetensors format")
+
+
+def _telling_names(d: ModelDescription) -> Iterator[str]:
+    """Tensors from whose presence the reader learns what the metadata does not say."""
+    first, layer, mlp = "model.layers.0", d.layers[0], d.layers[0].feed_forward
+    assert mlp is not None
+    present = {
+        "model.norm.bias": d.norm_bias,
+        _HEAD: not d.tie_embeddings,
+        "lm_head.bias": d.head_bias,
+        f"{first}.mlp.up_proj.bias": mlp.bias and not mlp.num_experts,
+        f"{first}.post_attention_layernorm.weight": layer.norms in ("pre", "parallel_norms"),
+    }
+    if layer.kind != "latent":
+        present |= {
+            f"{first}.self_attn.q_proj.bias": layer.attention.qkv_bias,
+            f"{first}.self_attn.o_proj.bias": layer.attention.output_bias,
+            f"{first}.self_attn.q_norm.weight": bool(layer.attention.head_norms),
+        }
+    yield from (name for name, has in present.items() if has)
+
+
+def _stated_longrope(d: ModelDescription) -> RopeScaling:
+    """As a GGUF says it: the magnitude is a number of the file, the factor follows from the lengths."""
+    scaling = d.rope_table("full").scaling
+    factor = d.context_length / scaling.original_context
+    return replace(scaling, factor=factor, attention_factor=longrope_magnitude(scaling))
 
 
 def _close(a: object, b: object) -> bool:

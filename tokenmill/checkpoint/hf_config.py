@@ -15,11 +15,10 @@ from typing import Any
 from tokenmill.checkpoint.configs.families import FAMILIES, Family, family_of
 from tokenmill.checkpoint.configs.feed_forward import feed_forward
 from tokenmill.checkpoint.configs.layer_kinds import layer_kinds
-from tokenmill.checkpoint.configs.mixers import head_sizes, mixers_by_kind, rotates
+from tokenmill.checkpoint.configs.mixers import head_sizes, in_layer, mixers_by_kind, positions, softcap
 from tokenmill.checkpoint.configs.rope import rope_tables
 from tokenmill.checkpoint.description import LayerDescription, ModelDescription, RopeTable
 from tokenmill.checkpoint.fields import Fields
-from tokenmill.checkpoint.mixers import Attention
 from tokenmill.errors import CheckpointError
 
 _LABEL = "config.json"
@@ -32,6 +31,7 @@ _SPELLINGS = {
     "num_attention_heads": ("n_head", "num_heads"),
     "intermediate_size": ("n_inner", "ffn_dim", "ffn_hidden_size"),
     "max_position_embeddings": ("n_positions", "max_seq_len", "model_max_length"),
+    "num_key_value_heads": ("num_kv_heads",),
     "num_experts": ("num_local_experts", "n_routed_experts"),
     "num_experts_per_tok": ("num_experts_per_token", "moe_topk"),
 }
@@ -45,7 +45,7 @@ def describe(config: Mapping[str, Any], generation: Mapping[str, Any] | None = N
     if not model_type:
         raise CheckpointError(f"{_LABEL}: 'model_type' is missing", _REMEDY)
     text_type = text.text("model_type", model_type)
-    family = family_of(text_type)
+    family = _with_positions(family_of(text_type), text)
     is_text_model = text_type == model_type or model_type in FAMILIES  # else a wrapper around one that we know
     sizes = dict(family.sizes)
     hidden_size = text.integer("hidden_size", sizes.get("hidden_size"))
@@ -58,22 +58,35 @@ def describe(config: Mapping[str, Any], generation: Mapping[str, Any] | None = N
         layers=_layers(text, family, hidden_size, tables),
         vocab_size=text.integer("vocab_size", sizes.get("vocab_size")),
         context_length=context_length,
-        norm_eps=text.number(family.eps_key, text.number("rms_norm_eps", 1e-6)),
+        norm_eps=text.number(family.eps_key, text.number("rms_norm_eps", family.norm_eps)),
         norm=family.norm,
         norm_bias=family.norm_bias,
         norm_offset=family.norm_offset,
         rope_tables=tables,
         rope_interleaved=family.rope_interleaved,
-        positions=family.positions,
+        positions=positions(text, family),
+        head_bias=family.head_bias,
         tie_embeddings=outer.flag("tie_word_embeddings", text.flag("tie_word_embeddings", family.tie_embeddings)),
         overflows_float16=family.overflows_float16,
+        draft_layers=text.integer("num_nextn_predict_layers", 0, low=0),
         vision_parameters=_vision_parameters(outer),
-        other_features=family.other_features,
+        other_features=(*family.other_features, *_unread(text)),
         bos_id=_bos_id(generation, outer, text, family),
         eos_ids=_eos_ids(generation, outer, text, family),
         name=outer.text("_name_or_path", ""),
     )
     return _with_scales(description, text, family)
+
+
+def _with_positions(family: Family, text: Fields) -> Family:
+    """Granite's hybrids say whether they rotate; their family does not unless they say so."""
+    rotates_if_asked = family.positions == "none" and text.raw("position_embedding_type") == "rope"
+    return replace(family, positions="rope") if rotates_if_asked else family
+
+
+def _unread(text: Fields) -> tuple[str, ...]:
+    """What a key of the config switches on and the description has no field for."""
+    return ("clipped queries, keys and values",) if text.raw("clip_qkv") is not None else ()
 
 
 def _spelled(values: dict[str, Any]) -> dict[str, Any]:
@@ -86,7 +99,7 @@ def _spelled(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tables(text: Fields, family: Family, hidden_size: int, context_length: int) -> tuple[RopeTable, ...]:
-    if family.positions != "rope":
+    if positions(text, family) != "rope":
         return ()
     if text.raw("kv_lora_rank"):
         head_dim = text.integer("qk_rope_head_dim")
@@ -104,17 +117,22 @@ def _layers(
         raise text.wrong("num_hidden_layers", num_layers)
     window, kinds = layer_kinds(text, family, num_layers)
     mixers = mixers_by_kind(text, family, hidden_size, set(kinds), window, tables)
+    norms = _norms(text, family)
     layers = []
     for number, kind in enumerate(kinds):
         ffn = feed_forward(text, family, hidden_size, number)
-        layer = LayerDescription(mixers[kind], ffn, family.norms)
-        if not rotates(text, family, number):
-            stilled = tuple(
-                replace(mixer, rope="") if isinstance(mixer, Attention) else mixer for mixer in layer.mixers
-            )
-            layer = replace(layer, mixers=stilled)
-        layers.append(layer)
+        own = tuple(in_layer(mixer, text, family, number) for mixer in mixers[kind])
+        layers.append(LayerDescription(own, ffn, norms))
     return tuple(layers)
+
+
+def _norms(text: Fields, family: Family) -> str:
+    """Where the norms of a layer are, and whether its halves are parallel."""
+    if text.flag("new_decoder_architecture", False):  # Falcon-40B
+        return "parallel" if text.integer("num_ln_in_parallel_attn", 2) == 1 else "parallel_norms"
+    if family.parallel_key and not text.flag(family.parallel_key, family.parallel):
+        return "pre"
+    return family.norms
 
 
 def _with_scales(description: ModelDescription, text: Fields, family: Family) -> ModelDescription:
@@ -124,8 +142,9 @@ def _with_scales(description: ModelDescription, text: Fields, family: Family) ->
         description,
         embedding_scale=text.number("embedding_multiplier", plain),
         residual_scale=text.number("residual_multiplier", 1.0),
-        logit_scale=text.number("logit_scale", 1.0) / text.number("logits_scaling", 1.0, low=1e-9),
-        logit_softcap=text.number("final_logit_softcapping", 0.0),
+        logit_scale=text.number("logit_scale", text.number("lm_head_multiplier", family.logit_scale))
+        / text.number("logits_scaling", 1.0, low=1e-9),
+        logit_softcap=softcap(text, "final_logit_softcapping", family.logit_softcap),
     )
 
 

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from tokenmill.checkpoint.base import Checkpoint
 from tokenmill.checkpoint.description import ModelDescription, RopeScaling, differences
+from tokenmill.checkpoint.gguf_families import FAMILIES, STORED_AS
 from tokenmill.checkpoint.hf_config import describe
+from tokenmill.checkpoint.mixers import LatentAttention
 from tokenmill.checkpoint.rope_divisors import fit_llama3
 from tokenmill.errors import CheckpointError
 
@@ -32,7 +34,7 @@ class _Export:
     class_name: str
     keys: Callable[[ModelDescription], dict[str, Any]]
     norm_offset: float = 0.0  # of norms in Hugging Face files
-    gguf_interleaved: bool = False  # rows of q and k are reordered in a GGUF
+    interleaved: bool = False  # rotary pairs are (2i, 2i + 1) there too
 
 
 _ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
@@ -48,14 +50,15 @@ def exported_description(checkpoint: Checkpoint) -> ModelDescription:
     GGUF's rotary divisors become llama3 scaling.
     """
     description = checkpoint.description
-    offset = _export_of(description).norm_offset
+    export = _export_of(description)
     table = description.rope_table("full")
     scaling = table.scaling
     if ROPE_DIVISORS in checkpoint:
         divisors = checkpoint.tensor(ROPE_DIVISORS).data.double().tolist()
         scaling = fit_llama3(divisors, table.rotary_dim, table.theta)
     description = description.with_rope_scaling("full", scaling)
-    return replace(description, rope_interleaved=False, norm_offset=offset, vision_parameters=0)
+    offset = export.norm_offset
+    return replace(description, rope_interleaved=export.interleaved, norm_offset=offset, vision_parameters=0)
 
 
 def to_hf_layout(name: str, weight: Tensor, description: ModelDescription) -> Tensor:
@@ -64,18 +67,19 @@ def to_hf_layout(name: str, weight: Tensor, description: ModelDescription) -> Te
     `weight` is a float tensor, or for a q or k projection any per-row part of it (codes, scales): rows of each head go
     from pairs (2i, 2i + 1) to pairs (i, i + head_dim / 2). Norms lose what a GGUF has added to them (Gemma's one).
     """
-    if description.rope_interleaved and any(part in name for part in _ROTATED):
+    export = _export_of(description)
+    if description.rope_interleaved and not export.interleaved and any(part in name for part in _ROTATED):
         head = description.head_dim
         pairs = weight.reshape(weight.shape[0] // head, head // 2, 2, *weight.shape[1:])
         return pairs.transpose(1, 2).reshape(weight.shape)
-    offset = description.norm_offset - _export_of(description).norm_offset
+    offset = description.norm_offset - export.norm_offset
     return weight.float() + offset if offset and name.endswith(_NORM_ENDING) else weight
 
 
 def to_gguf_layout(name: str, weight: Tensor, description: ModelDescription) -> Tensor:
     """The inverse of `to_hf_layout` for the GGUF of a model: `description` is that of the Hugging Face side."""
-    export = _export_of(description)
-    if export.gguf_interleaved and not description.rope_interleaved and any(part in name for part in _ROTATED):
+    family = FAMILIES[STORED_AS[description.architecture]]
+    if family.interleaved and not description.rope_interleaved and any(part in name for part in _ROTATED):
         head = description.head_dim
         halves = weight.reshape(weight.shape[0] // head, 2, head // 2, *weight.shape[1:])
         return halves.transpose(1, 2).reshape(weight.shape)
@@ -101,7 +105,7 @@ def export_config(description: ModelDescription, dtype: str = "bfloat16") -> dic
         "head_dim": description.head_dim,
         "vocab_size": description.vocab_size,
         "max_position_embeddings": description.context_length,
-        "rms_norm_eps": description.norm_eps,
+        "rms_norm_eps" if description.norm == "rms" else "layer_norm_eps": description.norm_eps,
         "tie_word_embeddings": description.tie_embeddings,
         **generation_config(description),
         **_rope(description),
@@ -174,18 +178,147 @@ def _gemma3_keys(description: ModelDescription) -> dict[str, Any]:
     }
 
 
+def _routing_keys(description: ModelDescription) -> dict[str, Any]:
+    """How many experts there are, of what size, in which layers, and how they are chosen."""
+    ffns = [layer.feed_forward for layer in description.layers if layer.feed_forward is not None]
+    ffn = next(each for each in ffns if each.num_experts)
+    routing = ffn.routing
+    assert routing is not None
+    dense = [number for number, each in enumerate(ffns) if not each.num_experts]
+    leading = dense == list(range(len(dense)))
+    shared = {"shared_expert_intermediate_size": ffn.shared_size} if ffn.shared_gate else {}
+    if ffn.shared_size and not ffn.shared_gate:
+        shared = {"n_shared_experts": ffn.shared_size // ffn.expert_size}
+    return {
+        "hidden_act": _ACTIVATIONS[ffn.activation],
+        "intermediate_size": max((each.intermediate_size for each in ffns), default=0) or ffn.expert_size,
+        "num_experts": ffn.num_experts,
+        "num_local_experts": ffn.num_experts,
+        "n_routed_experts": ffn.num_experts,
+        "num_experts_per_tok": ffn.experts_per_token,
+        "moe_intermediate_size": ffn.expert_size,
+        **shared,
+        "norm_topk_prob": routing.normalize,
+        "routed_scaling_factor": routing.scale,
+        "n_group": routing.num_groups,
+        "topk_group": routing.top_groups,
+        **({"first_k_dense_replace": len(dense)} if leading else {"mlp_only_layers": dense}),
+    }
+
+
+def _expert_keys(description: ModelDescription) -> dict[str, Any]:
+    """Of all families with experts; each reads what it knows."""
+    d, attention, window = description, description.layers[0].attention, description.sliding_window or None
+    rotated = d.rope_table("full").rotary_dim / attention.head_dim
+    return {
+        **_routing_keys(d),
+        "attention_bias": attention.qkv_bias,
+        "use_sliding_window": window is not None,
+        "sliding_window": window,
+        "max_window_layers": d.num_layers,
+        "layer_types": _layer_types(d),
+        "use_qk_norm": attention.head_norms != "",
+        **({} if rotated == 1.0 else {"partial_rotary_factor": rotated}),
+        "embedding_multiplier": d.embedding_scale,
+        "residual_multiplier": d.residual_scale,
+        "logits_scaling": 1.0 / d.logit_scale,
+        **({} if attention.scale is None else {"attention_multiplier": attention.scale}),
+    }
+
+
+def _windows(description: ModelDescription) -> dict[str, Any]:
+    window = description.sliding_window
+    return {**({"sliding_window": window} if window else {}), "layer_types": _layer_types(description)}
+
+
+def _olmo3_keys(description: ModelDescription) -> dict[str, Any]:
+    return {**_llama_keys(description), **_windows(description)}
+
+
+def _granite_keys(description: ModelDescription) -> dict[str, Any]:
+    attention = description.layers[0].attention
+    scale = attention.head_dim**-0.5 if attention.scale is None else attention.scale
+    return {
+        **_llama_keys(description),
+        "embedding_multiplier": description.embedding_scale,
+        "residual_multiplier": description.residual_scale,
+        "attention_multiplier": scale,
+        "logits_scaling": 1.0 / description.logit_scale,
+    }
+
+
+def _cohere_keys(description: ModelDescription) -> dict[str, Any]:
+    attention = description.layers[0].attention
+    return {
+        "hidden_act": _ACTIVATIONS[description.activation],
+        "attention_bias": attention.qkv_bias,
+        "logit_scale": description.logit_scale,
+        "use_qk_norm": bool(attention.head_norms),
+    }
+
+
+def _cohere2_keys(description: ModelDescription) -> dict[str, Any]:
+    return {**_cohere_keys(description), **_windows(description)}
+
+
+def _smollm3_keys(description: ModelDescription) -> dict[str, Any]:
+    rotates = [int(bool(layer.attention.rope)) for layer in description.layers]
+    windows = {**_windows(description), "use_sliding_window": bool(description.sliding_window)}
+    return {**_llama_keys(description), **windows, "no_rope_layers": rotates}
+
+
+def _deepseek_keys(description: ModelDescription) -> dict[str, Any]:
+    (a,) = description.layers[0].mixers
+    assert isinstance(a, LatentAttention)
+    keys: dict[str, Any] = {"first_k_dense_replace": description.num_layers}
+    if "experts" in description.features():
+        keys = _routing_keys(description)
+        if description.architecture == "deepseek_v2":
+            keys["topk_method"] = "group_limited_greedy" if keys["n_group"] > 1 else "greedy"
+    return {
+        **keys,
+        "hidden_act": _ACTIVATIONS[description.activation],
+        "num_key_value_heads": a.num_heads,
+        "head_dim": a.rope_dim,
+        "q_lora_rank": a.query_rank or None,
+        "kv_lora_rank": a.kv_rank,
+        "qk_nope_head_dim": a.nope_dim,
+        "qk_rope_head_dim": a.rope_dim,
+        "v_head_dim": a.value_dim,
+        "rope_interleave": a.interleaved,
+        "attention_bias": a.bias,
+    }
+
+
 def _layer_types(description: ModelDescription) -> list[str]:
     return [f"{kind}_attention" for kind in description.layer_kinds]
 
 
 _EXPORTS = {
-    "llama": _Export("llama", "LlamaForCausalLM", _llama_keys, gguf_interleaved=True),
+    "llama": _Export("llama", "LlamaForCausalLM", _llama_keys),
     "qwen2": _Export("qwen2", "Qwen2ForCausalLM", _qwen2_keys),
     "qwen3": _Export("qwen3", "Qwen3ForCausalLM", _qwen3_keys),
+    "gemma": _Export("gemma", "GemmaForCausalLM", _llama_keys, norm_offset=1.0),
+    "gemma2": _Export("gemma2", "Gemma2ForCausalLM", _gemma3_keys, norm_offset=1.0),
     "gemma3": _Export("gemma3_text", "Gemma3ForCausalLM", _gemma3_keys, norm_offset=1.0),
+    "olmo2": _Export("olmo2", "Olmo2ForCausalLM", _llama_keys),
+    "olmo3": _Export("olmo3", "Olmo3ForCausalLM", _olmo3_keys),
+    "granite": _Export("granite", "GraniteForCausalLM", _granite_keys),
+    "cohere": _Export("cohere", "CohereForCausalLM", _cohere_keys, interleaved=True),
+    "cohere2": _Export("cohere2", "Cohere2ForCausalLM", _cohere2_keys, interleaved=True),
+    "smollm3": _Export("smollm3", "SmolLM3ForCausalLM", _smollm3_keys),
+    "mixtral": _Export("mixtral", "MixtralForCausalLM", _expert_keys),
+    "qwen2_moe": _Export("qwen2_moe", "Qwen2MoeForCausalLM", _expert_keys),
+    "qwen3_moe": _Export("qwen3_moe", "Qwen3MoeForCausalLM", _expert_keys),
+    "olmoe": _Export("olmoe", "OlmoeForCausalLM", _expert_keys),
+    "granitemoe": _Export("granitemoe", "GraniteMoeForCausalLM", _expert_keys),
+    "glm4_moe": _Export("glm4_moe", "Glm4MoeForCausalLM", _expert_keys),
+    "gpt_oss": _Export("gpt_oss", "GptOssForCausalLM", _expert_keys),
+    "deepseek_v2": _Export("deepseek_v2", "DeepseekV2ForCausalLM", _deepseek_keys),
+    "deepseek_v3": _Export("deepseek_v3", "DeepseekV3ForCausalLM", _deepseek_keys),
 }
 # Llama with windows is stored under another model type.
-_SLIDING_EXPORTS = {"llama": _Export("mistral", "MistralForCausalLM", _mistral_keys, gguf_interleaved=True)}
+_SLIDING_EXPORTS = {"llama": _Export("mistral", "MistralForCausalLM", _mistral_keys)}
 
 
 def _export_of(description: ModelDescription) -> _Export:
@@ -195,6 +328,8 @@ def _export_of(description: ModelDescription) -> _Export:
         raise CheckpointError(
             f"files of architecture '{description.architecture}' cannot be written", f"known: {', '.join(_EXPORTS)}"
         )
+    if "norms of each head" in description.features():
+        raise CheckpointError("norms of each head cannot be written", "choose a GGUF format")
     return export
 
 

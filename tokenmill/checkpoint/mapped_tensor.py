@@ -8,6 +8,9 @@ import mmap
 import torch
 from torch import Tensor
 
+from tokenmill.checkpoint.tensor_views import TensorView
+from tokenmill.errors import CheckpointError
+
 
 def view_tensor(buffer: mmap.mmap, dtype: torch.dtype, shape: tuple[int, ...], start: int) -> Tensor:
     """A tensor over mapped bytes; the caller has checked that they exist. Copies only what lies misaligned."""
@@ -18,3 +21,33 @@ def view_tensor(buffer: mmap.mmap, dtype: torch.dtype, shape: tuple[int, ...], s
         raw = torch.frombuffer(buffer, dtype=torch.uint8, count=count * dtype.itemsize, offset=start)
         return raw.clone().view(dtype).view(shape)
     return torch.frombuffer(buffer, dtype=dtype, count=count, offset=start).view(shape)
+
+
+def take_view(view: TensorView, stored: list[Tensor]) -> Tensor:
+    """The tensor that `view` describes, of its stored sources."""
+    data = stored[0] if len(stored) == 1 else torch.stack(stored)
+    if view.transposed:
+        data = data.T
+    if view.rows is None:
+        return data
+    if view.sources[0].endswith(".weight_shape"):
+        return torch.tensor([view.rows.count * (view.total_rows // view.rows.period), int(data[1])])
+    return _cut(view, data)
+
+
+def _cut(view: TensorView, data: Tensor) -> Tensor:
+    rows, axis, total = view.rows, view.axis, view.total_rows
+    assert rows is not None
+    if data.dim() <= axis or data.shape[axis] == 1:  # one scale for the whole matrix
+        return data
+    size = data.shape[axis]
+    places = [number * size for number in (rows.begin, rows.count, rows.period)]
+    if any(place % total for place in places):
+        raise CheckpointError(
+            f"'{view.sources[0]}' of {size} rows cannot be cut at rows {rows.begin} and {rows.begin + rows.count} of "
+            f"{total}",
+            "the file does not fit its config, or quantize the matrices it joins one by one",
+        )
+    begin, count, period = (place // total for place in places)
+    pieces = data.unflatten(axis, (-1, period)).narrow(axis + 1, begin, count)
+    return pieces.flatten(axis, axis + 1)

@@ -91,8 +91,13 @@ def _recurrent(hidden: int, a: Recurrent) -> Iterator[Matrix]:
 
     if a.style == "delta":
         keys, values = a.num_key_heads * a.key_dim, a.num_heads * a.value_dim
-        yield matrix("in_proj_qkvz", hidden, 2 * keys + 2 * values)
-        yield matrix("in_proj_ba", hidden, 2 * a.num_heads)
+        inputs: tuple[tuple[str, int], ...]
+        if a.joined_inputs:
+            inputs = (("qkvz", 2 * keys + 2 * values), ("ba", 2 * a.num_heads))
+        else:
+            inputs = (("qkv", 2 * keys + values), ("z", values), ("b", a.num_heads), ("a", a.num_heads))
+        for name, width in inputs:
+            yield matrix(f"in_proj_{name}", hidden, width)
         yield matrix("out_proj", values, hidden, "row")
         return
     if a.style == "mamba2":

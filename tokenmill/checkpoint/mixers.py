@@ -11,10 +11,7 @@ from dataclasses import dataclass
 
 from tokenmill.hardware.kv_layout import LayerKV
 
-_STATE_BYTES, _CONVOLUTION_BYTES = (
-    4,
-    2,
-)  # a recurrent state is kept in float32, the inputs of its convolution in 16 bits
+SCALED_PROJECTIONS = "multipliers of projections"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +29,13 @@ class Attention:
     softcap: float = 0.0  # of scores; 0: off
     qkv_bias: bool = False
     output_bias: bool = False
-    head_norms: str = ""  # "head" (one weight for all heads) | "heads" (one each) | "projection" (over all) | "" (none)
+    # "head" (one weight for all heads) | "heads" (one each) | "projection" (over all) | "unit" (no weight) | "" (none)
+    head_norms: str = ""
     sinks: bool = False  # one learned logit per head joins the softmax and carries no value
+    # Llama 4, in layers without rotary embedding: queries are multiplied by 1 + a ln(1 + floor((position + 1) / b))
+    temperature: tuple[float, float] | None = None  # (a, b)
     output_gate: bool = False  # the query projection also makes a gate for the output
+    output_scale: float = 1.0
     causal: bool = True
     kv_source: int | None = None  # Gemma 3n: an earlier layer whose keys and values are read instead of own ones
 
@@ -58,7 +59,10 @@ class Attention:
         if self.value_dim != self.head_dim:
             yield "values of another width than keys"
         if self.head_norms not in ("", "head"):
-            yield "norms over whole projections" if self.head_norms == "projection" else "norms of each head"
+            names = {"projection": "norms over whole projections", "unit": "norms of heads without weights"}
+            yield names.get(self.head_norms, "norms of each head")
+        if self.temperature is not None:
+            yield "queries scaled by position"
         if self.sinks:
             yield "attention sinks"
         if self.output_gate:
@@ -67,6 +71,8 @@ class Attention:
             yield "bidirectional attention"
         if self.kv_source is not None:
             yield "layers that read the KV of another"
+        if self.output_scale != 1.0:
+            yield SCALED_PROJECTIONS
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +87,18 @@ class LatentAttention:
     value_dim: int
     rope: str = "full"
     interleaved: bool = True
+    bias: bool = False  # of the projections down to the ranks and of the output
 
     kind = "latent"
+    num_kv_heads = 1
+
+    @property
+    def head_dim(self) -> int:
+        """Of what is kept: one row for all heads."""
+        return self.kv_rank + self.rope_dim
 
     def kv_need(self) -> LayerKV:
-        return LayerKV("latent", 1, self.kv_rank + self.rope_dim, value_dim=0)
+        return LayerKV("latent", self.num_kv_heads, self.head_dim, value_dim=0)
 
     def features(self) -> Iterator[str]:
         yield "latent attention"
@@ -98,6 +111,10 @@ class Recurrent:
     mamba: `inner` channels with `state_size` numbers each, time steps of rank `rank`. mamba2: `num_heads` heads over
     `inner` channels, B and C in `num_groups` groups. delta: `num_heads` value heads of `value_dim`, `num_key_heads` key
     heads of `key_dim`.
+
+    mamba: `step_norms` says whether time steps, B and C are normed: "weighted", "plain" (without weights) or not ("").
+    mamba2: `norm` says where the output is: "gated" (the norm of the gated output), "ungated" (the norm is gated) or
+    nowhere ("").
     """
 
     style: str
@@ -110,8 +127,33 @@ class Recurrent:
     num_key_heads: int = 0  # delta
     key_dim: int = 0
     value_dim: int = 0
+    convolution_bias: bool = False
+    input_bias: bool = False
+    output_bias: bool = False
+    step_norms: str = ""
+    step_norm_eps: float = 1e-6
+    time_step_limits: tuple[float, float] = (0.0, float("inf"))
+    norm: str = "gated"
+    joined_inputs: bool = True  # delta: q, k, v and z are one matrix, its rows by key head; else one matrix each
+    # Falcon-H1: constants that multiply z, x, B, C and dt as they are projected, and the output
+    multipliers: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0, 1.0)
+    output_scale: float = 1.0
 
     kind = "recurrent"
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of a head of mamba2."""
+        return self.inner // self.num_heads
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        """Of one sequence."""
+        if self.style == "delta":
+            return (self.num_heads, self.key_dim, self.value_dim)
+        if self.style == "mamba2":
+            return (self.num_heads, self.head_dim, self.state_size)
+        return (self.inner, self.state_size)
 
     @property
     def state_values(self) -> int:
@@ -133,11 +175,12 @@ class Recurrent:
         return (self.convolution - 1) * self.convolved
 
     def kv_need(self) -> LayerKV:
-        nbytes = self.state_values * _STATE_BYTES + self.convolution_values * _CONVOLUTION_BYTES
-        return LayerKV("recurrent", state_bytes=nbytes)
+        return LayerKV("recurrent", states=((self.convolution - 1, self.convolved), self.state_shape))
 
     def features(self) -> Iterator[str]:
         yield {"mamba": "Mamba layers", "mamba2": "Mamba 2 layers"}.get(self.style, "gated delta rule layers")
+        if set(self.multipliers) != {1.0} or self.output_scale != 1.0:
+            yield SCALED_PROJECTIONS
 
 
 Mixer = Attention | LatentAttention | Recurrent

@@ -1,7 +1,7 @@
-"""Reads the four numbers of llama3 rotary scaling out of the divisors that GGUF stores instead of them.
+"""Arithmetic of rotary scalings that GGUF and config.json say differently.
 
-GGUF keeps one divisor per rotary frequency (`rope_freqs.weight`); config.json keeps the rule that makes them. Pure
-arithmetic on a list. Called by hf_export.py.
+GGUF keeps one divisor per rotary frequency (`rope_freqs.weight`), of which this reads llama3's four numbers; and the
+magnitude of longrope, which a config leaves to be computed. Called by the exports and by the rotary tables.
 """
 
 from __future__ import annotations
@@ -48,3 +48,11 @@ def llama3_divisors(scaling: RopeScaling, wavelengths: Sequence[float]) -> list[
         blend = min(max(blend, 0.0), 1.0)
         result.append(1 / ((1 - blend) / scaling.factor + blend))
     return result
+
+
+def longrope_magnitude(scaling: RopeScaling) -> float:
+    """What longrope multiplies cos and sin by."""
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    growth = math.log(scaling.factor) / math.log(scaling.original_context) if scaling.factor > 1 else 0.0
+    return math.sqrt(1 + growth)

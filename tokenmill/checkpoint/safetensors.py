@@ -19,9 +19,11 @@ import torch
 
 from tokenmill.checkpoint import hf_config
 from tokenmill.checkpoint.base import StoredTensor
+from tokenmill.checkpoint.configs.tensor_names import canonical, naming_of
 from tokenmill.checkpoint.fields import shown
 from tokenmill.checkpoint.mapped_file import DAMAGED, map_file, release_pages
-from tokenmill.checkpoint.mapped_tensor import view_tensor
+from tokenmill.checkpoint.mapped_tensor import take_view, view_tensor
+from tokenmill.checkpoint.tensor_views import TensorView, split_fused
 from tokenmill.errors import CheckpointError
 from tokenmill.log import get_logger
 
@@ -76,19 +78,20 @@ class SafetensorsCheckpoint:
         generation = path / "generation_config.json"
         description = hf_config.describe(self._config, read_json(generation) if generation.is_file() else None)
         self.description = replace(description, name=description.name or path.resolve().name)
-        self._entries: dict[str, _TensorEntry] = {}
+        self._entries: dict[str, _TensorEntry] = {}  # by their name in the text model
         num_image_tensors = 0
         for stored_name, entry in _all_entries(path).items():
-            name = self._canonical(stored_name)
+            name = self._text_name(stored_name)
             if name:
                 self._entries[name] = entry
             elif stored_name.removeprefix("model.").startswith(_IMAGE_PARTS):
                 num_image_tensors += 1
         if num_image_tensors:
             _log.warning("%s: text only; %d tensors for images are not used", path.name, num_image_tensors)
+        self._views = self._make_views()
 
-    def _canonical(self, name: str) -> str:
-        """The name architectures use; empty for what the text model does not compute with."""
+    def _text_name(self, name: str) -> str:
+        """The name in the text model; empty for what it does not compute with."""
         if "text_config" in self._config:
             if name.removeprefix("model.").startswith(_IMAGE_PARTS):
                 return ""
@@ -102,23 +105,42 @@ class SafetensorsCheckpoint:
             return ""
         return name
 
+    def _make_views(self) -> dict[str, TensorView]:
+        """What each canonical tensor is made of."""
+        naming = naming_of(self.description.architecture)
+        views: dict[str, TensorView] = {}
+        parts: dict[str, dict[int, str]] = {}
+        for stored_name in self._entries:
+            found = canonical(naming, stored_name)
+            if found is None:
+                continue
+            if found.part is None:
+                views[found.name] = TensorView((stored_name,), found.transposed)
+            else:
+                parts.setdefault(found.name, {})[found.part] = stored_name
+        views |= {name: TensorView(tuple(each[number] for number in sorted(each))) for name, each in parts.items()}
+        return split_fused(self.description, views, naming.grouped_qkv)
+
     def names(self) -> Iterable[str]:
-        return self._entries.keys()
+        return self._views.keys()
 
     def __contains__(self, name: str) -> bool:
-        return name in self._entries
+        return name in self._views
 
     def tensor(self, name: str) -> StoredTensor:
-        if name not in self._entries:
+        if name not in self._views:
             raise CheckpointError(f"{self.path.name} has no tensor '{name}'", "config.json may be of another model")
-        entry = self._entries[name]
-        data = view_tensor(entry.buffer, _DTYPES[entry.type_name], entry.shape, entry.start)
-        return StoredTensor(name, entry.shape, entry.type_name, data)
+        view = self._views[name]
+        entries = [self._entries[source] for source in view.sources]
+        mapped = [view_tensor(e.buffer, _DTYPES[e.type_name], e.shape, e.start) for e in entries]
+        data = take_view(view, mapped)
+        return StoredTensor(name, tuple(data.shape), entries[0].type_name, data)
 
     def release(self, name: str) -> None:
-        entry = self._entries[name]
-        count = math.prod(entry.shape) * _DTYPES[entry.type_name].itemsize
-        release_pages(entry.buffer, entry.start, count)
+        for source in self._views[name].sources:
+            entry = self._entries[source]
+            count = math.prod(entry.shape) * _DTYPES[entry.type_name].itemsize
+            release_pages(entry.buffer, entry.start, count)
 
     def quantization(self) -> dict[str, object]:
         text = self._config.get("text_config")

@@ -81,7 +81,8 @@ def build_engine(model: str | Path, options: EngineConfig) -> EngineParts:
     budgets.check(SamplingParams(cache=budget))
     tiers = build_tiers(config, path, runtime)
     config = replace(config, kv_redis=shown_address(config.kv_redis))
-    kv = KVManager(runtime.layout, runtime.budget.num_pages, config.prefix_caching, policy, tiers, budgets)
+    pages, slots = runtime.budget.num_pages, runtime.budget.num_state_slots
+    kv = KVManager(runtime.layout, pages, config.prefix_caching, policy, tiers, budgets, slots)
     ahead = runtime.executor.lookahead
     drafts = config.draft_tokens if runtime.runner.speculator is not None else 0
     discipline = make_discipline(config.max_tenant_slowdown)

@@ -135,7 +135,7 @@ class Scheduler:
             self._budget = hold_draft_slots(self.kv, self._rows, self._budget, self._max_drafts, self.context_length)
         elif run > 1 and not crowded:
             self._budget = hold_run(self.kv, self._rows, self._budget, run - 1, self.context_length)
-        return StepPlan(list(self._rows.values()), self.kv.take_copies(), run)
+        return StepPlan(list(self._rows.values()), self.kv.take_copies(), run, self.kv.take_state_copies())
 
     def update(self, plan: StepPlan, result: StepResult) -> list[TokenEvent]:
         """Take in what the step computed. Rows of requests that were cancelled meanwhile are ignored."""
@@ -278,7 +278,7 @@ class Scheduler:
         start = request.num_computed
         samples = start + granted == len(request.token_ids)
         self._rows[request] = ScheduledTokens(
-            request, start, granted, slots.block_tables, samples, num_dropped=slots.num_dropped
+            request, start, granted, slots.block_tables, samples, slots.num_dropped, state_slot=slots.state_slot
         )
         self._budget -= granted
         self._shares.take(request, granted)
@@ -356,18 +356,18 @@ class Scheduler:
         """Make the siblings 1 .. n-1 of a request whose prompt is computed.
 
         Each recomputes the last prompt token only, on pages shared with the parent, and samples for itself. Those for
-        which there is no slot wait like any request, without pages.
+        which there is no slot, or no copy of recurrent states, wait like any request, without pages.
         """
         parent.forked = True
         for index in range(1, parent.params.n):
             child = make_sibling(parent, index)
             self._siblings[parent.request_id].append(child)
-            if len(self._running) < self.max_running:
-                child.num_computed = child.num_tokens - 1
-                self.kv.fork(parent, child)
+            child.num_computed = child.num_tokens - 1
+            if len(self._running) < self.max_running and self.kv.fork(parent, child):
                 self._running.add(child, self._key(child))
                 self.discipline.started(child)
             else:
+                child.num_computed = 0
                 self._waiting.add(child, self._key(child))
 
     def _remove(self, request: Request) -> None:

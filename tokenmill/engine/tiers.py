@@ -31,6 +31,11 @@ def build_tiers(config: ResolvedConfig, path: Path, runtime: Runtime) -> TierSta
         return None
     if not config.prefix_caching:
         raise UserError("KV tiers keep pages of the prefix cache, which is off", "leave --no-prefix-caching out")
+    if runtime.layout.states:
+        raise UserError(
+            "KV tiers do not keep recurrent states, which this model's prefix cache needs",
+            "leave --kv-host-memory, --kv-disk and --kv-redis out",
+        )
     page_bytes = runtime.store.stored_page_bytes
     identity = page_identity(config, path, runtime, page_bytes)
     secret = read_secret(Path(config.kv_secret_file).expanduser()) if config.kv_secret_file else b""

@@ -3,8 +3,8 @@
 Each layer declares what it keeps (`LayerKV`). Layers that keep the same form groups, and all groups draw from one pool
 of pages: a page holds `page_size` tokens of the layers of one group, and a page of any group has the same number of
 bytes. A page of a full or latent group is kept while its sequence lives, one of a sliding group only while the window
-can see it. Recurrent layers have no pages but one state of fixed size per sequence; a layer that reads another's KV has
-nothing.
+can see it. Recurrent layers have no pages but states of fixed size, kept in slots: one slot holds the states of all
+layers for one sequence, or a snapshot of them. A layer that reads another's KV has nothing.
 
 Layers of different shape in one model: the page size in tokens is the same for all groups, so a group has as many
 layers as fit into a page, more of those with small rows. What is left over is padding (`KVLayout.padding`);
@@ -15,9 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import ceil
+from math import ceil, prod
 
 _WITHOUT_PAGES = ("recurrent", "none")
+_STATE_ITEM_BYTES = 4  # states are float32: rounding them would add up over a sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +30,13 @@ class LayerKV:
     head_dim: int = 0  # of keys; latent: the whole row, of which values are a part
     window: int = 0  # sliding: a token sees itself and the window - 1 tokens before it
     value_dim: int | None = None  # None: as wide as keys
-    state_bytes: int = 0  # per sequence, beside the pages
+    states: tuple[tuple[int, ...], ...] = ()  # shapes of the arrays that are kept per sequence, beside the pages
     source: int | None = None  # "none": the earlier layer whose pages are read
+
+    @property
+    def state_bytes(self) -> int:
+        """Per sequence, beside the pages."""
+        return _STATE_ITEM_BYTES * sum(map(prod, self.states))
 
     @property
     def values_per_token(self) -> int:
@@ -50,10 +56,14 @@ class KVGroup:
 
 @dataclass(frozen=True, slots=True)
 class LayerState:
-    """A recurrent layer's state, the same for every sequence whatever its length."""
+    """A recurrent layer's state: arrays of these shapes for every sequence, whatever its length."""
 
     layer: int
-    nbytes: int
+    shapes: tuple[tuple[int, ...], ...]
+
+    @property
+    def nbytes(self) -> int:
+        return _STATE_ITEM_BYTES * sum(map(prod, self.shapes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +134,13 @@ class KVLayout:
         return 1 - sum(map(self.filled, self.groups)) / len(self.groups)
 
     @property
+    def is_latent(self) -> bool:
+        """Whether pages hold one row per token, whose beginning is the value, and no values besides."""
+        return self.value_dim == 0
+
+    @property
     def state_bytes(self) -> int:
-        """Of one sequence, beside its pages."""
+        """Of one state slot: the states of one sequence, beside its pages."""
         return sum(state.nbytes for state in self.states)
 
     def features(self) -> tuple[str, ...]:
@@ -133,10 +148,10 @@ class KVLayout:
         names = []
         if self.row_values:
             names.append("layers of different KV shapes")
-        if self.value_dim is not None:
+        if self.is_latent:
+            names.append("latent rows")
+        elif self.value_dim is not None:
             names.append("keys and values of different widths")
-        if self.states:
-            names.append("recurrent states")
         return tuple(names)
 
     @property
@@ -154,8 +169,8 @@ def build_layout(layers: Sequence[LayerKV], page_size: int) -> KVLayout:
     kinds: dict[LayerKV, list[int]] = {}
     for number, layer in enumerate(layers):
         if layer.kind not in _WITHOUT_PAGES:
-            kinds.setdefault(replace(layer, state_bytes=0), []).append(number)
-    states = tuple(LayerState(number, layer.state_bytes) for number, layer in enumerate(layers) if layer.state_bytes)
+            kinds.setdefault(replace(layer, states=()), []).append(number)
+    states = tuple(LayerState(number, layer.states) for number, layer in enumerate(layers) if layer.states)
     shared = tuple((number, layer.source) for number, layer in enumerate(layers) if layer.source is not None)
     shapes = {(layer.num_kv_heads, layer.head_dim, layer.value_dim) for layer in kinds}
     if not shapes:

@@ -16,6 +16,10 @@ from tokenmill.hardware.kv_layout import KVGroup, KVLayout
 GIB = 1 << 30
 # Without a stated budget the KV cache takes at most this share of the memory that is free.
 DEFAULT_SHARE = 0.25
+# Of recurrent states: snapshots for each sequence that runs, and the share of the remaining memory they may take.
+SNAPSHOTS_PER_SEQUENCE = 4
+_SNAPSHOT_SHARE = 0.25
+_MAX_EMPTY_PAGES = 1 << 18  # of models that keep nothing in pages
 # Sampling workspace per (sequence, vocabulary entry): logits, probabilities, sorted copies and indices in float32.
 SAMPLER_BYTES = 41.0
 
@@ -26,7 +30,8 @@ class KVBudget:
     page_bytes: int
     full_requests: float  # how many requests of the whole context fit at once
     reason: str
-    state_bytes: int = 0  # recurrent states of all sequences that run at once
+    state_bytes: int = 0  # recurrent states: of all sequences that run at once, and snapshots
+    num_state_slots: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -47,28 +52,50 @@ def plan_kv(
     memory: int,
     available: int,
     share_of_available: float = DEFAULT_SHARE,
+    prefix_caching: bool = False,
 ) -> KVBudget:
     """Pages for `concurrency` requests of `context` tokens, within `memory` (stated) or a share of `available`.
 
-    Recurrent states come first: every sequence that runs has its own, whatever its length.
+    Recurrent states come first: every sequence that runs has its own, whatever its length. With a prefix cache, some of
+    the rest is for snapshots of them.
     """
     one = layout.peak_pages(context)
     requested = one * concurrency
-    states = layout.state_bytes * concurrency
+    if not page_bytes:  # the prefix cache may then name as many pages as it likes
+        requested = max(requested, min(concurrency * ceil(context / layout.page_size), _MAX_EMPTY_PAGES))
+    slots = _state_slots(layout, concurrency, memory or int(available * share_of_available), prefix_caching)
+    states = layout.state_bytes * slots
+    if not memory and states > available:
+        raise UserError(
+            f"the recurrent states of {concurrency} requests need {states / 2**20:.1f} MiB, "
+            f"{available / 2**20:.1f} MiB are free",
+            "lower --concurrency",
+        )
     if memory:
         pages, reason = _pages_in(memory - states, page_bytes, requested), "memory stated"
         if pages < one:
             raise UserError(
                 f"a request of {context} tokens needs {(one * page_bytes + states) / 2**20:.1f} MiB of KV cache, "
                 f"memory allows {memory / 2**20:.1f} MiB",
-                "lower --context, or raise --memory or --gpu-memory-utilization",
+                "lower --context" + " or --concurrency" * bool(states) + ", or raise --memory or "
+                "--gpu-memory-utilization",
             )
         pages = min(pages, requested)
     else:
         share = _pages_in(int(available * share_of_available) - states, page_bytes, requested)
         pages = max(one, min(requested, share))
         reason = "context x concurrency" if pages == requested else f"{share_of_available:.0%} of free memory"
-    return KVBudget(pages, page_bytes, pages / one, reason, states)
+    full_requests = pages / one if page_bytes else float(concurrency)
+    return KVBudget(pages, page_bytes, full_requests, reason, states, slots)
+
+
+def _state_slots(layout: KVLayout, concurrency: int, memory: int, prefix_caching: bool) -> int:
+    """One for each sequence that runs, and snapshots within a share of what these leave of `memory`."""
+    if not layout.states:
+        return 0
+    left = max(0, memory - layout.state_bytes * concurrency)
+    most = int(left * _SNAPSHOT_SHARE) // layout.state_bytes
+    return concurrency + (min(most, SNAPSHOTS_PER_SEQUENCE * concurrency) if prefix_caching else 0)
 
 
 def _pages_in(nbytes: int, page_bytes: int, requested: int) -> int:

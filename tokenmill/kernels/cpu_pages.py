@@ -89,10 +89,11 @@ class CpuPages:
         scale: float,
         window: int,
         cap: float,
+        chunk: int = 0,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """As `attention` of ref.py."""
         out = torch.empty_like(q)
-        cpu.module().attend_pages(
-            cpu.pool(), q, self.bound, block_table, query_starts, seq_lens, scale, window, cap, out
-        )
+        lengths = (block_table, query_starts, seq_lens)
+        cpu.module().attend_pages(cpu.pool(), q, self.bound, *lengths, scale, window, cap, chunk, sinks, out)
         return out

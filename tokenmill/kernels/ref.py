@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from tokenmill.kernels import ref_recurrent
 from tokenmill.kernels.ref_codebook import PARTS as CODEBOOK_PARTS
 from tokenmill.kernels.ref_codebook import CodebookLinear
 from tokenmill.kernels.rounding import INPUT_ROUNDINGS, round_input
@@ -29,7 +30,7 @@ def unavailable(_device: torch.device) -> str | None:
 
 def find_op(name: str) -> Callable[..., Any] | None:
     """An op by its name in the op table."""
-    function: Callable[..., Any] | None = globals().get(name)
+    function: Callable[..., Any] | None = globals().get(name) or getattr(ref_recurrent, name, None)
     return function
 
 
@@ -78,11 +79,48 @@ def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tens
     return total, rms_norm(total, weight, eps)
 
 
-def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, head_dim: int = 0) -> Tensor:
+    """Mean removed, deviation made one, over each row or each `head_dim` slice of it; then weight and bias. `weight`
+    is as long as a slice, or as a row: one for each head."""
+    rows = x.view(x.shape[0], -1, head_dim or x.shape[1])
+    centred = rows - rows.mean(-1, keepdim=True)
+    scaled = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
+    y = scaled * weight.view(-1, rows.shape[2])
+    return (y if bias is None else y + bias.view(-1, rows.shape[2])).view_as(x)
+
+
+def scale(x: Tensor, factor: float) -> Tensor:
+    return x * factor
+
+
+def add_positions(x: Tensor, table: Tensor, positions: Tensor) -> Tensor:
+    """A learned embedding of each token's position is added. table: [positions, width]."""
+    return x + table[positions]
+
+
+def activate(x: Tensor, activation: str) -> Tensor:
     if activation == "silu":
-        return torch.nn.functional.silu(gate) * up
-    assert activation == "gelu_tanh", activation
-    return torch.nn.functional.gelu(gate, approximate="tanh") * up
+        return torch.nn.functional.silu(x)
+    if activation == "gelu_tanh":
+        return torch.nn.functional.gelu(x, approximate="tanh")
+    if activation == "sigmoid":
+        return torch.sigmoid(x)
+    if activation == "gelu":
+        return torch.nn.functional.gelu(x)
+    positive = torch.relu(x)
+    if activation == "relu":
+        return positive
+    assert activation == "relu2", activation
+    return positive.square()
+
+
+def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    return activate(gate, activation) * up
+
+
+def gate_rows(x: Tensor, gate: Tensor) -> Tensor:
+    """x [T, width] * sigmoid(gate [T, 1])."""
+    return x * gate.sigmoid()
 
 
 def argmax(logits: Tensor) -> Tensor:
@@ -95,14 +133,19 @@ def softcap(x: Tensor, cap: float) -> Tensor:
 
 
 def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, head_dim: int, interleaved: bool) -> Tensor:
-    """Rotate pairs of each head: (i, i + dim/2), or (2i, 2i + 1) when interleaved. cos, sin: [positions, dim/2]."""
+    """Rotate pairs of the first n numbers of each head: (i, i + n/2), or (2i, 2i + 1) when interleaved. The others
+    stay. cos, sin: [positions, n/2]."""
     heads = x.view(x.shape[0], -1, head_dim)
-    c, s = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)  # [T, 1, dim/2]
+    size = 2 * cos.shape[1]
+    rotated, rest = heads[..., :size], heads[..., size:]
+    c, s = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)  # [T, 1, n/2]
     if interleaved:
-        a, b = heads[..., 0::2], heads[..., 1::2]
-        return torch.stack((a * c - b * s, b * c + a * s), dim=-1).view_as(x)
-    a, b = heads.chunk(2, dim=-1)
-    return torch.cat((a * c - b * s, b * c + a * s), dim=-1).view_as(x)
+        a, b = rotated[..., 0::2], rotated[..., 1::2]
+        turned = torch.stack((a * c - b * s, b * c + a * s), dim=-1).flatten(-2)
+    else:
+        a, b = rotated.chunk(2, dim=-1)
+        turned = torch.cat((a * c - b * s, b * c + a * s), dim=-1)
+    return torch.cat((turned, rest), dim=-1).view_as(x)
 
 
 def store_kv(x: Tensor, pages: Tensor, slots: Tensor) -> None:
@@ -110,6 +153,12 @@ def store_kv(x: Tensor, pages: Tensor, slots: Tensor) -> None:
     _, kv_heads, page_size, head_dim = pages.shape
     heads = x.view(-1, kv_heads, head_dim).to(pages.dtype)
     pages[slots // page_size, :, slots % page_size] = heads
+
+
+def softmax_with_sinks(scores: Tensor, sinks: Tensor) -> Tensor:
+    """Softmax over the last axis of [kv_heads, group, queries, keys]; the sink of each head joins the denominator."""
+    sink = sinks.view(scores.shape[0], scores.shape[1], 1, 1).expand(*scores.shape[:3], 1)
+    return torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
 
 
 def attention(
@@ -122,8 +171,14 @@ def attention(
     scale: float,
     window: int,
     cap: float,
+    chunk: int = 0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of each sequence's last tokens over its pages. q: [T, heads * head_dim]; returns the same."""
+    """Causal attention of each sequence's last tokens over its pages. q: [T, heads * head_dim]; returns the same.
+
+    `chunk`: a token sees only its own chunk of this length. `sinks` [heads]: logits that take part in each head's
+    softmax and carry no value.
+    """
     _, kv_heads, page_size, head_dim = k_pages.shape
     heads = q.view(q.shape[0], -1, head_dim)
     out = torch.empty_like(heads)
@@ -147,6 +202,9 @@ def attention(
         visible = key <= position
         if window:
             visible &= key > position - window
-        probabilities = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+        if chunk:
+            visible &= key >= position - position % chunk
+        scores = scores.masked_fill(~visible, float("-inf"))
+        probabilities = scores.softmax(-1) if sinks is None else softmax_with_sinks(scores, sinks)
         out[begin:end] = torch.einsum("kgns,ksd->nkgd", probabilities, v).reshape(end - begin, -1, head_dim)
     return out.view_as(q)

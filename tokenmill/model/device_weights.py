@@ -17,13 +17,17 @@ from torch import Tensor
 
 from tokenmill.errors import UserError
 from tokenmill.kernels import triton as gpu
-from tokenmill.kernels.base import Choice, select_linear
+from tokenmill.kernels.base import Choice, Declined, select_linear
+from tokenmill.log import get_logger
 from tokenmill.model.architectures.decoder import Decoder
+from tokenmill.model.device_experts import place_experts
 from tokenmill.model.dummy_reader import fill
 from tokenmill.model.formats.base import LinearWeight
-from tokenmill.model.linear_groups import linear_groups
+from tokenmill.model.layers.experts import Experts
+from tokenmill.model.linear_groups import head_projections, linear_groups
 from tokenmill.model.reader import WeightReader
 
+_log = get_logger(__name__)
 _STAGE_BYTES = 64 << 20
 _INT4_GROUPS = (128, 64, 32)
 _TABLE_ROWS = 16384  # of the embedding, dequantized at a time
@@ -80,18 +84,50 @@ def place_weights(decoder: Decoder, reader: WeightReader, placement: Placement) 
     """Give every multiplied weight its kernel on the device; returns the embedding table in bf16."""
     upload = Uploader(placement.device)
     prefixes = {id(weight): prefix for prefix, weight in reader.weights.items()}
+    routers, placed = _place_experts(decoder, reader, upload, placement)
     for group in linear_groups(decoder):
+        if id(group[0]) in placed:
+            continue
         for weight in group:
             scheme = "" if weight is decoder.head else placement.quantization
-            weight.kernel = _make(upload.weight(weight), prefixes[id(weight)], scheme, placement)
+            if id(weight) in routers:  # 16 bits would change which experts are chosen
+                weight.kernel = select_linear(upload.weight(weight), placement.device, "ref")
+            else:
+                weight.kernel = _make(upload.weight(weight), prefixes[id(weight)], scheme, placement)
             for name in reader.tensor_names[prefixes[id(weight)]]:
                 reader.checkpoint.release(name)
         if not placement.quantization:
             _expand(group)
         if len(group) > 1:
             _join(group)
+    for projections in head_projections(decoder):
+        projections.place(upload.weight, torch.bfloat16)
     _move_small(decoder, placement.device)
     return _embedding(decoder, upload)
+
+
+def _place_experts(
+    decoder: Decoder, reader: WeightReader, upload: Uploader, placement: Placement
+) -> tuple[set[int], set[int]]:
+    """Stacks for grouped kernels. (Matrices that stay float32, matrices that are in a stack), by identity."""
+    routers: set[int] = set()
+    placed: set[int] = set()
+    names = {id(weight): prefix for prefix, weight in reader.weights.items()}
+    for mlp in (block.mlp for block in decoder.blocks if isinstance(block.mlp, Experts)):
+        gate = None if mlp.shared is None else mlp.shared.gate
+        routers |= {id(weight) for weight in (mlp.router, gate) if weight is not None}
+        if placement.kernels not in ("", "triton"):
+            continue
+        try:
+            mlp.stacks.kernel = place_experts(mlp.stacks, mlp.routing, upload.weight, placement.quantization)
+        except Declined as error:
+            _log.info("experts one by one: %s", error)
+            continue
+        blocks = mlp.stacks.blocks()
+        placed |= {id(block) for block in blocks}
+        for name in {name for block in blocks for name in reader.tensor_names[names[id(block)]]}:
+            reader.checkpoint.release(name)
+    return routers, placed
 
 
 def place_reference(decoder: Decoder, reader: WeightReader, device: torch.device) -> None:
@@ -100,6 +136,8 @@ def place_reference(decoder: Decoder, reader: WeightReader, device: torch.device
     for weight in reader.weights.values():
         vars(weight).update(vars(upload.weight(weight)))
         weight.kernel = select_linear(weight, device, "ref")
+    for projections in head_projections(decoder):
+        projections.place(lambda weight: weight, torch.float32)
     _move_small(decoder, device)
 
 

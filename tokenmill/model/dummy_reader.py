@@ -25,7 +25,13 @@ class DummyReader(WeightReader):
         self._generator = torch.Generator().manual_seed(0)
 
     def vector(self, name: str, size: int, offset: float = 0.0) -> Tensor:  # noqa: ARG002
-        return torch.ones(size) if "norm" in name else torch.zeros(size)
+        return torch.ones(size) if name.endswith(".weight") else torch.zeros(size)
+
+    def array(self, name: str, shape: tuple[int, ...]) -> Tensor:  # noqa: ARG002
+        return torch.randn(shape, generator=self._generator) * _SPREAD
+
+    def table(self, name: str, rows: int, columns: int) -> Tensor:  # noqa: ARG002
+        return torch.randn(rows, columns, generator=self._generator) * _SPREAD
 
     def optional_vector(self, name: str, size: int) -> Tensor | None:  # noqa: ARG002
         return None

@@ -23,6 +23,8 @@ from tokenmill.model.architectures.decoder import Decoder
 from tokenmill.model.device_weights import Placement, place_reference, place_weights
 from tokenmill.model.dummy_reader import DummyReader
 from tokenmill.model.formats.base import LinearWeight
+from tokenmill.model.layers.experts import Experts
+from tokenmill.model.linear_groups import head_projections
 from tokenmill.model.reader import WeightReader
 
 _log = get_logger(__name__)
@@ -56,7 +58,9 @@ class LoadedModel:
         return self.decoder.embedding.dequantize_rows(token_ids)
 
     def _kernels(self) -> list[Any]:
-        return [weight.kernel.run for weight in self.weights.values() if weight.kernel is not None]
+        stacks = [block.mlp.stacks.kernel for block in self.decoder.blocks if isinstance(block.mlp, Experts)]
+        choices = [*(weight.kernel for weight in self.weights.values()), *stacks]
+        return [choice.run for choice in choices if choice is not None]
 
 
 def uses_gpu_kernels(device: torch.device, kernels: str) -> bool:
@@ -97,8 +101,12 @@ def load_model(
             for name in reader.tensor_names[prefix]:
                 checkpoint.release(name)
 
+    for projections in head_projections(decoder):
+        projections.place(lambda weight: weight, torch.float32)
     multiplied = [
-        prefix for prefix, weight in reader.weights.items() if weight is not decoder.embedding or weight is decoder.head
+        prefix
+        for prefix, weight in reader.weights.items()
+        if weight.kernel is None and (weight is not decoder.embedding or weight is decoder.head)
     ]
     with ThreadPoolExecutor(_PACKING_THREADS) as pool:
         list(pool.map(prepare, multiplied))

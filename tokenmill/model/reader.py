@@ -6,6 +6,8 @@ Problems are collected and raised together by `finish`, so that one error names 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -31,19 +33,45 @@ class WeightReader:
         self.weights: dict[str, LinearWeight] = {}
         self.tensor_names: dict[str, list[str]] = {}  # of each weight
         self._used: set[str] = set()
+        self._prefixes: set[str] = set()  # of all names, made when first needed
         self._missing: list[str] = []
         self._misshapen: list[str] = []
 
     def vector(self, name: str, size: int, offset: float = 0.0) -> Tensor:
-        """A small float vector (a norm or a bias) as float32, plus `offset`."""
+        """A small float vector (a norm or a bias) as float32, plus `offset`. Norms of heads may be stored as a matrix
+        with a row for each head."""
         stored = self._take(name)
         if stored is None:
             return torch.empty(size, device="meta")
-        if stored.shape != (size,):
+        if stored.shape != (size,) and not (len(stored.shape) == 2 and stored.data.numel() == size):
             self._misshapen.append(f"{name} is {list(stored.shape)}, expected [{size}]")
+        return self._float(stored).flatten() + offset
+
+    def table(self, name: str, rows: int, columns: int) -> Tensor:
+        """A small float matrix that is looked up, not multiplied, as float32."""
+        stored = self._take(name)
+        if stored is None:
+            return torch.empty(rows, columns, device="meta")
+        if stored.shape != (rows, columns):
+            self._misshapen.append(f"{name} is {list(stored.shape)}, expected [{rows}, {columns}]")
+        return self._float(stored)
+
+    def _float(self, stored: StoredTensor) -> Tensor:
+        if not stored.data.dtype.is_floating_point:
+            self._misshapen.append(f"{stored.name} has type {stored.type_name}, expected a plain float type")
+        return stored.data.float()
+
+    def array(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """A small float array that is no matrix product (a convolution, decays of a state) as float32."""
+        stored = self._take(name)
+        if stored is None:
+            return torch.empty(shape, device="meta")
+        if stored.shape != shape:
+            self._misshapen.append(f"{name} is {list(stored.shape)}, expected {list(shape)}")
+            return torch.empty(shape, device="meta")
         if not stored.data.dtype.is_floating_point:
             self._misshapen.append(f"{name} has type {stored.type_name}, expected a plain float type")
-        return stored.data.float() + offset
+        return stored.data.float()
 
     def optional_vector(self, name: str, size: int) -> Tensor | None:
         return self.vector(name, size) if name in self.checkpoint else None
@@ -69,13 +97,51 @@ class WeightReader:
         self.weights[prefix] = weight
         return weight
 
+    def tensor(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
+        """A tensor of several matrices, as of all experts, in its stored form; a meta tensor if it does not fit."""
+        stored = self._take(name)
+        if stored is not None and stored.shape == shape:
+            return stored
+        if stored is not None:
+            self._misshapen.append(f"{name} is {list(stored.shape)}, expected {list(shape)}")
+        return StoredTensor(name, shape, "F32", torch.empty(shape, device="meta"))
+
+    def add(self, prefix: str, weight: LinearWeight, tensor_names: list[str]) -> LinearWeight:
+        """Record a matrix that was made from a part of a larger tensor. `tensor_names`: released with this matrix."""
+        self.weights[prefix] = weight
+        self.tensor_names[prefix] = tensor_names
+        return weight
+
+    def row(self, prefix: str, size: int) -> LinearWeight:
+        """A matrix of one row, kept in float32; files may store it as a vector."""
+        values = self.vector(f"{prefix}.weight", size).view(1, size)
+        return self.add(prefix, DenseWeight(StoredTensor(prefix, (1, size), "F32", values)), [])
+
+    def has_prefix(self, prefix: str) -> bool:
+        """Whether there is a tensor PREFIX.something."""
+        if not self._prefixes:
+            for name in self.checkpoint.names():
+                parts = name.split(".")
+                self._prefixes.update(".".join(parts[:end]) for end in range(1, len(parts)))
+        return prefix in self._prefixes
+
+    def first_prefix(self, prefixes: Sequence[str]) -> str:
+        """The first of these that any tensor has; the first of all if there is none."""
+        return next(filter(self.has_prefix, prefixes), prefixes[0])
+
     def ignore(self, name: str) -> None:
         """A tensor that may be present and is not needed."""
         self._used.add(name)
 
     def finish(self) -> None:
         """Raise one error that names every missing, misshapen or leftover tensor."""
-        left = [n for n in self.checkpoint.names() if n not in self._used and not n.endswith(_DERIVED_SUFFIXES)]
+        d = self.checkpoint.description
+        drafts = tuple(f"model.layers.{d.num_layers + number}." for number in range(d.draft_layers))
+        left = [
+            name
+            for name in self.checkpoint.names()
+            if name not in self._used and not name.endswith(_DERIVED_SUFFIXES) and not name.startswith(drafts)
+        ]
         num_kv_scales = sum(name.endswith(_KV_SCALES) for name in left)
         if num_kv_scales:
             _log.info("the file has %d scales of a quantized KV cache: for --kv-cache-dtype fp8 only", num_kv_scales)

@@ -19,6 +19,9 @@ from tokenmill.quantize.calibrate import CalibratedBlock
 from tokenmill.quantize.recipe import Recipe
 from tokenmill.quantize.source import narrow, stored_norm
 
+# Vectors whose names have no ending, kept in float32: 16 bits would merge the biases that decide between experts.
+_WHOLE_NAMES = (".e_score_correction_bias", ".sinks")
+
 
 @dataclass(frozen=True, slots=True)
 class LayerReport:
@@ -61,7 +64,11 @@ def quantize_block(
         if name in matrices:
             continue
         value = value.cpu()
-        if name in names:
+        if name in block.kept:
+            tensors[f"{name}.weight"] = value
+        elif name.endswith(_WHOLE_NAMES):
+            tensors[name] = value
+        elif name in names:
             tensors[f"{name}.weight"] = narrow(name, value, dtype)
         elif name.endswith(".bias"):
             tensors[name] = narrow(name, value, dtype)

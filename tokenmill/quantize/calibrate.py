@@ -74,6 +74,7 @@ class CalibratedBlock:
         self.index = index
         self.device = device
         self.groups: Sequence[LinearGroup] = source.groups(index)
+        self.kept = frozenset(source.kept_names(index))  # matrices that are never quantized
         self.head_dim = source.description.head_dim
         self.tensors = {name: tensor.to(device) for name, tensor in source.read_block(index).items()}
         self._block = source.block(index)

@@ -13,16 +13,20 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from tokenmill.kernels import ref
+from tokenmill.kernels.ref_experts import RoutingSpec, route, run_experts
 from tokenmill.model.attention.base import AttentionSpec
+from tokenmill.model.attention.latent import HeadProjections, LatentSpec
 from tokenmill.model.formats.base import LinearWeight
+from tokenmill.model.formats.stacks import ExpertStacks
 from tokenmill.model.layers.rotary import RotaryTable
+from tokenmill.model.ops import WithoutRecurrence
 
 
 class ReachedInput(Exception):
     """Ends a forward pass once the watched input has been seen: what follows is not needed."""
 
 
-class CalibrationOps:
+class CalibrationOps(WithoutRecurrence):
     """`names`: the name of each linear and norm by identity. `weights`: their float32 values, biases as NAME.bias."""
 
     def __init__(
@@ -40,7 +44,16 @@ class CalibrationOps:
         self._stop_at = stop_at
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, head_dim: int = 0) -> Tensor:
-        return ref.rms_norm(x, self._weights[self._names[id(weight)]], eps, head_dim)
+        name = self._names.get(id(weight))  # Llama 4's norms of heads have no weights to name
+        return ref.rms_norm(x, weight if name is None else self._weights[name], eps, head_dim)
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, head_dim: int = 0) -> Tensor:
+        name = self._names[id(weight)]
+        offset = None if bias is None else self._weights[f"{name}.bias"]
+        return ref.layer_norm(x, self._weights[name], offset, eps, head_dim)
+
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        return x * factor
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         return x + y
@@ -71,10 +84,15 @@ class CalibrationOps:
             return split.repeat_interleave(repeat, 1) if repeat > 1 else split
 
         query, key, value = heads(q, 1), heads(k, repeats), heads(v, repeats)
-        if spec.softcap:
-            scores = ref.softcap((query @ key.transpose(-1, -2)) * spec.scale, spec.softcap)
-            hidden = ~_visible(length, spec.window, q.device)
-            mixed = scores.masked_fill(hidden, float("-inf")).softmax(-1) @ value
+        if spec.softcap or spec.sinks is not None or spec.chunk:
+            scores = (query @ key.transpose(-1, -2)) * spec.scale
+            scores = ref.softcap(scores, spec.softcap) if spec.softcap else scores
+            hidden = ~_visible(length, spec.window, q.device, spec.chunk)
+            scores = scores.masked_fill(hidden, float("-inf"))
+            if spec.sinks is not None:
+                sinks = spec.sinks.to(q.device).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+                scores = torch.cat([scores, sinks], -1)
+            mixed = scores.softmax(-1)[..., :length] @ value
         elif spec.window and spec.window < length:
             mask = _visible(length, spec.window, q.device)
             mixed = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=spec.scale)
@@ -82,8 +100,53 @@ class CalibrationOps:
             mixed = scaled_dot_product_attention(query, key, value, is_causal=True, scale=spec.scale)
         return mixed.transpose(1, 2).reshape(q.shape)
 
+    def experts(self, x: Tensor, router: LinearWeight, stacks: ExpertStacks, routing: RoutingSpec) -> Tensor:
+        ids, weights = route(self.linear(x, [router])[0], routing)
+
+        def gate_up(expert: int, rows: Tensor) -> Tensor:
+            return torch.cat(self.linear(rows, stacks.gate_up.experts[expert]), -1)
+
+        def down(expert: int, rows: Tensor) -> Tensor:
+            return self.linear(rows, stacks.down.experts[expert])[0]
+
+        return run_experts(x, ids, weights, gate_up, down, routing)
+
+    def gate_rows(self, x: Tensor, gate: Tensor) -> Tensor:
+        return ref.gate_rows(x, gate)
+
+    def latent_attention(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        norm: Tensor,
+        eps: float,
+        rotary: RotaryTable,
+        projections: HeadProjections,
+        spec: LatentSpec,
+    ) -> Tensor:
+        """In the expanded form, in which the projections by head are one linear that reads the latents."""
+        norm = self._weights[self._names[id(norm)]]
+        latents = ref.rms_norm(kv[:, : spec.rank].contiguous(), norm, eps)
+        (both,) = self.linear(latents, projections.stored)
+        heads = both.view(q.shape[0], spec.num_heads, -1)
+        shared = self.rope(kv[:, spec.rank :].contiguous(), rotary, spec.rope_dim)
+        k = torch.cat((heads[..., : spec.nope_dim], shared[:, None].expand(-1, spec.num_heads, -1)), -1)
+        queries = q.view(q.shape[0], spec.num_heads, -1)
+        tails = self.rope(queries[..., spec.nope_dim :].flatten(1), rotary, spec.rope_dim)
+        queries = torch.cat((queries[..., : spec.nope_dim], tails.view(*queries.shape[:2], -1)), -1)
+
+        def sequences(x: Tensor) -> Tensor:  # -> [sequences, heads, length, dim]
+            return x.unflatten(0, (-1, self._length)).transpose(1, 2)
+
+        values = sequences(heads[..., spec.nope_dim :])
+        mixed = scaled_dot_product_attention(sequences(queries), sequences(k), values, is_causal=True, scale=spec.scale)
+        return mixed.transpose(1, 2).reshape(q.shape[0], -1)
+
     def gated(self, gate: Tensor, up: Tensor, activation: str) -> Tensor:
         return ref.gated(gate, up, activation)
+
+    def activate(self, x: Tensor, activation: str) -> Tensor:
+        return ref.activate(x, activation)
 
     def softcap(self, x: Tensor, cap: float) -> Tensor:
         return ref.softcap(x, cap)
@@ -91,14 +154,19 @@ class CalibrationOps:
     def embed(self, table: LinearWeight, scale: float) -> Tensor:
         raise AssertionError("a block does not embed", table, scale)
 
+    def add_positions(self, x: Tensor, table: Tensor) -> Tensor:
+        raise AssertionError("a block does not embed", x, table)
+
     def select_rows(self, x: Tensor) -> Tensor:
         raise AssertionError("a block has no logits", x)
 
 
-def _visible(length: int, window: int, device: torch.device) -> Tensor:
+def _visible(length: int, window: int, device: torch.device, chunk: int = 0) -> Tensor:
     """[query, key]: what a token may see."""
     position = torch.arange(length, device=device)
     visible = position.unsqueeze(0) <= position.unsqueeze(1)
     if window:
         visible &= position.unsqueeze(0) > position.unsqueeze(1) - window
+    if chunk:
+        visible &= position.unsqueeze(0) // chunk == position.unsqueeze(1) // chunk
     return visible

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tokenmill.checkpoint.gguf_export import export_metadata, export_tensors, rope_divisors
+from tokenmill.checkpoint.gguf_export import derived_tensors, export_metadata, export_tensors
 from tokenmill.checkpoint.gguf_writer import GGUFWriter, TensorSlot
 from tokenmill.checkpoint.hf_export import export_config, export_tokenizer, generation_config, to_gguf_layout
 from tokenmill.checkpoint.safetensors import read_json
@@ -162,15 +162,18 @@ def write_gguf(source: ConvertSource, plan: ConvertPlan, path: Path) -> None:
     ]
     with GGUFWriter(path, export_metadata(source.checkpoint, _file_type(plan)), slots) as writer:
         for tensor in tensors:
-            for rows in _rows(source, tensor.source, moves.get(tensor.source)):
+            if not tensor.source:
+                rows = torch.tensor(derived_tensors(source.description)[tensor.name])
                 writer.append(rows.contiguous().view(torch.uint8))
+                continue
+            for name in (tensor.source, *tensor.rest):
+                for rows in _rows(source, name, moves.get(name)):
+                    writer.append(rows.contiguous().view(torch.uint8))
 
 
 def _rows(source: ConvertSource, name: str, move: Move | None) -> Iterator[Tensor]:
     description = source.description
-    if not name:
-        yield torch.tensor(rope_divisors(description)).view(1, -1)
-    elif move is None:
+    if move is None:
         yield to_gguf_layout(name, source.vector(name), description).view(1, -1)
     elif move.scheme is None:
         for begin, end in source.tiles(move.prefix):

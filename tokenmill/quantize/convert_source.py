@@ -15,6 +15,7 @@ from torch import Tensor
 from tokenmill.checkpoint.base import Checkpoint
 from tokenmill.checkpoint.hf_export import ROPE_DIVISORS, exported_description, to_hf_layout
 from tokenmill.checkpoint.open import open_checkpoint
+from tokenmill.errors import UserError
 from tokenmill.model.architectures import architecture_of
 from tokenmill.model.formats.base import LinearWeight
 from tokenmill.model.formats.coded import CodedWeight
@@ -22,6 +23,7 @@ from tokenmill.model.formats.ggml import GgmlWeight
 from tokenmill.model.formats.quantized import QuantizedMatrix, Scheme
 from tokenmill.model.reader import WeightReader
 from tokenmill.quantize.ggml.codes import decode_blocks, scheme_of
+from tokenmill.quantize.source import refuse_states
 
 _NO_POSITIONS = 1  # rotary tables are not needed to read weights
 _TILE_VALUES = 1 << 22
@@ -30,7 +32,13 @@ _TILE_VALUES = 1 << 22
 class ConvertSource:
     def __init__(self, path: Path) -> None:
         self.checkpoint: Checkpoint = open_checkpoint(path)
+        refuse_states(self.checkpoint.description)
         architecture = architecture_of(self.checkpoint.description)
+        if "experts" in self.checkpoint.description.features():
+            raise UserError(
+                f"'{self.checkpoint.description.model_type}' has experts, which `convert` cannot move yet",
+                "use `tokenmill quantize`, for a GGUF with --format gguf",
+            )
         self.description = exported_description(self.checkpoint)
         reader = WeightReader(self.checkpoint)
         architecture(reader, self.checkpoint.description, _NO_POSITIONS)

@@ -24,7 +24,7 @@ from tokenmill.checkpoint.sources import resolve
 from tokenmill.checkpoint.tokenizer_files import load_chat_template, load_tokenizer
 from tokenmill.errors import UserError
 from tokenmill.hardware.machine import usable_cores
-from tokenmill.kernels.ref import rms_norm
+from tokenmill.log import get_logger
 from tokenmill.quantize.calibrate import CalibratedBlock, HiddenStates, StatisticsCollector
 from tokenmill.quantize.calibration_text import CalibrationText, read_calibration
 from tokenmill.quantize.device import choose_device
@@ -32,9 +32,11 @@ from tokenmill.quantize.finish import GateRequest, measure, refusal
 from tokenmill.quantize.forecast import MIB, check_memory, gate_memory, peak_bytes, states_plan
 from tokenmill.quantize.ggml.export import GGUFReport, plan_gguf, quantize_gguf
 from tokenmill.quantize.output import weight_files
-from tokenmill.quantize.source import FINAL_NORM, HEAD, SourceModel
+from tokenmill.quantize.source import HEAD, SourceModel
 
 METHODS = ("rtn", "imatrix")
+_LEAST_TOKENS = 0.005  # share of tokens that must reach an expert for its inputs to count
+_log = get_logger(__name__)
 _TYPE_OF_BITS = {2: "Q2_K", 3: "Q3_K_M", 4: "Q4_K_M", 5: "Q5_K_M", 6: "Q6_K", 8: "Q8_0"}
 
 
@@ -128,16 +130,26 @@ def collect_importance(
     started = time.monotonic()
     for index in range(source.num_blocks):
         statistics = CalibratedBlock(source, index, states, device).survey(("mean_square",))
+        least = _LEAST_TOKENS * states.num_tokens
+        rare = [name for name, each in statistics.items() if each.num_tokens < least]
+        if rare:
+            _log.warning(
+                "%d matrices of block %d (%s, ...) received too few tokens: weighted uniformly",
+                len(rare),
+                index,
+                rare[0],
+            )
         importance |= {
-            name: each.mean_square.cpu() for name, each in statistics.items() if each.mean_square is not None
+            name: each.mean_square.cpu()
+            for name, each in statistics.items()
+            if each.mean_square is not None and name not in rare
         }
         spent = (time.monotonic() - started) / (index + 1)
         on_block(index + 1, source.num_blocks, spent * (source.num_blocks - index - 1))
         check_memory(memory)
-    norm, eps = source.read_edge(FINAL_NORM), source.description.norm_eps
     collector = StatisticsCollector(source.description.hidden_size, states.num_tokens, ("mean_square",))
     for _, rows in states.batches():
-        collector.add(rms_norm(rows, norm, eps))
+        collector.add(source.decoder.norm.of_tensor(rows))
     head = collector.finish().mean_square
     assert head is not None
     return {**importance, HEAD: head}

@@ -7,18 +7,22 @@ the job and the calibration; knows nothing of methods.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from tokenmill.checkpoint.base import Checkpoint
+from tokenmill.checkpoint.description import ModelDescription
 from tokenmill.checkpoint.hf_export import exported_description, to_hf_layout
 from tokenmill.errors import UserError
 from tokenmill.model.architectures import architecture_of
 from tokenmill.model.architectures.decoder import Block, Decoder
 from tokenmill.model.formats.base import LinearWeight
+from tokenmill.model.layers.experts import Experts
+from tokenmill.model.layers.latent_attention import LatentSelfAttention
+from tokenmill.model.layers.norm import NoNorm, Norm
 from tokenmill.model.reader import WeightReader
 from tokenmill.quantize.base import LinearGroup
 
@@ -42,11 +46,12 @@ class SourceModel:
     def __init__(self, checkpoint: Checkpoint, num_positions: int) -> None:
         """`num_positions`: the length of calibration sequences."""
         self.checkpoint = checkpoint
+        refuse_states(checkpoint.description)
         architecture = architecture_of(checkpoint.description)
         self.description = exported_description(checkpoint)
         reader = _NamingReader(checkpoint)
         # Norms are read by the source's own offset; rotary tables are those of the layout that blocks are turned into.
-        described = replace(checkpoint.description, rope_interleaved=False)
+        described = replace(checkpoint.description, rope_interleaved=self.description.rope_interleaved)
         self.decoder: Decoder = architecture(reader, described, num_positions)
         reader.finish()
         self._reader = reader
@@ -61,9 +66,19 @@ class SourceModel:
         return self.decoder.blocks[index]
 
     def linear_names(self, index: int) -> list[str]:
-        """In the order of the forward pass."""
+        """Those that may be quantized, in the order of the forward pass."""
         prefix = f"model.layers.{index}."
-        return [name for name in self._reader.weights if name.startswith(prefix)]
+        kept = self.kept_names(index)
+        return [name for name in self._reader.weights if name.startswith(prefix) and name not in kept]
+
+    def kept_names(self, index: int) -> list[str]:
+        """Matrices that stay float32: routers, since rounding them changes which experts are chosen, and gates of
+        shared experts."""
+        mlp = self.block(index).mlp
+        if not isinstance(mlp, Experts):
+            return []
+        gate = None if mlp.shared is None else mlp.shared.gate
+        return [self.names[id(weight)] for weight in (mlp.router, gate) if weight is not None]
 
     def shape(self, name: str) -> tuple[int, int]:
         weight = self._reader.weights[name]
@@ -81,11 +96,15 @@ class SourceModel:
         return to_hf_layout(f"{name}.weight", values, self.checkpoint.description).contiguous()
 
     def read_block(self, index: int) -> dict[str, Tensor]:
-        """Every tensor of a block: NAME of a linear or norm, NAME.bias of a bias."""
+        """Every tensor of a block: NAME of a linear or norm, NAME.bias of a bias, other vectors as the file names
+        them."""
         prefix = f"model.layers.{index}."
-        tensors = {name: self.read(name) for name in self.linear_names(index)}
+        names = [*self.linear_names(index), *self.kept_names(index)]
+        tensors = {name: self.read(name) for name in names}
+        # Biases of experts may be parts of one tensor.
+        tensors |= {f"{n}.bias": bias.clone() for n in names if (bias := self._reader.weights[n].bias) is not None}
         for name, vector in self._reader.vectors.items():
-            if name.startswith(prefix):
+            if name.startswith(prefix) and name.removesuffix(".weight") not in tensors:
                 # A bias keeps its ending; of norms the name is the prefix. Norms stay as they multiply.
                 turned = to_hf_layout(name, vector, self.checkpoint.description) if name.endswith(".bias") else vector
                 tensors[name.removesuffix(".weight")] = turned.clone()
@@ -120,19 +139,56 @@ class SourceModel:
         block, d = self.block(index), self.description
         attention, mlp = block.attention, block.mlp
 
-        def group(weights: list[LinearWeight], source: object, is_norm: bool, repeats: int = 1) -> LinearGroup:
-            return LinearGroup(tuple(self.names[id(w)] for w in weights), self.names[id(source)], is_norm, repeats)
+        def group(weights: Sequence[LinearWeight], source: object, is_norm: bool, repeats: int = 1) -> LinearGroup:
+            name = None if source is None else self.names[id(source)]
+            return LinearGroup(tuple(self.names[id(w)] for w in weights), name, is_norm, repeats)
 
+        def absorbing(norm: Norm | NoNorm) -> Tensor | None:
+            """A norm that nothing else reads and that only multiplies."""
+            return None if block.shares_norm or norm.bias is not None else norm.weight
+
+        groups = [group(attention.inputs, absorbing(block.attention_norm), True)]
+        if isinstance(attention, LatentSelfAttention):
+            if attention.query_up is not None:
+                groups.append(group([attention.query_up], attention.query_norm, True))
+            groups.append(group(attention.projections.stored, attention.row_norm, True))
+            groups.append(group([attention.output], None, False))  # its input has rows of several linears' making
+        else:
+            groups.append(group([attention.output], attention.inputs[2], False, d.num_heads // d.num_kv_heads))
+        if isinstance(mlp, Experts):
+            return groups + self._expert_groups(mlp)
         return [
-            group(attention.inputs, block.attention_norm, True),
-            group([attention.output], attention.inputs[2], False, d.num_heads // d.num_kv_heads),
-            group(mlp.inputs, block.mlp_norm, True),
-            group([mlp.output], mlp.inputs[1], False),
+            *groups,
+            group(mlp.inputs, absorbing(block.mlp_norm), True),
+            group([mlp.output], mlp.inputs[1] if mlp.gated else None, False),
         ]
+
+    def _expert_groups(self, mlp: Experts) -> list[LinearGroup]:
+        """Router, experts and shared expert read one norm, so no scale of an input can go there. A clamped activation
+        passes none on either."""
+        pairs = zip(mlp.stacks.gate_up.experts, mlp.stacks.down.experts, strict=True)
+        units = [(list(inputs), outputs[0]) for inputs, outputs in pairs]
+        if mlp.shared is not None:
+            units.append((mlp.shared.inputs, mlp.shared.output))
+        groups = []
+        for inputs, output in units:
+            source = None if mlp.routing.clamp else self.names[id(inputs[1])]
+            groups.append(LinearGroup(tuple(self.names[id(weight)] for weight in inputs), None, False))
+            groups.append(LinearGroup((self.names[id(output)],), source, False))
+        return groups
 
     def layer_linears(self) -> Iterator[str]:
         for index in range(self.num_blocks):
             yield from self.linear_names(index)
+
+
+def refuse_states(description: ModelDescription) -> None:
+    if any(layer.states for layer in description.kv_layers()):
+        raise UserError(
+            f"model type '{description.model_type or description.architecture}' has recurrent layers, which cannot be "
+            "quantized or converted yet",
+            "serve the checkpoint as it is",
+        )
 
 
 def narrow(name: str, values: Tensor, dtype: torch.dtype) -> Tensor:

@@ -9,7 +9,8 @@ from tokenmill.runtime.executors.base import Draft, StepInput, num_prompt_logits
 from tokenmill.types import Batch, ScheduledTokens
 
 
-def build_batch(work: StepInput, page_size: int, device: torch.device) -> Batch:
+def build_batch(work: StepInput, page_size: int, device: torch.device, states: bool = False) -> Batch:
+    """`states`: the model has recurrent layers."""
     rows = work.rows
     decodes = not work.drafts and all(row.count == 1 for row in rows)
     arrays = _decode_arrays(work, page_size) if decodes else _arrays(work, page_size)
@@ -28,6 +29,9 @@ def build_batch(work: StepInput, page_size: int, device: torch.device) -> Batch:
         max_query=1 if decodes else int(np.diff(starts).max()),
         max_seq=int(seq_lens.max()),
         ancestors=_tensor(_ancestors(work), device) if trees else None,
+        state_slots=_tensor(np.array([row.state_slot for row in rows], dtype=np.int64), device) if states else None,
+        begins=tuple(row.state_slot for row in rows if row.start == 0) if states else (),
+        drafted=tuple(sorted(work.drafts)) if states else (),
         all_hidden=work.hidden,
     )
 

@@ -89,8 +89,11 @@ def build_runtime(checkpoint: Checkpoint, config: ResolvedConfig, device: torch.
     stated = free if config.gpu_memory_utilization is not None else config.memory
     memory = 0 if stated is None else max(1, stated - fixed)
     share = _GPU_SHARE if on_gpu else DEFAULT_SHARE
-    budget = plan_kv(layout, page_bytes, context, config.concurrency, memory, free - fixed, share)
+    budget = plan_kv(
+        layout, page_bytes, context, config.concurrency, memory, free - fixed, share, config.prefix_caching
+    )
     store = choice.build(layout, budget.num_pages, device, config.kernels, config.concurrency)
+    store.hold_states(budget.num_state_slots)
     load_kv_scales(store, checkpoint)
     condition_keys(store, model, config, context)
     executor, declined = choose_executor(config.executor, model, store, config)
@@ -101,11 +104,18 @@ def build_runtime(checkpoint: Checkpoint, config: ResolvedConfig, device: torch.
         budget.num_pages,
         layout.page_size,
         (budget.nbytes + fixed) / 2**20,
-        store.nbytes / 2**20,
+        (store.nbytes + store.states.nbytes) / 2**20,
         budget.reason,
         budget.full_requests,
         context,
     )
+    if layout.states:
+        _log.info(
+            "recurrent states: %d slots of %.1f MiB, %d of them for snapshots",
+            budget.num_state_slots,
+            layout.state_bytes / 2**20,
+            budget.num_state_slots - config.concurrency,
+        )
     speculator = build_speculator(Target(model, store, executor, config))
     runner = ModelRunner(executor, store, speculator)
     return Runtime(runner, model, store, layout, budget, executor, declined, choice.edge_layers)

@@ -30,12 +30,13 @@ from tokenmill.model.device_weights import Uploader
 from tokenmill.model.formats.base import LinearWeight
 from tokenmill.model.kvstore.base import KVStore
 from tokenmill.model.kvstore.choice import StoreChoice, native_layer_count, reading_path
+from tokenmill.model.linear_groups import head_projections
 from tokenmill.model.loader import LoadedModel, uses_gpu_kernels
 from tokenmill.model.reader import WeightReader
 from tokenmill.resolution import resolve, settle
 from tokenmill.runtime.build import find_facts, kv_arrangement
 from tokenmill.runtime.executors import EXECUTORS
-from tokenmill.runtime.executors.eager import FORWARD_OPS, OPS
+from tokenmill.runtime.executors.eager import FORWARD_OPS, OPS, RECURRENT_OPS
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +66,13 @@ class KVReport:
     page_size: int  # tokens
     bytes_per_token: float  # what one more token of a long sequence costs: sliding layers no longer grow
     context: int  # that the engine would use
-    bytes_full_context: int  # one request of that length, sliding layers included
+    bytes_full_context: int  # one request of that length, sliding and recurrent layers included
     full_layers: int
     sliding_layers: int
     sliding_window: int
+    recurrent_layers: int
+    state_bytes: int  # of one request's recurrent states, whatever its length
+    latent_layers: int = 0  # of which pages hold one row for all heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,10 +135,12 @@ def survey(checkpoint: Checkpoint, config: ResolvedConfig, device: torch.device)
     decoder = architecture_of(description)(reader, description, 1)
     reader.finish()
     chosen: dict[tuple[str, int, int, bool], Choice] = {}
+    for projections in head_projections(decoder):
+        projections.attach()
     for weight in reader.weights.values():
         key = (weight.type_name, weight.out_features, weight.in_features, weight.bias is not None)
-        if weight is decoder.embedding and decoder.head is not weight:
-            continue  # only looked up, never multiplied
+        if weight.kernel is not None or (weight is decoder.embedding and decoder.head is not weight):
+            continue  # projections by head; or only looked up, never multiplied
         if key not in chosen:
             chosen[key] = select_linear(Uploader(device).weight(weight), device, config.kernels)
         weight.kernel = chosen[key]
@@ -150,7 +156,7 @@ def implementations(model: LoadedModel, executor: str, store: KVStore | None = N
         if weight.kernel is not None
     }
     ops = []
-    for op in OPS:
+    for op in (*OPS, *(RECURRENT_OPS if store is not None and store.layout.states else ())):
         fallback = _attention_fallback(store) if executor.startswith("cuda") and op == "attention" else None
         if fallback is not None:
             ops.append(Implementation(op, "ref", (f"triton: {fallback}",)))
@@ -221,6 +227,7 @@ def _kv_report(
 ) -> KVReport:
     context = config.context
     page_bytes = choice.page_bytes(layout)
+    latent_layers = description.layer_kinds.count("latent")
     return KVReport(
         dtype=choice.name,
         read_as=reading_path(store),
@@ -228,10 +235,13 @@ def _kv_report(
         page_size=layout.page_size,
         bytes_per_token=kv_bytes_per_token(layout, page_bytes),
         context=context,
-        bytes_full_context=layout.peak_pages(context) * page_bytes,
-        full_layers=description.num_layers - description.num_sliding_layers,
+        bytes_full_context=layout.peak_pages(context) * page_bytes + layout.state_bytes,
+        full_layers=sum(len(group.layers) for group in layout.groups if group.kind == "full"),
         sliding_layers=description.num_sliding_layers,
         sliding_window=description.sliding_window if description.num_sliding_layers else 0,
+        recurrent_layers=len(layout.states),
+        state_bytes=layout.state_bytes,
+        latent_layers=latent_layers,
     )
 
 

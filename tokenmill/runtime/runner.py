@@ -32,10 +32,16 @@ class ModelRunner:
         rows = plan.scheduled
         if plan.page_copies:
             self.store.copy_pages(plan.page_copies)
+        if plan.state_copies:
+            self.store.states.copy(plan.state_copies)
         drafts = {} if self.speculator is None else self.speculator.propose(rows)
         work = StepInput(rows, drafts, self._reads_hidden(rows, drafts), self._max_run(plan, drafts))
         output = self.executor.step(work)
         result, verdicts = self._choose(work, output)
+        if drafts:
+            self.executor.settle_drafts(
+                [rows[number].count + len(result.accepted.get(number, ())) for number in sorted(drafts)]
+            )
         self._keep_branches(rows, drafts, verdicts)
         self._learn(work, drafts, output, verdicts, result)
         return result

@@ -27,6 +27,16 @@ void rows() {
     for (int i = 0; i < n; ++i) CHECK(out[i] == x[i] + y[i]);
     kernels.gated(x.data(), y.data(), Activation::silu, n, out.data());
     for (int i = 0; i < n; ++i) CHECK(near(out[i], x[i] / (1 + std::exp(-double(x[i]))) * y[i], 1e-6));
+    kernels.activate(x.data(), Activation::gelu, n, out.data());
+    for (int i = 0; i < n; ++i) CHECK(near(out[i], x[i] * 0.5 * std::erfc(-x[i] / std::sqrt(2.0)), 1e-6));
+    kernels.activate(x.data(), Activation::relu2, n, out.data());
+    for (int i = 0; i < n; ++i) CHECK(out[i] == (x[i] > 0 ? x[i] * x[i] : 0));
+    double sum = 0, deviations = 0;
+    for (float v : x) sum += v;
+    for (float v : x) deviations += (v - sum / n) * (v - sum / n);
+    kernels.layer_norm(x.data(), w.data(), y.data(), 1e-5f, n, out.data());
+    for (int i = 0; i < n; ++i)
+      CHECK(near(out[i], (x[i] - sum / n) / std::sqrt(deviations / n + 1e-5) * w[i] + y[i], 1e-5));
     kernels.softcap(x.data(), 2.0f, n, out.data());
     for (int i = 0; i < n; ++i) CHECK(near(out[i], 2 * std::tanh(x[i] / 2.0), 1e-6));
     CHECK(kernels.maximum(x.data(), n) == *std::max_element(x.begin(), x.end()));

@@ -154,7 +154,7 @@ def test_what_layers_keep() -> None:
         ("latent", 40, 0)
     }
     delta, full = _ours("qwen3_next").kv_layers()[:2]
-    assert (delta.kind, delta.state_bytes) == ("recurrent", 4 * 16 * 16 * 4 + 3 * (2 * 2 * 16 + 4 * 16) * 2)
+    assert (delta.kind, delta.state_bytes) == ("recurrent", (4 * 16 * 16 + 3 * (2 * 2 * 16 + 4 * 16)) * 4)
     assert (full.kind, full.num_kv_heads, full.head_dim) == ("full", 2, 32)
     (mixer,) = _ours("mamba2").layers[0].mixers
     assert isinstance(mixer, Recurrent)

@@ -191,8 +191,8 @@ def longrope(writer: gguf.GGUFWriter) -> None:
     ("settings", "message"),
     [
         (lambda writer: writer.add_uint16("split.count", 3), "3 parts"),
-        (lambda writer: writer.add_expert_count(8), "mixture of experts"),
-        (lambda writer: writer.add_rope_dimension_count(8), "rotated"),
+        (lambda writer: writer.add_rope_dimension_count(7), "rotated"),
+        (lambda writer: writer.add_rope_dimension_sections([2, 3, 3, 0]), "M-RoPE"),
         (lambda writer: writer.add_value_length(32), "different sizes"),
         (lambda writer: writer.add_causal_attention(False), "causal"),
         (lambda writer: writer.add_uint32("general.alignment", 12), "alignment"),

@@ -9,12 +9,12 @@ import pytest
 
 from tokenmill.errors import UserError
 from tokenmill.hardware.kv_layout import KVGroup, KVLayout, LayerKV, LayerState, build_layout
-from tokenmill.hardware.memory import plan_kv
+from tokenmill.hardware.memory import KVBudget, plan_kv
 
 FULL, SLIDING = LayerKV("full", 2, 8), LayerKV("sliding", 2, 8, 6)
 WIDE, NARROW = LayerKV("full", 8, 128), LayerKV("sliding", 4, 64, 512)
 LATENT = LayerKV("latent", 1, 576, value_dim=0)
-STATE = LayerKV("recurrent", state_bytes=1000)
+STATE = LayerKV("recurrent", states=((10, 20), (50,)))
 
 
 @pytest.mark.parametrize(
@@ -75,15 +75,15 @@ def test_latent_rows_have_no_values_of_their_own() -> None:
     layout = build_layout([LATENT] * 3, 16)
     assert layout.values_per_page == 3 * 16 * 576
     assert [layout.group_pages(layout.groups[0], tokens) for tokens in (1, 16, 17)] == [1, 1, 2]
-    assert layout.features() == ("keys and values of different widths",)
+    assert layout.features() == ("latent rows",)
 
 
 def test_states_are_beside_the_pages() -> None:
     layout = build_layout([STATE, FULL, STATE, FULL], 16)
     assert [group.layers for group in layout.groups] == [(1, 3)]
-    assert layout.states == (LayerState(0, 1000), LayerState(2, 1000))
+    assert layout.states == (LayerState(0, STATE.states), LayerState(2, STATE.states))
     assert layout.state_bytes == 2000
-    both = build_layout([LayerKV("full", 2, 8, state_bytes=64)] * 2, 16)  # attention beside a recurrence
+    both = build_layout([LayerKV("full", 2, 8, states=((16,),))] * 2, 16)  # attention beside a recurrence
     assert (both.groups[0].layers, both.state_bytes) == ((0, 1), 128)
 
 
@@ -110,3 +110,19 @@ def test_memory_for_states_comes_first() -> None:
         plan_kv(layout, 100, context=64, concurrency=3, memory=3000, available=0)
     free = plan_kv(build_layout([STATE], 16), 0, context=64, concurrency=3, memory=3000, available=0)
     assert free.nbytes == 3000
+    assert free.num_pages == 3 * 4  # pages without a byte cost nothing: enough to name all prefixes
+    with pytest.raises(UserError, match="lower --concurrency"):
+        plan_kv(layout, 100, context=64, concurrency=30, memory=0, available=10_000)
+
+
+def test_snapshots_of_states_are_bounded() -> None:
+    layout = build_layout([STATE, FULL], 16)
+
+    def budget(memory: int, caching: bool = True) -> KVBudget:
+        return plan_kv(layout, 100, 64, 3, memory, available=0, prefix_caching=caching)
+
+    assert budget(1 << 30).num_state_slots == 3 + 4 * 3
+    assert budget(1 << 30, caching=False).num_state_slots == 3
+    assert budget(3000 + 12_000).num_state_slots == 3 + 3  # a quarter of what the running sequences leave
+    assert budget(3000 + 12_000).nbytes <= 15_000
+    assert budget(3000 + 3000).num_state_slots == 3

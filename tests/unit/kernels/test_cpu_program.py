@@ -38,7 +38,7 @@ STEPS = [
 ]
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2", "gemma3", "mistral"])
+@pytest.fixture(scope="module", params=["llama", "qwen2", "gemma3", "mistral", "deepseek_v3-yarn"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     folder: Path = tmp_path_factory.mktemp(request.param)
     make(request.param, folder)
@@ -60,6 +60,8 @@ def batch_of(model: LoadedModel, step: list[tuple[int, int, int]]) -> Batch:
 
 def run(model: LoadedModel, executor_class: type, threads: int = 0, store_name: str = "float32") -> list[torch.Tensor]:
     layout = build_layout(model.decoder.kv_layers(), PAGE_SIZE)
+    if declined := KV_STORES.get(store_name).declines(layout):
+        pytest.skip(f"{store_name} pages do not support {declined}")
     store = KV_STORES.get(store_name)(layout, 3 * len(layout.groups) * PAGES_EACH, CPU)
     executor = executor_class(
         model, store, resolve(EngineConfig(batch_tokens=40, concurrency=4, threads=threads or None))
@@ -79,8 +81,10 @@ CODED = ["fp8", "fp8_e5m2", "int8", "int4", "turboquant3", "turboquant_4bit_nc"]
 def test_same_logits_as_eager(model: LoadedModel, store_name: str) -> None:
     eager = run(model, EagerExecutor, store_name=store_name)
     recorded = run(model, RecordedExecutor, store_name=store_name)
+    # Numbers that differ in the last bit may be stored as neighbours: of 16 bits the distance shows.
+    tolerance = 1e-4 if store_name == "bfloat16" else 1e-5
     for actual, expected in zip(recorded, eager, strict=True):
-        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("store_name", ["float32", "int8", "int4", "turboquant3"])

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.parity.tiny_models import CONFIGS, make
+from tests.parity.tiny_models import WRITTEN, make
 from tokenmill import LLM, SamplingParams
 from tokenmill.checkpoint.open import open_checkpoint
 from tokenmill.kernels.ref import rms_norm, softcap
 from tokenmill.quantize import calibrate
 from tokenmill.quantize.base import SAMPLE_ROWS
 from tokenmill.quantize.calibrate import CalibratedBlock, HiddenStates, StatisticsCollector
-from tokenmill.quantize.source import FINAL_NORM, HEAD, SourceModel
+from tokenmill.quantize.source import HEAD, SourceModel
 
 _LENGTH = 40
 
@@ -24,13 +24,13 @@ def _logits(source: SourceModel, ids: torch.Tensor, batch: int) -> torch.Tensor:
     states = HiddenStates(source.embed(ids), batch)
     for index in range(source.num_blocks):
         CalibratedBlock(source, index, states).advance()
-    x = rms_norm(states.values, source.read_edge(FINAL_NORM), source.description.norm_eps)
-    logits = x @ source.read_edge(HEAD).T
+    x = source.decoder.norm.of_tensor(states.values.flatten(0, 1)).view_as(states.values)
+    logits = x @ source.read_edge(HEAD).T * source.description.logit_scale
     cap = source.description.logit_softcap
     return softcap(logits, cap) if cap else logits
 
 
-@pytest.mark.parametrize("name", list(CONFIGS))
+@pytest.mark.parametrize("name", WRITTEN)
 def test_logits_match_transformers(name: str, tmp_path: Path) -> None:
     oracle = make(name, tmp_path)
     ids = torch.randint(0, 131, (3, _LENGTH), generator=torch.Generator().manual_seed(0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tokenmill.checkpoint.configs.families import Family
+from tokenmill.checkpoint.configs.mixers import rotates
 from tokenmill.checkpoint.fields import Fields, shown
 
 _LISTED = {
@@ -32,7 +33,7 @@ def layer_kinds(text: Fields, family: Family, num_layers: int) -> tuple[int, tup
 
 def _window(text: Fields, family: Family) -> int:
     """Null switches sliding off, absence does not where the family has a default; Qwen has a switch of its own."""
-    if family.sliding == "tail" and not text.flag("use_sliding_window", False):
+    if family.sliding in ("tail", "even_below", "switched") and not text.flag("use_sliding_window", False):
         return 0
     default = 0 if "sliding_window" in text.values else family.sliding_window
     return text.integer("sliding_window", default, low=0)
@@ -53,6 +54,8 @@ def _recurring(text: Fields, family: Family, num_layers: int) -> tuple[str, ...]
 
 def _sliding(text: Fields, family: Family, num_layers: int, window: int) -> tuple[str, ...]:
     layers = range(num_layers)
+    if family.sliding == "chunks":
+        return tuple("chunked" if rotates(text, family, layer) else "full" for layer in layers)
     if not window or family.sliding == "never" or not text.flag("use_sliding_window", True):
         return ("full",) * num_layers
     if family.sliding == "tail":
@@ -60,7 +63,10 @@ def _sliding(text: Fields, family: Family, num_layers: int, window: int) -> tupl
         return tuple("sliding" if layer >= first else "full" for layer in layers)
     if family.sliding == "even":
         return tuple("full" if layer % 2 else "sliding" for layer in layers)
-    default = 6 if family.sliding == "period" else 0
+    if family.sliding == "even_below":
+        end = text.integer("max_window_layers", 28, low=0)
+        return tuple("sliding" if layer % 2 == 0 and layer < end else "full" for layer in layers)
+    default = family.sliding_period if family.sliding == "period" else 0
     period = text.integer("sliding_window_pattern", text.integer("_sliding_window_pattern", default, low=0), low=0)
     return tuple("full" if period and (layer + 1) % period == 0 else "sliding" for layer in layers)
 

@@ -13,17 +13,17 @@ _LAYER_TYPES = ("full_attention", "sliding_attention")
 def rope_tables(text: Fields, family: Family, head_dim: int, context_length: int) -> tuple[RopeTable, ...]:
     """ "full", and "sliding" where the sliding layers have frequencies of their own."""
     settings = _settings(text, "full_attention")
-    default_theta = text.number("rope_theta", family.rope_theta, low=1.0)
+    default_theta = text.number("rope_theta", text.number("rotary_emb_base", family.rope_theta, low=1.0), low=1.0)
     theta = settings.number("rope_theta", default_theta, low=1.0)
-    scaling = _scaling(text, settings, context_length)
-    tables = [RopeTable("full", _rotary_dim(text, settings, family, head_dim), theta, scaling)]
+    size = _rotary_dim(text, settings, family, head_dim)
+    tables = [RopeTable("full", size, theta, _scaling(text, settings, context_length, size))]
     nested = "sliding_attention" in text.mapping("rope_parameters")
     if family.local_rope_theta is not None or nested:
         local = _settings(text, "sliding_attention")
         default = family.local_rope_theta if family.local_rope_theta is not None else default_theta
         theta = local.number("rope_theta", text.number("rope_local_base_freq", default, low=1.0), low=1.0)
-        dim = _rotary_dim(text, local, family, head_dim)
-        tables.append(RopeTable("sliding", dim, theta, _scaling(text, local, context_length)))
+        size = _rotary_dim(text, local, family, head_dim)
+        tables.append(RopeTable("sliding", size, theta, _scaling(text, local, context_length, size)))
     return tuple(tables)
 
 
@@ -43,10 +43,13 @@ def _rotary_dim(text: Fields, settings: Fields, family: Family, head_dim: int) -
         return text.integer("rotary_dim")
     default = text.number("rotary_pct", family.rotary_factor)
     factor = settings.number("partial_rotary_factor", text.number("partial_rotary_factor", default))
-    return int(head_dim * factor)
+    size = int(head_dim * factor)
+    if not 0 < size <= head_dim or size % 2:
+        raise text.error(f"{size} of {head_dim} numbers of a head cannot be rotated in pairs")
+    return size
 
 
-def _scaling(text: Fields, settings: Fields, context_length: int) -> RopeScaling:
+def _scaling(text: Fields, settings: Fields, context_length: int, rotary_dim: int) -> RopeScaling:
     kind = settings.text("rope_type", settings.text("type", "default"))
     original = settings.integer("original_max_position_embeddings", context_length)
     original = text.integer("original_max_position_embeddings", original)
@@ -60,14 +63,22 @@ def _scaling(text: Fields, settings: Fields, context_length: int) -> RopeScaling
             raise settings.error(f"'high_freq_factor' {high:g} must be above 'low_freq_factor' {low:g}")
         factor = settings.number("factor", low=1e-6)
         return RopeScaling("llama3", factor, original, low_freq_factor=low, high_freq_factor=high)
+    if kind == "longrope" or settings.raw("short_factor") is not None:  # older files say "su" or "yarn"
+        return _longrope(settings, original, context_length, rotary_dim // 2)
     if kind == "yarn":
         return _yarn(settings, original, context_length)
+    return RopeScaling(kind, settings.number("factor", 1.0), original)
+
+
+def _longrope(settings: Fields, original: int, context_length: int, count: int) -> RopeScaling:
+    factor = settings.number("attention_factor", 0.0)
     return RopeScaling(
-        "longrope" if kind == "su" else kind,
-        settings.number("factor", 1.0),
+        "longrope",
+        settings.number("factor", context_length / original, low=1e-6),
         original,
-        short_factors=_factors(settings, "short_factor"),
-        long_factors=_factors(settings, "long_factor"),
+        attention_factor=factor if settings.raw("attention_factor") is not None else None,
+        short_factors=_factors(settings, "short_factor", count),
+        long_factors=_factors(settings, "long_factor", count),
     )
 
 
@@ -86,8 +97,10 @@ def _yarn(settings: Fields, original: int, context_length: int) -> RopeScaling:
     )
 
 
-def _factors(settings: Fields, name: str) -> tuple[float, ...]:
-    values = settings.raw(name) or ()
-    if not isinstance(values, list | tuple) or not all(isinstance(v, int | float) for v in values):
+def _factors(settings: Fields, name: str, count: int) -> tuple[float, ...]:
+    values = settings.raw(name)
+    if not isinstance(values, list | tuple) or not all(isinstance(v, int | float) and v > 0 for v in values):
         raise settings.wrong(name, values)
+    if len(values) != count:
+        raise settings.error(f"'{name}' has {len(values)} numbers, one for each of {count} frequencies is needed")
     return tuple(map(float, values))

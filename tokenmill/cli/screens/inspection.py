@@ -28,6 +28,9 @@ def _model(result: Result) -> Facts:
     shapes, tokenizer = result["shapes"], result["tokenizer"]
     tied = "tied" if shapes.get("tie_embeddings") else "separate"
     heads = f"{shapes['num_heads']} heads of {shapes['head_dim']}, {shapes['num_kv_heads']} for keys and values"
+    heads = heads if shapes["num_heads"] else "no attention"
+    if result["kv_cache"].get("latent_layers"):
+        heads = f"{shapes['num_heads']} heads over one latent row of {shapes['head_dim']} per token"
     chat = "with a chat template" if tokenizer["chat_template"] else "no chat template (a base model)"
     return Facts(
         "Model",
@@ -73,8 +76,12 @@ def _memory(result: Result) -> Table:
 
 def _cache(kv: Mapping[str, Any]) -> str:
     kinds = [f"{kv['full_layers']} layers of full attention"] if kv["full_layers"] else []
+    if kv.get("latent_layers"):
+        kinds.append(f"{kv['latent_layers']} layers of latent attention")
     if kv["sliding_layers"]:
         kinds.append(f"{kv['sliding_layers']} sliding over {count(kv['sliding_window'])} tokens")
+    if kv["recurrent_layers"]:
+        kinds.append(f"{kv['recurrent_layers']} recurrent with {size(kv['state_bytes'])} per sequence")
     pages = f"{size(kv['bytes_per_token'])} per token in pages of {kv['page_size']}"
     return f"{kv['dtype']}, {pages}; {', '.join(kinds)}"
 

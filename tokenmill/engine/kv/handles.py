@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from tokenmill.engine.kv.prefix_tree import PrefixNode
-from tokenmill.types import Request
+from tokenmill.types import CacheReport, Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +17,7 @@ class PrefixMatch:
     fits: bool = True
     num_unheld: int = 0  # matched pages without a holder: taking them makes that many fewer available
     nodes: list[PrefixNode] = field(default_factory=list)
+    branch: int = 0  # tokens up to which pages are cached; more than `num_tokens` where there is no snapshot
 
 
 @dataclass(slots=True)
@@ -26,6 +27,7 @@ class Reservation:
     num_tokens: int
     block_tables: tuple[list[int], ...]  # per group: page id by page index, NO_PAGE where the window left it; live
     num_dropped: int  # tokens whose pages a budget took out of the tables
+    state_slot: int = 0  # of recurrent layers
 
     def __bool__(self) -> bool:
         return self.num_tokens > 0
@@ -47,3 +49,12 @@ class Restored:
 def wants_prompt_logprobs(request: Request) -> bool:
     """Whether every prompt token must be computed by this very request, for its log-probabilities."""
     return request.params.prompt_logprobs is not None and request.index == 0 and request.num_output_tokens == 0
+
+
+def report_of(match: PrefixMatch, max_pages: int, restored: Restored, reason: str) -> CacheReport:
+    """How the cache served a request that is admitted. `reason`: why it could not, empty if it could."""
+    if not reason and len(match.nodes) >= max_pages:
+        reason = "hit" if max_pages else "short"
+    reason = reason or restored.reason or ("partial" if match.nodes else "cold")
+    loaded = min(restored.num_tokens, match.num_tokens)
+    return CacheReport(reason, restored.tier if loaded else "", loaded)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from tokenmill.engine.kv.pages import PagePool
 from tokenmill.engine.kv.prefix_tree import NO_PAGE, PrefixNode, PrefixTree
+from tokenmill.engine.kv.states import NO_STATE
 from tokenmill.hardware.kv_layout import KVLayout
 from tokenmill.types import Request
 
@@ -26,6 +27,10 @@ class Holding:
     cursor: PrefixNode  # tree node of the last committed page
     shared: bool = False  # forked and not written since: pages from the next written one on may have other holders
     num_dropped: int = 0  # tokens whose pages a budget took
+    state_slot: int = 0  # of recurrent layers
+    snapshot: int = NO_STATE  # a copy of the state at the fork point, for siblings
+    branch: int = 0  # tokens after which its prompt parts from what was cached: others may too
+    trailing: PrefixNode | None = None  # the node of the last snapshot of its output
 
     def drop(self, entries: list[int], page_size: int) -> list[int]:
         """Take full entries (ascending) out of all tables; the pages that were there, last first."""
@@ -38,6 +43,28 @@ class Holding:
                 self.first_live[group] -= index < self.first_live[group]
         self.num_dropped += len(entries) * page_size
         return pages
+
+
+def enter_pages(request: Request, holding: Holding, full: int, tree: PrefixTree, pool: PagePool) -> None:
+    """Enter the first `full` pages into the tree, as far as they are not. A page that it has already replaces ours."""
+    size = tree.page_size
+    node = holding.cursor
+    node.cursors -= 1
+    for index in range(holding.committed, full):
+        node = tree.child(node, tuple(request.token_ids[index * size : (index + 1) * size]))
+        for group, table in enumerate(holding.tables):
+            ours, theirs = table[index], node.pages[group]
+            if ours in (NO_PAGE, theirs):
+                continue
+            if theirs == NO_PAGE:
+                tree.attach(node, group, ours)
+            else:
+                pool.take(theirs, counts=False)
+                table[index] = theirs
+                pool.drop(ours)
+    node.cursors += 1
+    holding.cursor = node
+    holding.committed = full
 
 
 def check_holding(request: Request, holding: Holding, layout: KVLayout, tree: PrefixTree, pool: PagePool) -> None:

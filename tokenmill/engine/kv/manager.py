@@ -13,19 +13,30 @@ from collections import Counter
 from collections.abc import Sequence
 
 from tokenmill.engine.kv.budget.enforcer import BudgetEnforcer
-from tokenmill.engine.kv.handles import NO_MATCH, NO_SLOTS, PrefixMatch, Reservation, Restored, wants_prompt_logprobs
-from tokenmill.engine.kv.holding import Holding, check_holding
+from tokenmill.engine.kv.copying import PageCopies
+from tokenmill.engine.kv.handles import (
+    NO_MATCH,
+    NO_SLOTS,
+    PrefixMatch,
+    Reservation,
+    Restored,
+    report_of,
+    wants_prompt_logprobs,
+)
+from tokenmill.engine.kv.holding import Holding, check_holding, enter_pages
 from tokenmill.engine.kv.pages import PagePool
 from tokenmill.engine.kv.policy.base import EvictionPolicy
 from tokenmill.engine.kv.policy.retention import FOREVER, RetentionPolicy
-from tokenmill.engine.kv.prefix_tree import NO_PAGE, UNBOUNDED, PrefixTree
+from tokenmill.engine.kv.prefix_tree import NO_PAGE, UNBOUNDED, PrefixNode, PrefixTree
 from tokenmill.engine.kv.restore import Restorer
 from tokenmill.engine.kv.saving import Saver
+from tokenmill.engine.kv.snapshots import Snapshots
+from tokenmill.engine.kv.states import StateSlots
 from tokenmill.engine.kv.tier.stack import TierStack
 from tokenmill.engine.kv.usage import measure_pages
 from tokenmill.engine.stats import EngineStats
 from tokenmill.hardware.kv_layout import KVLayout
-from tokenmill.types import CacheControl, CacheReport, Request, StepPlan
+from tokenmill.types import CacheControl, Request, StepPlan
 
 
 class KVManager:
@@ -37,14 +48,18 @@ class KVManager:
         policy: EvictionPolicy,
         tiers: TierStack | None = None,
         budgets: BudgetEnforcer | None = None,
+        num_state_slots: int = 0,
     ) -> None:
+        """`num_state_slots`: of recurrent layers, as many as sequences may run at once or more."""
         self.layout = layout
         self.num_pages = num_pages
-        self.prefix_caching = prefix_caching and not layout.states  # a recurrent state cannot be cut at a page
+        self.prefix_caching = prefix_caching
         self.stats = EngineStats(num_pages=num_pages, tiers=tiers.stats if tiers is not None else [])
         self._retention = RetentionPolicy(policy, self.stats)
         self._budgets = budgets or BudgetEnforcer(layout)
-        self._tree = PrefixTree(layout, tiers.root_name if tiers is not None else b"")
+        states = StateSlots(num_state_slots, self._is_promised) if layout.states else None
+        self._snapshots = Snapshots(states, layout.page_size, prefix_caching) if states is not None else None
+        self._tree = PrefixTree(layout, tiers.root_name if tiers is not None else b"", states)
         self._saver = Saver(self._tree, tiers, self.stats) if tiers is not None else None
         on_evict = self._saver.offer if self._saver is not None else None
         self._pool = PagePool(num_pages, self._tree, self._retention, self.stats, on_evict)
@@ -53,7 +68,7 @@ class KVManager:
         self._num_groups = len(layout.groups)
         self._windowed = [g for g, span in enumerate(self._tree.spans) if span != UNBOUNDED]
         self._holdings: dict[Request, Holding] = {}
-        self._copies: dict[int, int] = {}  # destination -> source
+        self._copies = PageCopies(self._pool, self._tree)
 
     # --- the verbs of the scheduler ---
 
@@ -79,13 +94,14 @@ class KVManager:
         else holds pages; as if the requests in `without` had released theirs (a shared page counts for each of them).
         """
         max_pages = self._max_match(request)
-        nodes = self._tree.match(request.token_ids, max_pages, request.cache_salt) if max_pages else []
+        nodes, reached = self._find(request, max_pages) if max_pages else ([], 0)
         refs, unheld = self._pool.refs, 0
         if nodes:
             for group, first in enumerate(self._first_live(len(nodes) * self._page_size)):
                 unheld += [refs[node.pages[group]] for node in nodes[first:]].count(0)
         fits = self._fits(request, len(nodes), unheld, without)
-        return PrefixMatch(len(nodes) * self._page_size, max_pages * self._page_size, fits, unheld, nodes)
+        size = self._page_size
+        return PrefixMatch(len(nodes) * size, max_pages * size, fits, unheld, nodes, reached * size)
 
     def reserve(
         self, request: Request, count: int, match: PrefixMatch = NO_MATCH, only_spare: bool = False
@@ -97,24 +113,26 @@ class KVManager:
         """
         holding = self._holdings.get(request)
         if holding is None:
-            count = min(count, self._row_limit(request, match.num_tokens), self._first_room(match))
+            limit = self._row_limit(request, match.num_tokens, match.branch)
+            count = min(count, limit, self._first_room(match))
             if count <= 0:
                 return NO_SLOTS
             holding = self._open(request, match)
             self._extend(holding, match.num_tokens + count)
-            return Reservation(count, holding.tables, 0)
+            return Reservation(count, holding.tables, 0, holding.state_slot)
         computed = request.num_computed
         if request.params.cache is not None:
             self._trim(request, holding)
-            count = min(count, self._row_limit(request, computed))
+        if request.budget is not None or self._snapshots is not None:
+            count = min(count, self._row_limit(request, computed, holding.branch))
         if computed + count > holding.capacity or holding.shared:
             count = min(count, self._room(holding, computed, only_spare))
             if count <= 0:
                 return NO_SLOTS
             if holding.shared:
-                self._unshare(holding, computed)
+                self._copies.unshare(holding, computed)
             self._extend(holding, computed + count)
-        return Reservation(count, holding.tables, holding.num_dropped)
+        return Reservation(count, holding.tables, holding.num_dropped, holding.state_slot)
 
     def commit(self, request: Request) -> None:
         """Enter the pages that are now full and computed into the tree.
@@ -124,30 +142,12 @@ class KVManager:
         holding = self._holdings[request]
         full = request.num_computed // self._page_size
         if full > holding.committed and self.prefix_caching and not holding.num_dropped:
-            self._enter(request, holding, full)
+            enter_pages(request, holding, full, self._tree, self._pool)
+        if self._snapshots is not None:
+            self._snapshots.keep(request, holding)
         cache = request.params.cache
         if cache is not None and not request.cache.retention and request.num_computed >= len(request.prompt_ids):
             self._retain(request, holding, cache)
-
-    def _enter(self, request: Request, holding: Holding, full: int) -> None:
-        size = self._page_size
-        node = holding.cursor
-        node.cursors -= 1
-        for index in range(holding.committed, full):
-            node = self._tree.child(node, tuple(request.token_ids[index * size : (index + 1) * size]))
-            for group, table in enumerate(holding.tables):
-                ours, theirs = table[index], node.pages[group]
-                if ours in (NO_PAGE, theirs):
-                    continue
-                if theirs == NO_PAGE:
-                    self._tree.attach(node, group, ours)
-                else:
-                    self._pool.take(theirs, counts=False)
-                    table[index] = theirs
-                    self._pool.drop(ours)
-        node.cursors += 1
-        holding.cursor = node
-        holding.committed = full
 
     def release(self, request: Request) -> None:
         """Release all pages, from tail to head so that the end of a prefix is evicted before its beginning. Of a
@@ -164,21 +164,22 @@ class KVManager:
             for page in row:
                 if page >= 0:
                     drop(page)
+        if self._snapshots is not None:
+            self._snapshots.release(holding)
         holding.cursor.cursors -= 1
         self._tree.prune(holding.cursor)
-        if self._copies:
-            self._copies = {copy: source for copy, source in self._copies.items() if self._pool.refs[copy] > 0}
+        self._copies.forget_released()
         if request.budget is not None:
             self._budgets.scores.released(request)
 
-    def fork(self, parent: Request, child: Request) -> None:
+    def fork(self, parent: Request, child: Request) -> bool:
         """Share the pages of `parent` with `child` as far as its tokens go, the last one partly filled. Writers copy.
 
         The child's `token_ids` are a prefix of the parent's, its `num_computed` no more than what the parent computed.
+        False: there is no copy of the recurrent states that the child would begin with (any more); nothing changed.
         """
         size = self._page_size
         source = self._holdings[parent]
-        assert not self.layout.states, "a recurrent state would have to be copied"
         assert not source.num_dropped, "a request is forked before its budget takes pages"
         length = -(-child.num_tokens // size)
         committed = min(source.committed, child.num_computed // size)
@@ -186,24 +187,31 @@ class KVManager:
         for _ in range(source.committed - committed):
             assert cursor.parent is not None
             cursor = cursor.parent
+        computed = child.num_computed
+        slot = self._snapshots.fork(source, cursor, computed, committed) if self._snapshots is not None else 0
+        if slot is None:
+            return False
         tables = tuple(table[:length] for table in source.tables)
         for table in tables:
             for page in table:
                 if page >= 0:
                     self._pool.take(page)
         self._holdings[child] = Holding(
-            tables, list(source.first_live), len(tables[0]) * size, committed, cursor, shared=True
+            tables, list(source.first_live), len(tables[0]) * size, committed, cursor, shared=True, state_slot=slot
         )
         cursor.cursors += 1
         source.shared = True
+        return True
 
     def take_copies(self) -> list[tuple[int, int]]:
         """(source, destination) pages to copy before the next step writes; no page is the destination of two."""
         if self._saver is not None:
             self._saver.export()  # what was evicted for that step
-        copies = [(source, copy) for copy, source in self._copies.items()]
-        self._copies.clear()
-        return copies
+        return self._copies.take()
+
+    def take_state_copies(self) -> list[tuple[int, int]]:
+        """(source, destination) state slots to copy before the next step, in order."""
+        return self._snapshots.slots.take_copies() if self._snapshots is not None else []
 
     # --- the engine around the scheduler ---
 
@@ -216,6 +224,8 @@ class KVManager:
         self._tree.check(Counter(holding.cursor for holding in self._holdings.values()))
         for request, holding in self._holdings.items():
             check_holding(request, holding, self.layout, self._tree, self._pool)
+        if self._snapshots is not None:
+            self._snapshots.check(self._holdings.values(), self._tree.nodes())
 
     def measure(self) -> EngineStats:
         """The statistics record, with the page gauges of this moment."""
@@ -270,16 +280,27 @@ class KVManager:
         self._slide(holding, num_computed)
         pages = self._pool.available
         if holding.shared:
-            pages -= self._count_copies(holding, num_computed)
+            pages -= self._copies.count(holding, num_computed)
             if pages < 0:
                 return 0
         if only_spare:
             pages = max(0, pages - len(self._holdings) * self._num_groups)
         return holding.capacity + pages // self._num_groups * self._page_size - num_computed
 
-    def _row_limit(self, request: Request, start: int) -> int:
+    def _find(self, request: Request, max_pages: int) -> tuple[list[PrefixNode], int]:
+        """The nodes that a request can go on from, and the depth up to which pages are cached."""
+        if self._snapshots is not None:
+            return self._tree.match_snapshot(request.token_ids, max_pages, request.cache_salt)
+        nodes = self._tree.match(request.token_ids, max_pages, request.cache_salt)
+        return nodes, len(nodes)
+
+    def _row_limit(self, request: Request, start: int, branch: int) -> int:
         """The most tokens that a row which begins at `start` may have."""
-        return UNBOUNDED if request.budget is None else self._budgets.row_limit(request, start)
+        limit = UNBOUNDED if request.budget is None else self._budgets.row_limit(request, start)
+        return limit if self._snapshots is None else min(limit, self._snapshots.row_limit(request, start, branch))
+
+    def _is_promised(self, owner: object) -> bool:
+        return isinstance(owner, PrefixNode) and any(map(self._retention.is_promised, owner.pages))
 
     def _first_live(self, num_tokens: int) -> list[int]:
         return [self.layout.first_live_page(group, num_tokens) for group in self.layout.groups]
@@ -296,7 +317,10 @@ class KVManager:
             self._pool.take_path(table[first:])
         cursor = match.nodes[-1] if depth else self._tree.open_root(request.cache_salt)
         cursor.cursors += 1
-        holding = self._holdings[request] = Holding(tables, first_live, match.num_tokens, depth, cursor)
+        slot = self._snapshots.slots.allocate(cursor.snapshot) if self._snapshots is not None else 0
+        holding = self._holdings[request] = Holding(
+            tables, first_live, match.num_tokens, depth, cursor, state_slot=slot, branch=match.branch
+        )
         if self.prefix_caching:
             self.stats.num_prefix_query_tokens += request.num_tokens
             self.stats.num_prefix_hit_tokens += match.num_tokens
@@ -321,17 +345,9 @@ class KVManager:
         restored = self._restorer.settle(request) if self._restorer is not None else Restored()
         if request.num_preemptions:
             return
-        most = self._max_match(request)
-        if not self.prefix_caching:
-            reason = "off"
-        elif request.params.prompt_logprobs is not None or self._needs_all_computed(request):
-            reason = "must_compute"
-        elif len(match.nodes) >= most:
-            reason = "hit" if most else "short"
-        else:
-            reason = restored.reason or ("partial" if match.nodes else "cold")
-        loaded = min(restored.num_tokens, match.num_tokens)
-        request.cache = CacheReport(reason, restored.tier if loaded else "", loaded)
+        must_compute = request.params.prompt_logprobs is not None or self._needs_all_computed(request)
+        reason = "off" if not self.prefix_caching else "must_compute" if must_compute else ""
+        request.cache = report_of(match, self._max_match(request), restored, reason)
 
     def _extend(self, holding: Holding, end: int) -> None:
         allocate = self._pool.allocate
@@ -376,24 +392,3 @@ class KVManager:
         seconds, max_pages = FOREVER if cache.pin else cache.ttl, int(request.max_pinned_share * self.num_pages)
         granted = self._retention.promise(pages, seconds, request.tenant, max_pages)
         request.cache.retention = "granted" if granted else "over_quota"
-
-    def _count_copies(self, holding: Holding, num_computed: int) -> int:
-        index = (num_computed - holding.num_dropped) // self._page_size
-        return sum(page >= 0 and self._pool.refs[page] > 1 for table in holding.tables for page in table[index:])
-
-    def _unshare(self, holding: Holding, num_computed: int) -> None:
-        """Make the pages to be written the request's own: copy what others hold, take the rest out of the tree."""
-        computed = num_computed - holding.num_dropped
-        for table in holding.tables:
-            for index in range(computed // self._page_size, len(table)):
-                page = table[index]
-                if page == NO_PAGE:
-                    continue
-                if self._pool.refs[page] > 1:
-                    table[index] = copy = self._pool.allocate()
-                    if index * self._page_size < computed:  # else every slot of it is written anew
-                        self._copies[copy] = page
-                    self._pool.drop(page)
-                elif page in self._tree.owner:
-                    self._pool.uncache(page)
-        holding.shared = False

@@ -3,8 +3,9 @@
 A node is one full page of token ids below its parent and names, for each KV group, the page that stores it (or none).
 Where pages can leave for a tier, each node also has a name that is the same in every process: the hash of the root's
 (model, KV dtype, layout), of the cache salt and of all tokens up to it. Requests of different salts share nothing: each
-salt has a root of its own below the root. It knows nothing of reference counts or requests; the manager attaches pages,
-the page pool evicts them.
+salt has a root of its own below the root. A model with recurrent layers can only go on from a node with a snapshot of
+its states. It knows nothing of reference counts or requests; the manager attaches pages and snapshots, the page pool
+evicts pages.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from array import array
 from collections.abc import Iterator
 from hashlib import blake2b
 
+from tokenmill.engine.kv.states import NO_STATE, StateSlots
 from tokenmill.hardware.kv_layout import KVLayout
 
 NO_PAGE = -1
@@ -22,7 +24,7 @@ UNBOUNDED = 2**30  # pages that a group without a window looks back
 class PrefixNode:
     """`page_size` token ids (`key`) after those of `parent`; `cursors` counts requests that will commit below it."""
 
-    __slots__ = ("children", "cursors", "key", "name", "pages", "parent")
+    __slots__ = ("children", "cursors", "key", "name", "pages", "parent", "snapshot")
 
     def __init__(self, parent: PrefixNode | None, key: tuple[int, ...], num_groups: int, name: bytes) -> None:
         self.parent = parent
@@ -30,6 +32,7 @@ class PrefixNode:
         self.name = name
         self.children: dict[tuple[int, ...], PrefixNode] = {}
         self.pages = [NO_PAGE] * num_groups
+        self.snapshot = NO_STATE  # slot with the states after this page; only while the node has all its pages
         self.cursors = 0
 
 
@@ -46,7 +49,9 @@ def salt_key(salt: bytes) -> tuple[int, ...]:
 class PrefixTree:
     """Page sequences by their tokens. `owner` names the node of every page in the tree."""
 
-    def __init__(self, layout: KVLayout, root_name: bytes = b"") -> None:
+    def __init__(self, layout: KVLayout, root_name: bytes = b"", states: StateSlots | None = None) -> None:
+        """`states`: of models with recurrent layers."""
+        self._states = states
         self.page_size = layout.page_size
         # How many pages back from its own each group looks: the whole prefix, or what its window spans.
         self.spans = [layout.group_pages(group, UNBOUNDED * layout.page_size) for group in layout.groups]
@@ -70,6 +75,25 @@ class PrefixTree:
         """The longest path of at most `max_pages` nodes after which every group has all the pages it looks at."""
         if self.spans == [UNBOUNDED]:
             return self._match_all(token_ids, max_pages, salt)
+        path, valid = self._walk(token_ids, max_pages, salt)
+        return path[:valid]
+
+    def match_snapshot(self, token_ids: list[int], max_pages: int, salt: bytes = b"") -> tuple[list[PrefixNode], int]:
+        """As `match`, up to the last snapshot; and the depth that `match` alone would reach."""
+        path, valid = self._walk(token_ids, max_pages, salt)
+        ends = (depth for depth in range(valid, 0, -1) if path[depth - 1].snapshot != NO_STATE)
+        return path[: next((depth for depth in ends if self._is_usable(path, depth)), 0)], valid
+
+    def _is_usable(self, path: list[PrefixNode], depth: int) -> bool:
+        """Whether every group has all the pages that it looks at after this node."""
+        return all(
+            node.pages[group] >= 0
+            for group, span in enumerate(self.spans)
+            for node in path[max(0, depth - span) : depth]
+        )
+
+    def _walk(self, token_ids: list[int], max_pages: int, salt: bytes) -> tuple[list[PrefixNode], int]:
+        """The nodes of these tokens, and the depth of the last after which every group has all its pages."""
         path: list[PrefixNode] = []
         runs = [0] * len(self.spans)  # per group: nodes with a page, counted back from here
         valid = 0
@@ -87,7 +111,7 @@ class PrefixTree:
                     usable = False
             if usable:
                 valid = depth
-        return path[:valid]
+        return path, valid
 
     def _match_all(self, token_ids: list[int], max_pages: int, salt: bytes) -> list[PrefixNode]:
         """`match` for a single group that looks at everything: up to the first node without a page. Requests that
@@ -138,6 +162,7 @@ class PrefixTree:
             return self._cut(node)
         node.pages[group] = NO_PAGE
         del self.owner[page]
+        self._drop_snapshot(node)
         self.prune(node)
         return [(page, node.name, group)]
 
@@ -148,6 +173,10 @@ class PrefixTree:
             del parent.children[node.key]
             node.parent = None
             node = parent
+
+    def _drop_snapshot(self, node: PrefixNode) -> None:
+        if self._states is not None:
+            self._states.drop(node)
 
     def nodes(self) -> Iterator[PrefixNode]:
         stack = list(self.root.children.values())
@@ -166,6 +195,7 @@ class PrefixTree:
             assert len(node.key) == self.page_size or (parent is self.root and node.key[0] == -1)
             assert node.cursors == cursors.get(node, 0), "cursor count wrong"
             assert node.children or node.cursors or max(node.pages) >= 0, "dead branch"
+            assert node.snapshot == NO_STATE or min(node.pages) >= 0, "a snapshot without its pages"
             for group, page in enumerate(node.pages):
                 assert page >= 0 or self.spans[group] != UNBOUNDED or not any(p >= 0 for p in node.pages), "hole"
                 if page >= 0:
@@ -184,6 +214,7 @@ class PrefixTree:
             node = stack.pop()
             assert not node.cursors, "a request that will commit below a node holds its pages"
             node.parent = None
+            self._drop_snapshot(node)
             for group, page in enumerate(node.pages):
                 if page >= 0:
                     del self.owner[page]

@@ -2,13 +2,14 @@
 
   attention/  paged attention over dense and quantized pages
   matmul/     weights on the GPU and their products; `GpuLinear`
+  experts/    mixtures of experts: routing, sort, grouped products; `GpuExperts`
   fused/      norms, gates, embeddings, rotary positions with the KV store
   step/       what a captured step needs besides the model: inputs, sampling, drafts
   shared/     launch keywords, scratch memory and device functions of all of them
 
-Each folder's `__init__.py` says what is in it and how to choose; `choose.py` of attention/ and matmul/ are the only
-places that pick a kernel for a shape. Ops of kernels/ref.py have the same signatures here (activations bf16 or float32,
-result in the type of the input); the rest is for executors that fuse. Nothing synchronizes with the host (but
+Each folder's `__init__.py` says what is in it and how to choose; `choose.py` of attention/, matmul/ and experts/ are
+the only places that pick a kernel for a shape. Ops of kernels/ref.py have the same signatures here (activations bf16 or
+float32, result in the type of the input); the rest is for executors that fuse. Nothing synchronizes with the host (but
 `distinct_pages`), and shapes alone decide a launch, so that all of it can be captured. KV pages are [pages, kv_heads,
 page_size, head_dim]; 16 tokens a page is the tuned size.
 """
@@ -28,7 +29,15 @@ if TYPE_CHECKING:  # the table below for type checkers; a test compares the two
     from tokenmill.kernels.triton.attention.dense import paged_attention as paged_attention
     from tokenmill.kernels.triton.attention.fp8_widening import DistinctPages as DistinctPages
     from tokenmill.kernels.triton.attention.fp8_widening import distinct_pages as distinct_pages
+    from tokenmill.kernels.triton.attention.latent import latent_inputs as latent_inputs
+    from tokenmill.kernels.triton.attention.latent import latent_paged_attention as latent_paged_attention
     from tokenmill.kernels.triton.attention.packed import packed_attention as packed_attention
+    from tokenmill.kernels.triton.experts.layer import GpuExperts as GpuExperts
+    from tokenmill.kernels.triton.experts.stack import GpuExpertStack as GpuExpertStack
+    from tokenmill.kernels.triton.experts.stack import bf16_stack as bf16_stack
+    from tokenmill.kernels.triton.experts.stack import fp8_stack as fp8_stack
+    from tokenmill.kernels.triton.experts.stack import int4_stack as int4_stack
+    from tokenmill.kernels.triton.experts.stack import mxfp4_stack as mxfp4_stack
     from tokenmill.kernels.triton.fused.draft_inputs import draft_inputs as draft_inputs
     from tokenmill.kernels.triton.fused.elementwise import add as add
     from tokenmill.kernels.triton.fused.elementwise import add_rms_norm as add_rms_norm
@@ -36,6 +45,7 @@ if TYPE_CHECKING:  # the table below for type checkers; a test compares the two
     from tokenmill.kernels.triton.fused.elementwise import embed as embed
     from tokenmill.kernels.triton.fused.elementwise import gated as gated
     from tokenmill.kernels.triton.fused.elementwise import gated_quantized as gated_quantized
+    from tokenmill.kernels.triton.fused.elementwise import layer_norm as layer_norm
     from tokenmill.kernels.triton.fused.elementwise import quantize_rows as quantize_rows
     from tokenmill.kernels.triton.fused.elementwise import rms_norm as rms_norm
     from tokenmill.kernels.triton.fused.elementwise import softcap as softcap
@@ -66,10 +76,13 @@ if TYPE_CHECKING:  # the table below for type checkers; a test compares the two
 _EXPORTS = {
     "attention.dense": "SharedPrefix paged_attention",
     "attention.fp8_widening": "DistinctPages distinct_pages",
+    "attention.latent": "latent_inputs latent_paged_attention",
     "attention.packed": "packed_attention",
+    "experts.layer": "GpuExperts",
+    "experts.stack": "GpuExpertStack bf16_stack fp8_stack int4_stack mxfp4_stack",
     "fused.draft_inputs": "draft_inputs",
-    "fused.elementwise": "add add_rms_norm add_rms_norm_quantized embed gated gated_quantized quantize_rows rms_norm "
-    "softcap",
+    "fused.elementwise": "add add_rms_norm add_rms_norm_quantized embed gated gated_quantized layer_norm quantize_rows "
+    "rms_norm softcap",
     "fused.rotary": "rope rope_store store_kv",
     "fused.rotary_epilogue": "HeadPlaces head_places",
     "fused.rotary_packed": "rope_store_packed",

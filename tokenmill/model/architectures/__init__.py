@@ -1,6 +1,6 @@
-"""Architectures by name. Llama, Mistral, Qwen2 and Qwen3 are the plain decoder: what differs between them (biases,
-sliding windows, norms of heads) is in the model's description. Add one: a file here and a line in the table; from
-outside the package, `ARCHITECTURES.register`."""
+"""Architectures by name. Nearly all are one decoder: what differs between them (norms, biases, gates, windows, scales,
+rotation, experts, latents) is in the model's description. Add one: a line in the table, or a file here where it
+computes something else; from outside the package, `ARCHITECTURES.register`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,40 @@ if TYPE_CHECKING:
     from tokenmill.checkpoint.description import ModelDescription
     from tokenmill.model.architectures.decoder import Decoder
 
+_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "glm4_moe", "gpt_oss", "llama4_text")
+_LATENT = ("deepseek_v2", "deepseek_v3")
+_DENSE = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "phi3",
+    "olmo2",
+    "olmo3",
+    "granite",
+    "cohere",
+    "cohere2",
+    "smollm3",
+    "glm",
+    "glm4",
+    "starcoder2",
+    "stablelm",
+    "gpt_neox",
+    "gpt2",
+    "falcon",
+    "phi",
+)
 ARCHITECTURES = Registry(
     "architecture",
     {
-        "llama": "tokenmill.model.architectures.decoder:Decoder",
-        "mistral": "tokenmill.model.architectures.decoder:Decoder",
-        "qwen2": "tokenmill.model.architectures.decoder:Decoder",
-        "qwen3": "tokenmill.model.architectures.decoder:Decoder",
-        "gemma3": "tokenmill.model.architectures.gemma3:Gemma3",
+        **dict.fromkeys((*_DENSE, *_EXPERTS, *_LATENT), "tokenmill.model.architectures.decoder:Decoder"),
+        **dict.fromkeys(("mamba", "mamba2", "falcon_mamba"), "tokenmill.model.architectures.hybrid:Mamba"),
+        **dict.fromkeys(("jamba", "bamba", "falcon_h1"), "tokenmill.model.architectures.hybrid:Hybrid"),
+        "granitemoehybrid": "tokenmill.model.architectures.hybrid:GraniteHybrid",
+        **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe"), "tokenmill.model.architectures.hybrid:QwenNext"),
     },
 )
 

@@ -11,7 +11,7 @@ from tokenmill.model.kvstore.base import KVStore
 from tokenmill.types import Batch
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class AttentionSpec:
     layer: int
     num_heads: int
@@ -20,6 +20,8 @@ class AttentionSpec:
     scale: float  # multiplies q.k
     window: int = 0  # 0: full; else a token sees itself and the window - 1 tokens before it
     softcap: float = 0.0  # 0: off
+    chunk: int = 0  # a token sees the tokens of its own chunk of this length; 0: no chunks
+    sinks: Tensor | None = None  # [heads] float32: logits that join the softmax and carry no value
 
 
 class AttentionBackend(ABC):

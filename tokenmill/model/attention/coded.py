@@ -27,6 +27,5 @@ class CodedAttention(AttentionBackend):
     def attend(self, q: Tensor, slot: int, block_table: Tensor, batch: Batch, spec: AttentionSpec) -> Tensor:
         pages = self._pages[slot]
         assert pages is not None
-        return pages.attention(
-            q, block_table, batch.query_starts, batch.seq_lens, spec.scale, spec.window, spec.softcap
-        )
+        lengths = (block_table, batch.query_starts, batch.seq_lens)
+        return pages.attention(q, *lengths, spec.scale, spec.window, spec.softcap, spec.chunk, spec.sinks)

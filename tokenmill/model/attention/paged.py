@@ -27,14 +27,19 @@ class PagedAttention(AttentionBackend):
         return None
 
     def attend(self, q: Tensor, slot: int, block_table: Tensor, batch: Batch, spec: AttentionSpec) -> Tensor:
-        if self.store.is_coded:
-            # Pages that left the window are -1 and stay so.
-            numbers, indices = torch.unique(block_table.clamp(min=0), return_inverse=True)
-            k, v = self.store.read(slot, numbers.long())
-            block_table = torch.where(block_table < 0, block_table, indices.to(block_table.dtype))
-        else:
-            k, v = self.store.pages(slot)
+        k, v, block_table = float_pages(self.store, slot, block_table)
+        lengths = (block_table, batch.query_starts, batch.seq_lens)
         result: Tensor = self._attention(
-            q, k, v, block_table, batch.query_starts, batch.seq_lens, spec.scale, spec.window, spec.softcap
+            q, k, v, *lengths, spec.scale, spec.window, spec.softcap, spec.chunk, spec.sinks
         )
         return result
+
+
+def float_pages(store: KVStore, slot: int, block_table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """K and V as floats and the table of their pages; of coded pages only those in the table."""
+    if not store.is_coded:
+        return *store.pages(slot), block_table
+    # Pages that left the window are -1 and stay so.
+    numbers, indices = torch.unique(block_table.clamp(min=0), return_inverse=True)
+    k, v = store.read(slot, numbers.long())
+    return k, v, torch.where(block_table < 0, block_table, indices.to(block_table.dtype))

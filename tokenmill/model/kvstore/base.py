@@ -18,6 +18,7 @@ from tokenmill.kernels.cpu_pages import CpuPages
 from tokenmill.kernels.packed_pages import PackedPages
 from tokenmill.model.kvstore import transfer
 from tokenmill.model.kvstore.conditioning import KeyConditioning
+from tokenmill.model.state.store import StateStore
 from tokenmill.types import Batch
 
 
@@ -27,6 +28,7 @@ class KVStore(ABC):
     on_gpu: ClassVar[bool] = False  # the GPU kernels read and write `stored` or `packed_pages`
     edge_layers: ClassVar[int] = 0  # layers at either end that stay native unless the user says otherwise
     page_multiple: ClassVar[int] = 1  # the page size must be a multiple of this, in tokens
+    supports: ClassVar[frozenset[str]] = frozenset()  # of KVLayout.features()
 
     def __init__(
         self,
@@ -34,18 +36,30 @@ class KVStore(ABC):
         num_pages: int,
         device: torch.device,
         kernels: str = "",  # noqa: ARG002
-        sequences: int = 1,  # noqa: ARG002
+        sequences: int = 1,
     ) -> None:
         """`kernels`: forced backend of the op table, or empty. `sequences`: the maximum computed at the same time."""
         self.layout = layout
         self.num_pages = num_pages
         self.device = device
         self._copy_stream: torch.cuda.Stream | None = None  # for pages that leave
+        self._num_state_slots = sequences
+        self._states: StateStore | None = None
+
+    @property
+    def states(self) -> StateStore:
+        """Of recurrent layers: one slot for each sequence, unless `hold_states` made more."""
+        if self._states is None:
+            self._states = StateStore(self.layout, self._num_state_slots, self.device)
+        return self._states
+
+    def hold_states(self, num_slots: int) -> None:
+        self._states = StateStore(self.layout, num_slots, self.device)
 
     @classmethod
     def declines(cls, layout: KVLayout) -> str:
         """Features of this layout that the store does not support, in words; empty if it supports all."""
-        return ", ".join(layout.features())
+        return ", ".join(feature for feature in layout.features() if feature not in cls.supports)
 
     @classmethod
     @abstractmethod
@@ -71,7 +85,8 @@ class KVStore(ABC):
 
     @abstractmethod
     def write(self, slot: int, token_slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """Store rows [T, kv_heads * head_dim] at `token_slots` (page * page_size + offset) of layer slot `slot`."""
+        """Store rows [T, kv_heads * head_dim] at `token_slots` (page * page_size + offset) of layer slot `slot`. Of a
+        latent layout only `k` is stored, and the pages of V are those of K."""
 
     @abstractmethod
     def pages(self, slot: int) -> tuple[Tensor, Tensor]:

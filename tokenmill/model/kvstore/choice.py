@@ -75,6 +75,11 @@ def choose_store(dtype: str, edge_layers: int | None, layers: list[LayerKV], dev
     elif edge_layers is None:
         edge_layers = store.edge_layers if len(set(layers)) == 1 and 2 * store.edge_layers < len(layers) else 0
     layout = build_layout(layers, page_size=1)
+    if store.is_coded and not any(group.layers for group in layout.groups):
+        raise UserError(
+            f"this model keeps no keys and values that KV pages of type {dtype} could hold",
+            "leave --kv-cache-dtype out",
+        )
     if declined := store.declines(layout):
         raise UserError(
             f"KV pages of type {dtype} do not support this model's {declined}", "use another --kv-cache-dtype"

@@ -16,6 +16,7 @@ from tokenmill.model.kvstore.base import KVStore
 
 class DenseStore(KVStore):
     on_gpu = True
+    supports = frozenset({"latent rows"})
     dtype: ClassVar[torch.dtype]
 
     def __init__(
@@ -25,7 +26,7 @@ class DenseStore(KVStore):
         shape = (layout.layers_per_page, num_pages, layout.num_kv_heads, layout.page_size, layout.head_dim)
         # Not zeroed on purpose: the operating system allocates memory only for pages that are written.
         self._k = torch.empty(shape, dtype=self.dtype, device=device)
-        self._v = torch.empty(shape, dtype=self.dtype, device=device)
+        self._v = self._k if layout.is_latent else torch.empty(shape, dtype=self.dtype, device=device)
         self._store = select("store_kv", device, kernels).run
 
     @classmethod
@@ -34,7 +35,8 @@ class DenseStore(KVStore):
 
     def write(self, slot: int, token_slots: Tensor, k: Tensor, v: Tensor) -> None:
         self._store(k, self._k[slot], token_slots)
-        self._store(v, self._v[slot], token_slots)
+        if self._v is not self._k:
+            self._store(v, self._v[slot], token_slots)
 
     def pages(self, slot: int) -> tuple[Tensor, Tensor]:
         return self._k[slot], self._v[slot]
@@ -43,17 +45,17 @@ class DenseStore(KVStore):
         return None if cpu.unavailable(self.device) else CpuPages(*self.pages(slot))
 
     def page_tensors(self) -> list[Tensor]:
-        return [self._k, self._v]
+        return [self._k] if self._v is self._k else [self._k, self._v]
 
     def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
         # In order, one by one: a later pair may copy from an earlier destination.
         for source, destination in pairs:
-            self._k[:, destination] = self._k[:, source]
-            self._v[:, destination] = self._v[:, source]
+            for tensor in self.page_tensors():
+                tensor[:, destination] = tensor[:, source]
 
     @property
     def nbytes(self) -> int:
-        return 2 * self._k.numel() * self._k.element_size()
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.page_tensors())
 
 
 class Float32Store(DenseStore):

@@ -21,9 +21,9 @@ from tokenmill.types import Batch
 
 
 def native_slots(layout: KVLayout, edge_layers: int) -> tuple[int, ...]:
-    """Layer slots that hold one of the first or last `edge_layers` layers of the model."""
-    num_layers = 1 + max(layer for group in layout.groups for layer in group.layers)
-    edges = [layer for layer in range(num_layers) if layer < edge_layers or layer >= num_layers - edge_layers]
+    """Layer slots that hold one of the first or last `edge_layers` layers with KV pages."""
+    layers = sorted(layer for group in layout.groups for layer in group.layers)
+    edges = layers[:edge_layers] + layers[len(layers) - edge_layers :]
     return tuple(sorted({layout.place(layer)[1] for layer in edges}))
 
 

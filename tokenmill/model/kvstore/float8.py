@@ -80,6 +80,7 @@ class ScaledFloat8Rows(RowFormat):
 class Float8Store(RowStore):
     name = "fp8"
     on_gpu = True
+    supports = frozenset({"latent rows"})
 
     def __init__(
         self, layout: KVLayout, num_pages: int, device: torch.device, kernels: str = "", sequences: int = 1
@@ -95,7 +96,7 @@ class Float8Store(RowStore):
 
     def set_scales(self, slot: int, k: Tensor, v: Tensor) -> None:
         """float32 [kv_heads] each, before anything is written."""
-        scales = (k.to(self.device), v.to(self.device))
+        scales = (k.to(self.device), (k if self.layout.is_latent else v).to(self.device))
         formats = [Float8Rows(self.layout.head_dim, E4M3, each) for each in scales]
         self._scales[slot] = scales
         self.use_formats(slot, formats[0], formats[1])
@@ -112,6 +113,7 @@ class Float8Store(RowStore):
 
 class Float8E5M2Store(RowStore):
     name = "fp8_e5m2"
+    supports = frozenset({"latent rows"})
 
     @classmethod
     def formats(cls, layout: KVLayout) -> tuple[RowFormat, RowFormat]:
@@ -121,6 +123,7 @@ class Float8E5M2Store(RowStore):
 
 class Float8PerTokenHeadStore(RowStore):
     name = "fp8_per_token_head"
+    supports = frozenset({"latent rows"})
 
     @classmethod
     def formats(cls, layout: KVLayout) -> tuple[RowFormat, RowFormat]:

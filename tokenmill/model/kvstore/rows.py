@@ -12,6 +12,7 @@ from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
 from hashlib import sha256
+from itertools import islice
 from typing import Any, ClassVar, Self
 
 import torch
@@ -140,6 +141,9 @@ class RowStore(KVStore):
             slots = torch.empty(*shape, self._slot_bytes(layout), dtype=torch.uint8, device=device)
             self._tensors = [slots]
             self._k, self._v = slots[..., :k_bytes], slots[..., k_bytes : k_bytes + v_bytes]
+        elif layout.is_latent:
+            self._k = self._v = torch.empty(*shape, k_bytes, dtype=torch.uint8, device=device)
+            self._tensors = [self._k]
         else:
             self._k = torch.empty(*shape, k_bytes, dtype=torch.uint8, device=device)
             self._v = torch.empty(*shape, v_bytes, dtype=torch.uint8, device=device)
@@ -169,9 +173,10 @@ class RowStore(KVStore):
 
     @property
     def conditions_keys(self) -> bool:
-        # Layers of several groups share slots, so that no single vector is the mean of their keys. The GPU kernels do
-        # not support conditioning.
-        return self.conditioned and len(self.layout.groups) == 1 and self._backend != "triton"
+        # Layers of several groups share slots, so that no single vector is the mean of their keys. Latent rows are
+        # values too. The GPU kernels do not support conditioning.
+        one_kind = len(self.layout.groups) == 1 and not self.layout.is_latent
+        return self.conditioned and one_kind and self._backend != "triton"
 
     def condition_keys(self, slot: int, conditioning: KeyConditioning) -> None:
         k, v = self._formats[slot]
@@ -184,7 +189,8 @@ class RowStore(KVStore):
 
     @classmethod
     def _slot_bytes(cls, layout: KVLayout) -> int:
-        total = sum(each.row_bytes for each in cls.formats(layout))
+        k, v = cls.formats(layout)
+        total = k.row_bytes if layout.is_latent else k.row_bytes + v.row_bytes
         return total + total % 2 if cls.joined else total
 
     @classmethod
@@ -197,7 +203,8 @@ class RowStore(KVStore):
             pages.store(k, v, token_slots)
             return
         page, offset = token_slots // self.layout.page_size, token_slots % self.layout.page_size
-        for rows, tensor, form in zip((k, v), (self._k, self._v), self._formats[slot], strict=True):
+        sides = zip((k, v), (self._k, self._v), self._formats[slot], strict=True)
+        for rows, tensor, form in islice(sides, 1 if self.layout.is_latent else 2):
             heads = rows.float().view(rows.shape[0], self.layout.num_kv_heads, -1)
             encoded, begin = form.encode(heads), 0
             for part in self._parts(tensor[slot], form):
@@ -207,6 +214,9 @@ class RowStore(KVStore):
 
     def read(self, slot: int, pages: Tensor) -> tuple[Tensor, Tensor]:
         sides = []
+        if self.layout.is_latent:
+            k = self._formats[slot][0].decode(self._k[slot][pages])
+            return k, k
         for tensor, form in zip((self._k, self._v), self._formats[slot], strict=True):
             sides.append(form.decode(torch.cat([part[pages] for part in self._parts(tensor[slot], form)], -1)))
         return sides[0], sides[1]

@@ -1,23 +1,28 @@
-"""Self-attention and the gated MLP: the two halves of every block, written once for all architectures."""
+"""Self-attention over paged keys and values: one half of a block, written once for all architectures."""
 
 from __future__ import annotations
 
 from tokenmill.checkpoint.description import ModelDescription
+from tokenmill.checkpoint.mixers import Attention
 from tokenmill.model.attention.base import AttentionSpec
+from tokenmill.model.layers.norm import NoNorm, Norm, UnitNorm
 from tokenmill.model.layers.rotary import RotaryTable
 from tokenmill.model.ops import Ops, Value
 from tokenmill.model.reader import WeightReader
 
 
 class SelfAttention:
-    """q, k, v -> (per-head norms) -> rope -> paged attention -> output projection."""
+    """q, k, v -> (norms of q and k) -> (rope) -> paged attention -> (gate) -> output projection."""
 
-    def __init__(self, reader: WeightReader, description: ModelDescription, layer: int, rotary: RotaryTable) -> None:
+    def __init__(
+        self, reader: WeightReader, description: ModelDescription, layer: int, rotary: RotaryTable | None
+    ) -> None:
+        """`rotary`: None where the layer does not rotate."""
         prefix = f"model.layers.{layer}.self_attn"
         d, a = description, description.layers[layer].attention
         query_width, kv_width = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
         self.inputs = [
-            reader.linear(f"{prefix}.q_proj", query_width, d.hidden_size, a.qkv_bias),
+            reader.linear(f"{prefix}.q_proj", query_width * (1 + a.output_gate), d.hidden_size, a.qkv_bias),
             reader.linear(f"{prefix}.k_proj", kv_width, d.hidden_size, a.qkv_bias),
             reader.linear(f"{prefix}.v_proj", kv_width, d.hidden_size, a.qkv_bias),
         ]
@@ -25,12 +30,10 @@ class SelfAttention:
         # matrices.
         self.inputs[2].precise = True
         self.output = reader.linear(f"{prefix}.o_proj", d.hidden_size, query_width, a.output_bias)
-        self.query_norm = self.key_norm = None
-        if a.head_norms:
-            self.query_norm = reader.vector(f"{prefix}.q_norm.weight", a.head_dim, d.norm_offset)
-            self.key_norm = reader.vector(f"{prefix}.k_norm.weight", a.head_dim, d.norm_offset)
+        self.query_norm = _projection_norm(reader, d, f"{prefix}.q_norm", a, query_width)
+        self.key_norm = _projection_norm(reader, d, f"{prefix}.k_norm", a, kv_width)
         self.rotary = rotary
-        self.eps = d.norm_eps
+        self.output_gate, self.output_scale = a.output_gate, a.output_scale
         self.spec = AttentionSpec(
             layer=layer,
             num_heads=a.num_heads,
@@ -39,33 +42,38 @@ class SelfAttention:
             scale=a.scale if a.scale is not None else a.head_dim**-0.5,
             window=a.window,
             softcap=a.softcap,
+            chunk=a.chunk,
+            sinks=reader.vector(f"{prefix}.sinks", a.num_heads) if a.sinks else None,
         )
 
     def __call__(self, ops: Ops, x: Value) -> Value:
         q, k, v = ops.linear(x, self.inputs)
-        if self.query_norm is not None and self.key_norm is not None:
-            q = ops.rms_norm(q, self.query_norm, self.eps, self.spec.head_dim)
-            k = ops.rms_norm(k, self.key_norm, self.eps, self.spec.head_dim)
-        q = ops.rope(q, self.rotary, self.spec.head_dim)
-        k = ops.rope(k, self.rotary, self.spec.head_dim)
-        return ops.linear(ops.attention(q, k, v, self.spec), [self.output])[0]
+        gate = None
+        if self.output_gate:  # rows of each head: query, then gate
+            q, gate = ops.split(q, (self.spec.head_dim,) * 2, self.spec.num_heads)
+        q, k = self.query_norm(ops, q), self.key_norm(ops, k)
+        if self.rotary is not None:
+            q = ops.rope(q, self.rotary, self.spec.head_dim)
+        if self.rotary is not None and self.rotary.rotates_keys:
+            k = ops.rope(k, self.rotary, self.spec.head_dim)
+        y = ops.attention(q, k, v, self.spec)
+        if gate is not None:
+            y = ops.gated(gate, y, "sigmoid")
+        y = ops.linear(y, [self.output])[0]
+        return y if self.output_scale == 1.0 else ops.scale(y, self.output_scale)
 
 
-class GatedMLP:
-    """down(activation(gate(x)) * up(x))."""
-
-    def __init__(self, reader: WeightReader, description: ModelDescription, layer: int) -> None:
-        prefix = f"model.layers.{layer}.mlp"
-        hidden, mlp = description.hidden_size, description.layers[layer].feed_forward
-        assert mlp is not None
-        assert mlp.gated
-        self.inputs = [
-            reader.linear(f"{prefix}.gate_proj", mlp.intermediate_size, hidden, mlp.bias),
-            reader.linear(f"{prefix}.up_proj", mlp.intermediate_size, hidden, mlp.bias),
-        ]
-        self.output = reader.linear(f"{prefix}.down_proj", hidden, mlp.intermediate_size, mlp.bias)
-        self.activation = mlp.activation
-
-    def __call__(self, ops: Ops, x: Value) -> Value:
-        gate, up = ops.linear(x, self.inputs)
-        return ops.linear(ops.gated(gate, up, self.activation), [self.output])[0]
+def _projection_norm(
+    reader: WeightReader, description: ModelDescription, name: str, attention: Attention, width: int
+) -> Norm | UnitNorm | NoNorm:
+    """Of the queries or the keys: over each head, by one weight for all of them or one each, or over the whole row."""
+    if not attention.head_norms:
+        return NoNorm()
+    if attention.head_norms == "unit":
+        # Llama 4 applies it after the rotation, which does not change the norm of a head.
+        return UnitNorm(attention.head_dim, description.norm_eps)
+    if attention.head_norms == "projection":
+        return Norm(reader, description, name, width)
+    if attention.head_norms == "heads":
+        return Norm(reader, description, name, width, attention.head_dim, bias=False)
+    return Norm(reader, description, name, attention.head_dim, attention.head_dim)

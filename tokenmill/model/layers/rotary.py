@@ -1,6 +1,8 @@
 """Rotary position tables: cos and sin for every position, with the frequency scalings that models use.
 
-Built once per model and context length; all layers of one frequency base share a table.
+Built once per model and context length; all layers of one frequency base share a table. Longrope has two lists of
+divisors, for contexts up to the original length and beyond: the engine's context length decides, once for all
+sequences, since keys of both kinds in one cache do not fit together.
 """
 
 from __future__ import annotations
@@ -11,33 +13,78 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tokenmill.checkpoint.description import RopeScaling
+from tokenmill.checkpoint.description import ModelDescription, RopeScaling
+from tokenmill.checkpoint.mixers import Attention
+from tokenmill.checkpoint.rope_divisors import longrope_magnitude
+from tokenmill.log import get_logger
+from tokenmill.model.reader import WeightReader
+
+_log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RotaryTable:
-    cos: Tensor  # [positions, head_dim / 2] float32
+    cos: Tensor  # [positions, rotary_dim / 2] float32
     sin: Tensor
-    interleaved: bool  # pairs are (2i, 2i + 1) instead of (i, i + head_dim / 2)
+    interleaved: bool  # pairs are (2i, 2i + 1) instead of (i, i + rotary_dim / 2)
+    rotates_keys: bool = True  # False: queries alone pass this table
+
+    @property
+    def rotary_dim(self) -> int:
+        """How many leading numbers of each head are rotated."""
+        return 2 * self.cos.shape[1]
+
+
+def build_rotary_tables(
+    reader: WeightReader, description: ModelDescription, num_positions: int
+) -> dict[str, RotaryTable]:
+    """Every table of the model, by name. A GGUF may store divisors of the full table instead of the scaling rule. Under
+    the empty name: how layers without rotation scale their queries, where they do."""
+    d = description
+    tables = {}
+    for rope in d.rope_tables:
+        count = rope.rotary_dim // 2
+        divisors = reader.optional_vector("rope_freqs.weight", count) if rope.name == "full" else None
+        tables[rope.name] = build_rotary_table(
+            rope.rotary_dim, num_positions, rope.theta, rope.scaling, d.rope_interleaved, divisors
+        )
+    for mixer in (mixer for layer in d.layers for mixer in layer.mixers):
+        if isinstance(mixer, Attention) and mixer.temperature is not None and not mixer.rope:
+            size = mixer.head_dim
+            tables[""] = build_temperature_table(size, num_positions, mixer.temperature, d.rope_interleaved)
+    return tables
 
 
 def build_rotary_table(
-    head_dim: int,
+    rotary_dim: int,
     num_positions: int,
     theta: float,
     scaling: RopeScaling,
     interleaved: bool,
     frequency_divisors: Tensor | None = None,
 ) -> RotaryTable:
-    """`frequency_divisors` [head_dim / 2]: GGUF's precomputed llama3 factors, used instead of `scaling`."""
-    frequencies = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    """`frequency_divisors` [rotary_dim / 2]: GGUF's precomputed llama3 factors, used instead of `scaling`."""
+    frequencies = theta ** -(torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim)
     magnitude = 1.0
     if frequency_divisors is not None:
         frequencies = frequencies / frequency_divisors.double()
+    elif scaling.kind == "longrope":
+        frequencies, magnitude = _longrope(frequencies, num_positions, scaling)
     else:
-        frequencies, magnitude = _scale(frequencies, head_dim, theta, scaling)
+        frequencies, magnitude = _scale(frequencies, rotary_dim, theta, scaling)
     angles = torch.outer(torch.arange(num_positions, dtype=torch.float64), frequencies)
     return RotaryTable((angles.cos() * magnitude).float(), (angles.sin() * magnitude).float(), interleaved)
+
+
+def build_temperature_table(
+    head_dim: int, num_positions: int, temperature: tuple[float, float], interleaved: bool
+) -> RotaryTable:
+    """Llama 4's scale of queries by position as a rotation by no angle, so that it needs no op of its own."""
+    slope, floor = temperature
+    positions = torch.arange(num_positions, dtype=torch.float64)
+    scales = 1 + slope * torch.log1p(((positions + 1) / floor).floor())
+    cos = scales.float().unsqueeze(1).repeat(1, head_dim // 2)
+    return RotaryTable(cos, torch.zeros_like(cos), interleaved, rotates_keys=False)
 
 
 def _scale(frequencies: Tensor, head_dim: int, theta: float, scaling: RopeScaling) -> tuple[Tensor, float]:
@@ -49,6 +96,18 @@ def _scale(frequencies: Tensor, head_dim: int, theta: float, scaling: RopeScalin
         return _llama3(frequencies, scaling), 1.0
     assert scaling.kind == "yarn", scaling.kind
     return _yarn(frequencies, head_dim, theta, scaling), _yarn_magnitude(scaling)
+
+
+def _longrope(frequencies: Tensor, num_positions: int, scaling: RopeScaling) -> tuple[Tensor, float]:
+    beyond = num_positions > scaling.original_context
+    _log.info(
+        "longrope: the %s factors for all sequences, for a context of %d tokens (%d originally)",
+        "long" if beyond else "short",
+        num_positions,
+        scaling.original_context,
+    )
+    factors = scaling.long_factors if beyond else scaling.short_factors
+    return frequencies / torch.tensor(factors, dtype=torch.float64), longrope_magnitude(scaling)
 
 
 def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
@@ -80,9 +139,11 @@ def _yarn_magnitude(scaling: RopeScaling) -> float:
     if scaling.attention_factor is not None:
         return scaling.attention_factor
 
-    def growth(mscale: float) -> float:
-        return 1.0 if scaling.factor <= 1 else 0.1 * mscale * math.log(scaling.factor) + 1.0
-
     if scaling.mscale and scaling.mscale_all_dim:
-        return growth(scaling.mscale) / growth(scaling.mscale_all_dim)
-    return growth(1.0)
+        return yarn_growth(scaling, scaling.mscale) / yarn_growth(scaling, scaling.mscale_all_dim)
+    return yarn_growth(scaling, 1.0)
+
+
+def yarn_growth(scaling: RopeScaling, mscale: float) -> float:
+    """By how much YaRN enlarges magnitudes for its factor."""
+    return 1.0 if scaling.factor <= 1 else 0.1 * mscale * math.log(scaling.factor) + 1.0

@@ -114,8 +114,8 @@ def quantize_gguf(
     with GGUFWriter(path, plan.pairs, plan.slots) as writer:
         for tensor, slot in zip(plan.source.tensors, plan.slots, strict=True):
             progress(done, plan.num_weights, slot.name)
-            weights = _importance_of(tensor, importance)
-            if importance and weights is None and slot.type_name not in PLAIN:
+            weights = _importances_of(plan.source, tensor, importance)
+            if importance and any(each is None for each in weights) and slot.type_name not in PLAIN:
                 without.append(slot.name)
             reports.append(_write_tensor(plan.source, tensor, slot, weights, writer))
             done += math.prod(slot.shape)
@@ -135,15 +135,20 @@ def quantize_gguf(
 
 
 def _write_tensor(
-    source: SourceTensors, tensor: ExportedTensor, slot: TensorSlot, importance: Tensor | None, writer: GGUFWriter
+    source: SourceTensors,
+    tensor: ExportedTensor,
+    slot: TensorSlot,
+    importances: list[Tensor | None],
+    writer: GGUFWriter,
 ) -> TensorReport:
+    """`importances`: of each matrix that the tensor is made of."""
     if source.is_same(tensor, slot.type_name):
         for stored in source.stored_rows(tensor):
             writer.append(stored)
         return TensorReport(slot.name, slot.type_name, slot.shape, slot.nbytes, 0.0, is_copied=True)
     squared_error = squared_weights = 0.0
-    for rows in source.float_rows(tensor):
-        packed = _quantize_named(slot, rows, importance)
+    for number, rows in source.float_rows(tensor):
+        packed = _quantize_named(slot, rows, importances[number])
         writer.append(packed)
         if slot.type_name != "F32":
             difference = dequantize(slot.type_name, packed) - rows
@@ -164,12 +169,17 @@ def _quantize_named(slot: TensorSlot, rows: Tensor, importance: Tensor | None) -
         raise UserError(f"{slot.name}: {error.problem}", error.remedy) from None
 
 
-def _importance_of(tensor: ExportedTensor, importance: Mapping[str, Tensor]) -> Tensor | None:
-    """A tied embedding uses the head's importance, since it is multiplied as the head."""
-    prefix = tensor.source.removesuffix(".weight")
-    if prefix == _EMBEDDING and (tensor.name == "output.weight" or prefix not in importance):
-        prefix = _HEAD
-    return importance.get(prefix)
+def _importances_of(
+    source: SourceTensors, tensor: ExportedTensor, importance: Mapping[str, Tensor]
+) -> list[Tensor | None]:
+    """A tied embedding uses the head's importance, since it is multiplied as the head. The stack of latent attention's
+    key projections is transposed: what its matrix was calibrated with is not its input."""
+    if ".attn_k_b." in tensor.name:
+        return [None]
+    prefixes = [name.removesuffix(".weight") for name in source.sources(tensor)]
+    if prefixes[0] == _EMBEDDING and (tensor.name == "output.weight" or _EMBEDDING not in importance):
+        prefixes = [_HEAD]
+    return [importance.get(prefix) for prefix in prefixes]
 
 
 def _report_types(plan: GGUFPlan) -> None:

@@ -55,6 +55,7 @@ _FALLBACKS = {
     "Q6_K": "Q8_0",
     "IQ4_XS": "IQ4_NL",
 }
+_FLOAT = ("_norm.weight", "position_embd.weight", ".ffn_gate_inp.weight")
 _BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.weight")
 
 
@@ -90,8 +91,8 @@ def choose_types(mix: Mix, shapes: Mapping[str, tuple[int, ...]], model: Shape) 
 
 
 def is_quantized(name: str, shape: tuple[int, ...]) -> bool:
-    """Matrices only; norms, biases and rotary divisors stay float32."""
-    return len(shape) >= 2 and name.endswith(".weight") and not name.endswith("_norm.weight")
+    """Matrices only; norms, biases, rotary divisors, learned positions and routers stay float32."""
+    return len(shape) >= 2 and name.endswith(".weight") and not name.endswith(_FLOAT)
 
 
 def _choose(mix: Mix, name: str, shape: tuple[int, ...], model: Shape) -> str:
@@ -105,7 +106,12 @@ def _choose(mix: Mix, name: str, shape: tuple[int, ...], model: Shape) -> str:
         return _fitting("Q6_K" if divides and mix.default != "Q8_0" else "Q8_0", row)
     if match := _BLOCK.fullmatch(name):
         layer, part = int(match[1]), match[2]
-        rule = {"attn_v": _value_type, "ffn_down": _down_type, "attn_output": _attention_output_type}.get(part)
+        rule = {
+            "attn_v": _value_type,
+            "ffn_down": _down_type,
+            "ffn_down_exps": _down_type,
+            "attn_output": _attention_output_type,
+        }.get(part)
         if rule is not None:
             return _fitting(rule(mix, layer, model), row)
     return _fitting(mix.default, row)

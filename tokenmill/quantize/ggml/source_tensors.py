@@ -12,13 +12,15 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from tokenmill.checkpoint import gguf_latent
 from tokenmill.checkpoint.base import Checkpoint
 from tokenmill.checkpoint.gguf import GGUFCheckpoint
-from tokenmill.checkpoint.gguf_export import ExportedTensor, export_tensors, rope_divisors
+from tokenmill.checkpoint.gguf_export import ExportedTensor, derived_tensors, export_tensors
 from tokenmill.checkpoint.hf_export import to_gguf_layout
 from tokenmill.model.architectures import architecture_of
 from tokenmill.model.reader import WeightReader
 from tokenmill.quantize.ggml.blocks import dequantize
+from tokenmill.quantize.ggml.expert_tensors import ExpertTensors
 
 _VALUES_AT_ONCE = 1 << 22  # 16 MiB of float32: what a large matrix adds to the memory in use
 _NO_POSITIONS = 1  # rotary tables are not needed to read weights
@@ -29,9 +31,10 @@ class SourceTensors:
         self.checkpoint = checkpoint
         self.description = checkpoint.description
         reader = WeightReader(checkpoint)
-        architecture_of(self.description)(reader, self.description, _NO_POSITIONS)
+        self._experts = ExpertTensors.of(architecture_of(self.description)(reader, self.description, _NO_POSITIONS))
         reader.finish()
         self._weights = reader.weights
+        self._names = {id(weight): prefix for prefix, weight in reader.weights.items()}
         self._parts = reader.tensor_names
         self.tensors = export_tensors(checkpoint, self._shapes(), untied_output)
 
@@ -40,19 +43,28 @@ class SourceTensors:
         prefix_of = {part: prefix for prefix, parts in self._parts.items() for part in parts}
         shapes: dict[str, tuple[int, ...]] = {}
         for name in self.checkpoint.names():
+            if self._experts.owns(name):
+                continue
             if (prefix := prefix_of.get(name)) is not None:
                 weight = self._weights[prefix]
                 shapes[f"{prefix}.weight"] = (weight.out_features, weight.in_features)
             else:
                 shapes[name] = self.checkpoint.tensor(name).shape
-        return shapes
+        return shapes | self._experts.shapes()
+
+    def sources(self, tensor: ExportedTensor) -> list[str]:
+        """The names of what a tensor is made of: one matrix or vector, those that the file joins, or all experts'."""
+        experts = self._experts.matrices.get(tensor.source.removesuffix(".weight"), [])
+        return [f"{self._names[id(weight)]}.weight" for weight in experts] or [tensor.source, *tensor.rest]
 
     def is_same(self, tensor: ExportedTensor, type_name: str) -> bool:
         """Whether the source holds this tensor in this type, so that its bytes can be copied."""
-        prefix = tensor.source.removesuffix(".weight")
-        if not isinstance(self.checkpoint, GGUFCheckpoint) or prefix not in self._weights:
+        if not isinstance(self.checkpoint, GGUFCheckpoint) or tensor.source not in self.checkpoint or tensor.rest:
             return False
-        return self._weights[prefix].type_name == type_name
+        if gguf_latent.is_joined(tensor.source):  # the file gets its two stacks
+            return False
+        prefixes = [name.removesuffix(".weight") for name in self.sources(tensor)]
+        return all(prefix in self._weights and self._weights[prefix].type_name == type_name for prefix in prefixes)
 
     def stored_rows(self, tensor: ExportedTensor) -> Iterator[Tensor]:
         """The bytes of a tensor for which `is_same`, some rows at a time."""
@@ -60,17 +72,26 @@ class SourceTensors:
         yield from data.split(self._rows_at_once(tensor.shape))
         self.checkpoint.release(tensor.source)
 
-    def float_rows(self, tensor: ExportedTensor) -> Iterator[Tensor]:
-        """float32 [rows, in], some rows at a time; a vector comes as one row."""
+    def float_rows(self, tensor: ExportedTensor) -> Iterator[tuple[int, Tensor]]:
+        """(which of `sources`, float32 [rows, in]), some rows at a time; a vector comes as one row."""
         if not tensor.source:
-            yield torch.tensor(rope_divisors(self.description)).view(1, -1)
+            yield 0, torch.tensor(derived_tensors(self.description)[tensor.name]).view(1, -1)
             return
-        prefix = tensor.source.removesuffix(".weight")
+        for number, source in enumerate(self.sources(tensor)):
+            for rows in self._float_rows(source, tensor):
+                yield number, rows
+
+    def _float_rows(self, source: str, tensor: ExportedTensor) -> Iterator[Tensor]:
+        prefix = source.removesuffix(".weight")
         if prefix not in self._weights:
-            vector = self.checkpoint.tensor(tensor.source).data.float()
-            yield to_gguf_layout(tensor.source, vector, self.description).reshape(1, -1)
+            vector = self._experts.vectors.get(source)
+            vector = self.checkpoint.tensor(source).data.float() if vector is None else vector
+            yield to_gguf_layout(source, vector, self.description).reshape(1, -1)
             return
         weight = self._weights[prefix]
+        if gguf_latent.is_joined(source):  # its rows are spread over two stacks
+            yield gguf_latent.stack(tensor.name, weight.dequantize(0, weight.out_features), self.description)
+            return
         step = self._rows_at_once(tensor.shape)
         for begin in range(0, weight.out_features, step):
             end = min(begin + step, weight.out_features)
@@ -78,7 +99,7 @@ class SourceTensors:
                 rows = dequantize(weight.type_name, weight.parts()["blocks"][begin:end])
             else:
                 rows = weight.dequantize(begin, end)
-            yield to_gguf_layout(tensor.source, rows, self.description)
+            yield to_gguf_layout(source, rows, self.description)
         for part in self._parts[prefix]:
             self.checkpoint.release(part)
 

@@ -13,10 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tokenmill.log import get_logger
 from tokenmill.model.formats.quantized import Scheme
 from tokenmill.quantize.base import BlockView, LinearGroup, Statistics, Transform
 from tokenmill.quantize.methods.rtn import round_to_nearest
 
+_log = get_logger(__name__)
 _UNCLIPPED = ("q_proj", "k_proj")  # their product amplifies what a clip does: AWQ leaves them alone
 _SMALLEST = 1e-4
 _CLIP_ROWS = 1024  # rows of a matrix whose clip is searched at once: bounds memory
@@ -46,6 +48,9 @@ class Awq(Transform):
                 continue
             statistics = block.statistics(group, ("hessian", "mean_abs"))
             assert statistics.hessian is not None
+            if not statistics.num_tokens:
+                _log.warning("%s received no tokens: neither scaled nor clipped", names[0])
+                continue
             hessian = statistics.hessian
             if group.source is not None:
                 scale = self._search(block, group, names, statistics, scheme_of)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tokenmill.checkpoint.gguf import read_gguf_tensors
+from tokenmill.checkpoint.gguf_families import STORED_AS
 from tokenmill.checkpoint.gguf_names import canonical_name, gguf_name
 from tokenmill.checkpoint.gguf_writer import GGUFWriter, TensorSlot, pack_value
 from tokenmill.errors import UserError
@@ -92,7 +93,7 @@ class ImportanceMatrix(Mapping[str, Tensor]):
                 raise UserError(f"{path}: {stem} is stacked for experts, or has no counts", _COLLECT)
             count = float(counts)
             if count > 0:
-                name = canonical_name(architecture, stem).removesuffix(".weight")
+                name = canonical_name(STORED_AS.get(architecture, architecture), stem).removesuffix(".weight")
                 entries[name] = Importance(squares.flatten().float() / count, int(count))
         if not entries:
             raise UserError(f"{path} has no entry that saw any token", _COLLECT)

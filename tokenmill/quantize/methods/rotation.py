@@ -69,10 +69,21 @@ class Rotation(Transform):
 def refuse_normed_updates(description: ModelDescription) -> None:
     """Refuse models that norm what their blocks add to the residual stream: those channel weights do not commute with a
     rotation."""
-    if any(layer.norms != "pre" for layer in description.layers):
+    if "latent" in description.layer_kinds:
+        raise UserError(
+            f"{description.architecture} has norms inside its attention, which a rotation of the residual stream "
+            "would have to pass by: that is not supported",
+            "choose another method, such as gptq or awq",
+        )
+    if description.norm != "rms" or any(layer.norms != "pre" for layer in description.layers):
         raise UserError(
             f"{description.architecture} scales each channel of what its blocks add to the residual stream: "
             "that cannot be rotated",
+            "rotate only the value heads: --option rotation.residual=false",
+        )
+    if any(layer.feed_forward is not None and layer.feed_forward.num_experts for layer in description.layers):
+        raise UserError(
+            f"{description.architecture} has routers, which stay as they are and would read a rotated stream",
             "rotate only the value heads: --option rotation.residual=false",
         )
 

@@ -226,6 +226,10 @@ class Executor(ABC, Generic[Array]):
     def step(self, work: StepInput) -> StepOutput[Array]:
         """Compute the tokens of all rows and store their keys and values."""
 
+    def settle_drafts(self, kept: Sequence[int]) -> None:
+        """Told after a step with drafts how many tokens of each drafted row hold, known ones included, in the order of
+        rows: for what cannot be cut at a token afterwards, as recurrent states."""
+
     @abstractmethod
     def final_norm(self, hidden: Array) -> Array:
         """[R, hidden] -> what the head reads: the state that embeddings are made of."""

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from tokenmill.config import ResolvedConfig
-from tokenmill.kernels.ref import rms_norm
 from tokenmill.model.kvstore.base import KVStore
 from tokenmill.model.loader import LoadedModel
 from tokenmill.runtime.batch import build_batch
@@ -42,7 +41,8 @@ class BatchedExecutor(RegisteredExecutor[Tensor]):
         """Float32 logits of batch.logit_rows[begin:end]. `hidden` is what `forward` returned for this batch."""
 
     def step(self, work: StepInput) -> StepOutput[Tensor]:
-        batch = build_batch(work, self.store.layout.page_size, self.store.device)
+        layout = self.store.layout
+        batch = build_batch(work, layout.page_size, self.store.device, bool(layout.states))
         hidden = self.forward(batch)
         return StepOutput(
             logits=lambda begin, end: self.logits(hidden, batch, begin, end),
@@ -51,8 +51,7 @@ class BatchedExecutor(RegisteredExecutor[Tensor]):
 
     @torch.inference_mode()
     def final_norm(self, hidden: Tensor) -> Tensor:
-        decoder = self.model.decoder
-        return rms_norm(hidden.float(), decoder.norm, decoder.description.norm_eps)
+        return self.model.decoder.norm.of_tensor(hidden.float())
 
 
 def copied_rows(hidden: Tensor, rows: Sequence[int]) -> Tensor:

@@ -8,24 +8,46 @@ state between steps except the model, the KV store and the chosen kernels.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from tokenmill.config import ResolvedConfig
+from tokenmill.kernels import ref_latent
 from tokenmill.kernels.base import Choice, select
+from tokenmill.kernels.ref_experts import RoutingSpec, route, run_experts
 from tokenmill.model.attention import choose_attention
 from tokenmill.model.attention.base import AttentionSpec
+from tokenmill.model.attention.latent import HeadProjections, LatentSpec
+from tokenmill.model.attention.paged import float_pages
 from tokenmill.model.formats.base import LinearWeight
+from tokenmill.model.formats.stacks import ExpertStacks
 from tokenmill.model.kvstore.base import KVStore
 from tokenmill.model.layers.rotary import RotaryTable
 from tokenmill.model.loader import LoadedModel
+from tokenmill.model.state.specs import ConvolutionSpec, ScanSpec
 from tokenmill.runtime.executors.batched import BatchedExecutor
+from tokenmill.runtime.executors.drafted_states import DraftedStates
 from tokenmill.runtime.executors.tree_attention import attend_along_branches
 from tokenmill.types import Batch
 
-FORWARD_OPS = ("rms_norm", "add", "add_rms_norm", "gated", "softcap", "rope", "store_kv", "attention")
+FORWARD_OPS = (
+    "rms_norm",
+    "layer_norm",
+    "add",
+    "add_rms_norm",
+    "add_positions",
+    "scale",
+    "gated",
+    "gate_rows",
+    "activate",
+    "softcap",
+    "rope",
+    "store_kv",
+    "attention",
+)
+RECURRENT_OPS = ("convolve", "mamba_scan", "mamba2_scan", "delta_scan", "gated_norm")
 OPS = (*FORWARD_OPS, "argmax")  # the last is the sampler's
 
 
@@ -34,12 +56,15 @@ class EagerExecutor(BatchedExecutor):
 
     def __init__(self, model: LoadedModel, store: KVStore, config: ResolvedConfig) -> None:
         super().__init__(model, store, config)
-        self.takes_trees = not store.is_coded  # an accepted branch is moved token by token
+        states = store.layout.states
+        self.takes_trees = not store.is_coded and not states  # an accepted branch is moved token by token
         self.attention = choose_attention(store, model.kernels)
-        self.choices: dict[str, Choice] = {op: select(op, model.device, model.kernels) for op in OPS}
+        ops = (*OPS, *RECURRENT_OPS) if states else OPS
+        self.choices: dict[str, Choice] = {op: select(op, model.device, model.kernels) for op in ops}
         self.run: dict[str, Callable[..., Any]] = {op: choice.run for op, choice in self.choices.items()}
-        layers = range(model.decoder.description.num_layers)
-        self.group_slots = [store.layout.place(layer) for layer in layers]
+        paged = [layer for group in store.layout.groups for layer in group.layers]
+        self.group_slots = {layer: store.layout.place(layer) for layer in (*paged, *dict(store.layout.shared))}
+        self.drafted: DraftedStates | None = None  # of the step before, while its drafts are not settled
 
     @classmethod
     def declines(cls, _model: LoadedModel, _store: KVStore) -> str | None:
@@ -48,6 +73,9 @@ class EagerExecutor(BatchedExecutor):
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:
         self.store.prepare(batch)
+        self.drafted = DraftedStates(batch) if batch.drafted else None
+        if batch.begins:
+            self.store.states.clear(batch.begins)
         hidden: Tensor = self.model.decoder.forward(EagerOps(self, batch))
         return hidden
 
@@ -57,8 +85,16 @@ class EagerExecutor(BatchedExecutor):
         logits: Tensor = self.model.decoder.logits(ops, hidden)
         return logits.float()
 
+    @torch.inference_mode()
+    def settle_drafts(self, kept: Sequence[int]) -> None:
+        if self.drafted is not None:
+            self.drafted.settle(kept)
+            self.drafted = None
+
 
 class EagerOps:
+    absorbs: ClassVar[bool] = False  # latent attention is always computed over the rows, by `attention`
+
     def __init__(self, executor: EagerExecutor, batch: Batch, rows: Tensor | None = None) -> None:
         self._executor = executor
         self._batch = batch
@@ -69,8 +105,20 @@ class EagerOps:
         rows = self._executor.model.embed(self._batch.token_ids)
         return rows if scale == 1.0 else rows * scale
 
+    def add_positions(self, x: Tensor, table: Tensor) -> Tensor:
+        y: Tensor = self._run["add_positions"](x, table, self._batch.positions)
+        return y
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, head_dim: int = 0) -> Tensor:
         y: Tensor = self._run["rms_norm"](x, weight, eps, head_dim)
+        return y
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, head_dim: int = 0) -> Tensor:
+        y: Tensor = self._run["layer_norm"](x, weight, bias, eps, head_dim)
+        return y
+
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        y: Tensor = self._run["scale"](x, factor)
         return y
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
@@ -96,8 +144,72 @@ class EagerOps:
             return attend_along_branches(q, executor.store, slot, batch.block_tables[group], batch, spec)
         return executor.attention.attend(q, slot, batch.block_tables[group], batch, spec)
 
+    def latent_attention(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        norm: Tensor,
+        eps: float,
+        rotary: RotaryTable,
+        projections: HeadProjections,
+        spec: LatentSpec,
+    ) -> Tensor:
+        executor, batch = self._executor, self._batch
+        turn = (batch.positions, rotary.cos, rotary.sin)
+        rows = ref_latent.latent_rows(kv, norm, eps, *turn, rotary.interleaved)
+        q = ref_latent.rotate_tails(q, *turn, spec.nope_dim + spec.rope_dim, rotary.interleaved)
+        if self.absorbs or batch.ancestors is not None or batch.max_query <= spec.max_absorbed:
+            attended = self.attention(ref_latent.absorb(q, projections.keys), rows, rows, spec.absorbed)
+            return ref_latent.project(attended, projections.values)
+        group, slot = executor.group_slots[spec.layer]
+        executor.store.write(slot, batch.slots[group], rows, rows)
+        pages, _, table = float_pages(executor.store, slot, batch.block_tables[group])
+        return ref_latent.latent_attention(
+            q, pages, table, batch.query_starts, batch.seq_lens, projections.keys, projections.values, spec.scale
+        )
+
     def gated(self, gate: Tensor, up: Tensor, activation: str) -> Tensor:
         y: Tensor = self._run["gated"](gate, up, activation)
+        return y
+
+    def experts(self, x: Tensor, router: LinearWeight, stacks: ExpertStacks, routing: RoutingSpec) -> Tensor:
+        ids, weights = route(self.linear(x, [router])[0], routing)
+        return run_experts(x, ids, weights, stacks.gate_up.multiply, stacks.down.multiply, routing)
+
+    def gate_rows(self, x: Tensor, gate: Tensor) -> Tensor:
+        y: Tensor = self._run["gate_rows"](x, gate)
+        return y
+
+    def activate(self, x: Tensor, activation: str) -> Tensor:
+        y: Tensor = self._run["activate"](x, activation)
+        return y
+
+    def split(self, x: Tensor, widths: Sequence[int], heads: int = 1) -> list[Tensor]:
+        parts = x.unflatten(-1, (heads, -1)).split(list(widths), dim=-1)
+        return [part.flatten(-2).contiguous() for part in parts]
+
+    def join(self, values: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(values), dim=-1)
+
+    def convolve(self, x: Tensor, spec: ConvolutionSpec) -> Tensor:
+        return self._continue((x,), spec)
+
+    def scan(self, inputs: Sequence[Tensor], spec: ScanSpec) -> Tensor:
+        return self._continue(inputs, spec)
+
+    def _continue(self, inputs: Sequence[Tensor], spec: ConvolutionSpec | ScanSpec) -> Tensor:
+        """Run an op that continues the state of each sequence."""
+        executor, batch, run = self._executor, self._batch, self._run[spec.op]
+        states = executor.store.states.array(spec.layer, spec.array)
+        if executor.drafted is not None:
+            return executor.drafted.run(run, inputs, states, spec)
+        y: Tensor = run(*inputs, states, batch.state_slots, batch.query_starts, *spec.arguments())
+        return y
+
+    def gated_norm(
+        self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, norm_first: bool, gate_scale: float = 1.0
+    ) -> Tensor:
+        y: Tensor = self._run["gated_norm"](x, gate, weight, eps, norm_first, gate_scale)
         return y
 
     def select_rows(self, x: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ Declines models with weights or KV pages that the C++ kernels do not support.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -16,11 +17,15 @@ from torch import Tensor
 from tokenmill.config import ResolvedConfig
 from tokenmill.kernels import cpu
 from tokenmill.kernels.cpu import CpuLinear
+from tokenmill.kernels.ref_experts import RoutingSpec
 from tokenmill.model.attention.base import AttentionSpec
+from tokenmill.model.attention.latent import HeadProjections, LatentSpec
 from tokenmill.model.formats.base import LinearWeight
+from tokenmill.model.formats.stacks import ExpertStacks
 from tokenmill.model.kvstore.base import KVStore
 from tokenmill.model.layers.rotary import RotaryTable
 from tokenmill.model.loader import LoadedModel
+from tokenmill.model.ops import WithoutRecurrence
 from tokenmill.runtime.executors.base import StepInput, StepOutput
 from tokenmill.runtime.executors.batched import BatchedExecutor, copied_rows
 from tokenmill.types import Batch
@@ -52,11 +57,13 @@ class RecordedExecutor(BatchedExecutor):
         reason = cpu.unavailable(model.device)
         if reason is not None:
             return reason
+        if store.layout.states:
+            return "recurrent layers have no C++ kernels"
         if any(store.kernel_pages(slot) is None for slot in range(store.layout.layers_per_page)):
             return f"KV pages of type {store.name} have no C++ kernel here"
         for name, weight in model.weights.items():
             kernel = weight.kernel.run if weight.kernel is not None else None
-            if kernel is not None and not isinstance(kernel, CpuLinear):
+            if kernel is not None and not isinstance(kernel, (CpuLinear, HeadProjections)):
                 return f"{name} ({weight.type_name}) has no C++ kernel"
         table = model.decoder.embedding
         if table.kernel is None and not cpu.can_look_up(table):
@@ -158,7 +165,7 @@ def _address(tensor: Tensor, dtype: torch.dtype, length: int) -> int:
     return tensor.data_ptr()
 
 
-class RecordedOps:
+class RecordedOps(WithoutRecurrence):
     """Ops whose values are numbers of the program's buffers. `keep` holds every tensor that the program points into."""
 
     def __init__(self, program: Any, store: KVStore) -> None:
@@ -179,8 +186,21 @@ class RecordedOps:
             )
         return value
 
+    def add_positions(self, x: int, table: Tensor) -> int:
+        value: int = self._program.add_positions(x, self._kept(table))
+        return value
+
     def rms_norm(self, x: int, weight: Tensor, eps: float, head_dim: int = 0) -> int:
         value: int = self._program.rms_norm(x, self._kept(weight), eps, head_dim)
+        return value
+
+    def layer_norm(self, x: int, weight: Tensor, bias: Tensor | None, eps: float, head_dim: int = 0) -> int:
+        kept = None if bias is None else self._kept(bias)
+        value: int = self._program.layer_norm(x, self._kept(weight), kept, eps, head_dim)
+        return value
+
+    def scale(self, x: int, factor: float) -> int:
+        value: int = self._program.scale(x, factor)
         return value
 
     def add(self, x: int, y: int) -> int:
@@ -210,12 +230,66 @@ class RecordedOps:
         assert pages is not None, self._store.name  # checked by `declines`
         self.keep.append(pages)
         value: int = self._program.attention(
-            q, k, v, pages.bound, group, spec.num_heads, spec.scale, spec.window, spec.softcap
+            q,
+            k,
+            v,
+            pages.bound,
+            group,
+            spec.num_heads,
+            spec.scale,
+            spec.window,
+            spec.softcap,
+            spec.chunk,
+            None if spec.sinks is None else self._kept(spec.sinks),
+        )
+        return value
+
+    def latent_attention(
+        self,
+        q: int,
+        kv: int,
+        norm: Tensor,
+        eps: float,
+        rotary: RotaryTable,
+        projections: HeadProjections,
+        spec: LatentSpec,
+    ) -> int:
+        group, slot = self._store.layout.place(spec.layer)
+        pages = self._store.kernel_pages(slot)
+        assert pages is not None, self._store.name  # checked by `declines`
+        self.keep.append(pages)
+        cos, sin = self._kept(rotary.cos), self._kept(rotary.sin)
+        keys, values = self._kept(projections.keys), self._kept(projections.values)
+        value: int = self._program.latent_attention(
+            q, kv, self._kept(norm), eps, cos, sin, rotary.interleaved, keys, values, pages.bound, group, spec.scale
         )
         return value
 
     def gated(self, gate: int, up: int, activation: str) -> int:
         value: int = self._program.gated(gate, up, activation)
+        return value
+
+    def experts(self, x: int, router: LinearWeight, stacks: ExpertStacks, routing: RoutingSpec) -> int:
+        (logits,) = self.linear(x, [router])
+        kernels = [_kernel(block) for block in stacks.blocks()]
+        self.keep += kernels
+        bias = routing.correction_bias
+        settings = {each.name: getattr(routing, each.name) for each in fields(routing)}
+        value: int = self._program.experts(
+            x,
+            logits,
+            [kernel.packed for kernel in kernels],
+            [kernel.bias for kernel in kernels],
+            {**settings, "correction_bias": [] if bias is None else bias.tolist()},
+        )
+        return value
+
+    def gate_rows(self, x: int, gate: int) -> int:
+        value: int = self._program.gate_rows(x, gate)
+        return value
+
+    def activate(self, x: int, activation: str) -> int:
+        value: int = self._program.activate(x, activation)
         return value
 
     def select_rows(self, x: int) -> int:

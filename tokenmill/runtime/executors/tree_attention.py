@@ -10,6 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from tokenmill.kernels.ref import softmax_with_sinks
 from tokenmill.model.attention.base import AttentionSpec
 from tokenmill.model.kvstore.base import KVStore
 from tokenmill.types import Batch
@@ -49,5 +50,9 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, tree: Te
         own = positions - positions[0] + known
         at = torch.cat([torch.arange(known, device=q.device), own])
         visible &= at[None, :] > own[:, None] - spec.window
-    weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+    if spec.chunk:
+        at = torch.cat([torch.arange(known, device=q.device) + positions[0] - known, positions])
+        visible &= at[None, :] >= (positions - positions % spec.chunk)[:, None]
+    scores = scores.masked_fill(~visible, float("-inf"))
+    weights = scores.softmax(-1) if spec.sinks is None else softmax_with_sinks(scores, spec.sinks)
     return torch.einsum("kgns,ksd->nkgd", weights, values).reshape(n, -1)

@@ -132,6 +132,8 @@ class WatchingExecutor(Executor[Tensor]):
 
 
 class _ObservingOps(EagerOps):
+    absorbs = True
+
     def __init__(self, executor: ObservingExecutor, batch: Batch) -> None:
         super().__init__(executor, batch)
         self._observer = executor
@@ -139,7 +141,7 @@ class _ObservingOps(EagerOps):
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         out = super().attention(q, k, v, spec)
-        if not spec.window:  # budgets drop pages of layers with full attention only
+        if not spec.window and not spec.chunk:  # budgets drop pages of layers with full attention only
             for number in self._observer.watched():
                 mass = self._observer.row_mass(q, self._batch, spec, number)
                 self.mass[number] = self.mass[number] + mass if number in self.mass else mass

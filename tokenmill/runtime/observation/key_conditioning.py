@@ -49,7 +49,7 @@ def condition_keys(store: KVStore, model: LoadedModel, config: ResolvedConfig, c
 
 @torch.inference_mode()
 def find_conditioning(model: LoadedModel, config: ResolvedConfig, context: int) -> dict[int, KeyConditioning]:
-    """By layer; none for layers with capped scores, which would change with the center."""
+    """By layer; none for layers with capped scores or sinks, which would change with the center."""
     count = min(_TOKENS, context)
     layout = build_layout(model.decoder.kv_layers(), count)
     store = Float32Store(layout, len(layout.groups), model.device, model.kernels)
@@ -63,7 +63,9 @@ def find_conditioning(model: LoadedModel, config: ResolvedConfig, context: int) 
         logit_rows=torch.zeros(0, dtype=torch.int64),
         max_query=count,
         max_seq=count,
+        state_slots=torch.zeros(1, dtype=torch.int64),
     )
+    store.states.clear([0])
     ops = _MeasuringOps(EagerExecutor(model, store, config), batch)
     model.decoder.forward(ops)
     return ops.conditioning
@@ -89,7 +91,7 @@ class _MeasuringOps(EagerOps):
         return y
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
-        if not spec.softcap:
+        if not spec.softcap and spec.sinks is None:
             (queries, _), (keys, table) = (self._before_rotation(each, spec.head_dim) for each in (q, k))
             first, rest = keys[0], keys[1:]
             mean = _over_positions(rest.mean(0), table)

@@ -17,10 +17,10 @@ from tokenmill.types import Request
 
 
 class StoredPageScores:
-    kinds = frozenset({"norms", "attention"})
-
     def __init__(self, runtime: Runtime, config: ResolvedConfig) -> None:
         self._store = runtime.store
+        # Latent rows are keys and values at once: there is no ratio of their norms.
+        self.kinds = frozenset({"attention"} if runtime.layout.is_latent else {"norms", "attention"})
         self._runner, self._executor, self._model, self._config = (
             runtime.runner,
             runtime.executor,

@@ -16,7 +16,8 @@ from torch import Tensor
 from tokenmill.kernels import triton as gpu
 from tokenmill.model.kvstore.base import KVStore
 from tokenmill.model.loader import LoadedModel
-from tokenmill.runtime.executors.cuda.ops import FEW_ROWS, multiply
+from tokenmill.runtime.executors.cuda.ops import FEW_ROWS
+from tokenmill.runtime.executors.cuda.values import multiply
 from tokenmill.runtime.speculation.captured_views import CapturedViews
 from tokenmill.runtime.speculation.head_modules import STATE_EPS, Attend, EagleHead, MedusaHeads
 from tokenmill.types import Batch
@@ -37,7 +38,7 @@ class CapturedHead:
         self._table, decoder = model.table, model.decoder
         self._scale, self._norm, self._eps = (
             decoder.description.embedding_scale,
-            decoder.norm,
+            decoder.norm.weight,
             decoder.description.norm_eps,
         )
         assert decoder.head.kernel is not None, "the head is always multiplied"

@@ -129,6 +129,8 @@ def _check_context(checkpoint: Checkpoint, target: Target) -> None:
 def _one_group(model: LoadedModel, page_size: int) -> KVLayout:
     """All layers in one page: attention applies their windows, but no page is freed early."""
     layers = model.decoder.kv_layers()
+    if any(layer.states for layer in layers):
+        raise UserError("a draft model with recurrent layers is not supported", "choose another draft model")
     shapes = {(layer.num_kv_heads, layer.head_dim) for layer in layers}
     if len(shapes) != 1:
         raise UserError("the draft model's layers have KV heads of different shapes", "choose another draft model")

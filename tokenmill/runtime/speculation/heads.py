@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tokenmill.errors import CheckpointError, UserError
-from tokenmill.kernels.ref import rms_norm
 from tokenmill.model.kvstore.base import KVStore
 from tokenmill.model.loader import LoadedModel
 from tokenmill.runtime.executors.base import Draft, StepGuesser
@@ -58,7 +57,8 @@ class HeadDrafter(Drafter):
         self.states[row.request] = (row.start + row.count + num_accepted + 1, hidden)
 
     def step_guesser(self, target: Target) -> StepGuesser | None:
-        if target.model.table is None:  # the model is on the CPU
+        # On the CPU, or with a final norm that the captured head does not have: drafts are made between steps.
+        if target.model.table is None or target.model.decoder.norm.removes_mean:
             return None
         from tokenmill.runtime.speculation.captured_heads import CapturedHead
 
@@ -137,7 +137,7 @@ class TargetVocabulary:
 
     def top(self, hidden: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """([T, count] probability, [T, count] id) of the most likely tokens."""
-        normed = rms_norm(hidden.float(), self._decoder.norm, self._decoder.description.norm_eps)
+        normed = self._decoder.norm.of_tensor(hidden.float())
         kernel = self._decoder.head.kernel
         assert kernel is not None, "the head is always multiplied"
         x = normed if self._table is None else normed.to(self._table.dtype)

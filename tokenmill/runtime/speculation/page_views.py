@@ -18,6 +18,7 @@ from tokenmill.model.architectures.decoder import Decoder
 from tokenmill.model.attention import choose_attention
 from tokenmill.model.attention.base import AttentionSpec
 from tokenmill.model.kvstore.base import KVStore
+from tokenmill.model.layers.attention import SelfAttention
 from tokenmill.model.layers.rotary import RotaryTable
 from tokenmill.model.loader import LoadedModel
 from tokenmill.runtime.batch import build_batch
@@ -57,8 +58,17 @@ class PageViews:
 
 def attention_specs(decoder: Decoder, layers: Sequence[int]) -> tuple[list[AttentionSpec], RotaryTable]:
     """The attention of a head over these layers (no windows, no caps), and the rotary table of their keys."""
-    attentions = [decoder.blocks[layer].attention for layer in layers]
-    return [replace(attention.spec, window=0, softcap=0.0) for attention in attentions], attentions[0].rotary
+    found = [decoder.blocks[layer].attention for layer in layers]
+    attentions = [attention for attention in found if isinstance(attention, SelfAttention)]
+    if len(attentions) < len(found):
+        raise UserError("a draft head cannot read latent attention", "use another drafter")
+    rotary = attentions[0].rotary
+    if rotary is None or not rotary.rotates_keys or any(attention.rotary is not rotary for attention in attentions):
+        raise UserError(
+            "a draft head reads layers of one rotary table only",
+            "train it on layers that rotate, or use another drafter",
+        )
+    return [replace(attention.spec, window=0, softcap=0.0, chunk=0, sinks=None) for attention in attentions], rotary
 
 
 def choose_layers(decoder: Decoder, count: int) -> tuple[int, ...]:

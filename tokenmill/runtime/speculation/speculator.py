@@ -39,7 +39,12 @@ def build_speculator(target: Target) -> Speculator | None:
         raise unknown_name("drafter", name, ["off", *DRAFTERS])
     if target.config.draft_tokens > _MAX_DRAFT_TOKENS:
         raise UserError(f"draft_tokens is {target.config.draft_tokens}", f"give 1 to {_MAX_DRAFT_TOKENS}")
-    drafter: Drafter = DRAFTERS.get(name).build(argument, target)
+    drafter_class: type[Drafter] = DRAFTERS.get(name)
+    if drafter_class.computes and target.store.layout.states:
+        raise UserError(
+            f"--speculate {name} does not support models with recurrent layers", "use --speculate suffix or ngram"
+        )
+    drafter = drafter_class.build(argument, target)
     guesser = drafter.step_guesser(target)
     if target.executor.attach_drafter(drafter.needs_hidden, guesser) and guesser is not None:
         drafter.guessed_depth = guesser.depth

@@ -20,7 +20,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import smooth_l1_loss
 
-from tokenmill.kernels.ref import rms_norm
 from tokenmill.model.loader import LoadedModel
 from tokenmill.runtime.speculation.head_modules import EagleHead, MedusaHeads, build_head
 from tokenmill.runtime.speculation.heads import CONFIG_FILE, FORMAT, WEIGHTS_FILE, target_fingerprint
@@ -117,7 +116,7 @@ class _Objective:
         self._scale = d.embedding_scale
         tied = decoder.head is decoder.embedding
         self._output_matrix = self._table if tied else decoder.head.dequantize(0, d.vocab_size).to(model.device)
-        self._norm, self._eps = decoder.norm, d.norm_eps
+        self._norm = decoder.norm
         self._autocast = torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda")
 
     def loss(self, batch: SequenceBatch) -> Tensor:
@@ -130,7 +129,7 @@ class _Objective:
             target.scatter_add_(
                 1, batch.tokens(depth + 2)[:, None], target.new_full((len(target), 1), 1.0 - _SOFT_SHARE)
             )
-            normed = rms_norm(guess.float(), self._norm, self._eps)
+            normed = self._norm.of_tensor(guess.float())
             total = total + _CrossEntropy.apply(normed, self._output_matrix, target) * _DEPTH_DECAY**depth
             if isinstance(self.head, EagleHead):
                 scale = truth.pow(2).mean(-1, keepdim=True).sqrt()
@@ -172,7 +171,7 @@ class _Objective:
 
     @torch.no_grad()
     def _logits(self, hidden: Tensor) -> Tensor:
-        normed = rms_norm(hidden, self._norm, self._eps)
+        normed = self._norm.of_tensor(hidden)
         return (normed.to(self._output_matrix.dtype) @ self._output_matrix.T).float()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,11 +17,12 @@ from tokenmill.quantize.methods.rtn import RoundToNearest, round_to_nearest
 SCHEME = Scheme("int", 3, 32, symmetric=False)
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-biases", "qwen2", "qwen3", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", "llama-biases", "qwen2", "qwen3", "gemma3", "deepseek_v3"])
 def test_scales_change_the_weights_and_not_the_function(name: str, tmp_path: Path) -> None:
     block = TinyModel(name, tmp_path).block()
     expected, before = outputs(block), dict(block.tensors)
-    Awq({"clip": False}).apply(block, {n: SCHEME for group in block.groups for n in group.names})
+    scheme = replace(SCHEME, group_size=8)  # divides the ranks of latent attention too
+    Awq({"clip": False}).apply(block, {n: scheme for group in block.groups for n in group.names})
     assert torch.allclose(outputs(block), expected, atol=2e-4 * float(expected.abs().max()))
     moved = [n for n, value in block.tensors.items() if not torch.equal(value, before[n])]
     assert {group.source for group in block.groups} & set(moved)

@@ -67,3 +67,8 @@ def test_post_norms_leave_only_the_value_heads(tmp_path: Path) -> None:
     value = "model.layers.2.self_attn.v_proj"
     assert not torch.allclose(blocks[2].weight(value), original[2].weight(value), atol=1e-2)
     assert model.edges.description.tie_embeddings
+
+
+def test_norms_inside_attention_are_not_passed_by(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="norms inside its attention"):
+        Rotation().begin(TinyModel("deepseek_v3", tmp_path).edges)

@@ -79,8 +79,18 @@ _CODED: dict[str, Any] = _RECORDED | {"kv_cache_dtype": "int8"}
         ("stories15m", _RECORDED),
         ("gemma3", _RECORDED),
         ("stories15m", _CODED),
+        ("deepseek_v3", _OPTIONS),
+        ("deepseek_v3", _RECORDED),
     ],
-    ids=["reference", "reference-windows", "recorded", "recorded-windows", "recorded-int8"],
+    ids=[
+        "reference",
+        "reference-windows",
+        "recorded",
+        "recorded-windows",
+        "recorded-int8",
+        "reference-latent",
+        "recorded-latent",
+    ],
 )
 def test_branches_change_nothing(
     name: str, options: dict[str, Any], model_path: Callable[[str], Path], tmp_path: Path

@@ -22,7 +22,8 @@ class BudgetEnforcer:
         # Pages that a window can see must stay: their distance to the query counts there.
         window = max((group.window for group in layout.groups if group.kind == "sliding"), default=0)
         self._num_recent = -(-window // layout.page_size) + (window > 0)
-        self._keeps_all = any(group.kind == "full" for group in layout.groups)
+        self._keeps_all = any(group.kind != "sliding" for group in layout.groups)
+        self._has_states = bool(layout.states)
         self._policies: dict[str, BudgetPolicy] = {}
 
     def check(self, params: SamplingParams) -> None:
@@ -31,6 +32,8 @@ class BudgetEnforcer:
         if cache is None or not cache.budget:
             return
         policy = self._policy(cache.policy)
+        if self._has_states:
+            raise UserError("a kv_budget is not supported for models with recurrent layers", "leave it out")
         if not self._keeps_all:
             raise UserError("this model's layers forget by themselves: a kv_budget has no effect", "leave it out")
         if policy.score and policy.score not in self.scores.kinds:

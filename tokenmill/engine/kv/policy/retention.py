@@ -52,6 +52,9 @@ class RetentionPolicy(EvictionPolicy):
             self._tenants[page] = tenant
             self._num_promised[tenant] += 1
 
+    def is_promised(self, page: int) -> bool:
+        return self._until.get(page, 0.0) > self._clock()
+
     @property
     def num_retained(self) -> int:
         self._expire()

@@ -16,6 +16,7 @@ be captured and replayed with other lengths. Knows no tensor contents and launch
 |                                | packed               | packed_kernel, prefill  |                                   |
 | single tokens beside prompts   | all                  | as one token, fewer     | partial results have a line for   |
 |                                |                      | splits                  | every token of the step           |
+| latent rows                    | bf16, fp16, f32, fp8 | latent_kernel           | a row is key and value: read once |
 | one token per sequence, common | bf16 (fp8 widened)   | hopper or SHARED_PREFIX | common keys are read once for all |
 | prefix                         |                      | + DECODE + merge        | sequences                         |
 
@@ -76,6 +77,17 @@ def packed_prefill_tile(group: int, head_dim: int) -> Tile:
     if head_dim <= 128:
         return Tile(power_of_two(group, 128), 64, 8, 2)
     return Tile(power_of_two(group, 64), 32, 4, 2)
+
+
+def latent_decode_tile(heads: int) -> tuple[Tile, int]:
+    """(tile, heads of a program): all heads read the same rows, so many of them share a read."""
+    block = min(64, power_of_two(heads, 16))
+    return Tile(block, 32, 4 if block <= 32 else 8, 2), block
+
+
+def latent_prefill_tile(heads: int) -> tuple[Tile, int]:
+    block = min(16, power_of_two(heads))
+    return Tile(64, 32, 8, 2), block
 
 
 def choose_key_splits(programs: int, max_keys: int, keys: int, device: torch.device, per_processor: int = 4) -> int:

@@ -68,10 +68,39 @@ def _rms_norm(
 
 
 @triton.jit
-def activate(gate, GELU: tl.constexpr):
-    if GELU:
+def _layer_norm(
+    x, weight, bias, out, eps, width, GROUPS: tl.constexpr, BLOCK: tl.constexpr, BIASED: tl.constexpr, PDL: tl.constexpr
+):
+    """A slice of `width` numbers per program; slices take turns with the GROUPS weights."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    ok = columns < width
+    own = (row % GROUPS) * width + columns
+    gain = tl.load(weight + own, mask=ok, other=0.0).to(tl.float32)
+    dependent_launch(PDL)
+    values = tl.load(x + row * width + columns, mask=ok, other=0.0).to(tl.float32)
+    values = tl.where(ok, values - tl.sum(values, 0) / width, 0.0)
+    values *= tl.rsqrt(tl.sum(values * values, 0) / width + eps)
+    values *= gain
+    if BIASED:
+        values += tl.load(bias + own, mask=ok, other=0.0).to(tl.float32)
+    tl.store(out + row * width + columns, values.to(out.dtype.element_ty), mask=ok)
+
+
+KINDS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3, "relu2": 4}  # of `activated`
+
+
+@triton.jit
+def activated(gate, KIND: tl.constexpr):
+    if KIND == 1:
         inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
         return gate * tl.sigmoid(2 * inner)  # 0.5 * (1 + tanh(a)) = sigmoid(2a)
+    elif KIND == 2:
+        return 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
+    elif KIND == 3:
+        return tl.maximum(gate, 0.0)
+    elif KIND == 4:
+        return tl.maximum(gate, 0.0) * tl.maximum(gate, 0.0)
     else:
         return gate * tl.sigmoid(gate)
 
@@ -88,7 +117,7 @@ def _gated(
     gate_stride,
     up_stride,
     BLOCK: tl.constexpr,
-    GELU: tl.constexpr,
+    KIND: tl.constexpr,
     LIMIT: tl.constexpr,
     INTEGER: tl.constexpr,
     PDL: tl.constexpr,
@@ -99,7 +128,7 @@ def _gated(
     ok = columns < width
     left = tl.load(gate + row * gate_stride + columns, mask=ok, other=0.0).to(tl.float32)
     right = tl.load(up + row * up_stride + columns, mask=ok, other=0.0).to(tl.float32)
-    values = activate(left, GELU) * right
+    values = activated(left, KIND) * right
     if LIMIT > 0:
         write_codes(values, codes, scales, fixed, row, width, columns, LIMIT, INTEGER)
     else:
@@ -197,6 +226,26 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, head_dim: int = 0) -> Tensor
     return _norm(x.contiguous(), None, weight, eps, head_dim or x.shape[-1], "")[1]
 
 
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, head_dim: int = 0) -> Tensor:
+    x = x.contiguous()
+    out, width = torch.empty_like(x), head_dim or x.shape[-1]
+    block = power_of_two(width)
+    _layer_norm[(x.numel() // width,)](
+        x,
+        weight,
+        bias,
+        out,
+        eps,
+        width,
+        GROUPS=weight.numel() // width,
+        BLOCK=block,
+        BIASED=bias is not None,
+        PDL=uses_pdl(x.device),
+        **options(x.device, _warps(block), 1),
+    )
+    return out
+
+
 def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     total, out = _norm(x, y, weight, eps, x.shape[-1], "")
     return total, out
@@ -212,7 +261,6 @@ def add_rms_norm_quantized(
 
 
 def _gate(gate: Tensor, up: Tensor, activation: str, quantize: str, fixed: float = 0.0) -> tuple[Tensor, ...]:
-    assert activation in ("silu", "gelu_tanh"), activation
     rows, width = gate.shape
     block = power_of_two(width) if quantize else min(power_of_two(width), 2048)
     codes, scales, limit = _codes(gate, width, quantize) if quantize else (None, None, 0.0)
@@ -228,7 +276,7 @@ def _gate(gate: Tensor, up: Tensor, activation: str, quantize: str, fixed: float
         gate.stride(0),
         up.stride(0),
         BLOCK=block,
-        GELU=activation == "gelu_tanh",
+        KIND=KINDS[activation],
         LIMIT=limit,
         INTEGER=quantize == "int8",
         PDL=uses_pdl(gate.device),

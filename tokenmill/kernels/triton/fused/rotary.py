@@ -49,6 +49,7 @@ def _rotate_store(
     V_HEADS: tl.constexpr,
     HD: tl.constexpr,
     HALF: tl.constexpr,
+    ROTATED: tl.constexpr,
     PAGE: tl.constexpr,
     BH: tl.constexpr,
     INTERLEAVED: tl.constexpr,
@@ -56,14 +57,19 @@ def _rotate_store(
     QUANTIZED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """x [T, (Q + K + V heads) * HD] -> q_out rotated, k_pages rotated, v_pages as it is. HALF is HD / 2, padded."""
+    """x [T, (Q + K + V heads) * HD] -> q_out rotated, k_pages rotated, v_pages as it is. HALF is HD / 2, padded. Of the
+    pairs of a head, ROTATED are rotated: the first 2 * ROTATED numbers; the others go along in pairs too."""
     dependent_launch(PDL)
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * BH + tl.arange(0, BH)
     pair = tl.arange(0, HALF)
     HALVES: tl.constexpr = HD // 2
-    first = pair * 2 if INTERLEAVED else pair
-    second = first + 1 if INTERLEAVED else first + HALVES
+    if INTERLEAVED:
+        first = pair * 2
+        second = first + 1
+    else:
+        first = tl.where(pair < ROTATED, pair, pair + ROTATED)
+        second = tl.where(pair < ROTATED, pair + ROTATED, pair + HALVES)
     ok = (heads < Q_HEADS + K_HEADS + V_HEADS)[:, None] & (pair < HALVES)[None, :]
     place = x + token * x_stride + heads[:, None] * HD
     a = tl.load(place + first[None, :], mask=ok, other=0.0).to(tl.float32)
@@ -81,8 +87,8 @@ def _rotate_store(
         a = tl.where(normed, a * inverse[:, None] * gain_a, a)
         b = tl.where(normed, b * inverse[:, None] * gain_b, b)
     position = tl.load(positions + token).to(tl.int64)
-    c = tl.load(cos + position * HALVES + pair, mask=pair < HALVES, other=0.0)[None, :]
-    s = tl.load(sin + position * HALVES + pair, mask=pair < HALVES, other=0.0)[None, :]
+    c = tl.load(cos + position * ROTATED + pair, mask=pair < ROTATED, other=1.0)[None, :]
+    s = tl.load(sin + position * ROTATED + pair, mask=pair < ROTATED, other=0.0)[None, :]
     rotated_a = tl.where(is_value[:, None], a, a * c - b * s)
     rotated_b = tl.where(is_value[:, None], b, b * c + a * s)
     q_place = q_out + token * q_stride + heads[:, None] * HD
@@ -166,7 +172,8 @@ def store_kv(x: Tensor, pages: Tensor, slots: Tensor, scale: Tensor | None = Non
 
 
 def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, head_dim: int, interleaved: bool) -> Tensor:
-    """The op of ref.py: rotate pairs of each head."""
+    """The op of ref.py: rotate the first pairs of each head, as many as cos has columns."""
+    x = x.contiguous()
     out = torch.empty_like(x)
     heads = x.shape[1] // head_dim
     _launch(x, out, heads, 0, head_dim, positions, cos, sin, interleaved)
@@ -243,6 +250,7 @@ def _launch(
         V_HEADS=kv_heads,
         HD=head_dim,
         HALF=power_of_two(head_dim // 2),
+        ROTATED=cos.shape[1],
         PAGE=1 if k_pages is None else k_pages.shape[2],
         BH=HEADS_PER_PROGRAM,
         INTERLEAVED=interleaved,

@@ -18,8 +18,9 @@ from tokenmill.kernels import triton as gpu
 from tokenmill.model.kvstore.base import KVStore
 from tokenmill.model.loader import LoadedModel
 from tokenmill.runtime.executors.batched import BatchedExecutor
-from tokenmill.runtime.executors.cuda.ops import CudaOps, tensor
+from tokenmill.runtime.executors.cuda.ops import CudaOps
 from tokenmill.runtime.executors.cuda.sampling import CudaSampler
+from tokenmill.runtime.executors.cuda.values import tensor
 from tokenmill.runtime.sampling.sampler import Sampler
 from tokenmill.types import Batch
 
@@ -39,10 +40,12 @@ class CudaEagerExecutor(BatchedExecutor):
         return CudaSampler(self.model.device, self.model.kernels)
 
     @classmethod
-    def declines(cls, model: LoadedModel, _store: KVStore) -> str | None:
+    def declines(cls, model: LoadedModel, store: KVStore) -> str | None:
         reason = gpu.unavailable(model.device)
         if reason is None and model.table is None:
             reason = "the weights were prepared for the torch reference kernels"
+        if reason is None and store.layout.states:
+            reason = "recurrent layers have no GPU kernels"
         return reason
 
     @torch.inference_mode()

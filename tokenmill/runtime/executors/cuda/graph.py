@@ -24,11 +24,13 @@ from tokenmill.log import get_logger
 from tokenmill.model.kvstore.base import KVStore
 from tokenmill.model.loader import LoadedModel
 from tokenmill.runtime.executors.base import StepGuesser, StepInput, StepOutput
+from tokenmill.runtime.executors.cuda.capture import uncaptured
 from tokenmill.runtime.executors.cuda.checks import Checks, Expected, Position, Tables, spread
 from tokenmill.runtime.executors.cuda.eager import CudaEagerExecutor
 from tokenmill.runtime.executors.cuda.inputs import DecodeInputs
-from tokenmill.runtime.executors.cuda.ops import CudaOps, tensor
+from tokenmill.runtime.executors.cuda.ops import CudaOps
 from tokenmill.runtime.executors.cuda.prompts import PromptInputs, PromptKind, PromptSteps
+from tokenmill.runtime.executors.cuda.values import tensor
 from tokenmill.types import Batch, Request, ScheduledTokens
 
 _log = get_logger(__name__)
@@ -101,13 +103,9 @@ class CudaGraphExecutor(CudaEagerExecutor):
 
     @classmethod
     def declines(cls, model: LoadedModel, store: KVStore) -> str | None:
-        reason = super().declines(model, store)
+        reason = super().declines(model, store) or uncaptured(model)
         if reason is not None:
             return reason
-        for name, weight in model.weights.items():
-            kernel = None if weight.kernel is None else weight.kernel.run
-            if kernel is not None and not isinstance(kernel, (gpu.GpuLinear, gpu.JoinedRows)):
-                return f"{name} ({weight.type_name}) has no GPU kernel that can be captured"
         slots = range(store.layout.layers_per_page)
         return next((reason for reason in map(store.gpu_declines, slots) if reason is not None), None)
 

@@ -2,152 +2,47 @@
 
 A norm is computed when the product that reads it is (which may want 8-bit activations), a gate likewise; a product of
 joined matrices is computed when it is known whether its kernel can also apply the gate, or rotate and store q, k and v.
-Values are tensors or the small records below. No call synchronizes, so a step can be captured. Used by both GPU
+Values are tensors or the small records of values.py. No call synchronizes, so a step can be captured. Used by both GPU
 executors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tokenmill.kernels import ref
+from tokenmill.kernels import ref, ref_latent
 from tokenmill.kernels import triton as gpu
 from tokenmill.kernels.packed_pages import PackedPages
+from tokenmill.kernels.ref_experts import RoutingSpec
 from tokenmill.model.attention.base import AttentionSpec
+from tokenmill.model.attention.latent import HeadProjections, LatentSpec
 from tokenmill.model.attention.paged import PagedAttention
 from tokenmill.model.formats.base import LinearWeight
+from tokenmill.model.formats.stacks import ExpertStacks
 from tokenmill.model.kvstore.base import KVStore
 from tokenmill.model.layers.rotary import RotaryTable
+from tokenmill.model.ops import WithoutRecurrence
+from tokenmill.runtime.executors.cuda.experts import multiply_one_by_one
+from tokenmill.runtime.executors.cuda.values import (
+    Columns,
+    Gate,
+    Norm,
+    Product,
+    Total,
+    are_adjacent_columns,
+    multiply,
+    tensor,
+)
 from tokenmill.types import Batch
 
 FEW_ROWS = 32  # up to this many, logits are float32 from the accumulator; above, cuBLAS rounds them to bf16
 
 
-class Norm:
-    """rms_norm(x + y) and the sum itself, computed when the first reader says whether it wants bf16 or 8-bit codes."""
-
-    def __init__(self, x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> None:
-        self._inputs = (x, y, weight, eps)
-        self._total: Tensor | None = None
-        self._plain: Tensor | None = None
-        self._codes: tuple[Tensor, Tensor] | None = None
-
-    @property
-    def num_rows(self) -> int:
-        return self._inputs[0].shape[0]
-
-    @property
-    def total(self) -> Tensor:
-        if self._total is None:
-            self.plain()
-        assert self._total is not None
-        return self._total
-
-    def plain(self) -> Tensor:
-        if self._plain is None:
-            x, y, weight, eps = self._inputs
-            if self._total is None and y is not None:
-                self._total, self._plain = gpu.add_rms_norm(x, y, weight, eps)
-            else:
-                self._total = x if self._total is None else self._total
-                self._plain = gpu.rms_norm(self._total, weight, eps)
-        assert self._plain is not None
-        return self._plain
-
-    def codes(self, kind: str, fixed: float) -> tuple[Tensor, Tensor]:
-        if self._codes is None:
-            x, y, weight, eps = self._inputs
-            if self._total is not None:
-                x, y = self._total, None
-            self._total, codes, scales = gpu.add_rms_norm_quantized(x, y, weight, eps, kind, fixed)
-            self._codes = codes, scales
-        return self._codes
-
-
-@dataclass(slots=True, eq=False)
-class Total:
-    """The sum that a Norm also computes: the residual stream."""
-
-    norm: Norm
-
-
-@dataclass(slots=True, eq=False)
-class Gate:
-    gate: Tensor
-    up: Tensor
-    activation: str
-
-    @property
-    def num_rows(self) -> int:
-        return self.gate.shape[0]
-
-    def plain(self) -> Tensor:
-        y: Tensor = gpu.gated(self.gate, self.up, self.activation)
-        return y
-
-    def codes(self, kind: str, fixed: float) -> tuple[Tensor, Tensor]:
-        pair: tuple[Tensor, Tensor] = gpu.gated_quantized(self.gate, self.up, self.activation, kind, fixed)
-        return pair
-
-
-class Product:
-    """The product with one matrix, or with several joined ones, computed when it is known what its reader can fuse."""
-
-    def __init__(self, kernel: Any, x: Any, out_dtype: torch.dtype = torch.bfloat16) -> None:
-        self._kernel, self._x, self._out_dtype = kernel, x, out_dtype
-        self._full: Tensor | None = None
-
-    def full(self) -> Tensor:
-        """All columns, nothing fused."""
-        if self._full is None:
-            self._full = multiply(self._kernel, self._x, self._out_dtype)
-        return self._full
-
-    @property
-    def gates(self) -> bool:
-        return isinstance(self._kernel, gpu.GpuLinear) and self._kernel.gates(num_rows(self._x))
-
-    def gated(self) -> Tensor:
-        return multiply(self._kernel, self._x, gated=True)
-
-    @property
-    def rotates(self) -> bool:
-        return isinstance(self._kernel, gpu.GpuLinear) and self._kernel.rotates(num_rows(self._x))
-
-    def rotated(self, heads: Any) -> Tensor:
-        """The queries; keys and values are stored where `heads` (a HeadPlaces) says."""
-        return multiply(self._kernel, self._x, heads=heads)
-
-
-@dataclass(slots=True, eq=False)
-class Columns:
-    """Columns [begin, end) of a product; for heads, with the norm and the rotation that attention will apply."""
-
-    product: Product
-    begin: int
-    end: int
-    norm: Tensor | None = None
-    eps: float = 0.0
-    rotary: RotaryTable | None = None
-
-    @property
-    def plain(self) -> Tensor:
-        """Without norm and rotation."""
-        return self.product.full()[:, self.begin : self.end]
-
-    @property
-    def tensor(self) -> Tensor:
-        assert self.norm is None and self.rotary is None, "heads are read by attention only"  # noqa: PT018
-        return self.plain
-
-
-class CudaOps:
+class CudaOps(WithoutRecurrence):
     def __init__(
         self,
         store: KVStore,
@@ -167,10 +62,21 @@ class CudaOps:
         rows: Tensor = gpu.embed(self._batch.token_ids, self._table, scale)
         return rows
 
+    def add_positions(self, x: Tensor, table: Tensor) -> Tensor:
+        rows = table[self._batch.positions.clamp(0, table.shape[0] - 1)]  # padding rows have no position
+        return (x.float() + rows).to(x.dtype)
+
+    def layer_norm(self, x: Any, weight: Tensor, bias: Tensor | None, eps: float, head_dim: int = 0) -> Tensor:
+        y: Tensor = gpu.layer_norm(tensor(x), weight, bias, eps, head_dim)
+        return y
+
+    def scale(self, x: Any, factor: float) -> Tensor:
+        return tensor(x) * factor
+
     def rms_norm(self, x: Any, weight: Tensor, eps: float, head_dim: int = 0) -> Any:
         if head_dim and isinstance(x, Columns):
             return Columns(x.product, x.begin, x.end, weight, eps)
-        return Norm(tensor(x), None, weight, eps)
+        return Norm(tensor(x).contiguous(), None, weight, eps)
 
     def add(self, x: Any, y: Any) -> Tensor:
         z: Tensor = gpu.add(tensor(x), tensor(y))
@@ -199,14 +105,16 @@ class CudaOps:
         is_head = weight.out_features == self._table.shape[0]
         return torch.float32 if is_head and few else torch.bfloat16
 
-    def rope(self, x: Columns, table: RotaryTable, head_dim: int) -> Columns:  # noqa: ARG002
+    def rope(self, x: Any, table: RotaryTable, head_dim: int) -> Columns:  # noqa: ARG002
+        x = _columns(x)
         return Columns(x.product, x.begin, x.end, x.norm, x.eps, table)
 
-    def attention(self, q: Columns, k: Columns, v: Columns, spec: AttentionSpec) -> Tensor:
-        batch, table = self._batch, q.rotary
-        assert table is not None
+    def attention(self, q: Any, k: Any, v: Any, spec: AttentionSpec) -> Tensor:
+        q, k, v = _columns(q), _columns(k), _columns(v)
+        batch, table = self._batch, q.rotary or _no_rotation(self._batch.positions)
         group, slot = self._store.layout.place(spec.layer)
-        if self._store.gpu_declines(slot) is not None:
+        plain = not table.rotates_keys or spec.sinks is not None or spec.chunk > 0
+        if plain or self._store.gpu_declines(slot) is not None:
             return self._plain_attention(q, k, v, spec, group, slot)
         norms = None if q.norm is None or k.norm is None else (q.norm, k.norm)
         packed = self._store.packed_pages(slot)
@@ -224,7 +132,8 @@ class CudaOps:
             table.interleaved,
         )
         out: Tensor
-        if norms is None and _are_adjacent_columns(q, k, v) and q.product.rotates:
+        whole = table.rotary_dim == spec.head_dim
+        if whole and norms is None and are_adjacent_columns(q, k, v) and q.product.rotates:
             heads = gpu.head_places(batch.positions.shape[0], spec.num_heads, *store_arguments, scales)
             queries = q.product.rotated(heads)
         else:
@@ -269,22 +178,76 @@ class CudaOps:
         group: int,
     ) -> Tensor:
         """Over quantized rows."""
-        batch, table = self._batch, q.rotary
-        assert table is not None
-        rotary = (batch.positions, batch.slots[group], table.cos, table.sin, table.interleaved)
-        queries = gpu.rope_store_packed(_side_by_side(q, k, v), spec.num_heads, pages, *rotary, norms=norms, eps=q.eps)
+        batch, table, eps = self._batch, q.rotary, q.eps
+        positions = batch.positions
+        if table is None or table.rotary_dim != spec.head_dim:  # the kernel rotates whole heads: by nothing
+            q, k = (_columns(_plain_heads(each, positions, spec.head_dim).to(torch.bfloat16)) for each in (q, k))
+            norms, positions = None, torch.zeros_like(positions)
+            ones = torch.ones(1, spec.head_dim // 2, device=positions.device)
+            table = RotaryTable(ones, torch.zeros_like(ones), False)
+        rotary = (positions, batch.slots[group], table.cos, table.sin, table.interleaved)
+        queries = gpu.rope_store_packed(_side_by_side(q, k, v), spec.num_heads, pages, *rotary, norms=norms, eps=eps)
         lengths = (batch.block_tables[group], batch.query_starts, batch.seq_lens)
         return gpu.packed_attention(
             queries, pages, *lengths, spec.scale, spec.window, spec.softcap,
             max_query=batch.max_query, max_seq=batch.max_seq,
         )  # fmt: skip
 
+    def latent_attention(
+        self,
+        q: Any,
+        kv: Any,
+        norm: Tensor,
+        eps: float,
+        rotary: RotaryTable,
+        projections: HeadProjections,
+        spec: LatentSpec,
+    ) -> Tensor:
+        batch, store = self._batch, self._store
+        group, slot = store.layout.place(spec.layer)
+        queries, rows = tensor(q), tensor(kv)
+        lengths = (batch.block_tables[group], batch.query_starts, batch.seq_lens)
+        if store.gpu_declines(slot) is not None:  # by the torch spec, op by op
+            turn = (batch.positions, rotary.cos, rotary.sin)
+            rows = ref_latent.latent_rows(rows.float(), norm, eps, *turn, rotary.interleaved)
+            store.write(slot, batch.slots[group], rows, rows)
+            width = spec.nope_dim + spec.rope_dim
+            turned = ref_latent.rotate_tails(queries.float().contiguous(), *turn, width, rotary.interleaved)
+            absorbed = ref_latent.absorb(turned, projections.keys)
+            attended = PagedAttention(store, "ref").attend(absorbed, slot, lengths[0], batch, spec.absorbed)
+            return ref_latent.project(attended, projections.values).to(torch.bfloat16)
+        pages, _ = store.stored(slot)
+        scales = store.scales(slot)
+        scale = None if scales is None else scales[0]
+        tails = gpu.latent_inputs(
+            queries, rows, norm, eps, pages, batch.positions, batch.slots[group], rotary.cos, rotary.sin,
+            rotary.interleaved, spec.num_heads, scale,
+        )  # fmt: skip
+        return gpu.latent_paged_attention(
+            queries, tails, projections.keys, projections.values, pages, *lengths, spec.scale,
+            max_query=batch.max_query, max_seq=batch.max_seq, row_scale=scale,
+        )  # fmt: skip
+
     def gated(self, gate: Any, up: Any, activation: str) -> Gate | Tensor:
-        halves = isinstance(gate, Columns) and isinstance(up, Columns) and _are_adjacent_columns(gate, up)
+        halves = isinstance(gate, Columns) and isinstance(up, Columns) and are_adjacent_columns(gate, up)
         if halves and activation == "silu" and gate.end == up.end - up.begin and gate.product.gates:
             product: Product = gate.product
             return product.gated()
         return Gate(tensor(gate), tensor(up), activation)
+
+    def experts(self, x: Any, router: LinearWeight, stacks: ExpertStacks, routing: RoutingSpec) -> Tensor:
+        assert router.kernel is not None
+        logits = multiply(router.kernel.run, x, torch.float32)
+        if stacks.kernel is None:
+            return multiply_one_by_one(tensor(x), logits, stacks, routing)
+        y: Tensor = stacks.kernel.run(tensor(x), logits)
+        return y
+
+    def gate_rows(self, x: Any, gate: Any) -> Tensor:
+        return ref.gate_rows(tensor(x).float(), tensor(gate).float()).to(torch.bfloat16)
+
+    def activate(self, x: Any, activation: str) -> Tensor:
+        return ref.activate(tensor(x), activation)
 
     def select_rows(self, x: Tensor) -> Tensor:
         return x if self._rows is None else x[self._rows]
@@ -292,38 +255,6 @@ class CudaOps:
     def softcap(self, x: Tensor, cap: float) -> Tensor:
         y: Tensor = gpu.softcap(x, cap)
         return y
-
-
-def tensor(value: Any) -> Tensor:
-    """A value as a plain tensor."""
-    if isinstance(value, Tensor):
-        return value
-    if isinstance(value, Total):
-        return value.norm.total
-    if isinstance(value, Columns):
-        return value.tensor
-    assert isinstance(value, (Norm, Gate)), type(value)
-    return value.plain()
-
-
-def num_rows(value: Any) -> int:
-    count: int = value.num_rows if isinstance(value, (Norm, Gate)) else tensor(value).shape[0]
-    return count
-
-
-def multiply(
-    kernel: Any, x: Any, out_dtype: torch.dtype = torch.bfloat16, gated: bool = False, heads: Any = None
-) -> Tensor:
-    """x @ W^T by a kernel that may want x in 8 bits; `gated`, `heads`: only if the kernel supports them."""
-    y: Tensor
-    if not isinstance(kernel, gpu.GpuLinear):  # the torch spec, or some rows of a joined matrix
-        y = kernel(tensor(x).float()).to(out_dtype)
-    elif isinstance(x, (Norm, Gate)) and kernel.takes_codes(x.num_rows):
-        codes = x.codes(kernel.activations, kernel.input_scale)
-        y = kernel.multiply_quantized(*codes, out_dtype, gated=gated, heads=heads)
-    else:
-        y = kernel.multiply(tensor(x), out_dtype, gated=gated, heads=heads)
-    return y
 
 
 def _joined_matrix(kernels: list[Any]) -> Any:
@@ -347,12 +278,17 @@ def _plain_heads(columns: Columns, positions: Tensor, head_dim: int) -> Tensor:
     return x if table is None else ref.rope(x, positions, table.cos, table.sin, head_dim, table.interleaved)
 
 
-def _are_adjacent_columns(*parts: Columns) -> bool:
-    """Whether these are, in order and from the first, the columns of one product."""
-    return parts[0].begin == 0 and all(
-        one.product is other.product and one.end == other.begin for one, other in pairwise(parts)
-    )
+def _no_rotation(positions: Tensor) -> RotaryTable:
+    empty = torch.empty(1, 0, device=positions.device)
+    return RotaryTable(empty, empty, False)
+
+
+def _columns(value: Any) -> Columns:
+    if isinstance(value, Columns):
+        return value
+    values = tensor(value)
+    return Columns(Product(None, None, full=values), 0, values.shape[1])
 
 
 def _side_by_side(q: Columns, k: Columns, v: Columns) -> Tensor:
-    return q.product.full() if _are_adjacent_columns(q, k, v) else torch.cat([each.plain for each in (q, k, v)], 1)
+    return q.product.full() if are_adjacent_columns(q, k, v) else torch.cat([each.plain for each in (q, k, v)], 1)

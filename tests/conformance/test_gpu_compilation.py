@@ -1,0 +1,23 @@
+"""The expert kernels compile for Hopper, within its registers and shared memory, on a machine without a GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["qwen3-30b bf16", "qwen3-30b fp8", "qwen3-30b int4", "gpt-oss-20b mxfp4"])
+def test_expert_kernels_compile_for_hopper(case: str) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tools.compile_gpu_kernels", *case.split()]
+    result = subprocess.run(command, cwd=_ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-2000:]
+    assert " 0 failures" in result.stdout

@@ -1,0 +1,38 @@
+"""Which models' steps cannot be captured: because of their attention, of experts that no grouped kernel reads, or of a
+weight without a GPU kernel. Asked by the graph executor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tokenmill.kernels import triton as gpu
+from tokenmill.model.attention.latent import HeadProjections
+from tokenmill.model.layers.experts import Experts
+from tokenmill.model.loader import LoadedModel
+
+# What GPU steps compute op by op, with decisions on the host.
+_UNCAPTURED = {
+    "attention sinks",
+    "chunked attention",
+    "queries scaled by position",
+}
+
+
+def uncaptured(model: LoadedModel) -> str | None:
+    """Why steps of this model cannot be captured; None if they can."""
+    layers = [block.mlp for block in model.decoder.blocks if isinstance(block.mlp, Experts)]
+    if any(mlp.stacks.kernel is None for mlp in layers):
+        return "experts of this format are multiplied one by one, which is not captured"
+    found = _UNCAPTURED & set(model.decoder.description.features())
+    if found:
+        return f"steps with {', '.join(sorted(found))} are not captured"
+    # Routers and gates stay float32 and are multiplied by torch, which can be captured.
+    kept = {id(weight) for mlp in layers for weight in (mlp.router, mlp.shared and mlp.shared.gate)}
+    for name, weight in model.weights.items():
+        if weight.kernel is not None and id(weight) not in kept and not _can_be_captured(weight.kernel.run):
+            return f"{name} ({weight.type_name}) has no GPU kernel that can be captured"
+    return None
+
+
+def _can_be_captured(kernel: Any) -> bool:
+    return isinstance(kernel, (gpu.GpuLinear, gpu.JoinedRows, HeadProjections))

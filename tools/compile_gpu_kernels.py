@@ -1,0 +1,191 @@
+"""Compile the expert kernels for Hopper (sm_90) on a machine without a GPU, as launched for known models.
+
+    python tools/compile_gpu_kernels.py [--all] [NAME ...]
+
+Prints registers, spilled bytes, shared memory and the tensor-core instructions of each kernel, and fails where one does
+not compile, spills, or needs more shared memory than a processor has. `--all` compiles every candidate of the chooser,
+not only what its rule picks. NAMEs are parts of case names ("gpt-oss mxfp4 16").
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+os.environ.pop("TRITON_INTERPRET", None)
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from tokenmill.kernels.triton.shared import launch
+
+SHARED_BYTES = 232448  # that one program can have on Hopper
+BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+TOKENS = (1, 4, 16, 64, 256, 4096)
+
+
+class Hopper:
+    """Stands in for the driver: says what to compile for, launches nothing."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, _device: int | None = None) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    @staticmethod
+    def is_active() -> bool:
+        return True
+
+
+class Compilation:
+    """Replaces launches by compilation and reports each new kernel."""
+
+    def __init__(self) -> None:
+        self.case, self.failures, self.count = "", 0, 0
+        self._seen: set[str] = set()
+        self._run = JITFunction.run
+
+    def __call__(self, function: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:  # noqa: ARG002
+        begin = time.perf_counter()
+        try:
+            kernel = self._run(function, *args, grid=grid, warmup=True, **options)
+        except Exception as problem:  # every way a compiler can fail
+            self.failures += 1
+            print(f"{self.case:28s} {function.fn.__name__:12s} FAILED: {str(problem)[-300:]}", flush=True)
+            return None
+        if kernel.hash in self._seen:
+            return kernel
+        self._seen.add(kernel.hash)
+        self.count += 1
+        self._report(function.fn.__name__, kernel, time.perf_counter() - begin)
+        return kernel
+
+    def _report(self, name: str, kernel: Any, seconds: float) -> None:
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(kernel.asm["cubin"])
+            file.flush()
+            usage = _tool("cuobjdump", "-res-usage", file.name)
+            code = _tool("cuobjdump", "-sass", file.name)
+        registers, stack = (int(re.findall(rf"{key}:(\d+)", usage)[-1]) for key in ("REG", "STACK"))
+        found = Counter(re.findall(r"\b(HGMMA|QGMMA|IGMMA|HMMA|UTMALDG|LDGSTS|LDL|STL|BAR\.SYNC)\b", code))
+        bad = found["LDL"] + found["STL"] > 0 or kernel.metadata.shared > SHARED_BYTES
+        self.failures += bad
+        print(
+            f"{self.case:28s} {name:12s} {registers:4d} registers, {stack:4d} stack, {kernel.metadata.shared} shared, "
+            f"{dict(found)} {seconds:.1f} s{'  BAD' if bad else ''}",
+            flush=True,
+        )
+
+
+def _tool(name: str, *arguments: str) -> str:
+    return subprocess.run([str(BINARIES / name), *arguments], capture_output=True, text=True, check=True).stdout
+
+
+def _stack(kind: str, experts: int, rows: int, depth: int, bias: bool, gated: bool) -> Any:
+    """Unwritten memory in the shape of a stack: nothing is computed here."""
+    from tokenmill.kernels.triton.experts.stack import GpuExpertStack, StackTensors
+
+    total = experts * rows
+    shift = torch.empty(total) if bias else None
+    if kind == "bf16":
+        tensors = StackTensors(torch.empty(total, depth, dtype=torch.bfloat16), None, None, None, shift)
+        return GpuExpertStack(kind, experts, rows, depth, 0, tensors)
+    if kind == "fp8":
+        codes = torch.empty(total, depth, dtype=torch.float8_e4m3fn)
+        halves = 2 if gated else 1
+        scales = torch.empty(experts, halves * -(-rows // halves // 128), -(-depth // 128))
+        return GpuExpertStack(kind, experts, rows, depth, 128, StackTensors(codes, scales, None, None, shift))
+    words = 32 if kind == "int4" and depth % 256 == 0 else 16
+    blocks = -(-depth // (8 * words))
+    codes = torch.empty(blocks, total, words, dtype=torch.int32)
+    row_scale = torch.empty(total)
+    if kind == "int4":
+        scales = torch.empty(blocks * 8 * words // 128, total, dtype=torch.float16)
+        return GpuExpertStack(kind, experts, rows, depth, 128, StackTensors(codes, scales, None, row_scale, shift))
+    exponents = torch.empty(blocks, total, dtype=torch.int32)
+    return GpuExpertStack(kind, experts, rows, depth, 32, StackTensors(codes, exponents, None, row_scale, shift))
+
+
+MODELS = {  # hidden, inner, experts (of which a few stand for all), experts per token, kinds, biases and clamping
+    "qwen3-30b": (2048, 768, 128, 8, ("bf16", "fp8", "int4"), False),
+    "deepseek-v2-lite": (2048, 1408, 64, 6, ("bf16",), False),
+    "gpt-oss-20b": (2880, 2880, 32, 4, ("mxfp4",), True),
+}
+
+
+def _layers() -> Iterator[tuple[str, Any, int]]:
+    from tokenmill.kernels.triton.experts.layer import GpuExperts
+
+    for model, (hidden, inner, experts, top_k, kinds, clamped) in MODELS.items():
+        spec = SimpleNamespace(
+            experts_per_token=top_k,
+            score="softmax_of_selected" if clamped else "softmax",
+            normalize=True,
+            scale=1.0,
+            num_groups=1,
+            top_groups=1,
+            group_score="max",
+            correction_bias=None,
+            activation="silu",
+            clamp=7.0 if clamped else 0.0,
+            weights_on_input=False,
+        )
+        for kind in kinds:
+            gate_up = _stack(kind, experts, 2 * inner, hidden, clamped, True)
+            down = _stack(kind, experts, hidden, inner, clamped, False)
+            yield f"{model} {kind}", GpuExperts(gate_up, down, spec), experts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--all", action="store_true", help="every candidate of the chooser")
+    parser.add_argument("names", nargs="*")
+    options = parser.parse_args()
+    driver.set_active(Hopper())
+    launch.uses_pdl = lambda _device: True  # before the kernels' modules import them
+    launch.options = lambda _device, warps=4, stages=3: {  # type: ignore[assignment]
+        "num_warps": warps,
+        "num_stages": stages,
+        "launch_pdl": True,
+    }
+    compilation = Compilation()
+    JITFunction.run = lambda self, *args, **keywords: compilation(self, *args, **keywords)
+    from tokenmill.kernels.triton.experts.choose import candidates
+
+    for name, layer, experts in _layers():
+        top_k = layer.spec.experts_per_token
+        for tokens in TOKENS:
+            compilation.case = f"{name} {tokens}"
+            if not all(part in compilation.case for part in options.names):
+                continue
+            x = torch.empty(tokens, layer.gate_up.depth, dtype=torch.bfloat16)
+            layer(x, torch.empty(tokens, experts))
+            if options.all:
+                ids = torch.empty(tokens, top_k, dtype=torch.int32)
+                weights = torch.empty(tokens, top_k)
+                for plan in candidates(layer.gate_up.kind, experts, top_k, tokens, layer.down.depth):
+                    compilation.case = f"{name} {tokens} {plan.tokens} {plan.gate_up}"
+                    layer.multiply(x, ids, weights, plan)
+    print(f"{compilation.count} kernels, {compilation.failures} failures")
+    sys.exit(1 if compilation.failures else 0)
+
+
+if __name__ == "__main__":
+    main()
