@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,6 +95,22 @@ def in_turn(target: Target, path: str, bodies: Iterable[Mapping[str, Any] | byte
         return Counter([post(http, path, body) for body in bodies])
 
 
+def request_bytes(target: Target, path: str, body: Mapping[str, Any]) -> bytes:
+    content = json.dumps(body).encode()
+    head = b"POST %s HTTP/1.1\r\n" % path.encode() + target.head() + b"Content-Type: application/json\r\n"
+    return head + b"Content-Length: %d\r\n\r\n" % len(content) + content
+
+
+@contextlib.contextmanager
+def pending(target: Target, path: str, bodies: Iterable[Mapping[str, Any]]) -> Iterator[None]:
+    """Requests that are sent at once and left when the block ends, finished or not."""
+    with contextlib.ExitStack() as connections:
+        for body in bodies:
+            connection = connections.enter_context(target.connect(5.0))
+            connection.sendall(request_bytes(target, path, body))
+        yield
+
+
 def answer_to(target: Target, data: bytes, timeout: float = 5.0) -> bytes:
     """What the server says to raw bytes until it closes, or until it is silent for `timeout`."""
     received = b""
@@ -118,10 +134,15 @@ def grammar_newlines(target: Target) -> Statuses:
     return in_turn(target, "/v1/completions", [payloads.STORY | {"guided_grammar": payloads.newlines()}])
 
 
-def grammar_corpus(target: Target) -> Statuses:
-    bodies = [payloads.STORY | {"guided_grammar": text} for text in payloads.GRAMMARS.values()]
-    bodies += [payloads.STORY | {"guided_regex": text} for text in payloads.EXPRESSIONS.values()]
-    bodies += [payloads.STORY | {"guided_json": schema} for schema in payloads.SCHEMAS.values()]
+def grammar_corpus(target: Target, without: Collection[str] = ()) -> Statuses:
+    """`without`: names of payloads that are left out."""
+    corpora = (("guided_grammar", payloads.GRAMMARS), ("guided_regex", payloads.EXPRESSIONS))
+    bodies = [
+        payloads.STORY | {field: payload}
+        for field, corpus in (*corpora, ("guided_json", payloads.SCHEMAS))
+        for name, payload in corpus.items()
+        if name not in without
+    ]
     return at_once(target, "/v1/completions", bodies)
 
 
@@ -173,16 +194,16 @@ def sequence_flood(target: Target) -> Statuses:
     return at_once(target, "/v1/completions", [{**_LONG, "prompt": prompts, "n": 16, "max_tokens": 64}] * 4)
 
 
-def pin_flood(target: Target) -> Statuses:
+def pin_flood(target: Target, count: int = 60) -> Statuses:
     """S4: prompts that ask to stay in the cache for ever."""
     control = {"cache_control": {"type": "pin"}}
-    bodies = [{"prompt": [300 + number, *range(400, 600)], "max_tokens": 1, **control} for number in range(60)]
+    bodies = [{"prompt": [300 + number, *range(400, 600)], "max_tokens": 1, **control} for number in range(count)]
     return in_turn(target, "/v1/completions", bodies)
 
 
-def queue_flood(target: Target) -> Statuses:
+def queue_flood(target: Target, max_tokens: int = 200) -> Statuses:
     """R2: one tenant alone wants the whole queue."""
-    return at_once(target, "/v1/completions", [_LONG] * 150)
+    return at_once(target, "/v1/completions", [_LONG | {"max_tokens": max_tokens}] * 150)
 
 
 # --- connections ---
@@ -258,9 +279,7 @@ def smuggling(target: Target) -> Statuses:
 
 def slow_readers(target: Target, count: int = 16, seconds: float = 4.0) -> Statuses:
     """R8: streams whose clients do not read."""
-    body = json.dumps({**_LONG, "n": 16, "stream": True, "logprobs": 20}).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\n" + target.head() + b"Content-Type: application/json\r\n"
-    whole = head + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    whole = request_bytes(target, "/v1/completions", {**_LONG, "n": 16, "stream": True, "logprobs": 20})
     with open_connections(target, 0) as connections:
         for _ in range(count):
             connection = socket.socket()

@@ -16,12 +16,18 @@ import torch
 _ROOT = Path(__file__).parents[1]
 
 
-def assert_passes_interpreted(*files: Path) -> None:
+# Cases that take seconds here and nothing on a GPU, each beside a smaller one of the same kernel.
+slow_interpreted = [pytest.mark.slow] if os.environ.get("TRITON_INTERPRET") == "1" else []
+
+
+def assert_passes_interpreted(config: pytest.Config, *files: Path) -> None:
+    """`config`: of the run that this is a part of, whose choice of slow tests holds here as well."""
     pytest.importorskip("triton", reason="triton is not installed")
     if torch.cuda.is_available():
         pytest.skip("these files run on the GPU itself")
     environment = os.environ | {"TRITON_INTERPRET": "1", "TOKENMILL_TUNING": "off", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *map(str, files)]
+    marks = "not slow" if config.option.markexpr == "not slow" else ""
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-m", marks, *map(str, files)]
     result = subprocess.run(command, cwd=_ROOT, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
     assert " passed" in result.stdout, result.stdout

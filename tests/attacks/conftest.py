@@ -42,9 +42,9 @@ def chat_model(model: Path, folder: Path, template: str = _TEMPLATE) -> Path:
 class AttackedServer(RunningServer):
     """With keys. What the suite asks of it in its own name, it asks as the tenant `other`."""
 
-    def __init__(self, model: Path, keys: Path, *flags: str) -> None:
+    def __init__(self, model: Path, keys: Path, *flags: str, env: dict[str, str] | None = None) -> None:
         write_keys(keys, TENANTS, _LIMITS)
-        super().__init__(model, *FLAGS, "--api-keys-file", str(keys), *flags)
+        super().__init__(model, *FLAGS, "--api-keys-file", str(keys), *flags, env=env)
         self.http.headers["Authorization"] = f"Bearer {key_of('other')}"
         self.model = model
 

@@ -30,7 +30,7 @@ _HARMLESS = ("bare newlines", "absolute address", "folded header", "no version")
 def impatient(tiny_chat: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AttackedServer]:
     """Short limits and few open files, so that the attacks can be short and small as well."""
     flags = known_flags(
-        header_timeout="1", body_timeout="3", keep_alive_timeout="2", write_timeout="3", max_connections="200"
+        header_timeout="1", body_timeout="1", keep_alive_timeout="1", write_timeout="1", max_connections="200"
     )
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (_FEW_FILES, hard))  # inherited by the server
@@ -87,17 +87,17 @@ def test_s6_health_answers_while_more_connections_come_than_there_are_files(
     impatient: AttackedServer, attack: Callable[..., shapes.Statuses]
 ) -> None:
     """Twice as many connections as the server may have files: some are refused or cut, and the probe gets through."""
-    holding = threading.Thread(target=attack, args=(impatient.target(), 2 * _FEW_FILES, 10.0))
+    holding = threading.Thread(target=attack, args=(impatient.target(), 2 * _FEW_FILES, 7.0))
     holding.start()
     try:
-        time.sleep(2.0)  # until they are all there; the limit on heads is shorter
+        time.sleep(1.5)  # until they are all there; the limit on heads is shorter
 
         def healthy() -> bool:
             with contextlib.suppress(httpx.HTTPError):
                 return httpx.get(f"{impatient.url}/health", timeout=3).status_code == 200
             return False
 
-        wait_until(healthy, 7)
+        wait_until(healthy, 5)
         assert holding.is_alive()
     finally:
         holding.join()
@@ -148,7 +148,7 @@ def test_r8_a_stream_that_is_not_read_is_cut(impatient: AttackedServer) -> None:
         connection.sendall(head + f"Content-Length: {len(body)}\r\n\r\n{body}".encode())
         wait_until(lambda: impatient.load()["requests_running"] > 1, 20)
         wait_until(lambda: impatient.load()["requests_running"] <= 1, 60)  # the tenant's own
-        time.sleep(8.0)  # longer than the limit of three seconds
+        time.sleep(3.0)  # longer than the limit of one second
         received = b""
         connection.settimeout(10)
         with contextlib.suppress(OSError):
@@ -164,12 +164,12 @@ def test_r8_a_waiting_stream_gets_comments(tiny_chat: Path, tmp_path: Path) -> N
     server = AttackedServer(tiny_chat, tmp_path / "keys.json", "--concurrency", "1", *flags)
     try:
         body = {"prompt": "Once", "max_tokens": 200, "n": 16, "ignore_eos": True}
-        threading.Thread(target=shapes.at_once, args=(server.target("good"), "/v1/completions", [body])).start()
-        wait_until(lambda: server.load()["requests_running"] > 0, 20)
         waiting = {"prompt": "Once", "max_tokens": 1, "stream": True, "lane": "batch"}
-        with server.target().http() as http, http.stream("POST", "/v1/completions", json=waiting) as answer:
-            assert answer.status_code == 200
-            first = next(line for line in answer.iter_lines() if line)
+        with shapes.pending(server.target("good"), "/v1/completions", [body]), server.target().http() as http:
+            wait_until(lambda: server.load()["requests_running"] > 0, 20)
+            with http.stream("POST", "/v1/completions", json=waiting) as answer:
+                assert answer.status_code == 200
+                first = next(line for line in answer.iter_lines() if line)
         assert first.startswith(":"), first
     finally:
         server.stop()

@@ -16,7 +16,7 @@ import pytest
 from benchmarks import attack_shapes as shapes
 from benchmarks.soak_verdict import descendants
 from tests.attacks.conftest import AttackedServer
-from tests.e2e.serving import wait_until
+from tests.e2e.serving import WITH_SPARE_ENGINE, wait_until
 
 _PROMPT = {"prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}
 _STALL = 2.0
@@ -24,7 +24,8 @@ _STALL = 2.0
 
 @pytest.fixture
 def harmed(tiny_chat: Path, tmp_path: Path) -> Iterator[AttackedServer]:
-    server = AttackedServer(tiny_chat, tmp_path / "keys.json", "--stall-timeout", str(_STALL))
+    flags = ("--stall-timeout", str(_STALL))
+    server = AttackedServer(tiny_chat, tmp_path / "keys.json", *flags, env=WITH_SPARE_ENGINE)
     try:
         yield server
     finally:

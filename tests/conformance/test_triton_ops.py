@@ -146,14 +146,14 @@ def test_draws_come_from_the_kept_tokens(temperature: float, top_k: int, top_p: 
 
 
 def test_frequencies_follow_the_distribution_and_draws_are_reproducible() -> None:
-    count = 500
+    count = 500 if torch.cuda.is_available() else 150
     logits = torch.tensor([[0.0, 1.0, 2.0, -1.0, 0.5]], device=DEVICE).expand(count, -1).contiguous()
     ids = gpu.sample(logits, rows(count, 0.8))
     frequency = torch.bincount(ids.cpu(), minlength=5).double() / count
     wanted = (logits[0].double().cpu() / 0.8).softmax(-1)
     assert float((frequency - wanted).abs().max()) < 4.5 * 0.5 / count**0.5
-    again = gpu.sample(logits[:50].contiguous(), rows(50, 0.8))
-    assert (again == ids[:50]).all(), "a row must draw the same token in any batch"
+    again = gpu.sample(logits[:20].contiguous(), rows(20, 0.8))
+    assert (again == ids[:20]).all(), "a row must draw the same token in any batch"
 
 
 def test_greedy_rows_take_the_first_of_the_largest_across_chunks() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.serving import serving, wait_until
+from tests.e2e.serving import WITH_SPARE_ENGINE, serving, wait_until
 
 _LONG = {"prompt": "Once upon a time", "max_tokens": 200, "ignore_eos": True, "temperature": 0}
 _FLAGS = ("--context", "256", "--concurrency", "4", "--served-model-name", "stories")
@@ -134,7 +134,7 @@ def test_a_signal_during_a_download_ends_it(monkeypatch: pytest.MonkeyPatch, tmp
 
 
 def test_a_spare_process_replaces_the_engine_and_a_signal_ends_a_restart(model_path: Callable[[str], Path]) -> None:
-    with serving(model_path("stories15m"), *_FLAGS) as server:
+    with serving(model_path("stories15m"), *_FLAGS, env=WITH_SPARE_ENGINE) as server:
         wait_until(lambda: server.load()["spare_engine_pid"], 60)
         load = server.load()
         engine, spare = load["engine_pid"], load["spare_engine_pid"]

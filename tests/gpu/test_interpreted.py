@@ -1,4 +1,4 @@
-"""The GPU executors without a GPU: their tests in a process of its own under Triton's interpreter."""
+"""The GPU executors without a GPU: their tests in a process of their own under Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ _FILES = ["executors", "kv_memory", "speculation", "inspect"]
 _SLOW_FILES = ["packed_pages", "draft_heads"]
 
 
-@pytest.mark.parametrize("name", [*_FILES, *(pytest.param(name, marks=pytest.mark.slow) for name in _SLOW_FILES)])
-def test_under_the_interpreter(name: str) -> None:
-    assert_passes_interpreted(Path(__file__).with_name(f"test_{name}.py"))
+@pytest.mark.parametrize(
+    "names", [pytest.param(_FILES, id="quick"), pytest.param(_SLOW_FILES, id="slow", marks=pytest.mark.slow)]
+)
+def test_under_the_interpreter(names: list[str], pytestconfig: pytest.Config) -> None:
+    assert_passes_interpreted(pytestconfig, *(Path(__file__).with_name(f"test_{name}.py") for name in names))
 
 
 def test_every_file_is_run() -> None:

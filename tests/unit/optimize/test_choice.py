@@ -192,7 +192,7 @@ def test_a_run_killed_at_any_step_goes_on_and_chooses_the_same(tmp_path: Path) -
     expected.run()
     steps = [call for call in whole.calls if not call.startswith("build")]
     assert len(steps) > 20
-    for number in range(0, len(steps), 3):
+    for number in range(0, len(steps), 6):
         folder = tmp_path / str(number)
         lab = fresh(folder)
         left: list[bytes] = []
