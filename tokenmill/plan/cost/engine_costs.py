@@ -26,6 +26,8 @@ class EngineCosts:
     drift: float  # how far users of a fixed-length benchmark drift apart, as a spread of lengths
     mixed: bool  # prompt chunks ride with decodes; otherwise prompts stop them
     eager_latent_us: float = 0.0  # host time that latent attention adds to such a layer
+    queue_steps: float = 0.0  # running steps that a request waits for outside its own prompt: front end, scheduler
+    replica_queue_steps: float = 0.0  # more with replicated attention: prompts wait until all replicas have one
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,6 +110,7 @@ def estimate(
     kind, extrapolated = "moe" if deployment.model.is_moe else "dense", not basis.startswith("table")
     tpot = interval(arrivals.kind, "tpot", deployment.engine, kind, extrapolated)
     ttft = interval(arrivals.kind, "ttft", deployment.engine, kind, extrapolated)
+    waited_ms = cost.queue_steps * found.tpot_ms * (1 - 1 / load.concurrency)  # a lone user meets no running step
     slowest = max(found.tpot_ms, plain.tpot_ms) * tpot.high  # drafts that are never accepted gain nothing
     rate = found.output_tok_s * in_flight
     slow_rate = min(rate, plain.output_tok_s * in_flight) / tpot.high
@@ -119,7 +120,7 @@ def estimate(
         memory=memory,
         kv_tokens=room.kv_tokens,
         sequences_that_fit=fit,
-        ttft=_figure(found.ttft_ms, ttft, "ms", basis),
+        ttft=_figure(found.ttft_ms + waited_ms, ttft, "ms", basis),
         tpot=replace(_figure(found.tpot_ms, tpot, "ms", basis), high=slowest),
         output_rate=Figure(rate, slow_rate, rate / tpot.low, "tokens/s", f"{basis}; {tpot.basis}"),
         saturated=found.saturated,

@@ -67,6 +67,11 @@ class StepCost:
         self._attention = self._attention_times(d)
         self._weigh(self.costs)
 
+    @property
+    def queue_steps(self) -> float:
+        """Steps of the running batch that a request waits for besides its own prompt and those before it."""
+        return self.costs.queue_steps + (self.costs.replica_queue_steps if self._dp > 1 else 0.0)
+
     def decode_ms(self, count: int, total_context: float) -> float:
         return self.step_ms((), (count, total_context))
 

@@ -15,7 +15,8 @@ from tokenmill.plan.question.deployment import PAGE_SIZE, Deployment
 from tokenmill.plan.simulate.autoscaler import Autoscaling
 from tokenmill.plan.simulate.cluster import Cluster, ClusterSettings, PoolSettings
 from tokenmill.plan.simulate.engine_shape import EngineShape, shape_of
-from tokenmill.plan.simulate.report import Simulation, summarize
+from tokenmill.plan.simulate.records import Records
+from tokenmill.plan.simulate.report import OutsideEngine, Simulation, summarize
 from tokenmill.plan.simulate.runner import CostModel
 from tokenmill.plan.simulate.workload import Workload
 
@@ -74,7 +75,12 @@ def simulate(
     """Simulate `workload` on engines of this deployment."""
     cost = cost or StepCost(deployment)
     engine = SimulatedEngine(
-        shape_of(deployment, context), cost, cost.costs.request_ms, deployment.devices / deployment.pp, deployment.pp
+        shape_of(deployment, context),
+        cost,
+        cost.costs.request_ms,
+        deployment.devices / deployment.pp,
+        deployment.pp,
+        0.0 if fleet.prefill_replicas else cost.queue_steps,  # prompts of split pools meet no decode steps
     )
     return simulate_engine(engine, workload, fleet, limits, _transfer(deployment, fleet.link_gb_s))
 
@@ -109,6 +115,7 @@ class SimulatedEngine:
     request_ms: float
     devices: float = 1.0  # of one loop
     loops: int = 1
+    queue_steps: float = 0.0  # steps of the running batch that a request waits for outside the loop
 
 
 def simulate_engine(
@@ -119,8 +126,17 @@ def simulate_engine(
     transfer: TransferTime = TransferTime(),  # noqa: B008
 ) -> Simulation:
     cluster = run_cluster(engine, workload, fleet, transfer)
-    records, devices = cluster.records, engine.devices
-    return summarize(records, cluster.replicas, engine.request_ms, devices, limits.ttft_ms, limits.itl_ms)
+    records, replicas = cluster.records, cluster.replicas
+    outside = OutsideEngine(engine.request_ms, engine.queue_steps * _met_running(records, len(replicas)))
+    return summarize(records, replicas, outside, engine.devices, limits.ttft_ms, limits.itl_ms)
+
+
+def _met_running(records: Records, num_replicas: int) -> float:
+    """Share of the requests that meet a running step, as in `estimate`: all but one of those in flight at a replica."""
+    done = records.finished
+    span = max(record.last for record in done) - min(record.sent for record in done)
+    in_flight = sum(record.e2e_ms for record in done) / max(span, 1e-9) / num_replicas
+    return max(0.0, 1 - 1 / in_flight) if in_flight else 0.0
 
 
 def run_cluster(

@@ -135,15 +135,26 @@ def simulation_series(simulation: Simulation) -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True, slots=True)
+class OutsideEngine:
+    """What a request spends outside the engine's loop: a fixed time, and some steps of the running batch."""
+
+    request_ms: float
+    queue_steps: float = 0.0
+
+    def __call__(self, record: RequestRecord) -> float:
+        return self.request_ms + self.queue_steps * record.tpot_ms
+
+
 def summarize(
-    records: Records, replicas: Sequence[Replica], request_ms: float, devices: float, ttft: float, itl: float
+    records: Records, replicas: Sequence[Replica], outside: OutsideEngine, devices: float, ttft: float, itl: float
 ) -> Simulation:
     """`devices`: of one engine loop. `ttft` and `itl`: limits in ms, 0 for none."""
     done = records.finished
     end = max(record.last for record in done)
     first = min(record.sent for record in done)
     seconds = max(end - first, 1e-9) / 1e3
-    ttfts = [record.ttft_ms + request_ms for record in done]
+    ttfts = [record.ttft_ms + outside(record) for record in done]
     thin = max(1, len(done) // 1000)
     by_arrival = sorted(done, key=lambda record: record.sent)[::thin]
     samples = [sample for sample in records.samples if sample.ms <= end] or records.samples[:1]
@@ -151,7 +162,7 @@ def summarize(
         ttft=percentiles(ttfts),
         itl=_weighted_percentiles(records.gaps, records.gap_counts),
         tpot=percentiles([record.tpot_ms for record in done if record.tokens > 1]),
-        e2e=percentiles([record.e2e_ms + request_ms for record in done]),
+        e2e=percentiles([record.e2e_ms + outside(record) for record in done]),
         requests=len(done),
         refused=records.refused,
         duration_s=seconds,
@@ -163,11 +174,11 @@ def summarize(
         kv_use_peak=max(sample.kv_use for sample in samples),
         queue_mean=float(np.mean([sample.waiting for sample in samples])),
         queue_peak=max(sample.waiting for sample in samples),
-        goodput=_goodput(records, request_ms, seconds, ttft, itl) if ttft or itl else None,
+        goodput=_goodput(records, outside, seconds, ttft, itl) if ttft or itl else None,
         gpu_seconds=_gpu_seconds(replicas, end, devices),
         replicas=tuple(_replica(replica, end) for replica in replicas),
         samples=tuple(samples),
-        ttfts=tuple((record.sent / 1e3, record.ttft_ms + request_ms) for record in by_arrival),
+        ttfts=tuple((record.sent / 1e3, record.ttft_ms + outside(record)) for record in by_arrival),
     )
 
 
@@ -190,9 +201,9 @@ def _weighted_percentiles(values: Sequence[float], counts: Sequence[int]) -> Per
     return Percentiles(float(np.average(value, weights=weight)), *(float(each) for each in found))
 
 
-def _goodput(records: Records, request_ms: float, seconds: float, ttft: float, itl: float) -> Goodput:
+def _goodput(records: Records, outside: OutsideEngine, seconds: float, ttft: float, itl: float) -> Goodput:
     def kept(record: RequestRecord) -> bool:
-        return (not ttft or record.ttft_ms + request_ms <= ttft) and (not itl or record.tpot_ms <= itl)
+        return (not ttft or record.ttft_ms + outside(record) <= ttft) and (not itl or record.tpot_ms <= itl)
 
     good = [record for record in records.finished if kept(record)]
     return Goodput(

@@ -190,3 +190,17 @@ def test_engines_and_their_mistakes() -> None:
     assert {"vllm", "sglang", "trtllm", "llama.cpp", "tokenmill"} <= set(engine_names())
     with pytest.raises(UserError, match="did you mean 'vllm'"):
         engine_costs("vlm")
+
+
+def test_a_request_waits_for_running_steps_unless_it_is_alone() -> None:
+    """The scheduler's wait is a number of steps: it grows with the batch's step, and an idle engine has none."""
+    prompt = StepCost(LLAMA, replace(engine_costs("vllm"), queue_steps=0.0))
+    queued = prompt.with_costs(replace(prompt.costs, queue_steps=10.0, replica_queue_steps=99.0))
+    for users in (1, 2, 64):
+        load = Load(1024, 256, users)
+        plain, later = estimate(LLAMA, load, prompt), estimate(LLAMA, load, queued)
+        assert later.tpot.value == plain.tpot.value
+        expected = 10 * plain.tpot.value * (1 - 1 / users)
+        assert later.ttft.value - plain.ttft.value == pytest.approx(expected)
+    replicated = StepCost(replace(LLAMA, data_parallel=2), queued.costs)
+    assert replicated.queue_steps == 109.0
