@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from tokenmill.model.architectures.decoder import Decoder
 from tokenmill.model.device_experts import place_experts
 from tokenmill.model.dummy_reader import fill
 from tokenmill.model.formats.base import LinearWeight
+from tokenmill.model.host_experts import HostPlacement, plan_slots
 from tokenmill.model.layers.experts import Experts
 from tokenmill.model.linear_groups import head_projections, linear_groups
 from tokenmill.model.reader import WeightReader
@@ -78,6 +80,7 @@ class Placement:
     device: torch.device
     kernels: str  # forced backend, or empty
     quantization: str  # "", "fp8" or "int4": how float matrices are quantized
+    expert_memory: int = 0  # bytes of the device for experts, the others stay in host memory; 0: all on the device
 
 
 def place_weights(decoder: Decoder, reader: WeightReader, placement: Placement) -> Tensor:
@@ -113,14 +116,20 @@ def _place_experts(
     routers: set[int] = set()
     placed: set[int] = set()
     names = {id(weight): prefix for prefix, weight in reader.weights.items()}
-    for mlp in (block.mlp for block in decoder.blocks if isinstance(block.mlp, Experts)):
+    layers = [block.mlp for block in decoder.blocks if isinstance(block.mlp, Experts)]
+    place = partial(place_experts, upload=upload.weight, quantization=placement.quantization)
+    if placement.expert_memory:
+        place = _host_placement(layers, placement) or place
+    for mlp in layers:
         gate = None if mlp.shared is None else mlp.shared.gate
         routers |= {id(weight) for weight in (mlp.router, gate) if weight is not None}
         if placement.kernels not in ("", "triton"):
             continue
         try:
-            mlp.stacks.kernel = place_experts(mlp.stacks, mlp.routing, upload.weight, placement.quantization)
+            mlp.stacks.kernel = place(mlp.stacks, mlp.routing)
         except Declined as error:
+            if placement.expert_memory:
+                raise UserError(f"--expert-memory: {error}", "leave --expert-memory out") from None
             _log.info("experts one by one: %s", error)
             continue
         blocks = mlp.stacks.blocks()
@@ -128,6 +137,23 @@ def _place_experts(
         for name in {name for block in blocks for name in reader.tensor_names[names[id(block)]]}:
             reader.checkpoint.release(name)
     return routers, placed
+
+
+def _host_placement(layers: list[Experts], placement: Placement) -> Callable[..., Choice] | None:
+    """How experts are placed that stay in host memory; None if the memory for them holds all."""
+    upload = Uploader(torch.device("cpu")).weight
+    plan = plan_slots([mlp.stacks for mlp in layers], placement.expert_memory, placement.quantization, upload)
+    per_token, experts = layers[0].routing.experts_per_token, len(layers[0].stacks.down)
+    if plan.num_slots >= experts:
+        return None
+    if plan.num_slots < per_token:
+        raise UserError(
+            f"--expert-memory: {placement.expert_memory / 2**20:.1f} MiB hold {plan.num_slots} experts of each layer, "
+            f"a token needs {per_token}",
+            f"give at least {-(-per_token * plan.slot_bytes // 2**20)}MiB",
+        )
+    _log.info("experts: %d of %d in each layer on the GPU, all in host memory", plan.num_slots, experts)
+    return HostPlacement(plan.num_slots, placement.device, placement.quantization, upload)
 
 
 def place_reference(decoder: Decoder, reader: WeightReader, device: torch.device) -> None:
