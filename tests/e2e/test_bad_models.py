@@ -54,10 +54,10 @@ def _with_config(folder: Path, changes: dict[str, Any]) -> Path:
     return folder
 
 
-def _refusal(path: Path, capsys: pytest.CaptureFixture[str]) -> str:
+def _refusal(path: Path, capsys: pytest.CaptureFixture[str], *options: str) -> str:
     """The message of `tokenmill run`, which must be one line and a remedy."""
     capsys.readouterr()
-    code = main(["run", str(path), *_RUN])
+    code = main(["run", str(path), *_RUN, *options])
     printed = capsys.readouterr()
     assert code == 2, printed.err
     assert printed.out == ""
@@ -179,6 +179,17 @@ def test_experts_with_another_activation_run_without_the_recorded_program(
     folder = _with_config(_copy(model("mixtral"), tmp_path), {"hidden_act": "gelu"})
     assert main(["run", str(folder), *_RUN]) == 0
     assert len(json.loads(capsys.readouterr().out)["token_ids"]) == 1
+
+
+def test_memory_for_experts_is_refused_without_experts_or_without_a_gpu(
+    model: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    message = _refusal(model("llama"), capsys, "--expert-memory", "1MiB")
+    assert "--expert-memory" in message
+    assert "'llama' has no experts" in message
+    message = _refusal(model("mixtral"), capsys, "--expert-memory", "1MiB", "--device", "cpu")
+    assert "--expert-memory" in message
+    assert "runs on the CPU" in message
 
 
 # --- GGUF ---

@@ -15,11 +15,13 @@ import pytest
 import torch
 
 from tests.gpu.models import greedy, write_config
+from tests.parity.tiny_models import make, write_tokenizer
 from tokenmill import LLM
+from tokenmill.config import EngineConfig
 from tokenmill.errors import UserError
+from tokenmill.runtime.report import inspect_model
 
-ON_GPU = torch.cuda.is_available()
-if os.environ.get("TRITON_INTERPRET") != "1" and not ON_GPU:
+if os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available():
     pytest.skip("no GPU: test_interpreted.py runs this file under the interpreter", allow_module_level=True)
 
 from tokenmill.kernels.ref_experts import RoutingSpec, route, run_experts
@@ -27,6 +29,7 @@ from tokenmill.kernels.triton.experts.host import HostCosts, HostExpert, HostExp
 from tokenmill.kernels.triton.experts.layer import GpuExperts
 from tokenmill.kernels.triton.experts.stack import GpuExpertStack, bf16_stack, fp8_stack, int4_stack, mxfp4_stack
 
+ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 EXPERTS, LAYERS, HIDDEN, WIDTH, PER_TOKEN = 8, 2, 64, 32, 2
 EXPERT_BYTES = 3 * HIDDEN * WIDTH * 2
@@ -102,6 +105,18 @@ def test_memory_for_fewer_experts_than_a_token_needs_is_refused(folder: Path) ->
         engine(folder, expert_memory=LAYERS * EXPERT_BYTES),
     ):
         pass
+
+
+def test_inspect_says_what_the_gpu_holds(tmp_path: Path) -> None:
+    make("qwen3_moe", tmp_path)
+    write_tokenizer(tmp_path)
+    memory = 3 * 4 * EXPERT_BYTES  # three experts in each of four layers
+    options = EngineConfig(device=DEVICE.type, kernels="triton", kv_cache_dtype="bfloat16", expert_memory=memory + 1)
+    experts = inspect_model(tmp_path, options).experts
+    assert experts is not None
+    assert (experts.layers, experts.num_experts, experts.experts_per_token) == (4, 8, 2)
+    assert experts.bytes == 8 * 4 * 2 * EXPERT_BYTES  # the file is float32
+    assert (experts.gpu_slots, experts.gpu_bytes) == (3, memory)
 
 
 def _stacks(kind: str, rows: int, depth: int, count: int, seed: int) -> tuple[GpuExpertStack, list[GpuExpertStack]]:

@@ -24,7 +24,7 @@ from tokenmill.model.architectures.decoder import Decoder
 from tokenmill.model.device_experts import place_experts
 from tokenmill.model.dummy_reader import fill
 from tokenmill.model.formats.base import LinearWeight
-from tokenmill.model.host_experts import HostPlacement, plan_slots
+from tokenmill.model.host_experts import HostPlacement, SlotPlan, plan_slots
 from tokenmill.model.layers.experts import Experts
 from tokenmill.model.linear_groups import head_projections, linear_groups
 from tokenmill.model.reader import WeightReader
@@ -117,7 +117,7 @@ def _place_experts(
     placed: set[int] = set()
     names = {id(weight): prefix for prefix, weight in reader.weights.items()}
     layers = [block.mlp for block in decoder.blocks if isinstance(block.mlp, Experts)]
-    place = partial(place_experts, upload=upload.weight, quantization=placement.quantization)
+    place: Callable[..., Choice] = partial(place_experts, upload=upload.weight, quantization=placement.quantization)
     if placement.expert_memory:
         place = _host_placement(layers, placement) or place
     for mlp in layers:
@@ -139,20 +139,31 @@ def _place_experts(
     return routers, placed
 
 
-def _host_placement(layers: list[Experts], placement: Placement) -> Callable[..., Choice] | None:
-    """How experts are placed that stay in host memory; None if the memory for them holds all."""
-    upload = Uploader(torch.device("cpu")).weight
-    plan = plan_slots([mlp.stacks for mlp in layers], placement.expert_memory, placement.quantization, upload)
-    per_token, experts = layers[0].routing.experts_per_token, len(layers[0].stacks.down)
-    if plan.num_slots >= experts:
-        return None
+def slots_for(layers: list[Experts], expert_memory: int, quantization: str) -> SlotPlan:
+    """Experts of each layer that this memory holds. Raises UserError if they are too few for a token, or if no kernel
+    reads them."""
+    try:
+        upload = Uploader(torch.device("cpu")).weight
+        plan = plan_slots([mlp.stacks for mlp in layers], expert_memory, quantization, upload)
+    except Declined as error:
+        raise UserError(f"--expert-memory: {error}", "leave --expert-memory out") from None
+    per_token = layers[0].routing.experts_per_token
     if plan.num_slots < per_token:
         raise UserError(
-            f"--expert-memory: {placement.expert_memory / 2**20:.1f} MiB hold {plan.num_slots} experts of each layer, "
+            f"--expert-memory: {expert_memory / 2**20:.1f} MiB hold {plan.num_slots} experts of each layer, "
             f"a token needs {per_token}",
             f"give at least {-(-per_token * plan.slot_bytes // 2**20)}MiB",
         )
+    return plan
+
+
+def _host_placement(layers: list[Experts], placement: Placement) -> Callable[..., Choice] | None:
+    """How experts are placed that stay in host memory; None if the memory for them holds all."""
+    plan, experts = slots_for(layers, placement.expert_memory, placement.quantization), len(layers[0].stacks.down)
+    if plan.num_slots >= experts:
+        return None
     _log.info("experts: %d of %d in each layer on the GPU, all in host memory", plan.num_slots, experts)
+    upload = Uploader(torch.device("cpu")).weight
     return HostPlacement(plan.num_slots, placement.device, placement.quantization, upload)
 
 

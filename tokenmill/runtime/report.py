@@ -26,12 +26,13 @@ from tokenmill.hardware.memory import kv_bytes_per_token
 from tokenmill.kernels import cpu
 from tokenmill.kernels.base import Choice, select, select_linear
 from tokenmill.model.architectures import architecture_of
-from tokenmill.model.device_weights import Uploader
+from tokenmill.model.device_weights import Uploader, slots_for
 from tokenmill.model.formats.base import LinearWeight
 from tokenmill.model.kvstore.base import KVStore
 from tokenmill.model.kvstore.choice import StoreChoice, native_layer_count, reading_path
+from tokenmill.model.layers.experts import Experts
 from tokenmill.model.linear_groups import head_projections
-from tokenmill.model.loader import LoadedModel, uses_gpu_kernels
+from tokenmill.model.loader import LoadedModel, check_expert_memory, uses_gpu_kernels
 from tokenmill.model.reader import WeightReader
 from tokenmill.resolution import resolve, settle
 from tokenmill.runtime.build import find_facts, kv_arrangement
@@ -76,6 +77,16 @@ class KVReport:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertReport:
+    layers: int
+    num_experts: int  # of each layer
+    experts_per_token: int
+    bytes: int  # of all of them, as stored
+    gpu_slots: int  # experts of each layer that the GPU holds at a time, with --expert-memory; 0: all or no GPU
+    gpu_bytes: int  # of these
+
+
+@dataclass(frozen=True, slots=True)
 class TokenizerReport:
     kind: str
     vocab_size: int
@@ -93,6 +104,7 @@ class ModelReport:
     bytes: int
     weights: tuple[StoredType, ...]
     kv: KVReport
+    experts: ExpertReport | None  # of models that have some
     tokenizer: TokenizerReport
     executor: Implementation
     kernels: tuple[Implementation, ...]
@@ -114,6 +126,7 @@ def inspect_model(path: Path, options: EngineConfig) -> ModelReport:
         bytes=sum(each.bytes for each in stored),
         weights=stored,
         kv=_kv_report(checkpoint.description, config, layout, choice, store),
+        experts=_expert_report(model, config),
         tokenizer=_tokenizer_report(path, checkpoint),
         executor=executor,
         kernels=implementations(model, executor.runs_on, store),
@@ -131,6 +144,8 @@ def survey(checkpoint: Checkpoint, config: ResolvedConfig, device: torch.device)
     """The model with its kernels chosen but not filled: weights of one type and shape share one choice, and on a GPU
     only one of them is sent there."""
     description = checkpoint.description
+    if config.expert_memory:
+        check_expert_memory(description, device, config.kernels)
     reader = WeightReader(checkpoint)
     decoder = architecture_of(description)(reader, description, 1)
     reader.finish()
@@ -243,6 +258,19 @@ def _kv_report(
         state_bytes=layout.state_bytes,
         latent_layers=latent_layers,
     )
+
+
+def _expert_report(model: LoadedModel, config: ResolvedConfig) -> ExpertReport | None:
+    layers = [block.mlp for block in model.decoder.blocks if isinstance(block.mlp, Experts)]
+    if not layers:
+        return None
+    num_experts, nbytes = len(layers[0].stacks.down), sum(b.nbytes for mlp in layers for b in mlp.stacks.blocks())
+    slots, gpu_bytes = 0, 0
+    if config.expert_memory:
+        plan = slots_for(layers, config.expert_memory, config.quantization)
+        slots = plan.num_slots if plan.num_slots < num_experts else 0
+        gpu_bytes = slots * plan.slot_bytes
+    return ExpertReport(len(layers), num_experts, layers[0].routing.experts_per_token, nbytes, slots, gpu_bytes)
 
 
 def _tokenizer_report(path: Path, checkpoint: Checkpoint) -> TokenizerReport:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 
 import torch
@@ -67,8 +68,8 @@ class HostExperts:
         self.experts, self.spec, self.costs = experts, spec, HostCosts()
         self.residency = Residency(len(experts), num_slots)
         first = experts[0]
-        slots = (empty_slots(stack, num_slots, device) for stack in (first.gate_up, first.down))
-        self._gpu = GpuExperts(*slots, spec)
+        gate_up, down = (empty_slots(stack, num_slots, device) for stack in (first.gate_up, first.down))
+        self._gpu = GpuExperts(gate_up, down, spec)
         self._device, self._stream = device, stream
         self._read: list[torch.cuda.Event | None] = [None] * num_slots  # by slot: when its last reader has ended
         self.detail = f"{first.gate_up.kind} x {num_slots} of {len(experts)}, the others in host memory"
@@ -91,11 +92,11 @@ class HostExperts:
             self._copy(0, 0)
             torch.cuda.synchronize(self._device)
 
-        hidden, last = self.experts[0].gate_up.depth, self.experts[-1]
-        one, many = (
-            _seconds(lambda count=count: _compute(last, torch.ones(count, hidden), torch.ones(count, 1), self.spec))
-            for count in (1, _MANY)
-        )
+        def compute(tokens: int) -> None:
+            x = torch.ones(tokens, self._gpu.gate_up.depth)
+            _compute(self.experts[-1], x, torch.ones(tokens, 1), self.spec)
+
+        one, many = _seconds(partial(compute, 1)), _seconds(partial(compute, _MANY))
         return HostCosts(_seconds(fetch), one, max(0.0, (many - one) / (_MANY - 1)))
 
     def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
