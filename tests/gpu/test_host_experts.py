@@ -112,7 +112,10 @@ def test_inspect_says_what_the_gpu_holds(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     memory = 3 * 4 * EXPERT_BYTES  # three experts in each of four layers
     options = EngineConfig(device=DEVICE.type, kernels="triton", kv_cache_dtype="bfloat16", expert_memory=memory + 1)
-    experts = inspect_model(tmp_path, options).experts
+    report = inspect_model(tmp_path, options)
+    assert report.executor.runs_on == "cuda_eager"
+    assert any("experts in host memory" in reason for reason in report.executor.declined)
+    experts = report.experts
     assert experts is not None
     assert (experts.layers, experts.num_experts, experts.experts_per_token) == (4, 8, 2)
     assert experts.bytes == 8 * 4 * 2 * EXPERT_BYTES  # the file is float32

@@ -19,11 +19,13 @@ from torch import Tensor
 from tokenmill.errors import UserError
 from tokenmill.kernels import triton as gpu
 from tokenmill.kernels.base import Choice, Declined, select_linear
+from tokenmill.kernels.ref_experts import RoutingSpec
 from tokenmill.log import get_logger
 from tokenmill.model.architectures.decoder import Decoder
 from tokenmill.model.device_experts import place_experts
 from tokenmill.model.dummy_reader import fill
 from tokenmill.model.formats.base import LinearWeight
+from tokenmill.model.formats.stacks import ExpertStacks
 from tokenmill.model.host_experts import HostPlacement, SlotPlan, plan_slots
 from tokenmill.model.layers.experts import Experts
 from tokenmill.model.linear_groups import head_projections, linear_groups
@@ -117,9 +119,7 @@ def _place_experts(
     placed: set[int] = set()
     names = {id(weight): prefix for prefix, weight in reader.weights.items()}
     layers = [block.mlp for block in decoder.blocks if isinstance(block.mlp, Experts)]
-    place: Callable[..., Choice] = partial(place_experts, upload=upload.weight, quantization=placement.quantization)
-    if placement.expert_memory:
-        place = _host_placement(layers, placement) or place
+    place = expert_placement(layers, placement, upload)
     for mlp in layers:
         gate = None if mlp.shared is None else mlp.shared.gate
         routers |= {id(weight) for weight in (mlp.router, gate) if weight is not None}
@@ -157,14 +157,21 @@ def slots_for(layers: list[Experts], expert_memory: int, quantization: str) -> S
     return plan
 
 
-def _host_placement(layers: list[Experts], placement: Placement) -> Callable[..., Choice] | None:
-    """How experts are placed that stay in host memory; None if the memory for them holds all."""
+def expert_placement(
+    layers: list[Experts], placement: Placement, upload: Uploader | None = None
+) -> Callable[[ExpertStacks, RoutingSpec], Choice]:
+    """How the experts of a layer are placed: on the device, or in host memory where the memory for them is stated and
+    does not hold all."""
+    send = (upload or Uploader(placement.device)).weight
+    on_device = partial(place_experts, upload=send, quantization=placement.quantization)
+    if not placement.expert_memory:
+        return on_device
     plan, experts = slots_for(layers, placement.expert_memory, placement.quantization), len(layers[0].stacks.down)
     if plan.num_slots >= experts:
-        return None
+        return on_device
     _log.info("experts: %d of %d in each layer on the GPU, all in host memory", plan.num_slots, experts)
-    upload = Uploader(torch.device("cpu")).weight
-    return HostPlacement(plan.num_slots, placement.device, placement.quantization, upload)
+    to_host = Uploader(torch.device("cpu")).weight
+    return HostPlacement(plan.num_slots, placement.device, placement.quantization, to_host)
 
 
 def place_reference(decoder: Decoder, reader: WeightReader, device: torch.device) -> None:

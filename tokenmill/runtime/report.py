@@ -24,10 +24,12 @@ from tokenmill.errors import UserError
 from tokenmill.hardware.kv_layout import KVLayout
 from tokenmill.hardware.memory import kv_bytes_per_token
 from tokenmill.kernels import cpu
-from tokenmill.kernels.base import Choice, select, select_linear
+from tokenmill.kernels.base import Choice, Declined, select, select_linear
 from tokenmill.model.architectures import architecture_of
-from tokenmill.model.device_weights import Uploader, slots_for
+from tokenmill.model.architectures.decoder import Decoder
+from tokenmill.model.device_weights import Placement, Uploader, expert_placement, slots_for
 from tokenmill.model.formats.base import LinearWeight
+from tokenmill.model.formats.stacks import ExpertStacks, WeightStack
 from tokenmill.model.kvstore.base import KVStore
 from tokenmill.model.kvstore.choice import StoreChoice, native_layer_count, reading_path
 from tokenmill.model.layers.experts import Experts
@@ -152,7 +154,10 @@ def survey(checkpoint: Checkpoint, config: ResolvedConfig, device: torch.device)
     chosen: dict[tuple[str, int, int, bool], Choice] = {}
     for projections in head_projections(decoder):
         projections.attach()
+    stacked = _survey_experts(decoder, config, device) if uses_gpu_kernels(device, config.kernels) else set()
     for weight in reader.weights.values():
+        if id(weight) in stacked:
+            continue
         key = (weight.type_name, weight.out_features, weight.in_features, weight.bias is not None)
         if weight.kernel is not None or (weight is decoder.embedding and decoder.head is not weight):
             continue  # projections by head; or only looked up, never multiplied
@@ -163,6 +168,26 @@ def survey(checkpoint: Checkpoint, config: ResolvedConfig, device: torch.device)
     return LoadedModel(decoder, reader.weights, checkpoint, device, config.kernels, table)
 
 
+def _survey_experts(decoder: Decoder, config: ResolvedConfig, device: torch.device) -> set[int]:
+    """Choose the grouped kernels of experts by one expert of each type and shape; identities of the matrices that have
+    one."""
+    layers = [block.mlp for block in decoder.blocks if isinstance(block.mlp, Experts)]
+    place = expert_placement(layers, Placement(device, config.kernels, config.quantization, config.expert_memory))
+    chosen: dict[tuple[str, str, int, int], Choice] = {}
+    stacked: set[int] = set()
+    for stacks, routing in ((mlp.stacks, mlp.routing) for mlp in layers):
+        key = (stacks.gate_up.type_name, stacks.down.type_name, stacks.down.in_features, stacks.down.out_features)
+        try:
+            if key not in chosen:
+                gate_up, down = (WeightStack(stack.experts[:1]) for stack in (stacks.gate_up, stacks.down))
+                chosen[key] = place(ExpertStacks(gate_up, down), routing)
+        except Declined:
+            continue
+        stacks.kernel = chosen[key]
+        stacked |= {id(block) for block in stacks.blocks()}
+    return stacked
+
+
 def implementations(model: LoadedModel, executor: str, store: KVStore | None = None) -> tuple[Implementation, ...]:
     """One line for each way a weight type is multiplied, and for each op. `store`: whose pages attention reads."""
     linears = {
@@ -170,6 +195,10 @@ def implementations(model: LoadedModel, executor: str, store: KVStore | None = N
         for weight in model.weights.values()
         if weight.kernel is not None
     }
+    stacks = [block.mlp.stacks for block in model.decoder.blocks if isinstance(block.mlp, Experts)]
+    for each in stacks:
+        if each.kernel is not None:
+            linears[Implementation(f"experts {each.gate_up.type_name}", each.kernel.backend, ())] = None
     ops = []
     for op in (*OPS, *(RECURRENT_OPS if store is not None and store.layout.states else ())):
         fallback = _attention_fallback(store) if executor.startswith("cuda") and op == "attention" else None
