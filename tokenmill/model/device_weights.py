@@ -125,6 +125,8 @@ def _place_experts(
         routers |= {id(weight) for weight in (mlp.router, gate) if weight is not None}
         if placement.kernels not in ("", "triton"):
             continue
+        if mlp.routing.correction_bias is not None:  # the kernel keeps this record
+            mlp.routing = replace(mlp.routing, correction_bias=mlp.routing.correction_bias.to(placement.device))
         try:
             mlp.stacks.kernel = place(mlp.stacks, mlp.routing)
         except Declined as error:
