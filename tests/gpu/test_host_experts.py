@@ -107,6 +107,12 @@ def test_memory_for_fewer_experts_than_a_token_needs_is_refused(folder: Path) ->
         pass
 
 
+def test_too_little_host_memory_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tokenmill.model.device_weights.available_memory", lambda: 1000)
+    with pytest.raises(UserError, match="of host memory"), engine(folder, expert_memory=QUARTER):
+        pass
+
+
 def test_inspect_says_what_the_gpu_holds(tmp_path: Path) -> None:
     make("qwen3_moe", tmp_path)
     write_tokenizer(tmp_path)

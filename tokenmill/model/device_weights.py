@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tokenmill.errors import UserError
+from tokenmill.hardware.machine import available_memory
 from tokenmill.kernels import triton as gpu
 from tokenmill.kernels.base import Choice, Declined, select_linear
 from tokenmill.kernels.ref_experts import RoutingSpec
@@ -171,6 +172,12 @@ def expert_placement(
     plan, experts = slots_for(layers, placement.expert_memory, placement.quantization), len(layers[0].stacks.down)
     if plan.num_slots >= experts:
         return on_device
+    needed, free = experts * plan.slot_bytes, available_memory()
+    if needed > free:
+        raise UserError(
+            f"--expert-memory: the experts need {needed / 2**30:.1f} GiB of host memory, {free / 2**30:.1f} are free",
+            "free host memory, or round the weights with --quantization int4",
+        )
     _log.info("experts: %d of %d in each layer on the GPU, all in host memory", plan.num_slots, experts)
     to_host = Uploader(torch.device("cpu")).weight
     return HostPlacement(plan.num_slots, placement.device, placement.quantization, to_host)
