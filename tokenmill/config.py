@@ -57,6 +57,10 @@ def option(
     return field(default=default, metadata=metadata | {"parse": parse, "low": low, "high": high})
 
 
+def size_option(help: str, default: int = 0, low: int = 0) -> Any:
+    return option(default, help, metavar="SIZE", parse=parse_size, low=low)
+
+
 def automatic(kind: type, help: str, **details: Any) -> Any:
     """An option that is decided by hardware or model unless it is set."""
     return option(None, help, kind=kind, **details)
@@ -222,17 +226,9 @@ class EngineConfig:
     kv_policy: str = option(
         "lru", "Eviction policy for cached prefix pages when memory is short: lru or lfu.", metavar="POLICY"
     )
-    kv_host_memory: int = option(
-        0,
-        "Host memory for prefix pages evicted from the GPU's KV cache, such as 8GiB.",
-        metavar="SIZE",
-        parse=parse_size,
-        low=0,
-    )
+    kv_host_memory: int = size_option("Host memory for prefix pages evicted from the GPU's KV cache, such as 8GiB.")
     kv_disk: str = option("", "Directory that keeps prefix pages across restarts.", metavar="DIR")
-    kv_disk_size: int = option(
-        10 << 30, "Maximum size of --kv-disk, such as 10GiB.", metavar="SIZE", parse=parse_size, low=1
-    )
+    kv_disk_size: int = size_option("Maximum size of --kv-disk, such as 10GiB.", 10 << 30, low=1)
     kv_redis: str = option("", "Redis server for sharing prefix pages, such as redis://host:6379/0.", metavar="URL")
     kv_secret_file: str = option(
         "",
@@ -270,6 +266,10 @@ class EngineConfig:
         "Automatic: as stored in the checkpoint.",
         choices=("fp8", "int4"),
         metavar="FORMAT",
+    )
+    expert_memory: int = size_option(
+        "GPU memory for experts, such as 8GiB: all are then kept in host memory, and the most used ones on the GPU as "
+        "well. 0: all experts on the GPU."
     )
     speculate: str = option(
         "off",

@@ -121,8 +121,12 @@ def _attention(
     num_heads = fields.integer("attention.head_count")
     head_dim = fields.integer("attention.key_length", hidden_size // num_heads)
     num_kv_heads = fields.integer("attention.head_count_kv", num_heads)
-    if head_dim < 1 or num_heads % num_kv_heads:
-        raise fields.error(f"{num_heads} heads and {num_kv_heads} KV heads over {hidden_size} do not fit")
+    if num_heads % num_kv_heads:
+        raise fields.error(
+            f"'attention.head_count' is {num_heads}, no multiple of {num_kv_heads} ('attention.head_count_kv')"
+        )
+    if head_dim < 1 or (fields.raw("attention.key_length") is None and hidden_size % num_heads):
+        raise fields.error(f"'embedding_length' is {hidden_size}, no multiple of {num_heads} ('attention.head_count')")
     if fields.integer("attention.value_length", head_dim) != head_dim:
         raise fields.error("keys and values have different sizes", UNSUPPORTED)
     scale = fields.number("attention.scale", 0.0) or None

@@ -44,7 +44,7 @@ def read_mixer(fields: Fields) -> LatentAttention:
     # Without the keys of the expanded heads, these are the plain ones: older files.
     head = fields.integer("attention.key_length_mla", fields.integer("attention.key_length"))
     if head <= rope_dim:
-        raise fields.error(f"heads of {head} numbers cannot have {rope_dim} that are rotated")
+        raise fields.error(f"'rope.dimension_count' is {rope_dim}, heads have {head} numbers ('attention.key_length')")
     return LatentAttention(
         fields.integer("attention.head_count"),
         query_rank=fields.integer("attention.q_lora_rank", 0, low=0),

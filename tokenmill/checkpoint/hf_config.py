@@ -15,7 +15,7 @@ from typing import Any
 from tokenmill.checkpoint.configs.families import FAMILIES, Family, family_of
 from tokenmill.checkpoint.configs.feed_forward import feed_forward
 from tokenmill.checkpoint.configs.layer_kinds import layer_kinds
-from tokenmill.checkpoint.configs.mixers import head_sizes, in_layer, mixers_by_kind, positions, softcap
+from tokenmill.checkpoint.configs.mixers import head_sizes, in_layer, is_latent, mixers_by_kind, positions, softcap
 from tokenmill.checkpoint.configs.rope import rope_tables
 from tokenmill.checkpoint.description import LayerDescription, ModelDescription, RopeTable
 from tokenmill.checkpoint.fields import Fields
@@ -101,8 +101,10 @@ def _spelled(values: dict[str, Any]) -> dict[str, Any]:
 def _tables(text: Fields, family: Family, hidden_size: int, context_length: int) -> tuple[RopeTable, ...]:
     if positions(text, family) != "rope":
         return ()
-    if text.raw("kv_lora_rank"):
+    if is_latent(text, family):
         head_dim = text.integer("qk_rope_head_dim")
+        if head_dim % 2:
+            raise text.error(f"'qk_rope_head_dim' is {head_dim}, which is odd")
     else:
         num_heads = text.integer("num_attention_heads", dict(family.sizes).get("num_attention_heads"))
         head_dim = head_sizes(text, family, hidden_size, num_heads)[1]

@@ -55,6 +55,7 @@ def inspect(
         "shapes": {name: getattr(description, name) for name in _SHAPES},
         "weights": [asdict(each) for each in report.weights],
         "kv_cache": asdict(report.kv),
+        "experts": None if report.experts is None else asdict(report.experts),
         "tokenizer": asdict(report.tokenizer),
         "executor": {"chosen": report.executor.runs_on, "declined": list(report.executor.declined)},
         "kernels": [

@@ -28,11 +28,12 @@ def place_experts(stacks: ExpertStacks, routing: RoutingSpec, upload: Upload, qu
     """`quantization`: "", "fp8" or "int4": how float matrices are quantized."""
     from tokenmill.kernels.triton.experts.layer import GpuExperts  # here: triton is not installed everywhere
 
-    gate_up, down = (_stack(stack, upload, quantization) for stack in (stacks.gate_up, stacks.down))
+    gate_up, down = (stack_for_gpu(stack, upload, quantization) for stack in (stacks.gate_up, stacks.down))
     return Choice("experts", "triton", GpuExperts(gate_up, down, routing))
 
 
-def _stack(stack: WeightStack, upload: Upload, quantization: str) -> Any:
+def stack_for_gpu(stack: WeightStack, upload: Upload, quantization: str) -> Any:
+    """A GpuExpertStack, on the device that `upload` copies to."""
     from tokenmill.kernels.triton.experts import stack as gpu
 
     first = stack.experts[0][0]

@@ -10,19 +10,24 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tokenmill.errors import UserError
+from tokenmill.hardware.machine import available_memory
 from tokenmill.kernels import triton as gpu
 from tokenmill.kernels.base import Choice, Declined, select_linear
+from tokenmill.kernels.ref_experts import RoutingSpec
 from tokenmill.log import get_logger
 from tokenmill.model.architectures.decoder import Decoder
 from tokenmill.model.device_experts import place_experts
 from tokenmill.model.dummy_reader import fill
 from tokenmill.model.formats.base import LinearWeight
+from tokenmill.model.formats.stacks import ExpertStacks
+from tokenmill.model.host_experts import HostPlacement, SlotPlan, plan_slots
 from tokenmill.model.layers.experts import Experts
 from tokenmill.model.linear_groups import head_projections, linear_groups
 from tokenmill.model.reader import WeightReader
@@ -78,6 +83,7 @@ class Placement:
     device: torch.device
     kernels: str  # forced backend, or empty
     quantization: str  # "", "fp8" or "int4": how float matrices are quantized
+    expert_memory: int = 0  # bytes of the device for experts, the others stay in host memory; 0: all on the device
 
 
 def place_weights(decoder: Decoder, reader: WeightReader, placement: Placement) -> Tensor:
@@ -113,14 +119,20 @@ def _place_experts(
     routers: set[int] = set()
     placed: set[int] = set()
     names = {id(weight): prefix for prefix, weight in reader.weights.items()}
-    for mlp in (block.mlp for block in decoder.blocks if isinstance(block.mlp, Experts)):
+    layers = [block.mlp for block in decoder.blocks if isinstance(block.mlp, Experts)]
+    place = expert_placement(layers, placement, upload)
+    for mlp in layers:
         gate = None if mlp.shared is None else mlp.shared.gate
         routers |= {id(weight) for weight in (mlp.router, gate) if weight is not None}
         if placement.kernels not in ("", "triton"):
             continue
+        if mlp.routing.correction_bias is not None:  # the kernel keeps this record
+            mlp.routing = replace(mlp.routing, correction_bias=mlp.routing.correction_bias.to(placement.device))
         try:
-            mlp.stacks.kernel = place_experts(mlp.stacks, mlp.routing, upload.weight, placement.quantization)
+            mlp.stacks.kernel = place(mlp.stacks, mlp.routing)
         except Declined as error:
+            if placement.expert_memory:
+                raise UserError(f"--expert-memory: {error}", "leave --expert-memory out") from None
             _log.info("experts one by one: %s", error)
             continue
         blocks = mlp.stacks.blocks()
@@ -128,6 +140,47 @@ def _place_experts(
         for name in {name for block in blocks for name in reader.tensor_names[names[id(block)]]}:
             reader.checkpoint.release(name)
     return routers, placed
+
+
+def slots_for(layers: list[Experts], expert_memory: int, quantization: str) -> SlotPlan:
+    """Experts of each layer that this memory holds. Raises UserError if they are too few for a token, or if no kernel
+    reads them."""
+    try:
+        upload = Uploader(torch.device("cpu")).weight
+        plan = plan_slots([mlp.stacks for mlp in layers], expert_memory, quantization, upload)
+    except Declined as error:
+        raise UserError(f"--expert-memory: {error}", "leave --expert-memory out") from None
+    per_token = layers[0].routing.experts_per_token
+    if plan.num_slots < per_token:
+        raise UserError(
+            f"--expert-memory: {expert_memory / 2**20:.1f} MiB hold {plan.num_slots} experts of each layer, "
+            f"a token needs {per_token}",
+            f"give at least {-(-per_token * plan.slot_bytes // 2**20)}MiB",
+        )
+    return plan
+
+
+def expert_placement(
+    layers: list[Experts], placement: Placement, upload: Uploader | None = None
+) -> Callable[[ExpertStacks, RoutingSpec], Choice]:
+    """How the experts of a layer are placed: on the device, or in host memory where the memory for them is stated and
+    does not hold all."""
+    send = (upload or Uploader(placement.device)).weight
+    on_device = partial(place_experts, upload=send, quantization=placement.quantization)
+    if not placement.expert_memory:
+        return on_device
+    plan, experts = slots_for(layers, placement.expert_memory, placement.quantization), len(layers[0].stacks.down)
+    if plan.num_slots >= experts:
+        return on_device
+    needed, free = experts * plan.slot_bytes, available_memory()
+    if needed > free:
+        raise UserError(
+            f"--expert-memory: the experts need {needed / 2**30:.1f} GiB of host memory, {free / 2**30:.1f} are free",
+            "free host memory, or round the weights with --quantization int4",
+        )
+    _log.info("experts: %d of %d in each layer on the GPU, all in host memory", plan.num_slots, experts)
+    to_host = Uploader(torch.device("cpu")).weight
+    return HostPlacement(plan.num_slots, placement.device, placement.quantization, to_host)
 
 
 def place_reference(decoder: Decoder, reader: WeightReader, device: torch.device) -> None:

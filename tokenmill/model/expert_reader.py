@@ -164,14 +164,6 @@ def _joined_sources(
     """(names of the tensors, gate, up and down of all experts); nothing where experts are separate."""
     experts, width, hidden = f"{layer}.{style.experts}", shape.width, shape.hidden
     joined, down = (f"{layer}.{name}" for name in style.joined)
-    if f"{experts}.gate_proj.weight" in reader.checkpoint:  # GGUF
-        names = [f"{experts}.{part}" for part in _PARTS]
-        sizes = ((width, hidden), (width, hidden), (hidden, width))
-        sources = [
-            _stored(reader, f"{name}.weight", f"{name}.bias", shape, size)
-            for name, size in zip(names, sizes, strict=True)
-        ]
-        return [f"{name}.weight" for name in names], sources
     if f"{experts}.gate_up_proj.weight" in reader.checkpoint:  # GGUF
         names = [f"{experts}.gate_up_proj", f"{experts}.down_proj"]
         both, output = (
@@ -179,6 +171,14 @@ def _joined_sources(
             for name, size in zip(names, ((2 * width, hidden), (hidden, width)), strict=True)
         )
         return [f"{name}.weight" for name in names], [both.rows(slice(width)), both.rows(slice(width, None)), output]
+    if any(f"{experts}.{part}.weight" in reader.checkpoint for part in _PARTS):  # GGUF
+        names = [f"{experts}.{part}" for part in _PARTS]
+        sizes = ((width, hidden), (width, hidden), (hidden, width))
+        sources = [
+            _stored(reader, f"{name}.weight", f"{name}.bias", shape, size)
+            for name, size in zip(names, sizes, strict=True)
+        ]
+        return [f"{name}.weight" for name in names], sources
     read: Callable[[WeightReader, str, str, ExpertShape, tuple[int, int], bool], _Source]
     if joined in reader.checkpoint:
         read, names = _stored, [joined, down]

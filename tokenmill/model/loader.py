@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from tokenmill.checkpoint.base import Checkpoint
+from tokenmill.checkpoint.description import ModelDescription
 from tokenmill.checkpoint.dummy import DummyCheckpoint
+from tokenmill.errors import UserError
 from tokenmill.kernels import triton
 from tokenmill.kernels.base import candidate_backends, select_linear
 from tokenmill.log import get_logger
@@ -71,6 +73,20 @@ def uses_gpu_kernels(device: torch.device, kernels: str) -> bool:
     return candidate_backends(kernels) != ("ref",)
 
 
+def check_expert_memory(description: ModelDescription, device: torch.device, kernels: str) -> None:
+    """Refuse memory for experts where there are none, or none on a GPU."""
+    if not any(layer.feed_forward is not None and layer.feed_forward.num_experts for layer in description.layers):
+        raise UserError(
+            f"--expert-memory is given, but model type '{description.model_type}' has no experts",
+            "leave --expert-memory out",
+        )
+    if not uses_gpu_kernels(device, kernels):
+        where = "the model runs on the CPU" if device.type == "cpu" else f"the kernels are {kernels}"
+        raise UserError(
+            f"--expert-memory is given, but {where}", "leave --expert-memory out: all experts are in host memory"
+        )
+
+
 def load_model(
     checkpoint: Checkpoint,
     device: torch.device,
@@ -78,17 +94,20 @@ def load_model(
     kernels: str = "",
     quantization: str = "",
     reader: WeightReader | None = None,
+    expert_memory: int = 0,
 ) -> LoadedModel:
     """`num_positions`: how many positions the rotary tables cover (the engine's context length). `quantization`: how
     float matrices are quantized while they are loaded onto a GPU. `reader`: replaces the WeightReader of the
-    checkpoint."""
+    checkpoint. `expert_memory`: bytes of the GPU for experts, which then lie in host memory; 0: all on the GPU."""
     description = checkpoint.description
+    if expert_memory:
+        check_expert_memory(description, device, kernels)
     dummy = isinstance(checkpoint, DummyCheckpoint)
     reader = reader or (DummyReader(checkpoint, device) if dummy else WeightReader(checkpoint))
     decoder: Decoder = architecture_of(description)(reader, description, num_positions)
     reader.finish()
     if uses_gpu_kernels(device, kernels):
-        table = place_weights(decoder, reader, Placement(device, kernels, quantization))
+        table = place_weights(decoder, reader, Placement(device, kernels, quantization, expert_memory))
         return LoadedModel(decoder, reader.weights, checkpoint, device, kernels, table)
     if device.type != "cpu":
         place_reference(decoder, reader, device)

@@ -82,7 +82,9 @@ def build_runtime(checkpoint: Checkpoint, config: ResolvedConfig, device: torch.
     on_gpu, context = device.type == "cuda", config.context
     if cpu.unavailable(device) is None:
         cpu.use_threads(config.threads)
-    model = load_model(checkpoint, device, context, config.kernels, config.quantization)
+    model = load_model(
+        checkpoint, device, context, config.kernels, config.quantization, expert_memory=config.expert_memory
+    )
     layout, choice = kv_arrangement(config, model.decoder.kv_layers(), device)
     page_bytes, fixed = choice.page_bytes(layout), choice.fixed_bytes(layout, config.concurrency)
     free = _free_on_gpu(checkpoint, config, model) if on_gpu else available_memory()

@@ -24,14 +24,17 @@ from tokenmill.errors import UserError
 from tokenmill.hardware.kv_layout import KVLayout
 from tokenmill.hardware.memory import kv_bytes_per_token
 from tokenmill.kernels import cpu
-from tokenmill.kernels.base import Choice, select, select_linear
+from tokenmill.kernels.base import Choice, Declined, select, select_linear
 from tokenmill.model.architectures import architecture_of
-from tokenmill.model.device_weights import Uploader
+from tokenmill.model.architectures.decoder import Decoder
+from tokenmill.model.device_weights import Placement, Uploader, expert_placement, slots_for
 from tokenmill.model.formats.base import LinearWeight
+from tokenmill.model.formats.stacks import ExpertStacks, WeightStack
 from tokenmill.model.kvstore.base import KVStore
 from tokenmill.model.kvstore.choice import StoreChoice, native_layer_count, reading_path
+from tokenmill.model.layers.experts import Experts
 from tokenmill.model.linear_groups import head_projections
-from tokenmill.model.loader import LoadedModel, uses_gpu_kernels
+from tokenmill.model.loader import LoadedModel, check_expert_memory, uses_gpu_kernels
 from tokenmill.model.reader import WeightReader
 from tokenmill.resolution import resolve, settle
 from tokenmill.runtime.build import find_facts, kv_arrangement
@@ -76,6 +79,16 @@ class KVReport:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertReport:
+    layers: int
+    num_experts: int  # of each layer
+    experts_per_token: int
+    bytes: int  # of all of them, as stored
+    gpu_slots: int  # experts of each layer that the GPU holds at a time, with --expert-memory; 0: all or no GPU
+    gpu_bytes: int  # of these
+
+
+@dataclass(frozen=True, slots=True)
 class TokenizerReport:
     kind: str
     vocab_size: int
@@ -93,6 +106,7 @@ class ModelReport:
     bytes: int
     weights: tuple[StoredType, ...]
     kv: KVReport
+    experts: ExpertReport | None  # of models that have some
     tokenizer: TokenizerReport
     executor: Implementation
     kernels: tuple[Implementation, ...]
@@ -114,6 +128,7 @@ def inspect_model(path: Path, options: EngineConfig) -> ModelReport:
         bytes=sum(each.bytes for each in stored),
         weights=stored,
         kv=_kv_report(checkpoint.description, config, layout, choice, store),
+        experts=_expert_report(model, config),
         tokenizer=_tokenizer_report(path, checkpoint),
         executor=executor,
         kernels=implementations(model, executor.runs_on, store),
@@ -131,13 +146,18 @@ def survey(checkpoint: Checkpoint, config: ResolvedConfig, device: torch.device)
     """The model with its kernels chosen but not filled: weights of one type and shape share one choice, and on a GPU
     only one of them is sent there."""
     description = checkpoint.description
+    if config.expert_memory:
+        check_expert_memory(description, device, config.kernels)
     reader = WeightReader(checkpoint)
     decoder = architecture_of(description)(reader, description, 1)
     reader.finish()
     chosen: dict[tuple[str, int, int, bool], Choice] = {}
     for projections in head_projections(decoder):
         projections.attach()
+    stacked = _survey_experts(decoder, config, device) if uses_gpu_kernels(device, config.kernels) else set()
     for weight in reader.weights.values():
+        if id(weight) in stacked:
+            continue
         key = (weight.type_name, weight.out_features, weight.in_features, weight.bias is not None)
         if weight.kernel is not None or (weight is decoder.embedding and decoder.head is not weight):
             continue  # projections by head; or only looked up, never multiplied
@@ -148,6 +168,26 @@ def survey(checkpoint: Checkpoint, config: ResolvedConfig, device: torch.device)
     return LoadedModel(decoder, reader.weights, checkpoint, device, config.kernels, table)
 
 
+def _survey_experts(decoder: Decoder, config: ResolvedConfig, device: torch.device) -> set[int]:
+    """Choose the grouped kernels of experts by one expert of each type and shape; identities of the matrices that have
+    one."""
+    layers = [block.mlp for block in decoder.blocks if isinstance(block.mlp, Experts)]
+    place = expert_placement(layers, Placement(device, config.kernels, config.quantization, config.expert_memory))
+    chosen: dict[tuple[str, str, int, int], Choice] = {}
+    stacked: set[int] = set()
+    for stacks, routing in ((mlp.stacks, mlp.routing) for mlp in layers):
+        key = (stacks.gate_up.type_name, stacks.down.type_name, stacks.down.in_features, stacks.down.out_features)
+        try:
+            if key not in chosen:
+                gate_up, down = (WeightStack(stack.experts[:1]) for stack in (stacks.gate_up, stacks.down))
+                chosen[key] = place(ExpertStacks(gate_up, down), routing)
+        except Declined:
+            continue
+        stacks.kernel = chosen[key]
+        stacked |= {id(block) for block in stacks.blocks()}
+    return stacked
+
+
 def implementations(model: LoadedModel, executor: str, store: KVStore | None = None) -> tuple[Implementation, ...]:
     """One line for each way a weight type is multiplied, and for each op. `store`: whose pages attention reads."""
     linears = {
@@ -155,6 +195,10 @@ def implementations(model: LoadedModel, executor: str, store: KVStore | None = N
         for weight in model.weights.values()
         if weight.kernel is not None
     }
+    stacks = [block.mlp.stacks for block in model.decoder.blocks if isinstance(block.mlp, Experts)]
+    for each in stacks:
+        if each.kernel is not None:
+            linears[Implementation(f"experts {each.gate_up.type_name}", each.kernel.backend, ())] = None
     ops = []
     for op in (*OPS, *(RECURRENT_OPS if store is not None and store.layout.states else ())):
         fallback = _attention_fallback(store) if executor.startswith("cuda") and op == "attention" else None
@@ -243,6 +287,19 @@ def _kv_report(
         state_bytes=layout.state_bytes,
         latent_layers=latent_layers,
     )
+
+
+def _expert_report(model: LoadedModel, config: ResolvedConfig) -> ExpertReport | None:
+    layers = [block.mlp for block in model.decoder.blocks if isinstance(block.mlp, Experts)]
+    if not layers:
+        return None
+    num_experts, nbytes = len(layers[0].stacks.down), sum(b.nbytes for mlp in layers for b in mlp.stacks.blocks())
+    slots, gpu_bytes = 0, 0
+    if config.expert_memory:
+        plan = slots_for(layers, config.expert_memory, config.quantization)
+        slots = plan.num_slots if plan.num_slots < num_experts else 0
+        gpu_bytes = slots * plan.slot_bytes
+    return ExpertReport(len(layers), num_experts, layers[0].routing.experts_per_token, nbytes, slots, gpu_bytes)
 
 
 def _tokenizer_report(path: Path, checkpoint: Checkpoint) -> TokenizerReport:

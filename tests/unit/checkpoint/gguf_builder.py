@@ -42,8 +42,10 @@ def write_model(
     architecture: str = "llama",
     settings: Callable[[gguf.GGUFWriter], object] | None = None,
     extra_tensors: dict[str, np.ndarray] | None = None,
+    without: tuple[str, ...] = (),
 ) -> dict[str, np.ndarray]:
-    """Write the file; gives back the float values of each tensor, by GGUF name. Matrices are Q8_0."""
+    """Write the file; gives back the float values of each tensor, by GGUF name. Matrices are Q8_0. `without`: parts of
+    the names of tensors that are left out."""
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_name(f"tiny {architecture}")
     writer.add_block_count(LAYERS)
@@ -63,6 +65,7 @@ def write_model(
     if settings:
         settings(writer)
     values = model_values(architecture) | (extra_tensors or {})
+    values = {name: value for name, value in values.items() if not any(part in name for part in without)}
     for name, value in values.items():
         if value.ndim == 2:
             writer.add_tensor(

@@ -190,7 +190,7 @@ def test_end_ids_of_generation_config_come_first() -> None:
         (config("llama", hidden_size="64"), "hidden_size"),
         (config("llama", num_hidden_layers=10**9), "num_hidden_layers"),
         (config("llama", hidden_size=65), "multiple"),
-        (config("llama", num_key_value_heads=3), "KV heads"),
+        (config("llama", num_key_value_heads=3), "num_key_value_heads"),
         (config("llama", head_dim=15), "odd"),
         (config("llama", rope_theta=float("nan")), "rope_theta"),
         (config("phi3", rope_scaling={"type": "longrope", "short_factor": "x"}), "short_factor"),

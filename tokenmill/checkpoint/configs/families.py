@@ -72,6 +72,7 @@ class Family:
     attention_softcap: float = 0.0  # where the key is absent; null switches it off
     logit_softcap: float = 0.0
     logit_scale: float = 1.0
+    latent: bool = False  # all attention keeps latents; elsewhere `kv_lora_rank` says so
     sinks: bool = False
     temperature: bool = False  # layers without rotary embedding scale their queries by position
     shared_gate: bool = False  # the shared expert has one
@@ -313,9 +314,9 @@ FAMILIES: dict[str, Family] = {
     "granitemoe": Family(
         context_length=2048, query_scalar=1.0, expert_size_key="intermediate_size", bos_id=1, eos_id=2
     ),
-    "deepseek_v2": Family("deepseek_v2", routing=Routing("softmax", normalize=False, group_score="max")),
-    "deepseek_v3": Family("deepseek_v3", routing=_DEEPSEEK3),
-    "kimi_k2": Family("deepseek_v3", routing=_DEEPSEEK3),
+    "deepseek_v2": Family("deepseek_v2", latent=True, routing=Routing("softmax", normalize=False, group_score="max")),
+    "deepseek_v3": Family("deepseek_v3", latent=True, routing=_DEEPSEEK3),
+    "kimi_k2": Family("deepseek_v3", latent=True, routing=_DEEPSEEK3),
     "glm4_moe": Family(rotary_factor=0.5, output_bias=False, routing=_DEEPSEEK3),
     "gpt_oss": Family(
         context_length=131_072,

@@ -79,7 +79,9 @@ def _routing(text: Fields, family: Family, experts: int) -> Routing:
     if selection and selection not in _SELECTIONS:
         raise text.error(f"the router '{selection}' ('topk_method') is not known", f"known: {', '.join(_SELECTIONS)}")
     if score != plain.score:
-        raise text.error(f"the router's '{score}' ('scoring_func') is not what {plain.score} models have")
+        raise text.error(
+            f"the router '{score}' ('scoring_func') is not known for this model type", f"known: {plain.score}"
+        )
     groups, top_groups = text.integer("n_group", 1), text.integer("topk_group", 1)
     if selection == "greedy":
         groups = top_groups = 1

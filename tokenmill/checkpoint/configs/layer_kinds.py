@@ -20,6 +20,9 @@ _LISTED = {
 def layer_kinds(text: Fields, family: Family, num_layers: int) -> tuple[int, tuple[str, ...]]:
     """(window, kind of each layer); the window is 0 where no layer slides."""
     window = _window(text, family)
+    rotated = len(text.integers("no_rope_layers")) if family.rope_layers == "listed" else 0
+    if rotated and rotated != num_layers:
+        raise text.error(f"'no_rope_layers' lists {rotated} layers, 'num_hidden_layers' is {num_layers}")
     kinds = _recurring(text, family, num_layers) or _sliding(text, family, num_layers, window)
     for key in ("layer_types", "layers_block_type"):
         if family.lists_layers and text.raw(key) is not None:
@@ -73,9 +76,11 @@ def _sliding(text: Fields, family: Family, num_layers: int, window: int) -> tupl
 
 def _listed(text: Fields, key: str, num_layers: int) -> tuple[str, ...]:
     listed = text.raw(key)
-    if not isinstance(listed, list) or len(listed) != num_layers:
-        raise text.error(f"'{key}' must list {num_layers} layers")
+    if not isinstance(listed, list):
+        raise text.wrong(key, listed)
+    if len(listed) != num_layers:
+        raise text.error(f"'{key}' lists {len(listed)} layers, 'num_hidden_layers' is {num_layers}")
     unknown = [entry for entry in listed if not isinstance(entry, str) or entry not in _LISTED]
     if unknown:
-        raise text.error(f"layer type {shown(unknown[0])} is not known", f"known: {', '.join(_LISTED)}")
+        raise text.error(f"the layer type {shown(unknown[0])} ('{key}') is not known", f"known: {', '.join(_LISTED)}")
     return tuple(_LISTED[entry] for entry in listed)

@@ -14,12 +14,12 @@ def head_sizes(text: Fields, family: Family, hidden_size: int, num_heads: int) -
     """(KV heads, head size)."""
     num_kv_heads = _num_kv_heads(text, family, num_heads)
     if num_heads % num_kv_heads:
-        raise text.error(f"{num_heads} heads cannot share {num_kv_heads} KV heads")
+        raise text.error(f"'num_attention_heads' is {num_heads}, no multiple of {num_kv_heads} ('num_key_value_heads')")
     if family.head_dim is None and text.raw("head_dim") is None and hidden_size % num_heads:
-        raise text.error(f"hidden size {hidden_size} is not a multiple of {num_heads} heads")
+        raise text.error(f"'hidden_size' is {hidden_size}, no multiple of {num_heads} ('num_attention_heads')")
     head_dim = text.integer("head_dim", family.head_dim or hidden_size // num_heads)
     if head_dim % 2:
-        raise text.error(f"head size {head_dim} is odd")
+        raise text.error(f"'head_dim' is {head_dim}, which is odd")
     return num_kv_heads, head_dim
 
 
@@ -42,7 +42,7 @@ def mixers_by_kind(
         if kind == "recurrent":
             result[kind] = recurrent
             continue
-        if text.raw("kv_lora_rank"):
+        if is_latent(text, family):
             result[kind] = (_latent(text),)
             continue
         attention = _attention(text, family, hidden_size)
@@ -142,6 +142,11 @@ def _scale(text: Fields, family: Family) -> float | None:
     return float(text.number("query_pre_attn_scalar", family.query_scalar, low=1e-6) ** -0.5)
 
 
+def is_latent(text: Fields, family: Family) -> bool:
+    """Whether attention keeps latents: in families that always do, or by the rank."""
+    return family.latent or bool(text.raw("kv_lora_rank"))
+
+
 def _latent(text: Fields) -> LatentAttention:
     return LatentAttention(
         text.integer("num_attention_heads"),
@@ -187,8 +192,11 @@ def _mamba2(text: Fields, plain: Recurrent, groups: int) -> Recurrent:
     key = "num_heads" if text.raw("num_heads") else "mamba_n_heads"
     size = text.raw("mamba_d_head")
     heads = text.integer(key, plain.inner // (size if isinstance(size, int) and size > 0 else 64))
-    if not heads or plain.inner % heads or heads % groups:
-        raise text.error(f"'{key}' is {heads}, which {plain.inner} channels or {groups} groups do not allow")
+    if not heads or plain.inner % heads:
+        raise text.error(f"'{key}' is {heads}, which does not divide the {plain.inner} channels of a Mamba layer")
+    if heads % groups:
+        group_key = "n_groups" if text.raw("n_groups") else "mamba_n_groups"
+        raise text.error(f"'{key}' is {heads}, no multiple of {groups} ('{group_key}')")
     low, high = text.numbers("time_step_limit", (0.0, float("inf")))
     input_scale = text.number("ssm_in_multiplier", 1.0)
     multipliers = tuple(input_scale * each for each in text.numbers("ssm_multipliers", (1.0,) * 5))

@@ -38,12 +38,24 @@ def _model(result: Result) -> Facts:
             ("name", result["name"]),
             ("layers", f"{shapes['num_layers']} of width {count(shapes['hidden_size'])}; {heads}"),
             ("feed-forward", f"{count(shapes['intermediate_size'])} wide, {shapes['activation']}"),
+            *([("experts", _experts(result["experts"]))] if result.get("experts") else []),
             ("tokenizer", f"{tokenizer['kind']}, {count(tokenizer['vocab_size'])} tokens, {chat}"),
             ("embeddings", f"{count(shapes['vocab_size'])} rows, input and output {tied}"),
             ("KV cache", _cache(result["kv_cache"])),
             ("file", Cell(f"{result['path']} ({result['source']})", "dim")),
         ],
     )
+
+
+def _experts(experts: Mapping[str, Any]) -> str:
+    text = (
+        f"{experts['num_experts']} in each of {experts['layers']} layers, {experts['experts_per_token']} for a token; "
+        f"{size(experts['bytes'])}"
+    )
+    if not experts["gpu_slots"]:
+        return text
+    held = f"{experts['gpu_slots']} of each layer at a time on the GPU ({size(experts['gpu_bytes'])})"
+    return f"{text} in host memory, {held}"
 
 
 def _weights(result: Result) -> Table:

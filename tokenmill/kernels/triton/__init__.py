@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # the table below for type checkers; a test compares the two
     from tokenmill.kernels.triton.attention.latent import latent_inputs as latent_inputs
     from tokenmill.kernels.triton.attention.latent import latent_paged_attention as latent_paged_attention
     from tokenmill.kernels.triton.attention.packed import packed_attention as packed_attention
+    from tokenmill.kernels.triton.experts.host import HostExperts as HostExperts
     from tokenmill.kernels.triton.experts.layer import GpuExperts as GpuExperts
     from tokenmill.kernels.triton.experts.stack import GpuExpertStack as GpuExpertStack
     from tokenmill.kernels.triton.experts.stack import bf16_stack as bf16_stack
@@ -78,6 +79,7 @@ _EXPORTS = {
     "attention.fp8_widening": "DistinctPages distinct_pages",
     "attention.latent": "latent_inputs latent_paged_attention",
     "attention.packed": "packed_attention",
+    "experts.host": "HostExperts",
     "experts.layer": "GpuExperts",
     "experts.stack": "GpuExpertStack bf16_stack fp8_stack int4_stack mxfp4_stack",
     "fused.draft_inputs": "draft_inputs",

@@ -23,12 +23,15 @@ from tokenmill.model.attention.latent import HeadProjections, LatentSpec
 from tokenmill.model.formats.base import LinearWeight
 from tokenmill.model.formats.stacks import ExpertStacks
 from tokenmill.model.kvstore.base import KVStore
+from tokenmill.model.layers.experts import Experts
 from tokenmill.model.layers.rotary import RotaryTable
 from tokenmill.model.loader import LoadedModel
 from tokenmill.model.ops import WithoutRecurrence
 from tokenmill.runtime.executors.base import StepInput, StepOutput
 from tokenmill.runtime.executors.batched import BatchedExecutor, copied_rows
 from tokenmill.types import Batch
+
+_EXPERT_ACTIVATIONS = {"silu", "gelu_tanh"}  # that the C++ kernel of experts computes
 
 
 class RecordedExecutor(BatchedExecutor):
@@ -65,6 +68,9 @@ class RecordedExecutor(BatchedExecutor):
             kernel = weight.kernel.run if weight.kernel is not None else None
             if kernel is not None and not isinstance(kernel, (CpuLinear, HeadProjections)):
                 return f"{name} ({weight.type_name}) has no C++ kernel"
+        activations = {block.mlp.routing.activation for block in model.decoder.blocks if isinstance(block.mlp, Experts)}
+        if activations - _EXPERT_ACTIVATIONS:
+            return f"experts with activation {', '.join(sorted(activations - _EXPERT_ACTIVATIONS))} have no C++ kernel"
         table = model.decoder.embedding
         if table.kernel is None and not cpu.can_look_up(table):
             return f"the embedding ({table.type_name}) has no C++ lookup"

@@ -8,6 +8,8 @@
   product.py  products on the tensor cores, any number of tokens, with activation and weighting
   unpack.py   4-bit codes as operands, in registers
   gemv.py     products of a few tokens without tensor cores: bf16, fp8
+  host.py     `HostExperts`: experts in host memory, copied into slots on the GPU or computed on the host
+  residency.py  which experts are in the slots, and which make room
   rows.py     float8 in groups of 128; the sum over a token's experts
 
 Make stacks with `bf16_stack`, `fp8_stack`, `int4_stack` or `mxfp4_stack`, a `GpuExperts` of two of them, and call it.

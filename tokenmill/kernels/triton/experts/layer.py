@@ -14,7 +14,7 @@ from torch import Tensor
 from tokenmill.kernels.base import Declined
 from tokenmill.kernels.triton.experts.choose import GEMV, Plan, rule
 from tokenmill.kernels.triton.experts.gemv import down_gemv, gate_up_gemv
-from tokenmill.kernels.triton.experts.order import sort_by_expert
+from tokenmill.kernels.triton.experts.order import ExpertOrder, sort_by_expert
 from tokenmill.kernels.triton.experts.product import grouped_product
 from tokenmill.kernels.triton.experts.route import RoutingRule, route
 from tokenmill.kernels.triton.experts.rows import add_experts, quantize_groups
@@ -70,13 +70,27 @@ class GpuExperts:
             hidden = gate_up_gemv(inputs, self.gate_up, ids, before, plan.gate_up, clamp)
             return down_gemv(hidden, self.down, ids, after, plan.down, x.dtype)
         order = sort_by_expert(ids, self.gate_up.num_experts, plan.tokens)
+        return add_experts(self._products(inputs, order, weights, plan), top_k, x.dtype)
+
+    def multiply_some(self, x: Tensor, ids: Tensor, weights: Tensor, plan: Plan, out: Tensor) -> None:
+        """As `multiply` by products, without the sum: out [T * k, hidden]. Ids that are the number of experts belong to
+        experts of another stack; their rows of `out` are left as they are."""
+        order = sort_by_expert(ids, self.gate_up.num_experts + 1, plan.tokens)
+        order.block_expert.masked_fill_(order.block_expert == self.gate_up.num_experts, -1)
+        self._products(x.to(torch.bfloat16), order, weights, plan, out)
+
+    def _products(
+        self, inputs: Tensor, order: ExpertOrder, weights: Tensor, plan: Plan, out: Tensor | None = None
+    ) -> Tensor:
+        """The rows of all assignments [T * k, hidden]."""
+        before, after = (weights, None) if self.spec.weights_on_input else (None, weights)
+        top_k, clamp = weights.shape[1], self.spec.clamp
         codes, scales = _rounded(inputs, self.gate_up)
         hidden = grouped_product(
             codes, self.gate_up, order, top_k, plan.tokens, plan.gate_up, before, scales, True, clamp
         )
         codes, scales = _rounded(hidden, self.down)
-        rows = grouped_product(codes, self.down, order, top_k, plan.tokens, plan.down, after, scales)
-        return add_experts(rows, top_k, x.dtype)
+        return grouped_product(codes, self.down, order, top_k, plan.tokens, plan.down, after, scales, out=out)
 
 
 def _rounded(x: Tensor, stack: GpuExpertStack) -> tuple[Tensor, Tensor | None]:

@@ -213,11 +213,13 @@ def grouped_product(
     gated: bool = False,
     clamp: float = 0.0,
     out_dtype: torch.dtype = torch.bfloat16,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Each sorted row times the matrix of its expert. `gated`: x [T, depth] is gathered, the result is the activation
     of the halves, [S, rows / 2] in sorted order. Else x [S, depth] is in sorted order, the result [S, rows] in that of
     assignments. `weights` float32 [T, k] multiply the result before the bias if gated, else after. `x_scale`
-    float32 [rows of x, depth / 128]: x and the stack are float8."""
+    float32 [rows of x, depth / 128]: x and the stack are float8. `out`: where the result goes; rows of blocks without
+    an expert are left as they are."""
     size = order.assignments.numel()
     blocks = order.block_expert.numel()
     four_bits = stack.kind in FOUR_BITS
@@ -226,7 +228,8 @@ def grouped_product(
         assert depth == SCALE_BLOCK
         assert stack.tensors.codes.dtype == x.dtype
     width = stack.rows // 2 if gated else stack.rows
-    out = torch.empty(size, width, dtype=out_dtype, device=x.device)
+    if out is None:
+        out = torch.empty(size, width, dtype=out_dtype, device=x.device)
     row_tiles = triton.cdiv(width, tiling.rows // 2 if gated else tiling.rows)
     aligned = stack.depth * stack.tensors.codes.element_size() % 16 == 0
     descriptor = tiling.descriptor and not four_bits and aligned

@@ -8,7 +8,7 @@ load; product.py and gemv.py read `tensors`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -63,6 +63,30 @@ class GpuExpertStack:
     @property
     def device(self) -> torch.device:
         return self.tensors.codes.device
+
+
+def _slot_axes(stack: GpuExpertStack) -> tuple[int, ...]:
+    """For each of `tensors`, the axis along which experts follow each other."""
+    codes, scales = stack.tensors.codes, stack.tensors.scales
+    return int(codes.dim() == 3), int(scales is not None and scales.dim() == 2), 1, 0, 0
+
+
+def empty_slots(expert: GpuExpertStack, count: int, device: torch.device) -> GpuExpertStack:
+    """Room for `count` experts like the one of this stack."""
+    assert expert.num_experts == 1
+    tensors: list[Tensor | None] = []
+    for tensor, axis in zip(expert.tensors, _slot_axes(expert), strict=True):
+        shape = () if tensor is None else (*tensor.shape[:axis], count * tensor.shape[axis], *tensor.shape[axis + 1 :])
+        tensors.append(None if tensor is None else torch.empty(shape, dtype=tensor.dtype, device=device))
+    return replace(expert, num_experts=count, tensors=StackTensors(*tensors))  # type: ignore[arg-type]
+
+
+def fill_slot(slots: GpuExpertStack, slot: int, expert: GpuExpertStack) -> None:
+    """Copy the expert of a stack of one into a slot, without waiting for it."""
+    for target, source, axis in zip(slots.tensors, expert.tensors, _slot_axes(slots), strict=True):
+        if target is not None and source is not None:
+            size = source.shape[axis]
+            target.narrow(axis, slot * size, size).copy_(source, non_blocking=True)
 
 
 def _flat(values: Tensor | None, device: torch.device) -> Tensor | None:

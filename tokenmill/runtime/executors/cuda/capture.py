@@ -1,4 +1,5 @@
-"""Which models' steps cannot be captured: because of their attention, of experts that no grouped kernel reads, or of a
+"""Which models' steps cannot be captured: because of their attention, of experts (in host memory, or in
+a format that no grouped kernel reads), or of a
 weight without a GPU kernel. Asked by the graph executor."""
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ def uncaptured(model: LoadedModel) -> str | None:
     layers = [block.mlp for block in model.decoder.blocks if isinstance(block.mlp, Experts)]
     if any(mlp.stacks.kernel is None for mlp in layers):
         return "experts of this format are multiplied one by one, which is not captured"
+    if any(isinstance(mlp.stacks.kernel.run, gpu.HostExperts) for mlp in layers if mlp.stacks.kernel is not None):
+        return "experts in host memory are fetched by the host in every step, which is not captured"
     found = _UNCAPTURED & set(model.decoder.description.features())
     if found:
         return f"steps with {', '.join(sorted(found))} are not captured"
