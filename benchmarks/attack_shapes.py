@@ -102,13 +102,14 @@ def request_bytes(target: Target, path: str, body: Mapping[str, Any]) -> bytes:
 
 
 @contextlib.contextmanager
-def pending(target: Target, path: str, bodies: Iterable[Mapping[str, Any]]) -> Iterator[None]:
-    """Requests that are sent at once and left when the block ends, finished or not."""
-    with contextlib.ExitStack() as connections:
+def pending(target: Target, path: str, bodies: Iterable[Mapping[str, Any]]) -> Iterator[list[socket.socket]]:
+    """Requests that are sent at once and left when the block ends, finished or not. Gives their connections."""
+    with contextlib.ExitStack() as stack:
+        connections = []
         for body in bodies:
-            connection = connections.enter_context(target.connect(5.0))
-            connection.sendall(request_bytes(target, path, body))
-        yield
+            connections.append(stack.enter_context(target.connect(5.0)))
+            connections[-1].sendall(request_bytes(target, path, body))
+        yield connections
 
 
 def answer_to(target: Target, data: bytes, timeout: float = 5.0) -> bytes:

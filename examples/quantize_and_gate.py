@@ -23,7 +23,7 @@ def quantize(bits: int) -> Path:
         model=MODEL,
         out=OUT / f"int{bits}",
         recipe=RecipeRequest("rtn", bits=bits, group_size=32),
-        gate=GateRequest(max_quality_loss=0.02, max_chunks=8),
+        gate=GateRequest(max_quality_loss=0.02, max_chunks=3),
         restart=True,
     )
     report = run_job(prepare(job), lambda _done, _total, _seconds_left: None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import select
+
 import httpx
 import pytest
 
@@ -49,10 +51,16 @@ def test_r2_slow_grammars_of_one_tenant_do_not_hold_up_those_of_another(served: 
     """One queue of grammars: the small one of a second tenant waits behind all that the first one sent."""
     slow = [payloads.STORY | {"guided_json": _slow_schema(number)} for number in range(16)]
     schema = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
-    with streaming(served.url, key_of("good")) as tenant, shapes.pending(served.target(), "/v1/completions", slow):
+    attack = shapes.pending(served.target(), "/v1/completions", slow)
+    with streaming(served.url, key_of("good")) as tenant, attack as connections:
         tenant.wait_for_answers(1)
-        answer = served.http.post("/v1/completions", json=payloads.STORY | {"guided_json": schema}, timeout=8)
+        answer = served.http.post("/v1/completions", json=payloads.STORY | {"guided_json": schema}, timeout=60)
         assert answer.status_code == 200, answer.text
+        answered = select.select(connections, [], [], 0)[0]
+        assert len(answered) < len(slow), "all slow ones were answered before: there was nothing to wait for"
+        assert select.select(connections, [], [], 60)[0], "no slow one is ever answered"
+        codes = {each.recv(12)[9:] for each in select.select(connections, [], [], 0)[0]}
+        assert codes <= {b"200", b"400"}, codes  # compiled, or given up after seconds of work: none was turned away
     served.wait_idle()
 
 

@@ -150,9 +150,9 @@ def test_protocols_agree_where_they_score_the_same_tokens(model_path: ModelPath,
 
 def test_a_model_does_not_diverge_from_itself(model_path: ModelPath, text: Path, reference_directory: Path) -> None:
     model_path("stories15m")
-    config = EngineConfig()
+    config, cut = EngineConfig(), job(text, limit_bytes=600).cut
     for cached in (False, True, True):
-        found = measure_divergence("stories15m", "stories15m", job(text).cut, config, context=64, cached=cached)
+        found = measure_divergence("stories15m", "stories15m", cut, config, context=64, cached=cached)
         assert found.kld_mean == pytest.approx(0.0, abs=1e-8 if cached else 0.0)
         assert found.top1_agreement == 1.0
         assert found.perplexity_ratio == pytest.approx(1.0, abs=1e-6)
@@ -160,9 +160,9 @@ def test_a_model_does_not_diverge_from_itself(model_path: ModelPath, text: Path,
         assert (found.reference_cache is not None) == cached
     assert len(list(reference_directory.glob("*.logits"))) == 1
     # The C++ kernels against the plain ones: a cache made with those is the reference.
-    plain = measure_divergence("stories15m", "stories15m", job(text).cut, EngineConfig(kernels="ref"), context=64)
+    plain = measure_divergence("stories15m", "stories15m", cut, EngineConfig(kernels="ref"), context=64)
     assert plain.reference_cache is not None
-    found = measure_divergence("stories15m", plain.reference_cache, job(text).cut, config, context=64)
+    found = measure_divergence("stories15m", plain.reference_cache, cut, config, context=64)
     assert 0 <= found.kld_mean < 1e-6
     assert found.top1_agreement == 1.0
 

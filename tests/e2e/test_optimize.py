@@ -128,6 +128,8 @@ def test_drafters_are_tried_where_the_prompts_are_text(
     model: Path, folder: Path, finished: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tokenmill.optimize.halving._MAX_REPEATS", 1)  # who wins is not asked here
+    monkeypatch.setattr("tokenmill.optimize.artefacts.TRAINING_TOKENS", 600)  # nor how well a drafter guesses
+    monkeypatch.setattr("tokenmill.optimize.artefacts.TRAINING_STEPS", 2)
     prompts = folder / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": _STORY * count}) + "\n" for count in (1, 2)))
     names = ["--candidates", "Q8_0", "--kv-cache-dtypes", "float32", "--prompts", str(prompts)]

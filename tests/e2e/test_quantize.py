@@ -24,7 +24,7 @@ def test_quantize_then_run(
 ) -> None:
     model, out = str(model_path("stories15m")), tmp_path / "q"
     text = tmp_path / "story.txt"
-    text.write_text(_STORY * 40)
+    text.write_text(_STORY * 20)
     flags = ["--bits", "4", "--group-size", "32", "--calibration", str(text), "--calibration-samples", "6"]
     flags += ["--calibration-length", "64", "--gate-text", str(text), "--max-quality-loss", "200%"]
     code, printed, said = _run(capsys, "quantize", model, "--method", "gptq", *flags, "--out", str(out), "--json")
@@ -76,7 +76,7 @@ def test_four_bits_of_a_tiny_model_are_refused_by_default(
 ) -> None:
     """Both figures with their limits, what was kept and the remedy; with a limit that allows it, the same is kept."""
     text = tmp_path_factory.mktemp("text") / "story.txt"
-    text.write_text((data_path / "text" / "stories15m-samples.eval.txt").read_text()[:2500])
+    text.write_text((data_path / "text" / "stories15m-samples.eval.txt").read_text()[:1200])
     command = ["quantize", str(model_path("stories15m")), "--type", "Q4_0", "--gate-text", str(text)]
     command += ["--out", str(tmp_path / "q.gguf")]
     code, _, said = _run(capsys, *command)

@@ -17,7 +17,7 @@ from tools.fuzzing.corpus import CONFIGS, tokenizer_documents
 from tools.fuzzing.doors import DOORS, Door, Input
 from tools.fuzzing.mutations import mutate_json
 
-NUM_INPUTS = 2000
+NUM_INPUTS = 1000
 
 
 def test_every_door_accepts_or_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import gzip
 import json
 from pathlib import Path
 
@@ -137,23 +136,6 @@ def test_spearman() -> None:
     assert spearman([1, 1, 2], [1, 2, 3]) == pytest.approx(0.866, abs=0.001)
 
 
-def test_accuracy_over_every_eighth_row(data_path: Path, tmp_path: Path) -> None:
-    """Limits of this sample, which holds more of the worst rows of mixtures than the whole does: what is promised is
-    tested below, on all rows."""
-    with gzip.open(data_path / "profiles" / "silicon_dev.csv.gz", "rt") as file:
-        header, *rows = file.readlines()
-    (tmp_path / "rows.csv").write_text("".join([header, *rows[::8]]))
-    found = validate(tmp_path / "rows.csv")
-    assert found.rows > 420
-    assert sum(found.skipped.values()) < 5
-    assert found.tpot_mape_dense <= 0.13
-    assert found.tpot_mape_moe <= 0.26
-    assert found.ttft_mape <= 0.33
-    assert found.spearman >= 0.93
-    assert found.tpot_median_error_split <= 0.5
-
-
-@pytest.mark.slow
 def test_promised_accuracy_over_all_rows(data_path: Path) -> None:
     """The planning call on every measured row; intervals are made of these very scores."""
     scored, skipped = score(data_path / "profiles" / "silicon_dev.csv.gz")
