@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from tokenmill.checkpoint import gguf_latent
+from tokenmill.checkpoint import gguf_latent, gguf_recurrent
 from tokenmill.checkpoint.base import Checkpoint
 from tokenmill.checkpoint.description import ModelDescription, RopeScaling, differences
 from tokenmill.checkpoint.gguf import GGUFCheckpoint
@@ -95,7 +95,7 @@ def _exported(d: ModelDescription, name: str, shapes: dict[str, tuple[int, ...]]
             rows = sum(shapes[each][0] for each in (name, *rest))
             fused = gguf_name(d.architecture, name.replace(part, module), names)
             return [ExportedTensor(fused, name, (rows, *shapes[name][1:]), rest)]
-    stored = gguf_latent.exported(name, d) or [(name, shapes[name])]
+    stored = gguf_latent.exported(name, d) or gguf_recurrent.exported(name, shapes[name], d) or [(name, shapes[name])]
     return [ExportedTensor(gguf_name(d.architecture, part, names), name, shape) for part, shape in stored]
 
 
@@ -156,6 +156,8 @@ def _architecture_values(d: ModelDescription) -> dict[str, Value]:
     }
     if family.names_vocabulary:
         values["vocab_size"] = d.vocab_size
+    if family.recurrent:
+        return values | gguf_recurrent.values(d)
     if "latent" in d.layer_kinds:
         return values | gguf_latent.values(d) | expert_values(d) | _table_values(d, family)
     if family.names_head_size or d.head_dim * d.num_heads != d.hidden_size:
@@ -172,7 +174,7 @@ def _dense_width(d: ModelDescription) -> int:
     """Of the dense MLPs; of experts, where there are no others."""
     widths = {ffn.intermediate_size or ffn.expert_size for layer in d.layers if (ffn := layer.feed_forward)}
     dense = {ffn.intermediate_size for layer in d.layers if (ffn := layer.feed_forward) and ffn.intermediate_size}
-    return max(dense or widths)
+    return max(dense or widths, default=0)
 
 
 def _scale_values(d: ModelDescription, family: GGUFFamily) -> dict[str, Value]:
@@ -268,7 +270,9 @@ def _check(values: dict[str, Value], description: ModelDescription) -> None:
 def _telling_names(d: ModelDescription) -> Iterator[str]:
     """Tensors from whose presence the reader learns what the metadata does not say."""
     first, layer, mlp = "model.layers.0", d.layers[0], d.layers[0].feed_forward
-    assert mlp is not None
+    if mlp is None:
+        yield from gguf_recurrent.telling_shapes(d)
+        return
     present = {
         "model.norm.bias": d.norm_bias,
         _HEAD: not d.tie_embeddings,

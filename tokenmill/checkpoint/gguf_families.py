@@ -15,6 +15,7 @@ class GGUFFamily:
     architecture: str  # in model/architectures
     interleaved: bool = False  # rotary pairs are (2i, 2i + 1), because q and k rows were reordered or are so by nature
     latent: bool = False  # latent attention
+    recurrent: str = ""  # the style of recurrent layers, where there are no others
     norm: str = "rms"
     norms: str = "pre"  # as in LayerDescription; "": by the norms that the file has
     post_attention_norm: bool = False  # the norm before the MLP has the name of one behind attention
@@ -126,8 +127,11 @@ FAMILIES: dict[str, GGUFFamily] = {
     ),
     "llama4": GGUFFamily("llama4_text", interleaved=True, rope_layers="all but every 4th"),
     "deepseek2": GGUFFamily("deepseek_v3", latent=True, sliding="never", names_vocabulary=True),  # V2 too
+    "mamba": GGUFFamily("mamba", recurrent="mamba", sliding="never", positions="none"),  # Falcon-Mamba too
+    "mamba2": GGUFFamily("mamba2", recurrent="mamba2", sliding="never", positions="none"),
     "phi2": replace(_LAYER_NORMS, architecture="phi", norms="parallel", activation="gelu_tanh"),
 }
 # Written under the name of another: their files differ in what the metadata says.
 _STORED_AS = {"mistral": "llama", "mixtral": "llama", "olmo3": "olmo2", "deepseek_v2": "deepseek2"}
+_STORED_AS |= {"falcon_mamba": "mamba"}
 STORED_AS = {family.architecture: name for name, family in reversed(FAMILIES.items())} | _STORED_AS
