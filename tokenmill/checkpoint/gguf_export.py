@@ -34,6 +34,7 @@ _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _NOT_COMPARED = ("bos_id", "eos_ids", "name", "rope_interleaved", "norm_offset", "vision_parameters")
 _GATE_UP = (FUSED_GATE_UP, ("mlp.gate_proj", "mlp.up_proj"))
 _QKV = (FUSED_QKV, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"))
+_COHERE_NORMED_LAYERS = 64
 _SPLIT_KEYS = ("split.no", "split.count", "split.tensors.count")
 
 
@@ -134,6 +135,7 @@ def _model_values(checkpoint: Checkpoint) -> dict[str, Value]:
     description = checkpoint.description
     gguf_family(description)
     stored_as = STORED_AS[description.architecture]
+    _refuse_unloadable(description, stored_as)
     values: dict[str, Value] = {"general.architecture": stored_as, "general.type": "model"}
     if description.name:
         values["general.name"] = description.name.rstrip("/").rpartition("/")[2]
@@ -141,6 +143,24 @@ def _model_values(checkpoint: Checkpoint) -> dict[str, Value]:
     values |= vocabulary_values(checkpoint.path, description.vocab_size)
     _check(values, description)
     return values
+
+
+def _refuse_unloadable(d: ModelDescription, stored_as: str) -> None:
+    """Models that the metadata can describe and llama.cpp's code for the architecture does not load."""
+    experts = [layer.feed_forward is not None and layer.feed_forward.num_experts > 0 for layer in d.layers]
+    norms = d.layers[0].attention.head_norms if d.layers[0].kind in ("full", "sliding") else ""
+    for found, words in (
+        (stored_as in ("qwen2moe", "qwen3moe") and not all(experts), "layers without experts"),
+        (stored_as == "deepseek2" and not any(experts), "no experts"),
+        (stored_as == "olmoe" and d.num_kv_heads != d.num_heads, "fewer KV heads than heads"),
+    ):
+        if found:
+            raise CheckpointError(f"llama.cpp does not load {words} in '{stored_as}'", "choose a safetensors format")
+    if stored_as == "command-r" and norms and d.num_layers < _COHERE_NORMED_LAYERS:
+        raise CheckpointError(
+            f"llama.cpp does not load norms of heads in 'command-r' with fewer than {_COHERE_NORMED_LAYERS} layers",
+            "choose a safetensors format",
+        )
 
 
 def _architecture_values(d: ModelDescription) -> dict[str, Value]:

@@ -51,9 +51,7 @@ def read_mixer(fields: Fields, style: str, hidden_size: int) -> Recurrent:
             f"'ssm.inner_size' = {inner}, 'ssm.time_step_rank' = {rank} heads and 'ssm.group_count' = {groups} do not "
             "divide"
         )
-    return Recurrent(
-        style, convolution, inner, state_size, num_heads=rank, num_groups=groups, convolution_bias=True
-    )
+    return Recurrent(style, convolution, inner, state_size, num_heads=rank, num_groups=groups, convolution_bias=True)
 
 
 def architecture_of(mixer: Recurrent) -> str:
