@@ -55,8 +55,15 @@ _FALLBACKS = {
     "Q6_K": "Q8_0",
     "IQ4_XS": "IQ4_NL",
 }
-_FLOAT = ("_norm.weight", "position_embd.weight", ".ffn_gate_inp.weight")
-_FLOAT += (".ssm_conv1d.weight", ".ssm_x.weight", ".ssm_dt.weight")  # what time steps and states are made of
+# The last three make the time steps and inputs of states.
+_FLOAT = (
+    "_norm.weight",
+    "position_embd.weight",
+    ".ffn_gate_inp.weight",
+    ".ssm_conv1d.weight",
+    ".ssm_x.weight",
+    ".ssm_dt.weight",
+)
 _BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.weight")
 
 
