@@ -160,15 +160,19 @@ def _our_tokens(path: Path) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", _FAMILIES)
-def test_the_same_tokens_from_our_file_and_from_its_own(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, saved = _write(name, tmp_path, "F32", monkeypatch), tmp_path / "saved.gguf"
-    theirs = _llama_cpp_tokens(path, saved)
+def test_the_same_tokens_from_our_file(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = _write(name, tmp_path, "F32", monkeypatch)
+    assert open_checkpoint(path).description.model_type == _FAMILIES[name]
+    theirs = _llama_cpp_tokens(path)
     assert all(len(tokens) == _NUM_TOKENS for tokens in theirs)
-    checkpoint = open_checkpoint(saved)
-    assert checkpoint.description.model_type == _FAMILIES[name]
     assert _our_tokens(path) == theirs
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "deepseek_v3", "mamba", "mamba2"])
+def test_the_same_tokens_from_its_own_file(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """llama.cpp writes every number it knows, those of other architectures too."""
+    saved = tmp_path / "saved.gguf"
+    theirs = _llama_cpp_tokens(_write(name, tmp_path, "F32", monkeypatch), saved)
     assert _our_tokens(saved) == theirs
 
 

@@ -43,7 +43,14 @@ _ROUTINGS = {
     "llama4": Routing("sigmoid", normalize=False, weights_on_input=True),
 }
 _SCORES = {1: "softmax", 2: "sigmoid", 3: "softmax_of_selected"}
-_FIXED_NORMS = ("llama", "qwen2moe", "qwen3moe")  # whatever `expert_weights_norm` says
+_FIXED_NORMS = (
+    "llama",
+    "qwen2moe",
+    "qwen3moe",
+    "olmoe",
+    "granitemoe",
+    "gpt-oss",
+)  # whatever `expert_weights_norm` says
 _LLAMA4_CHUNK, _LLAMA4_TEMPERATURE, _LLAMA4_UNNORMED = 8192, (0.1, 8192.0), 128
 _GPT_OSS_LIMIT = 7.0
 

@@ -36,6 +36,7 @@ class GGUFFamily:
     positions: str = "rope"
     scales_embedding: bool = False  # by the root of the hidden size
     logit_scale: str = ""  # "multiplies" | "divides": what `logit_scale` does
+    softcaps: bool = False  # of scores and logits; llama.cpp ignores the keys elsewhere
     scale_by_head: bool = False  # q.k is multiplied by head_dim ** -0.5, stated
     odd_layers: int = 0  # of the one size whose query scale is from hidden size / heads instead
     norm_offset: float = 0.0  # of norms in Hugging Face files; a GGUF has it added
@@ -57,6 +58,7 @@ _GEMMA = GGUFFamily(
 _GEMMA2 = replace(
     _GEMMA,
     architecture="gemma2",
+    softcaps=True,
     norms="sandwich",
     sliding="period",
     window=4096,
