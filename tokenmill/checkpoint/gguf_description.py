@@ -149,7 +149,7 @@ def _attention(
         num_kv_heads,
         head_dim,
         head_dim,
-        rope="full" if family.positions == "rope" else "",
+        rope="full" if family.positions == "rope" and _has_rope(fields, family) else "",
         scale=scale,
         softcap=fields.number("attn_logit_softcapping", 0.0) if family.softcaps else 0.0,
         qkv_bias=any(f"{_FIRST}.self_attn.{part}.bias" in shapes for part in ("q_proj", "qkv_proj")),
@@ -177,6 +177,10 @@ def _norms(fields: Fields, family: GGUFFamily, shapes: Mapping[str, tuple[int, .
     if f"{_FIRST}.post_attention_layernorm.weight" not in shapes:
         return "parallel"
     return "pre" if family.gated else "parallel_norms"
+
+
+def _has_rope(fields: Fields, family: GGUFFamily) -> bool:
+    return not family.optional_rope or fields.flag("rope.scaling.finetuned", True)
 
 
 def _rotates(family: GGUFFamily, layer: int, kind: str) -> bool:

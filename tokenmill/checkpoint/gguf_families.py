@@ -34,6 +34,7 @@ class GGUFFamily:
     default_local_theta: float = 0.0  # 0: as the full layers
     rope_layers: str = "all"  # "all" | "sliding" | "all but every 4th"
     positions: str = "rope"
+    optional_rope: bool = False  # Granite: `rope.scaling.finetuned` says whether there is any
     scales_embedding: bool = False  # by the root of the hidden size
     logit_scale: str = ""  # "multiplies" | "divides": what `logit_scale` does
     softcaps: bool = False  # of scores and logits; llama.cpp ignores the keys elsewhere
@@ -93,7 +94,9 @@ FAMILIES: dict[str, GGUFFamily] = {
     ),
     "phi3": GGUFFamily("phi3", fused_mlp=True),
     "olmo2": GGUFFamily("olmo2", norms="post", head_norms="projection", sliding="period", period=4, local_theta=True),
-    "granite": GGUFFamily("granite", interleaved=True, logit_scale="divides", names_vocabulary=True),
+    "granite": GGUFFamily(
+        "granite", interleaved=True, logit_scale="divides", names_vocabulary=True, optional_rope=True
+    ),
     "command-r": _COHERE,
     "cohere2": replace(_COHERE, architecture="cohere2", sliding="period", period=4, rope_layers="sliding"),
     "smollm3": GGUFFamily("smollm3", interleaved=True, rope_layers="all but every 4th"),
@@ -116,7 +119,9 @@ FAMILIES: dict[str, GGUFFamily] = {
     "qwen2moe": GGUFFamily("qwen2_moe", sliding="never"),
     "qwen3moe": GGUFFamily("qwen3_moe", sliding="never", head_norms="head", names_head_size=True),
     "olmoe": GGUFFamily("olmoe", head_norms="projection"),
-    "granitemoe": GGUFFamily("granitemoe", interleaved=True, logit_scale="divides", names_vocabulary=True),
+    "granitemoe": GGUFFamily(
+        "granitemoe", interleaved=True, logit_scale="divides", names_vocabulary=True, optional_rope=True
+    ),
     "glm4moe": GGUFFamily("glm4_moe", optional_head_norms="head", post_attention_norm=True, names_head_size=True),
     "gpt-oss": GGUFFamily(
         "gpt_oss",
