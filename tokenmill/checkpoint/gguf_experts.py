@@ -170,7 +170,7 @@ def _experts(dense: FeedForward, prefix: str, fields: Fields, shapes: Shapes, st
         bias=f"{prefix}.mlp.experts.down_proj.bias" in shapes,
         num_experts=count,
         experts_per_token=used,
-        expert_size=fields.integer("expert_feed_forward_length", dense.intermediate_size),
+        expert_size=fields.integer("expert_feed_forward_length", 0, low=0) or dense.intermediate_size,
         shared_size=shared,
         shared_gate=f"{prefix}.mlp.shared_expert_gate.weight" in shapes,
         clamp=_GPT_OSS_LIMIT if stored_as == "gpt-oss" else 0.0,
