@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tokenmill.checkpoint import gguf_latent, gguf_recurrent
 from tokenmill.checkpoint.base import StoredTensor
 from tokenmill.checkpoint.fields import shown
 from tokenmill.checkpoint.gguf_description import LONGROPE_FACTORS, describe, read_architecture
 from tokenmill.checkpoint.gguf_header import HEADER_BYTES, read_header
-from tokenmill.checkpoint.gguf_latent import stored_shape
 from tokenmill.checkpoint.gguf_metadata import Cursor, Metadata, read_metadata
 from tokenmill.checkpoint.gguf_names import canonical_name
 from tokenmill.checkpoint.mapped_file import map_file, release_pages
@@ -76,7 +76,8 @@ class GGUFCheckpoint:
             name = canonical_name(architecture, entry.name, stored_names)
             if name in self._entries:
                 raise cursor.damaged(f"tensor '{entry.name}' occurs twice")
-            self._entries[name] = replace(entry, shape=stored_shape(name, entry.shape))
+            shape = gguf_recurrent.stored_shape(name, gguf_latent.stored_shape(name, entry.shape))
+            self._entries[name] = replace(entry, shape=shape)
         shapes = {name: entry.shape for name, entry in self._entries.items()}
         self.description = describe(self.metadata, shapes, path.name, self._numbers)
         # The factors of longrope are part of the description now.

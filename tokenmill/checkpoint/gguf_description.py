@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from tokenmill.checkpoint import gguf_latent
+from tokenmill.checkpoint import gguf_latent, gguf_recurrent
 from tokenmill.checkpoint.description import FeedForward, LayerDescription, ModelDescription, RopeScaling, RopeTable
 from tokenmill.checkpoint.fields import UNSUPPORTED, Fields, shown
 from tokenmill.checkpoint.gguf_experts import with_experts
 from tokenmill.checkpoint.gguf_families import FAMILIES, GGUFFamily
 from tokenmill.checkpoint.gguf_metadata import Metadata
 from tokenmill.checkpoint.mapped_file import DAMAGED
-from tokenmill.checkpoint.mixers import Attention, Mixer
+from tokenmill.checkpoint.mixers import Attention, Mixer, Recurrent
 from tokenmill.errors import CheckpointError
 
 ARCHITECTURES = {name: family.architecture for name, family in FAMILIES.items()}
@@ -60,24 +60,25 @@ def describe(
     hidden_size = fields.integer("embedding_length")
     vocab_size = _vocab_size(fields, shapes, hidden_size)
     _refuse_variants(fields)
-    attention = (
-        gguf_latent.read_mixer(fields) if family.latent else _attention(fields, family, shapes, hidden_size, num_layers)
-    )
+    mixer = _mixer(fields, family, shapes, hidden_size, num_layers)
     window, kinds = _layer_kinds(fields, family, num_layers)
     bos_id, eos_ids = _token_ids(metadata, vocab_size, label)
     name = metadata.get("general.name")
-    tables = _rope_tables(fields, family, attention.head_dim, "sliding" in kinds, numbers)
-    mlp_bias = f"{_FIRST}.mlp.up_proj.bias" in shapes
-    mlp = FeedForward(_dense_size(fields), family.gated, family.activation, bias=mlp_bias)
-    mixers: Iterable[Mixer] = [attention] * num_layers
-    if isinstance(attention, Attention):
-        mixers = _attentions(attention, family, kinds, window, len(tables) > 1)
+    tables: tuple[RopeTable, ...] = ()
+    mlp: FeedForward | None = None
+    if not isinstance(mixer, Recurrent):
+        tables = _rope_tables(fields, family, mixer.head_dim, "sliding" in kinds, numbers)
+        mlp_bias = f"{_FIRST}.mlp.up_proj.bias" in shapes
+        mlp = FeedForward(_dense_size(fields), family.gated, family.activation, bias=mlp_bias)
+    mixers: Iterable[Mixer] = [mixer] * num_layers
+    if isinstance(mixer, Attention):
+        mixers = _attentions(mixer, family, kinds, window, len(tables) > 1)
     norms = _norms(fields, family, shapes)
     description = ModelDescription(
-        architecture=_architecture(fields, family, "sliding" in kinds),
+        architecture=_architecture(fields, family, mixer, "sliding" in kinds),
         model_type=stored_as,
         hidden_size=hidden_size,
-        layers=tuple(LayerDescription((mixer,), mlp, norms) for mixer in mixers),
+        layers=tuple(LayerDescription((each,), mlp, norms) for each in mixers),
         vocab_size=vocab_size,
         context_length=fields.integer("context_length"),
         norm_eps=fields.number(f"attention.layer_norm_{'rms_' if family.norm == 'rms' else ''}epsilon"),
@@ -91,7 +92,7 @@ def describe(
         embedding_scale=_embedding_scale(fields, family, hidden_size),
         residual_scale=fields.number("residual_scale", 1.0) or 1.0,
         logit_scale=_logit_scale(fields, family),
-        logit_softcap=fields.number("final_logit_softcapping", 0.0),
+        logit_softcap=fields.number("final_logit_softcapping", 0.0) if family.softcaps else 0.0,
         overflows_float16=family.overflows_float16,
         bos_id=bos_id,
         eos_ids=eos_ids,
@@ -108,11 +109,24 @@ def _dense_size(fields: Fields) -> int:
     return fields.integer("feed_forward_length", default or None)
 
 
-def _architecture(fields: Fields, family: GGUFFamily, slides: bool) -> str:
+def _architecture(fields: Fields, family: GGUFFamily, mixer: Mixer, slides: bool) -> str:
     """OLMo 3 is stored as OLMo 2 with a window, DeepSeek-V2 and V3 under one name."""
+    if isinstance(mixer, Recurrent):
+        return gguf_recurrent.architecture_of(mixer)
     if family.latent:
         return gguf_latent.architecture_of(fields)
     return "olmo3" if family.architecture == "olmo2" and slides else family.architecture
+
+
+def _mixer(
+    fields: Fields, family: GGUFFamily, shapes: Mapping[str, tuple[int, ...]], hidden_size: int, num_layers: int
+) -> Mixer:
+    """As all layers have it, but for windows and rotary embedding."""
+    if family.recurrent:
+        return gguf_recurrent.read_mixer(fields, family.recurrent, hidden_size)
+    if family.latent:
+        return gguf_latent.read_mixer(fields)
+    return _attention(fields, family, shapes, hidden_size, num_layers)
 
 
 def _attention(
@@ -139,9 +153,9 @@ def _attention(
         num_kv_heads,
         head_dim,
         head_dim,
-        rope="full" if family.positions == "rope" and fields.flag("rope.scaling.finetuned", True) else "",
+        rope="full" if family.positions == "rope" and _has_rope(fields, family) else "",
         scale=scale,
-        softcap=fields.number("attn_logit_softcapping", 0.0),
+        softcap=fields.number("attn_logit_softcapping", 0.0) if family.softcaps else 0.0,
         qkv_bias=any(f"{_FIRST}.self_attn.{part}.bias" in shapes for part in ("q_proj", "qkv_proj")),
         output_bias=f"{_FIRST}.self_attn.o_proj.bias" in shapes,
         head_norms=family.head_norms or (family.optional_head_norms if has_head_norms else ""),
@@ -167,6 +181,10 @@ def _norms(fields: Fields, family: GGUFFamily, shapes: Mapping[str, tuple[int, .
     if f"{_FIRST}.post_attention_layernorm.weight" not in shapes:
         return "parallel"
     return "pre" if family.gated else "parallel_norms"
+
+
+def _has_rope(fields: Fields, family: GGUFFamily) -> bool:
+    return not family.optional_rope or fields.flag("rope.scaling.finetuned", True)
 
 
 def _rotates(family: GGUFFamily, layer: int, kind: str) -> bool:

@@ -43,7 +43,14 @@ _ROUTINGS = {
     "llama4": Routing("sigmoid", normalize=False, weights_on_input=True),
 }
 _SCORES = {1: "softmax", 2: "sigmoid", 3: "softmax_of_selected"}
-_FIXED_NORMS = ("llama", "qwen2moe", "qwen3moe")  # whatever `expert_weights_norm` says
+_FIXED_NORMS = (
+    "llama",
+    "qwen2moe",
+    "qwen3moe",
+    "olmoe",
+    "granitemoe",
+    "gpt-oss",
+)  # whatever `expert_weights_norm` says
 _LLAMA4_CHUNK, _LLAMA4_TEMPERATURE, _LLAMA4_UNNORMED = 8192, (0.1, 8192.0), 128
 _GPT_OSS_LIMIT = 7.0
 
@@ -163,7 +170,7 @@ def _experts(dense: FeedForward, prefix: str, fields: Fields, shapes: Shapes, st
         bias=f"{prefix}.mlp.experts.down_proj.bias" in shapes,
         num_experts=count,
         experts_per_token=used,
-        expert_size=fields.integer("expert_feed_forward_length", dense.intermediate_size),
+        expert_size=fields.integer("expert_feed_forward_length", 0, low=0) or dense.intermediate_size,
         shared_size=shared,
         shared_gate=f"{prefix}.mlp.shared_expert_gate.weight" in shapes,
         clamp=_GPT_OSS_LIMIT if stored_as == "gpt-oss" else 0.0,

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from tokenmill.checkpoint import gguf_latent
+from tokenmill.checkpoint import gguf_latent, gguf_recurrent
 from tokenmill.checkpoint.base import Checkpoint
 from tokenmill.checkpoint.description import ModelDescription, RopeScaling, differences
 from tokenmill.checkpoint.gguf import GGUFCheckpoint
@@ -34,6 +34,7 @@ _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _NOT_COMPARED = ("bos_id", "eos_ids", "name", "rope_interleaved", "norm_offset", "vision_parameters")
 _GATE_UP = (FUSED_GATE_UP, ("mlp.gate_proj", "mlp.up_proj"))
 _QKV = (FUSED_QKV, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"))
+_COHERE_NORMED_LAYERS = 64
 _SPLIT_KEYS = ("split.no", "split.count", "split.tensors.count")
 
 
@@ -95,7 +96,7 @@ def _exported(d: ModelDescription, name: str, shapes: dict[str, tuple[int, ...]]
             rows = sum(shapes[each][0] for each in (name, *rest))
             fused = gguf_name(d.architecture, name.replace(part, module), names)
             return [ExportedTensor(fused, name, (rows, *shapes[name][1:]), rest)]
-    stored = gguf_latent.exported(name, d) or [(name, shapes[name])]
+    stored = gguf_latent.exported(name, d) or gguf_recurrent.exported(name, shapes[name], d) or [(name, shapes[name])]
     return [ExportedTensor(gguf_name(d.architecture, part, names), name, shape) for part, shape in stored]
 
 
@@ -134,6 +135,7 @@ def _model_values(checkpoint: Checkpoint) -> dict[str, Value]:
     description = checkpoint.description
     gguf_family(description)
     stored_as = STORED_AS[description.architecture]
+    _refuse_unloadable(description, stored_as)
     values: dict[str, Value] = {"general.architecture": stored_as, "general.type": "model"}
     if description.name:
         values["general.name"] = description.name.rstrip("/").rpartition("/")[2]
@@ -141,6 +143,24 @@ def _model_values(checkpoint: Checkpoint) -> dict[str, Value]:
     values |= vocabulary_values(checkpoint.path, description.vocab_size)
     _check(values, description)
     return values
+
+
+def _refuse_unloadable(d: ModelDescription, stored_as: str) -> None:
+    """Models that the metadata can describe and llama.cpp's code for the architecture does not load."""
+    experts = [layer.feed_forward is not None and layer.feed_forward.num_experts > 0 for layer in d.layers]
+    norms = d.layers[0].attention.head_norms if d.layers[0].kind in ("full", "sliding") else ""
+    for found, words in (
+        (stored_as in ("qwen2moe", "qwen3moe") and not all(experts), "layers without experts"),
+        (stored_as == "deepseek2" and not any(experts), "no experts"),
+        (stored_as == "olmoe" and d.num_kv_heads != d.num_heads, "fewer KV heads than heads"),
+    ):
+        if found:
+            raise CheckpointError(f"llama.cpp does not load {words} in '{stored_as}'", "choose a safetensors format")
+    if stored_as == "command-r" and norms and d.num_layers < _COHERE_NORMED_LAYERS:
+        raise CheckpointError(
+            f"llama.cpp does not load norms of heads in 'command-r' with fewer than {_COHERE_NORMED_LAYERS} layers",
+            "choose a safetensors format",
+        )
 
 
 def _architecture_values(d: ModelDescription) -> dict[str, Value]:
@@ -156,6 +176,8 @@ def _architecture_values(d: ModelDescription) -> dict[str, Value]:
     }
     if family.names_vocabulary:
         values["vocab_size"] = d.vocab_size
+    if family.recurrent:
+        return values | gguf_recurrent.values(d)
     if "latent" in d.layer_kinds:
         return values | gguf_latent.values(d) | expert_values(d) | _table_values(d, family)
     if family.names_head_size or d.head_dim * d.num_heads != d.hidden_size:
@@ -172,7 +194,7 @@ def _dense_width(d: ModelDescription) -> int:
     """Of the dense MLPs; of experts, where there are no others."""
     widths = {ffn.intermediate_size or ffn.expert_size for layer in d.layers if (ffn := layer.feed_forward)}
     dense = {ffn.intermediate_size for layer in d.layers if (ffn := layer.feed_forward) and ffn.intermediate_size}
-    return max(dense or widths)
+    return max(dense or widths, default=0)
 
 
 def _scale_values(d: ModelDescription, family: GGUFFamily) -> dict[str, Value]:
@@ -268,7 +290,9 @@ def _check(values: dict[str, Value], description: ModelDescription) -> None:
 def _telling_names(d: ModelDescription) -> Iterator[str]:
     """Tensors from whose presence the reader learns what the metadata does not say."""
     first, layer, mlp = "model.layers.0", d.layers[0], d.layers[0].feed_forward
-    assert mlp is not None
+    if mlp is None:
+        yield from gguf_recurrent.telling_shapes(d)
+        return
     present = {
         "model.norm.bias": d.norm_bias,
         _HEAD: not d.tie_embeddings,

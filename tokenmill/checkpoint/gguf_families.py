@@ -15,6 +15,7 @@ class GGUFFamily:
     architecture: str  # in model/architectures
     interleaved: bool = False  # rotary pairs are (2i, 2i + 1), because q and k rows were reordered or are so by nature
     latent: bool = False  # latent attention
+    recurrent: str = ""  # the style of recurrent layers, where there are no others
     norm: str = "rms"
     norms: str = "pre"  # as in LayerDescription; "": by the norms that the file has
     post_attention_norm: bool = False  # the norm before the MLP has the name of one behind attention
@@ -33,8 +34,10 @@ class GGUFFamily:
     default_local_theta: float = 0.0  # 0: as the full layers
     rope_layers: str = "all"  # "all" | "sliding" | "all but every 4th"
     positions: str = "rope"
+    optional_rope: bool = False  # Granite: `rope.scaling.finetuned` says whether there is any
     scales_embedding: bool = False  # by the root of the hidden size
     logit_scale: str = ""  # "multiplies" | "divides": what `logit_scale` does
+    softcaps: bool = False  # of scores and logits; llama.cpp ignores the keys elsewhere
     scale_by_head: bool = False  # q.k is multiplied by head_dim ** -0.5, stated
     odd_layers: int = 0  # of the one size whose query scale is from hidden size / heads instead
     norm_offset: float = 0.0  # of norms in Hugging Face files; a GGUF has it added
@@ -56,6 +59,7 @@ _GEMMA = GGUFFamily(
 _GEMMA2 = replace(
     _GEMMA,
     architecture="gemma2",
+    softcaps=True,
     norms="sandwich",
     sliding="period",
     window=4096,
@@ -90,7 +94,9 @@ FAMILIES: dict[str, GGUFFamily] = {
     ),
     "phi3": GGUFFamily("phi3", fused_mlp=True),
     "olmo2": GGUFFamily("olmo2", norms="post", head_norms="projection", sliding="period", period=4, local_theta=True),
-    "granite": GGUFFamily("granite", interleaved=True, logit_scale="divides", names_vocabulary=True),
+    "granite": GGUFFamily(
+        "granite", interleaved=True, logit_scale="divides", names_vocabulary=True, optional_rope=True
+    ),
     "command-r": _COHERE,
     "cohere2": replace(_COHERE, architecture="cohere2", sliding="period", period=4, rope_layers="sliding"),
     "smollm3": GGUFFamily("smollm3", interleaved=True, rope_layers="all but every 4th"),
@@ -113,7 +119,9 @@ FAMILIES: dict[str, GGUFFamily] = {
     "qwen2moe": GGUFFamily("qwen2_moe", sliding="never"),
     "qwen3moe": GGUFFamily("qwen3_moe", sliding="never", head_norms="head", names_head_size=True),
     "olmoe": GGUFFamily("olmoe", head_norms="projection"),
-    "granitemoe": GGUFFamily("granitemoe", interleaved=True, logit_scale="divides", names_vocabulary=True),
+    "granitemoe": GGUFFamily(
+        "granitemoe", interleaved=True, logit_scale="divides", names_vocabulary=True, optional_rope=True
+    ),
     "glm4moe": GGUFFamily("glm4_moe", optional_head_norms="head", post_attention_norm=True, names_head_size=True),
     "gpt-oss": GGUFFamily(
         "gpt_oss",
@@ -126,8 +134,11 @@ FAMILIES: dict[str, GGUFFamily] = {
     ),
     "llama4": GGUFFamily("llama4_text", interleaved=True, rope_layers="all but every 4th"),
     "deepseek2": GGUFFamily("deepseek_v3", latent=True, sliding="never", names_vocabulary=True),  # V2 too
+    "mamba": GGUFFamily("mamba", recurrent="mamba", sliding="never", positions="none"),  # Falcon-Mamba too
+    "mamba2": GGUFFamily("mamba2", recurrent="mamba2", sliding="never", positions="none"),
     "phi2": replace(_LAYER_NORMS, architecture="phi", norms="parallel", activation="gelu_tanh"),
 }
 # Written under the name of another: their files differ in what the metadata says.
 _STORED_AS = {"mistral": "llama", "mixtral": "llama", "olmo3": "olmo2", "deepseek_v2": "deepseek2"}
+_STORED_AS |= {"falcon_mamba": "mamba"}
 STORED_AS = {family.architecture: name for name, family in reversed(FAMILIES.items())} | _STORED_AS

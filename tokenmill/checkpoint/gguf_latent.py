@@ -69,6 +69,7 @@ def values(d: ModelDescription) -> dict[str, Value]:
         "leading_dense_block_count": _num_leading_dense(d),
         "expert_gating_func": _SIGMOID if d.architecture == "deepseek_v3" else 1,
         "attention.head_count_kv": 1,
+        "attention.q_lora_rank": a.query_rank,  # 0 too: llama.cpp does without the key for a few sizes only
         "attention.kv_lora_rank": a.kv_rank,
         "attention.key_length": a.kv_rank + a.rope_dim,
         "attention.value_length": a.kv_rank,
@@ -76,8 +77,6 @@ def values(d: ModelDescription) -> dict[str, Value]:
         "attention.value_length_mla": a.value_dim,
         "rope.dimension_count": a.rope_dim,
     }
-    if a.query_rank:
-        found["attention.q_lora_rank"] = a.query_rank
     scaling = d.rope_table(a.rope).scaling
     if scaling.kind == "yarn" and scaling.mscale_all_dim:
         found["rope.scaling.yarn_log_multiplier"] = _LOG_MULTIPLIER * scaling.mscale_all_dim

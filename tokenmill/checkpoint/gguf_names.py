@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-from tokenmill.checkpoint import gguf_latent
+from tokenmill.checkpoint import gguf_latent, gguf_recurrent
 from tokenmill.checkpoint.gguf_experts import LAYER_NAMES as EXPERT_NAMES
 from tokenmill.checkpoint.gguf_experts import TENSOR_NAMES
 from tokenmill.checkpoint.gguf_families import FAMILIES, STORED_AS
@@ -66,6 +66,8 @@ def layer_names(stored_as: str, names: Collection[str] = ()) -> dict[str, str]:
         table["post_attention_norm"] = "post_attention_layernorm"
     if family is not None and family.latent:
         table |= gguf_latent.LAYER_NAMES
+    if family is not None and family.recurrent:
+        table |= gguf_recurrent.LAYER_NAMES
     if SECOND_NORM in names:
         del table["ffn_norm"]
         table |= _TWO_NORMS
@@ -77,8 +79,9 @@ def canonical_name(stored_as: str, name: str, names: Collection[str] = ()) -> st
     if match := _SINGLE_EXPERT.fullmatch(name):
         layer, part, expert = match.groups()
         return f"model.layers.{int(layer)}.mlp.experts.{int(expert)}.{part}_proj.weight"
-    if (match := _BLOCK_TENSOR.fullmatch(name)) and match[2] in TENSOR_NAMES:
-        return f"model.layers.{int(match[1])}.{TENSOR_NAMES[match[2]]}"
+    whole = TENSOR_NAMES | gguf_recurrent.tensor_names(stored_as)
+    if (match := _BLOCK_TENSOR.fullmatch(name)) and match[2] in whole:
+        return f"model.layers.{int(match[1])}.{whole[match[2]]}"
     if match := _BLOCK.fullmatch(name):
         layer, part, kind = match.groups()
         parts = layer_names(stored_as, names)
@@ -92,8 +95,9 @@ def canonical_name(stored_as: str, name: str, names: Collection[str] = ()) -> st
 
 def gguf_name(architecture: str, name: str, names: Collection[str] = ()) -> str:
     """`model.layers.3.mlp.up_proj.weight` -> `blk.3.ffn_up.weight`: the inverse of `canonical_name`."""
-    parts = {ours: short for short, ours in layer_names(STORED_AS.get(architecture, architecture), names).items()}
-    whole = {ours: short for short, ours in TENSOR_NAMES.items()}
+    stored_as = STORED_AS.get(architecture, architecture)
+    parts = {ours: short for short, ours in layer_names(stored_as, names).items()}
+    whole = {ours: short for short, ours in (TENSOR_NAMES | gguf_recurrent.tensor_names(stored_as)).items()}
     if (match := _CANONICAL_TENSOR.fullmatch(name)) and match[2] in whole:
         return f"blk.{int(match[1])}.{whole[match[2]]}"
     if (match := _CANONICAL_LAYER.fullmatch(name)) and match[2] in parts:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from tokenmill.checkpoint.base import Checkpoint
 from tokenmill.checkpoint.description import ModelDescription, RopeScaling, differences
 from tokenmill.checkpoint.gguf_families import FAMILIES, STORED_AS
+from tokenmill.checkpoint.gguf_recurrent import is_log_decays
 from tokenmill.checkpoint.hf_config import describe
 from tokenmill.checkpoint.mixers import LatentAttention
 from tokenmill.checkpoint.rope_divisors import fit_llama3
@@ -78,6 +79,8 @@ def to_hf_layout(name: str, weight: Tensor, description: ModelDescription) -> Te
 
 def to_gguf_layout(name: str, weight: Tensor, description: ModelDescription) -> Tensor:
     """The inverse of `to_hf_layout` for the GGUF of a model: `description` is that of the Hugging Face side."""
+    if is_log_decays(name):
+        return -weight.float().exp()
     family = FAMILIES[STORED_AS[description.architecture]]
     if family.interleaved and not description.rope_interleaved and any(part in name for part in _ROTATED):
         head = description.head_dim

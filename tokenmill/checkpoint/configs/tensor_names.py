@@ -27,6 +27,11 @@ class Naming:
 
 
 _PLAIN = Naming()
+_MAMBA = Naming(
+    "backbone.",
+    top={"embeddings": "model.embed_tokens", "norm_f": "model.norm"},
+    layers={"norm": "input_layernorm"},
+)
 NAMINGS: dict[str, Naming] = {
     "starcoder2": Naming(layers={"mlp.c_fc": "mlp.up_proj", "mlp.c_proj": "mlp.down_proj"}),
     "glm4": Naming(
@@ -73,6 +78,7 @@ NAMINGS: dict[str, Naming] = {
         },
         grouped_qkv=True,
     ),
+    **dict.fromkeys(("mamba", "mamba2", "falcon_mamba"), _MAMBA),
     "gpt2": Naming(
         "transformer.",
         "h.",

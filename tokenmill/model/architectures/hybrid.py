@@ -150,7 +150,7 @@ class Hybrid(Decoder):
 class Mamba(Hybrid):
     """Mamba, Mamba 2 and Falcon-Mamba: nothing but recurrent layers."""
 
-    names = TensorNames("backbone.embeddings", "backbone.norm_f", "backbone.layers", "mixer", "norm")
+    names = TensorNames(final_norm="model.norm", recurrent="mixer")
 
 
 class GraniteHybrid(Hybrid):

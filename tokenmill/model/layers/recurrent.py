@@ -50,7 +50,7 @@ class Mamba:
             ]
         elif m.step_norms == "plain":
             self.norms = [torch.ones(width) for width in self.widths]
-        decays = -torch.exp(reader.array(f"{prefix}.A_log", (m.inner, m.state_size)))
+        decays = _decays(reader, prefix, (m.inner, m.state_size))
         self.scan = MambaScan(layer, decays, reader.vector(f"{prefix}.D", m.inner))
         self.output = reader.linear(f"{prefix}.out_proj", hidden, m.inner, m.output_bias)
 
@@ -82,7 +82,7 @@ class Mamba2:
         group = m.num_groups * m.state_size
         factors = torch.cat([torch.full((width,), f) for width, f in ((m.inner, x), (group, b), (group, c))])
         self.convolution = _convolution(reader, m, layer, prefix, factors)
-        decays = -torch.exp(reader.vector(f"{prefix}.A_log", m.num_heads))
+        decays = _decays(reader, prefix, (m.num_heads,))
         skip, bias = (reader.vector(f"{prefix}.{name}", m.num_heads) for name in ("D", "dt_bias"))
         self.scan = Mamba2Scan(layer, decays, skip, bias, m.num_groups, time, m.time_step_limits)
         self.gate_scale, self.output_scale, self.eps = gate, m.output_scale, description.norm_eps
@@ -140,6 +140,14 @@ class GatedDeltaRule:
             qkv, gate, beta, time = ops.linear(x, self.inputs)
         y = ops.scan((ops.convolve(qkv, self.convolution), beta, time), self.scan)
         return ops.linear(ops.gated_norm(y, gate, self.norm, self.eps, True), [self.output])[0]
+
+
+def _decays(reader: WeightReader, prefix: str, shape: tuple[int, ...]) -> Tensor:
+    """What multiplies time steps; a GGUF has it as it is, those by head as a column."""
+    is_plain = f"{prefix}.A" in reader.checkpoint
+    name = f"{prefix}.{'A' if is_plain else 'A_log'}"
+    values = reader.vector(name, shape[0]) if len(shape) == 1 else reader.array(name, shape)
+    return values if is_plain else -torch.exp(values)
 
 
 def _convolution(

@@ -55,7 +55,15 @@ _FALLBACKS = {
     "Q6_K": "Q8_0",
     "IQ4_XS": "IQ4_NL",
 }
-_FLOAT = ("_norm.weight", "position_embd.weight", ".ffn_gate_inp.weight")
+# The last three make the time steps and inputs of states.
+_FLOAT = (
+    "_norm.weight",
+    "position_embd.weight",
+    ".ffn_gate_inp.weight",
+    ".ssm_conv1d.weight",
+    ".ssm_x.weight",
+    ".ssm_dt.weight",
+)
 _BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.weight")
 
 
@@ -71,7 +79,7 @@ class Shape:
 
     @property
     def queries_per_value(self) -> int:
-        return self.num_heads // self.num_kv_heads
+        return self.num_heads // max(1, self.num_kv_heads)
 
     @property
     def is_70b(self) -> bool:
@@ -91,7 +99,8 @@ def choose_types(mix: Mix, shapes: Mapping[str, tuple[int, ...]], model: Shape) 
 
 
 def is_quantized(name: str, shape: tuple[int, ...]) -> bool:
-    """Matrices only; norms, biases, rotary divisors, learned positions and routers stay float32."""
+    """Matrices only; norms, biases, rotary divisors, learned positions, routers, convolutions and time steps stay
+    float32."""
     return len(shape) >= 2 and name.endswith(".weight") and not name.endswith(_FLOAT)
 
 

@@ -105,5 +105,5 @@ class SourceTensors:
 
     def _rows_at_once(self, shape: tuple[int, ...]) -> int:
         """A multiple of a head, so that its rows can be reordered."""
-        head = self.description.head_dim
+        head = self.description.head_dim or 1
         return max(1, _VALUES_AT_ONCE // (shape[-1] * head)) * head
