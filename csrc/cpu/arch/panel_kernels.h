@@ -146,7 +146,7 @@ TM_INLINE void direct_super(const PanelLayout& layout, const uint8_t* panel, con
   const typename V::Table table = V::load_table(layout.lut);
   constexpr int kSubs = T::kFine ? 2 : 1, kCodeBytes = 64 * T::kBits;
   constexpr int kGroupBytes = kCodeBytes + kSubs * 16, kHeadBytes = T::kMin ? 64 + kSubs * 128 : 32;
-  constexpr int kAsked = V::kAskForLines ? kGroupBytes : 64;
+  constexpr int kAsked = V::kAskForLines ? 320 : 64;  // all of a group of 4 bits; more was slower for 6
   typename V::Floats y[R][Q];
   const int8_t* q[R];
   const float* scale[R];
