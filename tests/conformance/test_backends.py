@@ -68,6 +68,7 @@ CASES: dict[str, list[Callable[[], tuple[Any, ...]]]] = {
         lambda name=name: (_random(3, 99) * 8, _random(3, 99, seed=1), name)  # type: ignore[misc]
         for name in ACTIVATIONS
     ],
+    "gate_rows": [lambda: (_random(3, 99), _random(3, 1, seed=1) * 4)],
     "argmax": [lambda: (_random(3, 1001),), lambda: (torch.zeros(2, 5),)],
     "softcap": [lambda: (_random(3, 99) * 40, 30.0)],
     "rope": [

@@ -1,91 +1,36 @@
 """The CPU backend of the op table: the functions of ref.py on top of the C++ module `_cpu` (csrc/cpu).
 
-Owns the import guard, the choice of threads and the output tensors; all arithmetic is in C++, which reads torch tensors
-in place. Declines with a reason where the module was not built or the tensors are on another device. The recorded
-program (runtime/executors/recorded.py) uses the same module directly.
+Owns the output tensors; all arithmetic is in C++, which reads torch tensors in place. Declines with a reason where the
+module was not built or the tensors are on another device (cpu_module.py). The recorded program
+(runtime/executors/recorded.py) uses the same module directly.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from tokenmill.errors import UserError
 from tokenmill.kernels import cpu_recurrent
 from tokenmill.kernels.base import Declined
 from tokenmill.kernels.cpu_coded import CodedWeight, pack_coded
+from tokenmill.kernels.cpu_module import instruction_set as instruction_set
+from tokenmill.kernels.cpu_module import module as module
+from tokenmill.kernels.cpu_module import num_threads as num_threads
+from tokenmill.kernels.cpu_module import pool as pool
+from tokenmill.kernels.cpu_module import unavailable as unavailable
+from tokenmill.kernels.cpu_module import use_threads as use_threads
 
 if TYPE_CHECKING:
     from tokenmill.kernels.base import StoredWeight
-
-try:
-    import tokenmill.kernels._cpu as _cpu
-except ImportError as error:
-    _cpu = None
-    _missing = f"the C++ kernels are not built ({error}); reinstall with a C++17 compiler present"
-else:
-    _missing = ""
-
-THREADS_VARIABLE = "TOKENMILL_THREADS"
-
-
-def unavailable(device: torch.device) -> str | None:
-    if device.type != "cpu":
-        return f"runs on CPU tensors, not on {device.type}"
-    return _missing or None
 
 
 def find_op(name: str) -> Callable[..., Any] | None:
     """An op by its name in the op table."""
     function: Callable[..., Any] | None = globals().get(name) or getattr(cpu_recurrent, name, None)
     return function
-
-
-def module() -> Any:
-    """The C++ module; only after `unavailable` has returned None."""
-    assert _cpu is not None, _missing
-    return _cpu
-
-
-@cache
-def _pool(threads: int) -> Any:
-    return module().Pool.shared(threads)
-
-
-_chosen_pool: Any = None
-
-
-def use_threads(count: int) -> None:
-    """Set the number of worker threads of `pool`; 0: TOKENMILL_THREADS, or the physical cores this process may use."""
-    global _chosen_pool
-    if not count:
-        text = os.environ.get(THREADS_VARIABLE, "0")
-        if not text.isdigit():
-            raise UserError(f"{THREADS_VARIABLE} is {text!r}", "give an integer; 0 uses all physical cores")
-        count = int(text)
-    _chosen_pool = _pool(count)
-
-
-def pool() -> Any:
-    """The worker threads of this process, shared by everything that computes in it."""
-    if _chosen_pool is None:
-        use_threads(0)
-    return _chosen_pool
-
-
-def num_threads() -> int:
-    size: int = pool().size
-    return size
-
-
-def instruction_set() -> str:
-    name: str = module().best_isa()
-    return name
 
 
 class CpuLinear:

@@ -8,12 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tokenmill.kernels import cpu
+from tokenmill.kernels.cpu_module import module, pool
 
 
 def convolve(x: Tensor, states: Tensor, slots: Tensor, starts: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    cpu.module().convolve(cpu.pool(), x, states, slots, starts.long(), weight, bias, y)
+    module().convolve(pool(), x, states, slots, starts.long(), weight, bias, y)
     return y
 
 
@@ -21,7 +21,7 @@ def mamba_scan(
     x: Tensor, dt: Tensor, b: Tensor, c: Tensor, states: Tensor, slots: Tensor, starts: Tensor, a: Tensor, d: Tensor
 ) -> Tensor:
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    cpu.module().mamba_scan(cpu.pool(), x, dt, b, c, states, slots, starts.long(), a, d, y)
+    module().mamba_scan(pool(), x, dt, b, c, states, slots, starts.long(), a, d, y)
     return y
 
 
@@ -40,9 +40,7 @@ def mamba2_scan(
 ) -> Tensor:
     y = xbc.new_empty(xbc.shape[0], states.shape[1] * states.shape[2])
     limits = tuple(map(float, dt_limits))
-    cpu.module().mamba2_scan(
-        cpu.pool(), xbc, dt, states, slots, starts.long(), a, d, dt_bias, num_groups, dt_scale, *limits, y
-    )
+    module().mamba2_scan(pool(), xbc, dt, states, slots, starts.long(), a, d, dt_bias, num_groups, dt_scale, *limits, y)
     return y
 
 
@@ -58,7 +56,7 @@ def delta_scan(
     num_key_heads: int,
 ) -> Tensor:
     y = qkv.new_empty(qkv.shape[0], states.shape[1] * states.shape[3])
-    cpu.module().delta_scan(cpu.pool(), qkv, beta, dt, states, slots, starts.long(), a, dt_bias, num_key_heads, y)
+    module().delta_scan(pool(), qkv, beta, dt, states, slots, starts.long(), a, dt_bias, num_key_heads, y)
     return y
 
 
@@ -67,5 +65,5 @@ def gated_norm(
 ) -> Tensor:
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     weight = weight if weight.dim() == 2 else weight.unsqueeze(0)
-    cpu.module().gated_norm(cpu.pool(), x, gate, weight, eps, norm_first, gate_scale, y)
+    module().gated_norm(pool(), x, gate, weight, eps, norm_first, gate_scale, y)
     return y

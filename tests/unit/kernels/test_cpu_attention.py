@@ -95,7 +95,7 @@ def test_shared_prefix_is_read_once_and_changes_nothing(window: int) -> None:
     case = Case([(1, 210), (1, 350), (2, 200), (1, 20), (30, 260), (1, 211)], shared_pages=12, window=window)
     case.check()
     out = torch.empty_like(case.q)
-    arguments = (case.q, case.k, case.v, case.table, case.starts, case.lengths, 0.125, window, 0.0, out)
+    arguments = (case.q, case.k, case.v, case.table, case.starts, case.lengths, 0.125, window, 0.0, 0, None, out)
     assert cpu.module().attention(cpu.pool(), *arguments) == 128  # of 12 * 16: whole chunks only
 
 
@@ -105,7 +105,7 @@ def test_same_bits_whatever_the_threads() -> None:
     for threads in (1, 2, 5):
         out = torch.empty_like(case.q)
         pool = cpu.module().Pool.shared(threads)
-        arguments = (case.q, case.k, case.v, case.table, case.starts, case.lengths, 0.125, 0, 0.0, out)
+        arguments = (case.q, case.k, case.v, case.table, case.starts, case.lengths, 0.125, 0, 0.0, 0, None, out)
         cpu.module().attention(pool, *arguments)
         results.append(out)
     assert torch.equal(results[0], results[1])

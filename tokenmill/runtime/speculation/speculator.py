@@ -40,7 +40,7 @@ def build_speculator(target: Target) -> Speculator | None:
     if target.config.draft_tokens > _MAX_DRAFT_TOKENS:
         raise UserError(f"draft_tokens is {target.config.draft_tokens}", f"give 1 to {_MAX_DRAFT_TOKENS}")
     drafter_class: type[Drafter] = DRAFTERS.get(name)
-    if target.store.layout.states and drafter_class.computes:
+    if drafter_class.computes and target.store.layout.states:
         raise UserError(
             f"--speculate {name} does not support models with recurrent layers", "use --speculate suffix or ngram"
         )
