@@ -48,7 +48,9 @@ class Peer:
         started = time.perf_counter()
         for step in range(steps):
             # Tokens differ between sequences, as they do in use: equal ones would go to the same experts.
-            batch.fill([(7 + step + 97 * number, len(prompt) + step, number, True) for number, prompt in enumerate(prompts)])
+            batch.fill(
+                [(7 + step + 97 * number, len(prompt) + step, number, True) for number, prompt in enumerate(prompts)]
+            )
             self._decode(context, batch)
         elapsed = time.perf_counter() - started
         lib.llama_free(context)
