@@ -47,7 +47,10 @@ class Peer:
             self._decode(context, batch)
         started = time.perf_counter()
         for step in range(steps):
-            batch.fill([(7 + step, len(prompt) + step, number, True) for number, prompt in enumerate(prompts)])
+            # Tokens differ between sequences, as they do in use: equal ones would go to the same experts.
+            batch.fill(
+                [(7 + step + 97 * number, len(prompt) + step, number, True) for number, prompt in enumerate(prompts)]
+            )
             self._decode(context, batch)
         elapsed = time.perf_counter() - started
         lib.llama_free(context)

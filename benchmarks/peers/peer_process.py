@@ -1,7 +1,7 @@
 """llama.cpp in a process of its own, stopped while the other side is measured.
 
 Its threads keep spinning for a while after their work, and it assumes that nobody else configures the AMX tiles of its
-threads. Used by cpu_vs_llamacpp.py.
+threads. Used by cpu_vs_llamacpp.py and cpu_experts.py.
 """
 
 from __future__ import annotations

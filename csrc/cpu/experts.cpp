@@ -16,6 +16,7 @@ constexpr int kFewRows = 8;             // up to this many, one thread routes th
 constexpr int kBlockRows = 16;          // rows prepared at a time
 constexpr int kManyRows = 8;            // rows of an expert above which its tiles compute more than they read
 constexpr int kManyGrain = 4;
+constexpr int kSingleRows = 64;  // tokens of a step up to which most experts have too few rows for the expanded product
 
 size_t aligned(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
@@ -52,7 +53,11 @@ std::pair<double, double> activation_cost(const Product& product, int max_rows) 
 }  // namespace
 
 ExpertLayer::ExpertLayer(ExpertRouting routing, std::vector<Expert> experts)
-    : routing_(std::move(routing)), experts_(std::move(experts)) {}
+    : routing_(std::move(routing)), experts_(std::move(experts)), shares_rows_(!routing_.weights_on_input) {
+  for (const Expert& expert : experts_)
+    shares_rows_ = shares_rows_ && expert.inputs.takes_single_rows(1) &&
+                   expert.inputs.row_kind() == experts_[0].inputs.row_kind();
+}
 
 void ExpertLayer::route(const float* logits, int32_t* ids, float* weights, float* scratch) const {
   const int n = num_experts(), k = per_token();
@@ -135,6 +140,9 @@ void ExpertWorkspace::reserve(const ExpertLayer& layer, int max_tokens) {
     }
   }
   activation_bytes_ = std::max(activation_bytes_, size_t(bytes) + 64);
+  if (layer.shares_rows())
+    token_bytes_ = std::max(token_bytes_, layer.expert(0).inputs.activation_bytes(1) *
+                                              size_t(std::min(max_tokens, kSingleRows)));
   scratch_bytes_ = std::max(scratch_bytes_, 2 * sizeof(float) * size_t(layer.num_experts()));
 }
 
@@ -144,13 +152,24 @@ void ExpertWorkspace::allocate() {
   ids_.resize(count), places_.resize(count), tokens_.resize(count), weights_.resize(count);
   counts_.resize(size_t(experts_) + 1);
   hits_.reserve(std::min(count, size_t(experts_)));
-  blocks_.reserve(count);
+  blocks_.reserve(count), unprepared_.reserve(count);
   // Sized for the most tokens; what is never touched is never resident.
   rows_ = allocate_aligned(count * size_t(hidden_) * sizeof(float));
   gate_ = allocate_aligned(count * size_t(width_) * sizeof(float));
   up_ = allocate_aligned(count * size_t(width_) * sizeof(float));
   activations_ = allocate_aligned(activation_bytes_);
-  bytes_ = count * size_t(hidden_ + 2 * width_) * sizeof(float) + activation_bytes_;
+  token_activations_ = allocate_aligned(token_bytes_);
+  bytes_ = count * size_t(hidden_ + 2 * width_) * sizeof(float) + activation_bytes_ + token_bytes_;
+}
+
+// Every token once, for whichever experts it goes to: this need not wait for the routing.
+void ExpertWorkspace::quantize_tokens(Team& team, const ExpertLayer& layer, const float* x, int rows) {
+  const Product& inputs = layer.expert(0).inputs;
+  const int64_t hidden = layer.hidden();
+  const size_t bytes = inputs.activation_bytes(1);
+  team.for_each(rows, 1, [&](int row) {
+    inputs.quantize(x + row * hidden, hidden, 0, 1, 1, token_activations_.get() + row * bytes);
+  });
 }
 
 // Counting sort of the assignments by expert, and what each expert's products need.
@@ -158,30 +177,59 @@ void ExpertWorkspace::sort(const ExpertLayer& layer, int rows) {
   const int k = layer.per_token(), count = rows * k;
   std::fill(counts_.begin(), counts_.end(), 0);
   for (int i = 0; i < count; ++i) ++counts_[size_t(ids_[i]) + 1];
-  hits_.clear();
-  blocks_.clear();
-  size_t input_offset = 0, output_offset = 0;
-  input_tiles_ = output_tiles_ = 0;
-  for (int expert = 0; expert < layer.num_experts(); ++expert) {
-    const int m = counts_[size_t(expert) + 1];
-    counts_[size_t(expert) + 1] += counts_[expert];
-    if (m == 0) continue;
-    const Product &inputs = layer.expert(expert).inputs, &output = layer.expert(expert).output;
-    const int hit = static_cast<int>(hits_.size());
-    hits_.push_back({expert, counts_[expert], m, input_offset, output_offset, input_tiles_, output_tiles_});
-    input_offset += aligned(inputs.activation_bytes(m));
-    output_offset += aligned(output.activation_bytes(m));
-    input_tiles_ += inputs.num_tiles(m);
-    output_tiles_ += output.num_tiles(m);
-    const int unit = std::max(inputs.row_block(m), output.row_block(m));
-    const int step = (kBlockRows + unit - 1) / unit * unit;
-    for (int begin = 0; begin < m; begin += step) blocks_.push_back({hit, begin, std::min(m, begin + step)});
-  }
+  for (int expert = 0; expert < layer.num_experts(); ++expert) counts_[size_t(expert) + 1] += counts_[expert];
   for (int i = 0; i < count; ++i) {
-    const int place = counts_[ids_[i]]++;
+    const int place = counts_[ids_[i]]++;  // ends as the first of the next expert
     places_[i] = place;
     tokens_[place] = i;
   }
+  hits_.clear(), blocks_.clear(), unprepared_.clear();
+  char *input = activations_.get(), *output = activations_.get();
+  input_tiles_ = output_tiles_ = 0;
+  for (int expert = 0, first = 0; expert < layer.num_experts(); first = counts_[expert++]) {
+    const int m = counts_[expert] - first;
+    if (m == 0) continue;
+    const Product &inputs = layer.expert(expert).inputs, &outputs = layer.expert(expert).output;
+    const int hit = static_cast<int>(hits_.size());
+    const bool in_place = token_row_ > 0 && m == 1;
+    char* own = in_place ? token_activations_.get() + tokens_[first] / k * token_row_ : input;
+    hits_.push_back({expert, first, m, own, output, input_tiles_, output_tiles_});
+    if (!in_place) input += aligned(inputs.activation_bytes(m));
+    output += aligned(outputs.activation_bytes(m));
+    input_tiles_ += inputs.num_tiles(m);
+    output_tiles_ += outputs.num_tiles(m);
+    const int unit = std::max(inputs.row_block(m), outputs.row_block(m));
+    const int step = (kBlockRows + unit - 1) / unit * unit;
+    for (int begin = 0; begin < m; begin += step) {
+      if (!in_place) unprepared_.push_back(static_cast<int>(blocks_.size()));
+      blocks_.push_back({hit, begin, std::min(m, begin + step)});
+    }
+  }
+}
+
+// Input activations of a block: gathered from those of tokens where that is possible, else of the gathered tokens.
+void ExpertWorkspace::prepare(const ExpertLayer& layer, const float* x, const Block& block) {
+  const Hit& hit = hits_[block.hit];
+  const Product& inputs = layer.expert(hit.expert).inputs;
+  const int k = layer.per_token();
+  if (token_row_ > 0 && inputs.takes_single_rows(hit.count)) {
+    for (int row = block.begin; row < block.end; ++row)
+      std::memcpy(hit.input + row * token_row_, token_activations_.get() + tokens_[hit.first + row] / k * token_row_,
+                  token_row_);
+    return;
+  }
+  const int64_t hidden = layer.hidden();
+  float* gathered = floats(rows_) + hit.first * hidden;
+  for (int row = block.begin; row < block.end; ++row) {
+    const int assignment = tokens_[hit.first + row];
+    const float* from = x + assignment / k * hidden;
+    if (layer.routing().weights_on_input) {
+      float_kernels().scale(from, weights_[assignment], hidden, gathered + row * hidden);
+    } else {
+      std::memcpy(gathered + row * hidden, from, hidden * sizeof(float));
+    }
+  }
+  inputs.quantize(gathered, hidden, block.begin, block.end, hit.count, hit.input);
 }
 
 // Few rows read matrices, which goes faster in runs; many rows compute, and experts differ in how many they have.
@@ -205,31 +253,25 @@ void ExpertWorkspace::run(Team& team, const ExpertLayer& layer, const float* x, 
     layer.route(logits + int64_t(row) * n, &ids_[size_t(row) * k], &weights_[size_t(row) * k],
                 reinterpret_cast<float*>(scratch));
   };
+  const bool single = layer.shares_rows() && rows <= kSingleRows;
   if (rows > kFewRows) {
     team.for_each(rows, 4, route);
     team.barrier();
   } else if (team.thread == 0) {
     for (int row = 0; row < rows; ++row) route(row);
   }
-  if (team.thread == 0) sort(layer, rows);
+  if (team.thread == 0) {
+    token_row_ = single ? layer.expert(0).inputs.activation_bytes(1) : 0;
+    sort(layer, rows);
+  }
+  if (single) quantize_tokens(team, layer, x, rows);
   team.barrier();
 
-  team.for_each(static_cast<int>(blocks_.size()), 1, [&](int number) {
-    const Block& block = blocks_[number];
-    const Hit& hit = hits_[block.hit];
-    for (int row = hit.first + block.begin; row < hit.first + block.end; ++row) {
-      const int assignment = tokens_[row];
-      const float* from = x + assignment / k * hidden;
-      if (on_input) {
-        float_kernels().scale(from, weights_[assignment], hidden, sorted + row * hidden);
-      } else {
-        std::memcpy(sorted + row * hidden, from, hidden * sizeof(float));
-      }
-    }
-    layer.expert(hit.expert).inputs.quantize(sorted + hit.first * hidden, hidden, block.begin, block.end, hit.count,
-                                             activations_.get() + hit.input_offset);
-  });
-  team.barrier();
+  if (!unprepared_.empty()) {
+    team.for_each(static_cast<int>(unprepared_.size()), 1,
+                  [&](int number) { prepare(layer, x, blocks_[unprepared_[number]]); });
+    team.barrier();
+  }
 
   const auto hit_of = [&](int tile, int Hit::*first_tile) -> const Hit& {
     return *(std::upper_bound(hits_.begin(), hits_.end(), tile,
@@ -240,7 +282,7 @@ void ExpertWorkspace::run(Team& team, const ExpertLayer& layer, const float* x, 
     const Expert& expert = layer.expert(hit.expert);
     const ProductOutput outputs[2] = {{expert.biases[0], gate + hit.first * width, width},
                                       {expert.biases[1], up + hit.first * width, width}};
-    expert.inputs.run_tile(tile - hit.input_tiles, hit.count, activations_.get() + hit.input_offset, outputs, scratch);
+    expert.inputs.run_tile(tile - hit.input_tiles, hit.count, hit.input, outputs, scratch);
   });
   team.barrier();
 
@@ -250,7 +292,7 @@ void ExpertWorkspace::run(Team& team, const ExpertLayer& layer, const float* x, 
     for (int row = hit.first + block.begin; row < hit.first + block.end; ++row)
       layer.activate(gate + row * width, up + row * width);
     layer.expert(hit.expert).output.quantize(gate + hit.first * width, width, block.begin, block.end, hit.count,
-                                             activations_.get() + hit.output_offset);
+                                             hit.output);
   });
   team.barrier();
 
@@ -258,7 +300,7 @@ void ExpertWorkspace::run(Team& team, const ExpertLayer& layer, const float* x, 
     const Hit& hit = hit_of(tile, &Hit::output_tiles);
     const Expert& expert = layer.expert(hit.expert);
     const ProductOutput output{expert.biases[2], sorted + hit.first * hidden, hidden};
-    expert.output.run_tile(tile - hit.output_tiles, hit.count, activations_.get() + hit.output_offset, &output, scratch);
+    expert.output.run_tile(tile - hit.output_tiles, hit.count, hit.output, &output, scratch);
   });
   team.barrier();
 

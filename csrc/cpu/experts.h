@@ -45,6 +45,8 @@ class ExpertLayer {
   int64_t width() const { return experts_[0].inputs.weight(0).rows; }
   const ExpertRouting& routing() const { return routing_; }
   const Expert& expert(int number) const { return experts_[number]; }
+  // Whether all experts take the same activations of a token, so that it is quantized once for all of them.
+  bool shares_rows() const { return shares_rows_; }
 
   // One token: its experts in ascending order and their weights, `per_token` each. `scratch` holds 2 * num_experts.
   void route(const float* logits, int32_t* ids, float* weights, float* scratch) const;
@@ -56,6 +58,7 @@ class ExpertLayer {
 
   ExpertRouting routing_;
   std::vector<Expert> experts_;
+  bool shares_rows_;
 };
 
 // Memory and order of one step's assignments; shared by all layers of a program, which run one after the other.
@@ -72,26 +75,30 @@ class ExpertWorkspace {
  private:
   struct Hit {  // an expert with rows
     int expert, first, count;
-    size_t input_offset, output_offset;  // of its activations
+    char *input, *output;                // its activations
     int input_tiles, output_tiles;       // of the experts before it
   };
   struct Block {  // rows [begin, end) of a hit, prepared by one thread
     int hit, begin, end;
   };
 
+  void quantize_tokens(Team& team, const ExpertLayer& layer, const float* x, int rows);
   void sort(const ExpertLayer& layer, int rows);
+  void prepare(const ExpertLayer& layer, const float* x, const Block& block);
   template <typename Function>
   void spread(Team& team, int tiles, Function&& fn) const;
 
   int64_t assignments_ = 0, hidden_ = 0, width_ = 0;  // largest of all layers
   int experts_ = 0;
-  size_t activation_bytes_ = 0, scratch_bytes_ = 0, bytes_ = 0;
+  size_t activation_bytes_ = 0, token_bytes_ = 0, scratch_bytes_ = 0, bytes_ = 0;
   std::vector<int32_t> ids_, counts_, places_, tokens_;  // places: of each assignment among the sorted; tokens: inverse
   std::vector<float> weights_;
   std::vector<Hit> hits_;
   std::vector<Block> blocks_;
+  std::vector<int> unprepared_;  // blocks whose input activations are not those of a token
+  size_t token_row_ = 0;         // bytes of a token's activations in this step; 0: tokens are not quantized by themselves
   int input_tiles_ = 0, output_tiles_ = 0;
-  AlignedBuffer rows_, gate_, up_, activations_;
+  AlignedBuffer rows_, gate_, up_, activations_, token_activations_;
 };
 
 }  // namespace tokenmill

@@ -38,6 +38,8 @@ class Linear {
   // Prepare rows [begin, end) of x (row stride ldx floats) inside `activations`, which holds m rows. Rows are
   // independent or come in blocks of `activation_row_block`: begin is then a multiple of it.
   virtual int activation_row_block(int m) const = 0;
+  // Whether the activations of m rows are those of each row by itself, of the kind and size for m = 1, one after another.
+  virtual bool activations_by_row(int) const { return false; }  // (m)
   virtual void quantize(const float* x, int64_t ldx, int begin, int end, int m, void* activations) const = 0;
 
   // Independent pieces of the product, each worth about the same time. `scratch` is private to the calling thread.

@@ -71,6 +71,7 @@ class IntegerLinear final : public PanelLinear {
     return expanded(m) ? quad_kind(quad_form_.block, quad_form_.run) : int(row_form_.block);
   }
   int activation_row_block(int m) const override { return expanded(m) ? 4 : 1; }
+  bool activations_by_row(int m) const override { return !expanded(m) && !precise_; }
   size_t activation_bytes(int m) const override { return size_t(set_bytes(m)) * (precise_ ? 2 : 1); }
 
   void quantize(const float* x, int64_t ldx, int begin, int end, int m, void* activations) const override {

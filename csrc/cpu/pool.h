@@ -106,7 +106,7 @@ void Team::for_runs(int count, Function&& fn) {
   const int length = run_length(count), begin = thread * length, shared = size * length;
   for (int i = begin; i < begin + length; ++i) fn(i);
   const int rest = count - shared;
-  for_each(rest, rest / (4 * size) + 1, [&](int i) { fn(shared + i); });
+  for_each(rest, rest / (8 * size) + 1, [&](int i) { fn(shared + i); });
 }
 
 template <typename Function>

@@ -50,6 +50,12 @@ int Product::row_block(int m) const {
   return block;
 }
 
+bool Product::takes_single_rows(int m) const {
+  for (const Linear* weight : weights_)
+    if (!weight->activations_by_row(m) || weight->activation_kind(1) != row_kind()) return false;
+  return true;
+}
+
 int Product::num_tiles(int m) const {
   int tiles = 0;
   for (const Linear* weight : weights_) tiles += weight->num_tiles(m);

@@ -29,6 +29,9 @@ class Product {
   size_t scratch_bytes(int m) const;
   int row_block(int m) const;  // rows that must be quantized together
   int num_tiles(int m) const;
+  // Whether rows can be quantized one by one, for any product of the same `row_kind`, and put together afterwards.
+  bool takes_single_rows(int m) const;
+  int row_kind() const { return weights_[0]->activation_kind(1); }
 
   // Rows [begin, end) of x for every kind; begin is a multiple of row_block(m). `x` points at row 0.
   void quantize(const float* x, int64_t ldx, int begin, int end, int m, char* activations) const;

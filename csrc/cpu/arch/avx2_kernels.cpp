@@ -69,7 +69,7 @@ struct Avx2 {
     return _mm256_and_si256(_mm256_srl_epi32(load(p), _mm_cvtsi32_si128(8 * byte)), _mm256_set1_epi32(255));
   }
 
-  static constexpr bool kBlocks = false, kByteFactors = false;
+  static constexpr bool kBlocks = false, kByteFactors = false, kAskForLines = false;
   static constexpr int32_t kFloatBase = 0;  // converting is as cheap as anything here
   static TM_INLINE Floats based_to_float(Ints v) { return to_float(v); }
   static TM_INLINE Floats to_float(Ints v) { return _mm256_cvtepi32_ps(v); }

@@ -74,7 +74,7 @@ struct Avx512 {
     return _mm512_and_si512(_mm512_srl_epi32(load(p), _mm_cvtsi32_si128(8 * byte)), _mm512_set1_epi32(255));
   }
 
-  static constexpr bool kBlocks = false, kByteFactors = false;
+  static constexpr bool kBlocks = false, kByteFactors = false, kAskForLines = false;
   static constexpr int32_t kFloatBase = 0;  // converting is as cheap as anything here
   static TM_INLINE Floats based_to_float(Ints v) { return to_float(v); }
   static TM_INLINE Floats to_float(Ints v) { return _mm512_cvtepi32_ps(v); }

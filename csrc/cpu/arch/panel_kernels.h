@@ -13,6 +13,7 @@
 //   splat_bytes, sub_bytes, store_weights, dot_stored<lane>: expanded weights
 //   peak(x, n), quantize16(x, inverse, out) -> sum: activations
 //   kDirectRegs, kWideRegs, kQuads: register blocking; kDotOperations: multiplications and additions of a product
+//   kAskForLines: whether a stream is faster where every line is asked for; else one line here and there
 //   kByteFactors: whether by_bytes<V, T>() expands superblocks of 4 to 6 bits in a way of its own
 //   kQuadRun: QuadForm::run. Where it is 8, the expanded product goes by pairs: store_pairs(p, first, second) of two
 //   registers of 4 k, dot_pairs(acc, rows, w): acc[2 rows][2 columns] += rows[2][8] . w[2][8], and
@@ -64,7 +65,9 @@ TM_INLINE typename V::Bytes decode(const uint8_t* group, int at, typename V::Tab
 
 template <class V, class T>
 TM_INLINE int code_bias(const PanelLayout& layout) {
-  return T::kSigned ? V::kSignedBias : layout.offset;
+  if constexpr (T::kSigned) return V::kSignedBias;
+  if constexpr (T::kMin) return 0;  // what minimums are for
+  return layout.offset;
 }
 
 template <class V, class T, int Lane>
@@ -143,6 +146,7 @@ TM_INLINE void direct_super(const PanelLayout& layout, const uint8_t* panel, con
   const typename V::Table table = V::load_table(layout.lut);
   constexpr int kSubs = T::kFine ? 2 : 1, kCodeBytes = 64 * T::kBits;
   constexpr int kGroupBytes = kCodeBytes + kSubs * 16, kHeadBytes = T::kMin ? 64 + kSubs * 128 : 32;
+  constexpr int kAsked = V::kAskForLines ? 320 : 64;  // all of a group of 4 bits; more was slower for 6
   typename V::Floats y[R][Q];
   const int8_t* q[R];
   const float* scale[R];
@@ -164,7 +168,7 @@ TM_INLINE void direct_super(const PanelLayout& layout, const uint8_t* panel, con
     for (int r = 0; r < R; ++r)
       for (int i = 0; i < Q; ++i) total[r][i] = V::splat_i(0);
     for (int64_t g = b * 8; g < b * 8 + 8; ++g, panel += kGroupBytes) {
-      V::prefetch(panel + 2048);
+      for (int line = 0; line < kAsked; line += 64) V::prefetch(panel + 2048 + line);
       typename V::X x[R][2];
       for (int r = 0; r < R; ++r) {
         x[r][0] = V::load_x(q[r] + g * 32);
