@@ -21,7 +21,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.attack_shapes import ATTACKS, Attack, Target, repeat
+from benchmarks.attack_client import Target
+from benchmarks.attack_shapes import ATTACKS, Attack, repeat
 from benchmarks.server_process import started_server
 from benchmarks.tenant_keys import key_of, write_keys
 from tests.attacks.tenant import Times, WellBehavedTenant, streaming

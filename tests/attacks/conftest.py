@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.attack_shapes import Target
+from benchmarks.attack_client import Target
 from benchmarks.tenant_keys import key_of, write_keys
 from tests.e2e.serving import RunningServer
 

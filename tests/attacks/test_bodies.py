@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks import attack_client as client
 from benchmarks import attack_payloads as payloads
 from benchmarks import attack_shapes as shapes
 from benchmarks.soak_verdict import resident
@@ -17,7 +18,7 @@ _STILL = 2.5  # seconds that the event loop never stands still; these bodies hel
 def _attacked(served: AttackedServer, path: str, body: bytes) -> str:
     with streaming(served.url, key_of("good")) as tenant, Prober(served.url, key_of("other")) as prober:
         tenant.wait_for_answers(1)
-        statuses = shapes.in_turn(served.target(), path, [body])
+        statuses = client.in_turn(served.target(), path, [body])
     assert not prober.failures
     assert prober.longest < _STILL, f"the event loop stood still for {prober.longest:.1f} s"
     (status,) = statuses
@@ -46,7 +47,7 @@ def test_s3_a_corpus_of_hostile_bodies(served: AttackedServer) -> None:
     with streaming(served.url, key_of("good")), served.target().http() as http:
         for name, body in payloads.BODIES.items():
             for path in ("/v1/completions", "/v1/chat/completions", "/tokenize"):
-                status = shapes.post(http, path, body)
+                status = client.post(http, path, body)
                 assert status[0] in "24", f"{name} to {path}: {status}"
     served.wait_idle()
 

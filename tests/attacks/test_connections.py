@@ -14,6 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from benchmarks import attack_client as client
 from benchmarks import attack_payloads as payloads
 from benchmarks import attack_shapes as shapes
 from benchmarks.soak_verdict import resident
@@ -78,13 +79,13 @@ def test_s6_a_body_that_does_not_come_is_not_waited_for(impatient: AttackedServe
 def test_s6_without_a_key_no_body_is_read(served: AttackedServer) -> None:
     """Eight MiB of a stranger: refused before they have been sent."""
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 8000000\r\n\r\n{"
-    answer = shapes.answer_to(served.target(None), head, 5.0)
+    answer = client.answer_to(served.target(None), head, 5.0)
     assert answer.startswith(b"HTTP/1.1 401"), answer[:100]
 
 
 @pytest.mark.parametrize("attack", [shapes.idle_connections, shapes.slow_bodies])
 def test_s6_health_answers_while_more_connections_come_than_there_are_files(
-    impatient: AttackedServer, attack: Callable[..., shapes.Statuses]
+    impatient: AttackedServer, attack: Callable[..., client.Statuses]
 ) -> None:
     """Twice as many connections as the server may have files: some are refused or cut, and the probe gets through."""
     holding = threading.Thread(target=attack, args=(impatient.target(), 2 * _FEW_FILES, 7.0))
@@ -121,7 +122,7 @@ def test_s6_headers_have_a_limit(served: AttackedServer) -> None:
 
 def test_s6_an_address_has_a_limit(served: AttackedServer) -> None:
     line = b"GET /version?" + b"a" * 300_000 + b" HTTP/1.1\r\n" + served.target().head() + b"\r\n"
-    answer = shapes.answer_to(served.target(), line, 2.0)
+    answer = client.answer_to(served.target(), line, 2.0)
     assert answer[9:12] in (b"400", b"413", b"414", b"431", b""), answer[:60]
 
 
@@ -129,7 +130,7 @@ def test_s6_an_address_has_a_limit(served: AttackedServer) -> None:
 def test_s6_a_request_has_one_meaning(served: AttackedServer, name: str) -> None:
     """Whatever is odd about it: refused or read as one request; what hides in its body is never answered."""
     data = payloads.SMUGGLING[name].replace(b"{head}", served.target().head())
-    answer = shapes.answer_to(served.target(), data, 0.5)
+    answer = client.answer_to(served.target(), data, 0.5)
     assert b'"object":"list"' not in answer.replace(b" ", b""), answer[:300]
     assert answer.count(b"HTTP/1.1 ") <= 2
     assert b"HTTP/1.1 500" not in answer, answer[:300]
@@ -165,7 +166,7 @@ def test_r8_a_waiting_stream_gets_comments(tiny_chat: Path, tmp_path: Path) -> N
     try:
         body = {"prompt": "Once", "max_tokens": 200, "n": 16, "ignore_eos": True}
         waiting = {"prompt": "Once", "max_tokens": 1, "stream": True, "lane": "batch"}
-        with shapes.pending(server.target("good"), "/v1/completions", [body]), server.target().http() as http:
+        with client.pending(server.target("good"), "/v1/completions", [body]), server.target().http() as http:
             wait_until(lambda: server.load()["requests_running"] > 0, 20)
             with http.stream("POST", "/v1/completions", json=waiting) as answer:
                 assert answer.status_code == 200

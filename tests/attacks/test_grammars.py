@@ -7,6 +7,7 @@ import select
 import httpx
 import pytest
 
+from benchmarks import attack_client as client
 from benchmarks import attack_payloads as payloads
 from benchmarks import attack_shapes as shapes
 from benchmarks.tenant_keys import key_of
@@ -51,7 +52,7 @@ def test_r2_slow_grammars_of_one_tenant_do_not_hold_up_those_of_another(served: 
     """One queue of grammars: the small one of a second tenant waits behind all that the first one sent."""
     slow = [payloads.STORY | {"guided_json": _slow_schema(number)} for number in range(16)]
     schema = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
-    attack = shapes.pending(served.target(), "/v1/completions", slow)
+    attack = client.pending(served.target(), "/v1/completions", slow)
     with streaming(served.url, key_of("good")) as tenant, attack as connections:
         tenant.wait_for_answers(1)
         answer = served.http.post("/v1/completions", json=payloads.STORY | {"guided_json": schema}, timeout=60)

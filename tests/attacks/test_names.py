@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import attack_shapes as shapes
+from benchmarks import attack_client as client
 from tests.attacks.conftest import FLAGS, AttackedServer
 from tests.e2e.serving import serving, wait_until
 from tests.e2e.test_tracing import collecting
@@ -41,7 +41,7 @@ def test_s13_metrics_have_no_label_of_a_client(served: AttackedServer) -> None:
 def test_s13_a_log_line_is_one_line(served: AttackedServer) -> None:
     target = served.target()
     path = "/v1/models/x%0a%7b%22key%22:%20%22vip%22%7d"
-    shapes.answer_to(
+    client.answer_to(
         target, f"GET {path} HTTP/1.1\r\n".encode() + target.head() + b"X-Request-Id: a\x1b[2Jb\r\n\r\n", 1.0
     )
     served.http.get("/v1/models/last-line-of-this-test")

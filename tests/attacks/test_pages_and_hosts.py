@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from benchmarks import attack_shapes as shapes
+from benchmarks import attack_client as client
 from tests.attacks.conftest import FLAGS, AttackedServer
 from tests.e2e.serving import RunningServer
 
@@ -51,9 +51,9 @@ def test_s11_a_page_of_another_site_cannot_send_a_body(keyless: RunningServer) -
 
 
 def test_s11_two_hosts_or_none_are_refused(keyless: RunningServer) -> None:
-    target = shapes.Target(keyless.url)
+    target = client.Target(keyless.url)
     for hosts in (b"", b"Host: localhost\r\nHost: evil.example\r\n"):
-        answer = shapes.answer_to(target, b"GET /v1/models HTTP/1.1\r\n" + hosts + b"\r\n", 1.0)
+        answer = client.answer_to(target, b"GET /v1/models HTTP/1.1\r\n" + hosts + b"\r\n", 1.0)
         assert answer[9:12] in (b"400", b"403", b"421", b""), answer[:80]
 
 

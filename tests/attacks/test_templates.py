@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import attack_shapes as shapes
+from benchmarks import attack_client as client
 from benchmarks.tenant_keys import key_of
 from tests.attacks.conftest import AttackedServer, chat_model
 from tests.attacks.tenant import Prober, streaming
@@ -72,7 +72,7 @@ def test_s7_variables_of_the_client_cost_nobody_anything(served: AttackedServer)
         for value in (nested, ["y"] * 500_000, {f"k{number}": number for number in range(100_000)})
     ]
     with streaming(served.url, key_of("good")), Prober(served.url, key_of("other")) as prober:
-        statuses = shapes.in_turn(served.target(), "/v1/chat/completions", bodies)
+        statuses = client.in_turn(served.target(), "/v1/chat/completions", bodies)
     assert set(statuses) <= {"200", "400", "413", "429"}, statuses
     assert prober.longest < 2.5
 
@@ -83,7 +83,7 @@ def _chats(server: AttackedServer, names: Iterable[str]) -> dict[str, str]:
     with server.target().http(60) as http:
         for name in names:
             body = {"messages": [{"role": "user", "content": name}], "max_tokens": 1}
-            statuses[name] = shapes.post(http, "/v1/chat/completions", body)
+            statuses[name] = client.post(http, "/v1/chat/completions", body)
             if statuses[name] == "late":
                 break
     return statuses

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import attack_shapes as shapes
+from benchmarks import attack_client as client
 from benchmarks.soak_verdict import resident
 from tests.attacks.conftest import AttackedServer
 from tests.e2e.serving import wait_until
@@ -21,7 +21,7 @@ def test_r1_finished_requests_with_a_far_deadline_are_forgotten(served: Attacked
     fields = {"max_tokens": 100, "n": 2, "logprobs": 20, "ignore_eos": True, "deadline_ms": _FAR}
     sizes = []
     for _ in range(6):
-        statuses = shapes.at_once(served.target("other"), "/v1/completions", [{"prompt": "Once", **fields}] * 8)
+        statuses = client.at_once(served.target("other"), "/v1/completions", [{"prompt": "Once", **fields}] * 8)
         assert set(statuses) == {"200"}, statuses
         sizes.append(resident(served.process.pid) >> 20)
     assert sizes[-1] - sizes[2] < 7, f"MiB after each eight requests: {sizes}"  # the first of them warm it up
@@ -31,7 +31,7 @@ def test_r1_a_deadline_holds_while_a_request_waits_in_the_engine(tiny_chat: Path
     server = AttackedServer(tiny_chat, tmp_path / "keys.json", "--concurrency", "1")
     try:
         long = {"prompt": "Once", "max_tokens": 200, "n": 16, "ignore_eos": True}
-        with shapes.pending(server.target("good"), "/v1/completions", [long] * 2), server.target().http() as http:
+        with client.pending(server.target("good"), "/v1/completions", [long] * 2), server.target().http() as http:
             wait_until(lambda: server.load()["requests_running"] > 0, 20)
             body = {"prompt": "Once", "max_tokens": 1, "deadline_ms": 300, "lane": "batch"}
             answer = http.post("/v1/completions", json=body)
@@ -48,7 +48,7 @@ def test_r1_memory_is_flat_over_a_thousand_deadlines(served: AttackedServer) -> 
     with served.target("other").http() as http:
         for _ in range(5):
             for _ in range(400):
-                shapes.post(http, "/v1/completions", body)
+                client.post(http, "/v1/completions", body)
             gc.collect()
             samples.append(resident(served.process.pid))
     assert samples[-1] < 1.02 * samples[1], samples
