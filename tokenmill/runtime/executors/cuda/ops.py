@@ -113,11 +113,13 @@ class CudaOps(WithoutRecurrence):
         q, k, v = _columns(q), _columns(k), _columns(v)
         batch, table = self._batch, q.rotary or _no_rotation(self._batch.positions)
         group, slot = self._store.layout.place(spec.layer)
-        plain = not table.rotates_keys or spec.sinks is not None or spec.chunk > 0
+        plain = not table.rotates_keys or spec.chunk > 0
         if plain or self._store.gpu_declines(slot) is not None:
             return self._plain_attention(q, k, v, spec, group, slot)
         norms = None if q.norm is None or k.norm is None else (q.norm, k.norm)
         packed = self._store.packed_pages(slot)
+        if packed is not None and spec.sinks is not None:
+            return self._plain_attention(q, k, v, spec, group, slot)
         if packed is not None:
             return self._packed_attention(q, k, v, spec, packed, norms, group)
         k_pages, v_pages = self._store.stored(slot)
@@ -152,6 +154,7 @@ class CudaOps(WithoutRecurrence):
             max_query=batch.max_query,
             max_seq=batch.max_seq,
             scales=scales,
+            sinks=spec.sinks,
             shared=None if spec.window else self._shared,
             distinct=self._distinct[group] if self._distinct else None,
         )
