@@ -39,7 +39,7 @@ def stack_for_gpu(stack: WeightStack, upload: Upload, quantization: str) -> Any:
     first = stack.experts[0][0]
     if any(block.type_name != first.type_name for blocks in stack.experts for block in blocks):
         raise Declined("the experts of a layer have different types")
-    bias = _bias(stack, upload)
+    bias = stack.bias
     if isinstance(first, DenseWeight):
         if not quantization:
             return gpu.bf16_stack(_gather(stack, upload, lambda w: [w.parts()["values"].to(torch.bfloat16)])[0], bias)
@@ -75,12 +75,6 @@ def _gather(stack: WeightStack, upload: Upload, read: Callable[[LinearWeight], S
         for target, part in zip(stacked, parts, strict=True):
             target[expert] = part
     return stacked
-
-
-def _bias(stack: WeightStack, upload: Upload) -> Tensor | None:
-    if stack.experts[0][0].bias is None:
-        return None
-    return _gather(stack, upload, lambda weight: [weight.bias] if weight.bias is not None else [])[0]
 
 
 def _to_fp8(weight: LinearWeight) -> list[Tensor]:
