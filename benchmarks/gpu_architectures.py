@@ -32,7 +32,7 @@ from typing import IO, Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.gpu_shapes import SHAPES, VLLM_OPTIONS, floors, write
+from benchmarks.gpu_shapes import SHAPES, VLLM_ENVIRONMENT, VLLM_OPTIONS, floors, write
 from benchmarks.gpu_workloads import Workloads, report
 
 ENGINES = ("tokenmill", "vllm")  # vLLM takes longest to import: meanwhile ours is measured
@@ -239,6 +239,7 @@ def make_job(engine: str, shape: str, model: Path, arguments: argparse.Namespace
         command = [sys.executable, __file__, "--alone", str(model), "--only", shape]
         command += ["--workloads", arguments.workloads, *(["--quick"] if arguments.quick else [])]
         return Job(engine, shape, command, environment, log)
+    environment |= VLLM_ENVIRONMENT.get(shape, {})
     sizes = QUICK_SIZES if arguments.quick else SIZES
     options: dict[str, Any] = {"cudagraph_capture_sizes": CAPTURED} | VLLM_OPTIONS.get(shape, {})
     if arguments.quick:

@@ -230,6 +230,9 @@ VLLM_OPTIONS: dict[str, Config] = {
     "falcon-h1-7b": {"mamba_ssm_cache_dtype": "float32"},
     "granite-4.0-h-tiny": {"mamba_ssm_cache_dtype": "float32"},
 }
+# Linears in float8 blocks by CUTLASS, which vLLM brings along: it prefers two others, which it would first compile for
+# minutes. Its experts are Triton's by default, with tilings tuned for this shape.
+VLLM_ENVIRONMENT = {"qwen3-30b-a3b-fp8": {"VLLM_USE_DEEP_GEMM": "0", "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0"}}
 
 
 def shortened(config: Config, layers: int) -> Config:
