@@ -69,12 +69,18 @@ def _gather(stack: WeightStack, upload: Upload, read: Callable[[LinearWeight], S
     """What `read` gives of each block, rows joined and experts stacked: [experts, rows, ...] each."""
     stacked: list[Tensor] = []
     for expert, blocks in enumerate(stack.experts):
-        parts = [torch.cat(each) for each in zip(*(read(upload(block)) for block in blocks), strict=True)]
+        columns = list(zip(*(read(upload(block)) for block in blocks), strict=True))
+        parts = [torch.cat([_as_bytes(each) for each in column]) for column in columns]
         if not stacked:
             stacked = [part.new_empty(len(stack), *part.shape) for part in parts]
         for target, part in zip(stacked, parts, strict=True):
             target[expert] = part
-    return stacked
+    return [target.view(column[0].dtype) for target, column in zip(stacked, columns, strict=True)]
+
+
+def _as_bytes(values: Tensor) -> Tensor:
+    """Not every version of torch joins float8."""
+    return values.view(torch.uint8) if values.element_size() == 1 else values
 
 
 def _to_fp8(weight: LinearWeight) -> list[Tensor]:

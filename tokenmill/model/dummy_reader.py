@@ -19,7 +19,7 @@ from tokenmill.model.formats.settings import input_rounding
 from tokenmill.model.reader import WeightReader
 
 _SPREAD = 0.02  # standard deviation, that of usual initializations
-_CODE_SPREAD = 64.0  # of float8 codes, which end at 448
+_CODE_SPREAD = 32.0  # of float8 codes, which end at 448
 _NEVER_QUANTIZED = ("embed_tokens", "lm_head", "mlp.gate", "router", "kv_b_proj")
 
 
@@ -66,7 +66,7 @@ class DummyReader(WeightReader):
 
         def tensor(*size: int, dtype: torch.dtype) -> Tensor:
             meta = torch.empty(size, dtype=dtype, device="meta")
-            return fill(meta, self._device) if self._device.type == "cpu" else meta
+            return fill(meta, self._device, self._generator) if self._device.type == "cpu" else meta
 
         if method == "mxfp4":
             scales = tensor(rows, columns // 32, dtype=torch.float8_e8m0fnu)
@@ -94,14 +94,15 @@ def matrix_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, int]]:
     return {f"{prefix}.weight": (each.out_features, each.in_features) for prefix, each in reader.weights.items()}
 
 
-def fill(meta: Tensor, device: torch.device) -> Tensor:
+def fill(meta: Tensor, device: torch.device, generator: torch.Generator | None = None) -> Tensor:
     """Random values in place of a meta tensor: of a matrix, of codes (one byte, or two in one), or of their scales."""
     if meta.dtype == torch.uint8:
-        return torch.randint(0, 256, meta.shape, dtype=torch.uint8, device=device)
+        return torch.randint(0, 256, meta.shape, dtype=torch.uint8, device=device, generator=generator)
     if meta.dtype == torch.float8_e8m0fnu:  # a power of two beside codes of 1 to 6
-        return torch.randint(118, 122, meta.shape, dtype=torch.uint8, device=device).view(meta.dtype)
+        exponents = torch.randint(118, 122, meta.shape, dtype=torch.uint8, device=device, generator=generator)
+        return exponents.view(meta.dtype)
     if meta.dtype == torch.float32:  # beside codes up to 448
-        return torch.rand(meta.shape, device=device).add_(0.5).mul_(_SPREAD / _CODE_SPREAD)
-    if meta.dtype == torch.float8_e4m3fn:
-        return torch.empty(meta.shape, dtype=torch.bfloat16, device=device).normal_(std=_CODE_SPREAD).to(meta.dtype)
-    return torch.empty(meta.shape, dtype=meta.dtype, device=device).normal_(std=_SPREAD)
+        return torch.rand(meta.shape, device=device, generator=generator).add_(0.5).mul_(_SPREAD / _CODE_SPREAD)
+    is_code = meta.dtype == torch.float8_e4m3fn
+    values = torch.empty(meta.shape, dtype=torch.bfloat16 if is_code else meta.dtype, device=device)
+    return values.normal_(std=_CODE_SPREAD if is_code else _SPREAD, generator=generator).to(meta.dtype)
