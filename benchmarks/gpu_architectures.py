@@ -32,7 +32,7 @@ from typing import IO, Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.gpu_shapes import SHAPES, VLLM_ENVIRONMENT, VLLM_OPTIONS, floors, write
+from benchmarks.gpu_shapes import ROUNDED, SHAPES, VLLM_ENVIRONMENT, VLLM_OPTIONS, floors, write
 from benchmarks.gpu_workloads import Workloads, report
 
 ENGINES = ("tokenmill", "vllm")  # vLLM takes longest to import: meanwhile ours is measured
@@ -62,6 +62,7 @@ def measure(shape: str, model: Path, names: list[str], quick: bool, wait: bool) 
     began = time.perf_counter()
     options: dict[str, Any] = {"context": 16384, "concurrency": 256, "batch_tokens": 16384}
     options |= {"memory": 12 << 30} if quick else {"gpu_memory_utilization": 0.9}
+    options |= {"quantization": ROUNDED[shape]} if shape in ROUNDED else {}
     with LLM(model, load_format="dummy", device="cuda", **options) as llm:
         runtime = llm.parts.runtime
         loaded = time.perf_counter() - began
@@ -84,7 +85,7 @@ def measure(shape: str, model: Path, names: list[str], quick: bool, wait: bool) 
 
         Workloads(generate, **(QUICK_SIZES if quick else SIZES), continues=True).run(names)
         report("peak memory", gib=torch.cuda.max_memory_reserved() / 2**30)
-    for workload, floor in floors(SHAPES[shape]).items():
+    for workload, floor in floors(shape).items():
         print(json.dumps({"workload": workload, "floor_ms": round(floor, 3)}), flush=True)
 
 
