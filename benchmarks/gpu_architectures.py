@@ -150,7 +150,8 @@ class Results:
     """Keeps rows as they come: in a file, on stdout, in the table."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self.rows = folder, []  # type: tuple[Path, list[Row]]
+        self._folder = folder
+        self.rows: list[Row] = []
         folder.mkdir(parents=True, exist_ok=True)
 
     def keep(self, job: Job, row: Row) -> None:
@@ -170,23 +171,21 @@ def run_job(job: Job, results: Results, limit: float) -> None:
     """Let a job use the GPU until it ends, or for `limit` seconds."""
     began = time.perf_counter()
     job.release()
-    while True:
+    line: str | None = ""
+    while line is not None:
         try:
             line = job.lines.get(timeout=max(0.1, began + limit - time.perf_counter()))
         except queue.Empty:
             results.keep(job, {"workload": "process", "error": f"ended after {limit:.0f} s"})
             break
-        if line is None:
-            break
-        if line.startswith('{"workload"'):
+        if line is not None and line.startswith('{"workload"'):
             results.keep(job, json.loads(line))
-        else:
+        elif line:
             job.log.write(line)
     assert job.process is not None
-    if line is None:
-        status = job.process.wait()
-        if status:
-            results.keep(job, {"workload": "process", "error": f"status {status}; log.txt says why"})
+    status = job.process.wait() if line is None else 0
+    if status:
+        results.keep(job, {"workload": "process", "error": f"status {status}; log.txt says why"})
     job.stop()
     seconds = time.perf_counter() - began
     results.keep(job, {"workload": "process", "seconds": round(seconds, 1)})
