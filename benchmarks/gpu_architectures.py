@@ -45,6 +45,8 @@ VLLM_SCRIPT = Path(__file__).parent / "peers" / "vllm_bench.py"
 CAPTURED = [1, 2, 4, 8, *range(16, 257, 16)]
 LOWER_IS_BETTER = ("ttft_ms", "tpot_ms", "seconds")
 FREE_MIB = 2048  # that other processes may hold when one starts
+EXIT_SECONDS = 20.0  # between its last word and its end
+SHOWN_LINES = 40  # of the log of an engine that failed
 
 Row = dict[str, Any]
 
@@ -108,7 +110,7 @@ class Job:
     shape: str
     command: list[str]
     environment: dict[str, str]
-    log: IO[str]
+    log: Path
     process: subprocess.Popen[str] | None = None
     lines: queue.Queue[str | None] = field(default_factory=queue.Queue)
     stopped: bool = False
@@ -118,10 +120,11 @@ class Job:
         return f"{self.engine} {self.shape}"
 
     def start(self) -> None:
-        self.process = subprocess.Popen(
-            self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True,
-            env=self.environment, start_new_session=True,
-        )  # fmt: skip
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
+                env=self.environment, start_new_session=True,
+            )  # fmt: skip
         threading.Thread(target=self._read, args=(self.process.stdout,), daemon=True).start()
 
     def _read(self, output: IO[str]) -> None:
@@ -161,6 +164,14 @@ class Results:
         with (self._folder / "rows.jsonl").open("a") as file:
             file.write(json.dumps(row) + "\n")
 
+    def keep_log(self, job: Job, failed: bool) -> None:
+        """Add what an engine said to log.txt; of one that failed the end is shown."""
+        text = job.log.read_text(errors="replace")
+        with (self._folder / "log.txt").open("a") as file:
+            file.write(f"=== {job.name}\n{text}\n")
+        if failed:
+            print(f"--- {job.name}\n" + "\n".join(text.splitlines()[-SHOWN_LINES:]), flush=True)
+
     def write_table(self) -> str:
         text = table(self.rows)
         (self._folder / "table.md").write_text(text + "\n")
@@ -181,14 +192,17 @@ def run_job(job: Job, results: Results, limit: float) -> None:
         if line is not None and line.startswith('{"workload"'):
             results.keep(job, json.loads(line))
         elif line:
-            job.log.write(line)
+            with job.log.open("a") as log:
+                log.write(line)
     assert job.process is not None
-    status = job.process.wait() if line is None else 0
-    if status:
-        results.keep(job, {"workload": "process", "error": f"status {status}; log.txt says why"})
+    status: int | None = None  # still running
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        status = job.process.wait(EXIT_SECONDS if line is None else 0.1)
     job.stop()
-    seconds = time.perf_counter() - began
-    results.keep(job, {"workload": "process", "seconds": round(seconds, 1)})
+    if line is None and status != 0:
+        results.keep(job, {"workload": "process", "error": f"status {status}; log.txt says why"})
+    results.keep(job, {"workload": "process", "seconds": round(time.perf_counter() - began, 1)})
+    results.keep_log(job, failed=status != 0)
 
 
 def wait_for_memory(seconds: float = 15.0) -> None:
@@ -233,7 +247,8 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def make_job(engine: str, shape: str, model: Path, arguments: argparse.Namespace, log: IO[str]) -> Job:
+def make_job(engine: str, shape: str, model: Path, arguments: argparse.Namespace) -> Job:
+    log = model.with_name(f"{engine} {shape}.log")
     environment = {"VLLM_LOGGING_LEVEL": "INFO", "PYTHONUNBUFFERED": "1"} | os.environ
     if engine == "tokenmill":
         command = [sys.executable, __file__, "--alone", str(model), "--only", shape]
@@ -305,9 +320,9 @@ def main() -> None:
     engines = (arguments.engines or ("tokenmill" if arguments.quick else ",".join(ENGINES))).split(",")
     layers = arguments.layers or (2 if arguments.quick else 0)
     results = Results(arguments.out)
-    with tempfile.TemporaryDirectory() as folder, (arguments.out / "log.txt").open("a", buffering=1) as log:
+    with tempfile.TemporaryDirectory() as folder:
         models = {shape: write(shape, Path(folder) / shape, layers) for shape in shapes}
-        jobs = [make_job(engine, shape, models[shape], arguments, log) for shape in shapes for engine in engines]
+        jobs = [make_job(engine, shape, models[shape], arguments) for shape in shapes for engine in engines]
         try:
             if arguments.quick:
                 run_together(jobs, results, arguments.limit)
