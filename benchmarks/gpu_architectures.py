@@ -32,7 +32,7 @@ from typing import IO, Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.gpu_shapes import SHAPES, VLLM_ENVIRONMENT, VLLM_OPTIONS, floors, write
+from benchmarks.gpu_shapes import ROUNDED, SHAPES, VLLM_ENVIRONMENT, VLLM_OPTIONS, floors, write
 from benchmarks.gpu_workloads import Workloads, report
 
 ENGINES = ("tokenmill", "vllm")  # vLLM takes longest to import: meanwhile ours is measured
@@ -45,6 +45,8 @@ VLLM_SCRIPT = Path(__file__).parent / "peers" / "vllm_bench.py"
 CAPTURED = [1, 2, 4, 8, *range(16, 257, 16)]
 LOWER_IS_BETTER = ("ttft_ms", "tpot_ms", "seconds")
 FREE_MIB = 2048  # that other processes may hold when one starts
+EXIT_SECONDS = 20.0  # between its last word and its end
+SHOWN_LINES = 40  # of the log of an engine that failed
 
 Row = dict[str, Any]
 
@@ -62,6 +64,7 @@ def measure(shape: str, model: Path, names: list[str], quick: bool, wait: bool) 
     began = time.perf_counter()
     options: dict[str, Any] = {"context": 16384, "concurrency": 256, "batch_tokens": 16384}
     options |= {"memory": 12 << 30} if quick else {"gpu_memory_utilization": 0.9}
+    options |= {"quantization": ROUNDED[shape]} if shape in ROUNDED else {}
     with LLM(model, load_format="dummy", device="cuda", **options) as llm:
         runtime = llm.parts.runtime
         loaded = time.perf_counter() - began
@@ -84,7 +87,7 @@ def measure(shape: str, model: Path, names: list[str], quick: bool, wait: bool) 
 
         Workloads(generate, **(QUICK_SIZES if quick else SIZES), continues=True).run(names)
         report("peak memory", gib=torch.cuda.max_memory_reserved() / 2**30)
-    for workload, floor in floors(SHAPES[shape]).items():
+    for workload, floor in floors(shape).items():
         print(json.dumps({"workload": workload, "floor_ms": round(floor, 3)}), flush=True)
 
 
@@ -107,7 +110,7 @@ class Job:
     shape: str
     command: list[str]
     environment: dict[str, str]
-    log: IO[str]
+    log: Path
     process: subprocess.Popen[str] | None = None
     lines: queue.Queue[str | None] = field(default_factory=queue.Queue)
     stopped: bool = False
@@ -117,10 +120,11 @@ class Job:
         return f"{self.engine} {self.shape}"
 
     def start(self) -> None:
-        self.process = subprocess.Popen(
-            self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True,
-            env=self.environment, start_new_session=True,
-        )  # fmt: skip
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
+                env=self.environment, start_new_session=True,
+            )  # fmt: skip
         threading.Thread(target=self._read, args=(self.process.stdout,), daemon=True).start()
 
     def _read(self, output: IO[str]) -> None:
@@ -149,7 +153,8 @@ class Results:
     """Keeps rows as they come: in a file, on stdout, in the table."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self.rows = folder, []  # type: tuple[Path, list[Row]]
+        self._folder = folder
+        self.rows: list[Row] = []
         folder.mkdir(parents=True, exist_ok=True)
 
     def keep(self, job: Job, row: Row) -> None:
@@ -158,6 +163,14 @@ class Results:
         print(json.dumps(row), flush=True)
         with (self._folder / "rows.jsonl").open("a") as file:
             file.write(json.dumps(row) + "\n")
+
+    def keep_log(self, job: Job, failed: bool) -> None:
+        """Add what an engine said to log.txt; of one that failed the end is shown."""
+        text = job.log.read_text(errors="replace")
+        with (self._folder / "log.txt").open("a") as file:
+            file.write(f"=== {job.name}\n{text}\n")
+        if failed:
+            print(f"--- {job.name}\n" + "\n".join(text.splitlines()[-SHOWN_LINES:]), flush=True)
 
     def write_table(self) -> str:
         text = table(self.rows)
@@ -169,26 +182,27 @@ def run_job(job: Job, results: Results, limit: float) -> None:
     """Let a job use the GPU until it ends, or for `limit` seconds."""
     began = time.perf_counter()
     job.release()
-    while True:
+    line: str | None = ""
+    while line is not None:
         try:
             line = job.lines.get(timeout=max(0.1, began + limit - time.perf_counter()))
         except queue.Empty:
             results.keep(job, {"workload": "process", "error": f"ended after {limit:.0f} s"})
             break
-        if line is None:
-            break
-        if line.startswith('{"workload"'):
+        if line is not None and line.startswith('{"workload"'):
             results.keep(job, json.loads(line))
-        else:
-            job.log.write(line)
+        elif line:
+            with job.log.open("a") as log:
+                log.write(line)
     assert job.process is not None
-    if line is None:
-        status = job.process.wait()
-        if status:
-            results.keep(job, {"workload": "process", "error": f"status {status}; log.txt says why"})
+    status: int | None = None  # still running
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        status = job.process.wait(EXIT_SECONDS if line is None else 0.1)
     job.stop()
-    seconds = time.perf_counter() - began
-    results.keep(job, {"workload": "process", "seconds": round(seconds, 1)})
+    if line is None and status != 0:
+        results.keep(job, {"workload": "process", "error": f"status {status}; log.txt says why"})
+    results.keep(job, {"workload": "process", "seconds": round(time.perf_counter() - began, 1)})
+    results.keep_log(job, failed=status != 0)
 
 
 def wait_for_memory(seconds: float = 15.0) -> None:
@@ -233,7 +247,8 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def make_job(engine: str, shape: str, model: Path, arguments: argparse.Namespace, log: IO[str]) -> Job:
+def make_job(engine: str, shape: str, model: Path, arguments: argparse.Namespace) -> Job:
+    log = model.with_name(f"{engine} {shape}.log")
     environment = {"VLLM_LOGGING_LEVEL": "INFO", "PYTHONUNBUFFERED": "1"} | os.environ
     if engine == "tokenmill":
         command = [sys.executable, __file__, "--alone", str(model), "--only", shape]
@@ -305,9 +320,9 @@ def main() -> None:
     engines = (arguments.engines or ("tokenmill" if arguments.quick else ",".join(ENGINES))).split(",")
     layers = arguments.layers or (2 if arguments.quick else 0)
     results = Results(arguments.out)
-    with tempfile.TemporaryDirectory() as folder, (arguments.out / "log.txt").open("a", buffering=1) as log:
+    with tempfile.TemporaryDirectory() as folder:
         models = {shape: write(shape, Path(folder) / shape, layers) for shape in shapes}
-        jobs = [make_job(engine, shape, models[shape], arguments, log) for shape in shapes for engine in engines]
+        jobs = [make_job(engine, shape, models[shape], arguments) for shape in shapes for engine in engines]
         try:
             if arguments.quick:
                 run_together(jobs, results, arguments.limit)

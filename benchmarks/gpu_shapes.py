@@ -224,9 +224,13 @@ SHAPES: dict[str, Config] = {
     "deepseek-v2-lite": _DEEPSEEK_V2_LITE,
     "falcon-h1-7b": _FALCON_H1_7B,
     "granite-4.0-h-tiny": _GRANITE_H_TINY,
+    "qwen3-30b-a3b-rounded": _QWEN3_30B,
 }
+ROUNDED = {"qwen3-30b-a3b-rounded": "fp8"}  # while loading, from bf16: the option `quantization` of both engines
 # Options of one engine for a shape. States are float32 in tokenmill; vLLM's default would be the type of the model.
+# vLLM's first choice for experts of one scale would be compiled for minutes.
 VLLM_OPTIONS: dict[str, Config] = {
+    "qwen3-30b-a3b-rounded": {"quantization": "fp8", "moe_backend": "triton"},
     "falcon-h1-7b": {"mamba_ssm_cache_dtype": "float32"},
     "granite-4.0-h-tiny": {"mamba_ssm_cache_dtype": "float32"},
 }
@@ -252,15 +256,16 @@ def write(name: str, folder: Path, layers: int = 0) -> Path:
     return folder
 
 
-def floors(config: Config, context: int = 512) -> dict[str, float]:
+def floors(name: str, context: int = 512) -> dict[str, float]:
     """Milliseconds by workload that no engine can be faster than; `context`: tokens in, 64 further ones on average."""
     from tokenmill.checkpoint import hf_config
     from tokenmill.checkpoint.matrices import edge_matrices, layer_matrices
 
+    config = SHAPES[name]
     description = hf_config.describe(config, None)
     matrices = [each for layer in description.layers for each in layer_matrices(description.hidden_size, layer)]
     matrices += [each for each in edge_matrices(description) if each.part != "embedding" or description.tie_embeddings]
-    method = config.get("quantization_config", {}).get("quant_method", "")
+    method = ROUNDED.get(name) or config.get("quantization_config", {}).get("quant_method", "")
     layers = [layer.feed_forward for layer in description.layers if layer.feed_forward is not None]
     chosen = max((layer.experts_per_token for layer in layers), default=0)
 

@@ -75,6 +75,7 @@ _QWEN3_FP8 = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
     "head_dim": 32,
+    "num_key_value_heads": 4,
     "hidden_size": 128,
     "moe_intermediate_size": 128,
     "num_experts": 4,

@@ -136,25 +136,9 @@ def merge_splits(partials, out, seq, start, kv_head, num_tokens, out_stride, spl
 # Numbers that change from step to step must not make another kernel.
 @triton.jit(do_not_specialize=["num_seqs", "num_tokens", "table_stride", "splits", "first_slot"])
 def _attend(
-    q,
-    out,
-    pages,
-    batch,
-    partials,
-    prefix,
-    sinks,
-    scale,
-    cap,
-    num_seqs,
-    num_tokens,
-    q_stride,
-    out_stride,
-    table_stride,
-    splits,
-    first_slot,
-    GEOMETRY: tl.constexpr,
-    VARIANT: tl.constexpr,
-):
+    q, out, pages, batch, partials, prefix, sinks, scale, cap, num_seqs, num_tokens, q_stride, out_stride, table_stride,
+    splits, first_slot, GEOMETRY: tl.constexpr, VARIANT: tl.constexpr,
+):  # fmt: skip
     """q, out [T, heads * head_dim]; `prefix` int32 [3]: first and past-the-last sequence with a shared prefix and its
     length in tokens. `sinks` float32 [heads]: logits that join the softmax and carry no value, or None. `first_slot`:
     where the partial results of this launch begin."""

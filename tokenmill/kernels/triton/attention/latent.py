@@ -102,8 +102,8 @@ def latent_paged_attention(
     [heads, nope_dim, rank] and `values` [heads, value_dim, rank]: of the type of q. `row_scale`: float32 [1] of FP8.
     `prompts`: all sequences of several tokens, if they are computed in the expanded form."""
     num_heads, nope_dim, _ = keys.shape
+    out = torch.empty(q.shape[0], num_heads * values.shape[1], dtype=q.dtype, device=q.device)
     if prompts and len(prompts) == seq_lens.shape[0]:
-        out = torch.empty(q.shape[0], num_heads * values.shape[1], dtype=q.dtype, device=q.device)
         _expand(prompts, q, tails, keys, values, pages, block_table, scale, row_scale, out)
         return out
     heads = q.view(q.shape[0], num_heads, -1)[..., :nope_dim].transpose(0, 1)
@@ -117,7 +117,7 @@ def latent_paged_attention(
         if not prompts:
             call.prefill()
         call.decode(max_seq, single_only=True)
-    out = torch.bmm(attended, values.transpose(1, 2)).transpose(0, 1).reshape(q.shape[0], -1)
+    torch.bmm(attended, values.transpose(1, 2), out=out.view(q.shape[0], num_heads, -1).transpose(0, 1))
     _expand(prompts, q, tails, keys, values, pages, block_table, scale, row_scale, out)
     return out
 

@@ -68,9 +68,10 @@ def attend_expanded(
     ends = tails[own].view(count, heads, -1)
     queries = torch.cat((q[own].view(count, heads, -1)[..., :nope_dim], ends), -1)
     width = queries.shape[-1]
-    inputs = (each.transpose(0, 1)[None] for each in (queries, k, pad(v, (0, max(0, width - value_dim)))))
+    wide = pad(v, (0, max(0, width - value_dim)))  # fused attention wants values as wide as keys
+    queries, k, wide = (each.transpose(0, 1)[None] for each in (queries, k, wide))
     whole = count == length
     attended = scaled_dot_product_attention(
-        *inputs, attn_mask=None if whole else causal_lower_right(count, length), is_causal=whole, scale=scale
+        queries, k, wide, attn_mask=None if whole else causal_lower_right(count, length), is_causal=whole, scale=scale
     )
     out[own].view(count, heads, value_dim).copy_(attended[0].transpose(0, 1)[..., :value_dim])

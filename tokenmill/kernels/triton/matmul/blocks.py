@@ -94,7 +94,7 @@ class BlockLinear(GpuLinear):
     kind = "fp8 blocks"
 
     def __init__(self, codes: Tensor, scales: Tensor, bias: Tensor | None) -> None:
-        super().__init__(*codes.shape, bias, codes.device, "fp8 in blocks of 128 x 128")
+        super().__init__(codes.shape[0], codes.shape[1], bias, codes.device, "fp8 in blocks of 128 x 128")
         self.codes, self.scales = codes.contiguous(), scales.to(codes.device, torch.float32).contiguous()
 
     @property
@@ -119,7 +119,8 @@ class BlockLinear(GpuLinear):
         heads: object = None,
     ) -> Tensor:
         assert not gated and heads is None, "nothing is fused"  # noqa: PT018
-        return block_product(*quantize_groups(x), self.codes, self.scales, self.bias, out_dtype, plan and plan.tiling)
+        cut = None if plan is None else plan.tiling
+        return block_product(*quantize_groups(x), self.codes, self.scales, self.bias, out_dtype, cut)
 
 
 def block_product(
