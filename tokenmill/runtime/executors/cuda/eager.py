@@ -51,7 +51,8 @@ class CudaEagerExecutor(BatchedExecutor):
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:
         self.store.prepare(batch)
-        ops = CudaOps(self.store, self.table, batch, distinct=self._distinct_pages(batch))
+        expands = batch.token_ids.shape[0] >= _MIN_TOKENS and batch.max_query > 1
+        ops = CudaOps(self.store, self.table, batch, distinct=self._distinct_pages(batch), expands=expands)
         return tensor(self.model.decoder.forward(ops))
 
     def _distinct_pages(self, batch: Batch) -> Sequence[Any]:

@@ -103,7 +103,7 @@ class CudaGraphExecutor(CudaEagerExecutor):
 
     @classmethod
     def declines(cls, model: LoadedModel, store: KVStore) -> str | None:
-        reason = super().declines(model, store) or uncaptured(model)
+        reason = super().declines(model, store) or uncaptured(model, store)
         if reason is not None:
             return reason
         slots = range(store.layout.layers_per_page)
