@@ -55,6 +55,9 @@ class DecodeInputs:
         self._slots = [zeros(max_rows) for _ in range(groups)]
         self._starts = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
         self.sampled = zeros(max_rows)
+        # Of recurrent layers, by row; -1: a padding row, which keeps no state.
+        self._state_slots = zeros(max_rows if layout.states else 0).fill_(-1)
+        self._sent_state_slots = self._next_state_slots = [-1] * self._state_slots.shape[0]
         self._host_arrays = self._host_inputs.numpy()
         self._slot = 0  # of the step that was filled last
         self._host_buffers = [_HostBuffers(self, device) for _ in range(_RING_SLOTS)]
@@ -72,7 +75,7 @@ class DecodeInputs:
     @property
     def copied_buffers(self) -> tuple[Tensor, ...]:
         """Device buffers that are copied from pinned memory."""
-        return (*self._tables, self._floats, self._top_k, self._seeds, self._bounds)
+        return (*self._tables, self._floats, self._top_k, self._seeds, self._bounds, self._state_slots)
 
     def fill(
         self,
@@ -98,6 +101,17 @@ class DecodeInputs:
             self._send_parameters(buffers, requests)
         if changed or not same_requests:
             self._find_shared_prefix(buffers, tables, min(positions))
+        self._send_state_slots(buffers)
+
+    def set_state_slots(self, slots: list[int]) -> None:
+        """Before `fill`, of a model with recurrent layers."""
+        self._next_state_slots = slots + [-1] * (self._state_slots.shape[0] - len(slots))
+
+    def _send_state_slots(self, buffers: _HostBuffers) -> None:
+        if self._sent_state_slots != self._next_state_slots:
+            buffers.array(self._state_slots)[:] = self._next_state_slots
+            buffers.send(self._state_slots)
+            self._sent_state_slots = self._next_state_slots
 
     def longest_first(self, rows: Sequence[ScheduledTokens]) -> list[int]:
         """The order in which rows are best computed: attention takes them one after the other, and long ones at the end
@@ -119,6 +133,8 @@ class DecodeInputs:
         buffers.array(self._floats)[:] = 0.0
         for buffer in (self._bounds, self._floats):
             buffers.send(buffer)
+        self.set_state_slots([])
+        self._send_state_slots(buffers)
         self._requests = []
 
     def _next_slot(self, device_in_step: bool) -> _HostBuffers:
@@ -239,6 +255,7 @@ class DecodeInputs:
             logit_rows=self._starts[:0],
             max_query=1,
             max_seq=self.capacity,
+            state_slots=self._state_slots[:rows] if self._state_slots.numel() else None,
         )
 
     def shared(self, any_shared: bool) -> gpu.SharedPrefix | None:

@@ -25,7 +25,7 @@ from tokenmill.model.formats.base import LinearWeight
 from tokenmill.model.formats.stacks import ExpertStacks
 from tokenmill.model.kvstore.base import KVStore
 from tokenmill.model.layers.rotary import RotaryTable
-from tokenmill.model.ops import WithoutRecurrence
+from tokenmill.model.state.specs import ConvolutionSpec, ScanSpec
 from tokenmill.runtime.executors.cuda.experts import multiply_one_by_one
 from tokenmill.runtime.executors.cuda.values import (
     Columns,
@@ -37,12 +37,13 @@ from tokenmill.runtime.executors.cuda.values import (
     multiply,
     tensor,
 )
+from tokenmill.runtime.executors.drafted_states import DraftedStates
 from tokenmill.types import Batch
 
 FEW_ROWS = 32  # up to this many, logits are float32 from the accumulator; above, cuBLAS rounds them to bf16
 
 
-class CudaOps(WithoutRecurrence):
+class CudaOps:
     def __init__(
         self,
         store: KVStore,
@@ -52,11 +53,13 @@ class CudaOps(WithoutRecurrence):
         rows: Tensor | None = None,
         shared: Any = None,
         distinct: Sequence[Any] = (),
+        drafted: DraftedStates | None = None,
     ) -> None:
         """`rows`: tokens of the batch whose logits are computed, None: all. `shared`: a SharedPrefix for layers without
-        a window. `distinct`: for each KV group its DistinctPages, where long prompts read FP8 pages."""
+        a window. `distinct`: for each KV group its DistinctPages, where long prompts read FP8 pages. `drafted`: of a
+        step with drafts, where recurrent layers compute."""
         self._store, self._table, self._batch = store, table, batch
-        self._rows, self._shared, self._distinct = rows, shared, distinct
+        self._rows, self._shared, self._distinct, self._drafted = rows, shared, distinct, drafted
 
     def embed(self, table: LinearWeight, scale: float) -> Tensor:  # noqa: ARG002 (the bf16 copy is on the device)
         rows: Tensor = gpu.embed(self._batch.token_ids, self._table, scale)
@@ -74,7 +77,8 @@ class CudaOps(WithoutRecurrence):
         return tensor(x) * factor
 
     def rms_norm(self, x: Any, weight: Tensor, eps: float, head_dim: int = 0) -> Any:
-        if head_dim and isinstance(x, Columns):
+        if head_dim:
+            x = _columns(x)
             return Columns(x.product, x.begin, x.end, weight, eps)
         return Norm(tensor(x).contiguous(), None, weight, eps)
 
@@ -88,6 +92,7 @@ class CudaOps(WithoutRecurrence):
 
     def linear(self, x: Any, weights: Sequence[LinearWeight]) -> list[Any]:
         kernels: list[Any] = [weight.kernel.run for weight in weights if weight.kernel is not None]
+        x = x.contiguous() if isinstance(x, Tensor) else x  # parts of a split lie apart
         joined = _joined_matrix(kernels)
         if joined is not None:
             product = Product(joined, x)
@@ -248,6 +253,38 @@ class CudaOps(WithoutRecurrence):
 
     def activate(self, x: Any, activation: str) -> Tensor:
         return ref.activate(tensor(x), activation)
+
+    def split(self, x: Any, widths: Sequence[int], heads: int = 1) -> list[Tensor]:
+        values = tensor(x)
+        if heads == 1:
+            return list(values.split(list(widths), dim=-1))
+        return [part.flatten(-2) for part in values.unflatten(-1, (heads, -1)).split(list(widths), dim=-1)]
+
+    def join(self, values: Sequence[Any]) -> Tensor:
+        return torch.cat([tensor(value) for value in values], dim=-1)
+
+    def convolve(self, x: Any, spec: ConvolutionSpec) -> Tensor:
+        return self._continue((x,), spec)
+
+    def scan(self, inputs: Sequence[Any], spec: ScanSpec) -> Tensor:
+        return self._continue(inputs, spec)
+
+    def _continue(self, inputs: Sequence[Any], spec: ConvolutionSpec | ScanSpec) -> Tensor:
+        """Run an op that continues the state of each sequence."""
+        batch, run = self._batch, gpu.find_op(spec.op)
+        assert run is not None
+        rows = [tensor(each) for each in inputs]
+        states = self._store.states.array(spec.layer, spec.array)
+        if self._drafted is not None:
+            return self._drafted.run(run, rows, states, spec)
+        y: Tensor = run(*rows, states, batch.state_slots, batch.query_starts, *spec.arguments())
+        return y
+
+    def gated_norm(
+        self, x: Any, gate: Any, weight: Tensor, eps: float, norm_first: bool, gate_scale: float = 1.0
+    ) -> Tensor:
+        y: Tensor = gpu.gated_norm(tensor(x), tensor(gate), weight, eps, norm_first, gate_scale)
+        return y
 
     def select_rows(self, x: Tensor) -> Tensor:
         return x if self._rows is None else x[self._rows]
