@@ -1,10 +1,10 @@
-"""Compile the expert kernels for Hopper (sm_90) on a machine without a GPU, as launched for known models.
+"""Compile the expert and recurrent kernels for Hopper (sm_90) on a machine without a GPU, as launched for known models.
 
     python tools/compile_gpu_kernels.py [--all] [NAME ...]
 
 Prints registers, spilled bytes, shared memory and the tensor-core instructions of each kernel, and fails where one does
 not compile, spills, or needs more shared memory than a processor has. `--all` compiles every candidate of the chooser,
-not only what its rule picks. NAMEs are parts of case names ("gpt-oss mxfp4 16").
+not only what its rule picks. NAMEs are parts of case names ("gpt-oss mxfp4 16", "recurrent mamba2").
 """
 
 from __future__ import annotations
@@ -153,6 +153,33 @@ def _layers() -> Iterator[tuple[str, Any, int]]:
             yield f"{model} {kind}", GpuExperts(gate_up, down, spec), experts
 
 
+RECURRENT = {  # op: widths of its rows, shape of a state, arguments after states and places
+    "convolve": ((8448,), (3, 8448), (torch.empty(4, 8448), torch.empty(8448))),
+    "mamba_scan": ((8192, 8192, 16, 16), (8192, 16), (torch.empty(8192, 16), torch.empty(8192))),
+    "mamba2_scan": ((8448, 128), (128, 64, 128), (torch.empty(128), torch.empty(128), torch.empty(128), 1)),
+    "delta_scan": ((8192, 32, 32), (32, 128, 128), (torch.empty(32), torch.empty(32), 16)),
+}
+
+
+def _compile_recurrent(compilation: Compilation, names: list[str]) -> None:
+    """A Mamba-2 hybrid of 8B, Qwen3-Next and Jamba: decode steps of few and many rows, prompts."""
+    from tokenmill.kernels import triton as gpu
+
+    for op, (widths, state, arguments) in RECURRENT.items():
+        for tokens, sequences in ((1, 1), (256, 256), (2048, 1), (2048, 63)):
+            compilation.case = f"recurrent {op} {tokens} {sequences}"
+            if not all(part in compilation.case for part in names):
+                continue
+            rows = [torch.empty(tokens, width, dtype=torch.bfloat16) for width in widths]
+            places = torch.empty(sequences, dtype=torch.int64), torch.empty(sequences + 1, dtype=torch.int32)
+            getattr(gpu, op)(*rows, torch.empty(1, *state), *places, *arguments)
+    compilation.case = "recurrent gated_norm"
+    if all(part in compilation.case for part in names):
+        for weight in (torch.empty(1, 8192), torch.empty(128)):
+            x = torch.empty(64, 8192, dtype=torch.bfloat16)
+            gpu.gated_norm(x, x, weight, 1e-5, weight.dim() == 1)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--all", action="store_true", help="every candidate of the chooser")
@@ -183,6 +210,7 @@ def main() -> None:
                 for plan in candidates(layer.gate_up.kind, experts, top_k, tokens, layer.down.depth):
                     compilation.case = f"{name} {tokens} {plan.tokens} {plan.gate_up}"
                     layer.multiply(x, ids, weights, plan)
+    _compile_recurrent(compilation, options.names)
     print(f"{compilation.count} kernels, {compilation.failures} failures")
     sys.exit(1 if compilation.failures else 0)
 

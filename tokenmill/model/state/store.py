@@ -14,7 +14,6 @@ from torch import Tensor
 
 from tokenmill.hardware.kv_layout import KVLayout
 
-
 _ALIGNMENT = 64  # numbers: every array of a slot begins at a multiple of 256 bytes
 
 
@@ -23,7 +22,7 @@ class StateStore:
         """`joined`: all states of a slot lie in one piece, so that clearing or copying a slot is one launch. None: on a
         GPU; the C++ kernels want the slots of an array side by side."""
         self.num_slots = num_slots
-        joined = device.type != "cpu" if joined is None else joined
+        joined = bool(layout.states) and (device.type != "cpu" if joined is None else joined)
         # By layer number: its arrays, each [slots, ...]. Not zeroed: a sequence's slot is cleared when it begins.
         self._arrays: dict[int, tuple[Tensor, ...]] = {}
         self._pieces: list[Tensor] = []  # [slots, ...]: what is cleared and copied
