@@ -1,4 +1,4 @@
-"""The recurrent ops of one layer on a GPU against their floor: the bytes they must move, or the operations they must do.
+"""The recurrent ops of one layer on a GPU against their floor: the bytes they move or the operations they do.
 
     python benchmarks/gpu_recurrent.py [--only TEXT] [--rows 1 64 256] [--prompts 1x512 1x8192 8x1024] [--json FILE]
 

@@ -1,4 +1,4 @@
-"""The expert and recurrent kernels compile for Hopper, within its registers and shared memory, on a machine without a GPU."""
+"""The expert and recurrent kernels compile for Hopper, within its registers and memory, on a machine without a GPU."""
 
 from __future__ import annotations
 
