@@ -6,7 +6,7 @@ scheduling.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ from tokenmill.runtime.speculation.base import Target
 from tokenmill.runtime.speculation.speculator import build_speculator
 
 _log = get_logger(__name__)
+_SPARE_STATES = 16  # for queued steps: with more rows, states take so long that the host keeps up
 _GPU_SHARE = 0.95  # of the GPU memory that weights, activations and the runtime leave free
 
 
@@ -95,7 +96,9 @@ def build_runtime(checkpoint: Checkpoint, config: ResolvedConfig, device: torch.
         layout, page_bytes, context, config.concurrency, memory, free - fixed, share, config.prefix_caching
     )
     store = choice.build(layout, budget.num_pages, device, config.kernels, config.concurrency)
-    store.hold_states(budget.num_state_slots)
+    spares = _spare_states(budget, config) if model.table is not None else 0
+    budget = replace(budget, num_state_slots=budget.num_state_slots - spares)
+    store.hold_states(budget.num_state_slots, spares)
     load_kv_scales(store, checkpoint)
     condition_keys(store, model, config, context)
     executor, declined = choose_executor(config.executor, model, store, config)
@@ -134,6 +137,11 @@ def kv_arrangement(config: ResolvedConfig, layers: list[LayerKV], device: torch.
     """How KV memory is divided and held."""
     choice = choose_store(config.kv_cache_dtype, config.kv_native_layers, layers, device)
     return build_layout(layers, config.page_size), choice
+
+
+def _spare_states(budget: KVBudget, config: ResolvedConfig) -> int:
+    """State slots that the graph executor has for queued steps: some of those that snapshots would have."""
+    return max(0, min(_SPARE_STATES, config.concurrency, (budget.num_state_slots - config.concurrency) // 2))
 
 
 def _largest_dequantized(model: LoadedModel) -> int:

@@ -3,11 +3,11 @@
 A graph is captured at the second step of its kind, so that no first answer waits for a capture, or earlier in idle
 moments (`prepare`). While a step runs, the next one of the same rows is already queued behind it and reads the sampled
 tokens on the device. If the scheduler plans something else, the queued step is dropped: its KV writes are overwritten
-before they are read, because one stream orders all steps. Recurrent states would not be: a model that has some queues
-no steps, and its drafts are checked by the eager executor. Drafts are verified as additional rows of such a step, one
-per position; with a draft head (`attach_drafter`) the step also computes the next drafts, and the next verification is
-queued in the same way (checks.py). Steps with short prompts are graphs of their own (prompts.py), longer ones run
-eagerly. Tokens are those of cuda_eager, up to the order of sums.
+before they are read, because one stream orders all steps; recurrent states go to spare places (queued_states.py).
+Drafts are verified as additional rows of such a step, one per position (those of recurrent models eagerly); with a
+draft head (`attach_drafter`) the step also computes the next drafts, and the next verification is queued in the same
+way (checks.py). Steps with short prompts are graphs of their own (prompts.py), longer ones run eagerly. Tokens are
+those of cuda_eager, up to the order of sums.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from tokenmill.runtime.executors.cuda.eager import CudaEagerExecutor
 from tokenmill.runtime.executors.cuda.inputs import DecodeInputs
 from tokenmill.runtime.executors.cuda.ops import CudaOps
 from tokenmill.runtime.executors.cuda.prompts import PromptInputs, PromptKind, PromptSteps
+from tokenmill.runtime.executors.cuda.queued_states import QueuedStates
 from tokenmill.runtime.executors.cuda.values import tensor
 from tokenmill.types import Batch, Request, ScheduledTokens
 
@@ -67,7 +68,7 @@ class CudaGraphExecutor(CudaEagerExecutor):
         self.num_dropped = 0  # queued steps whose results were discarded
         self._guesser: StepGuesser | None = None
         self._checks: Checks | None = None
-        self._has_states = bool(store.layout.states)
+        self._states = QueuedStates(store.states) if store.layout.states else None
 
     @classmethod
     def declines(cls, model: LoadedModel, store: KVStore) -> str | None:
@@ -80,7 +81,7 @@ class CudaGraphExecutor(CudaEagerExecutor):
 
     def attach_drafter(self, needs_hidden: bool, guesser: StepGuesser | None) -> bool:
         self._keeps_hidden = needs_hidden
-        if guesser is None or self._has_states:
+        if guesser is None or self._states is not None:
             return False
         self._guesser, self._checks = guesser, Checks(guesser.depth, self.store.layout.page_size, self._context)
         self._inputs.prepare_drafts(guesser.depth)
@@ -101,15 +102,15 @@ class CudaGraphExecutor(CudaEagerExecutor):
     @torch.inference_mode()
     def step(self, work: StepInput) -> StepOutput[Tensor]:
         if len(work.rows) <= self._buckets[-1] and work.decodes:
-            if not work.drafts and (work.queue_next or self._has_states):
-                return self._decode(work.rows)
-            positions = [] if self._has_states else spread(work)
+            if not work.drafts and (work.queue_next or self._states is not None):
+                return self._decode(work.rows, work.queue_next)
+            positions = [] if self._states is not None else spread(work)  # a state goes through drafts one by one
             if positions and len(positions) <= self._buckets[-1]:
                 return self._check(work, positions)
         return super().step(work)
 
-    def _decode(self, rows: Sequence[ScheduledTokens]) -> StepOutput[Tensor]:
-        """One token of each row. Queues the step that will probably be planned next, unless states would change."""
+    def _decode(self, rows: Sequence[ScheduledTokens], queue_next: bool = True) -> StepOutput[Tensor]:
+        """One token of each row. Queues the step that will probably be planned next."""
         step, row_numbers = self._queued, self._rows_in_queued(rows)
         self._queued = None
         plain = self.sampler.is_plain([row.request for row in rows])
@@ -119,7 +120,7 @@ class CudaGraphExecutor(CudaEagerExecutor):
             row_numbers = [0] * len(rows)
             for row, number in enumerate(order):
                 row_numbers[number] = row
-        if plain and not self._has_states:
+        if plain and queue_next:
             sources = [row_numbers[number] for number in order]
             self._queued = self._launch_next([rows[number] for number in order], sources)
         sampled = step.tokens()
@@ -235,6 +236,8 @@ class CudaGraphExecutor(CudaEagerExecutor):
                 break
             row_numbers.append(number)
         else:
+            if self._states is not None:
+                self._states.settle({row.state_slot for row in rows})
             return row_numbers
         self._drop()
         return None
@@ -242,11 +245,13 @@ class CudaGraphExecutor(CudaEagerExecutor):
     def _drop(self) -> None:
         self.num_dropped += self._queued is not None
         self._queued = None
+        if self._states is not None:
+            self._states.settle()
 
     def _launch_rows(self, rows: Sequence[ScheduledTokens]) -> LaunchedStep:
-        if self._has_states:
+        if self._states is not None:
             self.begin_states([row.state_slot for row in rows if row.start == 0])
-            self._inputs.set_state_slots([row.state_slot for row in rows])
+            self._inputs.set_states(*self._states.present([row.state_slot for row in rows]))
         return self._fill_and_launch(
             [row.request for row in rows],
             [row.block_tables for row in rows],
@@ -281,6 +286,11 @@ class CudaGraphExecutor(CudaEagerExecutor):
             continuing.append((row, source))
         if not continuing:
             return None
+        if self._states is not None:
+            places = self._states.queue([row.state_slot for row, _ in continuing])
+            if places is None:
+                return None
+            self._inputs.set_states(*places)
         return self._fill_and_launch(
             [row.request for row, _ in continuing],
             [row.block_tables for row, _ in continuing],

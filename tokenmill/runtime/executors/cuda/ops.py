@@ -277,7 +277,8 @@ class CudaOps:
         states = self._store.states.array(spec.layer, spec.array)
         if self._drafted is not None:
             return self._drafted.run(run, rows, states, spec)
-        y: Tensor = run(*rows, states, batch.state_slots, batch.query_starts, *spec.arguments())
+        keywords = {} if batch.state_targets is None else {"targets": batch.state_targets}
+        y: Tensor = run(*rows, states, batch.state_slots, batch.query_starts, *spec.arguments(), **keywords)
         return y
 
     def gated_norm(
