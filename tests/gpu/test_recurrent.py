@@ -18,7 +18,7 @@ from tests.gpu.test_executors import ON_GPU, prompts
 from tests.gpu.test_speculation import Oracle, TakeAll
 from tests.interpreter import slow_interpreted
 from tests.parity.tiny_models import make
-from tokenmill import LLM
+from tokenmill import LLM, SamplingParams
 from tokenmill.model.layers.experts import expert_layers
 
 LENGTH = 20 if ON_GPU else 3
@@ -78,7 +78,7 @@ def test_greedy_tokens_are_those_of_the_spec_up_to_near_ties(folder: Path) -> No
 @pytest.mark.parametrize("folder", ["bamba"], indirect=True)
 def test_padded_prompts_and_snapshots_choose_the_same_tokens(folder: Path) -> None:
     """Steps with prompts as they are captured, and a prompt behind a page whose state was kept."""
-    asked = [*prompts(2, 9), prompts(1)[0] * 2]
+    asked = [*prompts(2, 9), (prompts(1)[0] * 8)[:30]]
     found = []
     for padded in (False, True):
         with engine(folder, "cuda_graph") as llm:
@@ -89,6 +89,32 @@ def test_padded_prompts_and_snapshots_choose_the_same_tokens(folder: Path) -> No
             assert llm.parts.core.scheduler.kv.stats.num_prefix_hit_tokens >= 16
             found.append(answers)
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("folder", ["bamba"], indirect=True)
+def test_a_queued_step_that_is_dropped_changes_no_state(folder: Path) -> None:
+    """A request that joins and one that is cancelled between two steps: the other's tokens do not change."""
+    first, second = prompts(2, 9)
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    with engine(folder, "cuda_graph") as llm:
+        alone = greedy(llm, [first], 8)[0]
+        executor: Any = llm.parts.runtime.executor
+        states, used = executor.store.states, executor.num_dropped
+        assert states.places != list(range(states.num_slots)), "no queued step was used"
+        core, intake = llm.parts.core, llm.parts.intake
+        core.add(intake.request(first, params, "one"))
+        found: list[int] = []
+        for step in range(14):
+            if step == 3:
+                core.add(intake.request(second, params, "two"))
+            if step == 5:
+                core.cancel("two")
+            found += [token for event in core.step() if event.request_id == "one" for token in event.token_ids]
+        assert found == alone
+        assert executor.num_dropped > used
+        executor._drop()
+        assert sorted([*states.places, *states.spares]) == list(range(states.num_slots + len(states.spares)))
+        core.scheduler.kv.check()
 
 
 @pytest.mark.parametrize("folder", ["bamba"], indirect=True)

@@ -23,7 +23,7 @@ from tokenmill.kernels.triton.recurrent.sequences import (
     softplus,
 )
 from tokenmill.kernels.triton.shared.device import dependent_launch
-from tokenmill.kernels.triton.shared.launch import num_processors, options, power_of_two, uses_pdl
+from tokenmill.kernels.triton.shared.launch import INTERPRETED, num_processors, options, power_of_two, uses_pdl
 
 _CHUNK = 64
 _MAX_TIME = 3.0e38  # instead of infinity
@@ -108,6 +108,7 @@ def _mamba2_rows(
     BLOCK: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     CHUNK: tl.constexpr,
+    COMPUTE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """All rows of one sequence, BLOCK rows of one head's state, CHUNK rows at a time."""
@@ -125,26 +126,26 @@ def _mamba2_rows(
     state = tl.load(states + tl.maximum(slot, 0) * slot_stride + inside, mask=both & (slot >= 0), other=0.0)
     group = HEADS * DIM + head // (HEADS // GROUPS) * SIZE
     step = tl.arange(0, CHUNK)
-    operand = xbc.dtype.element_ty
     for first in range(begin, limit, CHUNK):
         rows = (first + step).to(tl.int64)
         live = rows < end
         own = xbc + rows[:, None] * xbc_stride
-        x = tl.load(own + head * DIM + part[None, :], mask=live[:, None] & ok, other=0.0)
-        b = tl.load(own + group + number[None, :], mask=live[:, None] & ok_number, other=0.0)
-        c = tl.load(own + group + GROUPS * SIZE + number[None, :], mask=live[:, None] & ok_number, other=0.0)
+        x = tl.load(own + head * DIM + part[None, :], mask=live[:, None] & ok, other=0.0).to(COMPUTE)
+        numbers = live[:, None] & ok_number
+        b = tl.load(own + group + number[None, :], mask=numbers, other=0.0).to(COMPUTE)
+        c = tl.load(own + group + GROUPS * SIZE + number[None, :], mask=numbers, other=0.0).to(COMPUTE)
         time = tl.load(dt + rows * dt_stride + head, mask=live, other=0.0).to(tl.float32)
         time = tl.where(live, _time_steps(time, dt_scale, bias, dt_low, dt_high), 0.0)
         sums, total = tl.cumsum(time * rate, 0), tl.sum(time * rate, 0)
         decays = tl.where(step[:, None] >= step[None, :], sums[:, None] - sums[None, :], float("-inf"))
         scores = tl.dot(c, tl.trans(b), input_precision="ieee") * tl.exp(decays) * time[None, :]
-        y = tl.dot(c, tl.trans(state).to(operand), input_precision="ieee") * tl.exp(sums)[:, None]
-        y += tl.dot(scores.to(operand), x, input_precision="ieee")
+        y = tl.dot(c, tl.trans(state).to(COMPUTE), input_precision="ieee") * tl.exp(sums)[:, None]
+        y += tl.dot(scores.to(COMPUTE), x, input_precision="ieee")
         y += skip * x.to(tl.float32)
         place = out + rows[:, None] * (HEADS * DIM) + head * DIM + part[None, :]
         tl.store(place, y.to(out.dtype.element_ty), mask=ok & (rows < limit)[:, None])
         left = tl.exp(total - sums) * time  # what is left of each row's input after the chunk
-        inputs = (x.to(tl.float32) * left[:, None]).to(operand)
+        inputs = (x.to(tl.float32) * left[:, None]).to(COMPUTE)
         state = tl.exp(total) * state + tl.dot(tl.trans(inputs), b, input_precision="ieee")
     tl.store(states + tl.maximum(target, 0) * slot_stride + inside, state, mask=both & (target >= 0) & (end > begin))
 
@@ -188,9 +189,10 @@ def mamba2_scan(
         )  # fmt: skip
         return out
     block = _block(num_seqs * heads, dim, num_processors(device) // 2)
+    compute = tl.float32 if INTERPRETED or xbc.dtype == torch.float32 else tl.bfloat16
     _mamba2_rows[(num_seqs, heads, triton.cdiv(dim, block))](
         xbc, dt, states, where.slots, where.targets, where.starts, a, d, dt_bias, out, *times, num_rows, num_seqs,
-        *strides, BLOCK=block, CHUNK=_CHUNK, **constants, **options(device, 4, 2),
+        *strides, BLOCK=block, CHUNK=_CHUNK, COMPUTE=compute, **constants, **options(device, 4, 2),
     )  # fmt: skip
     return out
 
