@@ -1,13 +1,13 @@
 """The recurrent ops of one layer on a GPU against their floor: the bytes they move or the operations they do.
 
-    python benchmarks/gpu_recurrent.py [--only TEXT] [--rows 1 64 256] [--prompts 1x512 1x8192 8x1024] [--json FILE]
+    python benchmarks/gpu_recurrent.py [--tune] [--only TEXT] [--rows 1 64] [--prompts 1x512 8x1024] [--json FILE]
 
 Made-up inputs in the shapes of an 8B Mamba-2 hybrid (Bamba-9B's mixer: 128 heads of 64, states of 128, one group) and,
 beside it, of Qwen3-Next (gated delta rule) and Jamba (Mamba). A row of the table is the median of replays of a graph
 of one op over several sets of state slots, so that no state is in the cache already; results are compared with the
 torch spec first. Floor: the larger of bytes (inputs, outputs and states, each once in each direction) at 4.8 TB/s and
 operations at 790 TFLOP/s (the chunked form's products; convolution, norm and Mamba's scan have none). `whole` is the
-sum of a layer's convolution, scan and norm.
+sum of a layer's convolution, scan and norm. `--tune` also times every candidate tile of the scans (choose.py).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from tokenmill.kernels import ref_recurrent as ref
 from tokenmill.kernels import triton as gpu
+from tokenmill.kernels.triton.recurrent.choose import candidates
 
 DEVICE = torch.device("cuda", 0)
 BYTES, FLOPS = 4.8e12, 790e12
@@ -113,8 +114,15 @@ def check(op: str, inputs: list[Tensor], states: Tensor, slots: Tensor, starts: 
 
 
 def measure_op(
-    op: str, widths: tuple[int, ...], state: tuple[int, ...], arguments: Any, num_seqs: int, length: int, flops: float
-) -> dict[str, float]:
+    op: str,
+    widths: tuple[int, ...],
+    state: tuple[int, ...],
+    arguments: Any,
+    num_seqs: int,
+    length: int,
+    flops: float,
+    tune: bool = False,
+) -> dict[str, Any]:
     tokens, state_bytes = num_seqs * length, 4 * torch.Size(state).numel()
     sets = max(1, min(4, MAX_STATE_BYTES // (num_seqs * state_bytes)))
     states = torch.randn(sets * num_seqs, *state, device=DEVICE)
@@ -127,10 +135,20 @@ def measure_op(
     out = run(*inputs, states, slots[0], starts, *arguments)
     us = median_us([partial(run, *inputs, states, own, starts, *arguments) for own in slots])
     moved = 2 * (sum(each.numel() for each in inputs) + out.numel()) + 2 * num_seqs * state_bytes
-    return {"us": us, "floor_us": max(moved / BYTES, flops / FLOPS) * 1e6, "moved": moved, "error": wrong}
+    found = {"us": us, "floor_us": max(moved / BYTES, flops / FLOPS) * 1e6, "moved": moved, "error": wrong}
+    if not tune:
+        return found
+    times = []
+    for tiling in candidates(op, length == 1):
+        calls = [partial(run, *inputs, states, own, starts, *arguments, tiling=tiling) for own in slots]
+        try:
+            times.append((median_us(calls, 5), tiling._asdict()))
+        except Exception as problem:  # a tile that does not fit this GPU is no candidate
+            print(f"  {tiling}: {type(problem).__name__}: {str(problem)[:120]}")
+    return found | {"tilings": sorted(times, key=lambda pair: pair[0])}
 
 
-def measure_norm(layer: Layer, tokens: int) -> dict[str, float]:
+def measure_norm(layer: Layer, tokens: int) -> dict[str, Any]:
     sets = [(random(tokens, layer.inner), random(tokens, layer.inner)) for _ in range(4)]
     weight, moved = torch.rand(layer.norm, device=DEVICE), 3 * 2 * tokens * layer.inner
     norm_first = len(layer.norm) == 1
@@ -141,7 +159,7 @@ def measure_norm(layer: Layer, tokens: int) -> dict[str, float]:
     return {"us": us, "floor_us": moved / BYTES * 1e6, "moved": moved, "error": wrong}
 
 
-def measure(name: str, layer: Layer, num_seqs: int, length: int) -> list[dict[str, Any]]:
+def measure(name: str, layer: Layer, num_seqs: int, length: int, tune: bool) -> list[dict[str, Any]]:
     tokens = num_seqs * length
     weight = torch.randn(layer.convolution, layer.convolved, device=DEVICE) * 0.3
     bias = torch.randn(layer.convolved, device=DEVICE) * 0.1
@@ -150,7 +168,7 @@ def measure(name: str, layer: Layer, num_seqs: int, length: int) -> list[dict[st
         "convolve": measure_op("convolve", (layer.convolved,), kept, (weight, bias), num_seqs, length, 0.0),
         layer.scan: measure_op(
             layer.scan, layer.widths, layer.state, layer.arguments(), num_seqs, length,
-            layer.operations(tokens) if length > 1 else 0.0,
+            layer.operations(tokens) if length > 1 else 0.0, tune,
         ),
     }  # fmt: skip
     if layer.norm:
@@ -171,6 +189,7 @@ def line(row: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tune", action="store_true", help="time every candidate tile of the scans")
     parser.add_argument("--only", default="", help="part of a layer's name")
     parser.add_argument("--rows", type=int, nargs="*", default=list(ROWS), help="sequences of decode steps")
     parser.add_argument("--prompts", nargs="*", default=list(PROMPTS), help="sequences x tokens")
@@ -184,12 +203,14 @@ def main() -> None:
             continue
         for num_seqs, length in shapes:
             try:
-                rows = measure(name, layer, num_seqs, length)
+                rows = measure(name, layer, num_seqs, length, options.tune)
             except Exception as problem:  # the other rows are still worth having
                 print(f"{name} {num_seqs} x {length}: {type(problem).__name__}: {str(problem)[:300]}", flush=True)
                 continue
             found += rows
             print("\n".join(map(line, rows)), flush=True)
+            for us, tiling in [pair for row in rows for pair in row.get("tilings", [])[:4]]:
+                print(f"    {us:9.1f} us by {tiling}", flush=True)
             torch.cuda.empty_cache()
             if options.json:
                 options.json.write_text(json.dumps({"rows": found}, indent=1))

@@ -8,11 +8,11 @@
   step/       what a captured step needs besides the model: inputs, sampling, drafts
   shared/     launch keywords, scratch memory and device functions of all of them
 
-Each folder's `__init__.py` says what is in it and how to choose; `choose.py` of attention/, matmul/ and experts/ are
-the only places that pick a kernel for a shape. Ops of kernels/ref.py have the same signatures here (activations bf16 or
-float32, result in the type of the input); the rest is for executors that fuse. Nothing synchronizes with the host (but
-`distinct_pages`), and shapes alone decide a launch, so that all of it can be captured. KV pages are [pages, kv_heads,
-page_size, head_dim]; 16 tokens a page is the tuned size.
+Each folder's `__init__.py` says what is in it and how to choose; `choose.py` of attention/, matmul/, experts/ and
+recurrent/ are the only places that pick a kernel or its tiles for a shape. Ops of kernels/ref.py have the same
+signatures here (activations bf16 or float32, result in the type of the input); the rest is for executors that fuse.
+Nothing synchronizes with the host (but `distinct_pages`), and shapes alone decide a launch, so that all of it can be
+captured. KV pages are [pages, kv_heads, page_size, head_dim]; 16 tokens a page is the tuned size.
 """
 
 from __future__ import annotations

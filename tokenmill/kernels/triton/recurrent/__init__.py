@@ -5,6 +5,7 @@
   mamba2.py       the scan of Mamba 2: a state matrix for each head, products of whole chunks
   delta.py        the gated delta rule: likewise, the updates of a chunk solved for at once
   gated_norm.py   RMS norm over groups, gated before or after
+  choose.py       the tiles of the scans, by shape; the only place that picks them
   sequences.py    which rows belong to which sequence and state slot, softplus: what all of them share
 
 Each op has two kernels: one for steps in which every sequence has one row (as many rows as sequences), one that goes

@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tokenmill.kernels.triton.recurrent import choose
+from tokenmill.kernels.triton.recurrent.choose import Tiling
 from tokenmill.kernels.triton.recurrent.sequences import (
     check_rows,
     check_states,
@@ -25,8 +27,6 @@ from tokenmill.kernels.triton.recurrent.sequences import (
 from tokenmill.kernels.triton.shared.device import dependent_launch
 from tokenmill.kernels.triton.shared.launch import options, power_of_two, uses_pdl
 
-_CHUNK = 16  # a power of two; the smallest that tensor cores take
-_COLUMNS = 32  # of a state, of a program
 _L2_EPS = tl.constexpr(1e-6)
 
 
@@ -182,6 +182,7 @@ def delta_scan(
     dt_bias: Tensor,
     num_key_heads: int,
     targets: Tensor | None = None,
+    tiling: Tiling | None = None,
 ) -> Tensor:
     """qkv [T, 2 Hk Dk + H Dv], beta and dt [T, H]; states float32 [slots, H, Dk, Dv]; a, dt_bias [H]."""
     check_rows(qkv, beta, dt)
@@ -190,7 +191,8 @@ def delta_scan(
     num_rows, num_seqs, device = qkv.shape[0], slots.shape[0], qkv.device
     where = sequences(slots, starts, targets, device)
     out = torch.empty((num_rows, heads * value), dtype=qkv.dtype, device=device)
-    block = min(power_of_two(value, 16), _COLUMNS)
+    tiling = tiling or choose.delta(value, is_step(qkv, slots))
+    grid = (num_seqs, heads, triton.cdiv(value, tiling.block))
     strides = qkv.stride(0), beta.stride(0), dt.stride(0), states.stride(0)
     constants = {
         "HEADS": heads,
@@ -198,18 +200,18 @@ def delta_scan(
         "KEY": key,
         "VALUE": value,
         "BLOCK_KEY": power_of_two(key, 16),
-        "BLOCK": block,
+        "BLOCK": tiling.block,
         "PDL": uses_pdl(device),
+        **options(device, tiling.warps, tiling.stages),
     }
     if is_step(qkv, slots):
-        _delta_step[(num_rows, heads, triton.cdiv(value, block))](
-            qkv, beta, dt, states, where.slots, where.targets, a, dt_bias, out, *strides,
-            **constants, **options(device, 4, 1),
+        _delta_step[grid](
+            qkv, beta, dt, states, where.slots, where.targets, a, dt_bias, out, *strides, **constants,
         )  # fmt: skip
         return out
-    _delta_rows[(num_seqs, heads, triton.cdiv(value, block))](
+    precision = "ieee" if qkv.dtype == torch.float32 else "tf32"
+    _delta_rows[grid](
         qkv, beta, dt, states, where.slots, where.targets, where.starts, a, dt_bias, out, num_rows, num_seqs, *strides,
-        CHUNK=_CHUNK, SQUARINGS=_CHUNK.bit_length() - 2, PRECISION="ieee" if qkv.dtype == torch.float32 else "tf32",
-        **constants, **options(device, 4, 1),
+        CHUNK=tiling.chunk, SQUARINGS=tiling.chunk.bit_length() - 2, PRECISION=precision, **constants,
     )  # fmt: skip
     return out

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tokenmill.kernels.triton.recurrent import choose
+from tokenmill.kernels.triton.recurrent.choose import Tiling
 from tokenmill.kernels.triton.recurrent.sequences import (
     check_rows,
     check_states,
@@ -22,9 +24,6 @@ from tokenmill.kernels.triton.recurrent.sequences import (
 )
 from tokenmill.kernels.triton.shared.device import dependent_launch
 from tokenmill.kernels.triton.shared.launch import options, power_of_two, uses_pdl
-
-_CHUNK = 16
-_CHANNELS, _STEP_CHANNELS = 32, 64  # of a program
 
 
 @triton.jit
@@ -147,6 +146,7 @@ def mamba_scan(
     a: Tensor,
     d: Tensor,
     targets: Tensor | None = None,
+    tiling: Tiling | None = None,
 ) -> Tensor:
     """x, dt [T, I]; b, c [T, N]; states float32 [slots, I, N]; a [I, N]; d [I]."""
     check_rows(x, dt, b, c)
@@ -156,16 +156,17 @@ def mamba_scan(
     out = torch.empty((num_rows, channels), dtype=x.dtype, device=device)
     strides = x.stride(0), dt.stride(0), b.stride(0), c.stride(0), states.stride(0)
     constants = {"CHANNELS": channels, "SIZE": size, "BLOCK_SIZE": power_of_two(size), "PDL": uses_pdl(device)}
+    tiling = tiling or choose.mamba(channels, is_step(x, slots))
+    blocks = triton.cdiv(channels, tiling.block)
+    constants |= {"BLOCK": tiling.block} | options(device, tiling.warps, tiling.stages)
     if is_step(x, slots):
-        block = min(power_of_two(channels), _STEP_CHANNELS)
-        _mamba_step[(num_rows, triton.cdiv(channels, block))](
-            x, dt, b, c, states, where.slots, where.targets, a, d, out, *strides,
-            BLOCK=block, **constants, **options(device, 4, 1),
+        _mamba_step[(num_rows, blocks)](
+            x, dt, b, c, states, where.slots, where.targets, a, d, out, *strides, **constants,
         )  # fmt: skip
         return out
-    block, num_seqs = min(power_of_two(channels), _CHANNELS), slots.shape[0]
-    _mamba_rows[(num_seqs, triton.cdiv(channels, block))](
+    num_seqs = slots.shape[0]
+    _mamba_rows[(num_seqs, blocks)](
         x, dt, b, c, states, where.slots, where.targets, where.starts, a, d, out, num_rows, num_seqs, *strides,
-        BLOCK=block, CHUNK=_CHUNK, **constants, **options(device, 4, 1),
+        CHUNK=tiling.chunk, **constants,
     )  # fmt: skip
     return out

@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tokenmill.kernels.triton.recurrent import choose
+from tokenmill.kernels.triton.recurrent.choose import Tiling
 from tokenmill.kernels.triton.recurrent.sequences import (
     check_rows,
     check_states,
@@ -23,9 +25,8 @@ from tokenmill.kernels.triton.recurrent.sequences import (
     softplus,
 )
 from tokenmill.kernels.triton.shared.device import dependent_launch
-from tokenmill.kernels.triton.shared.launch import INTERPRETED, num_processors, options, power_of_two, uses_pdl
+from tokenmill.kernels.triton.shared.launch import INTERPRETED, options, power_of_two, uses_pdl
 
-_CHUNK = 64
 _MAX_TIME = 3.0e38  # instead of infinity
 
 
@@ -163,6 +164,7 @@ def mamba2_scan(
     dt_scale: float = 1.0,
     dt_limits: tuple[float, float] = (0.0, float("inf")),
     targets: Tensor | None = None,
+    tiling: Tiling | None = None,
 ) -> Tensor:
     """xbc [T, H P + 2 G N], dt [T, H]; states float32 [slots, H, P, N]; a, d, dt_bias [H]."""
     check_rows(xbc, dt)
@@ -181,25 +183,18 @@ def mamba2_scan(
         "BLOCK_SIZE": power_of_two(size, 16),
         "PDL": uses_pdl(device),
     }
+    tiling = tiling or choose.mamba2(dim, num_seqs * heads, is_step(xbc, slots), device)
+    grid = (num_seqs, heads, triton.cdiv(dim, tiling.block))
+    constants |= {"BLOCK": tiling.block} | options(device, tiling.warps, tiling.stages)
     if is_step(xbc, slots):
-        block = _block(num_rows * heads, dim, 16 * num_processors(device))
-        _mamba2_step[(num_rows, heads, triton.cdiv(dim, block))](
+        _mamba2_step[grid](
             xbc, dt, states, where.slots, where.targets, a, d, dt_bias, out, *times, *strides,
-            BLOCK=block, **constants, **options(device, 4, 1),
+            **constants,
         )  # fmt: skip
         return out
-    block = _block(num_seqs * heads, dim, num_processors(device) // 2)
     compute = tl.float32 if INTERPRETED or xbc.dtype == torch.float32 else tl.bfloat16
-    _mamba2_rows[(num_seqs, heads, triton.cdiv(dim, block))](
+    _mamba2_rows[grid](
         xbc, dt, states, where.slots, where.targets, where.starts, a, d, dt_bias, out, *times, num_rows, num_seqs,
-        *strides, BLOCK=block, CHUNK=_CHUNK, COMPUTE=compute, **constants, **options(device, 4, 2),
+        *strides, CHUNK=tiling.chunk, COMPUTE=compute, **constants,
     )  # fmt: skip
     return out
-
-
-def _block(programs: int, dim: int, wanted: int) -> int:
-    """Rows of a head's state that a program has: fewer where there would be too few programs."""
-    block = min(power_of_two(dim, 16), 64)
-    while block > 16 and programs * triton.cdiv(dim, block) < wanted:
-        block //= 2
-    return block

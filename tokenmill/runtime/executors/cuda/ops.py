@@ -34,7 +34,9 @@ from tokenmill.runtime.executors.cuda.values import (
     Product,
     Total,
     are_adjacent_columns,
+    join_columns,
     multiply,
+    split_columns,
     tensor,
 )
 from tokenmill.runtime.executors.drafted_states import DraftedStates
@@ -255,13 +257,10 @@ class CudaOps:
         return ref.activate(tensor(x), activation)
 
     def split(self, x: Any, widths: Sequence[int], heads: int = 1) -> list[Tensor]:
-        values = tensor(x)
-        if heads == 1:
-            return list(values.split(list(widths), dim=-1))
-        return [part.flatten(-2) for part in values.unflatten(-1, (heads, -1)).split(list(widths), dim=-1)]
+        return split_columns(tensor(x), widths, heads)
 
     def join(self, values: Sequence[Any]) -> Tensor:
-        return torch.cat([tensor(value) for value in values], dim=-1)
+        return join_columns([tensor(value) for value in values])
 
     def convolve(self, x: Any, spec: ConvolutionSpec) -> Tensor:
         return self._continue((x,), spec)

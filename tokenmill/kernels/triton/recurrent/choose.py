@@ -1,0 +1,63 @@
+"""Which tiles the recurrent scans are computed in, by shape. By reasoning, not yet by measurement: see `candidates`.
+
+A step is bound by reading and writing states: programs are small enough that there are many times more of them than
+processors. Rows of a sequence come one chunk after the other: programs are as large as registers allow, unless there
+would be too few of them to fill half of the GPU. Used by the scans; benchmarks/gpu_recurrent.py times the candidates.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from tokenmill.kernels.triton.shared.launch import num_processors, power_of_two
+
+_STEP_PROGRAMS = 16  # of a step, for each processor
+
+
+class Tiling(NamedTuple):
+    block: int  # of a state: channels, rows or columns of a program
+    chunk: int = 0  # rows at a time; 0: a step
+    warps: int = 4
+    stages: int = 1
+
+
+def mamba(channels: int, step: bool) -> Tiling:
+    if step:
+        return Tiling(min(power_of_two(channels), 64))
+    return Tiling(min(power_of_two(channels), 32), chunk=16)
+
+
+def mamba2(dim: int, programs: int, step: bool, device: torch.device) -> Tiling:
+    """`programs`: heads of all sequences; `dim`: rows of a state."""
+    if step:
+        return Tiling(_divide(dim, programs, _STEP_PROGRAMS * num_processors(device)))
+    return Tiling(_divide(dim, programs, num_processors(device) // 2), chunk=64, stages=2)
+
+
+def delta(value: int, step: bool) -> Tiling:
+    """`value`: columns of a state. Chunks of 16, the fewest rows that tensor cores take: see delta.py."""
+    return Tiling(min(power_of_two(value, 16), 32), chunk=0 if step else 16)
+
+
+def candidates(op: str, step: bool) -> list[Tiling]:
+    """For tuning: all that may be worth a measurement."""
+    if op == "delta_scan":
+        chunk = 0 if step else 16
+        return [Tiling(block, chunk, warps) for block in (16, 32, 64) for warps in (1, 2, 4, 8)]
+    if op == "mamba_scan" and step:
+        return [Tiling(block, 0, warps) for block in (32, 64, 128, 256) for warps in (2, 4, 8)]
+    if op == "mamba_scan":
+        return [Tiling(block, chunk, 4) for block in (8, 16, 32) for chunk in (8, 16, 32)]
+    if step:
+        return [Tiling(block, 0, warps) for block in (16, 32, 64) for warps in (1, 2, 4, 8)]
+    pairs = [(chunk, warps) for chunk in (32, 64, 128) for warps in (4, 8)]
+    return [Tiling(block, *pair, stages) for block in (16, 32, 64) for pair in pairs for stages in (1, 2, 3)]
+
+
+def _divide(dim: int, programs: int, wanted: int) -> int:
+    block = min(power_of_two(dim, 16), 64)
+    while block > 16 and programs * -(-dim // block) < wanted:
+        block //= 2
+    return block
