@@ -17,7 +17,7 @@ from tests.gpu.models import greedy, worst_choice
 from tests.gpu.test_executors import ON_GPU, prompts
 from tests.gpu.test_speculation import Oracle, TakeAll
 from tests.interpreter import slow_interpreted
-from tests.parity.tiny_models import make
+from tests.parity.tiny_models import make, write_tokenizer
 from tokenmill import LLM, SamplingParams
 from tokenmill.model.layers.experts import expert_layers
 
@@ -39,6 +39,7 @@ def folder(request: pytest.FixtureRequest, folders: dict[str, Path], tmp_path_fa
     if name not in folders:
         folders[name] = tmp_path_factory.mktemp(name)
         make(name, folders[name])
+        write_tokenizer(folders[name])
     return folders[name]
 
 

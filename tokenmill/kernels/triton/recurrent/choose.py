@@ -33,7 +33,8 @@ def mamba2(dim: int, programs: int, step: bool, device: torch.device) -> Tiling:
     """`programs`: heads of all sequences; `dim`: rows of a state."""
     if step:
         return Tiling(_divide(dim, programs, _STEP_PROGRAMS * num_processors(device)))
-    return Tiling(_divide(dim, programs, num_processors(device) // 2), chunk=64, stages=2)
+    block = _divide(dim, programs, num_processors(device) // 2)
+    return Tiling(block, chunk=64, warps=8 if block > 32 else 4, stages=2)  # with 4, blocks of 64 spill
 
 
 def delta(value: int, step: bool) -> Tiling:

@@ -117,14 +117,14 @@ def _convolve_rows(
     tl.store(out + rows * channels + columns[None, :], total.to(out.dtype.element_ty), mask=ok & (rows < limit))
     if (first == 0) & (target >= 0) & (end > begin):
         number = tl.arange(0, KEPT)[:, None]
-        back = number + (end - begin) - (WIDTH - 1)  # the input that comes to this place
-        live = (number < WIDTH - 1) & ok
-        value = tl.load(own + back.to(tl.int64) * x_stride, mask=live & (back >= 0), other=0.0).to(tl.float32)
-        kept = live & (back < 0) & (slot >= 0)
-        value += tl.load(source + (back + WIDTH - 1) * channels, mask=kept, other=0.0)
+        last = number + (end - begin) - (WIDTH - 1)  # the input that comes to this place
+        is_state = (number < WIDTH - 1) & ok
+        inputs = tl.load(own + last.to(tl.int64) * x_stride, mask=is_state & (last >= 0), other=0.0).to(tl.float32)
+        is_old = is_state & (last < 0) & (slot >= 0)
+        inputs += tl.load(source + (last + WIDTH - 1) * channels, mask=is_old, other=0.0)
         tl.debug_barrier()  # all threads have read the old state
         destination = states + target * slot_stride + columns[None, :]
-        tl.store(destination + number * channels, value, mask=live)
+        tl.store(destination + number * channels, inputs, mask=is_state)
 
 
 def convolve(
