@@ -6,7 +6,7 @@ scheduling.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,7 +35,6 @@ from tokenmill.runtime.speculation.base import Target
 from tokenmill.runtime.speculation.speculator import build_speculator
 
 _log = get_logger(__name__)
-_SPARE_STATES = 16  # for queued steps: with more rows, states take so long that the host keeps up
 _GPU_SHARE = 0.95  # of the GPU memory that weights, activations and the runtime leave free
 
 
@@ -93,12 +92,11 @@ def build_runtime(checkpoint: Checkpoint, config: ResolvedConfig, device: torch.
     memory = 0 if stated is None else max(1, stated - fixed)
     share = _GPU_SHARE if on_gpu else DEFAULT_SHARE
     budget = plan_kv(
-        layout, page_bytes, context, config.concurrency, memory, free - fixed, share, config.prefix_caching
-    )
+        layout, page_bytes, context, config.concurrency, memory, free - fixed, share, config.prefix_caching,
+        queues_steps=model.table is not None,
+    )  # fmt: skip
     store = choice.build(layout, budget.num_pages, device, config.kernels, config.concurrency)
-    spares = _spare_states(budget, config) if model.table is not None else 0
-    budget = replace(budget, num_state_slots=budget.num_state_slots - spares)
-    store.hold_states(budget.num_state_slots, spares)
+    store.hold_states(budget.num_state_slots, budget.num_spare_states)
     load_kv_scales(store, checkpoint)
     condition_keys(store, model, config, context)
     executor, declined = choose_executor(config.executor, model, store, config)
@@ -116,10 +114,11 @@ def build_runtime(checkpoint: Checkpoint, config: ResolvedConfig, device: torch.
     )
     if layout.states:
         _log.info(
-            "recurrent states: %d slots of %.1f MiB, %d of them for snapshots",
+            "recurrent states: %d slots of %.1f MiB, %d of them for snapshots, and %d spare ones for queued steps",
             budget.num_state_slots,
             layout.state_bytes / 2**20,
             budget.num_state_slots - config.concurrency,
+            budget.num_spare_states,
         )
     speculator = build_speculator(Target(model, store, executor, config))
     runner = ModelRunner(executor, store, speculator)
@@ -137,11 +136,6 @@ def kv_arrangement(config: ResolvedConfig, layers: list[LayerKV], device: torch.
     """How KV memory is divided and held."""
     choice = choose_store(config.kv_cache_dtype, config.kv_native_layers, layers, device)
     return build_layout(layers, config.page_size), choice
-
-
-def _spare_states(budget: KVBudget, config: ResolvedConfig) -> int:
-    """State slots that the graph executor has for queued steps: some of those that snapshots would have."""
-    return max(0, min(_SPARE_STATES, config.concurrency, (budget.num_state_slots - config.concurrency) // 2))
 
 
 def _largest_dequantized(model: LoadedModel) -> int:

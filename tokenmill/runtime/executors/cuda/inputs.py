@@ -56,7 +56,8 @@ class DecodeInputs:
         self._starts = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
         self.sampled = zeros(max_rows)
         # Of recurrent layers, by row: where states are read and written; -1: a padding row, which has none.
-        self._state_slots = zeros(2, max_rows if layout.states else 0).fill_(-1)
+        self._has_states = bool(layout.states)
+        self._state_slots = zeros(2, max_rows).fill_(-1)
         self._sent_states = self._next_states = self._padded_states([], [])
         self._host_arrays = self._host_inputs.numpy()
         self._slot = 0  # of the step that was filled last
@@ -259,8 +260,8 @@ class DecodeInputs:
             logit_rows=self._starts[:0],
             max_query=1,
             max_seq=self.capacity,
-            state_slots=self._state_slots[0, :rows] if self._state_slots.numel() else None,
-            state_targets=self._state_slots[1, :rows] if self._state_slots.numel() else None,
+            state_slots=self._state_slots[0, :rows] if self._has_states else None,
+            state_targets=self._state_slots[1, :rows] if self._has_states else None,
         )
 
     def shared(self, any_shared: bool) -> gpu.SharedPrefix | None:
