@@ -1,19 +1,24 @@
 """The recurrent ops of one layer on a GPU against their floor: the bytes they move or the operations they do.
 
-    python benchmarks/gpu_recurrent.py [--tune] [--only TEXT] [--rows 1 64] [--prompts 1x512 8x1024] [--json FILE]
+    python benchmarks/gpu_recurrent.py [--quick] [--tune] [--only TEXT] [--rows 1 64] [--prompts 1x512] [--json FILE]
 
 Made-up inputs in the shapes of an 8B Mamba-2 hybrid (Bamba-9B's mixer: 128 heads of 64, states of 128, one group) and,
 beside it, of Qwen3-Next (gated delta rule) and Jamba (Mamba). A row of the table is the median of replays of a graph
 of one op over several sets of state slots, so that no state is in the cache already; results are compared with the
 torch spec first. Floor: the larger of bytes (inputs, outputs and states, each once in each direction) at 4.8 TB/s and
-operations at 790 TFLOP/s (the chunked form's products; convolution, norm and Mamba's scan have none). `whole` is the
-sum of a layer's convolution, scan and norm. `--tune` also times every candidate tile of the scans (choose.py).
+operations at 790 TFLOP/s (the chunked form's products; convolution, norm and Mamba's scan have none). `convolved` is
+the scan of a step that computes the convolution too, where the chooser wants that; `whole` is the sum of what a layer
+launches: convolution, scan and norm. `--tune` also times every candidate tile of the scans (choose.py). `--quick`: the
+shapes that say most, in about a minute, most of it compilation. Exit status 1 if a row failed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
+import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -21,16 +26,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 from tokenmill.kernels import ref_recurrent as ref
 from tokenmill.kernels import triton as gpu
-from tokenmill.kernels.triton.recurrent.choose import candidates
+from tokenmill.kernels.triton.recurrent.choose import candidates, convolves
 
 DEVICE = torch.device("cuda", 0)
 BYTES, FLOPS = 4.8e12, 790e12
 ROWS = (1, 64, 256)
 PROMPTS = ("1x512", "1x2048", "1x8192", "8x1024")
+QUICK_PROMPTS = ("1x2048", "8x1024")
 MAX_STATE_BYTES = 40 << 30  # of all sets of slots
 ERROR = 2e-2  # bf16 rows against float32
 
@@ -148,6 +155,36 @@ def measure_op(
     return found | {"tilings": sorted(times, key=lambda pair: pair[0])}
 
 
+def measure_convolved(layer: Layer, kernel: gpu.Convolution, num_seqs: int) -> dict[str, Any]:
+    """A step of convolution and scan in one launch; states go from one set of slots to the next."""
+    kept, state = kernel.states.shape[1:], layer.state
+    state_bytes = 4 * (torch.Size(state).numel() + kept.numel())
+    sets = max(2, min(4, MAX_STATE_BYTES // (num_seqs * state_bytes)))
+    states = torch.randn(sets * num_seqs, *state, device=DEVICE)
+    kernel = kernel._replace(states=torch.randn(sets * num_seqs, *kept, device=DEVICE))
+    inputs, arguments = [random(num_seqs, width) for width in layer.widths], layer.arguments()
+    starts = torch.arange(num_seqs + 1, dtype=torch.int32, device=DEVICE)
+    slots = torch.randperm(sets * num_seqs, device=DEVICE).view(sets, num_seqs)
+    spec_states, spec_kept = states[slots[0]], kernel.states[slots[0]]
+    order = torch.arange(num_seqs, device=DEVICE)
+    rows = ref.convolve(inputs[0].float(), spec_kept, order, starts, *kernel[1:])
+    others = [each.float() for each in inputs[1:]]
+    wanted = getattr(ref, layer.scan)(rows, *others, spec_states, order, starts, *arguments)
+    run = partial(getattr(gpu, layer.scan), *inputs, states)
+    out = run(slots[0], starts, *arguments, targets=slots[1], convolution=kernel)
+    got = ((out, wanted), (states[slots[1]], spec_states), (kernel.states[slots[1]], spec_kept))
+    wrong = max(error(*pair) for pair in got)
+    assert wrong < ERROR, (layer.scan, num_seqs, "convolved", wrong)
+    us = median_us(
+        [
+            partial(run, slots[i], starts, *arguments, targets=slots[(i + 1) % sets], convolution=kernel)
+            for i in range(sets)
+        ]
+    )
+    moved = 2 * (sum(each.numel() for each in inputs) + out.numel()) + 2 * num_seqs * state_bytes
+    return {"us": us, "floor_us": moved / BYTES * 1e6, "moved": moved, "error": wrong}
+
+
 def measure_norm(layer: Layer, tokens: int) -> dict[str, Any]:
     sets = [(random(tokens, layer.inner), random(tokens, layer.inner)) for _ in range(4)]
     weight, moved = torch.rand(layer.norm, device=DEVICE), 3 * 2 * tokens * layer.inner
@@ -173,7 +210,12 @@ def measure(name: str, layer: Layer, num_seqs: int, length: int, tune: bool) -> 
     }  # fmt: skip
     if layer.norm:
         parts["gated_norm"] = measure_norm(layer, tokens)
-    whole = {key: sum(part[key] for part in parts.values()) for key in ("us", "floor_us", "moved")}
+    launched = list(parts.values())
+    if length == 1 and layer.scan != "mamba_scan" and convolves(num_seqs):
+        convolution = gpu.Convolution(torch.empty(1, *kept, device=DEVICE), weight, bias)
+        parts["convolved"] = measure_convolved(layer, convolution, num_seqs)
+        launched = [parts["convolved"], *launched[2:]]
+    whole = {key: sum(part[key] for part in launched) for key in ("us", "floor_us", "moved")}
     whole["error"] = max(part["error"] for part in parts.values())
     rows = [{"layer": name, "sequences": num_seqs, "length": length, "op": op, **part} for op, part in parts.items()]
     return [*rows, {"layer": name, "sequences": num_seqs, "length": length, "op": "whole", **whole}]
@@ -189,12 +231,18 @@ def line(row: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer prompts")
     parser.add_argument("--tune", action="store_true", help="time every candidate tile of the scans")
     parser.add_argument("--only", default="", help="part of a layer's name")
     parser.add_argument("--rows", type=int, nargs="*", default=list(ROWS), help="sequences of decode steps")
     parser.add_argument("--prompts", nargs="*", default=list(PROMPTS), help="sequences x tokens")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    begin, failures = time.perf_counter(), 0
+    print(f"{torch.cuda.get_device_name(DEVICE)}, torch {torch.__version__}, triton {triton.__version__}", flush=True)
+    if options.quick:
+        options.prompts = list(QUICK_PROMPTS)
+    torch.manual_seed(0)
     shapes = [(rows, 1) for rows in options.rows]
     shapes += [(int(count), int(length)) for count, length in (text.split("x") for text in options.prompts)]
     found: list[dict[str, Any]] = []
@@ -205,7 +253,10 @@ def main() -> None:
             try:
                 rows = measure(name, layer, num_seqs, length, options.tune)
             except Exception as problem:  # the other rows are still worth having
-                print(f"{name} {num_seqs} x {length}: {type(problem).__name__}: {str(problem)[:300]}", flush=True)
+                failures += 1
+                print(f"FAILED {name} {num_seqs} x {length}: {type(problem).__name__}: {str(problem)[:2000]}")
+                traceback.print_tb(problem.__traceback__, limit=-6, file=sys.stdout)
+                sys.stdout.flush()
                 continue
             found += rows
             print("\n".join(map(line, rows)), flush=True)
@@ -214,6 +265,8 @@ def main() -> None:
             torch.cuda.empty_cache()
             if options.json:
                 options.json.write_text(json.dumps({"rows": found}, indent=1))
+    print(f"{len(found)} rows, {failures} failures, {time.perf_counter() - begin:.0f} s")
+    sys.exit(1 if failures else 0)
 
 
 if __name__ == "__main__":

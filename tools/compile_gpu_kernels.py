@@ -173,6 +173,10 @@ def _compile_recurrent(compilation: Compilation, names: list[str]) -> None:
             rows = [torch.empty(tokens, width, dtype=torch.bfloat16) for width in widths]
             places = torch.empty(sequences, dtype=torch.int64), torch.empty(sequences + 1, dtype=torch.int32)
             getattr(gpu, op)(*rows, torch.empty(1, *state), *places, *arguments)
+            if op in ("mamba2_scan", "delta_scan") and tokens == 1:
+                width = widths[0]
+                convolution = gpu.Convolution(torch.empty(1, 3, width), torch.empty(4, width), torch.empty(width))
+                getattr(gpu, op)(*rows, torch.empty(1, *state), *places, *arguments, convolution=convolution)
     compilation.case = "recurrent gated_norm"
     if all(part in compilation.case for part in names):
         for weight in (torch.empty(1, 8192), torch.empty(128)):

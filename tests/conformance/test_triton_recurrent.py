@@ -206,6 +206,57 @@ def test_states_can_be_written_to_other_slots(name: str, lengths: list[int]) -> 
     assert torch.equal(states[[0, 1, 3, 4, 5, 7]], before[[0, 1, 3, 4, 5, 7]])
 
 
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["mamba2_scan", "delta_scan"])
+def test_a_scan_that_convolves_is_both_ops(name: str, dtype: torch.dtype, biased: bool) -> None:
+    """Steps and, op by op, rows of prompts; states go to other slots, and padding rows leave none."""
+    case = small_case(name)
+    width = case.widths[0]
+    weight, bias = random(4, width, seed=5).to(DEVICE), random(width, seed=6).to(DEVICE) if biased else None
+    for slots, targets, starts in (
+        ([5, 0, -1], [6, 2, -1], [0, 1, 2, 3]),
+        ([3], [1], [0, 1]),
+        ([5, 0], [6, 2], [0, 7, 9]),
+    ):
+        given = [apart(each, dtype) for each in case.inputs(starts[-1])]
+        states = [states_apart(random(SLOTS, *shape, seed=9)) for shape in ((3, width), case.state)]
+        apart_states = [each.clone() for each in states]
+        places = torch.tensor(slots, device=DEVICE), torch.tensor(starts, dtype=torch.int32, device=DEVICE)
+        arguments, written = on_device(case.parameters), torch.tensor(targets, device=DEVICE)
+        rows = gpu.convolve(given[0], apart_states[0], *places, weight, bias, written)
+        scan: Callable[..., Tensor] = getattr(gpu, name)
+        wanted = scan(rows, *given[1:], apart_states[1], *places, *arguments, targets=written)
+        convolution = gpu.Convolution(states[0], weight, bias)
+        got = scan(*given, states[1], *places, *arguments, targets=written, convolution=convolution)
+        assert_close(got, wanted.float().cpu(), ERRORS[dtype] / 2)  # the rows in between are not rounded to 16 bits
+        assert torch.equal(states[0].nan_to_num(7.0), apart_states[0].nan_to_num(7.0))
+        assert_close(states[1], apart_states[1].cpu(), ERRORS[dtype] / 2)
+        kept = [slot for slot in range(SLOTS) if slot not in targets]
+        assert torch.equal(states[1][kept], apart_states[1][kept])
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="needs 9 GB")
+@pytest.mark.parametrize("length", [1, 40])
+@pytest.mark.parametrize("name", OPS)
+def test_states_beyond_two_to_the_31_numbers(name: str, length: int) -> None:
+    case = small_case(name)
+    size, slots = torch.Size(case.state).numel(), 5
+    stride = (1 << 31) // (slots - 1) + 64
+    if torch.cuda.mem_get_info()[0] < 5 * slots * stride:
+        pytest.skip("too little memory is free")
+    whole = torch.empty(slots * stride, device=DEVICE)
+    states = whole.as_strided((slots, *case.state), (stride, *torch.empty(case.state).stride()))
+    given = [apart(each, torch.float32) for each in case.inputs(length)]
+    spec_states = random(1, *case.state, seed=9)
+    states[slots - 1] = spec_states[0].to(DEVICE)
+    got = run_kernel(case, given, states, [slots - 1], [0, length])
+    wanted = run_spec(case, [each.cpu() for each in given], spec_states, [0], [0, length])
+    assert size < stride
+    assert_close(got, wanted, ERRORS[torch.float32])
+    assert_close(states[slots - 1], spec_states[0], ERRORS[torch.float32])
+
+
 @pytest.mark.parametrize("repeats", [40])
 def test_equal_keys_do_not_blow_up_the_delta_rule(repeats: int) -> None:
     """The same token again and again: the updates of a chunk depend on each other as much as they can."""

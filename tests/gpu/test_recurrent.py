@@ -99,11 +99,11 @@ def test_a_queued_step_that_is_dropped_changes_no_state(folder: Path) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     with engine(folder, "cuda_graph") as llm:
         executor: Any = llm.parts.runtime.executor
-        states, settle = executor.store.states, executor._states.settle
-        kept: list[int] = []
-        executor._states.settle = lambda slots=(): (kept.extend(slots), settle(slots))
+        states, launch = executor.store.states, executor._launch_rows
+        launched: list[int] = []
+        executor._launch_rows = lambda rows: (launched.append(len(rows)), launch(rows))[1]
         alone = greedy(llm, [first], 8)[0]
-        assert len(kept) > 3, "no queued step was used"
+        assert len(launched) < 4, "no queued step was used"
         dropped = executor.num_dropped
         core, intake = llm.parts.core, llm.parts.intake
         core.add(intake.request(first, params, "one"))

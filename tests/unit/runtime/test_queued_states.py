@@ -45,9 +45,10 @@ def test_slots_are_cleared_and_copied_whole_and_in_order(joined: bool) -> None:
 def test_a_queued_step_that_is_used_moves_the_states(joined: bool) -> None:
     store = _store(num_spares=2, joined=joined)
     queued = QueuedStates(store)
-    assert queued.present([3, 1]) == ([3, 1], [3, 1])
     places = queued.queue([3, 1])
     assert places is not None
+    assert queued.is_queued(1)
+    assert not queued.is_queued(0)
     sources, targets = places
     assert sources == [3, 1]
     assert sorted(targets) == [4, 5]
@@ -56,8 +57,20 @@ def test_a_queued_step_that_is_used_moves_the_states(joined: bool) -> None:
     store.copy([(3, 0)])  # a snapshot of what was before the queued step
     queued.settle({3})
     assert [_values(store, slot) for slot in range(4)] == [{4.0}, {2.0}, {3.0}, {9.0}]
-    assert queued.present([3]) == ([targets[0]], [targets[0]])
     assert sorted(store.spares) == sorted([3, targets[1]])
+
+
+def test_a_planned_step_moves_its_states_where_it_can() -> None:
+    store = _store(num_spares=2)
+    queued = QueuedStates(store)
+    assert queued.num_spares == 2
+    sources, targets = queued.advance([3, 1])
+    assert sources == [3, 1]
+    assert [store.places[3], store.places[1]] == targets
+    assert set(targets) == {4, 5}
+    assert sorted(store.spares) == [1, 3]
+    assert queued.advance([0, 1, 2]) == ([0, store.places[1], 2],) * 2, "three sequences, two spare places"
+    assert queued.num_spares == 2
 
 
 def test_a_dropped_step_leaves_nothing_behind() -> None:

@@ -64,6 +64,7 @@ if TYPE_CHECKING:  # the table below for type checkers; a test compares the two
     from tokenmill.kernels.triton.matmul.linear import from_quantized as from_quantized
     from tokenmill.kernels.triton.matmul.linear import make_linear as make_linear
     from tokenmill.kernels.triton.matmul.linear import quantize_at_load as quantize_at_load
+    from tokenmill.kernels.triton.recurrent.convolution import Convolution as Convolution
     from tokenmill.kernels.triton.recurrent.convolution import convolve as convolve
     from tokenmill.kernels.triton.recurrent.delta import delta_scan as delta_scan
     from tokenmill.kernels.triton.recurrent.gated_norm import gated_norm as gated_norm
@@ -96,7 +97,7 @@ _EXPORTS = {
     "fused.rotary_packed": "rope_store_packed",
     "matmul.joined": "JoinedRows expand_small join_linears",
     "matmul.linear": "GpuLinear from_quantized make_linear quantize_at_load",
-    "recurrent.convolution": "convolve",
+    "recurrent.convolution": "Convolution convolve",
     "recurrent.delta": "delta_scan",
     "recurrent.gated_norm": "gated_norm",
     "recurrent.mamba": "mamba_scan",

@@ -12,5 +12,7 @@ Each op has two kernels: one for steps in which every sequence has one row (as m
 over the rows of each sequence in chunks with its state in registers. Sums are float32, states too; rows are bf16 or
 float32 and may be columns of a wider tensor. A state is read from `slots` and written to `targets`, the same slots
 where none are given; a sequence with slot -1 begins with zeros and leaves nothing. Rows of no sequence, at the end of
-a padded step, come out finite. Shapes alone decide a launch.
+a padded step, come out finite. Steps whose states go to other slots than they are read from can convolve and scan in
+one launch (`convolution`): programs that share channels all read the old inputs, and one writes the new ones. Shapes
+alone decide a launch.
 """

@@ -14,6 +14,9 @@ import torch
 from tokenmill.kernels.triton.shared.launch import num_processors, power_of_two
 
 _STEP_PROGRAMS = 16  # of a step, for each processor
+# Rows of a step up to which its scan computes the convolution as well: one launch less, but all programs of a head, or
+# of a group of heads, compute the channels that they share.
+_CONVOLVED_ROWS = 64
 
 
 class Tiling(NamedTuple):
@@ -40,6 +43,11 @@ def mamba2(dim: int, programs: int, step: bool, device: torch.device) -> Tiling:
 def delta(value: int, step: bool) -> Tiling:
     """`value`: columns of a state. Chunks of 16, the fewest rows that tensor cores take: see delta.py."""
     return Tiling(min(power_of_two(value, 16), 32), chunk=0 if step else 16)
+
+
+def convolves(rows: int) -> bool:
+    """Whether the scan of a step of so many rows computes the convolution before it, if it may."""
+    return rows <= _CONVOLVED_ROWS
 
 
 def candidates(op: str, step: bool) -> list[Tiling]:

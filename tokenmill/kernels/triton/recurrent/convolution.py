@@ -1,11 +1,13 @@
 """The causal convolution of recurrent layers: silu of a weighted sum of each channel's last inputs.
 
 Rows are computed in parallel: those before a sequence's first row are its state. Bound by memory: every input is read
-once from it and a few times from the cache.
+once from it and a few times from the cache. A scan of steps can compute it on the way (`Convolution`, `convolve_row`).
 """
 
 # mypy: allow-untyped-defs
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -23,6 +25,62 @@ from tokenmill.kernels.triton.shared.device import dependent_launch, find_sequen
 from tokenmill.kernels.triton.shared.launch import options, power_of_two, uses_pdl
 
 _TOKENS = 32  # rows of a program
+
+
+class Convolution(NamedTuple):
+    """What a scan needs to convolve its rows itself, as in `convolve`."""
+
+    states: Tensor
+    weight: Tensor
+    bias: Tensor | None
+
+
+@triton.jit
+def convolve_row(
+    x,
+    states,
+    slot,
+    target,
+    weight,
+    bias,
+    columns,
+    ok,
+    is_written,
+    channels,
+    slot_stride,
+    WIDTH: tl.constexpr,
+    BIASED: tl.constexpr,
+):
+    """The next outputs of some channels of one sequence, float32; `x`: its row. Their new state goes to `target` where
+    `is_written`; that may be `slot` only if no other program reads these channels."""
+    source = states + tl.maximum(slot, 0) * slot_stride + columns
+    destination = states + tl.maximum(target, 0) * slot_stride + columns
+    total = tl.zeros(columns.shape, tl.float32)
+    if BIASED:
+        total += tl.load(bias + columns, mask=ok, other=0.0).to(tl.float32)
+    for i in tl.static_range(WIDTH):
+        if i < WIDTH - 1:
+            value = tl.load(source + i * channels, mask=ok & (slot >= 0), other=0.0)
+        else:
+            value = tl.load(x + columns, mask=ok, other=0.0).to(tl.float32)
+        total += value * tl.load(weight + i * channels + columns, mask=ok, other=0.0).to(tl.float32)
+        if i > 0:  # what was there is loaded already, by the same thread
+            tl.store(destination + (i - 1) * channels, value, mask=ok & is_written & (target >= 0))
+    return total * tl.sigmoid(total)
+
+
+def convolution_arguments(convolution: Convolution | None) -> tuple[Any, ...]:
+    """For a scan's kernel: states, weight, bias, distance of slots; nothing without a convolution."""
+    if convolution is None:
+        return None, None, None, 0
+    check_states(convolution.states)
+    return (*convolution, convolution.states.stride(0))
+
+
+def convolution_constants(convolution: Convolution | None) -> dict[str, Any]:
+    if convolution is None:
+        return {"WIDTH": 0, "BIASED": False}
+    return {"WIDTH": convolution.weight.shape[0], "BIASED": convolution.bias is not None}
 
 
 @triton.jit
@@ -46,23 +104,11 @@ def _convolve_step(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     ok = columns < channels
-    total = tl.zeros((BLOCK,), tl.float32)
-    if BIASED:
-        total += tl.load(bias + columns, mask=ok, other=0.0).to(tl.float32)
     dependent_launch(PDL)
     slot, target = tl.load(slots + row).to(tl.int64), tl.load(targets + row).to(tl.int64)
-    source = states + tl.maximum(slot, 0) * slot_stride + columns
-    destination = states + tl.maximum(target, 0) * slot_stride + columns
-    for i in tl.static_range(WIDTH):
-        if i < WIDTH - 1:
-            value = tl.load(source + i * channels, mask=ok & (slot >= 0), other=0.0)
-        else:
-            value = tl.load(x + row * x_stride + columns, mask=ok, other=0.0).to(tl.float32)
-        total += value * tl.load(weight + i * channels + columns, mask=ok, other=0.0).to(tl.float32)
-        if i > 0:  # what was there is loaded already, by the same thread
-            tl.store(destination + (i - 1) * channels, value, mask=ok & (target >= 0))
-    total *= tl.sigmoid(total)
-    tl.store(out + row * channels + columns, total.to(out.dtype.element_ty), mask=ok)
+    own = x + row * x_stride
+    y = convolve_row(own, states, slot, target, weight, bias, columns, ok, ok, channels, slot_stride, WIDTH, BIASED)
+    tl.store(out + row * channels + columns, y.to(out.dtype.element_ty), mask=ok)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_seqs"])

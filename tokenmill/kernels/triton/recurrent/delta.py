@@ -16,6 +16,13 @@ from torch import Tensor
 
 from tokenmill.kernels.triton.recurrent import choose
 from tokenmill.kernels.triton.recurrent.choose import Tiling
+from tokenmill.kernels.triton.recurrent.convolution import (
+    Convolution,
+    convolution_arguments,
+    convolution_constants,
+    convolve,
+    convolve_row,
+)
 from tokenmill.kernels.triton.recurrent.sequences import (
     check_rows,
     check_states,
@@ -45,15 +52,21 @@ def _delta_step(
     beta_stride,
     dt_stride,
     slot_stride,
+    inputs,
+    weight,
+    channel_bias,
+    inputs_stride,
     HEADS: tl.constexpr,
     KEY_HEADS: tl.constexpr,
     KEY: tl.constexpr,
     VALUE: tl.constexpr,
     BLOCK_KEY: tl.constexpr,
     BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BIASED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row, BLOCK columns of one head's state."""
+    """One row, BLOCK columns of one head's state. WIDTH > 0: the row is convolved first, with the states `inputs`."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column, number = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCK_KEY)
     ok, ok_number = column < VALUE, number < KEY
@@ -65,16 +78,32 @@ def _delta_step(
     state = tl.load(states + tl.maximum(slot, 0) * slot_stride + inside, mask=both & (slot >= 0), other=0.0)
     own = qkv + row * qkv_stride
     key_head = head // (HEADS // KEY_HEADS) * KEY
-    q = tl.load(own + key_head + number, mask=ok_number, other=0.0).to(tl.float32)
-    k = tl.load(own + KEY_HEADS * KEY + key_head + number, mask=ok_number, other=0.0).to(tl.float32)
-    v = tl.load(own + 2 * KEY_HEADS * KEY + head * VALUE + column, mask=ok, other=0.0).to(tl.float32)
+    if WIDTH > 0:
+        channels: tl.constexpr = 2 * KEY_HEADS * KEY + HEADS * VALUE
+        is_first = (head % (HEADS // KEY_HEADS) == 0) & (tl.program_id(2) == 0)  # of those with the same q and k
+        q = convolve_row(
+            own, inputs, slot, target, weight, channel_bias, key_head + number, ok_number, is_first, channels,
+            inputs_stride, WIDTH, BIASED,
+        )  # fmt: skip
+        k = convolve_row(
+            own, inputs, slot, target, weight, channel_bias, KEY_HEADS * KEY + key_head + number, ok_number, is_first,
+            channels, inputs_stride, WIDTH, BIASED,
+        )  # fmt: skip
+        v = convolve_row(
+            own, inputs, slot, target, weight, channel_bias, 2 * KEY_HEADS * KEY + head * VALUE + column, ok, ok,
+            channels, inputs_stride, WIDTH, BIASED,
+        )  # fmt: skip
+    else:
+        q = tl.load(own + key_head + number, mask=ok_number, other=0.0).to(tl.float32)
+        k = tl.load(own + KEY_HEADS * KEY + key_head + number, mask=ok_number, other=0.0).to(tl.float32)
+        v = tl.load(own + 2 * KEY_HEADS * KEY + head * VALUE + column, mask=ok, other=0.0).to(tl.float32)
     scale: tl.constexpr = KEY**-0.5
     q *= tl.rsqrt(tl.sum(q * q, 0) + _L2_EPS) * scale
     k *= tl.rsqrt(tl.sum(k * k, 0) + _L2_EPS)
-    weight = tl.sigmoid(tl.load(beta + row * beta_stride + head).to(tl.float32))
+    strength = tl.sigmoid(tl.load(beta + row * beta_stride + head).to(tl.float32))
     gate = rate * softplus(tl.load(dt + row * dt_stride + head).to(tl.float32) + bias)
     state *= tl.exp(gate)
-    update = weight * (v - tl.sum(state * k[:, None], 0))
+    update = strength * (v - tl.sum(state * k[:, None], 0))
     state += k[:, None] * update[None, :]
     tl.store(states + tl.maximum(target, 0) * slot_stride + inside, state, mask=both & (target >= 0))
     y = tl.sum(state * q[:, None], 0)
@@ -183,8 +212,12 @@ def delta_scan(
     num_key_heads: int,
     targets: Tensor | None = None,
     tiling: Tiling | None = None,
+    convolution: Convolution | None = None,
 ) -> Tensor:
-    """qkv [T, 2 Hk Dk + H Dv], beta and dt [T, H]; states float32 [slots, H, Dk, Dv]; a, dt_bias [H]."""
+    """qkv [T, 2 Hk Dk + H Dv], beta and dt [T, H]; states float32 [slots, H, Dk, Dv]; a, dt_bias [H]. `convolution`:
+    qkv is what goes into it; `targets` are other slots then than any of `slots`."""
+    if convolution is not None and not (is_step(qkv, slots) and choose.convolves(qkv.shape[0])):
+        qkv, convolution = convolve(qkv, convolution.states, slots, starts, *convolution[1:], targets), None
     check_rows(qkv, beta, dt)
     check_states(states)
     _, heads, key, value = states.shape
@@ -206,7 +239,8 @@ def delta_scan(
     }
     if is_step(qkv, slots):
         _delta_step[grid](
-            qkv, beta, dt, states, where.slots, where.targets, a, dt_bias, out, *strides, **constants,
+            qkv, beta, dt, states, where.slots, where.targets, a, dt_bias, out, *strides,
+            *convolution_arguments(convolution), **convolution_constants(convolution), **constants,
         )  # fmt: skip
         return out
     precision = "ieee" if qkv.dtype == torch.float32 else "tf32"

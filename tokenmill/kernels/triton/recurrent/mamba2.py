@@ -16,6 +16,13 @@ from torch import Tensor
 
 from tokenmill.kernels.triton.recurrent import choose
 from tokenmill.kernels.triton.recurrent.choose import Tiling
+from tokenmill.kernels.triton.recurrent.convolution import (
+    Convolution,
+    convolution_arguments,
+    convolution_constants,
+    convolve,
+    convolve_row,
+)
 from tokenmill.kernels.triton.recurrent.sequences import (
     check_rows,
     check_states,
@@ -52,15 +59,21 @@ def _mamba2_step(
     xbc_stride,
     dt_stride,
     slot_stride,
+    inputs,
+    weight,
+    channel_bias,
+    inputs_stride,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     SIZE: tl.constexpr,
     GROUPS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BIASED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row, BLOCK rows of one head's state."""
+    """One row, BLOCK rows of one head's state. WIDTH > 0: the row is convolved first, with the states `inputs`."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     part, number = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCK_SIZE)
     ok, ok_number = part < DIM, number < SIZE
@@ -73,9 +86,25 @@ def _mamba2_step(
     time = _time_steps(tl.load(dt + row * dt_stride + head).to(tl.float32), dt_scale, bias, dt_low, dt_high)
     own = xbc + row * xbc_stride
     group = HEADS * DIM + head // (HEADS // GROUPS) * SIZE
-    x = tl.load(own + head * DIM + part, mask=ok, other=0.0).to(tl.float32)
-    b = tl.load(own + group + number, mask=ok_number, other=0.0).to(tl.float32)
-    c = tl.load(own + group + GROUPS * SIZE + number, mask=ok_number, other=0.0).to(tl.float32)
+    if WIDTH > 0:
+        channels: tl.constexpr = HEADS * DIM + 2 * GROUPS * SIZE
+        is_first = (head % (HEADS // GROUPS) == 0) & (tl.program_id(2) == 0)  # of those with the same b and c
+        x = convolve_row(
+            own, inputs, slot, target, weight, channel_bias, head * DIM + part, ok, ok, channels, inputs_stride,
+            WIDTH, BIASED,
+        )  # fmt: skip
+        b = convolve_row(
+            own, inputs, slot, target, weight, channel_bias, group + number, ok_number, is_first, channels,
+            inputs_stride, WIDTH, BIASED,
+        )  # fmt: skip
+        c = convolve_row(
+            own, inputs, slot, target, weight, channel_bias, group + GROUPS * SIZE + number, ok_number, is_first,
+            channels, inputs_stride, WIDTH, BIASED,
+        )  # fmt: skip
+    else:
+        x = tl.load(own + head * DIM + part, mask=ok, other=0.0).to(tl.float32)
+        b = tl.load(own + group + number, mask=ok_number, other=0.0).to(tl.float32)
+        c = tl.load(own + group + GROUPS * SIZE + number, mask=ok_number, other=0.0).to(tl.float32)
     state = tl.exp(time * rate) * state + (time * x)[:, None] * b[None, :]
     tl.store(states + tl.maximum(target, 0) * slot_stride + inside, state, mask=both & (target >= 0))
     y = tl.sum(state * c[None, :], 1) + skip * x
@@ -165,8 +194,12 @@ def mamba2_scan(
     dt_limits: tuple[float, float] = (0.0, float("inf")),
     targets: Tensor | None = None,
     tiling: Tiling | None = None,
+    convolution: Convolution | None = None,
 ) -> Tensor:
-    """xbc [T, H P + 2 G N], dt [T, H]; states float32 [slots, H, P, N]; a, d, dt_bias [H]."""
+    """xbc [T, H P + 2 G N], dt [T, H]; states float32 [slots, H, P, N]; a, d, dt_bias [H]. `convolution`: xbc is what
+    goes into it; `targets` are other slots then than any of `slots`."""
+    if convolution is not None and not (is_step(xbc, slots) and choose.convolves(xbc.shape[0])):
+        xbc, convolution = convolve(xbc, convolution.states, slots, starts, *convolution[1:], targets), None
     check_rows(xbc, dt)
     check_states(states)
     _, heads, dim, size = states.shape
@@ -189,7 +222,7 @@ def mamba2_scan(
     if is_step(xbc, slots):
         _mamba2_step[grid](
             xbc, dt, states, where.slots, where.targets, a, d, dt_bias, out, *times, *strides,
-            **constants,
+            *convolution_arguments(convolution), **convolution_constants(convolution), **constants,
         )  # fmt: skip
         return out
     compute = tl.float32 if INTERPRETED or xbc.dtype == torch.float32 else tl.bfloat16

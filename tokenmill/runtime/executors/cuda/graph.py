@@ -234,6 +234,8 @@ class CudaGraphExecutor(CudaEagerExecutor):
                 break
             if queued.pages[number] != tuple(table[row.start // size] for table in row.block_tables):
                 break
+            if self._states is not None and not self._states.is_queued(row.state_slot):
+                break
             row_numbers.append(number)
         else:
             if self._states is not None:
@@ -251,7 +253,7 @@ class CudaGraphExecutor(CudaEagerExecutor):
     def _launch_rows(self, rows: Sequence[ScheduledTokens]) -> LaunchedStep:
         if self._states is not None:
             self.begin_states([row.state_slot for row in rows if row.start == 0])
-            self._inputs.set_states(*self._states.present([row.state_slot for row in rows]))
+            self._inputs.set_states(*self._states.advance([row.state_slot for row in rows]))
         return self._fill_and_launch(
             [row.request for row in rows],
             [row.block_tables for row in rows],
@@ -365,7 +367,8 @@ class CudaGraphExecutor(CudaEagerExecutor):
         batch = inputs.begin(kind.rows)
         if self._guesser is not None:
             self._guesser.note(batch)
-        ops: Any = CudaOps(self.store, self.table, batch, shared=inputs.shared(kind.shared))
+        moves = self._states is not None and kind.rows <= self._states.num_spares
+        ops: Any = CudaOps(self.store, self.table, batch, shared=inputs.shared(kind.shared), moves_states=moves)
         hidden = decoder.forward(ops)
         kept = tensor(hidden) if self._keeps_hidden and not kind.guesses else None
         logits: Tensor = tensor(decoder.logits(ops, hidden))

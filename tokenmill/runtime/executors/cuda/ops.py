@@ -29,6 +29,7 @@ from tokenmill.model.state.specs import ConvolutionSpec, ScanSpec
 from tokenmill.runtime.executors.cuda.experts import multiply_one_by_one
 from tokenmill.runtime.executors.cuda.values import (
     Columns,
+    Convolved,
     Gate,
     Norm,
     Product,
@@ -56,12 +57,14 @@ class CudaOps:
         shared: Any = None,
         distinct: Sequence[Any] = (),
         drafted: DraftedStates | None = None,
+        moves_states: bool = False,
     ) -> None:
         """`rows`: tokens of the batch whose logits are computed, None: all. `shared`: a SharedPrefix for layers without
         a window. `distinct`: for each KV group its DistinctPages, where long prompts read FP8 pages. `drafted`: of a
-        step with drafts, where recurrent layers compute."""
+        step with drafts, where recurrent layers compute. `moves_states`: no state is written where one is read."""
         self._store, self._table, self._batch = store, table, batch
         self._rows, self._shared, self._distinct, self._drafted = rows, shared, distinct, drafted
+        self._moves_states = moves_states
 
     def embed(self, table: LinearWeight, scale: float) -> Tensor:  # noqa: ARG002 (the bf16 copy is on the device)
         rows: Tensor = gpu.embed(self._batch.token_ids, self._table, scale)
@@ -262,13 +265,19 @@ class CudaOps:
     def join(self, values: Sequence[Any]) -> Tensor:
         return join_columns([tensor(value) for value in values])
 
-    def convolve(self, x: Any, spec: ConvolutionSpec) -> Tensor:
-        return self._continue((x,), spec)
+    def convolve(self, x: Any, spec: ConvolutionSpec) -> Convolved:
+        rows = tensor(x)
+        return Convolved(spec, rows, lambda: self._continue((rows,), spec))
 
     def scan(self, inputs: Sequence[Any], spec: ScanSpec) -> Tensor:
-        return self._continue(inputs, spec)
+        first = inputs[0]
+        if not self._moves_states or not isinstance(first, Convolved) or first.is_computed:
+            return self._continue(inputs, spec)
+        states = self._store.states.array(first.spec.layer, first.spec.array)
+        convolution = gpu.Convolution(states, *first.spec.arguments())
+        return self._continue((first.x, *inputs[1:]), spec, convolution=convolution)
 
-    def _continue(self, inputs: Sequence[Any], spec: ConvolutionSpec | ScanSpec) -> Tensor:
+    def _continue(self, inputs: Sequence[Any], spec: ConvolutionSpec | ScanSpec, **keywords: Any) -> Tensor:
         """Run an op that continues the state of each sequence."""
         batch, run = self._batch, gpu.find_op(spec.op)
         assert run is not None
@@ -276,7 +285,8 @@ class CudaOps:
         states = self._store.states.array(spec.layer, spec.array)
         if self._drafted is not None:
             return self._drafted.run(run, rows, states, spec)
-        keywords = {} if batch.state_targets is None else {"targets": batch.state_targets}
+        if batch.state_targets is not None:
+            keywords["targets"] = batch.state_targets
         y: Tensor = run(*rows, states, batch.state_slots, batch.query_starts, *spec.arguments(), **keywords)
         return y
 

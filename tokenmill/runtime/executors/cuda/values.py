@@ -6,7 +6,7 @@ nothing of a batch or of pages. Used by ops.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tokenmill.kernels import triton as gpu
 from tokenmill.model.layers.rotary import RotaryTable
+from tokenmill.model.state.specs import ConvolutionSpec
 
 
 class Norm:
@@ -139,6 +140,23 @@ class Columns:
         return self.plain
 
 
+class Convolved:
+    """The output of a convolution, computed once, when it is known whether the scan behind it does that itself."""
+
+    def __init__(self, spec: ConvolutionSpec, x: Tensor, compute: Callable[[], Tensor]) -> None:
+        self.spec, self.x, self._compute = spec, x, compute
+        self._plain: Tensor | None = None
+
+    @property
+    def is_computed(self) -> bool:
+        return self._plain is not None
+
+    def plain(self) -> Tensor:
+        if self._plain is None:
+            self._plain = self._compute()
+        return self._plain
+
+
 def tensor(value: Any) -> Tensor:
     """A value as a plain tensor."""
     if isinstance(value, Tensor):
@@ -147,7 +165,7 @@ def tensor(value: Any) -> Tensor:
         return value.norm.total
     if isinstance(value, Columns):
         return value.tensor
-    assert isinstance(value, (Norm, Gate)), type(value)
+    assert isinstance(value, (Norm, Gate, Convolved)), type(value)
     return value.plain()
 
 
