@@ -153,21 +153,22 @@ def _layers() -> Iterator[tuple[str, Any, int]]:
             yield f"{model} {kind}", GpuExperts(gate_up, down, spec), experts
 
 
-RECURRENT = {  # op: widths of its rows, shape of a state, arguments after states and places
-    "convolve": ((8448,), (3, 8448), (torch.empty(4, 8448), torch.empty(8448))),
-    "mamba_scan": ((8192, 8192, 16, 16), (8192, 16), (torch.empty(8192, 16), torch.empty(8192))),
-    "mamba2_scan": ((8448, 128), (128, 64, 128), (torch.empty(128), torch.empty(128), torch.empty(128), 1)),
-    "delta_scan": ((8192, 32, 32), (32, 128, 128), (torch.empty(32), torch.empty(32), 16)),
-}
+RECURRENT = (  # op, widths of its rows, shape of a state, arguments after states and places
+    ("convolve", (8448,), (3, 8448), (torch.empty(4, 8448), torch.empty(8448))),
+    ("mamba_scan", (8192, 8192, 16, 16), (8192, 16), (torch.empty(8192, 16), torch.empty(8192))),
+    ("mamba2_scan", (8448, 128), (128, 64, 128), (torch.empty(128), torch.empty(128), torch.empty(128), 1)),
+    ("mamba2_scan", (3584, 24), (24, 128, 256), (torch.empty(24), torch.empty(24), torch.empty(24), 1)),
+    ("delta_scan", (8192, 32, 32), (32, 128, 128), (torch.empty(32), torch.empty(32), 16)),
+)
 
 
 def _compile_recurrent(compilation: Compilation, names: list[str]) -> None:
-    """A Mamba-2 hybrid of 8B, Qwen3-Next and Jamba: decode steps of few and many rows, prompts."""
+    """Bamba, Falcon-H1 (larger states), Qwen3-Next and Jamba: decode steps of few and many rows, prompts."""
     from tokenmill.kernels import triton as gpu
 
-    for op, (widths, state, arguments) in RECURRENT.items():
+    for op, widths, state, arguments in RECURRENT:
         for tokens, sequences in ((1, 1), (256, 256), (2048, 1), (2048, 63)):
-            compilation.case = f"recurrent {op} {tokens} {sequences}"
+            compilation.case = f"recurrent {op} {state[-1]} {tokens} {sequences}"
             if not all(part in compilation.case for part in names):
                 continue
             rows = [torch.empty(tokens, width, dtype=torch.bfloat16) for width in widths]

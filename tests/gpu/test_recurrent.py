@@ -22,7 +22,9 @@ from tokenmill import LLM, SamplingParams
 from tokenmill.model.layers.experts import expert_layers
 
 LENGTH = 20 if ON_GPU else 3
-NEAR_TIE = 0.1  # in log-probability: bf16 weights and activations against float32, of weights larger than usual ones
+NEAR_TIE = 0.1  # in log-probability: bf16 activations against float32, with weights larger than usual ones
+NAMES = ["bamba", "qwen3_next-experts"]
+MORE = ["mamba", "mamba2", "jamba", "granitemoehybrid-experts", "falcon_h1", "qwen3_5"]
 COMMON: dict[str, Any] = {"context": 96, "page_size": 16, "batch_tokens": 24, "concurrency": 4, "memory": 64 << 20}
 
 
@@ -37,9 +39,16 @@ def folder(request: pytest.FixtureRequest, folders: dict[str, Path], tmp_path_fa
     pytest.importorskip("transformers")
     name = request.param
     if name not in folders:
-        folders[name] = tmp_path_factory.mktemp(name)
-        make(name, folders[name])
-        write_tokenizer(folders[name])
+        path = tmp_path_factory.mktemp(name)
+        try:
+            model = make(name, path)
+        except (AttributeError, KeyError, TypeError, ValueError) as problem:
+            if name in NAMES:
+                raise
+            pytest.skip(f"this version of transformers makes no {name}: {type(problem).__name__}: {problem}")
+        model.to(torch.bfloat16).save_pretrained(path)  # both engines read the same numbers
+        write_tokenizer(path)
+        folders[name] = path
     return folders[name]
 
 
@@ -56,10 +65,6 @@ def engine(folder: Path, executor: str, **options: Any) -> Iterator[LLM]:
 def spec(folder: Path) -> Iterator[LLM]:
     with LLM(folder, device="cpu", kernels="ref", executor="eager", kv_cache_dtype="float32", **COMMON) as llm:
         yield llm
-
-
-NAMES = ["bamba", "qwen3_next-experts"]
-MORE = ["mamba", "mamba2", "jamba", "granitemoehybrid-experts", "falcon_h1", "qwen3_5"]
 
 
 @pytest.mark.parametrize(

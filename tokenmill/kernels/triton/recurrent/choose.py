@@ -14,6 +14,7 @@ import torch
 from tokenmill.kernels.triton.shared.launch import num_processors, power_of_two
 
 _STEP_PROGRAMS = 16  # of a step, for each processor
+_STATE_NUMBERS = 8192  # of a Mamba 2 state that a program has in registers
 # Rows of a step up to which its scan computes the convolution as well: one launch less, but all programs of a head, or
 # of a group of heads, compute the channels that they share.
 _CONVOLVED_ROWS = 64
@@ -32,12 +33,13 @@ def mamba(channels: int, step: bool) -> Tiling:
     return Tiling(min(power_of_two(channels), 32), chunk=16)
 
 
-def mamba2(dim: int, programs: int, step: bool, device: torch.device) -> Tiling:
-    """`programs`: heads of all sequences; `dim`: rows of a state."""
+def mamba2(dim: int, size: int, programs: int, step: bool, device: torch.device) -> Tiling:
+    """`programs`: heads of all sequences; `dim` rows of a state, of `size` numbers."""
     if step:
-        return Tiling(_divide(dim, programs, _STEP_PROGRAMS * num_processors(device)))
-    block = _divide(dim, programs, num_processors(device) // 2)
-    return Tiling(block, chunk=64, warps=8 if block > 32 else 4, stages=2)  # with 4, blocks of 64 spill
+        return Tiling(_divide(dim, size, programs, _STEP_PROGRAMS * num_processors(device)))
+    block = _divide(dim, size, programs, num_processors(device) // 2)
+    large = block * size > _STATE_NUMBERS // 2
+    return Tiling(block, chunk=64, warps=8 if large else 4, stages=2)  # with 4 warps, large ones spill
 
 
 def delta(value: int, step: bool) -> Tiling:
@@ -65,8 +67,9 @@ def candidates(op: str, step: bool) -> list[Tiling]:
     return [Tiling(block, *pair, stages) for block in (16, 32, 64) for pair in pairs for stages in (1, 2, 3)]
 
 
-def _divide(dim: int, programs: int, wanted: int) -> int:
-    block = min(power_of_two(dim, 16), 64)
+def _divide(dim: int, size: int, programs: int, wanted: int) -> int:
+    """Rows of a state of a program: as many as registers allow, fewer where there would be too few programs."""
+    block = min(power_of_two(dim, 16), 64, max(16, _STATE_NUMBERS // power_of_two(size, 16)))
     while block > 16 and programs * -(-dim // block) < wanted:
         block //= 2
     return block

@@ -65,6 +65,6 @@ def gated_norm(
     _gated_norm[(triton.cdiv(rows * per_row, slices),)](
         x, gate, weight, out, rows * per_row, eps, float(gate_scale), width, x.stride(0), gate.stride(0),
         PER_ROW=per_row, WEIGHTS=weight.numel() // width, SLICES=slices, BLOCK=block, NORM_FIRST=norm_first,
-        PDL=uses_pdl(device), **options(device, 8 if block > 2048 else 4, 1),
+        PDL=uses_pdl(device), **options(device, max(4, min(16, block // 512)), 1),
     )  # fmt: skip
     return out

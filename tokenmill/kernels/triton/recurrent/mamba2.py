@@ -216,7 +216,7 @@ def mamba2_scan(
         "BLOCK_SIZE": power_of_two(size, 16),
         "PDL": uses_pdl(device),
     }
-    tiling = tiling or choose.mamba2(dim, num_seqs * heads, is_step(xbc, slots), device)
+    tiling = tiling or choose.mamba2(dim, size, num_seqs * heads, is_step(xbc, slots), device)
     grid = (num_seqs, heads, triton.cdiv(dim, tiling.block))
     constants |= {"BLOCK": tiling.block} | options(device, tiling.warps, tiling.stages)
     if is_step(xbc, slots):
