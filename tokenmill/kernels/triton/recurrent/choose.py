@@ -56,15 +56,15 @@ def candidates(op: str, step: bool) -> list[Tiling]:
     """For tuning: all that may be worth a measurement."""
     if op == "delta_scan":
         chunk = 0 if step else 16
-        return [Tiling(block, chunk, warps) for block in (16, 32, 64) for warps in (1, 2, 4, 8)]
+        return [Tiling(block, chunk, warps) for block in (16, 32, 64) for warps in (2, 4, 8)]
     if op == "mamba_scan" and step:
-        return [Tiling(block, 0, warps) for block in (32, 64, 128, 256) for warps in (2, 4, 8)]
+        return [Tiling(block, 0, warps) for block in (32, 64, 128) for warps in (2, 4, 8)]
     if op == "mamba_scan":
         return [Tiling(block, chunk, 4) for block in (8, 16, 32) for chunk in (8, 16, 32)]
     if step:
-        return [Tiling(block, 0, warps) for block in (16, 32, 64) for warps in (1, 2, 4, 8)]
-    pairs = [(chunk, warps) for chunk in (32, 64, 128) for warps in (4, 8)]
-    return [Tiling(block, *pair, stages) for block in (16, 32, 64) for pair in pairs for stages in (1, 2, 3)]
+        return [Tiling(block, 0, warps) for block in (16, 32, 64) for warps in (2, 4, 8)]
+    pairs = [(32, 4), (64, 4), (64, 8), (128, 8)]
+    return [Tiling(block, *pair, stages) for block in (32, 64) for pair in pairs for stages in (1, 2)]
 
 
 def _divide(dim: int, size: int, programs: int, wanted: int) -> int:
