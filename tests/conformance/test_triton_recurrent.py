@@ -75,6 +75,13 @@ def states_apart(states: Tensor) -> Tensor:
     return whole.to(DEVICE)[:, : states[0].numel()].unflatten(1, states.shape[1:])
 
 
+def copied(states: Tensor) -> Tensor:
+    """A copy whose slots lie as far apart: with other strides the compiler may sum in another order."""
+    copy = states_apart(states.cpu())
+    assert copy.stride() == states.stride()
+    return copy
+
+
 def on_device(parameters: Sequence[Any]) -> list[Any]:
     return [each.to(DEVICE) if isinstance(each, Tensor) else each for each in parameters]
 
@@ -177,13 +184,13 @@ def test_padding_changes_nothing(name: str) -> None:
     case = small_case(name)
     given = [apart(each, torch.float32) for each in case.inputs(40)]
     states = states_apart(random(SLOTS, *case.state, seed=9))
-    padded_states = states.clone()
+    padded_states = copied(states)
     wanted = run_kernel(case, [each[:22] for each in given], states, [4, 1], [0, 17, 22])
     got = run_kernel(case, given, padded_states, [4, 1, -1, -1], [0, 17, 22, 22, 22])
     assert torch.equal(got[:22], wanted)
     assert got.isfinite().all()
     assert torch.equal(padded_states, states)
-    before = states.clone()
+    before = copied(states)
     run_kernel(case, given, states, [-1, -1, -1], [0, 0, 0, 0])
     steps = run_kernel(case, [each[:3] for each in given], states, [-1, 2, -1], [0, 1, 2, 3])
     alone = run_kernel(case, [each[1:2] for each in given], before, [2], [0, 1])
@@ -197,7 +204,7 @@ def test_states_can_be_written_to_other_slots(name: str, lengths: list[int]) -> 
     case, starts = small_case(name), [0, lengths[0], sum(lengths)]
     given = [apart(each, torch.float32) for each in case.inputs(sum(lengths))]
     states = states_apart(random(SLOTS, *case.state, seed=9))
-    in_place = states.clone()
+    in_place = copied(states)
     wanted = run_kernel(case, given, in_place, [5, 0], starts)
     before = states.clone()
     got = run_kernel(case, given, states, [5, 0], starts, targets=[6, 2])
@@ -221,7 +228,7 @@ def test_a_scan_that_convolves_is_both_ops(name: str, dtype: torch.dtype, biased
     ):
         given = [apart(each, dtype) for each in case.inputs(starts[-1])]
         states = [states_apart(random(SLOTS, *shape, seed=9)) for shape in ((3, width), case.state)]
-        apart_states = [each.clone() for each in states]
+        apart_states = [copied(each) for each in states]
         places = torch.tensor(slots, device=DEVICE), torch.tensor(starts, dtype=torch.int32, device=DEVICE)
         arguments, written = on_device(case.parameters), torch.tensor(targets, device=DEVICE)
         rows = gpu.convolve(given[0], apart_states[0], *places, weight, bias, written)
