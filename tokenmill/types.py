@@ -278,9 +278,10 @@ class Batch:
     max_seq: int  # longest seq_len
     # [T] int64, trees of drafts only: bit j where a token sees the j-th of its sequence's tokens in this step
     ancestors: Tensor | None = None
-    # Recurrent layers only: the state slot of each sequence, [S] int64; the slots of those that begin; and the numbers
-    # of those with drafts, whose states stay as they are until it is known which drafts hold
+    # Recurrent layers only: where the state of each sequence is, [S] int64; the slots of those that begin; and the
+    # numbers of those with drafts, whose states stay as they are until it is known which drafts hold
     state_slots: Tensor | None = None
+    state_targets: Tensor | None = None  # [S] int64: the slots that states are written to; None: the same
     begins: tuple[int, ...] = ()
     drafted: tuple[int, ...] = ()
     all_hidden: bool = True  # False: only logits are needed, so a forward pass may skip other rows where it can

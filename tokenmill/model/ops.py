@@ -126,7 +126,7 @@ class Ops(Protocol):
 
 
 class WithoutRecurrence:
-    """Base of Ops without the ops of recurrent layers: who uses them declines models that have such layers."""
+    """Base of Ops without the ops of recurrent layers: the recorded program, which declines models that have them."""
 
     def split(self, x: Value, widths: Sequence[int], heads: int = 1) -> list[Value]:
         raise NotImplementedError
