@@ -104,6 +104,10 @@ def is_log_decays(name: str) -> bool:
     return name.endswith(_LOG_DECAYS)
 
 
+def is_decays(name: str) -> bool:
+    return name.endswith(_DECAYS)
+
+
 def stored_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Of a tensor by its canonical name: convolutions as Hugging Face has them, [channels, 1, width]."""
     return (shape[0], 1, shape[1]) if name.endswith(_CONVOLUTION) and len(shape) == 2 else shape

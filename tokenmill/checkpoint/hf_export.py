@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 from tokenmill.checkpoint.base import Checkpoint
 from tokenmill.checkpoint.description import ModelDescription, RopeScaling, differences
 from tokenmill.checkpoint.gguf_families import FAMILIES, STORED_AS
-from tokenmill.checkpoint.gguf_recurrent import is_log_decays
+from tokenmill.checkpoint.gguf_recurrent import is_decays, is_log_decays
 from tokenmill.checkpoint.hf_config import describe
-from tokenmill.checkpoint.mixers import LatentAttention
+from tokenmill.checkpoint.mixers import LatentAttention, Recurrent
 from tokenmill.checkpoint.rope_divisors import fit_llama3
 from tokenmill.errors import CheckpointError
 
@@ -52,12 +52,10 @@ def exported_description(checkpoint: Checkpoint) -> ModelDescription:
     """
     description = checkpoint.description
     export = _export_of(description)
-    table = description.rope_table("full")
-    scaling = table.scaling
     if ROPE_DIVISORS in checkpoint:
+        table = description.rope_table("full")
         divisors = checkpoint.tensor(ROPE_DIVISORS).data.double().tolist()
-        scaling = fit_llama3(divisors, table.rotary_dim, table.theta)
-    description = description.with_rope_scaling("full", scaling)
+        description = description.with_rope_scaling("full", fit_llama3(divisors, table.rotary_dim, table.theta))
     offset = export.norm_offset
     return replace(description, rope_interleaved=export.interleaved, norm_offset=offset, vision_parameters=0)
 
@@ -68,6 +66,8 @@ def to_hf_layout(name: str, weight: Tensor, description: ModelDescription) -> Te
     `weight` is a float tensor, or for a q or k projection any per-row part of it (codes, scales): rows of each head go
     from pairs (2i, 2i + 1) to pairs (i, i + head_dim / 2). Norms lose what a GGUF has added to them (Gemma's one).
     """
+    if is_decays(name):
+        return (-weight.float()).log()
     export = _export_of(description)
     if description.rope_interleaved and not export.interleaved and any(part in name for part in _ROTATED):
         head = description.head_dim
@@ -75,6 +75,11 @@ def to_hf_layout(name: str, weight: Tensor, description: ModelDescription) -> Te
         return pairs.transpose(1, 2).reshape(weight.shape)
     offset = description.norm_offset - export.norm_offset
     return weight.float() + offset if offset and name.endswith(_NORM_ENDING) else weight
+
+
+def hf_tensor_name(name: str) -> str:
+    """The canonical name under which a Hugging Face file has this tensor: decays are stored as logarithms."""
+    return f"{name}_log" if is_decays(name) else name
 
 
 def to_gguf_layout(name: str, weight: Tensor, description: ModelDescription) -> Tensor:
@@ -293,6 +298,41 @@ def _deepseek_keys(description: ModelDescription) -> dict[str, Any]:
     }
 
 
+def _mamba_keys(description: ModelDescription) -> dict[str, Any]:
+    """Of models that have nothing but Mamba layers."""
+    d = description
+    (m,) = d.layers[0].mixers
+    assert isinstance(m, Recurrent)
+    if m.inner % d.hidden_size:
+        raise CheckpointError(
+            f"no Hugging Face model type has {m.inner} channels of a hidden size of {d.hidden_size}",
+            "choose a GGUF format for it",
+        )
+    low, high = m.time_step_limits
+    by_head = {"num_heads": m.num_heads, "head_dim": m.head_dim, "n_groups": m.num_groups} if m.num_heads else {}
+    return {
+        "layer_norm_epsilon": d.norm_eps,
+        "intermediate_size": m.inner,
+        "expand": m.inner // d.hidden_size,
+        "state_size": m.state_size,
+        "conv_kernel": m.convolution,
+        "use_bias": m.input_bias,
+        "use_conv_bias": m.convolution_bias,
+        "hidden_act": "silu",
+        "residual_in_fp32": True,
+        "mixer_rms_eps": m.step_norm_eps,
+        **by_head,
+        **({"time_step_rank": m.rank} if m.rank else {"time_step_limit": [low, high]}),
+    }
+
+
+def _stored_keys(description: ModelDescription) -> dict[str, Any]:
+    raise CheckpointError(
+        f"a config.json of architecture '{description.architecture}' cannot be written, only taken over",
+        "give a checkpoint that has one",
+    )
+
+
 def _layer_types(description: ModelDescription) -> list[str]:
     return [f"{kind}_attention" for kind in description.layer_kinds]
 
@@ -319,6 +359,16 @@ _EXPORTS = {
     "gpt_oss": _Export("gpt_oss", "GptOssForCausalLM", _expert_keys),
     "deepseek_v2": _Export("deepseek_v2", "DeepseekV2ForCausalLM", _deepseek_keys),
     "deepseek_v3": _Export("deepseek_v3", "DeepseekV3ForCausalLM", _deepseek_keys),
+    "mamba": _Export("mamba", "MambaForCausalLM", _mamba_keys),
+    "mamba2": _Export("mamba2", "Mamba2ForCausalLM", _mamba_keys),
+    "falcon_mamba": _Export("falcon_mamba", "FalconMambaForCausalLM", _mamba_keys),
+    "jamba": _Export("jamba", "JambaForCausalLM", _stored_keys),
+    "bamba": _Export("bamba", "BambaForCausalLM", _stored_keys),
+    "granitemoehybrid": _Export("granitemoehybrid", "GraniteMoeHybridForCausalLM", _stored_keys),
+    "falcon_h1": _Export("falcon_h1", "FalconH1ForCausalLM", _stored_keys),
+    "qwen3_next": _Export("qwen3_next", "Qwen3NextForCausalLM", _stored_keys, norm_offset=1.0),
+    "qwen3_5": _Export("qwen3_5_text", "Qwen3_5ForCausalLM", _stored_keys, norm_offset=1.0),
+    "qwen3_5_moe": _Export("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", _stored_keys, norm_offset=1.0),
 }
 # Llama with windows is stored under another model type.
 _SLIDING_EXPORTS = {"llama": _Export("mistral", "MistralForCausalLM", _mistral_keys)}
@@ -337,6 +387,8 @@ def _export_of(description: ModelDescription) -> _Export:
 
 
 def _rope(description: ModelDescription) -> dict[str, Any]:
+    if not description.rope_tables:
+        return {}
     full = description.rope_table("full")
     theta, scaling = full.theta, full.scaling
     settings = _rope_scaling(scaling)

@@ -10,11 +10,15 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from tokenmill.checkpoint.base import Checkpoint
+from tokenmill.checkpoint.configs.tensor_names import naming_of, stored_name
 from tokenmill.checkpoint.description import ModelDescription
 from tokenmill.checkpoint.hf_export import export_config, export_tokenizer, generation_config
+from tokenmill.checkpoint.safetensors import read_json
 from tokenmill.model.formats.files.base import FileFormat
 from tokenmill.quantize.recipe import Recipe
 from tokenmill.quantize.shards import join_files
@@ -33,18 +37,36 @@ def assemble(
     recipe: Recipe,
     file_format: type[FileFormat],
     dtype: str,
+    kept: Sequence[str] = (),
 ) -> dict[str, str]:
-    """Every file but the card, in `workspace.result`; the SHA-256 of each file with weights."""
+    """Every file but the card, in `workspace.result`; the SHA-256 of each file with weights. `kept`: matrices that no
+    recipe quantizes."""
     directory = workspace.result
+    rename = partial(stored_name, naming_of(description.architecture))
     with full_disk_explained(workspace.path):
         directory.mkdir(exist_ok=True)
-        digests = join_files([workspace.edges, *map(workspace.block, range(num_blocks))], directory)
-        config = export_config(description, dtype)
-        config["quantization_config"] = file_format.quantization_config(recipe.scheme_of, [HEAD, *recipe.ignored])
+        files = [workspace.edges, *map(workspace.block, range(num_blocks))]
+        digests = join_files(files, directory, rename=rename)
+        config = _config(checkpoint, description, dtype)
+        schemes = {rename(name): scheme for name, scheme in recipe.scheme_of.items()}
+        ignored = [rename(name) for name in (HEAD, *recipe.ignored, *kept)]
+        config["quantization_config"] = file_format.quantization_config(schemes, ignored)
         _write_json(directory / "config.json", config)
         _write_json(directory / "generation_config.json", generation_config(description))
         export_tokenizer(checkpoint, directory)
     return digests
+
+
+def _config(checkpoint: Checkpoint, description: ModelDescription, dtype: str) -> dict[str, Any]:
+    """Of models with recurrent layers the source's own, where it has one: no two families spell them alike."""
+    stored = checkpoint.path / "config.json"
+    if not any(layer.states for layer in description.kv_layers()) or not stored.is_file():
+        return export_config(description, dtype)
+    config: dict[str, Any] = read_json(stored)
+    if "text_config" in config:  # the text part of a larger model
+        return export_config(description, dtype)
+    config.pop("quantization_config", None)
+    return {**config, "tie_word_embeddings": description.tie_embeddings, "dtype": dtype, "torch_dtype": dtype}
 
 
 def move_into_place(workspace: Workspace, out: Path) -> None:

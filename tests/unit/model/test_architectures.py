@@ -91,13 +91,6 @@ def test_the_quantizer_declines_by_the_same_name(tmp_path: Path) -> None:
             read()
 
 
-def test_the_quantizer_declines_recurrent_layers(tmp_path: Path) -> None:
-    make("mamba", tmp_path)
-    for read in (lambda: SourceModel(open_checkpoint(tmp_path), 8), lambda: ConvertSource(tmp_path)):
-        with pytest.raises(UserError, match="'mamba' has recurrent layers"):
-            read()
-
-
 @pytest.mark.parametrize("name", RECURRENT)
 def test_described_matrices_of_recurrent_models_are_the_loaded_ones(name: str, tmp_path: Path) -> None:
     """By shape: families name them differently, and Granite's hybrid joins gate and up. The gate of a shared expert
