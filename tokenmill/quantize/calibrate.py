@@ -75,9 +75,7 @@ class CalibratedBlock:
         self.device = device
         self.groups: Sequence[LinearGroup] = source.groups(index)
         self.kept = frozenset(source.kept_names(index))  # matrices that are never quantized
-        self.of_states = frozenset(
-            source.state_names(index)
-        )  # vectors and arrays, stored under these names as they are
+        self.of_states = frozenset(source.state_names(index))  # no matrices, stored as they are
         self.head_dim = source.description.head_dim
         self.tensors = {name: tensor.to(device) for name, tensor in source.read_block(index).items()}
         self._block = source.block(index)

@@ -15,7 +15,7 @@ from tests.parity.tiny_recurrent import RECURRENT
 from tokenmill.checkpoint.hf_config import describe
 from tokenmill.checkpoint.matrices import edge_matrices, layer_matrices
 from tokenmill.checkpoint.open import open_checkpoint
-from tokenmill.errors import CheckpointError, UserError
+from tokenmill.errors import CheckpointError
 from tokenmill.model.architectures import architecture_of
 from tokenmill.model.loader import load_model
 from tokenmill.quantize.convert_source import ConvertSource
