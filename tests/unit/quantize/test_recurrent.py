@@ -168,7 +168,7 @@ def test_codes_of_a_hybrid_move_between_formats(tmp_path: Path) -> None:
 
 
 def assert_same_names(a: Path, b: Path) -> None:
-    names = [{name for name in load_file(folder / "model.safetensors")} for folder in (a, b)]
+    names = [set(load_file(folder / "model.safetensors")) for folder in (a, b)]
     assert names[0] == names[1]
 
 
