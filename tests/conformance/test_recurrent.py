@@ -57,7 +57,7 @@ CASES: dict[str, list[Callable[[int], Case]]] = {
     "convolve": [
         lambda rows: _convolve(rows, 24, 4, True),
         lambda rows: _convolve(rows, 517, 3, False),
-        lambda rows: _convolve(rows, 5, 1, True),
+        lambda rows: _convolve(rows, 5, 2, True),
     ],
     "mamba_scan": [
         lambda rows: _mamba(rows, 24, 16),
