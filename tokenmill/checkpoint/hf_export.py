@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import isinf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -309,6 +310,7 @@ def _mamba_keys(description: ModelDescription) -> dict[str, Any]:
             "choose a GGUF format for it",
         )
     low, high = m.time_step_limits
+    limits = [low, {"__float__": "Infinity"} if isinf(high) else high]  # as transformers spells it
     by_head = {"num_heads": m.num_heads, "head_dim": m.head_dim, "n_groups": m.num_groups} if m.num_heads else {}
     return {
         "layer_norm_epsilon": d.norm_eps,
@@ -322,7 +324,7 @@ def _mamba_keys(description: ModelDescription) -> dict[str, Any]:
         "residual_in_fp32": True,
         "mixer_rms_eps": m.step_norm_eps,
         **by_head,
-        **({"time_step_rank": m.rank} if m.rank else {"time_step_limit": [low, high]}),
+        **({"time_step_rank": m.rank} if m.rank else {"time_step_limit": limits}),
     }
 
 
