@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from math import isinf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,8 @@ from tokenmill.checkpoint.description import ModelDescription, RopeScaling, diff
 from tokenmill.checkpoint.gguf_families import FAMILIES, STORED_AS
 from tokenmill.checkpoint.gguf_recurrent import is_decays, is_log_decays
 from tokenmill.checkpoint.hf_config import describe
-from tokenmill.checkpoint.mixers import LatentAttention, Recurrent
+from tokenmill.checkpoint.hf_export_recurrent import mamba_keys, stored_keys
+from tokenmill.checkpoint.mixers import LatentAttention
 from tokenmill.checkpoint.rope_divisors import fit_llama3
 from tokenmill.errors import CheckpointError
 
@@ -299,42 +299,6 @@ def _deepseek_keys(description: ModelDescription) -> dict[str, Any]:
     }
 
 
-def _mamba_keys(description: ModelDescription) -> dict[str, Any]:
-    """Of models that have nothing but Mamba layers."""
-    d = description
-    (m,) = d.layers[0].mixers
-    assert isinstance(m, Recurrent)
-    if m.inner % d.hidden_size:
-        raise CheckpointError(
-            f"no Hugging Face model type has {m.inner} channels of a hidden size of {d.hidden_size}",
-            "choose a GGUF format for it",
-        )
-    low, high = m.time_step_limits
-    limits = [low, {"__float__": "Infinity"} if isinf(high) else high]  # as transformers spells it
-    by_head = {"num_heads": m.num_heads, "head_dim": m.head_dim, "n_groups": m.num_groups} if m.num_heads else {}
-    return {
-        "layer_norm_epsilon": d.norm_eps,
-        "intermediate_size": m.inner,
-        "expand": m.inner // d.hidden_size,
-        "state_size": m.state_size,
-        "conv_kernel": m.convolution,
-        "use_bias": m.input_bias,
-        "use_conv_bias": m.convolution_bias,
-        "hidden_act": "silu",
-        "residual_in_fp32": True,
-        "mixer_rms_eps": m.step_norm_eps,
-        **by_head,
-        **({"time_step_rank": m.rank} if m.rank else {"time_step_limit": limits}),
-    }
-
-
-def _stored_keys(description: ModelDescription) -> dict[str, Any]:
-    raise CheckpointError(
-        f"a config.json of architecture '{description.architecture}' cannot be written, only taken over",
-        "give a checkpoint that has one",
-    )
-
-
 def _layer_types(description: ModelDescription) -> list[str]:
     return [f"{kind}_attention" for kind in description.layer_kinds]
 
@@ -361,16 +325,16 @@ _EXPORTS = {
     "gpt_oss": _Export("gpt_oss", "GptOssForCausalLM", _expert_keys),
     "deepseek_v2": _Export("deepseek_v2", "DeepseekV2ForCausalLM", _deepseek_keys),
     "deepseek_v3": _Export("deepseek_v3", "DeepseekV3ForCausalLM", _deepseek_keys),
-    "mamba": _Export("mamba", "MambaForCausalLM", _mamba_keys),
-    "mamba2": _Export("mamba2", "Mamba2ForCausalLM", _mamba_keys),
-    "falcon_mamba": _Export("falcon_mamba", "FalconMambaForCausalLM", _mamba_keys),
-    "jamba": _Export("jamba", "JambaForCausalLM", _stored_keys),
-    "bamba": _Export("bamba", "BambaForCausalLM", _stored_keys),
-    "granitemoehybrid": _Export("granitemoehybrid", "GraniteMoeHybridForCausalLM", _stored_keys),
-    "falcon_h1": _Export("falcon_h1", "FalconH1ForCausalLM", _stored_keys),
-    "qwen3_next": _Export("qwen3_next", "Qwen3NextForCausalLM", _stored_keys, norm_offset=1.0),
-    "qwen3_5": _Export("qwen3_5_text", "Qwen3_5ForCausalLM", _stored_keys, norm_offset=1.0),
-    "qwen3_5_moe": _Export("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", _stored_keys, norm_offset=1.0),
+    "mamba": _Export("mamba", "MambaForCausalLM", mamba_keys),
+    "mamba2": _Export("mamba2", "Mamba2ForCausalLM", mamba_keys),
+    "falcon_mamba": _Export("falcon_mamba", "FalconMambaForCausalLM", mamba_keys),
+    "jamba": _Export("jamba", "JambaForCausalLM", stored_keys),
+    "bamba": _Export("bamba", "BambaForCausalLM", stored_keys),
+    "granitemoehybrid": _Export("granitemoehybrid", "GraniteMoeHybridForCausalLM", stored_keys),
+    "falcon_h1": _Export("falcon_h1", "FalconH1ForCausalLM", stored_keys),
+    "qwen3_next": _Export("qwen3_next", "Qwen3NextForCausalLM", stored_keys, norm_offset=1.0),
+    "qwen3_5": _Export("qwen3_5_text", "Qwen3_5ForCausalLM", stored_keys, norm_offset=1.0),
+    "qwen3_5_moe": _Export("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", stored_keys, norm_offset=1.0),
 }
 # Llama with windows is stored under another model type.
 _SLIDING_EXPORTS = {"llama": _Export("mistral", "MistralForCausalLM", _mistral_keys)}
