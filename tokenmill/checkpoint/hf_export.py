@@ -328,13 +328,8 @@ _EXPORTS = {
     "mamba": _Export("mamba", "MambaForCausalLM", mamba_keys),
     "mamba2": _Export("mamba2", "Mamba2ForCausalLM", mamba_keys),
     "falcon_mamba": _Export("falcon_mamba", "FalconMambaForCausalLM", mamba_keys),
-    "jamba": _Export("jamba", "JambaForCausalLM", stored_keys),
-    "bamba": _Export("bamba", "BambaForCausalLM", stored_keys),
-    "granitemoehybrid": _Export("granitemoehybrid", "GraniteMoeHybridForCausalLM", stored_keys),
-    "falcon_h1": _Export("falcon_h1", "FalconH1ForCausalLM", stored_keys),
-    "qwen3_next": _Export("qwen3_next", "Qwen3NextForCausalLM", stored_keys, norm_offset=1.0),
-    "qwen3_5": _Export("qwen3_5_text", "Qwen3_5ForCausalLM", stored_keys, norm_offset=1.0),
-    "qwen3_5_moe": _Export("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", stored_keys, norm_offset=1.0),
+    **dict.fromkeys(("jamba", "bamba", "granitemoehybrid", "falcon_h1"), _Export("", "", stored_keys)),
+    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe"), _Export("", "", stored_keys, norm_offset=1.0)),
 }
 # Llama with windows is stored under another model type.
 _SLIDING_EXPORTS = {"llama": _Export("mistral", "MistralForCausalLM", _mistral_keys)}
