@@ -5,6 +5,7 @@ Hybrids spell the same things in many ways; `quantize` and `convert` copy the co
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import isinf
 from typing import Any
 
@@ -40,6 +41,18 @@ def mamba_keys(description: ModelDescription) -> dict[str, Any]:
         **by_head,
         **({"time_step_rank": m.rank} if m.rank else {"time_step_limit": limits}),
     }
+
+
+def taken_over(config: Mapping[str, Any], dtype: str, tied: bool) -> dict[str, Any]:
+    """The source's own config.json for the unquantized text model in it; `tied`: its head is the embedding."""
+    text = config.get("text_config")
+    if isinstance(text, Mapping):
+        names = config.get("architectures") or ()
+        classes = [str(name).replace("ForConditionalGeneration", "ForCausalLM") for name in names]
+        config = {**config, "architectures": classes, **text}
+    left_out = ("text_config", "vision_config", "quantization_config")
+    kept = {key: value for key, value in config.items() if key not in left_out}
+    return {**kept, "tie_word_embeddings": tied, "dtype": dtype, "torch_dtype": dtype}
 
 
 def stored_keys(description: ModelDescription) -> dict[str, Any]:

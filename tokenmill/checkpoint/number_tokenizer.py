@@ -1,7 +1,7 @@
 """Stand-in tokenizers for models without one: tokens are written as numbers. Imports no torch.
 
-With made-up weights (benchmarks) any text is as good as another, and its bytes are the tokens. A real model would answer
-nonsense to these: its prompts are token ids, and text is refused.
+With made-up weights (benchmarks) any text is as good as another, and its bytes are the tokens. A real model would
+answer nonsense to these: its prompts are token ids, and text is refused.
 """
 
 from __future__ import annotations

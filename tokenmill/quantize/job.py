@@ -42,7 +42,7 @@ from tokenmill.quantize.edges import Edges
 from tokenmill.quantize.finish import GATE_CONTEXT, GateRequest, conclude
 from tokenmill.quantize.forecast import MIB, Forecast, check_memory, forecast_job, gate_memory, peak_bytes
 from tokenmill.quantize.mixed_job import choose_schemes
-from tokenmill.quantize.output import assemble, directory_bytes, file_digest, weight_files
+from tokenmill.quantize.output import assemble, directory_bytes, file_digest, float_config, weight_files
 from tokenmill.quantize.recipe import Recipe, RecipeRequest, build_recipe
 from tokenmill.quantize.source import SourceModel
 from tokenmill.quantize.workspace import Workspace
@@ -132,6 +132,7 @@ def prepare(job: QuantizeJob) -> PreparedJob:
     recipe = build_recipe(job.recipe, shapes)
     file_format = _choose_format(job.format, recipe, shapes)
     dtype = _choose_dtype(job.dtype, source)
+    float_config(checkpoint, source.description, _dtype_name(dtype))  # refused here rather than after hours
     calibration = None
     if recipe.needs_calibration:
         template = load_chat_template(path)
@@ -181,7 +182,7 @@ def run_job(prepared: PreparedJob, on_block: Progress = lambda _done, _all, _lef
         on_block(index + 1, source.num_blocks, spent * (source.num_blocks - index - 1))
         check_memory(job.memory)
     del states
-    dtype_name = str(prepared.dtype).removeprefix("torch.")
+    dtype_name = _dtype_name(prepared.dtype)
     digests = assemble(
         workspace,
         source.num_blocks,
@@ -281,6 +282,10 @@ def _choose_format(name: str, recipe: Recipe, shapes: Mapping[str, tuple[int, in
         except UserError as error:
             reasons.append(str(error))
     raise UserError(f"no format holds what {recipe.method} makes: {reasons[0]}", "choose another scheme")
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _choose_dtype(name: str, source: SourceModel) -> torch.dtype:

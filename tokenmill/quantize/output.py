@@ -18,6 +18,7 @@ from tokenmill.checkpoint.base import Checkpoint
 from tokenmill.checkpoint.configs.tensor_names import naming_of, stored_name
 from tokenmill.checkpoint.description import ModelDescription
 from tokenmill.checkpoint.hf_export import export_config, export_tokenizer, generation_config
+from tokenmill.checkpoint.hf_export_recurrent import taken_over
 from tokenmill.checkpoint.safetensors import read_json
 from tokenmill.model.formats.files.base import FileFormat
 from tokenmill.quantize.recipe import Recipe
@@ -47,7 +48,7 @@ def assemble(
         directory.mkdir(exist_ok=True)
         files = [workspace.edges, *map(workspace.block, range(num_blocks))]
         digests = join_files(files, directory, rename=rename)
-        config = _config(checkpoint, description, dtype)
+        config = float_config(checkpoint, description, dtype)
         schemes = {rename(name): scheme for name, scheme in recipe.scheme_of.items()}
         ignored = [rename(name) for name in (HEAD, *recipe.ignored, *kept)]
         config["quantization_config"] = file_format.quantization_config(schemes, ignored)
@@ -57,16 +58,13 @@ def assemble(
     return digests
 
 
-def _config(checkpoint: Checkpoint, description: ModelDescription, dtype: str) -> dict[str, Any]:
-    """Of models with recurrent layers the source's own, where it has one: no two families spell them alike."""
+def float_config(checkpoint: Checkpoint, description: ModelDescription, dtype: str) -> dict[str, Any]:
+    """config.json, but for how weights are quantized. Of models with recurrent layers the source's own, where it has
+    one: no two families spell them alike."""
     stored = checkpoint.path / "config.json"
-    if not any(layer.states for layer in description.kv_layers()) or not stored.is_file():
-        return export_config(description, dtype)
-    config: dict[str, Any] = read_json(stored)
-    if "text_config" in config:  # the text part of a larger model
-        return export_config(description, dtype)
-    config.pop("quantization_config", None)
-    return {**config, "tie_word_embeddings": description.tie_embeddings, "dtype": dtype, "torch_dtype": dtype}
+    if any(layer.states for layer in description.kv_layers()) and stored.is_file():
+        return taken_over(read_json(stored), dtype, description.tie_embeddings)
+    return export_config(description, dtype)
 
 
 def move_into_place(workspace: Workspace, out: Path) -> None:
