@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from tokenmill.checkpoint.base import Checkpoint
 from tokenmill.checkpoint.description import ModelDescription, RopeScaling, differences
 from tokenmill.checkpoint.gguf_families import FAMILIES, STORED_AS
-from tokenmill.checkpoint.gguf_recurrent import is_decays, is_log_decays
+from tokenmill.checkpoint.gguf_recurrent import has_offset, is_decays, is_log_decays
 from tokenmill.checkpoint.hf_config import describe
 from tokenmill.checkpoint.hf_export_recurrent import mamba_keys, stored_keys
 from tokenmill.checkpoint.mixers import LatentAttention
@@ -42,7 +42,6 @@ class _Export:
 _ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
 _DTYPES = ("bfloat16", "float16", "float32")
 _ROTATED = (".self_attn.q_proj.", ".self_attn.k_proj.")
-_NORM_ENDING = "norm.weight"
 
 
 def exported_description(checkpoint: Checkpoint) -> ModelDescription:
@@ -75,7 +74,7 @@ def to_hf_layout(name: str, weight: Tensor, description: ModelDescription) -> Te
         pairs = weight.reshape(weight.shape[0] // head, head // 2, 2, *weight.shape[1:])
         return pairs.transpose(1, 2).reshape(weight.shape)
     offset = description.norm_offset - export.norm_offset
-    return weight.float() + offset if offset and name.endswith(_NORM_ENDING) else weight
+    return weight.float() + offset if offset and has_offset(name) else weight
 
 
 def hf_tensor_name(name: str) -> str:
@@ -93,7 +92,7 @@ def to_gguf_layout(name: str, weight: Tensor, description: ModelDescription) -> 
         halves = weight.reshape(weight.shape[0] // head, 2, head // 2, *weight.shape[1:])
         return halves.transpose(1, 2).reshape(weight.shape)
     offset = description.norm_offset
-    return weight.float() + offset if offset and name.endswith(_NORM_ENDING) else weight
+    return weight.float() + offset if offset and has_offset(name) else weight
 
 
 def export_config(description: ModelDescription, dtype: str = "bfloat16") -> dict[str, Any]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tokenmill.checkpoint.base import Checkpoint
+from tokenmill.checkpoint.gguf_recurrent import has_offset
 from tokenmill.checkpoint.hf_export import ROPE_DIVISORS, exported_description, hf_tensor_name, to_hf_layout
 from tokenmill.checkpoint.open import open_checkpoint
 from tokenmill.errors import UserError
@@ -140,7 +141,7 @@ class ConvertSource:
 
     def as_used(self, name: str) -> Tensor:
         """A vector as the model computes with it: norms with what the file leaves out."""
-        if name.endswith("norm.weight"):
+        if has_offset(name):
             return self._value(self._stored_names[name]) + self.checkpoint.description.norm_offset
         return self.vector(name)
 

@@ -93,7 +93,8 @@ def _group(weights: Sequence[LinearWeight], norm: Norm | None, name: Name) -> Li
 
 def _gates(mixer: GatedDeltaRule) -> list[LinearWeight]:
     """The inputs behind q, k, v and z: decays and weights of updates, a row or two for each head."""
-    return mixer.inputs[1:] if mixer.joined else mixer.inputs[2:]
+    large = ("qkvz", "qkv", "z")
+    return [weight for name, weight in zip(mixer.input_names, mixer.inputs, strict=True) if name not in large]
 
 
 def _experts(block: HybridBlock) -> Experts | None:

@@ -14,7 +14,9 @@ from safetensors.torch import load_file
 
 from tests.parity import tiny_models
 from tests.parity.engine_logits import engine_logits
+from tests.parity.gguf_models import CHANGED
 from tests.parity.tiny_recurrent import RECURRENT, _mamba2
+from tests.unit.quantize.ggml.test_export import save_tokenizer
 from tests.unit.quantize.test_convert import add_tokenizer, assert_same_numbers
 from tokenmill.checkpoint.configs.tensor_names import canonical, naming_of, stored_name
 from tokenmill.checkpoint.open import open_checkpoint
@@ -22,6 +24,7 @@ from tokenmill.errors import UserError
 from tokenmill.quantize.calibrate import CalibratedBlock, HiddenStates
 from tokenmill.quantize.convert import convert
 from tokenmill.quantize.finish import GateRequest
+from tokenmill.quantize.ggml.export import quantize_gguf
 from tokenmill.quantize.gguf_job import GGUFJob, collect_importance
 from tokenmill.quantize.job import QuantizeJob, prepare, run_job
 from tokenmill.quantize.recipe import RecipeRequest
@@ -154,6 +157,26 @@ def test_a_gguf_and_back(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(
         engine_logits(tmp_path / "back", IDS, "eager"), engine_logits(model, IDS, "eager"), rtol=1e-4, atol=1e-4
     )
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["jamba-experts", "granitemoehybrid", "granitemoehybrid-experts", "falcon_h1", "falcon_h1-plain", "qwen3_next"],
+)
+def test_a_gguf_of_a_hybrid(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Multipliers in the weights, joined matrices apart: it computes the same."""
+    if name in CHANGED:
+        monkeypatch.setitem(tiny_models.CONFIGS, name, CHANGED[name])
+    model, there, again = tmp_path / "model", tmp_path / "there.gguf", tmp_path / "again.gguf"
+    tiny_models.make(name, model)
+    save_tokenizer(model, "qwen2")
+    quantize_gguf(open_checkpoint(model), there, "F32")
+    expected = engine_logits(model, IDS, "eager")
+    torch.testing.assert_close(engine_logits(there, IDS, "eager"), expected, rtol=1e-4, atol=1e-4)
+    quantize_gguf(open_checkpoint(there), again, "F32")
+    assert torch.equal(engine_logits(again, IDS, "eager"), engine_logits(there, IDS, "eager"))
+    with pytest.raises(UserError, match="cannot be written, only taken over"):
+        prepare(_job(there, tmp_path / "out", RecipeRequest("rtn", bits=8, group_size=16)))
 
 
 def test_codes_of_a_hybrid_move_between_formats(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from tokenmill.model.attention.latent import HeadProjections, LatentSpec
 from tokenmill.model.formats.base import LinearWeight
 from tokenmill.model.formats.stacks import ExpertStacks
 from tokenmill.model.kvstore.base import KVStore
-from tokenmill.model.layers.experts import Experts
+from tokenmill.model.layers.experts import expert_layers
 from tokenmill.model.layers.rotary import RotaryTable
 from tokenmill.model.loader import LoadedModel
 from tokenmill.model.state.specs import ConvolutionSpec, ScanSpec
@@ -70,8 +70,7 @@ class RecordedExecutor(BatchedExecutor):
             kernel = weight.kernel.run if weight.kernel is not None else None
             if kernel is not None and not isinstance(kernel, (CpuLinear, HeadProjections)):
                 return f"{name} ({weight.type_name}) has no C++ kernel"
-        mlps: list[Any] = [getattr(block.mlp, "experts", block.mlp) for block in model.decoder.blocks]
-        activations = {mlp.routing.activation for mlp in mlps if isinstance(mlp, Experts)}
+        activations = {layer.routing.activation for layer in expert_layers(model.decoder.blocks)}
         if activations - _EXPERT_ACTIVATIONS:
             return f"experts with activation {', '.join(sorted(activations - _EXPERT_ACTIVATIONS))} have no C++ kernel"
         table = model.decoder.embedding
