@@ -3,6 +3,7 @@ the files are those that transformers reads."""
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests.parity import tiny_models
 from tests.parity.engine_logits import engine_logits
@@ -104,6 +105,34 @@ def test_states_keep_their_precision_in_a_file_of_halves(tmp_path: Path) -> None
     types = {each.rpartition("mixer.")[2]: tensor.dtype for each, tensor in stored.items() if ".layers.0." in each}
     assert {types[each] for each in ("A_log", "D", "dt_proj.weight", "dt_proj.bias")} == {torch.float32}
     assert types["conv1d.weight"] == torch.bfloat16
+
+
+def test_the_text_part_of_a_larger_model(tmp_path: Path) -> None:
+    """As Qwen3.5 is published: beside an image tower, and with layers for drafts."""
+    plain, model, out = tmp_path / "plain", tmp_path / "model", tmp_path / "out"
+    tiny_models.make("qwen3_5", plain)
+    text = json.loads((plain / "config.json").read_text())
+    model.mkdir()
+    wrapper = {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "model_type": "qwen3_5",
+        "text_config": text,
+        "vision_config": {"model_type": "qwen3_5", "hidden_size": 32, "depth": 1},
+        "image_token_id": 7,
+    }
+    (model / "config.json").write_text(json.dumps(wrapper))
+    tensors = load_file(plain / "model.safetensors")
+    renamed = {name.replace("model.", "model.language_model.", 1): each for name, each in tensors.items()}
+    others = ("model.visual.blocks.0.norm1.weight", "mtp.fc.weight")
+    save_file({**renamed, **{name: torch.ones(4, 4) for name in others}}, model / "model.safetensors")
+    assert torch.equal(engine_logits(model, IDS, "eager"), engine_logits(plain, IDS, "eager"))
+    add_tokenizer(model)
+    run_job(prepare(_job(model, out, RecipeRequest("rtn", bits=8, group_size=16), dtype="float32")))
+    config = json.loads((out / "config.json").read_text())
+    assert config["architectures"] == ["Qwen3_5ForCausalLM"]
+    assert config["model_type"] == text["model_type"]
+    assert not {"text_config", "vision_config"} & set(config)
+    assert _distance(plain, out) < 0.05
 
 
 @pytest.fixture(scope="module")
