@@ -4,7 +4,8 @@
 // heads, attention or recurrent op, or a layer of experts by itself.
 // Replaying is one pool run: all threads walk the stages together and meet at a barrier after each. When few rows are
 // computed, every thread does the row-wise part for itself in private memory, which saves the barrier before the product.
-// After the last attention or recurrent op rows no longer meet: where only the head reads the result, only its rows go on from there.
+// After the last attention or recurrent op rows no longer meet: where only the head reads the result, only its rows go
+// on from there.
 // Knows nothing of Python or of models; recorded by runtime/recorded.py through bind_program.cpp.
 #pragma once
 
