@@ -87,7 +87,7 @@ def _exported(d: ModelDescription, name: str, shapes: dict[str, tuple[int, ...]]
     """What a tensor is in the file; nothing for a part of another, which llama.cpp reads as one matrix."""
     family = gguf_family(d)
     # Two norms side by side have other names than one behind the other.
-    names = (SECOND_NORM,) if not family.norms and d.layers[0].norms == "parallel_norms" else ()
+    names: tuple[str, ...] = (SECOND_NORM,) if not family.norms and d.layers[0].norms == "parallel_norms" else ()
     if "experts" in d.features():
         names = (*names, gguf_hybrid.ROUTER)
     joined = ([_GATE_UP] if family.fused_mlp else []) + ([_QKV] if family.fused_qkv else [])

@@ -108,7 +108,8 @@ def values(d: ModelDescription, family: GGUFFamily) -> dict[str, Value]:
         sizes = {"inner_size": m.num_heads * m.value_dim, "state_size": m.key_dim, "group_count": m.num_key_heads}
         recurs = [layer.kind == "recurrent" for layer in d.layers]
         interval = recurs.index(False) + 1 if False in recurs else d.num_layers + 1
-        found |= {_RECURRENT_LAYERS: recurs, _INTERVAL: interval}  # the second is all that older readers know
+        found[_RECURRENT_LAYERS] = recurs
+        found[_INTERVAL] = interval  # all that older readers know
     else:
         if not family.side_by_side and m.inner != 2 * d.hidden_size:
             raise _refused(d, f"twice the hidden size only, this one has {m.inner} channels of {d.hidden_size}")

@@ -146,7 +146,7 @@ class Hybrid(Decoder):
         else:
             self.head = reader.linear("lm_head", d.vocab_size, d.hidden_size)
 
-    def stored_names(self, _reader: WeightReader) -> TensorNames:
+    def stored_names(self, reader: WeightReader) -> TensorNames:  # noqa: ARG002
         """As this file has them."""
         return self.names
 
