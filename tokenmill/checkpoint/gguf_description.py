@@ -51,10 +51,8 @@ def describe(
 ) -> ModelDescription:
     """`shapes` are those of the tensors, by canonical name; `numbers` reads a small float vector."""
     stored_as = read_architecture(metadata, label)
-    family = FAMILIES[stored_as]
     fields = Fields(metadata, label, DAMAGED, prefix=f"{stored_as}.")
-    if family.hybrid and not _has_rope(fields, family):
-        family = replace(family, positions="none")
+    family = _with_positions(FAMILIES[stored_as], fields)
     draft_layers = fields.integer("nextn_predict_layers", 0, low=0)
     num_layers = fields.integer("block_count") - draft_layers
     if num_layers > len(shapes):
@@ -72,18 +70,17 @@ def describe(
         tables = _rope_tables(fields, family, mixer.head_dim, "sliding" in kinds, numbers)
         mlp_bias = any(f"{_FIRST}.{name}.up_proj.bias" in shapes for name in ("mlp", "feed_forward"))
         mlp = FeedForward(_dense_size(fields), family.gated, family.activation, bias=mlp_bias)
-    mixers: list[Mixer] = [mixer] * num_layers
+    mixers: list[tuple[Mixer, ...]] = [(mixer,)] * num_layers
     if isinstance(mixer, Attention):
-        mixers = [*_attentions(mixer, family, kinds, window, len(tables) > 1)]
-    by_layer: list[tuple[Mixer, ...]] = [(each,) for each in mixers]
+        mixers = [(each,) for each in _attentions(mixer, family, kinds, window, len(tables) > 1)]
     if family.hybrid:
-        by_layer = gguf_hybrid.mixers(fields, family, mixers, hidden_size, f"{_FIRST}.mamba.norm.weight" in shapes)
+        mixers = gguf_hybrid.mixers(fields, family, mixers, hidden_size, f"{_FIRST}.mamba.norm.weight" in shapes)
     norms = _norms(fields, family, shapes)
     description = ModelDescription(
         architecture=_architecture(fields, family, mixer, "sliding" in kinds),
         model_type=stored_as,
         hidden_size=hidden_size,
-        layers=tuple(LayerDescription(each, mlp, norms) for each in by_layer),
+        layers=tuple(LayerDescription(each, mlp, norms) for each in mixers),
         vocab_size=vocab_size,
         context_length=fields.integer("context_length"),
         norm_eps=fields.number(f"attention.layer_norm_{'rms_' if family.norm == 'rms' else ''}epsilon"),
@@ -106,6 +103,11 @@ def describe(
     )
     has_experts = fields.integer("expert_count", 0, low=0) > 0
     return with_experts(description, fields, shapes, stored_as) if has_experts else description
+
+
+def _with_positions(family: GGUFFamily, fields: Fields) -> GGUFFamily:
+    """Hybrids without rotary embedding have no positions at all."""
+    return replace(family, positions="none") if family.hybrid and not _has_rope(fields, family) else family
 
 
 def _dense_size(fields: Fields) -> int:

@@ -70,7 +70,7 @@ def num_kv_heads(fields: Fields) -> int:
 
 
 def mixers(
-    fields: Fields, family: GGUFFamily, attentions: Sequence[Mixer], hidden_size: int, normed: bool
+    fields: Fields, family: GGUFFamily, attentions: Sequence[tuple[Mixer, ...]], hidden_size: int, normed: bool
 ) -> list[tuple[Mixer, ...]]:
     """Of each layer. `attentions`: what each would have if it had attention; `normed`: there are norms in mixers."""
     recurrent = read_mixer(fields, family.hybrid, hidden_size)
@@ -79,9 +79,9 @@ def mixers(
         recurrent = replace(recurrent, step_norms="weighted", step_norm_eps=eps)
     if family.side_by_side:
         recurrent = recurrent if normed else replace(recurrent, norm="")
-        return [(attention, recurrent) for attention in attentions]
+        return [(*attention, recurrent) for attention in attentions]
     recurs = _recurrent_layers(fields, family, len(attentions))
-    return [(recurrent if each else attention,) for attention, each in zip(attentions, recurs, strict=True)]
+    return [(recurrent,) if each else attention for attention, each in zip(attentions, recurs, strict=True)]
 
 
 def _recurrent_layers(fields: Fields, family: GGUFFamily, num_layers: int) -> list[bool]:

@@ -183,16 +183,7 @@ def run_job(prepared: PreparedJob, on_block: Progress = lambda _done, _all, _lef
         check_memory(job.memory)
     del states
     dtype_name = _dtype_name(prepared.dtype)
-    digests = assemble(
-        workspace,
-        source.num_blocks,
-        prepared.checkpoint,
-        edges.description,
-        recipe,
-        prepared.file_format,
-        dtype_name,
-        [name for index in range(source.num_blocks) for name in source.kept_names(index)],
-    )
+    digests = assemble(workspace, source, edges.description, recipe, prepared.file_format, dtype_name)
     layers = [layer for index in range(source.num_blocks) for layer in from_plain(workspace.block_report(index))]
     bits = 8.0 * sum(layer.num_bytes for layer in layers) / sum(layer.num_weights for layer in layers)
     content = CardContent(

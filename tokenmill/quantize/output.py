@@ -23,7 +23,7 @@ from tokenmill.checkpoint.safetensors import read_json
 from tokenmill.model.formats.files.base import FileFormat
 from tokenmill.quantize.recipe import Recipe
 from tokenmill.quantize.shards import join_files
-from tokenmill.quantize.source import HEAD
+from tokenmill.quantize.source import HEAD, SourceModel
 from tokenmill.quantize.workspace import Workspace, full_disk_explained
 
 CARD, REASON = "README.md", "reason.txt"
@@ -32,29 +32,27 @@ _CHUNK = 8 << 20
 
 def assemble(
     workspace: Workspace,
-    num_blocks: int,
-    checkpoint: Checkpoint,
+    source: SourceModel,
     description: ModelDescription,
     recipe: Recipe,
     file_format: type[FileFormat],
     dtype: str,
-    kept: Sequence[str] = (),
 ) -> dict[str, str]:
-    """Every file but the card, in `workspace.result`; the SHA-256 of each file with weights. `kept`: matrices that no
-    recipe quantizes."""
-    directory = workspace.result
+    """Every file but the card, in `workspace.result`; the SHA-256 of each file with weights."""
+    directory, blocks = workspace.result, range(source.num_blocks)
     rename = partial(stored_name, naming_of(description.architecture))
     with full_disk_explained(workspace.path):
         directory.mkdir(exist_ok=True)
-        files = [workspace.edges, *map(workspace.block, range(num_blocks))]
+        files = [workspace.edges, *map(workspace.block, blocks)]
         digests = join_files(files, directory, rename=rename)
-        config = float_config(checkpoint, description, dtype)
+        config = float_config(source.checkpoint, description, dtype)
         schemes = {rename(name): scheme for name, scheme in recipe.scheme_of.items()}
+        kept = [name for index in blocks for name in source.kept_names(index)]
         ignored = [rename(name) for name in (HEAD, *recipe.ignored, *kept)]
         config["quantization_config"] = file_format.quantization_config(schemes, ignored)
         _write_json(directory / "config.json", config)
         _write_json(directory / "generation_config.json", generation_config(description))
-        export_tokenizer(checkpoint, directory)
+        export_tokenizer(source.checkpoint, directory)
     return digests
 
 
