@@ -37,7 +37,6 @@ _GRANITE = {"gate": "shared_mlp.gate_proj", "up": "shared_mlp.up_proj", "down": 
 _GATE_UP = ".shared_mlp.input_linear.weight"  # Hugging Face: the rows of gate and up in one matrix
 _QKVZ = ".linear_attn.in_proj_qkvz.weight"
 _REMEDY = "choose a safetensors format"
-REARRANGED = ("granitemoehybrid", "falcon_h1", "qwen3_next")  # whose matrices a GGUF cuts, reorders or multiplies
 
 
 def layer_names(stored_as: str, names: Collection[str]) -> dict[str, str]:
@@ -126,6 +125,11 @@ def values(d: ModelDescription, family: GGUFFamily) -> dict[str, Value]:
 
 def _refused(d: ModelDescription, words: str) -> CheckpointError:
     return CheckpointError(f"llama.cpp has '{d.architecture}' with {words}", _REMEDY)
+
+
+def rearranges(d: ModelDescription) -> bool:
+    """Whether a GGUF cuts, reorders or multiplies matrices of this model."""
+    return d.architecture in ("granitemoehybrid", "falcon_h1", "qwen3_next")
 
 
 def parts(name: str, shape: tuple[int, ...], d: ModelDescription) -> list[tuple[str, Ranges]]:

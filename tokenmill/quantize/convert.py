@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from tokenmill.checkpoint.gguf import GGUFCheckpoint
-from tokenmill.checkpoint.gguf_hybrid import REARRANGED
+from tokenmill.checkpoint.gguf_hybrid import rearranges
 from tokenmill.errors import UserError, unknown_name
 from tokenmill.model.formats.coded import type_name
 from tokenmill.model.formats.files import FILE_FORMATS
@@ -136,7 +136,7 @@ def _plan_gguf(source: ConvertSource, dtype: torch.dtype | None) -> ConvertPlan:
         raise UserError(
             f"{source.checkpoint.path} is a GGUF already", "use `tokenmill quantize --type` for other types in it"
         )
-    if source.description.architecture in REARRANGED:
+    if rearranges(source.description):
         raise UserError(
             f"the matrices of '{source.description.architecture}' lie otherwise in a GGUF: their codes cannot be moved",
             "use `tokenmill quantize --format gguf`",
