@@ -37,6 +37,15 @@ def test_a_request_that_names_no_budget_gets_the_default(own: CacheControl | Non
     assert _intake().request([1, 2], SamplingParams(cache=own)).params.cache == own
 
 
+def test_no_tokenizer_writes_no_structured_output() -> None:
+    intake = Intake(missing_tokenizer("model", 100), 100, [2], 64, 0)
+    assert intake.request([1, 2], SamplingParams()).prompt_ids == [1, 2]
+    with pytest.raises(UserError, match="model has no tokenizer"):
+        intake.request("text", SamplingParams())
+    with pytest.raises(UserError, match="no tokenizer to write text with"):
+        intake.request([1, 2], SamplingParams(structured=StructuredSpec("regex", "a+")))
+
+
 def test_what_the_engine_cannot_keep_is_refused() -> None:
     def refuse(params: SamplingParams) -> None:
         if params.cache is not None:
@@ -64,12 +73,3 @@ def test_prompts_that_begin_as_the_last_one_are_checked_all_the_same() -> None:
     shorter = intake.request(start[:600], SamplingParams())
     shorter.token_ids.append(1)
     assert intake.request(start[:700], SamplingParams()).prompt_ids == start[:700]
-
-
-def test_no_tokenizer_writes_no_structured_output() -> None:
-    intake = Intake(missing_tokenizer("model", 100), 100, [2], 64, 0)
-    assert intake.request([1, 2], SamplingParams()).prompt_ids == [1, 2]
-    with pytest.raises(UserError, match="model has no tokenizer"):
-        intake.request("text", SamplingParams())
-    with pytest.raises(UserError, match="no tokenizer to write text with"):
-        intake.request([1, 2], SamplingParams(structured=StructuredSpec("regex", "a+")))
