@@ -129,7 +129,7 @@ def test_a_joined_matrix_falls_into_all_of_its_rows() -> None:
 
 
 def test_multipliers_become_a_part_of_the_weights() -> None:
-    attention = Attention(2, 1, 4, 4, scale=2.0, output_scale=3.0)
+    attention = Attention(2, 1, 4, 4, rope="", scale=2.0, output_scale=3.0)
     multipliers = (1.0, 2.0, 3.0, 4.0, 5.0)
     mixer = Recurrent("mamba2", 4, 4, 2, num_heads=2, num_groups=1, multipliers=multipliers, output_scale=6.0)
     d = _model("falcon_h1", attention, mixer, embedding_scale=7.0, logit_scale=8.0)
