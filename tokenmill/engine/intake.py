@@ -21,6 +21,8 @@ _CHUNK = 512  # tokens that are compared at once
 class Encoding(Protocol):
     """What is needed of a tokenizer here."""
 
+    reads_text: bool
+
     def encode(self, text: str, add_special_tokens: bool = True, parse_special: bool = False) -> list[int]: ...
 
 
@@ -77,6 +79,8 @@ class Intake:
         structured = params.structured
         if structured is not None and not self._eos_ids:
             raise UserError("the model has no end-of-text token", "leave structured output out")
+        if structured is not None and not self._tokenizer.reads_text:
+            raise UserError("the model has no tokenizer to write text with", "leave structured output out")
         params = self._with_budget(params)
         if self._check is not None:
             self._check(params)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from tokenmill.checkpoint.number_tokenizer import missing_tokenizer
 from tokenmill.engine.intake import Intake
 from tokenmill.errors import UserError
-from tokenmill.types import CacheControl, SamplingParams
+from tokenmill.types import CacheControl, SamplingParams, StructuredSpec
 
 
 class _NoTokenizer:
+    reads_text = True
+
     def encode(self, text: str, add_special_tokens: bool = True, parse_special: bool = False) -> list[int]:
         raise AssertionError((text, add_special_tokens, parse_special))
 
@@ -32,6 +35,15 @@ def test_a_request_that_names_no_budget_gets_the_default(own: CacheControl | Non
     intake = _intake(budget=CacheControl(policy="h2o", budget=40))
     assert intake.request([1, 2], SamplingParams(cache=own)).params.cache == budget
     assert _intake().request([1, 2], SamplingParams(cache=own)).params.cache == own
+
+
+def test_no_tokenizer_writes_no_structured_output() -> None:
+    intake = Intake(missing_tokenizer("model", 100), 100, [2], 64, 0)
+    assert intake.request([1, 2], SamplingParams()).prompt_ids == [1, 2]
+    with pytest.raises(UserError, match="model has no tokenizer"):
+        intake.request("text", SamplingParams())
+    with pytest.raises(UserError, match="no tokenizer to write text with"):
+        intake.request([1, 2], SamplingParams(structured=StructuredSpec("regex", "a+")))
 
 
 def test_what_the_engine_cannot_keep_is_refused() -> None:

@@ -44,7 +44,9 @@ class ToolStyle:
             matching = [name for name in TOOL_PARSERS if in_template and TOOL_PARSERS.get(name).writes(source)]
             parser = TOOL_PARSERS.get(matching[0] if matching else _FALLBACK)
             reason = "from the chat template" if matching else "default: the chat template does not tell"
-        marker = tokenizer.encode(parser.marker, add_special_tokens=False, parse_special=True) if parser.marker else []
+        marker: list[int] = []
+        if parser.marker and tokenizer.reads_text:
+            marker = tokenizer.encode(parser.marker, add_special_tokens=False, parse_special=True)
         return cls(parser, in_template, len(marker) == 1 and marker[0] in tokenizer.special_ids, reason)
 
     def for_template(
