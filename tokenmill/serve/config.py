@@ -24,6 +24,8 @@ from tokenmill.config import (
 )
 from tokenmill.errors import UserError
 
+FILES_PATH = "/v1/files"
+_FORM_BYTES = 1 << 16  # of an upload, beside the file
 KEY_VARIABLE = "TOKENMILL_API_KEY"
 SSL_PASSWORD_VARIABLE = "TOKENMILL_SSL_KEYFILE_PASSWORD"
 
@@ -168,6 +170,24 @@ class ServeConfig:
         parse=parse_size,
         low=1 << 20,
     )
+    files_dir: str = option(
+        "",
+        "Folder for /v1/files and /v1/batches: what clients upload and what batches answer. Off without it.",
+        metavar="DIR",
+    )
+    max_files_size: int = option(
+        1 << 30,
+        "Maximum size of all files in --files-dir, such as 1GiB; each API key may fill an equal part of it.",
+        metavar="SIZE",
+        parse=parse_size,
+        low=1 << 16,
+    )
+    batch_concurrency: int = option(
+        0,
+        "Requests of batches in flight at most, where the engine has idle slots; 0 for as many as it has slots.",
+        metavar="REQUESTS",
+        low=0,
+    )
     access_log: bool = option(True, "Log one JSON line per request to stderr, never with prompt text.")
 
     def __post_init__(self) -> None:
@@ -189,6 +209,11 @@ class ServeConfig:
     def for_context(self, context: int) -> ServeConfig:
         """With the limits that follow from the context of the model, where none is set."""
         return replace(self, max_body_bytes=self.max_body_bytes or min((1 << 20) + 32 * context, 8 << 20))
+
+    def body_limit(self, path: str) -> int:
+        """Bytes of the body of a request to `path`: an upload may be as large as all files."""
+        is_upload = bool(self.files_dir) and path.endswith(FILES_PATH)
+        return self.max_files_size + _FORM_BYTES if is_upload else self.max_body_bytes
 
     def all_keys(self) -> tuple[str, ...]:
         """Keys from flags and from the environment."""

@@ -25,6 +25,7 @@ from tokenmill.config import EngineConfig
 from tokenmill.errors import UserError
 from tokenmill.log import get_logger
 from tokenmill.serve.config import ServeConfig
+from tokenmill.serve.files.store import FileStore
 from tokenmill.serve.supervision.engine_client import EngineClient
 from tokenmill.serve.supervision.signals import StopSignals, end_within, in_daemon_thread
 from tokenmill.serve.supervision.startup import StartupReport
@@ -91,6 +92,7 @@ async def _serve(
     engine: EngineClient | None = None
     workers: WorkerPool | None = None
     traffic_log: TrafficLog | None = None
+    files: FileStore | None = None
     key_watch = KeyWatch(keys, config.all_keys(), config.api_keys_file)
     reload = asyncio.Event()
     if config.api_keys_file or tls is not None:  # else SIGHUP ends the server, as a terminal that closes should
@@ -102,17 +104,20 @@ async def _serve(
             return
         names = config.served_model_name or (model,)
         traffic_log = await _open_traffic_log(config, names[0])
+        if config.files_dir:
+            files = await in_daemon_thread(lambda: FileStore(config.files_dir, config.max_files_size))
         report.phase("starting the engine")
-        engine = _make_engine(path, config, engine_config, report)
-        workers = _text_workers(path, engine_config.load_format, config)
+        engine = make_engine(path, config, engine_config, report)
+        workers = make_text_workers(path, engine_config.load_format, config)
         secret = await _cache_secret(config, engine_config, keys)
-        started = await signals.unless_told(_start(path, engine_config.load_format, engine))
+        started = await signals.unless_told(start_engine(path, engine_config.load_format, engine))
         if started is None:
             return
         service_class, identity, tokenizer, template = started
         service = service_class(config, names, engine, identity, tokenizer, template, workers, secret)
         if traffic_log is not None:
             service.record_traffic(traffic_log)
+        service.files = files
         report.phase("opening the port")
         from tokenmill.serve.app import make_server
 
@@ -123,6 +128,8 @@ async def _serve(
         report.ready(address, {"server": _shown_settings(config, keys, service), "engine": service.identity.options})
         if announce is not None:
             announce({"url": address, "model": service.names[0], "engine": service.identity.options})
+        if service.batches is not None:
+            service.batches.start()
         reloading = asyncio.create_task(_reload_keys(key_watch, service, reload))
         await signals.unless_told(asyncio.shield(serving))
         reloading.cancel()
@@ -135,6 +142,8 @@ async def _serve(
             await engine.close(0.0 if signals.hurry.is_set() else _CLOSE_SECONDS)
         if traffic_log is not None:
             await in_daemon_thread(traffic_log.close)
+        if files is not None:
+            files.close()
         if signals.told.is_set():
             end_within(_EXIT_SECONDS)
 
@@ -145,7 +154,7 @@ async def _open_traffic_log(config: ServeConfig, name: str) -> TrafficLog | None
     return await in_daemon_thread(lambda: TrafficLog(config.traffic_log, name, config.traffic_log_size))
 
 
-def _make_engine(path: Path, config: ServeConfig, engine_config: EngineConfig, report: StartupReport) -> EngineClient:
+def make_engine(path: Path, config: ServeConfig, engine_config: EngineConfig, report: StartupReport) -> EngineClient:
     steps = str(Path(config.traffic_log).expanduser()) if config.traffic_log else ""
     return EngineClient(path, engine_config, config.stall_timeout, report.phase, config.spare_engine, steps)
 
@@ -157,7 +166,7 @@ def _shown_settings(config: ServeConfig, keys: KeyRing, service: Service) -> dic
     return settings
 
 
-def _text_workers(path: Path, load_format: str, config: ServeConfig) -> WorkerPool:
+def make_text_workers(path: Path, load_format: str, config: ServeConfig) -> WorkerPool:
     """They start in the background, at low priority: requests wait for them, "ready" does not."""
     from tokenmill.serve.workers.jobs import Setup
     from tokenmill.serve.workers.pool import WorkerPool
@@ -169,7 +178,7 @@ def _text_workers(path: Path, load_format: str, config: ServeConfig) -> WorkerPo
     return workers
 
 
-async def _start(
+async def start_engine(
     path: Path, load_format: str, engine: EngineClient
 ) -> tuple[type[Service], Ready, Tokenizer, ChatTemplate | None]:
     """The engine process starts while this one imports the web framework and builds the tokenizer."""
@@ -219,6 +228,8 @@ async def _cache_secret(config: ServeConfig, engine_config: EngineConfig, keys: 
 async def _drain(service: Service, server: HttpServer, serving: asyncio.Task[None], signals: StopSignals) -> None:
     """Accept no new requests; those in flight finish within the timeout or get an error event."""
     service.admission.draining = True
+    if service.batches is not None:
+        await service.batches.close()  # the next start goes on with them
     limit, left = service.config.shutdown_timeout, service.engine.num_in_flight
     _log.warning("shutting down: %d requests in flight, waiting up to %.0f s", left, limit)
     deadline = asyncio.get_running_loop().time() + limit

@@ -22,8 +22,10 @@ from tokenmill.engine.intake import Intake
 from tokenmill.engine.messages import Ready
 from tokenmill.engine.stats import EngineStats
 from tokenmill.errors import UserError
+from tokenmill.serve.batches.runner import BatchRunner
 from tokenmill.serve.config import ServeConfig
 from tokenmill.serve.errors import ApiError, deadline_passed
+from tokenmill.serve.files.store import FileStore
 from tokenmill.serve.generation import Generation, Member
 from tokenmill.serve.metrics import Metrics
 from tokenmill.serve.supervision.engine_client import EngineClient
@@ -100,6 +102,8 @@ class Service:
         self._tickets: dict[Generation, Ticket] = {}
         self._timers: dict[Generation, asyncio.TimerHandle] = {}  # to the deadlines of those without a token
         self.traffic_log: TrafficLog | None = None
+        self.files: FileStore | None = None
+        self.batches: BatchRunner | None = None
         self._num_steps = 0  # of the engine, when its statistics last came
         engine.observe(self)
 
@@ -126,6 +130,13 @@ class Service:
             if error.status == 429:
                 self.metrics.add("admission_rejections", 1.0, error.code or "other")
             raise
+
+    def has_room(self, client: Client) -> bool:
+        """Whether a row of a batch may start: the engine computes, a slot is idle, and the key keeps a place for live
+        requests where its limits leave it more than one."""
+        limits = ((client.num_active, client.max_parallel), (client.num_sequences, client.max_sequences))
+        own = all(number < max(1, limit - 1) for number, limit in limits if limit)
+        return own and self.engine.state == "ready" and self.admission.has_idle_slot
 
     def charge(self, client: Client, num_tokens: int = 0, num_requests: int = 1) -> None:
         """On the quota of a key: what never enters the engine, be it answered or refused."""

@@ -80,6 +80,7 @@ class Client:
     max_priority: int | None = None  # most urgent number
     max_queue_share: float | None = None
     max_pinned_share: float | None = None
+    owner: str = field(default="", init=False)  # whose files and batches are its own, also after a restart
     num_keys: int = field(default=1, init=False)  # of the server
     withdrawn: bool = field(default=False, init=False)
     num_active: int = field(default=0, init=False)  # HTTP requests
@@ -121,6 +122,7 @@ class Client:
         for each in fields(Client):
             if each.init:
                 setattr(self, each.name, getattr(other, each.name))
+        self.owner = other.owner
         self._fit_buckets()
 
     def share_with(self, num_keys: int) -> None:
@@ -182,6 +184,12 @@ class KeyRing:
         digest = digest_of(key or "")
         known, client = self._clients.get(digest, (bytes(len(digest)), None))
         return client if hmac.compare_digest(known, digest) and key else None
+
+    def owned_by(self, owner: str) -> Client | None:
+        """The client that this owner is at present; None if it has no key."""
+        if self.open:
+            return self._anonymous if owner == self._anonymous.owner else None
+        return next((client for _, client in self._clients.values() if client.owner == owner), None)
 
     def replace(self, entries: Sequence[tuple[bytes, Client]]) -> list[Client]:
         """Use these keys from now on. Clients of a name that stays keep their use; returns those that are gone."""

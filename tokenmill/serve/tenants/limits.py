@@ -56,7 +56,7 @@ class Admission:
 
     def __init__(self, num_slots: int, max_queued_requests: int, max_queued_tokens: int, pace: Pace) -> None:
         self.pace = pace
-        self._num_slots = num_slots
+        self.num_slots = num_slots
         self._max_waiting = num_slots + max_queued_requests
         self._max_tokens = max_queued_tokens
         self._waiting_clients: set[Client] = set()
@@ -111,7 +111,12 @@ class Admission:
 
     def predict(self, num_tokens: int) -> float:
         """Seconds to the first token of a prompt that would arrive now."""
-        return self.pace.predict_ttft(self.waiting_tokens, num_tokens, self.num_active, self._num_slots)
+        return self.pace.predict_ttft(self.waiting_tokens, num_tokens, self.num_active, self.num_slots)
+
+    @property
+    def has_idle_slot(self) -> bool:
+        """Whether one more sequence would start at once."""
+        return not self.draining and self.num_active < self.num_slots
 
     def started(self, ticket: Ticket, num_tokens: int) -> None:
         """One of the ticket's prompts has its first token."""
