@@ -1,4 +1,4 @@
-"""Batches from their file to their results, with calls that a test answers: statuses, ends, and kills at every write."""
+"""Batches from their file to their results, with calls that a test answers: statuses, ends, kills at every write."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_a_batch_is_answered_and_its_results_are_files(tmp_path: Path) -> None:
         assert house.calls.most_in_flight <= 3
         house.files.delete("a", created.input_file_id)
         assert house.files.used("a") == sum(each.bytes for each in house.files.listed("a"))
-        assert not list(tmp_path.rglob("*.journal"))
+        await until(lambda: not list(tmp_path.rglob("*.journal")))
         with pytest.raises(ApiError) as caught:
             house.runner.find("b", record.id)
         assert caught.value.status == 404
@@ -189,6 +189,7 @@ def test_what_is_not_answered_in_time_has_expired(tmp_path: Path) -> None:
         await house.close()
         later = House(tmp_path)
         later.now += 86401
+        later.calls.hold = asyncio.Event()
         later.runner.start()
         ended = await later.ended(record)
         assert ended.status == "expired"
@@ -328,7 +329,7 @@ def test_a_kill_at_any_write_loses_and_repeats_no_answer(
         assert not kept & {f"row-{number}" for number in again.calls.asked}
         assert again.files.used("a") == sum(each.bytes for each in again.files.listed("a"))
         assert not again.files.held
-        assert not list(folder.rglob("*.journal"))
+        await until(lambda: not list(folder.rglob("*.journal")))
         await again.close()
 
     for number in range(200):

@@ -9,6 +9,7 @@ touched in threads only. Knows neither HTTP nor the engine: `call` answers a row
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import time
 import uuid
@@ -74,6 +75,7 @@ class BatchRunner:
         self._clock = clock
         self._live: dict[str, _Live] = {}
         self._running: Counter[str] = Counter()  # rows by owner
+        self._row_ended = asyncio.Event()
 
     def start(self) -> None:
         """Go on with what was not finished. Needs a running event loop."""
@@ -140,9 +142,6 @@ class BatchRunner:
             except Exception:
                 _log.exception("%s failed", live.record.id)
                 await asyncio.sleep(_RETRY_SECONDS)
-        del self._live[live.record.id]
-        if not any(each.record.input_file_id == live.record.input_file_id for each in self._live.values()):
-            self._files.held.discard(live.record.input_file_id)
 
     async def _enter(self, live: _Live, status: str, **changes: Any) -> bool:
         """On disk, then here. False if the batch took another way meanwhile: it was cancelled."""
@@ -152,7 +151,15 @@ class BatchRunner:
             entered = live.record.enter(status, self._clock(), **changes)
             await asyncio.to_thread(self._store.save, entered)
             live.record = entered
+            if entered.ended:
+                self._release(entered)
             return True
+
+    def _release(self, record: BatchRecord) -> None:
+        """It has ended: whoever sees that may delete its file."""
+        del self._live[record.id]
+        if not any(each.record.input_file_id == record.input_file_id for each in self._live.values()):
+            self._files.held.discard(record.input_file_id)
 
     async def _validate(self, live: _Live) -> None:
         def count() -> int:
@@ -216,6 +223,7 @@ class BatchRunner:
             self._running[owner] -= 1
             if not self._running[owner]:
                 del self._running[owner]
+            self._row_ended.set()
 
     def _keep(self, owner: str, journal: Journal, row: Row, line: bytes) -> None:
         if journal.append(row.custom_id, line):
@@ -228,7 +236,7 @@ class BatchRunner:
             if self._running[owner] < max(1, self._concurrency // max(1, len(owners))):
                 await self._client(owner)
                 return
-            await asyncio.sleep(POLL_SECONDS)
+            await self._pause(POLL_SECONDS)
 
     async def _client(self, owner: str) -> Client:
         """Wait until the engine has room; the client that the owner is then."""
@@ -236,7 +244,14 @@ class BatchRunner:
             client = self._client_of(owner)
             if client is not None and self._has_room(client):
                 return client
-            await asyncio.sleep(POLL_SECONDS if client is not None else 1.0)
+            await self._pause(POLL_SECONDS)
+
+    async def _pause(self, seconds: float) -> None:
+        """Until a row ends, at most for this time."""
+        self._row_ended.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._row_ended.wait()
 
     # --- the end ---
 
