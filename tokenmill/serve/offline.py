@@ -72,6 +72,8 @@ def _open(source: Path, target: Path) -> tuple[int, Journal]:
     """Check both files as wholes. Nothing is written to one that is not ours."""
     if target.exists() and source.exists() and target.samefile(source):
         raise UserError(f"{target} is the input too", "give another -o")
+    if target.exists() and not target.is_file():
+        raise UserError(f"cannot use {target}: it is not a plain file", "give another -o")
     try:
         ids = {row.custom_id: row.id for row in _rows(source)}
         journal = Journal(target)

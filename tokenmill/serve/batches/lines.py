@@ -71,6 +71,8 @@ def read_rows(path: Path, endpoints: Collection[str], max_line: int, max_rows: i
             number += 1
             if len(data) > max_line and not data.endswith(b"\n"):
                 raise LineError(number, "line_too_long", f"the line has more than {max_line} bytes")
+            if number > 2 * max_rows:
+                raise LineError(None, "too_many_requests", f"the file has more than {2 * max_rows} lines")
             if not data.strip():
                 continue
             row = _row(number, data, endpoints)

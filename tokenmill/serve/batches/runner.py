@@ -171,6 +171,9 @@ class BatchRunner:
 
         try:
             total = await asyncio.to_thread(count)
+        except FileNotFoundError:
+            shown = {"code": "file_not_found", "message": "the input file was deleted", "param": None, "line": None}
+            await self._enter(live, "failed", errors=[shown])
         except LineError as error:
             shown = {"code": error.code, "message": error.message, "param": error.param, "line": error.line}
             await self._enter(live, "failed", errors=[shown])
@@ -284,9 +287,10 @@ class BatchRunner:
         return output, error
 
     def _unanswered(self, record: BatchRecord, journal: Journal, status: str) -> Iterator[bytes]:
-        for row in self._rows(record):
-            if row.custom_id not in journal.ids:
-                yield unanswered_line(row, *_UNANSWERED[status])
+        with contextlib.suppress(OSError, LineError):  # an input that was lost names no more requests
+            for row in self._rows(record):
+                if row.custom_id not in journal.ids:
+                    yield unanswered_line(row, *_UNANSWERED[status])
 
     def _rows(self, record: BatchRecord) -> Iterator[Row]:
         return read_rows(self._files.path(record.owner, record.input_file_id), (record.endpoint,), self._max_line)

@@ -99,7 +99,7 @@ class FileStore:
 
     def upload(self, owner: str, num_keys: int) -> Upload:
         """Begin a file. Each of `num_keys` owners may fill an equal part of the folder."""
-        if len(self._index.get(self.folder(owner).name, {})) >= _MAX_FILES:
+        if len(self.listed(owner)) >= _MAX_FILES:  # which also makes room: expired ones are dropped
             raise ApiError(400, f"this key has {_MAX_FILES} files: delete some", code="files_full")
         return Upload(self, owner, self.limit(num_keys))
 
