@@ -30,7 +30,7 @@ from tokenmill.serve.generation import Generation, Member
 from tokenmill.serve.metrics import Metrics
 from tokenmill.serve.supervision.engine_client import EngineClient
 from tokenmill.serve.tenants.cache_salt import CacheSalts
-from tokenmill.serve.tenants.keys import LANES, Client
+from tokenmill.serve.tenants.keys import LANES, MIN_PRIORITY, Client
 from tokenmill.serve.tenants.limits import Admission, Pace, Ticket, check_grammar_quota, key_withdrawn
 from tokenmill.serve.tenants.turns import Turns
 from tokenmill.serve.tools.use import ToolStyle
@@ -326,7 +326,8 @@ class Service:
         params = requests[0].params
         lengths = [len(request.prompt_ids) for request in requests]
         max_output = params.n * sum(min(params.max_tokens, self.context - length) for length in lengths)
-        return self.admission.admit(caller.client, lengths, params.n, caller.deadline, now, max_output)
+        yields = caller.rank >= LANES["batch"] + MIN_PRIORITY
+        return self.admission.admit(caller.client, lengths, params.n, caller.deadline, now, max_output, yields)
 
     def _stop_timer(self, generation: Generation) -> None:
         timer = self._timers.pop(generation, None)

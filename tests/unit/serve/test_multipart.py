@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import httpx
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tokenmill.serve.errors import ApiError
 from tokenmill.serve.files.multipart import FormReader, boundary_of
@@ -88,3 +90,18 @@ def test_a_form_needs_a_boundary(kind: str) -> None:
         boundary_of(kind)
     assert caught.value.status == 400
     assert boundary_of('Multipart/Form-Data; charset=utf-8; boundary="a b?"') == b"a b?"
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.sampled_from([b"--b", b"\r\n", b"--", b'content-disposition: form-data; name="file"', b"x", b"\0"])))
+def test_no_bytes_break_the_reader(pieces: list[bytes]) -> None:
+    whole: list[bytes] | None
+    try:
+        whole = [_read(b"b", b"".join(pieces))[1]]
+    except ApiError:
+        whole = None
+    try:
+        parts: list[bytes] | None = [_read(b"b", *pieces)[1]]
+    except ApiError:
+        parts = None
+    assert parts == whole
