@@ -78,6 +78,10 @@ def test_the_openai_package_runs_batches(model_path: Callable[[str], Path], tmp_
         )
         long = client.batches.create(input_file_id=many.id, endpoint="/v1/completions", completion_window="24h")
         wait_until(lambda: client.batches.retrieve(long.id).status == "in_progress", _SECONDS)
+        wait_until(lambda: server.load()["requests_running"] == 4, _SECONDS)  # it has every slot
+        headers = {"x-request-deadline-ms": "20000"}  # and none of them when a live request comes
+        client.completions.create(model="stories", prompt="Live:", max_tokens=4, extra_headers=headers)
+        assert client.batches.retrieve(long.id).status == "in_progress"
         assert client.batches.cancel(long.id).status in ("cancelling", "cancelled")
         wait_until(lambda: client.batches.retrieve(long.id).status == "cancelled", _SECONDS)
         assert client.files.delete(many.id).deleted
