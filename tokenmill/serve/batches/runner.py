@@ -45,6 +45,7 @@ class _Live:
 
     record: BatchRecord
     journal: Journal | None = None
+    counts: tuple[int, int] = (0, 0)  # completed and failed when the journal was last closed
     stop: asyncio.Event = field(default_factory=asyncio.Event)  # cancelled, or no room for answers
     full: bool = False
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # of the record: one change after the other
@@ -76,6 +77,7 @@ class BatchRunner:
         self._live: dict[str, _Live] = {}
         self._running: Counter[str] = Counter()  # rows by owner
         self._row_ended = asyncio.Event()
+        self._creating = asyncio.Lock()  # one after the other, so that the number of batches is bounded
 
     def start(self) -> None:
         """Go on with what was not finished. Needs a running event loop."""
@@ -95,16 +97,17 @@ class BatchRunner:
         self, owner: str, endpoint: str, input_file_id: str, window: tuple[str, int], metadata: dict[str, str] | None
     ) -> BatchRecord:
         """`window`: as it was written, and in seconds."""
-        self._files.find(owner, input_file_id)
-        self._store.check_room(owner)
-        now = int(self._clock())
-        record = BatchRecord(
-            f"batch_{uuid.uuid4().hex}", owner, endpoint, input_file_id, window[0], now, now + window[1],
-            metadata=metadata,
-        )  # fmt: skip
-        await asyncio.to_thread(self._store.save, record)
-        self._begin(record)
-        return record
+        async with self._creating:
+            self._files.find(owner, input_file_id)
+            self._store.check_room(owner)
+            now = int(self._clock())
+            record = BatchRecord(
+                f"batch_{uuid.uuid4().hex}", owner, endpoint, input_file_id, window[0], now, now + window[1],
+                metadata=metadata,
+            )  # fmt: skip
+            await asyncio.to_thread(self._store.save, record)
+            self._begin(record)
+            return record
 
     async def cancel(self, owner: str, batch_id: str) -> BatchRecord:
         self._store.find(owner, batch_id)
@@ -211,22 +214,23 @@ class BatchRunner:
                     if row.custom_id not in journal.ids:
                         await self._may_start(live.record.owner)
                         self._running[live.record.owner] += 1
-                        group.create_task(self._answer(live, journal, row))
+                        answering = group.create_task(self._answer(live, journal, row))
+                        answering.add_done_callback(lambda _: self._leave(live.record.owner))
 
     async def _answer(self, live: _Live, journal: Journal, row: Row) -> None:
         owner = live.record.owner
-        try:
-            line = await answer_row(self._call, row, lambda: self._client(owner))
-            await asyncio.to_thread(self._keep, owner, journal, row, line)
-            client = self._client_of(owner)
-            if client is not None and self._files.used(owner) > self._files.limit(client.num_keys):
-                live.full = True
-                live.stop.set()
-        finally:
-            self._running[owner] -= 1
-            if not self._running[owner]:
-                del self._running[owner]
-            self._row_ended.set()
+        line = await answer_row(self._call, row, lambda: self._client(owner))
+        await asyncio.to_thread(self._keep, owner, journal, row, line)
+        client = self._client_of(owner)
+        if client is not None and self._files.used(owner) > self._files.limit(client.num_keys):
+            live.full = True
+            live.stop.set()
+
+    def _leave(self, owner: str) -> None:
+        self._running[owner] -= 1
+        if not self._running[owner]:
+            del self._running[owner]
+        self._row_ended.set()
 
     def _keep(self, owner: str, journal: Journal, row: Row, line: bytes) -> None:
         if journal.append(row.custom_id, line):
@@ -302,15 +306,18 @@ class BatchRunner:
         return journal
 
     def _close_journal(self, live: _Live) -> None:
-        journal, live.journal = live.journal, None
+        journal = live.journal
         if journal is not None:
             journal.close()
+            live.counts = journal.num_succeeded, journal.num_failed
             self._files.charge(live.record.owner, -journal.num_bytes)
+            live.journal = None
 
 
 def _counted(live: _Live) -> BatchRecord:
     """The record with what the journal has so far."""
     journal = live.journal
-    if journal is None or live.record.status not in ("in_progress", "cancelling"):
+    if live.record.status not in ("in_progress", "cancelling"):
         return live.record
-    return msgspec.structs.replace(live.record, completed=journal.num_succeeded, failed=journal.num_failed)
+    completed, failed = (journal.num_succeeded, journal.num_failed) if journal is not None else live.counts
+    return msgspec.structs.replace(live.record, completed=completed, failed=failed)
