@@ -301,7 +301,12 @@ class BatchRunner:
 
     async def _open_journal(self, live: _Live) -> Journal:
         """What it holds counts among the bytes of its owner while it is open."""
-        live.journal = journal = await asyncio.to_thread(self._store.open_journal, live.record)
+        opening = asyncio.ensure_future(asyncio.to_thread(self._store.open_journal, live.record))
+        try:
+            live.journal = journal = await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            (await opening).close()  # the thread went on
+            raise
         self._files.charge(live.record.owner, journal.num_bytes)
         return journal
 
