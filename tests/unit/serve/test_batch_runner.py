@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections import Counter
 from collections.abc import Callable, Coroutine
@@ -299,7 +300,8 @@ def test_a_kill_at_any_write_loses_and_repeats_no_answer(
             if cancels:
                 await until(lambda: disk.dead or house.find(record).status != "validating")
                 if not disk.dead and house.find(record).status == "in_progress":
-                    await house.runner.cancel("a", record.id)
+                    with contextlib.suppress(ApiError):  # it was faster
+                        await house.runner.cancel("a", record.id)
         except KilledError:
             return None
         await until(lambda: disk.dead or house.find(record).ended)

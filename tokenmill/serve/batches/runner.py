@@ -197,8 +197,10 @@ class BatchRunner:
             finished = work.done()
             work.cancel()
             stop.cancel()
-            await asyncio.gather(work, stop, return_exceptions=True)
-            await asyncio.to_thread(self._close_journal, live)
+            try:
+                await asyncio.gather(work, stop, return_exceptions=True)
+            finally:
+                self._close_journal(live)
         counts: dict[str, Any] = {"completed": journal.num_succeeded, "failed": journal.num_failed}
         if live.full and not finished:
             problem = {"code": "files_full", "message": "the files of this key have no room for more answers"}
@@ -270,7 +272,7 @@ class BatchRunner:
             output, error = await asyncio.to_thread(self._write_results, live.record, journal, status)
             counts = {"completed": journal.num_succeeded, "failed": journal.num_failed}
         finally:
-            await asyncio.to_thread(self._close_journal, live)
+            self._close_journal(live)
         await self._enter(live, status, output_file_id=output, error_file_id=error, **counts)
         await asyncio.to_thread(self._store.drop_journal, live.record)
 
