@@ -103,7 +103,9 @@ class House:
         return {each["custom_id"]: each for each in found}
 
     async def close(self) -> None:
+        tasks = list(self.runner._tasks)
         await self.runner.close()
+        await asyncio.gather(*tasks, return_exceptions=True)  # what killed them is expected
         self.files.close()
 
 

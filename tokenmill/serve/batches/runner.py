@@ -49,7 +49,6 @@ class _Live:
     stop: asyncio.Event = field(default_factory=asyncio.Event)  # cancelled, or no room for answers
     full: bool = False
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # of the record: one change after the other
-    task: asyncio.Task[None] | None = None
 
 
 class BatchRunner:
@@ -75,6 +74,7 @@ class BatchRunner:
         self._max_line = max_line
         self._clock = clock
         self._live: dict[str, _Live] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
         self._running: Counter[str] = Counter()  # rows by owner
         self._row_ended = asyncio.Event()
         self._creating = asyncio.Lock()  # one after the other, so that the number of batches is bounded
@@ -86,7 +86,7 @@ class BatchRunner:
 
     async def close(self) -> None:
         """Stop asking. Rows in flight are dropped; the next start asks for them again."""
-        tasks = [live.task for live in self._live.values() if live.task is not None]
+        tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -132,7 +132,9 @@ class BatchRunner:
     def _begin(self, record: BatchRecord) -> None:
         live = self._live[record.id] = _Live(record)
         self._files.held.add(record.input_file_id)
-        live.task = asyncio.create_task(self._drive(live))
+        task = asyncio.create_task(self._drive(live))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _drive(self, live: _Live) -> None:
         moves = {"validating": self._validate, "in_progress": self._run}
@@ -274,7 +276,8 @@ class BatchRunner:
         finally:
             self._close_journal(live)
         await self._enter(live, status, output_file_id=output, error_file_id=error, **counts)
-        await asyncio.to_thread(self._store.drop_journal, live.record)
+        with contextlib.suppress(OSError):  # then the next start does it
+            await asyncio.to_thread(self._store.drop_journal, live.record)
 
     def _write_results(self, record: BatchRecord, journal: Journal, status: str) -> tuple[str | None, str | None]:
         journal.sync()
