@@ -27,6 +27,8 @@ from tokenmill.serve.tenants.keys import Client, KeyRing
 
 if TYPE_CHECKING:
     from tokenmill.serve.service import Service
+    from tokenmill.serve.supervision.engine_client import EngineClient
+    from tokenmill.serve.workers.pool import WorkerPool
 
 MAX_LINE = 64 << 20  # bytes
 _MAX_ROWS = 1 << 30
@@ -108,7 +110,8 @@ class _Run:
     async def run(self, model: str, config: ServeConfig, engine_config: EngineConfig) -> bool:
         """Start an engine as a server does, answer, and end it. False if a signal came before all was answered."""
         report, signals = StartupReport(), StopSignals(0.0)
-        engine = workers = None
+        engine: EngineClient | None = None
+        workers: WorkerPool | None = None
         try:
             report.phase("finding the model")
             path = await signals.unless_told(in_daemon_thread(lambda: resolve(model).path))

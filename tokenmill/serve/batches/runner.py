@@ -177,10 +177,9 @@ class BatchRunner:
         try:
             total = await asyncio.to_thread(count)
         except FileNotFoundError:
-            shown = {"code": "file_not_found", "message": "the input file was deleted", "param": None, "line": None}
-            await self._enter(live, "failed", errors=[shown])
+            await self._enter(live, "failed", errors=[_problem("file_not_found", "the input file was deleted")])
         except LineError as error:
-            shown = {"code": error.code, "message": error.message, "param": error.param, "line": error.line}
+            shown = _problem(error.code, error.message, error.param, error.line)
             await self._enter(live, "failed", errors=[shown])
         else:
             await self._enter(live, "in_progress", total=total)
@@ -205,8 +204,7 @@ class BatchRunner:
                 self._close_journal(live)
         counts: dict[str, Any] = {"completed": journal.num_succeeded, "failed": journal.num_failed}
         if live.full and not finished:
-            problem = {"code": "files_full", "message": "the files of this key have no room for more answers"}
-            counts["errors"] = [problem | {"param": None, "line": None}]
+            counts["errors"] = [_problem("files_full", "the files of this key have no room for more answers")]
         ending = "completed" if finished else "failed" if live.full else "expired"
         await self._enter(live, "finalizing", ending=ending, **counts)
 
@@ -282,15 +280,16 @@ class BatchRunner:
     def _write_results(self, record: BatchRecord, journal: Journal, status: str) -> tuple[str | None, str | None]:
         journal.sync()
         num_unanswered = record.total - len(journal.ids) if status in _UNANSWERED else 0
-        output = error = None
+        output: str | None = None
+        error: str | None = None
         if journal.num_succeeded:
             output = record.result_id("output")
-            lines = (line for entry, line in journal.lines() if entry.succeeded)
-            self._files.put(record.owner, output, f"{record.id}_output.jsonl", "batch_output", lines)
+            answers = (line for entry, line in journal.lines() if entry.succeeded)
+            self._files.put(record.owner, output, f"{record.id}_output.jsonl", "batch_output", answers)
         if journal.num_failed or num_unanswered > 0:
             error = record.result_id("error")
             failed = (line for entry, line in journal.lines() if not entry.succeeded)
-            left = self._unanswered(record, journal, status) if num_unanswered > 0 else ()
+            left = self._unanswered(record, journal, status) if num_unanswered > 0 else iter(())
             lines = itertools.chain(failed, left)
             self._files.put(record.owner, error, f"{record.id}_error.jsonl", "batch_output", lines)
         return output, error
@@ -322,6 +321,10 @@ class BatchRunner:
             live.counts = journal.num_succeeded, journal.num_failed
             self._files.charge(live.record.owner, -journal.num_bytes)
             live.journal = None
+
+
+def _problem(code: str, message: str, param: str | None = None, line: int | None = None) -> dict[str, Any]:
+    return {"code": code, "message": message, "param": param, "line": line}
 
 
 def _counted(live: _Live) -> BatchRecord:
