@@ -23,6 +23,7 @@ from tokenmill.serve.batches.record import ENDED, BatchRecord
 from tokenmill.serve.batches.runner import BatchRunner
 from tokenmill.serve.batches.store import BatchStore
 from tokenmill.serve.errors import ApiError
+from tokenmill.serve.files import store as store_module
 from tokenmill.serve.files.store import FileStore
 from tokenmill.serve.tenants.keys import Client
 
@@ -265,6 +266,25 @@ def test_a_batch_ends_when_its_answers_have_no_room(tmp_path: Path) -> None:
         record = await house.ended(await house.create(content=content))
         assert (record.status, record.errors[0]["code"]) == ("failed", "files_full")
         assert 0 < len(house.lines("a", record.output_file_id)) < 50
+        await house.close()
+
+    run(scenario)
+
+
+def test_results_count_among_the_files_of_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "_MAX_FILES", 3)
+
+    async def scenario() -> None:
+        house = House(tmp_path)
+        record = await house.ended(await house.create())  # its input, its output and its errors
+        for _ in range(2):  # the same input again would make more
+            with pytest.raises(ApiError) as caught:
+                await house.runner.create("a", ENDPOINTS[1], record.input_file_id, _DAY, None)
+            assert (caught.value.status, caught.value.code) == (400, "files_full")
+        assert (await house.ended(await house.create("b"))).status == "completed"
+        assert record.error_file_id is not None
+        house.files.delete("a", record.error_file_id)
+        assert (await house.runner.create("a", ENDPOINTS[1], record.input_file_id, _DAY, None)).status == "validating"
         await house.close()
 
     run(scenario)

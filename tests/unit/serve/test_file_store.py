@@ -10,6 +10,7 @@ import pytest
 from tests.unit.serve.killed_disk import KilledDisk, KilledError
 from tokenmill.errors import UserError
 from tokenmill.serve.errors import ApiError
+from tokenmill.serve.files import disk as disk_module
 from tokenmill.serve.files import store as store_module
 from tokenmill.serve.files.store import FileRecord, FileStore
 
@@ -61,6 +62,22 @@ def test_each_key_has_its_part_of_the_room(tmp_path: Path) -> None:
     store.delete("a", kept.id)
     add(store, "a", b"x" * 30, num_keys=2)
     assert not list(tmp_path.rglob("*.part"))
+    store.close()
+
+
+def test_a_full_disk_leaves_no_part_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_fd: int, _data: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    store = FileStore(str(tmp_path), 1 << 20)
+    add(store, "a", b"before")
+    with monkeypatch.context() as patched:
+        patched.setattr(disk_module, "write_all", full)
+        with pytest.raises(OSError, match="No space"):
+            store.put("a", "file-result", "result.jsonl", "batch_output", [b"line\n"])
+    assert not list(tmp_path.rglob("*.part"))
+    store.put("a", "file-result", "result.jsonl", "batch_output", [b"line\n"])
+    assert store.used("a") == 11
     store.close()
 
 

@@ -100,6 +100,7 @@ class BatchRunner:
         async with self._creating:
             self._files.find(owner, input_file_id)
             self._store.check_room(owner)
+            await asyncio.to_thread(self._files.check_number, owner)
             now = int(self._clock())
             record = BatchRecord(
                 f"batch_{uuid.uuid4().hex}", owner, endpoint, input_file_id, window[0], now, now + window[1],

@@ -23,6 +23,9 @@ def write_whole(path: Path, chunks: Iterable[bytes]) -> int:
             write_all(fd, chunk)
             size += len(chunk)
         os.fsync(fd)
+    except OSError:
+        remove(part)  # on a full disk it would be in its own way
+        raise
     finally:
         os.close(fd)
     publish(part, path)

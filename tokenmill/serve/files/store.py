@@ -99,9 +99,14 @@ class FileStore:
 
     def upload(self, owner: str, num_keys: int) -> Upload:
         """Begin a file. Each of `num_keys` owners may fill an equal part of the folder."""
+        self.check_number(owner)
+        return Upload(self, owner, self.limit(num_keys))
+
+    def check_number(self, owner: str) -> None:
+        """Raise ApiError if the owner has as many files as it may: before an upload, and before a batch, which makes
+        files too."""
         if len(self.listed(owner)) >= _MAX_FILES:  # which also makes room: expired ones are dropped
             raise ApiError(400, f"this key has {_MAX_FILES} files: delete some", code="files_full")
-        return Upload(self, owner, self.limit(num_keys))
 
     def limit(self, num_keys: int) -> int:
         """Bytes that one of so many owners may have."""
