@@ -22,6 +22,7 @@ from tokenmill.serve.files.store import FileStore
 from tokenmill.serve.generation import Generation
 from tokenmill.serve.service import Service
 from tokenmill.serve.tenants.keys import LANES, MAX_PRIORITY, Client, KeyRing, digest_of
+from tokenmill.serve.tenants.prices import Prices
 from tokenmill.serve.workers.jobs import Setup
 from tokenmill.serve.workers.pool import WorkerPool
 
@@ -52,13 +53,21 @@ def _keys() -> KeyRing:
 
 
 class Site:
-    def __init__(self, folder: Path | None, **options: Any) -> None:
-        self.engine = AnsweringEngine()
-        self.keys = _keys()
+    def __init__(
+        self,
+        folder: Path | None,
+        engine: AnsweringEngine | None = None,
+        keys: KeyRing | None = None,
+        prices: Prices | None = None,
+        **options: Any,
+    ) -> None:
+        self.engine = engine or AnsweringEngine()
+        self.keys = keys if keys is not None else _keys()
         config = ServeConfig(access_log=False, files_dir=str(folder or ""), refusal_limit=0, **options)
         identity = Ready(100, [0], _OPTIONS, "none", "none", "none", 0, 0.0)
         workers = WorkerPool(Setup("", 0), 0, 0)
-        self.service = Service(config, ("m",), self.engine, identity, numbering_tokenizer(100), None, workers)  # type: ignore[arg-type]
+        parts: tuple[Any, ...] = (self.engine, identity, numbering_tokenizer(100), None, workers)
+        self.service = Service(config, ("m",), *parts, prices=prices)
         if folder is not None:
             self.service.files = FileStore(str(folder), config.max_files_size)
         self.app = build_app(self.service, self.keys)
@@ -91,7 +100,7 @@ class Site:
         return {line["custom_id"]: line["response"] for line in map(json.loads, text.splitlines())}
 
 
-def _run(site: Site, scenario: Callable[[Site], Awaitable[None]]) -> None:
+def run(site: Site, scenario: Callable[[Site], Awaitable[None]]) -> None:
     async def whole() -> None:
         try:
             await scenario(site)
@@ -131,7 +140,7 @@ def test_a_key_has_files_that_no_other_key_sees(tmp_path: Path) -> None:
         assert deleted.json() == {"id": file["id"], "object": "file", "deleted": True}
         assert (await site.ask("alice", "GET", f"/v1/files/{file['id']}")).status_code == 404
 
-    _run(Site(tmp_path), scenario)
+    run(Site(tmp_path), scenario)
 
 
 def test_lists_come_in_pages(tmp_path: Path) -> None:
@@ -148,7 +157,7 @@ def test_lists_come_in_pages(tmp_path: Path) -> None:
             assert refused.status_code == 400
             assert refused.json()["error"]["type"] == "invalid_request_error"
 
-    _run(Site(tmp_path), scenario)
+    run(Site(tmp_path), scenario)
 
 
 def test_an_upload_that_is_too_large_or_no_form_leaves_nothing(tmp_path: Path) -> None:
@@ -170,7 +179,7 @@ def test_an_upload_that_is_too_large_or_no_form_leaves_nothing(tmp_path: Path) -
         assert site.service.files is not None
         assert site.service.files.used("name bob") == 0
 
-    _run(Site(tmp_path, max_files_size=1 << 16, max_body_bytes=4096), scenario)
+    run(Site(tmp_path, max_files_size=1 << 16, max_body_bytes=4096), scenario)
 
 
 def test_rows_of_a_batch_are_requests_of_their_key(tmp_path: Path) -> None:
@@ -197,7 +206,7 @@ def test_rows_of_a_batch_are_requests_of_their_key(tmp_path: Path) -> None:
         assert (await site.ask("alice", "GET", "/v1/batches")).json()["data"] == [batch]
         assert (await site.ask("alice", "POST", f"/v1/batches/{batch['id']}/cancel")).status_code == 409
 
-    _run(Site(tmp_path), scenario)
+    run(Site(tmp_path), scenario)
 
 
 @pytest.mark.parametrize(
@@ -216,7 +225,7 @@ def test_a_batch_that_is_none_is_refused(tmp_path: Path, change: dict[str, Any],
         refused = await site.ask("alice", "POST", "/v1/batches", json=body)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
 
-    _run(Site(tmp_path), scenario)
+    run(Site(tmp_path), scenario)
 
 
 def test_without_a_folder_the_routes_say_how_to_have_them() -> None:
@@ -226,4 +235,4 @@ def test_without_a_folder_the_routes_say_how_to_have_them() -> None:
             assert missing.status_code == 404
             assert "--files-dir" in missing.json()["error"]["message"]
 
-    _run(Site(None), scenario)
+    run(Site(None), scenario)
