@@ -82,17 +82,17 @@ class StepMeter:
         fixed, token, position = self._fit.costs
         scale = seconds / (fixed + token * num_tokens + position * num_attended)
         base, by_token, by_position = scale * fixed / len(rows), scale * token, scale * position
-        number = 0  # of the next event
+        waiting = iter(events)
+        event = next(waiting, None)
         for row, count, positions in zip(rows, counts, attended, strict=True):
-            share = base + by_token * count + by_position * positions
             request = row.request
+            share = base + by_token * count + by_position * positions
             self._seconds[request.tenant] += share
-            request.device_seconds += share
-            if number < len(events):
-                event = events[number]
-                if event.request_id == request.request_id and event.index == request.index:
-                    event.device_seconds, request.device_seconds = request.device_seconds, 0.0
-                    number += 1
+            if event is not None and event.request_id == request.request_id and event.index == request.index:
+                event.device_seconds, request.device_seconds = request.device_seconds + share, 0.0
+                event = next(waiting, None)
+            else:
+                request.device_seconds += share
         self._fit.record(num_tokens, num_attended, seconds)
 
     def take(self) -> dict[str, float]:
