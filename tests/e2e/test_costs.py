@@ -92,7 +92,7 @@ def shop(model_path: Callable[[str], Path], flags: tuple[str, ...]) -> Iterator[
 
 def _mixed_run(shop: Shop) -> None:
     """Long and short prompts, siblings, stop strings, embeddings, one that leaves: of two keys at once."""
-    long = "and then the cat sat on the mat " * 20
+    long = "and then the cat sat on the mat " * 12
     work: list[Callable[[], object]] = [
         *[lambda: shop.ask("alice", max_tokens=60) for _ in range(3)],
         *[lambda: shop.ask("bob", max_tokens=30, n=2, temperature=1.0) for _ in range(3)],
@@ -117,9 +117,9 @@ def test_the_costs_of_all_keys_add_up_to_the_time_of_the_device(shop: Shop) -> N
     busy = shop.metric("tokenmill_engine_busy_seconds_total") - busy
     costs = {each["key"]: each["cost"] for each in bill["keys"]}
     device = bill["device"]
-    assert busy > 0.05
-    assert costs["alice"] > 0.01
-    assert costs["bob"] > 0.01
+    assert busy > 0.02
+    assert costs["alice"] > 0.001
+    assert costs["bob"] > 0.001
     assert costs["alice"] + costs["bob"] == pytest.approx(busy * _PRICE / 3600, rel=0.01)
     assert sum(costs.values()) == pytest.approx(device["busy_cost"], rel=1e-6)
     assert device["dollars_per_hour"] == _PRICE
