@@ -211,6 +211,7 @@ class Request:
     cache: CacheReport = field(default_factory=CacheReport)  # of the first admission, and what was dropped since
     num_preemptions: int = 0
     forked: bool = False  # siblings exist already
+    device_seconds: float = 0.0  # its part of the steps that no event has reported yet, where it is metered
 
     def __post_init__(self) -> None:
         if not self.token_ids:
@@ -325,6 +326,7 @@ class TokenEvent:
     stop_reason: int | str | None = None  # the stop id or string that ended it
     embedding: list[float] = field(default_factory=list)  # final hidden state, if the request wants it
     cache: CacheReport | None = None  # with the first token and at the end
+    device_seconds: float = 0.0  # its part of the steps since its last event, where it is metered
 
 
 def _check_int(name: str, value: object, low: int, high: int) -> None:

@@ -47,6 +47,7 @@ from tokenmill.engine.messages import (
 )
 from tokenmill.engine.stats import PROMPT_STEP_TOKENS
 from tokenmill.engine.step_log import log_steps_to
+from tokenmill.engine.step_meter import StepMeter
 from tokenmill.errors import UserError
 from tokenmill.log import configure, get_logger
 from tokenmill.types import Request, SamplingParams, TokenEvent
@@ -157,7 +158,7 @@ class EngineProcess:
             self._send(Events(events))
         else:
             self._stats_sent = now
-            self._send(Events(events, core.stats))
+            self._send(Events(events, core.stats, core.meter.take() if core.meter is not None else {}))
 
     def on_refused(self, request_id: str, error: UserError) -> None:
         code = "deadline" if isinstance(error, DeadlineError) else ""
@@ -214,6 +215,7 @@ def serve_engine(spec: EngineSpec) -> None:
         gc.freeze()  # what lives as long as the process is not looked through again: that would stop a step for long
         if spec.step_log:
             log_steps_to(Path(spec.step_log), parts)
+        parts.core.meter = StepMeter() if spec.meters else None
         process = EngineProcess(parts, inbox, outbox, activity)
         pulse.loop = process.loop
         process.loop.run(process)

@@ -14,6 +14,7 @@ from tokenmill.config import (
     BY_DEFAULT,
     BY_USER,
     EngineConfig,
+    automatic,
     by_option_name,
     check,
     from_environment,
@@ -24,6 +25,9 @@ from tokenmill.config import (
 )
 from tokenmill.errors import UserError
 
+FILES_PATH = "/v1/files"
+_FORM_BYTES = 1 << 16  # of an upload, beside the file
+CATALOG_PRICE = "catalog"
 KEY_VARIABLE = "TOKENMILL_API_KEY"
 SSL_PASSWORD_VARIABLE = "TOKENMILL_SSL_KEYFILE_PASSWORD"
 
@@ -168,9 +172,51 @@ class ServeConfig:
         parse=parse_size,
         low=1 << 20,
     )
+    files_dir: str = option(
+        "",
+        "Folder for /v1/files and /v1/batches: what clients upload and what batches answer. Off without it.",
+        metavar="DIR",
+    )
+    max_files_size: int = option(
+        1 << 30,
+        "Maximum size of all files in --files-dir, such as 1GiB; each API key may fill an equal part of it.",
+        metavar="SIZE",
+        parse=parse_size,
+        low=1 << 16,
+    )
+    batch_concurrency: int = option(
+        0,
+        "Requests of batches in flight at most, where the engine has idle slots; 0 for as many as it has slots.",
+        metavar="REQUESTS",
+        low=0,
+    )
+    price: str = option(
+        "",
+        f"Dollars per hour of this device, or `{CATALOG_PRICE}` for what the catalog says: answers then have a "
+        "usage.cost, and keys may have budgets.",
+        metavar="DOLLARS",
+    )
+    input_token_price: float = option(
+        0.0, "Dollars per million prompt tokens: answers cost by tokens, not by device time.", metavar="DOLLARS", low=0
+    )
+    cached_token_price: float | None = automatic(
+        float, "Dollars per million prompt tokens that were cached; default: as the others.", metavar="DOLLARS", low=0
+    )
+    output_token_price: float = option(0.0, "Dollars per million generated tokens.", metavar="DOLLARS", low=0)
+    usage_file: str = option(
+        "",
+        "File that keeps what each API key has used and spent, so that budgets outlast a restart. Without it they "
+        "begin anew with each start.",
+        metavar="FILE",
+    )
+    max_metric_keys: int = option(
+        100, "API keys with numbers of their own on /metrics; the others are added up as `other`.", low=0, high=10_000
+    )
     access_log: bool = option(True, "Log one JSON line per request to stderr, never with prompt text.")
 
     def __post_init__(self) -> None:
+        if type(self.price) in (int, float):  # as a file has it
+            object.__setattr__(self, "price", str(self.price))
         for spec in option_fields(type(self)):
             value = getattr(self, spec.name)
             if spec.metadata["kind"] is tuple:
@@ -185,15 +231,40 @@ class ServeConfig:
             check(spec, value)
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise UserError(f"root_path is '{self.root_path}'", "write it like /llm, with a slash only in front")
+        if self.price and self.price != CATALOG_PRICE and not _is_amount(self.price):
+            raise UserError(f"price is '{self.price}'", f"give dollars per hour, or {CATALOG_PRICE}")
+        if self.price and self.bills_tokens:
+            raise UserError("there are prices of both the device and tokens", "keep --price or the token prices")
 
     def for_context(self, context: int) -> ServeConfig:
         """With the limits that follow from the context of the model, where none is set."""
         return replace(self, max_body_bytes=self.max_body_bytes or min((1 << 20) + 32 * context, 8 << 20))
 
+    def body_limit(self, path: str) -> int:
+        """Bytes of the body of a request to `path`: an upload may be as large as all files."""
+        is_upload = bool(self.files_dir) and path.endswith(FILES_PATH)
+        return self.max_files_size + _FORM_BYTES if is_upload else self.max_body_bytes
+
+    @property
+    def bills_tokens(self) -> bool:
+        return max(self.input_token_price, self.cached_token_price or 0.0, self.output_token_price) > 0
+
+    @property
+    def bills(self) -> bool:
+        """Whether work has a price."""
+        return bool(self.price) or self.bills_tokens
+
     def all_keys(self) -> tuple[str, ...]:
         """Keys from flags and from the environment."""
         variable = os.environ.get(KEY_VARIABLE, "")
         return (*self.api_key, *(key for key in variable.split(",") if key))
+
+
+def _is_amount(text: str) -> bool:
+    try:
+        return 0 <= float(text) < float("inf")
+    except ValueError:
+        return False
 
 
 SERVE_ENGINE_DEFAULTS = {"scheduling": "fair"}

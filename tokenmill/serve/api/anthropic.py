@@ -21,7 +21,7 @@ from tokenmill.serve.api.exchange import Record, record_of, respond, to_json, un
 from tokenmill.serve.api.protocol import ChatBody
 from tokenmill.serve.api.reading import body_schema, read_body, validate
 from tokenmill.serve.api.tool_messages import ToolReader, tools_of
-from tokenmill.serve.api.usage import lossy_policy, usage_of
+from tokenmill.serve.api.usage import cost_of, lossy_policy, usage_of
 from tokenmill.serve.errors import ApiError
 from tokenmill.serve.generation import Generation
 from tokenmill.serve.service import Service
@@ -65,7 +65,7 @@ def add_anthropic_routes(app: FastAPI, service: Service) -> None:
 
 
 def anthropic_error(error: ApiError) -> dict[str, Any]:
-    kind = _ERROR_TYPES.get(error.status, error.type)
+    kind = "billing_error" if error.code == "insufficient_quota" else _ERROR_TYPES.get(error.status, error.type)
     return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
@@ -104,6 +104,7 @@ def _usage(generation: Generation, record: Record) -> dict[str, Any]:
         "input_tokens": usage["prompt_tokens"] - cached,
         "cache_read_input_tokens": cached,
         "output_tokens": usage["completion_tokens"],
+        **cost_of(generation),
         **lossy_policy(generation),
     }
 

@@ -19,7 +19,7 @@ from tokenmill.serve.api.caller import caller_of
 from tokenmill.serve.api.exchange import json_response, record_of, to_json, unless_gone
 from tokenmill.serve.api.protocol import EmbeddingBody
 from tokenmill.serve.api.reading import body_schema, check_prompts, read_body
-from tokenmill.serve.api.usage import usage_of
+from tokenmill.serve.api.usage import cost_of, usage_of
 from tokenmill.serve.errors import ApiError
 from tokenmill.serve.service import Service
 from tokenmill.types import SamplingParams
@@ -49,7 +49,8 @@ def add_embedding_routes(app: FastAPI, service: Service) -> None:
             shown = msgspec.Raw(to_json(_shown(_unit(vector), body.encoding_format)))
             data.append({"object": "embedding", "index": number, "embedding": shown})
             await asyncio.sleep(0)  # thousands of numbers each: other requests get their turn
-        used = {"prompt_tokens": usage["prompt_tokens"], "total_tokens": usage["prompt_tokens"]}
+        counts = {"prompt_tokens": usage["prompt_tokens"], "total_tokens": usage["prompt_tokens"]}
+        used = counts | cost_of(generation)
         return json_response({"object": "list", "model": model, "data": data, "usage": used})
 
     app.include_router(router)

@@ -23,7 +23,7 @@ from tokenmill.serve.api.protocol import ChatBody, GenerationBody, Message
 from tokenmill.serve.api.reading import body_schema, read_body, validate
 from tokenmill.serve.api.sampling import build_params, resolve_max_tokens
 from tokenmill.serve.api.tool_messages import ToolReader, tools_of
-from tokenmill.serve.api.usage import lossy_policy, usage_of
+from tokenmill.serve.api.usage import cost_of, lossy_policy, usage_of
 from tokenmill.serve.errors import ApiError
 from tokenmill.serve.generation import Generation
 from tokenmill.serve.service import Service
@@ -175,6 +175,7 @@ async def _respond(request: Request, generation: Generation, model: str, tools: 
             "total_duration": int((time.monotonic() - began) * 1e9),
             "prompt_eval_count": usage["prompt_tokens"],
             "eval_count": usage["completion_tokens"],
+            **cost_of(generation),
             **lossy_policy(generation),
         }
 

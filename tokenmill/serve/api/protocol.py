@@ -348,3 +348,10 @@ def unknown_names(prefix: str, values: Iterable[dict[str, Any]], known: tuple[st
 
 def _json(value: Any) -> str:
     return msgspec.json.encode(value).decode()
+
+
+class BatchBody(Body):
+    input_file_id: str = Field(max_length=128)
+    endpoint: str = Field(max_length=128)
+    completion_window: str = Field(max_length=16)
+    metadata: dict[str, Annotated[str, Field(max_length=512)]] | None = Field(default=None, max_length=16)

@@ -23,7 +23,13 @@ def usage_of(generation: Generation, record: Record) -> dict[str, Any]:
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached, **_cache_details(generation)},
     }
-    return usage | lossy_policy(generation)
+    return usage | cost_of(generation) | lossy_policy(generation)
+
+
+def cost_of(generation: Generation) -> dict[str, float]:
+    """Dollars, on a server that has prices."""
+    cost = generation.cost
+    return {} if cost is None else {"cost": round(cost, 12)}
 
 
 class StreamUsage:
