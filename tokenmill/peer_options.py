@@ -278,7 +278,6 @@ _VLLM: dict[str, PeerOption] = {
         "vLLM", refused("the chat template is the checkpoint's own", "write chat_template.jinja beside the weights")
     ),
     "response_role": PeerOption("vLLM", only(("assistant",), "answers have the role assistant", "leave it out")),
-    "reasoning_parser": PeerOption("vLLM", refused("reasoning is part of the text here", "leave it out")),
     "structured_outputs_config": PeerOption(
         "vLLM", refused("there is one grammar backend, llguidance", "leave it out")
     ),

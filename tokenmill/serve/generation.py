@@ -68,6 +68,7 @@ class Generation:
     def __init__(self, streaming: bool, close: Callable[[Generation], None]) -> None:
         self.streaming = streaming
         self.members: list[Member] = []
+        self.num_reasoning_tokens: int | None = None  # None: unknown, or the model does not reason
         self._close = close
         self._deltas: list[Delta] = []
         self._unfinished = 0

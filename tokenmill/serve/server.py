@@ -154,6 +154,8 @@ def _shown_settings(config: ServeConfig, keys: KeyRing, service: Service) -> dic
     settings = {name: value for name, value in asdict(config).items() if name not in _SECRET}
     settings["keys"] = len(keys)
     settings["tool_call_parser"] = f"{service.tool_style.parser.name} ({service.tool_style.reason})"
+    reasoning = service.reasoning_style
+    settings["reasoning_parser"] = f"{reasoning.parser.name if reasoning.parser else 'none'} ({reasoning.reason})"
     return settings
 
 

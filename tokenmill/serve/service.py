@@ -22,10 +22,12 @@ from tokenmill.engine.intake import Intake
 from tokenmill.engine.messages import Ready
 from tokenmill.engine.stats import EngineStats
 from tokenmill.errors import UserError
+from tokenmill.registry import load_plugin
 from tokenmill.serve.config import ServeConfig
 from tokenmill.serve.errors import ApiError, deadline_passed
 from tokenmill.serve.generation import Generation, Member
 from tokenmill.serve.metrics import Metrics
+from tokenmill.serve.reasoning.use import ReasoningStyle
 from tokenmill.serve.supervision.engine_client import EngineClient
 from tokenmill.serve.tenants.cache_salt import CacheSalts
 from tokenmill.serve.tenants.keys import LANES, Client
@@ -94,7 +96,10 @@ class Service:
             int(identity.options["seed"]),
             budget=CacheControl(policy=policy, budget=budget) if policy else None,
         )
+        for plugin in filter(None, dict.fromkeys((config.tool_parser_plugin, config.reasoning_parser_plugin))):
+            load_plugin(plugin)
         self.tool_style = ToolStyle.choose(template, tokenizer, config.tool_call_parser)
+        self.reasoning_style = ReasoningStyle.choose(template, tokenizer, config.reasoning_parser)
         self.turns = Turns()
         self._salts = CacheSalts(cache_secret or secrets.token_bytes(32))
         self._tickets: dict[Generation, Ticket] = {}

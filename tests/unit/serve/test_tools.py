@@ -95,8 +95,8 @@ def test_one_character_at_a_time_means_the_same(style: str, text: str, content: 
 _FRAGMENTS = st.sampled_from([
     "<tool_call>", "</tool_call>", "<tool", _WEATHER, _SWAPPED, '{"name": "now"}', "{", "}", '"', "\\", "; ", " ", "\n",
     "[TOOL_CALLS]", "[ARGS]", "now", "functools", "```", "json", "<|tool_call|>", "<function=now>", "</function>",
-    "<parameter=a>", "</parameter>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<|python_start|>",
-    "<|python_tag|>", "[now()", "]", "[get_weather(city='x')]", "'", "(", ")", "Hello", "é", '"name": "now"', ", ",
+    "<parameter=a>", "</parameter>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>",
+    "<|python_start|>", "<|python_tag|>", "[now()", "]", "[get_weather(city='x')]", "'", "(", ")", "Hello", "é", '"name": "now"', ", ",
 ])  # fmt: skip
 
 

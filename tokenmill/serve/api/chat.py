@@ -20,10 +20,12 @@ from tokenmill.serve.api.logprobs import LogprobBudget, chat_logprobs, long_chat
 from tokenmill.serve.api.protocol import ChatBody
 from tokenmill.serve.api.reading import body_schema, read_body
 from tokenmill.serve.api.sampling import build_params, resolve_max_tokens
-from tokenmill.serve.api.tool_messages import ToolReader, delta_of, message_of, tools_of
+from tokenmill.serve.api.tool_messages import AnswerReader, count_reasoning, delta_of, message_of, reader_of, tools_of
 from tokenmill.serve.api.usage import StreamUsage, usage_of
 from tokenmill.serve.errors import ApiError
 from tokenmill.serve.generation import Delta, Generation
+from tokenmill.serve.reasoning.base import Reasoning
+from tokenmill.serve.reasoning.use import switch_variables
 from tokenmill.serve.service import Caller, Service
 from tokenmill.serve.tools.base import fold
 from tokenmill.serve.tools.use import ToolUse
@@ -76,15 +78,33 @@ async def open_chat(
     shown: Sequence[Mapping[str, Any]] | None = None
     if tools is not None or any(map(_has_calls, plain)):
         messages, shown = service.tool_style.for_template(plain, tools.tools if tools is not None else None)
-    prompt = await service.render(messages, shown, generation_prompt, body.chat_template_kwargs, client=caller.client)
+    prompt = await service.render(messages, shown, generation_prompt, _variables(service, body), client=caller.client)
 
     def params(length: int) -> SamplingParams:
         limit = resolve_max_tokens(body, length, service.context, None)
         LogprobBudget(service.config.max_logprob_entries).spend(length, body.prompt_logprobs, 1)
         own = build_params(body, service.config, limit, logprobs=_num_logprobs(body))
-        return tools.apply(own) if tools is not None else own
+        if tools is not None:
+            own = tools.apply(own)
+        return service.reasoning_style.apply(own, prompt)
 
     return await service.open([prompt], params, caller, streaming=streaming, chat=True)
+
+
+def _variables(service: Service, body: ChatBody) -> dict[str, Any]:
+    """Template variables of the body; fields of their own for reasoning, as several APIs have them."""
+    source = service.template.source if service.template is not None else ""
+    variables: dict[str, Any] = {}
+    if body.enable_thinking is not None:
+        variables = dict(switch_variables(source, body.enable_thinking))
+        if not variables and service.template is not None:
+            problem = "enable_thinking is set, but the chat template of this model has no such switch: leave it out"
+            raise ApiError(400, problem, param="enable_thinking")
+    if body.reasoning_effort is not None:
+        variables["reasoning_effort"] = body.reasoning_effort
+        if body.reasoning_effort in ("none", "minimal"):
+            variables |= switch_variables(source, False)
+    return variables | (body.chat_template_kwargs or {})
 
 
 def _has_calls(message: Mapping[str, Any]) -> bool:
@@ -110,8 +130,11 @@ async def _answer(
         if completion.logprobs is not None:
             top = body.top_logprobs or 0
             logprobs = await long_chat_logprobs(service.tokenizer, completion.token_ids, completion.logprobs, top)
-        reader = ToolReader(tools)
+        reader = reader_of(service, generation, tools)
         answer = fold(reader.read(completion.text, final=True))
+        count_reasoning(service, generation, completion.index, reader)
+        if body.include_reasoning is False:
+            answer.reasoning = ""
         return {
             "index": completion.index,
             "message": message_of(answer),
@@ -147,8 +170,12 @@ async def _chunks(
         reader = readers[delta.index]
         if reader is not None:
             events = reader.read(delta.text, delta.finish_reason is not None)
+            if body.include_reasoning is False:
+                events = [each for each in events if not isinstance(each, Reasoning)]
             said = [content for each in events if (content := delta_of(each)) is not None]
             reason = reader.finish_reason(reason)
+            if delta.finish_reason is not None:
+                count_reasoning(service, generation, delta.index, reader)
         if not said and (logprobs or reason):
             said = [{"content": ""} if logprobs else {}]
         # Log-probabilities go with the first piece, the reason with the last.
@@ -158,13 +185,14 @@ async def _chunks(
             for part, content in enumerate(said)
         )
 
-    readers: dict[int, ToolReader | None] = {}  # None: no tool may be called, all text is content
+    readers: dict[int, AnswerReader | None] = {}  # None: all text is content
     try:
         async for batch in generation.deltas():
             pieces = []
             for delta in batch:
                 if delta.index not in readers:
-                    readers[delta.index] = None if tools is None else ToolReader(tools)
+                    reader = reader_of(service, generation, tools)
+                    readers[delta.index] = None if reader.plain else reader
                     pieces.append(chunk(delta.index, {"role": "assistant", "content": ""}))
                 tail.count(delta)
                 if delta.text or delta.logprobs or delta.finish_reason:

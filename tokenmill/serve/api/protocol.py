@@ -280,6 +280,10 @@ class ChatBody(GenerationBody):
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
+    reasoning_effort: str | None = Field(default=None, max_length=16)
+    include_reasoning: bool | None = None
+    thinking_token_budget: Int | None = Field(default=None, ge=0)
 
     def output_limit(self) -> int | None:
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
@@ -287,6 +291,8 @@ class ChatBody(GenerationBody):
     def iter_ignored(self, template: str) -> Iterator[str]:
         yield from super().iter_ignored(template)
         yield from (f"chat_template_kwargs.{name}" for name in self.chat_template_kwargs or () if name not in template)
+        if self.reasoning_effort is not None and "reasoning_effort" not in template and "thinking" not in template:
+            yield "reasoning_effort"
         functions = [tool["function"] for tool in self.tools or () if isinstance(tool.get("function"), dict)]
         if self.tool_choice in (None, "auto") and any(function.get("strict") for function in functions):
             yield "tools.function.strict"  # arguments follow their schema only where a call is forced

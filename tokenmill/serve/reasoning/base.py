@@ -33,10 +33,10 @@ class ReasoningParser(ABC):
 
     name: ClassVar[str]
     markers: ClassVar[tuple[str, ...]]  # must be visible in the text even if they are control tokens of the model
-    closing: ClassVar[str] = ""  # ends the reasoning; empty if a grammar cannot follow it
+    closing: ClassVar[str] = ""  # ends the reasoning, in a grammar; empty if a grammar cannot say where it ends
+    end_marker: ClassVar[str] = ""  # by which tokens of the reasoning are counted
 
-    def __init__(self, prompt: str = "") -> None:
-        self._prompt = prompt
+    def __init__(self, _prompt: str = "") -> None:
         self._buffer = ""
 
     @classmethod
@@ -72,14 +72,18 @@ class TaggedReasoning(ReasoningParser):
 
     def __init__(self, prompt: str = "") -> None:
         super().__init__(prompt)
-        end = prompt.rstrip()
-        self._state: Callable[[list[ReasoningEvent], bool], bool] = self._begin
-        if end.endswith(self.openings):
-            self._state = self._inside
-        elif end.endswith(self.closings):
-            self._state = self._visible
+        states = {"inside": self._inside, "closed": self._visible, "open": self._begin}
+        self._state: Callable[[list[ReasoningEvent], bool], bool] = states[self.phase(prompt)]
         self._blanks = ""  # held back: dropped at the end of the reasoning
         self._said = False  # some reasoning
+
+    @classmethod
+    def phase(cls, prompt: str) -> str:
+        """Where an answer to `prompt` begins: "inside" the reasoning, after it ("closed"), or "open": it may follow."""
+        end = prompt.rstrip()
+        if end.endswith(cls.openings):
+            return "inside"
+        return "closed" if end.endswith(cls.closings) else "open"
 
     def _step(self, events: list[ReasoningEvent], final: bool) -> bool:
         return self._state(events, final)

@@ -17,6 +17,7 @@ class DeepSeekR1(TaggedReasoning):
     openings: ClassVar[tuple[str, ...]] = ("<think>",)
     closings: ClassVar[tuple[str, ...]] = ("</think>",)
     markers: ClassVar[tuple[str, ...]] = (*openings, *closings)
+    end_marker: ClassVar[str] = closings[0]
     closing: ClassVar[str] = closings[0]
     implied: ClassVar[bool] = True
 

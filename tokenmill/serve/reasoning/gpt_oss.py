@@ -14,6 +14,7 @@ from tokenmill.serve.reasoning.harmony import CHANNEL, MARKERS, MESSAGE, Harmony
 class GptOss(ReasoningParser):
     name: ClassVar[str] = "gpt_oss"
     markers: ClassVar[tuple[str, ...]] = MARKERS
+    end_marker: ClassVar[str] = "<|end|>"
 
     def __init__(self, prompt: str = "") -> None:
         super().__init__(prompt)

@@ -12,6 +12,7 @@ class Mistral(TaggedReasoning):
     openings: ClassVar[tuple[str, ...]] = ("[THINK]",)
     closings: ClassVar[tuple[str, ...]] = ("[/THINK]",)
     markers: ClassVar[tuple[str, ...]] = (*openings, *closings)
+    end_marker: ClassVar[str] = closings[0]
 
     @classmethod
     def writes(cls, template: str) -> bool:

@@ -16,6 +16,7 @@ class Qwen3(TaggedReasoning):
     openings: ClassVar[tuple[str, ...]] = ("<think>",)
     closings: ClassVar[tuple[str, ...]] = ("</think>",)
     markers: ClassVar[tuple[str, ...]] = (*openings, *closings)
+    end_marker: ClassVar[str] = closings[0]
     closing: ClassVar[str] = closings[0]
 
     @classmethod
