@@ -20,6 +20,7 @@ from tokenmill.serve.api.exchange import ClientGoneError, error_response, json_r
 from tokenmill.serve.api.info import add_info_routes
 from tokenmill.serve.api.ollama import add_ollama_routes
 from tokenmill.serve.api.page import add_page_routes
+from tokenmill.serve.api.responses import add_responses_routes
 from tokenmill.serve.api.tokens import add_token_routes
 from tokenmill.serve.edge import Edge, route_path, with_cors
 from tokenmill.serve.errors import ApiError
@@ -34,6 +35,7 @@ _ROUTES = (
     add_token_routes,
     add_completion_routes,
     add_chat_routes,
+    add_responses_routes,
     add_embedding_routes,
     add_ollama_routes,
     add_anthropic_routes,

@@ -180,7 +180,7 @@ def _thinking_variables(service: Service, think: bool | str) -> Mapping[str, Any
         variables["reasoning_effort"] = think
     if think and not variables:
         raise ApiError(400, "the chat template of this model has no thinking: leave think out", param="think")
-    return variables
+    return variables or {"enable_thinking": False}
 
 
 async def _respond(
