@@ -98,6 +98,18 @@ CACHE_REASONS = (
 
 
 @dataclass(frozen=True, slots=True)
+class ReasoningBudget:
+    """Bounds the reasoning at the start of an output: after `max_tokens` tokens the one that ends it is forced."""
+
+    max_tokens: int
+    end_id: int
+    start_id: int | None = None  # an output that does not begin with it has no reasoning; None: every output has
+
+    def __post_init__(self) -> None:
+        _check_int("thinking_token_budget", self.max_tokens, 0, 2**31 - 1)
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the next token is chosen and when to stop. Immutable; ranges are checked on construction."""
 
@@ -123,6 +135,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None  # top-k to report for each prompt token
     structured: StructuredSpec | None = None
     cache: CacheControl | None = None
+    reasoning: ReasoningBudget | None = None
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -160,6 +173,7 @@ class SamplingParams:
         """Whether a feature of runtime/sampling/features/ changes logits before temperature and filters apply."""
         return (
             self.structured is not None
+            or self.reasoning is not None
             or self.repetition_penalty != 1.0
             or self.frequency_penalty != 0.0
             or self.presence_penalty != 0.0

@@ -42,7 +42,7 @@ _SAMPLING_HELP = {
     "skip_special_tokens": "Leave special tokens out of the text.",
     "logprobs": "Report the log-probability of each token and of the K most likely alternatives.",
 }
-_NOT_SAMPLING_FLAGS = ("prompt_logprobs", "structured", "cache")  # only in evaluation verbs and the server
+_NOT_SAMPLING_FLAGS = ("prompt_logprobs", "structured", "cache", "reasoning")  # only in evaluation verbs and the server
 
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="Alias, Hugging Face id, directory or .gguf file.", show_default=True)

@@ -114,7 +114,7 @@ class AnthropicBody(Body):
         if self.thinking is not None and "thinking" not in template:
             yield "thinking"
         elif self.thinking is not None:
-            yield from unknown_names("thinking", [self.thinking], ("type",))
+            yield from unknown_names("thinking", [self.thinking], ("type", "budget_tokens"))
         tool_fields = ("type", "name", "description", "input_schema", "cache_control")
         yield from unknown_names("tools", self.tools or (), tool_fields)
         choice = [self.tool_choice] if self.tool_choice else []

@@ -89,6 +89,8 @@ def _as_chat(service: Service, body: AnthropicBody) -> ChatBody:
     if body.thinking is not None and service.template is not None:
         enabled = body.thinking.get("type") in ("enabled", "adaptive")
         fields["chat_template_kwargs"] = switch_variables(service.template.source, enabled)
+        if enabled and service.reasoning_style.can_be_limited:
+            fields["thinking_token_budget"] = body.thinking.get("budget_tokens")
     return validate(ChatBody, fields | tools)  # blocks become messages, which may be too many
 
 

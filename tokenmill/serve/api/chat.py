@@ -86,7 +86,7 @@ async def open_chat(
         own = build_params(body, service.config, limit, logprobs=_num_logprobs(body))
         if tools is not None:
             own = tools.apply(own)
-        return service.reasoning_style.apply(own, prompt)
+        return service.reasoning_style.apply(own, prompt, body.thinking_token_budget)
 
     return await service.open([prompt], params, caller, streaming=streaming, chat=True)
 

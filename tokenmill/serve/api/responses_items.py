@@ -79,7 +79,7 @@ def _text(number: int, content: object) -> str:
 
 
 class OutputItems:
-    """The items of one answer as they come: `take` and `finish` return the events of a stream, `items` is the output."""
+    """The items of an answer as they come: `take` and `finish` return the events of a stream, `items` is the output."""
 
     def __init__(self) -> None:
         self.items: list[dict[str, Any]] = []

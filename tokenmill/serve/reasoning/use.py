@@ -13,9 +13,10 @@ from typing import Any
 
 from tokenmill.checkpoint.chat_template import ChatTemplate
 from tokenmill.checkpoint.tokenizer import Tokenizer
+from tokenmill.errors import UserError
 from tokenmill.serve.reasoning import REASONING_PARSERS
 from tokenmill.serve.reasoning.base import ReasoningParser, TaggedReasoning
-from tokenmill.types import SamplingParams, StructuredSpec
+from tokenmill.types import ReasoningBudget, SamplingParams, StructuredSpec
 
 AUTOMATIC, NONE = "auto", "none"
 _MAX_END = 64  # characters of the prompt's end that a parser looks at
@@ -29,20 +30,21 @@ _SWITCHES = ("enable_thinking", "thinking")
 class ReasoningStyle:
     parser: type[ReasoningParser] | None  # None: the model does not reason
     markers_hidden: bool  # what delimits it are control tokens, which plain text does not show
-    end_id: int | None  # of the token that ends the reasoning, if it is one token
+    start_id: int | None  # of the token that begins the reasoning, if it is one token
+    end_id: int | None  # of the token that ends it
     reason: str  # why this parser
 
     @classmethod
     def choose(cls, template: ChatTemplate | None, tokenizer: Tokenizer, name: str = AUTOMATIC) -> ReasoningStyle:
         source = template.source if template is not None else ""
         if name == NONE:
-            return cls(None, False, None, "as stated")
+            return cls(None, False, None, None, "as stated")
         if name != AUTOMATIC:
             parser, reason = REASONING_PARSERS.get(name), "as stated"
         else:
             matching = [each for each in REASONING_PARSERS if REASONING_PARSERS.get(each).writes(source)]
             if not matching:
-                return cls(None, False, None, "the chat template has no reasoning")
+                return cls(None, False, None, None, "the chat template has no reasoning")
             parser, reason = REASONING_PARSERS.get(matching[0]), "from the chat template"
 
         def token_of(text: str) -> int | None:
@@ -50,7 +52,9 @@ class ReasoningStyle:
             return ids[0] if len(ids) == 1 else None
 
         hidden = any(token_of(marker) in tokenizer.special_ids for marker in parser.markers)
-        return cls(parser, hidden, token_of(parser.end_marker) if parser.end_marker else None, reason)
+        tagged = issubclass(parser, TaggedReasoning)
+        start_id = token_of(parser.openings[0]) if tagged else None
+        return cls(parser, hidden, start_id, token_of(parser.end_marker) if parser.end_marker else None, reason)
 
     def reader(self, prompt: str, structured: StructuredSpec | None) -> ReasoningParser | None:
         """The parser of one answer; None if there is no reasoning in it."""
@@ -58,8 +62,17 @@ class ReasoningStyle:
             return None  # a constraint from the first token on leaves no room for reasoning
         return self.parser(prompt[-_MAX_END:])
 
-    def apply(self, params: SamplingParams, prompt: str) -> SamplingParams:
-        """Markers stay visible; a constraint begins after the reasoning, where a grammar can say that."""
+    @property
+    def can_be_limited(self) -> bool:
+        """Whether the reasoning can be ended by a single token."""
+        tagged = self.parser is not None and issubclass(self.parser, TaggedReasoning)
+        return tagged and self.start_id is not None and self.end_id is not None
+
+    def apply(self, params: SamplingParams, prompt: str, budget: int | None = None) -> SamplingParams:
+        """Markers stay visible; a constraint begins after the reasoning, where a grammar can say that. `budget`: the
+        most tokens that it may have. Raises UserError."""
+        if budget is not None:
+            params = replace(params, reasoning=self._budget(prompt[-_MAX_END:], budget))
         if self.parser is None:
             return params
         if self.markers_hidden:
@@ -67,6 +80,17 @@ class ReasoningStyle:
         if params.structured is None or not issubclass(self.parser, TaggedReasoning) or not self.parser.closing:
             return params
         return replace(params, structured=_after_reasoning(params.structured, self.parser, prompt[-_MAX_END:]))
+
+    def _budget(self, prompt: str, max_tokens: int) -> ReasoningBudget | None:
+        if not self.can_be_limited:
+            raise UserError("thinking_token_budget is not supported for this model", "leave it out, or use max_tokens")
+        assert self.parser is not None
+        assert issubclass(self.parser, TaggedReasoning)
+        assert self.end_id is not None
+        phase = self.parser.phase(prompt)
+        if phase == "closed":
+            return None
+        return ReasoningBudget(max_tokens, self.end_id, self.start_id if phase == "open" else None)
 
     def num_tokens(self, token_ids: Sequence[int]) -> int | None:
         """Tokens of an answer that were spent on its reasoning; None if that cannot be told."""

@@ -12,6 +12,7 @@ LOGIT_FEATURES = Registry(
         "penalties": "tokenmill.runtime.sampling.features.penalties:Penalties",
         "logit_bias": "tokenmill.runtime.sampling.features.logit_bias:LogitBias",
         "min_tokens": "tokenmill.runtime.sampling.features.min_tokens:MinTokens",
+        "reasoning_budget": "tokenmill.runtime.sampling.features.reasoning_budget:ReasoningBudget",
         "grammar": "tokenmill.runtime.sampling.features.grammar:Grammar",  # after all that could bring a token back
         "typical": "tokenmill.runtime.sampling.features.typical:Typical",
     },
