@@ -1,4 +1,4 @@
-"""/v1/responses of a real server, driven by the official openai client; reasoning and its budget by a made-up template."""
+"""/v1/responses of a real server on a real model, driven by the official openai client."""
 
 from __future__ import annotations
 

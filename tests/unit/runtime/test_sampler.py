@@ -11,7 +11,7 @@ import torch
 from tokenmill.runtime.sampling.features import LOGIT_FEATURES
 from tokenmill.runtime.sampling.random import uniform
 from tokenmill.runtime.sampling.sampler import Sampler
-from tokenmill.types import Request, SamplingParams, StructuredSpec
+from tokenmill.types import ReasoningBudget, Request, SamplingParams, StructuredSpec
 
 _VOCAB = 400
 
@@ -122,6 +122,25 @@ def test_logit_bias_and_min_tokens() -> None:
     assert Sampler().sample(logits.repeat(1, 1), [allowed])[0] == [best]
 
 
+@pytest.mark.parametrize(
+    ("output", "start_id", "ended"),
+    [
+        ((7, 1), None, False),  # not spent
+        ((7, 1, 2), None, True),
+        ((7, 1, 2), 7, True),
+        ((1, 2, 3), 7, False),  # the output does not reason
+        ((7, 8, 2), None, False),  # it has ended by itself
+        ((7, 1, 2, 8), None, False),  # it was ended
+    ],
+)
+def test_a_spent_reasoning_budget_ends_the_reasoning(
+    output: tuple[int, ...], start_id: int | None, ended: bool
+) -> None:
+    logits = _logits()
+    request = _request(temperature=0.0, output=output, reasoning=ReasoningBudget(3, 8, start_id))
+    assert (Sampler().sample(logits.repeat(1, 1), [request])[0] == [8]) is ended
+
+
 def test_a_seed_reproduces_whatever_runs_beside_it() -> None:
     logits = _logits(0.5)
     alone = Sampler().sample(logits.repeat(1, 1), [_request(seed=42, top_p=0.95)])[0]
@@ -163,6 +182,7 @@ _ACTIVE: dict[str, dict[str, Any]] = {
     "min_tokens": {"min_tokens": 2},
     "typical": {"typical_p": 0.5},
     "grammar": {"structured": StructuredSpec("json_object")},
+    "reasoning_budget": {"reasoning": ReasoningBudget(4, 8)},
 }
 
 

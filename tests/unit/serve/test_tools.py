@@ -96,7 +96,8 @@ _FRAGMENTS = st.sampled_from([
     "<tool_call>", "</tool_call>", "<tool", _WEATHER, _SWAPPED, '{"name": "now"}', "{", "}", '"', "\\", "; ", " ", "\n",
     "[TOOL_CALLS]", "[ARGS]", "now", "functools", "```", "json", "<|tool_call|>", "<function=now>", "</function>",
     "<parameter=a>", "</parameter>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>",
-    "<|python_start|>", "<|python_tag|>", "[now()", "]", "[get_weather(city='x')]", "'", "(", ")", "Hello", "é", '"name": "now"', ", ",
+    "<|python_start|>", "<|python_tag|>", "[now()", "]", "[get_weather(city='x')]", "'", "(", ")", "Hello", "é", ", ",
+    '"name": "now"',
 ])  # fmt: skip
 
 
