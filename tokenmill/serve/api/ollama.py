@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -28,8 +28,9 @@ from tokenmill.serve.errors import ApiError
 from tokenmill.serve.generation import Generation
 from tokenmill.serve.reasoning.base import Reasoning
 from tokenmill.serve.reasoning.use import switch_variables
-from tokenmill.serve.service import Service
+from tokenmill.serve.service import Caller, Service
 from tokenmill.serve.tools.base import Content, ToolCall, ToolEvent, fold
+from tokenmill.types import SamplingParams
 
 _SAME_NAME = (
     "temperature",
@@ -69,26 +70,7 @@ def add_ollama_routes(app: FastAPI, service: Service) -> None:
     async def generate(request: Request) -> Response:
         body = await read_body(request, service, OllamaGenerateBody)
         caller, model = caller_of(request, service, body), service.check_model(body.model)
-        for name in ("suffix", "template", "context", "images"):
-            if getattr(body, name):
-                raise ApiError(400, f"{name} is not supported: leave it out, or use /api/chat", param=name)
-        fields, streaming = _chat_fields(service, body), body.stream is not False
-        if body.raw or service.template is None:
-            fields.pop("chat_template_kwargs", None)
-            plain = validate(GenerationBody, fields)
-            opening = service.open(
-                [body.prompt],
-                lambda length: build_params(
-                    plain, service.config, resolve_max_tokens(plain, length, service.context, None)
-                ),
-                caller,
-                streaming=streaming,
-            )
-        else:
-            system = [Message(role="system", content=body.system)] if body.system else []
-            messages = [*system, Message(role="user", content=body.prompt)]
-            wanted = validate(ChatBody, {"messages": messages, **fields})
-            opening = open_chat(service, wanted, caller, None, streaming=streaming)
+        opening = _open_generate(service, body, caller)
         generation = await unless_gone(request, opening)
         raw = bool(body.raw) or service.template is None
 
@@ -114,6 +96,25 @@ def add_ollama_routes(app: FastAPI, service: Service) -> None:
         return json_response({"version": __version__})
 
     app.include_router(router)
+
+
+def _open_generate(service: Service, body: OllamaGenerateBody, caller: Caller) -> Coroutine[Any, Any, Generation]:
+    """A prompt as it stands, or as the only message of a chat."""
+    for name in ("suffix", "template", "context", "images"):
+        if getattr(body, name):
+            raise ApiError(400, f"{name} is not supported: leave it out, or use /api/chat", param=name)
+    fields, streaming = _chat_fields(service, body), body.stream is not False
+    if body.raw or service.template is None:
+        fields.pop("chat_template_kwargs", None)
+        plain = validate(GenerationBody, fields)
+
+        def params(length: int) -> SamplingParams:
+            return build_params(plain, service.config, resolve_max_tokens(plain, length, service.context, None))
+
+        return service.open([body.prompt], params, caller, streaming=streaming)
+    system = [Message(role="system", content=body.system)] if body.system else []
+    messages = [*system, Message(role="user", content=body.prompt)]
+    return open_chat(service, validate(ChatBody, {"messages": messages, **fields}), caller, None, streaming=streaming)
 
 
 def _message(text: str, calls: Sequence[ToolCall], thinking: str = "") -> dict[str, Any]:
