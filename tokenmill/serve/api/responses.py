@@ -134,8 +134,15 @@ class _Responses:
         key = (exchange.record.client.name, exchange.response["id"])
         exchange.response["status"] = "in_progress"
         self.keep(exchange, exchange.response, complete=False)
-        self.running[key] = asyncio.create_task(self._run(exchange, generation))
-        self.running[key].add_done_callback(lambda _task: self.running.pop(key, None))
+        task = self.running[key] = asyncio.create_task(self._run(exchange, generation))
+
+        def ended(task: asyncio.Task[None]) -> None:  # also if it was cancelled before it began
+            generation.close()
+            self.running.pop(key, None)
+            if task.cancelled():
+                self.keep(exchange, exchange.response | {"status": "cancelled"}, complete=False)
+
+        task.add_done_callback(ended)
         return exchange.response | {"status": "queued"}
 
     async def _run(self, exchange: _Exchange, generation: Generation) -> None:
@@ -144,10 +151,13 @@ class _Responses:
             self.end(exchange, generation)
         except ApiError as error:
             self.keep(exchange, exchange.failed(error), complete=False)
-        except asyncio.CancelledError:
-            self.keep(exchange, exchange.response | {"status": "cancelled"}, complete=False)
-        finally:
-            generation.close()
+
+    async def cancel(self, record: Record, name: str) -> None:
+        """End a response in the background, if it still runs."""
+        task = self.running.get((record.client.name, name))
+        if task is not None:
+            task.cancel()
+            await asyncio.wait([task])
 
 
 def add_responses_routes(app: FastAPI, service: Service) -> None:
@@ -167,8 +177,9 @@ def add_responses_routes(app: FastAPI, service: Service) -> None:
         async def complete() -> dict[str, Any]:
             return responses.end(exchange, generation)
 
-        chunks = lambda: _events(responses, exchange, generation)  # noqa: E731
-        return await respond(request, generation, complete=complete, chunks=chunks)
+        return await respond(
+            request, generation, complete=complete, chunks=lambda: _events(responses, exchange, generation)
+        )
 
     @router.get(_PATH + "/{response_id}")
     async def read(request: Request, response_id: str) -> Response:
@@ -182,7 +193,7 @@ def add_responses_routes(app: FastAPI, service: Service) -> None:
     @router.delete(_PATH + "/{response_id}")
     async def delete(request: Request, response_id: str) -> Response:
         responses.find(record_of(request), response_id)
-        _cancel(responses, record_of(request), response_id)
+        await responses.cancel(record_of(request), response_id)
         responses.store.remove(record_of(request).client.name, response_id)
         return json_response({"id": response_id, "object": "response", "deleted": True})
 
@@ -191,19 +202,10 @@ def add_responses_routes(app: FastAPI, service: Service) -> None:
         stored = responses.find(record_of(request), response_id)
         if not stored.response["background"]:
             raise ApiError(400, "only a response in the background can be cancelled", param="response_id")
-        task = _cancel(responses, record_of(request), response_id)
-        if task is not None:
-            await asyncio.wait([task])
+        await responses.cancel(record_of(request), response_id)
         return json_response(responses.find(record_of(request), response_id).response)
 
     app.include_router(router)
-
-
-def _cancel(responses: _Responses, record: Record, name: str) -> asyncio.Task[None] | None:
-    task = responses.running.get((record.client.name, name))
-    if task is not None:
-        task.cancel()
-    return task
 
 
 def _opening(service: Service, body: ResponsesBody, chat: ChatBody) -> dict[str, Any]:
