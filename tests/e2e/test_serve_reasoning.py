@@ -1,4 +1,4 @@
-"""Reasoning through every chat API of a real server: a random model whose template begins it and whose budget ends it."""
+"""Reasoning through every chat API of a real server, on a random model: the template begins it, the budget ends it."""
 
 from __future__ import annotations
 

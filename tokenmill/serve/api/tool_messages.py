@@ -48,7 +48,10 @@ class AnswerReader:
             if final:
                 pieces += self._reasoning.finish()
             for piece in pieces:
-                events += [piece] if isinstance(piece, Reasoning) else self._content(piece.text)
+                if isinstance(piece, Reasoning):
+                    events.append(piece)
+                else:
+                    events += self._content(piece.text)
         if final and self._tools is not None:
             events += self._tools.finish()
         self.called = self.called or any(isinstance(event, CallStart) for event in events)

@@ -29,6 +29,6 @@ class GptOss(ReasoningParser):
         self._buffer = ""
         for piece in pieces:
             if piece.text:
-                kind = Reasoning if piece.channel == "analysis" and not piece.recipient else Visible
-                events.append(kind(piece.text))
+                reasoning = piece.channel == "analysis" and not piece.recipient
+                events.append(Reasoning(piece.text) if reasoning else Visible(piece.text))
         return False
