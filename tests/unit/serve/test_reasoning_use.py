@@ -189,3 +189,4 @@ def test_a_plugin_that_cannot_be_loaded_is_the_users_error(tmp_path: Path, text:
 def test_names_of_vllm_are_understood() -> None:
     for alias, name in {"openai": "harmony", "deepseek_r1": "deepseek_v3", "qwen3_xml": "qwen3_coder"}.items():
         assert ToolStyle.choose(None, _Tokens(), alias).parser.name == name  # type: ignore[arg-type]
+    assert _style("", "openai_gptoss").parser is REASONING_PARSERS.get("gpt_oss")

@@ -16,3 +16,5 @@ REASONING_PARSERS = Registry(
         "deepseek_r1": "tokenmill.serve.reasoning.deepseek_r1:DeepSeekR1",
     },
 )
+# Names that users of vLLM give to the same styles.
+ALIASES = {"openai_gptoss": "gpt_oss", "deepseek_v3": "deepseek_r1", "glm45": "qwen3"}

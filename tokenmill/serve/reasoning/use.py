@@ -14,7 +14,7 @@ from typing import Any
 from tokenmill.checkpoint.chat_template import ChatTemplate
 from tokenmill.checkpoint.tokenizer import Tokenizer
 from tokenmill.errors import UserError
-from tokenmill.serve.reasoning import REASONING_PARSERS
+from tokenmill.serve.reasoning import ALIASES, REASONING_PARSERS
 from tokenmill.serve.reasoning.base import ReasoningParser, TaggedReasoning
 from tokenmill.types import ReasoningBudget, SamplingParams, StructuredSpec
 
@@ -40,7 +40,8 @@ class ReasoningStyle:
         if name == NONE:
             return cls(None, False, None, None, "as stated")
         if name != AUTOMATIC:
-            parser, reason = REASONING_PARSERS.get(name), "as stated"
+            known = name if name in REASONING_PARSERS else ALIASES.get(name, name)
+            parser, reason = REASONING_PARSERS.get(known), "as stated"
         else:
             matching = [each for each in REASONING_PARSERS if REASONING_PARSERS.get(each).writes(source)]
             if not matching:
