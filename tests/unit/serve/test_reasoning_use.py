@@ -83,7 +83,7 @@ def test_a_constraint_begins_after_the_reasoning(prompt: str, texts: list[str], 
     style = _style(_QWEN)
     params = SamplingParams(structured=StructuredSpec("json_schema", json.dumps(schema)))
     if kind == "tools":
-        use = plan_tools(ToolStyle.choose(None, _Tokens(), "llama3_json"), _TOOLS, "auto", None)  # type: ignore[arg-type]
+        use = plan_tools(ToolStyle.choose(None, _Tokens(), "hermes"), _TOOLS, "auto", None)  # type: ignore[arg-type]
         assert use is not None
         params = use.apply(params)
     spec = style.apply(params, prompt).structured
