@@ -17,7 +17,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from tokenmill.errors import UserError
@@ -148,7 +148,7 @@ def read_value(text: str, schema: object) -> Any:
     types = _types(schema)
     if types == {"string"}:
         return text
-    readers = (json.loads, ast.literal_eval) if types else (json.loads,)
+    readers: tuple[Callable[[str], Any], ...] = (json.loads, ast.literal_eval) if types else (json.loads,)
     allowed = tuple(each for name in types for each in _TYPES.get(name, ()))
     for reader in readers:
         try:
@@ -167,7 +167,7 @@ def _types(schema: object) -> set[str]:
     if not isinstance(schema, Mapping):
         return set()
     stated = schema.get("type")
-    types = {stated} if isinstance(stated, str) else set(stated) if isinstance(stated, list) else set()
+    types: set[str] = {stated} if isinstance(stated, str) else set(stated) if isinstance(stated, list) else set()
     for branch in (*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())):
         types |= _types(branch)
     if not types and isinstance(schema.get("enum"), list):
