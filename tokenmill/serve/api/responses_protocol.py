@@ -121,7 +121,7 @@ def _tools(
         if tool.get("type", "function") != "function":
             kind = str(tool["type"])[:40]
             raise ValueError(f"a tool of type {kind!r} is not supported: this server runs no tools, give functions")
-    nested = [{"type": "function", "function": _function(tool)} for tool in tools or ()]
+    nested: list[dict[str, Any]] = [{"type": "function", "function": _function(tool)} for tool in tools or ()]
     if not isinstance(choice, Mapping):
         return nested or None, choice
     if choice.get("type") == "function":
