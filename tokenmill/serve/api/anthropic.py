@@ -46,7 +46,7 @@ def add_anthropic_routes(app: FastAPI, service: Service) -> None:
             "role": "assistant",
             "model": service.check_model(body.model),
         }
-        chat = _as_chat(service, body)
+        chat = _as_chat(body, _thinking(service, body))
         tools = tools_of(service, chat)
         opening = open_chat(service, chat, caller, tools, streaming=bool(body.stream))
         generation = await unless_gone(request, opening)
@@ -70,7 +70,7 @@ def anthropic_error(error: ApiError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
-def _as_chat(service: Service, body: AnthropicBody) -> ChatBody:
+def _as_chat(body: AnthropicBody, thinking: dict[str, Any] | None = None) -> ChatBody:
     try:
         messages, tools, cache = chat_messages(body), chat_tools(body), cache_control(body)
     except ValueError as error:
@@ -86,12 +86,18 @@ def _as_chat(service: Service, body: AnthropicBody) -> ChatBody:
         "kv_policy": body.kv_policy,
         "kv_budget": body.kv_budget,
     }
-    if body.thinking is not None and service.template is not None:
-        enabled = body.thinking.get("type") in ("enabled", "adaptive")
-        fields["chat_template_kwargs"] = switch_variables(service.template.source, enabled)
-        if enabled and service.reasoning_style.can_be_limited:
-            fields["thinking_token_budget"] = body.thinking.get("budget_tokens")
-    return validate(ChatBody, fields | tools)  # blocks become messages, which may be too many
+    return validate(ChatBody, fields | tools | (thinking or {}))  # blocks become messages, which may be too many
+
+
+def _thinking(service: Service, body: AnthropicBody) -> dict[str, Any]:
+    """The fields of a chat body that are about reasoning."""
+    if body.thinking is None or service.template is None:
+        return {}
+    enabled = body.thinking.get("type") in ("enabled", "adaptive")
+    fields: dict[str, Any] = {"chat_template_kwargs": dict(switch_variables(service.template.source, enabled))}
+    if enabled and service.reasoning_style.can_be_limited:
+        fields["thinking_token_budget"] = body.thinking.get("budget_tokens")
+    return fields
 
 
 def _stop(generation: Generation, called: bool) -> dict[str, Any]:
