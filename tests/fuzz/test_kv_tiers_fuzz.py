@@ -101,6 +101,12 @@ class TierTraffic(Traffic):
             self.kv.save()
         super().step(cancels)
 
+    def check_plan(self, plan: StepPlan) -> None:
+        if self.requests and not plan.scheduled:  # all wait for pages that another thread loads
+            assert self.kv.is_loading, "work but no progress"
+        else:
+            super().check_plan(plan)
+
 
 @pytest.mark.parametrize("case", _TIER_CASES, ids=lambda case: f"{case.layers}-{case.page_size}-{case.extra_pages}")
 def test_traffic_with_tiers(case: Case) -> None:

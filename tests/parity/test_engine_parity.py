@@ -78,7 +78,18 @@ def _assert_close(oracle: Any, prompt: list[int], answer: tuple[list[int], list[
 
 
 # transformers takes longrope's short factors for short sequences; ours are chosen once, by the context.
-@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "phi3-longrope"])
+# test_families.py does the same once for every architecture; here are all configurations of each.
+_QUICK = ("llama", "gemma3", "gpt_oss", "deepseek_v3")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in _QUICK else pytest.mark.slow)
+        for name in CONFIGS
+        if name != "phi3-longrope"
+    ],
+)
 def test_the_engine_changes_no_logit(name: str, tmp_path: Path) -> None:
     oracle = make(name, tmp_path)
     options = {"context": _CONTEXT, "concurrency": 16, "page_size": _PAGE_SIZE, "batch_tokens": 32, "memory": 16 << 20}

@@ -35,6 +35,8 @@ from tokenmill.types import Request, SamplingParams, ScheduledTokens
 _SIZE = 8  # tokens of a page
 _CONTEXT = 192
 _CPU = torch.device("cpu")
+_QUICK = ("mamba", "mamba2", "falcon_h1", "qwen3_next")  # every kind of state; test_families.py runs every architecture
+_NAMES = [pytest.param(name, marks=() if name in _QUICK else pytest.mark.slow) for name in RECURRENT]
 
 
 @cache
@@ -142,7 +144,7 @@ def _check(name: str, engine: Engine, outputs: dict[tuple[str, int], Output]) ->
         assert error < 1e-4, f"{request}: {error:.1e}"
 
 
-@pytest.mark.parametrize("name", list(RECURRENT))
+@pytest.mark.parametrize("name", _NAMES)
 def test_prefix_hits(name: str) -> None:
     engine = Engine(name)
     stem = _tokens(50, 1)
@@ -161,7 +163,7 @@ def test_prefix_hits(name: str) -> None:
         _check(name, engine, outputs)
 
 
-@pytest.mark.parametrize("name", list(RECURRENT))
+@pytest.mark.parametrize("name", _NAMES)
 def test_preemption(name: str) -> None:
     engine = Engine(name, extra_pages=6)
     outputs = engine.run({f"r{n}": _tokens(40 + 7 * n, n) for n in range(6)}, tokens=30)
@@ -177,7 +179,7 @@ def test_siblings_of_prompts_of_any_length(name: str, length: int, prefix_cachin
     _siblings(name, length, prefix_caching)
 
 
-@pytest.mark.parametrize("name", list(RECURRENT))
+@pytest.mark.parametrize("name", _NAMES)
 def test_siblings(name: str) -> None:
     _siblings(name, 45, True)
 
@@ -191,7 +193,7 @@ def _siblings(name: str, length: int, prefix_caching: bool) -> None:
     _check(name, engine, outputs)
 
 
-@pytest.mark.parametrize("name", list(RECURRENT))
+@pytest.mark.parametrize("name", _NAMES)
 def test_drafts_are_rolled_back(name: str) -> None:
     prompts = {"r": _tokens(44, 10), "s": _tokens(37, 11), "t": _tokens(9, 12)}
     for params in ({}, {"temperature": 1.0, "n": 2}):
@@ -204,7 +206,7 @@ def test_drafts_are_rolled_back(name: str) -> None:
         assert 20 < stats.num_accepted < stats.num_drafted - 20
 
 
-@pytest.mark.parametrize("name", list(RECURRENT))
+@pytest.mark.parametrize("name", _NAMES)
 def test_the_same_tokens_alone_and_in_a_batch(name: str) -> None:
     prompts = {f"r{n}": _tokens(5 + 6 * n, 20 + n) for n in range(16)}
     together = Engine(name, concurrency=16, prefix_caching=False)
@@ -216,7 +218,7 @@ def test_the_same_tokens_alone_and_in_a_batch(name: str) -> None:
         assert got[request, 0].token_ids == outputs[request, 0].token_ids
 
 
-@pytest.mark.parametrize("name", list(RECURRENT))
+@pytest.mark.parametrize("name", _NAMES)
 def test_the_faster_kernels(name: str) -> None:
     """What the eager executor runs in production: C++ kernels where there are some."""
     engine = Engine(name, kernels="")

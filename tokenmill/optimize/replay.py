@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -52,13 +52,26 @@ def replay(
     found, first_model = find_dialect(url, api_key) if not (model and dialect) else (None, "")
     spoken = get_dialect(dialect) if dialect or found is None else found
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-    client = StreamClient(url, _PATH, headers, time_limit_s, keep_text=False)
-    samples, began = run_loop(_send_all(client, spoken, model or first_model, arrivals, time_limit_s, is_warm))
+    samples, began = run_loop(
+        _send_all(
+            lambda: StreamClient(url, _PATH, headers, time_limit_s, keep_text=False),
+            spoken,
+            model or first_model,
+            arrivals,
+            time_limit_s,
+            is_warm,
+        )
+    )
     return judge_samples(samples, began, arrivals, objectives)
 
 
 async def _send_all(
-    client: StreamClient, dialect: Dialect, model: str, arrivals: Arrivals, time_limit_s: float, is_warm: bool
+    connect: Callable[[], StreamClient],
+    dialect: Dialect,
+    model: str,
+    arrivals: Arrivals,
+    time_limit_s: float,
+    is_warm: bool,
 ) -> tuple[list[Sample], float]:
     """(samples in the order of the arrivals, start of the replay)."""
     bodies = [
@@ -66,8 +79,11 @@ async def _send_all(
         for prompt, length in zip(arrivals.prompts, arrivals.output_lens, strict=True)
     ]
     deadline = time.perf_counter() + time_limit_s
-    if not is_warm:
-        await _warm_up(client, dialect, model, arrivals, deadline)
+    if not is_warm:  # with connections of its own: a server may close them before they are used again
+        warming = connect()
+        await _warm_up(warming, dialect, model, arrivals, deadline)
+        warming.close()
+    client = connect()
     began = time.perf_counter()
     refused = 0  # connections in a row
 

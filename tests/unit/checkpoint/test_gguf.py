@@ -207,8 +207,8 @@ def test_variants_we_do_not_run_are_refused(tmp_path: Path, settings: Settings, 
 
 
 def test_unknown_architecture_lists_what_we_run(tmp_path: Path) -> None:
-    write_model(tmp_path / "model.gguf", "mamba")
-    with pytest.raises(CheckpointError, match=r"'mamba' is not supported.*llama.*gemma3"):
+    write_model(tmp_path / "model.gguf", "bloom")
+    with pytest.raises(CheckpointError, match=r"'bloom' is not supported.*llama.*gemma3"):
         GGUFCheckpoint(tmp_path / "model.gguf")
 
 

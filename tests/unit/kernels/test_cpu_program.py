@@ -81,8 +81,9 @@ CODED = ["fp8", "fp8_e5m2", "int8", "int4", "turboquant3", "turboquant_4bit_nc"]
 def test_same_logits_as_eager(model: LoadedModel, store_name: str) -> None:
     eager = run(model, EagerExecutor, store_name=store_name)
     recorded = run(model, RecordedExecutor, store_name=store_name)
-    # Numbers that differ in the last bit may be stored as neighbours: of 16 bits the distance shows.
-    tolerance = 1e-4 if store_name == "bfloat16" else 1e-5
+    # Latents that differ in the last bit may be stored as neighbours, and every head reads them: of 16 bits it shows.
+    is_latent = model.decoder.description.model_type.startswith("deepseek")
+    tolerance = 1e-4 if is_latent and store_name == "bfloat16" else 1e-5
     for actual, expected in zip(recorded, eager, strict=True):
         torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 

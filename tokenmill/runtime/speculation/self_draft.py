@@ -40,6 +40,7 @@ class SelfDraft:
 
     name = "self"
     needs_training = False
+    computes = True
 
     @classmethod
     def search_arguments(cls, device: str, num_layers: int) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from tests.parity import tiny_models
+from tests.parity.gguf_models import CHANGED
 from tests.unit.checkpoint.gguf_builder import write_model
 from tokenmill import LLM, SamplingParams
 from tokenmill.checkpoint.gguf import GGUFCheckpoint
@@ -61,6 +62,9 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Pat
     settings = {"num_hidden_layers": 8, "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 16}
     common: dict[str, Any] = tiny_models._COMMON | settings
     monkeypatch.setitem(tiny_models.CONFIGS, "gemma3-plain", lambda: Gemma3TextConfig(**common))
+
+    for name in ("cohere", "deepseek_v2-yarn"):
+        monkeypatch.setitem(tiny_models.CONFIGS, name, CHANGED[name])
 
     def make(name: str) -> Path:
         folder = tmp_path / name
