@@ -125,6 +125,9 @@ class SamplingParams:
     frequency_penalty: float = 0.0  # over output
     presence_penalty: float = 0.0  # over output
     logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: tuple[int, ...] | None = None  # no others are sampled; None: all
+    bad_words: tuple[str, ...] = ()  # never completed by the output
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()  # the same as tokens; the intake adds those of `bad_words`
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -141,6 +144,8 @@ class SamplingParams:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        words = (self.bad_words,) if isinstance(self.bad_words, str) else tuple(self.bad_words or ())
+        object.__setattr__(self, "bad_words", words)
         _check_int("n", self.n, 1, 128)
         _check_int("max_tokens", self.max_tokens, 1, 2**31 - 1)
         _check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
@@ -160,6 +165,12 @@ class SamplingParams:
             _check_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
         if any(not text for text in self.stop):
             raise UserError("a stop string is empty", "remove it or give at least one character")
+        if any(not text.strip() for text in self.bad_words):
+            raise UserError("bad_words has an empty text", "remove it or give at least one character")
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+            if not self.allowed_token_ids:
+                raise UserError("allowed_token_ids is empty", "give at least one token id, or leave it out")
         for token_id, bias in (self.logit_bias or {}).items():
             _check_int("logit_bias token id", token_id, 0, 2**31 - 1)
             _check_float(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
@@ -172,15 +183,20 @@ class SamplingParams:
     def edits_logits(self) -> bool:
         """Whether a feature of runtime/sampling/features/ changes logits before temperature and filters apply."""
         return (
-            self.structured is not None
-            or self.reasoning is not None
+            self.reasoning is not None
             or self.repetition_penalty != 1.0
             or self.frequency_penalty != 0.0
             or self.presence_penalty != 0.0
             or self.min_tokens > 0
             or self.typical_p < 1.0
             or bool(self.logit_bias)
+            or self.bans_tokens
         )
+
+    @property
+    def bans_tokens(self) -> bool:
+        """Whether a feature may leave no token possible, which ends the request."""
+        return self.structured is not None or self.allowed_token_ids is not None or bool(self.bad_word_ids)
 
 
 class CompiledGrammar(Protocol):

@@ -74,6 +74,9 @@ class Intake:
             )
         stop_ids = frozenset(self._checked_ids("stop token id", params.stop_token_ids))
         self._checked_ids("logit_bias token id", list(params.logit_bias or ()))
+        self._checked_ids("allowed_token_ids token id", params.allowed_token_ids or ())
+        if params.bad_words:
+            params = replace(params, bad_word_ids=self._bad_word_ids(params))
         structured = params.structured
         if structured is not None and not self._eos_ids:
             raise UserError("the model has no end-of-text token", "leave structured output out")
@@ -91,6 +94,16 @@ class Intake:
             priority=priority,
             arrival=arrival,
         )
+
+    def _bad_word_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """Tokens of each word as it is written at the beginning of a text, and after a blank."""
+        found = dict.fromkeys(params.bad_word_ids)
+        for word in params.bad_words:
+            for text in (word.lstrip(), f" {word.lstrip()}"):
+                ids = tuple(self._tokenizer.encode(text, add_special_tokens=False))
+                if ids:
+                    found[ids] = None
+        return tuple(found)
 
     def _with_budget(self, params: SamplingParams) -> SamplingParams:
         if self._budget is None or (params.cache is not None and params.cache.policy):

@@ -122,6 +122,35 @@ def test_logit_bias_and_min_tokens() -> None:
     assert Sampler().sample(logits.repeat(1, 1), [allowed])[0] == [best]
 
 
+def test_no_token_but_the_allowed_ones() -> None:
+    logits = _logits()
+    assert set(_draws(60, torch.zeros(_VOCAB), allowed_token_ids=(3, 7, 11))) == {3, 7, 11}
+    assert _draws(1, logits, temperature=0.0, allowed_token_ids=(9,), logit_bias={9: -100.0}) == [9]
+    nothing = _request(temperature=0.0, allowed_token_ids=(9,), min_tokens=1, stop_ids=(9,))
+    drawn = _request(allowed_token_ids=(9,), min_tokens=1, stop_ids=(9,))
+    assert Sampler().sample(logits.repeat(2, 1), [nothing, drawn])[0] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("output", "drafted", "banned"),
+    [
+        ((), (), {6}),
+        ((5,), (), {6, 4}),
+        ((4,), (5,), {6, 4}),
+        ((5, 4), (), {6}),
+        ((1, 2), (), {6, 3}),
+        ((9, 1), (2,), {6, 3}),
+        ((2,), (), {6}),  # the prompt ends with 1, but does not count
+    ],
+)
+def test_no_bad_word_is_completed(output: tuple[int, ...], drafted: tuple[int, ...], banned: set[int]) -> None:
+    words = ((5, 4), (1, 2, 3), (6,))
+    request = _request(prompt=(0, 1), output=output, temperature=0.0, bad_word_ids=words)
+    logits = torch.zeros(1, _VOCAB)
+    LOGIT_FEATURES.get("bad_words")().edit(logits[0], request, drafted)
+    assert set(torch.isinf(logits[0]).nonzero().flatten().tolist()) == banned
+
+
 @pytest.mark.parametrize(
     ("output", "start_id", "ended"),
     [
@@ -180,6 +209,8 @@ _ACTIVE: dict[str, dict[str, Any]] = {
     "penalties": {"repetition_penalty": 1.2},
     "logit_bias": {"logit_bias": {3: 1.0}},
     "min_tokens": {"min_tokens": 2},
+    "allowed_tokens": {"allowed_token_ids": (3,)},
+    "bad_words": {"bad_word_ids": ((3, 4),)},
     "typical": {"typical_p": 0.5},
     "grammar": {"structured": StructuredSpec("json_object")},
     "reasoning_budget": {"reasoning": ReasoningBudget(4, 8)},

@@ -16,6 +16,7 @@ from typing import Any
 from fastapi import APIRouter, FastAPI, Request
 from starlette.responses import Response
 
+from tokenmill.log import get_logger
 from tokenmill.serve.api.caller import caller_of
 from tokenmill.serve.api.chat import open_chat
 from tokenmill.serve.api.exchange import Record, json_response, record_of, respond, to_json, unless_gone
@@ -31,6 +32,7 @@ from tokenmill.serve.generation import Generation
 from tokenmill.serve.service import Service
 from tokenmill.serve.tools.use import ToolUse
 
+_log = get_logger(__name__)
 _PATH = "/v1/responses"
 _FAILED = "server_error"
 
@@ -50,12 +52,16 @@ class _Exchange:
 
     def finished(self, generation: Generation) -> dict[str, Any]:
         """The response of a generation that has ended; its items must be finished."""
-        cut = generation.outputs[0].outputs[0].finish_reason == "length"
+        reason = generation.outputs[0].outputs[0].finish_reason
+        usage = {"usage": _usage(generation, self.record)}
+        if reason == "error":
+            return self.failed(ApiError(500, "the output cannot follow its format any further")) | usage
+        cut = reason == "length"
         return self.response | {
             "status": "incomplete" if cut else "completed",
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
             "output": self.output.items,
-            "usage": _usage(generation, self.record),
+            **usage,
         }
 
     def failed(self, error: ApiError) -> dict[str, Any]:
@@ -122,7 +128,7 @@ class _Responses:
         completion = generation.outputs[0].outputs[0]
         for event in reader.read(completion.text, final=True):
             list(exchange.output.take(event))
-        list(exchange.output.finish("incomplete" if completion.finish_reason == "length" else "completed"))
+        list(exchange.output.finish(_item_status(generation)))
         count_reasoning(self.service, generation, 0, reader)
         response = exchange.finished(generation)
         self.keep(exchange, response)
@@ -141,6 +147,9 @@ class _Responses:
             self.running.pop(key, None)
             if task.cancelled():
                 self.keep(exchange, exchange.response | {"status": "cancelled"}, complete=False)
+            elif task.exception() is not None:  # our own error: whoever polls must not wait for ever
+                _log.error("a response in the background failed", exc_info=task.exception())
+                self.keep(exchange, exchange.failed(ApiError(500, "internal error")), complete=False)
 
         task.add_done_callback(ended)
         return exchange.response | {"status": "queued"}
@@ -240,6 +249,11 @@ def _opening(service: Service, body: ResponsesBody, chat: ChatBody) -> dict[str,
     }
 
 
+def _item_status(generation: Generation) -> str:
+    """Of the last item: whether the output came to its own end."""
+    return "incomplete" if generation.outputs[0].outputs[0].finish_reason in ("length", "error") else "completed"
+
+
 def _usage(generation: Generation, record: Record) -> dict[str, Any]:
     usage = usage_of(generation, record)
     return {
@@ -274,8 +288,7 @@ async def _events(responses: _Responses, exchange: _Exchange, generation: Genera
         yield event("response.failed", {"response": exchange.failed(error)})
         return
     count_reasoning(exchange.service, generation, 0, reader)
-    cut = generation.outputs[0].outputs[0].finish_reason == "length"
-    yield b"".join(event(*each) for each in output.finish("incomplete" if cut else "completed"))
+    yield b"".join(event(*each) for each in output.finish(_item_status(generation)))
     response = exchange.finished(generation)
     responses.keep(exchange, response)
     yield event(f"response.{response['status']}", {"response": response})

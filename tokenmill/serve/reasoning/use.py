@@ -20,7 +20,7 @@ from tokenmill.types import ReasoningBudget, SamplingParams, StructuredSpec
 
 AUTOMATIC, NONE = "auto", "none"
 _MAX_END = 64  # characters of the prompt's end that a parser looks at
-_THOUGHT = "thought["  # the rule of the reasoning in a grammar
+_THOUGHT = "thought_before_the_answer"  # the rule of the reasoning in a grammar
 _OWN_START = re.compile(r"start: (answer \| calls|calls)\n")  # of grammars that are made here, for tools
 # Variables by which chat templates switch reasoning on and off.
 _SWITCHES = ("enable_thinking", "thinking")
@@ -59,8 +59,8 @@ class ReasoningStyle:
 
     def reader(self, prompt: str, structured: StructuredSpec | None) -> ReasoningParser | None:
         """The parser of one answer; None if there is no reasoning in it."""
-        if self.parser is None or (structured is not None and _THOUGHT not in structured.text):
-            return None  # a constraint from the first token on leaves no room for reasoning
+        if self.parser is None or not _has_room(structured):
+            return None
         return self.parser(prompt[-_MAX_END:])
 
     @property
@@ -105,6 +105,13 @@ def switch_variables(template: str, enabled: bool) -> Mapping[str, Any]:
     return {name: enabled for name in _SWITCHES if re.search(rf"\b{name}\b", template)}
 
 
+def _has_room(structured: StructuredSpec | None) -> bool:
+    """Whether an output of this kind may begin with reasoning. Other constraints hold from the first token on."""
+    if structured is None or structured.kind == "structural_tag":
+        return True
+    return structured.kind == "grammar" and _THOUGHT in structured.text
+
+
 def _after_reasoning(spec: StructuredSpec, parser: type[TaggedReasoning], prompt: str) -> StructuredSpec:
     from tokenmill.grammar.source import json_rule, read_schema
 
@@ -122,10 +129,10 @@ def _after_reasoning(spec: StructuredSpec, parser: type[TaggedReasoning], prompt
             return spec
     opening = f'"{parser.openings[0]}"'
     if phase == "inside":
-        start = "thought BLANKS? final"
+        start = f"{_THOUGHT} BLANKS? final"
     elif parser.implied:
-        start = f"{opening}? thought BLANKS? final"
+        start = f"{opening}? {_THOUGHT} BLANKS? final"
     else:
-        start = f"final | {opening} thought BLANKS? final"
-    thought = f'{_THOUGHT}suffix="{parser.closing}"]: /[\\s\\S]*/\nBLANKS: /[ \\n]{{1,4}}/\n'
+        start = f"final | {opening} {_THOUGHT} BLANKS? final"
+    thought = f'{_THOUGHT}[suffix="{parser.closing}"]: /[\\s\\S]*/\nBLANKS: /[ \\n]{{1,4}}/\n'
     return StructuredSpec("grammar", f"start: {start}\n{thought}{rules}")

@@ -105,6 +105,12 @@ class ToolParser(ABC):
     def grammar(cls, functions: Sequence[Function], parallel: bool) -> str:
         """Rules of a Lark grammar, with `calls` on top, for nothing but calls of these functions."""
 
+    @classmethod
+    def grammar_beside_json(cls, functions: Sequence[Function], parallel: bool) -> str:
+        """The same, for an answer that may be JSON instead of calls. The grammar library's lexer takes the longest
+        text that fits, so calls that begin like JSON must be made of JSON's own lexemes."""
+        return cls.grammar(functions, parallel)
+
     @abstractmethod
     def _step(self, events: list[ToolEvent], final: bool) -> bool:
         """Consume part of the buffer; False if more text is needed. With `final` there will be none."""

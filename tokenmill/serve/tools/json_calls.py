@@ -192,5 +192,34 @@ def object_rules(functions: Sequence[Function], key: str, before: str, after: st
     return "\n".join(rules) + "\n"
 
 
+def call_schemas(functions: Sequence[Function], key: str, place: str) -> dict[str, Any]:
+    """A JSON schema of a call of any of the functions. `place`: the JSON pointer to it in the schema it is part of."""
+
+    def schema(number: int, function: Function) -> dict[str, Any]:
+        root = f"{place}/anyOf/{number}/properties/{key}"
+        properties = {"name": {"const": function.name}, key: _moved(dict(function.parameters), root)}
+        return {
+            "type": "object",
+            "properties": properties,
+            "required": ["name", key],
+            "additionalProperties": False,
+        }
+
+    return {"anyOf": [schema(number, function) for number, function in enumerate(functions)]}
+
+
+def _moved(schema: Any, root: str) -> Any:
+    """A schema whose references within itself hold where it is part of another one, at `root`."""
+    if isinstance(schema, list):
+        return [_moved(each, root) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {name: value if name in ("const", "enum") else _moved(value, root) for name, value in schema.items()}
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and (reference == "#" or reference.startswith("#/")):
+        moved["$ref"] = root + reference[1:]
+    return moved
+
+
 def _refuse(name: str) -> Any:
     raise ValueError(f"{name} is not a JSON number")

@@ -11,7 +11,7 @@ from typing import ClassVar
 from tokenmill.serve.reasoning.scan import may_begin
 from tokenmill.serve.tools.base import ToolEvent
 from tokenmill.serve.tools.functions import Function
-from tokenmill.serve.tools.json_calls import JsonCallParser, object_rules
+from tokenmill.serve.tools.json_calls import JsonCallParser, call_schemas, object_rules
 
 _BLANKS = " \t\r\n"
 
@@ -29,6 +29,13 @@ class Llama3Json(JsonCallParser):
     def grammar(cls, functions: Sequence[Function], parallel: bool) -> str:
         calls = 'calls: call ("; " call)*\n' if parallel else "calls: call\n"
         return calls + object_rules(functions, "parameters", "", "")
+
+    @classmethod
+    def grammar_beside_json(cls, functions: Sequence[Function], parallel: bool) -> str:
+        from tokenmill.grammar.source import json_rule
+
+        calls = 'calls: call ("; " call)*\n' if parallel else "calls: call\n"
+        return f"{calls}call: {json_rule(call_schemas(functions, 'parameters', '#'))}\n"
 
     def _seek(self, events: list[ToolEvent], final: bool) -> bool:
         if self._full:

@@ -74,11 +74,12 @@ class ToolUse:
         wanted = params.structured
         if not self.forced and wanted is None:
             return params
-        rules = self.style.parser.grammar(self.functions, self.parallel)
         if wanted is None:
+            rules = self.style.parser.grammar(self.functions, self.parallel)
             return replace(params, structured=StructuredSpec("grammar", f"start: calls\n{rules}"))
         if self.forced:
             raise UserError("tool_choice requires a call, but response_format is set too", "leave one of them out")
+        rules = self.style.parser.grammar_beside_json(self.functions, self.parallel)
         return replace(params, structured=_either(wanted, rules))
 
 

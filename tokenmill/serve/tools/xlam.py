@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from tokenmill.serve.reasoning.scan import may_begin
 from tokenmill.serve.tools.functions import Function
-from tokenmill.serve.tools.json_calls import object_rules
+from tokenmill.serve.tools.json_calls import call_schemas, object_rules
 from tokenmill.serve.tools.marked_calls import MarkedCallParser, array_rules
 
 _FENCE, _LABEL = "```", "json"
@@ -30,6 +30,14 @@ class XLam(MarkedCallParser):
     @classmethod
     def grammar(cls, functions: Sequence[Function], parallel: bool) -> str:
         return array_rules(object_rules(functions, "arguments", "", ""), "", "", parallel)
+
+    @classmethod
+    def grammar_beside_json(cls, functions: Sequence[Function], parallel: bool) -> str:
+        from tokenmill.grammar.source import json_rule
+
+        items = call_schemas(functions, "arguments", "#/items")
+        schema = {"type": "array", "items": items, "minItems": 1, **({} if parallel else {"maxItems": 1})}
+        return f"calls: {json_rule(schema)}\n"
 
     def _body(self) -> str | None:
         body = self._buffer[len(self._opening) :]
