@@ -24,15 +24,16 @@ MAX_CHOICES = 4096
 MAX_TTL_SECONDS = 86_400.0
 MAX_KV_BUDGET = 2**31 - 1
 BUDGET_POLICIES = ("streaming_llm", "h2o", "paged_eviction")  # the files of engine/kv/budget/
-STRUCTURED_KINDS = ("json_object", "json_schema", "regex", "choice", "grammar")
+STRUCTURED_KINDS = ("json_object", "json_schema", "regex", "choice", "grammar", "structural_tag")
 
 
 @dataclass(frozen=True, slots=True)
 class StructuredSpec:
-    """What the output must look like: a JSON object, JSON of a schema, a regex, one of some texts, or a grammar."""
+    """What the output must look like: a JSON object, JSON of a schema, a regex, one of some texts, a grammar, or text
+    with structural tags."""
 
     kind: str  # of STRUCTURED_KINDS
-    text: str = ""  # the schema as JSON, the regex, or the grammar (Lark, or GBNF with ::=)
+    text: str = ""  # the schema or the tags as JSON, the regex, or the grammar (Lark, or GBNF with ::=)
     choices: tuple[str, ...] = ()  # of "choice"
 
     def __post_init__(self) -> None:
@@ -41,7 +42,7 @@ class StructuredSpec:
             raise unknown_name("kind of structured output", self.kind, STRUCTURED_KINDS)
         if self.kind == "choice" and not (0 < len(self.choices) <= MAX_CHOICES and all(self.choices)):
             raise UserError(f"there are {len(self.choices)} choices, or one is empty", f"give 1 to {MAX_CHOICES} texts")
-        if self.kind in ("json_schema", "regex", "grammar") and not self.text.strip():
+        if self.kind in ("json_schema", "regex", "grammar", "structural_tag") and not self.text.strip():
             raise UserError(f"the {self.kind} is empty", "give it, or leave structured output out")
         size = len(self.text) + sum(map(len, self.choices))
         if size > MAX_STRUCTURED_CHARS:

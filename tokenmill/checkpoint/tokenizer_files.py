@@ -27,20 +27,23 @@ def load_tokenizer(path: Path) -> Tokenizer:
     return gguf_tokenizer.build_tokenizer(gguf_metadata(path))
 
 
-def load_chat_template(path: Path) -> ChatTemplate | None:
-    """The chat template of a GGUF file or of a Hugging Face directory; None where it has none."""
+def load_chat_template(path: Path, source: str = "") -> ChatTemplate | None:
+    """The chat template of a GGUF file or of a Hugging Face directory; None where it has none. `source`: a template to
+    use instead, with the special tokens of the model."""
     path = Path(path)
     if path.is_dir() and (path / "tokenizer.json").is_file():
-        return directory_template(path)
-    return gguf_template(gguf_metadata(path))
+        return directory_template(path, source)
+    return gguf_template(gguf_metadata(path), source)
 
 
-def tokenizer_of(path: Path, load_format: str) -> tuple[Tokenizer, ChatTemplate | None]:
-    """The tokenizer and the chat template of a model; numbers for tokens where it is only a config.json."""
+def tokenizer_of(path: Path, load_format: str, template_source: str = "") -> tuple[Tokenizer, ChatTemplate | None]:
+    """The tokenizer and the chat template of a model, or a stated one; numbers for tokens where it is only a
+    config.json."""
     if load_format == "dummy" and not (path / "tokenizer.json").is_file():
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-        return numbering_tokenizer(hf_config.describe(config, None).vocab_size), None
-    return load_tokenizer(path), load_chat_template(path)
+        template = ChatTemplate(template_source) if template_source else None
+        return numbering_tokenizer(hf_config.describe(config, None).vocab_size), template
+    return load_tokenizer(path), load_chat_template(path, template_source)
 
 
 def gguf_metadata(path: Path) -> Mapping[str, Any]:

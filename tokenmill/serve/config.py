@@ -155,6 +155,18 @@ class ServeConfig:
     reasoning_parser_plugin: str = option(
         "", "Python file or module that registers reasoning parsers of your own.", metavar="FILE"
     )
+    chat_template: str = option(
+        "", "Jinja file of a chat template to use instead of the model's own, or the template itself.", metavar="FILE"
+    )
+    generation_config: str = option(
+        "auto",
+        "Where sampling defaults come from: auto (the model's generation_config.json), vllm (neutral values) or a "
+        "directory with such a file.",
+        metavar="auto|vllm|DIR",
+    )
+    override_generation_config: str = option(
+        "", 'Sampling defaults that win over that file, such as {"temperature": 0.5}.', metavar="JSON"
+    )
     max_stored_responses: int = option(
         256, "Responses kept per API key for previous_response_id; 0 keeps none.", metavar="RESPONSES", low=0
     )

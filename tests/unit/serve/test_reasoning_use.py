@@ -107,6 +107,24 @@ def test_a_constraint_that_cannot_wait_leaves_no_reasoning() -> None:
     assert style.reader(_INSIDE, None) is not None
 
 
+def test_whether_an_output_may_reason_depends_on_its_constraint_not_on_words_in_it() -> None:
+    style = _style(_QWEN)
+    for spec in (StructuredSpec("regex", "thought[s]?"), StructuredSpec("json_schema", '{"title": "thought["}')):
+        assert style.reader(_INSIDE, spec) is None
+    tags = StructuredSpec("structural_tag", '{"structures": [], "triggers": []}')  # text is free before a trigger
+    assert style.apply(SamplingParams(structured=tags), _INSIDE).structured == tags
+    assert style.reader(_INSIDE, tags) is not None
+
+
+def test_a_model_whose_template_has_no_reasoning_is_left_alone() -> None:
+    style = _style("{% for m in messages %}{{ m.content }}{% endfor %}")
+    spec = StructuredSpec("json_object")
+    for params in (SamplingParams(), SamplingParams(structured=spec)):
+        assert style.apply(params, _INSIDE) is params
+    assert style.reader(_INSIDE, None) is None
+    assert AnswerReader(None, style.reader(_INSIDE, None)).plain
+
+
 def test_budgets() -> None:
     style = _style(_QWEN)
     assert style.apply(SamplingParams(), _INSIDE, 5).reasoning == ReasoningBudget(5, 8, None)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
 from tokenmill.errors import UserError
+from tokenmill.grammar.source import json_rule
 from tokenmill.serve.tools import TOOL_PARSERS
 from tokenmill.serve.tools.base import Answer, CallArguments, CallStart, ToolEvent, ToolParser, fold
 from tokenmill.serve.tools.functions import Function, read_functions
@@ -207,6 +208,35 @@ def test_the_grammar_of_a_style_forbids_other_calls(style: str, wrong: str) -> N
     text = _FORCED[style].replace("get_weather", wrong) if wrong != "celsius" else _FORCED[style].replace('"c"', '"k"')
     data = list(text.encode())
     assert matcher.try_consume_tokens(data) < len(data)
+
+
+@pytest.mark.parametrize("style", TOOL_PARSERS.names())
+@pytest.mark.parametrize("parallel", [True, False])
+def test_calls_and_json_may_stand_for_each_other(style: str, parallel: bool) -> None:
+    """Whatever the calls of a style begin with: JSON of the format is as possible as a call."""
+    schema = {"anyOf": [{"type": "object"}, {"type": "array"}]}
+    rules = TOOL_PARSERS.get(style).grammar_beside_json(_FUNCTIONS, parallel)
+    lark = LLMatcher.grammar_from_lark(f"start: answer | calls\nanswer: {json_rule(schema)}\n{rules}")
+
+    def accepted(text: str) -> bool:
+        matcher = LLMatcher(LLTokenizer("byte"), lark, log_level=0)
+        assert not matcher.get_error()
+        data = list(text.encode())
+        return matcher.try_consume_tokens(data) == len(data) and matcher.is_accepting()
+
+    for text in ('{"a": 1}', '{"name": "x"}', "{}", '[{"a": 1}]', '[{"name": 1}]', "[false, null]", '["get"]', "[]"):
+        assert accepted(text), text
+    assert accepted(_FORCED[style]) or not parallel
+
+
+@pytest.mark.parametrize("style", ["llama3_json", "llama4_json", "xlam"])
+def test_calls_made_of_json_still_follow_their_schemas(style: str) -> None:
+    rules = TOOL_PARSERS.get(style).grammar_beside_json(_FUNCTIONS, True)
+    lark = LLMatcher.grammar_from_lark(f"start: answer | calls\nanswer: {json_rule({'type': 'integer'})}\n{rules}")
+    for text, good in ((_FORCED[style], True), (_FORCED[style].replace('"c"', '"k"'), False), ("17", True)):
+        matcher = LLMatcher(LLTokenizer("byte"), lark, log_level=0)
+        data = list(text.encode())
+        assert (matcher.try_consume_tokens(data) == len(data)) is good
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from tokenmill.serve.api.exchange import Record, event, record_of, respond, unle
 from tokenmill.serve.api.logprobs import LogprobBudget, chat_logprobs, long_chat_logprobs, prompt_scores
 from tokenmill.serve.api.protocol import ChatBody
 from tokenmill.serve.api.reading import body_schema, read_body
-from tokenmill.serve.api.sampling import build_params, resolve_max_tokens
+from tokenmill.serve.api.sampling import build_params, resolve_max_tokens, resolve_truncation
 from tokenmill.serve.api.tool_messages import AnswerReader, count_reasoning, delta_of, message_of, reader_of, tools_of
 from tokenmill.serve.api.usage import StreamUsage, usage_of
 from tokenmill.serve.errors import ApiError
@@ -53,6 +53,8 @@ def add_chat_routes(app: FastAPI, service: Service) -> None:
             answer = await _answer(service, body, generation, tools, record)
             if body.prompt_logprobs is not None:
                 answer["prompt_logprobs"] = await prompt_scores(generation.outputs[0])
+            if body.return_token_ids:
+                answer["prompt_token_ids"] = generation.outputs[0].prompt_token_ids
             return head | answer
 
         return await respond(
@@ -73,22 +75,51 @@ async def open_chat(
         plain = [message.plain() for message in body.messages]
     except ValueError as error:
         raise ApiError(400, str(error), param="messages") from None
-    generation_prompt = body.add_generation_prompt is not False
+    _check_continuation(body)
+    generation_prompt = body.add_generation_prompt is not False and not body.continue_final_message
     messages: Sequence[Mapping[str, Any]] = plain
     shown: Sequence[Mapping[str, Any]] | None = None
     if tools is not None or any(map(_has_calls, plain)):
         messages, shown = service.tool_style.for_template(plain, tools.tools if tools is not None else None)
     prompt = await service.render(messages, shown, generation_prompt, _variables(service, body), client=caller.client)
+    if body.continue_final_message:
+        prompt = _continued(prompt, str(messages[-1].get("content") or ""))
+    defaults = service.sampling_defaults
 
     def params(length: int) -> SamplingParams:
-        limit = resolve_max_tokens(body, length, service.context, None)
+        limit = resolve_max_tokens(body, length, service.context, defaults.max_tokens)
         LogprobBudget(service.config.max_logprob_entries).spend(length, body.prompt_logprobs, 1)
-        own = build_params(body, service.config, limit, logprobs=_num_logprobs(body))
+        own = build_params(body, service.config, limit, defaults.values, logprobs=_num_logprobs(body))
         if tools is not None:
             own = tools.apply(own)
+        if body.continue_final_message:
+            return own  # goes on with an answer that has begun: no reasoning comes first
         return service.reasoning_style.apply(own, prompt, body.thinking_token_budget)
 
-    return await service.open([prompt], params, caller, streaming=streaming, chat=True)
+    kept = resolve_truncation(body.truncate_prompt_tokens, body.output_limit(), service.context)
+    return await service.open([prompt], params, caller, streaming=streaming, chat=True, max_prompt_tokens=kept)
+
+
+def _check_continuation(body: ChatBody) -> None:
+    if body.chat_template is not None:
+        problem = "chat_template is not part of requests here: serve with --chat-template FILE"
+        raise ApiError(400, problem, param="chat_template")
+    if body.continue_final_message and body.add_generation_prompt:
+        problem = "continue_final_message and add_generation_prompt exclude each other: leave one of them out"
+        raise ApiError(400, problem, param="continue_final_message")
+    if body.continue_final_message and body.thinking_token_budget is not None:
+        problem = "thinking_token_budget has no meaning for a message that is continued: leave it out"
+        raise ApiError(400, problem, param="thinking_token_budget")
+
+
+def _continued(prompt: str, text: str) -> str:
+    """The prompt up to the end of its last message's text. Templates may strip that, and close the message."""
+    start = prompt.rfind(text.strip()) if text.strip() else -1
+    if start < 0:
+        problem = "continue_final_message needs a last message with text that the chat template shows as it is"
+        raise ApiError(400, problem, param="continue_final_message")
+    whole = text.lstrip()
+    return prompt[: start + len(whole if prompt.startswith(whole, start) else text.strip())]
 
 
 def _variables(service: Service, body: ChatBody) -> dict[str, Any]:
@@ -130,7 +161,7 @@ async def _answer(
         if completion.logprobs is not None:
             top = body.top_logprobs or 0
             logprobs = await long_chat_logprobs(service.tokenizer, completion.token_ids, completion.logprobs, top)
-        reader = reader_of(service, generation, tools)
+        reader = reader_of(service, generation, tools, reasons=not body.continue_final_message)
         answer = fold(reader.read(completion.text, final=True))
         count_reasoning(service, generation, completion.index, reader)
         if body.include_reasoning is False:
@@ -141,6 +172,7 @@ async def _answer(
             "logprobs": logprobs,
             "finish_reason": reader.finish_reason(finish_reason(completion.finish_reason)),
             "stop_reason": completion.stop_reason,
+            **({"token_ids": completion.token_ids} if body.return_token_ids else {}),
         }
 
     choices = [await choice(each) for each in generation.outputs[0].outputs]
@@ -157,9 +189,19 @@ async def _chunks(
 ) -> AsyncIterator[bytes]:
     tail = StreamUsage(body, generation, record)
 
-    def chunk(index: int, delta: dict[str, Any], logprobs: Any = None, reason: str | None = None) -> bytes:
+    def chunk(
+        index: int,
+        delta: dict[str, Any],
+        logprobs: Any = None,
+        reason: str | None = None,
+        token_ids: list[int] | None = None,
+    ) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-        return event({**head, "choices": [choice], **tail.fields()})
+        prompt: dict[str, Any] = {}
+        if body.return_token_ids:
+            choice["token_ids"] = token_ids or []
+            prompt = {"prompt_token_ids": generation.outputs[0].prompt_token_ids} if "role" in delta else {}
+        return event({**head, **prompt, "choices": [choice], **tail.fields()})
 
     def news(delta: Delta) -> bytes:
         logprobs = None
@@ -176,14 +218,16 @@ async def _chunks(
             reason = reader.finish_reason(reason)
             if delta.finish_reason is not None:
                 count_reasoning(service, generation, delta.index, reader)
-        if not said and (logprobs or reason):
+        shown_ids = delta.token_ids if body.return_token_ids else []
+        if not said and (logprobs or reason or shown_ids):
             said = [{"content": ""} if logprobs else {}]
-        # Log-probabilities go with the first piece, the reason with the last.
-        last = len(said) - 1
-        return b"".join(
-            chunk(delta.index, content, logprobs if part == 0 else None, reason if part == last else None)
-            for part, content in enumerate(said)
-        )
+        # What belongs to tokens goes with the first piece, the reason with the last.
+        first, last = (logprobs, shown_ids), len(said) - 1
+        pieces = []
+        for part, content in enumerate(said):
+            own_logprobs, ids = first if part == 0 else (None, [])
+            pieces.append(chunk(delta.index, content, own_logprobs, reason if part == last else None, ids))
+        return b"".join(pieces)
 
     readers: dict[int, AnswerReader | None] = {}  # None: all text is content
     try:
@@ -191,11 +235,11 @@ async def _chunks(
             pieces = []
             for delta in batch:
                 if delta.index not in readers:
-                    reader = reader_of(service, generation, tools)
+                    reader = reader_of(service, generation, tools, reasons=not body.continue_final_message)
                     readers[delta.index] = None if reader.plain else reader
                     pieces.append(chunk(delta.index, {"role": "assistant", "content": ""}))
                 tail.count(delta)
-                if delta.text or delta.logprobs or delta.finish_reason:
+                if delta.text or delta.logprobs or delta.finish_reason or body.return_token_ids:
                     pieces.append(news(delta))
             if pieces:
                 yield b"".join(pieces)

@@ -109,7 +109,9 @@ def _open_generate(service: Service, body: OllamaGenerateBody, caller: Caller) -
         plain = validate(GenerationBody, fields)
 
         def params(length: int) -> SamplingParams:
-            return build_params(plain, service.config, resolve_max_tokens(plain, length, service.context, None))
+            defaults = service.sampling_defaults
+            limit = resolve_max_tokens(plain, length, service.context, defaults.max_tokens)
+            return build_params(plain, service.config, limit, defaults.values)
 
         return service.open([body.prompt], params, caller, streaming=streaming)
     system = [Message(role="system", content=body.system)] if body.system else []

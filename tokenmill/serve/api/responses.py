@@ -237,16 +237,21 @@ def _opening(service: Service, body: ResponsesBody, chat: ChatBody) -> dict[str,
         "previous_response_id": body.previous_response_id,
         "reasoning": {"effort": chat.reasoning_effort, "summary": None},
         "store": body.store is not False and service.config.max_stored_responses > 0,
-        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "temperature": _used(service, "temperature", body.temperature),
         "text": {"format": text},
         "tool_choice": body.tool_choice or "auto",
         "tools": body.tools or [],
-        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "top_p": _used(service, "top_p", body.top_p),
         "truncation": "disabled",
         "usage": None,
         "user": body.user,
         "metadata": body.metadata or {},
     }
+
+
+def _used(service: Service, name: str, value: float | None) -> float:
+    """The value of a sampling field, or the default of this server."""
+    return float(service.sampling_defaults.values.get(name, 1.0)) if value is None else value
 
 
 def _item_status(generation: Generation) -> str:

@@ -17,7 +17,7 @@ from tokenmill.serve.api.reading import validate
 _MAX_METADATA = 16
 Items = Annotated[list[dict[str, Any]], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
 # Fields of the chat body under the same name; the rest of it is made from items, tools and text.format.
-_OWN = {"stream", "stream_options", "max_tokens", "response_format", "n", "prompt_logprobs"}
+_OWN = {"stream", "stream_options", "max_tokens", "response_format", "n", "prompt_logprobs", "return_token_ids"}
 
 
 class TextFormat(Body):
@@ -83,6 +83,8 @@ class ResponsesBody(GenerationBody):
             return "n", "a response has one answer: use /v1/chat/completions"
         if self.prompt_logprobs is not None:
             return "prompt_logprobs", "prompt log-probabilities are part of /v1/chat/completions only"
+        if self.return_token_ids:
+            return "return_token_ids", "token ids are part of /v1/chat/completions only"
         return None
 
 

@@ -68,9 +68,9 @@ class AnswerReader:
         return [Content(text)] if text else []
 
 
-def reader_of(service: Service, generation: Generation, tools: ToolUse | None) -> AnswerReader:
-    """The reader of an answer to a chat prompt."""
-    if tools is not None and tools.style.parser.reads_reasoning:
+def reader_of(service: Service, generation: Generation, tools: ToolUse | None, reasons: bool = True) -> AnswerReader:
+    """The reader of an answer to a chat prompt. `reasons`: it may begin with reasoning."""
+    if not reasons or (tools is not None and tools.style.parser.reads_reasoning):
         return AnswerReader(tools)
     prompt, params = generation.outputs[0].prompt or "", generation.members[0].request.params
     return AnswerReader(tools, service.reasoning_style.reader(prompt, params.structured))

@@ -23,6 +23,8 @@ def usage_of(generation: Generation, record: Record) -> dict[str, Any]:
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached, **_cache_details(generation)},
     }
+    if generation.num_truncated_tokens:
+        usage["prompt_tokens_details"]["truncated_tokens"] = generation.num_truncated_tokens
     if generation.num_reasoning_tokens is not None:
         usage["completion_tokens_details"] = {"reasoning_tokens": generation.num_reasoning_tokens}
     return usage | lossy_policy(generation)
