@@ -93,9 +93,7 @@ async def _serve(
     workers: WorkerPool | None = None
     traffic_log: TrafficLog | None = None
     key_watch = KeyWatch(keys, config.all_keys(), config.api_keys_file)
-    reload = asyncio.Event()
-    if config.api_keys_file or tls is not None:  # else SIGHUP ends the server, as a terminal that closes should
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _reload_files, reload, tls, config)
+    reload = _reload_on_hangup(config, tls)
     try:
         report.phase("finding the model")
         path = await signals.unless_told(in_daemon_thread(lambda: resolve(model).path))
@@ -239,6 +237,14 @@ async def _drain(service: Service, server: HttpServer, serving: asyncio.Task[Non
     server.should_exit = True
     server.config.timeout_graceful_shutdown = 1
     await serving
+
+
+def _reload_on_hangup(config: ServeConfig, tls: ssl.SSLContext | None) -> asyncio.Event:
+    """Set at SIGHUP, if there is a file to read again; else it ends the server, as a terminal that closes should."""
+    reload = asyncio.Event()
+    if config.api_keys_file or tls is not None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _reload_files, reload, tls, config)
+    return reload
 
 
 def _reload_files(keys: asyncio.Event, tls: ssl.SSLContext | None, config: ServeConfig) -> None:

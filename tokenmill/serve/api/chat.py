@@ -179,6 +179,75 @@ async def _answer(
     return {"choices": choices, "usage": usage_of(generation, record)}
 
 
+class _Stream:
+    """The chunks of a streamed answer: what each delta says, by choice."""
+
+    def __init__(
+        self,
+        service: Service,
+        body: ChatBody,
+        generation: Generation,
+        tools: ToolUse | None,
+        head: dict[str, Any],
+        tail: StreamUsage,
+    ) -> None:
+        self._service, self._body, self._generation, self._tools = service, body, generation, tools
+        self._head, self._tail = head, tail
+        self._readers: dict[int, AnswerReader | None] = {}  # None: all text is content
+
+    def chunks(self, delta: Delta) -> list[bytes]:
+        """Of one delta; the first of a choice opens it."""
+        found = []
+        if delta.index not in self._readers:
+            found.append(self._open(delta.index))
+        self._tail.count(delta)
+        if delta.text or delta.logprobs or delta.finish_reason or self._body.return_token_ids:
+            found += self._news(delta)
+        return found
+
+    def _open(self, index: int) -> bytes:
+        reader = reader_of(self._service, self._generation, self._tools, not self._body.continue_final_message)
+        self._readers[index] = None if reader.plain else reader
+        prompt_ids = self._generation.outputs[0].prompt_token_ids
+        prompt = {"prompt_token_ids": prompt_ids} if self._body.return_token_ids else {}
+        return self._chunk(index, {"role": "assistant", "content": ""}, **prompt)
+
+    def _news(self, delta: Delta) -> list[bytes]:
+        body, logprobs = self._body, None
+        if delta.logprobs:
+            top = body.top_logprobs or 0
+            logprobs = chat_logprobs(self._service.tokenizer, delta.token_ids, delta.logprobs, top)
+        token_ids = delta.token_ids if body.return_token_ids else []
+        said, reason = self._read(delta)
+        if not said and (logprobs or reason or token_ids):
+            said = [{"content": ""} if logprobs else {}]
+        # What belongs to tokens goes with the first piece, the reason with the last.
+        found, last = [], len(said) - 1
+        for part, content in enumerate(said):
+            choice: dict[str, Any] = {"finish_reason": reason if part == last else None}
+            choice["logprobs"] = logprobs if part == 0 else None
+            if body.return_token_ids:
+                choice["token_ids"] = token_ids if part == 0 else []
+            found.append(self._chunk(delta.index, content, choice))
+        return found
+
+    def _read(self, delta: Delta) -> tuple[list[dict[str, Any]], str | None]:
+        """(the pieces of `delta` in this API, the finish reason)."""
+        reason, reader = finish_reason(delta.finish_reason), self._readers[delta.index]
+        if reader is None:
+            return [{"content": delta.text}] if delta.text else [], reason
+        events = reader.read(delta.text, delta.finish_reason is not None)
+        if self._body.include_reasoning is False:
+            events = [each for each in events if not isinstance(each, Reasoning)]
+        if delta.finish_reason is not None:
+            count_reasoning(self._service, self._generation, delta.index, reader)
+        return [said for each in events if (said := delta_of(each)) is not None], reader.finish_reason(reason)
+
+    def _chunk(self, index: int, delta: dict[str, Any], choice: dict[str, Any] | None = None, **fields: Any) -> bytes:
+        whole = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **(choice or {})}
+        return event({**self._head, **fields, "choices": [whole], **self._tail.fields()})
+
+
 async def _chunks(
     service: Service,
     body: ChatBody,
@@ -188,59 +257,10 @@ async def _chunks(
     record: Record,
 ) -> AsyncIterator[bytes]:
     tail = StreamUsage(body, generation, record)
-
-    def chunk(
-        index: int,
-        delta: dict[str, Any],
-        logprobs: Any = None,
-        reason: str | None = None,
-        token_ids: list[int] | None = None,
-    ) -> bytes:
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-        prompt: dict[str, Any] = {}
-        if body.return_token_ids:
-            choice["token_ids"] = token_ids or []
-            prompt = {"prompt_token_ids": generation.outputs[0].prompt_token_ids} if "role" in delta else {}
-        return event({**head, **prompt, "choices": [choice], **tail.fields()})
-
-    def news(delta: Delta) -> bytes:
-        logprobs = None
-        if delta.logprobs:
-            logprobs = chat_logprobs(service.tokenizer, delta.token_ids, delta.logprobs, body.top_logprobs or 0)
-        reason = finish_reason(delta.finish_reason)
-        said: list[dict[str, Any]] = [{"content": delta.text}] if delta.text else []
-        reader = readers[delta.index]
-        if reader is not None:
-            events = reader.read(delta.text, delta.finish_reason is not None)
-            if body.include_reasoning is False:
-                events = [each for each in events if not isinstance(each, Reasoning)]
-            said = [content for each in events if (content := delta_of(each)) is not None]
-            reason = reader.finish_reason(reason)
-            if delta.finish_reason is not None:
-                count_reasoning(service, generation, delta.index, reader)
-        shown_ids = delta.token_ids if body.return_token_ids else []
-        if not said and (logprobs or reason or shown_ids):
-            said = [{"content": ""} if logprobs else {}]
-        # What belongs to tokens goes with the first piece, the reason with the last.
-        first, last = (logprobs, shown_ids), len(said) - 1
-        pieces = []
-        for part, content in enumerate(said):
-            own_logprobs, ids = first if part == 0 else (None, [])
-            pieces.append(chunk(delta.index, content, own_logprobs, reason if part == last else None, ids))
-        return b"".join(pieces)
-
-    readers: dict[int, AnswerReader | None] = {}  # None: all text is content
+    stream = _Stream(service, body, generation, tools, head, tail)
     try:
         async for batch in generation.deltas():
-            pieces = []
-            for delta in batch:
-                if delta.index not in readers:
-                    reader = reader_of(service, generation, tools, reasons=not body.continue_final_message)
-                    readers[delta.index] = None if reader.plain else reader
-                    pieces.append(chunk(delta.index, {"role": "assistant", "content": ""}))
-                tail.count(delta)
-                if delta.text or delta.logprobs or delta.finish_reason or body.return_token_ids:
-                    pieces.append(news(delta))
+            pieces = [piece for delta in batch for piece in stream.chunks(delta)]
             if pieces:
                 yield b"".join(pieces)
     except ApiError as error:
