@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
 from tests.e2e.serving import RunningServer, serving
-from tests.parity.tiny_models import CONFIGS, make
+from tests.e2e.word_model import make_word_model
 
 _OPEN, _CLOSE = 7, 8
 _TEMPLATE = (
@@ -21,26 +20,9 @@ _BUDGET, _LENGTH = 6, 20
 _EXTRA: dict[str, Any] = {"ignore_eos": True, "logit_bias": {str(_CLOSE): -100, str(_OPEN): -100}}
 
 
-def _write_tokenizer(folder: Path) -> None:
-    """Words of one token each, the tags among them."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    words = {f"Ġw{number}": number for number in range(CONFIGS["llama"]().vocab_size)}
-    for number, tag in ((_OPEN, "<think>"), (_CLOSE, "</think>")):
-        del words[f"Ġw{number}"]
-        words[tag] = number
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="Ġw0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(folder / "tokenizer.json"))
-
-
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    folder = tmp_path_factory.mktemp("reasoning")
-    make("llama", folder)
-    _write_tokenizer(folder)
-    (folder / "chat_template.jinja").write_text(_TEMPLATE)
+    folder = make_word_model(tmp_path_factory.mktemp("reasoning"), _TEMPLATE, {_OPEN: "<think>", _CLOSE: "</think>"})
     with serving(folder, "--served-model-name", "tiny", "--context", "128", "--max-num-seqs", "4") as running:
         yield running
 

@@ -83,7 +83,7 @@ async def open_chat(
         messages, shown = service.tool_style.for_template(plain, tools.tools if tools is not None else None)
     prompt = await service.render(messages, shown, generation_prompt, _variables(service, body), client=caller.client)
     if body.continue_final_message:
-        prompt = _continued(prompt, str(messages[-1].get("content") or ""))
+        prompt = continued(prompt, str(messages[-1].get("content") or ""))
     defaults = service.sampling_defaults
 
     def params(length: int) -> SamplingParams:
@@ -112,7 +112,7 @@ def _check_continuation(body: ChatBody) -> None:
         raise ApiError(400, problem, param="thinking_token_budget")
 
 
-def _continued(prompt: str, text: str) -> str:
+def continued(prompt: str, text: str) -> str:
     """The prompt up to the end of its last message's text. Templates may strip that, and close the message."""
     start = prompt.rfind(text.strip()) if text.strip() else -1
     if start < 0:
