@@ -92,6 +92,15 @@ def test_the_last_message_is_continued(server: RunningServer) -> None:
         assert _post(server, _CHAT, 400, **wanted | more)["error"]["param"]
 
 
+def test_the_anthropic_api_continues_a_last_message_of_the_assistant(server: RunningServer) -> None:
+    begun = {"role": "assistant", "content": text_of(12, 13)}
+    answer = _post(server, "/v1/messages", messages=[*_MESSAGES, begun], max_tokens=3)
+    usage = answer["usage"]
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == 5  # 10, 11, the end of the message, 12, 13
+    said = _post(server, _CHAT, messages=[*_MESSAGES, begun], max_tokens=3, continue_final_message=True)
+    assert answer["content"][0]["text"] == said["choices"][0]["message"]["content"]
+
+
 def test_prompts_are_cut_only_where_the_request_says_so(server: RunningServer) -> None:
     prompt = [20 + number % 90 for number in range(200)]
     wanted = {"prompt": prompt, "max_tokens": 8, "return_token_ids": True}

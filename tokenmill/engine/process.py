@@ -17,6 +17,7 @@ import threading
 import time
 import traceback
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict
 from itertools import chain
 from math import ceil
@@ -135,7 +136,7 @@ class EngineProcess:
         if not 0 < len(message.prompt_ids) <= context:
             return f"the prompt has {len(message.prompt_ids)} tokens, the context holds {context}"
         params = message.params
-        named = (params.logit_bias or (), params.allowed_token_ids or (), *params.bad_word_ids)
+        named: list[Iterable[int]] = [params.logit_bias or (), params.allowed_token_ids or (), *params.bad_word_ids]
         ids = (*message.prompt_ids, *message.stop_ids, *chain.from_iterable(named))
         if not 0 <= min(ids) <= max(ids) < vocab_size:
             return f"a token id is outside the vocabulary of {vocab_size}"

@@ -51,14 +51,17 @@ def add_anthropic_routes(app: FastAPI, service: Service) -> None:
         opening = open_chat(service, chat, caller, tools, streaming=bool(body.stream))
         generation = await unless_gone(request, opening)
 
+        def reader() -> AnswerReader:
+            return reader_of(service, generation, tools, reasons=not chat.continue_final_message)
+
         async def complete() -> dict[str, Any]:
-            return head | _answer(generation, reader_of(service, generation, tools), record)
+            return head | _answer(generation, reader(), record)
 
         return await respond(
             request,
             generation,
             complete=complete,
-            chunks=lambda: _events(generation, reader_of(service, generation, tools), head, record),
+            chunks=lambda: _events(generation, reader(), head, record),
             ping=lambda: _event("ping"),
         )
 
@@ -86,6 +89,9 @@ def _as_chat(body: AnthropicBody, thinking: dict[str, Any] | None = None) -> Cha
         "kv_policy": body.kv_policy,
         "kv_budget": body.kv_budget,
     }
+    last = messages[-1]
+    if last.role == "assistant" and last.content and not last.tool_calls:  # the answer goes on with it
+        fields["continue_final_message"] = True
     return validate(ChatBody, fields | tools | (thinking or {}))  # blocks become messages, which may be too many
 
 

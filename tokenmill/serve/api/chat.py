@@ -208,8 +208,9 @@ class _Stream:
     def _open(self, index: int) -> bytes:
         reader = reader_of(self._service, self._generation, self._tools, not self._body.continue_final_message)
         self._readers[index] = None if reader.plain else reader
-        prompt_ids = self._generation.outputs[0].prompt_token_ids
-        prompt = {"prompt_token_ids": prompt_ids} if self._body.return_token_ids else {}
+        prompt: dict[str, Any] = {}
+        if self._body.return_token_ids:
+            prompt["prompt_token_ids"] = self._generation.outputs[0].prompt_token_ids
         return self._chunk(index, {"role": "assistant", "content": ""}, **prompt)
 
     def _news(self, delta: Delta) -> list[bytes]:
