@@ -75,7 +75,7 @@ async def open_chat(
         plain = [message.plain() for message in body.messages]
     except ValueError as error:
         raise ApiError(400, str(error), param="messages") from None
-    _check_continuation(body)
+    _check_fields(body)
     generation_prompt = body.add_generation_prompt is not False and not body.continue_final_message
     messages: Sequence[Mapping[str, Any]] = plain
     shown: Sequence[Mapping[str, Any]] | None = None
@@ -100,7 +100,7 @@ async def open_chat(
     return await service.open([prompt], params, caller, streaming=streaming, chat=True, max_prompt_tokens=kept)
 
 
-def _check_continuation(body: ChatBody) -> None:
+def _check_fields(body: ChatBody) -> None:
     if body.chat_template is not None:
         problem = "chat_template is not part of requests here: serve with --chat-template FILE"
         raise ApiError(400, problem, param="chat_template")
