@@ -98,7 +98,7 @@ class Intake:
         )
 
     def _bad_word_ids(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        """Tokens of each word as it is written at the beginning of a text, and after a blank. The prompts of one request
+        """Tokens of each word as it is written at the beginning of a text, and after a blank. All prompts of a request
         have the same words: they are encoded once."""
         known, ids = self._last_words
         if known != words:
