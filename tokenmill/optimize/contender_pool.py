@@ -39,7 +39,7 @@ class ResourceLimits:
     def within(cls, seconds: float) -> ResourceLimits:
         """For a run of `seconds`: no command may take more than a third of it, however it hangs."""
         command, judgement = max(60.0, seconds / 4), max(120.0, seconds / 3)
-        search = min(60.0, max(8.0, seconds / 20))
+        search = min(120.0, max(8.0, seconds / 12))
         return cls(command, command, judgement, max(600.0, seconds), judgement, search)
 
 

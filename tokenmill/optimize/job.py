@@ -234,6 +234,9 @@ def _reason(outcome: Outcome) -> str:
             return f"the run is {outcome.state}: {so_far}"
         kept = "" if outcome.quality_off else " and keeps the quality"
         return f"no candidate is cheaper{kept}: serve the baseline"
+    if outcome.chosen is outcome.baseline:
+        kept = "" if outcome.quality_off else ", of what keeps the quality,"
+        return f"nothing{kept} is cheaper here than the unquantized weights: serve those"
     if outcome.target_met:
         tied = [name for name in outcome.tied if name != outcome.chosen.name]
         return f"tied in cost with {', '.join(tied)}; the better quality was taken" if tied else ""

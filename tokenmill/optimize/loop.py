@@ -331,6 +331,9 @@ class Search:
             result.speed = with_goodput(speed, *comparable_latencies(self._baseline, result))
             result.rounds = 2
         chosen, self.tied = race.winner()
+        if chosen.speed is not None and chosen.speed.cost_ratio > 1:
+            self._keep_baseline(race.finished)
+            return
         self.margin = race.margin(chosen)
         self.chosen, self._chosen_cost = chosen.name, costs[chosen.name]
         for result in race.finished:
@@ -341,6 +344,15 @@ class Search:
                 TIED: f"costs the same as {self.chosen} within the measurement's accuracy",
                 PASSED: f"costs more than {self.chosen}",
             }[result.verdict]
+
+    def _keep_baseline(self, finalists: list[CandidateResult]) -> None:
+        """Nothing that keeps its quality is cheaper than the unquantized weights: those are the choice."""
+        base = self._baseline
+        for result in finalists:
+            result.verdict, result.reason = PASSED, f"costs more than {base.name}"
+        self.results[base.name] = base
+        self.chosen, self.tied, self._chosen_cost = base.name, [base.name], 1.0
+        base.verdict, base.reason = CHOSEN, ""
 
     # --- the record ---
 

@@ -41,6 +41,7 @@ _CLEAR = 1.5  # beyond this ratio one run is enough
 _FINAL_LENGTH = 2  # requests per slot in the final; the first round has one
 _SLOWEST = 10.0  # a candidate that needs this many times the baseline's seconds has lost
 _SHORTEST_RUN = 20.0  # seconds that every run may take
+_GOODPUT = "tokens in time"  # how it is counted: replays that counted otherwise are not taken up again
 _BUILD_GRACE = 30.0  # seconds beyond the forecast
 _LOG = "contenders.log"
 _DIALECT = "tokenmill"
@@ -72,6 +73,7 @@ class MachineLaboratory:
         self._pool = ContenderPool(store.folder / _LOG, self.device, limits or ResourceLimits())
         self._server: LocalServer | None = None
         self._served = ""  # the engine name of its candidate
+        self._scale_and_cost: tuple[float, float] | None = None  # of the candidate whose rate was searched last
         machine = detect_machine()
         where = machine.gpus[0] if self.device == "cuda" and machine.gpus else machine.cpu
         self._origin = f"{__version__} on {self.device} {where}, {machine.cores} cores"
@@ -260,16 +262,30 @@ class MachineLaboratory:
                 self.objectives,
                 seconds=self.limits.rate_search_seconds,
                 model=server.model,
-                start=likely_scale(result.speed.output_tok_s, self.arrivals) if result.speed else 1.0,
+                start=self._first_scale(result),
+                answer_s=result.latency.e2e_ms.p50 / 1000 if result.latency else 0.0,
             )
+            if result.speed and found.latency.objective_met:
+                scale = found.latency.offered_requests_s / self.arrivals.requests_s
+                self._scale_and_cost = scale, result.speed.cost_ratio
             record = to_plain(found)
             self._remember("sustained", key, record)
         return from_plain(Sustained, record)
 
+    def _first_scale(self, result: CandidateResult) -> float:
+        """Where to search first: from what another sustained, by how much they cost; else from the throughput."""
+        assert self.arrivals is not None
+        if result.speed is None:
+            return 1.0
+        if self._scale_and_cost is None:
+            return likely_scale(result.speed.output_tok_s, self.arrivals)
+        scale, cost = self._scale_and_cost
+        return scale * cost / result.speed.cost_ratio
+
     def _arrivals_key(self, result: CandidateResult) -> str:
         if self.arrivals is None or self.objectives is None:
             raise UserError("there are no arrivals to replay", "give --trace, --prompts or --traffic-log")
-        decisive = [to_plain(self.arrivals), to_plain(self.objectives), self._served_concurrency]
+        decisive = [to_plain(self.arrivals), to_plain(self.objectives), self._served_concurrency, _GOODPUT]
         return f"{engine_name(result)} by {_digest(decisive)}"
 
     def _serve(self, result: CandidateResult) -> LocalServer:

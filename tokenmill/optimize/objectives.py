@@ -48,6 +48,16 @@ class Objectives:
         """As the user would state them, such as "ttft p95=500ms, itl p95=40ms"; empty without any."""
         return ", ".join(each.words for each in self.items)
 
+    @property
+    def bound_the_queue(self) -> bool:
+        """Whether a server that meets them cannot let requests wait for longer and longer."""
+        return any(each.metric != "itl" for each in self.items)
+
+    @property
+    def longest_wait_s(self) -> float:
+        """That they allow before the first token; 0: they do not say."""
+        return max((each.limit_ms / 1000 for each in self.items if each.metric == "ttft"), default=0.0)
+
     @staticmethod
     def parse(ttft: Sequence[str], itl: Sequence[str], e2e: Sequence[str] = ()) -> Objectives:
         """From the values of the flags: "p95=500ms", "0.5s" or "40ms" (the 95th percentile)."""

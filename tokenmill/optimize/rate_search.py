@@ -1,6 +1,6 @@
 """The highest rate at which a server keeps the objectives: what a token costs is the price over the goodput there.
 
-Short replays of the same arrivals at other speeds; doubling or halving finds where the objectives begin to be missed,
+Short replays of the same arrivals at other speeds; growing steps find where the objectives begin to be missed,
 bisection narrows it. Deterministic for a server that is, and bounded in time. Called by the laboratory.
 """
 
@@ -21,7 +21,10 @@ Probe = Callable[[Arrivals, float], Latency]  # arrivals, seconds that it may ta
 _MAX_PROBES = 12
 _MIN_SCALE, _MAX_SCALE = 2.0**-10, 2.0**10
 _TOLERANCE = 1.06  # the ratio of the lowest rate that fails to the highest that holds, at the end
+_FIRST_STEP, _MAX_STEP = 1.25, 4.0  # small, because searches start near the answer; squared while that is not enough
 _MIN_PROBE_S = 2.0
+_PROBES = 8  # that a search has time for, if answers are short
+_WAITS, _ANSWERS = 5.0, 3.0  # a probe lasts as many of the longest waits allowed, and of the usual answers
 _LIKELY_SHARE = 0.6  # of the throughput that latency objectives leave
 _OVERRUN = 3.0  # a probe may last this many times its arrivals before it counts as missed
 
@@ -35,14 +38,18 @@ def find_rate(
     model: str = "",
     api_key: str = "",
     start: float = 1.0,
+    answer_s: float = 0.0,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[float, float, Latency]:
     """(scale over the rate of the arrivals, lowest scale that missed the objectives, latency at the first); scale 0,
     and the latency at the lowest rate tried, if the objectives are missed at every one. `server`: its URL, or a
-    function that replays. `seconds`: for the whole search, about ten replays of equal length. Each sends other tokens:
-    none is served from what an earlier one left cached. `start`: the first scale, best near the answer."""
+    function that replays. `seconds`: for the whole search, about eight replays of equal length. Each sends other
+    tokens: none is served from what an earlier one left cached. `start`: the first scale, best near the answer.
+    `answer_s`: what a request takes; a replay that is not much longer ends before the server is full."""
     deadline = clock() + seconds
-    length = max(_MIN_PROBE_S, min(arrivals.duration_s, seconds / 10) or seconds / 10)
+    needed = max(_WAITS * objectives.longest_wait_s, _ANSWERS * answer_s)
+    usual = seconds / _PROBES
+    length = max(_MIN_PROBE_S, min(arrivals.duration_s or usual, usual), min(needed, 2 * usual))
     probe = server if callable(server) else _http_probe(server, objectives, model, api_key)
     tried: list[tuple[float, Latency]] = []
 
@@ -75,10 +82,11 @@ def sustain(
     model: str = "",
     api_key: str = "",
     start: float = 1.0,
+    answer_s: float = 0.0,
 ) -> Sustained:
     """What a server sustains, with how well that is known; nothing where it misses the objectives at every rate."""
     low, high, latency = find_rate(
-        url, arrivals, objectives, seconds=seconds, model=model, api_key=api_key, start=start
+        url, arrivals, objectives, seconds=seconds, model=model, api_key=api_key, start=start, answer_s=answer_s
     )
     if not low:
         return Sustained(replace(latency, goodput_tok_s=0.0), 0.0, latency.goodput_tok_s)
@@ -93,22 +101,14 @@ def likely_scale(output_tok_s: float, arrivals: Arrivals) -> float:
 
 def _bracket(holds: Callable[[float], bool], may_go_on: Callable[[], bool], start: float) -> tuple[float, float]:
     """(highest rate that holds, lowest that does not): 0 and infinity where there is none."""
-    scale, low, high = start, 0.0, math.inf
-    if holds(scale):
-        low = scale
-        while may_go_on() and scale < _MAX_SCALE:
-            scale *= 2
-            if not holds(scale):
-                return low, scale
-            low = scale
-        return low, high
-    high = scale
-    while may_go_on() and scale > _MIN_SCALE:
-        scale /= 2
-        if holds(scale):
-            return scale, high
-        high = scale
-    return low, high
+    scale, step = start, _FIRST_STEP
+    first = last = holds(scale)
+    while last == first and may_go_on() and _MIN_SCALE < scale < _MAX_SCALE:
+        before, scale = scale, scale * step if first else scale / step
+        last, step = holds(scale), min(_MAX_STEP, step * step)
+    if last != first:
+        return (before, scale) if first else (scale, before)
+    return (scale, math.inf) if first else (0.0, scale)
 
 
 def _http_probe(url: str, objectives: Objectives, model: str, api_key: str) -> Probe:

@@ -135,10 +135,11 @@ def judge_samples(samples: Sequence[Sample], began: float, arrivals: Arrivals, o
     """A failed request has missed every objective and adds to no percentile shown."""
     good = [each for each in samples if each.ok]
     duration = max([each.ended for each in samples], default=began) - began
-    seconds = _steady_seconds(duration, arrivals, good)
-    within = [each for each in good if all(_keeps(each, objective) for objective in objectives.items)]
     failed = len(samples) - len(good)
     refusal = _refusal(samples, good, objectives)
+    seconds = _steady_seconds(duration, arrivals, good, has_queue=bool(refusal) or not objectives.bound_the_queue)
+    tokens = sum(each.output_tokens for each in good)
+    within = sum(_tokens_within(each, objectives) for each in good)
     return Latency(
         requests=len(samples),
         failed=failed,
@@ -147,9 +148,9 @@ def judge_samples(samples: Sequence[Sample], began: float, arrivals: Arrivals, o
         ttft_ms=_percentiles([_ttft(each) for each in good]),
         itl_ms=_percentiles([gap for each in good for gap in _gaps(each)]),
         e2e_ms=_percentiles([_e2e(each) for each in good]),
-        output_tok_s=sum(each.output_tokens for each in good) / seconds,
-        goodput_tok_s=sum(each.output_tokens for each in within) / seconds,
-        attainment=len(within) / len(samples) if samples else 0.0,
+        output_tok_s=tokens / seconds,
+        goodput_tok_s=within / seconds,
+        attainment=within / tokens * len(good) / len(samples) if tokens else 0.0,
         objective_met=not refusal,
         refusal=refusal,
         ttft_curve_ms=_curve([_ttft(each) for each in good]),
@@ -157,13 +158,15 @@ def judge_samples(samples: Sequence[Sample], began: float, arrivals: Arrivals, o
     )
 
 
-def _steady_seconds(duration: float, arrivals: Arrivals, good: Sequence[Sample]) -> float:
+def _steady_seconds(duration: float, arrivals: Arrivals, good: Sequence[Sample], *, has_queue: bool) -> float:
     """The time that rates are counted over: without the end, where nothing more arrives and the last answers finish.
-    Short replays would otherwise show less than the server sustains. The quickest answer is the part of the end that is
-    no sign of a queue."""
+    Short replays would otherwise show less than the server sustains. Where requests started in time, no queue grew: the
+    rate is that of the arrivals. Else the quickest answer is the part of the end that is no sign of a queue."""
     if arrivals.duration_s <= 0:  # all at once: the whole of it is the queue
         return max(duration, 1e-9)
     period = len(arrivals) / arrivals.requests_s if len(arrivals) > 1 else 0.0
+    if not has_queue and period:
+        return period
     tail = min(_e2e(each) for each in good) / 1000 if period and good else 0.0
     return max(period, duration - tail, 1e-9)
 
@@ -191,20 +194,24 @@ def _reached(objective: Objective, good: Sequence[Sample], failed: int) -> float
     if objective.metric == "itl":
         values = [gap for each in good for gap in _gaps(each)]
         return _percentile(values, objective.percentile) if values else 0.0 if good else float("inf")
-    measure = _ttft if objective.metric == "ttft" else _e2e
+    measure = _whole(objective)
     return _percentile([measure(each) for each in good] + [float("inf")] * failed, objective.percentile)
 
 
-def _keeps(sample: Sample, objective: Objective) -> bool:
-    """Whether one request is within an objective. `itl`: the percentile of its own gaps."""
-    match objective.metric:
-        case "ttft":
-            return _ttft(sample) <= objective.limit_ms
-        case "itl":
-            gaps = _gaps(sample)
-            return not gaps or _percentile(gaps, objective.percentile) <= objective.limit_ms
-        case _:
-            return _e2e(sample) <= objective.limit_ms
+def _tokens_within(sample: Sample, objectives: Objectives) -> float:
+    """Output tokens of a request that came in time: none where it began or ended late, and not those behind a gap that
+    is longer than any allowed. (Of a request's own percentiles, half would miss an objective that all of them meet.)"""
+    late = [each for each in objectives.items if each.metric != "itl" and _whole(each)(sample) > each.limit_ms]
+    if late:
+        return 0.0
+    limits = [each.limit_ms for each in objectives.items if each.metric == "itl"]
+    gaps = _gaps(sample)
+    too_long = sum(gap > max(limits) for gap in gaps) if limits else 0
+    return sample.output_tokens * (1 - too_long / (1 + len(gaps)))
+
+
+def _whole(objective: Objective) -> Callable[[Sample], float]:
+    return _ttft if objective.metric == "ttft" else _e2e
 
 
 def _percentile(values: Sequence[float], percentile: float) -> float:

@@ -81,7 +81,7 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """One replay of the arrivals through the serving path. Goodput: tokens of the requests within the objective."""
+    """One replay of the arrivals through the serving path. Goodput: tokens that came within the objectives."""
 
     requests: int
     failed: int
@@ -92,7 +92,7 @@ class Latency:
     e2e_ms: Percentiles
     output_tok_s: float
     goodput_tok_s: float
-    attainment: float  # share of the requests within the objective
+    attainment: float  # share of the output tokens within the objectives; those of failed requests are not
     objective_met: bool
     refusal: str = ""  # which objective is missed, and by how much
     ttft_curve_ms: tuple[float, ...] = ()  # 21 quantiles over the requests: 0 %, 5 %, ... 100 %

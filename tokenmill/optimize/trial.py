@@ -1,8 +1,8 @@
 """One candidate's measurements: each is asked of the laboratory once, remembered, and its failure recorded.
 
-A candidate that fails is never tried again, in this run or a later one; one that was being tried when the process was
-killed gets a second chance, because the kill may have had another cause. Owns no order and no time limits of rounds.
-Called by the loop.
+A candidate that fails is not tried again, in this run or a later one, unless it was given up for its time and the later
+run allows more; one that was being tried when the process was killed gets a second chance, because the kill may have
+had another cause. Owns no order and no time limits of rounds. Called by the loop.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import asdict
 from tokenmill.errors import UserError
 from tokenmill.optimize.artefacts import NotEnoughTimeError
 from tokenmill.optimize.budget import TimeBudget
+from tokenmill.optimize.contender import NoAnswerError
 from tokenmill.optimize.evidence import (
     CostEstimate,
     Limits,
@@ -77,8 +78,7 @@ class Trials:
         """`work(*arguments)`, which measures a candidate; False if it failed or returned False. A failure is recorded
         under `name`, the candidate's own if empty, and does not end the search."""
         name = name or result.name
-        failed = self.store.recall("failed", name)
-        if failed:
+        if failed := self._known_failure(name):
             result.verdict, result.reason = FAILED, failed
             return False
         try:
@@ -92,7 +92,15 @@ class Trials:
 
     def record_failure(self, result: CandidateResult, error: Exception, name: str = "") -> None:
         result.verdict, result.reason = FAILED, explained(error)
-        self.store.remember("failed", name or result.name, result.reason)
+        if isinstance(error, NoAnswerError):
+            self.store.remember("no answer", name or result.name, [result.reason, self.budget.seconds])
+        else:
+            self.store.remember("failed", name or result.name, result.reason)
+
+    def _known_failure(self, name: str) -> str:
+        """Of an earlier attempt. One that was given up for its time is tried again where a longer run allows more."""
+        reason, seconds = self.store.recall("no answer", name) or ("", 0.0)
+        return str(self.store.recall("failed", name) or (reason if self.budget.seconds <= seconds else ""))
 
     # --- the measurements ---
 
@@ -205,7 +213,7 @@ class Trials:
 
     def is_looked_at(self, name: str) -> bool:
         """Whether an earlier run has its answer: looking again takes no time."""
-        return any(self.store.recall(kind, name) is not None for kind in ("failed", "looked"))
+        return bool(self._known_failure(name)) or self.store.recall("looked", name) is not None
 
     def is_judged(self, result: CandidateResult) -> bool:
         """Whether all that `accept` needs is in the store, for these limits."""

@@ -12,11 +12,13 @@ import pytest
 
 from tests.unit.optimize.injected import BASELINE, TIME_LIMIT, Clock, InjectedLaboratory, InjectedPredictor, Truth
 from tokenmill.optimize.budget import TimeBudget
+from tokenmill.optimize.contender import NoAnswerError
 from tokenmill.optimize.evidence import Limits
 from tokenmill.optimize.loop import Effort, Search
-from tokenmill.optimize.results import CHOSEN, FAILED, HARMED, PASSED, TIED, Prediction
+from tokenmill.optimize.results import CHOSEN, FAILED, HARMED, PASSED, TIED, CandidateResult, Prediction
 from tokenmill.optimize.space import KVChoice, Space
 from tokenmill.optimize.store import Store
+from tokenmill.optimize.trial import Trials
 
 _LIMIT = 0.01
 
@@ -288,3 +290,33 @@ class _SameKernels:
 
     def settle(self, baseline: str, speedups: Mapping[str, float]) -> None:
         pass
+
+
+def test_the_unquantized_weights_are_the_choice_where_nothing_is_cheaper(tmp_path: Path) -> None:
+    weights = {BASELINE: Truth(1.0), "w0": Truth(1.2, 0.001), "w1": Truth(0.3, 0.5)}
+    lab = InjectedLaboratory(weights, {"float32": Truth(1.0)}, Store(tmp_path, "k"), _LIMIT, 1, noise=0.01)
+    search = _search(lab)
+    search.run()
+    assert search.baseline is not None
+    assert search.results[search.chosen] is search.baseline
+    assert search.results["w0"].verdict == PASSED
+    assert search.results["w0"].reason == f"costs more than {search.baseline.name}"
+
+
+@pytest.mark.parametrize(("seconds", "attempts"), [(300.0, 1), (600.0, 2)])
+def test_what_was_given_up_for_its_time_is_tried_again_in_a_longer_run(
+    seconds: float, attempts: int, tmp_path: Path
+) -> None:
+    calls = []
+
+    def slow() -> None:
+        calls.append(1)
+        raise NoAnswerError("no answer in 100 s while measuring quality")
+
+    for budget in (300.0, seconds):
+        lab = _lab(tmp_path, 1)
+        result = CandidateResult("w0", "w0", "float32", 512)
+        trials = Trials(lab, lab.store, TimeBudget(budget, lab.clock), Limits(_LIMIT))
+        assert not trials.attempt(result, slow)
+        assert (result.verdict, result.reason[:9]) == (FAILED, "no answer")
+    assert len(calls) == attempts

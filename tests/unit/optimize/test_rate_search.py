@@ -82,7 +82,7 @@ def test_nothing_holds_and_everything_holds() -> None:
     server = _Queue(clock, 1e9)
     scale, _, latency = find_rate(server, _arrivals(8.0), _OBJECTIVES, seconds=500, clock=clock)
     assert latency.objective_met
-    assert scale == max(rate for rate in (2.0**power for power in range(12)) if rate <= scale) > 100
+    assert scale > 100
     assert len(server.rates) <= 12
 
 
@@ -90,7 +90,7 @@ def test_the_time_budget_bounds_the_search() -> None:
     for budget in (5.0, 30.0, 300.0):
         clock = _Clock()
         find_rate(_Queue(clock, 6.0), _arrivals(8.0), _OBJECTIVES, seconds=budget, clock=clock)
-        assert clock.now <= budget + 3 * max(2.0, budget / 10)
+        assert clock.now <= budget + 3 * max(2.0, budget / 4)
 
 
 def test_no_replay_repeats_the_tokens_of_another() -> None:
@@ -113,3 +113,18 @@ def test_a_noisy_server_still_ends_within_the_probes() -> None:
     scale, _, latency = find_rate(probe, _arrivals(8.0), _OBJECTIVES, seconds=1000, clock=clock)
     assert 0.1 < scale < 1.0
     assert latency.objective_met
+
+
+def test_a_probe_lasts_several_answers() -> None:
+    durations = []
+    for answer in (0.0, 3.0):
+        clock = _Clock()
+        server = _Queue(clock, 5.0)
+
+        def probe(arrivals: Arrivals, seconds: float, server: _Queue = server) -> Latency:
+            durations.append(arrivals.duration_s)
+            return server(arrivals, seconds)
+
+        find_rate(probe, _arrivals(8.0), _OBJECTIVES, seconds=40, answer_s=answer, clock=clock, start=0.5)
+    assert durations[0] == pytest.approx(5, rel=0.2)
+    assert max(durations) == pytest.approx(9, rel=0.2)

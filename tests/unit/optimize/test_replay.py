@@ -187,12 +187,13 @@ def test_the_percentile_asked_for_decides() -> None:
     assert latency.goodput_tok_s == pytest.approx(0.95 * latency.output_tok_s)
 
 
-def test_gaps_are_pooled_for_the_verdict_and_the_request_s_own_for_goodput() -> None:
+def test_gaps_are_pooled_for_the_verdict_and_late_tokens_are_no_goodput() -> None:
     steady = [_sample(float(n), 0.1, [0.01] * 20) for n in range(9)]
     stalled = _sample(9.0, 0.1, [0.01] * 15 + [0.5] * 5)
     latency = _judged([*steady, stalled], [], ["p95=40ms"])
     assert latency.objective_met  # 5 of 200 gaps
-    assert latency.attainment == pytest.approx(0.9)
+    assert latency.attainment == pytest.approx(205 / 210)
+    assert latency.goodput_tok_s == pytest.approx(latency.attainment * latency.output_tok_s)
     assert not _judged([*steady, stalled], [], ["p99=40ms"]).objective_met
 
 
@@ -213,6 +214,14 @@ def test_rates_of_a_server_that_keeps_up_are_those_of_the_arrivals() -> None:
     assert _judged(samples, [], []).output_tok_s == pytest.approx(10.0)
     late = [_sample(float(n), 0.5 + n, [0.1] * 9) for n in range(10)]  # falls a second behind with each
     assert _judged(late, [], []).output_tok_s == pytest.approx(100 / 18)
+    assert _judged(late, [], ["p95=1s"]).output_tok_s == pytest.approx(100 / 18), "gaps say nothing of the queue"
+
+
+def test_answers_that_are_still_running_at_the_end_do_not_lower_the_rate() -> None:
+    samples = [_sample(float(n), 0.5, [0.1] * (9 if n else 1)) for n in range(10)]
+    samples.append(_sample(10.0, 0.5, [0.1] * 90))  # nine seconds after the last arrival
+    assert _judged(samples, ["p95=1s"], []).output_tok_s == pytest.approx((2 + 9 * 10 + 91) / 11)
+    assert _judged(samples, [], []).output_tok_s < 10
 
 
 def test_latency_counts_from_the_intended_time() -> None:
