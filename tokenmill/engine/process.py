@@ -17,7 +17,9 @@ import threading
 import time
 import traceback
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict
+from itertools import chain
 from math import ceil
 from pathlib import Path
 
@@ -134,7 +136,9 @@ class EngineProcess:
         context, vocab_size = self._parts.config.context, self._parts.description.vocab_size
         if not 0 < len(message.prompt_ids) <= context:
             return f"the prompt has {len(message.prompt_ids)} tokens, the context holds {context}"
-        ids = (*message.prompt_ids, *message.stop_ids, *(message.params.logit_bias or ()))
+        params = message.params
+        named: list[Iterable[int]] = [params.logit_bias or (), params.allowed_token_ids or (), *params.bad_word_ids]
+        ids = (*message.prompt_ids, *message.stop_ids, *chain.from_iterable(named))
         if not 0 <= min(ids) <= max(ids) < vocab_size:
             return f"a token id is outside the vocabulary of {vocab_size}"
         if not 0 < message.weight < float("inf"):

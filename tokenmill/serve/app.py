@@ -24,6 +24,7 @@ from tokenmill.serve.api.files import add_file_routes, add_missing_file_routes
 from tokenmill.serve.api.info import add_info_routes
 from tokenmill.serve.api.ollama import add_ollama_routes
 from tokenmill.serve.api.page import add_page_routes
+from tokenmill.serve.api.responses import add_responses_routes
 from tokenmill.serve.api.spending import add_spending_routes
 from tokenmill.serve.api.tokens import add_token_routes
 from tokenmill.serve.batches.runner import BatchRunner
@@ -41,6 +42,7 @@ _ROUTES = (
     add_token_routes,
     add_completion_routes,
     add_chat_routes,
+    add_responses_routes,
     add_embedding_routes,
     add_ollama_routes,
     add_anthropic_routes,

@@ -142,7 +142,43 @@ class ServeConfig:
         1 << 18, "Maximum number of prompt log-probabilities in one answer.", metavar="N", parse=parse_count, low=0
     )
     tool_call_parser: str = option(
-        "auto", "Format of the model's tool calls: hermes, llama3_json, pythonic or auto.", metavar="NAME"
+        "auto",
+        "Format of the model's tool calls: auto (from the chat template), hermes, mistral, llama3_json, pythonic, ...; "
+        "docs/serving.md lists them.",
+        metavar="NAME",
+    )
+    tool_parser_plugin: str = option(
+        "", "Python file or module that registers tool-call parsers of your own.", metavar="FILE"
+    )
+    reasoning_parser: str = option(
+        "auto",
+        "Format of the model's reasoning: auto (from the chat template), deepseek_r1, qwen3, gpt_oss, granite, mistral "
+        "or none, which leaves it in the text.",
+        metavar="NAME",
+    )
+    reasoning_parser_plugin: str = option(
+        "", "Python file or module that registers reasoning parsers of your own.", metavar="FILE"
+    )
+    chat_template: str = option(
+        "", "Jinja file of a chat template to use instead of the model's own, or the template itself.", metavar="FILE"
+    )
+    generation_config: str = option(
+        "auto",
+        "Where sampling defaults come from: auto (the model's generation_config.json), vllm (neutral values) or a "
+        "directory with such a file.",
+        metavar="auto|vllm|DIR",
+    )
+    override_generation_config: str = option(
+        "", 'Sampling defaults that win over that file, such as {"temperature": 0.5}.', metavar="JSON"
+    )
+    max_stored_responses: int = option(
+        256, "Responses kept per API key for previous_response_id; 0 keeps none.", metavar="RESPONSES", low=0
+    )
+    max_stored_response_bytes: int = option(
+        16 << 20, "Maximum size of these per API key, such as 16MiB.", metavar="SIZE", parse=parse_size, low=0
+    )
+    background_responses: bool = option(
+        False, "Allow requests to /v1/responses with `background`, which run on when their client has left."
     )
     text_workers: int = option(
         3, "Number of processes that render templates, tokenize long texts and check grammars.", metavar="N", low=1

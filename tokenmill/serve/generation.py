@@ -72,6 +72,8 @@ class Generation:
         self.streaming = streaming
         self._prices = prices
         self.members: list[Member] = []
+        self.num_reasoning_tokens: int | None = None  # None: unknown, or the model does not reason
+        self.num_truncated_tokens = 0  # of the prompts, that the request let be cut off
         self._close = close
         self._deltas: list[Delta] = []
         self._unfinished = 0

@@ -26,6 +26,7 @@ from tokenmill.errors import UserError
 from tokenmill.log import get_logger
 from tokenmill.serve.config import ServeConfig
 from tokenmill.serve.files.store import FileStore
+from tokenmill.serve.overrides import read_sampling_defaults, read_template
 from tokenmill.serve.supervision.engine_client import EngineClient
 from tokenmill.serve.supervision.signals import StopSignals, end_within, in_daemon_thread
 from tokenmill.serve.supervision.startup import StartupReport
@@ -104,18 +105,20 @@ async def _serve(
         path = await signals.unless_told(in_daemon_thread(lambda: resolve(model).path))
         if path is None:
             return
+        template_source = read_template(config.chat_template)
+        defaults = read_sampling_defaults(path, config.generation_config, config.override_generation_config)
         names = config.served_model_name or (model,)
         await storage.open(config, names[0])
         report.phase("starting the engine")
         engine = make_engine(path, config, engine_config, report)
-        workers = make_text_workers(path, engine_config.load_format, config)
+        workers = make_text_workers(path, engine_config.load_format, config, template_source)
         secret = await _cache_secret(config, engine_config, keys)
-        started = await signals.unless_told(start_engine(path, engine_config.load_format, engine))
+        started = await signals.unless_told(start_engine(path, engine_config.load_format, engine, template_source))
         if started is None:
             return
         service_class, identity, tokenizer, template = started
         prices = await in_daemon_thread(lambda: prices_of(config, str(identity.options["device"])))
-        service = service_class(config, names, engine, identity, tokenizer, template, workers, secret, prices)
+        service = service_class(config, names, engine, identity, tokenizer, template, workers, secret, prices, defaults)
         storage.attach(service)
         report.phase("opening the port")
         from tokenmill.serve.app import make_server
@@ -197,23 +200,28 @@ def _shown_settings(config: ServeConfig, keys: KeyRing, service: Service) -> dic
     if prices is not None and prices.by_device:
         settings["price"] = f"${prices.hour:.4g} per hour ({prices.basis})"
     settings["tool_call_parser"] = f"{service.tool_style.parser.name} ({service.tool_style.reason})"
+    settings["generation_config"] = str(service.sampling_defaults)
+    if "\n" in config.chat_template or "{" in config.chat_template:
+        settings["chat_template"] = "stated as text"
+    reasoning = service.reasoning_style
+    settings["reasoning_parser"] = f"{reasoning.parser.name if reasoning.parser else 'none'} ({reasoning.reason})"
     return settings
 
 
-def make_text_workers(path: Path, load_format: str, config: ServeConfig) -> WorkerPool:
+def make_text_workers(path: Path, load_format: str, config: ServeConfig, template_source: str) -> WorkerPool:
     """They start in the background, at low priority: requests wait for them, "ready" does not."""
     from tokenmill.serve.workers.jobs import Setup
     from tokenmill.serve.workers.pool import WorkerPool
 
     level = logging.getLevelName(_log.getEffectiveLevel())
-    setup = Setup(str(path), config.text_worker_memory, level, load_format)
+    setup = Setup(str(path), config.text_worker_memory, level, load_format, template_source)
     workers = WorkerPool(setup, config.text_workers, max(_MIN_QUEUED, config.max_queued_requests))
     workers.start()
     return workers
 
 
 async def start_engine(
-    path: Path, load_format: str, engine: EngineClient
+    path: Path, load_format: str, engine: EngineClient, template_source: str
 ) -> tuple[type[Service], Ready, Tokenizer, ChatTemplate | None]:
     """The engine process starts while this one imports the web framework and builds the tokenizer."""
     starting = asyncio.ensure_future(engine.start())
@@ -223,7 +231,7 @@ async def start_engine(
         from tokenmill.checkpoint.tokenizer_files import tokenizer_of
         from tokenmill.serve.service import Service
 
-        return Service, *tokenizer_of(path, load_format)
+        return Service, *tokenizer_of(path, load_format, template_source)
 
     try:
         service_class, tokenizer, template = await in_daemon_thread(prepare)

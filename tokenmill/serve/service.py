@@ -22,12 +22,15 @@ from tokenmill.engine.intake import Intake
 from tokenmill.engine.messages import Ready
 from tokenmill.engine.stats import EngineStats
 from tokenmill.errors import UserError
+from tokenmill.registry import load_plugin
 from tokenmill.serve.batches.runner import BatchRunner
 from tokenmill.serve.config import ServeConfig
 from tokenmill.serve.errors import ApiError, deadline_passed
 from tokenmill.serve.files.store import FileStore
 from tokenmill.serve.generation import Generation, Member
 from tokenmill.serve.metrics import Metrics
+from tokenmill.serve.overrides import SamplingDefaults
+from tokenmill.serve.reasoning.use import ReasoningStyle
 from tokenmill.serve.supervision.engine_client import EngineClient
 from tokenmill.serve.tenants.accounts import Accounts
 from tokenmill.serve.tenants.cache_salt import CacheSalts
@@ -76,6 +79,7 @@ class Service:
         workers: WorkerPool,
         cache_secret: bytes = b"",
         prices: Prices | None = None,
+        sampling_defaults: SamplingDefaults | None = None,
     ) -> None:
         self.context = int(identity.options["context"])
         self.config = config.for_context(self.context)
@@ -84,6 +88,7 @@ class Service:
         self.identity = identity
         self.tokenizer = tokenizer
         self.template = template
+        self.sampling_defaults = sampling_defaults or SamplingDefaults()
         self.text = TextWork(workers)
         self.created = int(time.time())
         self.metrics = Metrics(self.names[0])
@@ -100,7 +105,10 @@ class Service:
             int(identity.options["seed"]),
             budget=CacheControl(policy=policy, budget=budget) if policy else None,
         )
+        for plugin in filter(None, dict.fromkeys((config.tool_parser_plugin, config.reasoning_parser_plugin))):
+            load_plugin(plugin)
         self.tool_style = ToolStyle.choose(template, tokenizer, config.tool_call_parser)
+        self.reasoning_style = ReasoningStyle.choose(template, tokenizer, config.reasoning_parser)
         self.turns = Turns()
         self._salts = CacheSalts(cache_secret or secrets.token_bytes(32))
         self._tickets: dict[Generation, Ticket] = {}
@@ -220,17 +228,26 @@ class Service:
         special: bool = True,
         embeds: bool = False,
         num_answers: int = 1,
+        max_prompt_tokens: int | None = None,
     ) -> Generation:
-        """Start generating; `make_params` gets the length of each prompt, `num_answers` of them are wanted. The caller
-        must close the result."""
+        """Start generating; `make_params` gets the length of each prompt, `num_answers` of them are wanted. Of a prompt
+        only the last `max_prompt_tokens` are used, and the token that starts a sequence. The caller must close the
+        result."""
         encoded: list[list[int]] = []
         generation: Generation | None = None
         try:
             self._check_client(caller.client)
             self.admission.check_sequences(caller.client, len(prompts) * num_answers)  # before they are tokenized
-            await self._check_fit(prompts, "messages" if chat else "prompt")
+            if max_prompt_tokens is None:
+                await self._check_fit(prompts, "messages" if chat else "prompt")
             encoded = await self.encode(prompts, client=caller.client, chat=chat, special=special)
-            generation = self._prepare(prompts, encoded, make_params, caller, streaming)
+            kept = encoded if max_prompt_tokens is None else [self._cut(ids, max_prompt_tokens) for ids in encoded]
+            shown = [  # a text that was cut is no longer the prompt; of a chat only its end is looked at
+                prompt if chat or len(ids) == len(whole) else ids
+                for prompt, whole, ids in zip(prompts, encoded, kept, strict=True)
+            ]
+            generation = self._prepare(shown, kept, make_params, caller, streaming)
+            generation.num_truncated_tokens = sum(map(len, encoded)) - sum(map(len, kept))
             structured = generation.members[0].request.params.structured  # the same for all
             if structured is not None:
                 check_grammar_quota(caller.client, time.monotonic())
@@ -315,6 +332,14 @@ class Service:
                     param=param,
                     code="context_length_exceeded",
                 )
+
+    def _cut(self, ids: list[int], max_tokens: int) -> list[int]:
+        """The end of a prompt; its first token stays if it is the one that starts every sequence."""
+        if len(ids) <= max_tokens:
+            return ids
+        if max_tokens > 1 and ids[0] == self.tokenizer.bos_id:
+            return [ids[0], *ids[1 - max_tokens :]]
+        return ids[-max_tokens:]
 
     def _prepare(
         self,
