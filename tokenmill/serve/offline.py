@@ -20,8 +20,7 @@ from tokenmill.serve.batches.answering import POLL_SECONDS, answer_row
 from tokenmill.serve.batches.journal import Journal, JournalError
 from tokenmill.serve.batches.lines import ENDPOINTS, LineError, Row, read_rows
 from tokenmill.serve.config import ServeConfig
-from tokenmill.serve.overrides import read_sampling_defaults, read_template
-from tokenmill.serve.server import make_engine, make_text_workers, start_engine
+from tokenmill.serve.server import make_engine, make_text_workers, read_overrides, start_engine
 from tokenmill.serve.supervision.signals import StopSignals, end_within, in_daemon_thread
 from tokenmill.serve.supervision.startup import StartupReport
 from tokenmill.serve.tenants.keys import Client, KeyRing
@@ -118,8 +117,7 @@ class _Run:
             path = await signals.unless_told(in_daemon_thread(lambda: resolve(model).path))
             if path is None:
                 return False
-            template_source = read_template(config.chat_template)
-            defaults = read_sampling_defaults(path, config.generation_config, config.override_generation_config)
+            template_source, defaults = read_overrides(path, config)
             report.phase("starting the engine")
             engine = make_engine(path, config, engine_config, report)
             workers = make_text_workers(path, engine_config.load_format, config, template_source)

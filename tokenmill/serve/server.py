@@ -26,7 +26,7 @@ from tokenmill.errors import UserError
 from tokenmill.log import get_logger
 from tokenmill.serve.config import ServeConfig
 from tokenmill.serve.files.store import FileStore
-from tokenmill.serve.overrides import read_sampling_defaults, read_template
+from tokenmill.serve.overrides import SamplingDefaults, read_sampling_defaults, read_template
 from tokenmill.serve.supervision.engine_client import EngineClient
 from tokenmill.serve.supervision.signals import StopSignals, end_within, in_daemon_thread
 from tokenmill.serve.supervision.startup import StartupReport
@@ -105,8 +105,7 @@ async def _serve(
         path = await signals.unless_told(in_daemon_thread(lambda: resolve(model).path))
         if path is None:
             return
-        template_source = read_template(config.chat_template)
-        defaults = read_sampling_defaults(path, config.generation_config, config.override_generation_config)
+        template_source, defaults = read_overrides(path, config)
         names = config.served_model_name or (model,)
         await storage.open(config, names[0])
         report.phase("starting the engine")
@@ -184,6 +183,12 @@ class _Storage:
         usage = self.usage
         if usage is not None:
             await in_daemon_thread(lambda: usage.close(service.accounts if service is not None else None))
+
+
+def read_overrides(path: Path, config: ServeConfig) -> tuple[str, SamplingDefaults]:
+    """A stated chat template ("" without one) and the defaults for sampling."""
+    defaults = read_sampling_defaults(path, config.generation_config, config.override_generation_config)
+    return read_template(config.chat_template), defaults
 
 
 def make_engine(path: Path, config: ServeConfig, engine_config: EngineConfig, report: StartupReport) -> EngineClient:
