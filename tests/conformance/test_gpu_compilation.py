@@ -1,4 +1,5 @@
-"""The expert and recurrent kernels compile for Hopper, within its registers and memory, on a machine without a GPU."""
+"""Kernels of experts, attention, float8 blocks and recurrent layers compile for Hopper, within its registers and
+shared memory, on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +15,18 @@ _ROOT = Path(__file__).parents[2]
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "case", ["qwen3-30b bf16", "qwen3-30b fp8", "qwen3-30b int4", "gpt-oss-20b mxfp4", "recurrent"]
+    "case",
+    [
+        "qwen3-30b bf16",
+        "qwen3-30b fp8",
+        "qwen3-30b int4",
+        "gpt-oss-20b mxfp4",
+        "sinks",
+        "latent",
+        "blocks",
+        "router",
+        "recurrent",
+    ],
 )
 def test_kernels_compile_for_hopper(case: str) -> None:
     pytest.importorskip("triton", reason="triton is not installed")

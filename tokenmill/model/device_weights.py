@@ -96,8 +96,8 @@ def place_weights(decoder: Decoder, reader: WeightReader, placement: Placement) 
             continue
         for weight in group:
             scheme = "" if weight is decoder.head else placement.quantization
-            if id(weight) in routers:  # 16 bits would change which experts are chosen
-                weight.kernel = select_linear(upload.weight(weight), placement.device, "ref")
+            if id(weight) in routers:
+                weight.kernel = _make_router(upload.weight(weight), placement)
             else:
                 weight.kernel = _make(upload.weight(weight), prefixes[id(weight)], scheme, placement)
             for name in reader.tensor_names[prefixes[id(weight)]]:
@@ -192,6 +192,15 @@ def place_reference(decoder: Decoder, reader: WeightReader, device: torch.device
     for projections in head_projections(decoder):
         projections.place(lambda weight: weight, torch.float32)
     _move_small(decoder, device)
+
+
+def _make_router(weight: LinearWeight, placement: Placement) -> Choice:
+    """In 16 bits only where the matrix is stored so: rounding it would change which experts are chosen."""
+    values = weight.parts().get("values")
+    router = None
+    if values is not None and weight.precise and placement.kernels in ("", "triton"):
+        router = gpu.make_router(values, weight.bias)
+    return select_linear(weight, placement.device, "ref") if router is None else Choice("linear", "triton", router)
 
 
 def _make(weight: LinearWeight, prefix: str, scheme: str, placement: Placement) -> Choice:

@@ -18,7 +18,7 @@ import torch
 from tokenmill.checkpoint.base import Checkpoint
 from tokenmill.checkpoint.description import ModelDescription
 from tokenmill.checkpoint.open import open_checkpoint
-from tokenmill.checkpoint.tokenizer_files import load_chat_template, load_tokenizer
+from tokenmill.checkpoint.tokenizer_files import tokenizer_of
 from tokenmill.config import EngineConfig, ResolvedConfig, Setting
 from tokenmill.errors import UserError
 from tokenmill.hardware.kv_layout import KVLayout
@@ -303,16 +303,16 @@ def _expert_report(model: LoadedModel, config: ResolvedConfig) -> ExpertReport |
 
 
 def _tokenizer_report(path: Path, checkpoint: Checkpoint) -> TokenizerReport:
-    tokenizer = load_tokenizer(path)
-    begins = tokenizer.encode("")[:1]
+    tokenizer, template = tokenizer_of(path, "auto")
+    begins = tokenizer.encode("")[:1] if tokenizer.reads_text else []
     return TokenizerReport(
-        kind=_tokenizer_kind(path, checkpoint),
+        kind=_tokenizer_kind(path, checkpoint) if tokenizer.reads_text else "none: prompts are token ids",
         vocab_size=tokenizer.vocab_size,
         bos_id=tokenizer.bos_id,
         adds_bos=bool(begins) and begins[0] == tokenizer.bos_id,
         eos_ids=tuple(dict.fromkeys((*checkpoint.description.eos_ids, *tokenizer.eos_ids))),
         special_tokens=len(tokenizer.special_ids),
-        chat_template=load_chat_template(path) is not None,
+        chat_template=template is not None,
     )
 
 

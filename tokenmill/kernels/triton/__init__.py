@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # the table below for type checkers; a test compares the two
     from tokenmill.kernels.triton.attention.fp8_widening import distinct_pages as distinct_pages
     from tokenmill.kernels.triton.attention.latent import latent_inputs as latent_inputs
     from tokenmill.kernels.triton.attention.latent import latent_paged_attention as latent_paged_attention
+    from tokenmill.kernels.triton.attention.latent_expanded import prompts_to_expand as prompts_to_expand
     from tokenmill.kernels.triton.attention.packed import packed_attention as packed_attention
     from tokenmill.kernels.triton.experts.host import HostExperts as HostExperts
     from tokenmill.kernels.triton.experts.layer import GpuExperts as GpuExperts
@@ -63,6 +64,7 @@ if TYPE_CHECKING:  # the table below for type checkers; a test compares the two
     from tokenmill.kernels.triton.matmul.linear import GpuLinear as GpuLinear
     from tokenmill.kernels.triton.matmul.linear import from_quantized as from_quantized
     from tokenmill.kernels.triton.matmul.linear import make_linear as make_linear
+    from tokenmill.kernels.triton.matmul.linear import make_router as make_router
     from tokenmill.kernels.triton.matmul.linear import quantize_at_load as quantize_at_load
     from tokenmill.kernels.triton.recurrent.convolution import Convolution as Convolution
     from tokenmill.kernels.triton.recurrent.convolution import convolve as convolve
@@ -85,6 +87,7 @@ _EXPORTS = {
     "attention.dense": "SharedPrefix paged_attention",
     "attention.fp8_widening": "DistinctPages distinct_pages",
     "attention.latent": "latent_inputs latent_paged_attention",
+    "attention.latent_expanded": "prompts_to_expand",
     "attention.packed": "packed_attention",
     "experts.host": "HostExperts",
     "experts.layer": "GpuExperts",
@@ -96,7 +99,7 @@ _EXPORTS = {
     "fused.rotary_epilogue": "HeadPlaces head_places",
     "fused.rotary_packed": "rope_store_packed",
     "matmul.joined": "JoinedRows expand_small join_linears",
-    "matmul.linear": "GpuLinear from_quantized make_linear quantize_at_load",
+    "matmul.linear": "GpuLinear from_quantized make_linear make_router quantize_at_load",
     "recurrent.convolution": "Convolution convolve",
     "recurrent.delta": "delta_scan",
     "recurrent.gated_norm": "gated_norm",

@@ -53,8 +53,9 @@ class CudaEagerExecutor(BatchedExecutor):
         self.store.prepare(batch)
         self.begin_states(batch.begins)
         self._drafted = DraftedStates(batch) if batch.drafted else None
+        expands = batch.token_ids.shape[0] >= _MIN_TOKENS and batch.max_query > 1
         distinct = self._distinct_pages(batch)
-        ops = CudaOps(self.store, self.table, batch, distinct=distinct, drafted=self._drafted)
+        ops = CudaOps(self.store, self.table, batch, distinct=distinct, expands=expands, drafted=self._drafted)
         return tensor(self.model.decoder.forward(ops))
 
     def begin_states(self, slots: Sequence[int]) -> None:

@@ -72,7 +72,7 @@ class CudaGraphExecutor(CudaEagerExecutor):
 
     @classmethod
     def declines(cls, model: LoadedModel, store: KVStore) -> str | None:
-        reason = super().declines(model, store) or uncaptured(model)
+        reason = super().declines(model, store) or uncaptured(model, store)
         if reason is not None:
             return reason
         has_pages = any(group.layers for group in store.layout.groups)

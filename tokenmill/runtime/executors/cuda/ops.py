@@ -56,14 +56,17 @@ class CudaOps:
         rows: Tensor | None = None,
         shared: Any = None,
         distinct: Sequence[Any] = (),
+        expands: bool = False,
         drafted: DraftedStates | None = None,
         moves_states: bool = False,
     ) -> None:
         """`rows`: tokens of the batch whose logits are computed, None: all. `shared`: a SharedPrefix for layers without
-        a window. `distinct`: for each KV group its DistinctPages, where long prompts read FP8 pages. `drafted`: of a
-        step with drafts, where recurrent layers compute. `moves_states`: no state is written where one is read."""
+        a window. `distinct`: for each KV group its DistinctPages, where long prompts read FP8 pages. `expands`: the
+        step has long prompts and is not captured, so that latent attention may expand their keys and values. `drafted`:
+        of a step with drafts, where recurrent layers compute. `moves_states`: no state is written where one is read."""
         self._store, self._table, self._batch = store, table, batch
         self._rows, self._shared, self._distinct, self._drafted = rows, shared, distinct, drafted
+        self._expands, self._lengths = expands, ([0], [0])
         self._moves_states = moves_states
 
     def embed(self, table: LinearWeight, scale: float) -> Tensor:  # noqa: ARG002 (the bf16 copy is on the device)
@@ -123,11 +126,13 @@ class CudaOps:
         q, k, v = _columns(q), _columns(k), _columns(v)
         batch, table = self._batch, q.rotary or _no_rotation(self._batch.positions)
         group, slot = self._store.layout.place(spec.layer)
-        plain = not table.rotates_keys or spec.sinks is not None or spec.chunk > 0
+        plain = not table.rotates_keys or spec.chunk > 0
         if plain or self._store.gpu_declines(slot) is not None:
             return self._plain_attention(q, k, v, spec, group, slot)
         norms = None if q.norm is None or k.norm is None else (q.norm, k.norm)
         packed = self._store.packed_pages(slot)
+        if packed is not None and spec.sinks is not None:
+            return self._plain_attention(q, k, v, spec, group, slot)
         if packed is not None:
             return self._packed_attention(q, k, v, spec, packed, norms, group)
         k_pages, v_pages = self._store.stored(slot)
@@ -162,6 +167,7 @@ class CudaOps:
             max_query=batch.max_query,
             max_seq=batch.max_seq,
             scales=scales,
+            sinks=spec.sinks,
             shared=None if spec.window else self._shared,
             distinct=self._distinct[group] if self._distinct else None,
         )
@@ -236,7 +242,14 @@ class CudaOps:
         return gpu.latent_paged_attention(
             queries, tails, projections.keys, projections.values, pages, *lengths, spec.scale,
             max_query=batch.max_query, max_seq=batch.max_seq, row_scale=scale,
+            prompts=self._long_prompts(projections) if self._expands else (),
         )  # fmt: skip
+
+    def _long_prompts(self, projections: HeadProjections) -> Sequence[Any]:
+        if len(self._lengths[0]) == 1:  # for the first layer: the host waits for the device here
+            self._lengths = (self._batch.query_starts.tolist(), self._batch.seq_lens.tolist())
+        prompts: Sequence[Any] = gpu.prompts_to_expand(*self._lengths, projections.keys, projections.values)
+        return prompts
 
     def gated(self, gate: Any, up: Any, activation: str) -> Gate | Tensor:
         halves = isinstance(gate, Columns) and isinstance(up, Columns) and are_adjacent_columns(gate, up)
