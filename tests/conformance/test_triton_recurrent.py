@@ -220,27 +220,32 @@ def test_a_scan_that_convolves_is_both_ops(name: str, dtype: torch.dtype, biased
     """Steps and, op by op, rows of prompts; states go to other slots, and padding rows leave none."""
     case = small_case(name)
     width = case.widths[0]
-    weight, bias = random(4, width, seed=5).to(DEVICE), random(width, seed=6).to(DEVICE) if biased else None
-    for slots, targets, starts in (
-        ([5, 0, -1], [6, 2, -1], [0, 1, 2, 3]),
-        ([3], [1], [0, 1]),
-        ([5, 0], [6, 2], [0, 7, 9]),
+    weight, bias = random(4, width, seed=5), random(width, seed=6) if biased else None
+    first = Case("convolve", (width,), (3, width), (weight, bias))
+    for slots, targets, starts, sequences in (
+        ([5, 0, -1], [6, 2, -1], [0, 1, 2, 3], 2),
+        ([3], [1], [0, 1], 1),
+        ([5, 0], [6, 2], [0, 7, 9], 2),
     ):
         given = [apart(each, dtype) for each in case.inputs(starts[-1])]
-        states = [states_apart(random(SLOTS, *shape, seed=9)) for shape in ((3, width), case.state)]
-        apart_states = [copied(each) for each in states]
+        spec_states = [random(SLOTS, *shape, seed=9) for shape in (first.state, case.state)]
+        states = [states_apart(each) for each in spec_states]
         places = torch.tensor(slots, device=DEVICE), torch.tensor(starts, dtype=torch.int32, device=DEVICE)
-        arguments, written = on_device(case.parameters), torch.tensor(targets, device=DEVICE)
-        rows = gpu.convolve(given[0], apart_states[0], *places, weight, bias, written)
+        convolution = gpu.Convolution(states[0], *on_device(first.parameters))
         scan: Callable[..., Tensor] = getattr(gpu, name)
-        wanted = scan(rows, *given[1:], apart_states[1], *places, *arguments, targets=written)
-        convolution = gpu.Convolution(states[0], weight, bias)
-        got = scan(*given, states[1], *places, *arguments, targets=written, convolution=convolution)
-        assert_close(got, wanted.float().cpu(), ERRORS[dtype] / 2)  # the rows in between are not rounded to 16 bits
-        assert torch.equal(states[0].nan_to_num(7.0), apart_states[0].nan_to_num(7.0))
-        assert_close(states[1], apart_states[1].cpu(), ERRORS[dtype] / 2)
-        kept = [slot for slot in range(SLOTS) if slot not in targets]
-        assert torch.equal(states[1][kept], apart_states[1][kept])
+        keywords = {"targets": torch.tensor(targets, device=DEVICE), "convolution": convolution}
+        got = scan(*given, states[1], *places, *on_device(case.parameters), **keywords)
+        own, begins = slots[:sequences], starts[: sequences + 1]
+        plain = [each[: begins[-1]].float().cpu() for each in given]
+        before = [each.clone() for each in spec_states]
+        rows = run_spec(first, plain[:1], spec_states[0], own, begins)
+        wanted = run_spec(case, [rows, *plain[1:]], spec_states[1], own, begins)
+        assert got.isfinite().all()
+        assert_close(got[: begins[-1]], wanted, ERRORS[dtype])
+        others = [slot for slot in range(SLOTS) if slot not in targets]
+        for state, spec_state, old, limit in zip(states, spec_states, before, (1e-6, ERRORS[dtype]), strict=True):
+            assert_close(state[targets[:sequences]], spec_state[own], limit)
+            assert torch.equal(state[others].cpu(), old[others]), "another sequence's state was written"
 
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="needs 9 GB")

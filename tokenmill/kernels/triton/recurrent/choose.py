@@ -37,9 +37,10 @@ def mamba2(dim: int, size: int, programs: int, step: bool, device: torch.device)
     """`programs`: heads of all sequences; `dim` rows of a state, of `size` numbers."""
     if step:
         return Tiling(_divide(dim, size, programs, _STEP_PROGRAMS * num_processors(device)))
-    block = _divide(dim, size, programs, num_processors(device) // 2)
-    large = block * size > _STATE_NUMBERS // 2
-    return Tiling(block, chunk=64, warps=8 if large else 4, stages=2)  # with 4 warps, large ones spill
+    # By compilation for sm_90: chunks of 64 spill with blocks of 64. States of 256 spill in every tile, least in this.
+    if size > 128:
+        return Tiling(16, chunk=32)
+    return Tiling(_divide(dim, size, programs, num_processors(device) // 2), chunk=32, stages=2)
 
 
 def delta(value: int, step: bool) -> Tiling:
