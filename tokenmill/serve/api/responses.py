@@ -26,7 +26,7 @@ from tokenmill.serve.api.response_store import ResponseStore, StoredResponse
 from tokenmill.serve.api.responses_items import OutputItems, input_messages
 from tokenmill.serve.api.responses_protocol import ResponsesBody, chat_body
 from tokenmill.serve.api.tool_messages import count_reasoning, reader_of, tools_of
-from tokenmill.serve.api.usage import usage_of
+from tokenmill.serve.api.usage import cost_of, usage_of
 from tokenmill.serve.errors import ApiError
 from tokenmill.serve.generation import Generation
 from tokenmill.serve.service import Service
@@ -267,7 +267,7 @@ def _usage(generation: Generation, record: Record) -> dict[str, Any]:
         "output_tokens": usage["completion_tokens"],
         "output_tokens_details": {"reasoning_tokens": generation.num_reasoning_tokens or 0},
         "total_tokens": usage["total_tokens"],
-    }
+    } | cost_of(generation)
 
 
 async def _events(responses: _Responses, exchange: _Exchange, generation: Generation) -> AsyncIterator[bytes]:
