@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tokenmill import LLM, AsyncEngine, SamplingParams, UserError
+from tokenmill import LLM, AsyncEngine, BeamSearchParams, SamplingParams, UserError
 
 _PROMPT = "Once upon a time"
 
@@ -38,6 +38,38 @@ def test_text_and_ids_agree(llm: LLM) -> None:
     assert llm.parts.tokenizer.decode(output.prompt_token_ids + completion.token_ids) == _PROMPT + completion.text
     assert completion.text.startswith(", there was a little girl")
     assert output.metrics.ttft is not None
+    _idle(llm)
+
+
+def test_beams_are_scored_as_the_model_scores_them(llm: LLM) -> None:
+    greedy = llm.generate(_PROMPT, SamplingParams(temperature=0.0, max_tokens=6))[0]
+    (single,) = llm.beam_search(_PROMPT, BeamSearchParams(beam_width=1, max_tokens=6))[0]
+    assert (single.token_ids, single.text) == (greedy.outputs[0].token_ids, greedy.outputs[0].text)
+    beams = llm.beam_search([_PROMPT, "The cat"], BeamSearchParams(beam_width=4, max_tokens=6))[0]
+    assert [len(beam.token_ids) for beam in beams] == [6] * 4
+    assert len({tuple(beam.token_ids) for beam in beams}) == 4
+    scores = [beam.cumulative_logprob for beam in beams]
+    assert scores == sorted(scores, reverse=True)
+    prompt = greedy.prompt_token_ids
+    for beam in beams:
+        whole = [*prompt, *beam.token_ids]
+        scored = llm.generate(whole, SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0))[0]
+        assert scored.prompt_logprobs is not None
+        found = zip(beam.token_ids, scored.prompt_logprobs[len(prompt) :], strict=True)
+        total = sum(position[token_id].logprob for token_id, position in found if position is not None)
+        assert beam.cumulative_logprob == pytest.approx(total, abs=1e-3)
+    with pytest.raises(UserError, match="context"):
+        llm.beam_search(_PROMPT, BeamSearchParams(beam_width=2, max_tokens=300))
+    _idle(llm)
+
+
+def test_words_and_tokens_that_are_not_wanted(llm: LLM) -> None:
+    free = llm.generate(_PROMPT, SamplingParams(temperature=0.0, max_tokens=20))[0].outputs[0].text
+    assert "girl" in free
+    without = SamplingParams(temperature=0.0, max_tokens=20, bad_words=("girl",))
+    assert "girl" not in llm.generate(_PROMPT, without)[0].outputs[0].text
+    allowed = SamplingParams(max_tokens=8, allowed_token_ids=(300, 301), ignore_eos=True, seed=1)
+    assert set(llm.generate(_PROMPT, allowed)[0].outputs[0].token_ids) <= {300, 301}
     _idle(llm)
 
 
