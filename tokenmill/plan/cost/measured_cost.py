@@ -17,6 +17,7 @@ FEATURES = ("step", "few rows", "rows", "many rows", "sequence", "prompt", "deco
 _FEW_ROWS = 4  # up to here a step reads the weights from memory; more rows cost arithmetic
 _MANY_ROWS = 32  # from here on the arithmetic runs at its best rate
 _ROUNDS = 5
+_STRETCHES = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +74,11 @@ def fit_cost(steps: Sequence[TimedStep], whole: bool = False) -> MeasuredCost:
 
 
 def _unexplained(times: np.ndarray, fitted: np.ndarray) -> float:
-    """Measured over fitted time in total, without the few steps in which the machine stood still."""
+    """Measured over fitted time in total: the median over stretches of the log, so that a time in which something else
+    ran (the start of the server, for one) is left out, and what interrupts steps all the time is not."""
     usual = times < 20.0 * fitted
-    return float(times[usual].sum() / fitted[usual].sum())
+    stretches = zip(np.array_split(times[usual], _STRETCHES), np.array_split(fitted[usual], _STRETCHES), strict=True)
+    return float(np.median([own.sum() / cost.sum() for own, cost in stretches if len(own)]))
 
 
 def _non_negative(rows: np.ndarray, target: np.ndarray) -> np.ndarray:
