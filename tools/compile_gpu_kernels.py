@@ -1,12 +1,12 @@
 """Compile GPU kernels for Hopper (sm_90) on a machine without a GPU, as launched for known models: experts (also those
-that lie in host memory), attention with sinks, latent attention, float8 weights in blocks, routers.
+that lie in host memory), attention with sinks, latent attention, float8 weights in blocks, routers, recurrent layers.
 
     python -m tools.compile_gpu_kernels [--all] [NAME ...]
 
 Prints registers, spilled bytes, shared memory and the tensor-core instructions of each kernel, and fails where one does
 not compile, spills, or needs more shared memory than a processor has. `--all` compiles every candidate of the experts'
-chooser, not only what its rule picks. NAMEs are parts of case names ("gpt-oss mxfp4 16", "latent", "blocks"). With
-the Triton that is imported: `PYTHONPATH` may name another version than the installed one.
+chooser, not only what its rule picks. NAMEs are parts of case names ("gpt-oss mxfp4 16", "latent",
+"recurrent mamba2"). With the Triton that is imported: `PYTHONPATH` may name another version than the installed one.
 """
 
 from __future__ import annotations
@@ -261,6 +261,34 @@ def _linear_cases() -> Iterator[Case]:
         yield f"router {tokens}", partial(router.multiply, torch.empty(tokens, 2048, dtype=torch.bfloat16))
 
 
+RECURRENT = (  # op, widths of its rows, shape of a state, arguments after states and places
+    ("convolve", (8448,), (3, 8448), (torch.empty(4, 8448), torch.empty(8448))),
+    ("mamba_scan", (8192, 8192, 16, 16), (8192, 16), (torch.empty(8192, 16), torch.empty(8192))),
+    ("mamba2_scan", (8448, 128), (128, 64, 128), (torch.empty(128), torch.empty(128), torch.empty(128), 1)),
+    ("mamba2_scan", (3584, 24), (24, 128, 256), (torch.empty(24), torch.empty(24), torch.empty(24), 1)),
+    ("delta_scan", (8192, 32, 32), (32, 128, 128), (torch.empty(32), torch.empty(32), 16)),
+)
+
+
+def _recurrent_cases() -> Iterator[Case]:
+    """Bamba, Falcon-H1 (larger states), Qwen3-Next and Jamba: decode steps of few and many rows, prompts."""
+    from tokenmill.kernels import triton as gpu
+
+    for op, widths, state, arguments in RECURRENT:
+        for tokens, sequences in ((1, 1), (256, 256), (2048, 1), (2048, 63)):
+            rows = [torch.empty(tokens, width, dtype=torch.bfloat16) for width in widths]
+            places = torch.empty(sequences, dtype=torch.int64), torch.empty(sequences + 1, dtype=torch.int32)
+            call = partial(getattr(gpu, op), *rows, torch.empty(1, *state), *places, *arguments)
+            yield f"recurrent {op} {state[-1]} {tokens} {sequences}", call
+            if op in ("mamba2_scan", "delta_scan") and tokens == 1:
+                width = widths[0]
+                convolution = gpu.Convolution(torch.empty(1, 3, width), torch.empty(4, width), torch.empty(width))
+                yield f"recurrent {op} {state[-1]} convolved", partial(call, convolution=convolution)
+    for weight in (torch.empty(1, 8192), torch.empty(128)):
+        x = torch.empty(64, 8192, dtype=torch.bfloat16)
+        yield "recurrent gated_norm", partial(gpu.gated_norm, x, x, weight, 1e-5, weight.dim() == 1)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--all", action="store_true", help="every candidate of the chooser")
@@ -281,7 +309,8 @@ def main() -> None:
     compilation = Compilation()
     JITFunction.run = lambda self, *args, **keywords: compilation(self, *args, **keywords)
     print(f"Triton {triton.__version__}")
-    for name, call in itertools.chain(_expert_cases(options.all), _attention_cases(), _latent_cases(), _linear_cases()):
+    others = (_attention_cases(), _latent_cases(), _linear_cases(), _recurrent_cases())
+    for name, call in itertools.chain(_expert_cases(options.all), *others):
         if all(part in name for part in options.names):
             compilation.case = name
             call()

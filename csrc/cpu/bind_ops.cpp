@@ -178,8 +178,9 @@ Activation activation_of(const std::string& name) {
   if (name == "gelu_tanh") return Activation::gelu_tanh;
   if (name == "gelu") return Activation::gelu;
   if (name == "relu") return Activation::relu;
-  require(name == "relu2", "unknown activation");
-  return Activation::relu2;
+  if (name == "relu2") return Activation::relu2;
+  require(name == "sigmoid", "unknown activation");
+  return Activation::sigmoid;
 }
 
 void bind_ops(nb::module_& module) {

@@ -1,30 +1,17 @@
-// Program for Python: recording methods take values (numbers) and tensors, run() replays a step without the GIL.
+// Program for Python: recording methods take values (numbers) and tensors. Steps are in bind_steps.cpp.
 //
 // Tensors handed over while recording must outlive the program; the recorder keeps them.
-#include "bind.h"
-#include "bind_attention.h"
-#include "bind_linear.h"
-#include "program.h"
-#include "sampling.h"
+#include "bind_program.h"
 
 #include <algorithm>
+#include <numeric>
+
+#include "bind_attention.h"
+#include "bind_linear.h"
+#include "bind_recurrent.h"
 
 namespace tokenmill {
 namespace {
-
-// What the C++ side needs to check a step against: collected while recording.
-struct RecordedProgram {
-  RecordedProgram(int max_tokens, int max_sequences, std::shared_ptr<ThreadPool> pool)
-      : program(max_tokens, max_sequences, std::move(pool)) {}
-
-  Program program;
-  int64_t vocabulary = 0;  // rows of the embedding table
-  int64_t positions = INT64_MAX;  // rows of the shortest table of positions, rotary or learned
-  int64_t num_pages = INT64_MAX;
-  int page_size = 1;
-  int num_groups = 0;
-  int64_t logits_width = 0;
-};
 
 int64_t vector_of(const ConstVector& weight, int64_t width) {
   require(static_cast<int64_t>(weight.size()) == width, "a norm weight has the wrong length");
@@ -196,118 +183,27 @@ void finish(RecordedProgram& self, int logits) {
   self.program.finish(logits);
 }
 
-void check_range(const int64_t* values, int64_t count, int64_t limit, const char* message) {
-  for (int64_t i = 0; i < count; ++i) require(values[i] >= 0 && values[i] < limit, message);
+int gated_norm(RecordedProgram& self, int x, int gate, ConstMatrix weight, float eps, bool norm_first,
+               float gate_scale) {
+  const int64_t width = self.program.width(x);
+  require(self.program.width(gate) == width, "gated_norm: shapes do not match");
+  return self.program.gated_norm(x, gate, gated_norm_of(weight, width, eps, norm_first, gate_scale));
 }
 
-using Tables = std::vector<std::vector<int32_t>>;  // page ids of each sequence
-
-// A step in which every sequence brings one token and wants its logits: most steps, and short enough that the caller's
-// bookkeeping shows. Plain lists come in, the index of each row's largest logit goes out.
-//
-// With more than one step, each goes on from the largest logits of the one before, until a sequence has drawn one of
-// its `stops`; one list for each step that was computed. The tables have the pages of them all.
-std::vector<std::vector<int64_t>> decode(RecordedProgram& self, std::vector<int64_t> token_ids,
-                                         std::vector<int64_t> positions, const std::vector<Tables>& tables,
-                                         uintptr_t logits, int steps, const std::vector<std::vector<int64_t>>& stops) {
-  const size_t count = token_ids.size();
-  require(count > 0 && count <= size_t(self.program.max_sequences()), "more sequences than recorded for");
-  require(positions.size() == count && int(tables.size()) == self.num_groups, "one position and table per sequence");
-  require(steps == 1 || (steps > 1 && stops.size() == count), "one list of stops per sequence");
-  std::vector<int64_t> rows(count);
-  std::vector<int32_t> starts(count + 1), lengths(count);
-  for (size_t i = 0; i < count; ++i) {
-    rows[i] = int64_t(i);
-    starts[i + 1] = int32_t(i + 1);
-    lengths[i] = int32_t(positions[i] + steps);
-  }
-  check_range(token_ids.data(), int64_t(count), self.vocabulary, "a token id is outside the vocabulary");
-  check_range(positions.data(), int64_t(count), self.positions - (steps - 1), "a position is outside the rotary table");
-  StepInputs inputs;
-  inputs.num_tokens = inputs.num_logit_rows = int(count);
-  inputs.token_ids = token_ids.data();
-  inputs.positions = positions.data();
-  inputs.logit_rows = rows.data();
-  inputs.logits = reinterpret_cast<float*>(logits);
-  std::vector<std::vector<int64_t>> slots(tables.size(), std::vector<int64_t>(count));
-  std::vector<std::vector<int32_t>> padded(tables.size());
-  for (size_t group = 0; group < tables.size(); ++group) {
-    require(tables[group].size() == count, "one table per sequence");
-    size_t width = 0;
-    for (const auto& table : tables[group]) width = std::max(width, table.size());
-    padded[group].assign(width * count, -1);
-    for (size_t i = 0; i < count; ++i) {
-      const auto& table = tables[group][i];
-      require(size_t((lengths[i] - 1) / self.page_size) < table.size(), "a position has no page");
-      std::copy(table.begin(), table.end(), padded[group].begin() + i * width);
-    }
-    inputs.slots.push_back(slots[group].data());
-    inputs.batches.push_back({int(count), starts.data(), lengths.data(), padded[group].data(), int64_t(width)});
-    check_batch(inputs.batches.back(), int(count), self.page_size, self.num_pages);
-  }
-  std::vector<std::vector<int64_t>> best;
-  nb::gil_scoped_release release;
-  bool stopped = false;
-  while (!stopped && int(best.size()) < steps) {
-    for (size_t i = 0; i < count; ++i) lengths[i] = int32_t(positions[i] + 1);
-    for (size_t group = 0; group < tables.size(); ++group) {
-      for (size_t i = 0; i < count; ++i) {
-        const int64_t page = tables[group][i][positions[i] / self.page_size];
-        slots[group][i] = page * self.page_size + positions[i] % self.page_size;
-      }
-      check_range(slots[group].data(), int64_t(count), self.num_pages * self.page_size, "no such KV slot");
-    }
-    self.program.run(inputs);
-    best.emplace_back(count);
-    self.program.pool().for_each(int(count), 1, [&](int row) {
-      best.back()[row] = argmax(inputs.logits + row * self.logits_width, self.logits_width);
-    });
-    for (size_t i = 0; i < count; ++i) {
-      token_ids[i] = best.back()[i];
-      ++positions[i];
-      stopped = stopped || (steps > 1 && std::count(stops[i].begin(), stops[i].end(), token_ids[i]) > 0);
-    }
-  }
-  return best;
+std::vector<int> split(RecordedProgram& self, int x, const std::vector<int64_t>& widths, int64_t heads) {
+  const int64_t total = std::accumulate(widths.begin(), widths.end(), int64_t(0));
+  require(heads > 0 && total * heads == self.program.width(x), "split: the widths do not add up");
+  return self.program.split(x, widths, heads);
 }
 
-// Inputs come as addresses: turning a dozen torch tensors into ndarrays costs more than many a step's Python. The caller
-// (runtime/recorded.py) vouches for types and lengths; the contents are checked here.
-void run(RecordedProgram& self, int num_tokens, int num_sequences, uintptr_t token_ids, uintptr_t positions,
-         uintptr_t query_starts, uintptr_t seq_lens, const std::vector<uintptr_t>& slots,
-         const std::vector<uintptr_t>& block_tables, const std::vector<int64_t>& table_widths, int num_logit_rows,
-         uintptr_t logit_rows, uintptr_t logits, bool body, bool head, bool all_hidden, uintptr_t ancestors) {
-  StepInputs inputs;
-  inputs.num_tokens = num_tokens;
-  inputs.token_ids = reinterpret_cast<const int64_t*>(token_ids);
-  inputs.positions = reinterpret_cast<const int64_t*>(positions);
-  inputs.num_logit_rows = num_logit_rows;
-  inputs.logit_rows = reinterpret_cast<const int64_t*>(logit_rows);
-  inputs.logits = reinterpret_cast<float*>(logits);
-  inputs.body = body;
-  inputs.head = head;
-  inputs.all_hidden = all_hidden;
-  require(num_tokens > 0 && num_tokens <= self.program.max_tokens(), "more tokens than recorded for");
-  require(num_sequences > 0 && num_sequences <= self.program.max_sequences(), "more sequences than recorded for");
-  require(num_logit_rows <= self.program.max_tokens(), "more logit rows than recorded for");
-  require(static_cast<int>(slots.size()) == self.num_groups && block_tables.size() == slots.size() &&
-              table_widths.size() == slots.size(),
-          "one slot list and one block table per KV group");
-  check_range(inputs.token_ids, num_tokens, self.vocabulary, "a token id is outside the vocabulary");
-  check_range(inputs.positions, num_tokens, self.positions, "a position is outside the rotary table");
-  check_range(inputs.logit_rows, num_logit_rows, num_tokens, "no such logit row");
-  for (size_t group = 0; group < slots.size(); ++group) {
-    const int64_t* own_slots = reinterpret_cast<const int64_t*>(slots[group]);
-    check_range(own_slots, num_tokens, self.num_pages * self.page_size, "no such KV slot");
-    inputs.slots.push_back(own_slots);
-    inputs.batches.push_back({num_sequences, reinterpret_cast<const int32_t*>(query_starts),
-                              reinterpret_cast<const int32_t*>(seq_lens),
-                              reinterpret_cast<const int32_t*>(block_tables[group]), table_widths[group],
-                              reinterpret_cast<const uint64_t*>(ancestors)});
-    check_batch(inputs.batches.back(), num_tokens, self.page_size, self.num_pages);
-  }
-  nb::gil_scoped_release release;
-  self.program.run(inputs);
+int recurrence(RecordedProgram& self, const std::vector<int>& inputs, const BoundRecurrence& bound) {
+  require(static_cast<int>(inputs.size()) == bound.op->num_inputs(), "recurrence: wrong number of inputs");
+  for (size_t i = 0; i < inputs.size(); ++i)
+    require(self.program.width(inputs[i]) == bound.op->input_width(static_cast<int>(i)),
+            "recurrence: shapes do not match");
+  self.num_state_slots = std::min(self.num_state_slots, bound.num_slots);
+  self.has_states = true;
+  return self.program.recurrence(inputs, bound.op, bound.states);
 }
 
 }  // namespace
@@ -338,12 +234,17 @@ void bind_program(nb::module_& module) {
       .def("experts", &experts)
       .def("gate_rows", &gate_rows)
       .def("gated", &gated)
+      .def("split", &split)
+      .def("join", [](RecordedProgram& self, const std::vector<int>& values) { return self.program.join(values); })
+      .def("gated_norm", &gated_norm)
+      .def("recurrence", &recurrence)
       .def("select_rows", [](RecordedProgram& self, int x) { return self.program.select_rows(x); })
       .def("softcap", [](RecordedProgram& self, int x, float cap) { return self.program.softcap(x, cap); })
       .def("end_body", [](RecordedProgram& self) { self.program.end_body(); })
       .def("finish", &finish)
-      .def("run", &run)
-      .def("decode", &decode)
+      .def("run", &run_step)
+      .def("decode", &decode_steps)
+      .def("settle", &settle_drafts)
       .def(
           "value",
           [](RecordedProgram& self, int value) {

@@ -8,7 +8,7 @@
 
 namespace tokenmill {
 
-enum class Activation { silu, gelu_tanh, gelu, relu, relu2 };
+enum class Activation { silu, gelu_tanh, gelu, relu, relu2, sigmoid };
 
 struct FloatKernels {
   const char* name;

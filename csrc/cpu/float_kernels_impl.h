@@ -78,6 +78,7 @@ void scale_row(const float* x, float factor, int64_t n, float* out) {
 template <Activation kActivation>
 inline vec activate_vec(vec x) {
   if constexpr (kActivation == Activation::silu) return x / (1.0f + exp_vec(-x));
+  if constexpr (kActivation == Activation::sigmoid) return 1.0f / (1.0f + exp_vec(-x));
   if constexpr (kActivation == Activation::gelu_tanh) {
     // 0.5 (1 + tanh t) is the logistic function of 2 t.
     const vec t = x * (1.0f + 0.044715f * x * x) * 1.5957691216057308f;
@@ -107,6 +108,7 @@ inline void with_activation(Activation activation, Function fn) {
     case Activation::gelu: return fn(std::integral_constant<Activation, Activation::gelu>{});
     case Activation::relu: return fn(std::integral_constant<Activation, Activation::relu>{});
     case Activation::relu2: return fn(std::integral_constant<Activation, Activation::relu2>{});
+    case Activation::sigmoid: return fn(std::integral_constant<Activation, Activation::sigmoid>{});
   }
 }
 

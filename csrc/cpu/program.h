@@ -1,10 +1,11 @@
 // The forward pass as a flat list of stages over fixed buffers: recorded once per model, replayed for every step.
 //
 // A stage is a run of row-wise ops (each row independent of the others) followed by at most one product, product by
-// heads or attention, or a layer of experts by itself.
+// heads, attention or recurrent op, or a layer of experts by itself.
 // Replaying is one pool run: all threads walk the stages together and meet at a barrier after each. When few rows are
 // computed, every thread does the row-wise part for itself in private memory, which saves the barrier before the product.
-// After the last attention rows no longer meet: where only the head reads the result, only its rows go on from there.
+// After the last attention or recurrent op rows no longer meet: where only the head reads the result, only its rows go
+// on from there.
 // Knows nothing of Python or of models; recorded by runtime/recorded.py through bind_program.cpp.
 #pragma once
 
@@ -19,13 +20,21 @@
 #include "memory.h"
 #include "pool.h"
 #include "product.h"
+#include "recurrent.h"
 
 namespace tokenmill {
+
+// `count` numbers of each of `slices` slices of a row, copied into the slices of another.
+struct Columns {
+  int64_t slices = 1, count = 0;
+  int64_t from = 0, from_width = 0;  // where they begin in a slice, and how wide that is
+  int64_t to = 0, to_width = 0;
+};
 
 struct RowOp {
   enum class Kind {
     embed, positions, rms_norm, layer_norm, add, add_rms_norm, scale, rope, rope_tails, latent_row, gated, gate_rows,
-    activate, softcap, select
+    activate, softcap, select, columns, gated_norm
   };
   Kind kind;
   int in[2] = {-1, -1};   // values
@@ -34,6 +43,8 @@ struct RowOp {
   const float* bias = nullptr;    // layer_norm
   int64_t weights = 0;            // layer_norm: how many there are, as many as a head has or as a row
   float number = 0;               // eps, scale or cap
+  Columns columns;
+  GatedNorm gated_norm;
   int64_t head_dim = 0;
   const float* cosines = nullptr;  // [positions, half]
   const float* sines = nullptr;
@@ -70,6 +81,12 @@ struct StepInputs {
   bool body = true;                     // compute the hidden state
   bool head = true;                     // compute logits from the hidden state of this or the previous call
   bool all_hidden = true;               // false: only this call's head reads the hidden state
+  // Recurrent ops: rows [starts[s], starts[s + 1]) continue the state in slot state_slots[s]. States of drafted
+  // sequences are left as they are until `settle` says how many of their rows hold.
+  int num_sequences = 0;
+  const int32_t* starts = nullptr;       // [S + 1]
+  const int64_t* state_slots = nullptr;  // [S]
+  std::vector<int> drafted;              // numbers of sequences, ascending
 };
 
 class Program {
@@ -99,12 +116,22 @@ class Program {
   int activate(int x, Activation activation);
   // `logits`: the router's product with x.
   int experts(int x, int logits, ExpertLayer layer);
+  // Columns of x, one value for each width; with `heads`, x is that many slices, and each is split so.
+  std::vector<int> split(int x, const std::vector<int64_t>& widths, int64_t heads);
+  int join(const std::vector<int>& values);
+  int gated_norm(int x, int gate, const GatedNorm& norm);
+  // `states`: [slots, op->state_floats()], of this layer.
+  int recurrence(const std::vector<int>& inputs, std::shared_ptr<const Recurrence> op, float* states);
   int select_rows(int x);
   int softcap(int x, float cap);
   void end_body();          // what follows is the head: it runs over the selected rows only
   void finish(int logits);  // no more recording; lays out the memory
 
   void run(const StepInputs& inputs);
+  // After a step with drafted sequences: their states go on over this many rows of each, in the order of `drafted`.
+  void settle(const std::vector<int>& kept);
+  int num_drafted() const { return static_cast<int>(drafted_.size()); }
+  int num_drafted_rows(int draft) const { return drafted_[draft].end - drafted_[draft].begin; }
 
   int64_t width(int value) const { return values_[value].width; }
   const float* data(int value) const { return arena() + values_[value].offset; }
@@ -138,10 +165,18 @@ class Program {
     AttentionShape shape;
     std::unique_ptr<ExpertLayer> experts;
     int logits = -1;  // experts; they read `input`
+    std::shared_ptr<const Recurrence> recurrence;
+    float* states = nullptr;      // recurrence
+    std::vector<int> inputs;      // recurrence
+    std::vector<float> drafts;    // recurrence: its inputs in the drafted rows of a step, one input after the other
     bool head = false;  // runs over the selected rows
     int64_t row_cost = 0;
     bool in_place = false;     // a row op overwrites its input: must run once
     bool elementwise = false;  // may be split within rows
+  };
+  struct Drafted {  // a drafted sequence of the last step
+    int64_t slot = 0;
+    int32_t begin = 0, end = 0;  // its rows, among those of all drafted sequences
   };
   struct PlanEntry {
     int group, window, chunk, page_size, num_heads;
@@ -175,6 +210,10 @@ class Program {
   void run_experts(Team& team, const Stage& stage, const Place& place, int rows);
   void run_head_product(Team& team, const Stage& stage, const Place& place, int rows, bool redundant);
   void run_attention(Team& team, const Stage& stage, const Place& place, int rows, bool redundant);
+  void run_recurrence(Team& team, Stage& stage, const Place& place, int rows, bool redundant);
+  void begin_drafts(const StepInputs& inputs);
+  void keep_inputs(Stage& stage, const float* const* inputs, int32_t first, const Drafted& drafted) const;
+  char* scratch_of(const Team& team) const;
   float* arena() const { return reinterpret_cast<float*>(arena_.get()); }
 
   const int max_tokens_, max_sequences_;
@@ -184,10 +223,12 @@ class Program {
   bool open_ = false;  // the last stage may still take row ops
   bool in_head_ = false;
   std::vector<PlanEntry> plans_;
-  int tail_ = 0;                  // first stage behind the last attention
+  int tail_ = 0;                  // first stage behind the last attention or recurrent op
   std::vector<int> tail_inputs_;  // values that it and later stages read from before; empty: must not be narrowed
   AlignedBuffer arena_, activations_, private_;
   ExpertWorkspace expert_workspace_;
+  std::vector<Drafted> drafted_;
+  std::vector<int> draft_of_;  // by sequence of the step: its index in drafted_, or -1
   size_t private_floats_ = 0;             // per thread, values
   size_t private_activation_bytes_ = 0;  // per thread
   size_t scratch_bytes_ = 0;             // per thread

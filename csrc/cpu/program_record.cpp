@@ -271,7 +271,7 @@ void Program::finish(int logits) {
 
 void Program::find_tail() {
   for (int number = 0; number < num_stages(); ++number)
-    if (stages_[number].plan >= 0) tail_ = number + 1;
+    if (stages_[number].plan >= 0 || stages_[number].recurrence) tail_ = number + 1;
   for (int number = tail_; number < num_stages(); ++number)
     for (const RowOp& op : stages_[number].rows)
       if (op.kind == RowOp::Kind::rope || op.kind == RowOp::Kind::embed || op.kind == RowOp::Kind::positions)

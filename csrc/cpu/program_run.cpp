@@ -30,6 +30,10 @@ int64_t op_cost(const RowOp& op, int64_t width) {
     case RowOp::Kind::scale:
     case RowOp::Kind::select:
       return width;
+    case RowOp::Kind::columns:
+      return op.columns.slices * op.columns.count;
+    case RowOp::Kind::gated_norm:
+      return 8 * width;
     default:
       return 2 * width;
   }
@@ -51,7 +55,8 @@ void Program::lay_out_scratch() {
   for (size_t number = 0; number < stages_.size(); ++number) {
     Stage& stage = stages_[number];
     size_t floats = 0;
-    stage.elementwise = !stage.rows.empty() && !stage.product && stage.heads.weights == nullptr && stage.plan < 0;
+    stage.elementwise = !stage.rows.empty() && !stage.product && stage.heads.weights == nullptr && stage.plan < 0 &&
+                        !stage.recurrence;
     for (const RowOp& op : stage.rows) {
       stage.row_cost += op_cost(op, width(op.out[0]));
       stage.elementwise = stage.elementwise && op.kind == RowOp::Kind::softcap;
@@ -77,6 +82,8 @@ void Program::lay_out_scratch() {
       expert_workspace_.reserve(*stage.experts, max_tokens_);
       scratch_bytes_ = std::max(scratch_bytes_, expert_workspace_.scratch_bytes());
     }
+    if (stage.recurrence)
+      scratch_bytes_ = std::max(scratch_bytes_, sizeof(float) * size_t(stage.recurrence->scratch_floats()));
     if (stage.plan >= 0) {
       const AttentionShape& shape = stage.shape;
       scratch_bytes_ = std::max(scratch_bytes_, sizeof(float) * AttentionRunner::scratch_floats(
@@ -93,6 +100,11 @@ void Program::lay_out_scratch() {
   bytes_ += activation_bytes + thread_bytes_ * pool_->size();
 }
 
+char* Program::scratch_of(const Team& team) const {
+  return private_.get() + team.thread * thread_bytes_ + aligned(private_floats_ * sizeof(float)) +
+         aligned(private_activation_bytes_);
+}
+
 float* Program::Place::at(int value, int64_t row) const {
   const Value& v = program.values_[value];
   if (program.values_[program.root(value)].external) return inputs.logits + row * v.width;
@@ -104,6 +116,7 @@ float* Program::Place::at(int value, int64_t row) const {
 void Program::run(const StepInputs& inputs) {
   if (inputs.body) {
     for (PlanEntry& entry : plans_) entry.plan->build(inputs.batches[entry.group], entry.page_size, entry.window, entry.chunk);
+    begin_drafts(inputs);
   }
   const bool narrowing = may_narrow(inputs);
   pool_->run([&](Team& team) {
@@ -139,7 +152,7 @@ void Program::narrow(Team& team, const StepInputs& inputs) {
 }
 
 void Program::run_stage(Team& team, const StepInputs& inputs, int number, bool narrowed) {
-  const Stage& stage = stages_[number];
+  Stage& stage = stages_[number];
   const int rows = stage.head || narrowed ? inputs.num_logit_rows : inputs.num_tokens;
   char* own = private_.get() + team.thread * thread_bytes_;
   const int rows_each = (rows + team.size - 1) / team.size;
@@ -156,6 +169,8 @@ void Program::run_stage(Team& team, const StepInputs& inputs, int number, bool n
     run_head_product(team, stage, place, rows, redundant);
   } else if (stage.plan >= 0) {
     run_attention(team, stage, place, rows, redundant);
+  } else if (stage.recurrence) {
+    run_recurrence(team, stage, place, rows, redundant);
   } else if (stage.experts) {
     run_experts(team, stage, place, rows);
   } else if (stage.elementwise) {
@@ -248,6 +263,16 @@ void Program::run_row(const RowOp& op, const Place& place, int row) const {
     case RowOp::Kind::softcap:
       kernels.softcap(x, op.number, n, out);
       break;
+    case RowOp::Kind::columns: {
+      const Columns& columns = op.columns;
+      for (int64_t i = 0; i < columns.slices; ++i)
+        std::memcpy(out + i * columns.to_width + columns.to, x + i * columns.from_width + columns.from,
+                    columns.count * sizeof(float));
+      break;
+    }
+    case RowOp::Kind::gated_norm:
+      gated_norm_row(x, place.at(op.in[1], row), n, op.gated_norm, out);
+      break;
     case RowOp::Kind::select:
       std::memcpy(out, x + (place.narrow ? row : place.inputs.logit_rows[row]) * n, n * sizeof(float));
       break;
@@ -258,7 +283,7 @@ void Program::run_product(Team& team, const Stage& stage, const Place& place, in
   const Product& product = *stage.product;
   char* own = private_.get() + team.thread * thread_bytes_;
   char* activations = redundant ? own + aligned(private_floats_ * sizeof(float)) : activations_.get();
-  char* scratch = own + aligned(private_floats_ * sizeof(float)) + aligned(private_activation_bytes_);
+  char* scratch = scratch_of(team);
   const int64_t cols = width(stage.input);
   const float* x = place.at(stage.input, 0);
   const int tiles = product.num_tiles(rows);
@@ -284,8 +309,7 @@ void Program::run_product(Team& team, const Stage& stage, const Place& place, in
 }
 
 void Program::run_experts(Team& team, const Stage& stage, const Place& place, int rows) {
-  char* own = private_.get() + team.thread * thread_bytes_;
-  char* scratch = own + aligned(private_floats_ * sizeof(float)) + aligned(private_activation_bytes_);
+  char* scratch = scratch_of(team);
   expert_workspace_.run(team, *stage.experts, place.at(stage.input, 0), place.at(stage.logits, 0), rows,
                         place.at(stage.outputs[0], 0), scratch);
 }
@@ -322,9 +346,7 @@ void Program::run_head_product(Team& team, const Stage& stage, const Place& plac
 }
 
 void Program::run_attention(Team& team, const Stage& stage, const Place& place, int rows, bool redundant) {
-  char* own = private_.get() + team.thread * thread_bytes_;
-  float* scratch = reinterpret_cast<float*>(own + aligned(private_floats_ * sizeof(float)) +
-                                            aligned(private_activation_bytes_));
+  float* scratch = reinterpret_cast<float*>(scratch_of(team));
   const StepInputs& inputs = place.inputs;
   const int64_t* slots = inputs.slots[stage.group];
   const int64_t kv_width = width(stage.k);

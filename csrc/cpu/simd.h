@@ -1,8 +1,8 @@
 // A float vector as wide as the flags of the including file allow, through the compilers' vector extension.
 //
 // Everything is in an unnamed namespace on purpose: the same header is compiled for several instruction sets, and the
-// linker must never merge their copies. Included only by float_kernels_impl.h. Half precision goes through intrinsics or
-// integer arithmetic, never through __fp16 loops.
+// linker must never merge their copies. Included only by float_kernels_impl.h and recurrent_impl.h. Half precision goes
+// through intrinsics or integer arithmetic, never through __fp16 loops.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-"""Kernels of experts, attention and float8 blocks compile for Hopper, within its registers and shared memory, on a
-machine without a GPU."""
+"""Kernels of experts, attention, float8 blocks and recurrent layers compile for Hopper, within its registers and
+shared memory, on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,17 @@ _ROOT = Path(__file__).parents[2]
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
-    ["qwen3-30b bf16", "qwen3-30b fp8", "qwen3-30b int4", "gpt-oss-20b mxfp4", "sinks", "latent", "blocks", "router"],
+    [
+        "qwen3-30b bf16",
+        "qwen3-30b fp8",
+        "qwen3-30b int4",
+        "gpt-oss-20b mxfp4",
+        "sinks",
+        "latent",
+        "blocks",
+        "router",
+        "recurrent",
+    ],
 )
 def test_kernels_compile_for_hopper(case: str) -> None:
     pytest.importorskip("triton", reason="triton is not installed")

@@ -34,5 +34,6 @@ CHANGED: dict[str, Callable[[], Any]] = {
     "olmoe": _changed("olmoe", num_key_value_heads=4),
     "cohere": _changed("cohere", use_qk_norm=False),
     "falcon_mamba": _changed("falcon_mamba", layer_norm_epsilon=1e-6, mixer_rms_eps=1e-6),
+    "qwen3_next": _changed("qwen3_next-experts", mlp_only_layers=[], linear_value_head_dim=16),
     "deepseek_v2-yarn": lambda: tiny_models._deepseek("V2", q_lora_rank=24, rope_parameters=_YARN),
 }

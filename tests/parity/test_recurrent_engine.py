@@ -27,6 +27,7 @@ from tokenmill.engine.kv.manager import KVManager
 from tokenmill.engine.kv.policy.lru import LeastRecentlyUsed
 from tokenmill.engine.order import DISCIPLINES
 from tokenmill.engine.scheduler import Scheduler
+from tokenmill.kernels import cpu
 from tokenmill.resolution import resolve
 from tokenmill.runtime.build import build_runtime
 from tokenmill.runtime.executors.base import Draft
@@ -83,9 +84,14 @@ class Engine:
         extra_pages: int | None = None,
         drafts: Drafts | None = None,
         prefix_caching: bool = True,
-        kernels: str = "ref",
+        executor: str = "eager",
+        kernels: str | None = None,
     ) -> None:
-        """`extra_pages`: beyond those of a lone request; None: enough for all."""
+        """`extra_pages`: beyond those of a lone request; None: enough for all. The eager executor runs the spec."""
+        if kernels is None:
+            kernels = "ref" if executor == "eager" else ""
+        if executor == "recorded" and (reason := cpu.unavailable(_CPU)) is not None:
+            pytest.skip(reason)
         config = resolve(
             EngineConfig(
                 context=_CONTEXT,
@@ -93,7 +99,7 @@ class Engine:
                 page_size=_SIZE,
                 batch_tokens=40,
                 device="cpu",
-                executor="eager",
+                executor=executor,
                 kernels=kernels,
                 kv_cache_dtype="float32",
                 memory=64 << 20,
@@ -112,15 +118,17 @@ class Engine:
         self.core = EngineCore(scheduler, runtime.runner)
         self.prompts: dict[str, list[int]] = {}
 
-    def run(self, prompts: dict[str, list[int]], tokens: int = 20, **params: Any) -> dict[tuple[str, int], Output]:
-        """Outputs by name and sibling."""
+    def run(
+        self, prompts: dict[str, list[int]], tokens: int = 20, at_once: int = 1, **params: Any
+    ) -> dict[tuple[str, int], Output]:
+        """Outputs by name and sibling. `at_once`: tokens of a sequence that one step may bring."""
         outputs: dict[tuple[str, int], Output] = {}
         self.prompts |= prompts
         for name, prompt in prompts.items():
             settings = SamplingParams(**{"temperature": 0.0, "max_tokens": tokens, "logprobs": 0, **params})
             self.core.add(Request(name, prompt, settings, seed=7))
         while self.core.has_work:
-            for event in self.core.step():
+            for event in self.core.step(at_once):
                 output = outputs.setdefault((event.request_id, event.index), Output())
                 output.token_ids += event.token_ids
                 output.logprobs += [each.logprob for each in event.logprobs]
@@ -144,9 +152,10 @@ def _check(name: str, engine: Engine, outputs: dict[tuple[str, int], Output]) ->
         assert error < 1e-4, f"{request}: {error:.1e}"
 
 
+@pytest.mark.parametrize("executor", ["eager", "recorded"])
 @pytest.mark.parametrize("name", _NAMES)
-def test_prefix_hits(name: str) -> None:
-    engine = Engine(name)
+def test_prefix_hits(name: str, executor: str) -> None:
+    engine = Engine(name, executor=executor)
     stem = _tokens(50, 1)
     first = engine.run({"first": stem + _tokens(9, 2)})
     again = engine.run({"again": stem + _tokens(9, 2)})
@@ -163,29 +172,32 @@ def test_prefix_hits(name: str) -> None:
         _check(name, engine, outputs)
 
 
+@pytest.mark.parametrize("executor", ["eager", "recorded"])
 @pytest.mark.parametrize("name", _NAMES)
-def test_preemption(name: str) -> None:
-    engine = Engine(name, extra_pages=6)
+def test_preemption(name: str, executor: str) -> None:
+    engine = Engine(name, extra_pages=6, executor=executor)
     outputs = engine.run({f"r{n}": _tokens(40 + 7 * n, n) for n in range(6)}, tokens=30)
     _check(name, engine, outputs)
     if len(engine.kv.layout.groups[0].layers):  # a model without pages never runs out of them
         assert engine.kv.stats.num_preemptions > 0
 
 
+@pytest.mark.parametrize("executor", ["eager", "recorded"])
 @pytest.mark.parametrize("prefix_caching", [True, False])
 @pytest.mark.parametrize("length", [1, 33, 40, 41])  # the prompt ends after a page, at its end, and one token later
 @pytest.mark.parametrize("name", ["mamba2", "qwen3_next"])
-def test_siblings_of_prompts_of_any_length(name: str, length: int, prefix_caching: bool) -> None:
-    _siblings(name, length, prefix_caching)
+def test_siblings_of_prompts_of_any_length(name: str, length: int, prefix_caching: bool, executor: str) -> None:
+    _siblings(name, length, prefix_caching, executor)
 
 
+@pytest.mark.parametrize("executor", ["eager", "recorded"])
 @pytest.mark.parametrize("name", _NAMES)
-def test_siblings(name: str) -> None:
-    _siblings(name, 45, True)
+def test_siblings(name: str, executor: str) -> None:
+    _siblings(name, 45, True, executor)
 
 
-def _siblings(name: str, length: int, prefix_caching: bool) -> None:
-    engine = Engine(name, prefix_caching=prefix_caching)
+def _siblings(name: str, length: int, prefix_caching: bool, executor: str) -> None:
+    engine = Engine(name, prefix_caching=prefix_caching, executor=executor)
     prompts = {"r": _tokens(length, 8), "s": _tokens(length + 3, 9)}
     outputs = engine.run(prompts, n=3, temperature=1.0)
     assert len(outputs) == 6
@@ -193,12 +205,13 @@ def _siblings(name: str, length: int, prefix_caching: bool) -> None:
     _check(name, engine, outputs)
 
 
+@pytest.mark.parametrize("executor", ["eager", "recorded"])
 @pytest.mark.parametrize("name", _NAMES)
-def test_drafts_are_rolled_back(name: str) -> None:
+def test_drafts_are_rolled_back(name: str, executor: str) -> None:
     prompts = {"r": _tokens(44, 10), "s": _tokens(37, 11), "t": _tokens(9, 12)}
     for params in ({}, {"temperature": 1.0, "n": 2}):
-        expected = Engine(name).run(prompts, 40, **params)
-        drafting = Engine(name, drafts=Drafts(expected))
+        expected = Engine(name, executor=executor).run(prompts, 40, **params)
+        drafting = Engine(name, drafts=Drafts(expected), executor=executor)
         got = drafting.run(prompts, 40, **params)
         assert {k: v.token_ids for k, v in got.items()} == {k: v.token_ids for k, v in expected.items()}
         _check(name, drafting, got)
@@ -206,13 +219,14 @@ def test_drafts_are_rolled_back(name: str) -> None:
         assert 20 < stats.num_accepted < stats.num_drafted - 20
 
 
+@pytest.mark.parametrize("executor", ["eager", "recorded"])
 @pytest.mark.parametrize("name", _NAMES)
-def test_the_same_tokens_alone_and_in_a_batch(name: str) -> None:
+def test_the_same_tokens_alone_and_in_a_batch(name: str, executor: str) -> None:
     prompts = {f"r{n}": _tokens(5 + 6 * n, 20 + n) for n in range(16)}
-    together = Engine(name, concurrency=16, prefix_caching=False)
+    together = Engine(name, concurrency=16, prefix_caching=False, executor=executor)
     outputs = together.run(prompts, tokens=12)
     _check(name, together, outputs)
-    alone = Engine(name, concurrency=1, prefix_caching=False)
+    alone = Engine(name, concurrency=1, prefix_caching=False, executor=executor)
     for request in ("r0", "r7", "r15"):
         got = alone.run({request: prompts[request]}, tokens=12)
         assert got[request, 0].token_ids == outputs[request, 0].token_ids
@@ -225,3 +239,18 @@ def test_the_faster_kernels(name: str) -> None:
     stem = _tokens(50, 1)
     _check(name, engine, engine.run({"a": stem + _tokens(9, 2), "b": _tokens(23, 3)}))
     _check(name, engine, engine.run({"c": stem + _tokens(9, 4), "d": stem}, n=2, temperature=1.0))
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+@pytest.mark.parametrize("name", list(RECURRENT))
+def test_runs_of_greedy_tokens(name: str, prefix_caching: bool) -> None:
+    """Several tokens in one call of the recorded program; rows still end where snapshots are taken."""
+    prompts = {"r": _tokens(44, 10), "s": _tokens(37, 11), "t": _tokens(1, 12)}
+    expected = Engine(name, executor="recorded").run(prompts, 40)
+    engine = Engine(name, prefix_caching=prefix_caching, executor="recorded")
+    got = engine.run(prompts, 40, at_once=8, logprobs=None)
+    assert {k: v.token_ids for k, v in got.items()} == {k: v.token_ids for k, v in expected.items()}
+    if prefix_caching:
+        turn = engine.run({"turn": prompts["r"] + got["r", 0].token_ids + _tokens(6, 5)})
+        assert turn["turn", 0].num_cached == (44 + 39) // _SIZE * _SIZE
+        _check(name, engine, turn)

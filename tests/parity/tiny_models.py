@@ -268,7 +268,7 @@ _KEPT = ("A_log", "conv1d.weight")
 # Those whose files are written in Hugging Face's layout: their tensors have the canonical names.
 _WRITTEN = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "olmo2", "olmo3", "granite", "cohere")
 _WRITTEN += ("cohere2", "smollm3", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "glm4_moe", "gpt_oss")
-_WRITTEN += ("deepseek_v2", "deepseek_v3")
+_WRITTEN += ("deepseek_v2", "deepseek_v3", "mamba", "mamba2", "falcon_mamba")
 WRITTEN = [name for name in CONFIGS if name.partition("-")[0] in _WRITTEN and name != "cohere"]
 
 

@@ -7,13 +7,13 @@ metadata does not say (vocabulary size, biases, tied embeddings). Used by gguf.p
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from tokenmill.checkpoint import gguf_latent, gguf_recurrent
+from tokenmill.checkpoint import gguf_hybrid, gguf_latent, gguf_recurrent
 from tokenmill.checkpoint.description import FeedForward, LayerDescription, ModelDescription, RopeScaling, RopeTable
 from tokenmill.checkpoint.fields import UNSUPPORTED, Fields, shown
 from tokenmill.checkpoint.gguf_experts import with_experts
@@ -51,8 +51,8 @@ def describe(
 ) -> ModelDescription:
     """`shapes` are those of the tensors, by canonical name; `numbers` reads a small float vector."""
     stored_as = read_architecture(metadata, label)
-    family = FAMILIES[stored_as]
     fields = Fields(metadata, label, DAMAGED, prefix=f"{stored_as}.")
+    family = _with_positions(FAMILIES[stored_as], fields)
     draft_layers = fields.integer("nextn_predict_layers", 0, low=0)
     num_layers = fields.integer("block_count") - draft_layers
     if num_layers > len(shapes):
@@ -68,17 +68,19 @@ def describe(
     mlp: FeedForward | None = None
     if not isinstance(mixer, Recurrent):
         tables = _rope_tables(fields, family, mixer.head_dim, "sliding" in kinds, numbers)
-        mlp_bias = f"{_FIRST}.mlp.up_proj.bias" in shapes
+        mlp_bias = any(f"{_FIRST}.{name}.up_proj.bias" in shapes for name in ("mlp", "feed_forward"))
         mlp = FeedForward(_dense_size(fields), family.gated, family.activation, bias=mlp_bias)
-    mixers: Iterable[Mixer] = [mixer] * num_layers
+    mixers: list[tuple[Mixer, ...]] = [(mixer,)] * num_layers
     if isinstance(mixer, Attention):
-        mixers = _attentions(mixer, family, kinds, window, len(tables) > 1)
+        mixers = [(each,) for each in _attentions(mixer, family, kinds, window, len(tables) > 1)]
+    if family.hybrid:
+        mixers = gguf_hybrid.mixers(fields, family, mixers, hidden_size, f"{_FIRST}.mamba.norm.weight" in shapes)
     norms = _norms(fields, family, shapes)
     description = ModelDescription(
         architecture=_architecture(fields, family, mixer, "sliding" in kinds),
         model_type=stored_as,
         hidden_size=hidden_size,
-        layers=tuple(LayerDescription((each,), mlp, norms) for each in mixers),
+        layers=tuple(LayerDescription(each, mlp, norms) for each in mixers),
         vocab_size=vocab_size,
         context_length=fields.integer("context_length"),
         norm_eps=fields.number(f"attention.layer_norm_{'rms_' if family.norm == 'rms' else ''}epsilon"),
@@ -101,6 +103,11 @@ def describe(
     )
     has_experts = fields.integer("expert_count", 0, low=0) > 0
     return with_experts(description, fields, shapes, stored_as) if has_experts else description
+
+
+def _with_positions(family: GGUFFamily, fields: Fields) -> GGUFFamily:
+    """Hybrids without rotary embedding have no positions at all."""
+    return replace(family, positions="none") if family.hybrid and not _has_rope(fields, family) else family
 
 
 def _dense_size(fields: Fields) -> int:
@@ -134,7 +141,10 @@ def _attention(
 ) -> Attention:
     num_heads = fields.integer("attention.head_count")
     head_dim = fields.integer("attention.key_length", hidden_size // num_heads)
-    num_kv_heads = fields.integer("attention.head_count_kv", num_heads)
+    if family.hybrid:
+        num_kv_heads = gguf_hybrid.num_kv_heads(fields)
+    else:
+        num_kv_heads = fields.integer("attention.head_count_kv", num_heads)
     if num_heads % num_kv_heads:
         raise fields.error(
             f"'attention.head_count' is {num_heads}, no multiple of {num_kv_heads} ('attention.head_count_kv')"
@@ -159,6 +169,7 @@ def _attention(
         qkv_bias=any(f"{_FIRST}.self_attn.{part}.bias" in shapes for part in ("q_proj", "qkv_proj")),
         output_bias=f"{_FIRST}.self_attn.o_proj.bias" in shapes,
         head_norms=family.head_norms or (family.optional_head_norms if has_head_norms else ""),
+        output_gate=family.output_gate,
     )
 
 

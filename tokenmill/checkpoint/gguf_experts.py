@@ -37,6 +37,9 @@ _ROUTINGS = {
     "qwen3moe": Routing("softmax"),
     "olmoe": Routing("softmax", normalize=False),
     "granitemoe": Routing("softmax"),
+    "granitehybrid": Routing("softmax"),
+    "jamba": Routing("softmax", normalize=False),
+    "qwen3next": Routing("softmax"),
     "glm4moe": Routing("sigmoid", normalize=True),
     "deepseek2": Routing("softmax", normalize=False),
     "gpt-oss": Routing("softmax_of_selected"),
@@ -49,6 +52,9 @@ _FIXED_NORMS = (
     "qwen3moe",
     "olmoe",
     "granitemoe",
+    "granitehybrid",
+    "jamba",
+    "qwen3next",
     "gpt-oss",
 )  # whatever `expert_weights_norm` says
 _LLAMA4_CHUNK, _LLAMA4_TEMPERATURE, _LLAMA4_UNNORMED = 8192, (0.1, 8192.0), 128
@@ -163,7 +169,8 @@ def _experts(dense: FeedForward, prefix: str, fields: Fields, shapes: Shapes, st
         raise fields.error(
             f"{count} experts do not divide into 'expert_group_count' = {groups}, {top_groups} of them used"
         )
-    shared = shapes.get(f"{prefix}.mlp.shared_expert.up_proj.weight", (0,))[0]
+    names = ("mlp.shared_expert", "shared_mlp")  # the second: Granite's hybrids
+    shared = max(shapes.get(f"{prefix}.{name}.up_proj.weight", (0,))[0] for name in names)
     return replace(
         dense,
         intermediate_size=0,

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from tokenmill.checkpoint import gguf_latent, gguf_recurrent
+from tokenmill.checkpoint import gguf_hybrid, gguf_latent, gguf_recurrent
 from tokenmill.checkpoint.base import Checkpoint
 from tokenmill.checkpoint.description import ModelDescription, RopeScaling, differences
 from tokenmill.checkpoint.gguf import GGUFCheckpoint
@@ -24,6 +24,7 @@ from tokenmill.checkpoint.gguf_names import SECOND_NORM, gguf_name
 from tokenmill.checkpoint.gguf_vocabulary import vocabulary_values
 from tokenmill.checkpoint.gguf_writer import Value, pack_value
 from tokenmill.checkpoint.hf_export import ROPE_DIVISORS
+from tokenmill.checkpoint.mixers import Recurrent
 from tokenmill.checkpoint.rope_divisors import llama3_divisors, longrope_magnitude
 from tokenmill.checkpoint.tensor_views import FUSED_GATE_UP, FUSED_QKV
 from tokenmill.errors import CheckpointError
@@ -42,12 +43,14 @@ _SPLIT_KEYS = ("split.no", "split.count", "split.tensors.count")
 class ExportedTensor:
     """`source` is the canonical name to read from; empty for rotary divisors, which follow from the config.
 
-    `rest`: the tensors whose rows follow, where the file joins matrices."""
+    `rest`: the tensors whose rows follow, where the file joins matrices; `rows`: those that are taken of the source,
+    where the file keeps parts of it apart."""
 
     name: str  # in the file
     source: str
     shape: tuple[int, ...]
     rest: tuple[str, ...] = ()
+    rows: gguf_hybrid.Ranges = ()  # none: all
 
 
 def export_metadata(checkpoint: Checkpoint, file_type: int) -> dict[str, bytes]:
@@ -84,7 +87,9 @@ def _exported(d: ModelDescription, name: str, shapes: dict[str, tuple[int, ...]]
     """What a tensor is in the file; nothing for a part of another, which llama.cpp reads as one matrix."""
     family = gguf_family(d)
     # Two norms side by side have other names than one behind the other.
-    names = (SECOND_NORM,) if not family.norms and d.layers[0].norms == "parallel_norms" else ()
+    names: tuple[str, ...] = (SECOND_NORM,) if not family.norms and d.layers[0].norms == "parallel_norms" else ()
+    if "experts" in d.features():
+        names = (*names, gguf_hybrid.ROUTER)
     joined = ([_GATE_UP] if family.fused_mlp else []) + ([_QKV] if family.fused_qkv else [])
     for module, parts in joined:
         for part in parts:
@@ -96,7 +101,13 @@ def _exported(d: ModelDescription, name: str, shapes: dict[str, tuple[int, ...]]
             rows = sum(shapes[each][0] for each in (name, *rest))
             fused = gguf_name(d.architecture, name.replace(part, module), names)
             return [ExportedTensor(fused, name, (rows, *shapes[name][1:]), rest)]
-    stored = gguf_latent.exported(name, d) or gguf_recurrent.exported(name, shapes[name], d) or [(name, shapes[name])]
+    if apart := gguf_hybrid.parts(name, shapes[name], d):
+        sizes = [(sum(end - first for first, end in rows), shapes[name][1]) for _, rows in apart]
+        return [
+            ExportedTensor(gguf_name(d.architecture, part, names), name, size, rows=rows)
+            for (part, rows), size in zip(apart, sizes, strict=True)
+        ]
+    stored = gguf_latent.exported(name, d) or gguf_recurrent.exported(name, d) or [(name, shapes[name])]
     return [ExportedTensor(gguf_name(d.architecture, part, names), name, shape) for part, shape in stored]
 
 
@@ -132,7 +143,7 @@ def _place(name: str) -> tuple[int, int, str]:
 
 
 def _model_values(checkpoint: Checkpoint) -> dict[str, Value]:
-    description = checkpoint.description
+    description = gguf_hybrid.without_multipliers(checkpoint.description)
     gguf_family(description)
     stored_as = STORED_AS[description.architecture]
     _refuse_unloadable(description, stored_as)
@@ -150,7 +161,7 @@ def _refuse_unloadable(d: ModelDescription, stored_as: str) -> None:
     experts = [layer.feed_forward is not None and layer.feed_forward.num_experts > 0 for layer in d.layers]
     norms = d.layers[0].attention.head_norms if d.layers[0].kind in ("full", "sliding") else ""
     for found, words in (
-        (stored_as in ("qwen2moe", "qwen3moe") and not all(experts), "layers without experts"),
+        (stored_as in ("qwen2moe", "qwen3moe", "qwen3next") and not all(experts), "layers without experts"),
         (stored_as == "deepseek2" and not any(experts), "no experts"),
         (stored_as == "olmoe" and d.num_kv_heads != d.num_heads, "fewer KV heads than heads"),
     ):
@@ -178,6 +189,8 @@ def _architecture_values(d: ModelDescription) -> dict[str, Value]:
         values["vocab_size"] = d.vocab_size
     if family.recurrent:
         return values | gguf_recurrent.values(d)
+    if family.hybrid:
+        values |= gguf_hybrid.values(d, family)
     if "latent" in d.layer_kinds:
         return values | gguf_latent.values(d) | expert_values(d) | _table_values(d, family)
     if family.names_head_size or d.head_dim * d.num_heads != d.hidden_size:
@@ -206,7 +219,7 @@ def _scale_values(d: ModelDescription, family: GGUFFamily) -> dict[str, Value]:
         values["embedding_scale"] = d.embedding_scale
     if d.residual_scale != 1.0:
         values["residual_scale"] = d.residual_scale
-    scale = d.layers[0].attention.scale
+    scale = next(layer for layer in d.layers if layer.kind != "recurrent").attention.scale
     if scale is not None and not family.scale_by_head:
         values["attention.scale"] = scale
     if d.attention_softcap:
@@ -300,7 +313,10 @@ def _telling_names(d: ModelDescription) -> Iterator[str]:
         f"{first}.mlp.up_proj.bias": mlp.bias and not mlp.num_experts,
         f"{first}.post_attention_layernorm.weight": layer.norms in ("pre", "parallel_norms"),
     }
-    if layer.kind != "latent":
+    present[f"{first}.mamba.norm.weight"] = any(
+        isinstance(each, Recurrent) and each.norm != "" for each in layer.mixers
+    )
+    if layer.kind not in ("latent", "recurrent"):
         present |= {
             f"{first}.self_attn.q_proj.bias": layer.attention.qkv_bias,
             f"{first}.self_attn.o_proj.bias": layer.attention.output_bias,

@@ -16,11 +16,14 @@ class GGUFFamily:
     interleaved: bool = False  # rotary pairs are (2i, 2i + 1), because q and k rows were reordered or are so by nature
     latent: bool = False  # latent attention
     recurrent: str = ""  # the style of recurrent layers, where there are no others
+    hybrid: str = ""  # the same where other layers have attention
+    side_by_side: bool = False  # all layers have both
     norm: str = "rms"
     norms: str = "pre"  # as in LayerDescription; "": by the norms that the file has
     post_attention_norm: bool = False  # the norm before the MLP has the name of one behind attention
     head_norms: str = ""
     optional_head_norms: str = ""  # where the file has them
+    output_gate: bool = False  # of attention
     gated: bool = True
     activation: str = "silu"
     fused_mlp: bool = False  # `ffn_up` holds gate and up
@@ -136,6 +139,34 @@ FAMILIES: dict[str, GGUFFamily] = {
     "deepseek2": GGUFFamily("deepseek_v3", latent=True, sliding="never", names_vocabulary=True),  # V2 too
     "mamba": GGUFFamily("mamba", recurrent="mamba", sliding="never", positions="none"),  # Falcon-Mamba too
     "mamba2": GGUFFamily("mamba2", recurrent="mamba2", sliding="never", positions="none"),
+    "jamba": GGUFFamily("jamba", hybrid="mamba", sliding="never", positions="none"),
+    "falcon-h1": GGUFFamily(
+        "falcon_h1",
+        hybrid="mamba2",
+        side_by_side=True,
+        sliding="never",
+        names_vocabulary=True,
+        names_head_size=True,
+    ),
+    "qwen3next": GGUFFamily(
+        "qwen3_next",
+        hybrid="delta",
+        sliding="never",
+        head_norms="head",
+        norm_offset=1.0,
+        output_gate=True,
+        post_attention_norm=True,
+        names_head_size=True,
+    ),
+    "granitehybrid": GGUFFamily(
+        "granitemoehybrid",
+        interleaved=True,
+        hybrid="mamba2",
+        sliding="never",
+        logit_scale="divides",
+        names_vocabulary=True,
+        optional_rope=True,
+    ),
     "phi2": replace(_LAYER_NORMS, architecture="phi", norms="parallel", activation="gelu_tanh"),
 }
 # Written under the name of another: their files differ in what the metadata says.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-from tokenmill.checkpoint import gguf_latent, gguf_recurrent
+from tokenmill.checkpoint import gguf_hybrid, gguf_latent, gguf_recurrent
 from tokenmill.checkpoint.gguf_experts import LAYER_NAMES as EXPERT_NAMES
 from tokenmill.checkpoint.gguf_experts import TENSOR_NAMES
 from tokenmill.checkpoint.gguf_families import FAMILIES, STORED_AS
@@ -66,12 +66,20 @@ def layer_names(stored_as: str, names: Collection[str] = ()) -> dict[str, str]:
         table["post_attention_norm"] = "post_attention_layernorm"
     if family is not None and family.latent:
         table |= gguf_latent.LAYER_NAMES
-    if family is not None and family.recurrent:
-        table |= gguf_recurrent.LAYER_NAMES
+    table |= gguf_recurrent.layer_names(stored_as)
+    table |= gguf_hybrid.layer_names(stored_as, names)
     if SECOND_NORM in names:
         del table["ffn_norm"]
         table |= _TWO_NORMS
     return table
+
+
+def _tensor_names(stored_as: str) -> dict[str, str]:
+    return TENSOR_NAMES | gguf_recurrent.tensor_names(stored_as) | gguf_hybrid.tensor_names(stored_as)
+
+
+def _top_names(stored_as: str) -> dict[str, str]:
+    return {**_TOP, "output_norm": gguf_hybrid.final_norm(stored_as)}
 
 
 def canonical_name(stored_as: str, name: str, names: Collection[str] = ()) -> str:
@@ -79,7 +87,7 @@ def canonical_name(stored_as: str, name: str, names: Collection[str] = ()) -> st
     if match := _SINGLE_EXPERT.fullmatch(name):
         layer, part, expert = match.groups()
         return f"model.layers.{int(layer)}.mlp.experts.{int(expert)}.{part}_proj.weight"
-    whole = TENSOR_NAMES | gguf_recurrent.tensor_names(stored_as)
+    whole = _tensor_names(stored_as)
     if (match := _BLOCK_TENSOR.fullmatch(name)) and match[2] in whole:
         return f"model.layers.{int(match[1])}.{whole[match[2]]}"
     if match := _BLOCK.fullmatch(name):
@@ -88,8 +96,9 @@ def canonical_name(stored_as: str, name: str, names: Collection[str] = ()) -> st
         if part in parts:
             return f"model.layers.{int(layer)}.{parts[part]}.{kind}"
     stem, _, kind = name.rpartition(".")
-    if stem in _TOP and kind in ("weight", "bias"):
-        return f"{_TOP[stem]}.{kind}"
+    top_names = _top_names(stored_as)
+    if stem in top_names and kind in ("weight", "bias"):
+        return f"{top_names[stem]}.{kind}"
     return name
 
 
@@ -97,11 +106,11 @@ def gguf_name(architecture: str, name: str, names: Collection[str] = ()) -> str:
     """`model.layers.3.mlp.up_proj.weight` -> `blk.3.ffn_up.weight`: the inverse of `canonical_name`."""
     stored_as = STORED_AS.get(architecture, architecture)
     parts = {ours: short for short, ours in layer_names(stored_as, names).items()}
-    whole = {ours: short for short, ours in (TENSOR_NAMES | gguf_recurrent.tensor_names(stored_as)).items()}
+    whole = {ours: short for short, ours in _tensor_names(stored_as).items()}
     if (match := _CANONICAL_TENSOR.fullmatch(name)) and match[2] in whole:
         return f"blk.{int(match[1])}.{whole[match[2]]}"
     if (match := _CANONICAL_LAYER.fullmatch(name)) and match[2] in parts:
         return f"blk.{int(match[1])}.{parts[match[2]]}.{match[3]}"
     stem, _, kind = name.rpartition(".")
-    top_names = {ours: short for short, ours in _TOP.items()}
+    top_names = {ours: short for short, ours in _top_names(stored_as).items()}
     return f"{top_names[stem]}.{kind}" if stem in top_names and kind in ("weight", "bias") else name

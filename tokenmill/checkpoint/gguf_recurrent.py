@@ -1,8 +1,8 @@
-"""Mamba in GGUF (architectures `mamba` and `mamba2`): its metadata both ways, tensor names, and how its tensors lie.
+"""Mamba in GGUF (architectures `mamba` and `mamba2`, and in hybrids): metadata both ways, names, how its tensors lie.
 
 Files hold decays as they multiply (Hugging Face: the logarithm of their negatives), convolutions without the axis of
-length one, and of Mamba 2 the numbers by head as columns and the norm by group. Used by gguf_description.py,
-gguf_export.py, gguf_names.py and gguf.py.
+length one, and of Mamba 2 the numbers by head as columns and the norm by group. Models that have attention too are in
+gguf_hybrid.py. Used by gguf_description.py, gguf_export.py, gguf_names.py and gguf.py.
 """
 
 from __future__ import annotations
@@ -11,33 +11,56 @@ from collections.abc import Mapping
 
 from tokenmill.checkpoint.description import ModelDescription
 from tokenmill.checkpoint.fields import Fields
+from tokenmill.checkpoint.gguf_families import FAMILIES
 from tokenmill.checkpoint.gguf_writer import Value
 from tokenmill.checkpoint.mixers import Recurrent
 from tokenmill.errors import CheckpointError
 
-_MIXER = "mixer"
-LAYER_NAMES = {
-    "ssm_in": f"{_MIXER}.in_proj",
-    "ssm_conv1d": f"{_MIXER}.conv1d",
-    "ssm_x": f"{_MIXER}.x_proj",
-    "ssm_dt": f"{_MIXER}.dt_proj",
-    "ssm_norm": f"{_MIXER}.norm",
-    "ssm_out": f"{_MIXER}.out_proj",
-}
-# Whole names. Mamba 2 has no matrix of time steps, only their bias.
-_TENSORS = {"ssm_a": f"{_MIXER}.A", "ssm_d": f"{_MIXER}.D"}
-_TENSOR_NAMES = {"mamba": _TENSORS, "mamba2": {**_TENSORS, "ssm_dt.bias": f"{_MIXER}.dt_bias"}}
-_CONVOLUTION, _DECAYS, _LOG_DECAYS = f".{_MIXER}.conv1d.weight", f".{_MIXER}.A", f".{_MIXER}.A_log"
-_SKIP, _NORM = f".{_MIXER}.D", f".{_MIXER}.norm.weight"
+# The canonical name of the mixer: in models of nothing else, in hybrids, and of the gated delta rule.
+_MIXERS = _ALONE, _MAMBA, _DELTA = "mixer", "mamba", "linear_attn"
+_NORM_ENDING = "norm.weight"
+_CONVOLUTION, _DECAYS, _LOG_DECAYS, _SKIP, _NORM = (
+    tuple(f".{mixer}.{name}" for mixer in _MIXERS) for name in ("conv1d.weight", "A", "A_log", "D", "norm.weight")
+)
+
+
+def layer_names(stored_as: str) -> dict[str, str]:
+    """Short name -> canonical name of the parts of a recurrent mixer."""
+    style, mixer = _style(stored_as)
+    if not style:
+        return {}
+    names = {"ssm_conv1d": "conv1d", "ssm_norm": "norm", "ssm_out": "out_proj"}
+    if style == "delta":  # older files keep q, k, v and z in one matrix, as Hugging Face does
+        names |= {"attn_qkv": "in_proj_qkv", "attn_gate": "in_proj_z", "ssm_ba": "in_proj_ba", "ssm_in": "in_proj_qkvz"}
+    else:
+        names |= {"ssm_in": "in_proj", "ssm_x": "x_proj", "ssm_dt": "dt_proj"}
+        names |= {f"ssm_{part}_norm": f"{part}_layernorm" for part in ("dt", "b", "c")}
+    return {short: f"{mixer}.{name}" for short, name in names.items()}
 
 
 def tensor_names(stored_as: str) -> dict[str, str]:
-    """Short name -> canonical name of the parts of a layer whose names have no ending of a matrix or bias."""
-    return _TENSOR_NAMES.get(stored_as, {})
+    """The same of those whose names have no ending of a matrix or bias. Only Mamba has a matrix of time steps, others
+    just their bias."""
+    style, mixer = _style(stored_as)
+    if not style:
+        return {}
+    names = {"ssm_a": f"{mixer}.A", "ssm_d": f"{mixer}.D"}
+    return names if style == "mamba" else {**names, "ssm_dt.bias": f"{mixer}.dt_bias"}
+
+
+def _style(stored_as: str) -> tuple[str, str]:
+    """(style of the recurrent layers, canonical name of their mixer)."""
+    family = FAMILIES.get(stored_as)
+    if family is None:
+        return "", ""
+    if family.recurrent:
+        return family.recurrent, _ALONE
+    return family.hybrid, _DELTA if family.hybrid == "delta" else _MAMBA
 
 
 def read_mixer(fields: Fields, style: str, hidden_size: int) -> Recurrent:
-    """llama.cpp has biases of convolutions, and none of projections."""
+    """llama.cpp has biases of Mamba's convolutions, and none of projections. `time_step_rank` is the number of heads,
+    where there are some."""
     inner, convolution = fields.integer("ssm.inner_size"), fields.integer("ssm.conv_kernel")
     state_size, rank = fields.integer("ssm.state_size"), fields.integer("ssm.time_step_rank")
     if style == "mamba":
@@ -50,6 +73,11 @@ def read_mixer(fields: Fields, style: str, hidden_size: int) -> Recurrent:
         raise fields.error(
             f"'ssm.inner_size' = {inner}, 'ssm.time_step_rank' = {rank} heads and 'ssm.group_count' = {groups} do not "
             "divide"
+        )
+    if style == "delta":
+        value_dim = inner // rank
+        return Recurrent(
+            style, convolution, num_heads=rank, num_key_heads=groups, key_dim=state_size, value_dim=value_dim
         )
     return Recurrent(style, convolution, inner, state_size, num_heads=rank, num_groups=groups, convolution_bias=True)
 
@@ -82,26 +110,35 @@ def values(d: ModelDescription) -> dict[str, Value]:
     return {**found, "ssm.dt_b_c_rms": m.step_norms == "plain"}
 
 
-def exported(name: str, shape: tuple[int, ...], d: ModelDescription) -> list[tuple[str, tuple[int, ...]]]:
-    """(canonical name, shape in the file) of a tensor of a recurrent mixer; empty for others."""
-    (m, *_) = d.layers[0].mixers
-    if not isinstance(m, Recurrent):
+def exported(name: str, d: ModelDescription) -> list[tuple[str, tuple[int, ...]]]:
+    """(canonical name, shape in the file) of a tensor, in models with recurrent layers; empty in others."""
+    m = next((mixer for layer in d.layers for mixer in layer.mixers if isinstance(mixer, Recurrent)), None)
+    if m is None:
         return []
     by_head = m.style == "mamba2"
     if name.endswith(_CONVOLUTION):
-        return [(name, (m.convolved if by_head else m.inner, m.convolution))]
-    if name.endswith((_LOG_DECAYS, _DECAYS)):
-        decays = (m.num_heads, 1) if by_head else (m.inner, m.state_size)
-        return [(name.removesuffix(_LOG_DECAYS).removesuffix(_DECAYS) + _DECAYS, decays)]
+        return [(name, (m.convolved, m.convolution))]
+    if name.endswith((*_LOG_DECAYS, *_DECAYS)):
+        decays = {"mamba": (m.inner, m.state_size), "mamba2": (m.num_heads, 1)}.get(m.style, (m.num_heads,))
+        return [(name.removesuffix("_log"), decays)]
     if by_head and name.endswith(_SKIP):
         return [(name, (m.num_heads, 1))]
     if by_head and name.endswith(_NORM):
         return [(name, (m.num_groups, m.inner // m.num_groups))]
-    return [(name, shape)]
+    return []
+
+
+def has_offset(name: str) -> bool:
+    """Whether a tensor, by its canonical name, is a norm to which a family may add an offset: not those in mixers."""
+    return name.endswith(_NORM_ENDING) and not name.endswith(_NORM)
 
 
 def is_log_decays(name: str) -> bool:
     return name.endswith(_LOG_DECAYS)
+
+
+def is_decays(name: str) -> bool:
+    return name.endswith(_DECAYS)
 
 
 def stored_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:

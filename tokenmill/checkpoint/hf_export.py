@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 from tokenmill.checkpoint.base import Checkpoint
 from tokenmill.checkpoint.description import ModelDescription, RopeScaling, differences
 from tokenmill.checkpoint.gguf_families import FAMILIES, STORED_AS
-from tokenmill.checkpoint.gguf_recurrent import is_log_decays
+from tokenmill.checkpoint.gguf_recurrent import has_offset, is_decays, is_log_decays
 from tokenmill.checkpoint.hf_config import describe
+from tokenmill.checkpoint.hf_export_recurrent import mamba_keys, stored_keys
 from tokenmill.checkpoint.mixers import LatentAttention
 from tokenmill.checkpoint.rope_divisors import fit_llama3
 from tokenmill.errors import CheckpointError
@@ -41,7 +42,6 @@ class _Export:
 _ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
 _DTYPES = ("bfloat16", "float16", "float32")
 _ROTATED = (".self_attn.q_proj.", ".self_attn.k_proj.")
-_NORM_ENDING = "norm.weight"
 
 
 def exported_description(checkpoint: Checkpoint) -> ModelDescription:
@@ -52,12 +52,10 @@ def exported_description(checkpoint: Checkpoint) -> ModelDescription:
     """
     description = checkpoint.description
     export = _export_of(description)
-    table = description.rope_table("full")
-    scaling = table.scaling
     if ROPE_DIVISORS in checkpoint:
+        table = description.rope_table("full")
         divisors = checkpoint.tensor(ROPE_DIVISORS).data.double().tolist()
-        scaling = fit_llama3(divisors, table.rotary_dim, table.theta)
-    description = description.with_rope_scaling("full", scaling)
+        description = description.with_rope_scaling("full", fit_llama3(divisors, table.rotary_dim, table.theta))
     offset = export.norm_offset
     return replace(description, rope_interleaved=export.interleaved, norm_offset=offset, vision_parameters=0)
 
@@ -68,13 +66,20 @@ def to_hf_layout(name: str, weight: Tensor, description: ModelDescription) -> Te
     `weight` is a float tensor, or for a q or k projection any per-row part of it (codes, scales): rows of each head go
     from pairs (2i, 2i + 1) to pairs (i, i + head_dim / 2). Norms lose what a GGUF has added to them (Gemma's one).
     """
+    if is_decays(name):
+        return (-weight.float()).log()
     export = _export_of(description)
     if description.rope_interleaved and not export.interleaved and any(part in name for part in _ROTATED):
         head = description.head_dim
         pairs = weight.reshape(weight.shape[0] // head, head // 2, 2, *weight.shape[1:])
         return pairs.transpose(1, 2).reshape(weight.shape)
     offset = description.norm_offset - export.norm_offset
-    return weight.float() + offset if offset and name.endswith(_NORM_ENDING) else weight
+    return weight.float() + offset if offset and has_offset(name) else weight
+
+
+def hf_tensor_name(name: str) -> str:
+    """The canonical name under which a Hugging Face file has this tensor: decays are stored as logarithms."""
+    return f"{name}_log" if is_decays(name) else name
 
 
 def to_gguf_layout(name: str, weight: Tensor, description: ModelDescription) -> Tensor:
@@ -87,7 +92,7 @@ def to_gguf_layout(name: str, weight: Tensor, description: ModelDescription) -> 
         halves = weight.reshape(weight.shape[0] // head, 2, head // 2, *weight.shape[1:])
         return halves.transpose(1, 2).reshape(weight.shape)
     offset = description.norm_offset
-    return weight.float() + offset if offset and name.endswith(_NORM_ENDING) else weight
+    return weight.float() + offset if offset and has_offset(name) else weight
 
 
 def export_config(description: ModelDescription, dtype: str = "bfloat16") -> dict[str, Any]:
@@ -319,6 +324,11 @@ _EXPORTS = {
     "gpt_oss": _Export("gpt_oss", "GptOssForCausalLM", _expert_keys),
     "deepseek_v2": _Export("deepseek_v2", "DeepseekV2ForCausalLM", _deepseek_keys),
     "deepseek_v3": _Export("deepseek_v3", "DeepseekV3ForCausalLM", _deepseek_keys),
+    "mamba": _Export("mamba", "MambaForCausalLM", mamba_keys),
+    "mamba2": _Export("mamba2", "Mamba2ForCausalLM", mamba_keys),
+    "falcon_mamba": _Export("falcon_mamba", "FalconMambaForCausalLM", mamba_keys),
+    **dict.fromkeys(("jamba", "bamba", "granitemoehybrid", "falcon_h1"), _Export("", "", stored_keys)),
+    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe"), _Export("", "", stored_keys, norm_offset=1.0)),
 }
 # Llama with windows is stored under another model type.
 _SLIDING_EXPORTS = {"llama": _Export("mistral", "MistralForCausalLM", _mistral_keys)}
@@ -337,6 +347,8 @@ def _export_of(description: ModelDescription) -> _Export:
 
 
 def _rope(description: ModelDescription) -> dict[str, Any]:
+    if not description.rope_tables:
+        return {}
     full = description.rope_table("full")
     theta, scaling = full.theta, full.scaling
     settings = _rope_scaling(scaling)

@@ -156,23 +156,11 @@ class Recurrent:
         return (self.inner, self.state_size)
 
     @property
-    def state_values(self) -> int:
-        """Numbers of state per sequence."""
-        if self.style == "delta":
-            return self.num_heads * self.key_dim * self.value_dim
-        return self.inner * self.state_size
-
-    @property
     def convolved(self) -> int:
         """Channels that pass the convolution."""
         if self.style == "delta":
             return 2 * self.num_key_heads * self.key_dim + self.num_heads * self.value_dim
         return self.inner + 2 * self.num_groups * self.state_size
-
-    @property
-    def convolution_values(self) -> int:
-        """Numbers that the convolution keeps per sequence: its last inputs."""
-        return (self.convolution - 1) * self.convolved
 
     def kv_need(self) -> LayerKV:
         return LayerKV("recurrent", states=((self.convolution - 1, self.convolved), self.state_shape))

@@ -1,7 +1,7 @@
 """A directory in Hugging Face layout: config.json and one or more .safetensors files, memory-mapped.
 
 Parses the safetensors header itself and checks every offset, so a tensor that is listed can be read. Of a multimodal
-Gemma 3 it gives the text model. Knows nothing about quantization beyond handing out `quantization_config`. Opened
+model it gives the text model. Knows nothing about quantization beyond handing out `quantization_config`. Opened
 through open.py.
 """
 
@@ -57,7 +57,8 @@ _TEXT_PREFIXES = (
     ("language_model.lm_head.", "lm_head."),
     ("model.language_model.", "model."),
 )
-_IMAGE_PARTS = ("vision_tower.", "multi_modal_projector.")
+_IMAGE_PARTS = ("vision_tower.", "multi_modal_projector.", "visual.")
+_DRAFT_LAYERS = "mtp."  # Qwen's: they predict tokens further ahead, and nothing else
 _QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json")  # ModelOpt's, AutoGPTQ's
 
 
@@ -99,6 +100,8 @@ class SafetensorsCheckpoint:
                 if name.startswith(prefix):
                     name = ours + name.removeprefix(prefix)
                     break
+        if name.startswith(_DRAFT_LAYERS):
+            return ""
         if name.endswith(".rotary_emb.inv_freq"):  # old checkpoints store what follows from the config
             return ""
         if name == "lm_head.weight" and self.description.tie_embeddings:  # a second copy of the embedding

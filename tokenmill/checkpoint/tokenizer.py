@@ -47,9 +47,10 @@ class Tokenizer:
         suffix_ids: tuple[int, ...] = (),
         adds_leading_space: bool = False,
         dropped_bytes: bytes | None = None,
+        reads_text: bool = True,
     ) -> None:
         """`dropped_bytes`: those of a text that become no token; None if it cannot be told, because the encoding
-        normalizes text, strips blanks or the like."""
+        normalizes text, strips blanks or the like. `reads_text`: False for a model whose tokenizer is missing."""
         self._encoder = encoder
         self._vocabulary = vocabulary
         self._prefix_ids = prefix_ids
@@ -60,6 +61,7 @@ class Tokenizer:
         self.adds_leading_space = adds_leading_space  # encoding puts a space before the text, decoding takes it away
         self.vocab_size = vocabulary.size
         self._dropped_bytes = dropped_bytes
+        self.reads_text = reads_text
 
     def encode(self, text: str, add_special_tokens: bool = True, parse_special: bool = False) -> list[int]:
         """Ids of `text`.

@@ -13,9 +13,12 @@ from typing import Any
 from tokenmill.checkpoint import gguf_tokenizer, hf_config, hf_tokenizer
 from tokenmill.checkpoint.chat_template import ChatTemplate, directory_template, gguf_template
 from tokenmill.checkpoint.gguf_header import is_gguf, read_gguf_metadata
-from tokenmill.checkpoint.number_tokenizer import numbering_tokenizer
+from tokenmill.checkpoint.number_tokenizer import missing_tokenizer, numbering_tokenizer
 from tokenmill.checkpoint.tokenizer import Tokenizer
 from tokenmill.errors import CheckpointError
+
+# Any of these is a tokenizer; one that we cannot read is refused with the reason.
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
@@ -27,20 +30,37 @@ def load_tokenizer(path: Path) -> Tokenizer:
     return gguf_tokenizer.build_tokenizer(gguf_metadata(path))
 
 
-def load_chat_template(path: Path) -> ChatTemplate | None:
-    """The chat template of a GGUF file or of a Hugging Face directory; None where it has none."""
+def load_chat_template(path: Path, source: str = "") -> ChatTemplate | None:
+    """The chat template of a GGUF file or of a Hugging Face directory; None where it has none. `source`: a template to
+    use instead, with the special tokens of the model."""
     path = Path(path)
     if path.is_dir() and (path / "tokenizer.json").is_file():
-        return directory_template(path)
-    return gguf_template(gguf_metadata(path))
+        return directory_template(path, source)
+    return gguf_template(gguf_metadata(path), source)
 
 
-def tokenizer_of(path: Path, load_format: str) -> tuple[Tokenizer, ChatTemplate | None]:
-    """The tokenizer and the chat template of a model; numbers for tokens where it is only a config.json."""
+def tokenizer_of(path: Path, load_format: str, template_source: str = "") -> tuple[Tokenizer, ChatTemplate | None]:
+    """The tokenizer and the chat template of a model, or a stated one; numbers for tokens where it has none."""
+    path = Path(path)
+    stated = ChatTemplate(template_source) if template_source else None
     if load_format == "dummy" and not (path / "tokenizer.json").is_file():
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-        return numbering_tokenizer(hf_config.describe(config, None).vocab_size), None
-    return load_tokenizer(path), load_chat_template(path)
+        return numbering_tokenizer(_vocab_size(path)), stated
+    if lacks_tokenizer(path):
+        return missing_tokenizer(path.name, _vocab_size(path)), stated
+    return load_tokenizer(path), load_chat_template(path, template_source)
+
+
+def lacks_tokenizer(path: Path) -> bool:
+    """Whether this is a directory of weights without any tokenizer: prompts are token ids then."""
+    if not (path / "config.json").is_file():
+        return False
+    files = [file for file in path.iterdir() if file.is_file()]
+    return not any(file.name in _TOKENIZER_FILES or is_gguf(file) for file in files)
+
+
+def _vocab_size(path: Path) -> int:
+    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    return hf_config.describe(config, None).vocab_size
 
 
 def gguf_metadata(path: Path) -> Mapping[str, Any]:

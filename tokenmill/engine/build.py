@@ -28,11 +28,14 @@ from tokenmill.engine.order import DISCIPLINES
 from tokenmill.engine.scheduler import Scheduler
 from tokenmill.engine.tiers import build_tiers, shown_address
 from tokenmill.grammar.compiler import GrammarCompiler
+from tokenmill.log import get_logger
 from tokenmill.resolution import resolve as resolve_config
 from tokenmill.resolution import settle
 from tokenmill.runtime.build import Runtime, build_runtime, find_facts
 from tokenmill.runtime.observation.page_scores import StoredPageScores
 from tokenmill.types import CacheControl, SamplingParams
+
+_log = get_logger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -71,6 +74,8 @@ def build_engine(model: str | Path, options: EngineConfig) -> EngineParts:
         config = resolve_config(options, facts)
         runtime = build_runtime(checkpoint, config, device)
         tokenizer, template = building.result()
+    if not tokenizer.reads_text:
+        _log.warning("%s has no tokenizer: prompts are token ids, and so is what is shown as text", path.name)
     config = settle(
         config,
         memory=(runtime.budget.nbytes, runtime.budget.reason),

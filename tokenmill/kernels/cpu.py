@@ -135,8 +135,6 @@ def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tens
 
 
 def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    if activation == "sigmoid":
-        return torch.sigmoid(gate).mul_(up)
     y = torch.empty_like(gate)
     module().gated(pool(), gate, up, activation, y)
     return y

@@ -1,9 +1,13 @@
 """The recurrent ops of ref_recurrent.py on the C++ kernels (csrc/cpu/recurrent.h). Part of the CPU backend (cpu.py).
 
 Rows are computed one after the other, whatever their number, so how a sequence is cut into steps changes no bit.
+`bound_recurrence` is the same op as the recorded program takes it, over the states of all slots.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,18 +15,34 @@ from torch import Tensor
 from tokenmill.kernels.cpu_module import module, pool
 
 
-def convolve(x: Tensor, states: Tensor, slots: Tensor, starts: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    module().convolve(pool(), x, states, slots, starts.long(), weight, bias, y)
+def bound_recurrence(op: str, states: Tensor, *arguments: Any) -> Any:
+    """The C++ op `op` over `states` [slots, ...], with the arguments that its function here takes after `starts`. It
+    points into these tensors."""
+    cpu = module()
+    if op == "mamba2_scan":
+        *rest, dt_scale, limits = arguments
+        return cpu.mamba2_scan(states, *rest, dt_scale, *map(float, limits))
+    return {"convolve": cpu.convolution, "mamba_scan": cpu.mamba_scan, "delta_scan": cpu.delta_scan}[op](
+        states, *arguments
+    )
+
+
+def _run(
+    op: str, inputs: Sequence[Tensor], width: int, states: Tensor, slots: Tensor, starts: Tensor, *arguments: Any
+) -> Tensor:
+    y = torch.empty(inputs[0].shape[0], width)
+    bound_recurrence(op, states, *arguments).run(pool(), list(inputs), slots, starts.int(), y)
     return y
+
+
+def convolve(x: Tensor, states: Tensor, slots: Tensor, starts: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return _run("convolve", [x], x.shape[1], states, slots, starts, weight, bias)
 
 
 def mamba_scan(
     x: Tensor, dt: Tensor, b: Tensor, c: Tensor, states: Tensor, slots: Tensor, starts: Tensor, a: Tensor, d: Tensor
 ) -> Tensor:
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    module().mamba_scan(pool(), x, dt, b, c, states, slots, starts.long(), a, d, y)
-    return y
+    return _run("mamba_scan", [x, dt, b, c], x.shape[1], states, slots, starts, a, d)
 
 
 def mamba2_scan(
@@ -38,10 +58,9 @@ def mamba2_scan(
     dt_scale: float = 1.0,
     dt_limits: tuple[float, float] = (0.0, float("inf")),
 ) -> Tensor:
-    y = xbc.new_empty(xbc.shape[0], states.shape[1] * states.shape[2])
-    limits = tuple(map(float, dt_limits))
-    module().mamba2_scan(pool(), xbc, dt, states, slots, starts.long(), a, d, dt_bias, num_groups, dt_scale, *limits, y)
-    return y
+    width = states.shape[1] * states.shape[2]
+    arguments = (a, d, dt_bias, num_groups, dt_scale, dt_limits)
+    return _run("mamba2_scan", [xbc, dt], width, states, slots, starts, *arguments)
 
 
 def delta_scan(
@@ -55,9 +74,8 @@ def delta_scan(
     dt_bias: Tensor,
     num_key_heads: int,
 ) -> Tensor:
-    y = qkv.new_empty(qkv.shape[0], states.shape[1] * states.shape[3])
-    module().delta_scan(pool(), qkv, beta, dt, states, slots, starts.long(), a, dt_bias, num_key_heads, y)
-    return y
+    width = states.shape[1] * states.shape[3]
+    return _run("delta_scan", [qkv, beta, dt], width, states, slots, starts, a, dt_bias, num_key_heads)
 
 
 def gated_norm(

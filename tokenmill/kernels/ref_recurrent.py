@@ -61,11 +61,12 @@ def mamba_scan(
     def chunk(rows: tuple[Tensor, ...], state: Tensor) -> tuple[Tensor, Tensor]:
         """Pairs (decay, update) are combined with those 1, 2, 4 ... rows before them."""
         decay, update = terms(rows)
-        update[0] += decay[0] * state
+        update = torch.cat((update[:1] + decay[:1] * state, update[1:]))
         distance = 1
         while distance < decay.shape[0]:
-            update[distance:] = update[distance:] + decay[distance:] * update[:-distance]
-            decay[distance:] = decay[distance:] * decay[:-distance]
+            later = update[distance:] + decay[distance:] * update[:-distance]
+            update = torch.cat((update[:distance], later))
+            decay = torch.cat((decay[:distance], decay[distance:] * decay[:-distance]))
             distance *= 2
         return (update * rows[3].unsqueeze(1)).sum(-1) + d * rows[0], update[-1]
 
@@ -237,5 +238,6 @@ def _each_sequence(
     for number, length in enumerate(lengths):
         if length > 1:
             slot, span = int(slots[number]), slice(begins[number], begins[number + 1])
-            outputs[number], states[slot] = several(tuple(each[span] for each in rows), states[slot])
+            # A copy: what gradients read of the state must not be written over.
+            outputs[number], states[slot] = several(tuple(each[span] for each in rows), states[slot].clone())
     return torch.cat([outputs[number] for number in range(len(lengths))])

@@ -28,7 +28,7 @@ from tokenmill.model.dummy_reader import fill
 from tokenmill.model.formats.base import LinearWeight
 from tokenmill.model.formats.stacks import ExpertStacks
 from tokenmill.model.host_experts import HostPlacement, SlotPlan, plan_slots
-from tokenmill.model.layers.experts import Experts
+from tokenmill.model.layers.experts import Experts, expert_layers
 from tokenmill.model.linear_groups import head_projections, linear_groups
 from tokenmill.model.reader import WeightReader
 
@@ -119,7 +119,7 @@ def _place_experts(
     routers: set[int] = set()
     placed: set[int] = set()
     names = {id(weight): prefix for prefix, weight in reader.weights.items()}
-    layers = [block.mlp for block in decoder.blocks if isinstance(block.mlp, Experts)]
+    layers = expert_layers(decoder.blocks)
     place = expert_placement(layers, placement, upload)
     for mlp in layers:
         gate = None if mlp.shared is None else mlp.shared.gate

@@ -21,6 +21,8 @@ from tokenmill.quantize.source import narrow, stored_norm
 
 # Vectors whose names have no ending, kept in float32: 16 bits would merge the biases that decide between experts.
 _WHOLE_NAMES = (".e_score_correction_bias", ".sinks")
+# The same of recurrent layers: an error in a decay grows with the length of the text.
+_STATE_PARAMETERS = (".A_log", ".D", ".dt_bias", ".dt_proj.bias")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,8 @@ def quantize_block(
         value = value.cpu()
         if name in block.kept:
             tensors[f"{name}.weight"] = value
+        elif name in block.of_states:
+            tensors[name] = value if name.endswith(_STATE_PARAMETERS) else narrow(name, value, dtype)
         elif name.endswith(_WHOLE_NAMES):
             tensors[name] = value
         elif name in names:

@@ -75,10 +75,12 @@ class CalibratedBlock:
         self.device = device
         self.groups: Sequence[LinearGroup] = source.groups(index)
         self.kept = frozenset(source.kept_names(index))  # matrices that are never quantized
+        self.of_states = frozenset(source.state_names(index))  # no matrices, stored as they are
         self.head_dim = source.description.head_dim
         self.tensors = {name: tensor.to(device) for name, tensor in source.read_block(index).items()}
         self._block = source.block(index)
         self._names = source.names
+        self._state_shapes = source.state_shapes(index)
         self._states = states
         self.errors: dict[str, float] = {}  # by linear, since watch_errors
         self._watches_errors = False
@@ -153,7 +155,7 @@ class CalibratedBlock:
         if not length:
             assert self._states is not None
             length = self._states.values.shape[1]
-        ops = CalibrationOps(self._names, weights, length, watched, stop_at)
+        ops = CalibrationOps(self._names, weights, length, watched, stop_at, self._state_shapes)
         try:
             residual, update = self._block(ops, states, None)
         except ReachedInput:

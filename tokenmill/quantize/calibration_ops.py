@@ -12,22 +12,23 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from tokenmill.kernels import ref
+from tokenmill.kernels import ref, ref_recurrent
 from tokenmill.kernels.ref_experts import RoutingSpec, route, run_experts
 from tokenmill.model.attention.base import AttentionSpec
 from tokenmill.model.attention.latent import HeadProjections, LatentSpec
 from tokenmill.model.formats.base import LinearWeight
 from tokenmill.model.formats.stacks import ExpertStacks
 from tokenmill.model.layers.rotary import RotaryTable
-from tokenmill.model.ops import WithoutRecurrence
+from tokenmill.model.state.specs import ConvolutionSpec, ScanSpec
 
 
 class ReachedInput(Exception):
     """Ends a forward pass once the watched input has been seen: what follows is not needed."""
 
 
-class CalibrationOps(WithoutRecurrence):
-    """`names`: the name of each linear and norm by identity. `weights`: their float32 values, biases as NAME.bias."""
+class CalibrationOps:
+    """`names`: the name of each linear and norm by identity. `weights`: their float32 values, biases as NAME.bias.
+    `state_shapes`: of what a sequence keeps in this layer, if it is a recurrent one."""
 
     def __init__(
         self,
@@ -36,7 +37,9 @@ class CalibrationOps(WithoutRecurrence):
         length: int,
         watched: Mapping[str, Callable[[Tensor], None]] | None = None,
         stop_at: str | None = None,
+        state_shapes: Sequence[tuple[int, ...]] = (),
     ) -> None:
+        self._state_shapes = state_shapes
         self._names = names
         self._weights = weights
         self._length = length  # of each sequence in the batch
@@ -147,6 +150,35 @@ class CalibrationOps(WithoutRecurrence):
 
     def activate(self, x: Tensor, activation: str) -> Tensor:
         return ref.activate(x, activation)
+
+    def split(self, x: Tensor, widths: Sequence[int], heads: int = 1) -> list[Tensor]:
+        parts = x.unflatten(-1, (heads, -1)).split(list(widths), dim=-1)
+        return [part.flatten(-2) for part in parts]
+
+    def join(self, values: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(values), dim=-1)
+
+    def convolve(self, x: Tensor, spec: ConvolutionSpec) -> Tensor:
+        return self._continue((x,), spec)
+
+    def scan(self, inputs: Sequence[Tensor], spec: ScanSpec) -> Tensor:
+        return self._continue(inputs, spec)
+
+    def _continue(self, inputs: Sequence[Tensor], spec: ConvolutionSpec | ScanSpec) -> Tensor:
+        """Every sequence from its beginning; what it leaves in the state is not needed."""
+        count, device = inputs[0].shape[0] // self._length, inputs[0].device
+        states = torch.zeros(count, *self._state_shapes[spec.array], device=device)
+        starts = torch.arange(count + 1) * self._length
+        arguments = (each.to(device) if isinstance(each, Tensor) else each for each in spec.arguments())
+        run = ref.find_op(spec.op)
+        assert run is not None, spec.op
+        y: Tensor = run(*inputs, states, torch.arange(count, device=device), starts, *arguments)
+        return y
+
+    def gated_norm(
+        self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, norm_first: bool, gate_scale: float = 1.0
+    ) -> Tensor:
+        return ref_recurrent.gated_norm(x, gate, weight.to(x.device), eps, norm_first, gate_scale)
 
     def softcap(self, x: Tensor, cap: float) -> Tensor:
         return ref.softcap(x, cap)

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from tokenmill.checkpoint.gguf import GGUFCheckpoint
+from tokenmill.checkpoint.gguf_hybrid import rearranges
 from tokenmill.errors import UserError, unknown_name
 from tokenmill.model.formats.coded import type_name
 from tokenmill.model.formats.files import FILE_FORMATS
@@ -134,6 +135,11 @@ def _plan_gguf(source: ConvertSource, dtype: torch.dtype | None) -> ConvertPlan:
     if _is_gguf(source):
         raise UserError(
             f"{source.checkpoint.path} is a GGUF already", "use `tokenmill quantize --type` for other types in it"
+        )
+    if rearranges(source.description):
+        raise UserError(
+            f"the matrices of '{source.description.architecture}' lie otherwise in a GGUF: their codes cannot be moved",
+            "use `tokenmill quantize --format gguf`",
         )
     moves = []
     for prefix in source.matrices:

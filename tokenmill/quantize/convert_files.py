@@ -10,8 +10,9 @@ import json
 import math
 import shutil
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,17 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tokenmill.checkpoint.configs.tensor_names import naming_of, stored_name
 from tokenmill.checkpoint.gguf_export import derived_tensors, export_metadata, export_tensors
 from tokenmill.checkpoint.gguf_writer import GGUFWriter, TensorSlot
-from tokenmill.checkpoint.hf_export import export_config, export_tokenizer, generation_config, to_gguf_layout
+from tokenmill.checkpoint.hf_export import export_tokenizer, generation_config, to_gguf_layout
 from tokenmill.checkpoint.safetensors import read_json
 from tokenmill.model.formats.files.base import FileFormat
 from tokenmill.model.formats.quantized import QuantizedMatrix, Scheme
 from tokenmill.quantize.convert_source import ConvertSource
 from tokenmill.quantize.ggml.codes import encode_blocks
 from tokenmill.quantize.ggml.mixes import MIXES
+from tokenmill.quantize.output import float_config
 from tokenmill.quantize.shards import join_files
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -67,15 +70,16 @@ class ConvertPlan:
 
 
 def write_directory(source: ConvertSource, plan: ConvertPlan, directory: Path) -> None:
+    config = _config(source, plan)  # first: it may be refused
     parts = directory / "parts"
     parts.mkdir(parents=True)
     files = []
     for number, tensors in enumerate(_by_block(source, plan)):
         files.append(parts / f"{number:05d}.safetensors")
         save_file(tensors, files[-1])
-    join_files(files, directory)
+    join_files(files, directory, rename=_rename(source))
     shutil.rmtree(parts)
-    _write_json(directory / "config.json", _config(source, plan))
+    _write_json(directory / "config.json", config)
     _write_json(directory / "generation_config.json", _generation(source))
     export_tokenizer(source.checkpoint, directory)
 
@@ -134,16 +138,22 @@ def _config(source: ConvertSource, plan: ConvertPlan) -> dict[str, Any]:
     dense = [move for move in plan.moves if move.scheme is None]
     name = str(_PLAIN[dense[0].becomes]).removeprefix("torch.")
     if not config or "text_config" in config:  # a GGUF, or the text part of a larger model
-        config = export_config(source.description, name)
+        config = float_config(source.checkpoint, source.description, name)
     elif plan.dtype is not None or "dtype" not in config:
         config |= {"dtype": name, "torch_dtype": name}
     config.pop("quantization_config", None)
     if plan.file_format is not None:
-        schemes = {move.prefix: move.scheme for move in plan.moves if move.scheme is not None}
-        layers = [move.prefix for move in dense if _block_of(move.prefix)]
+        rename = _rename(source)
+        schemes = {rename(move.prefix): move.scheme for move in plan.moves if move.scheme is not None}
+        layers = [rename(move.prefix) for move in dense if _block_of(move.prefix)]
         ignored = [*([] if _HEAD in schemes else [_HEAD]), *layers]
         config["quantization_config"] = plan.file_format.quantization_config(schemes, ignored)
     return config
+
+
+def _rename(source: ConvertSource) -> Callable[[str], str]:
+    """Canonical names -> those of the family's own files."""
+    return partial(stored_name, naming_of(source.description.architecture))
 
 
 def _generation(source: ConvertSource) -> dict[str, Any]:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from tokenmill.checkpoint.base import Checkpoint
-from tokenmill.checkpoint.hf_export import ROPE_DIVISORS, exported_description, to_hf_layout
+from tokenmill.checkpoint.gguf_recurrent import has_offset
+from tokenmill.checkpoint.hf_export import ROPE_DIVISORS, exported_description, hf_tensor_name, to_hf_layout
 from tokenmill.checkpoint.open import open_checkpoint
 from tokenmill.errors import UserError
 from tokenmill.model.architectures import architecture_of
@@ -23,16 +24,31 @@ from tokenmill.model.formats.ggml import GgmlWeight
 from tokenmill.model.formats.quantized import QuantizedMatrix, Scheme
 from tokenmill.model.reader import WeightReader
 from tokenmill.quantize.ggml.codes import decode_blocks, scheme_of
-from tokenmill.quantize.source import refuse_states
 
 _NO_POSITIONS = 1  # rotary tables are not needed to read weights
 _TILE_VALUES = 1 << 22
 
 
+class _ArrayReader(WeightReader):
+    """Records small arrays, and vectors that a file keeps with more than one axis, as Hugging Face files have them."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        super().__init__(checkpoint)
+        self.arrays: dict[str, Tensor] = {}
+
+    def vector(self, name: str, size: int, offset: float = 0.0) -> Tensor:
+        if name in self.checkpoint and len(self.checkpoint.tensor(name).shape) > 1:
+            self.arrays[name] = self.checkpoint.tensor(name).data.float().flatten()
+        return super().vector(name, size, offset)
+
+    def array(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        self.arrays[name] = super().array(name, shape)
+        return self.arrays[name]
+
+
 class ConvertSource:
     def __init__(self, path: Path) -> None:
         self.checkpoint: Checkpoint = open_checkpoint(path)
-        refuse_states(self.checkpoint.description)
         architecture = architecture_of(self.checkpoint.description)
         if "experts" in self.checkpoint.description.features():
             raise UserError(
@@ -40,18 +56,23 @@ class ConvertSource:
                 "use `tokenmill quantize`, for a GGUF with --format gguf",
             )
         self.description = exported_description(self.checkpoint)
-        reader = WeightReader(self.checkpoint)
+        reader = _ArrayReader(self.checkpoint)
         architecture(reader, self.checkpoint.description, _NO_POSITIONS)
         reader.finish()
         self._weights = reader.weights
+        self._arrays = reader.arrays
         self._parts = reader.tensor_names
         parts = {part for names in reader.tensor_names.values() for part in names}
         self.matrices: list[str] = list(reader.weights)  # prefixes
-        self.vectors: list[str] = [
-            name
+        # Also small arrays, as convolutions and decays; by the names that Hugging Face files have.
+        self._stored_names: dict[str, str] = {
+            hf_tensor_name(name): name
             for name in self.checkpoint.names()
-            if name not in parts and name != ROPE_DIVISORS and len(self.checkpoint.tensor(name).shape) == 1
-        ]
+            if name not in parts
+            and name != ROPE_DIVISORS
+            and (name in reader.arrays or len(self.checkpoint.tensor(name).shape) == 1)
+        }
+        self.vectors: list[str] = list(self._stored_names)
 
     def weight(self, prefix: str) -> LinearWeight:
         return self._weights[prefix]
@@ -65,7 +86,7 @@ class ConvertSource:
         if name in self._weights:
             weight = self._weights[name]
             return weight.parts()["values"].dtype if weight.format_name == "dense" else torch.float32
-        dtype = self.checkpoint.tensor(name).data.dtype
+        dtype = self.checkpoint.tensor(self._stored_names[name]).data.dtype
         return dtype if dtype.is_floating_point else torch.float32
 
     def scheme(self, prefix: str) -> Scheme | None:
@@ -105,18 +126,23 @@ class ConvertSource:
     def tiles(self, prefix: str) -> list[tuple[int, int]]:
         """Ranges of rows that bound the memory of `floats`; multiples of a head."""
         rows, columns = self.shape(prefix)
-        head = self.description.head_dim
+        head = self.description.head_dim or 1
         step = max(1, _TILE_VALUES // (columns * head)) * head
         return [(begin, min(begin + step, rows)) for begin in range(0, rows, step)]
 
     def vector(self, name: str) -> Tensor:
         """float32."""
-        return to_hf_layout(name, self.checkpoint.tensor(name).data.float(), self.checkpoint.description)
+        stored = self._stored_names[name]
+        return to_hf_layout(stored, self._value(stored), self.checkpoint.description)
+
+    def _value(self, stored: str) -> Tensor:
+        array = self._arrays.get(stored)
+        return self.checkpoint.tensor(stored).data.float() if array is None else array
 
     def as_used(self, name: str) -> Tensor:
         """A vector as the model computes with it: norms with what the file leaves out."""
-        if name.endswith("norm.weight"):
-            return self.checkpoint.tensor(name).data.float() + self.checkpoint.description.norm_offset
+        if has_offset(name):
+            return self._value(self._stored_names[name]) + self.checkpoint.description.norm_offset
         return self.vector(name)
 
     def release(self, prefix: str) -> None:

@@ -46,7 +46,7 @@ class Edges:
                 self._source.narrowed(name, dtype) if replaced is None else narrow(name, replaced, dtype)
             )
         norm = stored_norm(self.weight(FINAL_NORM), self.description.norm_offset)
-        tensors[f"{FINAL_NORM}.weight"] = narrow(FINAL_NORM, norm, dtype)
+        tensors[f"{self._source.final_norm}.weight"] = narrow(FINAL_NORM, norm, dtype)
         return tensors
 
     def drop_tables(self) -> None:

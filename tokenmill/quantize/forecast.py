@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from tokenmill.checkpoint.mixers import Recurrent
 from tokenmill.errors import UserError
 from tokenmill.quantize.recipe import Recipe
 from tokenmill.quantize.source import SourceModel
@@ -151,9 +152,15 @@ def _sequence_bytes(source: SourceModel, length: int) -> int:
     """Activations that live at once while one sequence runs through a block."""
     d = source.description
     heads = (d.num_heads + 2 * d.num_kv_heads) * d.head_dim
-    rows = 6 * d.hidden_size + 4 * heads + 3 * d.intermediate_size
+    rows = 6 * d.hidden_size + 4 * heads + 3 * d.intermediate_size + 6 * _recurrent_width(source)
     masked = d.attention_softcap or (d.num_sliding_layers and d.sliding_window < length)
     return 4 * length * (rows + (2 * d.num_heads * length if masked else 0))
+
+
+def _recurrent_width(source: SourceModel) -> int:
+    """Numbers of a token between the projections of a recurrent layer; the widest of the model."""
+    mixers = (mixer for layer in source.description.layers for mixer in layer.mixers)
+    return max((mixer.convolved for mixer in mixers if isinstance(mixer, Recurrent)), default=0)
 
 
 def _seconds(source: SourceModel, recipe: Recipe, num_tokens: int, device: torch.device) -> float:

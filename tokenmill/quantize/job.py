@@ -42,7 +42,7 @@ from tokenmill.quantize.edges import Edges
 from tokenmill.quantize.finish import GATE_CONTEXT, GateRequest, conclude
 from tokenmill.quantize.forecast import MIB, Forecast, check_memory, forecast_job, gate_memory, peak_bytes
 from tokenmill.quantize.mixed_job import choose_schemes
-from tokenmill.quantize.output import assemble, directory_bytes, file_digest, weight_files
+from tokenmill.quantize.output import assemble, directory_bytes, file_digest, float_config, weight_files
 from tokenmill.quantize.recipe import Recipe, RecipeRequest, build_recipe
 from tokenmill.quantize.source import SourceModel
 from tokenmill.quantize.workspace import Workspace
@@ -131,7 +131,8 @@ def prepare(job: QuantizeJob) -> PreparedJob:
     shapes = {name: source.shape(name) for name in source.layer_linears()}
     recipe = build_recipe(job.recipe, shapes)
     file_format = _choose_format(job.format, recipe, shapes)
-    dtype = _choose_dtype(job.dtype, checkpoint)
+    dtype = _choose_dtype(job.dtype, source)
+    float_config(checkpoint, source.description, _dtype_name(dtype))  # refused here rather than after hours
     calibration = None
     if recipe.needs_calibration:
         template = load_chat_template(path)
@@ -181,10 +182,8 @@ def run_job(prepared: PreparedJob, on_block: Progress = lambda _done, _all, _lef
         on_block(index + 1, source.num_blocks, spent * (source.num_blocks - index - 1))
         check_memory(job.memory)
     del states
-    dtype_name = str(prepared.dtype).removeprefix("torch.")
-    digests = assemble(
-        workspace, source.num_blocks, prepared.checkpoint, edges.description, recipe, prepared.file_format, dtype_name
-    )
+    dtype_name = _dtype_name(prepared.dtype)
+    digests = assemble(workspace, source, edges.description, recipe, prepared.file_format, dtype_name)
     layers = [layer for index in range(source.num_blocks) for layer in from_plain(workspace.block_report(index))]
     bits = 8.0 * sum(layer.num_bytes for layer in layers) / sum(layer.num_weights for layer in layers)
     content = CardContent(
@@ -276,15 +275,19 @@ def _choose_format(name: str, recipe: Recipe, shapes: Mapping[str, tuple[int, in
     raise UserError(f"no format holds what {recipe.method} makes: {reasons[0]}", "choose another scheme")
 
 
-def _choose_dtype(name: str, checkpoint: Checkpoint) -> torch.dtype:
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _choose_dtype(name: str, source: SourceModel) -> torch.dtype:
     """The requested dtype; for auto bfloat16 where the source has it or needs its range, else float16."""
     known = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
     if name != "auto":
         if name not in known:
             raise UserError(f"--dtype {name} is not known", f"give auto, {', '.join(known)}")
         return known[name]
-    stored = checkpoint.tensor("model.norm.weight").type_name
-    wide = stored == "BF16" or checkpoint.description.overflows_float16
+    stored = source.checkpoint.tensor(f"{source.final_norm}.weight").type_name
+    wide = stored == "BF16" or source.description.overflows_float16
     return torch.bfloat16 if wide else torch.float16
 
 

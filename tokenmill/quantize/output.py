@@ -10,15 +10,20 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from tokenmill.checkpoint.base import Checkpoint
+from tokenmill.checkpoint.configs.tensor_names import naming_of, stored_name
 from tokenmill.checkpoint.description import ModelDescription
 from tokenmill.checkpoint.hf_export import export_config, export_tokenizer, generation_config
+from tokenmill.checkpoint.hf_export_recurrent import taken_over
+from tokenmill.checkpoint.safetensors import read_json
 from tokenmill.model.formats.files.base import FileFormat
 from tokenmill.quantize.recipe import Recipe
 from tokenmill.quantize.shards import join_files
-from tokenmill.quantize.source import HEAD
+from tokenmill.quantize.source import HEAD, SourceModel
 from tokenmill.quantize.workspace import Workspace, full_disk_explained
 
 CARD, REASON = "README.md", "reason.txt"
@@ -27,24 +32,37 @@ _CHUNK = 8 << 20
 
 def assemble(
     workspace: Workspace,
-    num_blocks: int,
-    checkpoint: Checkpoint,
+    source: SourceModel,
     description: ModelDescription,
     recipe: Recipe,
     file_format: type[FileFormat],
     dtype: str,
 ) -> dict[str, str]:
     """Every file but the card, in `workspace.result`; the SHA-256 of each file with weights."""
-    directory = workspace.result
+    directory, blocks = workspace.result, range(source.num_blocks)
+    rename = partial(stored_name, naming_of(description.architecture))
     with full_disk_explained(workspace.path):
         directory.mkdir(exist_ok=True)
-        digests = join_files([workspace.edges, *map(workspace.block, range(num_blocks))], directory)
-        config = export_config(description, dtype)
-        config["quantization_config"] = file_format.quantization_config(recipe.scheme_of, [HEAD, *recipe.ignored])
+        files = [workspace.edges, *map(workspace.block, blocks)]
+        digests = join_files(files, directory, rename=rename)
+        config = float_config(source.checkpoint, description, dtype)
+        schemes = {rename(name): scheme for name, scheme in recipe.scheme_of.items()}
+        kept = [name for index in blocks for name in source.kept_names(index)]
+        ignored = [rename(name) for name in (HEAD, *recipe.ignored, *kept)]
+        config["quantization_config"] = file_format.quantization_config(schemes, ignored)
         _write_json(directory / "config.json", config)
         _write_json(directory / "generation_config.json", generation_config(description))
-        export_tokenizer(checkpoint, directory)
+        export_tokenizer(source.checkpoint, directory)
     return digests
+
+
+def float_config(checkpoint: Checkpoint, description: ModelDescription, dtype: str) -> dict[str, Any]:
+    """config.json, but for how weights are quantized. Of models with recurrent layers the source's own, where it has
+    one: no two families spell them alike."""
+    stored = checkpoint.path / "config.json"
+    if any(layer.states for layer in description.kv_layers()) and stored.is_file():
+        return taken_over(read_json(stored), dtype, description.tie_embeddings)
+    return export_config(description, dtype)
 
 
 def move_into_place(workspace: Workspace, out: Path) -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,14 @@ class _Piece:
     size: int
 
 
-def join_files(files: Sequence[Path], directory: Path, shard_bytes: int = SHARD_BYTES) -> dict[str, str]:
-    """Write the tensors of `files`, in their order, into `directory`; SHA-256 by file name."""
-    pieces = [piece for file in files for piece in _pieces(file)]
+def join_files(
+    files: Sequence[Path],
+    directory: Path,
+    shard_bytes: int = SHARD_BYTES,
+    rename: Callable[[str], str] = lambda name: name,
+) -> dict[str, str]:
+    """Write the tensors of `files`, in their order, into `directory`, as `rename` calls them; SHA-256 by file name."""
+    pieces = [replace(piece, name=rename(piece.name)) for file in files for piece in _pieces(file)]
     shards: list[list[_Piece]] = [[]]
     for piece in pieces:
         if shards[-1] and sum(each.size for each in shards[-1]) + piece.size > shard_bytes:

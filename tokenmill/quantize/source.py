@@ -14,24 +14,25 @@ import torch
 from torch import Tensor
 
 from tokenmill.checkpoint.base import Checkpoint
-from tokenmill.checkpoint.description import ModelDescription
-from tokenmill.checkpoint.hf_export import exported_description, to_hf_layout
+from tokenmill.checkpoint.hf_export import exported_description, hf_tensor_name, to_hf_layout
 from tokenmill.errors import UserError
 from tokenmill.model.architectures import architecture_of
 from tokenmill.model.architectures.decoder import Block, Decoder
+from tokenmill.model.architectures.hybrid import Hybrid, HybridBlock
 from tokenmill.model.formats.base import LinearWeight
 from tokenmill.model.layers.experts import Experts
 from tokenmill.model.layers.latent_attention import LatentSelfAttention
 from tokenmill.model.layers.norm import NoNorm, Norm
 from tokenmill.model.reader import WeightReader
 from tokenmill.quantize.base import LinearGroup
+from tokenmill.quantize.hybrid_groups import hybrid_groups, kept_weights
 
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens", "model.norm", "lm_head"
 _TILE_ROWS = 4096
 
 
 class _NamingReader(WeightReader):
-    """Records the name of each vector: blocks pass vectors to Ops without their names."""
+    """Records the name of each vector and array: blocks pass them to Ops without their names."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         super().__init__(checkpoint)
@@ -41,12 +42,15 @@ class _NamingReader(WeightReader):
         self.vectors[name] = super().vector(name, size, offset)
         return self.vectors[name]
 
+    def array(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        self.vectors[name] = super().array(name, shape)
+        return self.vectors[name]
+
 
 class SourceModel:
     def __init__(self, checkpoint: Checkpoint, num_positions: int) -> None:
         """`num_positions`: the length of calibration sequences."""
         self.checkpoint = checkpoint
-        refuse_states(checkpoint.description)
         architecture = architecture_of(checkpoint.description)
         self.description = exported_description(checkpoint)
         reader = _NamingReader(checkpoint)
@@ -56,7 +60,11 @@ class SourceModel:
         reader.finish()
         self._reader = reader
         self.names = {id(weight): prefix for prefix, weight in reader.weights.items()}
-        self.names |= {id(vector): name.removesuffix(".weight") for name, vector in reader.vectors.items()}
+        self._recurrent = self.decoder.names.recurrent if isinstance(self.decoder, Hybrid) else ""
+        self.names |= {
+            id(vector): hf_tensor_name(name) if self._is_of_state(name) else name.removesuffix(".weight")
+            for name, vector in reader.vectors.items()
+        }
 
     @property
     def num_blocks(self) -> int:
@@ -65,6 +73,26 @@ class SourceModel:
     def block(self, index: int) -> Block:
         return self.decoder.blocks[index]
 
+    @property
+    def final_norm(self) -> str:
+        """Its name in files, without the ending; in jobs it is called FINAL_NORM."""
+        return self.names[id(self.decoder.norm.weight)]
+
+    def _is_of_state(self, name: str) -> bool:
+        """Whether a vector or array belongs to a recurrent mixer: kept under its whole name, and never changed."""
+        return bool(self._recurrent) and name.split(".")[3:4] == [self._recurrent]
+
+    def state_names(self, index: int) -> list[str]:
+        """Vectors and arrays of a block's recurrent mixer, as files name them."""
+        prefix = f"model.layers.{index}."
+        return [
+            hf_tensor_name(name) for name in self._reader.vectors if name.startswith(prefix) and self._is_of_state(name)
+        ]
+
+    def state_shapes(self, index: int) -> tuple[tuple[int, ...], ...]:
+        """What a sequence keeps in a recurrent layer; empty for others."""
+        return self.description.kv_layers()[index].states
+
     def linear_names(self, index: int) -> list[str]:
         """Those that may be quantized, in the order of the forward pass."""
         prefix = f"model.layers.{index}."
@@ -72,9 +100,12 @@ class SourceModel:
         return [name for name in self._reader.weights if name.startswith(prefix) and name not in kept]
 
     def kept_names(self, index: int) -> list[str]:
-        """Matrices that stay float32: routers, since rounding them changes which experts are chosen, and gates of
-        shared experts."""
-        mlp = self.block(index).mlp
+        """Matrices that stay float32: routers, since rounding them changes which experts are chosen, gates of shared
+        experts, and what makes decays and time steps of recurrent layers."""
+        block = self.block(index)
+        if isinstance(block, HybridBlock):
+            return [self.names[id(weight)] for weight in kept_weights(block)]
+        mlp = block.mlp
         if not isinstance(mlp, Experts):
             return []
         gate = None if mlp.shared is None else mlp.shared.gate
@@ -104,7 +135,11 @@ class SourceModel:
         # Biases of experts may be parts of one tensor.
         tensors |= {f"{n}.bias": bias.clone() for n in names if (bias := self._reader.weights[n].bias) is not None}
         for name, vector in self._reader.vectors.items():
-            if name.startswith(prefix) and name.removesuffix(".weight") not in tensors:
+            if not name.startswith(prefix) or name in tensors:
+                continue
+            if self._is_of_state(name):
+                tensors[hf_tensor_name(name)] = to_hf_layout(name, vector, self.checkpoint.description).clone()
+            elif name.removesuffix(".weight") not in tensors:
                 # A bias keeps its ending; of norms the name is the prefix. Norms stay as they multiply.
                 turned = to_hf_layout(name, vector, self.checkpoint.description) if name.endswith(".bias") else vector
                 tensors[name.removesuffix(".weight")] = turned.clone()
@@ -113,7 +148,7 @@ class SourceModel:
     def read_edge(self, name: str) -> Tensor:
         """The embedding, the final norm (as it multiplies) or the head; of tied models the head is the embedding."""
         if name == FINAL_NORM:
-            return self._reader.vectors[f"{FINAL_NORM}.weight"].clone()
+            return self._reader.vectors[f"{self.final_norm}.weight"].clone()
         return self.read(EMBEDDING if name == HEAD and self.description.tie_embeddings else name)
 
     def narrowed(self, name: str, dtype: torch.dtype) -> Tensor:
@@ -137,6 +172,8 @@ class SourceModel:
     def groups(self, index: int) -> list[LinearGroup]:
         """Linears grouped by shared input, each group with the weight that can absorb a scale of it."""
         block, d = self.block(index), self.description
+        if isinstance(block, HybridBlock):
+            return hybrid_groups(block, lambda each: self.names[id(each)], self._expert_groups)
         attention, mlp = block.attention, block.mlp
 
         def group(weights: Sequence[LinearWeight], source: object, is_norm: bool, repeats: int = 1) -> LinearGroup:
@@ -180,15 +217,6 @@ class SourceModel:
     def layer_linears(self) -> Iterator[str]:
         for index in range(self.num_blocks):
             yield from self.linear_names(index)
-
-
-def refuse_states(description: ModelDescription) -> None:
-    if any(layer.states for layer in description.kv_layers()):
-        raise UserError(
-            f"model type '{description.model_type or description.architecture}' has recurrent layers, which cannot be "
-            "quantized or converted yet",
-            "serve the checkpoint as it is",
-        )
 
 
 def narrow(name: str, values: Tensor, dtype: torch.dtype) -> Tensor:

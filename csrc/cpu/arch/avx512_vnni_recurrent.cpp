@@ -1,4 +1,5 @@
-// The row kernels of recurrent layers compiled for avx512_vnni. Called through recurrent_kernels() only, on CPUs that have it.
+// The row kernels of recurrent layers compiled for avx512_vnni. Called through recurrent_kernels() only, on CPUs that
+// have it.
 #include "../recurrent_impl.h"
 
 namespace tokenmill {

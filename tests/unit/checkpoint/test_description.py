@@ -158,7 +158,7 @@ def test_what_layers_keep() -> None:
     assert (full.kind, full.num_kv_heads, full.head_dim) == ("full", 2, 32)
     (mixer,) = _ours("mamba2").layers[0].mixers
     assert isinstance(mixer, Recurrent)
-    assert mixer.state_values == 8 * 16 * 16
+    assert mixer.state_shape == (8, 16, 16)
 
 
 def test_differences_name_the_innermost_field() -> None:

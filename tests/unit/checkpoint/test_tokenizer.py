@@ -18,7 +18,7 @@ from tokenmill.checkpoint import gguf_tokenizer, hf_tokenizer
 from tokenmill.checkpoint.sentencepiece import SentencePieceBPE
 from tokenmill.checkpoint.special_tokens import SpecialToken, SpecialTokenSplitter
 from tokenmill.checkpoint.tokenizer import Tokenizer
-from tokenmill.checkpoint.tokenizer_files import load_tokenizer
+from tokenmill.checkpoint.tokenizer_files import load_tokenizer, tokenizer_of
 from tokenmill.errors import CheckpointError, UserError
 
 WORDS = {"▁": -1.0, "▁h": -2.0, "el": -3.0, "▁hel": -4.0, "lo": -5.0, "▁hello": -6.0, **dict.fromkeys("helo", -9.0)}
@@ -180,6 +180,18 @@ class TestRefusals:
     def test_half_a_surrogate_pair(self) -> None:
         with pytest.raises(UserError, match="surrogate"):
             gguf_tokenizer.build_tokenizer(byte_level()).encode("a\ud800")
+
+    def test_a_model_without_one_takes_token_ids(self, tmp_path: Path) -> None:
+        sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 131, **sizes}))
+        tokenizer, template = tokenizer_of(tmp_path, "auto")
+        assert (tokenizer.vocab_size, tokenizer.reads_text, template) == (131, False, None)
+        assert tokenizer.decode([3, 130]) == "<3><130>"
+        with pytest.raises(UserError, match=f"{tmp_path.name} has no tokenizer .* give token ids"):
+            tokenizer.encode("a text")
+        (tmp_path / "tokenizer.model").write_bytes(b"x")  # there is one, but none that can be read
+        with pytest.raises(CheckpointError, match=r"tokenizer\.model"):
+            tokenizer_of(tmp_path, "auto")
 
     def test_directories(self, tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=r"no tokenizer\.json"):

@@ -15,7 +15,7 @@ from tests.parity.tiny_recurrent import RECURRENT
 from tokenmill.checkpoint.hf_config import describe
 from tokenmill.checkpoint.matrices import edge_matrices, layer_matrices
 from tokenmill.checkpoint.open import open_checkpoint
-from tokenmill.errors import CheckpointError, UserError
+from tokenmill.errors import CheckpointError
 from tokenmill.model.architectures import architecture_of
 from tokenmill.model.loader import load_model
 from tokenmill.quantize.convert_source import ConvertSource
@@ -88,13 +88,6 @@ def test_the_quantizer_declines_by_the_same_name(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "rwkv7"}))
     for read in (lambda: SourceModel(open_checkpoint(tmp_path), 8), lambda: ConvertSource(tmp_path)):
         with pytest.raises(CheckpointError, match="'rwkv7' is not supported yet"):
-            read()
-
-
-def test_the_quantizer_declines_recurrent_layers(tmp_path: Path) -> None:
-    make("mamba", tmp_path)
-    for read in (lambda: SourceModel(open_checkpoint(tmp_path), 8), lambda: ConvertSource(tmp_path)):
-        with pytest.raises(UserError, match="'mamba' has recurrent layers"):
             read()
 
 

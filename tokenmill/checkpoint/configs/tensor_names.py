@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass, field
 
 _MLP_4H = {"mlp.dense_h_to_4h": "mlp.up_proj", "mlp.dense_4h_to_h": "mlp.down_proj"}
+_CANONICAL_LAYERS = "model.layers."
 _LAYER = re.compile(r"(\d{1,6})\.(.+)\.(\w+)")
 _HEAD_NORM = re.compile(r"(self_attn\.[qk]_norm)\.norms\.(\d{1,6})")
 
@@ -125,6 +126,22 @@ def canonical(naming: Naming, name: str) -> CanonicalName | None:
     if heads := _HEAD_NORM.fullmatch(module):
         return CanonicalName(f"model.layers.{int(number)}.{heads[1]}.{leaf}", part=int(heads[2]))
     return CanonicalName(f"model.layers.{int(number)}.{module}.{leaf}", transposed)
+
+
+def stored_name(naming: Naming, name: str) -> str:
+    """The inverse of `canonical`, for a tensor or a module: how a file of this naming calls it. Only for namings that
+    join and transpose nothing."""
+    for ours, theirs in naming.top.items():
+        if name == theirs or name.startswith(f"{theirs}."):
+            return f"{naming.prefix}{ours}" + name.removeprefix(theirs)
+    if not name.startswith(_CANONICAL_LAYERS):
+        return name
+    number, _, module = name.removeprefix(_CANONICAL_LAYERS).partition(".")
+    for ours, theirs in naming.layers.items():
+        if module == theirs or module.startswith(f"{theirs}."):
+            module = ours + module.removeprefix(theirs)
+            break
+    return f"{naming.prefix}{naming.layer_prefix}{number}.{module}"
 
 
 def _renamed(naming: Naming, module: str) -> str:

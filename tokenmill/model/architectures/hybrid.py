@@ -7,7 +7,6 @@ Norms come before each half. Registered in architectures/__init__.py.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from tokenmill.checkpoint.description import ModelDescription
 from tokenmill.checkpoint.mixers import SCALED_PROJECTIONS, Attention, Recurrent
@@ -33,6 +32,7 @@ class TensorNames:
     mlp_norm: str = "pre_ff_layernorm"
     mlp_inputs: tuple[str, ...] = ("feed_forward.gate_proj", "feed_forward.up_proj")  # one: gate and up rows
     mlp_output: str = "feed_forward.down_proj"
+    mlp_is_shared: bool = False  # layers with experts have the MLP too
 
 
 class HybridMLP:
@@ -60,7 +60,7 @@ class HybridExperts:
     """Experts, and Granite's shared MLP beside them, which is named like its dense one."""
 
     def __init__(self, reader: WeightReader, description: ModelDescription, layer: int, names: TensorNames) -> None:
-        d, shared = description, len(names.mlp_inputs) == 1
+        d, shared = description, names.mlp_is_shared
         if shared:
             alone = tuple(
                 replace(each, feed_forward=replace(each.feed_forward, shared_size=0)) if each.feed_forward else each
@@ -130,10 +130,10 @@ class Hybrid(Decoder):
         "scaled logits",
         SCALED_PROJECTIONS,
     }
-    names: ClassVar[TensorNames] = TensorNames()
+    names = TensorNames()
 
     def __init__(self, reader: WeightReader, description: ModelDescription, num_positions: int) -> None:
-        d, names = description, self.names
+        d, names = description, self.stored_names(reader)
         self.description = d
         self.embedding = reader.linear(names.embedding, d.vocab_size, d.hidden_size)
         self.positions = None
@@ -145,6 +145,10 @@ class Hybrid(Decoder):
             reader.ignore("lm_head.weight")
         else:
             self.head = reader.linear("lm_head", d.vocab_size, d.hidden_size)
+
+    def stored_names(self, reader: WeightReader) -> TensorNames:  # noqa: ARG002
+        """As this file has them."""
+        return self.names
 
 
 class Mamba(Hybrid):
@@ -159,7 +163,13 @@ class GraniteHybrid(Hybrid):
         mlp_norm="post_attention_layernorm",
         mlp_inputs=("shared_mlp.input_linear",),
         mlp_output="shared_mlp.output_linear",
+        mlp_is_shared=True,
     )
+
+    def stored_names(self, reader: WeightReader) -> TensorNames:
+        """A GGUF has gate and up apart."""
+        apart = ("shared_mlp.gate_proj", "shared_mlp.up_proj")
+        return replace(self.names, mlp_inputs=apart) if reader.has_prefix(f"model.layers.0.{apart[0]}") else self.names
 
 
 class QwenNext(Hybrid):

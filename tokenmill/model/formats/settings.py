@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tokenmill.checkpoint.base import Checkpoint
+from tokenmill.checkpoint.configs.tensor_names import naming_of, stored_name
 from tokenmill.errors import CheckpointError
 from tokenmill.kernels.rounding import OUTLIER_THRESHOLD
 
@@ -22,12 +23,14 @@ def compressed_tensors_group(checkpoint: Checkpoint, prefix: str) -> Mapping[str
     groups = checkpoint.quantization().get("config_groups")
     if not isinstance(groups, Mapping):
         return {}
+    names = {prefix, stored_name(naming_of(checkpoint.description.architecture), prefix)}
     by_class: Mapping[str, Any] = {}
     for group in groups.values():
         if not isinstance(group, Mapping):
             continue
         for target in group.get("targets") or ():
-            if target == prefix or (str(target).startswith("re:") and re.match(str(target)[3:], prefix)):
+            pattern = str(target)[3:] if str(target).startswith("re:") else ""
+            if target in names or (pattern and any(re.match(pattern, name) for name in names)):
                 return group
             if target == "Linear":
                 by_class = by_class or group

@@ -6,6 +6,9 @@ Takes the place of the MLP in a block.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 from tokenmill.checkpoint.description import FeedForward, ModelDescription
 from tokenmill.kernels.ref_experts import RoutingSpec
 from tokenmill.model.expert_reader import ExpertShape, read_experts, read_router, router_name
@@ -47,6 +50,12 @@ class SharedExpert:
         gate, up = ops.linear(x, self.inputs)
         y = ops.linear(ops.gated(gate, up, self.activation), [self.output])[0]
         return y if self.gate is None else ops.gate_rows(y, ops.linear(x, [self.gate])[0])
+
+
+def expert_layers(blocks: Iterable[Any]) -> list[Experts]:
+    """The experts of a model's blocks, alone or (in hybrids) as a part of what follows the mixers."""
+    layers = [getattr(block.mlp, "experts", block.mlp) for block in blocks]
+    return [layer for layer in layers if isinstance(layer, Experts)]
 
 
 def _routing(reader: WeightReader, ffn: FeedForward, layer: str) -> RoutingSpec:

@@ -105,39 +105,44 @@ class Mamba2:
 class GatedDeltaRule:
     """(q, k, v), z, b, a -> one convolution over q, k and v -> scan -> norm of each head, gated -> output projection.
 
-    The rows of joined input matrices lie by key head: q, k, then v and z of the value heads that it serves.
+    The rows of joined input matrices lie by key head: q, k, then v and z of the value heads that it serves. A GGUF has
+    z apart, and the rows of q, k and v one after the other.
     """
 
     def __init__(
         self, reader: WeightReader, description: ModelDescription, mixer: Recurrent, layer: int, prefix: str
     ) -> None:
         hidden, m = description.hidden_size, mixer
-        self.joined, self.key_heads = m.joined_inputs, m.num_key_heads
+        self.key_heads = m.num_key_heads
         keys, values = m.num_key_heads * m.key_dim, m.num_heads * m.value_dim
         self.qkv_widths = (keys, keys, values)
-        if m.joined_inputs:
-            widths = {"qkvz": 2 * keys + 2 * values, "ba": 2 * m.num_heads}
-        else:
-            widths = {"qkv": 2 * keys + values, "z": values, "b": m.num_heads, "a": m.num_heads}
+        widths = {"qkv": 2 * keys + values, "z": values}
+        if m.joined_inputs and not reader.has_prefix(f"{prefix}.in_proj_qkv"):
+            widths = {"qkvz": 2 * keys + 2 * values}
+        widths |= {"ba": 2 * m.num_heads} if m.joined_inputs else {"b": m.num_heads, "a": m.num_heads}
+        self.input_names = tuple(widths)
         self.inputs = [reader.linear(f"{prefix}.in_proj_{name}", width, hidden) for name, width in widths.items()]
         share = m.num_heads // m.num_key_heads
         self.head_widths = (m.key_dim, m.key_dim, share * m.value_dim, share * m.value_dim)
         self.gate_widths = (share, share)
         self.convolution = _convolution(reader, m, layer, prefix)
-        decays = -torch.exp(reader.vector(f"{prefix}.A_log", m.num_heads))
+        decays = _decays(reader, prefix, (m.num_heads,))
         self.scan = DeltaScan(layer, decays, reader.vector(f"{prefix}.dt_bias", m.num_heads), m.num_key_heads)
         self.norm = reader.vector(f"{prefix}.norm.weight", m.value_dim)  # stored as it is, unlike the model's norms
         self.eps = description.norm_eps
         self.output = reader.linear(f"{prefix}.out_proj", hidden, values)
 
     def __call__(self, ops: Ops, x: Value) -> Value:
-        if self.joined:
-            qkvz, ba = ops.linear(x, self.inputs)
-            q, k, v, gate = ops.split(qkvz, self.head_widths, self.key_heads)
-            beta, time = ops.split(ba, self.gate_widths, self.key_heads)
+        values = dict(zip(self.input_names, ops.linear(x, self.inputs), strict=True))
+        if "qkvz" in values:
+            q, k, v, gate = ops.split(values["qkvz"], self.head_widths, self.key_heads)
             qkv = ops.join((q, k, v))
         else:
-            qkv, gate, beta, time = ops.linear(x, self.inputs)
+            qkv, gate = values["qkv"], values["z"]
+        if "ba" in values:
+            beta, time = ops.split(values["ba"], self.gate_widths, self.key_heads)
+        else:
+            beta, time = values["b"], values["a"]
         y = ops.scan((ops.convolve(qkv, self.convolution), beta, time), self.scan)
         return ops.linear(ops.gated_norm(y, gate, self.norm, self.eps, True), [self.output])[0]
 

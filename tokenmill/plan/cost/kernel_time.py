@@ -187,5 +187,5 @@ def prefill_curve(
 
 def recurrent_curve(device: Device, mixer: Recurrent, tp: int) -> Callable[[float], float]:
     """Reading and writing the state of each sequence in a recurrent layer, over sequences."""
-    per_sequence = 2 * (mixer.state_values * 4 + mixer.convolution_values * 2) / tp
+    per_sequence = 2 * mixer.kv_need().state_bytes / tp
     return lambda sequences: 4 * LAUNCH_MS + sequences * per_sequence / (0.7 * device.bandwidth_gb_s * 1e6)

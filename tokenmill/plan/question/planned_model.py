@@ -137,13 +137,13 @@ class PlannedModel:
             total += sum(round(kind.count * matrix.parameters * kind.share(matrix)) for matrix in kind.matrices())
         return total + self.hidden_size * self.vocab_size
 
-    def kv_needs(self, tp: int = 1, value_bytes: float = 2.0, state_bytes: float = 4.0) -> list[KVNeed]:
+    def kv_needs(self, tp: int = 1, value_bytes: float = 2.0) -> list[KVNeed]:
         """What one rank keeps, by kind of layer: the input of hardware/memory.py. See there for the rules."""
         return [
             need
             for kind in self.layers
             for mixer in kind.mixers
-            for need in _mixer_needs(mixer, kind.count, tp, value_bytes, state_bytes)
+            for need in _mixer_needs(mixer, kind.count, tp, value_bytes)
         ]
 
     def kv_bytes_per_token(self, tp: int = 1, value_bytes: float = 2.0) -> float:
@@ -151,10 +151,9 @@ class PlannedModel:
         return sum(need.layers * need.bytes_per_token for need in self.kv_needs(tp, value_bytes))
 
 
-def _mixer_needs(mixer: Mixer, count: int, tp: int, value_bytes: float, state_bytes: float) -> Iterator[KVNeed]:
+def _mixer_needs(mixer: Mixer, count: int, tp: int, value_bytes: float) -> Iterator[KVNeed]:
     if isinstance(mixer, Recurrent):
-        state = (mixer.state_values * state_bytes + mixer.convolution_values * 2) / tp
-        yield KVNeed("state", count, 0.0, 0, state)
+        yield KVNeed("state", count, 0.0, 0, mixer.kv_need().state_bytes / tp)
     elif isinstance(mixer, LatentAttention):  # every rank needs the whole latent
         yield KVNeed("full", count, (mixer.kv_rank + mixer.rope_dim) * value_bytes)
     elif mixer.kv_source is None:

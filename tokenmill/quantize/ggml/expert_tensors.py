@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tokenmill.model.architectures.decoder import Decoder
 from tokenmill.model.formats.base import LinearWeight
-from tokenmill.model.layers.experts import Experts
+from tokenmill.model.layers.experts import Experts, expert_layers
 
 _FEED_FORWARDS = re.compile(r"model\.layers\.(\d+)\.(mlp|block_sparse_moe|feed_forward)\.")
 
@@ -29,9 +29,9 @@ class ExpertTensors:
     def of(cls, decoder: Decoder) -> ExpertTensors:
         tensors = cls()
         for layer, block in enumerate(decoder.blocks):
-            if isinstance(block.mlp, Experts):
+            for experts in expert_layers([block]):
                 tensors._layers.add(layer)
-                tensors._add(f"model.layers.{layer}.mlp", block.mlp)
+                tensors._add(f"model.layers.{layer}.mlp", experts)
         return tensors
 
     def owns(self, name: str) -> bool:

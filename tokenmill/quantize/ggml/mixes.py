@@ -55,7 +55,7 @@ _FALLBACKS = {
     "Q6_K": "Q8_0",
     "IQ4_XS": "IQ4_NL",
 }
-# The last three make the time steps and inputs of states.
+# The last four make the time steps and inputs of states.
 _FLOAT = (
     "_norm.weight",
     "position_embd.weight",
@@ -63,6 +63,7 @@ _FLOAT = (
     ".ssm_conv1d.weight",
     ".ssm_x.weight",
     ".ssm_dt.weight",
+    ".ssm_ba.weight",
 )
 _BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.weight")
 

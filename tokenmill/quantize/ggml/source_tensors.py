@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from tokenmill.checkpoint import gguf_latent
+from tokenmill.checkpoint import gguf_hybrid, gguf_latent
 from tokenmill.checkpoint.base import Checkpoint
 from tokenmill.checkpoint.gguf import GGUFCheckpoint
 from tokenmill.checkpoint.gguf_export import ExportedTensor, derived_tensors, export_tensors
@@ -59,7 +59,9 @@ class SourceTensors:
 
     def is_same(self, tensor: ExportedTensor, type_name: str) -> bool:
         """Whether the source holds this tensor in this type, so that its bytes can be copied."""
-        if not isinstance(self.checkpoint, GGUFCheckpoint) or tensor.source not in self.checkpoint or tensor.rest:
+        if not isinstance(self.checkpoint, GGUFCheckpoint) or tensor.source not in self.checkpoint:
+            return False
+        if tensor.rest or tensor.rows:
             return False
         if gguf_latent.is_joined(tensor.source):  # the file gets its two stacks
             return False
@@ -86,6 +88,7 @@ class SourceTensors:
         if prefix not in self._weights:
             vector = self._experts.vectors.get(source)
             vector = self.checkpoint.tensor(source).data.float() if vector is None else vector
+            vector = gguf_hybrid.multiplied(source, vector, 0, self.description)
             yield to_gguf_layout(source, vector, self.description).reshape(1, -1)
             return
         weight = self._weights[prefix]
@@ -93,13 +96,15 @@ class SourceTensors:
             yield gguf_latent.stack(tensor.name, weight.dequantize(0, weight.out_features), self.description)
             return
         step = self._rows_at_once(tensor.shape)
-        for begin in range(0, weight.out_features, step):
-            end = min(begin + step, weight.out_features)
-            if weight.format_name == "ggml":
-                rows = dequantize(weight.type_name, weight.parts()["blocks"][begin:end])
-            else:
-                rows = weight.dequantize(begin, end)
-            yield to_gguf_layout(source, rows, self.description)
+        for first, last in tensor.rows or ((0, weight.out_features),):
+            for begin in range(first, last, step):
+                end = min(begin + step, last)
+                if weight.format_name == "ggml":
+                    rows = dequantize(weight.type_name, weight.parts()["blocks"][begin:end])
+                else:
+                    rows = weight.dequantize(begin, end)
+                rows = gguf_hybrid.multiplied(source, rows, begin, self.description)
+                yield to_gguf_layout(source, rows, self.description)
         for part in self._parts[prefix]:
             self.checkpoint.release(part)
 

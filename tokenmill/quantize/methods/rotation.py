@@ -75,6 +75,12 @@ def refuse_normed_updates(description: ModelDescription) -> None:
             "would have to pass by: that is not supported",
             "choose another method, such as gptq or awq",
         )
+    if any(layer.states for layer in description.kv_layers()):
+        raise UserError(
+            f"{description.architecture} has recurrent layers, through which a rotation of the residual stream is not "
+            "supported",
+            "choose another method, such as gptq or awq",
+        )
     if description.norm != "rms" or any(layer.norms != "pre" for layer in description.layers):
         raise UserError(
             f"{description.architecture} scales each channel of what its blocks add to the residual stream: "

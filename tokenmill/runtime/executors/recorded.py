@@ -17,16 +17,17 @@ from torch import Tensor
 from tokenmill.config import ResolvedConfig
 from tokenmill.kernels import cpu
 from tokenmill.kernels.cpu import CpuLinear
+from tokenmill.kernels.cpu_recurrent import bound_recurrence
 from tokenmill.kernels.ref_experts import RoutingSpec
 from tokenmill.model.attention.base import AttentionSpec
 from tokenmill.model.attention.latent import HeadProjections, LatentSpec
 from tokenmill.model.formats.base import LinearWeight
 from tokenmill.model.formats.stacks import ExpertStacks
 from tokenmill.model.kvstore.base import KVStore
-from tokenmill.model.layers.experts import Experts
+from tokenmill.model.layers.experts import expert_layers
 from tokenmill.model.layers.rotary import RotaryTable
 from tokenmill.model.loader import LoadedModel
-from tokenmill.model.ops import WithoutRecurrence
+from tokenmill.model.state.specs import ConvolutionSpec, ScanSpec
 from tokenmill.runtime.executors.base import StepInput, StepOutput
 from tokenmill.runtime.executors.batched import BatchedExecutor, copied_rows
 from tokenmill.types import Batch
@@ -41,6 +42,8 @@ class RecordedExecutor(BatchedExecutor):
 
     def __init__(self, model: LoadedModel, store: KVStore, config: ResolvedConfig) -> None:
         super().__init__(model, store, config)
+        self._has_states = bool(store.layout.states)
+        self.takes_trees = not self._has_states  # a state goes on along one branch only
         # A step never holds more tokens than the budget, nor more sequences than may run at once.
         self._tokens = max(config.batch_tokens, config.concurrency)
         self._pool = cpu.pool()
@@ -60,15 +63,14 @@ class RecordedExecutor(BatchedExecutor):
         reason = cpu.unavailable(model.device)
         if reason is not None:
             return reason
-        if store.layout.states:
-            return "recurrent layers have no C++ kernels"
-        if any(store.kernel_pages(slot) is None for slot in range(store.layout.layers_per_page)):
+        has_pages = any(group.layers for group in store.layout.groups)
+        if has_pages and any(store.kernel_pages(slot) is None for slot in range(store.layout.layers_per_page)):
             return f"KV pages of type {store.name} have no C++ kernel here"
         for name, weight in model.weights.items():
             kernel = weight.kernel.run if weight.kernel is not None else None
             if kernel is not None and not isinstance(kernel, (CpuLinear, HeadProjections)):
                 return f"{name} ({weight.type_name}) has no C++ kernel"
-        activations = {block.mlp.routing.activation for block in model.decoder.blocks if isinstance(block.mlp, Experts)}
+        activations = {layer.routing.activation for layer in expert_layers(model.decoder.blocks)}
         if activations - _EXPERT_ACTIVATIONS:
             return f"experts with activation {', '.join(sorted(activations - _EXPERT_ACTIVATIONS))} have no C++ kernel"
         table = model.decoder.embedding
@@ -86,6 +88,8 @@ class RecordedExecutor(BatchedExecutor):
         """Hidden states [T, hidden], where batch.all_hidden; logits are computed in the same call when they are few
         enough to keep."""
         rows = batch.logit_rows.shape[0]
+        if batch.begins:
+            self.store.states.clear(batch.begins)
         self._run(batch, batch.logit_rows, body=True, head=0 < rows <= self.max_logit_rows)
         return self._hidden[: batch.token_ids.shape[0]]
 
@@ -100,6 +104,10 @@ class RecordedExecutor(BatchedExecutor):
         if len(work.rows) <= self.max_logit_rows and work.decodes and self._one_token_each(work):
             return self._decode(work)
         return super().step(work)
+
+    def settle_drafts(self, kept: Sequence[int]) -> None:
+        if self._has_states:
+            self._program.settle(list(kept))
 
     def _one_token_each(self, work: StepInput) -> bool:
         return not work.drafts or all(work.length(number) == 1 for number in range(len(work.rows)))
@@ -119,6 +127,9 @@ class RecordedExecutor(BatchedExecutor):
         """Up to `steps` decodes, each from the largest logits of the one before, until a row has chosen one of its stop
         ids. The tokens of each step, by row."""
         rows = work.rows
+        begins = [row.state_slot for row in rows if row.start == 0] if self._has_states else []
+        if begins:
+            self.store.states.clear(begins)
         if len(rows) > self._logits.shape[0]:
             self._logits = torch.empty(len(rows), self._logits.shape[1])
         best: list[list[int]] = self._program.decode(
@@ -130,6 +141,7 @@ class RecordedExecutor(BatchedExecutor):
             self._logits.data_ptr(),
             steps,
             [list(row.request.stop_ids) for row in rows] if steps > 1 else [],
+            [row.state_slot for row in rows] if self._has_states else [],
         )
         return best
 
@@ -160,6 +172,8 @@ class RecordedExecutor(BatchedExecutor):
             head,
             batch.all_hidden,
             0 if batch.ancestors is None else _address(batch.ancestors, torch.int64, tokens),
+            0 if batch.state_slots is None else _address(batch.state_slots, torch.int64, sequences),
+            list(batch.drafted),
         )
 
 
@@ -171,7 +185,7 @@ def _address(tensor: Tensor, dtype: torch.dtype, length: int) -> int:
     return tensor.data_ptr()
 
 
-class RecordedOps(WithoutRecurrence):
+class RecordedOps:
     """Ops whose values are numbers of the program's buffers. `keep` holds every tensor that the program points into."""
 
     def __init__(self, program: Any, store: KVStore) -> None:
@@ -296,6 +310,35 @@ class RecordedOps(WithoutRecurrence):
 
     def activate(self, x: int, activation: str) -> int:
         value: int = self._program.activate(x, activation)
+        return value
+
+    def split(self, x: int, widths: Sequence[int], heads: int = 1) -> list[int]:
+        values: list[int] = self._program.split(x, list(widths), heads)
+        return values
+
+    def join(self, values: Sequence[int]) -> int:
+        value: int = self._program.join(list(values))
+        return value
+
+    def convolve(self, x: int, spec: ConvolutionSpec) -> int:
+        return self._continue((x,), spec)
+
+    def scan(self, inputs: Sequence[int], spec: ScanSpec) -> int:
+        return self._continue(inputs, spec)
+
+    def _continue(self, inputs: Sequence[int], spec: ConvolutionSpec | ScanSpec) -> int:
+        """An op that continues the state of each sequence."""
+        states = self._store.states.array(spec.layer, spec.array)
+        arguments = [self._kept(each) if isinstance(each, Tensor) else each for each in spec.arguments()]
+        self.keep.append(states)
+        value: int = self._program.recurrence(list(inputs), bound_recurrence(spec.op, states, *arguments))
+        return value
+
+    def gated_norm(
+        self, x: int, gate: int, weight: Tensor, eps: float, norm_first: bool, gate_scale: float = 1.0
+    ) -> int:
+        weight = self._kept(weight if weight.dim() == 2 else weight.unsqueeze(0))
+        value: int = self._program.gated_norm(x, gate, weight, eps, norm_first, gate_scale)
         return value
 
     def select_rows(self, x: int) -> int:

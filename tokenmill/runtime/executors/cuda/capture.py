@@ -9,7 +9,7 @@ from typing import Any
 from tokenmill.kernels import triton as gpu
 from tokenmill.model.attention.latent import HeadProjections
 from tokenmill.model.kvstore.base import KVStore
-from tokenmill.model.layers.experts import Experts
+from tokenmill.model.layers.experts import expert_layers
 from tokenmill.model.loader import LoadedModel
 
 # What GPU steps compute op by op, with decisions on the host.
@@ -19,7 +19,7 @@ _UNCAPTURED_PACKED = {*_UNCAPTURED, "attention sinks"}  # over quantized pages
 
 def uncaptured(model: LoadedModel, store: KVStore) -> str | None:
     """Why steps of this model cannot be captured; None if they can."""
-    layers = [block.mlp for block in model.decoder.blocks if isinstance(block.mlp, Experts)]
+    layers = expert_layers(model.decoder.blocks)
     if any(mlp.stacks.kernel is None for mlp in layers):
         return "experts of this format are multiplied one by one, which is not captured"
     if any(isinstance(mlp.stacks.kernel.run, gpu.HostExperts) for mlp in layers if mlp.stacks.kernel is not None):
