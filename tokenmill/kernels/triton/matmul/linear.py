@@ -105,9 +105,8 @@ class DenseLinear(GpuLinear):
     def __init__(self, weight: Tensor, bias: Tensor | None, detail: str = "bf16") -> None:
         super().__init__(weight.shape[0], weight.shape[1], bias, weight.device, detail)
         self.weight = weight.to(torch.bfloat16).contiguous()
-        self._short_bias: Tensor | None = (
-            None  # the bias, if 16 bits hold it: the library adds it to a product by itself
-        )
+        # The bias, if 16 bits hold it: the library adds it to a product by itself.
+        self._short_bias: Tensor | None = None
         if self.bias is not None and torch.equal(self.bias, self.bias.to(torch.bfloat16).float()):
             self._short_bias = self.bias.to(torch.bfloat16)
 
