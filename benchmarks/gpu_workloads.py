@@ -1,7 +1,7 @@
 """The offline GPU workloads, independent of the engine: which prompts, how long the outputs, which figure is reported.
 
-Both engines of gpu_vs_vllm.py run this file, so they draw the same prompts in the same order. It needs only the
-standard library: the process that runs vLLM imports nothing of ours but this.
+Both engines of gpu_vs_vllm.py and gpu_architectures.py run this file, so they draw the same prompts in the same order.
+It needs only the standard library: the process that runs vLLM imports nothing of ours but this.
 """
 
 from __future__ import annotations
@@ -23,46 +23,67 @@ def report(workload: str, **values: float) -> None:
 class Workloads:
     """Random token ids, temperature 0.6, no end of text. `generate` computes a batch and answers its seconds."""
 
-    def __init__(self, generate: Generate, suffix: str = "") -> None:
+    def __init__(
+        self,
+        generate: Generate,
+        suffix: str = "",
+        steps: int = 256,
+        longest: int = 1024,
+        prompt: int = 8192,
+        continues: bool = False,
+    ) -> None:
+        """`steps`: decode steps that are timed; `longest`: tokens in and out of `mixed`; `prompt`: of `prefill`;
+        `continues`: a workload that fails is reported as an error, and the others still run."""
         self._generate = generate
         self._random = random.Random(0)
+        self._steps, self._longest, self._prompt, self._continues = steps, longest, prompt, continues
         self.suffix = suffix  # appended to the name of each workload
 
     def run(self, names: Sequence[str]) -> None:
         self._generate([self._tokens(64) for _ in range(4)], [16] * 4)
         for name in names:
-            if name.startswith("decode"):
-                self.decode(int(name.removeprefix("decode")))
-            elif name in NAMES:
-                getattr(self, name)()
-            else:
-                raise SystemExit(f"unknown workload {name!r}: give some of {', '.join(NAMES)}")
+            try:
+                self._run_one(name)
+            except Exception as problem:
+                if not self._continues:
+                    raise
+                error = f"{type(problem).__name__}: {str(problem)[:300]}"
+                print(json.dumps({"workload": name + self.suffix, "error": error}), flush=True)
+
+    def _run_one(self, name: str) -> None:
+        if name.startswith("decode"):
+            self.decode(int(name.removeprefix("decode")))
+        elif name in NAMES:
+            getattr(self, name)()
+        else:
+            raise SystemExit(f"unknown workload {name!r}: give some of {', '.join(NAMES)}")
 
     def single(self) -> None:
         """One request, 512 tokens in: time to first token, then milliseconds per output token."""
         self._generate([self._tokens(512)], [8])
         first = self._generate([self._tokens(512)], [1])
-        total = self._generate([self._tokens(512)], [257])
-        self._report("single", ttft_ms=first * 1e3, tpot_ms=(total - first) / 256 * 1e3)
+        total = self._generate([self._tokens(512)], [self._steps + 1])
+        self._report("single", ttft_ms=first * 1e3, tpot_ms=(total - first) / self._steps * 1e3)
 
     def decode(self, batch: int) -> None:
-        """256 decode steps of `batch` sequences. The prompts are in the prefix cache, so only decoding differs."""
+        """Decode steps of `batch` sequences. The prompts are in the prefix cache, so only decoding differs."""
         prompts = [self._tokens(512) for _ in range(batch)]
         self._generate(prompts, [1] * batch)
-        total = self._generate(prompts, [257] * batch)
+        total = self._generate(prompts, [self._steps + 1] * batch)
         first = self._generate(prompts, [1] * batch)
-        self._report(f"decode{batch}", tpot_ms=(total - first) / 256 * 1e3, tok_s=batch * 256 / (total - first))
+        seconds = (total - first) / self._steps
+        self._report(f"decode{batch}", tpot_ms=seconds * 1e3, tok_s=batch / seconds)
 
     def prefill(self) -> None:
-        """Eight prompts of 8,192 tokens; the second of two runs counts."""
+        """Eight prompts; the second of two runs counts."""
         for _ in range(2):
-            seconds = self._generate([self._tokens(8192) for _ in range(8)], [1] * 8)
-        self._report("prefill8x8192", tok_s=8 * 8192 / seconds)
+            seconds = self._generate([self._tokens(self._prompt) for _ in range(8)], [1] * 8)
+        self._report(f"prefill8x{self._prompt}", tok_s=8 * self._prompt / seconds)
 
     def mixed(self) -> None:
-        """256 requests of 100 to 1,024 tokens in and as many out, all waiting at the start."""
-        prompts = [self._tokens(self._random.randint(100, 1024)) for _ in range(256)]
-        lengths = [self._random.randint(100, 1024) for _ in range(256)]
+        """256 requests of 100 to `longest` tokens in and as many out, all waiting at the start."""
+        prompts = [self._tokens(self._random.randint(100, self._longest)) for _ in range(256)]
+        lengths = [self._random.randint(100, self._longest) for _ in range(256)]
         self._report("mixed256", out_tok_s=sum(lengths) / self._generate(prompts, lengths))
 
     def shared(self) -> None:

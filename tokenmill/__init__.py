@@ -12,12 +12,17 @@ from tokenmill.types import SamplingParams, StructuredSpec
 
 if TYPE_CHECKING:
     from tokenmill.engine.async_engine import AsyncEngine
+    from tokenmill.engine.beam_search import BeamSearchParams
     from tokenmill.engine.llm import LLM
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "AsyncEngine", "SamplingParams", "StructuredSpec", "UserError", "__version__"]
+__all__ = ["LLM", "AsyncEngine", "BeamSearchParams", "SamplingParams", "StructuredSpec", "UserError", "__version__"]
 
-_LAZY = {"LLM": "tokenmill.engine.llm", "AsyncEngine": "tokenmill.engine.async_engine"}
+_LAZY = {
+    "LLM": "tokenmill.engine.llm",
+    "AsyncEngine": "tokenmill.engine.async_engine",
+    "BeamSearchParams": "tokenmill.engine.beam_search",
+}
 
 
 def __getattr__(name: str) -> Any:

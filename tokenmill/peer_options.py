@@ -221,9 +221,6 @@ _VLLM: dict[str, PeerOption] = {
     "model_impl": PeerOption("vLLM", only(("auto", "vllm"), "there is one implementation", "leave it out")),
     "tokenizer_mode": PeerOption("vLLM", only(("auto", "hf"), "tokenizers are read in one way", "leave it out")),
     "config_format": PeerOption("vLLM", only(("auto", "hf"), "config.json and GGUF metadata are read", "leave it out")),
-    "generation_config": PeerOption(
-        "vLLM", only(("vllm",), "sampling defaults are the request's", "send the parameters with each request")
-    ),
     # What is refused, or accepted with the one value that this engine has.
     "dtype": PeerOption(
         "vLLM",
@@ -274,11 +271,7 @@ _VLLM: dict[str, PeerOption] = {
     "limit_mm_per_prompt": PeerOption("vLLM", refused(_NO_MEDIA, "leave it out")),
     "mm_processor_kwargs": PeerOption("vLLM", refused(_NO_MEDIA, "leave it out")),
     "allowed_local_media_path": PeerOption("vLLM", refused(_NO_MEDIA, "leave it out")),
-    "chat_template": PeerOption(
-        "vLLM", refused("the chat template is the checkpoint's own", "write chat_template.jinja beside the weights")
-    ),
     "response_role": PeerOption("vLLM", only(("assistant",), "answers have the role assistant", "leave it out")),
-    "reasoning_parser": PeerOption("vLLM", refused("reasoning is part of the text here", "leave it out")),
     "structured_outputs_config": PeerOption(
         "vLLM", refused("there is one grammar backend, llguidance", "leave it out")
     ),
@@ -305,9 +298,6 @@ _VLLM: dict[str, PeerOption] = {
     "enable_sleep_mode": _switch("vLLM", refused("an engine does not give its memory back", "stop the server")),
     "otlp_traces_endpoint": PeerOption(
         "vLLM", refused("the exporter is configured by its own variables", "set OTEL_EXPORTER_OTLP_ENDPOINT")
-    ),
-    "override_generation_config": PeerOption(
-        "vLLM", refused("sampling defaults are the request's", "send the parameters with each request")
     ),
     "api_server_count": PeerOption("vLLM", only((1,), "one process serves HTTP", "leave it out")),
 }

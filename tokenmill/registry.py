@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 from typing import Any
 
 from tokenmill.errors import UserError, unknown_name
@@ -59,3 +61,21 @@ class Registry:
     def entries(self) -> dict[str, str]:
         """Name -> import path: what another process needs to have the same table."""
         return dict(self._paths)
+
+
+def load_plugin(path: str) -> None:
+    """Import a Python file, or a module by its name, that registers entries in tables. Raises UserError."""
+    try:
+        if not path.endswith(".py"):
+            import_module(path)
+            return
+        spec = spec_from_file_location(f"tokenmill_plugin_{Path(path).stem}", path)
+        assert spec is not None
+        assert spec.loader is not None
+        spec.loader.exec_module(module_from_spec(spec))
+    except UserError:
+        raise
+    except FileNotFoundError:
+        raise UserError(f"plugin {path} does not exist", "give a Python file or the name of a module") from None
+    except Exception as error:
+        raise UserError(f"plugin {path} cannot be loaded: {error!r}", "correct it") from error

@@ -24,15 +24,16 @@ MAX_CHOICES = 4096
 MAX_TTL_SECONDS = 86_400.0
 MAX_KV_BUDGET = 2**31 - 1
 BUDGET_POLICIES = ("streaming_llm", "h2o", "paged_eviction")  # the files of engine/kv/budget/
-STRUCTURED_KINDS = ("json_object", "json_schema", "regex", "choice", "grammar")
+STRUCTURED_KINDS = ("json_object", "json_schema", "regex", "choice", "grammar", "structural_tag")
 
 
 @dataclass(frozen=True, slots=True)
 class StructuredSpec:
-    """What the output must look like: a JSON object, JSON of a schema, a regex, one of some texts, or a grammar."""
+    """What the output must look like: a JSON object, JSON of a schema, a regex, one of some texts, a grammar, or text
+    with structural tags."""
 
     kind: str  # of STRUCTURED_KINDS
-    text: str = ""  # the schema as JSON, the regex, or the grammar (Lark, or GBNF with ::=)
+    text: str = ""  # the schema or the tags as JSON, the regex, or the grammar (Lark, or GBNF with ::=)
     choices: tuple[str, ...] = ()  # of "choice"
 
     def __post_init__(self) -> None:
@@ -41,7 +42,7 @@ class StructuredSpec:
             raise unknown_name("kind of structured output", self.kind, STRUCTURED_KINDS)
         if self.kind == "choice" and not (0 < len(self.choices) <= MAX_CHOICES and all(self.choices)):
             raise UserError(f"there are {len(self.choices)} choices, or one is empty", f"give 1 to {MAX_CHOICES} texts")
-        if self.kind in ("json_schema", "regex", "grammar") and not self.text.strip():
+        if self.kind in ("json_schema", "regex", "grammar", "structural_tag") and not self.text.strip():
             raise UserError(f"the {self.kind} is empty", "give it, or leave structured output out")
         size = len(self.text) + sum(map(len, self.choices))
         if size > MAX_STRUCTURED_CHARS:
@@ -98,6 +99,18 @@ CACHE_REASONS = (
 
 
 @dataclass(frozen=True, slots=True)
+class ReasoningBudget:
+    """Bounds the reasoning at the start of an output: after `max_tokens` tokens the one that ends it is forced."""
+
+    max_tokens: int
+    end_id: int
+    start_id: int | None = None  # an output that does not begin with it has no reasoning; None: every output has
+
+    def __post_init__(self) -> None:
+        _check_int("thinking_token_budget", self.max_tokens, 0, 2**31 - 1)
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the next token is chosen and when to stop. Immutable; ranges are checked on construction."""
 
@@ -113,6 +126,9 @@ class SamplingParams:
     frequency_penalty: float = 0.0  # over output
     presence_penalty: float = 0.0  # over output
     logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: tuple[int, ...] | None = None  # no others are sampled; None: all
+    bad_words: tuple[str, ...] = ()  # never completed by the output
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()  # the same as tokens; the intake adds those of `bad_words`
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -123,11 +139,14 @@ class SamplingParams:
     prompt_logprobs: int | None = None  # top-k to report for each prompt token
     structured: StructuredSpec | None = None
     cache: CacheControl | None = None
+    reasoning: ReasoningBudget | None = None
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        words = (self.bad_words,) if isinstance(self.bad_words, str) else tuple(self.bad_words or ())
+        object.__setattr__(self, "bad_words", words)
         _check_int("n", self.n, 1, 128)
         _check_int("max_tokens", self.max_tokens, 1, 2**31 - 1)
         _check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
@@ -147,6 +166,12 @@ class SamplingParams:
             _check_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
         if any(not text for text in self.stop):
             raise UserError("a stop string is empty", "remove it or give at least one character")
+        if any(not text.strip() for text in self.bad_words):
+            raise UserError("bad_words has an empty text", "remove it or give at least one character")
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+            if not self.allowed_token_ids:
+                raise UserError("allowed_token_ids is empty", "give at least one token id, or leave it out")
         for token_id, bias in (self.logit_bias or {}).items():
             _check_int("logit_bias token id", token_id, 0, 2**31 - 1)
             _check_float(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
@@ -159,14 +184,20 @@ class SamplingParams:
     def edits_logits(self) -> bool:
         """Whether a feature of runtime/sampling/features/ changes logits before temperature and filters apply."""
         return (
-            self.structured is not None
+            self.reasoning is not None
             or self.repetition_penalty != 1.0
             or self.frequency_penalty != 0.0
             or self.presence_penalty != 0.0
             or self.min_tokens > 0
             or self.typical_p < 1.0
             or bool(self.logit_bias)
+            or self.bans_tokens
         )
+
+    @property
+    def bans_tokens(self) -> bool:
+        """Whether a feature may leave no token possible, which ends the request."""
+        return self.structured is not None or self.allowed_token_ids is not None or bool(self.bad_word_ids)
 
 
 class CompiledGrammar(Protocol):
@@ -211,6 +242,7 @@ class Request:
     cache: CacheReport = field(default_factory=CacheReport)  # of the first admission, and what was dropped since
     num_preemptions: int = 0
     forked: bool = False  # siblings exist already
+    device_seconds: float = 0.0  # its part of the steps that no event has reported yet, where it is metered
 
     def __post_init__(self) -> None:
         if not self.token_ids:
@@ -278,9 +310,10 @@ class Batch:
     max_seq: int  # longest seq_len
     # [T] int64, trees of drafts only: bit j where a token sees the j-th of its sequence's tokens in this step
     ancestors: Tensor | None = None
-    # Recurrent layers only: the state slot of each sequence, [S] int64; the slots of those that begin; and the numbers
-    # of those with drafts, whose states stay as they are until it is known which drafts hold
+    # Recurrent layers only: where the state of each sequence is, [S] int64; the slots of those that begin; and the
+    # numbers of those with drafts, whose states stay as they are until it is known which drafts hold
     state_slots: Tensor | None = None
+    state_targets: Tensor | None = None  # [S] int64: the slots that states are written to; None: the same
     begins: tuple[int, ...] = ()
     drafted: tuple[int, ...] = ()
     all_hidden: bool = True  # False: only logits are needed, so a forward pass may skip other rows where it can
@@ -324,6 +357,7 @@ class TokenEvent:
     stop_reason: int | str | None = None  # the stop id or string that ended it
     embedding: list[float] = field(default_factory=list)  # final hidden state, if the request wants it
     cache: CacheReport | None = None  # with the first token and at the end
+    device_seconds: float = 0.0  # its part of the steps since its last event, where it is metered
 
 
 def _check_int(name: str, value: object, low: int, high: int) -> None:

@@ -1,15 +1,18 @@
 """vLLM on the workloads of gpu_workloads.py, through its own `LLM` class: a line of JSON per workload.
 
     python benchmarks/peers/vllm_bench.py MODEL [--quantization fp8] [--kv-cache-dtype fp8] [--workloads single,...]
+                                          [--options JSON] [--steps 256] [--longest 1024] [--prompt 8192] [--wait]
 
 MODEL is a folder with a config.json; the weights are random (`load_format="dummy"`). Everything else is vLLM's
 default: CUDA graphs and torch.compile on, prefix caching on, 90 % of the GPU's memory. Needs vLLM in this Python (or on
-PYTHONPATH) and nothing of tokenmill but the workloads. Started by gpu_vs_vllm.py.
+PYTHONPATH) and nothing of tokenmill but the workloads. `--wait`: once all is imported, it waits for a line on stdin.
+Started by gpu_vs_vllm.py and gpu_architectures.py.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import time
@@ -28,9 +31,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the model is a folder: nothing i
 class Engine:
     """One vLLM engine and the `generate` that the workloads call."""
 
-    def __init__(self, arguments: argparse.Namespace) -> None:
+    def __init__(self, arguments: argparse.Namespace, began: float) -> None:
         from vllm import LLM, SamplingParams
 
+        self.began = began
+        if arguments.wait:
+            sys.stdin.readline()
+            self.began = time.perf_counter()
         options: dict[str, Any] = {
             "model": str(arguments.model),
             "load_format": "dummy",
@@ -43,6 +50,7 @@ class Engine:
         }
         if arguments.quantization:
             options["quantization"] = arguments.quantization
+        options |= json.loads(arguments.options)
         self._llm: Any = LLM(**options)
         self._make_params: Any = SamplingParams
 
@@ -68,13 +76,19 @@ def main() -> None:
     parser.add_argument("--kv-cache-dtype", default="auto", help="as vLLM's option")
     parser.add_argument("--context", type=int, default=16384)
     parser.add_argument("--concurrency", type=int, default=256)
+    parser.add_argument("--options", default="{}", help="further arguments of vLLM's LLM class, as JSON")
     parser.add_argument("--workloads", default=",".join(NAMES))
+    parser.add_argument("--steps", type=int, default=256, help="decode steps that are timed")
+    parser.add_argument("--longest", type=int, default=1024, help="tokens in and out of the mixed workload, at most")
+    parser.add_argument("--prompt", type=int, default=8192, help="tokens of a prompt of the prefill workload")
+    parser.add_argument("--wait", action="store_true", help="once all is imported, wait for a line on stdin")
     arguments = parser.parse_args()
     began = time.perf_counter()
-    engine = Engine(arguments)
+    engine = Engine(arguments, began)
     engine.generate([[1, 2, 3]], [1])
-    report("start to first token", seconds=time.perf_counter() - began)
-    Workloads(engine.generate).run(arguments.workloads.split(","))
+    report("start to first token", seconds=time.perf_counter() - engine.began)
+    sizes = {"steps": arguments.steps, "longest": arguments.longest, "prompt": arguments.prompt}
+    Workloads(engine.generate, **sizes, continues=arguments.wait).run(arguments.workloads.split(","))
 
 
 if __name__ == "__main__":

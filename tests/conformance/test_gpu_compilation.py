@@ -1,4 +1,5 @@
-"""The expert kernels compile for Hopper, within its registers and shared memory, on a machine without a GPU."""
+"""Kernels of experts, attention, float8 blocks and recurrent layers compile for Hopper, within its registers and
+shared memory, on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -13,8 +14,21 @@ _ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["qwen3-30b bf16", "qwen3-30b fp8", "qwen3-30b int4", "gpt-oss-20b mxfp4"])
-def test_expert_kernels_compile_for_hopper(case: str) -> None:
+@pytest.mark.parametrize(
+    "case",
+    [
+        "qwen3-30b bf16",
+        "qwen3-30b fp8",
+        "qwen3-30b int4",
+        "gpt-oss-20b mxfp4",
+        "sinks",
+        "latent",
+        "blocks",
+        "router",
+        "recurrent",
+    ],
+)
+def test_kernels_compile_for_hopper(case: str) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tools.compile_gpu_kernels", *case.split()]

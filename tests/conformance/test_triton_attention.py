@@ -36,6 +36,7 @@ class Step:
     cap: float = 0.0
     shared_pages: int = 0  # that all tables begin with, in steps of any kind
     widened: bool = False  # FP8 pages are widened before the launch
+    has_sinks: bool = False  # a logit of each head joins the softmax
 
     def __post_init__(self) -> None:
         pages = [-(-length // PAGE) for length in self.lengths]
@@ -49,6 +50,7 @@ class Step:
             self.table[row, :common] = order[0][:common]
             self._poison(row)
         self.scales = (torch.rand(self.kv_heads) + 0.5, torch.rand(self.kv_heads) + 0.5)
+        self.sinks = torch.randn(self.kv_heads * self.group) * 3 if self.has_sinks else None
         self.q = torch.randn(sum(self.counts), self.kv_heads * self.group * self.dim).bfloat16()
 
     def _poison(self, row: int) -> None:
@@ -73,7 +75,7 @@ class Step:
         return paged_attention(
             *moved, self.dim**-0.5, self.window, self.cap,
             scales=tuple(each.to(DEVICE) for each in self.scales) if quantized else None,  # type: ignore[arg-type]
-            shared=shared, out=out,
+            sinks=None if self.sinks is None else self.sinks.to(DEVICE), shared=shared, out=out,
             distinct=distinct_pages(self.table.to(DEVICE), starts, PAGE) if self.widened else None,
         ).cpu()  # fmt: skip
 
@@ -93,7 +95,12 @@ class Step:
                 scores = torch.einsum("hgd,khd->hgk", q, k) * self.dim**-0.5
                 if self.cap:
                     scores = torch.tanh(scores / self.cap) * self.cap
-                out[token] = torch.einsum("hgk,khd->hgd", scores.softmax(-1), v).reshape(-1)
+                if self.sinks is not None:
+                    sinks = self.sinks.double().view(self.kv_heads, self.group, 1)
+                    weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+                else:
+                    weights = scores.softmax(-1)
+                out[token] = torch.einsum("hgk,khd->hgd", weights, v).reshape(-1)
                 token += 1
         return out
 
@@ -133,6 +140,21 @@ def test_decode(dtype: torch.dtype, kv_heads: int, group: int, dim: int) -> None
 )
 def test_mixed_step(dtype: torch.dtype, window: int, cap: float) -> None:
     check(Step([1, 5, 40, 1, 17], [133, 5, 90, 1, 60], window=window, cap=cap, dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        Step([1, 1, 1], [33, 1, 300], 1, 8, 64, has_sinks=True),
+        Step([1, 1, 1], [33, 1, 300], 2, 3, 40, FLOAT8, has_sinks=True),
+        Step([1, 5, 40, 1], [133, 5, 90, 1], window=9, has_sinks=True),
+        Step([1, 5, 40, 1], [133, 5, 90, 1], dtype=FLOAT8, has_sinks=True),
+        Step([1] * 3, [73, 64, 97], shared=48, has_sinks=True),
+    ],
+    ids=["decode", "decode fp8", "windowed mixed", "mixed fp8", "shared prefix"],
+)
+def test_sinks(step: Step) -> None:
+    check(step)
 
 
 @pytest.mark.parametrize("window", [0, 30])

@@ -120,7 +120,8 @@ def test_an_unknown_score_is_declined() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "k", "experts", "rows"), [(1, 2, 8, 16), (40, 4, 8, 16), (150, 4, 60, 32), (90, 8, 130, 16)]
+    ("tokens", "k", "experts", "rows"),
+    [(1, 2, 8, 16), (40, 4, 8, 16), (60, 8, 40, 16), (150, 4, 60, 32), (90, 8, 130, 16)],
 )
 def test_assignments_sorted_by_expert(tokens: int, k: int, experts: int, rows: int) -> None:
     ids = torch.stack([torch.randperm(experts)[:k] for _ in range(tokens)]).int()

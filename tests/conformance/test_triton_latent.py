@@ -13,6 +13,7 @@ if os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available():
 
 from tokenmill.kernels import ref, ref_latent
 from tokenmill.kernels.triton.attention.latent import latent_inputs, latent_paged_attention
+from tokenmill.kernels.triton.attention.latent_expanded import prompts_to_expand
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 _PAGE, _NOPE, _ROPE, _VALUE = 16, 24, 8, 20
@@ -59,6 +60,38 @@ def test_attention(dtype: torch.dtype, heads: int, rank: int, counts: list[int],
     )
     error = (got.float() - expected).norm() / expected.norm()
     assert error < (1e-5 if dtype == torch.float32 and DEVICE.type == "cpu" else 1e-2)
+
+
+@pytest.mark.parametrize(("counts", "lengths"), [([90, 80], [90, 200]), ([1, 90, 1], [40, 130, 17])])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, _FP8])
+def test_long_prompts_expanded(dtype: torch.dtype, counts: list[int], lengths: list[int]) -> None:
+    heads, rank = 4, 32
+    keys, values = _random(heads, _NOPE, rank) * 0.2, _random(heads, _VALUE, rank, seed=1)
+    table = _table(lengths)
+    scale = torch.full((1,), 0.5 if dtype == _FP8 else 1.0, device=DEVICE)
+    pages = (_random(int(table.max()) + 1, 1, _PAGE, rank + _ROPE, seed=2) / scale).to(dtype)
+    q = _random(sum(counts), heads * (_NOPE + _ROPE), seed=3)
+    starts = torch.tensor([0, *counts], device=DEVICE).cumsum(0).int()
+    seq_lens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    tails = q.view(len(q), heads, -1)[..., _NOPE:].flatten(1).contiguous()
+    kind = torch.float32 if dtype == torch.float32 else torch.bfloat16
+    q, keys, values, tails = (each.to(kind) for each in (q, keys, values, tails))
+    prompts = prompts_to_expand(starts.tolist(), lengths, keys, values)
+    assert [prompt.sequence for prompt in prompts] == [n for n, count in enumerate(counts) if count > 1]
+    got = latent_paged_attention(
+        q, tails, keys, values, pages, table, starts, seq_lens, 0.2, max_query=max(counts), max_seq=max(lengths),
+        row_scale=scale if dtype == _FP8 else None, prompts=prompts,
+    )  # fmt: skip
+    expected = ref_latent.latent_attention(
+        q.float(), pages.float() * scale, table, starts.cpu(), seq_lens.cpu(), keys.float(), values.float(), 0.2
+    )
+    assert (got.float() - expected).norm() / expected.norm() < (1e-5 if dtype == torch.float32 else 1e-2)
+
+
+def test_prompts_stay_absorbed_where_one_is_short() -> None:
+    keys, values = _random(4, _NOPE, 32), _random(4, _VALUE, 32)
+    assert prompts_to_expand([0, 90, 100], [90, 10], keys, values) == []
+    assert prompts_to_expand([0, 1, 2], [90, 10], keys, values) == []
 
 
 @pytest.mark.parametrize("interleaved", [True, False])

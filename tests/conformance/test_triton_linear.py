@@ -18,6 +18,7 @@ from tokenmill.kernels.ref_ggml import dequantize
 from tokenmill.kernels.triton.fused.elementwise import quantize_rows
 from tokenmill.kernels.triton.matmul import dequantize as expansion
 from tokenmill.kernels.triton.matmul import repack
+from tokenmill.kernels.triton.matmul.blocks import BlockLinear, block_product
 from tokenmill.kernels.triton.matmul.choose import (
     GEMV,
     GROUPED,
@@ -30,6 +31,7 @@ from tokenmill.kernels.triton.matmul.choose import (
     candidates,
     rule,
 )
+from tokenmill.kernels.triton.matmul.joined import join_linears
 from tokenmill.kernels.triton.matmul.linear import (
     DenseLinear,
     GpuLinear,
@@ -37,6 +39,7 @@ from tokenmill.kernels.triton.matmul.linear import (
     ScaledLinear,
     from_quantized,
     make_linear,
+    make_router,
     quantize_at_load,
 )
 from tokenmill.kernels.triton.shared.launch import on_hopper
@@ -81,6 +84,47 @@ def test_one_scale_per_row_and_token(count: int, rows: int, depth: int, dtype: t
     assert error(linear.multiply_quantized(x_codes.to(DEVICE), x_scales.to(DEVICE)), wanted) < ERROR
     whole = x.double().cpu() @ (codes.double() * scales[:, None].double()).T
     assert error(linear(x), whole) < (FLOAT8_ERROR if dtype == torch.float8_e4m3fn else 0.015)
+
+
+def float8_blocks(rows: int, depth: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, a scale for every 128 x 128, and what they mean in float64."""
+    codes = (torch.randn(rows, depth) * 40).to(torch.float8_e4m3fn)
+    scales = torch.rand(-(-rows // 128), -(-depth // 128)) + 0.1
+    wide = scales.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :depth]
+    return codes, scales, codes.double() * wide.double()
+
+
+@pytest.mark.parametrize(("count", "rows", "depth"), [(1, 200, 320), (18, 384, 256), (40, 72, 1024)])
+def test_float8_in_blocks(count: int, rows: int, depth: int) -> None:
+    codes, scales, dense = float8_blocks(rows, depth)
+    x_codes = (torch.randn(count, depth) * 40).to(torch.float8_e4m3fn)
+    x_scales, bias = torch.rand(count, -(-depth // 128)) + 0.1, torch.randn(rows)
+    wanted = x_codes.double() * x_scales.double().repeat_interleave(128, 1)[:, :depth] @ dense.T + bias.double()
+    moved = (each.to(DEVICE) for each in (x_codes, x_scales, codes, scales, bias))
+    assert error(block_product(*moved), wanted) < ERROR
+    matrix = QuantizedMatrix(Scheme("e4m3", 8, 128, 128, activations="fp8_group128"), codes.view(torch.uint8), scales)
+    linear, x = from_quantized(matrix, bias.to(DEVICE), DEVICE), tokens(count, depth)
+    assert isinstance(linear, BlockLinear)
+    assert error(linear(x), x.double().cpu() @ dense.T + bias.double()) < FLOAT8_ERROR
+
+
+def test_float8_in_blocks_is_joined_where_blocks_stay_whole() -> None:
+    parts = [float8_blocks(rows, 256) for rows in (256, 128, 72)]
+    linears = [BlockLinear(codes.to(DEVICE), scales, None) for codes, scales, _ in parts]
+    x, joined = tokens(3, 256), join_linears(linears)
+    assert joined is not None
+    assert torch.equal(joined(x), torch.cat([linear(x) for linear in linears], 1))
+    assert join_linears(linears[::-1]) is None
+
+
+@pytest.mark.parametrize("count", [1, 5, 40])
+def test_a_router_is_not_rounded(count: int) -> None:
+    weight, bias, x = torch.randn(24, 320).bfloat16(), torch.randn(24), tokens(count, 320)
+    router = make_router(weight.float().to(DEVICE), bias)
+    assert router is not None
+    logits = router.multiply(x, torch.float32)
+    assert error(logits, x.double().cpu() @ weight.double().T + bias.double()) < 1e-5
+    assert make_router(torch.randn(24, 320, device=DEVICE), None) is None, "it would be rounded to bf16"
 
 
 @pytest.mark.parametrize(
@@ -297,8 +341,8 @@ def test_every_neutral_scheme(scheme: Scheme) -> None:
 
 
 def test_an_input_rounding_without_a_kernel_is_declined() -> None:
-    scheme = Scheme("e4m3", 8, 128, 128, activations="fp8_group128")
-    matrix = QuantizedMatrix(scheme, torch.zeros(128, 128, dtype=torch.uint8), torch.ones(1, 1))
+    scheme = Scheme("e4m3", 8, 64, 64, activations="fp8_group128")
+    matrix = QuantizedMatrix(scheme, torch.zeros(128, 128, dtype=torch.uint8), torch.ones(2, 2))
     with pytest.raises(Declined, match="fp8_group128"):
         from_quantized(matrix, None, DEVICE)
 

@@ -244,7 +244,7 @@ def test_errors_have_the_openai_shape(
         ("/v1/completions", b'{"prompt": ""}', 400),
         ("/v1/completions", b'{"prompt": []}', 400),
         ("/v1/completions", b'{"prompt": "x", "suffix": "y"}', 400),
-        ("/v1/completions", b'{"prompt": "x", "best_of": 4}', 400),
+        ("/v1/completions", b'{"prompt": "x", "best_of": 99}', 400),
         ("/v1/completions", b'{"prompt": "\\ud800"}', 400),
         ("/v1/completions", b'{"prompt": [99999999]}', 400),
         ("/v1/completions", b'{"prompt": "x", "max_tokens": 0}', 400),

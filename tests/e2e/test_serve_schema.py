@@ -39,8 +39,9 @@ def _probe(strategy: Any, num_examples: int) -> int:
 
 
 @pytest.mark.parametrize("num_examples", [6, pytest.param(12, marks=pytest.mark.slow)])
-def test_no_document_breaks_the_server(model_path: Callable[[str], Path], num_examples: int) -> None:
-    with serving(model_path("stories15m"), "--context", "128", "--concurrency", "8", "--no-access-log") as server:
+def test_no_document_breaks_the_server(model_path: Callable[[str], Path], num_examples: int, tmp_path: Path) -> None:
+    flags = ("--context", "128", "--concurrency", "8", "--no-access-log", "--files-dir", str(tmp_path))
+    with serving(model_path("stories15m"), *flags) as server:
         schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
         operations = [operation.ok() for operation in schema.get_all_operations()]
         num_cases = sum(_probe(operation.as_strategy(), num_examples) for operation in operations)

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import jsonschema
 import openai
 import pytest
@@ -66,6 +67,11 @@ def _chat(client: openai.OpenAI, **options: Any) -> Any:
     return client.chat.completions.create(**wanted)
 
 
+def _token(client: openai.OpenAI, text: str) -> int:
+    ids = httpx.post(str(client.base_url.join("/tokenize")), json={"prompt": text}).json()["tokens"]
+    return int(ids[-1])
+
+
 def _schema_format(schema: Any) -> Any:
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
 
@@ -101,6 +107,21 @@ def test_a_json_object_is_one(client: openai.OpenAI) -> None:
         assert isinstance(json.loads(choice.message.content), dict)
     else:
         assert choice.message.content.startswith("{")
+
+
+def test_text_with_structural_tags(client: openai.OpenAI) -> None:
+    tag = {"begin": "<person>", "content": {"type": "json_schema", "json_schema": _PERSON}, "end": "</person>"}
+    rule = {"type": "triggered_tags", "triggers": ["<"], "tags": [tag], "at_least_one": True}
+    wanted: Any = {"type": "structural_tag", "format": rule | {"stop_after_first": True}}
+    bias = {"logit_bias": {str(_token(client, "<")): 20}}  # the model would rather talk
+    choice = _chat(client, response_format=wanted, max_tokens=120, extra_body=bias).choices[0]
+    text, found, rest = choice.message.content.partition("<person>")
+    assert found, text
+    if choice.finish_reason == "stop":
+        jsonschema.validate(json.loads(rest.removesuffix("</person>")), _PERSON)
+        assert rest.endswith("</person>")
+    with pytest.raises(openai.BadRequestError, match="triggers"):
+        _chat(client, response_format={"type": "structural_tag", "structures": [tag]})
 
 
 @pytest.mark.parametrize(

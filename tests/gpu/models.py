@@ -59,6 +59,30 @@ _DEEPSEEK3 = {
     "qk_rope_head_dim": 16,
     "v_head_dim": 16,
 }
+_GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "head_dim": 16,
+    "intermediate_size": 64,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "attention_bias": True,
+    "sliding_window": 16,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "quantization_config": {"quant_method": "mxfp4"},
+}
+_QWEN3_FP8 = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "head_dim": 32,
+    "num_key_value_heads": 4,
+    "hidden_size": 128,
+    "moe_intermediate_size": 128,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": _TINY,
     "qwen3": _TINY | _QWEN3,
@@ -67,6 +91,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "stablelm": _TINY | _STABLELM,
     "gpt2": _TINY | _GPT2,
     "olmo2": _TINY | _OLMO2,
+    "gpt_oss": _TINY | _GPT_OSS,
+    "qwen3_fp8": _TINY | _QWEN3_FP8,
 }
 
 

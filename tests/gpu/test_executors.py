@@ -29,7 +29,8 @@ SHALLOW: dict[str, dict[str, Any]] = {
     "qwen3": {"num_hidden_layers": 1},
     "deepseek3": {"num_hidden_layers": 1},
     "gemma3": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
-    **{name: {"num_hidden_layers": 1} for name in ("stablelm", "gpt2", "olmo2")},
+    **{name: {"num_hidden_layers": 1} for name in ("stablelm", "gpt2", "olmo2", "qwen3_fp8")},
+    "gpt_oss": {},
 }
 COMMON: dict[str, Any] = {"load_format": "dummy", "context": 128, "page_size": 16, "batch_tokens": 24}
 NEAR_TIE = 0.02  # in log-probability: bf16 activations against float32
@@ -72,7 +73,7 @@ def same_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("same_weights")
 @pytest.mark.parametrize(
-    "name", ["llama", *(["qwen3"] if ON_GPU else []), "gemma3", "deepseek3", "stablelm", "gpt2", "olmo2"]
+    "name", ["llama", *(["qwen3"] if ON_GPU else []), "gemma3", "deepseek3", "stablelm", "gpt2", "olmo2", "gpt_oss"]
 )
 def test_greedy_tokens_are_those_of_the_spec_up_to_near_ties(tmp_path: Path, name: str) -> None:
     folder = config(tmp_path, name)
@@ -84,6 +85,19 @@ def test_greedy_tokens_are_those_of_the_spec_up_to_near_ties(tmp_path: Path, nam
         for prompt, answer in zip(asked, answers, strict=True):
             assert len(answer) == LENGTH
             assert worst_choice(reference, prompt, answer) < NEAR_TIE
+
+
+@pytest.mark.usefixtures("same_weights")
+def test_float8_in_blocks_is_captured_and_stays_close(tmp_path: Path) -> None:
+    folder, asked = config(tmp_path, "qwen3_fp8"), prompts(2)
+    with engine(folder, "cuda_graph") as llm:
+        answers = greedy(llm, asked, LENGTH)
+        used = {
+            type(weight.kernel.run).__name__ for weight in llm.parts.runtime.model.weights.values() if weight.kernel
+        }
+        assert used == {"JoinedRows", "BlockLinear", "RouterLinear", "DenseLinear"}, "none by the torch spec"
+    with spec(folder) as reference:
+        assert max(worst_choice(reference, *pair) for pair in zip(asked, answers, strict=True)) < 0.5
 
 
 @pytest.mark.usefixtures("same_weights")

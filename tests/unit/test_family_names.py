@@ -15,12 +15,17 @@ from tokenmill.model.architectures import ARCHITECTURES
 
 PACKAGE = Path(tokenmill.__file__).parent
 ALLOWED = ("model/architectures/", "checkpoint/")
+# Tables of parsers: their keys are the names of styles that users type (vLLM's), of which some are called after a
+# family. Which one a model has is read from its chat template, never from its family.
+STYLES = ("serve/reasoning/__init__.py", "serve/tools/__init__.py")
 # Variables and fields that hold the name of a family, in any spelling that code here uses.
 _NAMES = ("architecture", "model_type")
 # Words that also name facts of the description: `Recurrent.style`.
 _FACTS = {"mamba", "mamba2"}
 FILES = [
-    path for path in sorted(PACKAGE.rglob("*.py")) if not str(path.relative_to(PACKAGE).as_posix()).startswith(ALLOWED)
+    path
+    for path in sorted(PACKAGE.rglob("*.py"))
+    if not path.relative_to(PACKAGE).as_posix().startswith(ALLOWED + STYLES)
 ]
 
 

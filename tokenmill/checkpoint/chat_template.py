@@ -97,22 +97,28 @@ class ChatTemplate:
         return "".join(parts)
 
 
-def gguf_template(metadata: Mapping[str, Any]) -> ChatTemplate | None:
-    source = metadata.get(_GGUF_KEY)
+def gguf_template(metadata: Mapping[str, Any], stated: str = "") -> ChatTemplate | None:
+    """`stated`: the source of a template to use instead of the model's own."""
+    source = stated or metadata.get(_GGUF_KEY)
     if not isinstance(source, str):
         return None
     named = {
-        key.removeprefix(_GGUF_KEY + "."): metadata[key] for key in metadata if str(key).startswith(_GGUF_KEY + ".")
+        key.removeprefix(_GGUF_KEY + "."): metadata[key]
+        for key in metadata
+        if str(key).startswith(_GGUF_KEY + ".") and not stated
     }
     # Looked up only where needed: it decodes the whole vocabulary.
     tokens = {name: _gguf_token(metadata, name) if f"{name}_token" in source else None for name in ("bos", "eos")}
     return ChatTemplate(source, tokens["bos"], tokens["eos"], named)
 
 
-def directory_template(path: Path) -> ChatTemplate | None:
+def directory_template(path: Path, stated: str = "") -> ChatTemplate | None:
+    """`stated`: the source of a template to use instead of the model's own."""
     config_path, template_path = path / "tokenizer_config.json", path / "chat_template.jinja"
     config = read_json(config_path) if config_path.is_file() else {}
-    if template_path.is_file():
+    if stated:
+        named = {DEFAULT_NAME: stated}
+    elif template_path.is_file():
         named = {DEFAULT_NAME: template_path.read_text(encoding="utf-8")}
     else:
         named = _config_templates(config.get("chat_template"))

@@ -15,6 +15,8 @@ from tokenmill.checkpoint.base import StoredTensor
 from tokenmill.checkpoint.safetensors import read_json
 from tokenmill.errors import CheckpointError, UserError
 
+MADE_UP_METHODS = ("fp8", "mxfp4")
+
 
 class DummyCheckpoint:
     """A Checkpoint without tensors."""
@@ -23,8 +25,12 @@ class DummyCheckpoint:
         if not (path / "config.json").is_file():
             raise CheckpointError(f"{path} has no config.json", "dummy weights need a directory with one")
         config = read_json(path / "config.json")
-        if "quantization_config" in config:
-            raise UserError(f"{path} describes quantized weights", "use its plain config.json and --quantization")
+        self._quantization: dict[str, object] = config.get("quantization_config") or {}
+        if self._quantization and self._quantization.get("quant_method") not in MADE_UP_METHODS:
+            raise UserError(
+                f"{path} describes weights quantized by {self._quantization.get('quant_method')}",
+                f"only {' and '.join(MADE_UP_METHODS)} can be made up: use a plain config.json and --quantization",
+            )
         self.path = path
         description = hf_config.describe(config, None)
         self.description = replace(description, name=description.name or path.resolve().name)
@@ -42,4 +48,4 @@ class DummyCheckpoint:
         pass
 
     def quantization(self) -> dict[str, object]:
-        return {}
+        return self._quantization

@@ -30,22 +30,24 @@ def load_tokenizer(path: Path) -> Tokenizer:
     return gguf_tokenizer.build_tokenizer(gguf_metadata(path))
 
 
-def load_chat_template(path: Path) -> ChatTemplate | None:
-    """The chat template of a GGUF file or of a Hugging Face directory; None where it has none."""
+def load_chat_template(path: Path, source: str = "") -> ChatTemplate | None:
+    """The chat template of a GGUF file or of a Hugging Face directory; None where it has none. `source`: a template to
+    use instead, with the special tokens of the model."""
     path = Path(path)
     if path.is_dir() and (path / "tokenizer.json").is_file():
-        return directory_template(path)
-    return gguf_template(gguf_metadata(path))
+        return directory_template(path, source)
+    return gguf_template(gguf_metadata(path), source)
 
 
-def tokenizer_of(path: Path, load_format: str) -> tuple[Tokenizer, ChatTemplate | None]:
-    """The tokenizer and the chat template of a model; numbers for tokens where it has none."""
+def tokenizer_of(path: Path, load_format: str, template_source: str = "") -> tuple[Tokenizer, ChatTemplate | None]:
+    """The tokenizer and the chat template of a model, or a stated one; numbers for tokens where it has none."""
     path = Path(path)
+    stated = ChatTemplate(template_source) if template_source else None
     if load_format == "dummy" and not (path / "tokenizer.json").is_file():
-        return numbering_tokenizer(_vocab_size(path)), None
+        return numbering_tokenizer(_vocab_size(path)), stated
     if lacks_tokenizer(path):
-        return missing_tokenizer(path.name, _vocab_size(path)), None
-    return load_tokenizer(path), load_chat_template(path)
+        return missing_tokenizer(path.name, _vocab_size(path)), stated
+    return load_tokenizer(path), load_chat_template(path, template_source)
 
 
 def lacks_tokenizer(path: Path) -> bool:

@@ -18,6 +18,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "run": "Answer one prompt",
         "chat": "Talk with a model on the terminal",
         "serve": "Serve a model over HTTP (OpenAI, Ollama and Anthropic APIs)",
+        "run-batch": "Answer a file of requests (OpenAI's batch format), resumable",
         "pull": "Download a model, or find it in the cache",
     },
     "Make smaller and faster": {

@@ -27,6 +27,7 @@ from tokenmill.cli import (
     pull,
     quantize,
     run,
+    run_batch,
     serve,
     simulate,
     train_draft,
@@ -52,6 +53,7 @@ app.command("pull")(pull.pull)
 app.command("run")(run.run)
 app.command("chat")(chat.chat)
 app.command("serve")(serve.serve)
+app.command("run-batch")(run_batch.run_batch)
 app.command("plan")(plan.plan)
 app.command("deploy")(deploy.deploy)
 app.command("simulate")(simulate.simulate)

@@ -34,6 +34,8 @@ _SAMPLING_HELP = {
     "frequency_penalty": "Subtracted from a token's logit for each time it occurs in the output.",
     "presence_penalty": "Subtracted from a token's logit once it occurs in the output.",
     "logit_bias": "Add BIAS to the logit of token ID. Repeatable.",
+    "allowed_token_ids": "Sample none but these token ids, such as 2,32000.",
+    "bad_words": "Never write this text. Repeatable.",
     "seed": "Random seed; the same seed gives the same output.",
     "stop": "Stop before this text. Repeatable.",
     "stop_token_ids": "Stop at any of these token ids, such as 2,32000.",
@@ -42,7 +44,8 @@ _SAMPLING_HELP = {
     "skip_special_tokens": "Leave special tokens out of the text.",
     "logprobs": "Report the log-probability of each token and of the K most likely alternatives.",
 }
-_NOT_SAMPLING_FLAGS = ("prompt_logprobs", "structured", "cache")  # only in evaluation verbs and the server
+# Only in evaluation verbs and the server, or made by the engine.
+_NOT_SAMPLING_FLAGS = ("prompt_logprobs", "structured", "cache", "reasoning", "bad_word_ids")
 
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="Alias, Hugging Face id, directory or .gguf file.", show_default=True)
@@ -173,9 +176,9 @@ def _sampling_flag(spec: Field[Any], kind: Any, default: Any) -> inspect.Paramet
     extra: dict[str, Any] = {"rich_help_panel": "Sampling"}
     if spec.name == "logit_bias":
         kind, extra["metavar"] = list[str], "ID=BIAS"
-    elif spec.name == "stop":
+    elif spec.name in ("stop", "bad_words"):
         kind = list[str]
-    elif spec.name == "stop_token_ids":
+    elif spec.name in ("stop_token_ids", "allowed_token_ids"):
         kind = str
         extra |= {"parser": parse_ids, "metavar": "IDS"}
     else:

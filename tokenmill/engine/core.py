@@ -10,6 +10,7 @@ import time
 from typing import Protocol
 
 from tokenmill.engine.scheduler import Scheduler
+from tokenmill.engine.step_meter import StepMeter
 from tokenmill.types import Request, StepPlan, StepResult, TokenEvent
 
 
@@ -24,6 +25,7 @@ class EngineCore:
         self.scheduler = scheduler
         self.runner = runner
         self.stats = scheduler.stats
+        self.meter: StepMeter | None = None  # where device time is billed
 
     def step(self, run: int = 1) -> list[TokenEvent]:
         """Compute one batch; what it brought, at most one event for each running sequence. Nothing to do, or all
@@ -38,6 +40,8 @@ class EngineCore:
         seconds = time.perf_counter() - began
         events = self.scheduler.update(plan, result)
         self.scheduler.record_step(plan, events, seconds)
+        if self.meter is not None:
+            self.meter.record(plan, result, events, seconds)
         return events
 
     @property

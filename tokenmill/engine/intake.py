@@ -49,6 +49,7 @@ class Intake:
         self._check = check
         self._arrivals = count()
         self._last: list[int] = []  # the last prompt of token ids, all checked
+        self._last_words: tuple[tuple[str, ...], tuple[tuple[int, ...], ...]] = (), ()  # bad words and their tokens
 
     def request(
         self,
@@ -76,6 +77,10 @@ class Intake:
             )
         stop_ids = frozenset(self._checked_ids("stop token id", params.stop_token_ids))
         self._checked_ids("logit_bias token id", list(params.logit_bias or ()))
+        self._checked_ids("allowed_token_ids token id", params.allowed_token_ids or ())
+        if params.bad_words:
+            own = dict.fromkeys((*params.bad_word_ids, *self._bad_word_ids(params.bad_words)))
+            params = replace(params, bad_word_ids=tuple(own))
         structured = params.structured
         if structured is not None and not self._eos_ids:
             raise UserError("the model has no end-of-text token", "leave structured output out")
@@ -95,6 +100,17 @@ class Intake:
             priority=priority,
             arrival=arrival,
         )
+
+    def _bad_word_ids(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        """Tokens of each word as it is written at the beginning of a text, and after a blank. All prompts of a request
+        have the same words: they are encoded once."""
+        known, ids = self._last_words
+        if known != words:
+            texts = [text for word in words for text in (word.lstrip(), f" {word.lstrip()}")]
+            encoded = [tuple(self._tokenizer.encode(text, add_special_tokens=False)) for text in texts]
+            ids = tuple(dict.fromkeys(filter(None, encoded)))
+            self._last_words = words, ids
+        return ids
 
     def _with_budget(self, params: SamplingParams) -> SamplingParams:
         if self._budget is None or (params.cache is not None and params.cache.policy):

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from tokenmill.config import EngineConfig
+from tokenmill.engine.beam_search import BeamSearchParams, BeamSequence, beam_search
 from tokenmill.engine.build import EngineParts, build_engine
 from tokenmill.engine.collector import RequestCollector
 from tokenmill.engine.core import EngineCore
@@ -80,6 +81,22 @@ class LLM:
         params = _one_each(sampling_params, len(texts))
         requests = [self.parts.intake.request(text, each, chat=True) for text, each in zip(texts, params, strict=True)]
         return self._run(requests, list(texts), progress)
+
+    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[list[BeamSequence]]:
+        """For each prompt its most probable continuations, best first."""
+        parts, tokenizer = self.parts, self.parts.tokenizer
+        encoded = [tokenizer.encode(each) if isinstance(each, str) else list(each) for each in _as_batch(prompts)]
+        longest, context = max(map(len, encoded), default=0), parts.config.context
+        if longest + params.max_tokens > context:
+            raise UserError(
+                f"{longest} tokens and {params.max_tokens} more do not fit the context of {context}",
+                "lower max_tokens, shorten the prompts or raise context",
+            )
+        eos_ids = {*parts.description.eos_ids, *tokenizer.eos_ids}
+        found = beam_search(encoded, params, self.generate, eos_ids, parts.description.vocab_size)
+        for beam in (beam for beams in found for beam in beams):
+            beam.text = tokenizer.decode(beam.token_ids)
+        return found
 
     def render_chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
         template = self.parts.chat_template

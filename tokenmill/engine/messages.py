@@ -24,6 +24,7 @@ class EngineSpec(msgspec.Struct, frozen=True):
     heartbeat_seconds: float = 0.25
     log_level: str = "info"
     step_log: str = ""  # folder that step times are logged in
+    meters: bool = False  # divide the time of steps among tenants
 
 
 # --- to the engine ---
@@ -121,6 +122,7 @@ class Events(msgspec.Struct, frozen=True, tag="events"):
 
     events: list[TokenEvent]
     stats: EngineStats | None = None
+    device_seconds: dict[str, float] = {}  # by tenant, since the last statistics; only if the engine meters
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):

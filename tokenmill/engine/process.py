@@ -17,7 +17,9 @@ import threading
 import time
 import traceback
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict
+from itertools import chain
 from math import ceil
 from pathlib import Path
 
@@ -47,6 +49,7 @@ from tokenmill.engine.messages import (
 )
 from tokenmill.engine.stats import PROMPT_STEP_TOKENS
 from tokenmill.engine.step_log import log_steps_to
+from tokenmill.engine.step_meter import StepMeter
 from tokenmill.errors import UserError
 from tokenmill.log import configure, get_logger
 from tokenmill.types import Request, SamplingParams, TokenEvent
@@ -133,7 +136,9 @@ class EngineProcess:
         context, vocab_size = self._parts.config.context, self._parts.description.vocab_size
         if not 0 < len(message.prompt_ids) <= context:
             return f"the prompt has {len(message.prompt_ids)} tokens, the context holds {context}"
-        ids = (*message.prompt_ids, *message.stop_ids, *(message.params.logit_bias or ()))
+        params = message.params
+        named: list[Iterable[int]] = [params.logit_bias or (), params.allowed_token_ids or (), *params.bad_word_ids]
+        ids = (*message.prompt_ids, *message.stop_ids, *chain.from_iterable(named))
         if not 0 <= min(ids) <= max(ids) < vocab_size:
             return f"a token id is outside the vocabulary of {vocab_size}"
         if not 0 < message.weight < float("inf"):
@@ -157,7 +162,7 @@ class EngineProcess:
             self._send(Events(events))
         else:
             self._stats_sent = now
-            self._send(Events(events, core.stats))
+            self._send(Events(events, core.stats, core.meter.take() if core.meter is not None else {}))
 
     def on_refused(self, request_id: str, error: UserError) -> None:
         code = "deadline" if isinstance(error, DeadlineError) else ""
@@ -214,6 +219,7 @@ def serve_engine(spec: EngineSpec) -> None:
         gc.freeze()  # what lives as long as the process is not looked through again: that would stop a step for long
         if spec.step_log:
             log_steps_to(Path(spec.step_log), parts)
+        parts.core.meter = StepMeter() if spec.meters else None
         process = EngineProcess(parts, inbox, outbox, activity)
         pulse.loop = process.loop
         process.loop.run(process)

@@ -117,6 +117,7 @@ class EngineStats:
     )
     tiers: list[TierStats] = field(default_factory=list)  # nearest first
     num_steps: int = _counter("engine_steps", "Steps of the engine.", "Throughput")
+    total_seconds: float = _counter("engine_busy_seconds", "Time in steps of the engine.", "Throughput")
     num_drafts: int = _counter(
         "drafts", "Steps of a sequence with drafted tokens.", "Throughput", "spec_decode_num_drafts"
     )
@@ -152,6 +153,7 @@ class EngineStats:
         self.num_tokens_computed += computed
         self.step_tokens = computed
         self.step_seconds = seconds
+        self.total_seconds += seconds
         self.peak_running = max(self.peak_running, self.num_running)
         self.peak_tokens = max(self.peak_tokens, self.num_context_tokens)
         self.total_kv_usage += self.kv_usage

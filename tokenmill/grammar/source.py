@@ -12,13 +12,20 @@ import re
 from typing import Any
 
 from tokenmill.errors import UserError
+from tokenmill.grammar.structural_tags import read_tags, tags_grammar
 from tokenmill.types import StructuredSpec
 
 # Bounded, so that a model cannot fill its context with blanks. Long enough for deep indentation.
 WHITESPACE = r"[ \n\r\t]{1,40}"
 JSON_OPTIONS: dict[str, Any] = {"lenient": False, "coerce_one_of": False, "whitespace_pattern": WHITESPACE}
 _MAX_DEPTH = 64
-_MAX_CHARS = {"json_schema": 1 << 17, "regex": 1 << 14, "choice": 1 << 16, "grammar": 1 << 16}
+_MAX_CHARS = {
+    "json_schema": 1 << 17,
+    "regex": 1 << 14,
+    "choice": 1 << 16,
+    "grammar": 1 << 16,
+    "structural_tag": 1 << 17,
+}
 _RULE = re.compile(r"[ \t]*[\w-]+[ \t]*::=")  # of GBNF, at the start of a line
 _MAX_MESSAGE = 300
 _SMALLEST = -(2**63)  # as a constant it overflows the library's stack: one small schema would end the process
@@ -27,6 +34,7 @@ _REMEDY = {
     "json_object": "report this",
     "regex": "write it without look-around, back-references and word boundaries",
     "choice": "shorten the list",
+    "structural_tag": "leave that part out of the schemas, or check the answer yourself",
     "grammar": "give a Lark grammar with a rule 'start', or GBNF with a rule 'root'",
 }
 
@@ -44,6 +52,8 @@ def grammar_text(spec: StructuredSpec) -> str:
             return LLMatcher.grammar_from_regex(_unanchored(spec.text))
         case "choice":
             return LLMatcher.grammar_from_regex("|".join(map(_escaped, dict.fromkeys(spec.choices))))
+        case "structural_tag":
+            return LLMatcher.grammar_from_lark(tags_grammar(read_tags(spec.text)))
         case _:
             return LLMatcher.grammar_from_lark(_lark(spec.text))
 

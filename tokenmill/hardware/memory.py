@@ -19,6 +19,7 @@ DEFAULT_SHARE = 0.25
 # Of recurrent states: snapshots for each sequence that runs, and the share of the remaining memory they may take.
 SNAPSHOTS_PER_SEQUENCE = 4
 _SNAPSHOT_SHARE = 0.25
+_SPARE_SHARE = 0.5  # likewise of spare states, which come before snapshots
 _MAX_EMPTY_PAGES = 1 << 18  # of models that keep nothing in pages
 # Sampling workspace per (sequence, vocabulary entry): logits, probabilities, sorted copies and indices in float32.
 SAMPLER_BYTES = 41.0
@@ -32,6 +33,7 @@ class KVBudget:
     reason: str
     state_bytes: int = 0  # recurrent states: of all sequences that run at once, and snapshots
     num_state_slots: int = 0
+    num_spare_states: int = 0  # beyond the slots, for steps that are launched before it is known that they are planned
 
     @property
     def nbytes(self) -> int:
@@ -53,18 +55,21 @@ def plan_kv(
     available: int,
     share_of_available: float = DEFAULT_SHARE,
     prefix_caching: bool = False,
+    queues_steps: bool = False,
 ) -> KVBudget:
     """Pages for `concurrency` requests of `context` tokens, within `memory` (stated) or a share of `available`.
 
     Recurrent states come first: every sequence that runs has its own, whatever its length. With a prefix cache, some of
-    the rest is for snapshots of them.
+    the rest is for snapshots of them; where steps are queued (`queues_steps`), some is for the states that these write.
     """
     one = layout.peak_pages(context)
     requested = one * concurrency
     if not page_bytes:  # the prefix cache may then name as many pages as it likes
         requested = max(requested, min(concurrency * ceil(context / layout.page_size), _MAX_EMPTY_PAGES))
-    slots = _state_slots(layout, concurrency, memory or int(available * share_of_available), prefix_caching)
-    states = layout.state_bytes * slots
+    total = memory or int(available * share_of_available)
+    spares = _spare_states(layout, concurrency, total - one * page_bytes) if queues_steps else 0
+    slots = _state_slots(layout, concurrency, total - layout.state_bytes * spares, prefix_caching)
+    states = layout.state_bytes * (slots + spares)
     if not memory and states > available:
         raise UserError(
             f"the recurrent states of {concurrency} requests need {states / 2**20:.1f} MiB, "
@@ -86,7 +91,7 @@ def plan_kv(
         pages = max(one, min(requested, share))
         reason = "context x concurrency" if pages == requested else f"{share_of_available:.0%} of free memory"
     full_requests = pages / one if page_bytes else float(concurrency)
-    return KVBudget(pages, page_bytes, full_requests, reason, states, slots)
+    return KVBudget(pages, page_bytes, full_requests, reason, states, slots, spares)
 
 
 def _state_slots(layout: KVLayout, concurrency: int, memory: int, prefix_caching: bool) -> int:
@@ -96,6 +101,14 @@ def _state_slots(layout: KVLayout, concurrency: int, memory: int, prefix_caching
     left = max(0, memory - layout.state_bytes * concurrency)
     most = int(left * _SNAPSHOT_SHARE) // layout.state_bytes
     return concurrency + (min(most, SNAPSHOTS_PER_SEQUENCE * concurrency) if prefix_caching else 0)
+
+
+def _spare_states(layout: KVLayout, concurrency: int, memory: int) -> int:
+    """One for each sequence that runs, within a share of what the sequences leave of `memory`."""
+    if not layout.states:
+        return 0
+    left = max(0, memory - layout.state_bytes * concurrency)
+    return min(concurrency, int(left * _SPARE_SHARE) // layout.state_bytes)
 
 
 def _pages_in(nbytes: int, page_bytes: int, requested: int) -> int:

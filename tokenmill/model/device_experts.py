@@ -39,7 +39,7 @@ def stack_for_gpu(stack: WeightStack, upload: Upload, quantization: str) -> Any:
     first = stack.experts[0][0]
     if any(block.type_name != first.type_name for blocks in stack.experts for block in blocks):
         raise Declined("the experts of a layer have different types")
-    bias = _bias(stack, upload)
+    bias = stack.bias
     if isinstance(first, DenseWeight):
         if not quantization:
             return gpu.bf16_stack(_gather(stack, upload, lambda w: [w.parts()["values"].to(torch.bfloat16)])[0], bias)
@@ -69,18 +69,18 @@ def _gather(stack: WeightStack, upload: Upload, read: Callable[[LinearWeight], S
     """What `read` gives of each block, rows joined and experts stacked: [experts, rows, ...] each."""
     stacked: list[Tensor] = []
     for expert, blocks in enumerate(stack.experts):
-        parts = [torch.cat(each) for each in zip(*(read(upload(block)) for block in blocks), strict=True)]
+        columns = list(zip(*(read(upload(block)) for block in blocks), strict=True))
+        parts = [torch.cat([_as_bytes(each) for each in column]) for column in columns]
         if not stacked:
             stacked = [part.new_empty(len(stack), *part.shape) for part in parts]
         for target, part in zip(stacked, parts, strict=True):
             target[expert] = part
-    return stacked
+    return [target.view(column[0].dtype) for target, column in zip(stacked, columns, strict=True)]
 
 
-def _bias(stack: WeightStack, upload: Upload) -> Tensor | None:
-    if stack.experts[0][0].bias is None:
-        return None
-    return _gather(stack, upload, lambda weight: [weight.bias] if weight.bias is not None else [])[0]
+def _as_bytes(values: Tensor) -> Tensor:
+    """Not every version of torch joins float8."""
+    return values.view(torch.uint8) if values.element_size() == 1 else values
 
 
 def _to_fp8(weight: LinearWeight) -> list[Tensor]:

@@ -28,7 +28,7 @@ from tokenmill.model.dummy_reader import fill
 from tokenmill.model.formats.base import LinearWeight
 from tokenmill.model.formats.stacks import ExpertStacks
 from tokenmill.model.host_experts import HostPlacement, SlotPlan, plan_slots
-from tokenmill.model.layers.experts import Experts
+from tokenmill.model.layers.experts import Experts, expert_layers
 from tokenmill.model.linear_groups import head_projections, linear_groups
 from tokenmill.model.reader import WeightReader
 
@@ -96,8 +96,8 @@ def place_weights(decoder: Decoder, reader: WeightReader, placement: Placement) 
             continue
         for weight in group:
             scheme = "" if weight is decoder.head else placement.quantization
-            if id(weight) in routers:  # 16 bits would change which experts are chosen
-                weight.kernel = select_linear(upload.weight(weight), placement.device, "ref")
+            if id(weight) in routers:
+                weight.kernel = _make_router(upload.weight(weight), placement)
             else:
                 weight.kernel = _make(upload.weight(weight), prefixes[id(weight)], scheme, placement)
             for name in reader.tensor_names[prefixes[id(weight)]]:
@@ -119,7 +119,7 @@ def _place_experts(
     routers: set[int] = set()
     placed: set[int] = set()
     names = {id(weight): prefix for prefix, weight in reader.weights.items()}
-    layers = [block.mlp for block in decoder.blocks if isinstance(block.mlp, Experts)]
+    layers = expert_layers(decoder.blocks)
     place = expert_placement(layers, placement, upload)
     for mlp in layers:
         gate = None if mlp.shared is None else mlp.shared.gate
@@ -192,6 +192,15 @@ def place_reference(decoder: Decoder, reader: WeightReader, device: torch.device
     for projections in head_projections(decoder):
         projections.place(lambda weight: weight, torch.float32)
     _move_small(decoder, device)
+
+
+def _make_router(weight: LinearWeight, placement: Placement) -> Choice:
+    """In 16 bits only where the matrix is stored so: rounding it would change which experts are chosen."""
+    values = weight.parts().get("values")
+    router = None
+    if values is not None and weight.precise and placement.kernels in ("", "triton"):
+        router = gpu.make_router(values, weight.bias)
+    return select_linear(weight, placement.device, "ref") if router is None else Choice("linear", "triton", router)
 
 
 def _make(weight: LinearWeight, prefix: str, scheme: str, placement: Placement) -> Choice:

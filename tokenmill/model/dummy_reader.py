@@ -13,9 +13,14 @@ from tokenmill.checkpoint.base import Checkpoint, StoredTensor
 from tokenmill.model.architectures import architecture_of
 from tokenmill.model.formats.base import LinearWeight
 from tokenmill.model.formats.dense import DenseWeight
+from tokenmill.model.formats.float4 import Float4Weight
+from tokenmill.model.formats.float8 import Float8Weight
+from tokenmill.model.formats.settings import input_rounding
 from tokenmill.model.reader import WeightReader
 
 _SPREAD = 0.02  # standard deviation, that of usual initializations
+_CODE_SPREAD = 32.0  # of float8 codes, which end at 448
+_NEVER_QUANTIZED = ("embed_tokens", "lm_head", "mlp.gate", "router", "kv_b_proj")
 
 
 class DummyReader(WeightReader):
@@ -38,6 +43,10 @@ class DummyReader(WeightReader):
 
     def linear(self, prefix: str, out_features: int, in_features: int, bias: bool = False) -> LinearWeight:
         shape = (out_features, in_features)
+        coded = self._coded(prefix, shape)
+        if coded is not None:
+            coded.bias = torch.zeros(out_features) if bias else None
+            return self.add(prefix, coded, [])
         if self._device.type == "cpu":
             values = (torch.randn(shape, generator=self._generator) * _SPREAD).to(torch.bfloat16)
         else:
@@ -47,6 +56,32 @@ class DummyReader(WeightReader):
         self.weights[prefix] = weight
         self.tensor_names[prefix] = []
         return weight
+
+    def _coded(self, prefix: str, shape: tuple[int, int]) -> LinearWeight | None:
+        """A quantized matrix, where `quantization_config` has one here; meta tensors as `linear` has them."""
+        settings = self.checkpoint.quantization()
+        method, (rows, columns) = settings.get("quant_method"), shape
+        if not method or prefix.endswith(_NEVER_QUANTIZED) or (method == "mxfp4" and ".experts." not in prefix):
+            return None
+
+        def tensor(*size: int, dtype: torch.dtype) -> Tensor:
+            meta = torch.empty(size, dtype=dtype, device="meta")
+            return fill(meta, self._device, self._generator) if self._device.type == "cpu" else meta
+
+        if method == "mxfp4":
+            scales = tensor(rows, columns // 32, dtype=torch.float8_e8m0fnu)
+            return Float4Weight(
+                {"weight_packed": tensor(rows, columns // 2, dtype=torch.uint8), "weight_scale": scales}, prefix
+            )
+        block = settings.get("weight_block_size")
+        size = [-(-rows // block[0]), -(-columns // block[1])] if isinstance(block, list) else [1]
+        tensors = {
+            "weight": tensor(rows, columns, dtype=torch.float8_e4m3fn),
+            "weight_scale_inv" if block else "weight_scale": tensor(*size, dtype=torch.float32),
+        }
+        return Float8Weight(
+            tensors, prefix, tuple(block) if isinstance(block, list) else None, input_rounding(self.checkpoint, prefix)
+        )
 
     def finish(self) -> None:
         """Nothing can be missing or left over."""
@@ -59,6 +94,15 @@ def matrix_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, int]]:
     return {f"{prefix}.weight": (each.out_features, each.in_features) for prefix, each in reader.weights.items()}
 
 
-def fill(meta: Tensor, device: torch.device) -> Tensor:
-    """A matrix of random values in place of a meta tensor."""
-    return torch.empty(meta.shape, dtype=meta.dtype, device=device).normal_(std=_SPREAD)
+def fill(meta: Tensor, device: torch.device, generator: torch.Generator | None = None) -> Tensor:
+    """Random values in place of a meta tensor: of a matrix, of codes (one byte, or two in one), or of their scales."""
+    if meta.dtype == torch.uint8:
+        return torch.randint(0, 256, meta.shape, dtype=torch.uint8, device=device, generator=generator)
+    if meta.dtype == torch.float8_e8m0fnu:  # a power of two beside codes of 1 to 6
+        exponents = torch.randint(118, 122, meta.shape, dtype=torch.uint8, device=device, generator=generator)
+        return exponents.view(meta.dtype)
+    if meta.dtype == torch.float32:  # beside codes up to 448
+        return torch.rand(meta.shape, device=device, generator=generator).add_(0.5).mul_(_SPREAD / _CODE_SPREAD)
+    is_code = meta.dtype == torch.float8_e4m3fn
+    values = torch.empty(meta.shape, dtype=torch.bfloat16 if is_code else meta.dtype, device=device)
+    return values.normal_(std=_CODE_SPREAD if is_code else _SPREAD, generator=generator).to(meta.dtype)

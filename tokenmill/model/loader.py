@@ -25,7 +25,7 @@ from tokenmill.model.architectures.decoder import Decoder
 from tokenmill.model.device_weights import Placement, place_reference, place_weights
 from tokenmill.model.dummy_reader import DummyReader
 from tokenmill.model.formats.base import LinearWeight
-from tokenmill.model.layers.experts import Experts
+from tokenmill.model.layers.experts import expert_layers
 from tokenmill.model.linear_groups import head_projections
 from tokenmill.model.reader import WeightReader
 
@@ -60,7 +60,7 @@ class LoadedModel:
         return self.decoder.embedding.dequantize_rows(token_ids)
 
     def _kernels(self) -> list[Any]:
-        stacks = [block.mlp.stacks.kernel for block in self.decoder.blocks if isinstance(block.mlp, Experts)]
+        stacks = [layer.stacks.kernel for layer in expert_layers(self.decoder.blocks)]
         choices = [*(weight.kernel for weight in self.weights.values()), *stacks]
         return [choice.run for choice in choices if choice is not None]
 

@@ -123,24 +123,3 @@ class Ops(Protocol):
     def softcap(self, x: Value, cap: float) -> Value:
         """cap * tanh(x / cap)."""
         ...
-
-
-class WithoutRecurrence:
-    """Base of Ops without the ops of recurrent layers: who uses them declines models that have such layers."""
-
-    def split(self, x: Value, widths: Sequence[int], heads: int = 1) -> list[Value]:
-        raise NotImplementedError
-
-    def join(self, values: Sequence[Value]) -> Value:
-        raise NotImplementedError
-
-    def convolve(self, x: Value, spec: ConvolutionSpec) -> Value:
-        raise NotImplementedError
-
-    def scan(self, inputs: Sequence[Value], spec: ScanSpec) -> Value:
-        raise NotImplementedError
-
-    def gated_norm(
-        self, x: Value, gate: Value, weight: Tensor, eps: float, norm_first: bool, gate_scale: float = 1.0
-    ) -> Value:
-        raise NotImplementedError

@@ -31,8 +31,8 @@ from tokenmill.deploy.render import render
 from tokenmill.deploy.serving import SHUTDOWN_SECONDS, Serving, object_name
 from tokenmill.errors import UserError
 from tokenmill.hardware.catalog import Device, load_catalog
+from tokenmill.hardware.device_price import this_device
 from tokenmill.hardware.machine import detect_machine
-from tokenmill.optimize.pricing import this_device
 from tokenmill.optimize.report import render_report
 from tokenmill.optimize.results import Artefact, CandidateResult, Outcome
 from tokenmill.optimize.summary import REPORT, RESULTS

@@ -6,11 +6,11 @@ times and costs on other hardware the planner's. Called by the job.
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from tokenmill.errors import UserError
-from tokenmill.hardware.catalog import Catalog, Device
+from tokenmill.hardware.catalog import Catalog
+from tokenmill.hardware.device_price import hour_price
 from tokenmill.hardware.machine import Machine
 from tokenmill.optimize.results import CandidateResult
 from tokenmill.plan.cost.ceilings import dollars_per_million
@@ -20,7 +20,6 @@ from tokenmill.plan.question.question import Limits, Question
 from tokenmill.plan.question.workload import Workload
 from tokenmill.plan.search.answer import answer
 
-_BY_ARCHITECTURE = {"aarch64": "neoverse-n1", "arm64": "neoverse-n1", "x86_64": "xeon-8480", "AMD64": "xeon-8480"}
 _ASSUMED_PRICE = 1.0  # $ per hour of a device without a known price; savings are ratios and do not depend on it
 
 
@@ -33,49 +32,14 @@ def token_price(result: CandidateResult, dollars_per_hour: float, in_objective: 
     return dollars_per_million(dollars_per_hour, rate) if rate else None
 
 
-def this_device(catalog: Catalog, machine: Machine, kind: str) -> Device | None:
-    """The catalog's row for the `kind` ("cpu" or "cuda") that the model runs on; None: a GPU that has none."""
-    if kind == "cuda":
-        return find_gpu(catalog, machine.gpus[0]) if machine.gpus else None
-    try:
-        return catalog.find_device(machine.cpu)
-    except UserError:
-        return catalog.find_device(_BY_ARCHITECTURE.get(machine.architecture, "xeon-8480"))
-
-
-def find_gpu(catalog: Catalog, reported: str) -> Device | None:
-    """The row of a GPU by the name its driver reports ("NVIDIA A100-SXM4-80GB, 81920 MiB"): the spelling with the most
-    words of it, then the nearest memory."""
-    name, _, memory = reported.partition(",")
-    words = _words(name)
-    gigabytes = float(re.sub(r"[^\d.]", "", memory) or 0) * 2**20 / 1e9
-    found: list[tuple[int, float, str]] = []
-    for spelling, device in catalog.names.items():
-        row = catalog.devices[device]
-        if row.kind in ("gpu", "soc") and _words(spelling) <= words:
-            found.append((-len(_words(spelling)), abs(row.memory_gb - gigabytes), device))
-    return catalog.devices[min(found)[2]] if found else None
-
-
-def _words(name: str) -> set[str]:
-    """{"a100", "sxm", "80"} of "A100-SXM4-80GB"."""
-    words = re.split(r"[\s_-]+", name.lower())
-    return {re.sub(r"^(sxm)\d$|^(\d+)gb$", r"\1\2", word) for word in words if word}
-
-
 def machine_price(catalog: Catalog, machine: Machine, stated: float | None, kind: str = "cpu") -> tuple[float, str]:
-    """($ per hour of the device that the model runs on, source of the price). A GPU is rented whole; CPU servers are
-    rented in slices: the share of the price is the share of the memory."""
+    """($ per hour of the device that the model runs on, source of the price)."""
     if stated is not None:
         return Pricing(stated).price or 0.0, "stated with --price"
-    device = this_device(catalog, machine, kind)
-    if device is None or device.price is None:
-        name = machine.gpus[0].partition(",")[0] if kind == "cuda" and machine.gpus else machine.cpu
-        return _ASSUMED_PRICE, f"assumed: no price is known for {name}; give --price for yours"
-    share = 1.0 if kind == "cuda" else min(1.0, machine.memory_bytes / (device.memory_gb * 1e9))
-    part = f"one {device.name}" if kind == "cuda" else f"{share:.0%} of a {device.name} by memory"
-    source = f"{device.price.source}, {device.price.date}"
-    return Pricing().device_hour(device) * share, f"{part} ({source}); give --price for yours"
+    price, basis = hour_price(catalog, machine, kind)
+    if price is None:
+        return _ASSUMED_PRICE, f"assumed: no price is known for {basis}; give --price for yours"
+    return price, f"{basis}; give --price for yours"
 
 
 def project(

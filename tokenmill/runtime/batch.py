@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -9,8 +11,8 @@ from tokenmill.runtime.executors.base import Draft, StepInput, num_prompt_logits
 from tokenmill.types import Batch, ScheduledTokens
 
 
-def build_batch(work: StepInput, page_size: int, device: torch.device, states: bool = False) -> Batch:
-    """`states`: the model has recurrent layers."""
+def build_batch(work: StepInput, page_size: int, device: torch.device, places: Sequence[int] | None = None) -> Batch:
+    """`places`: of a model with recurrent layers, where the state of each slot is."""
     rows = work.rows
     decodes = not work.drafts and all(row.count == 1 for row in rows)
     arrays = _decode_arrays(work, page_size) if decodes else _arrays(work, page_size)
@@ -29,11 +31,15 @@ def build_batch(work: StepInput, page_size: int, device: torch.device, states: b
         max_query=1 if decodes else int(np.diff(starts).max()),
         max_seq=int(seq_lens.max()),
         ancestors=_tensor(_ancestors(work), device) if trees else None,
-        state_slots=_tensor(np.array([row.state_slot for row in rows], dtype=np.int64), device) if states else None,
-        begins=tuple(row.state_slot for row in rows if row.start == 0) if states else (),
-        drafted=tuple(sorted(work.drafts)) if states else (),
+        state_slots=None if places is None else _tensor(_state_places(rows, places), device),
+        begins=() if places is None else tuple(row.state_slot for row in rows if row.start == 0),
+        drafted=() if places is None else tuple(sorted(work.drafts)),
         all_hidden=work.hidden,
     )
+
+
+def _state_places(rows: Sequence[ScheduledTokens], places: Sequence[int]) -> np.ndarray:
+    return np.array([places[row.state_slot] for row in rows], dtype=np.int64)
 
 
 _Arrays = tuple[

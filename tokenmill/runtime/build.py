@@ -92,10 +92,11 @@ def build_runtime(checkpoint: Checkpoint, config: ResolvedConfig, device: torch.
     memory = 0 if stated is None else max(1, stated - fixed)
     share = _GPU_SHARE if on_gpu else DEFAULT_SHARE
     budget = plan_kv(
-        layout, page_bytes, context, config.concurrency, memory, free - fixed, share, config.prefix_caching
-    )
+        layout, page_bytes, context, config.concurrency, memory, free - fixed, share, config.prefix_caching,
+        queues_steps=model.table is not None,
+    )  # fmt: skip
     store = choice.build(layout, budget.num_pages, device, config.kernels, config.concurrency)
-    store.hold_states(budget.num_state_slots)
+    store.hold_states(budget.num_state_slots, budget.num_spare_states)
     load_kv_scales(store, checkpoint)
     condition_keys(store, model, config, context)
     executor, declined = choose_executor(config.executor, model, store, config)
@@ -113,10 +114,11 @@ def build_runtime(checkpoint: Checkpoint, config: ResolvedConfig, device: torch.
     )
     if layout.states:
         _log.info(
-            "recurrent states: %d slots of %.1f MiB, %d of them for snapshots",
+            "recurrent states: %d slots of %.1f MiB, %d of them for snapshots, and %d spare ones for queued steps",
             budget.num_state_slots,
             layout.state_bytes / 2**20,
             budget.num_state_slots - config.concurrency,
+            budget.num_spare_states,
         )
     speculator = build_speculator(Target(model, store, executor, config))
     runner = ModelRunner(executor, store, speculator)

@@ -32,7 +32,7 @@ from tokenmill.model.formats.base import LinearWeight
 from tokenmill.model.formats.stacks import ExpertStacks, WeightStack
 from tokenmill.model.kvstore.base import KVStore
 from tokenmill.model.kvstore.choice import StoreChoice, native_layer_count, reading_path
-from tokenmill.model.layers.experts import Experts
+from tokenmill.model.layers.experts import expert_layers
 from tokenmill.model.linear_groups import head_projections
 from tokenmill.model.loader import LoadedModel, check_expert_memory, uses_gpu_kernels
 from tokenmill.model.reader import WeightReader
@@ -171,7 +171,7 @@ def survey(checkpoint: Checkpoint, config: ResolvedConfig, device: torch.device)
 def _survey_experts(decoder: Decoder, config: ResolvedConfig, device: torch.device) -> set[int]:
     """Choose the grouped kernels of experts by one expert of each type and shape; identities of the matrices that have
     one."""
-    layers = [block.mlp for block in decoder.blocks if isinstance(block.mlp, Experts)]
+    layers = expert_layers(decoder.blocks)
     place = expert_placement(layers, Placement(device, config.kernels, config.quantization, config.expert_memory))
     chosen: dict[tuple[str, str, int, int], Choice] = {}
     stacked: set[int] = set()
@@ -195,7 +195,7 @@ def implementations(model: LoadedModel, executor: str, store: KVStore | None = N
         for weight in model.weights.values()
         if weight.kernel is not None
     }
-    stacks = [block.mlp.stacks for block in model.decoder.blocks if isinstance(block.mlp, Experts)]
+    stacks = [layer.stacks for layer in expert_layers(model.decoder.blocks)]
     for each in stacks:
         if each.kernel is not None:
             linears[Implementation(f"experts {each.gate_up.type_name}", each.kernel.backend, ())] = None
@@ -290,7 +290,7 @@ def _kv_report(
 
 
 def _expert_report(model: LoadedModel, config: ResolvedConfig) -> ExpertReport | None:
-    layers = [block.mlp for block in model.decoder.blocks if isinstance(block.mlp, Experts)]
+    layers = expert_layers(model.decoder.blocks)
     if not layers:
         return None
     num_experts, nbytes = len(layers[0].stacks.down), sum(b.nbytes for mlp in layers for b in mlp.stacks.blocks())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ssl
 
 from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp
@@ -13,14 +14,21 @@ from tokenmill import __version__
 from tokenmill.log import get_logger
 from tokenmill.serve.api.anthropic import PATH as ANTHROPIC_PATH
 from tokenmill.serve.api.anthropic import add_anthropic_routes, anthropic_error
+from tokenmill.serve.api.background import BackgroundCalls
+from tokenmill.serve.api.batches import add_batch_routes
 from tokenmill.serve.api.chat import add_chat_routes
 from tokenmill.serve.api.completions import add_completion_routes
 from tokenmill.serve.api.embeddings import add_embedding_routes
 from tokenmill.serve.api.exchange import ClientGoneError, error_response, json_response, record_of
+from tokenmill.serve.api.files import add_file_routes, add_missing_file_routes
 from tokenmill.serve.api.info import add_info_routes
 from tokenmill.serve.api.ollama import add_ollama_routes
 from tokenmill.serve.api.page import add_page_routes
+from tokenmill.serve.api.responses import add_responses_routes
+from tokenmill.serve.api.spending import add_spending_routes
 from tokenmill.serve.api.tokens import add_token_routes
+from tokenmill.serve.batches.runner import BatchRunner
+from tokenmill.serve.batches.store import BatchStore
 from tokenmill.serve.edge import Edge, route_path, with_cors
 from tokenmill.serve.errors import ApiError
 from tokenmill.serve.service import Service
@@ -34,26 +42,52 @@ _ROUTES = (
     add_token_routes,
     add_completion_routes,
     add_chat_routes,
+    add_responses_routes,
     add_embedding_routes,
     add_ollama_routes,
     add_anthropic_routes,
+    add_spending_routes,
     add_page_routes,
 )
 
 
-def build_app(service: Service, keys: KeyRing) -> ASGIApp:
+def routes_of(service: Service, keys: KeyRing) -> FastAPI:
+    """The application within the edge."""
     config = service.config
     app = FastAPI(title="tokenmill", version=__version__, docs_url=None, redoc_url=None, root_path=config.root_path)
     app.state.ping_seconds = config.sse_ping
     for add_routes in _ROUTES:
         add_routes(app, service)
+    _add_batches(app, service, keys)
     _add_error_handlers(app, service)
-    edge: ASGIApp = Edge(app, keys, service.metrics, config)
+    return app
+
+
+def build_app(service: Service, keys: KeyRing) -> ASGIApp:
+    config = service.config
+    edge: ASGIApp = Edge(routes_of(service, keys), keys, service.metrics, config)
     tracing = start_tracing()
     if tracing is not None:
         service.engine.observe(tracing)
         edge = tracing.around(edge)
     return with_cors(edge, config.cors_origin) if config.cors_origin else edge
+
+
+def _add_batches(app: FastAPI, service: Service, keys: KeyRing) -> None:
+    if service.files is None:
+        add_missing_file_routes(app)
+        return
+    service.batches = BatchRunner(
+        service.files,
+        BatchStore(service.files),
+        BackgroundCalls(app),
+        keys.owned_by,
+        service.has_room,
+        concurrency=service.config.batch_concurrency or service.admission.num_slots,
+        max_line=service.config.max_body_bytes,
+    )
+    add_file_routes(app, service, service.files)
+    add_batch_routes(app, service, service.batches)
 
 
 def make_server(service: Service, keys: KeyRing, tls: ssl.SSLContext | None = None) -> HttpServer:
@@ -77,6 +111,11 @@ def _add_error_handlers(app: FastAPI, service: Service) -> None:
     @app.exception_handler(HTTPException)
     async def plain(request: Request, error: HTTPException) -> Response:
         return await refused(request, ApiError(error.status_code, str(error.detail)))
+
+    @app.exception_handler(RequestValidationError)
+    async def wrong_query(request: Request, error: RequestValidationError) -> Response:
+        names = ", ".join(sorted({str(each["loc"][-1]) for each in error.errors()}))
+        return await refused(request, ApiError(400, f"the query is not valid: {names}"))
 
     @app.exception_handler(ClientGoneError)
     async def gone(request: Request, _error: ClientGoneError) -> Response:

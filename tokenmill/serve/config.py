@@ -14,6 +14,7 @@ from tokenmill.config import (
     BY_DEFAULT,
     BY_USER,
     EngineConfig,
+    automatic,
     by_option_name,
     check,
     from_environment,
@@ -24,6 +25,9 @@ from tokenmill.config import (
 )
 from tokenmill.errors import UserError
 
+FILES_PATH = "/v1/files"
+_FORM_BYTES = 1 << 16  # of an upload, beside the file
+CATALOG_PRICE = "catalog"
 KEY_VARIABLE = "TOKENMILL_API_KEY"
 SSL_PASSWORD_VARIABLE = "TOKENMILL_SSL_KEYFILE_PASSWORD"
 
@@ -138,7 +142,43 @@ class ServeConfig:
         1 << 18, "Maximum number of prompt log-probabilities in one answer.", metavar="N", parse=parse_count, low=0
     )
     tool_call_parser: str = option(
-        "auto", "Format of the model's tool calls: hermes, llama3_json, pythonic or auto.", metavar="NAME"
+        "auto",
+        "Format of the model's tool calls: auto (from the chat template), hermes, mistral, llama3_json, pythonic, ...; "
+        "docs/serving.md lists them.",
+        metavar="NAME",
+    )
+    tool_parser_plugin: str = option(
+        "", "Python file or module that registers tool-call parsers of your own.", metavar="FILE"
+    )
+    reasoning_parser: str = option(
+        "auto",
+        "Format of the model's reasoning: auto (from the chat template), deepseek_r1, qwen3, gpt_oss, granite, mistral "
+        "or none, which leaves it in the text.",
+        metavar="NAME",
+    )
+    reasoning_parser_plugin: str = option(
+        "", "Python file or module that registers reasoning parsers of your own.", metavar="FILE"
+    )
+    chat_template: str = option(
+        "", "Jinja file of a chat template to use instead of the model's own, or the template itself.", metavar="FILE"
+    )
+    generation_config: str = option(
+        "auto",
+        "Where sampling defaults come from: auto (the model's generation_config.json), vllm (neutral values) or a "
+        "directory with such a file.",
+        metavar="auto|vllm|DIR",
+    )
+    override_generation_config: str = option(
+        "", 'Sampling defaults that win over that file, such as {"temperature": 0.5}.', metavar="JSON"
+    )
+    max_stored_responses: int = option(
+        256, "Responses kept per API key for previous_response_id; 0 keeps none.", metavar="RESPONSES", low=0
+    )
+    max_stored_response_bytes: int = option(
+        16 << 20, "Maximum size of these per API key, such as 16MiB.", metavar="SIZE", parse=parse_size, low=0
+    )
+    background_responses: bool = option(
+        False, "Allow requests to /v1/responses with `background`, which run on when their client has left."
     )
     text_workers: int = option(
         3, "Number of processes that render templates, tokenize long texts and check grammars.", metavar="N", low=1
@@ -168,9 +208,51 @@ class ServeConfig:
         parse=parse_size,
         low=1 << 20,
     )
+    files_dir: str = option(
+        "",
+        "Folder for /v1/files and /v1/batches: what clients upload and what batches answer. Off without it.",
+        metavar="DIR",
+    )
+    max_files_size: int = option(
+        1 << 30,
+        "Maximum size of all files in --files-dir, such as 1GiB; each API key may fill an equal part of it.",
+        metavar="SIZE",
+        parse=parse_size,
+        low=1 << 16,
+    )
+    batch_concurrency: int = option(
+        0,
+        "Requests of batches in flight at most, where the engine has idle slots; 0 for as many as it has slots.",
+        metavar="REQUESTS",
+        low=0,
+    )
+    price: str = option(
+        "",
+        f"Dollars per hour of this device, or `{CATALOG_PRICE}` for what the catalog says: answers then have a "
+        "usage.cost, and keys may have budgets.",
+        metavar="DOLLARS",
+    )
+    input_token_price: float = option(
+        0.0, "Dollars per million prompt tokens: answers cost by tokens, not by device time.", metavar="DOLLARS", low=0
+    )
+    cached_token_price: float | None = automatic(
+        float, "Dollars per million prompt tokens that were cached; default: as the others.", metavar="DOLLARS", low=0
+    )
+    output_token_price: float = option(0.0, "Dollars per million generated tokens.", metavar="DOLLARS", low=0)
+    usage_file: str = option(
+        "",
+        "File that keeps what each API key has used and spent, so that budgets outlast a restart. Without it they "
+        "begin anew with each start.",
+        metavar="FILE",
+    )
+    max_metric_keys: int = option(
+        100, "API keys with numbers of their own on /metrics; the others are added up as `other`.", low=0, high=10_000
+    )
     access_log: bool = option(True, "Log one JSON line per request to stderr, never with prompt text.")
 
     def __post_init__(self) -> None:
+        if type(self.price) in (int, float):  # as a file has it
+            object.__setattr__(self, "price", str(self.price))
         for spec in option_fields(type(self)):
             value = getattr(self, spec.name)
             if spec.metadata["kind"] is tuple:
@@ -185,15 +267,40 @@ class ServeConfig:
             check(spec, value)
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise UserError(f"root_path is '{self.root_path}'", "write it like /llm, with a slash only in front")
+        if self.price and self.price != CATALOG_PRICE and not _is_amount(self.price):
+            raise UserError(f"price is '{self.price}'", f"give dollars per hour, or {CATALOG_PRICE}")
+        if self.price and self.bills_tokens:
+            raise UserError("there are prices of both the device and tokens", "keep --price or the token prices")
 
     def for_context(self, context: int) -> ServeConfig:
         """With the limits that follow from the context of the model, where none is set."""
         return replace(self, max_body_bytes=self.max_body_bytes or min((1 << 20) + 32 * context, 8 << 20))
 
+    def body_limit(self, path: str) -> int:
+        """Bytes of the body of a request to `path`: an upload may be as large as all files."""
+        is_upload = bool(self.files_dir) and path.endswith(FILES_PATH)
+        return self.max_files_size + _FORM_BYTES if is_upload else self.max_body_bytes
+
+    @property
+    def bills_tokens(self) -> bool:
+        return max(self.input_token_price, self.cached_token_price or 0.0, self.output_token_price) > 0
+
+    @property
+    def bills(self) -> bool:
+        """Whether work has a price."""
+        return bool(self.price) or self.bills_tokens
+
     def all_keys(self) -> tuple[str, ...]:
         """Keys from flags and from the environment."""
         variable = os.environ.get(KEY_VARIABLE, "")
         return (*self.api_key, *(key for key in variable.split(",") if key))
+
+
+def _is_amount(text: str) -> bool:
+    try:
+        return 0 <= float(text) < float("inf")
+    except ValueError:
+        return False
 
 
 SERVE_ENGINE_DEFAULTS = {"scheduling": "fair"}

@@ -18,7 +18,7 @@ from tokenmill.serve.metrics import METRICS, PREFIX
 _SELECTOR = '{model_name=~"$model"}'
 _RATE = "[$__rate_interval]"
 _WIDTH, _HEIGHT, _ROW_HEIGHT = 8, 8, 1
-_ORDER = ("Health", "Throughput", "Latency", "Queue", "KV cache", "KV tiers", "Traffic")
+_ORDER = ("Health", "Throughput", "Latency", "Queue", "KV cache", "KV tiers", "Traffic", "Cost")
 _PERCENTILES = (50, 90, 99)
 _SOURCE = {"type": "prometheus", "uid": "${source}"}
 

@@ -72,7 +72,7 @@ class Edge:
             else:
                 if client is not None and CONNECTION_KEY in scope["state"]:
                     scope["state"][CONNECTION_KEY].trust()
-                await self._app(scope, self._bounded(receive), watched)
+                await self._app(scope, self._bounded(receive, self._config.body_limit(scope["path"])), watched)
         finally:
             self._metrics.add("http_responses", 1.0, str(status[0] or 499))
             if self._config.access_log:
@@ -86,7 +86,7 @@ class Edge:
             if client is None:
                 return self._wrong_key(scope, headers)
         length = headers.get("content-length", "0")
-        limit = self._config.max_body_bytes
+        limit = self._config.body_limit(scope["path"])
         if length.isdecimal() and int(length) > limit:
             return ApiError(413, f"the body has {length} bytes, the limit of this server is {limit}")
         return None
@@ -121,7 +121,7 @@ class Edge:
 
         return watched
 
-    def _bounded(self, receive: Receive) -> Receive:
+    def _bounded(self, receive: Receive, limit: int) -> Receive:
         """A body sent in chunks is cut off where it becomes too long."""
         taken = 0
 
@@ -129,8 +129,8 @@ class Edge:
             nonlocal taken
             message = await receive()
             taken += len(message.get("body", b""))
-            if taken > self._config.max_body_bytes:
-                raise HTTPException(413, f"the body has more than {self._config.max_body_bytes} bytes")
+            if taken > limit:
+                raise HTTPException(413, f"the body has more than {limit} bytes")
             return message
 
         return bounded

@@ -42,6 +42,8 @@ class ApiError(Exception):
 
     @property
     def type(self) -> str:
+        if self.code == "insufficient_quota":  # OpenAI says it in both places
+            return self.code
         return _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "internal_error")
 
     def body(self) -> dict[str, Any]:
@@ -49,9 +51,10 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": code}}
 
     def headers(self) -> dict[str, str]:
-        if self.retry_after is None:
-            return {}
-        return {"retry-after": str(max(1, round(self.retry_after + 0.5)))}
+        headers = {} if self.retry_after is None else {"retry-after": str(max(1, round(self.retry_after + 0.5)))}
+        if self.code == "insufficient_quota":
+            headers["x-should-retry"] = "false"  # clients of OpenAI and Anthropic would try again at once
+        return headers
 
 
 def deadline_passed() -> ApiError:

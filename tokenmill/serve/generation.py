@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from tokenmill.engine.collector import RequestCollector
 from tokenmill.engine.outputs import PositionLogprobs, RequestOutput
+from tokenmill.serve.tenants.prices import Prices
 from tokenmill.types import Request, TokenEvent
 
 
@@ -40,6 +41,7 @@ class Member:
         self.first_token: float | None = None
         self.last_token = 0.0
         self.embedding: list[float] = []
+        self.device_seconds = 0.0  # its part of the engine's steps so far, where that is metered
         self.finished = False
 
     @property
@@ -48,6 +50,7 @@ class Member:
 
     def take(self, event: TokenEvent) -> bool:
         """Add an event; True if a stop string ended this sequence, which must then be cancelled in the engine."""
+        self.device_seconds += event.device_seconds
         completion = self.output.outputs[event.index]
         if completion.finished:
             return False
@@ -65,9 +68,12 @@ class Member:
 
 
 class Generation:
-    def __init__(self, streaming: bool, close: Callable[[Generation], None]) -> None:
+    def __init__(self, streaming: bool, close: Callable[[Generation], None], prices: Prices | None = None) -> None:
         self.streaming = streaming
+        self._prices = prices
         self.members: list[Member] = []
+        self.num_reasoning_tokens: int | None = None  # None: unknown, or the model does not reason
+        self.num_truncated_tokens = 0  # of the prompts, that the request let be cut off
         self._close = close
         self._deltas: list[Delta] = []
         self._unfinished = 0
@@ -102,6 +108,17 @@ class Generation:
     @property
     def outputs(self) -> list[RequestOutput]:
         return [member.output for member in self.members]
+
+    @property
+    def cost(self) -> float | None:
+        """Dollars so far; None if nothing has a price."""
+        if self._prices is None:
+            return None
+        prompt = sum(len(output.prompt_token_ids) for output in self.outputs)
+        cached = sum(output.num_cached_tokens for output in self.outputs)
+        completion = sum(len(each.token_ids) for output in self.outputs for each in output.outputs)
+        seconds = sum(member.device_seconds for member in self.members)
+        return self._prices.of_time(seconds) + self._prices.of_tokens(prompt, cached, completion)
 
     @property
     def code(self) -> str | None:

@@ -22,14 +22,21 @@ from tokenmill.engine.intake import Intake
 from tokenmill.engine.messages import Ready
 from tokenmill.engine.stats import EngineStats
 from tokenmill.errors import UserError
+from tokenmill.registry import load_plugin
+from tokenmill.serve.batches.runner import BatchRunner
 from tokenmill.serve.config import ServeConfig
 from tokenmill.serve.errors import ApiError, deadline_passed
+from tokenmill.serve.files.store import FileStore
 from tokenmill.serve.generation import Generation, Member
 from tokenmill.serve.metrics import Metrics
+from tokenmill.serve.overrides import SamplingDefaults
+from tokenmill.serve.reasoning.use import ReasoningStyle
 from tokenmill.serve.supervision.engine_client import EngineClient
+from tokenmill.serve.tenants.accounts import Accounts
 from tokenmill.serve.tenants.cache_salt import CacheSalts
-from tokenmill.serve.tenants.keys import LANES, Client
+from tokenmill.serve.tenants.keys import LANES, MIN_PRIORITY, Client
 from tokenmill.serve.tenants.limits import Admission, Pace, Ticket, check_grammar_quota, key_withdrawn
+from tokenmill.serve.tenants.prices import Prices
 from tokenmill.serve.tenants.turns import Turns
 from tokenmill.serve.tools.use import ToolStyle
 from tokenmill.serve.traffic_log import TrafficLog
@@ -71,6 +78,8 @@ class Service:
         template: ChatTemplate | None,
         workers: WorkerPool,
         cache_secret: bytes = b"",
+        prices: Prices | None = None,
+        sampling_defaults: SamplingDefaults | None = None,
     ) -> None:
         self.context = int(identity.options["context"])
         self.config = config.for_context(self.context)
@@ -79,9 +88,11 @@ class Service:
         self.identity = identity
         self.tokenizer = tokenizer
         self.template = template
+        self.sampling_defaults = sampling_defaults or SamplingDefaults()
         self.text = TextWork(workers)
         self.created = int(time.time())
         self.metrics = Metrics(self.names[0])
+        self.accounts = Accounts(self.names[0], prices, self.metrics.add, config.max_metric_keys, time.monotonic())
         self.admission = Admission(
             int(identity.options["concurrency"]), config.max_queued_requests, config.max_queued_tokens, Pace()
         )
@@ -94,14 +105,20 @@ class Service:
             int(identity.options["seed"]),
             budget=CacheControl(policy=policy, budget=budget) if policy else None,
         )
+        for plugin in filter(None, dict.fromkeys((config.tool_parser_plugin, config.reasoning_parser_plugin))):
+            load_plugin(plugin)
         self.tool_style = ToolStyle.choose(template, tokenizer, config.tool_call_parser)
+        self.reasoning_style = ReasoningStyle.choose(template, tokenizer, config.reasoning_parser)
         self.turns = Turns()
         self._salts = CacheSalts(cache_secret or secrets.token_bytes(32))
         self._tickets: dict[Generation, Ticket] = {}
         self._timers: dict[Generation, asyncio.TimerHandle] = {}  # to the deadlines of those without a token
         self.traffic_log: TrafficLog | None = None
+        self.files: FileStore | None = None
+        self.batches: BatchRunner | None = None
         self._num_steps = 0  # of the engine, when its statistics last came
         engine.observe(self)
+        engine.on_device_time = lambda seconds: self.accounts.add_time(seconds, time.time())
 
     def record_traffic(self, log: TrafficLog) -> None:
         self.traffic_log = log
@@ -121,11 +138,19 @@ class Service:
     def check_client(self, client: Client) -> None:
         """Raise ApiError if the key may send nothing now; called before a body is read."""
         try:
-            self.admission.check_client(client, time.monotonic())
+            self._check_client(client)
         except ApiError as error:
             if error.status == 429:
                 self.metrics.add("admission_rejections", 1.0, error.code or "other")
             raise
+
+    def has_room(self, client: Client) -> bool:
+        """Whether a row of a batch may start: the engine computes, a slot is idle, the key has something left of its
+        budget, and keeps a place for live requests where its limits leave it more than one."""
+        limits = ((client.num_active, client.max_parallel), (client.num_sequences, client.max_sequences))
+        own = all(number < max(1, limit - 1) for number, limit in limits if limit)
+        paid = self.accounts.within_budget(client, time.time())
+        return own and paid and self.engine.state == "ready" and self.admission.has_idle_slot
 
     def charge(self, client: Client, num_tokens: int = 0, num_requests: int = 1) -> None:
         """On the quota of a key: what never enters the engine, be it answered or refused."""
@@ -203,17 +228,26 @@ class Service:
         special: bool = True,
         embeds: bool = False,
         num_answers: int = 1,
+        max_prompt_tokens: int | None = None,
     ) -> Generation:
-        """Start generating; `make_params` gets the length of each prompt, `num_answers` of them are wanted. The caller
-        must close the result."""
+        """Start generating; `make_params` gets the length of each prompt, `num_answers` of them are wanted. Of a prompt
+        only the last `max_prompt_tokens` are used, and the token that starts a sequence. The caller must close the
+        result."""
         encoded: list[list[int]] = []
         generation: Generation | None = None
         try:
-            self.admission.check_client(caller.client, time.monotonic())
+            self._check_client(caller.client)
             self.admission.check_sequences(caller.client, len(prompts) * num_answers)  # before they are tokenized
-            await self._check_fit(prompts, "messages" if chat else "prompt")
+            if max_prompt_tokens is None:
+                await self._check_fit(prompts, "messages" if chat else "prompt")
             encoded = await self.encode(prompts, client=caller.client, chat=chat, special=special)
-            generation = self._prepare(prompts, encoded, make_params, caller, streaming)
+            kept = encoded if max_prompt_tokens is None else [self._cut(ids, max_prompt_tokens) for ids in encoded]
+            shown = [  # a text that was cut is no longer the prompt; of a chat only its end is looked at
+                prompt if chat or len(ids) == len(whole) else ids
+                for prompt, whole, ids in zip(prompts, encoded, kept, strict=True)
+            ]
+            generation = self._prepare(shown, kept, make_params, caller, streaming)
+            generation.num_truncated_tokens = sum(map(len, encoded)) - sum(map(len, kept))
             structured = generation.members[0].request.params.structured  # the same for all
             if structured is not None:
                 check_grammar_quota(caller.client, time.monotonic())
@@ -232,6 +266,7 @@ class Service:
                     self.traffic_log.on_refused(generation, error.code or "other")
             raise
         self._tickets[generation] = ticket
+        self.accounts.open(caller.client)
         try:
             self.engine.submit(generation)
         except ApiError:
@@ -265,6 +300,12 @@ class Service:
 
     def on_end(self, member: Member) -> None:
         self.metrics.on_end(member)
+        ticket = self._tickets.get(member.generation)
+        if member.first_token is not None and ticket is not None:
+            output = member.output
+            num_output = sum(len(each.token_ids) for each in output.outputs)
+            num_prompt, num_cached = len(output.prompt_token_ids), output.num_cached_tokens
+            self.accounts.add_request(ticket.client, num_prompt, num_cached, num_output, time.time())
         if member.first_token is not None and member.finished:
             self.admission.pace.record_service(member.last_token - member.first_token)
 
@@ -272,6 +313,10 @@ class Service:
         self.metrics.on_restart(reason)
 
     # --- internals ---
+
+    def _check_client(self, client: Client) -> None:
+        self.admission.check_client(client, time.monotonic())
+        self.accounts.check_budget(client, time.time())
 
     async def _check_fit(self, prompts: Sequence[str | Sequence[int]], param: str) -> None:
         """Refuse text that cannot fit the context before it is tokenized."""
@@ -288,6 +333,14 @@ class Service:
                     code="context_length_exceeded",
                 )
 
+    def _cut(self, ids: list[int], max_tokens: int) -> list[int]:
+        """The end of a prompt; its first token stays if it is the one that starts every sequence."""
+        if len(ids) <= max_tokens:
+            return ids
+        if max_tokens > 1 and ids[0] == self.tokenizer.bos_id:
+            return [ids[0], *ids[1 - max_tokens :]]
+        return ids[-max_tokens:]
+
     def _prepare(
         self,
         prompts: Sequence[str | Sequence[int]],
@@ -296,7 +349,7 @@ class Service:
         caller: Caller,
         streaming: bool,
     ) -> Generation:
-        generation = Generation(streaming, self._close)
+        generation = Generation(streaming, self._close, self.accounts.prices)
         for prompt, ids in zip(prompts, encoded, strict=True):
             request = self._intake.request(ids, make_params(len(ids)), uuid.uuid4().hex, caller.rank)
             client = caller.client
@@ -315,7 +368,8 @@ class Service:
         params = requests[0].params
         lengths = [len(request.prompt_ids) for request in requests]
         max_output = params.n * sum(min(params.max_tokens, self.context - length) for length in lengths)
-        return self.admission.admit(caller.client, lengths, params.n, caller.deadline, now, max_output)
+        yields = caller.rank >= LANES["batch"] + MIN_PRIORITY
+        return self.admission.admit(caller.client, lengths, params.n, caller.deadline, now, max_output, yields)
 
     def _stop_timer(self, generation: Generation) -> None:
         timer = self._timers.pop(generation, None)

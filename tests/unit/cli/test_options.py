@@ -130,8 +130,9 @@ def test_every_sampling_field_but_prompt_logprobs_has_a_flag(parse: Parse) -> No
     given |= dict.fromkeys(("temperature", "top_p", "min_p", "typical_p", "repetition_penalty"), "0.5")
     given |= {"frequency_penalty": "-1", "presence_penalty": "0.25", "logit_bias": "12=-5", "stop": "END"}
     given |= {"stop_token_ids": "2,3"} | dict.fromkeys(("ignore_eos", "include_stop_str_in_output"), "")
-    given |= {"skip_special_tokens": "no"}
-    assert set(given) == {spec.name for spec in fields(SamplingParams)} - {"prompt_logprobs", "structured", "cache"}
+    given |= {"skip_special_tokens": "no", "allowed_token_ids": "4 5", "bad_words": "oops"}
+    without = {"prompt_logprobs", "structured", "cache", "reasoning", "bad_word_ids"}
+    assert set(given) == {spec.name for spec in fields(SamplingParams)} - without
     arguments = []
     for name, value in given.items():
         flag = name.replace("_", "-")
@@ -150,6 +151,8 @@ def test_every_sampling_field_but_prompt_logprobs_has_a_flag(parse: Parse) -> No
         frequency_penalty=-1,
         presence_penalty=0.25,
         logit_bias={12: -5.0},
+        allowed_token_ids=(4, 5),
+        bad_words=("oops",),
         seed=1,
         stop=("END",),
         stop_token_ids=(2, 3),

@@ -73,3 +73,29 @@ def test_prompts_that_begin_as_the_last_one_are_checked_all_the_same() -> None:
     shorter = intake.request(start[:600], SamplingParams())
     shorter.token_ids.append(1)
     assert intake.request(start[:700], SamplingParams()).prompt_ids == start[:700]
+
+
+class _Letters:
+    """A token for each character; a blank and its letter are one."""
+
+    def encode(self, text: str, add_special_tokens: bool = True, parse_special: bool = False) -> list[int]:
+        assert not parse_special
+        assert not add_special_tokens
+        first = [50 + ord(text[1]) - ord("a")] if text.startswith(" ") else [ord(text[0]) - ord("a")]
+        return first + [ord(letter) - ord("a") for letter in text[len(text) - len(text.lstrip()) + 1 :]]
+
+
+def test_bad_words_become_tokens_with_and_without_a_blank() -> None:
+    intake = Intake(_Letters(), 100, [2], 64, 0)
+    params = intake.request([1], SamplingParams(bad_words=("ab", " c"))).params
+    assert params.bad_word_ids == ((0, 1), (50, 1), (2,), (52,))
+    assert intake.request([1], params).params == params
+    with pytest.raises(UserError, match="bad_words"):
+        SamplingParams(bad_words=(" ",))
+
+
+def test_allowed_tokens_are_of_the_vocabulary() -> None:
+    assert _intake().request([1], SamplingParams(allowed_token_ids=[7, 8])).params.allowed_token_ids == (7, 8)
+    for ids in ([100], [-1], []):
+        with pytest.raises(UserError, match="allowed_token_ids"):
+            _intake().request([1], SamplingParams(allowed_token_ids=ids))

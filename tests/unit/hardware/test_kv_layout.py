@@ -126,3 +126,17 @@ def test_snapshots_of_states_are_bounded() -> None:
     assert budget(3000 + 12_000).num_state_slots == 3 + 3  # a quarter of what the running sequences leave
     assert budget(3000 + 12_000).nbytes <= 15_000
     assert budget(3000 + 3000).num_state_slots == 3
+
+
+def test_spare_states_leave_room_for_a_request() -> None:
+    layout = build_layout([STATE, FULL], 16)
+    pages = layout.peak_pages(64) * 100
+
+    def budget(memory: int, **options: bool) -> KVBudget:
+        return plan_kv(layout, 100, 64, 3, memory, available=0, queues_steps=True, **options)
+
+    plenty = budget(1 << 30, prefix_caching=True)
+    assert (plenty.num_state_slots, plenty.num_spare_states, plenty.state_bytes) == (3 + 4 * 3, 3, 18_000)
+    assert budget(3000 + pages + 4000).num_spare_states == 2  # a half of what sequences and one request leave
+    assert budget(3000 + pages).num_spare_states == 0
+    assert plan_kv(build_layout([FULL], 16), 100, 64, 3, 1 << 30, 0, queues_steps=True).num_spare_states == 0

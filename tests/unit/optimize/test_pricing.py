@@ -6,8 +6,9 @@ import pytest
 
 from tests.unit.optimize.outcomes import candidate, gpu_with_a_rival_that_wins, latency, quality_off
 from tokenmill.hardware.catalog import load_catalog
+from tokenmill.hardware.device_price import find_gpu, this_device
 from tokenmill.hardware.machine import Machine
-from tokenmill.optimize.pricing import find_gpu, machine_price, this_device, token_price
+from tokenmill.optimize.pricing import machine_price, token_price
 from tokenmill.optimize.results import CandidateResult, saving
 
 

@@ -11,7 +11,7 @@ import torch
 from tokenmill.runtime.sampling.features import LOGIT_FEATURES
 from tokenmill.runtime.sampling.random import uniform
 from tokenmill.runtime.sampling.sampler import Sampler
-from tokenmill.types import Request, SamplingParams, StructuredSpec
+from tokenmill.types import ReasoningBudget, Request, SamplingParams, StructuredSpec
 
 _VOCAB = 400
 
@@ -122,6 +122,54 @@ def test_logit_bias_and_min_tokens() -> None:
     assert Sampler().sample(logits.repeat(1, 1), [allowed])[0] == [best]
 
 
+def test_no_token_but_the_allowed_ones() -> None:
+    logits = _logits()
+    assert set(_draws(60, torch.zeros(_VOCAB), allowed_token_ids=(3, 7, 11))) == {3, 7, 11}
+    assert _draws(1, logits, temperature=0.0, allowed_token_ids=(9,), logit_bias={9: -100.0}) == [9]
+    nothing = _request(temperature=0.0, allowed_token_ids=(9,), min_tokens=1, stop_ids=(9,))
+    drawn = _request(allowed_token_ids=(9,), min_tokens=1, stop_ids=(9,))
+    assert Sampler().sample(logits.repeat(2, 1), [nothing, drawn])[0] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("output", "drafted", "banned"),
+    [
+        ((), (), {6}),
+        ((5,), (), {6, 4}),
+        ((4,), (5,), {6, 4}),
+        ((5, 4), (), {6}),
+        ((1, 2), (), {6, 3}),
+        ((9, 1), (2,), {6, 3}),
+        ((2,), (), {6}),  # the prompt ends with 1, but does not count
+    ],
+)
+def test_no_bad_word_is_completed(output: tuple[int, ...], drafted: tuple[int, ...], banned: set[int]) -> None:
+    words = ((5, 4), (1, 2, 3), (6,))
+    request = _request(prompt=(0, 1), output=output, temperature=0.0, bad_word_ids=words)
+    logits = torch.zeros(1, _VOCAB)
+    LOGIT_FEATURES.get("bad_words")().edit(logits[0], request, drafted)
+    assert set(torch.isinf(logits[0]).nonzero().flatten().tolist()) == banned
+
+
+@pytest.mark.parametrize(
+    ("output", "start_id", "ended"),
+    [
+        ((7, 1), None, False),  # not spent
+        ((7, 1, 2), None, True),
+        ((7, 1, 2), 7, True),
+        ((1, 2, 3), 7, False),  # the output does not reason
+        ((7, 8, 2), None, False),  # it has ended by itself
+        ((7, 1, 2, 8), None, False),  # it was ended
+    ],
+)
+def test_a_spent_reasoning_budget_ends_the_reasoning(
+    output: tuple[int, ...], start_id: int | None, ended: bool
+) -> None:
+    logits = _logits()
+    request = _request(temperature=0.0, output=output, reasoning=ReasoningBudget(3, 8, start_id))
+    assert (Sampler().sample(logits.repeat(1, 1), [request])[0] == [8]) is ended
+
+
 def test_a_seed_reproduces_whatever_runs_beside_it() -> None:
     logits = _logits(0.5)
     alone = Sampler().sample(logits.repeat(1, 1), [_request(seed=42, top_p=0.95)])[0]
@@ -161,8 +209,11 @@ _ACTIVE: dict[str, dict[str, Any]] = {
     "penalties": {"repetition_penalty": 1.2},
     "logit_bias": {"logit_bias": {3: 1.0}},
     "min_tokens": {"min_tokens": 2},
+    "allowed_tokens": {"allowed_token_ids": (3,)},
+    "bad_words": {"bad_word_ids": ((3, 4),)},
     "typical": {"typical_p": 0.5},
     "grammar": {"structured": StructuredSpec("json_object")},
+    "reasoning_budget": {"reasoning": ReasoningBudget(4, 8)},
 }
 
 

@@ -183,3 +183,43 @@ def test_a_broken_file_leaves_the_keys_as_they_are(tmp_path: Path, caplog: pytes
     assert watch.read() is None
     assert ring.find("a") is not None
     assert "top-secret" not in caplog.text
+
+
+def test_files_belong_to_a_name_or_to_the_key_itself(tmp_path: Path) -> None:
+    def owners(text: str, *flags: str) -> dict[str, str]:
+        (tmp_path / "keys.yaml").write_text(text)
+        ring = load_keys(list(flags), str(tmp_path / "keys.yaml"))
+        found = {key: ring.find(key) for key in ("k1", "k2", "k3", "f1", "f2")}
+        for client in found.values():
+            assert client is None or ring.owned_by(client.owner) is client
+        return {key: client.owner for key, client in found.items() if client is not None}
+
+    before = owners("keys:\n- {key: k1, name: alice}\n- {key: k2}\n", "f1", "f2")
+    after = owners("keys:\n- {key: k2}\n- {key: k3, name: alice}\n", "f2", "f1")  # positions and alice's key changed
+    assert len(set(before.values())) == 4
+    assert after["k3"] == before["k1"]
+    assert {key: after[key] for key in ("k2", "f1", "f2")} == {key: before[key] for key in ("k2", "f1", "f2")}
+    for key in ("k1", "k2", "f1"):
+        assert key not in before[key]
+    assert hashlib.sha256(b"k2").hexdigest() not in before["k2"]
+    assert KeyRing().owned_by(before["k1"]) is None
+    assert KeyRing().owned_by("") is not None
+    assert load_keys(["f1"], "").owned_by("") is None
+
+
+def test_an_owner_follows_its_key_when_unnamed_keys_change_places(tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    file.write_text("keys:\n- {key: k1}\n- {key: k2}\n")
+    ring = load_keys([], str(file))
+    first = ring.find("k1")
+    assert first is not None
+    owner = first.owner
+    watch = KeyWatch(ring, (), str(file))
+    file.write_text("keys:\n- {key: k2}\n- {key: k1}\n")
+    entries = watch.read()
+    assert entries is not None
+    watch.apply(entries)
+    moved = ring.find("k1")
+    assert moved is not None
+    assert moved.owner == owner
+    assert ring.owned_by(owner) is moved

@@ -229,3 +229,20 @@ def test_grammar_time_is_a_quota() -> None:
     unlimited = Client()
     unlimited.charge_grammar(1e6, 1.0)
     check_grammar_quota(unlimited, 1.0)
+
+
+def test_what_yields_is_in_nobodys_way() -> None:
+    admission, client = _admission(slots=2, requests=10), Client()
+    admission.pace.service_seconds, admission.pace.prompt_rate = 60.0, 10.0
+    rows = [admission.admit(client, [10], 1, None, 1.0, yields=True) for _ in range(3)]
+    assert not admission.has_idle_slot
+    assert admission.predict(0) == 0.0
+    assert admission.predict(0, yields=True) > 60.0
+    live = admission.admit(client, [5], 1, 1.0, 1.0)  # within a deadline that it would miss behind the rows
+    admission.started(rows[0], 10)
+    for ticket in (*rows, live):
+        admission.release(ticket, 1, 2.0)
+    assert admission.num_active == admission.num_yielding == admission.yielding_tokens == admission.waiting_tokens == 0
+    assert admission.has_idle_slot
+    admission.draining = True
+    assert not admission.has_idle_slot

@@ -10,8 +10,9 @@ from pydantic import ValidationError
 from tokenmill.serve.api.adapter_protocol import AnthropicBody
 from tokenmill.serve.api.anthropic import _as_chat
 from tokenmill.serve.api.anthropic_messages import chat_tools
+from tokenmill.serve.api.chat import continued
 from tokenmill.serve.api.protocol import ChatBody, CompletionBody, GenerationBody, Message, Structured
-from tokenmill.serve.api.sampling import build_params, resolve_max_tokens
+from tokenmill.serve.api.sampling import build_params, resolve_max_tokens, resolve_truncation
 from tokenmill.serve.config import ServeConfig
 from tokenmill.serve.errors import ApiError
 
@@ -78,6 +79,11 @@ def test_sampling_params_take_the_bodys_values() -> None:
         ({"stop": "x" * 2000}, "stop"),
         ({"prompt_logprobs": 21}, "prompt_logprobs"),
         ({"min_tokens": 11}, "min_tokens"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"bad_words": [" "]}, "bad_words"),
+        ({"bad_words": ["x"] * 300}, "bad_words"),
+        ({"bad_words": ["x" * 5000]}, "bad_words"),
+        ({"use_beam_search": True}, "use_beam_search"),
     ],
 )
 def test_bad_values_are_400_and_name_the_field(fields: dict[str, Any], param: str) -> None:
@@ -93,6 +99,32 @@ def test_max_tokens_is_refused_not_cut() -> None:
     assert resolve_max_tokens(GenerationBody(), 50, 100, 16) == 16
     with pytest.raises(ApiError, match="has room for 10"):
         resolve_max_tokens(GenerationBody(max_tokens=11), 90, 100, None)
+
+
+def test_how_much_of_a_prompt_is_kept() -> None:
+    assert resolve_truncation(None, 5, 100) is None
+    assert resolve_truncation(30, 5, 100) == 30
+    assert resolve_truncation(-1, 5, 100) == 95
+    assert resolve_truncation(-1, None, 100) == 99
+    for wrong in (0, 101):
+        with pytest.raises(ApiError, match="truncate_prompt_tokens"):
+            resolve_truncation(wrong, 5, 100)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text", "expected"),
+    [
+        ("<user>hi<end><bot>So far<end>\n", "So far", "<user>hi<end><bot>So far"),
+        ("<user>So<end><bot>So", "So", "<user>So<end><bot>So"),
+        ("<bot>So far <end>", "So far ", "<bot>So far "),
+        ("<bot>So far<end>", " So far ", "<bot>So far"),
+    ],
+)
+def test_a_prompt_that_ends_within_its_last_message(prompt: str, text: str, expected: str) -> None:
+    assert continued(prompt, text) == expected
+    for wrong in ("", " ", "gone"):
+        with pytest.raises(ApiError, match="continue_final_message"):
+            continued(prompt, wrong)
 
 
 def test_messages_become_plain() -> None:
@@ -120,6 +152,11 @@ def test_messages_become_plain() -> None:
         ({"guided_choice": ["a", "b"]}, Structured("choice", '["a","b"]')),
         ({"guided_json": {"type": "null"}}, Structured("json_schema", '{"type":"null"}')),
         ({"structured_outputs": {"grammar": "root ::= x"}}, Structured("grammar", "root ::= x")),
+        ({"structured_outputs": {"structural_tag": "{}"}}, Structured("structural_tag", "{}")),
+        (
+            {"response_format": {"type": "structural_tag", "structures": [{"begin": "<"}], "triggers": ["<"]}},
+            Structured("structural_tag", '{"structures":[{"begin":"<"}],"triggers":["<"],"format":null}'),
+        ),
     ],
 )
 def test_constraints_in_all_shapes(fields: dict[str, Any], expected: Structured | None) -> None:

@@ -29,6 +29,7 @@ from tokenmill.serve.config import ServeConfig
 from tokenmill.serve.errors import ApiError
 from tokenmill.serve.metrics import Metrics
 from tokenmill.serve.service import Service
+from tokenmill.serve.tenants.accounts import Accounts
 from tokenmill.serve.tenants.keys import Client
 from tokenmill.serve.tenants.limits import Admission, Pace
 from tokenmill.serve.tenants.turns import Turns
@@ -266,6 +267,7 @@ def test_what_never_enters_the_engine_is_metered_like_the_rest() -> None:
     client = Client("k", requests_per_minute=2, tokens_per_minute=1000, max_parallel=1)
     service = Service.__new__(Service)  # only its bookkeeping
     service.admission, service.metrics = Admission(1, 1, 1, Pace()), Metrics("model")
+    service.accounts = Accounts("model", None, service.metrics.add, 1, 0.0)
     with service.metered(client) as charged:
         charged.append(300)
         with pytest.raises(ApiError, match="in flight"):

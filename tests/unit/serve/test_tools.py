@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
 from tokenmill.errors import UserError
+from tokenmill.grammar.source import json_rule
 from tokenmill.serve.tools import TOOL_PARSERS
 from tokenmill.serve.tools.base import Answer, CallArguments, CallStart, ToolEvent, ToolParser, fold
 from tokenmill.serve.tools.functions import Function, read_functions
 
-_NAMES = ("get_weather", "now")
+_OFFERED = [Function("get_weather", {"type": "object"}), Function("now", {"type": "object"})]
 _WEATHER = '{"name": "get_weather", "arguments": {"city": "Paris", "note": "a } \\" </tool_call> {"}}'
 _SWAPPED = '{"arguments": {"city": "Rome"}, "name": "get_weather"}'
 _PARIS = ("get_weather", {"city": "Paris", "note": 'a } " </tool_call> {'})
@@ -64,7 +65,7 @@ _CASES: list[tuple[str, str, str, list[Any]]] = [
 
 
 def _parser(style: str, **options: Any) -> ToolParser:
-    parser: ToolParser = TOOL_PARSERS.get(style)(_NAMES, **options)
+    parser: ToolParser = TOOL_PARSERS.get(style)(_OFFERED, **options)
     return parser
 
 
@@ -94,7 +95,10 @@ def test_one_character_at_a_time_means_the_same(style: str, text: str, content: 
 
 _FRAGMENTS = st.sampled_from([
     "<tool_call>", "</tool_call>", "<tool", _WEATHER, _SWAPPED, '{"name": "now"}', "{", "}", '"', "\\", "; ", " ", "\n",
-    "<|python_tag|>", "[now()", "]", "[get_weather(city='x')]", "'", "(", ")", "Hello", "é", '"name": "now"', ", ",
+    "[TOOL_CALLS]", "[ARGS]", "now", "functools", "```", "json", "<|tool_call|>", "<function=now>", "</function>",
+    "<parameter=a>", "</parameter>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>",
+    "<|python_start|>", "<|python_tag|>", "[now()", "]", "[get_weather(city='x')]", "'", "(", ")", "Hello", "é", ", ",
+    '"name": "now"',
 ])  # fmt: skip
 
 
@@ -150,12 +154,32 @@ _FUNCTIONS = [
     ),
     Function("now", {"type": "object", "properties": {"utc": {"type": "boolean"}}, "additionalProperties": False}),
 ]
+_ARRAY = '[{"name": "get_weather", "arguments": {"unit": "c", "city": "Paris\\n"}}, {"name": "now", "arguments": {}}]'
 _FORCED = {
     "hermes": '<tool_call>\n{"name": "get_weather", "arguments": {"unit": "c", "city": "Paris\\n"}}\n</tool_call>\n'
     '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
     "llama3_json": '{"name": "get_weather", "parameters": {"unit": "c", "city": "Paris\\n"}}; '
     '{"name": "now", "parameters": {}}',
     "pythonic": '[get_weather(city="Paris\\n", unit="c"), now()]',
+    "llama4_pythonic": '[get_weather(city="Paris\\n", unit="c"), now()]',
+    "llama4_json": '{"name": "get_weather", "parameters": {"unit": "c", "city": "Paris\\n"}}; '
+    '{"name": "now", "parameters": {}}',
+    "mistral": f"[TOOL_CALLS]{_ARRAY}",
+    "granite": f"<|tool_call|>{_ARRAY}",
+    "phi4_mini": f"functools{_ARRAY}",
+    "xlam": _ARRAY,
+    "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n"
+    '{"unit": "c", "city": "Paris\\n"}\n```<｜tool▁call▁end｜>\n'
+    "<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "deepseek_v31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>"
+    '{"unit": "c", "city": "Paris\\n"}<｜tool▁call▁end｜>'
+    "<｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "harmony": "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
+    '{"unit": "c", "city": "Paris\\n"}<|call|>'
+    "<|start|>assistant<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}<|call|>",
+    "qwen3_coder": "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n\n</parameter>\n"
+    '<parameter=unit>\n"c"\n</parameter>\n</function>\n</tool_call>\n'
+    "<tool_call>\n<function=now>\n</function>\n</tool_call>",
 }
 
 
@@ -184,6 +208,35 @@ def test_the_grammar_of_a_style_forbids_other_calls(style: str, wrong: str) -> N
     text = _FORCED[style].replace("get_weather", wrong) if wrong != "celsius" else _FORCED[style].replace('"c"', '"k"')
     data = list(text.encode())
     assert matcher.try_consume_tokens(data) < len(data)
+
+
+@pytest.mark.parametrize("style", TOOL_PARSERS.names())
+@pytest.mark.parametrize("parallel", [True, False])
+def test_calls_and_json_may_stand_for_each_other(style: str, parallel: bool) -> None:
+    """Whatever the calls of a style begin with: JSON of the format is as possible as a call."""
+    schema = {"anyOf": [{"type": "object"}, {"type": "array"}]}
+    rules = TOOL_PARSERS.get(style).grammar_beside_json(_FUNCTIONS, parallel)
+    lark = LLMatcher.grammar_from_lark(f"start: answer | calls\nanswer: {json_rule(schema)}\n{rules}")
+
+    def accepted(text: str) -> bool:
+        matcher = LLMatcher(LLTokenizer("byte"), lark, log_level=0)
+        assert not matcher.get_error()
+        data = list(text.encode())
+        return matcher.try_consume_tokens(data) == len(data) and matcher.is_accepting()
+
+    for text in ('{"a": 1}', '{"name": "x"}', "{}", '[{"a": 1}]', '[{"name": 1}]', "[false, null]", '["get"]', "[]"):
+        assert accepted(text), text
+    assert accepted(_FORCED[style]) or not parallel
+
+
+@pytest.mark.parametrize("style", ["llama3_json", "llama4_json", "xlam"])
+def test_calls_made_of_json_still_follow_their_schemas(style: str) -> None:
+    rules = TOOL_PARSERS.get(style).grammar_beside_json(_FUNCTIONS, True)
+    lark = LLMatcher.grammar_from_lark(f"start: answer | calls\nanswer: {json_rule({'type': 'integer'})}\n{rules}")
+    for text, good in ((_FORCED[style], True), (_FORCED[style].replace('"c"', '"k"'), False), ("17", True)):
+        matcher = LLMatcher(LLTokenizer("byte"), lark, log_level=0)
+        data = list(text.encode())
+        assert (matcher.try_consume_tokens(data) == len(data)) is good
 
 
 @pytest.mark.parametrize(

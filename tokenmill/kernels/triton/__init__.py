@@ -3,15 +3,16 @@
   attention/  paged attention over dense and quantized pages
   matmul/     weights on the GPU and their products; `GpuLinear`
   experts/    mixtures of experts: routing, sort, grouped products; `GpuExperts`
+  recurrent/  convolutions and scans that keep a state for each sequence, gated norms
   fused/      norms, gates, embeddings, rotary positions with the KV store
   step/       what a captured step needs besides the model: inputs, sampling, drafts
   shared/     launch keywords, scratch memory and device functions of all of them
 
-Each folder's `__init__.py` says what is in it and how to choose; `choose.py` of attention/, matmul/ and experts/ are
-the only places that pick a kernel for a shape. Ops of kernels/ref.py have the same signatures here (activations bf16 or
-float32, result in the type of the input); the rest is for executors that fuse. Nothing synchronizes with the host (but
-`distinct_pages`), and shapes alone decide a launch, so that all of it can be captured. KV pages are [pages, kv_heads,
-page_size, head_dim]; 16 tokens a page is the tuned size.
+Each folder's `__init__.py` says what is in it and how to choose; `choose.py` of attention/, matmul/, experts/ and
+recurrent/ are the only places that pick a kernel or its tiles for a shape. Ops of kernels/ref.py have the same
+signatures here (activations bf16 or float32, result in the type of the input); the rest is for executors that fuse.
+Nothing synchronizes with the host (but `distinct_pages`), and shapes alone decide a launch, so that all of it can be
+captured. KV pages are [pages, kv_heads, page_size, head_dim]; 16 tokens a page is the tuned size.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ if TYPE_CHECKING:  # the table below for type checkers; a test compares the two
     from tokenmill.kernels.triton.attention.fp8_widening import distinct_pages as distinct_pages
     from tokenmill.kernels.triton.attention.latent import latent_inputs as latent_inputs
     from tokenmill.kernels.triton.attention.latent import latent_paged_attention as latent_paged_attention
+    from tokenmill.kernels.triton.attention.latent_expanded import prompts_to_expand as prompts_to_expand
     from tokenmill.kernels.triton.attention.packed import packed_attention as packed_attention
     from tokenmill.kernels.triton.experts.host import HostExperts as HostExperts
     from tokenmill.kernels.triton.experts.layer import GpuExperts as GpuExperts
@@ -62,7 +64,14 @@ if TYPE_CHECKING:  # the table below for type checkers; a test compares the two
     from tokenmill.kernels.triton.matmul.linear import GpuLinear as GpuLinear
     from tokenmill.kernels.triton.matmul.linear import from_quantized as from_quantized
     from tokenmill.kernels.triton.matmul.linear import make_linear as make_linear
+    from tokenmill.kernels.triton.matmul.linear import make_router as make_router
     from tokenmill.kernels.triton.matmul.linear import quantize_at_load as quantize_at_load
+    from tokenmill.kernels.triton.recurrent.convolution import Convolution as Convolution
+    from tokenmill.kernels.triton.recurrent.convolution import convolve as convolve
+    from tokenmill.kernels.triton.recurrent.delta import delta_scan as delta_scan
+    from tokenmill.kernels.triton.recurrent.gated_norm import gated_norm as gated_norm
+    from tokenmill.kernels.triton.recurrent.mamba import mamba_scan as mamba_scan
+    from tokenmill.kernels.triton.recurrent.mamba2 import mamba2_scan as mamba2_scan
     from tokenmill.kernels.triton.step.accepted_drafts import follow_drafts as follow_drafts
     from tokenmill.kernels.triton.step.inputs import PADDING_POSITION as PADDING_POSITION
     from tokenmill.kernels.triton.step.inputs import POSITION_ON_DEVICE as POSITION_ON_DEVICE
@@ -78,6 +87,7 @@ _EXPORTS = {
     "attention.dense": "SharedPrefix paged_attention",
     "attention.fp8_widening": "DistinctPages distinct_pages",
     "attention.latent": "latent_inputs latent_paged_attention",
+    "attention.latent_expanded": "prompts_to_expand",
     "attention.packed": "packed_attention",
     "experts.host": "HostExperts",
     "experts.layer": "GpuExperts",
@@ -89,7 +99,12 @@ _EXPORTS = {
     "fused.rotary_epilogue": "HeadPlaces head_places",
     "fused.rotary_packed": "rope_store_packed",
     "matmul.joined": "JoinedRows expand_small join_linears",
-    "matmul.linear": "GpuLinear from_quantized make_linear quantize_at_load",
+    "matmul.linear": "GpuLinear from_quantized make_linear make_router quantize_at_load",
+    "recurrent.convolution": "Convolution convolve",
+    "recurrent.delta": "delta_scan",
+    "recurrent.gated_norm": "gated_norm",
+    "recurrent.mamba": "mamba_scan",
+    "recurrent.mamba2": "mamba2_scan",
     "step.accepted_drafts": "follow_drafts",
     "step.inputs": "PADDING_POSITION POSITION_ON_DEVICE begin_step",
     "step.ngram_lookup": "look_up_drafts",

@@ -53,8 +53,8 @@ class KVStore(ABC):
             self._states = StateStore(self.layout, self._num_state_slots, self.device)
         return self._states
 
-    def hold_states(self, num_slots: int) -> None:
-        self._states = StateStore(self.layout, num_slots, self.device)
+    def hold_states(self, num_slots: int, num_spares: int = 0) -> None:
+        self._states = StateStore(self.layout, num_slots, self.device, num_spares)
 
     @classmethod
     def declines(cls, layout: KVLayout) -> str:

@@ -42,7 +42,8 @@ class BatchedExecutor(RegisteredExecutor[Tensor]):
 
     def step(self, work: StepInput) -> StepOutput[Tensor]:
         layout = self.store.layout
-        batch = build_batch(work, layout.page_size, self.store.device, bool(layout.states))
+        places = self.store.states.places if layout.states else None
+        batch = build_batch(work, layout.page_size, self.store.device, places)
         hidden = self.forward(batch)
         return StepOutput(
             logits=lambda begin, end: self.logits(hidden, batch, begin, end),

@@ -35,21 +35,21 @@ class DraftedStates:
 
     batch: Batch
     _calls: list[tuple[Run, tuple[Tensor, ...], Tensor, tuple[Any, ...]]] = field(default_factory=list)
+    _parts: list[tuple[_Rows, bool]] = field(default_factory=list)  # the rows without drafts and those with, once found
 
     def run(self, run: Run, inputs: Sequence[Tensor], states: Tensor, spec: ConvolutionSpec | ScanSpec) -> Tensor:
         """As the op itself, but the states of drafted rows stay as they are."""
         arguments = spec.arguments()
-        drafted = self.batch.drafted
-        others = [number for number in range(self.batch.query_starts.shape[0] - 1) if number not in drafted]
+        if not self._parts:
+            others = set(range(self.batch.query_starts.shape[0] - 1)) - set(self.batch.drafted)
+            self._parts = [(self._rows(sorted(others)), False)] if others else []
+            self._parts.append((self._rows(list(self.batch.drafted)), True))
         output: Tensor | None = None
-        for numbers, is_draft in ((others, False), (list(drafted), True)):
-            if not numbers:
-                continue
-            rows = self._rows(numbers)
+        for rows, is_draft in self._parts:
             part = tuple(each[rows.tokens] for each in inputs)
             if is_draft:
                 self._calls.append((run, part, states, arguments))
-                own, slots = states[rows.slots], torch.arange(len(numbers), device=states.device)
+                own, slots = states[rows.slots], torch.arange(rows.slots.shape[0], device=states.device)
             else:
                 own, slots = states, rows.slots
             y = run(*part, own, slots, rows.starts, *arguments)
@@ -62,8 +62,9 @@ class DraftedStates:
         """`kept`: of each drafted row, the number of its tokens of this step that hold, at least one."""
         rows = self._rows(list(self.batch.drafted))
         begins = rows.starts.tolist()
-        tokens = [begin + offset for begin, count in zip(begins, kept, strict=False) for offset in range(count)]
-        starts = torch.tensor([0, *kept]).cumsum(0)
+        held = [begin + offset for begin, count in zip(begins, kept, strict=False) for offset in range(count)]
+        tokens = torch.tensor(held, device=rows.tokens.device)
+        starts = torch.tensor([0, *kept], device=rows.starts.device).cumsum(0)
         for run, inputs, states, arguments in self._calls:
             run(*(each[tokens] for each in inputs), states, rows.slots, starts, *arguments)
         self._calls.clear()
@@ -75,6 +76,6 @@ class DraftedStates:
         device = self.batch.state_slots.device
         return _Rows(
             torch.tensor([token for span in spans for token in span], device=device),
-            torch.tensor([0, *map(len, spans)]).cumsum(0),
+            torch.tensor([0, *map(len, spans)], device=device).cumsum(0),
             self.batch.state_slots[numbers],
         )

@@ -62,7 +62,7 @@ class Sampler:
         for feature in self._logit_features:
             if feature.active(request.params):
                 feature.edit(logits, request, drafted)
-        if request.params.structured is not None and float(logits.max()) == float("-inf"):
+        if request.params.bans_tokens and float(logits.max()) == float("-inf"):
             return None
         values, ids = self._candidates(logits, request.params)
         if ids is None:
@@ -104,7 +104,7 @@ class Sampler:
                     feature.edit(logits[row], request, drafted[row])
         token_ids: list[int | None] = self._argmax(logits).tolist()
         for row, request in enumerate(requests):
-            if request.params.structured is not None and float(logits[row, token_ids[row]]) == float("-inf"):
+            if request.params.bans_tokens and float(logits[row, token_ids[row]]) == float("-inf"):
                 token_ids[row] = None
             elif not request.params.greedy:
                 token_ids[row] = self._draw(logits[row], request, len(drafted[row]))

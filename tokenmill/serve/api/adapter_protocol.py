@@ -72,6 +72,8 @@ class OllamaGenerateBody(OllamaBody):
 
 _BLOCK_FIELDS = {
     "text": ("type", "text", "cache_control"),
+    "thinking": ("type", "thinking", "signature"),
+    "redacted_thinking": ("type",),
     "tool_use": ("type", "id", "name", "input", "cache_control"),
     "tool_result": ("type", "tool_use_id", "content", "cache_control"),
 }
@@ -99,6 +101,7 @@ class AnthropicBody(Body):
     top_k: Int | None = None
     tools: Objects | None = None
     tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
     cache_control: CacheControlBody | None = None
     cache_salt: str | None = Field(default=None, max_length=256)
     kv_policy: str | None = None
@@ -108,6 +111,10 @@ class AnthropicBody(Body):
         yield from super().iter_ignored(template)
         if isinstance(self.system, list):
             yield from unknown_names("system", self.system, _BLOCK_FIELDS["text"])
+        if self.thinking is not None and "thinking" not in template:
+            yield "thinking"
+        elif self.thinking is not None:
+            yield from unknown_names("thinking", [self.thinking], ("type", "budget_tokens"))
         tool_fields = ("type", "name", "description", "input_schema", "cache_control")
         yield from unknown_names("tools", self.tools or (), tool_fields)
         choice = [self.tool_choice] if self.tool_choice else []

@@ -20,13 +20,14 @@ from tokenmill.serve.api.chat import open_chat
 from tokenmill.serve.api.exchange import Record, record_of, respond, to_json, unless_gone
 from tokenmill.serve.api.protocol import ChatBody
 from tokenmill.serve.api.reading import body_schema, read_body, validate
-from tokenmill.serve.api.tool_messages import ToolReader, tools_of
-from tokenmill.serve.api.usage import lossy_policy, usage_of
+from tokenmill.serve.api.tool_messages import AnswerReader, reader_of, tools_of
+from tokenmill.serve.api.usage import cost_of, lossy_policy, usage_of
 from tokenmill.serve.errors import ApiError
 from tokenmill.serve.generation import Generation
+from tokenmill.serve.reasoning.base import Reasoning
+from tokenmill.serve.reasoning.use import switch_variables
 from tokenmill.serve.service import Service
 from tokenmill.serve.tools.base import CallArguments, CallEnd, CallStart, Content, ToolEvent, fold
-from tokenmill.serve.tools.use import ToolUse
 
 PATH = "/v1/messages"
 _ERROR_TYPES = {413: "request_too_large", 429: "rate_limit_error", 500: "api_error", 503: "overloaded_error"}
@@ -45,19 +46,22 @@ def add_anthropic_routes(app: FastAPI, service: Service) -> None:
             "role": "assistant",
             "model": service.check_model(body.model),
         }
-        chat = _as_chat(body)
+        chat = _as_chat(body, _thinking(service, body))
         tools = tools_of(service, chat)
         opening = open_chat(service, chat, caller, tools, streaming=bool(body.stream))
         generation = await unless_gone(request, opening)
 
+        def reader() -> AnswerReader:
+            return reader_of(service, generation, tools, reasons=not chat.continue_final_message)
+
         async def complete() -> dict[str, Any]:
-            return head | _answer(generation, tools, record)
+            return head | _answer(generation, reader(), record)
 
         return await respond(
             request,
             generation,
             complete=complete,
-            chunks=lambda: _events(generation, tools, head, record),
+            chunks=lambda: _events(generation, reader(), head, record),
             ping=lambda: _event("ping"),
         )
 
@@ -65,11 +69,11 @@ def add_anthropic_routes(app: FastAPI, service: Service) -> None:
 
 
 def anthropic_error(error: ApiError) -> dict[str, Any]:
-    kind = _ERROR_TYPES.get(error.status, error.type)
+    kind = "billing_error" if error.code == "insufficient_quota" else _ERROR_TYPES.get(error.status, error.type)
     return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
-def _as_chat(body: AnthropicBody) -> ChatBody:
+def _as_chat(body: AnthropicBody, thinking: dict[str, Any] | None = None) -> ChatBody:
     try:
         messages, tools, cache = chat_messages(body), chat_tools(body), cache_control(body)
     except ValueError as error:
@@ -85,7 +89,21 @@ def _as_chat(body: AnthropicBody) -> ChatBody:
         "kv_policy": body.kv_policy,
         "kv_budget": body.kv_budget,
     }
-    return validate(ChatBody, fields | tools)  # blocks become messages, which may be too many
+    last = messages[-1]
+    if last.role == "assistant" and last.content and not last.tool_calls:  # the answer goes on with it
+        fields["continue_final_message"] = True
+    return validate(ChatBody, fields | tools | (thinking or {}))  # blocks become messages, which may be too many
+
+
+def _thinking(service: Service, body: AnthropicBody) -> dict[str, Any]:
+    """The fields of a chat body that are about reasoning."""
+    if body.thinking is None or service.template is None:
+        return {}
+    enabled = body.thinking.get("type") in ("enabled", "adaptive")
+    fields: dict[str, Any] = {"chat_template_kwargs": dict(switch_variables(service.template.source, enabled))}
+    if enabled and service.reasoning_style.can_be_limited:
+        fields["thinking_token_budget"] = body.thinking.get("budget_tokens")
+    return fields
 
 
 def _stop(generation: Generation, called: bool) -> dict[str, Any]:
@@ -104,16 +122,18 @@ def _usage(generation: Generation, record: Record) -> dict[str, Any]:
         "input_tokens": usage["prompt_tokens"] - cached,
         "cache_read_input_tokens": cached,
         "output_tokens": usage["completion_tokens"],
+        **cost_of(generation),
         **lossy_policy(generation),
     }
 
 
-def _answer(generation: Generation, tools: ToolUse | None, record: Record) -> dict[str, Any]:
-    reader = ToolReader(tools)
+def _answer(generation: Generation, reader: AnswerReader, record: Record) -> dict[str, Any]:
     answer = fold(reader.read(generation.outputs[0].outputs[0].text, final=True))
     content: list[dict[str, Any]] = [_call_block(call.call_id, call.name, call.arguments) for call in answer.calls]
     if answer.content or not content:
         content.insert(0, {"type": "text", "text": answer.content})
+    if answer.reasoning:
+        content.insert(0, {"type": "thinking", "thinking": answer.reasoning, "signature": ""})
     return {"content": content, **_stop(generation, reader.called), "usage": _usage(generation, record)}
 
 
@@ -141,6 +161,10 @@ class _Blocks:
             case Content(text=text):
                 head = b"" if self._kind == "text" else self.open({"type": "text", "text": ""})
                 return head + self._delta({"type": "text_delta", "text": text})
+            case Reasoning(text=text):
+                opening = {"type": "thinking", "thinking": "", "signature": ""}
+                head = b"" if self._kind == "thinking" else self.open(opening)
+                return head + self._delta({"type": "thinking_delta", "thinking": text})
             case CallStart(call_id=call_id, name=name):
                 return self.open({"type": "tool_use", "id": call_id, "name": name, "input": {}})
             case CallArguments(text=text):
@@ -165,12 +189,12 @@ class _Blocks:
 
 
 async def _events(
-    generation: Generation, tools: ToolUse | None, head: dict[str, Any], record: Record
+    generation: Generation, reader: AnswerReader, head: dict[str, Any], record: Record
 ) -> AsyncIterator[bytes]:
     opening = {**head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": _usage(generation, record)}
-    blocks, reader = _Blocks(), ToolReader(tools)
+    blocks = _Blocks()
     yield _event("message_start", message=opening)
-    if tools is None:
+    if reader.plain:
         yield blocks.open({"type": "text", "text": ""})
     try:
         async for batch in generation.deltas():

@@ -95,7 +95,7 @@ def _messages(message: AnthropicMessage) -> list[Message]:
     """Results of tools are messages of their own; calls belong to the assistant's message."""
     if isinstance(message.content, str):
         return [Message(role=message.role, content=message.content)]
-    results, calls, texts = [], [], []
+    results, calls, texts, thoughts = [], [], [], []
     for block in message.content:
         match block.get("type"):
             case "tool_result" if message.role == "user":
@@ -104,9 +104,14 @@ def _messages(message: AnthropicMessage) -> list[Message]:
             case "tool_use" if message.role == "assistant":
                 function = {"name": str(block.get("name")), "arguments": to_json(block.get("input") or {}).decode()}
                 calls.append({"id": str(block.get("id")), "type": "function", "function": function})
+            case "thinking" if message.role == "assistant":
+                thoughts.append(str(block.get("thinking") or ""))
+            case "redacted_thinking" if message.role == "assistant":
+                pass
             case _:
                 texts.append(block)
     if texts or calls or not results:
-        own = Message(role=message.role, content=content_text(texts), tool_calls=calls or None)
+        reasoning = {"reasoning_content": "".join(thoughts)} if thoughts else {}
+        own = Message(role=message.role, content=content_text(texts), tool_calls=calls or None, **reasoning)
         return [*results, own]
     return results

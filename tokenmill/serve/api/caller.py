@@ -11,6 +11,7 @@ from tokenmill.serve.api.exchange import record_of
 from tokenmill.serve.api.protocol import Body, GenerationBody
 from tokenmill.serve.errors import ApiError
 from tokenmill.serve.service import Caller, Service
+from tokenmill.serve.tenants.keys import MAX_PRIORITY
 
 DEADLINE_HEADER = "x-request-deadline-ms"
 
@@ -22,15 +23,19 @@ def caller_of(request: Request, service: Service, body: Body) -> Caller:
     if record.ignored:
         service.metrics.add("ignored_fields", len(record.ignored))
     deadline = _deadline(request)
+    lane = "batch" if record.background else None
     if isinstance(body, GenerationBody):
         deadline = body.deadline_ms / 1000 if body.deadline_ms is not None else deadline
         priority = body.priority or 0
         if priority < record.client.most_urgent:
             limit = f"the most urgent priority of this key is {record.client.most_urgent}, lower numbers are sooner"
             raise ApiError(400, limit, param="priority", code="priority_limit")
-        return Caller(record.client, priority, body.lane, deadline, body.cache_salt or "")
+        if record.background:
+            priority = MAX_PRIORITY
+        return Caller(record.client, priority, lane or body.lane, deadline, body.cache_salt or "")
     cache_salt = body.cache_salt if isinstance(body, AnthropicBody) else None
-    return Caller(record.client, deadline=deadline, cache_salt=cache_salt or "")
+    priority = MAX_PRIORITY if record.background else 0
+    return Caller(record.client, priority, lane, deadline, cache_salt or "")
 
 
 def _deadline(request: Request) -> float | None:

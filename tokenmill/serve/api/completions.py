@@ -13,14 +13,14 @@ from typing import Any
 from fastapi import APIRouter, FastAPI, Request
 from starlette.responses import Response
 
-from tokenmill.engine.outputs import PositionLogprobs, RequestOutput
+from tokenmill.engine.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from tokenmill.serve.api.caller import caller_of
 from tokenmill.serve.api.chat import finish_reason
 from tokenmill.serve.api.exchange import Record, event, record_of, respond, unless_gone
 from tokenmill.serve.api.logprobs import CompletionLogprobs, LogprobBudget, prompt_scores
 from tokenmill.serve.api.protocol import CompletionBody
 from tokenmill.serve.api.reading import body_schema, check_prompts, read_body
-from tokenmill.serve.api.sampling import build_params, resolve_max_tokens
+from tokenmill.serve.api.sampling import build_params, resolve_max_tokens, resolve_truncation
 from tokenmill.serve.api.usage import StreamUsage, usage_of
 from tokenmill.serve.errors import ApiError
 from tokenmill.serve.generation import Delta, Generation
@@ -50,11 +50,18 @@ def add_completion_routes(app: FastAPI, service: Service) -> None:
             limit = resolve_max_tokens(body, length, service.context, _DEFAULT_MAX_TOKENS)
             scored = body.logprobs if body.echo and body.logprobs is not None else body.prompt_logprobs
             budget.spend(length, scored, body.n)
-            return build_params(body, service.config, limit, logprobs=body.logprobs, prompt_logprobs=scored)
+            logprobs = body.logprobs if body.logprobs is not None or not _ranks(body) else 0
+            own = {"n": body.best_of, "logprobs": logprobs, "prompt_logprobs": scored}
+            return build_params(body, service.config, limit, service.sampling_defaults.values, **own)
 
-        special = body.add_special_tokens is not False
         opening = service.open(
-            prompts, params, caller, streaming=bool(body.stream), special=special, num_answers=body.n or 1
+            prompts,
+            params,
+            caller,
+            streaming=bool(body.stream),
+            special=body.add_special_tokens is not False,
+            num_answers=body.best_of or body.n or 1,
+            max_prompt_tokens=resolve_truncation(body.truncate_prompt_tokens, body.output_limit(), service.context),
         )
         generation = await unless_gone(request, opening)
         shapes = _Shapes(service, body, generation)
@@ -75,11 +82,30 @@ def add_completion_routes(app: FastAPI, service: Service) -> None:
 def _checked_prompts(service: Service, body: CompletionBody) -> list[str | list[int]]:
     if body.suffix:
         raise ApiError(400, "suffix is not supported: this server does not fill in the middle", param="suffix")
-    if body.best_of is not None and body.best_of != (body.n or 1):
-        raise ApiError(400, "best_of is not supported: use n", param="best_of")
+    if body.best_of is not None and not (body.n or 1) <= body.best_of <= service.config.max_n:
+        problem = f"best_of is {body.best_of}: give n or more, this server allows {service.config.max_n}"
+        raise ApiError(400, problem, param="best_of")
+    if _ranks(body) and body.stream:
+        raise ApiError(
+            400, "the best of several answers are known at their end: leave best_of or stream out", param="best_of"
+        )
     if body.output_limit() == 0 and not body.echo:
         raise ApiError(400, "max_tokens is 0: give at least 1, or echo the prompt", param="max_tokens")
-    return check_prompts(body.prompts(), service, "prompt")
+    return check_prompts(body.prompts(), service, "prompt", cut=body.truncate_prompt_tokens is not None)
+
+
+def _ranks(body: CompletionBody) -> bool:
+    """Whether more answers are made than returned."""
+    return body.best_of is not None and body.best_of > (body.n or 1)
+
+
+def _best(answers: list[CompletionOutput], count: int) -> list[CompletionOutput]:
+    """Those with the highest mean log-probability of a token."""
+
+    def mean(answer: CompletionOutput) -> float:
+        return (answer.cumulative_logprob or 0.0) / max(1, len(answer.token_ids))
+
+    return sorted(answers, key=mean, reverse=True)[:count] if len(answers) > count else answers
 
 
 class _Shapes:
@@ -93,14 +119,15 @@ class _Shapes:
         self._mute = body.output_limit() == 0  # only the prompt was requested; the one sampled token is not shown
         self._num_logprobs = body.logprobs
         self._wants_scores = body.prompt_logprobs is not None
+        self._wants_ids = bool(body.return_token_ids)
         self._logprobs: dict[tuple[int, int], CompletionLogprobs] = {}
 
     async def choices(self) -> list[dict[str, Any]]:
         shown = []
         for number, output in enumerate(self._generation.outputs):
             scores = await prompt_scores(output) if self._wants_scores else None
-            for each in output.outputs:
-                delta = Delta(number, each.index, each.text, each.token_ids, each.logprobs or [], each.finish_reason)
+            for index, each in enumerate(_best(output.outputs, self._num_answers)):
+                delta = Delta(number, index, each.text, each.token_ids, each.logprobs or [], each.finish_reason)
                 choice = await self.choice(delta) | {"stop_reason": each.stop_reason}
                 if scores is not None:
                     choice["prompt_logprobs"] = scores
@@ -122,12 +149,17 @@ class _Shapes:
             token_ids = output.prompt_token_ids + token_ids
             positions = (output.prompt_logprobs or []) + positions
         logprobs = await self._logprobs[key].take(token_ids, positions) if self._num_logprobs is not None else None
-        return {
+        choice = {
             "index": delta.number * self._num_answers + delta.index,
             "text": text,
             "logprobs": logprobs,
             "finish_reason": "length" if self._mute else finish_reason(delta.finish_reason),
         }
+        if self._wants_ids:
+            choice["token_ids"] = [] if self._mute else delta.token_ids
+            if first:
+                choice["prompt_token_ids"] = output.prompt_token_ids
+        return choice
 
     def _prompt_text(self, output: RequestOutput) -> str:
         return output.prompt if output.prompt is not None else self._tokenizer.decode(output.prompt_token_ids)
@@ -143,7 +175,7 @@ async def _chunks(
             for delta in batch:
                 choice = await shapes.choice(delta)
                 tail.count(delta)
-                if choice["text"] or choice["logprobs"] or choice["finish_reason"]:
+                if choice["text"] or choice["logprobs"] or choice["finish_reason"] or choice.get("token_ids"):
                     pieces.append(event({**head, "choices": [choice], **tail.fields()}))
             if pieces:
                 yield b"".join(pieces)

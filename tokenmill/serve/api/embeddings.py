@@ -19,7 +19,8 @@ from tokenmill.serve.api.caller import caller_of
 from tokenmill.serve.api.exchange import json_response, record_of, to_json, unless_gone
 from tokenmill.serve.api.protocol import EmbeddingBody
 from tokenmill.serve.api.reading import body_schema, check_prompts, read_body
-from tokenmill.serve.api.usage import usage_of
+from tokenmill.serve.api.sampling import resolve_truncation
+from tokenmill.serve.api.usage import cost_of, usage_of
 from tokenmill.serve.errors import ApiError
 from tokenmill.serve.service import Service
 from tokenmill.types import SamplingParams
@@ -34,9 +35,12 @@ def add_embedding_routes(app: FastAPI, service: Service) -> None:
         caller, model = caller_of(request, service, body), service.check_model(body.model)
         if body.dimensions is not None:
             raise ApiError(400, "dimensions is not supported: this model has one size", param="dimensions")
-        prompts = check_prompts(body.prompts(), service, "input")
+        cut = resolve_truncation(body.truncate_prompt_tokens, 1, service.context)
+        prompts = check_prompts(body.prompts(), service, "input", cut=cut is not None)
         params = SamplingParams(max_tokens=1, temperature=0.0)
-        opening = service.open(prompts, lambda _length: params, caller, streaming=False, embeds=True)
+        opening = service.open(
+            prompts, lambda _length: params, caller, streaming=False, embeds=True, max_prompt_tokens=cut
+        )
         generation = await unless_gone(request, opening)
         try:
             await unless_gone(request, generation.result())
@@ -49,7 +53,8 @@ def add_embedding_routes(app: FastAPI, service: Service) -> None:
             shown = msgspec.Raw(to_json(_shown(_unit(vector), body.encoding_format)))
             data.append({"object": "embedding", "index": number, "embedding": shown})
             await asyncio.sleep(0)  # thousands of numbers each: other requests get their turn
-        used = {"prompt_tokens": usage["prompt_tokens"], "total_tokens": usage["prompt_tokens"]}
+        counts = {"prompt_tokens": usage["prompt_tokens"], "total_tokens": usage["prompt_tokens"]}
+        used = counts | cost_of(generation)
         return json_response({"object": "list", "model": model, "data": data, "usage": used})
 
     app.include_router(router)

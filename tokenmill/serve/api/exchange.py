@@ -41,6 +41,7 @@ class Record:
     cached_tokens: int | None = None
     completion_tokens: int | None = None
     error: str | None = None
+    background: bool = False  # a row of a batch: in the batch lane, after all others
 
 
 class ClientGoneError(Exception):

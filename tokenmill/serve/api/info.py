@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from tokenmill import __version__
 from tokenmill.serve.api.exchange import json_response, record_of
+from tokenmill.serve.api.spending import measure_costs
 from tokenmill.serve.errors import ApiError, engine_gone
 from tokenmill.serve.service import Service
 
@@ -63,6 +64,7 @@ def add_info_routes(app: FastAPI, service: Service) -> None:
         _check_right(request)
         service.metrics.set("engine_up", service.engine.state == "ready")
         service.metrics.set("predicted_ttft_seconds", service.admission.predict(0))
+        measure_costs(service)
         for outcome, count in (service.traffic_log.outcomes() if service.traffic_log is not None else {}).items():
             service.metrics.set("traffic_log_records", count, outcome)
         return Response(service.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -22,13 +22,15 @@ from tokenmill.serve.api.exchange import NDJSON, Record, json_response, record_o
 from tokenmill.serve.api.protocol import ChatBody, GenerationBody, Message
 from tokenmill.serve.api.reading import body_schema, read_body, validate
 from tokenmill.serve.api.sampling import build_params, resolve_max_tokens
-from tokenmill.serve.api.tool_messages import ToolReader, tools_of
-from tokenmill.serve.api.usage import lossy_policy, usage_of
+from tokenmill.serve.api.tool_messages import AnswerReader, reader_of, tools_of
+from tokenmill.serve.api.usage import cost_of, lossy_policy, usage_of
 from tokenmill.serve.errors import ApiError
 from tokenmill.serve.generation import Generation
-from tokenmill.serve.service import Service
+from tokenmill.serve.reasoning.base import Reasoning
+from tokenmill.serve.reasoning.use import switch_variables
+from tokenmill.serve.service import Caller, Service
 from tokenmill.serve.tools.base import Content, ToolCall, ToolEvent, fold
-from tokenmill.serve.tools.use import ToolUse
+from tokenmill.types import SamplingParams
 
 _SAME_NAME = (
     "temperature",
@@ -41,7 +43,7 @@ _SAME_NAME = (
     "frequency_penalty",
     "presence_penalty",
 )
-_Say = Callable[[str, Sequence[ToolCall]], dict[str, Any]]  # text and calls -> the field that carries them
+_Say = Callable[[str, Sequence[ToolCall], str], dict[str, Any]]  # text, calls and reasoning -> fields that carry them
 
 
 def add_ollama_routes(app: FastAPI, service: Service) -> None:
@@ -58,34 +60,27 @@ def add_ollama_routes(app: FastAPI, service: Service) -> None:
         tools = tools_of(service, wanted)
         opening = open_chat(service, wanted, caller, tools, streaming=body.stream is not False)
         generation = await unless_gone(request, opening)
-        return await _respond(request, generation, model, tools, lambda *said: {"message": _message(*said)})
+
+        def reader() -> AnswerReader:
+            return reader_of(service, generation, tools)
+
+        return await _respond(request, generation, model, reader, lambda *said: {"message": _message(*said)})
 
     @router.post("/generate", openapi_extra=body_schema(OllamaGenerateBody))
     async def generate(request: Request) -> Response:
         body = await read_body(request, service, OllamaGenerateBody)
         caller, model = caller_of(request, service, body), service.check_model(body.model)
-        for name in ("suffix", "template", "context", "images"):
-            if getattr(body, name):
-                raise ApiError(400, f"{name} is not supported: leave it out, or use /api/chat", param=name)
-        fields, streaming = _chat_fields(service, body), body.stream is not False
-        if body.raw or service.template is None:
-            fields.pop("chat_template_kwargs", None)
-            plain = validate(GenerationBody, fields)
-            opening = service.open(
-                [body.prompt],
-                lambda length: build_params(
-                    plain, service.config, resolve_max_tokens(plain, length, service.context, None)
-                ),
-                caller,
-                streaming=streaming,
-            )
-        else:
-            system = [Message(role="system", content=body.system)] if body.system else []
-            messages = [*system, Message(role="user", content=body.prompt)]
-            wanted = validate(ChatBody, {"messages": messages, **fields})
-            opening = open_chat(service, wanted, caller, None, streaming=streaming)
+        opening = _open_generate(service, body, caller)
         generation = await unless_gone(request, opening)
-        return await _respond(request, generation, model, None, lambda text, _calls: {"response": text})
+        raw = bool(body.raw) or service.template is None
+
+        def reader() -> AnswerReader:
+            return AnswerReader(None) if raw else reader_of(service, generation, None)
+
+        def say(text: str, _calls: Sequence[ToolCall], thinking: str) -> dict[str, Any]:
+            return {"response": text, **({"thinking": thinking} if thinking else {})}
+
+        return await _respond(request, generation, model, reader, say)
 
     @router.get("/tags")
     async def tags() -> Response:
@@ -103,8 +98,31 @@ def add_ollama_routes(app: FastAPI, service: Service) -> None:
     app.include_router(router)
 
 
-def _message(text: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
+def _open_generate(service: Service, body: OllamaGenerateBody, caller: Caller) -> Coroutine[Any, Any, Generation]:
+    """A prompt as it stands, or as the only message of a chat."""
+    for name in ("suffix", "template", "context", "images"):
+        if getattr(body, name):
+            raise ApiError(400, f"{name} is not supported: leave it out, or use /api/chat", param=name)
+    fields, streaming = _chat_fields(service, body), body.stream is not False
+    if body.raw or service.template is None:
+        fields.pop("chat_template_kwargs", None)
+        plain = validate(GenerationBody, fields)
+
+        def params(length: int) -> SamplingParams:
+            defaults = service.sampling_defaults
+            limit = resolve_max_tokens(plain, length, service.context, defaults.max_tokens)
+            return build_params(plain, service.config, limit, defaults.values)
+
+        return service.open([body.prompt], params, caller, streaming=streaming)
+    system = [Message(role="system", content=body.system)] if body.system else []
+    messages = [*system, Message(role="user", content=body.prompt)]
+    return open_chat(service, validate(ChatBody, {"messages": messages, **fields}), caller, None, streaming=streaming)
+
+
+def _message(text: str, calls: Sequence[ToolCall], thinking: str = "") -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": text}
+    if thinking:
+        message["thinking"] = thinking
     if calls:
         message["tool_calls"] = [
             {"function": {"name": call.name, "arguments": _arguments(call.arguments)}} for call in calls
@@ -132,7 +150,7 @@ def _chat_fields(service: Service, body: OllamaBody) -> dict[str, Any]:
     if options.repeat_last_n == 0:  # no token counts for the penalties
         values = {name: value for name, value in values.items() if not name.endswith("_penalty")}
     if body.think is not None:
-        values["chat_template_kwargs"] = {"enable_thinking": _enable_thinking(service, body.think)}
+        values["chat_template_kwargs"] = _thinking_variables(service, body.think)
     if body.format == "json":
         values["response_format"] = {"type": "json_object"}
     elif body.format:
@@ -158,13 +176,19 @@ def _check_options(service: Service, options: OllamaOptions) -> None:
             raise ApiError(400, f"options.{name} is {getattr(options, name)}, but {reason}", param=f"options.{name}")
 
 
-def _enable_thinking(service: Service, think: bool | str) -> bool:
-    if think and (service.template is None or "enable_thinking" not in service.template.source):
+def _thinking_variables(service: Service, think: bool | str) -> Mapping[str, Any]:
+    source = service.template.source if service.template is not None else ""
+    variables = dict(switch_variables(source, bool(think)))
+    if isinstance(think, str) and "reasoning_effort" in source:
+        variables["reasoning_effort"] = think
+    if think and not variables:
         raise ApiError(400, "the chat template of this model has no thinking: leave think out", param="think")
-    return bool(think)
+    return variables or {"enable_thinking": False}
 
 
-async def _respond(request: Request, generation: Generation, model: str, tools: ToolUse | None, say: _Say) -> Response:
+async def _respond(
+    request: Request, generation: Generation, model: str, make_reader: Callable[[], AnswerReader], say: _Say
+) -> Response:
     record, began = record_of(request), time.monotonic()
 
     def end() -> dict[str, Any]:
@@ -175,20 +199,21 @@ async def _respond(request: Request, generation: Generation, model: str, tools: 
             "total_duration": int((time.monotonic() - began) * 1e9),
             "prompt_eval_count": usage["prompt_tokens"],
             "eval_count": usage["completion_tokens"],
+            **cost_of(generation),
             **lossy_policy(generation),
         }
 
     async def complete() -> dict[str, Any]:
-        answer = fold(ToolReader(tools).read(generation.outputs[0].outputs[0].text, final=True))
-        return _head(model) | say(answer.content, answer.calls) | end()
+        answer = fold(make_reader().read(generation.outputs[0].outputs[0].text, final=True))
+        return _head(model) | say(answer.content, answer.calls, answer.reasoning) | end()
 
     return await respond(
         request,
         generation,
         complete=complete,
-        chunks=lambda: _lines(generation, model, ToolReader(tools), say, end, record),
+        chunks=lambda: _lines(generation, model, make_reader(), say, end, record),
         media_type=NDJSON,
-        ping=lambda: to_json(_head(model) | say("", ()) | {"done": False}) + b"\n",
+        ping=lambda: to_json(_head(model) | say("", (), "") | {"done": False}) + b"\n",
     )
 
 
@@ -199,7 +224,7 @@ def _head(model: str) -> dict[str, Any]:
 async def _lines(
     generation: Generation,
     model: str,
-    reader: ToolReader,
+    reader: AnswerReader,
     say: _Say,
     end: Callable[[], dict[str, Any]],
     record: Record,
@@ -211,12 +236,13 @@ async def _lines(
             final = any(delta.finish_reason for delta in batch)
             events = reader.read(text, final)
             content = "".join(each.text for each in events if isinstance(each, Content))
-            calls += [each for each in events if not isinstance(each, Content)]
+            thinking = "".join(each.text for each in events if isinstance(each, Reasoning))
+            calls += [each for each in events if not isinstance(each, (Content, Reasoning))]
             complete = fold(calls).calls if final else []
-            if content or complete:
-                yield to_json(_head(model) | say(content, complete) | {"done": False}) + b"\n"
+            if content or complete or thinking:
+                yield to_json(_head(model) | say(content, complete, thinking) | {"done": False}) + b"\n"
     except ApiError as error:
         record.error = error.message
         yield to_json({"error": error.message}) + b"\n"
     else:
-        yield to_json(_head(model) | say("", ()) | end()) + b"\n"
+        yield to_json(_head(model) | say("", (), "") | end()) + b"\n"

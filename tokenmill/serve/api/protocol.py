@@ -99,10 +99,10 @@ class StreamOptions(Body):
 
 @dataclass(frozen=True, slots=True)
 class Structured:
-    """A constraint on the output. `kind`: "json_object", "json_schema", "regex", "choice" or "grammar"."""
+    """A constraint on the output. `kind`: one of STRUCTURED_KINDS."""
 
     kind: str
-    value: str  # the schema as JSON, the expression, the choices as a JSON list, or the grammar
+    value: str  # the schema or the tags as JSON, the expression, the choices as a JSON list, or the grammar
 
 
 class JsonSchema(Body):
@@ -112,8 +112,11 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
+    structures: Objects | None = None  # these and `triggers`, or `format`: of a structural tag
+    triggers: Strings | None = None
+    format: dict[str, Any] | None = None
 
 
 class StructuredOutputs(Body):
@@ -124,6 +127,7 @@ class StructuredOutputs(Body):
     choice: Strings | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    structural_tag: str | None = None
 
 
 class CacheControlBody(Body):
@@ -164,6 +168,8 @@ class GenerationBody(Body):
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     logit_bias: Biases | None = None
+    allowed_token_ids: TokenIds | None = None
+    bad_words: Strings | None = None
     seed: int | None = None
     stop: str | Strings | None = None
     stop_token_ids: TokenIds | None = None
@@ -171,6 +177,9 @@ class GenerationBody(Body):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     prompt_logprobs: Int | None = None
+    truncate_prompt_tokens: Int | None = Field(default=None, ge=-1)
+    return_token_ids: bool | None = None
+    use_beam_search: bool | None = None
     priority: Int | None = Field(default=None, ge=-100, le=100)
     deadline_ms: float | None = Field(default=None, gt=0, le=86_400_000)
     lane: Literal["interactive", "batch"] | None = None
@@ -215,6 +224,7 @@ class GenerationBody(Body):
         schema = self.guided_json if self.guided_json is not None else newer.json_
         choice = self.guided_choice if self.guided_choice is not None else newer.choice
         texts = {"regex": self.guided_regex or newer.regex, "grammar": self.guided_grammar or newer.grammar}
+        texts["structural_tag"] = newer.structural_tag
         constraints = [Structured(kind, text) for kind, text in texts.items() if text is not None]
         if schema is not None:
             constraints.append(Structured("json_schema", schema if isinstance(schema, str) else _json(schema)))
@@ -230,6 +240,9 @@ class GenerationBody(Body):
             return []
         if wanted.type == "json_object":
             return [Structured("json_object", "")]
+        if wanted.type == "structural_tag":
+            tags = {"structures": wanted.structures, "triggers": wanted.triggers, "format": wanted.format}
+            return [Structured("structural_tag", _json(tags))]
         if wanted.json_schema is None or wanted.json_schema.schema_ is None:
             raise ValueError("response_format json_schema has no schema")
         return [Structured("json_schema", _json(wanted.json_schema.schema_))]
@@ -279,7 +292,13 @@ class ChatBody(GenerationBody):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
+    reasoning_effort: str | None = Field(default=None, max_length=16)
+    include_reasoning: bool | None = None
+    thinking_token_budget: Int | None = Field(default=None, ge=0)
 
     def output_limit(self) -> int | None:
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
@@ -287,6 +306,8 @@ class ChatBody(GenerationBody):
     def iter_ignored(self, template: str) -> Iterator[str]:
         yield from super().iter_ignored(template)
         yield from (f"chat_template_kwargs.{name}" for name in self.chat_template_kwargs or () if name not in template)
+        if self.reasoning_effort is not None and "reasoning_effort" not in template and "thinking" not in template:
+            yield "reasoning_effort"
         functions = [tool["function"] for tool in self.tools or () if isinstance(tool.get("function"), dict)]
         if self.tool_choice in (None, "auto") and any(function.get("strict") for function in functions):
             yield "tools.function.strict"  # arguments follow their schema only where a call is forced
@@ -297,6 +318,7 @@ class EmbeddingBody(Body):
     input: Prompts
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Int | None = None
+    truncate_prompt_tokens: Int | None = Field(default=None, ge=-1)
 
     def prompts(self) -> list[str | list[int]]:
         return _separate(self.input)
@@ -348,3 +370,10 @@ def unknown_names(prefix: str, values: Iterable[dict[str, Any]], known: tuple[st
 
 def _json(value: Any) -> str:
     return msgspec.json.encode(value).decode()
+
+
+class BatchBody(Body):
+    input_file_id: str = Field(max_length=128)
+    endpoint: str = Field(max_length=128)
+    completion_window: str = Field(max_length=16)
+    metadata: dict[str, Annotated[str, Field(max_length=512)]] | None = Field(default=None, max_length=16)

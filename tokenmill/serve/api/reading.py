@@ -61,13 +61,16 @@ def body_schema(model: type[Body]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": content}}
 
 
-def check_prompts(prompts: list[str | list[int]], service: Service, param: str) -> list[str | list[int]]:
-    """Raise ApiError for what is refused before anything is tokenized: too many prompts, more token ids than fit."""
+def check_prompts(
+    prompts: list[str | list[int]], service: Service, param: str, cut: bool = False
+) -> list[str | list[int]]:
+    """Raise ApiError for what is refused before anything is tokenized: too many prompts, more token ids than fit.
+    `cut`: prompts that are too long are truncated."""
     limit = service.config.max_prompts
     if not 0 < len(prompts) <= limit:
         raise ApiError(400, f"{len(prompts)} prompts in one request: give 1 to {limit}", param=param)
     longest = max((len(prompt) for prompt in prompts if not isinstance(prompt, str)), default=0)
-    if longest > service.context:
+    if longest > service.context and not cut:
         raise ApiError(
             400,
             f"the prompt has {longest} tokens, the context holds {service.context}: shorten the prompt or serve with a "

@@ -5,6 +5,7 @@ Shared by completions, chat and the adapters. Knows nothing of prompts beyond th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from tokenmill.errors import UserError
@@ -25,6 +26,7 @@ _SAME_NAME = (
     "repetition_penalty",
     "frequency_penalty",
     "presence_penalty",
+    "allowed_token_ids",
     "stop_token_ids",
     "ignore_eos",
     "include_stop_str_in_output",
@@ -32,12 +34,25 @@ _SAME_NAME = (
     "prompt_logprobs",
 )
 _MAX_STOP_CHARS = 1024
+_MAX_BAD_WORDS, _MAX_BAD_CHARS = 256, 4096
 
 
-def build_params(body: GenerationBody, config: ServeConfig, max_tokens: int, **fixed: Any) -> SamplingParams:
-    """`max_tokens` is resolved by the caller; `fixed` are fields that the route decides (log-probabilities)."""
-    values: dict[str, Any] = {name: getattr(body, name) for name in _SAME_NAME if getattr(body, name) is not None}
+def build_params(
+    body: GenerationBody,
+    config: ServeConfig,
+    max_tokens: int,
+    defaults: Mapping[str, Any] | None = None,
+    **fixed: Any,
+) -> SamplingParams:
+    """`max_tokens` is resolved by the caller; `defaults` are the server's, for what the body leaves open; `fixed` are
+    fields that the route decides (log-probabilities)."""
+    values: dict[str, Any] = dict(defaults or {})
+    values |= {name: getattr(body, name) for name in _SAME_NAME if getattr(body, name) is not None}
     values |= {name: value for name, value in fixed.items() if value is not None}
+    if body.use_beam_search:
+        raise ApiError(
+            400, "use_beam_search is not supported: use n, or best_of in completions", param="use_beam_search"
+        )
     _check_limit("n", values.get("n"), config.max_n)
     _check_limit("logprobs", values.get("logprobs"), config.max_logprobs)
     _check_limit("prompt_logprobs", values.get("prompt_logprobs"), config.max_logprobs)
@@ -49,6 +64,7 @@ def build_params(body: GenerationBody, config: ServeConfig, max_tokens: int, **f
         values["seed"] = body.seed % 2**64
     values["stop"] = _stops(body.stop)
     values["logit_bias"] = _biases(body.logit_bias)
+    values["bad_words"] = _bad_words(body.bad_words)
     values["cache"] = _cache(body)
     try:
         params = SamplingParams(max_tokens=max_tokens, **values)
@@ -77,6 +93,24 @@ def resolve_max_tokens(body: GenerationBody, prompt_length: int, context: int, d
             code="context_length_exceeded",
         )
     return max(1, wanted)
+
+
+def resolve_truncation(wanted: int | None, max_tokens: int | None, context: int) -> int | None:
+    """How many tokens of a prompt are kept, the last ones; None: all. -1: as many as leave room for the output."""
+    if wanted is None:
+        return None
+    if wanted == 0 or wanted > context:
+        problem = f"truncate_prompt_tokens is {wanted}: give 1 to {context}, or -1 for what fits"
+        raise ApiError(400, problem, param="truncate_prompt_tokens")
+    return wanted if wanted > 0 else max(1, context - max(1, max_tokens or 1))
+
+
+def _bad_words(words: list[str] | None) -> tuple[str, ...]:
+    words = words or []
+    if len(words) > _MAX_BAD_WORDS or sum(map(len, words)) > _MAX_BAD_CHARS:
+        problem = f"give at most {_MAX_BAD_WORDS} bad_words of {_MAX_BAD_CHARS} characters in all"
+        raise ApiError(400, problem, param="bad_words")
+    return tuple(words)
 
 
 def _cache(body: GenerationBody) -> CacheControl | None:

@@ -17,13 +17,23 @@ def usage_of(generation: Generation, record: Record) -> dict[str, Any]:
     cached = sum(output.num_cached_tokens for output in outputs)
     completion = sum(len(each.token_ids) for output in outputs for each in output.outputs)
     record.prompt_tokens, record.cached_tokens, record.completion_tokens = prompt, cached, completion
-    usage = {
+    usage: dict[str, Any] = {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached, **_cache_details(generation)},
     }
-    return usage | lossy_policy(generation)
+    if generation.num_truncated_tokens:
+        usage["prompt_tokens_details"]["truncated_tokens"] = generation.num_truncated_tokens
+    if generation.num_reasoning_tokens is not None:
+        usage["completion_tokens_details"] = {"reasoning_tokens": generation.num_reasoning_tokens}
+    return usage | cost_of(generation) | lossy_policy(generation)
+
+
+def cost_of(generation: Generation) -> dict[str, float]:
+    """Dollars, on a server that has prices."""
+    cost = generation.cost
+    return {} if cost is None else {"cost": round(cost, 12)}
 
 
 class StreamUsage:

@@ -56,10 +56,13 @@ class EngineClient:
         on_phase: Callable[[str], None],
         keep_spare: bool = False,
         step_log: str = "",
+        meters: bool = False,
     ) -> None:
-        """`keep_spare`: a process with the engine's libraries waits to replace the engine. `step_log`: folder."""
+        """`keep_spare`: a process with the engine's libraries waits to replace the engine. `step_log`: folder.
+        `meters`: the engine divides the time of its steps among tenants, for `on_device_time`."""
         self._path = path
         self._step_log = step_log
+        self._meters = meters
         self._config = config
         self._watchdog = Watchdog(stall_timeout)
         self._keep_spare = keep_spare
@@ -72,6 +75,7 @@ class EngineClient:
         self._ready: asyncio.Future[Ready] | None = None
         self._members: dict[str, Member] = {}  # by request id
         self._observers: list[Observer] = []
+        self.on_device_time: Callable[[dict[str, float]], None] = lambda _seconds: None
         self._supervisor: asyncio.Task[None] | None = None
         self._closing = False
         self.state = "starting"  # "ready", "restarting", "closed"
@@ -204,6 +208,8 @@ class EngineClient:
                 continue
             for observer in self._observers:
                 observer.on_tokens(member, len(event.token_ids))
+        if message.device_seconds:
+            self.on_device_time(message.device_seconds)
         if message.stats is not None:
             self.stats = message.stats
             for observer in self._observers:
@@ -222,7 +228,7 @@ class EngineClient:
         try:
             spare, self._spare = self._spare, None
             alive = spare if spare and spare.returncode is None else None
-            await link.launch(str(self._path), self._config, alive, self._step_log)
+            await link.launch(str(self._path), self._config, alive, self._step_log, self._meters)
             self.identity = await self._until_ready(link, self._ready)
         except BaseException:
             link.kill()

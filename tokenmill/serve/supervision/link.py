@@ -68,11 +68,12 @@ class EngineLink:
         config: EngineConfig,
         spare: asyncio.subprocess.Process | None = None,
         step_log: str = "",
+        meters: bool = False,
     ) -> None:
         """Have an engine started, in the process `spare` if there is one."""
         level = _LOG_LEVELS.get(_log.getEffectiveLevel(), "info")
         inbox, outbox = self._addresses
-        spec = EngineSpec(path, asdict(config), inbox, outbox, log_level=level, step_log=step_log)
+        spec = EngineSpec(path, asdict(config), inbox, outbox, log_level=level, step_log=step_log, meters=meters)
         self._process = spare or await spawn_engine()
         self.last_sign = time.monotonic()
         assert self._process.stdin is not None

@@ -6,6 +6,7 @@ secret. A file with a mistake is refused as a whole. Knows nothing of requests; 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import tomllib
@@ -35,6 +36,8 @@ def read_keys(plain: Sequence[str], path: str) -> Entries:
     entries = [(digest_of(key), Client(f"key-{number}")) for number, key in enumerate(plain, 1)]
     if path:
         entries += _read_file(path)
+    for digest, client in entries:
+        client.owner = client.owner or f"key {hashlib.sha256(digest).hexdigest()}"  # its name is only a position
     if len({digest for digest, _ in entries}) < len(entries):
         raise UserError("two API keys are the same", "keep one of them")
     if len({client.name for _, client in entries}) < len(entries):
@@ -108,7 +111,10 @@ def _entry(entry: Any, what: str, default_name: str) -> tuple[bytes, Client]:
     name = values.setdefault("name", default_name)
     if not (0 < len(name) <= _MAX_NAME and name.isascii() and name.isprintable()):
         raise UserError(f"the name of {what} is not usable", f"give 1 to {_MAX_NAME} printable ASCII characters")
-    return _digest(entry, what), Client(**values)
+    client = Client(**values)
+    if "name" in entry:
+        client.owner = f"name {name}"
+    return _digest(entry, what), client
 
 
 def _digest(entry: dict[str, Any], what: str) -> bytes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import TypeVar
@@ -21,6 +22,9 @@ _Limit = TypeVar("_Limit", int, float)
 LANES = {"interactive": 0, "batch": 1000}
 MIN_PRIORITY, MAX_PRIORITY = -100, 100  # of a request body; lower is sooner
 PRIVATE_CACHE = "private"
+
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_DURATION = re.compile(r"[1-9][0-9]{0,5}[smhd]")
 
 # Where several keys share a server, for what an entry leaves out
 _QUEUE_SHARE = 0.5
@@ -80,6 +84,9 @@ class Client:
     max_priority: int | None = None  # most urgent number
     max_queue_share: float | None = None
     max_pinned_share: float | None = None
+    max_budget: float = 0.0  # dollars; 0: no limit
+    budget_duration: str = ""  # after which it is whole again, such as 30d; empty: never
+    owner: str = field(default="", init=False)  # whose files and batches are its own, also after a restart
     num_keys: int = field(default=1, init=False)  # of the server
     withdrawn: bool = field(default=False, init=False)
     num_active: int = field(default=0, init=False)  # HTTP requests
@@ -89,6 +96,7 @@ class Client:
     requests: Bucket | None = field(default=None, init=False)
     tokens: Bucket | None = field(default=None, init=False)
     grammar_seconds: Bucket | None = field(default=None, init=False)
+    budget_seconds: float = field(default=0.0, init=False)  # of budget_duration; 0: it is never whole again
 
     def __post_init__(self) -> None:
         self._check()
@@ -121,6 +129,7 @@ class Client:
         for each in fields(Client):
             if each.init:
                 setattr(self, each.name, getattr(other, each.name))
+        self.owner = other.owner
         self._fit_buckets()
 
     def share_with(self, num_keys: int) -> None:
@@ -138,6 +147,7 @@ class Client:
         self.tokens = _fitted(self.tokens, self.tokens_per_minute)
         seconds = self._default(self.grammar_seconds_per_minute, 0.0, _GRAMMAR_SECONDS)
         self.grammar_seconds = _fitted(self.grammar_seconds, seconds)
+        self.budget_seconds = _duration(self.budget_duration)
 
     def _check(self) -> None:
         if not 0 < self.weight <= 1000:
@@ -145,7 +155,7 @@ class Client:
         if self.lane not in LANES:
             raise unknown_name("lane", self.lane, LANES)
         rates = (self.requests_per_minute, self.tokens_per_minute, self.grammar_seconds_per_minute or 0.0)
-        if min(*rates, self.max_parallel, self.max_sequences) < 0:
+        if min(*rates, self.max_parallel, self.max_sequences, self.max_budget) < 0:
             raise UserError(f"a limit of key '{self.name}' is negative", "give 0 for none")
         for what in ("max_queue_share", "max_pinned_share"):
             if not 0 <= (getattr(self, what) or 0.0) <= 1:
@@ -154,6 +164,9 @@ class Client:
             raise UserError(
                 f"max_priority of key '{self.name}' is {self.max_priority}", f"give {MIN_PRIORITY} to {MAX_PRIORITY}"
             )
+        if self.budget_duration and not (self.max_budget and _DURATION.fullmatch(self.budget_duration)):
+            problem = f"budget_duration of key '{self.name}' is '{self.budget_duration}'"
+            raise UserError(problem, "give it with a max_budget, like 12h or 30d")
         if not self.cache:
             raise UserError(f"cache of key '{self.name}' is empty", "give private, shared or the name of a group")
 
@@ -183,6 +196,16 @@ class KeyRing:
         known, client = self._clients.get(digest, (bytes(len(digest)), None))
         return client if hmac.compare_digest(known, digest) and key else None
 
+    def owned_by(self, owner: str) -> Client | None:
+        """The client that this owner is at present; None if it has no key."""
+        if self.open:
+            return self._anonymous if owner == self._anonymous.owner else None
+        return next((client for _, client in self._clients.values() if client.owner == owner), None)
+
+    def with_budget(self) -> str | None:
+        """The name of a key that has a budget, if one has."""
+        return next((client.name for _, client in self._clients.values() if client.max_budget), None)
+
     def replace(self, entries: Sequence[tuple[bytes, Client]]) -> list[Client]:
         """Use these keys from now on. Clients of a name that stays keep their use; returns those that are gone."""
         before = {client.name: client for _, client in self._clients.values()}
@@ -201,6 +224,10 @@ class KeyRing:
 
 def digest_of(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
+
+
+def _duration(text: str) -> float:
+    return float(text[:-1]) * _UNITS[text[-1]] if text else 0.0
 
 
 def _fitted(bucket: Bucket | None, per_minute: float) -> Bucket | None:

@@ -47,6 +47,7 @@ class Ticket:
     waiting_requests: int  # prompts without a first token
     waiting_tokens: int
     reserved_tokens: int  # of output, charged in advance
+    yields: bool = False  # to interactive requests: it is in the batch lane
 
 
 class Admission:
@@ -56,13 +57,14 @@ class Admission:
 
     def __init__(self, num_slots: int, max_queued_requests: int, max_queued_tokens: int, pace: Pace) -> None:
         self.pace = pace
-        self._num_slots = num_slots
+        self.num_slots = num_slots
         self._max_waiting = num_slots + max_queued_requests
         self._max_tokens = max_queued_tokens
         self._waiting_clients: set[Client] = set()
         self.num_active = 0  # sequences admitted and not released
         self.num_waiting = 0  # prompts without a first token
         self.waiting_tokens = 0
+        self.num_yielding = self.yielding_tokens = 0  # what of `num_active` and `waiting_tokens` yields
         self.draining = False
 
     def check_client(self, client: Client, now: float) -> None:
@@ -85,17 +87,19 @@ class Admission:
         deadline: float | None,
         now: float,
         max_output: int = 0,
+        yields: bool = False,
     ) -> Ticket:
         """Admit the prompts of one HTTP request, or raise ApiError with the time to retry. `deadline`: seconds to the
         first token; `max_output`: tokens that all its sequences may generate, charged to the quota until `release`."""
         self.check_client(client, now)
         tokens = sum(lengths)
-        ticket = Ticket(client, len(lengths) * num_answers, len(lengths), tokens, max_output if client.tokens else 0)
+        reserved = max_output if client.tokens else 0
+        ticket = Ticket(client, len(lengths) * num_answers, len(lengths), tokens, reserved, yields)
         self.check_sequences(client, ticket.num_sequences)
         self._check_quotas(client, tokens + max_output, now)
         self._check_queue(client, len(lengths), tokens)
         if deadline is not None:
-            predicted = self.predict(tokens)
+            predicted = self.predict(tokens, yields)
             if predicted > deadline:
                 late = f"the first token is expected in {predicted:.2f} s, after the deadline of {deadline:.2f} s"
                 raise _refusal(late, "deadline", predicted - deadline)
@@ -105,33 +109,47 @@ class Admission:
             client.tokens.take(float(tokens + max_output), now)
         client.num_active += 1
         client.num_sequences += ticket.num_sequences
-        self.num_active += ticket.num_sequences
-        self._change_waiting(client, len(lengths), tokens)
+        self._change_active(ticket, ticket.num_sequences)
+        self._change_waiting(ticket, len(lengths), tokens)
         return ticket
 
-    def predict(self, num_tokens: int) -> float:
-        """Seconds to the first token of a prompt that would arrive now."""
-        return self.pace.predict_ttft(self.waiting_tokens, num_tokens, self.num_active, self._num_slots)
+    def predict(self, num_tokens: int, yields: bool = False) -> float:
+        """Seconds to the first token of a prompt that would arrive now. Unless it yields itself, what yields is not in
+        its way."""
+        waiting = self.waiting_tokens - (0 if yields else self.yielding_tokens)
+        ahead = self.num_active - (0 if yields else self.num_yielding)
+        return self.pace.predict_ttft(waiting, num_tokens, ahead, self.num_slots)
+
+    @property
+    def has_idle_slot(self) -> bool:
+        """Whether one more sequence would start at once."""
+        return not self.draining and self.num_active < self.num_slots
 
     def started(self, ticket: Ticket, num_tokens: int) -> None:
         """One of the ticket's prompts has its first token."""
         ticket.waiting_requests -= 1
         ticket.waiting_tokens -= num_tokens
-        self._change_waiting(ticket.client, -1, -num_tokens)
+        self._change_waiting(ticket, -1, -num_tokens)
 
     def release(self, ticket: Ticket, output_tokens: int, now: float) -> None:
         """The request has ended: prompts that never started leave the queue, and the quota is charged for what was
         generated instead of what was reserved."""
         client = ticket.client
-        self._change_waiting(client, -ticket.waiting_requests, -ticket.waiting_tokens)
-        self.num_active -= ticket.num_sequences
+        self._change_waiting(ticket, -ticket.waiting_requests, -ticket.waiting_tokens)
+        self._change_active(ticket, -ticket.num_sequences)
         client.num_sequences -= ticket.num_sequences
         client.num_active -= 1
         if client.tokens is not None:
             client.tokens.take(float(output_tokens - ticket.reserved_tokens), now)
 
-    def _change_waiting(self, client: Client, num_requests: int, num_tokens: int) -> None:
+    def _change_active(self, ticket: Ticket, num_sequences: int) -> None:
+        self.num_active += num_sequences
+        self.num_yielding += num_sequences if ticket.yields else 0
+
+    def _change_waiting(self, ticket: Ticket, num_requests: int, num_tokens: int) -> None:
+        client = ticket.client
         self.num_waiting += num_requests
+        self.yielding_tokens += num_tokens if ticket.yields else 0
         self.waiting_tokens += num_tokens
         client.num_waiting += num_requests
         client.waiting_tokens += num_tokens

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from tokenmill.serve.reasoning.base import Reasoning
 from tokenmill.serve.tools.functions import Function
 
 
@@ -39,7 +40,7 @@ class CallEnd:
     index: int
 
 
-ToolEvent = Content | CallStart | CallArguments | CallEnd
+ToolEvent = Reasoning | Content | CallStart | CallArguments | CallEnd
 
 
 @dataclass(slots=True)
@@ -52,6 +53,7 @@ class ToolCall:
 @dataclass(slots=True)
 class Answer:
     content: str = ""
+    reasoning: str = ""
     calls: list[ToolCall] = field(default_factory=list)
 
 
@@ -62,6 +64,8 @@ def fold(events: Iterable[ToolEvent]) -> Answer:
         match event:
             case Content(text=text):
                 answer.content += text
+            case Reasoning(text=text):
+                answer.reasoning += text
             case CallStart(call_id=call_id, name=name):
                 answer.calls.append(ToolCall(call_id, name))
             case CallArguments(index=index, text=text):
@@ -72,7 +76,7 @@ def fold(events: Iterable[ToolEvent]) -> Answer:
 
 
 class ToolParser(ABC):
-    """Reads one answer. `names` are the functions there are: a call of another is content.
+    """Reads one answer. `functions` are those there are: a call of another is content.
 
     `certain`: a grammar forced the calls, so arguments are passed on as they come; otherwise a call is announced only
     when all of it has been read and is good. `parallel`: more than one call may come.
@@ -80,9 +84,11 @@ class ToolParser(ABC):
 
     name: ClassVar[str]
     marker: ClassVar[str] = ""  # must be visible in the text even if it is a control token of the model
+    reads_reasoning: ClassVar[bool] = False  # the style tells reasoning apart itself; no reasoning parser comes first
 
-    def __init__(self, names: Collection[str], certain: bool = False, parallel: bool = True) -> None:
-        self._names = frozenset(names)
+    def __init__(self, functions: Sequence[Function], certain: bool = False, parallel: bool = True) -> None:
+        self._functions = {function.name: function for function in functions}
+        self._names = frozenset(self._functions)
         self._certain = certain
         self._parallel = parallel
         self._buffer = ""
@@ -98,6 +104,12 @@ class ToolParser(ABC):
     @abstractmethod
     def grammar(cls, functions: Sequence[Function], parallel: bool) -> str:
         """Rules of a Lark grammar, with `calls` on top, for nothing but calls of these functions."""
+
+    @classmethod
+    def grammar_beside_json(cls, functions: Sequence[Function], parallel: bool) -> str:
+        """The same, for an answer that may be JSON instead of calls. The grammar library's lexer takes the longest
+        text that fits, so calls that begin like JSON must be made of JSON's own lexemes."""
+        return cls.grammar(functions, parallel)
 
     @abstractmethod
     def _step(self, events: list[ToolEvent], final: bool) -> bool:
@@ -130,12 +142,15 @@ class ToolParser(ABC):
         if visible:
             events.append(Content(visible))
 
+    def _new_id(self) -> str:
+        return f"call_{uuid.uuid4().hex[:24]}"
+
     def _start(self, events: list[ToolEvent], name: str) -> int:
         """Announce a call; returns its index."""
         self._blanks = ""
         index = self._num_calls
         self._num_calls += 1
-        events.append(CallStart(index, f"call_{uuid.uuid4().hex[:24]}", name))
+        events.append(CallStart(index, self._new_id(), name))
         return index
 
     def _call(self, events: list[ToolEvent], name: str, arguments: str) -> None:

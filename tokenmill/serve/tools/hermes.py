@@ -1,10 +1,14 @@
-"""Hermes and Qwen: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, anywhere in the text, any number."""
+"""Hermes, Qwen 2.5, Qwen3 and Granite 4: `<tool_call>\n{"name": ..., "arguments": {...}}\n</tool_call>`.
+
+Calls may stand anywhere in the text, in any number, each between tags of its own.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import ClassVar
 
+from tokenmill.serve.reasoning.scan import overlap
 from tokenmill.serve.tools.base import ToolEvent
 from tokenmill.serve.tools.functions import Function
 from tokenmill.serve.tools.json_calls import JsonCallParser, object_rules
@@ -35,7 +39,7 @@ class Hermes(JsonCallParser):
             self._buffer = self._buffer[start:]
             self._state = self._opened
             return True
-        held = 0 if final else _overlap(self._buffer, _OPEN)
+        held = 0 if final else overlap(self._buffer, (_OPEN,))
         certain = len(self._buffer) - held
         self._say(events, self._buffer[:certain])
         self._buffer = self._buffer[certain:]
@@ -62,11 +66,3 @@ class Hermes(JsonCallParser):
             return False
         self._state = self._seek
         return True
-
-
-def _overlap(text: str, marker: str) -> int:
-    """Length of the longest suffix of `text` that is a prefix of `marker`."""
-    for length in range(min(len(text), len(marker) - 1), 0, -1):
-        if text.endswith(marker[:length]):
-            return length
-    return 0

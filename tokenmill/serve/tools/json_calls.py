@@ -64,15 +64,25 @@ def read_call(text: str, names: Collection[str]) -> tuple[str, str] | None:
         return None
 
 
+def read_arguments(name: str, text: str) -> tuple[str, str] | None:
+    """(name, arguments as JSON) of a call whose arguments are `text`; None if they are not a JSON object."""
+    try:
+        arguments = json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return None
+    return (name, json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None
+
+
 class JsonCallParser(ToolParser):
     """Reads objects; a style says where one may begin (`_seek`) and what follows it (`_close`)."""
 
-    def __init__(self, names: Collection[str], certain: bool = False, parallel: bool = True) -> None:
-        super().__init__(names, certain, parallel)
+    def __init__(self, functions: Sequence[Function], certain: bool = False, parallel: bool = True) -> None:
+        super().__init__(functions, certain, parallel)
         self._state: Callable[[list[ToolEvent], bool], bool] = self._seek
         self._scanner = ObjectScanner()
         self._object_start = 0  # index in the buffer; before it is what announced the object
         self._scanned = 0
+        self._called_name = ""  # of a call whose name stands before its arguments, outside of the JSON
 
     def _seek(self, events: list[ToolEvent], final: bool) -> bool:
         raise NotImplementedError
@@ -87,7 +97,19 @@ class JsonCallParser(ToolParser):
         """The object begins at index `start` of the buffer."""
         self._object_start = self._scanned = start
         self._scanner = ObjectScanner()
+        self._called_name = ""
         self._state = self._head if self._certain else self._read_object
+        return True
+
+    def _begin_arguments(self, events: list[ToolEvent], name: str, start: int) -> bool:
+        """The arguments of a call of `name` begin at index `start` of the buffer."""
+        self._begin_object(start)
+        self._called_name = name
+        self._state = self._read_object
+        if self._certain:
+            self._start(events, name)
+            self._buffer = self._buffer[start:]
+            self._state = self._arguments
         return True
 
     def _rest(self, events: list[ToolEvent], _final: bool) -> bool:
@@ -102,7 +124,8 @@ class JsonCallParser(ToolParser):
             self._scanned = len(self._buffer)
             return self._rest(events, final) if final else False
         end += self._scanned
-        call = read_call(self._buffer[self._object_start : end], self._names)
+        text = self._buffer[self._object_start : end]
+        call = read_arguments(self._called_name, text) if self._called_name else read_call(text, self._names)
         if call is None:
             self._say(events, self._buffer[:end])
             self._state = self._seek
@@ -131,7 +154,7 @@ class JsonCallParser(ToolParser):
         if end is None:
             return False
         events.append(CallEnd(index))
-        self._state = self._tail
+        self._state = self._close if self._called_name else self._tail
         return True
 
     def _tail(self, _events: list[ToolEvent], _final: bool) -> bool:
@@ -144,6 +167,19 @@ class JsonCallParser(ToolParser):
         return True
 
 
+def named_rules(functions: Sequence[Function], before: str, between: str, after: str) -> str:
+    """Rules of a Lark grammar: `call` is one of the functions as its name, then its arguments as an object."""
+    from tokenmill.grammar.source import json_rule
+
+    rules = ["call: " + " | ".join(f"call_{number}" for number in range(len(functions)))]
+    for number, function in enumerate(functions):
+        head = json.dumps(f"{before}{function.name}{between}", ensure_ascii=False)
+        end = json.dumps(after, ensure_ascii=False) if after else ""
+        rules.append(f"call_{number}: {head} arguments_{number} {end}")
+        rules.append(f"arguments_{number}: {json_rule(dict(function.parameters))}")
+    return "\n".join(rules) + "\n"
+
+
 def object_rules(functions: Sequence[Function], key: str, before: str, after: str) -> str:
     """Rules of a Lark grammar: `call` is one of the functions as an object, between two literal texts."""
     from tokenmill.grammar.source import json_rule
@@ -154,6 +190,35 @@ def object_rules(functions: Sequence[Function], key: str, before: str, after: st
         rules.append(f"call_{number}: {head} arguments_{number} {json.dumps('}' + after)}")
         rules.append(f"arguments_{number}: {json_rule(dict(function.parameters))}")
     return "\n".join(rules) + "\n"
+
+
+def call_schemas(functions: Sequence[Function], key: str, place: str) -> dict[str, Any]:
+    """A JSON schema of a call of any of the functions. `place`: the JSON pointer to it in the schema it is part of."""
+
+    def schema(number: int, function: Function) -> dict[str, Any]:
+        root = f"{place}/anyOf/{number}/properties/{key}"
+        properties = {"name": {"const": function.name}, key: _moved(dict(function.parameters), root)}
+        return {
+            "type": "object",
+            "properties": properties,
+            "required": ["name", key],
+            "additionalProperties": False,
+        }
+
+    return {"anyOf": [schema(number, function) for number, function in enumerate(functions)]}
+
+
+def _moved(schema: Any, root: str) -> Any:
+    """A schema whose references within itself hold where it is part of another one, at `root`."""
+    if isinstance(schema, list):
+        return [_moved(each, root) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {name: value if name in ("const", "enum") else _moved(value, root) for name, value in schema.items()}
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and (reference == "#" or reference.startswith("#/")):
+        moved["$ref"] = root + reference[1:]
+    return moved
 
 
 def _refuse(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Llama 3.2, Llama 4 and others: the entire answer is a Python list of calls, `[f(a=1, b="x"), g()]`.
+"""Llama 3.2 and others: the entire answer is a Python list of calls, `[f(a=1, b="x"), g()]`.
 
 Read as Python literals, never run; `true`, `false` and `null` count too. An answer that begins otherwise is content.
 """
@@ -12,6 +12,7 @@ from keyword import iskeyword
 from typing import Any, ClassVar
 
 from tokenmill.errors import UserError
+from tokenmill.serve.reasoning.scan import may_begin
 from tokenmill.serve.tools.base import ToolEvent, ToolParser
 from tokenmill.serve.tools.functions import Function
 
@@ -22,12 +23,15 @@ _PLAIN = {"type", "properties", "required", "additionalProperties", "$defs", "de
 
 class Pythonic(ToolParser):
     name: ClassVar[str] = "pythonic"
+    opening: ClassVar[str] = ""  # may stand before the list
+    closing: ClassVar[str] = ""  # may follow it
 
-    def __init__(self, names: Collection[str], certain: bool = False, parallel: bool = True) -> None:
-        super().__init__(names, certain, parallel)
+    def __init__(self, functions: Sequence[Function], certain: bool = False, parallel: bool = True) -> None:
+        super().__init__(functions, certain, parallel)
         self._scanner: ListScanner | None = None
         self._scanned = 0
         self._over = False
+        self._closed = False
 
     @classmethod
     def writes(cls, template: str) -> bool:
@@ -44,6 +48,9 @@ class Pythonic(ToolParser):
     def _step(self, events: list[ToolEvent], final: bool) -> bool:
         if not self._over and self._scanner is None:
             body = self._buffer.lstrip()
+            if may_begin(body, (self.opening,)) and not final:
+                return False
+            body = body.removeprefix(self.opening).lstrip()
             if not body and not final:
                 return False
             self._over = not body.startswith("[")
@@ -58,12 +65,19 @@ class Pythonic(ToolParser):
             self._over = True
             if end is not None:
                 self._take_list(events, self._scanned + end)
+        if self._num_calls and not self._closed:
+            body = self._buffer.lstrip()
+            if may_begin(body, (self.closing,)) and not final:
+                return False
+            self._buffer = "" if may_begin(body, (self.closing,)) else self._buffer
+            self._buffer = body[len(self.closing) :] if self.closing and body.startswith(self.closing) else self._buffer
+            self._closed = True
         self._say(events, self._buffer)
         self._buffer = ""
         return False
 
     def _take_list(self, events: list[ToolEvent], end: int) -> None:
-        calls = read_calls(self._buffer[:end].strip(), self._names)
+        calls = read_calls(self._buffer[:end].strip().removeprefix(self.opening).strip(), self._names)
         if not calls or (len(calls) > 1 and not self._parallel):
             return  # stays in the buffer, which becomes content
         for name, arguments in calls:

@@ -14,7 +14,7 @@ from typing import Any
 from tokenmill.checkpoint.chat_template import ChatTemplate
 from tokenmill.checkpoint.tokenizer import Tokenizer
 from tokenmill.errors import UserError
-from tokenmill.serve.tools import TOOL_PARSERS
+from tokenmill.serve.tools import ALIASES, TOOL_PARSERS
 from tokenmill.serve.tools.base import ToolParser
 from tokenmill.serve.tools.functions import Function, read_functions
 from tokenmill.serve.tools.prompting import plain_messages, with_tools
@@ -39,7 +39,7 @@ class ToolStyle:
         source = template.tool_source if template is not None else ""
         in_template = re.search(r"\btools\b", source) is not None
         if name != AUTOMATIC:
-            parser, reason = TOOL_PARSERS.get(name), "as stated"
+            parser, reason = TOOL_PARSERS.get(name if name in TOOL_PARSERS else ALIASES.get(name, name)), "as stated"
         else:
             matching = [name for name in TOOL_PARSERS if in_template and TOOL_PARSERS.get(name).writes(source)]
             parser = TOOL_PARSERS.get(matching[0] if matching else _FALLBACK)
@@ -67,8 +67,7 @@ class ToolUse:
     parallel: bool
 
     def parser(self) -> ToolParser:
-        names = [function.name for function in self.functions]
-        return self.style.parser(names, self.forced, self.parallel)
+        return self.style.parser(self.functions, self.forced, self.parallel)
 
     def apply(self, params: SamplingParams) -> SamplingParams:
         """What forces a call, or lets one stand in for a JSON answer, joins the sampling parameters."""
@@ -77,11 +76,12 @@ class ToolUse:
         wanted = params.structured
         if not self.forced and wanted is None:
             return params
-        rules = self.style.parser.grammar(self.functions, self.parallel)
         if wanted is None:
+            rules = self.style.parser.grammar(self.functions, self.parallel)
             return replace(params, structured=StructuredSpec("grammar", f"start: calls\n{rules}"))
         if self.forced:
             raise UserError("tool_choice requires a call, but response_format is set too", "leave one of them out")
+        rules = self.style.parser.grammar_beside_json(self.functions, self.parallel)
         return replace(params, structured=_either(wanted, rules))
 
 

@@ -102,8 +102,10 @@ class LimitedProtocol(HttpToolsProtocol):
     def _max_wire_bytes(self) -> int:
         """Of a body with its framing. One that was refused is read on for a while: a client that is cut off while it
         sends may never see the answer."""
-        limit = 2 * self._limits.max_body_bytes + self._limits.max_header_bytes
-        return max(limit, _DISCARDED_BYTES) if self.cycle.response_complete else limit
+        limits = self._limits
+        if self.cycle.response_complete:
+            return max(2 * limits.max_body_bytes + limits.max_header_bytes, _DISCARDED_BYTES)
+        return 2 * limits.body_limit(self.scope["path"]) + limits.max_header_bytes
 
     def _feed(self, data: bytes) -> None:
         if self._deaf or self.transport.is_closing():

@@ -35,7 +35,7 @@ class TextWorker:
     def __init__(self, setup: jobs.Setup) -> None:
         from tokenmill.checkpoint.tokenizer_files import tokenizer_of
 
-        self._tokenizer, self._template = tokenizer_of(Path(setup.path), setup.load_format)
+        self._tokenizer, self._template = tokenizer_of(Path(setup.path), setup.load_format, setup.template_source)
         self._vocabulary: LLTokenizer | None = None
         try:
             self._vocabulary = self._build_vocabulary()

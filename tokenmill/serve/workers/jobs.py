@@ -22,6 +22,7 @@ class Setup(msgspec.Struct, array_like=True):
     memory_bytes: int
     log_level: str = "info"
     load_format: str = "auto"
+    template_source: str = ""  # of a chat template instead of the model's own
 
 
 class Ready(msgspec.Struct, array_like=True):

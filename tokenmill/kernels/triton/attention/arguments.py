@@ -3,7 +3,8 @@
 Triton takes a NamedTuple of tensors and numbers as one argument (fields are read by name in the kernel) and a
 NamedTuple of constants as one `tl.constexpr`. Two of its rules decide what goes where: every number inside a tuple is
 specialized (1, multiples of 16), so numbers that change from step to step stay arguments of their own; and a field of a
-constexpr tuple must be named (`X: tl.constexpr = GEOMETRY.x`) before it is used as a shape.
+constexpr tuple must be named (`X: tl.constexpr = GEOMETRY.x`) before it is a shape or the end of a static_range: read
+in place it is a plain number, which Triton 3.6 does not take there.
 No field may be called `values` or `type`: Triton's own tuple has these.
 """
 

@@ -43,9 +43,13 @@ def attention(
     scale: float,
     window: int,
     cap: float,
+    chunk: int = 0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """The op of ref.py: bounds from shapes alone."""
-    return paged_attention(q, k_pages, v_pages, block_table, query_starts, seq_lens, scale, window, cap)
+    assert chunk == 0, "chunked attention has no kernel"
+    lengths = (block_table, query_starts, seq_lens)
+    return paged_attention(q, k_pages, v_pages, *lengths, scale, window, cap, sinks=sinks)
 
 
 def paged_attention(
@@ -62,6 +66,7 @@ def paged_attention(
     max_query: int = 0,
     max_seq: int = 0,
     scales: tuple[Tensor, Tensor] | None = None,
+    sinks: Tensor | None = None,
     shared: SharedPrefix | None = None,
     distinct: DistinctPages | None = None,
     out: Tensor | None = None,
@@ -70,11 +75,12 @@ def paged_attention(
 
     `max_query`, `max_seq`: upper bounds of a sequence's tokens in this step and of its stored tokens (0: from shapes; a
     batch with as many tokens as sequences has one token each). `scales`: float32 [kv_heads] for FP8 keys and values.
+    `sinks`: float32 [heads], logits that join the softmax and carry no value.
     `distinct`: the pages of `block_table`, where prompts are so long that FP8 ones are better widened beforehand.
     """
     out = torch.empty_like(q) if out is None else out
     batch = Batch(block_table, query_starts, seq_lens)
-    call = _Call(q, k_pages, v_pages, batch, scale, window, cap, scales, out)
+    call = _Call(q, k_pages, v_pages, batch, scale, window, cap, scales, sinks, out)
     tokens, sequences = q.shape[0], seq_lens.shape[0]
     max_seq = max_seq or block_table.shape[1] * k_pages.shape[2]
     if window:
@@ -105,11 +111,12 @@ class _Call:
         window: int,
         cap: float,
         scales: tuple[Tensor, Tensor] | None,
+        sinks: Tensor | None,
         out: Tensor,
     ) -> None:
         _, self.kv_heads, self.page_size, self.head_dim = k_pages.shape
         self.q, self.k_pages, self.v_pages, self.batch, self.out = q, k_pages, v_pages, batch, out
-        self.scale, self.window, self.cap, self.scales = scale, window, cap, scales
+        self.scale, self.window, self.cap, self.scales, self.sinks = scale, window, cap, scales, sinks
         self.heads = q.shape[1] // self.head_dim
         self.group = self.heads // self.kv_heads
         self.sequences = batch.seq_lens.shape[0]
@@ -124,7 +131,8 @@ class _Call:
     def with_pages(self, k_pages: Tensor, v_pages: Tensor, table: Tensor) -> _Call:
         """The same call over other pages; a table of one row is every sequence's."""
         batch = self.batch._replace(block_table=table.expand(self.sequences, -1))
-        return _Call(self.q, k_pages, v_pages, batch, self.scale, self.window, self.cap, self.scales, self.out)
+        settings = (self.scale, self.window, self.cap, self.scales, self.sinks)
+        return _Call(self.q, k_pages, v_pages, batch, *settings, self.out)
 
     def decode(self, max_keys: int, single_only: bool) -> None:
         programs = 0 if single_only else self.sequences * self.kv_heads
@@ -198,7 +206,9 @@ class _Call:
         from tokenmill.kernels.triton.attention.hopper import attend_many_rows  # imports Gluon
 
         pages = (self.k_pages, self.v_pages)
-        attend_many_rows(self.q, pages, self.batch, self.scale * LOG2_E, self.scales, result, bounds, splits)
+        sinks = self.sinks if bounds is None else None  # beside a shared prefix they join the own keys
+        scale = self.scale * LOG2_E
+        attend_many_rows(self.q, pages, self.batch, scale, self.scales, sinks, result, bounds, splits)
 
     def _launch(
         self,
@@ -237,6 +247,7 @@ class _Call:
             self.batch,
             partials,
             bounds,
+            self.sinks,
             self.scale if self.cap else self.scale * LOG2_E,
             self.cap,
             self.sequences,

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenmill.kernels.triton.attention.fp8_widening import widen_pairs
-from tokenmill.kernels.triton.attention.online_softmax import merge_partials, online_softmax
+from tokenmill.kernels.triton.attention.online_softmax import add_sinks, merge_partials, online_softmax
 from tokenmill.kernels.triton.shared.device import arrive_last, dependent_launch, find_sequence
 
 DECODE = tl.constexpr(0)
@@ -136,26 +136,12 @@ def merge_splits(partials, out, seq, start, kv_head, num_tokens, out_stride, spl
 # Numbers that change from step to step must not make another kernel.
 @triton.jit(do_not_specialize=["num_seqs", "num_tokens", "table_stride", "splits", "first_slot"])
 def _attend(
-    q,
-    out,
-    pages,
-    batch,
-    partials,
-    prefix,
-    scale,
-    cap,
-    num_seqs,
-    num_tokens,
-    q_stride,
-    out_stride,
-    table_stride,
-    splits,
-    first_slot,
-    GEOMETRY: tl.constexpr,
-    VARIANT: tl.constexpr,
-):
+    q, out, pages, batch, partials, prefix, sinks, scale, cap, num_seqs, num_tokens, q_stride, out_stride, table_stride,
+    splits, first_slot, GEOMETRY: tl.constexpr, VARIANT: tl.constexpr,
+):  # fmt: skip
     """q, out [T, heads * head_dim]; `prefix` int32 [3]: first and past-the-last sequence with a shared prefix and its
-    length in tokens. `first_slot`: where the partial results of this launch begin."""
+    length in tokens. `sinks` float32 [heads]: logits that join the softmax and carry no value, or None. `first_slot`:
+    where the partial results of this launch begin."""
     MODE: tl.constexpr = VARIANT.mode
     ROWS: tl.constexpr = VARIANT.rows
     KEYS: tl.constexpr = VARIANT.keys
@@ -264,6 +250,10 @@ def _attend(
         positions, scale, cap, GEOMETRY, VARIANT, True, VARIANT.after_prefix or WINDOW > 0,
     )  # fmt: skip
 
+    if sinks is not None and MODE != SHARED_PREFIX:  # once for each row: in the first part of its keys
+        acc, acc_odd, row_max, row_sum = add_sinks(
+            acc, acc_odd, row_max, row_sum, sinks + heads, live & (split == 0)
+        )  # fmt: skip
     norm = 1.0 / tl.where(row_sum == 0.0, 1.0, row_sum)
     if pages.v_scale is not None:
         norm *= tl.load(pages.v_scale + kv_head)

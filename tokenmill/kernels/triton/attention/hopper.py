@@ -55,6 +55,7 @@ STAGES = gl.constexpr(2)  # tiles of keys, and of values, in flight or in use
 # A thread of a consumer holds S, P and O: the producer gives up registers it does not need.
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(232), gl.constexpr(40)
 MINUS_INFINITY = gl.constexpr(float("-inf"))
+LOG2_E = gl.constexpr(1.4426950408889634)
 
 
 class Pages(NamedTuple):
@@ -106,6 +107,7 @@ class Output(NamedTuple):
     out_stride: Any
     scale: Any  # of scores, in units of log2(e)
     value_scale: Any
+    sinks: Any  # [heads], or None
 
 
 @gluon.jit
@@ -264,6 +266,9 @@ def attend(io, ring, queries, walk, rows, HEADS: gl.constexpr, GROUP: gl.constex
         low, high, p = warpgroup_mma_wait(0, deps=[adding[0], adding[1], p])
     else:
         low, p = warpgroup_mma_wait(0, deps=[adding[0], p])
+    if io.sinks is not None:
+        sink = gl.load(io.sinks + rows.kv_head * GROUP + gl.arange(0, ROWS, OF_ROW) % GROUP)
+        row_sum += gl.exp2(sink * LOG2_E - row_max)
     by = gl.convert_layout(io.value_scale / row_sum, OF_ACC)[:, None]
     out = io.out
     place = out + (token.to(gl.int64) * io.out_stride + inside)[:, None] + column[None, :]
@@ -294,6 +299,7 @@ def _many_rows(
     result,
     batch,
     prefix,
+    sinks,
     scale,
     num_seqs,
     splits,
@@ -370,7 +376,7 @@ def _many_rows(
             mbarrier.init(v_free.index(stage), count=2)
         ring = Ring(keys, values, k_ready, k_free, v_ready, v_free)
         walk = Walk(first, tiles, past_whole, end)
-        io = Output(q, out, logs, q_stride, out_stride, scale, value_scale)
+        io = Output(q, out, logs, q_stride, out_stride, scale, value_scale, sinks)
         rows0 = Rows(token, position, count, kv_head)
         rows1 = Rows(token + EACH, position + each_further, count - EACH, kv_head)
         last_page = (end - 1) // PAGE
@@ -410,13 +416,14 @@ def attend_many_rows(
     batch: Batch,
     scale: float,
     scales: tuple[Tensor, Tensor] | None,
+    sinks: Tensor | None,
     result: Partials,
     prefix: Tensor | None,
     splits: int,
 ) -> None:
     """Prompts of the batch -> result.outputs [T, heads * head_dim]. With `prefix` (bounds int32 [3]) instead the single
     tokens of sequences with a common prefix, whose partial results go to `result`, one slot per split. `scale` is in
-    units of log2(e)."""
+    units of log2(e); `sinks` float32 [heads] join the softmax of prompts."""
     k_pages, v_pages = pages
     kv_heads, head_dim = k_pages.shape[1], k_pages.shape[3]
     heads, sequences = q.shape[1] // head_dim, batch.seq_lens.shape[0]
@@ -432,6 +439,7 @@ def attend_many_rows(
         result._replace(counters=None),
         batch,
         prefix,
+        sinks,
         scale,
         sequences,
         splits,

@@ -1,10 +1,14 @@
 """Latent attention on a GPU: rows stored and queries rotated in one launch, then attention over the rows.
 
-The projections by head around it are batched products by cuBLAS. Always in the absorbed form: a step needs no more
-memory than its queries, and nothing depends on values on the device, so all of it can be captured.
+The projections by head around it are batched products by cuBLAS. In the absorbed form, unless the caller names long
+prompts: a step needs no more memory than its queries, and nothing depends on values on the device, so all of it can be
+captured.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -13,6 +17,7 @@ from torch import Tensor
 
 from tokenmill.kernels.triton.attention import choose
 from tokenmill.kernels.triton.attention.arguments import LOG2_E, Batch, Partials
+from tokenmill.kernels.triton.attention.latent_expanded import Prompt, attend_expanded
 from tokenmill.kernels.triton.attention.latent_kernel import (
     LatentGeometry,
     _attend_latent,
@@ -91,10 +96,16 @@ def latent_paged_attention(
     max_query: int = 0,
     max_seq: int = 0,
     row_scale: Tensor | None = None,
+    prompts: Sequence[Prompt] = (),
 ) -> Tensor:
     """As `latent_attention` of ref_latent.py: [T, heads * value_dim]. `tails`: what `latent_inputs` returned; `keys`
-    [heads, nope_dim, rank] and `values` [heads, value_dim, rank]: of the type of q. `row_scale`: float32 [1] of FP8."""
+    [heads, nope_dim, rank] and `values` [heads, value_dim, rank]: of the type of q. `row_scale`: float32 [1] of FP8.
+    `prompts`: all sequences of several tokens, if they are computed in the expanded form."""
     num_heads, nope_dim, _ = keys.shape
+    out = torch.empty(q.shape[0], num_heads * values.shape[1], dtype=q.dtype, device=q.device)
+    if prompts and len(prompts) == seq_lens.shape[0]:
+        _expand(prompts, q, tails, keys, values, pages, block_table, scale, row_scale, out)
+        return out
     heads = q.view(q.shape[0], num_heads, -1)[..., :nope_dim].transpose(0, 1)
     queries = torch.bmm(heads, keys)  # [heads, T, rank]
     attended = torch.empty_like(queries)
@@ -103,9 +114,17 @@ def latent_paged_attention(
     if q.shape[0] == seq_lens.shape[0] or max_query == 1:
         call.decode(max_seq, single_only=False)
     else:
-        call.prefill()
+        if not prompts:
+            call.prefill()
         call.decode(max_seq, single_only=True)
-    return torch.bmm(attended, values.transpose(1, 2)).transpose(0, 1).reshape(q.shape[0], -1)
+    torch.bmm(attended, values.transpose(1, 2), out=out.view(q.shape[0], num_heads, -1).transpose(0, 1))
+    _expand(prompts, q, tails, keys, values, pages, block_table, scale, row_scale, out)
+    return out
+
+
+def _expand(prompts: Sequence[Prompt], *arguments: Any) -> None:
+    for prompt in prompts:
+        attend_expanded(prompt, *arguments)
 
 
 class _Call:

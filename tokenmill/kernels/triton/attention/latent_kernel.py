@@ -45,6 +45,41 @@ def _widen(bytes):
 
 
 @triton.jit
+def _store_row(
+    row, place, norm, row_scale, eps, c, s, first, second, inside, written,
+    RANK: tl.constexpr, PADDED_RANK: tl.constexpr, QUANTIZED: tl.constexpr,
+):  # fmt: skip
+    """The latent of a token, normed, and its rotated end: row [RANK + ROPE] -> place."""
+    dims = tl.arange(0, PADDED_RANK)
+    ok = dims < RANK
+    latent = tl.load(row + dims, mask=ok, other=0.0).to(tl.float32)
+    latent *= tl.rsqrt(tl.sum(latent * latent, 0) / RANK + eps)
+    latent *= tl.load(norm + dims, mask=ok, other=0.0).to(tl.float32)
+    a = tl.load(row + RANK + first, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(row + RANK + second, mask=inside, other=0.0).to(tl.float32)
+    turned_a, turned_b = a * c - b * s, b * c + a * s
+    if QUANTIZED:
+        by = 1.0 / tl.load(row_scale)
+        latent = tl.minimum(tl.maximum(latent * by, -448.0), 448.0)
+        turned_a = tl.minimum(tl.maximum(turned_a * by, -448.0), 448.0)
+        turned_b = tl.minimum(tl.maximum(turned_b * by, -448.0), 448.0)
+    kind = place.dtype.element_ty
+    tl.store(place + dims, latent.to(kind), mask=ok & written)
+    tl.store(place + RANK + first, turned_a.to(kind), mask=inside & written)
+    tl.store(place + RANK + second, turned_b.to(kind), mask=inside & written)
+
+
+@triton.jit
+def _rotate_heads(source, place, c, s, first, second, ok):
+    """Pairs of each head's query end: source and place [BLOCK], c and s [HALF]."""
+    a = tl.load(source[:, None] + first[None, :], mask=ok, other=0.0).to(tl.float32)
+    b = tl.load(source[:, None] + second[None, :], mask=ok, other=0.0).to(tl.float32)
+    kind = place.dtype.element_ty
+    tl.store(place[:, None] + first[None, :], (a * c[None, :] - b * s[None, :]).to(kind), mask=ok)
+    tl.store(place[:, None] + second[None, :], (b * c[None, :] + a * s[None, :]).to(kind), mask=ok)
+
+
+@triton.jit
 def _latent_inputs(
     q, kv, norm, q_out, pages, positions, slots, cos, sin, row_scale, eps, q_stride, kv_stride, page_stride,
     HEADS: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, HALF: tl.constexpr, RANK: tl.constexpr,
@@ -63,38 +98,19 @@ def _latent_inputs(
     position = tl.load(positions + token).to(tl.int64)
     c = tl.load(cos + position * HALVES + pair, mask=inside, other=0.0)
     s = tl.load(sin + position * HALVES + pair, mask=inside, other=0.0)
+    # No name may have another shape in the other branch.
     if tl.program_id(1) == 0:
         slot = tl.load(slots + token).to(tl.int64)
-        dims = tl.arange(0, PADDED_RANK)
-        ok = dims < RANK
-        row = kv + token * kv_stride
-        latent = tl.load(row + dims, mask=ok, other=0.0).to(tl.float32)
-        latent *= tl.rsqrt(tl.sum(latent * latent, 0) / RANK + eps)
-        latent *= tl.load(norm + dims, mask=ok, other=0.0).to(tl.float32)
-        a = tl.load(row + RANK + first, mask=inside, other=0.0).to(tl.float32)
-        b = tl.load(row + RANK + second, mask=inside, other=0.0).to(tl.float32)
-        turned_a, turned_b = a * c - b * s, b * c + a * s
-        if QUANTIZED:
-            by = 1.0 / tl.load(row_scale)
-            latent = tl.minimum(tl.maximum(latent * by, -448.0), 448.0)
-            turned_a = tl.minimum(tl.maximum(turned_a * by, -448.0), 448.0)
-            turned_b = tl.minimum(tl.maximum(turned_b * by, -448.0), 448.0)
         place = pages + (slot // PAGE) * page_stride + (slot % PAGE) * (RANK + ROPE)
-        written = slot >= 0
-        kind = pages.dtype.element_ty
-        tl.store(place + dims, latent.to(kind), mask=ok & written)
-        tl.store(place + RANK + first, turned_a.to(kind), mask=inside & written)
-        tl.store(place + RANK + second, turned_b.to(kind), mask=inside & written)
+        _store_row(
+            kv + token * kv_stride, place, norm, row_scale, eps, c, s, first, second, inside, slot >= 0,
+            RANK, PADDED_RANK, QUANTIZED,
+        )  # fmt: skip
     else:
         heads = (tl.program_id(1) - 1) * BLOCK + tl.arange(0, BLOCK)
-        both = (heads < HEADS)[:, None] & inside[None, :]
-        tails = q + token * q_stride + heads[:, None] * (NOPE + ROPE) + NOPE
-        a = tl.load(tails + first[None, :], mask=both, other=0.0).to(tl.float32)
-        b = tl.load(tails + second[None, :], mask=both, other=0.0).to(tl.float32)
-        place = q_out + token * (HEADS * ROPE) + heads[:, None] * ROPE
-        kind = q_out.dtype.element_ty
-        tl.store(place + first[None, :], (a * c[None, :] - b * s[None, :]).to(kind), mask=both)
-        tl.store(place + second[None, :], (b * c[None, :] + a * s[None, :]).to(kind), mask=both)
+        source = q + token * q_stride + heads * (NOPE + ROPE) + NOPE
+        target = q_out + (token * HEADS + heads) * ROPE
+        _rotate_heads(source, target, c, s, first, second, (heads < HEADS)[:, None] & inside[None, :])
 
 
 @triton.jit

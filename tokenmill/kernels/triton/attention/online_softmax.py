@@ -39,6 +39,17 @@ def online_softmax(
 
 
 @triton.jit
+def add_sinks(acc, acc_odd, row_max, row_sum, places, has_sink):
+    """A logit without a value joins the softmax of each row that `has_sink`. places: of natural logits [R]."""
+    sink = tl.load(places, mask=has_sink, other=float("-inf")).to(tl.float32) * 1.4426950408889634
+    new_max = tl.maximum(row_max, sink)
+    safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+    rescale = tl.exp2(row_max - safe_max)
+    row_sum = row_sum * rescale + tl.exp2(sink - safe_max)
+    return acc * rescale[:, None], acc_odd * rescale[:, None], new_max, row_sum
+
+
+@triton.jit
 def merge_partials(
     partials,
     line,

@@ -53,6 +53,7 @@ def _gate_up(x, weight, ids, weights, out, N, K, x_stride, limit, VARIANT: tl.co
     BN: tl.constexpr = VARIANT.rows
     BK: tl.constexpr = VARIANT.depth
     EVEN: tl.constexpr = VARIANT.even_depth
+    PIECES: tl.constexpr = VARIANT.pieces
     if VARIANT.pdl:  # in this order: the second product reads the ids before this kernel has ended
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -67,7 +68,7 @@ def _gate_up(x, weight, ids, weights, out, N, K, x_stride, limit, VARIANT: tl.co
     line = expert * 2 * tl.cdiv(half, 128) + tl.minimum(tile * BN, half - 1) // 128
     gate = tl.zeros([BN, BK], dtype=tl.float32)
     up = tl.zeros([BN, BK], dtype=tl.float32)
-    for piece in tl.static_range(VARIANT.pieces):
+    for piece in tl.static_range(PIECES):
         gate_tile = load_piece(gate_rows, piece * BK, K, BK, EVEN)
         up_tile = load_piece(up_rows, piece * BK, K, BK, EVEN)
         values = load_input(x_row, piece * BK, K, BK, EVEN).to(tl.float32)
@@ -96,30 +97,32 @@ def _down(x, weight, ids, weights, out, N, K, VARIANT: tl.constexpr):
     BK: tl.constexpr = VARIANT.depth
     EVEN: tl.constexpr = VARIANT.even_depth
     PIECES: tl.constexpr = VARIANT.pieces
+    TOP_K: tl.constexpr = VARIANT.top_k
+    EARLY: tl.constexpr = VARIANT.early
     if VARIANT.pdl:
         tl.extra.cuda.gdc_launch_dependents()
     tile, token = tl.program_id(0), tl.program_id(1).to(tl.int64)
     own = tile * BN + tl.arange(0, BN)
     safe = tl.minimum(own, N - 1)
     experts = ()
-    for place in tl.static_range(VARIANT.top_k):
+    for place in tl.static_range(TOP_K):
         # Past the first-level cache: nothing has waited for the kernel that wrote the ids but the predecessor.
-        expert = tl.load(ids + token * VARIANT.top_k + place, cache_modifier=".cg").to(tl.int64)
+        expert = tl.load(ids + token * TOP_K + place, cache_modifier=".cg").to(tl.int64)
         experts += (expert,)  # type: ignore[assignment]
     early = ()
-    for number in tl.static_range(VARIANT.early):
+    for number in tl.static_range(EARLY):
         codes = weight.codes + (experts[number // PIECES] * N + safe) * K
         early += (load_piece(codes, (number % PIECES) * BK, K, BK, EVEN),)  # type: ignore[assignment]
     if VARIANT.pdl:
         tl.extra.cuda.gdc_wait()
     acc = tl.zeros([BN, BK], dtype=tl.float32)
     total = tl.zeros([BN], dtype=tl.float32)
-    for number in tl.static_range(VARIANT.top_k * PIECES):
-        slot = token * VARIANT.top_k + number // PIECES
+    for number in tl.static_range(TOP_K * PIECES):
+        slot = token * TOP_K + number // PIECES
         expert = experts[number // PIECES]
         row = expert * N + safe
         by = tl.load(weights + slot) if VARIANT.weighted else 1.0
-        if number < VARIANT.early:
+        if number < EARLY:
             values = early[number].to(tl.float32)  # type: ignore[var-annotated]
         else:
             values = load_piece(weight.codes + row * K, (number % PIECES) * BK, K, BK, EVEN).to(tl.float32)

@@ -18,7 +18,8 @@ from torch import Tensor
 from tokenmill.kernels.triton.shared.device import dependent_launch
 from tokenmill.kernels.triton.shared.launch import options, power_of_two, uses_pdl
 
-CHUNK = 256  # assignments that one program places; up to this many, one launch does all
+CHUNK = 256  # assignments that one program places
+MAX_ALONE = 512  # up to this many, one program places all: a second launch would take longer
 STEP = 32  # of those, compared with all others at a time
 
 
@@ -115,7 +116,8 @@ def sort_by_expert(ids: Tensor, num_experts: int, rows: int) -> ExpertOrder:
     size = ids.numel()
     device = ids.device
     blocks = max_blocks(size, num_experts, rows)
-    chunks = triton.cdiv(size, CHUNK)
+    chunk = MAX_ALONE if CHUNK < size <= MAX_ALONE else CHUNK
+    chunks = triton.cdiv(size, chunk)
     scratch = torch.empty(2, chunks, num_experts, dtype=torch.int32, device=device)
     sizes = (size, num_experts, blocks, blocks)
     order = ExpertOrder(*(torch.empty(length, dtype=torch.int32, device=device) for length in sizes))
@@ -134,11 +136,11 @@ def sort_by_expert(ids: Tensor, num_experts: int, rows: int) -> ExpertOrder:
         blocks,
         chunks,
         EB=padded,
-        CHUNK=CHUNK,
+        CHUNK=chunk,
         STEP=STEP,
         ROWS=rows,
         ALONE=chunks == 1,
         PDL=pdl,
-        **options(device, 4, 1),
+        **options(device, 4 * chunk // CHUNK, 1),
     )
     return order

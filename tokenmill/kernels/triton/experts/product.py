@@ -124,10 +124,12 @@ def accumulate(
     x, x_scale, weight, copier, row, inside, expert, tile, source, N, K, R, x_stride, VARIANT: tl.constexpr
 ):  # fmt: skip
     """The whole depth of a tile: [rows, tokens]."""
+    BN: tl.constexpr = VARIANT.rows
+    BM: tl.constexpr = VARIANT.tokens
     BK: tl.constexpr = VARIANT.depth
     W: tl.constexpr = VARIANT.words
     x_rows = x + source.to(tl.int64) * x_stride
-    acc = tl.zeros([VARIANT.rows, VARIANT.tokens], dtype=tl.float32)
+    acc = tl.zeros([BN, BM], dtype=tl.float32)
     if W:
         for step in range(tl.cdiv(K, BK)):
             parts = load_parts(weight, row, step, R, VARIANT)

@@ -122,7 +122,8 @@ def load_parts(weight, row, step, R, VARIANT: tl.constexpr):
             scaled += (scale_part(parts[part], scale, INTERPRET),)  # type: ignore[assignment]
     else:
         parts = unpack_words(words, INTERPRET)
-        LINES: tl.constexpr = 8 * W // VARIANT.group
+        GROUP: tl.constexpr = VARIANT.group
+        LINES: tl.constexpr = 8 * W // GROUP
         line = tl.cast(step, tl.int64) * LINES * R + row
         scales = load_lines(weight.scales + line, R, LINES)
         if weight.zeros is not None:
@@ -130,7 +131,7 @@ def load_parts(weight, row, step, R, VARIANT: tl.constexpr):
         for part in tl.static_range(8):
             values = parts[part]
             if weight.zeros is not None:
-                values = values - zeros[part * W // VARIANT.group][:, None].to(values.dtype)
-            scale = scales[part * W // VARIANT.group].to(values.dtype)
+                values = values - zeros[part * W // GROUP][:, None].to(values.dtype)
+            scale = scales[part * W // GROUP].to(values.dtype)
             scaled += (scale_part(values, scale, INTERPRET),)  # type: ignore[assignment]
     return scaled

@@ -87,7 +87,7 @@ def _layer_norm(
     tl.store(out + row * width + columns, values.to(out.dtype.element_ty), mask=ok)
 
 
-KINDS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3, "relu2": 4}  # of `activated`
+KINDS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3, "relu2": 4, "sigmoid": 5}  # of `activated`
 
 
 @triton.jit
@@ -101,6 +101,8 @@ def activated(gate, KIND: tl.constexpr):
         return tl.maximum(gate, 0.0)
     elif KIND == 4:
         return tl.maximum(gate, 0.0) * tl.maximum(gate, 0.0)
+    elif KIND == 5:
+        return tl.sigmoid(gate)
     else:
         return gate * tl.sigmoid(gate)
 

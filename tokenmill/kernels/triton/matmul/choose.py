@@ -102,6 +102,13 @@ def _bf16_rule(rows: int, depth: int, tokens: int) -> Plan:
     return Plan(SKINNY, Tiling(64, 128, 0, 4, 4, 2)) if tokens <= 16 else Plan(LIBRARY)
 
 
+def router_rule(rows: int, depth: int, tokens: int) -> Plan:
+    """As bf16, but skinny for longer: a library's product of so few rows is one of few programs."""
+    if INTERPRETED or tokens == 1:
+        return rule("bf16", rows, depth, tokens)
+    return Plan(SKINNY, Tiling(64, 128, 0, 4, 4, 2 if tokens <= 16 else 0)) if tokens <= 256 else Plan(LIBRARY)
+
+
 def _bf16_gemv(rows: int, depth: int) -> Tiling:
     """The whole depth of a few rows in registers before the input is there, as far as it fits."""
     if depth > 2 * WHOLE_DEPTH:

@@ -14,6 +14,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from tokenmill.kernels.triton.matmul.blocks import BLOCK, BlockLinear
 from tokenmill.kernels.triton.matmul.choose import worth_expanding
 from tokenmill.kernels.triton.matmul.dequantize import dequantize
 from tokenmill.kernels.triton.matmul.grouped import GroupedWeight
@@ -70,6 +71,10 @@ def join_linears(parts: Sequence[GpuLinear]) -> GpuLinear | None:
     if isinstance(first, GroupedLinear):
         weight = _join_grouped([part.weight for part in _all(parts, GroupedLinear)])
         return None if weight is None else GroupedLinear(weight, bias, first.detail)
+    if isinstance(first, BlockLinear) and not any(part.rows % BLOCK for part in parts[:-1]):
+        blocks = _all(parts, BlockLinear)
+        codes = torch.cat([part.codes.view(torch.uint8) for part in blocks]).view(first.codes.dtype)
+        return BlockLinear(codes, torch.cat([part.scales for part in blocks]), bias)
     return None
 
 

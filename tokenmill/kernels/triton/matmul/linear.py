@@ -1,4 +1,4 @@
-"""Weights made ready for a GPU: bf16, one scale per row (fp8, int8), or grouped codes. Calling one multiplies.
+"""Weights made ready for a GPU: bf16, one scale per row (fp8, int8), or grouped codes (blocks.py has fp8 in blocks).
 
 Decides nothing itself: choose.py names the kernel for each token count, repack.py makes the layout. A call never
 synchronizes and allocates only its output, so it can be captured. Activations are bf16 inside; the result has the type
@@ -105,6 +105,11 @@ class DenseLinear(GpuLinear):
     def __init__(self, weight: Tensor, bias: Tensor | None, detail: str = "bf16") -> None:
         super().__init__(weight.shape[0], weight.shape[1], bias, weight.device, detail)
         self.weight = weight.to(torch.bfloat16).contiguous()
+        self._short_bias: Tensor | None = (
+            None  # the bias, if 16 bits hold it: the library adds it to a product by itself
+        )
+        if self.bias is not None and torch.equal(self.bias, self.bias.to(torch.bfloat16).float()):
+            self._short_bias = self.bias.to(torch.bfloat16)
 
     @property
     def nbytes(self) -> int:
@@ -121,10 +126,35 @@ class DenseLinear(GpuLinear):
         plan = plan or self.choose(x.shape[0])
         x = x.to(torch.bfloat16)
         if plan.kernel == LIBRARY:
-            return self._add_bias(torch.mm(x, self.weight.T).to(out_dtype))
+            return self._library(x, out_dtype)
         if plan.kernel == GEMV and x.shape[0] == 1:
             return gemv(x, self.weight, None, None, self.bias, out_dtype, plan.tiling, gated, heads)
         return skinny_matmul(x, self.weight, None, None, self.bias, out_dtype, plan.tiling)
+
+    def _library(self, x: Tensor, out_dtype: torch.dtype) -> Tensor:
+        if out_dtype == torch.float32:  # the sums themselves, not rounded in between
+            return self._add_bias(torch.mm(x, self.weight.T, out_dtype=torch.float32))
+        if self._short_bias is not None:
+            return torch.addmm(self._short_bias, x, self.weight.T).to(out_dtype)
+        return self._add_bias(torch.mm(x, self.weight.T).to(out_dtype))
+
+
+class RouterLinear(DenseLinear):
+    """Scores of experts: bf16 operands, float32 sums that are never rounded. Few rows, so that for up to some hundred
+    tokens only a split of the depth fills the GPU."""
+
+    def choose(self, tokens: int) -> Plan:
+        return choose.router_rule(self.rows, self.depth, tokens)
+
+    def multiply(
+        self,
+        x: Tensor,
+        out_dtype: torch.dtype = torch.float32,
+        plan: Plan | None = None,
+        gated: bool = False,
+        heads: HeadPlaces | None = None,
+    ) -> Tensor:
+        return super().multiply(x, torch.float32, plan, gated, heads).to(out_dtype)
 
 
 class ScaledLinear(GpuLinear):
@@ -240,6 +270,13 @@ def quantize_at_load(values: Tensor, bias: Tensor | None, scheme: str, group: in
     return GroupedLinear(repack.pack_groups(codes, scales, None, 4), bias, f"int4 g{group}, rounded at load")
 
 
+def make_router(values: Tensor, bias: Tensor | None) -> RouterLinear | None:
+    """A router's matrix [experts, hidden] on its device; None if bf16 would round it, and so change who is chosen."""
+    rounded = values.to(torch.bfloat16)
+    exact = values.dtype == torch.bfloat16 or bool((rounded == values).all())
+    return RouterLinear(rounded, bias, "bf16, float32 sums") if exact else None
+
+
 def make_linear(weight: StoredWeight) -> GpuLinear:
     """Repack a stored weight on the GPU (on the CPU under Triton's interpreter); declines what no kernel multiplies."""
     parts = weight.parts()
@@ -273,6 +310,11 @@ def from_quantized(
     scaled = _scaled(matrix, bias, device, matrix.input_scale or input_scale)
     if scaled is not None:
         return scaled
+    if (scheme.element, scheme.block_rows, scheme.group_size, scheme.activations) == ("e4m3", 128, 128, "fp8_group128"):
+        from tokenmill.kernels.triton.matmul.blocks import BlockLinear  # a GpuLinear itself
+
+        scales = matrix.scales.float() * matrix.global_scale
+        return BlockLinear(matrix.codes.to(device).view(torch.float8_e4m3fn), scales, bias)
     if scheme.activations != "none":
         raise Declined(f"no kernel rounds its input as {scheme.activations} for {scheme.element} weights of this shape")
     grouped = repack.from_matrix(matrix, device)

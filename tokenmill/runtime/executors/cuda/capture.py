@@ -8,25 +8,25 @@ from typing import Any
 
 from tokenmill.kernels import triton as gpu
 from tokenmill.model.attention.latent import HeadProjections
-from tokenmill.model.layers.experts import Experts
+from tokenmill.model.kvstore.base import KVStore
+from tokenmill.model.layers.experts import expert_layers
 from tokenmill.model.loader import LoadedModel
 
 # What GPU steps compute op by op, with decisions on the host.
-_UNCAPTURED = {
-    "attention sinks",
-    "chunked attention",
-    "queries scaled by position",
-}
+_UNCAPTURED = {"chunked attention", "queries scaled by position"}
+_UNCAPTURED_PACKED = {*_UNCAPTURED, "attention sinks"}  # over quantized pages
 
 
-def uncaptured(model: LoadedModel) -> str | None:
+def uncaptured(model: LoadedModel, store: KVStore) -> str | None:
     """Why steps of this model cannot be captured; None if they can."""
-    layers = [block.mlp for block in model.decoder.blocks if isinstance(block.mlp, Experts)]
+    layers = expert_layers(model.decoder.blocks)
     if any(mlp.stacks.kernel is None for mlp in layers):
         return "experts of this format are multiplied one by one, which is not captured"
     if any(isinstance(mlp.stacks.kernel.run, gpu.HostExperts) for mlp in layers if mlp.stacks.kernel is not None):
         return "experts in host memory are fetched by the host in every step, which is not captured"
-    found = _UNCAPTURED & set(model.decoder.description.features())
+    slots = range(store.layout.layers_per_page)
+    packed = any(store.gpu_declines(slot) is None and store.packed_pages(slot) is not None for slot in slots)
+    found = (_UNCAPTURED_PACKED if packed else _UNCAPTURED) & set(model.decoder.description.features())
     if found:
         return f"steps with {', '.join(sorted(found))} are not captured"
     # Routers and gates stay float32 and are multiplied by torch, which can be captured.

@@ -2,7 +2,7 @@
 
 Activations are bf16, sums float32 inside the kernels. A weight or KV store without a GPU kernel falls back to the torch
 spec op by op. The graph executor must agree with this one; the reference for both is eager.py, which runs on a GPU too.
-Holds no state between steps except the model and the pages.
+Holds no state between steps except the model, the pages and drafts of recurrent models that are not settled.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from tokenmill.runtime.executors.batched import BatchedExecutor
 from tokenmill.runtime.executors.cuda.ops import CudaOps
 from tokenmill.runtime.executors.cuda.sampling import CudaSampler
 from tokenmill.runtime.executors.cuda.values import tensor
+from tokenmill.runtime.executors.drafted_states import DraftedStates
 from tokenmill.runtime.sampling.sampler import Sampler
 from tokenmill.types import Batch
 
@@ -35,24 +36,38 @@ class CudaEagerExecutor(BatchedExecutor):
         super().__init__(model, store, config)
         assert model.table is not None
         self.table = model.table
+        self._drafted: DraftedStates | None = None  # of the step before, while its drafts are not settled
 
     def make_sampler(self) -> Sampler:
         return CudaSampler(self.model.device, self.model.kernels)
 
     @classmethod
-    def declines(cls, model: LoadedModel, store: KVStore) -> str | None:
+    def declines(cls, model: LoadedModel, store: KVStore) -> str | None:  # noqa: ARG003
         reason = gpu.unavailable(model.device)
         if reason is None and model.table is None:
             reason = "the weights were prepared for the torch reference kernels"
-        if reason is None and store.layout.states:
-            reason = "recurrent layers have no GPU kernels"
         return reason
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:
         self.store.prepare(batch)
-        ops = CudaOps(self.store, self.table, batch, distinct=self._distinct_pages(batch))
+        self.begin_states(batch.begins)
+        self._drafted = DraftedStates(batch) if batch.drafted else None
+        expands = batch.token_ids.shape[0] >= _MIN_TOKENS and batch.max_query > 1
+        distinct = self._distinct_pages(batch)
+        ops = CudaOps(self.store, self.table, batch, distinct=distinct, expands=expands, drafted=self._drafted)
         return tensor(self.model.decoder.forward(ops))
+
+    def begin_states(self, slots: Sequence[int]) -> None:
+        """Clear the recurrent states of sequences that begin."""
+        if slots:
+            self.store.states.clear(slots)
+
+    @torch.inference_mode()
+    def settle_drafts(self, kept: Sequence[int]) -> None:
+        if self._drafted is not None:
+            self._drafted.settle(kept)
+            self._drafted = None
 
     def _distinct_pages(self, batch: Batch) -> Sequence[Any]:
         """By KV group, the FP8 pages that a step with long prompts reads: converted to bf16 once, instead of again for

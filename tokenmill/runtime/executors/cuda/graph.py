@@ -3,16 +3,16 @@
 A graph is captured at the second step of its kind, so that no first answer waits for a capture, or earlier in idle
 moments (`prepare`). While a step runs, the next one of the same rows is already queued behind it and reads the sampled
 tokens on the device. If the scheduler plans something else, the queued step is dropped: its KV writes are overwritten
-before they are read, because one stream orders all steps. Drafts are verified as additional rows of such a step, one
-per position; with a draft head (`attach_drafter`) the step also computes the next drafts, and the next verification is
-queued in the same way (checks.py). Steps with short prompts are graphs of their own (prompts.py), longer ones run
-eagerly. Tokens are those of cuda_eager, up to the order of sums.
+before they are read, because one stream orders all steps; recurrent states go to spare places (queued_states.py).
+Drafts are verified as additional rows of such a step, one per position (those of recurrent models eagerly); with a
+draft head (`attach_drafter`) the step also computes the next drafts, and the next verification is queued in the same
+way (checks.py). Steps with short prompts are graphs of their own (prompts.py), longer ones run eagerly. Tokens are
+those of cuda_eager, up to the order of sums.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,55 +25,23 @@ from tokenmill.model.kvstore.base import KVStore
 from tokenmill.model.loader import LoadedModel
 from tokenmill.runtime.executors.base import StepGuesser, StepInput, StepOutput
 from tokenmill.runtime.executors.cuda.capture import uncaptured
-from tokenmill.runtime.executors.cuda.checks import Checks, Expected, Position, Tables, spread
+from tokenmill.runtime.executors.cuda.checks import Checks, Position, Tables, spread
+from tokenmill.runtime.executors.cuda.decode_records import (
+    SMALL_BUCKETS,
+    CapturedStep,
+    LaunchedStep,
+    StepKind,
+    buckets,
+)
 from tokenmill.runtime.executors.cuda.eager import CudaEagerExecutor
 from tokenmill.runtime.executors.cuda.inputs import DecodeInputs
 from tokenmill.runtime.executors.cuda.ops import CudaOps
 from tokenmill.runtime.executors.cuda.prompts import PromptInputs, PromptKind, PromptSteps
+from tokenmill.runtime.executors.cuda.queued_states import QueuedStates
 from tokenmill.runtime.executors.cuda.values import tensor
 from tokenmill.types import Batch, Request, ScheduledTokens
 
 _log = get_logger(__name__)
-_SMALL_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
-_BUCKET_STEP = 32
-
-
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    """What fixes the launches of a step. Lengths do not: the kernels read them on the device."""
-
-    rows: int
-    shared: bool  # some rows share a prefix of pages
-    filtered: bool  # some rows use top-k, top-p or min-p
-    guesses: bool = False  # a draft head computes the next drafts
-
-
-@dataclass(slots=True, eq=False)
-class _Graph:
-    graph: torch.cuda.CUDAGraph | None  # None: not captured, has run eagerly once
-    logits: Tensor
-    hidden: Tensor | None
-
-
-@dataclass(slots=True, eq=False)
-class _LaunchedStep:
-    """A step that was launched: its rows, the pages they write to, and the buffers its results arrive in."""
-
-    row_of: dict[Request, int]
-    positions: list[int]  # by row
-    pages: list[tuple[int, ...]]  # by row and KV group: the page that the row's token is written to
-    ids: Tensor  # [rows], pinned: the sampled tokens, once `event` has happened
-    event: torch.cuda.Event | None
-    hidden: Tensor | None  # a copy: the next step of this kind overwrites the original
-    num_rows: int
-    drafts: Tensor | None = None  # [rows, depth], pinned, valid with `ids`
-    expected: Expected = field(default_factory=list)  # of a queued verification: the rows it was launched for
-
-    def tokens(self) -> list[int]:
-        if self.event is not None:
-            self.event.synchronize()
-        ids: list[int] = self.ids[: self.num_rows].tolist()
-        return ids
 
 
 class CudaGraphExecutor(CudaEagerExecutor):
@@ -83,10 +51,10 @@ class CudaGraphExecutor(CudaEagerExecutor):
     def __init__(self, model: LoadedModel, store: KVStore, config: ResolvedConfig) -> None:
         super().__init__(model, store, config)
         drafts = config.draft_tokens if config.speculate not in ("", "off") else 0
-        self._buckets = _buckets(min(config.concurrency * (1 + drafts), max(config.concurrency, _SMALL_BUCKETS[-1])))
+        self._buckets = buckets(min(config.concurrency * (1 + drafts), max(config.concurrency, SMALL_BUCKETS[-1])))
         self._context = config.context or model.decoder.description.context_length
         self._inputs = DecodeInputs(store.layout, self._buckets[-1], self._context, model.device)
-        self._graphs: dict[_Kind, _Graph] = {}
+        self._graphs: dict[StepKind, CapturedStep] = {}
         self._captures = model.device.type == "cuda"
         self._prompts: PromptSteps | None = None
         if self._captures:
@@ -94,24 +62,26 @@ class CudaGraphExecutor(CudaEagerExecutor):
             self._stream = torch.cuda.Stream(model.device)
             self._prompts = self._prompt_steps()
         self._unprepared = self._kinds()
-        self._queued: _LaunchedStep | None = None  # launched ahead; the scheduler may still plan another step
+        self._queued: LaunchedStep | None = None  # launched ahead; the scheduler may still plan another step
         self._logits: Tensor = torch.empty(0)
         self._keeps_hidden = False
         self.num_dropped = 0  # queued steps whose results were discarded
         self._guesser: StepGuesser | None = None
         self._checks: Checks | None = None
+        self._states = QueuedStates(store.states) if store.layout.states else None
 
     @classmethod
     def declines(cls, model: LoadedModel, store: KVStore) -> str | None:
-        reason = super().declines(model, store) or uncaptured(model)
+        reason = super().declines(model, store) or uncaptured(model, store)
         if reason is not None:
             return reason
-        slots = range(store.layout.layers_per_page)
+        has_pages = any(group.layers for group in store.layout.groups)
+        slots = range(store.layout.layers_per_page if has_pages else 0)
         return next((reason for reason in map(store.gpu_declines, slots) if reason is not None), None)
 
     def attach_drafter(self, needs_hidden: bool, guesser: StepGuesser | None) -> bool:
         self._keeps_hidden = needs_hidden
-        if guesser is None:
+        if guesser is None or self._states is not None:
             return False
         self._guesser, self._checks = guesser, Checks(guesser.depth, self.store.layout.page_size, self._context)
         self._inputs.prepare_drafts(guesser.depth)
@@ -123,20 +93,23 @@ class CudaGraphExecutor(CudaEagerExecutor):
         self._drop()
         if self._guesser is not None:
             self._guesser.note(batch)
-        hidden = None if self._prompts is None else self._prompts.forward(batch)
+        hidden = None
+        if self._prompts is not None and not batch.drafted:
+            self.begin_states(batch.begins)
+            hidden = self._prompts.forward(batch)
         return super().forward(batch) if hidden is None else hidden
 
     @torch.inference_mode()
     def step(self, work: StepInput) -> StepOutput[Tensor]:
         if len(work.rows) <= self._buckets[-1] and work.decodes:
-            if not work.drafts and work.queue_next:
-                return self._decode(work.rows)
-            positions = spread(work)
-            if len(positions) <= self._buckets[-1]:
+            if not work.drafts and (work.queue_next or self._states is not None):
+                return self._decode(work.rows, work.queue_next)
+            positions = [] if self._states is not None else spread(work)  # a state goes through drafts one by one
+            if positions and len(positions) <= self._buckets[-1]:
                 return self._check(work, positions)
         return super().step(work)
 
-    def _decode(self, rows: Sequence[ScheduledTokens]) -> StepOutput[Tensor]:
+    def _decode(self, rows: Sequence[ScheduledTokens], queue_next: bool = True) -> StepOutput[Tensor]:
         """One token of each row. Queues the step that will probably be planned next."""
         step, row_numbers = self._queued, self._rows_in_queued(rows)
         self._queued = None
@@ -147,7 +120,7 @@ class CudaGraphExecutor(CudaEagerExecutor):
             row_numbers = [0] * len(rows)
             for row, number in enumerate(order):
                 row_numbers[number] = row
-        if plain:
+        if plain and queue_next:
             sources = [row_numbers[number] for number in order]
             self._queued = self._launch_next([rows[number] for number in order], sources)
         sampled = step.tokens()
@@ -169,7 +142,7 @@ class CudaGraphExecutor(CudaEagerExecutor):
         return output
 
     def _output(
-        self, step: _LaunchedStep, tokens: list[int] | None, row_numbers: list[int] | None = None
+        self, step: LaunchedStep, tokens: list[int] | None, row_numbers: list[int] | None = None
     ) -> StepOutput[Tensor]:
         """`row_numbers`: the row in `step` of each planned row; None: the same order. Logits are valid only if no step
         was queued behind this one, which is the case where `tokens` is None."""
@@ -182,7 +155,7 @@ class CudaGraphExecutor(CudaEagerExecutor):
 
     def _check_and_guess(
         self, checks: Checks, positions: list[Position], requests: list[Request]
-    ) -> tuple[_LaunchedStep, list[int], list[list[int]]]:
+    ) -> tuple[LaunchedStep, list[int], list[list[int]]]:
         step, self._queued = self._queued, None
         if step is None or not checks.are_expected(positions, step.expected, self._inputs.device_tables):
             self.num_dropped += step is not None
@@ -217,17 +190,17 @@ class CudaGraphExecutor(CudaEagerExecutor):
         else:
             if kind not in self._graphs:
                 self._inputs.clear()
-                self._graphs[kind] = _Graph(None, *self._step(kind))
+                self._graphs[kind] = CapturedStep(None, *self._step(kind))
             if self._graphs[kind].graph is None:
                 self._inputs.clear()
                 self._graphs[kind] = self._capture(kind)
         torch.cuda.synchronize()  # the pinned buffers are about to be overwritten
         return True
 
-    def _kinds(self) -> list[_Kind | PromptKind]:
+    def _kinds(self) -> list[StepKind | PromptKind]:
         """Kinds to prepare, the likeliest last."""
         shared = [False, True] if self._inputs.can_share else [False]
-        kinds = [_Kind(rows, s, filtered) for s in shared for filtered in (False, True) for rows in self._buckets]
+        kinds = [StepKind(rows, s, filtered) for s in shared for filtered in (False, True) for rows in self._buckets]
         decodes = reversed([kind for kind in kinds if kind.rows > 1 or not kind.shared])
         if self._prompts is None:
             return list(decodes)
@@ -261,8 +234,12 @@ class CudaGraphExecutor(CudaEagerExecutor):
                 break
             if queued.pages[number] != tuple(table[row.start // size] for table in row.block_tables):
                 break
+            if self._states is not None and not self._states.is_queued(row.state_slot):
+                break
             row_numbers.append(number)
         else:
+            if self._states is not None:
+                self._states.settle({row.state_slot for row in rows})
             return row_numbers
         self._drop()
         return None
@@ -270,8 +247,13 @@ class CudaGraphExecutor(CudaEagerExecutor):
     def _drop(self) -> None:
         self.num_dropped += self._queued is not None
         self._queued = None
+        if self._states is not None:
+            self._states.settle()
 
-    def _launch_rows(self, rows: Sequence[ScheduledTokens]) -> _LaunchedStep:
+    def _launch_rows(self, rows: Sequence[ScheduledTokens]) -> LaunchedStep:
+        if self._states is not None:
+            self.begin_states([row.state_slot for row in rows if row.start == 0])
+            self._inputs.set_states(*self._states.advance([row.state_slot for row in rows]))
         return self._fill_and_launch(
             [row.request for row in rows],
             [row.block_tables for row in rows],
@@ -280,7 +262,7 @@ class CudaGraphExecutor(CudaEagerExecutor):
             [-1] * len(rows),
         )
 
-    def _launch_positions(self, positions: Sequence[Position], owners: list[int] | None = None) -> _LaunchedStep:
+    def _launch_positions(self, positions: Sequence[Position], owners: list[int] | None = None) -> LaunchedStep:
         return self._fill_and_launch(
             [position.request for position in positions],
             [position.tables for position in positions],
@@ -290,7 +272,7 @@ class CudaGraphExecutor(CudaEagerExecutor):
             owners,
         )
 
-    def _launch_next(self, rows: Sequence[ScheduledTokens], sources: list[int]) -> _LaunchedStep | None:
+    def _launch_next(self, rows: Sequence[ScheduledTokens], sources: list[int]) -> LaunchedStep | None:
         """Queue the step after this one for the rows that continue; None if no row does or a page is missing.
         `sources`: the row of this step that samples each row's token."""
         size = self.store.layout.page_size
@@ -306,6 +288,11 @@ class CudaGraphExecutor(CudaEagerExecutor):
             continuing.append((row, source))
         if not continuing:
             return None
+        if self._states is not None:
+            places = self._states.queue([row.state_slot for row, _ in continuing])
+            if places is None:
+                return None
+            self._inputs.set_states(*places)
         return self._fill_and_launch(
             [row.request for row, _ in continuing],
             [row.block_tables for row, _ in continuing],
@@ -324,7 +311,7 @@ class CudaGraphExecutor(CudaEagerExecutor):
         positions: list[int],
         sources: list[int],
         owners: list[int] | None = None,
-    ) -> _LaunchedStep:
+    ) -> LaunchedStep:
         inputs, size = self._inputs, self.store.layout.page_size
         inputs.fill(requests, tables, ids, positions, sources)
         if owners is not None:
@@ -336,19 +323,19 @@ class CudaGraphExecutor(CudaEagerExecutor):
         ]
         return step
 
-    def _launch(self, requests: list[Request], guesses: bool) -> _LaunchedStep:
+    def _launch(self, requests: list[Request], guesses: bool) -> LaunchedStep:
         """Launch the step whose inputs were filled last; rows and pages are for the caller to enter."""
         inputs = self._inputs
         rows = next(bucket for bucket in self._buckets if bucket >= len(requests))
-        hidden = self._run(_Kind(rows, inputs.shared_tokens > 0, inputs.filtered, guesses))
+        hidden = self._run(StepKind(rows, inputs.shared_tokens > 0, inputs.filtered, guesses))
         ids, drafts, event = inputs.receive(guesses)
         kept = None if hidden is None else hidden[: len(requests)].clone()
-        return _LaunchedStep({}, [], [], ids, event, kept, len(requests), drafts)
+        return LaunchedStep({}, [], [], ids, event, kept, len(requests), drafts)
 
-    def _run(self, kind: _Kind) -> Tensor | None:
+    def _run(self, kind: StepKind) -> Tensor | None:
         known = self._graphs.get(kind)
         if known is None or not self._captures:
-            self._graphs[kind] = _Graph(None, *self._step(kind))
+            self._graphs[kind] = CapturedStep(None, *self._step(kind))
         elif known.graph is None:
             self._graphs[kind] = self._capture(kind)
         else:
@@ -356,11 +343,11 @@ class CudaGraphExecutor(CudaEagerExecutor):
         self._logits = self._graphs[kind].logits
         return self._graphs[kind].hidden
 
-    def _capture(self, kind: _Kind) -> _Graph:
+    def _capture(self, kind: StepKind) -> CapturedStep:
         outputs: list[tuple[Tensor, Tensor | None]] = []
         graph = self._record(lambda: outputs.append(self._step(kind)))
         _log.info("captured a step of %d rows%s", kind.rows, " with a shared prefix" if kind.shared else "")
-        return _Graph(graph, *outputs[0])
+        return CapturedStep(graph, *outputs[0])
 
     def _record(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Capture what `step` launches, and run it."""
@@ -374,13 +361,14 @@ class CudaGraphExecutor(CudaEagerExecutor):
         graph.replay()
         return graph
 
-    def _step(self, kind: _Kind) -> tuple[Tensor, Tensor | None]:
+    def _step(self, kind: StepKind) -> tuple[Tensor, Tensor | None]:
         """Inputs, forward pass, logits and sampling. Returns the logits, and the hidden states if they are kept."""
         inputs, decoder = self._inputs, self.model.decoder
         batch = inputs.begin(kind.rows)
         if self._guesser is not None:
             self._guesser.note(batch)
-        ops: Any = CudaOps(self.store, self.table, batch, shared=inputs.shared(kind.shared))
+        moves = self._states is not None and kind.rows <= self._states.num_spares
+        ops: Any = CudaOps(self.store, self.table, batch, shared=inputs.shared(kind.shared), moves_states=moves)
         hidden = decoder.forward(ops)
         kept = tensor(hidden) if self._keeps_hidden and not kind.guesses else None
         logits: Tensor = tensor(decoder.logits(ops, hidden))
@@ -389,10 +377,3 @@ class CudaGraphExecutor(CudaEagerExecutor):
             drafts = self._guesser.guess(tensor(hidden), inputs.sampled[: kind.rows], batch)
             inputs.compute_next(kind.rows, drafts)
         return logits, kept
-
-
-def _buckets(max_rows: int) -> list[int]:
-    """Batch sizes that steps are padded to; the last holds `max_rows`."""
-    large = range(_SMALL_BUCKETS[-1] + _BUCKET_STEP, max_rows + _BUCKET_STEP, _BUCKET_STEP)
-    buckets = [*_SMALL_BUCKETS, *large]
-    return buckets[: next((n for n, bucket in enumerate(buckets) if bucket >= max_rows), len(buckets) - 1) + 1]

@@ -55,6 +55,10 @@ class DecodeInputs:
         self._slots = [zeros(max_rows) for _ in range(groups)]
         self._starts = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
         self.sampled = zeros(max_rows)
+        # Of recurrent layers, by row: where states are read and written; -1: a padding row, which has none.
+        self._has_states = bool(layout.states)
+        self._state_slots = zeros(2, max_rows).fill_(-1)
+        self._sent_states = self._next_states = self._padded_states([], [])
         self._host_arrays = self._host_inputs.numpy()
         self._slot = 0  # of the step that was filled last
         self._host_buffers = [_HostBuffers(self, device) for _ in range(_RING_SLOTS)]
@@ -72,7 +76,7 @@ class DecodeInputs:
     @property
     def copied_buffers(self) -> tuple[Tensor, ...]:
         """Device buffers that are copied from pinned memory."""
-        return (*self._tables, self._floats, self._top_k, self._seeds, self._bounds)
+        return (*self._tables, self._floats, self._top_k, self._seeds, self._bounds, self._state_slots)
 
     def fill(
         self,
@@ -98,6 +102,21 @@ class DecodeInputs:
             self._send_parameters(buffers, requests)
         if changed or not same_requests:
             self._find_shared_prefix(buffers, tables, min(positions))
+        self._send_states(buffers)
+
+    def set_states(self, slots: list[int], targets: list[int]) -> None:
+        """Before `fill`, of a model with recurrent layers: where the state of each row is read and written."""
+        self._next_states = self._padded_states(slots, targets)
+
+    def _padded_states(self, slots: list[int], targets: list[int]) -> list[list[int]]:
+        padding = [-1] * (self._state_slots.shape[1] - len(slots))
+        return [slots + padding, targets + padding]
+
+    def _send_states(self, buffers: _HostBuffers) -> None:
+        if self._sent_states != self._next_states:
+            buffers.array(self._state_slots)[:] = self._next_states
+            buffers.send(self._state_slots)
+            self._sent_states = self._next_states
 
     def longest_first(self, rows: Sequence[ScheduledTokens]) -> list[int]:
         """The order in which rows are best computed: attention takes them one after the other, and long ones at the end
@@ -119,6 +138,8 @@ class DecodeInputs:
         buffers.array(self._floats)[:] = 0.0
         for buffer in (self._bounds, self._floats):
             buffers.send(buffer)
+        self.set_states([], [])
+        self._send_states(buffers)
         self._requests = []
 
     def _next_slot(self, device_in_step: bool) -> _HostBuffers:
@@ -239,6 +260,8 @@ class DecodeInputs:
             logit_rows=self._starts[:0],
             max_query=1,
             max_seq=self.capacity,
+            state_slots=self._state_slots[0, :rows] if self._has_states else None,
+            state_targets=self._state_slots[1, :rows] if self._has_states else None,
         )
 
     def shared(self, any_shared: bool) -> gpu.SharedPrefix | None:

@@ -25,24 +25,28 @@ from tokenmill.model.formats.base import LinearWeight
 from tokenmill.model.formats.stacks import ExpertStacks
 from tokenmill.model.kvstore.base import KVStore
 from tokenmill.model.layers.rotary import RotaryTable
-from tokenmill.model.ops import WithoutRecurrence
+from tokenmill.model.state.specs import ConvolutionSpec, ScanSpec
 from tokenmill.runtime.executors.cuda.experts import multiply_one_by_one
 from tokenmill.runtime.executors.cuda.values import (
     Columns,
+    Convolved,
     Gate,
     Norm,
     Product,
     Total,
     are_adjacent_columns,
+    join_columns,
     multiply,
+    split_columns,
     tensor,
 )
+from tokenmill.runtime.executors.drafted_states import DraftedStates
 from tokenmill.types import Batch
 
 FEW_ROWS = 32  # up to this many, logits are float32 from the accumulator; above, cuBLAS rounds them to bf16
 
 
-class CudaOps(WithoutRecurrence):
+class CudaOps:
     def __init__(
         self,
         store: KVStore,
@@ -52,11 +56,18 @@ class CudaOps(WithoutRecurrence):
         rows: Tensor | None = None,
         shared: Any = None,
         distinct: Sequence[Any] = (),
+        expands: bool = False,
+        drafted: DraftedStates | None = None,
+        moves_states: bool = False,
     ) -> None:
         """`rows`: tokens of the batch whose logits are computed, None: all. `shared`: a SharedPrefix for layers without
-        a window. `distinct`: for each KV group its DistinctPages, where long prompts read FP8 pages."""
+        a window. `distinct`: for each KV group its DistinctPages, where long prompts read FP8 pages. `expands`: the
+        step has long prompts and is not captured, so that latent attention may expand their keys and values. `drafted`:
+        of a step with drafts, where recurrent layers compute. `moves_states`: no state is written where one is read."""
         self._store, self._table, self._batch = store, table, batch
-        self._rows, self._shared, self._distinct = rows, shared, distinct
+        self._rows, self._shared, self._distinct, self._drafted = rows, shared, distinct, drafted
+        self._expands, self._lengths = expands, ([0], [0])
+        self._moves_states = moves_states
 
     def embed(self, table: LinearWeight, scale: float) -> Tensor:  # noqa: ARG002 (the bf16 copy is on the device)
         rows: Tensor = gpu.embed(self._batch.token_ids, self._table, scale)
@@ -74,7 +85,8 @@ class CudaOps(WithoutRecurrence):
         return tensor(x) * factor
 
     def rms_norm(self, x: Any, weight: Tensor, eps: float, head_dim: int = 0) -> Any:
-        if head_dim and isinstance(x, Columns):
+        if head_dim:
+            x = _columns(x)
             return Columns(x.product, x.begin, x.end, weight, eps)
         return Norm(tensor(x).contiguous(), None, weight, eps)
 
@@ -88,6 +100,7 @@ class CudaOps(WithoutRecurrence):
 
     def linear(self, x: Any, weights: Sequence[LinearWeight]) -> list[Any]:
         kernels: list[Any] = [weight.kernel.run for weight in weights if weight.kernel is not None]
+        x = x.contiguous() if isinstance(x, Tensor) else x  # parts of a split lie apart
         joined = _joined_matrix(kernels)
         if joined is not None:
             product = Product(joined, x)
@@ -113,11 +126,13 @@ class CudaOps(WithoutRecurrence):
         q, k, v = _columns(q), _columns(k), _columns(v)
         batch, table = self._batch, q.rotary or _no_rotation(self._batch.positions)
         group, slot = self._store.layout.place(spec.layer)
-        plain = not table.rotates_keys or spec.sinks is not None or spec.chunk > 0
+        plain = not table.rotates_keys or spec.chunk > 0
         if plain or self._store.gpu_declines(slot) is not None:
             return self._plain_attention(q, k, v, spec, group, slot)
         norms = None if q.norm is None or k.norm is None else (q.norm, k.norm)
         packed = self._store.packed_pages(slot)
+        if packed is not None and spec.sinks is not None:
+            return self._plain_attention(q, k, v, spec, group, slot)
         if packed is not None:
             return self._packed_attention(q, k, v, spec, packed, norms, group)
         k_pages, v_pages = self._store.stored(slot)
@@ -152,6 +167,7 @@ class CudaOps(WithoutRecurrence):
             max_query=batch.max_query,
             max_seq=batch.max_seq,
             scales=scales,
+            sinks=spec.sinks,
             shared=None if spec.window else self._shared,
             distinct=self._distinct[group] if self._distinct else None,
         )
@@ -226,7 +242,14 @@ class CudaOps(WithoutRecurrence):
         return gpu.latent_paged_attention(
             queries, tails, projections.keys, projections.values, pages, *lengths, spec.scale,
             max_query=batch.max_query, max_seq=batch.max_seq, row_scale=scale,
+            prompts=self._long_prompts(projections) if self._expands else (),
         )  # fmt: skip
+
+    def _long_prompts(self, projections: HeadProjections) -> Sequence[Any]:
+        if len(self._lengths[0]) == 1:  # for the first layer: the host waits for the device here
+            self._lengths = (self._batch.query_starts.tolist(), self._batch.seq_lens.tolist())
+        prompts: Sequence[Any] = gpu.prompts_to_expand(*self._lengths, projections.keys, projections.values)
+        return prompts
 
     def gated(self, gate: Any, up: Any, activation: str) -> Gate | Tensor:
         halves = isinstance(gate, Columns) and isinstance(up, Columns) and are_adjacent_columns(gate, up)
@@ -248,6 +271,43 @@ class CudaOps(WithoutRecurrence):
 
     def activate(self, x: Any, activation: str) -> Tensor:
         return ref.activate(tensor(x), activation)
+
+    def split(self, x: Any, widths: Sequence[int], heads: int = 1) -> list[Tensor]:
+        return split_columns(tensor(x), widths, heads)
+
+    def join(self, values: Sequence[Any]) -> Tensor:
+        return join_columns([tensor(value) for value in values])
+
+    def convolve(self, x: Any, spec: ConvolutionSpec) -> Convolved:
+        rows = tensor(x)
+        return Convolved(spec, rows, lambda: self._continue((rows,), spec))
+
+    def scan(self, inputs: Sequence[Any], spec: ScanSpec) -> Tensor:
+        first = inputs[0]
+        if not self._moves_states or not isinstance(first, Convolved) or first.is_computed:
+            return self._continue(inputs, spec)
+        states = self._store.states.array(first.spec.layer, first.spec.array)
+        convolution = gpu.Convolution(states, *first.spec.arguments())
+        return self._continue((first.x, *inputs[1:]), spec, convolution=convolution)
+
+    def _continue(self, inputs: Sequence[Any], spec: ConvolutionSpec | ScanSpec, **keywords: Any) -> Tensor:
+        """Run an op that continues the state of each sequence."""
+        batch, run = self._batch, gpu.find_op(spec.op)
+        assert run is not None
+        rows = [tensor(each) for each in inputs]
+        states = self._store.states.array(spec.layer, spec.array)
+        if self._drafted is not None:
+            return self._drafted.run(run, rows, states, spec)
+        if batch.state_targets is not None:
+            keywords["targets"] = batch.state_targets
+        y: Tensor = run(*rows, states, batch.state_slots, batch.query_starts, *spec.arguments(), **keywords)
+        return y
+
+    def gated_norm(
+        self, x: Any, gate: Any, weight: Tensor, eps: float, norm_first: bool, gate_scale: float = 1.0
+    ) -> Tensor:
+        y: Tensor = gpu.gated_norm(tensor(x), tensor(gate), weight, eps, norm_first, gate_scale)
+        return y
 
     def select_rows(self, x: Tensor) -> Tensor:
         return x if self._rows is None else x[self._rows]

@@ -50,6 +50,7 @@ class PromptInputs:
         self._tokens = zeros(2 + groups, self._token_buckets[-1], dtype=torch.int64)  # ids, positions, slots by group
         self._starts, self._seq_lens = zeros(max_sequences + 1), zeros(max_sequences)
         self._tables = [zeros(max_sequences, width) for _ in range(groups)]
+        self._state_slots = zeros(max_sequences, dtype=torch.int64) if layout.states else None
 
     @property
     def max_tokens(self) -> int:
@@ -92,6 +93,9 @@ class PromptInputs:
         self._seq_lens[:sequences] = batch.seq_lens
         for own, table in zip(self._tables, batch.block_tables, strict=True):
             own[:sequences, : table.shape[1]] = table
+        if self._state_slots is not None:
+            assert batch.state_slots is not None
+            self._state_slots[:sequences] = batch.state_slots
 
     def clear(self, kind: PromptKind, tokens: int = 0, sequences: int = 0) -> None:
         """Make padding of all that follows the first `tokens` tokens and `sequences` sequences."""
@@ -99,6 +103,8 @@ class PromptInputs:
         self._tokens[2:, tokens : kind.tokens] = -1
         self._starts[sequences : kind.sequences + 1] = tokens
         self._seq_lens[sequences : kind.sequences] = 0
+        if self._state_slots is not None:
+            self._state_slots[sequences : kind.sequences] = -1
 
     def batch(self, kind: PromptKind) -> Batch:
         """The padded step, with bounds that hold for every step of its kind."""
@@ -113,6 +119,7 @@ class PromptInputs:
             logit_rows=self._starts[:0],
             max_query=kind.tokens,
             max_seq=self._capacity,
+            state_slots=None if self._state_slots is None else self._state_slots[: kind.sequences],
         )
 
 

@@ -6,7 +6,9 @@ nothing of a batch or of pages. Used by ops.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from tokenmill.kernels import triton as gpu
 from tokenmill.model.layers.rotary import RotaryTable
+from tokenmill.model.state.specs import ConvolutionSpec
 
 
 class Norm:
@@ -137,6 +140,23 @@ class Columns:
         return self.plain
 
 
+class Convolved:
+    """The output of a convolution, computed once, when it is known whether the scan behind it does that itself."""
+
+    def __init__(self, spec: ConvolutionSpec, x: Tensor, compute: Callable[[], Tensor]) -> None:
+        self.spec, self.x, self._compute = spec, x, compute
+        self._plain: Tensor | None = None
+
+    @property
+    def is_computed(self) -> bool:
+        return self._plain is not None
+
+    def plain(self) -> Tensor:
+        if self._plain is None:
+            self._plain = self._compute()
+        return self._plain
+
+
 def tensor(value: Any) -> Tensor:
     """A value as a plain tensor."""
     if isinstance(value, Tensor):
@@ -145,7 +165,7 @@ def tensor(value: Any) -> Tensor:
         return value.norm.total
     if isinstance(value, Columns):
         return value.tensor
-    assert isinstance(value, (Norm, Gate)), type(value)
+    assert isinstance(value, (Norm, Gate, Convolved)), type(value)
     return value.plain()
 
 
@@ -167,6 +187,30 @@ def multiply(
     else:
         y = kernel.multiply(tensor(x), out_dtype, gated=gated, heads=heads)
     return y
+
+
+def split_columns(values: Tensor, widths: Sequence[int], heads: int) -> list[Tensor]:
+    """Columns of `values`, which is `heads` slices, each split in parts of these widths; those of all heads together.
+    One pass at most; parts lie side by side."""
+    if heads > 1:
+        values = values.index_select(1, _by_part(tuple(widths), heads, values.device))
+    return list(values.split([heads * width for width in widths], dim=1))
+
+
+@cache
+def _by_part(widths: tuple[int, ...], heads: int, device: torch.device) -> Tensor:
+    columns = torch.arange(heads * sum(widths)).view(heads, -1)
+    return torch.cat([part.flatten() for part in columns.split(list(widths), dim=1)]).to(device)
+
+
+def join_columns(parts: Sequence[Tensor]) -> Tensor:
+    """Tensors side by side: a view where they lie so already."""
+    first, width = parts[0], sum(part.shape[1] for part in parts)
+    same = {(part.untyped_storage().data_ptr(), part.stride(), part.dtype) for part in parts}
+    follow = all(two.storage_offset() == one.storage_offset() + one.shape[1] for one, two in pairwise(parts))
+    if len(same) == 1 and follow and first.stride(0) >= width:
+        return first.as_strided((first.shape[0], width), first.stride())
+    return torch.cat(list(parts), dim=1)
 
 
 def are_adjacent_columns(*parts: Columns) -> bool:

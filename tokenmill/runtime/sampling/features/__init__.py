@@ -12,6 +12,9 @@ LOGIT_FEATURES = Registry(
         "penalties": "tokenmill.runtime.sampling.features.penalties:Penalties",
         "logit_bias": "tokenmill.runtime.sampling.features.logit_bias:LogitBias",
         "min_tokens": "tokenmill.runtime.sampling.features.min_tokens:MinTokens",
+        "allowed_tokens": "tokenmill.runtime.sampling.features.allowed_tokens:AllowedTokens",
+        "bad_words": "tokenmill.runtime.sampling.features.bad_words:BadWords",
+        "reasoning_budget": "tokenmill.runtime.sampling.features.reasoning_budget:ReasoningBudget",
         "grammar": "tokenmill.runtime.sampling.features.grammar:Grammar",  # after all that could bring a token back
         "typical": "tokenmill.runtime.sampling.features.typical:Typical",
     },

@@ -1,0 +1,62 @@
+"""Records of decode steps on a GPU: what fixes the launches of one, what was captured of it, what was launched.
+
+And the batch sizes that steps are padded to. Knows no model. Used by the graph executor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from tokenmill.runtime.executors.cuda.checks import Expected
+from tokenmill.types import Request
+
+SMALL_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
+_BUCKET_STEP = 32
+
+
+@dataclass(frozen=True, slots=True)
+class StepKind:
+    """What fixes the launches of a step. Lengths do not: the kernels read them on the device."""
+
+    rows: int
+    shared: bool  # some rows share a prefix of pages
+    filtered: bool  # some rows use top-k, top-p or min-p
+    guesses: bool = False  # a draft head computes the next drafts
+
+
+@dataclass(slots=True, eq=False)
+class CapturedStep:
+    graph: torch.cuda.CUDAGraph | None  # None: not captured, has run eagerly once
+    logits: Tensor
+    hidden: Tensor | None
+
+
+@dataclass(slots=True, eq=False)
+class LaunchedStep:
+    """A step that was launched: its rows, the pages they write to, and the buffers its results arrive in."""
+
+    row_of: dict[Request, int]
+    positions: list[int]  # by row
+    pages: list[tuple[int, ...]]  # by row and KV group: the page that the row's token is written to
+    ids: Tensor  # [rows], pinned: the sampled tokens, once `event` has happened
+    event: torch.cuda.Event | None
+    hidden: Tensor | None  # a copy: the next step of this kind overwrites the original
+    num_rows: int
+    drafts: Tensor | None = None  # [rows, depth], pinned, valid with `ids`
+    expected: Expected = field(default_factory=list)  # of a queued verification: the rows it was launched for
+
+    def tokens(self) -> list[int]:
+        if self.event is not None:
+            self.event.synchronize()
+        ids: list[int] = self.ids[: self.num_rows].tolist()
+        return ids
+
+
+def buckets(max_rows: int) -> list[int]:
+    """Batch sizes that steps are padded to; the last holds `max_rows`."""
+    large = range(SMALL_BUCKETS[-1] + _BUCKET_STEP, max_rows + _BUCKET_STEP, _BUCKET_STEP)
+    sizes = [*SMALL_BUCKETS, *large]
+    return sizes[: next((n for n, size in enumerate(sizes) if size >= max_rows), len(sizes) - 1) + 1]
