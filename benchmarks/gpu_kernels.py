@@ -19,7 +19,8 @@ from torch import Tensor
 from tokenmill.kernels import ref
 from tokenmill.kernels import triton as gpu
 from tokenmill.kernels.triton.fused.elementwise import quantize_rows
-from tokenmill.kernels.triton.matmul.linear import DenseLinear, GpuLinear, quantize_at_load
+from tokenmill.kernels.triton.matmul.linear import DenseLinear, GpuLinear
+from tokenmill.kernels.triton.matmul.make import quantize_at_load
 
 DEVICE = torch.device("cuda", 0)
 LAYERS, HEADS, KV_HEADS, DIM, HIDDEN, INNER, VOCAB = 32, 32, 8, 128, 4096, 14336, 128256

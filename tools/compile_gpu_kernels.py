@@ -247,7 +247,7 @@ def _latent_cases() -> Iterator[Case]:
 def _linear_cases() -> Iterator[Case]:
     """Qwen3-30B-A3B in float8: projections of attention; the router."""
     from tokenmill.kernels.triton.matmul.blocks import BlockLinear
-    from tokenmill.kernels.triton.matmul.linear import make_router
+    from tokenmill.kernels.triton.matmul.make import make_router
 
     for rows, depth in ((5120, 2048), (2048, 4096)):
         linear = BlockLinear(

@@ -32,16 +32,8 @@ from tokenmill.kernels.triton.matmul.choose import (
     rule,
 )
 from tokenmill.kernels.triton.matmul.joined import join_linears
-from tokenmill.kernels.triton.matmul.linear import (
-    DenseLinear,
-    GpuLinear,
-    GroupedLinear,
-    ScaledLinear,
-    from_quantized,
-    make_linear,
-    make_router,
-    quantize_at_load,
-)
+from tokenmill.kernels.triton.matmul.linear import DenseLinear, GpuLinear, GroupedLinear, ScaledLinear
+from tokenmill.kernels.triton.matmul.make import from_quantized, make_linear, make_router, quantize_at_load
 from tokenmill.kernels.triton.shared.launch import on_hopper
 from tokenmill.model.formats.quantized import QuantizedMatrix, Scheme
 

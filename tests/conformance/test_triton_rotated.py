@@ -13,7 +13,8 @@ if os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available():
 
 from tokenmill.kernels import triton as gpu
 from tokenmill.kernels.triton.matmul.choose import GEMV, GROUPED, Plan, Tiling
-from tokenmill.kernels.triton.matmul.linear import DenseLinear, GpuLinear, ScaledLinear, quantize_at_load
+from tokenmill.kernels.triton.matmul.linear import DenseLinear, GpuLinear, ScaledLinear
+from tokenmill.kernels.triton.matmul.make import quantize_at_load
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 Q_HEADS, KV_HEADS, DEPTH = 3, 2, 512

@@ -137,6 +137,7 @@ def product_rates(
 
 def engine_linear(values: Tensor, weights: str) -> Linear:
     """As the engine multiplies: bf16, or rounded at load."""
-    from tokenmill.kernels.triton.matmul.linear import DenseLinear, quantize_at_load  # imports Triton
+    from tokenmill.kernels.triton.matmul.linear import DenseLinear  # imports Triton
+    from tokenmill.kernels.triton.matmul.make import quantize_at_load
 
     return DenseLinear(values, None) if weights == "bf16" else quantize_at_load(values, None, weights, _GROUP)

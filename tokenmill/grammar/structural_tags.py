@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokenmill.errors import UserError
+from tokenmill.grammar.schemas import json_rule, read_schema
 
 _MAX_TAGS = 128
 _REMEDY = (
@@ -56,8 +57,6 @@ def read_tags(text: str) -> StructuralTags:
 
 def tags_grammar(tags: StructuralTags) -> str:
     """A Lark grammar. Triggers are lazy lexemes: text cannot run past one."""
-    from tokenmill.grammar.source import json_rule, read_schema
-
     rules, options = [], []
     for number, trigger in enumerate(tags.triggers):
         own = [index for index, tag in enumerate(tags.tags) if tag.begin.startswith(trigger)]

@@ -62,10 +62,10 @@ if TYPE_CHECKING:  # the table below for type checkers; a test compares the two
     from tokenmill.kernels.triton.matmul.joined import expand_small as expand_small
     from tokenmill.kernels.triton.matmul.joined import join_linears as join_linears
     from tokenmill.kernels.triton.matmul.linear import GpuLinear as GpuLinear
-    from tokenmill.kernels.triton.matmul.linear import from_quantized as from_quantized
-    from tokenmill.kernels.triton.matmul.linear import make_linear as make_linear
-    from tokenmill.kernels.triton.matmul.linear import make_router as make_router
-    from tokenmill.kernels.triton.matmul.linear import quantize_at_load as quantize_at_load
+    from tokenmill.kernels.triton.matmul.make import from_quantized as from_quantized
+    from tokenmill.kernels.triton.matmul.make import make_linear as make_linear
+    from tokenmill.kernels.triton.matmul.make import make_router as make_router
+    from tokenmill.kernels.triton.matmul.make import quantize_at_load as quantize_at_load
     from tokenmill.kernels.triton.recurrent.convolution import Convolution as Convolution
     from tokenmill.kernels.triton.recurrent.convolution import convolve as convolve
     from tokenmill.kernels.triton.recurrent.delta import delta_scan as delta_scan
@@ -99,7 +99,8 @@ _EXPORTS = {
     "fused.rotary_epilogue": "HeadPlaces head_places",
     "fused.rotary_packed": "rope_store_packed",
     "matmul.joined": "JoinedRows expand_small join_linears",
-    "matmul.linear": "GpuLinear from_quantized make_linear make_router quantize_at_load",
+    "matmul.linear": "GpuLinear",
+    "matmul.make": "from_quantized make_linear make_router quantize_at_load",
     "recurrent.convolution": "Convolution convolve",
     "recurrent.delta": "delta_scan",
     "recurrent.gated_norm": "gated_norm",

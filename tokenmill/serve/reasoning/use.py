@@ -113,7 +113,7 @@ def _has_room(structured: StructuredSpec | None) -> bool:
 
 
 def _after_reasoning(spec: StructuredSpec, parser: type[TaggedReasoning], prompt: str) -> StructuredSpec:
-    from tokenmill.grammar.source import json_rule, read_schema
+    from tokenmill.grammar.schemas import json_rule, read_schema
 
     phase = parser.phase(prompt)
     if phase == "closed":

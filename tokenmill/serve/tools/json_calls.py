@@ -169,7 +169,7 @@ class JsonCallParser(ToolParser):
 
 def named_rules(functions: Sequence[Function], before: str, between: str, after: str) -> str:
     """Rules of a Lark grammar: `call` is one of the functions as its name, then its arguments as an object."""
-    from tokenmill.grammar.source import json_rule
+    from tokenmill.grammar.schemas import json_rule
 
     rules = ["call: " + " | ".join(f"call_{number}" for number in range(len(functions)))]
     for number, function in enumerate(functions):
@@ -182,7 +182,7 @@ def named_rules(functions: Sequence[Function], before: str, between: str, after:
 
 def object_rules(functions: Sequence[Function], key: str, before: str, after: str) -> str:
     """Rules of a Lark grammar: `call` is one of the functions as an object, between two literal texts."""
-    from tokenmill.grammar.source import json_rule
+    from tokenmill.grammar.schemas import json_rule
 
     rules = ["call: " + " | ".join(f"call_{number}" for number in range(len(functions)))]
     for number, function in enumerate(functions):

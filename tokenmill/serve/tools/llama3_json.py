@@ -32,7 +32,7 @@ class Llama3Json(JsonCallParser):
 
     @classmethod
     def grammar_beside_json(cls, functions: Sequence[Function], parallel: bool) -> str:
-        from tokenmill.grammar.source import json_rule
+        from tokenmill.grammar.schemas import json_rule
 
         calls = 'calls: call ("; " call)*\n' if parallel else "calls: call\n"
         return f"{calls}call: {json_rule(call_schemas(functions, 'parameters', '#'))}\n"

@@ -161,7 +161,7 @@ def _key(node: ast.expr | None) -> str:
 
 def _call_rules(number: int, function: Function) -> list[str]:
     """A call with the required arguments, then any of the others, in the order of the schema."""
-    from tokenmill.grammar.source import json_rule
+    from tokenmill.grammar.schemas import json_rule
 
     schema = function.parameters
     unknown = set(schema) - _PLAIN

@@ -177,7 +177,7 @@ def _types(schema: object) -> set[str]:
 
 def _call_rules(number: int, function: Function) -> list[str]:
     """A call with the required parameters, then any of the others, in the order of the schema."""
-    from tokenmill.grammar.source import json_rule
+    from tokenmill.grammar.schemas import json_rule
 
     schema = function.parameters
     properties, required = dict(schema.get("properties") or {}), set(schema.get("required") or ())

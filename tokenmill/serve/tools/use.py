@@ -119,7 +119,7 @@ def _chosen(choice: Mapping[str, Any]) -> object:
 
 def _either(wanted: StructuredSpec, rules: str) -> StructuredSpec:
     """The stated JSON, or calls."""
-    from tokenmill.grammar.source import json_rule, read_schema
+    from tokenmill.grammar.schemas import json_rule, read_schema
 
     if wanted.kind not in ("json_object", "json_schema"):
         raise UserError(f"tools and a {wanted.kind} are given", 'leave one of them out, or set tool_choice to "none"')

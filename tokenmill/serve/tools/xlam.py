@@ -33,7 +33,7 @@ class XLam(MarkedCallParser):
 
     @classmethod
     def grammar_beside_json(cls, functions: Sequence[Function], parallel: bool) -> str:
-        from tokenmill.grammar.source import json_rule
+        from tokenmill.grammar.schemas import json_rule
 
         items = call_schemas(functions, "arguments", "#/items")
         schema = {"type": "array", "items": items, "minItems": 1, **({} if parallel else {"maxItems": 1})}
