@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -127,6 +128,7 @@ class MemoryCheckpoint:
 
     def __init__(self, tensors: Mapping[str, Tensor], quantization: Mapping[str, object] | None = None) -> None:
         self.path = Path("memory")
+        self.description = SimpleNamespace(architecture="llama")  # as much of it as names of tensors need
         self._tensors = dict(tensors)
         self._quantization = dict(quantization or {})
 

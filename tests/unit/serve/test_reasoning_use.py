@@ -28,6 +28,8 @@ _TOOLS: list[Any] = [{"type": "function", "function": {"name": "now", "parameter
 class _Tokens:
     """Tags are one token each; special if told so."""
 
+    reads_text = True
+
     def __init__(self, special: bool = False) -> None:
         self.special_ids = frozenset({7, 8}) if special else frozenset()
 

@@ -27,6 +27,7 @@ _PYTHONIC = "{% if tools %}[func_name1(params_name1=params_value1, params_name2=
 class _Tokens:
     """As much of a tokenizer as is asked: one control token."""
 
+    reads_text = True
     special_ids = frozenset({7})
 
     def __init__(self, marker: bool = False) -> None:

@@ -68,11 +68,12 @@ class MachineCalibration:
     gpu_memory_bytes: int = 0
     gpu_products: tuple[dict[str, Any], ...] = ()  # calibrate/gpu_probe.py: rate by weights and rows
     launch_us: float = 0.0
+    shares: tuple[float, float] | None = None  # stored where the models are not: a record kept beside measured runs
 
     def device(self) -> Device:
         """This machine as a row of the catalog, for models that were not measured themselves."""
         bare = self._bare_device()
-        return replace(bare, measured_shares=self._shares(bare))
+        return replace(bare, measured_shares=self.shares or self._shares(bare))
 
     def _shares(self, bare: Device) -> tuple[float, float] | None:
         """What our engine reached of the roofs, over the models that were measured: one sequence decoding reads the
@@ -149,7 +150,8 @@ def load_calibration(path: Path | None = None) -> MachineCalibration | None:
         if data.pop("version") != _VERSION:
             return None
         models = {name: ModelCalibration(**row) for name, row in data.pop("models").items()}
-        return MachineCalibration(**data, models=models)
+        shares = tuple(data.pop("shares", None) or ()) or None
+        return MachineCalibration(**data, models=models, shares=shares)
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

@@ -104,6 +104,15 @@ def test_a_calibration_keeps_other_models(tmp_path: Path, calibration: MachineCa
     assert list(found.models) == ["tiny", "two"]
 
 
+def test_a_record_without_models_keeps_what_they_reached(tmp_path: Path, calibration: MachineCalibration) -> None:
+    measured = replace(calibration, models={"smollm2-135m": calibration.models["tiny"]}).device().measured_shares
+    assert measured is not None
+    save_calibration(replace(calibration, models={}, shares=measured), tmp_path / "file.json")
+    found = load_calibration(tmp_path / "file.json")
+    assert found is not None
+    assert found.device().measured_shares == measured
+
+
 def test_simulate_uses_the_measured_machine(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
