@@ -16,7 +16,7 @@ from typing import Any
 from tokenmill.plan.validate.poisson_runs import ScoredRun
 from tokenmill.plan.validate.scores import Scored
 
-_FEWEST = 5  # rows of an engine below which only the row over all engines is kept
+_FEWEST = 5  # rows, below which nothing is made of them
 Ratios = dict[str, list[float]]
 
 
@@ -47,7 +47,7 @@ def _ratios(rows: Iterable[tuple[str, str, float]]) -> Ratios:
 def _rows(groups: Ratios) -> dict[str, dict[str, float]]:
     found = {}
     for name, ratios in sorted(groups.items()):
-        if len(ratios) < _FEWEST and not name.startswith("any"):
+        if len(ratios) < _FEWEST:
             continue
         ratios = sorted(ratios)
         tenth = len(ratios) // 10
