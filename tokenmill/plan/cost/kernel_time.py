@@ -39,12 +39,20 @@ def measured_device() -> Device:
     return find_device(tables.MEASURED_ON)
 
 
+def _operands(device: Device, weights: WeightFormat, bits: float) -> str:
+    """What a product multiplies. Our CPU kernels multiply every quantized format as integers, and a machine that was
+    measured says what they reach."""
+    if device.kind == "cpu" and device.measured_shares and bits < 16:
+        return "int8"
+    return weights.math if bits < 16 and device.supports(weights.math) else "bf16"
+
+
 @lru_cache(_KEPT)
 def linear_curve(
     device: Device, weights: WeightFormat, bits: float, outputs: int, inputs: int, roofs: RoofShares | None
 ) -> Curve:
     """One matrix multiplication over tokens."""
-    math = weights.math if bits < 16 and device.supports(weights.math) else "bf16"
+    math = _operands(device, weights, bits)
     if roofs:
         size = inputs * outputs
         return _roof_curve(device, roofs, lambda tokens: Work(size * bits / 8, 2.0 * tokens * size, math))
@@ -101,7 +109,7 @@ def expert_curve(
 ) -> Curve:
     """The experts of one layer on one rank over the tokens of the whole group."""
     native = device.supports(weights.math)
-    math = weights.math if native else "bf16"
+    math = _operands(device, weights, weights.bits)
     shape = ExpertShape(hidden, ffn.expert_size, ffn.experts_per_token, ffn.num_experts, tp, ep)
     if roofs:
         return _roof_curve(device, roofs, lambda tokens: expert_work(shape, tokens, weights.bits, math))

@@ -144,6 +144,8 @@ def test_other_models_rest_on_the_measured_roofs(
     cost = StepCost(Deployment(built_in("smollm2-135m"), device, engine="tokenmill"))
     measured = TRUTH.step_ms([], (1, 128.0))
     assert cost.step_ms([], (1, 128.0)) == pytest.approx(measured, rel=0.35)
+    prompt = [(256, 0)]  # quantized weights are multiplied as integers here, whatever a GPU would do
+    assert cost.step_ms(prompt, (0, 0.0)) == pytest.approx(TRUTH.step_ms(prompt, (0, 0.0)), rel=0.35)
     assert main(words) == 0
     plan = json.loads(capsys.readouterr().out)["plan"]
     assert (plan["device"], plan["engine"]) == ("this-machine", "tokenmill")
