@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
 from tokenmill.errors import UserError
-from tokenmill.grammar.source import json_rule
+from tokenmill.grammar.schemas import json_rule
 from tokenmill.serve.tools import TOOL_PARSERS
 from tokenmill.serve.tools.base import Answer, CallArguments, CallStart, ToolEvent, ToolParser, fold
 from tokenmill.serve.tools.functions import Function, read_functions
