@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -27,6 +28,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.gpu_timing import error, median_us
 from tokenmill.kernels.triton.experts import stack as stacks
 from tokenmill.kernels.triton.experts.choose import GEMV, Plan, candidates
 from tokenmill.kernels.triton.experts.gemv import down_gemv, gate_up_gemv
@@ -167,29 +171,6 @@ def make_inputs(layer: Layer, tokens: int) -> Inputs:
     return Inputs(x, logits, *route(logits, model.spec))
 
 
-def median_us(calls: list[Callable[[], object]], replays: int = 9) -> float:
-    """Microseconds per call inside a captured graph."""
-    for call in calls[:2]:
-        call()
-    torch.cuda.synchronize()
-    rounds = max(1, 12 // len(calls))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(rounds):
-            for call in calls:
-                call()
-    graph.replay()
-    times = []
-    for _ in range(replays):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / rounds / len(calls) * 1e3)
-    return sorted(times)[replays // 2]
-
-
 def time_parts(layer: Layer, sets: list[Inputs], plan: Plan) -> dict[str, float]:
     """The two products by themselves, and what precedes them."""
     experts, spec, top_k = layer.gpu, layer.model.spec, layer.model.top_k
@@ -220,10 +201,6 @@ def time_parts(layer: Layer, sets: list[Inputs], plan: Plan) -> dict[str, float]
         sorts = [lambda i=each: sort_by_expert(i.ids, layer.model.experts, plan.tokens) for each in sets]
         parts["sort"] = median_us(sorts)
     return parts
-
-
-def error(got: Tensor, wanted: Tensor) -> float:
-    return float((got.double() - wanted.double()).norm() / wanted.double().norm())
 
 
 def measure(layer: Layer, name: str, kind: str, tokens: int, tune: bool) -> dict[str, Any]:

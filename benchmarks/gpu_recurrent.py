@@ -19,7 +19,6 @@ import json
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,6 +28,9 @@ import torch
 import triton
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.gpu_timing import error, median_us
 from tokenmill.kernels import ref_recurrent as ref
 from tokenmill.kernels import triton as gpu
 from tokenmill.kernels.triton.recurrent.choose import candidates, convolves
@@ -80,33 +82,6 @@ LAYERS = {
 
 def random(*shape: int) -> Tensor:
     return torch.randn(shape, device=DEVICE, dtype=torch.bfloat16)
-
-
-def median_us(calls: list[Callable[[], object]], replays: int = 9) -> float:
-    """Microseconds per call inside a captured graph."""
-    for call in calls[:2]:
-        call()
-    torch.cuda.synchronize()
-    rounds = max(1, 12 // len(calls))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(rounds):
-            for call in calls:
-                call()
-    graph.replay()
-    times = []
-    for _ in range(replays):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / rounds / len(calls) * 1e3)
-    return sorted(times)[replays // 2]
-
-
-def error(got: Tensor, wanted: Tensor) -> float:
-    return float((got.double() - wanted.double()).norm() / wanted.double().norm())
 
 
 def check(op: str, inputs: list[Tensor], states: Tensor, slots: Tensor, starts: Tensor, arguments: Any) -> float:
