@@ -10,6 +10,7 @@ gpu_architectures.py; the standard library alone, but for `floors`.
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -305,7 +306,7 @@ def _weight_bytes(part: str, method: str) -> float:
 def _kept_bytes(mixer: Any, context: int) -> float:
     """What a step reads of one sequence (and writes of a state), 16-bit rows and 32-bit states."""
     if mixer.kind == "recurrent":
-        return 2 * 4.0 * mixer.state_values
+        return 2 * 4.0 * math.prod(mixer.state_shape)
     if mixer.kind == "latent":
         return 2.0 * mixer.head_dim * context
     seen = min(context, mixer.window or context)
@@ -315,7 +316,7 @@ def _kept_bytes(mixer: Any, context: int) -> float:
 def _pair_flops(mixer: Any, tokens: int) -> float:
     """Of attention: each token with those it sees; of a scan: each number of the state, twice, for every token."""
     if mixer.kind == "recurrent":
-        return 4.0 * mixer.state_values * tokens
+        return 4.0 * math.prod(mixer.state_shape) * tokens
     width = mixer.nope_dim + mixer.rope_dim if mixer.kind == "latent" else mixer.head_dim
     window = 0 if mixer.kind == "latent" else mixer.window
     pairs = tokens * window if window else tokens * tokens / 2

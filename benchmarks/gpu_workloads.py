@@ -68,7 +68,7 @@ class Workloads:
     def decode(self, batch: int) -> None:
         """Decode steps of `batch` sequences. The prompts are in the prefix cache, so only decoding differs."""
         prompts = [self._tokens(512) for _ in range(batch)]
-        self._generate(prompts, [1] * batch)
+        self._generate(prompts, [9] * batch)  # some decode steps too: an engine may compile for so many rows
         total = self._generate(prompts, [self._steps + 1] * batch)
         first = self._generate(prompts, [1] * batch)
         seconds = (total - first) / self._steps
@@ -84,6 +84,7 @@ class Workloads:
         """256 requests of 100 to `longest` tokens in and as many out, all waiting at the start."""
         prompts = [self._tokens(self._random.randint(100, self._longest)) for _ in range(256)]
         lengths = [self._random.randint(100, self._longest) for _ in range(256)]
+        self._generate([self._tokens(len(prompt)) for prompt in prompts], [4] * 256)
         self._report("mixed256", out_tok_s=sum(lengths) / self._generate(prompts, lengths))
 
     def shared(self) -> None:

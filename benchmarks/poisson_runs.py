@@ -15,12 +15,8 @@ import argparse
 import contextlib
 import csv
 import shlex
-import shutil
-import subprocess
 import sys
 import tempfile
-import time
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import date
@@ -35,10 +31,14 @@ from tokenmill.bench.serve import measure_serving
 from tokenmill.bench.serve_job import ServeJob
 from tokenmill.bench.serve_report import build_report
 from tokenmill.checkpoint.sources import resolve
+from tokenmill.deploy.engines.base import Launch
+from tokenmill.optimize.rivals.llamacpp import LlamaCppRival
+from tokenmill.optimize.rivals.process import RunningServer
 from tokenmill.plan.question.model_names import describe_for_planning
 from tokenmill.plan.validate.poisson_runs import COLUMNS, runs_path
 
 PORT = 8177
+SLOTS = 8
 
 
 def main() -> None:
@@ -114,34 +114,20 @@ def _server(options: argparse.Namespace, model: str) -> Iterator[tuple[str, str]
         with started_server(model, *options.flags) as server:
             yield server.url, __version__
     elif options.engine == "llama.cpp":
-        with _llama_server(model, options.flags) as url:
-            yield url, _llama_version()
+        rival = LlamaCppRival()
+        with _llama_server(rival, model, options.flags) as server:
+            yield server.url, rival.version()
     else:
         raise SystemExit(f"start {options.engine} yourself and give --url")
 
 
-@contextlib.contextmanager
-def _llama_server(model: str, flags: list[str]) -> Iterator[str]:
-    binary = shutil.which("llama-server")
-    if binary is None:
-        raise SystemExit("llama-server is not installed")
-    url = f"http://127.0.0.1:{PORT}"
-    command = [binary, "-m", str(resolve(model)), "--port", str(PORT), "--parallel", "8", *flags]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        for _ in range(600):
-            with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=1):
-                break
-            time.sleep(0.1)
-        yield url
-    finally:
-        process.terminate()
-        process.wait(30)
-
-
-def _llama_version() -> str:
-    found = subprocess.run(["llama-server", "--version"], capture_output=True, text=True, check=False)
-    return (found.stderr or found.stdout).strip().splitlines()[0]
+def _llama_server(rival: LlamaCppRival, model: str, flags: list[str]) -> RunningServer:
+    """As its users start it: a slot for each of eight requests, the rest as it chooses."""
+    if rival.missing():
+        raise SystemExit(rival.missing())
+    context = str(SLOTS * 1024)
+    command = ["llama-server", "--model", str(resolve(model)), "--parallel", str(SLOTS), "--ctx-size", context, *flags]
+    return RunningServer(rival.localized(Launch(tuple(command)), PORT), f"http://127.0.0.1:{PORT}")
 
 
 def _calibrated(model: str, folder: Path) -> str:
@@ -170,7 +156,7 @@ def _append(table: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(epilog="After --: flags of the server.")
     parser.add_argument("model", nargs="?", default="smollm2")
     parser.add_argument("--shape", choices=("8b",))
     parser.add_argument("--engine", default="tokenmill")
@@ -184,8 +170,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--input-len", type=int, default=128)
     parser.add_argument("--output-len", type=int, default=64)
     parser.add_argument("--table", type=Path)
-    parser.add_argument("flags", nargs="*", help="after --: flags of the server")
-    return parser.parse_args()
+    end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    return parser.parse_args(sys.argv[1:end], argparse.Namespace(flags=sys.argv[end + 1 :]))
 
 
 if __name__ == "__main__":

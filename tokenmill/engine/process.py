@@ -60,6 +60,7 @@ _CLOSE_SECONDS = 1.5  # to write cached pages to the tiers; the server waits for
 _MAX_REASON = 500  # characters; the traceback is on standard error
 _LOAD_LIMIT = 3600.0  # seconds: large weights from a slow disk
 _WARM_UP_LIMIT = 600.0  # seconds: kernels are compiled
+_CAPTURE_SECONDS = 60.0  # of the warm-up, for capturing steps
 _STATS_SECONDS = 0.05  # between statistics, while tokens flow
 _SWITCH_SECONDS = 0.0005  # until a thread beside the loop, such as a compiler, gives up the interpreter
 
@@ -197,6 +198,11 @@ def warm_up(parts: EngineParts) -> None:
     loop.submit(Request("warm-up", [min(5, parts.description.vocab_size - 1)] * max(1, length), params))
     loop.drain()
     parts.kv.clear()
+    # Steps are captured before traffic comes, not during it: a kind costs some 50 ms the first two times, and a load of
+    # changing size meets a hundred kinds. The rest, if compiling takes long, is done in idle moments.
+    deadline = time.monotonic() + _CAPTURE_SECONDS
+    while time.monotonic() < deadline and parts.runtime.runner.prepare():
+        pass
 
 
 def serve_engine(spec: EngineSpec) -> None:

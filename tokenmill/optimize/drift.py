@@ -75,7 +75,7 @@ def window_of(requests: Sequence[LoggedRequest], max_lengths: int = 1000) -> Win
     )
 
 
-def drifts(before: Window, now: Window, thresholds: Thresholds = Thresholds()) -> list[Drift]:  # noqa: B008
+def drifts(before: Window, now: Window, thresholds: Thresholds = Thresholds()) -> list[Drift]:
     """Every figure with its change, the largest first. Too small a window shows none."""
     if min(before.requests, now.requests) < thresholds.min_requests:
         return []

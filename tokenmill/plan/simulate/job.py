@@ -67,8 +67,8 @@ class Limits:
 def simulate(
     deployment: Deployment,
     workload: Workload,
-    fleet: FleetOptions = FleetOptions(),  # noqa: B008
-    limits: Limits = Limits(),  # noqa: B008
+    fleet: FleetOptions = FleetOptions(),
+    limits: Limits = Limits(),
     context: int = 0,
     cost: StepCost | None = None,
 ) -> Simulation:
@@ -121,9 +121,9 @@ class SimulatedEngine:
 def simulate_engine(
     engine: SimulatedEngine,
     workload: Workload,
-    fleet: FleetOptions = FleetOptions(),  # noqa: B008
-    limits: Limits = Limits(),  # noqa: B008
-    transfer: TransferTime = TransferTime(),  # noqa: B008
+    fleet: FleetOptions = FleetOptions(),
+    limits: Limits = Limits(),
+    transfer: TransferTime = TransferTime(),
 ) -> Simulation:
     cluster = run_cluster(engine, workload, fleet, transfer)
     records, replicas = cluster.records, cluster.replicas
@@ -142,8 +142,8 @@ def _met_running(records: Records, num_replicas: int) -> float:
 def run_cluster(
     engine: SimulatedEngine,
     workload: Workload,
-    fleet: FleetOptions = FleetOptions(),  # noqa: B008
-    transfer: TransferTime = TransferTime(),  # noqa: B008
+    fleet: FleetOptions = FleetOptions(),
+    transfer: TransferTime = TransferTime(),
 ) -> Cluster:
     """A finished cluster, for those who need single requests; at least one was answered."""
     split = fleet.prefill_replicas > 0

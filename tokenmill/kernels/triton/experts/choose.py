@@ -81,8 +81,10 @@ def _product(kind: str, tokens: int) -> Plan:
         tiling = Tiling(64, 128, 4, 4)
     elif tokens == 64:
         tiling = Tiling(128, 64 if kind == "bf16" else 128, 4, 4)
+    elif kind != "bf16":  # the sum of a step is kept beside the sum of all: twice the registers, so half the tile
+        tiling = Tiling(128, 128, 8, 4, descriptor=True)
     else:
-        wide = Tiling(256, 64 if kind == "bf16" else 128, 8, 3, descriptor=True)
+        wide = Tiling(256, 64, 8, 3, descriptor=True)
         return Plan(PRODUCT, tokens, wide, replace(wide, rows=128, stages=4))
     return Plan(PRODUCT, tokens, tiling, tiling)
 
@@ -100,7 +102,7 @@ def candidates(kind: str, num_experts: int, experts_per_token: int, tokens: int,
         plan = replace(_product(kind, min(size, 128)), tokens=size)
         plans += [plan] if size <= 128 else []
         for tiling in _tilings(kind, size):
-            if tiling.rows * size <= MAX_SUMS * tiling.warps:
+            if tiling.rows * size * (2 if kind == "fp8" else 1) <= MAX_SUMS * tiling.warps:
                 plans += [replace(plan, gate_up=tiling, down=tiling)]
     return list(dict.fromkeys(plans))
 
@@ -123,6 +125,13 @@ def _tilings(kind: str, tokens: int) -> list[Tiling]:
         ]
     if tokens == 64:
         return [Tiling(128, depth, 4, 4, descriptor=True), Tiling(256, depth, 8, 3, descriptor=True)]
+    if kind == "fp8":
+        return [
+            Tiling(64, depth, 4, 4, descriptor=True),
+            Tiling(64, depth, 4, 3, descriptor=True),
+            Tiling(128, depth, 8, 3, descriptor=True),
+            Tiling(128, depth, 8, 4),
+        ]
     return [
         Tiling(128, depth, 4, 4, descriptor=True),
         Tiling(128, depth, 8, 4, descriptor=True),

@@ -205,7 +205,8 @@ class CudaGraphExecutor(CudaEagerExecutor):
         if self._prompts is None:
             return list(decodes)
         long = self._prompts.inputs.long_kind()
-        return [*([] if long is None else [long]), *decodes, *self._prompts.inputs.likely_kinds()]
+        prompts = self._prompts.inputs
+        return [*([] if long is None else [long]), *prompts.busy_kinds(), *decodes, *prompts.likely_kinds()]
 
     def _prompt_steps(self) -> PromptSteps:
         config = self.config

@@ -21,7 +21,7 @@ MAX_PROMPT_TOKENS = 2048  # of a captured step: with more, the device takes long
 _TOKEN_BUCKETS = (16, 32, 64, *range(128, MAX_PROMPT_TOKENS + 1, 128))
 # Less than any bucket of tokens: with as many sequences as tokens, attention would treat the step as a decode.
 _SEQUENCE_BUCKETS = (3, 15, 63, 127, 255, 511, 1023)
-_MAX_GRAPHS = 40  # beyond this the least recently used is discarded
+_MAX_GRAPHS = 64  # beyond this the least recently used is discarded
 _LIKELY_TOKENS = 1024  # steps of few sequences are prepared up to this size
 
 
@@ -72,6 +72,11 @@ class PromptInputs:
         """Short prompts, few at a time; the largest last, which is prepared first: the others fit in its memory."""
         few = self._sequence_buckets[0]
         return [PromptKind(tokens, few) for tokens in self._token_buckets if few < tokens <= _LIKELY_TOKENS]
+
+    def busy_kinds(self) -> list[PromptKind]:
+        """A prompt beside up to 63 running sequences."""
+        several = self._sequence_buckets[1:3]
+        return [PromptKind(tokens, count) for count in several for tokens in self._token_buckets if tokens > count]
 
     def long_kind(self) -> PromptKind | None:
         """The kind of steps too long to be captured; None if no step can be that long."""
