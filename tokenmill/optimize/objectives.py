@@ -58,6 +58,11 @@ class Objectives:
         """That they allow before the first token; 0: they do not say."""
         return max((each.limit_ms / 1000 for each in self.items if each.metric == "ttft"), default=0.0)
 
+    @property
+    def shortest_gap_s(self) -> float:
+        """That they ask for between tokens; 0: they do not say."""
+        return min((each.limit_ms / 1000 for each in self.items if each.metric == "itl"), default=0.0)
+
     @staticmethod
     def parse(ttft: Sequence[str], itl: Sequence[str], e2e: Sequence[str] = ()) -> Objectives:
         """From the values of the flags: "p95=500ms", "0.5s" or "40ms" (the 95th percentile)."""

@@ -22,7 +22,8 @@ from tokenmill.config import EngineConfig
 from tokenmill.errors import UserError
 from tokenmill.evaluate.windows import read_text
 from tokenmill.hardware.catalog import Device, load_catalog
-from tokenmill.hardware.machine import available_memory
+from tokenmill.hardware.device_price import this_device
+from tokenmill.hardware.machine import available_memory, detect_machine
 from tokenmill.kernels.ggml_types import TYPES
 from tokenmill.log import get_logger
 from tokenmill.model.dummy_reader import matrix_shapes
@@ -39,6 +40,7 @@ from tokenmill.optimize.space import (
     batch_choices,
     drafter_choices,
     engine_options,
+    fitting_tokens,
     float_weight_names,
     kv_choices,
     made_up_names,
@@ -88,7 +90,7 @@ def prepare(job: OptimizeJob) -> Setup:
     traffic = build_traffic(request, description.vocab_size, tokenizer_of(source, load_format)[0], longest, device)
     quantized = is_quantized(checkpoint)
     engine = workload_engine(replace(job.engine, device=device), traffic, concurrency_of(job.traffic, device), device)
-    served = engine
+    planned, served = _planned(source), engine
     if job.objectives and not job.traffic.concurrency:
         served = replace(engine, concurrency=DEVICE_DEFAULTS[device].concurrency)
     return Setup(
@@ -101,8 +103,8 @@ def prepare(job: OptimizeJob) -> Setup:
         served=served,
         effort=job.effort,
         text=read_text(job.text) if job.text else built_in_held_out(),
-        planned=_planned(source),
-        space=_space(job, checkpoint, traffic, engine, device, quantized),
+        planned=planned,
+        space=_space(job, checkpoint, traffic, engine, device, quantized, planned),
         source_quantized=quantized,
     )
 
@@ -135,7 +137,13 @@ def workload_engine(engine: EngineConfig, traffic: Traffic, concurrency: int, de
 
 
 def _space(
-    job: OptimizeJob, checkpoint: Checkpoint, traffic: Traffic, engine: EngineConfig, device: str, quantized: bool
+    job: OptimizeJob,
+    checkpoint: Checkpoint,
+    traffic: Traffic,
+    engine: EngineConfig,
+    device: str,
+    quantized: bool,
+    planned: PlannedModel | None,
 ) -> Space:
     description = checkpoint.description
     asked = chosen_names(job.kv, list(KV_STORES), "KV cache dtype") if job.kv else []
@@ -153,7 +161,9 @@ def _space(
         weights=weights,
         float_weights=[STORED] if job.made_up else float_weight_names(device, quantized),
         kv=kv,
-        batch_tokens=batch_choices(device, together, bool(job.objectives)),
+        batch_tokens=batch_choices(
+            device, together, bool(job.objectives), _fitting(job.objectives.shortest_gap_s, planned, device)
+        ),
         drafters=[] if job.made_up else drafter_choices(device, description.num_layers),
         options=engine_options(
             device,
@@ -168,6 +178,15 @@ def _space(
         rounded_at_load=at_load,
         stored=STORED if quantized or job.made_up else "",
     )
+
+
+def _fitting(gap_s: float, planned: PlannedModel | None, device: str) -> int:
+    """Tokens of a step within the objective for gaps; 0: none is stated, or the device's rate is not known. A CPU's
+    default is small enough for its rate not to matter."""
+    row = this_device(load_catalog(), detect_machine(), device) if device == "cuda" else None
+    if not gap_s or planned is None or row is None:
+        return 0
+    return fitting_tokens(gap_s, planned.active_parameters, row.rate("bf16"))
 
 
 def _planned(source: Path) -> PlannedModel | None:

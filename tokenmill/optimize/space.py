@@ -23,6 +23,9 @@ from tokenmill.runtime.speculation import DRAFTERS
 
 _LAYOUT_TOKENS = 256  # page size at which bits are counted: a multiple of what every store asks for
 _SAFE_BITS = 8  # KV dtypes of at least so many bits rarely harm a model
+_PROMPT_SHARE = 0.5  # of the stated rate that long steps reach
+_GAP_SHARE = 0.6  # of the gap that an ordinary step may take: some wait for two
+_MIN_STEP = 128
 _BATCH_FACTOR = 4
 _PREFIX_TOKENS = 16  # prompts that share a page of prefix
 
@@ -50,7 +53,8 @@ class DrafterChoice:
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """`kv[0]` and `batch_tokens[0]` are the device's defaults, which weights are compared with first."""
+    """`kv[0]` and `batch_tokens[0]` are what weights are compared with first: the defaults, or a step that fits
+    into the objective."""
 
     device: str
     weights: list[str]
@@ -140,15 +144,25 @@ def _kv_order(choice: KVChoice) -> tuple[bool, bool, float, str]:
     return (not choice.has_kernel, risky, -choice.bits if risky else choice.bits, choice.name)
 
 
-def batch_choices(device: str, prompt_tokens: int, latency_matters: bool) -> list[int]:
-    """The default, larger where `prompt_tokens` arrive together, smaller where prompts delay others' tokens."""
+def batch_choices(device: str, prompt_tokens: int, latency_matters: bool, fitting: int = 0) -> list[int]:
+    """The default, larger where `prompt_tokens` arrive together, smaller where prompts delay others' tokens. `fitting`:
+    tokens of a step that keeps the gaps between tokens short enough; where it is less than the default, it comes first
+    and nothing larger is tried."""
     default = DEVICE_DEFAULTS[device].batch_tokens
+    if 0 < fitting < default:
+        return [fitting, *([default] if fitting * _BATCH_FACTOR >= default else [fitting * _BATCH_FACTOR, default])]
     sizes = [default]
     if prompt_tokens > default:
         sizes.append(default * _BATCH_FACTOR)
     if latency_matters and prompt_tokens > default // _BATCH_FACTOR:
         sizes.append(default // _BATCH_FACTOR)
     return sizes
+
+
+def fitting_tokens(gap_s: float, active_parameters: int, tflops: float) -> int:
+    """Tokens of a step that ends well within `gap_s`: a power of two. `tflops`: of the device, as its maker states."""
+    rate = _PROMPT_SHARE * tflops * 1e12 / (2 * active_parameters)
+    return max(_MIN_STEP, 2 ** round(math.log2(max(1.0, _GAP_SHARE * gap_s * rate))))
 
 
 def drafter_choices(device: str, num_layers: int) -> list[DrafterChoice]:

@@ -16,6 +16,7 @@ from tokenmill.optimize.space import (
     batch_choices,
     drafter_choices,
     engine_options,
+    fitting_tokens,
     float_weight_names,
     kv_choices,
     rounded_at_load,
@@ -125,6 +126,16 @@ def test_batch_sizes_only_where_the_load_can_tell_them_apart() -> None:
     assert batch_choices("cpu", 100, latency_matters=False) == [512]
     assert batch_choices("cpu", 4000, latency_matters=False) == [512, 2048]
     assert batch_choices("cuda", 4000, latency_matters=True) == [8192, 2048]
+    assert batch_choices("cuda", 40_000, latency_matters=True, fitting=1024) == [1024, 4096, 8192]
+    assert batch_choices("cuda", 40_000, latency_matters=True, fitting=4096) == [4096, 8192]
+    assert batch_choices("cuda", 40_000, latency_matters=True, fitting=16384) == [8192, 32768, 2048]
+
+
+def test_a_step_fits_into_the_objective_for_gaps() -> None:
+    """Forty milliseconds of an H200 are about a thousand tokens of an 8B model, four thousand of a small one."""
+    assert fitting_tokens(0.040, 8_000_000_000, 989.0) == 1024
+    assert fitting_tokens(0.040, 1_500_000_000, 989.0) == 4096
+    assert fitting_tokens(0.001, 70_000_000_000, 989.0) == 128
 
 
 def test_drafters_with_and_without_training() -> None:

@@ -32,6 +32,13 @@ _PYTHON_FLAGS = {
     "--flash-attn": "--flash_attn",
     "--n-gpu-layers": "--n_gpu_layers",
 }
+_FEATURES = {  # of /proc/cpuinfo -> as llama.cpp says it
+    "asimddp": "DOTPROD",
+    "i8mm": "MATMUL_INT8",
+    "avx2": "AVX2",
+    "avx512f": "AVX512",
+    "avx512_vnni": "AVX512_VNNI",
+}
 _GGML_NUMBERS = {"f16": "1", "q4_0": "2", "q8_0": "8"}
 
 
@@ -52,9 +59,11 @@ class LlamaCppRival(Rival):
             match = re.search(r"version: (.+)", said.stderr + said.stdout)
             return f"{BINARY} {match[1].strip() if match else '(unknown version)'}"
         try:
-            return f"{self.flavour} {package_version(self.flavour)}"
+            words = f"{self.flavour} {package_version(self.flavour)}"
         except PackageNotFoundError:
-            return self.flavour
+            words = self.flavour
+        lacking = _lacking() if self.flavour == NATIVE else []
+        return f"{words} (built without {', '.join(lacking)}, which this processor has)" if lacking else words
 
     def serves(self, path: Path) -> str:
         return "" if is_gguf(path) else "llama.cpp reads GGUF files only"
@@ -79,6 +88,20 @@ def python_flags(flags: Sequence[str]) -> list[str]:
             words += [name, "true" if value == "on" else value]
     slots = int(values.get("--parallel", "1"))
     return [*words, "--n_ctx", str(int(values["--ctx-size"]) // slots)]
+
+
+def _lacking() -> list[str]:
+    """Instruction sets of this processor that the package was built without: a llama-server built here is faster."""
+    import xllamacpp  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+    try:
+        features = set(
+            re.findall(r"^(?:Features|flags)\s*:\s*(.*)$", Path("/proc/cpuinfo").read_text(), re.M)[0].split()
+        )
+    except (OSError, IndexError):
+        return []
+    built = str(xllamacpp.get_system_info())
+    return [name for flag, name in _FEATURES.items() if flag in features and f"{name} = 1" not in built]
 
 
 def _installed(flavour: str) -> bool:

@@ -42,9 +42,11 @@ def interval(arrivals: str, metric: str, engine: str, kind: str, extrapolated: b
     row = table[known[0]]
     low, high = float(row["low"]), float(row["high"])
     basis = f"interval: {scored_as} score of {row['rows']} measured rows ({known[0]})"
+    is_foreign = scored_as == "poisson" and not any(name.startswith(f"{engine}-") for name in table)
     unmeasured = [
         *([f"no run under {arrivals} arrivals is measured"] if scored_as != arrivals else []),
         *(["this kind of model is not measured"] if known[0] == "any" else []),
+        *([f"{engine} is not measured under these arrivals"] if is_foreign else []),
         *(["this device and engine are not measured"] if extrapolated else []),
     ]
     if unmeasured:

@@ -10,7 +10,7 @@ What counts is how many rows an expert gets: tokens * experts per token / expert
 | all       | up to 8           | product, 16              | bound by reading the experts hit: the smallest tile       |
 |           | up to 20          | product, 32              | most experts fit one tile, so weights are read once       |
 |           | up to 48          | product, 64              |                                                           |
-|           | more              | product, 128             | bound by the tensor cores                                 |
+|           | more              | product, 128; fp8: 64    | bound by the tensor cores                                 |
 
 4-bit codes have no gemv: unpacking costs more than the product, and on the tensor cores it needs fewer instructions.
 """
@@ -55,7 +55,7 @@ def rule(kind: str, num_experts: int, experts_per_token: int, tokens: int, inner
         return _gemv(inner)
     average = tokens * experts_per_token / num_experts
     rows = 16 if average <= 8 else 32 if average <= 20 else 64 if average <= 48 else 128
-    return _product(kind, rows)
+    return _product(kind, min(rows, 64) if kind == "fp8" else rows, is_long=average > 48)
 
 
 def _gemv(inner: int) -> Plan:
@@ -70,19 +70,20 @@ def piece(depth: int, most: int) -> int:
     return min(reversed(sizes), key=lambda size: -(-depth // size) * size)
 
 
-def _product(kind: str, tokens: int) -> Plan:
+def _product(kind: str, tokens: int, is_long: bool = False) -> Plan:
     if INTERPRETED:
         tiling = Tiling(128, 128, 4, 1)
         return Plan(PRODUCT, tokens, tiling, tiling)
     if kind in FOUR_BITS:
         tiling = Tiling(64, 0, 4, 4) if tokens <= 32 else Tiling(128, 0, 4 if tokens == 64 else 8, 3)
         return Plan(PRODUCT, tokens, tiling, tiling)
+    if kind == "fp8" and is_long:  # the sum of a step is kept beside the sum of all: half the tokens for twice the sums
+        down = Tiling(128, 128, 4, 4, descriptor=True)
+        return Plan(PRODUCT, tokens, replace(down, rows=256, warps=8, stages=3), down)
     if tokens <= 32:
         tiling = Tiling(64, 128, 4, 4)
     elif tokens == 64:
         tiling = Tiling(128, 64 if kind == "bf16" else 128, 4, 4)
-    elif kind != "bf16":  # the sum of a step is kept beside the sum of all: twice the registers, so half the tile
-        tiling = Tiling(128, 128, 8, 4, descriptor=True)
     else:
         wide = Tiling(256, 64, 8, 3, descriptor=True)
         return Plan(PRODUCT, tokens, wide, replace(wide, rows=128, stages=4))
