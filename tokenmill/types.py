@@ -279,6 +279,7 @@ class ScheduledTokens:
     num_dropped: int = 0  # tokens whose pages a budget took out of the tables: attention counts positions without them
     num_draft_slots: int = 0  # slots reserved after them: the runtime may compute that many more tokens
     state_slot: int = 0  # of recurrent layers: where the states of this sequence are; new ones if it starts at 0
+    adapter_slot: int = 0  # on the device, of the adapter that its request asked for; 0: the base alone
 
 
 @dataclass(slots=True)
@@ -317,6 +318,7 @@ class Batch:
     begins: tuple[int, ...] = ()
     drafted: tuple[int, ...] = ()
     all_hidden: bool = True  # False: only logits are needed, so a forward pass may skip other rows where it can
+    adapter_slots: Tensor | None = None  # [T] int32, 0: none; None where no row has an adapter
 
 
 @dataclass(frozen=True, slots=True)
