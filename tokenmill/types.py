@@ -334,6 +334,7 @@ class Batch:
     begins: tuple[int, ...] = ()
     drafted: tuple[int, ...] = ()
     all_hidden: bool = True  # False: only logits are needed, so a forward pass may skip other rows where it can
+    adapter_slots: Tensor | None = None  # [T] int32, 0: none; None where no row has an adapter
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ from tokenmill.runtime.speculation.base import Target
 from tokenmill.runtime.speculation.speculator import build_speculator
 
 _log = get_logger(__name__)
+DEFAULT_ADAPTERS, DEFAULT_RANK = 8, 16  # where nobody said more: slots, and the highest rank
 _GPU_SHARE = 0.95  # of the GPU memory that weights, activations and the runtime leave free
 
 
@@ -120,6 +121,8 @@ def build_runtime(checkpoint: Checkpoint, config: ResolvedConfig, device: torch.
             budget.num_state_slots - config.concurrency,
             budget.num_spare_states,
         )
+    if config.serves_adapters:
+        executor.hold_adapters(config.max_loras or DEFAULT_ADAPTERS, config.max_lora_rank or DEFAULT_RANK)
     speculator = build_speculator(Target(model, store, executor, config))
     runner = ModelRunner(executor, store, speculator)
     return Runtime(runner, model, store, layout, budget, executor, declined, choice.edge_layers)
