@@ -19,6 +19,8 @@ from tokenmill.checkpoint.sources import resolve
 from tokenmill.checkpoint.tokenizer import Tokenizer
 from tokenmill.checkpoint.tokenizer_files import tokenizer_of
 from tokenmill.config import EngineConfig, ResolvedConfig
+from tokenmill.engine.adapters.build import AdapterFiles, make_slots, size_slots
+from tokenmill.engine.adapters.registry import AdapterRegistry
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.intake import Intake
 from tokenmill.engine.kv.budget.enforcer import BudgetEnforcer
@@ -45,6 +47,7 @@ class EngineParts:
     budgets: BudgetEnforcer  # says which KV budgets this engine can keep
     idle_work: tuple[Callable[[], bool], ...]  # as EngineLoop takes it
     intake: Intake
+    adapters: AdapterRegistry
     grammars: GrammarCompiler
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
@@ -57,6 +60,7 @@ class EngineParts:
     def close(self, timeout: float = 60.0) -> None:
         """Release what lives outside this process: cached pages are written to the tiers, if there are any."""
         self.kv.close(timeout)
+        self.adapters.close()
 
 
 def build_engine(model: str | Path, options: EngineConfig) -> EngineParts:
@@ -72,6 +76,8 @@ def build_engine(model: str | Path, options: EngineConfig) -> EngineParts:
         building = background.submit(tokenizer_of, path, options.load_format)
         facts, device = find_facts(options, description.context_length)
         config = resolve_config(options, facts)
+        files = AdapterFiles(path, description, config.max_lora_rank, config.serves_adapters)
+        config = size_slots(files, config, description)
         runtime = build_runtime(checkpoint, config, device)
         tokenizer, template = building.result()
     if not tokenizer.reads_text:
@@ -91,7 +97,11 @@ def build_engine(model: str | Path, options: EngineConfig) -> EngineParts:
     ahead = runtime.executor.lookahead
     drafts = config.draft_tokens if runtime.runner.speculator is not None else 0
     discipline = make_discipline(config.max_tenant_slowdown)
-    scheduler = Scheduler(kv, discipline, config.batch_tokens, config.concurrency, config.context, ahead, drafts)
+    adapters, adapter_slots = make_slots(config, files, runtime.runner, kv.stats)
+    scheduler = Scheduler(
+        kv, discipline, config.batch_tokens, config.concurrency, config.context, ahead, drafts, adapter_slots
+    )
+    adapters.attach(adapter_slots, lambda digest: len(scheduler.using(digest)))
     eos_ids = tuple(dict.fromkeys((*description.eos_ids, *tokenizer.eos_ids)))
     return EngineParts(
         core=EngineCore(scheduler, runtime.runner),
@@ -99,6 +109,7 @@ def build_engine(model: str | Path, options: EngineConfig) -> EngineParts:
         budgets=budgets,
         idle_work=(*([kv.save] if tiers is not None else []), runtime.runner.prepare),
         intake=Intake(tokenizer, description.vocab_size, eos_ids, config.context, config.seed, budget, budgets.check),
+        adapters=adapters,
         grammars=GrammarCompiler(tokenizer, eos_ids),
         tokenizer=tokenizer,
         chat_template=template,

@@ -101,9 +101,7 @@ class EngineProcess:
         self._outbox = outbox
         self._activity = activity
         self._stats_sent = 0.0
-        self.loop = EngineLoop(
-            parts.core, self, parts.grammars, parts.idle_work, activity, adapters=parts.adapters
-        )
+        self.loop = EngineLoop(parts.core, self, parts.grammars, parts.idle_work, activity, adapters=parts.adapters)
         self.closed = False
 
     # --- to the loop ---

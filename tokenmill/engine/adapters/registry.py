@@ -8,7 +8,7 @@ from the same thread. Imports no torch: what an adapter is, is known to the func
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from tokenmill.engine.adapters.host import HostStore, Payload
@@ -75,7 +75,6 @@ class AdapterRegistry:
     def attach(self, slots: AdapterSlots, count_users: Callable[[bytes], int]) -> None:
         """`count_users`: of a version, the sequences that wait or run."""
         self._slots = slots
-        self.store.stats = slots.stats
         self._count_users = count_users
 
     # --- what there is ---
@@ -141,10 +140,6 @@ class AdapterRegistry:
         """Whether `poll` may have something to do."""
         return bool(self._jobs or self._retired or self._slots.failures)
 
-    def wait(self, seconds: float) -> None:
-        """For the first job, at most `seconds`."""
-        wait([job.future for job in self._jobs], seconds, FIRST_COMPLETED)
-
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
         self.store.close()
@@ -186,7 +181,9 @@ class AdapterRegistry:
         if before is not None and before.digest != version.digest:
             self._retire(before)
         self.store.stats.num_adapters = len(self._names)
-        _log.info("adapter '%s': rank %d, %.1f MiB, %s", version.name, version.rank, version.nbytes / 2**20, version.path)
+        _log.info(
+            "adapter '%s': rank %d, %.1f MiB, %s", version.name, version.rank, version.nbytes / 2**20, version.path
+        )
         return version
 
     def _retire(self, version: AdapterVersion, done: Done | None = None) -> None:

@@ -145,10 +145,10 @@ class AdapterSlots:
         assert self._store is not None
         assert self._place is not None
         try:
-            payload = self._store.get(digest, wait)
-            if payload is None:
+            adapter = self._store.fetch(digest, wait)
+            if adapter is None:
                 return
-            self._place(held.slot, payload)
+            self._place(held.slot, adapter)
         except (UserError, OSError) as error:
             self._vacate(digest)
             self.failures[digest] = error if isinstance(error, UserError) else UserError(str(error))
