@@ -27,6 +27,8 @@ from tokenmill.options import (
 )
 
 __all__ = [
+    "ADAPTER_MEMORY",
+    "ADAPTER_OPTIONS",
     "BY_DEFAULT",
     "BY_USER",
     "EngineConfig",
@@ -43,6 +45,9 @@ __all__ = [
     "size_option",
 ]
 
+# Where adapters are kept; and all their options, for verbs that have no use for some.
+ADAPTER_MEMORY = ("enable_lora", "max_loras", "max_lora_rank", "lora_memory", "lora_host_memory", "max_cpu_loras")
+ADAPTER_OPTIONS = ("lora", *ADAPTER_MEMORY)
 BY_USER = "set by you"
 BY_DEFAULT = "default"
 

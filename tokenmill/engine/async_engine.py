@@ -104,7 +104,8 @@ class AsyncEngine:
         """Stream a request. `chat`: the prompt is text already rendered by the chat template; `lora`: an adapter."""
         params = params or SamplingParams()
         request = self.parts.intake.request(prompt, params, request_id, priority, chat)
-        request.adapter = self.parts.adapters.find(lora) if lora else None
+        if lora:
+            request.adapter = self.parts.adapters.find(lora)
         loop = asyncio.get_running_loop()
         news: asyncio.Queue[StreamUpdate | BaseException] = asyncio.Queue()
 

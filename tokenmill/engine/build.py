@@ -29,6 +29,7 @@ from tokenmill.engine.kv.policy import POLICIES
 from tokenmill.engine.order import DISCIPLINES
 from tokenmill.engine.scheduler import Scheduler
 from tokenmill.engine.tiers import build_tiers, shown_address
+from tokenmill.errors import UserError
 from tokenmill.grammar.compiler import GrammarCompiler
 from tokenmill.log import get_logger
 from tokenmill.resolution import resolve as resolve_config
@@ -56,6 +57,13 @@ class EngineParts:
     runtime: Runtime
     path: Path
     load_seconds: float
+
+    def use_only_adapter(self) -> None:
+        """Where one model is run or measured: every request uses the adapter that the options name, if they do."""
+        names = [version.name for version in self.adapters.versions()]
+        if len(names) > 1:
+            raise UserError(f"{len(names)} adapters are given: {', '.join(names[:5])}", "give one --lora")
+        self.intake.adapter = self.adapters.find(names[0]) if names else None
 
     def close(self, timeout: float = 60.0) -> None:
         """Release what lives outside this process: cached pages are written to the tiers, if there are any."""

@@ -61,7 +61,7 @@ class LLM:
         progress: bool = False,
     ) -> list[RequestOutput]:
         """One output per prompt, in order. A prompt is text or a list of token ids; params are one, or one each, and so
-        are the names of adapters (None: the base)."""
+        are the names of adapters (None: the base, or what `use_only_lora` chose)."""
         batch = _as_batch(prompts)
         params = _one_each(sampling_params, len(batch))
         requests = [
@@ -121,6 +121,10 @@ class LLM:
     def unload_lora(self, name: str) -> None:
         self.parts.adapters.unload(name)
 
+    def use_only_lora(self) -> None:
+        """Have every request use the one adapter that this LLM was made with."""
+        self.parts.use_only_adapter()
+
     @property
     def loras(self) -> list[str]:
         """The names of the adapters."""
@@ -151,7 +155,8 @@ class LLM:
         if len(names) != len(requests):
             raise UserError(f"{len(names)} adapters for {len(requests)} prompts", "give one, or one for each prompt")
         for request, name in zip(requests, names, strict=True):
-            request.adapter = self.parts.adapters.find(name) if name else None
+            if name:
+                request.adapter = self.parts.adapters.find(name)
 
     def _run(self, requests: list[Request], texts: list[str | None], progress: bool) -> list[RequestOutput]:
         core = self.parts.core
