@@ -153,11 +153,12 @@ def _lora_modules(name: str, value: Any) -> Mapping[str, Any]:
     if isinstance(value, Mapping) and not {"name", "path"} <= set(value):
         return {"lora": tuple(f"{adapter}={path}" for adapter, path in value.items())}
     adapters = []
-    for each in [value] if isinstance(value, str | Mapping) else value or ():
+    given = [value] if isinstance(value, str | Mapping) else value or ()
+    for each in given if isinstance(given, list | tuple) else (given,):
         try:
             found = json.loads(each) if isinstance(each, str) and each.startswith("{") else each
-            adapters.append(f"{found['name']}={found['path']}" if isinstance(found, Mapping) else str(found))
-        except (ValueError, KeyError):
+            adapters.append(f"{found['name']}={found['path']}" if not isinstance(found, str) else found)
+        except (ValueError, KeyError, TypeError):
             raise UserError(f"{flag_text(name)} is not NAME=DIR: {each}", "write it like sql=adapters/sql") from None
     return {"lora": tuple(adapters)}
 
