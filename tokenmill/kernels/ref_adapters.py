@@ -1,6 +1,6 @@
 """What adapters (LoRA, DoRA) add to a product, as plain torch: the spec of the kernels that do it.
 
-A product multiplies one input by one or several matrices. Rows of a step name the slot of their adapter, 0 for none, and
+A product multiplies one input by one or several matrices. Rows of a step name the slot of their adapter (0: none), and
 rows of different adapters stand in any order. An adapter has at most one part for each matrix; scales are folded into
 the factors when the parts are made (model/adapters.py). Knows nothing of models or files.
 """
@@ -47,6 +47,12 @@ class AdaptedPart:
 
 
 Parts = tuple[AdaptedPart | None, ...]  # of one adapter, by matrix of the product
+RANK_BLOCK = 16  # ranks that kernels multiply at a time
+
+
+def padded_rank(rank: int) -> int:
+    """Ranks of a slot of fixed size: a power of two, at least a block."""
+    return max(RANK_BLOCK, 1 << (rank - 1).bit_length())
 
 
 class RefSite:
@@ -86,6 +92,9 @@ class RefSite:
             for part, y in zip(parts, outputs, strict=True):
                 if part is not None:
                     y[rows] = adapted(part, inputs, y[rows].float()).to(y.dtype)
+
+    def adapt_joined(self, x: Tensor, slots: Tensor, y: Tensor) -> None:
+        self.adapt(x, slots, y.split([out for out, _ in self.shapes], dim=1))
 
 
 def adapted(part: AdaptedPart, x: Tensor, y: Tensor) -> Tensor:

@@ -18,7 +18,14 @@ from torch import Tensor
 from tokenmill.checkpoint.adapters.adapter import EMBEDDING, Adapter, AdapterMatrix
 from tokenmill.checkpoint.adapters.fit import HEAD, check_rank
 from tokenmill.errors import UserError
-from tokenmill.kernels.ref_adapters import AdaptedPart, EmbeddingPart, Parts, embed_adapted
+from tokenmill.kernels.ref_adapters import (
+    RANK_BLOCK,
+    AdaptedPart,
+    EmbeddingPart,
+    Parts,
+    embed_adapted,
+    padded_rank,
+)
 from tokenmill.model.formats.base import LinearWeight
 from tokenmill.model.linear_groups import adaptable_groups
 from tokenmill.model.loader import LoadedModel
@@ -44,10 +51,17 @@ class AdapterSite(Protocol):
 
     def clear(self, slot: int) -> None: ...
 
-    def adapt(self, x: Tensor, slots: Tensor, outputs: Sequence[Tensor]) -> None: ...
+    def adapt(self, x: Tensor, slots: Tensor, outputs: Sequence[Tensor]) -> None:
+        """Change the rows of the products with x, in place."""
+        ...
+
+    def adapt_joined(self, x: Tensor, slots: Tensor, y: Tensor) -> None:
+        """The same where the products lie side by side."""
+        ...
 
 
-SiteMaker = Callable[[Sequence[LinearWeight]], AdapterSite]  # of the weights of one product
+# Of the weights of one product, for so many slots of at most that rank
+SiteMaker = Callable[[Sequence[LinearWeight], int, int], AdapterSite]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,7 +81,7 @@ class AdapterBank:
         self.num_slots, self.max_rank, self._device = num_slots, max_rank, model.device
         groups = adaptable_groups(model.decoder)
         self._groups = groups
-        self.sites = [make_site(group) for group in groups]
+        self.sites = [make_site(group, num_slots, max_rank) for group in groups]
         self._site_of = {id(group[0]): site for group, site in zip(groups, self.sites, strict=True)}
         head = model.decoder.head
         names = {id(weight): name for name, weight in model.weights.items()}
@@ -80,6 +94,7 @@ class AdapterBank:
         }
         self._held: dict[int, PreparedAdapter] = {}
         self._embeddings: dict[int, EmbeddingPart] = {}
+        self._tell: Callable[[int, EmbeddingPart | None], None] = lambda _slot, _part: None
 
     @property
     def nbytes(self) -> int:
@@ -131,6 +146,7 @@ class AdapterBank:
             self.sites[number].set(slot, packed)
         if prepared.embedding is not None:
             self._embeddings[slot] = prepared.embedding
+            self._tell(slot, prepared.embedding)
         self._held[slot] = prepared
 
     def clear(self, slot: int) -> None:
@@ -138,7 +154,12 @@ class AdapterBank:
         held = self._held.pop(slot, None)
         for number in () if held is None else held.packed:
             self.sites[number].clear(slot)
-        self._embeddings.pop(slot, None)
+        if self._embeddings.pop(slot, None) is not None:
+            self._tell(slot, None)
+
+    def watch_embeddings(self, tell: Callable[[int, EmbeddingPart | None], None]) -> None:
+        """`tell` learns of every slot whose adapter changes the embedding; None: it no longer does."""
+        self._tell = tell
 
     def embed(self, token_ids: Tensor, slots: Tensor, rows: Tensor) -> Tensor:
         """Unscaled rows of the base's embedding, as the adapters change them."""
@@ -156,6 +177,18 @@ class AdapterBank:
                 "merge the adapter into the base: tokenmill convert BASE OUT --adapter DIR",
             )
         return place
+
+
+def slot_bytes(model: LoadedModel, max_rank: int) -> int:
+    """Memory that one adapter of this rank takes that changes every product: on a GPU reserved for each slot, on a CPU
+    taken by adapters of quantized bases, by what they change (of float bases four times that)."""
+    on_gpu, blocks, total = model.table is not None, -(-max_rank // RANK_BLOCK), 0
+    for group in adaptable_groups(model.decoder):
+        outputs = sum(weight.out_features for weight in group)
+        values = len(group) * group[0].in_features + outputs
+        vectors = 4 * outputs * (2 if any(weight.bias is not None for weight in group) else 1)
+        total += 2 * padded_rank(max_rank) * values + vectors if on_gpu else blocks * RANK_BLOCK * values
+    return total
 
 
 def adapted_part(matrix: AdapterMatrix, weight: LinearWeight) -> AdaptedPart:

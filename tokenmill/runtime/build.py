@@ -21,6 +21,7 @@ from tokenmill.hardware.memory import DEFAULT_SHARE, GIB, KVBudget, RuntimeCosts
 from tokenmill.kernels import cpu
 from tokenmill.kernels import triton as gpu
 from tokenmill.log import get_logger
+from tokenmill.model.adapters import slot_bytes
 from tokenmill.model.kvstore.base import KVStore
 from tokenmill.model.kvstore.checkpoint_scales import load_kv_scales
 from tokenmill.model.kvstore.choice import StoreChoice, choose_store, page_multiple
@@ -89,6 +90,8 @@ def build_runtime(checkpoint: Checkpoint, config: ResolvedConfig, device: torch.
     layout, choice = kv_arrangement(config, model.decoder.kv_layers(), device)
     page_bytes, fixed = choice.page_bytes(layout), choice.fixed_bytes(layout, config.concurrency)
     free = _free_on_gpu(checkpoint, config, model) if on_gpu else available_memory()
+    if on_gpu and config.serves_adapters:
+        free = max(0, free - _num_adapters(config) * slot_bytes(model, _max_rank(config)))
     stated = free if config.gpu_memory_utilization is not None else config.memory
     memory = 0 if stated is None else max(1, stated - fixed)
     share = _GPU_SHARE if on_gpu else DEFAULT_SHARE
@@ -122,10 +125,18 @@ def build_runtime(checkpoint: Checkpoint, config: ResolvedConfig, device: torch.
             budget.num_spare_states,
         )
     if config.serves_adapters:
-        executor.hold_adapters(config.max_loras or DEFAULT_ADAPTERS, config.max_lora_rank or DEFAULT_RANK)
+        executor.hold_adapters(_num_adapters(config), _max_rank(config))
     speculator = build_speculator(Target(model, store, executor, config))
     runner = ModelRunner(executor, store, speculator)
     return Runtime(runner, model, store, layout, budget, executor, declined, choice.edge_layers)
+
+
+def _num_adapters(config: ResolvedConfig) -> int:
+    return config.max_loras or DEFAULT_ADAPTERS
+
+
+def _max_rank(config: ResolvedConfig) -> int:
+    return config.max_lora_rank or DEFAULT_RANK
 
 
 def _warn_of_fallback(executor: str, declined: tuple[tuple[str, str], ...], device: torch.device) -> None:

@@ -38,7 +38,7 @@ class BatchedExecutor(RegisteredExecutor[Tensor]):
     def hold_adapters(self, num_slots: int, max_rank: int) -> None:
         self.adapters = AdapterBank(self.model, num_slots, max_rank, self.make_site)
 
-    def make_site(self, weights: Sequence[LinearWeight]) -> AdapterSite:
+    def make_site(self, weights: Sequence[LinearWeight], num_slots: int, max_rank: int) -> AdapterSite:  # noqa: ARG002
         """Where adapters of the product with these weights are held."""
         return RefSite([(weight.out_features, weight.in_features) for weight in weights], self.model.device)
 
