@@ -19,7 +19,7 @@ from tokenmill.checkpoint.sources import resolve
 from tokenmill.checkpoint.tokenizer import Tokenizer
 from tokenmill.checkpoint.tokenizer_files import tokenizer_of
 from tokenmill.config import EngineConfig, ResolvedConfig
-from tokenmill.engine.adapters.build import AdapterFiles, make_slots, size_slots
+from tokenmill.engine.adapters.build import AdapterFiles, make_slots, settle_rank
 from tokenmill.engine.adapters.registry import AdapterRegistry
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.intake import Intake
@@ -85,7 +85,7 @@ def build_engine(model: str | Path, options: EngineConfig) -> EngineParts:
         facts, device = find_facts(options, description.context_length)
         config = resolve_config(options, facts)
         files = AdapterFiles(path, description, config.max_lora_rank, config.serves_adapters)
-        config = size_slots(files, config, description)
+        config = settle_rank(files, config)
         runtime = build_runtime(checkpoint, config, device)
         tokenizer, template = building.result()
     if not tokenizer.reads_text:
@@ -96,6 +96,8 @@ def build_engine(model: str | Path, options: EngineConfig) -> EngineParts:
         kv_native_layers=(runtime.native_layers, f"recommended for {runtime.store.name}"),
         executor=(runtime.executor.name, "the fastest that supports the model"),
     )
+    if runtime.executor.adapters is not None:
+        config = settle(config, max_loras=(runtime.executor.adapters.num_slots, "--lora-memory, or the default"))
     budgets = BudgetEnforcer(runtime.layout, StoredPageScores(runtime, config))
     budgets.check(SamplingParams(cache=budget))
     tiers = build_tiers(config, path, runtime)
@@ -105,7 +107,7 @@ def build_engine(model: str | Path, options: EngineConfig) -> EngineParts:
     ahead = runtime.executor.lookahead
     drafts = config.draft_tokens if runtime.runner.speculator is not None else 0
     discipline = make_discipline(config.max_tenant_slowdown)
-    adapters, adapter_slots = make_slots(config, files, runtime.runner, kv.stats)
+    adapters, adapter_slots = make_slots(config, files, runtime, kv.stats)
     scheduler = Scheduler(
         kv, discipline, config.batch_tokens, config.concurrency, config.context, ahead, drafts, adapter_slots
     )

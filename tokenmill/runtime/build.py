@@ -91,7 +91,7 @@ def build_runtime(checkpoint: Checkpoint, config: ResolvedConfig, device: torch.
     page_bytes, fixed = choice.page_bytes(layout), choice.fixed_bytes(layout, config.concurrency)
     free = _free_on_gpu(checkpoint, config, model) if on_gpu else available_memory()
     if on_gpu and config.serves_adapters:
-        free = max(0, free - _num_adapters(config) * slot_bytes(model, _max_rank(config)))
+        free = max(0, free - _num_adapters(config, model) * slot_bytes(model, _max_rank(config)))
     stated = free if config.gpu_memory_utilization is not None else config.memory
     memory = 0 if stated is None else max(1, stated - fixed)
     share = _GPU_SHARE if on_gpu else DEFAULT_SHARE
@@ -125,14 +125,27 @@ def build_runtime(checkpoint: Checkpoint, config: ResolvedConfig, device: torch.
             budget.num_spare_states,
         )
     if config.serves_adapters:
-        executor.hold_adapters(_num_adapters(config), _max_rank(config))
+        executor.hold_adapters(_num_adapters(config, model), _max_rank(config))
     speculator = build_speculator(Target(model, store, executor, config))
     runner = ModelRunner(executor, store, speculator)
     return Runtime(runner, model, store, layout, budget, executor, declined, choice.edge_layers)
 
 
-def _num_adapters(config: ResolvedConfig) -> int:
-    return config.max_loras or DEFAULT_ADAPTERS
+def _num_adapters(config: ResolvedConfig, model: LoadedModel) -> int:
+    """Slots: as many as were stated, or as the stated memory holds of the highest rank."""
+    if not config.lora_memory:
+        return config.max_loras or DEFAULT_ADAPTERS
+    nbytes = slot_bytes(model, _max_rank(config))
+    values = sum(weight.out_features * weight.in_features for weight in model.weights.values())
+    if model.table is None and model.weight_bytes > 1.5 * values:
+        nbytes *= 4  # beside a float base, factors on a CPU are float32
+    if nbytes > config.lora_memory:
+        raise UserError(
+            f"an adapter of rank {_max_rank(config)} may take {nbytes / 2**20:.1f} MiB, --lora-memory is "
+            f"{config.lora_memory / 2**20:.1f} MiB",
+            "raise it, or lower --max-lora-rank",
+        )
+    return config.lora_memory // nbytes
 
 
 def _max_rank(config: ResolvedConfig) -> int:

@@ -11,8 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tokenmill.checkpoint.adapters.adapter import EMBEDDING
-from tokenmill.checkpoint.adapters.fit import check_base, check_rank, module_shapes
+from tokenmill.checkpoint.adapters.fit import check_base, check_rank
 from tokenmill.checkpoint.adapters.peft import read_adapter
 from tokenmill.checkpoint.description import ModelDescription
 from tokenmill.checkpoint.identity import model_hash
@@ -23,10 +22,7 @@ from tokenmill.engine.adapters.residency import AdapterSlots
 from tokenmill.engine.stats import EngineStats
 from tokenmill.errors import UserError
 from tokenmill.resolution import settle
-from tokenmill.runtime.build import DEFAULT_ADAPTERS, DEFAULT_RANK
-from tokenmill.runtime.runner import ModelRunner
-
-_VALUE_BYTES = 4  # of a factor on the device, at most
+from tokenmill.runtime.build import DEFAULT_RANK, Runtime
 
 
 class AdapterFiles:
@@ -52,43 +48,27 @@ class AdapterFiles:
         return AdapterVersion(name, path, digest, adapter.max_rank, adapter.nbytes, adapter.base_name), adapter
 
 
-def size_slots(files: AdapterFiles, config: ResolvedConfig, description: ModelDescription) -> ResolvedConfig:
-    """How many adapters of which rank lie on the device at a time. Reads those that the options name."""
+def settle_rank(files: AdapterFiles, config: ResolvedConfig) -> ResolvedConfig:
+    """With the highest rank that is served. Reads the adapters that the options name."""
     if not config.serves_adapters:
         return config
     ranks = [files.read(*split_option(each))[0].rank for each in config.lora] if config.max_lora_rank is None else []
-    rank = max([*ranks, 1]), "the largest of those given"
-    config = settle(config, max_lora_rank=rank if config.lora else (DEFAULT_RANK, "none is given yet"))
+    rank = (max([*ranks, 1]), "the largest of those given") if config.lora else (DEFAULT_RANK, "none is given yet")
+    config = settle(config, max_lora_rank=rank)
     files.max_rank = config.max_lora_rank
-    if not config.lora_memory:
-        return settle(config, max_loras=(DEFAULT_ADAPTERS, "default"))
-    nbytes = slot_bytes(description, config.max_lora_rank or DEFAULT_RANK)
-    if nbytes > config.lora_memory:
-        raise UserError(
-            f"an adapter of rank {config.max_lora_rank} may take {nbytes / 2**20:.0f} MiB, --lora-memory is "
-            f"{config.lora_memory / 2**20:.0f} MiB",
-            "raise it, or lower --max-lora-rank",
-        )
-    slots = config.lora_memory // nbytes
-    return settle(config, max_loras=(slots, f"--lora-memory, {nbytes / 2**20:.1f} MiB each"))
-
-
-def slot_bytes(description: ModelDescription, rank: int) -> int:
-    """Of an adapter of every matrix that one may change; whole matrices that some bring come on top."""
-    shapes = module_shapes(description)
-    adapted = [shape for name, shape in shapes.items() if name != EMBEDDING and ".experts." not in name]
-    return sum(outputs + inputs for outputs, inputs in adapted) * rank * _VALUE_BYTES
+    return config
 
 
 def make_slots(
-    config: ResolvedConfig, files: AdapterFiles, runner: ModelRunner, stats: EngineStats
+    config: ResolvedConfig, files: AdapterFiles, runtime: Runtime, stats: EngineStats
 ) -> tuple[AdapterRegistry, AdapterSlots]:
     """The registry, with the adapters that the options name, and the slots that the scheduler fills."""
     registry = AdapterRegistry(files.read, config.lora_host_memory, config.max_cpu_loras)
-    if not config.serves_adapters:
+    bank, runner = runtime.executor.adapters, runtime.runner
+    if bank is None:
         return registry, AdapterSlots()
     files.try_out = registry.store.prepare = runner.prepare_adapter
-    slots = AdapterSlots(config.max_loras or 0, registry.store, runner.load_adapter, runner.clear_adapter, stats)
+    slots = AdapterSlots(bank.num_slots, registry.store, runner.load_adapter, runner.clear_adapter, stats)
     registry.store.stats = stats
     for each in config.lora:
         registry.load_now(*split_option(each))
