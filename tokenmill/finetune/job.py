@@ -23,6 +23,7 @@ from torch import Tensor
 
 from tokenmill import __version__
 from tokenmill.checkpoint.adapters.adapter import Adapter
+from tokenmill.checkpoint.adapters.join import joined_as_stored
 from tokenmill.checkpoint.adapters.write import write_adapter
 from tokenmill.checkpoint.configs.tensor_names import naming_of, stored_name
 from tokenmill.checkpoint.identity import model_hash
@@ -145,7 +146,7 @@ def finetune(job: FinetuneJob, on_step: OnStep = lambda _step, _all, _loss, _hel
                 run.save(state)
             on_step(step + 1, job.steps, loss, measured)
         repair = run.repair()
-    adapter = model.adapter(job.out.name, job.model, model_hash(path))
+    adapter = joined_as_stored(model.adapter(job.out.name, job.model, model_hash(path)), checkpoint)
     report = FinetuneReport(
         path=str(job.out),
         model=job.model,

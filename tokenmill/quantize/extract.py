@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tokenmill.checkpoint.adapters.adapter import EMBEDDING, Adapter, AdapterMatrix
 from tokenmill.checkpoint.adapters.fit import HEAD
+from tokenmill.checkpoint.adapters.join import joined_as_stored
 from tokenmill.checkpoint.adapters.peft import WEIGHTS_FILE
 from tokenmill.checkpoint.adapters.write import write_adapter
 from tokenmill.checkpoint.configs.tensor_names import naming_of, stored_name
@@ -85,18 +86,16 @@ def extract(
     if not matrices:
         raise UserError(f"the matrices of {tuned} and {base} are equal", "there is nothing to extract")
     adapter = Adapter(out.name, matrices, base_name=base_name or str(base), base_hash=model_hash(base))
-    write_adapter(adapter, out, partial(stored_name, naming_of(ours.description.architecture)))
+    write_adapter(
+        joined_as_stored(adapter, theirs.checkpoint),
+        out,
+        partial(stored_name, naming_of(ours.description.architecture)),
+    )
     size = (out / WEIGHTS_FILE).stat().st_size
     return ExtractReport(str(out), rank, kept / whole, tuple(modules), _vectors(ours, theirs), size)
 
 
 def _check_alike(ours: ConvertSource, theirs: ConvertSource) -> None:
-    naming = naming_of(ours.description.architecture)
-    if naming.grouped_qkv or naming.transposed:
-        raise UserError(
-            f"files of '{ours.description.architecture}' join or transpose matrices: no adapter fits them",
-            "extract from a model of another family",
-        )
     for prefix in ours.matrices:
         other = _counterpart(theirs, prefix)
         if other is None or ours.shape(prefix) != theirs.shape(other):
