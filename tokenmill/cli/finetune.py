@@ -59,12 +59,24 @@ def finetune(
     from tokenmill.finetune.job import finetune as run
     from tokenmill.finetune.model import AdapterPlan
 
-    defaults = AdapterPlan()
-    plan = AdapterPlan(rank, alpha, tuple(target or defaults.targets), seed)
     job = FinetuneJob(
-        model, data, out, method, plan, steps, batch, length, learning_rate, eval_data, eval_every, save_every,
-        distill_from, device, threads, restart,
-    )  # fmt: skip
+        model=model,
+        data=data,
+        out=out,
+        method=method,
+        adapter=AdapterPlan(rank, alpha, tuple(target or AdapterPlan().targets), seed),
+        steps=steps,
+        batch=batch,
+        length=length,
+        learning_rate=learning_rate,
+        eval_data=eval_data,
+        eval_every=eval_every,
+        save_every=save_every,
+        distill_from=distill_from,
+        device=device,
+        threads=threads,
+        restart=restart,
+    )
     result = asdict(run(job, _say))
     emit(result, as_json, lambda: finetune_screen(result))
 

@@ -199,11 +199,14 @@ class _Run:
     def batch(self, step: int) -> Rows:
         """Rows of a step: every row once in an epoch, in an order that only the seed and the epoch decide."""
         count, size = len(self.training), min(self.job.batch, len(self.training))
-        chosen: list[int] = []
-        for place in range(step * size, (step + 1) * size):
-            generator = torch.Generator().manual_seed(self.job.adapter.seed * 1_000_003 + place // count)
-            chosen.append(int(torch.randperm(count, generator=generator)[place % count]))
-        return self.training.take(chosen, self.model.device)
+        places = range(step * size, (step + 1) * size)
+        orders = {epoch: self._order(epoch) for epoch in {place // count for place in places}}
+        return self.training.take([orders[place // count][place % count] for place in places], self.model.device)
+
+    def _order(self, epoch: int) -> list[int]:
+        generator = torch.Generator().manual_seed(self.job.adapter.seed * 1_000_003 + epoch)
+        order: list[int] = torch.randperm(len(self.training), generator=generator).tolist()
+        return order
 
     def step(self, step: int) -> float:
         rows = self.batch(step)

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from tokenmill.checkpoint.adapters.peft import read_adapter
 from tokenmill.checkpoint.sources import resolve
@@ -87,8 +88,7 @@ def merge(job: MergeJob, on_block: Progress = lambda _done, _all, _left: None) -
     if not job.out.absolute().parent.is_dir():
         raise UserError(f"{job.out.absolute().parent} is not a directory", "create it, or give another output")
     working = job.out.with_name(f".{job.out.name}.merging")
-    with ExitStack() as stack:
-        stack.enter_context(cleaned_up(working))
+    with cleaned_up(working):
         working.mkdir()
         floats = working / f"{path.stem}-merged"
         convert(path, floats, DENSE, job.dtype if job.requantize is None else "float32", source)
@@ -96,19 +96,26 @@ def merge(job: MergeJob, on_block: Progress = lambda _done, _all, _left: None) -
             if job.format != GGUF:
                 raise UserError(f"merged floats cannot be {job.format}", "give --method to quantize them, or --type")
             return {**asdict(convert(floats, job.out, GGUF)), **merged}
+        wide = any(source.stored_dtype(name) is torch.bfloat16 for name in source.vectors)
+        if job.dtype == "auto" and wide:  # what is not quantized keeps the range that the base has
+            job = replace(job, dtype="bfloat16")
         return {**_requantize(job, job.requantize, floats, path, on_block), **merged}
 
 
 def _requantize(
     job: MergeJob, request: Requantization, floats: Path, base: Path, on_block: Progress
 ) -> Mapping[str, Any]:
-    report: dict[str, Any]
+    held_out = ""
     if request.type_name or job.format == GGUF:
-        method = request.recipe.method if request.recipe.method == "imatrix" else "rtn"
         gguf = GGUFJob(
-            str(floats), job.out, method, request.type_name, request.recipe.bits, request.calibration,
+            model=str(floats),
+            out=job.out,
+            method=request.recipe.method if request.recipe.method == "imatrix" else "rtn",
+            type_name=request.type_name,
+            bits=request.recipe.bits,
+            calibration=request.calibration,
             device=request.device,
-        )  # fmt: skip
+        )
         report = dict(run_gguf_job(gguf, request.gate, 0, on_block))
     else:
         quantize = QuantizeJob(
@@ -122,15 +129,17 @@ def _requantize(
             restart=True,  # the floats are made anew, so blocks of an earlier run are of another source
             gate=request.gate,
         )
-        report = asdict(run_job(prepare(quantize), on_block))
-    report["adapter_effect"] = _adapter_effect(request.gate, floats, base)
+        prepared = prepare(quantize)
+        held_out = prepared.calibration.held_out if prepared.calibration else ""
+        report = asdict(run_job(prepared, on_block))
+    report["adapter_effect"] = _adapter_effect(request.gate, floats, base, held_out)
     return report
 
 
-def _adapter_effect(gate: GateRequest, floats: Path, base: Path) -> Mapping[str, Any]:
-    """How far the base without the adapter is from base plus adapter: what the merge is for."""
+def _adapter_effect(gate: GateRequest, floats: Path, base: Path, held_out: str) -> Mapping[str, Any]:
+    """How far the base without the adapter is from base plus adapter, on the gate's text: what the merge is for."""
     if not gate.enabled:
         return {}
     unlimited = replace(gate, max_quality_loss=math.inf, max_kld=math.inf)
-    figures, _, words = measure(base, unlimited, str(floats), "")
+    figures, _, words = measure(base, unlimited, str(floats), held_out)
     return {"kld_mean": figures["kld_mean"], "perplexity": figures["perplexity"], "text": words}
