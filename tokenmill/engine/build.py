@@ -84,7 +84,7 @@ def build_engine(model: str | Path, options: EngineConfig) -> EngineParts:
         building = background.submit(tokenizer_of, path, options.load_format)
         facts, device = find_facts(options, description.context_length)
         config = resolve_config(options, facts)
-        files = AdapterFiles(path, description, config.max_lora_rank, config.serves_adapters)
+        files = AdapterFiles(path, description, config)
         config = settle_rank(files, config)
         runtime = build_runtime(checkpoint, config, device)
         tokenizer, template = building.result()
