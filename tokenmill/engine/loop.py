@@ -79,6 +79,8 @@ class EngineLoop:
         self._listener = listener or _NoListener()
         self._grammars = GrammarQueue(grammars)
         self._adapters = adapters
+        if adapters is not None:
+            adapters.count_waiting = self._grammars.count_of
         self._idle_work = tuple(idle_work)
         self._idle_left = deque(self._idle_work)
         self._worked = False  # idle work was done that the listener has not heard of

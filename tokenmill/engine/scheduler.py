@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from itertools import count as counter
 
-from tokenmill.engine.adapters.residency import AdapterSlots, RunningQueue
+from tokenmill.engine.adapters.residency import AdapterQueue, AdapterSlots, RunningQueue
 from tokenmill.engine.draft_slots import hold_draft_slots, hold_run
 from tokenmill.engine.kv.handles import Reservation, wants_prompt_logprobs
 from tokenmill.engine.kv.manager import KVManager
 from tokenmill.engine.kv.usage import check_fit
 from tokenmill.engine.order.base import Discipline
-from tokenmill.engine.order.queue import Key, RequestQueue
+from tokenmill.engine.order.queue import Key
 from tokenmill.engine.siblings import make_sibling
 from tokenmill.engine.stats import EngineStats
 from tokenmill.engine.step_shares import StepShares
@@ -56,8 +56,8 @@ class Scheduler:
         self._ahead = ahead
         self._max_drafts = max_drafts
         self.adapters = adapters or AdapterSlots()
-        self._waiting = RequestQueue()
-        self._running: RequestQueue = RunningQueue(self.adapters)
+        self._waiting = AdapterQueue()
+        self._running = RunningQueue(self.adapters)
         self._siblings: dict[str, list[Request]] = {}  # by request id: those that are not finished
         self._prompt_logprobs: dict[Request, list[TokenLogprobs]] = {}  # until the first token event takes them along
         self._sequence = counter()

@@ -67,6 +67,7 @@ class AdapterRegistry:
         self._sources: dict[bytes, AdapterVersion] = {}  # where each version is read from
         self._slots = AdapterSlots()
         self._count_users: Callable[[bytes], int] = lambda _digest: 0
+        self.count_waiting: Callable[[bytes], int] = lambda _digest: 0  # of requests that wait for something else yet
         self._names: dict[str, AdapterVersion] = {}
         self._retired: dict[bytes, list[Done]] = {}  # versions without a name: who waits for their end
         self._jobs: list[_Job] = []
@@ -89,10 +90,6 @@ class AdapterRegistry:
     def versions(self) -> list[AdapterVersion]:
         return list(self._names.values())
 
-    @property
-    def max_rank(self) -> int:
-        return max((each.rank for each in self._names.values()), default=0)
-
     # --- changes ---
 
     def load_now(self, name: str, path: str, replaces: bool = False) -> AdapterVersion:
@@ -113,7 +110,7 @@ class AdapterRegistry:
         """Forget an adapter that nobody uses. `drains`: take no new requests, and forget it when the last has ended;
         `done` is called then."""
         version = self._find(name)
-        users = self._count_users(version.digest)
+        users = self._num_users(version.digest)
         shared = sum(each.digest == version.digest for each in self._names.values()) > 1
         if users and not drains and not shared:
             raise AdapterError(
@@ -146,6 +143,9 @@ class AdapterRegistry:
 
     # --- how ---
 
+    def _num_users(self, digest: bytes) -> int:
+        return self._count_users(digest) + self.count_waiting(digest)
+
     def _find(self, name: str) -> AdapterVersion:
         version = self._names.get(name)
         if version is None:
@@ -159,7 +159,7 @@ class AdapterRegistry:
             raise AdapterError(
                 f"adapter '{name}' has already been loaded", "unload it first, or load it with load_inplace", EXISTS
             )
-        if len(self._names) + len(self._jobs) >= MAX_ADAPTERS:
+        if name not in self._names and len(self._names) + len(self._jobs) >= MAX_ADAPTERS:
             raise UserError(f"{MAX_ADAPTERS} adapters are loaded", "unload one first")
 
     def _finish(self, job: _Job) -> None:
@@ -194,7 +194,7 @@ class AdapterRegistry:
     def _release(self, digest: bytes) -> None:
         """Give back the memory of a retired version once nobody uses it; one that has a name again stays."""
         named = any(each.digest == digest for each in self._names.values())
-        if not named and self._count_users(digest):
+        if not named and self._num_users(digest):
             return
         waiting = self._retired.pop(digest)
         if not named:

@@ -8,6 +8,7 @@ is the base. Imports no torch; the runner moves the numbers.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +17,10 @@ from tokenmill.engine.adapters.host import HostStore
 from tokenmill.engine.order.queue import Key, RequestQueue
 from tokenmill.engine.stats import EngineStats
 from tokenmill.errors import UserError
+from tokenmill.log import get_logger
 from tokenmill.types import Request
 
+_log = get_logger(__name__)
 _MAX_NAMES = 64  # of adapters in the statistics
 
 
@@ -44,6 +47,7 @@ class AdapterSlots:
         self._clear = clear
         self._free = list(range(num_slots, 0, -1))
         self._held: dict[bytes, _Held] = {}  # by digest, least recently used first
+        self._coming: set[bytes] = set()  # of those, what is not here yet
         self._leaving: bytes | None = None  # takes no new requests, so that its slot gets free
         self._is_wanted = False  # somebody waited for that slot in this step
         self.num_slots = num_slots
@@ -57,9 +61,8 @@ class AdapterSlots:
         if not self._is_wanted:
             self._leaving = None
         self._is_wanted = False
-        for digest, held in list(self._held.items()):
-            if not held.is_here:
-                self._bring(digest, held, 0.0)
+        for digest in tuple(self._coming):
+            self._bring(digest, self._held[digest], 0.0)
 
     def ready(self, request: Request, wait: float = 0.0) -> bool:
         """Whether the request's adapter is on the device and takes requests. False: ask again in the next step; blocks
@@ -95,7 +98,7 @@ class AdapterSlots:
 
     @property
     def is_loading(self) -> bool:
-        return bool(self.failures) or any(not held.is_here for held in self._held.values())
+        return bool(self.failures or self._coming)
 
     # --- the registry ---
 
@@ -107,17 +110,17 @@ class AdapterSlots:
             self._vacate(digest)
         self.failures.pop(digest, None)
 
-    def measure(self, running: RequestQueue, waiting: RequestQueue) -> None:
+    def measure(self, running: AdapterQueue, waiting: AdapterQueue) -> None:
         """Gauges of this moment."""
-        if not self.num_slots:
-            return
-        self.stats.num_adapters_on_device = sum(held.is_here for held in self._held.values())
-        self.stats.running_adapters = _names(running)
-        self.stats.waiting_adapters = _names(waiting)
+        if self.num_slots:
+            self.stats.num_adapters_on_device = len(self._held) - len(self._coming)
+            self.stats.running_adapters = sorted(running.names)[:_MAX_NAMES]
+            self.stats.waiting_adapters = sorted(waiting.names)[:_MAX_NAMES]
 
     def check(self) -> None:
         """Raise AssertionError if a slot is lost or has two owners."""
         used = [held.slot for held in self._held.values()]
+        assert self._coming == {digest for digest, held in self._held.items() if not held.is_here}
         assert sorted(used + self._free) == list(range(1, self.num_slots + 1)), "a slot is lost or used twice"
         assert all(held.num_running >= 0 and (held.is_here or not held.num_running) for held in self._held.values())
 
@@ -133,6 +136,7 @@ class AdapterSlots:
             self._vacate(unused)
             self.stats.num_adapter_evictions += 1
         held = self._held[digest] = _Held(self._free.pop())
+        self._coming.add(digest)
         return held
 
     def _have_one_leave(self) -> None:
@@ -149,16 +153,21 @@ class AdapterSlots:
             if adapter is None:
                 return
             self._place(held.slot, adapter)
-        except (UserError, OSError) as error:
+        except Exception as error:  # whatever it is: only the requests of this adapter suffer
             self._vacate(digest)
-            self.failures[digest] = error if isinstance(error, UserError) else UserError(str(error))
+            if not isinstance(error, UserError):
+                _log.exception("an adapter could not be brought to the device")
+                error = UserError(f"the adapter could not be loaded: {error}", "the server's log has more")
+            self.failures[digest] = error
             return
         held.is_here = True
+        self._coming.discard(digest)
         self.stats.num_adapter_loads += 1
 
     def _vacate(self, digest: bytes) -> None:
         assert self._clear is not None
         held = self._held.pop(digest)
+        self._coming.discard(digest)
         if held.is_here:
             self._clear(held.slot)
         self._free.append(held.slot)
@@ -166,7 +175,28 @@ class AdapterSlots:
             self._leaving = None
 
 
-class RunningQueue(RequestQueue):
+class AdapterQueue(RequestQueue):
+    """Counts the adapters of its requests."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: Counter[str] = Counter()
+
+    def add(self, request: Request, key: Key) -> None:
+        super().add(request, key)
+        if request.adapter is not None:
+            self.names[request.adapter.name] += 1
+
+    def remove(self, request: Request) -> Key:
+        if request.adapter is not None:
+            name = request.adapter.name
+            self.names[name] -= 1
+            if not self.names[name]:
+                del self.names[name]
+        return super().remove(request)
+
+
+class RunningQueue(AdapterQueue):
     """The requests that compute: an adapter stays in its slot as long as one of them needs it."""
 
     def __init__(self, adapters: AdapterSlots) -> None:
@@ -180,8 +210,3 @@ class RunningQueue(RequestQueue):
     def remove(self, request: Request) -> Key:
         self._adapters.stopped(request)
         return super().remove(request)
-
-
-def _names(queue: RequestQueue) -> list[str]:
-    names = {request.adapter.name for request in queue.snapshot() if request.adapter is not None}
-    return sorted(names)[:_MAX_NAMES]

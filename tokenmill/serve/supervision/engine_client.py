@@ -360,6 +360,6 @@ def _refusal(message: Refused) -> ApiError:
     """A request that the engine did not take."""
     if message.code == "deadline":
         return deadline_passed()
-    if message.code == NOT_FOUND:  # unloaded while the request was on its way
-        return ApiError(404, message.message, param="model", code="model_not_found")
+    if message.code == NOT_FOUND:  # the engine's message names all adapters, which not every key may know
+        return ApiError(404, "the model was unloaded: ask for another", param="model", code="model_not_found")
     return ApiError(400, message.message)
