@@ -297,6 +297,51 @@ void AdapterWorkspace::expand(const AdapterSlots& slots, const AdapterRows& rows
   }
 }
 
+void AdapterPrefetch::add(const void* begin, size_t bytes) {
+  if (count_ == kMaxRanges) return;
+  const char* first = static_cast<const char*>(begin);
+  ranges_[count_++] = {first, first + bytes};
+  lines_ += (bytes + 63) / 64;
+}
+
+void AdapterPrefetch::some() {
+  for (size_t left = each_; left > 0 && at_ < count_;) {
+    Range& range = ranges_[at_];
+    for (; left > 0 && range.begin < range.end; range.begin += 64, --left) __builtin_prefetch(range.begin, 0, 2);
+    if (range.begin >= range.end) ++at_;
+  }
+}
+
+void AdapterWorkspace::ask_for_shrink(const AdapterSlots& slots, const AdapterRows& rows, int thread, int threads,
+                                      AdapterPrefetch& ahead) {
+  int task = 0;
+  for (const auto& group : rows.groups) {
+    const ProductAdapter* adapter = slots[group.slot].get();
+    if (adapter == nullptr) continue;
+    const int pieces = (group.end - group.begin + kMaxRows - 1) / kMaxRows;
+    for (const AdapterPart& part : adapter->parts)
+      for (int block = 0; block < part.blocks; ++block, task += pieces) {
+        if (adapter->exact || (task % threads != thread && pieces == 1)) continue;
+        const size_t bytes = part.a->size() / part.blocks;
+        ahead.add(part.a->data() + block * bytes, bytes);
+      }
+  }
+}
+
+void AdapterWorkspace::ask_for_expand(const AdapterSlots& slots, const AdapterRows& rows, int thread, int threads,
+                                      AdapterPrefetch& ahead) {
+  for (const auto& group : rows.groups) {
+    const ProductAdapter* adapter = slots[group.slot].get();
+    if (adapter == nullptr || adapter->exact) continue;
+    for (const AdapterPart& part : adapter->parts) {
+      if (part.rank == 0) continue;
+      const int64_t panels = part.num_panels(), first = panels * thread / threads;
+      const int64_t last = panels * (thread + 1) / threads, bytes = part.blocks * kRankBlock * kPanelCols;
+      ahead.add(part.b->data() + first * bytes, (last - first) * bytes);
+    }
+  }
+}
+
 void EmbeddingAdapter::apply(int64_t id, float* row) const {
   if (!whole.empty()) {
     std::memcpy(row, whole.data() + id * width, width * sizeof(float));

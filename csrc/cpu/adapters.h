@@ -73,6 +73,24 @@ class AdapterRows {
 // The adapters of one product, by slot; null where a slot has none here.
 using AdapterSlots = std::vector<std::shared_ptr<const ProductAdapter>>;
 
+// Factors that a thread will read next, fetched while it multiplies by the base: few rows leave a product of the base
+// waiting for arithmetic, and those of adapters waiting for memory.
+class AdapterPrefetch {
+ public:
+  void add(const void* begin, size_t bytes);
+  void spread(int pieces) { each_ = pieces > 0 ? lines_ / pieces + 1 : 0; }  // over so many calls of `some`
+  void some();
+
+ private:
+  struct Range {
+    const char *begin, *end;
+  };
+  static constexpr int kMaxRanges = 128;  // beyond this the hardware's own prefetching must do
+  Range ranges_[kMaxRanges];
+  int count_ = 0, at_ = 0;
+  size_t lines_ = 0, each_ = 0;
+};
+
 // Memory between shrink and expand, and the work itself. All threads of a step use one.
 class AdapterWorkspace {
  public:
@@ -89,6 +107,11 @@ class AdapterWorkspace {
               int threads) const;
   void expand(const AdapterSlots& slots, const AdapterRows& rows, const float* x, int64_t ldx,
               const ProductOutput* outputs, int thread, int threads) const;
+  // What the two will read in this thread.
+  static void ask_for_shrink(const AdapterSlots& slots, const AdapterRows& rows, int thread, int threads,
+                             AdapterPrefetch& ahead);
+  static void ask_for_expand(const AdapterSlots& slots, const AdapterRows& rows, int thread, int threads,
+                             AdapterPrefetch& ahead);
 
  private:
   RoundedRow input_row(int row) const;

@@ -3,6 +3,7 @@
 // No allocation, no locks, no Python: stages, barriers, kernels.
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <cstring>
 #include <functional>
 
@@ -321,7 +322,20 @@ void Program::run_product(Team& team, const Stage& stage, const Place& place, in
   }
   const AdapterRows& by_adapter = adapter_rows(place, stage);
   adapter_workspace_.shrink(stage.adapters, by_adapter, x, cols, team.thread, team.size);
-  team.for_runs(tiles, [&](int tile) { product.run_tile(tile, rows, activations, outputs, scratch); });
+  AdapterPrefetch ahead;
+  AdapterWorkspace::ask_for_expand(stage.adapters, by_adapter, team.thread, team.size, ahead);
+  for (int next = place.stage + 1; next < num_stages(); ++next) {
+    if (!stages_[next].product) continue;
+    const AdapterRows& of_next = stages_[next].head ? head_adapter_rows_ : by_adapter;
+    AdapterWorkspace::ask_for_shrink(stages_[next].adapters, of_next, team.thread, team.size, ahead);
+    break;
+  }
+  static const bool fetches = std::getenv("TM_NO_FETCH") == nullptr;
+  ahead.spread(fetches ? tiles / team.size : 0);
+  team.for_runs(tiles, [&](int tile) {
+    ahead.some();
+    product.run_tile(tile, rows, activations, outputs, scratch);
+  });
   team.barrier();
   adapter_workspace_.expand(stage.adapters, by_adapter, x, cols, outputs, team.thread, team.size);
 }

@@ -21,6 +21,7 @@ from tokenmill.kernels.triton.shared.launch import INTERPRETED, options, uses_pd
 
 _FEW_TOKENS = 64  # up to which the depth is split, so that there are programs enough
 _SPLIT_DEPTH = 1024
+_SPLIT_ROWS = 256  # rows of partial sums that `_expand` adds up: splits times tokens of a tile
 
 
 class Factors(NamedTuple):
@@ -45,6 +46,7 @@ class Variant(NamedTuple):
     even: bool  # the depth is a multiple of a split
     shifted: bool
     prefetch_lines: int  # of a row of A
+    splits: int  # a power of two, at least the number of splits
     pdl: bool
     interpreted: bool
 
@@ -123,24 +125,25 @@ def _expand(y, slots, factors, partial, M, N, y_stride, splits, first_tile, firs
         for begin in range(0, rank, 16):
             ranks = begin + tl.arange(0, 16)
             b_tile = tl.load(b_rows[None, :] + ranks[:, None])
-            h = tl.zeros([BM, 16], dtype=tl.float32)
-            for split in range(splits):
-                place = (split * M + tokens[:, None]) * (PARTS * RANK) + part * RANK + ranks[None, :]
-                h += tl.load(partial + place, mask=mine[:, None], other=0.0, cache_modifier=".cg")
+            # All splits at once: one by one their latencies would add up.
+            rows = tl.arange(0, VARIANT.splits)[:, None] * M + tokens[None, :]
+            place = rows[:, :, None] * (PARTS * RANK) + part * RANK + ranks[None, None, :]
+            ok = (tl.arange(0, VARIANT.splits) < splits)[:, None, None] & mine[None, :, None]
+            h = tl.sum(tl.load(partial + place, mask=ok, other=0.0, cache_modifier=".cg"), 0)
             sums = _dot(h.to(b_tile.dtype), b_tile, sums, VARIANT.interpreted)
-        ok = mine[:, None] & column_ok[None, :]
-        place = y + tokens[:, None].to(tl.int64) * y_stride + (columns - first_column)[None, :]
-        old = tl.load(place, mask=ok, other=0.0).to(tl.float32)
+        inside = mine[:, None] & column_ok[None, :]
+        at = y + tokens[:, None].to(tl.int64) * y_stride + (columns - first_column)[None, :]
+        old = tl.load(at, mask=inside, other=0.0).to(tl.float32)
         if tl.load(factors.gained + slot * PARTS + part) > 0:
             old *= tl.load(factors.gains + slot * N + columns, mask=column_ok, other=1.0)[None, :]
             if VARIANT.shifted:
                 old += tl.load(factors.shifts + slot * N + columns, mask=column_ok, other=0.0)[None, :]
-        tl.store(place, (old + sums).to(y.dtype.element_ty), mask=ok)
+        tl.store(at, (old + sums).to(y.dtype.element_ty), mask=inside)
 
 
 def tile_columns(columns: int) -> int:
     """Columns of a tile of `_expand`, for a product of so many outputs in all: the fewer, the smaller."""
-    return 64 if columns >= 4096 else 32
+    return 128 if columns >= 16384 else 64 if columns >= 4096 else 32
 
 
 def _tokens(count: int) -> int:
@@ -151,7 +154,7 @@ def shrink(x: Tensor, slots: Tensor, factors: Factors) -> tuple[Tensor, int]:
     """x bf16 [M, K], slots int32 [M] -> sums over the splits of the depth, and how many there are. In scratch memory,
     for the `expand` that follows."""
     (tokens, depth), (num_slots, parts, max_rank, _) = x.shape, factors.a.shape
-    splits = triton.cdiv(depth, _SPLIT_DEPTH) if tokens <= _FEW_TOKENS else 1
+    splits = min(_SPLIT_ROWS // _tokens(tokens), triton.cdiv(depth, _SPLIT_DEPTH)) if tokens <= _FEW_TOKENS else 1
     step = min(256, max(16, triton.next_power_of_2(depth)))
     depth_each = triton.cdiv(triton.cdiv(depth, splits), step) * step
     splits = triton.cdiv(depth, depth_each)
@@ -163,6 +166,7 @@ def shrink(x: Tensor, slots: Tensor, factors: Factors) -> tuple[Tensor, int]:
         parts=parts,
         even=depth % step == 0,
         shifted=False,
+        splits=1,
         prefetch_lines=max(1, 1 << min(4, (min(depth_each, depth) // 64).bit_length() - 1)),
         pdl=uses_pdl(x.device),
         interpreted=INTERPRETED,
@@ -187,6 +191,7 @@ def expand(
         parts=factors.a.shape[1],
         even=True,
         shifted=factors.shifts is not None,
+        splits=triton.next_power_of_2(splits),
         prefetch_lines=1,
         pdl=uses_pdl(y.device),
         interpreted=INTERPRETED,
