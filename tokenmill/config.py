@@ -8,142 +8,48 @@ the other. Unknown names are refused with the nearest valid one; peer_options.py
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, Self
 
-from tokenmill.errors import UserError, unknown_name
-from tokenmill.peer_options import translate
+from tokenmill.errors import UserError
+from tokenmill.options import (
+    automatic,
+    by_option_name,
+    check,
+    from_environment,
+    is_automatic,
+    option,
+    option_fields,
+    parse_count,
+    parse_size,
+    size_option,
+)
 
+__all__ = [
+    "ADAPTER_MEMORY",
+    "ADAPTER_OPTIONS",
+    "BY_DEFAULT",
+    "BY_USER",
+    "EngineConfig",
+    "ResolvedConfig",
+    "Setting",
+    "automatic",
+    "by_option_name",
+    "check",
+    "from_environment",
+    "option",
+    "option_fields",
+    "parse_count",
+    "parse_size",
+    "size_option",
+]
+
+# Where adapters are kept; and all their options, for verbs that have no use for some.
+ADAPTER_MEMORY = ("enable_lora", "max_loras", "max_lora_rank", "lora_memory", "lora_host_memory", "max_cpu_loras")
+ADAPTER_OPTIONS = ("lora", *ADAPTER_MEMORY)
 BY_USER = "set by you"
 BY_DEFAULT = "default"
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-_TRUTH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
-
-
-def parse_size(text: str | int) -> int:
-    """Bytes: "6GiB", "500MB", "2g", or a plain number."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", str(text).lower())
-    if not match or match[2] not in _UNITS:
-        raise UserError(f"'{text}' is not a size", "write it like 6GiB, 500MB or 1000000")
-    return int(float(match[1]) * _UNITS[match[2]])
-
-
-def parse_count(text: str | int) -> int:
-    """A number of tokens: "8k" means 8192, "32000" means itself."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(k?)\s*", str(text).lower())
-    if not match:
-        raise UserError(f"'{text}' is not a token count", "write it like 4096 or 8k")
-    return int(float(match[1]) * (1024 if match[2] else 1))
-
-
-def option(
-    default: Any,
-    help: str,
-    *,
-    kind: type | None = None,
-    metavar: str = "",
-    aliases: tuple[str, ...] = (),
-    choices: tuple[str, ...] = (),
-    parse: Any = None,
-    low: float | None = None,
-    high: float | None = None,
-) -> Any:
-    """A field that is also a flag. `default` None means automatic, and `kind` is then the type of a set value."""
-    kind = kind or type(default)
-    assert kind is not type(None), "an automatic option must state its kind"
-    metadata = {"help": help, "kind": kind, "metavar": metavar, "aliases": aliases, "choices": choices}
-    return field(default=default, metadata=metadata | {"parse": parse, "low": low, "high": high})
-
-
-def size_option(help: str, default: int = 0, low: int = 0) -> Any:
-    return option(default, help, metavar="SIZE", parse=parse_size, low=low)
-
-
-def automatic(kind: type, help: str, **details: Any) -> Any:
-    """An option that is decided by hardware or model unless it is set."""
-    return option(None, help, kind=kind, **details)
-
-
-def option_fields(record: type) -> tuple[Field[Any], ...]:
-    """The fields of a record that are options."""
-    return tuple(spec for spec in fields(record) if "help" in spec.metadata)
-
-
-def is_automatic(value: Any) -> bool:
-    """Whether a value given for an automatic option leaves it automatic."""
-    return value is None or (isinstance(value, str) and value.lower() in ("", "auto"))
-
-
-def convert(spec: Field[Any], value: Any) -> Any:
-    """A loose value (text of a flag, a file or a variable) as the type of the option; other values stay as they are."""
-    kind = spec.metadata["kind"]
-    if spec.default is None and is_automatic(value):
-        return None
-    if not isinstance(value, str):
-        return float(value) if kind is float and type(value) is int else value
-    if spec.metadata["parse"] is not None:
-        return spec.metadata["parse"](value)
-    if kind is bool:
-        return _TRUTH.get(value.lower(), value)
-    if kind in (int, float):
-        try:
-            return kind(value)
-        except ValueError:
-            return value
-    return value
-
-
-def check(spec: Field[Any], value: Any) -> None:
-    """Raise a UserError for a value of the wrong type or out of range."""
-    kind, low, high = spec.metadata["kind"], spec.metadata["low"], spec.metadata["high"]
-    if spec.default is None and value is None:
-        return
-    or_automatic = ", or leave it out: automatic" if spec.default is None else ""
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise UserError(f"{spec.name} must be a {kind.__name__}, got {value!r}", f"correct it{or_automatic}")
-    if (low is not None and value < low) or (high is not None and value > high):
-        allowed = f"at least {low}" if high is None else f"{low} to {high}"
-        raise UserError(f"{spec.name} is {value}", f"give {allowed}{or_automatic}")
-    choices = spec.metadata["choices"]
-    if choices and value not in choices:
-        raise unknown_name(spec.name, value, choices)
-
-
-def by_option_name(options: Mapping[str, Any], specs: Iterable[Field[Any]]) -> dict[str, Any]:
-    """Loose options under our names: dashes and other engines' names are mapped, what is unknown is refused."""
-    known = {spec.name: spec for spec in specs}
-    found: dict[str, Any] = {}
-    for key, value in options.items():
-        name = key.replace("-", "_")
-        means = translate(name, value)
-        if means is None:
-            if name not in known:
-                raise unknown_name("option", key, known)
-            means = {name: value}
-        for ours, meant in means.items():
-            if ours not in known:
-                raise UserError(f"option '{key}' means {ours}, which is not available here", f"leave {key} out")
-            if ours in found:
-                raise UserError(f"option '{key}' is given twice (it means {ours})", "keep one of them")
-            found[ours] = convert(known[ours], meant)
-    return found
-
-
-def from_environment(specs: Iterable[Field[Any]], environment: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
-    """Name -> (value, source) of options that have a variable such as TOKENMILL_CONTEXT."""
-    found = {}
-    for spec in specs:
-        variable = f"TOKENMILL_{spec.name.upper()}"
-        if environment.get(variable):
-            try:
-                value = convert(spec, environment[variable])
-                check(spec, value)
-            except UserError as error:
-                raise UserError(f"environment variable {variable}: {error.problem}", error.remedy) from None
-            found[spec.name] = value, f"from environment variable {variable}"
-    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,6 +177,32 @@ class EngineConfig:
         "GPU memory for experts, such as 8GiB: all are then kept in host memory, and the most used ones on the GPU as "
         "well. 0: all experts on the GPU."
     )
+    lora: tuple[str, ...] = option(
+        (), "LoRA adapter in PEFT format, served under NAME; repeatable. See docs/adapters.md.", metavar="NAME=DIR"
+    )
+    enable_lora: bool = option(False, "Reserve memory for adapters that are loaded later, also without --lora.")
+    max_loras: int | None = automatic(
+        int,
+        "Number of adapters that lie on the device at a time. Automatic: as many as --lora-memory holds, or 8.",
+        metavar="ADAPTERS",
+        low=1,
+        high=4096,
+    )
+    max_lora_rank: int | None = automatic(
+        int,
+        "Largest rank of an adapter; memory is reserved for it. Automatic: the largest of those given with --lora, "
+        "without any 16.",
+        metavar="RANK",
+        low=1,
+        high=4096,
+    )
+    lora_memory: int = size_option("Device memory for adapters, such as 2GiB: sets how many lie there at a time.")
+    lora_host_memory: int = size_option(
+        "Host memory for adapters that are not on the device; beyond it they are read from disk again.", 4 << 30
+    )
+    max_cpu_loras: int = option(
+        0, "Maximum number of adapters in host memory; 0: as many as --lora-host-memory holds.", low=0
+    )
     speculate: str = option(
         "off",
         "Speculative decoding (lossless): off, ngram, suffix, draft:MODEL, self:layers=N, self:TYPE (the same weights "
@@ -307,8 +239,13 @@ class EngineConfig:
             value = getattr(self, spec.name)
             if spec.default is None and is_automatic(value):
                 object.__setattr__(self, spec.name, None)
-            else:
-                check(spec, value)
+                continue
+            if isinstance(value, list):  # from a command line, a file or another process
+                value = tuple(value)
+                object.__setattr__(self, spec.name, value)
+            check(spec, value)
+        if self.max_loras is not None and self.lora_memory:
+            raise UserError("both max_loras and lora_memory are given", "keep one of them")
         if self.memory is not None and self.gpu_memory_utilization is not None:
             raise UserError("both memory and gpu_memory_utilization are given", "keep one of them")
 
@@ -331,6 +268,10 @@ class EngineConfig:
             if name not in values:
                 values[name], origin[name] = value, source
         return cls(**values, sources=origin)
+
+    @property
+    def serves_adapters(self) -> bool:
+        return self.enable_lora or bool(self.lora)
 
     def is_set(self, name: str) -> bool:
         """Whether somebody stated this option; automatic values and defaults are not set."""
@@ -371,7 +312,7 @@ def _resolved(name: str) -> Any:
     return field(default=spec.default, metadata=spec.metadata)
 
 
-_KNOWN_AFTER_LOADING = ("memory", "kv_native_layers")
+_KNOWN_AFTER_LOADING = ("memory", "kv_native_layers", "max_loras", "max_lora_rank")
 
 
 @dataclass(frozen=True, slots=True)

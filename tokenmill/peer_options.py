@@ -24,6 +24,7 @@ class PeerOption:
     translate: Translation
     is_switch: bool = False  # a flag without a value, with a --no- form
     short: tuple[str, ...] = ()  # further spellings on the command line, with their dashes
+    takes_several: bool = False  # all words up to the next flag are its values
 
 
 def flag_text(name: str) -> str:
@@ -147,6 +148,21 @@ def _spec_method(name: str, value: Any) -> Mapping[str, Any]:
     return _speculation(name, {"method": value})
 
 
+def _lora_modules(name: str, value: Any) -> Mapping[str, Any]:
+    """NAME=DIR, vLLM's JSON object of one adapter, several of them, or a mapping of names to directories."""
+    if isinstance(value, Mapping) and not {"name", "path"} <= set(value):
+        return {"lora": tuple(f"{adapter}={path}" for adapter, path in value.items())}
+    adapters = []
+    given = [value] if isinstance(value, str | Mapping) else value or ()
+    for each in given if isinstance(given, list | tuple) else (given,):
+        try:
+            found = json.loads(each) if isinstance(each, str) and each.startswith("{") else each
+            adapters.append(f"{found['name']}={found['path']}" if not isinstance(found, str) else found)
+        except (ValueError, KeyError, TypeError):
+            raise UserError(f"{flag_text(name)} is not NAME=DIR: {each}", "write it like sql=adapters/sql") from None
+    return {"lora": tuple(adapters)}
+
+
 def _gpu_layers(name: str, value: Any) -> Mapping[str, Any]:
     """llama.cpp: 0 keeps the model on the CPU; all layers (or more) is a GPU."""
     text = str(value).lower()
@@ -165,8 +181,6 @@ _BY_CONTENT = "formats of quantized checkpoints are recognised by their content"
 _NO_PARALLEL = "this version runs a model on one device"
 _USE_DEPLOY = "use --quantization or a smaller model, or `tokenmill deploy --engine vllm` for several devices"
 _NO_MEDIA = "this version takes text only"
-_NO_LORA = "this version serves no adapters"
-_MERGE = "merge the adapter into the checkpoint first"
 _OWN_CHOICE = "this engine chooses it by itself and says what it chose"
 _SEE_INSPECT = "leave it out; `tokenmill inspect MODEL` shows the choice"
 
@@ -264,10 +278,10 @@ _VLLM: dict[str, PeerOption] = {
     "rope_scaling": PeerOption("vLLM", refused("the model's shape is the checkpoint's", "edit config.json")),
     "rope_theta": PeerOption("vLLM", refused("the model's shape is the checkpoint's", "edit config.json")),
     "num_gpu_blocks_override": PeerOption("vLLM", refused("KV pages are counted in bytes", "use --memory")),
-    "enable_lora": _switch("vLLM", refused(_NO_LORA, _MERGE)),
-    "lora_modules": PeerOption("vLLM", refused(_NO_LORA, _MERGE)),
-    "max_loras": PeerOption("vLLM", refused(_NO_LORA, _MERGE)),
-    "max_lora_rank": PeerOption("vLLM", refused(_NO_LORA, _MERGE)),
+    "lora_modules": PeerOption("vLLM", _lora_modules, takes_several=True),
+    "loras": PeerOption("vLLM", _lora_modules, takes_several=True),
+    "lora_dtype": PeerOption("vLLM", only(("auto",), "adapters are held in the dtype of the steps", "leave it out")),
+    "fully_sharded_loras": _switch("vLLM", only((False,), _NO_PARALLEL, "leave it out")),
     "limit_mm_per_prompt": PeerOption("vLLM", refused(_NO_MEDIA, "leave it out")),
     "mm_processor_kwargs": PeerOption("vLLM", refused(_NO_MEDIA, "leave it out")),
     "allowed_local_media_path": PeerOption("vLLM", refused(_NO_MEDIA, "leave it out")),

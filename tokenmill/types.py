@@ -200,6 +200,14 @@ class SamplingParams:
         return self.structured is not None or self.allowed_token_ids is not None or bool(self.bad_word_ids)
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterRef:
+    """One version of an adapter: another content under the same name is another version."""
+
+    name: str
+    digest: bytes  # sha256 of its content
+
+
 class CompiledGrammar(Protocol):
     """A grammar compiled for one model's tokens (tokenmill.grammar). The engine passes it on to the sampler."""
 
@@ -231,6 +239,7 @@ class Request:
     deadline: float | None = None  # monotonic clock: dropped if its first token has not come by then
     max_pinned_share: float = 1.0  # of all KV pages, that the tenant may have kept by cache_control
     cache_salt: bytes = b""  # only requests of the same salt share cached pages, in memory and in tiers
+    adapter: AdapterRef | None = None  # None: the base alone
     embeds: bool = False  # also wants the hidden state of its last prompt token, with its first token
     grammar: CompiledGrammar | None = None  # params.structured compiled for the sampler; opaque to the engine
     # Logits of the tokens from this position on are read: these must not come from the prefix cache
@@ -245,12 +254,19 @@ class Request:
     device_seconds: float = 0.0  # its part of the steps that no event has reported yet, where it is metered
 
     def __post_init__(self) -> None:
+        assert len(self.cache_salt) < 32, "a cache salt has fewer than 32 bytes"
         if not self.token_ids:
             self.token_ids = list(self.prompt_ids)
 
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def cache_name(self) -> bytes:
+        """Whose cached pages it may use: those of its salt that its adapter computed. A salt is shorter than a digest,
+        so that none can be taken for an adapter's."""
+        return self.cache_salt if self.adapter is None else self.adapter.digest + self.cache_salt
 
     @property
     def budget(self) -> CacheControl | None:
@@ -279,6 +295,7 @@ class ScheduledTokens:
     num_dropped: int = 0  # tokens whose pages a budget took out of the tables: attention counts positions without them
     num_draft_slots: int = 0  # slots reserved after them: the runtime may compute that many more tokens
     state_slot: int = 0  # of recurrent layers: where the states of this sequence are; new ones if it starts at 0
+    adapter_slot: int = 0  # on the device, of the adapter that its request asked for; 0: the base alone
 
 
 @dataclass(slots=True)
@@ -317,6 +334,7 @@ class Batch:
     begins: tuple[int, ...] = ()
     drafted: tuple[int, ...] = ()
     all_hidden: bool = True  # False: only logits are needed, so a forward pass may skip other rows where it can
+    adapter_slots: Tensor | None = None  # [T] int32, 0: none; None where no row has an adapter
 
 
 @dataclass(frozen=True, slots=True)

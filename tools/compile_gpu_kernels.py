@@ -1,5 +1,6 @@
 """Compile GPU kernels for Hopper (sm_90) on a machine without a GPU, as launched for known models: experts (also those
-that lie in host memory), attention with sinks, latent attention, float8 weights in blocks, routers, recurrent layers.
+that lie in host memory), attention with sinks, latent attention, float8 weights in blocks, routers, recurrent layers,
+adapters.
 
     python -m tools.compile_gpu_kernels [--all] [NAME ...]
 
@@ -288,6 +289,32 @@ def _recurrent_cases() -> Iterator[Case]:
         yield "recurrent gated_norm", partial(gpu.gated_norm, x, x, weight, 1e-5, weight.dim() == 1)
 
 
+def _adapter_cases() -> Iterator[Case]:
+    """Eight slots of rank 16 and 64 on Llama 3 8B: the products of a layer, decodes and prompts."""
+    from tokenmill.kernels.triton.adapters import products
+
+    layer = {
+        "qkv": ([4096, 1024, 1024], 4096),
+        "o": ([4096], 4096),
+        "gate": ([14336] * 2, 4096),
+        "down": ([4096], 14336),
+    }
+    for name, (widths, depth) in layer.items():
+        for rank, tokens in itertools.product((16, 64), (1, 16, 64, 2048)):
+            columns, parts = sum(widths), len(widths)
+            factors = products.Factors(
+                torch.empty(8, parts, rank, depth, dtype=torch.bfloat16),
+                torch.empty(8, columns, rank, dtype=torch.bfloat16),
+                *(torch.empty(8, parts, dtype=torch.int32), torch.empty(8, columns), None),
+                *(torch.empty(8, parts, dtype=torch.int32), products.make_tiles(widths, torch.device("cpu"))[0]),
+            )
+            x, y = (torch.empty(tokens, width, dtype=torch.bfloat16) for width in (depth, columns))
+            slots = torch.zeros(tokens, dtype=torch.int32)
+            yield f"adapters {name} {rank} {tokens} shrink", partial(products.shrink, x, slots, factors)
+            call = partial(products.expand, y, slots, factors, (torch.empty(1), 4), range(len(factors.tiles)))
+            yield f"adapters {name} {rank} {tokens} expand", call
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--all", action="store_true", help="every candidate of the chooser")
@@ -308,7 +335,7 @@ def main() -> None:
     compilation = Compilation()
     JITFunction.run = lambda self, *args, **keywords: compilation(self, *args, **keywords)
     print(f"Triton {triton.__version__}")
-    others = (_attention_cases(), _latent_cases(), _linear_cases(), _recurrent_cases())
+    others = (_attention_cases(), _latent_cases(), _linear_cases(), _recurrent_cases(), _adapter_cases())
     for name, call in itertools.chain(_expert_cases(options.all), *others):
         if all(part in name for part in options.names):
             compilation.case = name

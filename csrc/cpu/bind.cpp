@@ -22,6 +22,7 @@ void bind_pool(nb::module_& module) {
 NB_MODULE(_cpu, module) {
   tokenmill::nb::set_leak_warnings(false);  // the shared pool lives until the process ends
   tokenmill::bind_pool(module);
+  tokenmill::bind_adapters(module);
   tokenmill::bind_linear(module);
   tokenmill::bind_ops(module);
   tokenmill::bind_attention(module);

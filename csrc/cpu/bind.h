@@ -37,6 +37,7 @@ inline void require(bool condition, const char* message) {
 Activation activation_of(const std::string& name);
 
 void bind_pool(nb::module_& module);
+void bind_adapters(nb::module_& module);
 void bind_linear(nb::module_& module);
 void bind_ops(nb::module_& module);
 void bind_attention(nb::module_& module);

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <numeric>
 
+#include "bind_adapters.h"
 #include "bind_attention.h"
 #include "bind_linear.h"
 #include "bind_recurrent.h"
@@ -242,6 +243,9 @@ void bind_program(nb::module_& module) {
       .def("softcap", [](RecordedProgram& self, int x, float cap) { return self.program.softcap(x, cap); })
       .def("end_body", [](RecordedProgram& self) { self.program.end_body(); })
       .def("finish", &finish)
+      .def("hold_adapters", [](RecordedProgram& self, int num_slots) { self.program.hold_adapters(num_slots); })
+      .def("set_adapter", &set_adapter, nb::arg("product"), nb::arg("slot"), nb::arg("packed").none())
+      .def("set_embedding", &set_embedding, nb::arg("slot"), nb::arg("packed").none())
       .def("run", &run_step)
       .def("decode", &decode_steps)
       .def("settle", &settle_drafts)
@@ -255,6 +259,7 @@ void bind_program(nb::module_& module) {
           },
           "The memory of a value, [max_tokens, width]; only those that outlive their stage mean anything")
       .def_prop_ro("nbytes", [](const RecordedProgram& self) { return self.program.bytes(); })
+      .def_prop_ro("num_products", [](const RecordedProgram& self) { return self.program.num_products(); })
       .def_prop_ro("num_stages", [](const RecordedProgram& self) { return self.program.num_stages(); });
 }
 

@@ -32,13 +32,14 @@ std::vector<std::vector<int64_t>> decode_steps(RecordedProgram& self, std::vecto
                                                std::vector<int64_t> positions, const std::vector<Tables>& tables,
                                                uintptr_t logits, int steps,
                                                const std::vector<std::vector<int64_t>>& stops,
-                                               const std::vector<int64_t>& state_slots);
+                                               const std::vector<int64_t>& state_slots,
+                                               const std::vector<int32_t>& adapter_slots);
 
 void run_step(RecordedProgram& self, int num_tokens, int num_sequences, uintptr_t token_ids, uintptr_t positions,
               uintptr_t query_starts, uintptr_t seq_lens, const std::vector<uintptr_t>& slots,
               const std::vector<uintptr_t>& block_tables, const std::vector<int64_t>& table_widths, int num_logit_rows,
               uintptr_t logit_rows, uintptr_t logits, bool body, bool head, bool all_hidden, uintptr_t ancestors,
-              uintptr_t state_slots, const std::vector<int>& drafted);
+              uintptr_t state_slots, const std::vector<int>& drafted, uintptr_t adapter_slots);
 
 void settle_drafts(RecordedProgram& self, const std::vector<int>& kept);
 

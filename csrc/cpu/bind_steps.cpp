@@ -28,6 +28,13 @@ void set_states(const RecordedProgram& self, StepInputs& inputs, int count, cons
   inputs.drafted = drafted;
 }
 
+void set_adapters(const RecordedProgram& self, StepInputs& inputs, const int32_t* slots) {
+  if (slots == nullptr) return;
+  for (int i = 0; i < inputs.num_tokens; ++i)
+    require(slots[i] >= 0 && slots[i] <= self.program.num_adapter_slots(), "no such adapter slot");
+  inputs.adapter_slots = slots;
+}
+
 }  // namespace
 
 // A step in which every sequence brings one token and wants its logits: most steps, and short enough that the caller's
@@ -39,7 +46,8 @@ std::vector<std::vector<int64_t>> decode_steps(RecordedProgram& self, std::vecto
                                                std::vector<int64_t> positions, const std::vector<Tables>& tables,
                                                uintptr_t logits, int steps,
                                                const std::vector<std::vector<int64_t>>& stops,
-                                               const std::vector<int64_t>& state_slots) {
+                                               const std::vector<int64_t>& state_slots,
+                                               const std::vector<int32_t>& adapter_slots) {
   const size_t count = token_ids.size();
   require(count > 0 && count <= size_t(self.program.max_sequences()), "more sequences than recorded for");
   const size_t num_groups = self.num_groups;
@@ -63,6 +71,8 @@ std::vector<std::vector<int64_t>> decode_steps(RecordedProgram& self, std::vecto
   inputs.logit_rows = rows.data();
   inputs.logits = reinterpret_cast<float*>(logits);
   set_states(self, inputs, int(count), starts.data(), state_slots.data(), {});
+  require(adapter_slots.empty() || adapter_slots.size() == count, "one adapter slot per sequence");
+  set_adapters(self, inputs, adapter_slots.empty() ? nullptr : adapter_slots.data());
   std::vector<std::vector<int64_t>> slots(num_groups, std::vector<int64_t>(count));
   std::vector<std::vector<int32_t>> padded(num_groups);
   for (size_t group = 0; group < num_groups; ++group) {
@@ -111,7 +121,7 @@ void run_step(RecordedProgram& self, int num_tokens, int num_sequences, uintptr_
               uintptr_t query_starts, uintptr_t seq_lens, const std::vector<uintptr_t>& slots,
               const std::vector<uintptr_t>& block_tables, const std::vector<int64_t>& table_widths, int num_logit_rows,
               uintptr_t logit_rows, uintptr_t logits, bool body, bool head, bool all_hidden, uintptr_t ancestors,
-              uintptr_t state_slots, const std::vector<int>& drafted) {
+              uintptr_t state_slots, const std::vector<int>& drafted, uintptr_t adapter_slots) {
   StepInputs inputs;
   inputs.num_tokens = num_tokens;
   inputs.token_ids = reinterpret_cast<const int64_t*>(token_ids);
@@ -131,6 +141,7 @@ void run_step(RecordedProgram& self, int num_tokens, int num_sequences, uintptr_
           "one slot list and one block table per KV group");
   set_states(self, inputs, num_sequences, reinterpret_cast<const int32_t*>(query_starts),
              reinterpret_cast<const int64_t*>(state_slots), drafted);
+  set_adapters(self, inputs, reinterpret_cast<const int32_t*>(adapter_slots));
   check_range(inputs.token_ids, num_tokens, self.vocabulary, "a token id is outside the vocabulary");
   check_range(inputs.positions, num_tokens, self.positions, "a position is outside the rotary table");
   check_range(inputs.logit_rows, num_logit_rows, num_tokens, "no such logit row");

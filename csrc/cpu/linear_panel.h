@@ -12,6 +12,7 @@
 #include <memory>
 #include <string>
 
+#include "adapter_kernels.h"
 #include "linear.h"
 #include "quant_panel.h"
 
@@ -107,6 +108,7 @@ struct PanelKernels {
   MultiplyFn (*multiply)(const PanelLayout& layout);
   int (*expand_from)(const PanelLayout& layout);  // number of rows from which the expanded product is faster
   int64_t (*spin_dots)(int64_t rounds);           // integer products at full speed; returns how many operations
+  AdapterKernels adapters;
 };
 
 class AlignedBytes {

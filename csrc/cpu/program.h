@@ -6,6 +6,7 @@
 // computed, every thread does the row-wise part for itself in private memory, which saves the barrier before the product.
 // After the last attention or recurrent op rows no longer meet: where only the head reads the result, only its rows go
 // on from there.
+// Adapters change products from outside: which rows have one is an input of each step, nothing is recorded again.
 // Knows nothing of Python or of models; recorded by runtime/recorded.py through bind_program.cpp.
 #pragma once
 
@@ -14,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "adapters.h"
 #include "attention.h"
 #include "experts.h"
 #include "float_kernels.h"
@@ -87,6 +89,7 @@ struct StepInputs {
   const int32_t* starts = nullptr;       // [S + 1]
   const int64_t* state_slots = nullptr;  // [S]
   std::vector<int> drafted;              // numbers of sequences, ascending
+  const int32_t* adapter_slots = nullptr;  // [T], 0: none; null where no row has an adapter
 };
 
 class Program {
@@ -124,8 +127,16 @@ class Program {
   int recurrence(const std::vector<int>& inputs, std::shared_ptr<const Recurrence> op, float* states);
   int select_rows(int x);
   int softcap(int x, float cap);
+  int num_products() const { return num_products_; }  // `linear` calls so far: they are numbered from 0
   void end_body();          // what follows is the head: it runs over the selected rows only
   void finish(int logits);  // no more recording; lays out the memory
+
+  // Adapters in slots 1 to num_slots, for the products by their number; null: none. Not while a step runs.
+  void hold_adapters(int num_slots);
+  void set_adapter(int product, int slot, std::shared_ptr<const ProductAdapter> adapter);
+  void set_embedding(int slot, std::shared_ptr<const EmbeddingAdapter> adapter);
+  int num_adapter_slots() const { return static_cast<int>(embeddings_.size()) - 1; }
+  bool has_product(int product, int64_t inputs, const std::vector<int64_t>& outputs) const;
 
   void run(const StepInputs& inputs);
   // After a step with drafted sequences: their states go on over this many rows of each, in the order of `drafted`.
@@ -135,7 +146,7 @@ class Program {
 
   int64_t width(int value) const { return values_[value].width; }
   const float* data(int value) const { return arena() + values_[value].offset; }
-  size_t bytes() const { return bytes_; }
+  size_t bytes() const { return bytes_ + adapter_workspace_.bytes(); }
   int num_stages() const { return static_cast<int>(stages_.size()); }
   ThreadPool& pool() const { return *pool_; }
   int max_tokens() const { return max_tokens_; }
@@ -158,6 +169,8 @@ class Program {
     int input = -1;                   // product, product by heads, experts
     std::vector<int> outputs;         // product, product by heads, attention, experts
     std::vector<const float*> biases;  // product
+    AdapterSlots adapters;             // product
+    int number = -1;                   // product: which one
     int q = -1, k = -1, v = -1;       // attention
     int plan = -1;
     int group = 0;
@@ -201,12 +214,17 @@ class Program {
   void lay_out_scratch();
   int root(int value) const { return values_[value].alias < 0 ? value : root(values_[value].alias); }
 
+  const AdapterRows& adapter_rows(const Place& place, const Stage& stage) const {
+    return stage.head || place.narrow ? head_adapter_rows_ : adapter_rows_;
+  }
+  void begin_adapters(const StepInputs& inputs);
+  bool adapts(const Stage& stage, bool narrowed, const StepInputs& inputs) const;
   bool may_narrow(const StepInputs& inputs) const;
   void narrow(Team& team, const StepInputs& inputs);
   void run_stage(Team& team, const StepInputs& inputs, int number, bool narrowed);
   void run_rows(const Stage& stage, const Place& place, int begin, int end) const;
   void run_row(const RowOp& op, const Place& place, int row) const;
-  void run_product(Team& team, const Stage& stage, const Place& place, int rows, bool redundant);
+  void run_product(Team& team, const Stage& stage, const Place& place, int rows, bool redundant, bool adapted);
   void run_experts(Team& team, const Stage& stage, const Place& place, int rows);
   void run_head_product(Team& team, const Stage& stage, const Place& place, int rows, bool redundant);
   void run_attention(Team& team, const Stage& stage, const Place& place, int rows, bool redundant);
@@ -234,6 +252,10 @@ class Program {
   size_t scratch_bytes_ = 0;             // per thread
   size_t thread_bytes_ = 0;
   size_t bytes_ = 0;
+  int num_products_ = 0;
+  AdapterWorkspace adapter_workspace_;
+  AdapterRows adapter_rows_, head_adapter_rows_;  // of all rows; of those whose logits are wanted
+  std::vector<std::shared_ptr<const EmbeddingAdapter>> embeddings_{nullptr};  // by slot
 };
 
 }  // namespace tokenmill

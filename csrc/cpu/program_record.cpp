@@ -217,6 +217,7 @@ std::vector<int> Program::linear(int x, const std::vector<const Linear*>& weight
   stage.input = x;
   stage.product = std::make_unique<Product>(weights);
   stage.biases = biases;
+  stage.number = num_products_++;
   for (const Linear* weight : weights) stage.outputs.push_back(make_value(weight->rows));
   open_ = false;
   return stage.outputs;

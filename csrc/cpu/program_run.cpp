@@ -3,6 +3,7 @@
 // No allocation, no locks, no Python: stages, barriers, kernels.
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <cstring>
 #include <functional>
 
@@ -118,6 +119,7 @@ void Program::run(const StepInputs& inputs) {
     for (PlanEntry& entry : plans_) entry.plan->build(inputs.batches[entry.group], entry.page_size, entry.window, entry.chunk);
     begin_drafts(inputs);
   }
+  begin_adapters(inputs);
   const bool narrowing = may_narrow(inputs);
   pool_->run([&](Team& team) {
     for (int number = 0; number < num_stages(); ++number) {
@@ -158,13 +160,15 @@ void Program::run_stage(Team& team, const StepInputs& inputs, int number, bool n
   const int rows_each = (rows + team.size - 1) / team.size;
   bool redundant =
       !stage.in_place && rows <= kMaxRedundantRows && (rows - rows_each) * stage.row_cost <= kBarrierCost;
+  const bool adapted = adapts(stage, narrowed, inputs);
+  redundant = redundant && !adapted;  // its threads share what A makes of a row
   // With one new token per sequence, whoever attends to the end of a sequence stores that token: no barrier either.
   if (redundant && stage.plan >= 0) redundant = one_token_each(inputs.batches[stage.group], rows);
   // Thread 0 works in shared memory, so that later stages find the values; the others must not touch it meanwhile.
   float* const private_memory = redundant && team.thread > 0 ? reinterpret_cast<float*>(own) : nullptr;
   const Place place{*this, inputs, number, private_memory, narrowed};
   if (stage.product) {
-    run_product(team, stage, place, rows, redundant);
+    run_product(team, stage, place, rows, redundant, adapted);
   } else if (stage.heads.weights != nullptr) {
     run_head_product(team, stage, place, rows, redundant);
   } else if (stage.plan >= 0) {
@@ -205,6 +209,10 @@ void Program::run_row(const RowOp& op, const Place& place, int row) const {
         op.packed->dequantize_row(place.inputs.token_ids[row], out);
       } else {
         dequantize_row(op.type, op.table, place.inputs.token_ids[row], n, out);
+      }
+      if (place.inputs.adapter_slots != nullptr) {
+        const auto& adapter = embeddings_[place.inputs.adapter_slots[row]];
+        if (adapter != nullptr) adapter->apply(place.inputs.token_ids[row], out);
       }
       if (op.number != 1.0f) kernels.scale(out, op.number, n, out);
       break;
@@ -279,7 +287,8 @@ void Program::run_row(const RowOp& op, const Place& place, int row) const {
   }
 }
 
-void Program::run_product(Team& team, const Stage& stage, const Place& place, int rows, bool redundant) {
+void Program::run_product(Team& team, const Stage& stage, const Place& place, int rows, bool redundant,
+                          bool adapted) {
   const Product& product = *stage.product;
   char* own = private_.get() + team.thread * thread_bytes_;
   char* activations = redundant ? own + aligned(private_floats_ * sizeof(float)) : activations_.get();
@@ -299,13 +308,36 @@ void Program::run_product(Team& team, const Stage& stage, const Place& place, in
       const int begin = i * block, end = std::min(rows, begin + block);
       run_rows(stage, place, begin, end);
       product.quantize(x, cols, begin, end, rows, activations);
+      for (int row = begin; adapted && row < end; ++row)
+        adapter_workspace_.round_row(stage.adapters, adapter_rows(place, stage), row, x + row * cols);
     });
     team.barrier();
   }
   ProductOutput outputs[kMaxProductWeights];
   for (int i = 0; i < product.size(); ++i)
     outputs[i] = {stage.biases[i], place.at(stage.outputs[i], 0), width(stage.outputs[i])};
-  team.for_runs(tiles, [&](int tile) { product.run_tile(tile, rows, activations, outputs, scratch); });
+  if (!adapted) {
+    team.for_runs(tiles, [&](int tile) { product.run_tile(tile, rows, activations, outputs, scratch); });
+    return;
+  }
+  const AdapterRows& by_adapter = adapter_rows(place, stage);
+  adapter_workspace_.shrink(stage.adapters, by_adapter, x, cols, team.thread, team.size);
+  AdapterPrefetch ahead;
+  AdapterWorkspace::ask_for_expand(stage.adapters, by_adapter, team.thread, team.size, ahead);
+  for (int next = place.stage + 1; next < num_stages(); ++next) {
+    if (!stages_[next].product) continue;
+    const AdapterRows& of_next = stages_[next].head ? head_adapter_rows_ : by_adapter;
+    AdapterWorkspace::ask_for_shrink(stages_[next].adapters, of_next, team.thread, team.size, ahead);
+    break;
+  }
+  static const bool fetches = std::getenv("TM_NO_FETCH") == nullptr;
+  ahead.spread(fetches ? tiles / team.size : 0);
+  team.for_runs(tiles, [&](int tile) {
+    ahead.some();
+    product.run_tile(tile, rows, activations, outputs, scratch);
+  });
+  team.barrier();
+  adapter_workspace_.expand(stage.adapters, by_adapter, x, cols, outputs, team.thread, team.size);
 }
 
 void Program::run_experts(Team& team, const Stage& stage, const Place& place, int rows) {

@@ -26,6 +26,7 @@ _ROOT = Path(__file__).parents[2]
         "blocks",
         "router",
         "recurrent",
+        "adapters",
     ],
 )
 def test_kernels_compile_for_hopper(case: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tokenmill.cli.peer_flags import rewrite
 from tokenmill.config import EngineConfig, option_fields
 from tokenmill.errors import UserError
 from tokenmill.peer_options import PEER_OPTIONS, translate
@@ -106,3 +107,21 @@ def test_server_options_are_translated_too() -> None:
     )
     assert (server.cors_origin, server.access_log, server.served_model_name) == (("https://a.example",), False, ("m",))
     assert engine.context == 2048
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "means"),
+    [
+        ("lora_modules", "sql=/a", ("sql=/a",)),
+        ("lora_modules", ["sql=/a", '{"name": "chat", "path": "/b", "base_model_name": "m"}'], ("sql=/a", "chat=/b")),
+        ("lora_modules", [{"name": "sql", "path": "/a"}], ("sql=/a",)),
+        ("loras", {"sql": "/a", "chat": "/b"}, ("sql=/a", "chat=/b")),
+    ],
+)
+def test_adapters_as_vllm_names_them(name: str, value: Any, means: tuple[str, ...]) -> None:
+    assert EngineConfig.from_options({name: value, "enable_lora": True, "max_loras": 4}).lora == means
+
+
+def test_several_adapters_after_one_flag() -> None:
+    written = rewrite(["m", "--lora-modules", "a=x", "b=y", "--port", "1"], {"--lora", "--port"}, "serve")
+    assert written == ["m", "--lora", "a=x", "--lora", "b=y", "--port", "1"]

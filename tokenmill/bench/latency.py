@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from tokenmill.bench.context import benchmark_context
+from tokenmill.bench.lora_mix import assign, parse_mix
 from tokenmill.bench.prompts import longest_request, random_requests
 from tokenmill.config import EngineConfig
 from tokenmill.engine.llm import LLM
@@ -28,6 +29,7 @@ class LatencyJob:
     batch_size: int = 1
     repeat: int = 3
     warmup: int = 1
+    lora_mix: str = ""  # shares of the adapters; empty: equal ones
 
     def __post_init__(self) -> None:
         for name, low in (("input_len", 1), ("output_len", 1), ("batch_size", 1), ("repeat", 1), ("warmup", 0)):
@@ -97,6 +99,8 @@ def _run_once(llm: LLM, job: LatencyJob, seed: int) -> _Timing:
         llm.parts.description.vocab_size, job.batch_size, job.input_len, job.output_len, seed=seed
     )
     requests = [intake.request(each.prompt_ids, params) for each in synthetic]
+    for request, lora in zip(requests, assign(parse_mix(job.lora_mix, llm.loras), len(requests)), strict=True):
+        request.adapter = llm.parts.adapters.find(lora) if lora else None
     started = time.perf_counter()
     for request in requests:
         core.add(request)

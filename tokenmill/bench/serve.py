@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import httpx
 
+from tokenmill.bench.lora_mix import assign, parse_mix
 from tokenmill.bench.serve_arrivals import arrival_offsets
 from tokenmill.bench.serve_client import Sample, StreamClient
 from tokenmill.bench.serve_datasets import load_items
@@ -47,7 +48,8 @@ def measure_serving(job: ServeJob, on_done: OnDone | None = None) -> Measurement
     model = job.model or _first_model(job, headers)
     items = load_items(job)
     offsets = arrival_offsets(job, items)
-    bodies = [request_body(job, item, model) for item in items]
+    names = assign(parse_mix(job.lora_mix), len(items))
+    bodies = [request_body(job, item, name or model) for item, name in zip(items, names, strict=True)]
     client = StreamClient(job.base_url, job.path, headers, job.request_timeout, job.save_detailed)
     return run_loop(_measure(job, model, client, items, bodies, offsets, on_done or (lambda _: None)))
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from tokenmill.bench.lora_mix import parse_mix
 from tokenmill.config import option, parse_count
 from tokenmill.errors import UserError, unknown_name
 
@@ -28,6 +29,12 @@ class ServeJob:
     base_url: str = option("http://127.0.0.1:8000", "Base URL of the server.", metavar="URL")
     endpoint: str = option("", "Path under the base URL. Default: the backend's.", metavar="PATH")
     model: str = option("", "Model name in the API. Default: the first in /v1/models.", metavar="NAME")
+    lora_mix: str = option(
+        "",
+        "Adapters to ask for instead of --model, such as sql,chat (evenly), or with shares of the requests: sql=0.5.",
+        metavar="NAME=SHARE,...",
+        aliases=("lora_modules",),
+    )
     header: tuple[str, ...] = option(
         (), "Additional HTTP header. Repeatable. The API key is read from OPENAI_API_KEY.", metavar="NAME=VALUE"
     )
@@ -119,7 +126,7 @@ class ServeJob:
             raise UserError(f"dataset {self.dataset_name} needs a file", "give --dataset-path")
         if self.is_chat and self.prompt_format == "ids":
             raise UserError("the chat API takes no token ids", "use --prompt-format text or --backend openai")
-        self.extra(), self.limits(), self.percentiles(), self.headers(), self.shown_metrics()
+        self.extra(), self.limits(), self.percentiles(), self.headers(), self.shown_metrics(), parse_mix(self.lora_mix)
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> ServeJob:

@@ -7,9 +7,11 @@ throughput`.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tokenmill.bench.context import benchmark_context
+from tokenmill.bench.lora_mix import assign, parse_mix
 from tokenmill.bench.prompts import SyntheticRequest, longest_request, random_requests
 from tokenmill.config import EngineConfig
 from tokenmill.engine.llm import LLM
@@ -24,6 +26,7 @@ class ThroughputJob:
     output_len: int = 128
     range_ratio: float = 0.0
     shared_prefix: int = 0
+    lora_mix: str = ""  # shares of the adapters; empty: equal ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,17 +58,19 @@ def measure_throughput(
     with LLM(model, config) as llm:
         requests = _requests(llm.parts.description.vocab_size, job, config.seed)
         warm_up(llm, requests[0])
-        return run_requests(llm, requests, progress)[0]
+        loras = assign(parse_mix(job.lora_mix, llm.loras), len(requests))
+        return run_requests(llm, requests, progress, loras)[0]
 
 
 def run_requests(
-    llm: LLM, requests: list[SyntheticRequest], progress: bool = False
+    llm: LLM, requests: list[SyntheticRequest], progress: bool = False, loras: Sequence[str | None] | None = None
 ) -> tuple[ThroughputReport, list[RequestOutput]]:
     """One timed pass over requests that are all there at once, by an engine that is already warm."""
     stats = llm.stats
     stats.reset()
     started = time.perf_counter()
-    outputs = llm.generate([each.prompt_ids for each in requests], _params(requests), progress=progress)
+    prompts = [each.prompt_ids for each in requests]
+    outputs = llm.generate(prompts, _params(requests), lora=loras, progress=progress)
     elapsed = time.perf_counter() - started
     input_tokens = sum(len(each.prompt_ids) for each in requests)
     output_tokens = sum(len(each.outputs[0].token_ids) for each in outputs)

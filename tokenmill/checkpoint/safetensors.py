@@ -124,6 +124,11 @@ class SafetensorsCheckpoint:
         views |= {name: TensorView(tuple(each[number] for number in sorted(each))) for name, each in parts.items()}
         return split_fused(self.description, views, naming.grouped_qkv)
 
+    @property
+    def joined(self) -> dict[str, TensorView]:
+        """Modules that the file keeps as rows of a larger matrix."""
+        return {name.rpartition(".")[0]: view for name, view in self._views.items() if view.rows is not None}
+
     def names(self) -> Iterable[str]:
         return self._views.keys()
 

@@ -18,6 +18,12 @@ from tokenmill.config import EngineConfig
 from tokenmill.errors import UserError
 
 app = typer.Typer(help="Measure speed: of the engine on synthetic prompts, of a server under load.")
+_LoraMix = Annotated[
+    str,
+    typer.Option(
+        "--lora-mix", metavar="NAME=SHARE,...", help="Share of the requests of each --lora; default: equal shares."
+    ),
+]
 _Report = Annotated[Path | None, typer.Option("--report", metavar="FILE", help="Write a self-contained HTML report.")]
 
 
@@ -36,6 +42,7 @@ def latency(
     batch_size: Annotated[int, typer.Option(help="Prompts in the batch.")] = 1,
     repeat: Annotated[int, typer.Option(help="Measured runs; medians are reported.")] = 3,
     warmup: Annotated[int, typer.Option(help="Runs before those, not measured.")] = 1,
+    lora_mix: _LoraMix = "",
     as_json: AsJson = False,
     _verbose: Verbose = False,
     *,
@@ -44,7 +51,7 @@ def latency(
     """One batch: how fast prompts are read (until every sequence has its first token) and how fast tokens follow."""
     from tokenmill.bench.latency import LatencyJob, measure_latency
 
-    job = LatencyJob(input_len, output_len, batch_size, repeat, warmup)
+    job = LatencyJob(input_len, output_len, batch_size, repeat, warmup, lora_mix)
     total = warmup + repeat
     with progress_bar("runs") as advance:
         result = asdict(measure_latency(model, engine, job, lambda done: advance(done, total)))
@@ -60,6 +67,7 @@ def throughput(
     output_len: Annotated[int, typer.Option(help="Tokens generated for each prompt.")] = 128,
     range_ratio: Annotated[float, typer.Option(help="Lengths vary uniformly by up to this share.")] = 0.0,
     shared_prefix: Annotated[int, typer.Option(help="Length of a common prefix, on top of --input-len.")] = 0,
+    lora_mix: _LoraMix = "",
     report_file: _Report = None,
     as_json: AsJson = False,
     _verbose: Verbose = False,
@@ -69,7 +77,7 @@ def throughput(
     """Many requests at once: tokens per second, and how much of the KV memory in use holds no token (kv_waste)."""
     from tokenmill.bench.throughput import ThroughputJob, measure_throughput
 
-    job = ThroughputJob(num_prompts, input_len, output_len, range_ratio, shared_prefix)
+    job = ThroughputJob(num_prompts, input_len, output_len, range_ratio, shared_prefix, lora_mix)
     found = measure_throughput(model, engine, job, progress=True)
     if report_file is not None:
         from tokenmill.bench.html import write_throughput_report

@@ -14,7 +14,7 @@ from tokenmill.cli.output import print_error, print_json
 from tokenmill.cli.progress import print_note
 from tokenmill.cli.run import MAX_TOKENS
 from tokenmill.cli.streaming import Streamer, answer_footer, answer_record
-from tokenmill.config import EngineConfig
+from tokenmill.config import ADAPTER_MEMORY, EngineConfig
 from tokenmill.errors import UserError
 from tokenmill.types import SamplingParams
 
@@ -34,7 +34,7 @@ class Conversation:
 
 
 @sampling_options(without=("n", "logprobs"), max_tokens=MAX_TOKENS, temperature=0.7)
-@engine_options(without=("seed",), concurrency=1)
+@engine_options(without=("seed", *ADAPTER_MEMORY), concurrency=1)
 def chat(
     model: Model = DEFAULT_MODEL,
     system: Annotated[str | None, typer.Option(help="System message of the conversation.")] = None,

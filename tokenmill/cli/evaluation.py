@@ -14,7 +14,7 @@ from tokenmill.cli.options import DEFAULT_MODEL, AsJson, Model, Verbose, engine_
 from tokenmill.cli.output import emit
 from tokenmill.cli.progress import progress_bar
 from tokenmill.cli.screens.evaluation import divergence_screen, perplexity_screen
-from tokenmill.config import EngineConfig, parse_count, parse_size
+from tokenmill.config import ADAPTER_MEMORY, EngineConfig, parse_count, parse_size
 
 if TYPE_CHECKING:
     from tokenmill.evaluate.windows import TextJob
@@ -50,7 +50,7 @@ def group(context: typer.Context) -> None:
 
 
 @app.command()
-@engine_options(without=("context",), prefix_caching=False)
+@engine_options(without=("context", *ADAPTER_MEMORY), prefix_caching=False)
 def perplexity(
     model: Model = DEFAULT_MODEL,
     text: Text = None,
@@ -74,7 +74,7 @@ def perplexity(
 
 
 @app.command()
-@engine_options(without=("context",), prefix_caching=False)
+@engine_options(without=("context", *ADAPTER_MEMORY), prefix_caching=False)
 def divergence(
     model: Model = DEFAULT_MODEL,
     reference: Annotated[

@@ -12,12 +12,12 @@ from tokenmill.cli.options import AsJson, Verbose, engine_options
 from tokenmill.cli.output import emit
 from tokenmill.cli.progress import print_note, progress_bar
 from tokenmill.cli.screens.endpoint import endpoint_screen
-from tokenmill.config import EngineConfig
+from tokenmill.config import ADAPTER_OPTIONS, EngineConfig
 
 _EXAMPLE = "tokenmill eval endpoint http://127.0.0.1:8000 --reference smollm2"
 
 
-@engine_options(without=("context",), prefix_caching=False)
+@engine_options(without=("context", *ADAPTER_OPTIONS), prefix_caching=False)
 def endpoint(
     url: Annotated[str, typer.Argument(metavar="URL", help="Base URL of an OpenAI-compatible API.")] = "",
     reference: Annotated[

@@ -12,10 +12,10 @@ from tokenmill.cli.options import DEFAULT_MODEL, AsJson, Model, Verbose, engine_
 from tokenmill.cli.output import emit
 from tokenmill.cli.progress import progress_bar
 from tokenmill.cli.screens.evaluation import task_screen
-from tokenmill.config import EngineConfig
+from tokenmill.config import ADAPTER_MEMORY, EngineConfig
 
 
-@engine_options()
+@engine_options(without=ADAPTER_MEMORY)
 def task(
     model: Model = DEFAULT_MODEL,
     task: Annotated[

@@ -23,7 +23,8 @@ GROUPS: dict[str, dict[str, str]] = {
     },
     "Make smaller and faster": {
         "quantize": "Quantize a model and measure what it lost",
-        "convert": "Write a model in another file format, without rounding again",
+        "convert": "Write a model in another file format; merge or extract adapters",
+        "finetune": "Train an adapter on a text, or repair what quantization lost",
         "train-draft": "Train a draft head for speculative decoding",
         "optimize": "Find the cheapest deployment that keeps quality and latency",
     },

@@ -8,7 +8,7 @@ from typing import Any
 from tokenmill.cli.options import DEFAULT_MODEL, AsJson, Model, Verbose, engine_options
 from tokenmill.cli.output import emit
 from tokenmill.cli.screens.inspection import inspect_screen
-from tokenmill.config import BY_DEFAULT, EngineConfig
+from tokenmill.config import ADAPTER_OPTIONS, BY_DEFAULT, EngineConfig
 
 _SHAPES = (
     "hidden_size",
@@ -28,7 +28,7 @@ _NOT_SHOWN = """memory gpu_memory_utilization prefix_caching scheduling concurre
 kv_policy kv_host_memory kv_disk kv_disk_size kv_redis kv_secret_file kv_budget_policy kv_budget"""
 
 
-@engine_options(without=tuple(_NOT_SHOWN.split()))
+@engine_options(without=(*_NOT_SHOWN.split(), *ADAPTER_OPTIONS))
 def inspect(
     model: Model = DEFAULT_MODEL,
     as_json: AsJson = False,

@@ -21,6 +21,7 @@ from tokenmill.cli import (
     deploy,
     doctor,
     evaluation,
+    finetune,
     inspection,
     optimize,
     plan,
@@ -60,6 +61,7 @@ app.command("simulate")(simulate.simulate)
 app.command("quantize")(quantize.quantize)
 app.command("optimize")(optimize.optimize)
 app.command("convert")(convert.convert)
+app.command("finetune")(finetune.finetune)
 app.command("train-draft")(train_draft.train_draft)
 app.command("inspect")(inspection.inspect)
 app.command("doctor")(doctor.doctor)

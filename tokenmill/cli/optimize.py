@@ -26,7 +26,7 @@ from tokenmill.cli.optimize_flags import (
 )
 from tokenmill.cli.options import DEFAULT_MODEL, AsJson, Model, Verbose, engine_options, given_options
 from tokenmill.cli.output import emit, print_json
-from tokenmill.config import EngineConfig
+from tokenmill.config import ADAPTER_OPTIONS, EngineConfig
 from tokenmill.errors import UserError
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _CONTEXT = 256  # tokens in a window of the text
 
 
-@engine_options(without=("concurrency", "batch_tokens", "kv_cache_dtype"))
+@engine_options(without=("concurrency", "batch_tokens", "kv_cache_dtype", *ADAPTER_OPTIONS))
 @given_options(PANELS, {})
 def optimize(
     model: Model = DEFAULT_MODEL,

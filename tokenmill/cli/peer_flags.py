@@ -69,6 +69,10 @@ def rewrite(arguments: list[str], own: set[str], verb: str) -> list[str]:
             if not equals and not waiting:
                 raise UserError(f"{flag} needs a value", "write it after the flag")
             given: Any = attached if equals else waiting.pop(0)
+            if peer.takes_several:
+                given = [given]
+                while waiting and not waiting[0].startswith("-"):
+                    given.append(waiting.pop(0))
         else:
             given = value
         for ours, translated in peer.translate(name, given).items():
@@ -85,4 +89,6 @@ def rewrite(arguments: list[str], own: set[str], verb: str) -> list[str]:
 def _written(name: str, value: Any) -> list[str]:
     if isinstance(value, bool):
         return [flag_text(name) if value else f"--no-{name.replace('_', '-')}"]
+    if isinstance(value, tuple):
+        return [word for each in value for word in (flag_text(name), each)]
     return [flag_text(name), str(value)]

@@ -125,7 +125,7 @@ def quantize(
     """
     if out is None:
         raise UserError("no output is given", "give a path, as in: tokenmill quantize smollm2 --out smollm2-int4")
-    gate_request = _gate_request(gate, gate_text, max_quality_loss, max_kld, threads, device, memory)
+    limits = gate_request(gate, gate_text, max_quality_loss, max_kld, threads, device, memory)
     if format == "gguf" or type:
         wrong = {
             "--format": format not in ("", "gguf"),
@@ -144,7 +144,7 @@ def quantize(
             model, out, method or "rtn", type, bits, calibration, calibration_samples, calibration_length, device
         )
         with progress_bar("blocks") as advance:
-            report = run_gguf_job(gguf, gate_request, memory, lambda done, total, _: advance(done, total))
+            report = run_gguf_job(gguf, limits, memory, lambda done, total, _: advance(done, total))
         emit(report, as_json, lambda: quantize_screen(report, model))
         return
     from tokenmill.quantize.device import describe_device
@@ -176,7 +176,7 @@ def quantize(
         threads=threads,
         device=device,
         restart=restart,
-        gate=gate_request,
+        gate=limits,
     )
     prepared = prepare(job)
     forecast = prepared.forecast
@@ -192,7 +192,7 @@ def quantize(
     emit(result, as_json, lambda: quantize_screen(result, model))
 
 
-def _gate_request(
+def gate_request(
     enabled: bool,
     text: Path | None,
     max_quality_loss: float | None,

@@ -14,7 +14,7 @@ from tokenmill.cli.output import print_json
 from tokenmill.cli.progress import print_note
 from tokenmill.cli.streaming import Answer, Streamer, answer_footer, answer_record, logprob_records
 from tokenmill.cli.values import parse_ids
-from tokenmill.config import EngineConfig
+from tokenmill.config import ADAPTER_MEMORY, EngineConfig
 from tokenmill.errors import UserError
 from tokenmill.resolution import reserve_concurrency
 from tokenmill.types import SamplingParams, StructuredSpec
@@ -23,7 +23,7 @@ MAX_TOKENS = 256
 
 
 @sampling_options(max_tokens=MAX_TOKENS, temperature=0.0)
-@engine_options(without=("seed",), concurrency=1)
+@engine_options(without=("seed", *ADAPTER_MEMORY), concurrency=1)
 def run(
     model: Model = DEFAULT_MODEL,
     text: Annotated[

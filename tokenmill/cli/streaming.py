@@ -32,6 +32,7 @@ class Streamer:
         from tokenmill.engine.async_engine import AsyncEngine
 
         self.engine = AsyncEngine(model, engine)
+        self.engine.parts.use_only_adapter()
         # One loop for all answers: the engine thread may still deliver to it just after an interrupt.
         self._runner = asyncio.Runner()
 

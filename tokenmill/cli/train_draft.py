@@ -13,14 +13,14 @@ import typer
 from tokenmill.cli.options import DEFAULT_MODEL, AsJson, Model, Verbose, engine_options
 from tokenmill.cli.output import emit
 from tokenmill.cli.screens.train_draft import train_draft_screen
-from tokenmill.config import EngineConfig
+from tokenmill.config import ADAPTER_OPTIONS, EngineConfig
 from tokenmill.errors import UserError
 
 _CACHE_FLAGS = (
     *("kv_policy", "kv_host_memory", "kv_disk", "kv_disk_size", "kv_redis", "kv_secret_file"),
     *("kv_budget_policy", "kv_budget"),
 )
-_UNUSED = ("speculate", "draft_tokens", "scheduling", "prefix_caching", *_CACHE_FLAGS)
+_UNUSED = ("speculate", "draft_tokens", "scheduling", "prefix_caching", *_CACHE_FLAGS, *ADAPTER_OPTIONS)
 
 
 @engine_options(without=_UNUSED)

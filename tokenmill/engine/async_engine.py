@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenmill.config import EngineConfig
+from tokenmill.engine.adapters.registry import Done
 from tokenmill.engine.build import EngineParts, build_engine
 from tokenmill.engine.collector import RequestCollector
 from tokenmill.engine.intake import Prompt
@@ -84,7 +85,7 @@ class AsyncEngine:
             raise UserError("both config and options are given", "put the options into the config")
         self.parts: EngineParts = build_engine(model, config or EngineConfig.from_options(options))
         self._streams: dict[str, _Stream] = {}  # engine thread only
-        self._loop = EngineLoop(self.parts.core, self, self.parts.grammars)
+        self._loop = EngineLoop(self.parts.core, self, self.parts.grammars, adapters=self.parts.adapters)
         self._inbox = _CallQueue()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="tokenmill-engine", daemon=True)
@@ -98,10 +99,13 @@ class AsyncEngine:
         *,
         priority: int = 0,
         chat: bool = False,
+        lora: str | None = None,
     ) -> AsyncIterator[StreamUpdate]:
-        """Stream a request. `chat`: the prompt is text already rendered by the chat template."""
+        """Stream a request. `chat`: the prompt is text already rendered by the chat template; `lora`: an adapter."""
         params = params or SamplingParams()
         request = self.parts.intake.request(prompt, params, request_id, priority, chat)
+        if lora:
+            request.adapter = self.parts.adapters.find(lora)
         loop = asyncio.get_running_loop()
         news: asyncio.Queue[StreamUpdate | BaseException] = asyncio.Queue()
 
@@ -127,6 +131,33 @@ class AsyncEngine:
     async def cancel(self, request_id: str) -> None:
         """Forget a request wherever it is; its stream ends with finish reason "abort"."""
         self._inbox.post(lambda: self._abort(request_id))
+
+    async def load_lora(self, name: str, path: str | Path, replace: bool = False) -> None:
+        """Read an adapter beside the steps, and serve it under this name."""
+        await self._change(lambda done: self.parts.adapters.load(name, str(path), replace, done))
+
+    async def unload_lora(self, name: str, drain: bool = False) -> None:
+        """Forget an adapter; `drain`: when its requests have ended, else one that is in use is refused."""
+        await self._change(lambda done: self.parts.adapters.unload(name, drain, done))
+
+    async def _change(self, change: Callable[[Done], None]) -> None:
+        """Have the engine thread change its adapters, and wait until that is done."""
+        loop, outcome = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+
+        def done(_version: object, error: UserError | None) -> None:
+            loop.call_soon_threadsafe(lambda: outcome.done() or outcome.set_result(error))
+
+        def call() -> None:
+            try:
+                change(done)
+            except UserError as error:
+                done(None, error)
+
+        if not self._inbox.post(call):
+            raise EngineDeadError("the engine has stopped") from self._failure
+        error = await outcome
+        if error is not None:
+            raise error
 
     @property
     def alive(self) -> bool:

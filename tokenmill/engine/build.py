@@ -19,6 +19,8 @@ from tokenmill.checkpoint.sources import resolve
 from tokenmill.checkpoint.tokenizer import Tokenizer
 from tokenmill.checkpoint.tokenizer_files import tokenizer_of
 from tokenmill.config import EngineConfig, ResolvedConfig
+from tokenmill.engine.adapters.build import AdapterFiles, make_slots, settle_rank
+from tokenmill.engine.adapters.registry import AdapterRegistry
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.intake import Intake
 from tokenmill.engine.kv.budget.enforcer import BudgetEnforcer
@@ -27,6 +29,7 @@ from tokenmill.engine.kv.policy import POLICIES
 from tokenmill.engine.order import DISCIPLINES
 from tokenmill.engine.scheduler import Scheduler
 from tokenmill.engine.tiers import build_tiers, shown_address
+from tokenmill.errors import UserError
 from tokenmill.grammar.compiler import GrammarCompiler
 from tokenmill.log import get_logger
 from tokenmill.resolution import resolve as resolve_config
@@ -45,6 +48,7 @@ class EngineParts:
     budgets: BudgetEnforcer  # says which KV budgets this engine can keep
     idle_work: tuple[Callable[[], bool], ...]  # as EngineLoop takes it
     intake: Intake
+    adapters: AdapterRegistry
     grammars: GrammarCompiler
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
@@ -54,9 +58,17 @@ class EngineParts:
     path: Path
     load_seconds: float
 
+    def use_only_adapter(self) -> None:
+        """Where one model is run or measured: every request uses the adapter that the options name, if they do."""
+        names = [version.name for version in self.adapters.versions()]
+        if len(names) > 1:
+            raise UserError(f"{len(names)} adapters are given: {', '.join(names[:5])}", "give one --lora")
+        self.intake.adapter = self.adapters.find(names[0]) if names else None
+
     def close(self, timeout: float = 60.0) -> None:
         """Release what lives outside this process: cached pages are written to the tiers, if there are any."""
         self.kv.close(timeout)
+        self.adapters.close()
 
 
 def build_engine(model: str | Path, options: EngineConfig) -> EngineParts:
@@ -72,6 +84,8 @@ def build_engine(model: str | Path, options: EngineConfig) -> EngineParts:
         building = background.submit(tokenizer_of, path, options.load_format)
         facts, device = find_facts(options, description.context_length)
         config = resolve_config(options, facts)
+        files = AdapterFiles(path, description, config)
+        config = settle_rank(files, config)
         runtime = build_runtime(checkpoint, config, device)
         tokenizer, template = building.result()
     if not tokenizer.reads_text:
@@ -82,6 +96,8 @@ def build_engine(model: str | Path, options: EngineConfig) -> EngineParts:
         kv_native_layers=(runtime.native_layers, f"recommended for {runtime.store.name}"),
         executor=(runtime.executor.name, "the fastest that supports the model"),
     )
+    if runtime.executor.adapters is not None:
+        config = settle(config, max_loras=(runtime.executor.adapters.num_slots, "--lora-memory, or the default"))
     budgets = BudgetEnforcer(runtime.layout, StoredPageScores(runtime, config))
     budgets.check(SamplingParams(cache=budget))
     tiers = build_tiers(config, path, runtime)
@@ -91,7 +107,11 @@ def build_engine(model: str | Path, options: EngineConfig) -> EngineParts:
     ahead = runtime.executor.lookahead
     drafts = config.draft_tokens if runtime.runner.speculator is not None else 0
     discipline = make_discipline(config.max_tenant_slowdown)
-    scheduler = Scheduler(kv, discipline, config.batch_tokens, config.concurrency, config.context, ahead, drafts)
+    adapters, adapter_slots = make_slots(config, files, runtime, kv.stats)
+    scheduler = Scheduler(
+        kv, discipline, config.batch_tokens, config.concurrency, config.context, ahead, drafts, adapter_slots
+    )
+    adapters.attach(adapter_slots, lambda digest: len(scheduler.using(digest)))
     eos_ids = tuple(dict.fromkeys((*description.eos_ids, *tokenizer.eos_ids)))
     return EngineParts(
         core=EngineCore(scheduler, runtime.runner),
@@ -99,6 +119,7 @@ def build_engine(model: str | Path, options: EngineConfig) -> EngineParts:
         budgets=budgets,
         idle_work=(*([kv.save] if tiers is not None else []), runtime.runner.prepare),
         intake=Intake(tokenizer, description.vocab_size, eos_ids, config.context, config.seed, budget, budgets.check),
+        adapters=adapters,
         grammars=GrammarCompiler(tokenizer, eos_ids),
         tokenizer=tokenizer,
         chat_template=template,

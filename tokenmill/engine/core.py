@@ -29,11 +29,11 @@ class EngineCore:
 
     def step(self, run: int = 1) -> list[TokenEvent]:
         """Compute one batch; what it brought, at most one event for each running sequence. Nothing to do, or all
-        requests wait for pages from a tier: no events. Where nobody waits for single tokens, `run` of them may come at
-        once: less time goes by between them."""
+        requests wait for an adapter or for pages from a tier: no events. Where nobody waits for single tokens, `run` of
+        them may come at once: less time goes by between them."""
         plan = self.scheduler.schedule(run)
         if not plan.scheduled:
-            assert not self.has_work or self.scheduler.kv.is_loading, "requests wait but none can be scheduled"
+            assert not self.has_work or self.scheduler.is_loading, "requests wait but none can be scheduled"
             return []
         began = time.perf_counter()
         result = self.runner.execute(plan)

@@ -52,6 +52,11 @@ class GrammarQueue:
             job.wait(seconds)
             return
 
+    def count_of(self, digest: bytes) -> int:
+        """Requests of a version of an adapter."""
+        adapters = (request.adapter for request, _ in self._jobs.values())
+        return sum(adapter is not None and adapter.digest == digest for adapter in adapters)
+
     def __contains__(self, request_id: object) -> bool:
         return request_id in self._jobs
 

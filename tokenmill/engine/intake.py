@@ -12,7 +12,7 @@ from itertools import count
 from typing import Protocol
 
 from tokenmill.errors import UserError
-from tokenmill.types import MAX_SEED, CacheControl, Request, SamplingParams
+from tokenmill.types import MAX_SEED, AdapterRef, CacheControl, Request, SamplingParams
 
 Prompt = str | Sequence[int]
 _CHUNK = 512  # tokens that are compared at once
@@ -49,6 +49,7 @@ class Intake:
         self._check = check
         self._arrivals = count()
         self._last: list[int] = []  # the last prompt of token ids, all checked
+        self.adapter: AdapterRef | None = None  # of requests that name none
         self._last_words: tuple[tuple[str, ...], tuple[tuple[int, ...], ...]] = (), ()  # bad words and their tokens
 
     def request(
@@ -99,6 +100,7 @@ class Intake:
             seed=params.seed if params.seed is not None else self._own_seed(arrival),
             priority=priority,
             arrival=arrival,
+            adapter=self.adapter,
         )
 
     def _bad_word_ids(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:

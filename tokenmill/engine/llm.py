@@ -25,13 +25,15 @@ from tokenmill.errors import UserError
 from tokenmill.types import Request, SamplingParams, TokenEvent
 
 Message = Mapping[str, Any]
+Lora = str | Sequence[str | None] | None  # names of adapters
 
 _TOKENS_AT_ONCE = 8  # outputs are returned whole, so callers do not notice; Ctrl-C waits for at most these
 
 
 class LLM:
     def __init__(self, model: str | Path = "smollm2", config: EngineConfig | None = None, **options: Any) -> None:
-        """`options` are the fields of EngineConfig (or their vLLM names); `config` is the ready record instead."""
+        """`options` are the fields of EngineConfig (or their vLLM names), and `loras`: directories of adapters by name;
+        `config` is the ready record instead."""
         if config is not None and options:
             raise UserError("both config and options are given", "put the options into the config")
         self._parts: EngineParts | None = build_engine(model, config or EngineConfig.from_options(options))
@@ -55,15 +57,18 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         priority: Sequence[int] | None = None,
+        lora: Lora = None,
         progress: bool = False,
     ) -> list[RequestOutput]:
-        """One output per prompt, in order. A prompt is text or a list of token ids; params are one, or one each."""
+        """One output per prompt, in order. A prompt is text or a list of token ids; params are one, or one each, and so
+        are the names of adapters (None: the base, or what `use_only_lora` chose)."""
         batch = _as_batch(prompts)
         params = _one_each(sampling_params, len(batch))
         requests = [
             self.parts.intake.request(prompt, each, priority=priority[number] if priority else 0)
             for number, (prompt, each) in enumerate(zip(batch, params, strict=True))
         ]
+        self._adapt(requests, lora)
         texts = [prompt if isinstance(prompt, str) else None for prompt in batch]
         return self._run(requests, texts, progress)
 
@@ -73,6 +78,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        lora: Lora = None,
         progress: bool = False,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several, rendered by the model's chat template."""
@@ -80,6 +86,7 @@ class LLM:
         texts = [self.render_chat(each, tools=tools) for each in conversations]  # type: ignore[arg-type]
         params = _one_each(sampling_params, len(texts))
         requests = [self.parts.intake.request(text, each, chat=True) for text, each in zip(texts, params, strict=True)]
+        self._adapt(requests, lora)
         return self._run(requests, list(texts), progress)
 
     def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[list[BeamSequence]]:
@@ -107,6 +114,22 @@ class LLM:
         text: str = template.render(list(messages), tools=list(tools) if tools else None)
         return text
 
+    def load_lora(self, name: str, path: str | Path, replace: bool = False) -> None:
+        """Serve one more adapter; `replace`: also if there is one of that name."""
+        self.parts.adapters.load_now(name, str(path), replace)
+
+    def unload_lora(self, name: str) -> None:
+        self.parts.adapters.unload(name)
+
+    def use_only_lora(self) -> None:
+        """Have every request use the one adapter that this LLM was made with."""
+        self.parts.use_only_adapter()
+
+    @property
+    def loras(self) -> list[str]:
+        """The names of the adapters."""
+        return [version.name for version in self.parts.adapters.versions()]
+
     def warm_up(self) -> None:
         """Compile and capture every kind of step now, so that none of the requests to come waits for that. Without it
         each kind is slow once; a server does this in its idle moments."""
@@ -127,6 +150,14 @@ class LLM:
     ) -> None:
         self.close()
 
+    def _adapt(self, requests: list[Request], lora: Lora) -> None:
+        names = [lora] * len(requests) if lora is None or isinstance(lora, str) else lora
+        if len(names) != len(requests):
+            raise UserError(f"{len(names)} adapters for {len(requests)} prompts", "give one, or one for each prompt")
+        for request, name in zip(requests, names, strict=True):
+            if name:
+                request.adapter = self.parts.adapters.find(name)
+
     def _run(self, requests: list[Request], texts: list[str | None], progress: bool) -> list[RequestOutput]:
         core = self.parts.core
         collectors = {
@@ -134,7 +165,9 @@ class LLM:
             for request, text in zip(requests, texts, strict=True)
         }
         with request_bar(len(collectors), progress) as advance:
-            loop = EngineLoop(core, _BatchListener(core, collectors, advance), self.parts.grammars)
+            loop = EngineLoop(
+                core, _BatchListener(core, collectors, advance), self.parts.grammars, adapters=self.parts.adapters
+            )
             try:
                 for request in requests:
                     loop.submit(request)

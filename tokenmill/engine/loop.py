@@ -1,9 +1,9 @@
 """The engine loop: the one place that drives an engine, whichever face its caller sees.
 
 LLM, AsyncEngine and the engine process submit and cancel requests and are told what came of them (`Listener`); where
-their messages come from is an `Inbox`. Requests with structured output wait here for their grammar, and requests whose
-deadline has passed are dropped before a step computes them; idle moments check the pages and do the engine's idle work.
-One thread calls everything; only `activity` may be read from another.
+their messages come from is an `Inbox`. Requests with structured output wait here for their grammar; requests whose
+deadline has passed, or whose adapter cannot be had, are dropped before a step computes them; idle moments check the
+pages and do the engine's idle work. One thread calls everything; only `activity` may be read from another.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from tokenmill.engine.activity import IDLE, Activity
+from tokenmill.engine.adapters.registry import NOT_FOUND, AdapterError, AdapterRegistry
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.deadlines import DeadlineError, Deadlines
 from tokenmill.engine.grammar_queue import GrammarQueue
@@ -68,6 +69,7 @@ class EngineLoop:
         idle_work: Sequence[Callable[[], bool]] = (),
         activity: Activity | None = None,
         clock: Callable[[], float] = time.monotonic,
+        adapters: AdapterRegistry | None = None,
     ) -> None:
         """`idle_work`: each is called in idle moments until it returns False (nothing left), anew after each step.
         `activity` is kept up to date for a watchdog."""
@@ -76,6 +78,9 @@ class EngineLoop:
         self._clock = clock
         self._listener = listener or _NoListener()
         self._grammars = GrammarQueue(grammars)
+        self._adapters = adapters
+        if adapters is not None:
+            adapters.count_waiting = self._grammars.count_of
         self._idle_work = tuple(idle_work)
         self._idle_left = deque(self._idle_work)
         self._worked = False  # idle work was done that the listener has not heard of
@@ -92,7 +97,7 @@ class EngineLoop:
         if request.params.structured is not None and request.grammar is None:
             self._grammars.add(request)
         else:
-            self.core.add(request)
+            self._add(request)
 
     def cancel(self, request_id: str, index: int | None = None) -> bool:
         """Forget a request and its siblings, or only the one at `index`. False: not known."""
@@ -121,6 +126,10 @@ class EngineLoop:
             inbox.receive(self._patience())
             self.turn()
 
+    @property
+    def _changes_adapters(self) -> bool:
+        return self._adapters is not None and self._adapters.is_busy
+
     def drain(self, run: int = 1) -> None:
         """Until no request is left. `run`: as in EngineCore.step."""
         while self.has_work:
@@ -132,6 +141,8 @@ class EngineLoop:
             self._take_grammars()
         if len(self._deadlines):
             self._drop_late_requests()
+        if self._changes_adapters:
+            self._change_adapters()
         if self.core.has_work:
             self._step(run)
         elif len(self._grammars):
@@ -149,7 +160,7 @@ class EngineLoop:
         """How long the inbox may wait for a message."""
         if self.has_work or self._is_stale:
             return 0.0
-        if self._idle_left:
+        if self._idle_left or self._changes_adapters:
             return _SHORT_WAIT
         return max(0.0, self._check_at - self._clock()) if self._is_unchecked else None
 
@@ -157,10 +168,33 @@ class EngineLoop:
         self.activity.begin("taking grammars")
         for outcome in self._grammars.take():
             if isinstance(outcome, Request):
-                self.core.add(outcome)
+                self._add(outcome)
             else:
-                self._deadlines.remove(outcome[0])
-                self._listener.on_refused(*outcome)
+                self._refuse(*outcome)
+
+    def _add(self, request: Request) -> None:
+        ref = request.adapter
+        if ref is not None and (self._adapters is None or not self._adapters.knows(ref)):  # unloaded since it came
+            self._refuse(
+                request.request_id,
+                AdapterError(f"adapter '{ref.name}' is not loaded", "load it, or ask for another model", NOT_FOUND),
+            )
+        else:
+            self.core.add(request)
+
+    def _refuse(self, request_id: str, error: UserError) -> None:
+        self._deadlines.remove(request_id)
+        self._listener.on_refused(request_id, error)
+
+    def _change_adapters(self) -> None:
+        """Take in adapters that were read, let go of unloaded ones, refuse requests of those that cannot be had."""
+        self.activity.begin("changing adapters")
+        assert self._adapters is not None
+        for digest, error in self._adapters.poll():
+            for request_id in {request.request_id for request in self.core.scheduler.using(digest)}:
+                self.cancel(request_id)
+                self._refuse(request_id, error)
+        self._is_stale = self._is_stale or not self._adapters.is_busy
 
     def _drop_late_requests(self) -> None:
         """Nobody waits any more for a request without a first token at its deadline, wherever it is."""

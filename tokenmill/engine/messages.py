@@ -25,6 +25,7 @@ class EngineSpec(msgspec.Struct, frozen=True):
     log_level: str = "info"
     step_log: str = ""  # folder that step times are logged in
     meters: bool = False  # divide the time of steps among tenants
+    adapters: dict[str, str] = {}  # name -> path: loaded while the last engine ran; one that is gone is left out
 
 
 # --- to the engine ---
@@ -46,6 +47,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     deadline: float | None = None  # of the monotonic clock, which both processes share
     max_pinned_share: float = 1.0
     cache_salt: bytes = b""
+    adapter: str = ""  # its name: the engine knows which version that is
 
     @classmethod
     def of(cls, request: Request) -> Submit:
@@ -63,6 +65,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
             request.deadline,
             request.max_pinned_share,
             request.cache_salt,
+            request.adapter.name if request.adapter is not None else "",
         )
 
     def request(self) -> Request:
@@ -88,6 +91,23 @@ class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
     index: int | None = None  # one of the siblings; None: all of them
 
 
+class LoadAdapter(msgspec.Struct, frozen=True, tag="load_adapter"):
+    """Answered by an AdapterAnswer of the same number, once the files are read and checked."""
+
+    number: int
+    name: str
+    path: str
+    replaces: bool = False  # one of that name
+
+
+class UnloadAdapter(msgspec.Struct, frozen=True, tag="unload_adapter"):
+    """Answered by an AdapterAnswer, once its memory is free."""
+
+    number: int
+    name: str
+    drains: bool = False  # wait for the requests that use it
+
+
 class Ping(msgspec.Struct, frozen=True, tag="ping"):
     number: int
 
@@ -96,13 +116,31 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     pass
 
 
-ToEngine = Submit | Cancel | Ping | Shutdown
+ToEngine = Submit | Cancel | LoadAdapter | UnloadAdapter | Ping | Shutdown
 
 # --- from the engine ---
 
 
 class Phase(msgspec.Struct, frozen=True, tag="phase"):
     name: str
+
+
+class AdapterInfo(msgspec.Struct, frozen=True):
+    """An adapter that requests can name."""
+
+    name: str
+    path: str
+    digest: bytes
+    rank: int
+    nbytes: int
+    base: str = ""
+
+
+class AdapterAnswer(msgspec.Struct, frozen=True, tag="adapter_answer"):
+    number: int
+    adapter: AdapterInfo | None = None  # that was loaded
+    error: str = ""
+    code: str = ""  # of the error: a constant of engine/adapters/registry.py, or empty
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
@@ -114,6 +152,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     quantization: str  # stored type of most parameters
     weight_bytes: int
     load_seconds: float
+    adapters: list[AdapterInfo] = []
 
 
 class Events(msgspec.Struct, frozen=True, tag="events"):
@@ -143,7 +182,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
     request_id: str
     message: str
-    code: str = ""  # "deadline": it was dropped before its first token
+    code: str = ""  # "deadline": it was dropped before its first token; "adapter_not_found": it was unloaded
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
@@ -153,7 +192,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     user_error: bool = False
 
 
-FromEngine = Phase | Ready | Events | Heartbeat | Pong | Refused | Failed
+FromEngine = Phase | Ready | AdapterAnswer | Events | Heartbeat | Pong | Refused | Failed
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine = msgspec.msgpack.Decoder(ToEngine)

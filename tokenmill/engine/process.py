@@ -17,8 +17,8 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import asdict
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, astuple
 from itertools import chain
 from math import ceil
 from pathlib import Path
@@ -29,16 +29,20 @@ import zmq
 from tokenmill.config import EngineConfig
 from tokenmill.engine import messages
 from tokenmill.engine.activity import Activity
+from tokenmill.engine.adapters.registry import AdapterError, AdapterVersion
 from tokenmill.engine.build import EngineParts, build_engine
 from tokenmill.engine.deadlines import DeadlineError
 from tokenmill.engine.loop import EngineLoop
 from tokenmill.engine.messages import (
+    AdapterAnswer,
+    AdapterInfo,
     Cancel,
     EngineSpec,
     Events,
     Failed,
     FromEngine,
     Heartbeat,
+    LoadAdapter,
     Phase,
     Ping,
     Pong,
@@ -46,6 +50,7 @@ from tokenmill.engine.messages import (
     Refused,
     Shutdown,
     Submit,
+    UnloadAdapter,
 )
 from tokenmill.engine.stats import PROMPT_STEP_TOKENS
 from tokenmill.engine.step_log import log_steps_to
@@ -97,7 +102,7 @@ class EngineProcess:
         self._outbox = outbox
         self._activity = activity
         self._stats_sent = 0.0
-        self.loop = EngineLoop(parts.core, self, parts.grammars, parts.idle_work, activity)
+        self.loop = EngineLoop(parts.core, self, parts.grammars, parts.idle_work, activity, adapters=parts.adapters)
         self.closed = False
 
     # --- to the loop ---
@@ -120,17 +125,35 @@ class EngineProcess:
     def _handle(self, message: messages.ToEngine) -> None:
         match message:
             case Submit():
-                problem = self._problem(message)
-                if problem:
-                    self._send(Refused(message.request_id, problem))
-                else:
-                    self.loop.submit(message.request())
+                self._submit(message)
+            case LoadAdapter(number, name, path, replaces):
+                answer = _answer_to(number, self._send)
+                self._parts.adapters.load(name, path, replaces, answer)
+            case UnloadAdapter(number, name, drains):
+                answer = _answer_to(number, self._send)
+                try:
+                    self._parts.adapters.unload(name, drains, answer)
+                except UserError as error:
+                    answer(None, error)
             case Cancel(request_id=request_id, index=index):
                 self.loop.cancel(request_id, index)
             case Ping(number=number):
                 self._send(Pong(number))
             case Shutdown():
                 self.closed = True
+
+    def _submit(self, message: Submit) -> None:
+        problem, code = self._problem(message), ""
+        request = message.request()
+        if problem is None and message.adapter:
+            try:
+                request.adapter = self._parts.adapters.find(message.adapter)
+            except AdapterError as error:
+                problem, code = str(error), error.code
+        if problem is not None:
+            self._send(Refused(message.request_id, problem, code))
+        else:
+            self.loop.submit(request)
 
     def _problem(self, message: Submit) -> str | None:
         """Why the scheduler could not take this request; None if it can."""
@@ -166,11 +189,24 @@ class EngineProcess:
             self._send(Events(events, core.stats, core.meter.take() if core.meter is not None else {}))
 
     def on_refused(self, request_id: str, error: UserError) -> None:
-        code = "deadline" if isinstance(error, DeadlineError) else ""
+        code = "deadline" if isinstance(error, DeadlineError) else getattr(error, "code", "")
         self._send(Refused(request_id, str(error), code))
 
     def _send(self, message: FromEngine) -> None:
         self._outbox.send(messages.encode(message))
+
+
+def _answer_to(
+    number: int, send: Callable[[FromEngine], None]
+) -> Callable[[AdapterVersion | None, UserError | None], None]:
+    """What the registry calls once it is done: sends the answer."""
+
+    def answer(version: AdapterVersion | None, error: UserError | None) -> None:
+        info = AdapterInfo(*astuple(version)) if version is not None else None
+        text = "" if error is None else str(error)[:_MAX_REASON]
+        send(AdapterAnswer(number, info, text, getattr(error, "code", "")))
+
+    return answer
 
 
 def describe(parts: EngineParts) -> Ready:
@@ -187,6 +223,7 @@ def describe(parts: EngineParts) -> Ready:
         types.most_common(1)[0][0] if types else "",
         parts.runtime.model.weight_bytes,
         parts.load_seconds,
+        [AdapterInfo(*astuple(version)) for version in parts.adapters.versions()],
     )
 
 
@@ -216,6 +253,7 @@ def serve_engine(spec: EngineSpec) -> None:
     try:
         outbox.send(messages.encode(Phase("loading the weights")))
         parts = build_engine(spec.path, EngineConfig(**spec.options))
+        _load_again(parts, spec.adapters)
         activity.begin("warming up", _WARM_UP_LIMIT)
         outbox.send(messages.encode(Phase("warming up")))
         parts.grammars.prepare()
@@ -242,6 +280,15 @@ def serve_engine(spec: EngineSpec) -> None:
     out_context.term()
     sys.stderr.flush()
     os._exit(code)  # the pulse thread has no end of its own
+
+
+def _load_again(parts: EngineParts, adapters: dict[str, str]) -> None:
+    """What the last engine had. Requests of an adapter that is gone are refused; it keeps no other from running."""
+    for name, path in adapters.items():
+        try:
+            parts.adapters.load_now(name, path)
+        except UserError as error:
+            _log.error("adapter '%s' could not be loaded again: %s", name, error)
 
 
 def _connect(context: zmq.Context[zmq.Socket[bytes]], kind: int, address: str) -> zmq.Socket[bytes]:

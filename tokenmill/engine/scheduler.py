@@ -10,18 +10,18 @@ nor text; EngineCore calls it.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from itertools import count as counter
 
+from tokenmill.engine.adapters.residency import AdapterQueue, AdapterSlots, RunningQueue
 from tokenmill.engine.draft_slots import hold_draft_slots, hold_run
 from tokenmill.engine.kv.handles import Reservation, wants_prompt_logprobs
 from tokenmill.engine.kv.manager import KVManager
+from tokenmill.engine.kv.usage import check_fit
 from tokenmill.engine.order.base import Discipline
-from tokenmill.engine.order.queue import Key, RequestQueue
+from tokenmill.engine.order.queue import Key
 from tokenmill.engine.siblings import make_sibling
 from tokenmill.engine.stats import EngineStats
 from tokenmill.engine.step_shares import StepShares
-from tokenmill.errors import UserError
 from tokenmill.types import Request, ScheduledTokens, StepPlan, StepResult, TokenEvent, TokenLogprobs
 
 _MIN_SHARED_TOKENS = 256  # a prefix that another request computes in this step is waited for from this length on
@@ -41,11 +41,12 @@ class Scheduler:
         context_length: int,
         ahead: int = 0,
         max_drafts: int = 0,
+        adapters: AdapterSlots | None = None,
     ) -> None:
         """`ahead`: tokens beyond the scheduled ones to hold slots for, while there are pages: a runner that starts the
         next step before it is asked to needs them. `max_drafts`: tokens that the runner may guess for a sequence."""
         assert min(max_batch_tokens, max_running) > 0
-        _check_fit(kv, context_length)
+        check_fit(kv.layout, kv.num_pages, context_length)
         self.kv = kv
         self.discipline = discipline
         self.max_batch_tokens = max_batch_tokens
@@ -54,8 +55,9 @@ class Scheduler:
         self.stats = kv.stats
         self._ahead = ahead
         self._max_drafts = max_drafts
-        self._waiting = RequestQueue()
-        self._running = RequestQueue()
+        self.adapters = adapters or AdapterSlots()
+        self._waiting = AdapterQueue()
+        self._running = RunningQueue(self.adapters)
         self._siblings: dict[str, list[Request]] = {}  # by request id: those that are not finished
         self._prompt_logprobs: dict[Request, list[TokenLogprobs]] = {}  # until the first token event takes them along
         self._sequence = counter()
@@ -81,7 +83,18 @@ class Scheduler:
         """The statistics record, with the gauges of this moment."""
         self.stats.num_running = len(self._running)
         self.stats.num_waiting = len(self._waiting)
+        self.adapters.measure(self._running, self._waiting)
         return self.kv.measure()
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether requests wait for pages of a tier, or for their adapter."""
+        return self.kv.is_loading or self.adapters.is_loading
+
+    def using(self, digest: bytes) -> list[Request]:
+        """The sequences of a version of an adapter."""
+        requests = (request for siblings in self._siblings.values() for request in siblings)
+        return [each for each in requests if each.adapter is not None and each.adapter.digest == digest]
 
     def knows(self, request_id: str) -> bool:
         return request_id in self._siblings
@@ -112,6 +125,7 @@ class Scheduler:
         sequence that the caller takes at once; without drafts the runner may then compute that many in sequence."""
         self._rows = {}
         self._budget = self.max_batch_tokens
+        self.adapters.begin_step()
         preemptions = self.stats.num_preemptions
         decodes, prompts = self._sort_running()
         for request in self._shares.begin(decodes, prompts, self._waiting):
@@ -217,17 +231,18 @@ class Scheduler:
                 self._preempt(victim)
 
     def _is_fetched(self, request: Request) -> bool:
-        """Whether no page that it could use is still on its way from a tier. With nothing else to do, wait a moment for
-        the first in the queue."""
+        """Whether its adapter is on the device, and no page that it could use is still on its way from a tier. With
+        nothing else to do, wait a moment for the first in the queue."""
         idle = not self._rows and not len(self._running) and request is self._waiting.at(0)
-        return self.kv.prefetch(request, _LOAD_WAIT if idle else 0.0)
+        wait = _LOAD_WAIT if idle else 0.0
+        return self.adapters.ready(request, wait) and self.kv.prefetch(request, wait)
 
     def _is_computed_now(self, request: Request) -> bool:
         """Whether this step computes much of the request's prefix for another one: a step later the cache has it, and
         it is not computed twice."""
         for other, row in self._rows.items():
             end = row.start + _MIN_SHARED_TOKENS
-            same_cache = row.count >= _MIN_SHARED_TOKENS and other.cache_salt == request.cache_salt
+            same_cache = row.count >= _MIN_SHARED_TOKENS and other.cache_name == request.cache_name
             if same_cache and other.token_ids[:end] == request.token_ids[:end]:
                 return self.kv.match(request).max_tokens > 0
         return False
@@ -277,9 +292,9 @@ class Scheduler:
     def _plan(self, request: Request, granted: int, slots: Reservation) -> None:
         start = request.num_computed
         samples = start + granted == len(request.token_ids)
-        self._rows[request] = ScheduledTokens(
-            request, start, granted, slots.block_tables, samples, slots.num_dropped, state_slot=slots.state_slot
-        )
+        row = ScheduledTokens(request, start, granted, slots.block_tables, samples, slots.num_dropped)
+        row.state_slot, row.adapter_slot = slots.state_slot, self.adapters.slot(request)
+        self._rows[request] = row
         self._budget -= granted
         self._shares.take(request, granted)
 
@@ -383,14 +398,3 @@ class Scheduler:
 
     def _key(self, request: Request) -> Key:
         return (*self.discipline.key(request), request.index, next(self._sequence))
-
-
-def _check_fit(kv: KVManager, context_length: int) -> None:
-    needed = kv.layout.peak_pages(context_length)
-    if kv.num_pages < needed:
-        longest = bisect_right(range(1, context_length), kv.num_pages, key=kv.layout.peak_pages)
-        raise UserError(
-            f"a request of the full context of {context_length} tokens needs {needed} KV pages of "
-            f"{kv.layout.page_size} tokens, but there are {kv.num_pages}",
-            f"lower --context to at most {longest} or raise --memory" if longest > 1 else "raise --memory",
-        )

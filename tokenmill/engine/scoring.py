@@ -46,7 +46,8 @@ def read_logits(
     def forward(request: Request, position: int, logits: Tensor) -> None:
         visit(numbers[request.request_id], position, logits)
 
-    loop = EngineLoop(EngineCore(parts.core.scheduler, LogitRunner(parts.runtime.runner, forward, on_device)))
+    core = EngineCore(parts.core.scheduler, LogitRunner(parts.runtime.runner, forward, on_device))
+    loop = EngineLoop(core, adapters=parts.adapters)
     try:
         for request in requests:
             loop.submit(request)
@@ -70,9 +71,9 @@ def _request(parts: EngineParts, passage: Passage, number: int) -> Request:
     vocabulary = parts.description.vocab_size
     if min(ids) < 0 or max(ids) >= vocabulary:
         raise UserError("a passage has token ids outside the vocabulary", f"give 0 to {vocabulary - 1}")
-    policy, budget = parts.config.kv_budget_policy, parts.config.kv_budget
+    policy, budget, adapter = parts.config.kv_budget_policy, parts.config.kv_budget, parts.intake.adapter
     if not policy:
-        return Request(f"passage-{number}", ids, _PARAMS, arrival=number, logits_from=passage.first)
+        return Request(f"passage-{number}", ids, _PARAMS, arrival=number, logits_from=passage.first, adapter=adapter)
     return Request(
         f"passage-{number}",
         ids[: passage.first + 1],
@@ -80,4 +81,5 @@ def _request(parts: EngineParts, passage: Passage, number: int) -> Request:
         arrival=number,
         logits_from=passage.first,
         token_ids=ids,
+        adapter=adapter,
     )

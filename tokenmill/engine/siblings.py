@@ -23,6 +23,7 @@ def make_sibling(parent: Request, index: int) -> Request:
         weight=parent.weight,
         max_pinned_share=parent.max_pinned_share,
         cache_salt=parent.cache_salt,
+        adapter=parent.adapter,
         num_cached_tokens=parent.num_cached_tokens,
         cache=replace(parent.cache),
         forked=True,

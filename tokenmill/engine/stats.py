@@ -128,6 +128,15 @@ class EngineStats:
     saved_seconds: float = _gauge(
         "drafting_saved_seconds", "Time that drafting has won, net, by the engine's clock.", "Throughput", unit="s"
     )
+    num_adapters: int = _gauge("adapters", "Adapters that requests can name.", "Adapters")
+    num_adapters_on_device: int = _gauge("adapters_on_device", "Adapters in slots of the device.", "Adapters")
+    num_adapters_in_host: int = _gauge("adapters_in_host", "Adapters in host memory.", "Adapters")
+    adapter_host_bytes: int = _gauge("adapter_host_bytes", "Host memory of adapters.", "Adapters", unit="bytes")
+    num_adapter_loads: int = _counter("adapter_loads", "Adapters brought to the device.", "Adapters")
+    num_adapter_evictions: int = _counter("adapter_evictions", "Adapters that made room on the device.", "Adapters")
+    num_adapter_reads: int = _counter("adapter_reads", "Adapters read from disk again.", "Adapters")
+    running_adapters: list[str] = field(default_factory=list)  # names, as many as fit a label
+    waiting_adapters: list[str] = field(default_factory=list)
     num_tokens_computed: int = 0
     num_tokens_sampled: int = 0
     num_finished: int = 0  # sequences; siblings count one each

@@ -8,7 +8,7 @@ are streamed: memory does not grow with the text. Called by `tokenmill eval dive
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -87,9 +87,11 @@ def measure_divergence(
     config = scoring_config(config, context)
     path = resolve(model).path
     windows = windows_of(load_tokenizer(path))
-    base = open_reference(reference, windows, windows_of, config, cached, on_progress, scratch)
+    plain = replace(config, lora=())  # an adapter is the candidate's
+    base = open_reference(reference, windows, windows_of, plain, cached, on_progress, scratch)
     try:
         with LLM(str(path), config) as llm:
+            llm.use_only_lora()
             comparison = compare_tokens(llm, base, windows, on_progress)
         return summarize(comparison, base, len(windows))
     finally:

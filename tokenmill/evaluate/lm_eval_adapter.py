@@ -32,6 +32,7 @@ class TokenmillLM(LM):
         del batch_size
         super().__init__()
         self._llm = LLM(pretrained, task_config(pretrained, EngineConfig.from_options(options)))
+        self._llm.use_only_lora()
 
     @property
     def max_length(self) -> int:

@@ -37,6 +37,7 @@ def measure_perplexity(
     """`on_progress` is told how many windows of how many are done."""
     text = read_text(job.text, job.limit_bytes)
     with LLM(model, scoring_config(config, job.context)) as llm:
+        llm.use_only_lora()
         tokens = llm.parts.tokenizer.encode(text)
         windows = job.windows(tokens, llm.parts.tokenizer)
         logprobs = window_logprobs(llm.parts, windows, on_progress)

@@ -114,6 +114,7 @@ def run_task(
 
 def _answers(model: str, config: EngineConfig, file: TaskFile, on_progress: Progress) -> list[ItemResult]:
     with LLM(model, task_config(model, config)) as llm:
+        llm.use_only_lora()
         return file.answer(llm, on_progress)
 
 

@@ -23,6 +23,14 @@ def linear_groups(decoder: Decoder) -> list[list[LinearWeight]]:
     return ops.groups
 
 
+def adaptable_groups(decoder: Decoder) -> list[list[LinearWeight]]:
+    """The same without routers and experts, whose rows are not those of the step: what adapters can change."""
+    ops = _Trace()
+    ops.experts = ops._nothing  # type: ignore[method-assign]
+    decoder.logits(ops, decoder.forward(ops))
+    return ops.groups
+
+
 def head_projections(decoder: Decoder) -> list[HeadProjections]:
     """Those of every `latent_attention` call of a step."""
     ops = _Trace()

@@ -53,8 +53,11 @@ class ConvertReport:
     types: dict[str, int]  # "INT4_G128 to Q4_0" -> how many matrices
 
 
-def convert(path: Path, out: Path, format_name: str, dtype: str = "auto") -> ConvertReport:
-    """`dtype`: of unquantized tensors in the output; "auto" keeps the stored type and expands codes to float32."""
+def convert(
+    path: Path, out: Path, format_name: str, dtype: str = "auto", source: ConvertSource | None = None
+) -> ConvertReport:
+    """`dtype`: of unquantized tensors in the output; "auto" keeps the stored type and expands codes to float32.
+    `source`: what is written instead of the file's own values."""
     if format_name not in FORMATS:
         raise unknown_name("format to convert to", format_name, FORMATS)
     if dtype != "auto" and dtype not in DTYPES:
@@ -63,11 +66,11 @@ def convert(path: Path, out: Path, format_name: str, dtype: str = "auto") -> Con
         raise UserError(f"{out} exists", "give another output, or remove it")
     if not out.absolute().parent.is_dir():
         raise UserError(f"{out.absolute().parent} is not a directory", "create it, or give another output")
-    source = ConvertSource(path)
+    source = source or ConvertSource(path)
     plan = make_plan(source, format_name, DTYPES.get(dtype))
     working = out.with_name(f".{out.name}.converting")
     _check_space(source, plan, out)
-    with _cleaned_up(working):
+    with cleaned_up(working):
         (write_gguf if format_name == GGUF else write_directory)(source, plan, working)
         losses = prove(source, ConvertSource(working), plan)
         size = sum(file.stat().st_size for file in ([working] if working.is_file() else working.iterdir()))
@@ -84,7 +87,8 @@ def make_plan(source: ConvertSource, format_name: str, dtype: torch.dtype | None
             Move(prefix, _stored_as(source, prefix), _named(_dense_type(source, prefix, dtype)))
             for prefix in source.matrices
         ]
-        if all(source.is_plain(move.prefix) for move in moves) and dtype is None and not _is_gguf(source):
+        plain = all(source.is_plain(move.prefix) for move in moves)
+        if plain and dtype is None and not _is_gguf(source) and not source.changed:
             raise UserError(
                 f"{source.checkpoint.path} is plain safetensors already", "give --dtype or another --format"
             )
@@ -228,7 +232,7 @@ def _check_space(source: ConvertSource, plan: ConvertPlan, out: Path) -> None:
 
 
 @contextlib.contextmanager
-def _cleaned_up(working: Path) -> Iterator[None]:
+def cleaned_up(working: Path) -> Iterator[None]:
     """Remove partial output on failure, also that of an earlier run that was killed."""
 
     def remove() -> None:

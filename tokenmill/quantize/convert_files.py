@@ -142,6 +142,8 @@ def _config(source: ConvertSource, plan: ConvertPlan) -> dict[str, Any]:
     elif plan.dtype is not None or "dtype" not in config:
         config |= {"dtype": name, "torch_dtype": name}
     config.pop("quantization_config", None)
+    if not source.description.tie_embeddings and source.checkpoint.description.tie_embeddings:
+        config["tie_word_embeddings"] = False  # an adapter has changed one of the two
     if plan.file_format is not None:
         rename = _rename(source)
         schemes = {rename(move.prefix): move.scheme for move in plan.moves if move.scheme is not None}

@@ -47,6 +47,8 @@ class _ArrayReader(WeightReader):
 
 
 class ConvertSource:
+    changed = False  # whether values differ from the file's, so that codes cannot be moved
+
     def __init__(self, path: Path) -> None:
         self.checkpoint: Checkpoint = open_checkpoint(path)
         architecture = architecture_of(self.checkpoint.description)

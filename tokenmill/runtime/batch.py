@@ -35,7 +35,13 @@ def build_batch(work: StepInput, page_size: int, device: torch.device, places: S
         begins=() if places is None else tuple(row.state_slot for row in rows if row.start == 0),
         drafted=() if places is None else tuple(sorted(work.drafts)),
         all_hidden=work.hidden,
+        adapter_slots=_adapter_slots(rows, starts, device),
     )
+
+
+def _adapter_slots(rows: Sequence[ScheduledTokens], starts: np.ndarray, device: torch.device) -> torch.Tensor | None:
+    slots = [row.adapter_slot for row in rows]
+    return _tensor(np.repeat(np.array(slots, dtype=np.int32), np.diff(starts)), device) if any(slots) else None
 
 
 def _state_places(rows: Sequence[ScheduledTokens], places: Sequence[int]) -> np.ndarray:

@@ -21,6 +21,7 @@ from tokenmill.hardware.memory import DEFAULT_SHARE, GIB, KVBudget, RuntimeCosts
 from tokenmill.kernels import cpu
 from tokenmill.kernels import triton as gpu
 from tokenmill.log import get_logger
+from tokenmill.model.adapters import slot_bytes
 from tokenmill.model.kvstore.base import KVStore
 from tokenmill.model.kvstore.checkpoint_scales import load_kv_scales
 from tokenmill.model.kvstore.choice import StoreChoice, choose_store, page_multiple
@@ -35,6 +36,7 @@ from tokenmill.runtime.speculation.base import Target
 from tokenmill.runtime.speculation.speculator import build_speculator
 
 _log = get_logger(__name__)
+DEFAULT_ADAPTERS, DEFAULT_RANK = 8, 16  # where nobody said more: slots, and the highest rank
 _GPU_SHARE = 0.95  # of the GPU memory that weights, activations and the runtime leave free
 
 
@@ -88,6 +90,8 @@ def build_runtime(checkpoint: Checkpoint, config: ResolvedConfig, device: torch.
     layout, choice = kv_arrangement(config, model.decoder.kv_layers(), device)
     page_bytes, fixed = choice.page_bytes(layout), choice.fixed_bytes(layout, config.concurrency)
     free = _free_on_gpu(checkpoint, config, model) if on_gpu else available_memory()
+    if on_gpu and config.serves_adapters:
+        free = max(0, free - _num_adapters(config, model) * slot_bytes(model, _max_rank(config)))
     stated = free if config.gpu_memory_utilization is not None else config.memory
     memory = 0 if stated is None else max(1, stated - fixed)
     share = _GPU_SHARE if on_gpu else DEFAULT_SHARE
@@ -120,9 +124,32 @@ def build_runtime(checkpoint: Checkpoint, config: ResolvedConfig, device: torch.
             budget.num_state_slots - config.concurrency,
             budget.num_spare_states,
         )
+    if config.serves_adapters:
+        executor.hold_adapters(_num_adapters(config, model), _max_rank(config))
     speculator = build_speculator(Target(model, store, executor, config))
     runner = ModelRunner(executor, store, speculator)
     return Runtime(runner, model, store, layout, budget, executor, declined, choice.edge_layers)
+
+
+def _num_adapters(config: ResolvedConfig, model: LoadedModel) -> int:
+    """Slots: as many as were stated, or as the stated memory holds of the highest rank."""
+    if not config.lora_memory:
+        return config.max_loras or DEFAULT_ADAPTERS
+    nbytes = slot_bytes(model, _max_rank(config))
+    values = sum(weight.out_features * weight.in_features for weight in model.weights.values())
+    if model.table is None and model.weight_bytes > 1.5 * values:
+        nbytes *= 4  # beside a float base, factors on a CPU are float32
+    if nbytes > config.lora_memory:
+        raise UserError(
+            f"an adapter of rank {_max_rank(config)} may take {nbytes / 2**20:.1f} MiB, --lora-memory is "
+            f"{config.lora_memory / 2**20:.1f} MiB",
+            "raise it, or lower --max-lora-rank",
+        )
+    return config.lora_memory // nbytes
+
+
+def _max_rank(config: ResolvedConfig) -> int:
+    return config.max_lora_rank or DEFAULT_RANK
 
 
 def _warn_of_fallback(executor: str, declined: tuple[tuple[str, str], ...], device: torch.device) -> None:

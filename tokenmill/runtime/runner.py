@@ -16,6 +16,8 @@ from tokenmill.runtime.verify import Verdict, compare, verify
 from tokenmill.types import ScheduledTokens, StepPlan, StepResult
 
 if TYPE_CHECKING:
+    from tokenmill.checkpoint.adapters.adapter import Adapter
+    from tokenmill.model.adapters import AdapterBank, PreparedAdapter
     from tokenmill.model.kvstore.base import KVStore
     from tokenmill.runtime.speculation.speculator import Speculator
 
@@ -49,6 +51,29 @@ class ModelRunner:
     def prepare(self) -> bool:
         """Compile or capture one kind of step ahead of its use; False once none is left. For idle moments."""
         return self.executor.prepare()
+
+    # --- adapters, in the slots that rows name ---
+
+    def prepare_adapter(self, adapter: Adapter) -> PreparedAdapter:
+        """What `load_adapter` would spend its time on: may run in any thread, beside steps."""
+        return self._adapters.prepare(adapter)
+
+    def load_adapter(self, slot: int, adapter: Adapter | PreparedAdapter) -> None:
+        """Between two steps; no row of a later step names what the slot held before."""
+        self._adapters.load(slot, adapter)
+
+    def clear_adapter(self, slot: int) -> None:
+        self._adapters.clear(slot)
+
+    @property
+    def adapter_bytes(self) -> int:
+        """Memory that adapters take on the device now."""
+        return 0 if self.executor.adapters is None else self.executor.adapters.nbytes
+
+    @property
+    def _adapters(self) -> AdapterBank:
+        assert self.executor.adapters is not None, "the runtime was built without slots for adapters"
+        return self.executor.adapters
 
     @property
     def runs_greedily(self) -> bool:

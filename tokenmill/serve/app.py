@@ -22,6 +22,7 @@ from tokenmill.serve.api.embeddings import add_embedding_routes
 from tokenmill.serve.api.exchange import ClientGoneError, error_response, json_response, record_of
 from tokenmill.serve.api.files import add_file_routes, add_missing_file_routes
 from tokenmill.serve.api.info import add_info_routes
+from tokenmill.serve.api.loras import add_lora_routes
 from tokenmill.serve.api.ollama import add_ollama_routes
 from tokenmill.serve.api.page import add_page_routes
 from tokenmill.serve.api.responses import add_responses_routes
@@ -47,6 +48,7 @@ _ROUTES = (
     add_ollama_routes,
     add_anthropic_routes,
     add_spending_routes,
+    add_lora_routes,
     add_page_routes,
 )
 

@@ -248,6 +248,15 @@ class ServeConfig:
     max_metric_keys: int = option(
         100, "API keys with numbers of their own on /metrics; the others are added up as `other`.", low=0, high=10_000
     )
+    lora_dir: tuple[str, ...] = option(
+        (),
+        "Directory that adapters may be loaded from while serving (POST /v1/load_lora_adapter); repeatable. Without it "
+        "none can be.",
+        metavar="DIR",
+    )
+    max_metric_loras: int = option(
+        100, "Adapters with numbers of their own on /metrics; the others are added up as `other`.", low=0, high=10_000
+    )
     access_log: bool = option(True, "Log one JSON line per request to stderr, never with prompt text.")
 
     def __post_init__(self) -> None:

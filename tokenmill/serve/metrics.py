@@ -84,6 +84,9 @@ _SERVER_METRICS = (
     _gauge("key_budget_left_dollars", "", "What is left of the budgets of API keys.", "Cost", "currencyUSD", "key"),
     _counter("device_seconds", "", "Time of the device, busy and idle; with --price.", "Cost", "state"),
     _counter("device_cost_dollars", "", "What the device costs, busy and idle; with --price.", "Cost", "state"),
+    _counter("adapter_requests", "", "Prompts computed, by adapter.", "Adapters", "adapter"),
+    _counter("adapter_prompt_tokens", "", "Prompt tokens, by adapter.", "Adapters", "adapter"),
+    _counter("adapter_generation_tokens", "", "Tokens generated, by adapter.", "Adapters", "adapter"),
     _counter("ignored_fields", "", "Unknown request fields that were ignored.", "Traffic"),
     _counter("traffic_log_records", "", "Requests by what became of their traffic log record.", "Health", "outcome"),
     _counter("engine_restarts", "", "Engine processes replaced.", "Health"),
@@ -91,8 +94,8 @@ _SERVER_METRICS = (
     _gauge(
         "lora_requests",
         "lora_requests_info",
-        "LoRA adapters in use; none are supported.",
-        "Traffic",
+        "LoRA adapters of running and waiting requests; the value is the time.",
+        "Adapters",
         "short",
         *("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
     ),
@@ -130,8 +133,8 @@ class Metrics:
         }
         self._histograms = {spec.name: _Histogram(spec.buckets) for spec in METRICS if spec.kind == "histogram"}
         self._last = EngineStats()
+        self.max_loras = 0  # that lie on the device at a time
         self.on_step(self._last)
-        self._values["lora_requests"]["0", "", ""] = 0.0
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
 
@@ -166,6 +169,9 @@ class Metrics:
                         self._take(spec, count, before_it.get(label, 0), tier.name, label)
                 else:
                     self._take(spec, value, before_it, tier.name)
+        # One line with the names of this moment, as vLLM has it: gateways send requests where their adapter is.
+        names = (",".join(stats.running_adapters), ",".join(stats.waiting_adapters))
+        self._values["lora_requests"] = {(str(self.max_loras), *names): time.time() if self.max_loras else 0.0}
         self._last = stats
 
     def _take(self, spec: MetricSpec, value: float, last: float, *labels: str) -> None:

@@ -109,7 +109,7 @@ async def _serve(
         names = config.served_model_name or (model,)
         await storage.open(config, names[0])
         report.phase("starting the engine")
-        engine = make_engine(path, config, engine_config, report)
+        engine = make_engine(path, config, with_adapters(config, engine_config), report)
         workers = make_text_workers(path, engine_config.load_format, config, template_source)
         secret = await _cache_secret(config, engine_config, keys)
         started = await signals.unless_told(start_engine(path, engine_config.load_format, engine, template_source))
@@ -189,6 +189,14 @@ def read_overrides(path: Path, config: ServeConfig) -> tuple[str, SamplingDefaul
     """A stated chat template ("" without one) and the defaults for sampling."""
     defaults = read_sampling_defaults(path, config.generation_config, config.override_generation_config)
     return read_template(config.chat_template), defaults
+
+
+def with_adapters(config: ServeConfig, engine_config: EngineConfig) -> EngineConfig:
+    """With memory for adapters, where some may be loaded later."""
+    for each in config.lora_dir:
+        if not Path(each).expanduser().is_dir():
+            raise UserError(f"--lora-dir {each} is not a directory", "make it, or leave it out")
+    return replace(engine_config, enable_lora=True) if config.lora_dir else engine_config
 
 
 def make_engine(path: Path, config: ServeConfig, engine_config: EngineConfig, report: StartupReport) -> EngineClient:

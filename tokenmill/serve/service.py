@@ -28,6 +28,7 @@ from tokenmill.serve.config import ServeConfig
 from tokenmill.serve.errors import ApiError, deadline_passed
 from tokenmill.serve.files.store import FileStore
 from tokenmill.serve.generation import Generation, Member
+from tokenmill.serve.loras import Loras
 from tokenmill.serve.metrics import Metrics
 from tokenmill.serve.overrides import SamplingDefaults
 from tokenmill.serve.reasoning.use import ReasoningStyle
@@ -43,7 +44,7 @@ from tokenmill.serve.traffic_log import TrafficLog
 from tokenmill.serve.workers.jobs import Encode, Render
 from tokenmill.serve.workers.pool import WorkerPool
 from tokenmill.serve.workers.text import TextWork
-from tokenmill.types import CacheControl, SamplingParams
+from tokenmill.types import AdapterRef, CacheControl, SamplingParams
 
 _LONG_TEXT = 4096  # characters: longer texts are tokenized by a text worker
 _MAX_MESSAGES = 1 << 14
@@ -60,6 +61,7 @@ class Caller:
     lane: str | None = None
     deadline: float | None = None  # seconds to the first token
     cache_salt: str = ""  # of the request; combined with that of the key
+    adapter: AdapterRef | None = None  # that the request names as its model
 
     @property
     def rank(self) -> int:
@@ -92,6 +94,8 @@ class Service:
         self.text = TextWork(workers)
         self.created = int(time.time())
         self.metrics = Metrics(self.names[0])
+        self.metrics.max_loras = identity.options.get("max_loras") or 0
+        self.loras = Loras(self.names, engine, self.metrics, config)
         self.accounts = Accounts(self.names[0], prices, self.metrics.add, config.max_metric_keys, time.monotonic())
         self.admission = Admission(
             int(identity.options["concurrency"]), config.max_queued_requests, config.max_queued_tokens, Pace()
@@ -127,13 +131,8 @@ class Service:
     # --- for routes ---
 
     def check_model(self, name: str | None) -> str:
-        """The model name of the response; without a name in the request, the first served one."""
-        if name is None or name in self.names:
-            return name or self.names[0]
-        shown = name[:100].encode("ascii", "replace").decode()
-        raise ApiError(
-            404, f"model '{shown}' is not served here: use '{self.names[0]}'", param="model", code="model_not_found"
-        )
+        """The model name of the response: `caller_of` has seen whether the key may use it."""
+        return self.loras.check_model(name)
 
     def check_client(self, client: Client) -> None:
         """Raise ApiError if the key may send nothing now; called before a body is read."""
@@ -300,12 +299,14 @@ class Service:
 
     def on_end(self, member: Member) -> None:
         self.metrics.on_end(member)
+        self.loras.on_end(member)
         ticket = self._tickets.get(member.generation)
         if member.first_token is not None and ticket is not None:
             output = member.output
             num_output = sum(len(each.token_ids) for each in output.outputs)
             num_prompt, num_cached = len(output.prompt_token_ids), output.num_cached_tokens
-            self.accounts.add_request(ticket.client, num_prompt, num_cached, num_output, time.time())
+            model = member.request.adapter.name if member.request.adapter is not None else self.names[0]
+            self.accounts.add_request(ticket.client, num_prompt, num_cached, num_output, time.time(), model)
         if member.first_token is not None and member.finished:
             self.admission.pace.record_service(member.last_token - member.first_token)
 
@@ -356,6 +357,7 @@ class Service:
             request.tenant, request.weight = client.name, client.weight
             request.max_pinned_share = client.pinned_share
             request.cache_salt = self._salts.salt(client, caller.cache_salt)
+            request.adapter = caller.adapter
             if caller.deadline is not None and len(prompts) == 1:  # of several, the first token of any is in time
                 request.deadline = time.monotonic() + caller.deadline
             text = prompt if isinstance(prompt, str) else None

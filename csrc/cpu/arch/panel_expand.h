@@ -407,7 +407,8 @@ PanelKernels make_kernels(const char* name, int (*expand_from)(const PanelLayout
           choose_expand<V>,
           multiply,
           expand_from,
-          spin};
+          spin,
+          make_adapter_kernels<V>()};
 }
 
 }  // namespace

@@ -276,4 +276,5 @@ void direct(const PanelLayout& layout, const uint8_t* panel, const uint8_t* rows
 }  // namespace tokenmill
 
 #include "panel_activations.h"
+#include "adapter_panels.h"
 #include "panel_expand.h"

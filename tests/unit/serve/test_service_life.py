@@ -15,6 +15,7 @@ from tokenmill.serve.config import ServeConfig
 from tokenmill.serve.errors import ApiError
 from tokenmill.serve.generation import Generation
 from tokenmill.serve.service import Caller, Service
+from tokenmill.serve.supervision.adapter_questions import AdapterQuestions
 from tokenmill.serve.tenants.keys import Client
 from tokenmill.serve.workers.jobs import Setup
 from tokenmill.serve.workers.pool import WorkerPool
@@ -30,6 +31,7 @@ class Engine:
     def __init__(self) -> None:
         self.observers: list[Any] = []
         self.withdrawn: list[str] = []
+        self.adapters = AdapterQuestions(lambda _question: None)
 
     def observe(self, observer: Any) -> None:
         self.observers.append(observer)

@@ -87,7 +87,7 @@ def check_holding(request: Request, holding: Holding, layout: KVLayout, tree: Pr
 
 
 def _check_path(request: Request, holding: Holding, tree: PrefixTree, size: int) -> None:
-    root = tree.root if holding.num_dropped else tree.find_root(request.cache_salt)
+    root = tree.root if holding.num_dropped else tree.find_root(request.cache_name)
     node = holding.cursor
     for index in range(holding.committed - 1, -1, -1):
         assert node.key == tuple(request.token_ids[index * size : (index + 1) * size]), "tree path of other tokens"

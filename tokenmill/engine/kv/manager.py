@@ -290,8 +290,8 @@ class KVManager:
     def _find(self, request: Request, max_pages: int) -> tuple[list[PrefixNode], int]:
         """The nodes that a request can go on from, and the depth up to which pages are cached."""
         if self._snapshots is not None:
-            return self._tree.match_snapshot(request.token_ids, max_pages, request.cache_salt)
-        nodes = self._tree.match(request.token_ids, max_pages, request.cache_salt)
+            return self._tree.match_snapshot(request.token_ids, max_pages, request.cache_name)
+        nodes = self._tree.match(request.token_ids, max_pages, request.cache_name)
         return nodes, len(nodes)
 
     def _row_limit(self, request: Request, start: int, branch: int) -> int:
@@ -315,7 +315,7 @@ class KVManager:
         )
         for table, first in zip(tables, first_live, strict=True):
             self._pool.take_path(table[first:])
-        cursor = match.nodes[-1] if depth else self._tree.open_root(request.cache_salt)
+        cursor = match.nodes[-1] if depth else self._tree.open_root(request.cache_name)
         cursor.cursors += 1
         slot = self._snapshots.slots.allocate(cursor.snapshot) if self._snapshots is not None else 0
         holding = self._holdings[request] = Holding(

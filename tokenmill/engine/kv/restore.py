@@ -110,7 +110,7 @@ class Restorer:
 
     def _wanted_prefix(self, request: Request, max_pages: int) -> _WantedPrefix:
         size, groups = self._tree.page_size, range(len(self._tree.spans))
-        token_ids, salt = request.token_ids, request.cache_salt
+        token_ids, salt = request.token_ids, request.cache_name
         node: PrefixNode | None = self._tree.find_root(salt)
         name = self._tree.root_name(salt)
         keys, present = [], []
@@ -196,14 +196,14 @@ class Restorer:
 
     def _available(self, request: Request, depth: int) -> int:
         """Pages that can be had without those on the path itself."""
-        nodes = self._tree.match(request.token_ids, depth, request.cache_salt)
+        nodes = self._tree.match(request.token_ids, depth, request.cache_name)
         path = sum(page >= 0 and self._pool.refs[page] == 0 for node in nodes for page in node.pages)
         return self._pool.available - path
 
     def _insert(self, request: Request, wanted: _WantedPrefix, depth: int, load: Load) -> None:
         tree, pool, size = self._tree, self._pool, self._tree.page_size
         nodes = []
-        node = tree.open_root(request.cache_salt)
+        node = tree.open_root(request.cache_name)
         for place in range(depth):
             node = tree.child(node, tuple(request.token_ids[place * size : (place + 1) * size]))
             nodes.append(node)

@@ -1,12 +1,15 @@
-"""How full the KV pages are, and how well used: fills in the page gauges of the statistics record, once per step."""
+"""How full the KV pages are, and how well used: fills in the page gauges of the statistics record, once per step; and
+whether there are enough of them."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping
 
 from tokenmill.engine.kv.holding import Holding
 from tokenmill.engine.kv.pages import PagePool
 from tokenmill.engine.stats import EngineStats
+from tokenmill.errors import UserError
 from tokenmill.hardware.kv_layout import KVLayout
 from tokenmill.types import Request
 
@@ -38,3 +41,15 @@ def measure_pages(
     stats.kv_waste = unused * num_groups / (num_held * layout.page_size) if num_held else 0.0
     stats.kv_padding = padding
     return stats
+
+
+def check_fit(layout: KVLayout, num_pages: int, context_length: int) -> None:
+    """Refuse memory that cannot hold one request of the full context."""
+    needed = layout.peak_pages(context_length)
+    if num_pages < needed:
+        longest = bisect_right(range(1, context_length), num_pages, key=layout.peak_pages)
+        raise UserError(
+            f"a request of the full context of {context_length} tokens needs {needed} KV pages of "
+            f"{layout.page_size} tokens, but there are {num_pages}",
+            f"lower --context to at most {longest} or raise --memory" if longest > 1 else "raise --memory",
+        )

@@ -1,5 +1,6 @@
 """The GPU backend of the op table, in Triton. Importing this package does not import triton; asking for an op does.
 
+  adapters/   adapters (LoRA) of mixed rows, added to products; `GpuSite`
   attention/  paged attention over dense and quantized pages
   matmul/     weights on the GPU and their products; `GpuLinear`
   experts/    mixtures of experts: routing, sort, grouped products; `GpuExperts`
@@ -26,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:  # the table below for type checkers; a test compares the two
+    from tokenmill.kernels.triton.adapters.site import GpuSite as GpuSite
     from tokenmill.kernels.triton.attention.dense import SharedPrefix as SharedPrefix
     from tokenmill.kernels.triton.attention.dense import paged_attention as paged_attention
     from tokenmill.kernels.triton.attention.fp8_widening import DistinctPages as DistinctPages
@@ -84,6 +86,7 @@ if TYPE_CHECKING:  # the table below for type checkers; a test compares the two
     from tokenmill.kernels.triton.step.sampling import sample as sample
 
 _EXPORTS = {
+    "adapters.site": "GpuSite",
     "attention.dense": "SharedPrefix paged_attention",
     "attention.fp8_widening": "DistinctPages distinct_pages",
     "attention.latent": "latent_inputs latent_paged_attention",

@@ -17,6 +17,7 @@ from tokenmill.types import Request, ScheduledTokens, TokenLogprobs
 
 if TYPE_CHECKING:
     from tokenmill.config import ResolvedConfig
+    from tokenmill.model.adapters import AdapterBank
     from tokenmill.model.kvstore.base import KVStore
     from tokenmill.model.loader import LoadedModel
 
@@ -221,6 +222,7 @@ class Executor(ABC, Generic[Array]):
     lookahead: int = 0  # tokens for which KV slots should be held ahead, so that following steps can be queued
     runs_greedily: bool = False  # can use StepInput.max_run
     takes_trees: bool = False  # drafts may have parents
+    adapters: AdapterBank | None = None  # what the adapter slots of rows refer to, after `hold_adapters`
 
     @abstractmethod
     def step(self, work: StepInput) -> StepOutput[Array]:
@@ -238,6 +240,10 @@ class Executor(ABC, Generic[Array]):
         """Compile or capture one kind of step ahead of its use; False once none is left. For idle
         moments: it must not touch what requests hold."""
         return False
+
+    def hold_adapters(self, num_slots: int, max_rank: int) -> None:
+        """Told before the first step that rows may have adapters, in slots from 1 on."""
+        raise NotImplementedError(f"executor {self.name} has no adapters")
 
     def attach_drafter(self, needs_hidden: bool, guesser: StepGuesser | None) -> bool:  # noqa: ARG002
         """Told before the first step what the drafter wants; True if steps with drafts will bring `guesses`."""

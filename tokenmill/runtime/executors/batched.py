@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 
 from tokenmill.config import ResolvedConfig
+from tokenmill.kernels.ref_adapters import RefSite
+from tokenmill.model.adapters import AdapterBank, AdapterSite
+from tokenmill.model.formats.base import LinearWeight
 from tokenmill.model.kvstore.base import KVStore
 from tokenmill.model.loader import LoadedModel
 from tokenmill.runtime.batch import build_batch
@@ -31,6 +34,13 @@ class BatchedExecutor(RegisteredExecutor[Tensor]):
 
     def make_sampler(self) -> Sampler:
         return Sampler(self.model.device, self.model.kernels)
+
+    def hold_adapters(self, num_slots: int, max_rank: int) -> None:
+        self.adapters = AdapterBank(self.model, num_slots, max_rank, self.make_site)
+
+    def make_site(self, weights: Sequence[LinearWeight], num_slots: int, max_rank: int) -> AdapterSite:  # noqa: ARG002
+        """Where adapters of the product with these weights are held."""
+        return RefSite([(weight.out_features, weight.in_features) for weight in weights], self.model.device)
 
     @abstractmethod
     def forward(self, batch: Batch) -> Tensor:

@@ -100,9 +100,14 @@ class EagerOps:
         self._batch = batch
         self._rows = rows
         self._run = executor.run
+        self._adapters = None if batch.adapter_slots is None else executor.adapters
+        slots = batch.adapter_slots
+        self._slots = slots if rows is None or slots is None else slots[rows]
 
     def embed(self, table: LinearWeight, scale: float) -> Tensor:  # noqa: ARG002 (the model holds the table)
         rows = self._executor.model.embed(self._batch.token_ids)
+        if self._adapters is not None and self._slots is not None:
+            rows = self._adapters.embed(self._batch.token_ids, self._slots, rows)
         return rows if scale == 1.0 else rows * scale
 
     def add_positions(self, x: Tensor, table: Tensor) -> Tensor:
@@ -130,7 +135,11 @@ class EagerOps:
         return pair
 
     def linear(self, x: Tensor, weights: Sequence[LinearWeight]) -> list[Tensor]:
-        return [weight.kernel.run(x) for weight in weights if weight.kernel is not None]
+        outputs = [weight.kernel.run(x) for weight in weights if weight.kernel is not None]
+        site = None if self._adapters is None else self._adapters.site(weights)
+        if site is not None and self._slots is not None:
+            site.adapt(x, self._slots, outputs)
+        return outputs
 
     def rope(self, x: Tensor, table: RotaryTable, head_dim: int) -> Tensor:
         y: Tensor = self._run["rope"](x, self._batch.positions, table.cos, table.sin, head_dim, table.interleaved)

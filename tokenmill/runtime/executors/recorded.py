@@ -17,8 +17,11 @@ from torch import Tensor
 from tokenmill.config import ResolvedConfig
 from tokenmill.kernels import cpu
 from tokenmill.kernels.cpu import CpuLinear
+from tokenmill.kernels.cpu_adapters import RecordedSite, pack_embedding
 from tokenmill.kernels.cpu_recurrent import bound_recurrence
+from tokenmill.kernels.ref_adapters import EmbeddingPart
 from tokenmill.kernels.ref_experts import RoutingSpec
+from tokenmill.model.adapters import AdapterSite
 from tokenmill.model.attention.base import AttentionSpec
 from tokenmill.model.attention.latent import HeadProjections, LatentSpec
 from tokenmill.model.formats.base import LinearWeight
@@ -32,6 +35,7 @@ from tokenmill.runtime.executors.base import StepInput, StepOutput
 from tokenmill.runtime.executors.batched import BatchedExecutor, copied_rows
 from tokenmill.types import Batch
 
+_ROUNDED_BYTES = 1.5  # of a weight, up to which adapters are rounded to int8: a base of floats has 2 or more
 _EXPERT_ACTIVATIONS = {"silu", "gelu_tanh"}  # that the C++ kernel of experts computes
 
 
@@ -54,6 +58,7 @@ class RecordedExecutor(BatchedExecutor):
         program.finish(model.decoder.logits(ops, hidden))
         self._program = program
         self._keep = ops.keep
+        self._products = ops.products
         self._hidden: Tensor = program.value(hidden)
         vocabulary = model.decoder.description.vocab_size
         self._logits = torch.empty(min(config.concurrency, self.max_logit_rows), vocabulary)
@@ -83,6 +88,21 @@ class RecordedExecutor(BatchedExecutor):
         """Buffers of the program: activations, partial attention, scratch."""
         size: int = self._program.nbytes
         return size
+
+    def hold_adapters(self, num_slots: int, max_rank: int) -> None:
+        self._program.hold_adapters(num_slots)
+        super().hold_adapters(num_slots, max_rank)
+        assert self.adapters is not None
+        self.adapters.watch_embeddings(self._set_embedding)
+
+    def make_site(self, weights: Sequence[LinearWeight], num_slots: int, max_rank: int) -> AdapterSite:  # noqa: ARG002
+        shapes = [(weight.out_features, weight.in_features) for weight in weights]
+        packed = sum(_kernel(weight).nbytes for weight in weights)
+        exact = packed > _ROUNDED_BYTES * sum(rows * columns for rows, columns in shapes)
+        return RecordedSite(self._program, self._products[id(weights[0])], shapes, exact)
+
+    def _set_embedding(self, slot: int, part: EmbeddingPart | None) -> None:
+        self._program.set_embedding(slot, None if part is None else pack_embedding(part))
 
     def forward(self, batch: Batch) -> Tensor:
         """Hidden states [T, hidden], where batch.all_hidden; logits are computed in the same call when they are few
@@ -142,6 +162,7 @@ class RecordedExecutor(BatchedExecutor):
             steps,
             [list(row.request.stop_ids) for row in rows] if steps > 1 else [],
             [row.state_slot for row in rows] if self._has_states else [],
+            [row.adapter_slot for row in rows] if any(row.adapter_slot for row in rows) else [],
         )
         return best
 
@@ -174,6 +195,7 @@ class RecordedExecutor(BatchedExecutor):
             0 if batch.ancestors is None else _address(batch.ancestors, torch.int64, tokens),
             0 if batch.state_slots is None else _address(batch.state_slots, torch.int64, sequences),
             list(batch.drafted),
+            0 if batch.adapter_slots is None else _address(batch.adapter_slots, torch.int32, tokens),
         )
 
 
@@ -192,6 +214,7 @@ class RecordedOps:
         self._program = program
         self._store = store
         self.keep: list[Any] = []
+        self.products: dict[int, int] = {}  # by identity of the first weight: the number of the product
 
     def embed(self, table: LinearWeight, scale: float) -> int:
         value: int
@@ -234,6 +257,7 @@ class RecordedOps:
     def linear(self, x: int, weights: Sequence[LinearWeight]) -> list[int]:
         kernels = [_kernel(weight) for weight in weights]
         self.keep += kernels
+        self.products[id(weights[0])] = self._program.num_products
         values: list[int] = self._program.linear(
             x, [kernel.packed for kernel in kernels], [kernel.bias for kernel in kernels]
         )

@@ -17,11 +17,13 @@ DEADLINE_HEADER = "x-request-deadline-ms"
 
 
 def caller_of(request: Request, service: Service, body: Body) -> Caller:
-    """Also records unknown body fields, for the response header and the counter."""
+    """Also records unknown body fields, for the response header and the counter; refuses a model that is not there, or
+    not for this key."""
     record = record_of(request)
     record.ignored = tuple(body.ignored(service.template.source if service.template is not None else ""))
     if record.ignored:
         service.metrics.add("ignored_fields", len(record.ignored))
+    adapter = service.loras.find(getattr(body, "model", None), record.client)
     deadline = _deadline(request)
     lane = "batch" if record.background else None
     if isinstance(body, GenerationBody):
@@ -32,10 +34,10 @@ def caller_of(request: Request, service: Service, body: Body) -> Caller:
             raise ApiError(400, limit, param="priority", code="priority_limit")
         if record.background:
             priority = MAX_PRIORITY
-        return Caller(record.client, priority, lane or body.lane, deadline, body.cache_salt or "")
+        return Caller(record.client, priority, lane or body.lane, deadline, body.cache_salt or "", adapter)
     cache_salt = body.cache_salt if isinstance(body, AnthropicBody) else None
     priority = MAX_PRIORITY if record.background else 0
-    return Caller(record.client, priority, lane, deadline, cache_salt or "")
+    return Caller(record.client, priority, lane, deadline, cache_salt or "", adapter)
 
 
 def _deadline(request: Request) -> float | None:

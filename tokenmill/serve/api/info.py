@@ -9,6 +9,7 @@ from fastapi import APIRouter, FastAPI, Request
 from starlette.responses import Response
 
 from tokenmill import __version__
+from tokenmill.engine.messages import AdapterInfo
 from tokenmill.serve.api.exchange import json_response, record_of
 from tokenmill.serve.api.spending import measure_costs
 from tokenmill.serve.errors import ApiError, engine_gone
@@ -19,12 +20,17 @@ def add_info_routes(app: FastAPI, service: Service) -> None:
     router = APIRouter()
 
     @router.get("/v1/models")
-    async def models() -> Response:
-        return json_response({"object": "list", "data": [_model(service, name) for name in service.names]})
+    async def models(request: Request) -> Response:
+        adapters = service.loras.visible_to(record_of(request).client)
+        listed = [_model(service, name) for name in service.names] + [_adapter(service, each) for each in adapters]
+        return json_response({"object": "list", "data": listed})
 
     @router.get("/v1/models/{name:path}")
-    async def model(name: str) -> Response:
-        return json_response(_model(service, service.check_model(name)))
+    async def model(name: str, request: Request) -> Response:
+        client = record_of(request).client
+        service.loras.check_model(name, client)
+        adapter = next((each for each in service.loras.visible_to(client) if each.name == name), None)
+        return json_response(_model(service, name) if adapter is None else _adapter(service, adapter))
 
     @router.head("/livez", include_in_schema=False)
     @router.get("/livez")
@@ -101,6 +107,20 @@ def _model(service: Service, name: str) -> dict[str, Any]:
             if template is None
             else hashlib.sha256(template.source.encode()).hexdigest()[:16],
         },
+    }
+
+
+def _adapter(service: Service, adapter: AdapterInfo) -> dict[str, Any]:
+    """An adapter as a model. Where its files are is nobody's business."""
+    return {
+        "id": adapter.name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "tokenmill",
+        "root": adapter.name,
+        "parent": service.names[0],
+        "max_model_len": service.context,
+        "tokenmill": {"version": __version__, "rank": adapter.rank, "sha256": adapter.digest.hex()[:16]},
     }
 
 

@@ -83,11 +83,12 @@ def add_ollama_routes(app: FastAPI, service: Service) -> None:
         return await _respond(request, generation, model, reader, say)
 
     @router.get("/tags")
-    async def tags() -> Response:
+    async def tags(request: Request) -> Response:
+        adapters = [each.name for each in service.loras.visible_to(record_of(request).client)]
         details = {"family": service.identity.architecture, "quantization_level": service.identity.quantization}
         models = [
             {"name": name, "model": name, "size": service.identity.weight_bytes, "details": details}
-            for name in service.names
+            for name in (*service.names, *adapters)
         ]
         return json_response({"models": models})
 

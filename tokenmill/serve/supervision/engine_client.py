@@ -16,13 +16,15 @@ from pathlib import Path
 from typing import Protocol
 
 from tokenmill.config import EngineConfig
-from tokenmill.engine.messages import Cancel, Events, FromEngine, Phase, Ready, Refused, Submit
+from tokenmill.engine.adapters.registry import NOT_FOUND
+from tokenmill.engine.messages import AdapterAnswer, Cancel, Events, FromEngine, Phase, Ready, Refused, Submit
 from tokenmill.engine.stats import EngineStats
 from tokenmill.errors import UserError
 from tokenmill.hardware.machine import usable_cores
 from tokenmill.log import get_logger
 from tokenmill.serve.errors import ApiError, deadline_passed, engine_gone
 from tokenmill.serve.generation import Generation, Member
+from tokenmill.serve.supervision.adapter_questions import AdapterQuestions, Question, replacement_config
 from tokenmill.serve.supervision.link import EngineLink, LinkDownError, spawn_engine
 from tokenmill.serve.supervision.watchdog import Watchdog
 
@@ -74,6 +76,7 @@ class EngineClient:
         self._num_links = 0
         self._ready: asyncio.Future[Ready] | None = None
         self._members: dict[str, Member] = {}  # by request id
+        self.adapters = AdapterQuestions(self._ask)
         self._observers: list[Observer] = []
         self.on_device_time: Callable[[dict[str, float]], None] = lambda _seconds: None
         self._supervisor: asyncio.Task[None] | None = None
@@ -165,6 +168,14 @@ class EngineClient:
             for observer in self._observers:
                 observer.on_end(member)
 
+    def _ask(self, question: Question) -> None:
+        if self.state != "ready" or self._link is None:
+            raise engine_gone(f"the engine is {self.state}; try again soon")
+        try:
+            self._link.send(question)
+        except LinkDownError as error:
+            raise engine_gone(str(error)) from None
+
     @property
     def num_in_flight(self) -> int:
         return len(self._members)
@@ -183,10 +194,11 @@ class EngineClient:
             case Refused():
                 member = self._members.get(message.request_id)
                 if member is not None:
-                    late = message.code == "deadline"
-                    member.generation.fail(deadline_passed() if late else ApiError(400, message.message))
+                    member.generation.fail(_refusal(message))
                 elif not message.request_id:
                     _log.error("the engine refused a message: %s", message.message)
+            case AdapterAnswer():
+                self.adapters.take(message)
             case Phase(name=name):
                 self._on_phase(name)
             case Ready():
@@ -228,12 +240,14 @@ class EngineClient:
         try:
             spare, self._spare = self._spare, None
             alive = spare if spare and spare.returncode is None else None
-            await link.launch(str(self._path), self._config, alive, self._step_log, self._meters)
+            config, paths = replacement_config(self._config, self.identity), self.adapters.paths()
+            await link.launch(str(self._path), config, alive, self._step_log, self._meters, paths)
             self.identity = await self._until_ready(link, self._ready)
         except BaseException:
             link.kill()
             link.close()
             raise
+        self.adapters.enter(self.identity)
         self.stats = EngineStats()
         self.start_failure = ""
         self.state = "ready"
@@ -339,3 +353,13 @@ class EngineClient:
     def fail_all(self, message: str) -> None:
         for member in list(self._members.values()):
             member.generation.fail(engine_gone(message))
+        self.adapters.fail(engine_gone(message))
+
+
+def _refusal(message: Refused) -> ApiError:
+    """A request that the engine did not take."""
+    if message.code == "deadline":
+        return deadline_passed()
+    if message.code == NOT_FOUND:  # the engine's message names all adapters, which not every key may know
+        return ApiError(404, "the model was unloaded: ask for another", param="model", code="model_not_found")
+    return ApiError(400, message.message)

@@ -69,11 +69,15 @@ class EngineLink:
         spare: asyncio.subprocess.Process | None = None,
         step_log: str = "",
         meters: bool = False,
+        adapters: dict[str, str] | None = None,
     ) -> None:
-        """Have an engine started, in the process `spare` if there is one."""
+        """Have an engine started, in the process `spare` if there is one. `adapters`: paths by name."""
         level = _LOG_LEVELS.get(_log.getEffectiveLevel(), "info")
         inbox, outbox = self._addresses
-        spec = EngineSpec(path, asdict(config), inbox, outbox, log_level=level, step_log=step_log, meters=meters)
+        spec = EngineSpec(
+            path, asdict(config), inbox, outbox, log_level=level, step_log=step_log, meters=meters,
+            adapters=adapters or {},
+        )  # fmt: skip
         self._process = spare or await spawn_engine()
         self.last_sign = time.monotonic()
         assert self._process.stdin is not None

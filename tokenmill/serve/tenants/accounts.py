@@ -105,23 +105,26 @@ class Accounts:
             self._measured, self._busy = now, 0.0
         return self.device
 
-    def add_request(self, client: Client, prompt: int, cached: int, output: int, now: float) -> None:
-        """A prompt whose computation had begun has ended, by itself or not."""
-        usage, label = self.usage(client), self.label(client)
+    def add_request(
+        self, client: Client, prompt: int, cached: int, output: int, now: float, model: str | None = None
+    ) -> None:
+        """A prompt whose computation had begun has ended, by itself or not. `model`: an adapter, if not the base."""
+        usage, label = self.usage(client, model), self.label(client)
         usage.requests += 1
         usage.prompt_tokens += prompt
         usage.cached_tokens += cached
         usage.completion_tokens += output
         for name, amount in (("requests", 1), ("prompt_tokens", prompt), ("generation_tokens", output)):
             self._count(f"key_{name}", amount, label)
-        self._charge(client, self.prices.of_tokens(prompt, cached, output) if self.prices is not None else 0.0, now)
+        cost = self.prices.of_tokens(prompt, cached, output) if self.prices is not None else 0.0
+        self._charge(client, cost, now, model)
 
     def account(self, client: Client) -> Account:
         return self.by_owner.setdefault(client.owner, Account(client.name))
 
-    def usage(self, client: Client) -> Usage:
-        """Of the model that is served."""
-        return self.account(client).models.setdefault(self._model, Usage())
+    def usage(self, client: Client, model: str | None = None) -> Usage:
+        """Of an adapter, or of the model that is served."""
+        return self.account(client).models.setdefault(model or self._model, Usage())
 
     def label(self, client: Client) -> str:
         """Of the client in metrics: its name, for as many as there may be; a label once given stays."""
@@ -162,13 +165,13 @@ class Accounts:
         """When its budget is whole again; None: never."""
         return self.account(client).period_began + client.budget_seconds if client.budget_seconds else None
 
-    def _charge(self, client: Client, cost: float, now: float) -> None:
+    def _charge(self, client: Client, cost: float, now: float, model: str | None = None) -> None:
         self.changed = True
         if not cost:
             return
         self.spent(client, now)  # a period that is over ends before
         self.account(client).period_cost += cost
-        self.usage(client).cost += cost
+        self.usage(client, model).cost += cost
         self._count("key_cost_dollars", cost, self.label(client))
 
 

@@ -134,6 +134,8 @@ def _has_type(value: Any, hint: Any) -> bool:
         return hint is bool and isinstance(value, bool)
     if hint in (float, float | None):
         return isinstance(value, (int, float)) and value == value  # no NaN
+    if hint == tuple[str, ...] | None:
+        return isinstance(value, list) and all(isinstance(each, str) for each in value)
     return isinstance(value, hint)
 
 

@@ -12,6 +12,7 @@ import hmac
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from fnmatch import fnmatchcase
 from typing import TypeVar
 
 from tokenmill.errors import UserError, unknown_name
@@ -76,6 +77,8 @@ class Client:
     cache: str = PRIVATE_CACHE  # or the name of the group of keys that share their cached prompts
     admin: bool = False  # every right there is
     metrics: bool = False  # may read /metrics and /load
+    loads_loras: bool = False  # may load and unload adapters
+    loras: tuple[str, ...] | None = None  # adapters it may use, names or patterns such as team-*; None: all
     requests_per_minute: float = 0.0  # 0: no limit
     tokens_per_minute: float = 0.0
     grammar_seconds_per_minute: float | None = None
@@ -99,6 +102,7 @@ class Client:
     budget_seconds: float = field(default=0.0, init=False)  # of budget_duration; 0: it is never whole again
 
     def __post_init__(self) -> None:
+        self.loras = None if self.loras is None else tuple(self.loras)
         self._check()
         self._fit_buckets()
 
@@ -118,6 +122,13 @@ class Client:
     @property
     def sees_metrics(self) -> bool:
         return self.admin or self.metrics or self.num_keys == 1
+
+    @property
+    def changes_loras(self) -> bool:
+        return self.admin or self.loads_loras or self.num_keys == 1
+
+    def may_use(self, lora: str) -> bool:
+        return self.loras is None or any(fnmatchcase(lora, pattern) for pattern in self.loras)
 
     def charge_grammar(self, seconds: float, now: float) -> None:
         """Time that was spent on compiling a grammar for this key."""

@@ -26,12 +26,13 @@ class Position:
     position: int
     token_id: int
     tables: Tables
+    adapter_slot: int = 0
 
 
 def spread(work: StepInput) -> list[Position]:
     """Every token of a step as a position of its own; those of a sequence are adjacent."""
     return [
-        Position(row.request, row.start + offset, token_id, row.block_tables)
+        Position(row.request, row.start + offset, token_id, row.block_tables, row.adapter_slot)
         for number, row in enumerate(work.rows)
         for offset, token_id in enumerate(work.token_ids(number))
     ]

@@ -25,6 +25,7 @@ class StepKind:
     shared: bool  # some rows share a prefix of pages
     filtered: bool  # some rows use top-k, top-p or min-p
     guesses: bool = False  # a draft head computes the next drafts
+    adapted: bool = False  # some rows have adapters
 
 
 @dataclass(slots=True, eq=False)
@@ -46,6 +47,7 @@ class LaunchedStep:
     hidden: Tensor | None  # a copy: the next step of this kind overwrites the original
     num_rows: int
     drafts: Tensor | None = None  # [rows, depth], pinned, valid with `ids`
+    adapter_slots: list[int] = field(default_factory=list)  # by row
     expected: Expected = field(default_factory=list)  # of a queued verification: the rows it was launched for
 
     def tokens(self) -> list[int]:

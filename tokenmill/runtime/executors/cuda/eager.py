@@ -15,6 +15,8 @@ from torch import Tensor
 
 from tokenmill.config import ResolvedConfig
 from tokenmill.kernels import triton as gpu
+from tokenmill.model.adapters import AdapterSite
+from tokenmill.model.formats.base import LinearWeight
 from tokenmill.model.kvstore.base import KVStore
 from tokenmill.model.loader import LoadedModel
 from tokenmill.runtime.executors.batched import BatchedExecutor
@@ -41,6 +43,12 @@ class CudaEagerExecutor(BatchedExecutor):
     def make_sampler(self) -> Sampler:
         return CudaSampler(self.model.device, self.model.kernels)
 
+    def make_site(self, weights: Sequence[LinearWeight], num_slots: int, max_rank: int) -> AdapterSite:
+        shapes = [(weight.out_features, weight.in_features) for weight in weights]
+        has_bias = any(weight.bias is not None for weight in weights)
+        site: AdapterSite = gpu.GpuSite(shapes, num_slots, max_rank, has_bias, self.model.device)
+        return site
+
     @classmethod
     def declines(cls, model: LoadedModel, store: KVStore) -> str | None:  # noqa: ARG003
         reason = gpu.unavailable(model.device)
@@ -55,7 +63,10 @@ class CudaEagerExecutor(BatchedExecutor):
         self._drafted = DraftedStates(batch) if batch.drafted else None
         expands = batch.token_ids.shape[0] >= _MIN_TOKENS and batch.max_query > 1
         distinct = self._distinct_pages(batch)
-        ops = CudaOps(self.store, self.table, batch, distinct=distinct, expands=expands, drafted=self._drafted)
+        ops = CudaOps(
+            self.store, self.table, batch, distinct=distinct, expands=expands, drafted=self._drafted,
+            adapters=self.adapters,
+        )  # fmt: skip
         return tensor(self.model.decoder.forward(ops))
 
     def begin_states(self, slots: Sequence[int]) -> None:
@@ -83,6 +94,6 @@ class CudaEagerExecutor(BatchedExecutor):
     @torch.inference_mode()
     def logits(self, hidden: Tensor, batch: Batch, begin: int, end: int) -> Tensor:
         """Float32 logits of batch.logit_rows[begin:end]."""
-        ops = CudaOps(self.store, self.table, batch, rows=batch.logit_rows[begin:end])
+        ops = CudaOps(self.store, self.table, batch, rows=batch.logit_rows[begin:end], adapters=self.adapters)
         logits: Tensor = self.model.decoder.logits(ops, hidden)
         return logits.float()

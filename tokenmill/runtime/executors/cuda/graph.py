@@ -65,6 +65,7 @@ class CudaGraphExecutor(CudaEagerExecutor):
         self._queued: LaunchedStep | None = None  # launched ahead; the scheduler may still plan another step
         self._logits: Tensor = torch.empty(0)
         self._keeps_hidden = False
+        self._replaced = False  # a row's adapter has whole matrices, which captured steps do not multiply by
         self.num_dropped = 0  # queued steps whose results were discarded
         self._guesser: StepGuesser | None = None
         self._checks: Checks | None = None
@@ -88,20 +89,27 @@ class CudaGraphExecutor(CudaEagerExecutor):
         self.lookahead = 2 * (guesser.depth + 1)
         return True
 
+    def hold_adapters(self, num_slots: int, max_rank: int) -> None:
+        super().hold_adapters(num_slots, max_rank)
+        adapted = [StepKind(rows, False, False, adapted=True) for rows in reversed(self._buckets)]
+        self._unprepared = [*adapted, *self._unprepared]
+
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:
         self._drop()
         if self._guesser is not None:
             self._guesser.note(batch)
         hidden = None
-        if self._prompts is not None and not batch.drafted:
+        if self._prompts is not None and not batch.drafted and not self._replaced:
             self.begin_states(batch.begins)
             hidden = self._prompts.forward(batch)
         return super().forward(batch) if hidden is None else hidden
 
     @torch.inference_mode()
     def step(self, work: StepInput) -> StepOutput[Tensor]:
-        if len(work.rows) <= self._buckets[-1] and work.decodes:
+        adapters = self.adapters
+        self._replaced = adapters is not None and any(adapters.replaces(row.adapter_slot) for row in work.rows)
+        if not self._replaced and len(work.rows) <= self._buckets[-1] and work.decodes:
             if not work.drafts and (work.queue_next or self._states is not None):
                 return self._decode(work.rows, work.queue_next)
             positions = [] if self._states is not None else spread(work)  # a state goes through drafts one by one
@@ -215,7 +223,7 @@ class CudaGraphExecutor(CudaEagerExecutor):
         )
 
         def compute(batch: Batch) -> Tensor:
-            ops: Any = CudaOps(self.store, self.table, batch)
+            ops: Any = CudaOps(self.store, self.table, batch, adapters=self.adapters)
             return tensor(self.model.decoder.forward(ops))
 
         return PromptSteps(inputs, compute, self._record if self._captures else None)
@@ -232,6 +240,8 @@ class CudaGraphExecutor(CudaEagerExecutor):
         for row in rows:
             number = queued.row_of.get(row.request, -1)
             if number < 0 or queued.positions[number] != row.start:
+                break
+            if queued.adapter_slots[number] != row.adapter_slot:
                 break
             if queued.pages[number] != tuple(table[row.start // size] for table in row.block_tables):
                 break
@@ -261,6 +271,7 @@ class CudaGraphExecutor(CudaEagerExecutor):
             [row.request.token_ids[row.start] for row in rows],
             [row.start for row in rows],
             [-1] * len(rows),
+            [row.adapter_slot for row in rows],
         )
 
     def _launch_positions(self, positions: Sequence[Position], owners: list[int] | None = None) -> LaunchedStep:
@@ -270,6 +281,7 @@ class CudaGraphExecutor(CudaEagerExecutor):
             [position.token_id for position in positions],
             [position.position for position in positions],
             [-1] * len(positions),
+            [position.adapter_slot for position in positions],
             owners,
         )
 
@@ -300,6 +312,7 @@ class CudaGraphExecutor(CudaEagerExecutor):
             [0] * len(continuing),
             [row.start + 1 for row, _ in continuing],
             [source for _, source in continuing],
+            [row.adapter_slot for row, _ in continuing],
         )
 
     # --- launching and capturing ---
@@ -311,14 +324,17 @@ class CudaGraphExecutor(CudaEagerExecutor):
         ids: list[int],
         positions: list[int],
         sources: list[int],
+        adapter_slots: list[int],
         owners: list[int] | None = None,
     ) -> LaunchedStep:
         inputs, size = self._inputs, self.store.layout.page_size
+        inputs.set_adapters(adapter_slots)
         inputs.fill(requests, tables, ids, positions, sources)
         if owners is not None:
             inputs.set_owners(owners)
         step = self._launch(requests, guesses=owners is not None)
         step.row_of, step.positions = {request: row for row, request in enumerate(requests)}, positions
+        step.adapter_slots = adapter_slots
         step.pages = [
             tuple(table[position // size] for table in row) for row, position in zip(tables, positions, strict=True)
         ]
@@ -328,7 +344,7 @@ class CudaGraphExecutor(CudaEagerExecutor):
         """Launch the step whose inputs were filled last; rows and pages are for the caller to enter."""
         inputs = self._inputs
         rows = next(bucket for bucket in self._buckets if bucket >= len(requests))
-        hidden = self._run(StepKind(rows, inputs.shared_tokens > 0, inputs.filtered, guesses))
+        hidden = self._run(StepKind(rows, inputs.shared_tokens > 0, inputs.filtered, guesses, inputs.adapted))
         ids, drafts, event = inputs.receive(guesses)
         kept = None if hidden is None else hidden[: len(requests)].clone()
         return LaunchedStep({}, [], [], ids, event, kept, len(requests), drafts)
@@ -365,11 +381,12 @@ class CudaGraphExecutor(CudaEagerExecutor):
     def _step(self, kind: StepKind) -> tuple[Tensor, Tensor | None]:
         """Inputs, forward pass, logits and sampling. Returns the logits, and the hidden states if they are kept."""
         inputs, decoder = self._inputs, self.model.decoder
-        batch = inputs.begin(kind.rows)
+        batch = inputs.begin(kind.rows, kind.adapted)
         if self._guesser is not None:
             self._guesser.note(batch)
         moves = self._states is not None and kind.rows <= self._states.num_spares
-        ops: Any = CudaOps(self.store, self.table, batch, shared=inputs.shared(kind.shared), moves_states=moves)
+        shared = inputs.shared(kind.shared)
+        ops: Any = CudaOps(self.store, self.table, batch, shared=shared, moves_states=moves, adapters=self.adapters)
         hidden = decoder.forward(ops)
         kept = tensor(hidden) if self._keeps_hidden and not kind.guesses else None
         logits: Tensor = tensor(decoder.logits(ops, hidden))

@@ -59,6 +59,10 @@ class DecodeInputs:
         self._has_states = bool(layout.states)
         self._state_slots = zeros(2, max_rows).fill_(-1)
         self._sent_states = self._next_states = self._padded_states([], [])
+        # By row: the slot of its adapter, 0: none.
+        self._adapter_slots = zeros(max_rows, dtype=torch.int32)
+        self._sent_adapters: list[int] = []
+        self._next_adapters: list[int] = []
         self._host_arrays = self._host_inputs.numpy()
         self._slot = 0  # of the step that was filled last
         self._host_buffers = [_HostBuffers(self, device) for _ in range(_RING_SLOTS)]
@@ -76,7 +80,15 @@ class DecodeInputs:
     @property
     def copied_buffers(self) -> tuple[Tensor, ...]:
         """Device buffers that are copied from pinned memory."""
-        return (*self._tables, self._floats, self._top_k, self._seeds, self._bounds, self._state_slots)
+        return (
+            *self._tables,
+            self._floats,
+            self._top_k,
+            self._seeds,
+            self._bounds,
+            self._state_slots,
+            self._adapter_slots,
+        )
 
     def fill(
         self,
@@ -103,6 +115,7 @@ class DecodeInputs:
         if changed or not same_requests:
             self._find_shared_prefix(buffers, tables, min(positions))
         self._send_states(buffers)
+        self._send_adapters(buffers)
 
     def set_states(self, slots: list[int], targets: list[int]) -> None:
         """Before `fill`, of a model with recurrent layers: where the state of each row is read and written."""
@@ -117,6 +130,23 @@ class DecodeInputs:
             buffers.array(self._state_slots)[:] = self._next_states
             buffers.send(self._state_slots)
             self._sent_states = self._next_states
+
+    def set_adapters(self, slots: list[int]) -> None:
+        """Before `fill`: the adapter slot of each row; rows after these have none."""
+        self._next_adapters = slots if any(slots) else []
+
+    def _send_adapters(self, buffers: _HostBuffers) -> None:
+        if self._sent_adapters != self._next_adapters:
+            array = buffers.array(self._adapter_slots)
+            array[:] = 0
+            array[: len(self._next_adapters)] = self._next_adapters
+            buffers.send(self._adapter_slots)
+            self._sent_adapters = self._next_adapters
+
+    @property
+    def adapted(self) -> bool:
+        """Whether a row of the step that was filled last has an adapter."""
+        return bool(self._sent_adapters)
 
     def longest_first(self, rows: Sequence[ScheduledTokens]) -> list[int]:
         """The order in which rows are best computed: attention takes them one after the other, and long ones at the end
@@ -140,6 +170,8 @@ class DecodeInputs:
             buffers.send(buffer)
         self.set_states([], [])
         self._send_states(buffers)
+        self.set_adapters([])
+        self._send_adapters(buffers)
         self._requests = []
 
     def _next_slot(self, device_in_step: bool) -> _HostBuffers:
@@ -235,8 +267,9 @@ class DecodeInputs:
 
     # --- used inside the step ---
 
-    def begin(self, rows: int) -> Batch:
-        """The first launches of a step of `rows` rows, and its batch. Safe to capture."""
+    def begin(self, rows: int, adapted: bool = False) -> Batch:
+        """The first launches of a step of `rows` rows, and its batch. `adapted`: rows may have adapters. Safe to
+        capture."""
         gpu.begin_step(
             self._host_inputs,
             self._ring_index,
@@ -262,6 +295,7 @@ class DecodeInputs:
             max_seq=self.capacity,
             state_slots=self._state_slots[0, :rows] if self._has_states else None,
             state_targets=self._state_slots[1, :rows] if self._has_states else None,
+            adapter_slots=self._adapter_slots[:rows] if adapted else None,
         )
 
     def shared(self, any_shared: bool) -> gpu.SharedPrefix | None:

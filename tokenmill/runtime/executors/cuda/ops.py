@@ -18,6 +18,7 @@ from tokenmill.kernels import ref, ref_latent
 from tokenmill.kernels import triton as gpu
 from tokenmill.kernels.packed_pages import PackedPages
 from tokenmill.kernels.ref_experts import RoutingSpec
+from tokenmill.model.adapters import AdapterBank
 from tokenmill.model.attention.base import AttentionSpec
 from tokenmill.model.attention.latent import HeadProjections, LatentSpec
 from tokenmill.model.attention.paged import PagedAttention
@@ -59,18 +60,25 @@ class CudaOps:
         expands: bool = False,
         drafted: DraftedStates | None = None,
         moves_states: bool = False,
+        adapters: AdapterBank | None = None,
     ) -> None:
         """`rows`: tokens of the batch whose logits are computed, None: all. `shared`: a SharedPrefix for layers without
         a window. `distinct`: for each KV group its DistinctPages, where long prompts read FP8 pages. `expands`: the
         step has long prompts and is not captured, so that latent attention may expand their keys and values. `drafted`:
-        of a step with drafts, where recurrent layers compute. `moves_states`: no state is written where one is read."""
+        of a step with drafts, where recurrent layers compute. `moves_states`: no state is written where one is read.
+        `adapters`: what the batch's adapter slots refer to."""
         self._store, self._table, self._batch = store, table, batch
         self._rows, self._shared, self._distinct, self._drafted = rows, shared, distinct, drafted
         self._expands, self._lengths = expands, ([0], [0])
         self._moves_states = moves_states
+        self._adapters = None if batch.adapter_slots is None else adapters
+        self._slots = None if batch.adapter_slots is None or rows is None else batch.adapter_slots[rows]
 
     def embed(self, table: LinearWeight, scale: float) -> Tensor:  # noqa: ARG002 (the bf16 copy is on the device)
-        rows: Tensor = gpu.embed(self._batch.token_ids, self._table, scale)
+        ids = self._batch.token_ids
+        if self._adapters is not None and self._adapters.embeddings:
+            return (self._adapters.embed(ids, self._adapter_slots, self._table[ids].float()) * scale).bfloat16()
+        rows: Tensor = gpu.embed(ids, self._table, scale)
         return rows
 
     def add_positions(self, x: Tensor, table: Tensor) -> Tensor:
@@ -102,15 +110,29 @@ class CudaOps:
         kernels: list[Any] = [weight.kernel.run for weight in weights if weight.kernel is not None]
         x = x.contiguous() if isinstance(x, Tensor) else x  # parts of a split lie apart
         joined = _joined_matrix(kernels)
+        site = None if self._adapters is None else self._adapters.site(weights)
+        adapt = None if site is None else lambda x, y: site.adapt_joined(x, self._adapter_slots, y)
         if joined is not None:
-            product = Product(joined, x)
+            product = Product(joined, x, adapt=adapt)
             return [Columns(product, kernel.begin, kernel.end) for kernel in kernels]
         if len(kernels) == 1:
-            return [multiply(kernels[0], x, self._out_dtype(weights[0]))]
+            return [Product(kernels[0], x, self._out_dtype(weights[0]), adapt=adapt).full()]
+        if site is not None:
+            outputs = [
+                multiply(kernel, x, self._out_dtype(each)) for kernel, each in zip(kernels, weights, strict=True)
+            ]
+            site.adapt(tensor(x), self._adapter_slots, outputs)
+            return [Columns(Product(None, None, full=y), 0, y.shape[1]) for y in outputs]
         return [
             Columns(Product(kernel, x, self._out_dtype(weight)), 0, weight.out_features)
             for kernel, weight in zip(kernels, weights, strict=True)
         ]
+
+    @property
+    def _adapter_slots(self) -> Tensor:
+        slots = self._batch.adapter_slots if self._slots is None else self._slots
+        assert slots is not None
+        return slots
 
     def _out_dtype(self, weight: LinearWeight) -> torch.dtype:
         """float32 for the logits of a few rows; everything else stays bf16."""

@@ -29,6 +29,7 @@ _LIKELY_TOKENS = 1024  # steps of few sequences are prepared up to this size
 class PromptKind:
     tokens: int
     sequences: int
+    adapted: bool = False  # some tokens have adapters
 
 
 class PromptInputs:
@@ -48,6 +49,7 @@ class PromptInputs:
             return torch.zeros(*shape, dtype=dtype, device=device)
 
         self._tokens = zeros(2 + groups, self._token_buckets[-1], dtype=torch.int64)  # ids, positions, slots by group
+        self._adapter_slots = zeros(self._token_buckets[-1])
         self._starts, self._seq_lens = zeros(max_sequences + 1), zeros(max_sequences)
         self._tables = [zeros(max_sequences, width) for _ in range(groups)]
         self._state_slots = zeros(max_sequences, dtype=torch.int64) if layout.states else None
@@ -66,7 +68,9 @@ class PromptInputs:
         padded_sequences = next((bucket for bucket in self._sequence_buckets if bucket >= sequences), 0)
         min_tokens = max(tokens, padded_sequences + 1)
         padded_tokens = next((bucket for bucket in self._token_buckets if bucket >= min_tokens), 0)
-        return PromptKind(padded_tokens, padded_sequences) if padded_sequences and padded_tokens else None
+        if not padded_sequences or not padded_tokens:
+            return None
+        return PromptKind(padded_tokens, padded_sequences, batch.adapter_slots is not None)
 
     def likely_kinds(self) -> list[PromptKind]:
         """Short prompts, few at a time; the largest last, which is prepared first: the others fit in its memory."""
@@ -94,6 +98,8 @@ class PromptInputs:
         self.clear(kind, tokens, sequences)
         for number, values in enumerate((batch.token_ids, batch.positions, *batch.slots)):
             self._tokens[number, :tokens] = values
+        if batch.adapter_slots is not None:
+            self._adapter_slots[:tokens] = batch.adapter_slots
         self._starts[: sequences + 1] = batch.query_starts
         self._seq_lens[:sequences] = batch.seq_lens
         for own, table in zip(self._tables, batch.block_tables, strict=True):
@@ -106,6 +112,7 @@ class PromptInputs:
         """Make padding of all that follows the first `tokens` tokens and `sequences` sequences."""
         self._tokens[:2, tokens : kind.tokens] = 0
         self._tokens[2:, tokens : kind.tokens] = -1
+        self._adapter_slots[tokens : kind.tokens] = 0
         self._starts[sequences : kind.sequences + 1] = tokens
         self._seq_lens[sequences : kind.sequences] = 0
         if self._state_slots is not None:
@@ -125,6 +132,7 @@ class PromptInputs:
             max_query=kind.tokens,
             max_seq=self._capacity,
             state_slots=None if self._state_slots is None else self._state_slots[: kind.sequences],
+            adapter_slots=self._adapter_slots[: kind.tokens] if kind.adapted else None,
         )
 
 

@@ -87,31 +87,47 @@ class Gate:
         return pair
 
 
+Adapt = Callable[[Tensor, Tensor], None]  # (x, y): what adapters of its rows make of a product, in place
+
+
 class Product:
     """The product with one matrix, or with several joined ones, computed when it is known what its reader can fuse.
-    `full`: a result that is there already; kernel and x are None then."""
+    `full`: a result that is there already; kernel and x are None then. `adapt`: changes the whole result, given x: then
+    nothing is fused."""
 
     def __init__(
-        self, kernel: Any, x: Any, out_dtype: torch.dtype = torch.bfloat16, full: Tensor | None = None
+        self,
+        kernel: Any,
+        x: Any,
+        out_dtype: torch.dtype = torch.bfloat16,
+        full: Tensor | None = None,
+        adapt: Adapt | None = None,
     ) -> None:
         self._kernel, self._x, self._out_dtype, self._full = kernel, x, out_dtype, full
+        self._adapt = adapt
 
     def full(self) -> Tensor:
         """All columns, nothing fused."""
         if self._full is None:
             self._full = multiply(self._kernel, self._x, self._out_dtype)
+            if self._adapt is not None:
+                self._adapt(tensor(self._x), self._full)
         return self._full
 
     @property
+    def _fuses(self) -> bool:
+        return self._adapt is None and isinstance(self._kernel, gpu.GpuLinear)
+
+    @property
     def gates(self) -> bool:
-        return isinstance(self._kernel, gpu.GpuLinear) and self._kernel.gates(num_rows(self._x))
+        return self._fuses and self._kernel.gates(num_rows(self._x))
 
     def gated(self) -> Tensor:
         return multiply(self._kernel, self._x, gated=True)
 
     @property
     def rotates(self) -> bool:
-        return isinstance(self._kernel, gpu.GpuLinear) and self._kernel.rotates(num_rows(self._x))
+        return self._fuses and self._kernel.rotates(num_rows(self._x))
 
     def rotated(self, heads: Any) -> Tensor:
         """The queries; keys and values are stored where `heads` (a HeadPlaces) says."""

@@ -1,0 +1,214 @@
+"""The two products of an adapter: x A^T of the rows that name its slot, then B times that, added to their outputs.
+
+Factors do not depend on earlier kernels of a step: their first lines are fetched while the base's product still runs.
+Sums over a split depth are left apart by the first kernel and added up by the second, in a fixed order: a row has the
+same bits in every mixture.
+"""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tokenmill.kernels.ref_adapters import RANK_BLOCK
+from tokenmill.kernels.triton.matmul.tile import prefetch_rows
+from tokenmill.kernels.triton.shared.launch import INTERPRETED, options, uses_pdl, workspace
+
+_FEW_TOKENS = 64  # up to which the depth is split, so that there are programs enough
+_SPLIT_DEPTH = 1024
+_SPLIT_ROWS = 256  # rows of partial sums that `_expand` adds up: splits times tokens of a tile
+
+
+class Factors(NamedTuple):
+    """Of all slots (slot s at index s - 1), P matrices and N outputs together."""
+
+    a: Tensor  # bf16 [slots, P, max rank, K]
+    b: Tensor  # bf16 [slots, N, max rank]
+    ranks: Tensor  # int32 [slots, P]: multiples of RANK_BLOCK, 0: none
+    gains: Tensor  # float32 [slots, N]
+    shifts: Tensor | None  # float32 [slots, N]: where the base has biases
+    gained: Tensor  # int32 [slots, P]: whether the gains apply
+    tiles: Tensor  # int32 [tiles, 3]: matrix, first column, end of its columns
+
+
+class Variant(NamedTuple):
+    """What a launch is compiled for."""
+
+    tokens: int  # of a tile
+    step: int  # of the depth, or columns of a tile
+    max_rank: int
+    parts: int
+    even: bool  # the depth is a multiple of a split
+    shifted: bool
+    prefetch_lines: int  # of a row of A
+    splits: int  # a power of two, at least the number of splits
+    pdl: bool
+    interpreted: bool
+
+
+@triton.jit
+def _dot(x, w, acc, INTERPRET: tl.constexpr):
+    """The interpreter reads bf16 as integers, so there it is float32."""
+    if INTERPRET:
+        return tl.dot(x.to(tl.float32), w.to(tl.float32), acc, input_precision="ieee")
+    else:
+        return tl.dot(x, w, acc)
+
+
+@triton.jit(do_not_specialize=["M", "depth_each"])
+def _shrink(x, slots, factors, partial, M, K, x_stride, depth_each, VARIANT: tl.constexpr):
+    """partial [splits, M, P * max rank] = x A^T; a program: one slot, 16 ranks of one matrix, one split, one tile."""
+    BM: tl.constexpr = VARIANT.tokens
+    BK: tl.constexpr = VARIANT.step
+    RANK: tl.constexpr = VARIANT.max_rank
+    PARTS: tl.constexpr = VARIANT.parts
+    blocks: tl.constexpr = PARTS * RANK // 16
+    number, split, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    slot, block = number // blocks, number % blocks
+    part, rank = block * 16 // RANK, block * 16 % RANK
+    tokens = tile * BM + tl.arange(0, BM)
+    mine = tl.load(slots + tokens, mask=tokens < M, other=0) == slot + 1
+    live = (rank < tl.load(factors.ranks + slot * PARTS + part)) & (tl.max(mine.to(tl.int32), 0) > 0)
+    first = split * depth_each
+    last = tl.minimum(first + depth_each, K)
+    a_rows = factors.a + ((slot * PARTS + part) * RANK + rank + tl.arange(0, 16)).to(tl.int64) * K
+    if VARIANT.pdl:
+        tl.extra.cuda.gdc_launch_dependents()
+        if live:
+            prefetch_rows(a_rows + first, 64, VARIANT.prefetch_lines)
+        tl.extra.cuda.gdc_wait()
+    if live:
+        x_rows = x + tl.where(mine, tokens, 0).to(tl.int64) * x_stride
+        acc = tl.zeros([BM, 16], dtype=tl.float32)
+        for begin in range(first, last, BK):
+            k = begin + tl.arange(0, BK)
+            if VARIANT.even:
+                a_tile = tl.load(a_rows[None, :] + k[:, None])
+                x_tile = tl.load(x_rows[:, None] + k[None, :])
+            else:
+                a_tile = tl.load(a_rows[None, :] + k[:, None], mask=k[:, None] < last, other=0.0)
+                x_tile = tl.load(x_rows[:, None] + k[None, :], mask=k[None, :] < last, other=0.0)
+            acc = _dot(x_tile, a_tile, acc, VARIANT.interpreted)
+        place = (split * M + tokens[:, None]) * (PARTS * RANK) + block * 16 + tl.arange(0, 16)[None, :]
+        tl.store(partial + place, acc, mask=mine[:, None])
+
+
+@triton.jit(do_not_specialize=["M", "splits", "first_tile", "first_column"])
+def _expand(y, slots, factors, partial, M, N, y_stride, splits, first_tile, first_column, VARIANT: tl.constexpr):
+    """y [M, columns] of the rows of one slot: gain * y + shift + partial B^T. A program: one tile of columns."""
+    BM: tl.constexpr = VARIANT.tokens
+    BN: tl.constexpr = VARIANT.step
+    RANK: tl.constexpr = VARIANT.max_rank
+    PARTS: tl.constexpr = VARIANT.parts
+    entry = factors.tiles + (first_tile + tl.program_id(0)) * 3
+    slot, tile = tl.program_id(1), tl.program_id(2)
+    part, column, end = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
+    columns = column + tl.arange(0, BN)
+    column_ok = columns < end
+    tokens = tile * BM + tl.arange(0, BM)
+    mine = tl.load(slots + tokens, mask=tokens < M, other=0) == slot + 1
+    rank = tl.load(factors.ranks + slot * PARTS + part)
+    live = (rank > 0) & (tl.max(mine.to(tl.int32), 0) > 0)
+    b_rows = factors.b + (slot * N + tl.where(column_ok, columns, column)).to(tl.int64) * RANK
+    if VARIANT.pdl:
+        tl.extra.cuda.gdc_launch_dependents()
+        if live:
+            prefetch_rows(b_rows, 64, 1)
+        tl.extra.cuda.gdc_wait()
+    if live:
+        sums = tl.zeros([BM, BN], dtype=tl.float32)
+        for begin in range(0, rank, 16):
+            ranks = begin + tl.arange(0, 16)
+            b_tile = tl.load(b_rows[None, :] + ranks[:, None])
+            # All splits at once: one by one their latencies would add up.
+            rows = tl.arange(0, VARIANT.splits)[:, None] * M + tokens[None, :]
+            place = rows[:, :, None] * (PARTS * RANK) + part * RANK + ranks[None, None, :]
+            ok = (tl.arange(0, VARIANT.splits) < splits)[:, None, None] & mine[None, :, None]
+            h = tl.sum(tl.load(partial + place, mask=ok, other=0.0, cache_modifier=".cg"), 0)
+            sums = _dot(h.to(b_tile.dtype), b_tile, sums, VARIANT.interpreted)
+        inside = mine[:, None] & column_ok[None, :]
+        at = y + tokens[:, None].to(tl.int64) * y_stride + (columns - first_column)[None, :]
+        old = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        if tl.load(factors.gained + slot * PARTS + part) > 0:
+            old *= tl.load(factors.gains + slot * N + columns, mask=column_ok, other=1.0)[None, :]
+            if VARIANT.shifted:
+                old += tl.load(factors.shifts + slot * N + columns, mask=column_ok, other=0.0)[None, :]
+        tl.store(at, (old + sums).to(y.dtype.element_ty), mask=inside)
+
+
+def tile_columns(columns: int) -> int:
+    """Columns of a tile of `_expand`, for a product of so many outputs in all: the fewer, the smaller."""
+    return 128 if columns >= 16384 else 64 if columns >= 4096 else 32
+
+
+def _tokens(count: int) -> int:
+    return min(64, max(16, triton.next_power_of_2(count)))
+
+
+def shrink(x: Tensor, slots: Tensor, factors: Factors) -> tuple[Tensor, int]:
+    """x bf16 [M, K], slots int32 [M] -> sums over the splits of the depth, and how many there are. In scratch memory,
+    for the `expand` that follows."""
+    (tokens, depth), (num_slots, parts, max_rank, _) = x.shape, factors.a.shape
+    splits = min(_SPLIT_ROWS // _tokens(tokens), triton.cdiv(depth, _SPLIT_DEPTH)) if tokens <= _FEW_TOKENS else 1
+    step = min(256, max(16, triton.next_power_of_2(depth)))
+    depth_each = triton.cdiv(triton.cdiv(depth, splits), step) * step
+    splits = triton.cdiv(depth, depth_each)
+    partial = workspace(x.device).partials(splits * tokens * parts * max_rank)
+    variant = Variant(
+        tokens=_tokens(tokens),
+        step=step,
+        max_rank=max_rank,
+        parts=parts,
+        even=depth % step == 0,
+        shifted=False,
+        splits=1,
+        prefetch_lines=max(1, 1 << min(4, (min(depth_each, depth) // 64).bit_length() - 1)),
+        pdl=uses_pdl(x.device),
+        interpreted=INTERPRETED,
+    )
+    grid = (num_slots * parts * max_rank // RANK_BLOCK, splits, triton.cdiv(tokens, variant.tokens))
+    _shrink[grid](
+        x, slots, factors, partial, tokens, depth, x.stride(0), depth_each, VARIANT=variant, **options(x.device, 4, 3)
+    )
+    return partial, splits
+
+
+def expand(
+    y: Tensor, slots: Tensor, factors: Factors, sums: tuple[Tensor, int], tiles: range, first_column: int = 0
+) -> None:
+    """Add to y [M, columns], whose first column is `first_column` of the product: these entries of factors.tiles."""
+    partial, splits = sums
+    num_slots, columns, max_rank = factors.b.shape
+    variant = Variant(
+        tokens=_tokens(y.shape[0]),
+        step=tile_columns(columns),
+        max_rank=max_rank,
+        parts=factors.a.shape[1],
+        even=True,
+        shifted=factors.shifts is not None,
+        splits=triton.next_power_of_2(splits),
+        prefetch_lines=1,
+        pdl=uses_pdl(y.device),
+        interpreted=INTERPRETED,
+    )
+    grid = (len(tiles), num_slots, triton.cdiv(y.shape[0], variant.tokens))
+    _expand[grid](
+        y, slots, factors, partial, y.shape[0], columns, y.stride(0), splits, tiles.start, first_column,
+        VARIANT=variant, **options(y.device, 4, 2),
+    )  # fmt: skip
+
+
+def make_tiles(widths: list[int], device: torch.device) -> tuple[Tensor, list[range]]:
+    """The tiles of matrices of these outputs, side by side: the table, and which entries are of each matrix."""
+    size, entries, ranges, first = tile_columns(sum(widths)), [], [], 0
+    for part, width in enumerate(widths):
+        begin = len(entries)
+        entries += [(part, column, first + width) for column in range(first, first + width, size)]
+        ranges.append(range(begin, len(entries)))
+        first += width
+    return torch.tensor(entries, dtype=torch.int32, device=device), ranges
