@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from tokenmill.checkpoint.embedding_files import EmbeddingSettings
 from tokenmill.engine.stats import EngineStats
 from tokenmill.types import Request, SamplingParams, TokenEvent
 
@@ -46,6 +47,8 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     deadline: float | None = None  # of the monotonic clock, which both processes share
     max_pinned_share: float = 1.0
     cache_salt: bytes = b""
+    score_ids: tuple[int, ...] = ()
+    second: int = 0
 
     @classmethod
     def of(cls, request: Request) -> Submit:
@@ -63,6 +66,8 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
             request.deadline,
             request.max_pinned_share,
             request.cache_salt,
+            request.score_ids,
+            request.second,
         )
 
     def request(self) -> Request:
@@ -80,6 +85,8 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
             deadline=self.deadline,
             max_pinned_share=self.max_pinned_share,
             cache_salt=self.cache_salt,
+            score_ids=self.score_ids,
+            second=self.second,
         )
 
 
@@ -114,6 +121,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     quantization: str  # stored type of most parameters
     weight_bytes: int
     load_seconds: float
+    embedding: EmbeddingSettings | None = None  # of a model for vectors or scores, which then does not generate
 
 
 class Events(msgspec.Struct, frozen=True, tag="events"):
