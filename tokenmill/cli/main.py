@@ -20,6 +20,7 @@ from tokenmill.cli import (
     convert,
     deploy,
     doctor,
+    embed,
     evaluation,
     inspection,
     optimize,
@@ -54,6 +55,7 @@ app.command("run")(run.run)
 app.command("chat")(chat.chat)
 app.command("serve")(serve.serve)
 app.command("run-batch")(run_batch.run_batch)
+app.command("embed")(embed.embed)
 app.command("plan")(plan.plan)
 app.command("deploy")(deploy.deploy)
 app.command("simulate")(simulate.simulate)

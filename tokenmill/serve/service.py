@@ -135,6 +135,13 @@ class Service:
             404, f"model '{shown}' is not served here: use '{self.names[0]}'", param="model", code="model_not_found"
         )
 
+    def require_text(self, embeds: bool = False) -> None:
+        """Refuse what only a model that generates can do, where the served one is for vectors or scores."""
+        settings = self.identity.embedding
+        if settings is not None and not embeds:
+            routes = {"embed": "/v1/embeddings", "classify": "/v1/rerank or /v1/classify", "rerank": "/v1/rerank"}
+            raise ApiError(400, f"{self.names[0]} generates no text: use {routes[settings.kind]}", code="model_kind")
+
     def check_client(self, client: Client) -> None:
         """Raise ApiError if the key may send nothing now; called before a body is read."""
         try:
@@ -227,12 +234,16 @@ class Service:
         chat: bool = False,
         special: bool = True,
         embeds: bool = False,
+        seconds: Sequence[int] = (),
+        score_ids: tuple[int, ...] = (),
         num_answers: int = 1,
         max_prompt_tokens: int | None = None,
     ) -> Generation:
         """Start generating; `make_params` gets the length of each prompt, `num_answers` of them are wanted. Of a prompt
-        only the last `max_prompt_tokens` are used, and the token that starts a sequence. The caller must close the
+        only the last `max_prompt_tokens` are used, and the token that starts a sequence. `embeds`: vectors are wanted,
+        of pairs whose second text begins at `seconds`; or the logits of `score_ids`. The caller must close the
         result."""
+        self.require_text(embeds)
         encoded: list[list[int]] = []
         generation: Generation | None = None
         try:
@@ -246,14 +257,16 @@ class Service:
                 prompt if chat or len(ids) == len(whole) else ids
                 for prompt, whole, ids in zip(prompts, encoded, kept, strict=True)
             ]
-            generation = self._prepare(shown, kept, make_params, caller, streaming)
+            generation = self._prepare(shown, kept, make_params, caller, streaming, embeds)
             generation.num_truncated_tokens = sum(map(len, encoded)) - sum(map(len, kept))
             structured = generation.members[0].request.params.structured  # the same for all
             if structured is not None:
                 check_grammar_quota(caller.client, time.monotonic())
                 await self.text.check_grammar(structured, caller.client)
+            for member, second in zip(generation.members, seconds, strict=False):
+                member.request.second = second
             for member in generation.members:
-                member.request.embeds = embeds
+                member.request.score_ids = score_ids
             ticket = self._admit(generation, caller)
         except UserError as error:
             self.charge(caller.client, sum(map(len, encoded)), num_requests=0)
@@ -294,7 +307,7 @@ class Service:
     def on_tokens(self, member: Member, num_tokens: int) -> None:
         starts = member.first_token is None
         self.metrics.on_tokens(member, num_tokens)
-        if starts and num_tokens:
+        if starts and (num_tokens or member.embedding):
             self._stop_timer(member.generation)
             self.admission.started(self._tickets[member.generation], len(member.request.prompt_ids))
 
@@ -348,10 +361,11 @@ class Service:
         make_params: Callable[[int], SamplingParams],
         caller: Caller,
         streaming: bool,
+        embeds: bool = False,
     ) -> Generation:
         generation = Generation(streaming, self._close, self.accounts.prices)
         for prompt, ids in zip(prompts, encoded, strict=True):
-            request = self._intake.request(ids, make_params(len(ids)), uuid.uuid4().hex, caller.rank)
+            request = self._intake.request(ids, make_params(len(ids)), uuid.uuid4().hex, caller.rank, embeds=embeds)
             client = caller.client
             request.tenant, request.weight = client.name, client.weight
             request.max_pinned_share = client.pinned_share

@@ -24,6 +24,7 @@ from tokenmill.runtime.build import find_facts
 from tokenmill.runtime.encoding import EncoderRunner
 from tokenmill.types import Request
 
+_MAX_ROWS = 2048  # texts of a step, however short
 _WARM_UP_LENGTHS = (8, 16, 16, 3)
 # What only a model that generates can do anything with.
 _GENERATING = ("kv_budget_policy", "kv_disk", "kv_redis", "kv_host_memory", "quantization", "expert_memory")
@@ -85,6 +86,7 @@ def build_encoder(model: str | Path, options: EngineConfig) -> EncoderParts:
         memory=(0, "an encoder keeps no KV cache"),
         kv_native_layers=(0, "an encoder keeps no KV cache"),
         executor=("packed", "texts of any length in one batch, without padding"),
+        concurrency=(_MAX_ROWS, "batch_tokens bounds what is computed at once"),
     )
     discipline = DISCIPLINES.get(options.scheduling)(config.max_tenant_slowdown)
     core = EncoderCore(_Vectors(runner), discipline, config.batch_tokens, config.concurrency)

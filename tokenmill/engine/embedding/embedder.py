@@ -39,11 +39,19 @@ class Embedder:
         if config is not None and options:
             raise UserError("both config and options are given", "put the options into the config")
         path, config = resolve(str(model)).path, config or EngineConfig.from_options(options)
-        self._parts: EngineParts | EncoderParts | None
-        self._parts = build_encoder(path, config) if is_encoder(path) else build_engine(path, config)
-        self.settings: EmbeddingSettings | None = read_settings(path)
-        context = self.parts.config.context
-        self._inputs = InputMaker(self.parts.tokenizer, self.settings, context)
+        self._use(build_encoder(path, config) if is_encoder(path) else build_engine(path, config))
+
+    @classmethod
+    def over(cls, parts: EngineParts) -> Embedder:
+        """An embedder that borrows an engine, which must be idle."""
+        embedder = cls.__new__(cls)
+        embedder._use(parts)
+        return embedder
+
+    def _use(self, parts: EngineParts | EncoderParts) -> None:
+        self._parts: EngineParts | EncoderParts | None = parts
+        self.settings: EmbeddingSettings | None = read_settings(parts.path)
+        self._inputs = InputMaker(parts.tokenizer, self.settings, parts.config.context)
 
     @property
     def parts(self) -> EngineParts | EncoderParts:
