@@ -61,6 +61,11 @@ class EmbeddingSettings:
     score_activation: str = "sigmoid"  # of "classify" with one label, and of "rerank"
     score_tokens: tuple[str | int, ...] = ()  # of "rerank": what stands for yes, then for no
 
+    @property
+    def routes(self) -> str:
+        """The HTTP routes for this kind of model."""
+        return {"embed": "/v1/embeddings", "classify": "/v1/rerank or /v1/classify", "rerank": "/v1/rerank"}[self.kind]
+
     def prompt(self, name: str | None, text: str | None) -> str:
         """What goes before each text: a text of the caller, a named prompt of the model, or its default."""
         if text is not None and name is not None:

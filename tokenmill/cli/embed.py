@@ -33,14 +33,14 @@ def embed(
     prompt: Annotated[str | None, typer.Option(help="A text put before each text, instead.")] = None,
     dimensions: Annotated[int | None, typer.Option(help="Shorter vectors, of a model trained for them.")] = None,
     normalize: Annotated[
-        bool | None, typer.Option("--normalize/--no-normalize", help="Vectors of length one. Default: as the model.")
-    ] = None,
+        bool, typer.Option("--normalize", help="Vectors of length one, also where the model does not make them so.")
+    ] = False,
     as_json: AsJson = False,
     _verbose: Verbose = False,
     *,
     engine: EngineConfig,
 ) -> None:
-    """Write the vector of each text of FILE, in order. Texts that are too long for the model are cut, with a warning."""
+    """Write the vector of each text of FILE, in order. Texts too long for the model are cut, with a warning."""
     if out.suffix not in (".npy", ".jsonl"):
         raise UserError(f"cannot tell the format of {out}", "give --out a name that ends in .npy or .jsonl")
     batches = _batches(_texts(file, field))

@@ -61,10 +61,9 @@ class EncoderRunner:
         return ordered
 
     def run_all(self, texts: Sequence[Text]) -> Tensor:
-        """The same for any number of texts, in batches of texts of similar length."""
-        found: Tensor | None = None
-        for numbers in split_by_tokens(texts, self.batch_tokens):
-            vectors = self.run([texts[number] for number in numbers])
-            found = torch.empty(len(texts), vectors.shape[1]) if found is None else found
-            found[torch.tensor(numbers)] = vectors
-        return torch.empty(0, 0) if found is None else found
+        """The same for any number of texts but none, in batches of texts of similar length."""
+        batches = split_by_tokens(texts, self.batch_tokens)
+        vectors = torch.cat([self.run([texts[number] for number in numbers]) for numbers in batches])
+        found = torch.empty_like(vectors)
+        found[torch.tensor([number for numbers in batches for number in numbers])] = vectors
+        return found

@@ -27,7 +27,7 @@ from tokenmill.serve.batches.runner import BatchRunner
 from tokenmill.serve.config import ServeConfig
 from tokenmill.serve.errors import ApiError, deadline_passed
 from tokenmill.serve.files.store import FileStore
-from tokenmill.serve.generation import Generation, Member
+from tokenmill.serve.generation import Generation, Member, VectorWish
 from tokenmill.serve.metrics import Metrics
 from tokenmill.serve.overrides import SamplingDefaults
 from tokenmill.serve.reasoning.use import ReasoningStyle
@@ -135,12 +135,11 @@ class Service:
             404, f"model '{shown}' is not served here: use '{self.names[0]}'", param="model", code="model_not_found"
         )
 
-    def require_text(self, embeds: bool = False) -> None:
+    def require_text(self) -> None:
         """Refuse what only a model that generates can do, where the served one is for vectors or scores."""
         settings = self.identity.embedding
-        if settings is not None and not embeds:
-            routes = {"embed": "/v1/embeddings", "classify": "/v1/rerank or /v1/classify", "rerank": "/v1/rerank"}
-            raise ApiError(400, f"{self.names[0]} generates no text: use {routes[settings.kind]}", code="model_kind")
+        if settings is not None:
+            raise ApiError(400, f"{self.names[0]} generates no text: use {settings.routes}", code="model_kind")
 
     def check_client(self, client: Client) -> None:
         """Raise ApiError if the key may send nothing now; called before a body is read."""
@@ -233,17 +232,15 @@ class Service:
         streaming: bool,
         chat: bool = False,
         special: bool = True,
-        embeds: bool = False,
-        seconds: Sequence[int] = (),
-        score_ids: tuple[int, ...] = (),
+        vectors: VectorWish | None = None,
         num_answers: int = 1,
         max_prompt_tokens: int | None = None,
     ) -> Generation:
         """Start generating; `make_params` gets the length of each prompt, `num_answers` of them are wanted. Of a prompt
-        only the last `max_prompt_tokens` are used, and the token that starts a sequence. `embeds`: vectors are wanted,
-        of pairs whose second text begins at `seconds`; or the logits of `score_ids`. The caller must close the
-        result."""
-        self.require_text(embeds)
+        only the last `max_prompt_tokens` are used, and the token that starts a sequence. `vectors`: these are wanted,
+        and no text. The caller must close the result."""
+        if vectors is None:
+            self.require_text()
         encoded: list[list[int]] = []
         generation: Generation | None = None
         try:
@@ -257,16 +254,12 @@ class Service:
                 prompt if chat or len(ids) == len(whole) else ids
                 for prompt, whole, ids in zip(prompts, encoded, kept, strict=True)
             ]
-            generation = self._prepare(shown, kept, make_params, caller, streaming, embeds)
+            generation = self._prepare(shown, kept, make_params, caller, streaming, vectors)
             generation.num_truncated_tokens = sum(map(len, encoded)) - sum(map(len, kept))
             structured = generation.members[0].request.params.structured  # the same for all
             if structured is not None:
                 check_grammar_quota(caller.client, time.monotonic())
                 await self.text.check_grammar(structured, caller.client)
-            for member, second in zip(generation.members, seconds, strict=False):
-                member.request.second = second
-            for member in generation.members:
-                member.request.score_ids = score_ids
             ticket = self._admit(generation, caller)
         except UserError as error:
             self.charge(caller.client, sum(map(len, encoded)), num_requests=0)
@@ -361,12 +354,14 @@ class Service:
         make_params: Callable[[int], SamplingParams],
         caller: Caller,
         streaming: bool,
-        embeds: bool = False,
+        vectors: VectorWish | None = None,
     ) -> Generation:
         generation = Generation(streaming, self._close, self.accounts.prices)
-        for prompt, ids in zip(prompts, encoded, strict=True):
+        client, embeds = caller.client, vectors is not None
+        for number, (prompt, ids) in enumerate(zip(prompts, encoded, strict=True)):
             request = self._intake.request(ids, make_params(len(ids)), uuid.uuid4().hex, caller.rank, embeds=embeds)
-            client = caller.client
+            if vectors is not None:
+                vectors.put_into(request, number)
             request.tenant, request.weight = client.name, client.weight
             request.max_pinned_share = client.pinned_share
             request.cache_salt = self._salts.salt(client, caller.cache_salt)

@@ -72,19 +72,19 @@ class Embedder:
         prompt_name: str | None = None,
         prompt: str | None = None,
         dimensions: int | None = None,
-        normalize: bool | None = None,
+        normalize: bool = False,
         truncate: bool = True,
     ) -> np.ndarray:
         """[texts, dimension] float32. A text may be given as token ids, with the special ones. `prompt` goes before
-        each text, or the model's own of that name; `normalize`: to length one, None: as the model says; `truncate`:
-        texts that are too long are cut, else an error."""
+        each text, or the model's own of that name; `normalize`: to length one, also where the model does not do so;
+        `truncate`: texts that are too long are cut, else an error."""
         self._require("embed")
         settings = self.settings or EmbeddingSettings("embed", ("lasttoken",), True, dimension=self.dimension)
         dimension = settings.check_dimensions(dimensions)
         vectors = self._compute(self._texts(texts, settings.prompt(prompt_name, prompt), truncate), settings)
         if vectors.shape[0] and (dimension < vectors.shape[1] or normalize):
             vectors = vectors[:, :dimension]
-            if normalize or (normalize is None and settings.normalize):
+            if normalize or settings.normalize:
                 vectors = torch.nn.functional.normalize(vectors, dim=-1)
         found: np.ndarray = vectors.contiguous().numpy()
         return found
@@ -164,9 +164,10 @@ class Embedder:
         cut = sum(each.cut > 0 for each in inputs)
         if cut:
             _log.warning("%d of %d texts were cut to %d tokens", cut, len(inputs), self._inputs.max_tokens)
+        if not inputs:
+            return torch.empty(0, settings.dimension)
         if isinstance(self.parts, EncoderParts):
-            found = self.parts.runner.run_all([Text(each.token_ids, each.second) for each in inputs])
-            return found if len(inputs) else torch.empty(0, settings.dimension)
+            return self.parts.runner.run_all([Text(each.token_ids, each.second) for each in inputs])
         vectors = torch.tensor(self._generate(inputs), dtype=torch.float32).view(len(inputs), -1)
         return torch.nn.functional.normalize(vectors, dim=-1) if settings.normalize else vectors
 

@@ -23,6 +23,7 @@ from tokenmill.serve.api.sampling import resolve_truncation
 from tokenmill.serve.api.usage import cost_of, usage_of
 from tokenmill.serve.api.vectors import Computed, VectorCall, settings_of, shown_vector
 from tokenmill.serve.errors import ApiError
+from tokenmill.serve.generation import VectorWish
 from tokenmill.serve.service import Caller, Service
 from tokenmill.types import SamplingParams
 
@@ -76,7 +77,7 @@ async def of_states(request: Request, service: Service, caller: Caller, body: Em
     prompts = check_prompts(body.prompts(), service, "input", cut=cut is not None)
     params = SamplingParams(max_tokens=1, temperature=0.0)
     opening = service.open(
-        prompts, lambda _length: params, caller, streaming=False, embeds=True, max_prompt_tokens=cut
+        prompts, lambda _length: params, caller, streaming=False, vectors=VectorWish(), max_prompt_tokens=cut
     )  # fmt: skip
     generation = await unless_gone(request, opening)
     try:

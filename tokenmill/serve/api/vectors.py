@@ -23,6 +23,7 @@ from tokenmill.errors import UserError
 from tokenmill.serve.api.exchange import record_of, unless_gone
 from tokenmill.serve.api.usage import cost_of, usage_of
 from tokenmill.serve.errors import ApiError
+from tokenmill.serve.generation import VectorWish
 from tokenmill.serve.service import Caller, Service
 from tokenmill.types import SamplingParams
 
@@ -46,10 +47,7 @@ def settings_of(service: Service, *kinds: str) -> EmbeddingSettings:
             400, f"{service.names[0]} generates text: serve an embedding or reranking model for this", code="model_kind"
         )
     if settings.kind not in kinds:
-        routes = {"embed": "/v1/embeddings", "classify": "/v1/rerank or /v1/classify", "rerank": "/v1/rerank"}
-        raise ApiError(
-            400, f"{service.names[0]} is not a model for this: use {routes[settings.kind]}", code="model_kind"
-        )
+        raise ApiError(400, f"{service.names[0]} is not a model for this: use {settings.routes}", code="model_kind")
     return settings
 
 
@@ -132,9 +130,7 @@ class VectorCall:
             lambda _length: _PARAMS,
             self._caller,
             streaming=False,
-            embeds=True,
-            seconds=[each.second for each in inputs],
-            score_ids=score_ids,
+            vectors=VectorWish([each.second for each in inputs], score_ids),
         )
         generation = await unless_gone(self._request, opening)
         try:
