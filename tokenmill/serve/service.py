@@ -190,6 +190,7 @@ class Service:
     ) -> str:
         """The prompt of a conversation. Always made by a text worker: templates come with the weights, from anywhere,
         and no bound on their steps bounds the cost of each."""
+        self.require_text()
         if self.template is None:
             raise ApiError(400, f"{self.names[0]} has no chat template: use /v1/completions", param="messages")
         if len(messages) > _MAX_MESSAGES:
