@@ -14,7 +14,6 @@ from pathlib import Path
 
 from tokenmill.checkpoint.chat_template import ChatTemplate
 from tokenmill.checkpoint.description import ModelDescription
-from tokenmill.checkpoint.embedding_files import read_encoder
 from tokenmill.checkpoint.open import open_source
 from tokenmill.checkpoint.sources import resolve
 from tokenmill.checkpoint.tokenizer import Tokenizer
@@ -28,7 +27,6 @@ from tokenmill.engine.kv.policy import POLICIES
 from tokenmill.engine.order import DISCIPLINES
 from tokenmill.engine.scheduler import Scheduler
 from tokenmill.engine.tiers import build_tiers, shown_address
-from tokenmill.errors import UserError
 from tokenmill.grammar.compiler import GrammarCompiler
 from tokenmill.log import get_logger
 from tokenmill.resolution import resolve as resolve_config
@@ -64,10 +62,6 @@ class EngineParts:
 def build_engine(model: str | Path, options: EngineConfig) -> EngineParts:
     started = time.perf_counter()
     path = resolve(str(model)).path
-    if read_encoder(path) is not None:
-        raise UserError(
-            f"{path.name} is an encoder: it gives vectors or scores, and no text", "use Embedder, or `tokenmill embed`"
-        )
     make_discipline = DISCIPLINES.get(options.scheduling)
     policy = POLICIES.get(options.kv_policy)()
     policy_name = options.kv_budget_policy
