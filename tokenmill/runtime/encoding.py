@@ -16,7 +16,9 @@ from torch import Tensor
 from tokenmill.checkpoint.configs.encoders import EncoderDescription
 from tokenmill.checkpoint.embedding_files import EmbeddingSettings
 from tokenmill.config import ResolvedConfig
+from tokenmill.errors import UserError
 from tokenmill.hardware.machine import usable_cores
+from tokenmill.kernels import triton as gpu
 from tokenmill.model.encoders.encoder import Encoder
 from tokenmill.model.encoders.packed import Text, pack, split_by_tokens
 from tokenmill.model.encoders.pooling import ClassifierHead, Vectors
@@ -36,9 +38,12 @@ class EncoderRunner:
         self.device = device
         self.description = description
         self.batch_tokens = config.batch_tokens
-        kernel = device.type == "cuda" and config.kernels != "ref"
+        on_gpu = device.type == "cuda"
+        kernel = config.kernels == "triton" or (on_gpu and config.kernels != "ref")
+        if kernel and (reason := gpu.unavailable(device)) is not None:
+            raise UserError(f"kernels triton cannot be used: {reason}", "leave --kernels out")
         weights = EncoderWeights(path, description, device, torch.float32)
-        if kernel:
+        if kernel and on_gpu:
             dtype = torch.bfloat16 if weights.stored_type.endswith("bfloat16") else torch.float16
             weights = EncoderWeights(path, description, device, dtype)
         self._encoder = Encoder(weights, description, kernel)
