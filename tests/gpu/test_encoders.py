@@ -1,4 +1,4 @@
-"""Encoders with the packed kernel: the vectors and scores of the torch reference, up to the rounding of 16-bit floats."""
+"""Encoders with the packed kernel: vectors and scores of the torch reference, up to the rounding of 16-bit floats."""
 
 from __future__ import annotations
 
