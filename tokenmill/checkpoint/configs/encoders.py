@@ -49,6 +49,7 @@ class EncoderDescription:
     first_norm: bool = True  # whether the first attention of a pre-norm model has a norm of its own
     gated: bool = False  # MLP: activation(gate) * up
     num_token_types: int = 0
+    marks_pairs: bool = False  # the second text of a pair has a type of its own
     first_position: int = 0  # row of the first token in the table of learned positions
     head: str = ""  # of a classifier: "tanh" (dense, tanh), "norm" (dense, activation, norm); "": none
     head_activation: str = "gelu"
@@ -183,6 +184,7 @@ def _bert(fields: Fields) -> dict[str, Any]:
         "rope_thetas": (),
         "activation": _activation(fields, "hidden_act", "gelu"),
         "num_token_types": fields.integer("type_vocab_size", 2, low=0),
+        "marks_pairs": not is_roberta and fields.integer("type_vocab_size", 2, low=0) > 1,
         "first_position": first,
     }
 
@@ -249,6 +251,7 @@ def _nomic(fields: Fields) -> dict[str, Any]:
         "activation": _activation(fields, "activation_function", fields.text("hidden_act", "silu")),
         "gated": True,
         "num_token_types": fields.integer("type_vocab_size", 2, low=0),
+        "marks_pairs": fields.integer("type_vocab_size", 2, low=0) > 1,
     }
 
 

@@ -111,7 +111,7 @@ class Encoder:
             x += torch.nn.functional.embedding(batch.positions + self.description.first_position, self._positions)
         elif self._types is not None:
             x += self._types[0]
-        if self._types is not None and batch.types is not None and self.description.num_token_types > 1:
+        if self._types is not None and batch.types is not None and self.description.marks_pairs:
             x += batch.types[:, None] * (self._types[1] - self._types[0])
         return self._norm(x)
 
