@@ -1,6 +1,6 @@
 """tokenmill: takes a checkpoint and your traffic, gives back the cheapest deployment that keeps quality and latency.
 
-`from tokenmill import LLM, SamplingParams`; everything else is behind the `tokenmill` command.
+`from tokenmill import LLM, Embedder, SamplingParams`; everything else is behind the `tokenmill` command.
 """
 
 from __future__ import annotations
@@ -13,15 +13,26 @@ from tokenmill.types import SamplingParams, StructuredSpec
 if TYPE_CHECKING:
     from tokenmill.engine.async_engine import AsyncEngine
     from tokenmill.engine.beam_search import BeamSearchParams
+    from tokenmill.engine.embedding.embedder import Embedder
     from tokenmill.engine.llm import LLM
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "AsyncEngine", "BeamSearchParams", "SamplingParams", "StructuredSpec", "UserError", "__version__"]
+__all__ = [
+    "LLM",
+    "AsyncEngine",
+    "BeamSearchParams",
+    "Embedder",
+    "SamplingParams",
+    "StructuredSpec",
+    "UserError",
+    "__version__",
+]
 
 _LAZY = {
     "LLM": "tokenmill.engine.llm",
     "AsyncEngine": "tokenmill.engine.async_engine",
     "BeamSearchParams": "tokenmill.engine.beam_search",
+    "Embedder": "tokenmill.engine.embedding.embedder",
 }
 
 

@@ -241,6 +241,8 @@ class Request:
     cache_salt: bytes = b""  # only requests of the same salt share cached pages, in memory and in tiers
     adapter: AdapterRef | None = None  # None: the base alone
     embeds: bool = False  # also wants the hidden state of its last prompt token, with its first token
+    score_ids: tuple[int, ...] = ()  # with `embeds`: wants the logits of these tokens instead
+    second: int = 0  # of an encoder's pair of texts: where the second begins; 0: there is one text
     grammar: CompiledGrammar | None = None  # params.structured compiled for the sampler; opaque to the engine
     # Logits of the tokens from this position on are read: these must not come from the prefix cache
     logits_from: int | None = None
@@ -373,7 +375,7 @@ class TokenEvent:
     num_cached_tokens: int = 0
     finish_reason: str | None = None  # "stop", "length", "abort", "error" (no token was possible)
     stop_reason: int | str | None = None  # the stop id or string that ended it
-    embedding: list[float] = field(default_factory=list)  # final hidden state, if the request wants it
+    embedding: list[float] = field(default_factory=list)  # final hidden state, vector or scores, if it wants them
     cache: CacheReport | None = None  # with the first token and at the end
     device_seconds: float = 0.0  # its part of the steps since its last event, where it is metered
 

@@ -15,6 +15,7 @@ FOLDER = Path(__file__).parents[2] / "examples"
 EXPECTED = {
     "generate": ("stories15m", r"(?s)'Once upon a time' -> '.+\(24 tokens, length\).*'The little dog' -> "),
     "logprobs": ("stories15m", r"(?s)' some bread\.': log-probability -\d.*most likely next tokens.*\d+ '"),
+    "semantic_search": ("minilm", r"(?s)make dough\? -> Bread is.*rise and fall\? -> The moon"),
     "chat_streaming": ("smollm2", r"(?s)\[What is the capital of France\?\].*Name a colour of the rainbow\.\n  \w+"),
     "openai_client": ("smollm2", r"\d+ tokens in, \d+ out"),
     "structured_output": ("smollm2", r"name '.+', age \d+\nTim was (happy|sad)"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -26,9 +26,11 @@ _DOWNLOAD = "download the model's tokenizer files again"
 
 
 class _HFVocabulary:
-    def __init__(self, backend: tokenizers.Tokenizer, byte_level: bool) -> None:
+    def __init__(self, backend: tokenizers.Tokenizer, byte_level: bool, continuation: str = "") -> None:
+        """`continuation`: what WordPiece writes before a piece that goes on with a word."""
         self._backend = backend
         self._byte_level = byte_level
+        self._continuation = continuation
         self.added = backend.get_added_tokens_decoder()
         self.size = max(backend.get_vocab_size(with_added_tokens=True), *(i + 1 for i in self.added), 0)
 
@@ -39,6 +41,9 @@ class _HFVocabulary:
         piece = self.piece(token_id)
         if self._byte_level:
             return piece.encode() if token_id in self.added else byte_level_bytes(piece)
+        if self._continuation:
+            is_start = not piece.startswith(self._continuation) and token_id not in self.added
+            return f" {piece}".encode() if is_start else piece.removeprefix(self._continuation).encode()
         return byte_piece_value(piece) or piece.replace(SPACE, " ").encode()
 
 
@@ -51,6 +56,11 @@ class _HFEncoder:
         with self._lock, _library_errors("the tokenizer"):
             self._backend.encode_special_tokens = not parse_special
             return self._backend.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        with self._lock, _library_errors("the tokenizer"):
+            self._backend.encode_special_tokens = True
+            return [each.ids for each in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
 
 def build_tokenizer(tokenizer_json: Path, tokenizer_config: Path | None) -> Tokenizer:
@@ -66,12 +76,13 @@ def build_tokenizer(tokenizer_json: Path, tokenizer_config: Path | None) -> Toke
 
     decoder_steps = list(_steps(definition.get("decoder")))
     byte_level = any(step["type"] == "ByteLevel" for step in decoder_steps)
-    if not byte_level and not any(step["type"] in ("Metaspace", "Replace") for step in decoder_steps):
+    continuation = next((str(step.get("prefix", "##")) for step in decoder_steps if step["type"] == "WordPiece"), "")
+    if not byte_level and not continuation and not any(s["type"] in ("Metaspace", "Replace") for s in decoder_steps):
         raise CheckpointError(
             f"{tokenizer_json} has a kind of vocabulary that is not supported",
-            "use a byte-level or SentencePiece model",
+            "use a byte-level, SentencePiece or WordPiece model",
         )
-    vocabulary = _HFVocabulary(backend, byte_level)
+    vocabulary = _HFVocabulary(backend, byte_level, continuation)
     bos_id, eos_id = _named_id(backend, config, "bos_token"), _named_id(backend, config, "eos_token")
     generation = tokenizer_json.with_name("generation_config.json")
     eos_ids = _as_ids(read_json(generation).get("eos_token_id")) if generation.is_file() else []
@@ -85,7 +96,8 @@ def build_tokenizer(tokenizer_json: Path, tokenizer_config: Path | None) -> Toke
         special_ids={*eos_ids, *(token_id for token_id, token in vocabulary.added.items() if token.special)},
         prefix_ids=_explicit(config, "add_bos_token", bos_id, prefix),
         suffix_ids=_explicit(config, "add_eos_token", eos_id, suffix),
-        adds_leading_space=any(map(_strips_leading_space, decoder_steps)),
+        pair_middle=_pair_middle(backend, prefix, suffix),
+        adds_leading_space=bool(continuation) or any(map(_strips_leading_space, decoder_steps)),
         dropped_bytes=b"" if _keeps_text(definition, backend) else None,
     )
 
@@ -208,6 +220,17 @@ def _edges(backend: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, .
         if ids[start : start + len(plain)] == plain:
             return tuple(ids[:start]), tuple(ids[start + len(plain) :])
     return (), ()
+
+
+def _pair_middle(
+    backend: tokenizers.Tokenizer, prefix: tuple[int, ...], suffix: tuple[int, ...]
+) -> tuple[int, ...] | None:
+    """What the post-processor puts between two texts; None if it does nothing with pairs."""
+    plain = backend.encode("a", add_special_tokens=False).ids
+    ids = backend.encode("a", "a", add_special_tokens=True).ids
+    begin, end = len(prefix) + len(plain), len(ids) - len(suffix) - len(plain)
+    whole = [*prefix, *plain, *ids[begin:end], *plain, *suffix]
+    return tuple(ids[begin:end]) if prefix and begin <= end and ids == whole else None
 
 
 def _explicit(config: dict[str, Any], name: str, token_id: int | None, default: tuple[int, ...]) -> tuple[int, ...]:

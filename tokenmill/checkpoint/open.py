@@ -9,10 +9,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from tokenmill.checkpoint.base import Checkpoint
+from tokenmill.checkpoint.configs.encoders import is_encoder
 from tokenmill.checkpoint.dummy import DummyCheckpoint
 from tokenmill.checkpoint.gguf import GGUFCheckpoint
 from tokenmill.checkpoint.gguf_header import MAGIC
-from tokenmill.checkpoint.safetensors import INDEX_FILE, SafetensorsCheckpoint
+from tokenmill.checkpoint.safetensors import INDEX_FILE, SafetensorsCheckpoint, read_json
 from tokenmill.errors import CheckpointError
 
 _GIVE = "give a .gguf file or a directory with config.json and .safetensors files"
@@ -46,6 +47,11 @@ def _open_directory(path: Path) -> Checkpoint:
         raise CheckpointError(f"{path} has no files in it", _GIVE)
     has_safetensors = any(entry.suffix == ".safetensors" or entry.name == INDEX_FILE for entry in files)
     has_config = (path / "config.json").is_file()
+    if has_config and is_encoder(read_json(path / "config.json")):
+        raise CheckpointError(
+            f"{path.name} is an encoder: it gives vectors or scores, and no text",
+            "use Embedder, `tokenmill embed` or `tokenmill serve`",
+        )
     if has_config and has_safetensors:
         return SafetensorsCheckpoint(path)
     ggufs = [entry for entry in files if _head(entry).startswith(MAGIC)]

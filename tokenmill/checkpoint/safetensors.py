@@ -59,6 +59,7 @@ _TEXT_PREFIXES = (
 )
 _IMAGE_PARTS = ("vision_tower.", "multi_modal_projector.", "visual.")
 _DRAFT_LAYERS = "mtp."  # Qwen's: they predict tokens further ahead, and nothing else
+_BARE_EMBEDDING = "embed_tokens.weight"
 _QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json")  # ModelOpt's, AutoGPTQ's
 
 
@@ -81,8 +82,12 @@ class SafetensorsCheckpoint:
         self.description = replace(description, name=description.name or path.resolve().name)
         self._entries: dict[str, _TensorEntry] = {}  # by their name in the text model
         num_image_tensors = 0
-        for stored_name, entry in _all_entries(path).items():
-            name = self._text_name(stored_name)
+        stored = _all_entries(path)
+        prefix = "model." if _BARE_EMBEDDING in stored else ""  # saved without the head, as embedding models are
+        if prefix and "lm_head.weight" not in stored:
+            self.description = replace(self.description, tie_embeddings=True)
+        for stored_name, entry in stored.items():
+            name = self._text_name(stored_name if stored_name.startswith("lm_head.") else prefix + stored_name)
             if name:
                 self._entries[name] = entry
             elif stored_name.removeprefix("model.").startswith(_IMAGE_PARTS):
@@ -162,6 +167,20 @@ class SafetensorsCheckpoint:
                 inner = settings.get("quantization")
                 return inner if isinstance(inner, dict) else settings
         return {}
+
+
+class StoredTensors:
+    """The tensors of a directory under the names that they are stored with, for models that are not decoders."""
+
+    def __init__(self, path: Path) -> None:
+        self._entries = _all_entries(path)
+
+    def names(self) -> Iterable[str]:
+        return self._entries.keys()
+
+    def tensor(self, name: str) -> torch.Tensor:
+        entry = self._entries[name]
+        return view_tensor(entry.buffer, _DTYPES[entry.type_name], entry.shape, entry.start)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -19,6 +19,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "chat": "Talk with a model on the terminal",
         "serve": "Serve a model over HTTP (OpenAI, Ollama and Anthropic APIs)",
         "run-batch": "Answer a file of requests (OpenAI's batch format), resumable",
+        "embed": "Vectors of the texts in a file, by an embedding model",
         "pull": "Download a model, or find it in the cache",
     },
     "Make smaller and faster": {

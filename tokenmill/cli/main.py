@@ -20,6 +20,7 @@ from tokenmill.cli import (
     convert,
     deploy,
     doctor,
+    embed,
     evaluation,
     finetune,
     inspection,
@@ -55,6 +56,7 @@ app.command("run")(run.run)
 app.command("chat")(chat.chat)
 app.command("serve")(serve.serve)
 app.command("run-batch")(run_batch.run_batch)
+app.command("embed")(embed.embed)
 app.command("plan")(plan.plan)
 app.command("deploy")(deploy.deploy)
 app.command("simulate")(simulate.simulate)

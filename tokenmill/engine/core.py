@@ -51,5 +51,20 @@ class EngineCore:
     def add(self, request: Request) -> None:
         self.scheduler.add(request)
 
+    def knows(self, request_id: str) -> bool:
+        return self.scheduler.knows(request_id)
+
+    def using(self, digest: bytes) -> list[Request]:
+        """The sequences of a version of an adapter."""
+        return self.scheduler.using(digest)
+
+    def measure(self) -> None:
+        """Bring the gauges up to date."""
+        self.scheduler.measure()
+
+    def check(self) -> None:
+        """Raise AssertionError if the pages are inconsistent."""
+        self.scheduler.kv.check()
+
     def cancel(self, request_id: str, index: int | None = None) -> bool:
         return self.scheduler.cancel(request_id, index)

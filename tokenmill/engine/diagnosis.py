@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from tokenmill import __version__
+from tokenmill.checkpoint.embedding_files import read_encoder
 from tokenmill.checkpoint.sources import cache_root, list_cached
 from tokenmill.checkpoint.sources.base import Resolved
 from tokenmill.errors import UserError
@@ -98,7 +99,11 @@ def _self_test(cached: dict[str, Resolved]) -> SelfTest:
     from tokenmill.engine.llm import LLM
     from tokenmill.types import SamplingParams
 
-    small = {name: found for name, found in cached.items() if found.bytes <= _SELF_TEST_BYTES}
+    small = {
+        name: found
+        for name, found in cached.items()
+        if found.bytes <= _SELF_TEST_BYTES and read_encoder(found.path) is None
+    }
     if not small:
         return SelfTest("", 0, "")
     name = min(small, key=lambda each: small[each].bytes)

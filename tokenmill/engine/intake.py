@@ -59,6 +59,7 @@ class Intake:
         request_id: str | None = None,
         priority: int = 0,
         chat: bool = False,
+        embeds: bool = False,
     ) -> Request:
         """`chat`: the text is a rendered template, whose control tokens count and which brings its own BOS."""
         if isinstance(prompt, str):
@@ -69,8 +70,8 @@ class Intake:
             ids = self._checked_prompt(prompt)
         if not ids:
             raise UserError("the prompt has no tokens", "give at least one")
-        # Scoring may fill the context: the one token it samples is never computed.
-        scores_only = params.prompt_logprobs is not None and params.max_tokens == 1
+        # Scoring and embedding may fill the context: the one token that they sample is never computed.
+        scores_only = (embeds or params.prompt_logprobs is not None) and params.max_tokens == 1
         if len(ids) > self._context_length - (not scores_only):
             raise UserError(
                 f"the prompt has {len(ids)} tokens, the context holds {self._context_length} with room for one more",
@@ -101,6 +102,7 @@ class Intake:
             priority=priority,
             arrival=arrival,
             adapter=self.adapter,
+            embeds=embeds,
         )
 
     def _bad_word_ids(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:

@@ -16,6 +16,7 @@ from tokenmill.engine.beam_search import BeamSearchParams, BeamSequence, beam_se
 from tokenmill.engine.build import EngineParts, build_engine
 from tokenmill.engine.collector import RequestCollector
 from tokenmill.engine.core import EngineCore
+from tokenmill.engine.embedding.embedder import Embedder
 from tokenmill.engine.intake import Prompt
 from tokenmill.engine.loop import EngineLoop
 from tokenmill.engine.outputs import RequestOutput
@@ -88,6 +89,16 @@ class LLM:
         requests = [self.parts.intake.request(text, each, chat=True) for text, each in zip(texts, params, strict=True)]
         self._adapt(requests, lora)
         return self._run(requests, list(texts), progress)
+
+    def embed(self, texts: Prompt | Sequence[Prompt], **options: Any) -> list[list[float]]:
+        """A vector for each text; `options` as in Embedder.embed. Of a model that was not trained for it, the state
+        behind the last token."""
+        vectors: list[list[float]] = Embedder.over(self.parts).embed(texts, **options).tolist()
+        return vectors
+
+    def score(self, query: str, texts: str | Sequence[str], **options: Any) -> list[float]:
+        """How well each text answers the query, by a reranking model; `options` as in Embedder.score."""
+        return Embedder.over(self.parts).score(query, texts, **options)
 
     def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[list[BeamSequence]]:
         """For each prompt its most probable continuations, best first."""

@@ -15,9 +15,9 @@ from typing import Protocol
 
 from tokenmill.engine.activity import IDLE, Activity
 from tokenmill.engine.adapters.registry import NOT_FOUND, AdapterError, AdapterRegistry
-from tokenmill.engine.core import EngineCore
 from tokenmill.engine.deadlines import DeadlineError, Deadlines
 from tokenmill.engine.grammar_queue import GrammarQueue
+from tokenmill.engine.stats import EngineStats
 from tokenmill.errors import UserError
 from tokenmill.grammar.compiler import GrammarCompiler
 from tokenmill.log import get_logger
@@ -28,6 +28,35 @@ _SHORT_WAIT = 0.002  # seconds: for messages between two pieces of idle work, or
 _IDLE_WORK_LIMIT = 300.0  # seconds: a piece of it may compile kernels or capture a graph
 _CHECK_AFTER_IDLE = 0.2  # seconds without any work before the pages are checked
 _CHECK_SHARE = 0.01  # of the time, at most, goes into checking pages
+
+
+class Core(Protocol):
+    """What the loop drives: EngineCore, or the core of an encoder."""
+
+    stats: EngineStats
+
+    @property
+    def has_work(self) -> bool: ...
+
+    def add(self, request: Request) -> None: ...
+
+    def cancel(self, request_id: str, index: int | None = None) -> bool: ...
+
+    def knows(self, request_id: str) -> bool: ...
+
+    def step(self, run: int = 1) -> list[TokenEvent]: ...
+
+    def using(self, digest: bytes) -> Sequence[Request]:
+        """The sequences of an adapter that wait or run."""
+        ...
+
+    def measure(self) -> None:
+        """Bring the gauges up to date."""
+        ...
+
+    def check(self) -> None:
+        """Raise AssertionError if what it holds is inconsistent."""
+        ...
 
 
 class Listener(Protocol):
@@ -63,7 +92,7 @@ class _NoListener:
 class EngineLoop:
     def __init__(
         self,
-        core: EngineCore,
+        core: Core,
         listener: Listener | None = None,
         grammars: GrammarCompiler | None = None,
         idle_work: Sequence[Callable[[], bool]] = (),
@@ -111,7 +140,7 @@ class EngineLoop:
         return waited or cancelled
 
     def knows(self, request_id: str) -> bool:
-        return request_id in self._grammars or self.core.scheduler.knows(request_id)
+        return request_id in self._grammars or self.core.knows(request_id)
 
     @property
     def has_work(self) -> bool:
@@ -191,7 +220,7 @@ class EngineLoop:
         self.activity.begin("changing adapters")
         assert self._adapters is not None
         for digest, error in self._adapters.poll():
-            for request_id in {request.request_id for request in self.core.scheduler.using(digest)}:
+            for request_id in {request.request_id for request in self.core.using(digest)}:
                 self.cancel(request_id)
                 self._refuse(request_id, error)
         self._is_stale = self._is_stale or not self._adapters.is_busy
@@ -224,7 +253,7 @@ class EngineLoop:
     def _report_gauges(self) -> None:
         self.activity.begin("sending events")
         self._is_stale = False
-        self.core.scheduler.measure()
+        self.core.measure()
         self._listener.on_events([])
 
     def _check_pages(self) -> None:
@@ -233,7 +262,7 @@ class EngineLoop:
         self._is_unchecked = False
         stats, began = self.core.stats, self._clock()
         try:
-            self.core.scheduler.kv.check()
+            self.core.check()
             stats.pages_consistent = True
         except AssertionError as error:
             stats.pages_consistent = False

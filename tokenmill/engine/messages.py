@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from tokenmill.checkpoint.embedding_files import EmbeddingSettings
 from tokenmill.engine.stats import EngineStats
 from tokenmill.types import Request, SamplingParams, TokenEvent
 
@@ -48,6 +49,8 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     max_pinned_share: float = 1.0
     cache_salt: bytes = b""
     adapter: str = ""  # its name: the engine knows which version that is
+    score_ids: tuple[int, ...] = ()
+    second: int = 0
 
     @classmethod
     def of(cls, request: Request) -> Submit:
@@ -66,6 +69,8 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
             request.max_pinned_share,
             request.cache_salt,
             request.adapter.name if request.adapter is not None else "",
+            request.score_ids,
+            request.second,
         )
 
     def request(self) -> Request:
@@ -83,6 +88,8 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
             deadline=self.deadline,
             max_pinned_share=self.max_pinned_share,
             cache_salt=self.cache_salt,
+            score_ids=self.score_ids,
+            second=self.second,
         )
 
 
@@ -153,6 +160,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     weight_bytes: int
     load_seconds: float
     adapters: list[AdapterInfo] = []
+    embedding: EmbeddingSettings | None = None  # of a model for vectors or scores, which then does not generate
 
 
 class Events(msgspec.Struct, frozen=True, tag="events"):

@@ -26,12 +26,15 @@ from pathlib import Path
 import msgspec
 import zmq
 
+from tokenmill.checkpoint.embedding_files import read_settings
 from tokenmill.config import EngineConfig
 from tokenmill.engine import messages
 from tokenmill.engine.activity import Activity
 from tokenmill.engine.adapters.registry import AdapterError, AdapterVersion
 from tokenmill.engine.build import EngineParts, build_engine
 from tokenmill.engine.deadlines import DeadlineError
+from tokenmill.engine.embedding.build import EncoderParts, build_encoder, describe_encoder_parts, is_encoder
+from tokenmill.engine.embedding.core import TokenMeter
 from tokenmill.engine.loop import EngineLoop
 from tokenmill.engine.messages import (
     AdapterAnswer,
@@ -95,7 +98,7 @@ class EngineProcess:
     """The loop's inbox and listener: messages in, messages out."""
 
     def __init__(
-        self, parts: EngineParts, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes], activity: Activity
+        self, parts: EngineParts | EncoderParts, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes], activity: Activity
     ) -> None:
         self._parts = parts
         self._inbox = inbox
@@ -169,6 +172,8 @@ class EngineProcess:
             return f"weight {message.weight} is not a positive number"
         if self.loop.knows(message.request_id):
             return f"request id '{message.request_id}' is in use"
+        if isinstance(self._parts, EncoderParts):
+            return None if message.embeds else "this model gives vectors or scores, and no text"
         if message.params.cache is not None:
             try:
                 self._parts.budgets.check(message.params)
@@ -224,6 +229,7 @@ def describe(parts: EngineParts) -> Ready:
         parts.runtime.model.weight_bytes,
         parts.load_seconds,
         [AdapterInfo(*astuple(version)) for version in parts.adapters.versions()],
+        read_settings(parts.path),
     )
 
 
@@ -242,6 +248,28 @@ def warm_up(parts: EngineParts) -> None:
         pass
 
 
+def start(spec: EngineSpec, activity: Activity, tell: Callable[[FromEngine], None]) -> EngineParts | EncoderParts:
+    """Load the model, have it compute something, and tell what it is."""
+    tell(Phase("loading the weights"))
+    options = EngineConfig(**spec.options)
+    parts = build_encoder(spec.path, options) if is_encoder(Path(spec.path)) else build_engine(spec.path, options)
+    activity.begin("warming up", _WARM_UP_LIMIT)
+    tell(Phase("warming up"))
+    if isinstance(parts, EncoderParts):
+        parts.warm_up()
+        tell(describe_encoder_parts(parts))
+        parts.core.meter = TokenMeter() if spec.meters else None
+        return parts
+    _load_again(parts, spec.adapters)
+    parts.grammars.prepare()
+    warm_up(parts)
+    tell(describe(parts))
+    if spec.step_log:
+        log_steps_to(Path(spec.step_log), parts)
+    parts.core.meter = StepMeter() if spec.meters else None
+    return parts
+
+
 def serve_engine(spec: EngineSpec) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     out_context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()  # its own: ending it sends what is left
@@ -251,19 +279,9 @@ def serve_engine(spec: EngineSpec) -> None:
     pulse = Pulse(context, spec, activity)
     code = 0
     try:
-        outbox.send(messages.encode(Phase("loading the weights")))
-        parts = build_engine(spec.path, EngineConfig(**spec.options))
-        _load_again(parts, spec.adapters)
-        activity.begin("warming up", _WARM_UP_LIMIT)
-        outbox.send(messages.encode(Phase("warming up")))
-        parts.grammars.prepare()
-        warm_up(parts)
-        outbox.send(messages.encode(describe(parts)))
+        parts = start(spec, activity, lambda message: outbox.send(messages.encode(message)))
         gc.collect()
         gc.freeze()  # what lives as long as the process is not looked through again: that would stop a step for long
-        if spec.step_log:
-            log_steps_to(Path(spec.step_log), parts)
-        parts.core.meter = StepMeter() if spec.meters else None
         process = EngineProcess(parts, inbox, outbox, activity)
         pulse.loop = process.loop
         process.loop.run(process)

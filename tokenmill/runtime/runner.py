@@ -192,8 +192,10 @@ class ModelRunner:
                     self.speculator.observe(rows, result, output.hidden(last_tokens))
             for number, row in enumerate(rows):
                 if row.request.embeds and row.samples:
-                    (embedding,) = self.executor.final_norm(output.hidden([last_tokens[number]])).tolist()
-                    result.embeddings[number] = embedding
+                    states = self.executor.final_norm(output.hidden([last_tokens[number]]))
+                    if row.request.score_ids:
+                        states = self.executor.token_logits(states, row.request.score_ids)
+                    (result.embeddings[number],) = states.tolist()
         if self.speculator is not None:
             self.speculator.learn(rows, drafts, result)
 

@@ -24,7 +24,9 @@ from tokenmill.serve.api.files import add_file_routes, add_missing_file_routes
 from tokenmill.serve.api.info import add_info_routes
 from tokenmill.serve.api.loras import add_lora_routes
 from tokenmill.serve.api.ollama import add_ollama_routes
+from tokenmill.serve.api.ollama_embeddings import add_ollama_embedding_routes
 from tokenmill.serve.api.page import add_page_routes
+from tokenmill.serve.api.rerank import add_rerank_routes
 from tokenmill.serve.api.responses import add_responses_routes
 from tokenmill.serve.api.spending import add_spending_routes
 from tokenmill.serve.api.tokens import add_token_routes
@@ -45,7 +47,9 @@ _ROUTES = (
     add_chat_routes,
     add_responses_routes,
     add_embedding_routes,
+    add_rerank_routes,
     add_ollama_routes,
+    add_ollama_embedding_routes,
     add_anthropic_routes,
     add_spending_routes,
     add_lora_routes,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
 from tokenmill.engine.collector import RequestCollector
@@ -27,6 +27,19 @@ class Delta:
     token_ids: list[int]
     logprobs: list[PositionLogprobs]
     finish_reason: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class VectorWish:
+    """A vector for each prompt. Of pairs `seconds` says where the second texts begin; `score_ids`: logits instead."""
+
+    seconds: Sequence[int] = ()
+    score_ids: tuple[int, ...] = ()
+
+    def put_into(self, request: Request, number: int) -> None:
+        request.embeds = True
+        request.second = self.seconds[number] if self.seconds else 0
+        request.score_ids = self.score_ids
 
 
 class Member:

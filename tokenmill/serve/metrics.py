@@ -181,7 +181,7 @@ class Metrics:
             self._values[spec.name][labels] = value
 
     def on_tokens(self, member: Member, num_tokens: int) -> None:
-        if not num_tokens:
+        if not num_tokens and not member.embedding:  # an encoder's vector comes without a token
             return
         now = time.monotonic()
         self._values["generation_tokens"][()] += num_tokens

@@ -27,7 +27,7 @@ from tokenmill.serve.batches.runner import BatchRunner
 from tokenmill.serve.config import ServeConfig
 from tokenmill.serve.errors import ApiError, deadline_passed
 from tokenmill.serve.files.store import FileStore
-from tokenmill.serve.generation import Generation, Member
+from tokenmill.serve.generation import Generation, Member, VectorWish
 from tokenmill.serve.loras import Loras
 from tokenmill.serve.metrics import Metrics
 from tokenmill.serve.overrides import SamplingDefaults
@@ -134,6 +134,12 @@ class Service:
         """The model name of the response: `caller_of` has seen whether the key may use it."""
         return self.loras.check_model(name)
 
+    def require_text(self) -> None:
+        """Refuse what only a model that generates can do, where the served one is for vectors or scores."""
+        settings = self.identity.embedding
+        if settings is not None:
+            raise ApiError(400, f"{self.names[0]} generates no text: use {settings.routes}", code="model_kind")
+
     def check_client(self, client: Client) -> None:
         """Raise ApiError if the key may send nothing now; called before a body is read."""
         try:
@@ -183,6 +189,7 @@ class Service:
     ) -> str:
         """The prompt of a conversation. Always made by a text worker: templates come with the weights, from anywhere,
         and no bound on their steps bounds the cost of each."""
+        self.require_text()
         if self.template is None:
             raise ApiError(400, f"{self.names[0]} has no chat template: use /v1/completions", param="messages")
         if len(messages) > _MAX_MESSAGES:
@@ -225,13 +232,15 @@ class Service:
         streaming: bool,
         chat: bool = False,
         special: bool = True,
-        embeds: bool = False,
+        vectors: VectorWish | None = None,
         num_answers: int = 1,
         max_prompt_tokens: int | None = None,
     ) -> Generation:
         """Start generating; `make_params` gets the length of each prompt, `num_answers` of them are wanted. Of a prompt
-        only the last `max_prompt_tokens` are used, and the token that starts a sequence. The caller must close the
-        result."""
+        only the last `max_prompt_tokens` are used, and the token that starts a sequence. `vectors`: these are wanted,
+        and no text. The caller must close the result."""
+        if vectors is None:
+            self.require_text()
         encoded: list[list[int]] = []
         generation: Generation | None = None
         try:
@@ -245,14 +254,12 @@ class Service:
                 prompt if chat or len(ids) == len(whole) else ids
                 for prompt, whole, ids in zip(prompts, encoded, kept, strict=True)
             ]
-            generation = self._prepare(shown, kept, make_params, caller, streaming)
+            generation = self._prepare(shown, kept, make_params, caller, streaming, vectors)
             generation.num_truncated_tokens = sum(map(len, encoded)) - sum(map(len, kept))
             structured = generation.members[0].request.params.structured  # the same for all
             if structured is not None:
                 check_grammar_quota(caller.client, time.monotonic())
                 await self.text.check_grammar(structured, caller.client)
-            for member in generation.members:
-                member.request.embeds = embeds
             ticket = self._admit(generation, caller)
         except UserError as error:
             self.charge(caller.client, sum(map(len, encoded)), num_requests=0)
@@ -293,7 +300,7 @@ class Service:
     def on_tokens(self, member: Member, num_tokens: int) -> None:
         starts = member.first_token is None
         self.metrics.on_tokens(member, num_tokens)
-        if starts and num_tokens:
+        if starts and (num_tokens or member.embedding):
             self._stop_timer(member.generation)
             self.admission.started(self._tickets[member.generation], len(member.request.prompt_ids))
 
@@ -349,11 +356,14 @@ class Service:
         make_params: Callable[[int], SamplingParams],
         caller: Caller,
         streaming: bool,
+        vectors: VectorWish | None = None,
     ) -> Generation:
         generation = Generation(streaming, self._close, self.accounts.prices)
-        for prompt, ids in zip(prompts, encoded, strict=True):
-            request = self._intake.request(ids, make_params(len(ids)), uuid.uuid4().hex, caller.rank)
-            client = caller.client
+        client, embeds = caller.client, vectors is not None
+        for number, (prompt, ids) in enumerate(zip(prompts, encoded, strict=True)):
+            request = self._intake.request(ids, make_params(len(ids)), uuid.uuid4().hex, caller.rank, embeds=embeds)
+            if vectors is not None:
+                vectors.put_into(request, number)
             request.tenant, request.weight = client.name, client.weight
             request.max_pinned_share = client.pinned_share
             request.cache_salt = self._salts.salt(client, caller.cache_salt)

@@ -49,5 +49,5 @@ def aliases() -> dict[str, Alias]:
 
 def list_cached() -> dict[str, Resolved]:
     """Alias -> where it lies, for those that are here. Never uses the network."""
-    copies = {name: find_cached(alias) for name, alias in load_aliases().items()}
+    copies = {alias.name: find_cached(alias) for alias in load_aliases().values()}
     return {name: cached for name, cached in copies.items() if cached is not None}

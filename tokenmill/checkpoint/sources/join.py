@@ -48,6 +48,7 @@ class Joiner:
         self._digests = [hashlib.sha256() for _ in alias.pieces]
         self._files: list[IO[bytes]] = []
         for path, share, digest in zip(self._paths(), self._shares(self._position), self._digests, strict=True):
+            path.parent.mkdir(parents=True, exist_ok=True)
             file = open(path, "r+b" if share else "w+b")  # noqa: SIM115 (closed by close)
             file.truncate(share)
             while chunk := file.read(CHUNK):
@@ -70,9 +71,10 @@ class Joiner:
         """Add the data member of `archive`, or nothing at all if it is damaged."""
         position, digests = self._position, [digest.copy() for digest in self._digests]
         try:
-            with open_member(archive, self._alias.member) as member:
-                while chunk := member.read(CHUNK):
-                    self._write(chunk)
+            for pattern in self._alias.members:
+                with open_member(archive, pattern) as member:
+                    while chunk := member.read(CHUNK):
+                        self._write(chunk)
         except Corrupt:
             self._position, self._digests = position, digests
             for file, share in zip(self._files, self._shares(position), strict=True):

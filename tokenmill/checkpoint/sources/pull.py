@@ -106,4 +106,11 @@ class Pull:
             shutil.rmtree(made, ignore_errors=True)  # of a run that was killed just here
             convert(weights, tokenizer, made)
             shutil.rmtree(self.final, ignore_errors=True)
+        elif self.alias.convert == "tree":
+            shutil.rmtree(made, ignore_errors=True)
+            for piece in self.alias.pieces:
+                target = made / piece.file
+                target.parent.mkdir(parents=True, exist_ok=True)
+                os.replace(self.work / piece.file, target)
+            shutil.rmtree(self.final, ignore_errors=True)
         os.replace(made, self.final)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:  # the table below for type checkers; a test compares the two
     from tokenmill.kernels.triton.adapters.site import GpuSite as GpuSite
     from tokenmill.kernels.triton.attention.dense import SharedPrefix as SharedPrefix
     from tokenmill.kernels.triton.attention.dense import paged_attention as paged_attention
+    from tokenmill.kernels.triton.attention.encoder import encoder_attention as encoder_attention
     from tokenmill.kernels.triton.attention.fp8_widening import DistinctPages as DistinctPages
     from tokenmill.kernels.triton.attention.fp8_widening import distinct_pages as distinct_pages
     from tokenmill.kernels.triton.attention.latent import latent_inputs as latent_inputs
@@ -88,6 +89,7 @@ if TYPE_CHECKING:  # the table below for type checkers; a test compares the two
 _EXPORTS = {
     "adapters.site": "GpuSite",
     "attention.dense": "SharedPrefix paged_attention",
+    "attention.encoder": "encoder_attention",
     "attention.fp8_widening": "DistinctPages distinct_pages",
     "attention.latent": "latent_inputs latent_paged_attention",
     "attention.latent_expanded": "prompts_to_expand",

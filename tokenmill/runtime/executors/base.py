@@ -236,6 +236,10 @@ class Executor(ABC, Generic[Array]):
     def final_norm(self, hidden: Array) -> Array:
         """[R, hidden] -> what the head reads: the state that embeddings are made of."""
 
+    @abstractmethod
+    def token_logits(self, states: Array, token_ids: Sequence[int]) -> Array:
+        """[R, hidden] as `final_norm` gives them -> [R, tokens]: the logits of these tokens alone."""
+
     def prepare(self) -> bool:
         """Compile or capture one kind of step ahead of its use; False once none is left. For idle
         moments: it must not touch what requests hold."""

@@ -64,6 +64,15 @@ class BatchedExecutor(RegisteredExecutor[Tensor]):
     def final_norm(self, hidden: Tensor) -> Tensor:
         return self.model.decoder.norm.of_tensor(hidden.float())
 
+    @torch.inference_mode()
+    def token_logits(self, states: Tensor, token_ids: Sequence[int]) -> Tensor:
+        head, d = self.model.decoder.head, self.model.decoder.description
+        rows = torch.cat([head.dequantize(each, each + 1) for each in token_ids]).to(states.device, torch.float32)
+        logits = states.float() * d.logit_scale @ rows.T
+        if head.bias is not None:
+            logits = logits + head.bias[list(token_ids)].to(logits)
+        return torch.tanh(logits / d.logit_softcap) * d.logit_softcap if d.logit_softcap else logits
+
 
 def copied_rows(hidden: Tensor, rows: Sequence[int]) -> Tensor:
     return hidden[list(rows)].clone()

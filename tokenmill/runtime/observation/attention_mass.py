@@ -6,7 +6,7 @@ the attention weights (`WatchingExecutor` decides); the result of a step is the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -123,6 +123,9 @@ class WatchingExecutor(Executor[Tensor]):
 
     def final_norm(self, hidden: Tensor) -> Tensor:
         return self._usual.final_norm(hidden)
+
+    def token_logits(self, states: Tensor, token_ids: Sequence[int]) -> Tensor:
+        return self._usual.token_logits(states, token_ids)
 
     def prepare(self) -> bool:
         return self._usual.prepare()

@@ -98,6 +98,7 @@ def _model(service: Service, name: str) -> dict[str, Any]:
         "tokenmill": {
             "version": __version__,
             "architecture": identity.architecture,
+            "task": identity.embedding.kind if identity.embedding is not None else "generate",
             "checkpoint": identity.name,
             "quantization": identity.quantization,
             "weight_bytes": identity.weight_bytes,

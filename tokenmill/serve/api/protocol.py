@@ -319,6 +319,8 @@ class EmbeddingBody(Body):
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Int | None = None
     truncate_prompt_tokens: Int | None = Field(default=None, ge=-1)
+    normalize: bool | None = None
+    prompt_name: str | None = Field(default=None, max_length=128)
 
     def prompts(self) -> list[str | list[int]]:
         return _separate(self.input)

@@ -121,6 +121,11 @@ class Admission:
         return self.pace.predict_ttft(waiting, num_tokens, ahead, self.num_slots)
 
     @property
+    def capacity(self) -> int:
+        """Prompts that one request may have at most: more could never be admitted."""
+        return self._max_waiting
+
+    @property
     def has_idle_slot(self) -> bool:
         """Whether one more sequence would start at once."""
         return not self.draining and self.num_active < self.num_slots
