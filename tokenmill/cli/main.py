@@ -22,6 +22,7 @@ from tokenmill.cli import (
     doctor,
     evaluation,
     inspection,
+    local_models,
     optimize,
     plan,
     pull,
@@ -29,6 +30,7 @@ from tokenmill.cli import (
     run,
     run_batch,
     serve,
+    served_models,
     simulate,
     train_draft,
 )
@@ -54,6 +56,10 @@ app.command("run")(run.run)
 app.command("chat")(chat.chat)
 app.command("serve")(serve.serve)
 app.command("run-batch")(run_batch.run_batch)
+app.command("ps")(served_models.ps)
+app.command("stop")(served_models.stop)
+app.command("list")(local_models.list_models)
+app.command("rm")(local_models.remove_model)
 app.command("plan")(plan.plan)
 app.command("deploy")(deploy.deploy)
 app.command("simulate")(simulate.simulate)

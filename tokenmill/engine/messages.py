@@ -96,7 +96,13 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     pass
 
 
-ToEngine = Submit | Cancel | Ping | Shutdown
+class Rest(msgspec.Struct, frozen=True, tag="rest"):
+    """Go to sleep, which gives the memory of weights and KV pages back, or wake up; answered by Rested."""
+
+    asleep: bool
+
+
+ToEngine = Submit | Cancel | Ping | Shutdown | Rest
 
 # --- from the engine ---
 
@@ -114,6 +120,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     quantization: str  # stored type of most parameters
     weight_bytes: int
     load_seconds: float
+    no_sleep: str = ""  # why it cannot sleep; empty if it can
 
 
 class Events(msgspec.Struct, frozen=True, tag="events"):
@@ -138,6 +145,12 @@ class Pong(msgspec.Struct, frozen=True, tag="pong"):
     number: int
 
 
+class Rested(msgspec.Struct, frozen=True, tag="rested"):
+    asleep: bool  # from now on
+    bytes: int = 0  # given back
+    problem: str = ""  # what kept it from doing so
+
+
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
     """A message that could not be used. `request_id` is empty if it could not even be read."""
 
@@ -153,7 +166,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     user_error: bool = False
 
 
-FromEngine = Phase | Ready | Events | Heartbeat | Pong | Refused | Failed
+FromEngine = Phase | Ready | Events | Heartbeat | Pong | Rested | Refused | Failed
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine = msgspec.msgpack.Decoder(ToEngine)

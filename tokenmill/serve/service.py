@@ -47,6 +47,7 @@ from tokenmill.types import CacheControl, SamplingParams
 
 _LONG_TEXT = 4096  # characters: longer texts are tokenized by a text worker
 _MAX_MESSAGES = 1 << 14
+_LATEST = ":latest"  # what Ollama's clients add to a name
 # Variables of a template that chat_template_kwargs cannot set.
 _OWN_VARIABLES = ("self", "messages", "tools", "add_generation_prompt")
 
@@ -80,7 +81,10 @@ class Service:
         cache_secret: bytes = b"",
         prices: Prices | None = None,
         sampling_defaults: SamplingDefaults | None = None,
+        metrics: Metrics | None = None,
+        beside: Service | None = None,
     ) -> None:
+        """`beside`: the service of the first model of this server, if there are several."""
         self.context = int(identity.options["context"])
         self.config = config.for_context(self.context)
         self.names = tuple(names)
@@ -91,8 +95,11 @@ class Service:
         self.sampling_defaults = sampling_defaults or SamplingDefaults()
         self.text = TextWork(workers)
         self.created = int(time.time())
-        self.metrics = Metrics(self.names[0])
-        self.accounts = Accounts(self.names[0], prices, self.metrics.add, config.max_metric_keys, time.monotonic())
+        self.metrics = metrics or Metrics(self.names[0])
+        shared = None if beside is None else beside.accounts
+        labels, now = config.max_metric_keys, time.monotonic()
+        self.accounts = Accounts(self.names[0], prices, self.metrics.add, labels, now, shared)
+        self.response_store: Any = None if beside is None else beside.response_store  # api/responses.py makes it
         self.admission = Admission(
             int(identity.options["concurrency"]), config.max_queued_requests, config.max_queued_tokens, Pace()
         )
@@ -118,6 +125,7 @@ class Service:
         self.batches: BatchRunner | None = None
         self._num_steps = 0  # of the engine, when its statistics last came
         engine.observe(self)
+        engine.on_stopped = self.metrics.on_stopped
         engine.on_device_time = lambda seconds: self.accounts.add_time(seconds, time.time())
 
     def record_traffic(self, log: TrafficLog) -> None:
@@ -128,7 +136,7 @@ class Service:
 
     def check_model(self, name: str | None) -> str:
         """The model name of the response; without a name in the request, the first served one."""
-        if name is None or name in self.names:
+        if name is None or name in self.names or name.removesuffix(_LATEST) in self.names:
             return name or self.names[0]
         shown = name[:100].encode("ascii", "replace").decode()
         raise ApiError(
@@ -150,7 +158,8 @@ class Service:
         limits = ((client.num_active, client.max_parallel), (client.num_sequences, client.max_sequences))
         own = all(number < max(1, limit - 1) for number, limit in limits if limit)
         paid = self.accounts.within_budget(client, time.time())
-        return own and paid and self.engine.state == "ready" and self.admission.has_idle_slot
+        takes = self.engine.state in ("ready", "asleep", "stopped")  # these are loaded for it
+        return own and paid and takes and self.admission.has_idle_slot
 
     def charge(self, client: Client, num_tokens: int = 0, num_requests: int = 1) -> None:
         """On the quota of a key: what never enters the engine, be it answered or refused."""

@@ -22,7 +22,7 @@ def caller_of(request: Request, service: Service, body: Body) -> Caller:
     record.ignored = tuple(body.ignored(service.template.source if service.template is not None else ""))
     if record.ignored:
         service.metrics.add("ignored_fields", len(record.ignored))
-    deadline = _deadline(request)
+    deadline = deadline_of(request)
     lane = "batch" if record.background else None
     if isinstance(body, GenerationBody):
         deadline = body.deadline_ms / 1000 if body.deadline_ms is not None else deadline
@@ -38,7 +38,7 @@ def caller_of(request: Request, service: Service, body: Body) -> Caller:
     return Caller(record.client, priority, lane, deadline, cache_salt or "")
 
 
-def _deadline(request: Request) -> float | None:
+def deadline_of(request: Request) -> float | None:
     text = request.headers.get(DEADLINE_HEADER)
     if text is None:
         return None

@@ -76,6 +76,7 @@ class Client:
     cache: str = PRIVATE_CACHE  # or the name of the group of keys that share their cached prompts
     admin: bool = False  # every right there is
     metrics: bool = False  # may read /metrics and /load
+    models: tuple[str, ...] = ()  # that it may use, by their own names; none: all
     requests_per_minute: float = 0.0  # 0: no limit
     tokens_per_minute: float = 0.0
     grammar_seconds_per_minute: float | None = None
@@ -118,6 +119,11 @@ class Client:
     @property
     def sees_metrics(self) -> bool:
         return self.admin or self.metrics or self.num_keys == 1
+
+    @property
+    def operates(self) -> bool:
+        """Whether it may load, unload and fetch models."""
+        return self.admin or self.num_keys == 1
 
     def charge_grammar(self, seconds: float, now: float) -> None:
         """Time that was spent on compiling a grammar for this key."""
@@ -167,6 +173,8 @@ class Client:
         if self.budget_duration and not (self.max_budget and _DURATION.fullmatch(self.budget_duration)):
             problem = f"budget_duration of key '{self.name}' is '{self.budget_duration}'"
             raise UserError(problem, "give it with a max_budget, like 12h or 30d")
+        if not all(isinstance(name, str) and name for name in self.models):
+            raise UserError(f"models of key '{self.name}' are not names", "give a list of names, or leave it out: all")
         if not self.cache:
             raise UserError(f"cache of key '{self.name}' is empty", "give private, shared or the name of a group")
 
