@@ -188,6 +188,7 @@ _VLLM: dict[str, PeerOption] = {
     "swap_space": PeerOption("vLLM", _gibibytes("kv_host_memory")),
     "kv_offloading_size": PeerOption("vLLM", _gibibytes("kv_host_memory")),
     "enforce_eager": _switch("vLLM", _eager),
+    "enable_sleep_mode": _switch("vLLM", only((True, False), "a model can always sleep", "leave it out")),
     "allowed_origins": PeerOption("vLLM", means("cors_origin")),
     "h11_max_incomplete_event_size": PeerOption("vLLM", means("max_header_bytes")),
     "h11_max_header_count": PeerOption("vLLM", means("max_header_count")),

@@ -101,7 +101,7 @@ class EngineProcess:
         self._outbox = outbox
         self._activity = activity
         self._stats_sent = 0.0
-        self._sleeping = SleepingRuntime(parts.runtime)
+        self._sleeping: SleepingRuntime | None = None  # once it was told to
         self.loop = EngineLoop(parts.core, self, parts.grammars, parts.idle_work, activity)
         self.closed = False
 
@@ -142,11 +142,12 @@ class EngineProcess:
     def _rest(self, asleep: bool) -> None:
         """Sleep or wake up. The server sends nothing else meanwhile; weights that cannot be read back end the process,
         which is then replaced."""
-        if asleep == self._sleeping.asleep:
+        sleeping = self._sleeping = self._sleeping or SleepingRuntime(self._parts.runtime)
+        if asleep == sleeping.asleep:
             self._send(Rested(asleep))
         elif not asleep:
             self._activity.begin("waking up", _REST_LIMIT)
-            self._sleeping.wake()
+            sleeping.wake()
             self._send(Rested(False))
         elif self.loop.has_work:
             self._send(Rested(False, problem="requests are running"))
@@ -157,14 +158,14 @@ class EngineProcess:
             self._parts.core.scheduler.measure()
             self.on_events([])  # no page is cached any more
             try:
-                self._send(Rested(True, self._sleeping.sleep()))
+                self._send(Rested(True, sleeping.sleep()))
             except (UserError, RuntimeError, OSError) as error:
-                self._sleeping.wake()
+                sleeping.wake()
                 self._send(Rested(False, problem=str(error)))
 
     def _problem(self, message: Submit) -> str | None:
         """Why the scheduler could not take this request; None if it can."""
-        if self._sleeping.asleep:
+        if self._sleeping is not None and self._sleeping.asleep:
             return "the engine is asleep"
         context, vocab_size = self._parts.config.context, self._parts.description.vocab_size
         if not 0 < len(message.prompt_ids) <= context:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 _log = get_logger(__name__)
 _POLL_SECONDS = 0.05  # while a model is waited for that has requests
+_BUSY_SECONDS = 1.0  # until a model that was to be given up is looked at again
 _RETRY_SECONDS = 5.0
 
 
@@ -297,7 +298,10 @@ class Fleet:
 
     async def _give_up_expired(self) -> None:
         for host in self.hosts.values():
-            if host.expires > time.monotonic() or host.busy or host.waiters:
+            if host.expires > time.monotonic():
+                continue
+            if host.busy or host.waiters:  # such as by a response in the background, which has no lease
+                host.expires = time.monotonic() + _BUSY_SECONDS
                 continue
             host.expires = math.inf
             if host.state == LOADED and not host.moving:

@@ -127,14 +127,15 @@ class EngineClient:
         """Have the engine, which has no requests, sleep or wake up; returns the bytes given back. Raises RuntimeError
         if it does not: an engine that cannot wake has ended."""
         assert self._link is not None
-        link, self._rested = self._link, asyncio.get_running_loop().create_future()
+        link = self._link
+        rested = self._rested = asyncio.get_running_loop().create_future()
         if asleep:
             self.state = "asleep"  # nothing is submitted from now on
         try:
             link.send(Rest(asleep))
-            while not self._rested.done() and self.state == "asleep":
-                await asyncio.wait((self._rested,), timeout=_WATCH_SECONDS)
-            answer = self._rested.result() if self._rested.done() else None
+            while not rested.done() and self.state == "asleep":
+                await asyncio.wait((rested,), timeout=_WATCH_SECONDS)
+            answer = rested.result() if rested.done() else None
         except LinkDownError as error:
             raise RuntimeError(str(error)) from None
         finally:
@@ -154,7 +155,7 @@ class EngineClient:
 
     def _on_stopped(self, reason: str) -> None:
         self.state, self.reason = "stopped", reason
-        self.stats = EngineStats()
+        self.stats, self._link = EngineStats(), None
         self.on_stopped()
 
     @property
