@@ -10,9 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.serve.test_engine_client import answering, behaviour, exists, running, submitted, until  # noqa: F401
+from tests.unit.serve import test_engine_client
+from tests.unit.serve.test_engine_client import answering, exists, running, submitted, until
 from tokenmill.serve.errors import ApiError
 from tokenmill.serve.supervision.spare import SpareEngine
+
+behaviour = test_engine_client.behaviour  # the fixture
 
 
 def test_an_engine_sleeps_wakes_stops_and_starts_again(behaviour: Path) -> None:
