@@ -122,7 +122,7 @@ def load_of(service: Service) -> dict[str, Any]:
         "kv_pages_held": stats.num_pages_held,
         "kv_pages_cached": stats.num_pages_cached,
         "kv_pages_consistent": stats.pages_consistent,
-        "kv_pages_checked": stats.pages_checked,
+        "kv_pages_checked": stats.pages_checked or service.engine.state == "stopped",  # it has none then
         "predicted_ttft_seconds": round(admission.predict(0), 4),
         "engine": service.engine.state,
         "engine_pid": service.engine.pid,
