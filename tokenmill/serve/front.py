@@ -91,7 +91,7 @@ class Front:
         if several or path in _OLLAMA or not fleet.default.usable:
             default = fleet.default.service
             assert default is not None
-            default.check_client(record.client)  # before a body is read, as everywhere
+            default.check_client(record.client, queue=not several)  # before a body is read, as everywhere
             body = await _read(request)
             receive = _replayed(body, request.receive)
             looked_at = _look(body) if is_json(request) else None
@@ -103,7 +103,7 @@ class Front:
                 return
             host.keep_alive = host.keep_alive if keep_alive is None else keep_alive
         async with AsyncExitStack() as stack:
-            entering = stack.enter_async_context(fleet.lease(host, deadline_of(request)))
+            entering = stack.enter_async_context(fleet.lease(host, deadline_of(request), record.client))
             await (entering if host.usable else unless_gone(request, entering))
             assert host.app is not None
             record.metrics = host.metrics

@@ -143,10 +143,11 @@ class Service:
             404, f"model '{shown}' is not served here: use '{self.names[0]}'", param="model", code="model_not_found"
         )
 
-    def check_client(self, client: Client) -> None:
-        """Raise ApiError if the key may send nothing now; called before a body is read."""
+    def check_client(self, client: Client, queue: bool = True) -> None:
+        """Raise ApiError if the key may send nothing now; called before a body is read. `queue`: nor this model take
+        anything."""
         try:
-            self._check_client(client)
+            self._check_client(client, queue)
         except ApiError as error:
             if error.status == 429:
                 self.metrics.add("admission_rejections", 1.0, error.code or "other")
@@ -323,8 +324,8 @@ class Service:
 
     # --- internals ---
 
-    def _check_client(self, client: Client) -> None:
-        self.admission.check_client(client, time.monotonic())
+    def _check_client(self, client: Client, queue: bool = True) -> None:
+        self.admission.check_client(client, time.monotonic(), queue)
         self.accounts.check_budget(client, time.time())
 
     async def _check_fit(self, prompts: Sequence[str | Sequence[int]], param: str) -> None:

@@ -131,6 +131,11 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)
 
 
+async def enter(fleet: Fleet, host: Host, client: Client, leave: asyncio.Event) -> None:
+    async with fleet.lease(host, client=client):
+        await leave.wait()
+
+
 async def turns() -> None:
     """Everybody who could do something has had the chance."""
     for _ in range(100):
@@ -269,6 +274,13 @@ def test_the_queue_is_bounded_and_has_a_deadline() -> None:
             for outcome in await asyncio.gather(*waiting, return_exceptions=True):
                 assert isinstance(outcome, ApiError)
                 assert (outcome.status, outcome.code) == (503, "model_loading")
+            many, key = asyncio.Event(), Client("k", max_queue_share=0.5)
+            first = asyncio.create_task(enter(site.fleet, b, key, many))
+            await until(lambda: len(b.waiters) == 1)
+            with pytest.raises(ApiError) as refusal:
+                await enter(site.fleet, b, key, many)
+            assert (refusal.value.status, refusal.value.code) == (429, "queue_share")
+            first.cancel()
             with pytest.raises(ApiError) as refusal:
                 async with site.fleet.lease(b, deadline=0.01):
                     pass
@@ -281,10 +293,13 @@ def test_a_model_that_cannot_be_loaded_says_why_and_the_next_request_tries_again
     async def scenario(site: Site) -> None:
         b = site.hosts[1]
         site.opener.failures["b"] = ["load"]
-        with pytest.raises(ApiError, match="cannot be loaded: cannot load") as refusal:
-            await site.fleet.load(b)
-        assert refusal.value.status == 503
+        for _ in range(2):  # the second is refused without a try
+            with pytest.raises(ApiError, match="cannot be loaded: cannot load") as refusal:
+                await site.fleet.load(b)
+            assert refusal.value.status == 503
+        assert site.opener.log == ["a load", "a sleep", "b load"]
         assert await site.fleet.ready(b) == (False, "cannot load")
+        b.failed_at -= 60
         await site.fleet.load(b)
         assert await site.fleet.ready(b) == (True, "ready")
 

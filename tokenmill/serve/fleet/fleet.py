@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import math
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
@@ -46,6 +47,7 @@ class Fleet:
         self._opener = opener
         self._max_waiting = max_waiting
         self._load_timeout = load_timeout
+        self._waiting_of: Counter[str] = Counter()  # requests, by key
         self._changed = asyncio.Event()
         self._moving = asyncio.Lock()
         self._mover: asyncio.Task[None] | None = None
@@ -114,11 +116,21 @@ class Fleet:
         return self.hosts[self.routes.find(name, client)]
 
     @asynccontextmanager
-    async def lease(self, host: Host, deadline: float | None = None) -> AsyncIterator[None]:
-        """The model is loaded within the block. `deadline`: seconds that may pass before. Raises ApiError."""
+    async def lease(
+        self, host: Host, deadline: float | None = None, client: Client | None = None
+    ) -> AsyncIterator[None]:
+        """The model is loaded within the block. `deadline`: seconds that may pass before. `client`: who waits; None: the
+        operator. Raises ApiError."""
         host.last_used = time.monotonic()
         if not host.usable:
-            await self._wait(host, deadline)
+            self._check_queue(host, client)
+            name = client.name if client is not None else ""
+            self._waiting_of[name] += 1
+            try:
+                await self._wait(host, deadline)
+            finally:
+                self._waiting_of[name] -= 1
+                self._waiting_of += Counter()  # forgets those without any
         else:
             host.leases += 1
         host.expires = math.inf
@@ -127,13 +139,22 @@ class Fleet:
         finally:
             self._return(host)
 
-    async def _wait(self, host: Host, deadline: float | None) -> None:
-        """Until the model is loaded, with a lease on it."""
+    def _check_queue(self, host: Host, client: Client | None) -> None:
+        """Raise ApiError if no more may wait, or the model could not be loaded a moment ago."""
         if self.draining:
             raise _shutting_down()
+        if host.failure and time.monotonic() < host.failed_at + _RETRY_SECONDS:
+            raise _unavailable(host)
         if self.num_waiting >= self._max_waiting:
-            problem = f"{self.num_waiting} requests wait for models to be loaded"
+            problem = "the queue of requests for models that must be loaded is full"
             raise ApiError(429, problem, code="queue_full", retry_after=_RETRY_SECONDS)
+        share = 1.0 if client is None else client.queue_share
+        if client is not None and self._waiting_of[client.name] >= max(1.0, share * self._max_waiting):
+            problem = f"key '{client.name}' has its share of the requests that wait for models"
+            raise ApiError(429, problem, code="queue_share", retry_after=_RETRY_SECONDS)
+
+    async def _wait(self, host: Host, deadline: float | None) -> None:
+        """Until the model is loaded, with a lease on it."""
         ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         waiter = time.monotonic(), ready
         host.waiters.append(waiter)
@@ -241,10 +262,9 @@ class Fleet:
             async with self._moving:
                 await host.load(self._opener)
         except Exception as error:
-            host.failure = str(error) or type(error).__name__
+            host.failure, host.failed_at = str(error) or type(error).__name__, time.monotonic()
             _log.error("model '%s' cannot be loaded: %s", host.name, host.failure)
-            problem = f"model '{host.name}' cannot be loaded: {host.failure}"
-            self._fail(host, ApiError(503, problem, code="model_unavailable", retry_after=_RETRY_SECONDS))
+            self._fail(host, _unavailable(host))
         else:
             self._grant(host)
 
@@ -278,7 +298,7 @@ class Fleet:
                     return False
                 if victim.state == LOADED:
                     await victim.sleep(self._opener)
-                else:
+                elif victim.state == ASLEEP:
                     await victim.unload(self._opener)
         return True
 
@@ -304,13 +324,18 @@ class Fleet:
                 host.expires = time.monotonic() + _BUSY_SECONDS
                 continue
             host.expires = math.inf
-            if host.state == LOADED and not host.moving:
-                async with self._moving:
+            async with self._moving:
+                if host.state == LOADED and not host.busy:
                     await host.sleep(self._opener)
 
 
 def _shutting_down() -> ApiError:
     return ApiError(503, "the server is shutting down", code="draining", retry_after=5)
+
+
+def _unavailable(host: Host) -> ApiError:
+    problem = f"model '{host.name}' cannot be loaded: {host.failure}"
+    return ApiError(503, problem, code="model_unavailable", retry_after=_RETRY_SECONDS)
 
 
 def plan_host(spec: ModelSpec, plan: MemoryPlan) -> Host:

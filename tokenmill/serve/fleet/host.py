@@ -67,6 +67,7 @@ class Host:
         self.held = False  # new requests wait, because the operator gives it up
         self.yielding = False  # the same, because another model needs its memory
         self.failure = ""  # why it could not be loaded
+        self.failed_at = 0.0
         self.leases = 0  # requests that use it
         self.waiters: list[tuple[float, asyncio.Future[None]]] = []  # by arrival
         self.last_used = time.monotonic()
