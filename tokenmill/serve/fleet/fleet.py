@@ -119,8 +119,8 @@ class Fleet:
     async def lease(
         self, host: Host, deadline: float | None = None, client: Client | None = None
     ) -> AsyncIterator[None]:
-        """The model is loaded within the block. `deadline`: seconds that may pass before. `client`: who waits; None: the
-        operator. Raises ApiError."""
+        """The model is loaded within the block. `deadline`: seconds that may pass before; `client`: who waits, None
+        for the operator. Raises ApiError."""
         host.last_used = time.monotonic()
         if not host.usable:
             self._check_queue(host, client)
