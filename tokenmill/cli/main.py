@@ -145,7 +145,8 @@ def _nearest(error: Any, context: Any) -> str | None:
         return found[0] if found else None
     verbs = getattr(context.command, "commands", None)
     typed = error.format_message().partition("'")[2].partition("'")[0]
-    found = difflib.get_close_matches(typed, list(verbs), n=1, cutoff=0.5) if verbs and typed else []
+    offered = [verb for verb in verbs or () if verb != "rm"]  # what deletes is not offered for a slip of the finger
+    found = difflib.get_close_matches(typed, offered, n=1, cutoff=0.5) if typed else []
     return f"`{context.command_path} {found[0]}`" if found else None
 
 
