@@ -110,12 +110,12 @@ class Front:
             await host.app(request.scope, receive, _naming(send, host.name) if several else send)
 
     def _find(self, path: str, looked_at: _Peek | None, client: Client) -> tuple[Host, str | None]:
-        """The model and the name it was asked by. With one model its application looks at the name, but for requests
-        that never come there."""
+        """The model and the name it was asked by. With one model its application looks at the name, unless the request
+        never comes there or the key may not use every model."""
         name = looked_at.model if looked_at is not None and isinstance(looked_at.model, str) else None
         loads = path in _OLLAMA and looked_at is not None and not getattr(looked_at, _OLLAMA[path])
-        several = len(self._fleet.hosts) > 1
-        return self._fleet.find(name, client) if several or loads else self._fleet.default, name
+        looks = loads or client.models or len(self._fleet.hosts) > 1
+        return self._fleet.find(name, client) if looks else self._fleet.default, name
 
     async def _move(self, request: Request, host: Host, keep_alive: float | None, name: str, send: Send) -> None:
         """Ollama's way to load or unload a model: a request that asks for nothing."""
