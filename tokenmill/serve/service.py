@@ -96,9 +96,9 @@ class Service:
         self.text = TextWork(workers)
         self.created = int(time.time())
         self.metrics = metrics or Metrics(self.names[0])
-        shared = None if beside is None else beside.accounts
+        shared: Accounts | None = None if beside is None else beside.accounts
         labels, now = config.max_metric_keys, time.monotonic()
-        self.accounts = Accounts(self.names[0], prices, self.metrics.add, labels, now, shared)
+        self.accounts: Accounts = Accounts(self.names[0], prices, self.metrics.add, labels, now, shared)
         self.response_store: Any = None if beside is None else beside.response_store  # api/responses.py makes it
         self.admission = Admission(
             int(identity.options["concurrency"]), config.max_queued_requests, config.max_queued_tokens, Pace()

@@ -308,7 +308,7 @@ def test_a_model_that_cannot_be_loaded_says_why_and_the_next_request_tries_again
 
 def test_a_model_that_fails_to_sleep_is_unloaded() -> None:
     async def scenario(site: Site) -> None:
-        site.opener.failures["a"] = ["sleep"]
+        site.opener.failures["a"].append("sleep")
         await site.fleet.load(site.hosts[1])
         assert site.states == [UNLOADED, LOADED]
 
