@@ -202,6 +202,7 @@ _VLLM: dict[str, PeerOption] = {
     "swap_space": PeerOption("vLLM", _gibibytes("kv_host_memory")),
     "kv_offloading_size": PeerOption("vLLM", _gibibytes("kv_host_memory")),
     "enforce_eager": _switch("vLLM", _eager),
+    "enable_sleep_mode": _switch("vLLM", only((True, False), "a model can always sleep", "leave it out")),
     "allowed_origins": PeerOption("vLLM", means("cors_origin")),
     "h11_max_incomplete_event_size": PeerOption("vLLM", means("max_header_bytes")),
     "h11_max_header_count": PeerOption("vLLM", means("max_header_count")),
@@ -309,7 +310,6 @@ _VLLM: dict[str, PeerOption] = {
         "vLLM", refused("layers are kept in 16 bits by number from each end", "use --kv-native-layers")
     ),
     "calculate_kv_scales": _switch("vLLM", refused("scales come from the checkpoint or per page", "leave it out")),
-    "enable_sleep_mode": _switch("vLLM", refused("an engine does not give its memory back", "stop the server")),
     "otlp_traces_endpoint": PeerOption(
         "vLLM", refused("the exporter is configured by its own variables", "set OTEL_EXPORTER_OTLP_ENDPOINT")
     ),

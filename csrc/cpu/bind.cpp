@@ -2,6 +2,7 @@
 #include "bind.h"
 
 #include "machine_limits.h"
+#include "memory.h"
 #include "pool.h"
 
 namespace tokenmill {
@@ -15,6 +16,10 @@ void bind_pool(nb::module_& module) {
              nb::call_guard<nb::gil_scoped_release>(), "Bytes per second that all threads read, measured");
   module.def("int8_peak", &int8_peak, nb::arg("pool"), nb::call_guard<nb::gil_scoped_release>(),
              "Integer operations per second of the best instruction set, measured");
+  module.def("park_weights", &park_blocks, nb::arg("file"), nb::call_guard<nb::gil_scoped_release>(),
+             "Write packed weights to an open file, once, and give their memory back; returns bytes");
+  module.def("unpark_weights", &unpark_blocks, nb::arg("file"), nb::call_guard<nb::gil_scoped_release>(),
+             "Read them back to where they were; returns bytes");
 }
 
 }  // namespace tokenmill

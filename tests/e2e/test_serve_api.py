@@ -309,8 +309,10 @@ def test_ollama_style(server: RunningServer) -> None:
     )
     assert generated.json()["response"]
     assert server.http.post("/api/chat", json={"messages": [], "model": "x"}).json()["error"]
-    ignored = server.http.post("/api/chat", json={**body, "options": {"num_gpu": 1, "num_predict": 1}, "keep_alive": 0})
-    assert ignored.headers["x-tokenmill-ignored"] == "keep_alive,options.num_gpu"
+    ignored = server.http.post(
+        "/api/chat", json={**body, "options": {"num_gpu": 1, "num_predict": 1}, "keep_alive": -1}
+    )
+    assert ignored.headers["x-tokenmill-ignored"] == "options.num_gpu"
     refused = server.http.post("/api/chat", json={**body, "options": {"num_ctx": 100_000}})
     assert (refused.status_code, "larger --context" in refused.json()["error"]) == (400, True)
 

@@ -13,11 +13,11 @@ from tests.parity.tiny_models import CONFIGS, make
 VOCAB_SIZE = CONFIGS["llama"]().vocab_size
 
 
-def make_word_model(folder: Path, template: str, tags: Mapping[int, str] | None = None) -> Path:
+def make_word_model(folder: Path, template: str, tags: Mapping[int, str] | None = None, family: str = "llama") -> Path:
     """`tags`: texts of certain tokens instead of their numbers."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    make("llama", folder)
+    make(family, folder)
     words = {(tags or {}).get(number, f"Ġw{number}"): number for number in range(VOCAB_SIZE)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="Ġw0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

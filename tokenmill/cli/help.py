@@ -17,10 +17,14 @@ GROUPS: dict[str, dict[str, str]] = {
     "Serve and run": {
         "run": "Answer one prompt",
         "chat": "Talk with a model on the terminal",
-        "serve": "Serve a model over HTTP (OpenAI, Ollama and Anthropic APIs)",
+        "serve": "Serve models over HTTP (OpenAI, Ollama and Anthropic APIs)",
         "run-batch": "Answer a file of requests (OpenAI's batch format), resumable",
         "embed": "Vectors of the texts in a file, by an embedding model",
         "pull": "Download a model, or find it in the cache",
+        "list": "Models on this disk",
+        "rm": "Delete a model from this disk",
+        "ps": "Models of a running server",
+        "stop": "Unload a model of a running server",
     },
     "Make smaller and faster": {
         "quantize": "Quantize a model and measure what it lost",

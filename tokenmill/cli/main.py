@@ -24,6 +24,7 @@ from tokenmill.cli import (
     evaluation,
     finetune,
     inspection,
+    local_models,
     optimize,
     plan,
     pull,
@@ -31,6 +32,7 @@ from tokenmill.cli import (
     run,
     run_batch,
     serve,
+    served_models,
     simulate,
     train_draft,
 )
@@ -57,6 +59,10 @@ app.command("chat")(chat.chat)
 app.command("serve")(serve.serve)
 app.command("run-batch")(run_batch.run_batch)
 app.command("embed")(embed.embed)
+app.command("ps")(served_models.ps)
+app.command("stop")(served_models.stop)
+app.command("list")(local_models.list_models)
+app.command("rm")(local_models.remove_model)
 app.command("plan")(plan.plan)
 app.command("deploy")(deploy.deploy)
 app.command("simulate")(simulate.simulate)
@@ -143,7 +149,8 @@ def _nearest(error: Any, context: Any) -> str | None:
         return found[0] if found else None
     verbs = getattr(context.command, "commands", None)
     typed = error.format_message().partition("'")[2].partition("'")[0]
-    found = difflib.get_close_matches(typed, list(verbs), n=1, cutoff=0.5) if verbs and typed else []
+    offered = [verb for verb in verbs or () if verb != "rm"]  # what deletes is not offered for a slip of the finger
+    found = difflib.get_close_matches(typed, offered, n=1, cutoff=0.5) if typed else []
     return f"`{context.command_path} {found[0]}`" if found else None
 
 

@@ -123,7 +123,13 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     pass
 
 
-ToEngine = Submit | Cancel | LoadAdapter | UnloadAdapter | Ping | Shutdown
+class Rest(msgspec.Struct, frozen=True, tag="rest"):
+    """Go to sleep, which gives the memory of weights and KV pages back, or wake up; answered by Rested."""
+
+    asleep: bool
+
+
+ToEngine = Submit | Cancel | LoadAdapter | UnloadAdapter | Ping | Shutdown | Rest
 
 # --- from the engine ---
 
@@ -161,6 +167,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     load_seconds: float
     adapters: list[AdapterInfo] = []
     embedding: EmbeddingSettings | None = None  # of a model for vectors or scores, which then does not generate
+    no_sleep: str = ""  # why it cannot sleep; empty if it can
 
 
 class Events(msgspec.Struct, frozen=True, tag="events"):
@@ -185,6 +192,12 @@ class Pong(msgspec.Struct, frozen=True, tag="pong"):
     number: int
 
 
+class Rested(msgspec.Struct, frozen=True, tag="rested"):
+    asleep: bool  # from now on
+    bytes: int = 0  # given back
+    problem: str = ""  # what kept it from doing so
+
+
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
     """A message that could not be used. `request_id` is empty if it could not even be read."""
 
@@ -200,7 +213,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     user_error: bool = False
 
 
-FromEngine = Phase | Ready | AdapterAnswer | Events | Heartbeat | Pong | Refused | Failed
+FromEngine = Phase | Ready | AdapterAnswer | Events | Heartbeat | Pong | Rested | Refused | Failed
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine = msgspec.msgpack.Decoder(ToEngine)

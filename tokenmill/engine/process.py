@@ -51,6 +51,8 @@ from tokenmill.engine.messages import (
     Pong,
     Ready,
     Refused,
+    Rest,
+    Rested,
     Shutdown,
     Submit,
     UnloadAdapter,
@@ -60,6 +62,7 @@ from tokenmill.engine.step_log import log_steps_to
 from tokenmill.engine.step_meter import StepMeter
 from tokenmill.errors import UserError
 from tokenmill.log import configure, get_logger
+from tokenmill.runtime.sleeping import SleepingRuntime
 from tokenmill.types import Request, SamplingParams, TokenEvent
 
 _log = get_logger(__name__)
@@ -69,6 +72,8 @@ _MAX_REASON = 500  # characters; the traceback is on standard error
 _LOAD_LIMIT = 3600.0  # seconds: large weights from a slow disk
 _WARM_UP_LIMIT = 600.0  # seconds: kernels are compiled
 _CAPTURE_SECONDS = 60.0  # of the warm-up, for capturing steps
+_REST_LIMIT = 600.0  # seconds: large weights are written to a slow disk, or read from it
+_REST_SAVE_SECONDS = 10.0  # to write cached pages to the tiers before they are dropped
 _STATS_SECONDS = 0.05  # between statistics, while tokens flow
 _SWITCH_SECONDS = 0.0005  # until a thread beside the loop, such as a compiler, gives up the interpreter
 
@@ -105,6 +110,7 @@ class EngineProcess:
         self._outbox = outbox
         self._activity = activity
         self._stats_sent = 0.0
+        self._sleeping: SleepingRuntime | None = None  # once it was told to
         self.loop = EngineLoop(parts.core, self, parts.grammars, parts.idle_work, activity, adapters=parts.adapters)
         self.closed = False
 
@@ -142,6 +148,8 @@ class EngineProcess:
                 self.loop.cancel(request_id, index)
             case Ping(number=number):
                 self._send(Pong(number))
+            case Rest(asleep=asleep):
+                self._rest(asleep)
             case Shutdown():
                 self.closed = True
 
@@ -158,8 +166,37 @@ class EngineProcess:
         else:
             self.loop.submit(request)
 
+    def _rest(self, asleep: bool) -> None:
+        """Sleep or wake up. The server sends nothing else meanwhile; weights that cannot be read back end the process,
+        which is then replaced."""
+        if isinstance(self._parts, EncoderParts):
+            self._send(Rested(False, problem="a model for vectors does not sleep: unload it" if asleep else ""))
+            return
+        sleeping = self._sleeping = self._sleeping or SleepingRuntime(self._parts.runtime)
+        if asleep == sleeping.asleep:
+            self._send(Rested(asleep))
+        elif not asleep:
+            self._activity.begin("waking up", _REST_LIMIT)
+            sleeping.wake()
+            self._send(Rested(False))
+        elif self.loop.has_work:
+            self._send(Rested(False, problem="requests are running"))
+        else:
+            self._activity.begin("going to sleep", _REST_LIMIT)
+            self._parts.kv.save(_REST_SAVE_SECONDS)
+            self._parts.kv.clear()
+            self._parts.core.scheduler.measure()
+            self.on_events([])  # no page is cached any more
+            try:
+                self._send(Rested(True, sleeping.sleep()))
+            except (UserError, RuntimeError, OSError) as error:
+                sleeping.wake()
+                self._send(Rested(False, problem=str(error)))
+
     def _problem(self, message: Submit) -> str | None:
         """Why the scheduler could not take this request; None if it can."""
+        if self._sleeping is not None and self._sleeping.asleep:
+            return "the engine is asleep"
         context, vocab_size = self._parts.config.context, self._parts.description.vocab_size
         if not 0 < len(message.prompt_ids) <= context:
             return f"the prompt has {len(message.prompt_ids)} tokens, the context holds {context}"
@@ -230,6 +267,7 @@ def describe(parts: EngineParts) -> Ready:
         parts.load_seconds,
         [AdapterInfo(*astuple(version)) for version in parts.adapters.versions()],
         read_settings(parts.path),
+        SleepingRuntime(parts.runtime).declines,
     )
 
 

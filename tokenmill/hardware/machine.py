@@ -91,11 +91,21 @@ def _cpu_flags() -> tuple[str, ...]:
     return tuple((info.get("flags") or info.get("Features") or "").split())
 
 
+def gpu_memory() -> int:
+    """Bytes of the first GPU; 0 if there is none, or it does not say."""
+    lines = _ask_driver("memory.total", "nounits")
+    return int(lines[0]) << 20 if lines and lines[0].isdigit() else 0
+
+
 def _gpus() -> tuple[str, ...]:
+    return _ask_driver("name,memory.total")
+
+
+def _ask_driver(what: str, *how: str) -> tuple[str, ...]:
     command = shutil.which("nvidia-smi")
     if not command:
         return ()
-    query = [command, "--query-gpu=name,memory.total", "--format=csv,noheader"]
+    query = [command, f"--query-gpu={what}", "--format=" + ",".join(("csv", "noheader", *how))]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):

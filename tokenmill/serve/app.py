@@ -12,19 +12,21 @@ from starlette.types import ASGIApp
 
 from tokenmill import __version__
 from tokenmill.log import get_logger
-from tokenmill.serve.api.anthropic import PATH as ANTHROPIC_PATH
-from tokenmill.serve.api.anthropic import add_anthropic_routes, anthropic_error
+from tokenmill.serve.api.anthropic import add_anthropic_routes
 from tokenmill.serve.api.background import BackgroundCalls
 from tokenmill.serve.api.batches import add_batch_routes
 from tokenmill.serve.api.chat import add_chat_routes
 from tokenmill.serve.api.completions import add_completion_routes
 from tokenmill.serve.api.embeddings import add_embedding_routes
-from tokenmill.serve.api.exchange import ClientGoneError, error_response, json_response, record_of
+from tokenmill.serve.api.error_shapes import shaped_error
+from tokenmill.serve.api.exchange import ClientGoneError, record_of
 from tokenmill.serve.api.files import add_file_routes, add_missing_file_routes
 from tokenmill.serve.api.info import add_info_routes
 from tokenmill.serve.api.loras import add_lora_routes
+from tokenmill.serve.api.models import add_model_routes
 from tokenmill.serve.api.ollama import add_ollama_routes
 from tokenmill.serve.api.ollama_embeddings import add_ollama_embedding_routes
+from tokenmill.serve.api.ollama_models import add_ollama_model_routes
 from tokenmill.serve.api.page import add_page_routes
 from tokenmill.serve.api.rerank import add_rerank_routes
 from tokenmill.serve.api.responses import add_responses_routes
@@ -34,9 +36,10 @@ from tokenmill.serve.batches.runner import BatchRunner
 from tokenmill.serve.batches.store import BatchStore
 from tokenmill.serve.edge import Edge, route_path, with_cors
 from tokenmill.serve.errors import ApiError
+from tokenmill.serve.fleet.fleet import Fleet
 from tokenmill.serve.service import Service
 from tokenmill.serve.tenants.keys import KeyRing
-from tokenmill.serve.tracing import start_tracing
+from tokenmill.serve.tracing import Tracing
 from tokenmill.serve.transport.http import HttpServer
 
 _log = get_logger(__name__)
@@ -57,36 +60,39 @@ _ROUTES = (
 )
 
 
-def routes_of(service: Service, keys: KeyRing) -> FastAPI:
-    """The application within the edge."""
+def routes_of(service: Service, keys: KeyRing, fleet: Fleet | None = None, front: ASGIApp | None = None) -> FastAPI:
+    """The application of a model. That of the first has `fleet` and `front` too: what concerns all models, and batches,
+    whose rows name their models."""
     config = service.config
     app = FastAPI(title="tokenmill", version=__version__, docs_url=None, redoc_url=None, root_path=config.root_path)
     app.state.ping_seconds = config.sse_ping
+    if fleet is not None:
+        add_model_routes(app, fleet)
+        add_ollama_model_routes(app, fleet)
     for add_routes in _ROUTES:
         add_routes(app, service)
-    _add_batches(app, service, keys)
+    _add_batches(app, service, keys, front or app)
     _add_error_handlers(app, service)
     return app
 
 
-def build_app(service: Service, keys: KeyRing) -> ASGIApp:
+def build_app(service: Service, keys: KeyRing, app: ASGIApp | None = None, tracing: Tracing | None = None) -> ASGIApp:
+    """With everything around it. `app`: the routes, unless they are those of `service`."""
     config = service.config
-    edge: ASGIApp = Edge(routes_of(service, keys), keys, service.metrics, config)
-    tracing = start_tracing()
+    edge: ASGIApp = Edge(app or routes_of(service, keys), keys, service.metrics, config)
     if tracing is not None:
-        service.engine.observe(tracing)
         edge = tracing.around(edge)
     return with_cors(edge, config.cors_origin) if config.cors_origin else edge
 
 
-def _add_batches(app: FastAPI, service: Service, keys: KeyRing) -> None:
+def _add_batches(app: FastAPI, service: Service, keys: KeyRing, way_in: ASGIApp) -> None:
     if service.files is None:
         add_missing_file_routes(app)
         return
     service.batches = BatchRunner(
         service.files,
         BatchStore(service.files),
-        BackgroundCalls(app),
+        BackgroundCalls(way_in),
         keys.owned_by,
         service.has_room,
         concurrency=service.config.batch_concurrency or service.admission.num_slots,
@@ -96,8 +102,12 @@ def _add_batches(app: FastAPI, service: Service, keys: KeyRing) -> None:
     add_batch_routes(app, service, service.batches)
 
 
-def make_server(service: Service, keys: KeyRing, tls: ssl.SSLContext | None = None) -> HttpServer:
-    app = build_app(service, keys)
+def make_server(
+    fleet: Fleet, front: ASGIApp, keys: KeyRing, tracing: Tracing | None, tls: ssl.SSLContext | None = None
+) -> HttpServer:
+    service = fleet.default.service
+    assert service is not None, "the first model is loaded"
+    app = build_app(service, keys, front, tracing)
     return HttpServer(app, service.config, tls, lambda reason: service.metrics.add("connections_refused", 1.0, reason))
 
 
@@ -107,12 +117,7 @@ def _add_error_handlers(app: FastAPI, service: Service) -> None:
         record_of(request).error = error.message
         if request.method == "POST" and error.status < 500 and error.status != 429:
             service.charge(record_of(request).client)  # admission charges only what it admits
-        path = route_path(request.scope["path"], request.app.root_path)
-        if path == ANTHROPIC_PATH:
-            return json_response(anthropic_error(error), error.status, error.headers())
-        if path.startswith("/api/"):
-            return json_response({"error": error.message}, error.status, error.headers())
-        return error_response(error)
+        return shaped_error(error, route_path(request.scope["path"], request.app.root_path))
 
     @app.exception_handler(HTTPException)
     async def plain(request: Request, error: HTTPException) -> Response:

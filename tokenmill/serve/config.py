@@ -24,6 +24,7 @@ from tokenmill.config import (
     parse_size,
 )
 from tokenmill.errors import UserError
+from tokenmill.serve.keep_alive import parse_keep_alive
 
 FILES_PATH = "/v1/files"
 _FORM_BYTES = 1 << 16  # of an upload, beside the file
@@ -257,11 +258,29 @@ class ServeConfig:
     max_metric_loras: int = option(
         100, "Adapters with numbers of their own on /metrics; the others are added up as `other`.", low=0, high=10_000
     )
+    memory_limit: int = option(
+        0,
+        "Memory that all models and the server may take together, such as 2GiB; on a GPU that of the models there. "
+        "Models that do not fit beside others are loaded when they are asked for. 0: what is free, for several models.",
+        metavar="SIZE",
+        parse=parse_size,
+        low=0,
+    )
+    keep_alive: str = option(
+        "-1",
+        "How long a model stays loaded after its last request, such as 5m; 0 for no longer, -1 until its memory is "
+        "needed. Ollama's keep_alive in a request wins.",
+        metavar="TIME",
+    )
+    load_timeout: float = option(
+        300.0, "Time that a request waits at most for its model to be loaded.", metavar="SECONDS", low=1
+    )
     access_log: bool = option(True, "Log one JSON line per request to stderr, never with prompt text.")
 
     def __post_init__(self) -> None:
-        if type(self.price) in (int, float):  # as a file has it
-            object.__setattr__(self, "price", str(self.price))
+        for name in ("price", "keep_alive"):
+            if type(getattr(self, name)) in (int, float):  # as a file has it
+                object.__setattr__(self, name, str(getattr(self, name)))
         for spec in option_fields(type(self)):
             value = getattr(self, spec.name)
             if spec.metadata["kind"] is tuple:
@@ -278,6 +297,10 @@ class ServeConfig:
             raise UserError(f"root_path is '{self.root_path}'", "write it like /llm, with a slash only in front")
         if self.price and self.price != CATALOG_PRICE and not _is_amount(self.price):
             raise UserError(f"price is '{self.price}'", f"give dollars per hour, or {CATALOG_PRICE}")
+        try:
+            parse_keep_alive(self.keep_alive)
+        except ValueError as error:
+            raise UserError(*str(error).split(": ", 1)) from None
         if self.price and self.bills_tokens:
             raise UserError("there are prices of both the device and tokens", "keep --price or the token prices")
 

@@ -18,7 +18,7 @@ from tokenmill.serve.metrics import METRICS, PREFIX
 _SELECTOR = '{model_name=~"$model"}'
 _RATE = "[$__rate_interval]"
 _WIDTH, _HEIGHT, _ROW_HEIGHT = 8, 8, 1
-_ORDER = ("Health", "Throughput", "Latency", "Queue", "KV cache", "KV tiers", "Traffic", "Cost")
+_ORDER = ("Health", "Models", "Throughput", "Latency", "Queue", "KV cache", "KV tiers", "Traffic", "Cost")
 _PERCENTILES = (50, 90, 99)
 _SOURCE = {"type": "prometheus", "uid": "${source}"}
 
@@ -98,7 +98,7 @@ def _panel(spec: MetricSpec) -> dict[str, Any]:
             targets = [(f"sum{by} (rate({PREFIX}{spec.name}_total{_SELECTOR}{_RATE}))", legend)]
             unit = "cps"
         case _:
-            legend = " ".join(["{{instance}}", *(f"{{{{{label}}}}}" for label in spec.labels)])
+            legend = " ".join(["{{instance}}", "{{model_name}}", *(f"{{{{{label}}}}}" for label in spec.labels)])
             targets = [(f"{PREFIX}{spec.name}{_SELECTOR}", legend)]
             unit = spec.unit
     return _series(_title(spec), spec.help, targets, unit)

@@ -74,7 +74,7 @@ class Edge:
                     scope["state"][CONNECTION_KEY].trust()
                 await self._app(scope, self._bounded(receive, self._config.body_limit(scope["path"])), watched)
         finally:
-            self._metrics.add("http_responses", 1.0, str(status[0] or 499))
+            (record.metrics or self._metrics).add("http_responses", 1.0, str(status[0] or 499))
             if self._config.access_log:
                 _access.info(_line(scope, record, status[0] or 499, time.monotonic() - began))
 

@@ -24,6 +24,7 @@ from tokenmill.serve.tenants.keys import Client
 from tokenmill.types import AdapterRef
 
 _log = get_logger(__name__)
+_LATEST = ":latest"  # Ollama's
 OTHER = "other"  # label of the adapters beyond the bound
 _STATUS = {NOT_FOUND: 404, IN_USE: 409}
 
@@ -42,7 +43,7 @@ class Loras:
 
     def check_model(self, name: str | None, client: Client | None = None) -> str:
         """The model name of the response; without a name in the request, the first served one."""
-        if name is None or name in self._names:
+        if name is None or self._is_base(name):
             return name or self._names[0]
         if name not in self._engine.adapters.by_name or (client is not None and not client.may_use(name)):
             raise self._unknown(name)
@@ -50,12 +51,15 @@ class Loras:
 
     def find(self, name: str | None, client: Client) -> AdapterRef | None:
         """The adapter of this name, if there is one and the key may use it; raises if the name means nothing."""
-        if name is None or name in self._names:
+        if name is None or self._is_base(name):
             return None
         adapter = self._engine.adapters.by_name.get(name)
         if adapter is None or not client.may_use(name):
             raise self._unknown(name)
         return AdapterRef(adapter.name, adapter.digest)
+
+    def _is_base(self, name: str) -> bool:
+        return name in self._names or name.removesuffix(_LATEST) in self._names
 
     def visible_to(self, client: Client) -> list[AdapterInfo]:
         return [adapter for name, adapter in sorted(self._engine.adapters.by_name.items()) if client.may_use(name)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -90,7 +90,11 @@ _SERVER_METRICS = (
     _counter("ignored_fields", "", "Unknown request fields that were ignored.", "Traffic"),
     _counter("traffic_log_records", "", "Requests by what became of their traffic log record.", "Health", "outcome"),
     _counter("engine_restarts", "", "Engine processes replaced.", "Health"),
-    _gauge("engine_up", "", "1 while the engine is ready.", "Health"),
+    _gauge("engine_up", "", "1 while the engine is ready, or rests because nobody needs it.", "Health"),
+    _gauge("model_state", "", "0 unloaded, 1 asleep, 2 loaded.", "Models"),
+    _gauge("model_waiting_requests", "", "Requests that wait for the model to be loaded.", "Models"),
+    _counter("model_loads", "", "Times that the model was loaded or woken.", "Models", "how"),
+    _counter("model_evictions", "", "Times that the model was put to sleep or unloaded.", "Models", "how"),
     _gauge(
         "lora_requests",
         "lora_requests_info",
@@ -135,8 +139,6 @@ class Metrics:
         self._last = EngineStats()
         self.max_loras = 0  # that lie on the device at a time
         self.on_step(self._last)
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(self)
 
     def add(self, name: str, amount: float = 1.0, *labels: str) -> None:
         self._values[name][labels] += amount
@@ -218,7 +220,35 @@ class Metrics:
         self.on_step(EngineStats())
         self.add("engine_restarts")
 
+    def on_stopped(self) -> None:
+        """The engine has ended as it was told to: the next one counts from zero."""
+        self._last = EngineStats()
+        self.on_step(EngineStats())
+
     # --- to Prometheus ---
+
+    def render(self) -> bytes:
+        return render([self])
+
+    def add_to(self, family: Metric, spec: MetricSpec) -> None:
+        """The values of a metric, to a family that holds those of other models too."""
+        if isinstance(family, HistogramMetricFamily):
+            histogram = self._histograms[spec.name]
+            family.add_metric([self._model_name], histogram.buckets(), histogram.total)
+            return
+        assert isinstance(family, CounterMetricFamily | GaugeMetricFamily)
+        for each, value in self._values[spec.name].items():
+            family.add_metric([self._model_name, *each], value)
+
+
+_FAMILIES = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}
+
+
+class _Models:
+    """The numbers of several models as one collector: Prometheus wants each metric once."""
+
+    def __init__(self, models: Sequence[Metrics]) -> None:
+        self._models = models
 
     def collect(self) -> Iterator[Metric]:
         for spec in METRICS:
@@ -226,18 +256,15 @@ class Metrics:
             if spec.vllm:
                 yield self._family(VLLM_PREFIX + spec.vllm, spec)
 
-    def render(self) -> bytes:
-        return generate_latest(self._registry)
-
     def _family(self, name: str, spec: MetricSpec) -> Metric:
-        labels = ["model_name", *spec.labels]
-        if spec.kind == "histogram":
-            histogram = self._histograms[spec.name]
-            shown = HistogramMetricFamily(name, spec.help, labels=labels)
-            shown.add_metric([self._model_name], histogram.buckets(), histogram.total)
-            return shown
-        family = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
-        values = family(name, spec.help, labels=labels)
-        for each, value in self._values[spec.name].items():
-            values.add_metric([self._model_name, *each], value)
-        return values
+        family: Metric = _FAMILIES[spec.kind](name, spec.help, labels=["model_name", *spec.labels])
+        for metrics in self._models:
+            metrics.add_to(family, spec)
+        return family
+
+
+def render(models: Sequence[Metrics]) -> bytes:
+    """The text that Prometheus reads, of all models."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Models(models))
+    return generate_latest(registry)

@@ -16,25 +16,25 @@ import signal
 import socket
 import ssl
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tokenmill.checkpoint.sources import resolve
 from tokenmill.config import EngineConfig
 from tokenmill.errors import UserError
 from tokenmill.log import get_logger
 from tokenmill.serve.config import ServeConfig
-from tokenmill.serve.files.store import FileStore
+from tokenmill.serve.fleet.catalog import Catalog
 from tokenmill.serve.overrides import SamplingDefaults, read_sampling_defaults, read_template
+from tokenmill.serve.storage import Storage
 from tokenmill.serve.supervision.engine_client import EngineClient
 from tokenmill.serve.supervision.signals import StopSignals, end_within, in_daemon_thread
+from tokenmill.serve.supervision.spare import SpareEngine
 from tokenmill.serve.supervision.startup import StartupReport
 from tokenmill.serve.tenants.cache_salt import load_cache_secret
 from tokenmill.serve.tenants.key_file import KeyWatch, load_keys, read_cache_secret
 from tokenmill.serve.tenants.keys import KeyRing
 from tokenmill.serve.tenants.prices import prices_of
-from tokenmill.serve.traffic_log import TrafficLog
 from tokenmill.serve.transport.listening import (
     address_of,
     is_local,
@@ -43,13 +43,17 @@ from tokenmill.serve.transport.listening import (
     raise_file_limit,
     tls_context,
 )
-from tokenmill.serve.usage_file import UsageFile
 
 if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
     from tokenmill.checkpoint.chat_template import ChatTemplate
     from tokenmill.checkpoint.tokenizer import Tokenizer
     from tokenmill.engine.messages import Ready
+    from tokenmill.serve.fleet.fleet import Fleet
+    from tokenmill.serve.fleet.host import Host
     from tokenmill.serve.service import Service
+    from tokenmill.serve.tracing import Tracing
     from tokenmill.serve.transport.http import HttpServer
     from tokenmill.serve.workers.pool import WorkerPool
 
@@ -66,8 +70,9 @@ _MIN_QUEUED = 64  # texts of one key that may wait for a text worker, whatever t
 Announce = Callable[[dict[str, Any]], None]
 
 
-def run_server(model: str, config: ServeConfig, engine_config: EngineConfig, announce: Announce | None = None) -> None:
+def run_server(catalog: Catalog, announce: Announce | None = None) -> None:
     """Serve until told to stop. `announce` gets the address and what is served, once it is."""
+    config = catalog.config
     keys = load_keys(config.all_keys(), config.api_keys_file)
     if keys.open and not is_local(config):
         _log.warning("listening on %s without API keys: anyone who can reach it can use it", config.host)
@@ -80,109 +85,137 @@ def run_server(model: str, config: ServeConfig, engine_config: EngineConfig, ann
 
         asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
     with listening(config) as listener:
-        asyncio.run(_serve(model, config, engine_config, keys, listener, tls, announce))
+        asyncio.run(_serve(catalog, config, keys, listener, tls, announce))
 
 
 async def _serve(
-    model: str,
+    catalog: Catalog,
     config: ServeConfig,
-    engine_config: EngineConfig,
     keys: KeyRing,
     listener: socket.socket,
     tls: ssl.SSLContext | None,
     announce: Announce | None,
 ) -> None:
+    from tokenmill.serve.fleet.making import make_fleet, plan_models
+
     report = StartupReport()
     signals = StopSignals(config.shutdown_timeout)
-    engine: EngineClient | None = None
-    workers: WorkerPool | None = None
-    service: Service | None = None
-    storage = _Storage()
+    fleet: Fleet | None = None
+    storage = Storage()
+    opener = _Opener(config, keys, report, storage)
     key_watch = KeyWatch(keys, config.all_keys(), config.api_keys_file)
     reload = _reload_at_signal(config, tls)
     try:
         report.phase("finding the model")
-        path = await signals.unless_told(in_daemon_thread(lambda: resolve(model).path))
-        if path is None:
+        planned = await signals.unless_told(in_daemon_thread(lambda: plan_models(catalog)))
+        if planned is None:
             return
-        template_source, defaults = read_overrides(path, config)
-        names = config.served_model_name or (model,)
-        await storage.open(config, names[0])
+        hosts, plan = planned
+        await storage.open(config, hosts[0].name)
         report.phase("starting the engine")
-        engine = make_engine(path, config, with_adapters(config, engine_config), report)
-        workers = make_text_workers(path, engine_config.load_format, config, template_source)
-        secret = await _cache_secret(config, engine_config, keys)
-        started = await signals.unless_told(start_engine(path, engine_config.load_format, engine, template_source))
-        if started is None:
+        fleet = opener.fleet = make_fleet(catalog, hosts, plan, opener)
+        if await signals.unless_told(fleet.start()) is None:
             return
-        service_class, identity, tokenizer, template = started
-        prices = await in_daemon_thread(lambda: prices_of(config, str(identity.options["device"])))
-        service = service_class(config, names, engine, identity, tokenizer, template, workers, secret, prices, defaults)
-        storage.attach(service)
+        service = fleet.default.service
+        assert service is not None
         report.phase("opening the port")
         from tokenmill.serve.app import make_server
 
-        server = make_server(service, keys, tls)
+        server = make_server(fleet, opener.front, keys, opener.tracing, tls)
         listener.listen()  # connections queue from here on; otherwise the first after "ready" could be refused
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         address = address_of(listener, config)
-        report.ready(address, {"server": _shown_settings(config, keys, service), "engine": service.identity.options})
+        report.ready(address, _shown(config, keys, fleet))
         if announce is not None:
             announce({"url": address, "model": service.names[0], "engine": service.identity.options})
-        beside = [asyncio.create_task(_reload_keys(key_watch, service, reload)), *storage.start(service)]
+        beside = [asyncio.create_task(_reload_keys(key_watch, fleet, config, reload)), *storage.start(service)]
         await signals.unless_told(asyncio.shield(serving))
         for task in beside:
             task.cancel()
-        await _drain(service, server, serving, signals)
+        await _drain(fleet, config, server, serving, signals)
     finally:
         report.stop()
-        if workers is not None:
-            await workers.close()
-        if engine is not None:
-            await engine.close(0.0 if signals.hurry.is_set() else _CLOSE_SECONDS)
-        await storage.close(service)
+        if fleet is not None:
+            await fleet.close(0.0 if signals.hurry.is_set() else _CLOSE_SECONDS)
+        await opener.close()
+        await storage.close(fleet.default.service if fleet is not None else None)
         if signals.told.is_set():
             end_within(_EXIT_SECONDS)
 
 
-@dataclass(slots=True)
-class _Storage:
-    """What a server keeps on disk, as far as its options say so. Disks may hang: they are used in threads."""
+class _Opener:
+    """Makes what the models of this server need: their engines, text workers, services and applications."""
 
-    traffic_log: TrafficLog | None = None
-    files: FileStore | None = None
-    usage: UsageFile | None = None
+    def __init__(self, config: ServeConfig, keys: KeyRing, report: StartupReport, storage: Storage) -> None:
+        self.fleet: Fleet | None = None
+        self.tracing: Tracing | None = None
+        self.front: Any = None
+        self._config = config
+        self._keys = keys
+        self._report = report
+        self._storage = storage
+        self._spare = SpareEngine()
+        self._workers: dict[str, WorkerPool] = {}
+        self._templates: dict[str, str] = {}
 
-    async def open(self, config: ServeConfig, name: str) -> None:
-        if config.traffic_log:
-            opening = in_daemon_thread(lambda: TrafficLog(config.traffic_log, name, config.traffic_log_size))
-            self.traffic_log = await opening
-        if config.files_dir:
-            self.files = await in_daemon_thread(lambda: FileStore(config.files_dir, config.max_files_size))
-        if config.usage_file:
-            self.usage = await in_daemon_thread(lambda: UsageFile(config.usage_file))
+    async def open(self, host: Host) -> tuple[Service, ASGIApp]:
+        assert self.fleet is not None
+        path, spec = host.path, host.spec
+        assert path is not None
+        is_first = self.fleet.default is host
+        config = self._config if is_first else spec.config
+        options = with_adapters(config, spec.engine.fill("its part of the memory plan", memory=host.need.kv or None))
+        self._templates[host.name], defaults = read_overrides(path, config)
+        engine = make_engine(path, config, options, self._report, self._spare)
+        try:
+            workers = self._start_workers(host)
+            secret = await _cache_secret(config, options, self._keys)
+            found = await start_engine(path, options.load_format, engine, self._templates[host.name])
+            service_class, identity, tokenizer, template = found
+            prices = await in_daemon_thread(lambda: prices_of(config, str(identity.options["device"])))
+            names = (*spec.names, *self.fleet.routes.split_names(host.name))
+            parts = (engine, identity, tokenizer, template, workers, secret, prices, defaults)
+            beside = None if is_first else self.fleet.default.service
+            service = service_class(config, names, *parts, host.metrics, beside)
+            return service, self._application(service, is_first)
+        except BaseException:
+            await self.shut(host)
+            await engine.close(0.0)
+            raise
 
-    def attach(self, service: Service) -> None:
-        if self.traffic_log is not None:
-            service.record_traffic(self.traffic_log)
-        service.files = self.files
-        if self.usage is not None:
-            self.usage.load_into(service.accounts)
+    async def reopen(self, host: Host) -> None:
+        assert host.service is not None
+        await self.shut(host)
+        host.service.text.use(self._start_workers(host))
+        host.service.identity = await host.service.engine.start()
 
-    def start(self, service: Service) -> list[asyncio.Task[None]]:
-        """Go on with batches, and begin to keep what is used: the tasks to cancel at the end."""
-        if service.batches is not None:
-            service.batches.start()
-        return [] if self.usage is None else [asyncio.create_task(self.usage.keep(service.accounts))]
+    async def shut(self, host: Host) -> None:
+        workers = self._workers.pop(host.name, None)
+        if workers is not None:
+            await workers.close()
 
-    async def close(self, service: Service | None) -> None:
-        if self.traffic_log is not None:
-            await in_daemon_thread(self.traffic_log.close)
-        if self.files is not None:
-            self.files.close()
-        usage = self.usage
-        if usage is not None:
-            await in_daemon_thread(lambda: usage.close(service.accounts if service is not None else None))
+    async def close(self) -> None:
+        await self._spare.close()
+
+    def _start_workers(self, host: Host) -> WorkerPool:
+        assert host.path is not None
+        spec, source = host.spec, self._templates[host.name]
+        workers = make_text_workers(host.path, spec.engine.load_format, spec.config, source)
+        self._workers[host.name] = workers
+        return workers
+
+    def _application(self, service: Service, is_first: bool) -> ASGIApp:
+        from tokenmill.serve.app import routes_of
+        from tokenmill.serve.front import Front
+        from tokenmill.serve.tracing import start_tracing
+
+        assert self.fleet is not None
+        if is_first:
+            self._storage.attach(service)
+            self.tracing, self.front = start_tracing(), Front(self.fleet, service.config.root_path)
+        if self.tracing is not None:
+            service.engine.observe(self.tracing)
+        return routes_of(service, self._keys, *((self.fleet, self.front) if is_first else ()))
 
 
 def read_overrides(path: Path, config: ServeConfig) -> tuple[str, SamplingDefaults]:
@@ -199,11 +232,30 @@ def with_adapters(config: ServeConfig, engine_config: EngineConfig) -> EngineCon
     return replace(engine_config, enable_lora=True) if config.lora_dir else engine_config
 
 
-def make_engine(path: Path, config: ServeConfig, engine_config: EngineConfig, report: StartupReport) -> EngineClient:
+def make_engine(
+    path: Path,
+    config: ServeConfig,
+    engine_config: EngineConfig,
+    report: StartupReport,
+    spare: SpareEngine | None = None,
+) -> EngineClient:
+    """`spare`: shared with other models."""
     steps = str(Path(config.traffic_log).expanduser()) if config.traffic_log else ""
     return EngineClient(
-        path, engine_config, config.stall_timeout, report.phase, config.spare_engine, steps, bool(config.price)
+        path, engine_config, config.stall_timeout, report.phase, config.spare_engine, steps, bool(config.price), spare
     )
+
+
+def _shown(config: ServeConfig, keys: KeyRing, fleet: Fleet) -> dict[str, dict[str, Any]]:
+    """What the start prints."""
+    service = fleet.default.service
+    assert service is not None
+    shown = {"server": _shown_settings(config, keys, service), "engine": service.identity.options}
+    if len(fleet.hosts) > 1:
+        from tokenmill.serve.fleet.making import shown_plan
+
+        shown["models"] = shown_plan(fleet)
+    return shown
 
 
 def _shown_settings(config: ServeConfig, keys: KeyRing, service: Service) -> dict[str, Any]:
@@ -254,7 +306,7 @@ async def start_engine(
     return service_class, identity, tokenizer, template
 
 
-async def _reload_keys(watch: KeyWatch, service: Service, told: asyncio.Event) -> None:
+async def _reload_keys(watch: KeyWatch, fleet: Fleet, config: ServeConfig, told: asyncio.Event) -> None:
     """Take in a changed keys file, at SIGHUP or within a second. Requests of keys that are gone end."""
     while True:
         with contextlib.suppress(TimeoutError):
@@ -264,8 +316,8 @@ async def _reload_keys(watch: KeyWatch, service: Service, told: asyncio.Event) -
         told.clear()
         entries = await asyncio.to_thread(watch.read)
         if entries is not None:
-            service.end_clients(watch.apply(entries))
-            if not service.config.bills and any(client.max_budget for _, client in entries):
+            fleet.end_clients(watch.apply(entries))
+            if not config.bills and any(client.max_budget for _, client in entries):
                 _log.error("keys have budgets, but nothing has a price: start the server with --price")
 
 
@@ -282,19 +334,23 @@ async def _cache_secret(config: ServeConfig, engine_config: EngineConfig, keys: 
         return secrets.token_bytes(32)
 
 
-async def _drain(service: Service, server: HttpServer, serving: asyncio.Task[None], signals: StopSignals) -> None:
+async def _drain(
+    fleet: Fleet, config: ServeConfig, server: HttpServer, serving: asyncio.Task[None], signals: StopSignals
+) -> None:
     """Accept no new requests; those in flight finish within the timeout or get an error event."""
-    service.admission.draining = True
-    if service.batches is not None:
-        await service.batches.close()  # the next start goes on with them
-    limit, left = service.config.shutdown_timeout, service.engine.num_in_flight
+    fleet.drain()
+    batches = fleet.default.service.batches if fleet.default.service is not None else None
+    if batches is not None:
+        await batches.close()  # the next start goes on with them
+    limit, left = config.shutdown_timeout, fleet.num_in_flight
     _log.warning("shutting down: %d requests in flight, waiting up to %.0f s", left, limit)
     deadline = asyncio.get_running_loop().time() + limit
-    while service.engine.num_in_flight and asyncio.get_running_loop().time() < deadline and not signals.hurry.is_set():
+    while fleet.num_in_flight and asyncio.get_running_loop().time() < deadline and not signals.hurry.is_set():
         await asyncio.sleep(_POLL_SECONDS)
-    if service.engine.num_in_flight:
-        _log.warning("%d requests did not finish in time", service.engine.num_in_flight)
-        service.engine.fail_all("the server is shutting down")
+    if fleet.num_in_flight:
+        _log.warning("%d requests did not finish in time", fleet.num_in_flight)
+        for service in fleet.services:
+            service.engine.fail_all("the server is shutting down")
         await asyncio.sleep(_POLL_SECONDS)  # lets the error events be sent
     server.should_exit = True
     server.config.timeout_graceful_shutdown = 1

@@ -48,6 +48,7 @@ from tokenmill.types import AdapterRef, CacheControl, SamplingParams
 
 _LONG_TEXT = 4096  # characters: longer texts are tokenized by a text worker
 _MAX_MESSAGES = 1 << 14
+_LATEST = ":latest"  # what Ollama's clients add to a name
 # Variables of a template that chat_template_kwargs cannot set.
 _OWN_VARIABLES = ("self", "messages", "tools", "add_generation_prompt")
 
@@ -82,7 +83,10 @@ class Service:
         cache_secret: bytes = b"",
         prices: Prices | None = None,
         sampling_defaults: SamplingDefaults | None = None,
+        metrics: Metrics | None = None,
+        beside: Service | None = None,
     ) -> None:
+        """`beside`: the service of the first model of this server, if there are several."""
         self.context = int(identity.options["context"])
         self.config = config.for_context(self.context)
         self.names = tuple(names)
@@ -93,10 +97,13 @@ class Service:
         self.sampling_defaults = sampling_defaults or SamplingDefaults()
         self.text = TextWork(workers)
         self.created = int(time.time())
-        self.metrics = Metrics(self.names[0])
+        self.metrics = metrics or Metrics(self.names[0])
         self.metrics.max_loras = identity.options.get("max_loras") or 0
         self.loras = Loras(self.names, engine, self.metrics, config)
-        self.accounts = Accounts(self.names[0], prices, self.metrics.add, config.max_metric_keys, time.monotonic())
+        shared: Accounts | None = None if beside is None else beside.accounts
+        labels, now = config.max_metric_keys, time.monotonic()
+        self.accounts: Accounts = Accounts(self.names[0], prices, self.metrics.add, labels, now, shared)
+        self.response_store: Any = None if beside is None else beside.response_store  # api/responses.py makes it
         self.admission = Admission(
             int(identity.options["concurrency"]), config.max_queued_requests, config.max_queued_tokens, Pace()
         )
@@ -122,6 +129,7 @@ class Service:
         self.batches: BatchRunner | None = None
         self._num_steps = 0  # of the engine, when its statistics last came
         engine.observe(self)
+        engine.on_stopped = self.metrics.on_stopped
         engine.on_device_time = lambda seconds: self.accounts.add_time(seconds, time.time())
 
     def record_traffic(self, log: TrafficLog) -> None:
@@ -140,10 +148,11 @@ class Service:
         if settings is not None:
             raise ApiError(400, f"{self.names[0]} generates no text: use {settings.routes}", code="model_kind")
 
-    def check_client(self, client: Client) -> None:
-        """Raise ApiError if the key may send nothing now; called before a body is read."""
+    def check_client(self, client: Client, queue: bool = True) -> None:
+        """Raise ApiError if the key may send nothing now; called before a body is read. `queue`: nor this model take
+        anything."""
         try:
-            self._check_client(client)
+            self._check_client(client, queue)
         except ApiError as error:
             if error.status == 429:
                 self.metrics.add("admission_rejections", 1.0, error.code or "other")
@@ -155,7 +164,8 @@ class Service:
         limits = ((client.num_active, client.max_parallel), (client.num_sequences, client.max_sequences))
         own = all(number < max(1, limit - 1) for number, limit in limits if limit)
         paid = self.accounts.within_budget(client, time.time())
-        return own and paid and self.engine.state == "ready" and self.admission.has_idle_slot
+        takes = self.engine.state in ("ready", "asleep", "stopped")  # these are loaded for it
+        return own and paid and takes and self.admission.has_idle_slot
 
     def charge(self, client: Client, num_tokens: int = 0, num_requests: int = 1) -> None:
         """On the quota of a key: what never enters the engine, be it answered or refused."""
@@ -322,8 +332,8 @@ class Service:
 
     # --- internals ---
 
-    def _check_client(self, client: Client) -> None:
-        self.admission.check_client(client, time.monotonic())
+    def _check_client(self, client: Client, queue: bool = True) -> None:
+        self.admission.check_client(client, time.monotonic(), queue)
         self.accounts.check_budget(client, time.time())
 
     async def _check_fit(self, prompts: Sequence[str | Sequence[int]], param: str) -> None:

@@ -1,6 +1,7 @@
 // Blocks of huge pages: parts are aligned and apart, and live as long as their own share of a block.
 #include "memory.h"
 
+#include <cstdio>
 #include <cstring>
 #include <vector>
 
@@ -40,9 +41,27 @@ void parts_are_aligned_and_apart() {
   for (size_t i = 1; i < parts.size(); i += 2) CHECK(parts[i].whole());
 }
 
+void parked_parts_come_back() {
+  std::vector<Part> parts;
+  for (size_t size : {size_t(1000), size_t(20) << 20, size_t(3) << 20}) parts.emplace_back(size, uint8_t(parts.size() + 7));
+  std::FILE* file = std::tmpfile();
+  CHECK(file != nullptr);
+  const size_t first = park_blocks(fileno(file));
+  CHECK(unpark_blocks(fileno(file)) == first);
+  for (const Part& part : parts) CHECK(part.whole());
+  parts.emplace_back(5000, uint8_t(99));  // in a block of its own: parked ones are written only once
+  const size_t second = park_blocks(fileno(file));
+  CHECK(first == 0 || second > first);  // sanitized builds park nothing
+  CHECK(park_blocks(fileno(file)) == 0);  // they are parked
+  CHECK(unpark_blocks(fileno(file)) == second);
+  for (const Part& part : parts) CHECK(part.whole());
+  std::fclose(file);
+}
+
 }  // namespace
 
 int main() {
   parts_are_aligned_and_apart();
+  parked_parts_come_back();
   return report("memory");
 }

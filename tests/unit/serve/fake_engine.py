@@ -1,7 +1,8 @@
 """An engine process without a model, for tests of the server's side: speaks the messages and behaves as a file says.
 
 The "model" of its EngineSpec is that file, read once at the start: ready, refuse, crash, hang, silent,
-parent (ready, with a child process whose id it writes next to that file).
+parent (ready, with a child process whose id it writes next to that file), sleepless (cannot sleep), restless (ends when
+it should wake).
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from tokenmill.engine.messages import (
     Pong,
     Ready,
     Refused,
+    Rest,
+    Rested,
     Shutdown,
     Submit,
 )
@@ -61,7 +64,7 @@ def main() -> None:
     began = time.monotonic()
     if behaviour != "silent":
         send(Ready(10, [0], {}, "none", "none", "none", 0, 0.0))
-    while behaviour == "silent" or not _handle(inbox, send):
+    while behaviour == "silent" or not _handle(inbox, send, behaviour):
         if behaviour == "hang":
             send(Heartbeat("taking grammars", time.monotonic() - began))
         elif behaviour != "silent":
@@ -69,7 +72,7 @@ def main() -> None:
         inbox.poll(50)
 
 
-def _handle(inbox: zmq.Socket[bytes], send: object) -> bool:
+def _handle(inbox: zmq.Socket[bytes], send: object, behaviour: str) -> bool:
     assert callable(send)
     while inbox.poll(0):
         match messages.decode_to_engine(inbox.recv()):
@@ -77,6 +80,10 @@ def _handle(inbox: zmq.Socket[bytes], send: object) -> bool:
                 return True
             case Ping(number=number):
                 send(Pong(number))
+            case Rest(asleep=False) if behaviour == "restless":
+                sys.exit(4)
+            case Rest(asleep=asleep):
+                send(Rested(False, problem="no disk") if behaviour == "sleepless" else Rested(asleep, 5 * asleep))
             case Submit(request_id=request_id, deadline=float()):
                 send(Refused(request_id, "too late", "deadline"))
             case Submit(request_id=request_id):

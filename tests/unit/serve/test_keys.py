@@ -223,3 +223,16 @@ def test_an_owner_follows_its_key_when_unnamed_keys_change_places(tmp_path: Path
     assert moved is not None
     assert moved.owner == owner
     assert ring.owned_by(owner) is moved
+
+
+def test_a_key_may_be_for_some_models_only(tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    file.write_text("keys: [{key: a, name: a, models: [small, large]}, {key: b, name: b, admin: true}, {key: c}]")
+    ring = load_keys((), str(file))
+    found = {name: ring.find(name) for name in "abc"}
+    assert [client.models for client in found.values() if client is not None] == [("small", "large"), (), ()]
+    assert [client.operates for client in found.values() if client is not None] == [False, True, False]
+    for wrong in ("models: small", "models: [1]", "models: {small: 1}"):
+        file.write_text(f"keys: [{{key: a, {wrong}}}]")
+        with pytest.raises(UserError, match="models"):
+            load_keys((), str(file))

@@ -6,7 +6,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tokenmill.engine import messages
 from tokenmill.engine.stats import EngineStats, TierStats, metrics_of
-from tokenmill.serve.metrics import METRICS, Metrics
+from tokenmill.serve.metrics import METRICS, Metrics, render
 
 _EXPECTED_BY_DASHBOARDS = [
     "num_requests_running",
@@ -55,6 +55,33 @@ def test_counters_go_on_when_the_engine_starts_over() -> None:
     assert samples["tokenmill_engine_steps_total"] == 14
     assert samples["vllm:prefix_cache_hits_total"] == 6
     assert samples["tokenmill_engine_restarts_total"] == 1
+
+
+def test_an_engine_that_was_unloaded_is_no_restart() -> None:
+    metrics = Metrics("m")
+    metrics.on_step(EngineStats(num_steps=10, num_running=2))
+    metrics.on_stopped()
+    assert _samples(metrics)["tokenmill_requests_running"] == 0
+    metrics.on_step(EngineStats(num_steps=4))
+    samples = _samples(metrics)
+    assert samples["tokenmill_engine_steps_total"] == 14
+    assert samples["tokenmill_engine_restarts_total"] == 0
+
+
+def test_models_of_one_server_are_told_apart() -> None:
+    models = [Metrics("a"), Metrics("b")]
+    models[1].add("model_loads", 2.0, "wake")
+    for number, metrics in enumerate(models):
+        metrics.observe("ttft_seconds", 1.0 + number)
+    text = render(models).decode()
+    assert text.count("# TYPE tokenmill_model_loads_total counter") == 1
+    samples = {
+        (sample.name, sample.labels["model_name"]): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+    assert samples["tokenmill_model_loads_total", "b"] == 2
+    assert [samples["tokenmill_ttft_seconds_sum", name] for name in "ab"] == [1.0, 2.0]
 
 
 def test_histograms_are_cumulative() -> None:

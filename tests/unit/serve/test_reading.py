@@ -362,7 +362,7 @@ _TEMPLATE = "{{ message.reasoning_content }}{{ enable_thinking }}"
         (
             OllamaChatBody,
             {"messages": [_USER], "keep_alive": "5m", "options": {"num_gpu": 1, "num_keep": 4, "top_k": 3}},
-            ["keep_alive", "options.num_gpu", "options.num_keep"],
+            ["options.num_gpu", "options.num_keep"],
         ),
         (OllamaGenerateBody, {"prompt": "x", "raw": True, "system": "s"}, ["system"]),
         (

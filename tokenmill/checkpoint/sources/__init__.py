@@ -12,7 +12,7 @@ from tokenmill.checkpoint.sources.cache import cache_root, find_cached
 from tokenmill.errors import UserError, unknown_name
 from tokenmill.registry import Registry
 
-__all__ = ["Alias", "Resolved", "aliases", "cache_root", "list_cached", "resolve"]
+__all__ = ["Alias", "Resolved", "aliases", "cache_root", "list_cached", "list_downloaded", "resolve"]
 
 SOURCES = Registry(
     "model source",
@@ -51,3 +51,10 @@ def list_cached() -> dict[str, Resolved]:
     """Alias -> where it lies, for those that are here. Never uses the network."""
     copies = {alias.name: find_cached(alias) for alias in load_aliases().values()}
     return {name: cached for name, cached in copies.items() if cached is not None}
+
+
+def list_downloaded() -> dict[str, Resolved]:
+    """As list_cached, and what lies in the Hugging Face cache, by its id."""
+    from tokenmill.checkpoint.sources.hub import find_downloaded
+
+    return list_cached() | find_downloaded()

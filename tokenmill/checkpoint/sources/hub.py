@@ -105,6 +105,25 @@ def _repository_folder(repo: str) -> Path:
     return Path(constants.HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}"
 
 
+def find_downloaded() -> dict[str, Resolved]:
+    """Hugging Face id -> its newest snapshot, for repositories whose weights are complete."""
+    found = {}
+    for repo in cached_repositories():
+        request = parse_request(repo)
+        cached = _find_cached(request, None) if request is not None else None
+        if cached is not None:
+            found[repo] = cached
+    return found
+
+
+def cached_repositories() -> dict[str, Path]:
+    """Hugging Face id -> its folder in the cache, for models that are here."""
+    from huggingface_hub import constants
+
+    found = sorted(Path(constants.HF_HUB_CACHE).glob("models--*--*"))
+    return {path.name.removeprefix("models--").replace("--", "/", 1): path for path in found if path.is_dir()}
+
+
 def _is_commit(revision: str | None) -> bool:
     return revision is not None and len(revision) == 40 and all(digit in "0123456789abcdef" for digit in revision)
 

@@ -112,6 +112,7 @@ def describe_encoder_parts(parts: EncoderParts) -> Ready:
         parts.runner.weight_bytes,
         parts.load_seconds,
         embedding=parts.settings,
+        no_sleep="models for vectors are unloaded instead",
     )
 
 

@@ -61,5 +61,10 @@ class StateStore:
                 piece[self.places[destination]] = piece[self.places[source]]
 
     @property
+    def pieces(self) -> list[Tensor]:
+        """All memory of the states."""
+        return self._pieces
+
+    @property
     def nbytes(self) -> int:
         return sum(piece.numel() * piece.element_size() for piece in self._pieces)

@@ -48,6 +48,16 @@ class OllamaBody(Body):
     format: Literal["json", ""] | dict[str, Any] | None = None
     options: OllamaOptions | None = None
     think: bool | str | None = None
+    keep_alive: str | float | None = None  # front.py reads it
+
+
+class OllamaModelBody(Body):
+    """Names a model, for /api/show, /api/pull and /api/delete; `name` is what older clients say."""
+
+    model: str | None = None
+    name: str | None = None
+    stream: bool | None = None
+    verbose: bool | None = None
 
 
 class OllamaChatBody(OllamaBody):
@@ -119,3 +129,9 @@ class AnthropicBody(Body):
         yield from unknown_names("tools", self.tools or (), tool_fields)
         choice = [self.tool_choice] if self.tool_choice else []
         yield from unknown_names("tool_choice", choice, ("type", "name", "disable_parallel_tool_use"))
+
+
+class AnthropicCountBody(AnthropicBody):
+    """For /v1/messages/count_tokens: nothing is generated."""
+
+    max_tokens: Int = 1

@@ -1,4 +1,5 @@
-"""The Anthropic-style endpoint, as a thin adapter over chat: /v1/messages, complete or streamed in its own events.
+"""The Anthropic-style endpoints, as a thin adapter over chat: /v1/messages, complete or streamed in its own events, and
+/v1/messages/count_tokens.
 
 Knows only how that API says things. Its errors have their own shape, made by `anthropic_error`.
 """
@@ -13,11 +14,12 @@ from typing import Any
 from fastapi import APIRouter, FastAPI, Request
 from starlette.responses import Response
 
-from tokenmill.serve.api.adapter_protocol import AnthropicBody
+from tokenmill.errors import UserError
+from tokenmill.serve.api.adapter_protocol import AnthropicBody, AnthropicCountBody
 from tokenmill.serve.api.anthropic_messages import cache_control, chat_messages, chat_tools
 from tokenmill.serve.api.caller import caller_of
-from tokenmill.serve.api.chat import open_chat
-from tokenmill.serve.api.exchange import Record, record_of, respond, to_json, unless_gone
+from tokenmill.serve.api.chat import chat_prompt, open_chat
+from tokenmill.serve.api.exchange import Record, json_response, record_of, respond, to_json, unless_gone
 from tokenmill.serve.api.protocol import ChatBody
 from tokenmill.serve.api.reading import body_schema, read_body, validate
 from tokenmill.serve.api.tool_messages import AnswerReader, reader_of, tools_of
@@ -26,7 +28,7 @@ from tokenmill.serve.errors import ApiError
 from tokenmill.serve.generation import Generation
 from tokenmill.serve.reasoning.base import Reasoning
 from tokenmill.serve.reasoning.use import switch_variables
-from tokenmill.serve.service import Service
+from tokenmill.serve.service import Caller, Service
 from tokenmill.serve.tools.base import CallArguments, CallEnd, CallStart, Content, ToolEvent, fold
 
 PATH = "/v1/messages"
@@ -65,7 +67,28 @@ def add_anthropic_routes(app: FastAPI, service: Service) -> None:
             ping=lambda: _event("ping"),
         )
 
+    @router.post(f"{PATH}/count_tokens", openapi_extra=body_schema(AnthropicCountBody))
+    async def count_tokens(request: Request) -> Response:
+        """How many tokens the prompt of such a request has, tools included."""
+        body = await read_body(request, service, AnthropicCountBody)
+        caller = caller_of(request, service, body)
+        service.check_model(body.model)
+        chat = _as_chat(body, _thinking(service, body))
+        with service.metered(caller.client) as charged:
+            counting = _count(service, chat, caller)
+            charged.append(await unless_gone(request, counting))
+            return json_response({"input_tokens": charged[0]})
+
     app.include_router(router)
+
+
+async def _count(service: Service, chat: ChatBody, caller: Caller) -> int:
+    try:
+        prompt = await chat_prompt(service, chat, caller, tools_of(service, chat))
+        (ids,) = await service.encode([prompt], client=caller.client, chat=True)
+    except UserError as error:
+        raise ApiError(400, str(error), param="messages") from None
+    return len(ids)
 
 
 def anthropic_error(error: ApiError) -> dict[str, Any]:

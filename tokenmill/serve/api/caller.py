@@ -24,7 +24,7 @@ def caller_of(request: Request, service: Service, body: Body) -> Caller:
     if record.ignored:
         service.metrics.add("ignored_fields", len(record.ignored))
     adapter = service.loras.find(getattr(body, "model", None), record.client)
-    deadline = _deadline(request)
+    deadline = deadline_of(request)
     lane = "batch" if record.background else None
     if isinstance(body, GenerationBody):
         deadline = body.deadline_ms / 1000 if body.deadline_ms is not None else deadline
@@ -40,7 +40,7 @@ def caller_of(request: Request, service: Service, body: Body) -> Caller:
     return Caller(record.client, priority, lane, deadline, cache_salt or "", adapter)
 
 
-def _deadline(request: Request) -> float | None:
+def deadline_of(request: Request) -> float | None:
     text = request.headers.get(DEADLINE_HEADER)
     if text is None:
         return None

@@ -71,19 +71,7 @@ async def open_chat(
     service: Service, body: ChatBody, caller: Caller, tools: ToolUse | None, *, streaming: bool
 ) -> Generation:
     """Render, tokenize, admit and start. The caller must close the generation."""
-    try:
-        plain = [message.plain() for message in body.messages]
-    except ValueError as error:
-        raise ApiError(400, str(error), param="messages") from None
-    _check_fields(body)
-    generation_prompt = body.add_generation_prompt is not False and not body.continue_final_message
-    messages: Sequence[Mapping[str, Any]] = plain
-    shown: Sequence[Mapping[str, Any]] | None = None
-    if tools is not None or any(map(_has_calls, plain)):
-        messages, shown = service.tool_style.for_template(plain, tools.tools if tools is not None else None)
-    prompt = await service.render(messages, shown, generation_prompt, _variables(service, body), client=caller.client)
-    if body.continue_final_message:
-        prompt = continued(prompt, str(messages[-1].get("content") or ""))
+    prompt = await chat_prompt(service, body, caller, tools)
     defaults = service.sampling_defaults
 
     def params(length: int) -> SamplingParams:
@@ -98,6 +86,24 @@ async def open_chat(
 
     kept = resolve_truncation(body.truncate_prompt_tokens, body.output_limit(), service.context)
     return await service.open([prompt], params, caller, streaming=streaming, chat=True, max_prompt_tokens=kept)
+
+
+async def chat_prompt(service: Service, body: ChatBody, caller: Caller, tools: ToolUse | None) -> str:
+    """The text that the model continues."""
+    try:
+        plain = [message.plain() for message in body.messages]
+    except ValueError as error:
+        raise ApiError(400, str(error), param="messages") from None
+    _check_fields(body)
+    generation_prompt = body.add_generation_prompt is not False and not body.continue_final_message
+    messages: Sequence[Mapping[str, Any]] = plain
+    shown: Sequence[Mapping[str, Any]] | None = None
+    if tools is not None or any(map(_has_calls, plain)):
+        messages, shown = service.tool_style.for_template(plain, tools.tools if tools is not None else None)
+    prompt = await service.render(messages, shown, generation_prompt, _variables(service, body), client=caller.client)
+    if body.continue_final_message:
+        prompt = continued(prompt, str(messages[-1].get("content") or ""))
+    return prompt
 
 
 def _check_fields(body: ChatBody) -> None:

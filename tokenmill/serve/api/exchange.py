@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from tokenmill.serve.errors import ApiError
 from tokenmill.serve.generation import Generation
+from tokenmill.serve.metrics import Metrics
 from tokenmill.serve.tenants.keys import Client
 
 _Result = TypeVar("_Result")
@@ -42,6 +43,7 @@ class Record:
     completion_tokens: int | None = None
     error: str | None = None
     background: bool = False  # a row of a batch: in the batch lane, after all others
+    metrics: Metrics | None = None  # of the model that answers; None: of the first
 
 
 class ClientGoneError(Exception):

@@ -22,7 +22,8 @@ def add_info_routes(app: FastAPI, service: Service) -> None:
     @router.get("/v1/models")
     async def models(request: Request) -> Response:
         adapters = service.loras.visible_to(record_of(request).client)
-        listed = [_model(service, name) for name in service.names] + [_adapter(service, each) for each in adapters]
+        listed = [model_record(service, name) for name in service.names]
+        listed += [adapter_record(service, each) for each in adapters]
         return json_response({"object": "list", "data": listed})
 
     @router.get("/v1/models/{name:path}")
@@ -30,7 +31,7 @@ def add_info_routes(app: FastAPI, service: Service) -> None:
         client = record_of(request).client
         service.loras.check_model(name, client)
         adapter = next((each for each in service.loras.visible_to(client) if each.name == name), None)
-        return json_response(_model(service, name) if adapter is None else _adapter(service, adapter))
+        return json_response(model_record(service, name) if adapter is None else adapter_record(service, adapter))
 
     @router.head("/livez", include_in_schema=False)
     @router.get("/livez")
@@ -62,29 +63,35 @@ def add_info_routes(app: FastAPI, service: Service) -> None:
 
     @router.get("/load")
     async def load(request: Request) -> Response:
-        _check_right(request)
-        return json_response(_load(service))
+        check_metrics_right(request)
+        return json_response(load_of(service))
 
     @router.get("/metrics")
     async def metrics(request: Request) -> Response:
-        _check_right(request)
-        service.metrics.set("engine_up", service.engine.state == "ready")
-        service.metrics.set("predicted_ttft_seconds", service.admission.predict(0))
-        measure_costs(service)
-        for outcome, count in (service.traffic_log.outcomes() if service.traffic_log is not None else {}).items():
-            service.metrics.set("traffic_log_records", count, outcome)
+        check_metrics_right(request)
+        measure_service(service)
         return Response(service.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     app.include_router(router)
 
 
-def _check_right(request: Request) -> None:
+def check_metrics_right(request: Request) -> None:
     """Numbers of all keys together would tell one key about the others."""
     if not record_of(request).client.sees_metrics:
         raise ApiError(403, "this key may not read the server's metrics", code="metrics_right")
 
 
-def _model(service: Service, name: str) -> dict[str, Any]:
+def measure_service(service: Service, whole: bool = True) -> None:
+    """Set the metrics that are not counted as they come; `whole`: those of the server too."""
+    service.metrics.set("engine_up", service.engine.state in ("ready", "asleep", "stopped"))
+    service.metrics.set("predicted_ttft_seconds", service.admission.predict(0))
+    if whole:
+        measure_costs(service)
+    for outcome, count in (service.traffic_log.outcomes() if service.traffic_log is not None else {}).items():
+        service.metrics.set("traffic_log_records", count, outcome)
+
+
+def model_record(service: Service, name: str) -> dict[str, Any]:
     """The OpenAI record, with details of the served model."""
     identity, template = service.identity, service.template
     return {
@@ -111,7 +118,7 @@ def _model(service: Service, name: str) -> dict[str, Any]:
     }
 
 
-def _adapter(service: Service, adapter: AdapterInfo) -> dict[str, Any]:
+def adapter_record(service: Service, adapter: AdapterInfo) -> dict[str, Any]:
     """An adapter as a model. Where its files are is nobody's business."""
     return {
         "id": adapter.name,
@@ -125,7 +132,7 @@ def _adapter(service: Service, adapter: AdapterInfo) -> dict[str, Any]:
     }
 
 
-def _load(service: Service) -> dict[str, Any]:
+def load_of(service: Service) -> dict[str, Any]:
     stats, admission = service.engine.stats, service.admission
     return {
         "server_load": service.engine.num_in_flight,
@@ -137,7 +144,7 @@ def _load(service: Service) -> dict[str, Any]:
         "kv_pages_held": stats.num_pages_held,
         "kv_pages_cached": stats.num_pages_cached,
         "kv_pages_consistent": stats.pages_consistent,
-        "kv_pages_checked": stats.pages_checked,
+        "kv_pages_checked": stats.pages_checked or service.engine.state == "stopped",  # it has none then
         "predicted_ttft_seconds": round(admission.predict(0), 4),
         "engine": service.engine.state,
         "engine_pid": service.engine.pid,

@@ -142,10 +142,15 @@ def _check_depth(brackets: bytes) -> None:
         raise ApiError(400, f"the body is not valid JSON or nested deeper than {MAX_DEPTH} levels", code="invalid_json")
 
 
+def is_json(request: Request) -> bool:
+    """Whether the body is declared as JSON."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
+
+
 def _check_content_type(request: Request) -> None:
     """Web pages of other origins may send other types without asking first."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+    if not is_json(request):
         raise ApiError(400, "the body is not declared as JSON: send `content-type: application/json`")
 
 

@@ -6,6 +6,7 @@ continued after those before it are gone. Nothing is written to disk: a restart 
 
 from __future__ import annotations
 
+import asyncio
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ class ResponseStore:
     def __init__(self, max_responses: int, max_bytes: int) -> None:
         self._max_responses = max_responses
         self._max_bytes = max_bytes
+        self.running: dict[tuple[str, str], asyncio.Task[None]] = {}  # in the background, by key and id
         self._by_key: dict[str, OrderedDict[str, StoredResponse]] = {}
         self._num_bytes: dict[str, int] = {}
 

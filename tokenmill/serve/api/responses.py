@@ -75,8 +75,10 @@ class _Responses:
 
     def __init__(self, service: Service) -> None:
         self.service = service
-        self.store = ResponseStore(service.config.max_stored_responses, service.config.max_stored_response_bytes)
-        self.running: dict[tuple[str, str], asyncio.Task[None]] = {}
+        limits = service.config.max_stored_responses, service.config.max_stored_response_bytes
+        self.store: ResponseStore = service.response_store or ResponseStore(*limits)
+        service.response_store = self.store  # the models of a server share it
+        self.running = self.store.running
 
     def prepare(self, body: ResponsesBody, record: Record) -> _Exchange:
         service = self.service

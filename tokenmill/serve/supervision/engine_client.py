@@ -1,7 +1,8 @@
 """The server's client of the engine process: starts it, submits requests, dispatches events, restarts it.
 
 An engine that dies or hangs is replaced, by a spare process that has its libraries loaded; requests in flight get an
-error that says so, new ones are refused until the next engine is ready. Knows tokens and processes, not HTTP.
+error that says so, new ones are refused until the next engine is ready. One that nobody needs can sleep, or be stopped
+and started again. Knows tokens and processes, not HTTP.
 """
 
 from __future__ import annotations
@@ -17,7 +18,18 @@ from typing import Protocol
 
 from tokenmill.config import EngineConfig
 from tokenmill.engine.adapters.registry import NOT_FOUND
-from tokenmill.engine.messages import AdapterAnswer, Cancel, Events, FromEngine, Phase, Ready, Refused, Submit
+from tokenmill.engine.messages import (
+    AdapterAnswer,
+    Cancel,
+    Events,
+    FromEngine,
+    Phase,
+    Ready,
+    Refused,
+    Rest,
+    Rested,
+    Submit,
+)
 from tokenmill.engine.stats import EngineStats
 from tokenmill.errors import UserError
 from tokenmill.hardware.machine import usable_cores
@@ -25,7 +37,8 @@ from tokenmill.log import get_logger
 from tokenmill.serve.errors import ApiError, deadline_passed, engine_gone
 from tokenmill.serve.generation import Generation, Member
 from tokenmill.serve.supervision.adapter_questions import AdapterQuestions, Question, replacement_config
-from tokenmill.serve.supervision.link import EngineLink, LinkDownError, spawn_engine
+from tokenmill.serve.supervision.link import EngineLink, LinkDownError
+from tokenmill.serve.supervision.spare import SpareEngine
 from tokenmill.serve.supervision.watchdog import Watchdog
 
 _log = get_logger(__name__)
@@ -59,29 +72,33 @@ class EngineClient:
         keep_spare: bool = False,
         step_log: str = "",
         meters: bool = False,
+        spare: SpareEngine | None = None,
     ) -> None:
-        """`keep_spare`: a process with the engine's libraries waits to replace the engine. `step_log`: folder.
-        `meters`: the engine divides the time of its steps among tenants, for `on_device_time`."""
+        """`keep_spare`: a process with the engine's libraries waits to replace the engine: `spare`, if others use it
+        too. `step_log`: folder. `meters`: the engine divides the time of its steps among tenants, for
+        `on_device_time`."""
         self._path = path
         self._step_log = step_log
         self._meters = meters
         self._config = config
         self._watchdog = Watchdog(stall_timeout)
         self._keep_spare = keep_spare
-        self._spare: asyncio.subprocess.Process | None = None
-        self._spare_task: asyncio.Task[None] | None = None
+        self._owns_spare = spare is None
+        self._spare = spare or SpareEngine()
         self._on_phase = on_phase
         self._folder = Path(tempfile.mkdtemp(prefix="tokenmill-"))  # readable by this user only
         self._link: EngineLink | None = None
         self._num_links = 0
         self._ready: asyncio.Future[Ready] | None = None
+        self._rested: asyncio.Future[Rested] | None = None
         self._members: dict[str, Member] = {}  # by request id
         self.adapters = AdapterQuestions(self._ask)
         self._observers: list[Observer] = []
         self.on_device_time: Callable[[dict[str, float]], None] = lambda _seconds: None
+        self.on_stopped: Callable[[], None] = lambda: None
         self._supervisor: asyncio.Task[None] | None = None
         self._closing = False
-        self.state = "starting"  # "ready", "restarting", "closed"
+        self.state = "starting"  # "ready", "asleep", "stopped", "restarting", "closed"
         self.reason = ""  # why the last engine ended
         self.start_failure = ""  # why the next one does not start
         self.stats = EngineStats()
@@ -90,8 +107,8 @@ class EngineClient:
     # --- start and stop ---
 
     async def start(self) -> Ready:
-        """Start the first engine; raises what keeps it from starting. With a core to itself the spare process imports
-        its libraries while the engine does, so that no request pays for it."""
+        """Start an engine, the first or one after `stop`; raises what keeps it from starting. With a core to itself the
+        spare process imports its libraries while the engine does, so that no request pays for it."""
         self._prepare_spare(0.0 if usable_cores() > 1 else _SPARE_DELAY)
         identity = await self._launch()
         self._supervisor = asyncio.create_task(self._supervise(), name="engine-supervisor")
@@ -105,17 +122,55 @@ class EngineClient:
         self._closing = True
         was_ready, self.state = self.state == "ready", "closed"
         self.fail_all("the server is shutting down")
-        for task in (self._supervisor, self._spare_task):
-            if task is not None:
-                task.cancel()
-                with contextlib.suppress(asyncio.CancelledError, Exception):
-                    await task
-        if self._spare is not None and self._spare.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._spare.kill()
+        await self._end_supervision()
+        if self._owns_spare:
+            await self._spare.close()
         if self._link is not None:
             await self._link.stop(timeout if was_ready else 0.0)
         shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def stop(self, timeout: float = 2.0) -> None:
+        """End the engine, which has no requests, until `start` is called again."""
+        was_ready, self.state = self.state == "ready", "stopped"
+        await self._end_supervision()
+        if self._link is not None:
+            await self._link.stop(timeout if was_ready else 0.0)
+        self._on_stopped("")
+
+    async def rest(self, asleep: bool) -> int:
+        """Have the engine, which has no requests, sleep or wake up; returns the bytes given back. Raises RuntimeError
+        if it does not: an engine that cannot wake has ended."""
+        assert self._link is not None
+        link = self._link
+        rested = self._rested = asyncio.get_running_loop().create_future()
+        if asleep:
+            self.state = "asleep"  # nothing is submitted from now on
+        try:
+            link.send(Rest(asleep))
+            while not rested.done() and self.state == "asleep":
+                await asyncio.wait((rested,), timeout=_WATCH_SECONDS)
+            answer = rested.result() if rested.done() else None
+        except LinkDownError as error:
+            raise RuntimeError(str(error)) from None
+        finally:
+            self._rested = None
+        if answer is not None and self.state == "asleep":
+            self.state = "asleep" if answer.asleep else "ready"
+        if answer is None or answer.asleep != asleep:
+            raise RuntimeError(answer.problem if answer is not None else self.reason or f"the engine is {self.state}")
+        return answer.bytes
+
+    async def _end_supervision(self) -> None:
+        task, self._supervisor = self._supervisor, None
+        if task is not None:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                await task
+
+    def _on_stopped(self, reason: str) -> None:
+        self.state, self.reason = "stopped", reason
+        self.stats, self._link = EngineStats(), None
+        self.on_stopped()
 
     @property
     def pid(self) -> int | None:
@@ -123,12 +178,13 @@ class EngineClient:
 
     @property
     def spare_pid(self) -> int | None:
-        return self._spare.pid if self._spare is not None and self._spare.returncode is None else None
+        return self._spare.pid
 
     @property
     def supervised(self) -> bool:
         """Whether an engine that ends would be replaced: the liveness of the server, whatever the engine does."""
-        return self._closing or (self._supervisor is not None and not self._supervisor.done())
+        resting = self._closing or self.state == "stopped"
+        return resting or (self._supervisor is not None and not self._supervisor.done())
 
     async def ready(self) -> tuple[bool, str]:
         """True if the engine is busy with work within its time, or its idle loop answers a ping within a second."""
@@ -201,6 +257,9 @@ class EngineClient:
                 self.adapters.take(message)
             case Phase(name=name):
                 self._on_phase(name)
+            case Rested():
+                if self._rested is not None and not self._rested.done():
+                    self._rested.set_result(message)
             case Ready():
                 if self._ready is not None and not self._ready.done():
                     self._ready.set_result(message)
@@ -238,10 +297,8 @@ class EngineClient:
         self._link = link
         self._ready = asyncio.get_running_loop().create_future()
         try:
-            spare, self._spare = self._spare, None
-            alive = spare if spare and spare.returncode is None else None
             config, paths = replacement_config(self._config, self.identity), self.adapters.paths()
-            await link.launch(str(self._path), config, alive, self._step_log, self._meters, paths)
+            await link.launch(str(self._path), config, self._spare.take(), self._step_log, self._meters, paths)
             self.identity = await self._until_ready(link, self._ready)
         except BaseException:
             link.kill()
@@ -275,16 +332,8 @@ class EngineClient:
 
     def _prepare_spare(self, delay: float) -> None:
         """Have a process import the engine's libraries: that is most of what a restart takes."""
-        if self._keep_spare and (self._spare_task is None or self._spare_task.done()):
-            self._spare_task = asyncio.create_task(self._start_spare(delay), name="spare-engine")
-
-    async def _start_spare(self, delay: float) -> None:
-        await asyncio.sleep(delay)
-        if self.spare_pid is None:
-            try:
-                self._spare = await spawn_engine()
-            except Exception as error:  # no harm: a restart then takes longer
-                _log.warning("cannot start a spare engine process: %s", error)
+        if self._keep_spare:
+            self._spare.prepare(delay)
 
     async def _supervise(self) -> None:
         """Replace each engine that ends. Nothing but closing the client ends this."""
@@ -297,6 +346,10 @@ class EngineClient:
                 reason = f"not supervised: {error}"
             self._link.kill()
             self._link.close()
+            if self.state == "asleep":  # it is started again when it is needed
+                _log.error("the engine process ended while it was asleep: %s", reason)
+                self._on_stopped(reason)
+                return
             self._on_ended(reason)
             await self._restart()
 

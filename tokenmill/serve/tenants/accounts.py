@@ -57,9 +57,19 @@ class DeviceTime(msgspec.Struct):
 
 
 class Accounts:
-    def __init__(self, model: str, prices: Prices | None, count: Count, max_labels: int, began: float) -> None:
+    def __init__(
+        self,
+        model: str,
+        prices: Prices | None,
+        count: Count,
+        max_labels: int,
+        began: float,
+        beside: Accounts | None = None,
+    ) -> None:
         """`count` adds to a metric that has a label for the key; at most `max_labels` keys have one of their own.
-        `began`: since when the device is paid for, by the monotonic clock."""
+        `began`: since when the device is paid for, by the monotonic clock. `beside`: the accounts of another model of
+        this server, which hold what keys have used of both: budgets are for all models together."""
+        self._head: Accounts = self if beside is None else beside._head
         self.prices = prices
         self.by_owner: dict[str, Account] = {}
         self.device = DeviceTime()
@@ -76,21 +86,21 @@ class Accounts:
 
     def open(self, client: Client) -> None:
         """A request of the client goes to the engine: device time may come under its name."""
-        self._clients[client.name] = client
+        self._head._clients[client.name] = client
         self.account(client).name = client.name
 
     @property
     def clients(self) -> list[Client]:
         """Those that have sent requests."""
-        return list(self._clients.values())
+        return list(self._head._clients.values())
 
     def add_time(self, seconds_by_tenant: Mapping[str, float], now: float) -> None:
         for tenant, seconds in seconds_by_tenant.items():
-            client = self._clients[tenant]
+            client = self._head._clients[tenant]
             cost = self.prices.of_time(seconds) if self.prices is not None else 0.0
-            self._busy += seconds
-            self.device.busy_seconds += seconds
-            self.device.busy_cost += cost
+            self._head._busy += seconds
+            self._head.device.busy_seconds += seconds
+            self._head.device.busy_cost += cost
             self.usage(client).device_seconds += seconds
             self._count("key_device_seconds", seconds, self.label(client))
             self._charge(client, cost, now)
@@ -98,12 +108,12 @@ class Accounts:
     def measure(self, now: float) -> DeviceTime:
         """With the idle time up to `now`, by the monotonic clock. Steps are known when they end: what a step of now
         takes counts as idle until then, and is taken off later."""
-        idle = now - self._measured - self._busy
+        idle = now - self._head._measured - self._head._busy
         if idle > 0 and self.prices is not None and self.prices.by_device:
-            self.device.idle_seconds += idle
-            self.device.idle_cost += self.prices.of_time(idle)
-            self._measured, self._busy = now, 0.0
-        return self.device
+            self._head.device.idle_seconds += idle
+            self._head.device.idle_cost += self.prices.of_time(idle)
+            self._head._measured, self._head._busy = now, 0.0
+        return self._head.device
 
     def add_request(
         self, client: Client, prompt: int, cached: int, output: int, now: float, model: str | None = None
@@ -120,7 +130,7 @@ class Accounts:
         self._charge(client, cost, now, model)
 
     def account(self, client: Client) -> Account:
-        return self.by_owner.setdefault(client.owner, Account(client.name))
+        return self._head.by_owner.setdefault(client.owner, Account(client.name))
 
     def usage(self, client: Client, model: str | None = None) -> Usage:
         """Of an adapter, or of the model that is served."""
@@ -128,11 +138,11 @@ class Accounts:
 
     def label(self, client: Client) -> str:
         """Of the client in metrics: its name, for as many as there may be; a label once given stays."""
-        if client.name in self._labels:
+        if client.name in self._head._labels:
             return client.name
-        if len(self._labels) >= self._max_labels:
+        if len(self._head._labels) >= self._max_labels:
             return OTHER_KEYS
-        self._labels.add(client.name)
+        self._head._labels.add(client.name)
         return client.name
 
     # --- budgets ---
@@ -166,7 +176,7 @@ class Accounts:
         return self.account(client).period_began + client.budget_seconds if client.budget_seconds else None
 
     def _charge(self, client: Client, cost: float, now: float, model: str | None = None) -> None:
-        self.changed = True
+        self._head.changed = True
         if not cost:
             return
         self.spent(client, now)  # a period that is over ends before

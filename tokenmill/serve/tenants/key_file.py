@@ -103,9 +103,11 @@ def _entry(entry: Any, what: str, default_name: str) -> tuple[bytes, Client]:
     if all(each in entry for each in _SECRETS):
         raise UserError(f"{what} has both `key` and `key_sha256`", "keep one of them")
     values = {name: value for name, value in entry.items() if name not in _SECRETS}
-    for name, value in values.items():
+    for name, value in list(values.items()):
         if name not in _SETTINGS:
             raise unknown_name("field of a key", str(name), {*_SETTINGS, *_SECRETS})
+        if isinstance(value, list) and name in ("models", "loras"):
+            values[name] = value = tuple(value)
         if not _has_type(value, _SETTINGS[name]):
             raise UserError(f"{what} has a field of the wrong type: {name}", "correct it")
     name = values.setdefault("name", default_name)
@@ -134,8 +136,8 @@ def _has_type(value: Any, hint: Any) -> bool:
         return hint is bool and isinstance(value, bool)
     if hint in (float, float | None):
         return isinstance(value, (int, float)) and value == value  # no NaN
-    if hint == tuple[str, ...] | None:
-        return isinstance(value, list) and all(isinstance(each, str) for each in value)
+    if hint in (tuple[str, ...], tuple[str, ...] | None):
+        return isinstance(value, tuple) and all(isinstance(each, str) for each in value)
     return isinstance(value, hint)
 
 

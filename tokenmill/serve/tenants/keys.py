@@ -79,6 +79,7 @@ class Client:
     metrics: bool = False  # may read /metrics and /load
     loads_loras: bool = False  # may load and unload adapters
     loras: tuple[str, ...] | None = None  # adapters it may use, names or patterns such as team-*; None: all
+    models: tuple[str, ...] = ()  # that it may use, by their own names; none: all
     requests_per_minute: float = 0.0  # 0: no limit
     tokens_per_minute: float = 0.0
     grammar_seconds_per_minute: float | None = None
@@ -130,6 +131,11 @@ class Client:
     def may_use(self, lora: str) -> bool:
         return self.loras is None or any(fnmatchcase(lora, pattern) for pattern in self.loras)
 
+    @property
+    def operates(self) -> bool:
+        """Whether it may load, unload and fetch models."""
+        return self.admin or self.num_keys == 1
+
     def charge_grammar(self, seconds: float, now: float) -> None:
         """Time that was spent on compiling a grammar for this key."""
         if self.grammar_seconds is not None:
@@ -178,6 +184,8 @@ class Client:
         if self.budget_duration and not (self.max_budget and _DURATION.fullmatch(self.budget_duration)):
             problem = f"budget_duration of key '{self.name}' is '{self.budget_duration}'"
             raise UserError(problem, "give it with a max_budget, like 12h or 30d")
+        if not all(isinstance(name, str) and name for name in self.models):
+            raise UserError(f"models of key '{self.name}' are not names", "give a list of names, or leave it out: all")
         if not self.cache:
             raise UserError(f"cache of key '{self.name}' is empty", "give private, shared or the name of a group")
 

@@ -67,8 +67,8 @@ class Admission:
         self.num_yielding = self.yielding_tokens = 0  # what of `num_active` and `waiting_tokens` yields
         self.draining = False
 
-    def check_client(self, client: Client, now: float) -> None:
-        """Raise ApiError for what can be rejected before the prompt is tokenized."""
+    def check_client(self, client: Client, now: float, queue: bool = True) -> None:
+        """Raise ApiError for what can be rejected before the prompt is tokenized; `queue`: by the queue too."""
         if self.draining:
             raise ApiError(503, "the server is shutting down", code="draining", retry_after=5)
         if client.withdrawn:
@@ -77,7 +77,8 @@ class Admission:
             raise _refusal(f"key '{client.name}' has {client.num_active} requests in flight", "parallel_limit", 1)
         self.check_sequences(client, 1)
         self._check_quotas(client, 1, now)
-        self._check_queue(client, 1, 0)
+        if queue:
+            self._check_queue(client, 1, 0)
 
     def admit(
         self,

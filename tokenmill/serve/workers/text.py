@@ -31,6 +31,10 @@ class TextWork:
         self._verdicts: OrderedDict[bytes, str] = OrderedDict()  # digest -> why it is refused; "": it is not
         self._checking: dict[tuple[str, bytes], asyncio.Event] = {}
 
+    def use(self, pool: WorkerPool) -> None:
+        """Other workers from now on, for the same model."""
+        self._pool = pool
+
     async def render(self, job: Render, client: Client) -> str:
         result = await self._run(job, client, "messages")
         assert isinstance(result, Rendered)
