@@ -141,7 +141,7 @@ def test_load_and_unload_and_what_is_refused(server: RunningServer, place: Place
     assert change(http, "unload", "c").text == "Success: LoRA adapter 'c' removed successfully."
     assert ask(http, "c").status_code == 404
     assert change(http, "unload", "c").status_code == 404
-    assert metric(server, "adapter_host_bytes") == before
+    wait_until(lambda: metric(server, "adapter_host_bytes") == before, 20)
 
     bad = make_adapter(place.model, place.adapters / "large", 5, rank=64)
     (place.adapters / "empty").mkdir(exist_ok=True)

@@ -16,7 +16,8 @@ def parse_mix(text: str, known: Sequence[str] | None = None) -> dict[str, float]
     server knows."""
     entries = [each.strip().rpartition("=") for each in text.split(",") if each.strip()]
     if not entries:
-        return {name: 1 / len(known) for name in known or ()}
+        names = known or ()
+        return {name: 1 / len(names) for name in names}
     if not any(equals for _, equals, _ in entries):
         shares = {name: 1 / len(entries) for _, _, name in entries}
     else:
@@ -33,7 +34,8 @@ def parse_mix(text: str, known: Sequence[str] | None = None) -> dict[str, float]
 
 def assign(shares: Mapping[str, float], count: int) -> list[str | None]:
     """The adapter of each of `count` requests (None: the base): at any moment all have had their share so far."""
-    wanted: dict[str | None, float] = {**shares, None: 1.0 - sum(shares.values())}
+    wanted: dict[str | None, float] = dict(shares.items())
+    wanted[None] = 1.0 - sum(shares.values())
     given: dict[str | None, int] = dict.fromkeys(wanted, 0)
     order: list[str | None] = []
     for number in range(1, count + 1):

@@ -144,8 +144,12 @@ class AsyncEngine:
         """Have the engine thread change its adapters, and wait until that is done."""
         loop, outcome = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
 
+        def tell(error: UserError | None) -> None:
+            if not outcome.done():
+                outcome.set_result(error)
+
         def done(_version: object, error: UserError | None) -> None:
-            loop.call_soon_threadsafe(lambda: outcome.done() or outcome.set_result(error))
+            loop.call_soon_threadsafe(tell, error)
 
         def call() -> None:
             try:

@@ -223,7 +223,7 @@ class EngineLoop:
             for request_id in {request.request_id for request in self.core.using(digest)}:
                 self.cancel(request_id)
                 self._refuse(request_id, error)
-        self._is_stale = self._is_stale or not self._adapters.is_busy
+        self._is_stale = self._is_stale or not self._adapters.is_busy  # the last change: gauges tell of it
 
     def _drop_late_requests(self) -> None:
         """Nobody waits any more for a request without a first token at its deadline, wherever it is."""

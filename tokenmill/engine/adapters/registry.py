@@ -71,6 +71,7 @@ class AdapterRegistry:
         self._names: dict[str, AdapterVersion] = {}
         self._retired: dict[bytes, list[Done]] = {}  # versions without a name: who waits for their end
         self._jobs: list[_Job] = []
+        self._has_changed = False  # since `poll` was last called
         self._pool = ThreadPoolExecutor(1, "adapter-loader")
 
     def attach(self, slots: AdapterSlots, count_users: Callable[[bytes], int]) -> None:
@@ -123,6 +124,7 @@ class AdapterRegistry:
 
     def poll(self) -> Iterator[tuple[bytes, UserError]]:
         """Take in what was read and let go of what is over. Yields versions whose requests must be refused."""
+        self._has_changed = False
         for job in [each for each in self._jobs if each.future.done()]:
             self._jobs.remove(job)
             self._finish(job)
@@ -134,8 +136,8 @@ class AdapterRegistry:
 
     @property
     def is_busy(self) -> bool:
-        """Whether `poll` may have something to do."""
-        return bool(self._jobs or self._retired or self._slots.failures)
+        """Whether `poll` may have something to do, or gauges something to tell."""
+        return bool(self._jobs or self._retired or self._slots.failures or self._has_changed)
 
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
@@ -175,6 +177,7 @@ class AdapterRegistry:
             job.done(self._enter(version, payload), None)
 
     def _enter(self, version: AdapterVersion, payload: Payload) -> AdapterVersion:
+        self._has_changed = True
         before = self._names.get(version.name)
         self._names[version.name] = self._sources[version.digest] = version
         self.store.keep(version.digest, payload)
@@ -196,6 +199,7 @@ class AdapterRegistry:
         named = any(each.digest == digest for each in self._names.values())
         if not named and self._num_users(digest):
             return
+        self._has_changed = True
         waiting = self._retired.pop(digest)
         if not named:
             self._slots.drop(digest)
