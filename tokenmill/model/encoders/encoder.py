@@ -19,9 +19,9 @@ from tokenmill.model.encoders.weights import EncoderWeights, LayerNorm
 def activate(name: str, x: Tensor) -> Tensor:
     """In place, where torch can."""
     if name == "gelu":
-        return torch.ops.aten.gelu_(x)  # type: ignore[no-any-return]
+        return torch.ops.aten.gelu_(x)
     if name == "gelu_tanh":
-        return torch.ops.aten.gelu_(x, approximate="tanh")  # type: ignore[no-any-return]
+        return torch.ops.aten.gelu_(x, approximate="tanh")
     if name == "silu":
         return torch.nn.functional.silu(x, inplace=True)
     if name == "relu":

@@ -103,7 +103,7 @@ class ClassifierHead:
 
 def _read_dense(path: Path, layer: DenseLayer, device: torch.device) -> Product:
     stored = StoredTensors(path / layer.folder)
-    shapes = {"linear.weight": (layer.out_features, layer.in_features)}
+    shapes: dict[str, tuple[int, ...]] = {"linear.weight": (layer.out_features, layer.in_features)}
     if layer.bias:
         shapes["linear.bias"] = (layer.out_features,)
     found = {}

@@ -65,7 +65,7 @@ class ClassifyBody(_Truncating):
 
     def prompts(self) -> list[str | list[int]]:
         single = isinstance(self.input, str) or (self.input and isinstance(self.input[0], int))
-        return [self.input] if single else list(self.input)  # type: ignore[list-item]
+        return [self.input] if single else list(self.input)
 
 
 class OllamaEmbedBody(Body):
