@@ -12,6 +12,7 @@ from starlette.types import ASGIApp
 
 from tokenmill import __version__
 from tokenmill.log import get_logger
+from tokenmill.serve.api.absent import add_absent_routes
 from tokenmill.serve.api.anthropic import PATH as ANTHROPIC_PATH
 from tokenmill.serve.api.anthropic import add_anthropic_routes, anthropic_error
 from tokenmill.serve.api.background import BackgroundCalls
@@ -24,6 +25,7 @@ from tokenmill.serve.api.files import add_file_routes, add_missing_file_routes
 from tokenmill.serve.api.info import add_info_routes
 from tokenmill.serve.api.ollama import add_ollama_routes
 from tokenmill.serve.api.page import add_page_routes
+from tokenmill.serve.api.requests import add_request_routes
 from tokenmill.serve.api.responses import add_responses_routes
 from tokenmill.serve.api.spending import add_spending_routes
 from tokenmill.serve.api.tokens import add_token_routes
@@ -47,6 +49,7 @@ _ROUTES = (
     add_ollama_routes,
     add_anthropic_routes,
     add_spending_routes,
+    add_request_routes,
     add_page_routes,
 )
 
@@ -59,6 +62,7 @@ def routes_of(service: Service, keys: KeyRing) -> FastAPI:
     for add_routes in _ROUTES:
         add_routes(app, service)
     _add_batches(app, service, keys)
+    add_absent_routes(app)  # last: a route that exists comes first
     _add_error_handlers(app, service)
     return app
 

@@ -248,6 +248,13 @@ class ServeConfig:
     max_metric_keys: int = option(
         100, "API keys with numbers of their own on /metrics; the others are added up as `other`.", low=0, high=10_000
     )
+    max_recent_requests: int = option(
+        32,
+        "Requests per API key whose times and prompt tokens are kept in memory, for GET /v1/requests; 0 keeps none.",
+        metavar="REQUESTS",
+        low=0,
+        high=10_000,
+    )
     access_log: bool = option(True, "Log one JSON line per request to stderr, never with prompt text.")
 
     def __post_init__(self) -> None:

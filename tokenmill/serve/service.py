@@ -31,6 +31,7 @@ from tokenmill.serve.generation import Generation, Member
 from tokenmill.serve.metrics import Metrics
 from tokenmill.serve.overrides import SamplingDefaults
 from tokenmill.serve.reasoning.use import ReasoningStyle
+from tokenmill.serve.recent import RecentRequests
 from tokenmill.serve.supervision.engine_client import EngineClient
 from tokenmill.serve.tenants.accounts import Accounts
 from tokenmill.serve.tenants.cache_salt import CacheSalts
@@ -60,6 +61,8 @@ class Caller:
     lane: str | None = None
     deadline: float | None = None  # seconds to the first token
     cache_salt: str = ""  # of the request; combined with that of the key
+    request_id: str = ""  # as the response header has it
+    received: float | None = None  # when its exchange began, on the monotonic clock
 
     @property
     def rank(self) -> int:
@@ -96,6 +99,7 @@ class Service:
         self.admission = Admission(
             int(identity.options["concurrency"]), config.max_queued_requests, config.max_queued_tokens, Pace()
         )
+        self.recent = RecentRequests(config.max_recent_requests)
         policy, budget = identity.options["kv_budget_policy"], identity.options["kv_budget"]
         self._intake = Intake(
             tokenizer,
@@ -233,7 +237,7 @@ class Service:
         """Start generating; `make_params` gets the length of each prompt, `num_answers` of them are wanted. Of a prompt
         only the last `max_prompt_tokens` are used, and the token that starts a sequence. The caller must close the
         result."""
-        encoded: list[list[int]] = []
+        encoded, read = list[list[int]](), time.monotonic()
         generation: Generation | None = None
         try:
             self._check_client(caller.client)
@@ -247,6 +251,7 @@ class Service:
                 for prompt, whole, ids in zip(prompts, encoded, kept, strict=True)
             ]
             generation = self._prepare(shown, kept, make_params, caller, streaming)
+            generation.stages.read = read
             generation.num_truncated_tokens = sum(map(len, encoded)) - sum(map(len, kept))
             structured = generation.members[0].request.params.structured  # the same for all
             if structured is not None:
@@ -350,6 +355,7 @@ class Service:
         streaming: bool,
     ) -> Generation:
         generation = Generation(streaming, self._close, self.accounts.prices)
+        generation.stages.received = caller.received or generation.stages.received
         for prompt, ids in zip(prompts, encoded, strict=True):
             request = self._intake.request(ids, make_params(len(ids)), uuid.uuid4().hex, caller.rank)
             client = caller.client
@@ -363,13 +369,15 @@ class Service:
         return generation
 
     def _admit(self, generation: Generation, caller: Caller) -> Ticket:
-        now = time.monotonic()
+        now = generation.stages.submitted = time.monotonic()
         requests = [member.request for member in generation.members]
         params = requests[0].params
         lengths = [len(request.prompt_ids) for request in requests]
         max_output = params.n * sum(min(params.max_tokens, self.context - length) for length in lengths)
         yields = caller.rank >= LANES["batch"] + MIN_PRIORITY
-        return self.admission.admit(caller.client, lengths, params.n, caller.deadline, now, max_output, yields)
+        ticket = self.admission.admit(caller.client, lengths, params.n, caller.deadline, now, max_output, yields)
+        self.recent.open(caller.client.name, caller.request_id, generation)
+        return ticket
 
     def _stop_timer(self, generation: Generation) -> None:
         timer = self._timers.pop(generation, None)
@@ -386,3 +394,4 @@ class Service:
         if ticket is not None:
             produced = sum(len(each.token_ids) for output in generation.outputs for each in output.outputs)
             self.admission.release(ticket, produced, time.monotonic())
+            self.recent.close(ticket.client.name, generation)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
@@ -42,6 +43,7 @@ class Record:
     completion_tokens: int | None = None
     error: str | None = None
     background: bool = False  # a row of a batch: in the batch lane, after all others
+    began: float = field(default_factory=time.monotonic)
 
 
 class ClientGoneError(Exception):

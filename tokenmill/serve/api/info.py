@@ -9,6 +9,7 @@ from fastapi import APIRouter, FastAPI, Request
 from starlette.responses import Response
 
 from tokenmill import __version__
+from tokenmill.hardware.machine import available_memory, total_memory
 from tokenmill.serve.api.exchange import json_response, record_of
 from tokenmill.serve.api.spending import measure_costs
 from tokenmill.serve.errors import ApiError, engine_gone
@@ -65,11 +66,22 @@ def add_info_routes(app: FastAPI, service: Service) -> None:
         service.metrics.set("engine_up", service.engine.state == "ready")
         service.metrics.set("predicted_ttft_seconds", service.admission.predict(0))
         measure_costs(service)
+        _measure_engine(service)
         for outcome, count in (service.traffic_log.outcomes() if service.traffic_log is not None else {}).items():
             service.metrics.set("traffic_log_records", count, outcome)
         return Response(service.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     app.include_router(router)
+
+
+def _measure_engine(service: Service) -> None:
+    """Set the gauges that come with the heartbeats of the engine."""
+    metrics, heartbeat = service.metrics, service.engine.heartbeat
+    metrics.on_devices(heartbeat.devices)
+    metrics.set("engine_resident_bytes", heartbeat.resident_bytes)
+    metrics.set("host_memory_available_bytes", available_memory())
+    metrics.set("host_memory_bytes", total_memory())
+    metrics.set("requests_running_limit", service.admission.num_slots)
 
 
 def _check_right(request: Request) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from tokenmill.config import EngineConfig
-from tokenmill.engine.messages import Cancel, Events, FromEngine, Phase, Ready, Refused, Submit
+from tokenmill.engine.messages import Cancel, Events, FromEngine, Heartbeat, Phase, Ready, Refused, Submit
 from tokenmill.engine.stats import EngineStats
 from tokenmill.errors import UserError
 from tokenmill.hardware.machine import usable_cores
@@ -117,6 +117,11 @@ class EngineClient:
     @property
     def pid(self) -> int | None:
         return self._link.pid if self._link is not None else None
+
+    @property
+    def heartbeat(self) -> Heartbeat:
+        """The last one of the engine; an empty one while there is none."""
+        return self._link.heartbeat if self._link is not None else Heartbeat()
 
     @property
     def spare_pid(self) -> int | None:
