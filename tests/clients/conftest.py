@@ -20,7 +20,7 @@ from tests.e2e.serving import RunningServer, serving
 MODEL = "client-test"
 FLAGS = (
     *("--served-model-name", MODEL, "--context", "2048", "--concurrency", "8"),
-    *("--override-generation-config", '{"max_new_tokens": 48, "temperature": 0}'),
+    *("--override-generation-config", '{"max_new_tokens": 16, "temperature": 0}'),
 )
 # A schema that even a small model completes within a few tokens.
 CITIES = ("Oslo", "Rome")

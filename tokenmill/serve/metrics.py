@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -176,7 +176,7 @@ class Metrics:
                     self._take(spec, value, before_it, tier.name)
         self._last = stats
 
-    def on_devices(self, devices: Iterable[DeviceStats]) -> None:
+    def on_devices(self, devices: Sequence[DeviceStats]) -> None:
         """The GPUs of the engine as they are now; what nothing tells about them is not shown."""
         for name, spec in _DEVICE_FIELDS:
             values = self._values[spec.name]
