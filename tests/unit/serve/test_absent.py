@@ -1,4 +1,4 @@
-"""Routes of other servers are refused by name, in the shape of the API they belong to, and never hide one of our own."""
+"""Routes of other servers are refused by name, with what to use instead, and never hide one of our own."""
 
 from __future__ import annotations
 
