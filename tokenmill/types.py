@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tokenmill.errors import UserError, unknown_name
+from tokenmill.timeline import Timeline
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -254,6 +255,7 @@ class Request:
     num_preemptions: int = 0
     forked: bool = False  # siblings exist already
     device_seconds: float = 0.0  # its part of the steps that no event has reported yet, where it is metered
+    timeline: Timeline | None = None  # where the engine keeps one
 
     def __post_init__(self) -> None:
         assert len(self.cache_salt) < 32, "a cache salt has fewer than 32 bytes"
@@ -378,6 +380,13 @@ class TokenEvent:
     embedding: list[float] = field(default_factory=list)  # final hidden state, vector or scores, if it wants them
     cache: CacheReport | None = None  # with the first token and at the end
     device_seconds: float = 0.0  # its part of the steps since its last event, where it is metered
+    timeline: Timeline | None = None  # with the first token and at the end
+
+    def report(self, request: Request) -> None:
+        """Add what a first and a last event tell about the request itself."""
+        self.cache, self.timeline = request.cache, request.timeline
+        if self.timeline is not None:
+            self.timeline.num_preemptions = request.num_preemptions
 
 
 def _check_int(name: str, value: object, low: int, high: int) -> None:

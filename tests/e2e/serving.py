@@ -25,7 +25,10 @@ WITH_SPARE_ENGINE = {"TOKENMILL_SPARE_ENGINE": "true"}
 
 class RunningServer:
     def __init__(self, model: Path, *flags: str, env: dict[str, str] | None = None) -> None:
-        command = [sys.executable, "-m", "tokenmill", "serve", str(model), "--port", "0", *flags]
+        python = os.environ.get(
+            "TOKENMILL_SERVER_PYTHON", sys.executable
+        )  # tests/clients have an environment of their own
+        command = [python, "-m", "tokenmill", "serve", str(model), "--port", "0", *flags]
         self.process = subprocess.Popen(
             command,
             stderr=subprocess.PIPE,

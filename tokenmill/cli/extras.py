@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 EXTRAS = {
     "serve": ("fastapi", "starlette", "uvicorn", "uvloop", "httptools", "msgspec", "zmq", "prometheus_client"),
-    "gpu": ("triton",),
+    "gpu": ("triton", "pynvml"),
     "otel": ("opentelemetry",),
     "redis": ("redis",),
 }

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from tokenmill.engine.scheduler import Scheduler
 from tokenmill.engine.step_meter import StepMeter
+from tokenmill.engine.timelines import Timelines
 from tokenmill.types import Request, StepPlan, StepResult, TokenEvent
 
 
@@ -26,6 +27,7 @@ class EngineCore:
         self.runner = runner
         self.stats = scheduler.stats
         self.meter: StepMeter | None = None  # where device time is billed
+        self.timelines: Timelines | None = None  # where a server tells requests what took how long
 
     def step(self, run: int = 1) -> list[TokenEvent]:
         """Compute one batch; what it brought, at most one event for each running sequence. Nothing to do, or all
@@ -38,6 +40,8 @@ class EngineCore:
         began = time.perf_counter()
         result = self.runner.execute(plan)
         seconds = time.perf_counter() - began
+        if self.timelines is not None:
+            self.timelines.record(plan, seconds)
         events = self.scheduler.update(plan, result)
         self.scheduler.record_step(plan, events, seconds)
         if self.meter is not None:
@@ -49,6 +53,8 @@ class EngineCore:
         return self.scheduler.has_work
 
     def add(self, request: Request) -> None:
+        if self.timelines is not None:
+            self.timelines.open(request)
         self.scheduler.add(request)
 
     def knows(self, request_id: str) -> bool:
@@ -67,4 +73,6 @@ class EngineCore:
         self.scheduler.kv.check()
 
     def cancel(self, request_id: str, index: int | None = None) -> bool:
+        if self.timelines is not None:
+            self.timelines.forget(request_id)
         return self.scheduler.cancel(request_id, index)

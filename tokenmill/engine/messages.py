@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from tokenmill.checkpoint.embedding_files import EmbeddingSettings
-from tokenmill.engine.stats import EngineStats
+from tokenmill.engine.stats import DeviceStats, EngineStats
 from tokenmill.types import Request, SamplingParams, TokenEvent
 
 
@@ -186,6 +186,8 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
     age: float = 0.0  # seconds since it began that
     limit: float = 0.0  # seconds that it may take; 0: the stall timeout
     num_steps: int = 0
+    resident_bytes: int = 0  # memory of the process
+    devices: list[DeviceStats] = []  # its GPUs; on a CPU there are none
 
 
 class Pong(msgspec.Struct, frozen=True, tag="pong"):

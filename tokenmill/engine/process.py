@@ -60,6 +60,8 @@ from tokenmill.engine.messages import (
 from tokenmill.engine.stats import PROMPT_STEP_TOKENS
 from tokenmill.engine.step_log import log_steps_to
 from tokenmill.engine.step_meter import StepMeter
+from tokenmill.engine.timelines import Timelines
+from tokenmill.engine.usage_watch import UsageWatch
 from tokenmill.errors import UserError
 from tokenmill.log import configure, get_logger
 from tokenmill.runtime.sleeping import SleepingRuntime
@@ -83,6 +85,7 @@ class Pulse:
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], spec: EngineSpec, activity: Activity) -> None:
         self.loop: EngineLoop | None = None  # once there is one: its steps are counted
+        self.usage: UsageWatch | None = None  # the same
         self._context = context
         self._spec = spec
         self._activity = activity
@@ -93,7 +96,8 @@ class Pulse:
         while True:
             loop = self.loop
             num_steps = loop.core.stats.num_steps if loop is not None else 0
-            socket.send(messages.encode(Heartbeat(*self._activity.read(), num_steps)))
+            usage = self.usage.read() if self.usage is not None else (0, [])
+            socket.send(messages.encode(Heartbeat(*self._activity.read(), num_steps, *usage)))
             readable, _, _ = select.select([sys.stdin], [], [], self._spec.heartbeat_seconds)
             if readable and not os.read(sys.stdin.fileno(), 1):
                 os._exit(0)  # the server has ended: nobody waits for an answer
@@ -305,6 +309,7 @@ def start(spec: EngineSpec, activity: Activity, tell: Callable[[FromEngine], Non
     if spec.step_log:
         log_steps_to(Path(spec.step_log), parts)
     parts.core.meter = StepMeter() if spec.meters else None
+    parts.core.timelines = Timelines()
     return parts
 
 
@@ -321,6 +326,7 @@ def serve_engine(spec: EngineSpec) -> None:
         gc.collect()
         gc.freeze()  # what lives as long as the process is not looked through again: that would stop a step for long
         process = EngineProcess(parts, inbox, outbox, activity)
+        pulse.usage = UsageWatch()
         pulse.loop = process.loop
         process.loop.run(process)
         activity.begin("writing cached pages to the tiers")

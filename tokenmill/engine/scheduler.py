@@ -329,8 +329,9 @@ class Scheduler:
             [] if logprobs is None else [logprobs],
             self._prompt_logprobs.pop(request, []),
             request.num_cached_tokens,
-            cache=None if request.num_output_tokens else request.cache,
         )
+        if not request.num_output_tokens:
+            event.report(request)
         request.token_ids.append(token_id)
         if request.params.n > 1 and not request.forked:
             self._fork(request)
@@ -341,7 +342,7 @@ class Scheduler:
             event.finish_reason = "length"
         else:
             return event
-        event.cache = request.cache
+        event.report(request)
         self._finish(request)
         return event
 
@@ -354,9 +355,9 @@ class Scheduler:
             request.index,
             prompt_logprobs=self._prompt_logprobs.pop(request, []),
             num_cached_tokens=request.num_cached_tokens,
-            cache=request.cache,
             finish_reason="error",
         )
+        event.report(request)
         self._finish(request)
         return event
 

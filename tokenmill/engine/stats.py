@@ -82,6 +82,29 @@ class TierStats:
         self.rejected[reason] = self.rejected.get(reason, 0) + 1
 
 
+def _device_gauge(name: str, help: str, unit: str) -> Any:
+    return _gauge(f"gpu_{name}", help, "Device", unit=unit, labels=("device",), first=None)
+
+
+@dataclass(slots=True)
+class DeviceStats:
+    """One GPU of an engine; None where nothing tells. Sent with heartbeats, not with steps."""
+
+    name: str  # its number among those the process sees
+    utilization: float | None = _device_gauge(
+        "utilization_ratio", "Share of time in which the GPU computed; needs nvidia-ml-py.", "percentunit"
+    )
+    memory_used: int | None = _device_gauge("memory_used_bytes", "Memory of the GPU in use, by any process.", "bytes")
+    memory_total: int | None = _device_gauge("memory_total_bytes", "Memory of the GPU.", "bytes")
+    memory_reserved: int | None = _device_gauge(
+        "memory_reserved_bytes", "Memory of the GPU that the engine's tensors have taken.", "bytes"
+    )
+    power: float | None = _device_gauge("power_watts", "Power that the GPU draws; needs nvidia-ml-py.", "watt")
+    temperature: float | None = _device_gauge(
+        "temperature_celsius", "Temperature of the GPU; needs nvidia-ml-py.", "celsius"
+    )
+
+
 @dataclass(slots=True)
 class EngineStats:
     """Fields without a metric are for reports and benchmarks. Page gauges are as of the last `KVManager.measure`."""
@@ -194,7 +217,7 @@ class EngineStats:
         return self.num_prefix_hit_tokens / max(1, self.num_prefix_query_tokens)
 
 
-def metrics_of(record: type[EngineStats] | type[TierStats]) -> Iterator[tuple[str, MetricSpec]]:
+def metrics_of(record: type[EngineStats] | type[TierStats] | type[DeviceStats]) -> Iterator[tuple[str, MetricSpec]]:
     """(field, metric) of every field that is a metric, in order."""
     for each in fields(record):
         if _METRIC in each.metadata:

@@ -32,7 +32,7 @@ def detect_machine() -> Machine:
         cpu=_cpu_name(),
         flags=_cpu_flags(),
         cores=usable_cores(),
-        memory_bytes=_meminfo("MemTotal"),
+        memory_bytes=total_memory(),
         available_bytes=available_memory(),
         gpus=_gpus(),
     )
@@ -42,6 +42,11 @@ def usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def total_memory() -> int:
+    """Bytes of the machine."""
+    return _meminfo("MemTotal")
 
 
 def available_memory() -> int:

@@ -12,6 +12,7 @@ from starlette.types import ASGIApp
 
 from tokenmill import __version__
 from tokenmill.log import get_logger
+from tokenmill.serve.api.absent import add_absent_routes
 from tokenmill.serve.api.anthropic import add_anthropic_routes
 from tokenmill.serve.api.background import BackgroundCalls
 from tokenmill.serve.api.batches import add_batch_routes
@@ -28,6 +29,7 @@ from tokenmill.serve.api.ollama import add_ollama_routes
 from tokenmill.serve.api.ollama_embeddings import add_ollama_embedding_routes
 from tokenmill.serve.api.ollama_models import add_ollama_model_routes
 from tokenmill.serve.api.page import add_page_routes
+from tokenmill.serve.api.requests import add_request_routes
 from tokenmill.serve.api.rerank import add_rerank_routes
 from tokenmill.serve.api.responses import add_responses_routes
 from tokenmill.serve.api.spending import add_spending_routes
@@ -56,6 +58,7 @@ _ROUTES = (
     add_anthropic_routes,
     add_spending_routes,
     add_lora_routes,
+    add_request_routes,
     add_page_routes,
 )
 
@@ -72,6 +75,7 @@ def routes_of(service: Service, keys: KeyRing, fleet: Fleet | None = None, front
     for add_routes in _ROUTES:
         add_routes(app, service)
     _add_batches(app, service, keys, front or app)
+    add_absent_routes(app)  # last: a route that exists comes first
     _add_error_handlers(app, service)
     return app
 

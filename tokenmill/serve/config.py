@@ -275,6 +275,13 @@ class ServeConfig:
     load_timeout: float = option(
         300.0, "Time that a request waits at most for its model to be loaded.", metavar="SECONDS", low=1
     )
+    max_recent_requests: int = option(
+        32,
+        "Requests per API key whose times and prompt tokens are kept in memory, for GET /v1/requests; 0 keeps none.",
+        metavar="REQUESTS",
+        low=0,
+        high=10_000,
+    )
     access_log: bool = option(True, "Log one JSON line per request to stderr, never with prompt text.")
 
     def __post_init__(self) -> None:

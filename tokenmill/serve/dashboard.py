@@ -18,7 +18,7 @@ from tokenmill.serve.metrics import METRICS, PREFIX
 _SELECTOR = '{model_name=~"$model"}'
 _RATE = "[$__rate_interval]"
 _WIDTH, _HEIGHT, _ROW_HEIGHT = 8, 8, 1
-_ORDER = ("Health", "Models", "Throughput", "Latency", "Queue", "KV cache", "KV tiers", "Traffic", "Cost")
+_ORDER = ("Health", "Models", "Throughput", "Latency", "Queue", "KV cache", "KV tiers", "Device", "Traffic", "Cost")
 _PERCENTILES = (50, 90, 99)
 _SOURCE = {"type": "prometheus", "uid": "${source}"}
 
@@ -134,8 +134,8 @@ def _place(panel: dict[str, Any], left: int, top: int, width: int, height: int) 
 
 
 def _title(spec: MetricSpec) -> str:
-    text = re.sub(r"_(seconds|ratio)$", "", spec.name).replace("_", " ")
-    for short in ("ttft", "itl", "kv", "http", "e2e"):
+    text = re.sub(r"_(seconds|ratio|bytes|watts|celsius)$", "", spec.name).replace("_", " ")
+    for short in ("ttft", "itl", "kv", "http", "e2e", "gpu"):
         text = re.sub(rf"\b{short}\b", short.upper(), text)
     return text[0].upper() + text[1:] + (" per second" if spec.kind == "counter" else "")
 

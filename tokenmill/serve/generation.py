@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from tokenmill.engine.collector import RequestCollector
 from tokenmill.engine.outputs import PositionLogprobs, RequestOutput
 from tokenmill.serve.tenants.prices import Prices
+from tokenmill.timeline import Timeline
 from tokenmill.types import Request, TokenEvent
 
 
@@ -42,6 +43,16 @@ class VectorWish:
         request.score_ids = self.score_ids
 
 
+@dataclass(slots=True)
+class Stages:
+    """When the server was done with what precedes the engine, on the monotonic clock."""
+
+    received: float  # the head of the request
+    read: float  # body read, template rendered
+    tokenized: float
+    submitted: float  # grammar checked, admitted
+
+
 class Member:
     """One prompt of a Generation."""
 
@@ -53,6 +64,8 @@ class Member:
         self.arrived = time.monotonic()
         self.first_token: float | None = None
         self.last_token = 0.0
+        self.longest_gap = 0.0  # seconds between two of its tokens
+        self.timeline: Timeline | None = None  # of the engine, from the first token on
         self.embedding: list[float] = []
         self.device_seconds = 0.0  # its part of the engine's steps so far, where that is metered
         self.finished = False
@@ -64,6 +77,7 @@ class Member:
     def take(self, event: TokenEvent) -> bool:
         """Add an event; True if a stop string ended this sequence, which must then be cancelled in the engine."""
         self.device_seconds += event.device_seconds
+        self.timeline = event.timeline or self.timeline
         completion = self.output.outputs[event.index]
         if completion.finished:
             return False
@@ -87,6 +101,7 @@ class Generation:
         self.members: list[Member] = []
         self.num_reasoning_tokens: int | None = None  # None: unknown, or the model does not reason
         self.num_truncated_tokens = 0  # of the prompts, that the request let be cut off
+        self.stages = Stages(*[time.monotonic()] * 4)
         self._close = close
         self._deltas: list[Delta] = []
         self._unfinished = 0

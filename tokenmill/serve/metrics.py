@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from tokenmill.engine.stats import EngineStats, MetricSpec, TierStats, metrics_of
+from tokenmill.engine.stats import DeviceStats, EngineStats, MetricSpec, TierStats, metrics_of
 from tokenmill.serve.generation import Member
 
 PREFIX = "tokenmill_"
@@ -72,6 +72,9 @@ _SERVER_METRICS = (
     _seconds("ttft_seconds", "time_to_first_token_seconds", "Time to first token."),
     _seconds("itl_seconds", "inter_token_latency_seconds", "Gap between tokens."),
     _seconds("e2e_seconds", "e2e_request_latency_seconds", "Arrival to last token."),
+    _seconds("queue_seconds", "request_queue_time_seconds", "Arrival to the first step with the prompt."),
+    _seconds("prefill_seconds", "request_prefill_time_seconds", "First step with the prompt to first token."),
+    _seconds("decode_seconds", "request_decode_time_seconds", "First to last token."),
     _sizes("request_prompt_tokens", "request_prompt_tokens", "Prompt tokens of a request."),
     _sizes("request_generation_tokens", "request_generation_tokens", "Output tokens of a request."),
     _counter("http_responses", "", "HTTP responses.", "Traffic", "status"),
@@ -95,6 +98,10 @@ _SERVER_METRICS = (
     _gauge("model_waiting_requests", "", "Requests that wait for the model to be loaded.", "Models"),
     _counter("model_loads", "", "Times that the model was loaded or woken.", "Models", "how"),
     _counter("model_evictions", "", "Times that the model was put to sleep or unloaded.", "Models", "how"),
+    _gauge("requests_running_limit", "", "Most sequences that are computed at once.", "Queue"),
+    _gauge("engine_resident_bytes", "", "Memory of the engine process.", "Device", "bytes"),
+    _gauge("host_memory_available_bytes", "", "Memory of the machine that is left.", "Device", "bytes"),
+    _gauge("host_memory_bytes", "", "Memory of the machine.", "Device", "bytes"),
     _gauge(
         "lora_requests",
         "lora_requests_info",
@@ -106,7 +113,8 @@ _SERVER_METRICS = (
 )
 _ENGINE_FIELDS = tuple(metrics_of(EngineStats))
 _TIER_FIELDS = tuple(metrics_of(TierStats))
-METRICS = (*(spec for _, spec in (*_ENGINE_FIELDS, *_TIER_FIELDS)), *_SERVER_METRICS)
+_DEVICE_FIELDS = tuple(metrics_of(DeviceStats))
+METRICS = (*(spec for _, spec in (*_ENGINE_FIELDS, *_TIER_FIELDS, *_DEVICE_FIELDS)), *_SERVER_METRICS)
 
 
 class _Histogram:
@@ -176,6 +184,13 @@ class Metrics:
         self._values["lora_requests"] = {(str(self.max_loras), *names): time.time() if self.max_loras else 0.0}
         self._last = stats
 
+    def on_devices(self, devices: Sequence[DeviceStats]) -> None:
+        """The GPUs of the engine as they are now; what nothing tells about them is not shown."""
+        for name, spec in _DEVICE_FIELDS:
+            values = self._values[spec.name]
+            values.clear()
+            values.update({(each.name,): value for each in devices if (value := getattr(each, name)) is not None})
+
     def _take(self, spec: MetricSpec, value: float, last: float, *labels: str) -> None:
         if spec.kind == "counter":
             self._values[spec.name][labels] += value - last
@@ -194,16 +209,26 @@ class Metrics:
             self.observe("ttft_seconds", now - member.arrived)
             self.observe("request_prompt_tokens", num_prompt)
         elif member.request.params.n == 1:
-            self.observe("itl_seconds", now - member.last_token)
+            gap = now - member.last_token
+            self.observe("itl_seconds", gap)
+            member.longest_gap = max(gap, member.longest_gap)
         member.last_token = now
 
     def on_end(self, member: Member) -> None:
         if member.first_token is not None:
             self.observe("e2e_seconds", time.monotonic() - member.arrived)
             self.observe("request_generation_tokens", sum(len(each.token_ids) for each in member.output.outputs))
+            self._on_stages(member, member.first_token)
         self._on_cache(member)
         for each in member.output.outputs:
             self.add("requests", 1.0, each.finish_reason or "abort")
+
+    def _on_stages(self, member: Member, first_token: float) -> None:
+        if member.timeline is not None and member.timeline.chunks:
+            began = member.timeline.chunks[0].began
+            self.observe("queue_seconds", max(0.0, began - member.arrived))
+            self.observe("prefill_seconds", max(0.0, first_token - began))
+        self.observe("decode_seconds", max(0.0, member.last_token - first_token))
 
     def _on_cache(self, member: Member) -> None:
         report, control = member.output.cache, member.request.params.cache

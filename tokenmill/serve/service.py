@@ -32,6 +32,7 @@ from tokenmill.serve.loras import Loras
 from tokenmill.serve.metrics import Metrics
 from tokenmill.serve.overrides import SamplingDefaults
 from tokenmill.serve.reasoning.use import ReasoningStyle
+from tokenmill.serve.recent import RecentRequests
 from tokenmill.serve.supervision.engine_client import EngineClient
 from tokenmill.serve.tenants.accounts import Accounts
 from tokenmill.serve.tenants.cache_salt import CacheSalts
@@ -63,6 +64,8 @@ class Caller:
     deadline: float | None = None  # seconds to the first token
     cache_salt: str = ""  # of the request; combined with that of the key
     adapter: AdapterRef | None = None  # that the request names as its model
+    request_id: str = ""  # as the response header has it
+    received: float | None = None  # when its exchange began, on the monotonic clock
 
     @property
     def rank(self) -> int:
@@ -107,6 +110,7 @@ class Service:
         self.admission = Admission(
             int(identity.options["concurrency"]), config.max_queued_requests, config.max_queued_tokens, Pace()
         )
+        self.recent = RecentRequests(config.max_recent_requests)
         policy, budget = identity.options["kv_budget_policy"], identity.options["kv_budget"]
         self._intake = Intake(
             tokenizer,
@@ -251,7 +255,7 @@ class Service:
         and no text. The caller must close the result."""
         if vectors is None:
             self.require_text()
-        encoded: list[list[int]] = []
+        encoded, read = list[list[int]](), time.monotonic()
         generation: Generation | None = None
         try:
             self._check_client(caller.client)
@@ -265,6 +269,7 @@ class Service:
                 for prompt, whole, ids in zip(prompts, encoded, kept, strict=True)
             ]
             generation = self._prepare(shown, kept, make_params, caller, streaming, vectors)
+            generation.stages.read = read
             generation.num_truncated_tokens = sum(map(len, encoded)) - sum(map(len, kept))
             structured = generation.members[0].request.params.structured  # the same for all
             if structured is not None:
@@ -370,6 +375,7 @@ class Service:
     ) -> Generation:
         generation = Generation(streaming, self._close, self.accounts.prices)
         client, embeds = caller.client, vectors is not None
+        generation.stages.received = caller.received or generation.stages.received
         for number, (prompt, ids) in enumerate(zip(prompts, encoded, strict=True)):
             request = self._intake.request(ids, make_params(len(ids)), uuid.uuid4().hex, caller.rank, embeds=embeds)
             if vectors is not None:
@@ -385,13 +391,15 @@ class Service:
         return generation
 
     def _admit(self, generation: Generation, caller: Caller) -> Ticket:
-        now = time.monotonic()
+        now = generation.stages.submitted = time.monotonic()
         requests = [member.request for member in generation.members]
         params = requests[0].params
         lengths = [len(request.prompt_ids) for request in requests]
         max_output = params.n * sum(min(params.max_tokens, self.context - length) for length in lengths)
         yields = caller.rank >= LANES["batch"] + MIN_PRIORITY
-        return self.admission.admit(caller.client, lengths, params.n, caller.deadline, now, max_output, yields)
+        ticket = self.admission.admit(caller.client, lengths, params.n, caller.deadline, now, max_output, yields)
+        self.recent.open(caller.client.name, caller.request_id, generation)
+        return ticket
 
     def _stop_timer(self, generation: Generation) -> None:
         timer = self._timers.pop(generation, None)
@@ -408,3 +416,4 @@ class Service:
         if ticket is not None:
             produced = sum(len(each.token_ids) for output in generation.outputs for each in output.outputs)
             self.admission.release(ticket, produced, time.monotonic())
+            self.recent.close(ticket.client.name, generation)

@@ -1,8 +1,8 @@
 """OpenTelemetry traces, if OTEL_EXPORTER_OTLP_ENDPOINT is set and the extra `tokenmill[otel]` is installed.
 
-One span per HTTP request, child of the caller's if it sent `traceparent`; under it, for each prompt, the wait for the
-first token (queue and prefill, which the engine does not tell apart) and the decode. Never holds text. OTEL_* variables
-set sampling, headers and the service name. Wraps the application and observes the engine client.
+One span per HTTP request, child of the caller's if it sent `traceparent`; under it, for each prompt, the queue, the
+prefill with an event for each of its chunks, and the decode. Never holds text. OTEL_* variables set sampling, headers
+and the service name. Wraps the application and observes the engine client.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import Headers
@@ -120,15 +121,40 @@ class Tracing:
             "tokenmill.cached_tokens": output.num_cached_tokens or 0,
             "gen_ai.response.finish_reasons": [each.finish_reason or "abort" for each in output.outputs],
         }
-        now = time.monotonic()
-        first = member.first_token
-        self._span("queue and prefill", member.arrived, first if first is not None else now, attributes)
-        if first is not None:
-            self._span("decode", first, max(first, member.last_token), attributes)
+        arrived, first, line = member.arrived, member.first_token, member.timeline
+        if line is None or not line.chunks:  # it left, or was refused, before the engine came to it
+            self._span("queue", arrived, time.monotonic(), attributes)
+            return
+        started, answered = line.chunks[0].began, first if first is not None else line.chunks[-1].ended
+        last = max(answered, member.last_token)
+        attributes["tokenmill.preemptions"] = line.num_preemptions
+        chunks = [(each.ended, {"offset": each.start, "tokens": each.count, "rows": each.num_rows})
+                  for each in line.chunks]  # fmt: skip
+        self._span("queue", arrived, started, attributes)
+        self._span("prefill", started, answered, attributes, chunks)
+        self._span("decode", answered, last, attributes)
+        self._trace.get_current_span().set_attributes(
+            {
+                "gen_ai.latency.time_in_queue": started - arrived,
+                "gen_ai.latency.time_in_model_prefill": answered - started,
+                "gen_ai.latency.time_in_model_decode": last - answered,
+                "gen_ai.latency.time_to_first_token": answered - arrived,
+                "gen_ai.latency.e2e": last - arrived,
+            }
+        )
 
-    def _span(self, name: str, start: float, end: float, attributes: dict[str, Any]) -> None:
+    def _span(
+        self,
+        name: str,
+        start: float,
+        end: float,
+        attributes: dict[str, Any],
+        events: Sequence[tuple[float, dict[str, int]]] = (),
+    ) -> None:
         span = self._tracer.start_span(name, start_time=self._nanoseconds(start), attributes=attributes)
-        span.end(self._nanoseconds(end))
+        for moment, told in events:
+            span.add_event("chunk", told, self._nanoseconds(moment))
+        span.end(self._nanoseconds(max(start, end)))
 
     def _nanoseconds(self, moment: float) -> int:
         return self._epoch + int(moment * 1e9)

@@ -64,6 +64,8 @@ def _read(
     content_type: str = "application/json",
     service: _Service | None = None,
     leaves: bool = False,
+    path: str = "/",
+    headers: dict[str, str] | None = None,
 ) -> Any:
     async def receive() -> dict[str, Any]:
         return {"type": "http.disconnect"} if leaves else {"type": "http.request", "body": data, "more_body": False}
@@ -71,8 +73,10 @@ def _read(
     scope = {
         "type": "http",
         "method": "POST",
-        "path": "/",
-        "headers": [(b"content-type", content_type.encode())],
+        "path": path,
+        "headers": [
+            (name.encode(), value.encode()) for name, value in {"content-type": content_type, **(headers or {})}.items()
+        ],
         "state": {"record": Record("id", Client())},
     }
     return asyncio.run(read_body(Request(scope, receive), cast(Service, service or _Service()), model))
@@ -162,6 +166,16 @@ def test_only_declared_json_is_read(content_type: str) -> None:
         _read(_json({"prompt": "x"}), content_type=content_type)
     for good in ("application/json", "application/json; charset=utf-8", "application/problem+json"):
         assert _read(_json({"prompt": "x"}), content_type=good).prompt == "x"
+
+
+def test_curl_without_a_type_is_read_where_ollamas_examples_go() -> None:
+    """Browsers tell where a POST comes from; theirs are refused as ever."""
+    fields = {"prompt": "x", "model": "m"}
+    form = "application/x-www-form-urlencoded"
+    assert _read(_json(fields), OllamaGenerateBody, content_type=form, path="/api/generate").prompt == "x"
+    for header in ("origin", "sec-fetch-site"):
+        with pytest.raises(ApiError, match="content-type"):
+            _read(_json(fields), OllamaGenerateBody, content_type=form, path="/api/generate", headers={header: "x"})
 
 
 # --- early failure: the number of errors, not the time ---

@@ -34,10 +34,13 @@ def caller_of(request: Request, service: Service, body: Body) -> Caller:
             raise ApiError(400, limit, param="priority", code="priority_limit")
         if record.background:
             priority = MAX_PRIORITY
-        return Caller(record.client, priority, lane or body.lane, deadline, body.cache_salt or "", adapter)
+        salt = body.cache_salt or ""
+        return Caller(
+            record.client, priority, lane or body.lane, deadline, salt, adapter, record.request_id, record.began
+        )
     cache_salt = body.cache_salt if isinstance(body, AnthropicBody) else None
     priority = MAX_PRIORITY if record.background else 0
-    return Caller(record.client, priority, lane, deadline, cache_salt or "", adapter)
+    return Caller(record.client, priority, lane, deadline, cache_salt or "", adapter, record.request_id, record.began)
 
 
 def deadline_of(request: Request) -> float | None:

@@ -19,6 +19,7 @@ from tokenmill.serve.api.exchange import Record, event, record_of, respond, unle
 from tokenmill.serve.api.logprobs import LogprobBudget, chat_logprobs, long_chat_logprobs, prompt_scores
 from tokenmill.serve.api.protocol import ChatBody
 from tokenmill.serve.api.reading import body_schema, read_body
+from tokenmill.serve.api.requests import check_diagnosis, diagnosis_of
 from tokenmill.serve.api.sampling import build_params, resolve_max_tokens, resolve_truncation
 from tokenmill.serve.api.tool_messages import AnswerReader, count_reasoning, delta_of, message_of, reader_of, tools_of
 from tokenmill.serve.api.usage import StreamUsage, usage_of
@@ -45,9 +46,13 @@ def add_chat_routes(app: FastAPI, service: Service) -> None:
             "created": int(time.time()),
             "model": service.check_model(body.model),
         }
+        check_diagnosis(service, body)
         tools = tools_of(service, body) if body.tools or body.tool_choice is not None else None
         opening = open_chat(service, body, caller, tools, streaming=bool(body.stream))
         generation = await unless_gone(request, opening)
+
+        def diagnose() -> dict[str, Any]:
+            return diagnosis_of(service, body, generation, record)
 
         async def complete() -> dict[str, Any]:
             answer = await _answer(service, body, generation, tools, record)
@@ -55,13 +60,15 @@ def add_chat_routes(app: FastAPI, service: Service) -> None:
                 answer["prompt_logprobs"] = await prompt_scores(generation.outputs[0])
             if body.return_token_ids:
                 answer["prompt_token_ids"] = generation.outputs[0].prompt_token_ids
-            return head | answer
+            return head | answer | diagnose()
 
         return await respond(
             request,
             generation,
             complete=complete,
-            chunks=lambda: _chunks(service, body, generation, tools, head, record),
+            chunks=lambda: _chunks(
+                service, body, generation, tools, head, StreamUsage(body, generation, record, diagnose)
+            ),
         )
 
     app.include_router(router)
@@ -261,9 +268,8 @@ async def _chunks(
     generation: Generation,
     tools: ToolUse | None,
     head: dict[str, Any],
-    record: Record,
+    tail: StreamUsage,
 ) -> AsyncIterator[bytes]:
-    tail = StreamUsage(body, generation, record)
     stream = _Stream(service, body, generation, tools, head, tail)
     try:
         async for batch in generation.deltas():

@@ -16,10 +16,11 @@ from starlette.responses import Response
 from tokenmill.engine.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from tokenmill.serve.api.caller import caller_of
 from tokenmill.serve.api.chat import finish_reason
-from tokenmill.serve.api.exchange import Record, event, record_of, respond, unless_gone
+from tokenmill.serve.api.exchange import event, record_of, respond, unless_gone
 from tokenmill.serve.api.logprobs import CompletionLogprobs, LogprobBudget, prompt_scores
 from tokenmill.serve.api.protocol import CompletionBody
 from tokenmill.serve.api.reading import body_schema, check_prompts, read_body
+from tokenmill.serve.api.requests import check_diagnosis, diagnosis_of
 from tokenmill.serve.api.sampling import build_params, resolve_max_tokens, resolve_truncation
 from tokenmill.serve.api.usage import StreamUsage, usage_of
 from tokenmill.serve.errors import ApiError
@@ -43,6 +44,7 @@ def add_completion_routes(app: FastAPI, service: Service) -> None:
             "created": int(time.time()),
             "model": service.check_model(body.model),
         }
+        check_diagnosis(service, body)
         prompts = _checked_prompts(service, body)
         budget = LogprobBudget(service.config.max_logprob_entries)
 
@@ -66,20 +68,25 @@ def add_completion_routes(app: FastAPI, service: Service) -> None:
         generation = await unless_gone(request, opening)
         shapes = _Shapes(service, body, generation)
 
+        def diagnose() -> dict[str, Any]:
+            return diagnosis_of(service, body, generation, record)
+
         async def complete() -> dict[str, Any]:
-            return head | {"choices": await shapes.choices(), "usage": usage_of(generation, record)}
+            return head | {"choices": await shapes.choices(), "usage": usage_of(generation, record)} | diagnose()
 
         return await respond(
             request,
             generation,
             complete=complete,
-            chunks=lambda: _chunks(body, generation, shapes, head, record),
+            chunks=lambda: _chunks(generation, shapes, head, StreamUsage(body, generation, record, diagnose)),
         )
 
     app.include_router(router)
 
 
 def _checked_prompts(service: Service, body: CompletionBody) -> list[str | list[int]]:
+    if body.prompt_embeds is not None:
+        raise ApiError(400, "prompt_embeds is not supported: send text or token ids", param="prompt_embeds")
     if body.suffix:
         raise ApiError(400, "suffix is not supported: this server does not fill in the middle", param="suffix")
     if body.best_of is not None and not (body.n or 1) <= body.best_of <= service.config.max_n:
@@ -166,9 +173,8 @@ class _Shapes:
 
 
 async def _chunks(
-    body: CompletionBody, generation: Generation, shapes: _Shapes, head: dict[str, Any], record: Record
+    generation: Generation, shapes: _Shapes, head: dict[str, Any], tail: StreamUsage
 ) -> AsyncIterator[bytes]:
-    tail = StreamUsage(body, generation, record)
     try:
         async for batch in generation.deltas():
             pieces = []

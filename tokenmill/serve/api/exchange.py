@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
@@ -44,6 +45,7 @@ class Record:
     error: str | None = None
     background: bool = False  # a row of a batch: in the batch lane, after all others
     metrics: Metrics | None = None  # of the model that answers; None: of the first
+    began: float = field(default_factory=time.monotonic)
 
 
 class ClientGoneError(Exception):

@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from tokenmill import __version__
 from tokenmill.engine.messages import AdapterInfo
+from tokenmill.hardware.machine import available_memory, total_memory
 from tokenmill.serve.api.exchange import json_response, record_of
 from tokenmill.serve.api.spending import measure_costs
 from tokenmill.serve.errors import ApiError, engine_gone
@@ -75,6 +76,16 @@ def add_info_routes(app: FastAPI, service: Service) -> None:
     app.include_router(router)
 
 
+def _measure_engine(service: Service) -> None:
+    """Set the gauges that come with the heartbeats of the engine."""
+    metrics, heartbeat = service.metrics, service.engine.heartbeat
+    metrics.on_devices(heartbeat.devices)
+    metrics.set("engine_resident_bytes", heartbeat.resident_bytes)
+    metrics.set("host_memory_available_bytes", available_memory())
+    metrics.set("host_memory_bytes", total_memory())
+    metrics.set("requests_running_limit", service.admission.num_slots)
+
+
 def check_metrics_right(request: Request) -> None:
     """Numbers of all keys together would tell one key about the others."""
     if not record_of(request).client.sees_metrics:
@@ -85,6 +96,7 @@ def measure_service(service: Service, whole: bool = True) -> None:
     """Set the metrics that are not counted as they come; `whole`: those of the server too."""
     service.metrics.set("engine_up", service.engine.state in ("ready", "asleep", "stopped"))
     service.metrics.set("predicted_ttft_seconds", service.admission.predict(0))
+    _measure_engine(service)
     if whole:
         measure_costs(service)
     for outcome, count in (service.traffic_log.outcomes() if service.traffic_log is not None else {}).items():

@@ -25,7 +25,7 @@ from tokenmill.serve.api.sampling import build_params, resolve_max_tokens
 from tokenmill.serve.api.tool_messages import AnswerReader, reader_of, tools_of
 from tokenmill.serve.api.usage import cost_of, lossy_policy, usage_of
 from tokenmill.serve.errors import ApiError
-from tokenmill.serve.generation import Generation
+from tokenmill.serve.generation import Generation, Member
 from tokenmill.serve.reasoning.base import Reasoning
 from tokenmill.serve.reasoning.use import switch_variables
 from tokenmill.serve.service import Caller, Service
@@ -197,9 +197,11 @@ async def _respond(
         return {
             "done": True,
             "done_reason": finish_reason(completion.finish_reason),
-            "total_duration": int((time.monotonic() - began) * 1e9),
+            "total_duration": _nanoseconds(time.monotonic() - began),
+            "load_duration": 0,  # the model is in memory
             "prompt_eval_count": usage["prompt_tokens"],
             "eval_count": usage["completion_tokens"],
+            **_durations(generation.members[0]),
             **cost_of(generation),
             **lossy_policy(generation),
         }
@@ -216,6 +218,19 @@ async def _respond(
         media_type=NDJSON,
         ping=lambda: to_json(_head(model) | say("", (), "") | {"done": False}) + b"\n",
     )
+
+
+def _durations(member: Member) -> dict[str, int]:
+    """Time for the prompt and for the answer; clients divide counts by them."""
+    line, first = member.timeline, member.first_token
+    if line is None or not line.chunks or first is None:
+        return {}
+    prompt, answer = first - line.chunks[0].began, member.last_token - first
+    return {"prompt_eval_duration": _nanoseconds(prompt), "eval_duration": _nanoseconds(answer)}
+
+
+def _nanoseconds(seconds: float) -> int:
+    return max(1, int(seconds * 1e9))
 
 
 def _head(model: str) -> dict[str, Any]:

@@ -179,6 +179,8 @@ class GenerationBody(Body):
     prompt_logprobs: Int | None = None
     truncate_prompt_tokens: Int | None = Field(default=None, ge=-1)
     return_token_ids: bool | None = None
+    return_timeline: bool | None = None
+    return_prefix_break: bool | None = None
     use_beam_search: bool | None = None
     priority: Int | None = Field(default=None, ge=-100, le=100)
     deadline_ms: float | None = Field(default=None, gt=0, le=86_400_000)
@@ -255,6 +257,7 @@ class CompletionBody(GenerationBody):
     suffix: str | None = None
     best_of: Int | None = None
     add_special_tokens: bool | None = None
+    prompt_embeds: Any = None
 
     def prompts(self) -> list[str | list[int]]:
         return _separate(self.prompt)

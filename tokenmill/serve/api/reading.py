@@ -28,6 +28,9 @@ _LARGE = 1 << 16  # bytes
 _AS_LISTS = bytes.maketrans(b"{}", b"[]")
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
+_CURL_TYPE = "application/x-www-form-urlencoded"
+_BROWSERS = ("origin", "sec-fetch-site")  # headers that only they send, with every POST
+
 _Body = TypeVar("_Body", bound=Body)
 _decode = msgspec.json.Decoder().decode
 
@@ -143,8 +146,10 @@ def _check_depth(brackets: bytes) -> None:
 
 
 def is_json(request: Request) -> bool:
-    """Whether the body is declared as JSON."""
+    """Whether the body is declared as JSON. Ollama's own examples are `curl -d` without a type."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind == _CURL_TYPE and "/api/" in request.scope["path"]:
+        return not any(name in request.headers for name in _BROWSERS)
     return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
 
 

@@ -3,6 +3,7 @@ fields for what the KV cache did. Called by all generating routes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from tokenmill.serve.api.exchange import DONE, Record, event
@@ -39,7 +40,15 @@ def cost_of(generation: Generation) -> dict[str, float]:
 class StreamUsage:
     """The `usage` of the chunks of a stream: absent, None until the end, or what was sent so far in each chunk."""
 
-    def __init__(self, body: GenerationBody, generation: Generation, record: Record) -> None:
+    def __init__(
+        self,
+        body: GenerationBody,
+        generation: Generation,
+        record: Record,
+        diagnose: Callable[[], dict[str, Any]] = dict,
+    ) -> None:
+        """`diagnose`: further fields of the last chunk."""
+        self._diagnose = diagnose
         self._included, self._continuous = body.include_usage(), body.continuous_usage()
         self._generation, self._record = generation, record
         self._num_sent = 0
@@ -60,7 +69,8 @@ class StreamUsage:
             self._record.error = error.message
             return event(error.body()) + DONE
         usage = usage_of(self._generation, self._record)
-        return (event({**head, "choices": [], "usage": usage}) if self._included else b"") + DONE
+        last = ({"usage": usage} if self._included else {}) | self._diagnose()
+        return (event({**head, "choices": [], **last}) if last else b"") + DONE
 
 
 def lossy_policy(generation: Generation) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from tokenmill.engine.messages import (
     Cancel,
     Events,
     FromEngine,
+    Heartbeat,
     Phase,
     Ready,
     Refused,
@@ -175,6 +176,11 @@ class EngineClient:
     @property
     def pid(self) -> int | None:
         return self._link.pid if self._link is not None else None
+
+    @property
+    def heartbeat(self) -> Heartbeat:
+        """The last one of the engine; an empty one while there is none."""
+        return self._link.heartbeat if self._link is not None else Heartbeat()
 
     @property
     def spare_pid(self) -> int | None:
