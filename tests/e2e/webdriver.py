@@ -85,9 +85,9 @@ class Browser:
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         self._driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": medium, "features": features})
 
-    def resize(self, width: int, height: int) -> None:
-        """The size of the page, below what a window allows: phones are 360 wide."""
-        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+    def resize(self, width: int, height: int, scale: float = 1) -> None:
+        """The size of the page, below what a window allows: phones are 360 wide. `scale`: pixels of a picture to one."""
+        metrics = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": False}
         self._driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
 
     def screenshot(self) -> bytes:
