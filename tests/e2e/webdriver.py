@@ -86,7 +86,7 @@ class Browser:
         self._driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": medium, "features": features})
 
     def resize(self, width: int, height: int, scale: float = 1) -> None:
-        """The size of the page, below what a window allows: phones are 360 wide. `scale`: pixels of a picture to one."""
+        """The size of the page, below what a window allows: phones are 360 wide. `scale`: of pictures."""
         metrics = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": False}
         self._driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
 

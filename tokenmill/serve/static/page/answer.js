@@ -39,7 +39,7 @@ class StepView {
     this.mode = "tokens";
     this.reasoning = el("details", { class: "reasoning", hidden: true }, el("summary", {}, "Reasoning"), el("div", { class: "text" }));
     this.thoughts = new Markdown(this.reasoning.lastChild);
-    this.text = el("div", { class: "text" });
+    this.text = el("div", { class: "text body" });
     this.markdown = new Markdown(this.text);
     this.tokens = new Tokens();
     this.switch = el("div", { class: "switch", role: "group", "aria-label": "Show as", hidden: true },
