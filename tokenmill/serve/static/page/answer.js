@@ -31,7 +31,7 @@ export function facts(step) {
   return said;
 }
 
-// `act`: {results(step, texts), retry()}.
+// `act`: {ready(), results(step, texts), retry()}.
 class StepView {
   constructor(step, act) {
     this.step = step;
@@ -81,13 +81,14 @@ class StepView {
   // While the answer comes, calls are rewritten; the fields for results appear once, when it is complete.
   showCalls(running, waiting) {
     if (!this.step.calls.length || this.asking) return;
-    this.calls.replaceChildren(...this.step.calls.map((call) => el("section", { class: "call", "aria-label": `Call of ${call.name}` },
+    this.calls.replaceChildren(...this.step.calls.map((call) => el("div", { class: "call", role: "group", "aria-label": `Call of ${call.name}` },
       el("p", { class: "name" }, icon("tool"), call.name), codeBlock(running ? call.arguments : pretty(call.arguments), "arguments"),
       waiting && el("label", {}, "Result", el("textarea", { class: "code", rows: "2", spellcheck: "false", placeholder: "What the function returns" })))));
     this.asking = waiting;
     if (waiting) {
       const fields = [...this.calls.querySelectorAll("textarea")];
       this.calls.append(el("button", { type: "button", class: "main give", onclick: () => {
+        if (!this.act.ready()) return;
         this.asking = false;
         this.showCalls(false, false);
         this.act.results(this.step, fields.map((field) => field.value));
@@ -100,7 +101,7 @@ function resultView(step) {
   return el("div", { class: "result" }, el("p", { class: "name" }, icon("tool"), `${step.name} returned`), codeBlock(pretty(step.content), "result"));
 }
 
-// `act`: {results, retry, stop, redo()}; `last`: whether the answer may still change.
+// `act`: as of a step, {stop(), redo()} besides; `last`: whether the answer may still change.
 export class AnswerView {
   constructor(answer, act) {
     this.answer = answer;

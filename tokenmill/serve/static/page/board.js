@@ -144,7 +144,7 @@ export class Board {
     const cells = (row, tag) => row.map((cell, place) => el(tag, { class: place > 1 ? "end" : "", ...(tag === "th" ? { scope: "col" } : {}) }, cell));
     const heads = ["Key", "Model", "Requests", "Prompt tokens", "Generated", "Cost"];
     this.spending.replaceChildren(el("h3", {}, "Use by key"), rows.length
-      ? el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Use by key" }, el("table", {},
+      ? el("div", { class: "scroll", tabindex: "0", role: "group", "aria-label": "Use by key" }, el("table", {},
         el("thead", {}, el("tr", {}, ...cells(heads, "th"))), el("tbody", {}, ...rows.map((row) => el("tr", {}, ...cells(row, "td"))))))
       : el("p", { class: "hint" }, "Nothing was asked since the start."), ...budget(found.budget));
   }

@@ -80,7 +80,7 @@ export class Chat {
     const edit = iconButton("edit", "Edit this message", () => this.edit(turn, element));
     const answers = el("div", { class: "answers" }, ...turn.answers.map((answer) =>
       (answer ? this.answerView(turn, answer).element : el("p", { class: "hint answer" }, "Not asked."))));
-    const element = el("section", { class: "turn", "aria-label": "Message and answers" },
+    const element = el("div", { class: "turn" },
       el("div", { class: "user" }, el("p", { class: "said" }, turn.prompt), edit), answers);
     return element;
   }
@@ -88,7 +88,7 @@ export class Chat {
   answerView(turn, answer) {
     const column = () => turn.answers.indexOf(answer);
     const view = new AnswerView(answer, {
-      stop: () => this.running.get(answer)?.abort(),
+      ready: () => this.ready(), stop: () => this.running.get(answer)?.abort(),
       redo: () => this.redo(turn, column()), retry: () => this.redo(turn, column()),
       results: (step, texts) => {
         step.calls.forEach((call, place) => answer.steps.push({ role: "tool", id: call.id, name: call.name, content: texts[place] }));

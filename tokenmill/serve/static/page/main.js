@@ -3,7 +3,7 @@
 import { getJson, getKey, setKey } from "./api.js";
 import { Board } from "./board.js";
 import { Chat } from "./chat.js";
-import { $, download, el, iconButton, toast } from "./dom.js";
+import { $, announce, download, el, iconButton, toast } from "./dom.js";
 import { EXAMPLE_SCHEMA, EXAMPLE_TOOLS, readSchema, readTools } from "./request.js";
 import * as store from "./store.js";
 
@@ -72,9 +72,11 @@ $("theme").addEventListener("click", () => {
   theme(THEMES[(THEMES.indexOf(document.documentElement.dataset.theme ?? "") + 1) % THEMES.length]);
 });
 
+// Said aloud when it turns, not with each number.
 function showState(kind, text) {
+  if ($("status").className !== kind) announce(`Server: ${text}`);
   $("status").className = kind;
-  if ($("status").textContent !== text) $("status").textContent = text;
+  $("status").textContent = text;
 }
 
 // --- the key ---
@@ -187,6 +189,7 @@ function discard(conversation) {
   });
 }
 $("new").addEventListener("click", begin);
+addEventListener("storage", listConversations);  // another tab
 $("export").addEventListener("click", () => download("tokenmill-conversations.json", store.exported()));
 $("import").addEventListener("click", () => $("import-file").click());
 $("import-file").addEventListener("change", async () => {

@@ -104,7 +104,7 @@ export function codeBlock(text, language = "") {
   const button = iconButton("copy", "Copy the code", () => copy(code.textContent, button));
   return el("figure", { class: "code" },
     el("figcaption", {}, el("span", {}, language || "text"), button),
-    el("pre", { tabindex: "0", role: "region", "aria-label": `Code, ${language || "text"}` }, code));
+    el("pre", { tabindex: "0", role: "group", "aria-label": `Code, ${language || "text"}` }, code));
 }
 
 function list(lines, depth) {
@@ -128,7 +128,7 @@ function table(lines) {
   const sides = cellsOf(lines[1]).map((cell) => (cell.endsWith(":") ? (cell.startsWith(":") ? "center" : "end") : "start"));
   const row = (line, tag) => el("tr", {}, ...cellsOf(line).slice(0, sides.length).map((cell, place) =>
     el(tag, { class: sides[place], ...(tag === "th" ? { scope: "col" } : {}) }, ...inline(cell))));
-  return el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Table" }, el("table", {},
+  return el("div", { class: "scroll", tabindex: "0", role: "group", "aria-label": "Table" }, el("table", {},
     el("thead", {}, row(lines[0], "th")), el("tbody", {}, ...lines.slice(2).map((line) => row(line, "td")))));
 }
 
