@@ -225,6 +225,12 @@ def test_conversations_are_kept_exported_and_imported(page: ChatPage, tmp_path: 
     browser.type("#import-file", str(exported))
     page.see("#toast", "2 conversations imported")
     assert page.count("#conversation-list li") == 2
+    odd = {"id": "../x", "title": 5, "columns": "x", "turns": [{"prompt": 1, "answers": [None, 5, {"steps": [7]}]}]}
+    exported.write_text(json.dumps({"format": "tokenmill-conversations-1", "conversations": [odd, None, {"turns": 1}]}))
+    browser.type("#import-file", str(exported))
+    page.see("#toast", "One conversation imported")
+    browser.click("#conversation-list li button")
+    assert page.count(".turn") == 1
     wrong = tmp_path / "wrong.json"
     wrong.write_text('{"format": "other"}')
     browser.type("#import-file", str(wrong))
