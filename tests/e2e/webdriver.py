@@ -35,6 +35,10 @@ class Browser:
     def run(self, script: str, *arguments: Any) -> Any:
         return self._driver.execute_script(script, *arguments)
 
+    def run_async(self, script: str, *arguments: Any) -> Any:
+        """The last of `arguments` in the script is what it calls with its result."""
+        return self._driver.execute_async_script(script, *arguments)
+
     def text(self, selector: str) -> str:
         """The text of the first such element; empty if there is none."""
         found: str = self.run("return document.querySelector(arguments[0])?.textContent ?? ''", selector)
@@ -46,6 +50,24 @@ class Browser:
 
     def type(self, selector: str, text: str) -> None:
         self._find(selector).send_keys(text)
+
+    def press(self, *keys: str) -> None:
+        """Keys for whatever has the focus, by their names in selenium: ENTER, ARROW_RIGHT; or as text. All at once
+        where one is CONTROL or SHIFT."""
+        from selenium.webdriver import ActionChains, Keys
+
+        codes = [getattr(Keys, key, key) for key in keys]
+        actions = ActionChains(self._driver)
+        for code in codes:
+            actions.key_down(code)
+        for code in reversed(codes):
+            actions.key_up(code)
+        actions.perform()
+
+    def hover(self, selector: str) -> None:
+        from selenium.webdriver import ActionChains
+
+        ActionChains(self._driver).move_to_element(self._find(selector)).perform()
 
     def clear(self, selector: str) -> None:
         self._find(selector).clear()
@@ -63,9 +85,9 @@ class Browser:
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         self._driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": medium, "features": features})
 
-    def resize(self, width: int, height: int) -> None:
-        """The size of the page, below what a window allows: phones are 360 wide."""
-        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+    def resize(self, width: int, height: int, scale: float = 1) -> None:
+        """The size of the page, below what a window allows: phones are 360 wide. `scale`: of pictures."""
+        metrics = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": False}
         self._driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
 
     def screenshot(self) -> bytes:

@@ -1,9 +1,9 @@
 """The outermost layer: request ids, Host and Origin, keys, body limits, the access log, security headers. Plain ASGI,
 before any route or parser runs.
 
-Every path but the probes (/livez, /readyz, /health, /ping) needs a key when keys are set, unknown paths and
-documentation included. The log is one JSON line per exchange and never holds prompt text or keys. Knows no route's
-meaning.
+Every path needs a key when keys are set, unknown paths and documentation included; but for the probes (/livez, /readyz,
+/health, /ping) and the files of the page at /. The log is one JSON line per exchange and never holds prompt text or
+keys. Knows no route's meaning.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tokenmill.log import get_logger
 from tokenmill.serve.api.exchange import Record, error_response
-from tokenmill.serve.api.page import CHALLENGE, basic_key
+from tokenmill.serve.api.page import OPEN_PAGES, basic_key, challenge
 from tokenmill.serve.config import ServeConfig
 from tokenmill.serve.errors import ApiError
 from tokenmill.serve.metrics import Metrics
@@ -61,7 +61,7 @@ class Edge:
         record = Record(_request_id(headers), client or Client("unknown"))
         scope.setdefault("state", {})["record"] = record
         status = [0]
-        watched = self._watch(send, record, status)
+        watched = self._watch(send, record, status, headers)
         try:
             refusal = self._refusal(scope, headers, client)
             if refusal is not None:
@@ -79,11 +79,12 @@ class Edge:
                 _access.info(_line(scope, record, status[0] or 499, time.monotonic() - began))
 
     def _refusal(self, scope: Scope, headers: Headers, client: Client | None) -> ApiError | None:
-        if route_path(scope["path"], self._config.root_path) not in _OPEN_PATHS:
+        path = route_path(scope["path"], self._config.root_path)
+        if path not in _OPEN_PATHS:
             wrong_site = self._site.refusal(scope["method"], headers)
             if wrong_site is not None:
                 return wrong_site
-            if client is None:
+            if client is None and not (path in OPEN_PAGES and scope["method"] in ("GET", "HEAD")):
                 return self._wrong_key(scope, headers)
         length = headers.get("content-length", "0")
         limit = self._config.body_limit(scope["path"])
@@ -100,7 +101,7 @@ class Edge:
             return ApiError(429, "too many wrong API keys", code="too_many_wrong_keys", retry_after=wait)
         return ApiError(401, "the API key is missing or unknown", code="invalid_api_key")
 
-    def _watch(self, send: Send, record: Record, status: list[int]) -> Send:
+    def _watch(self, send: Send, record: Record, status: list[int], asked: Headers) -> Send:
         async def watched(message: Message) -> None:
             if message["type"] == "http.response.start":
                 status[0] = message["status"]
@@ -114,7 +115,7 @@ class Edge:
                 if "content-security-policy" not in headers:
                     headers.raw.append((b"content-security-policy", _POLICY))
                 if status[0] == 401:
-                    headers["www-authenticate"] = CHALLENGE
+                    headers["www-authenticate"] = challenge(asked)
                 if record.ignored:
                     headers[IGNORED_HEADER] = ",".join(record.ignored)
             await send(message)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import re
 from importlib.resources import files
 from typing import Any
@@ -116,17 +117,65 @@ def test_every_answer_has_security_headers() -> None:
 
 
 def test_pages_load_nothing_from_elsewhere() -> None:
-    """Scripts and styles are inline, allowed by their hash, and there is one of each."""
+    """The documentation is one file, its script and style allowed by their hashes; the page has files beside it."""
     folder = files("tokenmill.serve").joinpath("static")
-    names = [each.name for each in folder.iterdir()]
-    assert {"index.html", "docs.html"} <= set(names)
+    names = ["index.html", "docs.html", *(f"page/{each.name}" for each in folder.joinpath("page").iterdir())]
     for name in names:
-        text = folder.joinpath(name).read_text(encoding="utf-8")
+        text = folder.joinpath(name).read_text(encoding="utf-8").replace('xmlns="http://www.w3.org/2000/svg"', "")
         assert not re.findall(r"(?:src|href|action)\s*=\s*[\"']?(?!data:,)[^\"'\s>]*(?:https?:)?//", text), name
         assert not re.findall(r"https?://|@import|import\(|innerHTML|document\.write|eval\(", text), name
-        assert (text.count("<script>"), text.count("<script")) == (1, 1), name
-        assert (text.count("<style>"), text.count("<style")) == (1, 1), name
-        assert not re.findall(r"\son\w+\s*=\s*[\"']", text), name
+        assert not re.findall(r"<[^>]+\s(?:on\w+|style)\s*=\s*[\"']", text), name
+        assert len(text.splitlines()) <= 400, name
+        if name == "docs.html":
+            assert (text.count("<script>"), text.count("<script")) == (1, 1)
+            assert (text.count("<style>"), text.count("<style")) == (1, 1)
+        if name == "index.html":
+            assert "<style" not in text
+            assert all(found.startswith("page/") for found in re.findall(r"<script[^>]* src=\"([^\"]+)", text))
+            assert text.count("<script") == text.count("></script>")
+
+
+def test_the_files_of_the_page_need_no_key_and_nothing_else_is_open() -> None:
+    pages = FastAPI(docs_url=None, redoc_url=None)
+    add_page_routes(pages, None)  # type: ignore[arg-type]
+    app = _edge(_KEYS, app=pages)
+    found = _get(app, "/")
+    assert found.headers["content-type"] == "text/html; charset=utf-8"
+    parts = re.findall(r"\"(page/[^\"]+)", found.text)
+    assert len(parts) >= 5
+    for part in parts:
+        answer = _get(app, f"/{part}")
+        assert answer.status_code == 200
+        assert answer.headers["content-type"].split(";")[0] in ("text/javascript", "text/css", "image/svg+xml")
+        again = _get(app, f"/{part}", if_none_match=answer.headers["etag"])
+        assert (again.status_code, again.content) == (304, b"")
+    for path in ("/docs", "/page/", "/page/none.js", "/page/%2e%2e/docs", "/v1/models"):
+        refused = _get(app, path)
+        assert refused.status_code == 401, path
+        assert refused.headers["www-authenticate"].startswith("Basic ")
+    assert _get(app, "/", method="POST").status_code == 401
+    script = _get(app, "/v1/models", sec_fetch_mode="cors")
+    assert script.headers["www-authenticate"].startswith("Bearer "), "for Basic the browser opens a dialog of its own"
+
+
+def test_the_page_finds_its_files_behind_a_proxy() -> None:
+    pages = FastAPI(docs_url=None, redoc_url=None, root_path="/llm")
+    add_page_routes(pages, None)  # type: ignore[arg-type]
+    app = _edge(_KEYS, app=pages, root_path="/llm")
+    for page in ("/", "/llm/"):
+        assert 'src="/llm/page/main.js"' in _get(app, page).text
+    assert _get(app, "/llm/page/main.js").status_code == 200
+    assert _get(app, "/llm/docs").status_code == 401
+
+
+def test_other_sites_cannot_borrow_a_key() -> None:
+    app = _edge(_KEYS)
+    for password, status in (("good", 200), ("wrong", 401), ("", 401)):
+        basic = "Basic " + base64.b64encode(f"anyone:{password}".encode()).decode()
+        assert _get(app, authorization=basic).status_code == status
+        for site, borrowed in (("same-origin", status), ("none", status), ("cross-site", 401), ("same-site", 401)):
+            assert _get(app, authorization=basic, sec_fetch_site=site).status_code == borrowed
+    assert _get(app, authorization="Basic %%%").status_code == 401
 
 
 @pytest.mark.parametrize(
