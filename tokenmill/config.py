@@ -8,34 +8,17 @@ the other. Unknown names are refused with the nearest valid one; peer_options.py
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from typing import Any, Self
 
 from tokenmill.errors import UserError, unknown_name
 from tokenmill.peer_options import translate
+from tokenmill.units import parse_count, parse_milliseconds, parse_size
 
 BY_USER = "set by you"
 BY_DEFAULT = "default"
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _TRUTH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
-
-
-def parse_size(text: str | int) -> int:
-    """Bytes: "6GiB", "500MB", "2g", or a plain number."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", str(text).lower())
-    if not match or match[2] not in _UNITS:
-        raise UserError(f"'{text}' is not a size", "write it like 6GiB, 500MB or 1000000")
-    return int(float(match[1]) * _UNITS[match[2]])
-
-
-def parse_count(text: str | int) -> int:
-    """A number of tokens: "8k" means 8192, "32000" means itself."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(k?)\s*", str(text).lower())
-    if not match:
-        raise UserError(f"'{text}' is not a token count", "write it like 4096 or 8k")
-    return int(float(match[1]) * (1024 if match[2] else 1))
 
 
 def option(
@@ -214,6 +197,14 @@ class EngineConfig:
         metavar="LAYERS",
         low=0,
     )
+    itl: float = option(
+        0.0,
+        "Objective for the time between two tokens of a request, such as 40ms: prompts are computed in chunks that "
+        "keep steps below it, by measured step costs. 0: no objective.",
+        metavar="TIME",
+        parse=parse_milliseconds,
+        low=0.0,
+    )
     prefix_caching: bool = option(True, "Reuse the KV pages of prompt prefixes across requests.")
     scheduling: str = option("fcfs", "Scheduling policy: fcfs, priority, or fair (between API keys).", metavar="POLICY")
     max_tenant_slowdown: float | None = automatic(
@@ -273,8 +264,8 @@ class EngineConfig:
     )
     speculate: str = option(
         "off",
-        "Speculative decoding (lossless): off, ngram, suffix, draft:MODEL, self:layers=N, self:TYPE (the same weights "
-        "as q2_k, ...) or head:DIR (trained by train-draft).",
+        "Speculative decoding (lossless): off, auto (suffix, while it is measured to pay), ngram, suffix, draft:MODEL, "
+        "self:layers=N, self:TYPE (the same weights as q2_k, ...) or head:DIR (trained by train-draft).",
         metavar="DRAFTER",
     )
     draft_tokens: int | None = automatic(
@@ -283,6 +274,9 @@ class EngineConfig:
         "Automatic: 8.",
         metavar="TOKENS",
         low=1,
+    )
+    jump_forward: bool = option(
+        True, "Draft what a grammar forces or usually continues with, so that it takes fewer steps (lossless)."
     )
     executor: str | None = automatic(
         str,

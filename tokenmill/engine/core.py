@@ -7,6 +7,7 @@ Called by the engine loop and the simulator, from one thread.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 from tokenmill.engine.scheduler import Scheduler
@@ -21,9 +22,11 @@ class Runner(Protocol):
 
 
 class EngineCore:
-    def __init__(self, scheduler: Scheduler, runner: Runner) -> None:
+    def __init__(self, scheduler: Scheduler, runner: Runner, clock: Callable[[], float] | None = None) -> None:
+        """`clock`: seconds by which steps are timed; a cost model has a clock of its own."""
         self.scheduler = scheduler
         self.runner = runner
+        self._clock = clock
         self.stats = scheduler.stats
         self.meter: StepMeter | None = None  # where device time is billed
 
@@ -35,9 +38,10 @@ class EngineCore:
         if not plan.scheduled:
             assert not self.has_work or self.scheduler.kv.is_loading, "requests wait but none can be scheduled"
             return []
-        began = time.perf_counter()
+        clock = self._clock or time.perf_counter
+        began = clock()
         result = self.runner.execute(plan)
-        seconds = time.perf_counter() - began
+        seconds = clock() - began
         events = self.scheduler.update(plan, result)
         self.scheduler.record_step(plan, events, seconds)
         if self.meter is not None:

@@ -7,7 +7,7 @@ and its dashboard from the declarations below. Knows nothing of Prometheus or of
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
@@ -82,6 +82,21 @@ class TierStats:
         self.rejected[reason] = self.rejected.get(reason, 0) + 1
 
 
+def _drafting_gauge(name: str, help: str, unit: str = "short") -> Any:
+    return _gauge(name, help, "Throughput", unit=unit, labels=("drafter", "sequences", "reason"))
+
+
+@dataclass(slots=True)
+class DraftingStats:
+    """Whether a drafter is used in steps of so many sequences, and why. Written by `EngineStats.take_decisions`."""
+
+    drafter: str
+    sequences: str
+    reason: str
+    on: int = _drafting_gauge("drafting_on", "1 while drafts are used in steps of so many sequences.")
+    gain: float = _drafting_gauge("drafting_gain", "Time that drafts won when last measured.", "percentunit")
+
+
 @dataclass(slots=True)
 class EngineStats:
     """Fields without a metric are for reports and benchmarks. Page gauges are as of the last `KVManager.measure`."""
@@ -128,6 +143,13 @@ class EngineStats:
     saved_seconds: float = _gauge(
         "drafting_saved_seconds", "Time that drafting has won, net, by the engine's clock.", "Throughput", unit="s"
     )
+    drafting: list[DraftingStats] = field(default_factory=list)
+    num_late_steps: int = _counter(
+        "steps_over_itl", "Steps with running sequences that took longer than --itl.", "Throughput"
+    )
+    step_prompt_tokens: int = _gauge(
+        "step_prompt_tokens", "Prompt tokens that the last step took beside running sequences, under --itl.", "Queue"
+    )
     num_tokens_computed: int = 0
     num_tokens_sampled: int = 0
     num_finished: int = 0  # sequences; siblings count one each
@@ -160,6 +182,12 @@ class EngineStats:
         self.total_kv_waste += self.kv_waste
         self.total_kv_padding += self.kv_padding
 
+    def take_decisions(self, decisions: Iterable[Any]) -> None:
+        """What the runtime measured drafts to be worth (runtime/speculation/gate.py: Decision)."""
+        self.drafting = [
+            DraftingStats(each.drafter, each.sequences, each.reason, int(each.is_open), each.gain) for each in decisions
+        ]
+
     def reset(self) -> None:
         """Count from zero again, for a measurement. What tiers count is theirs."""
         for each in fields(self):
@@ -185,7 +213,7 @@ class EngineStats:
         return self.num_prefix_hit_tokens / max(1, self.num_prefix_query_tokens)
 
 
-def metrics_of(record: type[EngineStats] | type[TierStats]) -> Iterator[tuple[str, MetricSpec]]:
+def metrics_of(record: type[EngineStats] | type[TierStats] | type[DraftingStats]) -> Iterator[tuple[str, MetricSpec]]:
     """(field, metric) of every field that is a metric, in order."""
     for each in fields(record):
         if _METRIC in each.metadata:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from tokenmill.engine.stats import EngineStats, MetricSpec, TierStats, metrics_of
+from tokenmill.engine.stats import DraftingStats, EngineStats, MetricSpec, TierStats, metrics_of
 from tokenmill.serve.generation import Member
 
 PREFIX = "tokenmill_"
@@ -99,7 +99,8 @@ _SERVER_METRICS = (
 )
 _ENGINE_FIELDS = tuple(metrics_of(EngineStats))
 _TIER_FIELDS = tuple(metrics_of(TierStats))
-METRICS = (*(spec for _, spec in (*_ENGINE_FIELDS, *_TIER_FIELDS)), *_SERVER_METRICS)
+_DRAFTING_FIELDS = tuple(metrics_of(DraftingStats))
+METRICS = (*(spec for _, spec in (*_ENGINE_FIELDS, *_TIER_FIELDS, *_DRAFTING_FIELDS)), *_SERVER_METRICS)
 
 
 class _Histogram:
@@ -166,6 +167,10 @@ class Metrics:
                         self._take(spec, count, before_it.get(label, 0), tier.name, label)
                 else:
                     self._take(spec, value, before_it, tier.name)
+        for name, spec in _DRAFTING_FIELDS:  # a decision that changed is one series, not two
+            self._values[spec.name] = {
+                (each.drafter, each.sequences, each.reason): getattr(each, name) for each in stats.drafting
+            }
         self._last = stats
 
     def _take(self, spec: MetricSpec, value: float, last: float, *labels: str) -> None:
