@@ -21,8 +21,8 @@ _POSITIONS = 1024.0  # attended positions are counted in these
 _FIRST_CHUNK = 64  # prompt tokens beside decodes, before anything is known
 _LEAST_CHUNK = 16  # that a step takes whatever the forecast says
 _GROWTH = 2  # a chunk may be this many times larger than any before: costs are not known far beyond
-_RISE, _FALL = 0.2, 0.01  # how fast the margin follows steps that took longer, and shorter, than foretold
-_MAX_MARGIN = 2.0
+_RISE, _FALL = 0.5, 0.01  # how fast the margin follows steps that took longer, and shorter, than foretold
+_MIN_MARGIN, _MAX_MARGIN = 1.03, 2.0
 _PAUSE_DECAY = 0.9  # of the mean time between two steps
 
 
@@ -33,7 +33,7 @@ class StepPace:
         self._stats = stats
         self._clock = clock
         self._fit = StepCostFit((0.0, 0.0, 0.0, 0.0))  # fixed, decode, prompt token, position
-        self._margin = 1.0  # what steps took, as a multiple of what was foretold
+        self._margin = _MIN_MARGIN  # what steps took, as a multiple of what was foretold
         self._pause = 0.0  # seconds between the end of a step and the start of the next
         self._ended: float | None = None  # clock at the end of the last step, where sequences went on
         self._largest = _FIRST_CHUNK // _GROWTH  # prompt tokens of a step so far
@@ -99,7 +99,7 @@ class StepPace:
         if self._fit.known and foretold > 0 and decodes:
             ratio = seconds / foretold
             self._margin += (_RISE if ratio > self._margin else _FALL) * (ratio - self._margin)
-            self._margin = min(_MAX_MARGIN, max(1.0, self._margin))
+            self._margin = min(_MAX_MARGIN, max(_MIN_MARGIN, self._margin))
         self._fit.record(amounts, seconds)
         self._largest = max(self._largest, prompts)
         self._time(bool(decodes), seconds)
