@@ -89,18 +89,16 @@ def main() -> None:
 def _usable(llm: LLM, path: Path, count: int) -> list[tuple[str, StructuredSpec]]:
     """(prompt, grammar) of the first schemas that compile."""
     found: list[tuple[str, StructuredSpec]] = []
-    opened = gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8")
-    with opened as file:
-        for line in file:
-            schema = json.loads(line)["schema"]
-            spec = StructuredSpec("json_schema", json.dumps(schema))
-            try:
-                llm.parts.grammars.compile(spec)
-            except UserError:
-                continue
-            found.append((f"A JSON document follows this schema:\n{spec.text[:1200]}\n", spec))
-            if len(found) == count:
-                break
+    data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    for line in data.decode().splitlines():
+        spec = StructuredSpec("json_schema", json.dumps(json.loads(line)["schema"]))
+        try:
+            llm.parts.grammars.compile(spec)
+        except UserError:
+            continue
+        found.append((f"A JSON document follows this schema:\n{spec.text[:1200]}\n", spec))
+        if len(found) == count:
+            break
     return found
 
 
@@ -173,8 +171,8 @@ def _row(file: str, answers: str, batch: int, temperature: float, pairs: list[tu
 def _line(row: Row) -> str:
     return (
         f"{row.file:40} {row.answers:6} batch {row.batch:3} T {row.temperature:3.1f}  {row.requests:4} requests "
-        f"{row.tokens:6} tokens  steps saved {row.steps:6.1%} (engine {row.engine_steps:6.1%})  speed x{row.speed:.2f}  "
-        f"accepted {row.acceptance:.0%}  same {row.same:.1%}"
+        f"{row.tokens:6} tokens  steps saved {row.steps:6.1%} (engine {row.engine_steps:6.1%})  "
+        f"speed x{row.speed:.2f}  accepted {row.acceptance:.0%}  same {row.same:.1%}"
     )
 
 

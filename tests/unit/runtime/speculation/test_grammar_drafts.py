@@ -125,7 +125,8 @@ def test_free_requests_are_not_drafted_for(model: Path) -> None:
 def test_auto_gives_the_same_output(model: Path, without: tuple[list[RequestOutput], int]) -> None:
     with LLM(model, speculate="auto", **_OPTIONS) as llm:
         speculator = llm.parts.runtime.runner.speculator
-        assert speculator is not None and speculator.gate is not None
+        assert speculator is not None
+        assert speculator.gate is not None
         for _ in range(3):
             assert _summary(_generate(llm)) == _summary(without[0])
         assert all(each.reason for each in llm.stats.drafting)
