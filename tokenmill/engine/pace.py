@@ -109,8 +109,8 @@ class StepPace:
 
     def _time(self, goes_on: bool, seconds: float) -> None:
         now = self._clock()
-        if self._ended is not None:
-            pause = min(self.objective, max(0.0, now - seconds - self._ended))
+        pause = max(0.0, now - seconds - self._ended) if self._ended is not None else self.objective
+        if pause < self.objective:  # else the engine was idle
             self._pause = _PAUSE_DECAY * self._pause + (1.0 - _PAUSE_DECAY) * pause
         self._ended = now if goes_on else None
 

@@ -17,7 +17,8 @@ import numpy as np
 from tokenmill.grammar.vocabulary import Bits
 from tokenmill.types import CompiledGrammar
 
-_HISTORY = (4, 2, 1, 0)  # tokens before a state that are part of what is counted
+HISTORY = 4  # tokens before a state that matter, at most
+_LENGTHS = (HISTORY, 2, 1, 0)  # how many are part of what is counted
 _MAX_CONTEXTS = 1 << 14  # of one grammar, and of punctuation; the oldest make room
 _MAX_COUNT = 64  # of a context: beyond it all are halved, so that a change of habit shows
 _DOUBT = 0.6  # added to the number of trials: what was seen once is not certain
@@ -63,7 +64,7 @@ class Guesses:
             return Guess(state.tokens[0], 1.0)
         best: Guess | None = None
         counts = self._grammars.get(grammar)
-        found = [] if counts is None else [counts.best(_context(state, before, length)) for length in _HISTORY]
+        found = [] if counts is None else [counts.best(_context(state, before, length)) for length in _LENGTHS]
         for each in (*found, self._punctuation.best(state.punctuation)):
             if each is not None and each.token_id != _CONTENT and (best is None or each.confidence > best.confidence):
                 best = each
@@ -78,7 +79,7 @@ class Guesses:
         counts = self._grammars.get(grammar)
         if counts is None:
             counts = self._grammars[grammar] = _Counts()
-        for length in _HISTORY:
+        for length in _LENGTHS:
             counts.add(_context(state, before, length), token_id)
         known = grammar.punctuation
         if known is not None:

@@ -154,3 +154,27 @@ def test_limit_never_exceeds_what_is_wanted(wanted: int) -> None:
     for num_decodes in (0, 3):
         pace.begin(num_decodes)
         assert pace.limit(wanted, 0) <= wanted
+
+
+@pytest.mark.parametrize("discipline", ["fcfs", "priority", "fair"])
+def test_every_request_ends_under_random_traffic(discipline: str) -> None:
+    """Tight objectives, few pages: whatever comes is answered, and pages add up."""
+    chance = random.Random(11)
+    runner = SimRunner(_Device(0.3, chance))
+    kv = make_kv(num_pages=40, page_size=16)
+    pace = StepPace(0.009, kv.stats, runner.clock)
+    scheduler = Scheduler(kv, DISCIPLINES.get(discipline)(), 128, 6, 512, pace=pace)
+    core = EngineCore(scheduler, runner, runner.clock)
+    ended = added = 0
+    for _ in range(3000):
+        if added < 60 and chance.random() < 0.1:
+            prompt = [added * 1000 + each for each in range(chance.randrange(1, 300))]
+            request = make_request(
+                prompt, f"r{added}", max_tokens=chance.randrange(1, 80), arrival=added, tenant=chance.choice("abc")
+            )
+            core.add(request)
+            added += 1
+        if core.has_work:
+            ended += sum(event.finish_reason is not None for event in core.step())
+            kv.check()
+    assert ended == added == 60

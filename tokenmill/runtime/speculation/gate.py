@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 _FIRST_WINDOW, _WINDOW, _PROBE = 32, 64, 8  # steps until a decision: at first, while open, while trying again
 _MIN_GAP, _MAX_GAP = 256, 4096  # steps that a gate stays shut
-_MIN_GAIN = 0.005  # of the time: less is noise
+MIN_GAIN = 0.005  # of the time: less is noise
 
 
 @dataclass(slots=True)
@@ -39,8 +39,10 @@ class _Size:
 
 
 class DraftGate:
-    def __init__(self, drafter: str) -> None:
+    def __init__(self, drafter: str, min_gain: float = MIN_GAIN) -> None:
+        """`min_gain`: of the time, that drafting must win for the gate to stay open."""
         self._drafter = drafter
+        self._min_gain = min_gain
         self._sizes: dict[int, _Size] = {}
         self.on_decision: Callable[[], None] = lambda: None
 
@@ -68,7 +70,7 @@ class DraftGate:
     def _decide(self, size: _Size) -> None:
         decision = size.decision
         decision.gain = size.gained / size.seconds if size.seconds > 0 else 0.0
-        decision.is_open = decision.gain >= _MIN_GAIN
+        decision.is_open = decision.gain >= self._min_gain
         if decision.is_open:
             size.window, size.gap = _WINDOW, _MIN_GAP
             decision.reason = "measured to pay"

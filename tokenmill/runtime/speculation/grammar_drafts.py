@@ -8,11 +8,12 @@ speculator beside its drafter.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from tokenmill.grammar.guesses import Guesses, State, read_state
+from tokenmill.grammar.guesses import HISTORY, Guesses, State, read_state
 from tokenmill.runtime.executors.base import Draft, TokenSampler
 from tokenmill.types import Request
 
@@ -21,9 +22,8 @@ _LEAST_CHANCE = 0.25  # that all tokens of a draft hold: a longer one is not dra
 
 @dataclass(slots=True)
 class _Walk:
-    """The last draft of a request: where it began, and the states that it went through."""
+    """The draft of a request in this step: the states that it went through, and its tokens."""
 
-    start: int
     states: list[State]
     token_ids: list[int]
 
@@ -36,13 +36,12 @@ class GrammarDrafter:
 
     def draft(self, request: Request, limit: int) -> Draft:
         grammar = request.grammar
-        self._learn(request)
         draft = Draft()
         progress = self._sampler.grammar_progress(request)
         if grammar is None or progress is None or not progress.is_cheap:
             return draft
-        walk = self._walks[request] = _Walk(request.num_tokens, [], draft.token_ids)
-        before, chance = request.token_ids[-8:], 1.0
+        walk = self._walks[request] = _Walk([], [])
+        before, chance = request.token_ids[-HISTORY:], 1.0
         while len(draft.token_ids) < limit:
             mask = progress.mask()
             if mask is None:
@@ -54,21 +53,20 @@ class GrammarDrafter:
                 break
             chance *= guess.confidence
             draft.token_ids.append(guess.token_id)
+            walk.token_ids.append(guess.token_id)  # the draft itself may be cut
             draft.confidences.append(guess.confidence)
             before = [*before, guess.token_id]
             if not progress.advance(guess.token_id) or not progress.is_cheap:
                 break
-        walk.token_ids = list(draft.token_ids)  # the draft itself may be cut
         return draft
 
-    def _learn(self, request: Request) -> None:
-        """What came in the states of the last walk, as far as the output went the same way."""
+    def observe(self, request: Request, token_ids: Sequence[int]) -> None:
+        """What came after the tokens of the request. Learned from, as far as the draft went the same way."""
         walk = self._walks.pop(request, None)
         if walk is None or request.grammar is None:
             return
-        came = request.token_ids[walk.start :]
-        before = request.token_ids[max(0, walk.start - 8) : walk.start]
-        for number, (state, token_id) in enumerate(zip(walk.states, came, strict=False)):
+        before = request.token_ids[-HISTORY:]
+        for number, (state, token_id) in enumerate(zip(walk.states, token_ids, strict=False)):
             self._guesses.learn(request.grammar, state, before, token_id)
             if number >= len(walk.token_ids) or walk.token_ids[number] != token_id:
                 break

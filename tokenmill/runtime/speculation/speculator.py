@@ -31,6 +31,7 @@ _MAX_FRUITLESS_TOKENS = 16
 _UNDRAFTED_RUN = 4
 _MAX_DRAFT_TOKENS = 64
 _ANY_RUN = 1 << 30
+_MAX_GRAMMAR_LOSS = -0.02  # of the time: long texts inside an output have no drafts, but what follows them has
 _AUTOMATIC = "suffix"  # the drafter of `auto`: of those that need no model the one that was measured to gain most
 _UNSETTLED_STEPS = 2  # not timed, after a change between drafts and none: no step was queued ahead of them
 
@@ -74,7 +75,7 @@ class Speculator:
         self.grammars = grammars
         self.gate = gate
         self.lengths = DraftLengths()
-        self._grammar_gate = DraftGate("grammar")
+        self._grammar_gate = DraftGate("grammar", _MAX_GRAMMAR_LOSS)
         self._asks_drafter = self.drafts_all  # in this step
         self._from_grammar: set[int] = set()  # rows of this step whose draft is a grammar's
         self._grammar_seconds: float | None = None  # that they took to draft; None: they were not asked
@@ -154,6 +155,11 @@ class Speculator:
             result.saved_seconds = self._gain(len(rows), drafts, result, seconds)
             if not self.drafter.guessed_depth or self._steps_alike >= _UNSETTLED_STEPS:
                 self.lengths.costs.record(num_tokens, seconds)
+        if self.grammars is not None:
+            for number, row in enumerate(rows):
+                if row.request.params.structured is not None:
+                    came = (*result.accepted.get(number, ()), result.token_ids[number])
+                    self.grammars.observe(row.request, [each for each in came if each is not None])
         accepted = [result.accepted.get(number, []) for number in drafts]
         self.lengths.learn([rows[number].request for number in drafts], list(drafts.values()), accepted)
 
