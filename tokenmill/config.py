@@ -14,7 +14,9 @@ from typing import Any, Self
 
 from tokenmill.errors import UserError, unknown_name
 from tokenmill.peer_options import translate
-from tokenmill.units import parse_count, parse_milliseconds, parse_size
+from tokenmill.units import parse_count as parse_count
+from tokenmill.units import parse_milliseconds as parse_milliseconds
+from tokenmill.units import parse_size as parse_size
 
 BY_USER = "set by you"
 BY_DEFAULT = "default"

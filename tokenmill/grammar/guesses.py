@@ -17,8 +17,8 @@ import numpy as np
 from tokenmill.grammar.vocabulary import Bits
 from tokenmill.types import CompiledGrammar
 
-HISTORY = 4  # tokens before a state that matter, at most
-_LENGTHS = (HISTORY, 2, 1, 0)  # how many are part of what is counted
+HISTORY = 24  # tokens before a state that matter, at most
+_LENGTHS = (4, 2, 1, 0)  # how many are part of what is counted for a grammar
 _MAX_CONTEXTS = 1 << 14  # of one grammar, and of punctuation; the oldest make room
 _MAX_COUNT = 64  # of a context: beyond it all are halved, so that a change of habit shows
 _DOUBT = 0.6  # added to the number of trials: what was seen once is not certain
@@ -65,7 +65,8 @@ class Guesses:
         best: Guess | None = None
         counts = self._grammars.get(grammar)
         found = [] if counts is None else [counts.best(_context(state, before, length)) for length in _LENGTHS]
-        for each in (*found, self._punctuation.best(state.punctuation)):
+        found += [self._punctuation.best(context) for context in _punctuation_contexts(grammar, state, before)]
+        for each in found:
             if each is not None and each.token_id != _CONTENT and (best is None or each.confidence > best.confidence):
                 best = each
         if best is None and state.tokens:
@@ -81,14 +82,29 @@ class Guesses:
             counts = self._grammars[grammar] = _Counts()
         for length in _LENGTHS:
             counts.add(_context(state, before, length), token_id)
-        known = grammar.punctuation
-        if known is not None:
-            is_punctuation = token_id < 32 * len(known) and int(known[token_id // 32]) >> token_id % 32 & 1
-            self._punctuation.add(state.punctuation, token_id if is_punctuation else _CONTENT)
+        came = token_id if _is_punctuation(grammar, token_id) else _CONTENT
+        for context in _punctuation_contexts(grammar, state, before):
+            self._punctuation.add(context, came)
 
 
 def _context(state: State, before: Sequence[int], length: int) -> int:
     return hash((state.allowed, *before[len(before) - length :])) if length <= len(before) else 0
+
+
+def _punctuation_contexts(grammar: CompiledGrammar, state: State, before: Sequence[int]) -> tuple[int, ...]:
+    """Alone, with the token before if it is punctuation, and with the last two of punctuation, which tell how deep
+    a line is indented."""
+    if grammar.punctuation is None:
+        return ()
+    last = [token_id for token_id in before if _is_punctuation(grammar, token_id)][-2:]
+    adjacent = before[-1] if last and before[-1] == last[-1] else _CONTENT
+    alone = state.punctuation
+    return alone, hash((alone, adjacent)), hash((alone, adjacent, *last))
+
+
+def _is_punctuation(grammar: CompiledGrammar, token_id: int) -> bool:
+    known = grammar.punctuation
+    return known is not None and token_id < 32 * len(known) and bool(int(known[token_id // 32]) >> token_id % 32 & 1)
 
 
 def _longest_spelling(grammar: CompiledGrammar, token_ids: Sequence[int]) -> Guess | None:
