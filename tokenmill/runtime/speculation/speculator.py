@@ -39,6 +39,8 @@ _UNSETTLED_STEPS = 2  # not timed, after a change between drafts and none: no st
 def build_speculator(target: Target) -> Speculator | None:
     """The speculator for `--speculate NAME[:ARGUMENT]`; None for off, unless grammars are drafted from."""
     name, _, argument = target.config.speculate.partition(":")
+    if target.config.draft_tokens > _MAX_DRAFT_TOKENS:
+        raise UserError(f"draft_tokens is {target.config.draft_tokens}", f"give 1 to {_MAX_DRAFT_TOKENS}")
     sampler = target.executor.sampler
     grammars = GrammarDrafter(sampler) if target.config.jump_forward else None
     if name in ("off", ""):
@@ -47,8 +49,6 @@ def build_speculator(target: Target) -> Speculator | None:
     name = _AUTOMATIC if name == "auto" else name
     if name not in DRAFTERS:
         raise unknown_name("drafter", name, ["off", "auto", *DRAFTERS])
-    if target.config.draft_tokens > _MAX_DRAFT_TOKENS:
-        raise UserError(f"draft_tokens is {target.config.draft_tokens}", f"give 1 to {_MAX_DRAFT_TOKENS}")
     drafter_class: type[Drafter] = DRAFTERS.get(name)
     if drafter_class.computes and target.store.layout.states:
         raise UserError(
@@ -144,6 +144,8 @@ class Speculator:
     def learn(self, rows: Sequence[ScheduledTokens], drafts: dict[int, Draft], result: StepResult) -> None:
         """Record which drafts were accepted and what the step cost. Sets `result.saved_seconds`."""
         self._ended = self._clock()
+        if not self.drafts_all and not any(map(self._is_guided, rows)):
+            return
         steps = 1 if drafts else 1 + max(map(len, result.accepted.values()), default=0)  # a run of decodes
         seconds = (self._ended - self._began) / steps
         self._fruitless = 0 if drafts and result.accepted else self._fruitless + steps
