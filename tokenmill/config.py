@@ -22,6 +22,7 @@ from tokenmill.options import (
     option,
     option_fields,
     parse_count,
+    parse_milliseconds,
     parse_size,
     size_option,
 )
@@ -41,6 +42,7 @@ __all__ = [
     "option",
     "option_fields",
     "parse_count",
+    "parse_milliseconds",
     "parse_size",
     "size_option",
 ]
@@ -119,6 +121,14 @@ class EngineConfig:
         "Automatic: what the KV dtype recommends.",
         metavar="LAYERS",
         low=0,
+    )
+    itl: float = option(
+        0.0,
+        "Objective for the time between two tokens of a request, such as 40ms: prompts are computed in chunks that "
+        "keep steps below it, by measured step costs. 0: no objective.",
+        metavar="TIME",
+        parse=parse_milliseconds,
+        low=0.0,
     )
     prefix_caching: bool = option(True, "Reuse the KV pages of prompt prefixes across requests.")
     scheduling: str = option("fcfs", "Scheduling policy: fcfs, priority, or fair (between API keys).", metavar="POLICY")
@@ -205,8 +215,8 @@ class EngineConfig:
     )
     speculate: str = option(
         "off",
-        "Speculative decoding (lossless): off, ngram, suffix, draft:MODEL, self:layers=N, self:TYPE (the same weights "
-        "as q2_k, ...) or head:DIR (trained by train-draft).",
+        "Speculative decoding (lossless): off, auto (suffix, while it is measured to pay), ngram, suffix, draft:MODEL, "
+        "self:layers=N, self:TYPE (the same weights as q2_k, ...) or head:DIR (trained by train-draft).",
         metavar="DRAFTER",
     )
     draft_tokens: int | None = automatic(
@@ -215,6 +225,9 @@ class EngineConfig:
         "Automatic: 8.",
         metavar="TOKENS",
         low=1,
+    )
+    jump_forward: bool = option(
+        True, "Draft what a grammar forces or usually continues with, so that it takes fewer steps (lossless)."
     )
     executor: str | None = automatic(
         str,

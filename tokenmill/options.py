@@ -6,32 +6,17 @@ range. config.py and serve/config.py declare the options themselves; knows none 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import Field, field, fields
 from typing import Any
 
 from tokenmill.errors import UserError, unknown_name
 from tokenmill.peer_options import translate
+from tokenmill.units import parse_count as parse_count
+from tokenmill.units import parse_milliseconds as parse_milliseconds
+from tokenmill.units import parse_size as parse_size
 
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _TRUTH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
-
-
-def parse_size(text: str | int) -> int:
-    """Bytes: "6GiB", "500MB", "2g", or a plain number."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", str(text).lower())
-    if not match or match[2] not in _UNITS:
-        raise UserError(f"'{text}' is not a size", "write it like 6GiB, 500MB or 1000000")
-    return int(float(match[1]) * _UNITS[match[2]])
-
-
-def parse_count(text: str | int) -> int:
-    """A number of tokens: "8k" means 8192, "32000" means itself."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(k?)\s*", str(text).lower())
-    if not match:
-        raise UserError(f"'{text}' is not a token count", "write it like 4096 or 8k")
-    return int(float(match[1]) * (1024 if match[2] else 1))
 
 
 def option(

@@ -213,10 +213,13 @@ class CompiledGrammar(Protocol):
     """A grammar compiled for one model's tokens (tokenmill.grammar). The engine passes it on to the sampler."""
 
     vocab_size: int
+    punctuation: Any  # bits of tokens, or None: what a drafter learns from all grammars alike
 
     def matcher(self) -> Any:
         """Follows one output, token by token."""
         ...
+
+    def token_bytes(self, token_id: int) -> bytes: ...
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)

@@ -6,7 +6,7 @@ from dataclasses import FrozenInstanceError, asdict, replace
 
 import pytest
 
-from tokenmill.config import EngineConfig, option_fields, parse_count, parse_size
+from tokenmill.config import EngineConfig, option_fields, parse_count, parse_milliseconds, parse_size
 from tokenmill.errors import UserError
 
 
@@ -33,6 +33,18 @@ def test_what_is_no_size(text: str) -> None:
 def test_what_is_no_count(text: str) -> None:
     with pytest.raises(UserError, match="8k"):
         parse_count(text)
+
+
+@pytest.mark.parametrize(("text", "milliseconds"), [("40ms", 40.0), ("0.5s", 500.0), ("25", 25.0), (" 1.5 ms", 1.5)])
+def test_times(text: str, milliseconds: float) -> None:
+    assert parse_milliseconds(text) == milliseconds
+    assert EngineConfig.from_options({"itl": text}, environment={}).itl == milliseconds
+
+
+@pytest.mark.parametrize("text", ["", "fast", "-4ms", "4 minutes"])
+def test_bad_times(text: str) -> None:
+    with pytest.raises(UserError, match="not a time"):
+        parse_milliseconds(text)
 
 
 def test_options_take_other_engines_names_dashes_and_text(monkeypatch: pytest.MonkeyPatch) -> None:

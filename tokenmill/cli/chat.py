@@ -34,7 +34,7 @@ class Conversation:
 
 
 @sampling_options(without=("n", "logprobs"), max_tokens=MAX_TOKENS, temperature=0.7)
-@engine_options(without=("seed", *ADAPTER_MEMORY), concurrency=1)
+@engine_options(without=("seed", *ADAPTER_MEMORY), concurrency=1, speculate="auto")
 def chat(
     model: Model = DEFAULT_MODEL,
     system: Annotated[str | None, typer.Option(help="System message of the conversation.")] = None,

@@ -25,7 +25,7 @@ _SHAPES = (
 
 
 _NOT_SHOWN = """memory gpu_memory_utilization prefix_caching scheduling concurrency threads seed speculate draft_tokens
-kv_policy kv_host_memory kv_disk kv_disk_size kv_redis kv_secret_file kv_budget_policy kv_budget"""
+itl jump_forward kv_policy kv_host_memory kv_disk kv_disk_size kv_redis kv_secret_file kv_budget_policy kv_budget"""
 
 
 @engine_options(without=(*_NOT_SHOWN.split(), *ADAPTER_OPTIONS))

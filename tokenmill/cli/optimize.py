@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _CONTEXT = 256  # tokens in a window of the text
 
 
-@engine_options(without=("concurrency", "batch_tokens", "kv_cache_dtype", *ADAPTER_OPTIONS))
+@engine_options(without=("concurrency", "batch_tokens", "kv_cache_dtype", "itl", *ADAPTER_OPTIONS))
 @given_options(PANELS, {})
 def optimize(
     model: Model = DEFAULT_MODEL,

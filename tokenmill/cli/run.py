@@ -23,7 +23,7 @@ MAX_TOKENS = 256
 
 
 @sampling_options(max_tokens=MAX_TOKENS, temperature=0.0)
-@engine_options(without=("seed", *ADAPTER_MEMORY), concurrency=1)
+@engine_options(without=("seed", *ADAPTER_MEMORY), concurrency=1, speculate="auto")
 def run(
     model: Model = DEFAULT_MODEL,
     text: Annotated[

@@ -64,6 +64,7 @@ def simulate(
     seed: Annotated[int, typer.Option(rich_help_panel=_LOAD, help="Same seed, same load.")] = 0,
     ttft: Annotated[float, typer.Option(help="Limit for goodput: time to first token, ms.")] = 0.0,
     itl: Annotated[float, typer.Option(help="Limit for goodput: mean time between tokens, ms.")] = 0.0,
+    keep_itl: Annotated[bool, typer.Option(help="Schedule as `serve --itl` does: prompts wait for --itl.")] = False,
     replicas: Annotated[int, typer.Option(rich_help_panel=_FLEET, help="Replicas; 0: by --tp.")] = 0,
     router: Annotated[
         str, typer.Option(rich_help_panel=_FLEET, help="round_robin, least_loaded or prefix_aware.")
@@ -147,7 +148,7 @@ def simulate(
         model, gpu, weights, kv_cache_dtype, engine, tp, pp, replicas, context,
         max_num_batched_tokens, max_num_seqs, prices,
     )  # fmt: skip
-    simulation, result = ask(asked, load, fleet, Limits(ttft, itl))
+    simulation, result = ask(asked, load, fleet, Limits(ttft, itl, keep_itl))
     if html is not None:
         from tokenmill.plan.simulate.html import write_simulation_report
 

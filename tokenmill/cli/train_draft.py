@@ -20,7 +20,8 @@ _CACHE_FLAGS = (
     *("kv_policy", "kv_host_memory", "kv_disk", "kv_disk_size", "kv_redis", "kv_secret_file"),
     *("kv_budget_policy", "kv_budget"),
 )
-_UNUSED = ("speculate", "draft_tokens", "scheduling", "prefix_caching", *_CACHE_FLAGS, *ADAPTER_OPTIONS)
+_STEP_FLAGS = ("speculate", "draft_tokens", "jump_forward", "itl", "scheduling", "prefix_caching")
+_UNUSED = (*_STEP_FLAGS, *_CACHE_FLAGS, *ADAPTER_OPTIONS)
 
 
 @engine_options(without=_UNUSED)

@@ -27,7 +27,9 @@ from tokenmill.engine.kv.budget.enforcer import BudgetEnforcer
 from tokenmill.engine.kv.manager import KVManager
 from tokenmill.engine.kv.policy import POLICIES
 from tokenmill.engine.order import DISCIPLINES
+from tokenmill.engine.pace import StepPace
 from tokenmill.engine.scheduler import Scheduler
+from tokenmill.engine.stats import EngineStats
 from tokenmill.engine.tiers import build_tiers, shown_address
 from tokenmill.errors import UserError
 from tokenmill.grammar.compiler import GrammarCompiler
@@ -105,11 +107,21 @@ def build_engine(model: str | Path, options: EngineConfig) -> EngineParts:
     pages, slots = runtime.budget.num_pages, runtime.budget.num_state_slots
     kv = KVManager(runtime.layout, pages, config.prefix_caching, policy, tiers, budgets, slots)
     ahead = runtime.executor.lookahead
-    drafts = config.draft_tokens if runtime.runner.speculator is not None else 0
+    drafts, grammar_drafts = _draft_slots(runtime, config, kv.stats)
     discipline = make_discipline(config.max_tenant_slowdown)
     adapters, adapter_slots = make_slots(config, files, runtime, kv.stats)
+    pace = StepPace(config.itl / 1000.0, kv.stats) if config.itl else None
     scheduler = Scheduler(
-        kv, discipline, config.batch_tokens, config.concurrency, config.context, ahead, drafts, adapter_slots
+        kv,
+        discipline,
+        config.batch_tokens,
+        config.concurrency,
+        config.context,
+        ahead,
+        drafts,
+        adapter_slots,
+        grammar_drafts,
+        pace,
     )
     adapters.attach(adapter_slots, lambda digest: len(scheduler.using(digest)))
     eos_ids = tuple(dict.fromkeys((*description.eos_ids, *tokenizer.eos_ids)))
@@ -129,3 +141,13 @@ def build_engine(model: str | Path, options: EngineConfig) -> EngineParts:
         path=path,
         load_seconds=time.perf_counter() - started,
     )
+
+
+def _draft_slots(runtime: Runtime, config: ResolvedConfig, stats: EngineStats) -> tuple[int, int]:
+    """Tokens that the runner may guess for any sequence, and for one that a grammar guides."""
+    speculator = runtime.runner.speculator
+    if speculator is None:
+        return 0, 0
+    speculator.report_to(stats.take_decisions)
+    most = config.draft_tokens
+    return most if speculator.drafts_all else 0, most if speculator.grammars is not None else 0

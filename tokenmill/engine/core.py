@@ -7,6 +7,7 @@ Called by the engine loop and the simulator, from one thread.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 from tokenmill.engine.scheduler import Scheduler
@@ -22,9 +23,11 @@ class Runner(Protocol):
 
 
 class EngineCore:
-    def __init__(self, scheduler: Scheduler, runner: Runner) -> None:
+    def __init__(self, scheduler: Scheduler, runner: Runner, clock: Callable[[], float] | None = None) -> None:
+        """`clock`: seconds by which steps are timed; a cost model has a clock of its own."""
         self.scheduler = scheduler
         self.runner = runner
+        self._clock = clock
         self.stats = scheduler.stats
         self.meter: StepMeter | None = None  # where device time is billed
         self.timelines: Timelines | None = None  # where a server tells requests what took how long
@@ -37,9 +40,10 @@ class EngineCore:
         if not plan.scheduled:
             assert not self.has_work or self.scheduler.is_loading, "requests wait but none can be scheduled"
             return []
-        began = time.perf_counter()
+        clock = self._clock or time.perf_counter
+        began = clock()
         result = self.runner.execute(plan)
-        seconds = time.perf_counter() - began
+        seconds = clock() - began
         if self.timelines is not None:
             self.timelines.record(plan, seconds)
         events = self.scheduler.update(plan, result)

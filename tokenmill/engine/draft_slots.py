@@ -1,9 +1,11 @@
 """Slots beyond the scheduled tokens of a step: for guesses of a drafter, or for a run of tokens that the runner
-computes alone. They come out of the budget and the pages that nobody else needs. The scheduler calls this last in each
-step.
+computes alone. They come out of the budget and the pages that nobody else needs. Where nothing but grammars is drafted
+from, sequences without one have no slots for guesses. The scheduler calls this last in each step.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from tokenmill.engine.kv.manager import KVManager
 from tokenmill.types import Request, ScheduledTokens
@@ -11,16 +13,35 @@ from tokenmill.types import Request, ScheduledTokens
 Rows = dict[Request, ScheduledTokens]
 
 
-def hold_draft_slots(kv: KVManager, rows: Rows, budget: int, max_drafts: int, context_length: int) -> int:
-    """Slots for guesses after the token of each decode; returns the tokens that are left of the budget."""
-    for request, row in rows.items():
-        wanted = min(budget, _max_slots(request, row, max_drafts, context_length))
-        row.num_draft_slots = _reserve_after(kv, request, row, wanted)
-        budget -= row.num_draft_slots
-    return budget
+@dataclass(frozen=True, slots=True)
+class DraftSlots:
+    """`max_drafts`: tokens that the runner may guess for any sequence; `grammar_drafts`: for one that a grammar
+    guides."""
+
+    max_drafts: int
+    grammar_drafts: int
+    context_length: int
+
+    def hold(self, kv: KVManager, rows: Rows, budget: int, run: int) -> None:
+        """Slots after the tokens of a step, from `budget` tokens that are left of it."""
+        if self.max_drafts or (self.grammar_drafts and any(map(_is_guided, rows))):
+            self._hold_drafts(kv, rows, budget)
+        elif run > 1:
+            hold_run(kv, rows, budget, run - 1, self.context_length)
+
+    def _hold_drafts(self, kv: KVManager, rows: Rows, budget: int) -> None:
+        for request, row in rows.items():
+            most = max(self.max_drafts, self.grammar_drafts if _is_guided(request) else 0)
+            wanted = min(budget, _max_slots(request, row, most, self.context_length))
+            row.num_draft_slots = _reserve_after(kv, request, row, wanted)
+            budget -= row.num_draft_slots
 
 
-def hold_run(kv: KVManager, rows: Rows, budget: int, wanted: int, context_length: int) -> int:
+def _is_guided(request: Request) -> bool:
+    return request.params.structured is not None
+
+
+def hold_run(kv: KVManager, rows: Rows, budget: int, wanted: int, context_length: int) -> None:
     """Equally many slots after every token, where all rows are decodes: else the runner could not go on alone."""
     most = [_max_slots(request, row, wanted, context_length) for request, row in rows.items()]
     slots = min([*most, budget // max(1, len(most))])
@@ -28,8 +49,6 @@ def hold_run(kv: KVManager, rows: Rows, budget: int, wanted: int, context_length
         slots = _reserve_after(kv, request, row, slots)
     for row in rows.values():
         row.num_draft_slots = slots
-        budget -= slots
-    return budget
 
 
 def _max_slots(request: Request, row: ScheduledTokens, wanted: int, context_length: int) -> int:

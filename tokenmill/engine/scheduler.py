@@ -13,12 +13,13 @@ from __future__ import annotations
 from itertools import count as counter
 
 from tokenmill.engine.adapters.residency import AdapterQueue, AdapterSlots, RunningQueue
-from tokenmill.engine.draft_slots import hold_draft_slots, hold_run
+from tokenmill.engine.draft_slots import DraftSlots
 from tokenmill.engine.kv.handles import Reservation, wants_prompt_logprobs
 from tokenmill.engine.kv.manager import KVManager
 from tokenmill.engine.kv.usage import check_fit
 from tokenmill.engine.order.base import Discipline
 from tokenmill.engine.order.queue import Key
+from tokenmill.engine.pace import StepPace
 from tokenmill.engine.siblings import make_sibling
 from tokenmill.engine.stats import EngineStats
 from tokenmill.engine.step_shares import StepShares
@@ -42,9 +43,12 @@ class Scheduler:
         ahead: int = 0,
         max_drafts: int = 0,
         adapters: AdapterSlots | None = None,
+        grammar_drafts: int = 0,
+        pace: StepPace | None = None,
     ) -> None:
         """`ahead`: tokens beyond the scheduled ones to hold slots for, while there are pages: a runner that starts the
-        next step before it is asked to needs them. `max_drafts`: tokens that the runner may guess for a sequence."""
+        next step before it is asked to needs them. `max_drafts`, `grammar_drafts`: as in DraftSlots. `pace`: keeps the
+        steps of running sequences short."""
         assert min(max_batch_tokens, max_running) > 0
         check_fit(kv.layout, kv.num_pages, context_length)
         self.kv = kv
@@ -54,16 +58,17 @@ class Scheduler:
         self.context_length = context_length
         self.stats = kv.stats
         self._ahead = ahead
-        self._max_drafts = max_drafts
         self.adapters = adapters or AdapterSlots()
         self._waiting = AdapterQueue()
         self._running = RunningQueue(self.adapters)
+        self._slots = DraftSlots(max_drafts, grammar_drafts, context_length)
         self._siblings: dict[str, list[Request]] = {}  # by request id: those that are not finished
         self._prompt_logprobs: dict[Request, list[TokenLogprobs]] = {}  # until the first token event takes them along
         self._sequence = counter()
         self._rows: dict[Request, ScheduledTokens] = {}  # of the step being scheduled
         self._budget = 0  # tokens that the step being scheduled can still take
-        self._shares = StepShares(discipline)
+        self._shares = StepShares(discipline, pace)
+        self._num_drafted: int | None = 0  # in the step being taken in; None: it was a run of steps
 
     # --- from the caller ---
 
@@ -136,7 +141,7 @@ class Scheduler:
         for request in prompts:
             if not crowded:
                 self._admit(ahead_of=request)
-            limit = self._shares.limit(request, self._budget)
+            limit = self._shares.limit(request, self._budget, request.num_computed)
             if limit > 0 and request in self._running:
                 before = self.stats.num_preemptions
                 self._continue(request, min(request.num_tokens - request.num_computed, limit))
@@ -145,10 +150,8 @@ class Scheduler:
             self._admit()
         if self._shares.leaves_rest:
             self._spend_rest()
-        if self._max_drafts and not crowded:
-            self._budget = hold_draft_slots(self.kv, self._rows, self._budget, self._max_drafts, self.context_length)
-        elif run > 1 and not crowded:
-            self._budget = hold_run(self.kv, self._rows, self._budget, run - 1, self.context_length)
+        if not crowded:
+            self._slots.hold(self.kv, self._rows, self._shares.paced_drafts(self._budget), run)
         return StepPlan(list(self._rows.values()), self.kv.take_copies(), run, self.kv.take_state_copies())
 
     def update(self, plan: StepPlan, result: StepResult) -> list[TokenEvent]:
@@ -176,11 +179,12 @@ class Scheduler:
             elif row.samples:
                 events.append(self._give_up(request))
         self.stats.saved_seconds += result.saved_seconds
+        self._num_drafted = sum(result.num_drafted.values()) if result.num_drafted or not result.accepted else None
         return events
 
     def record_step(self, plan: StepPlan, events: list[TokenEvent], seconds: float) -> None:
         """A step is over; `seconds` is what the runner took."""
-        self._shares.record_step(plan, seconds)
+        self._shares.record_step(plan, self._num_drafted, seconds)
         self.kv.record_step(plan, seconds)
         self.measure().record_step(plan, events, seconds)
 
@@ -211,7 +215,7 @@ class Scheduler:
         passed over and keep their place. With `ahead_of`, only those that may preempt that running request."""
         passed: set[Request] = set()
         num_loading = 0
-        while len(passed) < len(self._waiting) and num_loading < _MAX_LOADING and self._budget > 0:
+        while len(passed) < len(self._waiting) and num_loading < _MAX_LOADING and self._has_room:
             request = self.discipline.next(self._waiting, passed)
             if ahead_of is not None and not self.discipline.outranks(request, ahead_of):
                 return
@@ -229,6 +233,10 @@ class Scheduler:
                 if victim is None:
                     return
                 self._preempt(victim)
+
+    @property
+    def _has_room(self) -> bool:
+        return self._budget > 0 and self._shares.has_room
 
     def _is_fetched(self, request: Request) -> bool:
         """Whether its adapter is on the device, and no page that it could use is still on its way from a tier. With
@@ -254,7 +262,7 @@ class Scheduler:
         match = self.kv.match(request)
         if not match.fits:
             return False
-        limit = max(1, self._shares.limit(request, self._budget))
+        limit = max(1, self._shares.limit(request, self._budget, match.num_tokens))
         slots = self.kv.reserve(request, min(request.num_tokens - match.num_tokens, limit), match)
         if not slots:
             return False
@@ -286,8 +294,11 @@ class Scheduler:
             pending = request.num_tokens - request.num_computed
             row = self._rows.get(request)
             if self._budget > 0 and request in self._running and pending > (row.count if row else 1):
-                self._budget += row.count if row else 0
-                self._continue(request, min(pending, self._budget))
+                before = row.count if row else 0
+                more = self._shares.paced(min(pending - before, self._budget), request.num_computed + before)
+                if more > 0:
+                    self._budget += before
+                    self._continue(request, before + more)
 
     def _plan(self, request: Request, granted: int, slots: Reservation) -> None:
         start = request.num_computed

@@ -7,7 +7,7 @@ and its dashboard from the declarations below. Knows nothing of Prometheus or of
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
@@ -105,6 +105,21 @@ class DeviceStats:
     )
 
 
+def _drafting_gauge(name: str, help: str, unit: str = "short") -> Any:
+    return _gauge(name, help, "Throughput", unit=unit, labels=("drafter", "sequences", "reason"))
+
+
+@dataclass(slots=True)
+class DraftingStats:
+    """Whether a drafter is used in steps of so many sequences, and why. Written by `EngineStats.take_decisions`."""
+
+    drafter: str
+    sequences: str
+    reason: str
+    on: int = _drafting_gauge("drafting_on", "1 while drafts are used in steps of so many sequences.")
+    gain: float = _drafting_gauge("drafting_gain", "Time that drafts won when last measured.", "percentunit")
+
+
 @dataclass(slots=True)
 class EngineStats:
     """Fields without a metric are for reports and benchmarks. Page gauges are as of the last `KVManager.measure`."""
@@ -160,6 +175,13 @@ class EngineStats:
     num_adapter_reads: int = _counter("adapter_reads", "Adapters read from disk again.", "Adapters")
     running_adapters: list[str] = field(default_factory=list)  # names, as many as fit a label
     waiting_adapters: list[str] = field(default_factory=list)
+    drafting: list[DraftingStats] = field(default_factory=list)
+    num_late_steps: int = _counter(
+        "steps_over_itl", "Steps with running sequences that took longer than --itl.", "Throughput"
+    )
+    step_prompt_tokens: int = _gauge(
+        "step_prompt_tokens", "Prompt tokens that the last step took beside running sequences, under --itl.", "Queue"
+    )
     num_tokens_computed: int = 0
     num_tokens_sampled: int = 0
     num_finished: int = 0  # sequences; siblings count one each
@@ -192,6 +214,12 @@ class EngineStats:
         self.total_kv_waste += self.kv_waste
         self.total_kv_padding += self.kv_padding
 
+    def take_decisions(self, decisions: Iterable[Any]) -> None:
+        """What the runtime measured drafts to be worth (runtime/speculation/gate.py: Decision)."""
+        self.drafting = [
+            DraftingStats(each.drafter, each.sequences, each.reason, int(each.is_open), each.gain) for each in decisions
+        ]
+
     def reset(self) -> None:
         """Count from zero again, for a measurement. What tiers count is theirs."""
         for each in fields(self):
@@ -217,7 +245,9 @@ class EngineStats:
         return self.num_prefix_hit_tokens / max(1, self.num_prefix_query_tokens)
 
 
-def metrics_of(record: type[EngineStats] | type[TierStats] | type[DeviceStats]) -> Iterator[tuple[str, MetricSpec]]:
+def metrics_of(
+    record: type[EngineStats] | type[TierStats] | type[DeviceStats] | type[DraftingStats],
+) -> Iterator[tuple[str, MetricSpec]]:
     """(field, metric) of every field that is a metric, in order."""
     for each in fields(record):
         if _METRIC in each.metadata:

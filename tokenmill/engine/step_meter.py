@@ -9,66 +9,16 @@ events of each sequence. Knows neither prices nor keys; EngineCore calls it wher
 from __future__ import annotations
 
 from collections import defaultdict
-from itertools import combinations
 
+from tokenmill.engine.step_fit import StepCostFit
 from tokenmill.types import StepPlan, StepResult, TokenEvent
 
-_DECAY = 0.995  # weight of a step in the next one
-_FIT_STEPS = 16  # from one fit to the next
-_MAX_SURPRISE = 3.0  # a step that took longer than this times the prediction teaches no more than this
-_DAMPING = 1e-3
 _POSITIONS = 1024.0  # attended positions are counted in these, which keeps the sums of one size
-_NUM_COSTS = 3
-_TERMS = [terms for size in (3, 2, 1) for terms in combinations(range(_NUM_COSTS), size)]
-
-
-class StepCostFit:
-    """seconds = fixed + tokens x token + attended x position: the least squares over the last some hundred steps, with
-    no cost below zero."""
-
-    def __init__(self) -> None:
-        self.costs = (0.0, 1.0, 0.0)  # fixed, token, position (of 1024); before anything is known tokens count
-        self._num_steps = 0
-        self._products = [[0.0] * _NUM_COSTS for _ in range(_NUM_COSTS)]  # decaying sums
-        self._targets = [0.0] * _NUM_COSTS
-
-    @property
-    def known(self) -> bool:
-        return self._num_steps >= _FIT_STEPS
-
-    def record(self, num_tokens: int, attended: float, seconds: float) -> None:
-        amounts = (1.0, float(num_tokens), attended)
-        if self.known:
-            usual = sum(cost * amount for cost, amount in zip(self.costs, amounts, strict=True))
-            seconds = min(seconds, _MAX_SURPRISE * usual) if usual > 0 else seconds
-        for row, amount in enumerate(amounts):
-            products = self._products[row]
-            for column, other in enumerate(amounts):
-                products[column] = _DECAY * products[column] + amount * other
-            self._targets[row] = _DECAY * self._targets[row] + amount * seconds
-        self._num_steps += 1
-        if self._num_steps % _FIT_STEPS == 0:
-            self._fit()
-
-    def _fit(self) -> None:
-        """Of the fits with some of the terms whose costs are all positive, the best one. More terms fit better: what
-        is left of the squares decides."""
-        best, best_left = self.costs, float("inf")
-        for terms in _TERMS:
-            matrix = [[self._products[row][column] for column in terms] for row in terms]
-            found = _solve(matrix, [self._targets[row] for row in terms])
-            if min(found) < 0 or max(found) <= 0:
-                continue
-            left = -sum(cost * self._targets[term] for cost, term in zip(found, terms, strict=True))
-            if left < best_left:
-                costs = dict(zip(terms, found, strict=True))
-                best, best_left = (costs.get(0, 0.0), costs.get(1, 0.0), costs.get(2, 0.0)), left
-        self.costs = best
 
 
 class StepMeter:
     def __init__(self) -> None:
-        self._fit = StepCostFit()
+        self._fit = StepCostFit((0.0, 1.0, 0.0))  # fixed, token, position; before anything is known tokens count
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
     def record(self, plan: StepPlan, result: StepResult, events: list[TokenEvent], seconds: float) -> None:
@@ -93,27 +43,9 @@ class StepMeter:
                 event = next(waiting, None)
             else:
                 request.device_seconds += share
-        self._fit.record(num_tokens, num_attended, seconds)
+        self._fit.record((1.0, float(num_tokens), num_attended), seconds)
 
     def take(self) -> dict[str, float]:
         """Seconds by tenant since the last call."""
         taken, self._seconds = dict(self._seconds), defaultdict(float)
         return taken
-
-
-def _solve(matrix: list[list[float]], vector: list[float]) -> list[float]:
-    """Least squares by their normal equations, with a little damping: what steps that are all alike cannot tell apart
-    is then divided evenly."""
-    size = len(vector)
-    rows = [[*row, value] for row, value in zip(matrix, vector, strict=True)]
-    for place in range(size):
-        rows[place][place] *= 1 + _DAMPING
-    for place in range(size):
-        for row in range(place + 1, size):
-            factor = rows[row][place] / rows[place][place]
-            rows[row] = [value - factor * above for value, above in zip(rows[row], rows[place], strict=True)]
-    found = [0.0] * size
-    for row in reversed(range(size)):
-        known = sum(rows[row][place] * found[place] for place in range(row + 1, size))
-        found[row] = (rows[row][size] - known) / rows[row][row]
-    return found

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from tokenmill.errors import UserError
 from tokenmill.grammar.round_robin import RoundRobin
 from tokenmill.grammar.source import check_limits, grammar_text, refusal
-from tokenmill.grammar.vocabulary import TokenBytes, build_vocabulary
+from tokenmill.grammar.vocabulary import Bits, TokenBytes, build_vocabulary, punctuation_of
 from tokenmill.hardware.priority import lower_thread_priority
 from tokenmill.types import StructuredSpec
 
@@ -39,12 +39,18 @@ _STACK_BYTES = 128 << 20
 class CompiledGrammar:
     """A grammar over one model's tokens. Shared by all requests that use it; each has a matcher of its own."""
 
-    def __init__(self, prototype: LLMatcher, vocab_size: int) -> None:
+    def __init__(self, prototype: LLMatcher, vocabulary: LLTokenizer, punctuation: Bits | None = None) -> None:
         self._prototype = prototype
-        self.vocab_size = vocab_size  # of the tokenizer; a model may have more logits
+        self._vocabulary = vocabulary
+        self.vocab_size: int = vocabulary.vocab_size  # of the tokenizer; a model may have more logits
+        self.punctuation = punctuation  # tokens of brackets, quotes and white space alone; None: not looked for
 
     def matcher(self) -> LLMatcher:
         return self._prototype.deep_copy()
+
+    def token_bytes(self, token_id: int) -> bytes:
+        data: bytes = self._vocabulary.decode_bytes([token_id])
+        return data
 
 
 class GrammarJob:
@@ -108,6 +114,7 @@ class GrammarCompiler:
         self._eos_ids = tuple(eos_ids)
         self._seconds = seconds
         self._vocabulary: LLTokenizer | None = None
+        self._punctuation: Bits | None = None
         self._ready: OrderedDict[StructuredSpec, GrammarJob] = OrderedDict()
         self._current: dict[StructuredSpec, GrammarJob] = {}  # queued or being compiled
         self._queue: RoundRobin[GrammarJob] = RoundRobin()
@@ -184,7 +191,8 @@ class GrammarCompiler:
         while True:
             job = self._next()
             try:
-                result: CompiledGrammar | Exception = compile_grammar(job.spec, self._built_vocabulary())
+                vocabulary = self._built_vocabulary()
+                result: CompiledGrammar | Exception = compile_grammar(job.spec, vocabulary, self._punctuation)
             except Exception as error:
                 result = error
             if self._finish(job, result):
@@ -223,10 +231,11 @@ class GrammarCompiler:
         with self._building:
             if self._vocabulary is None:
                 self._vocabulary = build_vocabulary(self._tokenizer, self._eos_ids)
+                self._punctuation = punctuation_of(self._tokenizer)
             return self._vocabulary
 
 
-def compile_grammar(spec: StructuredSpec, vocabulary: LLTokenizer) -> CompiledGrammar:
+def compile_grammar(spec: StructuredSpec, vocabulary: LLTokenizer, punctuation: Bits | None = None) -> CompiledGrammar:
     """In the calling thread. Raises UserError where the grammar cannot be used."""
     from llguidance import LLMatcher
 
@@ -239,7 +248,7 @@ def compile_grammar(spec: StructuredSpec, vocabulary: LLTokenizer) -> CompiledGr
     mask = first.compute_bitmask()
     if first.is_error() or not any(mask):
         raise refusal(spec, first.get_error() or "it allows no output at all")
-    return CompiledGrammar(matcher, vocabulary.vocab_size)
+    return CompiledGrammar(matcher, vocabulary, punctuation)
 
 
 def _limits() -> LLParserLimits:

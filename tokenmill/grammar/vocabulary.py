@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from tokenmill.errors import UnavailableError
 
 if TYPE_CHECKING:
@@ -15,6 +18,8 @@ if TYPE_CHECKING:
 
 
 _GUARD = "\x02"
+_PUNCTUATION = frozenset(b'{}[]":, \t\r\n')
+Bits = NDArray[np.int32]  # one bit for each token, the first token lowest
 
 
 class TokenBytes(Protocol):
@@ -69,6 +74,15 @@ class _Tokens:
             ids.append(self._ids[data[start:end]])
             start = end
         return ids
+
+
+def punctuation_of(tokenizer: TokenBytes) -> Bits:
+    """The tokens that are nothing but the punctuation of JSON."""
+    flags = np.zeros(-(-tokenizer.vocab_size // 32) * 32, dtype=np.uint8)
+    for token_id in range(tokenizer.vocab_size):
+        data = tokenizer.token_bytes(token_id)
+        flags[token_id] = bool(data) and token_id not in tokenizer.special_ids and _PUNCTUATION.issuperset(data)
+    return np.packbits(flags, bitorder="little").view(np.int32)
 
 
 def build_vocabulary(tokenizer: TokenBytes, eos_ids: Sequence[int]) -> LLTokenizer:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from tokenmill.engine.stats import DeviceStats, EngineStats, MetricSpec, TierStats, metrics_of
+from tokenmill.engine.stats import DeviceStats, DraftingStats, EngineStats, MetricSpec, TierStats, metrics_of
 from tokenmill.serve.generation import Member
 
 PREFIX = "tokenmill_"
@@ -114,7 +114,9 @@ _SERVER_METRICS = (
 _ENGINE_FIELDS = tuple(metrics_of(EngineStats))
 _TIER_FIELDS = tuple(metrics_of(TierStats))
 _DEVICE_FIELDS = tuple(metrics_of(DeviceStats))
-METRICS = (*(spec for _, spec in (*_ENGINE_FIELDS, *_TIER_FIELDS, *_DEVICE_FIELDS)), *_SERVER_METRICS)
+_DRAFTING_FIELDS = tuple(metrics_of(DraftingStats))
+_COUNTED = (*_ENGINE_FIELDS, *_TIER_FIELDS, *_DEVICE_FIELDS, *_DRAFTING_FIELDS)
+METRICS = (*(spec for _, spec in _COUNTED), *_SERVER_METRICS)
 
 
 class _Histogram:
@@ -182,6 +184,10 @@ class Metrics:
         # One line with the names of this moment, as vLLM has it: gateways send requests where their adapter is.
         names = (",".join(stats.running_adapters), ",".join(stats.waiting_adapters))
         self._values["lora_requests"] = {(str(self.max_loras), *names): time.time() if self.max_loras else 0.0}
+        for name, spec in _DRAFTING_FIELDS:  # a decision that changed is one series, not two
+            self._values[spec.name] = {
+                (each.drafter, each.sequences, each.reason): getattr(each, name) for each in stats.drafting
+            }
         self._last = stats
 
     def on_devices(self, devices: Sequence[DeviceStats]) -> None:

@@ -11,11 +11,11 @@ import torch
 from tests.unit.grammar.test_grammar import _EOS, ByteTokens, _logits, _request, _write
 from tokenmill.errors import UserError
 from tokenmill.grammar import check as check_module
+from tokenmill.grammar import progress as grammar_progress
 from tokenmill.grammar.check import check_grammar
 from tokenmill.grammar.compiler import GrammarCompiler
 from tokenmill.grammar.source import check_limits, is_gbnf
 from tokenmill.grammar.vocabulary import build_vocabulary
-from tokenmill.runtime.sampling.features import grammar as grammar_feature
 from tokenmill.runtime.sampling.sampler import Sampler
 from tokenmill.types import StructuredSpec
 
@@ -78,7 +78,7 @@ def test_a_text_that_is_too_long_is_refused_before_it_is_read(kind: str) -> None
 def test_slow_masks_end_their_request_alone(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = StructuredSpec("regex", "[a-z]*")
     slow, good = _request(compiler.compile(spec), spec), _request(compiler.compile(spec), spec)
-    mask, step, clock = grammar_feature._Progress.banned, [0.0], [0.0]
+    mask, step, clock = grammar_progress.GrammarProgress.banned, [0.0], [0.0]
 
     def slow_mask(progress: Any, num_logits: int) -> Any:
         ticking = progress is feature._progress.get(slow)  # type: ignore[attr-defined]
@@ -91,8 +91,8 @@ def test_slow_masks_end_their_request_alone(compiler: GrammarCompiler, monkeypat
 
     sampler = Sampler()
     feature = next(each for each in sampler._logit_features if each.active(slow.params))
-    monkeypatch.setattr(grammar_feature.time, "thread_time", time_passes)
-    monkeypatch.setattr(grammar_feature._Progress, "banned", slow_mask)
+    monkeypatch.setattr(grammar_progress.time, "thread_time", time_passes)
+    monkeypatch.setattr(grammar_progress.GrammarProgress, "banned", slow_mask)
     ended = None
     for position in range(20):
         token_ids, _ = sampler.sample(torch.stack([_logits(position), _logits(position + 100)]), [slow, good])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client.parser import text_string_to_metric_families
 
 from tokenmill.engine import messages
-from tokenmill.engine.stats import EngineStats, TierStats, metrics_of
+from tokenmill.engine.stats import DraftingStats, EngineStats, TierStats, metrics_of
 from tokenmill.serve.metrics import METRICS, Metrics, render
 
 _EXPECTED_BY_DASHBOARDS = [
@@ -99,10 +99,15 @@ def test_histograms_are_cumulative() -> None:
 
 def test_what_the_engine_counts_is_a_metric_by_its_declaration_alone() -> None:
     """The record is the only list: every declared field crosses the wire and is shown."""
-    declared = [*metrics_of(EngineStats), *metrics_of(TierStats)]
+    declared = [*metrics_of(EngineStats), *metrics_of(TierStats), *metrics_of(DraftingStats)]
     assert [spec for _, spec in declared] == list(METRICS[: len(declared)])
     tier = TierStats("disk", **{name: {"hash": 3} if name == "rejected" else 3 for name, _ in metrics_of(TierStats)})
-    stats = EngineStats(tiers=[tier], **{name: 2 for name, _ in metrics_of(EngineStats) if name != "pages_consistent"})
+    drafting = DraftingStats("suffix", "1", "measured to pay", on=3, gain=3)
+    stats = EngineStats(
+        tiers=[tier],
+        drafting=[drafting],
+        **{name: 2 for name, _ in metrics_of(EngineStats) if name != "pages_consistent"},
+    )
     received = messages.decode_from_engine(messages.encode(messages.Events([], stats)))
     assert isinstance(received, messages.Events)
     metrics = Metrics("m")

@@ -32,6 +32,7 @@ _SHAPE = {
     "batch_tokens": "batch_tokens",
     "scheduling": "scheduling",
     "kv_policy": "kv_policy",
+    "itl": "itl",
 }
 # Bytes of one KV value; scales of groups are left out.
 _KV_BYTES = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0, "fp8": 1.0, "fp8_e4m3": 1.0, "fp8_e5m2": 1.0,

@@ -26,6 +26,7 @@ class EngineShape:
     context: int  # longest prompt + output that is accepted
     scheduling: str = "fcfs"
     kv_policy: str = "lru"
+    itl: float = 0.0  # ms between two tokens that the scheduler tries to keep; 0: no objective
 
 
 def shape_of(deployment: Deployment, context: int = 0, page_size: int = PAGE_SIZE) -> EngineShape:

@@ -6,7 +6,7 @@ calibration's check; the only file here that knows what a deployment is.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tokenmill.errors import UserError
 from tokenmill.hardware.memory import sequence_bytes
@@ -53,12 +53,15 @@ class FleetOptions:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits for goodput in milliseconds; 0: none."""
+    """Limits for goodput in milliseconds; 0: none. `keep_itl`: the scheduler keeps it, as `serve --itl` does."""
 
     ttft_ms: float = 0.0
     itl_ms: float = 0.0
+    keep_itl: bool = False
 
     def __post_init__(self) -> None:
+        if self.keep_itl and not self.itl_ms:
+            raise UserError("there is no limit to keep", "give --itl with --keep-itl")
         for name in ("ttft_ms", "itl_ms"):
             if getattr(self, name) < 0:
                 raise UserError(f"the limit {name} is {getattr(self, name):g}", "give milliseconds above 0")
@@ -125,6 +128,8 @@ def simulate_engine(
     limits: Limits = Limits(),
     transfer: TransferTime = TransferTime(),
 ) -> Simulation:
+    if limits.keep_itl:
+        engine = replace(engine, shape=replace(engine.shape, itl=limits.itl_ms))
     cluster = run_cluster(engine, workload, fleet, transfer)
     records, replicas = cluster.records, cluster.replicas
     outside = OutsideEngine(engine.request_ms, engine.queue_steps * _met_running(records, len(replicas)))

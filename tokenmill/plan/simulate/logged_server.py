@@ -62,6 +62,7 @@ class LoggedServer:
             int(c["context"]),
             str(c.get("scheduling", "fcfs")),
             str(c.get("kv_policy", "lru")),
+            float(c.get("itl", 0.0)),
         )
 
     def fit(self, until_unix: float = float("inf")) -> FittedSteps:

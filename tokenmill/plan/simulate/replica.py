@@ -12,6 +12,7 @@ from tokenmill.engine.core import EngineCore
 from tokenmill.engine.kv.manager import KVManager
 from tokenmill.engine.kv.policy import POLICIES
 from tokenmill.engine.order import DISCIPLINES
+from tokenmill.engine.pace import StepPace
 from tokenmill.engine.scheduler import Scheduler
 from tokenmill.plan.simulate.engine_shape import EngineShape
 from tokenmill.plan.simulate.pipeline import Pipeline
@@ -43,8 +44,10 @@ class Replica:
         # A decode pool receives prompts as KV: they take pages but no compute, and so no part of the token budget.
         budget = 1 << 30 if pool == "decode" else shape.batch_tokens
         discipline = DISCIPLINES.get(shape.scheduling)()
-        self.scheduler = Scheduler(self.kv, discipline, budget, shape.max_running, shape.context)
-        self.core = EngineCore(self.scheduler, self.runner)
+        clock = self.runner.clock
+        self._pace = StepPace(shape.itl / 1000.0, self.kv.stats, clock) if shape.itl and pool != "decode" else None
+        self.scheduler = Scheduler(self.kv, discipline, budget, shape.max_running, shape.context, pace=self._pace)
+        self.core = EngineCore(self.scheduler, self.runner, clock)
         self.strides = True
         self.pipeline: Pipeline | None = None  # shared with the other loops of the deployment
         self.busy = False
@@ -124,7 +127,7 @@ class Replica:
         sliding windows release some).
         """
         rows = self.runner.plan.scheduled
-        if self.pipeline or not (self.strides and self.runner.decodes_only) or self._untried or not rows:
+        if self._pace or self.pipeline or not (self.strides and self.runner.decodes_only) or self._untried or not rows:
             return []
         running, waiting = self.scheduler.num_running, self.scheduler.num_waiting
         if len(rows) != running or running >= self.scheduler.max_batch_tokens:

@@ -29,6 +29,7 @@ class SimRunner:
         self.cost = cost
         self.plan = StepPlan()  # the last one
         self.ms = 0.0  # of the last step
+        self.seconds = 0.0  # of all steps
         self.input_ms = 0.0  # the part of it that prompts caused
         self.decodes_only = False
         self.prompt_tokens = 0  # computed so far, recomputation included
@@ -52,11 +53,16 @@ class SimRunner:
         self.plan = plan
         self.decodes_only = count == len(plan.scheduled)
         self.ms = self.cost.step_ms(prefill, (count, float(context)))
+        self.seconds += self.ms / 1000.0
         self.input_ms = 0.0
         if prefill:
             self.input_ms = self.ms - self.cost.step_ms((), (count, float(context)))
         nothing = [None] * len(tokens)
         return StepResult(tokens, nothing, nothing)  # type: ignore[arg-type]
+
+    def clock(self) -> float:
+        """Seconds of simulated steps: what the engine core times steps by."""
+        return self.seconds
 
     def _left_to_compute(self, request: Request, start: int, count: int) -> tuple[int, int]:
         """(start, count) without transferred tokens. After a preemption they must be computed like any others."""

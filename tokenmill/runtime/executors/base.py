@@ -17,6 +17,7 @@ from tokenmill.types import Request, ScheduledTokens, TokenLogprobs
 
 if TYPE_CHECKING:
     from tokenmill.config import ResolvedConfig
+    from tokenmill.grammar.progress import GrammarProgress
     from tokenmill.model.adapters import AdapterBank
     from tokenmill.model.kvstore.base import KVStore
     from tokenmill.model.loader import LoadedModel
@@ -197,6 +198,10 @@ class TokenSampler(Protocol[ArrayIn]):
 
     def allowed(self, request: Request, token_ids: Sequence[int]) -> int:
         """How many of these tokens could follow the request's own, one after the other."""
+        ...
+
+    def grammar_progress(self, request: Request) -> GrammarProgress | None:
+        """How far its output is in its grammar; None if it has none."""
         ...
 
 

@@ -13,9 +13,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tokenmill.grammar.progress import GrammarProgress
 from tokenmill.kernels.base import select
 from tokenmill.runtime.sampling.features import FILTERS, LOGIT_FEATURES
 from tokenmill.runtime.sampling.features.base import Candidates, Filter, LogitFeature
+from tokenmill.runtime.sampling.features.grammar import Grammar
 from tokenmill.runtime.sampling.random import ACCEPTING, REDRAWING, uniform
 from tokenmill.types import Request, SamplingParams, TokenLogprobs
 
@@ -56,6 +58,11 @@ class Sampler:
             if count and feature.active(request.params):
                 count = feature.allowed(request, token_ids[:count])
         return count
+
+    def grammar_progress(self, request: Request) -> GrammarProgress | None:
+        """How far its output is in its grammar; None if it has none."""
+        features = [each for each in self._logit_features if isinstance(each, Grammar)]
+        return features[0].progress(request) if features and request.grammar is not None else None
 
     def distribution(self, logits: Tensor, request: Request, drafted: Sequence[int] = ()) -> Tensor | None:
         """[vocab] float64: what a random row is drawn from. Edits the row; None where no token is possible."""

@@ -1,8 +1,8 @@
-"""Drafts for a step, and what is learned from its result: a drafter, the choice of draft lengths, and timing.
+"""Drafts for a step, and what is learned from its result: drafters, the choice of draft lengths, and timing.
 
 Proposes drafts for the rows that may have some, after cutting what cannot be accepted (past a stop token, against a
-grammar) and what does not pay; rows and requests are only read. Knows neither logits nor pages. Called by the
-runner before and after a step.
+grammar) and what does not pay; rows and requests are only read. Sequences that a grammar guides have drafts from it
+too, and the one of more promise is taken. Knows neither logits nor pages. Called by the runner before and after a step.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from tokenmill.errors import UserError, unknown_name
 from tokenmill.runtime.executors.base import Draft, TokenSampler
 from tokenmill.runtime.speculation import DRAFTERS
 from tokenmill.runtime.speculation.base import Drafter, Target
+from tokenmill.runtime.speculation.gate import Decision, DraftGate
+from tokenmill.runtime.speculation.grammar_drafts import GrammarDrafter
 from tokenmill.runtime.speculation.length import DraftLengths
+from tokenmill.runtime.speculation.none import NoDrafter
 from tokenmill.types import Request, ScheduledTokens, StepResult
 
 if TYPE_CHECKING:
@@ -27,18 +30,25 @@ _DECAY = 0.9  # of the moving average of the time per drafted token
 _MAX_FRUITLESS_TOKENS = 16
 _UNDRAFTED_RUN = 4
 _MAX_DRAFT_TOKENS = 64
+_ANY_RUN = 1 << 30
+_MAX_GRAMMAR_LOSS = -0.02  # of the time: long texts inside an output have no drafts, but what follows them has
+_AUTOMATIC = "suffix"  # the drafter of `auto`: of those that need no model the one that was measured to gain most
 _UNSETTLED_STEPS = 2  # not timed, after a change between drafts and none: no step was queued ahead of them
 
 
 def build_speculator(target: Target) -> Speculator | None:
-    """The speculator for `--speculate NAME[:ARGUMENT]`; None for off."""
+    """The speculator for `--speculate NAME[:ARGUMENT]`; None for off, unless grammars are drafted from."""
     name, _, argument = target.config.speculate.partition(":")
-    if name in ("off", ""):
-        return None
-    if name not in DRAFTERS:
-        raise unknown_name("drafter", name, ["off", *DRAFTERS])
     if target.config.draft_tokens > _MAX_DRAFT_TOKENS:
         raise UserError(f"draft_tokens is {target.config.draft_tokens}", f"give 1 to {_MAX_DRAFT_TOKENS}")
+    sampler = target.executor.sampler
+    grammars = GrammarDrafter(sampler) if target.config.jump_forward else None
+    if name in ("off", ""):
+        return None if grammars is None else Speculator(NoDrafter(), sampler, grammars=grammars)
+    gate = DraftGate(_AUTOMATIC) if name == "auto" else None
+    name = _AUTOMATIC if name == "auto" else name
+    if name not in DRAFTERS:
+        raise unknown_name("drafter", name, ["off", "auto", *DRAFTERS])
     drafter_class: type[Drafter] = DRAFTERS.get(name)
     if drafter_class.computes and target.store.layout.states:
         raise UserError(
@@ -48,15 +58,27 @@ def build_speculator(target: Target) -> Speculator | None:
     guesser = drafter.step_guesser(target)
     if target.executor.attach_drafter(drafter.needs_hidden, guesser) and guesser is not None:
         drafter.guessed_depth = guesser.depth
-    return Speculator(drafter, target.executor.sampler)
+    return Speculator(drafter, sampler, grammars=grammars, gate=gate)
 
 
 class Speculator:
     def __init__(
-        self, drafter: Drafter, sampler: TokenSampler[Any], clock: Callable[[], float] = time.perf_counter
+        self,
+        drafter: Drafter,
+        sampler: TokenSampler[Any],
+        clock: Callable[[], float] = time.perf_counter,
+        grammars: GrammarDrafter | None = None,
+        gate: DraftGate | None = None,
     ) -> None:
+        """`gate`: decides by measured gain whether the drafter is asked at all."""
         self.drafter = drafter
+        self.grammars = grammars
+        self.gate = gate
         self.lengths = DraftLengths()
+        self._grammar_gate = DraftGate("grammar", _MAX_GRAMMAR_LOSS)
+        self._asks_drafter = self.drafts_all  # in this step
+        self._from_grammar: set[int] = set()  # rows of this step whose draft is a grammar's
+        self._grammar_seconds: float | None = None  # that they took to draft; None: they were not asked
         self._sampler = sampler
         self._clock = clock
         self._ended = 0.0  # clock at the end of the last step
@@ -67,10 +89,27 @@ class Speculator:
         self._steps_alike = 0  # consecutive steps with drafts, or without
         self._drafted = False  # whether the last step had drafts
 
+    @property
+    def drafts_all(self) -> bool:
+        """Whether any sequence may have drafts; else only those that a grammar guides."""
+        return not isinstance(self.drafter, NoDrafter)
+
+    def report_to(self, listener: Callable[[Sequence[Decision]], None]) -> None:
+        """Tell `listener` of every decision whether drafting pays."""
+        gates = [self._grammar_gate, *([] if self.gate is None else [self.gate])]
+        for gate in gates:
+            gate.on_decision = lambda: listener([decision for each in gates for decision in each.decisions])
+
     def propose(self, rows: Sequence[ScheduledTokens]) -> dict[int, Draft]:
         """Drafts by row of the plan; rows without one are left out."""
         started = self._clock()
-        open_rows = [number for number, row in enumerate(rows) if row.num_draft_slots and not _is_watched(row)]
+        self._from_grammar, self._grammar_seconds = set(), None
+        self._asks_drafter = self._may_ask_drafter(len(rows))
+        open_rows = [
+            number
+            for number, row in enumerate(rows)
+            if row.num_draft_slots and not _is_watched(row) and (self._asks_drafter or self._is_guided(row))
+        ]
         drafts = self._draft(rows, open_rows) if open_rows else {}
         self._began = self._clock()
         self._drafting = self._began - started
@@ -82,6 +121,8 @@ class Speculator:
     def max_undrafted_run(self) -> int:
         """Tokens of a sequence that may be decoded in one call without drafts: if none was accepted for a while, a run
         of steps saves more time than the missed drafts would."""
+        if not self._asks_drafter:
+            return _ANY_RUN
         return _UNDRAFTED_RUN if self._fruitless >= _MAX_FRUITLESS_TOKENS else 1
 
     @property
@@ -103,6 +144,8 @@ class Speculator:
     def learn(self, rows: Sequence[ScheduledTokens], drafts: dict[int, Draft], result: StepResult) -> None:
         """Record which drafts were accepted and what the step cost. Sets `result.saved_seconds`."""
         self._ended = self._clock()
+        if not self.drafts_all and not any(map(self._is_guided, rows)):
+            return
         steps = 1 if drafts else 1 + max(map(len, result.accepted.values()), default=0)  # a run of decodes
         seconds = (self._ended - self._began) / steps
         self._fruitless = 0 if drafts and result.accepted else self._fruitless + steps
@@ -111,16 +154,40 @@ class Speculator:
         self._drafted = bool(drafts)
         if decodes:
             num_tokens = len(rows) + sum(len(draft.token_ids) for draft in drafts.values())
-            if drafts and self.lengths.costs.is_known(len(rows)):
-                num_accepted = sum(map(len, result.accepted.values()))
-                plain = self.lengths.costs.seconds(len(rows)) * (len(rows) + num_accepted) / len(rows)
-                result.saved_seconds = plain - seconds - self._drafting
-            else:
-                result.saved_seconds = -self._drafting
+            result.saved_seconds = self._gain(len(rows), drafts, result, seconds)
             if not self.drafter.guessed_depth or self._steps_alike >= _UNSETTLED_STEPS:
                 self.lengths.costs.record(num_tokens, seconds)
+        if self.grammars is not None:
+            for number, row in enumerate(rows):
+                if row.request.params.structured is not None:
+                    came = (*result.accepted.get(number, ()), result.token_ids[number])
+                    self.grammars.observe(row.request, [each for each in came if each is not None])
         accepted = [result.accepted.get(number, []) for number in drafts]
         self.lengths.learn([rows[number].request for number in drafts], list(drafts.values()), accepted)
+
+    def _may_ask_drafter(self, num_rows: int) -> bool:
+        return self.drafts_all and (self.gate is None or self.gate.lets_through(num_rows))
+
+    def _is_guided(self, row: ScheduledTokens) -> bool:
+        return self.grammars is not None and row.request.params.structured is not None
+
+    def _gain(self, num_rows: int, drafts: dict[int, Draft], result: StepResult, seconds: float) -> float:
+        """Seconds that drafting won in this step; the gates are told what part is theirs."""
+        known = self.lengths.costs.is_known(num_rows)
+        plain = self.lengths.costs.seconds(num_rows)
+        held = {number: len(result.accepted.get(number, ())) for number in drafts}
+        total = plain * (num_rows + sum(held.values())) / num_rows - seconds if drafts and known else 0.0
+        if known or not drafts:
+            by_grammar = [number for number in held if number in self._from_grammar]
+            part = len(by_grammar) / max(1, len(held))
+            if any(held.values()):
+                part = sum(held[number] for number in by_grammar) / sum(held.values())
+            spent = self._grammar_seconds or 0.0
+            if self._grammar_seconds is not None:
+                self._grammar_gate.record(num_rows, part * total - spent, seconds)
+            if self.gate is not None and self._asks_drafter:
+                self.gate.record(num_rows, (1.0 - part) * total - (self._drafting - spent), seconds)
+        return total - self._drafting
 
     def _draft(self, rows: Sequence[ScheduledTokens], numbers: list[int]) -> dict[int, Draft]:
         drafted_rows = [rows[number] for number in numbers]
@@ -129,19 +196,12 @@ class Speculator:
         limits = [row.num_draft_slots for row in drafted_rows]
         if self.drafter.guessed_depth:
             return self._draft_to_guessed_depth(rows, numbers)
-        if self.drafter.computes:
-            limits = self.lengths.limits(requests, limits, num_tokens, self._round_seconds)
-            if not any(limits):
-                return {}
-            started = self._clock()
-            drafts = self.drafter.draft(drafted_rows, limits)
-            self._time_rounds(self._clock() - started, drafts)
-        else:
-            drafts = self.drafter.draft(drafted_rows, limits)
+        drafts = self._ask_drafter(drafted_rows, limits, num_tokens)
         for row, draft in zip(drafted_rows, drafts, strict=True):
             if row.request.params.structured is not None or not all(map(_decodes, rows)):
                 draft.straighten()
             draft.cut(self._acceptable_length(row.request, draft))
+        self._ask_grammars(rows, numbers, drafts)
         lengths = self.lengths.choose(requests, drafts, num_tokens)
         proposed = {}
         for number, draft, length in zip(numbers, drafts, lengths, strict=True):
@@ -149,6 +209,33 @@ class Speculator:
                 draft.cut(length)
                 proposed[number] = draft
         return proposed
+
+    def _ask_drafter(self, rows: Sequence[ScheduledTokens], limits: list[int], num_tokens: int) -> list[Draft]:
+        if not self._asks_drafter:
+            return [Draft() for _ in rows]
+        if not self.drafter.computes:
+            return self.drafter.draft(rows, limits)
+        limits = self.lengths.limits([row.request for row in rows], limits, num_tokens, self._round_seconds)
+        if not any(limits):
+            return [Draft() for _ in rows]
+        started = self._clock()
+        drafts = self.drafter.draft(rows, limits)
+        self._time_rounds(self._clock() - started, drafts)
+        return drafts
+
+    def _ask_grammars(self, rows: Sequence[ScheduledTokens], numbers: list[int], drafts: list[Draft]) -> None:
+        """Replace drafts of sequences that a grammar guides where its own promises more tokens."""
+        guided = [place for place, number in enumerate(numbers) if self._is_guided(rows[number])]
+        if self.grammars is None or not guided or not self._grammar_gate.lets_through(len(rows)):
+            return
+        started = self._clock()
+        for place in guided:
+            row = rows[numbers[place]]
+            draft = self.grammars.draft(row.request, row.num_draft_slots)
+            if _promise(draft) > _promise(drafts[place]):
+                drafts[place] = draft
+                self._from_grammar.add(numbers[place])
+        self._grammar_seconds = self._clock() - started
 
     def _draft_to_guessed_depth(self, rows: Sequence[ScheduledTokens], numbers: list[int]) -> dict[int, Draft]:
         """For drafters whose drafts come from the step before, which queues the step that verifies them: all or none,
@@ -184,6 +271,15 @@ class Speculator:
             latest = seconds / rounds
             average = self._round_seconds
             self._round_seconds = latest if not average else _DECAY * average + (1.0 - _DECAY) * latest
+
+
+def _promise(draft: Draft) -> float:
+    """Tokens of a draft that are expected to hold, by its own opinion."""
+    total, chance = 0.0, 1.0
+    for confidence in draft.confidences:
+        chance *= confidence
+        total += chance
+    return total
 
 
 def _is_watched(row: ScheduledTokens) -> bool:

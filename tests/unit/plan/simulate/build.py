@@ -22,8 +22,11 @@ class TenPerStep:
         return 10.0 + sum(new for new, _ in prefill) + count + context * 1e-6
 
 
-def shape(pages: int = 1000, batch_tokens: int = 512, max_running: int = 64, context: int = 8000) -> EngineShape:
-    return EngineShape(build_layout([LayerKV("full", 1, 8)], 16), pages, batch_tokens, max_running, context)
+def shape(
+    pages: int = 1000, batch_tokens: int = 512, max_running: int = 64, context: int = 8000, itl: float = 0.0
+) -> EngineShape:
+    layout = build_layout([LayerKV("full", 1, 8)], 16)
+    return EngineShape(layout, pages, batch_tokens, max_running, context, itl=itl)
 
 
 def load(*rows: tuple[float, int, int] | tuple[float, int, int, tuple[int, ...]], users: int = 0) -> Workload:

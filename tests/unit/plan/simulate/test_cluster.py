@@ -232,3 +232,13 @@ def test_a_cluster_scales_up_after_the_cold_start_and_down_again() -> None:
 def test_impossible_autoscaling_is_refused(options: dict[str, float]) -> None:
     with pytest.raises(UserError):
         Autoscaling(**options)  # type: ignore[arg-type]
+
+
+def test_an_objective_between_tokens_is_kept_by_shorter_chunks() -> None:
+    """A sequence decodes while long prompts come: with the objective no gap exceeds it, without it all do."""
+    rows = [(0.0, 20, 400), *((1000.0 + 200 * number, 2000, 2) for number in range(5))]
+    free = cluster(load(*rows), shape(batch_tokens=512))
+    kept = cluster(load(*rows), shape(batch_tokens=512, itl=60.0))
+    assert max(free.records.gaps) > 500
+    assert max(kept.records.gaps) <= 60
+    assert len(kept.records.finished) == len(rows)

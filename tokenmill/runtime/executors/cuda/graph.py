@@ -50,7 +50,7 @@ class CudaGraphExecutor(CudaEagerExecutor):
 
     def __init__(self, model: LoadedModel, store: KVStore, config: ResolvedConfig) -> None:
         super().__init__(model, store, config)
-        drafts = config.draft_tokens if config.speculate not in ("", "off") else 0
+        drafts = config.draft_tokens if config.jump_forward or config.speculate not in ("", "off") else 0
         self._buckets = buckets(min(config.concurrency * (1 + drafts), max(config.concurrency, SMALL_BUCKETS[-1])))
         self._context = config.context or model.decoder.description.context_length
         self._inputs = DecodeInputs(store.layout, self._buckets[-1], self._context, model.device)
