@@ -157,8 +157,9 @@ def shrink(x: Tensor, slots: Tensor, factors: Factors) -> tuple[Tensor, int]:
     for the `expand` that follows."""
     (tokens, depth), (num_slots, parts, max_rank, _) = x.shape, factors.a.shape
     splits = min(_SPLIT_ROWS // _tokens(tokens), triton.cdiv(depth, _SPLIT_DEPTH)) if tokens <= _FEW_TOKENS else 1
-    step = min(512 if tokens <= 16 else 128, max(16, triton.next_power_of_2(depth)))
-    depth_each = triton.cdiv(triton.cdiv(depth, splits), step) * step
+    share = triton.cdiv(depth, splits)
+    step = min(512 if tokens <= 16 else 128, max(16, triton.next_power_of_2(share)))
+    depth_each = triton.cdiv(share, step) * step
     splits = triton.cdiv(depth, depth_each)
     partial = workspace(x.device).partials(splits * tokens * parts * max_rank)
     variant = Variant(
