@@ -216,7 +216,7 @@ class _Run:
         targets, total = max(1, rows.num_targets), 0.0
         for piece in _pieces(rows):
             loss = self._loss(piece) / targets
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             total += float(loss.detach())
         if not math.isfinite(total):
             raise UserError(

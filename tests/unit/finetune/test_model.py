@@ -78,7 +78,7 @@ def test_gradients_are_those_of_peft(tmp_path: Path) -> None:
         torch.testing.assert_close(parameter.grad, expected, atol=1e-6, rtol=1e-3, msg=name)
 
 
-@pytest.mark.parametrize("kind", ["gptq", "bitsandbytes", "gguf"])
+@pytest.mark.parametrize("kind", ["gptq", "awq", "gguf"])
 def test_a_quantized_base_trains_as_its_floats_do(tmp_path: Path, kind: str) -> None:
     """Codes expanded in the forward pass give the losses and gradients of the expanded model."""
     if kind == "gguf":
@@ -87,8 +87,7 @@ def test_a_quantized_base_trains_as_its_floats_do(tmp_path: Path, kind: str) -> 
         path = tmp_path / "base.gguf"
         quantize_gguf(open_checkpoint(dense(tmp_path / "plain")), path, "Q4_0")
     else:
-        scheme = Scheme("int", 4, 32) if kind == "gptq" else Scheme("nf4", 4, 64)
-        path = quantized(tmp_path / "base", kind, scheme)
+        path = quantized(tmp_path / "base", kind, Scheme("int", 4, 32, symmetric=kind == "gptq"))
     convert(path, tmp_path / "floats", "safetensors")
     codes, floats, rows = model_of(path), model_of(tmp_path / "floats"), rows_of(LENGTH, 15, 8)
     assert codes.is_quantized

@@ -17,6 +17,8 @@ from tests.peft_adapters import make_adapter, save_merged
 from tests.unit.quantize.test_convert import IDS, add_tokenizer, dense, quantized
 from tokenmill.checkpoint.adapters.peft import read_adapter
 from tokenmill.cli.main import main
+from tokenmill.cli.render.draw import as_text
+from tokenmill.cli.screens.convert import merge_screen
 from tokenmill.errors import UserError
 from tokenmill.model.formats.quantized import Scheme
 from tokenmill.quantize.convert import convert
@@ -142,6 +144,9 @@ def test_requantizing_is_measured_against_base_plus_adapter(worded: Path, tmp_pa
     assert (
         0 < report["fidelity"]["kld_mean"] < report["adapter_effect"]["kld_mean"]
     )  # rounding costs less than it gives
+    shown = as_text(merge_screen(report, "worded"))
+    assert "  base plus adapter, unmerged" in shown
+    assert "  merged and quantized" in shown
     merged(worded, tmp_path / "floats", tmp_path / "adapter")
     ours, floats = ConvertSource(tmp_path / "out"), ConvertSource(tmp_path / "floats")
     for name in ours.matrices:
@@ -207,7 +212,6 @@ def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     (tmp_path / "other").mkdir()
     make("mistral", tmp_path / "other")
     add_tokenizer(tmp_path / "other")
-    run: Callable[..., tuple[int, str]] = lambda *words: (main(["convert", *map(str, words)]), capsys.readouterr().err)  # noqa: E731
     out, adapter = tmp_path / "out", tmp_path / "adapter"
     for words, message in (
         ((tmp_path / "other", out, "--adapter", adapter), "does not fit base"),
@@ -218,11 +222,24 @@ def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
         ((base, out, "--extract-adapter", base), "are equal"),
         ((base, out, "--extract-adapter", tmp_path / "other"), "give the base that the model was tuned from"),
     ):
-        code, error = run(*words)
-        assert code == 2
+        capsys.readouterr()
+        assert main(["convert", *map(str, words)]) == 2
+        error = capsys.readouterr().err
         assert message in error
         assert len(error.strip().splitlines()) == 2, error
     assert not out.exists()
+
+
+def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = dense(tmp_path / "base")
+    make_adapter(base, tmp_path / "adapter")
+    assert main(["convert", str(base), str(tmp_path / "out"), "--adapter", f"{tmp_path / 'adapter'}=0.5"]) == 0
+    shown = capsys.readouterr().out
+    assert "weight 0.5" in shown
+    assert "tensors changed" in shown
+    words = ["convert", str(tmp_path / "out"), str(tmp_path / "again"), "--extract-adapter", str(base), "--rank", "2"]
+    assert main(words) == 0
+    assert "of the difference kept" in " ".join(capsys.readouterr().out.split())
 
 
 def test_weights_are_read_from_the_end(tmp_path: Path) -> None:

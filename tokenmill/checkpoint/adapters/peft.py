@@ -69,7 +69,7 @@ def read_adapter(path: Path, name: str | None = None) -> Adapter:
             part = match["magnitude"] or f"{match['embedding'] or ''}{match['side']}"
             factors.setdefault(match["module"], {})[part] = tensor
         elif "lora_" in key:
-            raise CheckpointError(f"{weights_path}: tensor {shown(stored)} is not one that LoRA has", _AGAIN)
+            raise CheckpointError(f"{weights_path}: tensor {_named(stored)} is not one that LoRA has", _AGAIN)
         elif ".base_layer." not in f".{key}":  # PEFT adds a copy of a base embedding that has an adapter
             saved[key] = tensor
     matrices = {module: _matrix(fields, module, parts) for module, parts in sorted(factors.items())}
@@ -123,21 +123,21 @@ def _read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             for name in file.keys():  # noqa: SIM118 - not a dictionary
                 tensor = file.get_tensor(name)
                 if not tensor.is_floating_point():
-                    raise CheckpointError(f"{path}: tensor {shown(name)} is not of a float type", _AGAIN)
+                    raise CheckpointError(f"{path}: tensor {_named(name)} is not of a float type", _AGAIN)
                 tensors[name] = tensor.float()
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}", "the file is damaged: download it again") from None
     for name, tensor in tensors.items():
         if not bool(torch.isfinite(tensor).all()):
             raise CheckpointError(
-                f"{path}: tensor {shown(name)} holds NaN or infinite values", "the training failed: use another step"
+                f"{path}: tensor {_named(name)} holds NaN or infinite values", "the training failed: use another step"
             )
     return tensors, metadata
 
 
 def _matrix(fields: Fields, module: str, parts: Mapping[str, Tensor]) -> AdapterMatrix:
     def damaged(problem: str) -> CheckpointError:
-        return fields.error(f"adapter of {shown(module)} {problem}", _AGAIN)
+        return fields.error(f"adapter of {_named(module)} {problem}", _AGAIN)
 
     embedding = "embedding_A" in parts or "embedding_B" in parts
     a, b = (parts.get(f"embedding_{side}" if embedding else side) for side in "AB")
@@ -195,6 +195,12 @@ def _without_copies(
         return any(module == each or module.endswith(f".{each}") for each in listed)
 
     return {name: tensor for name, tensor in saved.items() if is_trained(name) or not targeted}
+
+
+def _named(name: str) -> str:
+    """A module or tensor for an error message: the place that matters is at its end."""
+    name = name.removeprefix(PREFIX)
+    return f"'{name}'" if name.isprintable() and len(name) <= _MAX_PATTERN else shown(name)
 
 
 def _hash(*files: Path) -> str:

@@ -205,7 +205,8 @@ def expand(
 
 def make_tiles(widths: list[int], device: torch.device) -> tuple[Tensor, list[range]]:
     """The tiles of matrices of these outputs, side by side: the table, and which entries are of each matrix."""
-    size, entries, ranges, first = tile_columns(sum(widths)), [], [], 0
+    entries: list[tuple[int, int, int]] = []
+    size, ranges, first = tile_columns(sum(widths)), [], 0
     for part, width in enumerate(widths):
         begin = len(entries)
         entries += [(part, column, first + width) for column in range(first, first + width, size)]
