@@ -85,6 +85,7 @@ class AsyncEngine:
             raise UserError("both config and options are given", "put the options into the config")
         self.parts: EngineParts = build_engine(model, config or EngineConfig.from_options(options))
         self._streams: dict[str, _Stream] = {}  # engine thread only
+        self._changes: set[Done] = set()  # of adapters, that callers wait for; engine thread only
         self._loop = EngineLoop(self.parts.core, self, self.parts.grammars, adapters=self.parts.adapters)
         self._inbox = _CallQueue()
         self._failure: BaseException | None = None
@@ -149,9 +150,11 @@ class AsyncEngine:
                 outcome.set_result(error)
 
         def done(_version: object, error: UserError | None) -> None:
+            self._changes.discard(done)
             loop.call_soon_threadsafe(tell, error)
 
         def call() -> None:
+            self._changes.add(done)
             try:
                 change(done)
             except UserError as error:
@@ -189,6 +192,8 @@ class AsyncEngine:
             self._failure = failure
             self._inbox.close()
         self._inbox.receive(0.0)  # those who came last get an answer too
+        for done in tuple(self._changes):
+            done(None, UserError("the engine has stopped", "make a new one"))
         for stream in self._streams.values():
             error = EngineDeadError("the engine has stopped")
             error.__cause__ = self._failure

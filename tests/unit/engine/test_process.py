@@ -47,6 +47,7 @@ class Engine:
         parts: Any = SimpleNamespace(
             core=EngineCore(make_scheduler(), CountingRunner()),
             grammars=None,
+            adapters=None,
             idle_work=(),
             config=SimpleNamespace(context=64),
             description=SimpleNamespace(vocab_size=1000),
