@@ -22,13 +22,13 @@ _STORY = "Tell me a story about a windmill that grinds words into tokens."
 def main() -> None:
     url = sys.argv[1].rstrip("/")
     with chromium() as browser:
-        page = ChatPage(browser, url)
+        page = ChatPage(browser, url, patience=300)
         browser.prefer("light")
         browser.resize(1400, 900, scale=2)
         page.open()
         wait_until(lambda: page.has("#compare"), SECONDS)
         browser.click("#compare")
-        page.ask(_QUESTION, temperature="0", max_tokens="320", system="You are a careful programmer.")
+        page.ask(_QUESTION, temperature="0", max_tokens="260", system="You are a careful programmer.")
         browser.run("document.querySelector('#log').scrollTop = 0")
         _save(browser, "light")
         page.say(_STORY, max_tokens="400", temperature="0.7")
@@ -41,7 +41,7 @@ def main() -> None:
         browser.resize(390, 844, scale=2)
         page.open()
         wait_until(lambda: page.has("#compare"), SECONDS)
-        page.ask(_QUESTION, temperature="0", max_tokens="320", logprobs=False)
+        page.ask(_QUESTION, temperature="0", max_tokens="260")
         browser.run("document.querySelector('#log').scrollTop = 0")
         _save(browser, "phone")
 

@@ -17,8 +17,8 @@ field.dispatchEvent(new Event("input", { bubbles: true }));
 
 
 class ChatPage:
-    def __init__(self, browser: Browser, url: str) -> None:
-        self.browser, self.url = browser, url
+    def __init__(self, browser: Browser, url: str, patience: float = SECONDS) -> None:
+        self.browser, self.url, self.patience = browser, url, patience
 
     def open(self, key: str = "", *, fresh: bool = True) -> None:
         """`fresh`: as in a browser that was never here."""
@@ -60,7 +60,7 @@ class ChatPage:
         self.wait()
 
     def wait(self) -> None:
-        wait_until(lambda: self.has(".answer") and not self.has(".answer[aria-busy=true]"), SECONDS)
+        wait_until(lambda: self.has(".answer") and not self.has(".answer[aria-busy=true]"), self.patience)
 
     def see(self, selector: str, text: str) -> None:
         """Until an element says `text`."""

@@ -131,7 +131,7 @@ export class AnswerView {
     });
     this.element.setAttribute("aria-busy", String(running));
     this.stop.hidden = !running;
-    this.copy.hidden = running;
+    this.copy.hidden = running || !steps.some((step) => step.content);
     this.redo.hidden = running || !last;
   }
 }

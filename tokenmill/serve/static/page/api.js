@@ -79,5 +79,5 @@ export function remedy(error) {
 
 export const errorBox = (error, ...actions) =>
   el("div", { class: "error", role: "alert" },
-    el("p", {}, error.message), remedy(error) && el("p", { class: "hint" }, remedy(error)),
+    el("p", {}, error.message.charAt(0).toUpperCase() + error.message.slice(1)), remedy(error) && el("p", { class: "hint" }, remedy(error)),
     actions.length > 0 && el("div", { class: "actions" }, ...actions));

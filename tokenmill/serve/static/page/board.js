@@ -24,7 +24,7 @@ export function readMetrics(text) {
 const seconds = (value) => (value < 1 ? `${(1000 * value).toFixed(value < 0.1 ? 1 : 0)} ms` : `${value.toFixed(2)} s`);
 const percent = (value) => `${(100 * value).toFixed(1)} %`;
 
-// What is drawn. `read`: (now, rate, mean) -> a value for each line, null where there is none.
+// What is drawn. `read`: (now, rate, mean, share, perMinute) -> a value for each line, null where there is none.
 const CHARTS = [
   {
     id: "speed", title: "Tokens per second", lines: ["generated", "prompt"], format: shorten,
@@ -47,11 +47,23 @@ const CHARTS = [
   },
   {
     id: "ttft", title: "Time to first token", lines: ["mean"], format: seconds,
-    read: (_now, _rate, mean) => [mean("ttft_seconds")], note: (now) => `${seconds(now.predicted_ttft_seconds)} expected for the next request`,
+    read: (_now, _rate, mean) => [mean("ttft_seconds")],
+    note: (now) => (now.predicted_ttft_seconds < 0.001 ? "no wait for the next request" : `${seconds(now.predicted_ttft_seconds)} expected for the next request`),
   },
   {
     id: "itl", title: "Between tokens", lines: ["mean"], format: seconds,
-    read: (_now, _rate, mean) => [mean("itl_seconds")], note: (now) => `${shorten(now.engine_steps)} steps of the engine in all`,
+    read: (_now, _rate, mean) => [mean("itl_seconds")],
+    note: (now) => `${shorten(now.engine_steps)} steps of the engine in all`,
+  },
+  {
+    id: "busy", title: "Engine at work", lines: ["of the time"], format: percent, top: 1,
+    read: (_now, rate) => [Math.min(1, rate("engine_busy_seconds"))],
+    note: (now) => (now.engine_restarts ? `${shorten(now.engine_restarts)} restarts` : "never restarted"),
+  },
+  {
+    id: "ended", title: "Answers per minute", lines: ["ended"], format: shorten,
+    read: (_now, _rate, _mean, _share, perMinute) => [perMinute("requests")],
+    note: (now) => `${shorten(now.requests ?? 0)} in all`,
   },
   {
     id: "cost", title: "Cost per hour", lines: ["of requests", "of the device"], format: dollars,
@@ -130,7 +142,8 @@ export class Board {
     const rate = (name) => (last ? (1000 * change(name)) / (now.time - last.time) : 0);
     const mean = (name) => (change(`${name}_count`) ? change(`${name}_sum`) / change(`${name}_count`) : null);
     const share = (part, whole) => (change(whole, oldest) ? change(part, oldest) / change(whole, oldest) : null);
-    if (last) this.charts.forEach((chart) => chart.add(chart.spec.read(now, rate, mean, share), chart.spec.note(now)));
+    const perMinute = (name) => (oldest ? (60000 * change(name, oldest)) / (now.time - oldest.time) : 0);
+    if (last) this.charts.forEach((chart) => chart.add(chart.spec.read(now, rate, mean, share, perMinute), chart.spec.note(now)));
     const speed = rate("generation_tokens");
     this.on.state(ready ? "up" : "down", !ready ? "engine restarting" : speed ? `${shorten(speed)} tokens/s` : "ready");
   }

@@ -3,7 +3,7 @@
 
 import { el, svg } from "./dom.js";
 
-const POINTS = 180, WIDTH = 180, HEIGHT = 60;
+const POINTS = 180, FEWEST = 40, WIDTH = 180, HEIGHT = 60;  // readings; a new chart does not begin as a needle
 
 export class Chart {
   // spec: {id, title, lines: [name], format, top?: the fixed end of the scale, whole?: whole numbers}
@@ -42,10 +42,11 @@ export class Chart {
   draw() {
     const { spec, values } = this, shown = values.flat().filter((value) => value !== null);
     const largest = Math.max(0, ...shown), top = spec.top ?? (spec.whole ? Math.max(4, Math.ceil(largest)) : largest * 1.1 || 1);
-    const dot = (value, back) => `${WIDTH - (back * WIDTH) / (POINTS - 1)},${HEIGHT - 2 - ((HEIGHT - 6) * value) / top}`;
+    this.span = Math.max(FEWEST, values[0].length) - 1;
+    const dot = (value, back) => `${WIDTH - (back * WIDTH) / this.span},${HEIGHT - 2 - ((HEIGHT - 6) * value) / top}`;
     values.forEach((line, place) => {
       const dots = line.flatMap((value, index) => (value === null ? [] : [dot(value, line.length - 1 - index)]));
-      this.paths[place].setAttribute("d", dots.length ? `M${dots.join("L")}` : "");
+      this.paths[place].setAttribute("d", dots.length ? `M${dots[0]}L${dots.join("L")}` : "");  // one reading is a dot
       const ends = dots.length ? [dots[0], dots.at(-1)].map((each) => each.split(",")[0]) : [];
       this.areas[place].setAttribute("d", dots.length ? `M${ends[0]},${HEIGHT}L${dots.join("L")}L${ends[1]},${HEIGHT}Z` : "");
     });
@@ -56,13 +57,13 @@ export class Chart {
     });
     this.top.textContent = shown.length || spec.top ? spec.format(top) : "";
     this.drawing.setAttribute("aria-label", `${spec.title}: ${told.join(", ")}`);
-    const x = WIDTH - ((this.at ?? 0) * WIDTH) / (POINTS - 1);
+    const x = WIDTH - ((this.at ?? 0) * WIDTH) / this.span;
     this.cursor.setAttribute("d", this.at === null ? "" : `M${x},0V${HEIGHT}`);
   }
 
   point(event) {
     const box = this.drawing.getBoundingClientRect();
-    const back = event && Math.round(((box.right - event.clientX) / box.width) * (POINTS - 1));
+    const back = event && Math.round(((box.right - event.clientX) / box.width) * this.span);
     this.at = event && back >= 0 && back < this.values[0].length ? back : null;
     this.draw();
   }

@@ -76,6 +76,7 @@ export const shorten = (value) =>
 // Fractions of a cent are the rule: three digits that mean something.
 export function dollars(value) {
   if (!value) return "$0";
+  if (value >= 100) return "$" + value.toLocaleString("en", { maximumFractionDigits: 0 });
   const digits = Math.min(12, Math.max(2, 2 - Math.floor(Math.log10(Math.abs(value)))));
   return "$" + value.toFixed(digits).replace(/(\.\d\d\d*?)0+$/, "$1");
 }

@@ -41,7 +41,7 @@ function panel(name, open) {
   const over = narrow.matches && Object.keys(BUTTONS).some((each) => !$(each).hidden);
   $("veil").hidden = !over;
   for (const each of ["chat", "board"]) $(each).inert = over;
-  if (over && open) $(name).querySelector("button, textarea").focus();
+  if (over && open) $(name).querySelector(".close").focus();
 }
 
 function panels(open) {
@@ -49,7 +49,7 @@ function panels(open) {
 }
 
 for (const [name, opener] of Object.entries(BUTTONS)) $(opener).addEventListener("click", () => panel(name, $(name).hidden));
-$("veil").addEventListener("click", () => panels(false));
+for (const each of [$("veil"), ...document.querySelectorAll(".close")]) each.addEventListener("click", () => panels(false));
 narrow.addEventListener("change", () => panels(!narrow.matches));
 for (const name of ["chat", "board"]) {
   $(`tab-${name}`).addEventListener("click", () => view(name));
@@ -158,6 +158,7 @@ function listConversations() {
     el("button", { type: "button", "aria-current": each.id === current ? "true" : null, onclick: () => show(each) },
       el("span", { class: "title" }, each.title || "Untitled"), el("span", { class: "hint" }, when(each.updated))),
     iconButton("trash", `Delete “${each.title}”`, () => discard(each)))));
+  if (!all.length) $("conversation-list").append(el("li", { class: "hint" }, "Conversations will be listed here."));
   $("export").disabled = all.length === 0;
 }
 
@@ -205,7 +206,9 @@ $("import-file").addEventListener("change", async () => {
 
 // --- writing ---
 
+// Where the style sheet's field-sizing is not known.
 function grow() {
+  if (CSS.supports("field-sizing", "content")) return;
   $("prompt").style.height = "auto";
   $("prompt").style.height = `${$("prompt").scrollHeight}px`;
 }
