@@ -262,10 +262,7 @@ class Service:
             ticket = self._admit(generation, caller)
         except UserError as error:
             self.charge(caller.client, sum(map(len, encoded)), num_requests=0)
-            param = "messages" if chat else "prompt"
-            if "context" in error.problem:
-                raise context_exceeded(str(error), self.context, param) from None
-            raise ApiError(400, str(error), param=param) from None
+            raise self._unusable(error, "messages" if chat else "prompt") from None
         except ApiError as error:
             if error.status == 429:
                 self.metrics.add("admission_rejections", 1.0, error.code or "other")
@@ -324,6 +321,11 @@ class Service:
     def _check_client(self, client: Client) -> None:
         self.admission.check_client(client, time.monotonic())
         self.accounts.check_budget(client, time.time())
+
+    def _unusable(self, error: UserError, param: str) -> ApiError:
+        if "context" in error.problem:
+            return context_exceeded(str(error), self.context, param)
+        return ApiError(400, str(error), param=param)
 
     async def _check_fit(self, prompts: Sequence[str | Sequence[int]], param: str) -> None:
         """Refuse text that cannot fit the context before it is tokenized."""
