@@ -30,7 +30,9 @@ def _agent(v1: str, face: str, called: list[str]) -> Any:
         name="weather",
         instructions="Use the tool.",
         model=model(model=MODEL, openai_client=client),
-        model_settings=agents.ModelSettings(tool_choice="required", temperature=0, max_tokens=64),
+        model_settings=agents.ModelSettings(
+            tool_choice="required", parallel_tool_calls=False, temperature=0, max_tokens=64
+        ),
         tools=[agents.function_tool(get_weather)],
         tool_use_behavior="stop_on_first_tool",
     )

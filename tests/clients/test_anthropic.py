@@ -19,6 +19,7 @@ _TOOL: Any = {
         "type": "object",
         "properties": {"city": {"type": "string", "enum": list(CITIES)}},
         "required": ["city"],
+        "additionalProperties": False,
     },
 }
 
@@ -29,7 +30,7 @@ def client(server: RunningServer) -> Any:
 
 
 def test_messages_and_their_stream_helper(client: Any) -> None:
-    fields = {"model": MODEL, "messages": _MESSAGES, "max_tokens": 16, "system": "Be brief.", "temperature": 0.0}
+    fields = {"model": MODEL, "messages": _MESSAGES, "max_tokens": 16, "system": "Be brief."}
     whole = client.messages.create(**fields)
     assert whole.content[0].text
     assert whole.stop_reason == "max_tokens"
@@ -43,7 +44,7 @@ def test_messages_and_their_stream_helper(client: Any) -> None:
 @pytest.mark.parametrize("streamed", [False, True])
 def test_a_tool_is_used_and_its_result_taken(client: Any, streamed: bool) -> None:
     choice = {"type": "tool", "name": "get_weather"}
-    fields = {"model": MODEL, "messages": _MESSAGES, "max_tokens": 48, "tools": [_TOOL], "tool_choice": choice}
+    fields = {"model": MODEL, "messages": _MESSAGES, "max_tokens": 64, "tools": [_TOOL], "tool_choice": choice}
     if streamed:
         with client.messages.stream(**fields) as stream:
             message = stream.get_final_message()

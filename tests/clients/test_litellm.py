@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import copy
 from typing import Any
 
 import pytest
@@ -40,9 +40,11 @@ def test_completion_whole_and_streamed(target: dict[str, Any]) -> None:
 def test_tools(target: dict[str, Any]) -> None:
     if target["model"].startswith("ollama_chat"):
         pytest.skip("Ollama's API has no way to force a call")
-    answer = litellm.completion(**target, tools=[TOOL], tool_choice="required", max_tokens=48)
-    call = answer.choices[0].message.tool_calls[0]
-    assert json.loads(call.function.arguments)["city"] in CITIES
+    # It changes the tools it is given; for vLLM it drops additionalProperties, so that the model may add some.
+    fields = {"tools": [copy.deepcopy(TOOL)], "tool_choice": "required", "max_tokens": 64}
+    call = litellm.completion(**target, **fields).choices[0].message.tool_calls[0]
+    assert call.function.name == "get_weather"
+    assert any(f'"city": "{city}"' in call.function.arguments for city in CITIES)
 
 
 def test_embedding(v1: str) -> None:

@@ -35,7 +35,7 @@ def model(v1: str) -> Any:
     return get_model("local-completions")(base_url=f"{v1}/completions", model=MODEL, max_length=2048, max_retries=1)
 
 
-def test_likelihoods_and_generations(model: Any) -> None:
+def test_likelihoods_and_generations(model: Any, server: RunningServer) -> None:
     from lm_eval.api.instance import Instance
 
     assert model.tokenizer_backend == "remote"
@@ -44,9 +44,9 @@ def test_likelihoods_and_generations(model: Any) -> None:
         return [Instance(kind, {}, each, number) for number, each in enumerate(arguments)]
 
     pairs = (("Once upon a", " time"), ("Once upon a", " dime"))
-    (likely, is_greedy), (unlikely, _) = model.loglikelihood(instances("loglikelihood", *pairs))
-    assert likely > -1 > -4 > unlikely
-    assert is_greedy
+    scores = [score for score, _is_greedy in model.loglikelihood(instances("loglikelihood", *pairs))]
+    assert scores == pytest.approx([_score(server, *pair) for pair in pairs], abs=1e-2)
+    assert scores[0] > scores[1] + 2
     until = {"until": ["."], "max_gen_toks": 12, "temperature": 0}
     (text,) = model.generate_until(instances("generate_until", ("Once upon a time", until)))
     assert text

@@ -38,19 +38,21 @@ def client(v1: str) -> openai.OpenAI:
 
 
 def test_chat_and_its_stream_helper(client: openai.OpenAI) -> None:
-    whole = client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=16)
+    fields: Any = {"model": MODEL, "messages": MESSAGES, "max_tokens": 64, "stop": ["e"]}  # the helper wants an end
+    whole = client.chat.completions.create(**fields)
     assert whole.choices[0].message.content
-    with client.chat.completions.stream(model=MODEL, messages=MESSAGES, max_tokens=16) as stream:
+    with client.chat.completions.stream(**fields) as stream:
         kinds = [event.type for event in stream]
         final = stream.get_final_completion()
     assert "content.delta" in kinds
     assert final.choices[0].message.content == whole.choices[0].message.content
     assert whole.usage is not None
-    assert whole.usage.completion_tokens == 16
+    assert whole.usage.completion_tokens > 0
 
 
 def test_tools_are_called_and_answered(client: openai.OpenAI) -> None:
-    fields: Any = {"model": MODEL, "messages": MESSAGES, "tools": [TOOL], "tool_choice": "required", "max_tokens": 48}
+    fields: Any = {"model": MODEL, "messages": MESSAGES, "tools": [TOOL], "max_tokens": 64}
+    fields |= {"tool_choice": "required", "parallel_tool_calls": False}
     message = client.chat.completions.create(**fields).choices[0].message
     call: Any = message.tool_calls[0]  # type: ignore[index]
     assert call.function.name == "get_weather"

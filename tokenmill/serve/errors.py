@@ -57,6 +57,12 @@ class ApiError(Exception):
         return headers
 
 
+def context_exceeded(message: str, context: int, param: str) -> ApiError:
+    """Ends with OpenAI's own sentence: clients look for it before they try a model with a longer context."""
+    told = f"{message} This model's maximum context length is {context} tokens."
+    return ApiError(400, told, param=param, code="context_length_exceeded")
+
+
 def deadline_passed() -> ApiError:
     return ApiError(429, "the deadline passed before the first token", code="deadline", retry_after=1)
 

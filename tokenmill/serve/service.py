@@ -25,7 +25,7 @@ from tokenmill.errors import UserError
 from tokenmill.registry import load_plugin
 from tokenmill.serve.batches.runner import BatchRunner
 from tokenmill.serve.config import ServeConfig
-from tokenmill.serve.errors import ApiError, deadline_passed
+from tokenmill.serve.errors import ApiError, context_exceeded, deadline_passed
 from tokenmill.serve.files.store import FileStore
 from tokenmill.serve.generation import Generation, Member, VectorWish
 from tokenmill.serve.loras import Loras
@@ -278,8 +278,7 @@ class Service:
             ticket = self._admit(generation, caller)
         except UserError as error:
             self.charge(caller.client, sum(map(len, encoded)), num_requests=0)
-            code = "context_length_exceeded" if "context" in error.problem else None
-            raise ApiError(400, str(error), param="messages" if chat else "prompt", code=code) from None
+            raise self._unusable(error, "messages" if chat else "prompt") from None
         except ApiError as error:
             if error.status == 429:
                 self.metrics.add("admission_rejections", 1.0, error.code or "other")
@@ -341,6 +340,11 @@ class Service:
         self.admission.check_client(client, time.monotonic(), queue)
         self.accounts.check_budget(client, time.time())
 
+    def _unusable(self, error: UserError, param: str) -> ApiError:
+        if "context" in error.problem:
+            return context_exceeded(str(error), self.context, param)
+        return ApiError(400, str(error), param=param)
+
     async def _check_fit(self, prompts: Sequence[str | Sequence[int]], param: str) -> None:
         """Refuse text that cannot fit the context before it is tokenized."""
         for prompt in prompts:
@@ -348,13 +352,8 @@ class Service:
                 continue
             num_tokens = await asyncio.to_thread(self.tokenizer.min_tokens, prompt)
             if num_tokens > self.context:
-                raise ApiError(
-                    400,
-                    f"the prompt has at least {num_tokens} tokens, the context holds {self.context}: shorten the "
-                    "prompt or serve with a larger --context",
-                    param=param,
-                    code="context_length_exceeded",
-                )
+                problem = f"the prompt has at least {num_tokens} tokens, the context holds {self.context}: shorten "
+                raise context_exceeded(f"{problem}it or serve with a larger --context.", self.context, param)
 
     def _cut(self, ids: list[int], max_tokens: int) -> list[int]:
         """The end of a prompt; its first token stays if it is the one that starts every sequence."""

@@ -168,14 +168,14 @@ def test_only_declared_json_is_read(content_type: str) -> None:
         assert _read(_json({"prompt": "x"}), content_type=good).prompt == "x"
 
 
-def test_curl_without_a_type_is_read_where_ollamas_examples_go() -> None:
+def test_what_has_no_type_is_read_where_ollamas_examples_go() -> None:
     """Browsers tell where a POST comes from; theirs are refused as ever."""
     fields = {"prompt": "x", "model": "m"}
-    form = "application/x-www-form-urlencoded"
-    assert _read(_json(fields), OllamaGenerateBody, content_type=form, path="/api/generate").prompt == "x"
-    for header in ("origin", "sec-fetch-site"):
-        with pytest.raises(ApiError, match="content-type"):
-            _read(_json(fields), OllamaGenerateBody, content_type=form, path="/api/generate", headers={header: "x"})
+    for kind in ("application/x-www-form-urlencoded", ""):
+        assert _read(_json(fields), OllamaGenerateBody, content_type=kind, path="/api/generate").prompt == "x"
+        for header in ("origin", "sec-fetch-site"):
+            with pytest.raises(ApiError, match="content-type"):
+                _read(_json(fields), OllamaGenerateBody, content_type=kind, path="/api/generate", headers={header: "x"})
 
 
 # --- early failure: the number of errors, not the time ---

@@ -16,7 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from tokenmill.serve.api.exchange import ClientGoneError, record_of
 from tokenmill.serve.api.protocol import Body
-from tokenmill.serve.errors import ApiError
+from tokenmill.serve.errors import ApiError, context_exceeded
 from tokenmill.serve.service import Service
 
 MAX_DEPTH = 64  # of nesting
@@ -28,7 +28,7 @@ _LARGE = 1 << 16  # bytes
 _AS_LISTS = bytes.maketrans(b"{}", b"[]")
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
-_CURL_TYPE = "application/x-www-form-urlencoded"
+_PLAIN_TYPES = ("application/x-www-form-urlencoded", "")  # what clients send that were told no type
 _BROWSERS = ("origin", "sec-fetch-site")  # headers that only they send, with every POST
 
 _Body = TypeVar("_Body", bound=Body)
@@ -74,13 +74,8 @@ def check_prompts(
         raise ApiError(400, f"{len(prompts)} prompts in one request: give 1 to {limit}", param=param)
     longest = max((len(prompt) for prompt in prompts if not isinstance(prompt, str)), default=0)
     if longest > service.context and not cut:
-        raise ApiError(
-            400,
-            f"the prompt has {longest} tokens, the context holds {service.context}: shorten the prompt or serve with a "
-            "larger --context",
-            param=param,
-            code="context_length_exceeded",
-        )
+        problem = f"the prompt has {longest} tokens, the context holds {service.context}: shorten it or serve with a "
+        raise context_exceeded(f"{problem}larger --context.", service.context, param)
     return prompts
 
 
@@ -146,9 +141,10 @@ def _check_depth(brackets: bytes) -> None:
 
 
 def is_json(request: Request) -> bool:
-    """Whether the body is declared as JSON. Ollama's own examples are `curl -d` without a type."""
+    """Whether the body is declared as JSON. Ollama's own examples are `curl -d`, and litellm streams from it without a
+    type."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind == _CURL_TYPE and "/api/" in request.scope["path"]:
+    if kind in _PLAIN_TYPES and "/api/" in request.scope["path"]:
         return not any(name in request.headers for name in _BROWSERS)
     return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
 

@@ -12,7 +12,7 @@ from tokenmill.errors import UserError
 from tokenmill.serve.api.protocol import MAX_STOPS, GenerationBody
 from tokenmill.serve.api.structured import constrain
 from tokenmill.serve.config import ServeConfig
-from tokenmill.serve.errors import ApiError
+from tokenmill.serve.errors import ApiError, context_exceeded
 from tokenmill.types import CacheControl, SamplingParams
 
 _SAME_NAME = (
@@ -85,12 +85,11 @@ def resolve_max_tokens(body: GenerationBody, prompt_length: int, context: int, d
     if wanted < 0:
         raise ApiError(400, f"max_tokens is {wanted}: give at least 1", param="max_tokens")
     if wanted > room and prompt_length < context:
-        raise ApiError(
-            400,
+        raise context_exceeded(
             f"max_tokens is {wanted}, but after the prompt of {prompt_length} tokens the context of {context} has room "
-            f"for {room}: lower max_tokens, shorten the prompt or serve with a larger --context",
-            param="max_tokens",
-            code="context_length_exceeded",
+            f"for {room}: lower max_tokens, shorten the prompt or serve with a larger --context.",
+            context,
+            "max_tokens",
         )
     return max(1, wanted)
 
