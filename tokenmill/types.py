@@ -7,12 +7,12 @@ torch: the scheduler, the simulator and the HTTP server use this file too.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tokenmill.errors import UserError, unknown_name
+from tokenmill.ranges import check_float, check_int
 from tokenmill.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -61,10 +61,10 @@ class CacheControl:
 
     def __post_init__(self) -> None:
         if self.ttl:
-            _check_float("cache_control ttl", self.ttl, 1.0, MAX_TTL_SECONDS)
+            check_float("cache_control ttl", self.ttl, 1.0, MAX_TTL_SECONDS)
         if self.policy not in ("", "full", *BUDGET_POLICIES):
             raise unknown_name("kv_policy", self.policy, ("full", *BUDGET_POLICIES))
-        _check_int("kv_budget", self.budget, 0, MAX_KV_BUDGET)
+        check_int("kv_budget", self.budget, 0, MAX_KV_BUDGET)
         if (self.policy in BUDGET_POLICIES) != (self.budget > 0):
             raise UserError("kv_policy and kv_budget belong together", "give both, or neither")
 
@@ -108,7 +108,7 @@ class ReasoningBudget:
     start_id: int | None = None  # an output that does not begin with it has no reasoning; None: every output has
 
     def __post_init__(self) -> None:
-        _check_int("thinking_token_budget", self.max_tokens, 0, 2**31 - 1)
+        check_int("thinking_token_budget", self.max_tokens, 0, 2**31 - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,23 +148,23 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
         words = (self.bad_words,) if isinstance(self.bad_words, str) else tuple(self.bad_words or ())
         object.__setattr__(self, "bad_words", words)
-        _check_int("n", self.n, 1, 128)
-        _check_int("max_tokens", self.max_tokens, 1, 2**31 - 1)
-        _check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
-        _check_float("temperature", self.temperature, 0.0, 100.0)
-        _check_int("top_k", self.top_k, -1, 2**31 - 1)
-        _check_float("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _check_float("min_p", self.min_p, 0.0, 1.0)
-        _check_float("typical_p", self.typical_p, 0.0, 1.0, open_low=True)
-        _check_float("repetition_penalty", self.repetition_penalty, 0.0, 10.0, open_low=True)
-        _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        check_int("n", self.n, 1, 128)
+        check_int("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
+        check_float("temperature", self.temperature, 0.0, 100.0)
+        check_int("top_k", self.top_k, -1, 2**31 - 1)
+        check_float("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        check_float("min_p", self.min_p, 0.0, 1.0)
+        check_float("typical_p", self.typical_p, 0.0, 1.0, open_low=True)
+        check_float("repetition_penalty", self.repetition_penalty, 0.0, 10.0, open_low=True)
+        check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
         if self.seed is not None:
-            _check_int("seed", self.seed, 0, MAX_SEED)
+            check_int("seed", self.seed, 0, MAX_SEED)
         if self.logprobs is not None:
-            _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+            check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         if self.prompt_logprobs is not None:
-            _check_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+            check_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
         if any(not text for text in self.stop):
             raise UserError("a stop string is empty", "remove it or give at least one character")
         if any(not text.strip() for text in self.bad_words):
@@ -174,8 +174,8 @@ class SamplingParams:
             if not self.allowed_token_ids:
                 raise UserError("allowed_token_ids is empty", "give at least one token id, or leave it out")
         for token_id, bias in (self.logit_bias or {}).items():
-            _check_int("logit_bias token id", token_id, 0, 2**31 - 1)
-            _check_float(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
+            check_int("logit_bias token id", token_id, 0, 2**31 - 1)
+            check_float(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
 
     @property
     def greedy(self) -> bool:
@@ -390,18 +390,3 @@ class TokenEvent:
         self.cache, self.timeline = request.cache, request.timeline
         if self.timeline is not None:
             self.timeline.num_preemptions = request.num_preemptions
-
-
-def _check_int(name: str, value: object, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise UserError(f"{name} must be a whole number, got {value!r}", f"give {low} to {high}")
-    if not low <= value <= high:
-        raise UserError(f"{name} is {value}", f"give {low} to {high}")
-
-
-def _check_float(name: str, value: object, low: float, high: float, open_low: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
-        raise UserError(f"{name} must be a number, got {value!r}", f"give {low:g} to {high:g}")
-    if not low <= value <= high or (open_low and value == low):
-        span = f"more than {low:g} and at most {high:g}" if open_low else f"{low:g} to {high:g}"
-        raise UserError(f"{name} is {value:g}", f"give {span}")

@@ -78,8 +78,7 @@ def build_engine(model: str | Path, options: EngineConfig) -> EngineParts:
     path = resolve(str(model)).path
     make_discipline = DISCIPLINES.get(options.scheduling)
     policy = POLICIES.get(options.kv_policy)()
-    policy_name = options.kv_budget_policy
-    budget = CacheControl(policy=policy_name, budget=options.kv_budget) if policy_name else None
+    budget = CacheControl(policy=name, budget=options.kv_budget) if (name := options.kv_budget_policy) else None
     with ThreadPoolExecutor(1) as background:
         checkpoint = open_source(path, options.load_format)
         description = checkpoint.description
@@ -92,14 +91,7 @@ def build_engine(model: str | Path, options: EngineConfig) -> EngineParts:
         tokenizer, template = building.result()
     if not tokenizer.reads_text:
         _log.warning("%s has no tokenizer: prompts are token ids, and so is what is shown as text", path.name)
-    config = settle(
-        config,
-        memory=(runtime.budget.nbytes, runtime.budget.reason),
-        kv_native_layers=(runtime.native_layers, f"recommended for {runtime.store.name}"),
-        executor=(runtime.executor.name, "the fastest that supports the model"),
-    )
-    if runtime.executor.adapters is not None:
-        config = settle(config, max_loras=(runtime.executor.adapters.num_slots, "--lora-memory, or the default"))
+    config = _settled(config, runtime)
     budgets = BudgetEnforcer(runtime.layout, StoredPageScores(runtime, config))
     budgets.check(SamplingParams(cache=budget))
     tiers = build_tiers(config, path, runtime)
@@ -141,6 +133,19 @@ def build_engine(model: str | Path, options: EngineConfig) -> EngineParts:
         path=path,
         load_seconds=time.perf_counter() - started,
     )
+
+
+def _settled(config: ResolvedConfig, runtime: Runtime) -> ResolvedConfig:
+    """With what was decided as the runtime was built."""
+    config = settle(
+        config,
+        memory=(runtime.budget.nbytes, runtime.budget.reason),
+        kv_native_layers=(runtime.native_layers, f"recommended for {runtime.store.name}"),
+        executor=(runtime.executor.name, "the fastest that supports the model"),
+    )
+    if runtime.executor.adapters is not None:
+        config = settle(config, max_loras=(runtime.executor.adapters.num_slots, "--lora-memory, or the default"))
+    return config
 
 
 def _draft_slots(runtime: Runtime, config: ResolvedConfig, stats: EngineStats) -> tuple[int, int]:

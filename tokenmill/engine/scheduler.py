@@ -20,7 +20,7 @@ from tokenmill.engine.kv.usage import check_fit
 from tokenmill.engine.order.base import Discipline
 from tokenmill.engine.order.queue import Key
 from tokenmill.engine.pace import StepPace
-from tokenmill.engine.siblings import make_sibling
+from tokenmill.engine.siblings import make_sibling, using_adapter
 from tokenmill.engine.stats import EngineStats
 from tokenmill.engine.step_shares import StepShares
 from tokenmill.types import Request, ScheduledTokens, StepPlan, StepResult, TokenEvent, TokenLogprobs
@@ -98,8 +98,7 @@ class Scheduler:
 
     def using(self, digest: bytes) -> list[Request]:
         """The sequences of a version of an adapter."""
-        requests = (request for siblings in self._siblings.values() for request in siblings)
-        return [each for each in requests if each.adapter is not None and each.adapter.digest == digest]
+        return using_adapter(self._siblings.values(), digest)
 
     def knows(self, request_id: str) -> bool:
         return request_id in self._siblings
@@ -163,7 +162,7 @@ class Scheduler:
             if request not in self._running:
                 continue
             accepted = result.accepted.get(number, [])
-            self._count_drafts(result.num_drafted.get(number, 0), accepted)
+            self.stats.count_drafts(result.num_drafted.get(number, 0), len(accepted))
             request.token_ids += accepted
             request.num_computed = row.start + row.count + len(accepted)
             self.discipline.charge(request, row.count + len(accepted))
@@ -309,12 +308,6 @@ class Scheduler:
         self._budget -= granted
         self._shares.take(request, granted)
 
-    def _count_drafts(self, num_drafted: int, accepted: list[int]) -> None:
-        if num_drafted:
-            self.stats.num_drafts += 1
-            self.stats.num_drafted += num_drafted
-            self.stats.num_accepted += len(accepted)
-
     def _preempt(self, request: Request) -> None:
         """Back to the queue, without pages; its row in this step is withdrawn."""
         row = self._rows.pop(request, None)
@@ -354,7 +347,7 @@ class Scheduler:
         else:
             return event
         event.report(request)
-        self._finish(request)
+        self.cancel(request.request_id, request.index)
         return event
 
     def _give_up(self, request: Request) -> TokenEvent:
@@ -369,15 +362,8 @@ class Scheduler:
             finish_reason="error",
         )
         event.report(request)
-        self._finish(request)
+        self.cancel(request.request_id, request.index)
         return event
-
-    def _finish(self, request: Request) -> None:
-        siblings = self._siblings[request.request_id]
-        siblings.remove(request)
-        if not siblings:
-            del self._siblings[request.request_id]
-        self._remove(request)
 
     def _fork(self, parent: Request) -> None:
         """Make the siblings 1 .. n-1 of a request whose prompt is computed.

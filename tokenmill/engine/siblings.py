@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from tokenmill.types import MAX_SEED, Request
@@ -28,3 +29,9 @@ def make_sibling(parent: Request, index: int) -> Request:
         cache=replace(parent.cache),
         forked=True,
     )
+
+
+def using_adapter(groups: Iterable[list[Request]], digest: bytes) -> list[Request]:
+    """The sequences of a version of an adapter."""
+    requests = (request for siblings in groups for request in siblings)
+    return [each for each in requests if each.adapter is not None and each.adapter.digest == digest]

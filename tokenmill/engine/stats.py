@@ -196,6 +196,13 @@ class EngineStats:
     total_kv_waste: float = 0.0
     total_kv_padding: float = 0.0
 
+    def count_drafts(self, num_drafted: int, num_accepted: int) -> None:
+        """Of one sequence in one step."""
+        if num_drafted:
+            self.num_drafts += 1
+            self.num_drafted += num_drafted
+            self.num_accepted += num_accepted
+
     def record_step(self, plan: StepPlan, events: list[TokenEvent], seconds: float) -> None:
         """After a step, with the gauges of that moment."""
         computed = plan.num_tokens

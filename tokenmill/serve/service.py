@@ -12,7 +12,6 @@ import secrets
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from tokenmill.checkpoint.chat_template import ChatTemplate
@@ -22,8 +21,8 @@ from tokenmill.engine.intake import Intake
 from tokenmill.engine.messages import Ready
 from tokenmill.engine.stats import EngineStats
 from tokenmill.errors import UserError
-from tokenmill.registry import load_plugin
 from tokenmill.serve.batches.runner import BatchRunner
+from tokenmill.serve.callers import Caller
 from tokenmill.serve.config import ServeConfig
 from tokenmill.serve.errors import ApiError, context_exceeded, deadline_passed
 from tokenmill.serve.files.store import FileStore
@@ -31,8 +30,8 @@ from tokenmill.serve.generation import Generation, Member, VectorWish
 from tokenmill.serve.loras import Loras
 from tokenmill.serve.metrics import Metrics
 from tokenmill.serve.overrides import SamplingDefaults
-from tokenmill.serve.reasoning.use import ReasoningStyle
 from tokenmill.serve.recent import RecentRequests
+from tokenmill.serve.styles import choose_styles
 from tokenmill.serve.supervision.engine_client import EngineClient
 from tokenmill.serve.tenants.accounts import Accounts
 from tokenmill.serve.tenants.cache_salt import CacheSalts
@@ -40,37 +39,17 @@ from tokenmill.serve.tenants.keys import LANES, MIN_PRIORITY, Client
 from tokenmill.serve.tenants.limits import Admission, Pace, Ticket, check_grammar_quota, key_withdrawn
 from tokenmill.serve.tenants.prices import Prices
 from tokenmill.serve.tenants.turns import Turns
-from tokenmill.serve.tools.use import ToolStyle
 from tokenmill.serve.traffic_log import TrafficLog
 from tokenmill.serve.workers.jobs import Encode, Render
 from tokenmill.serve.workers.pool import WorkerPool
 from tokenmill.serve.workers.text import TextWork
-from tokenmill.types import AdapterRef, CacheControl, SamplingParams
+from tokenmill.types import CacheControl, SamplingParams
 
 _LONG_TEXT = 4096  # characters: longer texts are tokenized by a text worker
 _MAX_MESSAGES = 1 << 14
 _LATEST = ":latest"  # what Ollama's clients add to a name
 # Variables of a template that chat_template_kwargs cannot set.
 _OWN_VARIABLES = ("self", "messages", "tools", "add_generation_prompt")
-
-
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """The client of a request, and its priority."""
-
-    client: Client
-    priority: int = 0
-    lane: str | None = None
-    deadline: float | None = None  # seconds to the first token
-    cache_salt: str = ""  # of the request; combined with that of the key
-    adapter: AdapterRef | None = None  # that the request names as its model
-    request_id: str = ""  # as the response header has it
-    received: float | None = None  # when its exchange began, on the monotonic clock
-
-    @property
-    def rank(self) -> int:
-        lanes = (self.client.lane, self.lane or self.client.lane)
-        return self.priority + max(LANES[lane] for lane in lanes)  # a batch key cannot promote itself
 
 
 class Service:
@@ -120,10 +99,7 @@ class Service:
             int(identity.options["seed"]),
             budget=CacheControl(policy=policy, budget=budget) if policy else None,
         )
-        for plugin in filter(None, dict.fromkeys((config.tool_parser_plugin, config.reasoning_parser_plugin))):
-            load_plugin(plugin)
-        self.tool_style = ToolStyle.choose(template, tokenizer, config.tool_call_parser)
-        self.reasoning_style = ReasoningStyle.choose(template, tokenizer, config.reasoning_parser)
+        self.tool_style, self.reasoning_style = choose_styles(config, template, tokenizer)
         self.turns = Turns()
         self._salts = CacheSalts(cache_secret or secrets.token_bytes(32))
         self._tickets: dict[Generation, Ticket] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tokenmill.serve.service import Caller
+from tokenmill.serve.callers import Caller
 from tokenmill.serve.tenants.keys import Client
 
 

@@ -11,10 +11,11 @@ import pytest
 
 from tokenmill.checkpoint.number_tokenizer import numbering_tokenizer
 from tokenmill.engine.messages import Ready
+from tokenmill.serve.callers import Caller
 from tokenmill.serve.config import ServeConfig
 from tokenmill.serve.errors import ApiError
 from tokenmill.serve.generation import Generation
-from tokenmill.serve.service import Caller, Service
+from tokenmill.serve.service import Service
 from tokenmill.serve.supervision.adapter_questions import AdapterQuestions
 from tokenmill.serve.tenants.keys import Client
 from tokenmill.serve.workers.jobs import Setup

@@ -16,9 +16,10 @@ from tests.unit.serve.test_service_life import Engine, make_service
 from tokenmill.bench.traffic_log import LoggedRequest, read_traffic_log
 from tokenmill.errors import UserError
 from tokenmill.serve import traffic_log
+from tokenmill.serve.callers import Caller
 from tokenmill.serve.errors import ApiError
 from tokenmill.serve.generation import Generation
-from tokenmill.serve.service import Caller, Service
+from tokenmill.serve.service import Service
 from tokenmill.serve.tenants.keys import Client
 from tokenmill.serve.traffic_log import LogFiles, PrefixHasher, TrafficLog
 from tokenmill.serve.traffic_log_format import BLOCK_TOKENS, HASH_BYTES

@@ -9,8 +9,9 @@ from starlette.requests import Request
 from tokenmill.serve.api.adapter_protocol import AnthropicBody
 from tokenmill.serve.api.exchange import record_of
 from tokenmill.serve.api.protocol import Body, GenerationBody
+from tokenmill.serve.callers import Caller
 from tokenmill.serve.errors import ApiError
-from tokenmill.serve.service import Caller, Service
+from tokenmill.serve.service import Service
 from tokenmill.serve.tenants.keys import MAX_PRIORITY
 
 DEADLINE_HEADER = "x-request-deadline-ms"

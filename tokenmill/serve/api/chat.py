@@ -23,11 +23,12 @@ from tokenmill.serve.api.requests import check_diagnosis, diagnosis_of
 from tokenmill.serve.api.sampling import build_params, resolve_max_tokens, resolve_truncation
 from tokenmill.serve.api.tool_messages import AnswerReader, count_reasoning, delta_of, message_of, reader_of, tools_of
 from tokenmill.serve.api.usage import StreamUsage, usage_of
+from tokenmill.serve.callers import Caller
 from tokenmill.serve.errors import ApiError
 from tokenmill.serve.generation import Delta, Generation
 from tokenmill.serve.reasoning.base import Reasoning
 from tokenmill.serve.reasoning.use import switch_variables
-from tokenmill.serve.service import Caller, Service
+from tokenmill.serve.service import Service
 from tokenmill.serve.tools.base import fold
 from tokenmill.serve.tools.use import ToolUse
 from tokenmill.types import SamplingParams

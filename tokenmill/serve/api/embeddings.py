@@ -22,9 +22,10 @@ from tokenmill.serve.api.reading import body_schema, check_prompts, read_body
 from tokenmill.serve.api.sampling import resolve_truncation
 from tokenmill.serve.api.usage import cost_of, usage_of
 from tokenmill.serve.api.vectors import Computed, VectorCall, settings_of, shown_vector
+from tokenmill.serve.callers import Caller
 from tokenmill.serve.errors import ApiError
 from tokenmill.serve.generation import VectorWish
-from tokenmill.serve.service import Caller, Service
+from tokenmill.serve.service import Service
 from tokenmill.types import SamplingParams
 
 

@@ -24,11 +24,12 @@ from tokenmill.serve.api.reading import body_schema, read_body, validate
 from tokenmill.serve.api.sampling import build_params, resolve_max_tokens
 from tokenmill.serve.api.tool_messages import AnswerReader, reader_of, tools_of
 from tokenmill.serve.api.usage import cost_of, lossy_policy, usage_of
+from tokenmill.serve.callers import Caller
 from tokenmill.serve.errors import ApiError
 from tokenmill.serve.generation import Generation, Member
 from tokenmill.serve.reasoning.base import Reasoning
 from tokenmill.serve.reasoning.use import switch_variables
-from tokenmill.serve.service import Caller, Service
+from tokenmill.serve.service import Service
 from tokenmill.serve.tools.base import Content, ToolCall, ToolEvent, fold
 from tokenmill.types import SamplingParams
 

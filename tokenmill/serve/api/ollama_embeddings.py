@@ -18,7 +18,8 @@ from tokenmill.serve.api.exchange import json_response
 from tokenmill.serve.api.protocol import EmbeddingBody
 from tokenmill.serve.api.reading import body_schema, read_body, validate
 from tokenmill.serve.api.rerank_protocol import OllamaEmbedBody, OllamaEmbeddingsBody
-from tokenmill.serve.service import Caller, Service
+from tokenmill.serve.callers import Caller
+from tokenmill.serve.service import Service
 
 
 def add_ollama_embedding_routes(app: FastAPI, service: Service) -> None:

@@ -22,9 +22,10 @@ from tokenmill.engine.embedding.inputs import Input, InputMaker, score_of
 from tokenmill.errors import UserError
 from tokenmill.serve.api.exchange import record_of, unless_gone
 from tokenmill.serve.api.usage import cost_of, usage_of
+from tokenmill.serve.callers import Caller
 from tokenmill.serve.errors import ApiError
 from tokenmill.serve.generation import VectorWish
-from tokenmill.serve.service import Caller, Service
+from tokenmill.serve.service import Service
 from tokenmill.types import SamplingParams
 
 MAX_TEXTS = 2048  # as OpenAI's limit

@@ -14,10 +14,8 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 from tokenmill.config import EngineConfig
-from tokenmill.engine.adapters.registry import NOT_FOUND
 from tokenmill.engine.messages import (
     AdapterAnswer,
     Cancel,
@@ -35,10 +33,11 @@ from tokenmill.engine.stats import EngineStats
 from tokenmill.errors import UserError
 from tokenmill.hardware.machine import usable_cores
 from tokenmill.log import get_logger
-from tokenmill.serve.errors import ApiError, deadline_passed, engine_gone
+from tokenmill.serve.errors import ApiError, engine_gone
 from tokenmill.serve.generation import Generation, Member
 from tokenmill.serve.supervision.adapter_questions import AdapterQuestions, Question, replacement_config
 from tokenmill.serve.supervision.link import EngineLink, LinkDownError
+from tokenmill.serve.supervision.listening import Observer, refusal
 from tokenmill.serve.supervision.spare import SpareEngine
 from tokenmill.serve.supervision.watchdog import Watchdog
 
@@ -49,18 +48,6 @@ _START_SILENCE = 120.0  # without messages, while the process imports its librar
 _FIRST_BACKOFF = 0.2
 _MAX_BACKOFF = 30.0
 _SPARE_DELAY = 5.0  # after an engine is ready: the first requests come first
-
-
-class Observer(Protocol):
-    """Receives what the engine did: metrics and admission."""
-
-    def on_step(self, stats: EngineStats) -> None: ...
-
-    def on_tokens(self, member: Member, num_tokens: int) -> None: ...
-
-    def on_end(self, member: Member) -> None: ...
-
-    def on_restart(self, reason: str) -> None: ...
 
 
 class EngineClient:
@@ -75,13 +62,10 @@ class EngineClient:
         meters: bool = False,
         spare: SpareEngine | None = None,
     ) -> None:
-        """`keep_spare`: a process with the engine's libraries waits to replace the engine: `spare`, if others use it
-        too. `step_log`: folder. `meters`: the engine divides the time of its steps among tenants, for
-        `on_device_time`."""
-        self._path = path
-        self._step_log = step_log
-        self._meters = meters
-        self._config = config
+        """`keep_spare`: a process with the engine's libraries waits to replace it: `spare`, if others use it too.
+        `step_log`: folder. `meters`: the engine divides the time of its steps among tenants, for `on_device_time`."""
+        self._path, self._config = path, config
+        self._step_log, self._meters = step_log, meters
         self._watchdog = Watchdog(stall_timeout)
         self._keep_spare = keep_spare
         self._owns_spare = spare is None
@@ -141,8 +125,8 @@ class EngineClient:
     async def rest(self, asleep: bool) -> int:
         """Have the engine, which has no requests, sleep or wake up; returns the bytes given back. Raises RuntimeError
         if it does not: an engine that cannot wake has ended."""
-        assert self._link is not None
         link = self._link
+        assert link is not None
         rested = self._rested = asyncio.get_running_loop().create_future()
         if asleep:
             self.state = "asleep"  # nothing is submitted from now on
@@ -155,8 +139,8 @@ class EngineClient:
             raise RuntimeError(str(error)) from None
         finally:
             self._rested = None
-        if answer is not None and self.state == "asleep":
-            self.state = "asleep" if answer.asleep else "ready"
+        if answer is not None and self.state == "asleep" and not answer.asleep:
+            self.state = "ready"
         if answer is None or answer.asleep != asleep:
             raise RuntimeError(answer.problem if answer is not None else self.reason or f"the engine is {self.state}")
         return answer.bytes
@@ -256,7 +240,7 @@ class EngineClient:
             case Refused():
                 member = self._members.get(message.request_id)
                 if member is not None:
-                    member.generation.fail(_refusal(message))
+                    member.generation.fail(refusal(message))
                 elif not message.request_id:
                     _log.error("the engine refused a message: %s", message.message)
             case AdapterAnswer():
@@ -413,12 +397,3 @@ class EngineClient:
         for member in list(self._members.values()):
             member.generation.fail(engine_gone(message))
         self.adapters.fail(engine_gone(message))
-
-
-def _refusal(message: Refused) -> ApiError:
-    """A request that the engine did not take."""
-    if message.code == "deadline":
-        return deadline_passed()
-    if message.code == NOT_FOUND:  # the engine's message names all adapters, which not every key may know
-        return ApiError(404, "the model was unloaded: ask for another", param="model", code="model_not_found")
-    return ApiError(400, message.message)
