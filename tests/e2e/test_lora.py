@@ -3,6 +3,7 @@ preemption, with drafts, with pages from a tier; what does not fit is refused by
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from tests.parity.tiny_models import make, write_tokenizer
 from tests.random_adapters import make_adapter
 from tokenmill.checkpoint.adapters.peft import read_adapter
 from tokenmill.cli.main import main
+from tokenmill.engine.async_engine import AsyncEngine
 from tokenmill.engine.llm import LLM
 from tokenmill.errors import UserError
 from tokenmill.types import SamplingParams
@@ -134,6 +136,33 @@ def test_load_replace_and_unload(model: Path, adapters: dict[str, Path], expecte
         with pytest.raises(UserError, match="adapter 'x' is not loaded"):
             tokens(llm, "x")
         assert tokens(llm) == expected[None]
+
+
+def test_the_streaming_engine_changes_adapters_beside_its_steps(
+    model: Path, adapters: dict[str, Path], expected: dict[str | None, list[int]]
+) -> None:
+    async def said(engine: AsyncEngine, name: str | None, params: SamplingParams = GREEDY) -> list[int]:
+        tokens: list[int] = []
+        async for update in engine.generate(PROMPT, params, lora=name):
+            tokens = update.output.outputs[0].token_ids
+        return tokens
+
+    async def scenario() -> None:
+        async with AsyncEngine(model, context=64, concurrency=8, enable_lora=True, max_lora_rank=8) as engine:
+            await engine.load_lora("x", adapters["a"])
+            both = asyncio.gather(said(engine, "x"), said(engine, None))
+            await engine.load_lora("y", adapters["b"])
+            assert await both == [expected["a"], expected[None]]
+            assert await said(engine, "y") == expected["b"]
+            with pytest.raises(UserError, match="has already been loaded"):
+                await engine.load_lora("x", adapters["b"])
+            with pytest.raises(UserError, match="does not exist"):
+                await engine.load_lora("z", adapters["a"] / "nothing")
+            await engine.unload_lora("x", drain=True)
+            with pytest.raises(UserError, match="is not loaded"):
+                await engine.unload_lora("x")
+
+    asyncio.run(scenario())
 
 
 def test_structured_output_works_with_an_adapter(engine: LLM) -> None:
