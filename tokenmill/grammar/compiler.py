@@ -39,11 +39,11 @@ _STACK_BYTES = 128 << 20
 class CompiledGrammar:
     """A grammar over one model's tokens. Shared by all requests that use it; each has a matcher of its own."""
 
-    def __init__(self, prototype: LLMatcher, vocabulary: LLTokenizer, punctuation: Bits | None = None) -> None:
+    def __init__(self, prototype: LLMatcher, vocabulary: LLTokenizer) -> None:
         self._prototype = prototype
         self._vocabulary = vocabulary
         self.vocab_size: int = vocabulary.vocab_size  # of the tokenizer; a model may have more logits
-        self.punctuation = punctuation  # tokens of brackets, quotes and white space alone; None: not looked for
+        self.punctuation: Bits | None = None  # tokens of brackets, quotes and blanks alone; None: not looked for
 
     def matcher(self) -> LLMatcher:
         return self._prototype.deep_copy()
@@ -191,8 +191,7 @@ class GrammarCompiler:
         while True:
             job = self._next()
             try:
-                vocabulary = self._built_vocabulary()
-                result: CompiledGrammar | Exception = compile_grammar(job.spec, vocabulary, self._punctuation)
+                result: CompiledGrammar | Exception = self._compiled(job.spec)
             except Exception as error:
                 result = error
             if self._finish(job, result):
@@ -227,6 +226,11 @@ class GrammarCompiler:
             job.end(result)
         return replaced
 
+    def _compiled(self, spec: StructuredSpec) -> CompiledGrammar:
+        grammar = compile_grammar(spec, self._built_vocabulary())
+        grammar.punctuation = self._punctuation
+        return grammar
+
     def _built_vocabulary(self) -> LLTokenizer:
         with self._building:
             if self._vocabulary is None:
@@ -235,7 +239,7 @@ class GrammarCompiler:
             return self._vocabulary
 
 
-def compile_grammar(spec: StructuredSpec, vocabulary: LLTokenizer, punctuation: Bits | None = None) -> CompiledGrammar:
+def compile_grammar(spec: StructuredSpec, vocabulary: LLTokenizer) -> CompiledGrammar:
     """In the calling thread. Raises UserError where the grammar cannot be used."""
     from llguidance import LLMatcher
 
@@ -248,7 +252,7 @@ def compile_grammar(spec: StructuredSpec, vocabulary: LLTokenizer, punctuation: 
     mask = first.compute_bitmask()
     if first.is_error() or not any(mask):
         raise refusal(spec, first.get_error() or "it allows no output at all")
-    return CompiledGrammar(matcher, vocabulary, punctuation)
+    return CompiledGrammar(matcher, vocabulary)
 
 
 def _limits() -> LLParserLimits:

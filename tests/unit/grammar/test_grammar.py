@@ -258,10 +258,10 @@ def test_a_spec_says_what_is_wrong_with_it(fields: Any) -> None:
 def test_a_grammar_that_takes_too_long_is_refused_and_the_next_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     slow, let_go, compile_for_real = StructuredSpec("regex", "slow"), threading.Event(), compiler_module.compile_grammar
 
-    def compile_when_let(spec: StructuredSpec, vocabulary: LLTokenizer, *rest: Any) -> CompiledGrammar:
+    def compile_when_let(spec: StructuredSpec, vocabulary: LLTokenizer) -> CompiledGrammar:
         if spec == slow:
             let_go.wait()  # real slow grammars depend on the machine: a fast one refuses them for their size instead
-        return compile_for_real(spec, vocabulary, *rest)
+        return compile_for_real(spec, vocabulary)
 
     monkeypatch.setattr(compiler_module, "compile_grammar", compile_when_let)
     compiler = GrammarCompiler(ByteTokens(), [_EOS], seconds=0.25)

@@ -38,15 +38,24 @@ _UNSETTLED_STEPS = 2  # not timed, after a change between drafts and none: no st
 
 def build_speculator(target: Target) -> Speculator | None:
     """The speculator for `--speculate NAME[:ARGUMENT]`; None for off, unless grammars are drafted from."""
-    name, _, argument = target.config.speculate.partition(":")
-    if target.config.draft_tokens > _MAX_DRAFT_TOKENS:
-        raise UserError(f"draft_tokens is {target.config.draft_tokens}", f"give 1 to {_MAX_DRAFT_TOKENS}")
+    config = target.config
+    if config.draft_tokens > _MAX_DRAFT_TOKENS:
+        raise UserError(f"draft_tokens is {config.draft_tokens}", f"give 1 to {_MAX_DRAFT_TOKENS}")
+    drafter = _build_drafter(target)
+    if isinstance(drafter, NoDrafter) and not config.jump_forward:
+        return None
     sampler = target.executor.sampler
-    grammars = GrammarDrafter(sampler) if target.config.jump_forward else None
+    grammars = GrammarDrafter(sampler) if config.jump_forward else None
+    gate = DraftGate(_AUTOMATIC) if config.speculate == "auto" else None
+    return Speculator(drafter, sampler, grammars=grammars, gate=gate)
+
+
+def _build_drafter(target: Target) -> Drafter:
+    name, _, argument = target.config.speculate.partition(":")
     if name in ("off", ""):
-        return None if grammars is None else Speculator(NoDrafter(), sampler, grammars=grammars)
-    gate = DraftGate(_AUTOMATIC) if name == "auto" else None
-    name = _AUTOMATIC if name == "auto" else name
+        return NoDrafter()
+    if target.config.speculate == "auto":
+        name = _AUTOMATIC
     if name not in DRAFTERS:
         raise unknown_name("drafter", name, ["off", "auto", *DRAFTERS])
     drafter_class: type[Drafter] = DRAFTERS.get(name)
@@ -58,7 +67,7 @@ def build_speculator(target: Target) -> Speculator | None:
     guesser = drafter.step_guesser(target)
     if target.executor.attach_drafter(drafter.needs_hidden, guesser) and guesser is not None:
         drafter.guessed_depth = guesser.depth
-    return Speculator(drafter, sampler, grammars=grammars, gate=gate)
+    return drafter
 
 
 class Speculator:
