@@ -37,8 +37,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 _FAMILIES = {"one": "llama", "two": "qwen3"}
 
 
-def catalog_of(models: dict[str, Path], **changes: Any) -> dict[str, Any]:
-    entries = [{"model": str(path), "name": name, "aliases": [f"{name}-alias"]} for name, path in models.items()]
+def catalog_of(paths: dict[str, Path], **changes: Any) -> dict[str, Any]:
+    entries = [{"model": str(path), "name": name, "aliases": [f"{name}-alias"]} for name, path in paths.items()]
     return {**_OPTIONS, "models": entries, "splits": {"mix": {"one": 0.5, "two": 0.5}}, **changes}
 
 
