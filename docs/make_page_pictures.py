@@ -2,8 +2,8 @@
 
     python -m docs.make_page_pictures http://127.0.0.1:8000
 
-Needs selenium and a Chromium with its driver. The first two models of the server are asked side by side; the last one has
-some load while the dashboard is taken.
+Needs selenium and a Chromium with its driver. The first two models of the server are asked side by side; the last one
+has some load while the dashboard is taken.
 """
 
 from __future__ import annotations
