@@ -24,11 +24,10 @@ export function readMetrics(text) {
 const seconds = (value) => (value < 1 ? `${(1000 * value).toFixed(value < 0.1 ? 1 : 0)} ms` : `${value.toFixed(2)} s`);
 const percent = (value) => `${(100 * value).toFixed(1)} %`;
 
-// What is drawn. `read`: (now, rate, mean, share, perMinute) -> a value for each line, null where there is none.
+// What is drawn. `read`: (now, rate, mean, share) -> a value for each line, null where there is none; `holds`: then the last one stays.
 const CHARTS = [
   {
-    id: "speed", title: "Tokens per second", lines: ["generated", "prompt"], format: shorten,
-    read: (_now, rate) => [rate("generation_tokens"), rate("prompt_tokens")],
+    id: "speed", title: "Tokens per second", lines: ["generated"], format: shorten, read: (_now, rate) => [rate("generation_tokens")],
     note: (now) => `${shorten(now.generation_tokens)} generated in all`,
   },
   {
@@ -41,17 +40,17 @@ const CHARTS = [
     read: (now) => [now.kv_cache_usage_ratio], note: (now) => `${shorten(now.kv_pages_cached)} pages kept for reuse`,
   },
   {
-    id: "hits", title: "Prefix cache hits", lines: ["of prompt tokens"], format: percent, top: 1,
+    id: "hits", title: "Prefix cache hits", lines: ["of prompt tokens"], format: percent, top: 1, holds: true,
     read: (_now, _rate, _mean, share) => [share("prefix_cache_hits", "prefix_cache_queries")],
     note: (now) => (now.prefix_cache_queries ? `${percent(now.prefix_cache_hits / now.prefix_cache_queries)} since the start` : "nothing asked yet"),
   },
   {
-    id: "ttft", title: "Time to first token", lines: ["mean"], format: seconds,
+    id: "ttft", title: "Time to first token", lines: ["mean"], format: seconds, holds: true,
     read: (_now, _rate, mean) => [mean("ttft_seconds")],
     note: (now) => (now.predicted_ttft_seconds < 0.001 ? "no wait for the next request" : `${seconds(now.predicted_ttft_seconds)} expected for the next request`),
   },
   {
-    id: "itl", title: "Between tokens", lines: ["mean"], format: seconds,
+    id: "itl", title: "Between tokens", lines: ["mean"], format: seconds, holds: true,
     read: (_now, _rate, mean) => [mean("itl_seconds")],
     note: (now) => `${shorten(now.engine_steps)} steps of the engine in all`,
   },
@@ -61,12 +60,11 @@ const CHARTS = [
     note: (now) => (now.engine_restarts ? `${shorten(now.engine_restarts)} restarts` : "never restarted"),
   },
   {
-    id: "ended", title: "Answers per minute", lines: ["ended"], format: shorten,
-    read: (_now, _rate, _mean, _share, perMinute) => [perMinute("requests")],
-    note: (now) => `${shorten(now.requests ?? 0)} in all`,
+    id: "prompts", title: "Prompt tokens per second", lines: ["read"], format: shorten, read: (_now, rate) => [rate("prompt_tokens")],
+    note: (now) => `${shorten(now.requests ?? 0)} answers ended in all`,
   },
   {
-    id: "cost", title: "Cost per hour", lines: ["of requests", "of the device"], format: dollars,
+    id: "cost", title: "Cost per hour", lines: ["requests", "device"], format: dollars,
     read: (now, rate) => [now.key_cost_dollars === undefined ? null : 3600 * rate("key_cost_dollars"),
       now.device_cost_dollars === undefined ? null : 3600 * rate("device_cost_dollars")],
     note: (now) => (now.key_cost_dollars === undefined ? "no prices yet: serve with --price" : `${dollars(now.key_cost_dollars)} spent in all`),
@@ -142,8 +140,7 @@ export class Board {
     const rate = (name) => (last ? (1000 * change(name)) / (now.time - last.time) : 0);
     const mean = (name) => (change(`${name}_count`) ? change(`${name}_sum`) / change(`${name}_count`) : null);
     const share = (part, whole) => (change(whole, oldest) ? change(part, oldest) / change(whole, oldest) : null);
-    const perMinute = (name) => (oldest ? (60000 * change(name, oldest)) / (now.time - oldest.time) : 0);
-    if (last) this.charts.forEach((chart) => chart.add(chart.spec.read(now, rate, mean, share, perMinute), chart.spec.note(now)));
+    if (last) this.charts.forEach((chart) => chart.add(chart.spec.read(now, rate, mean, share), chart.spec.note(now)));
     const speed = rate("generation_tokens");
     this.on.state(ready ? "up" : "down", !ready ? "engine restarting" : speed ? `${shorten(speed)} tokens/s` : "ready");
   }

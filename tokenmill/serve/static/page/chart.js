@@ -6,7 +6,8 @@ import { el, svg } from "./dom.js";
 const POINTS = 180, FEWEST = 40, WIDTH = 180, HEIGHT = 60;  // readings; a new chart does not begin as a needle
 
 export class Chart {
-  // spec: {id, title, lines: [name], format, top?: the fixed end of the scale, whole?: whole numbers}
+  // spec: {id, title, lines: [name], format, top?: the fixed end of the scale, whole?: whole numbers, holds?: a value
+  // stays where none comes: an average has none while nobody asks}
   constructor(spec) {
     this.spec = spec;
     this.values = spec.lines.map(() => []);
@@ -28,7 +29,8 @@ export class Chart {
 
   add(values, note) {
     values.forEach((value, place) => {
-      this.values[place] = [...this.values[place], value].slice(-POINTS);
+      const line = this.values[place], kept = value === null && this.spec.holds ? line.at(-1) ?? null : value;
+      this.values[place] = [...line, kept].slice(-POINTS);
     });
     this.note.textContent = note;
     this.draw();
