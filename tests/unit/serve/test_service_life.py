@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tokenmill.checkpoint.number_tokenizer import numbering_tokenizer
-from tokenmill.engine.messages import Ready
+from tokenmill.engine.messages import Heartbeat, Ready
 from tokenmill.serve.config import ServeConfig
 from tokenmill.serve.errors import ApiError
 from tokenmill.serve.generation import Generation
@@ -30,6 +30,7 @@ class Engine:
     def __init__(self) -> None:
         self.observers: list[Any] = []
         self.withdrawn: list[str] = []
+        self.heartbeat = Heartbeat()
 
     def observe(self, observer: Any) -> None:
         self.observers.append(observer)
