@@ -59,6 +59,7 @@ _LONGEST_FIRST = (
     "e2e/test_quantize.py",
     "e2e/test_rivals.py",
     "e2e/test_terminal.py",
+    "clients/test_documented.py",
     "e2e/test_serve_schema.py",
     "e2e/test_traffic_log.py",
     "e2e/test_readme.py",

@@ -29,7 +29,7 @@ def prepare(folder: Path, packages: list[str]) -> Path:
     mark = folder / "installed.txt"
     listed = "\n".join(packages)
     if not mark.exists() or mark.read_text() != listed:
-        venv.create(folder, with_pip=True)
+        venv.create(folder, clear=True, symlinks=os.name != "nt", with_pip=True)
         install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *packages]
         subprocess.run(install, check=True, stdout=sys.stderr)
         mark.write_text(listed)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tokenmill.checkpoint.number_tokenizer import numbering_tokenizer
-from tokenmill.engine.messages import Ready
+from tokenmill.engine.messages import Heartbeat, Ready
 from tokenmill.serve.callers import Caller
 from tokenmill.serve.config import ServeConfig
 from tokenmill.serve.errors import ApiError
@@ -33,6 +33,7 @@ class Engine:
         self.observers: list[Any] = []
         self.withdrawn: list[str] = []
         self.adapters = AdapterQuestions(lambda _question: None)
+        self.heartbeat = Heartbeat()
 
     def observe(self, observer: Any) -> None:
         self.observers.append(observer)
