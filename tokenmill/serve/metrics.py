@@ -115,7 +115,7 @@ _ENGINE_FIELDS = tuple(metrics_of(EngineStats))
 _TIER_FIELDS = tuple(metrics_of(TierStats))
 _DEVICE_FIELDS = tuple(metrics_of(DeviceStats))
 _DRAFTING_FIELDS = tuple(metrics_of(DraftingStats))
-_COUNTED = (*_ENGINE_FIELDS, *_TIER_FIELDS, *_DEVICE_FIELDS, *_DRAFTING_FIELDS)
+_COUNTED = (*_ENGINE_FIELDS, *_TIER_FIELDS, *_DRAFTING_FIELDS, *_DEVICE_FIELDS)
 METRICS = (*(spec for _, spec in _COUNTED), *_SERVER_METRICS)
 
 
@@ -185,9 +185,8 @@ class Metrics:
         names = (",".join(stats.running_adapters), ",".join(stats.waiting_adapters))
         self._values["lora_requests"] = {(str(self.max_loras), *names): time.time() if self.max_loras else 0.0}
         for name, spec in _DRAFTING_FIELDS:  # a decision that changed is one series, not two
-            self._values[spec.name] = {
-                (each.drafter, each.sequences, each.reason): getattr(each, name) for each in stats.drafting
-            }
+            shown = {(each.drafter, each.sequences, each.reason): getattr(each, name) for each in stats.drafting}
+            self._values[spec.name] = defaultdict(float, shown)
         self._last = stats
 
     def on_devices(self, devices: Sequence[DeviceStats]) -> None:

@@ -69,7 +69,7 @@ class Model:
 
     def __init__(self, engine: Engine, no_sleep: str) -> None:
         self.engine = engine
-        self.identity = Ready(1, [], {}, "", "", "", 0, 0.0, no_sleep)
+        self.identity = Ready(1, [], {}, "", "", "", 0, 0.0, no_sleep=no_sleep)
         self.ended: list[Any] = []
 
     def end_clients(self, clients: Any) -> None:
