@@ -80,8 +80,8 @@ def merge(job: MergeJob, on_block: Progress = lambda _done, _all, _left: None) -
         "merged_tensors": source.num_changed,
         "base_is_quantized": any(not source.is_plain(prefix) for prefix in source.matrices),
     }
-    direct = job.requantize is None and job.format in ("", DENSE)
-    if direct:
+    request = job.requantize
+    if request is None and job.format in ("", DENSE):
         return {**asdict(convert(path, job.out, DENSE, job.dtype, source)), **merged}
     if job.out.exists():
         raise UserError(f"{job.out} exists", "give another output, or remove it")
@@ -91,15 +91,15 @@ def merge(job: MergeJob, on_block: Progress = lambda _done, _all, _left: None) -
     with cleaned_up(working):
         working.mkdir()
         floats = working / f"{path.stem}-merged"
-        convert(path, floats, DENSE, job.dtype if job.requantize is None else "float32", source)
-        if job.requantize is None:
+        convert(path, floats, DENSE, job.dtype if request is None else "float32", source)
+        if request is None:
             if job.format != GGUF:
                 raise UserError(f"merged floats cannot be {job.format}", "give --method to quantize them, or --type")
             return {**asdict(convert(floats, job.out, GGUF)), **merged}
         wide = any(source.stored_dtype(name) is torch.bfloat16 for name in source.vectors)
         if job.dtype == "auto" and wide:  # what is not quantized keeps the range that the base has
             job = replace(job, dtype="bfloat16")
-        return {**_requantize(job, job.requantize, floats, path, on_block), **merged}
+        return {**_requantize(job, request, floats, path, on_block), **merged}
 
 
 def _requantize(
