@@ -16,6 +16,7 @@ import gc
 import json
 import os
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -137,12 +138,19 @@ def measure_vllm(model: Path, adapter: Path, arguments: argparse.Namespace) -> d
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])}
     numbers = [str(number) for number in (arguments.batch, arguments.adapters, arguments.rank, arguments.steps)]
     command = [arguments.vllm_python, str(VLLM_SCRIPT), str(model), str(adapter), *numbers]
-    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=False)
-    for line in result.stdout.splitlines():
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=arguments.vllm_timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # its engine is a process of its own
+            output, _ = process.communicate()
+    for line in output.splitlines():
         if line.startswith('{"engine"'):
             figures: dict[str, Any] = json.loads(line)
             return figures
-    print(f"vLLM ended with status {result.returncode}", file=sys.stderr)
+    print(f"vLLM ended with status {process.returncode}", file=sys.stderr)
     return None
 
 
@@ -168,6 +176,7 @@ def main() -> None:
     parser.add_argument("--vllm", action="store_true", help="measure vLLM's adapters too, by peers/vllm_lora.py")
     parser.add_argument("--vllm-python", default=sys.executable, help="the Python that has vLLM (default: this one)")
     parser.add_argument("--vllm-packages", type=Path, help="folder with vLLM, put on its PYTHONPATH")
+    parser.add_argument("--vllm-timeout", type=float, default=150.0, help="seconds until vLLM is given up")
     parser.add_argument("--out", type=Path, help="file that figures are appended to")
     arguments = parser.parse_args()
     dummy = arguments.device == "cuda" and not arguments.model

@@ -304,6 +304,10 @@ void AdapterPrefetch::add(const void* begin, size_t bytes) {
   lines_ += (bytes + 63) / 64;
 }
 
+void AdapterPrefetch::spread(int pieces) {
+  each_ = pieces > 0 ? std::min(kMaxLines, lines_ / pieces + 1) : 0;
+}
+
 void AdapterPrefetch::some() {
   for (size_t left = each_; left > 0 && at_ < count_;) {
     Range& range = ranges_[at_];

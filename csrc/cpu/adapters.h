@@ -78,7 +78,7 @@ using AdapterSlots = std::vector<std::shared_ptr<const ProductAdapter>>;
 class AdapterPrefetch {
  public:
   void add(const void* begin, size_t bytes);
-  void spread(int pieces) { each_ = pieces > 0 ? lines_ / pieces + 1 : 0; }  // over so many calls of `some`
+  void spread(int pieces);  // over so many calls of `some`
   void some();
 
  private:
@@ -86,6 +86,7 @@ class AdapterPrefetch {
     const char *begin, *end;
   };
   static constexpr int kMaxRanges = 128;  // beyond this the hardware's own prefetching must do
+  static constexpr size_t kMaxLines = 20;  // asked for at once: about what a core can wait for without stalling
   Range ranges_[kMaxRanges];
   int count_ = 0, at_ = 0;
   size_t lines_ = 0, each_ = 0;

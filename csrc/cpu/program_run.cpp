@@ -3,7 +3,6 @@
 // No allocation, no locks, no Python: stages, barriers, kernels.
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
 #include <cstring>
 #include <functional>
 
@@ -330,8 +329,7 @@ void Program::run_product(Team& team, const Stage& stage, const Place& place, in
     AdapterWorkspace::ask_for_shrink(stages_[next].adapters, of_next, team.thread, team.size, ahead);
     break;
   }
-  static const bool fetches = std::getenv("TM_NO_FETCH") == nullptr;
-  ahead.spread(fetches ? tiles / team.size : 0);
+  ahead.spread(tiles / team.size);
   team.for_runs(tiles, [&](int tile) {
     ahead.some();
     product.run_tile(tile, rows, activations, outputs, scratch);

@@ -15,11 +15,11 @@ from tokenmill.model.adapters import AdapterSite
 
 _CPU = torch.device("cpu")
 Shapes = list[tuple[int, int]]
-# By name: how it is made, and its error relative to what the adapters add.
+# By name: how it is made, and its error relative to what the adapters add, where an input is 20 times the others.
 SITES: dict[str, tuple[Callable[[Shapes], AdapterSite], float]] = {
     "ref": (lambda shapes: RefSite(shapes, _CPU), 1e-6),
     "cpu float32": (lambda shapes: CpuSite(shapes, exact=True), 1e-5),
-    "cpu int8": (lambda shapes: CpuSite(shapes, exact=False), 0.02),
+    "cpu int8": (lambda shapes: CpuSite(shapes, exact=False), 0.06),
 }
 SHAPES: list[Shapes] = [[(96, 64)], [(64, 96), (32, 96), (32, 96)], [(49, 70), (3, 70)], [(160, 32), (160, 32)]]
 

@@ -173,7 +173,9 @@ def distilled(stories: Path, folder: Path, **changes: Any) -> FinetuneReport:
 
 
 def test_repair_is_measured(stories: Path, tmp_path: Path) -> None:
-    report = distilled(stories, tmp_path, steps=8, batch=2, length=64, learning_rate=2e-3)
+    text = tmp_path / "text.txt"
+    text.write_text(STORIES.read_text(encoding="utf-8")[:10_000], encoding="utf-8")
+    report = distilled(stories, tmp_path, data=text, steps=8, batch=2, length=64, learning_rate=2e-3, eval_every=8)
     repair = report.repair
     assert repair is not None
     assert repair.teacher_loss < repair.tuned_loss < repair.base_loss
@@ -188,7 +190,7 @@ def test_repair_is_measured(stories: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_third_of_what_three_bits_lost_comes_back(stories: Path, tmp_path: Path) -> None:
-    report = distilled(stories, tmp_path, steps=60, batch=4, length=128, learning_rate=2e-3)
+    report = distilled(stories, tmp_path, steps=60, batch=4, length=128, learning_rate=2e-3, eval_every=30)
     assert report.repair is not None
     assert report.repair.loss_won_back > 1 / 3
     assert report.repair.divergence_won_back > 1 / 3

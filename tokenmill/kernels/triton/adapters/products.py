@@ -82,20 +82,21 @@ def _shrink(x, slots, factors, partial, M, K, x_stride, depth_each, VARIANT: tl.
         if live:
             prefetch_rows(a_rows + first, 64, VARIANT.prefetch_lines)
         tl.extra.cuda.gdc_wait()
-    if live:
-        x_rows = x + tl.where(mine, tokens, 0).to(tl.int64) * x_stride
-        acc = tl.zeros([BM, 16], dtype=tl.float32)
-        for begin in range(first, last, BK):
-            k = begin + tl.arange(0, BK)
-            if VARIANT.even:
-                a_tile = tl.load(a_rows[None, :] + k[:, None])
-                x_tile = tl.load(x_rows[:, None] + k[None, :])
-            else:
-                a_tile = tl.load(a_rows[None, :] + k[:, None], mask=k[:, None] < last, other=0.0)
-                x_tile = tl.load(x_rows[:, None] + k[None, :], mask=k[None, :] < last, other=0.0)
-            acc = _dot(x_tile, a_tile, acc, VARIANT.interpreted)
-        place = (split * M + tokens[:, None]) * (PARTS * RANK) + block * 16 + tl.arange(0, 16)[None, :]
-        tl.store(partial + place, acc, mask=mine[:, None])
+    if not live:
+        return
+    x_rows = x + tl.where(mine, tokens, 0).to(tl.int64) * x_stride
+    acc = tl.zeros([BM, 16], dtype=tl.float32)
+    for begin in range(first, last, BK):
+        k = begin + tl.arange(0, BK)
+        if VARIANT.even:
+            a_tile = tl.load(a_rows[None, :] + k[:, None])
+            x_tile = tl.load(x_rows[:, None] + k[None, :])
+        else:
+            a_tile = tl.load(a_rows[None, :] + k[:, None], mask=k[:, None] < last, other=0.0)
+            x_tile = tl.load(x_rows[:, None] + k[None, :], mask=k[None, :] < last, other=0.0)
+        acc = _dot(x_tile, a_tile, acc, VARIANT.interpreted)
+    place = (split * M + tokens[:, None]) * (PARTS * RANK) + block * 16 + tl.arange(0, 16)[None, :]
+    tl.store(partial + place, acc, mask=mine[:, None])
 
 
 @triton.jit(do_not_specialize=["M", "splits", "first_tile", "first_column"])
@@ -120,30 +121,31 @@ def _expand(y, slots, factors, partial, M, N, y_stride, splits, first_tile, firs
         if live:
             prefetch_rows(b_rows, 64, 1)
         tl.extra.cuda.gdc_wait()
-    if live:
-        sums = tl.zeros([BM, BN], dtype=tl.float32)
-        for begin in range(0, rank, 16):
-            ranks = begin + tl.arange(0, 16)
-            b_tile = tl.load(b_rows[None, :] + ranks[:, None])
-            # All splits at once: one by one their latencies would add up.
-            rows = tl.arange(0, VARIANT.splits)[:, None] * M + tokens[None, :]
-            place = rows[:, :, None] * (PARTS * RANK) + part * RANK + ranks[None, None, :]
-            ok = (tl.arange(0, VARIANT.splits) < splits)[:, None, None] & mine[None, :, None]
-            h = tl.sum(tl.load(partial + place, mask=ok, other=0.0, cache_modifier=".cg"), 0)
-            sums = _dot(h.to(b_tile.dtype), b_tile, sums, VARIANT.interpreted)
-        inside = mine[:, None] & column_ok[None, :]
-        at = y + tokens[:, None].to(tl.int64) * y_stride + (columns - first_column)[None, :]
-        old = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-        if tl.load(factors.gained + slot * PARTS + part) > 0:
-            old *= tl.load(factors.gains + slot * N + columns, mask=column_ok, other=1.0)[None, :]
-            if VARIANT.shifted:
-                old += tl.load(factors.shifts + slot * N + columns, mask=column_ok, other=0.0)[None, :]
-        tl.store(at, (old + sums).to(y.dtype.element_ty), mask=inside)
+    if not live:
+        return
+    sums = tl.zeros([BM, BN], dtype=tl.float32)
+    for begin in range(0, rank, 16):
+        ranks = begin + tl.arange(0, 16)
+        b_tile = tl.load(b_rows[None, :] + ranks[:, None])
+        # All splits at once: one by one their latencies would add up.
+        rows = tl.arange(0, VARIANT.splits)[:, None] * M + tokens[None, :]
+        place = rows[:, :, None] * (PARTS * RANK) + part * RANK + ranks[None, None, :]
+        ok = (tl.arange(0, VARIANT.splits) < splits)[:, None, None] & mine[None, :, None]
+        h = tl.sum(tl.load(partial + place, mask=ok, other=0.0, cache_modifier=".cg"), 0)
+        sums = _dot(h.to(b_tile.dtype), b_tile, sums, VARIANT.interpreted)
+    inside = mine[:, None] & column_ok[None, :]
+    at = y + tokens[:, None].to(tl.int64) * y_stride + (columns - first_column)[None, :]
+    old = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    if tl.load(factors.gained + slot * PARTS + part) > 0:
+        old *= tl.load(factors.gains + slot * N + columns, mask=column_ok, other=1.0)[None, :]
+        if VARIANT.shifted:
+            old += tl.load(factors.shifts + slot * N + columns, mask=column_ok, other=0.0)[None, :]
+    tl.store(at, (old + sums).to(y.dtype.element_ty), mask=inside)
 
 
 def tile_columns(columns: int) -> int:
     """Columns of a tile of `_expand`, for a product of so many outputs in all: the fewer, the smaller."""
-    return 128 if columns >= 16384 else 64 if columns >= 4096 else 32
+    return 64 if columns >= 4096 else 32
 
 
 def _tokens(count: int) -> int:
@@ -155,8 +157,9 @@ def shrink(x: Tensor, slots: Tensor, factors: Factors) -> tuple[Tensor, int]:
     for the `expand` that follows."""
     (tokens, depth), (num_slots, parts, max_rank, _) = x.shape, factors.a.shape
     splits = min(_SPLIT_ROWS // _tokens(tokens), triton.cdiv(depth, _SPLIT_DEPTH)) if tokens <= _FEW_TOKENS else 1
-    step = min(256, max(16, triton.next_power_of_2(depth)))
-    depth_each = triton.cdiv(triton.cdiv(depth, splits), step) * step
+    share = triton.cdiv(depth, splits)
+    step = min(512 if tokens <= 16 else 128, max(16, triton.next_power_of_2(share)))
+    depth_each = triton.cdiv(share, step) * step
     splits = triton.cdiv(depth, depth_each)
     partial = workspace(x.device).partials(splits * tokens * parts * max_rank)
     variant = Variant(
