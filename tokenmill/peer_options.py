@@ -296,7 +296,6 @@ _VLLM: dict[str, PeerOption] = {
         "vLLM", refused("layers are kept in 16 bits by number from each end", "use --kv-native-layers")
     ),
     "calculate_kv_scales": _switch("vLLM", refused("scales come from the checkpoint or per page", "leave it out")),
-    "enable_sleep_mode": _switch("vLLM", refused("an engine does not give its memory back", "stop the server")),
     "otlp_traces_endpoint": PeerOption(
         "vLLM", refused("the exporter is configured by its own variables", "set OTEL_EXPORTER_OTLP_ENDPOINT")
     ),

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _log = get_logger(__name__)
 _STOP_SECONDS = 2.0  # for the engine to write its cached pages to the tiers
-# A model that takes long to come back is not given up soon for another: swapping then takes a tenth of the time at most.
+# A model that takes long to come back is not given up soon: swapping then takes a tenth of the time at most.
 _TURN_FACTOR = 10.0
 _MIN_TURN, _MAX_TURN = 0.5, 30.0
 
