@@ -12,7 +12,20 @@ from tokenmill.cli import main as command
 from tokenmill.cli.help import GROUPS
 from tokenmill.errors import UserError
 
-VERBS = ["pull", "list", "rm", "ps", "stop", "run", "chat", "inspect", "doctor", "bench latency", "bench throughput", "eval perplexity"]
+VERBS = [
+    "pull",
+    "list",
+    "rm",
+    "ps",
+    "stop",
+    "run",
+    "chat",
+    "inspect",
+    "doctor",
+    "bench latency",
+    "bench throughput",
+    "eval perplexity",
+]
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
