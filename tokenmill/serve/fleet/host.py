@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _log = get_logger(__name__)
 _STOP_SECONDS = 2.0  # for the engine to write its cached pages to the tiers
-# A model that took long to load is not given up soon for another: swapping then takes a tenth of the time at most.
+# A model that takes long to come back is not given up soon: swapping then takes a tenth of the time at most.
 _TURN_FACTOR = 10.0
 _MIN_TURN, _MAX_TURN = 0.5, 30.0
 
@@ -72,7 +72,7 @@ class Host:
         self.waiters: list[tuple[float, asyncio.Future[None]]] = []  # by arrival
         self.last_used = time.monotonic()
         self.loaded_at = 0.0
-        self.load_seconds = 0.0  # that the last load or wake took
+        self.return_seconds = 0.0  # that it took to come back, when it was last given up
         self.keep_alive = spec.keep_alive
         self.expires = math.inf  # when it is given up, if no request comes
 
@@ -111,7 +111,7 @@ class Host:
     @property
     def turn_ends(self) -> float:
         """Until then it is not given up while it has requests."""
-        return self.loaded_at + min(max(_MIN_TURN, _TURN_FACTOR * self.load_seconds), _MAX_TURN)
+        return self.loaded_at + min(max(_MIN_TURN, _TURN_FACTOR * self.return_seconds), _MAX_TURN)
 
     # --- moves: one at a time, fleet.py sees to it ---
 
@@ -121,18 +121,20 @@ class Host:
             return
         how = "wake" if self._settled == ASLEEP else "load"
         with self._move("waking" if how == "wake" else "loading"):
-            began = time.monotonic()
+            began, is_first = time.monotonic(), self.service is None
             if self.service is None:
                 self.service, self.app = await opener.open(self)
             elif how == "wake":
                 await self.service.engine.rest(False)
             else:
                 await opener.reopen(self)
-            now = time.monotonic()
-            self.loaded_at, self.load_seconds = now, now - began
+            self.loaded_at = time.monotonic()
+            seconds = self.loaded_at - began
+            if not (is_first and self.can_sleep):  # it comes back sooner than it came
+                self.return_seconds = seconds
         self.failure = ""
         self.metrics.add("model_loads", 1.0, how)
-        _log.info("%s: %s in %.2f s", self.name, "awake" if how == "wake" else "loaded", self.load_seconds)
+        _log.info("%s: %s in %.2f s", self.name, "awake" if how == "wake" else "loaded", seconds)
 
     async def sleep(self, opener: Opener) -> None:
         """Or unload it, where it cannot sleep or fails to."""
