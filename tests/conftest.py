@@ -36,6 +36,7 @@ _LONGEST_FIRST = (
     "parity/test_golden.py",
     "e2e/test_cli.py",
     "unit/runtime/speculation/test_engine.py",
+    "e2e/test_page.py",
     "e2e/test_examples.py",
     "unit/optimize/test_laboratory.py",
     "attacks/test_stored_kv.py",
