@@ -24,12 +24,12 @@ def test_the_answer_says_what_to_use(method: str, path: str, reason: str) -> Non
 def test_a_route_that_exists_comes_first() -> None:
     app = FastAPI()
 
-    @app.post("/rerank")
-    async def rerank() -> str:
-        return "ranked"
+    @app.post("/pooling")
+    async def pooling() -> str:
+        return "pooled"
 
     add_absent_routes(app)
-    assert TestClient(app).post("/rerank").json() == "ranked"
+    assert TestClient(app).post("/pooling").json() == "pooled"
 
 
 def test_each_is_listed_once() -> None:

@@ -14,8 +14,6 @@ from fastapi import APIRouter, FastAPI
 from tokenmill.serve.errors import ApiError
 
 _SPEECH = "speech is not supported: this server generates text"
-_ONE_MODEL = "this server has one model, which is loaded"
-_POOLING = "this server has no pooling models: use /v1/embeddings"
 _BLOBS = "models are files here: start the server with `tokenmill serve FILE`"
 
 ABSENT: tuple[tuple[str, str, str], ...] = (  # method, path, reason
@@ -24,31 +22,14 @@ ABSENT: tuple[tuple[str, str, str], ...] = (  # method, path, reason
     ("POST", "/v1/audio/speech", _SPEECH),
     ("POST", "/v1/images/generations", "images are not generated here"),
     ("POST", "/v1/moderations", "there is no moderation model here"),
-    ("POST", "/pooling", _POOLING),
-    ("POST", "/classify", _POOLING),
-    ("POST", "/score", _POOLING),
-    ("POST", "/v1/score", _POOLING),
-    ("POST", "/rerank", _POOLING),
-    ("POST", "/v1/rerank", _POOLING),
-    ("POST", "/v2/rerank", _POOLING),
-    ("POST", "/v1/load_lora_adapter", "adapters are not loaded by requests here"),
-    ("POST", "/v1/unload_lora_adapter", "adapters are not loaded by requests here"),
+    ("POST", "/pooling", "use /v1/embeddings, /v1/score, /v1/rerank or /v1/classify"),
     ("POST", "/reset_prefix_cache", "requests with another cache_salt share nothing with what is cached"),
     ("POST", "/invocations", "use the routes under /v1/"),
-    ("POST", "/sleep", _ONE_MODEL),
-    ("POST", "/wake_up", _ONE_MODEL),
-    ("POST", "/v1/messages/count_tokens", "use POST /tokenize with messages"),
     ("POST", "/api/create", "use `tokenmill quantize` or `tokenmill convert`, then serve the result"),
     ("POST", "/api/copy", "serve the model under more names with --served-model-name"),
-    ("DELETE", "/api/delete", _ONE_MODEL),
-    ("POST", "/api/pull", "use `tokenmill pull`"),
     ("POST", "/api/push", "there is no registry here"),
     ("HEAD", "/api/blobs/{digest}", _BLOBS),
     ("POST", "/api/blobs/{digest}", _BLOBS),
-    ("POST", "/api/show", "use GET /v1/models/NAME"),
-    ("GET", "/api/ps", "use GET /v1/models"),
-    ("POST", "/api/embed", "use /v1/embeddings"),
-    ("POST", "/api/embeddings", "use /v1/embeddings"),
 )
 
 
