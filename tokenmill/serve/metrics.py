@@ -168,9 +168,8 @@ class Metrics:
                 else:
                     self._take(spec, value, before_it, tier.name)
         for name, spec in _DRAFTING_FIELDS:  # a decision that changed is one series, not two
-            self._values[spec.name] = {
-                (each.drafter, each.sequences, each.reason): getattr(each, name) for each in stats.drafting
-            }
+            decided = {(each.drafter, each.sequences, each.reason): getattr(each, name) for each in stats.drafting}
+            self._values[spec.name] = defaultdict(float, decided)
         self._last = stats
 
     def _take(self, spec: MetricSpec, value: float, last: float, *labels: str) -> None:

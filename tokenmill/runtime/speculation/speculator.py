@@ -31,7 +31,7 @@ _MAX_FRUITLESS_TOKENS = 16
 _UNDRAFTED_RUN = 4
 _MAX_DRAFT_TOKENS = 64
 _ANY_RUN = 1 << 30
-_SURE = 0.6
+_SURE = 0.4  # chance of a grammar's draft up to which it is always verified: it was measured to pay even on one core
 _MAX_GRAMMAR_LOSS = -0.05  # of the time: long texts inside an output have no drafts, but what follows them has
 _AUTOMATIC = "suffix"  # the drafter of `auto`: of those that need no model the one that was measured to gain most
 _UNSETTLED_STEPS = 2  # not timed, after a change between drafts and none: no step was queued ahead of them
@@ -295,7 +295,7 @@ def _promise(draft: Draft) -> float:
 
 
 def _sure_length(draft: Draft) -> int:
-    """Leading tokens that are nearly certain. They have to be computed anyway, and together they take no longer than
+    """Leading tokens that will probably come. They have to be computed anyway, and together they take no longer than
     one after the other: no gain needs to be measured first."""
     chance = 1.0
     for length, confidence in enumerate(draft.confidences):
