@@ -6,9 +6,9 @@
 
 Each line of a file has a `schema`; those that the engine refuses are left out. A model is asked for a document of each
 schema, several times with other words and seeds. All first answers come before all second ones, each without and with
-drafts back to back, in alternating order on one engine; the prompt is in the prefix cache for both, because a prompt that
-is computed whole may be rounded otherwise. `steps` is the share of decoding steps of a sequence that
-drafts save: 1 - (tokens - accepted drafts) / tokens. `first` counts answers to schemas that were not seen before,
+drafts back to back, in alternating order on one engine; the prompt is in the prefix cache for both, because one that is
+computed whole may be rounded otherwise. `steps` is the share of decoding steps of a sequence that drafts save:
+1 - (tokens - accepted drafts) / tokens. `first` counts answers to schemas that were not seen before,
 `later` the others. `speed` is tokens per second with drafts over without. `same` is the share of outputs with the same
 tokens.
 """

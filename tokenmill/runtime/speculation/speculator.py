@@ -32,7 +32,7 @@ _UNDRAFTED_RUN = 4
 _MAX_DRAFT_TOKENS = 64
 _ANY_RUN = 1 << 30
 _SURE = 0.4  # chance of a grammar's draft up to which it is always verified: it was measured to pay even on one core
-_MAX_GRAMMAR_LOSS = -0.05  # of the time: long texts inside an output have no drafts, but what follows them has
+_MAX_GRAMMAR_LOSS = -0.15  # of the time: long texts inside an output have no drafts, but what follows them has
 _AUTOMATIC = "suffix"  # the drafter of `auto`: of those that need no model the one that was measured to gain most
 _UNSETTLED_STEPS = 2  # not timed, after a change between drafts and none: no step was queued ahead of them
 
