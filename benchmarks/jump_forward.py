@@ -6,10 +6,11 @@
 
 Each line of a file has a `schema`; those that the engine refuses are left out. A model is asked for a document of each
 schema, several times with other words and seeds. All first answers come before all second ones, each without and with
-drafts back to back, in alternating order on one engine. `steps` is the share of decoding steps of a sequence that
-drafts save: 1 - (tokens - accepted drafts) / tokens. `first` counts answers to schemas that were not seen before,
-`later` the others. `speed` is tokens per second with drafts over without, prompts included. `same` is the share of
-outputs with the same tokens.
+drafts back to back, in alternating order on one engine; the prompt is in the prefix cache for both, because one that is
+computed whole may be rounded otherwise. `steps` is the share of decoding steps of a sequence that drafts save:
+1 - (tokens - accepted drafts) / tokens. `first` counts answers to schemas that were not seen before,
+`later` the others. `speed` is tokens per second with drafts over without. `same` is the share of outputs with the same
+tokens.
 """
 
 from __future__ import annotations
@@ -116,6 +117,7 @@ def _measure(
         work = list(_requests(llm, schemas, answer, temperature, options.max_tokens))
         for begin in range(0, len(work), batch):
             group = work[begin : begin + batch]
+            llm.generate([ids for ids, _ in group], SamplingParams(temperature=0.0, max_tokens=1))
             order = [None, speculator] if begin // batch % 2 else [speculator, None]
             runs = {each is not None: _run(llm, each, group) for each in order}
             pairs.setdefault("later" if answer else "first", []).append((runs[False], runs[True]))
