@@ -185,14 +185,9 @@ class Metrics:
         names = (",".join(stats.running_adapters), ",".join(stats.waiting_adapters))
         self._values["lora_requests"] = {(str(self.max_loras), *names): time.time() if self.max_loras else 0.0}
         for name, spec in _DRAFTING_FIELDS:  # a decision that changed is one series, not two
-<<<<<<< HEAD
             self._values[spec.name] = shown = defaultdict(float)
             for each in stats.drafting:
                 shown[each.drafter, each.sequences, each.reason] = getattr(each, name)
-=======
-            decided = {(each.drafter, each.sequences, each.reason): getattr(each, name) for each in stats.drafting}
-            self._values[spec.name] = defaultdict(float, decided)
->>>>>>> jump
         self._last = stats
 
     def on_devices(self, devices: Sequence[DeviceStats]) -> None:
