@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
+from tokenmill.errors import UserError
 from tokenmill.log import get_logger
 from tokenmill.serve.errors import ApiError
 from tokenmill.serve.fleet.catalog import ModelSpec, added
@@ -87,6 +88,8 @@ class Fleet:
         """One more model, which is on this disk, loaded when it is asked for. Raises UserError if it never fits."""
         if source in self.routes:
             return
+        if any(source in host.adapter_names for host in self.hosts.values()):
+            raise UserError(f"an adapter is called '{source}'", "unload it first")
         host = await asyncio.to_thread(plan_host, added(self.default.spec, source), self.plan)
         if source not in self.routes:
             self.hosts[host.name] = host
@@ -119,11 +122,16 @@ class Fleet:
 
     def find(self, name: str | None, client: Client) -> Host:
         """By the name of a model, or of an adapter, which its base answers."""
-        if name is not None and name not in self.routes and client.may_use(name):
+        if name is not None and not self.routes.knows(name) and client.may_use(name):
             for host in self.hosts.values():
                 if name in host.adapter_names and may_use(client, host.name):
                     return host
         return self.hosts[self.routes.find(name, client)]
+
+    def is_taken(self, name: str, host: Host) -> bool:
+        """Whether a new adapter of `host` must not have this name: requests would go to the wrong model."""
+        others = (each for each in self.hosts.values() if each is not host)
+        return self.routes.knows(name) or any(name in each.adapter_names for each in others)
 
     @asynccontextmanager
     async def lease(
