@@ -179,12 +179,31 @@ def test_keep_alive_and_what_is_loaded_as_ollama_has_them(server: Models) -> Non
     assert answer.status_code == 200, answer.text
     assert "x-tokenmill-ignored" not in answer.headers
     wait_until(lambda: server.states()["two"] == "asleep", 20)
-    assert server.http.post("/api/generate", json={**body, "keep_alive": "soon"}).status_code == 400
+    for wrong in ("soon", True, [], 10**400):
+        assert server.http.post("/api/generate", json={**body, "keep_alive": wrong}).status_code == 400
     server.http.post("/api/chat", json={"model": "two", "messages": [], "keep_alive": -1})
     assert server.states()["two"] == "loaded"
     answer = server.http.post("/api/chat", json={"model": "two", "messages": [], "keep_alive": 0})
     assert answer.json()["done_reason"] == "unload"
     assert server.states()["two"] == "unloaded"
+
+
+def test_bodies_are_looked_at_without_being_built(server: Models, texts: dict[str, str]) -> None:
+    """What is too deep, too long or written oddly goes the way of every other body."""
+    head = {"content-type": "application/json"}
+    odd = (
+        b'{"prompt": "%s", "max_tokens": 8, "temperature": 0, "ignore_eos": true, "model":"one", "mod\\u0065l" : "two"}'
+    )
+    answer = server.http.post("/v1/completions", content=odd % _ASK["prompt"].encode(), headers=head)  # type: ignore[attr-defined]
+    assert answer.headers["x-tokenmill-model"] == "two"
+    assert answer.json()["choices"][0]["text"] == texts["two"]
+    for value in (b"[" * 200_000, b"[" + b"[]," * 100_000 + b"[]]", b"0", b"{}"):
+        for path in ("/api/generate", "/api/chat"):
+            body = b'{"model": "one", "prompt": %s, "messages": %s}' % (value, value)
+            assert server.http.post(path, content=body, headers=head).status_code == 400
+    for name in (5, [], {}, True):
+        assert server.http.post("/v1/completions", json={**_ASK, "model": name}).status_code == 400
+    assert server.http.post("/v1/completions", json={**_ASK, "model": "x" * 10_000}).status_code == 404
 
 
 def test_what_a_model_is(server: Models, texts: dict[str, str]) -> None:
