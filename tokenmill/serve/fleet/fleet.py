@@ -52,6 +52,7 @@ class Fleet:
         self._changed = asyncio.Event()
         self._moving = asyncio.Lock()
         self._mover: asyncio.Task[None] | None = None
+        self._moves: set[asyncio.Task[bool]] = set()  # that operators asked for
 
     # --- life ---
 
@@ -211,22 +212,33 @@ class Fleet:
         process. Returns its state."""
         if host.state == UNLOADED or (host.state == ASLEEP and level < 2):
             return host.state
-        host.held = True
+        host.held += 1
         try:
             async with asyncio.timeout(self._load_timeout):
-                while host.busy:
+                while True:  # a caller who leaves stops no move halfway
+                    move = asyncio.create_task(self._give_up(host, level))
+                    self._moves.add(move)
+                    move.add_done_callback(self._moves.discard)
+                    if await asyncio.shield(move):
+                        break
                     await asyncio.sleep(_POLL_SECONDS)
-                async with self._moving:
-                    if level >= 2 and host.state != UNLOADED:
-                        await host.unload(self._opener)
-                    elif host.state == LOADED:
-                        await host.sleep(self._opener)
         except TimeoutError:
             raise ApiError(503, f"model '{host.name}' still has requests", code="model_busy", retry_after=1) from None
         finally:
-            host.held = False
+            host.held -= 1
             self._changed.set()
         return host.state
+
+    async def _give_up(self, host: Host, level: int) -> bool:
+        """False: it has requests."""
+        async with self._moving:
+            if host.busy:
+                return False
+            if level >= 2 and host.state != UNLOADED:
+                await host.unload(self._opener)
+            elif host.state == LOADED:
+                await host.sleep(self._opener)
+        return True
 
     def end_clients(self, clients: Collection[Client]) -> None:
         for service in self.services:

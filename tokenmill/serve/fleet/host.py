@@ -65,7 +65,7 @@ class Host:
         self.service: Service | None = None
         self.app: ASGIApp | None = None
         self.moving = ""  # between two states: what is under way
-        self.held = False  # new requests wait, because the operator gives it up
+        self.held = 0  # by how many operators who give it up: new requests wait
         self.yielding = False  # the same, because another model needs its memory
         self.failure = ""  # why it could not be loaded
         self.failed_at = 0.0
