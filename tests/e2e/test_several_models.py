@@ -279,11 +279,17 @@ def test_keys_and_their_models(models: dict[str, Path], tmp_path: Path) -> None:
     content = catalog_of(models, memory_limit=room_for_one(models, asleep=False), api_keys_file=str(keys))
     server = Models(tmp_path / "models.yaml", content, "--load-timeout", "60")
     try:
-        assert server.http.get("/readyz").status_code == 200
+        for probe in ("/readyz", "/livez"):
+            answer = server.http.get(probe)
+            assert (answer.status_code, "models" in answer.json()) == (200, False)  # names are for those with a key
         server.http.headers["authorization"] = "Bearer narrow-key"
+        assert list(server.http.get("/livez").json()["models"]) == ["two"]
+        assert server.http.get("/tokenizer_info", params={"model": "one"}).status_code == 404
         assert [each["id"] for each in server.http.get("/v1/models").json()["data"]] == ["two", "two-alias", "mix"]
         assert server.ask("one").status_code == 404
         assert server.ask(None).headers["x-tokenmill-model"] == "two"  # only its process fits: the other was ended
+        (own,) = server.http.get("/v1/requests").json()["data"]  # of every model
+        assert server.http.get(f"/v1/requests/{own['id']}").json()["prompts"][0]["output_tokens"] == 8
         assert server.http.post("/sleep").status_code == 403
         assert server.http.post("/api/pull", json={"model": "stories15m"}).status_code == 403
         assert server.http.post("/api/generate", json={"model": "two", "keep_alive": 0}).status_code == 403
