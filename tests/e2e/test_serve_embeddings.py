@@ -182,4 +182,5 @@ def test_a_causal_reranker(tmp_path: Path) -> None:
         np.testing.assert_allclose([each["score"] for each in scores], wanted, atol=1e-4)
         answer = _post(running, "/v1/rerank", query=TEXTS[0], documents=TEXTS[:1], instruction="Find rain")
         np.testing.assert_allclose(answer["results"][0]["relevance_score"], instructed[0], atol=1e-4)
+        assert "together" in _refused(running, "/v1/rerank", 413, query="a" * 100_000, documents=["b"] * 200)
         assert "/v1/rerank" in _refused(running, "/v1/completions", prompt="a")

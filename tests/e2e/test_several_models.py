@@ -179,12 +179,31 @@ def test_keep_alive_and_what_is_loaded_as_ollama_has_them(server: Models) -> Non
     assert answer.status_code == 200, answer.text
     assert "x-tokenmill-ignored" not in answer.headers
     wait_until(lambda: server.states()["two"] == "asleep", 20)
-    assert server.http.post("/api/generate", json={**body, "keep_alive": "soon"}).status_code == 400
+    for wrong in ("soon", True, [], 10**400):
+        assert server.http.post("/api/generate", json={**body, "keep_alive": wrong}).status_code == 400
     server.http.post("/api/chat", json={"model": "two", "messages": [], "keep_alive": -1})
     assert server.states()["two"] == "loaded"
     answer = server.http.post("/api/chat", json={"model": "two", "messages": [], "keep_alive": 0})
     assert answer.json()["done_reason"] == "unload"
     assert server.states()["two"] == "unloaded"
+
+
+def test_bodies_are_looked_at_without_being_built(server: Models, texts: dict[str, str]) -> None:
+    """What is too deep, too long or written oddly goes the way of every other body."""
+    head = {"content-type": "application/json"}
+    odd = (
+        b'{"prompt": "%s", "max_tokens": 8, "temperature": 0, "ignore_eos": true, "model":"one", "mod\\u0065l" : "two"}'
+    )
+    answer = server.http.post("/v1/completions", content=odd % _ASK["prompt"].encode(), headers=head)  # type: ignore[attr-defined]
+    assert answer.headers["x-tokenmill-model"] == "two"
+    assert answer.json()["choices"][0]["text"] == texts["two"]
+    for value in (b"[" * 200_000, b"[" + b"[]," * 100_000 + b"[]]", b"0", b"{}"):
+        for path in ("/api/generate", "/api/chat"):
+            body = b'{"model": "one", "prompt": %s, "messages": %s}' % (value, value)
+            assert server.http.post(path, content=body, headers=head).status_code == 400
+    for name in (5, [], {}, True):
+        assert server.http.post("/v1/completions", json={**_ASK, "model": name}).status_code == 400
+    assert server.http.post("/v1/completions", json={**_ASK, "model": "x" * 10_000}).status_code == 404
 
 
 def test_what_a_model_is(server: Models, texts: dict[str, str]) -> None:
@@ -260,11 +279,17 @@ def test_keys_and_their_models(models: dict[str, Path], tmp_path: Path) -> None:
     content = catalog_of(models, memory_limit=room_for_one(models, asleep=False), api_keys_file=str(keys))
     server = Models(tmp_path / "models.yaml", content, "--load-timeout", "60")
     try:
-        assert server.http.get("/readyz").status_code == 200
+        for probe in ("/readyz", "/livez"):
+            answer = server.http.get(probe)
+            assert (answer.status_code, "models" in answer.json()) == (200, False)  # names are for those with a key
         server.http.headers["authorization"] = "Bearer narrow-key"
+        assert list(server.http.get("/livez").json()["models"]) == ["two"]
+        assert server.http.get("/tokenizer_info", params={"model": "one"}).status_code == 404
         assert [each["id"] for each in server.http.get("/v1/models").json()["data"]] == ["two", "two-alias", "mix"]
         assert server.ask("one").status_code == 404
         assert server.ask(None).headers["x-tokenmill-model"] == "two"  # only its process fits: the other was ended
+        (own,) = server.http.get("/v1/requests").json()["data"]  # of every model
+        assert server.http.get(f"/v1/requests/{own['id']}").json()["prompts"][0]["output_tokens"] == 8
         assert server.http.post("/sleep").status_code == 403
         assert server.http.post("/api/pull", json={"model": "stories15m"}).status_code == 403
         assert server.http.post("/api/generate", json={"model": "two", "keep_alive": 0}).status_code == 403

@@ -58,7 +58,6 @@ _ROUTES = (
     add_anthropic_routes,
     add_spending_routes,
     add_lora_routes,
-    add_request_routes,
     add_page_routes,
 )
 
@@ -74,6 +73,7 @@ def routes_of(service: Service, keys: KeyRing, fleet: Fleet | None = None, front
         add_ollama_model_routes(app, fleet)
     for add_routes in _ROUTES:
         add_routes(app, service)
+    add_request_routes(app, (lambda: fleet.services) if fleet is not None else lambda: [service])
     _add_batches(app, service, keys, front or app)
     add_absent_routes(app)  # last: a route that exists comes first
     _add_error_handlers(app, service)

@@ -58,7 +58,7 @@ class Edge:
         headers = Headers(scope=scope)
         began = time.monotonic()
         client = self._keys.find(_key(headers))
-        record = Record(_request_id(headers), client or Client("unknown"))
+        record = Record(_request_id(headers), client or Client("unknown"), stranger=client is None)
         scope.setdefault("state", {})["record"] = record
         status = [0]
         watched = self._watch(send, record, status, headers)

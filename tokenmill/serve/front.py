@@ -32,15 +32,35 @@ MODEL_HEADER = "x-tokenmill-model"
 _OWN_PATHS = ("/v1/files", "/v1/batches", "/api/pull", "/api/show", "/api/delete", "/sleep", "/wake_up")
 _PROBES = ("/livez", "/readyz", "/health", "/ping")
 _OLLAMA = {"/api/generate": "prompt", "/api/chat": "messages"}  # path -> what an empty one leaves out
+_KEPT_ALIVE = (*_OLLAMA, "/api/embed", "/api/embeddings")
+_ADAPTERS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+_MAX_PEEKED = 4096  # bytes of a value that is looked at
+_NULL = msgspec.Raw(b"null")
+_EMPTY = (b"null", b'""', b"[]")
 
 
 class _Peek(msgspec.Struct):
-    """What of a body decides where it goes."""
+    """What of a body decides where it goes. Nothing is made of the values: the structure of the body was not counted
+    yet (api/reading.py)."""
 
-    model: Any = None
-    keep_alive: Any = None
-    prompt: Any = None
-    messages: Any = None
+    model: msgspec.Raw = _NULL
+    keep_alive: msgspec.Raw = _NULL
+    prompt: msgspec.Raw = _NULL
+    messages: msgspec.Raw = _NULL
+    base_model_name: msgspec.Raw = _NULL
+    lora_name: msgspec.Raw = _NULL
+
+    def text(self, name: str) -> str | None:
+        """A value that is a text, and not too long for a name."""
+        value = getattr(self, name)
+        try:
+            return msgspec.json.decode(value, type=str) if len(value) <= _MAX_PEEKED else None
+        except ValueError:
+            return None
+
+    def leaves_out(self, name: str) -> bool:
+        value = getattr(self, name)
+        return len(value) <= _MAX_PEEKED and bytes(value).translate(None, b" \t\r\n") in _EMPTY
 
 
 _peek = msgspec.json.Decoder(_Peek).decode
@@ -88,7 +108,7 @@ class Front:
         path, record, fleet = self._path(request.scope), record_of(request), self._fleet
         several, receive = len(fleet.hosts) > 1, request.receive
         looked_at: _Peek | None = None
-        if several or path in _OLLAMA or not fleet.default.usable:
+        if several or path in _KEPT_ALIVE or not fleet.default.usable:
             default = fleet.default.service
             assert default is not None
             default.check_client(record.client, queue=not several)  # before a body is read, as everywhere
@@ -96,9 +116,9 @@ class Front:
             receive = _replayed(body, request.receive)
             looked_at = _look(body) if is_json(request) else None
         host, name = self._find(path, looked_at, record.client)
-        if path in _OLLAMA and looked_at is not None:
+        if path in _KEPT_ALIVE and looked_at is not None:
             keep_alive = _keep_alive(looked_at.keep_alive) if record.client.operates else None
-            if not getattr(looked_at, _OLLAMA[path]):
+            if path in _OLLAMA and looked_at.leaves_out(_OLLAMA[path]):
                 await self._move(request, host, keep_alive, name or host.name, send)
                 return
             host.keep_alive = host.keep_alive if keep_alive is None else keep_alive
@@ -112,10 +132,18 @@ class Front:
     def _find(self, path: str, looked_at: _Peek | None, client: Client) -> tuple[Host, str | None]:
         """The model and the name it was asked by. With one model its application looks at the name, unless the request
         never comes there or the key may not use every model."""
-        name = looked_at.model if looked_at is not None and isinstance(looked_at.model, str) else None
-        loads = path in _OLLAMA and looked_at is not None and not getattr(looked_at, _OLLAMA[path])
+        name = self._asked_for(path, looked_at) if looked_at is not None else None
+        loads = path in _OLLAMA and looked_at is not None and looked_at.leaves_out(_OLLAMA[path])
         looks = loads or client.models or len(self._fleet.hosts) > 1
         return self._fleet.find(name, client) if looks else self._fleet.default, name
+
+    def _asked_for(self, path: str, looked_at: _Peek) -> str | None:
+        name = looked_at.text("model")
+        if path not in _ADAPTERS or name is not None:
+            return name
+        adapter = looked_at.text("lora_name")  # one that is there is changed where it is
+        there = any(adapter in host.adapter_names for host in self._fleet.hosts.values())
+        return looked_at.text("base_model_name") or (adapter if there else None)
 
     async def _move(self, request: Request, host: Host, keep_alive: float | None, name: str, send: Send) -> None:
         """Ollama's way to load or unload a model: a request that asks for nothing."""
@@ -175,13 +203,14 @@ def _look(body: bytes) -> _Peek | None:
         return None
 
 
-def _keep_alive(value: Any) -> float | None:
-    if value is None:
+def _keep_alive(value: msgspec.Raw) -> float | None:
+    if len(value) == len(_NULL) and bytes(value) == bytes(_NULL):
         return None
     try:
-        if not isinstance(value, (str, int, float)):
-            raise ValueError("keep_alive is no duration: write it like 5m, 90s, 0 or -1")
-        return parse_keep_alive(value)
+        return parse_keep_alive(msgspec.json.decode(value, type=str | float))
+    except msgspec.ValidationError:
+        problem = "keep_alive is no duration: write it like 5m, 90s, 0 or -1"
+        raise ApiError(400, problem, param="keep_alive") from None
     except ValueError as error:
         raise ApiError(400, str(error), param="keep_alive") from None
 

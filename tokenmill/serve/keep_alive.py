@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 
+_FOREVER = 1e18  # integers may be too large for a float
 _UNITS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _PART = re.compile(r"(\d+(?:\.\d+)?)(ns|us|ms|s|m|h)")
 _WHOLE = re.compile(rf"-?(?:{_PART.pattern})+")
@@ -25,5 +26,5 @@ def parse_keep_alive(value: str | int | float) -> float:
     elif isinstance(value, bool) or value != value:
         raise ValueError("keep_alive is no duration: write it like 5m, 90s, 0 or -1")
     else:
-        seconds = float(value)
+        seconds = float(value) if abs(value) < _FOREVER else math.copysign(_FOREVER, value)
     return math.inf if seconds < 0 else seconds

@@ -8,7 +8,7 @@ this side knows names. Knows nothing of HTTP shapes.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tokenmill.engine.adapters.registry import IN_USE, NOT_FOUND, check_name
@@ -36,6 +36,7 @@ class Loras:
         self._engine = engine
         self._metrics = metrics
         self._folders = tuple(Path(each).expanduser().resolve() for each in config.lora_dir)
+        self.is_taken: Callable[[str], bool] = lambda _name: False  # by another model, or one of its adapters
         self._max_labels = config.max_metric_loras
         self._labels: set[str] = set()
 
@@ -77,9 +78,18 @@ class Loras:
             check_name(name)
         except UserError as error:
             raise ApiError(400, str(error), param="lora_name") from None
-        if name in self._names:
+        if not client.may_use(name):  # it could replace an adapter of others
+            raise ApiError(
+                403, f"this key may not use an adapter called '{name}'", param="lora_name", code="lora_right"
+            )
+        if self._is_base(name):
             raise ApiError(400, f"'{name}' is the name of the base model: choose another", param="lora_name")
-        folder = await asyncio.to_thread(self._allowed, path)
+        if self.is_taken(name):
+            raise ApiError(400, f"'{name}' is the name of another model: choose another", param="lora_name")
+        try:
+            folder = await asyncio.to_thread(self._allowed, path)
+        except (OSError, ValueError):  # too long, with a zero byte, not readable
+            raise ApiError(404, "there is no such adapter directory", param="lora_path", code=NOT_FOUND) from None
         answer = await self._engine.adapters.load(name, str(folder), in_place)
         if answer.adapter is None:
             raise _error(answer, "lora_path")
@@ -88,7 +98,7 @@ class Loras:
 
     async def unload(self, name: str, drains: bool, client: Client) -> None:
         self._check_right(client)
-        if name not in self._engine.adapters.by_name:
+        if name not in self._engine.adapters.by_name or not client.may_use(name):
             raise ApiError(404, f"adapter '{name[:100]}' is not loaded", param="lora_name", code=NOT_FOUND)
         answer = await self._engine.adapters.unload(name, drains)
         if answer.error:

@@ -16,6 +16,7 @@ from typing import Any
 from tokenmill.serve.generation import Generation, Member
 
 _MAX_TOKENS = 1 << 18  # of one key, prompts and answers: 1 MiB
+_MAX_PROMPTS = 16  # of one request: texts to embed come by the thousand, and each is compared with all before it
 _MAX_KEYS = 4096  # those that sent something last; names in a keys file may change for ever
 
 
@@ -33,7 +34,7 @@ class RecentRequest:
     request_id: str  # as the header X-Request-Id has it
     created: float
     salt: bytes  # of the prompt cache: what is cached under another one is never shared
-    prompts: list[RecentPrompt]
+    prompts: list[RecentPrompt]  # the first ones
     timeline: dict[str, Any] = field(default_factory=dict)  # empty while it runs
 
     @property
@@ -56,7 +57,7 @@ class RecentRequests:
         if not self.enabled:
             return
         prompts = [RecentPrompt(array("i", each.request.prompt_ids), len(each.request.prompt_ids))
-                   for each in generation.members]  # fmt: skip
+                   for each in generation.members[:_MAX_PROMPTS]]  # fmt: skip
         salt = generation.members[0].request.cache_salt
         own = RecentRequest(request_id, time.time(), salt, prompts)
         self._running[generation] = own
@@ -68,8 +69,8 @@ class RecentRequests:
         own = self._running.pop(generation, None)
         if own is None:
             return
-        own.timeline = timeline_of(generation)
-        for prompt, member in zip(own.prompts, generation.members, strict=True):
+        own.timeline = timeline_of(generation, _MAX_PROMPTS)
+        for prompt, member in zip(own.prompts, generation.members, strict=False):
             _finish(prompt, member)
         self._trim(key)
 
@@ -84,7 +85,7 @@ class RecentRequests:
         """The record of a request that has not ended, with what is known of its prompts by now."""
         own = self._running.get(generation)
         if own is not None:
-            for prompt, member in zip(own.prompts, generation.members, strict=True):
+            for prompt, member in zip(own.prompts, generation.members, strict=False):
                 _take_cache(prompt, member)
         return own
 
@@ -106,8 +107,9 @@ class RecentRequests:
             self._by_key.popitem(last=False)
 
 
-def timeline_of(generation: Generation) -> dict[str, Any]:
-    """What took how long, in seconds from the arrival of the request (`at`) and in length."""
+def timeline_of(generation: Generation, max_prompts: int | None = None) -> dict[str, Any]:
+    """What took how long, in seconds from the arrival of the request (`at`) and in length. `max_prompts`: of the first
+    ones only."""
     stages = generation.stages
     began, submitted = stages.received, stages.submitted
     return {
@@ -115,7 +117,7 @@ def timeline_of(generation: Generation) -> dict[str, Any]:
         "read": _span(began, began, stages.read),
         "tokenize": _span(began, stages.read, stages.tokenized),
         "admit": _span(began, stages.tokenized, submitted),
-        "prompts": [_prompt_times(member, began, submitted) for member in generation.members],
+        "prompts": [_prompt_times(member, began, submitted) for member in generation.members[:max_prompts]],
         "seconds": _rounded(time.monotonic() - began),
     }
 

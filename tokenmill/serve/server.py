@@ -159,10 +159,11 @@ class _Opener:
         self._templates: dict[str, str] = {}
 
     async def open(self, host: Host) -> tuple[Service, ASGIApp]:
-        assert self.fleet is not None
+        fleet = self.fleet
+        assert fleet is not None
         path, spec = host.path, host.spec
         assert path is not None
-        is_first = self.fleet.default is host
+        is_first = fleet.default is host
         config = self._config if is_first else spec.config
         options = with_adapters(config, spec.engine.fill("its part of the memory plan", memory=host.need.kv or None))
         self._templates[host.name], defaults = read_overrides(path, config)
@@ -173,10 +174,11 @@ class _Opener:
             found = await start_engine(path, options.load_format, engine, self._templates[host.name])
             service_class, identity, tokenizer, template = found
             prices = await in_daemon_thread(lambda: prices_of(config, str(identity.options["device"])))
-            names = (*spec.names, *self.fleet.routes.split_names(host.name))
+            names = (*spec.names, *fleet.routes.split_names(host.name))
             parts = (engine, identity, tokenizer, template, workers, secret, prices, defaults)
-            beside = None if is_first else self.fleet.default.service
+            beside = None if is_first else fleet.default.service
             service = service_class(config, names, *parts, host.metrics, beside)
+            service.loras.is_taken = lambda name: fleet.is_taken(name, host)
             return service, self._application(service, is_first)
         except BaseException:
             await self.shut(host)

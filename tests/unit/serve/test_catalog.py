@@ -48,6 +48,23 @@ def test_a_file_has_options_of_the_server_and_of_each_model() -> None:
     assert (pulled.name, pulled.engine.context) == ("org/other", 64)
 
 
+def test_a_pulled_model_has_nothing_that_is_made_for_another() -> None:
+    given = {"lora": ["sql=/a"], "chat_template": "{{ 1 }}", "tool_call_parser": "hermes", "context": 64}
+    first = read_catalog(["a"], {**given, "override_generation_config": '{"top_k": 1}'}, {}, "").models[0]
+    pulled = added(first, "org/other")
+    assert (pulled.engine.lora, pulled.config.chat_template, pulled.config.override_generation_config) == ((), "", "")
+    assert (pulled.config.tool_call_parser, pulled.engine.context) == ("auto", 64)
+
+
+@pytest.mark.parametrize("name", ["small", "gpt-4o", "chat", "small:latest"])
+def test_an_adapter_has_a_name_of_its_own(name: str) -> None:
+    entry = {"model": "org/large", "name": "large", "aliases": ["gpt-4o"], "lora": [f"{name}=/a"]}
+    with pytest.raises(UserError, match="adapter"):
+        read(models=[entry, "small"])
+    with pytest.raises(UserError, match="adapter"):
+        read_catalog(["a", "b"], {"lora": ["sql=/a"]}, {}, "")  # of which of them?
+
+
 def test_models_of_the_command_line() -> None:
     catalog = read_catalog(["a", "b"], {}, {}, "")
     assert [spec.names for spec in catalog.models] == [("a",), ("b",)]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tokenmill.errors import UserError
-from tokenmill.serve.tenants.key_file import KeyWatch, load_keys
+from tokenmill.serve.tenants.key_file import KeyWatch, load_keys, read_keys
 from tokenmill.serve.tenants.keys import Bucket, Client, KeyRing
 
 
@@ -33,6 +33,15 @@ def test_the_file_gives_weights_quotas_and_lanes(tmp_path: Path) -> None:
     assert (alice.name, alice.weight, alice.lane, len(ring)) == ("alice", 2, "batch", 3)
     assert alice.tokens is not None
     assert alice.requests is None
+
+
+def test_a_key_without_a_name_keeps_its_own_when_others_go(tmp_path: Path) -> None:
+    """What is kept by name (stored responses, recent requests, cached prompts) never passes to another key."""
+    file = tmp_path / "keys.yaml"
+    file.write_text("keys: [{key: k1}, {key: k2}]")
+    before = [client.name for _, client in read_keys((), str(file))]
+    file.write_text("keys: [{key: k2}]")
+    assert [client.name for _, client in read_keys((), str(file))] == before[1:]
 
 
 @pytest.mark.parametrize(

@@ -143,6 +143,33 @@ def test_only_those_with_the_right_change_adapters(tmp_path: Path) -> None:
     assert not engine.adapters.by_name
 
 
+def test_who_loads_adapters_touches_none_of_others(tmp_path: Path) -> None:
+    (tmp_path / "sql").mkdir()
+    loader = Client("loader", loads_loras=True, loras=("team-*",))
+    loader.share_with(2)
+    engine = Engine("other")
+    loras = make(engine, tmp_path)
+    assert refusal(loras.load("other", "sql", True, loader)) == (403, "lora_right")
+    assert refusal(loras.unload("other", True, loader)) == refusal(loras.unload("nothing", True, loader))
+    assert not engine.asked
+    assert asyncio.run(loras.load("team-a", "sql", True, loader)).name == "team-a"
+
+
+def test_an_adapter_has_a_name_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "sql").mkdir()
+    engine = Engine()
+    loras = make(engine, tmp_path)
+    loras.is_taken = lambda name: name == "two"
+    for name in ("m", "m:latest", "two"):
+        assert refusal(loras.load(name, "sql", True, Client()))[0] == 400, name
+    assert not engine.asked
+
+
+@pytest.mark.parametrize("path", ["a\0b", "x" * 5000, "/" + "x" * 300])
+def test_a_path_that_no_system_takes_is_not_found(tmp_path: Path, path: str) -> None:
+    assert refusal(make(Engine(), tmp_path).load("x", path, True, Client()))[0] in (403, 404)
+
+
 def test_an_answer_counts_also_if_nobody_waits_for_it() -> None:
     async def scenario() -> AdapterQuestions:
         asked: list[Question] = []

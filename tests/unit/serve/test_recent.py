@@ -139,3 +139,16 @@ def test_the_common_length_is_the_common_length(one: list[int], other: list[int]
 def test_a_prompt_alone() -> None:
     prompt = RecentPrompt(array("i", [1]), 1)
     assert prefix_break(prompt, [], _PAGE, str)["reusable_tokens"] == 0
+
+
+def test_of_a_request_with_many_prompts_the_first_are_kept() -> None:
+    recent = RecentRequests(4)
+    generation = Generation(False, lambda _: None)
+    for number in range(100):
+        request = Request(f"r{number}", [number + 1], SamplingParams(max_tokens=8))
+        generation.add(request, RequestCollector(request, None, numbering_tokenizer(1000)))
+    recent.open("key", "many", generation)
+    running = recent.running(generation)
+    assert running is not None
+    recent.close("key", generation)
+    assert len(running.prompts) == len(running.timeline["prompts"]) == 16

@@ -38,6 +38,7 @@ class Record:
 
     request_id: str
     client: Client
+    stranger: bool = False  # without a key, where one is needed for anything but probes and the page
     ignored: tuple[str, ...] = ()
     prompt_tokens: int | None = None
     cached_tokens: int | None = None

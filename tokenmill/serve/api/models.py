@@ -8,11 +8,13 @@ from typing import Any
 from fastapi import APIRouter, FastAPI, Request
 from starlette.responses import Response
 
-from tokenmill.serve.api.exchange import json_response, record_of, unless_gone
+from tokenmill.serve.api.exchange import Record, json_response, record_of, unless_gone
 from tokenmill.serve.api.info import adapter_record, check_metrics_right, load_of, measure_service, model_record
+from tokenmill.serve.api.tokens import describe_tokenizer
 from tokenmill.serve.errors import ApiError, engine_gone
 from tokenmill.serve.fleet.fleet import Fleet
 from tokenmill.serve.fleet.host import LOADED, Host
+from tokenmill.serve.fleet.routing import may_use
 from tokenmill.serve.metrics import render
 
 
@@ -52,6 +54,17 @@ def _add_list(app: FastAPI, fleet: Fleet) -> None:
                 return json_response(adapter_record(service, adapter))
         return json_response(_record(fleet.find(name, client), name))
 
+    @router.get("/tokenizer_info")
+    async def tokenizer_info(request: Request, model: str | None = None) -> Response:
+        """Of a model, or of the first that the key may use; one that was never loaded is, for this."""
+        client = record_of(request).client
+        host = fleet.find(model, client)
+        if host.service is None:
+            async with fleet.lease(host, client=client):
+                pass
+        assert host.service is not None
+        return json_response(describe_tokenizer(host.service))
+
     app.include_router(router)
 
 
@@ -83,12 +96,12 @@ def _add_probes(app: FastAPI, fleet: Fleet) -> None:
 
     @router.head("/livez")
     @router.get("/livez")
-    async def livez() -> Response:
+    async def livez(request: Request) -> Response:
         if not all(service.engine.supervised for service in fleet.services):
             raise engine_gone("nobody supervises the engine")
         default = fleet.default.service
         assert default is not None
-        return json_response({"status": "ok", "engine": default.engine.state, **_states(fleet)})
+        return json_response({"status": "ok", "engine": default.engine.state, **_states(fleet, record_of(request))})
 
     @router.head("/readyz")
     @router.head("/ping")
@@ -97,28 +110,37 @@ def _add_probes(app: FastAPI, fleet: Fleet) -> None:
     @router.get("/ping")
     @router.get("/health")
     @router.get("/readyz")
-    async def readyz(model: str | None = None) -> Response:
+    async def readyz(request: Request, model: str | None = None) -> Response:
         """With `model` of that one; else 200 while any model answers, asleep or not, since the others may recover."""
         if fleet.draining or any(service.admission.draining for service in fleet.services):
             raise ApiError(503, "the server is shutting down", code="draining")
         if model is not None and model not in fleet.routes:
             raise ApiError(404, "this model is not served here", param="model", code="model_not_found")
         hosts = fleet.hosts.values() if model is None else [fleet.hosts[fleet.routes.own(model)]]
-        found = {host.name: await fleet.ready(host) for host in hosts}
+        found = {host.name: await fleet.ready(host) for host in list(hosts)}
         if not any(is_ready for is_ready, _ in found.values()):
-            each = [f"{name}: {what}" if len(found) > 1 else what for name, (_, what) in found.items()]
-            raise engine_gone("; ".join(each))
+            shown = [host.name for host in hosts if _sees(record_of(request), host)]
+            each = [f"{name}: {found[name][1]}" if len(found) > 1 else found[name][1] for name in shown]
+            raise engine_gone("; ".join(each) or "no model is ready")
         told = {"engine": next(what for is_ready, what in found.values() if is_ready)}
-        several = {"models": {name: what for name, (_, what) in found.items()}} if len(found) > 1 else {}
+        shown = [host.name for host in hosts if _sees(record_of(request), host)]
+        several = {"models": {name: found[name][1] for name in shown}} if len(found) > 1 and shown else {}
         return json_response({"status": "ok", **told, **several})
 
     app.include_router(router)
 
 
-def _states(fleet: Fleet) -> dict[str, Any]:
-    if len(fleet.hosts) == 1:
+def _states(fleet: Fleet, record: Record | None = None) -> dict[str, Any]:
+    """Of those models that the key may use; None: of all."""
+    shown = [host for host in fleet.hosts.values() if record is None or _sees(record, host)]
+    if len(fleet.hosts) == 1 or not shown:
         return {}
-    return {"models": {host.name: host.moving or host.state for host in fleet.hosts.values()}}
+    return {"models": {host.name: host.moving or host.state for host in shown}}
+
+
+def _sees(record: Record, host: Host) -> bool:
+    """Probes need no key; the names of models are for those who have one."""
+    return not record.stranger and may_use(record.client, host.name)
 
 
 def _add_numbers(app: FastAPI, fleet: Fleet) -> None:

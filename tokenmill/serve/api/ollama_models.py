@@ -157,13 +157,14 @@ def _shown(host: Host) -> dict[str, Any]:
         info |= {"general.name": service.identity.name, f"{family}.context_length": service.context}
     elif facts is not None:
         info |= {"general.name": facts.checkpoint, f"{family}.context_length": facts.trained_context}
-    capabilities = ["completion"]
+    embeds = service is not None and service.identity.embedding is not None
+    capabilities = ["embedding"] if embeds else ["completion"]
     if service is not None and service.template is not None:
         source = service.template.source
         capabilities += ["tools"] if "tools" in source else []
         capabilities += ["thinking"] if service.reasoning_style.parser is not None else []
     return {
-        "modelfile": f"FROM {host.spec.source}\n",
+        "modelfile": f"FROM {host.name}\n",  # where its files are is nobody's business
         "parameters": "\n".join(f"{name} {value}" for name, value in service.sampling_defaults.values.items())
         if service is not None
         else "",

@@ -6,6 +6,7 @@ another's.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
@@ -22,24 +23,29 @@ from tokenmill.serve.service import Service
 _OFF = "this server keeps no requests: serve with --max-recent-requests"
 
 
-def add_request_routes(app: FastAPI, service: Service) -> None:
+def add_request_routes(app: FastAPI, services: Callable[[], Sequence[Service]]) -> None:
+    """`services`: of the models whose requests are shown."""
     router = APIRouter()
 
     @router.get("/v1/requests")
     async def requests(request: Request) -> Response:
-        _check_enabled(service)
-        found = service.recent.of(record_of(request).client.name)
+        _check_enabled(services())
+        key = record_of(request).client.name
+        found = sorted(
+            (each for service in services() for each in service.recent.of(key)), key=lambda each: -each.created
+        )
         return json_response({"object": "list", "data": [_summary(each) for each in found]})
 
     @router.get("/v1/requests/{request_id}")
     async def one(request: Request, request_id: str) -> Response:
-        _check_enabled(service)
+        _check_enabled(services())
         key = record_of(request).client.name
-        found = service.recent.find(key, request_id)
-        if found is None:
-            raise ApiError(404, "no recent request of this key has that X-Request-Id", code="request_not_found")
-        shown = {"timeline": found.timeline or None, "prefix_breaks": _breaks(service, key, found)}
-        return json_response(_summary(found) | shown)
+        for service in services():
+            found = service.recent.find(key, request_id)
+            if found is not None:
+                shown = {"timeline": found.timeline or None, "prefix_breaks": _breaks(service, key, found)}
+                return json_response(_summary(found) | shown)
+        raise ApiError(404, "no recent request of this key has that X-Request-Id", code="request_not_found")
 
     app.include_router(router)
 
@@ -61,8 +67,8 @@ def diagnosis_of(service: Service, body: GenerationBody, generation: Generation,
     return shown
 
 
-def _check_enabled(service: Service) -> None:
-    if not service.recent.enabled:
+def _check_enabled(services: Sequence[Service]) -> None:
+    if not any(service.recent.enabled for service in services):
         raise ApiError(404, _OFF, code="requests_off")
 
 

@@ -49,20 +49,23 @@ def add_token_routes(app: FastAPI, service: Service) -> None:
     @router.get("/tokenizer_info")
     async def tokenizer_info() -> Response:
         """As vLLM's: evaluation harnesses ask for it before they count tokens by /tokenize."""
-        tokenizer, template = service.tokenizer, service.template
-        bos, eos = tokenizer.bos_id, next(iter(service.identity.eos_ids), None)
-        shown = {
-            "tokenizer_class": type(tokenizer).__name__,
-            "model_max_length": service.context,
-            "vocab_size": service.identity.vocab_size,
-            "bos_token": None if bos is None else tokenizer.id_to_piece(bos),
-            "eos_token": None if eos is None else tokenizer.id_to_piece(eos),
-            "pad_token": None,
-            "chat_template": None if template is None else template.source,
-        }
-        return json_response(shown)
+        return json_response(describe_tokenizer(service))
 
     app.include_router(router)
+
+
+def describe_tokenizer(service: Service) -> dict[str, Any]:
+    tokenizer, template = service.tokenizer, service.template
+    bos, eos = tokenizer.bos_id, next(iter(service.identity.eos_ids), None)
+    return {
+        "tokenizer_class": type(tokenizer).__name__,
+        "model_max_length": service.context,
+        "vocab_size": service.identity.vocab_size,
+        "bos_token": None if bos is None else tokenizer.id_to_piece(bos),
+        "eos_token": None if eos is None else tokenizer.id_to_piece(eos),
+        "pad_token": None,
+        "chat_template": None if template is None else template.source,
+    }
 
 
 async def _tokenize(service: Service, body: TokenizeBody, client: Client) -> list[int]:

@@ -29,6 +29,7 @@ from tokenmill.serve.service import Service
 from tokenmill.types import SamplingParams
 
 MAX_TEXTS = 2048  # as OpenAI's limit
+_MAX_GROWTH = 8  # texts of all pairs, written out, to the largest body
 _PARAMS = SamplingParams(max_tokens=1, temperature=0.0)
 
 
@@ -77,6 +78,15 @@ class VectorCall:
         if not 0 < number <= limit:
             raise ApiError(400, f"{number} texts in one request: give 1 to {limit}", param=self._param)
 
+    def _check_written(self, pairs: list[tuple[str, str]], more: int) -> None:
+        """A query is part of every pair: a body of a megabyte could be gigabytes of text."""
+        lengths = [len(first) + len(second) + more for first, second in pairs]
+        self._service.check_size(max(lengths), self._param)
+        limit = _MAX_GROWTH * self._service.config.max_body_bytes
+        if sum(lengths) > limit:
+            problem = f"the pairs have {sum(lengths)} characters together, the limit of this server is {limit}"
+            raise ApiError(413, problem, param=self._param)
+
     async def texts(self, prompts: list[str | list[int]], prompt: str = "") -> Computed:
         """Vectors, or logits, of single texts."""
         self.check_number(len(prompts))
@@ -93,6 +103,7 @@ class VectorCall:
     ) -> tuple[list[float], dict[str, Any]]:
         """One number for each pair."""
         self.check_number(len(pairs))
+        self._check_written(pairs, len(instruction or ""))
         settings = settings_of(self._service, "classify", "rerank")
         inputs, limit = self.inputs, self._limit
         score_ids: tuple[int, ...] = ()

@@ -15,13 +15,15 @@ Everything wrong with names and weights is refused here, before a model is looke
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from tokenmill.config import EngineConfig, option_fields
+from tokenmill.engine.adapters.registry import split_option
 from tokenmill.errors import UserError, unknown_name
 from tokenmill.serve.config import ServeConfig, split_options
+from tokenmill.serve.fleet.routing import LATEST
 from tokenmill.serve.keep_alive import parse_keep_alive
 
 _OWN_FIELDS = ("model", "name", "aliases")
@@ -39,6 +41,17 @@ _MODEL_OPTIONS = (
     "max_queued_tokens",
     "text_workers",
     "text_worker_memory",
+)
+# What is made for one checkpoint: a model that joins has its own.
+_OF_CHECKPOINT = (
+    "served_model_name",
+    "tool_call_parser",
+    "tool_parser_plugin",
+    "reasoning_parser",
+    "reasoning_parser_plugin",
+    "chat_template",
+    "generation_config",
+    "override_generation_config",
 )
 _ONE_MODEL = {  # options that make sense for one model only, with the remedy
     "served_model_name": "give `name` and `aliases` in the file of --config",
@@ -92,7 +105,9 @@ def read_catalog(models: Sequence[str], given: Mapping[str, Any], in_file: Mappi
             if getattr(specs[0].config, name):
                 raise UserError(f"--{name.replace('_', '-')} is given for {len(specs)} models", remedy)
     _check_names(specs)
-    return Catalog(specs, _splits(in_file.get("splits") or {}, specs, file))
+    splits = _splits(in_file.get("splits") or {}, specs, file)
+    _check_adapters(specs, splits)
+    return Catalog(specs, splits)
 
 
 def _entry(entry: Any, file: str) -> Mapping[str, Any]:
@@ -130,6 +145,18 @@ def _check_names(specs: Sequence[ModelSpec]) -> None:
             seen[name] = spec.source
 
 
+def _check_adapters(specs: Sequence[ModelSpec], splits: Collection[str]) -> None:
+    """An adapter is asked for by its name: it has one of its own."""
+    taken = {name for spec in specs for name in spec.names} | set(splits)
+    for spec in specs:
+        names = [split_option(each)[0] for each in spec.engine.lora]
+        for name in names:
+            if name in taken or name.removesuffix(LATEST) in taken:
+                problem = f"adapter '{name}' of '{spec.name}' has the name of a model or of an adapter of another one"
+                raise UserError(problem, "write `lora: [NAME=DIR]` with another name, under its own model")
+        taken.update(names)
+
+
 def _splits(splits: Any, specs: Sequence[ModelSpec], file: str) -> dict[str, dict[str, float]]:
     if not isinstance(splits, dict) or not all(isinstance(shares, dict) and shares for shares in splits.values()):
         raise UserError(f"splits in {file} are no names with shares", "write `splits:` and `chat: {a: 0.9, b: 0.1}`")
@@ -155,5 +182,11 @@ def single(source: str, config: ServeConfig, engine: EngineConfig) -> Catalog:
 
 
 def added(like: ModelSpec, source: str) -> ModelSpec:
-    """A model that joins a running server, with the options that its others have in common."""
-    return replace(like, source=source, names=(source,), config=replace(like.config, served_model_name=()))
+    """A model that joins a running server, with the options of another but for what is made for that one."""
+    plain = ServeConfig()
+    config = replace(like.config, **{name: getattr(plain, name) for name in _OF_CHECKPOINT})
+    plain_engine = EngineConfig()
+    drafter = like.engine.speculate.startswith(("draft:", "head:"))
+    speculate = plain_engine.speculate if drafter else like.engine.speculate
+    engine = replace(like.engine, lora=(), load_format=plain_engine.load_format, speculate=speculate)
+    return ModelSpec(source, (source,), config, engine)

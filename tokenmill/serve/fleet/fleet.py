@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
+from tokenmill.errors import UserError
 from tokenmill.log import get_logger
 from tokenmill.serve.errors import ApiError
 from tokenmill.serve.fleet.catalog import ModelSpec, added
@@ -51,6 +52,7 @@ class Fleet:
         self._changed = asyncio.Event()
         self._moving = asyncio.Lock()
         self._mover: asyncio.Task[None] | None = None
+        self._moves: set[asyncio.Task[bool]] = set()  # that operators asked for
 
     # --- life ---
 
@@ -87,6 +89,8 @@ class Fleet:
         """One more model, which is on this disk, loaded when it is asked for. Raises UserError if it never fits."""
         if source in self.routes:
             return
+        if any(source in host.adapter_names for host in self.hosts.values()):
+            raise UserError(f"an adapter is called '{source}'", "unload it first")
         host = await asyncio.to_thread(plan_host, added(self.default.spec, source), self.plan)
         if source not in self.routes:
             self.hosts[host.name] = host
@@ -119,11 +123,16 @@ class Fleet:
 
     def find(self, name: str | None, client: Client) -> Host:
         """By the name of a model, or of an adapter, which its base answers."""
-        if name is not None and name not in self.routes and client.may_use(name):
+        if name is not None and not self.routes.knows(name) and client.may_use(name):
             for host in self.hosts.values():
                 if name in host.adapter_names and may_use(client, host.name):
                     return host
         return self.hosts[self.routes.find(name, client)]
+
+    def is_taken(self, name: str, host: Host) -> bool:
+        """Whether a new adapter of `host` must not have this name: requests would go to the wrong model."""
+        others = (each for each in self.hosts.values() if each is not host)
+        return self.routes.knows(name) or any(name in each.adapter_names for each in others)
 
     @asynccontextmanager
     async def lease(
@@ -203,22 +212,33 @@ class Fleet:
         process. Returns its state."""
         if host.state == UNLOADED or (host.state == ASLEEP and level < 2):
             return host.state
-        host.held = True
+        host.held += 1
         try:
             async with asyncio.timeout(self._load_timeout):
-                while host.busy:
+                while True:  # a caller who leaves stops no move halfway
+                    move = asyncio.create_task(self._give_up(host, level))
+                    self._moves.add(move)
+                    move.add_done_callback(self._moves.discard)
+                    if await asyncio.shield(move):
+                        break
                     await asyncio.sleep(_POLL_SECONDS)
-                async with self._moving:
-                    if level >= 2 and host.state != UNLOADED:
-                        await host.unload(self._opener)
-                    elif host.state == LOADED:
-                        await host.sleep(self._opener)
         except TimeoutError:
             raise ApiError(503, f"model '{host.name}' still has requests", code="model_busy", retry_after=1) from None
         finally:
-            host.held = False
+            host.held -= 1
             self._changed.set()
         return host.state
+
+    async def _give_up(self, host: Host, level: int) -> bool:
+        """False: it has requests."""
+        async with self._moving:
+            if host.busy:
+                return False
+            if level >= 2 and host.state != UNLOADED:
+                await host.unload(self._opener)
+            elif host.state == LOADED:
+                await host.sleep(self._opener)
+        return True
 
     def end_clients(self, clients: Collection[Client]) -> None:
         for service in self.services:

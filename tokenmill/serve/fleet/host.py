@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from tokenmill.engine.adapters.registry import split_option
 from tokenmill.log import get_logger
 from tokenmill.serve.fleet.catalog import ModelSpec
 from tokenmill.serve.fleet.facts import ModelFacts
@@ -64,7 +65,7 @@ class Host:
         self.service: Service | None = None
         self.app: ASGIApp | None = None
         self.moving = ""  # between two states: what is under way
-        self.held = False  # new requests wait, because the operator gives it up
+        self.held = 0  # by how many operators who give it up: new requests wait
         self.yielding = False  # the same, because another model needs its memory
         self.failure = ""  # why it could not be loaded
         self.failed_at = 0.0
@@ -85,7 +86,7 @@ class Host:
         """Also of a model that was not loaded yet: then those that it is started with."""
         if self.service is not None:
             return self.service.engine.adapters.by_name
-        return [name for name, _, _ in (each.partition("=") for each in self.spec.engine.lora)]
+        return [split_option(each)[0] for each in self.spec.engine.lora]
 
     @property
     def state(self) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from tokenmill.serve.errors import ApiError
 from tokenmill.serve.tenants.keys import Client
 
-_LATEST = ":latest"
+LATEST = ":latest"
 _MAX_LISTED = 20  # names in an error
 
 
@@ -33,6 +33,10 @@ class Routes:
     def __contains__(self, name: str) -> bool:
         return name in self._own or name in self._splits
 
+    def knows(self, name: str) -> bool:
+        """Whether a request by this name means a model or a split."""
+        return name in self or name.removesuffix(LATEST) in self
+
     def own(self, name: str) -> str:
         """The own name of a model, or of the first of a split; `name` must be known."""
         return self._own[name] if name in self._own else next(iter(self._splits[name]))
@@ -52,7 +56,7 @@ class Routes:
             if usable is None:
                 raise self._unknown("", client)
             return usable
-        known = name if name in self else name.removesuffix(_LATEST)
+        known = name if name in self else name.removesuffix(LATEST)
         if known in self._splits:
             return self._next(known, client, name)
         own = self._own.get(known)

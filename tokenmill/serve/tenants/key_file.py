@@ -93,10 +93,10 @@ def _read_file(path: str) -> Entries:
     entries = _parse(path).get("keys")
     if not isinstance(entries, list) or not entries:
         raise UserError(f"{path} has no list of keys", "write `keys:` and under it `- key: ...` with a `name`")
-    return [_entry(entry, f"key {number} in {path}", f"file-key-{number}") for number, entry in enumerate(entries, 1)]
+    return [_entry(entry, f"key {number} in {path}") for number, entry in enumerate(entries, 1)]
 
 
-def _entry(entry: Any, what: str, default_name: str) -> tuple[bytes, Client]:
+def _entry(entry: Any, what: str) -> tuple[bytes, Client]:
     """Never repeats a value: it may be a key."""
     if not isinstance(entry, dict) or not any(isinstance(entry.get(each), str) and entry[each] for each in _SECRETS):
         raise UserError(f"{what} has no `key`", "give it a string, or `key_sha256`")
@@ -110,13 +110,15 @@ def _entry(entry: Any, what: str, default_name: str) -> tuple[bytes, Client]:
             values[name] = value = tuple(value)
         if not _has_type(value, _SETTINGS[name]):
             raise UserError(f"{what} has a field of the wrong type: {name}", "correct it")
-    name = values.setdefault("name", default_name)
+    digest = _digest(entry, what)
+    # What belongs to a key is found by its name: one by position would pass to another when the file is reordered.
+    name = values.setdefault("name", f"file-key-{hashlib.sha256(digest).hexdigest()[:12]}")
     if not (0 < len(name) <= _MAX_NAME and name.isascii() and name.isprintable()):
         raise UserError(f"the name of {what} is not usable", f"give 1 to {_MAX_NAME} printable ASCII characters")
     client = Client(**values)
     if "name" in entry:
         client.owner = f"name {name}"
-    return _digest(entry, what), client
+    return digest, client
 
 
 def _digest(entry: dict[str, Any], what: str) -> bytes:

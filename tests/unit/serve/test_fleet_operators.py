@@ -1,0 +1,41 @@
+"""Models that operators give up: none with requests, none halfway, whoever leaves meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+
+from tests.unit.serve.test_fleet import Site, run, until
+from tokenmill.serve.fleet.host import LOADED, UNLOADED
+
+
+def test_two_operators_give_up_no_model_with_requests() -> None:
+    async def scenario(site: Site) -> None:
+        a = site.hosts[0]
+        async with site.fleet._moving:  # another model is being loaded
+            first = asyncio.create_task(site.fleet.sleep(a, level=2))
+            second = asyncio.create_task(site.fleet.sleep(a, level=2))
+            await until(lambda: a.held == 2)
+            second.cancel()  # its operator has left
+            await until(second.done)
+            assert not a.usable
+            a.leases += 1  # a request that came in between
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert a.state == LOADED
+        a.leases -= 1
+        assert await first == UNLOADED
+
+    run(Site(None, "a"), scenario)
+
+
+def test_a_move_whose_operator_has_left_is_completed() -> None:
+    async def scenario(site: Site) -> None:
+        a = site.hosts[0]
+        sleeping = asyncio.create_task(site.fleet.sleep(a, level=2))
+        await until(lambda: a.moving == "unloading")
+        sleeping.cancel()
+        await until(lambda: not a.moving)
+        assert a.state == UNLOADED
+        assert site.opener.log == ["a load", "a stop"]
+
+    run(Site(None, "a"), scenario)
