@@ -131,6 +131,14 @@ def test_steps_that_watch_attention_have_the_adapters_too(
         assert tokens(llm, "d") == expected["a"]
 
 
+def test_vectors_have_the_one_adapter(model: Path, adapters: dict[str, Path]) -> None:
+    with LLM(model, context=64, concurrency=8, loras={"b": adapters["b"]}) as llm:
+        (plain,) = llm.embed(PROMPT)
+        llm.use_only_lora()
+        (adapted,) = llm.embed(PROMPT)
+    assert adapted != plain
+
+
 def test_pages_from_a_tier_are_those_of_the_adapter(
     model: Path, adapters: dict[str, Path], expected: dict[str | None, list[int]], tmp_path: Path
 ) -> None:
