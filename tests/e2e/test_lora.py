@@ -20,7 +20,7 @@ from tokenmill.cli.main import main
 from tokenmill.engine.async_engine import AsyncEngine
 from tokenmill.engine.llm import LLM
 from tokenmill.errors import UserError
-from tokenmill.types import SamplingParams
+from tokenmill.types import CacheControl, SamplingParams
 
 PROMPT = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38, 46, 26, 43, 38, 32, 79, 50, 28]
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
@@ -113,6 +113,30 @@ def test_after_preemption_the_adapter_is_the_same(
         names = [*expected] * 3
         outputs = llm.generate([PROMPT] * len(names), GREEDY, lora=names)
         assert [output.outputs[0].token_ids for output in outputs] == [expected[name] for name in names]
+
+
+def test_steps_that_watch_attention_have_the_adapters_too(
+    model: Path, adapters: dict[str, Path], expected: dict[str | None, list[int]]
+) -> None:
+    watched = SamplingParams(
+        max_tokens=12, temperature=0.0, ignore_eos=True, cache=CacheControl(policy="h2o", budget=64)
+    )
+    with LLM(model, context=64, concurrency=8, loras=adapters, max_loras=2) as llm:
+        for name, said in expected.items():
+            assert llm.generate(PROMPT, watched, lora=name)[0].outputs[0].token_ids == said
+        names = [*expected] * 2
+        outputs = llm.generate([PROMPT] * len(names), [watched, GREEDY] * len(expected), lora=names)
+        assert [output.outputs[0].token_ids for output in outputs] == [expected[name] for name in names]
+        llm.load_lora("d", adapters["a"])  # its slot is filled while attention is watched
+        assert tokens(llm, "d") == expected["a"]
+
+
+def test_vectors_have_the_one_adapter(model: Path, adapters: dict[str, Path]) -> None:
+    with LLM(model, context=64, concurrency=8, loras={"b": adapters["b"]}) as llm:
+        (plain,) = llm.embed(PROMPT)
+        llm.use_only_lora()
+        (adapted,) = llm.embed(PROMPT)
+    assert adapted != plain
 
 
 def test_pages_from_a_tier_are_those_of_the_adapter(

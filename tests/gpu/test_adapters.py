@@ -139,3 +139,13 @@ def test_a_slot_can_be_cleared_between_steps(tmp_path: Path) -> None:
     assert torch.equal(logits(own, [0] * 4), plain)
     own.runner.load_adapter(1, _adapters(own.model.decoder.description)[0])
     assert torch.equal(logits(own, [1] * 4), first)
+
+
+def test_a_captured_step_does_not_remember_whole_matrices_of_another_slot(tmp_path: Path) -> None:
+    folder = write_config(tmp_path, "llama", **SHALLOW["llama"])
+    own, fresh = _loaded(folder, "cuda_graph"), build(folder, "cuda_graph")
+    logits(own, [1, 2, 1, 2])  # captured while slot 3 holds a head and an embedding
+    plain = _adapters(own.model.decoder.description)[0]
+    for runtime in (own, fresh):
+        runtime.runner.load_adapter(3, plain)
+    assert torch.equal(logits(own, [3] * 4), logits(fresh, [3] * 4))

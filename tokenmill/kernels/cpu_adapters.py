@@ -47,7 +47,9 @@ class CpuSite:
         self._packed.pop(slot, None)
 
     def adapt(self, x: Tensor, slots: Tensor, outputs: Sequence[Tensor]) -> None:
-        by_slot = [self._packed.get(slot) for slot in range(1, max(self._packed, default=0) + 1)]
+        last = max(self._packed, default=0)
+        by_slot = [self._packed.get(slot) for slot in range(1, last + 1)]
+        slots = torch.where(slots <= last, slots, 0)  # an adapter in a later slot changes nothing here
         module().adapt(pool(), x.contiguous(), slots, by_slot, list(outputs))
 
     def adapt_joined(self, x: Tensor, slots: Tensor, y: Tensor) -> None:

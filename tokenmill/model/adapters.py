@@ -195,10 +195,22 @@ def adapted_part(matrix: AdapterMatrix, weight: LinearWeight) -> AdaptedPart:
     """The scale goes into b, and so does DoRA's gain: magnitude over the norm of each changed row of the base."""
     b = matrix.b * matrix.scale
     if matrix.magnitude is None:
-        return AdaptedPart(matrix.a, b)
+        return _checked(matrix.name, AdaptedPart(matrix.a, b))
     gain = matrix.magnitude / _row_norms(matrix, weight)
     shift = None if weight.bias is None else (1 - gain) * weight.bias.to(gain.device)
-    return AdaptedPart(matrix.a, b * gain[:, None], gain, shift)
+    return _checked(matrix.name, AdaptedPart(matrix.a, b * gain[:, None], gain, shift))
+
+
+def _checked(name: str, part: AdaptedPart) -> AdaptedPart:
+    """Finite in a file is not finite here: scales multiply, and DoRA divides by the norms of rows that may be zero."""
+    assert part.a is not None
+    assert part.b is not None
+    product = part.a.abs().max() * part.b.abs().max()  # rounded factors carry it
+    if not all(bool(torch.isfinite(each).all()) for each in (product, *part.tensors)):
+        raise UserError(
+            f"the adapter of {name} has no finite values with this base", "the training failed: use another"
+        )
+    return part
 
 
 def _row_norms(matrix: AdapterMatrix, weight: LinearWeight) -> Tensor:

@@ -311,6 +311,18 @@ def test_two_names_of_one_content_share_its_memory(bench: Bench) -> None:
     assert not bench.device
 
 
+def test_content_is_read_again_from_the_directory_of_a_name_that_is_left() -> None:
+    bench = Bench(max_host_bytes=0)
+    version = bench.registry.load_now("x", "same")
+    bench.registry._enter(AdapterVersion("y", "copy", version.digest, 4, 100), Numbers(version.digest))
+    bench.registry.unload("y")
+    bench.broken.add("copy")  # its directory is gone
+    bench.submit("rx", "x")
+    bench.loop.drain()
+    assert finished(bench) == {"rx"}
+    bench.registry.close()
+
+
 @pytest.mark.parametrize("name", ["", "a=b", "a,b", "x" * 200, "new\nline", 'quo"te'])
 def test_names_that_cannot_be_shown_or_written_are_refused(name: str) -> None:
     with pytest.raises(UserError):

@@ -196,12 +196,14 @@ class AdapterRegistry:
 
     def _release(self, digest: bytes) -> None:
         """Give back the memory of a retired version once nobody uses it; one that has a name again stays."""
-        named = any(each.digest == digest for each in self._names.values())
-        if not named and self._num_users(digest):
+        named = next((each for each in self._names.values() if each.digest == digest), None)
+        if named is None and self._num_users(digest):
             return
         self._has_changed = True
         waiting = self._retired.pop(digest)
-        if not named:
+        if named is not None:
+            self._sources[digest] = named  # the directory of the other name may go with it
+        else:
             self._slots.drop(digest)
             self.store.drop(digest)
             self._sources.pop(digest, None)

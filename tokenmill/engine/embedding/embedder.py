@@ -176,7 +176,7 @@ class Embedder:
         parts = self.parts
         assert isinstance(parts, EngineParts)
         collected = _Collected()
-        loop = EngineLoop(parts.core, collected)
+        loop = EngineLoop(parts.core, collected, adapters=parts.adapters)
         ids = []
         try:
             for each in inputs:

@@ -67,9 +67,10 @@ class InputMaker:
     def pair(self, first: list[int], second: list[int], limit: int | None) -> Input:
         """Two texts, encoded without special tokens, for a cross-encoder."""
         ids, start = self._tokenizer.pair(first, second)
-        if limit is None or len(ids) <= limit:
+        most = self.max_tokens if limit is None else min(limit, self.max_tokens)
+        if limit is None or len(ids) <= most:
             return self._within(ids, limit, lambda _: ids, start)
-        kept, start = self._tokenizer.pair(first, second, min(limit, self.max_tokens))
+        kept, start = self._tokenizer.pair(first, second, most)
         return Input(kept, start, len(ids) - len(kept))
 
     def question(self, content: list[int], limit: int | None) -> Input:

@@ -114,11 +114,13 @@ class WatchingExecutor(Executor[Tensor]):
         self._observer: ObservingExecutor | None = None
         self.name, self.sampler, self.max_logit_rows = usual.name, usual.sampler, usual.max_logit_rows
         self.lookahead, self.runs_greedily, self.takes_trees = usual.lookahead, usual.runs_greedily, usual.takes_trees
+        self.adapters = usual.adapters  # one bank for both: rows name its slots wherever they are computed
 
     def step(self, work: StepInput) -> StepOutput[Tensor]:
         if not any(is_watched(row.request) for row in work.rows):
             return self._usual.step(work)
         self._observer = self._observer or self._build()
+        self._observer.adapters = self.adapters
         return self._observer.step(work)
 
     def final_norm(self, hidden: Tensor) -> Tensor:

@@ -116,19 +116,22 @@ class GpuSite:
         self.factors.gained[slot - 1] = 0
         self._whole.pop(slot, None)
 
-    def adapt(self, x: Tensor, slots: Tensor, outputs: Sequence[Tensor]) -> None:
-        """Change the rows of `outputs` [T, out] in place. Safe to capture, but for whole matrices."""
+    def adapt(self, x: Tensor, slots: Tensor, outputs: Sequence[Tensor], replaces: bool = True) -> None:
+        """Change the rows of `outputs` [T, out] in place. Safe to capture without `replaces`: whole matrices, which no
+        row may have then, are taken from where they lie now."""
         x = x.to(torch.bfloat16)
         sums = shrink(x, slots, self.factors)
         for y, tiles, start in zip(outputs, self._tiles, self._starts, strict=True):
             expand(y, slots, self.factors, sums, tiles, start)
-        self._replace(x, slots, outputs)
+        if replaces:
+            self._replace(x, slots, outputs)
 
-    def adapt_joined(self, x: Tensor, slots: Tensor, y: Tensor) -> None:
+    def adapt_joined(self, x: Tensor, slots: Tensor, y: Tensor, replaces: bool = True) -> None:
         """The same where the outputs lie side by side, as one tensor."""
         x = x.to(torch.bfloat16)
         expand(y, slots, self.factors, shrink(x, slots, self.factors), range(self.factors.tiles.shape[0]))
-        self._replace(x, slots, y.split(self._widths, dim=1))
+        if replaces:
+            self._replace(x, slots, y.split(self._widths, dim=1))
 
     def _replace(self, x: Tensor, slots: Tensor, outputs: Sequence[Tensor]) -> None:
         for slot, parts in self._whole.items():

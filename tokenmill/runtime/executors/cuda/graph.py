@@ -223,7 +223,7 @@ class CudaGraphExecutor(CudaEagerExecutor):
         )
 
         def compute(batch: Batch) -> Tensor:
-            ops: Any = CudaOps(self.store, self.table, batch, adapters=self.adapters)
+            ops: Any = CudaOps(self.store, self.table, batch, adapters=self.adapters, replaces=False)
             return tensor(self.model.decoder.forward(ops))
 
         return PromptSteps(inputs, compute, self._record if self._captures else None)
@@ -386,7 +386,9 @@ class CudaGraphExecutor(CudaEagerExecutor):
             self._guesser.note(batch)
         moves = self._states is not None and kind.rows <= self._states.num_spares
         shared = inputs.shared(kind.shared)
-        ops: Any = CudaOps(self.store, self.table, batch, shared=shared, moves_states=moves, adapters=self.adapters)
+        ops: Any = CudaOps(
+            self.store, self.table, batch, shared=shared, moves_states=moves, adapters=self.adapters, replaces=False
+        )
         hidden = decoder.forward(ops)
         kept = tensor(hidden) if self._keeps_hidden and not kind.guesses else None
         logits: Tensor = tensor(decoder.logits(ops, hidden))

@@ -61,22 +61,25 @@ class CudaOps:
         drafted: DraftedStates | None = None,
         moves_states: bool = False,
         adapters: AdapterBank | None = None,
+        replaces: bool = True,
     ) -> None:
         """`rows`: tokens of the batch whose logits are computed, None: all. `shared`: a SharedPrefix for layers without
         a window. `distinct`: for each KV group its DistinctPages, where long prompts read FP8 pages. `expands`: the
         step has long prompts and is not captured, so that latent attention may expand their keys and values. `drafted`:
         of a step with drafts, where recurrent layers compute. `moves_states`: no state is written where one is read.
-        `adapters`: what the batch's adapter slots refer to."""
+        `adapters`: what the batch's adapter slots refer to. `replaces`: rows may have adapters with whole matrices; a
+        captured step has none, and must not remember those that other slots hold while it is captured."""
         self._store, self._table, self._batch = store, table, batch
         self._rows, self._shared, self._distinct, self._drafted = rows, shared, distinct, drafted
         self._expands, self._lengths = expands, ([0], [0])
         self._moves_states = moves_states
         self._adapters = None if batch.adapter_slots is None else adapters
+        self._replaces = replaces
         self._slots = None if batch.adapter_slots is None or rows is None else batch.adapter_slots[rows]
 
     def embed(self, table: LinearWeight, scale: float) -> Tensor:  # noqa: ARG002 (the bf16 copy is on the device)
         ids = self._batch.token_ids
-        if self._adapters is not None and self._adapters.embeddings:
+        if self._adapters is not None and self._replaces and self._adapters.embeddings:
             return (self._adapters.embed(ids, self._adapter_slots, self._table[ids].float()) * scale).bfloat16()
         rows: Tensor = gpu.embed(ids, self._table, scale)
         return rows
@@ -110,8 +113,8 @@ class CudaOps:
         kernels: list[Any] = [weight.kernel.run for weight in weights if weight.kernel is not None]
         x = x.contiguous() if isinstance(x, Tensor) else x  # parts of a split lie apart
         joined = _joined_matrix(kernels)
-        site = None if self._adapters is None else self._adapters.site(weights)
-        adapt = None if site is None else lambda x, y: site.adapt_joined(x, self._adapter_slots, y)
+        site: Any = None if self._adapters is None else self._adapters.site(weights)
+        adapt = None if site is None else lambda x, y: site.adapt_joined(x, self._adapter_slots, y, self._replaces)
         if joined is not None:
             product = Product(joined, x, adapt=adapt)
             return [Columns(product, kernel.begin, kernel.end) for kernel in kernels]
@@ -121,7 +124,7 @@ class CudaOps:
             outputs = [
                 multiply(kernel, x, self._out_dtype(each)) for kernel, each in zip(kernels, weights, strict=True)
             ]
-            site.adapt(tensor(x), self._adapter_slots, outputs)
+            site.adapt(tensor(x), self._adapter_slots, outputs, self._replaces)
             return [Columns(Product(None, None, full=y), 0, y.shape[1]) for y in outputs]
         return [
             Columns(Product(kernel, x, self._out_dtype(weight)), 0, weight.out_features)
