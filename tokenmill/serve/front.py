@@ -55,7 +55,7 @@ class _Peek(msgspec.Struct):
         value = getattr(self, name)
         try:
             return msgspec.json.decode(value, type=str) if len(value) <= _MAX_PEEKED else None
-        except ValueError:
+        except (msgspec.DecodeError, UnicodeDecodeError):
             return None
 
     def leaves_out(self, name: str) -> bool:
@@ -208,7 +208,7 @@ def _keep_alive(value: msgspec.Raw) -> float | None:
         return None
     try:
         return parse_keep_alive(msgspec.json.decode(value, type=str | float))
-    except msgspec.ValidationError:
+    except (msgspec.DecodeError, UnicodeDecodeError):
         problem = "keep_alive is no duration: write it like 5m, 90s, 0 or -1"
         raise ApiError(400, problem, param="keep_alive") from None
     except ValueError as error:

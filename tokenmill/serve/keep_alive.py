@@ -26,5 +26,5 @@ def parse_keep_alive(value: str | int | float) -> float:
     elif isinstance(value, bool) or value != value:
         raise ValueError("keep_alive is no duration: write it like 5m, 90s, 0 or -1")
     else:
-        seconds = float(value) if abs(value) < _FOREVER else math.copysign(_FOREVER, value)
+        seconds = -1.0 if value < 0 else float(min(value, _FOREVER))
     return math.inf if seconds < 0 else seconds

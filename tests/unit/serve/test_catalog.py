@@ -156,3 +156,8 @@ def test_a_negative_keep_alive_has_no_end(value: str | int) -> None:
 def test_what_is_no_keep_alive(value: Any) -> None:
     with pytest.raises(ValueError, match="write it like"):
         parse_keep_alive(value)
+
+
+def test_a_keep_alive_of_any_size_is_understood() -> None:
+    assert parse_keep_alive(10**400) >= 1e18
+    assert parse_keep_alive(-(10**400)) == math.inf

@@ -116,8 +116,8 @@ def _add_probes(app: FastAPI, fleet: Fleet) -> None:
             raise ApiError(503, "the server is shutting down", code="draining")
         if model is not None and model not in fleet.routes:
             raise ApiError(404, "this model is not served here", param="model", code="model_not_found")
-        hosts = fleet.hosts.values() if model is None else [fleet.hosts[fleet.routes.own(model)]]
-        found = {host.name: await fleet.ready(host) for host in list(hosts)}
+        hosts = list(fleet.hosts.values()) if model is None else [fleet.hosts[fleet.routes.own(model)]]
+        found = {host.name: await fleet.ready(host) for host in hosts}
         if not any(is_ready for is_ready, _ in found.values()):
             shown = [host.name for host in hosts if _sees(record_of(request), host)]
             each = [f"{name}: {found[name][1]}" if len(found) > 1 else found[name][1] for name in shown]
