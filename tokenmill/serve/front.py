@@ -29,7 +29,10 @@ from tokenmill.serve.tenants.keys import Client
 
 MODEL_HEADER = "x-tokenmill-model"
 # Answered by the first application, whatever their body says.
-_OWN_PATHS = ("/v1/files", "/v1/batches", "/api/pull", "/api/show", "/api/delete", "/sleep", "/wake_up")
+_OWN_PATHS = (
+    *("/v1/files", "/v1/batches", "/sleep", "/wake_up"),
+    *("/api/pull", "/api/show", "/api/delete", "/api/create", "/api/copy", "/api/push"),
+)
 _PROBES = ("/livez", "/readyz", "/health", "/ping")
 _OLLAMA = {"/api/generate": "prompt", "/api/chat": "messages"}  # path -> what an empty one leaves out
 _KEPT_ALIVE = (*_OLLAMA, "/api/embed", "/api/embeddings")

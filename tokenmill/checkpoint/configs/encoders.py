@@ -135,7 +135,8 @@ _SUFFIXES = {"weight": "weight", "bias": "bias", "gamma": "weight", "beta": "bia
 
 def is_encoder(config: Mapping[str, Any]) -> bool:
     """Whether a config.json is of a family that is described here."""
-    return config.get("model_type") in _FAMILIES
+    family = config.get("model_type")
+    return isinstance(family, str) and family in _FAMILIES
 
 
 def canonical_name(model_type: str, stored: str) -> str | None:

@@ -142,6 +142,7 @@ class AdapterRegistry:
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
         self.store.close()
+        self.attach(AdapterSlots(), lambda _digest: 0)  # no circle is left that keeps the weights
 
     # --- how ---
 

@@ -28,6 +28,7 @@ from tokenmill.serve.api.reading import body_schema, read_body
 from tokenmill.serve.errors import ApiError
 from tokenmill.serve.fleet.fleet import Fleet
 from tokenmill.serve.fleet.host import LOADED, Host
+from tokenmill.serve.fleet.routing import may_use
 
 _PROGRESS_SECONDS = 0.5
 _FOREVER = 100 * 365 * 86400.0  # as Ollama shows a model that is not unloaded by itself
@@ -38,7 +39,11 @@ def add_ollama_model_routes(app: FastAPI, fleet: Fleet) -> None:
 
     @router.get("/tags", include_in_schema=False)
     async def tags(request: Request) -> Response:
-        names = fleet.routes.names(record_of(request).client)
+        client = record_of(request).client
+        names = fleet.routes.names(client)
+        for host in fleet.hosts.values():
+            if host.service is not None and may_use(client, host.name):
+                names += [(adapter.name, host.name) for adapter in host.service.loras.visible_to(client)]
         return json_response({"models": [_listed(fleet.hosts[own], name) for name, own in names]})
 
     @router.get("/ps")
