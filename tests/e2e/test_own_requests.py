@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,15 @@ def _complete(http: httpx.Client, prompt: str, **fields: Any) -> httpx.Response:
     return answer
 
 
+def _kept(http: httpx.Client, request_id: str) -> dict[str, Any]:
+    """The record of a request. It is whole once its connection has ended, a moment after the last byte."""
+    deadline = time.monotonic() + 20
+    while True:
+        found: dict[str, Any] = http.get(f"/v1/requests/{request_id}").json()
+        if found["timeline"] is not None or time.monotonic() > deadline:
+            return found
+
+
 def test_a_request_has_its_timeline(server: RunningServer) -> None:
     with _as(server, "anna") as http:
         line = _complete(http, _STORY, return_timeline=True).json()["timeline"]
@@ -58,7 +68,7 @@ def test_a_request_has_its_timeline(server: RunningServer) -> None:
         events = [json.loads(each[6:]) for each in answer.text.split("\n\n") if each.startswith("data: {")]
         assert events[-1]["choices"] == []
         assert events[-1]["timeline"]["prompts"][0]["output_tokens"] == 4
-        kept = http.get(f"/v1/requests/{answer.headers['x-request-id']}").json()
+        kept = _kept(http, answer.headers["x-request-id"])
         assert kept["timeline"]["prompts"][0]["output_tokens"] == 4
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from tests.unit.serve.test_fleet import Site, run, until
 from tokenmill.serve.fleet.host import LOADED, UNLOADED
@@ -30,10 +31,20 @@ def test_two_operators_give_up_no_model_with_requests() -> None:
 
 def test_a_move_whose_operator_has_left_is_completed() -> None:
     async def scenario(site: Site) -> None:
-        a = site.hosts[0]
+        a, going = site.hosts[0], asyncio.Event()
+        engine: Any = a.service and a.service.engine
+        stop = engine.stop
+
+        async def stop_later(timeout: float) -> None:
+            await going.wait()
+            await stop(timeout)
+
+        engine.stop = stop_later
         sleeping = asyncio.create_task(site.fleet.sleep(a, level=2))
-        await until(lambda: a.moving == "unloading")
+        await until(lambda: bool(a.moving))
         sleeping.cancel()
+        await until(sleeping.done)
+        going.set()
         await until(lambda: not a.moving)
         assert a.state == UNLOADED
         assert site.opener.log == ["a load", "a stop"]
