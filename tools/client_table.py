@@ -4,7 +4,7 @@
     python tools/client_table.py                                  # starts one with smollm2
 
 The requests are in tests/data/documented_requests.json, with what is expected of each; tests/clients/test_documented.py
-sends them too. A row with `planned` depends on a part of the server that is built apart: either result is right.
+sends them too.
 """
 
 from __future__ import annotations

@@ -17,8 +17,7 @@ _IDS = [f"{row['server']}: {row['page']}: {row['request']}" for row in _ROWS]
 @pytest.mark.parametrize("row", _ROWS, ids=_IDS)
 def test_a_documented_request(server: RunningServer, row: dict[str, Any]) -> None:
     outcome = send(server.http, row, MODEL)
-    allowed = {row["expect"], "supported"} if row.get("planned") else {row["expect"]}
-    assert outcome.verdict in allowed, outcome
+    assert outcome.verdict == row["expect"], outcome
 
 
 def test_the_page_has_every_row() -> None:
@@ -28,5 +27,4 @@ def test_the_page_has_every_row() -> None:
             line for line in lines if f"| {row['page']}: {row['request']} | `{row['method']} {row['path']}`" in line
         ]
         assert shown, f"run tools/client_table.py: {row['page']}: {row['request']}"
-        if not row.get("planned"):
-            assert any(line.split(" | ")[-1].startswith(row["expect"]) for line in shown), shown
+        assert any(line.split(" | ")[-1].startswith(row["expect"]) for line in shown), shown
