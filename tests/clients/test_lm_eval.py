@@ -10,22 +10,11 @@ import pytest
 
 from tests.clients.conftest import MODEL
 from tests.e2e.serving import RunningServer
+from tests.harness_task import TASK
 
 lm_eval = pytest.importorskip("lm_eval", reason="make test-clients installs it")
 
 _ITEMS = 4
-_TASK = """
-task: local_arc
-dataset_path: json
-dataset_kwargs: {data_files: {test: FILE}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{query}}\\nAnswer:"
-doc_to_target: gold
-doc_to_choice: "{{choices}}"
-metric_list:
-  - {metric: acc}
-"""
 
 
 @pytest.fixture
@@ -59,7 +48,7 @@ def test_a_task_of_choices(model: Any, server: RunningServer, data_path: Path, t
     lines = (data_path / "tasks" / "arc_easy.jsonl").read_text().splitlines()[:_ITEMS]
     items = tmp_path / "items.jsonl"
     items.write_text("\n".join(lines))
-    (tmp_path / "local_arc.yaml").write_text(_TASK.replace("FILE", json.dumps(str(items))))
+    (tmp_path / "local_arc.yaml").write_text(TASK.replace("FILE", json.dumps(str(items))))
     found = lm_eval.simple_evaluate(
         model,
         tasks=["local_arc"],

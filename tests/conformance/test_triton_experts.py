@@ -324,3 +324,8 @@ def test_the_rule_is_its_table(monkeypatch: pytest.MonkeyPatch) -> None:
             plans = choose.candidates(kind, 128, 8, tokens, 768)
             assert choose.rule(kind, 128, 8, tokens, 768) == plans[0]
             assert len(plans) == len(set(plans)) > 2
+    for kind in ("fp8", "mixed"):  # a step is a block of float8 scales; stacks of two kinds may have one
+        for tokens in (16, 256, 512, 1024, 4096, 16384):
+            plans = [each for each in choose.candidates(kind, 128, 8, tokens, 768) if kind == "fp8"]
+            plans.append(choose.rule(kind, 128, 8, tokens, 768))
+            assert {tiling.depth for plan in plans for tiling in (plan.gate_up, plan.down)} == {128}

@@ -9,25 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.harness_task import TASK
 from tokenmill.config import EngineConfig
 from tokenmill.evaluate.task_run import TaskJob, run_task
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm_eval is not installed")
 
 ITEMS = 8
-TASK = """
-task: local_arc
-dataset_path: json
-dataset_kwargs: {data_files: {test: FILE}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{query}}\\nAnswer:"
-doc_to_target: gold
-doc_to_choice: "{{choices}}"
-metric_list:
-  - {metric: acc}
-  - {metric: acc_norm}
-"""
 
 
 def test_the_harness_gives_our_figures(

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.unit.runtime.speculation.outputs import summary
 from tokenmill import LLM, SamplingParams
 from tokenmill.engine.outputs import RequestOutput
 from tokenmill.runtime.executors.base import Draft
@@ -40,23 +41,6 @@ _REQUESTS: list[tuple[str, SamplingParams]] = [
     (_STORY[:50], SamplingParams(temperature=0.0, max_tokens=500, ignore_eos=True)),  # up to the end of the context
     (_STORY[:90], SamplingParams(temperature=0.0, max_tokens=12, prompt_logprobs=1, logit_bias={20: 3.0})),
 ]
-
-
-def _summary(outputs: list[RequestOutput]) -> list[Any]:
-    return [
-        (
-            each.token_ids,
-            each.text,
-            each.finish_reason,
-            each.stop_reason,
-            [
-                {token: pytest.approx(entry.logprob, abs=1e-3) for token, entry in row.items()}
-                for row in each.logprobs or ()
-            ],
-        )
-        for output in outputs
-        for each in output.outputs
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -119,14 +103,14 @@ def drafting(request: pytest.FixtureRequest, model: Path, expected: list[Request
 
 def test_drafts_of_any_quality_change_nothing(drafting: LLM, expected: list[RequestOutput]) -> None:
     outputs = drafting.generate([text for text, _ in _REQUESTS], [params for _, params in _REQUESTS])
-    assert _summary(outputs) == _summary(expected)
+    assert summary(outputs) == summary(expected)
     for output, other in zip(outputs, expected, strict=True):
         assert (output.prompt_logprobs is None) == (other.prompt_logprobs is None)
     scheduler = drafting.parts.core.scheduler
     assert scheduler.stats.num_drafted > 30
     drafting.parts.core.scheduler.kv.check()
     # Again, now with a prefix cache that only accepted tokens may have entered.
-    assert _summary(drafting.generate(_STORY, _REQUESTS[0][1])) == _summary(expected[:1])
+    assert summary(drafting.generate(_STORY, _REQUESTS[0][1])) == summary(expected[:1])
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "suffix"])
@@ -134,7 +118,7 @@ def test_lookup_drafters_change_nothing(model: Path, expected: list[RequestOutpu
     with LLM(model, speculate=drafter, **_OPTIONS) as llm:
         for _ in range(2):  # the second time, the first ones' texts are followed
             outputs = llm.generate([text for text, _ in _REQUESTS], [params for _, params in _REQUESTS])
-            assert _summary(outputs) == _summary(expected)
+            assert summary(outputs) == summary(expected)
         assert llm.stats.num_accepted > 0
 
 
@@ -149,7 +133,7 @@ def test_preemption_with_drafts(model: Path) -> None:
         speculator = llm.parts.runtime.runner.speculator
         assert speculator is not None
         speculator.drafter, speculator.lengths = _Oracle(plain, 0.8), _TakeAll()
-        assert _summary(llm.generate(prompts, params)) == _summary(plain)
+        assert summary(llm.generate(prompts, params)) == summary(plain)
         assert llm.stats.num_preemptions > 0
         assert llm.stats.num_accepted > 0
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.unit.runtime.speculation.outputs import summary
 from tokenmill import LLM, SamplingParams
 from tokenmill.engine.outputs import RequestOutput
 from tokenmill.runtime.executors.base import Draft
@@ -41,23 +42,6 @@ _REQUESTS: list[tuple[str, SamplingParams]] = [
     (_STORY, SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)),  # free, in the same batch
     (_STORY, SamplingParams(temperature=0.8, seed=4, max_tokens=20)),
 ]
-
-
-def _summary(outputs: list[RequestOutput]) -> list[Any]:
-    return [
-        (
-            each.token_ids,
-            each.text,
-            each.finish_reason,
-            each.stop_reason,
-            [
-                {token: pytest.approx(entry.logprob, abs=1e-3) for token, entry in row.items()}
-                for row in each.logprobs or ()
-            ],
-        )
-        for output in outputs
-        for each in output.outputs
-    ]
 
 
 class _TakeAll(DraftLengths):
@@ -101,7 +85,7 @@ def test_the_output_is_the_same_in_fewer_steps(jumping: LLM, without: tuple[list
     outputs, num_steps = without
     for _ in range(3):
         before = jumping.stats.num_steps
-        assert _summary(_generate(jumping)) == _summary(outputs)
+        assert summary(_generate(jumping)) == summary(outputs)
         steps = jumping.stats.num_steps - before
         jumping.parts.kv.check()
     assert steps <= 0.7 * num_steps
@@ -113,7 +97,7 @@ def test_preempted_requests_go_on_where_they_were(model: Path, without: tuple[li
     with LLM(model, memory=260 * 6 * 6 * 48 * 2 * 4, **_OPTIONS) as llm:
         assert llm.parts.runtime.runner.speculator is not None
         llm.parts.runtime.runner.speculator.lengths = _TakeAll()
-        assert _summary(_generate(llm)) == _summary(without[0])
+        assert summary(_generate(llm)) == summary(without[0])
 
 
 def test_free_requests_are_not_drafted_for(model: Path) -> None:
@@ -128,5 +112,5 @@ def test_auto_gives_the_same_output(model: Path, without: tuple[list[RequestOutp
         assert speculator is not None
         assert speculator.gate is not None
         for _ in range(3):
-            assert _summary(_generate(llm)) == _summary(without[0])
+            assert summary(_generate(llm)) == summary(without[0])
         assert all(each.reason for each in llm.stats.drafting)

@@ -85,7 +85,7 @@ def _product(kind: str, tokens: int, is_long: bool = False) -> Plan:
     elif tokens == 64:
         tiling = Tiling(128, 64 if kind == "bf16" else 128, 4, 4)
     else:
-        wide = Tiling(256, 64, 8, 3, descriptor=True)
+        wide = Tiling(256, 64 if kind == "bf16" else 128, 8, 3, descriptor=True)
         return Plan(PRODUCT, tokens, wide, replace(wide, rows=128, stages=4))
     return Plan(PRODUCT, tokens, tiling, tiling)
 
@@ -120,7 +120,7 @@ def _tilings(kind: str, tokens: int) -> list[Tiling]:
     if tokens <= 32:
         return [
             Tiling(64, 128, 4, 4, descriptor=True),
-            Tiling(128, 64, 4, 5),
+            Tiling(128, depth, 4, 5),
             Tiling(128, 128, 4, 4, descriptor=True),
             Tiling(64, 128, 4, 6),
         ]
