@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <utility>
 
 #include "float_kernels.h"
 
@@ -26,6 +27,19 @@ float sink_weight(const AttentionShape& shape, int head, float maximum) {
   return shape.sinks == nullptr ? 0 : std::exp(shape.sinks[head] - maximum);
 }
 
+// Sums over a chunk of keys, relative to their maximum, -> into those over the chunks before it. One function for all who
+// do it, and never inlined: both must round alike.
+__attribute__((noinline)) void fold(float* out, float* maximum, float* sum, const float* values, float other_maximum,
+                                    float other_sum, int64_t dim) {
+  if (other_maximum == kMinusInfinity) return;  // nothing of it is visible
+  const float highest = std::max(*maximum, other_maximum);
+  const float keep = std::exp(*maximum - highest), weight = std::exp(other_maximum - highest);  // keep: 0 at first
+  *maximum = highest;
+  *sum = *sum * keep + other_sum * weight;
+  if (keep != 1.0f) float_kernels().scale(out, keep, dim, out);
+  float_kernels().accumulate(&weight, 1, 1, values, dim, 1, dim, out, dim);
+}
+
 }  // namespace
 
 // Scratch of one thread. Rows are (query, head) pairs of one KV head, head fastest.
@@ -38,11 +52,13 @@ struct AttentionRunner::Tile {
   float* maximum;    // [rows]
   float* sum;        // [rows]
   float* converted;  // [kKeyBlock, dim]
+  // As out, maximum and sum: of the chunks before, where the item has several.
+  float *whole_out, *whole_maximum, *whole_sum;
 };
 
 size_t AttentionRunner::scratch_floats(int num_heads, int num_kv_heads, int head_dim) {
   const size_t rows = max_rows(num_heads, num_kv_heads);
-  return rows * (2 * head_dim + kKeyBlock + 2) + kKeyBlock * static_cast<size_t>(head_dim);
+  return rows * (3 * head_dim + kKeyBlock + 4) + kKeyBlock * static_cast<size_t>(head_dim);
 }
 
 void AttentionRunner::run(int piece, float* scratch) const {
@@ -60,6 +76,9 @@ void AttentionRunner::run(int piece, float* scratch) const {
   tile.maximum = tile.scores + tile.rows * kKeyBlock;
   tile.sum = tile.maximum + tile.rows;
   tile.converted = tile.sum + tile.rows;
+  tile.whole_out = tile.converted + kKeyBlock * tile.dim;
+  tile.whole_maximum = tile.whole_out + tile.rows * tile.dim;
+  tile.whole_sum = tile.whole_maximum + tile.rows;
   if (k_ != nullptr && item.key_end == batch_.seq_lens[item.sequence]) {
     const int token = plan_.queries_[item.first_query].token;
     const int64_t offset = token * ldkv_ + kv_head * tile.dim;
@@ -76,11 +95,14 @@ void AttentionRunner::attend(const AttentionPlan::Item& item, int kv_head, Tile&
     const float* q = q_ + token * ldq_ + (kv_head * tile.heads + row % tile.heads) * tile.dim;
     kernels.scale(q, shape_.scale, tile.dim, tile.q + row * tile.dim);
     pages_.k.format->turn_query(tile.q + row * tile.dim, kv_head);
-    tile.maximum[row] = kMinusInfinity;
-    tile.sum[row] = 0;
+    tile.maximum[row] = tile.whole_maximum[row] = kMinusInfinity;
+    tile.sum[row] = tile.whole_sum[row] = 0;
   }
+  const bool folds = item.key_begin / kKeyChunk != (item.key_end - 1) / kKeyChunk;
   std::memset(tile.out, 0, tile.rows * tile.dim * sizeof(float));
+  if (folds) std::memset(tile.whole_out, 0, tile.rows * tile.dim * sizeof(float));
   for (int key = item.key_begin; key < item.key_end; key += kKeyBlock) {
+    if (key % kKeyChunk == 0 && key != item.key_begin) fold_chunk(tile);
     const int count = std::min(kKeyBlock, item.key_end - key);
     for_pieces(item, key, count, [&](int page, int offset, int at, int length) {
       if (page < 0) return;  // masked below: no query of this item sees a page that left the window
@@ -101,6 +123,22 @@ void AttentionRunner::attend(const AttentionPlan::Item& item, int kv_head, Tile&
       kernels.accumulate(tile.scores + at, kKeyBlock, tile.rows, v, tile.dim, length, tile.dim, tile.out, tile.dim);
     });
   }
+  if (!folds) return;
+  fold_chunk(tile);
+  std::swap(tile.out, tile.whole_out);
+  std::swap(tile.maximum, tile.whole_maximum);
+  std::swap(tile.sum, tile.whole_sum);
+}
+
+// What was gathered since the last multiple of kKeyChunk goes to the sums of the whole item; then it begins anew.
+void AttentionRunner::fold_chunk(Tile& tile) {
+  for (int row = 0; row < tile.rows; ++row) {
+    fold(tile.whole_out + row * tile.dim, tile.whole_maximum + row, tile.whole_sum + row, tile.out + row * tile.dim,
+         tile.maximum[row], tile.sum[row], tile.dim);
+    tile.maximum[row] = kMinusInfinity;
+    tile.sum[row] = 0;
+  }
+  std::memset(tile.out, 0, tile.rows * tile.dim * sizeof(float));
 }
 
 // fn(page, offset in page, offset in block, length) for each page that keys [key, key + count) touch.
@@ -228,16 +266,12 @@ void AttentionRunner::merge(int token, int kv_head) const {
     const auto partial = [&](int slot) {
       return &plan_.partials_[(static_cast<int64_t>(plan_.slots_[slot]) * shape_.num_heads + head) * (dim + 2)];
     };
-    float maximum = kMinusInfinity;
-    for (int slot = begin; slot < end; ++slot) maximum = std::max(maximum, partial(slot)[dim]);
-    float sum = sink_weight(shape_, head, maximum);
-    for (int slot = begin; slot < end; ++slot) sum += partial(slot)[dim + 1] * std::exp(partial(slot)[dim] - maximum);
+    float maximum = kMinusInfinity, sum = 0;
     float* out = out_ + token * ldo_ + head * dim;
     std::memset(out, 0, dim * sizeof(float));
-    for (int slot = begin; slot < end; ++slot) {
-      const float weight = std::exp(partial(slot)[dim] - maximum) / sum;
-      float_kernels().accumulate(&weight, 1, 1, partial(slot), dim, 1, dim, out, dim);
-    }
+    for (int slot = begin; slot < end; ++slot)
+      fold(out, &maximum, &sum, partial(slot), partial(slot)[dim], partial(slot)[dim + 1], dim);
+    float_kernels().scale(out, 1.0f / (sum + sink_weight(shape_, head, maximum)), dim, out);
     if (pages_.v.format->rotation != nullptr) pages_.v.format->rotation->turn_back(out);
   }
 }

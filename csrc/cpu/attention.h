@@ -2,8 +2,10 @@
 //
 // A plan is built once per step and KV group and serves all its layers. It cuts the work into items (a tile of queries
 // x a range of keys), so that: query heads of one KV head share each page read; a prefix whose pages several sequences
-// share is read once for all of them; a long context is split. Items of one query are merged by log-sum-exp in a fixed
-// order by the thread that finishes last. Neither the cut nor the order depends on the number of threads.
+// share is read once for all of them; a long context is split. Sums over keys begin anew at every kKeyChunk keys of a
+// sequence and are then folded together in order: by the item itself where it has several chunks, else by the thread that
+// finishes the last item of a query. So a token has the same bits however the work is cut: alone, in any batch, among
+// drafts, in a whole prompt, in chunks of one, and behind a cached prefix.
 #pragma once
 
 #include <atomic>
@@ -17,6 +19,7 @@
 namespace tokenmill {
 
 constexpr int kKeyBlock = 64;  // keys between two updates of the running maximum; where they begin orders the sums
+constexpr int kKeyChunk = 128;  // keys whose sums are folded into those before them; a multiple of kKeyBlock
 constexpr int kTileRows = 48;  // query rows (tokens x heads of one KV head) that share a page read
 
 // Keys or values of one layer: rows of [num_pages, num_kv_heads, page_size], strides in bytes.
@@ -132,6 +135,7 @@ class AttentionRunner {
   void mask_tree(const AttentionPlan::Query& query, int key, int count, float* scores) const;
   int oldest(int position) const;  // first key that a token at this position sees
   void soften(int count, Tile& tile) const;
+  static void fold_chunk(Tile& tile);
   void finish(const AttentionPlan::Item& item, int kv_head, const Tile& tile) const;
   void merge(int token, int kv_head) const;
   template <typename Function>

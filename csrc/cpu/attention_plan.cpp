@@ -9,16 +9,12 @@ namespace tokenmill {
 namespace {
 
 constexpr int kEnoughPieces = 32;   // below this many pieces the keys are split too
-constexpr int kShortestSplit = 128;  // keys
 constexpr int kMinSharedKeys = 64;  // saved key reads under which sharing is not worth a merge
-// A sequence with few queries (a decode, a draft that is checked) is cut at every multiple of kChunk keys, whatever else
-// is in the step: its sums then run in one order, and a token has the same bits alone, in any batch and among drafts.
+// A sequence with few queries (a decode, a draft that is checked) is cut at every kKeyChunk keys, whatever else is in the
+// step: long contexts beside short ones then leave no thread alone at the end. What is computed does not depend on it.
 constexpr int kFewQueries = 65;
-constexpr int kChunk = 128;
 
-int whole_chunks(int keys) { return keys / kChunk * kChunk; }
-
-int round_up(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
+int whole_chunks(int keys) { return keys / kKeyChunk * kKeyChunk; }
 
 }  // namespace
 
@@ -28,7 +24,7 @@ AttentionPlan::AttentionPlan(int max_tokens, int max_sequences, int num_heads, i
       head_dim_(head_dim),
       tile_queries_(std::max(1, kTileRows / (num_heads / num_kv_heads))) {
   // For short sequences: sharing gives a token two partials, splitting for the threads' sake about 2 * kEnoughPieces items
-  // more. A sequence of few queries has an item per kChunk keys besides; split_keys grows the memory when those are many.
+  // more. A sequence of few queries has an item per kKeyChunk keys besides; split_keys grows the memory when those are many.
   max_slots_ = 2 * max_tokens + 4 * kEnoughPieces * std::min(tile_queries_, max_tokens);
   queries_.reserve(2 * max_tokens);
   tiles_.reserve(2 * max_tokens);
@@ -121,18 +117,14 @@ void AttentionPlan::share_prefixes(const AttentionBatch& batch, int page_size, i
 
 // Tiles -> items, with partial slots where a token has more than one item.
 void AttentionPlan::split_keys() {
-  int split = 1 << 30;
-  if (static_cast<int>(tiles_.size()) * num_kv_heads_ < kEnoughPieces) {
-    int64_t keys = 0;
-    for (const Item& tile : tiles_) keys += tile.key_end - tile.key_begin;
-    split = round_up(std::max<int>(kShortestSplit, keys * num_kv_heads_ / (2 * kEnoughPieces)), 64);
-  }
+  // One chunk or all of them: parts of several chunks would be merged in another order than the chunks themselves.
+  const bool all = static_cast<int>(tiles_.size()) * num_kv_heads_ < kEnoughPieces;
   items_.clear();
   int num_tokens = 0;
   for (const Query& query : queries_) num_tokens = std::max(num_tokens, query.token + 1);
   slot_starts_.assign(num_tokens + 1, 0);
   for (const Item& tile : tiles_) {
-    const int longest = tile.few ? kChunk : split;
+    const int longest = tile.few || all ? kKeyChunk : 1 << 30;
     for (int key = tile.key_begin; key < tile.key_end;) {
       const int64_t cut = (static_cast<int64_t>(key) / longest + 1) * longest;
       const int end = static_cast<int>(std::min<int64_t>(tile.key_end, cut));

@@ -31,6 +31,7 @@ NB_MODULE(_cpu, module) {
   tokenmill::bind_linear(module);
   tokenmill::bind_ops(module);
   tokenmill::bind_attention(module);
+  tokenmill::bind_exchange(module);
   tokenmill::bind_program(module);
   tokenmill::bind_recurrent(module);
   tokenmill::bind_quantize(module);

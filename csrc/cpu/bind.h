@@ -44,5 +44,6 @@ void bind_attention(nb::module_& module);
 void bind_program(nb::module_& module);
 void bind_recurrent(nb::module_& module);
 void bind_quantize(nb::module_& module);
+void bind_exchange(nb::module_& module);
 
 }  // namespace tokenmill

@@ -8,6 +8,7 @@
 
 #include "bind_adapters.h"
 #include "bind_attention.h"
+#include "bind_exchange.h"
 #include "bind_linear.h"
 #include "bind_recurrent.h"
 
@@ -179,6 +180,13 @@ int experts(RecordedProgram& self, int x, int logits, const std::vector<PackedLi
   return self.program.experts(x, logits, ExpertLayer(std::move(routing), std::move(list)));
 }
 
+int exchange(RecordedProgram& self, int x, const SharedExchange& ranks, const std::vector<int64_t>& widths) {
+  const Exchange& exchange = *ranks.exchange;
+  require(widths.empty() || (int(widths.size()) == exchange.ranks() && widths[exchange.rank()] == self.program.width(x)),
+          "exchange: widths do not match");
+  return self.program.exchange(x, ranks.exchange, widths);
+}
+
 void finish(RecordedProgram& self, int logits) {
   self.logits_width = self.program.width(logits);
   self.program.finish(logits);
@@ -239,6 +247,7 @@ void bind_program(nb::module_& module) {
       .def("join", [](RecordedProgram& self, const std::vector<int>& values) { return self.program.join(values); })
       .def("gated_norm", &gated_norm)
       .def("recurrence", &recurrence)
+      .def("exchange", &exchange)
       .def("select_rows", [](RecordedProgram& self, int x) { return self.program.select_rows(x); })
       .def("softcap", [](RecordedProgram& self, int x, float cap) { return self.program.softcap(x, cap); })
       .def("end_body", [](RecordedProgram& self) { self.program.end_body(); })
@@ -254,7 +263,7 @@ void bind_program(nb::module_& module) {
           [](RecordedProgram& self, int value) {
             const size_t shape[2] = {static_cast<size_t>(self.program.max_tokens()),
                                      static_cast<size_t>(self.program.width(value))};
-            return nb::ndarray<nb::pytorch, float, nb::ndim<2>>(const_cast<float*>(self.program.data(value)), 2, shape,
+            return nb::ndarray<nb::numpy, float, nb::ndim<2>>(const_cast<float*>(self.program.data(value)), 2, shape,
                                                                nb::find(self));
           },
           "The memory of a value, [max_tokens, width]; only those that outlive their stage mean anything")

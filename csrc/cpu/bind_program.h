@@ -35,7 +35,7 @@ std::vector<std::vector<int64_t>> decode_steps(RecordedProgram& self, std::vecto
                                                const std::vector<int64_t>& state_slots,
                                                const std::vector<int32_t>& adapter_slots);
 
-void run_step(RecordedProgram& self, int num_tokens, int num_sequences, uintptr_t token_ids, uintptr_t positions,
+bool run_step(RecordedProgram& self, int num_tokens, int num_sequences, uintptr_t token_ids, uintptr_t positions,
               uintptr_t query_starts, uintptr_t seq_lens, const std::vector<uintptr_t>& slots,
               const std::vector<uintptr_t>& block_tables, const std::vector<int64_t>& table_widths, int num_logit_rows,
               uintptr_t logit_rows, uintptr_t logits, bool body, bool head, bool all_hidden, uintptr_t ancestors,

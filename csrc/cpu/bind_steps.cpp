@@ -101,7 +101,7 @@ std::vector<std::vector<int64_t>> decode_steps(RecordedProgram& self, std::vecto
       }
       check_range(slots[group].data(), int64_t(count), self.num_pages * self.page_size, "no such KV slot");
     }
-    self.program.run(inputs);
+    require(self.program.run(inputs), "a program that exchanges takes whole steps only");
     best.emplace_back(count);
     self.program.pool().for_each(int(count), 1, [&](int row) {
       best.back()[row] = argmax(inputs.logits + row * self.logits_width, self.logits_width);
@@ -116,8 +116,8 @@ std::vector<std::vector<int64_t>> decode_steps(RecordedProgram& self, std::vecto
 }
 
 // Inputs come as addresses: turning a dozen torch tensors into ndarrays costs more than many a step's Python. The caller
-// (runtime/recorded.py) vouches for types and lengths; the contents are checked here.
-void run_step(RecordedProgram& self, int num_tokens, int num_sequences, uintptr_t token_ids, uintptr_t positions,
+// (executors/recorded.py) vouches for types and lengths; the contents are checked here. False: see Program::run.
+bool run_step(RecordedProgram& self, int num_tokens, int num_sequences, uintptr_t token_ids, uintptr_t positions,
               uintptr_t query_starts, uintptr_t seq_lens, const std::vector<uintptr_t>& slots,
               const std::vector<uintptr_t>& block_tables, const std::vector<int64_t>& table_widths, int num_logit_rows,
               uintptr_t logit_rows, uintptr_t logits, bool body, bool head, bool all_hidden, uintptr_t ancestors,
@@ -156,7 +156,7 @@ void run_step(RecordedProgram& self, int num_tokens, int num_sequences, uintptr_
     check_batch(inputs.batches.back(), num_tokens, self.page_size, self.num_pages);
   }
   nb::gil_scoped_release release;
-  self.program.run(inputs);
+  return self.program.run(inputs);
 }
 
 // Nothing to do after a step that went through `decode_steps`: it has no drafts.

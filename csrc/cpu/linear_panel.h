@@ -5,7 +5,7 @@
 // panel becomes int8 in the thread's scratch, then a plain integer product over quads of 4 rows. Formats with a scale
 // per 32 keep codes, scales and blocks of 32 exactly, so that both ways have the same error; superblock formats, whose
 // direct activations are per 256, are requantized per 128, which is closer to float32 than the direct way; so are
-// groups that are that long anyway. Knows nothing of threads or of intrinsics; arch/<isa>_*.cpp implement the table,
+// groups that are that long anyway, and those of 16. Knows nothing of threads or of intrinsics; arch/<isa>_*.cpp implement the table,
 // linear_dispatch.cpp chooses it.
 #pragma once
 
@@ -42,7 +42,7 @@ struct RowForm {
   }
 };
 
-TM_INLINE bool requantizes(const PanelLayout& layout) { return layout.superblock || layout.coarse; }
+TM_INLINE bool requantizes(const PanelLayout& layout) { return layout.superblock || layout.coarse || layout.fine; }
 
 // Offsets into four rows of expanded activations: int8 codes, then scales and sums per block of 32 or 128. `run` is how
 // the product of an instruction set wants them: 4 or 8 consecutive k of each row in turn, codes [cols / run][4][run] and

@@ -1,7 +1,7 @@
 // The forward pass as a flat list of stages over fixed buffers: recorded once per model, replayed for every step.
 //
 // A stage is a run of row-wise ops (each row independent of the others) followed by at most one product, product by
-// heads, attention or recurrent op, or a layer of experts by itself.
+// heads, attention or recurrent op, or a layer of experts or an exchange with other ranks by itself.
 // Replaying is one pool run: all threads walk the stages together and meet at a barrier after each. When few rows are
 // computed, every thread does the row-wise part for itself in private memory, which saves the barrier before the product.
 // After the last attention or recurrent op rows no longer meet: where only the head reads the result, only its rows go
@@ -10,6 +10,7 @@
 // Knows nothing of Python or of models; recorded by runtime/recorded.py through bind_program.cpp.
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <string>
 #include <utility>
@@ -17,6 +18,7 @@
 
 #include "adapters.h"
 #include "attention.h"
+#include "exchange.h"
 #include "experts.h"
 #include "float_kernels.h"
 #include "memory.h"
@@ -125,6 +127,8 @@ class Program {
   int gated_norm(int x, int gate, const GatedNorm& norm);
   // `states`: [slots, op->state_floats()], of this layer.
   int recurrence(const std::vector<int>& inputs, std::shared_ptr<const Recurrence> op, float* states);
+  // What other ranks have of x: side by side if `widths` says how wide theirs are, else the sum.
+  int exchange(int x, std::shared_ptr<Exchange> ranks, const std::vector<int64_t>& widths);
   int select_rows(int x);
   int softcap(int x, float cap);
   int num_products() const { return num_products_; }  // `linear` calls so far: they are numbered from 0
@@ -138,7 +142,8 @@ class Program {
   int num_adapter_slots() const { return static_cast<int>(embeddings_.size()) - 1; }
   bool has_product(int product, int64_t inputs, const std::vector<int64_t>& outputs) const;
 
-  void run(const StepInputs& inputs);
+  // False: another rank did not come to an exchange; what was computed is of no use.
+  bool run(const StepInputs& inputs);
   // After a step with drafted sequences: their states go on over this many rows of each, in the order of `drafted`.
   void settle(const std::vector<int>& kept);
   int num_drafted() const { return static_cast<int>(drafted_.size()); }
@@ -166,8 +171,8 @@ class Program {
     std::vector<RowOp> rows;
     std::unique_ptr<Product> product;
     HeadProduct heads;                // weights null: none
-    int input = -1;                   // product, product by heads, experts
-    std::vector<int> outputs;         // product, product by heads, attention, experts
+    int input = -1;                   // product, product by heads, experts, exchange
+    std::vector<int> outputs;         // product, product by heads, attention, experts, exchange
     std::vector<const float*> biases;  // product
     AdapterSlots adapters;             // product
     int number = -1;                   // product: which one
@@ -178,6 +183,8 @@ class Program {
     AttentionShape shape;
     std::unique_ptr<ExpertLayer> experts;
     int logits = -1;  // experts; they read `input`
+    std::shared_ptr<Exchange> exchange;  // reads `input`
+    std::vector<int64_t> widths;         // exchange; none: a sum
     std::shared_ptr<const Recurrence> recurrence;
     float* states = nullptr;      // recurrence
     std::vector<int> inputs;      // recurrence
@@ -225,6 +232,7 @@ class Program {
   void run_rows(const Stage& stage, const Place& place, int begin, int end) const;
   void run_row(const RowOp& op, const Place& place, int row) const;
   void run_product(Team& team, const Stage& stage, const Place& place, int rows, bool redundant, bool adapted);
+  void run_exchange(const Stage& stage, const Place& place, int rows);
   void run_experts(Team& team, const Stage& stage, const Place& place, int rows);
   void run_head_product(Team& team, const Stage& stage, const Place& place, int rows, bool redundant);
   void run_attention(Team& team, const Stage& stage, const Place& place, int rows, bool redundant);
@@ -253,6 +261,7 @@ class Program {
   size_t thread_bytes_ = 0;
   size_t bytes_ = 0;
   int num_products_ = 0;
+  std::atomic<bool> failed_{false};  // an exchange of this run
   AdapterWorkspace adapter_workspace_;
   AdapterRows adapter_rows_, head_adapter_rows_;  // of all rows; of those whose logits are wanted
   std::vector<std::shared_ptr<const EmbeddingAdapter>> embeddings_{nullptr};  // by slot

@@ -3,6 +3,7 @@
 // Values share memory by liveness, counted in stages: a value made in a stage never takes the place of one that the same
 // stage still reads, because threads may be at different ops of it.
 #include <algorithm>
+#include <numeric>
 
 #include "program.h"
 
@@ -199,6 +200,18 @@ int Program::experts(int x, int logits, ExpertLayer layer) {
   stage.logits = logits;
   stage.experts = std::make_unique<ExpertLayer>(std::move(layer));
   stage.outputs.push_back(make_value(width(x)));
+  open_ = false;
+  return stage.outputs[0];
+}
+
+int Program::exchange(int x, std::shared_ptr<Exchange> ranks, const std::vector<int64_t>& widths) {
+  open_ = false;  // what precedes it must be in shared memory
+  Stage& stage = open_stage();
+  use(x);
+  stage.input = x;
+  stage.exchange = std::move(ranks);
+  stage.widths = widths;
+  stage.outputs.push_back(make_value(widths.empty() ? width(x) : std::accumulate(widths.begin(), widths.end(), int64_t(0))));
   open_ = false;
   return stage.outputs[0];
 }

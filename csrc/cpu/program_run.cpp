@@ -113,7 +113,8 @@ float* Program::Place::at(int value, int64_t row) const {
   return program.arena() + v.offset + row * v.width;
 }
 
-void Program::run(const StepInputs& inputs) {
+bool Program::run(const StepInputs& inputs) {
+  failed_ = false;
   if (inputs.body) {
     for (PlanEntry& entry : plans_) entry.plan->build(inputs.batches[entry.group], entry.page_size, entry.window, entry.chunk);
     begin_drafts(inputs);
@@ -128,6 +129,7 @@ void Program::run(const StepInputs& inputs) {
       if (head ? inputs.head && inputs.num_logit_rows > 0 : inputs.body) run_stage(team, inputs, number, narrowed);
     }
   });
+  return !failed_;
 }
 
 bool Program::may_narrow(const StepInputs& inputs) const {
@@ -174,6 +176,8 @@ void Program::run_stage(Team& team, const StepInputs& inputs, int number, bool n
     run_attention(team, stage, place, rows, redundant);
   } else if (stage.recurrence) {
     run_recurrence(team, stage, place, rows, redundant);
+  } else if (stage.exchange) {
+    if (team.thread == 0 && !failed_) run_exchange(stage, place, rows);
   } else if (stage.experts) {
     run_experts(team, stage, place, rows);
   } else if (stage.elementwise) {
@@ -342,6 +346,14 @@ void Program::run_experts(Team& team, const Stage& stage, const Place& place, in
   char* scratch = scratch_of(team);
   expert_workspace_.run(team, *stage.experts, place.at(stage.input, 0), place.at(stage.logits, 0), rows,
                         place.at(stage.outputs[0], 0), scratch);
+}
+
+void Program::run_exchange(const Stage& stage, const Place& place, int rows) {
+  const float* x = place.at(stage.input, 0);
+  float* out = place.at(stage.outputs[0], 0);
+  const bool came = stage.widths.empty() ? stage.exchange->sum(x, rows * width(stage.input), out)
+                                         : stage.exchange->gather(x, rows, stage.widths, out);
+  if (!came) failed_ = true;
 }
 
 void HeadProduct::run(const float* x, int64_t ldx, float* out, int64_t ldo, int head, int rows) const {

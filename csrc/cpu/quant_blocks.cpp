@@ -5,12 +5,12 @@
 #include "quant_blocks.h"
 
 #include "linear.h"
+#include "quant_grids.h"
 
 namespace tokenmill {
 namespace {
 
 const int8_t kIq4Values[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
-const int8_t kMxfp4Values[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
 uint16_t load16(const uint8_t* p) { return uint16_t(p[0] | p[1] << 8); }
 uint32_t load32(const uint8_t* p) { return load16(p) | uint32_t(load16(p + 2)) << 16; }
@@ -187,7 +187,17 @@ const QuantFormat kFormats[] = {{"F32", 1, 4, 0, 1, 0, false, false, nullptr, nu
                                 {"Q6_K", 256, 210, 6, 16, 32, false, false, nullptr, split_q6_k},
                                 {"IQ4_NL", 32, 18, 4, 32, 0, false, false, kIq4Values, split_q4_0},
                                 {"IQ4_XS", 256, 136, 4, 32, 0, false, false, kIq4Values, split_iq4_xs},
-                                {"MXFP4", 32, 17, 4, 32, 0, false, true, kMxfp4Values, split_mxfp4}};
+                                {"MXFP4", 32, 17, 4, 32, 0, false, true, kFp4Values, split_mxfp4},
+                                {"NVFP4", 64, 36, 4, 16, 0, false, false, kFp4Values, split_nvfp4},
+                                {"IQ2_XXS", 256, 66, 3, 32, 0, false, false, kIq2Values, split_iq2_xxs, 0.125f},
+                                {"IQ2_XS", 256, 74, 3, 16, 0, false, false, kIq2Values, split_iq2_xs, 0.125f},
+                                {"IQ2_S", 256, 82, 3, 16, 0, false, false, kIq2Values, split_iq2_s, 0.125f},
+                                {"IQ3_XXS", 256, 98, 4, 32, 0, false, false, kIq3XxsValues, split_iq3_xxs, 0.25f},
+                                {"IQ3_S", 256, 110, 4, 32, 0, false, false, kIq3SValues, split_iq3_s},
+                                {"IQ1_S", 256, 50, 3, 32, 0, false, false, kIq1Values, split_iq1_s, 0.125f},
+                                {"IQ1_M", 256, 56, 3, 16, 0, false, false, kIq1Values, split_iq1_m, 0.125f},
+                                {"TQ1_0", 256, 54, 2, 32, 1, false, false, nullptr, split_tq1_0},
+                                {"TQ2_0", 256, 66, 2, 32, 1, false, false, nullptr, split_tq2_0}};
 
 void dequantize_plain(const QuantFormat& format, const void* row, int64_t cols, float* out) {
   if (format.bytes == 4) {
@@ -224,11 +234,12 @@ void dequantize(const QuantFormat& format, const void* row, int64_t cols, float*
   SplitBlock split;
   for (int64_t k = 0; k < cols; k += format.block, block += format.bytes) {
     format.split(block, split);
+    const float d = split.d * format.unit, dmin = split.dmin * format.unit;
     for (int i = 0; i < format.block; ++i) {
       const int g = i / format.group;
       const float q = format.lut ? float(format.lut[split.code[i]]) : float(split.code[i] - format.offset);
-      const float value = split.d * float(split.scale[g]) * q;
-      out[k + i] = format.has_min ? value - split.dmin * float(split.minimum[g]) : value;
+      const float value = d * float(split.scale[g]) * q;
+      out[k + i] = format.has_min ? value - dmin * float(split.minimum[g]) : value;
     }
   }
 }

@@ -1,6 +1,6 @@
 // The block formats of GGUF, each described by one row of a table, and how a block comes apart.
 //
-// Every integer format here is w = scale * (lut[code] or code - offset) - minimum with one scale (and minimum) per
+// Every integer format here is, but for its unit, w = scale * (lut[code] or code - offset) - minimum with one scale (and minimum) per
 // group of 16 or 32. `split` separates a block into codes and scales; dequantizing and packing are built on it alone.
 // This file knows nothing of instruction sets; the portable kernel, the panels and the embedding lookup call it.
 #pragma once
@@ -14,11 +14,11 @@ namespace tokenmill {
 constexpr int kMaxBlock = 256;
 constexpr int kMaxGroups = 16;
 
-// One block taken apart. The value of element i in group g is d * scale[g] * q - dmin * minimum[g].
+// One block taken apart. The value of element i in group g is unit * (d * scale[g] * q - dmin * minimum[g]).
 struct SplitBlock {
   uint8_t code[kMaxBlock];
   float d, dmin;
-  int16_t scale[kMaxGroups];
+  int32_t scale[kMaxGroups];
   uint8_t minimum[kMaxGroups];
 };
 
@@ -33,6 +33,7 @@ struct QuantFormat {
   bool wide_scale;    // block scale exceeds the range of a half (MXFP4): keep it as bfloat16
   const int8_t* lut;  // 16 values, or null
   void (*split)(const uint8_t* block, SplitBlock& out);
+  float unit = 1;  // a power of two beside d, which as a half could not be that small
   bool superblock() const { return block == kMaxBlock; }
 };
 

@@ -70,7 +70,7 @@ void finish_layout(PanelLayout& layout, int64_t cols) {
   layout.cols = cols;
   layout.code_bytes = 64 * layout.bits;
   const int subs = layout.fine ? 32 : 16;
-  layout.group_bytes = layout.code_bytes + (layout.superblock ? subs : layout.has_min ? 64 : 32);
+  layout.group_bytes = layout.code_bytes + (layout.superblock ? subs : layout.has_min || layout.fine ? 64 : 32);
   layout.head_bytes = layout.superblock ? (layout.has_min ? 64 + 8 * subs : 32) : 0;
   layout.panel_bytes = cols / 32 * layout.group_bytes + (layout.superblock ? cols / 256 * layout.head_bytes : 0);
 }
@@ -83,6 +83,7 @@ PanelLayout make_layout(const QuantFormat& format, int64_t cols) {
   layout.fine = format.group == 16;
   layout.has_min = format.has_min;
   layout.wide_scale = format.wide_scale;
+  layout.unit = format.unit;
   layout.has_lut = format.lut != nullptr;
   if (format.lut) std::memcpy(layout.lut, format.lut, 16);
   finish_layout(layout, cols);
@@ -102,6 +103,7 @@ void store_group(const PanelLayout& layout, const PanelGroup& group, uint8_t* ou
   for (int c = 0; c < kPanelCols; ++c) {
     store16(out + 2 * c, to_scale_bits(layout, group.scale[c]));
     if (layout.has_min) store16(out + 32 + 2 * c, to_scale_bits(layout, group.minimum[c]));
+    if (layout.fine) store16(out + 32 + 2 * c, to_scale_bits(layout, group.second_scale[c]));
   }
 }
 
@@ -131,7 +133,8 @@ void pack_panel(const PanelLayout& layout, const QuantFormat& format, const void
     for (int g = 0; g < groups; ++g, panel += layout.group_bytes) {
       for (int c = 0; c < kPanelCols; ++c) {
         std::memcpy(group.code[c], split[c].code + g * 32, 32);
-        group.scale[c] = split[c].d;
+        group.scale[c] = split[c].d * float(split[c].scale[g * subs]);
+        group.second_scale[c] = split[c].d * float(split[c].scale[g * subs + subs - 1]);
         group.minimum[c] = -split[c].dmin;
         for (int s = 0; s < subs; ++s) group.sub_scale[s][c] = int8_t(split[c].scale[g * subs + s]);
       }
@@ -152,15 +155,15 @@ void dequantize_panel_column(const PanelLayout& layout, const uint8_t* panel, in
       const int sub = layout.fine ? k / 16 : 0;
       float scale, minimum = 0;
       if (layout.superblock) {
-        scale = half_to_float(uint16_t(head[2 * column] | head[2 * column + 1] << 8));
+        scale = layout.unit * half_to_float(uint16_t(head[2 * column] | head[2 * column + 1] << 8));
         scale *= float(int8_t(scales[sub * 16 + column]));
         if (layout.has_min) {
-          minimum = -half_to_float(uint16_t(head[32 + 2 * column] | head[33 + 2 * column] << 8));
+          minimum = -layout.unit * half_to_float(uint16_t(head[32 + 2 * column] | head[33 + 2 * column] << 8));
           const int64_t index = layout.fine ? g % 8 * 2 + sub : g % 8;
           minimum *= float(head[64 + index / 4 * 64 + column * 4 + index % 4]);
         }
       } else {
-        scale = from_scale_bits(layout, scales + 2 * column);
+        scale = from_scale_bits(layout, scales + 32 * sub + 2 * column);
         if (layout.has_min) minimum = from_scale_bits(layout, scales + 32 + 2 * column);
       }
       const int code = load_code(layout.bits, panel, k / 4, column * 4 + k % 4);

@@ -6,7 +6,8 @@
 //   nibble plane   P_j = V_j | V_{j+4} << 4, j = 0..3         (256 bytes; 4, 5 and 6 bits)
 //   pair planes    H_i = two bits of V_{4i+s} at bit 2s        (128 bytes; high bits of 6, low bits of 2 and 3)
 //   bit plane      B   = one bit of V_j at bit j               ( 64 bytes; high bit of 5 and 3)
-// in that order, then the scales. Plain formats: 16 half (or bfloat) scales, then 16 minimums, after each group.
+// in that order, then the scales. Plain formats: 16 half (or bfloat) scales, then 16 minimums (or the 16 scales of the
+// second half of a fine group), after each group.
 // Superblock formats (256 k): 16 half d first (and 16 dmin, and the byte minimums as [groups / 4][16 columns][4], a
 // vector like those of the codes), then per group codes and 16 byte scales per sub-group.
 #pragma once
@@ -24,11 +25,12 @@ struct PanelLayout {
   int bits = 4;
   int offset = 0;           // subtracted from unsigned codes; 8-bit codes are stored signed, without offset
   bool superblock = false;  // byte scales under a half scale per 256
-  bool fine = false;        // scales per 16 instead of 32 (superblocks only)
+  bool fine = false;        // scales per 16 instead of 32
   bool has_min = false;
   bool wide_scale = false;  // bfloat16 instead of half
   bool has_lut = false;
   bool coarse = false;  // groups of 128 or more share a scale (int8 channel): blocks of 128 lose nothing on this side
+  float unit = 1;       // a power of two that all scales of a superblock format have in common
   int8_t lut[16] = {};
   int64_t cols = 0;
   int code_bytes = 0;   // of a group of 32
@@ -44,6 +46,7 @@ void finish_layout(PanelLayout& layout, int64_t cols);  // derive the sizes from
 struct PanelGroup {
   uint8_t code[kPanelCols][32];                  // 8-bit codes with offset 128
   float scale[kPanelCols], minimum[kPanelCols];  // plain formats: w = scale * q + minimum
+  float second_scale[kPanelCols];                // plain and fine
   int8_t sub_scale[2][kPanelCols];               // superblock formats
 };
 void store_group(const PanelLayout& layout, const PanelGroup& group, uint8_t* out);

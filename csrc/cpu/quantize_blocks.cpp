@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "quant_blocks.h"
+#include "quantize_grids.h"
 #include "quantize_search.h"
 
 namespace tokenmill {
@@ -410,7 +411,14 @@ const BlockQuantizer kQuantizers[] = {{"Q4_0", 32, 18, encode_q4_0},   {"Q4_1", 
                                       {"Q8_0", 32, 34, encode_q8_0},   {"IQ4_NL", 32, 18, encode_iq4_nl},
                                       {"Q2_K", 256, 84, encode_q2_k},  {"Q3_K", 256, 110, encode_q3_k},
                                       {"Q4_K", 256, 144, encode_q4_k}, {"Q5_K", 256, 176, encode_q5_k},
-                                      {"Q6_K", 256, 210, encode_q6_k}, {"IQ4_XS", 256, 136, encode_iq4_xs}};
+                                      {"Q6_K", 256, 210, encode_q6_k}, {"IQ4_XS", 256, 136, encode_iq4_xs},
+                                      {"IQ2_XXS", 256, 66, nullptr, encode_iq2_xxs},
+                                      {"IQ2_XS", 256, 74, nullptr, encode_iq2_xs},
+                                      {"IQ2_S", 256, 82, nullptr, encode_iq2_s},
+                                      {"IQ3_XXS", 256, 98, nullptr, encode_iq3_xxs},
+                                      {"IQ3_S", 256, 110, nullptr, encode_iq3_s},
+                                      {"TQ1_0", 256, 54, nullptr, encode_tq1_0},
+                                      {"TQ2_0", 256, 66, nullptr, encode_tq2_0}};
 
 // Mean of the squares of a row: float32 inside each block of 32, double across them.
 float mean_square(const float* row, int64_t cols) {
@@ -435,6 +443,12 @@ void quantize_rows(const BlockQuantizer& quantizer, const float* in, int64_t row
                    const float* importance, uint8_t* out) {
   const int size = quantizer.block;
   const int64_t per_row = cols / size, blocks = rows * per_row;
+  if (quantizer.encode_one) {
+    for (int64_t block = 0; block < blocks; ++block)
+      quantizer.encode_one(in + block * size, importance ? importance + block % per_row * size : nullptr,
+                           out + block * quantizer.bytes);
+    return;
+  }
   std::vector<float> means(importance && size == 32 ? rows : 0);
   for (size_t row = 0; row < means.size(); ++row) means[row] = mean_square(in + row * cols, cols);
   FourBlocks four;

@@ -1,6 +1,6 @@
 // Float rows to the blocks of GGUF: the writers of every type whose readers are in quant_blocks.h.
 //
-// The choice of scales follows llama.cpp's searches; tokenmill/quantize/ggml is the same in torch, and the spec. Knows
+// The choice of scales follows llama.cpp's searches (those of quantize_grids.h are our own); tokenmill/quantize/ggml is the same in torch, and the spec. Knows
 // nothing of files or threads: bind_quantize.cpp hands out rows.
 #pragma once
 
@@ -16,6 +16,8 @@ struct BlockQuantizer {
   int block;  // values in a block
   int bytes;  // bytes of a block
   void (*encode)(const FourBlocks& in, uint8_t* const* out);
+  // Instead, where four blocks have nothing to share: one of them and its importance (or null).
+  void (*encode_one)(const float* x, const float* importance, uint8_t* out) = nullptr;
 };
 
 // Null if there is no writer for `type`.

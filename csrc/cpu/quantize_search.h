@@ -1,7 +1,7 @@
 // How a group of weights gets its scale, for four groups side by side: the searches of quantize/ggml/search.py.
 //
 // One lane is one group, so every sum runs over its elements in order, exactly as in the torch twin; with contraction to
-// fused multiply-add off (see CMakeLists.txt) the results have the same bits. Included only by quantize_blocks.cpp.
+// fused multiply-add off (see CMakeLists.txt) the results have the same bits. Included by quantize_blocks.cpp; quantize_grids.cpp takes the vector.
 #pragma once
 
 #include <cmath>

@@ -14,9 +14,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tokenmill.errors import unknown_name
+from tokenmill.kernels.host import Device
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 BACKENDS = ("cpu", "triton", "ref")  # fastest first; `ref` must be last
@@ -80,7 +80,7 @@ def candidate_backends(forced: str = "") -> tuple[str, ...]:
     return (name, "ref") if name != "ref" else ("ref",)
 
 
-def select(op: str, device: torch.device, forced: str = "") -> Choice:
+def select(op: str, device: Device, forced: str = "") -> Choice:
     """Choose the implementation of a weightless op on a device."""
     declined: list[tuple[str, str]] = []
     for backend in candidate_backends(forced):
@@ -94,7 +94,7 @@ def select(op: str, device: torch.device, forced: str = "") -> Choice:
     raise AssertionError(f"the reference backend declined {op}: {declined}")
 
 
-def select_linear(weight: StoredWeight, device: torch.device, forced: str = "") -> Choice:
+def select_linear(weight: StoredWeight, device: Device, forced: str = "") -> Choice:
     """Prepare a weight for the first backend that supports it; `run` is then a LinearKernel."""
     declined: list[tuple[str, str]] = []
     for backend in candidate_backends(forced):

@@ -1,29 +1,31 @@
 """The CPU backend of the op table: the functions of ref.py on top of the C++ module `_cpu` (csrc/cpu).
 
-Owns the output tensors; all arithmetic is in C++, which reads torch tensors in place. Declines with a reason where the
+Owns the output tensors; all arithmetic is in C++, which reads torch tensors and numpy arrays in place: an op answers
+with what it was asked with. Imports no torch itself. Declines with a reason where the
 module was not built or the tensors are on another device (cpu_module.py). The recorded program
 (runtime/executors/recorded.py) uses the same module directly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from tokenmill.kernels import cpu_recurrent
 from tokenmill.kernels.base import Declined
-from tokenmill.kernels.cpu_coded import CodedWeight, pack_coded
 from tokenmill.kernels.cpu_module import instruction_set as instruction_set
 from tokenmill.kernels.cpu_module import module as module
 from tokenmill.kernels.cpu_module import num_threads as num_threads
 from tokenmill.kernels.cpu_module import pool as pool
 from tokenmill.kernels.cpu_module import unavailable as unavailable
 from tokenmill.kernels.cpu_module import use_threads as use_threads
+from tokenmill.kernels.host import address
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from tokenmill.kernels.base import StoredWeight
 
 
@@ -40,7 +42,7 @@ class CpuLinear:
 
     def __init__(self, packed: Any, bias: Tensor | None) -> None:
         self.packed = packed
-        self.bias = None if bias is None else bias.float().contiguous()
+        self.bias = None if bias is None else _floats(bias)
         self.detail: str = packed.kernel
 
     @property
@@ -49,15 +51,18 @@ class CpuLinear:
         return size
 
     def __call__(self, x: Tensor) -> Tensor:
-        y = x.new_empty(x.shape[0], self.packed.rows)
-        module().linear(pool(), x.contiguous(), [self.packed], [self.bias], [y])
+        y = _empty(x, (x.shape[0], self.packed.rows))
+        module().linear(pool(), contiguous(x), [self.packed], [self.bias], [y])
         return y
 
 
 def make_linear(weight: StoredWeight, isa: str = "") -> CpuLinear:
     """Repack `weight`; `isa` names an older instruction set for tests. Declines types and shapes without a kernel."""
-    if isinstance(weight, CodedWeight):
-        return CpuLinear(pack_coded(module(), weight, isa), weight.bias)
+    if hasattr(weight, "decode"):
+        from tokenmill.kernels.cpu_coded import pack_coded  # unpacks with torch
+
+        coded: Any = weight
+        return CpuLinear(pack_coded(module(), coded, isa), weight.bias)
     if weight.activations != "none":
         raise Declined(f"no kernel for {weight.type_name} with its input rounded as {weight.activations}")
     parts = weight.parts()
@@ -67,7 +72,7 @@ def make_linear(weight: StoredWeight, isa: str = "") -> CpuLinear:
     try:
         packed = module().PackedLinear(
             weight.type_name,
-            data.contiguous().view(torch.uint8),
+            as_bytes(data),
             weight.out_features,
             weight.in_features,
             isa,
@@ -84,70 +89,104 @@ def can_look_up(table: StoredWeight) -> bool:
     if len(parts) != 1:
         return False
     (data,) = parts.values()
-    row = torch.empty(1, table.in_features)
     try:
-        module().embed(pool(), table.type_name, data.view(torch.uint8), table.out_features, torch.tensor([0]), 1.0, row)
+        _look_up(table, data, [0])
     except ValueError:
         return False
     return True
 
 
+def look_up(table: StoredWeight, rows: Sequence[int]) -> np.ndarray:
+    """Rows of a stored matrix as float32, where `can_look_up`."""
+    (data,) = table.parts().values()
+    return _look_up(table, data, rows)
+
+
+def _look_up(table: StoredWeight, data: Any, rows: Sequence[int]) -> np.ndarray:
+    values = np.empty((len(rows), table.in_features), dtype=np.float32)
+    ids = np.array(rows, dtype=np.int64)
+    module().embed(pool(), table.type_name, as_bytes(data), table.out_features, ids, 1.0, values)
+    return values
+
+
+def _empty(like: Any, shape: Sequence[int]) -> Any:
+    """Float32 of the kind of `like`."""
+    return np.empty(shape, dtype=np.float32) if isinstance(like, np.ndarray) else like.new_empty(shape)
+
+
+def contiguous(x: Any) -> Any:
+    return np.ascontiguousarray(x) if isinstance(x, np.ndarray) else x.contiguous()
+
+
+def _floats(x: Any) -> Any:
+    return np.ascontiguousarray(x, dtype=np.float32) if isinstance(x, np.ndarray) else x.float().contiguous()
+
+
+def as_bytes(x: Any) -> Any:
+    """The bytes of a matrix, row by row."""
+    if isinstance(x, np.ndarray):
+        return np.ascontiguousarray(x).view(np.uint8)
+    import torch
+
+    return x.contiguous().view(torch.uint8)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float, head_dim: int = 0) -> Tensor:
-    y = torch.empty_like(x)
+    y = _empty(x, x.shape)
     module().rms_norm(pool(), x, weight, eps, head_dim, y)
     return y
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, head_dim: int = 0) -> Tensor:
-    y = torch.empty_like(x)
+    y = _empty(x, x.shape)
     module().layer_norm(pool(), x, weight, bias, eps, head_dim, y)
     return y
 
 
 def scale(x: Tensor, factor: float) -> Tensor:
-    y = torch.empty_like(x)
+    y = _empty(x, x.shape)
     module().scale(pool(), x, factor, y)
     return y
 
 
 def add_positions(x: Tensor, table: Tensor, positions: Tensor) -> Tensor:
-    y = torch.empty_like(x)
+    y = _empty(x, x.shape)
     module().add_positions(pool(), x, table, positions, y)
     return y
 
 
 def activate(x: Tensor, activation: str) -> Tensor:
-    y = torch.empty_like(x)
+    y = _empty(x, x.shape)
     module().activate(pool(), x, activation, y)
     return y
 
 
 def add(x: Tensor, y: Tensor) -> Tensor:
-    z = torch.empty_like(x)
+    z = _empty(x, x.shape)
     module().add(pool(), x, y, z)
     return z
 
 
 def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    total, normed = torch.empty_like(x), torch.empty_like(x)
+    total, normed = _empty(x, x.shape), _empty(x, x.shape)
     module().add_rms_norm(pool(), x, y, weight, eps, total, normed)
     return total, normed
 
 
 def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    y = torch.empty_like(gate)
+    y = _empty(gate, gate.shape)
     module().gated(pool(), gate, up, activation, y)
     return y
 
 
 def softcap(x: Tensor, cap: float) -> Tensor:
-    y = torch.empty_like(x)
+    y = _empty(x, x.shape)
     module().softcap(pool(), x, cap, y)
     return y
 
 
 def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, head_dim: int, interleaved: bool) -> Tensor:
-    y = torch.empty_like(x)
+    y = _empty(x, x.shape)
     module().rope(pool(), x, positions, cos, sin, head_dim, interleaved, y)
     return y
 
@@ -169,7 +208,7 @@ def attention(
     chunk: int = 0,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    out = torch.empty_like(q)
+    out = _empty(q, q.shape)
     lengths = (block_table, query_starts, seq_lens)
     module().attention(pool(), q, k_pages, v_pages, *lengths, scale, window, cap, chunk, sinks, out)
     return out
@@ -177,16 +216,23 @@ def attention(
 
 def argmax(logits: Tensor) -> Tensor:
     """Index of the largest value of each row [R, vocab]; the first of equals."""
-    best = torch.empty(logits.shape[0], dtype=torch.int64)
-    logits = logits.contiguous()
-    assert logits.dtype == torch.float32
-    module().argmax(pool(), logits.data_ptr(), logits.shape[0], logits.shape[1], best.data_ptr())
+    logits = contiguous(logits)
+    best = _empty_ids(logits, logits.shape[:1])
+    assert str(logits.dtype).removeprefix("torch.") == "float32"
+    module().argmax(pool(), address(logits), logits.shape[0], logits.shape[1], address(best))
     return best
 
 
-def top_k(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def top_k(logits: Any, k: int) -> tuple[Any, Any]:
     """The k largest values of each row in descending order and their indices, without sorting the row."""
-    values = torch.empty(logits.shape[0], k)
-    indices = torch.empty(logits.shape[0], k, dtype=torch.int64)
+    values, indices = _empty(logits, (logits.shape[0], k)), _empty_ids(logits, (logits.shape[0], k))
     module().top_k(pool(), logits, values, indices)
     return values, indices
+
+
+def _empty_ids(like: Any, shape: Sequence[int]) -> Any:
+    if isinstance(like, np.ndarray):
+        return np.empty(shape, dtype=np.int64)
+    import torch
+
+    return like.new_empty(shape, dtype=torch.int64)

@@ -9,9 +9,8 @@ import os
 from functools import cache
 from typing import Any
 
-import torch
-
 from tokenmill.errors import UserError
+from tokenmill.kernels.host import Device
 
 try:
     import tokenmill.kernels._cpu as _cpu
@@ -24,7 +23,7 @@ else:
 THREADS_VARIABLE = "TOKENMILL_THREADS"
 
 
-def unavailable(device: torch.device) -> str | None:
+def unavailable(device: Device) -> str | None:
     if device.type != "cpu":
         return f"runs on CPU tensors, not on {device.type}"
     return _missing or None

@@ -7,12 +7,12 @@ nothing of who owns a page.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from tokenmill.kernels import cpu
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,6 +47,8 @@ class RowCode:
         """The C++ object; it copies the tables."""
         centroids = self.centroids
         if centroids is not None:  # C++ looks up in tables of 16
+            import torch
+
             centroids = torch.nn.functional.pad(centroids.float(), (0, 16 - len(centroids)))
         turn = self.rotation
         rotation = None if turn is None else cpu.module().Rotation(turn.signs.float(), turn.power, turn.matrix.float())
@@ -93,7 +95,7 @@ class CpuPages:
         sinks: Tensor | None = None,
     ) -> Tensor:
         """As `attention` of ref.py."""
-        out = torch.empty_like(q)
+        out = q.new_empty(q.shape)
         lengths = (block_table, query_starts, seq_lens)
         cpu.module().attend_pages(cpu.pool(), q, self.bound, *lengths, scale, window, cap, chunk, sinks, out)
         return out

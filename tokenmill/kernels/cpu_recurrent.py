@@ -7,12 +7,12 @@ Rows are computed one after the other, whatever their number, so how a sequence 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from tokenmill.kernels.cpu_module import module, pool
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def bound_recurrence(op: str, states: Tensor, *arguments: Any) -> Any:
@@ -30,7 +30,7 @@ def bound_recurrence(op: str, states: Tensor, *arguments: Any) -> Any:
 def _run(
     op: str, inputs: Sequence[Tensor], width: int, states: Tensor, slots: Tensor, starts: Tensor, *arguments: Any
 ) -> Tensor:
-    y = torch.empty(inputs[0].shape[0], width)
+    y = inputs[0].new_empty(inputs[0].shape[0], width)
     bound_recurrence(op, states, *arguments).run(pool(), list(inputs), slots, starts.int(), y)
     return y
 
@@ -81,7 +81,7 @@ def delta_scan(
 def gated_norm(
     x: Tensor, gate: Tensor, weight: Tensor, eps: float, norm_first: bool, gate_scale: float = 1.0
 ) -> Tensor:
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    y = x.new_empty(x.shape)
     weight = weight if weight.dim() == 2 else weight.unsqueeze(0)
     module().gated_norm(pool(), x, gate, weight, eps, norm_first, gate_scale, y)
     return y

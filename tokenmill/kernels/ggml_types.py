@@ -43,15 +43,25 @@ _TYPES = (
     GGMLType("Q4_K", 12, 256, 2 + 2 + 12 + 128),  # scale, minimum, 8 x (6-bit scale, 6-bit minimum), 256 x 4 bits
     GGMLType("Q5_K", 13, 256, 2 + 2 + 12 + 32 + 128),  # as Q4_K, with 256 high bits
     GGMLType("Q6_K", 14, 256, 128 + 64 + 16 + 2),  # 256 x 4 bits, 256 x 2 bits, 16 x int8 scale, scale
+    GGMLType("IQ2_XXS", 16, 256, 2 + 64),  # scale, 8 x (4 points, 4 x 7 signs, 4-bit scale)
+    GGMLType("IQ2_XS", 17, 256, 2 + 64 + 8),  # scale, 32 x (9-bit point, 7 signs), 16 x 4-bit scale
+    GGMLType("IQ3_XXS", 18, 256, 2 + 64 + 32),  # scale, 64 points, 8 x (4 x 7 signs, 4-bit scale)
+    GGMLType("IQ1_S", 19, 256, 2 + 32 + 16),  # scale, 32 points, 8 x (4 x 3 high bits, 3-bit scale, shift)
     GGMLType("IQ4_NL", 20, 32, 2 + 16),  # scale, 32 x 4-bit index into a fixed table
+    GGMLType("IQ3_S", 21, 256, 2 + 64 + 8 + 32 + 4),  # scale, 64 points, 64 high bits, 256 signs, 8 x 4-bit scale
+    GGMLType("IQ2_S", 22, 256, 2 + 32 + 32 + 8 + 8),  # scale, 32 points, 256 signs, 32 x 2 high bits, 16 x 4-bit scale
     GGMLType("IQ4_XS", 23, 256, 2 + 2 + 4 + 128),  # scale, 8 x 6-bit scale, 256 x 4-bit index
     GGMLType("I8", 24, 1, 1),
     GGMLType("I16", 25, 1, 2),
     GGMLType("I32", 26, 1, 4),
     GGMLType("I64", 27, 1, 8),
     GGMLType("F64", 28, 1, 8),
+    GGMLType("IQ1_M", 29, 256, 32 + 16 + 8),  # 32 points, 32 x (3 high bits, shift), 16 x 3-bit scale, scale
     GGMLType("BF16", 30, 1, 2),
+    GGMLType("TQ1_0", 34, 256, 48 + 4 + 2),  # 240 digits of three by fives, 16 by fours, scale
+    GGMLType("TQ2_0", 35, 256, 64 + 2),  # 256 x 2 bits, scale
     GGMLType("MXFP4", 39, 32, 1 + 16),  # power-of-two scale, 32 x 4-bit float
+    GGMLType("NVFP4", 40, 64, 4 + 32),  # 4 x 8-bit float scale, 64 x 4-bit float
 )
 
 TYPES: dict[str, GGMLType] = {entry.name: entry for entry in _TYPES}
@@ -61,15 +71,5 @@ TYPES_BY_NUMBER: dict[int, GGMLType] = {entry.number: entry for entry in _TYPES}
 UNREAD_TYPE_NAMES: dict[int, str] = {
     9: "Q8_1",
     15: "Q8_K",
-    16: "IQ2_XXS",
-    17: "IQ2_XS",
-    18: "IQ3_XXS",
-    19: "IQ1_S",
-    21: "IQ3_S",
-    22: "IQ2_S",
-    29: "IQ1_M",
-    34: "TQ1_0",
-    35: "TQ2_0",
-    40: "NVFP4",
     41: "Q1_0",
 }

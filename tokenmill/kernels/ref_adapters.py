@@ -24,6 +24,9 @@ class AdaptedPart:
     shift: Tensor | None = None  # [out]: what a gain must not scale
     whole: Tensor | None = None  # [out, in], instead of all others
     bias: Tensor | None = None  # [out], of the base: added to the product with `whole`
+    # [out] int64: which outputs of b or `whole` these are, where a rank multiplies by all of them for the bits that one
+    # process has, and keeps its own. The plain spec alone.
+    kept: Tensor | None = None
 
     @property
     def rank(self) -> int:
@@ -31,7 +34,7 @@ class AdaptedPart:
 
     @property
     def tensors(self) -> list[Tensor]:
-        every = (self.a, self.b, self.gain, self.shift, self.whole, self.bias)
+        every = self._fields()
         return [each for each in every if each is not None]
 
     @property
@@ -43,7 +46,7 @@ class AdaptedPart:
         return AdaptedPart(*moved)
 
     def _fields(self) -> tuple[Tensor | None, ...]:
-        return self.a, self.b, self.gain, self.shift, self.whole, self.bias
+        return self.a, self.b, self.gain, self.shift, self.whole, self.bias, self.kept
 
 
 Parts = tuple[AdaptedPart | None, ...]  # of one adapter, by matrix of the product
@@ -100,15 +103,19 @@ class RefSite:
 def adapted(part: AdaptedPart, x: Tensor, y: Tensor) -> Tensor:
     """What `part` makes of the product y of some rows x."""
     if part.whole is not None:
-        y = x @ part.whole.T
+        y = _kept(part, x @ part.whole.T)
         return y if part.bias is None else y + part.bias
     if part.gain is not None:
         y = y * part.gain
     if part.shift is not None:
         y = y + part.shift
     if part.a is not None and part.b is not None:
-        y = y + (x @ part.a.T) @ part.b.T
+        y = y + _kept(part, (x @ part.a.T) @ part.b.T)
     return y
+
+
+def _kept(part: AdaptedPart, y: Tensor) -> Tensor:
+    return y if part.kept is None else y[:, part.kept]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -7,32 +7,15 @@ expert are functions. Compared with faster kernels by the conformance tests.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from tokenmill.kernels.ref import gated
+from tokenmill.kernels.routing import RoutingSpec as RoutingSpec
 
 SWIGLU_ALPHA = 1.702  # steepness of the sigmoid of the clamped activation
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RoutingSpec:
-    """How the experts of a token are chosen, weighted and activated."""
-
-    experts_per_token: int
-    score: str = "softmax"  # "softmax" | "sigmoid" | "softmax_of_selected"
-    normalize: bool = True  # the weights of the chosen experts are divided by their sum
-    scale: float = 1.0
-    num_groups: int = 1  # experts are chosen within the best `top_groups` groups
-    top_groups: int = 1
-    group_score: str = "two_best"  # of a group: the sum of its "two_best" scores, or its "max"
-    correction_bias: Tensor | None = None  # [experts] float32: added to the scores for choosing, not for weighting
-    activation: str = "silu"  # of the gate, as in `ref.gated`
-    clamp: float = 0.0  # gate and up are clamped (GPT-OSS); 0: off
-    weights_on_input: bool = False  # weights multiply what an expert reads, not what it returns
 
 
 def route(logits: Tensor, spec: RoutingSpec) -> tuple[Tensor, Tensor]:
@@ -62,24 +45,50 @@ def activate(gate: Tensor, up: Tensor, spec: RoutingSpec) -> Tensor:
     return gated(gate, up, spec.activation)
 
 
+Multiply = Callable[[int, Tensor], Tensor]  # (expert, rows)
+
+
 def run_experts(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    gate_up: Callable[[int, Tensor], Tensor],
-    down: Callable[[int, Tensor], Tensor],
-    spec: RoutingSpec,
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Multiply, down: Multiply, spec: RoutingSpec
 ) -> Tensor:
     """x [T, hidden] through the chosen experts; `gate_up(expert, rows)` returns gate columns, then up columns."""
     y = torch.zeros_like(x)
-    for expert in ids.unique().tolist():
+    for rows, _, out in _each_expert(x, ids, weights, gate_up, down, spec, ids.unique().tolist()):
+        y.index_add_(0, rows, out)
+    return y
+
+
+def expert_results(
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Multiply, down: Multiply, spec: RoutingSpec, own: range
+) -> Tensor:
+    """[T, k, hidden]: what each chosen expert of `own` adds to a token, zeros where it is another's. `ids` ascend, as
+    `route` gives them: the order in which `run_experts` adds."""
+    results = x.new_zeros(*ids.shape, x.shape[1])
+    chosen = [expert for expert in ids.unique().tolist() if expert in own]
+    for rows, place, out in _each_expert(x, ids, weights, gate_up, down, spec, chosen):
+        results[rows, place] = out
+    return results
+
+
+def _each_expert(
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Multiply, down: Multiply, spec: RoutingSpec, experts: list[int]
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Of each expert: the tokens that chose it, as which of their choices, and what it adds to them."""
+    for expert in experts:
         rows, place = (ids == expert).nonzero(as_tuple=True)
         weight = weights[rows, place].unsqueeze(1)
         states = x[rows] * weight if spec.weights_on_input else x[rows]
         gate, up = gate_up(expert, states).chunk(2, -1)
         out = down(expert, activate(gate, up, spec))
-        y.index_add_(0, rows, out if spec.weights_on_input else out * weight)
-    return y
+        yield rows, place, out if spec.weights_on_input else out * weight
+
+
+def added_in_order(results: Tensor) -> Tensor:
+    """[T, k, hidden] -> [T, hidden]: the sum over the experts of each token in their order, as `run_experts` adds."""
+    total = torch.zeros_like(results[:, 0])
+    for place in range(results.shape[1]):
+        total += results[:, place]
+    return total
 
 
 def _within_best_groups(choice: Tensor, spec: RoutingSpec) -> Tensor:

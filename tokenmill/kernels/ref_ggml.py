@@ -1,7 +1,8 @@
 """What the bits of each ggml block type mean: plain torch, one small function per type. This is the spec.
 
 Every faster kernel for these types is compared with this file. Speed is incidental, exactness is not: results equal
-the `gguf` package's own dequantization bit for bit. Knows nothing about files or models.
+the `gguf` package's own dequantization bit for bit. The types of fewer than 4 bits whose codes are points of a grid, or
+three levels, are in ref_ggml_grids.py. Knows nothing about files or models.
 """
 
 from __future__ import annotations
@@ -13,13 +14,12 @@ from torch import Tensor
 
 from tokenmill.errors import unknown_name
 from tokenmill.kernels.ggml_types import TYPES
+from tokenmill.kernels.ref_ggml_grids import FP4_DOUBLED, PARTS, dequantize_parts
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 # Fixed, uneven 4-bit levels of IQ4_NL and IQ4_XS.
 IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-# Twice the values of a 4-bit float (E2M1), so that they are whole; the block scale is halved in turn.
-FP4_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
 def dequantize(type_name: str, data: Tensor) -> Tensor:
@@ -27,14 +27,15 @@ def dequantize(type_name: str, data: Tensor) -> Tensor:
     if type_name in _PLAIN:
         plain = data.contiguous().view(_PLAIN[type_name]) if data.dtype == torch.uint8 else data
         return plain.to(torch.float32)
-    if type_name not in _UNPACK:
-        raise unknown_name("ggml type to dequantize", type_name, [*_PLAIN, *_UNPACK])
+    if type_name not in _UNPACK and type_name not in PARTS:
+        raise unknown_name("ggml type to dequantize", type_name, [*_PLAIN, *_UNPACK, *PARTS])
     layout = TYPES[type_name]
     assert data.dtype == torch.uint8, (type_name, data.dtype)
     assert data.shape[-1] % layout.block_bytes == 0, (type_name, data.shape)
     blocks = data.reshape(-1, layout.block_bytes)
     row_length = data.shape[-1] // layout.block_bytes * layout.block_size
-    return _UNPACK[type_name](blocks).reshape(*data.shape[:-1], row_length)
+    values = dequantize_parts(*PARTS[type_name](blocks)) if type_name in PARTS else _UNPACK[type_name](blocks)
+    return values.reshape(*data.shape[:-1], row_length)
 
 
 def _half(data: Tensor) -> Tensor:

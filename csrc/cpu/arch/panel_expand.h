@@ -24,13 +24,14 @@ TM_INLINE void load_group_scales(const PanelLayout& layout, const uint8_t* head,
     typename V::Floats scale, minimum = V::splat(0);
     if constexpr (T::kSuper) {
       scale = V::mul(V::load_half(head + c * 2), V::to_float(V::load_i8(p + sub * 16 + c)));
+      scale = V::mul(scale, V::splat(layout.unit));
       if constexpr (T::kMin) {
         const int number = T::kFine ? index * 2 + sub : index;
         const auto units = V::to_float(V::load_byte_of(head + 64 + number / 4 * 64 + c * 4, number % 4));
-        minimum = V::mul(V::mul(V::load_half(head + 32 + c * 2), units), V::splat(-1));
+        minimum = V::mul(V::mul(V::load_half(head + 32 + c * 2), units), V::splat(-layout.unit));
       }
     } else {
-      scale = load_scale<V, T>(p + c * 2);
+      scale = load_scale<V, T>(p + sub * 32 + c * 2);
       if constexpr (T::kMin) minimum = load_scale<V, T>(p + 32 + c * 2);
     }
     out.scale[i] = scale;
@@ -86,6 +87,8 @@ const int8_t* expand_requantized(const PanelLayout& layout, const uint8_t* panel
                 kWide = V::kWideRegs * V::kLanes * 4;  // bytes of a k-quad in one multiply panel
   constexpr int kRegs = kPanelCols / V::kLanes, kGroups = kQuantBlock / 32;
   const typename V::Table table = V::load_table(layout.lut);
+  // The step of three levels divides this one, so that they stay exact.
+  constexpr float kTop = T::kBits == 2 && !T::kMin ? 126 : 127;
   const int64_t quads = (end - begin) / 4;
   float low, high;
   code_range<T>(layout, low, high);
@@ -115,8 +118,8 @@ const int8_t* expand_requantized(const PanelLayout& layout, const uint8_t* panel
       }
     }
     for (int i = 0; i < kRegs; ++i) {
-      inverse[i] = V::div(V::splat(127.0f * 256.0f), peak[i]);
-      store_scale<V>(scales + i * V::kLanes, V::mul(peak[i], V::splat(1.0f / 127.0f)));
+      inverse[i] = V::div(V::splat(kTop * 256.0f), peak[i]);
+      store_scale<V>(scales + i * V::kLanes, V::mul(peak[i], V::splat(1.0f / kTop)));
     }
     for (int g = 0; g < groups; ++g)
       for (int i = 0; i < kRegs; ++i) {
@@ -328,7 +331,7 @@ template <class V>
 MultiplyFn choose_multiply(const PanelLayout& layout) {
   if constexpr (V::kBlocks) {
     if (layout.coarse) return multiply_in_blocks<V, kQuantBlock, false, true>;
-    if (layout.superblock) return multiply_in_blocks<V, kQuantBlock, false, false>;
+    if (requantizes(layout)) return multiply_in_blocks<V, kQuantBlock, false, false>;
     if (layout.bits == 8) return multiply_in_blocks<V, 32, false, true>;
     return layout.has_min ? multiply_in_blocks<V, 32, true, false> : multiply_in_blocks<V, 32, false, false>;
   } else {
@@ -341,7 +344,11 @@ MultiplyFn choose_multiply(const PanelLayout& layout) {
 template <template <class> class Pick>
 auto choose(const PanelLayout& l) -> decltype(Pick<Traits<4, false, false, false, false, false>>::get()) {
   if (l.superblock) {
+    if (l.bits == 2 && !l.has_min) return Pick<Traits<2, false, false, true, false, false>>::get();
     if (l.bits == 2) return Pick<Traits<2, false, true, true, true, false>>::get();
+    if (l.bits == 3 && l.has_lut)
+      return l.fine ? Pick<Traits<3, true, false, true, true, false>>::get()
+                    : Pick<Traits<3, true, false, true, false, false>>::get();
     if (l.bits == 3) return Pick<Traits<3, false, false, true, true, false>>::get();
     if (l.bits == 5) return Pick<Traits<5, false, true, true, false, false>>::get();
     if (l.bits == 6) return Pick<Traits<6, false, false, true, true, false>>::get();
@@ -354,6 +361,7 @@ auto choose(const PanelLayout& l) -> decltype(Pick<Traits<4, false, false, false
   if (l.bits == 5)
     return l.has_min ? Pick<Traits<5, false, true, false, false, false>>::get()
                      : Pick<Traits<5, false, false, false, false, false>>::get();
+  if (l.fine) return Pick<Traits<4, true, false, false, true, false>>::get();
   if (l.has_lut)
     return l.wide_scale ? Pick<Traits<4, true, false, false, false, true>>::get()
                         : Pick<Traits<4, true, false, false, false, false>>::get();
@@ -373,9 +381,9 @@ struct Pick {
   template <class T>
   struct Expand {
     static ExpandFn get() {
-      // Superblocks are always requantized.
+      // Superblocks and groups of 16 are always requantized.
       if constexpr (V::kByteFactors && T::kSuper && !T::kLut && T::kBits >= 4) return V::template by_bytes<V, T>();
-      if constexpr (T::kSuper) return expand_requantized<V, T>;
+      if constexpr (T::kSuper || T::kFine) return expand_requantized<V, T>;
       if constexpr (V::kBlocks && T::kBits == 8) return expand_scales<V, T>;
       return expand_exact<V, T>;
     }

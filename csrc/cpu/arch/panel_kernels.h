@@ -54,7 +54,9 @@ TM_INLINE typename V::Bytes decode(const uint8_t* group, int at, typename V::Tab
   if constexpr (T::kBits <= 3) {
     const Bytes low = V::template field<J % 4 * 2, 3>(V::load(group + J / 4 * 64 + at));
     if constexpr (T::kBits == 2) return low;
-    return V::template insert<2 - J, 4>(low, V::load(group + 128 + at));
+    const Bytes code = V::template insert<2 - J, 4>(low, V::load(group + 128 + at));
+    if constexpr (T::kLut) return V::lookup(table, code);
+    return code;
   }
   const Bytes low = V::template field<J / 4 * 4, 15>(V::load(group + J % 4 * 64 + at));
   if constexpr (T::kLut) return V::lookup(table, low);
@@ -81,6 +83,18 @@ TM_INLINE typename V::Floats load_scale(const uint8_t* p) {
   return T::kWideScale ? V::load_bfloat(p) : V::load_half(p);
 }
 
+// Where the sum of 16 signed products begins: with what takes the bias of the weights out again.
+template <class V>
+TM_INLINE typename V::Ints start_half(typename V::X x) {
+  auto start = V::splat_i(V::kFloatBase);
+  if constexpr (V::kSignedBias != 0) {
+    auto sum = V::splat_i(0);
+    unroll<4>([&](auto lane) { sum = V::template dot_unsigned<lane.value>(sum, V::splat_bytes(1), x); });
+    start = V::add_scaled_i(start, sum, V::splat_i(-V::kSignedBias));
+  }
+  return start;
+}
+
 // Plain formats: R rows x Q registers of columns starting at column `first`; sums per group of 32 go to float at once.
 template <class V, class T, int R, int Q>
 TM_INLINE void direct_plain(const PanelLayout& layout, const uint8_t* panel, const uint8_t* rows, int first,
@@ -100,36 +114,42 @@ TM_INLINE void direct_plain(const PanelLayout& layout, const uint8_t* panel, con
     sum_scaled[r] = reinterpret_cast<const float*>(row + form.extra());
     for (int i = 0; i < Q; ++i) y[r][i] = V::splat(0);
   }
-  constexpr int kCodeBytes = 64 * T::kBits, kGroupBytes = kCodeBytes + (T::kMin ? 64 : 32);
+  constexpr int kCodeBytes = 64 * T::kBits, kGroupBytes = kCodeBytes + (T::kMin || T::kFine ? 64 : 32);
+  constexpr int kSums = T::kFine ? 2 : 1;  // of a group: of its halves, where these have scales of their own
   const int at = first * 4;
   for (int64_t g = 0; g < layout.cols / 32; ++g, panel += kGroupBytes) {
     for (int line = 0; line < kGroupBytes; line += 64) V::prefetch(panel + 512 + line);
-    typename V::Ints acc[R][Q];
+    typename V::Ints acc[R][Q][kSums];
     typename V::X x[R][2];
     for (int r = 0; r < R; ++r) {
-      for (int i = 0; i < Q; ++i) acc[r][i] = V::splat_i(V::kFloatBase - bias * sum[r][g]);
       x[r][0] = V::load_x(q[r] + g * 32);
       x[r][1] = V::load_x(q[r] + g * 32 + 16);
+      for (int s = 0; s < kSums; ++s) {
+        const auto begin = T::kFine ? start_half<V>(x[r][s]) : V::splat_i(V::kFloatBase - bias * sum[r][g]);
+        for (int i = 0; i < Q; ++i) acc[r][i][s] = begin;
+      }
     }
     unroll<8>([&](auto step) {
-      constexpr int kHalf = step.value % 2, kLane = step.value / 2;
+      constexpr int kHalf = step.value % 2, kLane = step.value / 2, kSum = kHalf * (kSums - 1);
       for (int i = 0; i < Q; ++i) {
         const auto w = decode<V, T, kHalf * 4 + kLane>(panel, at + i * V::kLanes * 4, table);
-        for (int r = 0; r < R; ++r) acc[r][i] = dot<V, T, kLane>(acc[r][i], w, x[r][kHalf]);
+        for (int r = 0; r < R; ++r) acc[r][i][kSum] = dot<V, T, kLane>(acc[r][i][kSum], w, x[r][kHalf]);
       }
     });
     for (int i = 0; i < Q; ++i) {
       const uint8_t* p = panel + kCodeBytes + (first + i * V::kLanes) * 2;
-      const auto w_scale = load_scale<V, T>(p);
       if constexpr (T::kMin) {
         const auto w_min = load_scale<V, T>(p + 32);
         for (int r = 0; r < R; ++r) y[r][i] = V::fma(w_min, V::splat(sum_scaled[r][g]), y[r][i]);
       }
-      for (int r = 0; r < R; ++r) {
-        // After the minimum and as add_scaled does it, so that both products have the same bits.
-        const auto sums = V::based_to_float(acc[r][i]);
-        y[r][i] = V::kFloatBase != 0 ? V::fma(V::mul(sums, w_scale), V::splat(scale[r][g]), y[r][i])
-                                     : V::fma(sums, V::mul(w_scale, V::splat(scale[r][g])), y[r][i]);
+      for (int s = 0; s < kSums; ++s) {
+        const auto w_scale = load_scale<V, T>(p + s * 32);
+        for (int r = 0; r < R; ++r) {
+          // After the minimum and as add_scaled does it, so that both products have the same bits.
+          const auto sums = V::based_to_float(acc[r][i][s]);
+          y[r][i] = V::kFloatBase != 0 ? V::fma(V::mul(sums, w_scale), V::splat(scale[r][g]), y[r][i])
+                                       : V::fma(sums, V::mul(w_scale, V::splat(scale[r][g])), y[r][i]);
+        }
       }
     }
   }
@@ -197,7 +217,8 @@ TM_INLINE void direct_super(const PanelLayout& layout, const uint8_t* panel, con
     }
     for (int i = 0; i < Q; ++i) {
       const auto d = V::load_half(head + i * V::kLanes * 2);
-      for (int r = 0; r < R; ++r) y[r][i] = V::fma(V::to_float(total[r][i]), V::mul(d, V::splat(scale[r][b])), y[r][i]);
+      for (int r = 0; r < R; ++r)
+        y[r][i] = V::fma(V::to_float(total[r][i]), V::mul(d, V::splat(layout.unit * scale[r][b])), y[r][i]);
       if constexpr (T::kMin) {
         // Minimums times block sums, four groups per dot product: sums are 64 * high + low.
         const auto dmin = V::load_half(head + 32 + i * V::kLanes * 2);
@@ -211,7 +232,7 @@ TM_INLINE void direct_super(const PanelLayout& layout, const uint8_t* panel, con
             low = V::template dot_unsigned<T::kFine ? quad.value : 2 + quad.value % 2>(low, w, x_low);
           });
           low = V::add_scaled_i(low, high, V::splat_i(64));
-          y[r][i] = V::fma(V::to_float(low), V::mul(dmin, V::splat(-scale[r][b])), y[r][i]);
+          y[r][i] = V::fma(V::to_float(low), V::mul(dmin, V::splat(-layout.unit * scale[r][b])), y[r][i]);
         }
       }
     }

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from tokenmill.kernels.ref_adapters import RANK_BLOCK
 from tokenmill.kernels.triton.matmul.tile import prefetch_rows
-from tokenmill.kernels.triton.shared.launch import INTERPRETED, options, uses_pdl, workspace
+from tokenmill.kernels.triton.shared.launch import INTERPRETED, options, uses_pdl
 
 _FEW_TOKENS = 64  # up to which the depth is split, so that there are programs enough
 _SPLIT_DEPTH = 1024
+_GROUP_ROWS = 128  # slots that one program of `_expand` multiplies together, times tokens: what registers hold
 _SPLIT_ROWS = 256  # rows of partial sums that `_expand` adds up: splits times tokens of a tile
 
 
@@ -36,6 +37,9 @@ class Factors(NamedTuple):
     tiles: Tensor  # int32 [tiles, 3]: matrix, first column, end of its columns
 
 
+Sums = tuple[Tensor, int]  # of `_shrink`, and over how many splits
+
+
 class Variant(NamedTuple):
     """What a launch is compiled for."""
 
@@ -47,6 +51,7 @@ class Variant(NamedTuple):
     shifted: bool
     prefetch_lines: int  # of a row of A
     splits: int  # a power of two, at least the number of splits
+    group: int  # slots that are multiplied together
     pdl: bool
     interpreted: bool
 
@@ -99,47 +104,66 @@ def _shrink(x, slots, factors, partial, M, K, x_stride, depth_each, VARIANT: tl.
     tl.store(partial + place, acc, mask=mine[:, None])
 
 
-@triton.jit(do_not_specialize=["M", "splits", "first_tile", "first_column"])
-def _expand(y, slots, factors, partial, M, N, y_stride, splits, first_tile, first_column, VARIANT: tl.constexpr):
-    """y [M, columns] of the rows of one slot: gain * y + shift + partial B^T. A program: one tile of columns."""
+@triton.jit(do_not_specialize=["M", "slot_count", "splits", "first_tile", "first_column"])
+def _expand(
+    y, slots, factors, partial, M, N, slot_count, y_stride, splits, first_tile, first_column, VARIANT: tl.constexpr
+):
+    """y [M, columns]: gain * y + shift + partial B^T, by the slot of each row. A program: one tile of columns and of
+    rows, whose slots are multiplied together, some at a time: a row has zeros where a slot is not its own, so that its
+    sum is the same in every mixture."""
     BM: tl.constexpr = VARIANT.tokens
     BN: tl.constexpr = VARIANT.step
     RANK: tl.constexpr = VARIANT.max_rank
     PARTS: tl.constexpr = VARIANT.parts
+    GROUP: tl.constexpr = VARIANT.group
     entry = factors.tiles + (first_tile + tl.program_id(0)) * 3
-    slot, tile = tl.program_id(1), tl.program_id(2)
     part, column, end = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
     columns = column + tl.arange(0, BN)
     column_ok = columns < end
-    tokens = tile * BM + tl.arange(0, BM)
-    mine = tl.load(slots + tokens, mask=tokens < M, other=0) == slot + 1
-    rank = tl.load(factors.ranks + slot * PARTS + part)
-    live = (rank > 0) & (tl.max(mine.to(tl.int32), 0) > 0)
-    b_rows = factors.b + (slot * N + tl.where(column_ok, columns, column)).to(tl.int64) * RANK
+    tokens = tl.program_id(1) * BM + tl.arange(0, BM)
+    slot_of = tl.load(slots + tokens, mask=tokens < M, other=0)
+    rank_of = tl.load(factors.ranks + (slot_of - 1) * PARTS + part, mask=slot_of > 0, other=0)
+    mine = rank_of > 0
+    live = tl.max(mine.to(tl.int32), 0) > 0
+    group = tl.arange(0, GROUP * 16) // 16
+    inside_block = tl.arange(0, GROUP * 16) % 16
     if VARIANT.pdl:
         tl.extra.cuda.gdc_launch_dependents()
         if live:
-            prefetch_rows(b_rows, 64, 1)
+            lines = tl.arange(0, GROUP * BN * RANK // 64)  # of 128 bytes: first all of one slot
+            within = lines % (BN * RANK // 64) * 64
+            offset = (lines // (BN * RANK // 64)).to(tl.int64) * N * RANK + column * RANK + within
+            prefetch_rows(factors.b + tl.minimum(offset, slot_count.to(tl.int64) * N * RANK - 64), 64, 1)
         tl.extra.cuda.gdc_wait()
     if not live:
         return
     sums = tl.zeros([BM, BN], dtype=tl.float32)
-    for begin in range(0, rank, 16):
-        ranks = begin + tl.arange(0, 16)
-        b_tile = tl.load(b_rows[None, :] + ranks[:, None])
-        # All splits at once: one by one their latencies would add up.
+    for begin in range(0, tl.max(rank_of, 0), 16):
+        # Of each row, for its own slot. All splits at once: one by one their latencies would add up.
         rows = tl.arange(0, VARIANT.splits)[:, None] * M + tokens[None, :]
-        place = rows[:, :, None] * (PARTS * RANK) + part * RANK + ranks[None, None, :]
-        ok = (tl.arange(0, VARIANT.splits) < splits)[:, None, None] & mine[None, :, None]
-        h = tl.sum(tl.load(partial + place, mask=ok, other=0.0, cache_modifier=".cg"), 0)
-        sums = _dot(h.to(b_tile.dtype), b_tile, sums, VARIANT.interpreted)
+        place = rows[:, :, None] * (PARTS * RANK) + part * RANK + begin + tl.arange(0, 16)[None, None, :]
+        ok = (tl.arange(0, VARIANT.splits) < splits)[:, None, None] & (begin < rank_of)[None, :, None]
+        own = tl.sum(tl.load(partial + place, mask=ok, other=0.0, cache_modifier=".cg"), 0)
+        spread = tl.reshape(tl.broadcast_to(own[:, None, :], [BM, GROUP, 16]), [BM, GROUP * 16])
+        for first in range(0, slot_count, GROUP):
+            is_own = (slot_of[:, None] == first + group[None, :] + 1) & (begin < rank_of)[:, None]
+            wanted = tl.max(is_own.to(tl.int32), 0) > 0
+            if tl.max(wanted.to(tl.int32), 0) > 0:
+                slot_rows = factors.b + (first + group).to(tl.int64) * N * RANK + begin + inside_block
+                at = slot_rows[:, None] + (columns * RANK)[None, :]
+                b_tile = tl.load(at, mask=wanted[:, None] & column_ok[None, :], other=0.0)
+                h = tl.where(is_own, spread, 0.0).to(b_tile.dtype)
+                sums = _dot(h, b_tile, sums, VARIANT.interpreted)
     inside = mine[:, None] & column_ok[None, :]
     at = y + tokens[:, None].to(tl.int64) * y_stride + (columns - first_column)[None, :]
     old = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    if tl.load(factors.gained + slot * PARTS + part) > 0:
-        old *= tl.load(factors.gains + slot * N + columns, mask=column_ok, other=1.0)[None, :]
+    gained = tl.load(factors.gained + (slot_of - 1) * PARTS + part, mask=mine, other=0) > 0
+    if tl.max(gained.to(tl.int32), 0) > 0:
+        places = (slot_of - 1).to(tl.int64)[:, None] * N + columns[None, :]
+        use = gained[:, None] & column_ok[None, :]
+        old *= tl.load(factors.gains + places, mask=use, other=1.0)
         if VARIANT.shifted:
-            old += tl.load(factors.shifts + slot * N + columns, mask=column_ok, other=0.0)[None, :]
+            old += tl.load(factors.shifts + places, mask=use, other=0.0)
     tl.store(at, (old + sums).to(y.dtype.element_ty), mask=inside)
 
 
@@ -152,16 +176,16 @@ def _tokens(count: int) -> int:
     return min(64, max(16, triton.next_power_of_2(count)))
 
 
-def shrink(x: Tensor, slots: Tensor, factors: Factors) -> tuple[Tensor, int]:
-    """x bf16 [M, K], slots int32 [M] -> sums over the splits of the depth, and how many there are. In scratch memory,
-    for the `expand` that follows."""
+def shrink(x: Tensor, slots: Tensor, factors: Factors) -> Sums:
+    """x bf16 [M, K], slots int32 [M] -> sums over the splits of the depth, and how many there are. Not in the
+    scratch memory that products share: the base's product may run meanwhile."""
     (tokens, depth), (num_slots, parts, max_rank, _) = x.shape, factors.a.shape
     splits = min(_SPLIT_ROWS // _tokens(tokens), triton.cdiv(depth, _SPLIT_DEPTH)) if tokens <= _FEW_TOKENS else 1
     share = triton.cdiv(depth, splits)
     step = min(512 if tokens <= 16 else 128, max(16, triton.next_power_of_2(share)))
     depth_each = triton.cdiv(share, step) * step
     splits = triton.cdiv(depth, depth_each)
-    partial = workspace(x.device).partials(splits * tokens * parts * max_rank)
+    partial = torch.empty(splits * tokens * parts * max_rank, dtype=torch.float32, device=x.device)
     variant = Variant(
         tokens=_tokens(tokens),
         step=step,
@@ -170,6 +194,7 @@ def shrink(x: Tensor, slots: Tensor, factors: Factors) -> tuple[Tensor, int]:
         even=depth % step == 0,
         shifted=False,
         splits=1,
+        group=1,
         prefetch_lines=max(1, 1 << min(4, (min(depth_each, depth) // 64).bit_length() - 1)),
         pdl=uses_pdl(x.device),
         interpreted=INTERPRETED,
@@ -181,12 +206,11 @@ def shrink(x: Tensor, slots: Tensor, factors: Factors) -> tuple[Tensor, int]:
     return partial, splits
 
 
-def expand(
-    y: Tensor, slots: Tensor, factors: Factors, sums: tuple[Tensor, int], tiles: range, first_column: int = 0
-) -> None:
+def expand(y: Tensor, slots: Tensor, factors: Factors, sums: Sums, tiles: range, first_column: int = 0) -> None:
     """Add to y [M, columns], whose first column is `first_column` of the product: these entries of factors.tiles."""
     partial, splits = sums
     num_slots, columns, max_rank = factors.b.shape
+    few = y.shape[0] <= _FEW_TOKENS
     variant = Variant(
         tokens=_tokens(y.shape[0]),
         step=tile_columns(columns),
@@ -195,14 +219,15 @@ def expand(
         even=True,
         shifted=factors.shifts is not None,
         splits=triton.next_power_of_2(splits),
+        group=min(_GROUP_ROWS // _tokens(y.shape[0]), triton.next_power_of_2(num_slots)) if few else 1,
         prefetch_lines=1,
         pdl=uses_pdl(y.device),
         interpreted=INTERPRETED,
     )
-    grid = (len(tiles), num_slots, triton.cdiv(y.shape[0], variant.tokens))
+    grid = (len(tiles), triton.cdiv(y.shape[0], variant.tokens))
     _expand[grid](
-        y, slots, factors, partial, y.shape[0], columns, y.stride(0), splits, tiles.start, first_column,
-        VARIANT=variant, **options(y.device, 4, 2),
+        y, slots, factors, partial, y.shape[0], columns, num_slots, y.stride(0), splits, tiles.start, first_column,
+        VARIANT=variant, **options(y.device, 8 if variant.group > 1 else 4, 2),
     )  # fmt: skip
 
 

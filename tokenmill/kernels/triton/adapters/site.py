@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from tokenmill.kernels.ref_adapters import RANK_BLOCK, AdaptedPart, Parts, adapted, padded_rank
-from tokenmill.kernels.triton.adapters.products import Factors, expand, make_tiles, shrink
+from tokenmill.kernels.triton.adapters.products import Factors, Sums, expand, make_tiles, shrink
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,6 +33,11 @@ class PackedPart:
         tensors = [each for each in (self.a, self.b, self.gain, self.shift) if each is not None]
         own = sum(each.numel() * each.element_size() for each in tensors)
         return own + (0 if self.whole is None else self.whole.nbytes)
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 class GpuSite:
@@ -127,11 +133,26 @@ class GpuSite:
             self._replace(x, slots, outputs)
 
     def adapt_joined(self, x: Tensor, slots: Tensor, y: Tensor, replaces: bool = True) -> None:
-        """The same where the outputs lie side by side, as one tensor."""
+        """`adapt` where the outputs lie side by side, as one tensor."""
+        self.finish(x, slots, y, self.begin(x, slots), replaces)
+
+    def begin(self, x: Tensor, slots: Tensor) -> Sums:
+        """The first of the two products, before the base's own: in a captured step it runs beside that one."""
         x = x.to(torch.bfloat16)
-        expand(y, slots, self.factors, shrink(x, slots, self.factors), range(self.factors.tiles.shape[0]))
+        if not x.is_cuda or not torch.cuda.is_current_stream_capturing():
+            return shrink(x, slots, self.factors)
+        side = _side_stream(x.device)
+        side.wait_stream(torch.cuda.current_stream(x.device))
+        with torch.cuda.stream(side):
+            return shrink(x, slots, self.factors)
+
+    def finish(self, x: Tensor, slots: Tensor, y: Tensor, sums: Sums, replaces: bool = True) -> None:
+        """Change the rows of `y`, the base's products side by side as one tensor, in place."""
+        if y.is_cuda and torch.cuda.is_current_stream_capturing():
+            torch.cuda.current_stream(y.device).wait_stream(_side_stream(y.device))
+        expand(y, slots, self.factors, sums, range(self.factors.tiles.shape[0]))
         if replaces:
-            self._replace(x, slots, y.split(self._widths, dim=1))
+            self._replace(x.to(torch.bfloat16), slots, y.split(self._widths, dim=1))
 
     def _replace(self, x: Tensor, slots: Tensor, outputs: Sequence[Tensor]) -> None:
         for slot, parts in self._whole.items():

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenmill.kernels import ref_ggml
+from tokenmill.kernels import ref_ggml, ref_ggml_grids
 from tokenmill.kernels.ggml_types import TYPES
 from tokenmill.kernels.triton.matmul.grouped import GroupedWeight
 
@@ -85,7 +85,7 @@ def from_matrix(matrix: Any, device: torch.device) -> GroupedWeight | None:
             zeros = zeros - bias
         return pack_groups((codes.to(torch.int16) - bias).to(torch.int8), scales, zeros, bits)
     if scheme.element == "e2m1":
-        doubled = torch.tensor(ref_ggml.FP4_DOUBLED, dtype=torch.int8, device=device)
+        doubled = torch.tensor(ref_ggml_grids.FP4_DOUBLED, dtype=torch.int8, device=device)
         return pack_groups(doubled[codes.long()], scales / 2, None, 8)
     return None
 
@@ -196,10 +196,16 @@ def _iq4_xs(b: Tensor) -> Pieces:
 
 def _mxfp4(b: Tensor) -> Pieces:
     scale = torch.exp2(b[:, :1].float() - 128)
-    return _levels(ref_ggml.FP4_DOUBLED, ref_ggml._fields(b[:, 1:], 16, 4)), scale, None
+    return _levels(ref_ggml_grids.FP4_DOUBLED, ref_ggml._fields(b[:, 1:], 16, 4)), scale, None
 
 
-_NIBBLES = {"Q4_0", "Q4_1", "Q4_K", "Q2_K", "Q3_K"}
+def _whole_values(parts: Callable[[Tensor], ref_ggml_grids.Parts]) -> Callable[[Tensor], Pieces]:
+    """Types whose values are whole numbers below 128: points of grids, three levels, NVFP4."""
+    return lambda blocks: (*parts(blocks), None)
+
+
+# Three levels are nibbles, too: 4 bits of memory for each weight instead of 8.
+_NIBBLES = {"Q4_0", "Q4_1", "Q4_K", "Q2_K", "Q3_K", "TQ1_0", "TQ2_0"}
 _GGML: dict[str, Callable[[Tensor], Pieces]] = {
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
@@ -214,4 +220,4 @@ _GGML: dict[str, Callable[[Tensor], Pieces]] = {
     "IQ4_NL": _iq4_nl,
     "IQ4_XS": _iq4_xs,
     "MXFP4": _mxfp4,
-}
+} | {name: _whole_values(parts) for name, parts in ref_ggml_grids.PARTS.items()}

@@ -1,6 +1,7 @@
 """What a captured step needs besides the model, so that the host need not wait for the device between steps.
 
   inputs.py           the first launch: token ids, positions and slots from what the host or the last step provided
+  logit_edits.py      logits of rows with penalties or masks, before they are drawn from
   sampling.py         logits -> token ids: argmax, temperature, top-k, top-p, min-p
   accepted_drafts.py  after checked drafts: which were accepted, and the inputs of the next step
   ngram_lookup.py     drafts looked up in the sequence's own tokens

@@ -1,0 +1,72 @@
+"""Logits of some rows changed before the draw: penalties for tokens that came before, and tokens that are impossible.
+
+Which tokens a sequence has is a row of a table that stays on the device: a step adds one token to it.
+"""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tokenmill.kernels.triton.shared.device import dependent_launch
+from tokenmill.kernels.triton.shared.launch import options, power_of_two, uses_pdl
+
+_CHUNK = 4096  # tokens of the vocabulary per program
+
+
+@triton.jit
+def _penalize(logits, rows, places, factors, counts, prompts, vocab, stride, CHUNK: tl.constexpr, PDL: tl.constexpr):
+    """factors float32 [rows, 3]: repetition, frequency, presence. counts int16 and prompts int8 [places, vocab]: how
+    often the output has a token, and whether the prompt has it."""
+    dependent_launch(PDL)
+    number = tl.program_id(0)
+    row, place = tl.load(rows + number), tl.load(places + number)
+    repetition = tl.load(factors + number * 3)
+    frequency, presence = tl.load(factors + number * 3 + 1), tl.load(factors + number * 3 + 2)
+    tokens = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    ok = tokens < vocab
+    at = logits + row.to(tl.int64) * stride + tokens
+    values = tl.load(at, mask=ok, other=0.0)
+    count = tl.load(counts + place.to(tl.int64) * vocab + tokens, mask=ok, other=0).to(tl.float32)
+    prompted = tl.load(prompts + place.to(tl.int64) * vocab + tokens, mask=ok, other=0)
+    seen = (count > 0) | (prompted != 0)
+    values = tl.where(seen, tl.where(values > 0, values / repetition, values * repetition), values)
+    values = tl.where(count > 0, values - frequency * count - presence, values)
+    tl.store(at, values, mask=ok & seen)
+
+
+@triton.jit
+def _allow(logits, rows, bits, vocab, words, stride, CHUNK: tl.constexpr, PDL: tl.constexpr):
+    """bits int32 [rows, words]: a token without its bit, or after the last word, becomes impossible."""
+    dependent_launch(PDL)
+    number = tl.program_id(0)
+    row = tl.load(rows + number)
+    tokens = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    word = tl.load(bits + number.to(tl.int64) * words + tokens // 32, mask=tokens // 32 < words, other=0)
+    banned = ((word >> (tokens % 32)) & 1) == 0
+    at = logits + row.to(tl.int64) * stride + tokens
+    tl.store(at, tl.full([CHUNK], float("-inf"), dtype=tl.float32), mask=(tokens < vocab) & banned)
+
+
+def _chunk(vocab: int) -> int:
+    return min(_CHUNK, power_of_two(vocab, 256))
+
+
+def penalize(logits: Tensor, rows: Tensor, places: Tensor, factors: Tensor, counts: Tensor, prompts: Tensor) -> None:
+    """In place: rows of logits float32 [R, vocab]; rows, places int32 [N]; the rest as in `_penalize`."""
+    vocab = logits.shape[1]
+    _penalize[(rows.numel(), triton.cdiv(vocab, _chunk(vocab)))](
+        logits, rows, places, factors, counts, prompts, vocab, logits.stride(0),
+        CHUNK=_chunk(vocab), PDL=uses_pdl(logits.device), **options(logits.device, 8, 1),
+    )  # fmt: skip
+
+
+def allow(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
+    """In place: rows of logits float32 [R, vocab]; rows int32 [N], bits int32 [N, words]."""
+    vocab = logits.shape[1]
+    _allow[(rows.numel(), triton.cdiv(vocab, _chunk(vocab)))](
+        logits, rows, bits, vocab, bits.shape[1], logits.stride(0),
+        CHUNK=_chunk(vocab), PDL=uses_pdl(logits.device), **options(logits.device, 8, 1),
+    )  # fmt: skip
