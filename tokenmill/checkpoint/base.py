@@ -22,7 +22,8 @@ class StoredTensor:
     """One tensor as it lies in the file.
 
     `data` is a memory-mapped view: for plain types ("F32", "F16", "BF16", "I32", ...) a tensor of that dtype and of
-    `shape`; for ggml block types ("Q4_K", ...) uint8 of shape [*shape[:-1], bytes per row].
+    `shape`; for ggml block types ("Q4_K", ...) uint8 of shape [*shape[:-1], bytes per row]. Where the file is read
+    without torch it is a numpy array, and BF16 is uint16 there.
     """
 
     name: str
@@ -32,7 +33,7 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        return self.data.numel() * self.data.element_size()
+        return self.data.nbytes
 
 
 class Checkpoint(Protocol):

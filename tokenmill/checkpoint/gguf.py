@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,6 +21,8 @@ from tokenmill.checkpoint.gguf_description import LONGROPE_FACTORS, describe, re
 from tokenmill.checkpoint.gguf_header import HEADER_BYTES, read_header
 from tokenmill.checkpoint.gguf_metadata import Cursor, Metadata, read_metadata
 from tokenmill.checkpoint.gguf_names import canonical_name
+from tokenmill.checkpoint.mapped_array import ARRAY_TYPES, view_array
+from tokenmill.checkpoint.mapped_array import take_view as take_array
 from tokenmill.checkpoint.mapped_file import map_file, release_pages
 from tokenmill.checkpoint.tensor_views import TensorView, split_fused
 from tokenmill.errors import CheckpointError
@@ -99,22 +101,32 @@ class GGUFCheckpoint:
         return name in self._views
 
     def tensor(self, name: str) -> StoredTensor:
-        if name not in self._views:
-            raise CheckpointError(f"{self.path.name} has no tensor '{name}'", "the file may be of another model")
         import torch  # here: reading only the metadata needs no torch
 
         from tokenmill.checkpoint.mapped_tensor import take_view, view_tensor
 
+        view, entry, shape, start = self._place(name)
+        dtype = getattr(torch, "uint8" if entry.layout.is_block else _DTYPES[entry.layout.name])
+        data = take_view(view, [view_tensor(self._buffer, dtype, shape, start)])
+        return StoredTensor(name, (data.shape[0], *entry.shape[1:]), entry.layout.name, data)
+
+    def array(self, name: str) -> StoredTensor:
+        """As `tensor`, without torch."""
+        view, entry, shape, start = self._place(name)
+        dtype = "uint8" if entry.layout.is_block else ARRAY_TYPES[entry.layout.name]
+        data: Any = take_array(view, [view_array(self._buffer, dtype, shape, start)])
+        return StoredTensor(name, (data.shape[0], *entry.shape[1:]), entry.layout.name, data)
+
+    def _place(self, name: str) -> tuple[TensorView, _TensorEntry, tuple[int, ...], int]:
+        """What the tensor is made of, and the shape and first byte of that."""
+        if name not in self._views:
+            raise CheckpointError(f"{self.path.name} has no tensor '{name}'", "the file may be of another model")
         view = self._views[name]
         entry = self._entries[view.sources[0]]
-        layout = entry.layout
-        dtype = getattr(torch, "uint8" if layout.is_block else _DTYPES[layout.name])
         shape = entry.shape
-        if layout.is_block:
-            shape = (*shape[:-1], layout.row_bytes(shape[-1]))
-        start = self._data_start + entry.offset
-        data = take_view(view, [view_tensor(self._buffer, dtype, shape, start)])
-        return StoredTensor(name, (data.shape[0], *entry.shape[1:]), layout.name, data)
+        if entry.layout.is_block:
+            shape = (*shape[:-1], entry.layout.row_bytes(shape[-1]))
+        return view, entry, shape, self._data_start + entry.offset
 
     def release(self, name: str) -> None:
         entry = self._entries[self._views[name].sources[0]]

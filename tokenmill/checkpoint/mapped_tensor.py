@@ -8,8 +8,7 @@ import mmap
 import torch
 from torch import Tensor
 
-from tokenmill.checkpoint.tensor_views import TensorView
-from tokenmill.errors import CheckpointError
+from tokenmill.checkpoint.tensor_views import TensorView, cut_places
 
 
 def view_tensor(buffer: mmap.mmap, dtype: torch.dtype, shape: tuple[int, ...], start: int) -> Tensor:
@@ -36,18 +35,9 @@ def take_view(view: TensorView, stored: list[Tensor]) -> Tensor:
 
 
 def _cut(view: TensorView, data: Tensor) -> Tensor:
-    rows, axis, total = view.rows, view.axis, view.total_rows
-    assert rows is not None
+    axis = view.axis
     if data.dim() <= axis or data.shape[axis] == 1:  # one scale for the whole matrix
         return data
-    size = data.shape[axis]
-    places = [number * size for number in (rows.begin, rows.count, rows.period)]
-    if any(place % total for place in places):
-        raise CheckpointError(
-            f"'{view.sources[0]}' of {size} rows cannot be cut at rows {rows.begin} and {rows.begin + rows.count} of "
-            f"{total}",
-            "the file does not fit its config, or quantize the matrices it joins one by one",
-        )
-    begin, count, period = (place // total for place in places)
+    begin, count, period = cut_places(view, data.shape[axis])
     pieces = data.unflatten(axis, (-1, period)).narrow(axis + 1, begin, count)
     return pieces.flatten(axis, axis + 1)

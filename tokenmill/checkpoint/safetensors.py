@@ -13,19 +13,22 @@ import mmap
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from tokenmill.checkpoint import hf_config
 from tokenmill.checkpoint.base import StoredTensor
 from tokenmill.checkpoint.configs.tensor_names import canonical, naming_of
 from tokenmill.checkpoint.fields import shown
+from tokenmill.checkpoint.mapped_array import ARRAY_TYPES, view_array
+from tokenmill.checkpoint.mapped_array import take_view as take_array
 from tokenmill.checkpoint.mapped_file import DAMAGED, map_file, release_pages
-from tokenmill.checkpoint.mapped_tensor import take_view, view_tensor
 from tokenmill.checkpoint.tensor_views import TensorView, split_fused
 from tokenmill.errors import CheckpointError
+from tokenmill.kernels.host import NeedsTorch
 from tokenmill.log import get_logger
+
+if TYPE_CHECKING:
+    import torch
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -34,22 +37,22 @@ _log = get_logger(__name__)
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _MAX_DIMENSIONS = 8
 _MAX_NAME_BYTES = 255  # of a file name, on common file systems
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
+_DTYPES = {  # name in torch, bytes
+    "F64": ("float64", 8),
+    "F32": ("float32", 4),
+    "F16": ("float16", 2),
+    "BF16": ("bfloat16", 2),
+    "F8_E4M3": ("float8_e4m3fn", 1),
+    "F8_E5M2": ("float8_e5m2", 1),
+    "F8_E8M0": ("float8_e8m0fnu", 1),
+    "I64": ("int64", 8),
+    "I32": ("int32", 4),
+    "I16": ("int16", 2),
+    "I8": ("int8", 1),
+    "U32": ("uint32", 4),
+    "U16": ("uint16", 2),
+    "U8": ("uint8", 1),
+    "BOOL": ("bool", 1),
 }
 # Where a multimodal wrapper keeps its text model (the first two: before transformers 4.52, the third: since).
 _TEXT_PREFIXES = (
@@ -143,16 +146,30 @@ class SafetensorsCheckpoint:
     def tensor(self, name: str) -> StoredTensor:
         if name not in self._views:
             raise CheckpointError(f"{self.path.name} has no tensor '{name}'", "config.json may be of another model")
+        from tokenmill.checkpoint.mapped_tensor import take_view
+
         view = self._views[name]
         entries = [self._entries[source] for source in view.sources]
-        mapped = [view_tensor(e.buffer, _DTYPES[e.type_name], e.shape, e.start) for e in entries]
-        data = take_view(view, mapped)
+        data = take_view(view, [_tensor(entry) for entry in entries])
+        return StoredTensor(name, tuple(data.shape), entries[0].type_name, data)
+
+    def array(self, name: str) -> StoredTensor:
+        """As `tensor`, without torch. Raises NeedsTorch for types that numpy does not have."""
+        if name not in self._views:
+            raise CheckpointError(f"{self.path.name} has no tensor '{name}'", "config.json may be of another model")
+        view = self._views[name]
+        entries = [self._entries[source] for source in view.sources]
+        if missing := [entry.type_name for entry in entries if entry.type_name not in ARRAY_TYPES]:
+            raise NeedsTorch(f"tensors of type {missing[0]} are read with it")
+        data: Any = take_array(
+            view, [view_array(e.buffer, ARRAY_TYPES[e.type_name], e.shape, e.start) for e in entries]
+        )
         return StoredTensor(name, tuple(data.shape), entries[0].type_name, data)
 
     def release(self, name: str) -> None:
         for source in self._views[name].sources:
             entry = self._entries[source]
-            count = math.prod(entry.shape) * _DTYPES[entry.type_name].itemsize
+            count = math.prod(entry.shape) * _DTYPES[entry.type_name][1]
             release_pages(entry.buffer, entry.start, count)
 
     def quantization(self) -> dict[str, object]:
@@ -179,8 +196,16 @@ class StoredTensors:
         return self._entries.keys()
 
     def tensor(self, name: str) -> torch.Tensor:
-        entry = self._entries[name]
-        return view_tensor(entry.buffer, _DTYPES[entry.type_name], entry.shape, entry.start)
+        return _tensor(self._entries[name])
+
+
+def _tensor(entry: _TensorEntry) -> torch.Tensor:
+    import torch
+
+    from tokenmill.checkpoint.mapped_tensor import view_tensor
+
+    dtype = getattr(torch, _DTYPES[entry.type_name][0])
+    return view_tensor(entry.buffer, dtype, entry.shape, entry.start)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -273,7 +298,7 @@ def _read_entry(path: Path, buffer: mmap.mmap, data_start: int, name: str, info:
     if not _is_counts(offsets) or len(offsets) != 2:
         raise damaged(f"has offsets {shown(offsets)}")
     begin, end = offsets
-    if end - begin != math.prod(shape) * _DTYPES[type_name].itemsize:
+    if end - begin != math.prod(shape) * _DTYPES[type_name][1]:
         raise damaged(f"of shape {shown(shape)} and type {type_name} cannot have {end - begin} bytes")
     if data_start + end > len(buffer):
         raise damaged(f"ends {data_start + end - len(buffer)} bytes past the end of the file")

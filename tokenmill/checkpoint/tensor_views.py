@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from tokenmill.checkpoint.description import ModelDescription
+from tokenmill.errors import CheckpointError
 
 FUSED_QKV, FUSED_GATE_UP = "self_attn.qkv_proj", "mlp.gate_up_proj"
 _FUSED = re.compile(rf"model\.layers\.(\d{{1,6}})\.({re.escape(FUSED_QKV)}|{re.escape(FUSED_GATE_UP)})\.(\w+)")
@@ -49,6 +50,21 @@ class TensorView:
     rows: Rows | None = None
     total_rows: int = 0  # of the fused matrix
     axis: int = 0
+
+
+def cut_places(view: TensorView, size: int) -> tuple[int, int, int]:
+    """(begin, count, period) of the view's rows in a stored part that has `size` of them, such as one per group."""
+    rows, total = view.rows, view.total_rows
+    assert rows is not None
+    places = [number * size for number in (rows.begin, rows.count, rows.period)]
+    if any(place % total for place in places):
+        raise CheckpointError(
+            f"'{view.sources[0]}' of {size} rows cannot be cut at rows {rows.begin} and {rows.begin + rows.count} of "
+            f"{total}",
+            "the file does not fit its config, or quantize the matrices it joins one by one",
+        )
+    begin, count, period = (place // total for place in places)
+    return begin, count, period
 
 
 def split_fused(

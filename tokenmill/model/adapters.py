@@ -122,18 +122,16 @@ class AdapterBank:
         for name, matrix in adapter.matrices.items():
             if name == EMBEDDING:
                 embedding = EmbeddingPart(matrix.a * matrix.scale, matrix.b).to(self._device)
-            else:
-                number, place = self._place(adapter, name)
-                weight = self._groups[number][place]
-                self._parts_of(parts, number)[place] = adapted_part(matrix, weight)
+            elif (found := self._place(adapter, name)) is not None:
+                number, place = found
+                self._parts_of(parts, number)[place] = self.make_part(matrix, self._groups[number][place])
         for tensor_name, tensor in adapter.saved.items():
             name = tensor_name.removesuffix(".weight")
             if name == EMBEDDING:
                 embedding = EmbeddingPart(whole=tensor.float()).to(self._device)
-            else:
-                number, place = self._place(adapter, name)
-                bias = self._groups[number][place].bias
-                self._parts_of(parts, number)[place] = AdaptedPart(whole=tensor.float(), bias=bias)
+            elif (found := self._place(adapter, name)) is not None:
+                number, place = found
+                self._parts_of(parts, number)[place] = self.make_whole(tensor.float(), self._groups[number][place])
         packed = {number: self.sites[number].pack(tuple(each)) for number, each in parts.items()}
         nbytes = sum(self.sites[number].packed_bytes(each) for number, each in packed.items())
         nbytes += 0 if embedding is None else embedding.nbytes
@@ -165,12 +163,30 @@ class AdapterBank:
         """Unscaled rows of the base's embedding, as the adapters change them."""
         return embed_adapted(self._embeddings, token_ids, slots, rows) if self._embeddings else rows
 
+    def make_part(self, matrix: AdapterMatrix, weight: LinearWeight) -> AdaptedPart:
+        """What the adapter of one matrix does to its product."""
+        return adapted_part(matrix, weight)
+
+    def make_whole(self, matrix: Tensor, weight: LinearWeight) -> AdaptedPart:
+        """The same of a matrix that replaces the base's."""
+        return AdaptedPart(whole=matrix, bias=weight.bias)
+
+    @property
+    def names(self) -> list[str]:
+        """The matrices that can take an adapter, besides the embedding."""
+        return list(self._places)
+
+    def _is_elsewhere(self, name: str) -> bool:  # noqa: ARG002
+        """Whether another rank has this matrix."""
+        return False
+
     def _parts_of(self, parts: dict[int, list[AdaptedPart | None]], number: int) -> list[AdaptedPart | None]:
         return parts.setdefault(number, [None] * len(self._groups[number]))
 
-    def _place(self, adapter: Adapter, name: str) -> tuple[int, int]:
+    def _place(self, adapter: Adapter, name: str) -> tuple[int, int] | None:
+        """None: another rank has it."""
         place = self._places.get(name)
-        if place is None:
+        if place is None and not self._is_elsewhere(name):
             what = "an expert or its router" if ".mlp." in name else "not one of the products that can take one"
             raise UserError(
                 f"adapter '{adapter.name}' changes {name}, which is {what} in this engine",

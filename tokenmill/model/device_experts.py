@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tokenmill.kernels.base import Choice, Declined
-from tokenmill.kernels.ref_experts import RoutingSpec
+from tokenmill.kernels.routing import RoutingSpec
 from tokenmill.model.formats.base import LinearWeight
 from tokenmill.model.formats.coded import CodedWeight
 from tokenmill.model.formats.dense import DenseWeight

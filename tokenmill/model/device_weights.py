@@ -20,7 +20,7 @@ from tokenmill.errors import UserError
 from tokenmill.hardware.machine import available_memory
 from tokenmill.kernels import triton as gpu
 from tokenmill.kernels.base import Choice, Declined, select_linear
-from tokenmill.kernels.ref_experts import RoutingSpec
+from tokenmill.kernels.routing import RoutingSpec
 from tokenmill.log import get_logger
 from tokenmill.model.architectures.decoder import Decoder
 from tokenmill.model.device_experts import place_experts

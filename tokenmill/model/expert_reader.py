@@ -10,17 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from tokenmill.checkpoint.base import StoredTensor
 from tokenmill.kernels.ggml_types import TYPES
 from tokenmill.model.formats.base import LinearWeight
 from tokenmill.model.formats.dense import DenseWeight
-from tokenmill.model.formats.float4 import Float4Weight
 from tokenmill.model.formats.ggml import GgmlWeight
 from tokenmill.model.formats.stacks import ExpertStacks, WeightStack
 from tokenmill.model.reader import WeightReader
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _PARTS = ("gate_proj", "up_proj", "down_proj")
 _MX_BLOCK = 32  # values per scale of MXFP4
@@ -73,7 +74,7 @@ class _Source:
     type_name: str
     data: Tensor
     scales: Tensor | None = None  # of MXFP4: [experts, out, in / 32]
-    bias: Tensor | None = None  # [experts, out]
+    bias: Tensor | None = None  # [experts, out] float32
 
     def rows(self, cut: slice) -> _Source:
         """Some of the rows of every expert."""
@@ -89,13 +90,15 @@ class _Source:
     def weight(self, expert: int, name: str) -> LinearWeight:
         weight: LinearWeight
         if self.scales is not None:
+            from tokenmill.model.formats.float4 import Float4Weight
+
             weight = Float4Weight({"weight_packed": self.data[expert], "weight_scale": self.scales[expert]}, name)
         else:
             stored = StoredTensor(name, self.shape, self.type_name, self.data[expert])
             kind = TYPES.get(self.type_name)
             weight = GgmlWeight(stored) if kind is not None and kind.is_block else DenseWeight(stored)
         if self.bias is not None:
-            weight.bias = self.bias[expert].float()
+            weight.bias = self.bias[expert]
         return weight
 
 
@@ -103,8 +106,9 @@ def read_router(reader: WeightReader, layer: str, shape: ExpertShape) -> LinearW
     """The router's matrix, in float32 where the file has any float type: rounding it would change who is chosen."""
     router = reader.linear(f"{layer}.{_style(reader, layer).router}", shape.count, shape.hidden, shape.router_bias)
     router.precise = True
-    if isinstance(router, DenseWeight) and not router.values.is_meta:
-        router.values, router.type_name = router.values.float(), "F32"
+    if isinstance(router, DenseWeight) and not getattr(router.values, "is_meta", False):
+        router.values = reader.floats(StoredTensor(layer, (shape.count, shape.hidden), router.type_name, router.values))
+        router.type_name = "F32"
     return router
 
 
@@ -116,6 +120,10 @@ def read_experts(reader: WeightReader, layer: str, shape: ExpertShape) -> Expert
     """`layer`: the prefix of the layer, as model.layers.3."""
     style = _style(reader, layer)
     prefix = f"{layer}.{style.experts}"
+    return reader.experts(prefix, _read_all(reader, layer, prefix, style, shape))
+
+
+def _read_all(reader: WeightReader, layer: str, prefix: str, style: _Style, shape: ExpertShape) -> ExpertStacks:
     names, sources = _joined_sources(reader, layer, style, shape)
     if not sources:
         return _separate(reader, prefix, style, shape)
@@ -197,7 +205,7 @@ def _stored(
 ) -> _Source:
     out, columns = size
     stored = reader.tensor(name, (shape.count, columns, out) if transposed else (shape.count, out, columns))
-    data = stored.data.transpose(1, 2) if transposed else stored.data
+    data = stored.data.swapaxes(1, 2) if transposed else stored.data
     return _Source(size, stored.type_name, data, bias=_bias(reader, bias, shape, out))
 
 
@@ -213,4 +221,4 @@ def _mxfp4(
 
 
 def _bias(reader: WeightReader, name: str, shape: ExpertShape, out: int) -> Tensor | None:
-    return reader.tensor(name, (shape.count, out)).data if shape.bias else None
+    return reader.floats(reader.tensor(name, (shape.count, out))) if shape.bias else None

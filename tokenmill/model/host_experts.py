@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tokenmill.kernels.base import Choice, Declined
-from tokenmill.kernels.ref_experts import RoutingSpec
+from tokenmill.kernels.routing import RoutingSpec
 from tokenmill.log import get_logger
 from tokenmill.model.device_experts import Upload, stack_for_gpu
 from tokenmill.model.formats.stacks import ExpertStacks, WeightStack

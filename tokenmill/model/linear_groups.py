@@ -7,13 +7,15 @@ the projections by head of latent attention, which are no linears.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tokenmill.kernels.ref_experts import RoutingSpec
 from tokenmill.model.architectures.decoder import Decoder
 from tokenmill.model.attention.latent import HeadProjections
 from tokenmill.model.formats.base import LinearWeight
-from tokenmill.model.formats.stacks import ExpertStacks
+
+if TYPE_CHECKING:
+    from tokenmill.kernels.routing import RoutingSpec
+    from tokenmill.model.formats.stacks import ExpertStacks
 
 
 def linear_groups(decoder: Decoder) -> list[list[LinearWeight]]:

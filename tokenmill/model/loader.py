@@ -8,26 +8,27 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from tokenmill.checkpoint.base import Checkpoint
 from tokenmill.checkpoint.description import ModelDescription
 from tokenmill.checkpoint.dummy import DummyCheckpoint
 from tokenmill.errors import UserError
-from tokenmill.kernels import triton
-from tokenmill.kernels.base import candidate_backends, select_linear
+from tokenmill.kernels import cpu
+from tokenmill.kernels.base import Choice, Declined, candidate_backends, select_linear
+from tokenmill.kernels.host import Device, NeedsTorch, on_host
 from tokenmill.log import get_logger
 from tokenmill.model.architectures import architecture_of
 from tokenmill.model.architectures.decoder import Decoder
-from tokenmill.model.device_weights import Placement, place_reference, place_weights
-from tokenmill.model.dummy_reader import DummyReader
 from tokenmill.model.formats.base import LinearWeight
+from tokenmill.model.group import ALONE, Group
+from tokenmill.model.host_reader import HostReader
 from tokenmill.model.layers.experts import expert_layers
 from tokenmill.model.linear_groups import head_projections
 from tokenmill.model.reader import WeightReader
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _log = get_logger(__name__)
 _PACKING_THREADS = 2
@@ -38,9 +39,10 @@ class LoadedModel:
     decoder: Decoder
     weights: dict[str, LinearWeight]  # by canonical prefix
     checkpoint: Checkpoint  # keeps the mapping alive
-    device: torch.device
+    device: Device
     kernels: str  # forced backend, or empty
     table: Tensor | None = None  # on a GPU: the embedding in bf16
+    group: Group = ALONE  # the ranks that share the matrices
 
     @property
     def weight_bytes(self) -> int:
@@ -65,15 +67,19 @@ class LoadedModel:
         return [choice.run for choice in choices if choice is not None]
 
 
-def uses_gpu_kernels(device: torch.device, kernels: str) -> bool:
+def uses_gpu_kernels(device: Device, kernels: str) -> bool:
     """Whether weights are made ready for GPU kernels: on a GPU unless the reference is asked for, and where tests run
     these kernels by Triton's interpreter."""
     if device.type == "cpu":
-        return kernels == "triton" and triton.unavailable(device) is None
+        if kernels != "triton":
+            return False
+        from tokenmill.kernels import triton
+
+        return triton.unavailable(device) is None
     return candidate_backends(kernels) != ("ref",)
 
 
-def check_expert_memory(description: ModelDescription, device: torch.device, kernels: str) -> None:
+def check_expert_memory(description: ModelDescription, device: Device, kernels: str) -> None:
     """Refuse memory for experts where there are none, or none on a GPU."""
     if not any(layer.feed_forward is not None and layer.feed_forward.num_experts for layer in description.layers):
         raise UserError(
@@ -89,7 +95,7 @@ def check_expert_memory(description: ModelDescription, device: torch.device, ker
 
 def load_model(
     checkpoint: Checkpoint,
-    device: torch.device,
+    device: Device,
     num_positions: int,
     kernels: str = "",
     quantization: str = "",
@@ -99,28 +105,32 @@ def load_model(
     """`num_positions`: how many positions the rotary tables cover (the engine's context length). `quantization`: how
     float matrices are quantized while they are loaded onto a GPU. `reader`: replaces the WeightReader of the
     checkpoint. `expert_memory`: bytes of the GPU for experts, which then lie in host memory; 0: all on the GPU."""
-    description = checkpoint.description
     if expert_memory:
-        check_expert_memory(description, device, kernels)
-    dummy = isinstance(checkpoint, DummyCheckpoint)
-    reader = reader or (DummyReader(checkpoint, device) if dummy else WeightReader(checkpoint))
-    decoder: Decoder = architecture_of(description)(reader, description, num_positions)
+        check_expert_memory(checkpoint.description, device, kernels)
+    reader = reader or _reader(checkpoint, device)
+    decoder: Decoder = architecture_of(checkpoint.description)(reader, reader.description, num_positions)
     reader.finish()
     if uses_gpu_kernels(device, kernels):
+        from tokenmill.model.device_weights import Placement, place_weights
+
         table = place_weights(decoder, reader, Placement(device, kernels, quantization, expert_memory))
         return LoadedModel(decoder, reader.weights, checkpoint, device, kernels, table)
     if device.type != "cpu":
+        from tokenmill.model.device_weights import place_reference
+
         place_reference(decoder, reader, device)
         return LoadedModel(decoder, reader.weights, checkpoint, device, kernels)
 
     def prepare(prefix: str) -> None:
         weight = reader.weights[prefix]
-        weight.kernel = select_linear(weight, device, kernels)
+        weight.kernel = _on_host(weight) if on_host(device) else select_linear(weight, device, kernels)
         if weight.kernel.backend != "ref":  # the kernel has its own packed copy: one is enough
             for name in reader.tensor_names[prefix]:
                 checkpoint.release(name)
 
     for projections in head_projections(decoder):
+        import torch
+
         projections.place(lambda weight: weight, torch.float32)
     multiplied = [
         prefix
@@ -130,3 +140,20 @@ def load_model(
     with ThreadPoolExecutor(_PACKING_THREADS) as pool:
         list(pool.map(prepare, multiplied))
     return LoadedModel(decoder, reader.weights, checkpoint, device, kernels)
+
+
+def _reader(checkpoint: Checkpoint, device: Device) -> WeightReader:
+    if on_host(device):
+        return HostReader(checkpoint)
+    if isinstance(checkpoint, DummyCheckpoint):
+        from tokenmill.model.dummy_reader import DummyReader
+
+        return DummyReader(checkpoint, device)
+    return WeightReader(checkpoint)
+
+
+def _on_host(weight: LinearWeight) -> Choice:
+    try:
+        return Choice("linear", "cpu", cpu.make_linear(weight))
+    except Declined as reason:
+        raise NeedsTorch(str(reason)) from None

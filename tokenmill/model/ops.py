@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tokenmill.kernels.ref_experts import RoutingSpec
+    from tokenmill.kernels.routing import RoutingSpec
     from tokenmill.model.attention.base import AttentionSpec
     from tokenmill.model.attention.latent import HeadProjections, LatentSpec
     from tokenmill.model.formats.base import LinearWeight

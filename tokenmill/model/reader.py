@@ -6,18 +6,24 @@ Problems are collected and raised together by `finish`, so that one error names 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from tokenmill.checkpoint.base import Checkpoint, StoredTensor
+from tokenmill.checkpoint.description import ModelDescription
 from tokenmill.errors import CheckpointError
 from tokenmill.log import get_logger
 from tokenmill.model.formats import FORMATS
 from tokenmill.model.formats.base import LinearWeight
-from tokenmill.model.formats.coded import CodedWeight
 from tokenmill.model.formats.dense import DenseWeight
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from tokenmill.model.formats.stacks import ExpertStacks
 
 _log = get_logger(__name__)
 # Buffers that some exporters store with the weights; they are computed, not read.
@@ -37,26 +43,48 @@ class WeightReader:
         self._missing: list[str] = []
         self._misshapen: list[str] = []
 
+    @property
+    def description(self) -> ModelDescription:
+        """What the architecture is built from."""
+        return self.checkpoint.description
+
+    def own(self, values: np.ndarray) -> Any:
+        """Values that were computed rather than read, as the arrays of this model are."""
+        import torch
+
+        return torch.from_numpy(values)
+
+    def format_names(self) -> Iterable[str]:
+        """Of FORMATS, those that are tried."""
+        return FORMATS
+
+    def _absent(self, *shape: int) -> Tensor:
+        """In the place of a tensor that is missing: `finish` raises."""
+        import torch
+
+        return torch.empty(shape, device="meta")
+
     def vector(self, name: str, size: int, offset: float = 0.0) -> Tensor:
         """A small float vector (a norm or a bias) as float32, plus `offset`. Norms of heads may be stored as a matrix
         with a row for each head."""
         stored = self._take(name)
         if stored is None:
-            return torch.empty(size, device="meta")
-        if stored.shape != (size,) and not (len(stored.shape) == 2 and stored.data.numel() == size):
+            return self._absent(size)
+        if stored.shape != (size,) and not (len(stored.shape) == 2 and math.prod(stored.shape) == size):
             self._misshapen.append(f"{name} is {list(stored.shape)}, expected [{size}]")
-        return self._float(stored).flatten() + offset
+        return self.floats(stored).flatten() + offset
 
     def table(self, name: str, rows: int, columns: int) -> Tensor:
         """A small float matrix that is looked up, not multiplied, as float32."""
         stored = self._take(name)
         if stored is None:
-            return torch.empty(rows, columns, device="meta")
+            return self._absent(rows, columns)
         if stored.shape != (rows, columns):
             self._misshapen.append(f"{name} is {list(stored.shape)}, expected [{rows}, {columns}]")
-        return self._float(stored)
+        return self.floats(stored)
 
-    def _float(self, stored: StoredTensor) -> Tensor:
+    def floats(self, stored: StoredTensor) -> Tensor:
+        """Its values as float32, where it has a plain float type."""
         if not stored.data.dtype.is_floating_point:
             self._misshapen.append(f"{stored.name} has type {stored.type_name}, expected a plain float type")
         return stored.data.float()
@@ -65,20 +93,18 @@ class WeightReader:
         """A small float array that is no matrix product (a convolution, decays of a state) as float32."""
         stored = self._take(name)
         if stored is None:
-            return torch.empty(shape, device="meta")
+            return self._absent(*shape)
         if stored.shape != shape:
             self._misshapen.append(f"{name} is {list(stored.shape)}, expected {list(shape)}")
-            return torch.empty(shape, device="meta")
-        if not stored.data.dtype.is_floating_point:
-            self._misshapen.append(f"{name} has type {stored.type_name}, expected a plain float type")
-        return stored.data.float()
+            return self._absent(*shape)
+        return self.floats(stored)
 
     def optional_vector(self, name: str, size: int) -> Tensor | None:
         return self.vector(name, size) if name in self.checkpoint else None
 
     def linear(self, prefix: str, out_features: int, in_features: int, bias: bool = False) -> LinearWeight:
         """The matrix `prefix` [out, in], in whatever format its tensors are."""
-        for name in FORMATS:
+        for name in self.format_names():
             names = FORMATS.get(name).tensor_names(self.checkpoint, prefix)
             if names:
                 weight: LinearWeight = FORMATS.get(name).load(self.checkpoint, prefix)
@@ -92,10 +118,19 @@ class WeightReader:
                 f"{prefix} is [{weight.out_features}, {weight.in_features}], expected [{out_features}, {in_features}]"
             )
         # GPTQ files may add a bias that the architecture does not have.
-        if bias or (isinstance(weight, CodedWeight) and f"{prefix}.bias" in self.checkpoint):
+        if bias or (hasattr(weight, "decode") and f"{prefix}.bias" in self.checkpoint):
             weight.bias = self.vector(f"{prefix}.bias", out_features)
         self.weights[prefix] = weight
         return weight
+
+    def tied_head(self, embedding: LinearWeight) -> LinearWeight:
+        """The head of a model that has no matrix for it but the embedding."""
+        self.ignore("lm_head.weight")
+        return embedding
+
+    def experts(self, prefix: str, stacks: ExpertStacks) -> ExpertStacks:  # noqa: ARG002
+        """What is kept of the experts that were read below `prefix`."""
+        return stacks
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
         """A tensor of several matrices, as of all experts, in its stored form; a meta tensor if it does not fit."""
@@ -104,7 +139,7 @@ class WeightReader:
             return stored
         if stored is not None:
             self._misshapen.append(f"{name} is {list(stored.shape)}, expected {list(shape)}")
-        return StoredTensor(name, shape, "F32", torch.empty(shape, device="meta"))
+        return StoredTensor(name, shape, "F32", self._absent(*shape))
 
     def add(self, prefix: str, weight: LinearWeight, tensor_names: list[str]) -> LinearWeight:
         """Record a matrix that was made from a part of a larger tensor. `tensor_names`: released with this matrix."""
@@ -114,7 +149,7 @@ class WeightReader:
 
     def row(self, prefix: str, size: int) -> LinearWeight:
         """A matrix of one row, kept in float32; files may store it as a vector."""
-        values = self.vector(f"{prefix}.weight", size).view(1, size)
+        values = self.vector(f"{prefix}.weight", size).reshape(1, size)
         return self.add(prefix, DenseWeight(StoredTensor(prefix, (1, size), "F32", values)), [])
 
     def has_prefix(self, prefix: str) -> bool:
@@ -182,4 +217,4 @@ class WeightReader:
         else:
             self._missing.append(name)
         shape = (out_features, in_features)
-        return DenseWeight(StoredTensor(name, shape, "F32", torch.empty(shape, device="meta")))
+        return DenseWeight(StoredTensor(name, shape, "F32", self._absent(*shape)))

@@ -54,10 +54,17 @@ def check_base(adapter: Adapter, description: ModelDescription, base_hash: str =
     if base_hash and adapter.base_hash and base_hash != adapter.base_hash:
         raise _other_base(adapter, description, f"it states a base of hash {adapter.base_hash[:12]}, not this one")
     shapes = module_shapes(description)
-    matrices = {part.name: part for matrix in adapter.matrices.values() for part in _parts(matrix, description)}
+    matrices: dict[str, AdapterMatrix] = {}
     saved: dict[str, Tensor] = {}
+    of: dict[str, str] = {}  # what it is called here -> in the adapter
+    for matrix in adapter.matrices.values():
+        for part in _parts(matrix, description):
+            _check_once(adapter, of, part.name, matrix.name)
+            matrices[part.name] = part
     for name, tensor in adapter.saved.items():
-        saved |= _split(_canonical(name, description), tensor, description)
+        for part_name, rows in _split(_canonical(name, description), tensor, description).items():
+            _check_once(adapter, of, part_name, name)
+            saved[part_name] = rows
     unknown = [name for name in matrices if _shape_of(name, shapes) is None]
     if unknown:
         more = f" and {len(unknown) - _MAX_SHOWN} more" if len(unknown) > _MAX_SHOWN else ""
@@ -77,6 +84,14 @@ def check_base(adapter: Adapter, description: ModelDescription, base_hash: str =
         matrices={name: _in_row_order(matrix, description) for name, matrix in matrices.items()},
         saved={name: _rows(name.removesuffix(".weight"), each, description) for name, each in saved.items()},
     )
+
+
+def _check_once(adapter: Adapter, of: dict[str, str], name: str, theirs: str) -> None:
+    """Refuse what is changed twice: by a fused matrix and one of its parts, or under two names."""
+    if name in of:
+        problem = f"adapter '{adapter.name}' changes {name} twice: as {shown(of[name])} and as {shown(theirs)}"
+        raise CheckpointError(problem, "merge one of the two, or train them as one adapter")
+    of[name] = theirs
 
 
 def module_shapes(description: ModelDescription) -> dict[str, tuple[int, int]]:

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tokenmill.checkpoint.adapters.adapter import Adapter, AdapterMatrix
+from tokenmill.checkpoint.adapters.patterns import PatternError, matches_tail
 from tokenmill.checkpoint.fields import Fields, shown
 from tokenmill.checkpoint.safetensors import read_json
 from tokenmill.errors import CheckpointError
@@ -44,7 +45,7 @@ _REFUSED = {
 # Starting values that leave the base as it is. The others (PiSSA, OLoRA, LoftQ, ...) change the base too.
 _STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 _EDGES = ("embed_tokens", "lm_head", "wte", "embed_in", "embed_out", "word_embeddings", "embeddings")
-_MAX_PATTERN = 256  # characters of a pattern: names are shorter
+_MAX_NAME = 256  # characters of a module in an error message
 _FACTOR = re.compile(
     r"(?P<module>.+)\.(?:lora_(?P<embedding>embedding_)?(?P<side>[AB])(?:\.weight)?"
     r"|(?P<magnitude>lora_magnitude_vector)(?:\.weight)?)"
@@ -170,12 +171,10 @@ def _by_pattern(fields: Fields, key: str, module: str, default: float) -> float:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
             raise fields.error(f"'{key}' of {shown(pattern)} is {shown(value)}")
         try:
-            if len(pattern) > _MAX_PATTERN:
-                raise re.error("too long")
-            if re.match(rf"(.*\.)?({pattern})$", module):
+            if matches_tail(pattern, module):
                 return float(value)
-        except re.error:
-            raise fields.error(f"'{key}': {shown(pattern)} is not a valid pattern") from None
+        except PatternError as error:
+            raise fields.error(f"'{key}': {shown(pattern)} is not a valid pattern: {error}") from None
     return default
 
 
@@ -200,7 +199,7 @@ def _without_copies(
 def _named(name: str) -> str:
     """A module or tensor for an error message: the place that matters is at its end."""
     name = name.removeprefix(PREFIX)
-    return f"'{name}'" if name.isprintable() and len(name) <= _MAX_PATTERN else shown(name)
+    return f"'{name}'" if name.isprintable() and len(name) <= _MAX_NAME else shown(name)
 
 
 def _hash(*files: Path) -> str:

@@ -15,7 +15,7 @@ from tokenmill.errors import UserError, unknown_name
 def bytes_here(model: str) -> tuple[int, int]:
     """(bytes on this disk, bytes of the whole model or 0 if that is not known), while it is being fetched."""
     alias = load_aliases().get(model)
-    folder = _folder(model)
+    folder = folder_of(model)
     if folder is None:
         return 0, 0
     return sum(size for _, size in _files(folder)), alias.bytes if alias is not None else 0
@@ -23,7 +23,7 @@ def bytes_here(model: str) -> tuple[int, int]:
 
 def remove(model: str) -> int:
     """Delete a cached model by its alias or Hugging Face id; returns the bytes that it took. Raises UserError."""
-    folder = _folder(model)
+    folder = folder_of(model)
     if folder is None:
         raise unknown_name("cached model", model, {*load_aliases(), *cached_repositories()})
     if not folder.is_dir():
@@ -37,7 +37,8 @@ def remove(model: str) -> int:
     return freed
 
 
-def _folder(model: str) -> Path | None:
+def folder_of(model: str) -> Path | None:
+    """That of an alias or of a Hugging Face id; None: it is neither, or not here."""
     alias = load_aliases().get(model)
     return model_folder(alias) if alias is not None else cached_repositories().get(model)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from tokenmill.checkpoint.description import ModelDescription
+from tokenmill.checkpoint.rank_description import EMPTY_LAYER
 from tokenmill.errors import UserError
 from tokenmill.hardware.kv_layout import LayerKV
 from tokenmill.model.layers.attention import SelfAttention
@@ -111,12 +112,13 @@ class Decoder:
             self.positions = reader.table("model.position_embeddings.weight", d.context_length, d.hidden_size)
         tables = build_rotary_tables(reader, d, num_positions)
         self.blocks = [
-            self.block_class(reader, d, number, tables.get(layer.rope)) for number, layer in enumerate(d.layers)
+            self.block_class(reader, d, number, tables.get(layer.rope))
+            for number, layer in enumerate(d.layers)
+            if layer != EMPTY_LAYER
         ]
         self.norm = Norm(reader, d, "model.norm")
         if d.tie_embeddings:
-            self.head = self.embedding
-            reader.ignore("lm_head.weight")
+            self.head = reader.tied_head(self.embedding)
             if d.head_bias:
                 self.head.bias = reader.vector("lm_head.bias", d.vocab_size)
         else:
@@ -127,12 +129,19 @@ class Decoder:
 
     def forward(self, ops: Ops) -> Value:
         """The hidden state of every token of the batch, before the final norm."""
-        residual, update = ops.embed(self.embedding, self.description.embedding_scale), None
-        if self.positions is not None:
-            residual = ops.add_positions(residual, self.positions)
+        residual, update = self.pass_blocks(ops, self.embed(ops), None)
+        return ops.add(residual, update)
+
+    def embed(self, ops: Ops) -> Value:
+        """What the first block reads."""
+        residual = ops.embed(self.embedding, self.description.embedding_scale)
+        return residual if self.positions is None else ops.add_positions(residual, self.positions)
+
+    def pass_blocks(self, ops: Ops, residual: Value, update: Value | None) -> tuple[Value, Value]:
+        """The residual stream behind the blocks, and the update still to be added to it."""
         for block in self.blocks:
             residual, update = block(ops, residual, update)
-        return ops.add(residual, update)
+        return residual, update
 
     def logits(self, ops: Ops, hidden: Value) -> Value:
         """Logits of the rows that the step selects."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from tokenmill.checkpoint.description import ModelDescription
 from tokenmill.checkpoint.mixers import SCALED_PROJECTIONS, Attention, Recurrent
+from tokenmill.checkpoint.rank_description import EMPTY_LAYER
 from tokenmill.model.architectures.decoder import Decoder
 from tokenmill.model.layers.attention import SelfAttention
 from tokenmill.model.layers.experts import Experts
@@ -138,11 +139,11 @@ class Hybrid(Decoder):
         self.embedding = reader.linear(names.embedding, d.vocab_size, d.hidden_size)
         self.positions = None
         tables = build_rotary_tables(reader, d, num_positions)
-        self.blocks = [HybridBlock(reader, d, layer, tables, names) for layer in range(d.num_layers)]  # type: ignore[misc]
+        own = [number for number, layer in enumerate(d.layers) if layer != EMPTY_LAYER]
+        self.blocks = [HybridBlock(reader, d, layer, tables, names) for layer in own]  # type: ignore[misc]
         self.norm = Norm(reader, d, names.final_norm)
         if d.tie_embeddings:
-            self.head = self.embedding
-            reader.ignore("lm_head.weight")
+            self.head = reader.tied_head(self.embedding)
         else:
             self.head = reader.linear("lm_head", d.vocab_size, d.hidden_size)
 

@@ -1,8 +1,14 @@
 """Attention backends, tried in this order on the KV store. Add one: a file here and a line in the table."""
 
-from tokenmill.model.attention.base import AttentionBackend
-from tokenmill.model.kvstore.base import KVStore
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from tokenmill.registry import Registry
+
+if TYPE_CHECKING:
+    from tokenmill.model.attention.base import AttentionBackend
+    from tokenmill.model.kvstore.base import KVStore
 
 ATTENTION_BACKENDS = Registry(
     "attention backend",

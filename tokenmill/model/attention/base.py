@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
-from tokenmill.model.kvstore.base import KVStore
-from tokenmill.types import Batch
+    from tokenmill.model.kvstore.base import KVStore
+    from tokenmill.types import Batch
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,14 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
-from tokenmill.kernels import ref_latent
 from tokenmill.kernels.base import Choice
 from tokenmill.model.attention.base import AttentionSpec
 from tokenmill.model.formats.base import LinearWeight
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,8 @@ class LatentSpec:
     @property
     def max_absorbed(self) -> int:
         """Up to so many queries of a sequence the absorbed form takes less arithmetic, whatever the context."""
+        from tokenmill.kernels import ref_latent
+
         return ref_latent.max_absorbed(self.rank, self.nope_dim, self.value_dim)
 
 
@@ -55,6 +58,8 @@ class HeadProjections:
     def __init__(self, stored: Sequence[LinearWeight], spec: LatentSpec) -> None:
         self.stored = tuple(stored)
         self._spec = spec
+        import torch
+
         self.keys = self.values = torch.empty(0)
 
     @property
@@ -91,4 +96,6 @@ class HeadProjections:
 
     def __call__(self, latents: Tensor) -> tuple[Tensor, Tensor]:
         """Keys [T, heads, nope_dim] and values [T, heads, value_dim] of latents [T, rank]."""
+        from tokenmill.kernels import ref_latent
+
         return ref_latent.expand(latents, self.keys, self.values)

@@ -15,6 +15,7 @@ FORMATS = Registry(
         "float8": "tokenmill.model.formats.float8:Float8Format",
         "float4": "tokenmill.model.formats.float4:Float4Format",
         "codebook": "tokenmill.model.formats.codebook:CodebookFormat",
+        "sparse-24": "tokenmill.model.formats.sparse24:Sparse24Format",
         "dense": "tokenmill.model.formats.dense:DenseFormat",
     },
 )

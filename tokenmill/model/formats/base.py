@@ -1,7 +1,8 @@
 """The contract of a weight format: how a matrix is stored and which numbers it represents.
 
 A format is detected by the tensors present, never by a file name. It knows nothing of the method that chose the values
-(GPTQ, AWQ and round-to-nearest share one format). `dequantize` is the spec; kernels multiply from `parts()`.
+(GPTQ, AWQ and round-to-nearest share one format). `dequantize` is the spec; kernels multiply from `parts()`, which are
+numpy arrays where the model was read without torch (model/host_reader.py).
 """
 
 from __future__ import annotations
@@ -9,11 +10,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
-from torch import Tensor
-
 from tokenmill.kernels.base import Choice
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from tokenmill.checkpoint.base import Checkpoint
 
 
@@ -29,6 +30,11 @@ class LinearWeight(ABC):
     activations: str = "none"  # how the scheme rounds the input of the product: see kernels/rounding.py
     input_scale: float | None = None  # the calibrated scale that some roundings need
     kernel: Choice | None = None  # set by the loader: the kernel that multiplies
+    # How ranks share it: "" (each has all of it), "outputs" (its rows, put together), "gather" (the same, and its input
+    # is put together before), "sum" (its columns, results are added)
+    split: str = ""
+    shares: tuple[int, ...] = ()  # rows of each rank, where rows are put together
+    own: tuple[range, ...] = ()  # of the whole matrix, the rows that these are (of "sum" the columns); (): all of it
 
     @abstractmethod
     def parts(self) -> dict[str, Tensor]: ...
@@ -43,7 +49,7 @@ class LinearWeight(ABC):
 
     @property
     def nbytes(self) -> int:
-        return sum(part.numel() * part.element_size() for part in self.parts().values())
+        return sum(part.nbytes for part in self.parts().values())
 
 
 class WeightFormat(ABC):

@@ -84,6 +84,8 @@ def type_name(scheme: Scheme) -> str:
         return "NF4"
     if scheme.element == "e4m3" and scheme.scale_type == "e8m0" and scheme.block_rows == 1:
         return "MXFP8"
+    if scheme.element == "float":
+        return f"FLOAT_{scheme.sparsity}" if scheme.sparsity else "FLOAT"
     kind = {"int": f"INT{scheme.bits}", "e4m3": "FP8", "codebook": f"CODEBOOK{scheme.bits}"}[scheme.element]
     if scheme.block_rows > 1:
         return f"{kind}_BLOCK"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from tokenmill.checkpoint.base import Checkpoint, StoredTensor
 from tokenmill.model.formats.base import LinearWeight, WeightFormat
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _TYPES = {"F32", "F16", "BF16"}
 

@@ -1,13 +1,15 @@
-"""ggml block types (Q4_0 ... Q6_K, IQ4_NL, IQ4_XS, MXFP4) as they lie in a GGUF file, row by row."""
+"""ggml block types (Q4_0 ... Q6_K, IQ1_S ... IQ4_XS, TQ1_0, MXFP4, NVFP4 ...) as they lie in a GGUF file, by rows."""
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from tokenmill.checkpoint.base import Checkpoint, StoredTensor
 from tokenmill.kernels.ggml_types import TYPES
-from tokenmill.kernels.ref_ggml import dequantize
 from tokenmill.model.formats.base import LinearWeight, WeightFormat
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class GgmlWeight(LinearWeight):
@@ -22,9 +24,13 @@ class GgmlWeight(LinearWeight):
         return {"blocks": self.blocks}
 
     def dequantize(self, begin: int, end: int) -> Tensor:
+        from tokenmill.kernels.ref_ggml import dequantize
+
         return dequantize(self.type_name, self.blocks[begin:end])
 
     def dequantize_rows(self, rows: Tensor) -> Tensor:
+        from tokenmill.kernels.ref_ggml import dequantize
+
         return dequantize(self.type_name, self.blocks[rows])
 
 

@@ -36,11 +36,13 @@ NF4_VALUES = (  # the quantiles of a normal distribution that bitsandbytes store
 class Scheme:
     """Which numbers a matrix may hold, and how its scales are shared.
 
-    `element`: "int" (unsigned codes of `bits` bits), "e4m3" (a float8 byte), "e2m1", "nf4", or "codebook" (`bits` bits,
-    table in the matrix). One scale serves `block_rows` rows by `group_size` columns; 0 means all.
+    `element`: "int" (unsigned codes of `bits` bits), "e4m3" (a float8 byte), "e2m1", "nf4", "codebook" (`bits` bits,
+    table in the matrix) or "float" (pruned only, not rounded). One scale serves `block_rows` rows by `group_size`
+    columns; 0 means all.
     `scale_type`: "float", "e8m0" (powers of two) or "e4m3" (times one float32 per tensor).
     `activations`: how the input is rounded when the product runs: "none", "int8_token", "fp8_token", "fp8_static" or
     another kind of kernels/rounding.py.
+    `sparsity`: "2:4" where two of four neighbours are zero and the file may leave them out (floats only).
     """
 
     element: str
@@ -50,10 +52,11 @@ class Scheme:
     symmetric: bool = True
     scale_type: str = "float"
     activations: str = "none"
+    sparsity: str = ""
 
     @property
     def bits_per_weight(self) -> float:
-        """With its scales and zero points; a scale per row or per tensor is not counted."""
+        """With its scales and zero points; a scale per row or per tensor is not counted. Zeros are counted."""
         if not self.group_size:
             return float(self.bits)
         scale_bits = 16 if self.scale_type == "float" else 8
@@ -66,7 +69,7 @@ class QuantizedMatrix:
     """W [out, in] as codes and scales; `dequantize` says what it means.
 
     codes  uint8 [out, in]: int codes in 0 .. 2^bits - 1 (symmetric ones too: the zero point is 2^(bits-1)), the raw
-           e4m3 byte, the e2m1 or nf4 code, or an index into `table`.
+           e4m3 byte, the e2m1 or nf4 code, or an index into `table`. Of element "float" the values themselves.
     scales float32 [out / block_rows, in / group_size]: true multipliers, before `global_scale`.
     zeros  float32, like scales, for asymmetric ints: w = scale * (code - zero). Whole numbers unless the method
            (HQQ) says otherwise.
@@ -112,6 +115,8 @@ def element_values(matrix: QuantizedMatrix) -> Tensor:
         return codes.float() - zeros
     if scheme.element == "e4m3":
         return codes.view(torch.float8_e4m3fn).float()
+    if scheme.element == "float":
+        return codes.float()
     return table_values(matrix)[codes.long()]
 
 

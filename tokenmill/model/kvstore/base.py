@@ -8,18 +8,22 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from tokenmill.hardware.kv_layout import KVLayout
 from tokenmill.kernels.cpu_pages import CpuPages
-from tokenmill.kernels.packed_pages import PackedPages
-from tokenmill.model.kvstore import transfer
-from tokenmill.model.kvstore.conditioning import KeyConditioning
+from tokenmill.kernels.host import Device, on_host
+from tokenmill.model.kvstore import host_transfer
 from tokenmill.model.state.store import StateStore
 from tokenmill.types import Batch
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from tokenmill.kernels.packed_pages import PackedPages
+    from tokenmill.model.kvstore import transfer
+    from tokenmill.model.kvstore.conditioning import KeyConditioning
 
 
 class KVStore(ABC):
@@ -34,7 +38,7 @@ class KVStore(ABC):
         self,
         layout: KVLayout,
         num_pages: int,
-        device: torch.device,
+        device: Device,
         kernels: str = "",  # noqa: ARG002
         sequences: int = 1,
     ) -> None:
@@ -73,6 +77,10 @@ class KVStore(ABC):
 
     def prepare(self, batch: Batch) -> None:  # noqa: B027
         """Called before the first write of a step; for stores that treat recent tokens differently."""
+
+    def as_tensors(self, device: torch.device) -> KVStore:
+        """The same pages, of a store of numpy arrays, for torch."""
+        raise NotImplementedError(self.name)
 
     @property
     def conditions_keys(self) -> bool:
@@ -134,28 +142,39 @@ class KVStore(ABC):
     @property
     def stored_page_bytes(self) -> int:
         """Bytes of one page as it leaves for a tier."""
-        return transfer.bytes_per_page(self.page_tensors())
+        return sum(tensor.nbytes // tensor.shape[1] for tensor in self.page_tensors())
 
-    def export_pages(self, pages: Sequence[int]) -> transfer.PagesOnHost | transfer.PagesOnTheWay:
+    def export_pages(self, pages: Sequence[int]) -> host_transfer.PagesOnHost | transfer.PagesOnTheWay:
         """Copies of pages, all layers: bytes in host memory, in the order of `page_tensors`. The pages may be
         overwritten by what runs after this call, also where the copies are still on their way."""
         self.before_export(pages)
-        tensors = self.page_tensors()
+        tensors: Any = self.page_tensors()
+        if on_host(self.device):
+            return host_transfer.PagesOnHost([host_transfer.copy_out(tensors, page) for page in pages])
+        from tokenmill.model.kvstore import transfer
+
         if self.device.type != "cuda":
             return transfer.PagesOnHost([transfer.copy_out(tensors, page) for page in pages])
         if self._copy_stream is None:
+            import torch
+
             self._copy_stream = torch.cuda.Stream(self.device)
         return transfer.start_export(tensors, pages, self._copy_stream)
 
     def import_pages(self, pages: Sequence[int], data: Sequence[memoryview]) -> None:
         """Overwrite pages with what `export_pages` of a store of the same kind and layout returned, in writable
         memory."""
-        tensors = self.page_tensors()
+        tensors: Any = self.page_tensors()
         if self.device.type == "cuda":
-            transfer.start_import(tensors, pages, data)
+            from tokenmill.model.kvstore.transfer import start_import
+
+            start_import(tensors, pages, data)
         else:
+            copies: Any = host_transfer
+            if not on_host(self.device):
+                from tokenmill.model.kvstore import transfer as copies
             for page, content in zip(pages, data, strict=True):
-                transfer.copy_in(tensors, page, content)
+                copies.copy_in(tensors, page, content)
         self.after_import(pages)
 
     def before_export(self, pages: Sequence[int]) -> None:  # noqa: B027
@@ -174,13 +193,15 @@ class KVStore(ABC):
         if path == list(range(len(path))):
             return
         size = self.layout.page_size
-        source = torch.tensor([divmod(first + node, size) for node in path])
-        destination = torch.tensor([divmod(first + depth, size) for depth in range(len(path))])
+        sources = [divmod(first + node, size) for node in path]
+        destinations = [divmod(first + depth, size) for depth in range(len(path))]
         for table in block_tables:
-            pages = torch.tensor(table)
+            begin, end = (
+                ([table[entry] for entry, _ in places], [offset for _, offset in places])
+                for places in (sources, destinations)
+            )
             for tensor in self.page_tensors():  # [layer slots, pages, kv_heads, page_size, row]
-                moved = tensor[:, pages[source[:, 0]], :, source[:, 1]]
-                tensor[:, pages[destination[:, 0]], :, destination[:, 1]] = moved
+                tensor[:, end[0], :, end[1]] = tensor[:, begin[0], :, begin[1]]
 
     @property
     @abstractmethod

@@ -6,13 +6,15 @@ every other the reader's log line says that they are not used. Called once, when
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from tokenmill.checkpoint.base import Checkpoint
 from tokenmill.errors import CheckpointError
 from tokenmill.log import get_logger
 from tokenmill.model.kvstore.base import KVStore
-from tokenmill.model.kvstore.float8 import Float8Store
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _log = get_logger(__name__)
 # Where exporters put them, newest first.
@@ -21,6 +23,10 @@ _NAMES = ("self_attn.{side}_scale", "self_attn.{side}_proj.{side}_scale", "self_
 
 def load_kv_scales(store: KVStore, checkpoint: Checkpoint) -> None:
     """Fill in the scales of an fp8 store from the checkpoint; every other store is left as it is."""
+    if not store.is_coded:
+        return
+    from tokenmill.model.kvstore.float8 import Float8Store
+
     if not isinstance(store, Float8Store):
         return
     layers = [layer for group in store.layout.groups for layer in group.layers]

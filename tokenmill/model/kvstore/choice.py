@@ -7,16 +7,17 @@ construction of the runtime and by `inspect`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from tokenmill.errors import UserError
 from tokenmill.hardware.kv_layout import KVLayout, LayerKV, build_layout
+from tokenmill.kernels.host import Device
 from tokenmill.model.attention import choose_attention
 from tokenmill.model.kvstore import KV_STORES
-from tokenmill.model.kvstore.base import KVStore
 from tokenmill.model.kvstore.edges import EdgeStore, native_slots, split_layout
+
+if TYPE_CHECKING:
+    from tokenmill.model.kvstore.base import KVStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ class StoreChoice:
         size: int = self._store.fixed_bytes(coded, sequences)
         return size
 
-    def build(self, layout: KVLayout, num_pages: int, device: torch.device, kernels: str, sequences: int) -> KVStore:
+    def build(self, layout: KVLayout, num_pages: int, device: Device, kernels: str, sequences: int) -> KVStore:
         if not self.edge_layers:
             store: KVStore = self._store(layout, num_pages, device, kernels, sequences)
             return store
@@ -66,7 +67,7 @@ def page_multiple(dtype: str) -> int:
     return multiple
 
 
-def choose_store(dtype: str, edge_layers: int | None, layers: list[LayerKV], device: torch.device) -> StoreChoice:
+def choose_store(dtype: str, edge_layers: int | None, layers: list[LayerKV], device: Device) -> StoreChoice:
     """`edge_layers`: at each end, kept in 16 bits. None: what the store recommends where all layers are alike."""
     on_gpu = device.type == "cuda"
     store = KV_STORES.get(dtype)

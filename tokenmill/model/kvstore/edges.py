@@ -9,15 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from tokenmill.hardware.kv_layout import KVLayout
 from tokenmill.kernels.cpu_pages import CpuPages
-from tokenmill.kernels.packed_pages import PackedPages
 from tokenmill.model.kvstore.base import KVStore
-from tokenmill.model.kvstore.conditioning import KeyConditioning
 from tokenmill.types import Batch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from tokenmill.kernels.packed_pages import PackedPages
+    from tokenmill.model.kvstore.conditioning import KeyConditioning
 
 
 def native_slots(layout: KVLayout, edge_layers: int) -> tuple[int, ...]:

@@ -12,17 +12,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from tokenmill.model.kvstore.host_transfer import PagesOnHost as PagesOnHost
+
 _STAGING_BYTES = 32 << 20  # on the device, for one batch: pages leave when memory is short
-
-
-class PagesOnHost:
-    """An export that is complete."""
-
-    def __init__(self, pages: list[memoryview]) -> None:
-        self._pages = pages
-
-    def wait(self) -> list[memoryview]:
-        return self._pages
 
 
 class PagesOnTheWay:

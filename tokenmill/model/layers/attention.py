@@ -71,7 +71,7 @@ def _projection_norm(
         return NoNorm()
     if attention.head_norms == "unit":
         # Llama 4 applies it after the rotation, which does not change the norm of a head.
-        return UnitNorm(attention.head_dim, description.norm_eps)
+        return UnitNorm(reader, attention.head_dim, description.norm_eps)
     if attention.head_norms == "projection":
         return Norm(reader, description, name, width)
     if attention.head_norms == "heads":

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from tokenmill.checkpoint.description import FeedForward, ModelDescription
-from tokenmill.kernels.ref_experts import RoutingSpec
+from tokenmill.kernels.routing import RoutingSpec
 from tokenmill.model.expert_reader import ExpertShape, read_experts, read_router, router_name
 from tokenmill.model.ops import Ops, Value
 from tokenmill.model.reader import WeightReader

@@ -5,13 +5,16 @@ Which kind, and whether stored weights lack an offset, is in the model's descrip
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from tokenmill.checkpoint.description import ModelDescription
-from tokenmill.kernels import ref
 from tokenmill.model.ops import Ops, Value
 from tokenmill.model.reader import WeightReader
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Norm:
@@ -41,10 +44,18 @@ class Norm:
         return ops.rms_norm(x, self.weight, self.eps, self.head_dim)
 
     def of_tensor(self, x: Tensor) -> Tensor:
-        """The norm of float32 rows outside of a forward pass, by the torch spec."""
+        """The norm of float32 rows outside of a forward pass: by the torch spec, or in C++ where they are numpy's."""
+        ops: Any
+        if isinstance(x, np.ndarray):
+            from tokenmill.kernels import cpu as ops
+        else:
+            from tokenmill.kernels import ref as ops
+        normed: Tensor
         if self.removes_mean:
-            return ref.layer_norm(x, self.weight, self.bias, self.eps, self.head_dim)
-        return ref.rms_norm(x, self.weight, self.eps, self.head_dim)
+            normed = ops.layer_norm(x, self.weight, self.bias, self.eps, self.head_dim)
+        else:
+            normed = ops.rms_norm(x, self.weight, self.eps, self.head_dim)
+        return normed
 
     def of_sum(self, ops: Ops, residual: Value, update: Value | None) -> tuple[Value, Value]:
         """(residual + update, its norm)."""
@@ -59,8 +70,9 @@ class Norm:
 class UnitNorm:
     """A root-mean-square norm of each head without weights."""
 
-    def __init__(self, head_dim: int, eps: float) -> None:
-        self.weight, self.eps, self.head_dim = torch.ones(head_dim), eps, head_dim
+    def __init__(self, reader: WeightReader, head_dim: int, eps: float) -> None:
+        ones = np.ones(head_dim, dtype=np.float32)
+        self.weight, self.eps, self.head_dim = reader.own(ones), eps, head_dim
 
     def __call__(self, ops: Ops, x: Value) -> Value:
         return ops.rms_norm(x, self.weight, self.eps, self.head_dim)

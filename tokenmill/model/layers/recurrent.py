@@ -7,16 +7,19 @@ names below the mixer's prefix are the same in all families that have it. Used b
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from tokenmill.checkpoint.description import ModelDescription
 from tokenmill.checkpoint.mixers import Recurrent
+from tokenmill.kernels.cpu import contiguous
 from tokenmill.model.ops import Ops, Value
 from tokenmill.model.reader import WeightReader
 from tokenmill.model.state.specs import ConvolutionSpec, DeltaScan, Mamba2Scan, MambaScan
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class RecurrentMixer(Protocol):
@@ -49,7 +52,7 @@ class Mamba:
                 for name, width in zip(("dt", "b", "c"), self.widths, strict=True)
             ]
         elif m.step_norms == "plain":
-            self.norms = [torch.ones(width) for width in self.widths]
+            self.norms = [reader.own(np.ones(width, dtype=np.float32)) for width in self.widths]
         decays = _decays(reader, prefix, (m.inner, m.state_size))
         self.scan = MambaScan(layer, decays, reader.vector(f"{prefix}.D", m.inner))
         self.output = reader.linear(f"{prefix}.out_proj", hidden, m.inner, m.output_bias)
@@ -80,7 +83,7 @@ class Mamba2:
         self.widths = (m.inner, m.convolved, m.num_heads)
         self.input = reader.linear(f"{prefix}.in_proj", sum(self.widths), hidden, m.input_bias)
         group = m.num_groups * m.state_size
-        factors = torch.cat([torch.full((width,), f) for width, f in ((m.inner, x), (group, b), (group, c))])
+        factors = np.repeat(np.array([x, b, c], dtype=np.float32), [m.inner, group, group])
         self.convolution = _convolution(reader, m, layer, prefix, factors)
         decays = _decays(reader, prefix, (m.num_heads,))
         skip, bias = (reader.vector(f"{prefix}.{name}", m.num_heads) for name in ("D", "dt_bias"))
@@ -89,7 +92,7 @@ class Mamba2:
         self.norm: Tensor | None = None
         self.norm_first = m.norm == "ungated"
         if m.norm:
-            self.norm = reader.vector(f"{prefix}.norm.weight", m.inner).view(m.num_groups, -1)
+            self.norm = reader.vector(f"{prefix}.norm.weight", m.inner).reshape(m.num_groups, -1)
         self.output = reader.linear(f"{prefix}.out_proj", hidden, m.inner, m.output_bias)
 
     def __call__(self, ops: Ops, x: Value) -> Value:
@@ -152,18 +155,21 @@ def _decays(reader: WeightReader, prefix: str, shape: tuple[int, ...]) -> Tensor
     is_plain = f"{prefix}.A" in reader.checkpoint
     name = f"{prefix}.{'A' if is_plain else 'A_log'}"
     values = reader.vector(name, shape[0]) if len(shape) == 1 else reader.array(name, shape)
-    return values if is_plain else -torch.exp(values)
+    if is_plain:
+        return values
+    return -np.exp(values) if isinstance(values, np.ndarray) else -values.exp()
 
 
 def _convolution(
-    reader: WeightReader, mixer: Recurrent, layer: int, prefix: str, factors: Tensor | None = None
+    reader: WeightReader, mixer: Recurrent, layer: int, prefix: str, factors: np.ndarray | None = None
 ) -> ConvolutionSpec:
     """`factors` [channels] multiply the inputs."""
     channels = mixer.convolved
     weight = reader.array(f"{prefix}.conv1d.weight", (channels, 1, mixer.convolution))[:, 0].T
-    weight = weight if factors is None else weight * factors.to(weight.device)
+    if factors is not None:
+        weight = weight * (factors if isinstance(weight, np.ndarray) else reader.own(factors).to(weight.device))
     bias = reader.vector(f"{prefix}.conv1d.bias", channels) if mixer.convolution_bias else None
-    return ConvolutionSpec(layer, weight.contiguous(), bias)
+    return ConvolutionSpec(layer, contiguous(weight), bias)
 
 
 def _scaled(ops: Ops, x: Value, factor: float) -> Value:

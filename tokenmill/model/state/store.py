@@ -8,18 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from tokenmill.hardware.kv_layout import KVLayout
+from tokenmill.kernels.host import Device, empty, on_host
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _ALIGNMENT = 64  # numbers: every array of a slot begins at a multiple of 256 bytes
 
 
 class StateStore:
     def __init__(
-        self, layout: KVLayout, num_slots: int, device: torch.device, num_spares: int = 0, joined: bool | None = None
+        self, layout: KVLayout, num_slots: int, device: Device, num_spares: int = 0, joined: bool | None = None
     ) -> None:
         """`num_spares`: places beyond those of slots, for executors that write a state elsewhere than they read it.
         `joined`: all states of a slot lie in one piece, so that clearing or copying a slot is one launch. None: on a
@@ -34,13 +36,13 @@ class StateStore:
         self._pieces: list[Tensor] = []  # [places, ...]: what is cleared and copied
         if joined:
             widths = [-(-prod(shape) // _ALIGNMENT) * _ALIGNMENT for state in layout.states for shape in state.shapes]
-            self._pieces = [torch.empty((num_places, sum(widths)), device=device)]
+            self._pieces = [_floats((num_places, sum(widths)), device)]
             parts = iter(self._pieces[0].split(widths, dim=1))
         for state in layout.states:
             if joined:
                 arrays = tuple(next(parts)[:, : prod(shape)].unflatten(1, shape) for shape in state.shapes)
             else:
-                arrays = tuple(torch.empty((num_places, *shape), device=device) for shape in state.shapes)
+                arrays = tuple(_floats((num_places, *shape), device) for shape in state.shapes)
                 self._pieces += arrays
             self._arrays[state.layer] = arrays
 
@@ -67,4 +69,12 @@ class StateStore:
 
     @property
     def nbytes(self) -> int:
-        return sum(piece.numel() * piece.element_size() for piece in self._pieces)
+        return sum(piece.nbytes for piece in self._pieces)
+
+
+def _floats(shape: tuple[int, ...], device: Device) -> Any:
+    if on_host(device):
+        return empty(shape)
+    import torch
+
+    return torch.empty(shape, device=device)

@@ -13,6 +13,8 @@ FILE_FORMATS = Registry(
         "bitsandbytes": "tokenmill.model.formats.files.bitsandbytes:BitsAndBytesFile",
         "bitsandbytes_double": "tokenmill.model.formats.files.bitsandbytes:BitsAndBytesDoubleFile",
         "fp8": "tokenmill.model.formats.files.fp8:Float8File",
+        "dense": "tokenmill.model.formats.files.dense:DenseFile",
+        "sparse-24": "tokenmill.model.formats.files.sparse24:Sparse24File",
         "tokenmill": "tokenmill.model.formats.files.tokenmill:TokenmillFile",
     },
 )

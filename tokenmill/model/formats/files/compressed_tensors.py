@@ -52,7 +52,7 @@ class CompressedTensorsFile(FileFormat):
     @classmethod
     def refuses(cls, scheme: Scheme, shape: Shape) -> str | None:
         if scheme.element not in ("int", "e4m3", "e2m1"):
-            other = "bitsandbytes" if scheme.element == "nf4" else "tokenmill"
+            other = {"nf4": "bitsandbytes", "float": "dense"}.get(scheme.element, "tokenmill")
             return f"it cannot store {scheme.element} numbers; write it as {other}"
         if scheme.activations != "none" and scheme.activations not in _INPUTS:
             return f"it cannot express {scheme.activations} activations; write it as bitsandbytes"
