@@ -32,6 +32,7 @@ __all__ = [
     "ADAPTER_OPTIONS",
     "BY_DEFAULT",
     "BY_USER",
+    "TRANSFER_OPTIONS",
     "EngineConfig",
     "ResolvedConfig",
     "Setting",
@@ -50,6 +51,8 @@ __all__ = [
 # Where adapters are kept; and all their options, for verbs that have no use for some.
 ADAPTER_MEMORY = ("enable_lora", "max_loras", "max_lora_rank", "lora_memory", "lora_host_memory", "max_cpu_loras")
 ADAPTER_OPTIONS = ("lora", *ADAPTER_MEMORY)
+# Of engines that send pages to each other: of use in servers only
+TRANSFER_OPTIONS = ("kv_listen", "kv_staging", "kv_peer", "kv_source_timeout")
 BY_USER = "set by you"
 BY_DEFAULT = "default"
 
@@ -152,6 +155,23 @@ class EngineConfig:
         "them. Without it, one is generated (docs/kv_tiers.md).",
         metavar="FILE",
     )
+    kv_listen: str = option(
+        "",
+        "Address at which other engines fetch the KV pages of prompts computed here, such as 10.0.0.5:7800 "
+        "(docs/split.md).",
+        metavar="HOST:PORT",
+    )
+    kv_staging: int = size_option("Host memory for pages that wait to be fetched by other engines.", 1 << 30, low=1)
+    kv_peer: tuple[str, ...] = option(
+        (), "Engine that KV pages may be fetched from, by its --kv-listen address. Repeatable.", metavar="HOST:PORT"
+    )
+    kv_source_timeout: float = option(
+        60.0,
+        "Seconds to wait for the pages of a prompt that another engine computes; it is then computed here.",
+        metavar="SECONDS",
+        low=0.1,
+        high=3600.0,
+    )
     kv_budget_policy: str = option(
         "",
         "Which tokens a request drops beyond --kv-budget (lossy): streaming_llm, paged_eviction or h2o.",
@@ -242,6 +262,32 @@ class EngineConfig:
     )
     threads: int | None = automatic(
         int, "Number of CPU threads. Automatic: one per physical core.", metavar="THREADS", low=1
+    )
+    tensor_parallel_size: int = option(
+        1, "Number of ranks (processes) that share every layer of the model; see docs/ranks.md.", low=1, high=64
+    )
+    pipeline_parallel_size: int = option(
+        1, "Number of stages that share the layers of the model, each of --tensor-parallel-size ranks.", low=1, high=64
+    )
+    context_parallel_size: int = option(
+        1, "Number of ranks with the whole model each that share the tokens of long prompts.", low=1, high=64
+    )
+    data_parallel_size: int = option(
+        1, "Number of engines that share the requests, each with ranks of its own.", low=1, high=64
+    )
+    expert_parallel: bool = option(False, "Give each rank whole experts instead of a part of every expert.")
+    exact_ranks: bool = option(
+        False,
+        "Divide matrices by outputs only: results have the same bits as those of one process, at more exchanges.",
+    )
+    rank_backend: str = option(
+        "processes",
+        "What ranks are: processes, or threads of one process that take turns (to try a division out).",
+        choices=("processes", "threads"),
+        metavar="BACKEND",
+    )
+    rank_timeout: float = option(
+        8.0, "Seconds after which a rank that does not answer ends the engine.", metavar="SECONDS", low=1.0
     )
     seed: int = option(0, "Base seed for requests without a seed of their own.", metavar="SEED", low=0)
     # Name -> who set it, for options that are not at their default. Part of no comparison.

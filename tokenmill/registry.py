@@ -23,6 +23,7 @@ class Registry:
         self.kind = kind
         self._paths = dict(entries)
         self._loaded: dict[str, Any] = {}
+        self.added: set[str] = set()  # names that `register` added
 
     def get(self, name: str) -> Any:
         if name not in self._loaded:
@@ -41,12 +42,14 @@ class Registry:
             raise UserError(f"{self.kind} '{name}' is already registered", "choose another name")
         path = target if isinstance(target, str) else f"{target.__module__}:{target.__qualname__}"
         self._paths = {name: path, **self._paths} if first else {**self._paths, name: path}
+        self.added.add(name)
         if not isinstance(target, str):
             self._loaded[name] = target
 
     def unregister(self, name: str) -> None:
         """Take out an entry that `register` added."""
         del self._paths[name]
+        self.added.discard(name)
         self._loaded.pop(name, None)
 
     def __contains__(self, name: object) -> bool:

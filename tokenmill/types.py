@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tokenmill.errors import UserError, unknown_name
+from tokenmill.leases import KvLease as KvLease
 from tokenmill.ranges import check_float, check_int
 from tokenmill.timeline import Timeline
 
@@ -83,6 +84,7 @@ class CacheReport:
     num_loaded_tokens: int = 0  # of the cached ones, those that came from a tier
     num_dropped_tokens: int = 0  # by the request's budget policy, so far
     retention: str = ""  # what became of its cache_control: "", "granted", or "over_quota"
+    source: str = ""  # of a request whose pages a peer had: "used", or a word for why not all came from there
 
 
 CACHE_REASONS = (
@@ -213,6 +215,7 @@ class CompiledGrammar(Protocol):
     """A grammar compiled for one model's tokens (tokenmill.grammar). The engine passes it on to the sampler."""
 
     vocab_size: int
+    key: int  # the same for grammars of the same text: what was learned of one outlives it
     punctuation: Any  # bits of tokens, or None: what a drafter learns from all grammars alike
 
     def matcher(self) -> Any:
@@ -247,6 +250,8 @@ class Request:
     embeds: bool = False  # also wants the hidden state of its last prompt token, with its first token
     score_ids: tuple[int, ...] = ()  # with `embeds`: wants the logits of these tokens instead
     second: int = 0  # of an encoder's pair of texts: where the second begins; 0: there is one text
+    publishes: KvLease | None = None  # another engine fetches the pages of its prompt
+    source: KvLease | None = None  # another engine has, or computes, the pages of its prompt
     grammar: CompiledGrammar | None = None  # params.structured compiled for the sampler; opaque to the engine
     # Logits of the tokens from this position on are read: these must not come from the prefix cache
     logits_from: int | None = None

@@ -12,6 +12,9 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+# NVIDIA's, on boards and in WSL too; AMD's.
+_GPU_FILES = ("nvidiactl", "nvidia0", "nvhost-gpu", "nvgpu", "dxg", "kfd")
+
 
 @dataclass(frozen=True, slots=True)
 class Machine:
@@ -36,6 +39,13 @@ def detect_machine() -> Machine:
         available_bytes=available_memory(),
         gpus=_gpus(),
     )
+
+
+def has_gpu_driver() -> bool:
+    """Whether torch may find a GPU, without importing it: drivers show themselves as files on Linux."""
+    if platform.system() != "Linux":
+        return platform.system() != "Darwin"
+    return any(Path("/dev", name).exists() for name in _GPU_FILES)
 
 
 def usable_cores() -> int:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
-import torch
 
+from tokenmill.kernels.host import Device, on_host
 from tokenmill.runtime.executors.base import Draft, StepInput, num_prompt_logits
 from tokenmill.types import Batch, ScheduledTokens
 
 
-def build_batch(work: StepInput, page_size: int, device: torch.device, places: Sequence[int] | None = None) -> Batch:
+def build_batch(work: StepInput, page_size: int, device: Device, places: Sequence[int] | None = None) -> Batch:
     """`places`: of a model with recurrent layers, where the state of each slot is."""
     rows = work.rows
     decodes = not work.drafts and all(row.count == 1 for row in rows)
@@ -39,7 +40,7 @@ def build_batch(work: StepInput, page_size: int, device: torch.device, places: S
     )
 
 
-def _adapter_slots(rows: Sequence[ScheduledTokens], starts: np.ndarray, device: torch.device) -> torch.Tensor | None:
+def _adapter_slots(rows: Sequence[ScheduledTokens], starts: np.ndarray, device: Device) -> Any:
     slots = [row.adapter_slot for row in rows]
     return _tensor(np.repeat(np.array(slots, dtype=np.int32), np.diff(starts)), device) if any(slots) else None
 
@@ -103,7 +104,11 @@ def _decode_arrays(work: StepInput, page_size: int) -> _Arrays:
     return wide[0], wide[1], query_starts, seq_lens, list(wide[2:]), tables, logit_rows
 
 
-def _tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
+def _tensor(array: np.ndarray, device: Device) -> Any:
+    if on_host(device):
+        return np.ascontiguousarray(array)
+    import torch
+
     tensor = torch.from_numpy(array)
     # From pinned memory: the host need not wait for what the device still computes.
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

@@ -6,37 +6,39 @@ scheduling.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
-import torch
-from torch import Tensor
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from tokenmill.checkpoint.base import Checkpoint
 from tokenmill.config import EngineConfig, ResolvedConfig
 from tokenmill.errors import UserError
 from tokenmill.hardware.kv_layout import KVLayout, LayerKV, build_layout
-from tokenmill.hardware.machine import available_memory, usable_cores
+from tokenmill.hardware.machine import available_memory, has_gpu_driver, usable_cores
 from tokenmill.hardware.memory import DEFAULT_SHARE, GIB, KVBudget, RuntimeCosts, activation_bytes, free_within, plan_kv
 from tokenmill.kernels import cpu
-from tokenmill.kernels import triton as gpu
+from tokenmill.kernels.base import candidate_backends
+from tokenmill.kernels.host import HOST, Device, NeedsTorch, has_torch, on_host, torch_device
 from tokenmill.log import get_logger
-from tokenmill.model.adapters import slot_bytes
+from tokenmill.model.kvstore import KV_STORES
 from tokenmill.model.kvstore.base import KVStore
 from tokenmill.model.kvstore.checkpoint_scales import load_kv_scales
 from tokenmill.model.kvstore.choice import StoreChoice, choose_store, page_multiple
 from tokenmill.model.loader import LoadedModel, load_model
 from tokenmill.resolution import DEVICE_DEFAULTS, Facts
-from tokenmill.runtime.executors import choose_executor
+from tokenmill.runtime.executors import EXECUTORS, choose_executor
 from tokenmill.runtime.executors.base import Executor
-from tokenmill.runtime.executors.cuda.prompts import MAX_PROMPT_TOKENS
-from tokenmill.runtime.observation.key_conditioning import condition_keys
+from tokenmill.runtime.ranks.layout import stage_layout
 from tokenmill.runtime.runner import ModelRunner
 from tokenmill.runtime.speculation.base import Target
 from tokenmill.runtime.speculation.speculator import build_speculator
 
+if TYPE_CHECKING:
+    from tokenmill.runtime.ranks.seat import Crew, Seat
+
 _log = get_logger(__name__)
 DEFAULT_ADAPTERS, DEFAULT_RANK = 8, 16  # where nobody said more: slots, and the highest rank
+_HOST_DRAFTERS = ("off", "", "auto", "ngram", "suffix")  # those that look up what was said
+_HOST_PAGES = ("float32", "float16")
 _GPU_SHARE = 0.95  # of the GPU memory that weights, activations and the runtime leave free
 
 
@@ -47,15 +49,33 @@ class Runtime:
     store: KVStore
     layout: KVLayout
     budget: KVBudget
-    executor: Executor[Tensor]
+    executor: Executor[Any]
     declined_executors: tuple[tuple[str, str], ...]
     native_layers: int = 0  # at each end, whose KV pages are 16-bit floats though the others are quantized
+    crew: Crew | None = None  # the other ranks
+
+    def check(self) -> None:
+        """Raise RankError if another rank has ended."""
+        if self.crew is not None:
+            self.crew.check()
+
+    def close(self) -> None:
+        if self.crew is not None:
+            self.crew.stop()
 
 
-def find_device(config: EngineConfig) -> tuple[torch.device, str]:
-    """The device and the reason for it. Raises UserError if --device cuda cannot be used."""
+def find_device(config: EngineConfig) -> tuple[Device, str]:
+    """The device and the reason for it; the CPU is HOST, which needs no torch. Raises UserError if --device cuda cannot
+    be used."""
     if config.device == "cpu":
-        return torch.device("cpu"), ""
+        return HOST, ""
+    if config.device != "cuda" and not (has_torch() and has_gpu_driver()):
+        return HOST, "no GPU driver is here" if has_torch() else "torch is not installed"
+    torch_device("GPUs are used through it")
+    import torch
+
+    from tokenmill.kernels import triton as gpu
+
     has_gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cuda")
     reason = gpu.unavailable(device) if has_gpu else "torch finds no NVIDIA GPU"
@@ -65,13 +85,17 @@ def find_device(config: EngineConfig) -> tuple[torch.device, str]:
         raise UserError(f"device cuda cannot be used: {reason}", "use --device cpu")
     if has_gpu:
         _log.warning("the GPU is not used: %s", reason)
-    return torch.device("cpu"), reason
+    return HOST, reason
 
 
-def find_facts(config: EngineConfig, trained_context: int) -> tuple[Facts, torch.device]:
-    """What automatic options are resolved from."""
+def find_facts(config: EngineConfig, trained_context: int, tensors: bool = False) -> tuple[Facts, Device]:
+    """What automatic options are resolved from. `tensors`: the device must be one of torch."""
     device, reason = find_device(config)
+    if tensors and on_host(device):
+        device = torch_device("tensors are asked for")
     dtype = config.kv_cache_dtype or DEVICE_DEFAULTS[device.type].kv_cache_dtype
+    if on_host(device) and dtype in KV_STORES and dtype not in _HOST_PAGES:
+        torch_device(_coded_pages(dtype))
     threads, threads_reason = usable_cores(), "usable cores"
     if cpu.unavailable(device) is None:
         cpu.use_threads(config.threads or 0)
@@ -79,33 +103,118 @@ def find_facts(config: EngineConfig, trained_context: int) -> tuple[Facts, torch
     return Facts(device.type, reason, trained_context, threads, threads_reason, page_multiple(dtype)), device
 
 
-def build_runtime(checkpoint: Checkpoint, config: ResolvedConfig, device: torch.device) -> Runtime:
-    torch.set_num_threads(config.threads if config.is_set("threads") else usable_cores())
-    on_gpu, context = device.type == "cuda", config.context
-    if cpu.unavailable(device) is None:
-        cpu.use_threads(config.threads)
-    model = load_model(
-        checkpoint, device, context, config.kernels, config.quantization, expert_memory=config.expert_memory
+def build_runtime(checkpoint: Checkpoint, config: ResolvedConfig, device: Device, seat: Seat | None = None) -> Runtime:
+    """`seat`: of one rank among several; every one of them calls this. On HOST nothing imports torch, unless the model
+    or an option needs it."""
+    try:
+        if on_host(device):
+            reason = "ranks compute with it" if seat is not None else needs_torch(config)
+            try:
+                if not reason:
+                    return _build(checkpoint, config, device, seat)
+            except NeedsTorch as error:
+                reason = str(error)
+            _log.info("torch is imported: %s", reason)
+            device = torch_device(reason)
+        return _build(checkpoint, config, device, seat)
+    except BaseException:
+        if seat is not None and seat.crew is not None:
+            seat.crew.stop()
+        raise
+
+
+def needs_torch(config: ResolvedConfig) -> str:
+    """Which of these options has no form without torch, on a CPU; empty if all have."""
+    drafter = config.speculate.partition(":")[0]
+    reasons = (
+        (candidate_backends(config.kernels)[0] != "cpu", "these kernels compute with it"),
+        (cpu.unavailable(HOST) is not None, f"it computes instead of them: {cpu.unavailable(HOST)}"),
+        (config.executor not in ("auto", "recorded"), f"the executor {config.executor} computes with it"),
+        (bool(EXECUTORS.added), "executors of plugins may compute with it"),
+        (config.load_format == "dummy", "dummy weights are made with it"),
+        (bool(config.quantization), "--quantization computes with it"),
+        (config.serves_adapters, "adapters are read with it"),
+        (drafter not in _HOST_DRAFTERS, f"--speculate {drafter} computes with it"),
+        (config.kv_cache_dtype not in _HOST_PAGES, _coded_pages(config.kv_cache_dtype)),
     )
+    return next((reason for applies, reason in reasons if applies), "")
+
+
+def _coded_pages(dtype: str) -> str:
+    return f"KV pages of type {dtype} are coded with it"
+
+
+def _build(checkpoint: Checkpoint, config: ResolvedConfig, device: Device, seat: Seat | None) -> Runtime:
+    on_gpu, context = device.type == "cuda", config.context
+    _use_threads(config, device, seat is not None)
+    reader = None
+    if seat is not None:
+        from tokenmill.model.rank_reader import rank_reader
+
+        reader = rank_reader(checkpoint, device, seat.place, seat.exact)
+    model = load_model(checkpoint, device, context, config.kernels, config.quantization, reader, config.expert_memory)
     layout, choice = kv_arrangement(config, model.decoder.kv_layers(), device)
+    if seat is not None:
+        model.group = seat.group
+        layout = stage_layout(checkpoint.description, seat.place, layout)
     page_bytes, fixed = choice.page_bytes(layout), choice.fixed_bytes(layout, config.concurrency)
-    free = _free_on_gpu(checkpoint, config, model) if on_gpu else available_memory()
+    ranks = (1 if seat is None else seat.place.grid.size) * config.data_parallel_size
+    free = _free_on_gpu(checkpoint, config, model) if on_gpu else available_memory() // ranks
     if on_gpu and config.serves_adapters:
+        from tokenmill.model.adapters import slot_bytes
+
         free = max(0, free - _num_adapters(config, model) * slot_bytes(model, _max_rank(config)))
-    stated = free if config.gpu_memory_utilization is not None else config.memory
+    stated = free if config.gpu_memory_utilization is not None else config.memory and config.memory // ranks
     memory = 0 if stated is None else max(1, stated - fixed)
     share = _GPU_SHARE if on_gpu else DEFAULT_SHARE
     budget = plan_kv(
         layout, page_bytes, context, config.concurrency, memory, free - fixed, share, config.prefix_caching,
         queues_steps=model.table is not None,
     )  # fmt: skip
+    if seat is not None:  # one page table for all ranks: as many pages as the one with the fewest has
+        adapters = _num_adapters(config, model) if config.serves_adapters else 0
+        pages, slots, adapters = seat.agree([budget.num_pages, budget.num_state_slots, adapters])
+        budget = replace(budget, num_pages=pages, num_state_slots=slots)
     store = choice.build(layout, budget.num_pages, device, config.kernels, config.concurrency)
     store.hold_states(budget.num_state_slots, budget.num_spare_states)
     load_kv_scales(store, checkpoint)
-    condition_keys(store, model, config, context)
+    if store.conditions_keys:
+        from tokenmill.runtime.observation.key_conditioning import condition_keys
+
+        condition_keys(store, model, config, context)
+    if seat is not None:
+        from tokenmill.runtime.ranks.choice import rank_executor
+        from tokenmill.runtime.ranks.runner import RankedRunner
+
+        _log_memory(budget, store, fixed, config)
+        rank = rank_executor(model, store, config, seat)
+        if adapters:
+            rank.hold_adapters(adapters, _max_rank(config))
+        speculator = None if seat.crew is None else build_speculator(Target(model, store, rank, config))
+        ranked = RankedRunner(rank, store, speculator)
+        return Runtime(ranked, model, store, layout, budget, rank, (), choice.edge_layers, seat.crew)
     executor, declined = choose_executor(config.executor, model, store, config)
     if not config.kernels:  # forcing a backend is asking for its speed
         _warn_of_fallback(executor.name, declined, device)
+    _log_memory(budget, store, fixed, config)
+    if config.serves_adapters:
+        executor.hold_adapters(_num_adapters(config, model), _max_rank(config))
+    speculator = build_speculator(Target(model, store, executor, config))
+    runner = ModelRunner(executor, store, speculator)
+    return Runtime(runner, model, store, layout, budget, executor, declined, choice.edge_layers)
+
+
+def _use_threads(config: ResolvedConfig, device: Device, divided: bool) -> None:
+    if not on_host(device):
+        import torch
+
+        torch.set_num_threads(config.threads if divided or config.is_set("threads") else usable_cores())
+    if cpu.unavailable(device) is None:
+        cpu.use_threads(config.threads)
+
+
+def _log_memory(budget: KVBudget, store: KVStore, fixed: int, config: ResolvedConfig) -> None:
+    layout, context = store.layout, config.context
     _log.info(
         "KV cache: %d pages of %d tokens, predicted %.1f MiB, allocated %.1f MiB (%s); %.1f requests of %d tokens",
         budget.num_pages,
@@ -124,17 +233,14 @@ def build_runtime(checkpoint: Checkpoint, config: ResolvedConfig, device: torch.
             budget.num_state_slots - config.concurrency,
             budget.num_spare_states,
         )
-    if config.serves_adapters:
-        executor.hold_adapters(_num_adapters(config, model), _max_rank(config))
-    speculator = build_speculator(Target(model, store, executor, config))
-    runner = ModelRunner(executor, store, speculator)
-    return Runtime(runner, model, store, layout, budget, executor, declined, choice.edge_layers)
 
 
 def _num_adapters(config: ResolvedConfig, model: LoadedModel) -> int:
     """Slots: as many as were stated, or as the stated memory holds of the highest rank."""
     if not config.lora_memory:
         return config.max_loras or DEFAULT_ADAPTERS
+    from tokenmill.model.adapters import slot_bytes
+
     nbytes = slot_bytes(model, _max_rank(config))
     values = sum(weight.out_features * weight.in_features for weight in model.weights.values())
     if model.table is None and model.weight_bytes > 1.5 * values:
@@ -152,14 +258,14 @@ def _max_rank(config: ResolvedConfig) -> int:
     return config.max_lora_rank or DEFAULT_RANK
 
 
-def _warn_of_fallback(executor: str, declined: tuple[tuple[str, str], ...], device: torch.device) -> None:
+def _warn_of_fallback(executor: str, declined: tuple[tuple[str, str], ...], device: Device) -> None:
     """A slower executor than this device could have is never silent."""
     for name, reason in declined:
         if name.startswith("cuda") == (device.type == "cuda"):
             _log.warning("steps run on the slower executor %s, because %s declined: %s", executor, name, reason)
 
 
-def kv_arrangement(config: ResolvedConfig, layers: list[LayerKV], device: torch.device) -> tuple[KVLayout, StoreChoice]:
+def kv_arrangement(config: ResolvedConfig, layers: list[LayerKV], device: Device) -> tuple[KVLayout, StoreChoice]:
     """How KV memory is divided and held."""
     choice = choose_store(config.kv_cache_dtype, config.kv_native_layers, layers, device)
     return build_layout(layers, config.page_size), choice
@@ -175,6 +281,10 @@ def _largest_dequantized(model: LoadedModel) -> int:
 
 def _free_on_gpu(checkpoint: Checkpoint, config: ResolvedConfig, model: LoadedModel) -> int:
     """Bytes for the KV cache: what is free now minus what the memory model predicts for the steps."""
+    import torch
+
+    from tokenmill.runtime.executors.cuda.prompts import MAX_PROMPT_TOKENS
+
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(model.device)

@@ -115,7 +115,7 @@ class ModelReport:
 
 def inspect_model(path: Path, options: EngineConfig) -> ModelReport:
     checkpoint = open_checkpoint(path)
-    facts, device = find_facts(options, checkpoint.description.context_length)
+    facts, device = find_facts(options, checkpoint.description.context_length, tensors=True)
     config = resolve(options, facts)
     model = survey(checkpoint, config, device)
     layout, choice = kv_arrangement(config, model.decoder.kv_layers(), model.device)

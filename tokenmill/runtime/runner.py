@@ -8,6 +8,7 @@ sampler unseen. Plans, rows and requests are read-only.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,15 @@ if TYPE_CHECKING:
 Drafts = dict[int, Draft]  # by row number; rows without one are left out
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Begun:
+    """A step that is being computed."""
+
+    work: StepInput
+    drafts: Drafts
+    output: StepOutput[Any]
+
+
 class ModelRunner:
     def __init__(self, executor: Executor[Any], store: KVStore, speculator: Speculator | None = None) -> None:
         self.executor = executor
@@ -31,14 +41,19 @@ class ModelRunner:
         self.speculator = speculator
 
     def execute(self, plan: StepPlan) -> StepResult:
+        return self.finish(self.begin(plan))
+
+    def begin(self, plan: StepPlan) -> Begun:
+        """Up to the forward pass, which an executor of several stages may not have ended."""
         rows = plan.scheduled
-        if plan.page_copies:
-            self.store.copy_pages(plan.page_copies)
-        if plan.state_copies:
-            self.store.states.copy(plan.state_copies)
+        self.copy(plan)
         drafts = {} if self.speculator is None else self.speculator.propose(rows)
         work = StepInput(rows, drafts, self._reads_hidden(rows, drafts), self._max_run(plan, drafts))
-        output = self.executor.step(work)
+        return Begun(work, drafts, self.executor.step(work))
+
+    def finish(self, begun: Begun) -> StepResult:
+        work, drafts, output = begun.work, begun.drafts, begun.output
+        rows = work.rows
         result, verdicts = self._choose(work, output)
         if drafts:
             self.executor.settle_drafts(
@@ -47,6 +62,22 @@ class ModelRunner:
         self._keep_branches(rows, drafts, verdicts)
         self._learn(work, drafts, output, verdicts, result)
         return result
+
+    @property
+    def lanes(self) -> int:
+        """Steps that may be under way at once."""
+        return 1
+
+    def copy(self, plan: StepPlan) -> None:
+        """The copies that a plan asks for, before its step."""
+        if plan.page_copies:
+            self.store.copy_pages(plan.page_copies)
+        if plan.state_copies:
+            self.store.states.copy(plan.state_copies)
+
+    def move_tokens(self, tables: tuple[list[int], ...], first: int, path: list[int]) -> None:
+        """As KVStore.move_tokens."""
+        self.store.move_tokens(tables, first, path)
 
     def prepare(self) -> bool:
         """Compile or capture one kind of step ahead of its use; False once none is left. For idle moments."""
@@ -165,7 +196,7 @@ class ModelRunner:
         for number, draft in drafts.items():
             if draft.parents is not None:
                 row = rows[number]
-                self.store.move_tokens(row.block_tables, row.start + row.count - row.num_dropped, verdicts[number].path)
+                self.move_tokens(row.block_tables, row.start + row.count - row.num_dropped, verdicts[number].path)
 
     def _learn(
         self,
@@ -194,7 +225,7 @@ class ModelRunner:
                 if row.request.embeds and row.samples:
                     states = self.executor.final_norm(output.hidden([last_tokens[number]]))
                     if row.request.score_ids:
-                        states = self.executor.token_logits(states, row.request.score_ids)
+                        states = self.executor.token_logits(states, row.request.score_ids, row.adapter_slot)
                     (result.embeddings[number],) = states.tolist()
         if self.speculator is not None:
             self.speculator.learn(rows, drafts, result)

@@ -30,15 +30,14 @@ class LogitRunner:
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         runner, rows = self._runner, plan.scheduled
-        if plan.page_copies:
-            runner.store.copy_pages(plan.page_copies)
+        runner.copy(plan)
         wanted = [_wanted(row) for row in rows]
         output = runner.executor.step(StepInput(rows, logit_ranges=wanted))
         begin, limit = 0, runner.executor.max_logit_rows
         for row, offsets in zip(rows, wanted, strict=True):
             for first in range(0, len(offsets), limit):
                 part = offsets[first : first + limit]
-                logits = output.logits(begin, begin + len(part))
+                logits = torch.as_tensor(output.logits(begin, begin + len(part)))
                 device = logits.device if self._on_device else torch.device("cpu")
                 self._visit(row.request, row.start + part[0], logits.to(device, torch.float32))
                 begin += len(part)

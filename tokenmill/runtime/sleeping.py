@@ -15,14 +15,14 @@ import os
 import sys
 import tempfile
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from tokenmill.checkpoint.sources import cache_root
 from tokenmill.errors import UserError
 from tokenmill.kernels import cpu
+from tokenmill.kernels.host import HOST, address
 from tokenmill.runtime.build import Runtime
 
 
@@ -39,6 +39,8 @@ class SleepingRuntime:
             return "weights in GPU memory are dropped and read again instead"
         if not sys.platform.startswith("linux"):
             return "memory cannot be given back on this system"
+        if self._runtime.crew is not None:
+            return "other ranks hold parts of it"
         if self._runtime.executor.adapters is not None:
             return "adapters lie beside its weights"
         return ""
@@ -48,7 +50,7 @@ class SleepingRuntime:
         if self.declines:
             raise UserError(f"the model cannot sleep: {self.declines}", "unload it")
         before = resident_bytes()
-        if cpu.unavailable(torch.device("cpu")) is None:
+        if cpu.unavailable(HOST) is None:
             cpu.module().park_weights(self._open_file().fileno())
         checkpoint = self._runtime.model.checkpoint
         for name in checkpoint.names():
@@ -87,11 +89,15 @@ def resident_bytes() -> int:
         return 0
 
 
-def _give_back(tensor: Tensor) -> None:
-    """The whole pages of memory inside a tensor; they read as zeros from then on."""
-    storage = tensor.untyped_storage()
-    first = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    end = (storage.data_ptr() + storage.nbytes()) // mmap.PAGESIZE * mmap.PAGESIZE
+def _give_back(array: Any) -> None:
+    """The whole pages of memory inside an array or tensor; they read as zeros from then on."""
+    if isinstance(array, np.ndarray):
+        start, size = address(array), array.nbytes
+    else:
+        storage = array.untyped_storage()
+        start, size = storage.data_ptr(), storage.nbytes()
+    first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (start + size) // mmap.PAGESIZE * mmap.PAGESIZE
     if end > first:
         _libc().madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_DONTNEED)
 

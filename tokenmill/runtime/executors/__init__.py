@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from tokenmill.errors import UserError, unknown_name
+from tokenmill.kernels.host import NeedsTorch, on_host
 from tokenmill.registry import Registry
 
 if TYPE_CHECKING:
@@ -31,11 +32,14 @@ def choose_executor(
     if name != "auto" and name not in EXECUTORS:
         raise unknown_name("executor", name, ["auto", *EXECUTORS])
     declined: list[tuple[str, str]] = []
-    for candidate in EXECUTORS if name == "auto" else (name,):
+    automatic = ("recorded",) if on_host(model.device) else EXECUTORS
+    for candidate in automatic if name == "auto" else (name,):
         executor_class = EXECUTORS.get(candidate)
         reason = executor_class.declines(model, store)
         if reason is None:
             executor: Executor[Any] = executor_class(model, store, config)
             return executor, tuple(declined)
         declined.append((candidate, reason))
+    if on_host(model.device):
+        raise NeedsTorch(declined[-1][1])
     raise UserError(f"executor '{name}' cannot run here: {declined[-1][1]}", "use --executor auto")

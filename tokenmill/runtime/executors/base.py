@@ -242,7 +242,7 @@ class Executor(ABC, Generic[Array]):
         """[R, hidden] -> what the head reads: the state that embeddings are made of."""
 
     @abstractmethod
-    def token_logits(self, states: Array, token_ids: Sequence[int]) -> Array:
+    def token_logits(self, states: Array, token_ids: Sequence[int], adapter_slot: int = 0) -> Array:
         """[R, hidden] as `final_norm` gives them -> [R, tokens]: the logits of these tokens alone."""
 
     def prepare(self) -> bool:

@@ -29,6 +29,7 @@ from tokenmill.model.loader import LoadedModel
 from tokenmill.model.state.specs import ConvolutionSpec, ScanSpec
 from tokenmill.runtime.executors.batched import BatchedExecutor
 from tokenmill.runtime.executors.drafted_states import DraftedStates
+from tokenmill.runtime.executors.shared_experts import run_shared_experts
 from tokenmill.runtime.executors.tree_attention import attend_along_branches
 from tokenmill.types import Batch
 
@@ -72,12 +73,16 @@ class EagerExecutor(BatchedExecutor):
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:
+        self.begin(batch)
+        hidden: Tensor = self.model.decoder.forward(EagerOps(self, batch))
+        return hidden
+
+    def begin(self, batch: Batch) -> None:
+        """What comes before the first op of a step."""
         self.store.prepare(batch)
         self.drafted = DraftedStates(batch) if batch.drafted else None
         if batch.begins:
             self.store.states.clear(batch.begins)
-        hidden: Tensor = self.model.decoder.forward(EagerOps(self, batch))
-        return hidden
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor, batch: Batch, begin: int, end: int) -> Tensor:
@@ -135,11 +140,20 @@ class EagerOps:
         return pair
 
     def linear(self, x: Tensor, weights: Sequence[LinearWeight]) -> list[Tensor]:
-        outputs = [weight.kernel.run(x) for weight in weights if weight.kernel is not None]
+        """Of matrices that ranks share, the whole result on each of them."""
+        split, group = weights[0].split, self._executor.model.group
+        assert all(weight.split == split for weight in weights), "matrices of one input are split alike"
+        if split == "gather":
+            x = group.gather(x)
+        outputs = [_product(x, weight) for weight in weights]
         site = None if self._adapters is None else self._adapters.site(weights)
         if site is not None and self._slots is not None:
             site.adapt(x, self._slots, outputs)
-        return outputs
+        if split == "sum":
+            return [group.reduce(y) for y in outputs]
+        return (
+            [group.gather(y, weight.shares) for y, weight in zip(outputs, weights, strict=True)] if split else outputs
+        )
 
     def rope(self, x: Tensor, table: RotaryTable, head_dim: int) -> Tensor:
         y: Tensor = self._run["rope"](x, self._batch.positions, table.cos, table.sin, head_dim, table.interleaved)
@@ -148,10 +162,14 @@ class EagerOps:
     def attention(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         executor, batch = self._executor, self._batch
         group, slot = executor.group_slots[spec.layer]
-        executor.store.write(slot, batch.slots[group], k, v)
+        self.store(slot, group, k, v)
         if batch.ancestors is not None:
             return attend_along_branches(q, executor.store, slot, batch.block_tables[group], batch, spec)
         return executor.attention.attend(q, slot, batch.block_tables[group], batch, spec)
+
+    def store(self, slot: int, group: int, k: Tensor, v: Tensor) -> None:
+        """Keep the keys and values of the step's tokens."""
+        self._executor.store.write(slot, self._batch.slots[group], k, v)
 
     def latent_attention(
         self,
@@ -171,7 +189,7 @@ class EagerOps:
             attended = self.attention(ref_latent.absorb(q, projections.keys), rows, rows, spec.absorbed)
             return ref_latent.project(attended, projections.values)
         group, slot = executor.group_slots[spec.layer]
-        executor.store.write(slot, batch.slots[group], rows, rows)
+        self.store(slot, group, rows, rows)
         pages, _, table = float_pages(executor.store, slot, batch.block_tables[group])
         return ref_latent.latent_attention(
             q, pages, table, batch.query_starts, batch.seq_lens, projections.keys, projections.values, spec.scale
@@ -183,6 +201,8 @@ class EagerOps:
 
     def experts(self, x: Tensor, router: LinearWeight, stacks: ExpertStacks, routing: RoutingSpec) -> Tensor:
         ids, weights = route(self.linear(x, [router])[0], routing)
+        if stacks.split:
+            return run_shared_experts(x, ids, weights, stacks, routing, self._executor.model.group)
         return run_experts(x, ids, weights, stacks.gate_up.multiply, stacks.down.multiply, routing)
 
     def gate_rows(self, x: Tensor, gate: Tensor) -> Tensor:
@@ -228,3 +248,9 @@ class EagerOps:
     def softcap(self, x: Tensor, cap: float) -> Tensor:
         y: Tensor = self._run["softcap"](x, cap)
         return y
+
+
+def _product(x: Tensor, weight: LinearWeight) -> Tensor:
+    assert weight.kernel is not None
+    y: Tensor = weight.kernel.run(x)
+    return y

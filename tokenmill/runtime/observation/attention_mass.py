@@ -126,8 +126,8 @@ class WatchingExecutor(Executor[Tensor]):
     def final_norm(self, hidden: Tensor) -> Tensor:
         return self._usual.final_norm(hidden)
 
-    def token_logits(self, states: Tensor, token_ids: Sequence[int]) -> Tensor:
-        return self._usual.token_logits(states, token_ids)
+    def token_logits(self, states: Tensor, token_ids: Sequence[int], adapter_slot: int = 0) -> Tensor:
+        return self._usual.token_logits(states, token_ids, adapter_slot)
 
     def prepare(self) -> bool:
         return self._usual.prepare()

@@ -2,31 +2,47 @@
 
 Greedy rows are one argmax. Random rows take one uniform number each (random.py) and walk the cumulative distribution;
 the vocabulary is sorted only when a filter cannot decide from the most likely few hundred tokens. Features plug in
-through features/. Tokens that are drafted but not accepted yet are passed separately from the request, which is never
-changed. Owned by an executor; called by the runner once per chunk of logit rows, by verification and by draft models.
+through features/; logits are tensors or numpy arrays (torch_math.py, numpy_math.py). Tokens that are drafted but not
+accepted yet are passed separately from the request, which is never changed. Owned by an executor; called by the runner
+once per chunk of logit rows, by verification and by draft models.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from tokenmill.grammar.progress import GrammarProgress
 from tokenmill.kernels.base import select
+from tokenmill.kernels.host import HOST, Device
 from tokenmill.runtime.sampling.features import FILTERS, LOGIT_FEATURES
 from tokenmill.runtime.sampling.features.base import Candidates, Filter, LogitFeature
 from tokenmill.runtime.sampling.features.grammar import Grammar
 from tokenmill.runtime.sampling.random import ACCEPTING, REDRAWING, uniform
 from tokenmill.types import Request, SamplingParams, TokenLogprobs
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 _FIRST_CUT = 256  # candidates tried before the entire vocabulary is sorted
 
 
+def _math(array: Any) -> Any:
+    """The functions for arrays of this kind."""
+    if isinstance(array, np.ndarray):
+        from tokenmill.runtime.sampling import numpy_math
+
+        return numpy_math
+    from tokenmill.runtime.sampling import torch_math
+
+    return torch_math
+
+
 class Sampler:
-    def __init__(self, device: torch.device | None = None, kernels: str = "") -> None:
-        self._argmax = select("argmax", device or torch.device("cpu"), kernels).run
+    def __init__(self, device: Device | None = None, kernels: str = "") -> None:
+        self._argmax = select("argmax", device or HOST, kernels).run
         self._logit_features: list[LogitFeature] = [LOGIT_FEATURES.get(name)() for name in LOGIT_FEATURES]
         self._filters: list[Filter] = [FILTERS.get(name)() for name in FILTERS]
 
@@ -40,7 +56,7 @@ class Sampler:
         """
         if self.is_plain(requests):
             return self._argmax(logits).tolist(), [None] * len(requests)
-        with torch.inference_mode():
+        with _math(logits).computing():
             return self._sample(logits, requests, drafted or [()] * len(requests))
 
     def is_plain(self, requests: Sequence[Request]) -> bool:
@@ -74,37 +90,39 @@ class Sampler:
         values, ids = self._candidates(logits, request.params)
         if ids is None:
             return values
-        return torch.zeros_like(logits, dtype=torch.float64).scatter_(0, ids, values / values.sum())
+        whole: Tensor = _math(logits).scattered(values / values.sum(), ids, len(logits))
+        return whole
 
-    @torch.inference_mode()
     def accept_or_redraw(
         self, logits: Tensor, request: Request, drafted: Sequence[int], token_id: int, proposal: Tensor
     ) -> tuple[int | None, TokenLogprobs | None]:
         """Rejection sampling of `token_id`, which was drawn from `proposal` [vocab]: accepted with probability
         min(1, p/q), else replaced by a draw from what p has over q."""
-        raw = logits.log_softmax(-1) if request.params.logprobs is not None else None
-        target = self.distribution(logits, request, drafted)
+        math = _math(logits)
+        with math.computing():
+            raw = math.log_softmax(logits) if request.params.logprobs is not None else None
+            target = self.distribution(logits, request, drafted)
         if target is None:
             return None, None
         position = (request.seed, request.index, request.num_tokens + len(drafted))
         chosen = token_id
         if uniform(*position, stream=ACCEPTING) * float(proposal[token_id]) >= float(target[token_id]):
-            chosen = pick(residual(target, proposal.to(target.device)), uniform(*position, stream=REDRAWING))
+            chosen = pick(residual(target, math.beside(proposal, target)), uniform(*position, stream=REDRAWING))
         record = None if raw is None else token_logprobs(raw, chosen, request.params.logprobs or 0)
         return chosen, record
 
-    @torch.inference_mode()
     def prompt_logprobs(self, logits: Tensor, token_ids: Sequence[int], tops: Sequence[int]) -> list[TokenLogprobs]:
         """By row of logits: the record of the token that followed."""
-        rows = zip(logits.log_softmax(-1), token_ids, tops, strict=True)
-        return [token_logprobs(values, token_id, top) for values, token_id, top in rows]
+        math = _math(logits)
+        with math.computing():
+            return records_of(math.log_softmax(logits), token_ids, tops)
 
     def _sample(
         self, logits: Tensor, requests: Sequence[Request], drafted: Sequence[Sequence[int]]
     ) -> tuple[list[int | None], list[TokenLogprobs | None]]:
         wanted = [row for row, request in enumerate(requests) if request.params.logprobs is not None]
         # Reported log-probabilities are those of the model, before any penalty or filter.
-        raw = logits[wanted].log_softmax(-1) if wanted else None
+        raw = _math(logits).log_softmax(logits[wanted]) if wanted else None
         for row, request in enumerate(requests):
             for feature in self._logit_features:
                 if feature.active(request.params):
@@ -117,9 +135,9 @@ class Sampler:
                 token_ids[row] = self._draw(logits[row], request, len(drafted[row]))
         logprobs: list[TokenLogprobs | None] = [None] * len(requests)
         if raw is not None:
-            for number, row in enumerate(wanted):
-                token_id, top = token_ids[row], requests[row].params.logprobs or 0
-                logprobs[row] = None if token_id is None else token_logprobs(raw[number], token_id, top)
+            tops, chosen = [requests[row].params.logprobs or 0 for row in wanted], [token_ids[row] for row in wanted]
+            for row, record in zip(wanted, records_of(raw, [each or 0 for each in chosen], tops), strict=True):
+                logprobs[row] = None if token_ids[row] is None else record
         return token_ids, logprobs
 
     def _draw(self, logits: Tensor, request: Request, num_drafted: int) -> int:
@@ -130,15 +148,16 @@ class Sampler:
 
     def _candidates(self, logits: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor | None]:
         """(probabilities, up to a factor; the tokens they are of, or None: all of the vocabulary in order)."""
-        probabilities = (logits / params.temperature).softmax(-1, dtype=torch.float64)
+        math = _math(logits)
+        probabilities = math.softmax(logits, params.temperature)
         filters = [candidate for candidate in self._filters if candidate.active(params)]
         if not filters:
             return probabilities, None
-        cut = min(_FIRST_CUT, probabilities.numel())
-        values, ids = probabilities.topk(cut)
-        kept = _narrow(filters, values, cut == probabilities.numel(), params)
+        cut = min(_FIRST_CUT, len(probabilities))
+        values, ids = math.likeliest(probabilities, logits, cut)
+        kept = _narrow(filters, values, cut == len(probabilities), params)
         if kept is None:
-            values, ids = probabilities.sort(descending=True)
+            values, ids = math.descending(probabilities)
             kept = _narrow(filters, values, True, params)
         assert kept is not None
         return values[:kept], ids[:kept]
@@ -153,30 +172,34 @@ def _narrow(filters: list[Filter], values: Tensor, complete: bool, params: Sampl
         values = values[:kept]
         values = values / values.sum()
         complete = True  # the rest is excluded now, so the list is the entire distribution
-    return values.numel()
+    return len(values)
 
 
 def pick(probabilities: Tensor, point: float) -> int:
     """The index where the cumulative mass passes `point` of the total; never one of zero probability."""
-    mass = probabilities.cumsum(-1)
-    index = int(torch.searchsorted(mass, point * float(mass[-1]), right=True))
-    if index >= probabilities.numel():  # rounding at the very end
-        index = int(probabilities.nonzero()[-1])
+    index: int = _math(probabilities).pick(probabilities, point)
     return index
 
 
 def residual(target: Tensor, proposal: Tensor) -> Tensor:
     """The distribution to draw from when a token drawn from `proposal` is rejected; [..., vocab], not normalized."""
-    rest = (target - proposal).clamp_min(0.0)
-    # Equal up to rounding: rejections are rounding errors then, and the target itself is right.
-    return torch.where(rest.sum(-1, keepdim=True) > 0.0, rest, target)
+    # Where they are equal up to rounding, rejections are rounding errors, and the target itself is right.
+    rest: Tensor = _math(target).residual(target, proposal)
+    return rest
 
 
 def token_logprobs(logprobs: Tensor, token_id: int, top: int) -> TokenLogprobs:
     """The record for one position from its log-probabilities [vocab]."""
-    own = logprobs[token_id]
-    best: tuple[tuple[int, float], ...] = ()
-    if top:
-        values, ids = logprobs.topk(top)
-        best = tuple(zip(ids.tolist(), values.tolist(), strict=True))
-    return TokenLogprobs(token_id, float(own), int((logprobs > own).sum()) + 1, best)
+    return records_of(logprobs[None], [token_id], [top])[0]
+
+
+def records_of(logprobs: Tensor, token_ids: Sequence[int], tops: Sequence[int]) -> list[TokenLogprobs]:
+    """The record of one token for each row of log-probabilities [R, vocab], with so many of the likeliest."""
+    math = _math(logprobs)
+    own, ranks = math.own_and_rank(logprobs, token_ids)
+    best: list[tuple[tuple[int, float], ...]] = [()] * len(token_ids)
+    if any(tops):
+        pairs = zip(*math.best(logprobs, min(max(tops), logprobs.shape[1])), strict=True)
+        best = [tuple(zip(i[:top], v[:top], strict=True)) for (i, v), top in zip(pairs, tops, strict=True)]
+    rows = zip(token_ids, own, ranks, best, strict=True)
+    return [TokenLogprobs(*row) for row in rows]

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from tokenmill.grammar.guesses import HISTORY, Guesses, State, read_state
+from tokenmill.grammar.guesses import HISTORY, Guess, Guesses, State, read_state
+from tokenmill.grammar.repeats import Repeats
 from tokenmill.runtime.executors.base import Draft, TokenSampler
 from tokenmill.types import Request
 
@@ -22,9 +23,9 @@ _LEAST_CHANCE = 0.25  # that all tokens of a draft hold: a longer one is not dra
 
 @dataclass(slots=True)
 class _Walk:
-    """The draft of a request in this step: the states that it went through, and its tokens."""
+    """The draft of a request in this step: the states that it went through with what was guessed there, its tokens."""
 
-    states: list[State]
+    states: list[tuple[State, Guess | None]]
     token_ids: list[int]
 
 
@@ -33,6 +34,7 @@ class GrammarDrafter:
         self._sampler = sampler
         self._guesses = Guesses()
         self._walks: WeakKeyDictionary[Request, _Walk] = WeakKeyDictionary()
+        self._repeats: WeakKeyDictionary[Request, Repeats] = WeakKeyDictionary()
 
     def draft(self, request: Request, limit: int) -> Draft:
         grammar = request.grammar
@@ -41,14 +43,16 @@ class GrammarDrafter:
         if grammar is None or progress is None or not progress.is_cheap:
             return draft
         walk = self._walks[request] = _Walk([], [])
+        repeats = self._repeats.setdefault(request, Repeats())
+        repeats.extend(request.token_ids)
         before, chance = request.token_ids[-HISTORY:], 1.0
         while len(draft.token_ids) < limit:
             mask = progress.mask()
             if mask is None:
                 break
             state = read_state(mask, grammar, request.cache_salt)
-            walk.states.append(state)
-            guess = self._guesses.guess(grammar, state, before)
+            guess = self._guesses.guess(grammar, state, before, repeats)
+            walk.states.append((state, guess))
             if guess is None or guess.token_id in request.stop_ids or chance * guess.confidence < _LEAST_CHANCE:
                 break
             chance *= guess.confidence
@@ -66,8 +70,8 @@ class GrammarDrafter:
         if walk is None or request.grammar is None:
             return
         before = request.token_ids[-HISTORY:]
-        for number, (state, token_id) in enumerate(zip(walk.states, token_ids, strict=False)):
-            self._guesses.learn(request.grammar, state, before, token_id)
+        for number, ((state, guess), token_id) in enumerate(zip(walk.states, token_ids, strict=False)):
+            self._guesses.learn(request.grammar, state, before, token_id, guess.proposed if guess is not None else {})
             if number >= len(walk.token_ids) or walk.token_ids[number] != token_id:
                 break
             before = [*before, token_id]

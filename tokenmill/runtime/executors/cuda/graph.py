@@ -1,13 +1,12 @@
 """The fast executor on a GPU: a decode step, sampling included, is one CUDA graph per bucket of batch sizes.
 
-A graph is captured at the second step of its kind, so that no first answer waits for a capture, or earlier in idle
-moments (`prepare`). While a step runs, the next one of the same rows is already queued behind it and reads the sampled
-tokens on the device. If the scheduler plans something else, the queued step is dropped: its KV writes are overwritten
-before they are read, because one stream orders all steps; recurrent states go to spare places (queued_states.py).
-Drafts are verified as additional rows of such a step, one per position (those of recurrent models eagerly); with a
-draft head (`attach_drafter`) the step also computes the next drafts, and the next verification is queued in the same
-way (checks.py). Steps with short prompts are graphs of their own (prompts.py), longer ones run eagerly. Tokens are
-those of cuda_eager, up to the order of sums.
+A graph is captured at the second step of its kind, so that no first answer waits, or earlier in idle moments. While a
+step runs, the next one of the same rows is already queued behind it and reads the sampled tokens on the device. If the
+scheduler plans something else, the queued step is dropped: its KV writes are overwritten before they are read, because
+one stream orders all steps; recurrent states go to spare places (queued_states.py). Drafts are verified as additional
+rows of such a step, one per position (those of recurrent models eagerly); with a draft head (`attach_drafter`) the step
+also computes the next drafts, and the next verification is queued in the same way (checks.py). Steps with short prompts
+are graphs of their own (prompts.py), longer ones run eagerly. Tokens are those of cuda_eager, up to the order of sums.
 """
 
 from __future__ import annotations
@@ -128,11 +127,13 @@ class CudaGraphExecutor(CudaEagerExecutor):
             row_numbers = [0] * len(rows)
             for row, number in enumerate(order):
                 row_numbers[number] = row
-        if plain and queue_next:
+        if not plain:  # nobody waits: the sampler finds out what features change while the device computes
+            return self._output(step, None, row_numbers)
+        if queue_next:
             sources = [row_numbers[number] for number in order]
             self._queued = self._launch_next([rows[number] for number in order], sources)
         sampled = step.tokens()
-        return self._output(step, [sampled[row] for row in row_numbers] if plain else None, row_numbers)
+        return self._output(step, [sampled[row] for row in row_numbers], row_numbers)
 
     def _check(self, work: StepInput, positions: list[Position]) -> StepOutput[Tensor]:
         """Several positions of a sequence as rows of one decode step: the keys of all rows are stored before any row

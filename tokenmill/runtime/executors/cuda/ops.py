@@ -29,6 +29,7 @@ from tokenmill.model.layers.rotary import RotaryTable
 from tokenmill.model.state.specs import ConvolutionSpec, ScanSpec
 from tokenmill.runtime.executors.cuda.experts import multiply_one_by_one
 from tokenmill.runtime.executors.cuda.values import (
+    Adaptation,
     Columns,
     Convolved,
     Gate,
@@ -114,7 +115,7 @@ class CudaOps:
         x = x.contiguous() if isinstance(x, Tensor) else x  # parts of a split lie apart
         joined = _joined_matrix(kernels)
         site: Any = None if self._adapters is None else self._adapters.site(weights)
-        adapt = None if site is None else lambda x, y: site.adapt_joined(x, self._adapter_slots, y, self._replaces)
+        adapt = None if site is None else Adaptation(site, self._adapter_slots, self._replaces)
         if joined is not None:
             product = Product(joined, x, adapt=adapt)
             return [Columns(product, kernel.begin, kernel.end) for kernel in kernels]

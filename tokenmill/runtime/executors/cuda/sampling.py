@@ -1,8 +1,8 @@
 """Sampling on a GPU: temperature, top-k, top-p, min-p and the draw in one kernel; only token ids leave the device.
 
-Requests that use other features (penalties, grammars, log-probabilities, ...) go through the torch sampler, row by row.
-A request always takes the same path, so its tokens do not depend on the rest of the batch; the two paths draw different
-tokens from one seed, equally distributed.
+Rows that use other features (penalties, grammars, log-probabilities, ...) are drawn by the same kernel, after one pass
+over all of them that changes their logits (logit_edits.py): a request draws the same tokens in any batch. The torch
+sampler is left for features that have no such pass, and for rows that theirs left without a token.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from tokenmill.kernels import triton as gpu
-from tokenmill.runtime.sampling.sampler import Sampler
+from tokenmill.runtime.executors.cuda.logit_edits import LogitEdits
+from tokenmill.runtime.sampling.features.base import Edits
+from tokenmill.runtime.sampling.sampler import Sampler, records_of
 from tokenmill.types import Request, TokenLogprobs
 
 
@@ -22,6 +24,7 @@ class CudaSampler(Sampler):
         super().__init__(device, kernels)
         self._device = device
         self._seen: list[Request] = []  # the last batch for which `is_plain` was true
+        self._edits = LogitEdits(device)
 
     def is_plain(self, requests: Sequence[Request]) -> bool:
         """Whether one kernel draws for all of them."""
@@ -39,25 +42,55 @@ class CudaSampler(Sampler):
         self, logits: Tensor, requests: Sequence[Request], drafted: Sequence[Sequence[int]] = ()
     ) -> tuple[list[int | None], list[TokenLogprobs | None]]:
         drafted = drafted or [()] * len(requests)
-        token_ids: list[int | None] = [None] * len(requests)
+        edits, left = self._plan(logits.shape[1], requests, drafted)
+        wanted = [row for row, request in enumerate(requests) if request.params.logprobs is not None]
+        # Reported log-probabilities are those of the model, before any penalty or filter.
+        raw = logits[wanted].log_softmax(-1) if wanted else None
+        single = {row: logits[row].clone() for row in left}
+        self._edits.apply(logits, edits)
+        parameters = self._parameters(requests, [len(each) for each in drafted])
+        ids = gpu.sample(logits, parameters)
+        # Before the host waits, all it will want to know is on its way.
+        impossible = logits.gather(1, ids[:, None]).squeeze(1) == float("-inf") if _may_fail(requests) else None
+        token_ids: list[int | None] = ids.tolist()
+        if impossible is not None:
+            for row in impossible.nonzero().flatten().tolist():
+                token_ids[row] = self._preferred(edits, row, requests[row], len(drafted[row]))
+        for row, values in single.items():
+            (token_ids[row],), _ = self._sample(values[None], [requests[row]], [drafted[row]])
         logprobs: list[TokenLogprobs | None] = [None] * len(requests)
-        plain = [row for row, request in enumerate(requests) if self._drawable(request)]
-        complex_rows = [row for row in range(len(requests)) if row not in set(plain)]
-        if plain:
-            rows = logits if not complex_rows else logits[plain]
-            parameters = self._parameters([requests[row] for row in plain], [len(drafted[row]) for row in plain])
-            for row, token_id in zip(plain, gpu.sample(rows, parameters).tolist(), strict=True):
-                token_ids[row] = token_id
-        if complex_rows:
-            rows = logits[complex_rows] if plain else logits
-            sampled, records = self._sample(
-                rows, [requests[row] for row in complex_rows], [drafted[row] for row in complex_rows]
-            )
-            for row, token_id, record in zip(complex_rows, sampled, records, strict=True):
-                token_ids[row], logprobs[row] = token_id, record
+        if raw is not None:
+            tops = [requests[row].params.logprobs or 0 for row in wanted]
+            chosen = [token_ids[row] for row in wanted]
+            for row, record in zip(wanted, records_of(raw, [each or 0 for each in chosen], tops), strict=True):
+                logprobs[row] = None if token_ids[row] is None else record
         return token_ids, logprobs
 
-    def _parameters(self, requests: list[Request], num_drafted: list[int]) -> gpu.SamplingTensors:
+    def _plan(
+        self, vocab: int, requests: Sequence[Request], drafted: Sequence[Sequence[int]]
+    ) -> tuple[Edits, list[int]]:
+        """What features change, and the rows that have one which cannot say."""
+        edits, left = Edits(vocab), []
+        for row, request in enumerate(requests):
+            params = request.params
+            if not params.edits_logits:
+                continue
+            active = [feature for feature in self._logit_features if feature.active(params)]
+            if not all(feature.plan(edits, row, request, drafted[row]) for feature in active):
+                left.append(row)
+        return edits, left
+
+    def _preferred(self, edits: Edits, row: int, request: Request, num_drafted: int) -> int | None:
+        """Where no token is possible: one of those that come first then; None: the request ends."""
+        bits = edits.preferred.get(row)
+        if bits is None:
+            return None
+        logits = torch.full((1, edits.vocab), 0.0, device=self._device)
+        only = Edits(edits.vocab, allowed={0: bits})
+        self._edits.apply(logits, only)
+        return int(gpu.sample(logits, self._parameters([request], [num_drafted]))[0])
+
+    def _parameters(self, requests: Sequence[Request], num_drafted: list[int]) -> gpu.SamplingTensors:
         floats = torch.tensor([cutoffs(request) for request in requests], dtype=torch.float32).t().contiguous()
         integers = torch.tensor(
             [[top_k(r), seed(r), r.num_tokens + extra] for r, extra in zip(requests, num_drafted, strict=True)],
@@ -73,6 +106,10 @@ class CudaSampler(Sampler):
         """Without waiting for kernels that still run."""
         pinned = values.pin_memory() if self._device.type == "cuda" else values
         return pinned.to(self._device, non_blocking=True)
+
+
+def _may_fail(requests: Sequence[Request]) -> bool:
+    return any(request.params.bans_tokens for request in requests)
 
 
 def cutoffs(request: Request) -> tuple[float, float, float]:

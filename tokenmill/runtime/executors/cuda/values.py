@@ -73,21 +73,36 @@ class Gate:
     gate: Tensor
     up: Tensor
     activation: str
+    _plain: Tensor | None = None  # an adapted product reads it twice
 
     @property
     def num_rows(self) -> int:
         return self.gate.shape[0]
 
     def plain(self) -> Tensor:
-        y: Tensor = gpu.gated(self.gate, self.up, self.activation)
-        return y
+        if self._plain is None:
+            self._plain = gpu.gated(self.gate, self.up, self.activation)
+        return self._plain
 
     def codes(self, kind: str, fixed: float) -> tuple[Tensor, Tensor]:
         pair: tuple[Tensor, Tensor] = gpu.gated_quantized(self.gate, self.up, self.activation, kind, fixed)
         return pair
 
 
-Adapt = Callable[[Tensor, Tensor], None]  # (x, y): what adapters of its rows make of a product, in place
+@dataclass(frozen=True, slots=True)
+class Adaptation:
+    """What adapters of its rows make of a product."""
+
+    site: Any  # a GpuSite
+    slots: Tensor  # by row
+    replaces: bool
+
+    def multiply(self, kernel: Any, x: Any, out_dtype: torch.dtype) -> Tensor:
+        plain = tensor(x)
+        sums = self.site.begin(plain, self.slots)
+        y = multiply(kernel, x, out_dtype)
+        self.site.finish(plain, self.slots, y, sums, self.replaces)
+        return y
 
 
 class Product:
@@ -101,7 +116,7 @@ class Product:
         x: Any,
         out_dtype: torch.dtype = torch.bfloat16,
         full: Tensor | None = None,
-        adapt: Adapt | None = None,
+        adapt: Adaptation | None = None,
     ) -> None:
         self._kernel, self._x, self._out_dtype, self._full = kernel, x, out_dtype, full
         self._adapt = adapt
@@ -109,9 +124,10 @@ class Product:
     def full(self) -> Tensor:
         """All columns, nothing fused."""
         if self._full is None:
-            self._full = multiply(self._kernel, self._x, self._out_dtype)
-            if self._adapt is not None:
-                self._adapt(tensor(self._x), self._full)
+            if self._adapt is None:
+                self._full = multiply(self._kernel, self._x, self._out_dtype)
+            else:
+                self._full = self._adapt.multiply(self._kernel, self._x, self._out_dtype)
         return self._full
 
     @property

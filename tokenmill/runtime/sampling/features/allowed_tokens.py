@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-import torch
-from torch import Tensor
-
-from tokenmill.runtime.sampling.features.base import LogitFeature
+from tokenmill.grammar.vocabulary import Bits
+from tokenmill.runtime.sampling.features.base import Edits, LogitFeature, token_bits
 from tokenmill.types import Request, SamplingParams
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class AllowedTokens(LogitFeature):
     def __init__(self) -> None:
-        self._banned: WeakKeyDictionary[Request, Tensor] = WeakKeyDictionary()  # [vocab], made once for each request
+        self._bits: WeakKeyDictionary[Request, Bits] = WeakKeyDictionary()  # made once for each request
 
     def active(self, params: SamplingParams) -> bool:
         return params.allowed_token_ids is not None
 
+    def plan(self, edits: Edits, row: int, request: Request, drafted: Sequence[int]) -> bool:  # noqa: ARG002
+        bits = self._bits.get(request)
+        if bits is None:
+            bits = self._bits[request] = token_bits(request.params.allowed_token_ids or (), edits.vocab)
+        edits.allow(row, bits)
+        return True
+
     def edit(self, logits: Tensor, request: Request, drafted: Sequence[int]) -> None:  # noqa: ARG002
-        banned = self._banned.get(request)
-        if banned is None or banned.device != logits.device:
-            banned = torch.ones_like(logits, dtype=torch.bool)
-            banned[list(request.params.allowed_token_ids or ())] = False
-            self._banned[request] = banned
-        logits.masked_fill_(banned, float("-inf"))
+        ids = list(request.params.allowed_token_ids or ())
+        kept = logits[ids]
+        logits[:] = float("-inf")
+        logits[ids] = kept

@@ -9,17 +9,19 @@ ends the request.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from tokenmill.grammar.progress import GrammarProgress
 from tokenmill.log import get_logger
-from tokenmill.runtime.sampling.features.base import LogitFeature
+from tokenmill.runtime.sampling.features.base import Edits, LogitFeature, beside
 from tokenmill.types import Request, SamplingParams
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _log = get_logger(__name__)
 _NEVER = float("-inf")
@@ -45,19 +47,32 @@ class Grammar(LogitFeature):
             progress.follow(output, drafted)
         return progress
 
+    def plan(self, edits: Edits, row: int, request: Request, drafted: Sequence[int]) -> bool:
+        progress = self.progress(request, drafted)
+        bits = progress.mask()
+        if bits is None or not bits.any():
+            _log.warning("request %s ends: %s", request.request_id, progress.problem())
+            bits = np.zeros(1, dtype=np.int32)
+        else:
+            edits.preferred[row] = bits
+        edits.allow(row, bits)
+        return True
+
     def edit(self, logits: Tensor, request: Request, drafted: Sequence[int]) -> None:
         progress = self.progress(request, drafted)
-        banned = progress.banned(logits.numel())
+        banned = progress.banned(len(logits))
         _ban(logits, banned)
         if banned.all():
             _log.warning("request %s ends: %s", request.request_id, progress.problem())
         elif float(logits.max()) == _NEVER:
             # Other features banned all that is allowed: the grammar wins.
-            logits[torch.from_numpy(~banned).to(logits.device)] = 0.0
+            logits[beside(~banned, logits)] = 0.0
 
 
-def _ban(logits: Tensor, banned: NDArray[np.bool_]) -> None:
-    if logits.device.type == "cpu" and logits.dtype == torch.float32:
-        logits.numpy()[banned] = _NEVER  # a tenth of the time that masked_fill_ takes for one row
+def _ban(logits: Any, banned: NDArray[np.bool_]) -> None:
+    if not isinstance(logits, np.ndarray) and logits.device.type == "cpu":
+        logits = logits.numpy()  # a tenth of the time that masked_fill_ takes for one row
+    if isinstance(logits, np.ndarray):
+        logits[banned] = _NEVER
     else:
-        logits.masked_fill_(torch.from_numpy(banned).to(logits.device), _NEVER)
+        logits.masked_fill_(beside(banned, logits), _NEVER)

@@ -13,6 +13,6 @@ class MinP(Filter):
     def keep(self, candidates: Candidates, params: SamplingParams) -> int | None:
         probabilities = candidates.probabilities
         count = int((probabilities >= params.min_p * probabilities[0]).sum())
-        if count == probabilities.numel() and not candidates.complete:
+        if count == len(probabilities) and not candidates.complete:
             return None
         return max(1, count)

@@ -11,7 +11,7 @@ class TopK(Filter):
         return params.top_k > 0
 
     def keep(self, candidates: Candidates, params: SamplingParams) -> int | None:
-        available = candidates.probabilities.numel()
+        available = len(candidates.probabilities)
         if params.top_k > available and not candidates.complete:
             return None
         return min(params.top_k, available)

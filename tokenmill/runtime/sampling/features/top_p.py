@@ -13,6 +13,6 @@ class TopP(Filter):
     def keep(self, candidates: Candidates, params: SamplingParams) -> int | None:
         mass = candidates.probabilities.cumsum(-1)
         count = int((mass < params.top_p).sum()) + 1
-        if count > mass.numel():
-            return mass.numel() if candidates.complete else None
+        if count > len(mass):
+            return len(mass) if candidates.complete else None
         return count

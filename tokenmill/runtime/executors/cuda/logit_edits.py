@@ -1,0 +1,148 @@
+"""The logit features of all rows of a step in one pass on the device: penalties, biases, bans, masks.
+
+What a request said and was told so far stays on the device, as counts by token: a step sends one token of each row.
+Called by the sampler; the features themselves say what they change (runtime/sampling/features).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary, finalize
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tokenmill.kernels import triton as gpu
+from tokenmill.runtime.sampling.features.base import Edits
+from tokenmill.types import Request
+
+_NEVER = float("-inf")
+_FIRST_PLACES = 16
+
+
+class LogitEdits:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._counts: TokenCounts | None = None
+
+    def apply(self, logits: Tensor, edits: Edits) -> None:
+        """Change logits float32 [R, vocab] in place. Does not wait for the device."""
+        if edits.penalized:
+            if self._counts is None or self._counts.vocab != logits.shape[1]:
+                self._counts = TokenCounts(logits.shape[1], self._device)
+            self._penalize(logits, edits, self._counts)
+        if edits.added:
+            pairs = [(row, token) for row, bias in edits.added.items() for token in bias]
+            values = [value for bias in edits.added.values() for value in bias.values()]
+            rows, tokens = self._send(np.array(pairs, dtype=np.int64).T)
+            logits.index_put_((rows, tokens), self._send(np.array(values, dtype=np.float32)), accumulate=True)
+        banned = [(row, token) for row, tokens in edits.banned.items() for token in tokens]
+        if banned:
+            rows, tokens = self._send(np.array(banned, dtype=np.int64).T)
+            logits.index_put_((rows, tokens), torch.full((), _NEVER, device=self._device))
+        if edits.allowed:
+            words = max(bits.size for bits in edits.allowed.values())
+            table = np.zeros((len(edits.allowed), words), dtype=np.int32)
+            for number, bits in enumerate(edits.allowed.values()):
+                table[number, : bits.size] = bits
+            gpu.allow(logits, self._send(np.array(list(edits.allowed), dtype=np.int32)), self._send(table))
+        if edits.typical:
+            _keep_typical(logits, edits.typical)
+
+    def _penalize(self, logits: Tensor, edits: Edits, counts: TokenCounts) -> None:
+        places = counts.places(list(edits.penalized.values()))
+        params = [request.params for request, _ in edits.penalized.values()]
+        factors = [(each.repetition_penalty, each.frequency_penalty, each.presence_penalty) for each in params]
+        numbers = self._send(np.array([list(edits.penalized), places], dtype=np.int32))
+        factors_there = self._send(np.array(factors, dtype=np.float32))
+        gpu.penalize(logits, numbers[0], numbers[1], factors_there, counts.outputs, counts.prompts)
+        counts.end_step()
+
+    def _send(self, values: np.ndarray) -> Tensor:
+        return _send(np.ascontiguousarray(values), self._device)
+
+
+class TokenCounts:
+    """Of each request with penalties: how often its output has each token, and which tokens its prompt has."""
+
+    def __init__(self, vocab: int, device: torch.device) -> None:
+        self.vocab, self._device = vocab, device
+        self.outputs = torch.zeros(_FIRST_PLACES, vocab, dtype=torch.int16, device=device)
+        self.prompts = torch.zeros(_FIRST_PLACES, vocab, dtype=torch.int8, device=device)
+        self._free = list(range(_FIRST_PLACES))
+        self._place: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
+        self._counted: WeakKeyDictionary[Request, int] = WeakKeyDictionary()  # tokens that are in the table
+        self._borrowed: list[int] = []  # for rows with drafts, until the end of the step
+
+    def places(self, rows: list[tuple[Request, Sequence[int]]]) -> list[int]:
+        """The place of each row in the tables, which then have all of the row's tokens, drafted ones too."""
+        in_prompts: list[tuple[int, int]] = []
+        in_outputs: list[tuple[int, int]] = []
+        for request, _ in rows:
+            place = self._place.get(request)
+            if place is None:
+                place = self._place[request] = self._take()
+                finalize(request, self._free.append, place)
+                self._counted[request] = 0
+                in_prompts += [(place, token) for token in set(request.prompt_ids)]
+            begin = max(self._counted[request], len(request.prompt_ids))
+            in_outputs += [(place, token) for token in request.token_ids[begin:]]
+            self._counted[request] = request.num_tokens
+        self._enter(in_prompts, in_outputs)
+        in_outputs, places = [], []
+        for request, drafted in rows:
+            place = self._place[request]
+            if drafted:
+                source, place = place, self._take()
+                self._borrowed.append(place)
+                self.outputs[place], self.prompts[place] = self.outputs[source], self.prompts[source]
+                in_outputs += [(place, token) for token in drafted]
+            places.append(place)
+        self._enter([], in_outputs)
+        return places
+
+    def end_step(self) -> None:
+        self._free += self._borrowed
+        self._borrowed.clear()
+
+    def _enter(self, in_prompts: list[tuple[int, int]], in_outputs: list[tuple[int, int]]) -> None:
+        if in_prompts:
+            places, tokens = _send(np.array(in_prompts, dtype=np.int64).T.copy(), self._device)
+            self.prompts[places, tokens] = 1
+        if in_outputs:
+            places, tokens = _send(np.array(in_outputs, dtype=np.int64).T.copy(), self._device)
+            one = torch.ones((), dtype=torch.int16, device=self._device)
+            self.outputs.index_put_((places, tokens), one, accumulate=True)
+
+    def _take(self) -> int:
+        if not self._free:
+            size = self.outputs.shape[0]
+            self.outputs = torch.cat([self.outputs, torch.zeros_like(self.outputs)])
+            self.prompts = torch.cat([self.prompts, torch.zeros_like(self.prompts)])
+            self._free += range(size, 2 * size)
+        place = self._free.pop()
+        self.outputs[place] = 0
+        self.prompts[place] = 0
+        return place
+
+
+def _keep_typical(logits: Tensor, rows: dict[int, tuple[float, float]]) -> None:
+    """As the feature `typical` does for one row."""
+    numbers = torch.tensor(list(rows), device=logits.device)
+    masses, temperatures = torch.tensor(list(rows.values()), device=logits.device).unbind(1)
+    logprobs = (logits[numbers] / temperatures[:, None]).log_softmax(-1)
+    probabilities = logprobs.exp()
+    entropy = -torch.nansum(probabilities * logprobs, -1, keepdim=True)
+    order = (-logprobs - entropy).abs().argsort(-1)
+    mass = probabilities.gather(1, order).cumsum(-1)
+    kept = (mass < masses[:, None]).sum(-1, keepdim=True) + 1
+    beyond = torch.arange(order.shape[1], device=logits.device)[None, :] >= kept
+    banned = torch.zeros_like(beyond).scatter_(1, order, beyond)
+    logits[numbers] = logits[numbers].masked_fill(banned, _NEVER)
+
+
+def _send(values: np.ndarray, device: torch.device) -> Tensor:
+    """Without waiting for kernels that still run."""
+    here = torch.from_numpy(values)
+    return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here
