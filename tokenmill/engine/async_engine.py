@@ -17,7 +17,7 @@ from typing import Any
 
 from tokenmill.config import EngineConfig
 from tokenmill.engine.adapters.registry import Done
-from tokenmill.engine.build import EngineParts, build_engine
+from tokenmill.engine.build import EngineParts, build_engine, one_engine
 from tokenmill.engine.collector import RequestCollector
 from tokenmill.engine.intake import Prompt
 from tokenmill.engine.loop import EngineLoop
@@ -83,7 +83,7 @@ class AsyncEngine:
     def __init__(self, model: str | Path = "smollm2", config: EngineConfig | None = None, **options: Any) -> None:
         if config is not None and options:
             raise UserError("both config and options are given", "put the options into the config")
-        self.parts: EngineParts = build_engine(model, config or EngineConfig.from_options(options))
+        self.parts: EngineParts = build_engine(model, one_engine(config or EngineConfig.from_options(options)))
         self._streams: dict[str, _Stream] = {}  # engine thread only
         self._changes: set[Done] = set()  # of adapters, that callers wait for; engine thread only
         self._loop = EngineLoop(self.parts.core, self, self.parts.grammars, adapters=self.parts.adapters)

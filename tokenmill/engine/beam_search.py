@@ -1,13 +1,13 @@
 """Beam search: the most probable continuations of each prompt, found by following the best few side by side.
 
 A step asks for one token of every beam of every prompt, with the log-probabilities of the best candidates; what beams
-share is computed once through the prefix cache. Knows no text and no engine but by one function; `LLM.beam_search`
-calls it.
+share is computed once through the prefix cache. Knows no text and no engine: `beam_steps` says what to generate and is
+told what came. `LLM.beam_search` and the completions route drive it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass
 
 from tokenmill.engine.outputs import RequestOutput
@@ -40,6 +40,9 @@ class BeamSequence:
     text: str = ""
 
 
+Asked = tuple[list[list[int]], SamplingParams]  # token ids of every beam, and how one more token is generated
+
+
 def beam_search(
     prompts: Sequence[Sequence[int]],
     params: BeamSearchParams,
@@ -48,6 +51,20 @@ def beam_search(
     vocab_size: int,
 ) -> list[list[BeamSequence]]:
     """The best `beam_width` sequences of each prompt, best first."""
+    steps = beam_steps(prompts, params, eos_ids, vocab_size)
+    try:
+        asked = next(steps)
+        while True:
+            asked = steps.send(generate(*asked))
+    except StopIteration as ended:
+        found: list[list[BeamSequence]] = ended.value
+        return found
+
+
+def beam_steps(
+    prompts: Sequence[Sequence[int]], params: BeamSearchParams, eos_ids: Collection[int], vocab_size: int
+) -> Generator[Asked, list[RequestOutput], list[list[BeamSequence]]]:
+    """Yields what to generate, is sent its outputs; returns the best `beam_width` sequences of each prompt."""
     width = params.beam_width
     step = SamplingParams(max_tokens=1, temperature=0.0, logprobs=min(2 * width, vocab_size), ignore_eos=True)
     ends = frozenset() if params.ignore_eos else frozenset(eos_ids)
@@ -57,7 +74,7 @@ def beam_search(
         beams = [(number, beam) for number, own in enumerate(live) for beam in own]
         if not beams:
             break
-        outputs = generate([[*prompts[number], *beam.token_ids] for number, beam in beams], step)
+        outputs = yield [[*prompts[number], *beam.token_ids] for number, beam in beams], step
         live = [[] for _ in prompts]
         for (number, beam), output in zip(beams, outputs, strict=True):
             for longer in _continuations(beam, output, ends):

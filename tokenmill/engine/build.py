@@ -1,7 +1,7 @@
 """Puts an engine together: model source, checkpoint, tokenizer, runtime, scheduler.
 
 The tokenizer is built while the weights are loaded. Called by LLM, AsyncEngine and the engine process; imports the
-runtime (and so torch), which the scheduler and the KV manager never do.
+runtime, which the scheduler and the KV manager never do.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from tokenmill.engine.intake import Intake
 from tokenmill.engine.kv.budget.enforcer import BudgetEnforcer
 from tokenmill.engine.kv.manager import KVManager
 from tokenmill.engine.kv.policy import POLICIES
+from tokenmill.engine.lanes import LaneCore
 from tokenmill.engine.order import DISCIPLINES
 from tokenmill.engine.pace import StepPace
 from tokenmill.engine.scheduler import Scheduler
 from tokenmill.engine.stats import EngineStats
-from tokenmill.engine.tiers import build_tiers, shown_address
+from tokenmill.engine.tiers import PageSharing, build_tiers, shown_address
 from tokenmill.errors import UserError
 from tokenmill.grammar.compiler import GrammarCompiler
 from tokenmill.log import get_logger
@@ -38,6 +39,8 @@ from tokenmill.resolution import resolve as resolve_config
 from tokenmill.resolution import settle
 from tokenmill.runtime.build import Runtime, build_runtime, find_facts
 from tokenmill.runtime.observation.page_scores import StoredPageScores
+from tokenmill.runtime.ranks.build import facts_of_rank, start_ranks
+from tokenmill.runtime.runner import ModelRunner
 from tokenmill.types import CacheControl, SamplingParams
 
 _log = get_logger(__name__)
@@ -59,6 +62,7 @@ class EngineParts:
     runtime: Runtime
     path: Path
     load_seconds: float
+    sharing: PageSharing
 
     def use_only_adapter(self) -> None:
         """Where one model is run or measured: every request uses the adapter that the options name, if they do."""
@@ -69,13 +73,26 @@ class EngineParts:
 
     def close(self, timeout: float = 60.0) -> None:
         """Release what lives outside this process: cached pages are written to the tiers, if there are any."""
+        self.sharing.close()
         self.kv.close(timeout)
         self.adapters.close()
+        self.runtime.close()
 
 
-def build_engine(model: str | Path, options: EngineConfig) -> EngineParts:
-    started = time.perf_counter()
-    path = resolve(str(model)).path
+def make_core(scheduler: Scheduler, runner: ModelRunner) -> EngineCore:
+    return LaneCore(scheduler, runner, runner.lanes) if runner.lanes > 1 else EngineCore(scheduler, runner)
+
+
+def one_engine(options: EngineConfig) -> EngineConfig:
+    """For faces of the engine that have no others beside it."""
+    if options.data_parallel_size > 1:
+        raise UserError("--data-parallel-size is for serve and LLM", "leave it out")
+    return options
+
+
+def build_engine(model: str | Path, options: EngineConfig, tensors: bool = False) -> EngineParts:
+    """`tensors`: weights, pages and states are torch's, for callers that compute with them, even where numpy does."""
+    started, path = time.perf_counter(), resolve(str(model)).path
     make_discipline = DISCIPLINES.get(options.scheduling)
     policy = POLICIES.get(options.kv_policy)()
     budget = CacheControl(policy=name, budget=options.kv_budget) if (name := options.kv_budget_policy) else None
@@ -83,29 +100,28 @@ def build_engine(model: str | Path, options: EngineConfig) -> EngineParts:
         checkpoint = open_source(path, options.load_format)
         description = checkpoint.description
         building = background.submit(tokenizer_of, path, options.load_format)
-        facts, device = find_facts(options, description.context_length)
-        config = resolve_config(options, facts)
+        facts, device = find_facts(options, description.context_length, tensors)
+        config = resolve_config(options, facts_of_rank(facts, options))
         files = AdapterFiles(path, description, config)
         config = settle_rank(files, config)
-        runtime = build_runtime(checkpoint, config, device)
+        runtime = build_runtime(checkpoint, config, device, start_ranks(path, description, config))
         tokenizer, template = building.result()
     if not tokenizer.reads_text:
         _log.warning("%s has no tokenizer: prompts are token ids, and so is what is shown as text", path.name)
     config = _settled(config, runtime)
     budgets = BudgetEnforcer(runtime.layout, StoredPageScores(runtime, config))
     budgets.check(SamplingParams(cache=budget))
-    tiers = build_tiers(config, path, runtime)
-    config = replace(config, kv_redis=shown_address(config.kv_redis))
-    pages, slots = runtime.budget.num_pages, runtime.budget.num_state_slots
-    kv = KVManager(runtime.layout, pages, config.prefix_caching, policy, tiers, budgets, slots)
+    sharing = build_tiers(config, path, runtime)
+    config = replace(config, kv_redis=shown_address(config.kv_redis), kv_listen=sharing.listens_at)
+    pages, slots, caching = runtime.budget.num_pages, runtime.budget.num_state_slots, config.prefix_caching
+    kv = KVManager(runtime.layout, pages, caching, policy, sharing.tiers, budgets, slots, sharing.publisher)
     ahead = runtime.executor.lookahead
     drafts, grammar_drafts = _draft_slots(runtime, config, kv.stats)
-    discipline = make_discipline(config.max_tenant_slowdown)
     adapters, adapter_slots = make_slots(config, files, runtime, kv.stats)
     pace = StepPace(config.itl / 1000.0, kv.stats) if config.itl else None
     scheduler = Scheduler(
         kv,
-        discipline,
+        make_discipline(config.max_tenant_slowdown),
         config.batch_tokens,
         config.concurrency,
         config.context,
@@ -118,10 +134,10 @@ def build_engine(model: str | Path, options: EngineConfig) -> EngineParts:
     adapters.attach(adapter_slots, lambda digest: len(scheduler.using(digest)))
     eos_ids = tuple(dict.fromkeys((*description.eos_ids, *tokenizer.eos_ids)))
     return EngineParts(
-        core=EngineCore(scheduler, runtime.runner),
+        core=make_core(scheduler, runtime.runner),
         kv=kv,
         budgets=budgets,
-        idle_work=(*([kv.save] if tiers is not None else []), runtime.runner.prepare),
+        idle_work=(*([kv.save] if sharing.tiers is not None else []), runtime.runner.prepare),
         intake=Intake(tokenizer, description.vocab_size, eos_ids, config.context, config.seed, budget, budgets.check),
         adapters=adapters,
         grammars=GrammarCompiler(tokenizer, eos_ids),
@@ -131,6 +147,7 @@ def build_engine(model: str | Path, options: EngineConfig) -> EngineParts:
         config=config,
         runtime=runtime,
         path=path,
+        sharing=sharing,
         load_seconds=time.perf_counter() - started,
     )
 

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from tokenmill.engine.detokenizer import IncrementalDetokenizer
 from tokenmill.engine.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestMetrics, RequestOutput
+from tokenmill.errors import UserError
 from tokenmill.types import Request, TokenEvent, TokenLogprobs
 
 
@@ -43,6 +44,17 @@ class RequestCollector:
         )
         if params.prompt_logprobs is not None:
             self.output.prompt_logprobs = [None]
+
+    def replay(self, token_ids: list[int]) -> str:
+        """Tokens that the only answer begins with, and that nobody waits for; returns their text as far as it was
+        certain before the next one."""
+        completion, detokenizer = self.output.outputs[0], self._detokenizers[0]
+        text = "".join(detokenizer.push([token_id], False) for token_id in token_ids)
+        if detokenizer.stop_reason is not None:
+            raise UserError("the answer of resume_token_ids has ended already", "leave resume_token_ids out")
+        completion.token_ids += token_ids
+        completion.text += text
+        return text
 
     def take(self, event: TokenEvent) -> tuple[str, bool]:
         """Add an event; returns (new text, True if a stop string ended this sequence and it must be cancelled)."""

@@ -43,7 +43,9 @@ class EngineCore:
         clock = self._clock or time.perf_counter
         began = clock()
         result = self.runner.execute(plan)
-        seconds = clock() - began
+        return self._take_in(plan, result, clock() - began)
+
+    def _take_in(self, plan: StepPlan, result: StepResult, seconds: float) -> list[TokenEvent]:
         if self.timelines is not None:
             self.timelines.record(plan, seconds)
         events = self.scheduler.update(plan, result)

@@ -8,17 +8,17 @@ from __future__ import annotations
 import platform
 import shutil
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-
-import torch
 
 from tokenmill import __version__
 from tokenmill.checkpoint.embedding_files import read_encoder
 from tokenmill.checkpoint.sources import cache_root, list_cached
 from tokenmill.checkpoint.sources.base import Resolved
 from tokenmill.errors import UserError
-from tokenmill.hardware.machine import Machine, detect_machine
+from tokenmill.hardware.machine import Machine, detect_machine, usable_cores
 from tokenmill.kernels import cpu
+from tokenmill.kernels.host import HOST, has_torch
 
 _SELF_TEST_BYTES = 500 * 10**6  # a larger model takes too long to load for a check
 _MIN_FREE_DISK = 5 * 10**9
@@ -54,7 +54,7 @@ class Diagnosis:
     problems: tuple[str, ...]
     tokenmill: str
     python: str
-    torch: str
+    torch: str  # its version; empty: not installed
     machine: Machine
     kernels: KernelReport
     cache: str
@@ -77,7 +77,7 @@ def diagnose(network: bool = False) -> Diagnosis:
         problems=problems,
         tokenmill=__version__,
         python=platform.python_version(),
-        torch=torch.__version__,
+        torch=_torch_version(),
         machine=machine,
         kernels=kernels,
         cache=str(cache_root()),
@@ -88,10 +88,24 @@ def diagnose(network: bool = False) -> Diagnosis:
     )
 
 
+def _torch_version() -> str:
+    """Without importing it: that takes longer than everything else here."""
+    try:
+        return version("torch")
+    except PackageNotFoundError:
+        return ""
+
+
+def _torch_has_cuda() -> bool:
+    import torch
+
+    return bool(torch.cuda.is_available())
+
+
 def _kernel_report() -> KernelReport:
-    reason = cpu.unavailable(torch.device("cpu"))
+    reason = cpu.unavailable(HOST)
     if reason is not None:
-        return KernelReport(False, reason, "", torch.get_num_threads())
+        return KernelReport(False, reason, "", usable_cores())
     return KernelReport(True, "", cpu.instruction_set(), cpu.num_threads())
 
 
@@ -141,7 +155,9 @@ def _problems(
         found.append(f"{test.model} did not answer: {test.error}")
     if not test.model:
         found.append("no small model is cached, so nothing was run: tokenmill pull smollm2")
-    if machine.gpus and not torch.cuda.is_available():
+    if machine.gpus and not has_torch():
+        found.append("a GPU is present and is not used: torch is not installed, install tokenmill[gpu]")
+    elif machine.gpus and not _torch_has_cuda():
         found.append("a GPU is present and is not used: this torch has no CUDA, install tokenmill[gpu]")
     if free_disk < _MIN_FREE_DISK:
         found.append(f"{free_disk / 1e9:.1f} GB are free in the cache folder: set TOKENMILL_CACHE to a larger disk")

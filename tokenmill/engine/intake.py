@@ -105,6 +105,16 @@ class Intake:
             embeds=embeds,
         )
 
+    def resume(self, request: Request, output_ids: Sequence[int]) -> None:
+        """Have an answer go on after tokens that were computed elsewhere, as if they had been computed here."""
+        ids, params = self._checked_ids("resume_token_ids token id", output_ids), request.params
+        if params.n > 1 or params.prompt_logprobs is not None:
+            raise UserError("resume_token_ids goes with one answer", "leave n, best_of and prompt_logprobs out")
+        ended = len(ids) >= params.max_tokens or not request.stop_ids.isdisjoint(ids)
+        if ended or request.num_tokens + len(ids) >= self._context_length:
+            raise UserError("the answer of resume_token_ids has ended already", "leave resume_token_ids out")
+        request.token_ids += ids
+
     def _bad_word_ids(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         """Tokens of each word as it is written at the beginning of a text, and after a blank. All prompts of a request
         have the same words: they are encoded once."""
@@ -148,3 +158,12 @@ class Intake:
             if not 0 <= token_id < self._vocab_size:
                 raise UserError(f"{what} {token_id} is outside the vocabulary", f"give 0 to {self._vocab_size - 1}")
         return list(ids)
+
+
+def cut_prompt(ids: list[int], max_tokens: int | None, bos_id: int | None) -> list[int]:
+    """The end of a prompt; its first token stays if it is the one that starts every sequence. None: all of it."""
+    if max_tokens is None or len(ids) <= max_tokens:
+        return ids
+    if max_tokens > 1 and ids[0] == bos_id:
+        return [ids[0], *ids[1 - max_tokens :]]
+    return ids[-max_tokens:]

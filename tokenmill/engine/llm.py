@@ -16,11 +16,11 @@ from tokenmill.engine.beam_search import BeamSearchParams, BeamSequence, beam_se
 from tokenmill.engine.build import EngineParts, build_engine
 from tokenmill.engine.collector import RequestCollector
 from tokenmill.engine.core import EngineCore
-from tokenmill.engine.embedding.embedder import Embedder
 from tokenmill.engine.intake import Prompt
 from tokenmill.engine.loop import EngineLoop
 from tokenmill.engine.outputs import RequestOutput
 from tokenmill.engine.progress import request_bar
+from tokenmill.engine.replicas import Replica, Replicas, divided
 from tokenmill.engine.stats import EngineStats
 from tokenmill.errors import UserError
 from tokenmill.types import Request, SamplingParams, TokenEvent
@@ -32,12 +32,21 @@ _TOKENS_AT_ONCE = 8  # outputs are returned whole, so callers do not notice; Ctr
 
 
 class LLM:
-    def __init__(self, model: str | Path = "smollm2", config: EngineConfig | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        model: str | Path = "smollm2",
+        config: EngineConfig | None = None,
+        *,
+        tensors: bool = False,
+        **options: Any,
+    ) -> None:
         """`options` are the fields of EngineConfig (or their vLLM names), and `loras`: directories of adapters by name;
-        `config` is the ready record instead."""
+        `config` is the ready record instead. `tensors`: as in build_engine."""
         if config is not None and options:
             raise UserError("both config and options are given", "put the options into the config")
-        self._parts: EngineParts | None = build_engine(model, config or EngineConfig.from_options(options))
+        config = config or EngineConfig.from_options(options)
+        self._parts: EngineParts | None = build_engine(model, config, tensors)
+        self._replicas = Replicas(self.parts.path, config, self.parts.config) if config.data_parallel_size > 1 else None
         # Tokens of a sequence per call of the runner. A measurement for a server, which streams, sets it to one.
         self.tokens_at_once = _TOKENS_AT_ONCE if self.parts.runtime.runner.runs_greedily else 1
 
@@ -93,11 +102,15 @@ class LLM:
     def embed(self, texts: Prompt | Sequence[Prompt], **options: Any) -> list[list[float]]:
         """A vector for each text; `options` as in Embedder.embed. Of a model that was not trained for it, the state
         behind the last token."""
+        from tokenmill.engine.embedding.embedder import Embedder  # computes with torch
+
         vectors: list[list[float]] = Embedder.over(self.parts).embed(texts, **options).tolist()
         return vectors
 
     def score(self, query: str, texts: str | Sequence[str], **options: Any) -> list[float]:
         """How well each text answers the query, by a reranking model; `options` as in Embedder.score."""
+        from tokenmill.engine.embedding.embedder import Embedder
+
         return Embedder.over(self.parts).score(query, texts, **options)
 
     def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[list[BeamSequence]]:
@@ -128,9 +141,13 @@ class LLM:
     def load_lora(self, name: str, path: str | Path, replace: bool = False) -> None:
         """Serve one more adapter; `replace`: also if there is one of that name."""
         self.parts.adapters.load_now(name, str(path), replace)
+        for other in self._others:
+            other.load(name, str(path))
 
     def unload_lora(self, name: str) -> None:
         self.parts.adapters.unload(name)
+        for other in self._others:
+            other.unload(name)
 
     def use_only_lora(self) -> None:
         """Have every request use the one adapter that this LLM was made with."""
@@ -151,7 +168,9 @@ class LLM:
         """Release weights, KV memory and threads."""
         if self._parts is not None:
             self._parts.close()
-        self._parts = None
+        if self._replicas is not None:
+            self._replicas.close()
+        self._parts = self._replicas = None
 
     def __enter__(self) -> LLM:
         return self
@@ -169,7 +188,37 @@ class LLM:
             if name:
                 request.adapter = self.parts.adapters.find(name)
 
+    @property
+    def _others(self) -> list[Replica]:
+        """The other engines of --data-parallel-size."""
+        return [] if self._replicas is None else self._replicas.others
+
     def _run(self, requests: list[Request], texts: list[str | None], progress: bool) -> list[RequestOutput]:
+        if not self._others:
+            return self.compute(requests, texts, progress)
+        own, *parts = divided(requests, 1 + len(self._others))
+        given = [(other, part) for other, part in zip(self._others, parts, strict=True) if part]
+        for other, part in given:
+            other.submit([(requests[number], texts[number]) for number in part])
+        outputs: dict[int, RequestOutput] = {}
+
+        def compute(part: list[int]) -> None:
+            found = self.compute([requests[number] for number in part], [texts[number] for number in part], progress)
+            outputs.update(zip(part, found, strict=True))
+
+        try:
+            compute(own)
+        finally:  # whatever happens: the answers of a call must not be those of the next
+            answers = [other.collect() for other, _ in given]
+        for (_, part), answer in zip(given, answers, strict=True):
+            if answer is None:
+                compute(part)
+            else:
+                outputs.update(zip(part, answer, strict=True))
+        return [outputs[number] for number in range(len(requests))]
+
+    def compute(self, requests: list[Request], texts: list[str | None], progress: bool = False) -> list[RequestOutput]:
+        """By the engine of this process."""
         core = self.parts.core
         collectors = {
             request.request_id: RequestCollector(request, text, self.parts.tokenizer)

@@ -12,7 +12,7 @@ import msgspec
 
 from tokenmill.checkpoint.embedding_files import EmbeddingSettings
 from tokenmill.engine.stats import DeviceStats, EngineStats
-from tokenmill.types import Request, SamplingParams, TokenEvent
+from tokenmill.types import KvLease, Request, SamplingParams, TokenEvent
 
 
 class EngineSpec(msgspec.Struct, frozen=True):
@@ -51,6 +51,9 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     adapter: str = ""  # its name: the engine knows which version that is
     score_ids: tuple[int, ...] = ()
     second: int = 0
+    output_ids: list[int] = []  # of an answer that began elsewhere: it goes on after them
+    publishes: KvLease | None = None
+    source: KvLease | None = None
 
     @classmethod
     def of(cls, request: Request) -> Submit:
@@ -71,6 +74,9 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
             request.adapter.name if request.adapter is not None else "",
             request.score_ids,
             request.second,
+            request.output_ids,
+            request.publishes,
+            request.source,
         )
 
     def request(self) -> Request:
@@ -90,12 +96,21 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
             cache_salt=self.cache_salt,
             score_ids=self.score_ids,
             second=self.second,
+            token_ids=[*self.prompt_ids, *self.output_ids],
+            publishes=self.publishes,
+            source=self.source,
         )
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
     request_id: str
     index: int | None = None  # one of the siblings; None: all of them
+
+
+class SourceFailed(msgspec.Struct, frozen=True, tag="source_failed"):
+    """The prompt of a request is not computed by a peer after all."""
+
+    request_id: str
 
 
 class LoadAdapter(msgspec.Struct, frozen=True, tag="load_adapter"):
@@ -129,7 +144,13 @@ class Rest(msgspec.Struct, frozen=True, tag="rest"):
     asleep: bool
 
 
-ToEngine = Submit | Cancel | LoadAdapter | UnloadAdapter | Ping | Shutdown | Rest
+class WatchPages(msgspec.Struct, frozen=True, tag="watch_pages"):
+    """Tell from now on which pages the prefix cache has: those it has now come first. Names begin at `root`."""
+
+    root: bytes
+
+
+ToEngine = Submit | Cancel | SourceFailed | LoadAdapter | UnloadAdapter | Ping | Shutdown | Rest | WatchPages
 
 # --- from the engine ---
 
@@ -168,6 +189,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     adapters: list[AdapterInfo] = []
     embedding: EmbeddingSettings | None = None  # of a model for vectors or scores, which then does not generate
     no_sleep: str = ""  # why it cannot sleep; empty if it can
+    page_meaning: str = ""  # engine/tiers.py; empty: it has no pages that others could name
 
 
 class Events(msgspec.Struct, frozen=True, tag="events"):
@@ -177,6 +199,19 @@ class Events(msgspec.Struct, frozen=True, tag="events"):
     events: list[TokenEvent]
     stats: EngineStats | None = None
     device_seconds: dict[str, float] = {}  # by tenant, since the last statistics; only if the engine meters
+
+
+class Pages(msgspec.Struct, frozen=True, tag="pages"):
+    """Pages that came into the prefix cache, with their parents, and that left it, since the last such message."""
+
+    stored: list[tuple[bytes, bytes]]
+    removed: list[bytes]
+
+
+class SourceWanted(msgspec.Struct, frozen=True, tag="source_wanted"):
+    """A request whose source is on demand waits for a peer to compute its prompt: have that done."""
+
+    request_id: str
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
@@ -215,7 +250,9 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     user_error: bool = False
 
 
-FromEngine = Phase | Ready | AdapterAnswer | Events | Heartbeat | Pong | Rested | Refused | Failed
+FromEngine = (
+    Phase | Ready | AdapterAnswer | Events | Pages | SourceWanted | Heartbeat | Pong | Rested | Refused | Failed
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine = msgspec.msgpack.Decoder(ToEngine)

@@ -35,6 +35,7 @@ from tokenmill.engine.build import EngineParts, build_engine
 from tokenmill.engine.deadlines import DeadlineError
 from tokenmill.engine.embedding.build import EncoderParts, build_encoder, describe_encoder_parts, is_encoder
 from tokenmill.engine.embedding.core import TokenMeter
+from tokenmill.engine.kv.page_log import PageLog
 from tokenmill.engine.loop import EngineLoop
 from tokenmill.engine.messages import (
     AdapterAnswer,
@@ -46,6 +47,7 @@ from tokenmill.engine.messages import (
     FromEngine,
     Heartbeat,
     LoadAdapter,
+    Pages,
     Phase,
     Ping,
     Pong,
@@ -56,10 +58,12 @@ from tokenmill.engine.messages import (
     Shutdown,
     Submit,
     UnloadAdapter,
+    WatchPages,
 )
 from tokenmill.engine.stats import PROMPT_STEP_TOKENS
 from tokenmill.engine.step_log import log_steps_to
 from tokenmill.engine.step_meter import StepMeter
+from tokenmill.engine.tiers import page_meaning
 from tokenmill.engine.timelines import Timelines
 from tokenmill.engine.usage_watch import UsageWatch
 from tokenmill.errors import UserError
@@ -115,14 +119,19 @@ class EngineProcess:
         self._activity = activity
         self._stats_sent = 0.0
         self._sleeping: SleepingRuntime | None = None  # once it was told to
+        self._page_log: PageLog | None = None  # the same
         self.loop = EngineLoop(parts.core, self, parts.grammars, parts.idle_work, activity, adapters=parts.adapters)
         self.closed = False
+        if isinstance(parts, EngineParts) and parts.kv.sources.peers is not None:
+            parts.kv.sources.peers.on_wanted = lambda request_id: self._send(messages.SourceWanted(request_id))
 
     # --- to the loop ---
 
     def receive(self, timeout: float | None) -> None:
         """Take in all messages that wait. One that cannot be used is answered, no more."""
         if timeout != 0.0:
+            if isinstance(self._parts, EngineParts):
+                self._parts.runtime.check()  # no step would notice that a rank has ended
             self._inbox.poll(_IDLE_POLL_MS if timeout is None else min(_IDLE_POLL_MS, ceil(1000 * timeout)))
         while int(self._inbox.getsockopt(zmq.EVENTS)) & zmq.POLLIN:  # between steps: cheaper than a poll
             self._activity.begin("taking messages in")
@@ -150,10 +159,16 @@ class EngineProcess:
                     answer(None, error)
             case Cancel(request_id=request_id, index=index):
                 self.loop.cancel(request_id, index)
+            case messages.SourceFailed(request_id=request_id):
+                if isinstance(self._parts, EngineParts):
+                    self._parts.kv.sources.source_failed(request_id)
             case Ping(number=number):
                 self._send(Pong(number))
             case Rest(asleep=asleep):
                 self._rest(asleep)
+            case WatchPages(root=root) if isinstance(self._parts, EngineParts):
+                self._page_log = self._parts.kv.watch(root)
+                self._tell_pages()
             case Shutdown():
                 self.closed = True
 
@@ -202,11 +217,12 @@ class EngineProcess:
         if self._sleeping is not None and self._sleeping.asleep:
             return "the engine is asleep"
         context, vocab_size = self._parts.config.context, self._parts.description.vocab_size
-        if not 0 < len(message.prompt_ids) <= context:
-            return f"the prompt has {len(message.prompt_ids)} tokens, the context holds {context}"
+        num_tokens = len(message.prompt_ids) + len(message.output_ids)
+        if not message.prompt_ids or num_tokens > context:
+            return f"the prompt has {num_tokens} tokens, the context holds {context}"
         params = message.params
         named: list[Iterable[int]] = [params.logit_bias or (), params.allowed_token_ids or (), *params.bad_word_ids]
-        ids = (*message.prompt_ids, *message.stop_ids, *chain.from_iterable(named))
+        ids = (*message.prompt_ids, *message.output_ids, *message.stop_ids, *chain.from_iterable(named))
         if not 0 <= min(ids) <= max(ids) < vocab_size:
             return f"a token id is outside the vocabulary of {vocab_size}"
         if not 0 < message.weight < float("inf"):
@@ -224,9 +240,15 @@ class EngineProcess:
 
     # --- from the loop ---
 
+    def _tell_pages(self) -> None:
+        came, left = self._page_log.take() if self._page_log is not None else ([], [])
+        if came or left:
+            self._send(Pages(came, left))
+
     def on_events(self, events: list[TokenEvent]) -> None:
         """The statistics take longer to encode and read than a few tokens do: not with each of them."""
         core, now = self._parts.core, time.monotonic()
+        self._tell_pages()
         flowing = events and core.has_work and core.stats.step_tokens < PROMPT_STEP_TOKENS
         if flowing and now - self._stats_sent < _STATS_SECONDS:
             self._send(Events(events))
@@ -272,6 +294,7 @@ def describe(parts: EngineParts) -> Ready:
         [AdapterInfo(*astuple(version)) for version in parts.adapters.versions()],
         read_settings(parts.path),
         SleepingRuntime(parts.runtime).declines,
+        page_meaning(parts.config, parts.runtime) if parts.config.prefix_caching else "",
     )
 
 

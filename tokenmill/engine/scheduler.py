@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from itertools import count as counter
 
-from tokenmill.engine.adapters.residency import AdapterQueue, AdapterSlots, RunningQueue
+from tokenmill.engine.adapters.residency import AdapterSlots, RunningQueue
 from tokenmill.engine.draft_slots import DraftSlots
 from tokenmill.engine.kv.handles import Reservation, wants_prompt_logprobs
 from tokenmill.engine.kv.manager import KVManager
@@ -23,10 +23,10 @@ from tokenmill.engine.pace import StepPace
 from tokenmill.engine.siblings import make_sibling, using_adapter
 from tokenmill.engine.stats import EngineStats
 from tokenmill.engine.step_shares import StepShares
+from tokenmill.engine.waiting_line import WaitingLine
 from tokenmill.types import Request, ScheduledTokens, StepPlan, StepResult, TokenEvent, TokenLogprobs
 
 _MIN_SHARED_TOKENS = 256  # a prefix that another request computes in this step is waited for from this length on
-_MAX_LOADING = 256  # requests that wait for a tier and are passed over in one step
 _LOAD_WAIT = 0.005  # seconds for a load from a tier, where there is nothing else to do; messages wait no longer
 
 
@@ -59,7 +59,7 @@ class Scheduler:
         self.stats = kv.stats
         self._ahead = ahead
         self.adapters = adapters or AdapterSlots()
-        self._waiting = AdapterQueue()
+        self._waiting = WaitingLine(kv, self.adapters)
         self._running = RunningQueue(self.adapters)
         self._slots = DraftSlots(max_drafts, grammar_drafts, context_length)
         self._siblings: dict[str, list[Request]] = {}  # by request id: those that are not finished
@@ -69,6 +69,8 @@ class Scheduler:
         self._budget = 0  # tokens that the step being scheduled can still take
         self._shares = StepShares(discipline, pace)
         self._num_drafted: int | None = 0  # in the step being taken in; None: it was a run of steps
+        self.in_flight: set[Request] = set()  # of steps under way (lanes.py): neither scheduled nor preempted
+        self.max_decodes: int | None = None  # in a step; None: all
 
     # --- from the caller ---
 
@@ -108,6 +110,7 @@ class Scheduler:
         assert 0 < request.num_tokens <= self.context_length, "prompt does not fit the context"
         assert request.request_id not in self._siblings, f"request id {request.request_id!r} is in use"
         self._siblings[request.request_id] = [request]
+        self.kv.sources.announce(request)
         self._waiting.add(request, self._key(request))
 
     def cancel(self, request_id: str, index: int | None = None) -> bool:
@@ -195,14 +198,16 @@ class Scheduler:
         prompts: list[Request] = []
         for request in self._running.snapshot():
             pending = len(request.token_ids) - request.num_computed
-            if pending:
+            if pending and request not in self.in_flight:
                 (prompts if pending > 1 else decodes).append(request)
-        return decodes, prompts
+        return decodes[: self.max_decodes], prompts
 
     def _continue(self, request: Request, wanted: int) -> None:
         """Schedule up to `wanted` tokens of a running request; make room by preempting if not even one fits."""
         while not (slots := self.kv.reserve(request, wanted + self._ahead)):
             victim = self.discipline.victim(self._running)
+            if victim in self.in_flight:
+                return
             self._preempt(victim)
             if victim is request:
                 return
@@ -210,20 +215,24 @@ class Scheduler:
 
     def _admit(self, ahead_of: Request | None = None) -> None:
         """Start waiting requests in the discipline's order while budget, slots and pages last. None overtakes, but
-        those whose pages are on their way from a tier, and those of tenants that have had their share of the step, are
+        those whose pages or adapter are on their way, and those of tenants that have had their share of the step, are
         passed over and keep their place. With `ahead_of`, only those that may preempt that running request."""
-        passed: set[Request] = set()
-        num_loading = 0
-        while len(passed) < len(self._waiting) and num_loading < _MAX_LOADING and self._has_room:
-            request = self.discipline.next(self._waiting, passed)
+        self._admit_in_order(ahead_of)
+        self._waiting.bring_back()
+        if ahead_of is None:
+            self._waiting.look_ahead()
+
+    def _admit_in_order(self, ahead_of: Request | None) -> None:
+        while self._waiting.has_candidates and self._has_room:
+            request = self.discipline.next(self._waiting)
             if ahead_of is not None and not self.discipline.outranks(request, ahead_of):
                 return
             if not self._shares.allows(request):
-                passed.update(self._shares.barred(self._waiting))
+                self._waiting.set_aside(self._shares.barred(self._waiting))
                 continue
-            if not self._is_fetched(request):
-                passed.add(request)
-                num_loading += 1
+            # With nothing else to do, wait a moment for the first in the queue.
+            idle = not self._rows and not len(self._running) and self._waiting.is_whole
+            if not self._waiting.can_start(request, _LOAD_WAIT if idle else 0.0):
                 continue
             if self._is_computed_now(request):
                 return
@@ -237,16 +246,8 @@ class Scheduler:
     def _has_room(self) -> bool:
         return self._budget > 0 and self._shares.has_room
 
-    def _is_fetched(self, request: Request) -> bool:
-        """Whether its adapter is on the device, and no page that it could use is still on its way from a tier. With
-        nothing else to do, wait a moment for the first in the queue."""
-        idle = not self._rows and not len(self._running) and request is self._waiting.at(0)
-        wait = _LOAD_WAIT if idle else 0.0
-        return self.adapters.ready(request, wait) and self.kv.prefetch(request, wait)
-
     def _is_computed_now(self, request: Request) -> bool:
-        """Whether this step computes much of the request's prefix for another one: a step later the cache has it, and
-        it is not computed twice."""
+        """Whether this step computes much of the request's prefix for another one: a step later the cache has it."""
         for other, row in self._rows.items():
             end = row.start + _MIN_SHARED_TOKENS
             same_cache = row.count >= _MIN_SHARED_TOKENS and other.cache_name == request.cache_name
@@ -277,7 +278,7 @@ class Scheduler:
         """The first running request to preempt if that lets `request` start. None is preempted for nothing (but for
         pages that they share: those count once for each holder)."""
         victims = self.discipline.preemptible(request, self._running)
-        if not victims:
+        if not victims or self.in_flight:
             return None
         enough = len(victims) == len(self._running) or self.kv.match(request, without=victims).fits
         return victims[0] if enough else None
@@ -291,8 +292,8 @@ class Scheduler:
         """Prompts take, in order, what others left of their shares."""
         for request in self._running.snapshot():
             pending = request.num_tokens - request.num_computed
-            row = self._rows.get(request)
-            if self._budget > 0 and request in self._running and pending > (row.count if row else 1):
+            row, free = self._rows.get(request), request in self._running and request not in self.in_flight
+            if self._budget > 0 and free and pending > (row.count if row else 1):
                 before = row.count if row else 0
                 more = self._shares.paced(min(pending - before, self._budget), request.num_computed + before)
                 if more > 0:
@@ -391,6 +392,7 @@ class Scheduler:
             self._waiting.remove(request)
         self._shares.forget(request)
         self.kv.release(request)
+        self.kv.sources.forget(request)
         self._prompt_logprobs.pop(request, None)
         self.discipline.leave(request)
 

@@ -153,6 +153,11 @@ class EngineStats:
     num_pages_unwritten: int = _counter(
         "kv_pages_unwritten", "Pages evicted faster than the tiers could take them.", "KV tiers"
     )
+    num_staged: int = _gauge("kv_pages_staged", "KV pages kept for other engines to fetch.", "KV tiers")
+    num_leases: int = _gauge("kv_leases", "Prompts whose KV pages other engines may fetch.", "KV tiers")
+    num_published: int = _counter("kv_pages_published", "KV pages staged for other engines.", "KV tiers")
+    num_unpublished: int = _counter("kv_pages_unpublished", "KV pages that --kv-staging had no room for.", "KV tiers")
+    num_leases_expired: int = _counter("kv_leases_expired", "Leases that no engine ended.", "KV tiers")
     tiers: list[TierStats] = field(default_factory=list)  # nearest first
     num_steps: int = _counter("engine_steps", "Steps of the engine.", "Throughput")
     total_seconds: float = _counter("engine_busy_seconds", "Time in steps of the engine.", "Throughput")

@@ -8,12 +8,11 @@ engine process starts one; heartbeats carry what it read.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from tokenmill.engine.stats import DeviceStats
 
@@ -25,7 +24,8 @@ class UsageWatch:
         self._seconds = seconds
         self._nvml = _load_nvml()
         self._devices: list[DeviceStats] = []
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch = sys.modules.get("torch")  # a process that has not imported it uses no GPU
+        if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
             threading.Thread(target=self._watch, name="usage", daemon=True).start()
 
     def read(self) -> tuple[int, list[DeviceStats]]:
@@ -40,11 +40,15 @@ class UsageWatch:
 
 def read_devices(nvml: Any | None) -> list[DeviceStats]:
     """The GPUs that this process has tensors on."""
+    import torch
+
     used = [number for number in range(torch.cuda.device_count()) if torch.cuda.memory_reserved(number)]
     return [_read_device(number, nvml) for number in used]
 
 
 def _read_device(number: int, nvml: Any | None) -> DeviceStats:
+    import torch
+
     stats = DeviceStats(str(number), memory_reserved=torch.cuda.memory_reserved(number))
     if nvml is not None:
         try:

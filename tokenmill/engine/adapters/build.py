@@ -1,7 +1,7 @@
 """Makes an engine's adapters: reads PEFT files for its base, and gives them to its runner.
 
-The one file here that knows what an adapter is (and so torch). `read` runs in threads beside the loop and refuses what
-this base, this rank limit or this runner cannot take, so that no step ever meets it.
+The one file here that knows what an adapter is (and imports torch where one is read). `read` runs in threads beside the
+loop and refuses what this base, this rank limit or this runner cannot take, so that no step ever meets it.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tokenmill.checkpoint.adapters.fit import check_base, check_rank
-from tokenmill.checkpoint.adapters.peft import WEIGHTS_FILE, read_adapter
 from tokenmill.checkpoint.description import ModelDescription
 from tokenmill.checkpoint.identity import model_hash
 from tokenmill.config import EngineConfig, ResolvedConfig
@@ -21,6 +19,7 @@ from tokenmill.engine.adapters.registry import AdapterRegistry, AdapterVersion, 
 from tokenmill.engine.adapters.residency import AdapterSlots
 from tokenmill.engine.stats import EngineStats
 from tokenmill.errors import UserError
+from tokenmill.kernels.host import torch_device
 from tokenmill.resolution import settle
 from tokenmill.runtime.build import DEFAULT_RANK, Runtime
 
@@ -31,6 +30,8 @@ class AdapterFiles:
     """Reads adapters of one base."""
 
     def __init__(self, base: Path, description: ModelDescription, config: EngineConfig) -> None:
+        if config.serves_adapters:
+            torch_device("adapters are read with it")
         self._base_hash = cache(lambda: model_hash(base))
         self._description = description
         self._enabled = config.serves_adapters
@@ -42,6 +43,9 @@ class AdapterFiles:
         """An adapter that this engine can compute. Any thread."""
         if not self._enabled:
             raise UserError("this engine has no memory for adapters", "start it with --enable-lora")
+        from tokenmill.checkpoint.adapters.fit import check_base, check_rank
+        from tokenmill.checkpoint.adapters.peft import WEIGHTS_FILE, read_adapter
+
         folder = Path(path).expanduser()
         self._check_size(folder / WEIGHTS_FILE)
         adapter = read_adapter(folder, name)

@@ -81,6 +81,16 @@ class AdapterSlots:
             self._leaving = None
         return held.is_here and digest != self._leaving
 
+    def would_wait(self, digest: bytes) -> bool:
+        """What `ready` would answer for an adapter without waiting, where nothing came meanwhile: True if it is not
+        here and no slot can be had for it, or it takes no requests. Changes nothing."""
+        held = self._held.get(digest)
+        if digest in self.failures:
+            return True
+        if held is not None:
+            return not held.is_here or (digest == self._leaving and held.num_running > 0)
+        return not self._free and not any(each.is_here and not each.num_running for each in self._held.values())
+
     def started(self, request: Request) -> None:
         if request.adapter is not None:
             held = self._held.pop(request.adapter.digest)

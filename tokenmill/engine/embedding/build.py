@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tokenmill.checkpoint.configs.encoders import EncoderDescription
 from tokenmill.checkpoint.embedding_files import EmbeddingSettings, read_encoder, read_settings
@@ -19,17 +20,21 @@ from tokenmill.engine.embedding.core import EncoderCore
 from tokenmill.engine.messages import Ready
 from tokenmill.engine.order import DISCIPLINES
 from tokenmill.errors import UserError
-from tokenmill.model.encoders.packed import Text
 from tokenmill.resolution import resolve as resolve_config
 from tokenmill.resolution import settle
 from tokenmill.runtime.build import find_facts
-from tokenmill.runtime.encoding import EncoderRunner
 from tokenmill.types import Request
+
+if TYPE_CHECKING:
+    from tokenmill.runtime.encoding import EncoderRunner
 
 _MAX_ROWS = 2048  # texts of a step, however short
 _WARM_UP_LENGTHS = (8, 16, 16, 3)
 # What only a model that generates can do anything with.
-_GENERATING = ("lora", "kv_budget_policy", "kv_disk", "kv_redis", "kv_host_memory", "quantization", "expert_memory")
+_GENERATING = (
+    *("lora", "kv_budget_policy", "kv_disk", "kv_redis", "kv_host_memory", "kv_listen", "kv_peer"),
+    *("quantization", "expert_memory"),
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -50,6 +55,8 @@ class EncoderParts:
 
     def warm_up(self) -> None:
         """Compute a few texts, so that the first request finds everything in place."""
+        from tokenmill.model.encoders.packed import Text
+
         token = min(5, self.description.vocab_size - 1)
         self.runner.run([Text([token] * min(length, self.config.context)) for length in _WARM_UP_LENGTHS])
 
@@ -68,6 +75,8 @@ class _Vectors:
         self._runner = runner
 
     def compute(self, requests: list[Request]) -> list[list[float]]:
+        from tokenmill.model.encoders.packed import Text
+
         texts = [Text(request.prompt_ids, request.second) for request in requests]
         found: list[list[float]] = self._runner.run(texts).tolist()
         return found
@@ -85,7 +94,9 @@ def build_encoder(model: str | Path, options: EngineConfig) -> EncoderParts:
         raise UserError(f"{path.name} is not an encoder", "use LLM, or `tokenmill run`")
     _refuse_generating(options)
     trained = min(description.context_length, settings.max_tokens or description.context_length)
-    facts, device = find_facts(options, trained)
+    facts, device = find_facts(options, trained, tensors=True)
+    from tokenmill.runtime.encoding import EncoderRunner
+
     config = resolve_config(options, facts)
     runner = EncoderRunner(path, description, settings, config, device)
     config = settle(
@@ -120,7 +131,9 @@ def _refuse_generating(options: EngineConfig) -> None:
     for name in _GENERATING:
         if getattr(options, name):
             raise UserError(f"{name} is given, but the model is an encoder: it keeps no KV cache", f"leave {name} out")
-    if options.speculate != "off":
+    if options.speculate not in ("off", "auto"):  # nowhere does it pay here
         raise UserError("speculate is given, but the model is an encoder: it generates nothing", "leave it out")
+    if options.tensor_parallel_size * options.pipeline_parallel_size * options.context_parallel_size > 1:
+        raise UserError("several ranks are given, but the model is an encoder", "leave --tensor-parallel-size out")
     if options.load_format == "dummy":
         raise UserError("encoders have no load_format dummy", "give a model with weights")

@@ -19,7 +19,7 @@ from torch import Tensor
 from tokenmill.checkpoint.embedding_files import EmbeddingSettings, read_settings
 from tokenmill.checkpoint.sources import resolve
 from tokenmill.config import EngineConfig
-from tokenmill.engine.build import EngineParts, build_engine
+from tokenmill.engine.build import EngineParts, build_engine, one_engine
 from tokenmill.engine.embedding.build import EncoderParts, build_encoder, is_encoder
 from tokenmill.engine.embedding.inputs import Input, InputMaker, probabilities, score_of
 from tokenmill.engine.loop import EngineLoop
@@ -38,7 +38,7 @@ class Embedder:
         """`options` are the fields of EngineConfig; `config` is the ready record instead."""
         if config is not None and options:
             raise UserError("both config and options are given", "put the options into the config")
-        path, config = resolve(str(model)).path, config or EngineConfig.from_options(options)
+        path, config = resolve(str(model)).path, one_engine(config or EngineConfig.from_options(options))
         self._use(build_encoder(path, config) if is_encoder(path) else build_engine(path, config))
 
     @classmethod

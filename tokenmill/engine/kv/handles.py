@@ -44,6 +44,7 @@ class Restored:
     reason: str = ""
     num_tokens: int = 0
     tier: str = ""
+    source: str = ""  # of a request whose pages a peer had: "used", or a word for why not all came from there
 
 
 def wants_prompt_logprobs(request: Request) -> bool:
@@ -57,4 +58,4 @@ def report_of(match: PrefixMatch, max_pages: int, restored: Restored, reason: st
         reason = "hit" if max_pages else "short"
     reason = reason or restored.reason or ("partial" if match.nodes else "cold")
     loaded = min(restored.num_tokens, match.num_tokens)
-    return CacheReport(reason, restored.tier if loaded else "", loaded)
+    return CacheReport(reason, restored.tier if loaded else "", loaded, source=restored.source)

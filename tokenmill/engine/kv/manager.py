@@ -19,7 +19,6 @@ from tokenmill.engine.kv.handles import (
     NO_SLOTS,
     PrefixMatch,
     Reservation,
-    Restored,
     report_of,
     wants_prompt_logprobs,
 )
@@ -31,8 +30,10 @@ from tokenmill.engine.kv.prefix_tree import NO_PAGE, UNBOUNDED, PrefixNode, Pref
 from tokenmill.engine.kv.restore import Restorer
 from tokenmill.engine.kv.saving import Saver
 from tokenmill.engine.kv.snapshots import Snapshots
+from tokenmill.engine.kv.sources import PrefixSources
 from tokenmill.engine.kv.states import StateSlots
 from tokenmill.engine.kv.tier.stack import TierStack
+from tokenmill.engine.kv.transfer.publisher import Publisher
 from tokenmill.engine.kv.usage import measure_pages
 from tokenmill.engine.stats import EngineStats
 from tokenmill.hardware.kv_layout import KVLayout
@@ -49,8 +50,10 @@ class KVManager:
         tiers: TierStack | None = None,
         budgets: BudgetEnforcer | None = None,
         num_state_slots: int = 0,
+        publisher: Publisher | None = None,
     ) -> None:
-        """`num_state_slots`: of recurrent layers, as many as sequences may run at once or more."""
+        """`num_state_slots`: of recurrent layers, as many as sequences may run at once or more. `publisher`: pages of
+        prompts that other engines fetch go there; the tree has names then."""
         self.layout = layout
         self.num_pages = num_pages
         self.prefix_caching = prefix_caching
@@ -63,7 +66,9 @@ class KVManager:
         self._saver = Saver(self._tree, tiers, self.stats) if tiers is not None else None
         on_evict = self._saver.offer if self._saver is not None else None
         self._pool = PagePool(num_pages, self._tree, self._retention, self.stats, on_evict)
-        self._restorer = Restorer(self._tree, self._pool, tiers) if tiers is not None else None
+        restorer = Restorer(self._tree, self._pool, tiers) if tiers is not None else None
+        self.sources = PrefixSources(restorer, publisher, tiers.peers if tiers is not None else None, self._max_match)
+        self.watch = self._tree.watch  # logs which pages the prefix cache has, by name, from now on
         self._page_size = layout.page_size
         self._num_groups = len(layout.groups)
         self._windowed = [g for g, span in enumerate(self._tree.spans) if span != UNBOUNDED]
@@ -77,15 +82,12 @@ class KVManager:
 
         False: it is on its way. Blocks for at most `wait` seconds; ask again before `match`.
         """
-        max_pages = self._max_match(request) if self._restorer is not None else 0
-        if self._restorer is None or not max_pages:
-            return True
-        reserved = len(self._holdings) * self._num_groups  # every holder could still grow by a page
-        return self._restorer.ready(request, max_pages, reserved, wait)
+        # Every holder could still grow by a page.
+        return self.sources.ready(request, len(self._holdings) * self._num_groups, wait)
 
     @property
     def is_loading(self) -> bool:
-        return self._restorer is not None and self._restorer.is_loading
+        return self.sources.is_loading
 
     def match(self, request: Request, without: Sequence[Request] = ()) -> PrefixMatch:
         """The longest cached prefix of all known tokens, at least one short of them. Changes nothing.
@@ -143,6 +145,8 @@ class KVManager:
         full = request.num_computed // self._page_size
         if full > holding.committed and self.prefix_caching and not holding.num_dropped:
             enter_pages(request, holding, full, self._tree, self._pool)
+        if request.publishes is not None:
+            self.sources.committed(request, holding, self._tree)
         if self._snapshots is not None:
             self._snapshots.keep(request, holding)
         cache = request.params.cache
@@ -154,8 +158,7 @@ class KVManager:
         request that is still waiting: forget what was fetched for it."""
         holding = self._holdings.pop(request, None)
         if holding is None:
-            if self._restorer is not None:
-                self._restorer.abandon(request)
+            self.sources.abandon(request)
             return
         if request.params.cache is not None:
             self._retain(request, holding, request.params.cache)
@@ -230,6 +233,7 @@ class KVManager:
     def measure(self) -> EngineStats:
         """The statistics record, with the page gauges of this moment."""
         self.stats.num_pages_retained = self._retention.num_retained
+        self.sources.measure(self.stats)
         return measure_pages(self.stats, self.layout, self._pool, self._holdings)
 
     @property
@@ -255,7 +259,8 @@ class KVManager:
         """Write what is cached to the tiers, as far as time allows, and do without them from now on."""
         if self._saver is not None:
             self._saver.close(timeout)
-        self._saver = self._restorer = None
+        self._saver = None
+        self.sources.close()
         self._pool.on_evict = None
 
     # --- how ---
@@ -342,7 +347,7 @@ class KVManager:
 
     def _report(self, request: Request, match: PrefixMatch) -> None:
         """What the cache did for a request that is admitted for the first time."""
-        restored = self._restorer.settle(request) if self._restorer is not None else Restored()
+        restored = self.sources.settle(request)
         if request.num_preemptions:
             return
         must_compute = request.params.prompt_logprobs is not None or self._needs_all_computed(request)

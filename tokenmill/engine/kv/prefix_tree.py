@@ -1,11 +1,11 @@
 """The prefix tree: which full pages of which token sequences are stored, at page granularity.
 
 A node is one full page of token ids below its parent and names, for each KV group, the page that stores it (or none).
-Where pages can leave for a tier, each node also has a name that is the same in every process: the hash of the root's
-(model, KV dtype, layout), of the cache salt and of all tokens up to it. Requests of different salts share nothing: each
-salt has a root of its own below the root. A model with recurrent layers can only go on from a node with a snapshot of
-its states. It knows nothing of reference counts or requests; the manager attaches pages and snapshots, the page pool
-evicts pages.
+Where pages can leave for a tier, or a router asks, each node also has a name that is the same in every process: the
+hash of the root's (model, KV dtype, layout), of the cache salt and of all tokens up to it. Requests of different salts
+share nothing: each salt has a root of its own below the root. A model with recurrent layers can only go on from a node
+with a snapshot of its states. It knows nothing of reference counts or requests; the manager attaches pages and
+snapshots, the page pool evicts pages.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from array import array
 from collections.abc import Iterator
 from hashlib import blake2b
 
+from tokenmill.engine.kv.page_log import PageLog
 from tokenmill.engine.kv.states import NO_STATE, StateSlots
 from tokenmill.hardware.kv_layout import KVLayout
 
@@ -55,10 +56,28 @@ class PrefixTree:
         self.page_size = layout.page_size
         # How many pages back from its own each group looks: the whole prefix, or what its window spans.
         self.spans = [layout.group_pages(group, UNBOUNDED * layout.page_size) for group in layout.groups]
+        unbounded = [group for group, span in enumerate(self.spans) if span == UNBOUNDED]
+        self._prefix_groups = unbounded or list(range(len(self.spans)))  # that a node must have to be worth telling of
+        self._log: PageLog | None = None
         self.root = PrefixNode(None, (), len(layout.groups), root_name)
         self.owner: dict[int, PrefixNode] = {}
         # Salt, tokens and nodes of the last match, while it holds
         self._last: tuple[bytes, list[int], list[PrefixNode]] = (b"", [], [])
+
+    def watch(self, root_name: bytes) -> PageLog:
+        """Name all nodes below `root_name`, where they have no names yet, and log what is stored from now on; what is
+        stored already comes first."""
+        log = self._log = PageLog()
+        self.root.name = self.root.name or root_name
+        for node in self.nodes():
+            assert node.parent is not None
+            node.name = child_name(node.parent.name, node.key)
+            if self._is_whole(node):
+                log.stored(node.name, node.parent.name)
+        return log
+
+    def _is_whole(self, node: PrefixNode) -> bool:
+        return all(node.pages[group] >= 0 for group in self._prefix_groups)
 
     def find_root(self, salt: bytes) -> PrefixNode | None:
         """The root of the prefixes under a salt, None if nothing is stored under it."""
@@ -147,6 +166,9 @@ class PrefixTree:
         assert page not in self.owner
         node.pages[group] = page
         self.owner[page] = node
+        if self._log is not None and group in self._prefix_groups and self._is_whole(node):
+            assert node.parent is not None
+            self._log.stored(node.name, node.parent.name)
 
     def detach(self, page: int) -> list[tuple[int, bytes, int]]:
         """Take a page out and with it all that is of no use without it. Returns every page that left the tree, with
@@ -160,6 +182,8 @@ class PrefixTree:
         group = node.pages.index(page)
         if self.spans[group] == UNBOUNDED:
             return self._cut(node)
+        if self._log is not None and group in self._prefix_groups:
+            self._log.removed(node.name)
         node.pages[group] = NO_PAGE
         del self.owner[page]
         self._drop_snapshot(node)
@@ -215,6 +239,8 @@ class PrefixTree:
             assert not node.cursors, "a request that will commit below a node holds its pages"
             node.parent = None
             self._drop_snapshot(node)
+            if self._log is not None and self._is_whole(node):
+                self._log.removed(node.name)
             for group, page in enumerate(node.pages):
                 if page >= 0:
                     del self.owner[page]

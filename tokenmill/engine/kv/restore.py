@@ -2,7 +2,8 @@
 
 At admission: which pages would lengthen the match, which tier has them, are they worth it; they are fetched in a
 thread while others compute, then copied into pages of the pool as if a request had computed and released them. Requests
-that begin alike share one load; beyond a number of loads, and after a time, a request is computed instead. The KV
+that begin alike share one load; beyond a number of loads, and after a time, a request is computed instead. A request
+that names a peer as the source of its pages has them fetched from there, without weighing: the work is done. The KV
 manager owns it and calls it from the engine thread; the loading thread reads `_WantedPrefix` too, which never changes.
 """
 
@@ -15,8 +16,10 @@ from tokenmill.engine.kv.handles import Restored
 from tokenmill.engine.kv.pages import PagePool
 from tokenmill.engine.kv.prefix_tree import NO_PAGE, UNBOUNDED, PrefixNode, PrefixTree, child_name
 from tokenmill.engine.kv.tier.costs import IMPORT
-from tokenmill.engine.kv.tier.stack import Load, TierStack
-from tokenmill.types import Request
+from tokenmill.engine.kv.tier.load import Load
+from tokenmill.engine.kv.tier.stack import TierStack
+from tokenmill.engine.kv.transfer.peer import NAME as PEER
+from tokenmill.types import KvLease, Request
 
 _MAX_LOADS = 32  # under way at the same time
 
@@ -75,6 +78,14 @@ class Restorer:
         self._waiting: dict[Request, tuple[_WantedPrefix, Load]] = {}
         self._following: dict[Request, tuple[bytes, Load]] = {}  # the page it lacks first, another request's load of it
         self._restored: dict[Request, Restored] = {}  # until admission
+        self._early: set[Request] = set()  # those that were looked at before their turn
+
+    def start_early(self, request: Request, max_pages: int) -> None:
+        """Have a load begin for a request whose turn is yet to come. What it brings stays in its buffers until then;
+        where there is nothing to load, that is decided when it is its turn."""
+        if not (request in self._early or request in self._restored or self._is_loading(request)):
+            self._early.add(request)
+            self._begin(request, max_pages)
 
     def ready(self, request: Request, max_pages: int, num_reserved: int, wait: float) -> bool:
         """Whether all pages that are worth waiting for are in the tree. Waits for at most `wait` seconds.
@@ -84,8 +95,12 @@ class Restorer:
         if request in self._following and not self._stop_following(request, num_reserved, wait):
             return False
         if request not in self._restored and request not in self._waiting:
-            self._begin(request, max_pages)
+            restored = self._begin(request, max_pages)
+            if restored is not None:
+                self._restored[request] = restored
         if request in self._waiting:
+            if self._has_no_room(request, num_reserved):
+                return True
             self._collect(request, num_reserved, wait)
         return request in self._restored
 
@@ -94,9 +109,18 @@ class Restorer:
         """Whether a request waits for pages."""
         return bool(self._waiting or self._following)
 
+    def unfinished(self) -> list[Request]:
+        """The requests that cannot have their pages yet."""
+        followers = [request for request, (_, load) in self._following.items() if load.pending]
+        return followers + [request for request, (_, load) in self._waiting.items() if load.pending]
+
     def settle(self, request: Request) -> Restored:
         """The request is admitted: what it got."""
-        return self._restored.pop(request, Restored())
+        restored = self._restored.pop(request, None)
+        if restored is None:  # it is started without what waits in its buffers
+            self.abandon(request)
+        self._end_lease(request)
+        return restored or Restored()
 
     def abandon(self, request: Request) -> None:
         """The request is gone before it was admitted."""
@@ -104,7 +128,16 @@ class Restorer:
         self._following.pop(request, None)
         if request in self._waiting:
             load = self._waiting.pop(request)[1]
-            load.cancelled = load.abandoned = True
+            load.abandoned = True
+            load.cancel()
+        self._end_lease(request)
+
+    def source_failed(self, request_id: str) -> None:
+        """Nobody computes the pages that a request waits for. Late news of a request that is gone changes nothing."""
+        for request, (_, load) in self._waiting.items():
+            if request.request_id == request_id and load.from_peer:
+                load.problem = "prefill_failed"
+                load.cancel()
 
     # --- how ---
 
@@ -122,30 +155,66 @@ class Restorer:
             present.append([node is not None and node.pages[group] >= 0 for group in groups])
         return _WantedPrefix(keys, present, self._tree.spans, size)
 
-    def _begin(self, request: Request, max_pages: int) -> None:
-        """Ask for what would help, or find that nothing does, or that another request has asked for it already."""
+    def _begin(self, request: Request, max_pages: int) -> Restored | None:
+        """Ask for what would help: None. Else there is nothing to wait for."""
         wanted = self._wanted_prefix(request, max_pages)
-        keys = wanted.absent() if self._tiers.has_remote else wanted.choose(self._found_here(wanted))
+        source, declined = self._source(request, wanted)
+        if source is not None:
+            keys = wanted.missing(max_pages)
+        else:
+            keys = wanted.absent() if self._tiers.has_remote else wanted.choose(self._found_here(wanted))
         if not keys:
-            self._restored[request] = Restored()
-            return
+            return Restored(source=declined)
         for _, load in self._waiting.values():
-            if load.keys[0] == keys[0] and not load.cancelled:
+            # Who has no peer does not wait for one: that may take as long as computing.
+            if load.keys[0] == keys[0] and not load.cancelled and (source is not None or not load.from_peer):
                 self._following[request] = (keys[0], load)
-                return
+                return None
         if len(self._waiting) >= _MAX_LOADS:
-            self._restored[request] = Restored("tier_busy")
-            return
-        load = Load(keys, wanted.choose, wanted.num_saved)
+            return Restored("tier_busy", source="busy" if source is not None else declined)
+        load = Load(keys, wanted.choose, wanted.num_saved, from_peer=source is not None)
         self._waiting[request] = (wanted, load)
-        self._tiers.start(load)
+        self._tiers.start(load, source)
+        if source is not None and source.on_demand and self._tiers.peers is not None:
+            self._tiers.peers.on_wanted(request.request_id)
+        return None
+
+    def _source(self, request: Request, wanted: _WantedPrefix) -> tuple[KvLease | None, str]:
+        """The peer to fetch from, or why not from there. A request that was preempted has had its pages."""
+        source, peers = request.source, self._tiers.peers
+        if source is None or request.num_preemptions:
+            return None, ""
+        if peers is None or not peers.allows(source.address):
+            return None, "not_allowed"
+        num_missing = (len(wanted.keys) - wanted.depth(set())) * wanted.page_size
+        return (source, "") if num_missing >= max(1, source.min_tokens) else (None, "short")
+
+    def _end_lease(self, request: Request) -> None:
+        self._early.discard(request)
+        if request.source is not None and self._tiers.peers is not None:
+            self._tiers.peers.release(request.source)
+
+    def _is_loading(self, request: Request) -> bool:
+        return request in self._waiting or request in self._following
+
+    def _has_no_room(self, request: Request, num_reserved: int) -> bool:
+        """Whether all pages of a peer are here, but running requests leave no room for them: they stay in their
+        buffers until the request can start, which it cannot now. Less than all would be computed again."""
+        wanted, load = self._waiting[request]
+        if not load.from_peer or not load.done.is_set() or not num_reserved or len(load.pages) < len(load.keys):
+            return False
+        depth = len(wanted.keys)
+        return len(load.keys) + num_reserved > self._available(request, depth)
 
     def _collect(self, request: Request, num_reserved: int, wait: float) -> bool:
         """Put what was loaded for a request into the tree. False: it is still on its way."""
         wanted, load = self._waiting[request]
         if not load.done.wait(wait) and not load.expired:
             return False
-        load.cancelled = not load.done.is_set()
+        if load.done.is_set():
+            load.cancelled = False  # whoever ended it early: what came counts
+        else:
+            load.cancel()
         del self._waiting[request]
         self._restored[request] = self._take(request, wanted, load, num_reserved)
         return True
@@ -158,7 +227,8 @@ class Restorer:
             return False
         del self._following[request]
         if key not in load.pages and not load.abandoned:
-            self._restored[request] = Restored("tier_failed" if load.cancelled else load.reason)
+            reason = "tier_failed" if load.cancelled else load.reason
+            self._restored[request] = Restored(reason, source=load.problem if load.from_peer else "")
         return True
 
     def _found_here(self, wanted: _WantedPrefix) -> set[bytes]:
@@ -174,8 +244,9 @@ class Restorer:
     def _take(self, request: Request, wanted: _WantedPrefix, load: Load, num_reserved: int) -> Restored:
         """Put the loaded pages into the tree, as far as they and the pool reach."""
         pages = {} if load.cancelled else load.pages
+        source = (load.problem or ("timeout" if load.cancelled else "used")) if load.from_peer else ""
         if not pages:
-            return Restored("tier_failed" if load.cancelled else load.reason)
+            return Restored("tier_failed" if load.cancelled else load.reason, source=source)
         # The tree may have changed since: look again.
         wanted = self._wanted_prefix(request, len(wanted.keys))
         before, depth, reason = wanted.depth(set()), wanted.depth(set(pages)), load.reason
@@ -187,12 +258,13 @@ class Restorer:
             depth -= max(1, excess // len(wanted.spans))
             reason = reason or "no_room"
         if depth <= before:
-            return Restored(reason)
+            return Restored(reason, source=source)
         self._insert(request, wanted, depth, load)
         size = self._tree.page_size
         slowest = {load.tiers[key] for key in wanted.missing(depth)}
-        tier = next(tier.name for tier in reversed(self._tiers.tiers) if tier.name in slowest)
-        return Restored(reason, (depth - before) * size, tier)
+        names = [tier.name for tier in self._tiers.tiers] + [PEER]
+        tier = next(name for name in reversed(names) if name in slowest)
+        return Restored(reason, (depth - before) * size, tier, source)
 
     def _available(self, request: Request, depth: int) -> int:
         """Pages that can be had without those on the path itself."""

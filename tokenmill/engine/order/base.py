@@ -7,7 +7,7 @@ key is all that most disciplines need: they keep no state.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from tokenmill.engine.order.queue import RequestQueue
 from tokenmill.types import Request
@@ -27,11 +27,9 @@ class Discipline(ABC):
         then."""
         return False
 
-    def next(self, waiting: RequestQueue, passed: Collection[Request] = ()) -> Request:
-        """The request to admit next, none of those `passed` over. There is one."""
-        if not passed:
-            return waiting.at(0)
-        return next(request for request in waiting.snapshot() if request not in passed)
+    def next(self, waiting: RequestQueue) -> Request:
+        """The request to admit next. There is one."""
+        return waiting.at(0)
 
     def preemptible(self, waiting: Request, running: RequestQueue) -> list[Request]:
         """The running requests that may be preempted to let `waiting` start, the first to go first."""

@@ -12,7 +12,7 @@ is first come, first served.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tokenmill.engine.order.base import Discipline
@@ -78,9 +78,9 @@ class WeightedFair(Discipline):
     def outranks(self, waiting: Request, running: Request) -> bool:
         return waiting.priority < running.priority
 
-    def next(self, waiting: RequestQueue, passed: Collection[Request] = ()) -> Request:
+    def next(self, waiting: RequestQueue) -> Request:
         """The first in order, unless its tenant would have to give way to another at once."""
-        first = super().next(waiting, passed)
+        first = super().next(waiting)
         if len(self._present) < 2:
             return first
         head = self._present[first.tenant]
@@ -90,7 +90,7 @@ class WeightedFair(Discipline):
         if tenant is head or tenant.load(tenant.num_running + 1) > head.load(head.num_running):
             return first
         others = (other for other in waiting.snapshot() if other.tenant == name and other.priority == first.priority)
-        return next((other for other in others if other not in passed), first)
+        return next(others, first)
 
     def preemptible(self, waiting: Request, running: RequestQueue) -> list[Request]:
         """Those of a worse priority number; of the same number those of tenants that still run more than the waiting

@@ -12,47 +12,35 @@ import queue
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 
 from tokenmill.engine.kv.tier.base import PageAccess, PageTier
 from tokenmill.engine.kv.tier.costs import LoadCosts
 from tokenmill.engine.kv.tier.guard import GuardedTier, Leaving
+from tokenmill.engine.kv.tier.load import MAX_LOAD_SECONDS, Load
+from tokenmill.engine.kv.transfer.peer import PeerPages
 from tokenmill.engine.stats import TierStats
 from tokenmill.log import get_logger
+from tokenmill.types import KvLease
 
 _log = get_logger(__name__)
-_MAX_LOAD_SECONDS = 5.0  # until the engine takes a load as failed
 _PAGES_AT_ONCE = 8  # read from a tier between two looks at the clock
 _OPEN_SECONDS = 2.0  # at the start, for all tiers together; those that take longer join later
 _CLOSE_SECONDS = 0.5  # for the threads of all tiers together
 
 
-@dataclass(eq=False)
-class Load:
-    """Pages on their way. The loading thread fills it in; the engine thread reads it once `done` is set."""
-
-    keys: list[bytes]  # that would help, in order of use
-    choose: Callable[[set[bytes]], list[bytes]]  # those found -> those to fetch, in order
-    num_tokens: Callable[[list[bytes]], int]  # how many tokens these save
-    pages: dict[bytes, memoryview] = field(default_factory=dict)
-    tiers: dict[bytes, str] = field(default_factory=dict)  # where each came from
-    reason: str = ""  # "", "slower" or "tier_failed"
-    done: threading.Event = field(default_factory=threading.Event)
-    cancelled: bool = False  # nobody waits for it any more
-    abandoned: bool = False  # because its request is gone
-    began: float = field(default_factory=time.monotonic)
-
-    @property
-    def expired(self) -> bool:
-        """Whether it has taken so long that its request is better computed."""
-        return not self.done.is_set() and time.monotonic() - self.began > _MAX_LOAD_SECONDS
-
-
 class TierStack:
-    def __init__(self, tiers: Sequence[PageTier], access: PageAccess, root_name: bytes, page_bytes: int) -> None:
-        """`root_name`: what all keys of this engine's pages hang from (model, KV dtype, layout)."""
-        assert tiers
+    def __init__(
+        self,
+        tiers: Sequence[PageTier],
+        access: PageAccess,
+        root_name: bytes,
+        page_bytes: int,
+        peers: PeerPages | None = None,
+    ) -> None:
+        """`root_name`: what all keys of this engine's pages hang from (model, KV dtype, layout). `peers`: engines that
+        requests may name as the source of their pages."""
+        self.peers = peers
         self.tiers = [GuardedTier(tier, page_bytes) for tier in tiers]
         self.root_name = root_name
         self.costs = LoadCosts()
@@ -120,8 +108,13 @@ class TierStack:
         """Whether a tier must be asked by a round trip, and can be."""
         return any(tier.remote and tier.readable for tier in self.tiers)
 
-    def start(self, load: Load) -> None:
-        self._loads.put(load)
+    def start(self, load: Load, lease: KvLease | None = None) -> None:
+        """`lease`: of the peer that has the pages; without one the tiers are asked."""
+        if lease is None:
+            self._loads.put(load)
+        else:
+            assert self.peers is not None
+            self.peers.start(load, lease)
 
     def flush(self, timeout: float) -> bool:
         """Wait until all that was offered is written. False: not in time, or a tier does not take it."""
@@ -135,6 +128,8 @@ class TierStack:
         if not self.flush(timeout):
             _log.warning("%d KV pages were not written to the tiers in time", self._num_unwritten)
         self._loads.put(None)
+        if self.peers is not None:
+            self.peers.close()
         for tier in self.tiers:
             tier.end()
         deadline = time.monotonic() + _CLOSE_SECONDS
@@ -145,7 +140,7 @@ class TierStack:
     @property
     def stats(self) -> list[TierStats]:
         """Of each tier, nearest first: the records that the tiers themselves count in."""
-        return [tier.stats for tier in self.tiers]
+        return [tier.stats for tier in self.tiers] + ([self.peers.stats] if self.peers is not None else [])
 
     @property
     def _num_unwritten(self) -> int:
@@ -174,7 +169,7 @@ class TierStack:
         if not self.costs.worth_loading(num_tokens, {name: n * self._page_bytes for name, n in sizes.items()}):
             load.reason = "slower"
             return
-        limit = min(self.costs.recompute_seconds(num_tokens) or _MAX_LOAD_SECONDS, _MAX_LOAD_SECONDS)
+        limit = min(self.costs.recompute_seconds(num_tokens) or MAX_LOAD_SECONDS, MAX_LOAD_SECONDS)
         self._fetch(load, chosen, places, load.began + limit)
         for tier in self.tiers:
             tier.stats.read_bandwidth = self.costs.bandwidth(tier.name)
