@@ -39,7 +39,8 @@ _STACK_BYTES = 128 << 20
 class CompiledGrammar:
     """A grammar over one model's tokens. Shared by all requests that use it; each has a matcher of its own."""
 
-    def __init__(self, prototype: LLMatcher, vocabulary: LLTokenizer) -> None:
+    def __init__(self, prototype: LLMatcher, vocabulary: LLTokenizer, key: int = 0) -> None:
+        self.key = key
         self._prototype = prototype
         self._vocabulary = vocabulary
         self.vocab_size: int = vocabulary.vocab_size  # of the tokenizer; a model may have more logits
@@ -252,7 +253,7 @@ def compile_grammar(spec: StructuredSpec, vocabulary: LLTokenizer) -> CompiledGr
     mask = first.compute_bitmask()
     if first.is_error() or not any(mask):
         raise refusal(spec, first.get_error() or "it allows no output at all")
-    return CompiledGrammar(matcher, vocabulary)
+    return CompiledGrammar(matcher, vocabulary, hash(spec))
 
 
 def _limits() -> LLParserLimits:
