@@ -9,7 +9,7 @@ the device of their tensors.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
@@ -79,6 +79,11 @@ class BlockView(Protocol):
         """The block's inputs, one float32 [tokens, hidden] per calibration sequence."""
         ...
 
+    def targets(self) -> Sequence[Tensor] | None:
+        """What the block puts out for the same sequences in the float model, none of whose blocks is rounded; only in
+        jobs with a step that needs it."""
+        ...
+
     def forward(self, inputs: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
         """The block's output for a sequence [tokens, hidden], or for several [sequences, tokens, hidden], with some
         weights replaced; differentiable in them."""
@@ -100,12 +105,25 @@ class ModelView(Protocol):
 
     def replace(self, name: str, value: Tensor) -> None: ...
 
+    def scheme_of(self) -> Mapping[str, Scheme]:
+        """What each linear will be rounded to."""
+        ...
+
+    def survey(self, kinds: Sequence[str]) -> Iterator[tuple[BlockView, Mapping[str, Statistics]]]:
+        """Every block of the model as it was, in order, with statistics of the inputs of its linears."""
+        ...
+
+    def remember(self, name: str, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+        """What `make` returns; a resumed job gets what it returned the first time."""
+        ...
+
 
 class Step(ABC):
     """One step of a recipe. `Options` is a frozen dataclass of its own settings, with defaults."""
 
     name: str
     needs_calibration: bool = False
+    needs_targets: bool = False  # the float model's own states run beside those of the rounded one
 
     @dataclass(frozen=True, slots=True)
     class Options:
@@ -118,8 +136,19 @@ class Step(ABC):
         """Upper bound of the bytes needed beside the weights, for a matrix (or stack with one input) of `shape`."""
         return 4 * 3 * shape[0] * shape[1]
 
+    def operations(self, num_weights: int, length: int) -> float:
+        """Of learning, in one block of `num_weights` with sequences of `length`, for the forecast."""
+        del num_weights, length
+        return 0.0
+
 
 class Transform(Step):
+    makes_zeros: bool = False  # zeros that the steps after it must keep
+
+    def scheme(self, scheme: Scheme) -> Scheme:
+        """The scheme of the matrices once this transform has been applied: `scheme` unless it decides something."""
+        return scheme
+
     def begin(self, model: ModelView) -> None:
         """Called once, before any block runs (and again when a job resumes: the result must be the same). May rewrite
         the embedding, the final norm and the head; refuses a model it cannot transform. Does nothing by default."""
@@ -131,6 +160,8 @@ class Transform(Step):
 
 
 class Solver(Step):
+    keeps_zeros: bool = False  # a weight that is zero stays zero
+
     def check(self, name: str, shape: tuple[int, int], scheme: Scheme) -> None:
         """Raise a UserError before any long work when this solver cannot fill `scheme` for a matrix of `shape`."""
 

@@ -69,9 +69,16 @@ class CalibratedBlock:
     """A BlockView. Without hidden states (data-free methods) only weights can be read and replaced."""
 
     def __init__(
-        self, source: SourceModel, index: int, states: HiddenStates | None, device: torch.device = _HOST
+        self,
+        source: SourceModel,
+        index: int,
+        states: HiddenStates | None,
+        device: torch.device = _HOST,
+        float_states: HiddenStates | None = None,
     ) -> None:
+        """`float_states`: the inputs of this block in the model of which nothing is rounded."""
         self.index = index
+        self._float_states = float_states
         self.device = device
         self.groups: Sequence[LinearGroup] = source.groups(index)
         self.kept = frozenset(source.kept_names(index))  # matrices that are never quantized
@@ -110,6 +117,15 @@ class CalibratedBlock:
         assert self._states is not None, "this job has no calibration data"
         return SequenceInputs(self._states.values, self.device)
 
+    def targets(self) -> SequenceInputs | None:
+        return None if self._float_states is None else SequenceInputs(self._float_states.values, self.device)
+
+    @torch.no_grad()
+    def advance_float(self) -> None:
+        """Move the float model's states past this block: called once transforms are done and nothing is rounded."""
+        if self._float_states is not None:
+            self._float_states.advance(lambda states: self._run(states, self.tensors, {}), self.device)
+
     @torch.no_grad()
     def statistics(self, group: LinearGroup, kinds: Sequence[str]) -> Statistics:
         assert self._states is not None, "this job has no calibration data"
@@ -134,10 +150,12 @@ class CalibratedBlock:
         return self._run(rows, {**self.tensors, **weights}, {}, length=inputs.shape[-2]).view(inputs.shape)
 
     @torch.no_grad()
-    def advance(self) -> None:
+    def advance(self, watch_attention: Callable[[Tensor, Tensor], None] | None = None) -> None:
         """Move the hidden states past this block, with its weights as they are now."""
         assert self._states is not None
-        self._states.advance(lambda states: self._run(states, self.tensors, {}), self.device)
+        self._states.advance(
+            lambda states: self._run(states, self.tensors, {}, watch_attention=watch_attention), self.device
+        )
 
     def _collector(self, name: str, kinds: Sequence[str]) -> StatisticsCollector:
         """A collector of the input of linear `name`."""
@@ -151,11 +169,12 @@ class CalibratedBlock:
         watched: Mapping[str, Callable[[Tensor], None]],
         stop_at: str | None = None,
         length: int = 0,
+        watch_attention: Callable[[Tensor, Tensor], None] | None = None,
     ) -> Tensor:
         if not length:
             assert self._states is not None
             length = self._states.values.shape[1]
-        ops = CalibrationOps(self._names, weights, length, watched, stop_at, self._state_shapes)
+        ops = CalibrationOps(self._names, weights, length, watched, stop_at, self._state_shapes, watch_attention)
         try:
             residual, update = self._block(ops, states, None)
         except ReachedInput:

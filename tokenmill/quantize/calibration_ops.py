@@ -38,8 +38,10 @@ class CalibrationOps:
         watched: Mapping[str, Callable[[Tensor], None]] | None = None,
         stop_at: str | None = None,
         state_shapes: Sequence[tuple[int, ...]] = (),
+        watch_attention: Callable[[Tensor, Tensor], None] | None = None,
     ) -> None:
         self._state_shapes = state_shapes
+        self._watch_attention = watch_attention  # gets the keys and values that a KV cache would store
         self._names = names
         self._weights = weights
         self._length = length  # of each sequence in the batch
@@ -81,6 +83,8 @@ class CalibrationOps:
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         length, repeats = self._length, spec.num_heads // spec.num_kv_heads
+        if self._watch_attention is not None:
+            self._watch_attention(k, v)
 
         def heads(x: Tensor, repeat: int) -> Tensor:  # -> [sequences, heads, length, head_dim]
             split = x.view(-1, length, x.shape[1] // spec.head_dim, spec.head_dim).transpose(1, 2)

@@ -1,4 +1,5 @@
 """What lies outside the blocks: embedding, final norm, head. The ModelView that transforms may rewrite before a job.
+Transforms that learn before the first block is done see the whole model through it (`JobData`).
 
 Written in the output's float type, tile by tile, so that a large vocabulary is never in memory as float32 unless a
 transform needs it. Used by the job.
@@ -6,20 +7,38 @@ transform needs it. Used by the job.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from tokenmill.checkpoint.description import ModelDescription
+from tokenmill.model.formats.quantized import Scheme
+from tokenmill.quantize.base import Statistics
+from tokenmill.quantize.calibrate import CalibratedBlock, HiddenStates
 from tokenmill.quantize.source import EMBEDDING, FINAL_NORM, HEAD, SourceModel, narrow, stored_norm
+from tokenmill.quantize.workspace import Workspace
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class JobData:
+    """What transforms may learn from: calibration tokens [sequences, length], the schemes, where results are kept."""
+
+    sequences: Tensor
+    batch: int  # sequences computed at a time
+    device: torch.device
+    scheme_of: Mapping[str, Scheme]
+    workspace: Workspace | None = None
 
 
 class Edges:
     """A ModelView. `description` is that of the output: untied once a transform has made the two differ."""
 
-    def __init__(self, source: SourceModel) -> None:
+    def __init__(self, source: SourceModel, data: JobData | None = None) -> None:
         self._source = source
+        self._data = data
         self._replaced: dict[str, Tensor] = {}
         self.description: ModelDescription = source.description
 
@@ -32,6 +51,26 @@ class Edges:
             self._replaced.setdefault(other, self._source.read_edge(other))
             self.description = replace(self.description, tie_embeddings=False)
         self._replaced[name] = value.detach().float()
+
+    def scheme_of(self) -> Mapping[str, Scheme]:
+        assert self._data is not None, "this job has no calibration data"
+        return self._data.scheme_of
+
+    def survey(self, kinds: Sequence[str]) -> Iterator[tuple[CalibratedBlock, Mapping[str, Statistics]]]:
+        assert self._data is not None, "this job has no calibration data"
+        states = HiddenStates(self._source.embed(self._data.sequences), self._data.batch)
+        for index in range(self._source.num_blocks):
+            block = CalibratedBlock(self._source, index, states, self._data.device)
+            yield block, block.survey(kinds)
+
+    def remember(self, name: str, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+        workspace = None if self._data is None else self._data.workspace
+        if workspace is None:
+            return make()
+        path = workspace.learned(name)
+        if not path.exists():
+            workspace.save(path, make())
+        return load_file(path)
 
     def embed(self, ids: Tensor) -> Tensor:
         return self._source.embed(ids, self._replaced.get(EMBEDDING))

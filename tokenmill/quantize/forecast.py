@@ -48,10 +48,12 @@ def forecast_job(
     step = _step_bytes(source, recipe)
     fixed = resident_bytes() + _block_bytes(source) + _edge_bytes(source) + (step if on_host else 0)
     samples, length = sequences or (0, 0)
-    batch, half, needed = _fit(source, fixed, samples, length, cap, on_host)
-    disk = 2 * output_bytes + 2 * _states_bytes(source, samples * length, half)
+    copies = 2 if recipe.needs_targets else 1
+    batch, half, needed = _fit(source, fixed, samples, length, cap, on_host, copies)
+    disk = 2 * output_bytes + 2 * copies * _states_bytes(source, samples * length, half)
     device_bytes = 0 if on_host else _block_bytes(source) + step + batch * _sequence_bytes(source, length)
-    return Forecast(needed, device_bytes, _seconds(source, recipe, samples * length, device), disk, batch, half)
+    seconds = _seconds(source, recipe, samples, length, device)
+    return Forecast(needed, device_bytes, seconds, disk, batch, half)
 
 
 def gate_memory(weight_bytes: int, cap: int) -> int:
@@ -83,15 +85,18 @@ def check_memory(cap: int) -> None:
         )
 
 
-def _fit(source: SourceModel, fixed: int, samples: int, length: int, cap: int, on_host: bool) -> tuple[int, bool, int]:
-    """(sequences at a time, float16 states, bytes on the host): the fastest choice under the cap."""
+def _fit(
+    source: SourceModel, fixed: int, samples: int, length: int, cap: int, on_host: bool, copies: int = 1
+) -> tuple[int, bool, int]:
+    """(sequences at a time, float16 states, bytes on the host): the fastest choice under the cap. `copies`: of the
+    states, two where the float model's run beside them."""
     options = [(0, False)]
     if samples:
         widest = max(1, min(samples, _BATCH_TOKENS // length))
         sizes = sorted({widest, *(2**power for power in range(widest.bit_length()))}, reverse=True)
         options = [(size, half) for half in (False, True) for size in sizes]
     for batch, half in options:
-        needed = fixed + _states_bytes(source, samples * length, half)
+        needed = fixed + copies * _states_bytes(source, samples * length, half)
         needed += batch * _sequence_bytes(source, length) if on_host else 0
         if not cap or needed <= cap:
             return batch, half, needed
@@ -163,10 +168,12 @@ def _recurrent_width(source: SourceModel) -> int:
     return max((mixer.convolved for mixer in mixers if isinstance(mixer, Recurrent)), default=0)
 
 
-def _seconds(source: SourceModel, recipe: Recipe, num_tokens: int, device: torch.device) -> float:
+def _seconds(source: SourceModel, recipe: Recipe, samples: int, length: int, device: torch.device) -> float:
     """Estimated from the operations of the matrix products and this machine's measured speed."""
     weights = sum(out * width for out, width in _linear_sizes(source).values())
     operations = 200.0 * weights  # choosing grids and rounding
+    operations += sum(step.operations(weights, length) for step in recipe.steps)
+    num_tokens = samples * length
     if recipe.needs_calibration:
         squares = sum(source.shape(group.names[0])[1] ** 2 for group in source.groups(0))
         cubes = sum(source.shape(group.names[0])[1] ** 3 for group in source.groups(0))

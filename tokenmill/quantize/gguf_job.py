@@ -1,7 +1,8 @@
 """A job whose output is a GGUF: the type of each tensor by llama.cpp's mixes, optionally weighted by importance.
 
 `imatrix` runs calibration text through the float model and hands the mean square of each matrix's input to the ggml
-quantizers; `rtn` does without. The file is measured like any other result. Called by `tokenmill quantize`.
+quantizers; `rtn` does without; `mixed` also chooses the type of every matrix by measured divergence (mixed_gguf.py).
+The file is measured like any other result. Called by `tokenmill quantize`.
 """
 
 from __future__ import annotations
@@ -22,19 +23,24 @@ from tokenmill.checkpoint.base import Checkpoint
 from tokenmill.checkpoint.open import open_checkpoint
 from tokenmill.checkpoint.sources import resolve
 from tokenmill.checkpoint.tokenizer_files import load_chat_template, load_tokenizer
-from tokenmill.errors import UserError
+from tokenmill.errors import UserError, unknown_name
 from tokenmill.hardware.machine import usable_cores
 from tokenmill.log import get_logger
 from tokenmill.quantize.calibrate import CalibratedBlock, HiddenStates, StatisticsCollector
 from tokenmill.quantize.calibration_text import CalibrationText, read_calibration
 from tokenmill.quantize.device import choose_device
+from tokenmill.quantize.feedback_job import pack_with_feedback
 from tokenmill.quantize.finish import GateRequest, measure, refusal
 from tokenmill.quantize.forecast import MIB, check_memory, gate_memory, peak_bytes, states_plan
+from tokenmill.quantize.ggml.blocks import BLOCK_TYPES
+from tokenmill.quantize.ggml.candidates import Matrix, Rounder, find_matrices
 from tokenmill.quantize.ggml.export import GGUFReport, plan_gguf, quantize_gguf
+from tokenmill.quantize.mixed_gguf import MixForecast, MixRequest, MixSearch, TypeChoice, check_budget, forecast_mix
 from tokenmill.quantize.output import weight_files
 from tokenmill.quantize.source import HEAD, SourceModel
 
-METHODS = ("rtn", "imatrix")
+METHODS = ("rtn", "imatrix", "mixed")
+_PADDING = 32  # bytes by which a tensor may be filled up
 _LEAST_TOKENS = 0.005  # share of tokens that must reach an expert for its inputs to count
 _log = get_logger(__name__)
 _TYPE_OF_BITS = {2: "Q2_K", 3: "Q3_K_M", 4: "Q4_K_M", 5: "Q5_K_M", 6: "Q6_K", 8: "Q8_0"}
@@ -51,6 +57,9 @@ class GGUFJob:
     calibration_samples: int = 128
     calibration_length: int = 0
     device: str = "auto"  # that the calibration text runs on; the ggml quantizers run on the host
+    size: int = 0  # mixed: bytes of the file; 0: those of the type, or what `max_kld` needs
+    types: tuple[str, ...] = BLOCK_TYPES  # mixed: those that matrices may get
+    max_kld: float = 0.0  # mixed: make the smallest file that diverges by at most this; 0: by size
 
     @property
     def mix(self) -> str:
@@ -65,15 +74,17 @@ class GGUFJob:
 
 
 def run_gguf_job(
-    job: GGUFJob, gate: GateRequest, memory: int, on_block: Callable[[int, int, float], None]
+    job: GGUFJob,
+    gate: GateRequest,
+    memory: int,
+    on_block: Callable[[int, int, float], None],
+    on_forecast: Callable[[float], None] = lambda _seconds: None,
 ) -> dict[str, Any]:
+    """`on_forecast` is told the seconds that mixed precision will take, before it begins."""
     begin = time.monotonic()
     torch.set_num_threads(gate.threads or usable_cores())
     device = choose_device(job.device)
-    if job.method not in METHODS:
-        raise UserError(f"a GGUF has quantizers of its own, {job.method} cannot fill it", "use --method rtn or imatrix")
-    if job.out.exists():
-        raise UserError(f"{job.out} exists", "give another --out, or remove it")
+    _check_request(job)
     path = resolve(job.model).path
     checkpoint = open_checkpoint(path)
     plan = plan_gguf(checkpoint, job.mix)
@@ -88,11 +99,25 @@ def run_gguf_job(
         )
     if gate.enabled and gate.in_turn and device.type == "cpu":
         gate_memory(max(plan.nbytes, sum(file.stat().st_size for file in weight_files(path))), memory)
-    importance = None
-    if job.method == "imatrix":
+    mix = plan_mix(checkpoint, path, job) if job.method == "mixed" else None
+    if mix is not None:
+        on_forecast(mix.forecast.seconds)
+    importance, choice, packed = None, None, None
+    if job.method != "rtn":
         importance = collect_importance(checkpoint, path, job, memory, device, on_block)
+    if mix is not None:
+        assert importance is not None
+        choice = choose_types(mix, importance, on_block)
+        packed = pack_types(mix, choice, memory, device, on_block)
     partial = job.out.with_name(job.out.name + ".partial")
-    report = quantize_gguf(checkpoint, partial, job.mix, importance)
+    report = quantize_gguf(
+        checkpoint,
+        partial,
+        job.mix,
+        importance,
+        types=choice.types if choice else None,
+        packed=packed,
+    )
     measured = _conclude(job, gate, partial, str(path), report)
     worst = max(report.tensors, key=lambda tensor: tensor.relative_error)
     return {
@@ -105,8 +130,92 @@ def run_gguf_job(
         "format": "gguf",
         "method": job.method,
         "type": report.mix,
+        **({} if choice is None else {"mixed": {"measured": choice.measured, "seconds": choice.seconds}}),
         "layers": [asdict(tensor) for tensor in report.tensors],
     }
+
+
+def _check_request(job: GGUFJob) -> None:
+    if job.method not in METHODS:
+        raise UserError(
+            f"a GGUF has quantizers of its own, {job.method} cannot fill it", "use --method rtn, imatrix or mixed"
+        )
+    if (job.size or job.max_kld) and job.method != "mixed":
+        raise UserError(f"{job.method} has the size that its type gives", "use --method mixed with --size")
+    if job.size and job.max_kld:
+        raise UserError(
+            "a size and a limit of divergence are both given", "give --size or --max-kld to mixed, not both"
+        )
+    for name in job.types:
+        if name not in BLOCK_TYPES:
+            raise unknown_name("ggml type to quantize to", name, BLOCK_TYPES)
+    if job.out.exists():
+        raise UserError(f"{job.out} exists", "give another --out, or remove it")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MixPlan:
+    """What mixed precision may choose from, and for how many bytes."""
+
+    source: SourceModel
+    sequences: Tensor
+    matrices: list[Matrix]
+    request: MixRequest
+    forecast: MixForecast
+
+
+def plan_mix(checkpoint: Checkpoint, path: Path, job: GGUFJob) -> MixPlan:
+    """Refuses what cannot be before any long work."""
+    sequences = read_sequences(checkpoint, path, job)
+    source = SourceModel(checkpoint, sequences.shape[1])
+    plan = plan_gguf(checkpoint, job.mix, num_importances=1)
+    matrices = find_matrices(plan, source, job.types)
+    free = 0
+    if not job.max_kld:
+        kept = plan.nbytes - sum(each.nbytes(each.default) for each in matrices)
+        free = (job.size or plan.nbytes) - kept - _PADDING * len(matrices)
+    request = MixRequest(free, job.max_kld)
+    check_budget(matrices, request)
+    forecast = forecast_mix(source, matrices, request.repairs, sequences.numel())
+    return MixPlan(source, sequences, matrices, request, forecast)
+
+
+def choose_types(
+    mix: MixPlan, importance: dict[str, Tensor], on_block: Callable[[int, int, float], None]
+) -> TypeChoice:
+    """The types of mixed precision, for the file's size or the limit of divergence."""
+    rounder = Rounder(mix.source, mix.matrices, importance)
+    search = MixSearch(mix.source, rounder, mix.sequences, mix.forecast)
+    search.measure_worth(on_block)
+    return search.choose(mix.request)
+
+
+def pack_types(
+    mix: MixPlan,
+    choice: TypeChoice,
+    memory: int,
+    device: torch.device,
+    on_block: Callable[[int, int, float], None],
+) -> dict[str, Tensor]:
+    """The linears of the blocks in their chosen types, with error feedback."""
+    samples, length = mix.sequences.shape
+    batch, half = states_plan(mix.source, samples, length, memory, device)
+    values = mix.source.embed(mix.sequences)
+    states = HiddenStates(values.half() if half else values, batch)
+    type_of = {prefix: choice.types[each.slot] for each in mix.matrices for prefix in each.prefixes}
+    stored = {prefix: each.stored for each in mix.matrices for prefix in each.prefixes}
+    return pack_with_feedback(
+        mix.source, type_of, stored, states, device, lambda done, total: on_block(done, total, 0.0)
+    )
+
+
+def read_sequences(checkpoint: Checkpoint, path: Path, job: GGUFJob) -> Tensor:
+    """The calibration text as token ids [samples, length]."""
+    length = job.calibration_length or min(512, checkpoint.description.context_length)
+    text: CalibrationText = read_calibration(
+        job.calibration, load_tokenizer(path), load_chat_template(path), job.calibration_samples, length
+    )
+    return text.sequences
 
 
 def collect_importance(
@@ -118,13 +227,11 @@ def collect_importance(
     on_block: Callable[[int, int, float], None],
 ) -> dict[str, Tensor]:
     """Mean square of the input of every linear, the head included, by name."""
-    length = job.calibration_length or min(512, checkpoint.description.context_length)
-    text: CalibrationText = read_calibration(
-        job.calibration, load_tokenizer(path), load_chat_template(path), job.calibration_samples, length
-    )
+    sequences = read_sequences(checkpoint, path, job)
+    length = sequences.shape[1]
     source = SourceModel(checkpoint, length)
     batch, half = states_plan(source, job.calibration_samples, length, memory, device)
-    values = source.embed(text.sequences)
+    values = source.embed(sequences)
     states = HiddenStates(values.half() if half else values, batch)
     importance: dict[str, Tensor] = {}
     started = time.monotonic()

@@ -27,7 +27,7 @@ from tokenmill.errors import UserError
 from tokenmill.hardware.machine import usable_cores
 from tokenmill.model.formats.files import FILE_FORMATS
 from tokenmill.model.formats.files.base import FileFormat
-from tokenmill.quantize.block_job import LayerReport, from_plain, quantize_block, to_plain
+from tokenmill.quantize.block_job import LayerReport, encode_block, from_plain, quantize_block, to_plain
 from tokenmill.quantize.calibrate import CalibratedBlock, HiddenStates
 from tokenmill.quantize.calibration_text import CalibrationText, read_calibration
 from tokenmill.quantize.card import CardContent
@@ -38,13 +38,16 @@ from tokenmill.quantize.device import (
     full_device_explained,
     peak_device_bytes,
 )
-from tokenmill.quantize.edges import Edges
+from tokenmill.quantize.drop_layers import MEASURED, check_droppable, choose_dropped
+from tokenmill.quantize.edges import Edges, JobData
 from tokenmill.quantize.finish import GATE_CONTEXT, GateRequest, conclude
 from tokenmill.quantize.forecast import MIB, Forecast, check_memory, forecast_job, gate_memory, peak_bytes
+from tokenmill.quantize.kv_scales import KVPeaks, check_kv_scales
 from tokenmill.quantize.mixed_job import choose_schemes
 from tokenmill.quantize.output import assemble, directory_bytes, file_digest, float_config, weight_files
-from tokenmill.quantize.recipe import Recipe, RecipeRequest, build_recipe
+from tokenmill.quantize.recipe import MIXED, Recipe, RecipeRequest, build_recipe
 from tokenmill.quantize.source import SourceModel
+from tokenmill.quantize.tune_job import TunedModel, save_raw, tune_blocks, with_tuning
 from tokenmill.quantize.workspace import Workspace
 
 DEFAULT_LENGTH = 512
@@ -65,6 +68,10 @@ class QuantizeJob:
     threads: int = 0
     device: str = "auto"  # a GPU where there is one, "cpu" or "cuda"
     restart: bool = False
+    drop_layers: int = 0  # blocks to leave out: those whose absence costs least
+    kv_scales: bool = False  # measure what keys and values reach, and write the scales of an FP8 KV cache
+    size: int = 0  # mixed precision: bytes that all weights may take; 0: as the recipe says
+    tune: int = 0  # steps of the end-to-end pass over scales and norms
     gate: GateRequest = field(default_factory=GateRequest)
 
 
@@ -101,6 +108,11 @@ class PreparedJob:
     forecast: Forecast
 
     @property
+    def needs_states(self) -> bool:
+        """Whether the calibration text goes through the model block by block."""
+        return self.recipe.needs_calibration or self.job.kv_scales
+
+    @property
     def key(self) -> str:
         """Hash of everything that decides the result; a resumed job must have the same."""
         decisive = {
@@ -112,6 +124,9 @@ class PreparedJob:
             "device": self.device.type,
             "calibration": self.calibration.digest if self.calibration else None,
             "batch": [self.forecast.batch, self.forecast.half_states],
+            **({"kv_scales": True} if self.job.kv_scales else {}),
+            **({"drop_layers": self.job.drop_layers} if self.job.drop_layers else {}),
+            "tune": self.job.tune,
         }
         return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
 
@@ -128,18 +143,24 @@ def prepare(job: QuantizeJob) -> PreparedJob:
     checkpoint = open_checkpoint(path)
     length = _sequence_length(job, checkpoint.description.context_length)
     source = SourceModel(checkpoint, length)
+    if job.drop_layers:
+        source = SourceModel(checkpoint, length, _choose_dropped(job, path, source, device))
     shapes = {name: source.shape(name) for name in source.layer_linears()}
-    recipe = build_recipe(job.recipe, shapes)
-    file_format = _choose_format(job.format, recipe, shapes)
     dtype = _choose_dtype(job.dtype, source)
+    recipe = build_recipe(_within_size(job, source, dtype), shapes)
+    file_format = _choose_format(job.format, recipe, shapes)
+    if job.kv_scales:
+        check_kv_scales(file_format, source.description)
     float_config(checkpoint, source.description, _dtype_name(dtype))  # refused here rather than after hours
     calibration = None
-    if recipe.needs_calibration:
+    if recipe.needs_calibration or job.kv_scales or job.tune:
         template = load_chat_template(path)
         calibration = read_calibration(job.calibration, load_tokenizer(path), template, job.calibration_samples, length)
     size = _output_bytes(source, recipe, shapes, dtype)
-    sequences = (job.calibration_samples, length) if calibration else None
+    sequences = (job.calibration_samples, length) if recipe.needs_calibration or job.kv_scales else None
     forecast = forecast_job(source, recipe, sequences, job.memory, size, device)
+    if job.tune:
+        forecast = with_tuning(forecast, source, job.tune, job.calibration_samples, length)
     check_room(device, forecast.device_bytes)
     if job.gate.enabled and job.gate.in_turn and device.type == "cpu":
         forecast = _with_gate(forecast, job, max(size, sum(file.stat().st_size for file in weight_files(path))), source)
@@ -150,6 +171,27 @@ def prepare(job: QuantizeJob) -> PreparedJob:
             "make room, or give an --out on another disk",
         )
     return PreparedJob(job, path, checkpoint, source, recipe, file_format, dtype, device, calibration, forecast)
+
+
+def _choose_dropped(job: QuantizeJob, path: Path, source: SourceModel, device: torch.device) -> list[int]:
+    check_droppable(source, job.drop_layers)
+    length = _sequence_length(job, source.description.context_length)
+    template, count = load_chat_template(path), min(job.calibration_samples, MEASURED)
+    text = read_calibration(job.calibration, load_tokenizer(path), template, count, length)
+    return choose_dropped(source, text.sequences, job.drop_layers, device)
+
+
+def _within_size(job: QuantizeJob, source: SourceModel, dtype: torch.dtype) -> RecipeRequest:
+    """The job's recipe; with a size, its linears get what the embedding, head and norms leave over."""
+    if not job.size:
+        return job.recipe
+    if MIXED not in job.recipe.method:
+        raise UserError(f"{job.recipe.method} has the size that its bits give", "use --method mixed with --size")
+    d = source.description
+    kept = d.vocab_size * d.hidden_size * (1 if d.tie_embeddings else 2) * dtype.itemsize
+    if job.size <= kept:
+        raise UserError(f"the embedding and head alone take {kept:,} bytes", "give a larger --size")
+    return replace(job.recipe, options=(*job.recipe.options, ("budget", job.size - kept)))
 
 
 def _with_gate(forecast: Forecast, job: QuantizeJob, weight_bytes: int, source: SourceModel) -> Forecast:
@@ -163,33 +205,34 @@ def run_job(prepared: PreparedJob, on_block: Progress = lambda _done, _all, _lef
     begin = time.monotonic()
     job, source, recipe = prepared.job, prepared.source, prepared.recipe
     workspace = Workspace(job.out, prepared.key, job.restart)
-    edges = Edges(source)
+    edges = Edges(source, _job_data(prepared, workspace))
     for transform in recipe.transforms:
         transform.begin(edges)
     if recipe.average_bits is not None and prepared.calibration is not None:
         sequences = prepared.calibration.sequences
         recipe = choose_schemes(recipe, source, sequences, prepared.file_format, workspace, prepared.device)
-    finished = workspace.num_finished(recipe.needs_calibration)
-    states = _initial_states(prepared, edges, workspace, finished)
+    finished = workspace.num_finished(prepared.needs_states)
+    states, float_states = _initial_states(prepared, edges, workspace, finished)
     workspace.save(workspace.edges, edges.stored(prepared.dtype))
     edges.drop_tables()
     on_block(finished, source.num_blocks, prepared.forecast.seconds)
     started = time.monotonic()
     for index in range(finished, source.num_blocks):
         with full_device_explained(f"block {index}"):
-            _do_block(prepared, recipe, workspace, index, states, edges.description.norm_offset)
+            _do_block(prepared, recipe, workspace, index, states, float_states, edges.description.norm_offset)
         spent = (time.monotonic() - started) / (index + 1 - finished)
         on_block(index + 1, source.num_blocks, spent * (source.num_blocks - index - 1))
         check_memory(job.memory)
-    del states
+    del states, float_states
+    tuned = _tune(prepared, workspace, edges.description.norm_offset)
     dtype_name = _dtype_name(prepared.dtype)
-    digests = assemble(workspace, source, edges.description, recipe, prepared.file_format, dtype_name)
+    digests = assemble(workspace, source, edges.description, recipe, prepared.file_format, dtype_name, job.kv_scales)
     layers = [layer for index in range(source.num_blocks) for layer in from_plain(workspace.block_report(index))]
     bits = 8.0 * sum(layer.num_bytes for layer in layers) / sum(layer.num_weights for layer in layers)
     content = CardContent(
         source_name=prepared.checkpoint.description.name or prepared.path.name,
         source_digests={file.name: file_digest(file) for file in weight_files(prepared.path)},
-        recipe=recipe.describe(),
+        recipe=recipe.describe() | tuned,
         format_name=prepared.file_format.name,
         dtype=dtype_name,
         bits_per_weight=bits,
@@ -209,7 +252,7 @@ def run_job(prepared: PreparedJob, on_block: Progress = lambda _done, _all, _lef
         peak_memory_bytes=peak_bytes(),
         peak_device_bytes=peak_device_bytes(prepared.device),
         device=describe_device(prepared.device),
-        fidelity={**measured, **_weight_errors(layers)},
+        fidelity={**measured, **_weight_errors(layers), **tuned},
         format=prepared.file_format.name,
         method=recipe.method,
         forecast=asdict(prepared.forecast),
@@ -218,35 +261,62 @@ def run_job(prepared: PreparedJob, on_block: Progress = lambda _done, _all, _lef
     )
 
 
+def _job_data(prepared: PreparedJob, workspace: Workspace) -> JobData | None:
+    if prepared.calibration is None:
+        return None
+    sequences, batch = prepared.calibration.sequences, prepared.forecast.batch
+    return JobData(sequences, batch, prepared.device, prepared.recipe.scheme_of, workspace)
+
+
 def _do_block(
     prepared: PreparedJob,
     recipe: Recipe,
     workspace: Workspace,
     index: int,
     states: HiddenStates | None,
+    float_states: HiddenStates | None,
     norm_offset: float,
 ) -> None:
-    block = CalibratedBlock(prepared.source, index, states, prepared.device)
-    tensors, reports = quantize_block(block, recipe, prepared.file_format, prepared.dtype, norm_offset)
+    block = CalibratedBlock(prepared.source, index, states, prepared.device, float_states)
+    quantized = quantize_block(block, recipe)
+    tensors, reports = encode_block(quantized, prepared.file_format, prepared.dtype, norm_offset)
+    if prepared.job.tune:
+        save_raw(workspace, index, quantized)
     if states is not None:
-        block.advance()
-        workspace.save_states(index + 1, states.values)
+        peaks = KVPeaks()
+        block.advance(peaks.add if prepared.job.kv_scales else None)
+        tensors |= peaks.tensors(index)
+        workspace.save_states(index + 1, states.values, None if float_states is None else float_states.values)
     workspace.save_block(index, tensors, to_plain(reports))
     if states is not None:
         workspace.drop_states(index)
 
 
-def _initial_states(prepared: PreparedJob, edges: Edges, workspace: Workspace, finished: int) -> HiddenStates | None:
-    """Hidden states at the first block still to do."""
-    if prepared.calibration is None:
-        return None
+def _tune(prepared: PreparedJob, workspace: Workspace, norm_offset: float) -> dict[str, Any]:
+    """The end-to-end pass, if the job has one; what it gained."""
+    if not prepared.job.tune:
+        return {}
+    assert prepared.calibration is not None
+    model = TunedModel(prepared.source, workspace, prepared.file_format, prepared.dtype, norm_offset)
+    report = tune_blocks(model, prepared.calibration.sequences, prepared.job.tune)
+    return {"tuned": {"steps": prepared.job.tune, **asdict(report)}}
+
+
+def _initial_states(
+    prepared: PreparedJob, edges: Edges, workspace: Workspace, finished: int
+) -> tuple[HiddenStates | None, HiddenStates | None]:
+    """Hidden states at the first block still to do, and the float model's where a method needs them."""
+    if prepared.calibration is None or not prepared.needs_states:
+        return None, None
     if finished:
-        values = workspace.load_states(finished)
+        values, float_values = workspace.load_states(finished)
     else:
         values = edges.embed(prepared.calibration.sequences)
         if prepared.forecast.half_states:
             values = values.half()
-    return HiddenStates(values, prepared.forecast.batch)
+        float_values = values.clone() if prepared.recipe.needs_targets else None
+    batch = prepared.forecast.batch
+    return HiddenStates(values, batch), None if float_values is None else HiddenStates(float_values, batch)
 
 
 def _sequence_length(job: QuantizeJob, context: int) -> int:
@@ -300,7 +370,9 @@ def _output_bytes(
     total = edges * dtype.itemsize
     for name, (out, width) in shapes.items():
         scheme = recipe.scheme_of.get(name)
-        total += int(out * width * (scheme.bits_per_weight / 8 if scheme else dtype.itemsize))
+        total += int(
+            out * width * (scheme.bits_per_weight / 8 if scheme and scheme.element != "float" else dtype.itemsize)
+        )
     return total
 
 

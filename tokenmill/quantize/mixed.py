@@ -1,32 +1,29 @@
 """Mixed precision: how many bits each group of linears gets, so that a byte budget costs the least quality.
 
-`measure_block` rounds one group at a time to each width and looks at the block's output; `allocate` then spends the
+`measure_block` rounds one group at a time and measures what the whole model's answers lose; `allocate` then spends the
 budget where a byte helps most. Linears that share an input get the same width, since engines fuse them. Called by the
 job (mixed_job.py) before the solver; knows nothing of files.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from tokenmill.errors import UserError
 from tokenmill.model.formats.quantized import Scheme
-from tokenmill.quantize.base import BlockView
+from tokenmill.quantize.allocation import allocate
+from tokenmill.quantize.divergence import DivergenceProbe
 from tokenmill.quantize.methods.rtn import round_to_nearest
 
 WIDTHS = (2, 3, 4, 5, 6, 8)
-_SEQUENCES = 4  # calibration sequences that sensitivities are measured on
 
 
 @dataclass(frozen=True, slots=True)
 class Sensitivity:
-    """One group of linears: its names, number of weights, and the error of each width."""
+    """One group of linears: its names, number of weights, and the divergence of each width."""
 
     names: tuple[str, ...]
     num_weights: int
@@ -35,36 +32,53 @@ class Sensitivity:
 
 @torch.no_grad()
 def measure_block(
-    block: BlockView, scheme_of: Mapping[str, Scheme], widths: Sequence[int] = WIDTHS, num_sequences: int = _SEQUENCES
+    probe: DivergenceProbe,
+    index: int,
+    scheme_of: Mapping[str, Scheme],
+    widths: Sequence[int],
+    measured: Sequence[int],
+    importance: Mapping[str, Tensor],
 ) -> list[Sensitivity]:
-    """The error of rounding each group to each width, all else in float: the squared change of the residual stream
-    after the block relative to its square (the next norm divides by it); the mean over tokens."""
-    inputs = block.inputs()
-    count = min(num_sequences, len(inputs))
-    sequences = [inputs[index * len(inputs) // count] for index in range(count)]
-    outputs = [block.forward(sequence, {}) for sequence in sequences]
-    measured = []
-    for group in block.groups:
+    """The divergence of the whole model's logits with one group of a block rounded to each width, all else in float.
+
+    `measured`: the widths that are run; the others follow from the nearest of them by their squared errors, weighted by
+    `importance` (the mean square of each input), to which a divergence is proportional while it is small.
+    """
+    units = []
+    for group in probe.source.groups(index):
         names = tuple(name for name in group.names if name in scheme_of)
-        if not names:
-            continue
-        weights = {name: block.weight(name) for name in names}
-        errors = {}
-        for width in widths:
-            rounded = {
-                name: round_to_nearest(weight, replace(scheme_of[name], bits=width)).dequantize()
-                for name, weight in weights.items()
-            }
-            changed = [block.forward(sequence, rounded) for sequence in sequences]
-            errors[width] = sum(map(relative_change, changed, outputs)) / count
-        measured.append(Sensitivity(names, sum(weight.numel() for weight in weights.values()), errors))
-    return measured
+        if names:
+            units.append((names, {name: probe.weights[index][name] for name in names}))
+    squared = [
+        {width: sum(_error(w, scheme_of[n], width, importance[n]) for n, w in weights.items()) for width in widths}
+        for _, weights in units
+    ]
+    found: list[dict[int, float]] = [{} for _ in units]
+    for width in measured:
+        changes = [{n: _rounded(w, scheme_of[n], width) for n, w in weights.items()} for _, weights in units]
+        for each, divergence in zip(found, probe.measure(changes), strict=True):
+            each[width] = divergence
+    return [
+        Sensitivity(names, sum(weight.numel() for weight in weights.values()), _filled_in(run, errors))
+        for (names, weights), run, errors in zip(units, found, squared, strict=True)
+    ]
 
 
-def relative_change(changed: Tensor, original: Tensor) -> float:
-    """The mean over rows of |changed - original|^2 / |original|^2."""
-    change = (changed - original).square().sum(-1)
-    return float((change / original.square().sum(-1).clamp(min=1e-30)).mean())
+def _rounded(weight: Tensor, scheme: Scheme, width: int) -> Tensor:
+    return round_to_nearest(weight, replace(scheme, bits=width)).dequantize()
+
+
+def _error(weight: Tensor, scheme: Scheme, width: int, importance: Tensor) -> float:
+    return float(((_rounded(weight, scheme, width) - weight).square() * importance).sum(dtype=torch.float64))
+
+
+def _filled_in(run: Mapping[int, float], errors: Mapping[int, float]) -> dict[int, float]:
+    """A divergence for every width, from the nearest that was run."""
+    filled = {}
+    for width, error in errors.items():
+        near = min(run, key=lambda each: (abs(each - width), each))
+        filled[width] = max(run[near], 0.0) * error / max(errors[near], 1e-30)
+    return filled
 
 
 def budget_bytes(sensitivities: Sequence[Sensitivity], scheme: Scheme, average_bits: float) -> int:
@@ -92,77 +106,3 @@ def choose_widths(sensitivities: Sequence[Sensitivity], scheme: Scheme, budget: 
     }
     chosen = allocate(errors, sizes, budget)
     return {name: chosen[each.names[0]] for each in sensitivities for name in each.names}
-
-
-def allocate(
-    sensitivities: Mapping[str, Mapping[int, float]], sizes: Mapping[str, Mapping[int, int]], budget: int
-) -> dict[str, int]:
-    """A width for each name with the least sum of sensitivities among those whose sizes fit into `budget`.
-
-    Widths are raised in the order of error removed per byte along each name's lower convex hull, which is the exact
-    optimum of the relaxed problem; what is left over is then spent on any single raise that still fits.
-    """
-    hulls = {name: _hull(sensitivities[name], sizes[name]) for name in sensitivities}
-    chosen = {name: hull[0] for name, hull in hulls.items()}
-    left = budget - sum(sizes[name][width] for name, width in chosen.items())
-    if left < 0:
-        raise UserError(
-            f"the budget of {budget:,} bytes is below the {budget - left:,} bytes of the narrowest widths",
-            f"give at least {budget - left:,} bytes",
-        )
-    queue = [raised for name, hull in hulls.items() for raised in _raises(name, hull, sensitivities, sizes)]
-    heapq.heapify(queue)
-    stuck: set[str] = set()
-    while queue:
-        _, name, width = heapq.heappop(queue)
-        cost = sizes[name][width] - sizes[name][chosen[name]]
-        if name in stuck or cost > left:
-            stuck.add(name)  # the next raise of this name costs even more
-            continue
-        chosen[name] = width
-        left -= cost
-    return _spend(chosen, sensitivities, sizes, left)
-
-
-def _hull(errors: Mapping[int, float], sizes: Mapping[int, int]) -> list[int]:
-    """Widths on the lower convex hull of error over size, from the smallest: each raise removes less per byte."""
-    hull: list[int] = []
-    for width in sorted(sizes, key=lambda width: (sizes[width], errors[width])):
-        if hull and errors[width] >= errors[hull[-1]]:
-            continue
-        while len(hull) > 1 and _slope(hull[-2], hull[-1], errors, sizes) <= _slope(hull[-2], width, errors, sizes):
-            hull.pop()
-        hull.append(width)
-    return hull
-
-
-def _slope(width: int, wider: int, errors: Mapping[int, float], sizes: Mapping[int, int]) -> float:
-    """Error removed per byte."""
-    return (errors[width] - errors[wider]) / max(1, sizes[wider] - sizes[width])
-
-
-def _raises(
-    name: str, hull: Sequence[int], errors: Mapping[str, Mapping[int, float]], sizes: Mapping[str, Mapping[int, int]]
-) -> list[tuple[float, str, int]]:
-    return [(-_slope(width, wider, errors[name], sizes[name]), name, wider) for width, wider in pairwise(hull)]
-
-
-def _spend(
-    chosen: dict[str, int],
-    errors: Mapping[str, Mapping[int, float]],
-    sizes: Mapping[str, Mapping[int, int]],
-    left: int,
-) -> dict[str, int]:
-    """Take the raise that removes the most error and fits, until none fits."""
-    while True:
-        fitting = [
-            (errors[name][width] - errors[name][wider], name, wider)
-            for name, width in chosen.items()
-            for wider in sizes[name]
-            if sizes[name][wider] - sizes[name][width] <= left and errors[name][wider] < errors[name][width]
-        ]
-        if not fitting:
-            return chosen
-        _, name, wider = max(fitting)
-        left -= sizes[name][wider] - sizes[name][chosen[name]]
-        chosen[name] = wider

@@ -21,6 +21,7 @@ from tokenmill.checkpoint.hf_export import export_config, export_tokenizer, gene
 from tokenmill.checkpoint.hf_export_recurrent import taken_over
 from tokenmill.checkpoint.safetensors import read_json
 from tokenmill.model.formats.files.base import FileFormat
+from tokenmill.quantize.kv_scales import KV_CACHE_SCHEME
 from tokenmill.quantize.recipe import Recipe
 from tokenmill.quantize.shards import join_files
 from tokenmill.quantize.source import HEAD, SourceModel
@@ -37,6 +38,7 @@ def assemble(
     recipe: Recipe,
     file_format: type[FileFormat],
     dtype: str,
+    kv_scales: bool = False,
 ) -> dict[str, str]:
     """Every file but the card, in `workspace.result`; the SHA-256 of each file with weights."""
     directory, blocks = workspace.result, range(source.num_blocks)
@@ -49,7 +51,11 @@ def assemble(
         schemes = {rename(name): scheme for name, scheme in recipe.scheme_of.items()}
         kept = [name for index in blocks for name in source.kept_names(index)]
         ignored = [rename(name) for name in (HEAD, *recipe.ignored, *kept)]
-        config["quantization_config"] = file_format.quantization_config(schemes, ignored)
+        settings = file_format.quantization_config(schemes, ignored)
+        if kv_scales:
+            settings["kv_cache_scheme"] = KV_CACHE_SCHEME
+        if settings:
+            config["quantization_config"] = settings
         _write_json(directory / "config.json", config)
         _write_json(directory / "generation_config.json", generation_config(description))
         export_tokenizer(source.checkpoint, directory)

@@ -22,7 +22,7 @@ from tokenmill.model.formats.quantized import Scheme
 from tokenmill.quantize.base import Solver, Step, Transform
 from tokenmill.quantize.methods import SOLVERS, TRANSFORMS
 from tokenmill.quantize.mixed import average_bits_within
-from tokenmill.quantize.schemes import FP8_SCALING, GROUP_SIZES, METHODS, Method, adjust
+from tokenmill.quantize.schemes import FP8_SCALING, GROUP_SIZES, METHODS, Method, adjust, with_activations
 
 MIXED = "mixed"
 
@@ -48,6 +48,7 @@ class RecipeRequest:
     options: tuple[tuple[str, Any], ...] = ()
     ignore: tuple[str, ...] = ()
     layers: tuple[LayerOverride, ...] = ()
+    activations: str = ""  # of schemes.ACTIVATIONS; empty: the method's
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,6 +69,10 @@ class Recipe:
     def needs_calibration(self) -> bool:
         static = any(scheme.activations in CALIBRATED for scheme in self.scheme_of.values())
         return static or self.average_bits is not None or any(step.needs_calibration for step in self.steps)
+
+    @property
+    def needs_targets(self) -> bool:
+        return any(step.needs_targets for step in self.steps)
 
     def describe(self) -> dict[str, Any]:
         """Everything that decides the result, in plain values: hashed for resuming, printed in the card."""
@@ -90,12 +95,15 @@ def build_recipe(request: RecipeRequest, shapes: Mapping[str, tuple[int, int]]) 
     method = compose(name)
     scaling = _take_scaling(name, options)
     scheme = adjust(name, method, request.bits, request.group_size, request.symmetric, scaling)
+    scheme = with_activations(name, scheme, request.activations)
     ignored = frozenset(name for pattern in request.ignore for name in matching(pattern, shapes))
     if len(ignored) == len(shapes):
         raise UserError("every linear is ignored: nothing is left to quantize", "give fewer --ignore patterns")
     if method.group_open and request.group_size is None:
         scheme = replace(scheme, group_size=_usual_group([shapes[name][1] for name in shapes if name not in ignored]))
     steps = _make_steps(method.steps, options)
+    for step in steps[:-1]:
+        scheme = step.scheme(scheme) if isinstance(step, Transform) else scheme
     scheme_of = {name: scheme for name in shapes if name not in ignored}
     for override in request.layers:
         for name in matching(override.pattern, shapes):
@@ -103,12 +111,27 @@ def build_recipe(request: RecipeRequest, shapes: Mapping[str, tuple[int, int]]) 
                 scheme_of[name] = _overridden(override, scheme_of[name], request.method, method)
     solver = steps[-1]
     assert isinstance(solver, Solver)
+    _refuse_lost_zeros(request.method, steps)
     for name, each in scheme_of.items():
         solver.check(name, shapes[name], each)
     if budget is not None:
         average_bits = _average_within(budget, scheme, sum(math.prod(shapes[name]) for name in scheme_of))
     transforms = tuple(step for step in steps[:-1] if isinstance(step, Transform))
     return Recipe(request.method, transforms, solver, scheme, scheme_of, tuple(sorted(ignored)), average_bits)
+
+
+def _refuse_lost_zeros(method: str, steps: Sequence[Step]) -> None:
+    """What is pruned has to stay zero: pruning is the last transform, and not every solver keeps zeros."""
+    pruners = [number for number, step in enumerate(steps) if isinstance(step, Transform) and step.makes_zeros]
+    if not pruners:
+        return
+    if pruners != [len(steps) - 2]:
+        raise UserError(
+            f"'{method}' changes weights after {steps[pruners[0]].name} has pruned them", "prune once, and last"
+        )
+    solver = steps[-1]
+    if not (isinstance(solver, Solver) and solver.keeps_zeros):
+        raise UserError(f"{solver.name} does not keep the zeros of {steps[-2].name}", "use gptq or rtn after it")
 
 
 def compose(text: str) -> Method:

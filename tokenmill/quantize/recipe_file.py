@@ -14,7 +14,7 @@ import yaml  # type: ignore[import-untyped]
 from tokenmill.errors import UserError, unknown_name
 from tokenmill.quantize.recipe import LayerOverride, RecipeRequest
 
-_KEYS = ("method", "steps", "bits", "group_size", "symmetric", "ignore", "layers")
+_KEYS = ("method", "steps", "bits", "group_size", "symmetric", "activations", "ignore", "layers")
 _LAYER_KEYS = tuple(spec.name for spec in fields(LayerOverride) if spec.name != "pattern")
 _EXAMPLE = "see docs/quantization.md for an example"
 
@@ -41,6 +41,7 @@ def read_recipe(path: Path) -> RecipeRequest:
         method=method,
         options=tuple(options),
         ignore=tuple(ignore),
+        activations=_activations(content),
         layers=tuple(_layer(pattern, value) for pattern, value in _mapping(content, "layers").items()),
         **{key: _checked(key, content[key]) for key in _LAYER_KEYS if key in content},
     )
@@ -80,6 +81,13 @@ def _checked(key: str, value: Any) -> Any:
         raise UserError(
             f"'{key}' in the recipe is {value!r}", f"give {'true or false' if expected is bool else 'a number'}"
         )
+    return value
+
+
+def _activations(content: dict[str, Any]) -> str:
+    value = content.get("activations", "")
+    if not isinstance(value, str):
+        raise UserError(f"'activations' in the recipe is {value!r}", "give a name such as int8")
     return value
 
 

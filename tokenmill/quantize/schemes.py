@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from tokenmill.errors import UserError
+from tokenmill.errors import UserError, unknown_name
 from tokenmill.model.formats.quantized import Scheme
 
 GROUP_SIZES = (128, 64, 32)  # tried in this order where the user does not choose
@@ -36,15 +36,22 @@ def _integers(*steps: str, bits: int = 4, symmetric: bool = True) -> Method:
     )
 
 
+_FLOAT = Scheme("float", 16)
 _INT8_CHANNEL = Scheme("int", 8, 0, activations="int8_token")
 
 METHODS: dict[str, Method] = {
     "rtn": _integers("rtn"),
     "gptq": _integers("gptq"),
     "autoround": _integers("autoround"),
+    "qat": _integers("qat", bits=2),
     "hqq": Method(("hqq",), Scheme("int", 4, 64, symmetric=False), free_bits=True, free_group=True, group_open=True),
     "awq": _integers("awq", "rtn", symmetric=False),
     "rotation": _integers("rotation", "rtn"),
+    "spinquant": _integers("spinquant", "gptq"),
+    "float": Method(("float",), _FLOAT),
+    "magnitude": Method(("magnitude", "float"), _FLOAT),
+    "wanda": Method(("wanda", "float"), _FLOAT),
+    "sparsegpt": Method(("sparsegpt", "float"), _FLOAT),
     "smoothquant": Method(("smoothquant", "rtn"), _INT8_CHANNEL),
     "llm.int8": Method(("llm_int8",), Scheme("int", 8, 0, activations="llm_int8")),
     "fp8": Method(("fp8",), Scheme("e4m3", 8, 0, activations="fp8_token"), free_group=True),
@@ -60,6 +67,31 @@ FP8_SCALING = {
     "channel": Scheme("e4m3", 8, 0, activations="fp8_token"),
     "block": Scheme("e4m3", 8, 128, block_rows=128, activations="fp8_group128"),
 }
+
+
+# --activations -> the rounding of inputs, by the weights' element and type of scales.
+ACTIVATIONS: dict[str, dict[tuple[str, str], str]] = {
+    "none": {("int", "float"): "none", ("e4m3", "float"): "none", ("e2m1", "e8m0"): "none", ("e2m1", "e4m3"): "none"},
+    "int8": {("int", "float"): "int8_token"},
+    "fp8": {("int", "float"): "fp8_token", ("e4m3", "float"): "fp8_token"},
+    "fp4": {("e2m1", "e8m0"): "mxfp4", ("e2m1", "e4m3"): "nvfp4"},
+}
+
+
+def with_activations(name: str, scheme: Scheme, activations: str) -> Scheme:
+    """The scheme with inputs rounded as the user wants: W4A8 is 4-bit ints with int8 or fp8, W4A4 4-bit floats with
+    fp4."""
+    if not activations:
+        return scheme
+    if activations not in ACTIVATIONS:
+        raise unknown_name("rounding of activations", activations, ACTIVATIONS)
+    kind = ACTIVATIONS[activations].get((scheme.element, scheme.scale_type))
+    if kind is None or scheme.activations == "llm_int8" or scheme.block_rows != 1:
+        raise UserError(
+            f"{name} does not go with --activations {activations}",
+            "int8 and fp8 go with integers (gptq, rtn), fp4 with mxfp4 and nvfp4",
+        )
+    return replace(scheme, activations=kind)
 
 
 def adjust(

@@ -7,8 +7,9 @@ the job and the calibration; knows nothing of methods.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ from tokenmill.quantize.hybrid_groups import hybrid_groups, kept_weights
 
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens", "model.norm", "lm_head"
 _TILE_ROWS = 4096
+_T = TypeVar("_T")
 
 
 class _NamingReader(WeightReader):
@@ -48,8 +50,9 @@ class _NamingReader(WeightReader):
 
 
 class SourceModel:
-    def __init__(self, checkpoint: Checkpoint, num_positions: int) -> None:
-        """`num_positions`: the length of calibration sequences."""
+    def __init__(self, checkpoint: Checkpoint, num_positions: int, dropped: Collection[int] = ()) -> None:
+        """`num_positions`: the length of calibration sequences. `dropped`: blocks that the model does without; those
+        after them move up."""
         self.checkpoint = checkpoint
         architecture = architecture_of(checkpoint.description)
         self.description = exported_description(checkpoint)
@@ -59,12 +62,34 @@ class SourceModel:
         self.decoder: Decoder = architecture(reader, described, num_positions)
         reader.finish()
         self._reader = reader
+        if dropped:
+            self._drop(frozenset(dropped))
         self.names = {id(weight): prefix for prefix, weight in reader.weights.items()}
         self._recurrent = self.decoder.names.recurrent if isinstance(self.decoder, Hybrid) else ""
         self.names |= {
             id(vector): hf_tensor_name(name) if self._is_of_state(name) else name.removesuffix(".weight")
             for name, vector in reader.vectors.items()
         }
+
+    def _drop(self, dropped: frozenset[int]) -> None:
+        """Number the blocks anew without these. The names of tensors in the file stay."""
+        kept = [index for index in range(len(self.decoder.blocks)) if index not in dropped]
+        places = {str(index): str(place) for place, index in enumerate(kept)}
+
+        def renumbered(table: dict[str, _T]) -> dict[str, _T]:
+            parts = ((key.split("."), value) for key, value in table.items())
+            inside = lambda each: each[:2] == ["model", "layers"]  # noqa: E731
+            return {
+                ".".join([*key[:2], places[key[2]], *key[3:]] if inside(key) else key): value
+                for key, value in parts
+                if not inside(key) or key[2] in places
+            }
+
+        reader = self._reader
+        reader.weights, reader.tensor_names = renumbered(reader.weights), renumbered(reader.tensor_names)
+        reader.vectors = renumbered(reader.vectors)
+        self.decoder.blocks = [self.decoder.blocks[index] for index in kept]
+        self.description = replace(self.description, layers=tuple(self.description.layers[index] for index in kept))
 
     @property
     def num_blocks(self) -> int:
@@ -213,6 +238,10 @@ class SourceModel:
             groups.append(LinearGroup(tuple(self.names[id(weight)] for weight in inputs), None, False))
             groups.append(LinearGroup((self.names[id(output)],), source, False))
         return groups
+
+    def edge_names(self) -> list[str]:
+        """The matrices outside of the blocks."""
+        return [name for name in self._reader.weights if not name.startswith("model.layers.")]
 
     def layer_linears(self) -> Iterator[str]:
         for index in range(self.num_blocks):

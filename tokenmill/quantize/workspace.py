@@ -22,7 +22,7 @@ from torch import Tensor
 from tokenmill.errors import UserError
 
 _JOURNAL, _EDGES, _RESULT = "journal.json", "edges.safetensors", "result"
-_STATES = "states"
+_STATES, _FLOAT_STATES = "states", "float_states"
 
 
 class Workspace:
@@ -56,8 +56,16 @@ class Workspace:
     def edges(self) -> Path:
         return self.path / _EDGES
 
+    def learned(self, name: str) -> Path:
+        """What a step learned before the first block."""
+        return self.path / f"learned-{name}.safetensors"
+
     def block(self, index: int) -> Path:
         return self.path / f"block-{index:05d}.safetensors"
+
+    def raw(self, index: int) -> Path:
+        """Codes and scales of a block, in jobs that tune all blocks at the end."""
+        return self.path / f"raw-{index:05d}.safetensors"
 
     def _states(self, index: int) -> Path:
         return self.path / f"states-{index:05d}.safetensors"
@@ -79,12 +87,15 @@ class Workspace:
             report: dict[str, Any] = json.loads(file.metadata()["report"])
         return report
 
-    def save_states(self, index: int, states: Tensor) -> None:
-        """The inputs of block `index`."""
-        self.save(self._states(index), {_STATES: states})
+    def save_states(self, index: int, states: Tensor, float_states: Tensor | None = None) -> None:
+        """The inputs of block `index`, and those of the float model where a method needs them."""
+        both = {_STATES: states} if float_states is None else {_STATES: states, _FLOAT_STATES: float_states}
+        self.save(self._states(index), both)
 
-    def load_states(self, index: int) -> Tensor:
-        return load_file(self._states(index))[_STATES].clone()
+    def load_states(self, index: int) -> tuple[Tensor, Tensor | None]:
+        stored = load_file(self._states(index))
+        float_states = stored.get(_FLOAT_STATES)
+        return stored[_STATES].clone(), None if float_states is None else float_states.clone()
 
     def drop_states(self, index: int) -> None:
         self._states(index).unlink(missing_ok=True)

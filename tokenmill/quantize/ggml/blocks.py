@@ -14,7 +14,7 @@ from torch import Tensor
 from tokenmill.errors import UserError, unknown_name
 from tokenmill.kernels import cpu, ref_ggml
 from tokenmill.kernels.ggml_types import TYPES
-from tokenmill.quantize.ggml import simple_blocks, super_blocks
+from tokenmill.quantize.ggml import grid_blocks, simple_blocks, super_blocks
 
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _SIMPLE: dict[str, Callable[[Tensor, Tensor | None], Tensor]] = {
@@ -33,7 +33,16 @@ _SUPER: dict[str, tuple[Callable[[Tensor, Tensor | None], Tensor], int]] = {  # 
     "Q6_K": (super_blocks.q6_k, 16),
     "IQ4_XS": (super_blocks.iq4_xs, 32),
 }
-BLOCK_TYPES: tuple[str, ...] = (*_SIMPLE, *_SUPER)
+_GRID: dict[str, Callable[[Tensor, Tensor | None], Tensor]] = {  # of rows as they are
+    "IQ2_XXS": grid_blocks.iq2_xxs,
+    "IQ2_XS": grid_blocks.iq2_xs,
+    "IQ2_S": grid_blocks.iq2_s,
+    "IQ3_XXS": grid_blocks.iq3_xxs,
+    "IQ3_S": grid_blocks.iq3_s,
+    "TQ1_0": grid_blocks.tq1_0,
+    "TQ2_0": grid_blocks.tq2_0,
+}
+BLOCK_TYPES: tuple[str, ...] = (*_SIMPLE, *_SUPER, *_GRID)
 # A channel that calibration hardly reached keeps a little importance: a group of zeros would lose its weights.
 _LEAST_IMPORTANCE = 1e-9
 
@@ -57,6 +66,10 @@ def quantize(type_name: str, rows: Tensor, importance: Tensor | None = None) -> 
 def reference(type_name: str, rows: Tensor, importance: Tensor | None = None) -> Tensor:
     """As `quantize`, in plain torch: the reference of the C++ code, and the fallback where it is not built."""
     rows, importance = _checked(type_name, rows, importance)
+    if type_name in _GRID:
+        size = TYPES[type_name].block_size
+        repeated = None if importance is None else importance.view(-1, size).repeat(rows.shape[0], 1)
+        return _GRID[type_name](rows.view(-1, size), repeated).reshape(rows.shape[0], -1)
     group = 32 if type_name in _SIMPLE else _SUPER[type_name][1]
     x = rows.reshape(-1, group).t().contiguous()  # [group, groups of all rows]
     repeated = None

@@ -10,7 +10,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -20,6 +20,7 @@ from tokenmill.checkpoint.base import Checkpoint
 from tokenmill.checkpoint.gguf_export import ExportedTensor, export_metadata
 from tokenmill.checkpoint.gguf_writer import GGUFWriter, TensorSlot, file_bytes, pack_value
 from tokenmill.errors import UserError
+from tokenmill.kernels.ggml_types import TYPES
 from tokenmill.log import get_logger
 from tokenmill.quantize.ggml.blocks import PLAIN, dequantize, quantize
 from tokenmill.quantize.ggml.mixes import Mix, Shape, choose_types, find_mix, is_quantized
@@ -73,13 +74,23 @@ class GGUFPlan:
         return 8 * sum(slot.nbytes for slot in matrices) / sum(math.prod(slot.shape) for slot in matrices)
 
 
-def plan_gguf(checkpoint: Checkpoint, mix_name: str, num_importances: int = 0, untied_output: bool = False) -> GGUFPlan:
-    """The plan of the file; reads no weights. `num_importances`: how many matrices have an importance."""
+def plan_gguf(
+    checkpoint: Checkpoint,
+    mix_name: str,
+    num_importances: int = 0,
+    untied_output: bool = False,
+    types: Mapping[str, str] | None = None,
+) -> GGUFPlan:
+    """The plan of the file; reads no weights. `num_importances`: how many matrices have an importance. `types`: of
+    tensors that get another type than the mix says."""
     mix, source = find_mix(mix_name), SourceTensors(checkpoint, untied_output)
     pairs = export_metadata(checkpoint, mix.file_type)
     if num_importances:
         pairs["quantize.imatrix.entries_count"] = pack_value(num_importances)
-    return GGUFPlan(mix, source, pairs, plan_slots(source, mix, num_importances > 0))
+    slots = plan_slots(source, mix, num_importances > 0)
+    if types:
+        slots = [replace(slot, type_name=types.get(slot.name, slot.type_name)) for slot in slots]
+    return GGUFPlan(mix, source, pairs, slots)
 
 
 def plan_slots(source: SourceTensors, mix: Mix, has_importance: bool) -> list[TensorSlot]:
@@ -104,12 +115,17 @@ def quantize_gguf(
     importance: Mapping[str, Tensor] | None = None,
     progress: Progress = lambda _done, _all, _name: None,
     untied_output: bool = False,
+    types: Mapping[str, str] | None = None,
+    packed: Mapping[str, Tensor] | None = None,
 ) -> GGUFReport:
-    """Write `path`. `importance`: mean square of the input of each linear, by its canonical prefix."""
+    """Write `path`. `importance`: mean square of the input of each linear, by its canonical prefix. `types`: as in
+    `plan_gguf`. `packed`: bytes [out, bytes per row] of linears that are quantized already, in Hugging Face's rows."""
     started = time.monotonic()
     importance = importance or {}
-    plan = plan_gguf(checkpoint, mix_name, len(importance), untied_output)
+    plan = plan_gguf(checkpoint, mix_name, len(importance), untied_output, types)
     _report_types(plan)
+    if plan.mix.is_low_bit and plan.mix.default.startswith("IQ") and not importance:
+        _log.warning("%s: without an importance (--method imatrix) few bits lose much more", plan.mix.name)
     reports, without, done = [], [], 0
     with GGUFWriter(path, plan.pairs, plan.slots) as writer:
         for tensor, slot in zip(plan.source.tensors, plan.slots, strict=True):
@@ -117,7 +133,7 @@ def quantize_gguf(
             weights = _importances_of(plan.source, tensor, importance)
             if importance and any(each is None for each in weights) and slot.type_name not in PLAIN:
                 without.append(slot.name)
-            reports.append(_write_tensor(plan.source, tensor, slot, weights, writer))
+            reports.append(_write_tensor(plan.source, tensor, slot, weights, packed or {}, writer))
             done += math.prod(slot.shape)
     progress(done, plan.num_weights, "")
     lacking = [name for name in without if name.startswith("blk.")]  # the edges are usually not calibrated
@@ -139,6 +155,7 @@ def _write_tensor(
     tensor: ExportedTensor,
     slot: TensorSlot,
     importances: list[Tensor | None],
+    packed_of: Mapping[str, Tensor],
     writer: GGUFWriter,
 ) -> TensorReport:
     """`importances`: of each matrix that the tensor is made of."""
@@ -146,9 +163,10 @@ def _write_tensor(
         for stored in source.stored_rows(tensor):
             writer.append(stored)
         return TensorReport(slot.name, slot.type_name, slot.shape, slot.nbytes, 0.0, is_copied=True)
+    ready = source.packed_rows(tensor, packed_of)
     squared_error = squared_weights = 0.0
     for number, rows in source.float_rows(tensor):
-        packed = _quantize_named(slot, rows, importances[number])
+        packed = _quantize_named(slot, rows, importances[number]) if ready is None else ready.take(rows.shape[0])
         writer.append(packed)
         if slot.type_name != "F32":
             difference = dequantize(slot.type_name, packed) - rows
@@ -177,9 +195,14 @@ def _importances_of(
     if ".attn_k_b." in tensor.name:
         return [None]
     prefixes = [name.removesuffix(".weight") for name in source.sources(tensor)]
-    if prefixes[0] == _EMBEDDING and (tensor.name == "output.weight" or _EMBEDDING not in importance):
+    if prefixes[0] == _EMBEDDING and tensor.name == "output.weight":
         prefixes = [_HEAD]
-    return [importance.get(prefix) for prefix in prefixes]
+    return [importance.get(prefix) for prefix in importance_prefixes(prefixes, importance)]
+
+
+def importance_prefixes(prefixes: list[str], importance: Mapping[str, Tensor]) -> list[str]:
+    """Whose importance serves a tensor made of `prefixes`: of an embedding that was not calibrated, the head's."""
+    return [_HEAD] if prefixes[0] == _EMBEDDING and _EMBEDDING not in importance else prefixes
 
 
 def _report_types(plan: GGUFPlan) -> None:
@@ -187,5 +210,5 @@ def _report_types(plan: GGUFPlan) -> None:
     counts = Counter(slot.type_name for slot in plan.slots if is_quantized(slot.name, slot.shape))
     _log.info("%s: %s", plan.mix.name, ", ".join(f"{count} x {name}" for name, count in counts.most_common()))
     wide = sum(is_quantized(slot.name, slot.shape) and slot.shape[-1] % 256 != 0 for slot in plan.slots)
-    if wide and ("_K" in plan.mix.default or plan.mix.default == "IQ4_XS"):
+    if wide and TYPES[plan.mix.default].block_size == 256:
         _log.warning("%d matrices have rows that 256 does not divide: they get types with blocks of 32", wide)

@@ -22,6 +22,11 @@ class Mix:
     default: str
     is_plain: bool = False  # a float type: every matrix gets it
 
+    @property
+    def is_low_bit(self) -> bool:
+        """Points of a grid, which want an importance, or three levels, which want a model trained for them."""
+        return self.default.startswith(("IQ2", "IQ3", "TQ"))
+
 
 _MIXES = (
     Mix("F32", 0, "F32", is_plain=True),
@@ -43,6 +48,16 @@ _MIXES = (
     Mix("Q6_K", 18, "Q6_K"),
     Mix("IQ4_NL", 25, "IQ4_NL"),
     Mix("IQ4_XS", 30, "IQ4_XS"),
+    Mix("IQ2_XXS", 19, "IQ2_XXS"),
+    Mix("IQ2_XS", 20, "IQ2_XS"),
+    Mix("IQ2_S", 28, "IQ2_XS"),
+    Mix("IQ2_M", 29, "IQ2_S"),
+    Mix("IQ3_XXS", 23, "IQ3_XXS"),
+    Mix("IQ3_XS", 22, "IQ3_S"),
+    Mix("IQ3_S", 26, "IQ3_S"),
+    Mix("IQ3_M", 27, "IQ3_S"),
+    Mix("TQ1_0", 36, "TQ1_0"),
+    Mix("TQ2_0", 37, "TQ2_0"),
 )
 MIXES: dict[str, Mix] = {mix.name: mix for mix in _MIXES}
 
@@ -54,6 +69,26 @@ _FALLBACKS = {
     "Q5_K": "Q5_1",
     "Q6_K": "Q8_0",
     "IQ4_XS": "IQ4_NL",
+    "IQ2_XXS": "IQ4_NL",
+    "IQ2_XS": "IQ4_NL",
+    "IQ2_S": "IQ4_NL",
+    "IQ3_XXS": "IQ4_NL",
+    "IQ3_S": "IQ4_NL",
+    "TQ1_0": "Q4_0",
+    "TQ2_0": "Q4_0",
+}
+_TWO_BITS = ("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ2_M")
+_LARGER_TWO_BITS = ("IQ2_S", "IQ2_M")
+# What the head (or the embedding that is also the head) gets instead of Q6_K, and an embedding of its own.
+_HEADS = {**dict.fromkeys(_TWO_BITS, "Q5_K"), "IQ3_XXS": "Q5_K"}
+_EMBEDDINGS = {
+    "IQ2_XXS": "Q2_K",
+    "IQ2_XS": "Q2_K",
+    "IQ2_S": "IQ3_S",
+    "IQ2_M": "IQ3_S",
+    "IQ3_XXS": "IQ3_S",
+    "TQ1_0": "Q4_K",
+    "TQ2_0": "Q4_K",
 }
 # The last four make the time steps and inputs of states.
 _FLOAT = (
@@ -113,11 +148,17 @@ def _choose(mix: Mix, name: str, shape: tuple[int, ...], model: Shape) -> str:
     row = shape[-1]
     if name == "output.weight" or (name == "token_embd.weight" and not model.has_output):
         divides = row % TYPES[mix.default].block_size == 0
-        return _fitting("Q6_K" if divides and mix.default != "Q8_0" else "Q8_0", row)
+        return _fitting(_HEADS.get(mix.name, "Q6_K") if divides and mix.default != "Q8_0" else "Q8_0", row)
+    if name == "token_embd.weight":
+        return _fitting(_EMBEDDINGS.get(mix.name, mix.default), row)
     if match := _BLOCK.fullmatch(name):
         layer, part = int(match[1]), match[2]
         rule = {
+            "attn_q": _query_type,
+            "attn_k": _query_type,
             "attn_v": _value_type,
+            "ffn_gate": _inner_type,
+            "ffn_up": _inner_type,
             "ffn_down": _down_type,
             "ffn_down_exps": _down_type,
             "attn_output": _attention_output_type,
@@ -142,8 +183,14 @@ def _gets_more_bits(layer: int, num_layers: int) -> bool:
 
 def _value_type(mix: Mix, layer: int, model: Shape) -> str:
     grouped = model.queries_per_value >= 4
+    if mix.name in _TWO_BITS:
+        return "Q4_K" if grouped else "IQ3_S" if mix.name in _LARGER_TWO_BITS else "Q2_K"
     chosen = mix.default
-    if mix.name == "Q2_K":
+    if mix.name == "IQ3_M" or (mix.default.startswith("IQ3") and grouped):
+        chosen = "Q4_K"
+    elif mix.name == "IQ3_XXS" and not model.has_importance:
+        chosen = "IQ3_S"
+    elif mix.name == "Q2_K":
         chosen = "Q4_K" if grouped else "Q3_K"
     elif mix.name == "Q3_K_M":
         chosen = "Q5_K" if layer < 2 else "Q4_K"
@@ -158,6 +205,12 @@ def _value_type(mix: Mix, layer: int, model: Shape) -> str:
 
 def _down_type(mix: Mix, layer: int, model: Shape) -> str:
     is_early = layer < model.num_layers // 8
+    if is_early and mix.name in _TWO_BITS:
+        return "IQ3_S" if mix.name in _LARGER_TWO_BITS else "Q2_K"
+    if mix.name == "IQ3_XXS" and not model.has_importance:
+        return "Q4_K" if is_early else "Q3_K"
+    if is_early and mix.name == "IQ3_M":
+        return "Q4_K"
     if mix.name == "Q2_K":
         return "Q3_K"
     if mix.name == "Q3_K_M":
@@ -174,4 +227,15 @@ def _down_type(mix: Mix, layer: int, model: Shape) -> str:
 
 
 def _attention_output_type(mix: Mix, _layer: int, _model: Shape) -> str:
-    return {"Q2_K": "Q3_K", "Q3_K_M": "Q4_K", "Q3_K_L": "Q5_K"}.get(mix.name, mix.default)
+    if mix.name in _LARGER_TWO_BITS or mix.name == "IQ3_XXS":
+        return "IQ3_S"
+    return {"Q2_K": "Q3_K", "Q3_K_M": "Q4_K", "Q3_K_L": "Q5_K", "IQ3_M": "Q4_K"}.get(mix.name, mix.default)
+
+
+def _query_type(mix: Mix, _layer: int, _model: Shape) -> str:
+    return {"IQ3_XS": "IQ3_XXS", "IQ3_XXS": "IQ2_S"}.get(mix.name, mix.default)
+
+
+def _inner_type(mix: Mix, layer: int, model: Shape) -> str:
+    in_the_middle = model.num_layers // 8 <= layer < 7 * model.num_layers // 8
+    return "IQ3_XXS" if mix.name == "IQ3_XS" and in_the_middle else mix.default

@@ -7,7 +7,7 @@ Knows nothing of mixes or files. Used by export.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from tokenmill.checkpoint import gguf_hybrid, gguf_latent
 from tokenmill.checkpoint.base import Checkpoint
 from tokenmill.checkpoint.gguf import GGUFCheckpoint
 from tokenmill.checkpoint.gguf_export import ExportedTensor, derived_tensors, export_tensors
-from tokenmill.checkpoint.hf_export import to_gguf_layout
+from tokenmill.checkpoint.hf_export import exported_description, to_gguf_layout
 from tokenmill.model.architectures import architecture_of
 from tokenmill.model.reader import WeightReader
 from tokenmill.quantize.ggml.blocks import dequantize
@@ -24,6 +24,17 @@ from tokenmill.quantize.ggml.expert_tensors import ExpertTensors
 
 _VALUES_AT_ONCE = 1 << 22  # 16 MiB of float32: what a large matrix adds to the memory in use
 _NO_POSITIONS = 1  # rotary tables are not needed to read weights
+
+
+class RowQueue:
+    """Rows that are written some at a time, in step with others."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self._rows, self._taken = rows, 0
+
+    def take(self, count: int) -> Tensor:
+        self._taken += count
+        return self._rows[self._taken - count : self._taken].contiguous()
 
 
 class SourceTensors:
@@ -73,6 +84,18 @@ class SourceTensors:
         data = self.checkpoint.tensor(tensor.source).data.contiguous().view(torch.uint8)
         yield from data.split(self._rows_at_once(tensor.shape))
         self.checkpoint.release(tensor.source)
+
+    def packed_rows(self, tensor: ExportedTensor, packed: Mapping[str, Tensor]) -> RowQueue | None:
+        """The bytes of a tensor whose linears are all in `packed`, in GGUF's order of rows; else None."""
+        names = self.sources(tensor) if tensor.source else []
+        prefixes = [name.removesuffix(".weight") for name in names]
+        if not names or tensor.rows or any(prefix not in packed for prefix in prefixes):
+            return None
+        multiplied = gguf_hybrid.without_multipliers(self.description) != self.description
+        if gguf_latent.is_joined(tensor.source) or multiplied:
+            return None  # the file has other numbers than the model computes with
+        described = exported_description(self.checkpoint)
+        return RowQueue(torch.cat([to_gguf_layout(f"{name}.weight", packed[name], described) for name in prefixes]))
 
     def float_rows(self, tensor: ExportedTensor) -> Iterator[tuple[int, Tensor]]:
         """(which of `sources`, float32 [rows, in]), some rows at a time; a vector comes as one row."""

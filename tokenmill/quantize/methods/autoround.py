@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from tokenmill.quantize.base import BlockView, Solver
 from tokenmill.quantize.methods.rtn import SMALLEST_SCALE, check_integer_scheme
 
 OBJECTIVES = ("block", "layer")
+TARGETS = ("float", "block")
 _LEAST_RANGE = 0.5  # ranges shrink to no less than this share
 
 
@@ -30,8 +32,11 @@ class LearnedRounding:
     over the weights, which matters where there are few cores.
     """
 
-    def __init__(self, weight: Tensor, scheme: Scheme, learns_range: bool) -> None:
+    def __init__(self, weight: Tensor, scheme: Scheme, learns_range: bool, full_range: bool = False) -> None:
+        """`full_range`: of a symmetric grid, the extreme weight gets the lowest code, the only one whose negative is
+        missing; scales are then negative where that weight is positive."""
         self.shape, self.scheme, self.learns_range = weight.shape, scheme, learns_range
+        self._full_range = full_range and scheme.symmetric
         self.weight = weight.reshape(weight.shape[0], -1, scheme.group_size or weight.shape[1])
         self.low = self.weight.amin(-1, keepdim=True).clamp(max=0.0)
         self.high = self.weight.amax(-1, keepdim=True).clamp(min=0.0)
@@ -49,7 +54,10 @@ class LearnedRounding:
         """Move against the sign of the gradients, given the loss's gradient by what `dequantize` returned."""
         slopes = slopes.reshape(self.weight.shape)
         by_low, by_high = self._range_gradients(slopes) if self.learns_range else (None, None)
-        self.offset.sub_((slopes * self.inside).sign_(), alpha=rate).clamp_(-0.5, 0.5)
+        towards = slopes * self.inside
+        if self._full_range:
+            towards *= self.scales.sign()
+        self.offset.sub_(towards.sign_(), alpha=rate).clamp_(-0.5, 0.5)
         if by_low is not None and by_high is not None:
             self.low_share.sub_(by_low.sign(), alpha=rate).clamp_(_LEAST_RANGE, 1.0)
             self.high_share.sub_(by_high.sign(), alpha=rate).clamp_(_LEAST_RANGE, 1.0)
@@ -81,6 +89,10 @@ class LearnedRounding:
         """(scales, zeros) [out, groups, 1]: those of round-to-nearest while the shares are 1."""
         levels = 2.0**self.scheme.bits - 1
         low, high = self.low * self.low_share, self.high * self.high_share
+        if self._full_range:
+            half = 2.0 ** (self.scheme.bits - 1)
+            scales = (torch.maximum(-low, high) / half).clamp(SMALLEST_SCALE, 65504.0).half().float()
+            return torch.where(high > -low, -scales, scales), torch.full_like(scales, half)
         span = torch.maximum(-low, high) * 2 if self.scheme.symmetric else high - low
         scales = (span / levels).clamp(SMALLEST_SCALE, 65504.0).half().float()
         if self.scheme.symmetric:
@@ -98,7 +110,9 @@ class LearnedRounding:
         by_scale = (slopes * moved).sum(-1, keepdim=True)
         if self.scheme.symmetric:
             low, high = -self.low * self.low_share, self.high * self.high_share
-            factor = 2.0 / levels
+            factor: float | Tensor = 2.0 / levels
+            if self._full_range:
+                factor = self.scales.sign() / 2.0 ** (self.scheme.bits - 1)
             return by_scale * (low > high) * -self.low * factor, by_scale * (high >= low) * self.high * factor
         by_zero = -(slopes * ~self.inside).sum(-1, keepdim=True) * self.scales
         by_scale = by_scale + by_zero * self.low * self.low_share / self.scales.square()  # zero = -low / scale
@@ -130,12 +144,20 @@ class BlockObjective:
     """Mean squared change of the block's output on a batch of sequences, as a share of what plain rounding does to the
     same sequences: so losses of different batches can be compared."""
 
-    def __init__(self, block: BlockView, plain: Mapping[str, Tensor], sequences: Sequence[Tensor], batch: int) -> None:
+    def __init__(
+        self,
+        block: BlockView,
+        plain: Mapping[str, Tensor],
+        sequences: Sequence[Tensor],
+        batch: int,
+        targets: Sequence[Tensor] | None = None,
+    ) -> None:
+        """`targets`: what the block should put out; None: what its float weights make of the same inputs."""
         self._block, self._sequences = block, sequences
         self._batch = min(batch, len(sequences))
         self._generator = torch.Generator().manual_seed(block.index)
         with torch.no_grad():
-            self._targets = [block.forward(sequence, {}) for sequence in sequences]
+            self._targets = list(targets or (block.forward(sequence, {}) for sequence in sequences))
             self._plain = [
                 float((block.forward(sequence, plain) - target).square().sum().clamp(min=1e-30))
                 for sequence, target in zip(sequences, self._targets, strict=True)
@@ -179,18 +201,33 @@ class AutoRound(Solver):
         pool: int = 64  # calibration sequences that steps draw from, evenly spaced
         tokens: int = 128  # of each sequence, its first; more cost in proportion and gain little
         learn_range: bool = True
+        full_range: bool = True  # of symmetric grids: the extreme weight of a group is stored exactly
+        target: str = "float"  # the float model's own output, so that a block mends what earlier ones lost; or "block"
+
+    def __init__(self, options: Mapping[str, Any] | None = None) -> None:
+        super().__init__(options)
+        self.needs_targets = self.options.objective == "block" and self.options.target == "float"
 
     def check(self, name: str, shape: tuple[int, int], scheme: Scheme) -> None:
         check_integer_scheme(self.name, name, shape, scheme)
         o = self.options
         if o.objective not in OBJECTIVES:
             raise unknown_name("objective of autoround", o.objective, OBJECTIVES)
+        if o.target not in TARGETS:
+            raise unknown_name("target of autoround", o.target, TARGETS)
         if min(o.iterations, o.sequences, o.pool, o.tokens) < 1 or o.rate < 0:
             raise UserError("autoround: an option is below its minimum", "give counts from 1 and a rate from 0")
 
     def memory_bytes(self, shape: tuple[int, int]) -> int:
         """Parameters, their best, codes and gradients of a matrix; those of the whole block are learned at once."""
         return 4 * 10 * shape[0] * shape[1] * (3 if self.options.objective == "block" else 1) + 4 * shape[1] ** 2
+
+    def operations(self, num_weights: int, length: int) -> float:
+        """A pass down and two back for each step's tokens, and some forty passes over the weights themselves, each of
+        which takes the time of about as many products."""
+        o = self.options
+        tokens = o.sequences * min(o.tokens, length) if o.objective == "block" else 0
+        return o.iterations * num_weights * (6.0 * tokens + 1500.0)
 
     def solve(self, block: BlockView, scheme_of: Mapping[str, Scheme]) -> dict[str, QuantizedMatrix]:
         matrices = (self._solve_block if self.options.objective == "block" else self._solve_layers)(block, scheme_of)
@@ -201,7 +238,14 @@ class AutoRound(Solver):
     def _solve_block(self, block: BlockView, scheme_of: Mapping[str, Scheme]) -> dict[str, QuantizedMatrix]:
         roundings = self._roundings(block, list(scheme_of), scheme_of)
         plain = {name: rounding.dequantize() for name, rounding in roundings.items()}
-        objective = BlockObjective(block, plain, self._sequences(block), self.options.sequences)
+        targets = block.targets() if self.needs_targets else None
+        objective = BlockObjective(
+            block,
+            plain,
+            self._sequences(block.inputs()),
+            self.options.sequences,
+            None if targets is None else self._sequences(targets),
+        )
         self._descend(roundings, objective)
         return {name: rounding.finish() for name, rounding in roundings.items()}
 
@@ -223,13 +267,14 @@ class AutoRound(Solver):
     def _roundings(
         self, block: BlockView, names: Sequence[str], scheme_of: Mapping[str, Scheme]
     ) -> dict[str, LearnedRounding]:
-        learns_range = self.options.learn_range
-        return {name: LearnedRounding(block.weight(name), scheme_of[name], learns_range) for name in names}
+        o = self.options
+        return {
+            name: LearnedRounding(block.weight(name), scheme_of[name], o.learn_range, o.full_range) for name in names
+        }
 
     def _descend(self, roundings: Mapping[str, LearnedRounding], gradients: Gradients) -> None:
         descend(roundings, gradients, self.options.iterations, self.options.rate or 1 / self.options.iterations)
 
-    def _sequences(self, block: BlockView) -> list[Tensor]:
-        inputs = block.inputs()
+    def _sequences(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         count = min(self.options.pool, len(inputs))
         return [inputs[index * len(inputs) // count][: self.options.tokens] for index in range(count)]

@@ -84,6 +84,8 @@ class Columns:
         self.scales = weight.new_empty(num_groups, weight.shape[1])
         self.zeros = None if scheme.symmetric else torch.empty_like(self.scales)
         self.group_of: list[int] | None = None  # static: group of each column, grids fixed beforehand
+        pruned = weight == 0.0
+        self.pruned = pruned if bool(pruned.any()) else None  # zeros take no part in the compensation: they stay
 
     def solve(self, begin: int, end: int) -> None:
         """Round columns [begin, end); all updates from the columns before `begin` have been applied to them."""
@@ -129,6 +131,8 @@ class Columns:
         """Fill in the codes of a column and return their values."""
         scale = self.scales[group]
         middle: float | Tensor = 2.0 ** (self.scheme.bits - 1) if self.zeros is None else self.zeros[group]
+        if self.pruned is not None:
+            value = value.masked_fill(self.pruned[column], 0.0)
         code = (value / scale).add_(middle).round_().clamp_(0, 2**self.scheme.bits - 1)
         self.codes[column] = code
         return code.sub_(middle).mul_(scale)
@@ -185,6 +189,7 @@ def _scattered(rows: Tensor, indices: Tensor) -> Tensor:
 class Gptq(Solver):
     name = "gptq"
     needs_calibration = True
+    keeps_zeros = True
 
     @dataclass(frozen=True, slots=True)
     class Options:

@@ -2,13 +2,14 @@
 no channel stands out and rounding errs less. The model computes the same function; nothing is left to do at run time.
 
 R1 needs norms without weights, so these are folded into the linears behind them, and the embedding is untied from the
-head. Matrices are random, not learned. A solver rounds afterwards.
+head. Matrices are random here; spinquant.py learns them. A solver rounds afterwards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from tokenmill.model.formats.quantized import Scheme
 from tokenmill.quantize.base import BlockView, LinearGroup, ModelView, Transform
 
 _ROWS = 4096  # rotated at once in float64
+Turn = Callable[[Tensor], Tensor]  # rows x of float64 -> R x each
 
 
 class Rotation(Transform):
@@ -31,14 +33,23 @@ class Rotation(Transform):
         heads: bool = True  # R2
         seed: int = 0
 
+    def residual_turn(self) -> Turn:
+        """R1."""
+        return partial(signed_hadamard, seed=self.options.seed)
+
+    def head_turn(self, index: int) -> Turn:
+        """R2 of block `index`."""
+        return partial(signed_hadamard, seed=self.options.seed + 1 + index)
+
     def begin(self, model: ModelView) -> None:
         if not self.options.residual:
             return
         refuse_normed_updates(model.description)
+        turn = self.residual_turn()
         head = model.weight("lm_head") * model.weight("model.norm")
         embedding = model.weight("model.embed_tokens")
-        model.replace("lm_head", rotate_inputs(head, self.options.seed))
-        model.replace("model.embed_tokens", rotate_inputs(embedding, self.options.seed))
+        model.replace("lm_head", rotate_inputs(head, turn))
+        model.replace("model.embed_tokens", rotate_inputs(embedding, turn))
         model.replace("model.norm", torch.ones_like(model.weight("model.norm")))
 
     def apply(self, block: BlockView, scheme_of: Mapping[str, Scheme]) -> None:
@@ -47,23 +58,23 @@ class Rotation(Transform):
             if self.options.residual:
                 self._rotate_residual(block, group)
             if self.options.heads and group.source is not None and group.source.endswith("v_proj"):
-                _rotate_heads(block, group, self.options.seed + 1 + block.index)
+                _rotate_heads(block, group, self.head_turn(block.index))
 
     def _rotate_residual(self, block: BlockView, group: LinearGroup) -> None:
         """Linears behind a norm read the residual stream; all others of a block write to it."""
-        seed = self.options.seed
+        turn = self.residual_turn()
         if group.source_is_norm:
             assert group.source is not None
             norm = block.weight(group.source)
             for name in group.names:
-                block.replace(name, rotate_inputs(block.weight(name) * norm, seed))
+                block.replace(name, rotate_inputs(block.weight(name) * norm, turn))
             block.replace(group.source, torch.ones_like(norm))
             return
         for name in group.names:
-            block.replace(name, rotate_outputs(block.weight(name), seed))
+            block.replace(name, rotate_outputs(block.weight(name), turn))
             bias = block.bias(name)
             if bias is not None:
-                block.replace_bias(name, rotate_inputs(bias.unsqueeze(0), seed)[0])
+                block.replace_bias(name, rotate_inputs(bias.unsqueeze(0), turn)[0])
 
 
 def refuse_normed_updates(description: ModelDescription) -> None:
@@ -94,26 +105,26 @@ def refuse_normed_updates(description: ModelDescription) -> None:
         )
 
 
-def rotate_inputs(weight: Tensor, seed: int) -> Tensor:
+def rotate_inputs(weight: Tensor, turn: Turn) -> Tensor:
     """W R^T for a linear [out, in] whose input x becomes R x; also the rows of an embedding."""
-    return torch.cat([signed_hadamard(rows.double(), seed).float() for rows in weight.split(_ROWS)])
+    return torch.cat([turn(rows.double()).float() for rows in weight.split(_ROWS)])
 
 
-def rotate_outputs(weight: Tensor, seed: int) -> Tensor:
+def rotate_outputs(weight: Tensor, turn: Turn) -> Tensor:
     """R W for a linear whose output y becomes R y."""
-    return rotate_inputs(weight.T, seed).T.contiguous()
+    return rotate_inputs(weight.T, turn).T.contiguous()
 
 
-def _rotate_heads(block: BlockView, group: LinearGroup, seed: int) -> None:
+def _rotate_heads(block: BlockView, group: LinearGroup, turn: Turn) -> None:
     """One rotation for every value head, so that query heads that share one stay right."""
     assert group.source is not None
     value, size = block.weight(group.source), block.head_dim
-    turned = rotate_inputs(value.view(-1, size, value.shape[1]).transpose(1, 2).reshape(-1, size), seed)
+    turned = rotate_inputs(value.view(-1, size, value.shape[1]).transpose(1, 2).reshape(-1, size), turn)
     turned = turned.view(-1, value.shape[1], size).transpose(1, 2).reshape(value.shape)
     block.replace(group.source, turned)
     bias = block.bias(group.source)
     if bias is not None:
-        block.replace_bias(group.source, rotate_inputs(bias.view(-1, size), seed).view(-1))
+        block.replace_bias(group.source, rotate_inputs(bias.view(-1, size), turn).view(-1))
     for name in group.names:
         output = block.weight(name)
-        block.replace(name, rotate_inputs(output.reshape(-1, size), seed).view(output.shape))
+        block.replace(name, rotate_inputs(output.reshape(-1, size), turn).view(output.shape))

@@ -110,6 +110,7 @@ def _grouped(weight: Tensor, group_size: int) -> Tensor:
 
 class RoundToNearest(Solver):
     name = "rtn"
+    keeps_zeros = True
 
     @dataclass(frozen=True, slots=True)
     class Options:
