@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ssl
+from collections.abc import Callable
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -29,6 +30,7 @@ from tokenmill.serve.api.ollama import add_ollama_routes
 from tokenmill.serve.api.ollama_embeddings import add_ollama_embedding_routes
 from tokenmill.serve.api.ollama_models import add_ollama_model_routes
 from tokenmill.serve.api.page import add_page_routes
+from tokenmill.serve.api.replica import add_replica_routes
 from tokenmill.serve.api.requests import add_request_routes
 from tokenmill.serve.api.rerank import add_rerank_routes
 from tokenmill.serve.api.responses import add_responses_routes
@@ -73,23 +75,31 @@ def routes_of(service: Service, keys: KeyRing, fleet: Fleet | None = None, front
         add_ollama_model_routes(app, fleet)
     for add_routes in _ROUTES:
         add_routes(app, service)
+    add_replica_routes(app, service, fleet)
     add_request_routes(app, (lambda: fleet.services) if fleet is not None else lambda: [service])
-    _add_batches(app, service, keys, front or app)
+    _add_batches(app, service, keys, front or app, fleet)
     add_absent_routes(app)  # last: a route that exists comes first
     _add_error_handlers(app, service)
     return app
 
 
-def build_app(service: Service, keys: KeyRing, app: ASGIApp | None = None, tracing: Tracing | None = None) -> ASGIApp:
-    """With everything around it. `app`: the routes, unless they are those of `service`."""
+def build_app(
+    service: Service,
+    keys: KeyRing,
+    app: ASGIApp | None = None,
+    tracing: Tracing | None = None,
+    body_limit: Callable[[str], int] | None = None,
+) -> ASGIApp:
+    """With everything around it. `app`: the routes, unless they are those of `service`; `body_limit`: by path, unless
+    it is that of `service`."""
     config = service.config
-    edge: ASGIApp = Edge(app or routes_of(service, keys), keys, service.metrics, config)
+    edge: ASGIApp = Edge(app or routes_of(service, keys), keys, service.metrics, config, body_limit)
     if tracing is not None:
         edge = tracing.around(edge)
     return with_cors(edge, config.cors_origin) if config.cors_origin else edge
 
 
-def _add_batches(app: FastAPI, service: Service, keys: KeyRing, way_in: ASGIApp) -> None:
+def _add_batches(app: FastAPI, service: Service, keys: KeyRing, way_in: ASGIApp, fleet: Fleet | None) -> None:
     if service.files is None:
         add_missing_file_routes(app)
         return
@@ -98,9 +108,9 @@ def _add_batches(app: FastAPI, service: Service, keys: KeyRing, way_in: ASGIApp)
         BatchStore(service.files),
         BackgroundCalls(way_in),
         keys.owned_by,
-        service.has_room,
+        service.has_room if fleet is None else fleet.has_room,
         concurrency=service.config.batch_concurrency or service.admission.num_slots,
-        max_line=service.config.max_body_bytes,
+        max_line=max(service.config.max_body_bytes, 0 if fleet is None else fleet.body_limit("")),
     )
     add_file_routes(app, service, service.files)
     add_batch_routes(app, service, service.batches)
@@ -111,8 +121,12 @@ def make_server(
 ) -> HttpServer:
     service = fleet.default.service
     assert service is not None, "the first model is loaded"
-    app = build_app(service, keys, front, tracing)
-    return HttpServer(app, service.config, tls, lambda reason: service.metrics.add("connections_refused", 1.0, reason))
+    app = build_app(service, keys, front, tracing, fleet.body_limit)
+
+    def count(reason: str) -> None:
+        service.metrics.add("connections_refused", 1.0, reason)
+
+    return HttpServer(app, service.config, tls, count, fleet.body_limit)
 
 
 def _add_error_handlers(app: FastAPI, service: Service) -> None:

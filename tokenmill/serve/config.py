@@ -25,16 +25,18 @@ from tokenmill.config import (
 )
 from tokenmill.errors import UserError
 from tokenmill.serve.keep_alive import parse_keep_alive
+from tokenmill.serve.role_options import PREFILL_KEY, RoleOptions
 
 FILES_PATH = "/v1/files"
 _FORM_BYTES = 1 << 16  # of an upload, beside the file
 CATALOG_PRICE = "catalog"
 KEY_VARIABLE = "TOKENMILL_API_KEY"
+SECRET_OPTIONS = ("api_key", PREFILL_KEY)  # never shown
 SSL_PASSWORD_VARIABLE = "TOKENMILL_SSL_KEYFILE_PASSWORD"
 
 
 @dataclass(frozen=True, slots=True)
-class ServeConfig:
+class ServeConfig(RoleOptions):
     host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 for all interfaces.", metavar="ADDRESS")
     port: int = option(8000, "Port to listen on; 0 picks a free one.", metavar="PORT", low=0, high=65535)
     served_model_name: tuple[str, ...] = option(
@@ -193,6 +195,9 @@ class ServeConfig:
     shutdown_timeout: float = option(
         30.0, "Time that running requests get to finish after SIGTERM.", metavar="SECONDS", low=0
     )
+    read_ahead: bool = option(
+        False, "Read the weights into the page cache while the engine process starts. Needs memory for all of them."
+    )
     spare_engine: bool = option(
         True, "Keep a process with the engine's libraries loaded (about 160 MB), to replace a failed engine quickly."
     )
@@ -342,7 +347,8 @@ def _is_amount(text: str) -> bool:
         return False
 
 
-SERVE_ENGINE_DEFAULTS = {"scheduling": "fair"}
+# `auto` looks drafts up only at batch sizes at which it measures that they pay.
+SERVE_ENGINE_DEFAULTS = {"scheduling": "fair", "speculate": "auto"}
 
 
 def read_config_file(path: str) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 before any route or parser runs.
 
 Every path needs a key when keys are set, unknown paths and documentation included; but for the probes (/livez, /readyz,
-/health, /ping) and the files of the page at /. The log is one JSON line per exchange and never holds prompt text or
-keys. Knows no route's meaning.
+/health, /ping), unless they ask about one model, and the files of the page at /. The log is one JSON line per exchange
+and never holds prompt text or keys. Knows no route's meaning.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import asyncio
 import json
 import time
 import uuid
+from collections.abc import Callable
+from urllib.parse import parse_qs
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
@@ -41,8 +43,17 @@ _SECURITY_HEADERS = ((b"x-content-type-options", b"nosniff"), (b"referrer-policy
 
 
 class Edge:
-    def __init__(self, app: ASGIApp, keys: KeyRing, metrics: Metrics, config: ServeConfig) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: KeyRing,
+        metrics: Metrics,
+        config: ServeConfig,
+        body_limit: Callable[[str], int] | None = None,
+    ) -> None:
+        """`body_limit`: by path, unless it is that of `config`."""
         self._app = app
+        self._body_limit = body_limit or config.body_limit
         self._keys = keys
         self._metrics = metrics
         self._config = config
@@ -72,7 +83,7 @@ class Edge:
             else:
                 if client is not None and CONNECTION_KEY in scope["state"]:
                     scope["state"][CONNECTION_KEY].trust()
-                await self._app(scope, self._bounded(receive, self._config.body_limit(scope["path"])), watched)
+                await self._app(scope, self._bounded(receive, self._body_limit(scope["path"])), watched)
         finally:
             (record.metrics or self._metrics).add("http_responses", 1.0, str(status[0] or 499))
             if self._config.access_log:
@@ -80,14 +91,15 @@ class Edge:
 
     def _refusal(self, scope: Scope, headers: Headers, client: Client | None) -> ApiError | None:
         path = route_path(scope["path"], self._config.root_path)
-        if path not in _OPEN_PATHS:
-            wrong_site = self._site.refusal(scope["method"], headers)
-            if wrong_site is not None:
-                return wrong_site
-            if client is None and not (path in OPEN_PAGES and scope["method"] in ("GET", "HEAD")):
-                return self._wrong_key(scope, headers)
+        is_probe = path in _OPEN_PATHS
+        wrong_site = None if is_probe else self._site.refusal(scope["method"], headers)
+        if wrong_site is not None:
+            return wrong_site
+        is_open = not _names_model(scope) if is_probe else path in OPEN_PAGES and scope["method"] in ("GET", "HEAD")
+        if client is None and not is_open:
+            return self._wrong_key(scope, headers)
         length = headers.get("content-length", "0")
-        limit = self._config.body_limit(scope["path"])
+        limit = self._body_limit(scope["path"])
         if length.isdecimal() and int(length) > limit:
             return ApiError(413, f"the body has {length} bytes, the limit of this server is {limit}")
         return None
@@ -141,6 +153,11 @@ def route_path(path: str, root_path: str) -> str:
     """The path without the prefix under which a proxy publishes the API, whether or not the proxy removed it."""
     prefix = root_path.rstrip("/")
     return path.removeprefix(prefix) if prefix and path.startswith(f"{prefix}/") else path
+
+
+def _names_model(scope: Scope) -> bool:
+    """Whether a probe is about one model: which ones there are is not for strangers."""
+    return "model" in parse_qs(scope.get("query_string", b"").decode("latin-1"), keep_blank_values=True)
 
 
 def with_cors(app: ASGIApp, origins: tuple[str, ...]) -> ASGIApp:

@@ -111,22 +111,27 @@ class Front:
         path, record, fleet = self._path(request.scope), record_of(request), self._fleet
         several, receive = len(fleet.hosts) > 1, request.receive
         looked_at: _Peek | None = None
+        num_bytes = 0
         if several or path in _KEPT_ALIVE or not fleet.default.usable:
             default = fleet.default.service
             assert default is not None
             default.check_client(record.client, queue=not several)  # before a body is read, as everywhere
             body = await _read(request)
-            receive = _replayed(body, request.receive)
+            num_bytes, receive = len(body), _replayed(body, request.receive)
             looked_at = _look(body) if is_json(request) else None
+            del body
         host, name = self._find(path, looked_at, record.client)
+        if num_bytes > host.body_limit(path):
+            raise ApiError(413, f"the body has {num_bytes} bytes, the limit of this model is {host.body_limit(path)}")
         if path in _KEPT_ALIVE and looked_at is not None:
             keep_alive = _keep_alive(looked_at.keep_alive) if record.client.operates else None
             if path in _OLLAMA and looked_at.leaves_out(_OLLAMA[path]):
                 await self._move(request, host, keep_alive, name or host.name, send)
                 return
             host.keep_alive = host.keep_alive if keep_alive is None else keep_alive
+        looked_at = None  # it holds the whole body, which nobody needs once it is read
         async with AsyncExitStack() as stack:
-            entering = stack.enter_async_context(fleet.lease(host, deadline_of(request), record.client))
+            entering = stack.enter_async_context(fleet.lease(host, deadline_of(request), record.client, num_bytes))
             await (entering if host.usable else unless_gone(request, entering))
             assert host.app is not None
             record.metrics = host.metrics

@@ -12,7 +12,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
 from tokenmill.engine.collector import RequestCollector
+from tokenmill.engine.intake import Intake
 from tokenmill.engine.outputs import PositionLogprobs, RequestOutput
+from tokenmill.errors import UserError
 from tokenmill.serve.tenants.prices import Prices
 from tokenmill.timeline import Timeline
 from tokenmill.types import Request, TokenEvent
@@ -69,6 +71,14 @@ class Member:
         self.embedding: list[float] = []
         self.device_seconds = 0.0  # its part of the engine's steps so far, where that is metered
         self.finished = False
+        self.resumed_text = ""  # of the tokens that its only answer began with elsewhere
+        self.num_resumed = 0  # such tokens
+
+    def resume(self, token_ids: Sequence[int]) -> None:
+        """Its answer begins with tokens that the client has already. Raises UserError where that makes no sense."""
+        if self.request.params.logprobs is not None and not self.generation.streaming:
+            raise UserError("log-probabilities of resume_token_ids are not known here", "leave logprobs out, or stream")
+        self.num_resumed, self.resumed_text = len(token_ids), self.collector.replay(list(token_ids))
 
     @property
     def output(self) -> RequestOutput:
@@ -108,6 +118,13 @@ class Generation:
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._closed = False
+
+    def resume(self, intake: Intake, token_ids: Sequence[int]) -> None:
+        """The answer goes on after these tokens, which came from elsewhere."""
+        if len(self.members) > 1:
+            raise UserError("resume_token_ids goes with one prompt", "send the prompts one by one")
+        intake.resume(self.members[0].request, token_ids)
+        self.members[0].resume(token_ids)
 
     def add(self, request: Request, collector: RequestCollector) -> Member:
         member = Member(self, len(self.members), request, collector)

@@ -19,7 +19,7 @@ from tokenmill.serve.config import ServeConfig
 from tokenmill.serve.errors import ApiError
 from tokenmill.serve.generation import Member
 from tokenmill.serve.metrics import Metrics
-from tokenmill.serve.supervision.engine_client import EngineClient
+from tokenmill.serve.supervision.engine import Engine
 from tokenmill.serve.tenants.keys import Client
 from tokenmill.types import AdapterRef
 
@@ -30,7 +30,7 @@ _STATUS = {NOT_FOUND: 404, IN_USE: 409}
 
 
 class Loras:
-    def __init__(self, names: Sequence[str], engine: EngineClient, metrics: Metrics, config: ServeConfig) -> None:
+    def __init__(self, names: Sequence[str], engine: Engine, metrics: Metrics, config: ServeConfig) -> None:
         """`names`: of the base."""
         self._names = tuple(names)
         self._engine = engine

@@ -65,6 +65,7 @@ _SERVER_METRICS = (
     _gauge("predicted_ttft_seconds", "", "Expected time to first token of a request that arrives now.", "Queue", "s"),
     _counter("prefix_cache_requests", "", "Requests by what the prefix cache did for them.", "KV cache", "outcome"),
     _counter("kv_dropped_tokens", "", "Tokens whose KV a budget policy dropped (lossy).", "KV cache", "policy"),
+    _counter("kv_source_requests", "", "Requests by what became of pages that a peer had.", "KV tiers", "outcome"),
     _counter("kv_loaded_tokens", "", "Prompt tokens whose KV was loaded from a tier.", "KV tiers", "tier"),
     _counter("prompt_tokens", "prompt_tokens", "Prompt tokens of requests that started.", "Throughput"),
     _counter("generation_tokens", "generation_tokens", "Tokens generated.", "Throughput"),
@@ -240,6 +241,8 @@ class Metrics:
         report, control = member.output.cache, member.request.params.cache
         if report is not None:
             self.add("prefix_cache_requests", 1.0, report.reason)
+            if report.source:
+                self.add("kv_source_requests", 1.0, report.source)
             if report.num_loaded_tokens:
                 self.add("kv_loaded_tokens", report.num_loaded_tokens, report.tier)
         if control is not None and control.budget:

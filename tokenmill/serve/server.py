@@ -23,11 +23,13 @@ from typing import TYPE_CHECKING, Any
 from tokenmill.config import EngineConfig
 from tokenmill.errors import UserError
 from tokenmill.log import get_logger
-from tokenmill.serve.config import ServeConfig
+from tokenmill.serve.config import SECRET_OPTIONS, ServeConfig
 from tokenmill.serve.fleet.catalog import Catalog
 from tokenmill.serve.overrides import SamplingDefaults, read_sampling_defaults, read_template
+from tokenmill.serve.roles import with_role
 from tokenmill.serve.storage import Storage
-from tokenmill.serve.supervision.engine_client import EngineClient
+from tokenmill.serve.supervision.engine import Engine, Grouping
+from tokenmill.serve.supervision.making import make_engine
 from tokenmill.serve.supervision.signals import StopSignals, end_within, in_daemon_thread
 from tokenmill.serve.supervision.spare import SpareEngine
 from tokenmill.serve.supervision.startup import StartupReport
@@ -59,25 +61,21 @@ if TYPE_CHECKING:
 
 _log = get_logger(__name__)
 _POLL_SECONDS = 0.05
-_CLOSE_SECONDS = 2.0  # for the engine to write its cached pages to the tiers
+CLOSE_SECONDS = 2.0  # for the engine to write its cached pages to the tiers
 _EXIT_SECONDS = 3.0  # from the end of the engine to the end of the process
 _KEYS_SECONDS = 1.0  # between two looks at the keys file
 _SECRET_SECONDS = 2.0  # for the disk that has the secret of the cache salts
-_SECRET = ("api_key",)
 _MIN_QUEUED = 64  # texts of one key that may wait for a text worker, whatever the limit on requests
 
 
 Announce = Callable[[dict[str, Any]], None]
 
 
-def run_server(catalog: Catalog, announce: Announce | None = None) -> None:
-    """Serve until told to stop. `announce` gets the address and what is served, once it is."""
+def run_server(catalog: Catalog, announce: Announce | None = None, grouping: Grouping | None = None) -> None:
+    """Serve until told to stop. `announce` gets the address and what is served, once it is. `grouping` makes one engine
+    of several processes, for models that ask for it."""
     config = catalog.config
-    keys = load_keys(config.all_keys(), config.api_keys_file)
-    if keys.open and not is_local(config):
-        _log.warning("listening on %s without API keys: anyone who can reach it can use it", config.host)
-    if keys.with_budget() is not None and not config.bills:
-        raise UserError(f"key '{keys.with_budget()}' has a budget, but nothing has a price", "give --price")
+    keys = read_keys(config)
     tls = tls_context(config)
     config = replace(config, max_connections=raise_file_limit(config.max_connections))
     with contextlib.suppress(ImportError):
@@ -85,7 +83,16 @@ def run_server(catalog: Catalog, announce: Announce | None = None) -> None:
 
         asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
     with listening(config) as listener:
-        asyncio.run(_serve(catalog, config, keys, listener, tls, announce))
+        asyncio.run(_serve(catalog, config, keys, listener, tls, announce, grouping))
+
+
+def read_keys(config: ServeConfig) -> KeyRing:
+    keys = load_keys(config.all_keys(), config.api_keys_file)
+    if keys.open and not is_local(config):
+        _log.warning("listening on %s without API keys: anyone who can reach it can use it", config.host)
+    if keys.with_budget() is not None and not config.bills:
+        raise UserError(f"key '{keys.with_budget()}' has a budget, but nothing has a price", "give --price")
+    return keys
 
 
 async def _serve(
@@ -95,6 +102,7 @@ async def _serve(
     listener: socket.socket,
     tls: ssl.SSLContext | None,
     announce: Announce | None,
+    grouping: Grouping | None,
 ) -> None:
     from tokenmill.serve.fleet.making import make_fleet, plan_models
 
@@ -102,7 +110,7 @@ async def _serve(
     signals = StopSignals(config.shutdown_timeout)
     fleet: Fleet | None = None
     storage = Storage()
-    opener = _Opener(config, keys, report, storage)
+    opener = ModelOpener(config, keys, report, storage, grouping)
     key_watch = KeyWatch(keys, config.all_keys(), config.api_keys_file)
     reload = _reload_at_signal(config, tls)
     try:
@@ -128,7 +136,7 @@ async def _serve(
         report.ready(address, _shown(config, keys, fleet))
         if announce is not None:
             announce({"url": address, "model": service.names[0], "engine": service.identity.options})
-        beside = [asyncio.create_task(_reload_keys(key_watch, fleet, config, reload)), *storage.start(service)]
+        beside = [asyncio.create_task(reload_keys(key_watch, fleet, config, reload)), *storage.start(service)]
         await signals.unless_told(asyncio.shield(serving))
         for task in beside:
             task.cancel()
@@ -136,17 +144,24 @@ async def _serve(
     finally:
         report.stop()
         if fleet is not None:
-            await fleet.close(0.0 if signals.hurry.is_set() else _CLOSE_SECONDS)
+            await fleet.close(0.0 if signals.hurry.is_set() else CLOSE_SECONDS)
         await opener.close()
         await storage.close(fleet.default.service if fleet is not None else None)
         if signals.told.is_set():
             end_within(_EXIT_SECONDS)
 
 
-class _Opener:
+class ModelOpener:
     """Makes what the models of this server need: their engines, text workers, services and applications."""
 
-    def __init__(self, config: ServeConfig, keys: KeyRing, report: StartupReport, storage: Storage) -> None:
+    def __init__(
+        self,
+        config: ServeConfig,
+        keys: KeyRing,
+        report: StartupReport,
+        storage: Storage,
+        grouping: Grouping | None = None,
+    ) -> None:
         self.fleet: Fleet | None = None
         self.tracing: Tracing | None = None
         self.front: Any = None
@@ -154,6 +169,7 @@ class _Opener:
         self._keys = keys
         self._report = report
         self._storage = storage
+        self._grouping = grouping
         self._spare = SpareEngine()
         self._workers: dict[str, WorkerPool] = {}
         self._templates: dict[str, str] = {}
@@ -166,8 +182,9 @@ class _Opener:
         is_first = fleet.default is host
         config = self._config if is_first else spec.config
         options = with_adapters(config, spec.engine.fill("its part of the memory plan", memory=host.need.kv or None))
+        options = with_role(config, options, len(fleet.hosts))
         self._templates[host.name], defaults = read_overrides(path, config)
-        engine = make_engine(path, config, options, self._report, self._spare)
+        engine = make_engine(path, config, options, self._report, self._spare, self._grouping)
         try:
             workers = self._start_workers(host)
             secret = await _cache_secret(config, options, self._keys)
@@ -234,20 +251,6 @@ def with_adapters(config: ServeConfig, engine_config: EngineConfig) -> EngineCon
     return replace(engine_config, enable_lora=True) if config.lora_dir else engine_config
 
 
-def make_engine(
-    path: Path,
-    config: ServeConfig,
-    engine_config: EngineConfig,
-    report: StartupReport,
-    spare: SpareEngine | None = None,
-) -> EngineClient:
-    """`spare`: shared with other models."""
-    steps = str(Path(config.traffic_log).expanduser()) if config.traffic_log else ""
-    return EngineClient(
-        path, engine_config, config.stall_timeout, report.phase, config.spare_engine, steps, bool(config.price), spare
-    )
-
-
 def _shown(config: ServeConfig, keys: KeyRing, fleet: Fleet) -> dict[str, dict[str, Any]]:
     """What the start prints."""
     service = fleet.default.service
@@ -261,7 +264,7 @@ def _shown(config: ServeConfig, keys: KeyRing, fleet: Fleet) -> dict[str, dict[s
 
 
 def _shown_settings(config: ServeConfig, keys: KeyRing, service: Service) -> dict[str, Any]:
-    settings = {name: value for name, value in asdict(config).items() if name not in _SECRET}
+    settings = {name: value for name, value in asdict(config).items() if name not in SECRET_OPTIONS}
     settings["keys"] = len(keys)
     prices = service.accounts.prices
     if prices is not None and prices.by_device:
@@ -288,7 +291,7 @@ def make_text_workers(path: Path, load_format: str, config: ServeConfig, templat
 
 
 async def start_engine(
-    path: Path, load_format: str, engine: EngineClient, template_source: str
+    path: Path, load_format: str, engine: Engine, template_source: str
 ) -> tuple[type[Service], Ready, Tokenizer, ChatTemplate | None]:
     """The engine process starts while this one imports the web framework and builds the tokenizer."""
     starting = asyncio.ensure_future(engine.start())
@@ -308,11 +311,12 @@ async def start_engine(
     return service_class, identity, tokenizer, template
 
 
-async def _reload_keys(watch: KeyWatch, fleet: Fleet, config: ServeConfig, told: asyncio.Event) -> None:
+async def reload_keys(watch: KeyWatch, fleet: Fleet, config: ServeConfig, told: asyncio.Event) -> None:
     """Take in a changed keys file, at SIGHUP or within a second. Requests of keys that are gone end."""
     while True:
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(told.wait(), _KEYS_SECONDS)
+            async with asyncio.timeout(_KEYS_SECONDS):  # wait_for of Python 3.11 may lose a cancellation
+                await told.wait()
         if not told.is_set() and not await asyncio.to_thread(watch.changed):
             continue
         told.clear()

@@ -17,7 +17,7 @@ from typing import Any
 from tokenmill.checkpoint.chat_template import ChatTemplate
 from tokenmill.checkpoint.tokenizer import Tokenizer
 from tokenmill.engine.collector import RequestCollector
-from tokenmill.engine.intake import Intake
+from tokenmill.engine.intake import Intake, cut_prompt
 from tokenmill.engine.messages import Ready
 from tokenmill.engine.stats import EngineStats
 from tokenmill.errors import UserError
@@ -31,8 +31,9 @@ from tokenmill.serve.loras import Loras
 from tokenmill.serve.metrics import Metrics
 from tokenmill.serve.overrides import SamplingDefaults
 from tokenmill.serve.recent import RecentRequests
+from tokenmill.serve.roles import Roles
 from tokenmill.serve.styles import choose_styles
-from tokenmill.serve.supervision.engine_client import EngineClient
+from tokenmill.serve.supervision.engine import Engine
 from tokenmill.serve.tenants.accounts import Accounts
 from tokenmill.serve.tenants.cache_salt import CacheSalts
 from tokenmill.serve.tenants.keys import LANES, MIN_PRIORITY, Client
@@ -57,7 +58,7 @@ class Service:
         self,
         config: ServeConfig,
         names: Sequence[str],
-        engine: EngineClient,
+        engine: Engine,
         identity: Ready,
         tokenizer: Tokenizer,
         template: ChatTemplate | None,
@@ -82,6 +83,7 @@ class Service:
         self.metrics = metrics or Metrics(self.names[0])
         self.metrics.max_loras = identity.options.get("max_loras") or 0
         self.loras = Loras(self.names, engine, self.metrics, config)
+        self.roles = Roles(config, identity.options, engine)
         shared: Accounts | None = None if beside is None else beside.accounts
         labels, now = config.max_metric_keys, time.monotonic()
         self.accounts: Accounts = Accounts(self.names[0], prices, self.metrics.add, labels, now, shared)
@@ -101,7 +103,7 @@ class Service:
         )
         self.tool_style, self.reasoning_style = choose_styles(config, template, tokenizer)
         self.turns = Turns()
-        self._salts = CacheSalts(cache_secret or secrets.token_bytes(32))
+        self.salt_of = CacheSalts(cache_secret or secrets.token_bytes(32)).salt
         self._tickets: dict[Generation, Ticket] = {}
         self._timers: dict[Generation, asyncio.TimerHandle] = {}  # to the deadlines of those without a token
         self.traffic_log: TrafficLog | None = None
@@ -138,14 +140,20 @@ class Service:
                 self.metrics.add("admission_rejections", 1.0, error.code or "other")
             raise
 
-    def has_room(self, client: Client) -> bool:
-        """Whether a row of a batch may start: the engine computes, a slot is idle, the key has something left of its
-        budget, and keeps a place for live requests where its limits leave it more than one."""
+    def has_room(self, client: Client, _model: str | None = None) -> bool:
+        """Whether a row of a batch may start."""
+        return self.may_add_row(client) and self.takes_row
+
+    def may_add_row(self, client: Client) -> bool:
+        """Whether the key has money left, and keeps a place for live requests where its limits leave more than one."""
         limits = ((client.num_active, client.max_parallel), (client.num_sequences, client.max_sequences))
         own = all(number < max(1, limit - 1) for number, limit in limits if limit)
-        paid = self.accounts.within_budget(client, time.time())
-        takes = self.engine.state in ("ready", "asleep", "stopped")  # these are loaded for it
-        return own and paid and takes and self.admission.has_idle_slot
+        return own and self.accounts.within_budget(client, time.time())
+
+    @property
+    def takes_row(self) -> bool:
+        """Whether a row would start at once, or the model be loaded for it."""
+        return self.engine.state in ("ready", "asleep", "stopped") and self.admission.has_idle_slot
 
     def charge(self, client: Client, num_tokens: int = 0, num_requests: int = 1) -> None:
         """On the quota of a key: what never enters the engine, be it answered or refused."""
@@ -239,7 +247,7 @@ class Service:
             if max_prompt_tokens is None:
                 await self._check_fit(prompts, "messages" if chat else "prompt")
             encoded = await self.encode(prompts, client=caller.client, chat=chat, special=special)
-            kept = encoded if max_prompt_tokens is None else [self._cut(ids, max_prompt_tokens) for ids in encoded]
+            kept = [cut_prompt(ids, max_prompt_tokens, self.tokenizer.bos_id) for ids in encoded]
             shown = [  # a text that was cut is no longer the prompt; of a chat only its end is looked at
                 prompt if chat or len(ids) == len(whole) else ids
                 for prompt, whole, ids in zip(prompts, encoded, kept, strict=True)
@@ -300,7 +308,7 @@ class Service:
         ticket = self._tickets.get(member.generation)
         if member.first_token is not None and ticket is not None:
             output = member.output
-            num_output = sum(len(each.token_ids) for each in output.outputs)
+            num_output = sum(len(each.token_ids) for each in output.outputs) - member.num_resumed
             num_prompt, num_cached = len(output.prompt_token_ids), output.num_cached_tokens
             model = member.request.adapter.name if member.request.adapter is not None else self.names[0]
             self.accounts.add_request(ticket.client, num_prompt, num_cached, num_output, time.time(), model)
@@ -331,14 +339,6 @@ class Service:
                 problem = f"the prompt has at least {num_tokens} tokens, the context holds {self.context}: shorten "
                 raise context_exceeded(f"{problem}it or serve with a larger --context.", self.context, param)
 
-    def _cut(self, ids: list[int], max_tokens: int) -> list[int]:
-        """The end of a prompt; its first token stays if it is the one that starts every sequence."""
-        if len(ids) <= max_tokens:
-            return ids
-        if max_tokens > 1 and ids[0] == self.tokenizer.bos_id:
-            return [ids[0], *ids[1 - max_tokens :]]
-        return ids[-max_tokens:]
-
     def _prepare(
         self,
         prompts: Sequence[str | Sequence[int]],
@@ -357,12 +357,15 @@ class Service:
                 vectors.put_into(request, number)
             request.tenant, request.weight = client.name, client.weight
             request.max_pinned_share = client.pinned_share
-            request.cache_salt = self._salts.salt(client, caller.cache_salt)
+            request.cache_salt = self.salt_of(client, caller.cache_salt)
             request.adapter = caller.adapter
+            self.roles.put_into(request, caller.moves, len(prompts))
             if caller.deadline is not None and len(prompts) == 1:  # of several, the first token of any is in time
                 request.deadline = time.monotonic() + caller.deadline
             text = prompt if isinstance(prompt, str) else None
             generation.add(request, RequestCollector(request, text, self.tokenizer))
+        if caller.resumes:
+            generation.resume(self._intake, caller.resumes)
         return generation
 
     def _admit(self, generation: Generation, caller: Caller) -> Ticket:
@@ -384,6 +387,7 @@ class Service:
     def _close(self, generation: Generation) -> None:
         """Nothing of a closed generation stays reachable from here: neither through the engine nor through timers."""
         self._stop_timer(generation)
+        self.roles.forget(generation)
         self.engine.withdraw(generation)
         if generation.code == "deadline":
             self.metrics.add("admission_rejections", 1.0, "deadline")

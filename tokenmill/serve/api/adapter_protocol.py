@@ -49,6 +49,13 @@ class OllamaBody(Body):
     options: OllamaOptions | None = None
     think: bool | str | None = None
     keep_alive: str | float | None = None  # front.py reads it
+    logprobs: bool | None = None
+    top_logprobs: Int | None = Field(default=None, ge=0)
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives to each token; None: not even its own log-probability is wanted."""
+        return (self.top_logprobs or 0) if self.logprobs else None
 
 
 class OllamaModelBody(Body):

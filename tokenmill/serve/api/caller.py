@@ -36,8 +36,18 @@ def caller_of(request: Request, service: Service, body: Body) -> Caller:
         if record.background:
             priority = MAX_PRIORITY
         salt = body.cache_salt or ""
+        moves = service.roles.read(record.client, body.kv_source, body.kv_publish)
         return Caller(
-            record.client, priority, lane or body.lane, deadline, salt, adapter, record.request_id, record.began
+            record.client,
+            priority,
+            lane or body.lane,
+            deadline,
+            salt,
+            adapter,
+            record.request_id,
+            record.began,
+            resumes=tuple(body.resume_token_ids or ()),
+            moves=moves,
         )
     cache_salt = body.cache_salt if isinstance(body, AnthropicBody) else None
     priority = MAX_PRIORITY if record.background else 0

@@ -8,11 +8,12 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from fastapi import APIRouter, FastAPI, Request
 from starlette.responses import Response
 
+from tokenmill.checkpoint.chat_template import ChatTemplate
 from tokenmill.engine.outputs import CompletionOutput
 from tokenmill.serve.api.caller import caller_of
 from tokenmill.serve.api.exchange import Record, event, record_of, respond, unless_gone
@@ -21,7 +22,15 @@ from tokenmill.serve.api.protocol import ChatBody
 from tokenmill.serve.api.reading import body_schema, read_body
 from tokenmill.serve.api.requests import check_diagnosis, diagnosis_of
 from tokenmill.serve.api.sampling import build_params, resolve_max_tokens, resolve_truncation
-from tokenmill.serve.api.tool_messages import AnswerReader, count_reasoning, delta_of, message_of, reader_of, tools_of
+from tokenmill.serve.api.tool_messages import (
+    AnswerReader,
+    HasToolStyle,
+    count_reasoning,
+    delta_of,
+    message_of,
+    reader_of,
+    tools_of,
+)
 from tokenmill.serve.api.usage import StreamUsage, usage_of
 from tokenmill.serve.callers import Caller
 from tokenmill.serve.errors import ApiError
@@ -29,6 +38,7 @@ from tokenmill.serve.generation import Delta, Generation
 from tokenmill.serve.reasoning.base import Reasoning
 from tokenmill.serve.reasoning.use import switch_variables
 from tokenmill.serve.service import Service
+from tokenmill.serve.tenants.keys import Client
 from tokenmill.serve.tools.base import fold
 from tokenmill.serve.tools.use import ToolUse
 from tokenmill.types import SamplingParams
@@ -96,7 +106,23 @@ async def open_chat(
     return await service.open([prompt], params, caller, streaming=streaming, chat=True, max_prompt_tokens=kept)
 
 
-async def chat_prompt(service: Service, body: ChatBody, caller: Caller, tools: ToolUse | None) -> str:
+class ChatTexts(HasToolStyle, Protocol):
+    """What makes a prompt of a conversation: a service, or the router, which must make the same."""
+
+    template: ChatTemplate | None
+
+    async def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        extra: Mapping[str, Any] | None = None,
+        *,
+        client: Client,
+    ) -> str: ...
+
+
+async def chat_prompt(service: ChatTexts, body: ChatBody, caller: Caller, tools: ToolUse | None) -> str:
     """The text that the model continues."""
     try:
         plain = [message.plain() for message in body.messages]
@@ -136,7 +162,7 @@ def continued(prompt: str, text: str) -> str:
     return prompt[: start + len(whole if prompt.startswith(whole, start) else text.strip())]
 
 
-def _variables(service: Service, body: ChatBody) -> dict[str, Any]:
+def _variables(service: ChatTexts, body: ChatBody) -> dict[str, Any]:
     """Template variables of the body; fields of their own for reasoning, as several APIs have them."""
     source = service.template.source if service.template is not None else ""
     variables: dict[str, Any] = {}
@@ -213,7 +239,8 @@ class _Stream:
         """Of one delta; the first of a choice opens it."""
         found = []
         if delta.index not in self._readers:
-            found.append(self._open(delta.index))
+            opening = self._open(delta.index)
+            found += [] if self._generation.members[0].num_resumed else [opening]
         self._tail.count(delta)
         if delta.text or delta.logprobs or delta.finish_reason or self._body.return_token_ids:
             found += self._news(delta)
@@ -222,6 +249,7 @@ class _Stream:
     def _open(self, index: int) -> bytes:
         reader = reader_of(self._service, self._generation, self._tools, not self._body.continue_final_message)
         self._readers[index] = None if reader.plain else reader
+        reader.read(self._generation.members[0].resumed_text, final=False)  # the client has what it says
         prompt: dict[str, Any] = {}
         if self._body.return_token_ids:
             prompt["prompt_token_ids"] = self._generation.outputs[0].prompt_token_ids
@@ -236,13 +264,14 @@ class _Stream:
         said, reason = self._read(delta)
         if not said and (logprobs or reason or token_ids):
             said = [{"content": ""} if logprobs else {}]
-        # What belongs to tokens goes with the first piece, the reason with the last.
+        # Log-probabilities go with the first piece, the reason with the last; so do the ids, which tell a router that
+        # it has all that these tokens say.
         found, last = [], len(said) - 1
         for part, content in enumerate(said):
             choice: dict[str, Any] = {"finish_reason": reason if part == last else None}
             choice["logprobs"] = logprobs if part == 0 else None
             if body.return_token_ids:
-                choice["token_ids"] = token_ids if part == 0 else []
+                choice["token_ids"] = token_ids if part == last else []
             found.append(self._chunk(delta.index, content, choice))
         return found
 

@@ -14,9 +14,10 @@ from fastapi import APIRouter, FastAPI, Request
 from starlette.responses import Response
 
 from tokenmill.engine.outputs import CompletionOutput, PositionLogprobs, RequestOutput
+from tokenmill.serve.api.beams import beam_answer
 from tokenmill.serve.api.caller import caller_of
 from tokenmill.serve.api.chat import finish_reason
-from tokenmill.serve.api.exchange import event, record_of, respond, unless_gone
+from tokenmill.serve.api.exchange import event, json_response, record_of, respond, unless_gone
 from tokenmill.serve.api.logprobs import CompletionLogprobs, LogprobBudget, prompt_scores
 from tokenmill.serve.api.protocol import CompletionBody
 from tokenmill.serve.api.reading import body_schema, check_prompts, read_body
@@ -46,6 +47,9 @@ def add_completion_routes(app: FastAPI, service: Service) -> None:
         }
         check_diagnosis(service, body)
         prompts = _checked_prompts(service, body)
+        if body.use_beam_search:
+            searching = beam_answer(service, body, prompts, caller, record, _DEFAULT_MAX_TOKENS)
+            return json_response(head | await unless_gone(request, searching))
         budget = LogprobBudget(service.config.max_logprob_entries)
 
         def params(length: int) -> SamplingParams:
@@ -147,7 +151,12 @@ class _Shapes:
         key = (delta.number, delta.index)
         first = key not in self._logprobs
         if first:
-            self._logprobs[key] = CompletionLogprobs(self._tokenizer, self._num_logprobs or 0)
+            shown = self._logprobs[key] = CompletionLogprobs(self._tokenizer, self._num_logprobs or 0)
+            member = self._generation.members[delta.number]
+            if member.num_resumed and self._generation.streaming:
+                skipped = member.request.output_ids[: member.num_resumed]
+                shown.skip(skipped if not self._echo else output.prompt_token_ids + skipped)
+                first = False
         text, token_ids, positions = delta.text, delta.token_ids, list[PositionLogprobs | None](delta.logprobs)
         if self._mute:
             text, token_ids, positions = "", [], []

@@ -93,6 +93,10 @@ class CompletionLogprobs:
         self._num_top = num_top
         self._offset = offset
 
+    def skip(self, token_ids: Sequence[int]) -> None:
+        """Tokens of the answer that the client has already."""
+        self._offset += sum(len(self._text(token_id)) for token_id in token_ids)
+
     async def take(self, token_ids: Sequence[int], positions: Sequence[PositionLogprobs | None]) -> dict[str, Any]:
         """The lists, already as JSON if they are long; the event loop then gets turns in between. `None` stands for a
         first prompt token, which nothing predicts."""

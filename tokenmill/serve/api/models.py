@@ -114,9 +114,12 @@ def _add_probes(app: FastAPI, fleet: Fleet) -> None:
         """With `model` of that one; else 200 while any model answers, asleep or not, since the others may recover."""
         if fleet.draining or any(service.admission.draining for service in fleet.services):
             raise ApiError(503, "the server is shutting down", code="draining")
-        if model is not None and model not in fleet.routes:
-            raise ApiError(404, "this model is not served here", param="model", code="model_not_found")
-        hosts = list(fleet.hosts.values()) if model is None else [fleet.hosts[fleet.routes.own(model)]]
+        hosts = list(fleet.hosts.values())
+        if model is not None:  # the edge has asked for a key
+            own = dict(fleet.routes.names(record_of(request).client)).get(model)
+            if own is None:
+                raise ApiError(404, "this model is not served here", param="model", code="model_not_found")
+            hosts = [fleet.hosts[own]]
         found = {host.name: await fleet.ready(host) for host in hosts}
         if not any(is_ready for is_ready, _ in found.values()):
             shown = [host.name for host in hosts if _sees(record_of(request), host)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
@@ -19,6 +20,7 @@ from tokenmill.serve.api.adapter_protocol import OllamaBody, OllamaChatBody, Oll
 from tokenmill.serve.api.caller import caller_of
 from tokenmill.serve.api.chat import finish_reason, open_chat
 from tokenmill.serve.api.exchange import NDJSON, Record, json_response, record_of, respond, to_json, unless_gone
+from tokenmill.serve.api.logprobs import chat_logprobs, long_chat_logprobs
 from tokenmill.serve.api.protocol import ChatBody, GenerationBody, Message
 from tokenmill.serve.api.reading import body_schema, read_body, validate
 from tokenmill.serve.api.sampling import build_params, resolve_max_tokens
@@ -26,7 +28,7 @@ from tokenmill.serve.api.tool_messages import AnswerReader, reader_of, tools_of
 from tokenmill.serve.api.usage import cost_of, lossy_policy, usage_of
 from tokenmill.serve.callers import Caller
 from tokenmill.serve.errors import ApiError
-from tokenmill.serve.generation import Generation, Member
+from tokenmill.serve.generation import Delta, Generation, Member
 from tokenmill.serve.reasoning.base import Reasoning
 from tokenmill.serve.reasoning.use import switch_variables
 from tokenmill.serve.service import Service
@@ -65,7 +67,8 @@ def add_ollama_routes(app: FastAPI, service: Service) -> None:
         def reader() -> AnswerReader:
             return reader_of(service, generation, tools)
 
-        return await _respond(request, generation, model, reader, lambda *said: {"message": _message(*said)})
+        shape = _Shape(service, model, reader, lambda *said: {"message": _message(*said)}, body.num_logprobs)
+        return await _respond(request, generation, shape)
 
     @router.post("/generate", openapi_extra=body_schema(OllamaGenerateBody))
     async def generate(request: Request) -> Response:
@@ -81,7 +84,7 @@ def add_ollama_routes(app: FastAPI, service: Service) -> None:
         def say(text: str, _calls: Sequence[ToolCall], thinking: str) -> dict[str, Any]:
             return {"response": text, **({"thinking": thinking} if thinking else {})}
 
-        return await _respond(request, generation, model, reader, say)
+        return await _respond(request, generation, _Shape(service, model, reader, say, body.num_logprobs))
 
     @router.get("/tags")
     async def tags(request: Request) -> Response:
@@ -107,13 +110,14 @@ def _open_generate(service: Service, body: OllamaGenerateBody, caller: Caller) -
             raise ApiError(400, f"{name} is not supported: leave it out, or use /api/chat", param=name)
     fields, streaming = _chat_fields(service, body), body.stream is not False
     if body.raw or service.template is None:
-        fields.pop("chat_template_kwargs", None)
+        for name in ("chat_template_kwargs", "logprobs", "top_logprobs"):
+            fields.pop(name, None)
         plain = validate(GenerationBody, fields)
 
         def params(length: int) -> SamplingParams:
             defaults = service.sampling_defaults
             limit = resolve_max_tokens(plain, length, service.context, defaults.max_tokens)
-            return build_params(plain, service.config, limit, defaults.values)
+            return build_params(plain, service.config, limit, defaults.values, logprobs=body.num_logprobs)
 
         return service.open([body.prompt], params, caller, streaming=streaming)
     system = [Message(role="system", content=body.system)] if body.system else []
@@ -153,6 +157,10 @@ def _chat_fields(service: Service, body: OllamaBody) -> dict[str, Any]:
         values = {name: value for name, value in values.items() if not name.endswith("_penalty")}
     if body.think is not None:
         values["chat_template_kwargs"] = _thinking_variables(service, body.think)
+    if body.top_logprobs and not body.logprobs:
+        raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
+    if body.logprobs:
+        values |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
     if body.format == "json":
         values["response_format"] = {"type": "json_object"}
     elif body.format:
@@ -188,9 +196,29 @@ def _thinking_variables(service: Service, think: bool | str) -> Mapping[str, Any
     return variables or {"enable_thinking": False}
 
 
-async def _respond(
-    request: Request, generation: Generation, model: str, make_reader: Callable[[], AnswerReader], say: _Say
-) -> Response:
+@dataclass(frozen=True)
+class _Shape:
+    """How an answer is said."""
+
+    service: Service
+    model: str
+    make_reader: Callable[[], AnswerReader]
+    say: _Say
+    num_logprobs: int | None
+
+    def said(self, text: str, calls: Sequence[ToolCall] = (), thinking: str = "") -> dict[str, Any]:
+        return _head(self.model) | self.say(text, calls, thinking)
+
+    def scores(self, deltas: Sequence[Delta]) -> dict[str, Any]:
+        """Log-probabilities of the tokens, where they are wanted."""
+        if self.num_logprobs is None:
+            return {}
+        tokenizer, top = self.service.tokenizer, self.num_logprobs
+        each = [chat_logprobs(tokenizer, delta.token_ids, delta.logprobs, top)["content"] for delta in deltas]
+        return {"logprobs": [entry for entries in each for entry in entries]}
+
+
+async def _respond(request: Request, generation: Generation, shape: _Shape) -> Response:
     record, began = record_of(request), time.monotonic()
 
     def end() -> dict[str, Any]:
@@ -208,16 +236,22 @@ async def _respond(
         }
 
     async def complete() -> dict[str, Any]:
-        answer = fold(make_reader().read(generation.outputs[0].outputs[0].text, final=True))
-        return _head(model) | say(answer.content, answer.calls, answer.reasoning) | end()
+        completion = generation.outputs[0].outputs[0]
+        answer = fold(shape.make_reader().read(completion.text, final=True))
+        whole = shape.said(answer.content, answer.calls, answer.reasoning) | end()
+        if shape.num_logprobs is None or completion.logprobs is None:
+            return whole
+        tokenizer, top = shape.service.tokenizer, shape.num_logprobs
+        scores = await long_chat_logprobs(tokenizer, completion.token_ids, completion.logprobs, top)
+        return whole | {"logprobs": scores["content"]}
 
     return await respond(
         request,
         generation,
         complete=complete,
-        chunks=lambda: _lines(generation, model, make_reader(), say, end, record),
+        chunks=lambda: _lines(generation, shape, end, record),
         media_type=NDJSON,
-        ping=lambda: to_json(_head(model) | say("", (), "") | {"done": False}) + b"\n",
+        ping=lambda: to_json(shape.said("") | {"done": False}) + b"\n",
     )
 
 
@@ -239,14 +273,10 @@ def _head(model: str) -> dict[str, Any]:
 
 
 async def _lines(
-    generation: Generation,
-    model: str,
-    reader: AnswerReader,
-    say: _Say,
-    end: Callable[[], dict[str, Any]],
-    record: Record,
+    generation: Generation, shape: _Shape, end: Callable[[], dict[str, Any]], record: Record
 ) -> AsyncIterator[bytes]:
     calls: list[ToolEvent] = []  # this API has no partial calls: they are sent together, once complete
+    reader = shape.make_reader()
     try:
         async for batch in generation.deltas():
             text = "".join(delta.text for delta in batch)
@@ -255,11 +285,11 @@ async def _lines(
             content = "".join(each.text for each in events if isinstance(each, Content))
             thinking = "".join(each.text for each in events if isinstance(each, Reasoning))
             calls += [each for each in events if not isinstance(each, (Content, Reasoning))]
-            complete = fold(calls).calls if final else []
-            if content or complete or thinking:
-                yield to_json(_head(model) | say(content, complete, thinking) | {"done": False}) + b"\n"
+            complete, scores = fold(calls).calls if final else [], shape.scores(batch)
+            if content or complete or thinking or scores.get("logprobs"):
+                yield to_json(shape.said(content, complete, thinking) | scores | {"done": False}) + b"\n"
     except ApiError as error:
         record.error = error.message
         yield to_json({"error": error.message}) + b"\n"
     else:
-        yield to_json(_head(model) | say("", (), "") | end()) + b"\n"
+        yield to_json(shape.said("") | end()) + b"\n"

@@ -18,7 +18,7 @@ from fastapi import APIRouter, FastAPI, Request
 from starlette.responses import Response
 
 from tokenmill.checkpoint.sources import aliases, resolve
-from tokenmill.checkpoint.sources.caches import bytes_here, remove
+from tokenmill.checkpoint.sources.caches import bytes_here, folder_of, remove
 from tokenmill.checkpoint.sources.hub_files import parse_request
 from tokenmill.errors import UserError
 from tokenmill.serve.api.adapter_protocol import OllamaModelBody
@@ -79,7 +79,7 @@ def add_ollama_model_routes(app: FastAPI, fleet: Fleet) -> None:
         """Delete a model from the cache of the server; one that is served now stays."""
         check_operator(request)
         name = _name(await _body(request, fleet)).removesuffix(":latest")
-        if any(name in (host.spec.source, *host.spec.names) for host in fleet.hosts.values()):
+        if await asyncio.to_thread(_is_served, fleet, name):
             raise ApiError(400, f"model '{name}' is served here: stop the server first", param="model")
         try:
             freed = await asyncio.to_thread(remove, name)
@@ -88,6 +88,15 @@ def add_ollama_model_routes(app: FastAPI, fleet: Fleet) -> None:
         return json_response({"status": "success", "freed_bytes": freed})
 
     app.include_router(router)
+
+
+def _is_served(fleet: Fleet, name: str) -> bool:
+    """By any of its names: an alias and the id of its repository may have the same files."""
+    if any(name in (host.spec.source, *host.spec.names) for host in fleet.hosts.values()):
+        return True
+    folder = folder_of(name)
+    paths = [host.path.resolve() for host in fleet.hosts.values() if host.path is not None]
+    return folder is not None and any(path.is_relative_to(folder.resolve()) for path in paths)
 
 
 async def _body(request: Request, fleet: Fleet) -> OllamaModelBody:

@@ -150,6 +150,15 @@ class CacheControlBody(Body):
         return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]]
 
 
+class KvLeaseBody(Body):
+    """Pages on their way between servers: where they are (kv_source), or how long to keep them (kv_publish)."""
+
+    lease: str = Field(max_length=64)
+    address: str = Field(default="", max_length=256)
+    ttl: float = 30.0
+    salt: str | None = Field(default=None, max_length=62)
+
+
 class GenerationBody(Body):
     """What completions and chat have in common."""
 
@@ -179,9 +188,11 @@ class GenerationBody(Body):
     prompt_logprobs: Int | None = None
     truncate_prompt_tokens: Int | None = Field(default=None, ge=-1)
     return_token_ids: bool | None = None
+    resume_token_ids: TokenIds | None = None
     return_timeline: bool | None = None
     return_prefix_break: bool | None = None
     use_beam_search: bool | None = None
+    length_penalty: float | None = Field(default=None, ge=-10, le=10)  # of a beam search
     priority: Int | None = Field(default=None, ge=-100, le=100)
     deadline_ms: float | None = Field(default=None, gt=0, le=86_400_000)
     lane: Literal["interactive", "batch"] | None = None
@@ -195,6 +206,8 @@ class GenerationBody(Body):
     cache_salt: str | None = Field(default=None, max_length=256)
     kv_policy: str | None = None
     kv_budget: Int | None = None
+    kv_source: KvLeaseBody | None = None
+    kv_publish: KvLeaseBody | None = None
 
     def output_limit(self) -> int | None:
         """Maximum tokens to generate, None if the body does not set it."""
@@ -220,6 +233,8 @@ class GenerationBody(Body):
             yield "stream_options"
         elif self.stream_options and self.stream_options.continuous_usage_stats and not self.include_usage():
             yield "stream_options.continuous_usage_stats"
+        if self.length_penalty is not None and not self.use_beam_search:
+            yield "length_penalty"
 
     def _guided(self) -> list[Structured]:
         newer = self.structured_outputs or StructuredOutputs()

@@ -58,7 +58,7 @@ def check_diagnosis(service: Service, body: GenerationBody) -> None:
 
 def diagnosis_of(service: Service, body: GenerationBody, generation: Generation, record: Record) -> dict[str, Any]:
     """The fields of an answer that its body asked for; called when the answer is complete."""
-    shown: dict[str, Any] = {}
+    shown: dict[str, Any] = service.roles.shown(generation)
     if body.return_timeline:
         shown["timeline"] = timeline_of(generation)
     if body.return_prefix_break:

@@ -51,7 +51,7 @@ def build_params(
     values |= {name: value for name, value in fixed.items() if value is not None}
     if body.use_beam_search:
         raise ApiError(
-            400, "use_beam_search is not supported: use n, or best_of in completions", param="use_beam_search"
+            400, "use_beam_search is part of /v1/completions only: ask there, or use n", param="use_beam_search"
         )
     _check_limit("n", values.get("n"), config.max_n)
     _check_limit("logprobs", values.get("logprobs"), config.max_logprobs)

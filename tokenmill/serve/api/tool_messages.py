@@ -6,7 +6,7 @@ Both come from the same parser events, so they say the same. Called by the chat 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 from tokenmill.errors import UserError
 from tokenmill.serve.api.protocol import ChatBody
@@ -15,10 +15,14 @@ from tokenmill.serve.generation import Generation
 from tokenmill.serve.reasoning.base import Reasoning, ReasoningParser
 from tokenmill.serve.service import Service
 from tokenmill.serve.tools.base import Answer, CallArguments, CallEnd, CallStart, Content, ToolEvent
-from tokenmill.serve.tools.use import ToolUse, plan_tools
+from tokenmill.serve.tools.use import ToolStyle, ToolUse, plan_tools
 
 
-def tools_of(service: Service, body: ChatBody) -> ToolUse | None:
+class HasToolStyle(Protocol):
+    tool_style: ToolStyle
+
+
+def tools_of(service: HasToolStyle, body: ChatBody) -> ToolUse | None:
     """The tools that the model may call for this body; None if none."""
     try:
         return plan_tools(service.tool_style, body.tools, body.tool_choice, body.parallel_tool_calls)

@@ -51,7 +51,7 @@ class StreamUsage:
         self._diagnose = diagnose
         self._included, self._continuous = body.include_usage(), body.continuous_usage()
         self._generation, self._record = generation, record
-        self._num_sent = 0
+        self._num_sent = sum(member.num_resumed for member in generation.members)
 
     def count(self, delta: Delta) -> None:
         self._num_sent += len(delta.token_ids)
@@ -91,6 +91,9 @@ def _cache_details(generation: Generation) -> dict[str, Any]:
     details: dict[str, Any] = {"cache_reason": ",".join(dict.fromkeys(report.reason for report in reports))}
     if any(report.retention == "over_quota" for report in reports):
         details["cache_control"] = "over_quota"  # the prompt is cached, but not kept as the request asked
+    sources = dict.fromkeys(report.source for report in reports if report.source)
+    if sources:
+        details["kv_source"] = ",".join(sources)  # "used", or why the prompt was not computed elsewhere
     if loaded:
         details["tier"] = ",".join(dict.fromkeys(report.tier for report in reports if report.tier))
         details["tier_tokens"] = loaded

@@ -26,6 +26,7 @@ class Row:
     custom_id: str
     url: str
     body: bytes
+    model: str | None = None  # that the body asks for
 
     @property
     def id(self) -> str:
@@ -52,12 +53,13 @@ class _Line(msgspec.Struct):
     method: str = "POST"
 
 
-class _Stream(msgspec.Struct):
+class _Body(msgspec.Struct):
     stream: Any = None
+    model: Any = None
 
 
 _decode_line = msgspec.json.Decoder(_Line).decode
-_decode_stream = msgspec.json.Decoder(_Stream).decode
+_decode_body = msgspec.json.Decoder(_Body).decode
 _encode = msgspec.json.Encoder().encode
 
 
@@ -101,7 +103,7 @@ def _row(number: int, data: bytes, endpoints: Collection[str]) -> Row:
     try:
         line = _decode_line(data)
         body = bytes(line.body)
-        streams = _decode_stream(body).stream if body.startswith(b"{") else None
+        read = _decode_body(body) if body.startswith(b"{") else _Body()
     except msgspec.ValidationError as error:
         raise LineError(number, "invalid_line", f"the line is no request: {error}") from None
     except (ValueError, RecursionError):
@@ -115,6 +117,7 @@ def _row(number: int, data: bytes, endpoints: Collection[str]) -> Row:
         raise LineError(number, "invalid_url", f"url must be {' or '.join(endpoints)}", "url")
     if not body.startswith(b"{"):
         raise LineError(number, "invalid_body", "body must be an object", "body")
-    if streams:
+    if read.stream:
         raise LineError(number, "invalid_body", "an answer in a file is not streamed: leave out stream", "body.stream")
-    return Row(number, line.custom_id, line.url, body)
+    model = read.model if isinstance(read.model, str) else None
+    return Row(number, line.custom_id, line.url, body, model)

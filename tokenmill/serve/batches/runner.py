@@ -58,13 +58,14 @@ class BatchRunner:
         store: BatchStore,
         call: Call,
         client_of: Callable[[str], Client | None],
-        has_room: Callable[[Client], bool],
+        has_room: Callable[[Client, str | None], bool],
         *,
         concurrency: int,
         max_line: int,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`client_of`: who an owner is at present, None if its key is gone."""
+        """`client_of`: who an owner is at present, None if its key is gone; `has_room`: whether a row of the client may
+        start that asks for this model."""
         self._files = files
         self._store = store
         self._call = call
@@ -215,14 +216,14 @@ class BatchRunner:
             while batch := await asyncio.to_thread(lambda: list(itertools.islice(rows, _READ_ROWS))):
                 for row in batch:
                     if row.custom_id not in journal.ids:
-                        await self._may_start(live.record.owner)
+                        await self._may_start(live.record.owner, row)
                         self._running[live.record.owner] += 1
                         answering = group.create_task(self._answer(live, journal, row))
                         answering.add_done_callback(lambda _: self._leave(live.record.owner))
 
     async def _answer(self, live: _Live, journal: Journal, row: Row) -> None:
         owner = live.record.owner
-        line = await answer_row(self._call, row, lambda: self._client(owner))
+        line = await answer_row(self._call, row, lambda: self._client(owner, row))
         await asyncio.to_thread(self._keep, owner, journal, row, line)
         client = self._client_of(owner)
         if client is not None and self._files.used(owner) > self._files.limit(client.num_keys):
@@ -239,20 +240,20 @@ class BatchRunner:
         if journal.append(row.custom_id, line):
             self._files.charge(owner, len(line))
 
-    async def _may_start(self, owner: str) -> None:
-        """Wait until the owner may have one more row in flight: its part of the concurrency."""
+    async def _may_start(self, owner: str, row: Row) -> None:
+        """Wait until the owner may have this row in flight: within its part of the concurrency."""
         while True:
             owners = {each.record.owner for each in self._live.values() if each.journal is not None}
             if self._running[owner] < max(1, self._concurrency // max(1, len(owners))):
-                await self._client(owner)
+                await self._client(owner, row)
                 return
             await self._pause(POLL_SECONDS)
 
-    async def _client(self, owner: str) -> Client:
-        """Wait until the engine has room; the client that the owner is then."""
+    async def _client(self, owner: str, row: Row) -> Client:
+        """Wait until the engine has room for the row; the client that the owner is then."""
         while True:
             client = self._client_of(owner)
-            if client is not None and self._has_room(client):
+            if client is not None and self._has_room(client, row.model):
                 return client
             await self._pause(POLL_SECONDS)
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tokenmill.checkpoint import hf_config
+from tokenmill.checkpoint.configs.encoders import EncoderDescription
 from tokenmill.checkpoint.description import ModelDescription
+from tokenmill.checkpoint.embedding_files import read_encoder, read_settings
 from tokenmill.checkpoint.gguf import GGUFCheckpoint
 from tokenmill.checkpoint.sources import resolve
+from tokenmill.checkpoint.sources.base import Resolved
 from tokenmill.config import EngineConfig
 from tokenmill.errors import CheckpointError
 from tokenmill.hardware.kv_layout import build_layout
@@ -37,8 +41,11 @@ class ModelFacts:
 def find_facts(source: str, options: EngineConfig) -> ModelFacts:
     """Finds the model, and downloads it if it must be. Raises UserError."""
     found = resolve(source)
+    encoder = read_encoder(found.path)
+    if encoder is not None:
+        return _encoder_facts(found, encoder, options)
     description = _describe(found.path)
-    device = options.device if options.device in DEVICE_DEFAULTS else "cuda" if detect_machine().gpus else "cpu"
+    device = _device(options)
     defaults = DEVICE_DEFAULTS[device]
     context = options.context or min(description.context_length, MAX_AUTOMATIC_CONTEXT)
     concurrency = options.concurrency or defaults.concurrency
@@ -65,6 +72,33 @@ def find_facts(source: str, options: EngineConfig) -> ModelFacts:
     )
 
 
+def _device(options: EngineConfig) -> str:
+    return options.device if options.device in DEVICE_DEFAULTS else "cuda" if detect_machine().gpus else "cpu"
+
+
+def _encoder_facts(found: Resolved, encoder: EncoderDescription, options: EngineConfig) -> ModelFacts:
+    """Texts are computed whole and nothing is kept of them: no KV cache. On a CPU the weights are float32."""
+    device, settings = _device(options), read_settings(found.path)
+    trained = min(encoder.context_length, (settings.max_tokens if settings else 0) or encoder.context_length)
+    batch = max(options.batch_tokens or DEVICE_DEFAULTS[device].batch_tokens, trained)
+    stored = _read_config(found.path / "config.json").get("torch_dtype")
+    widened = device == "cpu" and stored in ("float16", "bfloat16")
+    # Float32, q, k and v among them; scores of one text at a time.
+    steps = 4 * batch * (6 * encoder.hidden_size + 3 * encoder.intermediate_size) + 4 * encoder.num_heads * trained**2
+    return ModelFacts(
+        found.path,
+        encoder.model_type,
+        found.path.name,
+        found.bytes * (2 if widened else 1),
+        encoder.context_length,
+        options.context or trained,
+        device,
+        kv_one=0,
+        kv_all=0,
+        step_bytes=steps,
+    )
+
+
 def _describe(path: Path) -> ModelDescription:
     """As the engine reads it; whether the weights are whole is the engine's to find out."""
     config = path / "config.json"
@@ -73,7 +107,12 @@ def _describe(path: Path) -> ModelDescription:
         if len(files) != 1:
             raise CheckpointError(f"{path} has no config.json", "give a directory with one, or a .gguf file")
         return GGUFCheckpoint(files[0]).description
+    return hf_config.describe(_read_config(config))
+
+
+def _read_config(config: Path) -> dict[str, Any]:
     try:
-        return hf_config.describe(json.loads(config.read_text(encoding="utf-8")))
+        read: dict[str, Any] = json.loads(config.read_text(encoding="utf-8"))
+        return read
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"cannot read {config}: {error}", "download the model again") from None

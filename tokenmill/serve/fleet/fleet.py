@@ -34,13 +34,15 @@ _log = get_logger(__name__)
 _POLL_SECONDS = 0.05  # while a model is waited for that has requests
 _BUSY_SECONDS = 1.0  # until a model that was to be given up is looked at again
 _RETRY_SECONDS = 5.0
+_MAX_WAITING_BODIES = 8  # of the largest size allowed, in memory while their models are loaded
 
 
 class Fleet:
     def __init__(
         self, hosts: list[Host], routes: Routes, plan: MemoryPlan, opener: Opener, max_waiting: int, load_timeout: float
     ) -> None:
-        """`max_waiting`: requests that may wait for models; `load_timeout`: seconds that one may wait."""
+        """`max_waiting`: requests that may wait for models, with bodies of at most `_MAX_WAITING_BODIES` times the
+        largest one allowed; `load_timeout`: seconds that one may wait."""
         self.hosts = {host.name: host for host in hosts}
         self.routes = routes
         self.plan = plan
@@ -49,6 +51,7 @@ class Fleet:
         self._max_waiting = max_waiting
         self._load_timeout = load_timeout
         self._waiting_of: Counter[str] = Counter()  # requests, by key
+        self._bytes_of: Counter[str] = Counter()  # of their bodies
         self._changed = asyncio.Event()
         self._moving = asyncio.Lock()
         self._mover: asyncio.Task[None] | None = None
@@ -77,8 +80,7 @@ class Fleet:
         self.draining = True
         if self._mover is not None:
             self._mover.cancel()
-            with contextlib.suppress(asyncio.CancelledError, Exception):
-                await self._mover
+            await asyncio.gather(self._mover, return_exceptions=True)
         for host in self.hosts.values():
             self._fail(host, _shutting_down())
             await self._opener.shut(host)
@@ -116,6 +118,10 @@ class Fleet:
     def num_waiting(self) -> int:
         return sum(len(host.waiters) for host in self.hosts.values())
 
+    def body_limit(self, path: str) -> int:
+        """Bytes of a body of which it is not known yet which model it is for: the limit of the most generous one."""
+        return max(host.body_limit(path) for host in self.hosts.values())
+
     def services_for(self, client: Client) -> list[Service]:
         """Of the models that were loaded and that the key may use."""
         hosts = (host for host in self.hosts.values() if may_use(client, host.name))
@@ -129,6 +135,16 @@ class Fleet:
                     return host
         return self.hosts[self.routes.find(name, client)]
 
+    def has_room(self, client: Client, name: str | None) -> bool:
+        """Whether a row of a batch may start that asks for this model or adapter. One that nobody answers may: it is
+        refused then, and waits for nothing."""
+        hosts = [self.hosts[own] for own in self.routes.all_of(name, client)]
+        hosts = hosts or [host for host in self.hosts.values() if name in host.adapter_names]
+        services = [host.service for host in hosts]
+        first = self.default.service
+        takes = not services or any(each is None or each.takes_row for each in services)
+        return first is not None and first.may_add_row(client) and takes
+
     def is_taken(self, name: str, host: Host) -> bool:
         """Whether a new adapter of `host` must not have this name: requests would go to the wrong model."""
         others = (each for each in self.hosts.values() if each is not host)
@@ -136,20 +152,23 @@ class Fleet:
 
     @asynccontextmanager
     async def lease(
-        self, host: Host, deadline: float | None = None, client: Client | None = None
+        self, host: Host, deadline: float | None = None, client: Client | None = None, num_bytes: int = 0
     ) -> AsyncIterator[None]:
         """The model is loaded within the block. `deadline`: seconds that may pass before; `client`: who waits, None
-        for the operator. Raises ApiError."""
+        for the operator; `num_bytes`: of a body that is kept meanwhile. Raises ApiError."""
         host.last_used = time.monotonic()
         if not host.usable:
-            self._check_queue(host, client)
+            self._check_queue(host, client, num_bytes)
             name = client.name if client is not None else ""
             self._waiting_of[name] += 1
+            self._bytes_of[name] += num_bytes
             try:
                 await self._wait(host, deadline)
             finally:
                 self._waiting_of[name] -= 1
+                self._bytes_of[name] -= num_bytes
                 self._waiting_of += Counter()  # forgets those without any
+                self._bytes_of += Counter()
         else:
             host.leases += 1
         host.expires = math.inf
@@ -158,17 +177,21 @@ class Fleet:
         finally:
             self._return(host)
 
-    def _check_queue(self, host: Host, client: Client | None) -> None:
+    def _check_queue(self, host: Host, client: Client | None, num_bytes: int) -> None:
         """Raise ApiError if no more may wait, or the model could not be loaded a moment ago."""
         if self.draining:
             raise _shutting_down()
         if host.failure and time.monotonic() < host.failed_at + _RETRY_SECONDS:
             raise _unavailable(host)
-        if self.num_waiting >= self._max_waiting:
+        room = _MAX_WAITING_BODIES * self.body_limit("")
+        if self.num_waiting >= self._max_waiting or self._bytes_of.total() + num_bytes > room:
             problem = "the queue of requests for models that must be loaded is full"
             raise ApiError(429, problem, code="queue_full", retry_after=_RETRY_SECONDS)
-        share = 1.0 if client is None else client.queue_share
-        if client is not None and self._waiting_of[client.name] >= max(1.0, share * self._max_waiting):
+        if client is None or not self._waiting_of[client.name]:
+            return
+        share = client.queue_share
+        too_many = self._waiting_of[client.name] >= share * self._max_waiting
+        if too_many or self._bytes_of[client.name] + num_bytes > share * room:
             problem = f"key '{client.name}' has its share of the requests that wait for models"
             raise ApiError(429, problem, code="queue_share", retry_after=_RETRY_SECONDS)
 
@@ -257,7 +280,8 @@ class Fleet:
     async def _move_models(self) -> None:
         while True:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), self._patience())
+                async with asyncio.timeout(self._patience()):  # wait_for of Python 3.11 may lose a cancellation
+                    await self._changed.wait()
             self._changed.clear()
             try:
                 await self._serve_waiting()

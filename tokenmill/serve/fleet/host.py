@@ -88,6 +88,12 @@ class Host:
             return self.service.engine.adapters.by_name
         return [split_option(each)[0] for each in self.spec.engine.lora]
 
+    def body_limit(self, path: str) -> int:
+        """Bytes of the body of a request to `path`; it follows the context where none is set."""
+        if self.service is not None:
+            return self.service.config.body_limit(path)
+        return self.spec.config.for_context(self.facts.context if self.facts is not None else 0).body_limit(path)
+
     @property
     def state(self) -> str:
         return LOADED if self.service is None and self.moving else self._settled

@@ -64,6 +64,14 @@ class Routes:
             raise self._unknown(name, client)
         return own
 
+    def all_of(self, name: str | None, client: Client) -> list[str]:
+        """The models of which one would answer; none: nobody would. Takes no turn of a split."""
+        known = name if name is None or name in self else name.removesuffix(LATEST)
+        found = [own for own in self._own.values() if may_use(client, own)][:1]
+        if known is not None:
+            found = list(self._splits.get(known, ())) or [self._own[known]] if known in self else []
+        return [own for own in found if may_use(client, own)]
+
     def split_names(self, own: str) -> tuple[str, ...]:
         """The splits that a model is part of."""
         return tuple(name for name, shares in self._splits.items() if own in shares)

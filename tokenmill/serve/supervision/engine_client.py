@@ -22,12 +22,16 @@ from tokenmill.engine.messages import (
     Events,
     FromEngine,
     Heartbeat,
+    Pages,
     Phase,
     Ready,
     Refused,
     Rest,
     Rested,
+    SourceWanted,
     Submit,
+    ToEngine,
+    WatchPages,
 )
 from tokenmill.engine.stats import EngineStats
 from tokenmill.errors import UserError
@@ -38,13 +42,13 @@ from tokenmill.serve.generation import Generation, Member
 from tokenmill.serve.supervision.adapter_questions import AdapterQuestions, Question, replacement_config
 from tokenmill.serve.supervision.link import EngineLink, LinkDownError
 from tokenmill.serve.supervision.listening import Observer, refusal
+from tokenmill.serve.supervision.page_feed import PageFeed
 from tokenmill.serve.supervision.spare import SpareEngine
+from tokenmill.serve.supervision.starting import WATCH_SECONDS, until_ready
 from tokenmill.serve.supervision.watchdog import Watchdog
 
 _log = get_logger(__name__)
-_WATCH_SECONDS = 0.25
 _PING_SECONDS = 1.0
-_START_SILENCE = 120.0  # without messages, while the process imports its libraries from a cold disk
 _FIRST_BACKOFF = 0.2
 _MAX_BACKOFF = 30.0
 _SPARE_DELAY = 5.0  # after an engine is ready: the first requests come first
@@ -64,13 +68,12 @@ class EngineClient:
     ) -> None:
         """`keep_spare`: a process with the engine's libraries waits to replace it: `spare`, if others use it too.
         `step_log`: folder. `meters`: the engine divides the time of its steps among tenants, for `on_device_time`."""
-        self._path, self._config = path, config
+        self.path, self._config = path, config
+        self.pages = PageFeed(path, self._ask)
         self._step_log, self._meters = step_log, meters
-        self._watchdog = Watchdog(stall_timeout)
-        self._keep_spare = keep_spare
-        self._owns_spare = spare is None
+        self._watchdog, self._on_phase = Watchdog(stall_timeout), on_phase
+        self._keep_spare, self._owns_spare = keep_spare, spare is None
         self._spare = spare or SpareEngine()
-        self._on_phase = on_phase
         self._folder = Path(tempfile.mkdtemp(prefix="tokenmill-"))  # readable by this user only
         self._link: EngineLink | None = None
         self._num_links = 0
@@ -81,6 +84,8 @@ class EngineClient:
         self._observers: list[Observer] = []
         self.on_device_time: Callable[[dict[str, float]], None] = lambda _seconds: None
         self.on_stopped: Callable[[], None] = lambda: None
+        self.on_source_wanted: Callable[[Member], None] = lambda _member: None
+        self.rescue: Callable[[Member], bool] = lambda _member: False  # True: another engine goes on with the request
         self._supervisor: asyncio.Task[None] | None = None
         self._closing = False
         self.state = "starting"  # "ready", "asleep", "stopped", "restarting", "closed"
@@ -94,7 +99,8 @@ class EngineClient:
     async def start(self) -> Ready:
         """Start an engine, the first or one after `stop`; raises what keeps it from starting. With a core to itself the
         spare process imports its libraries while the engine does, so that no request pays for it."""
-        self._prepare_spare(0.0 if usable_cores() > 1 else _SPARE_DELAY)
+        if self._keep_spare:  # it imports the engine's libraries: that is most of what a restart takes
+            self._spare.prepare(0.0 if usable_cores() > 1 else _SPARE_DELAY)
         identity = await self._launch()
         self._supervisor = asyncio.create_task(self._supervise(), name="engine-supervisor")
         return identity
@@ -104,8 +110,7 @@ class EngineClient:
 
     async def close(self, timeout: float = 2.0) -> None:
         """End the engine within `timeout` seconds. One that is not ready has nothing to save and is killed at once."""
-        self._closing = True
-        was_ready, self.state = self.state == "ready", "closed"
+        self._closing, was_ready, self.state = True, self.state == "ready", "closed"
         self.fail_all("the server is shutting down")
         await self._end_supervision()
         if self._owns_spare:
@@ -133,7 +138,7 @@ class EngineClient:
         try:
             link.send(Rest(asleep))
             while not rested.done() and self.state == "asleep":
-                await asyncio.wait((rested,), timeout=_WATCH_SECONDS)
+                await asyncio.wait((rested,), timeout=WATCH_SECONDS)
             answer = rested.result() if rested.done() else None
         except LinkDownError as error:
             raise RuntimeError(str(error)) from None
@@ -194,15 +199,18 @@ class EngineClient:
 
     def submit(self, generation: Generation) -> None:
         """Submit all prompts of a generation to the engine."""
-        if self.state != "ready" or self._link is None:
-            raise engine_gone(f"the engine is {self.state}; try again soon")
+        self._check_ready()
         try:
             for member in generation.members:
-                self._members[member.request.request_id] = member
-                self._link.send(Submit.of(member.request))
-        except LinkDownError as error:
+                self.take_on(member)
+        except ApiError:
             self.withdraw(generation)
-            raise engine_gone(str(error)) from None
+            raise
+
+    def take_on(self, member: Member) -> None:
+        """Submit one prompt of a generation."""
+        self._ask(Submit.of(member.request))
+        self._members[member.request.request_id] = member
 
     def withdraw(self, generation: Generation) -> None:
         """Forget a generation; its unfinished sequences are cancelled within a step."""
@@ -214,11 +222,14 @@ class EngineClient:
             for observer in self._observers:
                 observer.on_end(member)
 
-    def _ask(self, question: Question) -> None:
+    def _check_ready(self) -> EngineLink:
         if self.state != "ready" or self._link is None:
             raise engine_gone(f"the engine is {self.state}; try again soon")
+        return self._link
+
+    def _ask(self, question: Question | Submit | WatchPages) -> None:
         try:
-            self._link.send(question)
+            self._check_ready().send(question)
         except LinkDownError as error:
             raise engine_gone(str(error)) from None
 
@@ -227,9 +238,13 @@ class EngineClient:
         return len(self._members)
 
     def _cancel(self, request_id: str, index: int | None = None) -> None:
+        self.tell(Cancel(request_id, index))
+
+    def tell(self, message: ToEngine) -> None:
+        """Send what an engine that is gone needs no more."""
         if self._link is not None:
             with contextlib.suppress(LinkDownError):
-                self._link.send(Cancel(request_id, index))
+                self._link.send(message)
 
     # --- from the engine ---
 
@@ -237,12 +252,18 @@ class EngineClient:
         match message:
             case Events():
                 self._take_events(message)
+            case Pages():
+                self.pages.take(message)
             case Refused():
                 member = self._members.get(message.request_id)
                 if member is not None:
                     member.generation.fail(refusal(message))
                 elif not message.request_id:
                     _log.error("the engine refused a message: %s", message.message)
+            case SourceWanted():
+                member = self._members.get(message.request_id)
+                if member is not None:
+                    self.on_source_wanted(member)
             case AdapterAnswer():
                 self.adapters.take(message)
             case Phase(name=name):
@@ -288,42 +309,20 @@ class EngineClient:
         self._ready = asyncio.get_running_loop().create_future()
         try:
             config, paths = replacement_config(self._config, self.identity), self.adapters.paths()
-            await link.launch(str(self._path), config, self._spare.take(), self._step_log, self._meters, paths)
-            self.identity = await self._until_ready(link, self._ready)
+            await link.launch(str(self.path), config, self._spare.take(), self._step_log, self._meters, paths)
+            self.identity = await until_ready(link, self._ready, self._watchdog)
         except BaseException:
             link.kill()
             link.close()
             raise
         self.adapters.enter(self.identity)
+        self.pages.restart()
         self.stats = EngineStats()
         self.start_failure = ""
         self.state = "ready"
-        self._prepare_spare(_SPARE_DELAY)
-        return self.identity
-
-    async def _until_ready(self, link: EngineLink, ready: asyncio.Future[Ready]) -> Ready:
-        self._watchdog.start()
-        hang = None
-        ended = asyncio.ensure_future(link.ended())
-        try:
-            while not ready.done() and not ended.done():
-                await asyncio.wait((ready, ended), timeout=_WATCH_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-                hang = self._watchdog.look(link, _START_SILENCE)
-                if hang is not None:
-                    await link.dump_and_kill()
-                    await ended
-            if ready.done():
-                return ready.result()
-            if link.failure is not None and link.failure.user_error:
-                raise UserError(link.failure.message)
-            raise RuntimeError(f"the engine process ended while starting: {hang or ended.result()}")
-        finally:
-            ended.cancel()
-
-    def _prepare_spare(self, delay: float) -> None:
-        """Have a process import the engine's libraries: that is most of what a restart takes."""
         if self._keep_spare:
-            self._spare.prepare(delay)
+            self._spare.prepare(_SPARE_DELAY)
+        return self.identity
 
     async def _supervise(self) -> None:
         """Replace each engine that ends. Nothing but closing the client ends this."""
@@ -344,10 +343,12 @@ class EngineClient:
             await self._restart()
 
     def _on_ended(self, reason: str) -> None:
-        self.state = "restarting"
-        self.reason = reason
+        self.state, self.reason = "restarting", reason
         _log.error("the engine process ended (%s); %d requests were in flight", reason, len(self._members))
         self.stats = EngineStats(num_pages=self.stats.num_pages)
+        for request_id, member in list(self._members.items()):
+            if not member.finished and self.rescue(member):
+                del self._members[request_id]
         self.fail_all(f"the engine stopped ({reason}) and is being restarted; send the request again")
         for observer in self._observers:
             try:
@@ -361,7 +362,7 @@ class EngineClient:
         self._watchdog.start()
         try:
             while True:
-                done, _ = await asyncio.wait((ended,), timeout=_WATCH_SECONDS)
+                done, _ = await asyncio.wait((ended,), timeout=WATCH_SECONDS)
                 if done:
                     return ended.result()
                 hang = self._watchdog.look(link)
@@ -377,8 +378,7 @@ class EngineClient:
     async def _restart(self) -> None:
         """Try until an engine is ready, at a pace that falls to one try in half a minute; `start_failure` says what
         keeps it from starting."""
-        backoff, num_failures = _FIRST_BACKOFF, 0
-        began = time.monotonic()
+        backoff, num_failures, began = _FIRST_BACKOFF, 0, time.monotonic()
         while not self._closing:
             try:
                 await self._launch()

@@ -21,11 +21,12 @@ import zmq
 
 from tokenmill.config import EngineConfig
 from tokenmill.engine import messages
-from tokenmill.engine.messages import EngineSpec, Failed, FromEngine, Heartbeat, Pong, ToEngine
+from tokenmill.engine.messages import EngineSpec, Failed, FromEngine, Heartbeat, Pong, Ready, ToEngine
 from tokenmill.log import get_logger
 
 _log = get_logger(__name__)
 _DUMP_SECONDS = 0.5
+_HANDSHAKE_MS = 1000
 _LOG_LEVELS = {10: "debug", 20: "info", 30: "warning", 40: "error"}
 ENGINE_COMMAND = (sys.executable, "-m", "tokenmill.engine.process")
 
@@ -104,7 +105,8 @@ class EngineLink:
         answer = self._pongs[number] = asyncio.get_running_loop().create_future()
         try:
             self.send(messages.Ping(number))
-            await asyncio.wait_for(answer, timeout)
+            async with asyncio.timeout(timeout):  # wait_for of Python 3.11 may lose a cancellation
+                await answer
             return True
         except (TimeoutError, LinkDownError):
             return False
@@ -190,6 +192,8 @@ class EngineLink:
                 case Failed():
                     self.failure = message
                 case _:
+                    if isinstance(message, Ready):  # over a connection of its own: ours to it may take a moment more
+                        self._outbox.poll(_HANDSHAKE_MS, zmq.POLLOUT)
                     try:
                         self._deliver(message)
                     except Exception:  # the messages behind it must still be read

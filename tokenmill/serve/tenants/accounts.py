@@ -18,6 +18,8 @@ from tokenmill.serve.tenants.keys import Client
 from tokenmill.serve.tenants.prices import Prices
 
 OTHER_KEYS = "other"  # label of the keys beyond the bound
+OTHER_MODELS = "other"  # adapters of an account beyond the bound, added up
+_MAX_MODELS = 256  # names of an account: adapters come and go, and a key may choose their names
 _MAX_WAIT = 3600.0  # of Retry-After
 _CODE = "insufficient_quota"  # OpenAI's
 
@@ -133,8 +135,11 @@ class Accounts:
         return self._head.by_owner.setdefault(client.owner, Account(client.name))
 
     def usage(self, client: Client, model: str | None = None) -> Usage:
-        """Of an adapter, or of the model that is served."""
-        return self.account(client).models.setdefault(model or self._model, Usage())
+        """Of an adapter, or of the model that is served; of adapters beyond the bound together."""
+        models = self.account(client).models
+        if model is not None and model not in models and len(models) >= _MAX_MODELS:
+            model = OTHER_MODELS
+        return models.setdefault(model or self._model, Usage())
 
     def label(self, client: Client) -> str:
         """Of the client in metrics: its name, for as many as there may be; a label once given stays."""

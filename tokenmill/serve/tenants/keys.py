@@ -78,6 +78,7 @@ class Client:
     admin: bool = False  # every right there is
     metrics: bool = False  # may read /metrics and /load
     loads_loras: bool = False  # may load and unload adapters
+    kv_transfers: bool = False  # may have KV pages moved between servers (kv_source, kv_publish)
     loras: tuple[str, ...] | None = None  # adapters it may use, names or patterns such as team-*; None: all
     models: tuple[str, ...] = ()  # that it may use, by their own names; none: all
     requests_per_minute: float = 0.0  # 0: no limit
@@ -127,6 +128,10 @@ class Client:
     @property
     def changes_loras(self) -> bool:
         return self.admin or self.loads_loras or self.num_keys == 1
+
+    @property
+    def moves_pages(self) -> bool:
+        return self.admin or self.kv_transfers or self.num_keys == 1
 
     def may_use(self, lora: str) -> bool:
         return self.loras is None or any(fnmatchcase(lora, pattern) for pattern in self.loras)

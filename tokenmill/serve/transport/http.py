@@ -32,7 +32,9 @@ class HttpServer(uvicorn.Server):
         limits: ServeConfig,
         tls: ssl.SSLContext | None = None,
         count: Callable[[str], None] = lambda _reason: None,
+        body_limit: Callable[[str], int] | None = None,
     ) -> None:
+        """`body_limit`: of a body by path, unless it is that of `limits`."""
         config = uvicorn.Config(
             app,
             http=LimitedProtocol,
@@ -45,6 +47,7 @@ class HttpServer(uvicorn.Server):
         )
         super().__init__(config)
         self.limits = limits
+        self.body_limit = body_limit or limits.body_limit
         self.count = count  # of connections that were refused or cut, by reason
         self.refusals = Refusals(limits.refusal_limit)
         self.table = ConnectionTable(limits.max_connections, limits.max_connections_per_address)

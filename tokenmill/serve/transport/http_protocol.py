@@ -42,6 +42,7 @@ class ConnectionOwner(Protocol):
     """What all connections of a server share."""
 
     limits: ServeConfig
+    body_limit: Callable[[str], int]  # bytes, by path
     transfer_limits: TransferLimits
     table: ConnectionTable
     refusals: Refusals  # of malformed requests, by address
@@ -102,10 +103,10 @@ class LimitedProtocol(HttpToolsProtocol):
     def _max_wire_bytes(self) -> int:
         """Of a body with its framing. One that was refused is read on for a while: a client that is cut off while it
         sends may never see the answer."""
-        limits = self._limits
+        head, limit = self._limits.max_header_bytes, self._server.body_limit
         if self.cycle.response_complete:
-            return max(2 * limits.max_body_bytes + limits.max_header_bytes, _DISCARDED_BYTES)
-        return 2 * limits.body_limit(self.scope["path"]) + limits.max_header_bytes
+            return max(2 * limit("") + head, _DISCARDED_BYTES)
+        return 2 * limit(self.scope["path"]) + head
 
     def _feed(self, data: bytes) -> None:
         if self._deaf or self.transport.is_closing():

@@ -69,7 +69,7 @@ export function bodyOf(conversation, turn, column) {
   const { settings } = conversation, tools = readTools(settings.tools);
   const body = {
     model: conversation.columns[column], messages: messagesOf(conversation, turn, column),
-    stream: true, stream_options: { include_usage: true },
+    stream: true, stream_options: { include_usage: true }, return_timeline: true,
   };
   for (const name of NUMBERS) {
     if (settings[name] !== "" && Number.isFinite(Number(settings[name]))) body[name] = Number(settings[name]);
@@ -115,12 +115,22 @@ export async function fill(step, body, signal, changed) {
       }
       if (step.first === null && (step.content || step.reasoning || step.calls.length)) step.first = since();
       if (choice) step.seconds = since();
+      takeTimes(step, event.timeline?.prompts?.[0]);
       changed();
     }
   } catch (error) {
     if (error.name === "AbortError") step.finish = "stopped";
     else step.error = { message: error.message, status: error.status ?? -1, code: error.code ?? "", retryAfter: error.retryAfter ?? 0 };
   }
+}
+
+// The server's own times, which its last event brings: a busy page or server passes many tokens on at once, and late.
+// The first token is there when the engine has computed the last piece of the prompt.
+function takeTimes(step, times) {
+  if (!times?.decode) return;
+  const last = times.prefill.chunks.at(-1);
+  step.first = Math.min(times.first_token_at, last.at + last.seconds);
+  step.seconds = times.decode.at + times.decode.seconds;
 }
 
 // Tokens per second after the first one; null where there is nothing to divide.
