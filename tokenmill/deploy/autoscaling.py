@@ -7,6 +7,7 @@ a replica that was removed costs a cold start.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from tokenmill.deploy.engines.base import Engine, Signals
@@ -21,13 +22,28 @@ _SCALE_DOWN_SECONDS = 300
 _SCALE_UP_SECONDS = 30
 
 
-def autoscaler(kind: str, engine: Engine, serving: Serving, prometheus: str, max_replicas: int) -> list[Manifest]:
+@dataclass(frozen=True, slots=True)
+class ScaleTarget:
+    """What has the replicas, and the Service of the same name whose pods are measured."""
+
+    version: str
+    kind: str
+    name: str
+
+    @property
+    def reference(self) -> dict[str, str]:
+        return {"apiVersion": self.version, "kind": self.kind, "name": self.name}
+
+
+def autoscaler(
+    kind: str, engine: Engine, serving: Serving, prometheus: str, max_replicas: int, target: ScaleTarget
+) -> list[Manifest]:
     if kind not in AUTOSCALERS:
         raise UserError(f"unknown autoscaler '{kind}'", f"one of {', '.join(AUTOSCALERS)}")
     if kind == "none" or engine.signals is None:
         return []
     make = _scaled_object if kind == "keda" else _horizontal
-    return make(engine.signals, serving, prometheus, max(max_replicas, serving.replicas))
+    return make(engine.signals, serving, prometheus, max(max_replicas, serving.replicas), target)
 
 
 def queue_target(serving: Serving) -> int:
@@ -49,8 +65,10 @@ def behavior(serving: Serving) -> dict[str, Any]:
     }
 
 
-def _scaled_object(signals: Signals, serving: Serving, prometheus: str, max_replicas: int) -> list[Manifest]:
-    service = f'{{service="{serving.name}"}}'
+def _scaled_object(
+    signals: Signals, serving: Serving, prometheus: str, max_replicas: int, target: ScaleTarget
+) -> list[Manifest]:
+    service = f'{{service="{target.name}"}}'
     triggers = [(f"sum({signals.queue}{service})", str(queue_target(serving)), "AverageValue", "queue")]
     if signals.kv:  # a mean over replicas: compared as it is, not divided by their number
         triggers.append((f"avg({signals.kv}{service})", f"{_KV_TARGET:g}", "Value", "kv"))
@@ -60,7 +78,7 @@ def _scaled_object(signals: Signals, serving: Serving, prometheus: str, max_repl
             "kind": "ScaledObject",
             "metadata": {"name": serving.name},
             "spec": {
-                "scaleTargetRef": {"name": serving.name},
+                "scaleTargetRef": target.reference,
                 "minReplicaCount": 1,
                 "maxReplicaCount": max_replicas,
                 "pollingInterval": 15,
@@ -81,7 +99,9 @@ def _scaled_object(signals: Signals, serving: Serving, prometheus: str, max_repl
     ]
 
 
-def _horizontal(signals: Signals, serving: Serving, prometheus: str, max_replicas: int) -> list[Manifest]:
+def _horizontal(
+    signals: Signals, serving: Serving, prometheus: str, max_replicas: int, target: ScaleTarget
+) -> list[Manifest]:
     """The HPA, and the rules that make the adapter offer its metrics (a ConfigMap in the adapter's own layout)."""
     named = [(signals.queue, "serving_requests_waiting", str(queue_target(serving)))]
     if signals.kv:
@@ -98,7 +118,7 @@ def _horizontal(signals: Signals, serving: Serving, prometheus: str, max_replica
         "kind": "HorizontalPodAutoscaler",
         "metadata": {"name": serving.name},
         "spec": {
-            "scaleTargetRef": {"apiVersion": "apps/v1", "kind": "Deployment", "name": serving.name},
+            "scaleTargetRef": target.reference,
             "minReplicas": 1,
             "maxReplicas": max_replicas,
             "behavior": behavior(serving),

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import shlex
 
-from tokenmill.deploy.engines.base import WEIGHTS_FOLDER, Engine
+from tokenmill.deploy.engines.base import METRICS_KEY, PEER_KEY, WEIGHTS_FOLDER, Engine
 from tokenmill.deploy.serving import SHUTDOWN_SECONDS
 
 USER_ID = 1000  # the user of our images; other images run as any user that has no name
 CACHE_FOLDER = "/cache"  # compiled kernels and what libraries keep in a home folder
 KEYS_FOLDER = "/run/serving-keys"
 KEYS_FILE = "keys.yaml"
-METRICS_KEY = "metrics"
 SECRET_KEY = "key"
 
 PRE_STOP_SECONDS = 10  # endpoints and proxies forget a pod before it refuses requests
@@ -54,14 +53,18 @@ def create_keys_script(engine: Engine, target: str, name: str) -> list[str]:
     if engine.keys_file_flag:
         entries = "keys:\\n- name: client\\n  key: sk-%s\\n- name: metrics\\n  key: %s\\n  metrics: true\\n"
         keys = f'printf "{entries}" "$(random)" "$metrics"'
+        if target == "kubernetes":  # where servers and a router ask each other
+            keys = f'printf "{entries}- name: peer\\n  key: %s\\n  admin: true\\n" "$(random)" "$metrics" "$peer"'
     else:
         keys = f'printf "{engine.key_variable}=sk-%s\\n" "$(random)"'
     lines = ["umask 077", "random() { od -An -N24 -tx1 /dev/urandom | tr -d ' \\n'; }", 'metrics="sk-$(random)"']
+    lines += ['peer="sk-$(random)"'] if target == "kubernetes" else []
     secret = shlex.quote(f"{name}-api-keys")
     if target == "kubernetes":
         found = f"kubectl get secret {secret} >/dev/null 2>&1 && {{ echo 'the secret exists'; exit 0; }}"
         if engine.keys_file_flag:
             literals = f'--from-literal={KEYS_FILE}="$({keys})" --from-literal={METRICS_KEY}="$metrics"'
+            literals += f' --from-literal={PEER_KEY}="$peer"'
         else:
             literals = f'--from-literal={SECRET_KEY}="sk-$(random)"'
         return [*lines, found, f"kubectl create secret generic {secret} {literals}"]

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from tokenmill.deploy.engines.base import WEIGHTS_FOLDER, Engine, Launch
+from tokenmill.deploy.engines.base import METRICS_KEY, WEIGHTS_FOLDER, Engine, Launch
 from tokenmill.deploy.hardening import (
     CACHE_FOLDER,
     GRACE_SECONDS,
     KEYS_FILE,
     KEYS_FOLDER,
-    METRICS_KEY,
     PRE_STOP_SECONDS,
     SECRET_KEY,
     USER_ID,
@@ -185,6 +184,9 @@ def environment(engine: Engine, serving: Serving, launch: Launch) -> list[Manife
     if engine.key_variable and not engine.keys_file_flag:
         reference = {"secretKeyRef": {"name": secret_name(serving), "key": SECRET_KEY}}
         variables.append({"name": engine.key_variable, "valueFrom": reference})
+    for variable, key in launch.secrets:
+        reference = {"secretKeyRef": {"name": secret_name(serving), "key": key}}
+        variables.append({"name": variable, "valueFrom": reference})
     plain = [*hardened_environment(engine), *launch.environment]
     return variables + [{"name": name, "value": value} for name, value in plain]
 
@@ -196,7 +198,7 @@ def resources(serving: Serving) -> Manifest:
         gib = max(
             4, int(1.2 * serving.weight_bytes / _GIB) + 2, min(planned, int(1.6 * serving.weight_bytes / _GIB) + 4)
         )
-        amounts = {"cpu": "8", "memory": f"{gib}Gi", "ephemeral-storage": "1Gi"}
+        amounts = {"cpu": str(8 * serving.devices), "memory": f"{gib}Gi", "ephemeral-storage": "1Gi"}
         return {"requests": amounts, "limits": {"memory": f"{gib}Gi", "ephemeral-storage": "14Gi"}}
     gib = max(4, int(0.5 * serving.weight_bytes / serving.pp / _GIB) + 4)
     device = {device_resource(serving): str(serving.devices)}

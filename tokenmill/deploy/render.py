@@ -9,15 +9,14 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from tokenmill.deploy.autoscaling import PROMETHEUS, autoscaler
+from tokenmill.deploy.cluster import Cluster, cluster_files
 from tokenmill.deploy.compose import compose, compose_files
 from tokenmill.deploy.engines import ENGINES
 from tokenmill.deploy.engines.base import Engine, Launch, checked_model
 from tokenmill.deploy.hardening import create_keys_script, has_keys
 from tokenmill.deploy.hardening import notes as hardening_notes
-from tokenmill.deploy.kubernetes import Manifest, device_resource, manifests
+from tokenmill.deploy.kubernetes import Manifest, device_resource
 from tokenmill.deploy.serving import Serving
-from tokenmill.deploy.split import split_manifests
 from tokenmill.deploy.systemd import units
 from tokenmill.errors import UserError, unknown_name
 
@@ -38,20 +37,13 @@ def find_engine(name: str) -> Engine:
     return engine
 
 
-def render(
-    target: str,
-    engine: Engine,
-    serving: Serving,
-    *,
-    split: tuple[int, int] | None = None,
-    scaler: str = "keda",
-    prometheus: str = PROMETHEUS,
-    max_replicas: int = 0,
-) -> Rendered:
+def render(target: str, engine: Engine, serving: Serving, cluster: Cluster | None = None) -> Rendered:
+    """`cluster`: for the target kubernetes."""
     if target not in TARGETS:
         raise unknown_name("target", target, TARGETS)
-    if split and target != "kubernetes":
-        raise UserError(f"a split deployment needs a cluster, not {target}", "give --target kubernetes")
+    asked = cluster or Cluster()
+    if target != "kubernetes" and (asked.split or asked.router or asked.gateway or asked.nodes > 1):
+        raise UserError(f"pools and gateways need a cluster, not {target}", "give --target kubernetes")
     checked_model(serving.model)
     launch = engine.launch(serving)
     notes = [*launch.notes, *hardening_notes(engine)]
@@ -61,11 +53,13 @@ def render(
             "command, or plan with --speculation off"
         )
     if target == "kubernetes":
-        files = _kubernetes(engine, serving, launch, split, scaler, prometheus, max_replicas)
-        if split:
+        files = {name: _yaml(objects) for name, objects in cluster_files(engine, serving, launch, asked).items()}
+        if asked.split:
             notes += engine.router(serving, ("prefill",), ("decode",))[1].notes
-        elif scaler != "none" and engine.signals is None:
+        elif asked.scaler != "none" and engine.signals is None:
             notes.append(f"{engine.name} publishes no metrics: no autoscaling")
+        if asked.gateway:
+            notes.append(f"the InferencePool needs an endpoint picker: install one as Service {serving.name}-epp")
         if serving.on_gpu:
             notes.append(f"nodes need the vendor's device plugin: pods ask for {device_resource(serving)}")
     elif target == "compose":
@@ -79,24 +73,6 @@ def render(
     if launch.prepare and target != "command":
         files["prepare.sh"] = _script(launch.prepare)
     return Rendered(files, launch.command, launch.prepare, tuple(notes))
-
-
-def _kubernetes(
-    engine: Engine,
-    serving: Serving,
-    launch: Launch,
-    split: tuple[int, int] | None,
-    scaler: str,
-    prometheus: str,
-    max_replicas: int,
-) -> dict[str, str]:
-    if split:
-        return {"split.yaml": _yaml(split_manifests(engine, serving, split))}
-    files = {"serving.yaml": _yaml(manifests(engine, serving, launch))}
-    scaling = autoscaler(scaler, engine, serving, prometheus, max_replicas or 2 * serving.replicas)
-    if scaling:
-        files["autoscaling.yaml"] = _yaml(scaling)
-    return files
 
 
 def launch_script(engine: Engine, launch: Launch) -> str:

@@ -15,17 +15,20 @@ from tokenmill.deploy.serving import Serving
 from tokenmill.errors import UserError
 
 WEIGHTS_FOLDER = "/models"  # where targets mount the weights
+METRICS_KEY, PEER_KEY = "metrics", "peer"  # of the Secret: for who reads metrics, for servers and routers of the same
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """`files`: name -> text, to lie in `/etc/serving`. `prepare`: shell lines to run once, before the first start."""
+    """`files`: name -> text, to lie in `/etc/serving`. `prepare`: shell lines to run once, before the first start.
+    `secrets`: variable -> key of the Secret that holds it."""
 
     command: tuple[str, ...]
     environment: tuple[tuple[str, str], ...] = ()
     files: dict[str, str] = field(default_factory=dict)
     prepare: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    secrets: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,7 @@ class Engine(ABC):
     health_sees_progress = False  # the health check fails when no tokens are generated
     signals: Signals | None = None
     can_split = False  # prefill and decode in separate pools
+    can_route = False  # its router also serves pools that are not split, and answers the engine's own probes
     max_tp = 0  # devices that may share a layer; 0: as many as the plan says
 
     @abstractmethod
@@ -68,6 +72,17 @@ class Engine(ABC):
         raise UserError(
             f"{self.name} cannot split prefill and decode ({len(prefill)} + {len(decode)} of {serving.name})",
             "use vllm, sglang or trtllm, or drop --split",
+        )
+
+    def peers(self, prefill: Sequence[str]) -> tuple[str, ...]:  # noqa: ARG002
+        """What pods that decode are told of those that prefill, by their host names, where the router does not."""
+        return ()
+
+    def node_arguments(self, nodes: int, is_leader: bool) -> tuple[str, ...]:  # noqa: ARG002
+        """What the pods of a replica that spans nodes add to their launch line."""
+        raise UserError(
+            f"the ranks of a replica of {self.name} share one node, not {nodes}",
+            "plan for fewer devices per replica, or use --engine vllm or sglang",
         )
 
     def image_for(self, serving: Serving) -> str:

@@ -10,6 +10,7 @@ from tokenmill.errors import UserError
 
 _BOOTSTRAP_PORT = 8998
 _ONLINE = {"fp8": "fp8"}
+_NODES_PORT = 20000
 
 
 class SGLang(Engine):
@@ -54,6 +55,10 @@ class SGLang(Engine):
         if role == "prefill":
             command += ["--disaggregation-bootstrap-port", str(_BOOTSTRAP_PORT)]
         return Launch(tuple(command), prepare=prepare)
+
+    def node_arguments(self, nodes: int, is_leader: bool) -> tuple[str, ...]:  # noqa: ARG002
+        meeting = f"$(LWS_LEADER_ADDRESS):{_NODES_PORT}"
+        return ("--nnodes", str(nodes), "--node-rank", "$(LWS_WORKER_INDEX)", "--dist-init-addr", meeting)
 
     def router(self, serving: Serving, prefill: Sequence[str], decode: Sequence[str]) -> tuple[str, Launch]:
         command = ["python3", "-m", "sglang_router.launch_router", "--pd-disaggregation"]

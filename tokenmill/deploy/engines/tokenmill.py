@@ -1,12 +1,25 @@
-"""This engine: `tokenmill serve`, on one CPU machine or one NVIDIA GPU per replica.
+"""This engine: `tokenmill serve`, on CPU machines or NVIDIA GPUs; the ranks of a replica share one node.
 
-Its health check fails when no tokens are generated; its images are built from the repository's Dockerfiles.
+Split pools: who decodes fetches pages from who computed the prompt, and asks for that itself, so its router knows only
+the pool that decodes. Its health check fails when no tokens are generated; its images are built from the repository's
+Dockerfiles.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tokenmill import __version__
-from tokenmill.deploy.engines.base import COMPRESSED_TENSORS, GGUF_TYPES, Engine, Launch, Signals, quantized
+from tokenmill.deploy.engines.base import (
+    COMPRESSED_TENSORS,
+    GGUF_TYPES,
+    METRICS_KEY,
+    PEER_KEY,
+    Engine,
+    Launch,
+    Signals,
+    quantized,
+)
 from tokenmill.deploy.serving import SHUTDOWN_SECONDS, Serving
 from tokenmill.errors import UserError
 from tokenmill.model.kvstore import KV_STORES
@@ -17,6 +30,7 @@ _AT_LOAD = {
 }  # --quantization: one scale per channel needs no calibration; groups of four bits are made first
 _MADE_FOR_GPU = {name: line for name, line in COMPRESSED_TENSORS.items() if name != "nvfp4"} | GGUF_TYPES
 _CPU_BATCH_TOKENS = 2048
+_PAGES_PORT = 7800
 
 
 class Tokenmill(Engine):
@@ -30,7 +44,8 @@ class Tokenmill(Engine):
     keys_file_flag = "--api-keys-file"
     key_variable = "TOKENMILL_API_KEY"
     metrics_need_key = True
-    max_tp = 1
+    max_tp = 1  # unless asked for
+    can_split = can_route = True
     signals = Signals(
         "/metrics",
         "tokenmill_requests_waiting",
@@ -40,8 +55,6 @@ class Tokenmill(Engine):
     )
 
     def launch(self, serving: Serving, role: str = "") -> Launch:
-        if role:
-            self.router(serving, (), ())
         _check_device(serving)
         gpu = serving.on_gpu
         at_load = _AT_LOAD.get(serving.weights, "") if gpu and serving.needs_quantizing else ""
@@ -57,8 +70,33 @@ class Tokenmill(Engine):
             command += ["--gpu-memory-utilization", f"{serving.memory_share:g}"]
         if at_load:
             command += ["--quantization", at_load]
+        if serving.tp > 1:
+            command += ["--tensor-parallel-size", str(serving.tp)]
+        if serving.pp > 1:
+            command += ["--pipeline-parallel-size", str(serving.pp)]
+        if serving.ep > 1:
+            command.append("--expert-parallel")
+        if role:
+            command += ["--role", role]
+        if role == "prefill":
+            command += ["--kv-listen", f"$(POD_IP):{_PAGES_PORT}"]
         command += ["--shutdown-timeout", str(SHUTDOWN_SECONDS)]
-        return Launch(tuple(command), prepare=prepare, notes=(self._image_note(serving),))
+        secrets = (("TOKENMILL_PREFILL_API_KEY", PEER_KEY),) if role == "decode" else ()
+        return Launch(tuple(command), prepare=prepare, notes=(self._image_note(serving),), secrets=secrets)
+
+    def peers(self, prefill: Sequence[str]) -> tuple[str, ...]:
+        words: list[str] = []
+        for host in prefill:
+            words += ["--kv-peer", f"{host}:{_PAGES_PORT}", "--prefill-url", f"http://{host}:{self.port}"]
+        return tuple(words)
+
+    def router(self, serving: Serving, prefill: Sequence[str], decode: Sequence[str]) -> tuple[str, Launch]:  # noqa: ARG002
+        command = ["tokenmill", "route", "--host", "0.0.0.0", "--port", str(self.port)]
+        for host in decode:
+            command += ["--replica", f"http://{host}:{self.port}"]
+        command += ["--shutdown-timeout", str(SHUTDOWN_SECONDS)]
+        secrets = (("TOKENMILL_REPLICA_KEY", PEER_KEY), ("TOKENMILL_ADMIN_KEY", METRICS_KEY))
+        return self.cpu_image, Launch(tuple(command), secrets=secrets)
 
     def _image_note(self, serving: Serving) -> str:
         dockerfile = "Dockerfile.cuda" if serving.on_gpu else "Dockerfile"
@@ -73,9 +111,15 @@ def _check_device(serving: Serving) -> None:
             f"tokenmill serves on CPUs and NVIDIA GPUs, not on {device.name}",
             "use --engine vllm, sglang or trtllm there",
         )
-    if serving.devices > 1:
+    if serving.data_parallel > 1:
         raise UserError(
-            f"a replica of tokenmill has one device, not {device.name} x{serving.devices}",
+            f"a replica of tokenmill has one copy of attention, not {serving.data_parallel}",
+            "plan for more replicas instead, or use --engine vllm, sglang or trtllm",
+        )
+    if serving.on_gpu and serving.devices > 1:
+        raise UserError(
+            f"a replica of tokenmill has one GPU, not {device.name} x{serving.devices}: its ranks are processes of one "
+            "CPU host",
             "plan with --tp 1 (more devices are more replicas), or use --engine vllm, sglang or trtllm",
         )
 

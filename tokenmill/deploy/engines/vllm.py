@@ -59,6 +59,10 @@ class Vllm(Engine):
             ]
         return Launch(tuple(command), tuple(environment), prepare=prepare)
 
+    def node_arguments(self, nodes: int, is_leader: bool) -> tuple[str, ...]:
+        found = ("--nnodes", str(nodes), "--node-rank", "$(LWS_WORKER_INDEX)", "--master-addr", "$(LWS_LEADER_ADDRESS)")
+        return found if is_leader else (*found, "--headless")
+
     def router(self, serving: Serving, prefill: Sequence[str], decode: Sequence[str]) -> tuple[str, Launch]:
         command = ["vllm-router", "--policy", "consistent_hash", "--vllm-pd-disaggregation"]
         for host in prefill:

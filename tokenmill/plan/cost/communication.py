@@ -17,6 +17,11 @@ _NCCL_US = {2: 6.0, 4: 10.0, 8: 16.0}
 _SHARES = ((1 << 20, 0.30), (4 << 20, 0.40), (16 << 20, 0.405), (128 << 20, 0.72))
 _CUSTOM_LIMIT = 8 << 20  # larger messages go through NCCL
 _POINT_TO_POINT_US = 10.0
+# Processes of one CPU host in shared memory (benchmarks/ranks.py, two processes on 2 Neoverse-N1 cores, the line that
+# fits the medians of a busy machine; gloo there: 783 us and 0.43 GB/s): start of an exchange, taken once for each
+# doubling of the ranks, and what one receives.
+_HOST_US = 129.0
+_HOST_GB_S = 2.16
 
 
 def link_share(nbytes: float) -> float:
@@ -45,10 +50,19 @@ def group_gb_s(device: Device, devices: int) -> float:
     return device.network_gb_s or device.pcie_gb_s or 1.0
 
 
+def host_exchange_ms(nbytes: float, ranks: int) -> float:
+    """A gather of `nbytes` in all between ranks that are processes of one host, each on cores of its own."""
+    if ranks <= 1:
+        return 0.0
+    return _HOST_US / 1e3 * log2(ranks) + (ranks - 1) / ranks * nbytes / (_HOST_GB_S * 1e6)
+
+
 def all_reduce_ms(nbytes: float, devices: int, device: Device, nccl: bool = False) -> float:
     """F8: t = a + 2 (n-1)/n S / (share x link)."""
     if devices <= 1:
         return 0.0
+    if device.kind == "cpu":  # our ranks: all bring their partial results and add them up
+        return host_exchange_ms(devices * nbytes, devices)
     peer_to_peer = device.link.kind.startswith("nvlink") and devices <= device.link.devices
     custom = peer_to_peer and not nccl and nbytes <= _CUSTOM_LIMIT
     moved = 2 * (devices - 1) / devices * nbytes

@@ -15,6 +15,7 @@ from tokenmill.checkpoint.description import FeedForward, LayerDescription, Mode
 from tokenmill.checkpoint.matrices import Matrix, edge_matrices, layer_matrices
 from tokenmill.checkpoint.mixers import Attention, LatentAttention, Mixer, Recurrent
 from tokenmill.hardware.memory import KVNeed
+from tokenmill.hardware.sharding import heads_problem
 
 _NO_FEED_FORWARD = FeedForward()
 
@@ -112,6 +113,11 @@ class PlannedModel:
         """How many query heads the attention layers have."""
         mixers = [mixer for kind in self.layers for mixer in kind.mixers]
         return {mixer.num_heads for mixer in mixers if not isinstance(mixer, Recurrent)}
+
+    def heads_divide(self, tp: int) -> bool:
+        """Whether `tp` ranks can share the heads of every attention layer."""
+        mixers = [mixer for kind in self.layers for mixer in kind.mixers if not isinstance(mixer, Recurrent)]
+        return not any(heads_problem(mixer.num_heads, mixer.num_kv_heads, tp) for mixer in mixers)
 
     @property
     def is_moe(self) -> bool:

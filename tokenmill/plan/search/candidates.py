@@ -44,9 +44,8 @@ def _runs_blocks(engine: str, device: Device) -> bool:
 
 def parallel_sizes(device: Device, count: int, model: PlannedModel) -> Iterator[tuple[int, int]]:
     """(tp, pp) by powers of two up to `count` devices: tensor parallelism as far as the link reaches, then stages."""
-    heads = min(model.head_counts, default=1)
     widest = 1
-    while 2 * widest <= min(count, max(1, device.link.devices)) and heads % (2 * widest) == 0:
+    while 2 * widest <= min(count, max(1, device.link.devices)) and model.heads_divide(2 * widest):
         widest *= 2
     tp = 1
     while tp <= widest:

@@ -21,8 +21,8 @@ from tokenmill.plan.question.deployment import Deployment
 from tokenmill.plan.question.model_names import describe_for_planning
 from tokenmill.plan.simulate.engine_shape import EngineShape
 from tokenmill.plan.simulate.logged_server import LoggedServer
-from tokenmill.plan.simulate.routing import ROUTERS
 from tokenmill.plan.simulate.runner import CostModel
+from tokenmill.route.policies import POLICIES
 
 _SHARES = {"half": 0.5, "quarter": 0.25, "double": 2.0}
 _FLEET = ("replicas", "router")
@@ -75,8 +75,8 @@ def _apply(so_far: Changed, server: LoggedServer, name: str, value: str) -> Chan
             raise UserError(f"replicas is '{value}'", "give 1 or more")
         return replace(so_far, replicas=int(value))
     if name == "router":
-        if value not in ROUTERS:
-            raise unknown_name("router", value, ROUTERS.names())
+        if value not in POLICIES:
+            raise unknown_name("router", value, POLICIES.names())
         return replace(so_far, router=value)
     if name == "memory":
         return _with_memory(so_far, server, value)

@@ -21,9 +21,11 @@ from tokenmill.plan.simulate.engine_shape import EngineShape
 from tokenmill.plan.simulate.pipeline import Pipeline
 from tokenmill.plan.simulate.records import Records, RequestRecord
 from tokenmill.plan.simulate.replica import Replica, StepOutcome
-from tokenmill.plan.simulate.routing import ROUTERS
 from tokenmill.plan.simulate.runner import CostModel, output_id
 from tokenmill.plan.simulate.workload import Arrival, Workload
+from tokenmill.route.policies import POLICIES
+from tokenmill.route.policies.base import Policy
+from tokenmill.route.prompt import Prompt
 from tokenmill.types import Request, SamplingParams
 
 
@@ -58,8 +60,8 @@ class Cluster:
         self.now = 0.0
         self.replicas: list[Replica] = []  # all that ever existed
         self.num_starting = 0
-        self._router = ROUTERS.get(settings.router)()
-        self._decode_router = ROUTERS.get("least_loaded")()
+        self._router: Policy = POLICIES.get(settings.router)()
+        self._decode_router: Policy = POLICIES.get("least_loaded")()
         self._autoscaler = Autoscaler(settings.autoscaling) if settings.autoscaling else None
         self._arrivals: Iterator[Arrival] = workload.arrivals()
         self._more = True
@@ -132,9 +134,10 @@ class Cluster:
         record = RequestRecord(arrival, self.now)
         self.records.live[request.request_id] = record
         pool = "prefill" if self.settings.decode else "serve"
-        replica = self._router.choose(request, self._ready(pool))
+        prompt = Prompt(request.token_ids)
+        replica = self._router.choose(prompt, self._ready(pool))
         record.replica = replica.number
-        self._give(request, replica)
+        self._give(request, replica, prompt)
 
     def _longest_context(self) -> int:
         decode = self.settings.decode
@@ -142,9 +145,9 @@ class Cluster:
             self.settings.serve.shape.context, decode.shape.context if decode else self.settings.serve.shape.context
         )
 
-    def _give(self, request: Request, replica: Replica, transferred: int = 0) -> None:
+    def _give(self, request: Request, replica: Replica, prompt: Prompt, transferred: int = 0) -> None:
         self._requests[request.request_id] = request
-        replica.add(request, transferred)
+        replica.add(request, prompt, transferred)
         if not replica.busy:  # it starts once all events of this moment have been handled
             replica.busy = True
             heappush(self._steps, (self.now, next(self._order), replica, None))
@@ -162,10 +165,11 @@ class Cluster:
         heappush(self._steps, (outcome.end, next(self._order), replica, outcome))
 
     def _end_step(self, replica: Replica, outcome: StepOutcome) -> None:
+        replica.started(outcome.events)
         for record in self.records.take(outcome, self.now):
             request_id = str(record.arrival.number)
             request = self._requests.pop(request_id)
-            replica.leave(request)
+            replica.leave(request, self.now - record.first)
             if replica.pool == "prefill" and record.arrival.output_tokens > 1:
                 self._transfer(request, record, replica)
                 continue
@@ -185,7 +189,10 @@ class Cluster:
         )
 
         def arrive() -> None:
-            self._give(follow, self._decode_router.choose(follow, self._ready("decode")), len(request.prompt_ids))
+            prompt = Prompt((), follow.num_tokens)  # it comes as KV: nothing is looked up
+            self._give(
+                follow, self._decode_router.choose(prompt, self._ready("decode")), prompt, len(request.prompt_ids)
+            )
 
         self._at(source.link_free_at, arrive)
 
@@ -197,6 +204,8 @@ class Cluster:
     def _open_replica(self, pool: str, settings: PoolSettings, since: float = 0.0) -> None:
         replica = Replica(len(self.replicas), pool, settings.shape, settings.cost, self.settings.prefix_caching, since)
         replica.strides = self.settings.strides
+        if self._router.looks_up and pool != "decode":
+            replica.name_pages(lambda: self.now / 1e3)
         if settings.stages > 1:
             replica.pipeline = self._pipeline_of(pool, settings.stages)
         self.replicas.append(replica)

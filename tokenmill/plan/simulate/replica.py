@@ -6,10 +6,12 @@ what the step brought at that moment. Knows neither other replicas nor where req
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.kv.manager import KVManager
+from tokenmill.engine.kv.page_log import PageLog
 from tokenmill.engine.kv.policy import POLICIES
 from tokenmill.engine.order import DISCIPLINES
 from tokenmill.engine.pace import StepPace
@@ -18,9 +20,13 @@ from tokenmill.plan.simulate.engine_shape import EngineShape
 from tokenmill.plan.simulate.pipeline import Pipeline
 from tokenmill.plan.simulate.runner import CostModel, SimRunner
 from tokenmill.plan.simulate.stride import longest_stride, stride
+from tokenmill.route.prompt import Prompt
+from tokenmill.route.target import LoadReport, Target, Ticket
+from tokenmill.serve.tenants.limits import Pace
 from tokenmill.types import Request, ScheduledTokens, TokenEvent
 
 _SHORTEST_STRIDE = 2
+_ROOT = b"simulated"  # of all page names
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +61,15 @@ class Replica:
         self.since = now  # paid from here on
         self.until: float | None = None  # paid up to here
         self.link_free_at = 0.0  # when the last KV transfer from here is over
-        self.outstanding = 0  # requests assigned and not finished
-        self.outstanding_tokens = 0
         self.num_requests = 0
         self.num_steps = 0
         self.busy_ms = 0.0
         self.input_ms = 0.0
+        self._target = Target(number, lambda: 0.0)  # what the router knows of it, without delay
+        self._tickets: dict[str, Ticket] = {}
+        self._speed = Pace()
+        self._slots = shape.max_running
+        self._page_log: PageLog | None = None
         self._untried = False  # a request that may be able to start arrived since the last step
         self._waits = any(group.kind == "sliding" for group in shape.layout.groups)
 
@@ -72,23 +81,57 @@ class Replica:
     def kv_use(self) -> float:
         return 1.0 - self.kv.num_available / self.kv.num_pages
 
-    def matched_tokens(self, request: Request) -> int:
-        """How many of its tokens this replica has in its prefix cache."""
-        return self.kv.match(request).num_tokens
+    # --- what the router sees ---
 
-    def add(self, request: Request, transferred: int = 0) -> None:
+    def name_pages(self, clock: Callable[[], float]) -> None:
+        """Have the router told which pages are cached here; `clock` in seconds."""
+        self._target = Target(self.number, clock)
+        self._target.root, self._target.page_size = _ROOT, self.kv.layout.page_size
+        self._page_log = self.kv.watch(_ROOT)
+
+    @property
+    def outstanding(self) -> int:
+        return self._target.outstanding
+
+    @property
+    def outstanding_tokens(self) -> int:
+        return self._target.outstanding_tokens
+
+    def matched_tokens(self, prompt: Prompt) -> int:
+        """How many of its tokens are cached here, or will be."""
+        if self._page_log is not None:
+            stored, removed = self._page_log.take()
+            self._target.pages.apply((name for name, _ in stored), removed)
+        return self._target.matched_tokens(prompt)
+
+    def wait_seconds(self, uncached: int) -> float:
+        rate, service = self._speed.prompt_rate, self._speed.service_seconds or 0.0
+        self._target.report = LoadReport(
+            self._slots, prompt_token_seconds=1 / rate if rate else 0.0, service_seconds=service
+        )
+        return self._target.wait_seconds(uncached)
+
+    # --- requests ---
+
+    def add(self, request: Request, prompt: Prompt, transferred: int = 0) -> None:
         if transferred:
             self.runner.transferred[request] = transferred
         self.core.add(request)
-        self.outstanding += 1
-        self.outstanding_tokens += request.num_tokens + request.params.max_tokens
+        self._tickets[request.request_id] = self._target.open(prompt, request.params.max_tokens)
         self.num_requests += 1
         self._untried = self._untried or self.scheduler.num_waiting == 1
 
-    def leave(self, request: Request) -> None:
-        """A request of this replica has its last token."""
-        self.outstanding -= 1
-        self.outstanding_tokens -= len(request.prompt_ids) + request.params.max_tokens
+    def started(self, events: list[TokenEvent]) -> None:
+        """These tokens came: a first one among them ends the wait of its request."""
+        for event in events:
+            ticket = self._tickets.get(event.request_id)
+            if ticket is not None:
+                ticket.started()
+
+    def leave(self, request: Request, service_ms: float) -> None:
+        """A request of this replica has its last token, so long after its first."""
+        self._tickets.pop(request.request_id).close()
+        self._speed.record_service(service_ms / 1e3)
         self.runner.transferred.pop(request, None)
 
     def begin(self, now: float, bound: float) -> StepOutcome:
@@ -107,6 +150,7 @@ class Replica:
         if self.num_preemptions > preemptions:
             self.runner.decodes_only = False
         self.input_ms += self.runner.input_ms
+        self._speed.record_step(self.kv.stats)
         self.num_steps += 1
         self.busy_ms += self.runner.ms
         end = self.pipeline.end(now, self.runner.ms) if self.pipeline else now + self.runner.ms

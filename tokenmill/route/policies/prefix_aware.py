@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tokenmill.plan.simulate.replica import Replica
-from tokenmill.plan.simulate.routing.base import Router
-from tokenmill.plan.simulate.routing.least_loaded import load
-from tokenmill.types import Request
+from tokenmill.route.policies.base import AnyCandidate, Policy, Sized
+from tokenmill.route.policies.least_loaded import load
 
 _LEAST_MATCH = 0.1  # of the prompt
 _MORE_REQUESTS = 8  # than the idlest replica, and
 _TIMES_AS_MANY = 1.5
 
 
-class PrefixAware(Router):
-    def choose(self, request: Request, replicas: Sequence[Replica]) -> Replica:
+class PrefixAware(Policy):
+    looks_up = True
+
+    def choose(self, request: Sized, replicas: Sequence[AnyCandidate]) -> AnyCandidate:
         idlest = min(replicas, key=load)
         matches = [(replica.matched_tokens(request), replica) for replica in replicas]
         most = max(tokens for tokens, _ in matches)
