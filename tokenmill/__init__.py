@@ -37,9 +37,16 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import the engine (and with it torch) only when it is asked for: `tokenmill --help` stays instant."""
+    """Import the engine only when it is asked for: `tokenmill --help` stays instant."""
     if name in _LAZY:
         from importlib import import_module
 
-        return getattr(import_module(_LAZY[name]), name)
+        try:
+            return getattr(import_module(_LAZY[name]), name)
+        except ModuleNotFoundError as error:
+            if error.name != "torch":
+                raise
+            raise UserError(
+                f"torch is not installed, and {name} computes with it", "pip install 'tokenmill[torch]'"
+            ) from None
     raise AttributeError(f"module 'tokenmill' has no attribute '{name}'")

@@ -178,7 +178,7 @@ def _switch(engine: str, translation: Translation) -> PeerOption:
 
 
 _BY_CONTENT = "formats of quantized checkpoints are recognised by their content"
-_NO_PARALLEL = "this version runs a model on one device"
+_NO_PARALLEL = "ranks share a model evenly, and its adapters as they share its matrices"
 _USE_DEPLOY = "use --quantization or a smaller model, or `tokenmill deploy --engine vllm` for several devices"
 _NO_MEDIA = "this version takes text only"
 _OWN_CHOICE = "this engine chooses it by itself and says what it chose"
@@ -241,14 +241,11 @@ _VLLM: dict[str, PeerOption] = {
         "vLLM",
         only(("auto",), "the compute type follows the device (float32 on a CPU, bfloat16 on a GPU)", "leave it out"),
     ),
-    "tensor_parallel_size": PeerOption("vLLM", only((1,), _NO_PARALLEL, _USE_DEPLOY), short=("-tp",)),
-    "pipeline_parallel_size": PeerOption("vLLM", only((1,), _NO_PARALLEL, _USE_DEPLOY), short=("-pp",)),
-    "data_parallel_size": PeerOption(
-        "vLLM", only((1,), _NO_PARALLEL, "start one server per device behind a load balancer"), short=("-dp",)
+    "enable_expert_parallel": _switch("vLLM", means("expert_parallel")),
+    "distributed_executor_backend": PeerOption(
+        "vLLM", only(("uni", "mp"), "ranks are processes of one host", "leave it out")
     ),
-    "enable_expert_parallel": _switch("vLLM", refused(_NO_PARALLEL, _USE_DEPLOY)),
-    "distributed_executor_backend": PeerOption("vLLM", only(("uni",), _NO_PARALLEL, _USE_DEPLOY)),
-    "nnodes": PeerOption("vLLM", only((1,), _NO_PARALLEL, _USE_DEPLOY)),
+    "nnodes": PeerOption("vLLM", only((1,), "ranks are processes of one host", _USE_DEPLOY)),
     "cpu_offload_gb": PeerOption(
         "vLLM",
         only(
@@ -347,7 +344,9 @@ _OTHERS: dict[str, PeerOption] = {
     "chunked_prefill_size": PeerOption("SGLang", means("batch_tokens")),
     "mem_fraction_static": PeerOption("SGLang", means("gpu_memory_utilization")),
     "disable_radix_cache": _switch("SGLang", inverted("prefix_caching")),
-    "tp_size": PeerOption("SGLang", only((1,), _NO_PARALLEL, _USE_DEPLOY), short=("--tp",)),
+    "tp_size": PeerOption("SGLang", means("tensor_parallel_size"), short=("--tp", "-tp")),
+    "dp_size": PeerOption("SGLang", means("data_parallel_size"), short=("--dp", "-dp")),
+    "pp_size": PeerOption("SGLang", means("pipeline_parallel_size"), short=("--pp", "-pp")),
     # Ollama's Modelfile parameters
     "num_ctx": PeerOption("Ollama", means("context")),
     "num_predict": PeerOption("Ollama", means("max_tokens")),

@@ -161,12 +161,13 @@ class _Connection(asyncio.Protocol):
         self._now = 0.0
         self.used = 0.0
         self.open = True
+        self.answered = False  # a byte of the current answer has come
 
     async def exchange(self, data: bytes, sample: Sample, keep_text: bool) -> None:
         assert self._transport is not None
         self._parser = httptools.HttpResponseParser(self)
         self._reader, self._sample = EventReader(sample, keep_text), sample
-        self._status, self._refusal = 0, b""
+        self._status, self._refusal, self.answered = 0, b"", False
         self._done = asyncio.get_running_loop().create_future()
         self._transport.write(data)
         await self._done
@@ -183,6 +184,7 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._now = time.perf_counter()
+        self.answered = True
         if self._parser is None:
             self.close()
             return
@@ -258,7 +260,13 @@ class StreamClient:
         try:
             async with asyncio.timeout(timeout):
                 connection = await self._connect()
+                used = bool(connection.used)
                 await connection.exchange(data, sample, self._keep_text)
+                if used and not connection.open and not connection.answered:
+                    # The server closed a kept connection while the request was on its way: nobody has read it.
+                    sample.error, sample.ended = "", 0.0
+                    connection = await self._connect(new=True)
+                    await connection.exchange(data, sample, self._keep_text)
         except TimeoutError:
             sample.error = f"no complete answer within {timeout:.6g} s"
         except OSError as error:
@@ -276,9 +284,9 @@ class StreamClient:
             connection.close()
         self._idle.clear()
 
-    async def _connect(self) -> _Connection:
+    async def _connect(self, new: bool = False) -> _Connection:
         now = time.perf_counter()
-        while self._idle:
+        while self._idle and not new:
             connection = self._idle.pop()
             if connection.open and now - connection.used < _IDLE_SECONDS:
                 return connection

@@ -40,6 +40,11 @@ def deploy(
     tp: Annotated[int, typer.Option(help="Fix the tensor-parallel size.")] = 0,
     name: Annotated[str, typer.Option(help="Name of the objects and in the API. Default: from MODEL.")] = "",
     split: Annotated[str, typer.Option(metavar="P:D", help="Prefill and decode in pools of P and D replicas.")] = "",
+    router: Annotated[bool, typer.Option("--router", help="Kubernetes: our router in front of one pool.")] = False,
+    nodes: Annotated[int, typer.Option(help="Kubernetes: nodes that a replica spans (LeaderWorkerSet).")] = 1,
+    gateway: Annotated[
+        str, typer.Option(metavar="NAME", help="Kubernetes: Gateway that leads to an InferencePool of the pods.")
+    ] = "",
     autoscaler: Annotated[str, typer.Option(help="Kubernetes: keda, hpa or none.")] = "keda",
     max_replicas: Annotated[int, typer.Option(help="Kubernetes: maximum replicas. 0: twice the plan's.")] = 0,
     prometheus: Annotated[str, typer.Option(help="Prometheus address that KEDA queries.")] = "",
@@ -49,6 +54,7 @@ def deploy(
 ) -> None:
     """Write what deploys MODEL: flags valid today, probes that see progress, scaling on queue and KV use."""
     from tokenmill.deploy.autoscaling import PROMETHEUS
+    from tokenmill.deploy.cluster import Cluster
     from tokenmill.deploy.render import find_engine, render
     from tokenmill.deploy.serving import from_plan
     from tokenmill.deploy.split import parse_split
@@ -70,10 +76,15 @@ def deploy(
         target,
         chosen or find_engine(planned["plan"]["engine"]),
         serving,
-        split=parse_split(split) if split else None,
-        scaler=autoscaler,
-        prometheus=prometheus or PROMETHEUS,
-        max_replicas=max_replicas,
+        Cluster(
+            parse_split(split) if split else None,
+            router,
+            nodes,
+            gateway,
+            autoscaler,
+            prometheus or PROMETHEUS,
+            max_replicas,
+        ),
     )
     result: dict[str, Any] = {
         "command": list(found.command),

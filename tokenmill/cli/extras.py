@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 EXTRAS = {
+    "torch": ("torch",),
     "serve": ("fastapi", "starlette", "uvicorn", "uvloop", "httptools", "msgspec", "zmq", "prometheus_client"),
     "gpu": ("triton", "pynvml"),
     "otel": ("opentelemetry",),
     "redis": ("redis",),
+    "ray": ("ray",),
 }
-_GROUPS = ("bench", "eval")  # verbs with a second word
+_GROUPS = ("bench", "eval", "ray")  # verbs with a second word
 
 
 def missing_extra(error: ModuleNotFoundError, arguments: Sequence[str]) -> tuple[str, str] | None:

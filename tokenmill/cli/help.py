@@ -18,6 +18,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "run": "Answer one prompt",
         "chat": "Talk with a model on the terminal",
         "serve": "Serve models over HTTP (OpenAI, Ollama and Anthropic APIs)",
+        "route": "Route requests to several servers by what they have cached",
         "run-batch": "Answer a file of requests (OpenAI's batch format), resumable",
         "embed": "Vectors of the texts in a file, by an embedding model",
         "pull": "Download a model, or find it in the cache",
@@ -42,6 +43,7 @@ GROUPS: dict[str, dict[str, str]] = {
     "Plan and deploy": {
         "plan": "The cheapest deployment that keeps your latency promises",
         "simulate": "A load on hardware you may not have, through the real scheduler",
+        "ray": "Serve on a Ray cluster: deploy, upgrade, status, delete",
         "deploy": "Launch lines, Kubernetes manifests, compose files, systemd units",
     },
 }

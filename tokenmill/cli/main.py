@@ -1,7 +1,8 @@
 """The `tokenmill` command: registers the verbs and turns failures into two lines and an exit code.
 
 Exit 0: done; 2: bad input, with the remedy; 1: a bug of ours; 130: interrupted. `error: MESSAGE` and `try: REMEDY` go
-to stderr. Verbs import the engine only when they run, so that help is instant.
+to stderr. Only the verb that is asked for is imported, and it imports the engine only when it runs, so that help is
+instant.
 """
 
 from __future__ import annotations
@@ -9,33 +10,12 @@ from __future__ import annotations
 import difflib
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
 
 from tokenmill import __version__
-from tokenmill.cli import (
-    bench,
-    chat,
-    convert,
-    deploy,
-    doctor,
-    embed,
-    evaluation,
-    finetune,
-    inspection,
-    local_models,
-    optimize,
-    plan,
-    pull,
-    quantize,
-    run,
-    run_batch,
-    serve,
-    served_models,
-    simulate,
-    train_draft,
-)
 from tokenmill.cli.extras import missing_extra
 from tokenmill.cli.help import VerbGroup
 from tokenmill.cli.output import print_error
@@ -46,36 +26,53 @@ from tokenmill.log import configure, get_logger
 # Typer carries its own copy of click or uses the installed one, by version: this is the usage error of either.
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
-app = typer.Typer(
-    name="tokenmill",
-    cls=VerbGroup,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-app.command("pull")(pull.pull)
-app.command("run")(run.run)
-app.command("chat")(chat.chat)
-app.command("serve")(serve.serve)
-app.command("run-batch")(run_batch.run_batch)
-app.command("embed")(embed.embed)
-app.command("ps")(served_models.ps)
-app.command("stop")(served_models.stop)
-app.command("list")(local_models.list_models)
-app.command("rm")(local_models.remove_model)
-app.command("plan")(plan.plan)
-app.command("deploy")(deploy.deploy)
-app.command("simulate")(simulate.simulate)
-app.command("quantize")(quantize.quantize)
-app.command("optimize")(optimize.optimize)
-app.command("convert")(convert.convert)
-app.command("finetune")(finetune.finetune)
-app.command("train-draft")(train_draft.train_draft)
-app.command("inspect")(inspection.inspect)
-app.command("doctor")(doctor.doctor)
-app.add_typer(bench.app, name="bench")
-app.add_typer(evaluation.app, name="eval")
-accept_peer_flags(app)
+_VERBS = {  # module and function; of a group, its Typer
+    "pull": "pull:pull",
+    "run": "run:run",
+    "chat": "chat:chat",
+    "serve": "serve:serve",
+    "route": "route:route",
+    "run-batch": "run_batch:run_batch",
+    "embed": "embed:embed",
+    "ps": "served_models:ps",
+    "stop": "served_models:stop",
+    "list": "local_models:list_models",
+    "rm": "local_models:remove_model",
+    "plan": "plan:plan",
+    "deploy": "deploy:deploy",
+    "simulate": "simulate:simulate",
+    "quantize": "quantize:quantize",
+    "optimize": "optimize:optimize",
+    "convert": "convert:convert",
+    "finetune": "finetune:finetune",
+    "train-draft": "train_draft:train_draft",
+    "inspect": "inspection:inspect",
+    "doctor": "doctor:doctor",
+    "ray": "ray:app",
+    "bench": "bench:app",
+    "eval": "evaluation:app",
+}
+
+
+def make_app(words: Sequence[str] = ()) -> typer.Typer:
+    """The command with all its verbs, or with the one that `words` begin with: the others need not be imported."""
+    app = typer.Typer(
+        name="tokenmill",
+        cls=VerbGroup,
+        pretty_exceptions_enable=False,
+        rich_markup_mode="rich",
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    for name in words[:1] if words[:1] and words[0] in _VERBS else _VERBS:
+        module, _, attribute = _VERBS[name].partition(":")
+        verb = getattr(import_module(f"tokenmill.cli.{module}"), attribute)
+        if isinstance(verb, typer.Typer):
+            app.add_typer(verb, name=name)
+        else:
+            app.command(name)(verb)
+    accept_peer_flags(app)
+    app.callback(invoke_without_command=True)(root)
+    return app
 
 
 def _show_version(wanted: bool) -> None:
@@ -84,7 +81,6 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback(invoke_without_command=True)
 def root(
     context: typer.Context,
     _version: Annotated[
@@ -101,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 must not end an answer
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        code = app(words, "tokenmill", standalone_mode=False)
+        code = make_app(words)(words, "tokenmill", standalone_mode=False)
         return code if isinstance(code, int) else 0
     except UserError as error:
         return _fail(error.problem, error.remedy, 2)

@@ -15,7 +15,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from tokenmill.cli.values import parse_biases, parse_ids
-from tokenmill.config import BY_DEFAULT, EngineConfig, from_environment, option_fields
+from tokenmill.config import BY_DEFAULT, TRANSFER_OPTIONS, EngineConfig, from_environment, option_fields
 from tokenmill.log import configure
 from tokenmill.types import SamplingParams
 
@@ -64,8 +64,8 @@ Verbose = Annotated[
 
 
 def engine_options(*, without: tuple[str, ...] = (), **defaults: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Add the flags of EngineConfig; the verb gets `engine`. `defaults` are the verb's own."""
-    specs = [spec for spec in option_fields(EngineConfig) if spec.name not in without]
+    """Add the flags of EngineConfig, but those of servers; the verb gets `engine`. `defaults` are the verb's own."""
+    specs = [spec for spec in option_fields(EngineConfig) if spec.name not in (*without, *TRANSFER_OPTIONS)]
     flags = [flag for spec in specs for flag in _option_flags(spec, defaults.get(spec.name, spec.default))]
 
     def build(given: Mapping[str, Any]) -> EngineConfig:

@@ -15,7 +15,7 @@ from tokenmill.cli.progress import progress_bar
 from tokenmill.cli.render.units import duration, size
 from tokenmill.cli.screens.quantize import quantize_screen
 from tokenmill.config import parse_count, parse_size
-from tokenmill.errors import UserError
+from tokenmill.errors import UserError, unknown_name
 
 if TYPE_CHECKING:
     from tokenmill.quantize.finish import GateRequest
@@ -55,7 +55,10 @@ def quantize(
         typer.Option(help="A method, or several joined by '+', such as smoothquant+gptq. Default: gptq; for GGUF rtn."),
     ] = "",
     format: Annotated[
-        str, typer.Option(help="compressed-tensors, gptq, gptq_v2, awq, bitsandbytes, fp8 or gguf. Default: what fits.")
+        str,
+        typer.Option(
+            help="compressed-tensors, gptq, gptq_v2, awq, bitsandbytes, fp8, dense, sparse-24 or gguf. Default: by fit."
+        ),
     ] = "",
     bits: Annotated[int | None, typer.Option(help="Bits per weight, where the method allows a choice.")] = None,
     group_size: Annotated[
@@ -66,6 +69,9 @@ def quantize(
         bool | None,
         typer.Option("--symmetric/--asymmetric", help="Without or with zero points. Default: the method's."),
     ] = None,
+    activations: Annotated[
+        str, typer.Option(help="Rounding of the inputs: int8 or fp8 (W4A8), fp4, none. Default: the method's.")
+    ] = "",
     option: Annotated[
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="Option of a method. Repeatable.")
     ] = None,
@@ -76,6 +82,23 @@ def quantize(
     recipe: Annotated[
         Path | None, typer.Option(metavar="FILE", help="A recipe in YAML instead of these flags.")
     ] = None,
+    file_size: Annotated[
+        int,
+        typer.Option(
+            "--size",
+            parser=parse_size,
+            metavar="SIZE",
+            help="mixed only: bytes that the weights may take, such as 900MB.",
+        ),
+    ] = 0,
+    tune_scales: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            metavar="STEPS",
+            help="Then learn scales and norms against the unquantized model's logits, in so many steps, such as 100.",
+        ),
+    ] = 0,
     type: Annotated[str, typer.Option(help="GGUF only: type or mix of the file, such as Q4_K_M.")] = "",
     dtype: Annotated[
         str, typer.Option(help="Dtype of unquantized tensors: auto, float16, bfloat16 or float32.")
@@ -115,6 +138,12 @@ def quantize(
             min=0.0, metavar="NATS", help="Maximum mean KL divergence. Default: 2 ln(1 + --max-quality-loss), 0.098."
         ),
     ] = None,
+    drop_layers: Annotated[
+        int, typer.Option(min=0, help="Blocks to leave out: those whose absence costs least on the calibration text.")
+    ] = 0,
+    kv_scales: Annotated[
+        bool, typer.Option("--kv-scales", help="Also write calibrated scales of an FP8 KV cache (k_scale, v_scale).")
+    ] = False,
     restart: Annotated[bool, typer.Option("--restart", help="Discard the unfinished work of an earlier run.")] = False,
     as_json: AsJson = False,
     _verbose: Verbose = False,
@@ -131,20 +160,42 @@ def quantize(
             "--format": format not in ("", "gguf"),
             "--recipe": recipe,
             "--group-size": group_size,
-            "--option": option,
+            "--option": option and method != "mixed",
+            "--activations": activations,
+            "--kv-scales": kv_scales,
+            "--drop-layers": drop_layers,
+            "--tune-scales": tune_scales,
         }
         if any(wrong.values()):
             raise UserError(
                 f"{', '.join(name for name, given in wrong.items() if given)} does not go with a GGUF",
-                "give --type (such as Q4_K_M) or --bits, and --method rtn or imatrix",
+                "give --type (such as Q4_K_M) or --bits, and --method rtn, imatrix or mixed",
             )
         from tokenmill.quantize.gguf_job import GGUFJob, run_gguf_job
 
+        by_limit = method == "mixed" and not (type or bits or file_size)
         gguf = GGUFJob(
-            model, out, method or "rtn", type, bits, calibration, calibration_samples, calibration_length, device
+            model,
+            out,
+            method or "rtn",
+            type,
+            bits,
+            calibration,
+            calibration_samples,
+            calibration_length,
+            device,
+            size=file_size,
+            max_kld=(max_kld or 0.0) if by_limit else 0.0,
+            **mixed_options(parse_options(option or [])),
         )
         with progress_bar("blocks") as advance:
-            report = run_gguf_job(gguf, limits, memory, lambda done, total, _: advance(done, total))
+            report = run_gguf_job(
+                gguf,
+                limits,
+                memory,
+                lambda done, total, _: advance(done, total),
+                lambda seconds: print(f"mixed to gguf: about {duration(seconds)}", file=sys.stderr),
+            )
         emit(report, as_json, lambda: quantize_screen(report, model))
         return
     from tokenmill.quantize.device import describe_device
@@ -153,15 +204,22 @@ def quantize(
     from tokenmill.quantize.recipe_file import read_recipe
 
     if recipe is not None:
-        if option or bits is not None or group_size is not None or symmetric is not None or method:
+        if option or bits is not None or group_size is not None or symmetric is not None or method or activations:
             raise UserError(
-                "--recipe already names the method", "leave out --method, --bits, --group-size and --option"
+                "--recipe already names the method",
+                "leave out --method, --bits, --group-size, --activations and --option",
             )
         request = read_recipe(recipe)
         request = replace(request, ignore=(*request.ignore, *(ignore or ())))
     else:
         request = RecipeRequest(
-            method or "gptq", bits, group_size, symmetric, parse_options(option or []), tuple(ignore or ())
+            method or "gptq",
+            bits,
+            group_size,
+            symmetric,
+            parse_options(option or []),
+            tuple(ignore or ()),
+            activations=activations,
         )
     job = QuantizeJob(
         model=model,
@@ -176,6 +234,10 @@ def quantize(
         threads=threads,
         device=device,
         restart=restart,
+        drop_layers=drop_layers,
+        kv_scales=kv_scales,
+        size=file_size,
+        tune=tune_scales,
         gate=limits,
     )
     prepared = prepare(job)
@@ -190,6 +252,14 @@ def quantize(
     with progress_bar("blocks") as advance:
         result = asdict(run_job(prepared, lambda done, total, _: advance(done, total)))
     emit(result, as_json, lambda: quantize_screen(result, model))
+
+
+def mixed_options(options: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
+    """Of mixed precision in a GGUF: types=Q4_K,Q6_K, the types that matrices may get."""
+    for name, _ in options:
+        if name != "types":
+            raise unknown_name("option of mixed in a GGUF", name, ["types"])
+    return {name: tuple(each.strip().upper() for each in value.split(",")) for name, value in options}
 
 
 def gate_request(

@@ -29,6 +29,13 @@ def run_batch(
     served_model_name: Annotated[
         list[str] | None, typer.Option(help="Further name of the model in requests. Repeatable.")
     ] = None,
+    ray: Annotated[bool, typer.Option("--ray", help="Answer by workers on a Ray cluster.")] = False,
+    ray_workers: Annotated[int, typer.Option(help="Workers on the cluster, each with an engine.")] = 1,
+    ray_cpus: Annotated[float, typer.Option(help="CPUs of each worker.")] = 1.0,
+    ray_gpus: Annotated[float, typer.Option(help="GPUs of each worker.")] = 0.0,
+    ray_address: Annotated[
+        str, typer.Option(help="Of the cluster; default: RAY_ADDRESS, one that runs here, or a new one.")
+    ] = "",
     as_json: AsJson = False,
     _verbose: Verbose = False,
     *,
@@ -36,11 +43,17 @@ def run_batch(
 ) -> None:
     """Answer a file of requests (chat, completions, embeddings) and exit. Run it again to go on after a kill."""
     from tokenmill.serve.offline import MAX_LINE, Counts
-    from tokenmill.serve.offline import run_batch as answer_file
+    from tokenmill.serve.offline import run_batch as answer_here
 
     config = ServeConfig(
         served_model_name=tuple(served_model_name or ()), max_body_bytes=MAX_LINE, spare_engine=False, access_log=False
     )
+    workers = None
+    if ray:
+        from tokenmill.ray.batch import Workers
+        from tokenmill.ray.batch import run_batch as answer_on_ray
+
+        workers = Workers(ray_workers, ray_cpus, ray_gpus, ray_address)
     began = reported = time.monotonic()
     with progress_bar("answering") as advance:
 
@@ -55,7 +68,8 @@ def run_batch(
                 print(line, file=sys.stderr, flush=True)
 
         try:
-            counts = answer_file(model, input_file, output_file, config, engine, progress)
+            job = (model, input_file, output_file, config, engine, progress)
+            counts = answer_on_ray(*job, workers) if workers is not None else answer_here(*job)
         except KeyboardInterrupt:
             print("stopped; the same command goes on where this one ended", file=sys.stderr)
             raise

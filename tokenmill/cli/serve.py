@@ -38,6 +38,7 @@ def serve(
     named = models or ([] if "models" in in_file else [DEFAULT_MODEL])
     catalog = read_catalog(named, given, in_file, config or "")
     configure("warning" if quiet else "info")
+    from tokenmill.route.engine_group import EngineGroup
     from tokenmill.serve.server import run_server
 
-    run_server(catalog, print_json if as_json else None)
+    run_server(catalog, print_json if as_json else None, EngineGroup)

@@ -67,7 +67,7 @@ def simulate(
     keep_itl: Annotated[bool, typer.Option(help="Schedule as `serve --itl` does: prompts wait for --itl.")] = False,
     replicas: Annotated[int, typer.Option(rich_help_panel=_FLEET, help="Replicas; 0: by --tp.")] = 0,
     router: Annotated[
-        str, typer.Option(rich_help_panel=_FLEET, help="round_robin, least_loaded or prefix_aware.")
+        str, typer.Option(rich_help_panel=_FLEET, help="round_robin, least_loaded, prefix_aware or least_wait.")
     ] = "round_robin",
     prefill: Annotated[int, typer.Option(rich_help_panel=_FLEET, help="Disaggregated: prefill engines.")] = 0,
     decode: Annotated[int, typer.Option(rich_help_panel=_FLEET, help="Disaggregated: decode engines.")] = 0,

@@ -76,7 +76,7 @@ def train_draft(
     source = _read(text) if text is not None else ""
     asked = read_prompts(prompts) if prompts is not None else []
     longest = 0 if asked else window + 1
-    with LLM(model, replace(engine, prefix_caching=False).fill("the longest text", context=longest)) as llm:
+    with LLM(model, replace(engine, prefix_caching=False).fill("longest text", context=longest), tensors=True) as llm:
         seen = seen_layers(llm, plan)
         if asked:
             states = own_answers(llm, asked, tokens, window // 2, seen)

@@ -79,7 +79,7 @@ def train_drafter(order: TrainDrafter) -> Built:
     than `order.seconds`."""
     began = time.monotonic()
     plan = TrainingPlan(kind=order.kind, steps=order.steps, batch=_BATCH, seed=order.config.seed)
-    with LLM(str(order.model), order.config) as llm:
+    with LLM(str(order.model), order.config, tensors=True) as llm:
         window = llm.parts.config.context - 1
         forecast = forecast_training(llm, plan, order.tokens)
         require_time("training a drafter", forecast * order.slowdown, order.seconds)

@@ -95,8 +95,9 @@ def parse_weights(name: str) -> WeightChoice:
 
 
 def registered_mixes() -> list[str]:
-    """Every quantized GGUF mix, then those of few bits again with importance weights."""
-    mixes = [mix.name for mix in MIXES.values() if not mix.is_plain]
+    """Every quantized GGUF mix, then those of few bits again with importance weights. Points of grids and three levels
+    are for models that do not fit otherwise: they are tried where they are named."""
+    mixes = [mix.name for mix in MIXES.values() if not mix.is_plain and not mix.is_low_bit]
     return [*mixes, *(_IMPORTANCE + name for name in mixes if _digit(name) < _IMPORTANCE_BITS)]
 
 

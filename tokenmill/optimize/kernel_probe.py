@@ -61,6 +61,8 @@ class KernelProbe:
         return self._measure(lambda: _ggml_weight(type_name, self.outputs, self.inputs, self._device))
 
     def scheme(self, scheme: Scheme) -> KernelSpeed:
+        if scheme.element == "float":  # pruned: zeros are multiplied like other weights
+            return self.ggml("BF16")
         return self._measure(lambda: _MadeUpWeight(scheme, self.outputs, self.inputs, self._device))
 
     def _measure(self, make: Callable[[], LinearWeight]) -> KernelSpeed:

@@ -53,6 +53,16 @@ _LIKE = {  # mixes that the quality tables do not list -> the listed one with as
     "q5_0": "q5_k_m",
     "q5_1": "q5_k_m",
     "q5_k_s": "q5_k_m",
+    "iq3_xxs": "q3_k_m",
+    "iq3_xs": "q3_k_m",
+    "iq3_s": "q3_k_m",
+    "iq3_m": "q3_k_m",
+    "iq2_xxs": "q2_k",
+    "iq2_xs": "q2_k",
+    "iq2_s": "q2_k",
+    "iq2_m": "q2_k",
+    "tq1_0": "q2_k",
+    "tq2_0": "q2_k",
 }
 
 

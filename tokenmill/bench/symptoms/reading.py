@@ -79,6 +79,18 @@ SERVERS = (TOKENMILL, VLLM, LLAMACPP)  # in the order in which they are looked f
 
 
 @dataclass(frozen=True, slots=True)
+class Drafting:
+    """What a server has decided about drafts in steps of so many sequences."""
+
+    model: str
+    drafter: str
+    sequences: str
+    on: bool
+    gain: float  # of the time, when it was last measured
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Reading:
     server: str
     seconds: float  # that the differences are of; 0: all is since the start of the server
@@ -110,6 +122,7 @@ class Reading:
     drafted: float | None = None
     accepted: float | None = None
     drafting_saved: float | None = None
+    drafting: list[Drafting] = field(default_factory=list)
     gpu_utilization: float | None = None
     gpu_memory_share: float | None = None
     host_memory_share: float | None = None  # that is left
@@ -161,10 +174,28 @@ def read(first: Scrape, last: Scrape) -> Reading:
         drafted=delta.any(("tokenmill_drafted_tokens_total", "vllm:spec_decode_num_draft_tokens_total")),
         accepted=delta.any(("tokenmill_accepted_tokens_total", "vllm:spec_decode_num_accepted_tokens_total")),
         drafting_saved=last.total("tokenmill_drafting_saved_seconds"),
+        drafting=_drafting(last),
         gpu_utilization=last.highest("tokenmill_gpu_utilization_ratio"),
         gpu_memory_share=_share(last, "tokenmill_gpu_memory_used_bytes", "tokenmill_gpu_memory_total_bytes"),
         host_memory_share=_share(last, "tokenmill_host_memory_available_bytes", "tokenmill_host_memory_bytes"),
     )
+
+
+def _drafting(scraped: Scrape) -> list[Drafting]:
+    """Ordered by model, drafter and number of sequences."""
+    found = []
+    for each in scraped.samples.get("tokenmill_drafting_on", ()):
+        gain = scraped.total("tokenmill_drafting_gain", **each.labels) or 0.0
+        model, drafter, sequences, reason = (
+            each.labels.get(label, "") for label in ("model_name", "drafter", "sequences", "reason")
+        )
+        found.append(Drafting(model, drafter, sequences, each.value > 0, gain, reason))
+    return sorted(found, key=lambda each: (each.model, each.drafter, _first_number(each.sequences)))
+
+
+def _first_number(text: str) -> int:
+    digits = text.partition("-")[0]
+    return int(digits) if digits.isdecimal() else 0
 
 
 def _busy(names: Names, first: Scrape, last: Scrape) -> bool:

@@ -175,7 +175,7 @@ def _latency(reading: Reading) -> Iterator[Finding]:
 def _speculation(reading: Reading) -> Iterator[Finding]:
     if reading.drafting_saved is not None and reading.drafting_saved < -1.0:
         evidence = f"drafting has cost {-reading.drafting_saved:.1f} s net"
-        yield Finding("hint", "speculation loses time", evidence, "serve without --speculate")
+        yield Finding("hint", "speculation loses time", evidence, "serve with --speculate off")
     elif reading.drafted and reading.accepted is not None and reading.accepted < 0.3 * reading.drafted:
         evidence = f"{reading.accepted / reading.drafted:.0%} of the drafted tokens held"
         fix = "draft fewer tokens, or none: most of the work is thrown away"

@@ -18,7 +18,20 @@ def symptoms_screen(result: Result) -> Screen:
         )
         for found in result["findings"]
     ]
-    return Screen(headline, _VERDICTS[result["verdict"]], [*sections, _numbers(result["reading"])])
+    sections.append(_numbers(result["reading"]))
+    if result["reading"]["drafting"]:
+        sections.append(_drafting(result["reading"]["drafting"]))
+    return Screen(headline, _VERDICTS[result["verdict"]], sections)
+
+
+def _drafting(decisions: list[Result]) -> Facts:
+    several = len({each["model"] for each in decisions}) > 1
+    rows: list[tuple[str, Value]] = []
+    for each in decisions:
+        name = f"{each['model']}, {each['drafter']}" if several else each["drafter"]
+        effect = f"{'wins' if each['gain'] >= 0 else 'loses'} {percent(abs(each['gain']))} of the time"
+        rows.append((f"{name} at {each['sequences']}", f"{'on' if each['on'] else 'off'}: {effect} ({each['reason']})"))
+    return Facts("Drafts, by sequences in a step", rows)
 
 
 def _numbers(reading: Result) -> Facts:
