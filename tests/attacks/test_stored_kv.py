@@ -22,9 +22,9 @@ from tests.e2e.serving import RunningServer, serving, wait_until
 from tests.redis_server import RedisServer
 
 _FLAGS = ("--context", "256", "--concurrency", "4")
-_PROMPT = [random.Random(7).randrange(300, 30_000) for _ in range(120)]
+_PROMPT = random.Random(7).choices(range(300, 30_000), k=120)
 _NUM_PAGES = 14  # full pages of eight before the last token of the prompt
-_OTHER = [random.Random(8).randrange(300, 30_000) for _ in range(120)]
+_OTHER = random.Random(8).choices(range(300, 30_000), k=120)
 
 
 def _ask(server: RunningServer, prompt: list[int] = _PROMPT) -> tuple[str, int]:
@@ -83,7 +83,7 @@ class HarmedPages:
 
 
 _REPLACED = ("forged", "forged and shorter", "shorter")
-_PROMPTS = {name: [random.Random(name).randrange(300, 30_000) for _ in range(120)] for name in ("each", *_REPLACED)}
+_PROMPTS = {name: random.Random(name).choices(range(300, 30_000), k=120) for name in ("each", *_REPLACED)}
 
 
 @pytest.fixture(scope="module")

@@ -63,7 +63,7 @@ def test_functions_are_offered_as_tools(client: Any) -> None:
 
 
 def test_the_model_is_listed(client: Any) -> None:
-    assert [model.model for model in client.list().models] == [MODEL]
+    assert client.list().models[0].model == MODEL  # others may have been pulled since
 
 
 def test_errors_are_the_clients_own(client: Any) -> None:

@@ -17,7 +17,7 @@ _cpu = pytest.importorskip("tokenmill.kernels._cpu", reason="the C++ kernels are
 ISAS = ["portable", "neon_dotprod", "neon_i8mm", "avx2", "avx512_vnni", "amx"]
 # The same sums in the same order, only with wider instructions.
 TWINS = [("neon_i8mm", "neon_dotprod"), ("amx", "avx512_vnni")]
-TYPES = ["Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K", "IQ4_NL"]
+TYPES = ["Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K", "IQ4_NL", "NVFP4", "IQ2_XXS", "IQ2_S", "IQ3_S", "IQ1_S", "TQ2_0"]
 ROWS, COLS = 75, 1536  # not whole panels; more than one chunk of the expanded product
 
 

@@ -264,10 +264,15 @@ def ggml_blocks(name: str, rows: int, depth: int) -> Tensor:
     kind = TYPES[name]
     blocks = torch.randint(0, 256, (rows * depth // kind.block_size, kind.block_bytes), dtype=torch.uint8)
     halves = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q4_1": (0, 2)}
-    for place in halves.get(name, (0, 2) if name == "Q5_1" else () if name == "MXFP4" else (0,)):
+    halves |= {"Q5_1": (0, 2), "MXFP4": (), "NVFP4": (), "IQ1_M": (), "TQ1_0": (52,), "TQ2_0": (64,)}
+    for place in halves.get(name, (0,)):
         blocks[:, place : place + 2] = (torch.rand(len(blocks), 1) * 0.01).half().view(torch.uint8)
     if name == "MXFP4":
         blocks[:, 0] = torch.randint(120, 130, (len(blocks),)).to(torch.uint8)
+    if name == "NVFP4":
+        blocks[:, :4] = blocks[:, :4] % 32 + 16
+    if name == "IQ1_M":  # the exponent of its scale, in the top bits of its last word
+        blocks[:, 55] = blocks[:, 55] & 15 | 0x20
     if name in ("Q4_K", "Q5_K"):
         blocks[::3, 4] = 0  # a group whose scale is 0 and whose minimum is not
     return blocks.view(rows, -1)
@@ -294,7 +299,7 @@ class Stored:
 
 @pytest.mark.parametrize("name", sorted(repack._GGML))
 def test_every_ggml_type(name: str) -> None:
-    rows, depth = 20, 512 if TYPES[name].block_size == 256 else 96
+    rows, depth = 20, 512 if TYPES[name].block_size == 256 else 3 * TYPES[name].block_size
     blocks = ggml_blocks(name, rows, depth)
     linear = make_linear(Stored(name, {"blocks": blocks}, (rows, depth)))
     assert name in linear.detail

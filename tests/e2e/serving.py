@@ -83,15 +83,9 @@ class RunningServer:
         assert self.load()["kv_pages_consistent"]
 
     def stop(self) -> int:
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
-            try:
-                self.process.wait(20)
-            except subprocess.TimeoutExpired:
-                os.killpg(self.process.pid, signal.SIGKILL)
-                self.process.wait()
+        code = end(self.process)
         self.http.close()
-        return self.process.returncode
+        return code
 
 
 @contextlib.contextmanager
@@ -101,6 +95,18 @@ def serving(model: Path, *flags: str, env: dict[str, str] | None = None) -> Iter
         yield server
     finally:
         server.stop()
+
+
+def end(process: subprocess.Popen[str]) -> int:
+    """By SIGTERM; its whole group is killed if that takes too long."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return process.returncode
 
 
 def wait_until(condition: Callable[[], bool], seconds: float) -> None:

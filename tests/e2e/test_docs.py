@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import typer.main
 
-from tokenmill.cli.main import UsageError, app
+from tokenmill.cli.main import UsageError, make_app
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "benchmarks/README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -35,7 +35,7 @@ def commands(text: str, program: str) -> Iterator[str]:
 
 def parse(arguments: list[str]) -> None:
     """Walk to the subcommand and let its own parser read the flags; nothing is run and no value is converted."""
-    command: Any = typer.main.get_command(app)
+    command: Any = typer.main.get_command(make_app())
     while hasattr(command, "commands") and arguments and arguments[0] in command.commands:
         command, arguments = command.commands[arguments[0]], arguments[1:]
     if hasattr(command, "commands"):
@@ -88,10 +88,10 @@ def test_files_that_are_named_exist(page: Path) -> None:
 
 def test_every_type_that_crosses_a_layer_is_listed() -> None:
     tree = ast.parse((ROOT / "tokenmill/types.py").read_text())
-    defined = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
+    defined = {node.name for node in tree.body if isinstance(node, ast.ClassDef)} | {"KvLease"}  # of leases.py
     text = (ROOT / "docs/architecture.md").read_text()
     assert defined == set(re.findall(r"`(\w+)`", text[text.index("| Type |") : text.index("## One request")]))
-    numbers = ["ten", "eleven", "twelve", "thirteen", "fourteen"]
+    numbers = ["ten", "eleven", "twelve", "thirteen", "fourteen", "fifteen"]
     assert f"its {numbers[len(defined) - 10]} types" in text
 
 

@@ -23,7 +23,7 @@ def _embed(path: Path, executor: str) -> tuple[torch.Tensor, int, torch.Tensor]:
     parts.core.add(Request("embed", _PROMPT, params, arrival=1, embeds=True))
     events = {event.request_id: event for event in parts.core.step()}
     assert events["plain"].embedding == []
-    head = parts.runtime.model.decoder.head
+    head = build_engine(path, EngineConfig(context=64), tensors=True).runtime.model.decoder.head
     found = events["embed"]
     return torch.tensor(found.embedding), found.token_ids[0], head.dequantize(0, head.out_features)
 

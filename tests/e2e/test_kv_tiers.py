@@ -18,7 +18,7 @@ from tokenmill.engine.outputs import RequestOutput
 from tokenmill.errors import UserError
 
 _GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
-_PROMPT = [random.Random(3).randrange(300, 30_000) for _ in range(100)]
+_PROMPT = random.Random(3).choices(range(300, 30_000), k=100)
 _CACHED = 96  # full pages of eight before the last token
 
 
@@ -83,7 +83,7 @@ def test_pages_that_memory_has_no_place_for_come_back(
     with LLM(model, context=256, concurrency=1, memory=33 * page, kv_host_memory=64 << 20) as llm:
         first = llm.generate(_PROMPT, _GREEDY)[0].outputs[0].token_ids
         for seed in range(3):
-            other = [random.Random(seed).randrange(300, 30_000) for _ in range(200)]
+            other = random.Random(seed).choices(range(300, 30_000), k=200)
             llm.generate(other, _GREEDY)
         again = llm.generate(_PROMPT, _GREEDY)[0]
         assert again.outputs[0].token_ids == first

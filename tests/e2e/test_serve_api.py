@@ -317,6 +317,21 @@ def test_ollama_style(server: RunningServer) -> None:
     assert (refused.status_code, "larger --context" in refused.json()["error"]) == (400, True)
 
 
+def test_ollama_logprobs_are_those_of_chat(server: RunningServer) -> None:
+    body = {"model": _MODEL, "messages": _MESSAGES, "logprobs": True, "top_logprobs": 2}
+    options = {"options": {"temperature": 0, "num_predict": 6}}
+    openai = server.http.post("/v1/chat/completions", json={**body, "temperature": 0, "max_tokens": 6}).json()
+    wanted = openai["choices"][0]["logprobs"]["content"]
+    lines = [json.loads(line) for line in server.http.post("/api/chat", json={**body, **options}).text.splitlines()]
+    whole = server.http.post("/api/chat", json={**body, **options, "stream": False}).json()
+    assert [each for line in lines for each in line.get("logprobs", ())] == whole["logprobs"] == wanted
+    raw = {"prompt": "The cat", "raw": True, "stream": False, "logprobs": True, **options}
+    scored = server.http.post("/api/generate", json=raw).json()["logprobs"]
+    assert [len(each["top_logprobs"]) for each in scored] == [0] * 6
+    assert "logprobs" not in server.http.post("/api/generate", json={**raw, "logprobs": False}).json()
+    assert server.http.post("/api/chat", json={**body, "logprobs": False}).status_code == 400
+
+
 def test_anthropic_style(server: RunningServer) -> None:
     body = {"model": _MODEL, "max_tokens": 10, "messages": _MESSAGES, "system": "Be brief.", "temperature": 0}
     server.http.post("/v1/messages", json=body)  # from now on the prompt is cached: the same arithmetic each time

@@ -165,10 +165,35 @@ def test_defaults_of_sampling_are_the_models_unless_stated(server: RunningServer
     assert "repetition_penalty 1.3" in server.log
 
 
+def test_beams_are_the_most_probable_answers(server: RunningServer) -> None:
+    fields = {"prompt": [[10, 11], [12]], "max_tokens": 6, "return_token_ids": True}
+    answer = _post(server, "/v1/completions", **fields, n=3, use_beam_search=True)
+    choices = answer["choices"]
+    assert [choice["index"] for choice in choices] == list(range(6))
+    assert answer["usage"]["completion_tokens"] == sum(len(choice["token_ids"]) for choice in choices) == 36
+    assert answer["usage"]["prompt_tokens"] == 3
+    for own, prompt in ((choices[:3], [10, 11]), (choices[3:], [12])):
+        scores = [choice["cumulative_logprob"] for choice in own]
+        assert scores == sorted(scores, reverse=True)
+        assert len({tuple(choice["token_ids"]) for choice in own}) == 3
+        for choice in own:  # its score is what the model says of the text
+            whole = [*prompt, *choice["token_ids"]]
+            scored = _post(server, "/v1/completions", prompt=whole, echo=True, logprobs=1, max_tokens=0)["choices"][0]
+            said = sum(scored["logprobs"]["token_logprobs"][len(prompt) :])
+            assert choice["cumulative_logprob"] == pytest.approx(said, abs=1e-3)
+    greedy = _post(server, "/v1/completions", **fields, temperature=0, repetition_penalty=1.0)["choices"]
+    single = _post(server, "/v1/completions", **fields, use_beam_search=True)["choices"]
+    assert [choice["token_ids"] for choice in single] == [choice["token_ids"] for choice in greedy]
+
+
 @pytest.mark.parametrize(
     ("path", "fields", "param"),
     [
         (_CHAT, {"messages": _MESSAGES, "use_beam_search": True}, "use_beam_search"),
+        ("/v1/completions", {"prompt": [9], "use_beam_search": True, "stream": True}, "stream"),
+        ("/v1/completions", {"prompt": [9], "use_beam_search": True, "stop": ["x"]}, "stop"),
+        ("/v1/completions", {"prompt": [9], "use_beam_search": True, "n": 17}, "n"),
+        ("/v1/completions", {"prompt": [9], "use_beam_search": True, "max_tokens": 200}, "max_tokens"),
         (_CHAT, {"messages": _MESSAGES, "chat_template": "{{ messages }}"}, "chat_template"),
         (_CHAT, {"messages": _MESSAGES, "prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
         ("/v1/responses", {"input": "x", "return_token_ids": True}, "return_token_ids"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import os
 import subprocess
@@ -13,11 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 import yaml
 
 from tests.e2e.serving import RunningServer, wait_until
 from tests.e2e.word_model import make_word_model, text_of
+from tests.embedding_models import TEXTS, save_embedder
+from tokenmill import Embedder
+from tokenmill.engine.kv.page_names import page_names
 from tokenmill.serve.fleet.catalog import read_catalog
 from tokenmill.serve.fleet.making import plan_models
 from tokenmill.serve.fleet.plan import SERVER_BYTES
@@ -188,6 +193,30 @@ def test_keep_alive_and_what_is_loaded_as_ollama_has_them(server: Models) -> Non
     assert server.states()["two"] == "unloaded"
 
 
+def test_a_router_hears_of_the_pages_of_each_model(server: Models) -> None:
+    def told(model: str) -> dict[str, Any]:
+        answer = server.http.get("/v1/replica/events", params={"model": model})
+        assert answer.status_code == 200, answer.text
+        return answer.json()  # type: ignore[no-any-return]
+
+    ids = list(range(5, 55))
+    for name in _FAMILIES:  # one after the other: only one is awake
+        server.ask(name, prompt=text_of(*ids[:4]))
+        wait_until(lambda name=name: bool(told(name)["root"]), 20)
+        root = server.http.get("/v1/replica/root", params={"model": name}).json()
+        assert root["root"] == told(f"{name}-alias")["root"]
+        server.ask(name, prompt=text_of(*ids))
+        names = page_names(base64.b64decode(root["root"]), ids, root["page_size"])
+        assert names
+        shown = [base64.b64encode(each).decode() for each in names]
+        wait_until(lambda name=name, shown=shown: set(shown) <= {each for each, _ in told(name)["snapshot"]}, 20)
+        assert told(name)["model"]["names"][0] == name
+        assert told(name)["models"] == list(_FAMILIES)
+    assert len({told(name)["root"] for name in _FAMILIES}) == 2
+    assert server.http.get("/v1/replica/events").json()["root"] == told("one")["root"]
+    assert server.http.get("/v1/replica/events", params={"model": "three"}).status_code == 404
+
+
 def test_bodies_are_looked_at_without_being_built(server: Models, texts: dict[str, str]) -> None:
     """What is too deep, too long or written oddly goes the way of every other body."""
     head = {"content-type": "application/json"}
@@ -282,9 +311,13 @@ def test_keys_and_their_models(models: dict[str, Path], tmp_path: Path) -> None:
         for probe in ("/readyz", "/livez"):
             answer = server.http.get(probe)
             assert (answer.status_code, "models" in answer.json()) == (200, False)  # names are for those with a key
+            for name in ("two", "nothing"):
+                assert server.http.get(probe, params={"model": name}).status_code == 401
         server.http.headers["authorization"] = "Bearer narrow-key"
         assert list(server.http.get("/livez").json()["models"]) == ["two"]
         assert server.http.get("/tokenizer_info", params={"model": "one"}).status_code == 404
+        for name, status in (("two", 200), ("two-alias", 200), ("mix", 200), ("one", 404), ("nothing", 404)):
+            assert server.http.get("/readyz", params={"model": name}).status_code == status
         assert [each["id"] for each in server.http.get("/v1/models").json()["data"]] == ["two", "two-alias", "mix"]
         assert server.ask("one").status_code == 404
         assert server.ask(None).headers["x-tokenmill-model"] == "two"  # only its process fits: the other was ended
@@ -297,6 +330,31 @@ def test_keys_and_their_models(models: dict[str, Path], tmp_path: Path) -> None:
         assert server.states() == {"one": "unloaded", "two": "loaded"}
         assert server.http.post("/sleep").status_code == 200
         assert set(server.states().values()) == {"unloaded", "asleep"}
+    finally:
+        assert server.stop() == 0
+
+
+@pytest.mark.parametrize("first", ["one", "vectors"])
+def test_an_encoder_beside_a_model_that_generates(
+    models: dict[str, Path], tmp_path: Path, texts: dict[str, str], first: str
+) -> None:
+    paths = {"one": models["one"], "vectors": save_embedder(tmp_path / "encoder", "bert")}
+    with Embedder(paths["vectors"]) as embedder:
+        expected = embedder.embed(TEXTS[:2], normalize=True)
+    entries = [{"model": str(paths[name]), "name": name} for name in sorted(paths, key=lambda name: name != first)]
+    content = {**_OPTIONS, "models": entries, "memory_limit": "64GiB", "context": 64}
+    content.pop("memory")  # of a KV cache, which one of them has not
+    server = Models(tmp_path / "models.yaml", content)
+    try:
+        for _ in range(2):
+            assert server.text("one") == texts["one"]
+            answer = server.http.post("/v1/embeddings", json={"model": "vectors", "input": TEXTS[:2]}).json()
+            np.testing.assert_allclose([each["embedding"] for each in answer["data"]], expected, atol=1e-5)
+            assert server.http.post("/sleep", params={"model": "vectors"}).status_code == 200
+            assert server.states()["vectors"] == "unloaded"
+        shown = server.http.post("/api/show", json={"model": "vectors"}).json()
+        assert shown["capabilities"] == ["embedding"]
+        assert server.ask("vectors").status_code == 400
     finally:
         assert server.stop() == 0
 

@@ -91,10 +91,12 @@ def logits(runtime: Runtime, slots: list[int]) -> Tensor:
 @pytest.fixture(autouse=True)
 def same_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dummy weights are drawn where they lie: for a comparison across devices all are drawn on the CPU."""
-    from tokenmill.model import loader
+    from tokenmill.model import dummy_reader
     from tokenmill.model.dummy_reader import DummyReader
 
-    monkeypatch.setattr(loader, "DummyReader", lambda checkpoint, _device: DummyReader(checkpoint, torch.device("cpu")))
+    monkeypatch.setattr(
+        dummy_reader, "DummyReader", lambda checkpoint, _device: DummyReader(checkpoint, torch.device("cpu"))
+    )
 
 
 def _adapters(description: ModelDescription) -> list[Adapter]:

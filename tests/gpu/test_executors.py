@@ -65,10 +65,12 @@ def prompts(count: int, longest: int = LONGEST) -> list[list[int]]:
 @pytest.fixture
 def same_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dummy weights are drawn where they lie: for a comparison across devices all are drawn on the CPU."""
-    from tokenmill.model import loader
+    from tokenmill.model import dummy_reader
     from tokenmill.model.dummy_reader import DummyReader
 
-    monkeypatch.setattr(loader, "DummyReader", lambda checkpoint, _device: DummyReader(checkpoint, torch.device("cpu")))
+    monkeypatch.setattr(
+        dummy_reader, "DummyReader", lambda checkpoint, _device: DummyReader(checkpoint, torch.device("cpu"))
+    )
 
 
 @pytest.mark.usefixtures("same_weights")
@@ -145,7 +147,7 @@ def test_graph_and_eager_choose_the_same_tokens(tmp_path: Path) -> None:
     assert found["cuda_graph"] == found["cuda_eager"]
 
 
-def test_features_beyond_the_kernel_go_through_the_plain_sampler(tmp_path: Path) -> None:
+def test_rows_with_features_are_drawn_among_others(tmp_path: Path) -> None:
     folder = config(tmp_path)
     banned = dict.fromkeys(range(130), -100.0)
     params = [

@@ -59,11 +59,13 @@ def engine(folder: Path, **options: Any) -> Iterator[LLM]:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A tiny model whose weights are drawn on the CPU, so that they do not depend on where they go."""
-    from tokenmill.model import loader
+    from tokenmill.model import dummy_reader
     from tokenmill.model.dummy_reader import DummyReader
 
     monkeypatch.setattr("tokenmill.model.dummy_reader._SPREAD", 0.1)
-    monkeypatch.setattr(loader, "DummyReader", lambda checkpoint, _device: DummyReader(checkpoint, torch.device("cpu")))
+    monkeypatch.setattr(
+        dummy_reader, "DummyReader", lambda checkpoint, _device: DummyReader(checkpoint, torch.device("cpu"))
+    )
     return write_config(tmp_path, "llama", **MOE)
 
 

@@ -28,7 +28,7 @@ def test_under_the_interpreter(names: list[str], pytestconfig: pytest.Config) ->
 
 def test_every_file_is_run() -> None:
     present = {path.stem.removeprefix("test_") for path in Path(__file__).parent.glob("test_*.py")}
-    needs_a_gpu = {"on_device", "real_model", "tier_pages", "calibration", "optimize"}
+    needs_a_gpu = {"on_device", "real_model", "tier_pages", "calibration", "optimize", "rank_groups"}
     assert present == {*_FILES, *_SLOW_FILES, *needs_a_gpu, "interpreted"}
 
 

@@ -116,6 +116,25 @@ def test_a_mixture_equals_each_adapter_merged(name: str, executor: str, tmp_path
         assert generate(runtime, [row], _SLOTS)[row][0] == mixed[row][0]
 
 
+@pytest.mark.parametrize("executor", ["eager", "recorded"])
+def test_scores_of_a_reranker_are_those_of_the_adapted_head(executor: str, tmp_path: Path) -> None:
+    base = make("llama", tmp_path / "base")
+    folders = [tmp_path / str(number) for number in range(8)]
+    oracles = [base, *(make_adapter(base, kind, folders[n], n) for n, kind in enumerate(KINDS))]
+    runtime = build(tmp_path / "base", executor)
+    load(runtime, folders)
+    plan, pages, wanted = StepPlan(), _CONTEXT // _PAGE_SIZE, [7, 90]
+    for row in range(9):
+        request = Request(str(row), _prompt(row), SamplingParams(max_tokens=1), embeds=True, score_ids=tuple(wanted))
+        tables = tuple([list(range(row * pages, (row + 1) * pages))] * len(runtime.layout.groups))
+        plan.scheduled.append(ScheduledTokens(request, 0, len(_prompt(row)), tables, True, adapter_slot=row))
+    found = runtime.runner.execute(plan).embeddings
+    with torch.inference_mode():
+        for row in range(9):
+            expected = oracles[row](torch.tensor([_prompt(row)])).logits[0, -1, wanted]
+            torch.testing.assert_close(torch.tensor(found[row]), expected, atol=1e-4, rtol=1e-4)
+
+
 def _changed(oracles: list[Any], row: int, tokens: list[int]) -> float:
     """How much an adapter changes the log-probabilities of its row."""
     with_adapter, without = (expected_logprobs(oracles[slot], row, tokens) for slot in (_SLOTS[row], 0))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from tokenmill import LLM, SamplingParams
 from tokenmill.checkpoint.open import open_checkpoint
 from tokenmill.errors import UserError
 from tokenmill.quantize.ggml.export import quantize_gguf
+from tokenmill.quantize.ggml.mixes import find_mix
 
 pytestmark = pytest.mark.skipif(find_spec("xllamacpp") is None, reason="llama.cpp (xllamacpp) is not installed")
 
@@ -165,6 +167,23 @@ def test_the_same_tokens_from_narrower_types(
     path = _write(name, tmp_path, mix, monkeypatch)
     ours, theirs = _our_tokens(path), _llama_cpp_tokens(path)
     assert [tokens[:2] for tokens in ours] == [tokens[:2] for tokens in theirs]
+
+
+@pytest.mark.parametrize("mix", ["IQ2_XXS", "IQ2_XS", "IQ2_M", "IQ3_XXS", "IQ3_M", "TQ1_0", "TQ2_0"])
+def test_the_same_tokens_from_few_bits(mix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of 256, so that every matrix has the type that the mix names. Few bits bring the best tokens of random ones
+    close together, and llama.cpp rounds activations: its first token is one that is as good as ours."""
+    wide = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+    monkeypatch.setitem(CONFIGS, "llama-wide", partial(tiny_models._llama, **wide))
+    path = _write("llama-wide", tmp_path, mix, monkeypatch)
+    found = {slot.type_name for slot in map(open_checkpoint(path).tensor, open_checkpoint(path).names())}
+    assert find_mix(mix).default in found
+    params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, logprobs=4, logit_bias={_END: -100.0})
+    with LLM(str(path), context=128, concurrency=1, kernels="ref", threads=1) as llm:
+        outputs = llm.generate(_PROMPTS, params)
+    for output, theirs in zip(outputs, _llama_cpp_tokens(path), strict=True):
+        best = output.outputs[0].logprobs[0]
+        assert best[theirs[0]].logprob > max(each.logprob for each in best.values()) - 0.15
 
 
 @pytest.mark.parametrize(

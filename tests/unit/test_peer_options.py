@@ -80,7 +80,7 @@ def test_the_common_vllm_options_mean_ours() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("tensor_parallel_size", 2, "--tensor-parallel-size 2: this version runs a model on one device"),
+        ("distributed_executor_backend", "ray", "processes of one host"),
         ("trust_remote_code", True, "never run"),
         ("enable_chunked_prefill", False, "--batch-tokens"),
         ("dtype", "float16", "follows the device"),

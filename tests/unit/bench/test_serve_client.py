@@ -140,6 +140,17 @@ def test_refusals_and_lost_connections_are_failures_and_the_next_request_is_not(
     assert all(sample.ended >= sample.sent for sample in samples)
 
 
+def test_a_kept_connection_that_the_server_closes_costs_no_request() -> None:
+    """Without a byte of answer on a used connection nobody has read the request; on a new one it is a failure."""
+    answer = _chunked(_text("a", "stop"))
+    samples, seen, connections = _ask([answer, b"", answer], 2)
+    assert [sample.error for sample in samples] == ["", ""]
+    assert (len(seen), connections) == (3, 2)
+    samples, seen, _ = _ask([b"", answer], 1)
+    assert "lost" in samples[0].error
+    assert len(seen) == 1
+
+
 def test_no_server_and_no_url() -> None:
     client = StreamClient("http://127.0.0.1:9", "/v1/x", {}, 5, False)
     assert "cannot connect" in asyncio.run(client.send(b"{}", 1)).error

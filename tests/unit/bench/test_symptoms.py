@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import httpx
@@ -15,6 +16,7 @@ from tokenmill.cli.render.draw import as_text
 from tokenmill.cli.screens.symptoms import symptoms_screen
 from tokenmill.engine.stats import DeviceStats, EngineStats
 from tokenmill.errors import UserError
+from tokenmill.runtime.speculation.gate import Decision
 from tokenmill.serve.metrics import Metrics
 
 _VLLM = """
@@ -130,6 +132,28 @@ def test_stutter_and_bad_drafts() -> None:
     found = _symptoms(metrics)
     assert "answers stutter: prompts of others interrupt them" in found
     assert "speculation loses time" in found
+
+
+def test_what_was_decided_about_drafts_is_shown() -> None:
+    stats = EngineStats()
+    stats.take_decisions(
+        [
+            Decision("suffix", "5-8", False, -0.021, "measured not to pay"),
+            Decision("suffix", "1", True, 0.25, "measured to pay"),
+        ]
+    )
+    metrics = _ours()
+    metrics.on_step(stats)
+    reading = _read(metrics)
+    assert [(each.sequences, each.on, each.gain) for each in reading.drafting] == [
+        ("1", True, 0.25),
+        ("5-8", False, -0.021),
+    ]
+    result = {"server": "tokenmill", "url": "u", "verdict": "healthy", "findings": [], "reading": asdict(reading)}
+    text = as_text(symptoms_screen(result))
+    assert "suffix at 1" in text
+    assert "on: wins 25% of the time (measured to pay)" in text
+    assert "off: loses 2% of the time (measured not to pay)" in text
 
 
 def test_an_engine_that_is_down_comes_first() -> None:

@@ -42,7 +42,8 @@ def test_without_a_verb_help_is_printed(arguments: list[str], capsys: pytest.Cap
 def test_help_lists_every_verb_once_on_a_line_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["--help"]) == 0
     text = capsys.readouterr().out
-    registered = [each.name for each in (*command.app.registered_commands, *command.app.registered_groups)]
+    app = command.make_app()
+    registered = [each.name for each in (*app.registered_commands, *app.registered_groups)]
     assert sorted(registered) == sorted(verb for verbs in GROUPS.values() for verb in verbs)
     lines = text.splitlines()
     for title, verbs in GROUPS.items():

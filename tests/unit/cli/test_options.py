@@ -102,8 +102,8 @@ def test_text_after_two_dashes_is_left_alone() -> None:
 
 
 def test_a_refused_flag_says_what_to_use(parse: Parse) -> None:
-    with pytest.raises(UserError, match="--tensor-parallel-size 2: this version runs a model on one device"):
-        parse("--tensor-parallel-size", "2")
+    with pytest.raises(UserError, match="--distributed-executor-backend ray: ranks are processes of one host"):
+        parse("--distributed-executor-backend", "ray")
     with pytest.raises(UserError, match="needs a value"):
         parse("--max-num-seqs")
     with pytest.raises(UserError, match="--allowed-origins means --cors-origin"):

@@ -89,7 +89,7 @@ def test_our_image_follows_the_device() -> None:
 @pytest.mark.parametrize(
     ("serving", "remedy"),
     [
-        (H100, "--tp 1"),
+        (replace(H200, data_parallel=2), "more replicas"),
         (replace(H200, device=CATALOG.find_device("mi300x")), "vllm"),
         (replace(H200, weights="nvfp4"), "int4-g128"),
         (replace(CPU, kv_bits=5.0), "bf16"),
@@ -199,7 +199,8 @@ def test_every_engine_either_splits_or_says_that_it_cannot() -> None:
         if engine.can_split:
             assert engine.launch(serving, "prefill") != engine.launch(serving, "decode")
             _, router = engine.router(serving, ("a", "b"), ("c",))
-            assert all(host in json.dumps([router.command, router.files]) for host in ("a:", "b:", "c:"))
+            told = json.dumps([router.command, router.files, engine.peers(("a", "b"))])
+            assert all(f"{host}:" in told for host in "abc")
         else:
             with pytest.raises(UserError, match="cannot split"):
                 engine.launch(serving, "prefill")

@@ -15,6 +15,7 @@ import yaml
 
 from tests.unit.deploy.test_engines import CPU, H100
 from tests.unit.deploy.test_targets import documents, serving_for
+from tokenmill.deploy.cluster import Cluster
 from tokenmill.deploy.engines import ENGINES
 from tokenmill.deploy.hardening import GRACE_SECONDS, PRE_STOP_SECONDS, STOP_SECONDS, has_keys
 from tokenmill.deploy.render import find_engine, render
@@ -219,7 +220,7 @@ def test_names_reach_the_shell_as_one_word(name: str) -> None:
 
 
 def test_split_pools_are_closed_to_others() -> None:
-    found = documents(render("kubernetes", find_engine("vllm"), H100, split=(1, 1)).files["split.yaml"])
+    found = documents(render("kubernetes", find_engine("vllm"), H100, Cluster(split=(1, 1))).files["split.yaml"])
     policy = next(each for each in found if each["kind"] == "NetworkPolicy")["spec"]
     peers = policy["ingress"][1]["from"][0]["podSelector"]["matchLabels"]
     for each in found:

@@ -14,9 +14,10 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
-from jsonschema import Draft202012Validator
 
+from tests.unit.deploy.schemas import check
 from tests.unit.deploy.test_engines import CPU, H100, H200
+from tokenmill.deploy.cluster import Cluster
 from tokenmill.deploy.engines import ENGINES
 from tokenmill.deploy.engines.base import Engine
 from tokenmill.deploy.probes import progress_script
@@ -25,110 +26,20 @@ from tokenmill.deploy.serving import Serving
 from tokenmill.deploy.split import parse_split
 from tokenmill.errors import UserError
 
-VERSION = "1.34"
-_NAME = {"type": "string", "pattern": "^[a-z]([-a-z0-9]*[a-z0-9])?$", "maxLength": 63}
-_META = {"type": "object", "required": ["name"], "properties": {"name": _NAME}}
-CUSTOM = {  # what the two operators demand
-    "ServiceMonitor": {
-        "properties": {
-            "apiVersion": {"const": "monitoring.coreos.com/v1"},
-            "metadata": _META,
-            "spec": {
-                "type": "object",
-                "required": ["selector", "endpoints"],
-                "additionalProperties": False,
-                "properties": {
-                    "selector": {"type": "object", "required": ["matchLabels"]},
-                    "endpoints": {
-                        "type": "array",
-                        "minItems": 1,
-                        "items": {
-                            "type": "object",
-                            "additionalProperties": False,
-                            "properties": {
-                                "port": {"type": "string"},
-                                "path": {"type": "string", "pattern": "^/"},
-                                "interval": {"type": "string", "pattern": "^[0-9]+(s|m)$"},
-                                "authorization": {
-                                    "type": "object",
-                                    "required": ["credentials"],
-                                    "additionalProperties": False,
-                                    "properties": {
-                                        "type": {"const": "Bearer"},
-                                        "credentials": {"type": "object", "required": ["name", "key"]},
-                                    },
-                                },
-                            },
-                        },
-                    },
-                },
-            },
-        }
-    },
-    "ScaledObject": {
-        "properties": {
-            "apiVersion": {"const": "keda.sh/v1alpha1"},
-            "metadata": _META,
-            "spec": {
-                "type": "object",
-                "required": ["scaleTargetRef", "triggers"],
-                "additionalProperties": False,
-                "properties": {
-                    "scaleTargetRef": {"type": "object", "required": ["name"]},
-                    "minReplicaCount": {"type": "integer", "minimum": 0},
-                    "maxReplicaCount": {"type": "integer", "minimum": 1},
-                    "pollingInterval": {"type": "integer"},
-                    "cooldownPeriod": {"type": "integer"},
-                    "fallback": {"type": "object", "required": ["failureThreshold", "replicas"]},
-                    "advanced": {"type": "object"},
-                    "triggers": {
-                        "type": "array",
-                        "minItems": 1,
-                        "items": {
-                            "type": "object",
-                            "required": ["type", "metadata"],
-                            "additionalProperties": False,
-                            "properties": {
-                                "type": {"const": "prometheus"},
-                                "name": {"type": "string"},
-                                "metricType": {"enum": ["AverageValue", "Value"]},
-                                "metadata": {
-                                    "type": "object",
-                                    "required": ["serverAddress", "query", "threshold"],
-                                    "additionalProperties": {"type": "string"},
-                                },
-                            },
-                        },
-                    },
-                },
-            },
-        }
-    },
-}
-
-
-def check(document: dict[str, Any]) -> str:
-    kind: str = document["kind"]
-    if kind in CUSTOM:
-        Draft202012Validator(CUSTOM[kind]).validate(document)
-    else:
-        kubernetes_validate.validate(document, VERSION, strict=True)
-    return kind
-
 
 def documents(text: str) -> list[dict[str, Any]]:
     return list(yaml.safe_load_all(text))
 
 
 def serving_for(engine: Engine) -> Serving:
-    return H100 if engine.can_split else CPU
+    return H100 if engine.can_split and engine.name != "tokenmill" else CPU
 
 
 @pytest.mark.parametrize("name", ENGINES.names())
 @pytest.mark.parametrize("scaler", ["keda", "hpa"])
 def test_kubernetes_objects_are_valid(name: str, scaler: str) -> None:
     engine = find_engine(name)
-    files = render("kubernetes", engine, serving_for(engine), scaler=scaler).files
+    files = render("kubernetes", engine, serving_for(engine), Cluster(scaler=scaler)).files
     kinds = {check(each) for file, text in files.items() if file.endswith(".yaml") for each in documents(text)}
     wanted = {"Deployment", "Service", "PersistentVolumeClaim", "PodDisruptionBudget", "NetworkPolicy"}
     if engine.signals is not None:
@@ -139,7 +50,7 @@ def test_kubernetes_objects_are_valid(name: str, scaler: str) -> None:
 
 @pytest.mark.parametrize("scaler", ["keda", "hpa"])
 def test_our_own_pods_ask_for_one_gpu_each(scaler: str) -> None:
-    rendered = render("kubernetes", find_engine("tokenmill"), H200, scaler=scaler)
+    rendered = render("kubernetes", find_engine("tokenmill"), H200, Cluster(scaler=scaler))
     found = [each for file, text in rendered.files.items() if file.endswith(".yaml") for each in documents(text)]
     assert {"Deployment", "ServiceMonitor"} <= {check(each) for each in found}
     (deployment,) = (each for each in found if each["kind"] == "Deployment")
@@ -184,7 +95,7 @@ def test_the_schema_check_can_fail() -> None:
 def test_scaling_waits_five_minutes_before_it_shrinks() -> None:
     for scaler in ("keda", "hpa"):
         (scaled, *_) = documents(
-            render("kubernetes", find_engine("vllm"), H100, scaler=scaler).files["autoscaling.yaml"]
+            render("kubernetes", find_engine("vllm"), H100, Cluster(scaler=scaler)).files["autoscaling.yaml"]
         )
         spec = scaled["spec"]
         behavior = (
@@ -192,7 +103,7 @@ def test_scaling_waits_five_minutes_before_it_shrinks() -> None:
         )
         assert behavior["scaleDown"]["stabilizationWindowSeconds"] == 300
         assert behavior["scaleUp"]["stabilizationWindowSeconds"] < 60
-        text = yaml.safe_dump_all(documents(render("kubernetes", find_engine("vllm"), H100, scaler=scaler)
+        text = yaml.safe_dump_all(documents(render("kubernetes", find_engine("vllm"), H100, Cluster(scaler=scaler))
                                             .files["autoscaling.yaml"]))  # fmt: skip
         assert "vllm:num_requests_waiting" in text
         assert "vllm:kv_cache_usage_perc" in text
@@ -205,10 +116,11 @@ def test_a_slow_load_is_no_failed_start() -> None:
     assert probe["periodSeconds"] * probe["failureThreshold"] >= 300 + 140 / 0.2
 
 
-@pytest.mark.parametrize("name", ["vllm", "sglang", "trtllm"])
+@pytest.mark.parametrize("name", ["tokenmill", "vllm", "sglang", "trtllm"])
 def test_split_pools_are_valid_and_joined(name: str) -> None:
     engine = find_engine(name)
-    found = documents(render("kubernetes", engine, H100, split=(1, 2)).files["split.yaml"])
+    serving = replace(H100, tp=1) if name == "tokenmill" else H100  # ours has no ranks on GPUs
+    found = documents(render("kubernetes", engine, serving, Cluster(split=(1, 2))).files["split.yaml"])
     assert [check(each) for each in found].count("StatefulSet") == 2
     replicas = {each["metadata"]["name"]: each["spec"]["replicas"] for each in found if each["kind"] == "StatefulSet"}
     assert replicas == {"model-70b-prefill": 1, "model-70b-decode": 2}
@@ -224,8 +136,8 @@ def test_splits_are_checked() -> None:
     for text in ("2", "0:1", "a:b"):
         with pytest.raises(UserError, match="is not a split"):
             parse_split(text)
-    with pytest.raises(UserError, match="needs a cluster"):
-        render("compose", find_engine("vllm"), H100, split=(1, 1))
+    with pytest.raises(UserError, match="need a cluster"):
+        render("compose", find_engine("vllm"), H100, Cluster(split=(1, 1)))
 
 
 @pytest.mark.parametrize("name", ENGINES.names())
@@ -284,7 +196,7 @@ def test_unknown_names_are_refused() -> None:
     with pytest.raises(UserError, match="unknown target"):
         render("helm", find_engine("vllm"), H100)
     with pytest.raises(UserError, match="unknown autoscaler"):
-        render("kubernetes", find_engine("vllm"), H100, scaler="magic")
+        render("kubernetes", find_engine("vllm"), H100, Cluster(scaler="magic"))
     assert "kubernetes" in TARGETS
 
 

@@ -178,6 +178,29 @@ def test_nobody_waits_forever_for_slots_that_are_always_busy() -> None:
     bench.registry.close()
 
 
+def test_a_long_line_for_a_slot_holds_nobody_else_up() -> None:
+    """However many wait for adapters that no slot can be had for: the base, and who comes after them, is reached."""
+    bench = Bench(num_slots=1, max_running=4)
+    bench.load("here", "there", "elsewhere")
+    bench.bring("here")
+    bench.submit("long", "here", max_tokens=30)
+    bench.loop.turn()
+    for number in range(600):
+        bench.submit(f"wait {number}", ("there", "elsewhere")[number % 2], max_tokens=1)
+    bench.submit("base", max_tokens=2)
+    bench.loop.turn()
+    assert bench.running() == {"long", "base"}
+    for _ in range(4):
+        bench.loop.turn()
+    assert "base" in finished(bench)
+    assert bench.scheduler.num_waiting == 600, "those who were passed over keep their place"
+    assert bench.scheduler._waiting.at(0).request_id == "wait 0"
+    bench.loop.drain()
+    ended = [event.request_id for event in bench.events if event.finish_reason]
+    assert len(ended) == 603
+    bench.registry.close()
+
+
 def test_siblings_and_preempted_requests_keep_their_adapter() -> None:
     bench = Bench(num_slots=1)
     bench.load("a", "b")

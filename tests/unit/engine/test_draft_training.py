@@ -18,7 +18,8 @@ from tokenmill.runtime.speculation.training_states import read_hidden_states
 
 @pytest.fixture
 def llm(model_path: Callable[[str], Path]) -> LLM:
-    return LLM(model_path("stories15m"), context=64, threads=1, concurrency=3, batch_tokens=40, prefix_caching=False)
+    options = {"context": 64, "threads": 1, "concurrency": 3, "batch_tokens": 40, "prefix_caching": False}
+    return LLM(model_path("stories15m"), tensors=True, **options)
 
 
 def test_sequences_are_read_together_as_they_are_alone(llm: LLM) -> None:

@@ -195,7 +195,9 @@ def test_requests_that_are_passed_over_hold_up_nobody() -> None:
     scheduler.add(second)
     for discipline in (scheduler.discipline, DISCIPLINES.get("fcfs")()):
         assert discipline.next(scheduler._waiting) is first
-        assert discipline.next(scheduler._waiting, {first}) is second
+        scheduler._waiting.set_aside([first])
+        assert discipline.next(scheduler._waiting) is second
+        scheduler._waiting.bring_back()
 
 
 def test_a_prompt_computed_now_is_waited_for_only_under_the_same_salt() -> None:

@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from tokenmill.engine.build import EngineParts, build_engine
 from tokenmill.engine.loop import EngineLoop
 from tokenmill.errors import UserError
 from tokenmill.kernels import cpu
+from tokenmill.kernels.host import address
 from tokenmill.runtime.sleeping import SleepingRuntime
 from tokenmill.types import Request, SamplingParams, TokenEvent
 
@@ -43,11 +45,11 @@ def answer(parts: EngineParts, name: str) -> list[int]:
     return answers.token_ids
 
 
-def in_memory(tensor: torch.Tensor) -> int:
-    """Pages of memory behind a tensor that are resident."""
-    page, start = mmap.PAGESIZE, tensor.data_ptr()
+def in_memory(array: Any) -> int:
+    """Pages of memory behind an array or tensor that are resident."""
+    page, start = mmap.PAGESIZE, address(array)
     first = -(-start // page) * page
-    count = (start + tensor.numel() * tensor.element_size() - first) // page
+    count = (start + array.nbytes - first) // page
     if count <= 0:
         return 0
     seen = (ctypes.c_ubyte * count)()
@@ -56,12 +58,14 @@ def in_memory(tensor: torch.Tensor) -> int:
     return sum(each & 1 for each in seen)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_sleep_and_wake_change_no_token(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("family", "tensors"), [("llama", False), ("gemma3", False), ("llama", True)])
+def test_sleep_and_wake_change_no_token(
+    family: str, tensors: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TOKENMILL_CACHE", str(tmp_path / "cache"))
     make(family, tmp_path / "model")
     write_tokenizer(tmp_path / "model")
-    parts = build_engine(tmp_path / "model", EngineConfig(device="cpu", context=64, concurrency=4))
+    parts = build_engine(tmp_path / "model", EngineConfig(device="cpu", context=64, concurrency=4), tensors)
     sleeping = SleepingRuntime(parts.runtime)
     assert not sleeping.declines
     expected = answer(parts, "before")

@@ -8,6 +8,7 @@ from tests.unit.grammar.test_grammar import ByteTokens
 from tokenmill.grammar.compiler import CompiledGrammar, GrammarCompiler
 from tokenmill.grammar.guesses import Guesses, State, read_state
 from tokenmill.grammar.progress import GrammarProgress
+from tokenmill.grammar.repeats import Repeats
 from tokenmill.types import StructuredSpec
 
 _EOS = ByteTokens.vocab_size - 1
@@ -68,8 +69,44 @@ def test_what_came_is_guessed_the_next_time(compiler: GrammarCompiler) -> None:
 
 def test_what_others_wrote_is_not_guessed(compiler: GrammarCompiler) -> None:
     grammar, guesses = compiler.compile(StructuredSpec("regex", "[a-z]{8}")), Guesses()
-    guesses.learn(grammar, _state(grammar, b"ab", b"alice"), list(b"ab"), ord("q"))
-    assert guesses.guess(grammar, _state(grammar, b"ab", b"bob"), list(b"ab")) is None
+    guesses.learn(grammar, _state(grammar, b"abcdef", b"alice"), list(b"abcdef"), ord("q"))
+    assert guesses.guess(grammar, _state(grammar, b"abcdef", b"alice"), list(b"abcdef")) is not None
+    assert guesses.guess(grammar, _state(grammar, b"abcdef", b"bob"), list(b"abcdef")) is None
+
+
+def test_what_was_learned_outlives_the_compiled_grammar(compiler: GrammarCompiler) -> None:
+    spec, guesses = StructuredSpec("regex", "[a-z]{9}"), Guesses()
+    again = GrammarCompiler(ByteTokens(), [_EOS], seconds=60.0).compile(spec)
+    first = compiler.compile(spec)
+    assert again is not first
+    guesses.learn(first, _state(first, b"ab"), list(b"ab"), ord("q"))
+    guess = guesses.guess(again, _state(again, b"ab"), list(b"ab"))
+    assert guess is not None
+    assert guess.token_id == ord("q")
+
+
+def test_what_stands_in_the_request_is_guessed_if_it_is_allowed(compiler: GrammarCompiler) -> None:
+    grammar = compiler.compile(StructuredSpec("regex", "[a-z]{8}"))
+    repeats = Repeats()
+    repeats.extend(list(b"abcx abc"))
+    state, before = _state(grammar, b"abc"), list(b"abc")
+    guess = Guesses().guess(grammar, state, before, repeats)
+    assert guess is not None
+    assert guess.token_id == ord("x")
+    repeats.extend(list(b"abcx abc1 abc"))  # the latest counts
+    assert Guesses().guess(grammar, state, before, repeats) is None
+
+
+def test_a_source_that_is_wrong_loses_its_say(compiler: GrammarCompiler) -> None:
+    grammar, guesses, repeats = compiler.compile(StructuredSpec("regex", "[a-z]{8}")), Guesses(), Repeats()
+    repeats.extend(list(b"abcx abc"))
+    state, before = _state(grammar, b"abc"), list(b"abc")
+    first = guesses.guess(grammar, state, before, repeats)
+    assert first is not None
+    for number in range(20):  # never the same letter: nothing else becomes likely
+        guesses.learn(grammar, state, before, ord("a") + number, first.proposed)
+    last = guesses.guess(grammar, state, before, repeats)
+    assert last is None or last.confidence < first.confidence / 2
 
 
 def test_punctuation_is_learned_from_other_grammars(compiler: GrammarCompiler) -> None:

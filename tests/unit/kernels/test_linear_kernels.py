@@ -28,8 +28,16 @@ HALF_FIELDS = {
     "Q6_K": [(208, 0.0005)],
     "IQ4_NL": [(0, 0.01)],
     "IQ4_XS": [(0, 0.0005)],
+    "IQ2_XXS": [(0, 0.002)],
+    "IQ2_XS": [(0, 0.002)],
+    "IQ2_S": [(0, 0.002)],
+    "IQ3_XXS": [(0, 0.001)],
+    "IQ3_S": [(0, 0.001)],
+    "IQ1_S": [(0, 0.02)],
+    "TQ1_0": [(52, 0.1)],
+    "TQ2_0": [(64, 0.1)],
 }
-QUANTIZED = [*HALF_FIELDS, "MXFP4"]
+QUANTIZED = [*HALF_FIELDS, "MXFP4", "IQ1_M", "NVFP4"]
 
 
 def random_blocks(name: str, rows: int, cols: int, rng: np.random.Generator) -> np.ndarray:
@@ -42,6 +50,11 @@ def random_blocks(name: str, rows: int, cols: int, rng: np.random.Generator) -> 
         data[:, :, offset : offset + 2] = scale[..., None].view(np.uint8)
     if name == "MXFP4":
         data[:, :, 0] = 124 + data[:, :, 0] % 4
+    if name == "NVFP4":
+        data[:, :, :4] = 16 + data[:, :, :4] % 32
+    if name == "IQ1_M":  # 0x2418 to 0x251f: four bits of the scale at the top of each of four words
+        for byte, bits in ((49, 0), (51, 1), (53, 4), (55, 2)):
+            data[:, :, byte] = data[:, :, byte] & (31 if byte < 53 else 15) | bits << 4
     return data.reshape(rows, -1)
 
 
@@ -111,7 +124,7 @@ def test_row_of_a_small_batch_equals_the_row_alone(name: str) -> None:
 
 
 def test_unsupported_type_and_shape_are_declined_with_the_reason() -> None:
-    with pytest.raises(ValueError, match="IQ1_S"):
-        _cpu.PackedLinear("IQ1_S", torch.zeros(64, dtype=torch.uint8), 1, 256)
+    with pytest.raises(ValueError, match="Q8_1"):
+        _cpu.PackedLinear("Q8_1", torch.zeros(64, dtype=torch.uint8), 1, 256)
     with pytest.raises(ValueError, match="multiple of 256"):
         _cpu.PackedLinear("Q4_K", torch.zeros(1, 144, dtype=torch.uint8), 1, 192)

@@ -31,6 +31,16 @@ HALF_OFFSETS = {
     "IQ4_NL": (0,),
     "IQ4_XS": (0,),
     "MXFP4": (),
+    "IQ2_XXS": (0,),
+    "IQ2_XS": (0,),
+    "IQ2_S": (0,),
+    "IQ3_XXS": (0,),
+    "IQ3_S": (0,),
+    "IQ1_S": (0,),
+    "IQ1_M": (),
+    "TQ1_0": (52,),
+    "TQ2_0": (64,),
+    "NVFP4": (),
 }
 EXTREME_HALVES = np.array([0.0, -0.0, 1.0, -1.0, 65504.0, -65504.0, 6e-8, -6e-8, 6.1e-5, 0.3333], dtype=np.float16)
 
@@ -44,6 +54,8 @@ def random_blocks(name: str, rows: int, blocks: int, extreme: bool, seed: int = 
         if extreme:
             halves = generator.choice(EXTREME_HALVES, (rows, blocks))
         data[:, :, offset : offset + 2] = halves[..., None].view(np.uint8)
+    if name == "IQ1_M":  # its scale lies in the top four bits of four words: no infinities either
+        data[:, :, 55] &= 0xBF
     return data.reshape(rows, -1)
 
 
@@ -103,4 +115,4 @@ def test_plain_types_in_their_own_dtype() -> None:
 
 def test_unknown_type_names_the_valid_ones() -> None:
     with pytest.raises(UserError, match="Q4_K"):
-        dequantize("IQ1_S", torch.zeros(1, 1, dtype=torch.uint8))
+        dequantize("Q8_1", torch.zeros(1, 1, dtype=torch.uint8))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
 import signal
 import subprocess
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from tests.parity.tiny_models import make
 from tokenmill.checkpoint.open import open_checkpoint
@@ -24,7 +27,9 @@ from tokenmill.quantize import forecast
 from tokenmill.quantize.finish import GateRequest
 from tokenmill.quantize.job import QuantizeJob, prepare, run_job
 from tokenmill.quantize.recipe import RecipeRequest
+from tokenmill.quantize.source import SourceModel
 from tokenmill.quantize.workspace import Workspace
+from tokenmill.types import SamplingParams
 
 _TEXT = "Once upon a time there was a small boat that wanted to see the sea. " * 60
 
@@ -203,6 +208,21 @@ def test_a_full_disk_during_the_job_keeps_what_is_finished(job: QuantizeJob, mon
     assert run_job(prepared).resumed_blocks == 1
 
 
+@pytest.mark.parametrize("method", ["gptq", "rtn"])
+def test_tuned_scales_are_what_the_files_hold(method: str, job: QuantizeJob, tmp_path: Path) -> None:
+    request = RecipeRequest(method, bits=3, group_size=32)
+    plain = run_job(prepare(replace(job, recipe=request, out=tmp_path / "plain")))
+    report = run_job(prepare(replace(job, recipe=request, tune=6)))
+    tuned = report.fidelity["tuned"]
+    assert tuned["steps"] == 6
+    assert tuned["kept"] == (tuned["after"] < tuned["before"])
+    assert (_hashes(job.out)["config.json"], plain.bytes) == (_hashes(tmp_path / "plain")["config.json"], plain.bytes)
+    weights = "model.safetensors"
+    assert (_hashes(job.out)[weights] != _hashes(tmp_path / "plain")[weights]) == tuned["kept"]
+    with LLM(str(job.out), context=64, concurrency=1, kernels="ref") as llm:
+        assert llm.generate([[1, 5, 9]])[0].outputs[0].token_ids
+
+
 def test_mixed_precision_meets_its_average(job: QuantizeJob) -> None:
     request = RecipeRequest("mixed+rtn", group_size=32, options=(("average_bits", "3.5"),))
     report = run_job(prepare(replace(job, recipe=request)))
@@ -276,3 +296,62 @@ def test_a_divergence_alone_is_refused_and_the_default_is_what_a_careful_user_ta
     with pytest.raises(UserError, match=r"refused: mean divergence .* is more than 1e-06 nats .*raise .*--max-kld"):
         run_job(prepare(replace(job, recipe=RecipeRequest("rtn", bits=3, group_size=32), gate=gate)))
     assert not job.out.exists()
+
+
+@pytest.mark.parametrize("file_format", ["dense", "sparse-24"])
+def test_pruned_floats_are_written_and_run(job: QuantizeJob, file_format: str) -> None:
+    """Zeros written out, or left out and put back when loaded: the same model."""
+    report = run_job(prepare(replace(job, recipe=RecipeRequest("sparsegpt"), format=file_format)))
+    assert report.bits_per_weight == pytest.approx(16 if file_format == "dense" else 9, abs=0.1)
+    stored = json.loads((job.out / "config.json").read_text()).get("quantization_config")
+    assert (stored is None) == (file_format == "dense")
+    weight = SourceModel(open_checkpoint(job.out), 32).read("model.layers.1.mlp.up_proj")
+    assert bool(((weight == 0).view(weight.shape[0], -1, 4).sum(2) >= 2).all())
+    with LLM(str(job.out), context=64, concurrency=1, threads=1) as llm:
+        assert len(llm.generate(["Once"], SamplingParams(max_tokens=3, temperature=0))[0].outputs[0].token_ids) == 3
+
+
+def test_kv_scales_are_written_and_used(job: QuantizeJob) -> None:
+    job = replace(job, recipe=RecipeRequest("rtn", bits=8, group_size=32), kv_scales=True)  # data-free but for these
+    run_job(prepare(job))
+    checkpoint = open_checkpoint(job.out)
+    config = json.loads((job.out / "config.json").read_text())["quantization_config"]
+    assert config["kv_cache_scheme"]["type"] == "float"
+    with LLM(str(job.out), context=64, concurrency=1, threads=1, kv_cache_dtype="fp8") as llm:
+        stored = checkpoint.tensor("model.layers.1.self_attn.k_scale").data
+        scales = llm.parts.runtime.store.scales(1)
+        assert scales is not None
+        assert float(scales[0][0]) == pytest.approx(float(stored))
+        assert 0 < float(stored) < 1
+        assert len(llm.generate(["Once"], SamplingParams(max_tokens=3))[0].outputs[0].token_ids) == 3
+    with pytest.raises(UserError, match="no place for KV scales"):
+        prepare(replace(job, out=job.out.with_name("other"), format="gptq", recipe=RecipeRequest("rtn", group_size=32)))
+
+
+def test_the_cheapest_blocks_are_dropped(job: QuantizeJob, model: Path) -> None:
+    """Of five blocks the third does nothing: it goes, and the model that is left computes what it did before."""
+    source, stored = job.out.with_name("wide"), load_file(model / "model.safetensors")
+    shutil.copytree(model, source)
+    deep = {key: value for key, value in stored.items() if ".layers." not in key}
+    for place, origin in enumerate((0, 1, 0, 1, 0)):
+        for key, value in stored.items():
+            if f".layers.{origin}." in key:
+                idle = place == 2 and key.endswith(("o_proj.weight", "down_proj.weight"))
+                deep[key.replace(f".layers.{origin}.", f".layers.{place}.")] = value * (0.0 if idle else 1.0)
+    save_file(deep, source / "model.safetensors", {"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    config |= {"num_hidden_layers": 5, "layer_types": ["full_attention"] * 5}
+    (source / "config.json").write_text(json.dumps(config))
+    small = replace(job, model=str(source), recipe=RecipeRequest("float"), dtype="float32", drop_layers=1)
+    run_job(prepare(small))
+    assert open_checkpoint(job.out).description.num_layers == 4
+    written = load_file(job.out / "model.safetensors")
+    assert torch.equal(written["model.layers.2.mlp.up_proj.weight"], deep["model.layers.3.mlp.up_proj.weight"])
+    prompt, params = ["Once upon a"], SamplingParams(max_tokens=4, temperature=0)
+    texts = []
+    for path in (source, job.out):
+        with LLM(str(path), context=64, concurrency=1, threads=1) as llm:
+            texts.append(llm.generate(prompt, params)[0].outputs[0].token_ids)
+    assert texts[0] == texts[1]
+    with pytest.raises(UserError, match="at most 3"):
+        prepare(replace(small, out=job.out.with_name("none"), drop_layers=4))

@@ -6,16 +6,18 @@ from itertools import pairwise, product
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.quantize.methods.tiny_blocks import TinyModel
 from tokenmill.errors import UserError
 from tokenmill.model.formats.quantized import Scheme
+from tokenmill.quantize.allocation import allocate, allocate_within
+from tokenmill.quantize.divergence import BlockWeights, DivergenceProbe
 from tokenmill.quantize.mixed import (
     WIDTHS,
     Sensitivity,
-    allocate,
     average_bits_within,
     budget_bytes,
     choose_widths,
@@ -73,15 +75,25 @@ def test_average_bits_become_bytes_with_their_scales() -> None:
     assert choose_widths(groups, SCHEME, 3200 * 4) == {"q": 2, "k": 2}  # nothing gains from more
 
 
-def test_sensitivity_of_a_real_block_falls_with_every_bit(tmp_path: Path) -> None:
-    block = TinyModel("llama", tmp_path).block()
-    before = dict(block.tensors)
-    measured = measure_block(block, {n: SCHEME for group in block.groups for n in group.names})
-    assert [each.names for each in measured] == [group.names for group in block.groups]
-    assert block.tensors == before
+def test_the_divergence_of_a_real_model_falls_with_every_bit(tmp_path: Path) -> None:
+    model = TinyModel("llama", tmp_path)
+    probe = DivergenceProbe(model.source, model.ids, BlockWeights(model.source, 1 << 30))
+    groups = model.source.groups(0)
+    names = [name for group in groups for name in group.names]
+    importance = {name: torch.ones(model.source.shape(name)[1]) for name in names}
+    measured = measure_block(probe, 0, dict.fromkeys(names, SCHEME), WIDTHS, (3, 4), importance)
+    assert [each.names for each in measured] == [group.names for group in groups]
     for each in measured:
         errors = [each.errors[width] for width in WIDTHS]
         assert all(wider < 0.7 * narrower for narrower, wider in pairwise(errors))
     widths = choose_widths(measured, SCHEME, budget_bytes(measured, SCHEME, 3.5))
-    assert len({widths[name] for name in block.groups[0].names}) == 1
+    assert len({widths[name] for name in groups[0].names}) == 1
     assert len(set(widths.values())) > 1
+
+
+def test_the_fewest_bytes_within_a_limit() -> None:
+    errors = {"a": {2: 1.0, 4: 0.1, 8: 0.0}, "b": {2: 4.0, 4: 0.5, 8: 0.0}}
+    sizes = {name: {2: 100, 4: 200, 8: 400} for name in errors}
+    assert allocate_within(errors, sizes, 1.5) == {"a": 2, "b": 4}
+    assert allocate_within(errors, sizes, 0.6) == {"a": 4, "b": 4}
+    assert allocate_within(errors, sizes, 0.0) == {"a": 8, "b": 8}

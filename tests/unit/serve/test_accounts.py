@@ -12,7 +12,8 @@ from tokenmill.errors import UserError
 from tokenmill.serve import usage_file as usage_module
 from tokenmill.serve.config import ServeConfig
 from tokenmill.serve.errors import ApiError
-from tokenmill.serve.tenants.accounts import OTHER_KEYS, Accounts
+from tokenmill.serve.tenants import accounts as accounts_module
+from tokenmill.serve.tenants.accounts import OTHER_KEYS, OTHER_MODELS, Accounts
 from tokenmill.serve.tenants.key_file import load_keys
 from tokenmill.serve.tenants.keys import Client
 from tokenmill.serve.tenants.prices import Prices, prices_of
@@ -167,6 +168,20 @@ def test_the_number_of_labels_is_bounded() -> None:
     accounts.add_time({"key-1": 1.0}, _NOW)  # a label once given stays
     assert counts.values["key_device_seconds", "key-1"] == 2.0
     assert sum(each.cost for each in accounts.by_owner.values()) == pytest.approx(0.051)
+
+
+def test_names_of_adapters_in_an_account_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accounts_module, "_MAX_MODELS", 3)
+    accounts, _ = accounts_of(Prices(input=1.0, output=0.0))
+    alice = client_of("alice")
+    accounts.open(alice)
+    for number in range(50):
+        accounts.add_request(alice, 1_000_000, 0, 1, _NOW, f"adapter-{number}")
+    accounts.add_request(alice, 1_000_000, 0, 1, _NOW)  # the base has its own numbers all the same
+    models = accounts.account(alice).models
+    assert set(models) == {"adapter-0", "adapter-1", "adapter-2", OTHER_MODELS, "m"}
+    assert sum(each.requests for each in models.values()) == 51
+    assert accounts.account(alice).cost == pytest.approx(51.0)
 
 
 def test_what_was_spent_outlasts_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ def test_flags_beat_the_file_and_aliases_mean_the_same_option(tmp_path: Path) ->
     given = {"concurrency": 4, "host": "0.0.0.0"}
     server, engine = split_options(given, read_config_file(str(file)), "serve.yaml")
     assert (server.port, server.host, server.max_queued_requests, server.api_key) == (9000, "0.0.0.0", 5, ("a", "b"))
-    assert (engine.concurrency, engine.context, engine.scheduling) == (4, 2048, "fair")
+    assert (engine.concurrency, engine.context, engine.scheduling, engine.speculate) == (4, 2048, "fair", "auto")
     assert engine.source("concurrency") == "set by you"
     assert engine.source("context") == "from file serve.yaml"
     assert engine.source("scheduling") == "default"

@@ -64,6 +64,15 @@ def test_a_local_server_without_keys_serves_its_own_names_and_pages_only() -> No
     assert _get(_edge(_KEYS, allowed_host=("api.example",)), host="any.example", x_api_key="good").status_code == 421
 
 
+def test_a_probe_about_one_model_needs_a_key() -> None:
+    for probe in ("/readyz", "/health", "/ping", "/livez"):
+        assert _get(_edge(_KEYS), probe).status_code == 200
+        for query in ("model=x", "model=", "a=b&%6dodel=x"):
+            assert _get(_edge(_KEYS), f"{probe}?{query}").status_code == 401
+            assert _get(_edge(_KEYS), f"{probe}?{query}", x_api_key="good").status_code == 200
+            assert _get(_edge(), f"{probe}?{query}").status_code == 200  # without keys nobody is a stranger
+
+
 def test_wrong_keys_are_slowed_and_valid_ones_never(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
 

@@ -22,7 +22,7 @@ from tokenmill.engine.stats import EngineStats
 from tokenmill.errors import UserError
 from tokenmill.serve.errors import ApiError
 from tokenmill.serve.generation import Generation, Member
-from tokenmill.serve.supervision import engine_client, link
+from tokenmill.serve.supervision import engine_client, link, starting
 from tokenmill.serve.supervision.engine_client import EngineClient
 from tokenmill.types import Request, SamplingParams, TokenEvent
 
@@ -35,7 +35,8 @@ def behaviour(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(engine_client, "_FIRST_BACKOFF", 0.01)
     monkeypatch.setattr(engine_client, "_MAX_BACKOFF", 0.05)
     monkeypatch.setattr(engine_client, "_SPARE_DELAY", 0.0)
-    monkeypatch.setattr(engine_client, "_WATCH_SECONDS", 0.05)
+    for module in (engine_client, starting):
+        monkeypatch.setattr(module, "WATCH_SECONDS", 0.05)
     file = tmp_path / "behaviour"
     file.write_text("ready")
     return file

@@ -7,6 +7,7 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from tokenmill.serve.fleet.plan import ENGINE_BYTES, SERVER_BYTES, MemoryPlan, N
 from tokenmill.serve.fleet.routing import Routes
 from tokenmill.serve.tenants.keys import Client
 
+_FACTS = ModelFacts(None, "llama", "", 100 << 20, 2048, 2048, "cpu", 50 << 20, 3 << 30, 10 << 20)  # type: ignore[arg-type]
 _NEED = Need(weights=80, kv=10, steps=0, process=10)  # awake 100, asleep 10
 
 
@@ -35,6 +37,7 @@ class Engine:
     def __init__(self, log: list[str], name: str, failures: list[str]) -> None:
         self.state = "ready"
         self.num_in_flight = 0
+        self.adapters = SimpleNamespace(by_name={})
         self._log = log
         self._name = name
         self._failures = failures
@@ -70,7 +73,12 @@ class Model:
     def __init__(self, engine: Engine, no_sleep: str) -> None:
         self.engine = engine
         self.identity = Ready(1, [], {}, "", "", "", 0, 0.0, no_sleep=no_sleep)
+        self.config = ServeConfig().for_context(0)
+        self.takes_row = True
         self.ended: list[Any] = []
+
+    def may_add_row(self, client: Client) -> bool:
+        return client.name != "poor"
 
     def end_clients(self, clients: Any) -> None:
         self.ended += clients
@@ -369,7 +377,7 @@ def test_those_who_wait_hear_of_a_shutdown() -> None:
 
 
 def test_the_plan_refuses_what_never_fits() -> None:
-    facts = ModelFacts(None, "llama", "", 100 << 20, 2048, 2048, "cpu", 50 << 20, 3 << 30, 10 << 20)  # type: ignore[arg-type]
+    facts = _FACTS
     plan = make_plan(1 << 30, "cpu")
     assert plan.room == (1 << 30) - SERVER_BYTES
     need = plan.need("m", facts, EngineConfig(), 1)

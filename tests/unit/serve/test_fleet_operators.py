@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.unit.serve.test_fleet import Site, run, until
+from tokenmill.checkpoint.sources.aliases import load_aliases
+from tokenmill.checkpoint.sources.cache import model_folder
+from tokenmill.serve.api.ollama_models import _is_served
 from tokenmill.serve.fleet.host import LOADED, UNLOADED
 
 
@@ -50,3 +57,25 @@ def test_a_move_whose_operator_has_left_is_completed() -> None:
         assert site.opener.log == ["a load", "a stop"]
 
     run(Site(None, "a"), scenario)
+
+
+def test_a_served_model_is_known_by_every_name_of_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKENMILL_CACHE", str(tmp_path / "own"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    alias = next(each for each in load_aliases().values() if each.also)
+    folder = tmp_path / "hub/models--org--name"
+    weights = folder / "blobs/1"
+    weights.parent.mkdir(parents=True)
+    weights.write_bytes(b"")
+    snapshot = folder / "snapshots/2"
+    snapshot.mkdir(parents=True)
+    (snapshot / "model.gguf").symlink_to(weights)
+    site = Site(None, "a")
+    (host,) = site.hosts
+    host.spec = replace(host.spec, source=alias.name)
+    host.path = model_folder(alias) / alias.file
+    assert all(_is_served(site.fleet, name) for name in ("a", alias.name, *alias.also))
+    assert not _is_served(site.fleet, "org/name")
+    host.path = snapshot / "model.gguf"
+    assert _is_served(site.fleet, "org/name")
+    assert not _is_served(site.fleet, "nothing")

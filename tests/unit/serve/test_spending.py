@@ -161,7 +161,7 @@ def test_a_batch_waits_for_the_budget_of_its_key(tmp_path: Path) -> None:
         runner._concurrency = 1  # one row after the other
         asked: list[Client] = []
 
-        def has_room(client: Client) -> bool:
+        def has_room(client: Client, _model: str | None) -> bool:
             asked.append(client)
             return site.service.has_room(client)
 

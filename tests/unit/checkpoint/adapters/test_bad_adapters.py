@@ -83,6 +83,7 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     "parameters": (changed_config(target_parameters=["mlp.experts.down_proj"]), "expert stacks"),
     "dora without magnitudes": (changed_config(use_dora=True), "no DoRA magnitude"),
     "bad pattern": (changed_config(rank_pattern={"(": 3}), "not a valid pattern"),
+    "pattern that hangs": (changed_config(rank_pattern={"(((.*)*)*)*!": 3, "(": 3}), r"'\('.*not a valid pattern"),
     "bad value": (changed_config(alpha_pattern={"q_proj": "x"}), "'alpha_pattern' of 'q_proj' is 'x'"),
 }
 
@@ -105,6 +106,27 @@ def test_an_adapter_for_another_base(sound: tuple[Path, Path], tmp_path: Path) -
     short = replace(description, layers=description.layers[:2])
     with pytest.raises(UserError, match=r"does not fit base .* has no model.layers.2.mlp.down_proj"):
         check_base(adapter, short)
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_fused_matrix_and_a_part_of_it(tmp_path: Path, saved: bool) -> None:
+    make("phi3", tmp_path)
+    make_adapter(tmp_path, tmp_path / "fused", target_modules=["qkv_proj"])
+    base = open_checkpoint(tmp_path).description
+    adapter = read_adapter(tmp_path / "fused")
+    assert check_base(adapter, base).matrices
+    fused = adapter.matrices["model.layers.0.self_attn.qkv_proj"]
+    name = "model.layers.0.self_attn.q_proj"
+    queries = base.num_heads * base.head_dim
+    if saved:
+        whole = {f"model.layers.0.self_attn.{each}.weight": torch.zeros(fused.shape) for each in ("qkv_proj", "q_proj")}
+        whole[f"{name}.weight"] = whole[f"{name}.weight"][:queries]
+        adapter = replace(adapter, matrices={}, saved=whole)
+    else:
+        part = replace(fused, name=name, b=fused.b[:queries])
+        adapter = replace(adapter, matrices={**adapter.matrices, name: part})
+    with pytest.raises(UserError, match=r"layers.0.self_attn.q_proj.* twice: as .*qkv_proj.* and as .*q_proj"):
+        check_base(adapter, base)
 
 
 def test_a_base_of_another_hash(sound: tuple[Path, Path], tmp_path: Path) -> None:

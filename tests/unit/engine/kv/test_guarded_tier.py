@@ -240,7 +240,7 @@ def test_who_waits_for_a_tier_is_passed_over_and_keeps_its_place() -> None:
     assert scheduler.num_waiting == 2
     tier.faults.clear()
     go.set()
-    until(lambda: all(load.done.is_set() for _, load in kv._restorer._waiting.values()))  # type: ignore[union-attr]
+    until(lambda: all(load.done.is_set() for _, load in kv.sources._restorer._waiting.values()))  # type: ignore[union-attr]
     started: list[str] = []
     while len(started) < 2:
         started += [name for name in step(scheduler)[0] if name.endswith("loads") and name not in started]
@@ -276,7 +276,7 @@ def test_requests_that_begin_alike_share_a_load_and_too_many_are_computed(monkey
     saved = make_request(_PROMPT, "saved")
     assert kv.prefetch(saved, 10.0)
     for place in range(5):
-        name = kv._restorer._wanted_prefix(saved, 5).keys[place][0]  # type: ignore[union-attr]
+        name = kv.sources._restorer._wanted_prefix(saved, 5).keys[place][0]  # type: ignore[union-attr]
         tier._pages[name] = memoryview(bytearray(_PAGE))
     kv.release(saved)
     tier.calls.clear()

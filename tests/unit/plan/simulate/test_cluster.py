@@ -13,8 +13,8 @@ from tokenmill.hardware.kv_layout import LayerKV, build_layout
 from tokenmill.plan.simulate.autoscaler import Autoscaler, Autoscaling
 from tokenmill.plan.simulate.cluster import Cluster, PoolSettings
 from tokenmill.plan.simulate.engine_shape import EngineShape
-from tokenmill.plan.simulate.routing import ROUTERS
 from tokenmill.plan.simulate.workload import Arrival, Workload
+from tokenmill.route.policies import POLICIES
 
 
 def test_a_lone_request_takes_its_steps() -> None:
@@ -118,7 +118,7 @@ def test_strides_save_scheduling() -> None:
     assert done.replicas[0].core.stats.num_steps < 10
 
 
-@pytest.mark.parametrize("router", ROUTERS.names())
+@pytest.mark.parametrize("router", POLICIES.names())
 @pytest.mark.parametrize("users", [0, 7])
 @pytest.mark.parametrize("split", [False, True])
 def test_every_request_ends_with_all_its_tokens(router: str, users: int, split: bool) -> None:

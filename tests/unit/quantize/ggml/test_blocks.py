@@ -29,6 +29,13 @@ BOUNDS = {
     "Q5_K": 0.0375,
     "Q6_K": 0.0185,
     "IQ4_XS": 0.080,
+    "IQ2_XXS": 0.375,
+    "IQ2_XS": 0.330,
+    "IQ2_S": 0.270,
+    "IQ3_XXS": 0.210,
+    "IQ3_S": 0.150,
+    "TQ1_0": 0.450,
+    "TQ2_0": 0.450,
 }
 
 
@@ -95,7 +102,8 @@ def test_odd_rows_stay_close(type_name: str) -> None:
     found = dequantize(type_name, quantize(type_name, rows))
     assert bool(torch.isfinite(found).all())
     assert torch.equal(found[0], rows[0])
-    for row in (1, 2, 3, 4, 5, 10, 11):  # the tiny ones lie below what a float16 scale can say
+    # The tiny ones lie below what a float16 scale can say; beside outliers, a grid without zero has nothing small.
+    for row in (1, 2, 3, 4, 10, 11) if type_name.startswith(("IQ2", "IQ3")) else (1, 2, 3, 4, 5, 10, 11):
         assert relative_error(found[row], rows[row]) < 2 * BOUNDS[type_name], row
 
 
@@ -111,7 +119,9 @@ def test_importance_lowers_the_weighted_error(type_name: str) -> None:
     rows, weights = normal_rows(), importance()
     plain = relative_error(dequantize(type_name, quantize(type_name, rows)), rows, weights)
     weighted = relative_error(dequantize(type_name, quantize(type_name, rows, weights)), rows, weights)
-    assert weighted < 0.95 * plain
+    assert (
+        weighted < (1.0 if type_name.startswith("TQ") else 0.95) * plain
+    )  # one scale for 256 weights: little to choose
 
 
 def test_columns_that_do_not_matter_keep_their_weights() -> None:

@@ -122,6 +122,9 @@ def test_an_importance_changes_the_first_down_projections() -> None:
         ("Q5_K_S", "Q5_1"),
         ("Q6_K", "Q8_0"),
         ("IQ4_XS", "IQ4_NL"),
+        ("IQ2_XXS", "IQ4_NL"),
+        ("IQ3_M", "IQ4_NL"),
+        ("TQ1_0", "Q4_0"),
     ],
 )
 def test_rows_that_256_does_not_divide_fall_back(mix: str, fallback: str) -> None:
@@ -129,6 +132,34 @@ def test_rows_that_256_does_not_divide_fall_back(mix: str, fallback: str) -> Non
     assert types["blk.5.attn_q.weight"] == fallback
     assert types["output.weight"] == "Q8_0"
     assert types_of(mix, row=40)["blk.5.attn_q.weight"] == "F16"
+
+
+def test_mixes_of_two_and_three_bits() -> None:
+    parts = ("attn_q", "attn_v", "attn_output", "ffn_up", "ffn_down")
+    expected = {
+        "IQ2_XXS": ("IQ2_XXS", "Q2_K", "IQ2_XXS", "IQ2_XXS", "IQ2_XXS"),
+        "IQ2_XS": ("IQ2_XS", "Q2_K", "IQ2_XS", "IQ2_XS", "IQ2_XS"),
+        "IQ2_S": ("IQ2_XS", "IQ3_S", "IQ3_S", "IQ2_XS", "IQ2_XS"),
+        "IQ2_M": ("IQ2_S", "IQ3_S", "IQ3_S", "IQ2_S", "IQ2_S"),
+        "IQ3_XXS": ("IQ2_S", "IQ3_XXS", "IQ3_S", "IQ3_XXS", "IQ3_XXS"),
+        "IQ3_XS": ("IQ3_XXS", "IQ3_S", "IQ3_S", "IQ3_XXS", "IQ3_S"),
+        "IQ3_S": ("IQ3_S", "IQ3_S", "IQ3_S", "IQ3_S", "IQ3_S"),
+        "IQ3_M": ("IQ3_S", "Q4_K", "Q4_K", "IQ3_S", "IQ3_S"),
+        "TQ2_0": ("TQ2_0", "TQ2_0", "TQ2_0", "TQ2_0", "TQ2_0"),
+    }
+    for mix, types in expected.items():
+        found = types_of(mix, has_importance=True)
+        assert tuple(found[f"blk.9.{part}.weight"] for part in parts) == types, mix
+        assert types_of(mix, kv_heads=8)["blk.9.attn_v.weight"] == ("TQ2_0" if mix == "TQ2_0" else "Q4_K")
+    small, large = types_of("IQ2_XS"), types_of("IQ2_M")
+    assert (small["output.weight"], small["token_embd.weight"], small["blk.0.ffn_down.weight"]) == (
+        "Q5_K",
+        "Q2_K",
+        "Q2_K",
+    )
+    assert (large["token_embd.weight"], large["blk.0.ffn_down.weight"]) == ("IQ3_S", "IQ3_S")
+    assert types_of("IQ3_S")["output.weight"] == "Q6_K"
+    assert types_of("IQ3_XXS")["blk.9.ffn_down.weight"] == "Q3_K"  # without an importance
 
 
 def test_a_tied_embedding_has_the_type_of_the_head() -> None:

@@ -42,6 +42,9 @@ class FakeBlock:
     def inputs(self) -> Sequence[Tensor]:
         raise AssertionError
 
+    def targets(self) -> None:
+        return None
+
     def forward(self, inputs: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
         raise AssertionError(inputs, weights)
 

@@ -139,7 +139,7 @@ def test_bad_arguments_are_refused_with_a_remedy(model: Path, speculate: str) ->
 def test_what_a_head_sees_when_it_learns_is_what_it_sees_when_it_drafts(model: Path) -> None:
     """Two sequences, two layers: attention over kept keys and over pages."""
     sequences = [list(range(20, 33)), list(range(40, 59))]
-    with LLM(model, **_OPTIONS) as llm:
+    with LLM(model, tensors=True, **_OPTIONS) as llm:
         runtime = llm.parts.runtime
         layers = (1, 4)
         states = read_hidden_states(runtime, sequences, 96, 4, [2, 5], layers)
@@ -165,7 +165,7 @@ def test_what_a_head_sees_when_it_learns_is_what_it_sees_when_it_drafts(model: P
 @pytest.mark.parametrize("kind", ["medusa", "eagle"])
 def test_training_learns_what_can_be_learned(model: Path, kind: str) -> None:
     """Hidden states that say what comes next: the head must read it off them."""
-    with LLM(model, **_OPTIONS) as llm:
+    with LLM(model, tensors=True, **_OPTIONS) as llm:
         loaded = llm.parts.runtime.model
         size = loaded.decoder.description.hidden_size
         torch.manual_seed(0)

@@ -1,0 +1,61 @@
+"""The end-to-end pass: the model diverges less, codes stay, what does not help is not kept, the files load."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.unit.quantize.methods.tiny_blocks import TinyModel
+from tokenmill.model.formats.quantized import Scheme
+from tokenmill.quantize.methods.rtn import round_to_nearest
+from tokenmill.quantize.source import EMBEDDING, FINAL_NORM, HEAD
+from tokenmill.quantize.tune import EndToEnd, Student, TuneOptions
+from tokenmill.quantize.tune_job import ScaledMatrix
+
+
+def students(model: TinyModel, bits: int) -> list[Student]:
+    made = []
+    for index in range(model.source.num_blocks):
+        tensors = model.source.read_block(index)
+        linears = model.source.linear_names(index)
+        matrices = {name: ScaledMatrix(round_to_nearest(tensors[name], Scheme("int", bits, 32))) for name in linears}
+        floats = {name: value for name, value in tensors.items() if name not in matrices}
+        norms = {name: torch.ones_like(value) for name, value in floats.items() if name.endswith("norm")}
+        made.append(Student(matrices, floats, norms))
+    return made
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_scales_and_norms_win_back_some_of_what_rounding_lost(name: str, tmp_path: Path) -> None:
+    model = TinyModel(name, tmp_path)
+    edges = (model.source.read_edge(each) for each in (EMBEDDING, HEAD, FINAL_NORM))
+    made = students(model, 3)
+    whole = EndToEnd(model.source, made, model.ids, *edges)
+    report = whole.run(TuneOptions(steps=30, rate=5e-3, sequences=4, stride=1))
+    assert report.kept
+    assert report.after < 0.97 * report.before
+    matrix = next(iter(made[0].matrices.values()))
+    assert isinstance(matrix, ScaledMatrix)
+    finished = matrix.finish()
+    assert torch.equal(finished.codes, matrix.matrix.codes)
+    assert torch.equal(finished.scales, finished.scales.half().float())
+    assert not torch.equal(finished.scales, matrix.matrix.scales)
+
+
+def test_what_a_held_out_batch_does_not_confirm_is_discarded(tmp_path: Path) -> None:
+    model = TinyModel("llama", tmp_path)
+    edges = (model.source.read_edge(each) for each in (EMBEDDING, HEAD, FINAL_NORM))
+    made = students(model, 8)
+    report = EndToEnd(model.source, made, model.ids, *edges).run(TuneOptions(steps=3, rate=0.5))
+    assert not report.kept
+    assert all(torch.equal(each, torch.ones_like(each)) for student in made for each in student.parameters())
+
+
+def test_scales_that_are_not_floats_stay() -> None:
+    matrix = round_to_nearest(torch.randn(4, 32), Scheme("int", 4, 32))
+    powers = replace(matrix, scheme=replace(matrix.scheme, scale_type="e8m0"))
+    assert ScaledMatrix(powers).factors == []
+    assert ScaledMatrix(powers).finish() is powers
