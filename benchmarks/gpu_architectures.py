@@ -26,6 +26,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -77,8 +78,11 @@ def measure(shape: str, model: Path, names: list[str], quick: bool, wait: bool) 
         report("warm up", seconds=time.perf_counter() - began)
         gc.freeze()  # as the engine process of a server does
 
-        def generate(prompts: list[list[int]], lengths: list[int]) -> float:
-            params = [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=length) for length in lengths]
+        def generate(
+            prompts: list[list[int]], lengths: list[int], features: Sequence[dict[str, Any]] | None = None
+        ) -> float:
+            rows = zip(lengths, features or [{}] * len(lengths), strict=True)
+            params = [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=n, **more) for n, more in rows]
             start = time.perf_counter()
             outputs = llm.generate(prompts, params)
             seconds = time.perf_counter() - start

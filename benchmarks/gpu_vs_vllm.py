@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,8 +87,11 @@ def measure(variant: str, model: Path, names: list[str]) -> None:
         report("warm up", seconds=time.perf_counter() - began)
         gc.freeze()  # as the engine process of a server does: no pauses for objects that live as long as the engine
 
-        def generate(prompts: list[list[int]], lengths: list[int]) -> float:
-            params = [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=length) for length in lengths]
+        def generate(
+            prompts: list[list[int]], lengths: list[int], features: Sequence[dict[str, Any]] | None = None
+        ) -> float:
+            rows = zip(lengths, features or [{}] * len(lengths), strict=True)
+            params = [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=n, **more) for n, more in rows]
             start = time.perf_counter()
             outputs = llm.generate(prompts, params)
             seconds = time.perf_counter() - start

@@ -8,11 +8,24 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any, Protocol
 
-NAMES = ("single", "decode8", "decode64", "decode256", "prefill", "mixed", "shared")
+NAMES = ("single", "decode8", "decode64", "decode256", "prefill", "mixed", "shared", "features")
 
-Generate = Callable[[list[list[int]], list[int]], float]  # prompts, output lengths -> seconds
+# Of every second row; both engines have parameters of these names.
+FEATURES: dict[str, dict[str, Any]] = {
+    "penalties": {"repetition_penalty": 1.1, "frequency_penalty": 0.3, "presence_penalty": 0.2},
+    "logprobs": {"logprobs": 5},
+    "seeds": {"seed": 7, "top_k": 50, "top_p": 0.9},
+}
+
+
+class Generate(Protocol):
+    def __call__(
+        self, prompts: list[list[int]], lengths: list[int], features: Sequence[dict[str, Any]] | None = None
+    ) -> float:
+        """Seconds for these prompts, so many tokens out, with these sampling parameters besides (by row)."""
 
 
 def report(workload: str, **values: float) -> None:
@@ -92,6 +105,17 @@ class Workloads:
         prefix = self._tokens(4096)
         prompts = [prefix + self._tokens(128) for _ in range(256)]
         self._report("shared4096x256", req_s=256 / self._generate(prompts, [64] * 256))
+
+    def features(self) -> None:
+        """Decode steps of 64 sequences, every second one with features of sampling; beside them, without."""
+        batch = 64
+        for name, feature in [("none", {}), *FEATURES.items()]:
+            prompts = [self._tokens(512) for _ in range(batch)]
+            rows = [feature if row % 2 else {} for row in range(batch)]
+            self._generate(prompts, [9] * batch, rows)
+            total = self._generate(prompts, [self._steps + 1] * batch, rows)
+            seconds = (total - self._generate(prompts, [1] * batch, rows)) / self._steps
+            self._report(f"features64 {name}", tpot_ms=seconds * 1e3, tok_s=batch / seconds)
 
     def _tokens(self, count: int) -> list[int]:
         return [self._random.randrange(10, 100000) for _ in range(count)]

@@ -4,13 +4,12 @@
                                       [--count 60] [--answers 3] [--batch 1] [--temperature 0,0.7] [--max-tokens 96]
                                       [--speculate off] [--json]
 
-Each line of a file has a `schema`; those that the engine refuses are left out. A model is asked for a document of each
-schema, several times with other words and seeds. All first answers come before all second ones, each without and with
-drafts back to back, in alternating order on one engine; the prompt is in the prefix cache for both, because one that is
-computed whole may be rounded otherwise. `steps` is the share of decoding steps of a sequence that drafts save:
-1 - (tokens - accepted drafts) / tokens. `first` counts answers to schemas that were not seen before,
-`later` the others. `speed` is tokens per second with drafts over without. `same` is the share of outputs with the same
-tokens.
+Each line of a file has a `schema`; of those that the engine takes, `count` are used, from all over it. A model is asked
+for a document of each schema, several times with other words and seeds. All first answers come before all second ones,
+each without and with drafts back to back, in alternating order on one engine; grammars are compiled before, and the
+prompt is in the prefix cache for both, because one that is computed whole may be rounded otherwise. Prints a table in
+markdown: `steps` are all of the engine, that of the prompt included; `first` counts answers to schemas that were not
+seen before, `later` the others; `same` is whether every output has the same tokens with and without.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -32,22 +32,26 @@ from tokenmill.runtime.speculation.base import Target
 from tokenmill.runtime.speculation.speculator import Speculator, build_speculator
 from tokenmill.types import StructuredSpec
 
+_GOLDEN = 0.6180339887  # multiples of it, modulo 1, are spread evenly
 _ASKED = ("Write a small example.", "Write an example of a real project.", "Write a different, complete example.")
 
 
 @dataclass
 class Row:
     file: str
-    answers: str  # "first" or "later"
+    answers: str  # "first", "later" or "all"
     batch: int
     temperature: float
     requests: int
     tokens: int
-    steps: float  # saved, as a share
-    engine_steps: float  # saved, of the whole batch
-    speed: float
+    steps: tuple[int, int]  # without and with drafts
+    rates: tuple[float, float]  # tokens per second
     acceptance: float
-    same: float
+    different: int  # outputs
+
+    @property
+    def saved(self) -> float:
+        return 1.0 - self.steps[1] / max(1, self.steps[0])
 
 
 @dataclass
@@ -59,9 +63,14 @@ class _Run:
     tokens: list[list[int]]
 
 
+Pair = tuple[_Run, _Run]  # without and with drafts
+
+
 def main() -> None:
     options = _arguments()
-    rows = []
+    rows: list[Row] = []
+    every: dict[tuple[int, float], list[Pair]] = {}
+    _print(_HEAD, options)
     with LLM(
         options.model,
         concurrency=max(options.batch),
@@ -73,26 +82,35 @@ def main() -> None:
         runtime = llm.parts.runtime
         for path in options.files:
             schemas = _usable(llm, path, options.count)
-            for batch in options.batch:
-                for temperature in options.temperature:
-                    target = Target(runtime.model, runtime.store, runtime.executor, llm.parts.config)
-                    speculator = build_speculator(target)  # has learned nothing yet
-                    assert speculator is not None
-                    found = _measure(llm, speculator, schemas, batch, temperature, options)
-                    rows += [_row(path.name, name, batch, temperature, pairs) for name, pairs in found.items()]
-                    if not options.json:
-                        for row in rows[-len(found) :]:
-                            print(_line(row), flush=True)
+            for batch, temperature in product(options.batch, options.temperature):
+                target = Target(runtime.model, runtime.store, runtime.executor, llm.parts.config)
+                speculator = build_speculator(target)  # has learned nothing yet
+                assert speculator is not None
+                found = _measure(llm, speculator, schemas, batch, temperature, options)
+                found["all"] = [pair for pairs in found.values() for pair in pairs]
+                every.setdefault((batch, temperature), []).extend(found["all"])
+                for name, pairs in found.items():
+                    rows.append(_row(path.name, name, batch, temperature, pairs))
+                    _print(_line(rows[-1]), options)
+    for (batch, temperature), pairs in every.items():
+        rows.append(_row("all files", "all", batch, temperature, pairs))
+        _print(_line(rows[-1]), options)
     if options.json:
-        print(json.dumps({"model": options.model, "rows": [asdict(row) for row in rows]}))
+        print(json.dumps({"model": options.model, "rows": [asdict(row) | {"saved": row.saved} for row in rows]}))
+
+
+def _print(text: str, options: argparse.Namespace) -> None:
+    if not options.json:
+        print(text, flush=True)
 
 
 def _usable(llm: LLM, path: Path, count: int) -> list[tuple[str, StructuredSpec]]:
-    """(prompt, grammar) of the first schemas that compile."""
+    """(prompt, grammar) of schemas that compile, from all over the file and always the same."""
     found: list[tuple[str, StructuredSpec]] = []
     data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    for line in data.decode().splitlines():
-        spec = StructuredSpec("json_schema", json.dumps(json.loads(line)["schema"]))
+    lines = data.decode().splitlines()
+    for number in sorted(range(len(lines)), key=lambda number: number * _GOLDEN % 1):
+        spec = StructuredSpec("json_schema", json.dumps(json.loads(lines[number])["schema"]))
         try:
             llm.parts.grammars.compile(spec)
         except UserError:
@@ -110,14 +128,17 @@ def _measure(
     batch: int,
     temperature: float,
     options: argparse.Namespace,
-) -> dict[str, list[tuple[_Run, _Run]]]:
+) -> dict[str, list[Pair]]:
     """(without, with) of each batch."""
-    pairs: dict[str, list[tuple[_Run, _Run]]] = {}
+    pairs: dict[str, list[Pair]] = {}
     for answer in range(options.answers):
         work = list(_requests(llm, schemas, answer, temperature, options.max_tokens))
         for begin in range(0, len(work), batch):
             group = work[begin : begin + batch]
             llm.generate([ids for ids, _ in group], SamplingParams(temperature=0.0, max_tokens=1))
+            for _, params in group:
+                assert params.structured is not None
+                llm.parts.grammars.compile(params.structured)
             order = [None, speculator] if begin // batch % 2 else [speculator, None]
             runs = {each is not None: _run(llm, each, group) for each in order}
             pairs.setdefault("later" if answer else "first", []).append((runs[False], runs[True]))
@@ -148,34 +169,41 @@ def _run(llm: LLM, speculator: Speculator | None, group: list[tuple[list[int], S
     return _Run(seconds, stats.num_steps - steps, stats.num_drafted - drafted, stats.num_accepted - accepted, tokens)
 
 
-def _row(file: str, answers: str, batch: int, temperature: float, pairs: list[tuple[_Run, _Run]]) -> Row:
-    plain, drafting = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+def _row(file: str, answers: str, batch: int, temperature: float, pairs: list[Pair]) -> Row:
+    sides = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     outputs = [(a, b) for one, other in pairs for a, b in zip(one.tokens, other.tokens, strict=True)]
-    tokens = sum(len(each) for run in plain for each in run.tokens)
-    drafted_tokens = sum(len(each) for run in drafting for each in run.tokens)
-    accepted = sum(run.accepted for run in drafting)
-    speeds = [total / sum(run.seconds for run in runs) for total, runs in ((tokens, plain), (drafted_tokens, drafting))]
+    steps, rates = [], []
+    for runs in sides:
+        steps.append(sum(run.steps for run in runs))
+        rates.append(sum(len(each) for run in runs for each in run.tokens) / sum(run.seconds for run in runs))
     return Row(
         file,
         answers,
         batch,
         temperature,
         len(outputs),
-        tokens,
-        accepted / max(1, drafted_tokens),
-        1.0 - sum(run.steps for run in drafting) / max(1, sum(run.steps for run in plain)),
-        speeds[1] / speeds[0],
-        accepted / max(1, sum(run.drafted for run in drafting)),
-        sum(a == b for a, b in outputs) / max(1, len(outputs)),
+        sum(len(a) for a, _ in outputs),
+        (steps[0], steps[1]),
+        (rates[0], rates[1]),
+        sum(run.accepted for run in sides[1]) / max(1, sum(run.drafted for run in sides[1])),
+        sum(a != b for a, b in outputs),
     )
+
+
+_HEAD = """\
+| Schemas | Answers | Batch | T | Requests | Tokens | Steps without | with | fewer | Tokens/s without | with | ratio | Drafts held | Same output |
+|---|---|---|---|---|---|---|---|---|---|---|---|---|---|"""  # noqa: E501
 
 
 def _line(row: Row) -> str:
-    return (
-        f"{row.file:40} {row.answers:6} batch {row.batch:3} T {row.temperature:3.1f}  {row.requests:4} requests "
-        f"{row.tokens:6} tokens  steps saved {row.steps:6.1%} (engine {row.engine_steps:6.1%})  "
-        f"speed x{row.speed:.2f}  accepted {row.acceptance:.0%}  same {row.same:.1%}"
-    )
+    without, using = row.rates
+    cells = [
+        *(row.file, row.answers, row.batch, row.temperature, row.requests, f"{row.tokens:,}"),
+        *(f"{row.steps[0]:,}", f"{row.steps[1]:,}", f"{row.saved:.1%}"),
+        *(f"{without:.1f}", f"{using:.1f}", f"{using / without:.2f}", f"{row.acceptance:.0%}"),
+        "yes" if not row.different else f"no: {row.different} of {row.requests} differ",
+    ]
+    return f"| {' | '.join(map(str, cells))} |"
 
 
 def _numbers(kind: type) -> Any:

@@ -138,7 +138,12 @@ def _train(options: argparse.Namespace) -> list[TrainedHead]:
     prompts = [prompt for path in options.train for prompt in read_prompts(path)]
     began = time.perf_counter()
     with LLM(
-        options.model, threads=options.threads or None, device=options.device, prefix_caching=False, context=1024
+        options.model,
+        tensors=True,
+        threads=options.threads or None,
+        device=options.device,
+        prefix_caching=False,
+        context=1024,
     ) as llm:
         plans = {name: _plan(name, options) for name in options.heads}
         layers = sorted({layer for plan in plans.values() for layer in seen_layers(llm, plan)})

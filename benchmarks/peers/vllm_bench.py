@@ -16,6 +16,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from benchmarks.gpu_workloads import NAMES, Workloads, report
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the model is a folder: nothing is to be downloaded
+# Of top-k and top-p, which no workload asks for; compiling it takes two minutes at the first start on a machine.
+os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 
 
 class Engine:
@@ -54,10 +57,12 @@ class Engine:
         self._llm: Any = LLM(**options)
         self._make_params: Any = SamplingParams
 
-    def generate(self, prompts: list[list[int]], lengths: list[int]) -> float:
+    def generate(
+        self, prompts: list[list[int]], lengths: list[int], features: Sequence[dict[str, Any]] | None = None
+    ) -> float:
         params = [
-            self._make_params(temperature=0.6, ignore_eos=True, max_tokens=length, detokenize=False)
-            for length in lengths
+            self._make_params(temperature=0.6, ignore_eos=True, max_tokens=length, detokenize=False, **more)
+            for length, more in zip(lengths, features or [{}] * len(lengths), strict=True)
         ]
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
         began = time.perf_counter()

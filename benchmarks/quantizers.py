@@ -1,0 +1,228 @@
+"""Our quantizers beside the field's, on one model, one calibration text, the same bits, groups and symmetry.
+
+    python benchmarks/quantizers.py --calibration calibration.txt --text eval.txt [--model stories15m] [--bits 4,3]
+        [--groups 32] [--asymmetric] [--only auto-round,ours:autoround] [--venvs FOLDER] [--json FILE]
+
+Each peer is installed by pip into an environment of its own under --venvs, once; one that cannot be installed or run is
+listed with the reason. Every result is loaded by our engine and measured by one evaluator: perplexity with the standard
+error of its difference to the unquantized model, and the mean divergence. Seconds (of the wall, and of all cores
+together, which a busy machine changes less) and peak memory are of the whole process that quantized, start and loading
+included. Prints a table; --json keeps everything; what is in --out already is only measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from importance_file import write_importance
+
+from tokenmill.checkpoint.open import open_checkpoint
+from tokenmill.checkpoint.sources import resolve
+from tokenmill.quantize.ggml.export import quantize_gguf
+from tokenmill.quantize.gguf_job import GGUFJob
+
+_PEERS = Path(__file__).parent / "peers"
+_TORCH = ["torch", "transformers", "datasets", "safetensors"]
+_LLAMACPP = ["llama-cpp-python", "gguf", "numpy"]
+_COMPRESSOR = [*_TORCH, "llmcompressor"]
+PACKAGES = {  # peer -> (environment, packages)
+    "auto-round": ("auto-round", [*_TORCH, "auto-round"]),
+    "hqq": ("hqq", [*_TORCH, "hqq"]),
+    "torchao": ("torchao", [*_TORCH, "torchao"]),
+    "llm-compressor-gptq": ("llm-compressor", _COMPRESSOR),
+    "llm-compressor-awq": ("llm-compressor", _COMPRESSOR),
+    "gptqmodel": ("gptqmodel", [*_TORCH, "gptqmodel"]),
+    "llama.cpp": ("llama.cpp", _LLAMACPP),
+}
+OURS = ("rtn", "hqq", "awq", "gptq", "autoround", "gptq+scales")
+_TUNING = {"scales": ["--tune-scales", "100"]}
+_LONGEST = 3600  # seconds of a peer
+
+
+@dataclass
+class Row:
+    who: str
+    bits: int
+    symmetric: bool
+    seconds: float = 0.0
+    core_seconds: float = 0.0
+    peak_bytes: int = 0
+    bytes: int = 0
+    perplexity: float = 0.0
+    perplexity_error: float = 0.0  # of the difference to the unquantized model: both saw the same tokens
+    divergence: float = 0.0
+    skipped: str = ""
+
+
+class Failed(Exception):
+    """Why a peer has no row, in one line."""
+
+
+Cost = tuple[float, float, int]  # seconds, of all cores together, peak memory
+
+
+def run(command: list[str]) -> Cost:
+    """What a process cost; its last words where it fails."""
+    started = time.monotonic()
+    log = Path(os.environ.get("TMPDIR", "/tmp")) / f"quantizers-{os.getpid()}.log"
+    with log.open("w+") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        output.seek(0)
+        words = [line.strip() for line in output.read().splitlines() if line.strip()]
+    log.unlink()
+    if process.returncode:
+        raise Failed(words[-1][-200:] if words else f"exit code {process.returncode}")
+    return time.monotonic() - started, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024
+
+
+def environment(peer: str, venvs: Path, torch: str) -> str:
+    """The Python of the peer's environment, made on first use."""
+    name, packages = PACKAGES[peer]
+    folder = venvs / name
+    python, mark = folder / "bin" / "python", folder / "installed"
+    if not mark.exists():
+        try:
+            run([sys.executable, "-m", "venv", "--clear", str(folder)])
+            wanted = [torch if package == "torch" else package for package in packages]
+            run([str(python), "-m", "pip", "install", "-q", *wanted])
+        except Failed as reason:
+            raise Failed(f"cannot be installed: {reason}") from None
+        mark.touch()
+    return str(python)
+
+
+class Harness:
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self._arguments = arguments
+        self._model = resolve(arguments.model).path
+        arguments.out.mkdir(parents=True, exist_ok=True)
+
+    def row(self, who: str, bits: int) -> Row:
+        symmetric = not self._arguments.asymmetric
+        row = Row(who, bits, symmetric)
+        kind = "sym" if symmetric else "asym"
+        out = self._arguments.out / f"{who.replace(':', '-').replace('+', '-')}-{bits}-{kind}"
+        try:
+            if not out.exists() and not out.with_suffix(".gguf").exists():
+                cost = self._make(who, bits, out)
+                (out.parent / f"{out.name}.json").write_text(json.dumps(cost))
+            row.seconds, row.core_seconds, row.peak_bytes = json.loads((out.parent / f"{out.name}.json").read_text())
+            self._measure(row, out if out.exists() else out.with_suffix(".gguf"))
+        except Failed as reason:
+            row.skipped = str(reason)
+        return row
+
+    def _make(self, who: str, bits: int, out: Path) -> Cost:
+        a = self._arguments
+        if who.startswith("ours:"):
+            return run(self._ours(who.removeprefix("ours:"), bits, out))
+        python = environment(who, a.venvs, a.torch)
+        if who == "llama.cpp":
+            return self._llamacpp(python, bits, out.with_suffix(".gguf"))
+        words = ["--text", a.calibration, "--bits", bits, "--group", a.groups, "--samples", a.samples]
+        words += ["--length", a.length, *(["--asymmetric"] if a.asymmetric else [])]
+        script = str(_PEERS / "quantizer_peers.py")
+        return run(["timeout", str(_LONGEST), python, script, who, str(self._model), str(out), *map(str, words)])
+
+    def _ours(self, method: str, bits: int, out: Path) -> list[str]:
+        a = self._arguments
+        name, _, tuned = method.partition("+")
+        command = [sys.executable, "-m", "tokenmill", "quantize", str(self._model), "--out", out, "--method", name]
+        command += ["--bits", bits, "--group-size", a.groups, "--asymmetric" if a.asymmetric else "--symmetric"]
+        command += ["--calibration", a.calibration, "--calibration-samples", a.samples]
+        command += ["--calibration-length", a.length, "--no-gate", "--device", "cpu"]
+        command += ["--threads", a.threads, *_TUNING.get(tuned, [])]
+        return [str(word) for word in command]
+
+    def _llamacpp(self, python: str, bits: int, out: Path) -> Cost:
+        """Groups of 32 with and without an offset; its other types have other groups."""
+        kind = {(4, False): "Q4_0", (4, True): "Q4_1"}.get((bits, self._arguments.asymmetric))
+        if kind is None or self._arguments.groups != 32:
+            raise Failed("has no type of these bits, groups and symmetry")
+        a = self._arguments
+        floats, imatrix = a.out / "floats.gguf", a.out / "imatrix.gguf"
+        if not imatrix.exists():
+            quantize_gguf(open_checkpoint(self._model), floats, "F32")
+            job = GGUFJob(
+                str(floats),
+                out,
+                "imatrix",
+                calibration=a.calibration,
+                calibration_samples=a.samples,
+                calibration_length=a.length,
+            )
+            write_importance(floats, job, imatrix)
+        words = ["quantize", str(floats), str(out), kind, "--imatrix", str(imatrix)]
+        return run([python, str(_PEERS / "llamacpp_quality.py"), *words])
+
+    def _measure(self, row: Row, path: Path) -> None:
+        a = self._arguments
+        words = [sys.executable, "-m", "tokenmill", "eval", "divergence", str(path), "--reference", str(self._model)]
+        words += ["--text", str(a.text), "--context", str(a.length), "--json"]
+        done = subprocess.run(words, capture_output=True, text=True)
+        if done.returncode:
+            raise Failed(f"our engine: {done.stderr.strip().splitlines()[-1]}")
+        found = json.loads(done.stdout)
+        row.perplexity, row.divergence = found["perplexity"], found["kld_mean"]
+        row.perplexity_error = found["perplexity_ratio_stderr"] * found["reference_perplexity"]
+        files = [path] if path.is_file() else list(path.glob("*.safetensors"))
+        row.bytes = sum(file.stat().st_size for file in files)
+
+
+def show(row: Row) -> str:
+    kind = f"{row.bits} bits, {'symmetric' if row.symmetric else 'asymmetric'}"
+    if row.skipped:
+        return f"| {row.who} | {kind} | skipped: {row.skipped} | | | | | |"
+    numbers = [
+        f"{row.perplexity:.4f} ± {row.perplexity_error:.3f}",
+        f"{row.divergence:.5f}",
+        f"{row.seconds:.0f}",
+        f"{row.core_seconds:.0f}",
+        f"{row.peak_bytes / 1e6:.0f}",
+    ]
+    return f"| {row.who} | {kind} | {' | '.join(numbers)} | {row.bytes / 1e6:.1f} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="stories15m")
+    parser.add_argument("--calibration", type=Path, required=True)
+    parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--bits", default="4", help="comma-separated")
+    parser.add_argument("--groups", type=int, default=32)
+    parser.add_argument("--asymmetric", action="store_true")
+    parser.add_argument("--samples", type=int, default=47)
+    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--only", default="", help="rows, comma-separated (default: all)")
+    parser.add_argument("--venvs", type=Path, default=Path("quantizer-venvs"))
+    parser.add_argument("--torch", default="torch", help="what pip installs as torch, such as 'torch<2.14'")
+    parser.add_argument("--threads", type=int, default=0, help="of our jobs; 0: all cores (peers: as their torch does)")
+    parser.add_argument("--out", type=Path, default=Path("quantizer-files"))
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    everyone = [*(f"ours:{name}" for name in OURS), *PACKAGES]
+    chosen = arguments.only.split(",") if arguments.only else everyone
+    harness, rows = Harness(arguments), []
+    print("| | | perplexity | divergence | seconds | of all cores | peak MB | file MB |")
+    print("|---|---|---|---|---|---|---|---|", flush=True)
+    for bits in map(int, arguments.bits.split(",")):
+        for who in chosen:
+            rows.append(harness.row(who, bits))
+            print(show(rows[-1]), flush=True)
+    if arguments.json:
+        arguments.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
