@@ -12,7 +12,7 @@ RUN apt-get update && apt-get install --yes --no-install-recommends libgomp1 && 
   && useradd --create-home --uid 1000 tokenmill && install -d -o 1000 -g 1000 /models
 COPY --from=build /wheels /wheels
 RUN pip install --no-cache-dir --extra-index-url https://download.pytorch.org/whl/cpu \
-  "$(echo /wheels/*.whl)[serve,otel,redis]"
+  "$(echo /wheels/*.whl)[serve,torch,otel,redis]"
 USER 1000:1000
 ENV TOKENMILL_CACHE=/models PYTHONUNBUFFERED=1
 VOLUME /models

@@ -11,13 +11,14 @@ WORKERS ?= $(if $(filter 1 2 3,$(JOBS)),$(JOBS),4)
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-clients lint size unit sanitize format kernels clean docs
+.PHONY: help demo test test-all test-clients test-ray lint size unit sanitize format kernels clean docs
 
 help:
 	@echo "make demo     set everything up, then run a real model end to end"
 	@echo "make test     set everything up, then lint, types, import contracts, sizes and the test suite"
 	@echo "make test-all the same with the tests marked slow: full-size versions of checks that the suite runs on smaller sizes"
 	@echo "make test-clients  install the clients of other projects apart and drive the server with them (part of test-all)"
+	@echo "make test-ray install Ray apart and test fleets on a cluster of this machine (part of test-all)"
 	@echo "make sanitize run the C++ tests under the address, undefined-behaviour and thread sanitizers"
 	@echo "make size     lines by folder against their budgets (part of make lint)"
 	@echo "make kernels  rebuild the C++ kernels after a change in csrc/"
@@ -50,10 +51,15 @@ test: $(READY)
 test-all: $(READY)
 	$(MAKE) --no-print-directory -j 2 lint unit MARKS="-m ''"
 	$(MAKE) --no-print-directory test-clients
+	$(MAKE) --no-print-directory test-ray MARKS="-m ''"
 
 # The packages are heavy and want versions of their own: an environment beside the project's, where the server runs.
 test-clients: $(READY)
 	TOKENMILL_SERVER_PYTHON=$(CURDIR)/$(BIN)/python $$($(BIN)/python tools/client_venv.py) -m pytest tests/clients
+
+# The same: Ray is heavy. One process: the tests share a cluster and kill what runs on it.
+test-ray: $(READY)
+	$$($(BIN)/python tools/ray_venv.py) -m pytest tests/fleet $(MARKS)
 
 lint: $(READY) size
 	$(BIN)/ruff check .

@@ -1,6 +1,6 @@
 """Makes docs/images/page_{light,dark,phone}.png: the web page of a running server, as a browser shows it.
 
-    python -m docs.make_page_pictures http://127.0.0.1:8000
+    python -m docs.make_page_pictures http://127.0.0.1:8000 [light] [dark] [phone]
 
 Needs selenium and a Chromium with its driver. The first two models of the server are asked side by side; the last one
 has some load while the dashboard is taken.
@@ -20,35 +20,48 @@ from tests.e2e.webdriver import Browser, chromium
 
 IMAGES = Path(__file__).parent / "images"
 _SYSTEM = "You are a careful programmer. Answer in a sentence and a short code block."
-_QUESTION = "How do I tell in Python whether a number is prime?"
+_QUESTION = "Write a Python function that reverses a string."
 _STORY = "Tell me a story about a windmill that grinds words into tokens."
 _CALLERS = 3
 _READINGS = "return document.querySelector('#chart-speed .stroke').getAttribute('d').split('L').length"
 
 
 def main() -> None:
-    url = sys.argv[1].rstrip("/")
+    url, wanted = sys.argv[1].rstrip("/"), sys.argv[2:] or ["light", "dark", "phone"]
     with chromium() as browser:
         page = ChatPage(browser, url, patience=300)
         browser.prefer("light")
         browser.resize(1400, 900, scale=2)
-        page.open()
-        wait_until(lambda: page.has("#compare"), SECONDS)
-        browser.click("#compare")
-        page.ask("Hello", max_tokens="4")  # the first request of a server is not like the others
-        browser.click("#new")
-        page.ask(_QUESTION, temperature="0", max_tokens="200", system=_SYSTEM)
-        browser.run("document.querySelector('#log').scrollTop = 0")
-        _save(browser, "light")
+        if "light" in wanted:
+            _warm_up(url)
+            page.open()
+            wait_until(lambda: page.has("#compare"), SECONDS)
+            browser.click("#compare")
+            _ask(browser, page)
+            _save(browser, "light")
         browser.prefer("dark")
-        browser.click("#tab-board")
-        _take_board(browser, url)
-        browser.resize(390, 844, scale=2)
-        page.open()
-        wait_until(lambda: page.has("#compare"), SECONDS)
-        page.ask(_QUESTION, temperature="0", max_tokens="200", system=_SYSTEM)
-        browser.run("document.querySelector('#log').scrollTop = 0")
-        _save(browser, "phone")
+        if "dark" in wanted:
+            page.open()
+            browser.click("#tab-board")
+            _take_board(browser, url)
+        if "phone" in wanted:
+            browser.resize(390, 844, scale=2)
+            page.open()
+            wait_until(lambda: page.has("#compare"), SECONDS)
+            _ask(browser, page)
+            _save(browser, "phone")
+
+
+def _warm_up(url: str) -> None:
+    """The first request of a model is not like the others: it may have to be loaded."""
+    for model in [each["id"] for each in httpx.get(f"{url}/v1/models").json()["data"]][:2]:
+        body = {"model": model, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
+        httpx.post(f"{url}/v1/chat/completions", json=body, timeout=300).raise_for_status()
+
+
+def _ask(browser: Browser, page: ChatPage) -> None:
+    page.ask(_QUESTION, temperature="0", max_tokens="200", system=_SYSTEM)
+    browser.run("document.querySelector('#log').scrollTop = 0")
 
 
 def _take_board(browser: Browser, url: str) -> None:
