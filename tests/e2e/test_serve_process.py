@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 
 from tokenmill.config import EngineConfig
 from tokenmill.engine import messages
@@ -92,3 +95,51 @@ async def _talk(model: Path, folder: Path) -> None:
 
 def test_bad_messages_harm_nobody(model_path: Callable[[str], Path], tmp_path: Path) -> None:
     asyncio.run(_talk(model_path("stories15m"), tmp_path))
+
+
+_WITHOUT_FILES = """
+import asyncio, os, resource, sys
+from pathlib import Path
+from tokenmill.config import EngineConfig
+from tokenmill.engine.messages import Ready
+from tokenmill.serve.supervision.link import EngineLink, spawn_engine
+
+async def main(model, folder):
+    ready = asyncio.Event()
+    spare = await spawn_engine()
+    link = EngineLink(folder, 1, lambda message: ready.set() if isinstance(message, Ready) else None)
+    limit = max(int(name) for name in os.listdir("/proc/self/fd")) + 9
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    taken = []
+    try:
+        while True:
+            taken.append(os.dup(0))
+    except OSError:
+        pass
+    try:
+        await link.launch(model, EngineConfig(context=64, concurrency=2), spare)
+        async with asyncio.timeout(60):
+            while not (folder / "heartbeats1").exists():
+                await asyncio.sleep(0.05)
+        await asyncio.sleep(0.3)  # the time in which it must not give up
+        assert not ready.is_set()
+        for file in taken:
+            os.close(file)
+        async with asyncio.timeout(60):
+            await ready.wait()
+    finally:
+        await link.stop(5)
+    print("ready")
+
+asyncio.run(main(sys.argv[1], Path(sys.argv[2])))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts open files in /proc")
+def test_a_server_without_open_files_lives_and_reaches_its_engine_later(
+    model_path: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """In a process of its own, whose open files are limited: libzmq would abort it if it had to accept a connection."""
+    command = [sys.executable, "-c", _WITHOUT_FILES, str(model_path("stories15m")), str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+    assert (ended.returncode, ended.stdout.strip()) == (0, "ready"), ended.stderr[-2000:]

@@ -20,8 +20,9 @@ class EngineSpec(msgspec.Struct, frozen=True):
 
     path: str
     options: dict[str, Any]  # EngineConfig, by field
-    inbox: str  # address it reads from
+    inbox: str  # address it reads from; it binds all three
     outbox: str  # address it writes to
+    heartbeats: str  # the same, for the thread beside the loop
     heartbeat_seconds: float = 0.25
     log_level: str = "info"
     step_log: str = ""  # folder that step times are logged in

@@ -7,6 +7,7 @@ heartbeats, so that a hang is seen from outside. SIGUSR1 prints all stacks to st
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import os
@@ -96,12 +97,13 @@ class Pulse:
         threading.Thread(target=self._beat, name="pulse", daemon=True).start()
 
     def _beat(self) -> None:
-        socket = _connect(self._context, zmq.PUSH, self._spec.outbox)
+        socket = _bind(self._context, zmq.PUSH, self._spec.heartbeats)
         while True:
             loop = self.loop
             num_steps = loop.core.stats.num_steps if loop is not None else 0
             usage = self.usage.read() if self.usage is not None else (0, [])
-            socket.send(messages.encode(Heartbeat(*self._activity.read(), num_steps, *usage)))
+            with contextlib.suppress(zmq.Again):  # nobody is connected: the server comes, or is gone
+                socket.send(messages.encode(Heartbeat(*self._activity.read(), num_steps, *usage)), zmq.NOBLOCK)
             readable, _, _ = select.select([sys.stdin], [], [], self._spec.heartbeat_seconds)
             if readable and not os.read(sys.stdin.fileno(), 1):
                 os._exit(0)  # the server has ended: nobody waits for an answer
@@ -339,8 +341,8 @@ def start(spec: EngineSpec, activity: Activity, tell: Callable[[FromEngine], Non
 def serve_engine(spec: EngineSpec) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     out_context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()  # its own: ending it sends what is left
-    outbox = _connect(out_context, zmq.PUSH, spec.outbox)
-    inbox = _connect(context, zmq.PULL, spec.inbox)
+    outbox = _bind(out_context, zmq.PUSH, spec.outbox)
+    inbox = _bind(context, zmq.PULL, spec.inbox)
     activity = Activity("loading the weights", _LOAD_LIMIT)
     pulse = Pulse(context, spec, activity)
     code = 0
@@ -376,10 +378,10 @@ def _load_again(parts: EngineParts, adapters: dict[str, str]) -> None:
             _log.error("adapter '%s' could not be loaded again: %s", name, error)
 
 
-def _connect(context: zmq.Context[zmq.Socket[bytes]], kind: int, address: str) -> zmq.Socket[bytes]:
+def _bind(context: zmq.Context[zmq.Socket[bytes]], kind: int, address: str) -> zmq.Socket[bytes]:
     socket = context.socket(kind)
     socket.set_hwm(0)  # never drop, never block a step: the server reads or is gone
-    socket.connect(address)
+    socket.bind(address)
     return socket
 
 

@@ -44,8 +44,8 @@ def main() -> None:
     behaviour = Path(spec.path).read_text()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     outbox, inbox = context.socket(zmq.PUSH), context.socket(zmq.PULL)
-    outbox.connect(spec.outbox)
-    inbox.connect(spec.inbox)
+    outbox.bind(spec.outbox)
+    inbox.bind(spec.inbox)
 
     def send(message: FromEngine) -> None:
         outbox.send(messages.encode(message))

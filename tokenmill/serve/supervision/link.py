@@ -1,4 +1,4 @@
-"""One engine process seen from the server: its start, its two sockets, its last message, its end.
+"""One engine process seen from the server: its start, its sockets, its last message, its end.
 
 A link is used once: a new engine gets a new one with new addresses, so nothing of a dead engine can be taken for the
 new one's. Knows nothing of requests; engine_client.py owns it.
@@ -21,12 +21,12 @@ import zmq
 
 from tokenmill.config import EngineConfig
 from tokenmill.engine import messages
-from tokenmill.engine.messages import EngineSpec, Failed, FromEngine, Heartbeat, Pong, Ready, ToEngine
+from tokenmill.engine.messages import EngineSpec, Failed, FromEngine, Heartbeat, Pong, ToEngine
 from tokenmill.log import get_logger
 
 _log = get_logger(__name__)
 _DUMP_SECONDS = 0.5
-_HANDSHAKE_MS = 1000
+_RECONNECT_MS = 10  # until the engine process has its addresses
 _LOG_LEVELS = {10: "debug", 20: "info", 30: "warning", 40: "error"}
 ENGINE_COMMAND = (sys.executable, "-m", "tokenmill.engine.process")
 
@@ -49,10 +49,10 @@ class EngineLink:
     def __init__(self, folder: Path, number: int, deliver: Callable[[FromEngine], None]) -> None:
         self._deliver = deliver
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
-        self._addresses = [f"ipc://{folder}/{name}{number}" for name in ("requests", "events")]
-        self._outbox = self._bind(zmq.PUSH, self._addresses[0])
+        self._addresses = [f"ipc://{folder}/{name}{number}" for name in ("requests", "events", "heartbeats")]
+        self._outbox = self._connect(zmq.PUSH, self._addresses[:1])
         try:
-            self._inbox = self._bind(zmq.PULL, self._addresses[1])
+            self._inbox = self._connect(zmq.PULL, self._addresses[1:])
         except zmq.ZMQError:
             self._outbox.close(linger=0)
             raise
@@ -74,9 +74,8 @@ class EngineLink:
     ) -> None:
         """Have an engine started, in the process `spare` if there is one. `adapters`: paths by name."""
         level = _LOG_LEVELS.get(_log.getEffectiveLevel(), "info")
-        inbox, outbox = self._addresses
         spec = EngineSpec(
-            path, asdict(config), inbox, outbox, log_level=level, step_log=step_log, meters=meters,
+            path, asdict(config), *self._addresses, log_level=level, step_log=step_log, meters=meters,
             adapters=adapters or {},
         )  # fmt: skip
         self._process = spare or await spawn_engine()
@@ -163,11 +162,15 @@ class EngineLink:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(number)
 
-    def _bind(self, kind: int, address: str) -> zmq.Socket[bytes]:
+    def _connect(self, kind: int, addresses: list[str]) -> zmq.Socket[bytes]:
+        """The engine binds, not the server: libzmq aborts a process that cannot accept for want of open files, but tries
+        again where it cannot connect."""
         socket = self._context.socket(kind)
         try:
             socket.set_hwm(0)
-            socket.bind(address)
+            socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
+            for address in addresses:
+                socket.connect(address)
         except zmq.ZMQError:
             socket.close(linger=0)
             raise
@@ -192,8 +195,6 @@ class EngineLink:
                 case Failed():
                     self.failure = message
                 case _:
-                    if isinstance(message, Ready):  # over a connection of its own: ours to it may take a moment more
-                        self._outbox.poll(_HANDSHAKE_MS, zmq.POLLOUT)
                     try:
                         self._deliver(message)
                     except Exception:  # the messages behind it must still be read
