@@ -1,20 +1,18 @@
 """The engine process: an engine loop whose requests come as messages, and whose events leave as messages.
 
 Started by the server as `python -m tokenmill.engine.process` with an EngineSpec on standard input; it ends when it is
-told to, or when that pipe closes because the server is gone. One thread steps and owns its sockets; a side thread sends
-heartbeats, so that a hang is seen from outside. SIGUSR1 prints all stacks to standard error. No HTTP, no text.
+told to, or when that pipe closes because the server is gone. One thread steps and owns its sockets; pulse.py sends
+heartbeats from another, so that a hang is seen from outside. SIGUSR1 prints all stacks to standard error. No HTTP, no
+text.
 """
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import gc
 import os
-import select
 import signal
 import sys
-import threading
 import time
 import traceback
 from collections import Counter
@@ -46,7 +44,6 @@ from tokenmill.engine.messages import (
     Events,
     Failed,
     FromEngine,
-    Heartbeat,
     LoadAdapter,
     Pages,
     Phase,
@@ -61,6 +58,7 @@ from tokenmill.engine.messages import (
     UnloadAdapter,
     WatchPages,
 )
+from tokenmill.engine.pulse import Pulse, bind_socket
 from tokenmill.engine.stats import PROMPT_STEP_TOKENS
 from tokenmill.engine.step_log import log_steps_to
 from tokenmill.engine.step_meter import StepMeter
@@ -83,30 +81,6 @@ _REST_LIMIT = 600.0  # seconds: large weights are written to a slow disk, or rea
 _REST_SAVE_SECONDS = 10.0  # to write cached pages to the tiers before they are dropped
 _STATS_SECONDS = 0.05  # between statistics, while tokens flow
 _SWITCH_SECONDS = 0.0005  # until a thread beside the loop, such as a compiler, gives up the interpreter
-
-
-class Pulse:
-    """Sends a heartbeat at regular intervals from its own thread, and ends the process when the server is gone."""
-
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], spec: EngineSpec, activity: Activity) -> None:
-        self.loop: EngineLoop | None = None  # once there is one: its steps are counted
-        self.usage: UsageWatch | None = None  # the same
-        self._context = context
-        self._spec = spec
-        self._activity = activity
-        threading.Thread(target=self._beat, name="pulse", daemon=True).start()
-
-    def _beat(self) -> None:
-        socket = _bind(self._context, zmq.PUSH, self._spec.heartbeats)
-        while True:
-            loop = self.loop
-            num_steps = loop.core.stats.num_steps if loop is not None else 0
-            usage = self.usage.read() if self.usage is not None else (0, [])
-            with contextlib.suppress(zmq.Again):  # nobody is connected: the server comes, or is gone
-                socket.send(messages.encode(Heartbeat(*self._activity.read(), num_steps, *usage)), zmq.NOBLOCK)
-            readable, _, _ = select.select([sys.stdin], [], [], self._spec.heartbeat_seconds)
-            if readable and not os.read(sys.stdin.fileno(), 1):
-                os._exit(0)  # the server has ended: nobody waits for an answer
 
 
 class EngineProcess:
@@ -341,8 +315,8 @@ def start(spec: EngineSpec, activity: Activity, tell: Callable[[FromEngine], Non
 def serve_engine(spec: EngineSpec) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     out_context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()  # its own: ending it sends what is left
-    outbox = _bind(out_context, zmq.PUSH, spec.outbox)
-    inbox = _bind(context, zmq.PULL, spec.inbox)
+    outbox = bind_socket(out_context, zmq.PUSH, spec.outbox)
+    inbox = bind_socket(context, zmq.PULL, spec.inbox)
     activity = Activity("loading the weights", _LOAD_LIMIT)
     pulse = Pulse(context, spec, activity)
     code = 0
@@ -376,13 +350,6 @@ def _load_again(parts: EngineParts, adapters: dict[str, str]) -> None:
             parts.adapters.load_now(name, path)
         except UserError as error:
             _log.error("adapter '%s' could not be loaded again: %s", name, error)
-
-
-def _bind(context: zmq.Context[zmq.Socket[bytes]], kind: int, address: str) -> zmq.Socket[bytes]:
-    socket = context.socket(kind)
-    socket.set_hwm(0)  # never drop, never block a step: the server reads or is gone
-    socket.bind(address)
-    return socket
 
 
 def main() -> None:

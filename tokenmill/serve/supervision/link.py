@@ -74,8 +74,9 @@ class EngineLink:
     ) -> None:
         """Have an engine started, in the process `spare` if there is one. `adapters`: paths by name."""
         level = _LOG_LEVELS.get(_log.getEffectiveLevel(), "info")
+        requests, events, heartbeats = self._addresses
         spec = EngineSpec(
-            path, asdict(config), *self._addresses, log_level=level, step_log=step_log, meters=meters,
+            path, asdict(config), requests, events, heartbeats, log_level=level, step_log=step_log, meters=meters,
             adapters=adapters or {},
         )  # fmt: skip
         self._process = spare or await spawn_engine()
@@ -163,8 +164,8 @@ class EngineLink:
                 self._process.send_signal(number)
 
     def _connect(self, kind: int, addresses: list[str]) -> zmq.Socket[bytes]:
-        """The engine binds, not the server: libzmq aborts a process that cannot accept for want of open files, but tries
-        again where it cannot connect."""
+        """The engine binds, not the server: libzmq aborts a process that cannot accept for want of open files, but
+        tries again where it cannot connect."""
         socket = self._context.socket(kind)
         try:
             socket.set_hwm(0)
