@@ -10,6 +10,7 @@ import pytest
 
 from tests.parity.tiny_models import make, write_tokenizer
 from tests.random_adapters import make_adapter
+from tokenmill.engine import replicas
 from tokenmill.engine.async_engine import AsyncEngine
 from tokenmill.engine.llm import LLM
 from tokenmill.engine.replicas import divided
@@ -44,6 +45,19 @@ def test_two_engines_give_the_tokens_of_one(model: Path, tmp_path: Path) -> None
         os.kill(other.pid, signal.SIGKILL)
         assert _tokens(llm) == right[1]  # by the one that is left
         assert _tokens(llm, "a") == right[2]  # by both again
+
+
+def test_a_frozen_engine_is_replaced(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas, "SILENCE_SECONDS", 3.0)
+    with LLM(model, context=64, threads=1) as llm:
+        right = _tokens(llm), _tokens(llm)
+    with LLM(model, context=64, threads=1, data_parallel_size=2) as llm:
+        assert _tokens(llm) == right[0]
+        (other,) = llm._others
+        frozen = other.pid
+        os.kill(frozen, signal.SIGSTOP)
+        assert _tokens(llm) == right[1]
+        assert other.pid != frozen
 
 
 def test_parts_keep_common_beginnings_together() -> None:

@@ -1,8 +1,8 @@
 """More engines of the same model beside the one of an `LLM`, as processes: each takes its part of a batch.
 
 A batch is known whole, so it is divided at once: ordered by tokens, so that prompts with a common beginning stay
-together, and cut where the tokens are even. A process that dies is replaced, and its part computed by the engine that
-is left: requests carry their seeds, so every engine gives the same tokens. Used by llm.py.
+together, and cut where the tokens are even. A process that dies or freezes is replaced, and its part computed by the
+engine that is left: requests carry their seeds, so every engine gives the same tokens. Used by llm.py.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from tokenmill.types import Request
 
 _log = get_logger(__name__)
 _END_SECONDS = 5.0
+PULSE_SECONDS = 1.0  # between signs of life of a process that is at work
+SILENCE_SECONDS = 10.0  # without one: it is stuck
 Part = list[tuple[Request, str | None]]  # with the text of its prompt, where that was text
 
 
@@ -83,19 +85,30 @@ class Replica:
         self._tell(("run", [(Submit.of(request), text) for request, text in part]))
 
     def collect(self) -> list[RequestOutput] | None:
-        """The answers of what was submitted; None if the process has ended: another is started."""
+        """The answers of what was submitted; None if the process has ended or gives no sign of life: another is
+        started."""
         assert self._line is not None
+        assert self._process is not None
+        answer: Any = None
         try:
-            answer: Any = self._line.recv()
+            while answer is None:
+                if not self._is_heard():
+                    self._process.kill()
+                    raise EOFError
+                answer = self._line.recv()  # None: it is at work
         except (EOFError, OSError):
-            assert self._process is not None
-            _log.error("engine process %d has ended; its requests are computed again", self._process.pid)
+            _log.error("engine process %d has ended or is stuck; its requests are computed again", self._process.pid)
             self.close()
             self._start()
             return None
         if isinstance(answer, UserError):
             raise answer
         return list(answer)
+
+    def _is_heard(self) -> bool:
+        """Twice, because this process may have been frozen with it and look before the other has woken up."""
+        assert self._line is not None
+        return self._line.poll(SILENCE_SECONDS / 2) or self._line.poll(SILENCE_SECONDS / 2)
 
     def _tell(self, message: tuple[Any, ...]) -> None:
         assert self._line is not None

@@ -21,6 +21,7 @@ from tokenmill.engine.merged_stats import merged_stats, since
 from tokenmill.engine.messages import AdapterAnswer, AdapterInfo, Heartbeat, Ready, ToEngine
 from tokenmill.engine.stats import EngineStats
 from tokenmill.log import get_logger
+from tokenmill.route.merged_pages import MergedPages
 from tokenmill.route.policies.base import Policy
 from tokenmill.route.policies.prefix_aware import PrefixAware
 from tokenmill.route.prompt import Prompt
@@ -29,7 +30,6 @@ from tokenmill.serve.errors import ApiError, engine_gone
 from tokenmill.serve.generation import Generation, Member
 from tokenmill.serve.supervision.engine_client import EngineClient
 from tokenmill.serve.supervision.listening import Observer
-from tokenmill.serve.supervision.page_feed import PageFeed
 from tokenmill.types import Request
 
 _log = get_logger(__name__)
@@ -79,6 +79,7 @@ class EngineGroup:
         self._observers: list[Observer] = []
         self._counted = EngineStats()  # when an engine was last replaced: metrics count from zero then
         self.adapters = GroupAdapters(engines)
+        self.pages = MergedPages([engine.pages for engine in engines])
         for target in self._targets:
             target.engine.observe(_Relay(self, target))
             target.engine.rescue = lambda member, left=target: self._rescue(member, left)  # type: ignore[misc]
@@ -134,11 +135,6 @@ class EngineGroup:
 
     def _total(self) -> EngineStats:
         return merged_stats([engine.stats for engine in self.engines])
-
-    @property
-    def pages(self) -> PageFeed:
-        """Of the first engine: a router in front would need to know the engines to use more."""
-        return self.engines[0].pages
 
     @property
     def pid(self) -> int | None:

@@ -10,7 +10,7 @@ from tokenmill.engine.messages import AdapterAnswer, AdapterInfo, Heartbeat, Rea
 from tokenmill.engine.stats import EngineStats
 from tokenmill.serve.generation import Generation, Member
 from tokenmill.serve.supervision.listening import Observer
-from tokenmill.serve.supervision.page_feed import PageFeed
+from tokenmill.serve.supervision.page_feed import PageChanges
 
 if TYPE_CHECKING:
     from tokenmill.serve.supervision.engine_client import EngineClient
@@ -48,7 +48,7 @@ class Engine(Protocol):
     def adapters(self) -> EngineAdapters: ...
 
     @property
-    def pages(self) -> PageFeed: ...
+    def pages(self) -> PageChanges: ...
 
     @property
     def pid(self) -> int | None: ...

@@ -34,39 +34,24 @@ class Change:
     removed: list[bytes]
 
 
-class PageFeed:
-    def __init__(self, path: Path, ask: Callable[[WatchPages], None]) -> None:
-        """`ask` sends the engine a message, or raises ApiError."""
-        self._path = path
-        self._ask = ask
-        self._naming: asyncio.Task[None] | None = None
-        self.restart()
+class PageChanges:
+    """Names of cached pages and how they changed, for readers. `root`: what the names begin with; empty until known."""
 
-    def restart(self) -> None:
-        """Another engine, with nothing cached."""
+    root = b""
+
+    def __init__(self) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
         self.feed = secrets.token_hex(8)
-        self.root = b""
         self.sequence = 0
         self.pages: dict[bytes, bytes] = {}  # name -> parent's name
         self._changes: deque[Change] = deque(maxlen=_KEPT)
         self._news = asyncio.Event()
 
     async def open(self, engine: Ready | None) -> None:
-        """Have the engine tell of its pages, if it does not yet. One without pages never does. A model that must be
-        hashed first takes longer than a reader waits: it asks again."""
-        if self.root or engine is None or not engine.page_meaning:
-            return
-        if self._naming is None or self._naming.done():
-            self._naming = asyncio.create_task(self._name(str(engine.options["load_format"]), engine.page_meaning))
-        await asyncio.wait((self._naming,), timeout=_NAMING_SECONDS)
-
-    async def _name(self, load_format: str, meaning: str) -> None:
-        feed = self.feed
-        root = await in_daemon_thread(lambda: root_name(self._path, load_format, meaning))
-        if feed == self.feed:
-            with contextlib.suppress(ApiError):  # it is away just now: the next reader tries again
-                self._ask(WatchPages(root))
-                self.root = root
+        """Have pages named, if they are not yet."""
+        raise NotImplementedError
 
     def take(self, message: Pages) -> None:
         self.sequence += 1
@@ -92,3 +77,43 @@ class PageFeed:
         if feed == self.feed and sequence == self.sequence:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._news.wait(), seconds)
+
+
+class PageFeed(PageChanges):
+    """Of one engine."""
+
+    def __init__(self, path: Path, ask: Callable[[WatchPages], None]) -> None:
+        """`ask` sends the engine a message, or raises ApiError."""
+        self._path = path
+        self._ask = ask
+        self._naming: asyncio.Task[None] | None = None
+        self.on_change: Callable[[Pages], None] = lambda _pages: None
+        super().__init__()
+
+    def restart(self) -> None:
+        """Another engine, with nothing cached."""
+        gone = list(self.pages)
+        self.root = b""
+        self._begin()
+        self.on_change(Pages([], gone))
+
+    def take(self, message: Pages) -> None:
+        super().take(message)
+        self.on_change(message)
+
+    async def open(self, engine: Ready | None) -> None:
+        """One without pages never names any. A model that must be hashed first takes longer than a reader waits: it
+        asks again."""
+        if self.root or engine is None or not engine.page_meaning:
+            return
+        if self._naming is None or self._naming.done():
+            self._naming = asyncio.create_task(self._name(str(engine.options["load_format"]), engine.page_meaning))
+        await asyncio.wait((self._naming,), timeout=_NAMING_SECONDS)
+
+    async def _name(self, load_format: str, meaning: str) -> None:
+        feed = self.feed
+        root = await in_daemon_thread(lambda: root_name(self._path, load_format, meaning))
+        if feed == self.feed:
+            with contextlib.suppress(ApiError):  # it is away just now: the next reader tries again
+                self._ask(WatchPages(root))
+                self.root = root
