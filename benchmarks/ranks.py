@@ -126,6 +126,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--part", choices=("exchanges", "decoding", "prompts", "lanes"), action="append")
     parser.add_argument("--prompt", type=int, default=1024)
+    parser.add_argument("--sequences", type=int, nargs="+", default=[16, 64, 128], help="of the lanes")
     chosen = parser.parse_args()
     parts = chosen.part or ["exchanges", "decoding", "prompts", "lanes"]
     ranks = {"tensor_parallel_size": chosen.ranks, "rank_timeout": 60.0}
@@ -152,7 +153,7 @@ def main() -> None:
             ),
         }
     if "lanes" in parts:
-        report["two stages, 16 sequences"] = lanes(chosen.model, 16)
+        report["two stages"] = {f"{each} sequences": lanes(chosen.model, each) for each in chosen.sequences}
     print(json.dumps(report, indent=1))
 
 
