@@ -35,4 +35,5 @@ NB_MODULE(_cpu, module) {
   tokenmill::bind_program(module);
   tokenmill::bind_recurrent(module);
   tokenmill::bind_quantize(module);
+  tokenmill::bind_byte_pairs(module);
 }

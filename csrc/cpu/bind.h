@@ -45,5 +45,6 @@ void bind_program(nb::module_& module);
 void bind_recurrent(nb::module_& module);
 void bind_quantize(nb::module_& module);
 void bind_exchange(nb::module_& module);
+void bind_byte_pairs(nb::module_& module);
 
 }  // namespace tokenmill

@@ -8,7 +8,6 @@ about models. Used by gguf.py; the mapping is read by gguf_description.py and by
 from __future__ import annotations
 
 import struct
-from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from mmap import mmap
@@ -18,6 +17,8 @@ import numpy as np
 
 from tokenmill.checkpoint.mapped_file import DAMAGED
 from tokenmill.errors import CheckpointError
+from tokenmill.kernels import cpu_module
+from tokenmill.kernels.host import HOST
 
 _U64 = struct.Struct("<Q")
 _STRING = 8
@@ -92,6 +93,14 @@ class Cursor:
         return CheckpointError(f"{self.label}: {problem}", DAMAGED)
 
 
+@dataclass(frozen=True, slots=True)
+class StringArray:
+    """Strings in a buffer. `starts`: position of each one's length (8 bytes), which its text follows."""
+
+    buffer: np.ndarray
+    starts: np.ndarray
+
+
 @dataclass(slots=True)
 class StoredArray:
     """An array in the file, not decoded yet. `starts` (strings only): position of each string's length."""
@@ -99,7 +108,7 @@ class StoredArray:
     element_type: int
     count: int
     position: int
-    starts: array[int] | None = None
+    starts: np.ndarray | None = None
 
 
 class Metadata(Mapping[str, Any]):
@@ -138,6 +147,13 @@ class Metadata(Mapping[str, Any]):
             return None if value.starts is not None else self._view(value)
         return np.array(value) if isinstance(value, list) and value and not isinstance(value[0], str) else None
 
+    def stored_strings(self, key: str) -> StringArray | None:
+        """An array of strings as it lies in the file; None where there is none, or it was decoded already."""
+        value = self._values.get(key)
+        if not isinstance(value, StoredArray) or value.starts is None:
+            return None
+        return StringArray(np.frombuffer(self._buffer, np.uint8), value.starts)
+
     def strings_at(self, key: str, indices: list[int]) -> list[str]:
         """Some strings of an array, without decoding the rest."""
         value = self._values.get(key)
@@ -145,11 +161,11 @@ class Metadata(Mapping[str, Any]):
             return [str(value[index]) for index in indices]
         assert isinstance(value, StoredArray), key
         assert value.starts is not None, key
-        return [self._string(value.starts[index]) for index in indices]
+        return [self._string(int(value.starts[index])) for index in indices]
 
     def _decode(self, stored: StoredArray) -> list[Any]:
         if stored.starts is not None:
-            return [self._string(start) for start in stored.starts]
+            return [self._string(start) for start in stored.starts.tolist()]
         values = self._view(stored)
         return (values != 0).tolist() if stored.element_type == _BOOL else values.tolist()
 
@@ -211,18 +227,28 @@ def _skip_array(cursor: Cursor, key: str) -> StoredArray:
     return StoredArray(element_type, count, position)
 
 
-def _skip_strings(cursor: Cursor, key: str, count: int) -> array[int]:
-    """Walk over `count` strings. A tight loop: this is most of the time that opening a file takes."""
+def _skip_strings(cursor: Cursor, key: str, count: int) -> np.ndarray:
+    """Walk over `count` strings, in C++ if it is there: this is most of the time that opening a file takes."""
     cursor.require(8 * count, f"array '{key}'")
-    starts = array("Q", bytes(8 * count))
+    starts = np.empty(count, np.uint64)
+    if cpu_module.unavailable(HOST) is None:
+        whole = np.frombuffer(cursor.buffer, np.uint8)
+        position: int = cpu_module.module().walk_strings(whole, cursor.end, cursor.position, starts) if count else 0
+    else:
+        position = _walk_strings(cursor, starts)
+    if count and not position:
+        raise cursor.damaged(f"array '{key}' runs past the end")
+    cursor.position = position or cursor.position
+    return starts
+
+
+def _walk_strings(cursor: Cursor, starts: np.ndarray) -> int:
+    """Fills in where they start; returns where they end, 0 if that is past the end of the file."""
     unpack = _U64.unpack_from
     buffer, position, last = cursor.buffer, cursor.position, cursor.end - 8
-    for index in range(count):
+    for index in range(len(starts)):
         if position > last:
-            raise cursor.damaged(f"array '{key}' runs past the end")
+            return 0
         starts[index] = position
         position += 8 + unpack(buffer, position)[0]
-    if position > cursor.end:
-        raise cursor.damaged(f"array '{key}' runs past the end")
-    cursor.position = position
-    return starts
+    return position if position <= cursor.end else 0

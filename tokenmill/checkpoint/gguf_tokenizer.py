@@ -1,7 +1,7 @@
 """Builds a Tokenizer from GGUF metadata (`tokenizer.ggml.*`), with the same ids as llama.cpp.
 
-Two kinds of vocabulary: "gpt2" (byte-level BPE with merges, on the `tokenizers` library) and "llama" (SentencePiece BPE
-by scores). Special tokens are cut out first. Does not read files. Called by tokenizer_files.py.
+Two kinds of vocabulary: "gpt2" (byte-level BPE with merges, in C++ or on the `tokenizers` library) and "llama"
+(SentencePiece BPE by scores). Special tokens are cut out first. Does not read files. Called by tokenizer_files.py.
 """
 
 from __future__ import annotations
@@ -9,18 +9,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 from typing import Any
 
+import numpy as np
 import tokenizers
 from tokenizers import Regex, models, pre_tokenizers
 
+from tokenmill.checkpoint.gguf_metadata import Metadata, StringArray
 from tokenmill.checkpoint.piece_bytes import SPACE, byte_level_bytes, byte_piece_value
+from tokenmill.checkpoint.piece_table import ListedPieces, PieceTable, StoredPieces, stored_strings
 from tokenmill.checkpoint.pretokenizers import PreTokenizer, find_pre_tokenizer
 from tokenmill.checkpoint.sentencepiece import SentencePieceBPE
 from tokenmill.checkpoint.special_tokens import SpecialToken, SpecialTokenSplitter
 from tokenmill.checkpoint.tokenizer import Tokenizer
 from tokenmill.checkpoint.word_cache import bound_cache
 from tokenmill.errors import CheckpointError
+from tokenmill.kernels import cpu_module
+from tokenmill.kernels.host import HOST
 from tokenmill.log import get_logger
 
 _LOG = get_logger(__name__)
@@ -68,6 +74,11 @@ class _Fields:
             raise CheckpointError(f"the file has no {_PREFIX}{name}", _CONVERT)
         return value
 
+    def strings(self, name: str) -> StringArray:
+        """As they lie in the file, if they come from one."""
+        stored = self._metadata.stored_strings(_PREFIX + name) if isinstance(self._metadata, Metadata) else None
+        return stored if stored is not None and len(stored.starts) else stored_strings(self.required(name))
+
     def column(self, name: str, size: int, default: float) -> Sequence[Any]:
         """One value for each token."""
         values = self.get(name)
@@ -83,16 +94,14 @@ class _Fields:
 
 
 class _GGUFVocabulary:
-    def __init__(self, pieces: list[str], kinds: Sequence[int], byte_level: bool) -> None:
-        self.size = len(pieces)
+    def __init__(self, table: PieceTable, kinds: Sequence[int], byte_level: bool) -> None:
+        self.size = table.size
         self.kinds = kinds
-        # Reversed: where a piece occurs twice the lower id wins.
-        self.ids = dict(zip(reversed(pieces), range(len(pieces) - 1, -1, -1), strict=True))
-        self._pieces = pieces
+        self.table = table
         self._byte_level = byte_level
 
     def piece(self, token_id: int) -> str:
-        return self._pieces[token_id] if 0 <= token_id < self.size else ""
+        return self.table.piece(token_id)
 
     def token_bytes(self, token_id: int) -> bytes:
         piece = self.piece(token_id)
@@ -106,15 +115,17 @@ class _GGUFVocabulary:
         return byte_level_bytes(piece) if self._byte_level else piece.replace(SPACE, " ").encode()
 
     def of_kind(self, *kinds: TokenKind) -> set[int]:
-        return {token_id for token_id, kind in enumerate(self.kinds) if kind in kinds}
+        return set(np.flatnonzero(np.isin(np.asarray(self.kinds), kinds)).tolist())
 
     def named(self, texts: Iterable[str]) -> set[int]:
-        return {self.ids[text] for text in texts if text in self.ids}
+        return {found for text in texts if (found := self.table.find(text)) is not None}
 
 
 class _ByteLevelBPE:
-    def __init__(self, merges: list[tuple[str, str]], vocabulary: _GGUFVocabulary, pre_tokenizer: PreTokenizer) -> None:
-        ids, self._missing_id = vocabulary.ids, vocabulary.size
+    """By the `tokenizers` library, where the C++ module is missing."""
+
+    def __init__(self, merges: list[tuple[str, str]], table: PieceTable, pre_tokenizer: PreTokenizer) -> None:
+        ids, self._missing_id = table.ids, table.size
         if any(character not in ids for character in pre_tokenizers.ByteLevel.alphabet()):
             # A byte that is no token (SmolLM2 lacks a few) must still keep its neighbours apart while merging.
             ids = {**ids, _MISSING: self._missing_id}
@@ -122,24 +133,47 @@ class _ByteLevelBPE:
         try:
             model = models.BPE(ids, merges, unk_token=unknown, ignore_merges=pre_tokenizer.ignore_merges)
         except Exception as error:  # the library raises nothing more precise
-            raise CheckpointError(f"the merges do not fit the tokens ({error})", _CONVERT) from None
+            raise _bad_merges(error) from None
         self._backend = tokenizers.Tokenizer(model)
         self._backend.pre_tokenizer = byte_level_splitter(pre_tokenizer)
         bound_cache(self._backend)
 
     def encode(self, text: str) -> list[int]:
         ids = self._backend.encode(text, add_special_tokens=False).ids
-        if self._missing_id in ids:
-            _LOG.warning("the vocabulary has no token for some bytes of the text: they are left out")
-            ids = [token_id for token_id in ids if token_id != self._missing_id]
+        return _without(self._missing_id, ids)
+
+
+class _StoredBPE:
+    """By the C++ module, from the strings of the file."""
+
+    def __init__(self, table: StoredPieces, pre_tokenizer: PreTokenizer) -> None:
+        self._table = table
+        self._splitter = pre_tokenizers.Sequence(_splits(pre_tokenizer))
+
+    def encode(self, text: str) -> list[int]:
+        words = [word for word, _ in self._splitter.pre_tokenize_str(text)]
+        return _without(self._table.size, self._table.encode(words))
+
+
+def _without(missing_id: int, ids: list[int]) -> list[int]:
+    if missing_id not in ids:
         return ids
+    _LOG.warning("the vocabulary has no token for some bytes of the text: they are left out")
+    return [token_id for token_id in ids if token_id != missing_id]
+
+
+def _bad_merges(error: Exception) -> CheckpointError:
+    return CheckpointError(f"the merges do not fit the tokens ({error})", _CONVERT)
 
 
 def byte_level_splitter(pre_tokenizer: PreTokenizer) -> pre_tokenizers.Sequence:
     """The patterns one after another, then GPT-2's alphabet of bytes."""
-    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre_tokenizer.patterns]
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    return pre_tokenizers.Sequence([*splits, to_bytes])
+    return pre_tokenizers.Sequence([*_splits(pre_tokenizer), to_bytes])
+
+
+def _splits(pre_tokenizer: PreTokenizer) -> list[pre_tokenizers.PreTokenizer]:
+    return [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre_tokenizer.patterns]
 
 
 class _GGUFEncoder:
@@ -147,7 +181,7 @@ class _GGUFEncoder:
 
     def __init__(
         self,
-        rule: _ByteLevelBPE | SentencePieceBPE,
+        rule: _ByteLevelBPE | _StoredBPE | SentencePieceBPE,
         every_special: SpecialTokenSplitter,
         user_defined: SpecialTokenSplitter,
         adds_leading_space: bool,
@@ -170,16 +204,15 @@ class _GGUFEncoder:
         return ids
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class GGUFTokenizer:
     """All that the metadata says about a tokenizer, once: to encode with (build_tokenizer) or to write out in another
     form (tokenizer_export.py)."""
 
-    pieces: list[str]
-    ids: dict[str, int]
+    metadata: Mapping[str, Any]
+    table: PieceTable
     kinds: Sequence[int]
     pre_tokenizer: PreTokenizer | None  # None: SentencePiece, whose joins follow from `scores`
-    merges: list[tuple[str, str]]
     scores: Sequence[float]
     unknown_id: int | None
     adds_leading_space: bool
@@ -194,32 +227,46 @@ class GGUFTokenizer:
     prefix_ids: tuple[int, ...]
     suffix_ids: tuple[int, ...]
 
+    @cached_property
+    def pieces(self) -> list[str]:
+        return self.table.pieces
+
+    @cached_property
+    def ids(self) -> dict[str, int]:
+        return self.table.ids
+
+    @cached_property
+    def merges(self) -> list[tuple[str, str]]:
+        lines = _Fields(self.metadata).required("merges")
+        return [(left, right) for left, _, right in (line.partition(" ") for line in lines)]
+
 
 def read_tokenizer(metadata: Mapping[str, Any]) -> GGUFTokenizer:
     fields = _Fields(metadata)
     family = fields.required("model")
     if family not in ("gpt2", "llama"):
         raise CheckpointError(f"tokenizer model '{family}' is not supported", "use a model of the gpt2 or llama kind")
-    pieces = [piece or f"[EMPTY_{token_id}]" for token_id, piece in enumerate(fields.required("tokens"))]
-    size = len(pieces)
-    vocabulary = _GGUFVocabulary(pieces, fields.column("token_type", size, TokenKind.NORMAL), family == "gpt2")
+    pre_tokenizer: PreTokenizer | None = _pre_tokenizer(fields) if family == "gpt2" else None
+    table: PieceTable
+    if pre_tokenizer is not None and cpu_module.unavailable(HOST) is None:
+        table = _stored_pieces(fields, pre_tokenizer)
+    else:
+        table = ListedPieces(fields.required("tokens"))
+    size = table.size
+    vocabulary = _GGUFVocabulary(table, fields.column("token_type", size, TokenKind.NORMAL), family == "gpt2")
     if family == "gpt2":
-        pre_tokenizer: PreTokenizer | None = _pre_tokenizer(fields)
-        merges = [(left, right) for left, _, right in (line.partition(" ") for line in fields.required("merges"))]
         scores: Sequence[float] = ()
         bos_id, eos_id = fields.token_id("bos", size), fields.token_id("eos", size)
     else:
-        pre_tokenizer, merges = None, []
         scores = fields.column("scores", size, 0.0)
         bos_id, eos_id = fields.token_id("bos", size, 1), fields.token_id("eos", size, 2)
     control, user_defined, eats_blanks = _special_ids(metadata, vocabulary)
     end_ids = _end_ids(fields, vocabulary, eos_id)
     return GGUFTokenizer(
-        pieces=pieces,
-        ids=vocabulary.ids,
+        metadata=metadata,
+        table=table,
         kinds=vocabulary.kinds,
         pre_tokenizer=pre_tokenizer,
-        merges=merges,
         scores=scores,
         unknown_id=fields.token_id("unknown", size, 0 if pre_tokenizer is None else None),
         adds_leading_space=pre_tokenizer is None and bool(fields.get("add_space_prefix", True)),
@@ -236,19 +283,27 @@ def read_tokenizer(metadata: Mapping[str, Any]) -> GGUFTokenizer:
     )
 
 
+def _stored_pieces(fields: _Fields, pre_tokenizer: PreTokenizer) -> StoredPieces:
+    try:
+        return StoredPieces(fields.strings("tokens"), fields.strings("merges"), pre_tokenizer.ignore_merges)
+    except ValueError as error:
+        raise _bad_merges(error) from None
+
+
 def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     parts = read_tokenizer(metadata)
-    byte_level = parts.pre_tokenizer is not None
-    vocabulary = _GGUFVocabulary(parts.pieces, parts.kinds, byte_level)
-    rule: _ByteLevelBPE | SentencePieceBPE
-    if parts.pre_tokenizer is not None:
-        rule = _ByteLevelBPE(parts.merges, vocabulary, parts.pre_tokenizer)
+    vocabulary = _GGUFVocabulary(parts.table, parts.kinds, parts.pre_tokenizer is not None)
+    rule: _ByteLevelBPE | _StoredBPE | SentencePieceBPE
+    if parts.pre_tokenizer is not None and isinstance(parts.table, StoredPieces):
+        rule = _StoredBPE(parts.table, parts.pre_tokenizer)
+    elif parts.pre_tokenizer is not None:
+        rule = _ByteLevelBPE(parts.merges, parts.table, parts.pre_tokenizer)
     else:
         rule = SentencePieceBPE(parts.pieces, parts.ids, parts.scores, parts.unknown_id)
 
     def splitter(token_ids: set[int]) -> SpecialTokenSplitter:
         return SpecialTokenSplitter(
-            [SpecialToken(parts.pieces[i], i, i in parts.blank_eating_ids) for i in sorted(token_ids)]
+            [SpecialToken(parts.table.piece(i), i, i in parts.blank_eating_ids) for i in sorted(token_ids)]
         )
 
     every_special = splitter(parts.control_ids | parts.user_defined_ids)
@@ -268,7 +323,8 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
 def _dropped_bytes(parts: GGUFTokenizer) -> bytes:
     if parts.pre_tokenizer is None:
         return b""
-    return b"".join(byte_level_bytes(each) for each in pre_tokenizers.ByteLevel.alphabet() if each not in parts.ids)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    return b"".join(byte_level_bytes(each) for each in alphabet if parts.table.find(each) is None)
 
 
 def _pre_tokenizer(fields: _Fields) -> PreTokenizer:

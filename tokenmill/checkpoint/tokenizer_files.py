@@ -8,14 +8,16 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenmill.checkpoint import gguf_tokenizer, hf_config, hf_tokenizer
-from tokenmill.checkpoint.chat_template import ChatTemplate, directory_template, gguf_template
 from tokenmill.checkpoint.gguf_header import is_gguf, read_gguf_metadata
 from tokenmill.checkpoint.number_tokenizer import missing_tokenizer, numbering_tokenizer
 from tokenmill.checkpoint.tokenizer import Tokenizer
 from tokenmill.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from tokenmill.checkpoint.chat_template import ChatTemplate
 
 # Any of these is a tokenizer; one that we cannot read is refused with the reason.
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -24,7 +26,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.tx
 def load_tokenizer(path: Path) -> Tokenizer:
     """The tokenizer of a GGUF file or of a Hugging Face directory."""
     path = Path(path)
-    if path.is_dir() and (path / "tokenizer.json").is_file():
+    if _has_json(path):
         config = path / "tokenizer_config.json"
         return hf_tokenizer.build_tokenizer(path / "tokenizer.json", config if config.is_file() else None)
     return gguf_tokenizer.build_tokenizer(gguf_metadata(path))
@@ -34,20 +36,35 @@ def load_chat_template(path: Path, source: str = "") -> ChatTemplate | None:
     """The chat template of a GGUF file or of a Hugging Face directory; None where it has none. `source`: a template to
     use instead, with the special tokens of the model."""
     path = Path(path)
-    if path.is_dir() and (path / "tokenizer.json").is_file():
-        return directory_template(path, source)
-    return gguf_template(gguf_metadata(path), source)
+    templates = _templates()
+    if _has_json(path):
+        return templates.directory_template(path, source)
+    return templates.gguf_template(gguf_metadata(path), source)
 
 
 def tokenizer_of(path: Path, load_format: str, template_source: str = "") -> tuple[Tokenizer, ChatTemplate | None]:
     """The tokenizer and the chat template of a model, or a stated one; numbers for tokens where it has none."""
     path = Path(path)
-    stated = ChatTemplate(template_source) if template_source else None
+    stated = _templates().ChatTemplate(template_source) if template_source else None
     if load_format == "dummy" and not (path / "tokenizer.json").is_file():
         return numbering_tokenizer(_vocab_size(path)), stated
     if lacks_tokenizer(path):
         return missing_tokenizer(path.name, _vocab_size(path)), stated
-    return load_tokenizer(path), load_chat_template(path, template_source)
+    if _has_json(path):
+        return load_tokenizer(path), load_chat_template(path, template_source)
+    metadata = gguf_metadata(path)  # once for both
+    return gguf_tokenizer.build_tokenizer(metadata), _templates().gguf_template(metadata, template_source)
+
+
+def _templates() -> Any:
+    """Imported when a template is read: the engine does that beside the weights, and Jinja takes as long as they do."""
+    from tokenmill.checkpoint import chat_template
+
+    return chat_template
+
+
+def _has_json(path: Path) -> bool:
+    return path.is_dir() and (path / "tokenizer.json").is_file()
 
 
 def lacks_tokenizer(path: Path) -> bool:

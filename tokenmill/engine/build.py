@@ -11,8 +11,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from tokenmill.checkpoint.chat_template import ChatTemplate
 from tokenmill.checkpoint.description import ModelDescription
 from tokenmill.checkpoint.open import open_source
 from tokenmill.checkpoint.sources import resolve
@@ -42,6 +42,9 @@ from tokenmill.runtime.observation.page_scores import StoredPageScores
 from tokenmill.runtime.ranks.build import facts_of_rank, start_ranks
 from tokenmill.runtime.runner import ModelRunner
 from tokenmill.types import CacheControl, SamplingParams
+
+if TYPE_CHECKING:
+    from tokenmill.checkpoint.chat_template import ChatTemplate
 
 _log = get_logger(__name__)
 
