@@ -16,7 +16,7 @@ from tokenmill.engine.core import EngineCore, Runner
 from tokenmill.engine.scheduler import Scheduler
 from tokenmill.types import StepPlan, StepResult, TokenEvent
 
-MIN_SEQUENCES = 32  # of a lane: a step of fewer takes as long, since it reads all weights too
+MIN_SEQUENCES = 4  # of a lane: a step of fewer takes nearly as long, since it reads all weights too (docs/ranks.md)
 
 
 class StagedRunner(Runner, Protocol):
