@@ -17,8 +17,7 @@ import numpy as np
 
 from tokenmill.checkpoint.mapped_file import DAMAGED
 from tokenmill.errors import CheckpointError
-from tokenmill.kernels import cpu_module
-from tokenmill.kernels.host import HOST
+from tokenmill.kernels import native
 
 _U64 = struct.Struct("<Q")
 _STRING = 8
@@ -231,9 +230,9 @@ def _skip_strings(cursor: Cursor, key: str, count: int) -> np.ndarray:
     """Walk over `count` strings, in C++ if it is there: this is most of the time that opening a file takes."""
     cursor.require(8 * count, f"array '{key}'")
     starts = np.empty(count, np.uint64)
-    if cpu_module.unavailable(HOST) is None:
+    if native.missing() is None:
         whole = np.frombuffer(cursor.buffer, np.uint8)
-        position: int = cpu_module.module().walk_strings(whole, cursor.end, cursor.position, starts) if count else 0
+        position: int = native.module().walk_strings(whole, cursor.end, cursor.position, starts) if count else 0
     else:
         position = _walk_strings(cursor, starts)
     if count and not position:

@@ -25,8 +25,7 @@ from tokenmill.checkpoint.special_tokens import SpecialToken, SpecialTokenSplitt
 from tokenmill.checkpoint.tokenizer import Tokenizer
 from tokenmill.checkpoint.word_cache import bound_cache
 from tokenmill.errors import CheckpointError
-from tokenmill.kernels import cpu_module
-from tokenmill.kernels.host import HOST
+from tokenmill.kernels import native
 from tokenmill.log import get_logger
 
 _LOG = get_logger(__name__)
@@ -248,7 +247,7 @@ def read_tokenizer(metadata: Mapping[str, Any]) -> GGUFTokenizer:
         raise CheckpointError(f"tokenizer model '{family}' is not supported", "use a model of the gpt2 or llama kind")
     pre_tokenizer: PreTokenizer | None = _pre_tokenizer(fields) if family == "gpt2" else None
     table: PieceTable
-    if pre_tokenizer is not None and cpu_module.unavailable(HOST) is None:
+    if pre_tokenizer is not None and native.missing() is None:
         table = _stored_pieces(fields, pre_tokenizer)
     else:
         table = ListedPieces(fields.required("tokens"))

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from tokenmill.checkpoint.gguf_metadata import StringArray
-from tokenmill.kernels import cpu_module
+from tokenmill.kernels import native
 
 
 class PieceTable(Protocol):
@@ -60,7 +60,7 @@ class StoredPieces:
         token, whatever the merges say."""
         self.size = len(pieces.starts)
         arrays = (pieces.buffer, pieces.starts, merges.buffer, merges.starts)
-        self._stored: Any = cpu_module.module().BytePairs(*arrays, whole_words)
+        self._stored: Any = native.module().BytePairs(*arrays, whole_words)
 
     def piece(self, token_id: int) -> str:
         if not 0 <= token_id < self.size:

@@ -16,12 +16,12 @@ import numpy as np
 from tokenmill.kernels import cpu_recurrent
 from tokenmill.kernels.base import Declined
 from tokenmill.kernels.cpu_module import instruction_set as instruction_set
-from tokenmill.kernels.cpu_module import module as module
 from tokenmill.kernels.cpu_module import num_threads as num_threads
 from tokenmill.kernels.cpu_module import pool as pool
 from tokenmill.kernels.cpu_module import unavailable as unavailable
 from tokenmill.kernels.cpu_module import use_threads as use_threads
 from tokenmill.kernels.host import address
+from tokenmill.kernels.native import module as module
 
 if TYPE_CHECKING:
     from torch import Tensor

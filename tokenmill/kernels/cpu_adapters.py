@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenmill.kernels.cpu_module import module, pool
+from tokenmill.kernels.cpu_module import pool
+from tokenmill.kernels.native import module
 from tokenmill.kernels.ref_adapters import AdaptedPart, EmbeddingPart, Parts
 
 

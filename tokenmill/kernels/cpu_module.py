@@ -1,4 +1,4 @@
-"""The C++ module `_cpu` (csrc/cpu) and its worker threads: the import guard, why it cannot be used, how many threads.
+"""The C++ module `_cpu` (csrc/cpu) and its worker threads: why it cannot be used on a device, how many threads.
 
 Below all CPU kernels; cpu.py offers it to everything else.
 """
@@ -11,14 +11,7 @@ from typing import Any
 
 from tokenmill.errors import UserError
 from tokenmill.kernels.host import Device
-
-try:
-    import tokenmill.kernels._cpu as _cpu
-except ImportError as error:
-    _cpu = None
-    _missing = f"the C++ kernels are not built ({error}); reinstall with a C++17 compiler present"
-else:
-    _missing = ""
+from tokenmill.kernels.native import missing, module
 
 THREADS_VARIABLE = "TOKENMILL_THREADS"
 
@@ -26,13 +19,7 @@ THREADS_VARIABLE = "TOKENMILL_THREADS"
 def unavailable(device: Device) -> str | None:
     if device.type != "cpu":
         return f"runs on CPU tensors, not on {device.type}"
-    return _missing or None
-
-
-def module() -> Any:
-    """The C++ module; only after `unavailable` has returned None."""
-    assert _cpu is not None, _missing
-    return _cpu
+    return missing()
 
 
 @cache

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from tokenmill.kernels.cpu_module import module, pool
+from tokenmill.kernels.cpu_module import pool
+from tokenmill.kernels.native import module
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -16,9 +16,9 @@ from tokenmill.checkpoint.gguf_header import read_gguf_metadata
 from tokenmill.checkpoint.piece_table import ListedPieces, StoredPieces, stored_strings
 from tokenmill.checkpoint.tokenizer import Tokenizer
 from tokenmill.errors import CheckpointError
-from tokenmill.kernels import cpu_module
+from tokenmill.kernels import native
 
-pytestmark = pytest.mark.skipif(cpu_module._cpu is None, reason="the C++ module is not built")
+pytestmark = pytest.mark.skipif(native.missing() is not None, reason="the C++ module is not built")
 _PARTS = ["hello", " the", "don't", "\r\n\t", "    ", "2024", "naïve", "日本語", "🙂", "ﬁ", "\u0301", "aaaaaaaa"]
 _TEXTS = st.one_of(
     st.text(max_size=80),
@@ -31,7 +31,7 @@ def _both(monkeypatch: pytest.MonkeyPatch, make: Callable[[], Tokenizer]) -> tup
     """In C++, and by the library."""
     ours = make()
     with monkeypatch.context() as patch:
-        patch.setattr(cpu_module, "_missing", "not built")
+        patch.setattr(native, "_missing", "not built")
         theirs = make()
     assert "Stored" in type(ours._vocabulary.table).__name__  # type: ignore[attr-defined]
     assert "Listed" in type(theirs._vocabulary.table).__name__  # type: ignore[attr-defined]
