@@ -1,6 +1,6 @@
 """llama.cpp built for this machine with the flags its own instructions give, from the source in llama-cpp-python.
 
-    PATH=$(python benchmarks/peers/build_llamacpp.py [--folder DIR] [--version 0.3.36]):$PATH
+    PATH=$(python benchmarks/peers/build_llamacpp.py [--folder DIR] [--version 0.3.36] [--jobs 2]):$PATH
 
 Prints the folder that has llama-server, llama-bench and llama-cli. Done once (about a quarter of an hour on two cores);
 the packages on the index are built for the oldest processor they support, which costs them several times their speed.
@@ -24,11 +24,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path.home() / ".cache/tokenmill/peers/llamacpp")
     parser.add_argument("--version", default="0.3.36", help="of llama-cpp-python")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="compilers at once")
     options = parser.parse_args()
-    print(build(options.folder / options.version, options.version))
+    print(build(options.folder / options.version, options.version, options.jobs))
 
 
-def build(folder: Path, version: str) -> Path:
+def build(folder: Path, version: str, jobs: int) -> Path:
     binaries = folder / "build/bin"
     if all((binaries / each).exists() for each in _TARGETS):
         return binaries
@@ -36,7 +37,7 @@ def build(folder: Path, version: str) -> Path:
     _run("cmake", "-S", source, "-B", folder / "build", "-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON",
          *(f"-D{name}=OFF" for name in _OFF))  # fmt: skip
     for target in _TARGETS:
-        _run("cmake", "--build", folder / "build", "--target", target, "--parallel", os.cpu_count() or 1)
+        _run("cmake", "--build", folder / "build", "--target", target, "--parallel", jobs)
     return binaries
 
 
@@ -45,7 +46,7 @@ def _source(folder: Path, version: str) -> Path:
     if not found.exists():
         folder.mkdir(parents=True, exist_ok=True)
         package = f"llama-cpp-python=={version}"
-        _run(sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", ":all:", "--no-build-isolation",
+        _run(sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", "llama-cpp-python",
              "--dest", folder, package)  # fmt: skip
         with tarfile.open(next(folder.glob("*.tar.gz"))) as archive:
             archive.extractall(folder, filter="data")

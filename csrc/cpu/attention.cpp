@@ -33,11 +33,23 @@ __attribute__((noinline)) void fold(float* out, float* maximum, float* sum, cons
                                     float other_sum, int64_t dim) {
   if (other_maximum == kMinusInfinity) return;  // nothing of it is visible
   const float highest = std::max(*maximum, other_maximum);
-  const float keep = std::exp(*maximum - highest), weight = std::exp(other_maximum - highest);  // keep: 0 at first
+  // One of the two is 1. keep: 0 at first.
+  const float keep = *maximum == highest ? 1.0f : std::exp(*maximum - highest);
+  const float weight = other_maximum == highest ? 1.0f : std::exp(other_maximum - highest);
   *maximum = highest;
   *sum = *sum * keep + other_sum * weight;
   if (keep != 1.0f) float_kernels().scale(out, keep, dim, out);
   float_kernels().accumulate(&weight, 1, 1, values, dim, 1, dim, out, dim);
+}
+
+// fn(first, length) of each run of rows that are there; `whole`: all are.
+template <typename Function>
+void for_runs(const float* const* rows, int count, bool whole, Function&& fn) {
+  if (whole) return fn(0, count);
+  for (int begin = 0, end = 0; begin < count; begin = end + 1) {
+    for (end = begin; end < count && rows[end] != nullptr;) ++end;
+    if (end > begin) fn(begin, end - begin);
+  }
 }
 
 }  // namespace
@@ -104,10 +116,11 @@ void AttentionRunner::attend(const AttentionPlan::Item& item, int kv_head, Tile&
   for (int key = item.key_begin; key < item.key_end; key += kKeyBlock) {
     if (key % kKeyChunk == 0 && key != item.key_begin) fold_chunk(tile);
     const int count = std::min(kKeyBlock, item.key_end - key);
-    for_pieces(item, key, count, [&](int page, int offset, int at, int length) {
-      if (page < 0) return;  // masked below: no query of this item sees a page that left the window
-      const float* k = page_rows(pages_.k, page, kv_head, offset, length, tile.converted);
-      kernels.scores(tile.q, tile.dim, tile.rows, k, tile.dim, length, tile.dim, tile.scores + at, kKeyBlock);
+    const float* rows[kKeyBlock];
+    // Keys whose page left the window are masked below: no query of this item sees them.
+    bool whole = find_rows(pages_.k, item, kv_head, key, count, tile.converted, rows);
+    for_runs(rows, count, whole, [&](int at, int length) {
+      kernels.scores_of(tile.q, tile.dim, tile.rows, rows + at, length, tile.dim, tile.scores + at, kKeyBlock);
     });
     if (shape_.softcap > 0) {
       for (int row = 0; row < tile.rows; ++row) {
@@ -117,10 +130,9 @@ void AttentionRunner::attend(const AttentionPlan::Item& item, int kv_head, Tile&
     }
     mask(item, key, count, tile);
     soften(count, tile);
-    for_pieces(item, key, count, [&](int page, int offset, int at, int length) {
-      if (page < 0) return;
-      const float* v = page_rows(pages_.v, page, kv_head, offset, length, tile.converted);
-      kernels.accumulate(tile.scores + at, kKeyBlock, tile.rows, v, tile.dim, length, tile.dim, tile.out, tile.dim);
+    whole = find_rows(pages_.v, item, kv_head, key, count, tile.converted, rows);
+    for_runs(rows, count, whole, [&](int at, int length) {
+      kernels.accumulate_of(tile.scores + at, kKeyBlock, tile.rows, rows + at, length, tile.dim, tile.out, tile.dim);
     });
   }
   if (!folds) return;
@@ -141,26 +153,27 @@ void AttentionRunner::fold_chunk(Tile& tile) {
   std::memset(tile.out, 0, tile.rows * tile.dim * sizeof(float));
 }
 
-// fn(page, offset in page, offset in block, length) for each page that keys [key, key + count) touch.
-template <typename Function>
-void AttentionRunner::for_pieces(const AttentionPlan::Item& item, int key, int count, Function&& fn) const {
+// Where the rows of keys [key, key + count) lie: in their pages if those hold floats, else converted. null where the page
+// left the window; false if there is such a key.
+bool AttentionRunner::find_rows(const KVSide& side, const AttentionPlan::Item& item, int kv_head, int key, int count,
+                                float* converted, const float** rows) const {
   const int32_t* table = batch_.block_table + item.sequence * batch_.max_pages;
+  const RowFormat& format = *side.format;
+  const int64_t dim = shape_.head_dim;
+  const bool in_place = format.kind == RowKind::float32 && side.row_stride == format.row_bytes();
+  bool whole = true;
   for (int at = 0; at < count;) {
     const int offset = (key + at) % pages_.page_size;
     const int length = std::min(pages_.page_size - offset, count - at);
-    fn(table[(key + at) / pages_.page_size], offset, at, length);
+    const int page = table[(key + at) / pages_.page_size];
+    const uint8_t* stored = page < 0 ? nullptr : side.row(page, kv_head, offset);
+    const float* first = in_place ? reinterpret_cast<const float*>(stored) : converted + at * dim;
+    if (page >= 0 && !in_place) format.decode(stored, side.row_stride, length, kv_head, converted + at * dim);
+    for (int i = 0; i < length; ++i) rows[at + i] = page < 0 ? nullptr : first + i * dim;
+    whole = whole && page >= 0;
     at += length;
   }
-}
-
-const float* AttentionRunner::page_rows(const KVSide& side, int page, int kv_head, int offset, int count,
-                                        float* converted) const {
-  const uint8_t* rows = side.row(page, kv_head, offset);
-  const RowFormat& format = *side.format;
-  if (format.kind == RowKind::float32 && side.row_stride == format.row_bytes())
-    return reinterpret_cast<const float*>(rows);
-  format.decode(rows, side.row_stride, count, kv_head, converted);
-  return converted;
+  return whole;
 }
 
 int AttentionRunner::oldest(int position) const {

@@ -138,9 +138,8 @@ class AttentionRunner {
   static void fold_chunk(Tile& tile);
   void finish(const AttentionPlan::Item& item, int kv_head, const Tile& tile) const;
   void merge(int token, int kv_head) const;
-  template <typename Function>
-  void for_pieces(const AttentionPlan::Item& item, int key, int count, Function&& fn) const;
-  const float* page_rows(const KVSide& side, int page, int kv_head, int offset, int count, float* converted) const;
+  bool find_rows(const KVSide& side, const AttentionPlan::Item& item, int kv_head, int key, int count, float* converted,
+                 const float** rows) const;
 
   AttentionPlan& plan_;
   const AttentionBatch& batch_;

@@ -44,12 +44,18 @@ struct FloatKernels {
   // scores[r][j] = sum_d q[r][d] * k[j][d]
   void (*scores)(const float* q, int64_t ldq, int rows, const float* k, int64_t ldk, int keys, int64_t dim,
                  float* scores, int64_t lds);
-  // values[j] = e^(values[j] - max); returns their sum
+  // The same where each key lies somewhere: k[j] is its row.
+  void (*scores_of)(const float* q, int64_t ldq, int rows, const float* const* k, int keys, int64_t dim, float* scores,
+                    int64_t lds);
+  // values[j] = e^(values[j] - max), none above max; returns their sum
   float (*exponentials)(float* values, int n, float max);
   float (*maximum)(const float* values, int64_t n);
   // out[r][d] += sum_j weights[r][j] * v[j][d]
   void (*accumulate)(const float* weights, int64_t ldw, int rows, const float* v, int64_t ldv, int keys, int64_t dim,
                      float* out, int64_t ldo);
+  // The same where v[j] is the row of value j.
+  void (*accumulate_of)(const float* weights, int64_t ldw, int rows, const float* const* v, int keys, int64_t dim,
+                        float* out, int64_t ldo);
 };
 
 const FloatKernels& float_kernels();

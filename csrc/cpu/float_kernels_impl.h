@@ -153,27 +153,67 @@ void rope_row(const float* x, const float* cosines, const float* sines, int64_t 
   for (int64_t i = 2 * half; i < head_dim; ++i) out[i] = x[i];
 }
 
+// Rows of a matrix, and rows that lie anywhere.
+struct EvenRows {
+  const float* first;
+  int64_t stride;
+  const float* at(int row) const { return first + row * stride; }
+};
+struct RowsOf {
+  const float* const* rows;
+  const float* at(int row) const { return rows[row]; }
+};
+
 // The last dim % lanes products. Kept out of line: inlined, it makes the compiler spill the accumulators of scores_block.
-__attribute__((noinline)) void scores_tail(const float* q, int64_t ldq, int rows, const float* k, int64_t ldk, int keys,
+template <class Rows>
+__attribute__((noinline)) void scores_tail(const float* q, int64_t ldq, int rows, Rows k, int key, int keys,
                                            int64_t begin, int64_t dim, float* out, int64_t ldo) {
   for (int r = 0; r < rows; ++r)
     for (int j = 0; j < keys; ++j)
-      for (int64_t d = begin; d < dim; ++d) out[r * ldo + j] += q[r * ldq + d] * k[j * ldk + d];
+      for (int64_t d = begin; d < dim; ++d) out[r * ldo + j] += q[r * ldq + d] * k.at(key + j)[d];
 }
 
-template <int R, int K>
-inline void scores_block(const float* q, int64_t ldq, const float* k, int64_t ldk, int64_t dim, float* out,
-                         int64_t ldo) {
-  vec sum[R][K] = {};
-  int64_t d = 0;
-  for (; d + kLanes <= dim; d += kLanes) {
-    vec keys[K];
-    for (int j = 0; j < K; ++j) keys[j] = load(k + j * ldk + d);
-    for (int r = 0; r < R; ++r) {
-      const vec query = load(q + r * ldq + d);
-      for (int j = 0; j < K; ++j) sum[r][j] += query * keys[j];
-    }
+// sum += a * b, or the first of the products. On NEON by hand: where much is unrolled, the compiler copies sums from register
+// to register on the way.
+template <bool First>
+__attribute__((always_inline)) inline void multiply_add(vec& sum, vec a, vec b) {
+#if defined(__aarch64__)
+  if constexpr (First) {
+    asm("fmul %0.4s, %1.4s, %2.4s" : "=w"(sum) : "w"(a), "w"(b));
+  } else {
+    asm("fmla %0.4s, %1.4s, %2.4s" : "+w"(sum) : "w"(a), "w"(b));
   }
+#else
+  sum = First ? a * b : sum + a * b;
+#endif
+}
+
+template <bool First, int R, int K>
+__attribute__((always_inline)) inline void add_products(vec (&sum)[R][K], const float* q, int64_t ldq,
+                                                        const float* const (&from)[K], int64_t d) {
+  vec keys[K];
+  for (int j = 0; j < K; ++j) keys[j] = load(from[j] + d);
+  for (int r = 0; r < R; ++r) {
+    const vec query = load(q + r * ldq + d);
+    for (int j = 0; j < K; ++j) multiply_add<First>(sum[r][j], query, keys[j]);
+  }
+}
+
+// Of R rows with keys [key, key + K).
+template <int R, int K, class Rows>
+inline void scores_block(const float* q, int64_t ldq, Rows k, int key, int64_t dim, float* out, int64_t ldo) {
+  vec sum[R][K];
+  const float* from[K];
+  for (int j = 0; j < K; ++j) from[j] = k.at(key + j);
+  int64_t d = 0;
+  if (kLanes <= dim) {
+    add_products<true>(sum, q, ldq, from, 0);  // zeros to begin with would cost as much as products
+    d = kLanes;
+  } else {
+    for (int r = 0; r < R; ++r)
+      for (int j = 0; j < K; ++j) sum[r][j] = vec{};
+  }
+  for (; d + kLanes <= dim; d += kLanes) add_products<false>(sum, q, ldq, from, d);
   for (int r = 0; r < R; ++r) {
     if constexpr (K == 4) {
       lane_sum4(sum[r], out + r * ldo);
@@ -181,45 +221,57 @@ inline void scores_block(const float* q, int64_t ldq, const float* k, int64_t ld
       for (int j = 0; j < K; ++j) out[r * ldo + j] = lane_sum(sum[r][j]);
     }
   }
-  if (d < dim) scores_tail(q, ldq, R, k, ldk, K, d, dim, out, ldo);
+  if (d < dim) scores_tail(q, ldq, R, k, key, K, d, dim, out, ldo);
 }
 
-template <int R>
-inline void scores_rows(const float* q, int64_t ldq, const float* k, int64_t ldk, int keys, int64_t dim, float* out,
-                        int64_t ldo) {
+template <int R, class Rows>
+inline void scores_rows(const float* q, int64_t ldq, Rows k, int keys, int64_t dim, float* out, int64_t ldo) {
   int j = 0;
-  for (; j + 4 <= keys; j += 4) scores_block<R, 4>(q, ldq, k + j * ldk, ldk, dim, out + j, ldo);
-  for (; j < keys; ++j) scores_block<R, 1>(q, ldq, k + j * ldk, ldk, dim, out + j, ldo);
+  for (; j + 4 <= keys; j += 4) scores_block<R, 4>(q, ldq, k, j, dim, out + j, ldo);
+  for (; j < keys; ++j) scores_block<R, 1>(q, ldq, k, j, dim, out + j, ldo);
+}
+
+template <class Rows>
+inline void scores_all(const float* q, int64_t ldq, int rows, Rows k, int keys, int64_t dim, float* out, int64_t ldo) {
+  int r = 0;
+  for (; r + kRowBlock <= rows; r += kRowBlock)
+    scores_rows<kRowBlock>(q + r * ldq, ldq, k, keys, dim, out + r * ldo, ldo);
+  const float* rest = q + r * ldq;
+  switch (rows - r) {
+    case 3: return scores_rows<3>(rest, ldq, k, keys, dim, out + r * ldo, ldo);
+    case 2: return scores_rows<2>(rest, ldq, k, keys, dim, out + r * ldo, ldo);
+    case 1: return scores_rows<1>(rest, ldq, k, keys, dim, out + r * ldo, ldo);
+  }
 }
 
 void scores_tile(const float* q, int64_t ldq, int rows, const float* k, int64_t ldk, int keys, int64_t dim,
                  float* out, int64_t ldo) {
-  int r = 0;
-  for (; r + kRowBlock <= rows; r += kRowBlock)
-    scores_rows<kRowBlock>(q + r * ldq, ldq, k, ldk, keys, dim, out + r * ldo, ldo);
-  const float* rest = q + r * ldq;
-  switch (rows - r) {
-    case 3: return scores_rows<3>(rest, ldq, k, ldk, keys, dim, out + r * ldo, ldo);
-    case 2: return scores_rows<2>(rest, ldq, k, ldk, keys, dim, out + r * ldo, ldo);
-    case 1: return scores_rows<1>(rest, ldq, k, ldk, keys, dim, out + r * ldo, ldo);
-  }
+  scores_all(q, ldq, rows, EvenRows{k, ldk}, keys, dim, out, ldo);
+}
+
+void scores_of_rows(const float* q, int64_t ldq, int rows, const float* const* k, int keys, int64_t dim, float* out,
+                    int64_t ldo) {
+  scores_all(q, ldq, rows, RowsOf{k}, keys, dim, out, ldo);
 }
 
 float exponentials_row(float* values, int n, float max) {
   vec sum{};
   int i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
-    const vec e = exp_vec(load(values + i) - max);
-    store(values + i, e);
-    sum += e;
+  for (; i + 4 * kLanes <= n; i += 4 * kLanes) {
+    vec e[4];
+    for (int u = 0; u < 4; ++u) e[u] = load(values + i + u * kLanes) - max;
+    exp_below(e);
+    for (int u = 0; u < 4; ++u) store(values + i + u * kLanes, e[u]);
+    sum += (e[0] + e[1]) + (e[2] + e[3]);
   }
-  float total = 0;
-  if (i < n) {
-    const vec e = exp_vec(load_first(values + i, n - i) - max);
-    store_first(values + i, e, n - i);
-    for (; i < n; ++i) total += values[i];
+  for (; i < n; i += kLanes) {
+    const int left = n - i < kLanes ? n - i : kLanes;
+    vec e[1] = {load_first(values + i, left) - max};
+    exp_below(e);
+    store_first(values + i, e[0], left);
+    sum += load_first(values + i, left);  // lanes behind the last value do not count
   }
-  return total + lane_sum(sum);
+  return lane_sum(sum);
 }
 
 float maximum_row(const float* values, int64_t n) {
@@ -227,58 +279,98 @@ float maximum_row(const float* values, int64_t n) {
   int64_t i = 0;
   if (n >= kLanes) {
     vec top = load(values);
-    for (i = kLanes; i + kLanes <= n; i += kLanes) top = max(top, load(values + i));
+    i = kLanes;
+    if (n >= 4 * kLanes) {  // four at a time: one after the other they would wait for each other
+      vec tops[4];
+      for (int u = 0; u < 4; ++u) tops[u] = load(values + u * kLanes);
+      for (i = 4 * kLanes; i + 4 * kLanes <= n; i += 4 * kLanes)
+        for (int u = 0; u < 4; ++u) tops[u] = max(tops[u], load(values + i + u * kLanes));
+      top = max(max(tops[0], tops[1]), max(tops[2], tops[3]));
+    }
+    for (; i + kLanes <= n; i += kLanes) top = max(top, load(values + i));
     best = lane_max(top);
   }
   for (; i < n; ++i) best = values[i] > best ? values[i] : best;
   return best;
 }
 
-template <int R, int V>
-inline void accumulate_block(const float* weights, int64_t ldw, const float* v, int64_t ldv, int keys, float* out,
-                             int64_t ldo) {
+#if defined(__aarch64__)
+// sum[r][c] += (lane `Lane` of weights[r]) * values[c]: one load of weights serves four keys. By hand as in multiply_add.
+template <int Lane, int R, int V>
+__attribute__((always_inline)) inline void add_value(vec (&sum)[R][V], const vec (&weights)[R], const float* value) {
+  vec values[V];
+  for (int c = 0; c < V; ++c) values[c] = load(value + c * kLanes);
+  for (int r = 0; r < R; ++r)
+    for (int c = 0; c < V; ++c)
+      asm("fmla %0.4s, %1.4s, %2.s[%3]" : "+w"(sum[r][c]) : "w"(values[c]), "w"(weights[r]), "i"(Lane));
+}
+#endif
+
+// Of R rows, their numbers [d, d + V * kLanes).
+template <int R, int V, class Rows>
+inline void accumulate_block(const float* weights, int64_t ldw, Rows v, int64_t d, int keys, float* out, int64_t ldo) {
   vec sum[R][V];
   for (int r = 0; r < R; ++r)
-    for (int c = 0; c < V; ++c) sum[r][c] = load(out + r * ldo + c * kLanes);
-  for (int j = 0; j < keys; ++j) {
+    for (int c = 0; c < V; ++c) sum[r][c] = load(out + r * ldo + d + c * kLanes);
+  int j = 0;
+#if defined(__aarch64__)
+  for (; j + 4 <= keys; j += 4) {
+    vec four[R];
+    for (int r = 0; r < R; ++r) four[r] = load(weights + r * ldw + j);
+    add_value<0>(sum, four, v.at(j) + d);
+    add_value<1>(sum, four, v.at(j + 1) + d);
+    add_value<2>(sum, four, v.at(j + 2) + d);
+    add_value<3>(sum, four, v.at(j + 3) + d);
+  }
+#endif
+  for (; j < keys; ++j) {
     vec value[V];
-    for (int c = 0; c < V; ++c) value[c] = load(v + j * ldv + c * kLanes);
+    for (int c = 0; c < V; ++c) value[c] = load(v.at(j) + d + c * kLanes);
     for (int r = 0; r < R; ++r) {
       const float weight = weights[r * ldw + j];
       for (int c = 0; c < V; ++c) sum[r][c] += weight * value[c];
     }
   }
   for (int r = 0; r < R; ++r)
-    for (int c = 0; c < V; ++c) store(out + r * ldo + c * kLanes, sum[r][c]);
+    for (int c = 0; c < V; ++c) store(out + r * ldo + d + c * kLanes, sum[r][c]);
 }
 
-template <int R>
-inline void accumulate_rows(const float* weights, int64_t ldw, const float* v, int64_t ldv, int keys, int64_t dim,
-                            float* out, int64_t ldo) {
+template <int R, class Rows>
+inline void accumulate_rows(const float* weights, int64_t ldw, Rows v, int keys, int64_t dim, float* out, int64_t ldo) {
   int64_t d = 0;
-  for (; d + 4 * kLanes <= dim; d += 4 * kLanes)
-    accumulate_block<R, 4>(weights, ldw, v + d, ldv, keys, out + d, ldo);
-  for (; d + kLanes <= dim; d += kLanes) accumulate_block<R, 1>(weights, ldw, v + d, ldv, keys, out + d, ldo);
+  for (; d + 4 * kLanes <= dim; d += 4 * kLanes) accumulate_block<R, 4>(weights, ldw, v, d, keys, out, ldo);
+  for (; d + kLanes <= dim; d += kLanes) accumulate_block<R, 1>(weights, ldw, v, d, keys, out, ldo);
   for (; d < dim; ++d) {
     for (int r = 0; r < R; ++r) {
       float total = out[r * ldo + d];
-      for (int j = 0; j < keys; ++j) total += weights[r * ldw + j] * v[j * ldv + d];
+      for (int j = 0; j < keys; ++j) total += weights[r * ldw + j] * v.at(j)[d];
       out[r * ldo + d] = total;
     }
   }
 }
 
-void accumulate_tile(const float* weights, int64_t ldw, int rows, const float* v, int64_t ldv, int keys, int64_t dim,
-                     float* out, int64_t ldo) {
+template <class Rows>
+inline void accumulate_all(const float* weights, int64_t ldw, int rows, Rows v, int keys, int64_t dim, float* out,
+                           int64_t ldo) {
   int r = 0;
   for (; r + kRowBlock <= rows; r += kRowBlock)
-    accumulate_rows<kRowBlock>(weights + r * ldw, ldw, v, ldv, keys, dim, out + r * ldo, ldo);
+    accumulate_rows<kRowBlock>(weights + r * ldw, ldw, v, keys, dim, out + r * ldo, ldo);
   const float* rest = weights + r * ldw;
   switch (rows - r) {
-    case 3: return accumulate_rows<3>(rest, ldw, v, ldv, keys, dim, out + r * ldo, ldo);
-    case 2: return accumulate_rows<2>(rest, ldw, v, ldv, keys, dim, out + r * ldo, ldo);
-    case 1: return accumulate_rows<1>(rest, ldw, v, ldv, keys, dim, out + r * ldo, ldo);
+    case 3: return accumulate_rows<3>(rest, ldw, v, keys, dim, out + r * ldo, ldo);
+    case 2: return accumulate_rows<2>(rest, ldw, v, keys, dim, out + r * ldo, ldo);
+    case 1: return accumulate_rows<1>(rest, ldw, v, keys, dim, out + r * ldo, ldo);
   }
+}
+
+void accumulate_tile(const float* weights, int64_t ldw, int rows, const float* v, int64_t ldv, int keys, int64_t dim,
+                     float* out, int64_t ldo) {
+  accumulate_all(weights, ldw, rows, EvenRows{v, ldv}, keys, dim, out, ldo);
+}
+
+void accumulate_of_rows(const float* weights, int64_t ldw, int rows, const float* const* v, int keys, int64_t dim,
+                        float* out, int64_t ldo) {
+  accumulate_all(weights, ldw, rows, RowsOf{v}, keys, dim, out, ldo);
 }
 
 inline FloatKernels make_float_kernels(const char* name) {
@@ -302,9 +394,11 @@ inline FloatKernels make_float_kernels(const char* name) {
           paired_row_to_float,
           look_up_row,
           scores_tile,
+          scores_of_rows,
           exponentials_row,
           maximum_row,
-          accumulate_tile};
+          accumulate_tile,
+          accumulate_of_rows};
 }
 
 }  // namespace

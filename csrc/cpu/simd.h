@@ -120,6 +120,41 @@ inline vec exp_vec(vec x) {
   return (vec)bits;
 }
 
+// A constant for the multiply-add that overwrites it. On NEON it is read from memory each time: a copy of a register would
+// take the pipe of a product, a read has its own.
+struct alignas(16) Constant {
+  float lanes[4];
+  constexpr Constant(float x) : lanes{x, x, x, x} {}
+  vec anew() const {
+#if defined(__aarch64__)
+    vec v;
+    asm volatile("ldr %q0, %1" : "=w"(v) : "m"(lanes));
+    return v;
+#else
+    return splat(lanes[0]);
+#endif
+  }
+};
+constexpr float kWhole = 12582912.0f;  // 1.5 * 2^23: added, it rounds to a whole number in the low mantissa bits
+constexpr Constant kRound(kWhole), kExp[5] = {1.0f, 9.9999970198e-1f, 4.9999147654e-1f, 1.6667653620e-1f,
+                                              4.1898161173e-2f};
+
+// x[u] = e^x[u] of x <= 0, about 2e-7 relative and exactly 1 at 0; exactly 0 below -87.3. Two thirds of the operations of
+// exp_vec, and several vectors side by side, so that they need not wait for their own results.
+template <int N>
+__attribute__((always_inline)) inline void exp_below(vec (&x)[N]) {
+  vec shifted[N], p[N];
+  ivec zeroed[N];  // what is computed for these is thrown away
+  for (int u = 0; u < N; ++u) zeroed[u] = x[u] < splat(-87.3f);
+  for (int u = 0; u < N; ++u) shifted[u] = kRound.anew() + x[u] * 1.44269504088896341f;
+  for (int u = 0; u < N; ++u) p[u] = shifted[u] - kWhole;
+  for (int u = 0; u < N; ++u) x[u] = (x[u] - p[u] * 0.693359375f) + p[u] * 2.12194440e-4f;
+  for (int u = 0; u < N; ++u) p[u] = kExp[4].anew() + x[u] * 8.2892635837e-3f;
+  for (int i = 3; i >= 0; --i)
+    for (int u = 0; u < N; ++u) p[u] = kExp[i].anew() + p[u] * x[u];
+  for (int u = 0; u < N; ++u) x[u] = (vec)(((ivec)p[u] + ((ivec)shifted[u] << 23)) & ~zeroed[u]);
+}
+
 inline vec tanh_vec(vec x) {
   const vec z = x * x;
   vec p = z * -5.70498872745e-3f + 2.06390887954e-2f;

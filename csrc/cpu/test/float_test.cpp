@@ -71,6 +71,41 @@ void conversions() {
   CHECK(values[0] == 0 && values[1] == 0 && values[2] == 1);
 }
 
+// Rows of a matrix and the same rows by address, in one call or in two: equal bits, and those of plain arithmetic.
+void scattered_rows() {
+  const FloatKernels& kernels = float_kernels();
+  for (int rows : {1, 2, 3, 4, 5, 9})
+    for (int keys : {1, 3, 4, 6, 11})
+      for (int dim : {1, 3, 4, 7, 16, 21, 64}) {
+        const std::vector<float> q = random_floats(rows * dim, 1), k = random_floats(keys * dim, 2);
+        std::vector<std::vector<float>> apart;
+        std::vector<const float*> at;
+        for (int j = 0; j < keys; ++j) apart.emplace_back(k.begin() + j * dim, k.begin() + (j + 1) * dim);
+        for (const std::vector<float>& row : apart) at.push_back(row.data());
+        std::vector<float> scores(rows * keys), same(rows * keys), out(rows * dim, 0.5f), also = out;
+        kernels.scores(q.data(), dim, rows, k.data(), dim, keys, dim, scores.data(), keys);
+        kernels.scores_of(q.data(), dim, rows, at.data(), keys, dim, same.data(), keys);
+        CHECK(scores == same);
+        kernels.accumulate(scores.data(), keys, rows, k.data(), dim, keys, dim, out.data(), dim);
+        const int half = keys / 2;
+        kernels.accumulate_of(scores.data(), keys, rows, at.data(), half, dim, also.data(), dim);
+        kernels.accumulate_of(scores.data() + half, keys, rows, at.data() + half, keys - half, dim, also.data(), dim);
+        CHECK(out == also);
+        for (int r = 0; r < rows; ++r) {
+          for (int j = 0; j < keys; ++j) {
+            double sum = 0;
+            for (int d = 0; d < dim; ++d) sum += double(q[r * dim + d]) * k[j * dim + d];
+            CHECK(near(scores[r * keys + j], sum, 1e-5));
+          }
+          for (int d = 0; d < dim; ++d) {
+            double sum = 0.5;
+            for (int j = 0; j < keys; ++j) sum += double(scores[r * keys + j]) * k[j * dim + d];
+            CHECK(near(out[r * dim + d], sum, 2e-5));
+          }
+        }
+      }
+}
+
 void attention(int heads, int kv_heads, int dim, int page_size, int window, bool shared, int threads) {
   const std::vector<int> lengths = {1, 37, 150, 151, 70}, counts = {1, 37, 1, 2, 3};
   const int sequences = 5, max_pages = 151 / page_size + 1, num_pages = sequences * max_pages;
@@ -128,6 +163,7 @@ void attention(int heads, int kv_heads, int dim, int page_size, int window, bool
 int main() {
   rows();
   conversions();
+  scattered_rows();
   for (bool shared : {false, true}) {
     attention(4, 2, 16, 16, 0, shared, 2);
     attention(3, 1, 7, 4, 0, shared, 3);
