@@ -343,7 +343,8 @@ inline void accumulate_rows(const float* weights, int64_t ldw, Rows v, int keys,
   for (; d < dim; ++d) {
     for (int r = 0; r < R; ++r) {
       float total = out[r * ldo + d];
-      for (int j = 0; j < keys; ++j) total += weights[r * ldw + j] * v.at(j)[d];
+      // Fused by hand: compilers that vectorize this fuse some of the keys and not others.
+      for (int j = 0; j < keys; ++j) total = std::fma(weights[r * ldw + j], v.at(j)[d], total);
       out[r * ldo + d] = total;
     }
   }

@@ -117,6 +117,32 @@ float table_step(const float* table) {
   return whole ? least : peak / 127;
 }
 
+// Asked without calling anything of arch/: even the functions that return tables are compiled for CPUs that have the
+// instructions.
+bool in_this_build(Isa isa) {
+  switch (isa) {
+#ifdef TOKENMILL_HAS_NEON_DOTPROD
+    case Isa::neon_dotprod:
+#endif
+#ifdef TOKENMILL_HAS_NEON_I8MM
+    case Isa::neon_i8mm:
+#endif
+#ifdef TOKENMILL_HAS_AVX2
+    case Isa::avx2:
+#endif
+#ifdef TOKENMILL_HAS_AVX512_VNNI
+    case Isa::avx512_vnni:
+#endif
+#ifdef TOKENMILL_HAS_AMX
+    case Isa::amx:
+#endif
+    case Isa::portable:
+      return true;
+    default:
+      return false;
+  }
+}
+
 }  // namespace
 
 const PanelKernels* find_panel_kernels(Isa isa) {
@@ -150,7 +176,7 @@ const char* isa_name(Isa isa) { return kNames[int(isa)]; }
 
 const char* isa_missing(Isa isa) {
   if (isa == Isa::portable) return nullptr;
-  if (!find_panel_kernels(isa)) return "not in this build (another architecture, or a compiler that cannot emit it)";
+  if (!in_this_build(isa)) return "not in this build (another architecture, or a compiler that cannot emit it)";
   if (!cpu_has(isa)) return "this CPU does not have it";
   if (isa == Isa::amx && !system_grants_tiles()) return "the system does not grant tiles to this process";
   return nullptr;
