@@ -106,7 +106,7 @@ def test_ranges_stay_unless_asked() -> None:
     assert float(rounding.offset.abs().max()) == pytest.approx(0.1)
 
 
-@pytest.mark.parametrize("options", [{"objective": "blok"}, {"iterations": 0}, {"rate": -1.0}])
+@pytest.mark.parametrize("options", [{"objective": "blok"}, {"start": "gptk"}, {"iterations": 0}, {"rate": -1.0}])
 def test_senseless_options_are_refused_before_any_work(options: dict[str, object]) -> None:
     with pytest.raises(UserError):
         AutoRound(options).check("w", (8, 64), Scheme("int", 4, 32))
