@@ -178,6 +178,7 @@ class Harness:
         a = self._arguments
         words = [sys.executable, "-m", "tokenmill", "eval", "divergence", str(path), "--reference", str(self._model)]
         words += ["--text", str(a.text), "--context", str(a.length), "--json"]
+        words += ["--threads", str(a.threads)] if a.threads else []
         done = subprocess.run(words, capture_output=True, text=True)
         if done.returncode:
             raise Failed(f"our engine: {done.stderr.strip().splitlines()[-1]}")

@@ -216,7 +216,7 @@ class Gptq(Solver):
         order: str = "gar"  # "none", "static" or "gar": see column_order
         mse: bool = False  # grids of least error instead of min and max
         norm: float = 2.4
-        full_range: bool = False  # of symmetric grids below 8 bits: the extreme weight is stored exactly
+        full_range: bool = False  # of symmetric weight-only grids below 8 bits: see range_grid
         least_tokens: float = 0.005  # share of tokens that must reach a matrix, else it is rounded to nearest
 
     def check(self, name: str, shape: tuple[int, int], scheme: Scheme) -> None:
@@ -267,7 +267,7 @@ class Gptq(Solver):
             stacked = torch.cat([weights[name] for name in names])
             stacked[:, dead] = 0.0
             norm = self.options.norm if self.options.mse else 0.0
-            full_range = self.options.full_range and scheme.bits < 8
+            full_range = self.options.full_range and scheme.bits < 8 and scheme.activations == "none"
             matrix = gptq(stacked, factor, scheme, order, static, norm, full_range)
             solved |= unstacked(matrix, {name: weights[name].shape[0] for name in names})
         return solved
