@@ -48,7 +48,6 @@ class LearnedRounding:
         self.weight = weight.reshape(weight.shape[0], -1, scheme.group_size or weight.shape[1])
         self.low, self.high = self._ranges(grid)
         self.offset = torch.zeros_like(self.weight)
-        self._slopes: Tensor | None = None  # of all steps so far, the older the less
         self.low_share, self.high_share = torch.ones_like(self.low), torch.ones_like(self.high)
         self.codes, self.scales, self.zeros, self.inside = self._round()
         self.best = self._copies()
@@ -58,13 +57,9 @@ class LearnedRounding:
         self.codes, self.scales, self.zeros, self.inside = self._round()
         return ((self.codes - self.zeros) * self.scales).view(self.shape)
 
-    def step(self, slopes: Tensor, rate: float, momentum: float = 0.0) -> None:
-        """Move against the sign of the gradients, given the loss's gradient by what `dequantize` returned. `momentum`:
-        share that the gradients of the steps before keep: a step then sees more sequences than it runs."""
+    def step(self, slopes: Tensor, rate: float) -> None:
+        """Move against the sign of the gradients, given the loss's gradient by what `dequantize` returned."""
         slopes = slopes.reshape(self.weight.shape)
-        if momentum:
-            self._slopes = slopes if self._slopes is None else self._slopes.mul_(momentum).add_(slopes)
-            slopes = self._slopes
         by_low, by_high = self._range_gradients(slopes) if self.learns_range else (None, None)
         towards = slopes * self.inside
         if self._full_range:
@@ -143,13 +138,7 @@ class LearnedRounding:
 Gradients = Callable[[int, Mapping[str, Tensor]], tuple[float, Mapping[str, Tensor]]]
 
 
-def descend(
-    roundings: Mapping[str, LearnedRounding],
-    gradients: Gradients,
-    iterations: int,
-    rate: float,
-    momentum: float = 0.0,
-) -> None:
+def descend(roundings: Mapping[str, LearnedRounding], gradients: Gradients, iterations: int, rate: float) -> None:
     """Signed descent, the rate falling linearly to zero. `gradients(iteration, weights)` gives the loss, comparable
     between iterations, and its gradient by each weight."""
     least_loss = float("inf")
@@ -160,7 +149,7 @@ def descend(
             for rounding in roundings.values():
                 rounding.keep()
         for name, rounding in roundings.items():
-            rounding.step(slopes[name], rate * (1 - iteration / iterations), momentum)
+            rounding.step(slopes[name], rate * (1 - iteration / iterations))
 
 
 class BlockObjective:
@@ -219,7 +208,6 @@ class AutoRound(Solver):
     class Options:
         iterations: int = 200
         rate: float = 0.0  # of the first step; 0: 1 / iterations
-        momentum: float = 0.0  # share of the gradients of the steps before
         objective: str = "block"  # or "layer"
         sequences: int = 8  # run through the block in each step
         pool: int = 64  # calibration sequences that steps draw from, evenly spaced
@@ -242,14 +230,12 @@ class AutoRound(Solver):
             raise unknown_name("target of autoround", o.target, TARGETS)
         if o.start not in STARTS:
             raise unknown_name("start of autoround", o.start, STARTS)
-        if min(o.iterations, o.sequences, o.pool, o.tokens) < 1 or o.rate < 0 or not 0 <= o.momentum < 1:
-            raise UserError(
-                "autoround: an option is below its minimum", "give counts from 1, a rate from 0 and a momentum below 1"
-            )
+        if min(o.iterations, o.sequences, o.pool, o.tokens) < 1 or o.rate < 0:
+            raise UserError("autoround: an option is below its minimum", "give counts from 1 and a rate from 0")
 
     def memory_bytes(self, shape: tuple[int, int]) -> int:
         """Start, parameters, their best, codes and gradients of a matrix; a whole block is learned at once."""
-        return 4 * 12 * shape[0] * shape[1] * (3 if self.options.objective == "block" else 1) + 4 * shape[1] ** 2
+        return 4 * 11 * shape[0] * shape[1] * (3 if self.options.objective == "block" else 1) + 4 * shape[1] ** 2
 
     def operations(self, num_weights: int, length: int) -> float:
         """A pass down and two back for each step's tokens, and some forty passes over the weights themselves, each of
@@ -312,8 +298,7 @@ class AutoRound(Solver):
         }
 
     def _descend(self, roundings: Mapping[str, LearnedRounding], gradients: Gradients) -> None:
-        o = self.options
-        descend(roundings, gradients, o.iterations, o.rate or 1 / o.iterations, o.momentum)
+        descend(roundings, gradients, self.options.iterations, self.options.rate or 1 / self.options.iterations)
 
     def _sequences(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         count = min(self.options.pool, len(inputs))

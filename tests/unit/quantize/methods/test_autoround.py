@@ -99,15 +99,6 @@ def test_steps_follow_the_gradients_that_autograd_finds(symmetric: bool) -> None
         assert torch.allclose(new, (old - 0.01 * leaf.grad.sign()).clamp(least, most))
 
 
-def test_momentum_outweighs_one_small_gradient_the_other_way() -> None:
-    scheme, slopes = Scheme("int", 4, 32), torch.ones(4, 32)
-    for momentum, expected in ((0.0, 0.0), (0.9, -0.2)):
-        rounding = LearnedRounding(-torch.linspace(0.1, 1, 128).view(4, 32), scheme, learns_range=False)
-        rounding.step(slopes.clone(), 0.1, momentum)
-        rounding.step(-0.5 * slopes, 0.1, momentum)
-        assert torch.allclose(rounding.offset, torch.full_like(rounding.offset, expected), atol=1e-6)
-
-
 def test_ranges_stay_unless_asked() -> None:
     rounding = LearnedRounding(torch.randn(4, 32), Scheme("int", 3, 32), learns_range=False)
     rounding.step(torch.randn(4, 32), 0.1)
@@ -115,9 +106,7 @@ def test_ranges_stay_unless_asked() -> None:
     assert float(rounding.offset.abs().max()) == pytest.approx(0.1)
 
 
-@pytest.mark.parametrize(
-    "options", [{"objective": "blok"}, {"start": "gptk"}, {"iterations": 0}, {"rate": -1.0}, {"momentum": 1.0}]
-)
+@pytest.mark.parametrize("options", [{"objective": "blok"}, {"start": "gptk"}, {"iterations": 0}, {"rate": -1.0}])
 def test_senseless_options_are_refused_before_any_work(options: dict[str, object]) -> None:
     with pytest.raises(UserError):
         AutoRound(options).check("w", (8, 64), Scheme("int", 4, 32))
