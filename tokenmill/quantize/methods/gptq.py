@@ -216,7 +216,7 @@ class Gptq(Solver):
         order: str = "gar"  # "none", "static" or "gar": see column_order
         mse: bool = False  # grids of least error instead of min and max
         norm: float = 2.4
-        full_range: bool = False  # of symmetric weight-only grids below 8 bits: see range_grid
+        full_range: bool = True  # of symmetric weight-only grids below 8 bits: see range_grid
         least_tokens: float = 0.005  # share of tokens that must reach a matrix, else it is rounded to nearest
 
     def check(self, name: str, shape: tuple[int, int], scheme: Scheme) -> None:
