@@ -23,7 +23,7 @@ from tokenmill.quantize.methods.rtn import check_integer_scheme, range_grid
 
 OBJECTIVES = ("block", "layer")
 TARGETS = ("float", "block")
-STARTS = ("gptq", "rtn")
+STARTS = ("rtn", "gptq")
 _LEAST_RANGE = 0.5  # ranges shrink to no less than this share
 
 
@@ -206,15 +206,15 @@ class AutoRound(Solver):
 
     @dataclass(frozen=True, slots=True)
     class Options:
-        iterations: int = 50  # from gptq's rounding these gain what 200 do from plain rounding
+        iterations: int = 200
         rate: float = 0.0  # of the first step; 0: 1 / iterations
         objective: str = "block"  # or "layer"
         sequences: int = 8  # run through the block in each step
         pool: int = 64  # calibration sequences that steps draw from, evenly spaced
-        tokens: int = 256  # of each sequence, its first; what stands later in a context is not learned
+        tokens: int = 128  # of each sequence, its first; more cost in proportion
         learn_range: bool = True
         full_range: bool = True  # of symmetric grids: the extreme weight of a group is stored exactly
-        start: str = "gptq"  # what descent begins with: GPTQ's rounding, or "rtn"
+        start: str = "rtn"  # what descent begins with: plain rounding, or "gptq", from which fewer steps do
         target: str = "float"  # the float model's own output, so that a block mends what earlier ones lost; or "block"
 
     def __init__(self, options: Mapping[str, Any] | None = None) -> None:
@@ -230,6 +230,8 @@ class AutoRound(Solver):
             raise unknown_name("target of autoround", o.target, TARGETS)
         if o.start not in STARTS:
             raise unknown_name("start of autoround", o.start, STARTS)
+        if o.start == "gptq" and o.objective == "layer":
+            raise UserError("autoround: start=gptq goes with objective=block", "leave one of the two options out")
         if min(o.iterations, o.sequences, o.pool, o.tokens) < 1 or o.rate < 0:
             raise UserError("autoround: an option is below its minimum", "give counts from 1 and a rate from 0")
 
