@@ -43,9 +43,15 @@ PACKAGES = {  # peer -> (environment, packages)
     "gptqmodel": ("gptqmodel", [*_TORCH, "gptqmodel"]),
     "llama.cpp": ("llama.cpp", _LLAMACPP),
 }
-OURS = ("rtn", "hqq", "awq", "gptq", "autoround", "gptq+scales")
-_TUNING = {"scales": ["--tune-scales", "100"]}
+OURS = ("rtn", "hqq", "awq", "gptq", "autoround", "autoround+short", "gptq+scales")
+_TUNING = {
+    "scales": ["--tune-scales", "100"],
+    "short": ["--option", "start=gptq", "--option", "iterations=50", "--option", "tokens=256"],
+}
+_SEES_TORCH = {"gptqmodel"}  # its build imports torch
+_LEAST_THREADS = {"gptqmodel": 2}  # refuses to start with one
 _LONGEST = 3600  # seconds of a peer
+_LONGEST_INSTALL = 360
 
 
 @dataclass
@@ -70,12 +76,13 @@ class Failed(Exception):
 Cost = tuple[float, float, int]  # seconds, of all cores together, peak memory
 
 
-def run(command: list[str]) -> Cost:
+def run(command: list[str], threads: int = 0) -> Cost:
     """What a process cost; its last words where it fails."""
     started = time.monotonic()
+    variables = {**os.environ, **({"OMP_NUM_THREADS": str(threads)} if threads else {})}
     log = Path(os.environ.get("TMPDIR", "/tmp")) / f"quantizers-{os.getpid()}.log"
     with log.open("w+") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=variables)
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
         output.seek(0)
@@ -95,7 +102,11 @@ def environment(peer: str, venvs: Path, torch: str) -> str:
         try:
             run([sys.executable, "-m", "venv", "--clear", str(folder)])
             wanted = [torch if package == "torch" else package for package in packages]
-            run([str(python), "-m", "pip", "install", "-q", *wanted])
+            pip = ["timeout", str(_LONGEST_INSTALL), str(python), "-m", "pip", "install", "-q"]
+            if name in _SEES_TORCH:
+                run([*pip, "setuptools", "wheel", torch])
+                pip.append("--no-build-isolation")
+            run([*pip, *wanted])
         except Failed as reason:
             raise Failed(f"cannot be installed: {reason}") from None
         mark.touch()
@@ -133,7 +144,8 @@ class Harness:
         words = ["--text", a.calibration, "--bits", bits, "--group", a.groups, "--samples", a.samples]
         words += ["--length", a.length, *(["--asymmetric"] if a.asymmetric else [])]
         script = str(_PEERS / "quantizer_peers.py")
-        return run(["timeout", str(_LONGEST), python, script, who, str(self._model), str(out), *map(str, words)])
+        command = ["timeout", str(_LONGEST), python, script, who, str(self._model), str(out), *map(str, words)]
+        return run(command, a.threads and max(a.threads, _LEAST_THREADS.get(who, 1)))
 
     def _ours(self, method: str, bits: int, out: Path) -> list[str]:
         a = self._arguments
@@ -164,12 +176,13 @@ class Harness:
             )
             write_importance(floats, job, imatrix)
         words = ["quantize", str(floats), str(out), kind, "--imatrix", str(imatrix)]
-        return run([python, str(_PEERS / "llamacpp_quality.py"), *words])
+        return run([python, str(_PEERS / "llamacpp_quality.py"), *words], a.threads)
 
     def _measure(self, row: Row, path: Path) -> None:
         a = self._arguments
         words = [sys.executable, "-m", "tokenmill", "eval", "divergence", str(path), "--reference", str(self._model)]
         words += ["--text", str(a.text), "--context", str(a.length), "--json"]
+        words += ["--threads", str(a.threads)] if a.threads else []
         done = subprocess.run(words, capture_output=True, text=True)
         if done.returncode:
             raise Failed(f"our engine: {done.stderr.strip().splitlines()[-1]}")
@@ -207,7 +220,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="rows, comma-separated (default: all)")
     parser.add_argument("--venvs", type=Path, default=Path("quantizer-venvs"))
     parser.add_argument("--torch", default="torch", help="what pip installs as torch, such as 'torch<2.14'")
-    parser.add_argument("--threads", type=int, default=0, help="of our jobs; 0: all cores (peers: as their torch does)")
+    parser.add_argument("--threads", type=int, default=0, help="of every job; 0: all cores")
     parser.add_argument("--out", type=Path, default=Path("quantizer-files"))
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()

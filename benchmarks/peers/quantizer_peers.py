@@ -63,6 +63,7 @@ def auto_round(job: Job) -> None:
         enable_torch_compile=False,
     )
     quantizer.quantize_and_save(job.out, format="auto_gptq")
+    _lift(Path(job.out))
 
 
 def hqq(job: Job) -> None:
@@ -142,6 +143,14 @@ def _linears(model: Any) -> list[tuple[str, Any]]:
     import torch
 
     return [(name, each) for name, each in model.model.layers.named_modules() if isinstance(each, torch.nn.Linear)]
+
+
+def _lift(out: Path) -> None:
+    """auto-round names a folder of its own inside the one that it is given: its files belong here."""
+    for config in out.glob("*/config.json"):
+        for file in config.parent.iterdir():
+            file.rename(out / file.name)
+        config.parent.rmdir()
 
 
 def _save(model: Any, tokenizer: Any, out: str) -> None:

@@ -8,7 +8,7 @@ and moves every parameter by the same small amount against the sign of its gradi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +18,12 @@ from torch import Tensor
 from tokenmill.errors import UserError, unknown_name
 from tokenmill.model.formats.quantized import QuantizedMatrix, Scheme
 from tokenmill.quantize.base import BlockView, Solver
-from tokenmill.quantize.methods.rtn import SMALLEST_SCALE, check_integer_scheme
+from tokenmill.quantize.methods.compensation import gptq_starts
+from tokenmill.quantize.methods.rtn import check_integer_scheme, range_grid
 
 OBJECTIVES = ("block", "layer")
 TARGETS = ("float", "block")
+STARTS = ("rtn", "gptq")
 _LEAST_RANGE = 0.5  # ranges shrink to no less than this share
 
 
@@ -32,14 +34,19 @@ class LearnedRounding:
     over the weights, which matters where there are few cores.
     """
 
-    def __init__(self, weight: Tensor, scheme: Scheme, learns_range: bool, full_range: bool = False) -> None:
-        """`full_range`: of a symmetric grid, the extreme weight gets the lowest code, the only one whose negative is
-        missing; scales are then negative where that weight is positive."""
+    def __init__(
+        self,
+        weight: Tensor,
+        scheme: Scheme,
+        learns_range: bool,
+        full_range: bool = False,
+        grid: QuantizedMatrix | None = None,
+    ) -> None:
+        """`full_range`: see range_grid. `grid`: whose scales and zeros to begin with, not those of the weights."""
         self.shape, self.scheme, self.learns_range = weight.shape, scheme, learns_range
         self._full_range = full_range and scheme.symmetric
         self.weight = weight.reshape(weight.shape[0], -1, scheme.group_size or weight.shape[1])
-        self.low = self.weight.amin(-1, keepdim=True).clamp(max=0.0)
-        self.high = self.weight.amax(-1, keepdim=True).clamp(min=0.0)
+        self.low, self.high = self._ranges(grid)
         self.offset = torch.zeros_like(self.weight)
         self.low_share, self.high_share = torch.ones_like(self.low), torch.ones_like(self.high)
         self.codes, self.scales, self.zeros, self.inside = self._round()
@@ -77,6 +84,19 @@ class LearnedRounding:
             None if self.scheme.symmetric else zeros.squeeze(-1),
         )
 
+    def _ranges(self, grid: QuantizedMatrix | None) -> tuple[Tensor, Tensor]:
+        """(low, high) [out, groups, 1] of the weights, or those of which `grid` is the grid."""
+        if grid is None:
+            return self.weight.amin(-1, keepdim=True).clamp(max=0.0), self.weight.amax(-1, keepdim=True).clamp(min=0.0)
+        levels, scales = 2.0**self.scheme.bits - 1, grid.scales.unsqueeze(-1)
+        if grid.zeros is not None:
+            zeros = grid.zeros.unsqueeze(-1)
+            return -zeros * scales, (levels - zeros) * scales
+        span = scales * ((levels + self._full_range) / 2)
+        if not self._full_range:
+            return torch.zeros_like(span), span
+        return -span.clamp(min=0.0), -span.clamp(max=0.0)
+
     def _round(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(codes, scales, zeros, which codes were not clamped)."""
         scales, zeros = self._grid()
@@ -87,17 +107,9 @@ class LearnedRounding:
 
     def _grid(self) -> tuple[Tensor, Tensor]:
         """(scales, zeros) [out, groups, 1]: those of round-to-nearest while the shares are 1."""
-        levels = 2.0**self.scheme.bits - 1
         low, high = self.low * self.low_share, self.high * self.high_share
-        if self._full_range:
-            half = 2.0 ** (self.scheme.bits - 1)
-            scales = (torch.maximum(-low, high) / half).clamp(SMALLEST_SCALE, 65504.0).half().float()
-            return torch.where(high > -low, -scales, scales), torch.full_like(scales, half)
-        span = torch.maximum(-low, high) * 2 if self.scheme.symmetric else high - low
-        scales = (span / levels).clamp(SMALLEST_SCALE, 65504.0).half().float()
-        if self.scheme.symmetric:
-            return scales, torch.full_like(scales, 2.0 ** (self.scheme.bits - 1))
-        return scales, (-low / scales).round_().clamp_(0, levels)
+        scales, zeros = range_grid(low, high, self.scheme, self._full_range)
+        return scales, torch.full_like(scales, 2.0 ** (self.scheme.bits - 1)) if zeros is None else zeros
 
     def _range_gradients(self, slopes: Tensor) -> tuple[Tensor, Tensor]:
         """Of the shares of low and high, roundings passed straight through.
@@ -141,8 +153,8 @@ def descend(roundings: Mapping[str, LearnedRounding], gradients: Gradients, iter
 
 
 class BlockObjective:
-    """Mean squared change of the block's output on a batch of sequences, as a share of what plain rounding does to the
-    same sequences: so losses of different batches can be compared."""
+    """Mean squared change of the block's output on a batch of sequences, as a share of what the first rounding does to
+    the same sequences: so losses of different batches can be compared."""
 
     def __init__(
         self,
@@ -199,9 +211,10 @@ class AutoRound(Solver):
         objective: str = "block"  # or "layer"
         sequences: int = 8  # run through the block in each step
         pool: int = 64  # calibration sequences that steps draw from, evenly spaced
-        tokens: int = 128  # of each sequence, its first; more cost in proportion and gain little
+        tokens: int = 128  # of each sequence, its first; more cost in proportion
         learn_range: bool = True
         full_range: bool = True  # of symmetric grids: the extreme weight of a group is stored exactly
+        start: str = "rtn"  # what descent begins with: plain rounding, or "gptq", from which fewer steps do
         target: str = "float"  # the float model's own output, so that a block mends what earlier ones lost; or "block"
 
     def __init__(self, options: Mapping[str, Any] | None = None) -> None:
@@ -215,12 +228,16 @@ class AutoRound(Solver):
             raise unknown_name("objective of autoround", o.objective, OBJECTIVES)
         if o.target not in TARGETS:
             raise unknown_name("target of autoround", o.target, TARGETS)
+        if o.start not in STARTS:
+            raise unknown_name("start of autoround", o.start, STARTS)
+        if o.start == "gptq" and o.objective == "layer":
+            raise UserError("autoround: start=gptq goes with objective=block", "leave one of the two options out")
         if min(o.iterations, o.sequences, o.pool, o.tokens) < 1 or o.rate < 0:
             raise UserError("autoround: an option is below its minimum", "give counts from 1 and a rate from 0")
 
     def memory_bytes(self, shape: tuple[int, int]) -> int:
-        """Parameters, their best, codes and gradients of a matrix; those of the whole block are learned at once."""
-        return 4 * 10 * shape[0] * shape[1] * (3 if self.options.objective == "block" else 1) + 4 * shape[1] ** 2
+        """Start, parameters, their best, codes and gradients of a matrix; a whole block is learned at once."""
+        return 4 * 11 * shape[0] * shape[1] * (3 if self.options.objective == "block" else 1) + 4 * shape[1] ** 2
 
     def operations(self, num_weights: int, length: int) -> float:
         """A pass down and two back for each step's tokens, and some forty passes over the weights themselves, each of
@@ -236,7 +253,10 @@ class AutoRound(Solver):
         return matrices
 
     def _solve_block(self, block: BlockView, scheme_of: Mapping[str, Scheme]) -> dict[str, QuantizedMatrix]:
-        roundings = self._roundings(block, list(scheme_of), scheme_of)
+        if self.options.start == "gptq":
+            roundings = self._compensated(block, scheme_of)
+        else:
+            roundings = self._roundings(block, scheme_of, scheme_of)
         plain = {name: rounding.dequantize() for name, rounding in roundings.items()}
         targets = block.targets() if self.needs_targets else None
         objective = BlockObjective(
@@ -265,11 +285,18 @@ class AutoRound(Solver):
         return matrices
 
     def _roundings(
-        self, block: BlockView, names: Sequence[str], scheme_of: Mapping[str, Scheme]
+        self, block: BlockView, names: Iterable[str], scheme_of: Mapping[str, Scheme]
     ) -> dict[str, LearnedRounding]:
         o = self.options
         return {
             name: LearnedRounding(block.weight(name), scheme_of[name], o.learn_range, o.full_range) for name in names
+        }
+
+    def _compensated(self, block: BlockView, scheme_of: Mapping[str, Scheme]) -> dict[str, LearnedRounding]:
+        o = self.options
+        return {
+            name: LearnedRounding(start.weight, scheme_of[name], o.learn_range, o.full_range, start.matrix)
+            for name, start in gptq_starts(block, scheme_of, o.full_range).items()
         }
 
     def _descend(self, roundings: Mapping[str, LearnedRounding], gradients: Gradients) -> None:

@@ -75,8 +75,9 @@ class Columns:
     Rounds to integers; subclasses for other number types override `round`.
     """
 
-    def __init__(self, weight: Tensor, factor: Tensor, scheme: Scheme, norm: float) -> None:
+    def __init__(self, weight: Tensor, factor: Tensor, scheme: Scheme, norm: float, full_range: bool = False) -> None:
         self.weight, self.factor, self.scheme, self.norm = weight, factor, scheme, norm
+        self.full_range = full_range
         self.codes = weight.new_empty(weight.shape, dtype=torch.uint8)
         self.errors = torch.empty_like(weight)
         self.group = scheme.group_size or weight.shape[0]
@@ -107,7 +108,7 @@ class Columns:
 
     def _choose(self, group: int) -> None:
         rows = self.weight[group * self.group : (group + 1) * self.group].T
-        scales, zeros = choose_grid(rows, self._whole_row(), self.norm)
+        scales, zeros = choose_grid(rows, self._whole_row(), self.norm, full_range=self.full_range)
         self.scales[group] = scales[:, 0]
         if self.zeros is not None and zeros is not None:
             self.zeros[group] = zeros[:, 0]
@@ -156,28 +157,46 @@ def column_order(diagonal: Tensor, group_size: int, order: str) -> Tensor | None
 
 
 def gptq(
-    weight: Tensor, factor: Tensor, scheme: Scheme, order: Tensor | None = None, static: bool = False, norm: float = 0.0
+    weight: Tensor,
+    factor: Tensor,
+    scheme: Scheme,
+    order: Tensor | None = None,
+    static: bool = False,
+    norm: float = 0.0,
+    full_range: bool = False,
 ) -> QuantizedMatrix:
     """`weight` [out, in] on `scheme`'s grid; `factor` is of the Hessian in the same column order as `order` says."""
+    return solve_columns(weight, factor, scheme, order, static, norm, full_range)[0]
+
+
+def solve_columns(
+    weight: Tensor,
+    factor: Tensor,
+    scheme: Scheme,
+    order: Tensor | None = None,
+    static: bool = False,
+    norm: float = 0.0,
+    full_range: bool = False,
+) -> tuple[QuantizedMatrix, Tensor]:
+    """(the matrix, the weights [out, in] as they stood when their turn came, which round to the matrix)."""
     columns = weight.T[order] if order is not None else weight.T
-    state = Columns(columns.contiguous().clone() if order is None else columns, factor, scheme, norm)
+    state = Columns(columns.contiguous().clone() if order is None else columns, factor, scheme, norm, full_range)
     if static:
-        scales, zeros = choose_grid(weight, scheme, norm)
+        scales, zeros = choose_grid(weight, scheme, norm, full_range=full_range)
         state.scales, state.zeros = scales.T.contiguous(), None if zeros is None else zeros.T.contiguous()
         columns_in_order = order if order is not None else torch.arange(weight.shape[1], device=weight.device)
         state.group_of = (columns_in_order // state.group).tolist()
     state.solve(0, weight.shape[1])
-    codes, scales_of_groups, zeros_of_groups = state.codes, state.scales, state.zeros
+    codes, weights, scales_of_groups, zeros_of_groups = state.codes, state.weight, state.scales, state.zeros
     if order is not None:
-        restored = torch.empty_like(codes)
-        restored[order] = codes
-        codes = restored
+        codes, weights = _scattered(codes, order), _scattered(weights, order)
         if not static:  # groups were moved as wholes
             moved = order[:: state.group] // state.group
             scales_of_groups = _scattered(scales_of_groups, moved)
             zeros_of_groups = None if zeros_of_groups is None else _scattered(zeros_of_groups, moved)
     zeros = None if zeros_of_groups is None else zeros_of_groups.T.contiguous()
-    return QuantizedMatrix(scheme, codes.T.contiguous(), scales_of_groups.T.contiguous(), zeros)
+    matrix = QuantizedMatrix(scheme, codes.T.contiguous(), scales_of_groups.T.contiguous(), zeros)
+    return matrix, weights.T.contiguous()
 
 
 def _scattered(rows: Tensor, indices: Tensor) -> Tensor:
@@ -197,6 +216,7 @@ class Gptq(Solver):
         order: str = "gar"  # "none", "static" or "gar": see column_order
         mse: bool = False  # grids of least error instead of min and max
         norm: float = 2.4
+        full_range: bool = True  # of symmetric weight-only grids below 8 bits: see range_grid
         least_tokens: float = 0.005  # share of tokens that must reach a matrix, else it is rounded to nearest
 
     def check(self, name: str, shape: tuple[int, int], scheme: Scheme) -> None:
@@ -246,12 +266,15 @@ class Gptq(Solver):
                 _log.info("%s: damping raised to %.2f", names[0], damping)
             stacked = torch.cat([weights[name] for name in names])
             stacked[:, dead] = 0.0
-            matrix = gptq(stacked, factor, scheme, order, static, self.options.norm if self.options.mse else 0.0)
-            solved |= _unstacked(matrix, {name: weights[name].shape[0] for name in names})
+            norm = self.options.norm if self.options.mse else 0.0
+            full_range = self.options.full_range and scheme.bits < 8 and scheme.activations == "none"
+            matrix = gptq(stacked, factor, scheme, order, static, norm, full_range)
+            solved |= unstacked(matrix, {name: weights[name].shape[0] for name in names})
         return solved
 
 
-def _unstacked(matrix: QuantizedMatrix, rows_of: Mapping[str, int]) -> dict[str, QuantizedMatrix]:
+def unstacked(matrix: QuantizedMatrix, rows_of: Mapping[str, int]) -> dict[str, QuantizedMatrix]:
+    """The matrices that were solved as one stack."""
     parts, begin = {}, 0
     for name, rows in rows_of.items():
         cut = slice(begin, begin + rows)

@@ -38,16 +38,21 @@ def check_integer_scheme(step: str, name: str, shape: tuple[int, int], scheme: S
 
 
 def choose_grid(
-    weight: Tensor, scheme: Scheme, norm: float = 0.0, importance: Tensor | None = None
+    weight: Tensor,
+    scheme: Scheme,
+    norm: float = 0.0,
+    importance: Tensor | None = None,
+    full_range: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """(scales, zeros) [out, groups] for `weight` [out, in]; zeros is None for a symmetric scheme.
 
-    `norm` > 0 searches the shrunken range with the least sum of |error|^norm, weighted by `importance` [in].
+    `norm` > 0 searches the shrunken range with the least sum of |error|^norm, weighted by `importance` [in];
+    `full_range`: see range_grid.
     """
     groups = _grouped(weight, scheme.group_size)
     low = groups.amin(-1).clamp(max=0.0)
     high = groups.amax(-1).clamp(min=0.0)
-    scales, zeros = _grid(low, high, scheme)
+    scales, zeros = range_grid(low, high, scheme, full_range)
     if not norm:
         return scales, zeros
     weights = None if importance is None else _grouped(importance.unsqueeze(0), scheme.group_size)
@@ -55,7 +60,7 @@ def choose_grid(
     steps = round((1.0 - _LEAST_SHRINK) / _SHRINK_STEP)
     for step in range(1, steps + 1):
         shrink = 1.0 - step * _SHRINK_STEP
-        tried_scales, tried_zeros = _grid(low * shrink, high * shrink, scheme)
+        tried_scales, tried_zeros = range_grid(low * shrink, high * shrink, scheme, full_range)
         error = _grid_error(groups, tried_scales, tried_zeros, scheme, norm, weights)
         better = error < best
         best = torch.where(better, error, best)
@@ -65,12 +70,19 @@ def choose_grid(
     return scales, zeros
 
 
-def _grid(low: Tensor, high: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor | None]:
+def range_grid(low: Tensor, high: Tensor, scheme: Scheme, full_range: bool = False) -> tuple[Tensor, Tensor | None]:
+    """(scales, zeros) of groups whose weights reach from `low` to `high`.
+
+    Symmetric grids are compressed-tensors', amax / 7.5 at 4 bits: the extreme weight lies half a step from its code.
+    `full_range`: it gets the lowest code, the only one whose negative is missing; a scale is then negative where that
+    weight is positive, and steps are finer (amax / 8).
+    """
     levels = 2.0**scheme.bits - 1
-    if scheme.symmetric:
-        return _storable(torch.maximum(-low, high) / (levels / 2)), None
-    scales = _storable((high - low) / levels)
-    return scales, (-low / scales).round().clamp(0, levels)
+    if not scheme.symmetric:
+        scales = _storable((high - low) / levels)
+        return scales, (-low / scales).round_().clamp_(0, levels)
+    scales = _storable(torch.maximum(-low, high) / ((levels + full_range) / 2))
+    return torch.where(high > -low, -scales, scales) if full_range else scales, None
 
 
 def _storable(scales: Tensor) -> Tensor:

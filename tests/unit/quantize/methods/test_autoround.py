@@ -29,16 +29,18 @@ def test_before_the_first_step_it_is_round_to_nearest(symmetric: bool, group_siz
     assert (finished.zeros is None) == symmetric
 
 
-@pytest.mark.parametrize("objective", ["block", "layer"])
+@pytest.mark.parametrize(("objective", "start"), [("block", "rtn"), ("block", "gptq"), ("layer", "rtn")])
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_the_output_errs_less_than_with_plain_rounding(objective: str, symmetric: bool, tmp_path: Path) -> None:
+def test_the_output_errs_less_than_with_plain_rounding(
+    objective: str, start: str, symmetric: bool, tmp_path: Path
+) -> None:
     model = TinyModel("llama", tmp_path)
     plain, learned = model.block(), model.block()
     scheme = Scheme("int", 3, 32, symmetric=symmetric)
     scheme_of = {n: scheme for group in plain.groups for n in group.names}
     expected = outputs(plain)
     RoundToNearest().solve(plain, scheme_of)
-    options = {"objective": objective, "iterations": 40, "sequences": 4}
+    options = {"objective": objective, "start": start, "iterations": 40, "sequences": 4}
     matrices = AutoRound(options).solve(learned, scheme_of)
     share = 0.75 if objective == "block" else 0.95  # the inputs hardly correlate: a layer alone can gain little
     assert output_loss(learned, expected) < share * output_loss(plain, expected)
@@ -106,7 +108,16 @@ def test_ranges_stay_unless_asked() -> None:
     assert float(rounding.offset.abs().max()) == pytest.approx(0.1)
 
 
-@pytest.mark.parametrize("options", [{"objective": "blok"}, {"iterations": 0}, {"rate": -1.0}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"objective": "blok"},
+        {"start": "gptk"},
+        {"start": "gptq", "objective": "layer"},
+        {"iterations": 0},
+        {"rate": -1.0},
+    ],
+)
 def test_senseless_options_are_refused_before_any_work(options: dict[str, object]) -> None:
     with pytest.raises(UserError):
         AutoRound(options).check("w", (8, 64), Scheme("int", 4, 32))

@@ -40,6 +40,17 @@ def test_no_weight_moves_by_more_than_half_a_step(bits: int, symmetric: bool, gr
     assert float((moved > 0.51 * step).float().mean()) <= 2 / (group or 64)  # and nothing else
 
 
+def test_a_full_range_stores_the_extreme_weight_of_either_sign_and_has_finer_steps() -> None:
+    weight = torch.randn(32, 64, generator=torch.Generator().manual_seed(5))
+    scheme = Scheme("int", 3, 32)
+    scales, zeros = choose_grid(weight, scheme, full_range=True)
+    assert zeros is None
+    groups = weight.view(32, 2, 32)
+    extreme = groups.gather(-1, groups.abs().argmax(-1, keepdim=True)).squeeze(-1)
+    torch.testing.assert_close(-4 * scales, extreme, rtol=1e-3, atol=0)  # the scales are float16 values
+    assert bool((scales.abs() < choose_grid(weight, scheme)[0]).all())
+
+
 def test_search_finds_a_better_range() -> None:
     weight = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
     weight[:, 0] *= 6  # one outlier in each row
