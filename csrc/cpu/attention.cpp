@@ -42,13 +42,20 @@ __attribute__((noinline)) void fold(float* out, float* maximum, float* sum, cons
   float_kernels().accumulate(&weight, 1, 1, values, dim, 1, dim, out, dim);
 }
 
-// fn(first, length) of each run of rows that are there; `whole`: all are.
+constexpr int kRunFloats = 2048;  // keys or values that stay in the first cache while all queries of a tile pass over them
+
+// fn(first, length) of each run of rows that are there, none longer than the cache bears; `whole`: all are there.
 template <typename Function>
-void for_runs(const float* const* rows, int count, bool whole, Function&& fn) {
-  if (whole) return fn(0, count);
-  for (int begin = 0, end = 0; begin < count; begin = end + 1) {
-    for (end = begin; end < count && rows[end] != nullptr;) ++end;
-    if (end > begin) fn(begin, end - begin);
+void for_runs(const float* const* rows, int count, bool whole, int64_t dim, Function&& fn) {
+  const int longest = std::max(4, static_cast<int>(kRunFloats / dim) / 4 * 4);
+  for (int begin = 0, end = 0; begin < count; begin = end) {
+    if (!whole && rows[begin] == nullptr) {
+      end = begin + 1;
+      continue;
+    }
+    const int last = std::min(count, begin + longest);
+    for (end = whole ? last : begin; end < last && rows[end] != nullptr;) ++end;
+    fn(begin, end - begin);
   }
 }
 
@@ -119,7 +126,7 @@ void AttentionRunner::attend(const AttentionPlan::Item& item, int kv_head, Tile&
     const float* rows[kKeyBlock];
     // Keys whose page left the window are masked below: no query of this item sees them.
     bool whole = find_rows(pages_.k, item, kv_head, key, count, tile.converted, rows);
-    for_runs(rows, count, whole, [&](int at, int length) {
+    for_runs(rows, count, whole, tile.dim, [&](int at, int length) {
       kernels.scores_of(tile.q, tile.dim, tile.rows, rows + at, length, tile.dim, tile.scores + at, kKeyBlock);
     });
     if (shape_.softcap > 0) {
@@ -131,7 +138,7 @@ void AttentionRunner::attend(const AttentionPlan::Item& item, int kv_head, Tile&
     mask(item, key, count, tile);
     soften(count, tile);
     whole = find_rows(pages_.v, item, kv_head, key, count, tile.converted, rows);
-    for_runs(rows, count, whole, [&](int at, int length) {
+    for_runs(rows, count, whole, tile.dim, [&](int at, int length) {
       kernels.accumulate_of(tile.scores + at, kKeyBlock, tile.rows, rows + at, length, tile.dim, tile.out, tile.dim);
     });
   }
