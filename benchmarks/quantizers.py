@@ -49,7 +49,6 @@ _TUNING = {
     "short": ["--option", "start=gptq", "--option", "iterations=50", "--option", "tokens=256"],
 }
 _SEES_TORCH = {"gptqmodel"}  # its build imports torch
-_LEAST_THREADS = {"gptqmodel": 2}  # refuses to start with one
 _LONGEST = 3600  # seconds of a peer
 _LONGEST_INSTALL = 360
 
@@ -145,7 +144,7 @@ class Harness:
         words += ["--length", a.length, *(["--asymmetric"] if a.asymmetric else [])]
         script = str(_PEERS / "quantizer_peers.py")
         command = ["timeout", str(_LONGEST), python, script, who, str(self._model), str(out), *map(str, words)]
-        return run(command, a.threads and max(a.threads, _LEAST_THREADS.get(who, 1)))
+        return run(command, a.threads)
 
     def _ours(self, method: str, bits: int, out: Path) -> list[str]:
         a = self._arguments

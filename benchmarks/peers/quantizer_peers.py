@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,7 @@ def llm_compressor(job: Job, method: str) -> None:
 
 
 def gptqmodel(job: Job) -> None:
+    os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")  # its default on two cores is one, with which it does not start
     from gptqmodel import GPTQModel, QuantizeConfig
 
     config = QuantizeConfig(bits=job.bits, group_size=job.group, sym=job.symmetric, device="cpu")
