@@ -327,8 +327,8 @@ inline void accumulate_block(const float* weights, int64_t ldw, Rows v, int64_t 
     vec value[V];
     for (int c = 0; c < V; ++c) value[c] = load(v.at(j) + d + c * kLanes);
     for (int r = 0; r < R; ++r) {
-      const float weight = weights[r * ldw + j];
-      for (int c = 0; c < V; ++c) sum[r][c] += weight * value[c];
+      const vec weight = splat(weights[r * ldw + j]);
+      for (int c = 0; c < V; ++c) multiply_add<false>(sum[r][c], weight, value[c]);
     }
   }
   for (int r = 0; r < R; ++r)

@@ -32,6 +32,7 @@ constexpr int kRowBlock = 2;
 
 typedef float vec __attribute__((vector_size(kLanes * 4)));
 typedef int32_t ivec __attribute__((vector_size(kLanes * 4)));
+typedef uint32_t uvec __attribute__((vector_size(kLanes * 4)));
 typedef float vec_unaligned __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
 
 inline vec load(const float* p) { return *reinterpret_cast<const vec_unaligned*>(p); }
@@ -144,7 +145,7 @@ constexpr Constant kRound(kWhole), kExp[5] = {1.0f, 9.9999970198e-1f, 4.99991476
 template <int N>
 __attribute__((always_inline)) inline void exp_below(vec (&x)[N]) {
   vec shifted[N], p[N];
-  ivec zeroed[N];  // what is computed for these is thrown away
+  ivec zeroed[N];  // what is computed for these is thrown away, and may overflow
   for (int u = 0; u < N; ++u) zeroed[u] = x[u] < splat(-87.3f);
   for (int u = 0; u < N; ++u) shifted[u] = kRound.anew() + x[u] * 1.44269504088896341f;
   for (int u = 0; u < N; ++u) p[u] = shifted[u] - kWhole;
@@ -152,7 +153,7 @@ __attribute__((always_inline)) inline void exp_below(vec (&x)[N]) {
   for (int u = 0; u < N; ++u) p[u] = kExp[4].anew() + x[u] * 8.2892635837e-3f;
   for (int i = 3; i >= 0; --i)
     for (int u = 0; u < N; ++u) p[u] = kExp[i].anew() + p[u] * x[u];
-  for (int u = 0; u < N; ++u) x[u] = (vec)(((ivec)p[u] + ((ivec)shifted[u] << 23)) & ~zeroed[u]);
+  for (int u = 0; u < N; ++u) x[u] = (vec)(((uvec)p[u] + ((uvec)shifted[u] << 23)) & ~(uvec)zeroed[u]);
 }
 
 inline vec tanh_vec(vec x) {
