@@ -7,6 +7,7 @@ it should wake).
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import time
@@ -43,18 +44,24 @@ def main() -> None:
     spec = msgspec.json.decode(line, type=EngineSpec)
     behaviour = Path(spec.path).read_text()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    outbox, inbox = context.socket(zmq.PUSH), context.socket(zmq.PULL)
-    outbox.bind(spec.outbox)
+    outbox, inbox, heartbeats = context.socket(zmq.PUSH), context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    heartbeats.bind(spec.heartbeats)
     inbox.bind(spec.inbox)
+    outbox.bind(spec.outbox)
 
     def send(message: FromEngine) -> None:
         outbox.send(messages.encode(message))
+
+    def beat(message: Heartbeat) -> None:
+        with contextlib.suppress(zmq.Again):
+            heartbeats.send(messages.encode(message), zmq.NOBLOCK)
 
     if behaviour == "crash":
         sys.exit(3)
     if behaviour == "refuse":
         send(Failed("the file is gone. put it back.", user_error=True))
         inbox.close()
+        heartbeats.close(linger=0)
         outbox.close(linger=1000)
         context.term()
         return
@@ -66,9 +73,9 @@ def main() -> None:
         send(Ready(10, [0], {}, "none", "none", "none", 0, 0.0))
     while behaviour == "silent" or not _handle(inbox, send, behaviour):
         if behaviour == "hang":
-            send(Heartbeat("taking grammars", time.monotonic() - began))
+            beat(Heartbeat("taking grammars", time.monotonic() - began))
         elif behaviour != "silent":
-            send(Heartbeat(IDLE, 0.0))
+            beat(Heartbeat(IDLE, 0.0))
         inbox.poll(50)
 
 

@@ -83,6 +83,13 @@ async def answering(client: EngineClient) -> None:
             await asyncio.sleep(0.005)
 
 
+async def connected(client: EngineClient) -> int:
+    """Until all three sockets are; the number of open files then."""
+    await answering(client)
+    await until(lambda: client.heartbeat.activity)
+    return open_files()
+
+
 async def replaced(client: EngineClient, old: int | None) -> None:
     await until(lambda: client.state == "ready" and client.pid != old)
 
@@ -133,7 +140,7 @@ def test_restarts_leak_neither_descriptors_nor_processes(behaviour: Path) -> Non
             observer = Restarts()
             client.observe(observer)
             await until(lambda: client.spare_pid)
-            before, pids = open_files(), [client.pid, client.spare_pid]
+            before, pids = await connected(client), [client.pid, client.spare_pid]
             for _ in range(5):
                 old, spare = client.pid, client.spare_pid
                 os.kill(old or 0, signal.SIGKILL)
@@ -197,7 +204,7 @@ def test_the_supervisor_survives_any_exception(behaviour: Path, monkeypatch: pyt
 
     async def scenario() -> None:
         async with running(behaviour) as client:
-            old, before = client.pid, open_files()
+            old, before = client.pid, await connected(client)
             monkeypatch.setattr(module, where, faulty)
             os.kill(old or 0, signal.SIGKILL)
             await replaced(client, old)
