@@ -1,9 +1,10 @@
-"""tokenmill on one GPU, and vLLM where it is installed, on the same work: Llama-3.1-8B's shape, random weights.
+"""tokenmill on one GPU, and vLLM where it is installed, on the same work: one model's shape, random weights.
 
-    python benchmarks/gpu_vs_vllm.py [--variants bf16,fp8,int4] [--workloads single,decode64,...] [--out FILE]
-                                     [--vllm] [--vllm-python PYTHON] [--vllm-packages FOLDER]
+    python benchmarks/gpu_vs_vllm.py [--config FILE] [--variants bf16,fp8,int4] [--workloads single,decode64,...]
+                                     [--steps 256] [--out FILE] [--vllm] [--vllm-python PYTHON] [--vllm-packages FOLDER]
 
-The workloads are those of gpu_workloads.py. A line of JSON per workload as it is measured (also appended to `--out`),
+The shape is that of any config.json (default: Llama-3.1-8B's; `int4` is groups of 128 without zero points, for vLLM a GPTQ
+file of the same), the workloads are those of gpu_workloads.py. A line of JSON per workload as it is measured (also appended to `--out`),
 a table at the end. `--vllm` runs peers/vllm_bench.py before each variant; the table then has ratios. Each engine and
 variant has a process of its own. Ours answers a request first ("start to first token") and then captures all kinds of
 steps ("warm up"), as a server does when idle; vLLM captures before it is ready.
@@ -67,16 +68,15 @@ OPTIONS: dict[str, Any] = {
 }
 VLLM_SCRIPT = Path(__file__).parent / "peers" / "vllm_bench.py"
 VLLM_OPTIONS = {"bf16": [], "fp8": ["--quantization", "fp8", "--kv-cache-dtype", "fp8"], "int4": []}
-# vLLM's fastest 4-bit path with random weights. It has zero points where ours is symmetric: the products are not the
-# same, and docs/numbers.md marks the column.
-VLLM_INT4 = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+# Symmetric groups, as ours: vLLM has its fastest 4-bit kernels for such files.
+VLLM_INT4 = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
 HEAVY = ("prefill", "decode256", "mixed")  # workloads whose speed depends on how much power the tensor cores draw
 LOWER_IS_BETTER = {"seconds", "ttft_ms", "tpot_ms"}
 
 Row = dict[str, Any]
 
 
-def measure(variant: str, model: Path, names: list[str]) -> None:
+def measure(variant: str, model: Path, names: list[str], sizes: dict[str, int]) -> None:
     """Our engine, in this process: a line of JSON per workload."""
     began = time.perf_counter()
     with LLM(model, **OPTIONS, **VARIANTS[variant]) as llm:
@@ -98,7 +98,7 @@ def measure(variant: str, model: Path, names: list[str]) -> None:
             assert [len(output.outputs[0].token_ids) for output in outputs] == lengths
             return seconds
 
-        workloads = Workloads(generate)
+        workloads = Workloads(generate, **sizes)
         workloads.run(names)
         if variant == "int4":
             make_codes_alike(llm)
@@ -154,24 +154,28 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def write_model(folder: Path, **additions: object) -> Path:
+def write_model(folder: Path, config: dict[str, Any] = CONFIG, **additions: object) -> Path:
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(CONFIG | additions))
+    (folder / "config.json").write_text(json.dumps(config | additions))
     return folder
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--config", type=Path, help="config.json of the shape (default: Llama-3.1-8B's)")
     parser.add_argument("--variants", default="bf16,fp8,int4")
     parser.add_argument("--workloads", default=",".join(NAMES))
+    parser.add_argument("--steps", type=int, default=256, help="decode steps that are timed")
     parser.add_argument("--out", type=Path, help="file that figures are appended to as they are measured")
     parser.add_argument("--vllm", action="store_true", help="measure vLLM too, by peers/vllm_bench.py")
     parser.add_argument("--vllm-python", default=sys.executable, help="the Python that has vLLM (default: this one)")
     parser.add_argument("--vllm-packages", type=Path, help="folder with vLLM, put on its PYTHONPATH")
     parser.add_argument("--alone", type=Path, metavar="MODEL", help="only our engine, in this process, on this folder")
     arguments = parser.parse_args()
+    config = CONFIG if arguments.config is None else json.loads(arguments.config.read_text())
+    sizes = {"steps": arguments.steps, "vocabulary": min(100000, config["vocab_size"])}
     if arguments.alone is not None:
-        measure(arguments.variants, arguments.alone, arguments.workloads.split(","))
+        measure(arguments.variants, arguments.alone, arguments.workloads.split(","), sizes)
         return
     rows: list[Row] = []
 
@@ -183,14 +187,17 @@ def main() -> None:
                 file.write(json.dumps(row) + "\n")
 
     with tempfile.TemporaryDirectory() as folder:
-        plain = write_model(Path(folder) / "plain")
-        awq = write_model(Path(folder) / "awq", quantization_config=VLLM_INT4)
+        plain = write_model(Path(folder) / "plain", config)
+        int4 = write_model(Path(folder) / "int4", config, quantization_config=VLLM_INT4)
+        more = ["--workloads", arguments.workloads, "--steps", str(arguments.steps)]
         for variant in arguments.variants.split(","):
             if arguments.vllm:
-                model = awq if variant == "int4" else plain
-                peer = [str(VLLM_SCRIPT), str(model), *VLLM_OPTIONS[variant], "--workloads", arguments.workloads]
+                model = int4 if variant == "int4" else plain
+                vocabulary = ["--vocabulary", str(sizes["vocabulary"])]
+                peer = [str(VLLM_SCRIPT), str(model), *VLLM_OPTIONS[variant], *more, *vocabulary]
                 collect("vllm", variant, [arguments.vllm_python, *peer], arguments.vllm_packages, keep)
-            command = [__file__, "--variants", variant, "--workloads", arguments.workloads, "--alone", str(plain)]
+            shape = [] if arguments.config is None else ["--config", str(arguments.config)]
+            command = [__file__, *shape, "--variants", variant, *more, "--alone", str(plain)]
             collect("tokenmill", variant, [sys.executable, *command], None, keep)
     print(table(rows))
 

@@ -11,7 +11,10 @@ import random
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-NAMES = ("single", "decode8", "decode64", "decode256", "prefill", "mixed", "shared", "features")
+NAMES = (
+    "single", "decode8", "decode16", "decode64", "decode256", "long", "prefill", "mixed", "lognormal", "shared",
+    "prefixes", "features",
+)  # fmt: skip
 
 # Of every second row; both engines have parameters of these names.
 FEATURES: dict[str, dict[str, Any]] = {
@@ -44,12 +47,14 @@ class Workloads:
         longest: int = 1024,
         prompt: int = 8192,
         continues: bool = False,
+        vocabulary: int = 100000,
     ) -> None:
         """`steps`: decode steps that are timed; `longest`: tokens in and out of `mixed`; `prompt`: of `prefill`;
-        `continues`: a workload that fails is reported as an error, and the others still run."""
+        `vocabulary`: token ids are below it; `continues`: a workload that fails is reported as an error, and the others still run."""
         self._generate = generate
         self._random = random.Random(0)
         self._steps, self._longest, self._prompt, self._continues = steps, longest, prompt, continues
+        self._vocabulary = vocabulary
         self.suffix = suffix  # appended to the name of each workload
 
     def run(self, names: Sequence[str]) -> None:
@@ -87,6 +92,14 @@ class Workloads:
         seconds = (total - first) / self._steps
         self._report(f"decode{batch}", tpot_ms=seconds * 1e3, tok_s=batch / seconds)
 
+    def long(self) -> None:
+        """Decode steps of eight sequences of 16,000 tokens."""
+        prompts = [self._tokens(16000) for _ in range(8)]
+        self._generate(prompts, [9] * 8)
+        total = self._generate(prompts, [self._steps + 1] * 8)
+        seconds = (total - self._generate(prompts, [1] * 8)) / self._steps
+        self._report("decode8x16000", tpot_ms=seconds * 1e3, tok_s=8 / seconds)
+
     def prefill(self) -> None:
         """Eight prompts; the second of two runs counts."""
         for _ in range(2):
@@ -100,11 +113,28 @@ class Workloads:
         self._generate([self._tokens(len(prompt)) for prompt in prompts], [4] * 256)
         self._report("mixed256", out_tok_s=sum(lengths) / self._generate(prompts, lengths))
 
+    def lognormal(self) -> None:
+        """256 requests as users send them: many short ones and some long, in and out (median 200, a tenth over 720)."""
+        prompts = [self._tokens(self._length()) for _ in range(256)]
+        lengths = [self._length() for _ in range(256)]
+        self._generate([self._tokens(len(prompt)) for prompt in prompts], [4] * 256)
+        self._report("lognormal256", out_tok_s=sum(lengths) / self._generate(prompts, lengths))
+
+    def _length(self) -> int:
+        return min(max(round(self._random.lognormvariate(5.3, 1.0)), 8), 2 * self._longest)
+
     def shared(self) -> None:
         """256 requests with 4,096 tokens in common, 128 of their own, 64 out."""
         prefix = self._tokens(4096)
         prompts = [prefix + self._tokens(128) for _ in range(256)]
         self._report("shared4096x256", req_s=256 / self._generate(prompts, [64] * 256))
+
+    def prefixes(self) -> None:
+        """32 prefixes of 2,048 tokens, twelve requests each with 64 tokens of their own, 64 out, in random order."""
+        heads = [self._tokens(2048) for _ in range(32)]
+        prompts = [head + self._tokens(64) for head in heads for _ in range(12)]
+        self._random.shuffle(prompts)
+        self._report("prefixes32x12", req_s=len(prompts) / self._generate(prompts, [64] * len(prompts)))
 
     def features(self) -> None:
         """Decode steps of 64 sequences, every second one with features of sampling; beside them, without."""
@@ -118,7 +148,7 @@ class Workloads:
             self._report(f"features64 {name}", tpot_ms=seconds * 1e3, tok_s=batch / seconds)
 
     def _tokens(self, count: int) -> list[int]:
-        return [self._random.randrange(10, 100000) for _ in range(count)]
+        return [self._random.randrange(10, self._vocabulary) for _ in range(count)]
 
     def _report(self, workload: str, **values: float) -> None:
         report(workload + self.suffix, **values)

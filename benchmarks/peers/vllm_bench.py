@@ -1,7 +1,8 @@
 """vLLM on the workloads of gpu_workloads.py, through its own `LLM` class: a line of JSON per workload.
 
     python benchmarks/peers/vllm_bench.py MODEL [--quantization fp8] [--kv-cache-dtype fp8] [--workloads single,...]
-                                          [--options JSON] [--steps 256] [--longest 1024] [--prompt 8192] [--wait]
+                                          [--options JSON] [--steps 256] [--longest 1024] [--prompt 8192]
+                                          [--vocabulary 100000] [--wait]
 
 MODEL is a folder with a config.json; the weights are random (`load_format="dummy"`). Everything else is vLLM's
 default: CUDA graphs and torch.compile on, prefix caching on, 90 % of the GPU's memory. Needs vLLM in this Python (or on
@@ -86,6 +87,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=256, help="decode steps that are timed")
     parser.add_argument("--longest", type=int, default=1024, help="tokens in and out of the mixed workload, at most")
     parser.add_argument("--prompt", type=int, default=8192, help="tokens of a prompt of the prefill workload")
+    parser.add_argument("--vocabulary", type=int, default=100000, help="token ids are below it")
     parser.add_argument("--wait", action="store_true", help="once all is imported, wait for a line on stdin")
     arguments = parser.parse_args()
     began = time.perf_counter()
@@ -93,6 +95,7 @@ def main() -> None:
     engine.generate([[1, 2, 3]], [1])
     report("start to first token", seconds=time.perf_counter() - engine.began)
     sizes = {"steps": arguments.steps, "longest": arguments.longest, "prompt": arguments.prompt}
+    sizes["vocabulary"] = arguments.vocabulary
     Workloads(engine.generate, **sizes, continues=arguments.wait).run(arguments.workloads.split(","))
 
 
