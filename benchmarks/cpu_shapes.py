@@ -67,11 +67,11 @@ def _greedy(tokens: int) -> SamplingParams:
 class Table:
     """Rows as they are measured, the whole written again after each, so that a run cut short keeps what it has."""
 
-    def __init__(self, out: Path | None, seconds: float) -> None:
+    def __init__(self, out: Path | None, seconds: float, planned: list[str]) -> None:
         self._out = out
+        self._missing = planned
         self.begun = time.monotonic()
         self.deadline = self.begun + seconds
-        self._skipped: list[str] = []
         self._lines = [
             f"{module().best_isa()}, {os.cpu_count()} processors; tokens per second; "
             "ratio: tokenmill over the best of the others",
@@ -87,21 +87,23 @@ class Table:
         ratio = mine / max(speed for engine, speed in speeds.items() if engine != "tokenmill")
         cells = [f"{speeds[each]:.1f}" if each in speeds else "-" for each in ("llama.cpp", "torch", "tokenmill")]
         self._lines.append(f"| {weights} | {threads} | {name} | {' | '.join(cells)} | {ratio:.2f} | {len(runs)} |")
+        self._missing.remove(label(weights, threads, name))
         print(self._lines[-1], flush=True)
-        self._write()
-
-    def skip(self, weights: str, threads: int, name: str) -> None:
-        self._skipped.append(f"{weights} {name} with {threads}")
-
-    def finish(self) -> None:
-        closing = f"Left out for want of time: {', '.join(self._skipped)}." if self._skipped else "Nothing left out."
-        self._lines += ["", f"{closing} {time.monotonic() - self.begun:.0f} s."]
-        print("\n".join(self._lines[-2:]), flush=True)
-        self._write()
-
-    def _write(self) -> None:
         if self._out:
-            self._out.write_text("\n".join(self._lines) + "\n")
+            self._out.write_text("\n".join(self._lines) + f"\n\n{self.closing()}\n")
+
+    def closing(self) -> str:
+        left_out = f"Left out for want of time: {'; '.join(self._missing)}." if self._missing else "Nothing left out."
+        return f"{left_out} {time.monotonic() - self.begun:.0f} s."
+
+
+def label(weights: str, threads: int, name: str) -> str:
+    return f"{weights} {name}, {threads} threads"
+
+
+def row_names(weights: str, threads: int) -> list[str]:
+    names = ["prefill 512", "decode 1"]
+    return names if weights in FLOATS else [*names, f"decode 16 at {512 if threads > 1 else 32}"]
 
 
 def rows(peers: dict[str, PeerProcess], ours: Ours, weights: str, threads: int, seed: int) -> list[Row]:
@@ -129,21 +131,15 @@ def rows(peers: dict[str, PeerProcess], ours: Ours, weights: str, threads: int, 
 
         return once
 
-    found: list[Row] = [("prefill 512", prefill), ("decode 1", decode(1, 16, 32))]
-    if weights not in FLOATS:
-        context = 512 if threads > 1 else 32
-        found.append((f"decode 16 at {context}", decode(16, context, 16)))
-    return found
+    cases = [prefill, decode(1, 16, 32), decode(16, 512 if threads > 1 else 32, 16)]
+    return list(zip(row_names(weights, threads), cases, strict=False))  # no batches with float weights
 
 
 def measure(path: Path, weights: str, threads: list[int], table: Table, options: argparse.Namespace) -> None:
-    names = ["prefill 512", "decode 1"] + ([] if weights in FLOATS else ["decode 16"])
     peers: dict[str, PeerProcess] = {}
     for count in threads:
         if time.monotonic() + options.row_seconds > table.deadline:
-            for name in names:
-                table.skip(weights, count, name)
-            continue
+            break
         if not peers:
             peers["llama.cpp"] = PeerProcess(path, count)
             if weights in FLOATS and not options.no_torch:
@@ -156,8 +152,7 @@ def measure(path: Path, weights: str, threads: list[int], table: Table, options:
         for name, once in rows(peers, ours, weights, count, seed=count):
             begun = time.monotonic()
             if begun + options.row_seconds > table.deadline:
-                table.skip(weights, count, name)
-                continue
+                break
             runs = [once()]
             while len(runs) < options.repeat and time.monotonic() < min(begun + options.row_seconds, table.deadline):
                 runs.append(once())
@@ -179,9 +174,12 @@ def main() -> None:
     parser.add_argument("--make", action="store_true", help="only write the files")
     parser.add_argument("--out", type=Path, help="the table as markdown")
     options = parser.parse_args()
-    table = None if options.make else Table(options.out, options.seconds)
     options.folder.mkdir(parents=True, exist_ok=True)
     paths = {weights: options.folder / f"shape-{weights}.gguf" for weights in options.types.split(",")}
+    threads = [int(count) for count in options.threads.split(",")]
+    # One thread is the slowest and says least about the machine: after everything else, without floats.
+    runs = [(weights, threads[:2]) for weights in paths]
+    runs += [(weights, threads[2:]) for weights in paths if threads[2:] and weights not in FLOATS]
     for weights, path in paths.items():
         if not path.exists():
             from benchmarks.random_gguf import make_file  # brings torch, which the processes of peers need not import
@@ -189,16 +187,13 @@ def main() -> None:
             begun = time.monotonic()
             make_file(path, weights)
             print(f"{path}: {path.stat().st_size / 1e6:.0f} MB in {time.monotonic() - begun:.1f} s", file=sys.stderr)
-    if table is None:
+    if options.make:
         return
-    threads = [int(count) for count in options.threads.split(",")]
-    last = threads[2:]  # one thread is the slowest and says least about the machine: after everything else
-    for weights, path in paths.items():
-        measure(path, weights, threads[:2], table, options)
-    for weights, path in paths.items():
-        if last and weights not in FLOATS:
-            measure(path, weights, last, table, options)
-    table.finish()
+    planned = [label(each, count, name) for each, counts in runs for count in counts for name in row_names(each, count)]
+    table = Table(options.out, options.seconds, planned)
+    for weights, counts in runs:
+        measure(paths[weights], weights, counts, table, options)
+    print(f"\n{table.closing()}")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,14 @@ class Peer:
             num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM, tie_word_embeddings=True,
         )  # fmt: skip
         torch.set_default_dtype(torch.bfloat16 if "BF16" in path.name else torch.float32)
-        self._model = Qwen3ForCausalLM(config).eval()
+        with torch.device("meta"):  # its own initialization takes many seconds
+            self._model = Qwen3ForCausalLM(config).eval()
+        self._model.to_empty(device="cpu").tie_weights()
+        self._model.model.rotary_emb = type(self._model.model.rotary_emb)(config)
+        pool = torch.randn(HIDDEN * MLP) / 32
+        for weight in self._model.parameters():
+            repeated = pool.repeat(-(-weight.numel() // len(pool)))[: weight.numel()].view_as(weight)
+            weight.copy_(torch.ones_like(weight) if weight.dim() == 1 else repeated)
         self.vocab_size = VOCABULARY
         self._prompt: list[int] = []
 
