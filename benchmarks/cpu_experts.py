@@ -86,18 +86,22 @@ def metadata() -> dict[str, Value]:
             "expert_feed_forward_length": EXPERT_SIZE,
         }.items()
     }
-    # A byte-level vocabulary: one token per byte as GPT-2 writes them, and names without a meaning.
+    return values | vocabulary(VOCABULARY)
+
+
+def vocabulary(count: int) -> dict[str, Value]:
+    """A byte-level vocabulary: one token per byte as GPT-2 writes them, and names without a meaning."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [byte for byte in range(256) if byte not in printable]
     tokens = [chr(byte) for byte in printable] + [chr(256 + number) for number in range(len(hidden))]
-    tokens += ["ab", *(f"[{number}]" for number in range(VOCABULARY - len(tokens) - 1))]
-    return values | {
+    tokens += ["ab", *(f"[{number}]" for number in range(count - len(tokens) - 1))]
+    return {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "qwen2",
         "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": [1] * VOCABULARY,
+        "tokenizer.ggml.token_type": [1] * count,
         "tokenizer.ggml.merges": ["a b"],
-        "tokenizer.ggml.eos_token_id": VOCABULARY - 1,
+        "tokenizer.ggml.eos_token_id": count - 1,
         "tokenizer.ggml.add_bos_token": False,
     }
 
@@ -107,11 +111,17 @@ def _halves(values: np.ndarray) -> np.ndarray:
 
 
 def random_blocks(type_name: str, count: int, generator: np.random.Generator) -> np.ndarray:
-    """`count` blocks of 256 weights as bytes: random codes and scales, about zero on average, deviation about 1/32."""
+    """`count` blocks as bytes: random codes and scales, weights about zero on average, deviation about 1/32."""
     factor = generator.uniform(0.7, 1.3, count)
     if type_name == "Q4_K":  # d, dmin, 12 bytes of 6-bit scales and minimums, 128 of codes
         blocks = generator.integers(0, 256, (count, 144), dtype=np.uint8)
         blocks[:, 0:2], blocks[:, 2:4] = _halves(1.2e-4 * factor), _halves(9e-4 * factor)
+    elif type_name == "Q4_0":  # d, 16 bytes of codes
+        blocks = generator.integers(0, 256, (count, 18), dtype=np.uint8)
+        blocks[:, 0:2] = _halves(6.5e-3 * factor)
+    elif type_name == "Q8_0":  # d, 32 codes
+        blocks = generator.integers(0, 256, (count, 34), dtype=np.uint8)
+        blocks[:, 0:2] = _halves(4.2e-4 * factor)
     else:  # Q6_K: 192 bytes of codes, 16 signed scales, d
         assert type_name == "Q6_K", type_name
         blocks = generator.integers(0, 256, (count, 210), dtype=np.uint8)

@@ -3,11 +3,11 @@
     python benchmarks/gpu_vs_vllm.py [--config FILE] [--variants bf16,fp8,int4] [--workloads single,decode64,...]
                                      [--steps 256] [--out FILE] [--vllm] [--vllm-python PYTHON] [--vllm-packages FOLDER]
 
-The shape is that of any config.json (default: Llama-3.1-8B's; `int4` is groups of 128 without zero points, for vLLM a GPTQ
-file of the same), the workloads are those of gpu_workloads.py. A line of JSON per workload as it is measured (also appended to `--out`),
-a table at the end. `--vllm` runs peers/vllm_bench.py before each variant; the table then has ratios. Each engine and
-variant has a process of its own. Ours answers a request first ("start to first token") and then captures all kinds of
-steps ("warm up"), as a server does when idle; vLLM captures before it is ready.
+The shape is that of any config.json (default: Llama-3.1-8B's; `int4` is groups of 128 without zero points, for vLLM a
+GPTQ file of the same), the workloads are those of gpu_workloads.py. A line of JSON per workload as it is measured (also
+appended to `--out`), a table at the end. `--vllm` runs peers/vllm_bench.py before each variant; the table then has
+ratios. Each engine and variant has a process of its own. Ours answers a request first ("start to first token") and then
+captures all kinds of steps ("warm up"), as a server does when idle; vLLM captures before it is ready.
 """
 
 from __future__ import annotations

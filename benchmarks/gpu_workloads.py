@@ -50,7 +50,8 @@ class Workloads:
         vocabulary: int = 100000,
     ) -> None:
         """`steps`: decode steps that are timed; `longest`: tokens in and out of `mixed`; `prompt`: of `prefill`;
-        `vocabulary`: token ids are below it; `continues`: a workload that fails is reported as an error, and the others still run."""
+        `vocabulary`: token ids are below it; `continues`: a workload that fails is reported as an error, and the others
+        still run."""
         self._generate = generate
         self._random = random.Random(0)
         self._steps, self._longest, self._prompt, self._continues = steps, longest, prompt, continues

@@ -1,7 +1,7 @@
-"""Whether vLLM reads what `quantize` writes, and computes the same with it: log-probabilities of a text, engine by engine.
+"""Whether vLLM reads what `quantize` writes, and computes the same: log-probabilities of a text, engine by engine.
 
-    python benchmarks/vllm_exports.py MODEL --text FILE [--only NAME,...] [--vllm-packages FOLDER] [--vllm-python PYTHON]
-                                      [--at-once 4] [--limit 150] [--out FILE]
+    python benchmarks/vllm_exports.py MODEL --text FILE [--only NAME,...] [--vllm-packages FOLDER]
+                                      [--vllm-python PYTHON] [--at-once 4] [--limit 150] [--out FILE]
 
 Writes MODEL in each format that vLLM has a loader for, then takes the log-probability of every token of some sequences
 of FILE in our engine on the CPU and in vLLM on the GPU (bfloat16), a vLLM process per file. Printed: the mean

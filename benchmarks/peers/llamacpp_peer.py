@@ -25,6 +25,12 @@ class Peer:
         self._model = lib.llama_model_load_from_file(str(path).encode(), lib.llama_model_default_params())
         assert self._model, f"llama.cpp cannot load {path}"
         self.vocab_size: int = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self._model))
+        self._held: Any = None  # context of `hold`
+        self._held_length = self._held_count = 0
+
+    def use_threads(self, threads: int) -> None:
+        """For the contexts made from here on."""
+        self._threads = threads
 
     def prefill(self, tokens: Sequence[int]) -> float:
         """Tokens per second of one prompt, logits of the last token."""
@@ -55,6 +61,37 @@ class Peer:
         elapsed = time.perf_counter() - started
         lib.llama_free(context)
         return count * steps / elapsed
+
+    def hold(self, prompt: Sequence[int], count: int, steps: int) -> None:
+        """`count` sequences that all end with `prompt`, each with cells of its own: computed once and copied, so that a
+        long context costs one prefill. For `decode_held` with up to `steps`."""
+        self._release()
+        self._held = context = self._context(len(prompt) + steps + 8, count)
+        self._held_length, self._held_count = len(prompt), count
+        batch = _Batch(512)
+        for begin in range(0, len(prompt), 512):
+            part = prompt[begin : begin + 512]
+            batch.fill([(token, begin + offset, 0, offset == len(part) - 1) for offset, token in enumerate(part)])
+            self._decode(context, batch)
+        memory = lib.llama_get_memory(context)
+        for number in range(1, count):
+            lib.llama_memory_seq_cp(memory, 0, number, -1, -1)
+
+    def decode_held(self, steps: int) -> float:
+        """Generated tokens per second after the prompt of `hold`, all sequences in one batch; then back to its end."""
+        batch = _Batch(max(512, self._held_count))
+        numbers = range(self._held_count)
+        started = 0.0
+        for step in range(-1, steps):  # the first one, which makes the copies, is not timed
+            if step == 0:
+                started = time.perf_counter()
+            position = self._held_length + step + 1
+            batch.fill([(7 + position + 97 * number, position, number, True) for number in numbers])
+            self._decode(self._held, batch)
+        elapsed = time.perf_counter() - started
+        for number in numbers:
+            lib.llama_memory_seq_rm(lib.llama_get_memory(self._held), number, self._held_length, -1)
+        return self._held_count * steps / elapsed
 
     def serve(self, prefix: Sequence[int], tails: Sequence[Sequence[int]], output: int, slots: int) -> float:
         """Output tokens per second over all requests: `slots` sequences, each keeping the common prefix once it has
@@ -100,7 +137,13 @@ class Peer:
         return len(tails) * output / elapsed
 
     def close(self) -> None:
+        self._release()
         lib.llama_model_free(self._model)
+
+    def _release(self) -> None:
+        if self._held is not None:
+            lib.llama_free(self._held)
+            self._held = None
 
     def _context(self, tokens_each: int, sequences: int) -> Any:
         params = lib.llama_context_default_params()

@@ -1,13 +1,14 @@
-"""llama.cpp in a process of its own, stopped while the other side is measured.
+"""llama.cpp (or another peer) in a process of its own, stopped while the other side is measured.
 
 Its threads keep spinning for a while after their work, and it assumes that nobody else configures the AMX tiles of its
-threads. Used by cpu_vs_llamacpp.py and cpu_experts.py.
+threads. Used by cpu_vs_llamacpp.py, cpu_experts.py and cpu_shapes.py.
 """
 
 from __future__ import annotations
 
 import atexit
 import ctypes
+import importlib
 import multiprocessing
 import os
 import signal
@@ -18,12 +19,12 @@ from typing import Any
 
 
 class PeerProcess:
-    """The methods of llamacpp_peer.Peer that measure."""
+    """The methods of llamacpp_peer.Peer that measure; `module` is another one in this folder with a `Peer`."""
 
-    def __init__(self, path: Path, threads: int) -> None:
+    def __init__(self, path: Path, threads: int, module: str = "llamacpp_peer") -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, path, threads), daemon=True)
+        self._process = context.Process(target=_serve, args=(theirs, path, threads, module), daemon=True)
         self._process.start()
         atexit.register(self._process.kill)  # a stopped process receives no milder signal
         theirs.close()
@@ -34,6 +35,15 @@ class PeerProcess:
 
     def decode(self, prompts: Sequence[Sequence[int]], steps: int) -> float:
         return float(self._ask("decode", prompts, steps))
+
+    def use_threads(self, threads: int) -> None:
+        self._ask("use_threads", threads)
+
+    def hold(self, prompt: Sequence[int], count: int, steps: int) -> None:
+        self._ask("hold", prompt, count, steps)
+
+    def decode_held(self, steps: int) -> float:
+        return float(self._ask("decode_held", steps))
 
     def serve(self, prefix: Sequence[int], tails: Sequence[Sequence[int]], output: int, slots: int) -> float:
         return float(self._ask("serve", prefix, tails, output, slots))
@@ -52,7 +62,7 @@ class PeerProcess:
         try:
             answer = self._pipe.recv()
         except EOFError:
-            raise SystemExit("llama.cpp ended without an answer; its own message is above") from None
+            raise SystemExit("the peer ended without an answer; its own message is above") from None
         self._signal(signal.SIGSTOP)
         return answer
 
@@ -61,11 +71,11 @@ class PeerProcess:
         os.kill(self._process.pid, number)
 
 
-def _serve(pipe: Connection, path: Path, threads: int) -> None:
-    from benchmarks.peers.llamacpp_peer import Peer  # only this process needs the library
+def _serve(pipe: Connection, path: Path, threads: int, module: str) -> None:
+    peers = importlib.import_module(f"benchmarks.peers.{module}")  # only this process needs the library
 
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: never left behind as a stopped process
-    peer = Peer(path, threads)
+    peer = peers.Peer(path, threads)
     pipe.send(peer.vocab_size)
     while True:
         name, *arguments = pipe.recv()
