@@ -186,11 +186,17 @@ class SamplingParams:
     @property
     def edits_logits(self) -> bool:
         """Whether a feature of runtime/sampling/features/ changes logits before temperature and filters apply."""
+        return self.penalizes or self.edits_otherwise
+
+    @property
+    def penalizes(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
+
+    @property
+    def edits_otherwise(self) -> bool:
+        """Whether a feature besides penalties changes logits."""
         return (
             self.reasoning is not None
-            or self.repetition_penalty != 1.0
-            or self.frequency_penalty != 0.0
-            or self.presence_penalty != 0.0
             or self.min_tokens > 0
             or self.typical_p < 1.0
             or bool(self.logit_bias)

@@ -163,6 +163,50 @@ def test_rows_with_features_are_drawn_among_others(tmp_path: Path) -> None:
     assert reported.logprobs is not None
 
 
+def _note_queued(llm: LLM, queued: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep what the executor launches ahead."""
+    executor: Any = llm.parts.runtime.executor
+    launch = executor._launch_next
+    monkeypatch.setattr(executor, "_launch_next", lambda *rows: queued.append(launch(*rows)) or queued[-1])
+
+
+def test_penalties_and_log_probabilities_are_part_of_queued_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same tokens and log-probabilities as step by step, also when requests end and others join."""
+    folder = config(tmp_path)
+    asked = prompts(6, 9)
+    common: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
+    params = [
+        SamplingParams(max_tokens=9, repetition_penalty=1.8, **common),
+        SamplingParams(max_tokens=6, frequency_penalty=1.5, presence_penalty=0.5, logprobs=3, **common),
+        SamplingParams(max_tokens=9, **common),
+        SamplingParams(max_tokens=4, logprobs=0, **common),
+        SamplingParams(max_tokens=9, temperature=0.9, seed=5, top_k=20, presence_penalty=2.0, ignore_eos=True),
+        SamplingParams(max_tokens=7, logprobs=5, **common),
+    ]
+    found = {}
+    queued: list[Any] = []
+    for executor in ("cuda_eager", "cuda_graph"):
+        with engine(folder, executor) as llm:
+            if executor == "cuda_graph":
+                _note_queued(llm, queued, monkeypatch)
+            outputs = [each.outputs[0] for each in llm.generate(asked, params)]
+            again = [each.outputs[0] for each in llm.generate(asked[:2], params[:2])]  # in places that others left
+            found[executor] = [*outputs, *again]
+            llm.parts.core.scheduler.kv.check()
+    assert sum(step is not None for step in queued) > 4
+    for mine, other in zip(found["cuda_graph"], found["cuda_eager"], strict=True):
+        assert mine.token_ids == other.token_ids
+        assert (mine.logprobs is None) == (other.logprobs is None)
+        for entries, wanted in zip(mine.logprobs or [], other.logprobs or [], strict=True):
+            assert list(entries) == list(wanted)
+            for token, entry in entries.items():
+                assert entry.logprob == pytest.approx(wanted[token].logprob, abs=0.02)
+                assert entry.rank == wanted[token].rank
+    assert len(set(found["cuda_graph"][0].token_ids)) == 9  # none came twice
+
+
 def test_a_queued_step_that_nobody_asks_for_is_dropped(tmp_path: Path) -> None:
     """A request that ends, or one that joins, between two steps: the others' tokens do not change."""
     folder = config(tmp_path)

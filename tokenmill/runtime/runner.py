@@ -145,6 +145,7 @@ class ModelRunner:
             return result, {}
         if output.tokens is not None and not work.drafts:
             result.token_ids = list(output.tokens)
+            result.logprobs = output.logprobs or result.logprobs
             return result, {}
         done = self._prompt_logprobs(rows, output, result)
         verdicts: dict[int, Verdict] = {}

@@ -80,8 +80,10 @@ if TYPE_CHECKING:  # the table below for type checkers; a test compares the two
     from tokenmill.kernels.triton.step.inputs import POSITION_ON_DEVICE as POSITION_ON_DEVICE
     from tokenmill.kernels.triton.step.inputs import begin_step as begin_step
     from tokenmill.kernels.triton.step.logit_edits import allow as allow
+    from tokenmill.kernels.triton.step.logit_edits import count_tokens as count_tokens
     from tokenmill.kernels.triton.step.logit_edits import penalize as penalize
     from tokenmill.kernels.triton.step.ngram_lookup import look_up_drafts as look_up_drafts
+    from tokenmill.kernels.triton.step.reports import token_reports as token_reports
     from tokenmill.kernels.triton.step.sampling import SamplingTensors as SamplingTensors
     from tokenmill.kernels.triton.step.sampling import TokenRing as TokenRing
     from tokenmill.kernels.triton.step.sampling import argmax as argmax
@@ -116,7 +118,8 @@ _EXPORTS = {
     "step.accepted_drafts": "follow_drafts",
     "step.inputs": "PADDING_POSITION POSITION_ON_DEVICE begin_step",
     "step.ngram_lookup": "look_up_drafts",
-    "step.logit_edits": "allow penalize",
+    "step.logit_edits": "allow count_tokens penalize",
+    "step.reports": "token_reports",
     "step.sampling": "SamplingTensors TokenRing argmax mix_seed sample",
 }
 _MODULES = {name: module for module, names in _EXPORTS.items() for name in names.split()}

@@ -161,6 +161,7 @@ class StepOutput(Generic[Array]):
     # The token chosen at each logit row by the executor itself; None where the requests need more than it can do: then
     # the caller chooses from the logits, with the executor's sampler.
     tokens: list[int] | None = None
+    logprobs: list[TokenLogprobs | None] | None = None  # with `tokens`: of the rows that asked for them
     runs: list[list[int]] | None = None  # by row, where max_run > 1 was used: greedy tokens, each from the one before
     guesses: list[list[int]] | None = None  # by token of the step: what a draft head inside the step expects to follow
 

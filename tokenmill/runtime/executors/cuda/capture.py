@@ -1,6 +1,5 @@
-"""Which models' steps cannot be captured: because of their attention, of experts (in host memory, or in
-a format that no grouped kernel reads), or of a
-weight without a GPU kernel. Asked by the graph executor."""
+"""Which models' steps cannot be captured: because of their attention, of experts (in host memory, or in a format that
+no grouped kernel reads), or of weights or KV pages without a GPU kernel. Asked by the graph executor."""
 
 from __future__ import annotations
 
@@ -34,7 +33,9 @@ def uncaptured(model: LoadedModel, store: KVStore) -> str | None:
     for name, weight in model.weights.items():
         if weight.kernel is not None and id(weight) not in kept and not _can_be_captured(weight.kernel.run):
             return f"{name} ({weight.type_name}) has no GPU kernel that can be captured"
-    return None
+    has_pages = any(group.layers for group in store.layout.groups)
+    reasons = map(store.gpu_declines, slots if has_pages else ())
+    return next((reason for reason in reasons if reason is not None), None)
 
 
 def _can_be_captured(kernel: Any) -> bool:

@@ -5,13 +5,15 @@ And the batch sizes that steps are padded to. Knows no model. Used by the graph 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from tokenmill.runtime.executors.cuda.checks import Expected
-from tokenmill.types import Request
+from tokenmill.runtime.executors.cuda.step_features import RowReports
+from tokenmill.types import Request, ScheduledTokens
 
 SMALL_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 _BUCKET_STEP = 32
@@ -26,6 +28,7 @@ class StepKind:
     filtered: bool  # some rows use top-k, top-p or min-p
     guesses: bool = False  # a draft head computes the next drafts
     adapted: bool = False  # some rows have adapters
+    penalized: bool = False  # some rows have penalties
 
 
 @dataclass(slots=True, eq=False)
@@ -47,8 +50,21 @@ class LaunchedStep:
     hidden: Tensor | None  # a copy: the next step of this kind overwrites the original
     num_rows: int
     drafts: Tensor | None = None  # [rows, depth], pinned, valid with `ids`
+    reports: RowReports | None = None  # log-probabilities, valid with `ids`
     adapter_slots: list[int] = field(default_factory=list)  # by row
     expected: Expected = field(default_factory=list)  # of a queued verification: the rows it was launched for
+
+    def find(self, rows: Sequence[ScheduledTokens], page_size: int) -> list[int] | None:
+        """The row in this step of each planned row; None if one is missing or wrote its token to another page."""
+        numbers = []
+        for row in rows:
+            number = self.row_of.get(row.request, -1)
+            if number < 0 or self.positions[number] != row.start or self.adapter_slots[number] != row.adapter_slot:
+                return None
+            if self.pages[number] != tuple(table[row.start // page_size] for table in row.block_tables):
+                return None
+            numbers.append(number)
+        return numbers
 
     def tokens(self) -> list[int]:
         if self.event is not None:

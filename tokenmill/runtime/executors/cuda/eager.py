@@ -24,7 +24,6 @@ from tokenmill.runtime.executors.cuda.ops import CudaOps
 from tokenmill.runtime.executors.cuda.sampling import CudaSampler
 from tokenmill.runtime.executors.cuda.values import tensor
 from tokenmill.runtime.executors.drafted_states import DraftedStates
-from tokenmill.runtime.sampling.sampler import Sampler
 from tokenmill.types import Batch
 
 _MIN_TOKENS, _MIN_KEYS = 2048, 256  # of the step and of its longest sequence, for FP8 pages to be widened beforehand
@@ -40,7 +39,7 @@ class CudaEagerExecutor(BatchedExecutor):
         self.table = model.table
         self._drafted: DraftedStates | None = None  # of the step before, while its drafts are not settled
 
-    def make_sampler(self) -> Sampler:
+    def make_sampler(self) -> CudaSampler:
         return CudaSampler(self.model.device, self.model.kernels)
 
     def make_site(self, weights: Sequence[LinearWeight], num_slots: int, max_rank: int) -> AdapterSite:

@@ -37,6 +37,8 @@ from tokenmill.runtime.executors.cuda.inputs import DecodeInputs
 from tokenmill.runtime.executors.cuda.ops import CudaOps
 from tokenmill.runtime.executors.cuda.prompts import PromptInputs, PromptKind, PromptSteps
 from tokenmill.runtime.executors.cuda.queued_states import QueuedStates
+from tokenmill.runtime.executors.cuda.sampling import CudaSampler
+from tokenmill.runtime.executors.cuda.step_features import StepFeatures
 from tokenmill.runtime.executors.cuda.values import tensor
 from tokenmill.types import Batch, Request, ScheduledTokens
 
@@ -53,6 +55,10 @@ class CudaGraphExecutor(CudaEagerExecutor):
         self._buckets = buckets(min(config.concurrency * (1 + drafts), max(config.concurrency, SMALL_BUCKETS[-1])))
         self._context = config.context or model.decoder.description.context_length
         self._inputs = DecodeInputs(store.layout, self._buckets[-1], self._context, model.device)
+        assert isinstance(self.sampler, CudaSampler)
+        self._draws_in_step, counts = self.sampler.draws_in_step, self.sampler.token_counts
+        vocab = model.decoder.description.vocab_size
+        self._features = StepFeatures(model.device, self._buckets[-1], vocab, counts)
         self._graphs: dict[StepKind, CapturedStep] = {}
         self._captures = model.device.type == "cuda"
         self._prompts: PromptSteps | None = None
@@ -72,12 +78,7 @@ class CudaGraphExecutor(CudaEagerExecutor):
 
     @classmethod
     def declines(cls, model: LoadedModel, store: KVStore) -> str | None:
-        reason = super().declines(model, store) or uncaptured(model, store)
-        if reason is not None:
-            return reason
-        has_pages = any(group.layers for group in store.layout.groups)
-        slots = range(store.layout.layers_per_page if has_pages else 0)
-        return next((reason for reason in map(store.gpu_declines, slots) if reason is not None), None)
+        return super().declines(model, store) or uncaptured(model, store)
 
     def attach_drafter(self, needs_hidden: bool, guesser: StepGuesser | None) -> bool:
         self._keeps_hidden = needs_hidden
@@ -120,20 +121,22 @@ class CudaGraphExecutor(CudaEagerExecutor):
         """One token of each row. Queues the step that will probably be planned next."""
         step, row_numbers = self._queued, self._rows_in_queued(rows)
         self._queued = None
-        plain = self.sampler.is_plain([row.request for row in rows])
-        order = self._inputs.longest_first(rows) if plain else range(len(rows))
+        in_step = self._draws_in_step([row.request for row in rows])
+        order = self._inputs.longest_first(rows) if in_step else range(len(rows))
         if step is None or row_numbers is None:
-            step = self._launch_rows([rows[number] for number in order])
+            step = self._launch_rows([rows[number] for number in order], in_step)
             row_numbers = [0] * len(rows)
             for row, number in enumerate(order):
                 row_numbers[number] = row
-        if not plain:  # nobody waits: the sampler finds out what features change while the device computes
+        if not in_step:  # nobody waits: the sampler finds out what features change while the device computes
             return self._output(step, None, row_numbers)
         if queue_next:
             sources = [row_numbers[number] for number in order]
             self._queued = self._launch_next([rows[number] for number in order], sources)
         sampled = step.tokens()
-        return self._output(step, [sampled[row] for row in row_numbers], row_numbers)
+        output = self._output(step, [sampled[row] for row in row_numbers], row_numbers)
+        output.logprobs = None if step.reports is None else step.reports.records(row_numbers)
+        return output
 
     def _check(self, work: StepInput, positions: list[Position]) -> StepOutput[Tensor]:
         """Several positions of a sequence as rows of one decode step: the keys of all rows are stored before any row
@@ -186,9 +189,10 @@ class CudaGraphExecutor(CudaEagerExecutor):
     @torch.inference_mode()
     def prepare(self) -> bool:
         """Compile and capture one kind of step before it is needed, by running it with padding rows only."""
-        if not self._captures or not self._unprepared:
+        if not (self._captures and self._unprepared):
             return False
         self._drop()
+        self._features.begin([], [])
         kind = self._unprepared.pop()
         if isinstance(kind, PromptKind):
             assert self._prompts is not None
@@ -213,9 +217,9 @@ class CudaGraphExecutor(CudaEagerExecutor):
         decodes = reversed([kind for kind in kinds if kind.rows > 1 or not kind.shared])
         if self._prompts is None:
             return list(decodes)
-        long = self._prompts.inputs.long_kind()
         prompts = self._prompts.inputs
-        return [*([] if long is None else [long]), *prompts.busy_kinds(), *decodes, *prompts.likely_kinds()]
+        long = [kind for kind in (prompts.long_kind(),) if kind is not None]
+        return [*long, *prompts.busy_kinds(), *decodes, *prompts.likely_kinds()]
 
     def _prompt_steps(self) -> PromptSteps:
         config = self.config
@@ -232,26 +236,12 @@ class CudaGraphExecutor(CudaEagerExecutor):
     # --- choice of the step ---
 
     def _rows_in_queued(self, rows: Sequence[ScheduledTokens]) -> list[int] | None:
-        """The row in the queued step of each planned row; None (and the step is dropped) if one is missing or wrote its
-        token to another page."""
-        queued = self._queued
-        if queued is None:
-            return None
-        size, row_numbers = self.store.layout.page_size, []
-        for row in rows:
-            number = queued.row_of.get(row.request, -1)
-            if number < 0 or queued.positions[number] != row.start:
-                break
-            if queued.adapter_slots[number] != row.adapter_slot:
-                break
-            if queued.pages[number] != tuple(table[row.start // size] for table in row.block_tables):
-                break
-            if self._states is not None and not self._states.is_queued(row.state_slot):
-                break
-            row_numbers.append(number)
-        else:
-            if self._states is not None:
-                self._states.settle({row.state_slot for row in rows})
+        """The row in the queued step of each planned row; None (and the step is dropped) if it is not that step."""
+        page_size, states = self.store.layout.page_size, self._states
+        row_numbers = None if self._queued is None else self._queued.find(rows, page_size)
+        if row_numbers is not None and (states is None or all(states.is_queued(row.state_slot) for row in rows)):
+            if states is not None:
+                states.settle({row.state_slot for row in rows})
             return row_numbers
         self._drop()
         return None
@@ -262,7 +252,7 @@ class CudaGraphExecutor(CudaEagerExecutor):
         if self._states is not None:
             self._states.settle()
 
-    def _launch_rows(self, rows: Sequence[ScheduledTokens]) -> LaunchedStep:
+    def _launch_rows(self, rows: Sequence[ScheduledTokens], in_step: bool) -> LaunchedStep:
         if self._states is not None:
             self.begin_states([row.state_slot for row in rows if row.start == 0])
             self._inputs.set_states(*self._states.advance([row.state_slot for row in rows]))
@@ -273,6 +263,7 @@ class CudaGraphExecutor(CudaEagerExecutor):
             [row.start for row in rows],
             [-1] * len(rows),
             [row.adapter_slot for row in rows],
+            in_step,
         )
 
     def _launch_positions(self, positions: Sequence[Position], owners: list[int] | None = None) -> LaunchedStep:
@@ -283,7 +274,7 @@ class CudaGraphExecutor(CudaEagerExecutor):
             [position.position for position in positions],
             [-1] * len(positions),
             [position.adapter_slot for position in positions],
-            owners,
+            owners=owners,
         )
 
     def _launch_next(self, rows: Sequence[ScheduledTokens], sources: list[int]) -> LaunchedStep | None:
@@ -314,6 +305,7 @@ class CudaGraphExecutor(CudaEagerExecutor):
             [row.start + 1 for row, _ in continuing],
             [source for _, source in continuing],
             [row.adapter_slot for row, _ in continuing],
+            in_step=True,
         )
 
     # --- launching and capturing ---
@@ -326,9 +318,12 @@ class CudaGraphExecutor(CudaEagerExecutor):
         positions: list[int],
         sources: list[int],
         adapter_slots: list[int],
+        in_step: bool = False,
         owners: list[int] | None = None,
     ) -> LaunchedStep:
+        """`in_step`: features of the requests are those that the step itself has."""
         inputs, size = self._inputs, self.store.layout.page_size
+        self._features.begin(requests if in_step else [], positions)
         inputs.set_adapters(adapter_slots)
         inputs.fill(requests, tables, ids, positions, sources)
         if owners is not None:
@@ -345,12 +340,16 @@ class CudaGraphExecutor(CudaEagerExecutor):
         """Launch the step whose inputs were filled last; rows and pages are for the caller to enter."""
         inputs = self._inputs
         rows = next(bucket for bucket in self._buckets if bucket >= len(requests))
-        hidden = self._run(StepKind(rows, inputs.shared_tokens > 0, inputs.filtered, guesses, inputs.adapted))
+        shared, penalized = inputs.shared_tokens > 0, self._features.penalized
+        hidden = self._run(StepKind(rows, shared, inputs.filtered, guesses, inputs.adapted, penalized))
+        reports = self._features.report(self._logits, inputs.sampled)
         ids, drafts, event = inputs.receive(guesses)
         kept = None if hidden is None else hidden[: len(requests)].clone()
-        return LaunchedStep({}, [], [], ids, event, kept, len(requests), drafts)
+        return LaunchedStep({}, [], [], ids, event, kept, len(requests), drafts, reports)
 
     def _run(self, kind: StepKind) -> Tensor | None:
+        if kind.penalized and self._features.tables_moved():
+            self._graphs = {each: step for each, step in self._graphs.items() if not each.penalized}
         known = self._graphs.get(kind)
         if known is None or not self._captures:
             self._graphs[kind] = CapturedStep(None, *self._step(kind))
@@ -393,7 +392,8 @@ class CudaGraphExecutor(CudaEagerExecutor):
         hidden = decoder.forward(ops)
         kept = tensor(hidden) if self._keeps_hidden and not kind.guesses else None
         logits: Tensor = tensor(decoder.logits(ops, hidden))
-        gpu.sample(logits, inputs.sampling(kind.rows, kind.filtered), inputs.sampled[: kind.rows], inputs.token_ring)
+        drawn = self._features.penalize(logits, batch.token_ids, batch.positions) if kind.penalized else logits
+        gpu.sample(drawn, inputs.sampling(kind.rows, kind.filtered), inputs.sampled[: kind.rows], inputs.token_ring)
         if kind.guesses and self._guesser is not None:
             drafts = self._guesser.guess(tensor(hidden), inputs.sampled[: kind.rows], batch)
             inputs.compute_next(kind.rows, drafts)

@@ -29,9 +29,7 @@ class LogitEdits:
     def apply(self, logits: Tensor, edits: Edits) -> None:
         """Change logits float32 [R, vocab] in place. Does not wait for the device."""
         if edits.penalized:
-            if self._counts is None or self._counts.vocab != logits.shape[1]:
-                self._counts = TokenCounts(logits.shape[1], self._device)
-            self._penalize(logits, edits, self._counts)
+            self._penalize(logits, edits, self.counts(logits.shape[1]))
         if edits.added:
             pairs = [(row, token) for row, bias in edits.added.items() for token in bias]
             values = [value for bias in edits.added.values() for value in bias.values()]
@@ -50,6 +48,11 @@ class LogitEdits:
         if edits.typical:
             _keep_typical(logits, edits.typical)
 
+    def counts(self, vocab: int) -> TokenCounts:
+        if self._counts is None or self._counts.vocab != vocab:
+            self._counts = TokenCounts(vocab, self._device)
+        return self._counts
+
     def _penalize(self, logits: Tensor, edits: Edits, counts: TokenCounts) -> None:
         places = counts.places(list(edits.penalized.values()))
         params = [request.params for request, _ in edits.penalized.values()]
@@ -60,7 +63,7 @@ class LogitEdits:
         counts.end_step()
 
     def _send(self, values: np.ndarray) -> Tensor:
-        return _send(np.ascontiguousarray(values), self._device)
+        return send(np.ascontiguousarray(values), self._device)
 
 
 class TokenCounts:
@@ -70,29 +73,19 @@ class TokenCounts:
         self.vocab, self._device = vocab, device
         self.outputs = torch.zeros(_FIRST_PLACES, vocab, dtype=torch.int16, device=device)
         self.prompts = torch.zeros(_FIRST_PLACES, vocab, dtype=torch.int8, device=device)
+        self.counted = torch.zeros(_FIRST_PLACES, dtype=torch.int32, device=device)  # tokens of the place's sequence
         self._free = list(range(_FIRST_PLACES))
         self._place: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
-        self._counted: WeakKeyDictionary[Request, int] = WeakKeyDictionary()  # tokens that are in the table
+        # Tokens that are in the tables, or will be when the steps launched so far have run.
+        self._counted: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
         self._borrowed: list[int] = []  # for rows with drafts, until the end of the step
 
     def places(self, rows: list[tuple[Request, Sequence[int]]]) -> list[int]:
         """The place of each row in the tables, which then have all of the row's tokens, drafted ones too."""
-        in_prompts: list[tuple[int, int]] = []
+        known = self._enter_tokens([(request, request.num_tokens) for request, _ in rows])
         in_outputs: list[tuple[int, int]] = []
-        for request, _ in rows:
-            place = self._place.get(request)
-            if place is None:
-                place = self._place[request] = self._take()
-                finalize(request, self._free.append, place)
-                self._counted[request] = 0
-                in_prompts += [(place, token) for token in set(request.prompt_ids)]
-            begin = max(self._counted[request], len(request.prompt_ids))
-            in_outputs += [(place, token) for token in request.token_ids[begin:]]
-            self._counted[request] = request.num_tokens
-        self._enter(in_prompts, in_outputs)
-        in_outputs, places = [], []
-        for request, drafted in rows:
-            place = self._place[request]
+        places = []
+        for place, (_, drafted) in zip(known, rows, strict=True):
             if drafted:
                 source, place = place, self._take()
                 self._borrowed.append(place)
@@ -102,16 +95,49 @@ class TokenCounts:
         self._enter([], in_outputs)
         return places
 
+    def places_ahead(self, rows: list[tuple[Request, int]]) -> list[int]:
+        """As `places`, for rows (each another request) whose last token, at the position given, is only known on the
+        device: the step that reads it enters it itself (`gpu.count_tokens`)."""
+        places = self._enter_tokens(rows)
+        for request, position in rows:
+            self._counted[request] = max(self._counted[request], position + 1)
+        return places
+
+    def _enter_tokens(self, rows: list[tuple[Request, int]]) -> list[int]:
+        """Enter what is missing of the first so many tokens of each request; returns their places."""
+        in_prompts: list[tuple[int, int]] = []
+        in_outputs: list[tuple[int, int]] = []
+        lengths: dict[int, int] = {}
+        places = []
+        for request, length in rows:
+            place = self._place.get(request)
+            if place is None:
+                place = self._place[request] = self._take()
+                finalize(request, self._free.append, place)
+                self._counted[request] = 0
+                in_prompts += [(place, token) for token in set(request.prompt_ids)]
+            counted = self._counted[request]
+            if counted < length:
+                begin = max(counted, len(request.prompt_ids))
+                in_outputs += [(place, token) for token in request.token_ids[begin:length]]
+                self._counted[request] = lengths[place] = length
+            places.append(place)
+        self._enter(in_prompts, in_outputs)
+        if lengths:
+            numbers = send(np.array([list(lengths), list(lengths.values())], dtype=np.int64), self._device)
+            self.counted[numbers[0]] = numbers[1].int()
+        return places
+
     def end_step(self) -> None:
         self._free += self._borrowed
         self._borrowed.clear()
 
     def _enter(self, in_prompts: list[tuple[int, int]], in_outputs: list[tuple[int, int]]) -> None:
         if in_prompts:
-            places, tokens = _send(np.array(in_prompts, dtype=np.int64).T.copy(), self._device)
+            places, tokens = send(np.array(in_prompts, dtype=np.int64).T.copy(), self._device)
             self.prompts[places, tokens] = 1
         if in_outputs:
-            places, tokens = _send(np.array(in_outputs, dtype=np.int64).T.copy(), self._device)
+            places, tokens = send(np.array(in_outputs, dtype=np.int64).T.copy(), self._device)
             one = torch.ones((), dtype=torch.int16, device=self._device)
             self.outputs.index_put_((places, tokens), one, accumulate=True)
 
@@ -120,10 +146,12 @@ class TokenCounts:
             size = self.outputs.shape[0]
             self.outputs = torch.cat([self.outputs, torch.zeros_like(self.outputs)])
             self.prompts = torch.cat([self.prompts, torch.zeros_like(self.prompts)])
+            self.counted = torch.cat([self.counted, torch.zeros_like(self.counted)])
             self._free += range(size, 2 * size)
         place = self._free.pop()
         self.outputs[place] = 0
         self.prompts[place] = 0
+        self.counted[place] = 0
         return place
 
 
@@ -142,7 +170,7 @@ def _keep_typical(logits: Tensor, rows: dict[int, tuple[float, float]]) -> None:
     logits[numbers] = logits[numbers].masked_fill(banned, _NEVER)
 
 
-def _send(values: np.ndarray, device: torch.device) -> Tensor:
+def send(values: np.ndarray, device: torch.device) -> Tensor:
     """Without waiting for kernels that still run."""
     here = torch.from_numpy(values)
     return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from tokenmill.kernels import triton as gpu
-from tokenmill.runtime.executors.cuda.logit_edits import LogitEdits
+from tokenmill.runtime.executors.cuda.logit_edits import LogitEdits, TokenCounts
+from tokenmill.runtime.executors.cuda.step_features import Report
 from tokenmill.runtime.sampling.features.base import Edits
-from tokenmill.runtime.sampling.sampler import Sampler, records_of
+from tokenmill.runtime.sampling.sampler import Sampler, token_logprobs
 from tokenmill.types import Request, TokenLogprobs
 
 
@@ -24,6 +25,7 @@ class CudaSampler(Sampler):
         super().__init__(device, kernels)
         self._device = device
         self._seen: list[Request] = []  # the last batch for which `is_plain` was true
+        self._seen_in_step: list[Request] = []  # or `draws_in_step`
         self._edits = LogitEdits(device)
 
     def is_plain(self, requests: Sequence[Request]) -> bool:
@@ -33,6 +35,19 @@ class CudaSampler(Sampler):
         plain = all(self._drawable(request) for request in requests)
         self._seen = list(requests) if plain else []
         return plain
+
+    def draws_in_step(self, requests: Sequence[Request]) -> bool:
+        """Whether a captured step draws for all of them, with what step_features.py has: the step after it can be
+        queued before the host knows the tokens."""
+        if self._seen_in_step == requests:
+            return True
+        drawn = not any(request.params.edits_otherwise for request in requests)
+        self._seen_in_step = list(requests) if drawn else []
+        return drawn
+
+    def token_counts(self, vocab: int) -> TokenCounts:
+        """Of rows with penalties, by the step and by this sampler."""
+        return self._edits.counts(vocab)
 
     def _drawable(self, request: Request) -> bool:
         return request.params.logprobs is None and not request.params.edits_logits
@@ -45,12 +60,17 @@ class CudaSampler(Sampler):
         edits, left = self._plan(logits.shape[1], requests, drafted)
         wanted = [row for row, request in enumerate(requests) if request.params.logprobs is not None]
         # Reported log-probabilities are those of the model, before any penalty or filter.
-        raw = logits[wanted].log_softmax(-1) if wanted else None
+        raw = logits[wanted] if wanted else None
         single = {row: logits[row].clone() for row in left}
         self._edits.apply(logits, edits)
         parameters = self._parameters(requests, [len(each) for each in drafted])
         ids = gpu.sample(logits, parameters)
         # Before the host waits, all it will want to know is on its way.
+        tops = [requests[row].params.logprobs or 0 for row in wanted]
+        report = None
+        if raw is not None:
+            rows = torch.arange(len(wanted), dtype=torch.int32, device=self._device)
+            report = Report(raw, rows, ids[wanted], tops)
         impossible = logits.gather(1, ids[:, None]).squeeze(1) == float("-inf") if _may_fail(requests) else None
         token_ids: list[int | None] = ids.tolist()
         if impossible is not None:
@@ -59,11 +79,12 @@ class CudaSampler(Sampler):
         for row, values in single.items():
             (token_ids[row],), _ = self._sample(values[None], [requests[row]], [drafted[row]])
         logprobs: list[TokenLogprobs | None] = [None] * len(requests)
-        if raw is not None:
-            tops = [requests[row].params.logprobs or 0 for row in wanted]
-            chosen = [token_ids[row] for row in wanted]
-            for row, record in zip(wanted, records_of(raw, [each or 0 for each in chosen], tops), strict=True):
-                logprobs[row] = None if token_ids[row] is None else record
+        if raw is not None and report is not None:
+            for number, (row, record) in enumerate(zip(wanted, report.records(), strict=True)):
+                token = token_ids[row]
+                if token is not None and token != record.token_id:  # chosen by the host
+                    record = token_logprobs(raw[number].log_softmax(-1), token, tops[number])
+                logprobs[row] = None if token is None else record
         return token_ids, logprobs
 
     def _plan(

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 class Penalties(LogitFeature):
     def active(self, params: SamplingParams) -> bool:
-        return params.repetition_penalty != 1.0 or params.frequency_penalty != 0.0 or params.presence_penalty != 0.0
+        return params.penalizes
 
     def plan(self, edits: Edits, row: int, request: Request, drafted: Sequence[int]) -> bool:
         edits.penalized[row] = (request, drafted)
