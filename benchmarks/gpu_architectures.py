@@ -264,7 +264,7 @@ def make_job(engine: str, shape: str, model: Path, arguments: argparse.Namespace
     if arguments.quick:
         options |= {"enforce_eager": True, "gpu_memory_utilization": 0.12}
     command = [arguments.vllm_python, str(VLLM_SCRIPT), str(model), "--workloads", arguments.workloads]
-    command += ["--wait", "--options", json.dumps(options)]
+    command += ["--wait", "--spread-routes", "--options", json.dumps(options)]
     for name, value in sizes.items():
         command += [f"--{name}", str(value)]
     if arguments.vllm_packages is not None:

@@ -85,12 +85,15 @@ class Workloads:
         self._report("single", ttft_ms=first * 1e3, tpot_ms=(total - first) / self._steps * 1e3)
 
     def decode(self, batch: int) -> None:
-        """Decode steps of `batch` sequences. The prompts are in the prefix cache, so only decoding differs."""
+        """Decode steps of `batch` sequences. The prompts are in the prefix cache, so only decoding differs. The better
+        of two runs: an engine may still compile kernels in the first."""
         prompts = [self._tokens(512) for _ in range(batch)]
-        self._generate(prompts, [9] * batch)  # some decode steps too: an engine may compile for so many rows
-        total = self._generate(prompts, [self._steps + 1] * batch)
-        first = self._generate(prompts, [1] * batch)
-        seconds = (total - first) / self._steps
+        self._generate(prompts, [9] * batch)
+        runs = []
+        for _ in range(2):
+            total = self._generate(prompts, [self._steps + 1] * batch)
+            runs.append((total - self._generate(prompts, [1] * batch)) / self._steps)
+        seconds = min(runs)
         self._report(f"decode{batch}", tpot_ms=seconds * 1e3, tok_s=batch / seconds)
 
     def long(self) -> None:

@@ -2,7 +2,7 @@
 
     python benchmarks/peers/vllm_bench.py MODEL [--quantization fp8] [--kv-cache-dtype fp8] [--workloads single,...]
                                           [--options JSON] [--steps 256] [--longest 1024] [--prompt 8192]
-                                          [--vocabulary 100000] [--wait]
+                                          [--vocabulary 100000] [--spread-routes] [--wait]
 
 MODEL is a folder with a config.json; the weights are random (`load_format="dummy"`). Everything else is vLLM's
 default: CUDA graphs and torch.compile on, prefix caching on, 90 % of the GPU's memory. Needs vLLM in this Python (or on
@@ -31,6 +31,21 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the model is a folder: nothing i
 # Of top-k and top-p, which no workload asks for; compiling it takes two minutes at the first start on a machine.
 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 
+# So that `spread_routes` may be sent to its worker.
+os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+
+
+def spread_routes(model: Any) -> None:
+    """Make routers choose among random experts, as with trained weights and with our made-up ones: vLLM's are all within
+    0.001 of zero, norms too, so that whatever comes out of a layer hardly differs from token to token."""
+    for name, parameter in model.named_parameters():
+        if name.endswith(("embed_tokens.weight", ".embedding.weight")):
+            parameter.data.normal_()
+        elif "norm" in name and parameter.dim() == 1:
+            parameter.data.fill_(1.0)
+        elif name.endswith((".gate.weight", ".router.weight")):
+            parameter.data.normal_(std=parameter.shape[-1] ** -0.5)
+
 
 class Engine:
     """One vLLM engine and the `generate` that the workloads call."""
@@ -56,6 +71,8 @@ class Engine:
             options["quantization"] = arguments.quantization
         options |= json.loads(arguments.options)
         self._llm: Any = LLM(**options)
+        if arguments.spread_routes:
+            self._llm.apply_model(spread_routes)
         self._make_params: Any = SamplingParams
 
     def generate(
@@ -88,6 +105,7 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=1024, help="tokens in and out of the mixed workload, at most")
     parser.add_argument("--prompt", type=int, default=8192, help="tokens of a prompt of the prefill workload")
     parser.add_argument("--vocabulary", type=int, default=100000, help="token ids are below it")
+    parser.add_argument("--spread-routes", action="store_true", help="routers that choose among random experts")
     parser.add_argument("--wait", action="store_true", help="once all is imported, wait for a line on stdin")
     arguments = parser.parse_args()
     began = time.perf_counter()

@@ -167,7 +167,12 @@ def _note_queued(llm: LLM, queued: list[Any], monkeypatch: pytest.MonkeyPatch) -
     """Keep what the executor launches ahead."""
     executor: Any = llm.parts.runtime.executor
     launch = executor._launch_next
-    monkeypatch.setattr(executor, "_launch_next", lambda *rows: queued.append(launch(*rows)) or queued[-1])
+
+    def noting(*rows: Any) -> Any:
+        queued.append(launch(*rows))
+        return queued[-1]
+
+    monkeypatch.setattr(executor, "_launch_next", noting)
 
 
 def test_penalties_and_log_probabilities_are_part_of_queued_steps(
