@@ -36,8 +36,8 @@ os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
 
 
 def spread_routes(model: Any) -> None:
-    """Make routers choose among random experts, as with trained weights and our made-up ones: vLLM's are all within 0.001
-    of zero, norms too, so that what comes out of a layer hardly differs from token to token."""
+    """Make routers choose among random experts, as with trained weights and our made-up ones: vLLM's are all within
+    0.001 of zero, norms too, so that what comes out of a layer hardly differs from token to token."""
     for name, parameter in model.named_parameters():
         if name.endswith(("embed_tokens.weight", ".embedding.weight")):
             parameter.data.normal_()
