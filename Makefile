@@ -70,6 +70,8 @@ lint: $(READY) size
 size: $(READY)
 	$(BIN)/python tools/size_report.py
 
+# Tests start hundreds of processes of Python: each would compile all modules where bytecode is not kept.
+unit: export PYTHONDONTWRITEBYTECODE :=
 unit: $(READY)
 	$(PYTEST) $(MARKS)
 
