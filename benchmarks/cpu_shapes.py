@@ -1,6 +1,6 @@
 """tokenmill against llama.cpp, and torch for float weights, without a model: random weights of Qwen3-0.6B's layers.
 
-    python benchmarks/cpu_shapes.py [--types Q4_0,Q8_0,Q4_K_M,F32,BF16] [--threads 8,16,1] [--seconds 600] [--out FILE]
+    python benchmarks/cpu_shapes.py [--types Q4_0,Q8_0,Q4_K_M,BF16,F32] [--threads 8,16,1] [--seconds 600] [--out FILE]
 
 For a machine without network: the files (GGUF, 0.47 billion weights, a vocabulary of 32,768 without a meaning) are made
 in `--folder`, 4 GB in all; llama-cpp-python needs no installation where PYTHONPATH has its Python files and
@@ -8,7 +8,8 @@ LLAMA_CPP_LIB_PATH the folder of libllama. Prefill of 512 tokens, decode at batc
 context each (one thread: 32), all engines in turns on the same file, the same threads, medians of `--repeat`. llama.cpp
 as peers/llamacpp_peer.py starts it; torch is transformers' model of the same shape in the file's dtype. Our decode
 includes greedy sampling, theirs none. A row that took `--row-seconds` is not repeated further (the column `runs`);
-rows that no longer fit into `--seconds` are named, not measured. `--make`: only write the files.
+rows that no longer fit into `--seconds` are named, not measured. A peer that crashes is named and its column is empty
+from there on. `--make`: only write the files.
 """
 
 from __future__ import annotations
@@ -21,16 +22,20 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from operator import methodcaller
 from pathlib import Path
+from typing import TypeVar
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.peers.peer_process import PeerProcess
+from benchmarks.peers.peer_process import PeerEnded, PeerProcess
 from tokenmill import LLM, SamplingParams
 from tokenmill.kernels.native import module
 
 FLOATS = ("F32", "BF16")
+VOCABULARY = 32768  # of random_gguf.py, which brings torch
 Row = tuple[str, Callable[[], dict[str, float]]]
+T = TypeVar("T")
 
 
 class Ours:
@@ -83,10 +88,10 @@ class Table:
 
     def add(self, weights: str, threads: int, name: str, runs: list[dict[str, float]]) -> None:
         speeds = {engine: statistics.median(run[engine] for run in runs) for engine in runs[0]}
-        mine = speeds["tokenmill"]
-        ratio = mine / max(speed for engine, speed in speeds.items() if engine != "tokenmill")
+        others = [speed for engine, speed in speeds.items() if engine != "tokenmill"]
+        ratio = f"{speeds['tokenmill'] / max(others):.2f}" if others else "-"
         cells = [f"{speeds[each]:.1f}" if each in speeds else "-" for each in ("llama.cpp", "torch", "tokenmill")]
-        self._lines.append(f"| {weights} | {threads} | {name} | {' | '.join(cells)} | {ratio:.2f} | {len(runs)} |")
+        self._lines.append(f"| {weights} | {threads} | {name} | {' | '.join(cells)} | {ratio} | {len(runs)} |")
         self._missing.remove(label(weights, threads, name))
         print(self._lines[-1], flush=True)
         if self._out:
@@ -110,11 +115,11 @@ def rows(peers: dict[str, PeerProcess], ours: Ours, weights: str, threads: int, 
     generator = random.Random(seed)
 
     def prompt(length: int) -> list[int]:
-        return [generator.randrange(10, peers["llama.cpp"].vocab_size - 10) for _ in range(length)]
+        return [generator.randrange(10, VOCABULARY - 10) for _ in range(length)]
 
     def prefill() -> dict[str, float]:
         tokens = prompt(512)
-        return {name: peer.prefill(tokens) for name, peer in peers.items()} | {"tokenmill": ours.prefill(tokens)}
+        return of_each(peers, lambda peer: peer.prefill(tokens)) | {"tokenmill": ours.prefill(tokens)}
 
     def decode(batch: int, context: int, steps: int) -> Callable[[], dict[str, float]]:
         held = False
@@ -123,10 +128,9 @@ def rows(peers: dict[str, PeerProcess], ours: Ours, weights: str, threads: int, 
             nonlocal held
             if not held:
                 prompts, held = [prompt(context) for _ in range(batch)], True
-                for peer in peers.values():
-                    peer.hold(prompts[0], batch, steps)
+                of_each(peers, lambda peer: peer.hold(prompts[0], batch, steps))
                 ours.hold(prompts)
-            found = {name: peer.decode_held(steps) for name, peer in peers.items()}
+            found = of_each(peers, lambda peer: peer.decode_held(steps))
             return found | {"tokenmill": ours.decode_held(steps)}
 
         return once
@@ -135,18 +139,37 @@ def rows(peers: dict[str, PeerProcess], ours: Ours, weights: str, threads: int, 
     return list(zip(row_names(weights, threads), cases, strict=False))  # no batches with float weights
 
 
+def of_each(peers: dict[str, PeerProcess], ask: Callable[[PeerProcess], T]) -> dict[str, T]:
+    """What each peer answers. One that has ended is named and left out from then on; the others are still measured."""
+    found = {}
+    for name, peer in list(peers.items()):
+        try:
+            found[name] = ask(peer)
+        except PeerEnded as ended:
+            print(f"{name} is left out: {ended}", flush=True)
+            del peers[name]
+    return found
+
+
+def start_peers(path: Path, threads: int, torch: bool) -> dict[str, PeerProcess]:
+    peers = {}
+    for name, module_name in {"llama.cpp": "llamacpp_peer", **({"torch": "torch_peer"} if torch else {})}.items():
+        try:
+            peers[name] = PeerProcess(path, threads, module_name)
+        except PeerEnded as ended:
+            print(f"{name} is left out: {ended}", flush=True)
+    return peers
+
+
 def measure(path: Path, weights: str, threads: list[int], table: Table, options: argparse.Namespace) -> None:
     peers: dict[str, PeerProcess] = {}
     for count in threads:
         if time.monotonic() + options.row_seconds > table.deadline:
             break
-        if not peers:
-            peers["llama.cpp"] = PeerProcess(path, count)
-            if weights in FLOATS and not options.no_torch:
-                peers["torch"] = PeerProcess(path, count, "torch_peer")
-        for peer in peers.values():
-            peer.use_threads(count)
-            peer.prefill(list(range(10, 42)))  # warm: pages of the file, clocks
+        if count == threads[0]:
+            peers = start_peers(path, count, torch=weights in FLOATS and not options.no_torch)
+        of_each(peers, methodcaller("use_threads", count))
+        of_each(peers, lambda peer: peer.prefill(list(range(10, 42))))  # warm: pages of the file, clocks
         ours = Ours(path, count)
         ours.prefill(list(range(10, 42)))
         for name, once in rows(peers, ours, weights, count, seed=count):
@@ -156,15 +179,15 @@ def measure(path: Path, weights: str, threads: list[int], table: Table, options:
             runs = [once()]
             while len(runs) < options.repeat and time.monotonic() < min(begun + options.row_seconds, table.deadline):
                 runs.append(once())
-            table.add(weights, count, name, runs)
+            whole = [run for run in runs if run.keys() == runs[-1].keys()]  # a peer may have ended on the way
+            table.add(weights, count, name, whole)
         ours.close()
-    for peer in peers.values():
-        peer.close()
+    of_each(peers, PeerProcess.close)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--types", default="Q4_0,Q8_0,Q4_K_M,F32,BF16")
+    parser.add_argument("--types", default="Q4_0,Q8_0,Q4_K_M,BF16,F32")
     parser.add_argument("--threads", default="8,16,1", help="in this order, so that what is left out is the last")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--row-seconds", type=float, default=20)

@@ -18,12 +18,17 @@ from pathlib import Path
 from typing import Any
 
 
+class PeerEnded(SystemExit):
+    """The peer's process is gone. Uncaught, it ends the program with its message."""
+
+
 class PeerProcess:
     """The methods of llamacpp_peer.Peer that measure; `module` is another one in this folder with a `Peer`."""
 
     def __init__(self, path: Path, threads: int, module: str = "llamacpp_peer") -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
+        self._name = f"{module} with {path.name}"
         self._process = context.Process(target=_serve, args=(theirs, path, threads, module), daemon=True)
         self._process.start()
         atexit.register(self._process.kill)  # a stopped process receives no milder signal
@@ -54,15 +59,25 @@ class PeerProcess:
         self._process.join()
 
     def _ask(self, *request: Any) -> Any:
-        self._signal(signal.SIGCONT)
-        self._pipe.send(request)
+        try:
+            self._signal(signal.SIGCONT)
+            self._pipe.send(request)
+        except (ProcessLookupError, ConnectionError):
+            raise self._ended() from None
         return self._answer()
+
+    def _ended(self) -> PeerEnded:
+        self._process.join(10)
+        code = self._process.exitcode
+        if code is not None and code < 0:  # nothing was printed then
+            return PeerEnded(f"{self._name}: ended by {signal.Signals(-code).name}")
+        return PeerEnded(f"{self._name}: ended with status {code}; its own message is above")
 
     def _answer(self) -> Any:
         try:
             answer = self._pipe.recv()
-        except EOFError:
-            raise SystemExit("the peer ended without an answer; its own message is above") from None
+        except (EOFError, ConnectionError):
+            raise self._ended() from None
         self._signal(signal.SIGSTOP)
         return answer
 

@@ -170,7 +170,8 @@ __attribute__((noinline)) void scores_tail(const float* q, int64_t ldq, int rows
                                            int64_t begin, int64_t dim, float* out, int64_t ldo) {
   for (int r = 0; r < rows; ++r)
     for (int j = 0; j < keys; ++j)
-      for (int64_t d = begin; d < dim; ++d) out[r * ldo + j] += q[r * ldq + d] * k.at(key + j)[d];
+      for (int64_t d = begin; d < dim; ++d)
+        out[r * ldo + j] = fused(q[r * ldq + d], k.at(key + j)[d], out[r * ldo + j]);
 }
 
 // sum += a * b, or the first of the products. On NEON by hand: where much is unrolled, the compiler copies sums from register
@@ -184,7 +185,7 @@ __attribute__((always_inline)) inline void multiply_add(vec& sum, vec a, vec b) 
     asm("fmla %0.4s, %1.4s, %2.4s" : "+w"(sum) : "w"(a), "w"(b));
   }
 #else
-  sum = First ? a * b : sum + a * b;
+  sum = fused(a, b, First ? vec{} : sum);  // not a * b: it might be fused with the sum that follows, or not
 #endif
 }
 
@@ -343,8 +344,7 @@ inline void accumulate_rows(const float* weights, int64_t ldw, Rows v, int keys,
   for (; d < dim; ++d) {
     for (int r = 0; r < R; ++r) {
       float total = out[r * ldo + d];
-      // Fused by hand: compilers that vectorize this fuse some of the keys and not others.
-      for (int j = 0; j < keys; ++j) total = std::fma(weights[r * ldw + j], v.at(j)[d], total);
+      for (int j = 0; j < keys; ++j) total = fused(weights[r * ldw + j], v.at(j)[d], total);
       out[r * ldo + d] = total;
     }
   }

@@ -45,6 +45,27 @@ inline vec load_first(const float* p, int n) {
 }
 inline void store_first(float* p, vec v, int n) { std::memcpy(p, &v, n * sizeof(float)); }
 
+// a * b + c in one rounding wherever the instruction set has it. By hand where bits must not depend on the number of rows:
+// compilers fuse or not by their model of the processor, and differently in two copies of one loop.
+inline vec fused(vec a, vec b, vec c) {
+#if defined(__aarch64__)
+  return (vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#elif defined(__AVX512F__)
+  return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+  return (vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+  return a * b + c;
+#endif
+}
+inline float fused(float a, float b, float c) {
+#if defined(__aarch64__) || defined(__FMA__)
+  return __builtin_fmaf(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
 inline vec max(vec a, vec b) {
 #if defined(__aarch64__)
   return (vec)vmaxq_f32((float32x4_t)a, (float32x4_t)b);

@@ -1,6 +1,8 @@
-// Adapters against plain double arithmetic, over odd sizes and mixtures of rows, on several threads: meant for the
-// sanitizers, so every buffer of the caller is exactly as long as it must be.
+// Adapters against plain double arithmetic, over odd sizes and mixtures of rows, on several threads, and the bits of a row
+// in one mixture against another: meant for the sanitizers, so every buffer of the caller is as long as it must be.
 #include "adapters.h"
+
+#include <cstring>
 
 #include "check.h"
 #include "pool.h"
@@ -30,6 +32,36 @@ double wanted(const Numbers& n, const float* x, int64_t inputs, int64_t output, 
   return y;
 }
 
+using Matrices = std::vector<std::vector<float>>;  // one for each part, row-major
+
+// The parts of a product after the adapters, for the picked of all rows in this order.
+Matrices adapted(ThreadPool& pool, const AdapterSlots& slots, AdapterWorkspace& workspace,
+                 const std::vector<int32_t>& named, const std::vector<int>& picked, int64_t inputs,
+                 const std::vector<float>& x, const std::vector<int64_t>& outputs, const Matrices& before) {
+  const int rows = static_cast<int>(picked.size());
+  std::vector<float> own;
+  std::vector<int32_t> own_named;
+  Matrices y(outputs.size());
+  ProductOutput to[kMaxProductWeights];
+  for (int row : picked) {
+    own_named.push_back(named[row]);
+    own.insert(own.end(), x.begin() + row * inputs, x.begin() + (row + 1) * inputs);
+    for (size_t i = 0; i < outputs.size(); ++i)
+      y[i].insert(y[i].end(), before[i].begin() + row * outputs[i], before[i].begin() + (row + 1) * outputs[i]);
+  }
+  AdapterRows by_adapter;
+  by_adapter.build(own_named.data(), nullptr, rows);
+  for (size_t part = 0; part < outputs.size(); ++part) to[part] = {nullptr, y[part].data(), outputs[part]};
+  pool.run([&](Team& team) {
+    team.for_each(rows, 1, [&](int row) { workspace.round_row(slots, by_adapter, row, own.data() + row * inputs); });
+    team.barrier();
+    workspace.shrink(slots, by_adapter, own.data(), inputs, team.thread, team.size);
+    team.barrier();
+    workspace.expand(slots, by_adapter, own.data(), inputs, to, team.thread, team.size);
+  });
+  return y;
+}
+
 void mixtures(ThreadPool& pool, int64_t inputs, const std::vector<int64_t>& outputs, bool exact) {
   const int ranks[3] = {3, 16, 37}, rows = 23;
   std::vector<std::vector<Numbers>> made(3);
@@ -47,22 +79,15 @@ void mixtures(ThreadPool& pool, int64_t inputs, const std::vector<int64_t>& outp
     workspace.take(*slots[i + 1]);
   }
   std::vector<int32_t> named(rows);
-  for (int row = 0; row < rows; ++row) named[row] = row * 7 % 4;
-  AdapterRows by_adapter;
-  by_adapter.build(named.data(), nullptr, rows);
+  std::vector<int> all(rows);
+  for (int row = 0; row < rows; ++row) named[row] = row * 7 % 4, all[row] = row;
   const std::vector<float> x = random_floats(rows * inputs, 5);
-  std::vector<std::vector<float>> before, y;
+  Matrices before;
   for (int64_t width : outputs) before.push_back(random_floats(rows * width, unsigned(width)));
-  y = before;
-  ProductOutput to[kMaxProductWeights];
-  for (size_t part = 0; part < outputs.size(); ++part) to[part] = {nullptr, y[part].data(), outputs[part]};
-  pool.run([&](Team& team) {
-    team.for_each(rows, 1, [&](int row) { workspace.round_row(slots, by_adapter, row, x.data() + row * inputs); });
-    team.barrier();
-    workspace.shrink(slots, by_adapter, x.data(), inputs, team.thread, team.size);
-    team.barrier();
-    workspace.expand(slots, by_adapter, x.data(), inputs, to, team.thread, team.size);
-  });
+  const auto of = [&](const std::vector<int>& picked) {
+    return adapted(pool, slots, workspace, named, picked, inputs, x, outputs, before);
+  };
+  const Matrices y = of(all);
   for (size_t part = 0; part < outputs.size(); ++part) {
     double error = 0, size = 1e-12;
     for (int row = 0; row < rows; ++row)
@@ -78,6 +103,19 @@ void mixtures(ThreadPool& pool, int64_t inputs, const std::vector<int64_t>& outp
       }
     CHECK(std::sqrt(error / size) < (exact ? 1e-5 : 0.02));
   }
+  // A row has the same bits alone and among others: here 1 to 6 neighbours with its adapter, and one of another.
+  for (int length = 1; length <= 6; ++length)
+    for (int slot = 1; slot <= 3; ++slot) {
+      std::vector<int> picked;
+      for (int row = 0; row < rows; ++row)
+        if (named[row] == slot && static_cast<int>(picked.size()) < length) picked.push_back(row);
+      picked.push_back(named[0] == slot ? 1 : 0);
+      const Matrices few = of(picked);
+      for (size_t part = 0; part < outputs.size(); ++part)
+        for (size_t i = 0; i < picked.size(); ++i)
+          CHECK(std::memcmp(few[part].data() + i * outputs[part], y[part].data() + picked[i] * outputs[part],
+                            outputs[part] * sizeof(float)) == 0);
+    }
 }
 
 }  // namespace
