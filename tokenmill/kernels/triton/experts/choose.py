@@ -8,7 +8,8 @@ What counts is how many rows an expert gets: tokens * experts per token / expert
 | bf16, fp8 | up to 4 tokens    | gemv                     | each chosen expert is read as a matrix times a vector; no |
 |           |                   |                          | sort, no padding, the sum over experts in registers       |
 | all       | up to 8           | product, 16              | bound by reading the experts hit: the smallest tile       |
-|           | up to 20          | product, 32              | most experts fit one tile, so weights are read once       |
+|           | up to 20; bf16    | product, 32              | most experts fit one tile, so weights are read once;      |
+|           | 28, mxfp4 40      |                          | beyond 20 tiles of twice as many rows of the matrices     |
 |           | up to 48          | product, 64              |                                                           |
 |           | more              | product, 128; fp8: 64    | bound by the tensor cores                                 |
 
@@ -24,6 +25,7 @@ from tokenmill.kernels.triton.shared.launch import INTERPRETED
 GEMV, PRODUCT = "gemv", "product"
 GEMV_TOKENS = 4
 FOUR_BITS = ("int4", "mxfp4")
+_NARROW_UP_TO = {"bf16": 28, "mxfp4": 40}  # rows of an expert; measured on an H200 at 24 and 32
 MAX_SUMS = 4096  # of a tile for each of its warps: half of their registers
 
 
@@ -54,6 +56,9 @@ def rule(kind: str, num_experts: int, experts_per_token: int, tokens: int, inner
     if kind in ("bf16", "fp8") and tokens <= GEMV_TOKENS:
         return _gemv(inner)
     average = tokens * experts_per_token / num_experts
+    if 20 < average <= _NARROW_UP_TO.get(kind, 0) and not INTERPRETED:
+        tiling = Tiling(128, 0, 4, 3) if kind in FOUR_BITS else Tiling(128, 64, 4, 5)
+        return Plan(PRODUCT, 32, tiling, tiling)
     rows = 16 if average <= 8 else 32 if average <= 20 else 64 if average <= 48 else 128
     return _product(kind, min(rows, 64) if kind == "fp8" else rows, is_long=average > 48)
 
