@@ -38,7 +38,7 @@ EXPORTS: dict[str, list[str]] = {
     "w8a8": ["--method", "smoothquant"],
     "fp8": ["--method", "fp8", "--format", "compressed-tensors"],
     "nvfp4": ["--method", "nvfp4"],
-    "mixed": ["--method", "mixed", "--format", "compressed-tensors", "--bits", "4"],
+    "mixed": ["--method", "mixed", "--format", "compressed-tensors", "--bits", "5", "--option", "widths=4,8"],
 }
 SEQUENCES, LENGTH = 8, 128
 

@@ -18,7 +18,7 @@ from tokenmill.model.formats.files.base import FileFormat
 from tokenmill.quantize.calibrate import CalibratedBlock, HiddenStates
 from tokenmill.quantize.divergence import BlockWeights, DivergenceProbe, free_bytes
 from tokenmill.quantize.forecast import operations_per_second
-from tokenmill.quantize.mixed import WIDTHS, Sensitivity, budget_bytes, choose_widths, measure_block
+from tokenmill.quantize.mixed import Sensitivity, budget_bytes, choose_widths, measure_block
 from tokenmill.quantize.recipe import Recipe
 from tokenmill.quantize.source import SourceModel
 from tokenmill.quantize.workspace import Workspace
@@ -67,7 +67,7 @@ def _possible_widths(recipe: Recipe, source: SourceModel, file_format: type[File
     shapes = {name: source.shape(name) for name in recipe.scheme_of}
     widths = [
         bits
-        for bits in WIDTHS
+        for bits in recipe.widths
         if not any(
             file_format.refuses(replace(recipe.scheme_of[name], bits=bits), shape) for name, shape in shapes.items()
         )

@@ -21,7 +21,7 @@ from tokenmill.kernels.rounding import CALIBRATED
 from tokenmill.model.formats.quantized import Scheme
 from tokenmill.quantize.base import Solver, Step, Transform
 from tokenmill.quantize.methods import SOLVERS, TRANSFORMS
-from tokenmill.quantize.mixed import average_bits_within
+from tokenmill.quantize.mixed import WIDTHS, average_bits_within
 from tokenmill.quantize.schemes import FP8_SCALING, GROUP_SIZES, METHODS, Method, adjust, with_activations
 
 MIXED = "mixed"
@@ -60,6 +60,7 @@ class Recipe:
     scheme_of: Mapping[str, Scheme] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()  # linears of blocks that stay unquantized
     average_bits: float | None = None  # mixed precision: widths are still to be chosen, for this average
+    widths: tuple[int, ...] = WIDTHS  # and from these
 
     @property
     def steps(self) -> tuple[Step, ...]:
@@ -84,6 +85,7 @@ class Recipe:
             "layers": odd,
             "ignore": list(self.ignored),
             **({} if self.average_bits is None else {"average_bits": self.average_bits}),
+            **({} if self.widths == WIDTHS else {"widths": list(self.widths)}),
         }
 
 
@@ -92,6 +94,7 @@ def build_recipe(request: RecipeRequest, shapes: Mapping[str, tuple[int, int]]) 
     options = dict(request.options)
     name, average_bits = _take_mixed(request, options)
     budget = options.pop("budget", None) if average_bits is not None else None
+    widths = _take_widths(options) if average_bits is not None else WIDTHS
     method = compose(name)
     scaling = _take_scaling(name, options)
     scheme = adjust(name, method, request.bits, request.group_size, request.symmetric, scaling)
@@ -116,8 +119,11 @@ def build_recipe(request: RecipeRequest, shapes: Mapping[str, tuple[int, int]]) 
         solver.check(name, shapes[name], each)
     if budget is not None:
         average_bits = _average_within(budget, scheme, sum(math.prod(shapes[name]) for name in scheme_of))
+    if average_bits is not None and not min(widths) <= average_bits <= max(widths):
+        given = ",".join(map(str, widths))
+        raise UserError(f"widths {given} have no average of {average_bits:g} bits", "give widths on both sides of it")
     transforms = tuple(step for step in steps[:-1] if isinstance(step, Transform))
-    return Recipe(request.method, transforms, solver, scheme, scheme_of, tuple(sorted(ignored)), average_bits)
+    return Recipe(request.method, transforms, solver, scheme, scheme_of, tuple(sorted(ignored)), average_bits, widths)
 
 
 def _refuse_lost_zeros(method: str, steps: Sequence[Step]) -> None:
@@ -194,6 +200,17 @@ def _take_mixed(request: RecipeRequest, options: dict[str, Any]) -> tuple[str, f
             f"{name} has one width only: there is nothing to mix", "use mixed+gptq, mixed+rtn or mixed alone"
         )
     return name, average
+
+
+def _take_widths(options: dict[str, Any]) -> tuple[int, ...]:
+    """`widths=4,8`: the bits that a matrix may have; an engine may read only some."""
+    text = str(options.pop("widths", ",".join(map(str, WIDTHS))))
+    parts = {part.strip() for part in text.split(",")}
+    widths = tuple(bits for bits in WIDTHS if str(bits) in parts)
+    if len(widths) != len(parts) or len(widths) < 2:
+        known = ", ".join(map(str, WIDTHS))
+        raise UserError(f"widths is {text!r}", f"give at least two of {known}, such as widths=4,8")
+    return widths
 
 
 def _average_within(budget: Any, scheme: Scheme, num_weights: int) -> float:

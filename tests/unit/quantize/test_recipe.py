@@ -168,12 +168,20 @@ def test_mixed_leaves_the_widths_open() -> None:
     weights = sum(out * width for out, width in _SHAPES.values())
     request = RecipeRequest("mixed", group_size=64, options=(("budget", str(weights // 2)),))  # 4 bits with scales
     assert build_recipe(request, _SHAPES).average_bits == pytest.approx(3.75)
+    some = build_recipe(RecipeRequest("mixed", bits=5, options=(("widths", "8, 4"),)), _SHAPES)
+    assert some.widths == (4, 8)
+    assert some.describe()["widths"] == [4, 8]
     with pytest.raises(UserError, match="too small"):
         build_recipe(RecipeRequest("mixed", options=(("budget", "1000"),)), _SHAPES)
     with pytest.raises(UserError, match="nothing to mix"):
         build_recipe(RecipeRequest("mixed+nvfp4"), _SHAPES)
     with pytest.raises(UserError, match="from 2 to 8"):
         build_recipe(RecipeRequest("mixed", options=(("average_bits", "many"),)), _SHAPES)
+    for widths in ("4", "4,7", "four,8", ""):
+        with pytest.raises(UserError, match="at least two of"):
+            build_recipe(RecipeRequest("mixed", options=(("widths", widths),)), _SHAPES)
+    with pytest.raises(UserError, match="no average of 3 bits"):
+        build_recipe(RecipeRequest("mixed", bits=3, options=(("widths", "4,8"),)), _SHAPES)
 
 
 def test_compose_keeps_order() -> None:
