@@ -43,10 +43,12 @@ PACKAGES = {  # peer -> (environment, packages)
     "gptqmodel": ("gptqmodel", [*_TORCH, "gptqmodel"]),
     "llama.cpp": ("llama.cpp", _LLAMACPP),
 }
-OURS = ("rtn", "hqq", "awq", "gptq", "autoround", "autoround+short", "gptq+scales")
+OURS = ("rtn", "hqq", "awq", "gptq", "autoround", "autoround+short", "autoround+best", "gptq+scales")
+_FROM_GPTQ = ["--option", "start=gptq", "--option", "tokens=256"]
 _TUNING = {
-    "scales": ["--tune-scales", "100"],
-    "short": ["--option", "start=gptq", "--option", "iterations=50", "--option", "tokens=256"],
+    "scales": ["--tune-scales", "50"],
+    "short": [*_FROM_GPTQ, "--option", "iterations=50"],
+    "best": [*_FROM_GPTQ, "--option", "iterations=120", "--option", "metric=fisher", "--tune-scales", "50"],
 }
 _SEES_TORCH = {"gptqmodel"}  # its build imports torch
 _LONGEST = 3600  # seconds of a peer

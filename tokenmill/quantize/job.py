@@ -206,8 +206,8 @@ def run_job(prepared: PreparedJob, on_block: Progress = lambda _done, _all, _lef
     job, source, recipe = prepared.job, prepared.source, prepared.recipe
     workspace = Workspace(job.out, prepared.key, job.restart)
     edges = Edges(source, _job_data(prepared, workspace))
-    for transform in recipe.transforms:
-        transform.begin(edges)
+    for step in recipe.steps:
+        step.begin(edges)
     if recipe.average_bits is not None and prepared.calibration is not None:
         sequences = prepared.calibration.sequences
         recipe = choose_schemes(recipe, source, sequences, prepared.file_format, workspace, prepared.device)
