@@ -26,7 +26,7 @@ from tokenmill.quantize.workspace import Workspace
 _PARTS = ("codes", "scales", "zeros", "table")
 _PASSES = 4.0  # a step's cost in forward passes of its tokens: one down, two back, and what are no products
 _LIKELY = 1 / 6  # share of a vocabulary that a text makes likely
-_SEQUENCES = 128  # calibration sequences that steps draw from, at most
+_SEQUENCES = 256  # calibration sequences that steps draw from, at most
 
 
 class ScaledMatrix:
