@@ -22,7 +22,7 @@ from tokenmill.quantize.source import SourceModel
 from tokenmill.quantize.workspace import Workspace
 
 _BEGINNING = 8  # tokens of the calibration text
-_SLOWNESS = 4.0  # seconds of drawing a token, in those that its products would take in a large batch
+_SLOWNESS = 2.2  # seconds of drawing a token, in those that its products would take in a large batch
 
 
 def draw_sequences(model: Path, sequences: Tensor, count: int, threads: int, device: str) -> Tensor:

@@ -18,13 +18,13 @@ from torch import Tensor
 from tokenmill.model.formats.files.base import FileFormat
 from tokenmill.model.formats.quantized import QuantizedMatrix, Scheme, element_values, spread
 from tokenmill.quantize.block_job import QuantizedBlock, encode_block, to_plain
-from tokenmill.quantize.forecast import Forecast, operations_per_second
+from tokenmill.quantize.forecast import Forecast, operations_per_second, resident_bytes
 from tokenmill.quantize.source import EMBEDDING, HEAD, SourceModel, narrow, stored_norm
 from tokenmill.quantize.tune import KEPT_BYTES, EndToEnd, Student, TuneOptions, TuneReport, graph_bytes
 from tokenmill.quantize.workspace import Workspace
 
 _PARTS = ("codes", "scales", "zeros", "table")
-_PASSES = 4.0  # a step's cost in forward passes of its tokens: one down, two back, and what are no products
+_PASSES = 5.5  # a step's cost in forward passes of its tokens: one down, two back, and what are no products
 _LIKELY = 1 / 6  # share of a vocabulary that a text makes likely
 _SEQUENCES = 256  # calibration sequences that steps draw from, at most
 
@@ -80,7 +80,7 @@ def with_tuning(forecast: Forecast, source: SourceModel, steps: int, sequences: 
     block = 4 * weights // source.num_blocks
     entering = 4 * tokens * d.hidden_size * (source.num_blocks + 1)
     activations = graphs if graphs <= KEPT_BYTES else graphs // source.num_blocks
-    memory = 2 * weights + 8 * head + 6 * block + entering + activations + 4 * taught * d.hidden_size
+    memory = resident_bytes() + 2 * weights + 8 * head + 6 * block + entering + activations + 4 * taught * d.hidden_size
     return replace(
         forecast,
         seconds=forecast.seconds + seconds,

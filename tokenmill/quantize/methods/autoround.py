@@ -259,12 +259,12 @@ class AutoRound(Solver):
         return 4 * 11 * shape[0] * shape[1] * (3 if self.options.objective == "block" else 1) + 4 * shape[1] ** 2
 
     def operations(self, num_weights: int, length: int) -> float:
-        """A pass down and two back for each step's tokens, and some forty passes over the weights themselves, each of
-        which takes the time of about as many products."""
+        """A pass down and two back for each step's tokens, a third more for what are no products, and some forty passes
+        over the weights themselves, each of which takes the time of about as many products."""
         o = self.options
         tokens = o.sequences * min(o.tokens, length) if o.objective == "block" else 0
         roots = FISHER_PASSES * FISHER_SEQUENCES * length * 2.0 * num_weights if self.needs_states else 0.0
-        return o.iterations * num_weights * (6.0 * tokens + 1500.0) + roots
+        return o.iterations * num_weights * (8.0 * tokens + 1500.0) + roots
 
     def solve(self, block: BlockView, scheme_of: Mapping[str, Scheme]) -> dict[str, QuantizedMatrix]:
         matrices = (self._solve_block if self.options.objective == "block" else self._solve_layers)(block, scheme_of)
