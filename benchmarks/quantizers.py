@@ -43,10 +43,15 @@ PACKAGES = {  # peer -> (environment, packages)
     "gptqmodel": ("gptqmodel", [*_TORCH, "gptqmodel"]),
     "llama.cpp": ("llama.cpp", _LLAMACPP),
 }
-OURS = ("rtn", "hqq", "awq", "gptq", "autoround", "autoround+short", "gptq+scales")
+OURS = ("rtn", "hqq", "awq", "gptq", "autoround", "autoround+short", "autoround+best", "gptq+scales")
+_FROM_GPTQ = ["--option", "start=gptq", "--option", "tokens=256"]
 _TUNING = {
-    "scales": ["--tune-scales", "100"],
-    "short": ["--option", "start=gptq", "--option", "iterations=50", "--option", "tokens=256"],
+    "scales": ["--tune-scales", "50"],
+    "short": [*_FROM_GPTQ, "--option", "iterations=50"],
+    "best": [
+        *(*_FROM_GPTQ, "--option", "iterations=100", "--option", "metric=fisher", "--option", "pool=175"),
+        *("--calibration-drawn", "128", "--tune-scales", "50"),
+    ],
 }
 _SEES_TORCH = {"gptqmodel"}  # its build imports torch
 _LONGEST = 3600  # seconds of a peer
@@ -124,11 +129,11 @@ class Harness:
         kind = "sym" if symmetric else "asym"
         out = self._arguments.out / f"{who.replace(':', '-').replace('+', '-')}-{bits}-{kind}"
         try:
-            if not out.exists() and not out.with_suffix(".gguf").exists():
+            if not out.exists() and not _gguf(out).exists():
                 cost = self._make(who, bits, out)
                 (out.parent / f"{out.name}.json").write_text(json.dumps(cost))
             row.seconds, row.core_seconds, row.peak_bytes = json.loads((out.parent / f"{out.name}.json").read_text())
-            self._measure(row, out if out.exists() else out.with_suffix(".gguf"))
+            self._measure(row, out if out.exists() else _gguf(out))
         except Failed as reason:
             row.skipped = str(reason)
         return row
@@ -139,7 +144,7 @@ class Harness:
             return run(self._ours(who.removeprefix("ours:"), bits, out))
         python = environment(who, a.venvs, a.torch)
         if who == "llama.cpp":
-            return self._llamacpp(python, bits, out.with_suffix(".gguf"))
+            return self._llamacpp(python, bits, _gguf(out))
         words = ["--text", a.calibration, "--bits", bits, "--group", a.groups, "--samples", a.samples]
         words += ["--length", a.length, *(["--asymmetric"] if a.asymmetric else [])]
         script = str(_PEERS / "quantizer_peers.py")
@@ -190,6 +195,10 @@ class Harness:
         row.perplexity_error = found["perplexity_ratio_stderr"] * found["reference_perplexity"]
         files = [path] if path.is_file() else list(path.glob("*.safetensors"))
         row.bytes = sum(file.stat().st_size for file in files)
+
+
+def _gguf(out: Path) -> Path:
+    return out.with_name(f"{out.name}.gguf")  # names have dots
 
 
 def show(row: Row) -> str:

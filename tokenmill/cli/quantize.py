@@ -107,6 +107,9 @@ def quantize(
         Path | None, typer.Option(metavar="FILE", help="Text, or jsonl of texts or chats. Default: a built-in text.")
     ] = None,
     calibration_samples: Annotated[int, typer.Option(help="Sequences to calibrate on.")] = 128,
+    calibration_drawn: Annotated[
+        int, typer.Option(min=0, help="Sequences that the model draws itself, to calibrate on beside the text's.")
+    ] = 0,
     calibration_length: Annotated[
         int,
         typer.Option(parser=parse_count, metavar="TOKENS", help="Tokens per sequence. 0: 512, or the model's context."),
@@ -165,6 +168,7 @@ def quantize(
             "--kv-scales": kv_scales,
             "--drop-layers": drop_layers,
             "--tune-scales": tune_scales,
+            "--calibration-drawn": calibration_drawn,
         }
         if any(wrong.values()):
             raise UserError(
@@ -230,6 +234,7 @@ def quantize(
         calibration=calibration,
         calibration_samples=calibration_samples,
         calibration_length=calibration_length,
+        drawn=calibration_drawn,
         memory=memory,
         threads=threads,
         device=device,

@@ -113,6 +113,11 @@ class ModelView(Protocol):
         """Every block of the model as it was, in order, with statistics of the inputs of its linears."""
         ...
 
+    def output_roots(self) -> list[Tensor]:
+        """For each block R [hidden, hidden]: |x R|^2 is what a change x of its output costs the model's answers, see
+        fisher.py. Of the model as it was: not to be used once a transform has turned the hidden states."""
+        ...
+
     def remember(self, name: str, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
         """What `make` returns; a resumed job gets what it returned the first time."""
         ...
@@ -132,6 +137,11 @@ class Step(ABC):
     def __init__(self, options: Mapping[str, Any] | None = None) -> None:
         self.options = parse_options(self.name, self.Options, options or {})
 
+    def begin(self, model: ModelView) -> None:
+        """Called once, before any block runs (and again when a job resumes: the result must be the same). A transform
+        may rewrite the embedding, the final norm and the head here, and refuse a model. Does nothing by default."""
+        del model
+
     def memory_bytes(self, shape: tuple[int, int]) -> int:
         """Upper bound of the bytes needed beside the weights, for a matrix (or stack with one input) of `shape`."""
         return 4 * 3 * shape[0] * shape[1]
@@ -144,15 +154,11 @@ class Step(ABC):
 
 class Transform(Step):
     makes_zeros: bool = False  # zeros that the steps after it must keep
+    turns_states: bool = False  # hidden states between blocks are no longer those of the model as it was
 
     def scheme(self, scheme: Scheme) -> Scheme:
         """The scheme of the matrices once this transform has been applied: `scheme` unless it decides something."""
         return scheme
-
-    def begin(self, model: ModelView) -> None:
-        """Called once, before any block runs (and again when a job resumes: the result must be the same). May rewrite
-        the embedding, the final norm and the head; refuses a model it cannot transform. Does nothing by default."""
-        del model
 
     @abstractmethod
     def apply(self, block: BlockView, scheme_of: Mapping[str, Scheme]) -> None:
@@ -161,6 +167,7 @@ class Transform(Step):
 
 class Solver(Step):
     keeps_zeros: bool = False  # a weight that is zero stays zero
+    needs_states: bool = False  # between blocks, as they are in the model as it was
 
     def check(self, name: str, shape: tuple[int, int], scheme: Scheme) -> None:
         """Raise a UserError before any long work when this solver cannot fill `scheme` for a matrix of `shape`."""

@@ -117,3 +117,13 @@ def to_plain(reports: list[LayerReport]) -> dict[str, Any]:
 
 def from_plain(plain: Mapping[str, Any]) -> list[LayerReport]:
     return [LayerReport(**layer) for layer in plain["layers"]]
+
+
+def weight_errors(layers: list[LayerReport]) -> dict[str, Any]:
+    worst = max(layers, key=lambda layer: layer.relative_error)
+    mean = sum(layer.relative_error for layer in layers) / len(layers)
+    return {
+        "weight_error_mean": mean,
+        "weight_error_worst": worst.relative_error,
+        "weight_error_worst_layer": worst.name,
+    }

@@ -116,11 +116,12 @@ def run_block(source: SourceModel, index: int, states: Tensor, weights: Mapping[
     return output
 
 
-def head_logits(source: SourceModel, rows: Tensor, table: Tensor) -> Tensor:
-    """Logits of rows that have passed the final norm."""
+def head_logits(source: SourceModel, rows: Tensor, table: Tensor, ids: Tensor | None = None) -> Tensor:
+    """Logits of rows that have passed the final norm. `ids`: of which tokens `table` has the rows; None: of all."""
     d, bias = source.description, source.decoder.head.bias
     logits = (rows * d.logit_scale) @ table.T
-    logits = logits if bias is None else logits + bias
+    if bias is not None:
+        logits = logits + (bias if ids is None else bias[ids])
     return d.logit_softcap * (logits / d.logit_softcap).tanh() if d.logit_softcap else logits
 
 

@@ -18,6 +18,7 @@ from tokenmill.checkpoint.description import ModelDescription
 from tokenmill.model.formats.quantized import Scheme
 from tokenmill.quantize.base import Statistics
 from tokenmill.quantize.calibrate import CalibratedBlock, HiddenStates
+from tokenmill.quantize.fisher import output_roots
 from tokenmill.quantize.source import EMBEDDING, FINAL_NORM, HEAD, SourceModel, narrow, stored_norm
 from tokenmill.quantize.workspace import Workspace
 
@@ -62,6 +63,10 @@ class Edges:
         for index in range(self._source.num_blocks):
             block = CalibratedBlock(self._source, index, states, self._data.device)
             yield block, block.survey(kinds)
+
+    def output_roots(self) -> list[Tensor]:
+        assert self._data is not None, "this job has no calibration data"
+        return output_roots(self._source, self._data.sequences)
 
     def remember(self, name: str, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
         workspace = None if self._data is None else self._data.workspace

@@ -27,7 +27,7 @@ from tokenmill.errors import UserError
 from tokenmill.hardware.machine import usable_cores
 from tokenmill.model.formats.files import FILE_FORMATS
 from tokenmill.model.formats.files.base import FileFormat
-from tokenmill.quantize.block_job import LayerReport, encode_block, from_plain, quantize_block, to_plain
+from tokenmill.quantize.block_job import encode_block, from_plain, quantize_block, to_plain, weight_errors
 from tokenmill.quantize.calibrate import CalibratedBlock, HiddenStates
 from tokenmill.quantize.calibration_text import CalibrationText, read_calibration
 from tokenmill.quantize.card import CardContent
@@ -38,6 +38,7 @@ from tokenmill.quantize.device import (
     full_device_explained,
     peak_device_bytes,
 )
+from tokenmill.quantize.drawn_text import with_drawing, with_drawn
 from tokenmill.quantize.drop_layers import MEASURED, check_droppable, choose_dropped
 from tokenmill.quantize.edges import Edges, JobData
 from tokenmill.quantize.finish import GATE_CONTEXT, GateRequest, conclude
@@ -64,6 +65,7 @@ class QuantizeJob:
     calibration: Path | None = None
     calibration_samples: int = 128
     calibration_length: int = 0  # 0: 512, or the model's context where that is shorter
+    drawn: int = 0  # sequences that the model draws itself, beside those
     memory: int = 0
     threads: int = 0
     device: str = "auto"  # a GPU where there is one, "cpu" or "cuda"
@@ -123,6 +125,7 @@ class PreparedJob:
             "dtype": str(self.dtype),
             "device": self.device.type,
             "calibration": self.calibration.digest if self.calibration else None,
+            **({"drawn": self.job.drawn} if self.job.drawn else {}),
             "batch": [self.forecast.batch, self.forecast.half_states],
             **({"kv_scales": True} if self.job.kv_scales else {}),
             **({"drop_layers": self.job.drop_layers} if self.job.drop_layers else {}),
@@ -157,10 +160,13 @@ def prepare(job: QuantizeJob) -> PreparedJob:
         template = load_chat_template(path)
         calibration = read_calibration(job.calibration, load_tokenizer(path), template, job.calibration_samples, length)
     size = _output_bytes(source, recipe, shapes, dtype)
-    sequences = (job.calibration_samples, length) if recipe.needs_calibration or job.kv_scales else None
+    samples = job.calibration_samples + job.drawn
+    sequences = (samples, length) if recipe.needs_calibration or job.kv_scales else None
     forecast = forecast_job(source, recipe, sequences, job.memory, size, device)
     if job.tune:
-        forecast = with_tuning(forecast, source, job.tune, job.calibration_samples, length)
+        forecast = with_tuning(forecast, source, job.tune, samples, length)
+    if job.drawn:
+        forecast = with_drawing(forecast, source, calibration is not None, job.drawn * length, device)
     check_room(device, forecast.device_bytes)
     if job.gate.enabled and job.gate.in_turn and device.type == "cpu":
         forecast = _with_gate(forecast, job, max(size, sum(file.stat().st_size for file in weight_files(path))), source)
@@ -205,12 +211,13 @@ def run_job(prepared: PreparedJob, on_block: Progress = lambda _done, _all, _lef
     begin = time.monotonic()
     job, source, recipe = prepared.job, prepared.source, prepared.recipe
     workspace = Workspace(job.out, prepared.key, job.restart)
+    text = with_drawn(prepared.calibration, prepared.path, workspace, job.drawn, job.threads, job.device)
+    prepared = replace(prepared, calibration=text)
     edges = Edges(source, _job_data(prepared, workspace))
-    for transform in recipe.transforms:
-        transform.begin(edges)
-    if recipe.average_bits is not None and prepared.calibration is not None:
-        sequences = prepared.calibration.sequences
-        recipe = choose_schemes(recipe, source, sequences, prepared.file_format, workspace, prepared.device)
+    for step in recipe.steps:
+        step.begin(edges)
+    if recipe.average_bits is not None and text is not None:
+        recipe = choose_schemes(recipe, source, text.sequences, prepared.file_format, workspace, prepared.device)
     finished = workspace.num_finished(prepared.needs_states)
     states, float_states = _initial_states(prepared, edges, workspace, finished)
     workspace.save(workspace.edges, edges.stored(prepared.dtype))
@@ -252,7 +259,7 @@ def run_job(prepared: PreparedJob, on_block: Progress = lambda _done, _all, _lef
         peak_memory_bytes=peak_bytes(),
         peak_device_bytes=peak_device_bytes(prepared.device),
         device=describe_device(prepared.device),
-        fidelity={**measured, **_weight_errors(layers), **tuned},
+        fidelity={**measured, **weight_errors(layers), **tuned},
         format=prepared.file_format.name,
         method=recipe.method,
         forecast=asdict(prepared.forecast),
@@ -383,13 +390,3 @@ def _calibration_words(prepared: PreparedJob) -> str:
     return f"{samples} sequences of {length} tokens of {prepared.calibration.origin}" + (
         ", hidden states kept as float16" if prepared.forecast.half_states else ""
     )
-
-
-def _weight_errors(layers: list[LayerReport]) -> dict[str, Any]:
-    worst = max(layers, key=lambda layer: layer.relative_error)
-    mean = sum(layer.relative_error for layer in layers) / len(layers)
-    return {
-        "weight_error_mean": mean,
-        "weight_error_worst": worst.relative_error,
-        "weight_error_worst_layer": worst.name,
-    }

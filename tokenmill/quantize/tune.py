@@ -1,9 +1,11 @@
 """A last pass over the whole model: scales and norms learned against the unquantized model's logits, codes as they are.
 
 Every method before it looks at one block; this one looks at what the model answers. The gradient of the KL divergence
-runs back through the blocks one at a time, each computed again from the states kept at its entrance, so only one
-block's activations are in memory. Scales are learned as factors, which makes one rate fit all. What a held-out batch
-does not confirm is discarded. Knows nothing of files; used by tune_job.py.
+runs back through the blocks one at a time; where the activations of all of them would take too much memory, each is
+computed again from the states kept at its entrance. Steps compare the models on the tokens that the text makes likely:
+a sixth of a vocabulary, or less, and what it leaves out is a thousandth of the probability. Scales are learned as
+factors, which makes one rate fit all. What a held-out batch does not confirm is discarded. Knows nothing of files; used
+by tune_job.py.
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ from tokenmill.quantize.divergence import head_logits, run_block
 from tokenmill.quantize.source import SourceModel
 
 _ROWS = 256  # of logits at a time
+_LIKELY, _ASKED = 1e-3, 4096  # probability that makes a token likely, anywhere after so many tokens of the text
 _MOMENTS = (0.9, 0.99)
-FORWARD_PASSES = 5.0  # what a step costs, in forward passes of its tokens: down, down again, and back for two
+KEPT_BYTES = 1 << 30  # of activations, of all blocks together; more: of one block at a time, each computed twice
 
 
 class Tunable(Protocol):
@@ -56,7 +59,6 @@ class TuneOptions:
     steps: int
     rate: float = 1e-3  # of a factor, at its highest
     sequences: int = 4  # in a step
-    stride: int = 4  # one token in so many is scored: the head costs as much as many blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,14 @@ class Adam:
             each.detach().sub_(mean / (1 - first**count) / root, alpha=self._rate * share)
 
 
+def graph_bytes(source: SourceModel, tokens: int) -> int:
+    """What autograd keeps of all blocks while a step computes."""
+    d = source.description
+    row = 8 * d.hidden_size + 4 * (d.num_heads + d.num_kv_heads) * d.head_dim + 6 * d.intermediate_size
+    weights = sum(out * width for out, width in map(source.shape, source.layer_linears()))
+    return 4 * (tokens * row * source.num_blocks + 3 * weights)
+
+
 class EndToEnd:
     """`embedding`, `head`: tables of the quantized model. `norm`: its final norm as it multiplies."""
 
@@ -100,6 +110,8 @@ class EndToEnd:
         self.norm_factors = torch.ones_like(norm)
         self._teacher_head = source.read_edge("lm_head")
         self._teacher = self._teacher_states()
+        self._likely = self.likely_tokens()
+        self._likely_heads = (head[self._likely], self._teacher_head[self._likely])
 
     def run(self, options: TuneOptions) -> TuneReport:
         """Learn the factors of the students and `norm_factors`, all reset to one if a held-out batch got worse."""
@@ -116,7 +128,7 @@ class EndToEnd:
             chosen, order = order[: options.sequences], order[options.sequences :]
             warm = min(1.0, (step + 1) / max(1, options.steps // 10))
             share = warm * 0.5 * (1 + math.cos(math.pi * step / options.steps))
-            self._step(chosen, optimizer, share, step, options.stride)
+            self._step(chosen, optimizer, share, step)
         after = self.divergence(held_out)
         if not after < before:
             for each in self._all_parameters():
@@ -125,8 +137,17 @@ class EndToEnd:
 
     @torch.no_grad()
     def divergence(self, chosen: Sequence[int]) -> float:
-        states = self._forward(chosen)[-1]
-        return self._loss(states, chosen, torch.arange(states.shape[0]), learns=False)[0]
+        """Nats per token of some sequences, over the whole vocabulary."""
+        states = self._embedded(chosen)
+        for index in range(len(self._students)):
+            _, states = self._run(index, states, learns=False)
+        total, teacher = 0.0, self._teacher[list(chosen)].flatten(0, 1)
+        for rows in torch.arange(states.shape[0]).split(_ROWS):
+            reference = self._teacher_logits(teacher[rows]).log_softmax(-1)
+            normed = self._final_norm(states[rows], self._norm * self.norm_factors)
+            found = head_logits(self._source, normed, self._head).log_softmax(-1)
+            total += float((reference.exp() * (reference - found)).sum())
+        return total / states.shape[0]
 
     def _all_parameters(self) -> list[Tensor]:
         return [*(each for student in self._students for each in student.parameters()), self.norm_factors]
@@ -143,57 +164,62 @@ class EndToEnd:
         return states
 
     @torch.no_grad()
-    def _forward(self, chosen: Sequence[int]) -> list[Tensor]:
-        """What enters each block, and the final norm."""
-        states = self._source.embed(self._sequences[list(chosen)], self._embedding).flatten(0, 1)
-        entering = [states]
-        for index, student in enumerate(self._students):
-            entering.append(run_block(self._source, index, entering[-1], student.weights(), self._length))
-        return entering
+    def likely_tokens(self) -> Tensor:
+        """Ids that the float model finds likely somewhere in the text."""
+        peak = torch.zeros(self._teacher_head.shape[0])
+        states = self._teacher.flatten(0, 1)
+        for rows in states[:: -(-states.shape[0] // _ASKED)].split(_ROWS):
+            peak = torch.maximum(peak, self._teacher_logits(rows).softmax(-1).amax(0))
+        return (peak > _LIKELY).nonzero().flatten()
 
-    def _step(self, chosen: Sequence[int], optimizer: Adam, share: float, step: int, stride: int) -> None:
-        entering = self._forward(chosen)
-        scored = torch.arange(step % stride, entering[-1].shape[0], stride)
-        _, slopes, norm_slopes = self._loss(entering[-1], chosen, scored, learns=True)
-        assert norm_slopes is not None
+    def _teacher_logits(self, rows: Tensor, ids: Tensor | None = None) -> Tensor:
+        table = self._teacher_head if ids is None else self._likely_heads[1]
+        return head_logits(self._source, self._source.decoder.norm.of_tensor(rows), table, ids)
+
+    def _embedded(self, chosen: Sequence[int]) -> Tensor:
+        return self._source.embed(self._sequences[list(chosen)], self._embedding).flatten(0, 1)
+
+    def _step(self, chosen: Sequence[int], optimizer: Adam, share: float, step: int) -> None:
+        keeps = graph_bytes(self._source, len(chosen) * self._length) <= KEPT_BYTES
+        runs: list[tuple[Tensor, Tensor]] = []  # of each block: what entered and left it
+        states = self._embedded(chosen)
+        for index in range(len(self._students)):
+            runs.append(self._run(index, states, learns=keeps))
+            states = runs[-1][1].detach()
+        slopes, norm_slopes = self.slopes(states, chosen)
         optimizer.step([self.norm_factors], [norm_slopes], share, step + 1)
         for index in range(len(self._students) - 1, -1, -1):
-            student = self._students[index]
-            parameters = student.parameters()
-            rows = entering[index].detach().requires_grad_()
-            with torch.enable_grad():
-                for each in parameters:
-                    each.requires_grad_()
-                output = run_block(self._source, index, rows, student.weights(), self._length)
-                slopes, *found = torch.autograd.grad(output, [rows, *parameters], slopes)
-            for each in parameters:
-                each.requires_grad_(False)
+            rows, output = runs.pop()
+            if not keeps:
+                rows, output = self._run(index, rows, learns=True)
+            parameters = self._students[index].parameters()
+            slopes, *found = torch.autograd.grad(output, [rows, *parameters], slopes)
             optimizer.step(parameters, found, share, step + 1)
-            entering.pop()
 
-    def _loss(
-        self, states: Tensor, chosen: Sequence[int], scored: Tensor, learns: bool
-    ) -> tuple[float, Tensor, Tensor | None]:
-        """(nats per token, gradient by the states, gradient by the final norm's factors) of the `scored` rows; without
-        `learns` only the first."""
-        total, slopes = 0.0, torch.zeros_like(states)
-        teacher = self._teacher[list(chosen)].flatten(0, 1)
-        factors = self.norm_factors.clone().requires_grad_(learns)
+    def _run(self, index: int, states: Tensor, learns: bool) -> tuple[Tensor, Tensor]:
+        """(what enters a block, what leaves it), the second with gradients by the first and by all that is learned."""
+        student = self._students[index]
+        rows = states.detach().requires_grad_(learns)
+        for each in student.parameters():
+            each.requires_grad_(learns)
         with torch.set_grad_enabled(learns):
-            for rows in scored.split(_ROWS):
-                with torch.no_grad():
-                    normed = self._source.decoder.norm.of_tensor(teacher[rows])
-                    reference = head_logits(self._source, normed, self._teacher_head).log_softmax(-1)
-                leaf = states[rows].detach().requires_grad_(learns)
+            return rows, run_block(self._source, index, rows, student.weights(), self._length)
+
+    def slopes(self, states: Tensor, chosen: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Gradients of the divergence among likely tokens, by the states and by the final norm's factors."""
+        slopes, norm_slopes = torch.empty_like(states), torch.zeros_like(self.norm_factors)
+        teacher = self._teacher[list(chosen)].flatten(0, 1)
+        for rows in torch.arange(states.shape[0]).split(_ROWS):
+            leaf, factors = states[rows].requires_grad_(), self.norm_factors.clone().requires_grad_()
+            with torch.enable_grad():
                 normed = self._final_norm(leaf, self._norm * factors)
-                found = head_logits(self._source, normed, self._head).log_softmax(-1)
-                loss = (reference.exp() * (reference - found)).sum() / len(scored)
-                total += float(loss.detach())
-                if learns:
-                    loss.backward()
-                    assert leaf.grad is not None
-                    slopes[rows] = leaf.grad
-        return total, slopes, factors.grad
+                logits = head_logits(self._source, normed, self._likely_heads[0], self._likely)
+            with torch.no_grad():  # of a divergence by logits: the difference of the probabilities
+                expected = self._teacher_logits(teacher[rows], self._likely).softmax(-1)
+                by_logits = logits.softmax(-1).sub_(expected).div_(states.shape[0])
+            slopes[rows], found = torch.autograd.grad(logits, [leaf, factors], by_logits)
+            norm_slopes += found
+        return slopes, norm_slopes
 
     def _final_norm(self, rows: Tensor, weight: Tensor) -> Tensor:
         norm = self._source.decoder.norm

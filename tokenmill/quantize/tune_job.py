@@ -18,13 +18,15 @@ from torch import Tensor
 from tokenmill.model.formats.files.base import FileFormat
 from tokenmill.model.formats.quantized import QuantizedMatrix, Scheme, element_values, spread
 from tokenmill.quantize.block_job import QuantizedBlock, encode_block, to_plain
-from tokenmill.quantize.forecast import Forecast, operations_per_second
+from tokenmill.quantize.forecast import Forecast, operations_per_second, resident_bytes
 from tokenmill.quantize.source import EMBEDDING, HEAD, SourceModel, narrow, stored_norm
-from tokenmill.quantize.tune import FORWARD_PASSES, EndToEnd, Student, TuneOptions, TuneReport
+from tokenmill.quantize.tune import KEPT_BYTES, EndToEnd, Student, TuneOptions, TuneReport, graph_bytes
 from tokenmill.quantize.workspace import Workspace
 
 _PARTS = ("codes", "scales", "zeros", "table")
-_SEQUENCES = 128  # calibration sequences that steps draw from, at most
+_PASSES = 5.5  # a step's cost in forward passes of its tokens: one down, two back, and what are no products
+_LIKELY = 1 / 6  # share of a vocabulary that a text makes likely
+_SEQUENCES = 256  # calibration sequences that steps draw from, at most
 
 
 class ScaledMatrix:
@@ -71,12 +73,14 @@ def with_tuning(forecast: Forecast, source: SourceModel, steps: int, sequences: 
     options = TuneOptions(steps)
     tokens = options.sequences * length
     taught = min(sequences, _SEQUENCES) * length
-    scored = tokens / options.stride
-    operations = 2.0 * (steps * (tokens * FORWARD_PASSES * weights + scored * 4 * head) + taught * weights)
+    graphs = graph_bytes(source, tokens)
+    passes = _PASSES if graphs <= KEPT_BYTES else _PASSES + 1
+    operations = 2.0 * (steps * tokens * (passes * weights + _LIKELY * 4 * head) + taught * weights)
     seconds = operations / operations_per_second(torch.device("cpu"))
     block = 4 * weights // source.num_blocks
     entering = 4 * tokens * d.hidden_size * (source.num_blocks + 1)
-    memory = 2 * weights + 8 * head + 6 * block + entering + 4 * taught * d.hidden_size
+    activations = graphs if graphs <= KEPT_BYTES else graphs // source.num_blocks
+    memory = resident_bytes() + 2 * weights + 8 * head + 6 * block + entering + activations + 4 * taught * d.hidden_size
     return replace(
         forecast,
         seconds=forecast.seconds + seconds,

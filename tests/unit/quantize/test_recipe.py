@@ -99,6 +99,7 @@ def test_layers_can_differ_and_be_ignored() -> None:
         (RecipeRequest("gptqq"), "did you mean 'gptq'"),
         (RecipeRequest("gptq+awq"), "put it last"),
         (RecipeRequest("rotation+rotation"), "twice"),
+        (RecipeRequest("rotation+autoround", options=(("metric", "fisher"),)), "does not go with rotation"),
         (RecipeRequest("gptq", bits=9), "--bits from 2 to 8"),
         (RecipeRequest("mxfp4", bits=8), "leave --bits out"),
         (RecipeRequest("nvfp4", group_size=32), "leave --group-size out"),

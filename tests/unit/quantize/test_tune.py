@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.unit.quantize.methods.tiny_blocks import TinyModel
+from tests.unit.quantize.methods.tiny_blocks import LENGTH, TinyModel
+from tokenmill.kernels import ref
 from tokenmill.model.formats.quantized import Scheme
+from tokenmill.quantize import tune
+from tokenmill.quantize.divergence import run_block
 from tokenmill.quantize.methods.rtn import round_to_nearest
 from tokenmill.quantize.source import EMBEDDING, FINAL_NORM, HEAD
 from tokenmill.quantize.tune import EndToEnd, Student, TuneOptions
@@ -34,7 +37,7 @@ def test_scales_and_norms_win_back_some_of_what_rounding_lost(name: str, tmp_pat
     edges = (model.source.read_edge(each) for each in (EMBEDDING, HEAD, FINAL_NORM))
     made = students(model, 3)
     whole = EndToEnd(model.source, made, model.ids, *edges)
-    report = whole.run(TuneOptions(steps=30, rate=5e-3, sequences=4, stride=1))
+    report = whole.run(TuneOptions(steps=30, rate=5e-3, sequences=4))
     assert report.kept
     assert report.after < 0.97 * report.before
     matrix = next(iter(made[0].matrices.values()))
@@ -43,6 +46,45 @@ def test_scales_and_norms_win_back_some_of_what_rounding_lost(name: str, tmp_pat
     assert torch.equal(finished.codes, matrix.matrix.codes)
     assert torch.equal(finished.scales, finished.scales.half().float())
     assert not torch.equal(finished.scales, matrix.matrix.scales)
+
+
+def test_blocks_computed_again_learn_what_kept_ones_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = TinyModel("llama", tmp_path)
+    learned = []
+    for kept in (1 << 30, 0):
+        monkeypatch.setattr(tune, "KEPT_BYTES", kept)
+        edges = (model.source.read_edge(each) for each in (EMBEDDING, HEAD, FINAL_NORM))
+        made = students(model, 3)
+        EndToEnd(model.source, made, model.ids, *edges).run(TuneOptions(steps=4, rate=5e-3))
+        learned.append([each for student in made for each in student.parameters()])
+    assert any(bool((each != 1).any()) for each in learned[0])
+    for kept_one, again in zip(*learned, strict=True):
+        torch.testing.assert_close(kept_one, again)
+
+
+def test_steps_follow_the_gradient_of_the_divergence_among_likely_tokens(tmp_path: Path) -> None:
+    model = TinyModel("llama", tmp_path)
+    edges = [model.source.read_edge(each) for each in (EMBEDDING, HEAD, FINAL_NORM)]
+    whole = EndToEnd(model.source, students(model, 3), model.ids, *edges)
+    found = whole.likely_tokens()
+    assert 0 < len(found) <= model.source.description.vocab_size
+    chosen = [0, 1]
+    states = torch.randn(2 * LENGTH, model.source.description.hidden_size)
+    slopes, norm_slopes = whole.slopes(states, chosen)
+
+    def loss(rows: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        teacher = model.source.embed(model.ids[chosen]).flatten(0, 1)
+        for index in range(model.source.num_blocks):
+            teacher = run_block(model.source, index, teacher, model.source.read_block(index), LENGTH)
+        expected = (model.source.decoder.norm.of_tensor(teacher) @ edges[1][found].T).log_softmax(-1)
+        normed = ref.rms_norm(rows, edges[2] * factors, model.source.decoder.norm.eps)
+        answered = (normed @ edges[1][found].T).log_softmax(-1)
+        return (expected.exp() * (expected - answered)).sum(-1).mean()
+
+    rows, factors = states.clone().requires_grad_(), torch.ones_like(edges[2]).requires_grad_()
+    loss(rows, factors).backward()
+    torch.testing.assert_close(slopes, rows.grad, rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(norm_slopes, factors.grad, rtol=1e-3, atol=1e-6)
 
 
 def test_what_a_held_out_batch_does_not_confirm_is_discarded(tmp_path: Path) -> None:

@@ -17,12 +17,14 @@ from torch import Tensor
 
 from tokenmill.errors import UserError, unknown_name
 from tokenmill.model.formats.quantized import QuantizedMatrix, Scheme
-from tokenmill.quantize.base import BlockView, Solver
+from tokenmill.quantize.base import BlockView, ModelView, Solver
+from tokenmill.quantize.fisher import FISHER_PASSES, FISHER_SEQUENCES
 from tokenmill.quantize.methods.compensation import gptq_starts
 from tokenmill.quantize.methods.rtn import check_integer_scheme, range_grid
 
 OBJECTIVES = ("block", "layer")
 TARGETS = ("float", "block")
+METRICS = ("plain", "fisher")
 STARTS = ("rtn", "gptq")
 _LEAST_RANGE = 0.5  # ranges shrink to no less than this share
 
@@ -163,15 +165,17 @@ class BlockObjective:
         sequences: Sequence[Tensor],
         batch: int,
         targets: Sequence[Tensor] | None = None,
+        root: Tensor | None = None,
     ) -> None:
-        """`targets`: what the block should put out; None: what its float weights make of the same inputs."""
-        self._block, self._sequences = block, sequences
+        """`targets`: what the block should put out; None: what its float weights make of the same inputs. `root`: by
+        which changes of the output are multiplied before they are squared."""
+        self._block, self._sequences, self._root = block, sequences, root
         self._batch = min(batch, len(sequences))
         self._generator = torch.Generator().manual_seed(block.index)
         with torch.no_grad():
             self._targets = list(targets or (block.forward(sequence, {}) for sequence in sequences))
             self._plain = [
-                float((block.forward(sequence, plain) - target).square().sum().clamp(min=1e-30))
+                float(self._squared(block.forward(sequence, plain) - target).clamp(min=1e-30))
                 for sequence, target in zip(sequences, self._targets, strict=True)
             ]
 
@@ -181,9 +185,12 @@ class BlockObjective:
         leaves = {name: weight.requires_grad_() for name, weight in weights.items()}
         output = self._block.forward(torch.stack([self._sequences[index] for index in chosen]), leaves)
         target = torch.stack([self._targets[index] for index in chosen])
-        loss = (output - target).square().sum() / sum(self._plain[index] for index in chosen)
+        loss = self._squared(output - target) / sum(self._plain[index] for index in chosen)
         loss.backward()
         return float(loss.detach()), {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+
+    def _squared(self, change: Tensor) -> Tensor:
+        return (change if self._root is None else change @ self._root).square().sum()
 
 
 def layer_gradients(float_weights: Mapping[str, Tensor], hessian: Tensor) -> Gradients:
@@ -216,10 +223,19 @@ class AutoRound(Solver):
         full_range: bool = True  # of symmetric grids: the extreme weight of a group is stored exactly
         start: str = "rtn"  # what descent begins with: plain rounding, or "gptq", from which fewer steps do
         target: str = "float"  # the float model's own output, so that a block mends what earlier ones lost; or "block"
+        metric: str = "plain"  # of the output's error; "fisher": its directions by what they cost the model's answers
 
     def __init__(self, options: Mapping[str, Any] | None = None) -> None:
         super().__init__(options)
         self.needs_targets = self.options.objective == "block" and self.options.target == "float"
+        self.needs_states = self.options.metric == "fisher"
+        self._roots: Mapping[str, Tensor] = {}  # by block
+
+    def begin(self, model: ModelView) -> None:
+        if self.needs_states:
+            self._roots = model.remember(
+                self.name, lambda: {str(index): root for index, root in enumerate(model.output_roots())}
+            )
 
     def check(self, name: str, shape: tuple[int, int], scheme: Scheme) -> None:
         check_integer_scheme(self.name, name, shape, scheme)
@@ -230,8 +246,11 @@ class AutoRound(Solver):
             raise unknown_name("target of autoround", o.target, TARGETS)
         if o.start not in STARTS:
             raise unknown_name("start of autoround", o.start, STARTS)
-        if o.start == "gptq" and o.objective == "layer":
-            raise UserError("autoround: start=gptq goes with objective=block", "leave one of the two options out")
+        if o.metric not in METRICS:
+            raise unknown_name("metric of autoround", o.metric, METRICS)
+        for given in (f"start={o.start}", f"metric={o.metric}"):
+            if given in ("start=gptq", "metric=fisher") and o.objective == "layer":
+                raise UserError(f"autoround: {given} goes with objective=block", "leave one of the two options out")
         if min(o.iterations, o.sequences, o.pool, o.tokens) < 1 or o.rate < 0:
             raise UserError("autoround: an option is below its minimum", "give counts from 1 and a rate from 0")
 
@@ -240,11 +259,12 @@ class AutoRound(Solver):
         return 4 * 11 * shape[0] * shape[1] * (3 if self.options.objective == "block" else 1) + 4 * shape[1] ** 2
 
     def operations(self, num_weights: int, length: int) -> float:
-        """A pass down and two back for each step's tokens, and some forty passes over the weights themselves, each of
-        which takes the time of about as many products."""
+        """A pass down and two back for each step's tokens, a third more for what are no products, and some forty passes
+        over the weights themselves, each of which takes the time of about as many products."""
         o = self.options
         tokens = o.sequences * min(o.tokens, length) if o.objective == "block" else 0
-        return o.iterations * num_weights * (6.0 * tokens + 1500.0)
+        roots = FISHER_PASSES * FISHER_SEQUENCES * length * 2.0 * num_weights if self.needs_states else 0.0
+        return o.iterations * num_weights * (8.0 * tokens + 1500.0) + roots
 
     def solve(self, block: BlockView, scheme_of: Mapping[str, Scheme]) -> dict[str, QuantizedMatrix]:
         matrices = (self._solve_block if self.options.objective == "block" else self._solve_layers)(block, scheme_of)
@@ -259,12 +279,14 @@ class AutoRound(Solver):
             roundings = self._roundings(block, scheme_of, scheme_of)
         plain = {name: rounding.dequantize() for name, rounding in roundings.items()}
         targets = block.targets() if self.needs_targets else None
+        root = self._roots.get(str(block.index))
         objective = BlockObjective(
             block,
             plain,
             self._sequences(block.inputs()),
             self.options.sequences,
             None if targets is None else self._sequences(targets),
+            None if root is None else root.to(next(iter(plain.values())).device),
         )
         self._descend(roundings, objective)
         return {name: rounding.finish() for name, rounding in roundings.items()}

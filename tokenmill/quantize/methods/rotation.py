@@ -26,6 +26,7 @@ Turn = Callable[[Tensor], Tensor]  # rows x of float64 -> R x each
 
 class Rotation(Transform):
     name = "rotation"
+    turns_states = True
 
     @dataclass(frozen=True, slots=True)
     class Options:

@@ -10,6 +10,7 @@ import torch
 from tests.unit.quantize.methods.tiny_blocks import TinyModel, output_loss, outputs
 from tokenmill.errors import UserError
 from tokenmill.model.formats.quantized import Scheme
+from tokenmill.quantize.edges import Edges
 from tokenmill.quantize.methods.autoround import AutoRound, LearnedRounding
 from tokenmill.quantize.methods.rtn import RoundToNearest, round_to_nearest
 
@@ -67,6 +68,37 @@ def test_only_the_named_linears_are_rounded_and_the_result_repeats(tmp_path: Pat
     assert torch.equal(*results)
 
 
+def test_a_metric_moves_the_error_to_where_it_costs_less(tmp_path: Path) -> None:
+    """Of two halves of the output's directions one counts for nearly nothing: the other then errs less."""
+    model = TinyModel("llama", tmp_path)
+    errors = []
+    for dear in (0, 1):
+        block = model.block()
+        expected = outputs(block)
+        half = expected.shape[-1] // 2
+        scheme_of = {n: Scheme("int", 3, 32) for group in block.groups for n in group.names}
+        solver = AutoRound({"iterations": 40, "sequences": 4, "metric": "fisher"})
+        weights = torch.full((2 * half,), 0.01)
+        weights[dear * half : (dear + 1) * half] = 1.0
+        solver.begin(FixedRoots([torch.diag(weights)]))
+        solver.solve(block, scheme_of)
+        change = (outputs(block) - expected).square()
+        errors.append([float(change[..., :half].mean()), float(change[..., half:].mean())])
+    first, second = errors
+    assert first[0] < second[0]
+    assert second[1] < first[1]
+
+
+class FixedRoots(Edges):
+    """A ModelView that has been given the metric."""
+
+    def __init__(self, roots: list[torch.Tensor]) -> None:
+        self._given, self._data = roots, None
+
+    def output_roots(self) -> list[torch.Tensor]:
+        return self._given
+
+
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_steps_follow_the_gradients_that_autograd_finds(symmetric: bool) -> None:
     """The straight-through estimator traced by torch, beside the one written out."""
@@ -114,6 +146,8 @@ def test_ranges_stay_unless_asked() -> None:
         {"objective": "blok"},
         {"start": "gptk"},
         {"start": "gptq", "objective": "layer"},
+        {"metric": "fischer"},
+        {"metric": "fisher", "objective": "layer"},
         {"iterations": 0},
         {"rate": -1.0},
     ],

@@ -1,0 +1,49 @@
+"""The metric of block outputs: directions it calls dear move the model's answers more than those it calls cheap."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.unit.quantize.methods.tiny_blocks import LENGTH, TinyModel
+from tokenmill.quantize.divergence import head_logits, run_block
+from tokenmill.quantize.fisher import output_roots
+from tokenmill.quantize.source import HEAD
+
+
+def divergence(model: TinyModel, changed: int, change: Tensor) -> float:
+    """Of the answers when `change` is added to what block `changed` puts out."""
+    source, found = model.source, []
+    for added in (torch.zeros_like(change), change):
+        states = source.embed(model.ids).flatten(0, 1)
+        for index in range(source.num_blocks):
+            states = run_block(source, index, states, source.read_block(index), LENGTH)
+            states = states + added if index == changed else states
+        logits = head_logits(source, source.decoder.norm.of_tensor(states), source.read_edge(HEAD))
+        found.append(logits.log_softmax(-1))
+    return float((found[0].exp() * (found[0] - found[1])).sum(-1).mean())
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_dear_directions_move_the_answers_more_than_cheap_ones(name: str, tmp_path: Path) -> None:
+    model = TinyModel(name, tmp_path)
+    roots = output_roots(model.source, model.ids)
+    assert len(roots) == model.source.num_blocks
+    for index, root in enumerate(roots):
+        torch.testing.assert_close(root, root.T)
+        assert float(root.square().sum() / len(root)) == pytest.approx(1.0, abs=0.02)  # as dear as plain, on average
+        values, vectors = torch.linalg.eigh(root)
+        assert float(values.min()) > 0  # nothing is free
+        size = 0.05 * model.source.embed(model.ids).std()
+        signs = torch.randn(model.ids.numel(), 1, generator=torch.Generator().manual_seed(3))
+        cheap, dear = (signs * vectors[:, at] * size for at in (0, -1))
+        assert divergence(model, index, dear) > 1.5 * divergence(model, index, cheap)
+
+
+def test_it_repeats(tmp_path: Path) -> None:
+    model = TinyModel("llama", tmp_path)
+    for one, other in zip(*(output_roots(model.source, model.ids) for _ in range(2)), strict=True):
+        assert torch.equal(one, other)
