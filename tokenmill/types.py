@@ -195,13 +195,8 @@ class SamplingParams:
     @property
     def edits_otherwise(self) -> bool:
         """Whether a feature besides penalties changes logits."""
-        return (
-            self.reasoning is not None
-            or self.min_tokens > 0
-            or self.typical_p < 1.0
-            or bool(self.logit_bias)
-            or self.bans_tokens
-        )
+        watched = self.reasoning is not None or self.min_tokens > 0
+        return watched or self.typical_p < 1.0 or bool(self.logit_bias) or self.bans_tokens
 
     @property
     def bans_tokens(self) -> bool:
