@@ -317,7 +317,8 @@ def test_the_rule_is_its_table(monkeypatch: pytest.MonkeyPatch) -> None:
         return [(plan.kernel, plan.tokens) for plan in plans]
 
     assert chosen("bf16", [1, 4, 5, 128]) == [(GEMV, 0), (GEMV, 0), (PRODUCT, 16), (PRODUCT, 16)]
-    assert chosen("mxfp4", [1, 256, 512, 4096]) == [(PRODUCT, 16), (PRODUCT, 32), (PRODUCT, 64), (PRODUCT, 128)]
+    assert chosen("mxfp4", [1, 256, 640, 704, 4096]) == [(PRODUCT, size) for size in (16, 32, 32, 64, 128)]
+    assert chosen("bf16", [256, 448, 464]) == [(PRODUCT, 32), (PRODUCT, 32), (PRODUCT, 64)]
     assert [choose.piece(depth, 1024) for depth in (768, 1408, 2048)] == [256, 512, 1024]
     for kind in ("bf16", "fp8", "int4", "mxfp4"):
         for tokens in (1, 16, 256, 4096):
