@@ -1,11 +1,15 @@
 // y = W x for a few rows of float weights and of activations: the inner loop of everything that multiplies in float32.
 //
-// Every output is a sum of 4 partial sums over k, however rows are blocked, so results depend neither on threads nor on
-// the number of rows. Plain compiler vectors: files of any instruction set may include it.
+// Every output is a sum of 4 partial sums over k (x86: of as many as a vector has lanes), however rows are blocked, so
+// results depend neither on threads nor on the number of rows. Plain compiler vectors of the baseline: enough on NEON; on
+// x86, where they are a quarter of what the CPU has, rows of floats go to its float kernels.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
+
+#include "float_kernels.h"
 
 namespace tokenmill {
 namespace {
@@ -60,6 +64,15 @@ void block(const typename Type::Storage* w, const float* x, int64_t cols, const 
 template <class Type, int R>
 void rows_of(const typename Type::Storage* w, const float* x, int m, int64_t cols, const float* bias, float* y,
              int64_t ldy) {
+#if !defined(__aarch64__)
+  if constexpr (std::is_same_v<Type, AsFloat>) {
+    float_kernels().scores(x, cols, m, w, cols, R, cols, y, ldy);
+    if (bias == nullptr) return;
+    for (int t = 0; t < m; ++t)
+      for (int r = 0; r < R; ++r) y[t * ldy + r] += bias[r];
+    return;
+  }
+#endif
   int t = 0;
   for (; t + 4 <= m; t += 4) block<Type, R, 4>(w, x + t * cols, cols, bias, y + t * ldy, ldy);
   for (; t < m; ++t) block<Type, R, 1>(w, x + t * cols, cols, bias, y + t * ldy, ldy);

@@ -19,7 +19,7 @@ struct AsBfloat {
 #if defined(__aarch64__)
   static Float4 four(const uint16_t* p) { return (Float4)vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16)); }
 #else
-  static Float4 four(const uint16_t* p) { return Float4{load(p[0]), load(p[1]), load(p[2]), load(p[3])}; }
+  static void widen(const uint16_t* w, float* out, int64_t n) { float_kernels().bfloat_to_float(w, out, n); }
 #endif
 };
 struct AsHalf {
@@ -28,7 +28,7 @@ struct AsHalf {
 #if defined(__aarch64__)
   static Float4 four(const uint16_t* p) { return (Float4)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
 #else
-  static Float4 four(const uint16_t* p) { return Float4{load(p[0]), load(p[1]), load(p[2]), load(p[3])}; }
+  static void widen(const uint16_t* w, float* out, int64_t n) { float_kernels().half_to_float(w, out, n); }
 #endif
 };
 
@@ -62,7 +62,7 @@ class PlainLinear final : public Linear {
     for (int row = begin; row < end; ++row) std::copy_n(x + row * ldx, cols, out + row * cols);
   }
   int num_tiles(int) const override { return int((rows + kTileRows - 1) / kTileRows); }
-  // Many rows: 4 rows of the weight are widened once for all of them.
+  // Many rows (x86: any number): 4 rows of the weight are widened once for all of them.
   size_t scratch_bytes(int m) const override { return widens(m) ? size_t(cols) * 16 : 0; }
 
   void run_tile(int tile, int m, const void* activations, const float* bias, float* y, int64_t ldy,
@@ -76,6 +76,28 @@ class PlainLinear final : public Linear {
  private:
   using Storage = typename Type::Storage;
 
+#if !defined(__aarch64__)
+  // By the CPU's float kernels, in which one row takes the same way as many.
+  void run_block(int tile, int m, const float* x, const float* bias, float* y, int64_t ldy, void* scratch) const {
+    const int64_t last = std::min(int64_t(tile + 1) * kTileRows, rows);
+    for (int64_t row = int64_t(tile) * kTileRows; row < last;) {
+      const int64_t count = last - row >= 4 ? 4 : 1;
+      const float* wide;
+      if constexpr (sizeof(Storage) == 2) {
+        Type::widen(weights(row), static_cast<float*>(scratch), count * cols);
+        wide = static_cast<float*>(scratch);
+      } else {
+        wide = weights(row);
+      }
+      const float* add = bias ? bias + row : nullptr;
+      if (count == 4) rows_of<AsFloat, 4>(wide, x, m, cols, add, y + row, ldy);
+      if (count == 1) rows_of<AsFloat, 1>(wide, x, m, cols, add, y + row, ldy);
+      row += count;
+    }
+  }
+
+  static bool widens(int) { return sizeof(Storage) == 2; }
+#else
   void run_block(int tile, int m, const float* x, const float* bias, float* y, int64_t ldy, void* scratch) const {
     const int64_t last = std::min(int64_t(tile + 1) * kTileRows, rows);
     for (int64_t row = int64_t(tile) * kTileRows; row < last;) {
@@ -101,6 +123,7 @@ class PlainLinear final : public Linear {
   }
 
   static bool widens(int m) { return sizeof(Storage) == 2 && m >= 8; }
+#endif
 
   const Storage* weights(int64_t row) const { return reinterpret_cast<const Storage*>(storage_.data()) + row * cols; }
 
