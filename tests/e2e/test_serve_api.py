@@ -365,7 +365,8 @@ def test_metrics_count_what_happened(client: openai.OpenAI, server: RunningServe
     after = read()
     assert after["vllm:generation_tokens_total"] - before["vllm:generation_tokens_total"] == 5
     assert after["tokenmill_ttft_seconds_count"] - before["tokenmill_ttft_seconds_count"] == 1
-    assert after["vllm:inter_token_latency_seconds_count"] - before["vllm:inter_token_latency_seconds_count"] == 4
+    gaps = after["vllm:inter_token_latency_seconds_count"] - before["vllm:inter_token_latency_seconds_count"]
+    assert 1 <= gaps <= 4  # tokens that were drafted from earlier answers arrive together
     assert after["tokenmill_engine_up"] == 1
 
 

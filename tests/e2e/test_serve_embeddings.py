@@ -158,7 +158,10 @@ def test_a_cross_encoder(tmp_path: Path) -> None:
         scores = _post(running, "/v1/score", text_1=query, text_2=documents)["data"]
         np.testing.assert_allclose([each["score"] for each in scores], wanted, atol=1e-5)
         each_with_its_own = _post(running, "/v1/score", text_1=[query] * 5, text_2=documents)["data"]
-        assert each_with_its_own == scores
+        # Up to the order of sums: texts that arrive while a step runs are computed with the next.
+        np.testing.assert_allclose(
+            [each["score"] for each in each_with_its_own], [each["score"] for each in scores], atol=1e-6
+        )
         labels = _post(running, "/v1/classify", input=documents)["data"]
         assert {each["label"] for each in labels} == {"LABEL_0"}
         assert "text_1 has 2" in _refused(running, "/v1/score", text_1=["a", "b"], text_2=["c", "d", "e"])

@@ -66,7 +66,7 @@ def rows(step: list[tuple[int, int, int]], slots: list[int]) -> list[ScheduledTo
     for sequence, start, count in step:
         ids = [(7 * position + 3 * sequence) % 100 + 3 for position in range(start + count)]
         table = list(range(sequence * _PAGES, (sequence + 1) * _PAGES))
-        request = Request(str(sequence), ids, SamplingParams(logprobs=0))
+        request = Request(str(sequence), ids, SamplingParams(min_tokens=1))  # such rows are drawn from the logits
         made.append(ScheduledTokens(request, start, count, (table,), True, adapter_slot=slots[sequence]))
     return made
 
