@@ -176,11 +176,14 @@ def test_a_server_keeps_its_prefixes_across_a_restart(model_path: Callable[[str]
             assert problem in refused.json()["error"]["message"]
         assert _complete(server, cache_control={"ttl": "5m"}).json()["choices"] == first["choices"]
         assert "tokenmill_kv_pages_kept" in server.http.get("/metrics").text
-    with serving(model, *flags) as server:
-        second = _complete(server).json()
-        details = {"cached_tokens": _CACHED, "cache_reason": "hit", "tier": "disk", "tier_tokens": _CACHED}
-        assert second["usage"]["prompt_tokens_details"] == details
+    for _ in range(3):
+        with serving(model, *flags) as server:
+            second = _complete(server).json()
+            metrics = server.http.get("/metrics").text
         assert second["choices"] == first["choices"]
-        metrics = server.http.get("/metrics").text
-        assert f'tokenmill_kv_loaded_tokens_total{{model_name="{model}",tier="disk"}} {_CACHED:.1f}' in metrics
-        assert f'tokenmill_prefix_cache_requests_total{{model_name="{model}",outcome="hit"}} 1.0' in metrics
+        found = second["usage"]["prompt_tokens_details"]
+        if found["cache_reason"] != "tier_failed":  # a busy machine may read later than it would compute
+            break
+    assert found == {"cached_tokens": _CACHED, "cache_reason": "hit", "tier": "disk", "tier_tokens": _CACHED}
+    assert f'tokenmill_kv_loaded_tokens_total{{model_name="{model}",tier="disk"}} {_CACHED:.1f}' in metrics
+    assert f'tokenmill_prefix_cache_requests_total{{model_name="{model}",outcome="hit"}} 1.0' in metrics
