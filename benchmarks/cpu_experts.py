@@ -37,20 +37,27 @@ EXPERTS, EXPERTS_PER_TOKEN, EXPERT_SIZE, VOCABULARY = 32, 4, 768, 32768
 ROWS_AT_A_TIME = 8192
 
 
+def attention_shapes(hidden: int, heads: int, kv_heads: int, head_dim: int) -> dict[str, tuple[int, ...]]:
+    """A Qwen3 block up to its MLP, by the middle of the GGUF name."""
+    queries, values = heads * head_dim, kv_heads * head_dim
+    return {
+        "attn_norm": (hidden,),
+        "attn_q": (queries, hidden),
+        "attn_k": (values, hidden),
+        "attn_v": (values, hidden),
+        "attn_q_norm": (head_dim,),
+        "attn_k_norm": (head_dim,),
+        "attn_output": (hidden, queries),
+        "ffn_norm": (hidden,),
+    }
+
+
 def shapes() -> dict[str, tuple[int, ...]]:
     """GGUF name -> shape, row-major, in the order of the file."""
     found: dict[str, tuple[int, ...]] = {"token_embd.weight": (VOCABULARY, HIDDEN)}
-    queries, values = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
     for layer in range(LAYERS):
         for name, shape in {
-            "attn_norm": (HIDDEN,),
-            "attn_q": (queries, HIDDEN),
-            "attn_k": (values, HIDDEN),
-            "attn_v": (values, HIDDEN),
-            "attn_q_norm": (HEAD_DIM,),
-            "attn_k_norm": (HEAD_DIM,),
-            "attn_output": (HIDDEN, queries),
-            "ffn_norm": (HIDDEN,),
+            **attention_shapes(HIDDEN, HEADS, KV_HEADS, HEAD_DIM),
             "ffn_gate_inp": (EXPERTS, HIDDEN),
             "ffn_gate_exps": (EXPERTS, EXPERT_SIZE, HIDDEN),
             "ffn_up_exps": (EXPERTS, EXPERT_SIZE, HIDDEN),

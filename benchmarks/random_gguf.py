@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.cpu_experts import random_blocks, vocabulary
+from benchmarks.cpu_experts import attention_shapes, random_blocks, vocabulary
 from tokenmill.checkpoint.gguf_writer import GGUFWriter, TensorSlot, Value, pack_value
 from tokenmill.kernels.ggml_types import TYPES
 from tokenmill.quantize.ggml.mixes import Shape, choose_types, find_mix
@@ -22,17 +22,9 @@ POOL = 1 << 22  # random weights made per type; larger tensors repeat them
 def shapes() -> dict[str, tuple[int, ...]]:
     """GGUF name -> shape, row-major, in the order of the file. The embedding is also the head."""
     found: dict[str, tuple[int, ...]] = {"token_embd.weight": (VOCABULARY, HIDDEN)}
-    queries, values = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
     for layer in range(LAYERS):
         for name, shape in {
-            "attn_norm": (HIDDEN,),
-            "attn_q": (queries, HIDDEN),
-            "attn_k": (values, HIDDEN),
-            "attn_v": (values, HIDDEN),
-            "attn_q_norm": (HEAD_DIM,),
-            "attn_k_norm": (HEAD_DIM,),
-            "attn_output": (HIDDEN, queries),
-            "ffn_norm": (HIDDEN,),
+            **attention_shapes(HIDDEN, HEADS, KV_HEADS, HEAD_DIM),
             "ffn_gate": (MLP, HIDDEN),
             "ffn_up": (MLP, HIDDEN),
             "ffn_down": (HIDDEN, MLP),
