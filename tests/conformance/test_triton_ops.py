@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 
 import pytest
@@ -14,6 +15,7 @@ if os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available():
 from tests.conformance.test_backends import CASES
 from tokenmill.kernels import ref
 from tokenmill.kernels import triton as gpu
+from tokenmill.kernels.triton.step.thresholds import search
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FLOAT8_ERROR = 0.04 if torch.cuda.is_available() else 0.2  # likewise, three bits of mantissa
@@ -143,6 +145,41 @@ def test_draws_come_from_the_kept_tokens(temperature: float, top_k: int, top_p: 
     ids = gpu.sample(logits.expand(count, -1).contiguous(), rows(count, temperature, top_k, top_p, min_p)).tolist()
     assert set(ids) <= kept
     assert len(kept) == 1 or len(set(ids)) > 1, "eight draws from several tokens gave one"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("spread", [0.01, 1.0, 6.0])  # flat rows are read again for every bit, peaked ones are held
+def test_thresholds_of_large_rows_keep_what_the_filters_keep(spread: float, dtype: torch.dtype) -> None:
+    logits = (torch.randn(7, 9001, generator=torch.Generator().manual_seed(5)) * spread).to(DEVICE, dtype)
+    logits[5] = logits[5].round()  # ties, across the limit too
+    logits[6, :8990] = float("-inf")  # a mask that leaves fewer than top-k
+    cases = [
+        (50, 1.0, 0.0),
+        (50, 0.9, 0.0),
+        (0, 0.7, 0.0),
+        (0, 1.0, 0.1),
+        (400, 0.9, 0.01),
+        (40, 0.8, 0.0),
+        (30, 1.0, 0.0),
+    ]
+    k, p, least = (torch.tensor(each, device=DEVICE) for each in zip(*cases, strict=True))
+    found = search(logits, torch.full((7,), 0.8, device=DEVICE), k.int(), p, least)
+    for row, (threshold, case) in enumerate(zip(found.cpu(), cases, strict=True)):
+        values = logits[row].float().cpu()
+        wanted = smallest_kept(values.double(), 0.8, *case)
+        got = int((values >= threshold).sum())
+        ties = int((values == wanted).sum()) if case[1] < 1 else 0  # float32 sums may end one value before or after
+        assert abs(got - int((values >= wanted).sum())) <= max(ties, 1 if case[1] < 1 else 0), (row, got)
+
+
+def smallest_kept(values: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> float:
+    """As `allowed`, by value: what ties with the last one that a filter keeps stays."""
+    best = values.sort(descending=True).values
+    lowest = best[top_k - 1] if top_k else best[-1]
+    weights = ((best[best >= lowest] - best[0]) / temperature).exp()
+    if top_p < 1:
+        lowest = best[int((weights.cumsum(0) < top_p * weights.sum()).sum())]
+    return float(max(lowest, best[0] + temperature * math.log(min_p)) if min_p else lowest)
 
 
 def test_frequencies_follow_the_distribution_and_draws_are_reproducible() -> None:

@@ -1,7 +1,7 @@
 """Logits -> token ids on the device: temperature, top-k, top-p, min-p, one random draw per row. Only ids leave.
 
-Rows with filters first get a threshold, found by bisection over the bits of a float (nothing is sorted); then every row
-is the argmax of logit / temperature plus Gumbel noise over the tokens at or above it. Noise is a hash of (seed,
+Rows with filters first get a threshold (thresholds.py); then every row is the argmax of logit / temperature plus Gumbel
+noise over the tokens at or above it. Noise is a hash of (seed,
 sibling, position, token): a request draws the same tokens in any batch. Tokens that tie with the last kept one stay.
 """
 
@@ -18,9 +18,9 @@ from torch import Tensor
 
 from tokenmill.kernels.triton.shared.device import arrive_last, dependent_launch
 from tokenmill.kernels.triton.shared.launch import INTERPRETED, options, power_of_two, uses_pdl, workspace
+from tokenmill.kernels.triton.step.thresholds import search
 
 _CHUNK = 4096  # tokens of the vocabulary per program
-_BLOCK = 8192  # per step of a pass over a whole row
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,74 +35,6 @@ class SamplingTensors:
     seeds: Tensor
     positions: Tensor
     filtered: bool = True  # False: no row has a filter, so no threshold is searched
-
-
-@triton.jit
-def ordered(values):
-    """float32 -> uint32 with the same order."""
-    bits = values.to(tl.uint32, bitcast=True)
-    return tl.where(bits >= 0x80000000, bits ^ 0xFFFFFFFF, bits ^ 0x80000000)
-
-
-@triton.jit
-def unordered(key):
-    """The float32 of an ordered key."""
-    return tl.where(key >= 0x80000000, key ^ 0x80000000, key ^ 0xFFFFFFFF).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def sum_above(logits, least, top, inverse_temperature, vocab, BLOCK: tl.constexpr, WEIGHED: tl.constexpr):
-    """How many logits are >= `least`, or (WEIGHED) the sum of their exp((logit - top) / temperature)."""
-    total = tl.zeros([BLOCK], dtype=tl.float32)
-    for start in range(0, vocab, BLOCK):
-        places = start + tl.arange(0, BLOCK)
-        values = tl.load(logits + places, mask=places < vocab, other=float("-inf")).to(tl.float32)
-        weights = tl.exp((values - top) * inverse_temperature) if WEIGHED else 1.0
-        total += tl.where((values >= least) & (places < vocab), weights, 0.0)
-    return tl.sum(total, 0)
-
-
-@triton.jit
-def bisect(logits, wanted, top, inverse_temperature, vocab, BLOCK: tl.constexpr, WEIGHED: tl.constexpr):
-    """The largest float32 such that the logits at or above it number or weigh at least `wanted`."""
-    found = tl.zeros([], dtype=tl.uint32)
-    bit = tl.full([], 0x80000000, dtype=tl.uint32)
-    while bit > 0:
-        trial = found | bit
-        # Keys of NaNs lie at both ends: above them all, nothing is kept; below, everything.
-        weight = sum_above(logits, unordered(trial), top, inverse_temperature, vocab, BLOCK, WEIGHED)
-        reached = (weight >= wanted) & (trial <= ordered(top))
-        found = tl.where(reached | (trial < 0x00800000), trial, found)
-        bit = bit >> 1
-    return unordered(found)
-
-
-@triton.jit
-def _threshold(
-    logits, temperature, top_k, top_p, min_p, thresholds, vocab, stride, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
-    """The smallest logit that the filters keep, per row; -inf where there are none. In order: top-k, top-p, min-p."""
-    dependent_launch(PDL)
-    row = tl.program_id(0)
-    k, p, least, t = tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row), tl.load(temperature + row)
-    lowest = tl.full([], float("-inf"), dtype=tl.float32)
-    by_count = (k > 0) & (k < vocab)
-    if (t > 0) & (by_count | (p < 1.0) | (least > 0)):
-        logits += row.to(tl.int64) * stride
-        best = tl.full([BLOCK], float("-inf"), dtype=tl.float32)
-        for start in range(0, vocab, BLOCK):
-            places = start + tl.arange(0, BLOCK)
-            best = tl.maximum(best, tl.load(logits + places, mask=places < vocab, other=float("-inf")).to(tl.float32))
-        top = tl.max(best, 0)
-        if by_count:
-            lowest = bisect(logits, k.to(tl.float32), top, 1.0 / t, vocab, BLOCK, False)
-        if p < 1.0:
-            whole = sum_above(logits, lowest, top, 1.0 / t, vocab, BLOCK, True)
-            lowest = tl.maximum(lowest, bisect(logits, p * whole, top, 1.0 / t, vocab, BLOCK, True))
-        if least > 0:
-            lowest = tl.maximum(lowest, top + tl.log(least) * t)
-        lowest = tl.minimum(lowest, top)
-    tl.store(thresholds + row, lowest)
 
 
 @triton.jit
@@ -259,25 +191,6 @@ def argmax(logits: Tensor) -> Tensor:
 
 def sample(logits: Tensor, rows: SamplingTensors, out: Tensor | None = None, ring: TokenRing | None = None) -> Tensor:
     """One token id per row of logits [R, vocab] (float32 or bf16) -> int64 [R]."""
-    thresholds = _search(logits, rows) if rows.filtered else None
+    filters = rows.temperature, rows.top_k, rows.top_p, rows.min_p
+    thresholds = search(logits, *filters) if rows.filtered else None
     return _pick(logits, rows, thresholds, out, ring)
-
-
-def _search(logits: Tensor, rows: SamplingTensors) -> Tensor:
-    """The smallest logit that each row keeps, float32 [R]."""
-    (count, vocab), device = logits.shape, logits.device
-    thresholds = torch.empty(count, dtype=torch.float32, device=device)
-    _threshold[(count,)](
-        logits,
-        rows.temperature,
-        rows.top_k,
-        rows.top_p,
-        rows.min_p,
-        thresholds,
-        vocab,
-        logits.stride(0),
-        BLOCK=min(_BLOCK, power_of_two(vocab)),
-        PDL=uses_pdl(device),
-        **options(device, 16, 1),
-    )
-    return thresholds
