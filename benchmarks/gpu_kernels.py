@@ -124,30 +124,41 @@ def bench_linear(limits: Limits, tune: bool) -> None:
         print(f"all layers, {scheme} x {tokens}: {ms:.3f} ms")
 
 
-def attention_step(sequences: int, length: int, dtype: torch.dtype, count: int = 1, shared: int = 0) -> tuple:
+def attention_step(
+    sequences: int, length: int, dtype: torch.dtype, count: int = 1, shared: int = 0, prefixes: int = 1
+) -> tuple:
     pages = -(-length // 16)
     shape = (sequences * pages, KV_HEADS, 16, DIM)
     k, v = ((torch.randn(shape, device=DEVICE) * 0.5).to(dtype) for _ in range(2))
     table = torch.randperm(sequences * pages, device=DEVICE).int().view(sequences, pages)
-    table[:, : shared // 16] = table[0, : shared // 16].clone()
+    each = sequences // prefixes
+    for first in range(0, sequences, each):
+        table[first : first + each, : shared // 16] = table[first, : shared // 16].clone()
     starts = torch.arange(0, sequences * count + 1, count, device=DEVICE, dtype=torch.int32)
     lengths = torch.full((sequences,), length, device=DEVICE, dtype=torch.int32)
     q = torch.randn(sequences * count, HEADS * DIM, device=DEVICE, dtype=torch.bfloat16)
     return q, k, v, table, starts, lengths
 
 
+def _prefixes(sequences: int, tokens: int, count: int) -> gpu.SharedPrefixes:
+    """`count` runs of sequences, each with as many tokens in common."""
+    each = sequences // count
+    runs = [(first, first + each, tokens) for first in range(0, sequences, each)]
+    by_row = torch.full((sequences,), tokens, device=DEVICE, dtype=torch.int32)
+    return gpu.SharedPrefixes(torch.tensor(runs, device=DEVICE, dtype=torch.int32), by_row, tokens)
+
+
 def bench_attention(limits: Limits) -> None:
     for dtype, name in ((torch.bfloat16, "bf16"), (torch.float8_e4m3fn, "fp8")):
         ones = torch.ones(KV_HEADS, device=DEVICE)
         scales = (ones, ones) if dtype == torch.float8_e4m3fn else None
-        cases = ((1, 768, 0), (8, 768, 0), (64, 768, 0), (256, 768, 0), (1, 8192, 0), (8, 8192, 0), (256, 4256, 4096))
-        for sequences, length, shared in cases:
-            step = attention_step(sequences, length, dtype, shared=shared)
-            prefix = None
-            if shared:
-                prefix = gpu.SharedPrefix(
-                    torch.tensor([0, sequences, shared], device=DEVICE, dtype=torch.int32), shared
-                )
+        cases = [
+            (count, length, 0, 1) for count, length in ((1, 768), (8, 768), (64, 768), (256, 768), (1, 8192), (8, 8192))
+        ]
+        cases += [(256, 4256, 4096, 1), (256, 2176, 2048, 32), (64, 2176, 2048, 8)]
+        for sequences, length, shared, prefixes in cases:
+            step = attention_step(sequences, length, dtype, shared=shared, prefixes=prefixes)
+            prefix = _prefixes(sequences, shared, prefixes) if shared else None
             bound = length - shared
             run = lambda: gpu.paged_attention(  # noqa: E731
                 *step,
@@ -170,12 +181,12 @@ def bench_attention(limits: Limits) -> None:
             )
             wrong = error(run()[:checked], expected)
             assert wrong < 5e-3, wrong
-            keys = sequences * (length - shared) + shared
+            keys = sequences * (length - shared) + prefixes * shared
             floor = keys * KV_HEADS * DIM * 2 * step[1].element_size() / limits.bytes
             if shared:
                 floor += 4 * sequences * HEADS * DIM * shared / limits.flops
             line(
-                f"decode {name} {sequences} x {length}" + (f" shared {shared}" if shared else ""),
+                f"decode {name} {sequences} x {length}" + (f" shared {prefixes} x {shared}" if shared else ""),
                 median_us([run], 12),
                 floor,
                 wrong,

@@ -13,7 +13,7 @@ if os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available():
     pytest.skip("no GPU: test_triton.py runs this file under the interpreter", allow_module_level=True)
 
 from tests.interpreter import slow_interpreted
-from tokenmill.kernels.triton.attention.dense import SharedPrefix, paged_attention
+from tokenmill.kernels.triton.attention.dense import SharedPrefixes, paged_attention
 from tokenmill.kernels.triton.attention.fp8_widening import distinct_pages
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -32,6 +32,7 @@ class Step:
     dim: int = 64
     dtype: torch.dtype = torch.bfloat16
     shared: int = 0  # tokens that all sequences have in common
+    runs: tuple[tuple[int, int, int], ...] = ()  # sequences [first, past) that have so many tokens in common
     window: int = 0
     cap: float = 0.0
     shared_pages: int = 0  # that all tables begin with, in steps of any kind
@@ -48,6 +49,9 @@ class Step:
             self.table[row, : len(ids)] = ids
             common = max(self.shared // PAGE, self.shared_pages)
             self.table[row, :common] = order[0][:common]
+            for first, past, tokens in self.runs:
+                if first <= row < past:
+                    self.table[row, : tokens // PAGE] = order[first][: tokens // PAGE]
             self._poison(row)
         self.scales = (torch.rand(self.kv_heads) + 0.5, torch.rand(self.kv_heads) + 0.5)
         self.sinks = torch.randn(self.kv_heads * self.group) * 3 if self.has_sinks else None
@@ -67,9 +71,8 @@ class Step:
         lengths = torch.tensor(self.lengths, dtype=torch.int32)
         quantized = self.dtype == torch.float8_e4m3fn
         shared = None
-        if self.shared:
-            bounds = torch.tensor([0, len(self.counts), self.shared], dtype=torch.int32, device=DEVICE)
-            shared = SharedPrefix(bounds, self.shared)
+        if self.shared or self.runs:
+            shared = prefixes(self.runs or ((0, len(self.counts), self.shared),), len(self.counts))
         moved = (each.to(DEVICE) for each in (self.q, self.k, self.v, self.table, starts, lengths))
         out = torch.full_like(self.q, float("nan")).to(DEVICE)
         return paged_attention(
@@ -103,6 +106,16 @@ class Step:
                 out[token] = torch.einsum("hgk,khd->hgd", weights, v).reshape(-1)
                 token += 1
         return out
+
+
+def prefixes(runs: tuple[tuple[int, int, int], ...], sequences: int, places: int = 4) -> SharedPrefixes:
+    """`places`: entries of several runs, some of which are not there."""
+    tokens = torch.zeros(sequences, dtype=torch.int32)
+    for first, past, common in runs:
+        tokens[first:past] = common
+    missing = [(1 << 30, 0, 0)] * (places - len(runs) if len(runs) > 1 else 0)
+    entries = torch.tensor([*runs, *missing], dtype=torch.int32)
+    return SharedPrefixes(entries.to(DEVICE), tokens.to(DEVICE), max(64, *(run[2] for run in runs)))
 
 
 def check(step: Step) -> None:
@@ -177,6 +190,22 @@ def test_shared_prefix_is_the_same_attention(dtype: torch.dtype, shared: int) ->
 
 
 @pytest.mark.parametrize(
+    ("dtype", "group", "dim"),
+    [
+        (torch.bfloat16, 3, 64),
+        (FLOAT8, 4, 40),
+        (torch.float16, 1, 80),
+        pytest.param(FLOAT8, 4, 128, marks=slow_interpreted),
+    ],
+)
+def test_several_shared_prefixes_in_one_step(dtype: torch.dtype, group: int, dim: int) -> None:
+    """Rows without one before, between and after; a run longer than a block of rows."""
+    runs = ((1, 3, 48), (4, 34, 112), (34, 36, 160))
+    lengths = [20, 60, 49, 33, *(113 + 7 * n % 50 for n in range(30)), 161, 200, 90]
+    check(Step([1] * 37, lengths, 1, group, dim, dtype, runs=runs))
+
+
+@pytest.mark.parametrize(
     ("group", "dim"),
     [(3, 64), pytest.param(4, 128, marks=slow_interpreted), pytest.param(7, 128, marks=slow_interpreted)],
 )
@@ -196,8 +225,8 @@ def test_a_long_shared_prefix(group: int, dim: int, shared: int) -> None:
 def test_a_launch_for_a_shared_prefix_is_right_without_one() -> None:
     step = Step([1, 1, 1], [40, 100, 7])
     starts, lengths = torch.arange(4, dtype=torch.int32), torch.tensor(step.lengths, dtype=torch.int32)
-    for bounds in ([0, 0, 0], [0, 3, 0]):
-        shared = SharedPrefix(torch.tensor(bounds, dtype=torch.int32, device=DEVICE), 64)
+    nothing = ((0, 0, 0),)
+    for shared in (prefixes(runs, 3) for runs in (nothing, ((0, 3, 0),), nothing * 4, ((1 << 30, 0, 0),) * 4)):
         moved = (each.to(DEVICE) for each in (step.q, step.k, step.v, step.table, starts, lengths))
         got = paged_attention(*moved, step.dim**-0.5, shared=shared).cpu()
         wanted = step.twin()

@@ -17,6 +17,7 @@ import torch
 from tests.gpu.models import greedy, worst_choice, write_config
 from tokenmill import LLM, SamplingParams
 from tokenmill.errors import UserError
+from tokenmill.runtime.executors.cuda import prefix_runs
 
 ON_GPU = torch.cuda.is_available()
 if os.environ.get("TRITON_INTERPRET") != "1" and not ON_GPU:
@@ -288,18 +289,20 @@ def test_prepared_steps_choose_the_same_tokens(tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
-def test_a_shared_prefix_is_read_once_and_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tokenmill.runtime.executors.cuda import inputs
-
+@pytest.mark.parametrize("count", [1, 2])
+def test_shared_prefixes_are_read_once_and_change_nothing(
+    count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = config(tmp_path)
-    prefix = prompts(1, 9)[0][:3] * 6  # a page and a bit
-    asked = [[*prefix, *tail] for tail in prompts(3, 5)]
+    prefixes = [head[:3] * 6 for head in prompts(count, 9)]  # a page and a bit
+    asked = [[*prefix, *tail] for prefix in prefixes for tail in prompts(4 - count, 5)]
     with engine(folder, "cuda_graph") as llm:
         apart = greedy(llm, asked, 3)
-    monkeypatch.setattr(inputs, "_MIN_SAVED_READS", 1)
+    for limit in ("_MIN_SAVED_READS", "_MIN_SAVED_BY_RUN"):
+        monkeypatch.setattr(prefix_runs, limit, 1)
     with engine(folder, "cuda_graph") as llm:
-        greedy(llm, asked[:1], 1)  # its pages are in the cache for the others
+        greedy(llm, [[*prefix, 5] for prefix in prefixes], 1)  # their pages are in the cache for the others
         together = greedy(llm, asked, 3)
         executor: Any = llm.parts.runtime.executor
-        assert any(kind.shared for kind in executor._graphs)
+        assert {kind.prefixes for kind in executor._graphs} >= {prefix_runs.MAX_RUNS if count > 1 else 1}
     assert together == apart

@@ -28,7 +28,7 @@ import torch
 
 if TYPE_CHECKING:  # the table below for type checkers; a test compares the two
     from tokenmill.kernels.triton.adapters.site import GpuSite as GpuSite
-    from tokenmill.kernels.triton.attention.dense import SharedPrefix as SharedPrefix
+    from tokenmill.kernels.triton.attention.dense import SharedPrefixes as SharedPrefixes
     from tokenmill.kernels.triton.attention.dense import paged_attention as paged_attention
     from tokenmill.kernels.triton.attention.encoder import encoder_attention as encoder_attention
     from tokenmill.kernels.triton.attention.fp8_widening import DistinctPages as DistinctPages
@@ -92,7 +92,7 @@ if TYPE_CHECKING:  # the table below for type checkers; a test compares the two
 
 _EXPORTS = {
     "adapters.site": "GpuSite",
-    "attention.dense": "SharedPrefix paged_attention",
+    "attention.dense": "SharedPrefixes paged_attention",
     "attention.encoder": "encoder_attention",
     "attention.fp8_widening": "DistinctPages distinct_pages",
     "attention.latent": "latent_inputs latent_paged_attention",

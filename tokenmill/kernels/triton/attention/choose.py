@@ -19,6 +19,8 @@ be captured and replayed with other lengths. Knows no tensor contents and launch
 | latent rows                    | bf16, fp16, f32, fp8 | latent_kernel           | a row is key and value: read once |
 | one token per sequence, common | bf16 (fp8 widened)   | hopper or SHARED_PREFIX | common keys are read once for all |
 | prefix                         |                      | + DECODE + merge        | sequences                         |
+| the same, several prefixes     | bf16, fp16, f32, fp8 | SHARED_PREFIX + DECODE  | few rows each: bound by memory,   |
+|                                |                      | + merge                 | so not widened beforehand         |
 
 Tile shapes and limits were fitted on an H200 (`benchmarks/gpu_kernels.py attention`, `benchmarks/kv_attention.py`) with
 the heads of Llama-3.1-8B.
@@ -96,6 +98,38 @@ def choose_key_splits(programs: int, max_keys: int, keys: int, device: torch.dev
     wanted = per_processor * num_processors(device) // max(1, programs)
     splits = max(1, min(wanted, max_keys // (2 * keys), MAX_SPLITS))
     return 1 << (splits.bit_length() - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixPlan:
+    """How the keys of shared prefixes are attended to."""
+
+    tile: Tile
+    blocks: int  # of rows, all runs together
+    splits: int  # of the keys
+
+
+def plan_prefixes(
+    prefixes: int,
+    sequences: int,
+    group: int,
+    kv_heads: int,
+    head_dim: int,
+    element_size: int,
+    max_tokens: int,
+    device: torch.device,
+) -> PrefixPlan:
+    """One prefix is read by many rows: tiles as of prompts. Many are read by few rows each and bound by memory: smaller
+    tiles, and enough splits for runs of eight sequences to fill the GPU."""
+    tile = prefill_tile(group, head_dim, element_size)
+    if prefixes == 1:
+        blocks = -(-sequences // (tile.rows // group))
+        return PrefixPlan(tile, blocks, choose_key_splits(blocks * kv_heads, max_tokens, tile.keys, device, 1))
+    if head_dim <= 128 and element_size < 4:
+        tile = Tile(power_of_two(group, 64), 64, 4, 3)
+    blocks = sequences // (tile.rows // group) + min(prefixes, sequences // 2)
+    filled = -(-sequences // 8) * kv_heads
+    return PrefixPlan(tile, blocks, choose_key_splits(filled, max_tokens, tile.keys, device))
 
 
 def splits_beside_prompts(splits: int, tokens: int, heads: int, head_dim: int) -> int:

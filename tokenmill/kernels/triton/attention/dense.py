@@ -25,12 +25,15 @@ MERGE_ROWS = 4  # heads that a program of the prefix merge takes
 
 
 @dataclass(frozen=True, slots=True)
-class SharedPrefix:
-    """Single-token sequences [first, past) begin with the same pages. `bounds` int32 [3] on the device: first, past and
-    the number of tokens in common, a multiple of the page size (0: none, the launch is still right)."""
+class SharedPrefixes:
+    """Runs of single-token sequences, each of which begins with the same pages. On the device, int32: `runs` [N, 3] the
+    first sequence of each, the one past its last, and the number of tokens in common, a multiple of the page size (in
+    order; 0, or a first beyond all sequences: no run, the launch is still right); `tokens` [S] that number by sequence.
+    One run has kernels for many sequences; more than one are a power of two."""
 
-    bounds: Tensor
-    max_tokens: int  # upper bound of bounds[2]: fixes the launch
+    runs: Tensor
+    tokens: Tensor
+    max_tokens: int  # upper bound of a prefix: fixes the launch
 
 
 def attention(
@@ -67,7 +70,7 @@ def paged_attention(
     max_seq: int = 0,
     scales: tuple[Tensor, Tensor] | None = None,
     sinks: Tensor | None = None,
-    shared: SharedPrefix | None = None,
+    shared: SharedPrefixes | None = None,
     distinct: DistinctPages | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -159,33 +162,27 @@ class _Call:
         blocks = self.q.shape[0] // (tile.rows // self.group) + self.sequences
         self._launch(PREFILL, (blocks, self.kv_heads, 1), tile, self._partials(0), single_only=True)
 
-    def decode_after_prefix(self, shared: SharedPrefix, max_keys: int) -> None:
-        """Common keys once for all sequences, own keys per sequence, then one merge."""
-        common = choose.prefill_tile(self.group, self.head_dim, self.q.element_size())
-        stacked = triton.cdiv(self.sequences, common.rows // self.group)
-        common_splits = choose.choose_key_splits(
-            stacked * self.kv_heads, shared.max_tokens, common.keys, self.device, 1
-        )
+    def decode_after_prefix(self, shared: SharedPrefixes, max_keys: int) -> None:
+        """Common keys once for the sequences of a run, own keys per sequence, then one merge."""
         own = choose.decode_tile(self.group, self.sequences * self.kv_heads, self.device, self.fp8)
         own_splits = choose.choose_key_splits(self.sequences * self.kv_heads, max_keys, own.keys, self.device)
-        bounds, slots, prefix = shared.bounds, common_splits + own_splits, self
-        if self.fp8:
-            table = self.batch.block_table
-            prefix = self.with_pages(*widened_prefix(self.k_pages, self.v_pages, table, bounds, shared.max_tokens))
+        common = self._common_plan(shared)
+        slots = common.splits + own_splits
         partials = self._partials(slots)
-        if choose.hopper_suits(prefix.q, prefix.k_pages, self.window, self.cap):
-            prefix._launch_hopper(partials, bounds, common_splits)
+        if shared.runs.shape[0] == 1:
+            self._attend_one_prefix(shared, common, partials)
         else:
-            prefix._launch(SHARED_PREFIX, (stacked, self.kv_heads, common_splits), common, partials, bounds)
+            grid = (common.blocks, self.kv_heads, common.splits)
+            self._launch(SHARED_PREFIX, grid, common.tile, partials, shared.runs, prefixes=shared.runs.shape[0])
         grid = (self.sequences, self.kv_heads, own_splits)
-        self._launch(DECODE, grid, own, partials, bounds, first_slot=common_splits)
+        self._launch(DECODE, grid, own, partials, shared.tokens, first_slot=common.splits)
         _merge_prefix[(self.sequences, triton.cdiv(self.heads, MERGE_ROWS))](
             partials,
             self.out,
-            bounds,
+            shared.tokens,
             self.q.shape[0],
             self.out.stride(0),
-            common_splits,
+            common.splits,
             slots,
             HEADS=self.heads,
             HEAD_DIM=self.head_dim,
@@ -194,6 +191,22 @@ class _Call:
             PDL=uses_pdl(self.device),
             **options(self.device, 4, 1),
         )
+
+    def _common_plan(self, shared: SharedPrefixes) -> choose.PrefixPlan:
+        heads = (self.group, self.kv_heads, self.head_dim)
+        sizes = (self.q.element_size(), shared.max_tokens, self.device)
+        return choose.plan_prefixes(shared.runs.shape[0], self.sequences, *heads, *sizes)
+
+    def _attend_one_prefix(self, shared: SharedPrefixes, plan: choose.PrefixPlan, partials: Partials) -> None:
+        """FP8 pages are widened first: many blocks of rows read them."""
+        bounds, prefix = shared.runs[0], self
+        if self.fp8:
+            table = self.batch.block_table
+            prefix = self.with_pages(*widened_prefix(self.k_pages, self.v_pages, table, bounds, shared.max_tokens))
+        if choose.hopper_suits(prefix.q, prefix.k_pages, self.window, self.cap):
+            prefix._launch_hopper(partials, bounds, plan.splits)
+        else:
+            prefix._launch(SHARED_PREFIX, (plan.blocks, self.kv_heads, plan.splits), plan.tile, partials, bounds)
 
     def _partials(self, slots: int) -> Partials:
         """Room for `slots` partial results, values and logarithms in one buffer."""
@@ -220,6 +233,7 @@ class _Call:
         first_slot: int = 0,
         single_only: bool = False,
         split: bool = False,
+        prefixes: int = 1,
     ) -> None:
         """`split`: this launch writes partial results and merges them itself."""
         k_pages, v_pages, per_element = self.k_pages, self.v_pages, 1
@@ -239,6 +253,7 @@ class _Call:
             compute=self.compute,
             pdl=uses_pdl(self.device),
             interpreted=INTERPRETED,
+            prefixes=prefixes,
         )
         _attend[grid](
             self.q,

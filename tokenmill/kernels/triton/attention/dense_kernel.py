@@ -50,6 +50,7 @@ class Variant(NamedTuple):
     compute: Any  # tl.dtype of the operands
     pdl: bool
     interpreted: bool
+    prefixes: int = 1  # SHARED_PREFIX: runs of sequences, each with a prefix of its own
 
 
 @triton.jit
@@ -139,9 +140,11 @@ def _attend(
     q, out, pages, batch, partials, prefix, sinks, scale, cap, num_seqs, num_tokens, q_stride, out_stride, table_stride,
     splits, first_slot, GEOMETRY: tl.constexpr, VARIANT: tl.constexpr,
 ):  # fmt: skip
-    """q, out [T, heads * head_dim]; `prefix` int32 [3]: first and past-the-last sequence with a shared prefix and its
-    length in tokens. `sinks` float32 [heads]: logits that join the softmax and carry no value, or None. `first_slot`:
-    where the partial results of this launch begin."""
+    """q, out [T, heads * head_dim]; `prefix`: of SHARED_PREFIX int32 [prefixes, 3], by run of sequences with a shared
+    prefix: first, past the last, tokens of the prefix (runs in order, those that are not there begin beyond all
+    sequences or are empty); of DECODE after it int32 [S], the tokens of each sequence's shared prefix.
+    `sinks` float32 [heads]: logits that join the softmax and carry no value, or None. `first_slot`: where the partial
+    results of this launch begin."""
     MODE: tl.constexpr = VARIANT.mode
     ROWS: tl.constexpr = VARIANT.rows
     KEYS: tl.constexpr = VARIANT.keys
@@ -163,14 +166,21 @@ def _attend(
 
     # Which rows, and keys [low, end) of which sequence; keys before `unmasked_end` are seen by every row.
     if MODE == SHARED_PREFIX:
-        first_seq, past_seq = tl.load(prefix), tl.load(prefix + 1)
-        low, end = 0, tl.load(prefix + 2)
-        tokens = first_seq + tl.program_id(0) * TOKENS + tokens
+        block = tl.program_id(0)
+        # As prompts: the blocks of a run begin at its first sequence over TOKENS, plus the runs before it.
+        PREFIXES: tl.constexpr = VARIANT.prefixes
+        runs = tl.arange(0, PREFIXES)
+        begun = tl.load(prefix + 3 * runs) // TOKENS + runs <= block
+        run = tl.maximum(tl.sum(begun.to(tl.int32), 0) - 1, 0)
+        first_seq, past_seq = tl.load(prefix + 3 * run), tl.load(prefix + 3 * run + 1)
+        low, end = 0, tl.load(prefix + 3 * run + 2)
+        ahead = (block - (first_seq // TOKENS + run)) * TOKENS
+        tokens = first_seq + ahead + tokens
         live = (tokens < past_seq) & (rows < TOKENS * GROUP)
         positions = tl.zeros([ROWS], dtype=tl.int32) + end
         table = batch.block_table + first_seq.to(tl.int64) * table_stride
         unmasked_end = end
-        if first_seq + tl.program_id(0) * TOKENS >= past_seq:
+        if first_seq + ahead >= past_seq:
             end = 0
         seq = first_seq
     else:
@@ -201,9 +211,8 @@ def _attend(
         low = 0
         if WINDOW:
             low = tl.maximum(length - count + ahead - WINDOW + 1, 0)
-        if VARIANT.after_prefix:  # noqa: SIM102
-            if (seq >= tl.load(prefix)) & (seq < tl.load(prefix + 1)):
-                low = tl.load(prefix + 2)
+        if VARIANT.after_prefix:
+            low = tl.load(prefix + seq)
         unmasked_end = length - count + ahead + 1
         tokens = start + ahead + tokens
         table = batch.block_table + seq.to(tl.int64) * table_stride

@@ -99,7 +99,7 @@ def merge_partials(
 def _merge_prefix(
     partials,
     out,
-    prefix,
+    shared,
     num_tokens,
     out_stride,
     prefix_slots,
@@ -110,12 +110,13 @@ def _merge_prefix(
     ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Shared prefix (slots below `prefix_slots`) and own keys (the rest) of single tokens -> out."""
+    """Shared prefix (slots below `prefix_slots`) and own keys (the rest) of single tokens -> out. `shared` int32 [T]:
+    tokens of the prefix of each."""
     dependent_launch(PDL)
     token = tl.program_id(0)
     heads = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     live = heads < HEADS
-    sharing = (token >= tl.load(prefix)) & (token < tl.load(prefix + 1)) & (tl.load(prefix + 2) > 0)
+    sharing = tl.load(shared + token) > 0
     first = tl.where(sharing, 0, prefix_slots)
     line = token.to(tl.int64) * HEADS + heads
     merged = merge_partials(partials, line, live, num_tokens, first, slots, HEADS, HEAD_DIM, PADDED_DIM, ROWS, 4)

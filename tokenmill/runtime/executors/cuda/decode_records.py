@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from tokenmill.runtime.executors.cuda.checks import Expected
+from tokenmill.runtime.executors.cuda.prefix_runs import MAX_RUNS
 from tokenmill.runtime.executors.cuda.step_features import RowReports
 from tokenmill.types import Request, ScheduledTokens
 
 SMALL_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 _BUCKET_STEP = 32
+_MANY_ROWS = 16  # of a step that is prepared for many prefixes
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +26,18 @@ class StepKind:
     """What fixes the launches of a step. Lengths do not: the kernels read them on the device."""
 
     rows: int
-    shared: bool  # some rows share a prefix of pages
+    prefixes: int  # that rows share, at most: 0, 1 or MAX_RUNS
     filtered: bool  # some rows use top-k, top-p or min-p
     guesses: bool = False  # a draft head computes the next drafts
     adapted: bool = False  # some rows have adapters
     penalized: bool = False  # some rows have penalties
+
+
+def decode_kinds(sizes: Sequence[int], can_share: bool) -> list[StepKind]:
+    """Kinds of decode steps to prepare, the likeliest last."""
+    least_rows = {0: 1, 1: 2, MAX_RUNS: _MANY_ROWS} if can_share else {0: 1}
+    kinds = [StepKind(rows, each, filtered) for each in least_rows for filtered in (False, True) for rows in sizes]
+    return [kind for kind in reversed(kinds) if kind.rows >= least_rows[kind.prefixes]]
 
 
 @dataclass(slots=True, eq=False)

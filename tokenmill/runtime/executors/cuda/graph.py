@@ -31,6 +31,7 @@ from tokenmill.runtime.executors.cuda.decode_records import (
     LaunchedStep,
     StepKind,
     buckets,
+    decode_kinds,
 )
 from tokenmill.runtime.executors.cuda.eager import CudaEagerExecutor
 from tokenmill.runtime.executors.cuda.inputs import DecodeInputs
@@ -91,7 +92,7 @@ class CudaGraphExecutor(CudaEagerExecutor):
 
     def hold_adapters(self, num_slots: int, max_rank: int) -> None:
         super().hold_adapters(num_slots, max_rank)
-        adapted = [StepKind(rows, False, False, adapted=True) for rows in reversed(self._buckets)]
+        adapted = [StepKind(rows, 0, False, adapted=True) for rows in reversed(self._buckets)]
         self._unprepared = [*adapted, *self._unprepared]
 
     @torch.inference_mode()
@@ -212,11 +213,9 @@ class CudaGraphExecutor(CudaEagerExecutor):
 
     def _kinds(self) -> list[StepKind | PromptKind]:
         """Kinds to prepare, the likeliest last."""
-        shared = [False, True] if self._inputs.can_share else [False]
-        kinds = [StepKind(rows, s, filtered) for s in shared for filtered in (False, True) for rows in self._buckets]
-        decodes = reversed([kind for kind in kinds if kind.rows > 1 or not kind.shared])
+        decodes = decode_kinds(self._buckets, self._inputs.can_share)
         if self._prompts is None:
-            return list(decodes)
+            return [*decodes]
         prompts = self._prompts.inputs
         long = [kind for kind in (prompts.long_kind(),) if kind is not None]
         return [*long, *prompts.busy_kinds(), *decodes, *prompts.likely_kinds()]
@@ -340,8 +339,8 @@ class CudaGraphExecutor(CudaEagerExecutor):
         """Launch the step whose inputs were filled last; rows and pages are for the caller to enter."""
         inputs = self._inputs
         rows = next(bucket for bucket in self._buckets if bucket >= len(requests))
-        shared, penalized = inputs.shared_tokens > 0, self._features.penalized
-        hidden = self._run(StepKind(rows, shared, inputs.filtered, guesses, inputs.adapted, penalized))
+        penalized = self._features.penalized
+        hidden = self._run(StepKind(rows, inputs.prefixes, inputs.filtered, guesses, inputs.adapted, penalized))
         reports = self._features.report(self._logits, inputs.sampled)
         ids, drafts, event = inputs.receive(guesses)
         kept = None if hidden is None else hidden[: len(requests)].clone()
@@ -363,7 +362,7 @@ class CudaGraphExecutor(CudaEagerExecutor):
     def _capture(self, kind: StepKind) -> CapturedStep:
         outputs: list[tuple[Tensor, Tensor | None]] = []
         graph = self._record(lambda: outputs.append(self._step(kind)))
-        _log.info("captured a step of %d rows%s", kind.rows, " with a shared prefix" if kind.shared else "")
+        _log.info("captured a step of %d rows%s", kind.rows, " with shared prefixes" if kind.prefixes else "")
         return CapturedStep(graph, *outputs[0])
 
     def _record(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
@@ -385,7 +384,7 @@ class CudaGraphExecutor(CudaEagerExecutor):
         if self._guesser is not None:
             self._guesser.note(batch)
         moves = self._states is not None and kind.rows <= self._states.num_spares
-        shared = inputs.shared(kind.shared)
+        shared = inputs.shared(kind.prefixes)
         ops: Any = CudaOps(
             self.store, self.table, batch, shared=shared, moves_states=moves, adapters=self.adapters, replaces=False
         )

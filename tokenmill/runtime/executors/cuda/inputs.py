@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from itertools import groupby
 
 import numpy as np
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 from tokenmill.hardware.kv_layout import KVLayout
 from tokenmill.kernels import triton as gpu
 from tokenmill.runtime.executors.cuda.checks import Tables
+from tokenmill.runtime.executors.cuda.prefix_runs import MAX_RUNS, find_runs
 from tokenmill.runtime.executors.cuda.sampling import cutoffs, is_filtered, seed, top_k
 from tokenmill.types import Batch, Request, ScheduledTokens
 
@@ -26,7 +26,7 @@ from tokenmill.types import Batch, Request, ScheduledTokens
 # filled. When a slot comes round again, the host has waited for the step that used it or for a later one. The device
 # advances its own index into the ring (`begin_step`), because a captured graph cannot be told which slot is next.
 _RING_SLOTS = 3
-_MIN_SAVED_READS = 16384  # keys per layer that a shared prefix must save to pay for two more launches
+_BEYOND_ROWS = 1 << 30  # where runs of rows begin that are not there
 
 
 class DecodeInputs:
@@ -49,7 +49,8 @@ class DecodeInputs:
         self._floats = zeros(3, max_rows, dtype=torch.float32)  # temperature, top-p, min-p
         self._top_k = zeros(max_rows, dtype=torch.int32)
         self._seeds = zeros(max_rows)
-        self._bounds = zeros(3, dtype=torch.int32)
+        self._runs = zeros(MAX_RUNS, 3, dtype=torch.int32)  # of rows with a shared prefix: first, past, its tokens
+        self._shared_tokens = zeros(max_rows, dtype=torch.int32)  # by row: tokens of the prefix that it shares
         self._ids, self._positions, self._sample_positions = zeros(max_rows), zeros(max_rows), zeros(max_rows)
         self._seq_lens = zeros(max_rows, dtype=torch.int32)
         self._slots = [zeros(max_rows) for _ in range(groups)]
@@ -75,7 +76,7 @@ class DecodeInputs:
         self.drafts = zeros(0, 0)  # [rows, depth] of steps that compute drafts; allocated by `prepare_drafts`
         self._owners = zeros(0, dtype=torch.int32)
         self.filtered = False
-        self.shared_tokens = 0  # prefix tokens that the rows in `_bounds` share; 0: none do
+        self.prefixes = 0  # entries of `_runs` that a step has to look at: none, one or all
 
     @property
     def copied_buffers(self) -> tuple[Tensor, ...]:
@@ -85,7 +86,8 @@ class DecodeInputs:
             self._floats,
             self._top_k,
             self._seeds,
-            self._bounds,
+            self._runs,
+            self._shared_tokens,
             self._state_slots,
             self._adapter_slots,
         )
@@ -113,7 +115,7 @@ class DecodeInputs:
         if not same_requests:
             self._send_parameters(buffers, requests)
         if changed or not same_requests:
-            self._find_shared_prefix(buffers, tables, min(positions))
+            self._find_shared_prefixes(buffers, tables, positions)
         self._send_states(buffers)
         self._send_adapters(buffers)
 
@@ -150,7 +152,7 @@ class DecodeInputs:
 
     def longest_first(self, rows: Sequence[ScheduledTokens]) -> list[int]:
         """The order in which rows are best computed: attention takes them one after the other, and long ones at the end
-        would leave most of the GPU idle. Rows with the same first page stay adjacent, for `_find_shared_prefix`."""
+        would leave most of the GPU idle. Rows with the same first page stay adjacent, for `find_runs`."""
         firsts = [row.block_tables[self._full_group][0] for row in rows]
         counts = Counter(firsts) if self.can_share else {}
         shared = [first if counts.get(first, 1) > 1 else -1 for first in firsts]
@@ -164,9 +166,8 @@ class DecodeInputs:
         """Inputs of a step of padding rows only, to be run exactly once: it stores no keys or values."""
         buffers = self._next_slot(device_in_step=False)
         self._host_arrays[self._slot][:] = gpu.PADDING_POSITION
-        buffers.array(self._bounds)[:] = 0
-        buffers.array(self._floats)[:] = 0.0
-        for buffer in (self._bounds, self._floats):
+        for buffer in (self._runs, self._shared_tokens, self._floats):
+            buffers.array(buffer)[:] = 0
             buffers.send(buffer)
         self.set_states([], [])
         self._send_states(buffers)
@@ -206,24 +207,21 @@ class DecodeInputs:
             buffers.send(buffer)
         self.filtered = any(is_filtered(request) for request in requests)
 
-    def _find_shared_prefix(self, buffers: _HostBuffers, tables: Sequence[Tables], first: int) -> None:
-        """Send the bounds of the longest run of rows with the same first page, and how many leading tokens they share.
-        Pages from position `first` on do not count: this step writes to them, perhaps by several rows."""
-        self.shared_tokens = 0
-        if self._full_group < 0 or len(tables) < 2:
+    def _find_shared_prefixes(self, buffers: _HostBuffers, tables: Sequence[Tables], positions: Sequence[int]) -> None:
+        """Send which runs of rows begin with the same pages, and how many tokens that is."""
+        runs = []
+        if self._full_group >= 0:
+            runs = find_runs([table[self._full_group] for table in tables], positions, self._page_size)
+        self.prefixes = len(runs) if len(runs) < 2 else MAX_RUNS
+        if not runs:
             return
-        page_ids = [table[self._full_group] for table in tables]
-        runs = [[row for row, _ in run] for _, run in groupby(enumerate(page_ids), key=lambda pair: pair[1][0])]
-        rows = max(runs, key=len)
-        # What the smallest and the largest list have in common, all lists between them have.
-        low, high = (pick(page_ids[row] for row in rows) for pick in (min, max))
-        common = next((n for n, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), min(len(low), len(high)))
-        tokens = min(common, first // self._page_size) * self._page_size
-        if (len(rows) - 1) * tokens < _MIN_SAVED_READS:
-            return
-        self.shared_tokens = tokens
-        buffers.array(self._bounds)[:] = (rows[0], rows[-1] + 1, tokens)
-        buffers.send(self._bounds)
+        array, by_row = buffers.array(self._runs), buffers.array(self._shared_tokens)
+        array[:], by_row[:] = (_BEYOND_ROWS, 0, 0), 0
+        array[: len(runs)] = runs
+        for run in runs:
+            by_row[run.first : run.past] = run.tokens
+        buffers.send(self._runs)
+        buffers.send(self._shared_tokens)
 
     # --- drafts that the step itself computes ---
 
@@ -298,8 +296,10 @@ class DecodeInputs:
             adapter_slots=self._adapter_slots[:rows] if adapted else None,
         )
 
-    def shared(self, any_shared: bool) -> gpu.SharedPrefix | None:
-        return gpu.SharedPrefix(self._bounds, self.capacity) if any_shared else None
+    def shared(self, prefixes: int) -> gpu.SharedPrefixes | None:
+        if not prefixes:
+            return None
+        return gpu.SharedPrefixes(self._runs[:prefixes], self._shared_tokens, self.capacity)
 
     def sampling(self, rows: int, filtered: bool) -> gpu.SamplingTensors:
         floats = self._floats[:, :rows]

@@ -64,7 +64,7 @@ class CudaOps:
         adapters: AdapterBank | None = None,
         replaces: bool = True,
     ) -> None:
-        """`rows`: tokens of the batch whose logits are computed, None: all. `shared`: a SharedPrefix for layers without
+        """`rows`: tokens of the batch whose logits are computed, None: all. `shared`: SharedPrefixes for layers without
         a window. `distinct`: for each KV group its DistinctPages, where long prompts read FP8 pages. `expands`: the
         step has long prompts and is not captured, so that latent attention may expand their keys and values. `drafted`:
         of a step with drafts, where recurrent layers compute. `moves_states`: no state is written where one is read.
