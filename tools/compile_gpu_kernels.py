@@ -205,7 +205,7 @@ def _batch(counts: list[int], page_size: int) -> tuple[torch.Tensor, torch.Tenso
 
 def _attention_cases() -> Iterator[Case]:
     """GPT-OSS: sinks, every other layer with a window."""
-    from tokenmill.kernels.triton.attention.dense import SharedPrefix, paged_attention
+    from tokenmill.kernels.triton.attention.dense import SharedPrefixes, paged_attention
 
     heads, kv_heads, head_dim, page_size = 64, 8, 64, 16
     sinks, scales = torch.empty(heads), (torch.empty(kv_heads), torch.empty(kv_heads))
@@ -217,10 +217,28 @@ def _attention_cases() -> Iterator[Case]:
             call = partial(paged_attention, q, pages, pages, *_batch(counts, page_size), 0.1, window, **keywords)
             yield f"sinks {dtype} {window} {step}", call
         q = torch.empty(8, heads * head_dim, dtype=torch.bfloat16)
-        shared = SharedPrefix(torch.zeros(3, dtype=torch.int32), 1024)
-        if not window:
+        for runs in (1, 64) if not window else ():
+            shared = SharedPrefixes(torch.zeros(runs, 3, dtype=torch.int32), torch.zeros(8, dtype=torch.int32), 1024)
             arguments = (q, pages, pages, *_batch([1] * 8, page_size), 0.1)
-            yield f"sinks {dtype} shared", partial(paged_attention, *arguments, shared=shared, **keywords)
+            yield f"sinks {dtype} shared {runs}", partial(paged_attention, *arguments, shared=shared, **keywords)
+
+
+def _prefix_cases() -> Iterator[Case]:
+    """Llama-3.1-8B: many prefixes in one step; thresholds of sampling."""
+    from tokenmill.kernels.triton.attention.dense import SharedPrefixes, paged_attention
+    from tokenmill.kernels.triton.step.thresholds import search
+
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn):
+        pages = torch.empty(4, 8, 16, 128, dtype=dtype)
+        scales = None if dtype == torch.bfloat16 else (torch.empty(8), torch.empty(8))
+        runs, tokens = torch.zeros(64, 3, dtype=torch.int32), torch.zeros(256, dtype=torch.int32)
+        arguments = (torch.empty(256, 4096, dtype=torch.bfloat16), pages, pages, *_batch([1] * 256, 16), 0.1)
+        call = partial(paged_attention, *arguments, shared=SharedPrefixes(runs, tokens, 16384), scales=scales)
+        yield f"prefixes {dtype}", call
+    for dtype in (torch.bfloat16, torch.float32):
+        ones = torch.empty(64)
+        logits, top_k = torch.empty(64, 128256, dtype=dtype), torch.empty(64, dtype=torch.int32)
+        yield f"sampling {dtype}", partial(search, logits, ones, top_k, ones, ones)
 
 
 def _latent_cases() -> Iterator[Case]:
@@ -335,7 +353,8 @@ def main() -> None:
     compilation = Compilation()
     JITFunction.run = lambda self, *args, **keywords: compilation(self, *args, **keywords)
     print(f"Triton {triton.__version__}")
-    others = (_attention_cases(), _latent_cases(), _linear_cases(), _recurrent_cases(), _adapter_cases())
+    attention = (_attention_cases(), _prefix_cases(), _latent_cases())
+    others = (*attention, _linear_cases(), _recurrent_cases(), _adapter_cases())
     for name, call in itertools.chain(_expert_cases(options.all), *others):
         if all(part in name for part in options.names):
             compilation.case = name

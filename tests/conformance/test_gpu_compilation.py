@@ -22,6 +22,8 @@ _ROOT = Path(__file__).parents[2]
         "qwen3-30b int4",
         "gpt-oss-20b mxfp4",
         "sinks",
+        "prefixes",
+        "sampling",
         "latent",
         "blocks",
         "router",

@@ -27,7 +27,7 @@ class PrefixRun(NamedTuple):
         return (self.past - self.first - 1) * self.tokens
 
 
-def find_runs(page_ids: Sequence[Sequence[int]], positions: Sequence[int], page_size: int) -> list[PrefixRun]:
+def find_runs(page_ids: Sequence[list[int]], positions: Sequence[int], page_size: int) -> list[PrefixRun]:
     """Runs that are worth it, by row: one where it saves most of what all of them do (its kernels are faster), else up
     to MAX_RUNS, else none. Pages from the position of a row on do not count: this step writes to them, perhaps by
     several rows."""
@@ -47,7 +47,7 @@ def find_runs(page_ids: Sequence[Sequence[int]], positions: Sequence[int], page_
     return sorted(sorted(runs, key=lambda run: -run.saved)[:MAX_RUNS])
 
 
-def _common(tables: Sequence[Sequence[int]]) -> int:
+def _common(tables: Sequence[list[int]]) -> int:
     """Leading pages that all tables share: what the smallest and the largest have in common, all between them have."""
     low, high = min(tables), max(tables)
     return next((n for n, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), min(len(low), len(high)))
