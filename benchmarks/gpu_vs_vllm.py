@@ -6,7 +6,8 @@
 The shape is that of any config.json (default: Llama-3.1-8B's; `int4` is groups of 128 without zero points, for vLLM a
 GPTQ file of the same), the workloads are those of gpu_workloads.py. A line of JSON per workload as it is measured (also
 appended to `--out`), a table at the end. `--vllm` runs peers/vllm_bench.py before each variant; the table then has
-ratios. Each engine and variant has a process of its own. Ours answers a request first ("start to first token") and then
+ratios. Each engine and variant has a process of its own, which imports its packages while the one before is measured
+and touches the GPU only when that one has ended. Ours answers a request first ("start to first token") and then
 captures all kinds of steps ("warm up"), as a server does when idle; vLLM captures before it is ready.
 """
 
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -118,20 +120,44 @@ def make_codes_alike(llm: LLM) -> None:
             codes.fill_(0x77777777)
 
 
-def collect(engine: str, variant: str, command: list[str], packages: Path | None, keep: Callable[[Row], None]) -> None:
-    """Run one engine in a process of its own and keep its figures as they come."""
-    paths = [str(packages)] if packages is not None else []
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One engine on one variant, in a process that waits for a line on stdin once all is imported."""
+
+    engine: str
+    variant: str
+    command: list[str]
+    packages: Path | None = None
+
+    def start(self) -> subprocess.Popen[str]:
+        paths = [str(self.packages)] if self.packages is not None else []
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        return subprocess.Popen([*self.command, "--wait"], text=True, env=environment, **pipes)
+
+
+def collect(jobs: list[Job], keep: Callable[[Row], None]) -> None:
+    """Run them one after the other and keep their figures as they come."""
+    process = jobs[0].start()
+    for job, following in zip(jobs, [*jobs[1:], None], strict=True):
+        assert process.stdin is not None
         assert process.stdout is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+        waiting = None if following is None else following.start()
         for line in process.stdout:
             if line.startswith('{"workload"'):
                 row = json.loads(line)
+                if "error" in row:
+                    print(f"{job.engine}: {row}", file=sys.stderr)
+                    continue
                 workload = row.pop("workload")
                 for figure, value in row.items():
-                    keep({"engine": engine, "variant": variant, "workload": workload, figure: value})
-    if process.returncode:
-        print(f"{engine} ended with status {process.returncode}", file=sys.stderr)
+                    keep({"engine": job.engine, "variant": job.variant, "workload": workload, figure: value})
+        if process.wait():
+            print(f"{job.engine} ended with status {process.returncode}", file=sys.stderr)
+        if waiting is not None:
+            process = waiting
 
 
 def table(rows: list[Row]) -> str:
@@ -171,10 +197,13 @@ def main() -> None:
     parser.add_argument("--vllm-python", default=sys.executable, help="the Python that has vLLM (default: this one)")
     parser.add_argument("--vllm-packages", type=Path, help="folder with vLLM, put on its PYTHONPATH")
     parser.add_argument("--alone", type=Path, metavar="MODEL", help="only our engine, in this process, on this folder")
+    parser.add_argument("--wait", action="store_true", help="with --alone: once all is imported, wait for a line")
     arguments = parser.parse_args()
     config = CONFIG if arguments.config is None else json.loads(arguments.config.read_text())
     sizes = {"steps": arguments.steps, "vocabulary": min(100000, config["vocab_size"])}
     if arguments.alone is not None:
+        if arguments.wait:
+            sys.stdin.readline()
         measure(arguments.variants, arguments.alone, arguments.workloads.split(","), sizes)
         return
     rows: list[Row] = []
@@ -190,15 +219,17 @@ def main() -> None:
         plain = write_model(Path(folder) / "plain", config)
         int4 = write_model(Path(folder) / "int4", config, quantization_config=VLLM_INT4)
         more = ["--workloads", arguments.workloads, "--steps", str(arguments.steps)]
+        jobs = []
         for variant in arguments.variants.split(","):
             if arguments.vllm:
                 model = int4 if variant == "int4" else plain
                 vocabulary = ["--vocabulary", str(sizes["vocabulary"])]
                 peer = [str(VLLM_SCRIPT), str(model), *VLLM_OPTIONS[variant], *more, *vocabulary]
-                collect("vllm", variant, [arguments.vllm_python, *peer], arguments.vllm_packages, keep)
+                jobs.append(Job("vllm", variant, [arguments.vllm_python, *peer], arguments.vllm_packages))
             shape = [] if arguments.config is None else ["--config", str(arguments.config)]
-            command = [__file__, *shape, "--variants", variant, *more, "--alone", str(plain)]
-            collect("tokenmill", variant, [sys.executable, *command], None, keep)
+            command = [sys.executable, __file__, *shape, "--variants", variant, *more, "--alone", str(plain)]
+            jobs.append(Job("tokenmill", variant, command))
+        collect(jobs, keep)
     print(table(rows))
 
 

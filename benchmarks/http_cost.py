@@ -112,7 +112,7 @@ def _served(options: argparse.Namespace) -> dict[str, float]:
         address = urlsplit(server.url)
         place = (str(address.hostname), int(address.port or 80))
         asyncio.run(_load(place, _prompts(options, 2, 99), 8))
-        _wait_quiet(place)
+        wait_quiet(place)
         for streams in map(int, options.streams.split(",")):
             times: list[float] = []
             for number in range(options.repeat + 1):
@@ -122,7 +122,7 @@ def _served(options: argparse.Namespace) -> dict[str, float]:
     return result
 
 
-def _wait_quiet(place: tuple[str, int]) -> None:
+def wait_quiet(place: tuple[str, int]) -> None:
     """Until an idle engine is done with what it prepares: health checks then take no time."""
     end = time.monotonic() + _WARM_SECONDS
     quiet_since = time.monotonic()
