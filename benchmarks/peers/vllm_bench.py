@@ -28,7 +28,8 @@ from benchmarks.gpu_workloads import NAMES, Workloads, report
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the model is a folder: nothing is to be downloaded
-# Of top-k and top-p, which no workload asks for; compiling it takes two minutes at the first start on a machine.
+# Of top-k and top-p: rows with seeds of their own, the only ones that ask for these here, do without it anyway, and
+# compiling it takes two minutes at the first start on a machine.
 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 
 # So that `spread_routes` may be sent to its worker.
