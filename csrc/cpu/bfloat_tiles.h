@@ -2,10 +2,10 @@
 //
 // Activations become two bfloat16 terms, the rounded value and the rounded rest, so that 2^-17 of a value is lost at
 // most. Everything is in tiles of 1 KiB: of activations 8 rows as 16 lines of 32 k, the two terms of a row in turn; of
-// weights 16 outputs x 32 k, pairs of k side by side, as the processor wants its second operand. A tile of sums, 16 lines
-// of 16 outputs in float32, stays in its register over all of k, and the two lines of a row are added at the end. A row
-// goes the same way alone and among others, so its bits do not depend on their number. Weights take as many bytes as in
-// the file. linear_tiles.cpp stores and divides, arch/bfloat_tiles_impl.h multiplies.
+// weights 16 outputs x 32 k, pairs of k side by side, as the processor wants its second operand. A tile of sums, 16
+// lines of 16 outputs in float32, stays in its register over all of k, and the two lines of a row are added at the end.
+// A row goes the same way alone and among others, so its bits do not depend on their number. Weights take as many bytes
+// as in the file. linear_tiles.cpp stores and divides, arch/bfloat_tiles_impl.h multiplies.
 #pragma once
 
 #include <cstdint>

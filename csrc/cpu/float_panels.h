@@ -1,9 +1,10 @@
-// F32, F16 and BF16 weights in panels of columns, multiplied in float32 by whole vectors of outputs: everything but NEON.
+// F32, F16 and BF16 weights in panels of columns, multiplied in float32 by whole vectors of outputs: everything but
+// NEON.
 //
-// A panel is `columns` rows of the weight, transposed: the numbers of one k lie side by side. A pass multiplies a few rows
-// of activations with two vectors of outputs and keeps their sums in registers over all of k, so that every output is one
-// chain of fused products in the order of k: the same bits for any number of rows and threads. linear_float_panels.cpp
-// stores the panels, float_panels_impl.h multiplies, once per instruction set.
+// A panel is `columns` rows of the weight, transposed: the numbers of one k lie side by side. A pass multiplies a few
+// rows of activations with two vectors of outputs and keeps their sums in registers over all of k, so that every output
+// is one chain of fused products in the order of k: the same bits for any number of rows and threads.
+// linear_float_panels.cpp stores the panels, float_panels_impl.h multiplies, once per instruction set.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +15,8 @@
 
 namespace tokenmill {
 
-// y[t][c] = panel[.][c] . x[t] (+ bias[c]) for t < m and the first `count` columns; rows of x and y are ldx and ldy apart.
+// y[t][c] = panel[.][c] . x[t] (+ bias[c]) for t < m and the first `count` columns; rows of x and y are ldx and ldy
+// apart.
 struct PanelProduct {
   const void* panel;
   const float* x;

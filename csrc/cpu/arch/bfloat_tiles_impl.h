@@ -1,5 +1,5 @@
-// The products of bfloat_tiles.h over the tile instructions of amx_tiles.h. Plain C++ besides, so that a test can run it
-// with emulated tiles. Included by amx_bfloat.cpp and test/tiles_test.cpp.
+// The products of bfloat_tiles.h over the tile instructions of amx_tiles.h. Plain C++ besides, so that a test can run
+// it with emulated tiles. Included by amx_bfloat.cpp and test/tiles_test.cpp.
 #pragma once
 
 #include <cmath>
@@ -40,7 +40,8 @@ constexpr int kRowTile = 4, kWeightTile = 6;
 
 inline TileShapes bfloat_shapes(int tokens) {
   TileShapes shapes;
-  const int first = tokens < kTileTokens ? tokens : kTileTokens, second = tokens > kTileTokens ? tokens - kTileTokens : 1;
+  const int first = tokens < kTileTokens ? tokens : kTileTokens;
+  const int second = tokens > kTileTokens ? tokens - kTileTokens : 1;
   const int lines[8] = {2 * first, 2 * first, 2 * second, 2 * second, 2 * first, 2 * second, 16, 16};
   for (int i = 0; i < 8; ++i) {
     shapes.row_bytes[i] = 64;

@@ -1,5 +1,5 @@
-// Float weights against float64 in odd shapes, for any number of rows. Shared by linear_test.cpp (the instruction sets of
-// the machine) and tiles_test.cpp (those that it lacks, emulated).
+// Float weights against float64 in odd shapes, for any number of rows. Shared by linear_test.cpp (the instruction sets
+// of the machine) and tiles_test.cpp (those that it lacks, emulated).
 #pragma once
 
 #include <functional>

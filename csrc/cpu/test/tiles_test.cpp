@@ -1,9 +1,6 @@
 // Products of float weights that need instructions this machine may lack: tiles of bfloat16 emulated, panels as wide as
 // those of AVX-512 in plain vectors. Index arithmetic, shapes of tiles, odd sizes; the instructions themselves are
 // linear_test's, where the machine has them.
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wpsabi"  // vectors wider than the machine's, only in functions that are inlined
-#endif
 #define TOKENMILL_EMULATED_TILES
 #define TOKENMILL_PANEL_LANES 16
 #include <limits>
