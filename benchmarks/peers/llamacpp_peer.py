@@ -3,18 +3,31 @@
 One context per measurement, so that sizes fit; weights are loaded once. Every sequence has KV cells of its own
 (`kv_unified = False`, as llama-server runs its slots): in a unified cache each sequence attends over the cells of all,
 which costs llama.cpp a sixth at batch 16 and more than half with a shared prefix. One library call per step, no work
-per token. Used by peer_process.py.
+per token. Only the bindings are imported, not the package, which brings numpy: see peer_process.py, the user.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import sys
 import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import llama_cpp as lib
+
+def _bindings() -> Any:
+    """llama_cpp.llama_cpp, below a package whose own code was not run."""
+    spec = importlib.util.find_spec("llama_cpp")
+    if spec is None:
+        raise ModuleNotFoundError("No module named 'llama_cpp' (package llama-cpp-python)")
+    sys.modules.setdefault("llama_cpp", importlib.util.module_from_spec(spec))
+    return importlib.import_module("llama_cpp.llama_cpp")
+
+
+lib = _bindings()
 
 
 class Peer:

@@ -1,19 +1,23 @@
 """llama.cpp (or another peer) in a process of its own, stopped while the other side is measured.
 
 Its threads keep spinning for a while after their work, and it assumes that nobody else configures the AMX tiles of its
-threads. Used by cpu_vs_llamacpp.py, cpu_experts.py and cpu_shapes.py.
+threads. The process is a new interpreter that runs this file and imports nothing but the peer: with numpy or tokenmill
+loaded first, llama.cpp was seen to crash on x86 where it had been built with another compiler than they were. Used by
+cpu_vs_llamacpp.py, cpu_experts.py, cpu_shapes.py and gguf_low_bit.py.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import importlib
-import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Sequence
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +30,10 @@ class PeerProcess:
     """The methods of llamacpp_peer.Peer that measure; `module` is another one in this folder with a `Peer`."""
 
     def __init__(self, path: Path, threads: int, module: str = "llamacpp_peer") -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
+        self._pipe, theirs = Pipe()
         self._name = f"{module} with {path.name}"
-        self._process = context.Process(target=_serve, args=(theirs, path, threads, module), daemon=True)
-        self._process.start()
+        command = [sys.executable, __file__, str(theirs.fileno()), str(path), str(threads), module]
+        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
         atexit.register(self._process.kill)  # a stopped process receives no milder signal
         theirs.close()
         self.vocab_size: int = self._answer()
@@ -56,7 +59,7 @@ class PeerProcess:
     def close(self) -> None:
         self._ask("close")
         self._signal(signal.SIGCONT)
-        self._process.join()
+        self._process.wait()
 
     def _ask(self, *request: Any) -> Any:
         try:
@@ -67,8 +70,9 @@ class PeerProcess:
         return self._answer()
 
     def _ended(self) -> PeerEnded:
-        self._process.join(10)
-        code = self._process.exitcode
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(10)
+        code = self._process.returncode
         if code is not None and code < 0:  # nothing was printed then
             return PeerEnded(f"{self._name}: ended by {signal.Signals(-code).name}")
         return PeerEnded(f"{self._name}: ended with status {code}; its own message is above")
@@ -82,14 +86,12 @@ class PeerProcess:
         return answer
 
     def _signal(self, number: int) -> None:
-        assert self._process.pid is not None
         os.kill(self._process.pid, number)
 
 
 def _serve(pipe: Connection, path: Path, threads: int, module: str) -> None:
-    peers = importlib.import_module(f"benchmarks.peers.{module}")  # only this process needs the library
-
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: never left behind as a stopped process
+    peers = importlib.import_module(f"benchmarks.peers.{module}")  # only this process needs the library
     peer = peers.Peer(path, threads)
     pipe.send(peer.vocab_size)
     while True:
@@ -97,3 +99,8 @@ def _serve(pipe: Connection, path: Path, threads: int, module: str) -> None:
         pipe.send(getattr(peer, name)(*arguments))
         if name == "close":
             return
+
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parents[2])  # instead of this folder
+    _serve(Connection(int(sys.argv[1])), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

@@ -44,7 +44,8 @@ const char* const kNames[] = {"portable", "neon_dotprod", "neon_i8mm", "avx2", "
 #if defined(__x86_64__)
 bool cpu_has_tiles() {
   unsigned a, b, c, d;
-  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 24 & 1) && (d >> 25 & 1);  // AMX-TILE, AMX-INT8
+  constexpr unsigned kTiles = 1u << 22 | 1u << 24 | 1u << 25;  // AMX-BF16, AMX-TILE, AMX-INT8
+  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & kTiles) == kTiles;
 }
 #endif
 

@@ -1,35 +1,34 @@
-// F32, F16 and BF16 weights: kept as they lie in the file, multiplied in float32.
+// F32, F16 and BF16 weights. On aarch64: kept as they lie in the file, multiplied in float32. Elsewhere: which of the
+// packed forms a weight gets.
 //
-// Bound by memory for one row of activations and by float arithmetic for many; activations stay float32. See
-// float_block.h for the order of the sums.
+// Bound by memory for one row of activations and by float arithmetic for many; activations stay float32, or become two
+// bfloat16 terms (bfloat_tiles.h). See float_block.h and float_panels.h for the order of the sums.
 #include <algorithm>
 
-#include "float_block.h"
 #include "linear_panel.h"
 #if defined(__aarch64__)
 #include <arm_neon.h>
+
+#include "float_block.h"
+#else
+#include "bfloat_tiles.h"
+#include "float_panels.h"
 #endif
 
 namespace tokenmill {
+
+#if defined(__aarch64__)
 namespace {
 
 struct AsBfloat {
   using Storage = uint16_t;
   static float load(uint16_t value) { return bfloat_to_float(value); }
-#if defined(__aarch64__)
   static Float4 four(const uint16_t* p) { return (Float4)vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16)); }
-#else
-  static void widen(const uint16_t* w, float* out, int64_t n) { float_kernels().bfloat_to_float(w, out, n); }
-#endif
 };
 struct AsHalf {
   using Storage = uint16_t;
   static float load(uint16_t value) { return half_to_float(value); }
-#if defined(__aarch64__)
   static Float4 four(const uint16_t* p) { return (Float4)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
-#else
-  static void widen(const uint16_t* w, float* out, int64_t n) { float_kernels().half_to_float(w, out, n); }
-#endif
 };
 
 constexpr int kTileRows = 16;
@@ -62,7 +61,7 @@ class PlainLinear final : public Linear {
     for (int row = begin; row < end; ++row) std::copy_n(x + row * ldx, cols, out + row * cols);
   }
   int num_tiles(int) const override { return int((rows + kTileRows - 1) / kTileRows); }
-  // Many rows (x86: any number): 4 rows of the weight are widened once for all of them.
+  // Many rows: 4 rows of the weight are widened once for all of them.
   size_t scratch_bytes(int m) const override { return widens(m) ? size_t(cols) * 16 : 0; }
 
   void run_tile(int tile, int m, const void* activations, const float* bias, float* y, int64_t ldy,
@@ -76,28 +75,6 @@ class PlainLinear final : public Linear {
  private:
   using Storage = typename Type::Storage;
 
-#if !defined(__aarch64__)
-  // By the CPU's float kernels, in which one row takes the same way as many.
-  void run_block(int tile, int m, const float* x, const float* bias, float* y, int64_t ldy, void* scratch) const {
-    const int64_t last = std::min(int64_t(tile + 1) * kTileRows, rows);
-    for (int64_t row = int64_t(tile) * kTileRows; row < last;) {
-      const int64_t count = last - row >= 4 ? 4 : 1;
-      const float* wide;
-      if constexpr (sizeof(Storage) == 2) {
-        Type::widen(weights(row), static_cast<float*>(scratch), count * cols);
-        wide = static_cast<float*>(scratch);
-      } else {
-        wide = weights(row);
-      }
-      const float* add = bias ? bias + row : nullptr;
-      if (count == 4) rows_of<AsFloat, 4>(wide, x, m, cols, add, y + row, ldy);
-      if (count == 1) rows_of<AsFloat, 1>(wide, x, m, cols, add, y + row, ldy);
-      row += count;
-    }
-  }
-
-  static bool widens(int) { return sizeof(Storage) == 2; }
-#else
   void run_block(int tile, int m, const float* x, const float* bias, float* y, int64_t ldy, void* scratch) const {
     const int64_t last = std::min(int64_t(tile + 1) * kTileRows, rows);
     for (int64_t row = int64_t(tile) * kTileRows; row < last;) {
@@ -123,7 +100,6 @@ class PlainLinear final : public Linear {
   }
 
   static bool widens(int m) { return sizeof(Storage) == 2 && m >= 8; }
-#endif
 
   const Storage* weights(int64_t row) const { return reinterpret_cast<const Storage*>(storage_.data()) + row * cols; }
 
@@ -139,5 +115,20 @@ std::unique_ptr<Linear> make_plain_linear(const QuantFormat& format, int64_t row
   if (format.name[0] == 'B') return std::make_unique<PlainLinear<AsBfloat>>(format, rows, cols);
   return std::make_unique<PlainLinear<AsHalf>>(format, rows, cols);
 }
+
+#else
+
+#if defined(TOKENMILL_HAS_AMX)
+const BfloatTiles& amx_bfloat_tiles();
+#endif
+
+std::unique_ptr<Linear> make_plain_linear(const QuantFormat& format, int64_t rows, int64_t cols, Isa isa) {
+#if defined(TOKENMILL_HAS_AMX)
+  if (isa == Isa::amx && format.name[0] == 'B') return make_bfloat_tiles(rows, cols, amx_bfloat_tiles());
+#endif
+  return make_float_panels(format, rows, cols, float_panels(isa));
+}
+
+#endif
 
 }  // namespace tokenmill

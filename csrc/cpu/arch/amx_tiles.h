@@ -1,7 +1,7 @@
 // The tile instructions of AMX, with the number of a tile as a template argument.
 //
 // gcc's intrinsics want it as a literal and do not say which memory they read. Eight tiles of at most 16 rows of 64
-// bytes; a thread sets their shapes before it uses them. Included by amx_kernels.cpp only.
+// bytes; a thread sets their shapes before it uses them. Included by amx_kernels.cpp and bfloat_tiles_impl.h.
 #pragma once
 
 #include <cstdint>
@@ -18,6 +18,16 @@ struct alignas(64) TileShapes {
   uint8_t rows[16] = {};
 };
 static_assert(sizeof(TileShapes) == 64, "as the processor reads it");
+
+}  // namespace
+}  // namespace tokenmill
+
+#if defined(TOKENMILL_EMULATED_TILES)
+#include "../test/emulated_tiles.h"
+#else
+
+namespace tokenmill {
+namespace {
 
 TM_INLINE void configure_tiles(const TileShapes& shapes) { asm volatile("ldtilecfg (%0)" : : "r"(&shapes) : "memory"); }
 // A thread that holds tiles costs more to switch away from: release them after the last product.
@@ -40,6 +50,13 @@ template <int Sums, int Rows, int Weights>
 TM_INLINE void dot_tiles() {
   asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(Sums), "i"(Rows), "i"(Weights));
 }
+// sums[m][n] += rows[m][2 k + i] * weights[k][2 n + i], bfloat16 to float32; subnormals count as 0.
+template <int Sums, int Rows, int Weights>
+TM_INLINE void dot_bfloat_tiles() {
+  asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(Sums), "i"(Rows), "i"(Weights));
+}
 
 }  // namespace
 }  // namespace tokenmill
+
+#endif

@@ -1,5 +1,7 @@
-// The float kernels compiled for avx512_vnni. Called through float_kernels() only, on CPUs that have it.
+// The float kernels and the products of float panels compiled for avx512_vnni. Called through float_kernels()
+// and float_panels() only, on CPUs that have it.
 #include "../float_kernels_impl.h"
+#include "../float_panels_impl.h"
 
 namespace tokenmill {
 
@@ -7,5 +9,7 @@ const FloatKernels& avx512_float_kernels() {
   static const FloatKernels table = make_float_kernels("avx512");
   return table;
 }
+
+const FloatPanels& avx512_float_panels() { return kFloatPanels; }
 
 }  // namespace tokenmill

@@ -1,4 +1,4 @@
-// Random quantized matrices and a threaded runner, shared by linear_test.cpp and linear_bench.cpp.
+// Random quantized matrices and a threaded runner, shared by the tests of linears and linear_bench.cpp.
 //
 // Blocks are random bytes with sane scales written over their half fields; nothing here knows how kernels work.
 #pragma once
