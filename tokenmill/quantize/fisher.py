@@ -22,6 +22,7 @@ from tokenmill.quantize.source import HEAD, SourceModel
 FISHER_SEQUENCES = 16
 GRAM_SEQUENCES = 64  # of linears, which are wider than the states
 FISHER_PASSES = 12  # its cost in forward passes of the blocks: down twice, back, and the head
+GRAM_PASSES = 19  # the same of linears, with more products
 _AT_ONCE = 8
 _WHOLE, _TILE = 1024, 256  # rows whose Gram matrix is kept whole; of more rows tiles along its diagonal
 _ROWS = 256  # of logits at a time

@@ -20,7 +20,7 @@ from tokenmill.errors import UserError, unknown_name
 from tokenmill.log import get_logger
 from tokenmill.model.formats.quantized import QuantizedMatrix, Scheme
 from tokenmill.quantize.base import BlockView, ModelView, Solver
-from tokenmill.quantize.fisher import FISHER_PASSES, GRAM_SEQUENCES
+from tokenmill.quantize.fisher import GRAM_PASSES, GRAM_SEQUENCES
 from tokenmill.quantize.methods.refine import refine
 from tokenmill.quantize.methods.rtn import check_integer_scheme, choose_grid, round_to_nearest
 
@@ -29,6 +29,7 @@ _LEAF = 16  # columns solved one by one
 _INVERT_LEAF = 64
 ORDERS = ("none", "static", "gar")
 METRICS = ("plain", "fisher")
+_SWEEP = 7e4  # operations of a product in whose time a weight is visited, on one core
 
 
 def factor_hessian(hessian: Tensor, damping: float, order: Tensor | None = None) -> tuple[Tensor, float]:
@@ -251,10 +252,10 @@ class Gptq(Solver):
         return plain + (4 * out_features * 6 * in_features if self.needs_outputs else 0)
 
     def operations(self, num_weights: int, length: int) -> float:
-        """Of the gradients by outputs, and of the sweeps, which take the time of two thousand products a weight."""
+        """Of the gradients by outputs, and of the sweeps, which take the time of many products for each weight."""
         if not self.needs_outputs:
             return 0.0
-        return num_weights * (2.0 * FISHER_PASSES * GRAM_SEQUENCES * length + 4000.0 * self.options.sweeps)
+        return num_weights * (2.0 * GRAM_PASSES * GRAM_SEQUENCES * length + _SWEEP * self.options.sweeps)
 
     def solve(self, block: BlockView, scheme_of: Mapping[str, Scheme]) -> dict[str, QuantizedMatrix]:
         total = sum(len(sequence) for sequence in block.inputs())
