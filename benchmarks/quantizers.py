@@ -43,10 +43,23 @@ PACKAGES = {  # peer -> (environment, packages)
     "gptqmodel": ("gptqmodel", [*_TORCH, "gptqmodel"]),
     "llama.cpp": ("llama.cpp", _LLAMACPP),
 }
-OURS = ("rtn", "hqq", "awq", "gptq", "autoround", "autoround+short", "autoround+best", "gptq+scales")
+OURS = (
+    "rtn",
+    "hqq",
+    "awq",
+    "gptq",
+    "autoround",
+    "autoround+short",
+    "autoround+best",
+    "gptq+scales",
+    "gptq+mended",
+    "gptq+fisher",
+)
 _FROM_GPTQ = ["--option", "start=gptq", "--option", "tokens=256"]
 _TUNING = {
     "scales": ["--tune-scales", "50"],
+    "mended": ["--option", "metric=fisher"],
+    "fisher": ["--option", "metric=fisher", "--calibration-drawn", "128", "--tune-scales", "80"],
     "short": [*_FROM_GPTQ, "--option", "iterations=50"],
     "best": [
         *(*_FROM_GPTQ, "--option", "iterations=100", "--option", "metric=fisher", "--option", "pool=175"),

@@ -118,6 +118,10 @@ class ModelView(Protocol):
         fisher.py. Of the model as it was: not to be used once a transform has turned the hidden states."""
         ...
 
+    def linear_grams(self) -> dict[str, Tensor]:
+        """For each linear what a change of its output costs the model's answers, likewise; [out, out], or tiles."""
+        ...
+
     def remember(self, name: str, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
         """What `make` returns; a resumed job gets what it returned the first time."""
         ...
@@ -167,6 +171,7 @@ class Transform(Step):
 
 class Solver(Step):
     keeps_zeros: bool = False  # a weight that is zero stays zero
+    needs_outputs: bool = False  # of linears, as they are in the model as it was
     needs_states: bool = False  # between blocks, as they are in the model as it was
 
     def check(self, name: str, shape: tuple[int, int], scheme: Scheme) -> None:

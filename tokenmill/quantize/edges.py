@@ -18,7 +18,7 @@ from tokenmill.checkpoint.description import ModelDescription
 from tokenmill.model.formats.quantized import Scheme
 from tokenmill.quantize.base import Statistics
 from tokenmill.quantize.calibrate import CalibratedBlock, HiddenStates
-from tokenmill.quantize.fisher import output_roots
+from tokenmill.quantize.fisher import linear_grams, output_roots
 from tokenmill.quantize.source import EMBEDDING, FINAL_NORM, HEAD, SourceModel, narrow, stored_norm
 from tokenmill.quantize.workspace import Workspace
 
@@ -67,6 +67,10 @@ class Edges:
     def output_roots(self) -> list[Tensor]:
         assert self._data is not None, "this job has no calibration data"
         return output_roots(self._source, self._data.sequences)
+
+    def linear_grams(self) -> dict[str, Tensor]:
+        assert self._data is not None, "this job has no calibration data"
+        return linear_grams(self._source, self._data.sequences)
 
     def remember(self, name: str, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
         workspace = None if self._data is None else self._data.workspace

@@ -2,31 +2,67 @@
 
 To second order the divergence of the logits is a quadratic form of the change; its matrix is the mean outer product of
 the gradients of log-probabilities of tokens that the model itself draws. Methods that fit a block's output can weigh
-its directions with it instead of treating all alike. One pass down and one back over some sequences of the float
+its directions with it instead of treating all alike; of the outputs of single linears it is one of the two factors of
+what their errors cost (methods/refine.py). One pass down and one back over some sequences of the float
 model, the weights of one block in memory at a time. Knows nothing of files; used through edges.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+
 import torch
 from torch import Tensor
 
+from tokenmill.model.formats.base import LinearWeight
+from tokenmill.quantize.calibration_ops import CalibrationOps
 from tokenmill.quantize.divergence import head_logits, run_block
 from tokenmill.quantize.source import HEAD, SourceModel
 
 FISHER_SEQUENCES = 16
+GRAM_SEQUENCES = 64  # of linears, which are wider than the states
 FISHER_PASSES = 12  # its cost in forward passes of the blocks: down twice, back, and the head
+GRAM_PASSES = 19  # the same of linears, with more products
 _AT_ONCE = 8
+_WHOLE, _TILE = 1024, 256  # rows whose Gram matrix is kept whole; of more rows tiles along its diagonal
 _ROWS = 256  # of logits at a time
 _FLOOR = 0.01  # of the mean: directions that never mattered in the sample do not become free
 
 
 def output_roots(source: SourceModel, sequences: Tensor) -> list[Tensor]:
     """For each block R [hidden, hidden] with |x R|^2 the cost of a change x of its output, on average as that of x."""
-    count = min(FISHER_SEQUENCES, sequences.shape[0])
-    chosen = sequences[torch.arange(count) * sequences.shape[0] // count]
     width = source.description.hidden_size
     grams = [torch.zeros(width, width) for _ in range(source.num_blocks)]
+    for index, slopes, _ in _backwards(source, sequences, FISHER_SEQUENCES, []):
+        grams[index].addmm_(slopes.T, slopes)
+    return [_root(gram) for gram in grams]
+
+
+def linear_grams(source: SourceModel, sequences: Tensor) -> dict[str, Tensor]:
+    """For each linear the mean outer product of the gradients by its output, [out, out]; of more than 1,024 outputs
+    [out, 256], the tiles along its diagonal."""
+    names = list(source.layer_linears())
+    grams, tokens = {}, 0
+    for name in names:
+        rows = source.shape(name)[0]
+        grams[name] = torch.zeros(rows, rows if rows <= _WHOLE else _TILE)
+    for index, by_block, by_output in _backwards(source, sequences, GRAM_SEQUENCES, names):
+        for name, slopes in by_output.items():
+            tile = grams[name].shape[1]
+            for begin in range(0, slopes.shape[1], tile):
+                part = slopes[:, begin : begin + tile]
+                grams[name][begin : begin + tile, : part.shape[1]].addmm_(part.T, part)
+        tokens += len(by_block) if index == 0 else 0
+    return {name: gram / tokens for name, gram in grams.items()}
+
+
+def _backwards(
+    source: SourceModel, sequences: Tensor, count: int, watched: Sequence[str]
+) -> Iterator[tuple[int, Tensor, Mapping[str, Tensor]]]:
+    """Blocks from the last to the first, some sequences at a time: gradients by the block's output, and by those of the
+    linears that are watched."""
+    count = min(count, sequences.shape[0])
+    chosen = sequences[torch.arange(count) * sequences.shape[0] // count]
     table, generator = source.read_edge(HEAD), torch.Generator().manual_seed(0)
     entering = _entering(source, chosen)
     parts = list(torch.arange(count).split(_AT_ONCE))
@@ -34,10 +70,13 @@ def output_roots(source: SourceModel, sequences: Tensor) -> list[Tensor]:
     for index in range(source.num_blocks - 1, -1, -1):
         weights = source.read_block(index)
         for number, part in enumerate(parts):
-            grams[index].addmm_(slopes[number].T, slopes[number])
-            if index:
-                slopes[number] = _block_slopes(source, index, entering[index][part], weights, slopes[number])
-    return [_root(gram) for gram in grams]
+            by_output: Mapping[str, Tensor] = {}
+            before = slopes[number]
+            if index or watched:
+                slopes[number], by_output = _block_slopes(
+                    source, index, entering[index][part], weights, before, watched
+                )
+            yield index, before, by_output
 
 
 @torch.no_grad()
@@ -67,13 +106,35 @@ def _head_slopes(source: SourceModel, states: Tensor, table: Tensor, generator: 
     return torch.cat(slopes)
 
 
+class _WatchedOutputs(CalibrationOps):
+    """Keeps what the linears put out."""
+
+    outputs: dict[str, Tensor]
+
+    def linear(self, x: Tensor, weights: Sequence[LinearWeight]) -> list[Tensor]:
+        outputs = super().linear(x, weights)
+        self.outputs |= {self._names[id(weight)]: output for weight, output in zip(weights, outputs, strict=True)}
+        return outputs
+
+
 def _block_slopes(
-    source: SourceModel, index: int, entering: Tensor, weights: dict[str, Tensor], slopes: Tensor
-) -> Tensor:
+    source: SourceModel,
+    index: int,
+    entering: Tensor,
+    weights: dict[str, Tensor],
+    slopes: Tensor,
+    watched: Sequence[str],
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Gradients by what enters the block, and by the outputs of watched linears."""
     leaf = entering.flatten(0, 1).detach().requires_grad_()
+    ops = _WatchedOutputs(source.names, weights, entering.shape[1], state_shapes=source.state_shapes(index))
+    ops.outputs = {}
     with torch.enable_grad():
-        output = run_block(source, index, leaf, weights, entering.shape[1])
-    return torch.autograd.grad(output, leaf, slopes)[0]
+        residual, update = source.block(index)(ops, leaf, None)
+        output = residual + update
+    seen = {name: value for name, value in ops.outputs.items() if name in watched}
+    found = torch.autograd.grad(output, [leaf, *seen.values()], slopes, allow_unused=True)
+    return found[0], {name: each for name, each in zip(seen, found[1:], strict=True) if each is not None}
 
 
 def _root(gram: Tensor) -> Tensor:

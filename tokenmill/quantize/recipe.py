@@ -115,9 +115,10 @@ def build_recipe(request: RecipeRequest, shapes: Mapping[str, tuple[int, int]]) 
     solver = steps[-1]
     assert isinstance(solver, Solver)
     _refuse_lost_zeros(request.method, steps)
-    turned = [step.name for step in steps[:-1] if isinstance(step, Transform) and step.turns_states]
-    if solver.needs_states and turned:
-        raise UserError(f"{solver.name}: this metric does not go with {turned[0]}", "use --option metric=plain")
+    for step in steps[:-1]:
+        assert isinstance(step, Transform)
+        if (solver.needs_states and step.turns_states) or (solver.needs_outputs and not step.makes_zeros):
+            raise UserError(f"{solver.name}: this metric does not go with {step.name}", "use --option metric=plain")
     for name, each in scheme_of.items():
         solver.check(name, shapes[name], each)
     if budget is not None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.unit.quantize.methods.tiny_blocks import LENGTH, TinyModel
 from tokenmill.quantize.divergence import head_logits, run_block
-from tokenmill.quantize.fisher import output_roots
+from tokenmill.quantize.fisher import linear_grams, output_roots
 from tokenmill.quantize.source import HEAD
 
 
@@ -47,3 +47,18 @@ def test_it_repeats(tmp_path: Path) -> None:
     model = TinyModel("llama", tmp_path)
     for one, other in zip(*(output_roots(model.source, model.ids) for _ in range(2)), strict=True):
         assert torch.equal(one, other)
+
+
+def test_grams_of_linears_weigh_what_their_outputs_change(tmp_path: Path) -> None:
+    model = TinyModel("llama", tmp_path)
+    grams = linear_grams(model.source, model.ids)
+    assert set(grams) == set(model.source.layer_linears())
+    for name, gram in grams.items():
+        assert gram.shape == (model.source.shape(name)[0],) * 2
+        torch.testing.assert_close(gram, gram.T)
+        assert float(torch.linalg.eigvalsh(gram).min()) > -1e-4 * float(gram.diagonal().mean())
+    last = model.source.num_blocks - 1  # what down_proj adds is what its block puts out
+    gram = grams[next(name for name in grams if f".{last}." in name and name.endswith("down_proj"))]
+    root = output_roots(model.source, model.ids)[last]
+    alike = torch.nn.functional.cosine_similarity(gram.flatten(), (root @ root).flatten(), dim=0)
+    assert float(alike) > 0.95

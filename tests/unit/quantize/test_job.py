@@ -23,7 +23,7 @@ from tokenmill.checkpoint.open import open_checkpoint
 from tokenmill.engine.llm import LLM
 from tokenmill.errors import UserError
 from tokenmill.evaluate import divergence, reference
-from tokenmill.quantize import forecast
+from tokenmill.quantize import edges, forecast
 from tokenmill.quantize.finish import GateRequest
 from tokenmill.quantize.job import QuantizeJob, prepare, run_job
 from tokenmill.quantize.recipe import RecipeRequest
@@ -221,6 +221,32 @@ def test_tuned_scales_are_what_the_files_hold(method: str, job: QuantizeJob, tmp
     assert (_hashes(job.out)[weights] != _hashes(tmp_path / "plain")[weights]) == tuned["kept"]
     with LLM(str(job.out), context=64, concurrency=1, kernels="ref") as llm:
         assert llm.generate([[1, 5, 9]])[0].outputs[0].token_ids
+
+
+class _Stop(Exception):
+    pass
+
+
+@pytest.mark.parametrize("file_format", ["gptq", "awq"])
+def test_mended_codes_are_written_and_resume(
+    file_format: str, job: QuantizeJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = RecipeRequest("gptq", bits=4, group_size=32, symmetric=file_format == "gptq")
+    mended = replace(plain, options=(("metric", "fisher"), ("sweeps", "2")))
+    job = replace(job, recipe=mended, format=file_format)
+    run_job(prepare(replace(job, recipe=plain, out=tmp_path / "plain")))
+    run_job(prepare(replace(job, out=tmp_path / "whole")))
+    assert _hashes(tmp_path / "plain")["model.safetensors"] != _hashes(tmp_path / "whole")["model.safetensors"]
+
+    def stop(done: int, _total: int, _left: float) -> None:
+        if done == 2:
+            raise _Stop
+
+    with pytest.raises(_Stop):
+        run_job(prepare(job), stop)
+    monkeypatch.setattr(edges, "linear_grams", lambda *_: pytest.fail("the gradients were computed again"))
+    assert run_job(prepare(job)).resumed_blocks == 2
+    assert _hashes(job.out) == _hashes(tmp_path / "whole")
 
 
 def test_mixed_precision_meets_its_average(job: QuantizeJob) -> None:

@@ -3,13 +3,15 @@ far as the inputs' correlations allow compensation.
 
 The arithmetic is a recursion over column ranges: solve the left half, update the right half by one matrix product,
 solve the right half. So nearly all work is matrix products, whatever the block size. Matrices that read one input are
-stacked and share one factorization.
+stacked and share one factorization. `metric=fisher` then mends the codes by what their errors cost the model's answers
+(refine.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,13 +19,17 @@ from torch import Tensor
 from tokenmill.errors import UserError, unknown_name
 from tokenmill.log import get_logger
 from tokenmill.model.formats.quantized import QuantizedMatrix, Scheme
-from tokenmill.quantize.base import BlockView, Solver
+from tokenmill.quantize.base import BlockView, ModelView, Solver
+from tokenmill.quantize.fisher import GRAM_PASSES, GRAM_SEQUENCES
+from tokenmill.quantize.methods.refine import refine
 from tokenmill.quantize.methods.rtn import check_integer_scheme, choose_grid, round_to_nearest
 
 _log = get_logger(__name__)
 _LEAF = 16  # columns solved one by one
 _INVERT_LEAF = 64
 ORDERS = ("none", "static", "gar")
+METRICS = ("plain", "fisher")
+_SWEEP = 7e4  # operations of a product in whose time a weight is visited, on one core
 
 
 def factor_hessian(hessian: Tensor, damping: float, order: Tensor | None = None) -> tuple[Tensor, float]:
@@ -218,16 +224,38 @@ class Gptq(Solver):
         norm: float = 2.4
         full_range: bool = True  # of symmetric weight-only grids below 8 bits: see range_grid
         least_tokens: float = 0.005  # share of tokens that must reach a matrix, else it is rounded to nearest
+        metric: str = "plain"  # of errors; "fisher": codes are then mended by what they cost the model's answers
+        sweeps: int = 10  # over the columns, while they are mended
+
+    def __init__(self, options: Mapping[str, Any] | None = None) -> None:
+        super().__init__(options)
+        self.needs_outputs = self.options.metric == "fisher"
+        self._grams: Mapping[str, Tensor] = {}
+
+    def begin(self, model: ModelView) -> None:
+        if self.needs_outputs:
+            self._grams = model.remember(self.name, model.linear_grams)
 
     def check(self, name: str, shape: tuple[int, int], scheme: Scheme) -> None:
         check_integer_scheme(self.name, name, shape, scheme)
         if self.options.order not in ORDERS:
             raise unknown_name("order of gptq", self.options.order, ORDERS)
+        if self.options.metric not in METRICS:
+            raise unknown_name("metric of gptq", self.options.metric, METRICS)
+        if self.options.sweeps < 1:
+            raise UserError("gptq: sweeps is below 1", "give a count from 1, or metric=plain")
 
     def memory_bytes(self, shape: tuple[int, int]) -> int:
         """Three matrices like the Hessian while it is factored; weight, errors and a copy while columns are solved."""
         out_features, in_features = shape
-        return 4 * in_features * max(3 * in_features, 2 * in_features + 4 * out_features)
+        plain = 4 * in_features * max(3 * in_features, 2 * in_features + 4 * out_features)
+        return plain + (4 * out_features * 6 * in_features if self.needs_outputs else 0)
+
+    def operations(self, num_weights: int, length: int) -> float:
+        """Of the gradients by outputs, and of the sweeps, which take the time of many products for each weight."""
+        if not self.needs_outputs:
+            return 0.0
+        return num_weights * (2.0 * GRAM_PASSES * GRAM_SEQUENCES * length + _SWEEP * self.options.sweeps)
 
     def solve(self, block: BlockView, scheme_of: Mapping[str, Scheme]) -> dict[str, QuantizedMatrix]:
         total = sum(len(sequence) for sequence in block.inputs())
@@ -242,7 +270,11 @@ class Gptq(Solver):
                 _log.warning("%s received %d of %d tokens: rounded to nearest", names[0], statistics.num_tokens, total)
                 solved = {name: round_to_nearest(block.weight(name), scheme_of[name]) for name in names}
             else:
-                solved = self._solve_group({name: block.weight(name) for name in names}, statistics.hessian, scheme_of)
+                weights = {name: block.weight(name) for name in names}
+                solved = self._solve_group(weights, statistics.hessian, scheme_of)
+                for name in self._grams.keys() & solved.keys():
+                    gram = self._grams[name].to(statistics.hessian.device)
+                    solved[name] = refine(solved[name], weights[name], statistics.hessian, gram, self.options.sweeps)
             del statistics
             for name, matrix in solved.items():
                 block.replace(name, matrix.dequantize())
