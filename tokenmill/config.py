@@ -13,40 +13,17 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, Self
 
 from tokenmill.errors import UserError
-from tokenmill.options import (
-    automatic,
-    by_option_name,
-    check,
-    from_environment,
-    is_automatic,
-    option,
-    option_fields,
-    parse_count,
-    parse_milliseconds,
-    parse_size,
-    size_option,
-)
-
-__all__ = [
-    "ADAPTER_MEMORY",
-    "ADAPTER_OPTIONS",
-    "BY_DEFAULT",
-    "BY_USER",
-    "TRANSFER_OPTIONS",
-    "EngineConfig",
-    "ResolvedConfig",
-    "Setting",
-    "automatic",
-    "by_option_name",
-    "check",
-    "from_environment",
-    "option",
-    "option_fields",
-    "parse_count",
-    "parse_milliseconds",
-    "parse_size",
-    "size_option",
-]
+from tokenmill.options import automatic as automatic
+from tokenmill.options import by_option_name as by_option_name
+from tokenmill.options import check as check
+from tokenmill.options import from_environment as from_environment
+from tokenmill.options import is_automatic
+from tokenmill.options import option as option
+from tokenmill.options import option_fields as option_fields
+from tokenmill.options import parse_count as parse_count
+from tokenmill.options import parse_milliseconds as parse_milliseconds
+from tokenmill.options import parse_size as parse_size
+from tokenmill.options import size_option as size_option
 
 # Where adapters are kept; and all their options, for verbs that have no use for some.
 ADAPTER_MEMORY = ("enable_lora", "max_loras", "max_lora_rank", "lora_memory", "lora_host_memory", "max_cpu_loras")
@@ -115,7 +92,7 @@ class EngineConfig:
     kv_cache_dtype: str | None = automatic(
         str,
         "Data type of the KV cache: float32, float16, bfloat16, fp8, int8, int4, turboquant4, kivi2, ... "
-        "(docs/kv_cache.md lists all). Automatic: float32, on a GPU bfloat16.",
+        "(docs/kv_cache.md lists all). Automatic: float32, on a GPU the type of --dtype.",
         metavar="DTYPE",
     )
     kv_native_layers: int | None = automatic(
@@ -189,6 +166,14 @@ class EngineConfig:
         "Device the model runs on: cpu or cuda. Automatic: a GPU if one can be used.",
         choices=("cpu", "cuda"),
         metavar="DEVICE",
+    )
+    dtype: str | None = automatic(
+        str,
+        "Type that a GPU computes in, between float32 sums: bfloat16 or float16. Automatic: the checkpoint's own; "
+        "bfloat16 where that is float32 or not known, and for models that do not run in float16.",
+        choices=("bfloat16", "float16"),
+        metavar="DTYPE",
+        parse=lambda text: {"half": "float16", "bf16": "bfloat16", "fp16": "float16"}.get(text, text),
     )
     load_format: str = option(
         "auto",
@@ -386,6 +371,7 @@ class ResolvedConfig(EngineConfig):
     page_size: int = _resolved("page_size")
     kv_cache_dtype: str = _resolved("kv_cache_dtype")
     device: str = _resolved("device")
+    dtype: str = _resolved("dtype")
     quantization: str = _resolved("quantization")
     draft_tokens: int = _resolved("draft_tokens")
     executor: str = _resolved("executor")

@@ -237,10 +237,6 @@ _VLLM: dict[str, PeerOption] = {
     "tokenizer_mode": PeerOption("vLLM", only(("auto", "hf"), "tokenizers are read in one way", "leave it out")),
     "config_format": PeerOption("vLLM", only(("auto", "hf"), "config.json and GGUF metadata are read", "leave it out")),
     # What is refused, or accepted with the one value that this engine has.
-    "dtype": PeerOption(
-        "vLLM",
-        only(("auto",), "the compute type follows the device (float32 on a CPU, bfloat16 on a GPU)", "leave it out"),
-    ),
     "enable_expert_parallel": _switch("vLLM", means("expert_parallel")),
     "distributed_executor_backend": PeerOption(
         "vLLM", only(("uni", "mp"), "ranks are processes of one host", "leave it out")

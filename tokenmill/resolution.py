@@ -49,6 +49,9 @@ class Facts:
     threads: int = 1  # that compute on the CPU
     threads_reason: str = "one per physical core"
     page_multiple: int = 1  # tokens; the KV dtype's pages hold a multiple of it
+    gpu_kernels: bool = False  # compute, in 16-bit floats; everything else computes in float32
+    stored_dtype: str = ""  # of the checkpoint, where it says one
+    no_float16: str = ""  # why this model, with these options, does not run in float16
 
 
 def resolve(config: EngineConfig, facts: Facts | None = None) -> ResolvedConfig:
@@ -71,6 +74,10 @@ def _automatic_values(config: EngineConfig, facts: Facts) -> dict[str, tuple[Any
     """Name -> (value, reason) of every option that can be decided before the weights are loaded."""
     defaults = DEVICE_DEFAULTS[facts.device]
     place = "default for a GPU" if facts.device == "cuda" else "default for a CPU"
+    dtype, dtype_reason = _compute_dtype(facts)
+    kv_dtype = (defaults.kv_cache_dtype, place)
+    if facts.device == "cuda" and "float16" in (config.dtype, None if config.dtype else dtype):
+        kv_dtype = ("float16", "the type that is computed in")
     page_size = defaults.page_size, place
     if defaults.page_size % facts.page_multiple:
         page_size = facts.page_multiple, f"KV dtype {config.kv_cache_dtype} groups {facts.page_multiple} tokens"
@@ -79,7 +86,8 @@ def _automatic_values(config: EngineConfig, facts: Facts) -> dict[str, tuple[Any
         "context": (min(facts.trained_context, MAX_AUTOMATIC_CONTEXT), _context_reason(facts.trained_context)),
         "concurrency": (defaults.concurrency, place),
         "batch_tokens": (defaults.batch_tokens, place),
-        "kv_cache_dtype": (defaults.kv_cache_dtype, place),
+        "dtype": (dtype, dtype_reason),
+        "kv_cache_dtype": kv_dtype,
         "page_size": page_size,
         "max_tenant_slowdown": (defaults.max_tenant_slowdown, place),
         "draft_tokens": (_DRAFT_TOKENS, "upper limit; the number used adapts to the measured gain"),
@@ -88,6 +96,20 @@ def _automatic_values(config: EngineConfig, facts: Facts) -> dict[str, tuple[Any
         "quantization": ("", "weights as stored in the checkpoint"),
         "executor": ("auto", "the first that supports the model"),
     }
+
+
+def _compute_dtype(facts: Facts) -> tuple[str, str]:
+    """The checkpoint's own 16-bit type where it has one, else bfloat16, which has the range of float32: vLLM's rule."""
+    if not facts.gpu_kernels:
+        return "float32", "a CPU and the reference kernels compute in it"
+    if facts.stored_dtype != "float16":
+        return (
+            "bfloat16",
+            f"the checkpoint is {facts.stored_dtype}" if facts.stored_dtype else "the checkpoint says none",
+        )
+    if facts.no_float16:
+        return "bfloat16", f"the checkpoint is float16, but {facts.no_float16}"
+    return "float16", "the checkpoint's own"
 
 
 def settle(config: ResolvedConfig, **found: tuple[Any, str]) -> ResolvedConfig:
@@ -123,6 +145,11 @@ def _refuse_impossible(config: EngineConfig, facts: Facts) -> None:
             f"KV dtype {config.kv_cache_dtype} needs pages of a multiple of {facts.page_multiple} tokens",
             f"use --page-size {facts.page_multiple}, or leave it out",
         )
+    if config.dtype is not None and not facts.gpu_kernels:
+        where = "reference kernels compute" if facts.device == "cuda" else "the CPU computes"
+        raise UserError(f"dtype {config.dtype} is given, but {where} in float32", "leave --dtype out")
+    if config.dtype == "float16" and facts.no_float16:
+        raise UserError(f"dtype float16 cannot be used: {facts.no_float16}", "use --dtype bfloat16")
     if facts.device == "cuda":
         return
     if config.quantization:

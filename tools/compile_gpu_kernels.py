@@ -1,6 +1,6 @@
 """Compile GPU kernels for Hopper (sm_90) on a machine without a GPU, as launched for known models: experts (also those
 that lie in host memory), attention with sinks, latent attention, float8 weights in blocks, routers, recurrent layers,
-adapters.
+adapters; of Llama-3.1-8B in float16 its products and attention.
 
     python -m tools.compile_gpu_kernels [--all] [NAME ...]
 
@@ -36,11 +36,16 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from tokenmill.kernels.triton.shared import launch
+from tools.gpu_float16_cases import float16_cases
 
 SHARED_BYTES = 232448  # that one program can have on Hopper
 BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 # Cases whose tiles hold more sums than registers; smaller ones read more. To be decided by measurement.
-KNOWN_SPILLS = ("qwen3-30b fp8 4096", "latent torch.bfloat16 mixed", "latent torch.float8_e4m3fn")
+KNOWN_SPILLS = (
+    *("qwen3-30b fp8 4096", "latent torch.bfloat16 mixed", "latent torch.float8_e4m3fn"),
+    # As with bf16.
+    *("half attention torch.float8_e4m3fn mixed", "half int4 hopper_wide", "half int4 gated 256", "half int4 zeros"),
+)
 TOKENS = (1, 4, 16, 64, 256, 4096)
 
 
@@ -354,7 +359,7 @@ def main() -> None:
     JITFunction.run = lambda self, *args, **keywords: compilation(self, *args, **keywords)
     print(f"Triton {triton.__version__}")
     attention = (_attention_cases(), _prefix_cases(), _latent_cases())
-    others = (*attention, _linear_cases(), _recurrent_cases(), _adapter_cases())
+    others = (*attention, _linear_cases(), float16_cases(STEPS, _batch), _recurrent_cases(), _adapter_cases())
     for name, call in itertools.chain(_expert_cases(options.all), *others):
         if all(part in name for part in options.names):
             compilation.case = name

@@ -1,5 +1,5 @@
-"""Kernels of experts, attention, float8 blocks and recurrent layers compile for Hopper, within its registers and
-shared memory, on a machine without a GPU."""
+"""Kernels of experts, attention, float8 blocks, recurrent layers and of models in float16 compile for Hopper, within
+its registers and shared memory, on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ _ROOT = Path(__file__).parents[2]
         "router",
         "recurrent",
         "adapters",
+        "half",
     ],
 )
 def test_kernels_compile_for_hopper(case: str) -> None:

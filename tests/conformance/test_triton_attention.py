@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -38,6 +38,7 @@ class Step:
     shared_pages: int = 0  # that all tables begin with, in steps of any kind
     widened: bool = False  # FP8 pages are widened before the launch
     has_sinks: bool = False  # a logit of each head joins the softmax
+    computed: torch.dtype = torch.bfloat16  # queries and results
 
     def __post_init__(self) -> None:
         pages = [-(-length // PAGE) for length in self.lengths]
@@ -55,7 +56,7 @@ class Step:
             self._poison(row)
         self.scales = (torch.rand(self.kv_heads) + 0.5, torch.rand(self.kv_heads) + 0.5)
         self.sinks = torch.randn(self.kv_heads * self.group) * 3 if self.has_sinks else None
-        self.q = torch.randn(sum(self.counts), self.kv_heads * self.group * self.dim).bfloat16()
+        self.q = torch.randn(sum(self.counts), self.kv_heads * self.group * self.dim).to(self.computed)
 
     def _poison(self, row: int) -> None:
         length = self.lengths[row]
@@ -121,6 +122,7 @@ def prefixes(runs: tuple[tuple[int, int, int], ...], sequences: int, places: int
 def check(step: Step) -> None:
     got, wanted = step.run(), step.twin()
     assert not got.isnan().any(), "a row was not written, or something outside was read"
+    assert got.dtype == step.computed
     assert float((got.double() - wanted).norm() / wanted.norm()) < ERROR
 
 
@@ -170,6 +172,25 @@ def test_sinks(step: Step) -> None:
     check(step)
 
 
+HALF = torch.float16
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        Step([1, 1, 1], [33, 1, 300], 1, 8, 64, HALF, computed=HALF),
+        Step([1, 5, 40, 1], [133, 5, 90, 1], dtype=HALF, window=30, cap=20.0, computed=HALF),
+        Step([1, 5, 40, 1, 17], [133, 69, 114, 65, 90], dtype=FLOAT8, shared_pages=4, widened=True, computed=HALF),
+        Step([1] * 4, [333, 290, 257, 304], dtype=HALF, shared=256, computed=HALF),
+        Step([1] * 3, [73, 64, 97], dtype=FLOAT8, shared=48, computed=HALF),
+        Step([1, 9], [73, 64], dtype=torch.bfloat16, computed=HALF),
+    ],
+    ids=["decode", "windowed mixed", "mixed widened", "shared prefix", "shared prefix fp8", "bf16 pages"],
+)
+def test_float16(step: Step) -> None:
+    check(step)
+
+
 @pytest.mark.parametrize("window", [0, 30])
 def test_pages_widened_beforehand(window: int) -> None:
     check(Step([1, 5, 40, 1, 17], [133, 69, 114, 65, 90], dtype=FLOAT8, shared_pages=4, widened=True, window=window))
@@ -209,10 +230,11 @@ def test_several_shared_prefixes_in_one_step(dtype: torch.dtype, group: int, dim
     ("group", "dim"),
     [(3, 64), pytest.param(4, 128, marks=slow_interpreted), pytest.param(7, 128, marks=slow_interpreted)],
 )
-@pytest.mark.parametrize("dtype", [torch.bfloat16, FLOAT8])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FLOAT8, pytest.param(HALF, marks=slow_interpreted)])
 def test_long_prompts(group: int, dim: int, dtype: torch.dtype) -> None:
     """Several tiles of keys and of rows, on Hopper by a kernel of its own."""
     step = Step([70, 1, 200, 9], [70, 400, 650, 300], 2, group, dim, dtype, shared_pages=4, widened=dtype == FLOAT8)
+    step = replace(step, computed=HALF) if dtype == HALF else step
     check(step)
 
 

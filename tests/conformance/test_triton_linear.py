@@ -48,8 +48,8 @@ def error(got: Tensor, wanted: Tensor) -> float:
     return float((got.double().cpu() - wanted.double().cpu()).norm() / wanted.double().cpu().norm())
 
 
-def tokens(count: int, depth: int) -> Tensor:
-    return torch.randn(count, depth).to(DEVICE, torch.bfloat16)
+def tokens(count: int, depth: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(count, depth).to(DEVICE, dtype)
 
 
 @pytest.mark.parametrize(("count", "rows", "depth"), SHAPES)
@@ -199,7 +199,8 @@ def test_a_product_whose_halves_gate_each_other(kind: str, rows: int) -> None:
         (512, 1280, 4096),
     ],
 )
-def test_many_tokens_on_hopper(group: int, affine: bool, count: int, rows: int, depth: int) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_many_tokens_on_hopper(dtype: torch.dtype, group: int, affine: bool, count: int, rows: int, depth: int) -> None:
     codes = torch.randint(-8, 8, (rows, depth), dtype=torch.int8)
     scales = torch.rand(rows, depth // group) + 0.1
     zeros = torch.randint(-5, 5, scales.shape).float() if affine else None
@@ -208,11 +209,11 @@ def test_many_tokens_on_hopper(group: int, affine: bool, count: int, rows: int, 
     linear = GroupedLinear(weight, bias, "")
     spread = 0.0 if zeros is None else zeros.double().repeat_interleave(group, 1)
     exact = (codes.double() - spread) * scales.double().repeat_interleave(group, 1)
-    x = tokens(count, depth)
+    x = tokens(count, depth, dtype)
     wanted = x.double().cpu() @ exact.T + bias.double()
     names = [HOPPER, HOPPER_WIDE] if count > 128 else [HOPPER]
     for multiply in [partial(linear.multiply, plan=Plan(name)) for name in names]:
-        got = [multiply(x) for _ in range(4)]  # counters are left as they were
+        got = [multiply(x, dtype) for _ in range(4)]  # counters are left as they were
         assert error(got[0], wanted) < ERROR
         assert all(torch.equal(again, got[0]) for again in got)
         if rows % 256 == 0:

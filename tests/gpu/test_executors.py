@@ -91,6 +91,35 @@ def test_greedy_tokens_are_those_of_the_spec_up_to_near_ties(tmp_path: Path, nam
 
 
 @pytest.mark.usefixtures("same_weights")
+@pytest.mark.parametrize("pages", ["float16", "fp8"])
+def test_float16_by_the_checkpoint_is_closer_to_the_spec(tmp_path: Path, pages: str) -> None:
+    """Three bits more than bf16: a checkpoint that says float16 is computed in it, with pages of that type."""
+    folder = write_config(tmp_path, torch_dtype="float16", **({} if ON_GPU else SHALLOW["llama"]))
+    asked, options = prompts(3), {} if ON_GPU and pages == "float16" else {"kv_cache_dtype": pages}
+    with engine(folder, "cuda_graph", **options) as llm:
+        answers = greedy(llm, asked, LENGTH)
+        runtime, stated = llm.parts.runtime, llm.parts.config
+        assert (runtime.model.dtype, stated.dtype, stated.kv_cache_dtype) == ("float16", "float16", pages)
+        assert {getattr(each.kernel.run, "whole", each.kernel.run).weight.dtype  # type: ignore[union-attr]
+                for each in runtime.model.weights.values() if each.kernel} == {torch.float16}  # fmt: skip
+    with spec(folder) as reference:
+        worst = max(worst_choice(reference, *pair) for pair in zip(asked, answers, strict=True))
+        assert worst < (NEAR_TIE / 4 if pages == "float16" else 0.5)
+
+
+def test_float16_is_declined_by_name(tmp_path: Path) -> None:
+    """Explicitly, with the remedy; a checkpoint that says it is computed in bfloat16."""
+    for name, reason in (("gemma3", "exceed its range"), ("deepseek3", "latent attention"), ("gpt_oss", "experts")):
+        folder = config(tmp_path / name, name)
+        with pytest.raises(UserError, match=reason), engine(folder, "cuda_eager", dtype="float16"):
+            pass
+    folder = write_config(tmp_path / "says", "gemma3", torch_dtype="float16", **({} if ON_GPU else SHALLOW["gemma3"]))
+    with engine(folder, "cuda_eager") as llm:
+        assert llm.parts.runtime.model.dtype == "bfloat16"
+        assert "exceed its range" in llm.parts.config.source("dtype")
+
+
+@pytest.mark.usefixtures("same_weights")
 def test_float8_in_blocks_is_captured_and_stays_close(tmp_path: Path) -> None:
     folder, asked = config(tmp_path, "qwen3_fp8"), prompts(2)
     with engine(folder, "cuda_graph") as llm:

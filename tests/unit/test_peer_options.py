@@ -83,7 +83,7 @@ def test_the_common_vllm_options_mean_ours() -> None:
         ("distributed_executor_backend", "ray", "processes of one host"),
         ("trust_remote_code", True, "never run"),
         ("enable_chunked_prefill", False, "--batch-tokens"),
-        ("dtype", "float16", "follows the device"),
+        ("dtype", "float32", "bfloat16"),
         ("quantization", "awq", "recognised by their content"),
         ("quantization", "bitsandbytes", "use --quantization fp8 or int4"),
         ("load_format", "tensorizer", "safetensors and GGUF"),
@@ -99,6 +99,11 @@ def test_the_common_vllm_options_mean_ours() -> None:
 def test_what_we_lack_is_refused_by_name(name: str, value: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
         EngineConfig.from_options({name: value}, environment={})
+
+
+@pytest.mark.parametrize(("given", "meant"), [("auto", None), ("half", "float16"), ("bfloat16", "bfloat16")])
+def test_dtypes_by_the_names_of_peers(given: str, meant: str | None) -> None:
+    assert EngineConfig.from_options({"dtype": given}, environment={}).dtype == meant
 
 
 def test_server_options_are_translated_too() -> None:

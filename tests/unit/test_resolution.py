@@ -69,6 +69,41 @@ def test_what_cannot_be_honoured_is_refused(options: dict[str, object], remedy: 
         resolve(EngineConfig.from_options(options), CPU)
 
 
+def test_a_gpu_computes_in_the_checkpoint_s_own_type() -> None:
+    gpu = replace(GPU, gpu_kernels=True)
+    found = {
+        stored: resolve(EngineConfig(), replace(gpu, stored_dtype=stored))
+        for stored in ("float16", "bfloat16", "float32", "")
+    }
+    assert {stored: config.dtype for stored, config in found.items()} == {
+        "float16": "float16", "bfloat16": "bfloat16", "float32": "bfloat16", "": "bfloat16",
+    }  # fmt: skip
+    assert {config.kv_cache_dtype == config.dtype for config in found.values()} == {True}
+    stated = resolve(EngineConfig(dtype="float16", kv_cache_dtype="fp8"), gpu)
+    assert (stated.dtype, stated.kv_cache_dtype, stated.source("dtype")) == ("float16", "fp8", "set by you")
+    wide = resolve(EngineConfig(dtype="bfloat16"), replace(gpu, stored_dtype="float16"))
+    assert (wide.dtype, wide.kv_cache_dtype) == ("bfloat16", "bfloat16")
+
+
+def test_a_model_that_does_not_run_in_float16_runs_in_bfloat16_and_says_why() -> None:
+    facts = replace(GPU, gpu_kernels=True, stored_dtype="float16", no_float16="GPU kernels for experts do not have it")
+    config = resolve(EngineConfig(), facts)
+    assert (config.dtype, config.kv_cache_dtype) == ("bfloat16", "bfloat16")
+    assert config.source("dtype") == "automatic: the checkpoint is float16, but GPU kernels for experts do not have it"
+    with pytest.raises(UserError, match="experts") as error:
+        resolve(EngineConfig(dtype="float16"), facts)
+    assert error.value.remedy == "use --dtype bfloat16"
+
+
+@pytest.mark.parametrize("facts", [CPU, GPU], ids=["cpu", "reference kernels"])
+def test_what_computes_in_float32_takes_no_dtype(facts: Facts) -> None:
+    facts = replace(facts, stored_dtype="float16")
+    assert resolve(EngineConfig(), facts).dtype == "float32"
+    for dtype in ("float16", "bfloat16"):
+        with pytest.raises(UserError, match="in float32"):
+            resolve(EngineConfig(dtype=dtype), facts)
+
+
 def test_eager_means_the_device_s_own() -> None:
     assert resolve(EngineConfig(executor="eager"), GPU).executor == "cuda_eager"
     assert resolve(EngineConfig(executor="eager"), CPU).executor == "eager"

@@ -50,6 +50,11 @@ class Checkpoint(Protocol):
         """Release the mapped pages of a tensor that has been converted; it can still be read again."""
         ...
 
+    def float_type(self) -> str:
+        """ "float16", "bfloat16" or "float32": the type that the file says its model computes in; empty where it says
+        nothing."""
+        ...
+
     def quantization(self) -> dict[str, object]:
         """`quantization_config` of a safetensors checkpoint; empty for GGUF and plain ones."""
         ...

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tokenmill.checkpoint import hf_config
 from tokenmill.checkpoint.base import StoredTensor
-from tokenmill.checkpoint.safetensors import read_json
+from tokenmill.checkpoint.safetensors import float_type_of, read_json
 from tokenmill.errors import CheckpointError, UserError
 
 MADE_UP_METHODS = ("fp8", "mxfp4")
@@ -31,7 +31,7 @@ class DummyCheckpoint:
                 f"{path} describes weights quantized by {self._quantization.get('quant_method')}",
                 f"only {' and '.join(MADE_UP_METHODS)} can be made up: use a plain config.json and --quantization",
             )
-        self.path = path
+        self.path, self._config = path, config
         description = hf_config.describe(config, None)
         self.description = replace(description, name=description.name or path.resolve().name)
 
@@ -46,6 +46,9 @@ class DummyCheckpoint:
 
     def release(self, name: str) -> None:
         pass
+
+    def float_type(self) -> str:
+        return float_type_of(self._config)
 
     def quantization(self) -> dict[str, object]:
         return self._quantization

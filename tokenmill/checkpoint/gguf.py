@@ -134,6 +134,9 @@ class GGUFCheckpoint:
         count = rows * entry.layout.row_bytes(entry.shape[-1]) if entry.shape else entry.layout.block_bytes
         release_pages(self._buffer, self._data_start + entry.offset, count)
 
+    def float_type(self) -> str:
+        return ""  # types of tensors say how they are stored, not what the model was trained to compute in
+
     def quantization(self) -> dict[str, object]:
         return {}
 

@@ -172,6 +172,11 @@ class SafetensorsCheckpoint:
             count = math.prod(entry.shape) * _DTYPES[entry.type_name][1]
             release_pages(entry.buffer, entry.start, count)
 
+    def float_type(self) -> str:
+        stored = {_DTYPES[entry.type_name][0] for entry in self._entries.values()}
+        widest = next((name for name in ("float32", "bfloat16", "float16") if name in stored), "")
+        return float_type_of(self._config) or widest
+
     def quantization(self) -> dict[str, object]:
         text = self._config.get("text_config")
         for config in (self._config, text if isinstance(text, dict) else {}):
@@ -219,6 +224,16 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} does not hold a JSON object", DAMAGED)
     return value
+
+
+def float_type_of(config: dict[str, Any]) -> str:
+    """What config.json says the model computes in, or the part of it that describes the text model; empty: nothing."""
+    text = config.get("text_config")
+    for each in (config, text if isinstance(text, dict) else {}):
+        named = str(each.get("dtype") or each.get("torch_dtype") or "").removeprefix("torch.")
+        if named in ("float16", "bfloat16", "float32"):
+            return named
+    return ""
 
 
 def _all_entries(path: Path) -> dict[str, _TensorEntry]:

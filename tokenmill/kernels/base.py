@@ -94,15 +94,17 @@ def select(op: str, device: Device, forced: str = "") -> Choice:
     raise AssertionError(f"the reference backend declined {op}: {declined}")
 
 
-def select_linear(weight: StoredWeight, device: Device, forced: str = "") -> Choice:
-    """Prepare a weight for the first backend that supports it; `run` is then a LinearKernel."""
+def select_linear(weight: StoredWeight, device: Device, forced: str = "", dtype: Any = None) -> Choice:
+    """Prepare a weight for the first backend that supports it; `run` is then a LinearKernel. `dtype`: a torch dtype in
+    which a GPU's kernels compute, if it is not their own choice."""
     declined: list[tuple[str, str]] = []
     for backend in candidate_backends(forced):
         module = import_module(f"tokenmill.kernels.{backend}")
         reason = module.unavailable(device)
         if reason is None:
             try:
-                return Choice("linear", backend, module.make_linear(weight), tuple(declined))
+                wanted = (dtype,) if dtype is not None and backend == "triton" else ()
+                return Choice("linear", backend, module.make_linear(weight, *wanted), tuple(declined))
             except Declined as error:
                 reason = str(error)
         declined.append((backend, reason))

@@ -84,10 +84,12 @@ class Placement:
     kernels: str  # forced backend, or empty
     quantization: str  # "", "fp8" or "int4": how float matrices are quantized
     expert_memory: int = 0  # bytes of the device for experts, the others stay in host memory; 0: all on the device
+    dtype: torch.dtype = torch.bfloat16  # of activations, and of matrices that are not codes
 
 
 def place_weights(decoder: Decoder, reader: WeightReader, placement: Placement) -> Tensor:
-    """Give every multiplied weight its kernel on the device; returns the embedding table in bf16."""
+    """Give every multiplied weight its kernel on the device; returns the embedding table, whose type is that
+    of activations."""
     upload = Uploader(placement.device)
     prefixes = {id(weight): prefix for prefix, weight in reader.weights.items()}
     routers, placed = _place_experts(decoder, reader, upload, placement)
@@ -103,13 +105,13 @@ def place_weights(decoder: Decoder, reader: WeightReader, placement: Placement) 
             for name in reader.tensor_names[prefixes[id(weight)]]:
                 reader.checkpoint.release(name)
         if not placement.quantization:
-            _expand(group)
+            _expand(group, placement.dtype)
         if len(group) > 1:
             _join(group)
     for projections in head_projections(decoder):
-        projections.place(upload.weight, torch.bfloat16)
+        projections.place(upload.weight, placement.dtype)
     _move_small(decoder, placement.device)
-    return _embedding(decoder, upload)
+    return _embedding(decoder, upload, placement.dtype)
 
 
 def _place_experts(
@@ -205,22 +207,22 @@ def _make_router(weight: LinearWeight, placement: Placement) -> Choice:
 
 def _make(weight: LinearWeight, prefix: str, scheme: str, placement: Placement) -> Choice:
     if not scheme:
-        return select_linear(weight, placement.device, placement.kernels)
+        return select_linear(weight, placement.device, placement.kernels, placement.dtype)
     parts = weight.parts()
     if set(parts) != {"values"}:
         raise UserError(f"{prefix} is quantized already ({weight.type_name})", "leave --quantization out")
     group = next((size for size in _INT4_GROUPS if weight.in_features % size == 0), 0)
     if scheme == "int4" and not group:
-        return select_linear(weight, placement.device, placement.kernels)
+        return select_linear(weight, placement.device, placement.kernels, placement.dtype)
     return Choice("linear", "triton", gpu.quantize_at_load(parts["values"], weight.bias, scheme, group))
 
 
-def _expand(group: list[LinearWeight]) -> None:
-    """Dequantize matrices whose products are faster in bf16."""
+def _expand(group: list[LinearWeight], dtype: torch.dtype) -> None:
+    """Dequantize matrices whose products are faster in 16-bit floats."""
     choices = [weight.kernel for weight in group if weight.kernel is not None]
     kernels = [choice.run for choice in choices if isinstance(choice.run, gpu.GpuLinear)]
     if len(kernels) == len(choices):
-        for weight, choice, run in zip(group, choices, gpu.expand_small(kernels), strict=True):
+        for weight, choice, run in zip(group, choices, gpu.expand_small(kernels, dtype), strict=True):
             weight.kernel = replace(choice, run=run)
 
 
@@ -270,13 +272,13 @@ def _moved(value: Any, device: torch.device, move: Callable[[Any], Any]) -> Any:
     return value
 
 
-def _embedding(decoder: Decoder, upload: Uploader) -> Tensor:
-    """bf16 [vocab, hidden]; shared with the head if they are tied and stored in bf16."""
+def _embedding(decoder: Decoder, upload: Uploader, dtype: torch.dtype) -> Tensor:
+    """[vocab, hidden]; shared with the head if they are tied and not codes."""
     head = decoder.head.kernel.run if decoder.head.kernel is not None else None
     if decoder.head is decoder.embedding and getattr(head, "kind", "") == "bf16":
         table: Tensor = head.weight  # type: ignore[union-attr]
         return table
     stored = upload.weight(decoder.embedding)
     rows = range(0, stored.out_features, _TABLE_ROWS)
-    pieces = [stored.dequantize(r, min(r + _TABLE_ROWS, stored.out_features)).to(torch.bfloat16) for r in rows]
+    pieces = [stored.dequantize(r, min(r + _TABLE_ROWS, stored.out_features)).to(dtype) for r in rows]
     return torch.cat(pieces)

@@ -62,6 +62,9 @@ class ArrayCheckpoint:
     def release(self, name: str) -> None:
         self._checkpoint.release(name)
 
+    def float_type(self) -> str:
+        return self._checkpoint.float_type()
+
     def quantization(self) -> dict[str, object]:
         return self._checkpoint.quantization()
 

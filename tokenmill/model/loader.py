@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from tokenmill.checkpoint.base import Checkpoint
 from tokenmill.checkpoint.description import ModelDescription
 from tokenmill.checkpoint.dummy import DummyCheckpoint
+from tokenmill.checkpoint.mixers import LatentAttention, Recurrent
 from tokenmill.errors import UserError
 from tokenmill.kernels import cpu
 from tokenmill.kernels.base import Choice, Declined, candidate_backends, select_linear
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 _log = get_logger(__name__)
 _PACKING_THREADS = 2
+_UNSTABLE_IN_FLOAT16 = ("glm4", "plamo2")  # vLLM refuses it for them, as for the families of Gemma
+_NO_KERNEL = "GPU kernels for %s compute in bfloat16"
 
 
 @dataclass(slots=True, eq=False)
@@ -41,8 +44,13 @@ class LoadedModel:
     checkpoint: Checkpoint  # keeps the mapping alive
     device: Device
     kernels: str  # forced backend, or empty
-    table: Tensor | None = None  # on a GPU: the embedding in bf16
+    table: Tensor | None = None  # on a GPU: the embedding, in the type of activations
     group: Group = ALONE  # the ranks that share the matrices
+
+    @property
+    def dtype(self) -> str:
+        """In which activations are computed: "bfloat16" or "float16" by kernels of a GPU, else "float32"."""
+        return "float32" if self.table is None else str(self.table.dtype).removeprefix("torch.")
 
     @property
     def weight_bytes(self) -> int:
@@ -79,6 +87,22 @@ def uses_gpu_kernels(device: Device, kernels: str) -> bool:
     return candidate_backends(kernels) != ("ref",)
 
 
+def declines_float16(description: ModelDescription) -> str:
+    """Why GPU kernels compute this model in bfloat16 only; empty if they need not."""
+    mixers = [mixer for layer in description.layers for mixer in layer.mixers]
+    reasons = (
+        (description.overflows_float16, f"activations of {description.model_type} exceed its range"),
+        (description.model_type in _UNSTABLE_IN_FLOAT16, f"{description.model_type} is unstable in it"),
+        (
+            any(layer.feed_forward and layer.feed_forward.num_experts for layer in description.layers),
+            _NO_KERNEL % "experts",
+        ),
+        (any(isinstance(mixer, LatentAttention) for mixer in mixers), _NO_KERNEL % "latent attention"),
+        (any(isinstance(mixer, Recurrent) for mixer in mixers), _NO_KERNEL % "recurrent layers"),
+    )
+    return next((reason for applies, reason in reasons if applies), "")
+
+
 def check_expert_memory(description: ModelDescription, device: Device, kernels: str) -> None:
     """Refuse memory for experts where there are none, or none on a GPU."""
     if not any(layer.feed_forward is not None and layer.feed_forward.num_experts for layer in description.layers):
@@ -101,19 +125,25 @@ def load_model(
     quantization: str = "",
     reader: WeightReader | None = None,
     expert_memory: int = 0,
+    dtype: str = "",
 ) -> LoadedModel:
     """`num_positions`: how many positions the rotary tables cover (the engine's context length). `quantization`: how
     float matrices are quantized while they are loaded onto a GPU. `reader`: replaces the WeightReader of the
-    checkpoint. `expert_memory`: bytes of the GPU for experts, which then lie in host memory; 0: all on the GPU."""
+    checkpoint. `expert_memory`: bytes of the GPU for experts, which then lie in host memory; 0: all on the GPU.
+    `dtype`: "float16" for activations in that type where GPU kernels compute; in bfloat16 otherwise."""
     if expert_memory:
         check_expert_memory(checkpoint.description, device, kernels)
     reader = reader or _reader(checkpoint, device)
     decoder: Decoder = architecture_of(checkpoint.description)(reader, reader.description, num_positions)
     reader.finish()
     if uses_gpu_kernels(device, kernels):
+        import torch
+
         from tokenmill.model.device_weights import Placement, place_weights
 
-        table = place_weights(decoder, reader, Placement(device, kernels, quantization, expert_memory))
+        computed = torch.float16 if dtype == "float16" else torch.bfloat16
+        placement = Placement(device, kernels, quantization, expert_memory, computed)
+        table = place_weights(decoder, reader, placement)
         return LoadedModel(decoder, reader.weights, checkpoint, device, kernels, table)
     if device.type != "cpu":
         from tokenmill.model.device_weights import place_reference

@@ -23,7 +23,7 @@ from tokenmill.model.kvstore import KV_STORES
 from tokenmill.model.kvstore.base import KVStore
 from tokenmill.model.kvstore.checkpoint_scales import load_kv_scales
 from tokenmill.model.kvstore.choice import StoreChoice, choose_store, page_multiple
-from tokenmill.model.loader import LoadedModel, load_model
+from tokenmill.model.loader import LoadedModel, declines_float16, load_model, uses_gpu_kernels
 from tokenmill.resolution import DEVICE_DEFAULTS, Facts
 from tokenmill.runtime.executors import EXECUTORS, choose_executor
 from tokenmill.runtime.executors.base import Executor
@@ -88,8 +88,11 @@ def find_device(config: EngineConfig) -> tuple[Device, str]:
     return HOST, reason
 
 
-def find_facts(config: EngineConfig, trained_context: int, tensors: bool = False) -> tuple[Facts, Device]:
-    """What automatic options are resolved from. `tensors`: the device must be one of torch."""
+def find_facts(
+    config: EngineConfig, trained_context: int, tensors: bool = False, checkpoint: Checkpoint | None = None
+) -> tuple[Facts, Device]:
+    """What automatic options are resolved from. `tensors`: the device must be one of torch. `checkpoint`: of a model
+    that generates."""
     device, reason = find_device(config)
     if tensors and on_host(device):
         device = torch_device("tensors are asked for")
@@ -100,7 +103,12 @@ def find_facts(config: EngineConfig, trained_context: int, tensors: bool = False
     if cpu.unavailable(device) is None:
         cpu.use_threads(config.threads or 0)
         threads, threads_reason = cpu.num_threads(), "one per physical core"
-    return Facts(device.type, reason, trained_context, threads, threads_reason, page_multiple(dtype)), device
+    facts = Facts(device.type, reason, trained_context, threads, threads_reason, page_multiple(dtype))
+    facts = replace(facts, gpu_kernels=uses_gpu_kernels(device, config.kernels or ""))
+    if checkpoint is not None and facts.gpu_kernels:
+        declined = declines_float16(checkpoint.description)
+        facts = replace(facts, stored_dtype=checkpoint.float_type(), no_float16=declined)
+    return facts, device
 
 
 def build_runtime(checkpoint: Checkpoint, config: ResolvedConfig, device: Device, seat: Seat | None = None) -> Runtime:
@@ -152,7 +160,9 @@ def _build(checkpoint: Checkpoint, config: ResolvedConfig, device: Device, seat:
         from tokenmill.model.rank_reader import rank_reader
 
         reader = rank_reader(checkpoint, device, seat.place, seat.exact)
-    model = load_model(checkpoint, device, context, config.kernels, config.quantization, reader, config.expert_memory)
+    model = load_model(
+        checkpoint, device, context, config.kernels, config.quantization, reader, config.expert_memory, config.dtype
+    )
     layout, choice = kv_arrangement(config, model.decoder.kv_layers(), device)
     if seat is not None:
         model.group = seat.group
@@ -267,12 +277,12 @@ def _warn_of_fallback(executor: str, declined: tuple[tuple[str, str], ...], devi
 
 def kv_arrangement(config: ResolvedConfig, layers: list[LayerKV], device: Device) -> tuple[KVLayout, StoreChoice]:
     """How KV memory is divided and held."""
-    choice = choose_store(config.kv_cache_dtype, config.kv_native_layers, layers, device)
+    choice = choose_store(config.kv_cache_dtype, config.kv_native_layers, layers, device, config.dtype)
     return build_layout(layers, config.page_size), choice
 
 
 def _largest_dequantized(model: LoadedModel) -> int:
-    """Bytes of the largest group-quantized matrix in bf16, to which products with many tokens dequantize it."""
+    """Bytes of the largest group-quantized matrix in 16 bits, to which products with many tokens dequantize it."""
     kernels = [weight.kernel.run for weight in model.weights.values() if weight.kernel is not None]
     matrices: list[Any] = [getattr(kernel, "whole", kernel) for kernel in kernels]
     grouped = [matrix for matrix in matrices if getattr(matrix, "kind", "") in ("int4", "grouped4", "grouped8")]

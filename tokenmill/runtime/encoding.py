@@ -1,8 +1,8 @@
 """An encoder on a device: texts as token ids in, one vector each out, in packed batches without padding.
 
 The counterpart of build.py and runner.py for models that keep nothing between steps. On a CPU it computes in float32;
-on a GPU in 16-bit floats (bfloat16 where the file has that, else float16), unless the torch reference is asked for.
-Called by the engine's construction; knows nothing of queues or text.
+on a GPU in 16-bit floats (--dtype, else bfloat16 where the file has that and float16 where not), unless the torch
+reference is asked for. Called by the engine's construction; knows nothing of queues or text.
 """
 
 from __future__ import annotations
@@ -42,10 +42,11 @@ class EncoderRunner:
         kernel = config.kernels == "triton" or (on_gpu and config.kernels != "ref")
         if kernel and (reason := gpu.unavailable(device)) is not None:
             raise UserError(f"kernels triton cannot be used: {reason}", "leave --kernels out")
-        weights = EncoderWeights(path, description, device, torch.float32)
+        weights, self.dtype = EncoderWeights(path, description, device, torch.float32), "float32"
         if kernel and on_gpu:
-            dtype = torch.bfloat16 if weights.stored_type.endswith("bfloat16") else torch.float16
-            weights = EncoderWeights(path, description, device, dtype)
+            own = "bfloat16" if weights.stored_type.endswith("bfloat16") else "float16"
+            self.dtype = config.dtype if config.is_set("dtype") else own
+            weights = EncoderWeights(path, description, device, getattr(torch, self.dtype))
         self._encoder = Encoder(weights, description, kernel)
         self._finish: ClassifierHead | Vectors
         if description.labels:

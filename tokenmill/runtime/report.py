@@ -115,7 +115,7 @@ class ModelReport:
 
 def inspect_model(path: Path, options: EngineConfig) -> ModelReport:
     checkpoint = open_checkpoint(path)
-    facts, device = find_facts(options, checkpoint.description.context_length, tensors=True)
+    facts, device = find_facts(options, checkpoint.description.context_length, tensors=True, checkpoint=checkpoint)
     config = resolve(options, facts)
     model = survey(checkpoint, config, device)
     layout, choice = kv_arrangement(config, model.decoder.kv_layers(), model.device)
@@ -152,6 +152,7 @@ def survey(checkpoint: Checkpoint, config: ResolvedConfig, device: torch.device)
     decoder = architecture_of(description)(reader, description, 1)
     reader.finish()
     chosen: dict[tuple[str, int, int, bool], Choice] = {}
+    dtype = torch.float16 if config.dtype == "float16" else torch.bfloat16
     for projections in head_projections(decoder):
         projections.attach()
     stacked = _survey_experts(decoder, config, device) if uses_gpu_kernels(device, config.kernels) else set()
@@ -162,9 +163,9 @@ def survey(checkpoint: Checkpoint, config: ResolvedConfig, device: torch.device)
         if weight.kernel is not None or (weight is decoder.embedding and decoder.head is not weight):
             continue  # projections by head; or only looked up, never multiplied
         if key not in chosen:
-            chosen[key] = select_linear(Uploader(device).weight(weight), device, config.kernels)
+            chosen[key] = select_linear(Uploader(device).weight(weight), device, config.kernels, dtype)
         weight.kernel = chosen[key]
-    table = torch.empty(0, 0, device=device) if uses_gpu_kernels(device, config.kernels) else None
+    table = torch.empty(0, 0, device=device, dtype=dtype) if uses_gpu_kernels(device, config.kernels) else None
     return LoadedModel(decoder, reader.weights, checkpoint, device, config.kernels, table)
 
 

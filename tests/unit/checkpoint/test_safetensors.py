@@ -42,6 +42,30 @@ def write_raw(folder: Path, header: object, data: bytes = b"") -> Path:
     return folder
 
 
+@pytest.mark.parametrize(
+    ("said", "stored", "expected"),
+    [
+        ({"torch_dtype": "float16"}, torch.float32, "float16"),
+        ({"dtype": "bfloat16"}, torch.float16, "bfloat16"),
+        ({"text_config": CONFIG | {"dtype": "torch.float16"}}, torch.bfloat16, "float16"),
+        ({}, torch.float16, "float16"),
+        ({"torch_dtype": "auto"}, torch.bfloat16, "bfloat16"),
+        ({}, torch.int32, ""),
+    ],
+    ids=str,
+)
+def test_the_type_that_a_model_computes_in(
+    tmp_path: Path, said: dict[str, Any], stored: torch.dtype, expected: str
+) -> None:
+    folder = write(tmp_path, {"model.norm.weight": torch.zeros(32, dtype=stored)}, **said)
+    assert SafetensorsCheckpoint(folder).float_type() == expected
+
+
+def test_of_mixed_tensors_the_widest_counts(tmp_path: Path) -> None:
+    tensors = {"model.norm.weight": torch.zeros(32), "lm_head.weight": torch.zeros(64, 32, dtype=torch.float16)}
+    assert SafetensorsCheckpoint(write(tmp_path, tensors)).float_type() == "float32"
+
+
 @pytest.mark.parametrize("shard_size", ["10MB", "10KB"], ids=["one file", "shards"])
 def test_a_saved_model(tmp_path: Path, shard_size: str) -> None:
     model = LlamaForCausalLM(LlamaConfig(**{key: value for key, value in CONFIG.items() if key != "model_type"}))

@@ -103,6 +103,7 @@ def build_encoder(model: str | Path, options: EngineConfig) -> EncoderParts:
         config,
         memory=(0, "an encoder keeps no KV cache"),
         kv_native_layers=(0, "an encoder keeps no KV cache"),
+        dtype=(runner.dtype, "the weights' own where that is bfloat16"),
         executor=("packed", "texts of any length in one batch, without padding"),
         concurrency=(_MAX_ROWS, "batch_tokens bounds what is computed at once"),
     )

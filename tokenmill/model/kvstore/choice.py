@@ -67,8 +67,11 @@ def page_multiple(dtype: str) -> int:
     return multiple
 
 
-def choose_store(dtype: str, edge_layers: int | None, layers: list[LayerKV], device: Device) -> StoreChoice:
-    """`edge_layers`: at each end, kept in 16 bits. None: what the store recommends where all layers are alike."""
+def choose_store(
+    dtype: str, edge_layers: int | None, layers: list[LayerKV], device: Device, computed: str = ""
+) -> StoreChoice:
+    """`edge_layers`: at each end, kept in 16 bits. None: what the store recommends where all layers are alike.
+    `computed`: the type of activations."""
     on_gpu = device.type == "cuda"
     store = KV_STORES.get(dtype)
     if not store.is_coded:
@@ -90,7 +93,7 @@ def choose_store(dtype: str, edge_layers: int | None, layers: list[LayerKV], dev
             f"{edge_layers} native layers at either end of {len(layers)} leave none to quantize",
             "lower --kv-native-layers, or use --kv-cache-dtype float16",
         )
-    return StoreChoice(dtype, "bfloat16" if on_gpu else "float16", edge_layers)
+    return StoreChoice(dtype, "bfloat16" if on_gpu and computed != "float16" else "float16", edge_layers)
 
 
 def reading_path(store: KVStore) -> str:

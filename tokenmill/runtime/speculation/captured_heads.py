@@ -1,4 +1,4 @@
-"""A draft head inside a captured decode step: bf16 products and Triton kernels, nothing that waits for the host.
+"""A draft head inside a captured decode step: 16-bit products and Triton kernels, nothing that waits for the host.
 
 Drafts for every row of a step, as if its sampled token were accepted; which rows are is known later. Where the last
 tokens occurred earlier in the sequence, what followed then replaces the head's draft (prompt lookup): it is right more
@@ -45,11 +45,11 @@ class CapturedHead:
         self._output_head: Any = decoder.head.kernel.run
         self._ones = torch.ones(self._table.shape[1], device=model.device)
         self._views = CapturedViews(model, store, head.layers) if head.layers else None
-        self._eagle = None if isinstance(head, MedusaHeads) else _Eagle(head)
+        self._eagle = None if isinstance(head, MedusaHeads) else _Eagle(head, model.table.dtype)
         if isinstance(head, MedusaHeads):
             linears: list[Any] = list(head.heads)[: self._guessed]
-            self._weight = torch.cat([linear.weight for linear in linears]).detach().bfloat16()
-            self._bias = torch.cat([linear.bias for linear in linears]).detach().bfloat16()
+            self._weight = torch.cat([linear.weight for linear in linears]).detach().to(self._table.dtype)
+            self._bias = torch.cat([linear.bias for linear in linears]).detach().to(self._table.dtype)
 
     def note(self, batch: Batch) -> None:
         # Padding rows have slot -1, which is the last slot of all: a wrong token there can only spoil a draft.
@@ -57,7 +57,7 @@ class CapturedHead:
             self._tokens.view(-1)[batch.slots[self._group]] = batch.token_ids.to(torch.int32)
 
     def guess(self, hidden: Tensor, last: Tensor, batch: Batch) -> Tensor:
-        """hidden [R, hidden] bf16, before the final norm, of the batch's rows; last int64 [R]: the token sampled there
+        """hidden [R, hidden], before the final norm, of the batch's rows; last int64 [R]: the token sampled there
         -> int64 [R, depth]."""
         guessed = self.by_head(hidden, last, batch)
         if self._group < 0:
@@ -88,20 +88,20 @@ class CapturedHead:
     def _best(self, states: Tensor) -> Tensor:
         normed = gpu.rms_norm(states, self._norm, self._eps)
         few = states.shape[0] <= FEW_ROWS
-        ids: Tensor = gpu.argmax(multiply(self._output_head, normed, torch.float32 if few else torch.bfloat16))
+        ids: Tensor = gpu.argmax(multiply(self._output_head, normed, torch.float32 if few else self._table.dtype))
         return ids
 
 
 class _Eagle:
     """EagleHead.forward without the scale of its result."""
 
-    def __init__(self, head: EagleHead) -> None:
-        self._join, self._bias = head.join.weight.detach().bfloat16(), head.join.bias.detach().bfloat16()
-        self._gate_up = torch.cat([head.gate.weight, head.up.weight]).detach().bfloat16()
-        self._down = head.down.weight.detach().bfloat16()
+    def __init__(self, head: EagleHead, dtype: torch.dtype) -> None:
+        self._join, self._bias = head.join.weight.detach().to(dtype), head.join.bias.detach().to(dtype)
+        self._gate_up = torch.cat([head.gate.weight, head.up.weight]).detach().to(dtype)
+        self._down = head.down.weight.detach().to(dtype)
         self._width = head.gate.weight.shape[0]
         if head.layers:
-            self._ask, self._take = head.ask.weight.detach().bfloat16(), head.take.weight.detach().bfloat16()
+            self._ask, self._take = head.ask.weight.detach().to(dtype), head.take.weight.detach().to(dtype)
 
     def forward(self, inputs: Tensor, unit: Any, attend: Attend | None) -> Tensor:
         x = torch.addmm(self._bias, inputs, self._join.T)

@@ -24,14 +24,15 @@ from tokenmill.types import Batch
 class CapturedViews(PageViews):
     def __init__(self, model: LoadedModel, store: KVStore, layers: Sequence[int]) -> None:
         super().__init__(model, store, layers)
-        self._rotations = [_rotation(store.packed_pages(slot)) for _, slot in self.group_slots]
+        self._dtype = torch.bfloat16 if model.table is None else model.table.dtype
+        self._rotations = [_rotation(store.packed_pages(slot), self._dtype) for _, slot in self.group_slots]
 
     def attend_fn(self, batch: Batch) -> Attend:
         table, head_dim = self.rotary, self.specs[0].head_dim
 
         def attend(queries: Tensor) -> Tensor:
             dtype = queries.dtype
-            queries = queries.bfloat16()
+            queries = queries.to(self._dtype)
             rotated = gpu.rope(queries, batch.positions, table.cos, table.sin, head_dim, table.interleaved)
             attended = torch.empty_like(rotated)
             width = rotated.shape[1] // len(self.specs)
@@ -60,8 +61,8 @@ class CapturedViews(PageViews):
         gpu.packed_attention(queries, packed, *lengths, spec.scale, max_query=1, max_seq=batch.max_seq, out=out)
 
 
-def _rotation(pages: PackedPages | None) -> Tensor | None:
-    """bf16 [head_dim, head_dim], orthonormal; None where rows are stored unrotated."""
+def _rotation(pages: PackedPages | None, dtype: torch.dtype) -> Tensor | None:
+    """[head_dim, head_dim], orthonormal; None where rows are stored unrotated."""
     if pages is None or pages.rows.turn is None:
         return None
-    return (pages.rows.turn.float() / pages.rows.head_dim**0.5).bfloat16()
+    return (pages.rows.turn.float() / pages.rows.head_dim**0.5).to(dtype)

@@ -24,7 +24,7 @@ from tokenmill.hardware.machine import available_memory
 from tokenmill.log import get_logger
 from tokenmill.model.kvstore import KV_STORES
 from tokenmill.model.kvstore.base import KVStore
-from tokenmill.model.loader import LoadedModel, load_model
+from tokenmill.model.loader import LoadedModel, declines_float16, load_model
 from tokenmill.runtime.executors import choose_executor
 from tokenmill.runtime.executors.base import Draft
 from tokenmill.runtime.speculation.base import Drafter, Target
@@ -42,7 +42,7 @@ class DraftModel(Drafter):
     def __init__(self, model: LoadedModel, target: Target) -> None:
         self._group = full_group(target.store.layout, "draft")
         layout = _one_group(model, target.store.layout.page_size)
-        store_class = KV_STORES.get("bfloat16" if model.device.type == "cuda" else "float32")
+        store_class = KV_STORES.get(_page_type(model))
         self._nbytes = _check_memory(store_class.page_bytes(layout), target)
         self._store: KVStore = store_class(layout, target.store.num_pages, model.device, model.kernels)
         executor, _ = choose_executor(target.config.executor, model, self._store, target.config)
@@ -60,7 +60,9 @@ class DraftModel(Drafter):
         check_vocabulary(path, checkpoint.description, target.model.checkpoint)
         _check_context(checkpoint, target)
         config = target.config
-        return cls(load_model(checkpoint, target.model.device, config.context, config.kernels), target)
+        float16 = target.model.dtype == "float16" and not declines_float16(checkpoint.description)
+        dtype = "float16" if float16 else ""
+        return cls(load_model(checkpoint, target.model.device, config.context, config.kernels, dtype=dtype), target)
 
     @property
     def nbytes(self) -> int:
@@ -87,6 +89,12 @@ class DraftModel(Drafter):
             allowed.append(limit if missing <= left and not row.num_dropped else 0)
             left -= missing if allowed[-1] else 0
         return allowed
+
+
+def _page_type(model: LoadedModel) -> str:
+    if model.device.type != "cuda":
+        return "float32"
+    return "float16" if model.dtype == "float16" else "bfloat16"
 
 
 def full_group(layout: KVLayout, name: str) -> int:

@@ -97,7 +97,9 @@ def _fewer_bits(name: str, target: Target) -> DraftModel:
     if device.type == "cuda":
         if name not in _GPU_TYPES:
             raise UserError(f"self:{name} is not a weight type for GPUs", f"use self:{' or self:'.join(_GPU_TYPES)}")
-        return DraftModel(load_model(checkpoint, device, config.context, config.kernels, name), target)
+        return DraftModel(
+            load_model(checkpoint, device, config.context, config.kernels, name, dtype=target.model.dtype), target
+        )
     if name.upper() not in _CPU_TYPES or cpu.unavailable(device):
         known = ", ".join(name.lower() for name in _CPU_TYPES)
         raise UserError(f"self:{name} is not a weight type that this machine can quantize to", f"use one of {known}")

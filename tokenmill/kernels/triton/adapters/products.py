@@ -28,8 +28,8 @@ _SPLIT_ROWS = 256  # rows of partial sums that `_expand` adds up: splits times t
 class Factors(NamedTuple):
     """Of all slots (slot s at index s - 1), P matrices and N outputs together."""
 
-    a: Tensor  # bf16 [slots, P, max rank, K]
-    b: Tensor  # bf16 [slots, N, max rank]
+    a: Tensor  # bf16 or float16 [slots, P, max rank, K]
+    b: Tensor  # bf16 or float16 [slots, N, max rank]
     ranks: Tensor  # int32 [slots, P]: multiples of RANK_BLOCK, 0: none
     gains: Tensor  # float32 [slots, N]
     shifts: Tensor | None  # float32 [slots, N]: where the base has biases
@@ -177,8 +177,8 @@ def _tokens(count: int) -> int:
 
 
 def shrink(x: Tensor, slots: Tensor, factors: Factors) -> Sums:
-    """x bf16 [M, K], slots int32 [M] -> sums over the splits of the depth, and how many there are. Not in the
-    scratch memory that products share: the base's product may run meanwhile."""
+    """x [M, K] like the factors, slots int32 [M] -> sums over the splits of the depth, and how many there are. Not in
+    the scratch memory that products share: the base's product may run meanwhile."""
     (tokens, depth), (num_slots, parts, max_rank, _) = x.shape, factors.a.shape
     splits = min(_SPLIT_ROWS // _tokens(tokens), triton.cdiv(depth, _SPLIT_DEPTH)) if tokens <= _FEW_TOKENS else 1
     share = triton.cdiv(depth, splits)

@@ -1,8 +1,8 @@
 """The adapters of one product on a GPU: slots of fixed size, so that captured steps find new adapters in old places.
 
-Factors are bf16, like activations; DoRA's gains float32. Ranks are padded to blocks of 16 and skipped beyond what an
-adapter has, so a slot of rank 64 that holds rank 16 costs memory, not time. Whole matrices (`modules_to_save`) have no
-slot: they are multiplied by torch, in steps that are not captured.
+Factors are bf16 or float16, like activations; DoRA's gains float32. Ranks are padded to blocks of 16 and skipped beyond
+what an adapter has, so a slot of rank 64 that holds rank 16 costs memory, not time. Whole matrices (`modules_to_save`)
+have no slot: they are multiplied by torch, in steps that are not captured.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from tokenmill.kernels.triton.adapters.products import Factors, Sums, expand, ma
 class PackedPart:
     """In host memory, pinned where that helps."""
 
-    a: Tensor | None = None  # bf16 [padded rank, K]
-    b: Tensor | None = None  # bf16 [N, padded rank]
+    a: Tensor | None = None  # 16-bit floats [padded rank, K]
+    b: Tensor | None = None  # 16-bit floats [N, padded rank]
     gain: Tensor | None = None
     shift: Tensor | None = None
     whole: AdaptedPart | None = None  # on the device, float32
@@ -44,12 +44,18 @@ class GpuSite:
     backend = "triton"
 
     def __init__(
-        self, shapes: Sequence[tuple[int, int]], num_slots: int, max_rank: int, has_bias: bool, device: torch.device
+        self,
+        shapes: Sequence[tuple[int, int]],
+        num_slots: int,
+        max_rank: int,
+        has_bias: bool,
+        device: torch.device,
+        dtype: torch.dtype = torch.bfloat16,
     ) -> None:
-        """`shapes`: (out, in) of each matrix; `has_bias`: any of them has one."""
+        """`shapes`: (out, in) of each matrix; `has_bias`: any of them has one; `dtype`: of activations and factors."""
         widths, depth, rank = [out for out, _ in shapes], shapes[0][1], padded_rank(max_rank)
         columns, parts = sum(widths), len(shapes)
-        self._device, self._widths = device, widths
+        self._device, self._widths, self._dtype = device, widths, dtype
         self._starts = [sum(widths[:number]) for number in range(parts)]
         tiles, self._tiles = make_tiles(widths, device)
 
@@ -57,8 +63,8 @@ class GpuSite:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         self.factors = Factors(
-            a=zeros(num_slots, parts, rank, depth, dtype=torch.bfloat16),
-            b=zeros(num_slots, columns, rank, dtype=torch.bfloat16),
+            a=zeros(num_slots, parts, rank, depth, dtype=dtype),
+            b=zeros(num_slots, columns, rank, dtype=dtype),
             ranks=zeros(num_slots, parts, dtype=torch.int32),
             gains=zeros(num_slots, columns, dtype=torch.float32),
             shifts=zeros(num_slots, columns, dtype=torch.float32) if has_bias else None,
@@ -81,8 +87,8 @@ class GpuSite:
         assert part.a is not None
         assert part.b is not None
         rank = -(-part.rank // RANK_BLOCK) * RANK_BLOCK
-        a = torch.zeros(rank, part.a.shape[1], dtype=torch.bfloat16)
-        b = torch.zeros(part.b.shape[0], rank, dtype=torch.bfloat16)
+        a = torch.zeros(rank, part.a.shape[1], dtype=self._dtype)
+        b = torch.zeros(part.b.shape[0], rank, dtype=self._dtype)
         a[: part.rank], b[:, : part.rank] = part.a, part.b
         gain, shift = (None if each is None else self._pinned(each.float().cpu()) for each in (part.gain, part.shift))
         return PackedPart(self._pinned(a), self._pinned(b), gain, shift)
@@ -125,7 +131,7 @@ class GpuSite:
     def adapt(self, x: Tensor, slots: Tensor, outputs: Sequence[Tensor], replaces: bool = True) -> None:
         """Change the rows of `outputs` [T, out] in place. Safe to capture without `replaces`: whole matrices, which no
         row may have then, are taken from where they lie now."""
-        x = x.to(torch.bfloat16)
+        x = x.to(self._dtype)
         sums = shrink(x, slots, self.factors)
         for y, tiles, start in zip(outputs, self._tiles, self._starts, strict=True):
             expand(y, slots, self.factors, sums, tiles, start)
@@ -138,7 +144,7 @@ class GpuSite:
 
     def begin(self, x: Tensor, slots: Tensor) -> Sums:
         """The first of the two products, before the base's own: in a captured step it runs beside that one."""
-        x = x.to(torch.bfloat16)
+        x = x.to(self._dtype)
         if not x.is_cuda or not torch.cuda.is_current_stream_capturing():
             return shrink(x, slots, self.factors)
         side = _side_stream(x.device)
@@ -152,7 +158,7 @@ class GpuSite:
             torch.cuda.current_stream(y.device).wait_stream(_side_stream(y.device))
         expand(y, slots, self.factors, sums, range(self.factors.tiles.shape[0]))
         if replaces:
-            self._replace(x.to(torch.bfloat16), slots, y.split(self._widths, dim=1))
+            self._replace(x.to(self._dtype), slots, y.split(self._widths, dim=1))
 
     def _replace(self, x: Tensor, slots: Tensor, outputs: Sequence[Tensor]) -> None:
         for slot, parts in self._whole.items():

@@ -8,7 +8,7 @@ be captured and replayed with other lengths. Knows no tensor contents and launch
 | one token per sequence         | bf16, fp16, f32, fp8 | dense_kernel DECODE     | bound by reading keys: the group  |
 |                                | packed               | packed_kernel           | is a tile of 16 rows, keys are    |
 |                                |                      |                         | split until the GPU is full       |
-| prompts (several tokens)       | bf16, `hopper_suits` | hopper                  | 8,192 causal tokens of a layer of |
+| prompts (several tokens)       | 16b, `hopper_suits`  | hopper                  | 8,192 causal tokens of a layer of |
 |                                |                      |                         | 8B: 989 us, dense_kernel 1,488    |
 |                                | fp8, distinct pages  | fp8_widening, then as   | widening is most of a product's   |
 |                                | given                | bf16                    | time; else repeated per row block |
@@ -17,7 +17,7 @@ be captured and replayed with other lengths. Knows no tensor contents and launch
 | single tokens beside prompts   | all                  | as one token, fewer     | partial results have a line for   |
 |                                |                      | splits                  | every token of the step           |
 | latent rows                    | bf16, fp16, f32, fp8 | latent_kernel           | a row is key and value: read once |
-| one token per sequence, common | bf16 (fp8 widened)   | hopper or SHARED_PREFIX | common keys are read once for all |
+| one token per sequence, common | 16b (fp8 widened)    | hopper or SHARED_PREFIX | common keys are read once for all |
 | prefix                         |                      | + DECODE + merge        | sequences                         |
 | the same, several prefixes     | bf16, fp16, f32, fp8 | SHARED_PREFIX + DECODE  | few rows each: bound by memory,   |
 |                                |                      | + merge                 | so not widened beforehand         |
@@ -139,10 +139,11 @@ def splits_beside_prompts(splits: int, tokens: int, heads: int, head_dim: int) -
 
 
 def hopper_suits(q: Tensor, k_pages: Tensor, window: int, cap: float) -> bool:
-    """Whether hopper.py attends to many rows here: bf16, heads of 64 or 128, no window, no cap, on that generation."""
+    """Whether hopper.py attends to many rows here: queries and pages of one 16-bit type, heads of 64 or 128, no
+    window, no cap, on that generation."""
     if not on_hopper():
         return False
     kv_heads, page_size, head_dim = k_pages.shape[1:]
     group = q.shape[1] // head_dim // kv_heads
     regular = head_dim in (64, 128) and page_size in (16, 32, 64, 128) and group <= HOPPER_ROWS
-    return regular and not window and not cap and q.dtype == k_pages.dtype == torch.bfloat16
+    return regular and not window and not cap and q.dtype == k_pages.dtype and q.element_size() == 2

@@ -125,6 +125,7 @@ class _Call:
         self.sequences = batch.seq_lens.shape[0]
         self.device = q.device
         self.fp8 = k_pages.element_size() == 1
+        self.widened = torch.float16 if q.dtype == torch.float16 else torch.bfloat16  # what FP8 pages are copied to
         if q.dtype == torch.float32 or INTERPRETED:  # the interpreter cannot multiply bf16 tiles
             self.compute = tl.float32
         else:
@@ -151,7 +152,7 @@ class _Call:
     def prefill(self, distinct: DistinctPages | None = None) -> None:
         if distinct is not None and self.fp8:
             k_pages, v_pages, _ = widened_prefix(
-                self.k_pages, self.v_pages, distinct.pages, distinct.bounds, distinct.num_tokens
+                self.k_pages, self.v_pages, distinct.pages, distinct.bounds, distinct.num_tokens, self.widened
             )
             self.with_pages(k_pages, v_pages, distinct.table).prefill()
             return
@@ -201,8 +202,8 @@ class _Call:
         """FP8 pages are widened first: many blocks of rows read them."""
         bounds, prefix = shared.runs[0], self
         if self.fp8:
-            table = self.batch.block_table
-            prefix = self.with_pages(*widened_prefix(self.k_pages, self.v_pages, table, bounds, shared.max_tokens))
+            pages = (self.k_pages, self.v_pages, self.batch.block_table)
+            prefix = self.with_pages(*widened_prefix(*pages, bounds, shared.max_tokens, self.widened))
         if choose.hopper_suits(prefix.q, prefix.k_pages, self.window, self.cap):
             prefix._launch_hopper(partials, bounds, plan.splits)
         else:

@@ -156,8 +156,7 @@ def _attend(
     ELEMENTS: tl.constexpr = GEOMETRY.elements
     PADDED: tl.constexpr = GEOMETRY.padded_elements
     STEP: tl.constexpr = HEAD_DIM // ELEMENTS  # dimensions per element of a page
-    PDL: tl.constexpr = VARIANT.pdl
-    dependent_launch(PDL)
+    dependent_launch(VARIANT.pdl)
     kv_head, split = tl.program_id(1), tl.program_id(2)
     TOKENS: tl.constexpr = ROWS // GROUP
     rows = tl.arange(0, ROWS)

@@ -1,7 +1,7 @@
 """FP8 values as 16-bit floats: pair by pair inside a kernel, or whole pages once per step and layer.
 
-Pages that many rows read (a shared prefix, or all that prompts need) are copied to bf16 beforehand: widening is most of
-the time of a product with FP8 keys, and inside the attention kernel it is repeated for every block of rows. The copy
+Pages that many rows read (a shared prefix, or all that prompts need) are copied to 16 bits beforehand: widening is most
+of the time of a product with FP8 keys, and inside the attention kernel it is repeated for every block of rows. The copy
 has the layout of pages, in order, so that attention reads it through a table that counts up, or through a rewritten one
 (`DistinctPages`). Called by dense.py before the launch over these keys.
 """
@@ -98,7 +98,7 @@ def _widen(
     PDL: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    """ROWS tokens of one KV head: int16 pairs of e4m3 -> bf16, exactly; the head's scale stays outside."""
+    """ROWS tokens of one KV head: int16 pairs of e4m3 -> bf16 or float16, exactly; the head's scale stays outside."""
     dependent_launch(PDL)
     first, head = tl.program_id(0) * ROWS, tl.program_id(1).to(tl.int64)
     past = tl.load(prefix + 2)
@@ -127,15 +127,16 @@ def identity_table(pages: int, device: torch.device) -> Tensor:
 
 
 def widened_prefix(
-    k_pages: Tensor, v_pages: Tensor, table: Tensor, bounds: Tensor, max_tokens: int
+    k_pages: Tensor, v_pages: Tensor, table: Tensor, bounds: Tensor, max_tokens: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The first bounds[2] tokens of sequence bounds[0]: keys and values bf16 [pages, kv_heads, page_size, head_dim],
-    without the head's scale, in scratch memory that the next call overwrites; and the page table [1, pages] of it."""
+    """The first bounds[2] tokens of sequence bounds[0]: keys and values [pages, kv_heads, page_size, head_dim] in
+    `dtype`, of 16 bits, without the head's scale, in scratch memory that the next call overwrites; and the page table
+    [1, pages] of it."""
     _, kv_heads, page_size, head_dim = k_pages.shape
     pages, device = triton.cdiv(max_tokens, page_size), k_pages.device
     shape = (2, pages, kv_heads, page_size, head_dim)
     size = torch.Size(shape).numel()
-    k_out, v_out = workspace(device).widened(size)[:size].view(shape)
+    k_out, v_out = workspace(device).widened(size)[:size].view(dtype).view(shape)
     _widen[(triton.cdiv(max_tokens, _ROWS), kv_heads)](
         k_pages.view(torch.int16),
         v_pages.view(torch.int16),

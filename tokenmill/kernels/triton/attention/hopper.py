@@ -1,4 +1,4 @@
-"""Attention of many rows over bf16 pages, for Hopper: prompts, and the single tokens of sequences with a common prefix.
+"""Attention of many rows over 16-bit pages, for Hopper: prompts, and single tokens of sequences with a common prefix.
 
 The meaning of dense_kernel.py's modes PREFILL and SHARED_PREFIX, without windows and caps. In Gluon, since plain Triton
 makes the tensor cores wait for every softmax. choose.py says when; dense.py calls `attend_many_rows`.
@@ -8,7 +8,7 @@ A program is nine warps in three roles. Per tile of KEYS = 128 keys, for heads o
   producer, 1 warp        (`fetch`)   page table -> TMA copies of K [128, D] and V [128, D] into a ring of STAGES tiles
   consumers, 2 x 4 warps  (`attend`)  each ROWS = 64 rows, (token, head) pairs of one KV head's group, over all tiles:
       1. S = Q K^T      wgmma, [64, D] x [D, 128] -> float32 [64, 128], operands in shared memory
-      2. O += P V       wgmma of the tile *before*, [64, 128] x [128, D]; P bf16 in registers, V in shared memory
+      2. O += P V       wgmma of the tile *before*, [64, 128] x [128, D]; P 16-bit in registers, V in shared memory
       3. wait for 1, hand K back, then the online softmax of S -> P [64, 128], while 2 still runs
       4. wait for 2, hand V back, rescale O
 
@@ -124,10 +124,10 @@ def _many_rows(
         table = batch.block_table + seq.to(gl.int64) * table_stride
         # With D = 128: 2 x 2 tiles of 32 KiB and 2 x 16 KiB of queries, 160 KiB, so one program a processor.
         TILES: gl.constexpr = STAGES * PARTS * (KEYS // PAGE)
-        keys = gl.allocate_shared_memory(gl.bfloat16, [TILES, PAGE, PART], k_source.layout)
-        values = gl.allocate_shared_memory(gl.bfloat16, [TILES, PAGE, PART], v_source.layout)
-        queries0 = gl.allocate_shared_memory(gl.bfloat16, [PARTS, ROWS, PART], k_source.layout)
-        queries1 = gl.allocate_shared_memory(gl.bfloat16, [PARTS, ROWS, PART], k_source.layout)
+        keys = gl.allocate_shared_memory(k_source.dtype, [TILES, PAGE, PART], k_source.layout)
+        values = gl.allocate_shared_memory(k_source.dtype, [TILES, PAGE, PART], v_source.layout)
+        queries0 = gl.allocate_shared_memory(k_source.dtype, [PARTS, ROWS, PART], k_source.layout)
+        queries1 = gl.allocate_shared_memory(k_source.dtype, [PARTS, ROWS, PART], k_source.layout)
         k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

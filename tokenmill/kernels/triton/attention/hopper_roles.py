@@ -178,8 +178,9 @@ def attend(io, ring, queries, walk, rows, HEADS: gl.constexpr, GROUP: gl.constex
     OF_ACC: gl.constexpr = gl.SliceLayout(1, ACC)
     first, tiles, past_whole = walk.first, walk.tiles, walk.past_whole
     # The producer fills pages [PAGE, PART]; consumers read the same memory as tiles [KEYS, PART].
-    keys = ring.k_tiles._reinterpret(gl.bfloat16, [STAGES * PARTS, KEYS, PART], ring.k_tiles.type.layout)
-    values = ring.v_tiles._reinterpret(gl.bfloat16, [STAGES * PARTS, KEYS, PART], ring.v_tiles.type.layout)
+    TYPE: gl.constexpr = ring.k_tiles.dtype  # bf16 or float16
+    keys = ring.k_tiles._reinterpret(TYPE, [STAGES * PARTS, KEYS, PART], ring.k_tiles.type.layout)
+    values = ring.v_tiles._reinterpret(TYPE, [STAGES * PARTS, KEYS, PART], ring.v_tiles.type.layout)
     # Queries, once: global [T, heads * D] -> shared [PARTS, ROWS, PART].
     row = gl.arange(0, ROWS, gl.SliceLayout(1, FLAT))
     column = gl.arange(0, PART, gl.SliceLayout(0, FLAT))
@@ -204,7 +205,7 @@ def attend(io, ring, queries, walk, rows, HEADS: gl.constexpr, GROUP: gl.constex
     weights, rescale, row_max, row_sum = online_softmax(
         scores, row_max, row_sum, io.scale, first, past_whole, positions
     )  # fmt: skip
-    p = gl.convert_layout(weights.to(gl.bfloat16), OPERAND)
+    p = gl.convert_layout(weights.to(TYPE), OPERAND)
     for number in range(1, tiles):
         before = (number - 1) % STAGES
         started = start_scores(queries, keys, ring.k_ready, number, SCORES)
@@ -226,7 +227,7 @@ def attend(io, ring, queries, walk, rows, HEADS: gl.constexpr, GROUP: gl.constex
         low = low * by
         if PARTS == 2:
             high = high * by
-        p = gl.convert_layout(weights.to(gl.bfloat16), OPERAND)
+        p = gl.convert_layout(weights.to(TYPE), OPERAND)
     # The values of the last tile, which may hold keys past the end.
     last = (tiles - 1) % STAGES
     mbarrier.wait(ring.v_ready.index(last), ((tiles - 1) // STAGES) & 1)

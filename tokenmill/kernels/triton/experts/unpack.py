@@ -121,7 +121,7 @@ def load_parts(weight, row, step, R, VARIANT: tl.constexpr):
             scale = e2m1_scale(exponents, part * W // 32, INTERPRET)
             scaled += (scale_part(parts[part], scale, INTERPRET),)  # type: ignore[assignment]
     else:
-        parts = unpack_words(words, INTERPRET)
+        parts = unpack_words(words, tl.bfloat16, INTERPRET)
         GROUP: tl.constexpr = VARIANT.group
         LINES: tl.constexpr = 8 * W // GROUP
         line = tl.cast(step, tl.int64) * LINES * R + row

@@ -1,7 +1,7 @@
 """Norms, gates, sums and lookups: one pass over the activations each, with an optional 8-bit copy for the next product.
 
-Activations are [tokens, width] in bf16 or float32; arithmetic is float32. The 8-bit copy has one scale per token:
-value = code * scale, float8_e4m3fn up to 448 or int8 up to 127.
+Activations are [tokens, width] in bf16, float16 or float32; arithmetic is float32. The 8-bit copy has one scale per
+token: value = code * scale, float8_e4m3fn up to 448 or int8 up to 127.
 """
 
 # mypy: allow-untyped-defs

@@ -1,8 +1,9 @@
 """The epilogue of a product of q, k and v for a few tokens: rotary positions, then keys and values into their pages.
 
 A tile holds pairs of rows that rotate together. What is written is exactly what `rope_store` would make of the product
-written as bf16: whether the two are one kernel must not change a bit. Knows nothing of how a product is computed;
-gemv.py, grouped.py and grouped_gemv.py of matmul/ call the device functions, linear.py passes `HeadPlaces` on.
+written in the type of the queries: whether the two are one kernel must not change a bit. Knows nothing of how a product
+is computed; gemv.py, grouped.py and grouped_gemv.py of matmul/ call the device functions, linear.py passes `HeadPlaces`
+on.
 """
 
 # mypy: allow-untyped-defs
@@ -72,10 +73,11 @@ def head_places(
     sin: Tensor,
     interleaved: bool,
     scales: tuple[Tensor, Tensor] | None = None,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> HeadPlaces:
-    """For `tokens` rows; arguments as `rope_store` has them. The queries are allocated here."""
+    """For `tokens` rows; arguments as `rope_store` has them. The queries are allocated here, in `dtype`."""
     _, kv_heads, page_size, head_dim = k_pages.shape
-    queries = torch.empty(tokens, q_heads * head_dim, dtype=torch.bfloat16, device=k_pages.device)
+    queries = torch.empty(tokens, q_heads * head_dim, dtype=dtype, device=k_pages.device)
     k_scale, v_scale = scales or (None, None)
     strides = (queries.stride(0), k_pages.stride(0), k_pages.stride(1))
     tensors = HeadTensors(queries, k_pages, v_pages, positions, slots, cos, sin, k_scale, v_scale, *strides)

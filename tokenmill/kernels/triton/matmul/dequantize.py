@@ -1,7 +1,7 @@
-"""Grouped codes written out as a bf16 matrix, where the vendor's library multiplies faster than codes are unpacked.
+"""Grouped codes written out as 16-bit floats, where the vendor's library multiplies faster than codes are unpacked.
 
 Knows the layout that grouped.py describes. Called by linear.py for products of many tokens, which keeps nothing, and by
-joined.py, once, for small matrices that stay bf16.
+joined.py, once, for small matrices that stay so.
 """
 
 # mypy: allow-untyped-defs
@@ -21,7 +21,7 @@ from tokenmill.kernels.triton.shared.launch import options, uses_pdl
 def _dequantize(
     weight, out, N, K, WIDTH: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr
 ):
-    """Grouped codes -> bf16 [N, K], for products with thousands of tokens."""
+    """Grouped codes -> [N, K] in the type of `out`, for products with thousands of tokens."""
     dependent_launch(PDL)
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
     step = tl.program_id(1)
@@ -42,10 +42,10 @@ def _dequantize(
         tl.store(place, (values * scale[:, None]).to(out.dtype.element_ty), mask=ok[:, None] & (k[None, :] < K))
 
 
-def dequantize(weight: GroupedWeight) -> Tensor:
-    """The matrix in bf16 [N, K]."""
+def dequantize(weight: GroupedWeight, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """The matrix [N, K]."""
     device = weight.codes.device
-    out = torch.empty(weight.rows, weight.depth, dtype=torch.bfloat16, device=device)
+    out = torch.empty(weight.rows, weight.depth, dtype=dtype, device=device)
     _dequantize[(triton.cdiv(weight.rows, 16), weight.codes.shape[0])](
         weight.tensors,
         out,

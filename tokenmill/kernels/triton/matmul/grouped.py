@@ -97,9 +97,26 @@ class GroupedWeight:
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
+@triton.constexpr_function
+def unpack_text(half):
+    """Two words -> their eight pairs of nibbles, less 8, in 16-bit floats: under the exponent at which 1 is a unit a
+    nibble is 128 (bf16) or 1024 (float16) more than its value."""
+    one, middle, kind = ("6400", "6408", "f16x2") if half else ("4300", "4308", "bf16x2")
+    shifts = [
+        f"shr.u32 {to}, {of}, {by};"
+        for of, others in (("a", "bcd"), ("e", "fgh"))
+        for to, by in zip(others, (4, 8, 12), strict=True)
+    ]
+    merges = [f"lop3.b32 {each}, {each}, 0x000f000f, 0x{one}{one}, 0xea;" for each in "abcdefgh"]
+    results = [f"sub.rn.{kind} ${number}, {each}, bias;" for number, each in enumerate("abcdefgh")]
+    head = f".reg .b32 a, b, c, d, e, f, g, h, bias; mov.b32 bias, 0x{middle}{middle};"
+    halves = "prmt.b32 a, $8, $9, 0x5410; prmt.b32 e, $8, $9, 0x7632;"
+    return " ".join(["{", head, halves, *shifts, *merges, *results, "}"])
+
+
 @triton.jit
-def unpack_words(words, INTERPRET: tl.constexpr):
-    """int32 -> its eight nibbles, less 8, as bf16. Two words at a time: 0x4300 | n is 128 + n, less 136.
+def unpack_words(words, T: tl.constexpr, INTERPRET: tl.constexpr):
+    """int32 -> its eight nibbles, less 8, in type T, bf16 or float16. Two words at a time.
 
     The interpreter knows bf16 only as bits, so there all of this is float32."""
     if INTERPRET:
@@ -114,48 +131,10 @@ def unpack_words(words, INTERPRET: tl.constexpr):
         return n0, n1, n2, n3, n4, n5, n6, n7
     else:
         return tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 a, b, c, d, e, f, g, h, bias;
-            mov.b32 bias, 0x43084308;
-            prmt.b32 a, $8, $9, 0x5410;
-            prmt.b32 e, $8, $9, 0x7632;
-            shr.u32 b, a, 4;
-            shr.u32 c, a, 8;
-            shr.u32 d, a, 12;
-            shr.u32 f, e, 4;
-            shr.u32 g, e, 8;
-            shr.u32 h, e, 12;
-            lop3.b32 a, a, 0x000f000f, 0x43004300, 0xea;
-            lop3.b32 b, b, 0x000f000f, 0x43004300, 0xea;
-            lop3.b32 c, c, 0x000f000f, 0x43004300, 0xea;
-            lop3.b32 d, d, 0x000f000f, 0x43004300, 0xea;
-            lop3.b32 e, e, 0x000f000f, 0x43004300, 0xea;
-            lop3.b32 f, f, 0x000f000f, 0x43004300, 0xea;
-            lop3.b32 g, g, 0x000f000f, 0x43004300, 0xea;
-            lop3.b32 h, h, 0x000f000f, 0x43004300, 0xea;
-            sub.rn.bf16x2 $0, a, bias;
-            sub.rn.bf16x2 $1, b, bias;
-            sub.rn.bf16x2 $2, c, bias;
-            sub.rn.bf16x2 $3, d, bias;
-            sub.rn.bf16x2 $4, e, bias;
-            sub.rn.bf16x2 $5, f, bias;
-            sub.rn.bf16x2 $6, g, bias;
-            sub.rn.bf16x2 $7, h, bias;
-            }
-            """,
+            unpack_text(tl.float16 == T),
             "=r,=r,=r,=r,=r,=r,=r,=r,r,r",
             [words],
-            dtype=(
-                tl.bfloat16,
-                tl.bfloat16,
-                tl.bfloat16,
-                tl.bfloat16,
-                tl.bfloat16,
-                tl.bfloat16,
-                tl.bfloat16,
-                tl.bfloat16,
-            ),
+            dtype=(T.value, T.value, T.value, T.value, T.value, T.value, T.value, T.value),
             is_pure=True,
             pack=2,
         )
@@ -266,9 +245,9 @@ def _grouped(
     for step in range(first, last):
         packed = tl.load(code_rows[:, None] + step * step_codes + inner[None, :], eviction_policy="evict_first")
         if BITS == 4:
-            parts = unpack_words(packed, INTERPRET)
+            parts = unpack_words(packed, x.dtype.element_ty, INTERPRET)
         else:
-            parts = (packed.to(tl.float32 if INTERPRET else tl.bfloat16),)
+            parts = (packed.to(tl.float32 if INTERPRET else x.dtype.element_ty),)
         k = step * (STRETCHES * WIDTH) + inner
         if AHEAD:
             next_line = tl.minimum(step + 1, steps - 1) * line_step
@@ -316,8 +295,8 @@ def grouped_matmul(
     gated: bool = False,
     heads: HeadPlaces | None = None,
 ) -> Tensor:
-    """x bf16 [M, K] @ weight^T (+ bias). `tiling.depth` is not used: a step is one block of codes. `gated`: silu of the
-    first half of the result times the second. `heads`: rotated and stored there, the queries returned."""
+    """x bf16 or float16 [M, K] @ weight^T (+ bias). `tiling.depth` is not used: a step is one block of codes. `gated`:
+    silu of the first half of the result times the second. `heads`: rotated and stored there, the queries returned."""
     tokens = x.shape[0]
     width = weight.rows // 2 if gated else weight.rows
     out = heads.queries if heads else torch.empty(tokens, width, dtype=out_dtype, device=x.device)

@@ -162,7 +162,7 @@ def grouped_gemv(
     gated: bool = False,
     heads: HeadPlaces | None = None,
 ) -> Tensor:
-    """x bf16 [1, K] @ weight^T (+ bias), arguments as `grouped_matmul` has them; of `tiling` rows and warps count."""
+    """x [1, K] @ weight^T (+ bias), arguments as `grouped_matmul` has them; of `tiling` rows and warps count."""
     assert weight.bits == 4 and weight.codes.shape[2] == BLOCK_WORDS <= weight.group, "kind int4"  # noqa: PT018
     words = BLOCK_WORDS * weight.codes.shape[0]
     piece = min(128 * tiling.warps, triton.next_power_of_2(words))

@@ -1,8 +1,8 @@
 """Matrices that share an input as one matrix: one launch reads it once and fills the GPU better than three small ones.
 
 Joins what is ready for the GPU already, so it does not matter which format the parts came from; parts of different
-kinds stay apart. Grouped codes of small matrices become bf16 before: unpacking would take longer than reading. Called
-by the loader; executors recognise the parts by `JoinedRows`.
+kinds stay apart. Grouped codes of small matrices become 16-bit floats before: unpacking would take longer than reading.
+Called by the loader; executors recognise the parts by `JoinedRows`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tokenmill.kernels.triton.matmul.blocks import BLOCK, BlockLinear
 from tokenmill.kernels.triton.matmul.choose import worth_expanding
 from tokenmill.kernels.triton.matmul.dequantize import dequantize
 from tokenmill.kernels.triton.matmul.grouped import GroupedWeight
-from tokenmill.kernels.triton.matmul.linear import DenseLinear, GpuLinear, GroupedLinear, ScaledLinear
+from tokenmill.kernels.triton.matmul.linear import DenseLinear, GpuLinear, GroupedLinear, ScaledLinear, float_name
 
 Kind = TypeVar("Kind", bound=GpuLinear)
 
@@ -41,16 +41,17 @@ class JoinedRows:
         return self.whole(x)[:, self.begin : self.end]
 
 
-def expand_small(parts: Sequence[GpuLinear]) -> list[GpuLinear]:
-    """Matrices that share an input, those of grouped codes as bf16 if all parts together are small. (What the user
+def expand_small(parts: Sequence[GpuLinear], dtype: torch.dtype = torch.bfloat16) -> list[GpuLinear]:
+    """Matrices that share an input, those of grouped codes in `dtype` if all parts together are small. (What the user
     asked to round at load stays as it is: the loader does not call this for it.)"""
     if not worth_expanding(sum(part.rows for part in parts), parts[0].depth):
         return list(parts)
-    return [_expanded(part) if isinstance(part, GroupedLinear) else part for part in parts]
+    return [_expanded(part, dtype) if isinstance(part, GroupedLinear) else part for part in parts]
 
 
-def _expanded(linear: GroupedLinear) -> DenseLinear:
-    return DenseLinear(dequantize(linear.weight), linear.bias, f"bf16, being small ({linear.detail})")
+def _expanded(linear: GroupedLinear, dtype: torch.dtype) -> DenseLinear:
+    detail = f"{float_name(dtype)}, being small ({linear.detail})"
+    return DenseLinear(dequantize(linear.weight, dtype), linear.bias, detail, dtype)
 
 
 def join_linears(parts: Sequence[GpuLinear]) -> GpuLinear | None:
@@ -60,7 +61,8 @@ def join_linears(parts: Sequence[GpuLinear]) -> GpuLinear | None:
         return None
     bias = _join_biases(parts)
     if isinstance(first, DenseLinear):
-        return DenseLinear(torch.cat([part.weight for part in _all(parts, DenseLinear)]), bias, first.detail)
+        whole = torch.cat([part.weight for part in _all(parts, DenseLinear)])
+        return DenseLinear(whole, bias, first.detail, first.weight.dtype)
     if isinstance(first, ScaledLinear):
         scaled = _all(parts, ScaledLinear)
         if len({part.input_scale for part in scaled}) > 1:

@@ -1,13 +1,12 @@
-"""Weights made ready for a GPU: bf16, one scale per row (fp8, int8), or grouped codes (blocks.py has fp8 in blocks).
+"""Weights made ready for a GPU: 16-bit floats, a scale per row (fp8, int8) or grouped codes (blocks.py: fp8 in blocks).
 
 Decides nothing itself: choose.py names the kernel for each token count, repack.py makes the layout. A call never
-synchronizes and allocates only its output, so it can be captured. Activations are bf16 inside; the result has the type
-of the input. Made by the loader; executors call `multiply` and ask what it fuses.
+synchronizes and allocates only its output, so it can be captured. Activations are bf16 or float16 inside, as the input
+is (float32 becomes the type of the weights, or bf16); the result has the type of the input. Made by the loader;
+executors call `multiply` and ask what it fuses.
 """
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,8 +21,15 @@ from tokenmill.kernels.triton.matmul.grouped import GroupedWeight, grouped_matmu
 from tokenmill.kernels.triton.matmul.grouped_gemv import grouped_gemv
 from tokenmill.kernels.triton.matmul.skinny import skinny_matmul
 
-if TYPE_CHECKING:
-    pass
+
+def float_name(dtype: torch.dtype) -> str:
+    """Of a 16-bit float, as kernels are described."""
+    return "fp16" if dtype == torch.float16 else "bf16"
+
+
+def in_sixteen_bits(x: Tensor) -> Tensor:
+    """Activations as products take them: float16 and bf16 as they are, others as bf16."""
+    return x if x.dtype == torch.float16 else x.to(torch.bfloat16)
 
 
 class GpuLinear:
@@ -54,7 +60,7 @@ class GpuLinear:
         gated: bool = False,
         heads: HeadPlaces | None = None,
     ) -> Tensor:
-        """x [M, K] bf16 or float32 -> [M, N]. `gated`, only where `gates` says so: silu of the first half of the rows
+        """x [M, K] in any float type -> [M, N]. `gated`, only where `gates` says so: silu of the first half of rows
         times the second, [M, N / 2]. `heads`, only where `rotates` says so: rotated and stored there, the queries."""
         raise NotImplementedError
 
@@ -97,15 +103,17 @@ class GpuLinear:
 
 
 class DenseLinear(GpuLinear):
-    kind = "bf16"
+    kind = "bf16"  # plans are those of all 16-bit floats
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, detail: str = "bf16") -> None:
-        super().__init__(weight.shape[0], weight.shape[1], bias, weight.device, detail)
-        self.weight = weight.to(torch.bfloat16).contiguous()
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, detail: str = "", dtype: torch.dtype = torch.bfloat16
+    ) -> None:
+        super().__init__(weight.shape[0], weight.shape[1], bias, weight.device, detail or float_name(dtype))
+        self.weight = weight.to(dtype).contiguous()
         # The bias, if 16 bits hold it: the library adds it to a product by itself.
         self._short_bias: Tensor | None = None
-        if self.bias is not None and torch.equal(self.bias, self.bias.to(torch.bfloat16).float()):
-            self._short_bias = self.bias.to(torch.bfloat16)
+        if self.bias is not None and torch.equal(self.bias, self.bias.to(dtype).float()):
+            self._short_bias = self.bias.to(dtype)
 
     @property
     def nbytes(self) -> int:
@@ -120,7 +128,7 @@ class DenseLinear(GpuLinear):
         heads: HeadPlaces | None = None,
     ) -> Tensor:
         plan = plan or self.choose(x.shape[0])
-        x = x.to(torch.bfloat16)
+        x = x.to(self.weight.dtype)
         if plan.kernel == LIBRARY:
             return self._library(x, out_dtype)
         if plan.kernel == GEMV and x.shape[0] == 1:
@@ -179,7 +187,7 @@ class ScaledLinear(GpuLinear):
     ) -> Tensor:
         plan = plan or self.choose(x.shape[0])
         if plan.kernel == GEMV and x.shape[0] == 1:
-            x = x.to(torch.bfloat16)
+            x = in_sixteen_bits(x)
             return gemv(x, self.codes, None, self.scales, self.bias, out_dtype, plan.tiling, gated, heads)
         return self.multiply_quantized(*quantize_rows(x, self.activations, self.input_scale), out_dtype, plan)
 
@@ -209,7 +217,7 @@ class ScaledLinear(GpuLinear):
             self.codes.T,
             scale_a=scales[:, None],
             scale_b=self.scales[None, :],
-            out_dtype=torch.bfloat16,
+            out_dtype=torch.bfloat16,  # the one type that the library has for scales by row and token
             use_fast_accum=True,
         )
         return product.to(out_dtype)
@@ -236,9 +244,9 @@ class GroupedLinear(GpuLinear):
         heads: HeadPlaces | None = None,
     ) -> Tensor:
         plan = plan or self.choose(x.shape[0])
-        x = x.to(torch.bfloat16)
+        x = in_sixteen_bits(x)
         if plan.kernel == LIBRARY:
-            return self._add_bias(torch.mm(x, dequantize(self.weight).T).to(out_dtype))
+            return self._add_bias(torch.mm(x, dequantize(self.weight, x.dtype).T).to(out_dtype))
         if plan.kernel == HOPPER:
             from tokenmill.kernels.triton.matmul.hopper.narrow import narrow_matmul  # imports Gluon
 

@@ -15,7 +15,14 @@ from tokenmill.kernels.base import Declined
 from tokenmill.kernels.triton.fused.elementwise import quantize_rows
 from tokenmill.kernels.triton.matmul import repack
 from tokenmill.kernels.triton.matmul.blocks import BlockLinear
-from tokenmill.kernels.triton.matmul.linear import DenseLinear, GpuLinear, GroupedLinear, RouterLinear, ScaledLinear
+from tokenmill.kernels.triton.matmul.linear import (
+    DenseLinear,
+    GpuLinear,
+    GroupedLinear,
+    RouterLinear,
+    ScaledLinear,
+    float_name,
+)
 from tokenmill.kernels.triton.shared.launch import INTERPRETED
 
 if TYPE_CHECKING:
@@ -43,12 +50,14 @@ def make_router(values: Tensor, bias: Tensor | None) -> RouterLinear | None:
     return RouterLinear(rounded, bias, "bf16, float32 sums") if exact else None
 
 
-def make_linear(weight: StoredWeight) -> GpuLinear:
-    """Repack a stored weight on the GPU (on the CPU under Triton's interpreter); declines what no kernel multiplies."""
+def make_linear(weight: StoredWeight, dtype: torch.dtype = torch.bfloat16) -> GpuLinear:
+    """Repack a stored weight on the GPU (on the CPU under Triton's interpreter); declines what no kernel multiplies.
+    `dtype`: of matrices that are not codes."""
     parts = weight.parts()
     device = _device(parts)
     if set(parts) == {"values"}:
-        return DenseLinear(parts["values"].to(device), weight.bias, f"bf16 (stored {weight.type_name})")
+        detail = f"{float_name(dtype)} (stored {weight.type_name})"
+        return DenseLinear(parts["values"].to(device), weight.bias, detail, dtype)
     if set(parts) == {"blocks"}:
         if weight.type_name not in repack._GGML:
             raise Declined(f"no kernel for {weight.type_name} blocks")
@@ -63,13 +72,18 @@ def make_linear(weight: StoredWeight) -> GpuLinear:
         matrix = decode()
     except CheckpointError as error:  # groups in activation order
         raise Declined(str(error)) from None
-    return from_quantized(matrix, weight.bias, device, getattr(weight, "input_scale", None))
+    return from_quantized(matrix, weight.bias, device, getattr(weight, "input_scale", None), dtype)
 
 
 def from_quantized(
-    matrix: Any, bias: Tensor | None, device: torch.device, input_scale: float | None = None
+    matrix: Any,
+    bias: Tensor | None,
+    device: torch.device,
+    input_scale: float | None = None,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> GpuLinear:
-    """A `QuantizedMatrix` (model/formats/quantized.py) on a device; `input_scale` where the matrix has none."""
+    """A `QuantizedMatrix` (model/formats/quantized.py) on a device; `input_scale` where the matrix has none; `dtype`
+    where it is expanded."""
     scheme = matrix.scheme
     if matrix.rotation_seed is not None:
         raise Declined("codes are in a rotated basis")
@@ -84,7 +98,8 @@ def from_quantized(
     grouped = repack.from_matrix(matrix, device)
     if grouped is not None:
         return GroupedLinear(grouped, bias, f"{scheme.element}{scheme.bits} as {grouped.bits}-bit g{grouped.group}")
-    return DenseLinear(matrix.dequantize().to(device), bias, f"bf16 (expanded from {scheme.element}{scheme.bits})")
+    detail = f"{float_name(dtype)} (expanded from {scheme.element}{scheme.bits})"
+    return DenseLinear(matrix.dequantize().to(device), bias, detail, dtype)
 
 
 def _scaled(matrix: Any, bias: Tensor | None, device: torch.device, input_scale: float | None) -> ScaledLinear | None:

@@ -17,6 +17,7 @@ from tokenmill.kernels.ggml_types import TYPES
 from tokenmill.kernels.triton.matmul.grouped import GroupedWeight
 
 ROWS_AT_ONCE = 4096  # bounds the unpacked copy of a large matrix
+_LARGEST_ZERO = 32768.0  # of groups with a minimum: kernels subtract it in 16 bits
 
 
 def pack_groups(codes: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, words: int = 32) -> GroupedWeight:
@@ -108,8 +109,9 @@ def from_ggml(type_name: str, blocks: Tensor, depth: int) -> GroupedWeight:
 
 
 def _affine(codes: Tensor, scales: Tensor, minima: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """scale * code + minimum -> scale * (code - zero). A group with scale 0 is its minimum: code 1, zero 0."""
-    flat = scales == 0
+    """scale * code + minimum -> scale * (code - zero). A group with scale 0 is its minimum: code 1, zero 0; so is one
+    whose zero would not fit float16, where the codes are less than the rounding of the zero."""
+    flat = minima.abs() >= _LARGEST_ZERO * scales.abs()
     group = codes.shape[1] // scales.shape[1]
     codes = torch.where(flat.repeat_interleave(group, 1), torch.ones_like(codes), codes)
     zeros = torch.where(flat, torch.zeros_like(minima), -minima / torch.where(flat, torch.ones_like(scales), scales))

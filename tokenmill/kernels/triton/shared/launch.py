@@ -79,7 +79,7 @@ class Workspace:
         return self._partials
 
     def widened(self, count: int) -> Tensor:
-        """bf16, for FP8 pages that are widened before they are read."""
+        """Of 16 bits each, for FP8 pages that are widened before they are read."""
         if count > self._widened.numel():
             self._retained.append(self._widened)
             self._widened = torch.empty(count, dtype=torch.bfloat16, device=self._device)

@@ -1,8 +1,9 @@
 """GPU kernels launched one by one, without capture: for long prompts, and for models that cannot be captured.
 
-Activations are bf16, sums float32 inside the kernels. A weight or KV store without a GPU kernel falls back to the torch
-spec op by op. The graph executor must agree with this one; the reference for both is eager.py, which runs on a GPU too.
-Holds no state between steps except the model, the pages and drafts of recurrent models that are not settled.
+Activations are bf16 or float16 (the type of the model's table), sums float32 inside the kernels. A weight or KV store
+without a GPU kernel falls back to the torch spec op by op. The graph executor must agree with this one; the reference
+for both is eager.py, which runs on a GPU too. Holds no state between steps except the model, the pages and drafts of
+recurrent models that are not settled.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class CudaEagerExecutor(BatchedExecutor):
     def make_site(self, weights: Sequence[LinearWeight], num_slots: int, max_rank: int) -> AdapterSite:
         shapes = [(weight.out_features, weight.in_features) for weight in weights]
         has_bias = any(weight.bias is not None for weight in weights)
-        site: AdapterSite = gpu.GpuSite(shapes, num_slots, max_rank, has_bias, self.model.device)
+        site: AdapterSite = gpu.GpuSite(shapes, num_slots, max_rank, has_bias, self.model.device, self.table.dtype)
         return site
 
     @classmethod
@@ -80,7 +81,7 @@ class CudaEagerExecutor(BatchedExecutor):
             self._drafted = None
 
     def _distinct_pages(self, batch: Batch) -> Sequence[Any]:
-        """By KV group, the FP8 pages that a step with long prompts reads: converted to bf16 once, instead of again for
+        """By KV group, the FP8 pages that a step with long prompts reads: widened once, instead of again for
         every block of tokens. Empty where that does not pay."""
         tokens = batch.token_ids.shape[0]
         too_few = tokens < _MIN_TOKENS or batch.max_seq < _MIN_KEYS or batch.max_query == 1

@@ -45,7 +45,7 @@ from tokenmill.runtime.executors.cuda.values import (
 from tokenmill.runtime.executors.drafted_states import DraftedStates
 from tokenmill.types import Batch
 
-FEW_ROWS = 32  # up to this many, logits are float32 from the accumulator; above, cuBLAS rounds them to bf16
+FEW_ROWS = 32  # up to this many, logits are float32 from the accumulator; above, cuBLAS rounds them to 16 bits
 
 
 class CudaOps:
@@ -71,6 +71,7 @@ class CudaOps:
         `adapters`: what the batch's adapter slots refer to. `replaces`: rows may have adapters with whole matrices; a
         captured step has none, and must not remember those that other slots hold while it is captured."""
         self._store, self._table, self._batch = store, table, batch
+        self._dtype = table.dtype  # of activations
         self._rows, self._shared, self._distinct, self._drafted = rows, shared, distinct, drafted
         self._expands, self._lengths = expands, ([0], [0])
         self._moves_states = moves_states
@@ -78,11 +79,11 @@ class CudaOps:
         self._replaces = replaces
         self._slots = None if batch.adapter_slots is None or rows is None else batch.adapter_slots[rows]
 
-    def embed(self, table: LinearWeight, scale: float) -> Tensor:  # noqa: ARG002 (the bf16 copy is on the device)
+    def embed(self, table: LinearWeight, scale: float) -> Tensor:  # noqa: ARG002 (a copy is on the device)
         ids = self._batch.token_ids
         if self._adapters is not None and self._replaces and self._adapters.embeddings:
-            return (self._adapters.embed(ids, self._adapter_slots, self._table[ids].float()) * scale).bfloat16()
-        rows: Tensor = gpu.embed(ids, self._table, scale)
+            return (self._adapters.embed(ids, self._adapter_slots, self._table[ids].float()) * scale).to(self._dtype)
+        rows: Tensor = gpu.embed(ids, self._table, scale, self._dtype)
         return rows
 
     def add_positions(self, x: Tensor, table: Tensor) -> Tensor:
@@ -117,7 +118,7 @@ class CudaOps:
         site: Any = None if self._adapters is None else self._adapters.site(weights)
         adapt = None if site is None else Adaptation(site, self._adapter_slots, self._replaces)
         if joined is not None:
-            product = Product(joined, x, adapt=adapt)
+            product = Product(joined, x, self._dtype, adapt=adapt)
             return [Columns(product, kernel.begin, kernel.end) for kernel in kernels]
         if len(kernels) == 1:
             return [Product(kernels[0], x, self._out_dtype(weights[0]), adapt=adapt).full()]
@@ -139,10 +140,10 @@ class CudaOps:
         return slots
 
     def _out_dtype(self, weight: LinearWeight) -> torch.dtype:
-        """float32 for the logits of a few rows; everything else stays bf16."""
+        """float32 for the logits of a few rows; everything else has the type of activations."""
         few = self._batch.token_ids.shape[0] <= FEW_ROWS if self._rows is None else self._rows.shape[0] <= FEW_ROWS
         is_head = weight.out_features == self._table.shape[0]
-        return torch.float32 if is_head and few else torch.bfloat16
+        return torch.float32 if is_head and few else self._dtype
 
     def rope(self, x: Any, table: RotaryTable, head_dim: int) -> Columns:  # noqa: ARG002
         x = _columns(x)
@@ -175,7 +176,7 @@ class CudaOps:
         out: Tensor
         whole = table.rotary_dim == spec.head_dim
         if whole and norms is None and are_adjacent_columns(q, k, v) and q.product.rotates:
-            heads = gpu.head_places(batch.positions.shape[0], spec.num_heads, *store_arguments, scales)
+            heads = gpu.head_places(batch.positions.shape[0], spec.num_heads, *store_arguments, scales, self._dtype)
             queries = q.product.rotated(heads)
         else:
             joined = _side_by_side(q, k, v)
@@ -207,7 +208,7 @@ class CudaOps:
         queries, keys, values = (_plain_heads(each, batch.positions, spec.head_dim) for each in (q, k, v))
         self._store.write(slot, batch.slots[group], keys, values)
         backend = PagedAttention(self._store, "ref")
-        return backend.attend(queries, slot, batch.block_tables[group], batch, spec).to(torch.bfloat16)
+        return backend.attend(queries, slot, batch.block_tables[group], batch, spec).to(self._dtype)
 
     def _packed_attention(
         self,
@@ -223,7 +224,7 @@ class CudaOps:
         batch, table, eps = self._batch, q.rotary, q.eps
         positions = batch.positions
         if table is None or table.rotary_dim != spec.head_dim:  # the kernel rotates whole heads: by nothing
-            q, k = (_columns(_plain_heads(each, positions, spec.head_dim).to(torch.bfloat16)) for each in (q, k))
+            q, k = (_columns(_plain_heads(each, positions, spec.head_dim).to(self._dtype)) for each in (q, k))
             norms, positions = None, torch.zeros_like(positions)
             ones = torch.ones(1, spec.head_dim // 2, device=positions.device)
             table = RotaryTable(ones, torch.zeros_like(ones), False)
@@ -257,7 +258,7 @@ class CudaOps:
             turned = ref_latent.rotate_tails(queries.float().contiguous(), *turn, width, rotary.interleaved)
             absorbed = ref_latent.absorb(turned, projections.keys)
             attended = PagedAttention(store, "ref").attend(absorbed, slot, lengths[0], batch, spec.absorbed)
-            return ref_latent.project(attended, projections.values).to(torch.bfloat16)
+            return ref_latent.project(attended, projections.values).to(self._dtype)
         pages, _ = store.stored(slot)
         scales = store.scales(slot)
         scale = None if scales is None else scales[0]
@@ -293,7 +294,7 @@ class CudaOps:
         return y
 
     def gate_rows(self, x: Any, gate: Any) -> Tensor:
-        return ref.gate_rows(tensor(x).float(), tensor(gate).float()).to(torch.bfloat16)
+        return ref.gate_rows(tensor(x).float(), tensor(gate).float()).to(self._dtype)
 
     def activate(self, x: Any, activation: str) -> Tensor:
         return ref.activate(tensor(x), activation)

@@ -21,7 +21,8 @@ from tokenmill.model.state.specs import ConvolutionSpec
 
 
 class Norm:
-    """rms_norm(x + y) and the sum itself, computed when the first reader says whether it wants bf16 or 8-bit codes."""
+    """rms_norm(x + y) and the sum itself, computed when the first reader says whether it wants floats or 8-bit
+    codes."""
 
     def __init__(self, x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> None:
         self._inputs = (x, y, weight, eps)
@@ -139,7 +140,7 @@ class Product:
         return self._fuses and self._kernel.gates(num_rows(self._x))
 
     def gated(self) -> Tensor:
-        return multiply(self._kernel, self._x, gated=True)
+        return multiply(self._kernel, self._x, self._out_dtype, gated=True)
 
     @property
     def rotates(self) -> bool:
@@ -147,7 +148,7 @@ class Product:
 
     def rotated(self, heads: Any) -> Tensor:
         """The queries; keys and values are stored where `heads` (a HeadPlaces) says."""
-        return multiply(self._kernel, self._x, heads=heads)
+        return multiply(self._kernel, self._x, self._out_dtype, heads=heads)
 
 
 @dataclass(slots=True, eq=False)
@@ -206,9 +207,7 @@ def num_rows(value: Any) -> int:
     return count
 
 
-def multiply(
-    kernel: Any, x: Any, out_dtype: torch.dtype = torch.bfloat16, gated: bool = False, heads: Any = None
-) -> Tensor:
+def multiply(kernel: Any, x: Any, out_dtype: torch.dtype, gated: bool = False, heads: Any = None) -> Tensor:
     """x @ W^T by a kernel that may want x in 8 bits; `gated`, `heads`: only if the kernel supports them."""
     y: Tensor
     if not isinstance(kernel, gpu.GpuLinear):  # the torch spec, or some rows of a joined matrix

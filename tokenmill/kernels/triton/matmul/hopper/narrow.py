@@ -6,7 +6,7 @@ makes the tensor cores wait for every unpacked operand. choose.py says when; 129
 A program of eight warps has a tile of 256 rows of the matrix, two accumulators float32 [HALF = 128, TOKENS = 128], and
 walks blocks of codes, 256 of the depth each, in PARTS = 8 stretches of 32. Per block:
 
-  1. codes of a block, int32 [2 x 128, 32], and tokens, bf16 [128, 256] in two halves, arrive by TMA, two blocks ahead;
+  1. codes of a block, int32 [2 x 128, 32], and tokens [128, 256] in two halves, arrive by TMA, two blocks ahead;
      copies are spread over the block, each into room that was freed before, so that they overlap the products
   2. scales of the next block are loaded to registers; those of this one are there
   3. for each stretch: unpack [128, 32] x 2 operands in registers, issue two wgmma [128, 32] x [32, 128], and wait only
@@ -126,6 +126,7 @@ def _multiply(
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, TOKENS, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     LINES: gl.constexpr = PARTS * WORDS // GROUP
+    TYPE: gl.constexpr = token_source.dtype
     PER_LINE: gl.constexpr = GROUP // WORDS
     DEPTH: gl.constexpr = PARTS * WORDS
     token_tile, tile, split = gl.program_id(0), gl.program_id(1), gl.program_id(2)
@@ -141,7 +142,7 @@ def _multiply(
     last = gl.minimum(first + per_split, steps)
     # 64 KiB of codes, two blocks of two halves; 128 KiB of tokens, two blocks of eight stretches.
     codes = gl.allocate_shared_memory(gl.int32, [4, HALF, WORDS], code_source.layout)
-    inputs = gl.allocate_shared_memory(gl.bfloat16, [2 * PARTS, TOKENS, WORDS], token_source.layout)
+    inputs = gl.allocate_shared_memory(TYPE, [2 * PARTS, TOKENS, WORDS], token_source.layout)
     codes_arrived = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     inputs_arrived = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
     for number in gl.static_range(2):
@@ -154,12 +155,12 @@ def _multiply(
         fetch_codes(code_source, codes, codes_arrived, ahead, start + row0, start + row1, first + ahead < last)
     inside = gl.arange(0, HALF, gl.SliceLayout(1, OPERAND))
     safe0, safe1 = gl.minimum(row0 + inside, N - 1), gl.minimum(row1 + inside, N - 1)
-    scale0 = load_lines(scales + safe0 + first * LINES * N, N, LINES)
-    scale1 = load_lines(scales + safe1 + first * LINES * N, N, LINES)
+    scale0 = load_lines(scales + safe0 + first * LINES * N, N, LINES, TYPE)
+    scale1 = load_lines(scales + safe1 + first * LINES * N, N, LINES, TYPE)
     zero0, zero1 = scale0, scale1
     if AFFINE:
-        zero0 = load_lines(zeros + safe0 + first * LINES * N, N, LINES)
-        zero1 = load_lines(zeros + safe1 + first * LINES * N, N, LINES)
+        zero0 = load_lines(zeros + safe0 + first * LINES * N, N, LINES, TYPE)
+        zero1 = load_lines(zeros + safe1 + first * LINES * N, N, LINES, TYPE)
     if PDL:
         launch_dependents()
         wait_for_predecessor()
@@ -177,8 +178,8 @@ def _multiply(
     for block in range(first, last):
         stage, phase = (block - first) & 1, ((block - first) >> 1) & 1
         following = gl.minimum(block + 1, last - 1) * LINES * N  # stage 2
-        next0 = load_lines(scales + safe0 + following, N, LINES)
-        next1 = load_lines(scales + safe1 + following, N, LINES)
+        next0 = load_lines(scales + safe0 + following, N, LINES, TYPE)
+        next1 = load_lines(scales + safe1 + following, N, LINES, TYPE)
         later = block + 2
         mbarrier.wait(inputs_arrived.index(stage * 2), phase)
         before0, before1 = now0, now1
@@ -213,8 +214,8 @@ def _multiply(
         low0, high0 = halves_of(words0)
         low1, high1 = halves_of(words1)
         if AFFINE:
-            zero0 = load_lines(zeros + safe0 + following, N, LINES)
-            zero1 = load_lines(zeros + safe1 + following, N, LINES)
+            zero0 = load_lines(zeros + safe0 + following, N, LINES, TYPE)
+            zero1 = load_lines(zeros + safe1 + following, N, LINES, TYPE)
         scale0, scale1 = next0, next1
         now0 = unpack(low0, scale0[0], zero0[0], 0, AFFINE)
         now1 = unpack(low1, scale1[0], zero1[0], 0, AFFINE)
@@ -263,7 +264,8 @@ def narrow_matmul(
     out_dtype: torch.dtype = torch.bfloat16,
     gated: bool = False,
 ) -> Tensor:
-    """x bf16 [M, K] @ weight^T (+ bias) -> [M, N]; `gated`: silu of the first half of the rows times the second."""
+    """x bf16 or float16 [M, K] @ weight^T (+ bias) -> [M, N]; `gated`: silu of the first half of the rows times
+    the second."""
     assert weight.codes.shape[2] == WORDS.value <= weight.group, "another layout"
     assert not gated or weight.rows % (2 * HALF.value) == 0, "a tile would have rows of both halves"
     tokens, rows = x.shape[0], weight.rows

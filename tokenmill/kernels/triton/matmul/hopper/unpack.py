@@ -1,7 +1,8 @@
-"""What both Hopper products of 4-bit groups do to a block of codes: nibbles become bf16 weights, in registers.
+"""What both Hopper products of 4-bit groups do to a block of codes: nibbles become weights, in registers.
 
-Knows the order of nibbles in grouped.py's layout and how scales and zeros of a block are read. Knows nothing of tiles,
-copies and sums. Used by narrow.py and wide.py.
+Weights are bf16 or float16, as tokens are: of the type in which scales and zeros are loaded. Knows the order of nibbles
+in grouped.py's layout and how scales and zeros of a block are read. Knows nothing of tiles, copies and sums. Used by
+narrow.py and wide.py.
 """
 
 # mypy: allow-untyped-defs
@@ -14,16 +15,18 @@ WORDS = gl.constexpr(32)  # of a row in a block of codes; also the depth of one 
 
 
 @gluon.constexpr_function
-def unpack_text(place, affine):
-    """Two nibbles at 4 * place of two halves of a register -> ((128 + n) - 136 [- zero]) * scale, as a pair of bf16."""
+def unpack_text(place, affine, half):
+    """Two nibbles at 4 * place of two halves of a register -> ((128 + n) - 136 [- zero]) * scale, as a pair of bf16; of
+    float16 with 1024 for 128."""
+    one, middle, kind = ("6400", "6408", "f16x2") if half else ("4300", "4308", "bf16x2")
     shift = f"shr.u32 t, $1, {4 * place};" if place else "mov.b32 t, $1;"
-    minus = "sub.rn.bf16x2 t, t, $3;" if affine else ""
+    minus = f"sub.rn.{kind} t, t, $3;" if affine else ""
     return (
-        "{ .reg .b32 t, middle; mov.b32 middle, 0x43084308; "
+        f"{{ .reg .b32 t, middle; mov.b32 middle, 0x{middle}{middle}; "
         + shift
-        + " lop3.b32 t, t, 0x000f000f, 0x43004300, 0xea; sub.rn.bf16x2 t, t, middle; "
+        + f" lop3.b32 t, t, 0x000f000f, 0x{one}{one}, 0xea; sub.rn.{kind} t, t, middle; "
         + minus
-        + " mul.rn.bf16x2 $0, t, $2; }"
+        + f" mul.rn.{kind} $0, t, $2; }}"
     )
 
 
@@ -41,40 +44,40 @@ def halves_of(words):
 
 @gluon.jit
 def unpack(halves, scale, zero, PLACE: gl.constexpr, AFFINE: gl.constexpr):
-    """The weights of one stretch, bf16 [rows, WORDS]."""
+    """The weights of one stretch [rows, WORDS]."""
     if AFFINE:
         return gl.inline_asm_elementwise(
-            unpack_text(PLACE, True),
+            unpack_text(PLACE, True, scale.dtype == gl.float16),
             "=r,r,r,r",
             [halves, scale[:, None], zero[:, None]],
-            dtype=gl.bfloat16,
+            dtype=scale.dtype,
             is_pure=True,
             pack=2,
         )
     else:
         return gl.inline_asm_elementwise(
-            unpack_text(PLACE, False),
+            unpack_text(PLACE, False, scale.dtype == gl.float16),
             "=r,r,r",
             [halves, scale[:, None]],
-            dtype=gl.bfloat16,
+            dtype=scale.dtype,
             is_pure=True,
             pack=2,
         )
 
 
 @gluon.jit
-def load_pair(base, N):
-    return gl.load(base).to(gl.bfloat16), gl.load(base + N).to(gl.bfloat16)
+def load_pair(base, N, TYPE: gl.constexpr):
+    return gl.load(base).to(TYPE), gl.load(base + N).to(TYPE)
 
 
 @gluon.jit
-def load_lines(base, N, LINES: gl.constexpr):
-    """Scales or zeros of the groups of a block, one bf16 tensor [rows] each."""
+def load_lines(base, N, LINES: gl.constexpr, TYPE: gl.constexpr):
+    """Scales or zeros of the groups of a block, one tensor [rows] each."""
     gl.static_assert((LINES == 2) | (LINES == 4) | (LINES == 8))
     if LINES == 2:
-        return load_pair(base, N)
+        return load_pair(base, N, TYPE)
     elif LINES == 4:
-        return load_pair(base, N) + load_pair(base + 2 * N, N)
+        return load_pair(base, N, TYPE) + load_pair(base + 2 * N, N, TYPE)
     else:
-        low = load_pair(base, N) + load_pair(base + 2 * N, N)
-        return low + load_pair(base + 4 * N, N) + load_pair(base + 6 * N, N)
+        low = load_pair(base, N, TYPE) + load_pair(base + 2 * N, N, TYPE)
+        return low + load_pair(base + 4 * N, N, TYPE) + load_pair(base + 6 * N, N, TYPE)

@@ -3,12 +3,12 @@
 A tile is 128 rows of the matrix x TOKENS = 256 tokens; a block of codes is DEPTH = 256 of the depth. A program is nine
 warps in three roles, and per block:
 
-  producer, 1 warp        (`fetch`)    TMA: codes int32 [128, 32] into a ring of STAGES = 3 blocks, tokens bf16
+  producer, 1 warp        (`fetch`)    TMA: codes int32 [128, 32] into a ring of STAGES = 3 blocks, tokens 16-bit
                                        [256, 64] into a ring of SLOTS = 5 quarters of a block
   consumers, 2 x 4 warps  (`consume`)  each ROWS = 64 rows and all 256 tokens, float32 [64, 256] in registers:
       1. scales (and zeros) of the next block: global memory -> registers, a block ahead
       2. codes of the block, int32 [64, 32]: shared memory -> registers, in the layout of wgmma's left operand
-      3. four times: unpack bf16 [64, 64] (two stretches of nibbles) in registers, nothing moves between threads;
+      3. four times: unpack [64, 64] (two stretches of nibbles) in registers, nothing moves between threads;
          issue wgmma [64, 64] x [64, 256]; wait for the one before, hand its quarter of tokens back
       4. at the end of a tile: write the result, or the sums where other programs have blocks of the tile too
 
@@ -70,7 +70,7 @@ class Ring(NamedTuple):
     """Codes and tokens in shared memory, and their barriers."""
 
     codes: Any  # int32 [STAGES * 2 consumers * boxes, rows of a box, WORDS]
-    inputs: Any  # bf16 [SLOTS, TOKENS, SLOT]
+    inputs: Any  # 16-bit floats [SLOTS, TOKENS, SLOT]
     codes_arrived: Any
     codes_free: Any
     inputs_arrived: Any
@@ -79,7 +79,7 @@ class Ring(NamedTuple):
 
 @gluon.jit
 def make_operand(codes, scale, zero, QUARTER: gl.constexpr, FORM: gl.constexpr):
-    """The weights of a quarter, two neighbouring stretches, bf16 [ROWS, SLOT]; nothing moves between threads."""
+    """The weights of a quarter, two neighbouring stretches [ROWS, SLOT]; nothing moves between threads."""
     halves = codes[QUARTER // 2]
     PLACE: gl.constexpr = 2 * (QUARTER % 2)
     LEFT: gl.constexpr = 2 * QUARTER * WORDS // FORM.group
@@ -91,11 +91,11 @@ def make_operand(codes, scale, zero, QUARTER: gl.constexpr, FORM: gl.constexpr):
 
 
 @gluon.jit
-def load_block(source, tile, block, part, N, FORM: gl.constexpr, LAYOUT: gl.constexpr):
+def load_block(source, tile, block, part, N, FORM: gl.constexpr, LAYOUT: gl.constexpr, TYPE: gl.constexpr):
     """Stage 1: scales or zeros of a consumer's rows in a block."""
     LINES: gl.constexpr = DEPTH // FORM.group
     rows = row_at(gl.arange(0, ROWS, LAYOUT), tile, part, N, FORM)
-    return load_lines(source + gl.minimum(rows, N - 1) + block * (LINES * N), N, LINES)
+    return load_lines(source + gl.minimum(rows, N - 1) + block * (LINES * N), N, LINES, TYPE)
 
 
 @gluon.jit
@@ -179,7 +179,7 @@ def consume(ring, scales, zeros, result, work, part: gl.constexpr, FORM: gl.cons
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, TOKENS, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     LINE: gl.constexpr = gl.SliceLayout(1, OPERAND)
-    scale = load_block(scales, begin // steps, begin % steps, part, N, FORM, LINE)
+    scale = load_block(scales, begin // steps, begin % steps, part, N, FORM, LINE, ring.inputs.dtype)
     words = take_codes(ring, 0, True, part, OPERAND)
     if FORM.pdl:
         wait_for_predecessor()
@@ -192,10 +192,10 @@ def consume(ring, scales, zeros, result, work, part: gl.constexpr, FORM: gl.cons
             ends, more = block + 1 == steps, number + 1 < end - begin
             next_tile = gl.where(ends & more, tile + 1, tile)
             next_block = gl.where(more, gl.where(ends, 0, block + 1), block)
-            next_scale = load_block(scales, next_tile, next_block, part, N, FORM, LINE)
+            next_scale = load_block(scales, next_tile, next_block, part, N, FORM, LINE, ring.inputs.dtype)
             zero = scale
             if FORM.affine:
-                zero = load_block(zeros, tile, block, part, N, FORM, LINE)
+                zero = load_block(zeros, tile, block, part, N, FORM, LINE, ring.inputs.dtype)
             acc, before = take_block(acc, words, scale, zero, ring, number, FORM)
             words = take_codes(ring, number + 1, more, part, OPERAND)
             acc, before = warpgroup_mma_wait(0, deps=(acc, before))
@@ -229,7 +229,7 @@ def _multiply(
         launch_dependents()
     begin = gl.program_id(1) * share
     codes = gl.allocate_shared_memory(gl.int32, [STAGES * 2 * (ROWS // FORM.box), FORM.box, WORDS], code_source.layout)
-    inputs = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, TOKENS, SLOT], token_source.layout)
+    inputs = gl.allocate_shared_memory(token_source.dtype, [SLOTS, TOKENS, SLOT], token_source.layout)
     codes_arrived = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     codes_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     inputs_arrived = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
@@ -278,7 +278,8 @@ def wide_matmul(
     out_dtype: torch.dtype = torch.bfloat16,
     gated: bool = False,
 ) -> Tensor:
-    """x bf16 [M, K] @ weight^T (+ bias) -> [M, N]; `gated`: silu of the first half of the rows times the second."""
+    """x bf16 or float16 [M, K] @ weight^T (+ bias) -> [M, N]; `gated`: silu of the first half of the rows times
+    the second."""
     assert weight.codes.shape[2] == WORDS.value <= weight.group, "another layout"
     assert not gated or weight.rows % (2 * ROWS.value) == 0, "a tile would have rows of both halves"
     tokens, rows, steps = x.shape[0], weight.rows, weight.codes.shape[0]
