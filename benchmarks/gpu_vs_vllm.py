@@ -71,7 +71,20 @@ OPTIONS: dict[str, Any] = {
 VLLM_SCRIPT = Path(__file__).parent / "peers" / "vllm_bench.py"
 VLLM_OPTIONS = {"bf16": [], "fp8": ["--quantization", "fp8", "--kv-cache-dtype", "fp8"], "int4": []}
 # Symmetric groups, as ours: vLLM has its fastest 4-bit kernels for such files.
-VLLM_INT4 = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
+# Which linears are quantized it reads from the tensors of a file, or here: without either it computes in 16 bits.
+VLLM_INT4 = {
+    "quant_method": "gptq",
+    "bits": 4,
+    "group_size": 128,
+    "sym": True,
+    "desc_act": False,
+    "modules_in_block_to_quantize": [
+        ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+        ["self_attn.o_proj"],
+        ["mlp.gate_proj", "mlp.up_proj"],
+        ["mlp.down_proj"],
+    ],
+}
 HEAVY = ("prefill", "decode256", "mixed")  # workloads whose speed depends on how much power the tensor cores draw
 LOWER_IS_BETTER = {"seconds", "ttft_ms", "tpot_ms"}
 

@@ -37,6 +37,7 @@ from tokenmill.kernels.triton.shared.launch import INTERPRETED, num_processors, 
 
 MAX_SPLITS = 32
 MAX_PARTIALS = 1 << 26  # float32 values of partial results in a step with prompts
+_FEW = 32  # programs before keys are split: four sequences of eight KV heads
 HOPPER_ROWS = 64  # (token, head) pairs of a group of warps in hopper.py: the tensor core's own size
 
 
@@ -51,10 +52,18 @@ class Tile:
 
 
 def decode_tile(group: int, programs: int, device: torch.device, fp8: bool) -> Tile:
-    """Many programs: two warps each, several on a processor. Few: four warps, for the latency of one, which is longer
-    where keys must be widened."""
-    crowded = programs >= (4 if fp8 else 2) * num_processors(device)
+    """Two warps each, several programs on a processor. Four for the latency of few sequences, up to more of them with FP8,
+    whose keys must be widened; few of those wait for tile after tile: larger ones."""
+    if fp8 and _FEW <= programs < 2 * _FEW:
+        return Tile(power_of_two(group, 16), 128, 4, 3)
+    crowded = programs >= (4 * num_processors(device) if fp8 else _FEW)
     return Tile(power_of_two(group, 16), 64, 2 if crowded else 4, 4)
+
+
+def decode_splits(programs: int, max_keys: int, tile: Tile, device: torch.device, fp8: bool) -> int:
+    """Splits of the keys of single tokens: FP8 keys arrive in half the time, so twice as many programs must ask."""
+    many = fp8 and programs <= 2 * num_processors(device)
+    return choose_key_splits(programs, max_keys, tile.keys, device, 8 if many else 4)
 
 
 def prefill_tile(group: int, head_dim: int, element_size: int, wide: bool = False) -> Tile:

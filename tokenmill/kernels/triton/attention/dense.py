@@ -141,7 +141,7 @@ class _Call:
     def decode(self, max_keys: int, single_only: bool) -> None:
         programs = 0 if single_only else self.sequences * self.kv_heads
         tile = choose.decode_tile(self.group, programs, self.device, self.fp8)
-        splits = choose.choose_key_splits(self.sequences * self.kv_heads, max_keys, tile.keys, self.device)
+        splits = choose.decode_splits(self.sequences * self.kv_heads, max_keys, tile, self.device, self.fp8)
         if single_only:
             splits = choose.splits_beside_prompts(splits, self.q.shape[0], self.heads, self.head_dim)
         grid = (self.sequences, self.kv_heads, splits)
