@@ -52,8 +52,8 @@ class Tile:
 
 
 def decode_tile(group: int, programs: int, device: torch.device, fp8: bool) -> Tile:
-    """Two warps each, several programs on a processor. Four for the latency of few sequences, up to more of them with FP8,
-    whose keys must be widened; few of those wait for tile after tile: larger ones."""
+    """Two warps each, several programs on a processor. Four for the latency of few sequences, also of more
+    with FP8, whose keys must be widened; four to seven of those wait for tile after tile: larger ones."""
     if fp8 and _FEW <= programs < 2 * _FEW:
         return Tile(power_of_two(group, 16), 128, 4, 3)
     crowded = programs >= (4 * num_processors(device) if fp8 else _FEW)
