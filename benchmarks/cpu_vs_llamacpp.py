@@ -4,8 +4,9 @@
     python benchmarks/cpu_vs_llamacpp.py smollm2 [--threads 2] [--repeat 3] [--json]
 
 Runs of both are interleaved (peer, ours, peer, ours, ...) and medians compared, so that a noisy machine disturbs both
-alike. Prefill of 512 tokens, decode of 128 at batch 1, batched decode, and 64 requests at concurrency 16 with a common
-prefix of 512 tokens (200 more in, 64 out). llama.cpp runs as its own server starts it (peers/llamacpp_peer.py).
+alike. Prefill of 512 and of 4,096 tokens, decode of 128 at batch 1, batched decode after 16 tokens and (batch 16) after
+512, and 64 requests at concurrency 16 with a common prefix of 512 tokens (200 more in, 64 out). llama.cpp runs as its
+own server starts it (peers/llamacpp_peer.py).
 `--quick` takes fewer decode steps and 16 instead of 64 requests: all of them are then new to llama.cpp's slots, which
 keep a prefix only after their first request, so that row flatters us. Do not publish it.
 """
@@ -26,12 +27,14 @@ from benchmarks.peers.peer_process import PeerProcess
 from tokenmill import LLM, SamplingParams
 from tokenmill.checkpoint.sources import resolve
 
+Pair = tuple[Callable[[], float], Callable[[], float]]  # llama.cpp's run and ours
+
 
 class Ours:
     """The same measurements on our engine, through the Python API."""
 
     def __init__(self, path: Path, threads: int) -> None:
-        options = {"device": "cpu", "threads": threads, "context": 2048, "memory": "4GiB"}
+        options = {"device": "cpu", "threads": threads, "context": 4352, "memory": "4GiB"}
         self._plain = LLM(path, prefix_caching=False, concurrency=32, **options)
         self._served = LLM(path, concurrency=16, **options)
 
@@ -44,6 +47,14 @@ class Ours:
         outputs = self._plain.generate(prompts, _greedy(steps + 1))
         # All prompts fit into one step, so every sequence gets its first token in the same step.
         first = max(output.metrics.first_token or 0.0 for output in outputs)
+        last = max(output.metrics.last_token or 0.0 for output in outputs)
+        return len(prompts) * steps / (last - first)
+
+    def decode_held(self, prompts: list[list[int]], steps: int) -> float:
+        """As `decode`, of prompts whose pages are in the cache: computed beforehand, so that all begin in one step."""
+        self._served.generate(prompts, _greedy(1))
+        outputs = self._served.generate(prompts, _greedy(steps + 1))
+        first = min(output.metrics.first_token or 0.0 for output in outputs)  # a late prompt counts against us
         last = max(output.metrics.last_token or 0.0 for output in outputs)
         return len(prompts) * steps / (last - first)
 
@@ -68,19 +79,31 @@ def measure(path: Path, threads: int, repeat: int, quick: bool, only: str) -> di
 
     cases: dict[str, Callable[[], tuple[float, float]]] = {}
 
-    def case(name: str, make: Callable[[], tuple[Callable[[], float], Callable[[], float]]]) -> None:
+    def case(name: str, make: Callable[[], Pair]) -> None:
         def once() -> tuple[float, float]:
             theirs, mine = make()
             return theirs(), mine()
 
         cases[name] = once
 
-    def prefill() -> tuple[Callable[[], float], Callable[[], float]]:
-        tokens = prompt(512)
-        return lambda: peer.prefill(tokens), lambda: ours.prefill(tokens)
+    def prefill(length: int) -> Callable[[], Pair]:
+        def make() -> Pair:
+            tokens = prompt(length)
+            return lambda: peer.prefill(tokens), lambda: ours.prefill(tokens)
 
-    def decode(batch: int, steps: int) -> Callable[[], tuple[Callable[[], float], Callable[[], float]]]:
-        def make() -> tuple[Callable[[], float], Callable[[], float]]:
+        return make
+
+    def decode_after(batch: int, context: int, steps: int) -> Callable[[], Pair]:
+        prompts = [prompt(context) for _ in range(batch)]
+
+        def make() -> Pair:
+            peer.hold(prompts[0], batch, steps)
+            return lambda: peer.decode_held(steps), lambda: ours.decode_held(prompts, steps)
+
+        return make
+
+    def decode(batch: int, steps: int) -> Callable[[], Pair]:
+        def make() -> Pair:
             prompts = [prompt(16) for _ in range(batch)]
             return lambda: peer.decode(prompts, steps), lambda: ours.decode(prompts, steps)
 
@@ -88,14 +111,16 @@ def measure(path: Path, threads: int, repeat: int, quick: bool, only: str) -> di
 
     num_requests = 16 if quick else 64
 
-    def serve() -> tuple[Callable[[], float], Callable[[], float]]:
+    def serve() -> Pair:
         prefix, tails = prompt(512), [prompt(200) for _ in range(num_requests)]
         return lambda: peer.serve(prefix, tails, 64, 16), lambda: ours.serve(prefix, tails, 64)
 
-    case("prefill 512", prefill)
+    case("prefill 512", prefill(512))
+    case("prefill 4096", prefill(4096))
     case("decode batch 1", decode(1, 128))
     for batch in (4, 8, 16, 32):
         case(f"decode batch {batch}", decode(batch, 64 if not quick else 24))
+    case("decode batch 16 at 512", decode_after(16, 512, 32))
     case(f"{num_requests} requests, shared prefix", serve)
 
     table = {}

@@ -48,10 +48,8 @@ class Peer:
     def prefill(self, tokens: Sequence[int]) -> float:
         """Tokens per second of one prompt, logits of the last token."""
         context = self._context(len(tokens) + 8, 1)
-        batch = _Batch(len(tokens))
-        batch.fill([(token, position, 0, position == len(tokens) - 1) for position, token in enumerate(tokens)])
         started = time.perf_counter()
-        self._decode(context, batch)
+        self._compute(context, tokens)
         elapsed = time.perf_counter() - started
         lib.llama_free(context)
         return len(tokens) / elapsed
@@ -81,11 +79,7 @@ class Peer:
         self._release()
         self._held = context = self._context(len(prompt) + steps + 8, count)
         self._held_length, self._held_count = len(prompt), count
-        batch = _Batch(512)
-        for begin in range(0, len(prompt), 512):
-            part = prompt[begin : begin + 512]
-            batch.fill([(token, begin + offset, 0, offset == len(part) - 1) for offset, token in enumerate(part)])
-            self._decode(context, batch)
+        self._compute(context, prompt)
         memory = lib.llama_get_memory(context)
         for number in range(1, count):
             lib.llama_memory_seq_cp(memory, 0, number, -1, -1)
@@ -148,6 +142,17 @@ class Peer:
         elapsed = time.perf_counter() - started
         lib.llama_free(context)
         return len(tails) * output / elapsed
+
+    def _compute(self, context: Any, prompt: Sequence[int]) -> None:
+        """A prompt of sequence 0, 512 tokens at a time, logits of the last one only."""
+        batch = _Batch(512)
+        for begin in range(0, len(prompt), 512):
+            part = prompt[begin : begin + 512]
+            rows = [(token, begin + offset, 0, False) for offset, token in enumerate(part)]
+            if begin + 512 >= len(prompt):
+                rows[-1] = (*rows[-1][:3], True)
+            batch.fill(rows)
+            self._decode(context, batch)
 
     def close(self) -> None:
         self._release()
