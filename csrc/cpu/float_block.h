@@ -23,11 +23,12 @@ inline Float4 load4(const float* p) {
   return v;
 }
 
-// How a stored weight becomes a float: one, or four in a row.
+// How a stored weight becomes a float: one, four or eight in a row.
 struct AsFloat {
   using Storage = float;
   static float load(float value) { return value; }
   static Float4 four(const float* p) { return load4(p); }
+  static void eight(const float* p, Float4* out) { out[0] = load4(p), out[1] = load4(p + 4); }
 };
 
 // y[t][r] = w[r] . x[t] for R rows of the weight and T rows of activations.
@@ -43,12 +44,22 @@ void block(const typename Type::Storage* w, const float* x, int64_t cols, const 
     }
   };
   int64_t k = 0;
-  // One row is bound by memory, and as many streams as rows are more than the hardware follows by itself.
+  // One row is bound by memory. The rows after these are asked for meanwhile, line after line as they lie: as many streams
+  // as rows are more than the hardware follows by itself.
   if constexpr (T == 1) {
     constexpr int64_t kLine = 64 / sizeof(typename Type::Storage);
-    for (; k + kLine <= cols; k += kLine) {
-      for (int r = 0; r < R; ++r) __builtin_prefetch(w + r * cols + k + 8 * kLine);
-      for (int64_t i = 0; i < kLine; i += 4) step(k + i);
+    const auto* next = w + R * cols;
+    for (; k + kLine <= cols; k += kLine, next += R * kLine) {
+      for (int r = 0; r < R; ++r) __builtin_prefetch(next + r * kLine);
+      for (int64_t i = k; i < k + kLine; i += 8) {
+        const Float4 v[2] = {load4(x + i), load4(x + i + 4)};
+        for (int r = 0; r < R; ++r) {
+          Float4 weights[2];
+          Type::eight(w + r * cols + i, weights);
+          sums[r][0] += weights[0] * v[0];
+          sums[r][0] += weights[1] * v[1];
+        }
+      }
     }
   }
   for (; k + 4 <= cols; k += 4) step(k);

@@ -24,14 +24,23 @@ struct AsBfloat {
   using Storage = uint16_t;
   static float load(uint16_t value) { return bfloat_to_float(value); }
   static Float4 four(const uint16_t* p) { return (Float4)vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16)); }
+  static void eight(const uint16_t* p, Float4* out) {
+    const uint16x8_t bits = vld1q_u16(p);
+    out[0] = (Float4)vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(bits), 16));
+    out[1] = (Float4)vreinterpretq_f32_u32(vshll_high_n_u16(bits, 16));
+  }
 };
 struct AsHalf {
   using Storage = uint16_t;
   static float load(uint16_t value) { return half_to_float(value); }
   static Float4 four(const uint16_t* p) { return (Float4)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
+  static void eight(const uint16_t* p, Float4* out) {
+    const float16x8_t halves = vreinterpretq_f16_u16(vld1q_u16(p));
+    out[0] = (Float4)vcvt_f32_f16(vget_low_f16(halves));
+    out[1] = (Float4)vcvt_high_f32_f16(halves);
+  }
 };
 
-constexpr int kTileRows = 16;
 constexpr int kTokens = 64;  // activations multiplied at a time
 
 template <class Type>
@@ -60,7 +69,7 @@ class PlainLinear final : public Linear {
     float* out = static_cast<float*>(activations);
     for (int row = begin; row < end; ++row) std::copy_n(x + row * ldx, cols, out + row * cols);
   }
-  int num_tiles(int) const override { return int((rows + kTileRows - 1) / kTileRows); }
+  int num_tiles(int) const override { return int((rows + tile_rows() - 1) / tile_rows()); }
   // Many rows: 4 rows of the weight are widened once for all of them.
   size_t scratch_bytes(int m) const override { return widens(m) ? size_t(cols) * 16 : 0; }
 
@@ -76,13 +85,11 @@ class PlainLinear final : public Linear {
   using Storage = typename Type::Storage;
 
   void run_block(int tile, int m, const float* x, const float* bias, float* y, int64_t ldy, void* scratch) const {
-    const int64_t last = std::min(int64_t(tile + 1) * kTileRows, rows);
-    for (int64_t row = int64_t(tile) * kTileRows; row < last;) {
-      const int64_t left = last - row;
-      const int64_t count = left >= 8 && m == 1 ? 8 : left >= 4 ? 4 : 1;
+    const int64_t last = std::min((tile + 1) * tile_rows(), rows);
+    for (int64_t row = tile * tile_rows(); row < last;) {
+      const int64_t count = last - row >= 4 ? 4 : 1;
       const float* add = bias ? bias + row : nullptr;
       const auto* w = weights(row);
-      if (count == 8) block<Type, 8, 1>(w, x, cols, add, y + row, ldy);
       if (count == 4 && widens(m)) {
         float* wide = static_cast<float*>(scratch);
         for (int64_t k = 0; k + 4 <= 4 * cols; k += 4) {
@@ -100,6 +107,9 @@ class PlainLinear final : public Linear {
   }
 
   static bool widens(int m) { return sizeof(Storage) == 2 && m >= 8; }
+  // Large: the rows that are asked for ahead belong to the same thread except at the end of a tile. Small matrices have
+  // more of them, for the balance.
+  int64_t tile_rows() const { return rows >= 1024 ? 64 : 32; }
 
   const Storage* weights(int64_t row) const { return reinterpret_cast<const Storage*>(storage_.data()) + row * cols; }
 
