@@ -123,20 +123,19 @@ def measure(path: Path, threads: int, repeat: int, quick: bool, only: str) -> di
     case("decode batch 16 at 512", decode_after(16, 512, 32))
     case(f"{num_requests} requests, shared prefix", serve)
 
-    table = {}
-    for name, once in cases.items():
-        if only not in name:
-            continue
-        rounds = 1 if name.endswith("shared prefix") else repeat
-        pairs = [once() for _ in range(rounds)]
-        theirs, mine = (statistics.median(column) for column in zip(*pairs, strict=True))
-        table[name] = {"llama.cpp": theirs, "tokenmill": mine, "ratio": mine / theirs}
-        print(
-            f"{name:28} llama.cpp {theirs:8.1f}  tokenmill {mine:8.1f} tok/s  ratio {mine / theirs:5.2f}",
-            file=sys.stderr,
-        )
+    table = {name: median_of(name, once, repeat) for name, once in cases.items() if only in name}
     peer.close()
     return table
+
+
+def median_of(name: str, once: Callable[[], tuple[float, float]], repeat: int) -> dict[str, float]:
+    pairs = [once() for _ in range(1 if name.endswith("shared prefix") else repeat)]
+    theirs, mine = (statistics.median(column) for column in zip(*pairs, strict=True))
+    print(
+        f"{name:28} llama.cpp {theirs:8.1f}  tokenmill {mine:8.1f} tok/s  ratio {mine / theirs:5.2f}",
+        file=sys.stderr,
+    )
+    return {"llama.cpp": theirs, "tokenmill": mine, "ratio": mine / theirs}
 
 
 def main() -> None:
