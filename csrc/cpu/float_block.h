@@ -31,8 +31,9 @@ struct AsFloat {
   static void eight(const float* p, Float4* out) { out[0] = load4(p), out[1] = load4(p + 4); }
 };
 
-// y[t][r] = w[r] . x[t] for R rows of the weight and T rows of activations.
-template <class Type, int R, int T>
+// y[t][r] = w[r] . x[t] for R rows of the weight and T rows of activations. Ahead: the rows of the weight after these lie
+// behind them and come next.
+template <class Type, int R, int T, bool Ahead>
 void block(const typename Type::Storage* w, const float* x, int64_t cols, const float* bias, float* y, int64_t ldy) {
   Float4 sums[R][T] = {};
   const auto step = [&](int64_t k) __attribute__((always_inline)) {
@@ -44,13 +45,14 @@ void block(const typename Type::Storage* w, const float* x, int64_t cols, const 
     }
   };
   int64_t k = 0;
-  // One row is bound by memory. The rows after these are asked for meanwhile, line after line as they lie: as many streams
-  // as rows are more than the hardware follows by itself.
+  // One row is bound by memory. The rows after these are asked for meanwhile, line after line as they lie: as many
+  // streams as rows are more than the hardware follows by itself.
   if constexpr (T == 1) {
     constexpr int64_t kLine = 64 / sizeof(typename Type::Storage);
     const auto* next = w + R * cols;
     for (; k + kLine <= cols; k += kLine, next += R * kLine) {
-      for (int r = 0; r < R; ++r) __builtin_prefetch(next + r * kLine);
+      if constexpr (Ahead)
+        for (int r = 0; r < R; ++r) __builtin_prefetch(next + r * kLine);
       for (int64_t i = k; i < k + kLine; i += 8) {
         const Float4 v[2] = {load4(x + i), load4(x + i + 4)};
         for (int r = 0; r < R; ++r) {
@@ -72,7 +74,7 @@ void block(const typename Type::Storage* w, const float* x, int64_t cols, const 
 }
 
 // R rows of the weight with all m rows of activations.
-template <class Type, int R>
+template <class Type, int R, bool Ahead = false>
 void rows_of(const typename Type::Storage* w, const float* x, int m, int64_t cols, const float* bias, float* y,
              int64_t ldy) {
 #if !defined(__aarch64__)
@@ -85,8 +87,8 @@ void rows_of(const typename Type::Storage* w, const float* x, int m, int64_t col
   }
 #endif
   int t = 0;
-  for (; t + 4 <= m; t += 4) block<Type, R, 4>(w, x + t * cols, cols, bias, y + t * ldy, ldy);
-  for (; t < m; ++t) block<Type, R, 1>(w, x + t * cols, cols, bias, y + t * ldy, ldy);
+  for (; t + 4 <= m; t += 4) block<Type, R, 4, Ahead>(w, x + t * cols, cols, bias, y + t * ldy, ldy);
+  for (; t < m; ++t) block<Type, R, 1, Ahead>(w, x + t * cols, cols, bias, y + t * ldy, ldy);
 }
 
 }  // namespace

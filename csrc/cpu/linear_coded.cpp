@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "float_block.h"
+#include "float_rows.h"
 #include "linear_panel.h"
 #if defined(__aarch64__)
 #include <arm_neon.h>
@@ -94,10 +95,10 @@ void expand(const uint8_t* row, int64_t begin, int64_t end, float scale, float* 
 }
 
 template <class Element>
-class CodedLinear final : public Linear {
+class CodedLinear final : public WithFloatRows<Linear> {
  public:
   CodedLinear(const Coded& weight, int64_t rows, int64_t cols)
-      : Linear(rows, cols),
+      : WithFloatRows<Linear>(rows, cols),
         group_(weight.group),
         groups_((cols + weight.group - 1) / weight.group),
         row_bytes_((cols * Element::kBits + 7) / 8),
@@ -124,13 +125,6 @@ class CodedLinear final : public Linear {
                       scale(row * groups_ + g), out);
   }
 
-  int activation_kind(int) const override { return 0; }
-  int activation_row_block(int) const override { return 1; }
-  size_t activation_bytes(int m) const override { return size_t(m) * size_t(cols) * 4; }
-  void quantize(const float* x, int64_t ldx, int begin, int end, int, void* activations) const override {
-    float* out = static_cast<float*>(activations);
-    for (int row = begin; row < end; ++row) std::copy_n(x + row * ldx, cols, out + row * cols);
-  }
   int num_tiles(int) const override { return int((rows + kTileRows - 1) / kTileRows); }
   size_t scratch_bytes(int) const override { return size_t(cols) * 16; }
 

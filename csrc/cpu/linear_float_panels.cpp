@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "float_panels_impl.h"
+#include "float_rows.h"
 #include "linear_panel.h"
 
 namespace tokenmill {
@@ -17,10 +18,10 @@ const FloatPanels& avx512_float_panels();
 
 namespace {
 
-class FloatPanelLinear final : public Linear {
+class FloatPanelLinear final : public WithFloatRows<Linear> {
  public:
   FloatPanelLinear(const QuantFormat& format, int64_t rows, int64_t cols, const FloatPanels& panels)
-      : Linear(rows, cols),
+      : WithFloatRows<Linear>(rows, cols),
         format_(format),
         panels_(panels),
         name_(std::string(format.name) + " float32"),
@@ -39,14 +40,6 @@ class FloatPanelLinear final : public Linear {
     const auto* words = static_cast<const uint16_t*>(panel(row));
     if (is_bfloat()) return unpack(row, words, [](uint16_t v) { return bfloat_to_float(v); }, out);
     unpack(row, words, [](uint16_t v) { return half_to_float(v); }, out);
-  }
-
-  int activation_kind(int) const override { return 0; }
-  int activation_row_block(int) const override { return 1; }
-  size_t activation_bytes(int m) const override { return size_t(m) * size_t(cols) * 4; }
-  void quantize(const float* x, int64_t ldx, int begin, int end, int, void* activations) const override {
-    float* out = static_cast<float*>(activations);
-    for (int row = begin; row < end; ++row) std::copy_n(x + row * ldx, cols, out + row * cols);
   }
 
   int num_tiles(int) const override { return int((rows + panels_.columns - 1) / panels_.columns); }

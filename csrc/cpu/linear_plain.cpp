@@ -10,6 +10,7 @@
 #include <arm_neon.h>
 
 #include "float_block.h"
+#include "float_rows.h"
 #else
 #include "bfloat_tiles.h"
 #include "float_panels.h"
@@ -44,10 +45,10 @@ struct AsHalf {
 constexpr int kTokens = 64;  // activations multiplied at a time
 
 template <class Type>
-class PlainLinear final : public Linear {
+class PlainLinear final : public WithFloatRows<Linear> {
  public:
   PlainLinear(const QuantFormat& format, int64_t rows, int64_t cols)
-      : Linear(rows, cols),
+      : WithFloatRows<Linear>(rows, cols),
         format_(format),
         name_(std::string(format.name) + " float32"),
         storage_(size_t(rows) * size_t(cols) * sizeof(typename Type::Storage)) {}
@@ -62,13 +63,6 @@ class PlainLinear final : public Linear {
   }
   void dequantize_row(int64_t row, float* out) const override { dequantize(format_, weights(row), cols, out); }
 
-  int activation_kind(int) const override { return 0; }
-  int activation_row_block(int) const override { return 1; }
-  size_t activation_bytes(int m) const override { return size_t(m) * size_t(cols) * 4; }
-  void quantize(const float* x, int64_t ldx, int begin, int end, int, void* activations) const override {
-    float* out = static_cast<float*>(activations);
-    for (int row = begin; row < end; ++row) std::copy_n(x + row * ldx, cols, out + row * cols);
-  }
   int num_tiles(int) const override { return int((rows + tile_rows() - 1) / tile_rows()); }
   // Many rows: 4 rows of the weight are widened once for all of them.
   size_t scratch_bytes(int m) const override { return widens(m) ? size_t(cols) * 16 : 0; }
@@ -98,7 +92,7 @@ class PlainLinear final : public Linear {
         }
         rows_of<AsFloat, 4>(wide, x, m, cols, add, y + row, ldy);
       } else if (count == 4) {
-        rows_of<Type, 4>(w, x, m, cols, add, y + row, ldy);
+        rows_of<Type, 4, true>(w, x, m, cols, add, y + row, ldy);
       } else if (count == 1) {
         rows_of<Type, 1>(w, x, m, cols, add, y + row, ldy);
       }

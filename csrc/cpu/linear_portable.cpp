@@ -4,6 +4,7 @@
 // stay float32.
 #include <algorithm>
 
+#include "float_rows.h"
 #include "linear_panel.h"
 
 namespace tokenmill {
@@ -22,18 +23,11 @@ float dot(const float* a, const float* b, int64_t n) {
   return sum;
 }
 
-class PortableLinear final : public PanelLinear {
+class PortableLinear final : public WithFloatRows<PanelLinear> {
  public:
   PortableLinear(const std::string& type, const PanelLayout& layout, const QuantFormat* format, int64_t rows)
-      : PanelLinear(type + " portable", layout, format, rows) {}
+      : WithFloatRows<PanelLinear>(type + " portable", layout, format, rows) {}
 
-  int activation_kind(int) const override { return 0; }
-  int activation_row_block(int) const override { return 1; }
-  size_t activation_bytes(int m) const override { return size_t(m) * size_t(cols) * 4; }
-  void quantize(const float* x, int64_t ldx, int begin, int end, int, void* activations) const override {
-    float* out = static_cast<float*>(activations);
-    for (int row = begin; row < end; ++row) std::copy_n(x + row * ldx, cols, out + row * cols);
-  }
   int num_tiles(int) const override { return int(num_panels()); }
   size_t scratch_bytes(int) const override { return size_t(cols) * 4; }
 

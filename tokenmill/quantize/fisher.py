@@ -45,7 +45,7 @@ def linear_grams(source: SourceModel, sequences: Tensor) -> dict[str, Tensor]:
     grams, tokens = {}, 0
     for name in names:
         rows = source.shape(name)[0]
-        grams[name] = torch.zeros(rows, rows if rows <= _WHOLE else _TILE)
+        grams[name] = torch.zeros(rows, _gram_width(rows))
     for index, by_block, by_output in _backwards(source, sequences, GRAM_SEQUENCES, names):
         for name, slopes in by_output.items():
             tile = grams[name].shape[1]
@@ -54,6 +54,16 @@ def linear_grams(source: SourceModel, sequences: Tensor) -> dict[str, Tensor]:
                 grams[name][begin : begin + tile, : part.shape[1]].addmm_(part.T, part)
         tokens += len(by_block) if index == 0 else 0
     return {name: gram / tokens for name, gram in grams.items()}
+
+
+def gram_bytes(source: SourceModel) -> int:
+    """Of `linear_grams`, which are held for the whole job."""
+    heights = [source.shape(name)[0] for name in source.layer_linears()]
+    return sum(4 * rows * _gram_width(rows) for rows in heights)
+
+
+def _gram_width(rows: int) -> int:
+    return rows if rows <= _WHOLE else _TILE
 
 
 def _backwards(

@@ -15,6 +15,7 @@ import torch
 
 from tokenmill.checkpoint.mixers import Recurrent
 from tokenmill.errors import UserError
+from tokenmill.quantize.fisher import gram_bytes
 from tokenmill.quantize.recipe import Recipe
 from tokenmill.quantize.source import SourceModel
 
@@ -47,6 +48,7 @@ def forecast_job(
     on_host = device.type == "cpu"
     step = _step_bytes(source, recipe)
     fixed = resident_bytes() + _block_bytes(source) + _edge_bytes(source) + (step if on_host else 0)
+    fixed += gram_bytes(source) if recipe.solver.needs_outputs else 0
     samples, length = sequences or (0, 0)
     copies = 2 if recipe.needs_targets else 1
     batch, half, needed = _fit(source, fixed, samples, length, cap, on_host, copies)

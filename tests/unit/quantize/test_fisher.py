@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.unit.quantize.methods.tiny_blocks import LENGTH, TinyModel
 from tokenmill.quantize.divergence import head_logits, run_block
-from tokenmill.quantize.fisher import linear_grams, output_roots
+from tokenmill.quantize.fisher import gram_bytes, linear_grams, output_roots
 from tokenmill.quantize.source import HEAD
 
 
@@ -53,6 +53,7 @@ def test_grams_of_linears_weigh_what_their_outputs_change(tmp_path: Path) -> Non
     model = TinyModel("llama", tmp_path)
     grams = linear_grams(model.source, model.ids)
     assert set(grams) == set(model.source.layer_linears())
+    assert sum(gram.nbytes for gram in grams.values()) == gram_bytes(model.source)
     for name, gram in grams.items():
         assert gram.shape == (model.source.shape(name)[0],) * 2
         torch.testing.assert_close(gram, gram.T)
