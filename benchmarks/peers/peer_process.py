@@ -3,7 +3,7 @@
 Its threads keep spinning for a while after their work, and it assumes that nobody else configures the AMX tiles of its
 threads. The process is a new interpreter that runs this file and imports nothing but the peer: with numpy or tokenmill
 loaded first, llama.cpp was seen to crash on x86 where it had been built with another compiler than they were. Used by
-cpu_vs_llamacpp.py, cpu_experts.py, cpu_shapes.py and gguf_low_bit.py.
+cpu_vs_llamacpp.py, cpu_vs_onnx.py, cpu_experts.py, cpu_shapes.py and gguf_low_bit.py.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class PeerEnded(SystemExit):
 class PeerProcess:
     """The methods of llamacpp_peer.Peer that measure; `module` is another one in this folder with a `Peer`."""
 
-    def __init__(self, path: Path, threads: int, module: str = "llamacpp_peer") -> None:
+    def __init__(self, path: Path, threads: int, module: str = "llamacpp_peer", python: str = sys.executable) -> None:
         self._pipe, theirs = Pipe()
         self._name = f"{module} with {path.name}"
-        command = [sys.executable, __file__, str(theirs.fileno()), str(path), str(threads), module]
+        command = [python, __file__, str(theirs.fileno()), str(path), str(threads), module]
         self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
         atexit.register(self._process.kill)  # a stopped process receives no milder signal
         theirs.close()
